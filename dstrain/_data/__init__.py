@@ -1,0 +1,1 @@
+"""Text files that ship with dstrain; in a checkout they are top-level folders."""

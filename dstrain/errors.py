@@ -1,0 +1,78 @@
+"""Errors that a person can fix, by who can fix them, with the exit code each one gives.
+
+    DstrainError                 what happened, and the next thing to type
+    ├── RunFailed             1  a training run ended badly (the ranks' own codes are in the message)
+    ├── InvalidConfig         3  ds_config.json, job.yaml, a hostfile or data is wrong
+    ├── DoesNotFit            4  no configuration fits the memory that there is
+    ├── EnvironmentProblem    5  something on this machine is missing, busy or unreachable
+    └── Conflict              6  hand edits or existing checkpoints stand in the way
+
+Click's own usage errors exit with 2, Ctrl-C with 130. Anything else is a bug and keeps its traceback.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+
+
+class DstrainError(Exception):
+    """A problem that a person can fix; `cli.main` turns it into text, once."""
+
+    exit_code = 1
+
+    def __init__(self, problem: str, *, hint: str | None = None) -> None:
+        """`problem` quotes the input and says where; `hint` is the next thing to type."""
+        super().__init__(problem)
+        self.problem = problem
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return self.problem if self.hint is None else f"{self.problem}\n{self.hint}"
+
+
+class RunFailed(DstrainError):
+    """A training run that ended badly."""
+
+    exit_code = 1
+
+
+class InvalidConfig(DstrainError):
+    """A config, job, hostfile or data file that is wrong; several problems are joined, one a line."""
+
+    exit_code = 3
+
+
+class DoesNotFit(DstrainError):
+    """No configuration fits; the hint names the nearest thing that would."""
+
+    exit_code = 4
+
+
+class EnvironmentProblem(DstrainError):
+    """Something on this machine is missing, busy or unreachable."""
+
+    exit_code = 5
+
+
+class Conflict(DstrainError):
+    """Hand edits, or checkpoints of an earlier run, stand in the way."""
+
+    exit_code = 6
+
+
+def nearest(word: str, legal: Iterable[str]) -> str | None:
+    """Returns the legal word that `word` most likely meant, or None where nothing is near."""
+    folded = {candidate.lower().replace("-", "_"): candidate for candidate in legal}
+    found = difflib.get_close_matches(word.lower().replace("-", "_"), list(folded), n=1, cutoff=0.6)
+    return folded[found[0]] if found else None
+
+
+def did_you_mean(word: str, legal: Sequence[str]) -> str:
+    """Returns a hint: the nearest legal word, or all of them where nothing is near.
+
+    >>> did_you_mean("quen3", ["qwen3", "llama"])
+    'Did you mean "qwen3"?'
+    """
+    near = nearest(word, legal)
+    return f'Did you mean "{near}"?' if near else "Known: " + ", ".join(legal)

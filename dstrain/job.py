@@ -1,0 +1,171 @@
+"""The job file: what is trained, on what data, with which hyper-parameters, and where the results go.
+
+Names that Transformers' TrainingArguments has (`learning_rate`, `save_steps` …) are kept; what dstrain plans has
+dstrain's names (`micro_batch`, `grad_accum`, `grad_ckpt`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Annotated
+
+from pydantic import Field
+
+from dstrain.choices import Attention, DataFormat, Hub, LossOn, Method, Precision
+from dstrain.records import type_config
+
+Positive = Annotated[int, Field(gt=0)]
+Ratio = Annotated[float, Field(ge=0, le=1)]
+NonNegative = Annotated[float, Field(ge=0)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lora:
+    """The adapter of `method: lora` and `method: qlora`."""
+
+    rank: Positive = 16
+    """Rank of the two adapter matrices."""
+    alpha: Positive = 32
+    """Scale: the adapter's output is multiplied by alpha / rank."""
+    dropout: Ratio = 0.0
+    """Dropout before the adapter, 0…1; any value above 0 costs 3 bytes per input element of every adapted linear."""
+    targets: tuple[str, ...] = ("all-linear",)
+    """Module names that get an adapter, or `all-linear` (every linear layer but the head)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Monitor:
+    """Where metrics go beside `metrics.jsonl`, which is always written."""
+
+    sinks: tuple[str, ...] = ("swanlab",)
+    """Any of `swanlab`, `tensorboard`, `wandb`."""
+    mode: str | None = None
+    """SwanLab's mode: `online`, `offline`, `local` or `disabled`; not given: `online` with a key, else `offline`."""
+    project: str = "dstrain"
+    """Project name in SwanLab and W&B."""
+    name: str | None = None
+    """Name of the run; not given: the name of the output folder."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One training job. Paths are relative to the folder of the job file."""
+
+    __pydantic_config__ = type_config
+
+    model: str
+    """A local folder, or a model id on the hub."""
+    output_dir: str
+    """The run directory: metrics, checkpoints, the final model."""
+    data: str | None = None
+    """Training data: a JSONL, JSON or Parquet file, or a data set id on the hub."""
+    eval_data: str | None = None
+    """Evaluation data, in the same forms; not given: no evaluation."""
+    data_format: DataFormat = DataFormat.AUTO
+    """`alpaca` (instruction, input, output), `messages` (also ShareGPT), `text`, or `auto` (by the columns)."""
+    ds_config: str = "ds_config.json"
+    """The DeepSpeed configuration."""
+    hostfile: str | None = None
+    """The hostfile; not given: this machine."""
+    hub: Hub = Hub.HF
+    """Where a model or data set id is looked up."""
+    trust_remote_code: bool = False
+    """Whether code that comes with the model may run."""
+
+    method: Method = Method.FULL
+    """`full`, `lora` or `qlora`."""
+    lora: Lora = field(default_factory=Lora)
+    """The adapter, for `lora` and `qlora`."""
+    precision: Precision = Precision.BF16
+    """`bf16`, `fp16` or `fp32`."""
+    attn: Attention = Attention.SDPA
+    """The attention implementation."""
+    seq_len: Positive = 2048
+    """Longest sample in tokens; longer ones are cut, and the log says how many."""
+    packing: bool = False
+    """Whether short samples share rows of `seq_len` tokens; they do not see each other."""
+    loss_on: LossOn = LossOn.ANSWER
+    """Which tokens count in the loss: `answer` or `all`."""
+    micro_batch: Positive = 1
+    """Samples (rows, when packing) in one forward of one GPU."""
+    grad_accum: Positive = 1
+    """Micro-batches per optimizer step."""
+    grad_ckpt: bool = True
+    """Whether activations are recomputed in the backward pass."""
+
+    num_train_epochs: Annotated[float, Field(gt=0)] = 3.0
+    """Passes over the data."""
+    max_steps: Positive | None = None
+    """Optimizer steps; when given, it ends the run instead of `num_train_epochs`."""
+    learning_rate: Annotated[float, Field(gt=0)] = 1e-5
+    """Peak learning rate."""
+    lr_scheduler_type: str = "cosine"
+    """A schedule of Transformers: `cosine`, `linear`, `constant_with_warmup` …"""
+    warmup_ratio: Ratio = 0.03
+    """Share of the steps in which the learning rate rises."""
+    weight_decay: NonNegative = 0.0
+    """AdamW's weight decay."""
+    adam_beta1: Ratio = 0.9
+    """AdamW's first beta."""
+    adam_beta2: Ratio = 0.999
+    """AdamW's second beta."""
+    adam_epsilon: NonNegative = 1e-8
+    """AdamW's epsilon."""
+    max_grad_norm: NonNegative = 1.0
+    """Gradient norm at which gradients are clipped; 0 turns clipping off."""
+    seed: int = 42
+    """Seed of shuffling, dropout and adapters."""
+
+    logging_steps: Positive = 10
+    """Optimizer steps between two lines of `metrics.jsonl`."""
+    eval_steps: Positive | None = None
+    """Optimizer steps between evaluations; not given: at the end of the run only."""
+    save_steps: Positive = 500
+    """Optimizer steps between checkpoints."""
+    save_total_limit: Positive | None = 2
+    """How many checkpoints are kept."""
+    resume: str = "never"
+    """`never`, `auto` (from the newest whole checkpoint of `output_dir`), or a checkpoint folder."""
+    dataloader_num_workers: Annotated[int, Field(ge=0)] = 0
+    """Worker processes of each rank's data loader."""
+
+    monitor: Monitor = field(default_factory=Monitor)
+    """Where metrics go."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables of every rank; put secrets in your own environment, not here."""
+
+
+SYNONYMS = MappingProxyType(
+    {
+        "per_device_train_batch_size": "micro_batch",
+        "train_micro_batch_size_per_gpu": "micro_batch",
+        "gradient_accumulation_steps": "grad_accum",
+        "gradient_checkpointing": "grad_ckpt",
+        "model_name_or_path": "model",
+        "model_path": "model",
+        "dataset": "data",
+        "train_data": "data",
+        "train_file": "data",
+        "cutoff_len": "seq_len",
+        "max_seq_length": "seq_len",
+        "max_length": "seq_len",
+        "finetuning_type": "method",
+        "flash_attn": "attn",
+        "attn_implementation": "attn",
+        "epochs": "num_train_epochs",
+        "lr": "learning_rate",
+        "resume_from_checkpoint": "resume",
+        "deepspeed": "ds_config",
+        "lora_rank": "lora: rank",
+        "lora_alpha": "lora: alpha",
+        "lora_dropout": "lora: dropout",
+        "lora_target": "lora: targets",
+        "bf16": "precision",
+        "fp16": "precision",
+        "report_to": "monitor: sinks",
+        "swanlab": "monitor",
+    }
+)
+"""What other tools call our keys: Transformers, LLaMA-Factory and TRL."""

@@ -1,0 +1,1 @@
+"""What we decide, in pure functions of facts and a request."""

@@ -1,0 +1,162 @@
+"""Job files and run-directory files ↔ frozen records, through pydantic, with did-you-mean on top."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, Protocol, TypeVar, get_type_hints
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+from ruamel.yaml import YAML
+from ruamel.yaml.comments import CommentedMap, CommentedSeq
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
+
+from dstrain.errors import InvalidConfig, nearest
+
+type_config = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True)
+"""What every record read from a file sets as its `__pydantic_config__`: no unknown key, no silent conversion."""
+
+Place = tuple[str | int, ...]
+T = TypeVar("T")
+
+
+class Locator(Protocol):
+    """Says where in its source a key stands."""
+
+    def __call__(self, place: Place) -> str:
+        """Returns `file:line:column`, or the option, of the value at `place`."""
+
+
+@cache
+def _adapter(record: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(record)
+
+
+def to_data(record: Any) -> Any:
+    """Returns the record as JSON-ready dicts, lists, strings and numbers."""
+    return _adapter(type(record)).dump_python(record, mode="json")
+
+
+def to_json(record: Any) -> str:
+    """Returns the record as indented JSON text, ending in a newline."""
+    return json.dumps(to_data(record), indent=2, ensure_ascii=False) + "\n"
+
+
+def from_data(record: type[T], data: Any, *, locate: Locator, synonyms: Mapping[str, str] | None = None) -> T:
+    """Returns `data` as a record of the given type.
+
+    Raises InvalidConfig with every problem on a line of its own, each with its place; an unknown key gets the nearest
+    legal one, where `synonyms` maps words of other tools to ours.
+    """
+    try:
+        text = json.dumps(data, default=str)
+        return _adapter(record).validate_json(text)  # type: ignore[no-any-return]
+    except ValidationError as error:
+        problems = [_describe(record, fault, locate, synonyms or {}) for fault in error.errors(include_url=False)]
+        raise InvalidConfig("\n".join(dict.fromkeys(problems))) from None
+
+
+def _describe(record: Any, fault: Any, locate: Locator, synonyms: Mapping[str, str]) -> str:
+    place: Place = tuple(fault["loc"])
+    where = locate(place)
+    key = str(place[-1]) if place else ""
+    if fault["type"] in {"unexpected_keyword_argument", "extra_forbidden"}:
+        legal = _legal_keys(record, place[:-1])
+        near = synonyms.get(key) or nearest(key, legal)
+        meant = f'did you mean "{near}"?' if near else "known keys: " + ", ".join(legal)
+        return f'{where}: unknown key "{key}"; {meant}'
+    if fault["type"] in {"missing", "missing_argument", "missing_keyword_only_argument"}:
+        return f'{where}: "{key}" is missing'
+    if fault["type"] == "enum":
+        value = str(fault["input"])
+        legal = [word.strip(" '") for word in str(fault["ctx"]["expected"]).replace(" or ", ", ").split(",")]
+        near = nearest(value, legal)
+        meant = f'did you mean "{near}"? ' if near else ""
+        return f'{where}: {key} is "{value}"; {meant}(legal: {", ".join(legal)})'
+    message = str(fault["msg"])
+    return f"{where}: {key} is {json.dumps(fault['input'], default=str)}; {message[:1].lower()}{message[1:]}"
+
+
+def _legal_keys(record: Any, place: Place) -> list[str]:
+    """Returns the field names of the record at `place`, which walks dataclass fields from `record`."""
+    for key in place:
+        field = next((f for f in dataclasses.fields(record) if f.name == key), None)
+        if field is None:
+            return []
+        hints = _hints(record)
+        candidates = [hints[field.name], *getattr(hints[field.name], "__args__", ())]
+        record = next((c for c in candidates if dataclasses.is_dataclass(c)), None)
+        if record is None:
+            return []
+    return [field.name for field in dataclasses.fields(record)]
+
+
+@cache
+def _hints(record: Any) -> dict[str, Any]:
+    return get_type_hints(record)
+
+
+def load_json(record: type[T], path: Path) -> T:
+    """Returns the record in a JSON file that dstrain wrote. Raises InvalidConfig when it is missing or damaged."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise InvalidConfig(f"{path}: no such file") from None
+    except (OSError, ValueError) as error:
+        raise InvalidConfig(f"{path}: cannot be read: {error}") from None
+    return from_data(record, data, locate=lambda place: f"{path}: /{'/'.join(map(str, place))}")
+
+
+def parse_yaml(text: str, name: str) -> tuple[Any, Locator]:
+    """Returns the plain value of a YAML 1.2 text (`1e-5` is a number) and a function that says where its keys stand.
+
+    Raises InvalidConfig with `name:line:column` for a syntax error or a duplicate key.
+    """
+    reader = YAML(typ="rt", pure=True)
+    try:
+        document = reader.load(io.StringIO(text.removeprefix("\ufeff")))
+    except MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = f"{name}:{mark.line + 1}:{mark.column + 1}" if mark else name
+        problem = (error.problem or "not valid YAML").split("\n")[0]
+        raise InvalidConfig(f"{where}: {problem}") from None
+    except YAMLError as error:
+        raise InvalidConfig(f"{name}: {error}") from None
+
+    def locate(place: Place) -> str:
+        line, column = _mark(document, place)
+        return f"{name}:{line + 1}:{column + 1}"
+
+    return _plain(document), locate
+
+
+def _mark(node: Any, place: Place) -> tuple[int, int]:
+    """Returns the zero-based line and column of the deepest existing key on the way to `place`."""
+    mark = (0, 0)
+    for key in place:
+        try:
+            if isinstance(node, CommentedMap):
+                mark = node.lc.key(key)
+            elif isinstance(node, CommentedSeq):
+                mark = node.lc.item(key)
+            node = node[key]
+        except (KeyError, IndexError, TypeError):
+            break
+    return mark
+
+
+def _plain(node: Any) -> Any:
+    if isinstance(node, Mapping):
+        return {str(key): _plain(value) for key, value in node.items()}
+    if isinstance(node, Sequence) and not isinstance(node, str):
+        return [_plain(value) for value in node]
+    if isinstance(node, bool) or node is None:
+        return node
+    for plain in (int, float, str):
+        if isinstance(node, plain):
+            return plain(node)
+    return node

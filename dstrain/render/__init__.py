@@ -1,0 +1,1 @@
+"""How we say it: plans become DeepSpeed JSON, job files and scripts through Jinja templates."""

@@ -1,0 +1,102 @@
+"""The run directory: names of the files in which the launcher, the ranks and the reports meet."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class RunDir:
+    """The paths of one run directory; it does not have to exist."""
+
+    path: Path
+    """The folder, absolute."""
+
+    @property
+    def request(self) -> Path:
+        """The job, with every path absolute and every override applied (`job.Job` as JSON)."""
+        return self.path / "request.json"
+
+    @property
+    def facts(self) -> Path:
+        """Model and cluster."""
+        return self.path / "facts.json"
+
+    @property
+    def plan(self) -> Path:
+        """The estimate of the effective configuration."""
+        return self.path / "plan.json"
+
+    @property
+    def ds_config(self) -> Path:
+        """The DeepSpeed configuration that the Trainer is given."""
+        return self.path / "ds_config.json"
+
+    @property
+    def hostfile(self) -> Path:
+        """The hostfile that the launcher is given."""
+        return self.path / "hostfile"
+
+    @property
+    def start_script(self) -> Path:
+        """The command, as a script that starts the run again by hand."""
+        return self.path / "start.sh"
+
+    @property
+    def environment(self) -> Path:
+        """Environment for the other nodes, in DeepSpeed's `DS_ENV_FILE` form; mode 0600, no secrets."""
+        return self.path / "environment"
+
+    @property
+    def secrets(self) -> Path:
+        """Secrets that the ranks read (`NAME=value` lines); mode 0600."""
+        return self.path / ".secrets"
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON object for each logged step."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def health(self) -> Path:
+        """One JSON object for each thing that looked wrong."""
+        return self.path / "health.jsonl"
+
+    @property
+    def states(self) -> Path:
+        """Bytes of model states measured in the engine on every rank."""
+        return self.path / "states.json"
+
+    @property
+    def summary(self) -> Path:
+        """What rank 0 wrote when training ended well."""
+        return self.path / "summary.json"
+
+    @property
+    def logs(self) -> Path:
+        """One folder of output files, one for each rank."""
+        return self.path / "logs"
+
+    @property
+    def final(self) -> Path:
+        """The final model or adapter, for `from_pretrained`."""
+        return self.path / "final"
+
+    def checkpoints(self) -> list[tuple[int, Path]]:
+        """Returns the checkpoint folders by step, oldest first, whole or not."""
+        found = []
+        for folder in self.path.glob("checkpoint-*"):
+            step = folder.name.removeprefix("checkpoint-")
+            if step.isdigit() and folder.is_dir():
+                found.append((int(step), folder))
+        return sorted(found)
+
+
+COMPLETE = "complete.json"
+"""A checkpoint is whole when this file stands in it; it is written last, after a barrier of all ranks."""
+
+
+def is_whole(checkpoint: Path) -> bool:
+    """Returns whether a checkpoint was written to its end."""
+    return (checkpoint / COMPLETE).is_file()

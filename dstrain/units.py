@@ -1,0 +1,74 @@
+"""Bytes, counts and rates as people write them; inside dstrain sizes are `int` bytes."""
+
+from __future__ import annotations
+
+import re
+
+from dstrain.errors import InvalidConfig
+
+KIB, MIB, GIB, TIB = 2**10, 2**20, 2**30, 2**40
+
+_FACTORS = {
+    "": 1, "b": 1,
+    "k": KIB, "kib": KIB, "kb": 1000,
+    "m": MIB, "mib": MIB, "mb": 10**6,
+    "g": GIB, "gib": GIB, "gb": 10**9,
+    "t": TIB, "tib": TIB, "tb": 10**12,
+}  # fmt: skip
+
+
+def parse_bytes(text: str) -> int:
+    """Returns bytes for `80GiB`, `512 MiB`, `1.5TB` (decimal), `80G` (binary, as SLURM counts) or a bare number.
+
+    Raises InvalidConfig for anything else.
+
+    >>> parse_bytes("80GiB"), parse_bytes("2 TB")
+    (85899345920, 2000000000000)
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
+    if match is None or match[2].lower() not in _FACTORS:
+        raise InvalidConfig(f'"{text}" is not a size', hint="Write a number and a unit, such as 80GiB or 2TB.")
+    return round(float(match[1]) * _FACTORS[match[2].lower()])
+
+
+def format_bytes(count: float) -> str:
+    """Returns a size in binary units with three figures.
+
+    >>> format_bytes(85899345920), format_bytes(1536), format_bytes(0)
+    ('80.0 GiB', '1.50 KiB', '0 B')
+    """
+    if abs(count) < KIB:
+        return f"{count:.0f} B"
+    for unit, factor in (("TiB", TIB), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
+        if abs(count) >= factor:
+            value = count / factor
+            digits = 2 if abs(value) < 10 else 1 if abs(value) < 1000 else 0
+            return f"{value:.{digits}f} {unit}"
+    raise AssertionError("every size of 1 KiB or more has a unit")
+
+
+def format_count(count: float) -> str:
+    """Returns a count of things with a decimal suffix.
+
+    >>> format_count(32_762_123_264), format_count(4096)
+    ('32.8 B', '4.10 K')
+    """
+    for unit, factor in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)):
+        if abs(count) >= factor:
+            value = count / factor
+            return f"{value:.{2 if value < 10 else 1}f} {unit}"
+    return f"{count:.0f}"
+
+
+def format_seconds(seconds: float) -> str:
+    """Returns a duration for people.
+
+    >>> format_seconds(0.25), format_seconds(75), format_seconds(7322)
+    ('0.25 s', '1 min 15 s', '2 h 2 min')
+    """
+    if seconds < 60:
+        return f"{seconds:.{2 if seconds < 10 else 0}f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest} s"
+    return f"{minutes // 60} h {minutes % 60} min"
