@@ -27,7 +27,7 @@ class Precision(StrEnum):
 
 
 class Offload(StrEnum):
-    """What ZeRO moves out of GPU memory: nothing, the optimizer to the CPU, that and the parameters, or both to NVMe."""
+    """What leaves GPU memory: nothing, the optimizer to the CPU, that and the parameters, or both to NVMe."""
 
     NONE = "none"
     OPTIMIZER = "optimizer"

@@ -53,7 +53,7 @@ def _replace(path: Path, text: str, mode: int | None) -> None:
             os.umask(umask)
             mode = 0o666 & ~umask
         os.fchmod(handle, mode)
-        with open(handle, "w", encoding="utf-8", newline="", errors="surrogateescape") as file:
+        with os.fdopen(handle, "w", encoding="utf-8", newline="", errors="surrogateescape") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())

@@ -6,7 +6,6 @@ import dataclasses
 import io
 import json
 from collections.abc import Mapping, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, get_type_hints
 
@@ -31,9 +30,14 @@ class Locator(Protocol):
         """Returns `file:line:column`, or the option, of the value at `place`."""
 
 
-@cache
+_ADAPTERS: dict[Any, TypeAdapter[Any]] = {}
+
+
 def _adapter(record: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(record)
+    """Returns the reader and writer of a record type, built once."""
+    if record not in _ADAPTERS:
+        _ADAPTERS[record] = TypeAdapter(record)
+    return _ADAPTERS[record]
 
 
 def to_data(record: Any) -> Any:
@@ -54,7 +58,8 @@ def from_data(record: type[T], data: Any, *, locate: Locator, synonyms: Mapping[
     """
     try:
         text = json.dumps(data, default=str)
-        return _adapter(record).validate_json(text)  # type: ignore[no-any-return]
+        validated: T = _adapter(record).validate_json(text)
+        return validated
     except ValidationError as error:
         problems = [_describe(record, fault, locate, synonyms or {}) for fault in error.errors(include_url=False)]
         raise InvalidConfig("\n".join(dict.fromkeys(problems))) from None
@@ -87,17 +92,12 @@ def _legal_keys(record: Any, place: Place) -> list[str]:
         field = next((f for f in dataclasses.fields(record) if f.name == key), None)
         if field is None:
             return []
-        hints = _hints(record)
+        hints = get_type_hints(record)
         candidates = [hints[field.name], *getattr(hints[field.name], "__args__", ())]
         record = next((c for c in candidates if dataclasses.is_dataclass(c)), None)
         if record is None:
             return []
     return [field.name for field in dataclasses.fields(record)]
-
-
-@cache
-def _hints(record: Any) -> dict[str, Any]:
-    return get_type_hints(record)
 
 
 def load_json(record: type[T], path: Path) -> T:

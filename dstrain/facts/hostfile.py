@@ -1,8 +1,26 @@
-"""Hostfiles in DeepSpeed's format, and host ranges such as `gpu[01-16]`."""
+"""Hostfiles in DeepSpeed's format, and host ranges such as `gpu[01-16]`.
+
+A line is `HOST slots=N`, blank, or a comment that starts with `#`. DeepSpeed ignores what follows the number, takes a
+byte order mark into the name and runs a host with no slots; here each of these is an error, and whatever is accepted
+means what it means to DeepSpeed. Source: deepspeed 0.19.8 launcher/runner.py: _parse_hostfile
+"""
 
 from __future__ import annotations
 
+import itertools
+import re
 from dataclasses import dataclass
+
+from dstrain.errors import InvalidConfig
+
+PLACEHOLDER = "CHANGE-ME"
+"""How the names of hosts begin that nobody has filled in yet."""
+
+MAX_SLOTS = 1024
+"""Slots of one host above which the number must be a slip."""
+
+MAX_HOSTS = 4096
+"""Hosts above which a range must be a slip."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,3 +48,197 @@ class Hosts:
     def num_slots(self) -> int:
         """GPUs on all hosts together."""
         return sum(host.slots for host in self.hosts)
+
+    @property
+    def placeholder_lines(self) -> tuple[int, ...]:
+        """Lines whose host nobody has filled in yet."""
+        numbered = enumerate(self.hosts, start=1)
+        return tuple(host.line or order for order, host in numbered if host.name.startswith(PLACEHOLDER))
+
+
+def parse(text: str, name: str) -> Hosts:
+    """Returns the hosts of a hostfile's text; `name` is the file's, for messages.
+
+    Raises InvalidConfig with every problem of the file, one a line, each with file:line:column and what to type.
+
+    >>> [host.slots for host in parse("# two nodes\\ngpu01 slots=8\\ngpu02 slots=8\\n", "hostfile").hosts]
+    [8, 8]
+    """
+    problems: list[str] = []
+    if text.startswith("\ufeff"):
+        problem = "starts with a byte order mark, which would become part of the first host's name"
+        problems.append(f'{name}:1:1: {problem}; save it as "UTF-8 without BOM"')
+        text = text[1:]
+    hosts: dict[str, Host] = {}
+    for number, raw in enumerate(re.split(r"\r\n|\r|\n", text), start=1):
+        line = raw.strip()
+        if not line or line.startswith("#"):
+            continue
+        match = re.fullmatch(r"(\S+)\s+slots=([0-9]+)", line)
+        fault = _fault(line) if match is None else _entry_fault(match, hosts)
+        if fault is not None:
+            column = len(raw) - len(raw.lstrip()) + fault[0] + 1
+            problems.append(f"{name}:{number}:{column}: {fault[1]}")
+        elif match is not None:
+            hosts[match[1]] = Host(name=match[1], slots=int(match[2]), line=number)
+    if not hosts and not problems:
+        problems.append(f"{name}:1:1: names no host; write one line `HOST slots=8` for each node")
+    if problems:
+        raise InvalidConfig(
+            "\n".join(problems),
+            hint="A line is `HOST slots=N` and nothing else, blank, or a comment that starts with #.",
+        )
+    return Hosts(hosts=tuple(hosts.values()), name=name)
+
+
+def _entry_fault(match: re.Match[str], known: dict[str, Host]) -> tuple[int, str] | None:
+    """Returns the column and the problem of a line of the right form, or None where it is good."""
+    host, slots = match[1], int(match[2][:9])
+    complaint = _name_complaint(host)
+    if complaint is not None:
+        return 0, complaint
+    if host in known:
+        earlier = known[host]
+        return 0, f'"{host}" stands on line {earlier.line} already; remove one of the two lines'
+    if slots == 0:
+        return match.start(2), f'"{host}" has no slots; remove the line, or write `{host} slots=8` where it has 8'
+    if slots > MAX_SLOTS:
+        return match.start(2), f"slots={match[2]} is more than any node has; write `{host} slots=8` where it has 8 GPUs"
+    return None
+
+
+def _name_complaint(host: str) -> str | None:
+    """Returns what is wrong with a host's name, or None; ssh and a shell read it, so odd characters end here."""
+    if re.fullmatch(r"([A-Za-z0-9_][\w.-]*@)?[A-Za-z0-9_][A-Za-z0-9_.-]*", host, re.ASCII):
+        return None
+    if re.fullmatch(r"(\w[\w.-]*@)?[0-9A-Fa-f]*:[0-9A-Fa-f:]*:[0-9A-Fa-f:.]*(%\w+)?", host, re.ASCII):
+        return None
+    if re.fullmatch(r"[\w.@-]+:\d+", host, re.ASCII):
+        return f'"{host}" has a number after its name; write `{host.rpartition(":")[0]} slots=N`'
+    return f'"{host}" is not a host name or address; use letters, digits, dots and dashes'
+
+
+def _fault(line: str) -> tuple[int, str]:
+    """Returns the column (from 0) and the problem of a line that is not `HOST slots=N`, with what to type."""
+    host, *others = line.split(maxsplit=1)
+    if re.match(r"slots\s*=", host, re.IGNORECASE):
+        return 0, f"no host stands before `{host}`; write `HOST {host}`"
+    if not others:
+        return _fault_of_one_word(host)
+    rest = others[0]
+    column = len(line) - len(rest)
+    counted = re.match(r"slots=([0-9]+)\s", rest)
+    if counted is not None:
+        tail = rest[counted.end() :].lstrip()
+        problem = "a comment needs a line of its own" if tail.startswith("#") else f"`{tail}` follows the number"
+        return len(line) - len(tail), f"{problem}; write `{host} slots={counted[1]}`"
+    misspelt = re.fullmatch(r"([A-Za-z_-]*)\s*[=:]?\s*([0-9]{1,4})", rest)
+    if misspelt is not None:
+        return column, f"`{rest}` is not `slots={misspelt[2]}`; write `{host} slots={misspelt[2]}`"
+    assigned = re.fullmatch(r"slots\s*=\s*(.*)", rest, re.IGNORECASE)
+    if assigned is None:
+        return column, f"`{rest}` is not `slots=N`; write `{host} slots=8`"
+    if not assigned[1]:
+        return column, f"the number of slots is missing; write `{host} slots=8`"
+    digits = re.match(r"[0-9]{1,4}", assigned[1])
+    number = digits[0] if digits else "8"
+    return column, f"`{assigned[1]}` is not a whole number; write `{host} slots={number}`"
+
+
+def _fault_of_one_word(word: str) -> tuple[int, str]:
+    """Returns the column and the problem of a line that is one word."""
+    counted = re.fullmatch(r"([^:,=]+)[:,=]([0-9]+)", word)
+    if counted is not None:
+        return len(counted[1]), f'"{word}" is not how slots are given; write `{counted[1]} slots={counted[2]}`'
+    return len(word), f'"{word}" has no slots; write `{word} slots=8` where it has 8 GPUs'
+
+
+def expand(text: str, slots: int | None) -> Hosts:
+    """Returns the hosts of a list such as `gpu[01-16]`, `gpu[01-02,05]:8` or `10.0.0.1,10.0.0.2`.
+
+    Zeros at the front are kept, as SLURM writes them; `slots` holds for hosts without `:N`. Raises InvalidConfig that
+    names every item with a range that runs backwards or is malformed, and hosts that come twice.
+
+    >>> [host.name for host in expand("gpu[08-10],login", 8).hosts]
+    ['gpu08', 'gpu09', 'gpu10', 'login']
+    """
+    problems: list[str] = []
+    hosts: dict[str, Host] = {}
+    for item in re.split(r",(?![^\[]*\])", text):
+        try:
+            found = _expand_item(item.strip(), slots)
+        except InvalidConfig as error:
+            problems.append(f"--hosts: {error.problem}")
+            continue
+        for host in found:
+            if host.name in hosts:
+                problems.append(f'--hosts: "{host.name}" comes twice')
+            hosts[host.name] = host
+    if not problems and len(hosts) > MAX_HOSTS:
+        problems.append(f"--hosts: {len(hosts)} hosts; the most is {MAX_HOSTS}")
+    if problems:
+        raise InvalidConfig(
+            "\n".join(dict.fromkeys(problems)), hint='Write hosts as "gpu[01-16]:8" or "10.0.0.1,10.0.0.2".'
+        )
+    return Hosts(hosts=tuple(hosts.values()), name="--hosts")
+
+
+def _expand_item(item: str, slots: int | None) -> list[Host]:
+    """Returns the hosts of one item, which may hold several ranges. Raises InvalidConfig."""
+    counted = re.fullmatch(r"(.*[^:]):([0-9]{1,6})", item)
+    pattern, count = (counted[1], int(counted[2])) if counted else (item, slots)
+    if not pattern:
+        raise InvalidConfig("a name is missing between two commas" if not item else f'"{item}" has no name')
+    if count is None:
+        raise InvalidConfig(f'"{item}" has no slots; write "{item}:8" where it has 8 GPUs')
+    if not 0 < count <= MAX_SLOTS:
+        raise InvalidConfig(f'"{item}": {count} is not a number of GPUs')
+    parts = re.split(r"\[([^\[\]]*)\]", pattern)
+    names = itertools.product(*([part] if even else _numbers(part) for part, even in _alternating(parts)))
+    found = [Host(name="".join(name), slots=count) for name in itertools.islice(names, MAX_HOSTS + 1)]
+    for host in found:
+        if "[" in host.name or "]" in host.name:
+            raise InvalidConfig(f'"{item}" has a bracket without its partner')
+        complaint = _name_complaint(host.name)
+        if complaint is not None:
+            raise InvalidConfig(complaint)
+    return found
+
+
+def _alternating(parts: list[str]) -> list[tuple[str, bool]]:
+    """Returns each part with whether it stands outside brackets."""
+    return [(part, order % 2 == 0) for order, part in enumerate(parts)]
+
+
+def _numbers(ranges: str) -> list[str]:
+    """Returns the numbers of `01-03,07` as text, zeros kept. Raises InvalidConfig."""
+    numbers: list[str] = []
+    for part in ranges.split(","):
+        match = re.fullmatch(r"\s*([0-9]{1,9})(?:-([0-9]{1,9}))?\s*", part)
+        if match is None:
+            raise InvalidConfig(f'"[{ranges}]" is not a range; write it as [01-16] or [1,4-7]')
+        first, last = match[1], match[2] or match[1]
+        if int(first) > int(last):
+            raise InvalidConfig(f'the range "[{ranges}]" runs backwards; write [{last}-{first}]')
+        if len(first) != len(last) and last.startswith("0"):
+            raise InvalidConfig(f'the range "[{ranges}]" has uneven zeros; write [{first.zfill(len(last))}-{last}]')
+        if int(last) - int(first) >= MAX_HOSTS:
+            raise InvalidConfig(f'the range "[{ranges}]" is longer than {MAX_HOSTS} hosts')
+        numbers += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
+    return numbers
+
+
+def placeholders(num_nodes: int, slots: int) -> Hosts:
+    """Returns hosts whose names are to be filled in: `CHANGE-ME-1`, `CHANGE-ME-2` …"""
+    names = [f"{PLACEHOLDER}-{number}" for number in range(1, num_nodes + 1)]
+    hosts = tuple(Host(name=name, slots=slots, line=line) for line, name in enumerate(names, start=1))
+    return Hosts(hosts=hosts, name="placeholders")
+
+
+def render(hosts: Hosts) -> str:
+    """Returns the text of a hostfile: one line `HOST slots=N` a host.
+
+    >>> render(expand("gpu[1-2]", 8))
+    'gpu1 slots=8\\ngpu2 slots=8\\n'
+    """
+    return "".join(f"{host.name} slots={host.slots}\n" for host in hosts.hosts)

@@ -1,0 +1,8 @@
+"""placeholder"""
+
+import click
+
+
+@click.command("demo")
+def command() -> None:
+    """x"""

@@ -1,0 +1,8 @@
+"""placeholder"""
+
+import click
+
+
+@click.command("export")
+def command() -> None:
+    """x"""

@@ -1,0 +1,132 @@
+"""`dstrain gen-config`: decide how to train, say why, and write files to edit."""
+
+from __future__ import annotations
+
+import difflib
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import click
+
+from dstrain import __version__
+from dstrain.choices import Method
+from dstrain.cli.console import answer, answer_json, say
+from dstrain.cli.facts_options import Question, facts_options, question
+from dstrain.cli.plan_text import plan_document, plan_text
+from dstrain.plan.decide import decide
+from dstrain.plan.plan import Plan
+from dstrain.render.files import generated
+from dstrain.render.lock import Lock, write_generated
+from dstrain.render.templates import template_source
+from dstrain.render.values import template_of
+
+
+@click.command("gen-config")
+@facts_options
+@click.option("--data", metavar="FILE", help="Training data: .jsonl, .json, .parquet or a data set id.")
+@click.option("--eval-data", metavar="FILE", help="Evaluation data.")
+@click.option(
+    "--output-dir", default="output", show_default=True, help="Run directory of the job, relative to job.yaml."
+)
+@click.option(
+    "-o",
+    "--out",
+    type=click.Path(path_type=Path, file_okay=False),
+    default=".",
+    help="Folder to write into.  [default: here]",
+)
+@click.option("--template-dir", type=click.Path(path_type=Path), help="Folder with your own templates.")
+@click.option("-n", "--dry-run", is_flag=True, help="Write nothing; print ds_config.json to stdout.")
+@click.option("--diff", "as_diff", is_flag=True, help="Write nothing; print what would change as a unified diff.")
+@click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON to stdout, beside writing the files.")
+def command(out: Path, template_dir: Path | None, dry_run: bool, as_diff: bool, as_json: bool, **options: Any) -> None:
+    """Decide how to train a model on these GPUs, and write the files.
+
+    Writes ds_config.json, job.yaml and hostfile, which are yours to edit, and .dstrain/lock.json. What you give is
+    fixed, the rest is chosen: the fastest way that fits.
+
+    \b
+    Example:
+      dstrain gen-config --gpus 16 --model qwen3-32b
+      dstrain gen-config --gpus 1 --gpu 4090 --model qwen3-8b --method lora --data train.jsonl
+    """
+    asked = question(options)
+    plan = decide(asked.model, asked.cluster, asked.request)
+    lock = _lock(asked, plan, template_dir, out, options)
+    say(plan_text(plan, asked.model, asked.cluster))
+    if as_json:
+        answer_json({**plan_document(plan, asked.model, asked.cluster), "files": dict(lock.base)})
+    if as_diff:
+        answer(_diff(out, lock))
+    elif dry_run:
+        if not as_json:
+            answer(lock.base["ds_config.json"])
+    else:
+        _write(out, lock, asked, plan)
+
+
+def _lock(asked: Question, plan: Plan, template_dir: Path | None, out: Path, options: dict[str, Any]) -> Lock:
+    """Returns the generated files with what they were made from."""
+    template = template_of(plan.chosen.configuration)
+    _, digest = template_source(template, override=template_dir)
+    job = {
+        "data": _relative(options["data"], out),
+        "eval_data": _relative(options["eval_data"], out),
+        "hub": options["hub"],
+        "output_dir": options["output_dir"],
+    }
+    if Path(asked.model.source).exists():
+        job["model"] = _relative(asked.model.source, out)
+    files = generated(plan, asked.model, asked.cluster, asked.hosts, template_dir=template_dir, job=job)
+    given = {
+        name: str(value) if isinstance(value, Path) else value for name, value in options.items() if value is not None
+    }
+    try:
+        deepspeed = metadata.version("deepspeed")
+    except metadata.PackageNotFoundError:
+        deepspeed = "none"
+    return Lock(
+        dstrain=__version__, deepspeed=deepspeed, template=template, template_sha256=digest, inputs=given, base=files
+    )
+
+
+def _relative(name: str | None, out: Path) -> str | None:
+    """Returns a local path as job.yaml in `out` must name it; a hub id stays as it is."""
+    if name is None or not Path(name).exists():
+        return name
+    path = Path(name).resolve()
+    folder = out.resolve()
+    return str(path.relative_to(folder)) if path.is_relative_to(folder) else str(path)
+
+
+def _diff(out: Path, lock: Lock) -> str:
+    """Returns the unified diff from the files that are there to the ones that would be."""
+    pieces: list[str] = []
+    for name, text in lock.base.items():
+        path = out / name
+        present = path.read_text(encoding="utf-8") if path.exists() else ""
+        pieces += difflib.unified_diff(
+            present.splitlines(keepends=True), text.splitlines(keepends=True), str(path), f"{path} (new)"
+        )
+    return "".join(pieces)
+
+
+def _write(out: Path, lock: Lock, asked: Question, plan: Plan) -> None:
+    """Writes the files and says what to type next."""
+    changed = write_generated(out, lock)
+    where = "" if out == Path() else f"{out}/"
+    say()
+    say(
+        f"wrote {', '.join(where + name for name in changed)}" if changed else "nothing changed: the files are the same"
+    )
+    steps = []
+    if asked.hosts.placeholder_lines:
+        steps.append(f"put the names of your nodes into {where}hostfile")
+    if plan.chosen.configuration.method is Method.QLORA:
+        steps.append("pip install 'dstrain[qlora]'")
+    if '"data": null' in lock.base["job.yaml"] or "\ndata: null" in lock.base["job.yaml"]:
+        steps.append(f"name your training data in {where}job.yaml")
+    steps.append(f"dstrain run {where}job.yaml" if where else "dstrain run")
+    for number, step in enumerate(steps, 1):
+        say(f"next: {step}" if len(steps) == 1 else f"next {number}: {step}")

@@ -1,0 +1,8 @@
+"""placeholder"""
+
+import click
+
+
+@click.command("run")
+def command() -> None:
+    """x"""

@@ -1,0 +1,82 @@
+"""`dstrain templates`: the DeepSpeed templates that ship, and copies of them to change."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from dstrain.cli.console import answer, answer_json, say
+from dstrain.errors import Conflict, InvalidConfig, did_you_mean
+from dstrain.paths import shipped, write_atomic
+from dstrain.render.templates import template_names
+
+
+@click.group("templates")
+def command() -> None:
+    """List the DeepSpeed templates, or copy them out to change them.
+
+    \b
+    Example:
+      dstrain templates eject zero3.json.j2 --dir my_templates
+      dstrain gen-config --gpus 16 --model qwen3-32b --template-dir my_templates
+    """
+
+
+@command.command("list")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def list_(as_json: bool) -> None:
+    """List the templates: a name, and what it is for.
+
+    \b
+    Example:
+      dstrain templates list
+    """
+    purposes = {name: _purpose(name) for name in template_names()}
+    if as_json:
+        answer_json({"schema": 1, "templates": purposes})
+        return
+    for name, purpose in purposes.items():
+        answer(f"{name}\n    {purpose}")
+
+
+def _purpose(name: str) -> str:
+    first = (shipped("ds_templates") / name).read_text(encoding="utf-8").splitlines()[0]
+    return first.removeprefix("{#").removesuffix("#}").strip()
+
+
+@command.command("eject")
+@click.argument("names", nargs=-1)
+@click.option(
+    "--dir",
+    "folder",
+    type=click.Path(path_type=Path),
+    default="ds_templates",
+    show_default=True,
+    help="Folder to copy into.",
+)
+@click.option("-n", "--dry-run", is_flag=True, help="Say what would be copied, and copy nothing.")
+def eject(names: tuple[str, ...], folder: Path, dry_run: bool) -> None:
+    """Copy templates, with the partials they include, to a folder; without names, all of them.
+
+    \b
+    Example:
+      dstrain templates eject --dir my_templates
+    """
+    legal = template_names()
+    for name in names:
+        if name not in legal:
+            raise InvalidConfig(f'there is no template "{name}"', hint=did_you_mean(name, legal))
+    source = shipped("ds_templates")
+    wanted = [*(names or legal), *(path.name for path in sorted(source.glob("_*.j2")))]
+    present = [name for name in wanted if (folder / name).exists()]
+    if present and not dry_run:
+        raise Conflict(
+            f"{folder / present[0]} exists already; nothing was copied", hint="Name another folder with --dir."
+        )
+    for name in wanted:
+        if not dry_run:
+            write_atomic(folder / name, (source / name).read_text(encoding="utf-8"))
+        say(f"{'would copy' if dry_run else 'copied'} {folder / name}")
+    if not dry_run:
+        say(f"next: edit them, then dstrain gen-config … --template-dir {folder}")

@@ -1,0 +1,203 @@
+"""A model's config.json from the Hugging Face hub or ModelScope: the local cache first, then the network.
+
+Only config.json is read, with the standard library: importing huggingface_hub would cost more than the whole answer.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import re
+import urllib.error
+import urllib.parse
+import urllib.request
+from pathlib import Path
+from typing import IO, Any
+
+from dstrain.choices import Hub
+from dstrain.errors import DstrainError, EnvironmentProblem, InvalidConfig
+
+TIMEOUT_S = 10.0
+MAX_BYTES = 8 * 2**20
+
+_DOWNLOADS = {Hub.HF: "hf download {0} config.json", Hub.MODELSCOPE: "modelscope download --model {0} config.json"}
+_OTHER = {Hub.HF: "modelscope", Hub.MODELSCOPE: "hf"}
+
+
+def is_hub_id(name: str) -> bool:
+    """Says whether the name has the form `org/name`."""
+    return re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", name, re.ASCII) is not None
+
+
+def fetch_config(model_id: str, hub: Hub, *, timeout_s: float = TIMEOUT_S) -> dict[str, Any]:
+    """Returns the config.json of `org/name`, from the hub's cache on this machine or from the hub.
+
+    Raises InvalidConfig when the hub has no such model, EnvironmentProblem when it cannot be asked.
+    """
+    cached = cached_config(model_id, hub)
+    if cached is not None:
+        return parse_config(cached.read_text(encoding="utf-8"), str(cached))
+    download = _DOWNLOADS[hub].format(model_id)
+    if hub is Hub.HF and _is_offline():
+        raise EnvironmentProblem(
+            f'"{model_id}" is not in the cache, and HF_HUB_OFFLINE forbids asking the hub',
+            hint=f"Type `unset HF_HUB_OFFLINE`, or where there is a network `{download}`.",
+        )
+    url = _url(model_id, hub)
+    try:
+        body = _download(url, hub, timeout_s)
+    except urllib.error.HTTPError as error:
+        with error:  # it holds the connection
+            raise _refusal(error, model_id, hub) from None
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        reason = getattr(error, "reason", None) or error
+        variable = "HF_ENDPOINT" if hub is Hub.HF else "MODELSCOPE_ENDPOINT"
+        raise EnvironmentProblem(
+            f"{url}: cannot be reached: {reason}",
+            hint=f"Name a local folder, set {variable} to a mirror, or give `--hub {_OTHER[hub]}`.",
+        ) from None
+    try:
+        return parse_config(body.decode("utf-8"), url)
+    except (InvalidConfig, UnicodeDecodeError):
+        raise EnvironmentProblem(
+            f"{url}: the answer is not a config.json (a proxy's or a login page?): {body[:60]!r}",
+            hint=f"Look at it with `curl -L {url}`, or name a local folder.",
+        ) from None
+
+
+def parse_config(text: str, name: str) -> dict[str, Any]:
+    """Returns the object in a config.json's text. Raises InvalidConfig with file:line:column."""
+    try:
+        config = json.loads(text.removeprefix("\ufeff"))
+    except json.JSONDecodeError as error:
+        raise InvalidConfig(
+            f"{name}:{error.lineno}:{error.colno}: not valid JSON: {error.msg[:1].lower()}{error.msg[1:]}",
+            hint="A download that broke off looks like this; fetch it again.",
+        ) from None
+    except RecursionError:
+        raise InvalidConfig(f"{name}:1:1: nested too deep for a config.json") from None
+    if not isinstance(config, dict):
+        raise InvalidConfig(f"{name}:1:1: a config.json is an object in braces, not {type(config).__name__}")
+    return config
+
+
+def cached_config(model_id: str, hub: Hub) -> Path | None:
+    """Returns the config.json in the hub's own cache on this machine, or None."""
+    candidates = _hf_cached(model_id) if hub is Hub.HF else _modelscope_cached(model_id)
+    return next((path for path in candidates if path.is_file()), None)
+
+
+def _hf_cached(model_id: str) -> list[Path]:
+    """Returns where the config may lie: the commit that `main` names, then any other, the newest first."""
+    root = _variable("HF_HUB_CACHE") or str(_hf_home() / "hub")
+    model = Path(root).expanduser() / f"models--{model_id.replace('/', '--')}"
+    others = sorted((model / "snapshots").glob("*/config.json"), key=lambda path: path.stat().st_mtime, reverse=True)
+    main = model / "refs" / "main"
+    if main.is_file():
+        return [model / "snapshots" / main.read_text(encoding="utf-8").strip() / "config.json", *others]
+    return others
+
+
+def _hf_home() -> Path:
+    fallback = Path(_variable("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
+    return Path(_variable("HF_HOME") or fallback).expanduser()
+
+
+def _modelscope_cached(model_id: str) -> list[Path]:
+    """Returns where ModelScope's versions have put models; dots in a name become `___`."""
+    org, _, name = model_id.partition("/")
+    given = _variable("MODELSCOPE_CACHE")
+    roots = [Path(given).expanduser()] if given else []
+    roots += [Path("~/.cache/modelscope/hub").expanduser()]
+    folders = [root / part / org for root in roots for part in ("models", "hub/models", "")]
+    names = dict.fromkeys((name, name.replace(".", "___")))
+    return [folder / spelling / "config.json" for folder in folders for spelling in names]
+
+
+def _variable(name: str) -> str | None:
+    """Returns an environment variable, None where it is unset or empty."""
+    return os.environ.get(name, "").strip() or None
+
+
+def _is_offline() -> bool:
+    values = (_variable("HF_HUB_OFFLINE"), _variable("TRANSFORMERS_OFFLINE"))
+    return any(value is not None and value.upper() in {"1", "ON", "YES", "TRUE"} for value in values)
+
+
+def _endpoint(hub: Hub) -> str:
+    if hub is Hub.HF:
+        return (_variable("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
+    return (_variable("MODELSCOPE_ENDPOINT") or "https://modelscope.cn").rstrip("/")
+
+
+def _url(model_id: str, hub: Hub) -> str:
+    if hub is Hub.HF:
+        return f"{_endpoint(hub)}/{model_id}/resolve/main/config.json"
+    return f"{_endpoint(hub)}/models/{model_id}/resolve/master/config.json"
+
+
+class _Redirects(urllib.request.HTTPRedirectHandler):
+    """Follows redirects; the token goes only to the host that it was meant for."""
+
+    def redirect_request(
+        self,
+        req: urllib.request.Request,
+        fp: IO[bytes],
+        code: int,
+        msg: str,
+        headers: http.client.HTTPMessage,
+        newurl: str,
+    ) -> urllib.request.Request | None:
+        """Returns the next request, without the token where it leads to another host."""
+        following = super().redirect_request(req, fp, code, msg, headers, newurl)
+        if following is not None and urllib.parse.urlsplit(newurl)[:2] != urllib.parse.urlsplit(req.full_url)[:2]:
+            following.remove_header("Authorization")
+        return following
+
+
+def _download(url: str, hub: Hub, timeout_s: float) -> bytes:
+    request = urllib.request.Request(url, headers={"User-Agent": "dstrain", "Accept": "application/json"})
+    token = _hf_token() if hub is Hub.HF else None
+    if token is not None:
+        request.add_header("Authorization", f"Bearer {token}")
+    with urllib.request.build_opener(_Redirects).open(request, timeout=timeout_s) as answer:
+        body: bytes = answer.read(MAX_BYTES)
+    return body
+
+
+def _hf_token() -> str | None:
+    """Returns HF_TOKEN, or what `hf auth login` has stored."""
+    token = _variable("HF_TOKEN")
+    if token is not None:
+        return token
+    stored = Path(_variable("HF_TOKEN_PATH") or _hf_home() / "token").expanduser()
+    try:
+        return stored.read_text(encoding="utf-8").strip() or None
+    except (OSError, ValueError):
+        return None
+
+
+def _refusal(error: urllib.error.HTTPError, model_id: str, hub: Hub) -> DstrainError:
+    """Returns what an HTTP status means.
+
+    The Hugging Face hub answers 401 for a gated model and for one that does not exist, so as not to leak private names;
+    the header X-Error-Code tells them apart where it is sent.
+    """
+    endpoint, why = _endpoint(hub), error.headers.get("X-Error-Code", "")
+    if why == "EntryNotFound":
+        return InvalidConfig(
+            f'"{model_id}" on {endpoint} has no config.json',
+            hint="It may hold only an adapter or GGUF files; name the model that it was made from.",
+        )
+    if why == "RepoNotFound" or error.code == 404:
+        return InvalidConfig(f'"{model_id}" is not a model on {endpoint}')
+    if error.code in (401, 403):
+        return EnvironmentProblem(
+            f'"{model_id}" on {endpoint} is gated, private, or misspelt: the hub answered {error.code}',
+            hint=f"Ask for access at {endpoint}/{model_id}, then type `export HF_TOKEN=hf_…` (or `hf auth login`).",
+        )
+    return EnvironmentProblem(
+        f"{error.url}: the hub answered {error.code} {error.reason}",
+        hint=f"Try again later, name a local folder, or give `--hub {_OTHER[hub]}`.",
+    )

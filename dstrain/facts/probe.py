@@ -1,0 +1,178 @@
+"""What this machine says: its GPUs, its RAM, its files; and, through `hubs`, what a model's config.json says.
+
+With `hubs`, the only part of `facts` that looks outside the process.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from dstrain.choices import Hub
+from dstrain.errors import InvalidConfig, nearest
+from dstrain.facts import aliases, hostfile, hubs, models
+from dstrain.facts.hostfile import Hosts
+from dstrain.facts.model import ModelFacts
+from dstrain.units import MIB
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalGpu:
+    """One GPU that this process may use."""
+
+    name: str
+    """What NVML calls it: `NVIDIA A100-SXM4-80GB`."""
+    memory_mib: int
+    """Total memory in MiB, as nvidia-smi shows it; 0 where NVML does not say."""
+    index: int
+    """Its number in nvidia-smi."""
+    uuid: str
+    """Its lasting name, `GPU-…`."""
+
+
+def local_gpus() -> list[LocalGpu]:
+    """Returns the NVIDIA GPUs that CUDA_VISIBLE_DEVICES leaves, in its order; none without a driver. Never raises."""
+    return _visible(_nvml_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+def _nvml_gpus() -> list[LocalGpu]:
+    try:
+        import pynvml  # type: ignore[import-untyped]  # here: reading a plan on a laptop must not need a driver
+
+        pynvml.nvmlInit()
+    except Exception:  # a missing or broken driver shows itself in many ways, and each means: no GPU to be had
+        return []
+    found = []
+    try:
+        for index in range(pynvml.nvmlDeviceGetCount()):
+            handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+            try:
+                memory_mib = int(pynvml.nvmlDeviceGetMemoryInfo(handle).total) // MIB
+            except pynvml.NVMLError:  # GPUs that share the RAM have no memory of their own
+                memory_mib = 0
+            name, uuid = pynvml.nvmlDeviceGetName(handle), pynvml.nvmlDeviceGetUUID(handle)
+            found.append(LocalGpu(name=str(name), memory_mib=memory_mib, index=index, uuid=str(uuid)))
+    except pynvml.NVMLError:  # a GPU fell off the bus: what was found before it still stands
+        pass
+    finally:
+        pynvml.nvmlShutdown()
+    return found
+
+
+def _visible(gpus: list[LocalGpu], wanted: str | None) -> list[LocalGpu]:
+    """Returns the GPUs that `wanted` lists by number or by the beginning of a UUID, up to the first that is not there.
+
+    Source: CUDA C++ programming guide, environment variables: CUDA_VISIBLE_DEVICES
+    """
+    if wanted is None:
+        return gpus
+    chosen: list[LocalGpu] = []
+    for word in (part.strip() for part in wanted.split(",")):
+        by_uuid = [gpu for gpu in gpus if word.startswith("GPU-") and gpu.uuid.startswith(word)]
+        matches = by_uuid or [gpu for gpu in gpus if word == str(gpu.index)]
+        if len(matches) != 1:
+            break
+        if matches[0] in chosen:  # CUDA shows no GPU at all where one is listed twice
+            return []
+        chosen += matches
+    return chosen
+
+
+def host_memory_bytes() -> int:
+    """Returns the RAM that this process may use: the machine's, or the container's limit where that is less."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            total = min(total, int(Path(limit).read_text(encoding="ascii")))
+        except (OSError, ValueError):  # no such cgroup version, or `max`
+            continue
+    return total
+
+
+def read_text(path: Path) -> str:
+    """Returns the text of a file that the user named. Raises InvalidConfig when it is missing or not text."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise InvalidConfig(f"{path}: no such file") from None
+    except UnicodeDecodeError as error:
+        before = error.object[: error.start]
+        line, column = before.count(b"\n") + 1, error.start - (before.rfind(b"\n") + 1) + 1
+        raise InvalidConfig(f"{path}:{line}:{column}: not UTF-8 text", hint="Save it as UTF-8.") from None
+    except OSError as error:
+        raise InvalidConfig(f"{path}: cannot be read: {error.strerror or error}") from None
+
+
+def read_hostfile(path: Path) -> Hosts:
+    """Returns the hosts in a hostfile.
+
+    Raises InvalidConfig when it is wrong or missing; DeepSpeed would go on without it, on this machine alone.
+    """
+    try:
+        text = read_text(path)
+    except InvalidConfig as error:
+        hint = error.hint or "Write it with `dstrain hostfile write`, or leave `--hostfile` out to use this machine."
+        raise InvalidConfig(error.problem, hint=hint) from None
+    return hostfile.parse(text, str(path))
+
+
+def read_model(name: str, *, hub: Hub = Hub.HF, timeout_s: float = hubs.TIMEOUT_S) -> ModelFacts:
+    """Returns the facts of the model `name`: a local folder or config.json, else an alias, else an id on the hub.
+
+    Raises InvalidConfig for a name that nothing answers to, EnvironmentProblem when the hub cannot be asked.
+    """
+    alias = aliases.resolve(name)
+    path = _existing(name)
+    if path is not None and (alias is None or path.is_file() or (path / "config.json").is_file()):
+        return _read_local(path)
+    if alias is not None:
+        return _known_model(name, hub, *alias)
+    if name.startswith((".", "/", "~")) or name.endswith(".json"):
+        raise InvalidConfig(f"{name}: no such folder or file", hint="Name a folder that holds config.json.")
+    if not hubs.is_hub_id(name):
+        raise InvalidConfig(f'"{name}" is not a model that dstrain knows, nor a folder', hint=_meant(name))
+    try:
+        config = hubs.fetch_config(name, hub, timeout_s=timeout_s)
+    except InvalidConfig as error:
+        raise InvalidConfig(error.problem, hint=error.hint or _meant(name)) from None
+    return models.from_config(config, name=name, source=name)
+
+
+def _existing(name: str) -> Path | None:
+    try:
+        path = Path(name).expanduser()
+        return path if path.exists() else None
+    except (OSError, RuntimeError):  # a name too long for a path, a home of nobody
+        return None
+
+
+def _known_model(name: str, hub: Hub, alias: str, entry: aliases.Entry) -> ModelFacts:
+    """Returns the facts of a shipped model, to be loaded from its id on the hub."""
+    model_id = entry.hub_id if hub is Hub.HF else entry.modelscope_id
+    if model_id is None and not hubs.is_hub_id(name):
+        raise InvalidConfig(
+            f'"{name}" has no id on {hub.value} that dstrain knows',
+            hint=f"Give the id itself, or `--hub hf` for {entry.hub_id}.",
+        )
+    own = aliases.resolve(alias)
+    label = alias if own is not None and own[1] == entry else entry.hub_id
+    return models.from_config(entry.config, name=label, source=model_id or name)
+
+
+def _read_local(path: Path) -> ModelFacts:
+    folder = path if path.is_dir() else path.parent
+    file = folder / "config.json" if path.is_dir() else path
+    if not file.is_file():
+        raise InvalidConfig(
+            f"{folder}: the folder holds no config.json",
+            hint="Name the folder that `save_pretrained` or `hf download` wrote.",
+        )
+    config = hubs.parse_config(read_text(file), str(file))
+    return models.from_config(config, name=folder.resolve().name, source=str(folder))
+
+
+def _meant(name: str) -> str:
+    """Returns the nearest alias or hub id as a hint, or how to find out."""
+    near = nearest(name, aliases.known())
+    return f'Did you mean "{near}"?' if near else "Give a local folder, a hub id such as Qwen/Qwen3-8B, or an alias."

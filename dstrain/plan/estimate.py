@@ -1,0 +1,119 @@
+"""Estimates of any configuration: one that we search for, or a ds_config.json that somebody wrote."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from dstrain.choices import Attention, Offload, Precision
+from dstrain.facts.cluster import Cluster
+from dstrain.facts.model import ModelFacts
+from dstrain.plan.configuration import DEFAULTS, Configuration
+from dstrain.plan.flops import flops_per_token
+from dstrain.plan.memory import memory
+from dstrain.plan.params import trained
+from dstrain.plan.plan import Estimate
+from dstrain.plan.request import Request
+
+USABLE_GPU_RATIO = 0.90
+"""Share of the GPU that a plan may fill while the machine is not calibrated.
+Source: Fujii et al. (arXiv 2411.06465)
+saw no out-of-memory below 80 % of a coarser estimate, without context and fragmentation, which ours counts."""
+USABLE_HOST_RATIO = 0.90
+"""Share of a node's RAM that a plan may fill; the operating system and the page cache keep the rest."""
+
+
+def assess(model: ModelFacts, cluster: Cluster, configuration: Configuration) -> Estimate:
+    """Returns what a configuration needs and whether it fits."""
+    needs = memory(model, cluster, configuration)
+    usable_gpu = round(USABLE_GPU_RATIO * cluster.gpu.memory_bytes)
+    usable_host = round(USABLE_HOST_RATIO * cluster.host_memory_bytes)
+    return Estimate(
+        configuration=configuration,
+        memory=needs,
+        usable_bytes_per_gpu=usable_gpu,
+        usable_bytes_per_host=usable_host,
+        fits_gpu=needs.device_bytes_per_gpu <= usable_gpu,
+        fits_host=needs.host_bytes_per_node <= usable_host,
+        flops_per_token=flops_per_token(model, method=configuration.method, seq_len=configuration.seq_len),
+        num_params=model.num_params,
+        num_active_params=model.num_active_params,
+        num_trainable_params=trained(model, configuration.method, configuration.lora).trainable,
+    )
+
+
+def estimate(model: ModelFacts, cluster: Cluster, request: Request, ds_config: Mapping[str, Any]) -> Estimate:
+    """Returns the estimate of any DeepSpeed configuration under a complete request, ours or not."""
+    return assess(model, cluster, effective(model, request, ds_config))
+
+
+def effective(model: ModelFacts, request: Request, ds_config: Mapping[str, Any]) -> Configuration:
+    """Returns what DeepSpeed 0.19 and Transformers 5 make of `ds_config`: defaults filled in, "auto" resolved.
+
+    Source: deepspeed 0.19.8 runtime/zero/config.py; Transformers 5.23 integrations/deepspeed.py:
+    trainer_config_process (reduce bucket h², prefetch 0.9·h², persistence 10·h).
+    """
+    zero = ds_config.get("zero_optimization") or {}
+    stage = zero.get("stage", 0)
+    h = model.hidden_size
+    asked = {
+        "method": request.method,
+        "lora": request.lora,
+        "seq_len": request.seq_len,
+        "micro_batch": request.micro_batch,
+        "grad_accum": request.grad_accum,
+        "grad_ckpt": request.grad_ckpt,
+        "precision": request.precision,
+        "attn": request.attn,
+        "packing": request.packing,
+    }
+    optimizer = zero.get("offload_optimizer") or {}
+
+    def number(key: str, default: int, auto: int) -> int:
+        value = zero.get(key, default)
+        return auto if value == "auto" else round(float(value))
+
+    return replace(
+        DEFAULTS,
+        **{key: value for key, value in asked.items() if value is not None},  # type: ignore[arg-type]
+        zero_stage=int(stage),
+        offload=_offload(zero, int(stage)),
+        overlap_comm=bool(zero.get("overlap_comm", stage == 3)),
+        pin_memory=bool(optimizer.get("pin_memory", True)),
+        reduce_bucket_size=number("reduce_bucket_size", DEFAULTS.reduce_bucket_size, h * h),
+        sub_group_size=number("sub_group_size", DEFAULTS.sub_group_size, DEFAULTS.sub_group_size),
+        prefetch_bucket_size=number("stage3_prefetch_bucket_size", DEFAULTS.prefetch_bucket_size, round(0.9 * h * h)),
+        param_persistence_threshold=number(
+            "stage3_param_persistence_threshold", DEFAULTS.param_persistence_threshold, 10 * h
+        ),
+        max_live_parameters=number(
+            "stage3_max_live_parameters", DEFAULTS.max_live_parameters, DEFAULTS.max_live_parameters
+        ),
+        max_reuse_distance=number(
+            "stage3_max_reuse_distance", DEFAULTS.max_reuse_distance, DEFAULTS.max_reuse_distance
+        ),
+    )
+
+
+def _offload(zero: Mapping[str, Any], stage: int) -> Offload:
+    """Returns what really leaves the GPU: below stage 3 parameters never do, and NVMe means the CPU."""
+    optimizer = (zero.get("offload_optimizer") or {}).get("device", "none")
+    params = (zero.get("offload_param") or {}).get("device", "none")
+    if stage == 3 and "nvme" in (optimizer, params):
+        return Offload.NVME
+    if stage == 3 and params == "cpu":
+        return Offload.PARAMS
+    return Offload.OPTIMIZER if stage > 0 and optimizer in ("cpu", "nvme") else Offload.NONE
+
+
+def supported_precision(cluster: Cluster) -> Precision:
+    """Returns the precision a GPU trains in: bf16 where it has it, fp16 before Ampere, fp32 on a CPU."""
+    if cluster.gpu.has_bf16:
+        return Precision.BF16
+    return Precision.FP16 if cluster.gpu.fp16_flops_per_s > 0 else Precision.FP32
+
+
+def supported_attention(cluster: Cluster) -> Attention:
+    """Returns the attention that needs no extra package: PyTorch's own, which is a flash kernel where there is one."""
+    return Attention.SDPA

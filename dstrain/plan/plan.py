@@ -1,0 +1,62 @@
+"""Estimates and plans: what a configuration needs, which one was chosen, and why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dstrain.plan.configuration import Configuration
+from dstrain.plan.memory import Memory
+from dstrain.records import type_config
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """A configuration, what it needs, and whether it fits."""
+
+    __pydantic_config__ = type_config
+
+    configuration: Configuration
+    """What is estimated."""
+    memory: Memory
+    """What it needs."""
+    usable_bytes_per_gpu: int
+    """What of the GPU's memory a plan may fill."""
+    usable_bytes_per_host: int
+    """What of a node's RAM a plan may fill."""
+    fits_gpu: bool
+    """Whether it fits the GPU."""
+    fits_host: bool
+    """Whether it fits the node's RAM."""
+    flops_per_token: float
+    """Model FLOPs of one trained token."""
+    num_params: int
+    """Parameters of the model."""
+    num_active_params: int
+    """Parameters that one token meets."""
+    num_trainable_params: int
+    """Parameters with gradients."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether it fits GPU and host."""
+        return self.fits_gpu and self.fits_host
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """The chosen configuration, with reasons."""
+
+    __pydantic_config__ = type_config
+
+    chosen: Estimate
+    """The choice."""
+    rejected: tuple[Estimate, ...]
+    """What would have been faster and does not fit, in order of preference."""
+    global_batch: int
+    """Samples of one optimizer step over all GPUs."""
+    learning_rate: float
+    """Suggested peak learning rate."""
+    reasons: tuple[str, ...]
+    """Why, in sentences with numbers."""
+    notes: tuple[str, ...]
+    """What was assumed, and what to know before training."""

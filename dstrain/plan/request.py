@@ -1,0 +1,51 @@
+"""What the user asks for: what is given is fixed, what is None is chosen."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from dstrain.choices import Attention, Method, Offload, Precision
+from dstrain.errors import InvalidConfig
+from dstrain.job import Lora
+from dstrain.records import type_config
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """A wish. Raises InvalidConfig where a number makes no sense."""
+
+    __pydantic_config__ = type_config
+
+    method: Method = Method.FULL
+    """What is trained."""
+    lora: Lora = field(default_factory=Lora)
+    """The adapter, for LoRA and QLoRA."""
+    seq_len: int | None = None
+    """Longest sample in tokens."""
+    global_batch: int | None = None
+    """Samples of one optimizer step over all GPUs."""
+    micro_batch: int | None = None
+    """Samples of one forward of one GPU."""
+    grad_accum: int | None = None
+    """Micro-batches of one optimizer step."""
+    zero_stage: int | None = None
+    """ZeRO stage, 0…3."""
+    offload: Offload | None = None
+    """What leaves GPU memory."""
+    grad_ckpt: bool | None = None
+    """Whether activations are recomputed."""
+    precision: Precision | None = None
+    """Dtype of forward and backward."""
+    attn: Attention | None = None
+    """Attention implementation."""
+    packing: bool = False
+    """Whether samples share rows, so that there is no padding mask."""
+
+    def __post_init__(self) -> None:
+        for name in ("seq_len", "global_batch", "micro_batch", "grad_accum"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                option = "--" + name.replace("_", "-")
+                raise InvalidConfig(f"{option} is {value}", hint=f"Write {option} with a number of 1 or more.")
+        if self.zero_stage is not None and not 0 <= self.zero_stage <= 3:
+            raise InvalidConfig(f"--zero-stage is {self.zero_stage}", hint="ZeRO has the stages 0, 1, 2 and 3.")

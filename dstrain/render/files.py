@@ -1,0 +1,33 @@
+"""The files of a plan: ds_config.json, job.yaml and hostfile, as text."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from dstrain.facts import hostfile
+from dstrain.facts.cluster import Cluster
+from dstrain.facts.hostfile import Hosts
+from dstrain.facts.model import ModelFacts
+from dstrain.plan.plan import Plan
+from dstrain.render.templates import render_json, render_yaml
+from dstrain.render.values import config_values, job_values, template_of
+
+
+def config_text(config: dict[str, Any]) -> str:
+    """Returns a DeepSpeed configuration as strict JSON: two spaces, the template's order, UTF-8."""
+    return json.dumps(config, indent=2, ensure_ascii=False) + "\n"
+
+
+def generated(
+    plan: Plan, model: ModelFacts, cluster: Cluster, hosts: Hosts, *, template_dir: Path | None, job: dict[str, Any]
+) -> dict[str, str]:
+    """Returns file names and texts; `job` holds what the user said about data, hub and output."""
+    template = template_of(plan.chosen.configuration)
+    config = render_json(template, config_values(plan, model, cluster), override=template_dir)
+    return {
+        "ds_config.json": config_text(config),
+        "job.yaml": render_yaml("job.yaml.j2", job_values(plan, model, **job)),
+        "hostfile": hostfile.render(hosts),
+    }

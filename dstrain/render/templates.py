@@ -1,0 +1,94 @@
+"""Jinja templates: the only importer of Jinja. Templates hold structure; every value that enters is escaped."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shlex
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, TemplateError, TemplateNotFound, UndefinedError
+
+from dstrain.errors import InvalidConfig, did_you_mean
+from dstrain.paths import shipped
+from dstrain.render import jsonc
+
+
+def _environment(folders: list[Path], escape: Callable[[Any], str]) -> Environment:
+    return Environment(
+        loader=FileSystemLoader(folders),
+        undefined=StrictUndefined,
+        finalize=escape,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=False,
+    )
+
+
+def _render(name: str, folders: list[Path], values: Mapping[str, Any], escape: Callable[[Any], str]) -> str:
+    try:
+        return _environment(folders, escape).get_template(name).render(values)
+    except TemplateNotFound as error:
+        legal = [path.name for folder in folders for path in sorted(folder.glob("*.j2"))]
+        raise InvalidConfig(f'there is no template "{error.name}"', hint=did_you_mean(str(error.name), legal)) from None
+    except UndefinedError as error:
+        raise InvalidConfig(f"{name}: {error.message}", hint=f"Known values: {', '.join(sorted(values))}") from None
+    except TemplateError as error:
+        line = getattr(error, "lineno", None)
+        raise InvalidConfig(f"{name}{f':{line}' if line else ''}: {error.message}") from None
+
+
+def _json(value: Any) -> str:
+    if isinstance(value, StrictUndefined):
+        str(value)  # raises UndefinedError with the name
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _shell(value: Any) -> str:
+    return shlex.quote(str(value))
+
+
+def config_folders(override: Path | None) -> list[Path]:
+    """Returns the folders in which DeepSpeed templates are looked up: the user's own first."""
+    if override is not None and not override.is_dir():
+        raise InvalidConfig(f"--template-dir {override}: no such folder", hint="dstrain templates eject makes one.")
+    return [folder for folder in (override, shipped("ds_templates")) if folder is not None]
+
+
+def render_json(name: str, values: Mapping[str, Any], *, override: Path | None = None) -> dict[str, Any]:
+    """Returns the DeepSpeed configuration that a template makes of `values`.
+
+    Raises InvalidConfig when a name is not defined, when the result is not JSON, or when a key stands twice.
+    """
+    text = _render(name, config_folders(override), values, _json)
+    value = jsonc.parse(text, name).value
+    if not isinstance(value, dict):
+        raise InvalidConfig(f"{name}: the template makes a {type(value).__name__}, not an object")
+    return value
+
+
+def render_yaml(name: str, values: Mapping[str, Any]) -> str:
+    """Returns the text of a job file; JSON values are YAML values."""
+    return _render(name, [shipped("launch")], values, _json)
+
+
+def render_script(name: str, values: Mapping[str, Any]) -> str:
+    """Returns the text of a shell script; every value is quoted for the shell."""
+    return _render(name, [shipped("launch")], values, _shell)
+
+
+def template_source(name: str, *, override: Path | None = None) -> tuple[Path, str]:
+    """Returns where a DeepSpeed template lies and the SHA-256 of its text."""
+    for folder in config_folders(override):
+        path = folder / name
+        if path.is_file():
+            return path, hashlib.sha256(path.read_bytes()).hexdigest()
+    raise InvalidConfig(f'there is no template "{name}"')
+
+
+def template_names() -> list[str]:
+    """Returns the DeepSpeed templates that ship, without the partials."""
+    return sorted(path.name for path in shipped("ds_templates").glob("*.json.j2") if not path.name.startswith("_"))

@@ -1,0 +1,149 @@
+"""The shipped models: their names, and their sizes against the published ones."""
+
+from collections import Counter
+
+import pytest
+
+from dstrain.facts import aliases
+from dstrain.facts.models import from_config
+
+# Parameters in the safetensors of each hub page (`"parameters"` of its index, or "Model size" on the page).
+_PUBLISHED = {
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-1.7b": 1_720_574_976,
+    "qwen3-4b": 4_022_468_096,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-14b": 14_768_307_200,
+    "qwen3-32b": 32_762_123_264,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "qwen3-235b-a22b": 235_093_634_560,
+    "qwen3-vl-8b": 8_767_123_696,
+    "qwen3-vl-30b-a3b": 31_070_754_032,
+    "qwen2.5-0.5b": 494_032_768,
+    "qwen2.5-1.5b": 1_543_714_304,
+    "qwen2.5-3b": 3_085_938_688,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen2.5-14b": 14_770_033_664,
+    "qwen2.5-32b": 32_763_876_352,
+    "qwen2.5-72b": 72_706_203_648,
+    "llama-3.1-8b": 8_030_261_248,
+    "llama-3.1-70b": 70_553_706_496,
+    "llama-3.1-405b": 405_853_388_800,
+    "llama-3.2-1b": 1_235_814_400,
+    "llama-3.2-3b": 3_212_749_824,
+    "llama-3.3-70b": 70_553_706_496,
+    "mistral-7b": 7_248_023_552,
+    "mixtral-8x7b": 46_702_792_704,
+    "gemma-3-1b": 999_885_952,
+    "gemma-3-4b": 4_300_079_472,
+    "gemma-3-12b": 12_187_325_040,
+    "gemma-3-27b": 27_432_406_640,
+    "glm-4-9b": 9_399_951_360,
+    "glm-4-9b-0414": 9_400_279_040,
+    "phi-4": 14_659_507_200,
+    "deepseek-v2-lite": 15_706_484_224,
+    "deepseek-v3": 671_026_419_200,
+}
+
+# 58 layers' routers have a correction bias for each of 256 experts: in the checkpoint, but not trained by gradient.
+_BUFFERS = {"deepseek-v3": 58 * 256}
+
+
+def entry(name: str) -> tuple[str, aliases.Entry]:
+    found = aliases.resolve(name)
+    assert found is not None, name
+    return found
+
+
+def num_params(name: str) -> int:
+    alias, found = entry(name)
+    return from_config(found.config, name=alias, source=found.hub_id).num_params
+
+
+@pytest.mark.parametrize("alias", _PUBLISHED)
+def test_the_count_is_the_published_one(alias: str) -> None:
+    assert num_params(alias) + _BUFFERS.get(alias, 0) == _PUBLISHED[alias]
+
+
+def test_mistral_7b_v01_has_the_smaller_vocabulary() -> None:
+    assert num_params("mistralai/Mistral-7B-v0.1") == 7_241_732_096
+
+
+@pytest.mark.parametrize("alias", aliases.known())
+def test_an_alias_resolves_to_itself(alias: str) -> None:
+    assert entry(alias)[0] == alias
+
+
+@pytest.mark.parametrize("alias", aliases.known())
+def test_a_hub_id_resolves_to_its_alias_and_is_kept(alias: str) -> None:
+    hub_id = entry(alias)[1].hub_id
+    assert (entry(hub_id)[0], entry(hub_id)[1].hub_id) == (alias, hub_id)
+
+
+@pytest.mark.parametrize("alias", aliases.known())
+def test_an_alias_has_a_source(alias: str) -> None:
+    found = entry(alias)[1]
+    assert found.source == f"https://huggingface.co/{found.hub_id}/blob/main/config.json"
+
+
+@pytest.mark.parametrize(
+    ("name", "alias"),
+    [
+        ("Qwen3_32B", "qwen3-32b"),
+        ("qwen3-32b", "qwen3-32b"),
+        ("QWEN3 32B", "qwen3-32b"),
+        ("Qwen/Qwen3-32B", "qwen3-32b"),
+        ("qwen/qwen3_32b", "qwen3-32b"),
+        ("llama-3.1-8b", "llama-3.1-8b"),
+        ("llama3.1-8b", "llama-3.1-8b"),
+        ("llama3_1_8b", "llama-3.1-8b"),
+        ("Meta-Llama-3.1-8B", "llama-3.1-8b"),
+        ("LLM-Research/Meta-Llama-3.1-8B-Instruct", "llama-3.1-8b"),
+        ("qwen2-5-7b", "qwen2.5-7b"),
+        ("deepseekv3", "deepseek-v3"),
+        ("phi4", "phi-4"),
+        ("GLM4-9B", "glm-4-9b"),
+        (" gemma3-27b-it ", "gemma-3-27b"),
+    ],
+)
+def test_spelling_is_forgiven(name: str, alias: str) -> None:
+    assert entry(name)[0] == alias
+
+
+@pytest.mark.parametrize(
+    ("name", "alias"),
+    [
+        ("Qwen/Qwen2.5-7B-Instruct", "qwen2.5-7b"),
+        ("meta-llama/Llama-3.1-8B-Instruct", "llama-3.1-8b"),
+        ("Qwen/Qwen3-30B-A3B-Instruct-2507", "qwen3-30b-a3b"),
+    ],
+)
+def test_a_variant_keeps_its_own_id(name: str, alias: str) -> None:
+    assert (entry(name)[0], entry(name)[1].hub_id) == (alias, name)
+
+
+def test_a_variant_keeps_its_own_context_length() -> None:
+    assert entry("Qwen/Qwen3-30B-A3B-Instruct-2507")[1].config["max_position_embeddings"] == 262144
+
+
+def test_a_variant_keeps_its_own_modelscope_id() -> None:
+    found = entry("meta-llama/Llama-3.1-8B-Instruct")[1]
+    assert found.modelscope_id == "LLM-Research/Meta-Llama-3.1-8B-Instruct"
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["", "qwen", "qwen257b", "qwen2-57b", "someone/Qwen3-8B", "./qwen3-8b", "/models/qwen3-8b", "THUDM/glm-4-9b"],
+)
+def test_another_name_is_not_guessed(name: str) -> None:
+    assert aliases.resolve(name) is None
+
+
+@pytest.mark.parametrize("name", ["Qwen/Qwen3-8B-Base", "Qwen/Qwen2.5-7B-Instruct", "Qwen/Qwen3-VL-8B-Thinking"])
+def test_a_variant_of_the_same_id_on_both_hubs_says_so(name: str) -> None:
+    assert entry(name)[1].modelscope_id == name
+
+
+def test_no_two_aliases_are_the_same_checkpoint() -> None:
+    repeated = [hub_id for hub_id, n in Counter(entry(alias)[1].hub_id for alias in aliases.known()).items() if n > 1]
+    assert repeated == []

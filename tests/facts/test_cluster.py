@@ -1,0 +1,183 @@
+"""Clusters: how options and hosts make nodes, and what is assumed where nothing is said."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from dstrain.errors import InvalidConfig
+from dstrain.facts.cluster import ASSUMED_INTER_LINKS, Cluster, Origin, describe
+from dstrain.facts.gpus import GPUS, gpu
+from dstrain.facts.hostfile import Hosts, expand, parse
+from dstrain.facts.links import link
+from dstrain.records import from_data, to_data
+from dstrain.units import GIB
+
+
+def cluster(
+    *, gpus: int | None = None, gpus_per_node: int | None = None, hosts: Hosts | None = None, name: str = "a100"
+) -> Cluster:
+    return describe(gpu=gpu(name), gpu_origin=Origin.GIVEN, gpus=gpus, gpus_per_node=gpus_per_node, hosts=hosts)
+
+
+def error(*, gpus: int | None = None, gpus_per_node: int | None = None, hosts: Hosts | None = None) -> InvalidConfig:
+    with pytest.raises(InvalidConfig) as caught:
+        cluster(gpus=gpus, gpus_per_node=gpus_per_node, hosts=hosts)
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("gpus", "gpus_per_node", "shape"),
+    [
+        (16, 8, (2, 8)),
+        (8, 8, (1, 8)),
+        (4, 8, (1, 4)),
+        (1, 8, (1, 1)),
+        (16, None, (2, 8)),
+        (2, None, (1, 2)),
+        (12, 6, (2, 6)),
+        (64, 1, (64, 1)),
+    ],
+)
+def test_a_number_of_gpus_fills_nodes(gpus: int, gpus_per_node: int | None, shape: tuple[int, int]) -> None:
+    found = cluster(gpus=gpus, gpus_per_node=gpus_per_node)
+
+    assert (found.num_nodes, found.gpus_per_node) == shape
+    assert found.num_gpus == gpus
+
+
+def test_gpus_that_do_not_fill_nodes_get_the_nearest_numbers() -> None:
+    found = error(gpus=12, gpus_per_node=8)
+
+    assert found.problem == "--gpus 12 does not fill nodes of 8 GPUs"
+    assert found.hint == (
+        "Give `--gpus 8` or `--gpus 16`, or `--gpus-per-node 6` for 2 nodes, or `--gpus-per-node 4` for 3 nodes."
+    )
+
+
+def test_a_prime_number_of_gpus_has_no_other_split() -> None:
+    found = error(gpus=13)
+
+    assert found.problem == "--gpus 13 does not fill nodes of 8 GPUs (assumed)"
+    assert found.hint == "Give `--gpus 8` or `--gpus 16`."
+
+
+@pytest.mark.parametrize("number", [0, -8])
+def test_numbers_below_one_are_refused(number: int) -> None:
+    assert error(gpus=number).problem == f"--gpus is {number}"
+    assert error(gpus=8, gpus_per_node=number).problem == f"--gpus-per-node is {number}"
+
+
+def test_without_any_number_it_asks_for_one() -> None:
+    assert error().problem == "the number of GPUs is not known"
+
+
+def test_hosts_say_how_many_gpus_there_are() -> None:
+    found = cluster(hosts=expand("gpu[1-4]:8", None))
+
+    assert (found.num_nodes, found.gpus_per_node) == (4, 8)
+
+
+def test_options_that_agree_with_the_hosts_change_nothing() -> None:
+    hosts = expand("gpu[1-2]:8", None)
+
+    assert cluster(gpus=16, gpus_per_node=8, hosts=hosts) == cluster(hosts=hosts)
+
+
+def test_more_gpus_than_the_hosts_have_names_both() -> None:
+    found = error(gpus=16, hosts=parse("gpu1 slots=8\n", "hostfile"))
+
+    assert found.problem == "--gpus 16, but hostfile names one host with slots=8: 8 GPUs"
+    assert found.hint == "Give `--gpus 8` or a list of 2 hosts."
+
+
+def test_fewer_gpus_than_the_hosts_have_names_both() -> None:
+    found = error(gpus=8, hosts=expand("gpu[1-4]:8", None))
+
+    assert found.problem == "--gpus 8, but --hosts names 4 hosts with slots=8: 32 GPUs"
+    assert found.hint == "Give `--gpus 32` or a list of 1 host."
+
+
+def test_fewer_gpus_than_one_host_has_suggests_its_slots() -> None:
+    assert error(gpus=4, hosts=expand("gpu1:8", None)).hint == "Give `--gpus 8` or slots=4."
+
+
+def test_another_number_per_node_than_the_hosts_names_both() -> None:
+    found = error(gpus_per_node=4, hosts=expand("gpu[1-2]:8", None))
+
+    assert found.problem == "--gpus-per-node 4, but --hosts names 2 hosts with slots=8"
+
+
+def test_unequal_hosts_are_listed_with_their_lines() -> None:
+    found = error(hosts=parse("# mixed\na slots=8\nb slots=4\n", "hostfile"))
+
+    assert found.problem.split("\n")[1:] == ["hostfile:2: a has 8 slots", "hostfile:3: b has 4 slots"]
+    assert found.hint == "Give each of them 4 slots, or leave the others out."
+
+
+@pytest.mark.parametrize(
+    ("name", "between_nodes"),
+    [("h100", "ib400"), ("b200", "ib400"), ("a100", "ib200"), ("v100", "ib100/2"), ("l40s", "eth25")],
+)
+def test_the_link_between_nodes_is_assumed_by_the_gpu(name: str, between_nodes: str) -> None:
+    found = cluster(gpus=16, name=name)
+
+    assert found.inter_link == link(between_nodes)
+    assert found.inter_link_origin is Origin.ASSUMED
+
+
+def test_every_gpu_has_a_link_between_nodes() -> None:
+    assert {row.link for row in GPUS.values()} <= set(ASSUMED_INTER_LINKS)
+
+
+def test_the_link_inside_the_node_is_the_gpus() -> None:
+    assert cluster(gpus=8, name="h800").intra_link.bytes_per_s == 200e9
+
+
+@pytest.mark.parametrize(
+    ("name", "gpus", "gibibytes"), [("a100", 8, 1024), ("h100", 8, 1024), ("a100", 2, 256), ("a30", 4, 96)]
+)
+def test_ram_is_assumed_by_the_gpus_of_a_node(name: str, gpus: int, gibibytes: int) -> None:
+    found = cluster(gpus=gpus, name=name)
+
+    assert found.host_memory_bytes == gibibytes * GIB
+    assert found.host_memory_origin is Origin.ASSUMED
+
+
+def test_assumed_ram_is_never_less_than_the_memory_of_the_gpus() -> None:
+    found = cluster(gpus=8, name="b200")
+
+    assert found.host_memory_bytes == 8 * found.gpu.memory_bytes
+
+
+def test_what_is_given_is_kept_and_marked() -> None:
+    found = describe(
+        gpu=gpu("a100"),
+        gpu_origin=Origin.MEASURED,
+        gpus=8,
+        inter_link=link("roce100"),
+        host_memory_bytes=2**39,
+        host_memory_origin=Origin.MEASURED,
+        nvme_path="/mnt/nvme",
+    )
+
+    assert (found.gpu_origin, found.host_memory_bytes, found.host_memory_origin) == (
+        Origin.MEASURED,
+        2**39,
+        Origin.MEASURED,
+    )
+    assert (found.inter_link.name, found.inter_link_origin) == ("roce100", Origin.GIVEN)
+    assert found.nvme_path == "/mnt/nvme"
+
+
+def test_ranks_on_a_cpu_share_the_ram() -> None:
+    found = describe(gpu=gpu("cpu"), gpu_origin=Origin.GIVEN, gpus=2, host_memory_bytes=32 * GIB)
+
+    assert found.gpu == replace(gpu("cpu"), memory_mib=16 * 1024)
+
+
+def test_a_cluster_survives_its_file() -> None:
+    found = cluster(gpus=16)
+
+    assert from_data(Cluster, to_data(found), locate=lambda place: "facts.json") == found

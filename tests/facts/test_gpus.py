@@ -1,0 +1,154 @@
+"""GPUs: the table, names as people type them, names as NVML reports them."""
+
+from __future__ import annotations
+
+import pytest
+
+from dstrain.errors import InvalidConfig
+from dstrain.facts.gpus import GPUS, from_nvml_name, gpu
+from dstrain.facts.links import LINKS
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_every_row_is_whole(name: str) -> None:
+    row = GPUS[name]
+
+    assert row.name == name
+    assert row.link in LINKS
+    assert "http" in row.source or name in {"cpu", "h20-141g", "l20"}
+    assert 1e9 < row.hbm_bytes_per_s < 1e13
+    assert row.fp32_flops_per_s > 0
+    assert name == "cpu" or 15_000 < row.memory_mib < 300_000
+    assert name == "cpu" or 50e12 < row.fp16_flops_per_s < 3e15
+    assert row.bf16_flops_per_s in (row.fp16_flops_per_s, 0)
+
+
+def test_no_two_rows_answer_to_one_name() -> None:
+    names = [name for row in GPUS.values() for name in (row.name, *row.aliases)]
+
+    assert len(names) == len(set(names))
+    for row in GPUS.values():
+        assert {gpu(name).name for name in (row.name, *row.aliases)} == {row.name}
+
+
+def test_the_peaks_are_dense_not_sparse() -> None:
+    assert gpu("h100-sxm").bf16_flops_per_s == 989.4e12
+    assert gpu("a100-80g").bf16_flops_per_s == 312e12
+    assert gpu("l4").bf16_flops_per_s == 121e12
+
+
+def test_geforce_peaks_are_those_with_fp32_accumulation() -> None:
+    assert [gpu(name).bf16_flops_per_s / 1e12 for name in ("3090", "4090", "5090")] == [71, 165.2, 209.5]
+
+
+def test_bf16_begins_with_compute_capability_8() -> None:
+    for row in GPUS.values():
+        if row.name not in {"cpu", "mi300x"}:
+            assert row.has_bf16 == row.has_flash_attention_2 == (row.compute_capability >= (8, 0)), row.name
+
+
+def test_a_cpu_has_fp32_only() -> None:
+    row = gpu("cpu")
+
+    assert (row.has_bf16, row.fp16_flops_per_s, row.has_flash_attention_2) == (False, 0, False)
+
+
+def test_memory_is_counted_as_nvidia_smi_does() -> None:
+    assert gpu("a100-80g").memory_bytes == 80 * 2**30
+    assert gpu("h100-sxm").memory_bytes == 81559 * 2**20
+
+
+@pytest.mark.parametrize(
+    ("typed", "name"),
+    [
+        ("a100", "a100-80g"),
+        ("A100-80GB", "a100-80g"),
+        ("a100 40g", "a100-40g"),
+        ("H100", "h100-sxm"),
+        ("h100_pcie", "h100-pcie"),
+        ("4090", "rtx-4090"),
+        ("RTX4090", "rtx-4090"),
+        ("GeForce RTX 3090", "rtx-3090"),
+        ("v100", "v100-32g"),
+        ("MI300X", "mi300x"),
+        ("none", "cpu"),
+    ],
+)
+def test_names_are_taken_as_people_type_them(typed: str, name: str) -> None:
+    assert gpu(typed).name == name
+
+
+@pytest.mark.parametrize(("typed", "near"), [("h1000", "h100-sxm"), ("a100-80x", "a100-80g"), ("rtx-4009", "rtx-4090")])
+def test_a_misspelt_gpu_gets_the_nearest(typed: str, near: str) -> None:
+    with pytest.raises(InvalidConfig, match=f'"{typed}" is not a GPU') as caught:
+        gpu(typed)
+
+    assert caught.value.hint == f'Did you mean "{near}"?'
+
+
+@pytest.mark.parametrize("typed", ["voodoo2", "", "nvidia"])
+def test_a_strange_gpu_gets_all_of_them(typed: str) -> None:
+    with pytest.raises(InvalidConfig) as caught:
+        gpu(typed)
+
+    assert caught.value.hint == "Known: " + ", ".join(GPUS)
+
+
+@pytest.mark.parametrize(
+    ("reported", "name"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "a100-80g"),
+        ("NVIDIA A100-SXM4-40GB", "a100-40g"),
+        ("NVIDIA A100 80GB PCIe", "a100-80g-pcie"),
+        ("NVIDIA A100-PCIE-40GB", "a100-40g-pcie"),
+        ("A100-SXM4-40GB", "a100-40g"),
+        ("NVIDIA A800-SXM4-80GB", "a800-80g"),
+        ("NVIDIA A800 80GB PCIe", "a800-80g-pcie"),
+        ("NVIDIA H100 80GB HBM3", "h100-sxm"),
+        ("NVIDIA H100 PCIe", "h100-pcie"),
+        ("NVIDIA H100 NVL", "h100-nvl"),
+        ("NVIDIA H800", "h800"),
+        ("NVIDIA H20", "h20"),
+        ("NVIDIA H20-3e", "h20-141g"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA GH200 480GB", "gh200"),
+        ("NVIDIA B200", "b200"),
+        ("NVIDIA B300 SXM6 AC", "b300"),
+        ("NVIDIA A10G", "a10g"),
+        ("NVIDIA L4", "l4"),
+        ("NVIDIA L40", "l40"),
+        ("NVIDIA L40S", "l40s"),
+        ("NVIDIA L20", "l20"),
+        ("NVIDIA GeForce RTX 4090", "rtx-4090"),
+        ("NVIDIA GeForce RTX 4090 D", "rtx-4090-d"),
+        ("NVIDIA RTX A6000", "rtx-a6000"),
+        ("NVIDIA RTX 6000 Ada Generation", "rtx-6000-ada"),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "rtx-pro-6000"),
+        ("Tesla V100-SXM2-32GB", "v100-32g"),
+        ("Tesla V100-PCIE-16GB", "v100-16g-pcie"),
+        ("Tesla T4", "t4"),
+        ("AMD Instinct MI300X", "mi300x"),
+    ],
+)
+def test_reported_names_find_their_row(reported: str, name: str) -> None:
+    assert from_nvml_name(reported, 12345).name == name
+
+
+def test_measured_memory_replaces_the_tables() -> None:
+    assert from_nvml_name("NVIDIA A10", 24564).memory_mib == 24564  # with ECC off
+
+
+def test_unmeasured_memory_is_the_tables() -> None:
+    assert from_nvml_name("NVIDIA A10", 0).memory_mib == 23028
+
+
+@pytest.mark.parametrize(
+    "reported",
+    ["NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA L20X", "GRID A100X-40C", "NVIDIA A100-SXM4-80GB MIG 1g.10gb"],
+)
+def test_a_card_of_another_kind_is_not_taken_for_its_namesake(reported: str) -> None:
+    with pytest.raises(InvalidConfig, match=f'"{reported}" with 16376 MiB, is not in the table') as caught:
+        from_nvml_name(reported, 16376)
+
+    assert caught.value.hint is not None
+    assert "`--gpu " in caught.value.hint

@@ -1,0 +1,197 @@
+"""The probe: this machine's GPUs, RAM and files, and a model by any of its names."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dstrain.choices import Hub
+from dstrain.errors import InvalidConfig
+from dstrain.facts.probe import LocalGpu, _visible, host_memory_bytes, local_gpus, read_hostfile, read_model, read_text
+from dstrain.units import GIB
+
+CONFIG = {
+    "model_type": "qwen3",
+    "vocab_size": 1000,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "torch_dtype": "bfloat16",
+}
+
+GPUS = [LocalGpu(name="NVIDIA H200", memory_mib=143771, index=n, uuid=f"GPU-{n}abc-{n}") for n in range(4)]
+
+
+def test_gpus_are_counted_without_raising() -> None:
+    assert all(gpu.memory_mib >= 0 for gpu in local_gpus())
+
+
+def test_no_gpu_is_visible_where_cuda_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+    assert local_gpus() == []
+
+
+@pytest.mark.parametrize(
+    ("wanted", "indices"),
+    [
+        (None, [0, 1, 2, 3]),
+        ("0,1", [0, 1]),
+        ("3, 1", [3, 1]),
+        ("", []),
+        ("-1", []),
+        ("NoDevFiles", []),
+        ("0,9,1", [0]),
+        ("1,1", []),
+        ("GPU-2abc-2", [2]),
+        ("GPU-3", [3]),
+        ("GPU-", []),
+        ("MIG-1", []),
+    ],
+)
+def test_visible_devices_are_read_as_cuda_does(wanted: str | None, indices: list[int]) -> None:
+    assert [gpu.index for gpu in _visible(GPUS, wanted)] == indices
+
+
+def test_the_ram_is_that_of_this_machine_or_less() -> None:
+    assert GIB // 4 < host_memory_bytes() < 100_000 * GIB
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    model = tmp_path / "my-model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(CONFIG))
+    return model
+
+
+def test_a_local_folder_is_a_model(folder: Path) -> None:
+    facts = read_model(str(folder))
+
+    assert (facts.name, facts.source, facts.num_hidden_layers) == ("my-model", str(folder), 2)
+
+
+def test_a_config_file_is_a_model(folder: Path) -> None:
+    assert read_model(str(folder / "config.json")) == read_model(str(folder))
+
+
+def test_a_relative_folder_is_named_by_its_own_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+
+    assert (read_model(".").name, read_model(".").source) == ("my-model", ".")
+
+
+def test_a_folder_without_config_says_so(tmp_path: Path) -> None:
+    with pytest.raises(InvalidConfig, match=r"the folder holds no config\.json"):
+        read_model(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["./nowhere", "/nowhere/at/all", "~/nowhere", "x/config.json", "~nobody-at-all/x"])
+def test_a_path_that_does_not_exist_is_not_looked_up_on_a_hub(name: str) -> None:
+    with pytest.raises(InvalidConfig, match="no such folder or file"):
+        read_model(name)
+
+
+def test_a_malformed_config_is_named_with_its_place(folder: Path) -> None:
+    (folder / "config.json").write_text('{\n  "model_type": "qwen3",\n}\n')
+
+    with pytest.raises(InvalidConfig, match=rf"{folder}/config\.json:\d:\d+: not valid JSON"):
+        read_model(str(folder))
+
+
+def test_an_alias_needs_no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")
+
+    facts = read_model("Qwen3 8B")
+
+    assert (facts.name, facts.source, facts.num_params) == ("qwen3-8b", "Qwen/Qwen3-8B", 8_190_735_360)
+
+
+def test_a_known_id_keeps_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")
+
+    facts = read_model("Qwen/Qwen2.5-7B-Instruct")
+
+    assert (facts.name, facts.source) == ("Qwen/Qwen2.5-7B-Instruct", "Qwen/Qwen2.5-7B-Instruct")
+
+
+def test_an_alias_is_loaded_from_the_hub_that_was_asked_for() -> None:
+    assert read_model("qwen3-8b", hub=Hub.MODELSCOPE).source == "Qwen/Qwen3-8B"
+
+
+def test_an_output_folder_of_the_same_name_does_not_hide_an_alias(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "qwen3-8b").mkdir()
+    monkeypatch.chdir(tmp_path)
+
+    assert read_model("qwen3-8b").source == "Qwen/Qwen3-8B"
+
+
+@pytest.mark.parametrize("name", ["qwen3-8bb", "quen3-8b"])
+def test_a_misspelt_alias_gets_the_nearest(name: str) -> None:
+    with pytest.raises(InvalidConfig, match=f'"{name}" is not a model') as caught:
+        read_model(name)
+
+    assert caught.value.hint == 'Did you mean "qwen3-8b"?'
+
+
+@pytest.mark.parametrize("name", ["", "zzzzzzzz", "a b c", "x" * 5000, "a\0b"])
+def test_a_name_that_means_nothing_says_what_would(name: str) -> None:
+    with pytest.raises(InvalidConfig) as caught:
+        read_model(name)
+
+    assert caught.value.hint is not None
+
+
+def test_a_hostfile_is_read_with_its_name(tmp_path: Path) -> None:
+    file = tmp_path / "hostfile"
+    file.write_bytes(b"a slots=8\r\nb slots=8\r\n")
+
+    hosts = read_hostfile(file)
+
+    assert (hosts.name, hosts.num_slots) == (str(file), 16)
+
+
+def test_a_missing_hostfile_is_an_error_not_a_run_on_one_node(tmp_path: Path) -> None:
+    with pytest.raises(InvalidConfig, match="no such file") as caught:
+        read_hostfile(tmp_path / "hostfile")
+
+    assert caught.value.hint is not None
+    assert "dstrain hostfile write" in caught.value.hint
+
+
+def test_a_byte_order_mark_is_kept_for_the_parser_to_name(tmp_path: Path) -> None:
+    file = tmp_path / "hostfile"
+    file.write_bytes(b"\xef\xbb\xbfa slots=8\n")
+
+    with pytest.raises(InvalidConfig, match="1:1: starts with a byte order mark"):
+        read_hostfile(file)
+
+
+def test_text_of_another_encoding_is_refused_with_its_place(tmp_path: Path) -> None:
+    file = tmp_path / "notes"
+    file.write_bytes(b"fine\nk\xe4se")
+
+    with pytest.raises(InvalidConfig, match="notes:2:2: not UTF-8 text"):
+        read_text(file)
+
+
+def test_a_folder_is_not_a_file(tmp_path: Path) -> None:
+    with pytest.raises(InvalidConfig, match="cannot be read: Is a directory"):
+        read_text(tmp_path)
+
+
+def test_probing_imports_no_giant() -> None:
+    giants = "'torch', 'transformers', 'huggingface_hub', 'pynvml'"
+    code = f"import sys, dstrain.facts.probe; print([name for name in ({giants}) if name in sys.modules])"
+
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,66 @@
+"""Peaks against a finer model of the same machine, which equals published GPU peaks to 0.2 %."""
+
+from dataclasses import fields
+
+import pytest
+from cases import ask
+
+from dstrain.choices import Attention, Method, Precision
+from dstrain.plan.estimate import estimate
+from dstrain.plan.plan import Estimate
+from dstrain.plan.request import Request
+from dstrain.units import GIB
+
+
+def peak(model: str, gpus: int, stage: int, *, grad_ckpt: bool = True, method: Method = Method.FULL) -> Estimate:
+    asked = ask(model=model, gpus=gpus, gpu="h100")
+    request = Request(
+        method=method,
+        seq_len=4096,
+        micro_batch=1,
+        grad_accum=1,
+        grad_ckpt=grad_ckpt,
+        attn=Attention.SDPA,
+        precision=Precision.BF16,
+    )
+    auto = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
+    zero = {"stage": stage, **dict.fromkeys(auto, "auto")}
+    return estimate(asked.model, asked.cluster, request, {"zero_optimization": zero})
+
+
+@pytest.mark.parametrize(
+    ("model", "gpus", "stage", "grad_ckpt", "live_gib"),
+    [
+        ("qwen3-8b", 8, 3, True, 25.0),
+        ("qwen3-8b", 8, 2, True, 34.9),
+        ("qwen3-8b", 8, 3, False, 53.5),
+        ("qwen3-32b", 16, 3, True, 42.5),
+    ],
+)
+def test_live_bytes_of_full_training(model: str, gpus: int, stage: int, grad_ckpt: bool, live_gib: float) -> None:
+    found = peak(model, gpus, stage, grad_ckpt=grad_ckpt)
+    assert found.memory.live_bytes_per_gpu / GIB == pytest.approx(live_gib, rel=0.03)
+    assert found.memory.peak_instant == "loss backward"
+
+
+def test_live_bytes_of_lora_on_one_gpu() -> None:
+    found = peak("qwen3-8b", 1, 2, method=Method.LORA)
+    assert found.memory.live_bytes_per_gpu / GIB == pytest.approx(24.0, rel=0.03)
+
+
+def test_the_parts_sum_to_the_device_total_and_those_inside_torch_to_live() -> None:
+    memory = peak("qwen3-30b-a3b", 16, 3).memory
+    parts = {field.name: getattr(memory.breakdown_bytes, field.name) for field in fields(memory.breakdown_bytes)}
+    assert sum(parts.values()) == memory.device_bytes_per_gpu
+    outside = parts.pop("fragmentation") + parts.pop("context")
+    assert sum(parts.values()) == memory.live_bytes_per_gpu == memory.device_bytes_per_gpu - outside
+
+
+def test_zero_3_loads_the_checkpoint_once_a_node_and_zero_2_once_a_rank() -> None:
+    whole = 2 * 8_190_735_360
+    difference = peak("qwen3-8b", 8, 2).memory.host_bytes_per_node - peak("qwen3-8b", 8, 3).memory.host_bytes_per_node
+    assert difference == 7 * whole
+
+
+def test_a_checkpoint_holds_states_and_the_gathered_model() -> None:
+    assert peak("qwen3-8b", 8, 3).memory.checkpoint_bytes == 16 * 8_190_735_360

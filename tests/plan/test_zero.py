@@ -1,0 +1,58 @@
+"""Model states against the textbook, by hand."""
+
+from dataclasses import replace
+
+import pytest
+
+from dstrain.choices import Offload, Precision
+from dstrain.plan.configuration import DEFAULTS
+from dstrain.plan.params import Trained
+from dstrain.plan.zero import engine_buffers, pinned, states
+
+P, N = 1_000_000_000, 8
+COUNTS = Trained(trainable=P, frozen=0, quantized=0, largest_trainable=50_000_000)
+
+
+@pytest.mark.parametrize(
+    ("stage", "bytes_per_param"), [(0, 16), (1, 2 + 14 / N), (2, 2 + 14 / N), (3, 16 / N)], ids=lambda value: str(value)
+)
+def test_bf16_states_are_the_textbooks(stage: int, bytes_per_param: float) -> None:
+    assert states(COUNTS, replace(DEFAULTS, zero_stage=stage), N).device == round(bytes_per_param * P)
+
+
+def test_fp32_keeps_a_separate_master_copy() -> None:
+    found = states(COUNTS, replace(DEFAULTS, zero_stage=2, precision=Precision.FP32), N)
+    assert (found.params, found.grads, found.optimizer) == (4 * P, 4 * P // N, 12 * P // N)
+
+
+def test_optimizer_offload_leaves_parameters_on_the_gpu_and_18_bytes_a_parameter_on_the_host() -> None:
+    found = states(COUNTS, replace(DEFAULTS, zero_stage=2, offload=Offload.OPTIMIZER), N)
+    assert (found.device, found.host) == (2 * P, 18 * P // N)
+
+
+def test_accumulating_under_offload_costs_the_host_two_bytes_more() -> None:
+    found = states(COUNTS, replace(DEFAULTS, zero_stage=2, offload=Offload.OPTIMIZER, grad_accum=2), N)
+    assert found.host == 20 * P // N
+
+
+def test_parameter_offload_leaves_nothing_on_the_gpu() -> None:
+    found = states(COUNTS, replace(DEFAULTS, zero_stage=3, offload=Offload.PARAMS), N)
+    assert (found.device, found.host) == (0, 20 * P // N)
+
+
+def test_frozen_parameters_cost_two_bytes_and_no_states() -> None:
+    lora = Trained(trainable=1000, frozen=P, quantized=0, largest_trainable=100)
+    assert states(lora, replace(DEFAULTS, zero_stage=2), 1).device == 2 * P + 16 * 1000
+
+
+def test_zero_1_holds_the_full_gradient_in_the_backward_pass() -> None:
+    assert engine_buffers(COUNTS, replace(DEFAULTS, zero_stage=1), N).backward_grads == 2 * P
+
+
+def test_a_smaller_sub_group_makes_the_step_smaller_under_zero_3() -> None:
+    small = engine_buffers(COUNTS, replace(DEFAULTS, zero_stage=3, sub_group_size=10_000_000), N)
+    assert small.step == 6 * 10_000_000
+
+
+def test_pinned_memory_rounds_2_25_gib_up_to_4() -> None:
+    assert pinned(2.25 * 2**30) == 4 * 2**30

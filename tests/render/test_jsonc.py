@@ -1,0 +1,59 @@
+"""The tolerant JSON reader: what it forgives, what it refuses, and where."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dstrain.errors import InvalidConfig
+from dstrain.render.jsonc import parse
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=20,
+)
+
+
+@given(VALUES, st.sampled_from([None, 2]))
+def test_what_json_writes_is_read_back(value: object, indent: int | None) -> None:
+    assert parse(json.dumps(value, indent=indent), "x").value == value
+
+
+@given(st.text())
+def test_any_text_is_read_or_refused_with_a_place(text: str) -> None:
+    try:
+        parse(text, "x")
+    except InvalidConfig as error:
+        assert error.problem.startswith("x:")
+
+
+@pytest.mark.parametrize(
+    "text", ['\ufeff{"a": 1}', '{"a": 1,}', '{/* c */ "a": 1}', '{"a": 1} // end', '# note\n{"a": 1}']
+)
+def test_bom_comments_and_trailing_commas_are_forgiven(text: str) -> None:
+    assert parse(text, "x").value == {"a": 1}
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ('{"a": 1,\n "b": flase}', "x:2:7: 'flase' is not a JSON value"),
+        ('{"a": 1\n "b": 2}', "x:2:2: a comma or } is missing here"),
+        ('{"a": 1, "a": 2}', 'x:1:10: the key "a" stands here again (first on line 1)'),
+        ('{"a": "x', "x:1:7: this string has no end"),
+        ("{'a': 1}", "x:1:2: a key in double quotes"),
+        ("", "x:1:1: the file ends here"),
+        ("{} {}", "x:1:4: the value has ended"),
+    ],
+)
+def test_a_mistake_is_named_with_its_place(text: str, problem: str) -> None:
+    with pytest.raises(InvalidConfig) as caught:
+        parse(text, "x")
+    assert caught.value.problem.startswith(problem)
+
+
+def test_every_key_knows_its_place() -> None:
+    document = parse('{\n  "zero": {\n    "stage": "3"\n  }\n}', "c.json")
+    assert document.where(("zero", "stage")) == "c.json:3:5"

@@ -1,0 +1,111 @@
+"""Goldens of every template over several models, and DeepSpeed's own opinion of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cases import CASES, Case, files, plan
+
+from dstrain.errors import InvalidConfig
+from dstrain.render.templates import render_json, render_script, template_names
+from dstrain.render.values import template_of
+
+by_name = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+
+
+@by_name
+def test_each_case_uses_the_template_it_stands_for(case: Case) -> None:
+    assert template_of(plan(**case.options).chosen.configuration) == case.template
+
+
+def test_every_template_has_a_golden() -> None:
+    assert {case.template for case in CASES} == set(template_names())
+
+
+@by_name
+def test_ds_config_is_the_golden(case: Case, golden: Callable[[str, str], None]) -> None:
+    golden(f"{case.name}/ds_config.json", files(**case.options)["ds_config.json"])
+
+
+@by_name
+def test_job_is_the_golden(case: Case, golden: Callable[[str, str], None]) -> None:
+    golden(f"{case.name}/job.yaml", files(**case.options)["job.yaml"])
+
+
+@by_name
+def test_clipping_and_accumulation_are_always_there_and_what_stops_overlap_never(case: Case) -> None:
+    config = json.loads(files(**case.options)["ds_config.json"])
+    assert config["gradient_clipping"] == config["gradient_accumulation_steps"] == "auto"
+    assert not {"comms_logger", "wall_clock_breakdown"} & set(config)
+
+
+def test_a_mixture_of_experts_is_gathered_by_its_block() -> None:
+    config = json.loads(files(model="qwen3-30b-a3b", gpus=16, gpu="h100")["ds_config.json"])
+    assert config["zero_optimization"]["leaf_module"] == {"classes": ["Qwen3MoeSparseMoeBlock"]}
+
+
+@by_name
+def test_deepspeed_accepts_what_transformers_fills_in(case: Case, tmp_path: Path) -> None:
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    filled = _filled(json.loads(files(**case.options)["ds_config.json"]), case, tmp_path)
+    loaded = DeepSpeedConfig(filled)
+    assert loaded.zero_optimization_stage == filled["zero_optimization"]["stage"]
+    assert loaded.gradient_clipping == 1.0
+    assert "auto" not in json.dumps(filled)
+
+
+def _filled(config: dict[str, Any], case: Case, folder: Path) -> dict[str, Any]:
+    """Returns the configuration after Transformers' own integration has replaced every "auto"."""
+    from transformers import PretrainedConfig, TrainingArguments
+    from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
+
+    chosen = plan(**case.options).chosen.configuration
+    arguments = TrainingArguments(
+        output_dir=str(folder),
+        per_device_train_batch_size=chosen.micro_batch,
+        gradient_accumulation_steps=chosen.grad_accum,
+        use_cpu=True,
+        bf16=chosen.precision == "bf16",
+        report_to="none",
+    )
+    filler = HfTrainerDeepSpeedConfig(config)
+    filler.trainer_config_process(arguments)
+    model = type("Model", (), {"config": PretrainedConfig(hidden_size=1024)})()
+    filler.trainer_config_finalize(arguments, model, 100)
+    found: dict[str, Any] = filler.config
+    return found
+
+
+def test_an_undefined_name_is_named(tmp_path: Path) -> None:
+    (tmp_path / "zero2.json.j2").write_text('{"a": {{ nothing }}}')
+    with pytest.raises(InvalidConfig, match="'nothing' is undefined"):
+        render_json("zero2.json.j2", {}, override=tmp_path)
+
+
+def test_a_key_that_stands_twice_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "zero2.json.j2").write_text('{"a": 1,\n "a": 2}')
+    with pytest.raises(InvalidConfig, match=r"zero2.json.j2:2:2: the key \"a\" stands here again"):
+        render_json("zero2.json.j2", {}, override=tmp_path)
+
+
+def test_a_value_cannot_break_out_of_its_string(tmp_path: Path) -> None:
+    (tmp_path / "zero2.json.j2").write_text('{"path": {{ path }}}')
+    assert render_json("zero2.json.j2", {"path": '", "stage": 3, "x": "'}, override=tmp_path) == {
+        "path": '", "stage": 3, "x": "'
+    }
+
+
+def test_an_unknown_template_gets_the_nearest_name() -> None:
+    with pytest.raises(InvalidConfig) as caught:
+        render_json("zero4.json.j2", {})
+    assert "zero" in str(caught.value.hint)
+
+
+def test_a_script_quotes_every_value() -> None:
+    with pytest.raises(InvalidConfig, match="no template"):
+        render_script("no-such.sh.j2", {})
