@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 from dstrain.errors import EnvironmentProblem
@@ -28,36 +29,58 @@ def write_atomic(path: Path, text: str, *, mode: int | None = None) -> bool:
     A file that already holds `text` is not touched, and the mode of an existing file is kept unless `mode` is given.
     Raises EnvironmentProblem when the folder cannot be written or the disk is full; `path` is then as it was.
     """
+    return bool(write_together({path: text}, mode=mode))
+
+
+def write_together(files: Mapping[Path, str], *, mode: int | None = None) -> list[Path]:
+    """Writes several files: all are on the disk before the first is renamed; returns those that changed.
+
+    Raises EnvironmentProblem when one of them cannot be written; then none has changed.
+    """
+    written: dict[Path, Path] = {}
+    path = Path()
     try:
-        exists = path.exists()
-        if exists and path.read_text(encoding="utf-8", errors="surrogateescape") == text:
-            if mode is not None:
+        for path, text in files.items():
+            if not _holds(path, text):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                written[path] = _write_beside(path, text, mode)
+            elif mode is not None:
                 path.chmod(mode)
-            return False
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _replace(path, text, mode if mode is not None else path.stat().st_mode & 0o777 if exists else None)
+        for path, temporary in written.items():
+            temporary.replace(path)
     except OSError as error:
-        raise EnvironmentProblem(
-            f"{path}: cannot be written: {error.strerror or error}", hint="Name another folder, or free some space."
-        ) from error
-    return True
+        reason = error.strerror or str(error)
+        hint = "Name another folder, or free some space."
+        raise EnvironmentProblem(f"{path}: cannot be written: {reason}", hint=hint) from error
+    finally:
+        for temporary in written.values():
+            temporary.unlink(missing_ok=True)
+    return list(written)
 
 
-def _replace(path: Path, text: str, mode: int | None) -> None:
-    """Writes beside `path`, then renames over it; removes the temporary file when anything goes wrong."""
+def _holds(path: Path, text: str) -> bool:
+    return path.exists() and path.read_text(encoding="utf-8", errors="surrogateescape") == text
+
+
+def _write_beside(path: Path, text: str, mode: int | None) -> Path:
+    """Returns a temporary file beside `path` with the text and the mode that `path` shall have."""
+    if mode is None:
+        mode = path.stat().st_mode & 0o777 if path.exists() else 0o666 & ~_umask()
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    temporary = Path(name)
     try:
-        if mode is None:
-            umask = os.umask(0)
-            os.umask(umask)
-            mode = 0o666 & ~umask
         os.fchmod(handle, mode)
         with os.fdopen(handle, "w", encoding="utf-8", newline="", errors="surrogateescape") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        temporary.replace(path)
     except BaseException:
-        temporary.unlink(missing_ok=True)
+        Path(name).unlink(missing_ok=True)
         raise
+    return Path(name)
+
+
+def _umask() -> int:
+    """Returns the umask, which can only be read by setting it."""
+    umask = os.umask(0)
+    os.umask(umask)
+    return umask

@@ -37,7 +37,7 @@ def files(**options: Any) -> dict[str, str]:
     """Returns the generated files for these options."""
     asked = ask(**options)
     chosen = decide(asked.model, asked.cluster, asked.request)
-    job = {"data": "train.jsonl", "eval_data": None, "hub": "hf", "output_dir": "output"}
+    job = {"model": asked.model.source, "data": "train.jsonl", "eval_data": None, "hub": "hf", "output_dir": "output"}
     return generated(chosen, asked.model, asked.cluster, asked.hosts, template_dir=None, job=job)
 
 

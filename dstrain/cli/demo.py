@@ -1,8 +1,125 @@
-"""placeholder"""
+"""`dstrain demo`: the smoke test of an installation: a tiny model, real data, and the commands a user types."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
 
 import click
 
+from dstrain.choices import Offload
+from dstrain.cli.console import answer_json, say
+from dstrain.cli.run_text import summary, summary_rows
+from dstrain.cli.types import Choice
+from dstrain.errors import EnvironmentProblem, RunFailed
+from dstrain.facts import probe
+from dstrain.rundir import RunDir
+
+RANKS = 2
+"""Ranks where the machine has no GPU."""
+SETTINGS = {
+    "learning_rate": "5e-3",
+    "max_steps": "150",
+    "logging_steps": "10",
+    "save_steps": "75",
+    "eval_steps": "75",
+    "save_total_limit": "1",
+}
+"""What the demo overrides in its job, so that a tiny model learns something in a minute."""
+
 
 @click.command("demo")
-def command() -> None:
-    """x"""
+@click.argument("folder", type=click.Path(path_type=Path, file_okay=False), default="dstrain-demo")
+@click.option("--zero-stage", type=click.IntRange(1, 3), default=2, show_default=True, help="ZeRO stage.")
+@click.option("--offload", type=Choice(Offload), help="What leaves GPU memory.")
+@click.option("--hostfile", type=click.Path(path_type=Path, exists=True), help="Train over these hosts.")
+@click.option("--json", "as_json", is_flag=True, help="Print the table as JSON to stdout.")
+def command(folder: Path, zero_stage: int, offload: Offload | None, hostfile: Path | None, as_json: bool) -> None:
+    """Train a tiny model on this machine: no network and no GPU needed, about two minutes.
+
+    Builds a Qwen3 model of a few million random weights and an instruction data set from the docstrings of Python's
+    standard library in FOLDER, then types what a user types: gen-config, run.
+
+    \b
+    Example:
+      dstrain demo
+      dstrain demo /tmp/demo3 --zero-stage 3
+    """
+    folder = folder.resolve()
+    output = _free_name(folder, f"output-zero{zero_stage}{'-' + offload.value if offload else ''}")
+    made = _build(folder)
+    gpus = len(probe.local_gpus())
+    where = ["--hostfile", str(hostfile.resolve())] if hostfile else ["--gpus", str(gpus or RANKS)]
+    if not gpus:
+        where += ["--gpu", "cpu"]
+    choice = ["--zero-stage", str(zero_stage), *(["--offload", offload.value] if offload else [])]
+    data = ["--data", "train.jsonl", "--eval-data", "eval.jsonl", "--output-dir", output]
+    sizes = ["--seq-len", "256", "--global-batch", str(32 * (gpus or RANKS)), "--packing"]
+    _type(["gen-config", "--model", "./model", *where, *choice, *sizes, *data], folder)
+    _type(["run", *(word for key, value in SETTINGS.items() for word in ("--set", f"{key}={value}"))], folder)
+    _tell(made, RunDir(folder / output), folder, as_json=as_json)
+
+
+def _free_name(folder: Path, name: str) -> str:
+    """Returns the name, with a number where an earlier demo has taken it."""
+    number, free = 1, name
+    while (folder / free).exists():
+        number += 1
+        free = f"{name}-{number}"
+    return free
+
+
+def _build(folder: Path) -> dict[str, Any]:
+    """Returns what was built: model, data, and the entropy to beat."""
+    say(f"building a tiny Qwen3 model and data from Python's standard library in {folder}")
+    done = subprocess.run(
+        [sys.executable, "-m", "dstrain.train.demo", str(folder)], capture_output=True, text=True, check=False
+    )
+    if done.returncode != 0:
+        raise EnvironmentProblem(f"the demo's model cannot be built:\n{done.stderr.strip()[-2000:]}")
+    made: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    say(
+        f"built {made['params']:,} parameters, {made['vocab_size']:,} tokens of vocabulary,"
+        f" {made['train_samples']:,} samples to train on and {made['eval_samples']} to evaluate"
+    )
+    return made
+
+
+def _type(words: list[str], folder: Path) -> None:
+    """Types a dstrain command in the demo's folder, as a user would; its output goes to stderr."""
+    say()
+    say(f"$ dstrain {shlex.join(words)}", style="bold")
+    done = subprocess.run([sys.executable, "-m", "dstrain.cli", *words], cwd=folder, check=False, stdout=sys.stderr)
+    if done.returncode == 130:
+        raise KeyboardInterrupt
+    if done.returncode != 0:
+        raise RunFailed(f"dstrain {words[0]} ended with code {done.returncode}", hint=f"Its files are in {folder}.")
+
+
+def _tell(made: dict[str, Any], run_dir: RunDir, folder: Path, *, as_json: bool) -> None:
+    """Prints the table, and raises RunFailed when the model learned nothing."""
+    found = summary(run_dir)
+    entropy = made["unigram_entropy"]
+    beaten = found["eval_loss"] is not None and found["eval_loss"] < entropy
+    if as_json:
+        answer_json({**found, "unigram_entropy": entropy, "is_entropy_beaten": beaten})
+    rows = summary_rows(found)
+    place = next(index for index, (name, _) in enumerate(rows) if name == "evaluation loss") + 1
+    verdict = "beaten" if beaten else "NOT beaten"
+    rows.insert(place, ("unigram entropy of its answers", f"{entropy:.3f} ({verdict})"))
+    width = max(len(name) for name, _ in rows)
+    say()
+    say("the demo", style="bold")
+    for name, value in rows:
+        say(f"  {name:<{width}}  {value}")
+    if not beaten:
+        raise RunFailed("the model did not learn: its evaluation loss is no better than counting tokens")
+    say()
+    here = os.path.relpath(folder)
+    say(f"next: look at {here}/ds_config.json and {here}/job.yaml, then plan a model of your own:")
+    say("      dstrain gen-config --gpus 8 --gpu h100 --model qwen3-8b --data your.jsonl -o my-run")

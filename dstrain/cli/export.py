@@ -1,8 +1,45 @@
-"""placeholder"""
+"""`dstrain export`: a folder that `from_pretrained` loads, from an adapter or a ZeRO checkpoint."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
 
 import click
 
+from dstrain.choices import Precision
+from dstrain.cli.console import say
+from dstrain.cli.types import Choice
+from dstrain.errors import InvalidConfig
+
 
 @click.command("export")
-def command() -> None:
-    """x"""
+@click.argument("source", type=click.Path(path_type=Path))
+@click.argument("out", type=click.Path(path_type=Path))
+@click.option("--precision", type=Choice(Precision), help="Dtype of the weights.  [default: as trained]")
+@click.option("-n", "--dry-run", is_flag=True, help="Say what would be read and written, and write nothing.")
+def command(source: Path, out: Path, precision: Precision | None, dry_run: bool) -> None:
+    """Merge an adapter into its base, or gather a ZeRO checkpoint, into a folder that from_pretrained loads.
+
+    SOURCE is a run directory (its newest whole checkpoint, or its final model), a checkpoint, or an adapter. OUT is a
+    new folder. One process on the CPU does it; the weights must fit in RAM.
+
+    \b
+    Example:
+      dstrain export output merged
+      dstrain export output/checkpoint-500 model-500 --precision bf16
+    """
+    if not source.is_dir():
+        raise InvalidConfig(f"{source}: no such folder", hint="Name a run directory, such as output.")
+    words = [str(source.resolve()), str(out.resolve())]
+    if precision is not None:
+        words += ["--dtype", precision.value]
+    if dry_run:
+        words.append("--dry-run")
+    say(f"reading {source}")
+    done = subprocess.run([sys.executable, "-m", "dstrain.train.export", *words], check=False)
+    if done.returncode != 0:
+        sys.exit(done.returncode if done.returncode > 0 else 1)
+    if not dry_run:
+        say(f"next: python -c \"import transformers; transformers.AutoModelForCausalLM.from_pretrained('{out}')\"")

@@ -11,9 +11,9 @@ import click
 
 from dstrain import __version__
 from dstrain.choices import Method
-from dstrain.cli.console import answer, answer_json, say
+from dstrain.cli.console import answer, answer_json, say, say_lines
 from dstrain.cli.facts_options import Question, facts_options, question
-from dstrain.cli.plan_text import plan_document, plan_text
+from dstrain.cli.plan_text import plan_document, plan_lines
 from dstrain.plan.decide import decide
 from dstrain.plan.plan import Plan
 from dstrain.render.files import generated
@@ -54,7 +54,7 @@ def command(out: Path, template_dir: Path | None, dry_run: bool, as_diff: bool, 
     asked = question(options)
     plan = decide(asked.model, asked.cluster, asked.request)
     lock = _lock(asked, plan, template_dir, out, options)
-    say(plan_text(plan, asked.model, asked.cluster))
+    say_lines(plan_lines(plan, asked.model, asked.cluster))
     if as_json:
         answer_json({**plan_document(plan, asked.model, asked.cluster), "files": dict(lock.base)})
     if as_diff:
@@ -71,13 +71,12 @@ def _lock(asked: Question, plan: Plan, template_dir: Path | None, out: Path, opt
     template = template_of(plan.chosen.configuration)
     _, digest = template_source(template, override=template_dir)
     job = {
+        "model": _model(asked.model.source, out),
         "data": _relative(options["data"], out),
         "eval_data": _relative(options["eval_data"], out),
         "hub": options["hub"],
         "output_dir": options["output_dir"],
     }
-    if Path(asked.model.source).exists():
-        job["model"] = _relative(asked.model.source, out)
     files = generated(plan, asked.model, asked.cluster, asked.hosts, template_dir=template_dir, job=job)
     given = {
         name: str(value) if isinstance(value, Path) else value for name, value in options.items() if value is not None
@@ -89,6 +88,12 @@ def _lock(asked: Question, plan: Plan, template_dir: Path | None, out: Path, opt
     return Lock(
         dstrain=__version__, deepspeed=deepspeed, template=template, template_sha256=digest, inputs=given, base=files
     )
+
+
+def _model(source: str, out: Path) -> str | None:
+    """Returns the model as job.yaml must name it; a relative folder begins with `./`, so that it is no hub id."""
+    named = _relative(source, out)
+    return f"./{named}" if Path(source).exists() and named and not Path(named).is_absolute() else named
 
 
 def _relative(name: str | None, out: Path) -> str | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from dstrain.choices import Offload
 from dstrain.facts.cluster import Cluster, Origin
 from dstrain.facts.model import ModelFacts
 from dstrain.plan.plan import Estimate, Plan
@@ -12,8 +11,8 @@ from dstrain.records import to_data
 from dstrain.units import format_bytes, format_count
 
 
-def plan_text(plan: Plan, model: ModelFacts, cluster: Cluster) -> str:
-    """Returns what was chosen and why, in lines of text."""
+def plan_lines(plan: Plan, model: ModelFacts, cluster: Cluster) -> list[str]:
+    """Returns what was chosen and why, in lines."""
     gpu = cluster.gpu
     origin = {Origin.GIVEN: "", Origin.MEASURED: ", found here", Origin.ASSUMED: ", assumed"}[cluster.gpu_origin]
     active = f", {format_count(model.num_active_params)} active" if model.moe else ""
@@ -26,23 +25,23 @@ def plan_text(plan: Plan, model: ModelFacts, cluster: Cluster) -> str:
         "",
         "why",
     ]
-    lines += [f"  {reason}" for reason in plan.reasons]
+    lines += [f"  - {reason}" for reason in plan.reasons]
     lines += _rejections(plan)
     if plan.notes:
         lines += ["", "know"]
-        lines += [f"  {note}" for note in plan.notes]
-    return "\n".join(lines)
+        lines += [f"  - {note}" for note in plan.notes]
+    return lines
 
 
 def _rejections(plan: Plan) -> list[str]:
     """Returns one line for each faster way that does not fit, the last few of them."""
     if not plan.rejected:
-        return ["  nothing faster was passed over"]
+        return ["  - nothing faster was passed over"]
     shown = plan.rejected[-5:]
     lines = ["", "faster, but too large"]
     if len(plan.rejected) > len(shown):
-        lines.append(f"  … and {len(plan.rejected) - len(shown)} more")
-    return lines + [f"  {each.configuration.title}: {shortage(each)}" for each in shown]
+        lines.append(f"  - … and {len(plan.rejected) - len(shown)} more")
+    return lines + [f"  - {each.configuration.title}: {shortage(each)}" for each in shown]
 
 
 def shortage(estimate: Estimate) -> str:
@@ -52,7 +51,7 @@ def shortage(estimate: Estimate) -> str:
         needed, usable, where = needs.device_bytes_per_gpu, estimate.usable_bytes_per_gpu, "per GPU"
     else:
         needed, usable, where = needs.host_bytes_per_node, estimate.usable_bytes_per_host, "of host RAM per node"
-    return f"{format_bytes(needed)} {where}, {format_bytes(usable)} may be used"
+    return f"{format_bytes(needed)} {where}, {format_bytes(usable)} usable"
 
 
 def plan_document(plan: Plan, model: ModelFacts, cluster: Cluster) -> dict[str, Any]:
@@ -97,11 +96,3 @@ def _entry(estimate: Estimate, reasons: tuple[str, ...]) -> dict[str, Any]:
         },
         "reasons": list(reasons),
     }
-
-
-def states_text(estimate: Estimate) -> str:
-    """Returns the model states of one GPU in words."""
-    states = estimate.memory.states
-    if estimate.configuration.offload is Offload.NONE:
-        return format_bytes(states.device)
-    return f"{format_bytes(states.device)} on the GPU, {format_bytes(states.host)} in host RAM"

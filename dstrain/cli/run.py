@@ -1,8 +1,77 @@
-"""placeholder"""
+"""`dstrain run`: check a job, launch DeepSpeed on it, and say how it went."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from pathlib import Path
 
 import click
 
+from dstrain.cli.console import answer, answer_json, say, say_lines
+from dstrain.cli.run_text import before_lines, summary, summary_text
+from dstrain.jobfile import read_job
+from dstrain.launch import preflight
+from dstrain.launch.begin import Launch, build_ops, plan_launch, start, write_run_dir
+from dstrain.launch.explain import explain
+from dstrain.launch.prepare import prepare
+
 
 @click.command("run")
-def command() -> None:
-    """x"""
+@click.argument("job", type=click.Path(path_type=Path), default="job.yaml")
+@click.option(
+    "--set",
+    "overrides",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Override a line of the job, such as learning_rate=1e-5.",
+)
+@click.option("--hostfile", type=click.Path(path_type=Path), help="Hostfile to use in place of the job's.")
+@click.option("--master-port", type=click.IntRange(1, 65535), help="Port of rank 0.  [default: 29500, or a free one]")
+@click.option("-n", "--dry-run", is_flag=True, help="Check everything, print the command, start nothing.")
+@click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON to stdout.")
+def command(
+    job: Path, overrides: tuple[str, ...], hostfile: Path | None, master_port: int | None, dry_run: bool, as_json: bool
+) -> None:
+    """Train as a job file says, on this machine or over its hostfile.
+
+    Precedence, strongest first: --set and --hostfile, the job file, the defaults. The job's output_dir is the run
+    directory; `bash OUTPUT_DIR/start.sh` starts the same run again by hand.
+
+    \b
+    Example:
+      dstrain run
+      dstrain run job.yaml --set learning_rate=1e-5 --set resume=auto
+    """
+    given = [*overrides, *([f"hostfile={hostfile.resolve()}"] if hostfile else [])]
+    prepared = prepare(read_job(job, given), os.environ)
+    launch = plan_launch(prepared, master_port=preflight.port(master_port, os.environ))
+    say_lines(before_lines(prepared))
+    if dry_run:
+        answer(shlex.join(launch.command))
+        return
+    if not prepared.is_local:
+        preflight.require_pdsh(os.environ)
+    preflight.check(prepared.run_dir, resume=prepared.job.resume, needed_bytes=_checkpoint_bytes(launch))
+    write_run_dir(launch)
+    build_ops(launch, say)
+    outcome = start(launch, _pass_on)
+    if not outcome.succeeded:
+        raise explain(outcome, hosts=prepared.hosts, run_dir=prepared.run_dir)
+    found = summary(prepared.run_dir)
+    say(summary_text(found, prepared.run_dir))
+    if as_json:
+        answer_json(found)
+
+
+def _checkpoint_bytes(launch: Launch) -> int:
+    """Returns the disk that one more checkpoint takes."""
+    needs = launch.prepared.estimate
+    return needs.memory.checkpoint_bytes if needs else 0
+
+
+def _pass_on(text: str) -> None:
+    """Passes on what rank 0 writes."""
+    sys.stderr.write(text)
+    sys.stderr.flush()

@@ -23,11 +23,11 @@ def config_text(config: dict[str, Any]) -> str:
 def generated(
     plan: Plan, model: ModelFacts, cluster: Cluster, hosts: Hosts, *, template_dir: Path | None, job: dict[str, Any]
 ) -> dict[str, str]:
-    """Returns file names and texts; `job` holds what the user said about data, hub and output."""
+    """Returns file names and texts; `job` holds what the user said about model, data, hub and output."""
     template = template_of(plan.chosen.configuration)
     config = render_json(template, config_values(plan, model, cluster), override=template_dir)
     return {
         "ds_config.json": config_text(config),
-        "job.yaml": render_yaml("job.yaml.j2", job_values(plan, model, **job)),
+        "job.yaml": render_yaml("job.yaml.j2", job_values(plan, cluster, **job)),
         "hostfile": hostfile.render(hosts),
     }

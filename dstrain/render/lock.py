@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dstrain.errors import Conflict
-from dstrain.paths import write_atomic
+from dstrain.paths import write_together
 from dstrain.records import load_json, to_json, type_config
 
 LOCK = Path(".dstrain") / "lock.json"
@@ -71,6 +71,7 @@ def write_generated(folder: Path, lock: Lock) -> list[str]:
             hint=f"See what would change with --diff, write elsewhere with -o DIR, or move your file away:"
             f" mv {folder / names[0]} {folder / names[0]}.mine",
         )
-    changed = [name for name, text in lock.base.items() if write_atomic(folder / name, text)]
-    write_atomic(folder / LOCK, to_json(lock))
-    return changed
+    changed = write_together(
+        {**{folder / name: text for name, text in lock.base.items()}, folder / LOCK: to_json(lock)}
+    )
+    return [name for name in lock.base if folder / name in changed]

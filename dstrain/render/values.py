@@ -56,11 +56,10 @@ def _nvme_buffer_size(model: ModelFacts, cluster: Cluster) -> int:
     return int(max(2**20, 1 << (share - 1).bit_length()))
 
 
-def job_values(plan: Plan, model: ModelFacts, **given: Any) -> dict[str, Any]:
-    """Returns what the job template names; `given` holds data, hub and output folder as the user asked."""
+def job_values(plan: Plan, cluster: Cluster, **given: Any) -> dict[str, Any]:
+    """Returns what the job template names; `given` holds model, data, hub and output folder as the user asked."""
     configuration = plan.chosen.configuration
     return {
-        "model": model.source,
         "method": configuration.method,
         "is_adapter": configuration.method is not Method.FULL,
         "lora": configuration.lora,
@@ -73,5 +72,6 @@ def job_values(plan: Plan, model: ModelFacts, **given: Any) -> dict[str, Any]:
         "grad_ckpt": configuration.grad_ckpt,
         "learning_rate": plan.learning_rate,
         "global_batch": plan.global_batch,
+        "env": {"DS_ACCELERATOR": "cpu"} if cluster.gpu.name == "cpu" else {},
         **given,
     }

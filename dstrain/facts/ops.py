@@ -1,0 +1,60 @@
+"""DeepSpeed's compiled extensions: which ones a configuration needs, and whether they are built on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+OPS: Mapping[str, str] = MappingProxyType(
+    {
+        "cpu_adam": "DeepSpeed's CPU Adam",
+        "deepspeed_shm_comm": "DeepSpeed's shared-memory collectives",
+        "fused_adam": "DeepSpeed's fused Adam",
+        "async_io": "DeepSpeed's NVMe reader",
+    }
+)
+"""Extension that is built on first use → what it is, for people."""
+
+
+def needed_ops(ds_config: Mapping[str, Any], *, on_gpu: bool) -> list[str]:
+    """Returns the extensions that a configuration makes DeepSpeed build on first use.
+
+    Source: deepspeed 0.19.8 ops/op_builder; comm/torch.py: build_shm_op; runtime/swap_tensor.
+    """
+    zero = ds_config.get("zero_optimization") or {}
+    optimizer = (zero.get("offload_optimizer") or {}).get("device", "none")
+    params = (zero.get("offload_param") or {}).get("device", "none")
+    needed = [] if on_gpu else ["deepspeed_shm_comm"]
+    if optimizer != "none":
+        needed.append("cpu_adam")
+    elif str((ds_config.get("optimizer") or {}).get("type", "")).lower() in {"adam", "adamw"}:
+        needed.append("fused_adam")
+    if "nvme" in (optimizer, params):
+        needed.append("async_io")
+    return needed
+
+
+def extension_folders(environment: Mapping[str, str]) -> list[Path]:
+    """Returns the folders in which PyTorch may keep extensions that were built on first use.
+
+    Source: torch 2.13 utils/cpp_extension.py: _get_build_directory.
+    """
+    given = environment.get("TORCH_EXTENSIONS_DIR")
+    if given:
+        return [Path(given)]
+    cache = Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "torch_extensions"
+    return sorted(cache.glob("py*"))
+
+
+def missing_ops(ops: Sequence[str], environment: Mapping[str, str]) -> list[str]:
+    """Returns those of the extensions that are not built yet."""
+    folders = extension_folders(environment)
+    return [op for op in ops if not any(any(folder.glob(f"{op}/*.so")) for folder in folders)]
+
+
+def stale_locks(ops: Sequence[str], environment: Mapping[str, str]) -> list[Path]:
+    """Returns locks of unfinished builds: a killed one leaves its lock, and the next run waits for it for ever."""
+    found = [folder / op / "lock" for folder in extension_folders(environment) for op in ops]
+    return [lock for lock in found if lock.exists()]

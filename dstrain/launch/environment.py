@@ -1,0 +1,183 @@
+"""Which environment variables reach the ranks, and by which road: environment files for most, a 0600 file for secrets.
+
+The launcher reads its environment file line by line as `NAME=value`, puts the value between double quotes where it
+holds anything unusual, and sends `export NAME="value";` through pdsh to a shell on each node. Nothing inside is
+escaped on the way, so what stands in the file is already what belongs between those quotes.
+Source: deepspeed 0.19.8 launcher/runner.py: main; launcher/multinode_runner.py: add_export
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import dstrain
+from dstrain.errors import InvalidConfig
+from dstrain.paths import write_atomic
+from dstrain.rundir import RunDir
+
+FORWARDED_PREFIXES = (
+    "HF_", "HUGGINGFACE_", "TRANSFORMERS_", "MODELSCOPE_", "SWANLAB_", "WANDB_", "MLFLOW_", "AWS_",
+    "NCCL_", "GLOO_", "UCX_", "OMP_", "TORCH_", "PYTORCH_", "DS_", "DEEPSPEED_",
+)  # fmt: skip
+"""Variables that begin like this go from this shell to every node; the secret ones by way of the secrets file."""
+
+FORWARDED_NAMES = frozenset(
+    {"CUDA_HOME", "CUDA_LAUNCH_BLOCKING", "CUDA_DEVICE_MAX_CONNECTIONS", "TOKENIZERS_PARALLELISM"}
+)
+"""Further variables that go to every node."""
+
+STAYING_NAMES = frozenset({"DS_ENV_FILE"})
+"""Variables that concern the launcher alone."""
+
+RANK_NAMES = (
+    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "MASTER_ADDR", "MASTER_PORT",
+)  # fmt: skip
+"""What the launcher sets for each rank; leftovers of another launcher must not be there first."""
+
+_LAUNCHER_EXPORTS = ("MLFLOW", "PYTHON", "MV2", "UCX", "NCCL")
+_SECRET_WORD = re.compile(
+    r"(^|_)(TOKENS?|API_?KEYS?|ACCESS_?KEYS?|SECRET_?KEYS?|PRIVATE_?KEYS?|SECRETS?|PASSWORDS?|PASSWD|PASSPHRASE"
+    r"|WEBHOOKS?|CREDENTIALS?)(_|$)",
+    re.IGNORECASE,
+)
+_USER_AND_PASSWORD = re.compile(r"://[^/@\s:]*:[^/@\s]+@")
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+def is_secret(name: str, value: str = "") -> bool:
+    """Returns whether a variable is a secret, by its name or by a password in an address.
+
+    >>> is_secret("HF_TOKEN"), is_secret("TOKENIZERS_PARALLELISM"), is_secret("PROXY", "http://me:pw@host")
+    (True, False, True)
+    """
+    return _SECRET_WORD.search(name) is not None or _USER_AND_PASSWORD.search(value) is not None
+
+
+def is_forwarded(name: str) -> bool:
+    """Returns whether a variable of this shell goes to the other nodes."""
+    return name not in STAYING_NAMES and (name.startswith(FORWARDED_PREFIXES) or name in FORWARDED_NAMES)
+
+
+def environment_file(env: Mapping[str, str], job_env: Mapping[str, str], user_file_text: str = "") -> str:
+    """Returns the launcher's environment file: what every node gets, no secrets, in the launcher's own grammar.
+
+    The job wins over the user's `.deepspeed_env`, which wins over this shell. In the user's file `$NAME` still means
+    the node's own value, as it does when the launcher reads it.
+    """
+    _require_names(job_env)
+    lines = {
+        name: _between_quotes(name, value)
+        for name, value in env.items()
+        if is_forwarded(name) and _NAME.fullmatch(name) and not is_secret(name, value)
+    }
+    for name, raw in _user_lines(user_file_text):
+        if is_secret(name, raw):
+            lines.pop(name, None)
+        else:
+            lines[name] = _user_value(raw)
+    for name, value in job_env.items():
+        lines.pop(name, None)
+        if not is_secret(name, value):
+            lines[name] = _between_quotes(name, value)
+    return "".join(f"{name}={text}\n" for name, text in sorted(lines.items()))
+
+
+def secrets(env: Mapping[str, str], job_env: Mapping[str, str], user_file_text: str = "") -> dict[str, str]:
+    """Returns the secrets that the ranks need, by name."""
+    _require_names(job_env)
+    prefixes = (*FORWARDED_PREFIXES, *_LAUNCHER_EXPORTS)
+    found = {name: value for name, value in env.items() if name.startswith(prefixes) and is_secret(name, value)}
+    found.update({name: _literal(raw) for name, raw in _user_lines(user_file_text) if is_secret(name, raw)})
+    found.update({name: value for name, value in job_env.items() if is_secret(name, value)})
+    for name, value in found.items():
+        _require_one_line(name, value)
+    return found
+
+
+def exports(job_env: Mapping[str, str], run_dir: RunDir, python_path: str) -> dict[str, str]:
+    """Returns what the launcher's environment has beside the shell's own: the same for `run` and for `start.sh`."""
+    plain = {name: value for name, value in job_env.items() if not is_secret(name, value)}
+    extra = {"PYTHONPATH": python_path} if python_path else {}
+    return {**extra, **plain, "DS_ENV_FILE": str(run_dir.environment)}
+
+
+def launcher_environment(
+    env: Mapping[str, str], exported: Mapping[str, str], carried_secrets: Mapping[str, str]
+) -> dict[str, str]:
+    """Returns the launcher's environment, without secrets: the launcher prints some variables and exports some."""
+    dropped = {*carried_secrets, *RANK_NAMES}
+    return {**{name: value for name, value in env.items() if name not in dropped}, **exported}
+
+
+def python_path(env: Mapping[str, str]) -> str:
+    """Returns the PYTHONPATH of the ranks, which run in the run directory: absolute, and with a checkout's root."""
+    given = [str(Path(entry).absolute()) for entry in env.get("PYTHONPATH", "").split(":") if entry]
+    root = Path(dstrain.__file__).resolve().parents[1]
+    own = [] if root.name in {"site-packages", "dist-packages"} else [str(root)]
+    return ":".join(dict.fromkeys([*own, *given]))
+
+
+def read_user_files(env: Mapping[str, str], *, home: Path, folder: Path) -> str:
+    """Returns the text of the user's own environment files, where the launcher would look for them."""
+    name = env.get("DS_ENV_FILE", ".deepspeed_env")
+    files = dict.fromkeys((home / name, folder / name))
+    return "\n".join(file.read_text(encoding="utf-8", errors="surrogateescape") for file in files if file.is_file())
+
+
+def write_secrets(run_dir: RunDir, values: Mapping[str, str]) -> None:
+    """Writes the secrets for the ranks, readable by their user alone."""
+    text = "".join(f"{name}={value}\n" for name, value in sorted(values.items()))
+    write_atomic(run_dir.secrets, text, mode=0o600)
+
+
+def _require_names(job_env: Mapping[str, str]) -> None:
+    wrong = [name for name in job_env if not _NAME.fullmatch(name)]
+    if wrong:
+        raise InvalidConfig("\n".join(f'env: "{name}" is not a name of an environment variable' for name in wrong))
+
+
+def _require_one_line(name: str, value: str) -> None:
+    if "\n" in value or "\r" in value:
+        problem = f"the environment variable {name} holds a line break, which cannot travel to the ranks"
+        raise InvalidConfig(problem, hint=f"Put it into a file and let the variable name the file, or `unset {name}`.")
+
+
+def _between_quotes(name: str, value: str) -> str:
+    """Returns what must stand between double quotes in a shell for it to be `value` again.
+
+    `%""` ends and reopens the quotes after each percent sign, since pdsh replaces `%h`, `%u` and `%n`; `""` around the
+    text saves spaces at its ends from the launcher's `strip`.
+    """
+    _require_one_line(name, value)
+    text = re.sub(r'([\\$`"])', r"\\\1", value).replace("%", '%""')
+    return text if value == value.strip() else f'""{text}""'
+
+
+def _user_lines(text: str) -> Iterator[tuple[str, str]]:
+    """Yields names and raw values of a `.deepspeed_env`; blank lines, comments and `export` are let pass."""
+    for number, raw in enumerate(re.split(r"\r\n|\r|\n", text.removeprefix("\ufeff")), start=1):
+        line = raw.strip()
+        if not line or line.startswith("#"):
+            continue
+        name, equals, value = line.removeprefix("export ").partition("=")
+        if not equals or not _NAME.fullmatch(name.strip()):
+            shown = f'"{name.strip()}"' if equals else "it"
+            raise InvalidConfig(
+                f".deepspeed_env:{number}: {shown} is not NAME=value", hint="Correct or remove the line."
+            )
+        yield name.strip(), value.strip()
+
+
+def _user_value(raw: str) -> str:
+    """Returns what stands between the launcher's quotes for a value of the user's file; `$NAME` stays as it is."""
+    if len(raw) > 1 and raw[0] == raw[-1] == "'":
+        return _between_quotes("", raw[1:-1])
+    if len(raw) > 1 and raw[0] == raw[-1] == '"':
+        return raw[1:-1] if raw[1:-1] == raw[1:-1].strip() else f'""{raw[1:-1]}""'
+    return re.sub(r'(?<!\\)"', r"\"", raw)
+
+
+def _literal(raw: str) -> str:
+    return raw[1:-1] if len(raw) > 1 and raw[0] == raw[-1] and raw[0] in "'\"" else raw

@@ -1,0 +1,128 @@
+"""What to tell a person about a run that failed: who, how, the first traceback, where to read on, what to type."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from dstrain.errors import RunFailed
+from dstrain.facts.hostfile import Hosts
+from dstrain.launch.exitcodes import decode, signal_of
+from dstrain.launch.failure import Death, advice, failing_order, first_traceback, traceback_of
+from dstrain.launch.process import Outcome
+from dstrain.rundir import RunDir, is_whole
+
+_TAIL_BYTES = 64 * 1024
+_SHOWN_LINES = 25
+
+
+def explain(outcome: Outcome, *, hosts: Hosts, run_dir: RunDir) -> RunFailed:
+    """Returns the error to raise for a run that did not succeed."""
+    if outcome.stopped_by is not None:
+        problem = f"stopped ({outcome.stopped_by.name}); no rank is left running"
+        return RunFailed(problem, hint=_next_step(run_dir, None))
+    texts = {rank: _tail(path) for rank, path in outcome.rank_logs.items()}
+    launcher_text = _tail(outcome.launcher_log)
+    rank = _first(outcome, texts)
+    if rank is None:
+        lines = [_launcher_sentence(outcome, started=bool(texts)), *_last_lines(launcher_text)]
+        text = launcher_text
+    else:
+        lines = [_rank_sentence(rank, outcome, hosts), *_evidence(rank, outcome, texts)]
+        text = texts.get(rank, "")
+    lines.append(f"Logs: {run_dir.logs} ({_name_log(rank, outcome)})")
+    return RunFailed("\n".join(lines), hint=_next_step(run_dir, advice("\n".join(lines)) or advice(text)))
+
+
+def host_of(rank: int, hosts: Hosts) -> str:
+    """Returns the host on which a rank runs: the launcher numbers ranks by host, in the hostfile's order."""
+    for host in hosts.hosts:
+        if rank < host.slots:
+            return host.name
+        rank -= host.slots
+    return hosts.hosts[-1].name
+
+
+def _first(outcome: Outcome, texts: Mapping[int, str]) -> int | None:
+    """Returns the rank that failed first, or None where no rank is known to have failed."""
+    times = {rank: _mtime(outcome.rank_logs[rank]) for rank, text in texts.items() if traceback_of(text) is not None}
+    order = failing_order(outcome.deaths, times)
+    return order[0] if order else None
+
+
+def _rank_sentence(rank: int, outcome: Outcome, hosts: Hosts) -> str:
+    code = _code_of(rank, outcome)
+    where = f" on {host_of(rank, hosts)}" if len(hosts.hosts) > 1 else ""
+    others = len([death for death in outcome.deaths if death.rank != rank])
+    after = f" ({others} more ended after it)" if others else ""
+    how = "ended without telling why" if code is None else decode(code)
+    return f"rank {rank}{where} failed first{after}: {how}"
+
+
+def _code_of(rank: int, outcome: Outcome) -> int | None:
+    """Returns a rank's exit code: as it was seen, or what the launcher reported, which is the first failure's."""
+    seen = next((death.code for death in outcome.deaths if death.rank == rank), None)
+    is_consequence = seen is not None and signal_of(seen) is not None and outcome.reported is not None
+    if seen is None or (is_consequence and _is_traceback_first(rank, outcome.deaths)):
+        return outcome.reported[1] if outcome.reported is not None else seen
+    return seen
+
+
+def _is_traceback_first(rank: int, deaths: tuple[Death, ...]) -> bool:
+    """Returns whether another rank died before this one, which failed first by its traceback."""
+    return bool(deaths) and deaths[0].rank != rank
+
+
+def _evidence(rank: int, outcome: Outcome, texts: Mapping[int, str]) -> list[str]:
+    found = first_traceback(texts, [rank])
+    if found is not None:
+        lines = found[1].split("\n")
+        return lines if len(lines) <= _SHOWN_LINES else ["…", *lines[-_SHOWN_LINES:]]
+    return _last_lines(texts.get(rank, "")) or ["Its log is empty."]
+
+
+def _last_lines(text: str) -> list[str]:
+    lines = [line.rpartition("\r")[2] for line in text.rstrip().split("\n")]
+    return [line for line in lines if line.strip()][-_SHOWN_LINES:]
+
+
+def _launcher_sentence(outcome: Outcome, *, started: bool) -> str:
+    if outcome.code == 0:
+        return "the launcher ended without saying that every rank had ended well; it was probably killed"
+    if outcome.reported is not None:
+        host, code = outcome.reported
+        return f"a rank{f' on {host}' if host else ''} failed: {decode(code)}"
+    when = "" if started else " before any rank started"
+    return f"the launcher failed{when}: {decode(outcome.code)}"
+
+
+def _name_log(rank: int | None, outcome: Outcome) -> str:
+    path = outcome.launcher_log if rank is None else outcome.rank_logs.get(rank, outcome.launcher_log)
+    return f"above: {path.name}"
+
+
+def _next_step(run_dir: RunDir, words: str | None) -> str:
+    whole = [step for step, folder in run_dir.checkpoints() if is_whole(folder)]
+    again = (
+        f"`dstrain run --set resume=auto` goes on from step {whole[-1]}."
+        if whole
+        else "There is no whole checkpoint yet: `dstrain run` starts again."
+    )
+    return f"{words}\n{again}" if words else again
+
+
+def _tail(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, 2)
+            file.seek(max(0, size - _TAIL_BYTES))
+            return file.read().decode("utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def _mtime(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return float("inf")

@@ -1,0 +1,123 @@
+"""Which rank failed first, and what its log says about it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+_START = "Traceback (most recent call last):"
+_CHAIN = ("During handling of the above exception", "The above exception was the direct cause")
+_RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?")
+_NEAR_END = 40
+_MESSAGE_LINES = 12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Death:
+    """A rank that ended badly."""
+
+    rank: int
+    """Its number among all ranks."""
+    code: int | None
+    """Its exit code, negative for a signal; None where nobody saw it."""
+    at: float
+    """When it was noticed, in seconds since the epoch."""
+
+
+def traceback_of(text: str) -> str | None:
+    """Returns the traceback with which a log ends, with those that it names as its cause; None where there is none.
+
+    Tracebacks that a program caught, printed and went on from lie far above the end, and are not it.
+    """
+    lines = [_RANK_PREFIX.sub("", line.rstrip()) for line in re.split(r"\r\n|\n|\r", text.rstrip())]
+    blocks = _blocks(lines)
+    if not blocks or len(lines) - blocks[-1][1] > _NEAR_END:
+        return None
+    first = len(blocks) - 1
+    while first > 0 and blocks[first][0] - blocks[first - 1][1] <= _NEAR_END:
+        first -= 1
+    last = first
+    while last + 1 < len(blocks) and _is_chained(lines[blocks[last][1] : blocks[last + 1][0]]):
+        last += 1
+    return "\n".join(lines[blocks[first][0] : blocks[last][1]])
+
+
+def _blocks(lines: Sequence[str]) -> list[tuple[int, int]]:
+    """Returns begin and end of every traceback: its header, indented frames, and the exception's message."""
+    blocks = []
+    index = 0
+    while index < len(lines):
+        if not lines[index].endswith(_START):
+            index += 1
+            continue
+        begin, index = index, index + 1
+        while index < len(lines) and (lines[index].startswith(" ") or not lines[index]):
+            index += 1
+        stop = min(len(lines), index + _MESSAGE_LINES)
+        while index < stop and lines[index] and not lines[index].endswith(_START):
+            index += 1
+        blocks.append((begin, index))
+    return blocks
+
+
+def _is_chained(between: Sequence[str]) -> bool:
+    words = [line for line in between if line]
+    return bool(words) and all(line.startswith(_CHAIN) for line in words)
+
+
+def first_traceback(rank_logs: Mapping[int, str], order: Iterable[int]) -> tuple[int, str] | None:
+    """Returns the first rank in `order` whose log ends with a traceback, and that traceback."""
+    for rank in order:
+        found = traceback_of(rank_logs.get(rank, ""))
+        if found is not None:
+            return rank, found
+    return None
+
+
+def failing_order(deaths: Sequence[Death], traceback_times: Mapping[int, float]) -> list[int]:
+    """Returns the ranks that failed, first one first: by when a traceback was written, or else by when they died.
+
+    A rank that was terminated, or that nobody saw die, comes after others of the same moment.
+    """
+    events = {death.rank: (death.at, death.code in {None, -15}) for death in deaths}
+    for rank, at in traceback_times.items():
+        events[rank] = min((at, False), events.get(rank, (at, False)))
+    return sorted(events, key=lambda rank: (*events[rank], rank))
+
+
+_ADVICE = (
+    (r"CUDA out of memory|torch\.OutOfMemoryError|CUDA_ERROR_OUT_OF_MEMORY",
+     "A GPU ran out of memory: lower `micro_batch` or `seq_len`, or let `dstrain gen-config` choose more offload."),
+    (r"No space left on device", "A disk is full: free some space, or lower `save_total_limit`."),
+    (r"DataLoader worker .* Bus error|insufficient shared memory",
+     "/dev/shm is too small: set `dataloader_num_workers: 0`, or start the container with `--shm-size=16g`."),
+    (r"Address already in use|EADDRINUSE", "The port is taken: run again, or name another one with `--master-port`."),
+    (r"Watchdog caught collective operation timeout|collective operation timeout",
+     "A rank waited for another one that never came: look at the logs of the ranks that are silent."),
+    (r"ncclSystemError|ncclUnhandledCudaError|ncclRemoteError|NCCL error",
+     "NCCL failed: run again with NCCL_DEBUG=INFO; on several networks name one with NCCL_SOCKET_IFNAME."),
+    (r"device-side assert triggered",
+     "A kernel's assertion failed, often a token id beyond the vocabulary: run again with CUDA_LAUNCH_BLOCKING=1."),
+    (r"no kernel image is available", "This PyTorch has no code for this GPU: install a build for its architecture."),
+    (r"Cannot allocate memory|DefaultCPUAllocator: can't allocate memory",
+     "The host ran out of memory: use fewer offloaded states, or more nodes."),
+    (r"Too many open files", "Raise the limit of open files: `ulimit -n 65536`."),
+    (r"libaio|async_io.*(not compatible|requires)", "Offload to NVMe needs libaio: `apt-get install libaio-dev`."),
+    (r"CUDA_HOME|MissingCUDAException|nvcc.*not found",
+     "DeepSpeed builds its operators with CUDA's compiler: install the CUDA toolkit and set CUDA_HOME."),
+    (r"Ninja is required", "DeepSpeed builds its operators with ninja: `pip install ninja`."),
+    (r"loss scale already at minimum", "fp16 overflowed on every step: use `precision: bf16`."),
+    (r"GatedRepoError|401 Client Error", "The hub refused access: set HF_TOKEN, and accept the model's terms there."),
+    (r"Permission denied \(publickey|Host key verification failed|not reachable via ssh",
+     "ssh must reach every node without a password: try `ssh HOST hostname` for each line of the hostfile."),
+)  # fmt: skip
+
+
+def advice(text: str) -> str | None:
+    """Returns what to do about an error that a log's text names, or None.
+
+    >>> advice("OSError: [Errno 28] No space left on device")
+    'A disk is full: free some space, or lower `save_total_limit`.'
+    """
+    return next((words for pattern, words in _ADVICE if re.search(pattern, text)), None)

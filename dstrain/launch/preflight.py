@@ -1,0 +1,101 @@
+"""What can be known to go wrong before anything is launched: folders, disk, ports, earlier checkpoints, pdsh."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from dstrain.errors import Conflict, EnvironmentProblem, InvalidConfig
+from dstrain.rundir import RunDir
+from dstrain.units import format_bytes
+
+DEFAULT_PORT = 29500
+"""The port that is taken where nobody named one and it is free. Source: deepspeed constants.py"""
+
+
+def check(run_dir: RunDir, *, resume: str, needed_bytes: int) -> None:
+    """Raises the right DstrainError when the run directory cannot take this run; creates the folder."""
+    check_checkpoints(run_dir, resume=resume)
+    check_writable(run_dir.path)
+    check_disk(run_dir.path, needed_bytes=needed_bytes)
+
+
+def check_checkpoints(run_dir: RunDir, *, resume: str) -> None:
+    """Raises Conflict when checkpoints of an earlier run lie there and this one would not go on from them."""
+    found = run_dir.checkpoints()
+    if found and resume == "never":
+        raise Conflict(
+            f"{run_dir.path} holds checkpoints up to step {found[-1][0]} of an earlier run",
+            hint="To go on from there: dstrain run --set resume=auto. To start anew, name another output_dir.",
+        )
+
+
+def check_writable(folder: Path) -> None:
+    """Creates the folder; raises EnvironmentProblem when that, or writing into it, is not possible."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        reason = error.strerror or str(error)
+        hint = "Name another output_dir, or change the folder's owner or mode."
+        raise EnvironmentProblem(f"output_dir {folder} cannot be written: {reason}", hint=hint) from error
+
+
+def check_disk(folder: Path, *, needed_bytes: int) -> None:
+    """Raises EnvironmentProblem when a checkpoint of `needed_bytes` does not fit the disk."""
+    free_bytes = shutil.disk_usage(folder).free
+    if free_bytes < needed_bytes:
+        raise EnvironmentProblem(
+            f"{folder}: {format_bytes(free_bytes)} are free, and one checkpoint takes {format_bytes(needed_bytes)}",
+            hint="Free some space, or name an output_dir on a larger disk.",
+        )
+
+
+def port(named: int | None, environment: Mapping[str, str]) -> int:
+    """Returns the port of rank 0: the one that the option or MASTER_PORT names, else 29500, else any free one.
+
+    Raises EnvironmentProblem when the named one is in use on this machine.
+    """
+    where = "--master-port"
+    if named is None and environment.get("MASTER_PORT"):
+        where, text = "MASTER_PORT", environment["MASTER_PORT"]
+        if not (text.isascii() and text.isdigit() and 0 < int(text) < 65536):
+            raise InvalidConfig(f'MASTER_PORT is "{text}", not a port', hint="Ports are 1 to 65535.")
+        named = int(text)
+    if named is None:
+        return DEFAULT_PORT if is_free(DEFAULT_PORT) else _any_free_port()
+    if not is_free(named):
+        hint = f"`ss -ltnp | grep :{named}` shows by whom; name another port, or none."
+        raise EnvironmentProblem(f"{where}: port {named} is in use on this machine", hint=hint)
+    return named
+
+
+def is_free(number: int) -> bool:
+    """Returns whether rank 0 could listen on a port of this machine; closing connections do not count."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", number))
+            probe.listen(1)
+        except OSError:
+            return False
+    return True
+
+
+def _any_free_port() -> int:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
+def require_pdsh(environment: Mapping[str, str]) -> None:
+    """Raises EnvironmentProblem when pdsh, by which the launcher reaches the other nodes, is not installed."""
+    if shutil.which("pdsh", path=environment.get("PATH")) is None:
+        raise EnvironmentProblem(
+            "pdsh is not installed; the launcher starts the ranks of other nodes with it",
+            hint="apt-get install pdsh (on this machine; the others need ssh only)",
+        )

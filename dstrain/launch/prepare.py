@@ -1,0 +1,236 @@
+"""From a job file to a run: what is checked, what the run directory will hold, and the command."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dstrain.choices import DataFormat, Method
+from dstrain.errors import EnvironmentProblem, InvalidConfig
+from dstrain.facts import cluster as clusters
+from dstrain.facts import datafile, gpus, hostfile, probe
+from dstrain.facts.cluster import Cluster, Origin
+from dstrain.facts.hostfile import Host, Hosts
+from dstrain.facts.model import ModelFacts
+from dstrain.job import Job
+from dstrain.jobfile import JobFile, looks_local
+from dstrain.launch.command import is_this_machine, visible_devices
+from dstrain.launch.machine import names as machine_names
+from dstrain.plan.estimate import estimate
+from dstrain.plan.plan import Estimate
+from dstrain.plan.request import Request
+from dstrain.records import to_data
+from dstrain.render.agree import disagreements, for_trainer, read_config
+from dstrain.rundir import RunDir
+
+ACCELERATOR = "DS_ACCELERATOR"
+"""DeepSpeed's own switch: `cpu` trains without GPUs."""
+CHECKED_DATA_BYTES = 64 * 2**20
+"""How much of a data file is read before anything is launched; the ranks check the rest."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """Everything known before the launch. Nothing is written yet."""
+
+    job: Job
+    """The job."""
+    run_dir: RunDir
+    """Where the run will be."""
+    hosts: Hosts
+    """The machines."""
+    is_local: bool
+    """Whether all ranks run here."""
+    devices: tuple[int, ...] | None
+    """The GPUs that CUDA_VISIBLE_DEVICES leaves, or None for all."""
+    on_cpu: bool
+    """Whether ranks train on the CPU."""
+    ds_config: dict[str, Any]
+    """The configuration that the Trainer is given."""
+    model: ModelFacts | None
+    """Facts about the model; None where its family is not known."""
+    cluster: Cluster
+    """Facts about the machines."""
+    estimate: Estimate | None
+    """What the configuration needs."""
+    notes: tuple[str, ...]
+    """What to say before the launch."""
+
+
+def prepare(file: JobFile, environment: Mapping[str, str]) -> Prepared:
+    """Returns the checked run. Raises InvalidConfig or EnvironmentProblem, with the line to edit, before anything is
+    written or started."""
+    job = file.job
+    merged = {**environment, **job.env}
+    on_cpu = merged.get(ACCELERATOR) == "cpu"
+    _check_model(file)
+    _check_data(file)
+    _check_method(file)
+    hosts = _hosts(file)
+    is_local = len(hosts.hosts) == 1 and is_this_machine(hosts.hosts[0].name, machine_names())
+    _check_gpus(file, hosts, is_local=is_local, on_cpu=on_cpu)
+    document = read_config(Path(job.ds_config), _shown(job.ds_config))
+    contradictions = disagreements(document, job, file.locate, hosts.num_slots)
+    if contradictions:
+        raise InvalidConfig("\n".join(contradictions))
+    config, notes = for_trainer(document.value, job)
+    model, unknown = _model(job)
+    cluster = _cluster(hosts, on_cpu=on_cpu)
+    needs = estimate(model, cluster, _request(job), config) if model else None
+    return Prepared(
+        job=job,
+        run_dir=RunDir(Path(job.output_dir)),
+        hosts=hosts,
+        is_local=is_local,
+        devices=visible_devices(environment.get("CUDA_VISIBLE_DEVICES")) if is_local and not on_cpu else None,
+        on_cpu=on_cpu,
+        ds_config=config,
+        model=model,
+        cluster=cluster,
+        estimate=needs,
+        notes=(*notes, *unknown),
+    )
+
+
+def facts_text(prepared: Prepared) -> str:
+    """Returns the text of facts.json; an assumed GPU is not a fact, and the ranks must not compute MFU from it."""
+    known = prepared.cluster.gpu_origin is not Origin.ASSUMED
+    facts = {
+        "model": to_data(prepared.model) if prepared.model else None,
+        "cluster": to_data(prepared.cluster) if known else None,
+    }
+    return json.dumps(facts, indent=2) + "\n"
+
+
+def _shown(path: str) -> str:
+    """Returns a path relative to the current folder where it lies below it."""
+    here = Path.cwd()
+    return str(Path(path).relative_to(here)) if Path(path).is_relative_to(here) else path
+
+
+def _check_model(file: JobFile) -> None:
+    job = file.job
+    if looks_local(job.model) and not Path(job.model).exists():
+        raise InvalidConfig(
+            f'{file.locate(("model",))}: model is "{job.model}", and there is no such folder',
+            hint="Name a folder with config.json and weights, or an id such as Qwen/Qwen3-8B.",
+        )
+    folder = Path(job.model)
+    if folder.is_dir() and not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
+        raise InvalidConfig(
+            f"{file.locate(('model',))}: {_shown(job.model)} holds no weights (*.safetensors)",
+            hint="Training starts from weights; a config.json alone is enough for gen-config only.",
+        )
+
+
+def _check_data(file: JobFile) -> None:
+    job = file.job
+    if job.data is None:
+        raise InvalidConfig(
+            f"{file.locate(('data',))}: data is not set",
+            hint="Write the training data there: a .jsonl, .json or .parquet file, or a data set id on the hub.",
+        )
+    for key, name in (("data", job.data), ("eval_data", job.eval_data)):
+        if name is None or not (looks_local(name) or Path(name).exists()):
+            continue
+        try:
+            datafile.check(Path(name), job.data_format or DataFormat.AUTO, limit_bytes=CHECKED_DATA_BYTES)
+        except InvalidConfig as error:
+            raise InvalidConfig(f"{file.locate((key,))}: {key}: {error.problem}", hint=error.hint) from None
+
+
+def _check_method(file: JobFile) -> None:
+    from importlib.util import find_spec
+
+    if file.job.method is Method.QLORA and find_spec("bitsandbytes") is None:
+        raise EnvironmentProblem(
+            f"{file.locate(('method',))}: qlora needs bitsandbytes, which is not installed",
+            hint="pip install 'dstrain[qlora]'",
+        )
+
+
+def _hosts(file: JobFile) -> Hosts:
+    """Returns the hosts of the hostfile, or this machine's GPUs where none is named."""
+    name = file.job.hostfile
+    if name is not None:
+        path = Path(name)
+        if not path.exists():
+            raise InvalidConfig(
+                f"{file.locate(('hostfile',))}: hostfile {_shown(name)}: no such file",
+                hint="DeepSpeed would train on this machine alone. Write the file, or remove the line to mean that.",
+            )
+        found = hostfile.parse(probe.read_text(path), _shown(name))
+        if found.placeholder_lines:
+            lines = ", ".join(f"{_shown(name)}:{line}" for line in found.placeholder_lines)
+            raise InvalidConfig(f"{lines}: a placeholder, not a host", hint="Write the names of your nodes there.")
+        return found
+    count = len(probe.local_gpus())
+    return Hosts(hosts=(Host(name="localhost", slots=max(1, count)),), name="this machine")
+
+
+def _check_gpus(file: JobFile, hosts: Hosts, *, is_local: bool, on_cpu: bool) -> None:
+    """Raises EnvironmentProblem when this machine has fewer GPUs than slots."""
+    if not is_local or on_cpu:
+        return
+    count, slots = len(probe.local_gpus()), hosts.num_slots
+    if count == 0:
+        raise EnvironmentProblem(
+            f"{hosts.name} asks for {slots} GPUs, and NVML finds none on this machine",
+            hint="Check nvidia-smi. To train on the CPU all the same: dstrain run --set env.DS_ACCELERATOR=cpu",
+        )
+    if slots > count:
+        raise EnvironmentProblem(
+            f"{hosts.name} asks for {slots} GPUs, and this machine shows {count}",
+            hint=f"Write slots={count}, or check CUDA_VISIBLE_DEVICES and nvidia-smi.",
+        )
+
+
+def _model(job: Job) -> tuple[ModelFacts | None, list[str]]:
+    """Returns the facts of the model, or None and a line that says why there is no estimate."""
+    try:
+        return probe.read_model(job.model, hub=job.hub), []
+    except (InvalidConfig, EnvironmentProblem) as error:
+        return None, [f"no estimate of memory: {error.problem}"]
+
+
+def _cluster(hosts: Hosts, *, on_cpu: bool) -> Cluster:
+    """Returns the machines as far as this one tells: its GPU stands for all."""
+    local = probe.local_gpus()
+    if on_cpu:
+        gpu, origin = gpus.gpu("cpu"), Origin.GIVEN
+    elif local:
+        gpu, origin = gpus.from_nvml_name(local[0].name, local[0].memory_mib), Origin.MEASURED
+    else:
+        gpu, origin = gpus.gpu("a100-80g"), Origin.ASSUMED
+    return clusters.describe(
+        gpu=gpu,
+        gpu_origin=origin,
+        gpus=None,
+        hosts=hosts,
+        host_memory_bytes=probe.host_memory_bytes(),
+        host_memory_origin=Origin.MEASURED,
+    )
+
+
+def _request(job: Job) -> Request:
+    """Returns the job as a complete request."""
+    return Request(
+        method=job.method,
+        lora=job.lora,
+        seq_len=job.seq_len,
+        micro_batch=job.micro_batch,
+        grad_accum=job.grad_accum,
+        grad_ckpt=job.grad_ckpt,
+        precision=job.precision,
+        attn=job.attn,
+        packing=job.packing,
+    )
+
+
+def cpu_threads(num_ranks: int) -> int:
+    """Returns the threads of one rank when ranks share this machine's cores."""
+    return max(1, (os.cpu_count() or 1) // num_ranks)

@@ -1,0 +1,23 @@
+"""`start.sh`: the command of a run as a script that starts it again by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+from dstrain.launch.environment import RANK_NAMES
+from dstrain.render.templates import render_script
+from dstrain.rundir import RunDir
+
+
+def start_script(
+    command: Sequence[str], *, run_dir: RunDir, exported: Mapping[str, str], secret_names: Collection[str]
+) -> str:
+    """Returns the text of `start.sh`; it names the secrets, whose values the ranks read from a file, and holds none."""
+    values = {
+        "run_dir": str(run_dir.path),
+        "secrets": str(run_dir.secrets),
+        "exports": sorted(exported.items()),
+        "unset": [*RANK_NAMES, *sorted(secret_names)],
+        "command": list(command),
+    }
+    return render_script("deepspeed.sh.j2", values)

@@ -1,0 +1,267 @@
+"""Measures every logging window on every rank, and hands what it finds to the sinks (a Transformers callback)."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from dstrain.monitor.health import check
+from dstrain.monitor.jsonl_sink import JsonlFile, current_steps, read_jsonl
+from dstrain.monitor.metrics import Hardware, Reading, scalars, summarize
+from dstrain.monitor.sinks import Guarded, Say
+
+_NAN = float("nan")
+COUNTS = "dstrain_counts"
+"""Key of a micro-batch that holds its counts until the Trainer takes them."""
+
+
+class Meter:
+    """Counts tokens and waiting in this rank's current window, without a device synchronisation until it closes."""
+
+    def __init__(self) -> None:
+        """Starts with an empty window."""
+        self.restart()
+
+    def restart(self) -> None:
+        """Begins a new window now."""
+        self._started = time.monotonic()
+        self._tokens = 0
+        self._padding = 0
+        self._squared = 0
+        self._wait_s = 0.0
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+
+    def timed(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Yields the batches, counting the time each of them was waited for."""
+        while True:
+            before = time.monotonic()
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            self._wait_s += time.monotonic() - before
+            yield batch
+
+    def count(self, batch: Any) -> None:
+        """Takes the counts of one micro-batch, which `CountingCollator` made on the host."""
+        tokens, padding, squared = batch.pop(COUNTS)
+        self._tokens += tokens
+        self._padding += padding
+        self._squared += squared
+
+    def close(self) -> Reading:
+        """Returns this rank's reading of the window and begins the next."""
+        on_gpu = torch.cuda.is_available()
+        stats = torch.cuda.memory_stats() if on_gpu else {}
+        reading = Reading(
+            tokens=self._tokens,
+            padding=self._padding,
+            squared_tokens=self._squared,
+            window_s=time.monotonic() - self._started,
+            wait_s=self._wait_s,
+            peak_bytes=stats.get("allocated_bytes.all.peak", 0) if on_gpu else _NAN,
+            reserved_bytes=stats.get("reserved_bytes.all.peak", 0) if on_gpu else _NAN,
+            alloc_retries=stats.get("num_alloc_retries", 0),
+            gpu_utilization=_nvml(lambda: torch.cuda.utilization() / 100),
+            gpu_power_w=_nvml(lambda: torch.cuda.power_draw() / 1000),
+            host_bytes=_resident_bytes(),
+        )
+        self.restart()
+        return reading
+
+
+def _counts(batch: dict[str, Any]) -> tuple[int, int, int]:
+    """Returns the tokens, the padding, and the sum of length² over the samples of a micro-batch.
+
+    In packed rows a sample begins where the position is 0, and one without a label is the filling at the end.
+    """
+    inputs = batch["input_ids"]
+    if "position_ids" in batch:
+        sample = (batch["position_ids"].reshape(-1) == 0).cumsum(0) - 1
+        teaches = torch.bincount(sample, weights=(batch["labels"].reshape(-1) != -100).double()) > 0
+        lengths = torch.bincount(sample)[teaches]
+    elif "attention_mask" in batch:
+        lengths = batch["attention_mask"].sum(dim=1)
+    else:
+        lengths = torch.full((inputs.shape[0],), inputs.shape[-1])
+    tokens = int(lengths.sum())
+    return tokens, inputs.numel() - tokens, int((lengths**2).sum())
+
+
+class CountingCollator:
+    """A collator that counts each micro-batch where it is made: on the host, in the data loader's process."""
+
+    def __init__(self, collator: Callable[[Any], dict[str, Any]]) -> None:
+        """Takes the collator that makes the tensors."""
+        self.collator = collator
+
+    def __call__(self, rows: Any) -> dict[str, Any]:
+        """Returns the micro-batch, with its counts under a key that the Trainer takes out again."""
+        batch = self.collator(rows)
+        batch[COUNTS] = _counts(batch)
+        return batch
+
+
+def _nvml(read: Callable[[], float]) -> float:
+    if torch.cuda.is_available():
+        with suppress(Exception):  # NVML's errors are many, and none of them matters to training
+            return float(read())
+    return _NAN
+
+
+def _resident_bytes() -> float:
+    with suppress(OSError, ValueError, IndexError):
+        return float(int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE"))
+    return _NAN
+
+
+class MetricsCallback(TrainerCallback):
+    """Runs on every rank; gathers on a gloo group at logging steps only, and writes on rank 0."""
+
+    def __init__(
+        self,
+        meter: Meter,
+        *,
+        group: Any,
+        against: Hardware | None,
+        metrics: JsonlFile | None,
+        health: JsonlFile | None,
+        sinks: Sequence[Guarded],
+        say: Say,
+    ) -> None:
+        """`group` is a gloo group of all ranks; `metrics`, `health` and `sinks` are of rank 0 only."""
+        self.meter = meter
+        self._group = group
+        self._against = against
+        self._metrics = metrics
+        self._health = health
+        self._sinks = sinks
+        self._say = say
+        self._last_step = 0
+        self._began = 0.0
+        self._has_failed = False
+        self._ill: set[str] = set()
+        self._window: dict[str, Any] = {}
+        self.last_loss: float | None = None
+        self.eval_loss: float | None = None
+        self.peak_bytes: float | None = None
+        self.total_tokens = 0
+        self._tokens_before = 0
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Begins the first window."""
+        self._last_step = state.global_step
+        self._began = time.monotonic()
+        if self._metrics is not None:
+            earlier = current_steps(read_jsonl(self._metrics.path))
+            self._tokens_before = next((int(line["tokens_seen"]) for line in earlier[::-1] if "tokens_seen" in line), 0)
+        self._first_step = state.global_step
+        self.meter.restart()
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Gathers every rank's reading when this step will be logged."""
+        if not control.should_log:
+            return
+        steps, self._last_step = state.global_step - self._last_step, state.global_step
+        readings = self._gather(self.meter.close())
+        self._window = summarize(readings, steps=steps, against=self._against)
+        self.total_tokens += self._window["tokens"]
+        self._window["tokens_seen"] = self._tokens_before + self.total_tokens
+        peak = self._window.get("peak_bytes_per_gpu")
+        if peak is not None:
+            self.peak_bytes = max(self.peak_bytes or 0, peak)
+
+    def drain(self) -> dict[str, Any]:
+        """Returns what was measured in the window that is being logged, once."""
+        window, self._window = self._window, {}
+        return window
+
+    def _gather(self, reading: Reading) -> list[Reading]:
+        if self._group is None:
+            return [reading]
+        mine = torch.tensor(reading.numbers(), dtype=torch.float64)
+        every = [torch.empty_like(mine) for _ in range(dist.get_world_size(self._group))]
+        dist.all_gather(every, mine, group=self._group)
+        return [Reading(**dict(zip(Reading.__slots__, one.tolist(), strict=True))) for one in every]
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Writes one step to `metrics.jsonl` and the sinks, and says it in words."""
+        if not logs or self._metrics is None or "train_runtime" in logs:
+            return
+        step = int(state.global_step)
+        self._write(self._metrics, {"step": step, "time": round(time.time(), 3), **logs})
+        self._remember(logs)
+        findings = check(step, logs)
+        for found in findings:
+            if self._health is not None:
+                self._write(self._health, asdict(found))
+            if found.rule not in self._ill:
+                self._say(f"WARNING: {found.message}")
+        self._ill = {found.rule for found in findings}
+        for sink in self._sinks:
+            sink.log(scalars(logs), step)
+        self._say(self._line(step, state, logs))
+
+    def _write(self, file: JsonlFile, record: dict[str, Any]) -> None:
+        """Adds a line; a full disk is said once and does not end the training."""
+        try:
+            file.append(record)
+        except OSError as error:
+            if not self._has_failed:
+                self._say(f"{file.path} cannot be written ({error.strerror or error}); going on")
+            self._has_failed = True
+
+    def _remember(self, logs: dict[str, Any]) -> None:
+        if "loss" in logs:
+            self.last_loss = logs["loss"]
+        self.eval_loss = logs.get("eval_loss", self.eval_loss)
+
+    def _line(self, step: int, state: TrainerState, logs: dict[str, Any]) -> str:
+        parts = [f"step {step}/{state.max_steps}"]
+        for name, form in _SAID.items():
+            if isinstance(logs.get(name), int | float):
+                parts.append(form(logs[name]))
+        done = step - self._first_step
+        if "loss" in logs and done and step < state.max_steps:
+            left = (time.monotonic() - self._began) / done * (state.max_steps - step)
+            parts.append(f"{_clock(left)} left")
+        return ", ".join(parts)
+
+
+def _clock(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+
+
+_SAID: dict[str, Callable[[float], str]] = {
+    "loss": lambda v: f"loss {v:.4f}",
+    "eval_loss": lambda v: f"evaluation loss {v:.4f}",
+    "grad_norm": lambda v: f"gradient norm {v:.3g}",
+    "learning_rate": lambda v: f"learning rate {v:.2e}",
+    "tokens_per_s": lambda v: f"{v:,.0f} tokens/s",
+    "mfu": lambda v: f"MFU {v:.0%}",
+    "data_wait_share": lambda v: f"waiting for data {v:.0%}" if v >= 0.05 and math.isfinite(v) else "data in time",
+    "peak_bytes_per_gpu": lambda v: f"peak {v / 2**30:.1f} GiB",
+}
+"""Quantity → how it is said in the progress line."""

@@ -1,0 +1,50 @@
+"""Which mode SwanLab runs in, decided before anything starts, so that nothing ever asks a question."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+from pathlib import Path
+
+from dstrain.errors import InvalidConfig, did_you_mean
+
+
+class Mode(StrEnum):
+    """Where SwanLab's data go."""
+
+    ONLINE = "online"
+    OFFLINE = "offline"
+    LOCAL = "local"
+    DISABLED = "disabled"
+
+
+def decide_mode(wanted: str | None, environment: Mapping[str, str], *, logged_in: bool) -> Mode:
+    """Returns the mode: the job's, else `SWANLAB_MODE`, else online with a key or a login, else offline.
+
+    Raises InvalidConfig for a word that is no mode.
+
+    >>> str(decide_mode(None, {}, logged_in=False))
+    'offline'
+    >>> str(decide_mode(None, {"SWANLAB_API_KEY": "k"}, logged_in=False))
+    'online'
+    >>> str(decide_mode("local", {"SWANLAB_MODE": "online"}, logged_in=True))
+    'local'
+    """
+    for source, word in (("monitor: mode", wanted), ("SWANLAB_MODE", environment.get("SWANLAB_MODE"))):
+        if word:
+            return _parse(source, word)
+    return Mode.ONLINE if environment.get("SWANLAB_API_KEY") or logged_in else Mode.OFFLINE
+
+
+def _parse(source: str, word: str) -> Mode:
+    folded = word.strip().lower()
+    if folded == "cloud":  # what SwanLab called it before 0.8
+        return Mode.ONLINE
+    if folded not in set(Mode):
+        raise InvalidConfig(f'{source} is "{word}"', hint=did_you_mean(word, [str(mode) for mode in Mode]))
+    return Mode(folded)
+
+
+def has_login(home: Path) -> bool:
+    """Returns whether `swanlab login` left a key in `home`."""
+    return (home / ".swanlab" / ".netrc").is_file()

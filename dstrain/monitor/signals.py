@@ -1,0 +1,57 @@
+"""SIGTERM in a rank: leave within seconds even while it is blocked in a collective, with the curves on disk.
+
+Python runs a signal handler between two bytecodes of the main thread; a rank that waits in NCCL or gloo runs none. The
+C-level handler does run, and writes the signal's number to the wake-up descriptor, on which a thread waits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+
+EXIT_CODE = 128 + signal.SIGTERM
+FINISH_S = 4.0
+"""Seconds that `finish` may take before the process leaves anyway."""
+
+
+def leave_on_sigterm(finish: Callable[[], None]) -> None:
+    """Makes SIGTERM call `finish` from another thread and then end this process with code 143.
+
+    Must be called from the main thread. Children that are forked later (data loaders) die of SIGTERM as usual.
+    """
+    read_end, write_end = os.pipe()
+    os.set_blocking(write_end, False)
+    signal.signal(signal.SIGTERM, lambda number, frame: None)
+    signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+    os.register_at_fork(after_in_child=_forget)
+    threading.Thread(target=_watch, args=(read_end, finish), name="sigterm", daemon=True).start()
+
+
+def _forget() -> None:
+    """Gives a forked child the default SIGTERM; through the shared pipe it would end its parent."""
+    with contextlib.suppress(ValueError):
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _watch(read_end: int, finish: Callable[[], None]) -> None:
+    while True:
+        received = os.read(read_end, 64)
+        if signal.SIGTERM in received:
+            break
+    worker = threading.Thread(target=_quietly, args=(finish,), daemon=True)
+    worker.start()
+    worker.join(FINISH_S)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    os._exit(EXIT_CODE)
+
+
+def _quietly(finish: Callable[[], None]) -> None:
+    with contextlib.suppress(Exception):
+        finish()

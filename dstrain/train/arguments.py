@@ -1,0 +1,107 @@
+"""A job and its DeepSpeed configuration as Transformers' TrainingArguments."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import TrainingArguments
+from transformers.trainer_utils import SchedulerType
+
+from dstrain.choices import Method, Precision
+from dstrain.errors import InvalidConfig, did_you_mean
+from dstrain.job import Job
+
+_NEEDS_MORE = {
+    "reduce_lr_on_plateau",
+    "greedy",
+    "cosine_with_min_lr",
+    "cosine_warmup_with_min_lr",
+    "warmup_stable_decay",
+}
+"""Schedules of Transformers that need arguments or evaluations which a job does not have."""
+
+
+def zero_stage(ds_config: Mapping[str, Any]) -> int:
+    """Returns the ZeRO stage of a configuration; 0 where it names none."""
+    stage = (ds_config.get("zero_optimization") or {}).get("stage", 0)
+    return stage if isinstance(stage, int) else 0
+
+
+def checkpointing_kwargs(job: Job, ds_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns how activations are recomputed: without re-entering, except for adapters under ZeRO-3.
+
+    There the non-reentrant form compares the metadata of saved tensors, and a frozen parameter that ZeRO-3 has
+    partitioned in between does not match: CheckpointError. Source: transformers#47254, trl#2514.
+    """
+    return {"use_reentrant": job.method is not Method.FULL and zero_stage(ds_config) == 3}
+
+
+def training_arguments(job: Job, ds_config: Mapping[str, Any], *, on_gpu: bool, has_eval: bool) -> TrainingArguments:
+    """Returns the arguments of this run. They must outlive the model: ZeRO-3 loading looks at them through a weak link.
+
+    Raises InvalidConfig for a schedule that Transformers does not have, or that a job cannot describe.
+    """
+    return TrainingArguments(
+        **_from_job(job),
+        **_fixed(job, on_gpu=on_gpu),
+        deepspeed=copy.deepcopy(dict(ds_config)),
+        lr_scheduler_type=_schedule(job.lr_scheduler_type),
+        bf16=job.precision is Precision.BF16,
+        fp16=job.precision is Precision.FP16,
+        activation_checkpointing=job.grad_ckpt,
+        activation_checkpointing_kwargs=checkpointing_kwargs(job, ds_config) if job.grad_ckpt else None,
+        eval_strategy="steps" if has_eval and job.eval_steps else "no",
+        eval_steps=job.eval_steps if has_eval else None,
+    )
+
+
+def _from_job(job: Job) -> dict[str, Any]:
+    """Returns what the job says, under Transformers' names."""
+    return {
+        "output_dir": job.output_dir,
+        "per_device_train_batch_size": job.micro_batch,
+        "per_device_eval_batch_size": job.micro_batch,
+        "gradient_accumulation_steps": job.grad_accum,
+        "num_train_epochs": job.num_train_epochs,
+        "max_steps": job.max_steps if job.max_steps is not None else -1,
+        "learning_rate": job.learning_rate,
+        "warmup_steps": job.warmup_ratio if job.warmup_ratio < 1 else 0.999999,  # below 1 it is a share of the steps
+        "weight_decay": job.weight_decay,
+        "adam_beta1": job.adam_beta1,
+        "adam_beta2": job.adam_beta2,
+        "adam_epsilon": job.adam_epsilon,
+        "max_grad_norm": job.max_grad_norm,
+        "seed": job.seed,
+        "data_seed": job.seed,
+        "logging_steps": job.logging_steps,
+        "save_steps": job.save_steps,
+        "dataloader_num_workers": job.dataloader_num_workers,
+    }
+
+
+def _fixed(job: Job, *, on_gpu: bool) -> dict[str, Any]:
+    """Returns what is the same for every job, each with its reason."""
+    return {
+        "use_cpu": not on_gpu,  # else accelerate finds no backend for gloo and sees one process
+        "full_determinism": not on_gpu,  # free on a CPU; on GPUs it costs speed
+        "report_to": "none",  # Transformers' SwanLab callback fails with SwanLab 0.8 and later; ours writes everywhere
+        "logging_nan_inf_filter": False,  # else a NaN loss is logged as 0.0, and every micro-batch waits for the device
+        "logging_first_step": True,
+        "save_strategy": "steps",
+        "save_total_limit": None,  # the rotation of Transformers does not know which checkpoints are whole
+        "average_tokens_across_devices": True,  # the loss is per token over all ranks, however uneven their samples
+        "remove_unused_columns": False,
+        "prediction_loss_only": True,
+        "disable_tqdm": True,
+        "dataloader_pin_memory": on_gpu,
+        "log_level": "warning",
+    }
+
+
+def _schedule(name: str) -> str:
+    legal = sorted(str(kind.value) for kind in SchedulerType if kind.value not in _NEEDS_MORE)
+    if name not in legal:
+        raise InvalidConfig(f'lr_scheduler_type is "{name}"', hint=did_you_mean(name, legal))
+    return name

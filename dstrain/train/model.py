@@ -1,0 +1,168 @@
+"""The tokenizer and the model of a job, as Transformers and PEFT load them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    PreTrainedTokenizerBase,
+)
+
+from dstrain.choices import Hub, Method, Precision
+from dstrain.errors import EnvironmentProblem, InvalidConfig
+from dstrain.job import Job
+from dstrain.train.arguments import zero_stage
+
+_DTYPES = {Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16, Precision.FP32: torch.float32}
+
+_VISION = {"visual", "vision_tower", "vision_model"}
+"""Names that Transformers gives the vision tower of a vision-language model."""
+
+_TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
+"""What files of a tokenizer are called."""
+
+
+def source_of(job: Job) -> str:
+    """Returns what `from_pretrained` is given: a folder, or an id on the Hugging Face hub.
+
+    Raises EnvironmentProblem where the job's hub is ModelScope and its package is missing.
+    """
+    if job.hub is not Hub.MODELSCOPE or Path(job.model).is_dir():
+        return job.model
+    if find_spec("modelscope") is None:
+        raise EnvironmentProblem(
+            f'model "{job.model}" is on ModelScope (hub: modelscope), and its package is not installed',
+            hint="pip install modelscope",
+        )
+    from modelscope import snapshot_download  # type: ignore[import-not-found, unused-ignore]
+
+    return str(snapshot_download(job.model))
+
+
+def load_tokenizer(job: Job, source: str) -> PreTrainedTokenizerBase:
+    """Returns the tokenizer, with a padding token: its own, else the one that ends a text."""
+    folder = Path(source)
+    if folder.is_dir() and not any(file for kind in _TOKENIZER_FILES for file in folder.glob(kind)):
+        # Transformers 5 makes an empty tokenizer of config.json alone, without a word
+        raise InvalidConfig(f"model: {folder} has no tokenizer", hint="Copy the tokenizer's files into it.")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=job.trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise _cannot_load("tokenizer", job, error) from error
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def load_model(job: Job, source: str, ds_config: Mapping[str, Any]) -> Any:
+    """Returns the model in the job's dtype, ready for training; with an adapter for `lora` and `qlora`.
+
+    Under ZeRO-3 the TrainingArguments must exist already and DeepSpeed's process group must be up: Transformers then
+    partitions every weight as it loads. Without them each rank would hold the whole model.
+    """
+    options: dict[str, Any] = {
+        "dtype": _DTYPES[job.precision],
+        "attn_implementation": str(job.attn),
+        "trust_remote_code": job.trust_remote_code,
+    }
+    if job.method is Method.QLORA:
+        options["quantization_config"] = _quantization(job)
+    try:
+        config = AutoConfig.from_pretrained(source, trust_remote_code=job.trust_remote_code)
+        family = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
+        model = family.from_pretrained(source, **options)
+    except (OSError, ValueError, ImportError) as error:
+        raise _cannot_load("model", job, error) from error
+    model.config.use_cache = False
+    freeze_vision(model)
+    if job.method is Method.FULL:
+        return model
+    return _with_adapter(job, model, ds_config)
+
+
+def freeze_vision(model: Any) -> list[str]:
+    """Takes the vision tower out of training, and returns the names of what it froze; nothing in a language model."""
+    frozen = []
+    for name, parameter in model.named_parameters():
+        if _VISION & set(name.split(".")):
+            parameter.requires_grad_(False)
+            frozen.append(name)
+    return frozen
+
+
+def _cannot_load(what: str, job: Job, error: Exception) -> InvalidConfig:
+    lines = [line for line in str(error).split("\n") if line.strip()]
+    hint = None
+    if "trust_remote_code" in str(error):
+        hint = "The model brings its own code; if you trust it: trust_remote_code: true"
+    elif not Path(job.model).exists():
+        hint = "Give a local folder, or an id on the hub that can be reached from every node."
+    return InvalidConfig(
+        f'model: the {what} of "{job.model}" cannot be loaded: {lines[0] if lines else error}', hint=hint
+    )
+
+
+def _quantization(job: Job) -> Any:
+    """Returns the 4-bit settings; the storage dtype is the compute dtype, without which ZeRO-3 cannot partition it."""
+    if find_spec("bitsandbytes") is None:
+        raise EnvironmentProblem(
+            "method: qlora needs bitsandbytes, which is not installed", hint="pip install 'dstrain[qlora]'"
+        )
+    from transformers import BitsAndBytesConfig
+
+    dtype = _DTYPES[job.precision]
+    return BitsAndBytesConfig(  # type: ignore[no-untyped-call]
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=dtype,
+        bnb_4bit_quant_storage=dtype,
+    )
+
+
+def _with_adapter(job: Job, model: Any, ds_config: Mapping[str, Any]) -> Any:
+    """Returns the model with LoRA matrices around its linear layers, everything else frozen.
+
+    The experts of a Transformers 5 mixture of experts are one 3-D parameter, no `Linear`: `all-linear` leaves them
+    frozen and adapts attention, router-free MLPs and shared experts.
+    """
+    from peft import LoraConfig, get_peft_model
+
+    if job.method is Method.QLORA:
+        from peft import prepare_model_for_kbit_training
+
+        model = prepare_model_for_kbit_training(  # type: ignore[no-untyped-call]
+            model, use_gradient_checkpointing=False
+        )
+    targets: str | list[str] = "all-linear" if job.lora.targets == ("all-linear",) else list(job.lora.targets)
+    adapter = LoraConfig(
+        r=job.lora.rank,
+        lora_alpha=job.lora.alpha,
+        lora_dropout=job.lora.dropout,
+        target_modules=targets,
+        exclude_modules=rf".*\.({'|'.join(sorted(_VISION))})\..*" if hasattr(model.config, "vision_config") else None,
+        task_type="CAUSAL_LM",
+    )
+    if job.grad_ckpt:
+        model.enable_input_require_grads()  # recomputed layers get no gradient from frozen embeddings otherwise
+    try:
+        # adapters in the model's dtype: DeepSpeed keeps their fp32 masters
+        adapted = get_peft_model(model, adapter, autocast_adapter_dtype=False)
+    except ValueError as error:
+        names = ", ".join(job.lora.targets)
+        reason = str(error).split(". ")[0]
+        raise InvalidConfig(f'lora: targets is "{names}": {reason}', hint="targets: [all-linear]") from error
+    if zero_stage(ds_config) < 3:
+        dtype = _DTYPES[job.precision]
+        for parameter in adapted.parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.data.to(dtype)
+    return adapted

@@ -1,0 +1,79 @@
+"""This process's place among the ranks, what it may print, its secrets, and slow builds that it announces."""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dstrain.facts.ops import OPS, missing_ops, needed_ops, stale_locks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rank:
+    """What the launcher said through the environment."""
+
+    index: int
+    """The rank, 0 to world_size - 1."""
+    world_size: int
+    """Number of ranks."""
+    local_index: int
+    """The rank on this node."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is rank 0, which writes and talks."""
+        return self.index == 0
+
+    def say(self, text: str) -> None:
+        """Prints a line to stderr, on rank 0 only."""
+        if self.is_first:
+            print(text, file=sys.stderr, flush=True)
+
+
+def from_environment(environment: Mapping[str, str]) -> Rank:
+    """Returns the place that RANK, WORLD_SIZE and LOCAL_RANK give; one process alone without them."""
+    return Rank(
+        index=int(environment.get("RANK", "0")),
+        world_size=int(environment.get("WORLD_SIZE", "1")),
+        local_index=int(environment.get("LOCAL_RANK", "0")),
+    )
+
+
+def read_secrets(path: Path) -> dict[str, str]:
+    """Returns the `NAME=value` lines of a file; empty where there is none."""
+    try:
+        text = path.read_bytes().decode("utf-8", errors="surrogateescape")
+    except FileNotFoundError:
+        return {}
+    pairs = (line.partition("=") for line in text.split("\n"))
+    return {name: value for name, equals, value in pairs if equals}
+
+
+def announce_builds(rank: Rank, ds_config: Mapping[str, Any], environment: Mapping[str, str], *, on_gpu: bool) -> None:
+    """Says which extensions DeepSpeed is about to build, and names a lock that a killed build left behind."""
+    missing = missing_ops(needed_ops(ds_config, on_gpu=on_gpu), environment)
+    for op in missing:
+        rank.say(f"building {OPS[op]}, about a minute, once")
+    for lock in stale_locks(missing, environment):
+        rank.say(f"{lock} stands: if no other run is building, remove it, or this waits for ever")
+
+
+def environment_with(secrets: Mapping[str, str]) -> None:
+    """Puts the secrets into this process's environment; what is there already stays."""
+    for name, value in secrets.items():
+        os.environ.setdefault(name, value)
+
+
+def quieten(*, on_terminal: bool) -> None:
+    """Leaves progress bars to terminals, and out of log files what no user of dstrain can mend."""
+    from transformers.utils.logging import disable_progress_bar
+
+    if not on_terminal:
+        disable_progress_bar()  # type: ignore[no-untyped-call]
+    # of DeepSpeed and PEFT, which call PyTorch and Transformers by names that will change
+    warnings.filterwarnings("ignore", category=FutureWarning)

@@ -1,0 +1,124 @@
+"""Transformers' Trainer with whole checkpoints, exact resuming, and metrics that every sink agrees on."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+import transformers
+
+from dstrain.monitor.callback import COUNTS, Meter, MetricsCallback
+from dstrain.rundir import RunDir
+from dstrain.train import checkpoints
+from dstrain.train.arguments import zero_stage
+from dstrain.train.rank import Rank
+
+
+class Trainer(transformers.Trainer):
+    """Runs on every rank."""
+
+    def __init__(
+        self, *, run_dir: RunDir, rank: Rank, save_total_limit: int | None, metrics: MetricsCallback, **options: Any
+    ) -> None:
+        """Takes what Transformers' Trainer takes, and where the run's files are."""
+        super().__init__(**options, callbacks=[metrics])
+        self.remove_callback(transformers.PrinterCallback)
+        self._run_dir = run_dir
+        self._rank = rank
+        self._keep = save_total_limit
+        self._metrics = metrics
+        self._stage = zero_stage(self.args.hf_deepspeed_config.config)
+
+    @property
+    def meter(self) -> Meter:
+        """The meter of this rank."""
+        return self._metrics.meter
+
+    def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> tuple[list[Any], Any]:
+        """Returns the micro-batches of one step, timed and counted."""
+        batches, items = super().get_batch_samples(self.meter.timed(epoch_iterator), num_batches, device)
+        for batch in batches:
+            self.meter.count(batch)
+        return batches, items
+
+    def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Returns the inputs of the model, without the counts that an evaluation has no use for."""
+        inputs.pop(COUNTS, None)
+        return super()._prepare_inputs(inputs)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Logs, with what was measured in the same window; so trainer_state.json, the sinks and the file agree."""
+        if "loss" in logs:
+            logs.update(self._metrics.drain())
+        super().log(logs, start_time)
+
+    def _run_epoch(self, *arguments: Any, **options: Any) -> None:
+        """Trains for an epoch; a run that was resumed at its last step has nothing to do, and takes no extra step."""
+        if self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True
+        else:
+            super()._run_epoch(*arguments, **options)  # type: ignore[no-untyped-call]
+
+    def _maybe_log_save_evaluate(self, *arguments: Any, **options: Any) -> None:
+        """Does it, and takes an evaluation's or a checkpoint's time out of the window."""
+        is_long = self.control.should_evaluate or self.control.should_save
+        super()._maybe_log_save_evaluate(*arguments, **options)
+        if is_long:
+            self.meter.restart()
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """Writes a checkpoint; rank 0 marks it as whole when every rank has written its part."""
+        folder = self._run_dir.path / f"checkpoint-{self.state.global_step}"
+        if self._rank.is_first:
+            checkpoints.begin(folder)
+        self._wait()
+        super()._save_checkpoint(model, trial)
+        self._wait()
+        if self._rank.is_first:
+            checkpoints.complete(
+                folder, step=self.state.global_step, world_size=self._rank.world_size, zero_stage=self._stage
+            )
+            checkpoints.rotate(self._run_dir, self._keep)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Saves weights for `from_pretrained`; under ZeRO-3 only where the configuration allows gathering them."""
+        if self._can_gather():
+            super().save_model(output_dir, _internal_call)
+        elif self._rank.is_first:
+            # Transformers would save the whole sharded state here, and then once more
+            folder = str(output_dir or self.args.output_dir)
+            model: Any = self.model
+            tokenizer: Any = self.processing_class
+            model.config.save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
+
+    def _can_gather(self) -> bool:
+        if self._stage != 3 or hasattr(self.model, "peft_config"):
+            return True
+        engine: Any = self.model_wrapped
+        return bool(engine.zero_gather_16bit_weights_on_model_save())
+
+    def save_final(self) -> Path | None:
+        """Saves the trained model or adapter and its tokenizer; returns where, or None after saying how to get it."""
+        final = self._run_dir.final
+        if not self._can_gather():
+            self._rank.say(
+                "stage3_gather_16bit_weights_on_model_save is false, so no rank may hold the whole model: "
+                f"to get it, python -m dstrain.train.export {self._run_dir.path} OUT"
+            )
+            return None
+        if self._rank.is_first and final.exists():
+            shutil.rmtree(final)
+        self._wait()
+        self.save_model(str(final))
+        if self._rank.is_first:
+            (final / "training_args.bin").unlink(missing_ok=True)  # a pickle with this machine's paths
+        self._wait()
+        return final
+
+    def _wait(self) -> None:
+        if dist.is_initialized() and self._rank.world_size > 1:
+            dist.barrier()

@@ -1,0 +1,56 @@
+"""`dstrain demo`: the whole way, typed as a user types it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from dstrain.monitor.jsonl_sink import read_jsonl
+
+Type = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    """One demo under ZeRO-3."""
+    import os
+    import subprocess
+    import sys
+
+    folder = tmp_path_factory.mktemp("demo")
+    command = [sys.executable, "-m", "dstrain.cli", "demo", "d", "--zero-stage", "3", "--json"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=os.environ, timeout=900)
+    return done, folder / "d"
+
+
+def test_it_ends_well_and_beats_the_unigram_entropy(demo: tuple[Any, Path]) -> None:
+    done, _ = demo
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["eval_loss"] < found["unigram_entropy"]
+    assert found["last_loss"] < found["first_loss"]
+
+
+def test_model_states_are_what_the_plan_said(demo: tuple[Any, Path]) -> None:
+    states = json.loads(demo[0].stdout)["states"]
+    for measured in states["measured_bytes_per_gpu"]:
+        assert measured == pytest.approx(states["predicted_bytes_per_gpu"], rel=0.005)
+
+
+def test_it_shows_the_commands_and_the_table(demo: tuple[Any, Path]) -> None:
+    said = demo[0].stderr
+    for words in ("$ dstrain gen-config", "$ dstrain run", "unigram entropy", "tokens/s", "next: "):
+        assert words in said
+
+
+def test_metrics_are_kept_a_line_each(demo: tuple[Any, Path]) -> None:
+    lines = read_jsonl(demo[1] / "output-zero3" / "metrics.jsonl")
+    wanted = {"step", "time_s", "loss", "grad_norm", "learning_rate", "tokens_per_s"}
+    assert wanted <= set(next(line for line in lines if "loss" in line))
+
+
+def test_swanlab_kept_its_files_offline(demo: tuple[Any, Path]) -> None:
+    assert list((demo[1] / "output-zero3" / "swanlog").glob("run-*"))

@@ -1,0 +1,134 @@
+"""`dstrain gen-config`: what it writes, what it prints, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Type = Callable[..., Any]
+PLAN = ("gen-config", "--gpus", "16", "--model", "qwen3-32b")
+
+
+def files(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
+def test_it_writes_four_files(dstrain: Type, tmp_path: Path) -> None:
+    assert dstrain(*PLAN).returncode == 0
+    assert files(tmp_path) == {"ds_config.json", "job.yaml", "hostfile", ".dstrain/lock.json"}
+
+
+def test_the_first_line_of_next_names_the_placeholders(dstrain: Type) -> None:
+    assert "next 1: put the names of your nodes into hostfile" in dstrain(*PLAN).stderr
+
+
+def test_talk_goes_to_stderr_and_nothing_to_stdout(dstrain: Type) -> None:
+    done = dstrain(*PLAN)
+    assert done.stdout == ""
+    assert "ZeRO-3" in done.stderr
+
+
+def test_no_line_is_wider_than_80_columns_when_piped(dstrain: Type) -> None:
+    assert max(map(len, dstrain(*PLAN).stderr.splitlines())) <= 80
+
+
+def test_an_assumed_gpu_is_said_to_be_assumed(dstrain: Type) -> None:
+    assert "assumed: GPUs of type a100-80g" in dstrain(*PLAN).stderr
+
+
+def test_dry_run_prints_the_configuration_and_writes_nothing(dstrain: Type, tmp_path: Path) -> None:
+    done = dstrain(*PLAN, "--dry-run")
+    assert json.loads(done.stdout)["zero_optimization"]["stage"] == 3
+    assert files(tmp_path) == set()
+
+
+def test_json_holds_the_plan_with_parts_that_sum_up(dstrain: Type) -> None:
+    found = json.loads(dstrain(*PLAN, "--json", "--dry-run").stdout)
+    memory = found["plans"][found["chosen"]]["memory"]
+    assert sum(memory["breakdown_bytes"].values()) == memory["device_bytes_per_gpu"]
+    assert found["model"]["num_params"] == 32_762_123_264
+    assert json.loads(found["files"]["ds_config.json"])["zero_optimization"]["stage"] == 3
+
+
+def test_diff_shows_what_would_change_and_writes_nothing(dstrain: Type, tmp_path: Path) -> None:
+    dstrain(*PLAN)
+    before = (tmp_path / "job.yaml").read_text()
+    done = dstrain(*PLAN, "--seq-len", "2048", "--diff")
+    assert "-seq_len: 4096\n+seq_len: 2048\n" in done.stdout
+    assert (tmp_path / "job.yaml").read_text() == before
+
+
+def test_running_it_twice_changes_nothing(dstrain: Type) -> None:
+    dstrain(*PLAN)
+    assert "nothing changed" in dstrain(*PLAN).stderr
+
+
+def test_an_edited_file_is_kept_and_the_exit_code_is_6(dstrain: Type, tmp_path: Path) -> None:
+    dstrain(*PLAN)
+    edited = (tmp_path / "ds_config.json").read_text().replace("true", "false", 1)
+    (tmp_path / "ds_config.json").write_text(edited)
+    done = dstrain(*PLAN, "--seq-len", "2048")
+    assert done.returncode == 6
+    assert "mv ds_config.json ds_config.json.mine" in done.stderr
+    assert (tmp_path / "ds_config.json").read_text() == edited
+    assert "seq_len: 4096" in (tmp_path / "job.yaml").read_text()
+
+
+def test_a_files_mode_is_kept(dstrain: Type, tmp_path: Path) -> None:
+    dstrain(*PLAN)
+    (tmp_path / "job.yaml").chmod(0o640)
+    dstrain(*PLAN, "--seq-len", "2048")
+    assert stat.S_IMODE((tmp_path / "job.yaml").stat().st_mode) == 0o640
+
+
+def test_hosts_are_written_to_the_hostfile(dstrain: Type, tmp_path: Path) -> None:
+    dstrain(*PLAN, "--hosts", "gpu[01-02]")
+    assert (tmp_path / "hostfile").read_text() == "gpu01 slots=8\ngpu02 slots=8\n"
+
+
+def test_data_is_named_relative_to_the_job(dstrain: Type, tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text('{"text": "a"}\n')
+    dstrain(*PLAN, "--data", "train.jsonl", "-o", "runs")
+    assert f'data: "{tmp_path}/train.jsonl"' in (tmp_path / "runs" / "job.yaml").read_text()
+    dstrain(*PLAN, "--data", "train.jsonl")
+    assert 'data: "train.jsonl"' in (tmp_path / "job.yaml").read_text()
+
+
+def test_the_template_of_a_folder_is_used(dstrain: Type, tmp_path: Path) -> None:
+    dstrain("templates", "eject", "zero3.json.j2", "--dir", "mine")
+    template = tmp_path / "mine" / "zero3.json.j2"
+    template.write_text(template.read_text().replace('"zero_optimization"', '"dump_state": true,\n  "zero_optimization"'))
+    assert json.loads(dstrain(*PLAN, "--template-dir", "mine", "-n").stdout)["dump_state"] is True
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (("--gpus", "16", "--model", "qwen33-32b"), 3, 'Did you mean "qwen3-32b"?'),
+        (("--gpus", "16", "--model", "qwen3-32b", "--gpu", "h1000"), 3, 'Did you mean "h100'),
+        (("--gpus", "0", "--model", "qwen3-32b"), 3, "--gpus is 0"),
+        (("--gpus", "8", "--model", "qwen3-8b", "--seq-len", "-5"), 3, "--seq-len is -5"),
+        (("--gpus", "12", "--gpus-per-node", "8", "--model", "qwen3-8b"), 3, "--gpus 8"),
+        (("--gpus", "16", "--model", "qwen3-8b", "--hosts", "a"), 3, "16"),
+        (("--gpus", "8", "--model", "broken.json"), 3, "broken.json:1:"),
+        (("--gpus", "8", "--model", "qwen3-8b", "-o", "/proc/nowhere"), 5, "cannot be written"),
+        (("--gpus", "8", "--model", "qwen3-8b", "--method", "lara"), 2, "did you mean lora?"),
+        (("--gpus", "8", "--model", "llama-3.1-405b"), 4, "What would fit"),
+        (("--gpus", "8", "--model", "qwen3-8b", "--hostfile", "none"), 3, "none"),
+        (("--gpus", "8", "--model", "org/unknown"), 5, "Name a local folder"),
+    ],
+)
+def test_bad_input_gets_one_message_and_no_file(
+    dstrain: Type, tmp_path: Path, words: tuple[str, ...], code: int, said: str
+) -> None:
+    (tmp_path / "broken.json").write_text('{"model_type": ')
+    done = dstrain("gen-config", *words, HF_ENDPOINT="http://127.0.0.1:9")
+    assert done.returncode == code, done.stderr
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+    assert files(tmp_path) == {"broken.json"}

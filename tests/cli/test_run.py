@@ -1,0 +1,154 @@
+"""`dstrain run` before anything is launched: what it checks, and what it says."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Type = Callable[..., Any]
+CONFIG = {
+    "model_type": "qwen3",
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 128,
+    "vocab_size": 512,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 512,
+    "torch_dtype": "float32",
+}
+SAMPLE = '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n'
+
+
+@pytest.fixture
+def job(dstrain: Type, tmp_path: Path) -> Path:
+    """A job for two CPU ranks, as gen-config writes it."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "model" / "model.safetensors").write_bytes(b"")
+    (tmp_path / "train.jsonl").write_text(SAMPLE * 10)
+    words = ("gen-config", "--gpus", "2", "--gpu", "cpu", "--model", "./model", "--data", "train.jsonl")
+    done = dstrain(*words, "--seq-len", "64")
+    assert done.returncode == 0, done.stderr
+    return tmp_path / "job.yaml"
+
+
+def change(path: Path, old: str, new: str) -> None:
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+
+
+def test_dry_run_prints_the_launchers_command_and_writes_nothing(dstrain: Type, job: Path) -> None:
+    done = dstrain("run", "--dry-run")
+    assert done.returncode == 0, done.stderr
+    words = shlex.split(done.stdout)
+    assert words[1:3] == ["-m", "deepspeed.launcher.runner"]
+    assert words[-3:] == ["--module", "dstrain.train", str(job.parent / "output")]
+    assert not (job.parent / "output").exists()
+
+
+def test_a_local_run_never_sshs_to_itself(dstrain: Type, job: Path) -> None:
+    words = shlex.split(dstrain("run", "--dry-run").stdout)
+    assert "--no_ssh" in words
+    assert words[words.index("--hostfile") + 1] == str(job.parent / "output" / "hostfile")
+
+
+def test_two_hosts_are_launched_by_pdsh(dstrain: Type, job: Path) -> None:
+    (job.parent / "hostfile").write_text("nodea slots=2\nnodeb slots=2\n")
+    change(job, "micro_batch: ", "micro_batch: 1 # ")
+    words = shlex.split(dstrain("run", "--dry-run").stdout)
+    assert words[words.index("--launcher") + 1] == "pdsh"
+    assert words[words.index("--master_addr") + 1] == "nodea"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ('data: "train.jsonl"', "data: null", "job.yaml:6:1: data is not set"),
+        ('data: "train.jsonl"', "data: none.jsonl", "job.yaml:6:1: data: "),
+        ('model: "./model"', "model: ./mode", "job.yaml:4:1: model is "),
+        ("learning_rate: ", "learning_rat: ", 'did you mean "learning_rate"?'),
+        ("hostfile: hostfile", "hostfile: hosts", "no such file"),
+        ("ds_config: ds_config.json", "ds_config: ds.json", "no such file"),
+        ('method: "full"', 'method: "qlora"', "bitsandbytes"),
+    ],
+)
+def test_a_mistake_in_the_job_is_named_with_its_line(dstrain: Type, job: Path, old: str, new: str, said: str) -> None:
+    change(job, old, new)
+    done = dstrain("run")
+    assert done.returncode in (3, 5)
+    assert said in done.stderr.replace("\n", " ")
+    assert "Traceback" not in done.stderr
+    assert not (job.parent / "output").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "empty"),
+        (SAMPLE + '{"messages": [\n', "train.jsonl:2"),
+        (SAMPLE + "[1]\n", "train.jsonl:2"),
+        ('{"prompt": "a", "answr": "b"}\n', "prompt"),
+    ],
+    ids=["empty", "broken line", "no object", "unknown column"],
+)
+def test_bad_data_is_named_before_the_launch(dstrain: Type, job: Path, text: str, said: str) -> None:
+    (job.parent / "train.jsonl").write_text(text)
+    done = dstrain("run")
+    assert done.returncode == 3, done.stderr
+    assert said in done.stderr
+    assert not (job.parent / "output").exists()
+
+
+def test_a_placeholder_host_is_refused_with_its_line(dstrain: Type, job: Path) -> None:
+    (job.parent / "hostfile").write_text("gpu01 slots=2\nCHANGE-ME-2 slots=2\n")
+    done = dstrain("run")
+    assert (done.returncode, "hostfile:2" in done.stderr) == (3, True)
+
+
+def test_gpus_that_are_not_there_are_refused(dstrain: Type, job: Path) -> None:
+    change(job, "env: ", "# env: ")
+    done = dstrain("run")
+    assert done.returncode == 5
+    assert "env.DS_ACCELERATOR=cpu" in done.stderr
+
+
+def test_a_literal_that_contradicts_the_job_names_both_places(dstrain: Type, job: Path) -> None:
+    change(job.parent / "ds_config.json", '"gradient_clipping": "auto"', '"gradient_clipping": 0.3')
+    done = dstrain("run")
+    assert done.returncode == 3
+    assert "ds_config.json:5:3" in done.stderr
+    assert "job.yaml:" in done.stderr
+
+
+def test_checkpoints_of_an_earlier_run_are_exit_6(dstrain: Type, job: Path) -> None:
+    (job.parent / "output" / "checkpoint-5").mkdir(parents=True)
+    done = dstrain("run")
+    assert (done.returncode, "resume=auto" in done.stderr) == (6, True)
+
+
+def test_a_port_in_use_is_named(dstrain: Type, job: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+        done = dstrain("run", "--master-port", port)
+    assert done.returncode == 5
+    assert port in done.stderr
+
+
+def test_an_output_folder_that_cannot_be_written_is_named(dstrain: Type, job: Path) -> None:
+    done = dstrain("run", "--set", "output_dir=/proc/nowhere")
+    assert (done.returncode, "/proc/nowhere" in done.stderr) == (5, True)
+
+
+def test_a_missing_job_says_how_to_make_one(dstrain: Type) -> None:
+    done = dstrain("run")
+    assert (done.returncode, "gen-config" in done.stderr) == (3, True)

@@ -1,0 +1,36 @@
+"""`dstrain templates`: list and eject."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+Type = Callable[..., Any]
+
+
+def test_list_names_every_way_of_zero(dstrain: Type) -> None:
+    found = json.loads(dstrain("templates", "list", "--json").stdout)["templates"]
+    assert len(found) == 7
+    assert all(found.values())
+
+
+def test_eject_copies_a_template_with_its_partials(dstrain: Type, tmp_path: Path) -> None:
+    dstrain("templates", "eject", "zero3.json.j2", "--dir", "mine")
+    names = {path.name for path in (tmp_path / "mine").iterdir()}
+    assert {"zero3.json.j2", "_zero3.json.j2", "_trainer.json.j2"} <= names
+    assert "zero2.json.j2" not in names
+
+
+def test_eject_never_overwrites(dstrain: Type, tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "zero3.json.j2").write_text("mine")
+    assert dstrain("templates", "eject", "--dir", "mine").returncode == 6
+    assert (tmp_path / "mine" / "zero3.json.j2").read_text() == "mine"
+
+
+def test_an_unknown_template_gets_the_nearest_name(dstrain: Type) -> None:
+    done = dstrain("templates", "eject", "zero3_ofload_all.json.j2")
+    assert done.returncode == 3
+    assert 'Did you mean "zero3_offload_all.json.j2"?' in done.stderr

@@ -1,0 +1,154 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dstrain.choices import DataFormat
+from dstrain.errors import InvalidConfig
+from dstrain.facts.datafile import DataReport, check, is_file_name, samples
+
+GOOD: dict[str, Any] = {"instruction": "Add.", "input": "1 + 1", "output": "2"}
+
+
+def write(path: Path, *rows: Any, text: str | None = None) -> Path:
+    path.write_text(text if text is not None else "".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def problem_of(path: Path, data_format: DataFormat = DataFormat.AUTO, limit_bytes: int | None = None) -> InvalidConfig:
+    with pytest.raises(InvalidConfig) as caught:
+        check(path, data_format, limit_bytes=limit_bytes)
+    return caught.value
+
+
+def test_good_file_is_reported_whole(tmp_path: Path) -> None:
+    found = check(write(tmp_path / "train.jsonl", GOOD, GOOD), DataFormat.AUTO)
+    columns = ("instruction", "input", "output")
+    assert found == DataReport(format=DataFormat.ALPACA, columns=columns, rows_checked=2, complete=True)
+
+
+def test_limit_ends_the_check_early(tmp_path: Path) -> None:
+    found = check(write(tmp_path / "train.jsonl", *[GOOD] * 100), DataFormat.AUTO, limit_bytes=500)
+    assert 0 < found.rows_checked < 100
+    assert not found.complete
+
+
+@pytest.mark.parametrize("cut", range(2, 300, 8))
+def test_limit_may_cut_a_list_anywhere(tmp_path: Path, cut: int) -> None:
+    rows = [{"text": 'a "quoted" \u00e9\n'}, {"text": "b", "n": 1.5, "flag": False}] * 20
+    path = write(tmp_path / "train.json", text=json.dumps(rows))
+    if cut < 30:
+        assert "holds no samples" in problem_of(path, limit_bytes=cut).problem
+    else:
+        assert not check(path, DataFormat.AUTO, limit_bytes=cut).complete
+
+
+def test_json_list_counts_lines(tmp_path: Path) -> None:
+    path = write(tmp_path / "train.json", text=json.dumps([GOOD, GOOD | {"output": 3}], indent=2))
+    assert problem_of(path).problem == f'{path}:7: "output" is 3; it has to be a string'
+
+
+def test_json_file_may_hold_lines(tmp_path: Path) -> None:
+    assert check(write(tmp_path / "train.json", GOOD, GOOD), DataFormat.AUTO).rows_checked == 2
+
+
+def test_blank_lines_and_byte_order_mark_are_skipped(tmp_path: Path) -> None:
+    path = write(tmp_path / "train.jsonl", text="\ufeff" + json.dumps(GOOD) + "\n\n" + json.dumps(GOOD))
+    assert check(path, DataFormat.AUTO).rows_checked == 2
+
+
+def test_parquet_is_read(tmp_path: Path) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    arrow = pytest.importorskip("pyarrow")
+    path = tmp_path / "train.parquet"
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    parquet.write_table(arrow.Table.from_pylist([{"messages": turns}, {"messages": turns[:1]}]), path)
+    assert problem_of(path).problem.startswith(f'{path}: row 2: "messages" ends with the user')
+    parquet.write_table(arrow.Table.from_pylist([{"messages": turns}]), path)
+    assert check(path, DataFormat.AUTO).format is DataFormat.MESSAGES
+
+
+def test_half_a_parquet_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "train.parquet"
+    path.write_bytes(b"PAR1 and no more")
+    assert "not a whole Parquet file" in problem_of(path).problem
+
+
+def test_missing_file_gets_the_nearest_name(tmp_path: Path) -> None:
+    write(tmp_path / "train.jsonl", GOOD)
+    error = problem_of(tmp_path / "trian.jsonl")
+    assert error.problem.endswith("trian.jsonl: no such file")
+    assert error.hint == f'Did you mean "{tmp_path / "train.jsonl"}"?'
+
+
+def test_folder_is_refused(tmp_path: Path) -> None:
+    assert problem_of(tmp_path).problem == f"{tmp_path}: is a folder; data has to be one file"
+
+
+def test_empty_file_is_refused(tmp_path: Path) -> None:
+    assert problem_of(write(tmp_path / "train.jsonl")).problem.endswith("train.jsonl: is empty")
+    assert problem_of(write(tmp_path / "train.jsonl", text="\n \n")).problem.endswith("holds no samples")
+    assert problem_of(write(tmp_path / "train.json", text="[]")).problem.endswith("holds no samples")
+
+
+def test_unknown_ending_gets_the_nearest(tmp_path: Path) -> None:
+    assert problem_of(write(tmp_path / "train.jsnol", GOOD)).hint == 'Did you mean ".jsonl"?'
+    assert problem_of(write(tmp_path / "train.csv", GOOD)).problem.endswith('".csv" is not an ending of a data file')
+
+
+def test_broken_line_is_named_with_line_and_column(tmp_path: Path) -> None:
+    lines = [json.dumps(GOOD)] * 16 + ['{"a" 1}'] + [json.dumps(GOOD)]
+    path = write(tmp_path / "train.jsonl", text="\n".join(lines))
+    assert problem_of(path).problem == f"{path}:17:6: expecting ':' delimiter"
+
+
+def test_broken_list_is_named_with_line_and_column(tmp_path: Path) -> None:
+    path = write(tmp_path / "train.json", text='[\n {"text": "a"}\n {"text": "b"}\n]')
+    assert problem_of(path).problem == f"{path}:3:2: expecting ',' delimiter"
+    path = write(tmp_path / "train.json", text='[\n {"text": "a"}\n')
+    assert problem_of(path).problem.endswith("the list is not closed")
+
+
+def test_line_that_is_no_object_is_named(tmp_path: Path) -> None:
+    path = write(tmp_path / "train.jsonl", GOOD, "text", [1], None)
+    assert problem_of(path).problem.splitlines() == [
+        f"{path}:2: is a string; a sample has to be an object",
+        f"{path}:3: is a list; a sample has to be an object",
+        f"{path}:4: is null; a sample has to be an object",
+    ]
+
+
+def test_other_encoding_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "train.jsonl"
+    path.write_bytes(b'{"text": "caf\xe9"}\n')
+    assert problem_of(path).problem == f"{path}:1:14: is not UTF-8"
+
+
+def test_unknown_columns_are_named_once(tmp_path: Path) -> None:
+    path = write(tmp_path / "train.jsonl", *[{"question": "a", "answer": "b"}] * 3)
+    assert problem_of(path).problem.startswith(f"{path}: no known format has the columns question, answer; alpaca")
+
+
+def test_five_problems_are_enough(tmp_path: Path) -> None:
+    path = write(tmp_path / "train.jsonl", GOOD, *[{"instruction": "a"}] * 9)
+    lines = problem_of(path).problem.splitlines()
+    assert lines[0] == f'{path}:2: "output" is missing'
+    assert len(lines) == 6
+    assert lines[-1].endswith("stopped after 5 problems")
+
+
+def test_samples_say_where_they_stand(tmp_path: Path) -> None:
+    path = write(tmp_path / "train.jsonl", text='{"text": "a"}\n\n{"text": "b"}\n')
+    assert [(sample.where, sample.row["text"]) for sample in samples(path)] == [(f"{path}:1", "a"), (f"{path}:3", "b")]
+
+
+def test_samples_stop_at_a_broken_line(tmp_path: Path) -> None:
+    with pytest.raises(InvalidConfig, match=r"train\.jsonl:2:1: "):
+        list(samples(write(tmp_path / "train.jsonl", text='{"text": "a"}\nnonsense\n')))
+
+
+@pytest.mark.parametrize("name", ["train.jsonl", "./train", "/data/x", "data/TRAIN.PARQUET"])
+def test_file_names_are_told_from_ids(name: str) -> None:
+    assert is_file_name(name)
+    assert not is_file_name("someone/some-data")

@@ -1,0 +1,119 @@
+import pytest
+
+from dstrain.choices import DataFormat
+from dstrain.errors import InvalidConfig
+from dstrain.facts.samples import detect, require, to_messages
+
+MESSAGES, ALPACA, TEXT = DataFormat.MESSAGES, DataFormat.ALPACA, DataFormat.TEXT
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
+def system(text: str) -> dict[str, str]:
+    return {"role": "system", "content": text}
+
+
+@pytest.mark.parametrize(
+    ("columns", "data_format"),
+    [
+        (["instruction", "output"], ALPACA),
+        (["instruction", "input", "output", "text"], ALPACA),
+        (["messages"], MESSAGES),
+        (["prompt", "prompt_id", "messages"], MESSAGES),
+        (["conversations", "system"], MESSAGES),
+        (["text", "meta"], TEXT),
+    ],
+)
+def test_format_is_known_by_columns(columns: list[str], data_format: DataFormat) -> None:
+    assert detect(columns) is data_format
+
+
+def test_unknown_columns_are_named_with_what_each_format_needs() -> None:
+    with pytest.raises(InvalidConfig) as caught:
+        detect(["instructions", "output"])
+    assert "instructions, output" in caught.value.problem
+    for words in ("alpaca needs instruction and output", "messages needs messages", "text needs text"):
+        assert words in caught.value.problem
+    assert caught.value.hint == '"instructions": did you mean "instruction"?'
+
+
+def test_named_format_needs_its_columns() -> None:
+    with pytest.raises(InvalidConfig, match="alpaca needs instruction and output"):
+        require(["text"], ALPACA)
+
+
+def test_alpaca_joins_instruction_and_input_and_keeps_system_and_history() -> None:
+    row = {"instruction": "Add.", "input": "1 + 1", "output": "2", "system": "Be brief.", "history": [["Hi", "Hello"]]}
+    expected = [system("Be brief."), user("Hi"), assistant("Hello"), user("Add.\n1 + 1"), assistant("2")]
+    assert to_messages(row, ALPACA) == expected
+
+
+@pytest.mark.parametrize("absent", [None, ""])
+def test_alpaca_without_input_is_the_instruction(absent: str | None) -> None:
+    assert to_messages({"instruction": "Go.", "input": absent, "output": "x"}, ALPACA) == [user("Go."), assistant("x")]
+
+
+def test_sharegpt_names_become_roles() -> None:
+    row = {
+        "conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}],
+        "system": "s",
+    }
+    assert to_messages(row, MESSAGES) == [system("s"), user("a"), assistant("b")]
+
+
+def test_system_turn_goes_before_system_column() -> None:
+    row = {"messages": [system("turn"), user("a"), assistant("b")], "system": "column"}
+    assert to_messages(row, MESSAGES) == [system("turn"), user("a"), assistant("b")]
+
+
+def test_thoughts_of_an_answer_are_kept() -> None:
+    turn = assistant("b") | {"reasoning_content": "hm"}
+    assert to_messages({"messages": [user("a"), turn]}, MESSAGES) == [user("a"), turn]
+
+
+def test_parts_of_text_are_joined() -> None:
+    turn = {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}
+    assert to_messages({"messages": [turn, assistant("c")]}, MESSAGES) == [user("ab"), assistant("c")]
+
+
+def test_text_is_returned_as_it_is() -> None:
+    assert to_messages({"text": " a\n"}, TEXT) == " a\n"
+
+
+@pytest.mark.parametrize(
+    ("row", "data_format", "problem"),
+    [
+        ({"instruction": "a"}, ALPACA, '"output" is missing'),
+        ({"instruction": "a", "output": 2}, ALPACA, '"output" is 2; it has to be a string'),
+        ({"instruction": "", "output": "x"}, ALPACA, '"instruction" is empty'),
+        ({"instruction": "a", "output": "x", "history": [["q"]]}, ALPACA, '"history" 1 is ["q"]'),
+        ({"instruction": "a", "output": "x", "history": "q"}, ALPACA, '"history" is "q"'),
+        ({"messages": []}, MESSAGES, '"messages" is empty'),
+        ({"messages": "hello"}, MESSAGES, '"messages" is "hello"; it has to be a list'),
+        ({"other": 1}, MESSAGES, '"messages" is missing'),
+        ({"messages": ["hello"]}, MESSAGES, 'messages 1 is "hello"'),
+        ({"messages": [{"role": "user"}]}, MESSAGES, 'messages 1: "content" is missing'),
+        ({"messages": [{"content": "a"}]}, MESSAGES, 'messages 1: "role" is missing'),
+        ({"messages": [user("a")]}, MESSAGES, '"messages" ends with the user'),
+        ({"messages": [{"role": "asistant", "content": "a"}]}, MESSAGES, 'messages 1: role is "asistant"'),
+        ({"messages": [assistant("") | {"tool_calls": [{}]}]}, MESSAGES, "messages 1 calls a tool"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, MESSAGES, "parts that are not text"),
+        ({"text": None}, TEXT, '"text" is missing'),
+    ],
+)
+def test_what_is_wrong_with_a_row_is_said(row: dict[str, object], data_format: DataFormat, problem: str) -> None:
+    with pytest.raises(InvalidConfig) as caught:
+        to_messages(row, data_format)
+    assert problem in caught.value.problem
+
+
+def test_unknown_role_gets_the_nearest() -> None:
+    with pytest.raises(InvalidConfig) as caught:
+        to_messages({"messages": [{"role": "asistant", "content": "a"}]}, MESSAGES)
+    assert caught.value.hint == 'Did you mean "assistant"?'

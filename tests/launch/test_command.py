@@ -1,0 +1,106 @@
+"""The launcher's command line, its hostfile, and what counts as this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dstrain.errors import EnvironmentProblem, InvalidConfig
+from dstrain.facts.hostfile import Host, Hosts
+from dstrain.launch.command import command, is_this_machine, launch_hostfile, visible_devices
+from dstrain.launch.script import start_script
+from dstrain.rundir import RunDir
+
+ONE = Hosts(hosts=(Host(name="gpu01", slots=2),), name="hostfile")
+TWO = Hosts(hosts=(Host(name="me@gpu01", slots=8), Host(name="gpu02", slots=8)), name="hostfile")
+
+
+def line(hosts: Hosts, *, is_local: bool, ids: tuple[int, ...] | None = None, folder: str = "/run") -> list[str]:
+    return command(
+        hosts=hosts,
+        run_dir=RunDir(Path(folder)),
+        device_ids=ids,
+        is_local=is_local,
+        python="/venv/bin/python",
+        master_port=29500,
+    )
+
+
+def after(words: list[str], option: str) -> str:
+    return words[words.index(option) + 1]
+
+
+def test_a_hostfile_of_this_machine_alone_never_reaches_ssh_or_job_hostfile() -> None:
+    words = line(ONE, is_local=True)
+    assert words[:3] == ["/venv/bin/python", "-m", "deepspeed.launcher.runner"]
+    assert "--no_ssh" in words
+    assert after(words, "--master_addr") == "127.0.0.1"
+    assert after(words, "--hostfile") == "/run/hostfile"
+    assert "--include" not in words
+    assert launch_hostfile(ONE, ids=None, is_local=True) == "localhost slots=2\n"
+
+
+def test_visible_devices_become_include_and_slots_reach_as_far() -> None:
+    assert after(line(ONE, is_local=True, ids=(2, 5, 7)), "--include") == "localhost:2,5"
+    assert launch_hostfile(ONE, ids=(2, 5, 7), is_local=True) == "localhost slots=6\n"
+
+
+def test_fewer_visible_devices_than_slots_are_refused() -> None:
+    with pytest.raises(EnvironmentProblem, match="asks for 2 GPUs, but CUDA_VISIBLE_DEVICES=3 shows only 1"):
+        line(ONE, is_local=True, ids=(3,))
+
+
+def test_several_nodes_go_by_pdsh_with_the_first_as_master() -> None:
+    words = line(TWO, is_local=False)
+    assert after(words, "--launcher") == "pdsh"
+    assert after(words, "--master_addr") == "gpu01"
+    assert "--no_ssh" not in words
+    assert words[-3:] == ["--module", "dstrain.train", "/run"]
+
+
+def test_a_path_that_the_remote_shell_would_take_apart_is_refused() -> None:
+    with pytest.raises(InvalidConfig, match='output_dir is "/my run"'):
+        line(TWO, is_local=False, folder="/my run")
+    assert line(ONE, is_local=True, folder="/my run")[-1] == "/my run"
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "127.0.1.1", "::1", "GPU01", "me@gpu01.lan.", "10.0.0.7"])
+def test_this_machine_goes_by_many_names(host: str) -> None:
+    assert is_this_machine(host, {"gpu01", "gpu01.lan", "10.0.0.7"})
+
+
+@pytest.mark.parametrize("host", ["gpu02", "gpu01.other", "10.0.0.70", "127.example.org"])
+def test_other_machines_are_other_machines(host: str) -> None:
+    assert not is_this_machine(host, {"gpu01", "gpu01.lan", "10.0.0.7"})
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ("GPU-8932f937", "not UUIDs"),
+        ("MIG-GPU-1/0/0", "MIG slices"),
+        ("", "no GPU"),
+        ("-1", "no GPU"),
+        ("0,0", "twice"),
+        ("0,GPU-1", "not UUIDs"),
+    ],
+)
+def test_devices_that_include_cannot_name_are_refused_with_what_to_type(value: str, words: str) -> None:
+    with pytest.raises(EnvironmentProblem, match=words) as caught:
+        visible_devices(value)
+    assert caught.value.hint
+
+
+def test_the_start_script_is_quoted_and_names_secrets_without_their_values() -> None:
+    text = start_script(
+        ["/venv/bin/python", "-m", "x", "/a b"],
+        run_dir=RunDir(Path("/a b")),
+        exported={"A": "$(rm -rf /)"},
+        secret_names=["HF_TOKEN"],
+    )
+    assert text.startswith("#!/usr/bin/env bash\n")
+    assert "cd '/a b'\n" in text
+    assert "export A='$(rm -rf /)'\n" in text
+    assert "MASTER_PORT HF_TOKEN\n" in text
+    assert text.endswith("exec \\\n  /venv/bin/python \\\n  -m \\\n  x \\\n  '/a b'\n")

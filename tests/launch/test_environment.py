@@ -1,0 +1,183 @@
+"""What reaches the ranks, and that it is exactly what was there."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dstrain.errors import InvalidConfig
+from dstrain.facts.hostfile import Host, Hosts, render
+from dstrain.launch.command import command
+from dstrain.launch.environment import (
+    environment_file,
+    exports,
+    is_secret,
+    launcher_environment,
+    python_path,
+    read_user_files,
+    secrets,
+    write_secrets,
+)
+from dstrain.launch.process import supervise
+from dstrain.rundir import RunDir
+from dstrain.train.rank import read_secrets
+
+NASTY = "a $HOME `id` \"q\" 'p' \\ \\\\ %h %n %% ! ~ * ; & | é"
+
+
+def as_the_nodes_see_it(text: str, *, node: dict[str, str] | None = None) -> dict[str, str]:
+    """Does with an environment file what the launcher, pdsh and the node's shell do, and returns the variables."""
+    exported = ""
+    names = []
+    for line in io.StringIO(text, newline=None):
+        name, value = line.split("=", maxsplit=1)
+        value = value.strip()
+        if re.search(r"[^\w@%+=:,./-]", value):
+            value = f'"{value}"'
+        exported += f"export {name.strip()}={value}; "
+        names.append(name)
+    exported = re.sub(r"%([hn%])", lambda match: {"h": "host", "n": "0", "%": "%"}[match[1]], exported)
+    code = f"import json,os; print(json.dumps({{n: os.environ[n] for n in {names}}}))"
+    child = subprocess.run(
+        ["bash", "-c", f'{exported} exec "$0" -c "$1"', sys.executable, code],
+        env=node or {},
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    found: dict[str, str] = json.loads(child.stdout)
+    return found
+
+
+def test_the_listed_families_travel_and_nothing_else() -> None:
+    env = {"HF_HOME": "/hf", "NCCL_IB_HCA": "mlx5", "PATH": "/bin", "CUDA_VISIBLE_DEVICES": "0", "DS_ENV_FILE": "x"}
+    assert environment_file(env, {"MINE": "1"}) == "HF_HOME=/hf\nMINE=1\nNCCL_IB_HCA=mlx5\n"
+
+
+def test_values_survive_launcher_pdsh_and_shell() -> None:
+    values = {"HF_A": NASTY, "HF_B": "  spaces  ", "HF_C": "", "HF_D": "50%", "HF_E": "%", "HF_F": "=a=b", "HF_G": "\t"}
+    assert as_the_nodes_see_it(environment_file(values, {})) == values
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.text(st.characters(exclude_characters="\0\n\r", codec="utf-8")), min_size=1, max_size=20))
+def test_any_value_of_one_line_survives(texts: list[str]) -> None:
+    values = {f"HF_{number}": text for number, text in enumerate(texts) if not is_secret(f"HF_{number}", text)}
+    if values:
+        assert as_the_nodes_see_it(environment_file(values, {})) == values
+
+
+def test_a_line_break_is_refused_by_name() -> None:
+    with pytest.raises(InvalidConfig, match="HF_HOME holds a line break"):
+        environment_file({"HF_HOME": "a\nb"}, {})
+
+
+def test_a_job_variable_needs_a_legal_name() -> None:
+    with pytest.raises(InvalidConfig, match='"A B" is not a name'):
+        environment_file({}, {"A B": "1"})
+
+
+def test_secrets_go_to_the_secrets_and_not_to_the_environment_file() -> None:
+    env = {"HF_TOKEN": "hf_x", "SWANLAB_API_KEY": "k", "GITHUB_TOKEN": "not ours", "HF_ENDPOINT": "http://u:p@h"}
+    job = {"FEISHU_WEBHOOK": "https://hook", "PLAIN": "1"}
+    user = "WANDB_API_KEY='w'\n"
+    carried = secrets(env, job, user)
+    assert carried == {
+        "HF_TOKEN": "hf_x",
+        "SWANLAB_API_KEY": "k",
+        "HF_ENDPOINT": "http://u:p@h",
+        "FEISHU_WEBHOOK": "https://hook",
+        "WANDB_API_KEY": "w",
+    }
+    assert environment_file(env, job, user) == "PLAIN=1\n"
+
+
+def test_the_launcher_gets_neither_secrets_nor_another_launchers_rank() -> None:
+    env = {"HF_TOKEN": "hf_x", "RANK": "3", "HOME": "/root"}
+    assert launcher_environment(env, {"A": "1"}, {"HF_TOKEN": "hf_x"}) == {"HOME": "/root", "A": "1"}
+
+
+def test_the_users_file_may_have_comments_blank_lines_and_export() -> None:
+    text = "# mine\n\nexport NCCL_DEBUG=INFO\nA=\"x y\"\nB='$HOME'\nPATH2=/opt:$PATH\n"
+    found = as_the_nodes_see_it(environment_file({}, {}, text), node={"PATH": "/bin"})
+    assert found == {"NCCL_DEBUG": "INFO", "A": "x y", "B": "$HOME", "PATH2": "/opt:/bin"}
+
+
+def test_the_job_wins_over_the_users_file_which_wins_over_the_shell() -> None:
+    env, user = {"NCCL_DEBUG": "shell", "NCCL_ALGO": "shell"}, "NCCL_DEBUG=file\nNCCL_ALGO=file\n"
+    assert environment_file(env, {"NCCL_DEBUG": "job"}, user) == "NCCL_ALGO=file\nNCCL_DEBUG=job\n"
+
+
+def test_a_broken_line_of_the_users_file_is_named() -> None:
+    with pytest.raises(InvalidConfig, match=r"\.deepspeed_env:2: "):
+        environment_file({}, {}, "A=1\nnonsense\n")
+
+
+def test_the_users_files_are_found_where_the_launcher_looks(tmp_path: Path) -> None:
+    home, folder = tmp_path / "home", tmp_path / "here"
+    for place, text in ((home, "A=1\n"), (folder, "A=2\n")):
+        place.mkdir()
+        (place / ".deepspeed_env").write_text(text)
+    assert environment_file({}, {}, read_user_files({}, home=home, folder=folder)) == "A=2\n"
+
+
+def test_secrets_are_for_their_user_alone_and_come_back(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    write_secrets(run_dir, {"HF_TOKEN": "a=b#c"})
+    assert stat.S_IMODE(run_dir.secrets.stat().st_mode) == 0o600
+    assert read_secrets(run_dir.secrets) == {"HF_TOKEN": "a=b#c"}
+
+
+FAKE_PDSH = """#!/usr/bin/env bash
+while [[ $1 == -* ]]; do case $1 in -w) hosts=$2; shift 2;; -f) shift 2;; *) shift;; esac; done
+[[ $1 == pkill* ]] && exit 0
+number=0
+for host in ${hosts//,/ }; do
+  line="${*//%n/$number}"
+  bash -c "${line//%h/$host}" 2>&1 | sed "s/^/$host: /" &
+  number=$((number + 1))
+done
+wait
+"""
+
+
+def test_two_nodes_get_the_environment_and_each_rank_logs_to_its_own_file(tmp_path: Path) -> None:
+    tools, run_dir = tmp_path / "tools", RunDir(tmp_path / "run")
+    for name, text in (("pdsh", FAKE_PDSH), ("ssh", "#!/bin/sh\n")):
+        (tools / name).parent.mkdir(exist_ok=True)
+        (tools / name).write_text(text)
+        (tools / name).chmod(0o755)
+    run_dir.path.mkdir()
+    hosts = Hosts(hosts=(Host(name="node-a", slots=1), Host(name="node-b", slots=1)), name="hostfile")
+    run_dir.hostfile.write_text(render(hosts))
+    (run_dir.path / "behaviour").write_text("end")
+    shell = {**os.environ, "HF_NASTY": NASTY, "HF_TOKEN": "hf_secret", "DS_ACCELERATOR": "cpu"}
+    run_dir.environment.write_text(environment_file(shell, {}))
+    line = command(
+        hosts=hosts,
+        run_dir=run_dir,
+        device_ids=None,
+        is_local=False,
+        python=sys.executable,
+        master_port=29511,
+        module="tests.launch.ranks",
+    )
+    env = launcher_environment(shell, exports({}, run_dir, python_path(shell)), secrets(shell, {}))
+    env["PATH"] = f"{tools}:{env['PATH']}"
+    outcome = supervise(line, env=env, run_dir=run_dir, num_ranks=2, is_local=False, on_output=lambda text: None)
+    assert outcome.succeeded, outcome.launcher_log.read_text()
+    seen = json.loads((run_dir.path / "environment-1.json").read_text())
+    assert seen["HF_NASTY"] == NASTY
+    assert (seen["RANK"], seen["MASTER_ADDR"]) == ("1", "node-a")
+    assert "hf_secret" not in outcome.launcher_log.read_text()
+    assert sorted(outcome.rank_logs) == [0, 1]

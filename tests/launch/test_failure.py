@@ -1,0 +1,120 @@
+"""Which rank failed first, its traceback, and what codes and messages mean."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dstrain.facts.hostfile import Host, Hosts
+from dstrain.launch.exitcodes import decode, signal_of
+from dstrain.launch.explain import explain, host_of
+from dstrain.launch.failure import Death, advice, failing_order, first_traceback, traceback_of
+from dstrain.launch.process import Outcome
+from dstrain.rundir import COMPLETE, RunDir
+
+TRACEBACK = 'Traceback (most recent call last):\n  File "a.py", line 1, in <module>\n    f()\nValueError: no'
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (247, "ran out of memory"), (-9, "ran out of memory"), (137, "ran out of memory"),
+        (245, "segmentation fault"), (-11, "segmentation fault"), (139, "segmentation fault"),
+        (249, "/dev/shm"), (-7, "/dev/shm"), (135, "/dev/shm"),
+        (250, "aborted"), (134, "aborted"), (241, "terminated"), (143, "terminated"), (-15, "terminated"),
+        (130, "Ctrl-C"), (1, "ended with an error"), (3, "ended with an error"), (127, "not found"),
+    ],
+)  # fmt: skip
+def test_codes_are_decoded_in_all_three_ways_of_writing_a_signal(code: int, words: str) -> None:
+    assert words in decode(code)
+
+
+@pytest.mark.parametrize("code", [0, 1, 2, 126, 127, 128, 255])
+def test_ordinary_codes_are_no_signals(code: int) -> None:
+    assert signal_of(code) is None
+
+
+def test_a_traceback_loses_torchs_rank_prefix_and_keeps_its_message() -> None:
+    text = "step 1\n" + "\n".join(f"[rank1]: {line}" for line in TRACEBACK.split("\n")) + "\n[rank1]: more words\n"
+    assert traceback_of(text) == TRACEBACK + "\nmore words"
+
+
+def test_the_cause_comes_along_and_a_later_unrelated_traceback_does_not() -> None:
+    chain = f"{TRACEBACK}\n\nThe above exception was the direct cause of the following exception:\n\n{TRACEBACK}"
+    assert traceback_of(f"{chain}\n\nException ignored in atexit\n{TRACEBACK}") == chain
+
+
+def test_a_traceback_that_the_program_survived_is_not_it() -> None:
+    assert traceback_of(TRACEBACK + "\n" + "\nstep" * 50) is None
+
+
+def test_the_first_rank_in_order_that_has_a_traceback_is_taken() -> None:
+    assert first_traceback({0: "fine", 1: TRACEBACK, 2: "x\n" + TRACEBACK}, [0, 2, 1]) == (2, TRACEBACK)
+
+
+def test_a_written_traceback_counts_from_when_it_was_written() -> None:
+    deaths = [Death(rank=0, code=-6, at=10.0), Death(rank=2, code=-15, at=11.0)]
+    assert failing_order(deaths, {1: 9.0}) == [1, 0, 2]
+
+
+def test_a_terminated_rank_comes_after_one_that_died_in_the_same_moment() -> None:
+    deaths = [Death(rank=0, code=-15, at=5.0), Death(rank=1, code=-11, at=5.0)]
+    assert failing_order(deaths, {}) == [1, 0]
+
+
+def test_known_messages_have_an_advice() -> None:
+    assert "micro_batch" in (advice("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate") or "")
+    assert advice("ValueError: no") is None
+
+
+def outcome(folder: Path, logs: dict[int, str], *, deaths: tuple[Death, ...] = (), **changes: object) -> Outcome:
+    paths = {rank: folder / f"20260101000000_rank{rank}.log" for rank in logs}
+    for rank, text in logs.items():
+        paths[rank].write_text(text)
+    launcher = folder / "launcher.log"
+    launcher.write_text("ValueError: bad entry\n")
+    values: dict[str, object] = {"code": 1, "stopped_by": None, "reported": None, **changes}
+    return Outcome(
+        succeeded=False,
+        deaths=deaths,
+        rank_logs=paths,
+        launcher_log=launcher,
+        wall_s=1.0,
+        **values,  # type: ignore[arg-type]
+    )
+
+
+HOSTS = Hosts(hosts=(Host(name="gpu01", slots=2), Host(name="gpu02", slots=2)), name="hostfile")
+
+
+def test_a_failure_names_rank_host_code_evidence_logs_and_the_next_step(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    whole = tmp_path / "checkpoint-20"
+    whole.mkdir()
+    (whole / COMPLETE).touch()
+    found = outcome(tmp_path, {2: "hello\nOSError: No space left on device"}, deaths=(Death(rank=2, code=-9, at=1),))
+    error = explain(found, hosts=HOSTS, run_dir=run_dir)
+    assert error.problem.startswith("rank 2 on gpu02 failed first: code -9 (SIGKILL)")
+    assert "hello" in error.problem
+    assert f"Logs: {run_dir.logs} (above: 20260101000000_rank2.log)" in error.problem
+    assert error.hint is not None
+    assert "A disk is full" in error.hint
+    assert "`dstrain run --set resume=auto` goes on from step 20." in error.hint
+
+
+def test_a_rank_of_another_node_is_found_by_its_log_and_the_launchers_code(tmp_path: Path) -> None:
+    found = outcome(tmp_path, {0: "waiting", 3: TRACEBACK}, reported=("gpu02", 1))
+    assert explain(found, hosts=HOSTS, run_dir=RunDir(tmp_path)).problem.startswith(
+        "rank 3 on gpu02 failed first: code 1"
+    )
+
+
+def test_a_launcher_that_failed_before_any_rank_shows_its_own_words(tmp_path: Path) -> None:
+    problem = explain(outcome(tmp_path, {}), hosts=HOSTS, run_dir=RunDir(tmp_path)).problem
+    assert problem.startswith("the launcher failed before any rank started: code 1")
+    assert "ValueError: bad entry" in problem
+
+
+def test_ranks_are_numbered_by_host() -> None:
+    assert [host_of(rank, HOSTS) for rank in range(4)] == ["gpu01", "gpu01", "gpu02", "gpu02"]

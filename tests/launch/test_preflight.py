@@ -1,0 +1,60 @@
+"""What is refused before anything is launched."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from dstrain.errors import Conflict, EnvironmentProblem, InvalidConfig
+from dstrain.launch.machine import names
+from dstrain.launch.preflight import check, port, require_pdsh
+from dstrain.rundir import RunDir
+
+
+def test_earlier_checkpoints_are_a_conflict_unless_the_run_goes_on_from_them(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint-40").mkdir()
+    with pytest.raises(Conflict, match="checkpoints up to step 40") as caught:
+        check(RunDir(tmp_path), resume="never", needed_bytes=0)
+    assert "--set resume=auto" in str(caught.value)
+    check(RunDir(tmp_path), resume="auto", needed_bytes=0)
+
+
+def test_an_output_dir_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(EnvironmentProblem, match="file/run cannot be written"):
+        check(RunDir(tmp_path / "file" / "run"), resume="never", needed_bytes=0)
+
+
+def test_a_checkpoint_that_does_not_fit_the_disk_is_refused_in_numbers(tmp_path: Path) -> None:
+    with pytest.raises(EnvironmentProblem, match=r"one checkpoint takes 1048576 TiB"):
+        check(RunDir(tmp_path), resume="never", needed_bytes=2**60)
+
+
+def test_a_named_port_in_use_is_refused_and_an_unnamed_one_is_replaced() -> None:
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen(1)
+        number = int(taken.getsockname()[1])
+        with pytest.raises(EnvironmentProblem, match=f"--master-port: port {number} is in use"):
+            port(number, {})
+        with pytest.raises(EnvironmentProblem, match=f"MASTER_PORT: port {number} is in use"):
+            port(None, {"MASTER_PORT": str(number)})
+        assert port(None, {}) != number
+    assert port(number, {}) == number
+
+
+def test_a_master_port_that_is_no_port_is_quoted() -> None:
+    with pytest.raises(InvalidConfig, match='MASTER_PORT is "http"'):
+        port(None, {"MASTER_PORT": "http"})
+
+
+def test_a_missing_pdsh_says_how_to_get_it(tmp_path: Path) -> None:
+    with pytest.raises(EnvironmentProblem, match="pdsh is not installed") as caught:
+        require_pdsh({"PATH": str(tmp_path)})
+    assert "apt-get install pdsh" in str(caught.value)
+
+
+def test_this_machine_knows_its_name_and_loopback_address() -> None:
+    assert {socket.gethostname(), "127.0.0.1"} <= names()

@@ -1,0 +1,175 @@
+"""The real launcher with two CPU ranks: how a run ends, and that nothing of it is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from dstrain.facts.hostfile import Host, Hosts
+from dstrain.launch.command import command, launch_hostfile
+from dstrain.launch.environment import launcher_environment, python_path
+from dstrain.launch.explain import explain
+from dstrain.launch.family import MARK, look
+from dstrain.launch.preflight import port
+from dstrain.launch.process import Outcome, supervise
+from dstrain.rundir import RunDir
+
+HOSTS = Hosts(hosts=(Host(name="localhost", slots=2),), name="hostfile")
+GRACE_S = 3.0
+
+
+@dataclass
+class Started:
+    outcome: Outcome
+    run_dir: RunDir
+    screen: str
+    wall_s: float
+
+    @property
+    def message(self) -> str:
+        return str(explain(self.outcome, hosts=HOSTS, run_dir=self.run_dir))
+
+    def environment(self, rank: int) -> dict[str, str]:
+        found: dict[str, str] = json.loads((self.run_dir.path / f"environment-{rank}.json").read_text())
+        return found
+
+
+@dataclass
+class Screen:
+    pieces: list[str] = field(default_factory=list)
+
+    def write(self, text: str) -> None:
+        self.pieces.append(text)
+
+
+def launch(folder: Path, behaviour: str, interfere: Callable[[RunDir], None] | None = None) -> Started:
+    run_dir = RunDir(folder)
+    (folder / "behaviour").write_text(behaviour)
+    run_dir.hostfile.write_text(launch_hostfile(HOSTS, ids=None, is_local=True))
+    line = command(
+        hosts=HOSTS,
+        run_dir=run_dir,
+        device_ids=None,
+        is_local=True,
+        python=sys.executable,
+        master_port=port(None, {}),
+        module="tests.launch.ranks",
+    )
+    exported = {"DS_ACCELERATOR": "cpu", "PYTHONPATH": python_path(os.environ)}
+    env = launcher_environment(os.environ, exported, {})
+    thread = threading.Thread(target=interfere, args=(run_dir,)) if interfere else None
+    screen = Screen()
+    if thread:
+        thread.start()
+    begin = time.monotonic()
+    outcome = supervise(
+        line, env=env, run_dir=run_dir, num_ranks=2, is_local=True, on_output=screen.write, grace_s=GRACE_S
+    )
+    if thread:
+        thread.join()
+    started = Started(outcome, run_dir, "".join(screen.pieces), time.monotonic() - begin)
+    assert left_over(started.environment(0)[MARK]) == []
+    if (folder / "hidden").exists():
+        hidden = [look(int(pid)) for pid in (folder / "hidden").read_text().split()]
+        assert [process for process in hidden if process is not None and process.state != "Z"] == []
+    return started
+
+
+def left_over(mark: str) -> list[int]:
+    """Returns the processes that carry the mark of a run."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                if f"{MARK}={mark}".encode() in (entry / "environ").read_bytes().split(b"\0"):
+                    found.append(int(entry.name))
+            except OSError:
+                continue
+    return found
+
+
+def pid_of(run_dir: RunDir, rank: int) -> int:
+    """Returns the process of a rank, once both ranks are there and had time to be noticed."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        if all((run_dir.path / f"ready-{number}").exists() for number in (0, 1)):
+            time.sleep(0.8)
+            return int((run_dir.path / f"pid-{rank}").read_text())
+        time.sleep(0.05)
+    raise AssertionError("the ranks did not start")
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def test_ranks_that_end_well_are_a_success_and_rank_0_is_on_the_screen(tmp_path: Path) -> None:
+    started = launch(tmp_path, "end")
+    assert started.outcome.succeeded
+    assert started.outcome.code == 0
+    assert started.screen == "hello from rank 0\n"
+    assert sorted(started.outcome.rank_logs) == [0, 1]
+    assert started.outcome.rank_logs[1].read_text() == "hello from rank 1\n"
+
+
+def test_the_first_traceback_of_the_first_failing_rank_is_shown_once(tmp_path: Path) -> None:
+    started = launch(tmp_path, "raise")
+    assert not started.outcome.succeeded
+    assert started.outcome.code == 1
+    message = started.message
+    assert message.startswith("rank 1 failed first")
+    assert message.count("Traceback (most recent call last)") == 2  # the error and its cause
+    assert "KeyError: 'cause'" in message
+    assert "ValueError: rank 1 is at fault" in message
+    assert "Connection closed by peer" not in message
+    assert "dstrain run" in message
+
+
+def test_a_killed_rank_takes_the_others_along_and_its_code_is_decoded(tmp_path: Path) -> None:
+    started = launch(tmp_path, "wait", lambda run_dir: os.kill(pid_of(run_dir, 1), signal.SIGKILL))
+    assert not started.outcome.succeeded
+    assert (started.outcome.deaths[0].rank, started.outcome.deaths[0].code) == (1, -signal.SIGKILL)
+    assert "rank 1 failed first" in started.message
+    assert "SIGKILL): killed, likely because the host ran out of memory" in started.message
+    assert "hello from rank 1" in started.message
+    assert started.wall_s < 30
+
+
+def test_a_killed_launch_process_is_a_failure_and_leaves_no_orphans(tmp_path: Path) -> None:
+    started = launch(tmp_path, "wait", lambda run_dir: os.kill(parent_of(pid_of(run_dir, 0)), signal.SIGKILL))
+    assert started.outcome.code == 0  # what the launcher itself says, of which nothing may be believed
+    assert not started.outcome.succeeded
+    assert "launcher ended" in started.message
+
+
+def test_sigterm_to_us_ends_every_rank(tmp_path: Path) -> None:
+    def interrupt(run_dir: RunDir) -> None:
+        pid_of(run_dir, 0)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    started = launch(tmp_path, "wait", interrupt)
+    assert started.outcome.stopped_by is signal.SIGTERM
+    assert not started.outcome.succeeded
+    assert started.message.startswith("stopped (SIGTERM); no rank is left running")
+
+
+def test_a_second_ctrl_c_kills_ranks_that_do_not_listen(tmp_path: Path) -> None:
+    times: list[float] = []
+
+    def interrupt(run_dir: RunDir) -> None:
+        pid_of(run_dir, 0)
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(1)
+        times.append(time.monotonic())
+        os.kill(os.getpid(), signal.SIGINT)
+
+    started = launch(tmp_path, "ignore", interrupt)
+    assert time.monotonic() - times[0] < GRACE_S - 0.5
+    assert started.outcome.stopped_by is signal.SIGINT

@@ -1,0 +1,102 @@
+"""What is counted in a micro-batch, and what the callback writes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import TrainerControl, TrainerState
+
+from dstrain.monitor.callback import COUNTS, CountingCollator, Meter, MetricsCallback
+from dstrain.monitor.jsonl_sink import JsonlFile
+
+
+def count(batch: dict[str, Any]) -> tuple[int, int, int]:
+    counts: tuple[int, int, int] = CountingCollator(lambda rows: batch)(None)[COUNTS]
+    return counts
+
+
+def test_the_attention_mask_tells_padding_apart() -> None:
+    mask = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0]])
+    assert count({"input_ids": torch.zeros(2, 4, dtype=torch.long), "attention_mask": mask}) == (4, 4, 9 + 1)
+
+
+def test_packed_samples_begin_at_position_0_and_filling_has_no_label() -> None:
+    batch = {
+        "input_ids": torch.zeros(1, 8, dtype=torch.long),
+        "position_ids": torch.tensor([[0, 1, 2, 0, 1, 0, 1, 2]]),
+        "labels": torch.tensor([[-100, 5, 6, -100, 7, -100, -100, -100]]),
+    }
+    assert count(batch) == (5, 3, 9 + 4)
+
+
+def test_the_counts_are_taken_out_before_the_model_sees_them() -> None:
+    meter, batch = Meter(), {COUNTS: (4, 1, 16)}
+    meter.count(batch)
+    assert batch == {}
+    reading = meter.close()
+    assert (reading.tokens, reading.padding, reading.squared_tokens) == (4, 1, 16)
+    assert meter.close().tokens == 0
+
+
+def test_time_in_the_data_loader_is_waiting() -> None:
+    import time
+
+    def slow() -> Any:
+        time.sleep(0.05)
+        yield 1
+
+    meter = Meter()
+    assert list(meter.timed(slow())) == [1]
+    assert 0.05 <= meter.close().wait_s < 1
+
+
+def callback(folder: Path, said: list[str]) -> MetricsCallback:
+    return MetricsCallback(
+        Meter(),
+        group=None,
+        against=None,
+        metrics=JsonlFile(folder / "metrics.jsonl"),
+        health=JsonlFile(folder / "health.jsonl"),
+        sinks=[],
+        say=said.append,
+    )
+
+
+def log(watcher: MetricsCallback, step: int, **logs: Any) -> None:
+    state = TrainerState(global_step=step, max_steps=10)
+    arguments: Any = None
+    watcher.on_log(arguments, state, TrainerControl(), logs=logs)
+
+
+def test_an_ill_loss_is_in_health_each_time_and_said_once(tmp_path: Path) -> None:
+    said: list[str] = []
+    watcher = callback(tmp_path, said)
+    arguments: Any = None
+    watcher.on_train_begin(arguments, TrainerState(max_steps=10), TrainerControl())
+    log(watcher, 1, loss=float("nan"))
+    log(watcher, 2, loss=float("nan"))
+    assert len([line for line in said if line.startswith("WARNING")]) == 1
+    assert len((tmp_path / "health.jsonl").read_text().splitlines()) == 2
+    assert json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])["loss"] is None
+
+
+def test_a_metrics_file_that_cannot_be_written_does_not_end_the_training(tmp_path: Path) -> None:
+    said: list[str] = []
+    watcher = callback(tmp_path / "missing", said)
+    arguments: Any = None
+    watcher.on_train_begin(arguments, TrainerState(max_steps=10), TrainerControl())
+    log(watcher, 1, loss=1.0)
+    log(watcher, 2, loss=1.0)
+    assert len([line for line in said if "cannot be written" in line]) == 1
+
+
+def test_a_progress_line_says_step_loss_and_what_is_left(tmp_path: Path) -> None:
+    said: list[str] = []
+    watcher = callback(tmp_path, said)
+    arguments: Any = None
+    watcher.on_train_begin(arguments, TrainerState(max_steps=10), TrainerControl())
+    log(watcher, 5, loss=1.25, learning_rate=1e-5, tokens_per_s=12345.0, mfu=0.41)
+    assert said[0].startswith("step 5/10, loss 1.2500, learning rate 1.00e-05, 12,345 tokens/s, MFU 41%, 0:00 left")

@@ -1,0 +1,122 @@
+"""What one logging window means."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+
+from dstrain.choices import Method, Precision
+from dstrain.facts.gpus import Gpu
+from dstrain.facts.model import Kind, ModelFacts, TensorGroup
+from dstrain.monitor.metrics import Hardware, Reading, hardware, scalars, summarize, without_nonfinite
+
+NAN = float("nan")
+ONE = Reading(
+    tokens=1000,
+    padding=0,
+    squared_tokens=1000 * 100,
+    window_s=2,
+    wait_s=0,
+    peak_bytes=NAN,
+    reserved_bytes=NAN,
+    alloc_retries=0,
+    gpu_utilization=NAN,
+    gpu_power_w=NAN,
+    host_bytes=1,
+)
+GPU = Gpu(
+    name="x",
+    aliases=(),
+    memory_mib=1,
+    bf16_flops_per_s=1e6,
+    fp16_flops_per_s=0,
+    fp32_flops_per_s=0,
+    hbm_bytes_per_s=1,
+    link="x",
+    compute_capability=(8, 0),
+    has_flash_attention_2=True,
+    source="none",
+)
+MODEL = ModelFacts(
+    name="m",
+    source="m",
+    model_type="qwen3",
+    hidden_size=8,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=2,
+    head_dim=4,
+    v_head_dim=4,
+    intermediate_size=16,
+    vocab_size=10,
+    max_position_embeddings=64,
+    tie_word_embeddings=False,
+    has_qk_norm=False,
+    dtype="bfloat16",
+    moe=None,
+    vision=None,
+    tensors=(TensorGroup(name="w", kind=Kind.MLP, shape=(10, 10), count=1, is_linear=True),),
+)
+
+
+def test_mfu_is_six_flops_a_parameter_and_causal_attention_over_the_peak() -> None:
+    against = hardware(MODEL, GPU, method=Method.FULL, precision=Precision.BF16)
+    found = summarize([ONE, ONE], steps=1, against=against)
+    per_token = 6 * 100 + 6 * 2 * 2 * 4 * 100  # samples of 100 tokens
+    assert found["mfu"] == pytest.approx(per_token * 2000 / 2 / 2 / 1e6)
+
+
+def test_an_adapter_counts_four_flops_a_parameter() -> None:
+    full = hardware(MODEL, GPU, method=Method.FULL, precision=Precision.BF16)
+    lora = hardware(MODEL, GPU, method=Method.LORA, precision=Precision.BF16)
+    assert full is not None and lora is not None
+    assert lora.flops_per_token / full.flops_per_token == pytest.approx(4 / 6)
+
+
+def test_an_unknown_peak_gives_no_mfu_instead_of_a_guess() -> None:
+    assert hardware(MODEL, GPU, method=Method.FULL, precision=Precision.FP16) is None
+    assert "mfu" not in summarize([ONE], steps=1, against=None)
+
+
+def test_the_slowest_rank_gives_the_time() -> None:
+    found = summarize([ONE, replace(ONE, window_s=4)], steps=2, against=None)
+    assert (found["tokens_per_s"], found["step_s"]) == (500, 2)
+
+
+def test_the_rank_that_waits_longest_gives_the_waiting_share() -> None:
+    assert summarize([ONE, replace(ONE, wait_s=1)], steps=1, against=None)["data_wait_share"] == 0.5
+
+
+def test_memory_is_the_peak_of_the_fullest_rank() -> None:
+    ranks = [replace(ONE, peak_bytes=10, reserved_bytes=12), replace(ONE, peak_bytes=20, reserved_bytes=30)]
+    found = summarize(ranks, steps=1, against=None)
+    assert (found["peak_bytes_per_gpu"], found["peak_bytes_by_rank"]) == (20, [10, 20])
+
+
+def test_memory_is_left_out_where_there_is_no_gpu() -> None:
+    assert "peak_bytes_per_gpu" not in summarize([ONE], steps=1, against=None)
+
+
+def test_a_gpu_that_does_not_answer_is_left_out_of_the_mean() -> None:
+    found = summarize([ONE, replace(ONE, gpu_utilization=0.5)], steps=1, against=None)
+    assert found["gpu_utilization"] == 0.5
+
+
+def test_a_window_without_tokens_is_no_division_by_zero() -> None:
+    empty = replace(ONE, tokens=0, squared_tokens=0, window_s=0)
+    against = Hardware(flops_per_token=1, flops_per_token_and_context=1, flops_per_s=1)
+    assert summarize([empty], steps=0, against=against)["tokens_per_s"] == 0
+
+
+@pytest.mark.parametrize("value", [NAN, math.inf, -math.inf])
+def test_what_is_not_finite_becomes_null_with_its_name(value: float) -> None:
+    found = without_nonfinite({"loss": value, "list": [value, 1.0]})
+    assert found == {"loss": None, "loss_nonfinite": str(value), "list": [None, 1.0]}
+    json.dumps(found, allow_nan=False)
+
+
+def test_only_numbers_are_drawn() -> None:
+    assert scalars({"loss": 1.5, "step": 2, "by_rank": [1], "word": "x", "flag": True}) == {"loss": 1.5, "step": 2}

@@ -1,0 +1,57 @@
+"""The shape that import contracts cannot say."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "dstrain"
+HEAVY = ("torch", "transformers", "deepspeed", "swanlab", "accelerate", "peft", "datasets", "numpy")
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["gen-config", "--gpus", "16", "--model", "qwen3-32b", "--dry-run"], ["run", "--help"]]
+)
+def test_answering_imports_nothing_heavy(arguments: list[str]) -> None:
+    code = (
+        "import sys\nfrom dstrain.cli.main import main\n"
+        f"try:\n    main({arguments!r})\nexcept SystemExit:\n    pass\n"
+        f"print([m for m in {HEAVY!r} if m in sys.modules], file=sys.stderr)"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
+    assert done.stderr.strip().endswith("[]")
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("__init__.py")), ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_package_holds_a_docstring_and_nothing_else(path: Path) -> None:
+    if path == PACKAGE / "__init__.py":
+        return
+    body = ast.parse(path.read_text(encoding="utf-8")).body
+    assert len(body) == 1
+    assert isinstance(body[0], ast.Expr)
+
+
+@pytest.mark.parametrize("verb", ["demo", "export", "gen_config", "run", "templates"])
+def test_a_verb_is_a_file_and_has_its_tests(verb: str) -> None:
+    assert (PACKAGE / "cli" / f"{verb}.py").is_file()
+    assert (ROOT / "tests" / "cli" / f"test_{verb}.py").is_file()
+
+
+@pytest.mark.parametrize("module", ["swanlab", "jinja2", "pynvml"])
+def test_a_giant_is_imported_in_one_place(module: str) -> None:
+    importers = set()
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and node.level == 0:
+                names = [node.module or ""]
+            if any(name.split(".")[0] == module for name in names):
+                importers.add(path.name)
+    assert len(importers) <= (2 if module == "pynvml" else 1), importers

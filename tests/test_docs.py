@@ -1,0 +1,108 @@
+"""The generated parts of the READMEs are what the code says, and both READMEs keep step."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+
+from dstrain.cli.main import cli
+
+ROOT = Path(__file__).parent.parent
+README, CHINESE = ROOT / "README.md", ROOT / "README.zh-CN.md"
+
+
+def module_map() -> str:
+    """Returns one line for every module: its path and the first sentence of its docstring."""
+    lines = ["| module | what it does |", "|---|---|"]
+    for path in sorted((ROOT / "dstrain").rglob("*.py")):
+        doc = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+        first = re.split(r"(?<=\.)\s", doc.replace("\n", " "), maxsplit=1)[0]
+        lines.append(f"| `{path.relative_to(ROOT)}` | {first} |")
+    return "\n".join(lines)
+
+
+def commands() -> list[tuple[str, click.Command]]:
+    """Returns every command with its full name."""
+    found: list[tuple[str, click.Command]] = []
+
+    def walk(name: str, command: click.Command) -> None:
+        found.append((name, command))
+        if isinstance(command, click.Group):
+            for child, inner in sorted(command.commands.items()):
+                walk(f"{name} {child}", inner)
+
+    walk("dstrain", cli)
+    return found
+
+
+def cli_reference() -> str:
+    """Returns the help of every command."""
+    parts = []
+    for name, command in commands():
+        settings = {**cli.context_settings, "terminal_width": 100}
+        context = click.Context(command, info_name=name, **settings)  # type: ignore[arg-type]
+        parts.append(f"#### `{name}`\n\n```\n{command.get_help(context)}\n```")
+    return "\n\n".join(parts)
+
+
+def gen_config_output() -> str:
+    """Returns what the first command prints on a machine without a GPU."""
+    arguments = [sys.executable, "-m", "dstrain.cli", "gen-config", "--gpus", "16", "--model", "qwen3-32b", "--dry-run"]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "80", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(arguments, capture_output=True, text=True, env=environment, check=True)
+    return f"```\n{done.stderr.rstrip()}\n```"
+
+
+SECTIONS = {"module map": module_map, "command line": cli_reference, "gen-config": gen_config_output}
+
+
+@pytest.mark.parametrize("name", SECTIONS)
+@pytest.mark.parametrize("readme", [README, CHINESE], ids=["en", "zh"])
+def test_a_generated_part_is_what_the_code_says(readme: Path, name: str, request: pytest.FixtureRequest) -> None:
+    text = readme.read_text(encoding="utf-8")
+    start, end = f"<!-- generated: {name} -->\n", f"\n<!-- end: {name} -->"
+    if start not in text and readme == CHINESE:
+        pytest.skip("the Chinese README has the first pages only")
+    before, rest = text.split(start)
+    present, after = rest.split(end)
+    wanted = SECTIONS[name]()
+    if request.config.getoption("--update"):
+        readme.write_text(before + start + wanted + end + after, encoding="utf-8")
+    else:
+        assert present == wanted, "run pytest --update"
+
+
+def code_blocks(text: str) -> list[str]:
+    """Returns the shell blocks of a text, without comments."""
+    blocks = re.findall(r"```(?:sh|yaml|json)\n(.*?)```", text, re.DOTALL)
+    return [re.sub(r"\s*#.*", "", block) for block in blocks]
+
+
+def test_the_chinese_first_pages_have_the_same_commands() -> None:
+    english, chinese = README.read_text(encoding="utf-8"), CHINESE.read_text(encoding="utf-8")
+    pages = english.split("<!-- end of the first pages -->")[0]
+    assert code_blocks(pages) == code_blocks(chinese)
+    assert len(re.findall(r"^## ", pages, re.MULTILINE)) == len(re.findall(r"^## ", chinese, re.MULTILINE))
+
+
+@pytest.mark.parametrize("name", [name for name, _ in commands()])
+def test_every_command_has_an_example(name: str) -> None:
+    command = dict(commands())[name]
+    assert "Example:" in (command.help or "")
+
+
+@pytest.mark.parametrize("name", [name for name, _ in commands()])
+def test_every_option_has_help(name: str) -> None:
+    for parameter in dict(commands())[name].params:
+        assert not isinstance(parameter, click.Option) or parameter.help, parameter.name
+
+
+def test_every_module_says_what_it_is() -> None:
+    assert not [line for line in module_map().splitlines() if line.endswith("|  |")]

@@ -1,0 +1,32 @@
+"""The demo's model and data, made once for all tests that launch ranks."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.train.launching import environment
+
+
+@pytest.fixture(scope="session")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="session")
+def demo(root: Path) -> Path:
+    """The demo's model, with dropout so that random states matter, and with few enough data for several epochs."""
+    folder = root / "demo"
+    program = [sys.executable, "-m", "dstrain.train.demo", str(folder)]
+    subprocess.run(program, check=True, env=environment(root), capture_output=True)
+    config = folder / "model" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"attention_dropout": 0.1}))
+    lines = (folder / "train.jsonl").read_text().splitlines(keepends=True)
+    (folder / "few.jsonl").write_text("".join(lines[:17]))
+    (folder / "some.jsonl").write_text("".join(lines[:40]))
+    (folder / "eval.jsonl").write_text("".join(lines[40:52]))
+    return folder

@@ -1,0 +1,173 @@
+"""Run directories for tests, and the real launcher on two CPU ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+SEVERAL = str(CHECKOUT / "tests" / "train" / "several.py")
+
+
+def make_run(folder: Path, demo: Path, *, zero: Mapping[str, Any] | None = None, **job: Any) -> Path:
+    """Writes a run directory for a few steps of the demo's model, and returns it."""
+    folder.mkdir(parents=True)
+    base: dict[str, Any] = {
+        "model": str(demo / "model"),
+        "data": str(demo / "train.jsonl"),
+        "output_dir": str(folder),
+        "seq_len": 64,
+        "micro_batch": 2,
+        "max_steps": 3,
+        "logging_steps": 1,
+        "learning_rate": 1e-3,
+        "monitor": {"sinks": []},
+    }
+    (folder / "request.json").write_text(json.dumps(base | job))
+    stage3 = {"stage3_gather_16bit_weights_on_model_save": True, "stage3_param_persistence_threshold": "auto"}
+    section = {"stage": 2, "reduce_bucket_size": "auto"} | dict(zero or {})
+    config = {
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "bf16": {"enabled": "auto"},
+        "fp16": {"enabled": "auto"},
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": (stage3 if section["stage"] == 3 else {}) | section,
+    }
+    (folder / "ds_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def change_job(folder: Path, **job: Any) -> None:
+    """Changes the job of a run directory."""
+    request = folder / "request.json"
+    request.write_text(json.dumps(json.loads(request.read_text()) | job))
+
+
+def environment(home: Path) -> dict[str, str]:
+    """Returns the environment of ranks: CPU, offline, and nobody's SwanLab login."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("SWANLAB_", "WANDB_"))}
+    return kept | {
+        "DS_ACCELERATOR": "cpu",
+        "OMP_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+        "HOME": str(home),
+        "PYTHONPATH": str(CHECKOUT),
+        "TORCH_EXTENSIONS_DIR": os.environ.get(
+            "TORCH_EXTENSIONS_DIR", str(Path.home() / ".cache" / "dstrain-test-extensions")
+        ),
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+    }
+
+
+def command(home: Path, program: Sequence[str], *, ranks: int = 2) -> list[str]:
+    """Returns the launcher's command line for this machine."""
+    hostfile = home / "hostfile"
+    hostfile.write_text(f"localhost slots={ranks}\n")
+    return [
+        *(sys.executable, "-m", "deepspeed.launcher.runner", "--hostfile", str(hostfile), "--no_ssh"),
+        *("--node_rank", "0", "--master_addr", "127.0.0.1", "--master_port", str(free_port()), "--no_local_rank"),
+        *program,
+    ]
+
+
+def free_port() -> int:
+    """Returns a port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def start(home: Path, program: Sequence[str], **options: Any) -> subprocess.Popen[str]:
+    """Starts the launcher in a process group of its own."""
+    home.mkdir(parents=True, exist_ok=True)
+    return subprocess.Popen(
+        command(home, program),
+        cwd=home,
+        env=environment(home) | options.pop("env", {}),
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+        **options,
+    )
+
+
+def launch(home: Path, program: Sequence[str], *, timeout_s: float = 280) -> str:
+    """Returns what the launcher and the ranks printed; everything it started is gone then."""
+    process = start(home, program)
+    try:
+        output, _ = process.communicate(timeout=timeout_s)
+    finally:
+        end_group(process)
+    assert process.returncode == 0, output[-4000:]
+    return output
+
+
+def end_group(process: subprocess.Popen[str]) -> None:
+    """Kills whatever is left of the group that `start` made."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def losses(folder: Path) -> dict[int, float | None]:
+    """Returns the loss of each step, the last word on it."""
+    from dstrain.monitor.jsonl_sink import current_steps, read_jsonl
+
+    return {
+        line["step"]: line["loss"] for line in current_steps(read_jsonl(folder / "metrics.jsonl")) if "loss" in line
+    }
+
+
+def copy_half(checkpoint: Path, to: Path) -> None:
+    """Makes a checkpoint that looks as if a kill had cut its writing short."""
+    shutil.copytree(checkpoint, to)
+    (to / "complete.json").unlink()
+
+
+def codes(folder: Path) -> list[list[int]]:
+    """Returns the exit codes of every action that `several.py` did on a run directory: a list of ranks for each."""
+    found: dict[int, list[int]] = {}
+    for file in sorted(folder.parent.glob(f"{folder.name}.[0-9]*")):
+        found.setdefault(int(file.name.split(".")[-2]), []).append(int(file.read_text()))
+    return [found[number] for number in sorted(found)]
+
+
+def said(folder: Path, rank: int = 0) -> str:
+    """Returns what a rank printed in all actions of `several.py` on a run directory."""
+    return Path(f"{folder}.log.{rank}").read_text()
+
+
+def tensors(folder: Path) -> dict[str, Any]:
+    """Returns the weights in a folder by name."""
+    from safetensors.torch import load_file
+
+    (weights,) = folder.glob("*model.safetensors")  # of a model or an adapter
+    found: dict[str, Any] = load_file(weights)
+    return found
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    """Returns the lines of a run's metrics that have a loss."""
+    from dstrain.monitor.jsonl_sink import read_jsonl
+
+    return [line for line in read_jsonl(folder / "metrics.jsonl") if "loss" in line]
+
+
+def export(*arguments: str, home: Path) -> subprocess.CompletedProcess[str]:
+    """Runs the export program to its end."""
+    program = [sys.executable, "-m", "dstrain.train.export", *arguments]
+    return subprocess.run(program, env=environment(home), capture_output=True, text=True, check=False)

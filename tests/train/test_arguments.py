@@ -1,0 +1,110 @@
+"""A job as TrainingArguments."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dstrain.choices import Method, Precision
+from dstrain.errors import InvalidConfig
+from dstrain.job import Job
+from dstrain.train.arguments import checkpointing_kwargs, training_arguments, zero_stage
+
+DS_CONFIG: dict[str, Any] = {
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "bf16": {"enabled": "auto"},
+    "zero_optimization": {"stage": 2},
+}
+ZERO3: dict[str, Any] = {"zero_optimization": {"stage": 3}}
+
+
+def made(folder: Path, has_eval: bool = False, **fields: Any) -> Any:
+    job = Job(model="m", output_dir=str(folder), data="d", **fields)
+    return training_arguments(job, DS_CONFIG, on_gpu=False, has_eval=has_eval)
+
+
+def test_a_nan_loss_is_not_filtered(tmp_path: Path) -> None:
+    assert made(tmp_path).logging_nan_inf_filter is False
+
+
+def test_transformers_reports_to_nobody(tmp_path: Path) -> None:
+    assert made(tmp_path).report_to == []
+
+
+def test_without_a_gpu_it_asks_for_the_cpu_and_for_determinism(tmp_path: Path) -> None:
+    arguments = made(tmp_path)
+    assert (arguments.use_cpu, arguments.full_determinism) == (True, True)
+
+
+def test_auto_values_are_filled_from_the_job(tmp_path: Path) -> None:
+    config = made(tmp_path, micro_batch=3, grad_accum=4, max_grad_norm=0.3).hf_deepspeed_config.config
+    assert config["train_micro_batch_size_per_gpu"] == 3
+    assert config["gradient_accumulation_steps"] == 4
+    assert config["gradient_clipping"] == 0.3
+    assert config["bf16"]["enabled"] is True
+
+
+def test_the_given_configuration_is_not_changed(tmp_path: Path) -> None:
+    before = copy.deepcopy(DS_CONFIG)
+    made(tmp_path)
+    assert before == DS_CONFIG
+
+
+def test_warmup_is_a_share_of_the_steps(tmp_path: Path) -> None:
+    arguments = made(tmp_path, warmup_ratio=0.1)
+    assert arguments.get_warmup_steps(200) == 20
+    assert made(tmp_path, warmup_ratio=1.0).get_warmup_steps(200) == 200
+
+
+def test_max_steps_ends_the_run_only_when_given(tmp_path: Path) -> None:
+    assert made(tmp_path).max_steps == -1
+    assert made(tmp_path, max_steps=7).max_steps == 7
+
+
+@pytest.mark.parametrize(
+    ("precision", "bf16", "fp16"),
+    [(Precision.BF16, True, False), (Precision.FP16, False, True), (Precision.FP32, False, False)],
+)
+def test_precision_is_one_of_three(tmp_path: Path, precision: Precision, bf16: bool, fp16: bool) -> None:
+    arguments = made(tmp_path, precision=precision)
+    assert (arguments.bf16, arguments.fp16) == (bf16, fp16)
+
+
+def test_an_evaluation_needs_both_data_and_an_interval(tmp_path: Path) -> None:
+    assert made(tmp_path, has_eval=True, eval_steps=5).eval_strategy == "steps"
+    assert made(tmp_path, has_eval=True).eval_strategy == "no"
+    assert made(tmp_path, eval_steps=5).eval_strategy == "no"
+
+
+@pytest.mark.parametrize(("word", "near"), [("cosin", "cosine"), ("konstant", "constant"), ("lineer", "linear")])
+def test_an_unknown_schedule_names_the_nearest(tmp_path: Path, word: str, near: str) -> None:
+    with pytest.raises(InvalidConfig, match=word) as caught:
+        made(tmp_path, lr_scheduler_type=word)
+    assert caught.value.hint == f'Did you mean "{near}"?'
+
+
+def test_a_schedule_that_needs_evaluations_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidConfig, match="reduce_lr_on_plateau"):
+        made(tmp_path, lr_scheduler_type="reduce_lr_on_plateau")
+
+
+def test_recomputation_enters_again_only_for_adapters_under_zero_3() -> None:
+    full, lora = (Job(model="m", output_dir="o", method=method) for method in (Method.FULL, Method.LORA))
+    assert checkpointing_kwargs(full, ZERO3) == {"use_reentrant": False}
+    assert checkpointing_kwargs(lora, ZERO3) == {"use_reentrant": True}
+    assert checkpointing_kwargs(lora, DS_CONFIG) == {"use_reentrant": False}
+
+
+def test_recomputation_is_off_when_the_job_says_so(tmp_path: Path) -> None:
+    assert made(tmp_path, grad_ckpt=False).activation_checkpointing is False
+    assert made(tmp_path).activation_checkpointing is True
+
+
+def test_a_configuration_without_zero_has_stage_0() -> None:
+    assert zero_stage({}) == 0

@@ -1,0 +1,92 @@
+"""Which checkpoints are whole, and which go."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dstrain.errors import EnvironmentProblem, InvalidConfig
+from dstrain.rundir import RunDir, is_whole
+from dstrain.train.checkpoints import begin, choose, complete, half_written, rotate
+
+
+def make(folder: Path, step: int, *, whole: bool = True, ranks: int = 2) -> Path:
+    checkpoint = folder / f"checkpoint-{step}"
+    shards = checkpoint / f"global_step{step}"
+    shards.mkdir(parents=True)
+    for rank in range(ranks):
+        (shards / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt").touch()
+    if whole:
+        complete(checkpoint, step=step, world_size=ranks, zero_stage=2)
+    return checkpoint
+
+
+def names(folder: Path) -> list[str]:
+    return [path.name for _, path in RunDir(folder).checkpoints()]
+
+
+def test_auto_takes_the_newest_whole_one(tmp_path: Path) -> None:
+    make(tmp_path, 9)
+    make(tmp_path, 10)
+    half = make(tmp_path, 11, whole=False)
+    chosen = choose(RunDir(tmp_path), "auto", world_size=2)
+    assert chosen is not None
+    assert (chosen.checkpoint.name, chosen.step) == ("checkpoint-10", 10)
+    assert half_written(RunDir(tmp_path)) == [half]
+
+
+def test_auto_begins_where_none_is_whole(tmp_path: Path) -> None:
+    make(tmp_path, 1, whole=False)
+    assert choose(RunDir(tmp_path), "auto", world_size=2) is None
+
+
+def test_never_begins_in_any_case(tmp_path: Path) -> None:
+    make(tmp_path, 1)
+    assert choose(RunDir(tmp_path), "never", world_size=2) is None
+
+
+def test_a_folder_that_is_half_written_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidConfig, match="not written to its end"):
+        choose(RunDir(tmp_path), str(make(tmp_path, 1, whole=False)), world_size=2)
+
+
+def test_another_number_of_ranks_is_refused_before_deepspeed_fails(tmp_path: Path) -> None:
+    make(tmp_path, 1)
+    with pytest.raises(InvalidConfig, match="written by 2 ranks and cannot be loaded by 4"):
+        choose(RunDir(tmp_path), "auto", world_size=4)
+
+
+def test_a_missing_shard_leaves_a_checkpoint_unmarked(tmp_path: Path) -> None:
+    checkpoint = make(tmp_path, 1, whole=False, ranks=1)
+    with pytest.raises(EnvironmentProblem, match="shards of 1 of 2 ranks"):
+        complete(checkpoint, step=1, world_size=2, zero_stage=2)
+    assert not is_whole(checkpoint)
+
+
+def test_writing_over_an_old_checkpoint_unmarks_it_first(tmp_path: Path) -> None:
+    checkpoint = make(tmp_path, 1)
+    begin(checkpoint)
+    assert not checkpoint.exists()
+
+
+def test_the_newest_whole_one_stays_whatever_the_limit(tmp_path: Path) -> None:
+    make(tmp_path, 1)
+    make(tmp_path, 2)
+    make(tmp_path, 3, whole=False)
+    rotate(RunDir(tmp_path), 1)
+    assert names(tmp_path) == ["checkpoint-2", "checkpoint-3"]
+
+
+def test_half_written_ones_behind_the_newest_whole_one_go(tmp_path: Path) -> None:
+    make(tmp_path, 1, whole=False)
+    make(tmp_path, 2)
+    make(tmp_path, 3)
+    rotate(RunDir(tmp_path), 2)
+    assert names(tmp_path) == ["checkpoint-2", "checkpoint-3"]
+
+
+def test_without_a_limit_all_stay(tmp_path: Path) -> None:
+    for step in range(4):
+        make(tmp_path, step)
+    assert rotate(RunDir(tmp_path), None) == []

@@ -1,0 +1,274 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+import datasets
+
+from dstrain.choices import DataFormat, Hub, LossOn
+from dstrain.errors import EnvironmentProblem, InvalidConfig
+from dstrain.job import Job
+from dstrain.train import demo
+from dstrain.train.data import Prepared, prepare
+from dstrain.train.hubs import from_hub
+
+TALK = [
+    {"role": "user", "content": "What is 2 + 2?"},
+    {"role": "assistant", "content": "<think>\nAdd them.\n</think>\n\nFour, of\n  course. \U0001f600"},
+    {"role": "user", "content": "And 3 + 3?"},
+    {"role": "assistant", "content": "Six."},
+]
+
+THINKING = """\
+{%- set last = namespace(user=0) %}
+{%- for m in messages %}{% if m.role == 'user' %}{% set last.user = loop.index0 %}{% endif %}{% endfor %}
+{%- for m in messages %}
+{%- if m.role == 'assistant' %}
+{%- set words = m.content.split('</think>')[-1].lstrip('\\n') %}
+{{- '<|im_start|>assistant\\n' }}
+{%- if loop.index0 > last.user %}{{- '<think>\\n\\n</think>\\n\\n' }}{% endif %}
+{{- words + '<|im_end|>\\n' }}
+{%- else %}{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{% endif %}"""
+"""As Qwen3's: thoughts of earlier answers are left out, the last answer gets empty ones."""
+
+TAGGED = """\
+{%- for m in messages %}{{- '<|im_start|>' + m.role + '\\n' }}
+{%- if m.role == 'assistant' %}{% generation %}{{- m.content + '<|im_end|>' }}{% endgeneration %}
+{%- else %}{{- m.content + '<|im_end|>' }}{% endif %}{{- '\\n' }}{% endfor %}"""
+"""Says itself what the answer is."""
+
+BRACKETS = """\
+{%- for m in messages %}{% if m.role == 'user' %}{{- '[INST] ' + m.content + ' [/INST]' }}
+{%- else %}{{- ' ' + m.content + '<|im_end|>' }}{% endif %}{% endfor %}"""
+"""As Llama 2's: no words that prompt the answer."""
+
+OPENED = """\
+{%- for m in messages %}{% if m.role == 'user' %}{{- '<|im_start|>' + m.content }}
+{%- else %}{{- '[A]' + m.content.split('</think>')[-1] + '<|im_end|>' }}{% endif %}{% endfor %}
+{%- if add_generation_prompt %}{{- '[A]<think>\\n' }}{% endif %}"""
+"""As DeepSeek-R1's: the prompt opens thoughts that the finished answer does not show."""
+
+COUNTED = "{{- messages | length }}{% for m in messages %}{{- m.content }}{% endfor %}"
+"""Nothing that it writes stays when a turn is added."""
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "cache"
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return demo.make_tokenizer([turn["content"] for turn in TALK] + ["user assistant system"])
+
+
+def prepared(tmp_path: Path, tokenizer: Any, rows: list[dict[str, Any]], **options: Any) -> Prepared:
+    path = tmp_path / "train.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return prepare(Job(model="m", output_dir="o", **options), tokenizer, data=str(path), training=True)
+
+
+def learned(sample: dict[str, list[int]], tokenizer: Any) -> list[str]:
+    """Returns the texts of the stretches of tokens that count in the loss."""
+    stretches: list[list[int]] = []
+    before = -100
+    for token, label in zip(sample["input_ids"], sample["labels"], strict=True):
+        assert label in (token, -100)
+        if label != -100:
+            if before == -100:
+                stretches.append([])
+            stretches[-1].append(label)
+        before = label
+    return [tokenizer.decode(stretch) for stretch in stretches]
+
+
+ANSWERS = [TALK[1]["content"] + "<|im_end|>", "Six.<|im_end|>"]
+SHORT_ANSWERS = ["Four, of\n  course. \U0001f600<|im_end|>", "Six.<|im_end|>"]
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        (demo.CHAT_TEMPLATE, ANSWERS),
+        (TAGGED, ANSWERS),
+        (THINKING, [SHORT_ANSWERS[0], "<think>\n\n</think>\n\nSix.<|im_end|>"]),
+        (BRACKETS, [" " + answer for answer in ANSWERS]),
+        (OPENED, ["\n\n" + SHORT_ANSWERS[0], SHORT_ANSWERS[1]]),
+    ],
+    ids=["chatml", "tagged", "thinking", "brackets", "opened"],
+)
+def test_loss_is_on_every_answer_and_its_end_of_turn(
+    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, template: str, expected: list[str]
+) -> None:
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    sample = prepared(tmp_path, tokenizer, [{"messages": TALK}]).dataset[0]
+    assert learned(sample, tokenizer) == expected
+
+
+def test_tokens_are_those_of_the_chat_template(tmp_path: Path, tokenizer: Any) -> None:
+    sample = prepared(tmp_path, tokenizer, [{"messages": TALK}]).dataset[0]
+    assert sample["input_ids"] == tokenizer.apply_chat_template(TALK)["input_ids"]
+    assert sample["length"] == len(sample["input_ids"])
+
+
+def test_tokenizer_without_offsets_gives_the_same_labels(
+    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fast = prepared(tmp_path, tokenizer, [{"messages": TALK}]).dataset[0]
+    monkeypatch.setattr(type(tokenizer), "is_fast", False)
+    assert prepared(tmp_path, tokenizer, [{"messages": TALK}]).dataset[0] == fast
+
+
+def test_template_that_cannot_be_followed_is_refused(
+    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokenizer, "chat_template", COUNTED)
+    with pytest.raises(InvalidConfig, match=r"train\.jsonl:1: the chat template writes earlier turns otherwise"):
+        prepared(tmp_path, tokenizer, [{"messages": TALK}])
+    everything = prepared(tmp_path, tokenizer, [{"messages": TALK}], loss_on=LossOn.ALL)
+    assert everything.dataset[0]["labels"] == everything.dataset[0]["input_ids"]
+
+
+def test_template_that_refuses_a_sample_is_quoted(
+    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokenizer, "chat_template", "{{ raise_exception('no system, please') }}")
+    with pytest.raises(InvalidConfig, match=r"train\.jsonl:1: .*no system, please"):
+        prepared(tmp_path, tokenizer, [{"messages": TALK}])
+
+
+def test_tokenizer_without_chat_template_is_refused(
+    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokenizer, "chat_template", None)
+    with pytest.raises(InvalidConfig, match="has no chat template"):
+        prepared(tmp_path, tokenizer, [{"messages": TALK}])
+
+
+def test_text_ends_with_the_end_token_and_counts_whole(tmp_path: Path, tokenizer: Any) -> None:
+    sample = prepared(tmp_path, tokenizer, [{"text": "Six, of course."}]).dataset[0]
+    assert learned(sample, tokenizer) == ["Six, of course.<|im_end|>"]
+
+
+def test_long_samples_are_cut_and_those_without_answer_left_out(tmp_path: Path, tokenizer: Any) -> None:
+    def row(question: str, answer: str) -> dict[str, str]:
+        return {"instruction": question, "output": answer}
+
+    rows = [row("a", "b"), row("a " * 100, "b"), row("c", "d " * 100), row("e", "f")]
+    found = prepared(tmp_path, tokenizer, rows, seq_len=48)
+    assert (found.num_samples, found.num_truncated, found.num_dropped) == (3, 2, 1)
+    assert [len(ids) for ids in found.dataset["input_ids"]] == list(found.dataset["length"])
+    assert found.num_tokens == sum(found.dataset["length"])
+    assert max(found.dataset["length"]) == 48
+    assert [tokenizer.decode(sample["input_ids"])[17:18] for sample in found.dataset] == ["a", "c", "e"]
+    assert "2 samples (50.0%) are longer than seq_len 48 and were cut" in found.notes[1]
+    assert "1 samples have no token left to learn and were left out" in found.notes[2]
+
+
+def test_data_without_any_answer_are_refused(tmp_path: Path, tokenizer: Any) -> None:
+    with pytest.raises(InvalidConfig, match=r"none of 1 samples has a token of an answer in its first 4"):
+        prepared(tmp_path, tokenizer, [{"messages": TALK}], seq_len=4)
+
+
+def test_packed_rows_hold_all_samples_and_their_labels(tmp_path: Path, tokenizer: Any) -> None:
+    rows = [{"messages": TALK[2:] + TALK[2:] * (n % 3)} for n in range(50)]
+    plain = prepared(tmp_path, tokenizer, rows, seq_len=256)
+    found = prepared(tmp_path, tokenizer, rows, seq_len=256, packing=True)
+    assert found.num_tokens == plain.num_tokens == sum(len(row["input_ids"]) for row in found.dataset)
+    assert len(found.dataset) < 50
+    assert sum(label != -100 for row in found.dataset for label in row["labels"]) == sum(
+        label != -100 for sample in plain.dataset for label in sample["labels"]
+    )
+    assert sum(position == 0 for row in found.dataset for position in row["position_ids"]) == 50
+    assert f"packed into {len(found.dataset)} rows of 256 tokens" in found.notes[-1]
+
+
+def test_second_rank_reads_what_the_first_tokenized(tmp_path: Path, tokenizer: Any, cache: Path) -> None:
+    first = prepared(tmp_path, tokenizer, [{"messages": TALK}])
+    written = {path: path.stat().st_mtime_ns for path in cache.rglob("*.arrow")}
+    path = str(tmp_path / "train.jsonl")
+    second = prepare(Job(model="m", output_dir="o"), tokenizer, data=path, training=True)
+    assert second.dataset[0] == first.dataset[0]
+    assert {path: path.stat().st_mtime_ns for path in cache.rglob("*.arrow")} == written
+    longer = prepare(Job(model="m", output_dir="o", seq_len=30), tokenizer, data=path, training=True)
+    assert len(longer.dataset[0]["input_ids"]) == 30
+
+
+def test_changed_file_is_tokenized_again(tmp_path: Path, tokenizer: Any) -> None:
+    assert prepared(tmp_path, tokenizer, [{"text": "Six."}]).num_samples == 1
+    assert prepared(tmp_path, tokenizer, [{"text": "Six."}, {"text": "Four."}]).num_samples == 2
+
+
+def test_wrong_row_is_named_with_file_and_line(tmp_path: Path, tokenizer: Any) -> None:
+    with pytest.raises(InvalidConfig, match=r'train\.jsonl:2: "output" is 3'):
+        prepared(tmp_path, tokenizer, [{"instruction": "a", "output": "b"}, {"instruction": "a", "output": 3}])
+
+
+def test_wrong_columns_are_named_with_the_file(tmp_path: Path, tokenizer: Any) -> None:
+    with pytest.raises(InvalidConfig, match=r"train\.jsonl: no known format has the columns question"):
+        prepared(tmp_path, tokenizer, [{"question": "a"}])
+    with pytest.raises(InvalidConfig, match=r"train\.jsonl: the format text needs text"):
+        prepared(tmp_path, tokenizer, [{"messages": TALK}], data_format=DataFormat.TEXT)
+
+
+def test_missing_file_is_refused(tmp_path: Path, tokenizer: Any) -> None:
+    with pytest.raises(InvalidConfig, match=r"train\.jsonl: no such file"):
+        prepare(Job(model="m", output_dir="o"), tokenizer, data=str(tmp_path / "train.jsonl"), training=True)
+
+
+def splits(*names: str) -> datasets.DatasetDict:
+    return datasets.DatasetDict({name: datasets.Dataset.from_dict({"text": [name]}) for name in names})
+
+
+@pytest.mark.parametrize(
+    ("names", "training", "split"),
+    [
+        (["test", "train"], True, "train"),
+        (["test", "train", "validation"], False, "validation"),
+        (["test", "train"], False, "test"),
+        (["default"], True, "default"),
+    ],
+)
+def test_hub_split_fits_the_purpose(
+    monkeypatch: pytest.MonkeyPatch, names: list[str], training: bool, split: str
+) -> None:
+    monkeypatch.setattr(datasets, "load_dataset", lambda _: splits(*names))
+    name, dataset = from_hub("some/data", Hub.HF, training=training)
+    assert (name, dataset[0]["text"]) == (f"some/data ({split})", split)
+
+
+def test_training_split_is_not_evaluated_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets, "load_dataset", lambda _: splits("train"))
+    with pytest.raises(InvalidConfig, match="has no split to evaluate on"):
+        from_hub("some/data", Hub.HF, training=False)
+
+
+def test_hub_rows_are_counted_in_messages(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    turns = {"messages": [TALK, TALK[:1]]}
+    hub = datasets.DatasetDict({"train": datasets.Dataset.from_dict(turns)})
+    monkeypatch.setattr(datasets, "load_dataset", lambda _: hub)
+    with pytest.raises(InvalidConfig, match=r'some/data \(train\): row 2: "messages" ends with the user'):
+        prepare(Job(model="m", output_dir="o"), tokenizer, data="some/data", training=True)
+
+
+def test_unreachable_hub_is_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable(_: str) -> None:
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr(datasets, "load_dataset", unreachable)
+    with pytest.raises(EnvironmentProblem, match="no route"):
+        from_hub("some/data", Hub.HF, training=True)
+
+
+def test_absent_modelscope_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "modelscope", None)
+    with pytest.raises(EnvironmentProblem) as caught:
+        from_hub("some/data", Hub.MODELSCOPE, training=True)
+    assert caught.value.hint == 'pip install "modelscope[datasets]"'

@@ -1,0 +1,86 @@
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
+
+from dstrain.choices import DataFormat  # noqa: E402
+from dstrain.facts.datafile import check, samples  # noqa: E402
+from dstrain.train import demo  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("demo")
+    command = [sys.executable, "-m", "dstrain.train.demo", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return {"folder": folder, **json.loads(done.stdout)}
+
+
+def test_says_what_it_made_in_one_line(built: dict[str, Any]) -> None:
+    assert built["train_samples"] > 2000
+    assert built["eval_samples"] == demo.EVAL_SAMPLES
+    assert 0.5e6 < built["params"] < 4e6
+    assert 5 < built["unigram_entropy"] < math.log(built["vocab_size"])
+
+
+def test_data_pass_the_check(built: dict[str, Any]) -> None:
+    for part in ("train", "eval"):
+        found = check(built[part], DataFormat.AUTO)
+        assert (found.format, found.rows_checked) == (DataFormat.MESSAGES, built[f"{part}_samples"])
+
+
+def test_no_sample_is_there_twice(built: dict[str, Any]) -> None:
+    rows = [sample.row["messages"] for part in ("train", "eval") for sample in samples(built[part])]
+    for turn in (0, 1):
+        assert len({row[turn]["content"] for row in rows}) == len(rows)
+
+
+def test_model_and_tokenizer_load(built: dict[str, Any]) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(built["model"])
+    model = AutoModelForCausalLM.from_pretrained(built["model"])
+    assert model.num_parameters() == built["params"]
+    assert (tokenizer.pad_token, tokenizer.eos_token) == ("<|endoftext|>", "<|im_end|>")
+    assert model.config.pad_token_id == tokenizer.pad_token_id
+    text = "def f(x: int) -> None:\n    naïve \U0001f600"
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+
+
+def test_untrained_model_knows_nothing(built: dict[str, Any]) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(built["model"])
+    model = AutoModelForCausalLM.from_pretrained(built["model"])
+    turns = next(samples(built["eval"])).row["messages"]
+    ids = tokenizer.apply_chat_template(turns, return_tensors="pt")["input_ids"]
+    loss = model(ids, labels=ids).loss.item()
+    assert loss > built["unigram_entropy"]
+
+
+def test_same_python_gives_the_same_bytes(built: dict[str, Any], tmp_path: Path) -> None:
+    demo.build(tmp_path)
+    for path in sorted(path for path in tmp_path.rglob("*") if path.is_file()):
+        assert path.read_bytes() == (built["folder"] / path.relative_to(tmp_path)).read_bytes(), path.name
+
+
+def test_model_leaves_other_random_numbers_alone() -> None:
+    class Tokens:
+        pad_token_id, eos_token_id = 0, 2
+
+        def __len__(self) -> int:
+            return 64
+
+    torch.manual_seed(1)
+    expected = torch.rand(3)
+    torch.manual_seed(1)
+    demo.make_model(Tokens())
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_entropy_of_equally_frequent_tokens_is_the_log_of_their_number() -> None:
+    assert demo.unigram_entropy([{"labels": [-100, *range(8)]}]) == pytest.approx(math.log(8))

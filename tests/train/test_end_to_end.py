@@ -1,0 +1,295 @@
+"""The real launcher, DeepSpeed and Trainer on two CPU ranks: what a run leaves behind."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from dstrain.monitor.jsonl_sink import read_jsonl
+from dstrain.rundir import RunDir
+from tests.train.launching import (
+    SEVERAL,
+    codes,
+    end_group,
+    export,
+    launch,
+    lines,
+    losses,
+    make_run,
+    said,
+    start,
+    tensors,
+)
+
+RANKS = 2
+
+
+@pytest.fixture(scope="module")
+def runs(root: Path, demo: Path) -> Path:
+    """One short run for each thing to look at."""
+    folder = root / "several"
+    broken = root / "broken"
+    _put_nan(demo / "model", broken / "model")
+    evaluation = str(demo / "eval.jsonl")
+    offline = {"sinks": ["swanlab"], "mode": "offline", "name": "nice"}
+    half = make_run(folder / "half", demo, resume="auto", monitor=offline, save_steps=2, save_total_limit=1)
+    again = make_run(folder / "again", demo, resume="auto")
+    made = [
+        make_run(folder / "zero1", demo, zero={"stage": 1}, grad_accum=2, monitor={"sinks": ["tensorboard"]}),
+        make_run(folder / "zero2", demo, eval_data=evaluation, eval_steps=2, save_steps=1, save_total_limit=2),
+        make_run(folder / "zero3", demo, zero={"stage": 3}, eval_data=evaluation),
+        make_run(folder / "offload", demo, zero={"offload_optimizer": {"device": "cpu"}}),
+        make_run(folder / "lora2", demo, method="lora", lora={"dropout": 0.1}),
+        make_run(folder / "lora3", demo, zero={"stage": 3}, method="lora"),
+        make_run(folder / "kept", demo, zero={"stage": 3, "stage3_gather_16bit_weights_on_model_save": False}),
+        make_run(folder / "nan", demo, model=str(broken / "model")),
+        make_run(folder / "bad", demo, lr_scheduler_type="cosin"),
+        make_run(folder / "online", demo, monitor={"sinks": ["swanlab"], "mode": "online"}),
+    ]
+    (half / ".secrets").write_text("SWANLAB_API_KEY=do-not-tell\n")
+    (half / "checkpoint-9").mkdir()
+    (half / "checkpoint-9" / "latest").write_text("global_step9")
+    launch(root / "home", [SEVERAL, *map(str, made), str(half), str(again), str(again)])
+    return folder
+
+
+def _put_nan(model: Path, to: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(model, to)
+    state = load_file(to / "model.safetensors")
+    state["model.norm.weight"][0] = float("nan")
+    save_file(state, to / "model.safetensors", metadata={"format": "pt"})
+
+
+def _summary(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "summary.json").read_text())
+    return found
+
+
+# What one run leaves
+
+
+@pytest.mark.parametrize(
+    "name", ["zero1", "zero2", "zero3", "offload", "lora2", "lora3", "kept", "nan", "online", "half"]
+)
+def test_every_configuration_trains_to_its_end(runs: Path, name: str) -> None:
+    assert codes(runs / name) == [[0, 0]], said(runs / name)[-3000:]
+    assert _summary(runs / name)["steps"] == 3
+
+
+def test_zero_1_2_and_3_compute_the_same_losses(runs: Path) -> None:
+    two, three, offload = (list(losses(runs / name).values()) for name in ("zero2", "zero3", "offload"))
+    assert three == pytest.approx(two, rel=1e-3)
+    assert offload == pytest.approx(two, rel=1e-3)
+
+
+def test_the_final_model_loads_in_one_process_and_has_a_tokenizer(runs: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    for name in ("zero2", "zero3"):
+        model = AutoModelForCausalLM.from_pretrained(runs / name / "final")
+        assert not any(parameter.isnan().any() for parameter in model.parameters())
+        assert len(AutoTokenizer.from_pretrained(runs / name / "final")) > 100
+
+
+def test_the_final_adapters_of_zero_2_and_3_hold_every_matrix(runs: Path) -> None:
+    from safetensors.torch import load_file
+
+    two, three = (load_file(runs / name / "final" / "adapter_model.safetensors") for name in ("lora2", "lora3"))
+    assert two.keys() == three.keys()
+    assert len(two) == 4 * 7 * 2  # layers × linear layers × two matrices
+    assert {name: tuple(value.shape) for name, value in two.items()} == {k: tuple(v.shape) for k, v in three.items()}
+
+
+def test_a_checkpoint_is_marked_whole_and_old_ones_go(runs: Path) -> None:
+    checkpoints = RunDir(runs / "zero2").checkpoints()
+    assert [step for step, _ in checkpoints] == [2, 3]
+    record = json.loads((checkpoints[-1][1] / "complete.json").read_text())
+    assert record == {"step": 3, "world_size": 2, "zero_stage": 2}
+
+
+def test_evaluations_are_logged_with_their_step(runs: Path) -> None:
+    evaluated = {line["step"] for line in read_jsonl(runs / "zero2" / "metrics.jsonl") if "eval_loss" in line}
+    assert evaluated == {2, 3}
+    assert _summary(runs / "zero3")["eval_loss"] == pytest.approx(7.5, abs=0.5)
+
+
+def test_a_run_that_may_not_gather_says_how_to_get_the_model(runs: Path) -> None:
+    assert not (runs / "kept" / "final").exists()
+    assert "dstrain.train.export" in said(runs / "kept")
+    assert _summary(runs / "kept")["final"] is None
+
+
+def test_nothing_but_rank_0_talks(runs: Path) -> None:
+    assert "step 3/3, loss" in said(runs / "zero2")
+    assert "loss" not in said(runs / "zero2", rank=1)
+
+
+def test_a_wrong_job_is_said_once_without_a_traceback(runs: Path) -> None:
+    assert codes(runs / "bad") == [[3, 3]]
+    assert 'Did you mean "cosine"?' in said(runs / "bad")
+    assert "Traceback" not in said(runs / "bad") + said(runs / "bad", rank=1)
+    assert "cosin" not in said(runs / "bad", rank=1)
+
+
+def test_a_loss_that_is_not_a_number_is_null_with_its_name_and_alarms(runs: Path) -> None:
+    line = lines(runs / "nan")[0]
+    assert (line["loss"], line["loss_nonfinite"]) == (None, "nan")
+    assert "NaN" not in (runs / "nan" / "metrics.jsonl").read_text()
+    assert read_jsonl(runs / "nan" / "health.jsonl")[0]["rule"] == "nonfinite_loss"
+    assert said(runs / "nan").count("WARNING: loss is nan") == 1
+
+
+def test_a_resume_at_the_last_step_trains_no_further(runs: Path) -> None:
+    assert codes(runs / "again") == [[0, 0], [0, 0]]
+    assert list(losses(runs / "again")) == [1, 2, 3]
+    assert _summary(runs / "again")["steps"] == 3
+
+
+def test_a_half_written_checkpoint_is_skipped_and_named(runs: Path) -> None:
+    assert "checkpoint-9 was not written to its end and is skipped" in said(runs / "half")
+    assert "going on from" not in said(runs / "half")
+    assert (runs / "half" / "checkpoint-9").exists()
+
+
+# Model states
+
+
+def _kept_gradients(shapes: dict[str, int], rank: int) -> int:
+    """Returns the elements of every gradient that touches a rank's half of a parameter group; it is kept whole."""
+    kept = 0
+    for is_norm in (False, True):
+        group = [numel for name, numel in shapes.items() if ("norm" in name) == is_norm]
+        low, high, offset = rank * sum(group) / RANKS, (rank + 1) * sum(group) / RANKS, 0
+        for numel in group:
+            if offset < high and offset + numel > low:
+                kept += numel
+            offset += numel
+    return kept
+
+
+def _shapes(demo: Path) -> dict[str, int]:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(demo / "model"))
+    return {name: parameter.numel() for name, parameter in model.named_parameters()}
+
+
+def _states(folder: Path) -> list[dict[str, int]]:
+    found: list[dict[str, int]] = json.loads((folder / "states.json").read_text())["ranks"]
+    return found
+
+
+@pytest.mark.parametrize("name", ["zero1", "zero2"])
+def test_model_states_of_zero_1_and_2_are_those_of_the_formula(runs: Path, demo: Path, name: str) -> None:
+    shapes = _shapes(demo)
+    params = sum(shapes.values())
+    for rank, states in enumerate(_states(runs / name)):
+        assert states["params"] == pytest.approx(2 * params, rel=5e-3)
+        assert states["optimizer"] == pytest.approx(12 * params / RANKS, rel=5e-3)
+        assert states["grads"] == pytest.approx(2 * _kept_gradients(shapes, rank), rel=5e-3)
+        total = states["params"] + states["optimizer"] + states["grads"]
+        assert total == pytest.approx(2 * params + 14 * params / RANKS, rel=1e-2)
+        assert states["host"] == 0
+
+
+def test_model_states_of_zero_3_are_16_bytes_for_each_parameter_over_the_ranks(runs: Path, demo: Path) -> None:
+    params = sum(_shapes(demo).values())
+    for states in _states(runs / "zero3"):
+        assert states["params"] + states["optimizer"] + states["grads"] == pytest.approx(16 * params / RANKS, rel=5e-3)
+        assert states["trainable"] == params
+
+
+def test_an_offloaded_optimizer_is_counted_as_host_memory(runs: Path, demo: Path) -> None:
+    params = sum(_shapes(demo).values())
+    for states in _states(runs / "offload"):
+        assert states["optimizer"] == 0
+        assert states["host"] == pytest.approx(16 * params / RANKS, rel=5e-3)  # with fp32 gradients
+
+
+def test_an_adapter_has_gradients_and_optimizer_states_only_for_itself(runs: Path) -> None:
+    for states in _states(runs / "lora2"):
+        assert states["params"] == 2 * (states["trainable"] + states["frozen"])
+        assert states["optimizer"] == pytest.approx(12 * states["trainable"] / RANKS, rel=5e-3)
+
+
+# SwanLab
+
+
+def test_two_ranks_make_one_swanlab_run_in_the_run_directory(runs: Path) -> None:
+    assert len(list((runs / "half" / "swanlog").glob("run-*/*.swanlab"))) == 1
+    assert _summary(runs / "half")["swanlab_mode"] == "offline"
+    assert not any(runs.parent.glob("home/swanlog"))
+
+
+def test_no_secret_reaches_swanlabs_files(runs: Path) -> None:
+    for file in (runs / "half").rglob("*"):
+        if file.is_file() and file.name != ".secrets":
+            assert b"do-not-tell" not in file.read_bytes(), file
+
+
+def test_a_swanlab_that_cannot_start_online_goes_on_offline(runs: Path) -> None:
+    assert said(runs / "online").count("SwanLab: online did not start") == 1
+    assert _summary(runs / "online")["swanlab_mode"] == "offline"
+
+
+def test_sigterm_while_blocked_in_a_collective_keeps_swanlabs_data(root: Path, demo: Path) -> None:
+    """Rank 1 stands still, so rank 0 waits in a collective; it must leave within 5 s, with its curves on disk."""
+    folder = make_run(root / "terminated", demo, max_steps=100_000, monitor={"sinks": ["swanlab"], "mode": "offline"})
+    process = start(root / "home", ["--module", "dstrain.train", str(folder)])
+    try:
+        _wait_for_steps(folder, 3)
+        ranks = _rank_processes(process)
+        ranks[1].send_signal(signal.SIGSTOP)
+        time.sleep(1.5)
+        began = time.monotonic()
+        ranks[0].send_signal(signal.SIGTERM)
+        psutil.wait_procs([ranks[0]], timeout=10)
+        took_s = time.monotonic() - began
+        ranks[1].send_signal(signal.SIGCONT)
+        output, _ = process.communicate(timeout=60)
+    finally:
+        end_group(process)
+    assert took_s < 5
+    assert process.returncode == 143, output[-2000:]
+    (file,) = (folder / "swanlog").glob("run-*/*.swanlab")
+    assert b"train/loss" in file.read_bytes()
+
+
+def _wait_for_steps(folder: Path, steps: int) -> None:
+    deadline = time.monotonic() + 100
+    while len(read_jsonl(folder / "metrics.jsonl")) < steps:
+        assert time.monotonic() < deadline, "no steps were logged"
+        time.sleep(0.1)
+
+
+def _rank_processes(process: subprocess.Popen[str]) -> dict[int, psutil.Process]:
+    found = {}
+    for child in psutil.Process(process.pid).children(recursive=True):
+        is_rank = "dstrain.train" in child.cmdline() and "deepspeed.launcher.launch" not in child.cmdline()
+        if is_rank and "RANK" in child.environ():
+            found[int(child.environ()["RANK"])] = child
+    return found
+
+
+# Export
+
+
+def test_an_exported_adapter_is_merged_into_its_base(runs: Path, root: Path, demo: Path) -> None:
+    out = root / "merged"
+    made = export(str(runs / "lora3"), str(out), "--dtype", "fp32", home=root)
+    assert made.returncode == 0, made.stderr
+    merged, base = tensors(out), tensors(demo / "model")
+    assert merged.keys() == base.keys()
+    assert not merged["model.layers.0.mlp.up_proj.weight"].equal(base["model.layers.0.mlp.up_proj.weight"])

@@ -1,0 +1,96 @@
+"""The model of a job, in one process without DeepSpeed."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+from dstrain.choices import Hub, Method
+from dstrain.errors import EnvironmentProblem, InvalidConfig
+from dstrain.job import Job, Lora
+from dstrain.train import model as models
+from dstrain.train.model import load_model, load_tokenizer, source_of
+
+# of PEFT, which calls Transformers by a name that will change
+pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
+
+TEXT = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "vocab_size": 64,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]},
+}
+VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 32}
+
+
+@pytest.fixture(scope="module")
+def vision_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("vision")
+    tokens = {"image_token_id": 5, "video_token_id": 6, "vision_start_token_id": 7, "vision_end_token_id": 8}
+    config = Qwen2_5_VLConfig(text_config=TEXT, vision_config=VISION | {"fullatt_block_indexes": [0]}, **tokens)
+    Qwen2_5_VLForConditionalGeneration(config).save_pretrained(folder)
+    return folder
+
+
+def job(model: Path | str, **fields: Any) -> Job:
+    return Job(model=str(model), output_dir="o", **fields)
+
+
+def trained(model: Any) -> list[str]:
+    return [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+
+
+def test_the_vision_tower_is_frozen_and_the_rest_is_trained(vision_model: Path) -> None:
+    model = load_model(job(vision_model), str(vision_model), {})
+    assert any("visual" in name for name, _ in model.named_parameters())
+    assert not any("visual" in name for name in trained(model))
+    assert any("mlp.down_proj" in name for name in trained(model))
+    assert model.dtype == torch.bfloat16
+    assert model.config.use_cache is False
+
+
+def test_the_vision_tower_gets_no_adapter(vision_model: Path) -> None:
+    model = load_model(job(vision_model, method=Method.LORA), str(vision_model), {})
+    assert len(trained(model)) == 7 * 2
+    assert not any("visual" in name for name in trained(model))
+
+
+def test_a_target_that_is_no_module_is_a_fault_of_the_job(vision_model: Path) -> None:
+    wrong = job(vision_model, method=Method.LORA, lora=Lora(targets=("q_prj",)))
+    with pytest.raises(InvalidConfig, match='lora: targets is "q_prj": No modules'):
+        load_model(wrong, str(vision_model), {})
+
+
+def test_a_folder_without_a_model_names_it(tmp_path: Path) -> None:
+    with pytest.raises(InvalidConfig, match=f'model: the model of "{tmp_path}" cannot be loaded'):
+        load_model(job(tmp_path), str(tmp_path), {})
+
+
+def test_a_folder_without_a_tokenizer_names_it(vision_model: Path, tmp_path: Path) -> None:
+    shutil.copy(vision_model / "config.json", tmp_path)
+    with pytest.raises(InvalidConfig, match="has no tokenizer"):
+        load_tokenizer(job(tmp_path), str(tmp_path))
+
+
+def test_a_missing_package_is_named_with_how_to_install_it(vision_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def find(name: str) -> object:
+        return None if name in {"bitsandbytes", "modelscope"} else importlib.util.find_spec(name)
+
+    monkeypatch.setattr(models, "find_spec", find)
+    with pytest.raises(EnvironmentProblem, match="bitsandbytes"):
+        load_model(job(vision_model, method=Method.QLORA), str(vision_model), {})
+    with pytest.raises(EnvironmentProblem, match="ModelScope"):
+        source_of(job("Qwen/Qwen3-0.6B", hub=Hub.MODELSCOPE))
+
+
+def test_a_local_folder_needs_no_hub(vision_model: Path) -> None:
+    assert source_of(job(vision_model, hub=Hub.MODELSCOPE)) == str(vision_model)

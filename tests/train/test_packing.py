@@ -1,0 +1,148 @@
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+torch = pytest.importorskip("torch")
+
+from dstrain.choices import Attention  # noqa: E402
+from dstrain.train import demo  # noqa: E402
+from dstrain.train.collate import Collator  # noqa: E402
+from dstrain.train.packing import PackedRows, best_fit  # noqa: E402
+
+
+@given(lengths=st.lists(st.integers(1, 64)), seed=st.integers(0, 9))
+def test_every_sample_is_in_one_row_and_no_row_overflows(lengths: list[int], seed: int) -> None:
+    rows = best_fit(lengths, 64, seed=seed)
+    assert sorted(sample for row in rows for sample in row) == list(range(len(lengths)))
+    assert all(0 < sum(lengths[sample] for sample in row) <= 64 for row in rows)
+
+
+@given(lengths=st.lists(st.integers(1, 64), min_size=1))
+def test_rows_stay_near_the_fewest_possible(lengths: list[int]) -> None:
+    fewest = math.ceil(sum(lengths) / 64)
+    large = sum(length > 32 for length in lengths)
+    # at most one row of best fit is half empty
+    assert len(best_fit(lengths, 64, seed=0)) <= max(2 * fewest, large)
+
+
+def test_same_seed_gives_same_rows_and_another_seed_others() -> None:
+    lengths = [7, 9, 11, 13] * 20
+    assert best_fit(lengths, 32, seed=1) == best_fit(lengths, 32, seed=1)
+    assert best_fit(lengths, 32, seed=1) != best_fit(lengths, 32, seed=2)
+
+
+@pytest.mark.parametrize("length", [0, 33])
+def test_sample_that_cannot_be_in_a_row_is_refused(length: int) -> None:
+    with pytest.raises(ValueError, match="sample 1 has"):
+        best_fit([5, length], 32, seed=0)
+
+
+def test_rows_of_real_lengths_are_full() -> None:
+    lengths = [len(question + answer) // 4 for question, answer in demo.pairs_of_standard_library()]
+    rows = best_fit(lengths, 512, seed=0)
+    assert sum(lengths) / (512 * len(rows)) > 0.98
+
+
+def packed(samples: list[list[int]], rows: list[list[int]]) -> PackedRows:
+    class Samples:
+        def __getitem__(self, index: list[int]) -> dict[str, list[list[int]]]:
+            return {key: [samples[number] for number in index] for key in ("input_ids", "labels")}
+
+    return PackedRows(samples=Samples(), rows=rows)
+
+
+def test_positions_restart_and_first_tokens_are_no_targets() -> None:
+    row = packed([[1, 2, 3], [4, 5]], [[1, 0]])[0]
+    assert row == {
+        "input_ids": [4, 5, 1, 2, 3],
+        "labels": [-100, 5, -100, 2, 3],
+        "position_ids": [0, 1, 0, 1, 2],
+    }
+
+
+def test_packed_batch_has_no_attention_mask_and_padding_is_a_sample_of_its_own() -> None:
+    rows = packed([[1, 2, 3], [4, 5], [6]], [[0, 1], [2]])
+    batch = Collator(pad_token_id=9, packing=True, attn=Attention.SDPA)([rows[0], rows[1]])
+    assert set(batch) == {"input_ids", "labels", "position_ids", "use_cache"}
+    assert batch["use_cache"] is False
+    assert batch["input_ids"].tolist() == [[1, 2, 3, 4, 5, 9, 9, 9], [6, 9, 9, 9, 9, 9, 9, 9]]
+    assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1, 0, 1, 2], [0, 0, 1, 2, 3, 4, 5, 6]]
+    assert batch["labels"][:, 5:].eq(-100).all()
+
+
+def test_flash_attention_is_told_where_samples_begin() -> None:
+    rows = packed([[1, 2, 3], [4, 5], [6]], [[0, 1], [2]])
+    batch = Collator(pad_token_id=9, packing=True, attn=Attention.FLASH_ATTENTION_2)([rows[0], rows[1]])
+    assert batch["cu_seq_lens_q"].dtype == torch.int32
+    assert batch["cu_seq_lens_q"].tolist() == [0, 3, 5, 8, 9, 16]
+    assert batch["cu_seq_lens_k"].tolist() == [0, 3, 5, 8, 9, 16]
+    assert (batch["max_length_q"], batch["max_length_k"]) == (7, 7)
+    assert type(batch["max_length_q"]) is int
+
+
+def test_borders_are_those_that_transformers_finds_in_one_row() -> None:
+    from transformers.modeling_flash_attention_utils import prepare_fa_kwargs_from_position_ids
+
+    rows = packed([[1, 2, 3], [4, 5], [6]], [[0, 1, 2]])
+    batch = Collator(pad_token_id=9, packing=True, attn=Attention.FLASH_ATTENTION_2)([rows[0]])
+    (expected, _), (longest, _) = prepare_fa_kwargs_from_position_ids(batch["position_ids"])
+    assert batch["cu_seq_lens_q"].tolist() == expected.tolist()
+    assert batch["max_length_q"] == longest
+
+
+def test_samples_are_padded_with_a_mask() -> None:
+    samples = [{"input_ids": [1, 2, 3], "labels": [-100, 2, 3]}, {"input_ids": [4], "labels": [4], "length": 1}]
+    batch = Collator(pad_token_id=9, packing=False, attn=Attention.SDPA, pad_to_multiple_of=4)(samples)
+    assert {key: value.tolist() for key, value in batch.items()} == {
+        "input_ids": [[1, 2, 3, 9], [4, 9, 9, 9]],
+        "labels": [[-100, 2, 3, -100], [4, -100, -100, -100]],
+        "attention_mask": [[1, 1, 1, 0], [1, 0, 0, 0]],
+    }
+
+
+class Tokens:
+    """Stands for a tokenizer where only the ids matter."""
+
+    pad_token_id = 0
+    eos_token_id = 2
+
+    def __len__(self) -> int:
+        return 512
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("attn", ["sdpa", "eager"])
+def test_samples_of_a_row_do_not_see_each_other(attn: str, training: bool, checkpointing: bool) -> None:
+    model = demo.make_model(Tokens())
+    model.set_attn_implementation(attn)
+    model.train(training)
+    if checkpointing:
+        model.activation_checkpointing_enable()
+    collate = Collator(pad_token_id=0, packing=True, attn=Attention(attn))
+    generator = torch.Generator().manual_seed(0)
+    before, after, kept, other = (torch.randint(3, 512, (n,), generator=generator).tolist() for n in (37, 21, 50, 45))
+
+    def logits_of_kept(first: list[int], last: list[int]) -> "torch.Tensor":
+        rows = packed([first, kept, last, other], [[0, 1, 2], [3]])
+        out = model(**collate([rows[0], rows[1]])).logits
+        return out[0, len(first) : len(first) + len(kept)]
+
+    reference = logits_of_kept(before, after)
+    changed = logits_of_kept([token ^ 1 for token in before], [token ^ 1 for token in after])
+    assert torch.equal(reference, changed)
+    alone = model(input_ids=torch.tensor([kept]), use_cache=False).logits[0]
+    torch.testing.assert_close(reference, alone, atol=1e-5, rtol=1e-4)
+
+
+def test_a_mask_of_ones_would_let_samples_see_each_other() -> None:
+    """Why packed batches have no attention mask: with one, Transformers does not look at the positions."""
+    model = demo.make_model(Tokens()).eval()
+    collate = Collator(pad_token_id=0, packing=True, attn=Attention.SDPA)
+    outputs = []
+    for first in ([3] * 8, [4] * 8):
+        batch = collate([packed([first, [5] * 8], [[0, 1]])[0]])
+        outputs.append(model(**batch, attention_mask=torch.ones_like(batch["input_ids"])).logits[0, 8:])
+    assert not torch.equal(*outputs)

@@ -1,0 +1,93 @@
+"""Killed and resumed, on the real launcher and two CPU ranks: as if nothing had happened, to the last bit."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dstrain.monitor.jsonl_sink import read_jsonl
+from tests.train.launching import SEVERAL, codes, copy_half, export, launch, lines, losses, make_run, tensors
+
+EXACT = ["zero2", "zero2_packed", "zero3", "zero3_packed", "zero3_lora"]
+
+
+@pytest.fixture(scope="module")
+def exact(root: Path, demo: Path) -> Path:
+    """For each configuration a run that nothing disturbs, and one that is killed and goes on."""
+    folder, actions = root / "exact", []
+    for name in EXACT:
+        packs = name.endswith("packed")
+        job: dict[str, Any] = {
+            "max_steps": 8,
+            "save_steps": 3,
+            "resume": "auto",
+            "packing": packs,
+            "micro_batch": 1 if packs else 2,
+            "data": str(demo / ("some.jsonl" if packs else "few.jsonl")),  # 5 steps are an epoch
+            "seq_len": 256 if packs else 64,
+        }
+        if name.endswith("lora"):
+            job |= {"method": "lora", "lora": {"dropout": 0.2}}
+        zero = {"stage": int(name[4])}
+        actions.append(str(make_run(folder / f"{name}-whole", demo, zero=zero, **job)))
+        cut = make_run(folder / f"{name}-cut", demo, zero=zero, **job)
+        actions += [f"{cut}@kill={5 if packs else 7}", str(cut)]
+    launch(root / "home", [SEVERAL, *actions])
+    return folder
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_every_loss_after_a_kill_and_a_resume_is_that_of_the_undisturbed_run(exact: Path, name: str) -> None:
+    whole, cut = exact / f"{name}-whole", exact / f"{name}-cut"
+    assert codes(whole) == [[0, 0]]
+    assert codes(cut)[0][0] == -signal.SIGKILL
+    assert codes(cut)[1] == [0, 0]
+    assert list(losses(whole)) == list(range(1, 9))
+    assert losses(cut) == losses(whole)
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_a_resumed_run_says_in_the_metrics_where_it_went_on(exact: Path, name: str) -> None:
+    events = [line for line in read_jsonl(exact / f"{name}-cut" / "metrics.jsonl") if "event" in line]
+    assert [event["event"] for event in events] == ["resume"]
+    assert events[0]["from_step"] in {3, 6}
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_the_final_models_of_a_resumed_and_an_undisturbed_run_are_equal(exact: Path, name: str) -> None:
+    whole, cut = tensors(exact / f"{name}-whole" / "final"), tensors(exact / f"{name}-cut" / "final")
+    assert whole.keys() == cut.keys()
+    assert all(whole[key].equal(cut[key]) for key in whole)
+
+
+def test_tokens_seen_go_on_counting_after_a_resume(exact: Path) -> None:
+    assert lines(exact / "zero2-cut")[-1]["tokens_seen"] == lines(exact / "zero2-whole")[-1]["tokens_seen"]
+
+
+def test_packed_rows_count_padding_apart_from_tokens(exact: Path) -> None:
+    line = lines(exact / "zero2_packed-whole")[0]
+    assert 0 < line["padding_share"] < 0.5
+    rows = line["tokens"] / (1 - line["padding_share"])
+    assert rows % 8 == pytest.approx(0, abs=1e-6)
+    assert rows <= 512
+
+
+def test_an_exported_zero_3_checkpoint_is_the_trained_model(exact: Path, root: Path) -> None:
+    out = root / "exported"
+    made = export(str(exact / "zero3-whole" / "checkpoint-8"), str(out), home=root)
+    assert made.returncode == 0, made.stderr
+    exported, final = tensors(out), tensors(exact / "zero3-whole" / "final")
+    assert exported.keys() == final.keys()
+    assert all(exported[key].equal(final[key]) for key in final)
+    assert (out / "tokenizer.json").exists()
+
+
+def test_a_half_written_checkpoint_is_not_exported(exact: Path, root: Path) -> None:
+    copy_half(exact / "zero2-whole" / "checkpoint-8", root / "checkpoint-8")
+    made = export(str(root / "checkpoint-8"), str(root / "nothing"), home=root)
+    assert made.returncode == 3
+    assert "was not written to its end" in made.stderr
+    assert not (root / "nothing").exists()
