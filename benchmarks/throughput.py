@@ -102,42 +102,49 @@ def micro_batches(dataset: Any, size: int, *, rank: int, ranks: int) -> Iterator
         yield [dataset[index] for index in members[rank::ranks]]
 
 
-def train(rank: int, mode: str, options: Options, folder: Path) -> None:
-    """Runs one rank; rank 0 writes what was measured to `<mode>.json`."""
+def train(rank: int, options: Options, folder: Path) -> None:
+    """Runs one rank; rank 0 writes what was measured to `measured.json`."""
     torch.set_num_threads(1)
-    distributed.init_process_group("gloo", f"file://{folder}/{mode}.store", rank=rank, world_size=options.ranks)
-    line = run_steps(rank, mode, options, folder)
+    distributed.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=options.ranks)
+    lines = run_steps(rank, options, folder)
     if rank == 0:
-        (folder / f"{mode}.json").write_text(json.dumps(asdict(line)), encoding="utf-8")
+        (folder / "measured.json").write_text(json.dumps([asdict(line) for line in lines]), encoding="utf-8")
     distributed.destroy_process_group()
 
 
-def run_steps(rank: int, mode: str, options: Options, folder: Path) -> Measured:
-    """Returns what the timed steps of all ranks came to."""
+def run_steps(rank: int, options: Options, folder: Path) -> list[Measured]:
+    """Returns a line for every mode. Modes take turns, step by step: what else the machine does slows all alike."""
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     model = demo.make_model(tokenizer, hidden_size=options.hidden_size, num_hidden_layers=options.layers)
     parallel = DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    dataset, collate = rows_of(mode, options, folder, tokenizer)
-    size = options.samples if mode == "padded" else options.rows
-    batches = micro_batches(dataset, size, rank=rank, ranks=options.ranks)
-    counts = torch.zeros(2)
+    sources = {}
+    for mode in MODES:
+        dataset, collate = rows_of(mode, options, folder, tokenizer)
+        size = options.samples if mode == "padded" else options.rows
+        sources[mode] = micro_batches(dataset, size, rank=rank, ranks=options.ranks), collate
+    totals = {mode: torch.zeros(3, dtype=torch.float64) for mode in MODES}
     for step in range(WARMUP_STEPS + options.steps):
-        if step == WARMUP_STEPS:
+        for mode, (batches, collate) in sources.items():
             distributed.barrier()
-            counts.zero_()
             started = time.perf_counter()
-        rows = next(batches)
-        batch = collate(rows)
-        counts += torch.tensor([sum(len(row["input_ids"]) for row in rows), batch["input_ids"].numel()])
-        parallel(**batch | {"use_cache": False}).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    distributed.barrier()
-    seconds = time.perf_counter() - started
-    distributed.all_reduce(counts)
-    tokens, positions = counts.tolist()
-    return Measured(mode=mode, tokens_per_s=tokens / seconds, step_s=seconds / options.steps, filled=tokens / positions)
+            rows = next(batches)
+            batch = collate(rows)
+            parallel(**batch | {"use_cache": False}).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            distributed.barrier()
+            seconds = time.perf_counter() - started
+            if step >= WARMUP_STEPS:
+                tokens = sum(len(row["input_ids"]) for row in rows)
+                totals[mode] += torch.tensor([tokens, batch["input_ids"].numel(), seconds / options.ranks])
+    for total in totals.values():
+        distributed.all_reduce(total)
+    return [_line(mode, *total.tolist(), steps=options.steps) for mode, total in totals.items()]
+
+
+def _line(mode: str, tokens: float, positions: float, seconds: float, *, steps: int) -> Measured:
+    return Measured(mode=mode, tokens_per_s=tokens / seconds, step_s=seconds / steps, filled=tokens / positions)
 
 
 def measure(options: Options) -> tuple[int, list[Measured]]:
@@ -147,11 +154,9 @@ def measure(options: Options) -> tuple[int, list[Measured]]:
         demo.build(folder)
         tokenizer = AutoTokenizer.from_pretrained(folder / "model")
         model = demo.make_model(tokenizer, hidden_size=options.hidden_size, num_hidden_layers=options.layers)
-        lines = []
-        for mode in MODES:
-            spawn(train, (mode, options, folder), nprocs=options.ranks)  # type: ignore[no-untyped-call]
-            lines.append(Measured(**json.loads((folder / f"{mode}.json").read_text(encoding="utf-8"))))
-        return model.num_parameters(), lines
+        spawn(train, (options, folder), nprocs=options.ranks)  # type: ignore[no-untyped-call]
+        lines = json.loads((folder / "measured.json").read_text(encoding="utf-8"))
+        return model.num_parameters(), [Measured(**line) for line in lines]
 
 
 def main() -> None:

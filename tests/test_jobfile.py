@@ -32,7 +32,9 @@ def test_an_override_reaches_inside(tmp_path: Path) -> None:
 
 
 def test_a_typo_is_named_with_its_line_and_the_nearest_key(tmp_path: Path) -> None:
-    with pytest.raises(InvalidConfig, match=r'job\.yaml:3:1: unknown key "learning_rat"; did you mean "learning_rate"\?'):
+    with pytest.raises(
+        InvalidConfig, match=r'job\.yaml:3:1: unknown key "learning_rat"; did you mean "learning_rate"\?'
+    ):
         read_job(write(tmp_path, JOB + "learning_rat: 1e-5\n"))
 
 

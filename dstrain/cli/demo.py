@@ -59,7 +59,7 @@ def command(folder: Path, zero_stage: int, offload: Offload | None, hostfile: Pa
         where += ["--gpu", "cpu"]
     choice = ["--zero-stage", str(zero_stage), *(["--offload", offload.value] if offload else [])]
     data = ["--data", "train.jsonl", "--eval-data", "eval.jsonl", "--output-dir", output]
-    sizes = ["--seq-len", "256", "--global-batch", str(32 * (gpus or RANKS)), "--packing"]
+    sizes = ["--seq-len", "256", "--global-batch", str(8 * (gpus or RANKS)), "--packing"]
     _type(["gen-config", "--model", "./model", *where, *choice, *sizes, *data], folder)
     _type(["run", *(word for key, value in SETTINGS.items() for word in ("--set", f"{key}={value}"))], folder)
     _tell(made, RunDir(folder / output), folder, as_json=as_json)

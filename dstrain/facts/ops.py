@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -55,6 +56,20 @@ def missing_ops(ops: Sequence[str], environment: Mapping[str, str]) -> list[str]
 
 
 def stale_locks(ops: Sequence[str], environment: Mapping[str, str]) -> list[Path]:
-    """Returns locks of unfinished builds: a killed one leaves its lock, and the next run waits for it for ever."""
-    found = [folder / op / "lock" for folder in extension_folders(environment) for op in ops]
-    return [lock for lock in found if lock.exists()]
+    """Returns locks that killed builds left behind; the next run would wait for them for ever.
+
+    A build that is alive keeps its lock open. Source: torch 2.13 utils/file_baton.py.
+    """
+    locks = [folder / op / "lock" for folder in extension_folders(environment) for op in ops]
+    present = [lock for lock in locks if lock.exists()]
+    held = _open_files() if present else frozenset()
+    return [lock for lock in present if str(lock.resolve()) not in held]
+
+
+def _open_files() -> frozenset[str]:
+    """Returns the files that processes of this machine have open, as far as this user may see."""
+    found = set()
+    for link in Path("/proc").glob("[0-9]*/fd/*"):
+        with suppress(OSError):
+            found.add(str(link.readlink()))
+    return frozenset(found)

@@ -20,8 +20,8 @@ def refuse_stale_locks(ops: Sequence[str], environment: Mapping[str, str]) -> No
     """Raises EnvironmentProblem when an earlier build was killed: PyTorch would wait for its lock for ever."""
     for lock in stale_locks(ops, environment):
         raise EnvironmentProblem(
-            f"{lock}: an extension is being built, or its build was killed; the ranks would wait for it for ever",
-            hint=f"If no other run is building: rm {lock}",
+            f"{lock}: left behind by a build that was killed; the ranks would wait for it for ever",
+            hint=f"If no run on another machine that shares this folder is building: rm {lock}",
         )
 
 

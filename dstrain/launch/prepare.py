@@ -80,6 +80,8 @@ def prepare(file: JobFile, environment: Mapping[str, str]) -> Prepared:
     config, notes = for_trainer(document.value, job)
     model, unknown = _model(job)
     cluster = _cluster(hosts, on_cpu=on_cpu)
+    if not is_local and "CUDA_VISIBLE_DEVICES" in environment:
+        notes.append("CUDA_VISIBLE_DEVICES is not used on several nodes: the slots of the hostfile count from GPU 0")
     needs = estimate(model, cluster, _request(job), config) if model else None
     return Prepared(
         job=job,

@@ -56,10 +56,10 @@ def read_secrets(path: Path) -> dict[str, str]:
 
 def announce_builds(rank: Rank, ds_config: Mapping[str, Any], environment: Mapping[str, str], *, on_gpu: bool) -> None:
     """Says which extensions DeepSpeed is about to build, and names a lock that a killed build left behind."""
-    missing = missing_ops(needed_ops(ds_config, on_gpu=on_gpu), environment)
-    for op in missing:
+    needed = needed_ops(ds_config, on_gpu=on_gpu)
+    for op in missing_ops(needed, environment):
         rank.say(f"building {OPS[op]}, about a minute, once")
-    for lock in stale_locks(missing, environment):
+    for lock in stale_locks(needed, environment):  # loading takes the lock too, so a built extension can be stuck
         rank.say(f"{lock} stands: if no other run is building, remove it, or this waits for ever")
 
 

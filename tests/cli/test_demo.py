@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from dstrain.monitor.jsonl_sink import read_jsonl
 
 Type = Callable[..., Any]

@@ -102,7 +102,9 @@ def test_data_is_named_relative_to_the_job(dstrain: Type, tmp_path: Path) -> Non
 def test_the_template_of_a_folder_is_used(dstrain: Type, tmp_path: Path) -> None:
     dstrain("templates", "eject", "zero3.json.j2", "--dir", "mine")
     template = tmp_path / "mine" / "zero3.json.j2"
-    template.write_text(template.read_text().replace('"zero_optimization"', '"dump_state": true,\n  "zero_optimization"'))
+    template.write_text(
+        template.read_text().replace('"zero_optimization"', '"dump_state": true,\n  "zero_optimization"')
+    )
     assert json.loads(dstrain(*PLAN, "--template-dir", "mine", "-n").stdout)["dump_state"] is True
 
 
