@@ -28,7 +28,7 @@ from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoTokenizer
 
-from dstrain.choices import Attention
+from dstrain.choices import Attention, Precision
 from dstrain.job import Job
 from dstrain.train import demo
 from dstrain.train.collate import Collator
@@ -56,6 +56,8 @@ class Options:
     """Width of the model."""
     layers: int
     """Layers of the model."""
+    precision: Precision
+    """Dtype of the weights and of all arithmetic."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +118,7 @@ def run_steps(rank: int, options: Options, folder: Path) -> list[Measured]:
     """Returns a line for every mode. Modes take turns, step by step: what else the machine does slows all alike."""
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     model = demo.make_model(tokenizer, hidden_size=options.hidden_size, num_hidden_layers=options.layers)
+    model = model.to(torch.bfloat16 if options.precision is Precision.BF16 else torch.float32)
     parallel = DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     sources = {}
@@ -165,13 +168,14 @@ def main() -> None:
     defaults = {"ranks": 2, "steps": 30, "seq_len": 512, "samples": 8, "rows": 2, "hidden_size": 256, "layers": 7}
     for name, value in defaults.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value, help=f"(default: {value})")
+    parser.add_argument("--precision", type=Precision, default=Precision.FP32, help="bf16 or fp32 (default: fp32)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what was measured to FILE")
     given = vars(parser.parse_args())
     target = given.pop("json")
     options = Options(**given)
     os.environ["OMP_NUM_THREADS"] = "1"
     params, lines = measure(options)
-    print(f"{params / 1e6:.1f} M parameters, {options.ranks} CPU ranks, fp32, {options.steps} steps")
+    print(f"{params / 1e6:.1f} M parameters, {options.ranks} CPU ranks, {options.precision}, {options.steps} steps")
     print(f"{'':8}{'tokens/s':>10}{'step s':>9}{'filled':>8}{'of bound':>10}")
     for line in lines:
         share = line.tokens_per_s / lines[-1].tokens_per_s

@@ -39,6 +39,7 @@ def states(counts: Trained, configuration: Configuration, num_ranks: int) -> Sta
     """Returns the model states of one rank, with P trainable and F frozen parameters of s bytes over N ranks.
 
     ZeRO-0: sP + sP + 12P. ZeRO-1 and 2: sP + sP/N + 12P/N when the optimizer steps. ZeRO-3: (s + s + 12)P/N.
+    Under ZeRO-1 and 2 a gradient that lies across two partitions is whole on both ranks; the largest share is returned.
     Frozen parameters cost sF, sF/N under ZeRO-3. An optimizer on the CPU takes gradients and optimizer states there:
     18P/N in host RAM (master 4, gradient 4, moments 8, staging 2); parameters on the CPU another sP/N.
     Source: ZeRO (arXiv 1910.02054), table 1; the engine's own tensors on 2 CPU ranks are compared with it in the tests.
@@ -56,7 +57,8 @@ def states(counts: Trained, configuration: Configuration, num_ranks: int) -> Sta
     partition = counts.trainable / (num_ranks if stage else 1)
     if offload is Offload.NONE:
         optimizer = round(OPTIMIZER_BYTES_PER_PARAM * partition)
-        return States(params=held, grads=round(s * partition), optimizer=optimizer)
+        kept = max(counts.gradient_shares(num_ranks)) if stage in (1, 2) else partition
+        return States(params=held, grads=round(s * kept), optimizer=optimizer)
     if offload is Offload.NVME:
         # master and both moments of every sub-group, and the parameters, live in files; gradients pass through the host
         return States(params=0, grads=0, optimizer=0, host=round(4 * partition), nvme=round(12 * partition) + held)

@@ -7,13 +7,20 @@ import shutil
 import signal
 import subprocess
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
+from dstrain.choices import Method
+from dstrain.facts.probe import read_model
+from dstrain.job import Lora
 from dstrain.monitor.jsonl_sink import read_jsonl
+from dstrain.plan.configuration import DEFAULTS
+from dstrain.plan.params import trained
+from dstrain.plan.zero import states as plan_states
 from dstrain.rundir import RunDir
 from tests.train.launching import (
     SEVERAL,
@@ -164,19 +171,6 @@ def test_a_half_written_checkpoint_is_skipped_and_named(runs: Path) -> None:
 # Model states
 
 
-def _kept_gradients(shapes: dict[str, int], rank: int) -> int:
-    """Returns the elements of every gradient that touches a rank's half of a parameter group; it is kept whole."""
-    kept = 0
-    for is_norm in (False, True):
-        group = [numel for name, numel in shapes.items() if ("norm" in name) == is_norm]
-        low, high, offset = rank * sum(group) / RANKS, (rank + 1) * sum(group) / RANKS, 0
-        for numel in group:
-            if offset < high and offset + numel > low:
-                kept += numel
-            offset += numel
-    return kept
-
-
 def _shapes(demo: Path) -> dict[str, int]:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -192,16 +186,22 @@ def _states(folder: Path) -> list[dict[str, int]]:
 
 
 @pytest.mark.parametrize("name", ["zero1", "zero2"])
-def test_model_states_of_zero_1_and_2_are_those_of_the_formula(runs: Path, demo: Path, name: str) -> None:
-    shapes = _shapes(demo)
-    params = sum(shapes.values())
+def test_model_states_of_zero_1_and_2_are_the_plans_on_each_rank(runs: Path, demo: Path, name: str) -> None:
+    counts = trained(read_model(str(demo / "model")), Method.FULL, Lora())
+    params, kept = counts.trainable, counts.gradient_shares(RANKS)
     for rank, states in enumerate(_states(runs / name)):
         assert states["params"] == pytest.approx(2 * params, rel=5e-3)
         assert states["optimizer"] == pytest.approx(12 * params / RANKS, rel=5e-3)
-        assert states["grads"] == pytest.approx(2 * _kept_gradients(shapes, rank), rel=5e-3)
-        total = states["params"] + states["optimizer"] + states["grads"]
-        assert total == pytest.approx(2 * params + 14 * params / RANKS, rel=1e-2)
+        assert states["grads"] == pytest.approx(2 * kept[rank], rel=5e-3)
         assert states["host"] == 0
+
+
+@pytest.mark.parametrize(("name", "stage"), [("zero1", 1), ("zero2", 2), ("zero3", 3)])
+def test_the_plan_says_the_model_states_of_the_fullest_rank(runs: Path, demo: Path, name: str, stage: int) -> None:
+    counts = trained(read_model(str(demo / "model")), Method.FULL, Lora())
+    planned = plan_states(counts, replace(DEFAULTS, zero_stage=stage), RANKS).device
+    measured = [states["params"] + states["optimizer"] + states["grads"] for states in _states(runs / name)]
+    assert max(measured) == pytest.approx(planned, rel=5e-3)
 
 
 def test_model_states_of_zero_3_are_16_bytes_for_each_parameter_over_the_ranks(runs: Path, demo: Path) -> None:
