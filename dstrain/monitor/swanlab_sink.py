@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -53,7 +54,12 @@ class SwanlabSink:
     def finish(self, end: str, error: str | None) -> None:
         """Writes what is left: SwanLab flushes its file only when it is closed."""
         if self._swanlab.has_run():
-            self._swanlab.finish(state=end, error=error if end == "crashed" else None)
+            try:
+                self._swanlab.finish(state=end, error=error if end == "crashed" else None)
+            except ValueError:
+                # the last thing it does is to restore a signal handler, which only the main thread may
+                if threading.current_thread() is threading.main_thread():
+                    raise
 
 
 def _section(name: str) -> str:

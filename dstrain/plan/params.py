@@ -37,7 +37,8 @@ class Trained:
         partition refers to slices of whole gradients. Source: deepspeed 0.19.8 runtime/zero/stage_1_and_2.py:
         get_flat_partition(return_tensor_list=True).
 
-        >>> Trained(trainable=10, frozen=0, quantized=0, largest_trainable=6, flat_groups=((2, 6, 2),)).gradient_shares(2)
+        >>> groups = ((2, 6, 2),)
+        >>> Trained(trainable=10, frozen=0, quantized=0, largest_trainable=6, flat_groups=groups).gradient_shares(2)
         [8, 8]
         """
         if not self.flat_groups:
