@@ -6,6 +6,7 @@ import pytest
 
 from dstrain.errors import InvalidConfig
 from dstrain.jobfile import read_job
+from dstrain.paths import shipped
 
 JOB = "model: org/model\noutput_dir: out\n"
 
@@ -77,3 +78,12 @@ def test_what_is_no_job_is_refused_with_the_files_name(tmp_path: Path, text: str
 def test_an_override_without_a_value_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidConfig, match="is not key=value"):
         read_job(write(tmp_path, JOB), ["learning_rate"])
+
+
+@pytest.mark.parametrize("path", sorted(shipped("launch").glob("*.job.yaml")), ids=lambda path: path.name)
+def test_an_example_job_is_a_job(path: Path) -> None:
+    assert read_job(path).job.data is not None
+
+
+def test_there_are_example_jobs_for_full_training_and_lora() -> None:
+    assert {path.name for path in shipped("launch").glob("*.job.yaml")} >= {"full.job.yaml", "lora.job.yaml"}

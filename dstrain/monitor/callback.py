@@ -209,7 +209,7 @@ class MetricsCallback(TrainerCallback):
         if not logs or self._metrics is None or "train_runtime" in logs:
             return
         step = int(state.global_step)
-        self._write(self._metrics, {"step": step, "time": round(time.time(), 3), **logs})
+        self._write(self._metrics, {"step": step, "time_s": round(time.time(), 3), **logs})
         self._remember(logs)
         findings = check(step, logs)
         for found in findings:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 
 from dstrain.choices import Precision
-from dstrain.errors import Conflict, DstrainError, InvalidConfig
+from dstrain.errors import Conflict, DstrainError, EnvironmentProblem, InvalidConfig
 from dstrain.rundir import RunDir, is_whole
 from dstrain.train.checkpoints import refuse_half_written
 from dstrain.train.rank import quieten
@@ -38,8 +39,17 @@ def export(source: Path, out: Path, *, precision: Precision | None = None) -> Pa
         model = _gathered(folder, precision)
     else:
         model = _loaded(folder, precision)
-    model.save_pretrained(out)
-    _save_tokenizer(folder, out)
+    part = out.with_name(f".{out.name}.part")
+    try:
+        model.save_pretrained(part)
+        _save_tokenizer(folder, part)
+        if out.exists():
+            out.rmdir()
+        part.rename(out)
+    except OSError as error:
+        raise EnvironmentProblem(f"{out}: cannot be written: {error}", hint="Name another folder.") from error
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
     return folder
 
 
