@@ -5,9 +5,10 @@
     ├── InvalidConfig         3  ds_config.json, job.yaml, a hostfile or data is wrong
     ├── DoesNotFit            4  no configuration fits the memory that there is
     ├── EnvironmentProblem    5  something on this machine is missing, busy or unreachable
-    └── Conflict              6  hand edits or existing checkpoints stand in the way
+    ├── Conflict              6  hand edits or existing checkpoints stand in the way
+    └── Interrupted         130  Ctrl-C
 
-Click's own usage errors exit with 2, Ctrl-C with 130. Anything else is a bug and keeps its traceback.
+Click's own usage errors exit with 2. Anything else is a bug and keeps its traceback.
 """
 
 from __future__ import annotations
@@ -59,6 +60,12 @@ class Conflict(DstrainError):
     """Hand edits, or checkpoints of an earlier run, stand in the way."""
 
     exit_code = 6
+
+
+class Interrupted(DstrainError):
+    """Somebody pressed Ctrl-C."""
+
+    exit_code = 130
 
 
 def nearest(word: str, legal: Iterable[str]) -> str | None:

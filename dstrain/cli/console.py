@@ -13,7 +13,7 @@ from rich.console import Console
 
 from dstrain.errors import DstrainError
 
-talk = Console(stderr=True, highlight=False, soft_wrap=True)
+talk = Console(stderr=True, highlight=False, soft_wrap=True, emoji=False)
 """Talk: choices, reasons, progress, errors. Plain text where stderr is not a terminal or NO_COLOR is set."""
 
 

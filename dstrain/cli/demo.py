@@ -12,10 +12,8 @@ from typing import Any
 
 import click
 
-from dstrain.choices import Offload
 from dstrain.cli.console import answer_json, say
 from dstrain.cli.run_text import summary, summary_rows
-from dstrain.cli.types import Choice
 from dstrain.errors import EnvironmentProblem, RunFailed
 from dstrain.facts import probe
 from dstrain.rundir import RunDir
@@ -24,10 +22,7 @@ RANKS = 2
 """Ranks where the machine has no GPU."""
 SETTINGS = {
     "learning_rate": "5e-3",
-    "max_steps": "150",
     "logging_steps": "10",
-    "save_steps": "75",
-    "eval_steps": "75",
     "save_total_limit": "1",
 }
 """What the demo overrides in its job, so that a tiny model learns something in a minute."""
@@ -36,10 +31,13 @@ SETTINGS = {
 @click.command("demo")
 @click.argument("folder", type=click.Path(path_type=Path, file_okay=False), default="dstrain-demo")
 @click.option("--zero-stage", type=click.IntRange(1, 3), default=2, show_default=True, help="ZeRO stage.")
-@click.option("--offload", type=Choice(Offload), help="What leaves GPU memory.")
+@click.option("--offload", type=click.Choice(["none", "optimizer", "params"]), help="What leaves GPU memory.")
 @click.option("--hostfile", type=click.Path(path_type=Path, exists=True), help="Train over these hosts.")
+@click.option("--steps", type=click.IntRange(2), default=150, show_default=True, help="Optimizer steps.")
 @click.option("--json", "as_json", is_flag=True, help="Print the table as JSON to stdout.")
-def command(folder: Path, zero_stage: int, offload: Offload | None, hostfile: Path | None, as_json: bool) -> None:
+def command(
+    folder: Path, zero_stage: int, offload: str | None, hostfile: Path | None, steps: int, as_json: bool
+) -> None:
     """Train a tiny model on this machine: no network and no GPU needed, about two minutes.
 
     Builds a Qwen3 model of a few million random weights and an instruction data set from the docstrings of Python's
@@ -51,17 +49,19 @@ def command(folder: Path, zero_stage: int, offload: Offload | None, hostfile: Pa
       dstrain demo /tmp/demo3 --zero-stage 3
     """
     folder = folder.resolve()
-    output = _free_name(folder, f"output-zero{zero_stage}{'-' + offload.value if offload else ''}")
+    output = _free_name(folder, f"output-zero{zero_stage}{'-' + offload if offload else ''}")
     made = _build(folder)
     gpus = len(probe.local_gpus())
     where = ["--hostfile", str(hostfile.resolve())] if hostfile else ["--gpus", str(gpus or RANKS)]
     if not gpus:
         where += ["--gpu", "cpu"]
-    choice = ["--zero-stage", str(zero_stage), *(["--offload", offload.value] if offload else [])]
+    choice = ["--zero-stage", str(zero_stage), *(["--offload", offload] if offload else [])]
     data = ["--data", "train.jsonl", "--eval-data", "eval.jsonl", "--output-dir", output]
     sizes = ["--seq-len", "256", "--global-batch", str(8 * (gpus or RANKS)), "--packing"]
     _type(["gen-config", "--model", "./model", *where, *choice, *sizes, *data], folder)
-    _type(["run", *(word for key, value in SETTINGS.items() for word in ("--set", f"{key}={value}"))], folder)
+    half = {"save_steps": max(1, steps // 2), "eval_steps": max(1, steps // 2)}
+    settings = {**SETTINGS, "max_steps": steps, **half}
+    _type(["run", *(word for key, value in settings.items() for word in ("--set", f"{key}={value}"))], folder)
     _tell(made, RunDir(folder / output), folder, as_json=as_json)
 
 
@@ -98,7 +98,9 @@ def _type(words: list[str], folder: Path) -> None:
     if done.returncode == 130:
         raise KeyboardInterrupt
     if done.returncode != 0:
-        raise RunFailed(f"dstrain {words[0]} ended with code {done.returncode}", hint=f"Its files are in {folder}.")
+        failure = RunFailed(f"dstrain {words[0]} ended with code {done.returncode}", hint=f"Its files are in {folder}.")
+        failure.exit_code = done.returncode
+        raise failure
 
 
 def _tell(made: dict[str, Any], run_dir: RunDir, folder: Path, *, as_json: bool) -> None:

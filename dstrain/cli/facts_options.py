@@ -103,17 +103,28 @@ def _named_hosts(options: dict[str, Any]) -> Hosts | None:
         raise InvalidConfig("--hosts and --hostfile both name hosts", hint="Give one of them.")
     if options["hostfile"]:
         return probe.read_hostfile(options["hostfile"])
-    return hostfile.expand(options["hosts"], options["gpus_per_node"] or 8) if options["hosts"] else None
+    return _expanded(options) if options["hosts"] else None
+
+
+def _expanded(options: dict[str, Any]) -> Hosts:
+    """Returns the named hosts; those without `:slots` share --gpus, or have 8 each."""
+    slots = options["gpus_per_node"]
+    if slots is None:
+        count = len(hostfile.expand(options["hosts"], 1).hosts)
+        gpus = options["gpus"] or 0
+        slots = gpus // count if gpus % count == 0 and 0 < gpus // count <= 8 else 8
+    return hostfile.expand(options["hosts"], slots)
 
 
 def _cluster(options: dict[str, Any], hosts: Hosts | None) -> Cluster:
     """Returns the machines: the GPU as named, else as found here, else assumed."""
     count = options["gpus"]
-    local = probe.local_gpus() if options["gpu"] is None else []
+    local = probe.local_gpus()
     if options["gpu"] is not None:
         gpu, origin = gpus.gpu(options["gpu"]), Origin.GIVEN
     elif local:
-        gpu, origin = gpus.from_nvml_name(local[0].name, local[0].memory_mib), Origin.MEASURED
+        smallest = min(local, key=lambda each: each.memory_mib)
+        gpu, origin = gpus.from_nvml_name(smallest.name, smallest.memory_mib), Origin.MEASURED
     else:
         gpu, origin = gpus.gpu("a100-80g"), Origin.ASSUMED
     if count is None and hosts is None and local:

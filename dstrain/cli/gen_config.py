@@ -8,17 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from dstrain import __version__
 from dstrain.choices import Method
 from dstrain.cli.console import answer, answer_json, say, say_lines
 from dstrain.cli.facts_options import Question, facts_options, question
 from dstrain.cli.plan_text import plan_document, plan_lines
+from dstrain.jobfile import looks_local
 from dstrain.plan.decide import decide
 from dstrain.plan.plan import Plan
 from dstrain.render.files import generated
 from dstrain.render.lock import Lock, write_generated
-from dstrain.render.templates import template_source
+from dstrain.render.templates import template_hash
 from dstrain.render.values import template_of
 
 
@@ -55,21 +57,21 @@ def command(out: Path, template_dir: Path | None, dry_run: bool, as_diff: bool, 
     plan = decide(asked.model, asked.cluster, asked.request)
     lock = _lock(asked, plan, template_dir, out, options)
     say_lines(plan_lines(plan, asked.model, asked.cluster))
+    diff = _diff(out, lock) if as_diff else None
     if as_json:
-        answer_json({**plan_document(plan, asked.model, asked.cluster), "files": dict(lock.base)})
-    if as_diff:
-        answer(_diff(out, lock))
+        document = {**plan_document(plan, asked.model, asked.cluster), "files": dict(lock.base)}
+        answer_json(document if diff is None else {**document, "diff": diff})
+    elif diff is not None:
+        answer(diff)
     elif dry_run:
-        if not as_json:
-            answer(lock.base["ds_config.json"])
-    else:
+        answer(lock.base["ds_config.json"])
+    if not dry_run and not as_diff:
         _write(out, lock, asked, plan)
 
 
 def _lock(asked: Question, plan: Plan, template_dir: Path | None, out: Path, options: dict[str, Any]) -> Lock:
     """Returns the generated files with what they were made from."""
     template = template_of(plan.chosen.configuration)
-    _, digest = template_source(template, override=template_dir)
     job = {
         "model": _model(asked.model.source, out),
         "data": _relative(options["data"], out),
@@ -78,16 +80,37 @@ def _lock(asked: Question, plan: Plan, template_dir: Path | None, out: Path, opt
         "output_dir": options["output_dir"],
     }
     files = generated(plan, asked.model, asked.cluster, asked.hosts, template_dir=template_dir, job=job)
-    given = {
-        name: str(value) if isinstance(value, Path) else value for name, value in options.items() if value is not None
-    }
-    try:
-        deepspeed = metadata.version("deepspeed")
-    except metadata.PackageNotFoundError:
-        deepspeed = "none"
+    if options["hostfile"] and options["hostfile"].resolve() == (out / "hostfile").resolve():
+        del files["hostfile"]  # it is the user's own, comments and all
     return Lock(
-        dstrain=__version__, deepspeed=deepspeed, template=template, template_sha256=digest, inputs=given, base=files
+        dstrain=__version__,
+        deepspeed=_installed("deepspeed"),
+        template=template,
+        template_sha256=template_hash(template, override=template_dir),
+        inputs=_given(options, template_dir, out),
+        cluster=asked.cluster,
+        base=files,
     )
+
+
+def _installed(package: str) -> str:
+    """Returns the version of an installed package, or `none`."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "none"
+
+
+def _given(options: dict[str, Any], template_dir: Path | None, out: Path) -> dict[str, Any]:
+    """Returns the options that were typed, local paths relative to the generated files; defaults may change later."""
+    context = click.get_current_context()
+    typed = {
+        name: value
+        for name, value in {**options, "template_dir": template_dir}.items()
+        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE
+    }
+    paths = ("model", "data", "eval_data", "hostfile", "template_dir")
+    return {name: _relative(str(value), out) if name in paths else value for name, value in typed.items()}
 
 
 def _model(source: str, out: Path) -> str | None:
@@ -98,7 +121,7 @@ def _model(source: str, out: Path) -> str | None:
 
 def _relative(name: str | None, out: Path) -> str | None:
     """Returns a local path as job.yaml in `out` must name it; a hub id stays as it is."""
-    if name is None or not Path(name).exists():
+    if name is None or not (Path(name).exists() or looks_local(name)):
         return name
     path = Path(name).resolve()
     folder = out.resolve()
@@ -110,7 +133,7 @@ def _diff(out: Path, lock: Lock) -> str:
     pieces: list[str] = []
     for name, text in lock.base.items():
         path = out / name
-        present = path.read_text(encoding="utf-8") if path.exists() else ""
+        present = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
         pieces += difflib.unified_diff(
             present.splitlines(keepends=True), text.splitlines(keepends=True), str(path), f"{path} (new)"
         )
@@ -130,7 +153,7 @@ def _write(out: Path, lock: Lock, asked: Question, plan: Plan) -> None:
         steps.append(f"put the names of your nodes into {where}hostfile")
     if plan.chosen.configuration.method is Method.QLORA:
         steps.append("pip install 'dstrain[qlora]'")
-    if '"data": null' in lock.base["job.yaml"] or "\ndata: null" in lock.base["job.yaml"]:
+    if "\ndata: null" in lock.base["job.yaml"]:
         steps.append(f"name your training data in {where}job.yaml")
     steps.append(f"dstrain run {where}job.yaml" if where else "dstrain run")
     for number, step in enumerate(steps, 1):

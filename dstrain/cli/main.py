@@ -33,11 +33,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the command line. dstrain's errors become a message and an exit code; anything else is a bug and keeps its
     traceback."""
     try:
-        cli(arguments, prog_name="dstrain")
+        code = cli.main(arguments, prog_name="dstrain", standalone_mode=False)
+        sys.exit(code if isinstance(code, int) else 0)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
     except DstrainError as error:
         complain(error)
         sys.exit(error.exit_code)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, click.Abort):
         sys.exit(130)
     except BrokenPipeError:
         # whoever read our output has left: nothing to say, and no one to say it to

@@ -41,17 +41,7 @@ def _rejections(plan: Plan) -> list[str]:
     lines = ["", "faster, but too large"]
     if len(plan.rejected) > len(shown):
         lines.append(f"  - … and {len(plan.rejected) - len(shown)} more")
-    return lines + [f"  - {each.configuration.title}: {shortage(each)}" for each in shown]
-
-
-def shortage(estimate: Estimate) -> str:
-    """Returns what a configuration lacks, in numbers."""
-    needs = estimate.memory
-    if not estimate.fits_gpu:
-        needed, usable, where = needs.device_bytes_per_gpu, estimate.usable_bytes_per_gpu, "per GPU"
-    else:
-        needed, usable, where = needs.host_bytes_per_node, estimate.usable_bytes_per_host, "of host RAM per node"
-    return f"{format_bytes(needed)} {where}, {format_bytes(usable)} usable"
+    return lines + [f"  - {each.configuration.title}: {each.shortage}" for each in shown]
 
 
 def plan_document(plan: Plan, model: ModelFacts, cluster: Cluster) -> dict[str, Any]:
@@ -67,7 +57,7 @@ def plan_document(plan: Plan, model: ModelFacts, cluster: Cluster) -> dict[str, 
         "cluster": to_data(cluster),
         "plans": [_entry(plan.chosen, plan.reasons)],
         "chosen": 0,
-        "considered": {"estimated": len(plan.rejected) + 1, "excluded_by_bound": 0},
+        "considered": {"estimated": plan.num_estimated, "excluded_by_bound": 0},
         "notes": list(plan.notes),
     }
 

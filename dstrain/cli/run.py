@@ -48,11 +48,15 @@ def command(
     prepared = prepare(read_job(job, given), os.environ)
     launch = plan_launch(prepared, master_port=preflight.port(master_port, os.environ))
     say_lines(before_lines(prepared))
-    if dry_run:
-        answer(shlex.join(launch.command))
-        return
     if not prepared.is_local:
         preflight.require_pdsh(os.environ)
+    if dry_run:
+        preflight.check_checkpoints(prepared.run_dir, resume=prepared.job.resume)
+        if as_json:
+            answer_json({"schema": 1, "run_dir": str(prepared.run_dir.path), "command": launch.command})
+        else:
+            answer(shlex.join(launch.command))
+        return
     preflight.check(prepared.run_dir, resume=prepared.job.resume, needed_bytes=_checkpoint_bytes(launch))
     write_run_dir(launch)
     build_ops(launch, say)

@@ -6,8 +6,8 @@ import json
 from typing import Any
 
 from dstrain.choices import Offload
-from dstrain.cli.plan_text import shortage
 from dstrain.errors import RunFailed
+from dstrain.facts.cluster import Origin
 from dstrain.launch.prepare import Prepared
 from dstrain.rundir import RunDir
 from dstrain.units import format_bytes, format_count, format_seconds
@@ -16,7 +16,8 @@ from dstrain.units import format_bytes, format_count, format_seconds
 def before_lines(prepared: Prepared) -> list[str]:
     """Returns what is about to start, and what to know."""
     job, hosts = prepared.job, prepared.hosts
-    where = "CPU" if prepared.on_cpu else prepared.cluster.gpu.name
+    is_known = prepared.cluster.gpu_origin is not Origin.ASSUMED
+    where = "CPU" if prepared.on_cpu else prepared.cluster.gpu.name if is_known else "GPU"
     machine = "this machine" if prepared.is_local else f"{len(hosts.hosts)} hosts"
     stage = prepared.ds_config["zero_optimization"].get("stage", 0)
     lines = [
@@ -26,11 +27,11 @@ def before_lines(prepared: Prepared) -> list[str]:
         f"into     {prepared.run_dir.path}",
     ]
     needs = prepared.estimate
-    if needs is not None and not prepared.on_cpu:
+    if needs is not None and is_known and not prepared.on_cpu:
         fits = "" if needs.fits else "  ← more than there is"
         lines.append(f"memory   {format_bytes(needs.memory.device_bytes_per_gpu)} per GPU predicted{fits}")
         if not needs.fits:
-            lines.append(f"         {shortage(needs)}; it will probably run out of memory")
+            lines.append(f"         {needs.shortage}; it will probably run out of memory")
     lines += [f"note     {note}" for note in prepared.notes]
     return lines
 

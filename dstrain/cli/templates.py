@@ -8,8 +8,8 @@ import click
 
 from dstrain.cli.console import answer, answer_json, say
 from dstrain.errors import Conflict, InvalidConfig, did_you_mean
-from dstrain.paths import shipped, write_atomic
-from dstrain.render.templates import template_names
+from dstrain.paths import shipped, write_together
+from dstrain.render.templates import template_names, template_texts
 
 
 @click.group("templates")
@@ -67,16 +67,20 @@ def eject(names: tuple[str, ...], folder: Path, dry_run: bool) -> None:
     for name in names:
         if name not in legal:
             raise InvalidConfig(f'there is no template "{name}"', hint=did_you_mean(name, legal))
-    source = shipped("ds_templates")
-    wanted = [*(names or legal), *(path.name for path in sorted(source.glob("_*.j2")))]
-    present = [name for name in wanted if (folder / name).exists()]
-    if present and not dry_run:
+    texts = template_texts(names or legal)
+    present = [name for name, text in texts.items() if _differs(folder / name, text)]
+    if present:
         raise Conflict(
             f"{folder / present[0]} exists already; nothing was copied", hint="Name another folder with --dir."
         )
-    for name in wanted:
-        if not dry_run:
-            write_atomic(folder / name, (source / name).read_text(encoding="utf-8"))
+    if not dry_run:
+        write_together({folder / name: text for name, text in texts.items()})
+    for name in texts:
         say(f"{'would copy' if dry_run else 'copied'} {folder / name}")
     if not dry_run:
         say(f"next: edit them, then dstrain gen-config … --template-dir {folder}")
+
+
+def _differs(path: Path, text: str) -> bool:
+    """Returns whether something else than `text` stands at `path`."""
+    return path.exists() and (not path.is_file() or path.read_text(encoding="utf-8", errors="replace") != text)

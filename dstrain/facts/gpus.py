@@ -171,6 +171,23 @@ def gpu(name: str) -> Gpu:
     raise InvalidConfig(f'--gpu: "{name}" is not a GPU that dstrain knows', hint=hint)
 
 
+def unlisted(name: str, memory_mib: int) -> Gpu:
+    """Returns a GPU that is not in the table: its memory is known, its speeds are not."""
+    return Gpu(
+        name=name,
+        aliases=(),
+        memory_mib=memory_mib,
+        bf16_flops_per_s=0,
+        fp16_flops_per_s=0,
+        fp32_flops_per_s=0,
+        hbm_bytes_per_s=0,
+        link="pcie4",
+        compute_capability=(0, 0),
+        has_flash_attention_2=False,
+        source="NVML",
+    )
+
+
 def from_nvml_name(name: str, memory_mib: int) -> Gpu:
     """Returns the row of the GPU that NVML calls `name`, with the measured memory (0: the table's).
 

@@ -112,7 +112,7 @@ def read_hostfile(path: Path) -> Hosts:
     try:
         text = read_text(path)
     except InvalidConfig as error:
-        hint = error.hint or "Write it with `dstrain hostfile write`, or leave `--hostfile` out to use this machine."
+        hint = error.hint or "Write it with `dstrain gen-config`, or leave `--hostfile` out to use this machine."
         raise InvalidConfig(error.problem, hint=hint) from None
     return hostfile.parse(text, str(path))
 

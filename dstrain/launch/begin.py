@@ -82,7 +82,9 @@ def write_run_dir(launch: Launch) -> None:
     write_atomic(place.start_script, script, mode=0o755)
     write_atomic(place.environment, launch.environment_file, mode=0o600)
     environment.write_secrets(place, launch.secrets)
-    if prepared.estimate is not None:
+    if prepared.estimate is None:
+        place.plan.unlink(missing_ok=True)
+    else:
         write_atomic(place.plan, to_json(prepared.estimate))
 
 

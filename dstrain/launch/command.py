@@ -105,7 +105,8 @@ def command(
             words += ["--include", f"{LOCAL}:{','.join(map(str, chosen))}"]
     else:
         _require_safe(run_dir, python)
-        words += ["--launcher", "pdsh", "--master_addr", hosts.hosts[0].name.rpartition("@")[2]]
+        # without --force_multi a single host of the hostfile would mean this machine
+        words += ["--force_multi", "--launcher", "pdsh", "--master_addr", hosts.hosts[0].name.rpartition("@")[2]]
     words += ["--master_port", str(master_port), "--enable_each_rank_log", str(run_dir.logs)]
     return [*words, "--no_local_rank", "--module", module, str(run_dir.path)]
 

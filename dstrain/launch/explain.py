@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Mapping
 from pathlib import Path
 
-from dstrain.errors import RunFailed
+from dstrain.errors import DstrainError, Interrupted, RunFailed
 from dstrain.facts.hostfile import Hosts
 from dstrain.launch.exitcodes import decode, signal_of
 from dstrain.launch.failure import Death, advice, failing_order, first_traceback, traceback_of
@@ -16,11 +17,12 @@ _TAIL_BYTES = 64 * 1024
 _SHOWN_LINES = 25
 
 
-def explain(outcome: Outcome, *, hosts: Hosts, run_dir: RunDir) -> RunFailed:
+def explain(outcome: Outcome, *, hosts: Hosts, run_dir: RunDir) -> DstrainError:
     """Returns the error to raise for a run that did not succeed."""
     if outcome.stopped_by is not None:
         problem = f"stopped ({outcome.stopped_by.name}); no rank is left running"
-        return RunFailed(problem, hint=_next_step(run_dir, None))
+        kind = Interrupted if outcome.stopped_by is signal.SIGINT else RunFailed
+        return kind(problem, hint=_next_step(run_dir, None))
     texts = {rank: _tail(path) for rank, path in outcome.rank_logs.items()}
     launcher_text = _tail(outcome.launcher_log)
     rank = _first(outcome, texts)

@@ -21,11 +21,12 @@ from dstrain.jobfile import JobFile, looks_local
 from dstrain.launch.command import is_this_machine, visible_devices
 from dstrain.launch.machine import names as machine_names
 from dstrain.plan.estimate import estimate
+from dstrain.plan.params import adapted, linear_names
 from dstrain.plan.plan import Estimate
 from dstrain.plan.request import Request
 from dstrain.records import to_data
 from dstrain.render.agree import disagreements, for_trainer, read_config
-from dstrain.rundir import RunDir
+from dstrain.rundir import RunDir, is_whole
 
 ACCELERATOR = "DS_ACCELERATOR"
 """DeepSpeed's own switch: `cpu` trains without GPUs."""
@@ -70,6 +71,7 @@ def prepare(file: JobFile, environment: Mapping[str, str]) -> Prepared:
     _check_model(file)
     _check_data(file)
     _check_method(file)
+    _check_resume(file)
     hosts = _hosts(file)
     is_local = len(hosts.hosts) == 1 and is_this_machine(hosts.hosts[0].name, machine_names())
     _check_gpus(file, hosts, is_local=is_local, on_cpu=on_cpu)
@@ -79,16 +81,16 @@ def prepare(file: JobFile, environment: Mapping[str, str]) -> Prepared:
         raise InvalidConfig("\n".join(contradictions))
     config, notes = for_trainer(document.value, job)
     model, unknown = _model(job)
-    cluster = _cluster(hosts, on_cpu=on_cpu)
+    cluster = _cluster(hosts, on_cpu=on_cpu, is_local=is_local)
     if not is_local and "CUDA_VISIBLE_DEVICES" in environment:
         notes.append("CUDA_VISIBLE_DEVICES is not used on several nodes: the slots of the hostfile count from GPU 0")
-    needs = estimate(model, cluster, _request(job), config) if model else None
+    needs = _estimate(file, model, cluster, config) if model else None
     return Prepared(
         job=job,
         run_dir=RunDir(Path(job.output_dir)),
         hosts=hosts,
         is_local=is_local,
-        devices=visible_devices(environment.get("CUDA_VISIBLE_DEVICES")) if is_local and not on_cpu else None,
+        devices=visible_devices(merged.get("CUDA_VISIBLE_DEVICES")) if is_local and not on_cpu else None,
         on_cpu=on_cpu,
         ds_config=config,
         model=model,
@@ -145,6 +147,16 @@ def _check_data(file: JobFile) -> None:
             raise InvalidConfig(f"{file.locate((key,))}: {key}: {error.problem}", hint=error.hint) from None
 
 
+def _check_resume(file: JobFile) -> None:
+    wanted = file.job.resume
+    if wanted not in ("never", "auto") and not is_whole(Path(wanted)):
+        state = "was not written to its end" if Path(wanted).is_dir() else "does not exist"
+        raise InvalidConfig(
+            f"{file.locate(('resume',))}: checkpoint {_shown(wanted)} {state}",
+            hint="Write resume: auto to go on from the newest whole checkpoint of output_dir.",
+        )
+
+
 def _check_method(file: JobFile) -> None:
     from importlib.util import find_spec
 
@@ -199,13 +211,32 @@ def _model(job: Job) -> tuple[ModelFacts | None, list[str]]:
         return None, [f"no estimate of memory: {error.problem}"]
 
 
-def _cluster(hosts: Hosts, *, on_cpu: bool) -> Cluster:
-    """Returns the machines as far as this one tells: its GPU stands for all."""
+def _estimate(file: JobFile, model: ModelFacts, cluster: Cluster, config: dict[str, Any]) -> Estimate:
+    """Returns what the configuration needs. Raises InvalidConfig for what the model cannot do, such as LoRA targets
+    that it does not have."""
+    job = file.job
+    request = _request(job)
+    if job.method is not Method.FULL and not adapted(model, job.lora):
+        where, targets = file.locate(("lora", "targets")), ", ".join(job.lora.targets)
+        raise InvalidConfig(
+            f"{where}: no linear layer of {model.name} is named {targets}",
+            hint=f"Its linear layers: {', '.join(linear_names(model))}.",
+        )
+    return estimate(model, cluster, request, config)
+
+
+def _cluster(hosts: Hosts, *, on_cpu: bool, is_local: bool) -> Cluster:
+    """Returns the machines as far as this one tells: its smallest GPU stands for all."""
     local = probe.local_gpus()
     if on_cpu:
         gpu, origin = gpus.gpu("cpu"), Origin.GIVEN
     elif local:
-        gpu, origin = gpus.from_nvml_name(local[0].name, local[0].memory_mib), Origin.MEASURED
+        smallest = min(local, key=lambda each: each.memory_mib)
+        try:
+            gpu = gpus.from_nvml_name(smallest.name, smallest.memory_mib)
+        except InvalidConfig:
+            gpu = gpus.unlisted(smallest.name, smallest.memory_mib)
+        origin = Origin.MEASURED
     else:
         gpu, origin = gpus.gpu("a100-80g"), Origin.ASSUMED
     return clusters.describe(
@@ -213,7 +244,7 @@ def _cluster(hosts: Hosts, *, on_cpu: bool) -> Cluster:
         gpu_origin=origin,
         gpus=None,
         hosts=hosts,
-        host_memory_bytes=probe.host_memory_bytes(),
+        host_memory_bytes=probe.host_memory_bytes() if is_local else None,
         host_memory_origin=Origin.MEASURED,
     )
 

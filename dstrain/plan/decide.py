@@ -6,10 +6,10 @@ from dstrain.choices import Attention, Method, Offload, Precision
 from dstrain.errors import InvalidConfig
 from dstrain.facts.cluster import Cluster, Origin
 from dstrain.facts.model import Kind, ModelFacts
-from dstrain.plan.params import adapted, trained
+from dstrain.plan.params import adapted, linear_names, trained
 from dstrain.plan.plan import Estimate, Plan
 from dstrain.plan.request import Request
-from dstrain.plan.search import DEFAULT_GLOBAL_BATCH, does_not_fit, fastest_fit
+from dstrain.plan.search import does_not_fit, fastest_fit
 from dstrain.units import format_bytes, format_count
 
 LEARNING_RATES = {Method.FULL: 1e-5, Method.LORA: 1e-4, Method.QLORA: 2e-4}
@@ -23,7 +23,7 @@ def decide(model: ModelFacts, cluster: Cluster, request: Request) -> Plan:
     Raises DoesNotFit with the nearest thing that would, and InvalidConfig where the request contradicts itself or the
     GPU.
     """
-    _check(model, cluster, request)
+    check(model, cluster, request)
     chosen, rejected = fastest_fit(model, cluster, request)
     if chosen is None:
         raise does_not_fit(model, cluster, request, rejected)
@@ -31,6 +31,7 @@ def decide(model: ModelFacts, cluster: Cluster, request: Request) -> Plan:
     return Plan(
         chosen=chosen,
         rejected=_distinct(rejected),
+        num_estimated=len(rejected) + 1,
         global_batch=cluster.num_gpus * configuration.micro_batch * configuration.grad_accum,
         learning_rate=LEARNING_RATES[request.method],
         reasons=_reasons(model, cluster, chosen),
@@ -38,7 +39,7 @@ def decide(model: ModelFacts, cluster: Cluster, request: Request) -> Plan:
     )
 
 
-def _check(model: ModelFacts, cluster: Cluster, request: Request) -> None:
+def check(model: ModelFacts, cluster: Cluster, request: Request) -> None:
     """Raises InvalidConfig for what the GPU or the model cannot do."""
     gpu = cluster.gpu
     if request.precision is Precision.BF16 and not gpu.has_bf16 and gpu.fp16_flops_per_s > 0:
@@ -49,12 +50,9 @@ def _check(model: ModelFacts, cluster: Cluster, request: Request) -> None:
             hint="Write --attn sdpa.",
         )
     if request.method is not Method.FULL and not adapted(model, request.lora):
-        names = sorted(
-            {group.name.removesuffix(".weight").split(".")[-1] for group in model.tensors if group.is_linear}
-        )
         raise InvalidConfig(
             f"no linear layer of {model.name} is named {', '.join(request.lora.targets)}",
-            hint=f"Its linear layers: {', '.join(names)}.",
+            hint=f"Its linear layers: {', '.join(linear_names(model))}.",
         )
 
 
@@ -102,11 +100,12 @@ def _notes(model: ModelFacts, cluster: Cluster, request: Request, chosen: Estima
         size = format_bytes(cluster.host_memory_bytes)
         notes.append(f"assumed: {size} of RAM on each node; say otherwise with --host-memory")
     if request.global_batch is None and request.micro_batch is None:
-        notes.append(f"assumed: about {DEFAULT_GLOBAL_BATCH} samples a step; say otherwise with --global-batch")
-    if configuration.precision is Precision.FP16:
+        samples = cluster.num_gpus * configuration.micro_batch * configuration.grad_accum
+        notes.append(f"assumed: {samples} samples a step; say otherwise with --global-batch")
+    if configuration.precision is Precision.FP16 and not gpu.has_bf16:
         notes.append(f"{gpu.name} has neither bf16 nor FlashAttention-2: fp16 with loss scaling and sdpa are used")
-        if model.dtype == "bfloat16":
-            notes.append(f"{model.name} was trained in bf16: fp16 may overflow; watch the loss scale")
+    if configuration.precision is Precision.FP16 and model.dtype == "bfloat16":
+        notes.append(f"{model.name} was trained in bf16: fp16 may overflow; watch the loss scale")
     if request.method is Method.QLORA:
         notes.append("qlora needs bitsandbytes on the machine that trains: pip install 'dstrain[qlora]'")
     if model.vision is not None:

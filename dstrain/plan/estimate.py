@@ -48,6 +48,10 @@ def estimate(model: ModelFacts, cluster: Cluster, request: Request, ds_config: M
     return assess(model, cluster, effective(model, request, ds_config))
 
 
+_ASKED = ("method", "lora", "seq_len", "micro_batch", "grad_accum", "grad_ckpt", "precision", "attn", "packing")
+"""What the request says and the DeepSpeed configuration does not."""
+
+
 def effective(model: ModelFacts, request: Request, ds_config: Mapping[str, Any]) -> Configuration:
     """Returns what DeepSpeed 0.19 and Transformers 5 make of `ds_config`: defaults filled in, "auto" resolved.
 
@@ -57,17 +61,7 @@ def effective(model: ModelFacts, request: Request, ds_config: Mapping[str, Any])
     zero = ds_config.get("zero_optimization") or {}
     stage = zero.get("stage", 0)
     h = model.hidden_size
-    asked = {
-        "method": request.method,
-        "lora": request.lora,
-        "seq_len": request.seq_len,
-        "micro_batch": request.micro_batch,
-        "grad_accum": request.grad_accum,
-        "grad_ckpt": request.grad_ckpt,
-        "precision": request.precision,
-        "attn": request.attn,
-        "packing": request.packing,
-    }
+    asked = {name: getattr(request, name) for name in _ASKED}
     optimizer = zero.get("offload_optimizer") or {}
 
     def number(key: str, default: int, auto: int) -> int:
@@ -76,7 +70,7 @@ def effective(model: ModelFacts, request: Request, ds_config: Mapping[str, Any])
 
     return replace(
         DEFAULTS,
-        **{key: value for key, value in asked.items() if value is not None},  # type: ignore[arg-type]
+        **{key: value for key, value in asked.items() if value is not None},
         zero_stage=int(stage),
         offload=_offload(zero, int(stage)),
         overlap_comm=bool(zero.get("overlap_comm", stage == 3)),
@@ -97,14 +91,18 @@ def effective(model: ModelFacts, request: Request, ds_config: Mapping[str, Any])
 
 
 def _offload(zero: Mapping[str, Any], stage: int) -> Offload:
-    """Returns what really leaves the GPU: below stage 3 parameters never do, and NVMe means the CPU."""
+    """Returns what really leaves the GPU: below stage 3 parameters never do, and NVMe means the CPU.
+
+    A mixture is taken as the nearest way that needs more: parameters alone as nothing, an optimizer on NVMe without
+    parameters as one on the CPU, an optimizer on the CPU with parameters on NVMe as both on the CPU.
+    """
     optimizer = (zero.get("offload_optimizer") or {}).get("device", "none")
     params = (zero.get("offload_param") or {}).get("device", "none")
-    if stage == 3 and "nvme" in (optimizer, params):
-        return Offload.NVME
-    if stage == 3 and params == "cpu":
-        return Offload.PARAMS
-    return Offload.OPTIMIZER if stage > 0 and optimizer in ("cpu", "nvme") else Offload.NONE
+    if stage == 0 or optimizer not in ("cpu", "nvme"):
+        return Offload.NONE
+    if stage < 3 or params not in ("cpu", "nvme"):
+        return Offload.OPTIMIZER
+    return Offload.NVME if optimizer == params == "nvme" else Offload.PARAMS
 
 
 def supported_precision(cluster: Cluster) -> Precision:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from dstrain.choices import Method, Offload
+from dstrain.choices import Method
 from dstrain.facts.cluster import Cluster
 from dstrain.facts.model import Kind, ModelFacts
 from dstrain.plan.activations import activations
 from dstrain.plan.configuration import Configuration
 from dstrain.plan.params import trained
-from dstrain.plan.zero import States, engine_buffers, gathered_bytes, pinned, states
+from dstrain.plan.zero import States, engine_buffers, gathered_bytes, pinned_waste, states
 from dstrain.units import GIB, MIB
 
 CONTEXT_BYTES = round(0.65 * GIB)
@@ -105,7 +105,7 @@ def memory(model: ModelFacts, cluster: Cluster, configuration: Configuration) ->
     held = states(counts, configuration, cluster.num_gpus)
     resident = engine_buffers(counts, configuration, cluster.num_gpus).resident
     peak = max(_instants(model, cluster, configuration), key=lambda instant: instant.total)
-    on_gpu = cluster.gpu.compute_capability != (0, 0) or cluster.gpu.hbm_bytes_per_s > 0
+    on_gpu = cluster.gpu.name != "cpu"
     workspace = _workspace_bytes(cluster) if on_gpu else 0
     live = held.params + held.optimizer + resident + peak.total + workspace
     fragmentation = round(FRAGMENTATION_RATIO * live) if on_gpu else 0
@@ -199,10 +199,8 @@ def _host_bytes(model: ModelFacts, cluster: Cluster, configuration: Configuratio
     ranks = cluster.gpus_per_node
     whole = s * model.num_params
     loading = whole if configuration.zero_stage == 3 else whole * ranks
-    offloaded = held.host
-    if configuration.offload is not Offload.NONE and configuration.pin_memory:
-        partition = held.host / (16 + s)
-        offloaded += sum(pinned(size * partition) - round(size * partition) for size in (4, s))
+    counts = trained(model, configuration.method, configuration.lora)
+    offloaded = held.host + pinned_waste(counts, configuration, cluster.num_gpus)
     return ranks * BASELINE_HOST_BYTES_PER_RANK + max(loading, ranks * offloaded)
 
 

@@ -66,6 +66,12 @@ def adapted(model: ModelFacts, lora: Lora) -> list[TensorGroup]:
     return [group for group in linears if group.name.removesuffix(".weight").split(".")[-1] in lora.targets]
 
 
+def linear_names(model: ModelFacts) -> list[str]:
+    """Returns the names that an adapter's targets may have, sorted."""
+    linears = (group for group in model.tensors if group.is_linear and group.kind is not Kind.VISION)
+    return sorted({group.name.removesuffix(".weight").split(".")[-1] for group in linears})
+
+
 def lora_params(model: ModelFacts, lora: Lora) -> int:
     """Returns the parameters of the adapters: rank × (inputs + outputs) for every adapted linear.
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from dstrain.plan.configuration import Configuration
 from dstrain.plan.memory import Memory
 from dstrain.records import type_config
+from dstrain.units import format_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +42,15 @@ class Estimate:
         """Whether it fits GPU and host."""
         return self.fits_gpu and self.fits_host
 
+    @property
+    def shortage(self) -> str:
+        """What it needs and what may be used, where it does not fit, in words."""
+        if not self.fits_gpu:
+            needed, usable, where = self.memory.device_bytes_per_gpu, self.usable_bytes_per_gpu, "per GPU"
+        else:
+            needed, usable, where = self.memory.host_bytes_per_node, self.usable_bytes_per_host, "of host RAM per node"
+        return f"{format_bytes(needed)} {where}, {format_bytes(usable)} usable"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
@@ -52,6 +62,8 @@ class Plan:
     """The choice."""
     rejected: tuple[Estimate, ...]
     """What would have been faster and does not fit, in order of preference."""
+    num_estimated: int
+    """Configurations that were estimated."""
     global_batch: int
     """Samples of one optimizer step over all GPUs."""
     learning_rate: float

@@ -16,7 +16,6 @@ from dstrain.plan.configuration import DEFAULTS, Configuration
 from dstrain.plan.estimate import assess, supported_attention, supported_precision
 from dstrain.plan.plan import Estimate
 from dstrain.plan.request import Request
-from dstrain.units import format_bytes
 
 T = TypeVar("T")
 
@@ -27,6 +26,7 @@ DEFAULT_GLOBAL_BATCH = 64
 SATURATING_TOKENS = 4096
 """Tokens of a micro-batch from which matrix products run near their best; a smaller one loses speed first.
 Source: achievable-FLOP/s sweeps of stas00/ml-engineering (2,048 and more for h of 4,096 and more)."""
+_OFFLOAD_RULE = "an optimizer is offloaded under ZeRO-2 and 3, parameters and NVMe under ZeRO-3 only"
 LARGEST_TOKENS = 16384
 """Tokens of a micro-batch beyond which a larger one brings nothing."""
 
@@ -124,8 +124,9 @@ def _micro_batches(cluster: Cluster, request: Request, start: Configuration) -> 
         return (request.micro_batch,)
     largest = 2 ** max(0, math.ceil(math.log2(SATURATING_TOKENS / start.seq_len)))
     per_rank = _samples_per_rank(cluster, request)
-    if per_rank is not None:
-        largest = min(largest, per_rank)
+    if per_rank is None:
+        per_rank = max(1, DEFAULT_GLOBAL_BATCH // cluster.num_gpus)
+    largest = min(largest, per_rank)
     sizes = []
     while largest >= 1:
         sizes.append(largest)
@@ -200,7 +201,8 @@ def nearest_that_fits(model: ModelFacts, cluster: Cluster, request: Request) -> 
         more = replace(cluster, num_nodes=cluster.num_nodes * factor)
         found, _ = fastest_fit(model, more, replace(request, global_batch=None))
         if found is not None:
-            ways.append(f"--gpus {more.num_gpus}: {found.configuration.title}")
+            nodes = "" if more.gpus_per_node == 8 else f" --gpus-per-node {more.gpus_per_node}"
+            ways.append(f"--gpus {more.num_gpus}{nodes}: {found.configuration.title}")
             break
     for method in (Method.LORA, Method.QLORA):
         if request.method is Method.FULL:
@@ -218,30 +220,38 @@ def nearest_that_fits(model: ModelFacts, cluster: Cluster, request: Request) -> 
     return ways
 
 
-def _shortage(each: Estimate) -> int:
+def _bytes_that_decide(each: Estimate) -> int:
     """Returns the bytes that decide how far a candidate is from fitting."""
     return each.memory.host_bytes_per_node if each.fits_gpu else each.memory.device_bytes_per_gpu
 
 
-def does_not_fit(model: ModelFacts, cluster: Cluster, request: Request, tried: list[Estimate]) -> DoesNotFit:
-    """Returns the error of a search that found nothing: the most frugal candidate in numbers, and what would fit."""
+def does_not_fit(
+    model: ModelFacts, cluster: Cluster, request: Request, tried: list[Estimate]
+) -> DoesNotFit | InvalidConfig:
+    """Returns the error of a search that found nothing: the most frugal candidate in numbers, and what would fit.
+
+    InvalidConfig where no candidate agrees with all options given.
+    """
     if not tried:
-        return DoesNotFit(
-            "no configuration agrees with all options given",
-            hint="DeepSpeed offloads parameters, and to NVMe, under ZeRO-3 only; the global batch must be a multiple of"
-            " GPUs × micro-batch. Leave one of the options out.",
+        return InvalidConfig(
+            f"the options contradict each other: {_contradiction(cluster, request)}", hint="Leave one of them out."
         )
     # what the GPU could hold is nearer to fitting than what it could not
-    least = min(tried, key=lambda each: (not each.fits_gpu, _shortage(each)))
-    if not least.fits_gpu:
-        needed, usable, where = least.memory.device_bytes_per_gpu, least.usable_bytes_per_gpu, "per GPU"
-    else:
-        needed, usable, where = least.memory.host_bytes_per_node, least.usable_bytes_per_host, "of host RAM per node"
-    short = f"{format_bytes(needed)} {where}, and {format_bytes(usable)} may be used"
+    least = min(tried, key=lambda each: (not each.fits_gpu, _bytes_that_decide(each)))
     ways = nearest_that_fits(model, cluster, request)
     hint = "What would fit:\n" + "\n".join(f"  {way}" for way in ways) if ways else "Nothing near would fit either."
     return DoesNotFit(
         f"{model.name} does not fit on {cluster.num_gpus} × {cluster.gpu.name}: the most frugal way,"
-        f" {least.configuration.title}, needs {short}",
+        f" {least.configuration.title}, needs {least.shortage}",
         hint=hint,
+    )
+
+
+def _contradiction(cluster: Cluster, request: Request) -> str:
+    """Returns the two options that no configuration satisfies together."""
+    if request.zero_stage is not None and request.offload not in (None, Offload.NONE):
+        return f"--zero-stage {request.zero_stage} and --offload {request.offload}; {_OFFLOAD_RULE}"
+    return (
+        f"--global-batch {request.global_batch} is no multiple of {cluster.num_gpus} GPUs"
+        f" × micro-batch {request.micro_batch}"
     )

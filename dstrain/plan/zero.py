@@ -60,8 +60,11 @@ def states(counts: Trained, configuration: Configuration, num_ranks: int) -> Sta
         kept = max(counts.gradient_shares(num_ranks)) if stage in (1, 2) else partition
         return States(params=held, grads=round(s * kept), optimizer=optimizer)
     if offload is Offload.NVME:
-        # master and both moments of every sub-group, and the parameters, live in files; gradients pass through the host
-        return States(params=0, grads=0, optimizer=0, host=round(4 * partition), nvme=round(12 * partition) + held)
+        # files hold master, gradient, moments and parameters; RAM the flat gradient and four sub-groups in work
+        work = 4 * 16 * min(partition, configuration.sub_group_size)
+        return States(
+            params=0, grads=0, optimizer=0, host=round(s * partition + work), nvme=round(16 * partition) + held
+        )
     host = round((OPTIMIZER_BYTES_PER_PARAM + 4 + s) * partition)
     if stage < 3 and configuration.grad_accum > 1:
         host += round(s * partition)
@@ -128,6 +131,28 @@ def gathered_bytes(counts: Trained, configuration: Configuration, unit_numel: in
     kept = configuration.max_reuse_distance // 2
     ahead = 2 * min(configuration.prefetch_bucket_size, configuration.max_live_parameters)
     return configuration.precision.num_bytes * min(total, unit_numel + kept + ahead)
+
+
+def pinned_waste(counts: Trained, configuration: Configuration, num_ranks: int) -> int:
+    """Returns the bytes that rounding of page-locked memory adds to the host states of one rank.
+
+    ZeRO-2 pins master, gradient and staging copy whole; ZeRO-3 the flat gradient, and one fp32 gradient for each
+    sub-group; offloaded parameters are pinned whatever `pin_memory` says.
+    Source: deepspeed 0.19.8 runtime/zero/stage_1_and_2.py and stage3.py: __init__, pin_memory.
+    """
+    s, stage = configuration.precision.num_bytes, configuration.zero_stage
+    partition = counts.trainable / num_ranks
+    sizes: list[float] = []
+    if configuration.offload is Offload.NONE:
+        return 0
+    if configuration.pin_memory and stage < 3:
+        sizes += [4 * partition, 4 * partition, s * partition]
+    elif configuration.pin_memory:
+        step = min(partition, configuration.sub_group_size)
+        sizes += [s * partition, *[4 * step] * round(partition // step if step else 0)]
+    if configuration.offload is Offload.PARAMS:
+        sizes.append(s * (counts.trainable + counts.frozen) / num_ranks)
+    return sum(pinned(size) - round(size) for size in sizes)
 
 
 def pinned(count: float) -> int:

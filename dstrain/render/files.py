@@ -6,11 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+from dstrain.errors import InvalidConfig
 from dstrain.facts import hostfile
 from dstrain.facts.cluster import Cluster
 from dstrain.facts.hostfile import Hosts
 from dstrain.facts.model import ModelFacts
+from dstrain.plan.estimate import effective
 from dstrain.plan.plan import Plan
+from dstrain.plan.request import Request
 from dstrain.render.templates import render_json, render_yaml
 from dstrain.render.values import config_values, job_values, template_of
 
@@ -20,12 +23,27 @@ def config_text(config: dict[str, Any]) -> str:
     return json.dumps(config, indent=2, ensure_ascii=False) + "\n"
 
 
+def _require_planned(template: str, config: dict[str, Any], plan: Plan, model: ModelFacts) -> None:
+    """Raises InvalidConfig when a template, somebody's own perhaps, makes another ZeRO than the plan's."""
+    chosen = plan.chosen.configuration
+    try:
+        made = effective(model, Request(), config)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise InvalidConfig(f"{template}: its zero_optimization cannot be understood: {error}") from None
+    if (made.zero_stage, made.offload) != (chosen.zero_stage, chosen.offload):
+        raise InvalidConfig(
+            f"{template}: makes ZeRO-{made.zero_stage} with offload {made.offload}, and the plan is {chosen.title}",
+            hint="Mend the template, or ask for that way with --zero-stage and --offload.",
+        )
+
+
 def generated(
     plan: Plan, model: ModelFacts, cluster: Cluster, hosts: Hosts, *, template_dir: Path | None, job: dict[str, Any]
 ) -> dict[str, str]:
     """Returns file names and texts; `job` holds what the user said about model, data, hub and output."""
     template = template_of(plan.chosen.configuration)
     config = render_json(template, config_values(plan, model, cluster), override=template_dir)
+    _require_planned(template, config, plan, model)
     return {
         "ds_config.json": config_text(config),
         "job.yaml": render_yaml("job.yaml.j2", job_values(plan, cluster, **job)),

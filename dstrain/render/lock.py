@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dstrain.errors import Conflict
+from dstrain.facts.cluster import Cluster
 from dstrain.paths import write_together
 from dstrain.records import load_json, to_json, type_config
 
@@ -32,7 +33,9 @@ class Lock:
     template_sha256: str
     """SHA-256 of the template's text."""
     inputs: Mapping[str, Any]
-    """Every option of gen-config that was given."""
+    """The options of gen-config that were typed; paths are relative to the generated files."""
+    cluster: Cluster
+    """The machines as they were found or assumed then."""
     base: Mapping[str, str]
     """File name to the exact text that was generated."""
 
@@ -52,8 +55,8 @@ def edited(folder: Path, files: Mapping[str, str]) -> list[str]:
         path = folder / name
         if not path.exists():
             continue
-        present = path.read_text(encoding="utf-8", errors="surrogateescape")
-        if present not in (base.get(name), new):
+        known = (base.get(name), new)
+        if not path.is_file() or path.read_text(encoding="utf-8", errors="surrogateescape") not in known:
             found.append(name)
     return found
 

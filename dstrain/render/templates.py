@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,9 @@ def _render(name: str, folders: list[Path], values: Mapping[str, Any], escape: C
     except TemplateError as error:
         line = getattr(error, "lineno", None)
         raise InvalidConfig(f"{name}{f':{line}' if line else ''}: {error.message}") from None
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        # what a template computes is its author's, who may be the user
+        raise InvalidConfig(f"{name}: {type(error).__name__}: {error}") from None
 
 
 def _json(value: Any) -> str:
@@ -53,8 +57,11 @@ def _shell(value: Any) -> str:
 
 def config_folders(override: Path | None) -> list[Path]:
     """Returns the folders in which DeepSpeed templates are looked up: the user's own first."""
-    if override is not None and not override.is_dir():
-        raise InvalidConfig(f"--template-dir {override}: no such folder", hint="dstrain templates eject makes one.")
+    if override is not None and not any((override / path.name).is_file() for path in shipped("ds_templates").iterdir()):
+        raise InvalidConfig(
+            f"--template-dir {override}: no such folder, or none of its files has a template's name",
+            hint=f"dstrain templates eject --dir {override}",
+        )
     return [folder for folder in (override, shipped("ds_templates")) if folder is not None]
 
 
@@ -80,13 +87,26 @@ def render_script(name: str, values: Mapping[str, Any]) -> str:
     return _render(name, [shipped("launch")], values, _shell)
 
 
-def template_source(name: str, *, override: Path | None = None) -> tuple[Path, str]:
-    """Returns where a DeepSpeed template lies and the SHA-256 of its text."""
-    for folder in config_folders(override):
-        path = folder / name
-        if path.is_file():
-            return path, hashlib.sha256(path.read_bytes()).hexdigest()
-    raise InvalidConfig(f'there is no template "{name}"')
+def template_texts(names: Iterable[str], *, override: Path | None = None) -> dict[str, str]:
+    """Returns the texts of templates and of the partials they include, by name."""
+    found: dict[str, str] = {}
+    waiting = list(names)
+    while waiting:
+        name = waiting.pop(0)
+        if name in found:
+            continue
+        path = next((folder / name for folder in config_folders(override) if (folder / name).is_file()), None)
+        if path is None:
+            raise InvalidConfig(f'there is no template "{name}"', hint=did_you_mean(name, template_names()))
+        found[name] = path.read_text(encoding="utf-8")
+        waiting += re.findall(r'{%-?\s*include\s+"([^"]+)"', found[name])
+    return found
+
+
+def template_hash(name: str, *, override: Path | None = None) -> str:
+    """Returns the SHA-256 of a template with its partials."""
+    texts = template_texts([name], override=override)
+    return hashlib.sha256("".join(f"{key}\n{texts[key]}" for key in sorted(texts)).encode()).hexdigest()
 
 
 def template_names() -> list[str]:

@@ -99,6 +99,56 @@ def test_data_is_named_relative_to_the_job(dstrain: Type, tmp_path: Path) -> Non
     assert 'data: "train.jsonl"' in (tmp_path / "job.yaml").read_text()
 
 
+def test_a_users_own_hostfile_in_the_same_folder_is_left_alone(dstrain: Type, tmp_path: Path) -> None:
+    text = "# ours\ngpu01 slots=8\ngpu02 slots=8\n"
+    (tmp_path / "hostfile").write_text(text)
+    assert dstrain(*PLAN, "--hostfile", "hostfile").returncode == 0
+    assert (tmp_path / "hostfile").read_text() == text
+
+
+def test_json_with_diff_is_one_document(dstrain: Type) -> None:
+    assert "+seq_len: 4096" in json.loads(dstrain(*PLAN, "--json", "--diff").stdout)["diff"]
+
+
+def test_the_lock_keeps_what_was_typed_and_the_machines(dstrain: Type, tmp_path: Path) -> None:
+    dstrain(*PLAN)
+    lock = json.loads((tmp_path / ".dstrain" / "lock.json").read_text())
+    assert lock["inputs"] == {"model": "qwen3-32b", "gpus": 16}
+    assert lock["cluster"]["gpu"]["name"] == "a100-80g"
+
+
+def test_data_that_does_not_exist_yet_is_named_where_it_will_be(dstrain: Type, tmp_path: Path) -> None:
+    dstrain(*PLAN, "--data", "later.jsonl", "-o", "runs")
+    assert f'data: "{tmp_path}/later.jsonl"' in (tmp_path / "runs" / "job.yaml").read_text()
+
+
+def test_a_template_that_makes_another_zero_is_refused(dstrain: Type, tmp_path: Path) -> None:
+    dstrain("templates", "eject", "zero3.json.j2", "--dir", "mine")
+    partial = tmp_path / "mine" / "_zero3.json.j2"
+    partial.write_text(partial.read_text().replace('"stage": 3', '"stage": 0'))
+    done = dstrain(*PLAN, "--template-dir", "mine")
+    assert (done.returncode, "makes ZeRO-0" in done.stderr) == (3, True)
+    assert not (tmp_path / "job.yaml").exists()
+
+
+@pytest.mark.parametrize("text", ["{{ 1/0 }}", "{{ moe_block_class.x }}", "{% if %}", "{"])
+def test_a_broken_template_is_named_without_a_traceback(dstrain: Type, tmp_path: Path, text: str) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "zero3.json.j2").write_text(text)
+    done = dstrain(*PLAN, "--template-dir", "mine")
+    assert (done.returncode, "zero3.json.j2" in done.stderr, "Traceback" in done.stderr) == (3, True, False)
+
+
+def test_a_folder_without_templates_is_refused(dstrain: Type, tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    assert dstrain(*PLAN, "--template-dir", "mine").returncode == 3
+
+
+def test_named_hosts_share_the_gpus(dstrain: Type, tmp_path: Path) -> None:
+    dstrain("gen-config", "--gpus", "8", "--model", "qwen3-8b", "--hosts", "a,b")
+    assert (tmp_path / "hostfile").read_text() == "a slots=4\nb slots=4\n"
+
+
 def test_the_template_of_a_folder_is_used(dstrain: Type, tmp_path: Path) -> None:
     dstrain("templates", "eject", "zero3.json.j2", "--dir", "mine")
     template = tmp_path / "mine" / "zero3.json.j2"

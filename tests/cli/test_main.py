@@ -2,14 +2,39 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import socket
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 Type = Callable[..., Any]
+ROOT = Path(__file__).parents[2]
 
 
 def test_help_is_short_for_h(dstrain: Type) -> None:
     assert dstrain("-h").stdout == dstrain("--help").stdout
+
+
+def test_line_100_is_a_number_and_no_picture(dstrain: Type, tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text("model: a/b\noutput_dir: o\n" + "\n" * 97 + "typo: 1\n")
+    assert "job.yaml:100:1" in dstrain("run").stderr
+
+
+def test_ctrl_c_is_130(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:  # a hub that never answers
+        command = [sys.executable, "-m", "dstrain.cli", "gen-config", "--gpus", "8", "--model", "a/b"]
+        port = server.getsockname()[1]
+        environment = {**os.environ, "HF_ENDPOINT": f"http://127.0.0.1:{port}", "PYTHONPATH": str(ROOT)}
+        child = subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True)
+        connection, _ = server.accept()
+        child.send_signal(signal.SIGINT)
+        _, said = child.communicate(timeout=20)
+        connection.close()
+    assert (child.returncode, "Traceback" in said) == (130, False)
 
 
 def test_an_unknown_verb_gets_the_nearest_one(dstrain: Type) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import socket
 from collections.abc import Callable
@@ -62,10 +63,40 @@ def test_a_local_run_never_sshs_to_itself(dstrain: Type, job: Path) -> None:
     assert words[words.index("--hostfile") + 1] == str(job.parent / "output" / "hostfile")
 
 
+def test_a_single_remote_host_is_not_this_machine(dstrain: Type, job: Path) -> None:
+    (job.parent / "hostfile").write_text("nodea slots=2\n")
+    done = dstrain("run", "--dry-run", PATH=f"{_with_pdsh(job.parent)}:{os.environ['PATH']}")
+    assert "--force_multi" in shlex.split(done.stdout)
+
+
+def test_dry_run_with_json_prints_json(dstrain: Type, job: Path) -> None:
+    assert json.loads(dstrain("run", "-n", "--json").stdout)["command"][1] == "-m"
+
+
+def test_a_checkpoint_that_is_not_there_is_named(dstrain: Type, job: Path) -> None:
+    done = dstrain("run", "-n", "--set", "resume=nowhere")
+    assert (done.returncode, "--set resume" in done.stderr) == (3, True)
+
+
+def test_lora_targets_that_the_model_does_not_have_are_named(dstrain: Type, job: Path) -> None:
+    done = dstrain("run", "-n", "--set", "method=lora", "--set", "lora.targets=[nope]")
+    assert (done.returncode, "q_proj" in done.stderr) == (3, True)
+
+
+def _with_pdsh(folder: Path) -> Path:
+    """Returns a folder with a command called pdsh, which is looked for and not run."""
+    path = folder / "bin" / "pdsh"
+    path.parent.mkdir()
+    path.write_text("#!/bin/sh\n")
+    path.chmod(0o755)
+    return path.parent
+
+
 def test_two_hosts_are_launched_by_pdsh(dstrain: Type, job: Path) -> None:
     (job.parent / "hostfile").write_text("nodea slots=2\nnodeb slots=2\n")
     change(job, "micro_batch: ", "micro_batch: 1 # ")
-    words = shlex.split(dstrain("run", "--dry-run").stdout)
+    done = dstrain("run", "--dry-run", PATH=f"{_with_pdsh(job.parent)}:{os.environ['PATH']}")
+    words = shlex.split(done.stdout)
     assert words[words.index("--launcher") + 1] == "pdsh"
     assert words[words.index("--master_addr") + 1] == "nodea"
 
@@ -132,7 +163,7 @@ def test_a_literal_that_contradicts_the_job_names_both_places(dstrain: Type, job
 
 def test_checkpoints_of_an_earlier_run_are_exit_6(dstrain: Type, job: Path) -> None:
     (job.parent / "output" / "checkpoint-5").mkdir(parents=True)
-    done = dstrain("run")
+    done = dstrain("run", "--dry-run")
     assert (done.returncode, "resume=auto" in done.stderr) == (6, True)
 
 

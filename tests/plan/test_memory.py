@@ -1,14 +1,17 @@
 """Peaks against a finer model of the same machine, which equals published GPU peaks to 0.2 %."""
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
-from cases import ask
+from cases import ask, plan
 
-from dstrain.choices import Attention, Method, Precision
+from dstrain.choices import Attention, Method, Offload, Precision
+from dstrain.plan.configuration import DEFAULTS
 from dstrain.plan.estimate import estimate
+from dstrain.plan.params import Trained
 from dstrain.plan.plan import Estimate
 from dstrain.plan.request import Request
+from dstrain.plan.zero import pinned_waste
 from dstrain.units import GIB
 
 
@@ -64,3 +67,15 @@ def test_zero_3_loads_the_checkpoint_once_a_node_and_zero_2_once_a_rank() -> Non
 
 def test_a_checkpoint_holds_states_and_the_gathered_model() -> None:
     assert peak("qwen3-8b", 8, 3).memory.checkpoint_bytes == 16 * 8_190_735_360
+
+
+def test_a_cpu_rank_has_no_cuda_context() -> None:
+    found = plan(model="qwen3-0.6b", gpus=2, gpu="cpu", seq_len=512, host_memory=2**38).chosen.memory
+    assert found.breakdown_bytes.context == found.breakdown_bytes.workspace == found.breakdown_bytes.fragmentation == 0
+
+
+def test_pinned_rounding_of_offloaded_parameters_is_of_the_partition() -> None:
+    counts = Trained(trainable=8_190_735_360, frozen=0, quantized=0, largest_trainable=0)
+    way = replace(DEFAULTS, zero_stage=3, offload=Offload.PARAMS, sub_group_size=2**28)
+    # the flat gradient and the parameters, 2 B x 1.02e9 each, go up to 2 GiB; sub-groups are powers of two already
+    assert pinned_waste(counts, way, 8) == 2 * (2**31 - 2 * 8_190_735_360 // 8)

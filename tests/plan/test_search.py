@@ -45,8 +45,23 @@ def test_what_does_not_fit_names_what_would() -> None:
 
 
 def test_parameter_offload_under_zero_2_is_refused() -> None:
-    with pytest.raises(DoesNotFit, match="no configuration agrees"):
+    with pytest.raises(InvalidConfig, match="--zero-stage 2 and --offload params"):
         plan(model="qwen3-8b", gpus=8, zero_stage=2, offload="params")
+
+
+def test_a_micro_batch_that_does_not_divide_the_global_batch_is_refused() -> None:
+    with pytest.raises(InvalidConfig, match="no multiple of 2 GPUs × micro-batch 3"):
+        plan(model="qwen3-0.6b", gpus=2, micro_batch=3, global_batch=16)
+
+
+def test_short_samples_do_not_swell_the_default_batch() -> None:
+    assert plan(model="qwen3-8b", gpus=16, gpu="h100", seq_len=256).global_batch == 64
+
+
+def test_the_gpus_that_would_fit_can_be_typed() -> None:
+    with pytest.raises(DoesNotFit) as caught:
+        plan(model="qwen3-8b", gpus=3, gpu="4090")
+    assert "--gpus-per-node 3" in str(caught.value.hint)
 
 
 def test_nvme_needs_a_folder() -> None:

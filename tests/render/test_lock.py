@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from cases import ask
 
 from dstrain.errors import Conflict
 from dstrain.render.lock import Lock, read_lock, write_generated
@@ -10,7 +11,13 @@ from dstrain.render.lock import Lock, read_lock, write_generated
 
 def lock(text: str) -> Lock:
     return Lock(
-        dstrain="0", deepspeed="0", template="t", template_sha256="", inputs={"model": "m"}, base={"job.yaml": text}
+        dstrain="0",
+        deepspeed="0",
+        template="t",
+        template_sha256="",
+        inputs={"model": "m"},
+        cluster=ask(model="qwen3-8b", gpus=8).cluster,
+        base={"job.yaml": text},
     )
 
 
