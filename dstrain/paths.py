@@ -23,6 +23,12 @@ def shipped(folder: str) -> Path:
     raise FileNotFoundError(f"dstrain was installed without its {folder}/ files")
 
 
+def shown(path: str) -> str:
+    """Returns a path as people should see it: relative where it lies below the current folder."""
+    here = Path.cwd()
+    return str(Path(path).relative_to(here)) if Path(path).is_relative_to(here) else path
+
+
 def write_atomic(path: Path, text: str, *, mode: int | None = None) -> bool:
     """Writes `text` to `path` by a temporary file and a rename; returns whether the file changed.
 

@@ -9,6 +9,7 @@ from dstrain.choices import Offload
 from dstrain.errors import RunFailed
 from dstrain.facts.cluster import Origin
 from dstrain.launch.prepare import Prepared
+from dstrain.paths import shown
 from dstrain.rundir import RunDir
 from dstrain.units import format_bytes, format_count, format_seconds
 
@@ -21,10 +22,10 @@ def before_lines(prepared: Prepared) -> list[str]:
     machine = "this machine" if prepared.is_local else f"{len(hosts.hosts)} hosts"
     stage = prepared.ds_config["zero_optimization"].get("stage", 0)
     lines = [
-        f"run      {job.method} training of {job.model}",
+        f"run      {job.method} training of {shown(job.model)}",
         f"on       {hosts.num_slots} × {where}, {machine}; ZeRO-{stage}, {job.precision}, micro-batch {job.micro_batch}"
         f" × {job.grad_accum} accumulated, {job.seq_len} tokens{', packed' if job.packing else ''}",
-        f"into     {prepared.run_dir.path}",
+        f"into     {shown(str(prepared.run_dir.path))}",
     ]
     needs = prepared.estimate
     if needs is not None and is_known and not prepared.on_cpu:
@@ -78,11 +79,11 @@ def summary_rows(found: dict[str, Any]) -> list[tuple[str, str]]:
     rows += _state_rows(found.get("states"))
     if found.get("peak_bytes_per_gpu"):
         rows.append(("peak memory per GPU", format_bytes(found["peak_bytes_per_gpu"])))
-    rows.append(("run directory", found["run_dir"]))
+    rows.append(("run directory", shown(found["run_dir"])))
     if found.get("final"):
-        rows.append(("final model", found["final"]))
+        rows.append(("final model", shown(found["final"])))
     if found.get("swanlab_dir"):
-        rows.append((f"SwanLab ({found.get('swanlab_mode')})", found["swanlab_dir"]))
+        rows.append((f"SwanLab ({found.get('swanlab_mode')})", shown(found["swanlab_dir"])))
     return rows
 
 
@@ -95,9 +96,9 @@ def _state_rows(states: dict[str, Any] | None) -> list[tuple[str, str]]:
         if not predicted and not any(measured):
             continue
         low, high = min(measured), max(measured)
-        shown = format_bytes(low) if low == high else f"{format_bytes(low)} to {format_bytes(high)}"
+        span = format_bytes(low) if low == high else f"{format_bytes(low)} to {format_bytes(high)}"
         off = f" ({(high - predicted) / predicted:+.2%})" if predicted else ""
-        rows.append((name, f"{format_bytes(predicted)} predicted, {shown} measured{off}"))
+        rows.append((name, f"{format_bytes(predicted)} predicted, {span} measured{off}"))
     return rows
 
 
@@ -107,5 +108,9 @@ def summary_text(found: dict[str, Any], run_dir: RunDir) -> str:
     width = max(len(name) for name, _ in rows)
     lines = ["", *(f"{name:<{width}}  {value}" for name, value in rows)]
     if found.get("swanlab_mode") == "offline" and found.get("swanlab_dir"):
-        lines += ["", f"next: swanlab sync {found['swanlab_dir']}   (uploads the curves, once you have a key)"]
+        lines += [
+            "",
+            f"next: swanlab sync {shown(found['swanlab_dir'])}",
+            "      (uploads the curves, with an API key)",
+        ]
     return "\n".join(lines)

@@ -20,6 +20,7 @@ from dstrain.job import Job
 from dstrain.jobfile import JobFile, looks_local
 from dstrain.launch.command import is_this_machine, visible_devices
 from dstrain.launch.machine import names as machine_names
+from dstrain.paths import shown
 from dstrain.plan.estimate import estimate
 from dstrain.plan.params import adapted, linear_names
 from dstrain.plan.plan import Estimate
@@ -75,7 +76,7 @@ def prepare(file: JobFile, environment: Mapping[str, str]) -> Prepared:
     hosts = _hosts(file)
     is_local = len(hosts.hosts) == 1 and is_this_machine(hosts.hosts[0].name, machine_names())
     _check_gpus(file, hosts, is_local=is_local, on_cpu=on_cpu)
-    document = read_config(Path(job.ds_config), _shown(job.ds_config))
+    document = read_config(Path(job.ds_config), shown(job.ds_config))
     contradictions = disagreements(document, job, file.locate, hosts.num_slots)
     if contradictions:
         raise InvalidConfig("\n".join(contradictions))
@@ -110,12 +111,6 @@ def facts_text(prepared: Prepared) -> str:
     return json.dumps(facts, indent=2) + "\n"
 
 
-def _shown(path: str) -> str:
-    """Returns a path relative to the current folder where it lies below it."""
-    here = Path.cwd()
-    return str(Path(path).relative_to(here)) if Path(path).is_relative_to(here) else path
-
-
 def _check_model(file: JobFile) -> None:
     job = file.job
     if looks_local(job.model) and not Path(job.model).exists():
@@ -126,7 +121,7 @@ def _check_model(file: JobFile) -> None:
     folder = Path(job.model)
     if folder.is_dir() and not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
         raise InvalidConfig(
-            f"{file.locate(('model',))}: {_shown(job.model)} holds no weights (*.safetensors)",
+            f"{file.locate(('model',))}: {shown(job.model)} holds no weights (*.safetensors)",
             hint="Training starts from weights; a config.json alone is enough for gen-config only.",
         )
 
@@ -152,7 +147,7 @@ def _check_resume(file: JobFile) -> None:
     if wanted not in ("never", "auto") and not is_whole(Path(wanted)):
         state = "was not written to its end" if Path(wanted).is_dir() else "does not exist"
         raise InvalidConfig(
-            f"{file.locate(('resume',))}: checkpoint {_shown(wanted)} {state}",
+            f"{file.locate(('resume',))}: checkpoint {shown(wanted)} {state}",
             hint="Write resume: auto to go on from the newest whole checkpoint of output_dir.",
         )
 
@@ -174,12 +169,12 @@ def _hosts(file: JobFile) -> Hosts:
         path = Path(name)
         if not path.exists():
             raise InvalidConfig(
-                f"{file.locate(('hostfile',))}: hostfile {_shown(name)}: no such file",
+                f"{file.locate(('hostfile',))}: hostfile {shown(name)}: no such file",
                 hint="DeepSpeed would train on this machine alone. Write the file, or remove the line to mean that.",
             )
-        found = hostfile.parse(probe.read_text(path), _shown(name))
+        found = hostfile.parse(probe.read_text(path), shown(name))
         if found.placeholder_lines:
-            lines = ", ".join(f"{_shown(name)}:{line}" for line in found.placeholder_lines)
+            lines = ", ".join(f"{shown(name)}:{line}" for line in found.placeholder_lines)
             raise InvalidConfig(f"{lines}: a placeholder, not a host", hint="Write the names of your nodes there.")
         return found
     count = len(probe.local_gpus())

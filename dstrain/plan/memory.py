@@ -200,7 +200,7 @@ def _host_bytes(model: ModelFacts, cluster: Cluster, configuration: Configuratio
     whole = s * model.num_params
     loading = whole if configuration.zero_stage == 3 else whole * ranks
     counts = trained(model, configuration.method, configuration.lora)
-    offloaded = held.host + pinned_waste(counts, configuration, cluster.num_gpus)
+    offloaded = held.host + held.staging + pinned_waste(counts, configuration, cluster.num_gpus)
     return ranks * BASELINE_HOST_BYTES_PER_RANK + max(loading, ranks * offloaded)
 
 

@@ -21,6 +21,8 @@ class States:
     """fp32 master copy and both Adam moments on the GPU."""
     host: int = 0
     """Offloaded states in host RAM, before pinned memory rounds them up."""
+    staging: int = 0
+    """Host buffers through which offloaded states pass."""
     nvme: int = 0
     """Offloaded states on NVMe."""
 
@@ -41,7 +43,7 @@ def states(counts: Trained, configuration: Configuration, num_ranks: int) -> Sta
     ZeRO-0: sP + sP + 12P. ZeRO-1 and 2: sP + sP/N + 12P/N when the optimizer steps. ZeRO-3: (s + s + 12)P/N.
     Under ZeRO-1 and 2 a gradient that lies across two partitions is whole on both ranks; the largest share is returned.
     Frozen parameters cost sF, sF/N under ZeRO-3. An optimizer on the CPU takes gradients and optimizer states there:
-    18P/N in host RAM (master 4, gradient 4, moments 8, staging 2); parameters on the CPU another sP/N.
+    16P/N in host RAM (master 4, gradient 4, moments 8) and sP/N of staging; parameters on the CPU another sP/N.
     Source: ZeRO (arXiv 1910.02054), table 1; the engine's own tensors on 2 CPU ranks are compared with it in the tests.
 
     >>> from dataclasses import replace
@@ -61,16 +63,14 @@ def states(counts: Trained, configuration: Configuration, num_ranks: int) -> Sta
         return States(params=held, grads=round(s * kept), optimizer=optimizer)
     if offload is Offload.NVME:
         # files hold master, gradient, moments and parameters; RAM the flat gradient and four sub-groups in work
-        work = 4 * 16 * min(partition, configuration.sub_group_size)
-        return States(
-            params=0, grads=0, optimizer=0, host=round(s * partition + work), nvme=round(16 * partition) + held
-        )
-    host = round((OPTIMIZER_BYTES_PER_PARAM + 4 + s) * partition)
-    if stage < 3 and configuration.grad_accum > 1:
-        host += round(s * partition)
+        work = s * partition + 4 * 16 * min(partition, configuration.sub_group_size)
+        return States(params=0, grads=0, optimizer=0, staging=round(work), nvme=round(16 * partition) + held)
+    host = round((OPTIMIZER_BYTES_PER_PARAM + 4) * partition)
+    copies = 2 if stage < 3 and configuration.grad_accum > 1 else 1
+    staging = round(copies * s * partition)
     if offload is Offload.PARAMS:
-        return States(params=0, grads=0, optimizer=0, host=host + held)
-    return States(params=held, grads=0, optimizer=0, host=host)
+        return States(params=0, grads=0, optimizer=0, host=host + held, staging=staging)
+    return States(params=held, grads=0, optimizer=0, host=host, staging=staging)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
