@@ -64,3 +64,32 @@ class LossOn(StrEnum):
 
     ANSWER = "answer"
     ALL = "all"
+
+
+class Schedule(StrEnum):
+    """How the learning rate goes, by Transformers' names: those that need no more than a job has."""
+
+    LINEAR = "linear"
+    COSINE = "cosine"
+    COSINE_WITH_RESTARTS = "cosine_with_restarts"
+    POLYNOMIAL = "polynomial"
+    CONSTANT = "constant"
+    CONSTANT_WITH_WARMUP = "constant_with_warmup"
+    INVERSE_SQRT = "inverse_sqrt"
+
+
+class SinkName(StrEnum):
+    """Where metrics go beside `metrics.jsonl`."""
+
+    SWANLAB = "swanlab"
+    TENSORBOARD = "tensorboard"
+    WANDB = "wandb"
+
+
+class SwanLabMode(StrEnum):
+    """Where SwanLab's data go."""
+
+    ONLINE = "online"
+    OFFLINE = "offline"
+    LOCAL = "local"
+    DISABLED = "disabled"

@@ -13,12 +13,24 @@ from typing import Annotated
 
 from pydantic import Field
 
-from dstrain.choices import Attention, DataFormat, Hub, LossOn, Method, Precision
+from dstrain.choices import (
+    Attention,
+    DataFormat,
+    Hub,
+    LossOn,
+    Method,
+    Precision,
+    Schedule,
+    SinkName,
+    SwanLabMode,
+)
 from dstrain.records import type_config
 
 Positive = Annotated[int, Field(gt=0)]
-Ratio = Annotated[float, Field(ge=0, le=1)]
-NonNegative = Annotated[float, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Ratio = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+Beta = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
+NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,9 +51,9 @@ class Lora:
 class Monitor:
     """Where metrics go beside `metrics.jsonl`, which is always written."""
 
-    sinks: tuple[str, ...] = ("swanlab",)
+    sinks: tuple[SinkName, ...] = (SinkName.SWANLAB,)
     """Any of `swanlab`, `tensorboard`, `wandb`."""
-    mode: str | None = None
+    mode: SwanLabMode | None = None
     """SwanLab's mode: `online`, `offline`, `local` or `disabled`; not given: `online` with a key, else `offline`."""
     project: str = "dstrain"
     """Project name in SwanLab and W&B."""
@@ -95,27 +107,27 @@ class Job:
     grad_ckpt: bool = True
     """Whether activations are recomputed in the backward pass."""
 
-    num_train_epochs: Annotated[float, Field(gt=0)] = 3.0
+    num_train_epochs: PositiveFloat = 3.0
     """Passes over the data."""
     max_steps: Positive | None = None
     """Optimizer steps; when given, it ends the run instead of `num_train_epochs`."""
-    learning_rate: Annotated[float, Field(gt=0)] = 1e-5
+    learning_rate: PositiveFloat = 1e-5
     """Peak learning rate."""
-    lr_scheduler_type: str = "cosine"
+    lr_scheduler_type: Schedule = Schedule.COSINE
     """A schedule of Transformers: `cosine`, `linear`, `constant_with_warmup` …"""
     warmup_ratio: Ratio = 0.03
     """Share of the steps in which the learning rate rises."""
     weight_decay: NonNegative = 0.0
     """AdamW's weight decay."""
-    adam_beta1: Ratio = 0.9
+    adam_beta1: Beta = 0.9
     """AdamW's first beta."""
-    adam_beta2: Ratio = 0.999
+    adam_beta2: Beta = 0.999
     """AdamW's second beta."""
     adam_epsilon: NonNegative = 1e-8
     """AdamW's epsilon."""
     max_grad_norm: NonNegative = 1.0
     """Gradient norm at which gradients are clipped; 0 turns clipping off."""
-    seed: int = 42
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 42
     """Seed of shuffling, dropout and adapters."""
 
     logging_steps: Positive = 10

@@ -11,6 +11,9 @@ from dstrain.errors import InvalidConfig
 from dstrain.job import SYNONYMS, Job
 from dstrain.records import Locator, Place, from_data, parse_yaml
 
+_TEXTS = frozenset({"env"})
+"""Keys whose own values are text, however they are written."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobFile:
@@ -35,7 +38,7 @@ def read_job(path: Path, overrides: Sequence[str] = ()) -> JobFile:
         ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidConfig(f"{path}: cannot be read: {error}") from None
-    data, locate_in_file = parse_yaml(text, str(path))
+    data, locate_in_file = parse_yaml(text, str(path), texts=_TEXTS)
     if not isinstance(data, dict):
         raise InvalidConfig(f"{path}: a job is a list of `key: value` lines", hint="Compare the examples in launch/.")
     given = [_override(data, item) for item in overrides]
@@ -47,7 +50,7 @@ def read_job(path: Path, overrides: Sequence[str] = ()) -> JobFile:
         return locate_in_file(place)
 
     job = from_data(Job, data, locate=locate, synonyms=SYNONYMS)
-    return JobFile(job=_absolute(job, path.resolve().parent), locate=locate)
+    return JobFile(job=_absolute(job, path.resolve().parent, locate), locate=locate)
 
 
 def _override(data: dict[str, Any], item: str) -> Place:
@@ -62,31 +65,70 @@ def _override(data: dict[str, Any], item: str) -> Place:
         if not isinstance(inner, dict):
             raise InvalidConfig(f'--set "{item}": {part} has no keys of its own')
         node = inner
-    node[place[-1]], _ = parse_yaml(value, f"--set {key}")
+    is_text = len(place) == 2 and place[0] in _TEXTS and not value.startswith(('"', "'"))
+    node[place[-1]] = value if is_text else parse_yaml(value, f"--set {key}")[0]
     return place
 
 
-def _absolute(job: Job, folder: Path) -> Job:
-    """Returns the job with local paths absolute; what is no file here may be an id on the hub and stays."""
+def _absolute(job: Job, folder: Path, locate: Locator) -> Job:
+    """Returns the job with local paths absolute; what is no file here may be an id on the hub and stays.
 
-    def maybe(name: str | None) -> str | None:
-        if name is None:
-            return None
-        path = (folder / Path(name).expanduser()).resolve()
-        return str(path) if path.exists() or looks_local(name) else name
+    Raises InvalidConfig with every path that cannot be one.
+    """
+    problems = []
 
-    return replace(
+    def local(key: str, name: str) -> str:
+        path, problem = _resolved(folder, name)
+        if problem is not None:
+            problems.append(f"{locate((key,))}: {key} is {_shortened(name)}; {problem}")
+        return str(path)
+
+    def maybe(key: str, name: str) -> str:
+        path = local(key, name)
+        return path if looks_local(name) or _exists(Path(path)) else name
+
+    absolute = replace(
         job,
-        model=maybe(job.model) or job.model,
-        data=maybe(job.data),
-        eval_data=maybe(job.eval_data),
-        ds_config=str((folder / Path(job.ds_config).expanduser()).resolve()),
-        hostfile=None if job.hostfile is None else str((folder / Path(job.hostfile).expanduser()).resolve()),
-        output_dir=str((folder / Path(job.output_dir).expanduser()).resolve()),
-        resume=job.resume
-        if job.resume in ("never", "auto")
-        else str((folder / Path(job.resume).expanduser()).resolve()),
+        model=maybe("model", job.model),
+        data=None if job.data is None else maybe("data", job.data),
+        eval_data=None if job.eval_data is None else maybe("eval_data", job.eval_data),
+        ds_config=local("ds_config", job.ds_config),
+        hostfile=None if job.hostfile is None else local("hostfile", job.hostfile),
+        output_dir=local("output_dir", job.output_dir),
+        resume=job.resume if job.resume in ("never", "auto") else local("resume", job.resume),
     )
+    if problems:
+        raise InvalidConfig("\n".join(problems))
+    return absolute
+
+
+def _resolved(folder: Path, name: str) -> tuple[Path, str | None]:
+    """Returns a path from a job, absolute, and why it cannot be one; it need not exist.
+
+    `~nobody-here` and loops of links give a RuntimeError, a NUL a ValueError, and an OSError names what it is.
+    """
+    try:
+        path = (folder / Path(name).expanduser()).resolve()
+        _exists(path)
+    except OSError as error:
+        return folder, str(error.strerror).lower()
+    except (RuntimeError, ValueError) as error:
+        return folder, f"{str(error)[:1].lower()}{str(error)[1:80]}"
+    return path, None
+
+
+def _exists(path: Path) -> bool:
+    """Returns whether there is something; raises OSError where nobody can know (a folder that may not be entered)."""
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
+def _shortened(name: str) -> str:
+    """Returns a name in quotes, its middle left out where it is long."""
+    return f'"{name}"' if len(name) <= 80 else f'"{name[:40]}…{name[-20:]}" ({len(name)} characters)'
 
 
 def looks_local(name: str) -> bool:

@@ -12,7 +12,9 @@ from typing import Any, Protocol, TypeVar, get_type_hints
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from ruamel.yaml import YAML
 from ruamel.yaml.comments import CommentedMap, CommentedSeq
+from ruamel.yaml.constructor import ConstructorError, RoundTripConstructor
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
+from ruamel.yaml.nodes import MappingNode, ScalarNode
 
 from dstrain.errors import InvalidConfig, nearest
 
@@ -68,7 +70,7 @@ def from_data(record: type[T], data: Any, *, locate: Locator, synonyms: Mapping[
 def _describe(record: Any, fault: Any, locate: Locator, synonyms: Mapping[str, str]) -> str:
     place: Place = tuple(fault["loc"])
     where = locate(place)
-    key = str(place[-1]) if place else ""
+    key = _key(place)
     if fault["type"] in {"unexpected_keyword_argument", "extra_forbidden"}:
         legal = _legal_keys(record, place[:-1])
         near = synonyms.get(key) or nearest(key, legal)
@@ -84,6 +86,17 @@ def _describe(record: Any, fault: Any, locate: Locator, synonyms: Mapping[str, s
         return f'{where}: {key} is "{value}"; {meant}(legal: {", ".join(legal)})'
     message = str(fault["msg"])
     return f"{where}: {key} is {json.dumps(fault['input'], default=str)}; {message[:1].lower()}{message[1:]}"
+
+
+def _key(place: Place) -> str:
+    """Returns what the last key of a place is called in a message.
+
+    >>> _key(("seq_len",)), _key(("monitor", "sinks", 0))
+    ('seq_len', 'sinks[0]')
+    """
+    if len(place) > 1 and isinstance(place[-1], int):
+        return f"{_key(place[:-1])}[{place[-1]}]"
+    return str(place[-1]) if place else ""
 
 
 def _legal_keys(record: Any, place: Place) -> list[str]:
@@ -111,12 +124,41 @@ def load_json(record: type[T], path: Path) -> T:
     return from_data(record, data, locate=lambda place: f"{path}: /{'/'.join(map(str, place))}")
 
 
-def parse_yaml(text: str, name: str) -> tuple[Any, Locator]:
+class _Constructor(RoundTripConstructor):
+    """ruamel's own, with a place for scalars that no Python value can be made of, such as the date 2024-13-45."""
+
+    texts: frozenset[str] = frozenset()
+
+    def construct_document(self, node: Any) -> Any:
+        for key, value in node.value if isinstance(node, MappingNode) else ():
+            if isinstance(key, ScalarNode) and key.value in self.texts and isinstance(value, MappingNode):
+                for _, item in value.value:
+                    if isinstance(item, ScalarNode) and item.tag != _TAG + "null":
+                        item.tag = _TAG + "str"
+        return super().construct_document(node)
+
+    def construct_object(self, node: Any, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except (ValueError, KeyError) as error:
+            shown = str(node.value)[:40] if isinstance(node, ScalarNode) else "this"
+            kind = str(node.tag).removeprefix(_TAG)
+            reason = "" if isinstance(error, KeyError) else f" ({error})"
+            problem = f"{shown} is no valid {kind}{reason}; in quotes it is text"
+            raise ConstructorError(None, None, problem, node.start_mark) from None
+
+
+_TAG = "tag:yaml.org,2002:"
+
+
+def parse_yaml(text: str, name: str, *, texts: frozenset[str] = frozenset()) -> tuple[Any, Locator]:
     """Returns the plain value of a YAML 1.2 text (`1e-5` is a number) and a function that says where its keys stand.
 
-    Raises InvalidConfig with `name:line:column` for a syntax error or a duplicate key.
+    Scalars directly below the top-level keys in `texts` are text, exactly as written (`4` is "4"). Raises InvalidConfig
+    with `name:line:column` for a syntax error, a duplicate key, or a value that is none (the date 2024-13-45).
     """
     reader = YAML(typ="rt", pure=True)
+    reader.Constructor = type("_Constructor", (_Constructor,), {"texts": texts})
     try:
         document = reader.load(io.StringIO(text.removeprefix("\ufeff")))
     except MarkedYAMLError as error:
@@ -126,6 +168,8 @@ def parse_yaml(text: str, name: str) -> tuple[Any, Locator]:
         raise InvalidConfig(f"{where}: {problem}") from None
     except YAMLError as error:
         raise InvalidConfig(f"{name}: {error}") from None
+    except RecursionError:
+        raise InvalidConfig(f"{name}: is nested too deeply") from None
 
     def locate(place: Place) -> str:
         line, column = _mark(document, place)

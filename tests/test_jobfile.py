@@ -1,11 +1,15 @@
 """Job files: strict, with places, and overrides on top."""
 
+import os
 from pathlib import Path
 
 import pytest
 
+from dstrain.choices import Schedule, SinkName, SwanLabMode
 from dstrain.errors import InvalidConfig
 from dstrain.jobfile import read_job
+from dstrain.monitor.mode import Mode
+from dstrain.monitor.sinks import SINKS
 from dstrain.paths import shipped
 
 JOB = "model: org/model\noutput_dir: out\n"
@@ -87,3 +91,91 @@ def test_an_example_job_is_a_job(path: Path) -> None:
 
 def test_there_are_example_jobs_for_full_training_and_lora() -> None:
     assert {path.name for path in shipped("launch").glob("*.job.yaml")} >= {"full.job.yaml", "lora.job.yaml"}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "learning_rate: .inf",
+        "learning_rate: .nan",
+        "learning_rate: 1e999",
+        "weight_decay: .inf",
+        "num_train_epochs: .inf",
+        "adam_beta2: 1.0",
+        "seed: -1",
+        "seed: 4294967296",
+        "monitor: {mode: onlin}",
+        "monitor: {sinks: [swanlb]}",
+        "lr_scheduler_type: cosin",
+        "lr_scheduler_type: reduce_lr_on_plateau",
+    ],
+)
+def test_what_would_fail_in_the_ranks_fails_at_reading(tmp_path: Path, line: str) -> None:
+    with pytest.raises(InvalidConfig, match=r"job\.yaml:3:"):
+        read_job(write(tmp_path, JOB + line + "\n"))
+
+
+def test_choices_are_those_of_the_code_that_takes_them() -> None:
+    from transformers.trainer_utils import SchedulerType
+
+    from dstrain.train.arguments import _NEEDS_MORE
+
+    assert {str(word) for word in Schedule} == {str(kind.value) for kind in SchedulerType} - _NEEDS_MORE
+    assert [str(word) for word in SinkName] == list(SINKS)
+    assert [str(word) for word in SwanLabMode] == [str(word) for word in Mode]
+
+
+def test_a_value_that_is_none_is_refused_with_the_option(tmp_path: Path) -> None:
+    with pytest.raises(InvalidConfig, match=r"--set monitor\.name.*: 2024-13-45 is no valid timestamp"):
+        read_job(write(tmp_path, JOB), ["monitor.name=2024-13-45"])
+
+
+@pytest.mark.parametrize(
+    ("written", "text"),
+    [("4", "4"), ("true", "true"), ("3.10", "3.10"), ("2024-13-45", "2024-13-45"), ("^mlx=*", "^mlx=*"), ("'4'", "4")],
+)
+def test_an_environment_variable_from_an_option_is_text(tmp_path: Path, written: str, text: str) -> None:
+    assert read_job(write(tmp_path, JOB), [f"env.A={written}"]).job.env == {"A": text}
+
+
+def test_environment_variables_in_the_file_are_text(tmp_path: Path) -> None:
+    job = read_job(write(tmp_path, JOB + "env:\n  OMP_NUM_THREADS: 4\n  DEBUG: true\n"), ["env.C=1"]).job
+    assert job.env == {"OMP_NUM_THREADS": "4", "DEBUG": "true", "C": "1"}
+
+
+def test_a_variable_without_a_value_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidConfig, match=r"job\.yaml:4:3: A is null"):
+        read_job(write(tmp_path, JOB + "env:\n  A:\n"))
+
+
+@pytest.mark.parametrize("key", ["model", "data", "ds_config", "hostfile", "resume"])
+@pytest.mark.parametrize("name", ["~nobodyx/out", "x" * 300, "a\\0b", "loop/x"])
+def test_a_path_that_cannot_be_one_is_refused_with_its_line(tmp_path: Path, key: str, name: str) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(InvalidConfig, match=rf"job\.yaml:2:1: {key} is "):
+        read_job(write(tmp_path, f'output_dir: out\n{key}: "{name}"\n' + ("" if key == "model" else "model: m\n")))
+
+
+def test_all_paths_that_cannot_be_one_are_told_at_once(tmp_path: Path) -> None:
+    with pytest.raises(InvalidConfig) as caught:
+        read_job(write(tmp_path, f"model: {'m' * 300}\noutput_dir: ~nobodyx/out\n"))
+    assert len(caught.value.problem.splitlines()) == 2
+
+
+def test_a_path_below_a_folder_that_may_not_be_entered_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    look = Path.stat
+
+    def stat(path: Path, *, follow_symlinks: bool = True) -> os.stat_result:
+        if tmp_path / "locked" in path.parents:  # root may enter every folder
+            raise PermissionError(13, "Permission denied")
+        return look(path, follow_symlinks=follow_symlinks)
+
+    monkeypatch.setattr(Path, "stat", stat)
+    with pytest.raises(InvalidConfig, match=r'job\.yaml:3:1: data is "locked/train.jsonl"; permission denied'):
+        read_job(write(tmp_path, JOB + "data: locked/train.jsonl\n"))
+
+
+def test_resume_stays_a_path(tmp_path: Path) -> None:
+    assert read_job(write(tmp_path, JOB), ["resume=nowhere"]).job.resume == str(tmp_path / "nowhere")

@@ -96,7 +96,7 @@ def _state_rows(states: dict[str, Any] | None) -> list[tuple[str, str]]:
         if not predicted and not any(measured):
             continue
         low, high = min(measured), max(measured)
-        span = format_bytes(low) if low == high else f"{format_bytes(low)} to {format_bytes(high)}"
+        span = " to ".join(dict.fromkeys([format_bytes(low), format_bytes(high)]))
         off = f" ({(high - predicted) / predicted:+.2%})" if predicted else ""
         rows.append((name, f"{format_bytes(predicted)} predicted, {span} measured{off}"))
     return rows

@@ -24,17 +24,23 @@ def needed_ops(ds_config: Mapping[str, Any], *, on_gpu: bool) -> list[str]:
 
     Source: deepspeed 0.19.8 ops/op_builder; comm/torch.py: build_shm_op; runtime/swap_tensor.
     """
-    zero = ds_config.get("zero_optimization") or {}
-    optimizer = (zero.get("offload_optimizer") or {}).get("device", "none")
-    params = (zero.get("offload_param") or {}).get("device", "none")
+    zero = _section(ds_config, "zero_optimization")
+    optimizer = _section(zero, "offload_optimizer").get("device", "none")
+    params = _section(zero, "offload_param").get("device", "none")
     needed = [] if on_gpu else ["deepspeed_shm_comm"]
     if optimizer != "none":
         needed.append("cpu_adam")
-    elif str((ds_config.get("optimizer") or {}).get("type", "")).lower() in {"adam", "adamw"}:
+    elif str(_section(ds_config, "optimizer").get("type", "")).lower() in {"adam", "adamw"}:
         needed.append("fused_adam")
     if "nvme" in (optimizer, params):
         needed.append("async_io")
     return needed
+
+
+def _section(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """Returns the object under a key; an empty one where there is none, or something else."""
+    found = config.get(key)
+    return found if isinstance(found, Mapping) else {}
 
 
 def extension_folders(environment: Mapping[str, str]) -> list[Path]:

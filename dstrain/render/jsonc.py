@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -13,8 +14,10 @@ Pointer = tuple[str | int, ...]
 
 _SPACE = re.compile(r"(?:[ \t\r\n\ufeff]+|//[^\n]*|\#[^\n]*|/\*.*?\*/)*", re.DOTALL)
 _STRING = re.compile(r'"(?:[^"\\\x00-\x1f]|\\.)*"')
-_NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?")
+_NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?", re.ASCII)
 _WORDS = {"true": True, "false": False, "null": None}
+_MAX_DEPTH = 100
+"""Levels of nesting; no configuration has ten, and Python's own stack ends at a thousand."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +60,8 @@ class _Parser:
 
     def value(self, pointer: Pointer) -> Any:
         head = self.skip()
+        if len(pointer) > _MAX_DEPTH:
+            raise self.fail(f"this is nested more than {_MAX_DEPTH} levels deep")
         self.positions.setdefault(pointer, self.place(self.at))
         if head == "{":
             return self.object(pointer)
@@ -65,9 +70,7 @@ class _Parser:
         if head == '"':
             return self.string()
         if match := _NUMBER.match(self.text, self.at):
-            self.at = match.end()
-            number: int | float = json.loads(match[0])
-            return number
+            return self.number(match)
         word = re.match(r"\w*", self.text[self.at :])
         if word and word[0] in _WORDS:
             self.at += len(word[0])
@@ -76,6 +79,16 @@ class _Parser:
             raise self.fail("the file ends here; a value is missing")
         shown = word[0] if word and word[0] else head
         raise self.fail(f"{shown!r} is not a JSON value; strings need double quotes")
+
+    def number(self, match: re.Match[str]) -> int | float:
+        try:
+            number: int | float = json.loads(match[0])
+        except ValueError:  # Python converts no more than 4300 digits
+            number = math.inf
+        if isinstance(number, float) and not math.isfinite(number):
+            raise self.fail("this number is too large")
+        self.at = match.end()
+        return number
 
     def string(self) -> str:
         match = _STRING.match(self.text, self.at)

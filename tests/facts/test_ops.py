@@ -1,6 +1,9 @@
 """DeepSpeed's extensions: what is needed, what is built, and locks of killed builds."""
 
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from dstrain.facts.ops import missing_ops, needed_ops, stale_locks
 
@@ -13,6 +16,19 @@ def test_an_offloaded_optimizer_needs_cpu_adam() -> None:
 def test_nvme_needs_async_io() -> None:
     zero = {"zero_optimization": {"offload_param": {"device": "nvme"}}}
     assert needed_ops(zero, on_gpu=True) == ["async_io"]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"zero_optimization": 3},
+        {"zero_optimization": {"offload_optimizer": "cpu", "offload_param": [1]}},
+        {"optimizer": "AdamW"},
+        {"optimizer": {"type": None}},
+    ],
+)
+def test_an_odd_shape_needs_nothing(config: dict[str, Any]) -> None:
+    assert needed_ops(config, on_gpu=True) == []
 
 
 def test_a_built_extension_is_not_missing(tmp_path: Path) -> None:

@@ -46,6 +46,11 @@ def test_bom_comments_and_trailing_commas_are_forgiven(text: str) -> None:
         ("{'a': 1}", "x:1:2: a key in double quotes"),
         ("", "x:1:1: the file ends here"),
         ("{} {}", "x:1:4: the value has ended"),
+        ('{"a": 1e999}', "x:1:7: this number is too large"),
+        ("9" * 5000, "x:1:1: this number is too large"),
+        ("1٣", "x:1:2: the value has ended"),
+        ("[" * 5000, "x:1:102: this is nested more than 100 levels deep"),
+        ('{"a":' * 5000, "x:1:506: this is nested more than 100 levels deep"),
     ],
 )
 def test_a_mistake_is_named_with_its_place(text: str, problem: str) -> None:

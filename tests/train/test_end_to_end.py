@@ -143,7 +143,7 @@ def test_nothing_but_rank_0_talks(runs: Path) -> None:
 
 def test_a_wrong_job_is_said_once_without_a_traceback(runs: Path) -> None:
     assert codes(runs / "bad") == [[3, 3]]
-    assert 'Did you mean "cosine"?' in said(runs / "bad")
+    assert 'did you mean "cosine"?' in said(runs / "bad")
     assert "Traceback" not in said(runs / "bad") + said(runs / "bad", rank=1)
     assert "cosin" not in said(runs / "bad", rank=1)
 
