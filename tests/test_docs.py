@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import json
 import os
 import re
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import click
@@ -52,6 +54,34 @@ def cli_reference() -> str:
     return "\n\n".join(parts)
 
 
+def job_reference() -> str:
+    """Returns a row for every key of a job file: name, default and the docstring under its field."""
+    rows = ["| key | default | meaning |", "|---|---|---|"]
+    prefixes = {"Job": "", "Lora": "lora.", "Monitor": "monitor."}
+    classes = {node.name: node for node in ast.parse((ROOT / "dstrain" / "job.py").read_text(encoding="utf-8")).body
+               if isinstance(node, ast.ClassDef)}  # fmt: skip
+    for name, prefix in prefixes.items():
+        for field, doc in pairwise(classes[name].body):
+            if not (isinstance(field, ast.AnnAssign) and isinstance(doc, ast.Expr)):
+                continue
+            if isinstance(field.value, ast.Call):
+                continue  # a section, whose keys have rows of their own, or env
+            default = "required" if field.value is None else f"`{_plain_default(field.value)}`"
+            text = ast.literal_eval(doc.value).replace("\n", " ")
+            rows.append(f"| `{prefix}{ast.unparse(field.target)}` | {default} | {text} |")
+    return "\n".join(rows)
+
+
+def _plain_default(value: ast.expr) -> str:
+    """Returns a default as it is written in YAML."""
+    if isinstance(value, ast.Attribute):
+        return value.attr.lower()
+    if isinstance(value, ast.Tuple):
+        return f"[{', '.join(map(_plain_default, value.elts))}]"
+    plain = ast.literal_eval(value)
+    return json.dumps(plain) if isinstance(plain, bool) or plain is None else str(plain)
+
+
 def gen_config_output() -> str:
     """Returns what the first command prints on a machine without a GPU."""
     arguments = [sys.executable, "-m", "dstrain.cli", "gen-config", "--gpus", "16", "--model", "qwen3-32b", "--dry-run"]
@@ -60,7 +90,12 @@ def gen_config_output() -> str:
     return f"```\n{done.stderr.rstrip()}\n```"
 
 
-SECTIONS = {"module map": module_map, "command line": cli_reference, "gen-config": gen_config_output}
+SECTIONS = {
+    "module map": module_map,
+    "job": job_reference,
+    "command line": cli_reference,
+    "gen-config": gen_config_output,
+}
 
 
 @pytest.mark.parametrize("name", SECTIONS)

@@ -46,7 +46,7 @@ def command(
     \b
     Example:
       dstrain demo
-      dstrain demo /tmp/demo3 --zero-stage 3
+      dstrain demo demo3 --zero-stage 3
     """
     folder = folder.resolve()
     output = _free_name(folder, f"output-zero{zero_stage}{'-' + offload if offload else ''}")
