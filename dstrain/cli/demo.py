@@ -28,7 +28,7 @@ SETTINGS = {
 """What the demo overrides in its job, so that a tiny model learns something in a minute."""
 
 
-@click.command("demo")
+@click.command("demo", short_help="Train a tiny model: the smoke test of an installation.")
 @click.argument("folder", type=click.Path(path_type=Path, file_okay=False), default="dstrain-demo")
 @click.option("--zero-stage", type=click.IntRange(1, 3), default=2, show_default=True, help="ZeRO stage.")
 @click.option("--offload", type=click.Choice(["none", "optimizer", "params"]), help="What leaves GPU memory.")

@@ -14,7 +14,7 @@ from dstrain.cli.types import Choice
 from dstrain.errors import InvalidConfig
 
 
-@click.command("export")
+@click.command("export", short_help="Merge an adapter, or gather a ZeRO checkpoint.")
 @click.argument("source", type=click.Path(path_type=Path))
 @click.argument("out", type=click.Path(path_type=Path))
 @click.option("--precision", type=Choice(Precision), help="Dtype of the weights.  [default: as trained]")

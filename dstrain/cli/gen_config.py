@@ -24,7 +24,7 @@ from dstrain.render.templates import template_hash
 from dstrain.render.values import template_of
 
 
-@click.command("gen-config")
+@click.command("gen-config", short_help="Decide how to train, say why, write the files.")
 @facts_options
 @click.option("--data", metavar="FILE", help="Training data: .jsonl, .json, .parquet or a data set id.")
 @click.option("--eval-data", metavar="FILE", help="Evaluation data.")

@@ -18,7 +18,7 @@ from dstrain.launch.explain import explain
 from dstrain.launch.prepare import prepare
 
 
-@click.command("run")
+@click.command("run", short_help="Train as a job file says.")
 @click.argument("job", type=click.Path(path_type=Path), default="job.yaml")
 @click.option(
     "--set",

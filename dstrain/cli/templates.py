@@ -12,7 +12,7 @@ from dstrain.paths import shipped, write_together
 from dstrain.render.templates import template_names, template_texts
 
 
-@click.group("templates")
+@click.group("templates", short_help="List the DeepSpeed templates, or copy them out.")
 def command() -> None:
     """List the DeepSpeed templates, or copy them out to change them.
 

@@ -73,6 +73,7 @@ def _reasons(model: ModelFacts, cluster: Cluster, chosen: Estimate) -> tuple[str
     share = "all" if counts.trainable == model.num_params else f"{format_count(counts.trainable)} of"
     parts = needs.breakdown_bytes
     samples = cluster.num_gpus * configuration.micro_batch * configuration.grad_accum
+    gpus = "1 GPU" if cluster.num_gpus == 1 else f"{cluster.num_gpus} GPUs"
     reasons = [
         f"{share} {format_count(model.num_params)} parameters train; in {configuration.precision} with AdamW that is"
         f" {format_bytes(states.device)} of model states on each GPU (parameters {format_bytes(states.params)},"
@@ -80,7 +81,7 @@ def _reasons(model: ModelFacts, cluster: Cluster, chosen: Estimate) -> tuple[str
         f"the peak is at {needs.peak_instant}: {format_bytes(needs.device_bytes_per_gpu)} of"
         f" {format_bytes(cluster.gpu.memory_bytes)}, of which {format_bytes(parts.activations)} activations and"
         f" {format_bytes(parts.logits)} logits",
-        f"{cluster.num_gpus} GPUs × micro-batch {configuration.micro_batch} × {configuration.grad_accum} accumulated"
+        f"{gpus} × micro-batch {configuration.micro_batch} × {configuration.grad_accum} accumulated"
         f" = {samples} samples a step",
     ]
     if configuration.offload is not Offload.NONE:

@@ -108,7 +108,9 @@ def _stages(request: Request, offload: Offload, accum: int, cluster: Cluster) ->
     """Returns the stages to try: ZeRO-1 reduces once a step where ZeRO-2 reduces every micro-batch."""
     if offload in (Offload.PARAMS, Offload.NVME):
         stages: tuple[int, ...] = (3,)
-    elif offload is Offload.OPTIMIZER or accum == 1 or cluster.num_gpus == 1:
+    elif cluster.num_gpus == 1 and offload is Offload.NONE:
+        stages = (2,)  # with nobody to share with, ZeRO-3 only adds work
+    elif offload is Offload.OPTIMIZER or accum == 1:
         stages = (2, 3)
     else:
         stages = (1, 2, 3)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dstrain.errors import InvalidConfig
-from dstrain.facts.gpus import GPUS, from_nvml_name, gpu
+from dstrain.facts.gpus import GPUS, from_nvml_name, gpu, unlisted
 from dstrain.facts.links import LINKS
 
 
@@ -152,3 +152,8 @@ def test_a_card_of_another_kind_is_not_taken_for_its_namesake(reported: str) -> 
 
     assert caught.value.hint is not None
     assert "`--gpu " in caught.value.hint
+
+
+def test_a_gpu_that_is_not_in_the_table_has_its_memory_and_no_invented_speed() -> None:
+    found = unlisted("NVIDIA Future X", 100_000)
+    assert (found.memory_mib, found.bf16_flops_per_s, found.has_bf16) == (100_000, 0, False)
