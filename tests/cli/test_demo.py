@@ -22,7 +22,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
     import sys
 
     folder = tmp_path_factory.mktemp("demo")
-    command = [sys.executable, "-m", "dstrain.cli", "demo", "d", "--zero-stage", "3", "--steps", "60", "--json"]
+    command = [sys.executable, "-m", "dstrain.cli", "demo", "d", "--zero-stage", "3", "--steps", "90", "--json"]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=os.environ, timeout=900)
     return done, folder / "d"
 
