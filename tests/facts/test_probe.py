@@ -164,7 +164,7 @@ def test_a_missing_hostfile_is_an_error_not_a_run_on_one_node(tmp_path: Path) ->
         read_hostfile(tmp_path / "hostfile")
 
     assert caught.value.hint is not None
-    assert "dstrain hostfile write" in caught.value.hint
+    assert "dstrain gen-config" in caught.value.hint
 
 
 def test_a_byte_order_mark_is_kept_for_the_parser_to_name(tmp_path: Path) -> None:
