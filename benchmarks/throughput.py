@@ -165,10 +165,10 @@ def measure(options: Options) -> tuple[int, list[Measured]]:
 def main() -> None:
     """Measures and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    defaults = {"ranks": 2, "steps": 30, "seq_len": 512, "samples": 8, "rows": 2, "hidden_size": 256, "layers": 7}
+    defaults = {"ranks": 2, "steps": 10, "seq_len": 256, "samples": 32, "rows": 16, "hidden_size": 384, "layers": 3}
     for name, value in defaults.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value, help=f"(default: {value})")
-    parser.add_argument("--precision", type=Precision, default=Precision.FP32, help="bf16 or fp32 (default: fp32)")
+    parser.add_argument("--precision", type=Precision, default=Precision.BF16, help="bf16 or fp32 (default: bf16)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what was measured to FILE")
     given = vars(parser.parse_args())
     target = given.pop("json")
