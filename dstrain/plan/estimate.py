@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from dstrain.choices import Attention, Offload, Precision
+from dstrain.choices import Offload, Precision
 from dstrain.facts.cluster import Cluster
 from dstrain.facts.model import ModelFacts
 from dstrain.plan.configuration import DEFAULTS, Configuration
@@ -110,8 +110,3 @@ def supported_precision(cluster: Cluster) -> Precision:
     if cluster.gpu.has_bf16:
         return Precision.BF16
     return Precision.FP16 if cluster.gpu.fp16_flops_per_s > 0 else Precision.FP32
-
-
-def supported_attention(cluster: Cluster) -> Attention:
-    """Returns the attention that needs no extra package: PyTorch's own, which is a flash kernel where there is one."""
-    return Attention.SDPA

@@ -8,12 +8,12 @@ from dataclasses import replace
 from itertools import product
 from typing import TypeVar
 
-from dstrain.choices import Method, Offload
+from dstrain.choices import Attention, Method, Offload
 from dstrain.errors import DoesNotFit, InvalidConfig
 from dstrain.facts.cluster import Cluster
 from dstrain.facts.model import ModelFacts
 from dstrain.plan.configuration import DEFAULTS, Configuration
-from dstrain.plan.estimate import assess, supported_attention, supported_precision
+from dstrain.plan.estimate import assess, supported_precision
 from dstrain.plan.plan import Estimate
 from dstrain.plan.request import Request
 
@@ -87,7 +87,8 @@ def _settled(model: ModelFacts, cluster: Cluster, request: Request) -> Configura
         lora=request.lora,
         seq_len=seq_len,
         precision=request.precision or supported_precision(cluster),
-        attn=request.attn or supported_attention(cluster),
+        attn=request.attn
+        or Attention.SDPA,  # PyTorch's own: a flash kernel where there is one, and no package to install
         packing=request.packing,
         overlap_comm=cluster.num_gpus > 1,
     )
