@@ -10,6 +10,18 @@ from dstrain.plan.decide import decide
 from dstrain.plan.plan import Plan
 from dstrain.render.files import generated
 
+TINY_CONFIG = {
+    "model_type": "qwen3",
+    "vocab_size": 1000,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "torch_dtype": "bfloat16",
+}
+"""A config.json of a model that nobody ships."""
+
 _BLANK: dict[str, Any] = {
     "gpus": None, "gpu": "a100-80g", "gpus_per_node": None, "hosts": None, "hostfile": None, "host_memory": None,
     "nvme": None, "interconnect": None, "hub": "hf", "method": "full", "seq_len": None, "global_batch": None,

@@ -15,7 +15,6 @@ def start_script(
     """Returns the text of `start.sh`; it names the secrets, whose values the ranks read from a file, and holds none."""
     values = {
         "run_dir": str(run_dir.path),
-        "secrets": str(run_dir.secrets),
         "exports": sorted(exported.items()),
         "unset": [*RANK_NAMES, *sorted(secret_names)],
         "command": list(command),

@@ -12,22 +12,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from cases import TINY_CONFIG as CONFIG
 
 from dstrain.choices import Hub
 from dstrain.errors import EnvironmentProblem, InvalidConfig
 from dstrain.facts.hubs import cached_config, fetch_config, is_hub_id, parse_config
 from dstrain.facts.probe import read_model
-
-CONFIG = {
-    "model_type": "qwen3",
-    "vocab_size": 1000,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "torch_dtype": "bfloat16",
-}
 
 
 @dataclass

@@ -8,22 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from cases import TINY_CONFIG as CONFIG
 
 from dstrain.choices import Hub
 from dstrain.errors import InvalidConfig
 from dstrain.facts.probe import LocalGpu, _visible, host_memory_bytes, local_gpus, read_hostfile, read_model, read_text
 from dstrain.units import GIB
-
-CONFIG = {
-    "model_type": "qwen3",
-    "vocab_size": 1000,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "torch_dtype": "bfloat16",
-}
 
 GPUS = [LocalGpu(name="NVIDIA H200", memory_mib=143771, index=n, uuid=f"GPU-{n}abc-{n}") for n in range(4)]
 
