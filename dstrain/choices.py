@@ -43,6 +43,44 @@ class Attention(StrEnum):
     EAGER = "eager"
 
 
+class Optimizer(StrEnum):
+    """The optimizer, by the names of Transformers' `optim`; its states are what memory depends on."""
+
+    ADAMW = "adamw"
+    ADAMW_8BIT = "adamw_8bit"
+    ADAFACTOR = "adafactor"
+    LION = "lion"
+    SGD = "sgd"
+
+
+class StateDtypes(StrEnum):
+    """Who keeps which copy of a parameter.
+
+    `mixed` is DeepSpeed: weights and gradients in the training precision, an fp32 master copy and fp32 states.
+    `pure-bf16` and `autocast` are PyTorch without DeepSpeed (one GPU, DDP, FSDP): everything in bf16, or everything in
+    fp32 with bf16 copies made for each use.
+    """
+
+    MIXED = "mixed"
+    PURE_BF16 = "pure-bf16"
+    AUTOCAST = "autocast"
+
+
+class LossKernel(StrEnum):
+    """How the loss gets from hidden states to a number: all logits at once, fused into the head, or chunk by chunk."""
+
+    FULL = "full"
+    FUSED = "fused"
+    CHUNKED = "chunked"
+
+
+class Stack(StrEnum):
+    """Whose layer code runs: Transformers 5, or 4 as of 2024, which most published measurements were made with."""
+
+    TRANSFORMERS_5 = "transformers-5"
+    TRANSFORMERS_4 = "transformers-4"
+
+
 class Hub(StrEnum):
     """Where models and data sets that are not local come from."""
 

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dstrain.choices import Attention, Method, Offload, Precision
+from dstrain.choices import (
+    Attention,
+    LossKernel,
+    Method,
+    Offload,
+    Optimizer,
+    Precision,
+    Stack,
+    StateDtypes,
+)
 from dstrain.job import Lora
 
 
@@ -51,6 +60,33 @@ class Configuration:
     """ZeRO-3 keeps a parameter gathered when it is used again within so many elements."""
     pin_memory: bool
     """Whether offloaded states are in page-locked memory."""
+
+    optimizer: Optimizer = Optimizer.ADAMW
+    """The optimizer."""
+    state_dtypes: StateDtypes = StateDtypes.MIXED
+    """Which copies of a parameter there are, and so whether DeepSpeed or PyTorch's own sharding holds them."""
+    grad_accum_dtype: Precision | None = None
+    """Dtype in which DeepSpeed accumulates gradients; None: that of the gradients."""
+    offload_ratio: float = 1.0
+    """Share of the optimizer's sub-groups that is offloaded, 0…1 (ZeRO-3 only)."""
+    hpz: int = 1
+    """Ranks that share ZeRO++'s secondary copy of the parameters; 1: no such copy."""
+    sp: int = 1
+    """Ulysses sequence-parallel ranks: each has 1/sp of a sequence and, inside attention, of the heads."""
+    tp: int = 1
+    """AutoTP tensor-parallel ranks: each has 1/tp of every sharded weight."""
+    liger: bool = False
+    """Whether Liger's kernels replace norms, rotary embedding and gated MLP."""
+    loss: LossKernel = LossKernel.FULL
+    """How the loss is computed."""
+    activation_offload: bool = False
+    """Whether checkpointed layer inputs wait in host RAM."""
+    double_quant: bool = True
+    """Whether QLoRA's scales are quantised too."""
+    image_patches: int = 0
+    """Patches of all images of one sample that the vision tower sees."""
+    stack: Stack = Stack.TRANSFORMERS_5
+    """Whose layer code runs."""
 
     @property
     def tokens_per_micro_batch(self) -> int:

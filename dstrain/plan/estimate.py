@@ -36,6 +36,7 @@ def assess(model: ModelFacts, cluster: Cluster, configuration: Configuration) ->
         usable_bytes_per_host=usable_host,
         fits_gpu=needs.device_bytes_per_gpu <= usable_gpu,
         fits_host=needs.host_bytes_per_node <= usable_host,
+        speed=None,
         flops_per_token=flops_per_token(model, method=configuration.method, seq_len=configuration.seq_len),
         num_params=model.num_params,
         num_active_params=model.num_active_params,

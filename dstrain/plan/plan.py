@@ -2,12 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 
 from dstrain.plan.configuration import Configuration
 from dstrain.plan.memory import Memory
 from dstrain.records import type_config
 from dstrain.units import format_bytes
+
+
+class Limit(StrEnum):
+    """What a step waits for most."""
+
+    COMPUTE = "compute"
+    MEMORY_BANDWIDTH = "memory bandwidth"
+    LAUNCHES = "kernel launches"
+    INTRA_LINK = "link inside the node"
+    INTER_LINK = "link between nodes"
+    CPU_OPTIMIZER = "CPU optimizer"
+    PCIE = "PCIe"
+    NVME = "NVMe"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speed:
+    """How fast a configuration runs."""
+
+    step_s: float
+    """Seconds of one optimizer step."""
+    tokens_per_s_per_gpu: float
+    """Tokens trained each second, divided by all GPUs."""
+    mfu_ratio: float
+    """Model FLOPs of that over the GPU's peak, 0…1."""
+    limited_by: Limit
+    """What the step waits for most."""
+    uncertainty_ratio: float
+    """Half the width of the range that the true step time is expected in, over `step_s`."""
+    parts_s: Mapping[str, float]
+    """Seconds of a step by part; they sum to `step_s`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +61,8 @@ class Estimate:
     """Whether it fits the GPU."""
     fits_host: bool
     """Whether it fits the node's RAM."""
+    speed: Speed | None
+    """How fast it is, or None where the GPU's speed is not known."""
     flops_per_token: float
     """Model FLOPs of one trained token."""
     num_params: int

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from dstrain.choices import Attention, Method, Offload, Precision
+from dstrain.choices import Attention, LossKernel, Method, Offload, Optimizer, Precision, StateDtypes
 from dstrain.errors import InvalidConfig
 from dstrain.job import Lora
 from dstrain.records import type_config
@@ -40,6 +40,22 @@ class Request:
     """Attention implementation."""
     packing: bool = False
     """Whether samples share rows, so that there is no padding mask."""
+    optimizer: Optimizer = Optimizer.ADAMW
+    """The optimizer."""
+    state_dtypes: StateDtypes = StateDtypes.MIXED
+    """Which copies of a parameter there are."""
+    sp: int | None = 1
+    """Ulysses sequence-parallel ranks; None: chosen."""
+    tp: int | None = 1
+    """AutoTP tensor-parallel ranks; None: chosen."""
+    liger: bool = False
+    """Whether Liger's kernels are used."""
+    loss: LossKernel = LossKernel.FULL
+    """How the loss is computed."""
+    activation_offload: bool = False
+    """Whether checkpointed layer inputs wait in host RAM."""
+    image_patches: int = 0
+    """Patches of all images of one sample."""
 
     def __post_init__(self) -> None:
         for name in ("seq_len", "global_batch", "micro_batch", "grad_accum"):
