@@ -67,18 +67,27 @@ class StateDtypes(StrEnum):
 
 
 class LossKernel(StrEnum):
-    """How the loss gets from hidden states to a number: all logits at once, fused into the head, or chunk by chunk."""
+    """How the loss gets from hidden states to a number.
+
+    All logits at once; at once, with the gradient written over them (Unsloth); fused into the head (Liger); in chunks.
+    """
 
     FULL = "full"
+    IN_PLACE = "in-place"
     FUSED = "fused"
     CHUNKED = "chunked"
 
 
 class Stack(StrEnum):
-    """Whose layer code runs: Transformers 5, or 4 as of 2024, which most published measurements were made with."""
+    """Whose layer code runs: Transformers 5, or what most published measurements were made with.
+
+    Transformers 4.46 to 4.52 makes the loss of a shifted copy; 4.45 and before besides drops the logits in the training
+    precision earlier, and repeats keys and values before flash attention where the family does so.
+    """
 
     TRANSFORMERS_5 = "transformers-5"
     TRANSFORMERS_4 = "transformers-4"
+    TRANSFORMERS_4_45 = "transformers-4.45"
 
 
 class Hub(StrEnum):

@@ -105,6 +105,8 @@ class ModelFacts:
     """Elements of one query head."""
     v_head_dim: int
     """Elements of one value head; differs from `head_dim` for multi-head latent attention."""
+    rotary_dim: int
+    """Elements of one query head that are rotated by position."""
     intermediate_size: int
     """Inner width of a dense MLP."""
     vocab_size: int

@@ -41,7 +41,13 @@ _SIGLIP = {
 _GEMMA3 = {
     "text_config": _GEMMA3_TEXT, "vision_config": _SIGLIP, "mm_tokens_per_image": 256, "tie_word_embeddings": True,
 }  # fmt: skip
-_GLM = {"num_key_value_heads": 2, "head_dim": 128, "max_position_embeddings": 131072, "attention_bias": True}
+_GLM = {
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "partial_rotary_factor": 0.5,
+    "max_position_embeddings": 131072,
+    "attention_bias": True,
+}
 _MISTRAL = {"num_key_value_heads": 8, "max_position_embeddings": 131072}
 _MIXTRAL = {**_MISTRAL, "num_experts": 8, "num_experts_per_tok": 2}
 _QWEN2_MOE = {
@@ -143,6 +149,7 @@ def from_config(config: Mapping[str, object], *, name: str, source: str) -> Mode
         num_key_value_heads=key_value_heads,
         head_dim=key_width,
         v_head_dim=value_width,
+        rotary_dim=_rotary_dim(text, key_width),
         intermediate_size=text.size("intermediate_size"),
         vocab_size=text.size("vocab_size"),
         max_position_embeddings=text.size("max_position_embeddings"),
@@ -176,6 +183,19 @@ def _heads(text: Fields, tensors: tuple[TensorGroup, ...]) -> tuple[int, int, in
     # latent attention expands its latent to as many heads as there are of queries, whatever the config says
     width = text.size("qk_nope_head_dim") + text.size("qk_rope_head_dim")
     return text.size("num_attention_heads"), width, text.size("v_head_dim")
+
+
+def _rotary_dim(text: Fields, head_width: int) -> int:
+    """Returns how many elements of a head are rotated: Transformers 5 writes the share into `rope_parameters`."""
+    if text.values.get("qk_rope_head_dim") is not None:
+        return text.size("qk_rope_head_dim")
+    rope = text.values.get("rope_parameters")
+    share = rope.get("partial_rotary_factor") if isinstance(rope, Mapping) else None
+    if share is None:
+        share = text.values.get("partial_rotary_factor", text.defaults.get("partial_rotary_factor", 1.0))
+    if not isinstance(share, int | float) or not 0 < share <= 1:
+        raise text.problem("partial_rotary_factor", f"is {share!r}, not a share between 0 and 1")
+    return int(head_width * share)
 
 
 def _moe(text: Fields, family: Family, tensors: tuple[TensorGroup, ...]) -> Moe | None:

@@ -77,8 +77,12 @@ class Configuration:
     """AutoTP tensor-parallel ranks: each has 1/tp of every sharded weight."""
     liger: bool = False
     """Whether Liger's kernels replace norms, rotary embedding and gated MLP."""
+    unsloth: bool = False
+    """Whether Unsloth's kernels replace norms and rotary embedding, as some published measurements were made."""
     loss: LossKernel = LossKernel.FULL
     """How the loss is computed."""
+    fp32_norms: bool = False
+    """Whether norms, and so the residual stream, are fp32 beside a quantised base, as TRL makes them."""
     activation_offload: bool = False
     """Whether checkpointed layer inputs wait in host RAM."""
     double_quant: bool = True

@@ -1,0 +1,1 @@
+"""The tape: Transformers' layer code replayed on byte sizes alone."""

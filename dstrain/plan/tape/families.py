@@ -1,0 +1,63 @@
+"""Which layer code each `model_type` has: one row a family."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
+
+from dstrain.plan.tape import blocks, dense, moe
+from dstrain.plan.tape.context import Context
+from dstrain.plan.tape.dense import Norm
+from dstrain.plan.tape.tensor import Tensor
+
+Layer = Callable[[Context, Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerCode:
+    """How Transformers 5.23 computes a model of one family."""
+
+    dense: Layer
+    """A layer with a dense MLP."""
+    sparse: Layer | None = None
+    """A layer with experts."""
+    norm: Norm = blocks.rms_norm
+    """The norm after the last layer."""
+    scales_embedding: bool = False
+    """Whether embeddings are multiplied by a constant."""
+    scales_logits: bool = False
+    """Whether logits are multiplied by a constant."""
+
+
+_llama = partial(dense.prenorm, attend=dense.attention, mlp=blocks.gated_mlp)
+_qwen3 = partial(dense.prenorm, attend=dense.qwen3_attention, mlp=blocks.gated_mlp)
+_glm = partial(dense.prenorm, attend=dense.glm_attention, mlp=blocks.fused_mlp)
+
+LAYER_CODE: Mapping[str, LayerCode] = MappingProxyType(
+    {
+        "gemma3_text": LayerCode(
+            dense=partial(dense.sandwich, attend=dense.gemma3_attention, mlp=blocks.gated_mlp, norm=blocks.gemma_norm),
+            norm=blocks.gemma_norm,
+            scales_embedding=True,
+        ),
+        "glm": LayerCode(dense=_glm),
+        "glm4": LayerCode(
+            dense=partial(dense.sandwich, attend=dense.glm_attention, mlp=blocks.fused_mlp, norm=blocks.rms_norm)
+        ),
+        "granite": LayerCode(dense=dense.granite, scales_embedding=True, scales_logits=True),
+        "llama": LayerCode(dense=_llama),
+        "ministral": LayerCode(dense=_llama),
+        "mistral": LayerCode(dense=_llama),
+        "mixtral": LayerCode(dense=_llama, sparse=partial(dense.prenorm, attend=dense.attention, mlp=moe.mixtral)),
+        "phi3": LayerCode(dense=partial(dense.prenorm, attend=dense.fused_attention, mlp=blocks.fused_mlp)),
+        "qwen2": LayerCode(dense=_llama),
+        "qwen3": LayerCode(dense=_qwen3),
+        "qwen3_moe": LayerCode(
+            dense=_qwen3, sparse=partial(dense.prenorm, attend=dense.qwen3_attention, mlp=moe.qwen3_moe)
+        ),
+        "smollm3": LayerCode(dense=_llama),
+    }
+)
+"""Layer code by `model_type`. To add a family: a module with its layer, and a row here."""

@@ -1,0 +1,167 @@
+"""From hidden states to the loss: the head, the logits and their copies."""
+
+from __future__ import annotations
+
+from dstrain.choices import LossKernel, Stack
+from dstrain.plan.tape import ops
+from dstrain.plan.tape.context import Context
+from dstrain.plan.tape.graph import Tensors
+from dstrain.plan.tape.tensor import Param, Part, Tensor
+
+INDEX = 8
+"""Bytes of a token id."""
+
+
+def loss(run: Context, hidden: Tensor, table: Param, *, scales: bool) -> Tensor:
+    """The loss of the last hidden states; `table` is the embedding, which a tied head shares."""
+    model, variant = run.model, run.variant
+    numel = model.vocab_size * model.hidden_size // variant.tp
+    head = table if model.tie_word_embeddings else Param(numel, trains=run.trains)
+    tape = run.tape
+    hidden = _entered(run, hidden)
+    tape.ledger.enter("loss forward")
+    outer, tape.part = tape.part, Part.LOGITS
+    made = {
+        LossKernel.FULL: _full,
+        LossKernel.IN_PLACE: _in_place,
+        LossKernel.FUSED: _fused,
+        LossKernel.CHUNKED: _chunked,
+    }[variant.loss]
+    result = made(run, hidden, head, scales)
+    run.held.clear()
+    tape.part = outer
+    return result
+
+
+def _entered(run: Context, hidden: Tensor) -> Tensor:
+    """Passes hidden states through; from their gradient on, tensors are activations again."""
+    if hidden.node is None:
+        return hidden
+    tape = run.tape
+
+    def backward(grad: Tensor) -> Tensors:
+        tape.part = Part.ACTIVATIONS
+        return (grad,)
+
+    return Tensor(hidden.storage, hidden.numel, hidden.item, tape.node((hidden,), backward))
+
+
+def _full(run: Context, hidden: Tensor, head: Param, scales: bool) -> Tensor:
+    """All logits at once: in the training precision 2, in fp32 4, log-softmax 4; backward 4 + 4 + 4.
+
+    Transformers 4 has a shifted copy in fp32 beside them, 4 more in the forward pass; 4.45 without the first 2.
+    Source: Transformers 5.23 and 4.46 loss/loss_utils.py: ForCausalLMLoss; 4.45 modeling_llama.py.
+    """
+    return _cross_entropy(run, _wide_logits(run, hidden, head, scales))
+
+
+def _in_place(run: Context, hidden: Tensor, head: Param, scales: bool) -> Tensor:
+    """Unsloth's loss: one number a token is kept, and the gradient is written over the logits.
+
+    Source: unsloth kernels/cross_entropy_loss.py: Fast_CrossEntropyLoss.
+    """
+    tape = run.tape
+    logits = _wide_logits(run, hidden, head, scales)
+    sums = tape.new(run.rows, ops.FP32)
+    saved = tape.save(ops.view_without_node(logits), sums)
+
+    def backward(grad: Tensor) -> Tensors:
+        tape.part = Part.LOGITS
+        return (saved.take()[0],)
+
+    return tape.new(1, ops.FP32, tape.node((logits,), backward))
+
+
+def _wide_logits(run: Context, hidden: Tensor, head: Param, scales: bool) -> Tensor:
+    """Returns the logits in fp32 as the loss takes them; those in the training precision live as long as the caller."""
+    tape, item, stack = run.tape, run.variant.item, run.variant.stack
+    numel = run.rows * run.model.vocab_size // run.variant.tp
+    logits = _headed(run, ops.matmul(tape, ops.cast(tape, hidden, item), head, numel, item))
+    if scales:
+        logits = ops.unary(tape, logits)
+    wide = ops.cast(tape, logits, ops.FP32)
+    if stack is not Stack.TRANSFORMERS_4_45:
+        run.held.append(logits)  # the model's output
+    if stack is Stack.TRANSFORMERS_5 or run.variant.batch == 1:
+        return wide
+    run.held.append(wide)
+    return ops.copy(tape, ops.cut(tape, wide, numel))
+
+
+def _headed(run: Context, logits: Tensor) -> Tensor:
+    """Passes logits through; with their gradient the head's backward pass begins."""
+    if logits.node is None:
+        return logits
+    tape = run.tape
+
+    def backward(grad: Tensor) -> Tensors:
+        tape.ledger.enter("head backward")
+        return (grad,)
+
+    return Tensor(logits.storage, logits.numel, logits.item, tape.node((logits,), backward))
+
+
+def _cross_entropy(run: Context, logits: Tensor) -> Tensor:
+    """Log-softmax, kept, and the negative log-likelihood."""
+    tape, numel = run.tape, logits.numel
+    likely = tape.new(numel, ops.FP32)
+    kept = tape.save(ops.view_without_node(likely))
+
+    def softmax_backward(grad: Tensor) -> Tensors:
+        saved = kept.take()
+        result = tape.new(numel, ops.FP32)
+        del saved
+        return (result,)
+
+    likely.node = tape.node((logits,), softmax_backward)
+    labels = tape.new(run.rows, INDEX)  # shifted, beside the padded ones they are a copy of
+    kept_too = tape.save(ops.view_without_node(likely), labels)
+
+    def likelihood_backward(grad: Tensor) -> Tensors:
+        tape.part = Part.LOGITS
+        kept_too.take()
+        return (tape.new(numel, ops.FP32),)
+
+    return tape.new(1, ops.FP32, tape.node((likely,), likelihood_backward))
+
+
+def _fused(run: Context, hidden: Tensor, head: Param, scales: bool) -> Tensor:
+    """Liger's fused head and loss: gradients are made in the forward pass, a chunk of logits at a time.
+
+    Source: liger_kernel/ops/fused_linear_cross_entropy.py: fused_linear_cross_entropy_forward.
+    """
+    tape, model, item = run.tape, run.model, run.variant.item
+    rows, width, vocabulary = run.rows, model.hidden_size, model.vocab_size // run.variant.tp
+    grad_input = tape.new(rows * width, item)
+    grad_weight = tape.grad(vocabulary * width, item) if head.trains else None
+    chunks = -(-vocabulary // width)
+    size = 1 << (max(1, -(-rows // chunks)) - 1).bit_length()
+    size = min(size, rows)
+    logits = tape.new(size * vocabulary, item)
+    if head.trains:
+        product = tape.grad(vocabulary * width, item)
+        wide = tape.grad(vocabulary * width, ops.FP32)
+        del product, wide
+    del logits
+    saved = tape.save(grad_input, grad_weight)
+
+    def backward(grad: Tensor) -> Tensors:
+        tape.ledger.enter("head backward")
+        return saved.take()
+
+    return tape.new(1, ops.FP32, tape.node((hidden, head), backward))
+
+
+CHUNKS = 8
+"""Chunks of the chunked loss. Source: torchtune modules/loss/ce_chunked_output_loss.py: num_output_chunks."""
+
+
+def _chunked(run: Context, hidden: Tensor, head: Param, scales: bool) -> Tensor:
+    """The loss in chunks over a head in the training precision: each chunk is cast, used and kept as log-softmax.
+
+    Source: torchtune 0.6 modules/loss/ce_chunked_output_loss.py: CEWithChunkedOutputLoss.
+    """
+    tape, model, item = run.tape, run.model, run.variant.item
+    numel = run.rows * model.vocab_size // run.variant.tp
+    logits = _headed(run, ops.matmul(tape, ops.cast(tape, hidden, item), head, numel, item))
+    return _cross_entropy(run, ops.cast(tape, logits, ops.FP32))
