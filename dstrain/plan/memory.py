@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from dstrain.choices import Method
+from dstrain.choices import Method, StateDtypes
 from dstrain.facts.cluster import Cluster
 from dstrain.facts.model import Kind, ModelFacts
+from dstrain.plan import plain
 from dstrain.plan.activations import activations
 from dstrain.plan.configuration import Configuration
 from dstrain.plan.params import trained
+from dstrain.plan.peak import Peak
 from dstrain.plan.zero import States, engine_buffers, gathered_bytes, pinned_waste, states
 from dstrain.units import GIB, MIB
 
@@ -103,18 +105,17 @@ def memory(model: ModelFacts, cluster: Cluster, configuration: Configuration) ->
     """
     counts = trained(model, configuration.method, configuration.lora)
     held = states(counts, configuration, cluster.num_gpus)
-    resident = engine_buffers(counts, configuration, cluster.num_gpus).resident
-    peak = max(_instants(model, cluster, configuration), key=lambda instant: instant.total)
+    peak = _peak(model, cluster, configuration)
     on_gpu = cluster.gpu.name != "cpu"
     workspace = _workspace_bytes(cluster) if on_gpu else 0
-    live = held.params + held.optimizer + resident + peak.total + workspace
+    live = peak.total + workspace
     fragmentation = round(FRAGMENTATION_RATIO * live) if on_gpu else 0
     context = (CONTEXT_BYTES + (NCCL_BYTES if cluster.num_gpus > 1 else 0)) if on_gpu else 0
     parts = Breakdown(
-        params=held.params,
+        params=peak.params,
         grads=peak.grads,
-        optimizer=held.optimizer,
-        buffers=peak.buffers + resident,
+        optimizer=peak.optimizer,
+        buffers=peak.buffers,
         gathered=peak.gathered,
         activations=peak.activations,
         logits=peak.logits,
@@ -132,6 +133,27 @@ def memory(model: ModelFacts, cluster: Cluster, configuration: Configuration) ->
         nvme_bytes_per_node=held.nvme * cluster.gpus_per_node,
         checkpoint_bytes=_checkpoint_bytes(model, configuration),
         states=held,
+    )
+
+
+def _peak(model: ModelFacts, cluster: Cluster, configuration: Configuration) -> Peak:
+    """Returns the peak of live bytes by who holds the states: DeepSpeed, or PyTorch itself."""
+    ranks = cluster.num_gpus // (configuration.sp * configuration.tp)
+    if configuration.state_dtypes is not StateDtypes.MIXED:
+        return plain.peak(model, configuration, ranks)
+    counts = trained(model, configuration.method, configuration.lora)
+    held = states(counts, configuration, ranks)
+    resident = engine_buffers(counts, configuration, ranks).resident
+    top = max(_instants(model, cluster, configuration), key=lambda instant: instant.total)
+    return Peak(
+        name=top.name,
+        params=held.params,
+        grads=top.grads,
+        optimizer=held.optimizer,
+        buffers=top.buffers + resident,
+        gathered=top.gathered,
+        activations=top.activations,
+        logits=top.logits,
     )
 
 

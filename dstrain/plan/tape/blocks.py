@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from dstrain.choices import Attention
+from dstrain.choices import Attention, Stack
 from dstrain.plan.tape import ops
 from dstrain.plan.tape.context import Context
 from dstrain.plan.tape.graph import Tensors
 from dstrain.plan.tape.tensor import Param, Tensor
 
+REPEATED_KEYS = ("mistral", "mixtral")
+"""Families that Transformers 4.45 repeats keys and values of even for flash attention.
+Source: Transformers 4.45 modeling_mistral.py: MistralFlashAttention2.forward."""
 LIGER_NORM_PROGRAMS = 132
 """Rows of the partial sums of a weight gradient: one for each multiprocessor of an H100 (108 on an A100).
 Source: liger_kernel/ops/rms_norm.py: rms_norm_backward."""
@@ -147,6 +150,8 @@ def self_attention(run: Context, q: Tensor, k: Tensor, v: Tensor, heads: int, *,
     if run.variant.attn is Attention.EAGER:
         return _eager(run, q, k, v, heads)
     masked = run.variant.has_mask and run.variant.attn is Attention.SDPA
+    if run.variant.stack is Stack.TRANSFORMERS_4_45 and run.model.model_type in REPEATED_KEYS:
+        k, v = repeated(run, k, q.numel), repeated(run, v, q.numel * v.numel // k.numel)
     if masked:
         k, v = repeated(run, k, q.numel), repeated(run, v, q.numel * v.numel // k.numel)
     output = _flash(run, q, k, v, heads, has_bias=masked)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
-from dstrain.choices import Attention, LossKernel, Method, Stack, StateDtypes
+from dstrain.choices import Attention, LossKernel, Method, Offload, Stack, StateDtypes
 from dstrain.facts.model import ModelFacts
 from dstrain.job import Lora
 from dstrain.plan.configuration import Configuration
 from dstrain.plan.tape import ops
 from dstrain.plan.tape.graph import Tape, Tensors
-from dstrain.plan.tape.tensor import Param, Storage, Tensor
+from dstrain.plan.tape.tensor import GradRelease, Param, Storage, Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,8 +54,10 @@ class Variant:
     """Ranks that share every sharded weight."""
     image_patches: int
     """Patches of one sample."""
-    keeps_grads: bool
-    """Whether parameter gradients stay whole until the optimizer steps."""
+    release: GradRelease
+    """How long autograd keeps parameter gradients."""
+    holds_layers: bool
+    """Whether each layer's input and its gradient stay to the end, as FSDP has it where weights are frozen."""
     gathers: bool
     """Whether parameters are whole only while their module works."""
     kernel_workspaces: bool = True
@@ -67,7 +69,6 @@ def variant_of(configuration: Configuration) -> Variant:
     mixed = configuration.state_dtypes is StateDtypes.MIXED
     stage = configuration.zero_stage
     padded = not configuration.packing and configuration.micro_batch > 1
-    offloaded = configuration.offload.value != "none"
     return Variant(
         method=configuration.method,
         lora=configuration.lora,
@@ -87,9 +88,18 @@ def variant_of(configuration: Configuration) -> Variant:
         autocasts=configuration.state_dtypes is StateDtypes.AUTOCAST,
         tp=configuration.tp,
         image_patches=configuration.image_patches,
-        keeps_grads=stage <= 1 and configuration.grad_accum == 1 and not offloaded,
+        release=_release(configuration),
+        holds_layers=not mixed and stage == 3 and configuration.method is not Method.FULL,
         gathers=mixed and stage == 3,
     )
+
+
+def _release(configuration: Configuration) -> GradRelease:
+    """Returns how long autograd keeps gradients; where there are some from the micro-batch before, it adds to them."""
+    if configuration.zero_stage <= 1 and configuration.offload is Offload.NONE:
+        return GradRelease.AT_STEP if configuration.grad_accum == 1 else GradRelease.AT_ONCE
+    is_fsdp = configuration.state_dtypes is not StateDtypes.MIXED
+    return GradRelease.AFTER_LAYER if is_fsdp else GradRelease.AT_ONCE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

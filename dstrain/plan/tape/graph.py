@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from sys import getrefcount
 
-from dstrain.plan.tape.tensor import Backward, Ledger, Node, Param, Part, Storage, Tensor
+from dstrain.plan.tape.tensor import Backward, GradRelease, Ledger, Node, Param, Part, Storage, Tensor
 
 Tensors = tuple[Tensor | None, ...]
 
@@ -19,13 +19,14 @@ class RecomputedEnough(Exception):
 class Frame:
     """One checkpointed call: what it saved is made again when the backward pass first asks for it."""
 
-    __slots__ = ("again", "is_filled", "slots", "used")
+    __slots__ = ("again", "is_filled", "result", "slots", "used")
 
-    def __init__(self, again: Callable[[], object]) -> None:
+    def __init__(self, again: Callable[[], Tensor]) -> None:
         self.again = again
         self.slots: list[Tensors | None] = []
         self.used = 0
         self.is_filled = False
+        self.result: Tensor | None = None
 
 
 class Saved:
@@ -52,8 +53,8 @@ class Saved:
 class Tape:
     """Runs operations on sizes.
 
-    `keeps_grads` says whether parameter gradients stay where autograd leaves them (no ZeRO, ZeRO-1) or are handed to
-    the engine at once; `gathers` whether a module's parameters are whole only while it works (ZeRO-3).
+    `release` says how long parameter gradients stay where autograd leaves them; `gathers` whether a module's
+    parameters are whole only while it works (ZeRO-3).
     """
 
     __slots__ = (
@@ -63,17 +64,23 @@ class Tape:
         "gathers",
         "grad_enabled",
         "grads",
-        "keeps_grads",
+        "held",
         "ledger",
         "part",
+        "release",
+        "stops_early",
     )
 
-    def __init__(self, *, keeps_grads: bool = True, gathers: bool = False, record: bool = False) -> None:
+    def __init__(
+        self, *, release: GradRelease = GradRelease.AT_STEP, gathers: bool = False, record: bool = False
+    ) -> None:
         self.ledger = Ledger(record=record)
-        self.keeps_grads, self.gathers = keeps_grads, gathers
+        self.release, self.gathers = release, gathers
+        self.stops_early = True
         self.grad_enabled = True
         self.part = Part.ACTIVATIONS
         self.grads: list[Tensor] = []
+        self.held: list[Tensor] = []
         self._order = 0
         self._recording: Frame | None = None
         self._refilling: Frame | None = None
@@ -104,7 +111,7 @@ class Tape:
             # as PyTorch does: without the history of the recomputation
             frame.slots[index] = tuple(each and Tensor(each.storage, each.numel, each.item) for each in tensors)
             frame.used += 1
-            if frame.used == len(frame.slots):
+            if frame.used == len(frame.slots) and self.stops_early:
                 raise RecomputedEnough
             return Saved(self, None, frame, index)
         frame = self._recording
@@ -129,7 +136,8 @@ class Tape:
     def checkpoint(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """Runs `function` so that only its input is kept, and what it saves is made again in the backward pass.
 
-        Source: torch 2.13 utils/checkpoint.py: _checkpoint_without_reentrant_generator.
+        The older, reentrant way (`stops_early` false) makes all of it again and keeps the result as long.
+        Source: torch 2.13 utils/checkpoint.py: _checkpoint_without_reentrant_generator, CheckpointFunction.
         """
         frame = Frame(lambda: function(x))
         outer, self._recording = self._recording, frame
@@ -144,7 +152,8 @@ class Tape:
         self.grad_enabled = True
         with suppress(RecomputedEnough):  # nothing saved: nothing to make again
             if frame.slots:
-                frame.again()
+                result = frame.again()
+                frame.result = Tensor(result.storage, result.numel, result.item)
         self._refilling = outer
 
     def backward(self, loss: Tensor) -> None:
@@ -198,6 +207,8 @@ class Tape:
             grad = self.like(grad)
         param.pending = grad
         if param.uses == 0:
-            if self.keeps_grads:
+            if param.is_root and self.release is not GradRelease.AT_ONCE:
+                self.held.append(grad)
+            elif self.release is not GradRelease.AT_ONCE:
                 self.grads.append(grad)
             param.pending = None

@@ -16,7 +16,7 @@ def loss(run: Context, hidden: Tensor, table: Param, *, scales: bool) -> Tensor:
     """The loss of the last hidden states; `table` is the embedding, which a tied head shares."""
     model, variant = run.model, run.variant
     numel = model.vocab_size * model.hidden_size // variant.tp
-    head = table if model.tie_word_embeddings else Param(numel, trains=run.trains)
+    head = table if model.tie_word_embeddings else Param(numel, trains=run.trains, is_root=True)
     tape = run.tape
     hidden = _entered(run, hidden)
     tape.ledger.enter("loss forward")
@@ -82,6 +82,7 @@ def _wide_logits(run: Context, hidden: Tensor, head: Param, scales: bool) -> Ten
     wide = ops.cast(tape, logits, ops.FP32)
     if stack is not Stack.TRANSFORMERS_4_45:
         run.held.append(logits)  # the model's output
+    del logits
     if stack is Stack.TRANSFORMERS_5 or run.variant.batch == 1:
         return wide
     run.held.append(wide)

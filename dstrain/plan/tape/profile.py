@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
-from dstrain.choices import Method
+from dstrain.choices import Method, Stack
 from dstrain.facts.model import ModelFacts
 from dstrain.plan.configuration import Configuration
 from dstrain.plan.tape import losses, ops
 from dstrain.plan.tape.context import Context, Variant, variant_of
 from dstrain.plan.tape.families import LAYER_CODE, LayerCode
 from dstrain.plan.tape.graph import Tape
-from dstrain.plan.tape.tensor import Node, Param, Tensor
+from dstrain.plan.tape.tensor import GradRelease, Node, Param, Tensor
 
 INDEX = 8
 """Bytes of a token id."""
@@ -88,7 +88,8 @@ def peaks(model: ModelFacts, variant: Variant, depth: dict[str, int]) -> dict[st
     The backward pass of the first and of the last layer of a kind are instants of their own: between them the peak
     goes in a straight line, so one of the two is the largest.
     """
-    tape = Tape(keeps_grads=variant.keeps_grads, gathers=variant.gathers)
+    tape = Tape(release=variant.release, gathers=variant.gathers)
+    tape.stops_early = variant.stack is Stack.TRANSFORMERS_5
     play(Context(model, variant, tape), depth)
     found = tape.ledger.peaks
     order = [kind for kind, count in depth.items() for _ in range(count)]
@@ -120,7 +121,7 @@ def _forward(run: Context, code: LayerCode, depth: dict[str, int]) -> Tensor:
     tape.ledger.enter("forward")
     ids = [tape.new(run.rows, INDEX) for _ in range(2)]  # ids and labels
     places = tape.new(variant.seq_len, INDEX)
-    table = Param(model.vocab_size * model.hidden_size // variant.tp, trains=run.trains)
+    table = Param(model.vocab_size * model.hidden_size // variant.tp, trains=run.trains, is_root=True)
     hidden = embedded(run, table)
     if code.scales_embedding:
         hidden = ops.unary(tape, hidden)
@@ -133,7 +134,7 @@ def _forward(run: Context, code: LayerCode, depth: dict[str, int]) -> Tensor:
             hidden = tape.checkpoint(lambda x, layer=layer: layer(run, x), hidden)  # type: ignore[misc]
         else:
             hidden = layer(run, hidden)
-        hidden = marked(tape, hidden, f"layer backward {index}")
+        hidden = marked(run, hidden, f"layer backward {index}")
     hidden = code.norm(run, hidden, model.hidden_size)
     loss = losses.loss(run, hidden, table, scales=code.scales_logits)
     del ids, places
@@ -148,6 +149,7 @@ def embedded(run: Context, table: Param) -> Tensor:
         numel = table.numel
 
         def backward(grad: Tensor) -> tuple[Tensor | None, ...]:
+            _leave_layer(tape)
             tape.ledger.enter("embedding backward")
             whole = tape.gathered(numel, item)
             result = tape.grad(numel, item)
@@ -172,13 +174,27 @@ def positions(run: Context) -> None:
         run.mask = tape.new(variant.batch * variant.seq_len**2, 1).storage
 
 
-def marked(tape: Tape, x: Tensor, name: str) -> Tensor:
+def marked(run: Context, x: Tensor, name: str) -> Tensor:
     """Passes x through; when its gradient comes back, the instant `name` begins."""
+    tape = run.tape
     if x.node is None:
         return x
+    output = ops.view_without_node(x) if run.variant.holds_layers else None
 
     def backward(grad: Tensor) -> tuple[Tensor | None, ...]:
+        _leave_layer(tape)
+        if output is not None:
+            tape.held += [output, ops.view(grad)]
         tape.ledger.enter(name)
         return (grad,)
 
     return Tensor(x.storage, x.numel, x.item, tape.node((x,), backward))
+
+
+def _leave_layer(tape: Tape) -> None:
+    """Reduces the gradients of the layer before: a flat copy of them all, then both go."""
+    if tape.release is not GradRelease.AFTER_LAYER or not tape.grads:
+        return
+    flat = tape.grad(sum(grad.numel for grad in tape.grads), tape.grads[0].item)
+    tape.grads.clear()
+    del flat

@@ -25,6 +25,14 @@ class Part(IntEnum):
     GATHERED = 3
 
 
+class GradRelease(IntEnum):
+    """How long autograd keeps the gradient of a parameter: to the step, to the end of its layer, or not at all."""
+
+    AT_STEP = 0
+    AFTER_LAYER = 1
+    AT_ONCE = 2
+
+
 class Ledger:
     """Live bytes by part, and the largest total of each named instant with its parts."""
 
@@ -97,10 +105,10 @@ class Node:
 class Param(Node):
     """A parameter tensor as the end of the graph: gradients come to rest here."""
 
-    __slots__ = ("numel", "pending", "trains", "uses")
+    __slots__ = ("is_root", "numel", "pending", "trains", "uses")
 
-    def __init__(self, numel: int, *, trains: bool) -> None:
+    def __init__(self, numel: int, *, trains: bool, is_root: bool = False) -> None:
         super().__init__(1 << 62, (), None)
-        self.numel, self.trains = numel, trains
+        self.numel, self.trains, self.is_root = numel, trains, is_root
         self.uses = 0
         self.pending: Tensor | None = None

@@ -1,0 +1,32 @@
+"""The peak of live bytes of one rank: when it is, and what it consists of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peak:
+    """Live bytes of one GPU at one instant, by part, without the workspaces of kernel libraries."""
+
+    name: str
+    """The instant: `loss backward`, `layer backward`, `optimizer step` …"""
+    params: int
+    """Parameters of this rank's share."""
+    grads: int
+    """Gradients."""
+    optimizer: int
+    """Master copy and states."""
+    buffers: int
+    """Buckets and temporaries of engine and optimizer."""
+    gathered: int
+    """Parameters that are whole only for a while."""
+    activations: int
+    """Saved tensors and those at work."""
+    logits: int
+    """Logits and the copies of the loss."""
+
+    @property
+    def total(self) -> int:
+        """All parts together."""
+        return self.params + self.grads + self.optimizer + self.buffers + self.gathered + self.activations + self.logits
