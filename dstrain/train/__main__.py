@@ -103,6 +103,7 @@ def main(run_dir: Path) -> None:
     rank = ranks.from_environment(os.environ)
     place = RunDir(run_dir.resolve())
     ranks.environment_with(ranks.read_secrets(place.secrets))
+    ranks.prefer_expandable_segments(os.environ)
     given = read(place)
     resume = choose(place, given.job.resume, world_size=rank.world_size)
     for folder in half_written(place) if given.job.resume == "auto" else ():
