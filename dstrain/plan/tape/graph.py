@@ -11,6 +11,11 @@ from dstrain.plan.tape.tensor import Backward, GradRelease, Ledger, Node, Param,
 
 Tensors = tuple[Tensor | None, ...]
 
+OFFLOADED_IN_FLIGHT = 3
+"""Offloaded layer inputs that are still on the GPU: two on their way out, and the last, which is needed first.
+Source: deepspeed 0.19.8 runtime/activation_checkpointing/offload_activations.py: max_fwd_stash_count, keep_last_count.
+"""
+
 
 class RecomputedEnough(Exception):
     """Raised in a recomputation when all that was saved is there again: PyTorch's checkpointing stops as early."""
@@ -58,6 +63,7 @@ class Tape:
     """
 
     __slots__ = (
+        "_in_flight",
         "_order",
         "_recording",
         "_refilling",
@@ -66,6 +72,7 @@ class Tape:
         "grads",
         "held",
         "ledger",
+        "offloads_inputs",
         "part",
         "release",
         "stops_early",
@@ -77,6 +84,8 @@ class Tape:
         self.ledger = Ledger(record=record)
         self.release, self.gathers = release, gathers
         self.stops_early = True
+        self.offloads_inputs = False
+        self._in_flight: list[Storage] = []
         self.grad_enabled = True
         self.part = Part.ACTIVATIONS
         self.grads: list[Tensor] = []
@@ -139,11 +148,18 @@ class Tape:
         The older, reentrant way (`stops_early` false) makes all of it again and keeps the result as long.
         Source: torch 2.13 utils/checkpoint.py: _checkpoint_without_reentrant_generator, CheckpointFunction.
         """
-        frame = Frame(lambda: function(x))
+        frame = Frame(self._fetching(function, x) if self.offloads_inputs else lambda: function(x))
         outer, self._recording = self._recording, frame
         result = function(x)
         self._recording = outer
         return result
+
+    def _fetching(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Callable[[], Tensor]:
+        """Returns the recomputation of a call whose input left the GPU, and comes back for it."""
+        numel, item, node = x.numel, x.item, x.node
+        assert x.storage is not None
+        self._in_flight = [*self._in_flight, x.storage][-OFFLOADED_IN_FLIGHT:]
+        return lambda: function(self.new(numel, item, node))
 
     def refill(self, frame: Frame) -> None:
         """Runs a checkpointed call again, as far as something was saved."""
@@ -164,6 +180,7 @@ class Tape:
         root = loss.node
         assert root is not None
         self.grad_enabled = False
+        self._in_flight.clear()
         arrived: dict[Node, Tensor] = {root: Tensor(Storage(self.ledger, loss.item, self.part), 1, loss.item)}
         queue = [(-root.order, root)]
         del loss, root

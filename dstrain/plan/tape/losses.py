@@ -74,9 +74,9 @@ def _in_place(run: Context, hidden: Tensor, head: Param, scales: bool) -> Tensor
 
 def _wide_logits(run: Context, hidden: Tensor, head: Param, scales: bool) -> Tensor:
     """Returns the logits in fp32 as the loss takes them; those in the training precision live as long as the caller."""
-    tape, item, stack = run.tape, run.variant.item, run.variant.stack
-    numel = run.rows * run.model.vocab_size // run.variant.tp
-    logits = _headed(run, ops.matmul(tape, ops.cast(tape, hidden, item), head, numel, item))
+    tape, stack = run.tape, run.variant.stack
+    numel = run.rows * run.model.vocab_size
+    logits = _headed(run, _product(run, hidden, head))
     if scales:
         logits = ops.unary(tape, logits)
     wide = ops.cast(tape, logits, ops.FP32)
@@ -87,6 +87,21 @@ def _wide_logits(run: Context, hidden: Tensor, head: Param, scales: bool) -> Ten
         return wide
     run.held.append(wide)
     return ops.copy(tape, ops.cut(tape, wide, numel))
+
+
+def _product(run: Context, hidden: Tensor, head: Param) -> Tensor:
+    """The head's product; tensor-parallel ranks each make a part of the vocabulary, and all gather the whole.
+
+    Source: deepspeed 0.19.8 module_inject/auto_tp.py: _replace (gather_output=True for a head that trains).
+    """
+    tape, item = run.tape, run.variant.item
+    whole = hidden.numel // run.model.hidden_size * run.model.vocab_size
+    part = whole // run.variant.tp
+    logits = ops.matmul(tape, ops.cast(tape, hidden, item), head, part, item)
+    if part == whole:
+        return logits
+    node = tape.node((logits,), lambda grad: (tape.new(part, item),)) if tape.needs(logits) else None
+    return tape.new(whole, item, node)
 
 
 def _headed(run: Context, logits: Tensor) -> Tensor:
@@ -115,7 +130,7 @@ def _cross_entropy(run: Context, logits: Tensor) -> Tensor:
         return (result,)
 
     likely.node = tape.node((logits,), softmax_backward)
-    labels = tape.new(run.rows, INDEX)  # shifted, beside the padded ones they are a copy of
+    labels = tape.new(numel // run.model.vocab_size, INDEX)  # shifted, beside the padded ones they are a copy of
     kept_too = tape.save(ops.view_without_node(likely), labels)
 
     def likelihood_backward(grad: Tensor) -> Tensors:
@@ -158,11 +173,17 @@ CHUNKS = 8
 
 
 def _chunked(run: Context, hidden: Tensor, head: Param, scales: bool) -> Tensor:
-    """The loss in chunks over a head in the training precision: each chunk is cast, used and kept as log-softmax.
+    """The logits in the training precision, chunk by chunk, and the loss of each chunk in fp32.
 
-    Source: torchtune 0.6 modules/loss/ce_chunked_output_loss.py: CEWithChunkedOutputLoss.
+    Source: torchtune 0.6 modules/transformer.py: chunked_output; modules/loss/ce_chunked_output_loss.py.
     """
-    tape, model, item = run.tape, run.model, run.variant.item
-    numel = run.rows * model.vocab_size // run.variant.tp
-    logits = _headed(run, ops.matmul(tape, ops.cast(tape, hidden, item), head, numel, item))
-    return _cross_entropy(run, ops.cast(tape, logits, ops.FP32))
+    tape = run.tape
+    sizes = [hidden.numel // CHUNKS] * (CHUNKS - 1)
+    pieces = ops.split(tape, hidden, (*sizes, hidden.numel - sum(sizes)))
+    logits = [_headed(run, _product(run, piece, head)) for piece in pieces]
+    del pieces
+    parts = [_cross_entropy(run, ops.cast(tape, each, ops.FP32)) for each in logits]
+    total = parts[0]
+    for part in parts[1:]:
+        total = ops.add(tape, total, part)
+    return total

@@ -89,6 +89,7 @@ def peaks(model: ModelFacts, variant: Variant, depth: dict[str, int]) -> dict[st
     goes in a straight line, so one of the two is the largest.
     """
     tape = Tape(release=variant.release, gathers=variant.gathers)
+    tape.offloads_inputs = variant.activation_offload
     tape.stops_early = variant.stack is Stack.TRANSFORMERS_5
     play(Context(model, variant, tape), depth)
     found = tape.ledger.peaks
