@@ -44,9 +44,14 @@ class Attention(StrEnum):
 
 
 class Optimizer(StrEnum):
-    """The optimizer, by the names of Transformers' `optim`; its states are what memory depends on."""
+    """The optimizer, by the names of Transformers' `optim`; its states are what memory depends on.
+
+    Without DeepSpeed `adamw` is PyTorch's foreach implementation, whose temporaries are as large as the parameters, and
+    `adamw_fused` the one without.
+    """
 
     ADAMW = "adamw"
+    ADAMW_FUSED = "adamw_fused"
     ADAMW_8BIT = "adamw_8bit"
     ADAFACTOR = "adafactor"
     LION = "lion"
@@ -82,12 +87,15 @@ class Stack(StrEnum):
     """Whose layer code runs: Transformers 5, or what most published measurements were made with.
 
     Transformers 4.46 to 4.52 makes the loss of a shifted copy; 4.45 and before besides drops the logits in the training
-    precision earlier, and repeats keys and values before flash attention where the family does so.
+    precision earlier, and repeats keys and values before flash attention where the family does so. Torchtune (and
+    torchtitan) and LitGPT have layer code, adapters and losses of their own.
     """
 
     TRANSFORMERS_5 = "transformers-5"
     TRANSFORMERS_4 = "transformers-4"
     TRANSFORMERS_4_45 = "transformers-4.45"
+    TORCHTUNE = "torchtune"
+    LITGPT = "litgpt"
 
 
 class Hub(StrEnum):

@@ -89,6 +89,8 @@ class Configuration:
     """Whether QLoRA's scales are quantised too."""
     image_patches: int = 0
     """Patches of all images of one sample that the vision tower sees."""
+    expandable_segments: bool = True
+    """Whether PyTorch's caching allocator may grow its segments, as `dstrain run` lets it."""
     stack: Stack = Stack.TRANSFORMERS_5
     """Whose layer code runs."""
 

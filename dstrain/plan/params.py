@@ -96,22 +96,22 @@ def _flat_groups(model: ModelFacts) -> tuple[tuple[int, ...], ...]:
     """
     layers = model.num_hidden_layers
     before = [g for g in model.tensors if g.kind is Kind.EMBEDDING]
-    inside = [g for g in model.tensors if _is_inside(g)]
-    after = [g for g in model.tensors if g.kind is Kind.HEAD or (g.kind is Kind.NORM and not _is_inside(g))]
+    inside = [g for g in model.tensors if is_inside(g)]
+    after = [g for g in model.tensors if g.kind is Kind.HEAD or (g.kind is Kind.NORM and not is_inside(g))]
     decayed: list[int] = []
     rest: list[int] = []
-    for group in [*before, *(g for layer in range(layers) for g in inside if _is_in_layer(g, layer, layers)), *after]:
+    for group in [*before, *(g for layer in range(layers) for g in inside if is_in_layer(g, layer, layers)), *after]:
         (rest if group.kind is Kind.NORM or group.name.endswith("bias") else decayed).append(group.numel)
     return tuple(decayed), tuple(rest)
 
 
-def _is_inside(group: TensorGroup) -> bool:
+def is_inside(group: TensorGroup) -> bool:
     """Returns whether a tensor is one of a decoder layer's; those outside the layers have their full name."""
     outside = (Kind.EMBEDDING, Kind.HEAD, Kind.VISION)
     return group.kind not in outside and not group.name.startswith("model.")
 
 
-def _is_in_layer(group: TensorGroup, layer: int, num_layers: int) -> bool:
+def is_in_layer(group: TensorGroup, layer: int, num_layers: int) -> bool:
     """Returns whether a layer has the tensor: the first ones are dense where only some have experts."""
     is_late = group.kind in (Kind.EXPERT, Kind.ROUTER) or "shared_expert" in group.name
     return layer >= num_layers - group.count if is_late else layer < group.count

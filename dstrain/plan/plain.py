@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dstrain.choices import Method, Offload, Optimizer, StateDtypes
+from dstrain.choices import Method, Offload, Optimizer, Stack, StateDtypes
 from dstrain.facts.model import Kind, ModelFacts
 from dstrain.plan.configuration import Configuration
 from dstrain.plan.params import Trained, quantized_bytes_per_param, trained
@@ -46,15 +46,17 @@ def peak(model: ModelFacts, configuration: Configuration, num_ranks: int) -> Pea
     sizes = _sizes(configuration)
     share = num_ranks if configuration.zero_stage == 3 else 1
     state_share = num_ranks if configuration.zero_stage >= 1 else 1
-    frozen = sizes.compute * counts.frozen + quantized_bytes_per_param(configuration.double_quant) * counts.quantized
-    params = round((sizes.param * counts.trainable + frozen) / share)
+    params = 0
+    if configuration.offload not in (Offload.PARAMS, Offload.NVME):
+        params = round((sizes.param * counts.trainable + _frozen_bytes(model, configuration, counts)) / share)
     states = 0 if configuration.offload is not Offload.NONE else round(sizes.states * counts.trainable / state_share)
     instants = [_during(model, configuration, counts, each, share, num_ranks) for each in profile(model, configuration)]
+    hosted = configuration.offload is not Offload.NONE
     instants.append(
         Peak(
             name="optimizer step",
             params=0,
-            grads=round(sizes.grad * counts.trainable / (share if state_share == 1 else state_share)),
+            grads=0 if hosted else round(sizes.grad * counts.trainable / state_share),
             optimizer=0,
             buffers=round(sizes.step * counts.trainable / state_share) if states else 0,
             gathered=0,
@@ -75,13 +77,26 @@ def peak(model: ModelFacts, configuration: Configuration, num_ranks: int) -> Pea
     )
 
 
+def _frozen_bytes(model: ModelFacts, configuration: Configuration, counts: Trained) -> float:
+    """Returns the bytes of the base under an adapter; Transformers 4 has experts as linears, which 4 bits hold too."""
+    frozen, quantized = counts.frozen, counts.quantized
+    if configuration.method is Method.QLORA and configuration.stack is not Stack.TRANSFORMERS_5:
+        experts = model.num_params_of(Kind.EXPERT, Kind.ROUTER)
+        frozen, quantized = frozen - experts, quantized + experts
+    per_quantized = quantized_bytes_per_param(configuration.double_quant)
+    return configuration.precision.num_bytes * frozen + per_quantized * quantized
+
+
 def _sizes(configuration: Configuration) -> _Sizes:
     """Returns the bytes of one element of each kind; adapters are fp32 whatever the rest is (PEFT)."""
     compute = configuration.precision.num_bytes
-    wide = configuration.state_dtypes is StateDtypes.AUTOCAST or configuration.method is not Method.FULL
+    is_own = configuration.stack in (Stack.TORCHTUNE, Stack.LITGPT)
+    is_adapter = configuration.method is not Method.FULL
+    wide = (is_adapter and not is_own) or (configuration.state_dtypes is StateDtypes.AUTOCAST and not is_adapter)
     param = FP32 if wide else compute
     moments = {
         Optimizer.ADAMW: 2.0 * param,
+        Optimizer.ADAMW_FUSED: 2.0 * param,
         Optimizer.ADAMW_8BIT: 2 + 8 / 256,  # two bytes, and an fp32 scale of each for a block of 256
         Optimizer.ADAFACTOR: 0.0,
         Optimizer.LION: 1.0 * param,
@@ -98,7 +113,7 @@ def _during(
     sizes = _sizes(configuration)
     grads, buffers, gathered = instant.grads * sizes.grad // sizes.compute if share == 1 else instant.grads, 0, 0
     done = instant.layers_done / model.num_hidden_layers
-    kept = sizes.grad * counts.trainable / share
+    kept = 0.0 if configuration.offload is not Offload.NONE else sizes.grad * counts.trainable / share
     if share > 1:
         grads += round(kept * (1.0 if configuration.grad_accum > 1 else done))
         gathered = _gathered(model, configuration, instant)
@@ -128,6 +143,10 @@ def _gathered(model: ModelFacts, configuration: Configuration, instant: Instant)
         per_linear: float = compute
         if configuration.method is Method.QLORA:
             per_linear = quantized_bytes_per_param(configuration.double_quant)
-        layer = sum(g.numel * g.count * (per_linear if g.is_linear else compute) for g in inner)
+        are_linears = configuration.stack is not Stack.TRANSFORMERS_5
+        layer = sum(
+            g.numel * g.count * (per_linear if g.is_linear or (are_linears and g.kind is Kind.EXPERT) else compute)
+            for g in inner
+        )
         whole += round(layer / model.num_hidden_layers)
     return whole

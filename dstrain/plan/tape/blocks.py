@@ -141,6 +141,15 @@ def fused_mlp(run: Context, x: Tensor) -> Tensor:
     return run.linear(product, "mlp.down_proj", shards="rows")
 
 
+def by_head(run: Context, x: Tensor) -> Tensor:
+    """A view of x head by head; its gradient is written out token by token again."""
+    tape = run.tape
+    if not tape.needs(x):
+        return ops.view(x)
+    numel, item = x.numel, x.item
+    return Tensor(x.storage, numel, item, tape.node((x,), lambda grad: (tape.new(numel, item),)))
+
+
 def self_attention(run: Context, q: Tensor, k: Tensor, v: Tensor, heads: int, *, is_cat: bool = False) -> Tensor:
     """Attention over the whole sequence by the implementation asked for; q, k and v are already rotated.
 
@@ -154,8 +163,21 @@ def self_attention(run: Context, q: Tensor, k: Tensor, v: Tensor, heads: int, *,
         k, v = repeated(run, k, q.numel), repeated(run, v, q.numel * v.numel // k.numel)
     if masked:
         k, v = repeated(run, k, q.numel), repeated(run, v, q.numel * v.numel // k.numel)
+    if v.numel != k.numel and run.variant.attn is Attention.FLASH_ATTENTION_2:
+        return _padded_flash(run, q, k, v, heads)
     output = _flash(run, q, k, v, heads, has_bias=masked)
     return ops.copy(run.tape, output) if is_cat and not masked else output
+
+
+def _padded_flash(run: Context, q: Tensor, k: Tensor, v: Tensor, heads: int) -> Tensor:
+    """Values narrower than keys are padded for the kernel, and its result is cut again.
+
+    Source: Transformers 5.23 integrations/flash_attention.py: flash_attention_forward.
+    """
+    tape, narrow, item = run.tape, v.numel, v.item
+    node = tape.node((v,), lambda grad: (tape.new(narrow, item),)) if tape.needs(v) else None
+    output = _flash(run, q, k, tape.new(k.numel, item, node), heads, has_bias=False)
+    return ops.copy(tape, ops.cut(tape, output, narrow * q.numel // k.numel))
 
 
 def repeated(run: Context, x: Tensor, numel: int) -> Tensor:
@@ -209,43 +231,8 @@ def _eager(run: Context, q: Tensor, k: Tensor, v: Tensor, heads: int) -> Tensor:
     scores_numel = rows * heads * run.variant.seq_len
     values_numel = q.numel * v.numel // k.numel
     k, v = repeated(run, k, q.numel), repeated(run, v, values_numel)
-    scores = ops.unary(tape, batched(run, ops.copy(tape, q) if run.variant.batch > 1 else q, k, scores_numel))
+    scores = ops.unary(tape, ops.product(tape, ops.copy(tape, q) if run.variant.batch > 1 else q, k, scores_numel))
     scores = ops.unary(tape, scores)  # the mask is added
-    weights = ops.cast(tape, softmax(run, ops.cast(tape, scores, ops.FP32)), item)
+    weights = ops.cast(tape, ops.softmax(tape, ops.cast(tape, scores, ops.FP32)), item)
     del scores
-    return ops.copy(tape, batched(run, weights, v, values_numel))
-
-
-def softmax(run: Context, x: Tensor) -> Tensor:
-    """Softmax: keeps its result."""
-    tape = run.tape
-    result = tape.new(x.numel, x.item)
-    if not tape.needs(x):
-        return result
-    saved = tape.save(ops.view_without_node(result))
-
-    def backward(grad: Tensor) -> Tensors:
-        kept = saved.take()
-        product = tape.like(grad)
-        del kept
-        return (product,)
-
-    return Tensor(result.storage, result.numel, result.item, tape.node((x,), backward))
-
-
-def batched(run: Context, x: Tensor, y: Tensor, numel: int) -> Tensor:
-    """A product of two activations: both are kept."""
-    tape = run.tape
-    node = None
-    if tape.needs(x, y):
-        saved = tape.save(x, y)
-        sizes, item = (x.numel, y.numel), x.item
-
-        def backward(grad: Tensor) -> Tensors:
-            kept = saved.take()
-            grads = tuple(tape.new(size, item) for size in sizes)
-            del kept
-            return grads
-
-        node = tape.node((x, y), backward)
-    return tape.new(numel, x.item, node)
+    return ops.copy(tape, ops.product(tape, weights, v, values_numel))

@@ -68,6 +68,7 @@ def variant_of(configuration: Configuration) -> Variant:
     """Returns what the tape depends on."""
     mixed = configuration.state_dtypes is StateDtypes.MIXED
     stage = configuration.zero_stage
+    is_own = configuration.stack in (Stack.TORCHTUNE, Stack.LITGPT)
     padded = not configuration.packing and configuration.micro_batch > 1
     return Variant(
         method=configuration.method,
@@ -84,12 +85,12 @@ def variant_of(configuration: Configuration) -> Variant:
         loss=configuration.loss,
         stack=configuration.stack,
         residual_item=4 if configuration.fp32_norms else configuration.precision.num_bytes,
-        adapter_item=configuration.precision.num_bytes if mixed else 4,
+        adapter_item=configuration.precision.num_bytes if mixed or is_own else 4,
         autocasts=configuration.state_dtypes is StateDtypes.AUTOCAST,
         tp=configuration.tp,
         image_patches=configuration.image_patches,
         release=_release(configuration),
-        holds_layers=not mixed and stage == 3 and configuration.method is not Method.FULL,
+        holds_layers=not mixed and stage == 3 and configuration.method is not Method.FULL and not is_own,
         gathers=mixed and stage == 3,
     )
 
@@ -156,6 +157,11 @@ class Context:
         if self.trains or not self._is_adapted(name):
             return result
         return self._adapted(x, result, outputs, inputs)
+
+    def product(self, x: Tensor, outputs: int, inputs: int) -> Tensor:
+        """A linear layer without bias and adapter."""
+        make = self._quantized if self.variant.method is Method.QLORA else self._plain
+        return make(x, outputs, inputs, False)
 
     def _is_adapted(self, name: str) -> bool:
         targets = self.variant.lora.targets

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 
-from dstrain.plan.tape import blocks, dense, moe
+from dstrain.plan.tape import blocks, dense, mla, moe
 from dstrain.plan.tape.context import Context
 from dstrain.plan.tape.dense import Norm
 from dstrain.plan.tape.tensor import Tensor
@@ -33,10 +33,20 @@ class LayerCode:
 
 _llama = partial(dense.prenorm, attend=dense.attention, mlp=blocks.gated_mlp)
 _qwen3 = partial(dense.prenorm, attend=dense.qwen3_attention, mlp=blocks.gated_mlp)
+_latent_v2 = partial(mla.attention, turn=mla.complex_rotary)
+_latent_v3 = partial(mla.attention, turn=mla.interleaved_rotary)
 _glm = partial(dense.prenorm, attend=dense.glm_attention, mlp=blocks.fused_mlp)
 
 LAYER_CODE: Mapping[str, LayerCode] = MappingProxyType(
     {
+        "deepseek_v2": LayerCode(
+            dense=partial(dense.prenorm, attend=_latent_v2, mlp=blocks.gated_mlp),
+            sparse=partial(dense.prenorm, attend=_latent_v2, mlp=moe.deepseek_v2),
+        ),
+        "deepseek_v3": LayerCode(
+            dense=partial(dense.prenorm, attend=_latent_v3, mlp=blocks.gated_mlp),
+            sparse=partial(dense.prenorm, attend=_latent_v3, mlp=moe.deepseek_v3),
+        ),
         "gemma3_text": LayerCode(
             dense=partial(dense.sandwich, attend=dense.gemma3_attention, mlp=blocks.gated_mlp, norm=blocks.gemma_norm),
             norm=blocks.gemma_norm,
@@ -53,6 +63,7 @@ LAYER_CODE: Mapping[str, LayerCode] = MappingProxyType(
         "mixtral": LayerCode(dense=_llama, sparse=partial(dense.prenorm, attend=dense.attention, mlp=moe.mixtral)),
         "phi3": LayerCode(dense=partial(dense.prenorm, attend=dense.fused_attention, mlp=blocks.fused_mlp)),
         "qwen2": LayerCode(dense=_llama),
+        "qwen2_moe": LayerCode(dense=_llama, sparse=partial(dense.prenorm, attend=dense.attention, mlp=moe.qwen2_moe)),
         "qwen3": LayerCode(dense=_qwen3),
         "qwen3_moe": LayerCode(
             dense=_qwen3, sparse=partial(dense.prenorm, attend=dense.qwen3_attention, mlp=moe.qwen3_moe)

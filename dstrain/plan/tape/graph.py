@@ -94,6 +94,11 @@ class Tape:
         self._recording: Frame | None = None
         self._refilling: Frame | None = None
 
+    @property
+    def is_recomputing(self) -> bool:
+        """Whether a checkpointed call is being run again."""
+        return self._refilling is not None
+
     def new(self, numel: int, item: int, node: Node | None = None) -> Tensor:
         """Allocates a tensor."""
         return Tensor(Storage(self.ledger, numel * item, self.part), numel, item, node)

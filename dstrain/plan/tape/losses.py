@@ -119,13 +119,13 @@ def _headed(run: Context, logits: Tensor) -> Tensor:
 
 def _cross_entropy(run: Context, logits: Tensor) -> Tensor:
     """Log-softmax, kept, and the negative log-likelihood."""
-    tape, numel = run.tape, logits.numel
-    likely = tape.new(numel, ops.FP32)
+    tape, numel, item = run.tape, logits.numel, logits.item
+    likely = tape.new(numel, item)
     kept = tape.save(ops.view_without_node(likely))
 
     def softmax_backward(grad: Tensor) -> Tensors:
         saved = kept.take()
-        result = tape.new(numel, ops.FP32)
+        result = tape.new(numel, item)
         del saved
         return (result,)
 
@@ -136,7 +136,7 @@ def _cross_entropy(run: Context, logits: Tensor) -> Tensor:
     def likelihood_backward(grad: Tensor) -> Tensors:
         tape.part = Part.LOGITS
         kept_too.take()
-        return (tape.new(numel, ops.FP32),)
+        return (tape.new(numel, item),)
 
     return tape.new(1, ops.FP32, tape.node((likely,), likelihood_backward))
 
@@ -173,17 +173,43 @@ CHUNKS = 8
 
 
 def _chunked(run: Context, hidden: Tensor, head: Param, scales: bool) -> Tensor:
-    """The logits in the training precision, chunk by chunk, and the loss of each chunk in fp32.
+    """The logits in the training precision, chunk by chunk, and the loss of each chunk.
 
-    Source: torchtune 0.6 modules/transformer.py: chunked_output; modules/loss/ce_chunked_output_loss.py.
+    Torchtune compiles the loss, which then keeps nothing; LitGPT computes it in the training precision.
+    Source: torchtune 0.6 modules/transformer.py: chunked_output, modules/loss/ce_chunked_output_loss.py; litgpt
+    utils.py: chunked_cross_entropy.
     """
     tape = run.tape
     sizes = [hidden.numel // CHUNKS] * (CHUNKS - 1)
     pieces = ops.split(tape, hidden, (*sizes, hidden.numel - sum(sizes)))
     logits = [_headed(run, _product(run, piece, head)) for piece in pieces]
     del pieces
-    parts = [_cross_entropy(run, ops.cast(tape, each, ops.FP32)) for each in logits]
+    parts = [_loss_of_chunk(run, each) for each in logits]
     total = parts[0]
     for part in parts[1:]:
         total = ops.add(tape, total, part)
     return total
+
+
+def _loss_of_chunk(run: Context, logits: Tensor) -> Tensor:
+    if run.variant.stack is Stack.TORCHTUNE:
+        return _compiled(run, logits)
+    if run.variant.stack is Stack.LITGPT:
+        return _cross_entropy(run, logits)
+    return _cross_entropy(run, ops.cast(run.tape, logits, ops.FP32))
+
+
+def _compiled(run: Context, logits: Tensor) -> Tensor:
+    """A compiled loss: keeps the logits and one number a token, and makes only the gradient."""
+    tape = run.tape
+    numel, item = logits.numel, logits.item
+    saved = tape.save(ops.view_without_node(logits), tape.new(numel // run.model.vocab_size, ops.FP32))
+
+    def backward(grad: Tensor) -> Tensors:
+        tape.part = Part.LOGITS
+        kept = saved.take()
+        result = tape.new(numel, item)
+        del kept
+        return (result,)
+
+    return tape.new(1, ops.FP32, tape.node((logits,), backward))

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+from dstrain.choices import Stack
 from dstrain.facts.model import Moe
-from dstrain.plan.tape import blocks, ops
+from dstrain.plan.tape import blocks, moe_loop, ops
 from dstrain.plan.tape.context import Context
 from dstrain.plan.tape.graph import Tensors
 from dstrain.plan.tape.tensor import Param, Tensor
@@ -11,18 +14,73 @@ from dstrain.plan.tape.tensor import Param, Tensor
 INDEX = 8
 """Bytes of an index."""
 
+Routing = tuple[Tensor, Tensor, Tensor]
+"""Logits, which the block's frame holds, the weight of each expert picked for a token, and which experts they are."""
+Router = Callable[[Context, Tensor], Routing]
+
 
 def qwen3_moe(run: Context, x: Tensor) -> Tensor:
-    """Qwen 3's block: softmax in fp32, the best k, normalised to sum 1."""
-    logits, weights, indices = softmax_router(run, x, normalises=True)
+    """Qwen 3's block. Source: Transformers 5.23 modeling_qwen3_moe.py: Qwen3MoeSparseMoeBlock."""
+    logits, weights, indices = softmax_router(run, x)
     output = grouped_experts(run, x, weights, indices)
     del logits
     return output
 
 
 def mixtral(run: Context, x: Tensor) -> Tensor:
-    """Mixtral's block."""
-    return qwen3_moe(run, x)
+    """Mixtral's block: its weights stay fp32, and so does what they multiply.
+
+    Source: Transformers 5.23 modeling_mixtral.py: MixtralTopKRouter.
+    """
+    if run.variant.stack is not Stack.TRANSFORMERS_5:
+        return moe_loop.mixtral(run, x)
+    logits, weights, indices = softmax_router(run, x, narrows=False)
+    output = grouped_experts(run, x, weights, indices)
+    del logits
+    return output
+
+
+def qwen2_moe(run: Context, x: Tensor) -> Tensor:
+    """Qwen 2's block: an expert that all tokens visit is weighed by a gate of its own.
+
+    Source: Transformers 5.23 modeling_qwen2_moe.py: Qwen2MoeSparseMoeBlock.
+    """
+    tape = run.tape
+    shared = _mlp(run, x, "mlp.shared_expert")
+    logits, weights, indices = softmax_router(run, x, normalises=False)
+    output = grouped_experts(run, x, weights, indices)
+    shared = ops.mul(tape, shared, ops.softmax(tape, run.linear(x, "mlp.shared_expert_gate")))
+    del logits
+    return ops.add(tape, output, shared)
+
+
+def deepseek_v2(run: Context, x: Tensor) -> Tensor:
+    """DeepSeek V2's block: the router is fp32, as are its weights; experts for all tokens beside those picked.
+
+    Its larger models keep besides one byte an expert and token, of the groups left out.
+    Source: Transformers 5.23 modeling_deepseek_v2.py: DeepseekV2Moe, DeepseekV2TopkRouter.
+    """
+    return _with_shared_experts(run, x, _wide_softmax_router)
+
+
+def deepseek_v3(run: Context, x: Tensor) -> Tensor:
+    """DeepSeek V3's block: sigmoid scores, groups of experts chosen first.
+
+    Source: Transformers 5.23 modeling_deepseek_v3.py: DeepseekV3MoE, DeepseekV3TopkRouter.
+    """
+    return _with_shared_experts(run, x, _sigmoid_router)
+
+
+def _with_shared_experts(run: Context, x: Tensor, router: Router) -> Tensor:
+    logits, weights, indices = router(run, x)
+    output = grouped_experts(run, x, weights, indices)
+    output = ops.add(run.tape, output, _mlp(run, x, "mlp.shared_experts"))
+    del logits
+    return output
+
+
+def _mlp(run: Context, x: Tensor, part: str) -> Tensor:
+    return blocks.named_mlp(run, x, f"{part}.gate_proj", f"{part}.up_proj", f"{part}.down_proj")
 
 
 def _moe(run: Context) -> Moe:
@@ -31,89 +89,72 @@ def _moe(run: Context) -> Moe:
     return moe
 
 
-def router_logits(run: Context, x: Tensor, item: int) -> Tensor:
-    """The router's linear layer."""
-    moe, width = _moe(run), run.model.hidden_size
-    rows = x.numel // width
-    weight = Param(moe.num_experts * width, trains=run.trains)
-    return ops.matmul(run.tape, ops.cast(run.tape, x, item), weight, rows * moe.num_experts, item)
+def _router_logits(run: Context, x: Tensor, item: int) -> Tensor:
+    """The router's linear layer; in fp32 its weight is cast too."""
+    tape, width = run.tape, run.model.hidden_size
+    numel, rows = _moe(run).num_experts * width, x.numel // width
+    weight = Param(numel, trains=run.trains)
+    x = ops.cast(tape, x, item)
+    if item == run.variant.item:
+        return ops.matmul(tape, x, weight, rows * _moe(run).num_experts, item)
+    wide = ops.cast_param(tape, weight, run.variant.item, item)
+    return ops.product(tape, x, wide, rows * _moe(run).num_experts)
 
 
-def softmax_router(run: Context, x: Tensor, *, normalises: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns logits, routing weights and the indices of the experts of each token."""
-    tape, item = run.tape, x.item
-    logits = router_logits(run, x, item)
-    probabilities = blocks.softmax(run, ops.cast(tape, logits, ops.FP32))
-    weights, indices = top_k(run, probabilities)
-    del probabilities
-    if normalises:
-        weights = normalised(run, weights)
-    return logits, ops.cast(tape, weights, item), indices
+def softmax_router(run: Context, x: Tensor, *, normalises: bool = True, narrows: bool = True) -> Routing:
+    """Softmax in fp32, the best k, perhaps normalised to sum 1, perhaps cast back.
 
-
-def top_k(run: Context, scores: Tensor) -> tuple[Tensor, Tensor]:
-    """The best k of each row: keeps the indices; the gradient is written into zeros."""
-    tape, moe = run.tape, _moe(run)
-    picked = scores.numel // moe.num_experts * moe.experts_per_token
-    indices = tape.new(picked, INDEX)
-    node = None
-    if tape.needs(scores):
-        saved = tape.save(indices)
-        numel, item = scores.numel, scores.item
-
-        def backward(grad: Tensor) -> Tensors:
-            saved.take()
-            return (tape.new(numel, item),)
-
-        node = tape.node((scores,), backward)
-    return tape.new(picked, scores.item, node), indices
-
-
-def normalised(run: Context, weights: Tensor) -> Tensor:
-    """Weights divided by their sum in place: keeps a copy of neither, only the sums and the result."""
-    tape = run.tape
-    if not tape.needs(weights):
-        return weights
-    sums = tape.new(weights.numel // _moe(run).experts_per_token, weights.item)
-    saved = tape.save(ops.view_without_node(weights), sums)
-
-    def backward(grad: Tensor) -> Tensors:
-        saved.take()
-        first, second = tape.like(grad), tape.like(grad)
-        del first
-        return (second,)
-
-    return Tensor(weights.storage, weights.numel, weights.item, tape.node((weights,), backward))
-
-
-def grouped_experts(run: Context, x: Tensor, weights: Tensor, indices: Tensor) -> Tensor:
-    """All experts as two grouped products over rows sorted by expert.
-
-    Source: Transformers 5.23 integrations/moe.py: grouped_mm_experts_forward.
+    Source: Transformers 5.23 modeling_qwen3_moe.py: Qwen3MoeTopKRouter.
     """
-    tape, moe, width = run.tape, _moe(run), run.model.hidden_size
-    rows = indices.numel
-    sorted_ids, order = tape.new(rows, INDEX), tape.new(rows, INDEX)
-    chosen = picked(run, x, rows * width, tape.new(rows, INDEX))
-    sorted_weights = picked(run, weights, rows, order)
-    histogram = tape.new(rows, 4)
-    del histogram
-    both = grouped_product(run, chosen, 2 * moe.intermediate_size, width)
-    gate, up = ops.split(tape, both, (both.numel // 2, both.numel // 2))
-    del both
-    product = ops.mul(tape, ops.activation(tape, gate), up)
-    del gate, up
-    product = grouped_product(run, product, width, moe.intermediate_size)
-    weighted = ops.mul(tape, product, sorted_weights)
-    inverse, counted = tape.new(rows, INDEX), tape.new(rows, INDEX)
-    del counted
-    weighted = picked(run, weighted, rows * width, inverse)
-    del sorted_ids
-    return summed(run, weighted, rows * width // moe.experts_per_token)
+    tape, item = run.tape, run.variant.item
+    logits = _router_logits(run, x, item)
+    probabilities = ops.softmax(tape, ops.cast(tape, logits, ops.FP32))
+    weights, indices = _top_k(run, probabilities)
+    if normalises:
+        weights = _normalised(run, weights)
+    if narrows:
+        weights = ops.cast(tape, weights, item)
+    del probabilities
+    return logits, weights, indices
 
 
-def picked(run: Context, x: Tensor, numel: int, indices: Tensor) -> Tensor:
-    """`x[indices]`: keeps the indices; the gradient is added into zeros."""
+def _wide_softmax_router(run: Context, x: Tensor) -> Routing:
+    tape = run.tape
+    logits = _router_logits(run, x, ops.FP32)
+    scores = ops.softmax(tape, logits)
+    weights, indices = _top_k(run, scores)
+    weights = ops.unary(tape, weights)  # a constant factor
+    del scores
+    return logits, weights, indices
+
+
+def _sigmoid_router(run: Context, x: Tensor) -> Routing:
+    """Groups are chosen by tensors that go with the router's frame, all as small as one number an expert and token."""
+    tape, moe = run.tape, _moe(run)
+    logits = _router_logits(run, x, ops.FP32)
+    scores = ops.softmax(tape, logits)
+    rows = scores.numel // moe.num_experts
+    shifted, masked = (tape.new(scores.numel, scores.item) for _ in range(2))
+    indices = tape.new(rows * moe.experts_per_token, INDEX)
+    weights = _gathered(run, scores, indices)
+    weights = ops.unary(tape, _normalised(run, weights))
+    del shifted, masked
+    return logits, weights, indices
+
+
+def _top_k(run: Context, scores: Tensor) -> tuple[Tensor, Tensor]:
+    """The best k of each row, and where they are."""
+    rows, k = scores.numel // _moe(run).num_experts, _moe(run).experts_per_token
+    indices = run.tape.new(rows * k, INDEX)
+    return _gathered(run, scores, indices), indices
+
+
+def _gathered(run: Context, x: Tensor, indices: Tensor) -> Tensor:
+    """Some elements of each row, or `x[indices]`: keeps the indices; the gradient is added into zeros."""
+    return _picked(run, x, indices.numel, indices)
+
+
+def _picked(run: Context, x: Tensor, numel: int, indices: Tensor) -> Tensor:
     tape = run.tape
     node = None
     if tape.needs(x):
@@ -128,18 +169,63 @@ def picked(run: Context, x: Tensor, numel: int, indices: Tensor) -> Tensor:
     return tape.new(numel, x.item, node)
 
 
-def summed(run: Context, x: Tensor, numel: int) -> Tensor:
-    """A sum over neighbours; the gradient is a view of that of the sum."""
+def _normalised(run: Context, weights: Tensor) -> Tensor:
+    """Weights divided by their sum in place: keeps a copy of what they were, and the sums."""
+    tape = run.tape
+    sums = tape.new(weights.numel // _moe(run).experts_per_token, weights.item)
+    if not tape.needs(weights):
+        return weights
+    saved = tape.save(tape.new(weights.numel, weights.item), sums)
+
+    def backward(grad: Tensor) -> Tensors:
+        kept = saved.take()
+        of_weights, of_sums = tape.like(grad), tape.like(grad)
+        del kept, of_sums
+        return (of_weights,)
+
+    return Tensor(weights.storage, weights.numel, weights.item, tape.node((weights,), backward))
+
+
+def grouped_experts(run: Context, x: Tensor, weights: Tensor, indices: Tensor) -> Tensor:
+    """All experts as two grouped products over rows sorted by expert.
+
+    Source: Transformers 5.23 integrations/moe.py: grouped_mm_experts_forward.
+    """
+    tape, moe, width = run.tape, _moe(run), run.model.hidden_size
+    rows, inner = indices.numel, moe.intermediate_size
+    sorted_ids, order = tape.new(rows, INDEX), tape.new(rows, INDEX)
+    chosen = _picked(run, x, rows * width, tape.new(rows, INDEX))
+    sorted_weights = _gathered(run, weights, order)
+    narrow_ids = tape.new(rows, 4)
+    hidden = _grouped_product(run, chosen, 2 * inner, width)
+    hidden = _gated(run, hidden)
+    hidden = _grouped_product(run, hidden, width, inner)
+    weighted = ops.mul(tape, hidden, sorted_weights)
+    inverse, counted = tape.new(rows, INDEX), tape.new(rows, INDEX)
+    del counted
+    weighted = _picked(run, weighted, rows * width, inverse)
+    output = ops.cast(tape, _summed(run, weighted, x.numel), x.item)
+    del sorted_ids, chosen, narrow_ids, hidden
+    return output
+
+
+def _gated(run: Context, both: Tensor) -> Tensor:
+    """The activation of one half times the other. Source: as above, _default_apply_gate."""
+    gate, up = ops.split(run.tape, both, (both.numel // 2, both.numel // 2))
+    return ops.mul(run.tape, ops.activation(run.tape, gate), up)
+
+
+def _summed(run: Context, x: Tensor, numel: int) -> Tensor:
+    """A sum over neighbours; its gradient is written out for each of them."""
     tape = run.tape
     node = None
     if tape.needs(x):
         before, item = x.numel, x.item
-        node = tape.node((x,), lambda grad: (Tensor(grad.storage, before, item),))
+        node = tape.node((x,), lambda grad: (tape.new(before, item),))
     return tape.new(numel, x.item, node)
 
 
-def grouped_product(run: Context, x: Tensor, outputs: int, inputs: int) -> Tensor:
+def _grouped_product(run: Context, x: Tensor, outputs: int, inputs: int) -> Tensor:
     """The rows of each expert times its matrix, for all experts at once."""
-    numel = _moe(run).num_experts * outputs * inputs
-    weight = Param(numel, trains=run.trains)
+    weight = Param(_moe(run).num_experts * outputs * inputs, trains=run.trains)
     return ops.matmul(run.tape, x, weight, x.numel // inputs * outputs, run.variant.item)

@@ -50,9 +50,34 @@ def activation(tape: Tape, x: Tensor) -> Tensor:
     return tape.new(x.numel, x.item, node)
 
 
+def softmax(tape: Tape, x: Tensor) -> Tensor:
+    """Softmax or sigmoid: keeps its result."""
+    result = tape.new(x.numel, x.item)
+    if not tape.needs(x):
+        return result
+    saved = tape.save(view_without_node(result))
+
+    def backward(grad: Tensor) -> Tensors:
+        kept = saved.take()
+        product = tape.like(grad)
+        del kept
+        return (product,)
+
+    return Tensor(result.storage, result.numel, result.item, tape.node((x,), backward))
+
+
 def add(tape: Tape, x: Tensor, y: Tensor) -> Tensor:
     """The sum of two tensors of one size: both get the gradient itself."""
     node = tape.node((x, y), lambda grad: (view(grad), view(grad))) if tape.needs(x, y) else None
+    return tape.new(x.numel, x.item, node)
+
+
+def sub(tape: Tape, x: Tensor, y: Tensor) -> Tensor:
+    """The difference of two tensors of one size: the first gets the gradient itself."""
+    node = None
+    if tape.needs(x, y):
+        needs_y, numel, item = y.node is not None, y.numel, y.item
+        node = tape.node((x, y), lambda grad: (view(grad), tape.new(numel, item) if needs_y else None))
     return tape.new(x.numel, x.item, node)
 
 
@@ -75,15 +100,17 @@ def mul(tape: Tape, x: Tensor, y: Tensor) -> Tensor:
     if tape.needs(x, y):
         needs_x, needs_y = x.node is not None, y.node is not None
         saved = tape.save(x if needs_y else None, y if needs_x else None)
-        y_numel, y_item = y.numel, y.item
+        x_item, y_numel, y_item = x.item, y.numel, y.item
 
         def backward(grad: Tensor) -> Tensors:
             kept = saved.take()
             grad_y = tape.like(grad) if needs_y else None
             grad_x = tape.like(grad) if needs_x else None
-            if grad_y is not None and y_numel != grad.numel:
+            del kept  # what follows is the engine's, which fits gradients to their tensors
+            if grad_x is not None and x_item != grad.item:
+                grad_x = tape.new(grad.numel, x_item)
+            if grad_y is not None and (y_numel, y_item) != (grad.numel, grad.item):
                 grad_y = tape.new(y_numel, y_item)  # summed over what was broadcast; the product goes
-            del kept
             return (grad_x, grad_y)
 
         node = tape.node((x, y), backward)
@@ -248,3 +275,29 @@ def bias(tape: Tape, x: Tensor, weight: Param) -> Tensor:
     width, item = weight.numel, x.item
     node = tape.node((x, weight), lambda grad: (grad, tape.grad(width, item)))
     return Tensor(x.storage, x.numel, x.item, node)
+
+
+def product(tape: Tape, x: Tensor, y: Tensor, numel: int) -> Tensor:
+    """A matrix product of two tensors neither of which is a parameter: each is kept for the other's gradient."""
+    node = None
+    if tape.needs(x, y):
+        needs_x, needs_y = x.node is not None, y.node is not None
+        saved = tape.save(x if needs_y else None, y if needs_x else None)
+        x_numel, y_numel, item = x.numel, y.numel, x.item
+
+        def backward(grad: Tensor) -> Tensors:
+            kept = saved.take()
+            grad_x = tape.new(x_numel, item) if needs_x else None
+            grad_y = tape.new(y_numel, item) if needs_y else None
+            del kept
+            return (grad_x, grad_y)
+
+        node = tape.node((x, y), backward)
+    return tape.new(numel, x.item, node)
+
+
+def cast_param(tape: Tape, weight: Param, item: int, wide: int) -> Tensor:
+    """A parameter of `item` bytes an element, cast to `wide` for one product."""
+    numel = weight.numel
+    node = tape.node((weight,), lambda grad: (tape.grad(numel, item),)) if tape.needs(weight) else None
+    return tape.new(numel, wide, node)

@@ -161,15 +161,31 @@ def embedded(run: Context, table: Param) -> Tensor:
     whole = tape.gathered(table.numel, item)
     result = tape.new(run.rows * model.hidden_size, item, node)
     del whole
+    if run.variant.grad_ckpt and not run.trains and run.variant.stack is Stack.TRANSFORMERS_5:
+        result.node = _leaf(tape, result)
     if run.variant.residual_item != item:
         return ops.cast(tape, result, run.variant.residual_item)
     return result
 
 
+def _leaf(tape: Tape, x: Tensor) -> Node:
+    """Makes a gradient for x, which nothing that trains has made, so that the first layer can be recomputed.
+
+    Source: Transformers 5.23 modeling_utils.py: enable_input_require_grads; the end of the graph holds x itself.
+    """
+    held = ops.view_without_node(x)
+
+    def backward(grad: Tensor) -> tuple[Tensor | None, ...]:
+        assert held.numel == grad.numel
+        return (None,)
+
+    return tape.node((held,), backward)
+
+
 def positions(run: Context) -> None:
     """Makes what all layers share: the rotary tables and the attention mask."""
     tape, model, variant = run.tape, run.model, run.variant
-    width = model.head_dim
+    width = model.rotary_dim
     run.cos, run.sin = (tape.new(variant.seq_len * width, variant.item) for _ in range(2))
     if variant.has_mask:
         run.mask = tape.new(variant.batch * variant.seq_len**2, 1).storage
