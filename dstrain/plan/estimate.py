@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from dstrain.choices import Offload, Precision
+from dstrain.facts.calibration import Calibration
 from dstrain.facts.cluster import Cluster
 from dstrain.facts.model import ModelFacts
 from dstrain.plan.configuration import DEFAULTS, Configuration
@@ -15,6 +16,7 @@ from dstrain.plan.memory import memory
 from dstrain.plan.params import trained
 from dstrain.plan.plan import Estimate
 from dstrain.plan.request import Request
+from dstrain.plan.speed import speed
 
 USABLE_GPU_RATIO = 0.90
 """Share of the GPU that a plan may fill while the machine is not calibrated.
@@ -24,8 +26,10 @@ USABLE_HOST_RATIO = 0.90
 """Share of a node's RAM that a plan may fill; the operating system and the page cache keep the rest."""
 
 
-def assess(model: ModelFacts, cluster: Cluster, configuration: Configuration) -> Estimate:
-    """Returns what a configuration needs and whether it fits."""
+def assess(
+    model: ModelFacts, cluster: Cluster, configuration: Configuration, *, calibration: Calibration | None = None
+) -> Estimate:
+    """Returns what a configuration needs, whether it fits, and how fast it is."""
     needs = memory(model, cluster, configuration)
     usable_gpu = round(USABLE_GPU_RATIO * cluster.gpu.memory_bytes)
     usable_host = round(USABLE_HOST_RATIO * cluster.host_memory_bytes)
@@ -36,7 +40,7 @@ def assess(model: ModelFacts, cluster: Cluster, configuration: Configuration) ->
         usable_bytes_per_host=usable_host,
         fits_gpu=needs.device_bytes_per_gpu <= usable_gpu,
         fits_host=needs.host_bytes_per_node <= usable_host,
-        speed=None,
+        speed=speed(model, cluster, configuration, calibration=calibration),
         flops_per_token=flops_per_token(model, method=configuration.method, seq_len=configuration.seq_len),
         num_params=model.num_params,
         num_active_params=model.num_active_params,

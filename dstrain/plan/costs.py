@@ -1,0 +1,93 @@
+"""Bytes that kernels move and how many there are, for each part of a decoder layer, products and attention excepted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """What the kernels of one part of a layer cost, products and attention excepted; bf16."""
+
+    forward: float
+    """Bytes read and written by the forward pass, for each element of the part's width and each token."""
+    backward: float
+    """The same of the backward pass, without recomputation."""
+    forward_kernels: int
+    """Kernels of the forward pass."""
+    backward_kernels: int
+    """Kernels of the backward pass."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Costs:
+    """The parts of a decoder layer."""
+
+    norm: Cost
+    """One RMSNorm, of its width."""
+    rotary: Cost
+    """Rotary embedding, of the width of queries and keys together."""
+    latent: Cost
+    """The same with latent attention: also the parts put together and padded, of the width of the queries."""
+    gated: Cost
+    """Activation and product of gate and up, of the inner width."""
+    residual: Cost
+    """Both residual sums, and gradients that meet, of the hidden size."""
+    experts: Cost
+    """Choosing, sorting, weighting and summing, of the hidden size times the experts visited."""
+
+
+EAGER = Costs(
+    norm=Cost(forward=36, backward=92, forward_kernels=8, backward_kernels=16),
+    rotary=Cost(forward=20, backward=32, forward_kernels=10, backward_kernels=16),
+    latent=Cost(forward=21, backward=54, forward_kernels=20, backward_kernels=34),
+    gated=Cost(forward=10, backward=18, forward_kernels=2, backward_kernels=3),
+    residual=Cost(forward=12, backward=30, forward_kernels=2, backward_kernels=5),
+    experts=Cost(forward=14, backward=30, forward_kernels=19, backward_kernels=27),
+)
+"""Transformers' own layers. Source: inputs and outputs of every kernel in a trace of Transformers 5.23's layers on meta
+tensors (Llama, Qwen 3, Qwen 3 MoE, DeepSeek V3), exact for dense layers, within 5 % with experts or latents."""
+
+LIGER = Costs(
+    norm=Cost(forward=4, backward=6, forward_kernels=1, backward_kernels=2),
+    rotary=Cost(forward=4, backward=8, forward_kernels=1, backward_kernels=3),
+    latent=Cost(forward=21, backward=54, forward_kernels=20, backward_kernels=34),
+    gated=Cost(forward=6, backward=10, forward_kernels=1, backward_kernels=1),
+    residual=EAGER.residual,
+    experts=EAGER.experts,
+)
+"""Fused kernels: each input read and each output written once. Source: liger-kernel 0.8.5 ops/rms_norm.py, rope.py (in
+place, gradients copied as in `EAGER`) and swiglu.py (which computes the activation again in its backward pass)."""
+
+JOINED_GRADIENT = Cost(forward=0, backward=8, forward_kernels=0, backward_kernels=1)
+"""Gradients of gate and up put together where both are one weight. Source: as `EAGER`."""
+
+ADAPTER_INPUT = Cost(forward=2, backward=10, forward_kernels=4, backward_kernels=6)
+ADAPTER_OUTPUT = Cost(forward=12, backward=8, forward_kernels=0, backward_kernels=0)
+FP32_ADAPTER_INPUT = Cost(forward=10, backward=20, forward_kernels=6, backward_kernels=9)
+FP32_ADAPTER_OUTPUT = Cost(forward=28, backward=28, forward_kernels=0, backward_kernels=0)
+"""Adapters, for each element of the adapted linears' inputs and outputs (`_add_adapters`)."""
+
+FUSED_ADAPTER_INPUT = Cost(forward=2, backward=6, forward_kernels=2, backward_kernels=4)
+FUSED_ADAPTER_OUTPUT = Cost(forward=4, backward=4, forward_kernels=0, backward_kernels=0)
+"""The same where products add to what is there, as Unsloth's do: input read, output updated in place. Source: unsloth
+kernels/utils.py: matmul_lora; fast_lora.py: LoRA_QKV, LoRA_W."""
+
+NORM_WEIGHT_GRADIENT_BYTES = 8.0
+"""Of a norm's backward bytes, those of its weight's gradient, which a frozen model has not."""
+
+CAST = Cost(forward=6, backward=6, forward_kernels=1, backward_kernels=1)
+"""One copy between bf16 and fp32, and its gradient's way back."""
+
+
+def costs(*, liger: bool, unsloth: bool, is_trained: bool) -> Costs:
+    """Returns the costs under Liger's kernels, Unsloth's (norms and rotary embedding alone), or none.
+
+    A frozen model has no gradients of norms' weights.
+    """
+    found = LIGER if liger else EAGER
+    if unsloth and not liger:
+        found = replace(EAGER, norm=LIGER.norm, rotary=LIGER.rotary)
+    if is_trained or found.norm is not EAGER.norm:
+        return found
+    return replace(found, norm=replace(EAGER.norm, backward=EAGER.norm.backward - NORM_WEIGHT_GRADIENT_BYTES))

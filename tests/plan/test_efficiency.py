@@ -1,0 +1,68 @@
+"""Priors: that every GPU has them, and what a calibration puts in their place."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import pytest
+
+from dstrain.facts import cluster as clusters
+from dstrain.facts import gpus, links
+from dstrain.facts.calibration import Calibration, Measured
+from dstrain.facts.cluster import Cluster, Origin
+from dstrain.plan.efficiency import KERNELS, efficiency, host_link
+
+
+def _cluster(gpu: str = "h100-sxm") -> Cluster:
+    return clusters.describe(
+        gpu=gpus.gpu(gpu), gpu_origin=Origin.GIVEN, gpus=16, gpus_per_node=8, inter_link=links.link("ib400")
+    )
+
+
+def test_every_gpu_of_the_table_has_one_row() -> None:
+    named = [name for row in KERNELS for name in row.gpus]
+
+    assert sorted(named) == sorted(gpus.GPUS)
+
+
+@pytest.mark.parametrize("row", KERNELS, ids=lambda row: row.gpus[0])
+def test_every_row_is_a_share_and_has_a_source(row: object) -> None:
+    assert 0 < row.attention <= row.gemm < 1  # type: ignore[attr-defined]
+    assert len(row.source) > 10  # type: ignore[attr-defined]
+
+
+def test_nothing_is_calibrated_without_a_file() -> None:
+    assert efficiency(_cluster()).calibrated == frozenset()
+
+
+def test_every_rate_that_was_measured_replaces_its_prior() -> None:
+    measured = Measured(
+        gemm_ratio=0.5, attention_ratio=0.25, hbm_ratio=0.5, launch_s=5e-6, intra_bus_bytes_per_s=1e11,
+        inter_bus_bytes_per_s=2e11, overlap_slowdown_ratio=0.1, pcie_bytes_per_s=2e10, cpu_adam_bytes_per_s=1e11,
+        nvme_read_bytes_per_s=2e10, nvme_write_bytes_per_s=1e10,
+    )  # fmt: skip
+
+    rates = efficiency(_cluster(), Calibration(gpus={"h100-sxm": measured}))
+
+    assert (rates.gemm_ratio, rates.attention_ratio, rates.launch_s, rates.overlap_slowdown) == (0.5, 0.25, 5e-6, 0.1)
+    assert (rates.intra_bus_bytes_per_s, rates.pcie_bytes_per_s, rates.cpu_adam_bytes_per_s) == (1e11, 2e10, 1e11)
+    assert (rates.nvme_read_bytes_per_s, rates.nvme_write_bytes_per_s) == (2e10, 1e10)
+    assert rates.hbm_bytes_per_s == 0.5 * 3.35e12
+    assert rates.inter_bus_bytes_per_s == 2e11 / 8  # measured with eight GPUs of each node
+    assert {field.name for field in fields(Measured) if getattr(measured, field.name)} == rates.calibrated
+
+
+@pytest.mark.parametrize(
+    ("gpu", "link"),
+    [("a100-80g", "pcie4"), ("h100-sxm", "pcie5"), ("gh200", "nvlink4"), ("v100-32g", "pcie3"), ("rtx-4090", "pcie4")],
+)
+def test_a_gpu_reaches_its_host_by_its_generations_link(gpu: str, link: str) -> None:
+    assert host_link(gpus.gpu(gpu)).name == link
+
+
+@pytest.mark.parametrize(("link", "is_ethernet"), [("ib400", False), ("roce100", False), ("eth25/8", True)])
+def test_ethernet_is_what_has_no_rdma(link: str, is_ethernet: bool) -> None:
+    gpu = gpus.gpu("h100-sxm")
+    cluster = clusters.describe(gpu=gpu, gpu_origin=Origin.GIVEN, gpus=16, inter_link=links.link(link))
+
+    assert efficiency(cluster).is_ethernet is is_ethernet

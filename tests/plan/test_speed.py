@@ -1,0 +1,265 @@
+"""Step times: against published runs, against hand arithmetic, and in their order."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from dstrain.choices import Attention, LossKernel, Method, Offload, Optimizer, Precision, Stack, StateDtypes
+from dstrain.facts import cluster as clusters
+from dstrain.facts import gpus, links, models, probe
+from dstrain.facts.calibration import Calibration, Measured
+from dstrain.facts.cluster import Cluster, Origin
+from dstrain.job import Lora
+from dstrain.plan.configuration import DEFAULTS, Configuration
+from dstrain.plan.plan import Limit, Speed
+from dstrain.plan.speed import CPU, INTER, LAUNCHES, LIMITS, NVME, OPTIMIZER, PCIE, PRODUCTS, speed
+
+QWEN3_8B = probe.read_model("qwen3-8b")
+LLAMA2_7B = {
+    "model_type": "llama", "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008,
+    "num_hidden_layers": 32, "num_attention_heads": 32, "max_position_embeddings": 4096, "dtype": "float16",
+}  # fmt: skip
+BASE = replace(
+    DEFAULTS, zero_stage=3, overlap_comm=True, grad_ckpt=True, attn=Attention.FLASH_ATTENTION_2, max_reuse_distance=0
+)
+
+
+def _cluster(num_gpus: int = 8, gpu: str = "h100-sxm", inter: str = "ib400") -> Cluster:
+    return clusters.describe(gpu=gpus.gpu(gpu), gpu_origin=Origin.GIVEN, gpus=num_gpus, inter_link=links.link(inter))
+
+
+def _speed(configuration: Configuration = BASE, model: Any = QWEN3_8B, **cluster: Any) -> Speed:
+    found = speed(model, _cluster(**cluster), configuration)
+    assert found is not None
+    return found
+
+
+def _rate(configuration: Configuration = BASE, **cluster: Any) -> float:
+    return _speed(configuration, **cluster).tokens_per_s_per_gpu
+
+
+FMS = replace(
+    BASE, state_dtypes=StateDtypes.PURE_BF16, stack=Stack.TRANSFORMERS_4, zero_stage=0, packing=True, micro_batch=8
+)
+FMS_SHARDED = replace(FMS, zero_stage=3, liger=True)
+FMS_LORA = replace(FMS, method=Method.LORA, lora=Lora(dropout=0.1, targets=("q_proj", "k_proj", "v_proj", "o_proj")))
+TITAN = replace(BASE, state_dtypes=StateDtypes.AUTOCAST, seq_len=8192)
+SWIFT = replace(BASE, packing=True, seq_len=8192, grad_accum=2)
+
+
+@pytest.mark.parametrize(
+    ("model", "gpu", "num_gpus", "configuration", "published"),
+    [
+        # foundation-model-stack/fms-acceleration scripts/benchmarks/refs: a100_80gb.csv, a100_80gb_liger.csv
+        ("mistral-7b", "a100-80g", 1, FMS, 3143),
+        ("mistral-7b", "a100-80g", 4, FMS_SHARDED, 3456),
+        ("mistral-7b", "a100-80g", 1, FMS_LORA, 3354),
+        ("llama-3.1-8b", "a100-80g", 2, replace(FMS_LORA, zero_stage=3, liger=True), 3662),
+        # pytorch/torchtitan: benchmarks/llama3_h100_202412_torchtitan.md, docs/performance.md
+        ("llama-3.1-8b", "h100-sxm", 8, replace(TITAN, micro_batch=2), 5762),
+        ("llama-3.1-8b", "a100-80g", 64, replace(TITAN, liger=True), 2973),
+        # modelscope/ms-swift docs/source_en/Megatron-SWIFT/Quick-start.md: 16 samples in 10.56 s and in 10.32 s
+        ("qwen2.5-14b", "a800-80g", 8, SWIFT, 1552),
+        ("qwen2.5-14b", "a800-80g", 8, replace(SWIFT, zero_stage=2), 1588),
+    ],
+)
+def test_published_runs_are_within_a_fifth(
+    model: str, gpu: str, num_gpus: int, configuration: Configuration, published: float
+) -> None:
+    found = _speed(configuration, model=probe.read_model(model), num_gpus=num_gpus, gpu=gpu, inter="ib200")
+
+    assert found.tokens_per_s_per_gpu == pytest.approx(published, rel=0.2)
+
+
+def test_the_parts_are_the_step() -> None:
+    found = _speed(replace(BASE, offload=Offload.OPTIMIZER, grad_accum=4), num_gpus=16)
+
+    assert sum(found.parts_s.values()) == pytest.approx(found.step_s)
+    assert set(found.parts_s) == set(LIMITS)
+
+
+def test_a_gpu_whose_speed_is_unknown_has_no_step_time() -> None:
+    cluster = replace(_cluster(), gpu=gpus.unlisted("Laptop GPU", 16384))
+
+    assert speed(QWEN3_8B, cluster, BASE) is None
+    assert speed(QWEN3_8B, _cluster(gpu="v100-32g"), BASE) is None  # no bf16
+
+
+@pytest.mark.parametrize("name", gpus.GPUS)
+def test_every_gpu_of_the_table_has_a_step_time_in_a_precision_it_has(name: str) -> None:
+    gpu = gpus.gpu(name)
+    precision = Precision.BF16 if gpu.has_bf16 else Precision.FP16 if gpu.fp16_flops_per_s else Precision.FP32
+    cluster = clusters.describe(gpu=gpu, gpu_origin=Origin.GIVEN, gpus=8, gpus_per_node=8)
+    found = speed(QWEN3_8B, cluster, replace(BASE, precision=precision))
+
+    assert found is not None
+    assert 0 < found.mfu_ratio < 1
+
+
+def test_tokens_and_flops_agree_with_the_step() -> None:
+    found = _speed(replace(BASE, micro_batch=2, grad_accum=3))
+
+    assert found.tokens_per_s_per_gpu == pytest.approx(2 * 3 * 4096 / found.step_s)
+    flops = 6 * (QWEN3_8B.num_params - 151936 * 4096) + 6 * 36 * 32 * 128 * 4096
+    assert found.mfu_ratio == pytest.approx(flops * found.tokens_per_s_per_gpu / 989.4e12)
+
+
+def test_ranks_that_share_a_sequence_or_a_weight_share_its_tokens() -> None:
+    for changes in ({"sp": 4}, {"tp": 4}):
+        found = _speed(replace(BASE, seq_len=16384, **changes))
+
+        assert found.tokens_per_s_per_gpu == pytest.approx(16384 / 4 / found.step_s)
+
+
+SLOWER = {
+    "checkpointing": ({"grad_ckpt": False}, {"grad_ckpt": True}),
+    "ZeRO-2 with accumulation": ({"zero_stage": 1, "grad_accum": 8}, {"zero_stage": 2, "grad_accum": 8}),
+    "no overlap": ({"overlap_comm": True}, {"overlap_comm": False}),
+    "eager attention": ({}, {"attn": Attention.EAGER}),
+    "a padding mask under sdpa": (
+        {"attn": Attention.SDPA, "micro_batch": 2, "packing": True},
+        {"attn": Attention.SDPA, "micro_batch": 2},
+    ),
+    "Transformers' own layers": ({"liger": True}, {}),
+    "a smaller micro-batch": ({"micro_batch": 4}, {"micro_batch": 2, "grad_accum": 2}),
+    "an offloaded optimizer": ({}, {"offload": Offload.OPTIMIZER}),
+    "more of it offloaded": (
+        {"offload": Offload.OPTIMIZER, "offload_ratio": 0.5},
+        {"offload": Offload.OPTIMIZER},
+    ),
+    "offloaded parameters in pageable memory": (
+        {"offload": Offload.PARAMS},
+        {"offload": Offload.PARAMS, "pin_memory": False},
+    ),
+    "drives": ({"offload": Offload.PARAMS}, {"offload": Offload.NVME}),
+    "full training": ({"method": Method.LORA}, {}),
+    "4-bit weights": ({"method": Method.LORA}, {"method": Method.QLORA}),
+    "the whole loss at once on Transformers 4": ({}, {"stack": Stack.TRANSFORMERS_4}),
+    "plain cross entropy with many tokens": ({"micro_batch": 16, "loss": LossKernel.FUSED}, {"micro_batch": 16}),
+}
+
+
+@pytest.mark.parametrize("name", SLOWER)
+def test_what_costs_time_is_slower(name: str) -> None:
+    fast, slow = SLOWER[name]
+
+    assert _rate(replace(BASE, **slow)) < _rate(replace(BASE, **fast))
+
+
+def test_a_slower_network_is_slower_and_at_last_what_limits() -> None:
+    rates = [_rate(num_gpus=16, inter=name) for name in ("ib400", "ib200", "eth100", "eth25", "eth25/8")]
+
+    assert rates == sorted(rates, reverse=True)
+    assert _speed(num_gpus=16, inter="ib400").limited_by is Limit.COMPUTE
+    assert _speed(num_gpus=16, inter="eth25/8").limited_by is Limit.INTER_LINK
+
+
+def test_hpz_helps_where_the_network_is_slow() -> None:
+    assert _rate(replace(BASE, hpz=8), num_gpus=16, inter="eth25") > 1.2 * _rate(num_gpus=16, inter="eth25")
+
+
+def test_cpu_adam_takes_as_long_as_zenflow_says() -> None:
+    """DeepSpeed's ZenFlow blog: the CPU update of Llama-2-7B takes more than 4 s on a node of four A100."""
+    model = models.from_config(LLAMA2_7B, name="llama-2-7b", source="meta-llama/Llama-2-7b-hf")
+    found = _speed(replace(BASE, zero_stage=2, offload=Offload.OPTIMIZER), model=model, num_gpus=4, gpu="a100-80g")
+
+    assert 4.0 < found.parts_s[CPU] < 4.6
+    assert found.limited_by is Limit.CPU_OPTIMIZER
+
+
+def test_smaller_states_step_faster_on_the_cpu() -> None:
+    offloaded = replace(BASE, offload=Offload.OPTIMIZER)
+
+    adam, sgd = _speed(offloaded), _speed(replace(offloaded, optimizer=Optimizer.SGD))
+
+    assert sgd.parts_s[CPU] == pytest.approx(adam.parts_s[CPU] * 12 / 28)
+
+
+def test_drives_read_16_and_write_14_bytes_of_each_parameter() -> None:
+    found = _speed(replace(BASE, offload=Offload.NVME))
+
+    state = QWEN3_8B.num_params * (16 / 3.5e9 + 14 / 3.0e9)
+    parameters = 2 * 2 * QWEN3_8B.num_params / 3.5e9
+    assert found.parts_s[NVME] == pytest.approx(state + parameters)
+    assert found.limited_by is Limit.NVME
+
+
+def test_fused_adamw_on_one_gpu_takes_its_bytes() -> None:
+    """AdamW on an fp32 master copy moves 28 B of each parameter, DeepSpeed's step 28 more, its buckets 8."""
+    found = _speed(replace(BASE, zero_stage=2, overlap_comm=False), num_gpus=1)
+
+    expected = QWEN3_8B.num_params * (28 + 28 + 8) / (0.85 * 3.35e12)
+    assert found.parts_s[OPTIMIZER] == pytest.approx(expected)
+
+
+def test_short_sequences_wait_for_the_cpu_and_most_of_all_under_zero3() -> None:
+    short = replace(BASE, seq_len=256)
+
+    assert _speed(short).limited_by is Limit.LAUNCHES
+    assert _speed(replace(short, zero_stage=1)).parts_s[LAUNCHES] < 0.5 * _speed(short).parts_s[LAUNCHES]
+
+
+def test_a_loop_over_experts_waits_for_the_cpu() -> None:
+    model = probe.read_model("qwen3-30b-a3b")
+    grouped, looped = BASE, replace(BASE, stack=Stack.TRANSFORMERS_4)
+
+    assert _speed(looped, model=model, num_gpus=16).limited_by is Limit.LAUNCHES
+    assert _rate(grouped, model=model, num_gpus=16) > 5 * _rate(looped, model=model, num_gpus=16)
+
+
+def test_the_units_of_an_adapter_wait_for_the_cpu_under_pytorchs_sharding() -> None:
+    sharded = replace(BASE, state_dtypes=StateDtypes.PURE_BF16, method=Method.LORA, seq_len=512)
+
+    one, two = _speed(replace(sharded, zero_stage=0), num_gpus=1), _speed(sharded, num_gpus=2)
+
+    units = 36 + 1 + 2 * 7 * 36
+    assert two.parts_s[LAUNCHES] - one.parts_s[LAUNCHES] == pytest.approx(units * (2 * 1.3e-3 + 2.2e-3), rel=0.1)
+
+
+@pytest.mark.parametrize("loss", LossKernel)
+@pytest.mark.parametrize("stack", Stack)
+@pytest.mark.parametrize("optimizer", Optimizer)
+def test_every_choice_has_a_step_time(loss: LossKernel, stack: Stack, optimizer: Optimizer) -> None:
+    assert _speed(replace(BASE, loss=loss, stack=stack, optimizer=optimizer)).step_s > 0
+
+
+def test_images_cost_their_patches() -> None:
+    model = probe.read_model("qwen3-vl-8b")
+    with_images = _speed(replace(BASE, image_patches=8192), model=model)
+
+    tower = 2 * 27 * (4 * 1152**2 + 2 * 1152 * 4304) * 8192 / (0.56 * 989.4e12)
+    assert with_images.parts_s[PRODUCTS] - _speed(model=model).parts_s[PRODUCTS] > tower
+
+
+def test_a_calibration_replaces_the_prior_and_narrows_the_range() -> None:
+    calibration = Calibration(gpus={"h100-sxm": Measured(gemm_ratio=0.28)})
+
+    prior, measured = _speed(), speed(QWEN3_8B, _cluster(), BASE, calibration=calibration)
+
+    assert measured is not None
+    assert measured.parts_s[PRODUCTS] == pytest.approx(2 * prior.parts_s[PRODUCTS], rel=0.05)
+    assert measured.uncertainty_ratio < prior.uncertainty_ratio
+
+
+def test_a_calibration_of_another_gpu_changes_nothing() -> None:
+    calibration = Calibration(gpus={"a100-80g": Measured(gemm_ratio=0.28)})
+
+    assert speed(QWEN3_8B, _cluster(), BASE, calibration=calibration) == _speed()
+
+
+def test_the_range_is_wider_where_less_was_compared() -> None:
+    dense = _speed().uncertainty_ratio
+
+    assert 0.2 <= dense < 0.3
+    assert dense < _speed(num_gpus=16, inter="eth25").uncertainty_ratio
+    assert dense < _speed(replace(BASE, offload=Offload.OPTIMIZER)).uncertainty_ratio
+    assert dense < _speed(model=probe.read_model("qwen3-30b-a3b")).uncertainty_ratio
+
+
+def test_what_does_not_happen_takes_no_time() -> None:
+    found = _speed(replace(BASE, zero_stage=2), num_gpus=1)
+
+    assert [found.parts_s[part] for part in (INTER, CPU, PCIE, NVME)] == [0, 0, 0, 0]
