@@ -1,0 +1,203 @@
+"""Seconds from the start of the process to the answer, for the verbs that people wait for; and where imports take them.
+
+Example: python benchmarks/latency.py --repeat 20 --json latency.json
+
+Commands take turns, so that what else the machine does slows all alike; one turn before them fills the page cache and
+compiles, as pip does when it installs. The import times are of one run under `python -X importtime`, which makes each
+import slower than it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+BAR_S = 0.5
+"""What a plan may take."""
+PLAN = ("plan", "--model", "qwen3-32b", "--gpus", "16")
+GEN_CONFIG = ("gen-config", "--gpus", "16", "--model", "qwen3-32b", "-n")
+COMMANDS: tuple[tuple[str, ...], ...] = (("--help",), GEN_CONFIG, PLAN)
+USAGE_ERROR = 2
+"""Click's exit code for a verb that does not exist."""
+ANSWERED = (0, 4)
+"""Exit codes of a plan that fits, and of one that does not."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Latency:
+    """One line of the table."""
+
+    command: str
+    """What was typed."""
+    median_s: float | None
+    """Median seconds, or None where this dstrain has no such verb."""
+    min_s: float | None
+    """Fewest seconds."""
+    min_cpu_s: float | None
+    """Fewest seconds of processor time, which other work on the machine disturbs less."""
+    exit_code: int
+    """How it ended."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImportTime:
+    """What one package costs to import."""
+
+    name: str
+    """A third-party package with all that it imports first, a standard module that dstrain imports, or `dstrain`."""
+    seconds: float
+    """Seconds, under the profiler."""
+
+
+def environment(cache: Path) -> dict[str, str]:
+    """Returns the environment of a machine without GPUs, so that all machines answer the same question.
+
+    Compiled modules are kept in `cache`, whatever this shell says of them.
+    """
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    return kept | {"CUDA_VISIBLE_DEVICES": "", "COLUMNS": "80", "PYTHONPYCACHEPREFIX": str(cache)}
+
+
+def program() -> list[str]:
+    """Returns the installed `dstrain`, or the module where there is none."""
+    script = Path(sys.executable).with_name("dstrain")
+    return [str(script)] if script.exists() else [sys.executable, "-m", "dstrain.cli"]
+
+
+def run(words: tuple[str, ...], cache: Path) -> tuple[float, float, subprocess.CompletedProcess[str]]:
+    """Returns the seconds and the processor seconds that one command takes, and how it ended."""
+    started, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run([*program(), *words], capture_output=True, text=True, env=environment(cache), check=False)
+    seconds, after = time.perf_counter() - started, resource.getrusage(resource.RUSAGE_CHILDREN)
+    return seconds, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, done
+
+
+def measure(repeat: int, cache: Path) -> list[Latency]:
+    """Returns a line for every command."""
+    taken: dict[tuple[str, ...], list[tuple[float, float]]] = {words: [] for words in COMMANDS}
+    codes = {words: run(words, cache)[2].returncode for words in COMMANDS}
+    for _ in range(repeat):
+        for words in COMMANDS:
+            if codes[words] != USAGE_ERROR:
+                taken[words].append(run(words, cache)[:2])
+    return [
+        Latency(
+            command=f"dstrain {' '.join(words)}",
+            median_s=statistics.median(wall for wall, _ in turns) if turns else None,
+            min_s=min(wall for wall, _ in turns) if turns else None,
+            min_cpu_s=min(cpu for _, cpu in turns) if turns else None,
+            exit_code=codes[words],
+        )
+        for words, turns in taken.items()
+    ]
+
+
+def import_times(words: tuple[str, ...], cache: Path) -> list[ImportTime]:
+    """Returns what the imports of one command cost, the dearest first."""
+    profiled = [sys.executable, "-X", "importtime", "-m", "dstrain.cli", *words]
+    done = subprocess.run(profiled, capture_output=True, text=True, env=environment(cache), check=False)
+    return by_package(done.stderr)
+
+
+def by_package(profile: str) -> list[ImportTime]:
+    """Returns the seconds by package of the text that `-X importtime` prints.
+
+    A line is `import time: self [us] | cumulative | name`; a module stands below what it imports, which is indented by
+    two more. So the lines are read from the last to the first, with the importers of each at hand.
+    """
+    totals: defaultdict[str, float] = defaultdict(float)
+    importers: list[str] = []
+    for line in reversed(profile.splitlines()):
+        fields = line.removeprefix("import time:").split("|")
+        if not line.startswith("import time:") or not fields[0].strip().isdigit():
+            continue
+        depth = (len(fields[2]) - len(fields[2].lstrip()) - 1) // 2
+        importers[depth:] = [fields[2].strip()]
+        totals[package(importers)] += int(fields[0]) / 1e6
+    ordered = sorted(totals.items(), key=lambda item: -item[1])
+    return [ImportTime(name=name, seconds=seconds) for name, seconds in ordered]
+
+
+def package(importers: list[str]) -> str:
+    """Returns who pays for a module, given who imports it, from the outermost to itself.
+
+    >>> package(["dstrain.cli.main", "click", "inspect"]), package(["dstrain.facts.hubs", "http.client", "email"])
+    ('click', 'http')
+    """
+    roots = [name.partition(".")[0] for name in importers]
+    for root in reversed(roots):
+        if root not in sys.stdlib_module_names and root not in ("dstrain", "__main__"):
+            return root
+    if roots[-1] == "dstrain":
+        return "dstrain"
+    own = [index for index, root in enumerate(roots) if root == "dstrain"]
+    return roots[own[-1] + 1] if own else "python"
+
+
+def considered(cache: Path) -> dict[str, Any] | None:
+    """Returns how many configurations a plan looks at, or None where this dstrain answers no plan."""
+    *_, done = run((*PLAN, "--json"), cache)
+    if done.returncode not in ANSWERED:
+        return None
+    found: dict[str, Any] = json.loads(done.stdout)["considered"]
+    return found
+
+
+def tell(lines: list[Latency], imports: list[ImportTime], looked_at: dict[str, Any] | None) -> None:
+    """Prints the tables."""
+    width = max(len(line.command) for line in lines)
+    print(f"{'':{width}}{'median s':>10}{'min s':>8}{'min cpu s':>11}")
+    for line in lines:
+        if line.median_s is None or line.min_s is None or line.min_cpu_s is None:
+            print(f"{line.command:{width}}  this dstrain has no such verb (exit {line.exit_code})")
+        else:
+            note = f"  exit {line.exit_code}" if line.exit_code else ""
+            print(f"{line.command:{width}}{line.median_s:10.3f}{line.min_s:8.3f}{line.min_cpu_s:11.3f}{note}")
+    plan = lines[-1]
+    if plan.median_s is not None and looked_at is not None:
+        verdict = "within" if plan.median_s <= BAR_S else "OVER"
+        print(
+            f"a plan is {verdict} the bar of {BAR_S} s, with {looked_at['estimated']} configurations estimated", end=""
+        )
+        print(f" and {looked_at['excluded_by_bound']} excluded by a bound")
+    print(f"\n{'imports':{width}}{'s':>10}")
+    for each in imports:
+        print(f"{each.name:{width}}{each.seconds:10.3f}")
+
+
+def main() -> None:
+    """Measures and prints the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeat", type=int, default=10, help="turns of every command (default: 10)")
+    parser.add_argument("--top", type=int, default=10, help="packages to list (default: 10)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write what was measured to FILE")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        lines = measure(options.repeat, Path(folder))
+        looked_at = considered(Path(folder))
+        imports = import_times(PLAN if looked_at is not None else GEN_CONFIG, Path(folder))[: options.top]
+    tell(lines, imports, looked_at)
+    if options.json:
+        machine = {"machine": platform.machine(), "cpus": os.cpu_count(), "python": platform.python_version()}
+        found = {
+            **machine, "repeat": options.repeat, "considered": looked_at,
+            "measured": [asdict(line) for line in lines], "imports": [asdict(each) for each in imports],
+        }  # fmt: skip
+        options.json.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+        print(f"written to {options.json}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

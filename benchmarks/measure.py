@@ -1,0 +1,291 @@
+"""Measures about twenty configurations on this machine's GPU in ten minutes, and compares each with the plan for it.
+
+Example: python benchmarks/measure.py
+         python benchmarks/measure.py --quick --only lora
+
+Each configuration trains a few steps in a process of its own (`measured_run.py`): DeepSpeed's real engine with one
+rank, Qwen3's shapes with random weights, rows without padding. Compared are live bytes (torch's max_memory_allocated
+after the first step), reserved bytes, what NVML shows beyond the idle GPU, and the median step time. Without a GPU tiny
+models train on the CPU, where live bytes are counted from tensor storages and there is nothing to reserve.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+if __package__ in (None, ""):
+    sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a file
+
+from benchmarks.measured_cases import CPU_CASES, GPU_CASES, NUM_QUICK, SHAPES, TIMED_STEPS, Case, ds_config
+from dstrain.facts import cluster as clusters
+from dstrain.facts import gpus, models, probe
+from dstrain.facts.cluster import Cluster, Origin
+from dstrain.plan.estimate import assess
+from dstrain.plan.plan import Estimate
+from dstrain.units import format_bytes
+
+HERE = Path(__file__).resolve().parent
+CASE_TIMEOUT_S = 240
+QUANTITIES = ("live_bytes", "reserved_bytes", "device_bytes", "step_s")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """What was planned and measured of one case."""
+
+    name: str
+    """The case in a few words."""
+    outcome: str
+    """`ok`, `out of memory`, `failed`, or `left out`."""
+    fits: bool
+    """Whether the plan says that it fits."""
+    planned: dict[str, float | None]
+    """What the plan says, by quantity; None where it says nothing."""
+    measured: dict[str, float]
+    """What was measured, by quantity, and more that the run told."""
+    told: str = ""
+    """Why it failed or was left out."""
+    versions: dict[str, str]
+    """Versions of what ran."""
+
+    def error(self, quantity: str) -> float | None:
+        """Returns planned over measured, less one; None where either is missing or the run did not end well."""
+        planned, measured = self.planned.get(quantity), self.measured.get(quantity)
+        if self.outcome != "ok" or planned is None or not measured:
+            return None
+        return planned / measured - 1
+
+
+def machine_cluster() -> Cluster:
+    """Returns one GPU of this machine as a cluster, or one CPU rank."""
+    local = probe.local_gpus()
+    gpu = gpus.from_nvml_name(local[0].name, local[0].memory_mib) if local else gpus.gpu("cpu")
+    return clusters.describe(
+        gpu=gpu,
+        gpu_origin=Origin.MEASURED,
+        gpus=1,
+        host_memory_bytes=probe.host_memory_bytes(),
+        host_memory_origin=Origin.MEASURED,
+    )
+
+
+def plan_of(case: Case, cluster: Cluster) -> Estimate:
+    """Returns the plan's estimate of a case."""
+    model = models.from_config(SHAPES[case.shape], name=case.shape, source=case.shape)
+    return assess(model, cluster, case.configuration())
+
+
+def planned(estimate: Estimate) -> dict[str, float | None]:
+    """Returns what the plan says, by quantity."""
+    needs = estimate.memory
+    return {
+        "live_bytes": needs.live_bytes_per_gpu,
+        "reserved_bytes": needs.reserved_bytes_per_gpu,
+        "device_bytes": needs.device_bytes_per_gpu,
+        "step_s": estimate.speed.step_s if estimate.speed else None,
+    }
+
+
+def reason_to_leave_out(case: Case, estimate: Estimate, cluster: Cluster) -> str:
+    """Returns why a case cannot run here, or an empty text; one that just does not fit is tried."""
+    if case.liger and find_spec("liger_kernel") is None:
+        return "liger-kernel is not installed"
+    if estimate.memory.device_bytes_per_gpu > 1.1 * cluster.gpu.memory_bytes:
+        return f"needs {format_bytes(estimate.memory.device_bytes_per_gpu)}, far more than the GPU has"
+    if estimate.memory.host_bytes_per_node > cluster.host_memory_bytes:
+        return f"needs {format_bytes(estimate.memory.host_bytes_per_node)} of host RAM"
+    return ""
+
+
+@contextmanager
+def device_bytes(found: dict[str, float], *, on_gpu: bool) -> Iterator[None]:
+    """Adds to `found` the most memory that NVML shows meanwhile on the first GPU, beyond what it shows before."""
+    if not on_gpu:
+        yield
+        return
+    import pynvml  # type: ignore[import-untyped]
+
+    pynvml.nvmlInit()
+    handle = pynvml.nvmlDeviceGetHandleByIndex(probe.local_gpus()[0].index)
+    idle = int(pynvml.nvmlDeviceGetMemoryInfo(handle).used)
+    most, done = idle, threading.Event()
+
+    def poll() -> None:
+        nonlocal most
+        while not done.wait(0.1):
+            most = max(most, int(pynvml.nvmlDeviceGetMemoryInfo(handle).used))
+
+    thread = threading.Thread(target=poll)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+        found["device_bytes"] = most - idle
+
+
+def spec_of(case: Case) -> dict[str, Any]:
+    """Returns what the child is told."""
+    configuration = case.configuration()
+    lora = configuration.lora
+    adapter = {"r": lora.rank, "lora_alpha": lora.alpha, "lora_dropout": lora.dropout, "target_modules": "all-linear"}
+    return {
+        "config": dict(SHAPES[case.shape]),
+        "lora": adapter if case.lora else None,
+        "seq_len": case.seq_len,
+        "micro_batch": case.micro_batch,
+        "grad_accum": case.grad_accum,
+        "grad_ckpt": case.grad_ckpt,
+        "attn": str(configuration.attn),
+        "liger": case.liger,
+        "ds_config": ds_config(configuration),
+        "steps": TIMED_STEPS,
+    }
+
+
+def environment(*, on_gpu: bool, port: int) -> dict[str, str]:
+    """Returns the environment of a child: one rank, and dstrain's own choice of the allocator."""
+    rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    own = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"} if on_gpu else {"DS_ACCELERATOR": "cpu"}
+    kept = {name: value for name, value in os.environ.items() if name != "PYTORCH_CUDA_ALLOC_CONF"}
+    return {**kept, **rank, **own, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+
+def free_port() -> int:
+    """Returns a port that nobody listens on."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def run(case: Case, folder: Path, *, on_gpu: bool, timeout_s: float) -> dict[str, Any]:
+    """Returns what the child found; an `outcome` of `failed` with the end of its talk where it found nothing."""
+    spec, answer = folder / "spec.json", folder / "answer.json"
+    spec.write_text(json.dumps(spec_of(case)), encoding="utf-8")
+    answer.unlink(missing_ok=True)
+    seen: dict[str, float] = {}
+    program = [sys.executable, str(HERE / "measured_run.py"), str(spec), str(answer)]
+    try:
+        with device_bytes(seen, on_gpu=on_gpu):
+            done = subprocess.run(
+                program,
+                env=environment(on_gpu=on_gpu, port=free_port()),
+                cwd=folder,
+                capture_output=True,
+                text=True,
+                timeout=timeout_s,
+                check=False,
+            )
+    except subprocess.TimeoutExpired:
+        return {"outcome": "failed", "error": f"took more than {timeout_s:.0f} s"}
+    if not answer.exists():
+        said = [line for line in done.stderr.splitlines() if line.strip()]
+        return {"outcome": "failed", "error": said[-1] if said else f"exit code {done.returncode}"}
+    return {**json.loads(answer.read_text(encoding="utf-8")), **seen}
+
+
+def measure(cases: list[Case], cluster: Cluster, minutes: float) -> Iterator[Result]:
+    """Yields a result for every case, in order; those that there is no time for are left out."""
+    on_gpu = cluster.gpu.name != "cpu"
+    deadline = time.monotonic() + 60 * minutes
+    with tempfile.TemporaryDirectory() as name:
+        for case in cases:
+            estimate = plan_of(case, cluster)
+            left_s = deadline - time.monotonic()
+            told = reason_to_leave_out(case, estimate, cluster) if left_s > 0 else "no time left"
+            found: dict[str, Any] = {"outcome": "left out", "error": told}
+            if not told:
+                found = run(case, Path(name), on_gpu=on_gpu, timeout_s=min(CASE_TIMEOUT_S, left_s + 60))
+            yield Result(
+                name=case.name,
+                outcome=found.pop("outcome"),
+                told=found.pop("error", ""),
+                versions=found.pop("versions", {}),
+                fits=estimate.fits,
+                planned=planned(estimate),
+                measured=found,
+            )
+
+
+def short(quantity: str) -> str:
+    """Returns a quantity without its unit."""
+    return quantity.partition("_")[0]
+
+
+def cells(result: Result, quantity: str) -> str:
+    """Returns planned, measured and error of a quantity."""
+    show = (lambda value: f"{value:.3f} s") if quantity == "step_s" else format_bytes
+    values = [result.planned.get(quantity), result.measured.get(quantity)]
+    error = result.error(quantity)
+    texts = [*("–" if value is None else show(value) for value in values), "" if error is None else f"{error:+.1%}"]
+    return f"{texts[0]:>10}{texts[1]:>10}{texts[2]:>8}"
+
+
+def tell(results: list[Result], quantities: list[str]) -> None:
+    """Prints mean and worst error of each quantity, and how often the plan was right about fitting."""
+    for quantity in quantities:
+        errors = [error for result in results if (error := result.error(quantity)) is not None]
+        if errors:
+            mean, bias, worst = statistics.mean(map(abs, errors)), statistics.mean(errors), max(errors, key=abs)
+            counted = f"mean error {mean:.2%}, bias {bias:+.2%}, worst {worst:+.2%} of {len(errors)}"
+            print(f"{short(quantity)}: {counted}")
+    ran = [result for result in results if result.outcome in ("ok", "out of memory")]
+    right = sum(result.fits == (result.outcome == "ok") for result in ran)
+    print(f"fits or not: {right} of {len(ran)} right; {len(results) - len(ran)} not measured")
+
+
+def main() -> None:
+    """Measures, prints the table and writes the results."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help=f"the first {NUM_QUICK} configurations only")
+    parser.add_argument("--only", metavar="TEXT", default="", help="configurations whose name contains TEXT")
+    parser.add_argument("--minutes", type=float, default=10, help="no configuration starts later (default: 10)")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="default: benchmarks/results, unless --quick or --only"
+    )
+    options = parser.parse_args()
+    cluster = machine_cluster()
+    on_gpu = cluster.gpu.name != "cpu"
+    machine = cluster.gpu.name if on_gpu else f"cpu-{os.cpu_count()}-cores"
+    if not on_gpu:
+        print("no GPU here: tiny models on the CPU, live bytes counted from tensor storages", file=sys.stderr)
+    wanted = [case for case in (GPU_CASES if on_gpu else CPU_CASES) if options.only in case.name]
+    cases = wanted[:NUM_QUICK] if options.quick else wanted
+    quantities = list(QUANTITIES) if on_gpu else ["live_bytes", "step_s"]
+    width = max((len(case.name) for case in cases), default=0)
+    print(f"{'planned, measured, error':{width}}" + "".join(f"{short(quantity):^28}" for quantity in quantities))
+    results = []
+    for result in measure(cases, cluster, options.minutes):
+        results.append(result)
+        note = f"  {result.outcome}: {result.told}" if result.outcome != "ok" else ""
+        print(f"{result.name:{width}}" + "".join(cells(result, quantity) for quantity in quantities) + note, flush=True)
+    tell(results, quantities)
+    whole = not (options.quick or options.only)
+    target = options.json or (HERE / "results" / f"measure-{machine}.json" if whole else None)
+    if target:
+        facts = {"machine": machine, "cpus": os.cpu_count(), "python": platform.python_version()}
+        target.write_text(json.dumps({**facts, "results": [asdict(each) for each in results]}, indent=2) + "\n")
+        print(f"written to {target}", file=sys.stderr)
+    if not any(result.outcome == "ok" for result in results):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
