@@ -9,19 +9,23 @@ from typing import Any, TypeVar
 
 import click
 
-from dstrain.choices import Attention, Hub, Method, Offload, Precision
+from dstrain.choices import Attention, Hub, LossKernel, Method, Offload, Optimizer, Precision, StateDtypes
 from dstrain.cli.types import SIZE, Choice
 from dstrain.errors import InvalidConfig
+from dstrain.facts import calibration, gpus, hostfile, links, probe
 from dstrain.facts import cluster as clusters
-from dstrain.facts import gpus, hostfile, links, probe
+from dstrain.facts.calibration import Calibration
 from dstrain.facts.cluster import Cluster, Origin
 from dstrain.facts.hostfile import Hosts
 from dstrain.facts.model import ModelFacts
+from dstrain.job import Lora
 from dstrain.plan.request import Request
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_OPTIONS = (
+_ADAPTER = Lora()
+
+_MACHINES = (
     click.option(
         "--model", required=True, metavar="NAME", help="Alias (qwen3-32b), hub id, local folder or config.json."
     ),
@@ -40,18 +44,71 @@ _OPTIONS = (
     click.option("--seq-len", type=int, help="Longest sample in tokens.  [default: 4096, or the model's limit]"),
     click.option("--global-batch", type=int, help="Samples of one optimizer step over all GPUs.  [default: about 64]"),
     click.option("--micro-batch", type=int, help="Samples of one forward of one GPU.  [default: chosen]"),
-    click.option("--zero-stage", type=click.IntRange(1, 3), help="ZeRO stage.  [default: chosen]"),
+)
+_CHOICES = (
     click.option("--offload", type=Choice(Offload), help="What leaves GPU memory.  [default: chosen]"),
     click.option("--grad-ckpt/--no-grad-ckpt", default=None, help="Recompute activations.  [default: chosen]"),
     click.option("--precision", type=Choice(Precision), help="Dtype of forward and backward.  [default: by the GPU]"),
     click.option("--attn", type=Choice(Attention), help="Attention implementation.  [default: sdpa]"),
     click.option("--packing/--no-packing", default=False, show_default=True, help="Let short samples share rows."),
 )
+_BEYOND = (
+    click.option("--grad-accum", type=int, help="Micro-batches of one optimizer step.  [default: chosen]"),
+    click.option("--sp", type=int, help="Ulysses sequence-parallel ranks.  [default: chosen]"),
+    click.option("--tp", type=int, help="AutoTP tensor-parallel ranks.  [default: chosen]"),
+    click.option(
+        "--optimizer", type=Choice(Optimizer), default=Optimizer.ADAMW.value, show_default=True, help="Optimizer."
+    ),
+    click.option(
+        "--states",
+        type=Choice(StateDtypes),
+        default=StateDtypes.MIXED.value,
+        show_default=True,
+        help="Copies of each parameter: DeepSpeed's, or those of PyTorch without it.",
+    ),
+    click.option("--lora-rank", type=int, default=_ADAPTER.rank, show_default=True, help="Rank of the adapter."),
+    click.option(
+        "--lora-targets", metavar="NAMES", help="Linear layers with an adapter: q_proj,v_proj.  [default: all]"
+    ),
+    click.option(
+        "--lora-dropout", type=float, default=_ADAPTER.dropout, show_default=True, help="Dropout before the adapter."
+    ),
+    click.option(
+        "--double-quant/--no-double-quant", default=True, show_default=True, help="Quantise QLoRA's scales too."
+    ),
+    click.option("--liger/--no-liger", default=False, show_default=True, help="Liger's kernels."),
+    click.option(
+        "--loss", type=Choice(LossKernel), help="How logits become a loss.  [default: full, with --liger fused]"
+    ),
+    click.option(
+        "--activation-offload/--no-activation-offload",
+        default=False,
+        show_default=True,
+        help="Let checkpoints of activations wait in host RAM.",
+    ),
+    click.option(
+        "--image-patches", type=int, default=0, show_default=True, help="Vision patches of all images of a sample."
+    ),
+)
+"""What can be planned, and gen-config does not write."""
 
 
 def facts_options(function: F) -> F:
-    """Adds the options that describe model, machines and request."""
-    for option in reversed(_OPTIONS):
+    """Adds the options that describe model, machines and request, as far as gen-config can carry them out."""
+    return _with((*_MACHINES, _zero_stage(least=1), *_CHOICES), function)
+
+
+def plan_options(function: F) -> F:
+    """Adds the options of `facts_options`, and those that gen-config cannot carry out."""
+    return _with((*_MACHINES, _zero_stage(least=0), *_CHOICES, *_BEYOND), function)
+
+
+def _zero_stage(*, least: int) -> Callable[[F], F]:
+    return click.option("--zero-stage", type=click.IntRange(least, 3), help="ZeRO stage.  [default: chosen]")
+
+
+def _with(options: tuple[Callable[[F], F], ...], function: F) -> F:
+    for option in reversed(options):
         function = option(function)
     return function
 
@@ -68,6 +125,8 @@ class Question:
     """Their names; placeholders where none were given."""
     request: Request
     """The wish."""
+    calibration: Calibration
+    """What was measured on machines like these; empty where nothing was."""
 
 
 def question(options: dict[str, Any]) -> Question:
@@ -75,19 +134,7 @@ def question(options: dict[str, Any]) -> Question:
     hosts = _named_hosts(options)
     model = probe.read_model(options["model"], hub=options["hub"])
     cluster = _cluster(options, hosts)
-    names = (
-        "method",
-        "seq_len",
-        "global_batch",
-        "micro_batch",
-        "zero_stage",
-        "offload",
-        "grad_ckpt",
-        "precision",
-        "attn",
-        "packing",
-    )
-    request = Request(**{name: options[name] for name in names})
+    request = _request(options)
     if hosts is None:
         single = cluster.num_nodes == 1
         hosts = (
@@ -95,7 +142,34 @@ def question(options: dict[str, Any]) -> Question:
             if single
             else hostfile.placeholders(cluster.num_nodes, cluster.gpus_per_node)
         )
-    return Question(model=model, cluster=cluster, hosts=hosts, request=request)
+    return Question(model=model, cluster=cluster, hosts=hosts, request=request, calibration=calibration.read())
+
+
+_FIELDS = (
+    *("method", "seq_len", "global_batch", "micro_batch", "grad_accum", "zero_stage", "offload", "grad_ckpt"),
+    *("precision", "attn", "packing", "optimizer", "sp", "tp", "liger", "activation_offload", "double_quant"),
+    "image_patches",
+)
+"""Options that a request has by the same name."""
+
+
+def _request(options: dict[str, Any]) -> Request:
+    """Returns the wish; options of `plan` alone lift what gen-config cannot carry out."""
+    asked = {name: options[name] for name in _FIELDS if name in options}
+    if "states" not in options:
+        return Request(**asked)
+    if options["lora_rank"] < 1:
+        raise InvalidConfig(f"--lora-rank is {options['lora_rank']}", hint="Write --lora-rank 8 or more.")
+    if not 0 <= options["lora_dropout"] < 1:
+        raise InvalidConfig(f"--lora-dropout is {options['lora_dropout']}", hint="Write a share, such as 0.05.")
+    names = tuple(name.strip() for name in (options["lora_targets"] or "all-linear").split(",") if name.strip())
+    return Request(
+        **asked,
+        lora=Lora(rank=options["lora_rank"], dropout=options["lora_dropout"], targets=names),
+        state_dtypes=options["states"],
+        loss=options["loss"] or (LossKernel.FUSED if options["liger"] else LossKernel.FULL),
+        writable=False,
+    )
 
 
 def _named_hosts(options: dict[str, Any]) -> Hosts | None:

@@ -16,8 +16,9 @@ from dstrain.cli.console import answer, answer_json, say, say_lines
 from dstrain.cli.facts_options import Question, facts_options, question
 from dstrain.cli.plan_text import plan_document, plan_lines
 from dstrain.jobfile import looks_local
-from dstrain.plan.decide import decide
+from dstrain.plan.decide import plan_of, survey
 from dstrain.plan.plan import Plan
+from dstrain.plan.shortage import does_not_fit
 from dstrain.render.files import generated
 from dstrain.render.lock import Lock, write_generated
 from dstrain.render.templates import template_hash
@@ -54,12 +55,16 @@ def command(out: Path, template_dir: Path | None, dry_run: bool, as_diff: bool, 
       dstrain gen-config --gpus 1 --gpu 4090 --model qwen3-8b --method lora --data train.jsonl
     """
     asked = question(options)
-    plan = decide(asked.model, asked.cluster, asked.request)
+    found = survey(asked.model, asked.cluster, asked.request, calibration=asked.calibration)
+    if not found.fits:
+        raise does_not_fit(asked.model, asked.cluster, asked.request, found.first, calibration=asked.calibration)
+    plan = plan_of(found, asked.cluster, asked.request)
     lock = _lock(asked, plan, template_dir, out, options)
-    say_lines(plan_lines(plan, asked.model, asked.cluster))
+    say_lines(plan_lines(found, asked.model, asked.cluster))
     diff = _diff(out, lock) if as_diff else None
     if as_json:
-        document = {**plan_document(plan, asked.model, asked.cluster), "files": dict(lock.base)}
+        answered = plan_document(found, asked.model, asked.cluster)
+        document = {**answered, "notes": list(found.notes), "files": dict(lock.base)}
         answer_json(document if diff is None else {**document, "diff": diff})
     elif diff is not None:
         answer(diff)

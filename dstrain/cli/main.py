@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import click
 
 from dstrain import __version__
-from dstrain.cli import demo, export, gen_config, run, templates
+from dstrain.cli import demo, export, gen_config, plan, run, templates
 from dstrain.cli.console import complain
 from dstrain.errors import DstrainError
 
@@ -20,12 +20,13 @@ def cli() -> None:
 
     \b
     Example:
+      dstrain plan --gpus 16 --model qwen3-32b
       dstrain gen-config --gpus 16 --model qwen3-32b --data train.jsonl
       dstrain run
     """
 
 
-for _module in (gen_config, run, export, templates, demo):
+for _module in (gen_config, plan, run, export, templates, demo):
     cli.add_command(_module.command)
 
 

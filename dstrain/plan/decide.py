@@ -1,15 +1,25 @@
-"""The plan: the fastest configuration that fits, with its reasons in numbers."""
+"""The choice and its reasons: a survey of the best ways to train, and the plan that is made of the first."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 from dstrain.choices import Attention, Method, Offload, Precision
 from dstrain.errors import InvalidConfig
+from dstrain.facts.calibration import Calibration
 from dstrain.facts.cluster import Cluster, Origin
 from dstrain.facts.model import Kind, ModelFacts
-from dstrain.plan.params import adapted, linear_names, trained
+from dstrain.plan.configuration import Configuration
+from dstrain.plan.params import adapted, linear_names
 from dstrain.plan.plan import Estimate, Plan
+from dstrain.plan.reasons import compared, faster_but_too_large, neighbours, reasons
 from dstrain.plan.request import Request
-from dstrain.plan.search import does_not_fit, fastest_fit
+from dstrain.plan.rules import broken
+from dstrain.plan.search import DEFAULT_TOP, Ranking, estimated, search
+from dstrain.plan.shortage import does_not_fit
+from dstrain.plan.sizing import TIGHT, least_offloaded, sized, sized_to_room
+from dstrain.plan.space import global_batch
 from dstrain.units import format_bytes, format_count
 
 LEARNING_RATES = {Method.FULL: 1e-5, Method.LORA: 1e-4, Method.QLORA: 2e-4}
@@ -17,26 +27,108 @@ LEARNING_RATES = {Method.FULL: 1e-5, Method.LORA: 1e-4, Method.QLORA: 2e-4}
 (1e-4); QLoRA (arXiv 2305.14314), table 9 (2e-4 up to 13B)."""
 
 
-def decide(model: ModelFacts, cluster: Cluster, request: Request) -> Plan:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proposal:
+    """A way to train, and what speaks for it."""
+
+    estimate: Estimate
+    """What it is and needs."""
+    reasons: tuple[str, ...]
+    """Why, in sentences with numbers; of all but the first, how it stands to the first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Survey:
+    """The best ways to train, the best first; where none fits, the nearest."""
+
+    proposals: tuple[Proposal, ...]
+    """The ways."""
+    fits: bool
+    """Whether they fit."""
+    rejected: tuple[Estimate, ...]
+    """What would be faster than the first and does not fit, the nearest to fitting first."""
+    num_estimated: int
+    """Configurations that were estimated."""
+    num_excluded: int
+    """Configurations that a bound excluded; with those estimated, the whole space."""
+    notes: tuple[str, ...]
+    """What was assumed, and what to know before training."""
+
+    @property
+    def first(self) -> Estimate:
+        """The choice or, where nothing fits, what comes nearest."""
+        return self.proposals[0].estimate
+
+
+def decide(model: ModelFacts, cluster: Cluster, request: Request, *, calibration: Calibration | None = None) -> Plan:
     """Returns the fastest plan that fits.
 
     Raises DoesNotFit with the nearest thing that would, and InvalidConfig where the request contradicts itself or the
     GPU.
     """
-    check(model, cluster, request)
-    chosen, rejected = fastest_fit(model, cluster, request)
-    if chosen is None:
-        raise does_not_fit(model, cluster, request, rejected)
-    configuration = chosen.configuration
+    found = survey(model, cluster, request, calibration=calibration)
+    if not found.fits:
+        raise does_not_fit(model, cluster, request, found.first, calibration=calibration)
+    return plan_of(found, cluster, request)
+
+
+def plan_of(found: Survey, cluster: Cluster, request: Request) -> Plan:
+    """Returns the first of a survey that fits as a plan."""
     return Plan(
-        chosen=chosen,
-        rejected=_distinct(rejected),
-        num_estimated=len(rejected) + 1,
-        global_batch=cluster.num_gpus * configuration.micro_batch * configuration.grad_accum,
+        chosen=found.first,
+        rejected=found.rejected,
+        num_estimated=found.num_estimated,
+        global_batch=global_batch(cluster, found.first.configuration),
         learning_rate=LEARNING_RATES[request.method],
-        reasons=_reasons(model, cluster, chosen),
-        notes=_notes(model, cluster, request, chosen),
+        reasons=found.proposals[0].reasons,
+        notes=found.notes,
     )
+
+
+def survey(
+    model: ModelFacts,
+    cluster: Cluster,
+    request: Request,
+    *,
+    top: int = DEFAULT_TOP,
+    calibration: Calibration | None = None,
+) -> Survey:
+    """Returns the `top` best ways to train, with reasons; raises InvalidConfig where the request contradicts itself."""
+    check(model, cluster, request)
+    found = search(model, cluster, request, top=top, calibration=calibration)
+
+    def assessed(configuration: Configuration) -> Estimate:
+        return estimated(model, cluster, configuration, calibration=calibration)
+
+    first, rung = _settled(model, request, found, assess=assessed)
+    others = neighbours(model, cluster, request, first, assess=assessed) if first.fits else []
+    why = reasons(model, cluster, request, first, rung=rung, others=others)
+    rest = [Proposal(estimate=each, reasons=compared(cluster, each, first)) for each in found.plans[1:]]
+    return Survey(
+        proposals=(Proposal(estimate=first, reasons=why), *rest),
+        fits=first.fits,
+        rejected=tuple(each.estimate for each in faster_but_too_large(cluster, first, others)),
+        num_estimated=found.num_estimated,
+        num_excluded=found.num_excluded,
+        notes=_notes(model, cluster, request, first),
+    )
+
+
+def _settled(
+    model: ModelFacts, request: Request, found: Ranking, *, assess: Callable[[Configuration], Estimate]
+) -> tuple[Estimate, int | None]:
+    """Returns the first of a ranking with its middle settings sized, and the rung of its buffers.
+
+    Buffers grow into the memory left, and as little of a divided optimizer is offloaded as fits. One configuration that
+    was asked for keeps its buffers, unless it fits only with small ones.
+    """
+    first, rung = found.plans[0], found.rungs[0]
+    if rung is None:
+        small = first if first.fits else assess(sized(model, first.configuration, TIGHT))
+        return (first, None) if first.fits or not small.fits else (small, TIGHT)
+    if not first.fits or request.is_one_configuration:
+        return first, rung
+    return sized_to_room(model, least_offloaded(first, assess=assess), rung, assess=assess)
 
 
 def check(model: ModelFacts, cluster: Cluster, request: Request) -> None:
@@ -54,44 +146,27 @@ def check(model: ModelFacts, cluster: Cluster, request: Request) -> None:
             f"no linear layer of {model.name} is named {', '.join(request.lora.targets)}",
             hint=f"Its linear layers: {', '.join(linear_names(model))}.",
         )
-
-
-def _distinct(rejected: list[Estimate]) -> tuple[Estimate, ...]:
-    """Returns the rejected candidates, of those with one title only the most frugal."""
-    best: dict[str, Estimate] = {}
-    for each in rejected:
-        known = best.get(each.configuration.title)
-        if known is None or each.memory.device_bytes_per_gpu < known.memory.device_bytes_per_gpu:
-            best[each.configuration.title] = each
-    return tuple(best.values())
-
-
-def _reasons(model: ModelFacts, cluster: Cluster, chosen: Estimate) -> tuple[str, ...]:
-    """Returns why, in sentences: what trains, the states per GPU, the peak, host RAM, the batch."""
-    configuration, needs, states = chosen.configuration, chosen.memory, chosen.memory.states
-    counts = trained(model, configuration.method, configuration.lora)
-    share = "all" if counts.trainable == model.num_params else f"{format_count(counts.trainable)} of"
-    parts = needs.breakdown_bytes
-    samples = cluster.num_gpus * configuration.micro_batch * configuration.grad_accum
-    gpus = "1 GPU" if cluster.num_gpus == 1 else f"{cluster.num_gpus} GPUs"
-    reasons = [
-        f"{share} {format_count(model.num_params)} parameters train; in {configuration.precision} with AdamW that is"
-        f" {format_bytes(states.device)} of model states on each GPU (parameters {format_bytes(states.params)},"
-        f" gradients {format_bytes(states.grads)}, optimizer {format_bytes(states.optimizer)})",
-        f"the peak is at {needs.peak_instant}: {format_bytes(needs.device_bytes_per_gpu)} of"
-        f" {format_bytes(cluster.gpu.memory_bytes)}, of which {format_bytes(parts.activations)} activations and"
-        f" {format_bytes(parts.logits)} logits",
-        f"{gpus} × micro-batch {configuration.micro_batch} × {configuration.grad_accum} accumulated"
-        f" = {samples} samples a step",
-    ]
-    if configuration.offload is not Offload.NONE:
-        needed, there = format_bytes(needs.host_bytes_per_node), format_bytes(cluster.host_memory_bytes)
-        reasons.append(f"host RAM: {needed} of {there} on each node")
-    return tuple(reasons)
+    if request.offload is Offload.NVME and cluster.nvme_path is None:
+        raise InvalidConfig("--offload nvme needs a folder on an NVMe drive", hint="Add --nvme /path/on/nvme.")
 
 
 def _notes(model: ModelFacts, cluster: Cluster, request: Request, chosen: Estimate) -> tuple[str, ...]:
     """Returns what was assumed, and what to know before training."""
+    notes = [*_assumptions(cluster, request, chosen), *_precision_notes(model, cluster, chosen)]
+    if request.method is Method.QLORA:
+        notes.append("qlora needs bitsandbytes on the machine that trains: pip install 'dstrain[qlora]'")
+    if model.vision is not None and not request.image_patches:
+        frozen = format_count(model.num_params_of(Kind.VISION))
+        notes.append(f"a vision-language model trains on text here; its vision tower ({frozen} parameters) is frozen")
+    if model.moe is not None and request.method is not Method.FULL:
+        notes.append("experts are 3-D tensors in Transformers 5: adapters go to the other linear layers")
+    unwritable = broken(model, cluster, chosen.configuration, writable=True) if not request.writable else []
+    notes += [f"{rule.says}, so gen-config chooses otherwise" for rule in unwritable]
+    return tuple(notes)
+
+
+def _assumptions(cluster: Cluster, request: Request, chosen: Estimate) -> list[str]:
+    """Returns what was assumed about machines and batch."""
     gpu, configuration = cluster.gpu, chosen.configuration
     notes = []
     if cluster.gpu_origin is Origin.ASSUMED:
@@ -101,17 +176,18 @@ def _notes(model: ModelFacts, cluster: Cluster, request: Request, chosen: Estima
         size = format_bytes(cluster.host_memory_bytes)
         notes.append(f"assumed: {size} of RAM on each node; say otherwise with --host-memory")
     if request.global_batch is None and request.micro_batch is None:
-        samples = cluster.num_gpus * configuration.micro_batch * configuration.grad_accum
+        samples = global_batch(cluster, configuration)
         notes.append(f"assumed: {samples} samples a step; say otherwise with --global-batch")
-    if configuration.precision is Precision.FP16 and not gpu.has_bf16:
-        notes.append(f"{gpu.name} has neither bf16 nor FlashAttention-2: fp16 with loss scaling and sdpa are used")
-    if configuration.precision is Precision.FP16 and model.dtype == "bfloat16":
+    return notes
+
+
+def _precision_notes(model: ModelFacts, cluster: Cluster, chosen: Estimate) -> list[str]:
+    """Returns what half precision without bf16 means."""
+    notes = []
+    if chosen.configuration.precision is Precision.FP16 and not cluster.gpu.has_bf16:
+        notes.append(
+            f"{cluster.gpu.name} has neither bf16 nor FlashAttention-2: fp16 with loss scaling and sdpa are used"
+        )
+    if chosen.configuration.precision is Precision.FP16 and model.dtype == "bfloat16":
         notes.append(f"{model.name} was trained in bf16: fp16 may overflow; watch the loss scale")
-    if request.method is Method.QLORA:
-        notes.append("qlora needs bitsandbytes on the machine that trains: pip install 'dstrain[qlora]'")
-    if model.vision is not None:
-        frozen = format_count(model.num_params_of(Kind.VISION))
-        notes.append(f"a vision-language model trains on text here; its vision tower ({frozen} parameters) is frozen")
-    if model.moe is not None and request.method is not Method.FULL:
-        notes.append("experts are 3-D tensors in Transformers 5: adapters go to the other linear layers")
-    return tuple(notes)
+    return notes

@@ -54,14 +54,27 @@ class Request:
     """How the loss is computed."""
     activation_offload: bool = False
     """Whether checkpointed layer inputs wait in host RAM."""
+    double_quant: bool = True
+    """Whether QLoRA's scales are quantised too."""
     image_patches: int = 0
     """Patches of all images of one sample."""
+    writable: bool = True
+    """Whether only what gen-config can write and the trainer can run may be chosen (`rules.WRITABLE`)."""
 
     def __post_init__(self) -> None:
-        for name in ("seq_len", "global_batch", "micro_batch", "grad_accum"):
+        for name in ("seq_len", "global_batch", "micro_batch", "grad_accum", "sp", "tp"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 option = "--" + name.replace("_", "-")
                 raise InvalidConfig(f"{option} is {value}", hint=f"Write {option} with a number of 1 or more.")
         if self.zero_stage is not None and not 0 <= self.zero_stage <= 3:
             raise InvalidConfig(f"--zero-stage is {self.zero_stage}", hint="ZeRO has the stages 0, 1, 2 and 3.")
+        if self.image_patches < 0:
+            raise InvalidConfig(f"--image-patches is {self.image_patches}", hint="Write 0 or more.")
+
+    @property
+    def is_one_configuration(self) -> bool:
+        """Whether every choice is given, so that the answer is an estimate of that and of nothing else."""
+        given = (self.zero_stage, self.micro_batch, self.grad_ckpt)
+        is_offload_known = self.offload is not None or self.zero_stage == 0
+        return not self.writable and is_offload_known and all(each is not None for each in given)

@@ -1,260 +1,286 @@
-"""The choice: candidates in the order of lost speed, and the first that fits."""
+"""The search: every way to train, the fastest first, each estimated or excluded by a bound."""
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Iterator
-from dataclasses import replace
-from itertools import product
-from typing import TypeVar
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
-from dstrain.choices import Attention, Method, Offload
-from dstrain.errors import DoesNotFit, InvalidConfig
+from dstrain.choices import Offload
+from dstrain.facts.calibration import Calibration
 from dstrain.facts.cluster import Cluster
 from dstrain.facts.model import ModelFacts
-from dstrain.plan.configuration import DEFAULTS, Configuration
-from dstrain.plan.estimate import assess, supported_precision
+from dstrain.plan.bounds import Bound, bound, passes_s
+from dstrain.plan.configuration import Configuration
+from dstrain.plan.estimate import USABLE_GPU_RATIO, USABLE_HOST_RATIO, assess
 from dstrain.plan.plan import Estimate
 from dstrain.plan.request import Request
+from dstrain.plan.sizing import TIGHT
+from dstrain.plan.space import Candidate, data_parallel_ranks, mechanisms, space, way_of
+from dstrain.plan.speed import speed
 
-T = TypeVar("T")
-
-DEFAULT_SEQ_LEN = 4096
-"""Sequence length where none is asked for, and the model reaches so far."""
-DEFAULT_GLOBAL_BATCH = 64
-"""Samples of one step where none are asked for: the usual size of supervised fine-tuning on a few nodes."""
+TIE_RATIO = 0.02
+"""Plans whose times differ by less are as fast as each other: the simpler one comes first."""
+DEFAULT_TOP = 5
+"""Plans that are shown where nobody says how many."""
 SATURATING_TOKENS = 4096
 """Tokens of a micro-batch from which matrix products run near their best; a smaller one loses speed first.
 Source: achievable-FLOP/s sweeps of stas00/ml-engineering (2,048 and more for h of 4,096 and more)."""
-_OFFLOAD_RULE = "an optimizer is offloaded under ZeRO-2 and 3, parameters and NVMe under ZeRO-3 only"
 LARGEST_TOKENS = 16384
 """Tokens of a micro-batch beyond which a larger one brings nothing."""
 
+Key = tuple[float, ...]
+"""What candidates are ordered by: seconds of a sample or, where speed is not known, the order of lost speed."""
 
-def candidates(model: ModelFacts, cluster: Cluster, request: Request) -> Iterator[Configuration]:
-    """Yields configurations from the fastest to the most frugal.
 
-    The order of lost speed, outermost first: no offload, optimizer, parameters, NVMe; then micro-batches from the one
-    that saturates the GPU down to 1; then without and with checkpointing; then ZeRO-1/2 before ZeRO-3; each with roomy
-    and then tight engine buffers, and offloaded states at last in pageable memory, which is not rounded up. What the
-    request fixes does not vary.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranking:
+    """What a search found."""
+
+    plans: tuple[Estimate, ...]
+    """The best ways to train, each with its best batch, the best first; where nothing fits, the nearest ones."""
+    rungs: tuple[int | None, ...]
+    """The size of the buffers of each (`sizing.sizes`)."""
+    fits: bool
+    """Whether they fit."""
+    num_estimated: int
+    """Configurations that were estimated."""
+    num_excluded: int
+    """Configurations that a bound excluded; with those estimated, the whole space."""
+
+
+@dataclass(slots=True)
+class _Desk:
+    """The search's working table: what is known of each candidate so far."""
+
+    model: ModelFacts
+    cluster: Cluster
+    calibration: Calibration | None
+    bounds: dict[int, Bound] = field(default_factory=dict)
+    passes: dict[tuple[object, ...], float] = field(default_factory=dict)
+    estimates: dict[Candidate, Estimate] = field(default_factory=dict)
+
+    def bound(self, candidate: Candidate) -> Bound:
+        """Returns the bound of a candidate's way, computed once."""
+        key = id(candidate.way)
+        if key not in self.bounds:
+            self.bounds[key] = bound(self.model, self.cluster, candidate.way, calibration=self.calibration)
+        return self.bounds[key]
+
+    def least_time(self, candidate: Candidate) -> Key:
+        """Returns a bound of `time`; the passes depend on few choices, and are computed once for each."""
+        way, micro_batch = candidate.way, candidate.micro_batch
+        key = (way.sp, way.tp, way.grad_ckpt, way.zero_stage == 3, micro_batch)
+        if key not in self.passes:
+            self.passes[key] = passes_s(self.model, self.cluster, way, micro_batch, calibration=self.calibration)
+        step_s = candidate.grad_accum * self.passes[key] + self.bound(candidate).step_s
+        return (step_s / self.samples(candidate),)
+
+    def time(self, candidate: Candidate) -> Key | None:
+        """Returns the seconds of one sample of a step, by which plans of different batches compare; None where the
+        GPU's speed is not known."""
+        configuration = candidate.configuration(self.model)
+        known = speed(self.model, self.cluster, configuration, calibration=self.calibration)
+        return None if known is None else (known.step_s / self.samples(candidate),)
+
+    def samples(self, candidate: Candidate) -> int:
+        """Returns the samples of a step."""
+        return data_parallel_ranks(self.cluster, candidate.way) * candidate.micro_batch * candidate.grad_accum
+
+    def may_fit(self, candidate: Candidate) -> bool:
+        """Returns whether the bound leaves room: what it excludes needs no estimate."""
+        least = self.bound(candidate)
+        fits_gpu = least.device_bytes(candidate.micro_batch) <= USABLE_GPU_RATIO * self.cluster.gpu.memory_bytes
+        return fits_gpu and least.host_bytes <= USABLE_HOST_RATIO * self.cluster.host_memory_bytes
+
+    def estimate(self, candidate: Candidate) -> Estimate:
+        """Returns the estimate, made once."""
+        if candidate not in self.estimates:
+            configuration = candidate.configuration(self.model)
+            self.estimates[candidate] = estimated(self.model, self.cluster, configuration, calibration=self.calibration)
+        return self.estimates[candidate]
+
+
+def estimated(
+    model: ModelFacts, cluster: Cluster, configuration: Configuration, *, calibration: Calibration | None = None
+) -> Estimate:
+    """Returns the estimate of memory and speed."""
+    found = assess(model, cluster, configuration)
+    return replace(found, speed=speed(model, cluster, configuration, calibration=calibration))
+
+
+def search(
+    model: ModelFacts,
+    cluster: Cluster,
+    request: Request,
+    *,
+    top: int = DEFAULT_TOP,
+    calibration: Calibration | None = None,
+    exhaustive: bool = False,
+) -> Ranking:
+    """Returns the `top` best ways to train that fit or, where none does, the nearest.
+
+    Best first by time: a candidate enters with a bound below its time, comes back with its time, and is estimated only
+    when nothing faster is left. What the memory bound rules out never enters; the search ends when enough is known.
+    `exhaustive` estimates everything instead, and must find the same.
     """
-    start = _settled(model, cluster, request)
-    ways = product(
-        _offloads(cluster, request),
-        _micro_batches(cluster, request, start),
-        _choices(request.grad_ckpt, (False, True)),
+    candidates = space(model, cluster, request)
+    desk = _Desk(model, cluster, calibration)
+    possible = candidates if exhaustive else [each for each in candidates if desk.may_fit(each)]
+    if exhaustive:
+        for candidate in candidates:
+            desk.estimate(candidate)
+    found = _ranked(desk, possible, top)
+    fits = bool(found)
+    if not fits:
+        found = _nearest(desk, candidates, top)
+    return Ranking(
+        plans=tuple(desk.estimate(each) for each in found),
+        rungs=tuple(each.rung for each in found),
+        fits=fits,
+        num_estimated=len(desk.estimates),
+        num_excluded=len(candidates) - len(desk.estimates),
     )
-    for offload, micro_batch, grad_ckpt in ways:
-        accum = _grad_accum(cluster, request, micro_batch)
-        if accum is None:
+
+
+def fastest(
+    model: ModelFacts, cluster: Cluster, request: Request, *, calibration: Calibration | None = None
+) -> Estimate | None:
+    """Returns the best way to train that fits, or None."""
+    desk = _Desk(model, cluster, calibration)
+    found = _ranked(desk, [each for each in space(model, cluster, request) if desk.may_fit(each)], 1)
+    return desk.estimate(found[0]) if found else None
+
+
+def _ranked(desk: _Desk, candidates: list[Candidate], top: int) -> list[Candidate]:
+    """Returns the best candidates that fit, one of each way.
+
+    Those within `TIE_RATIO` of the fastest of them are as good as it, and the simplest of them comes first; then those
+    within as much of the fastest that is left. What could not come before another of its way is not estimated.
+    """
+    ranked: list[Candidate] = []
+    tied: list[_Tied] = []
+    for key, candidate in _by_time(desk, candidates):
+        if tied and not _is_tie(key, tied[0].key):
+            ranked += _simplest_first(tied)
+            tied = []
+        if len(ranked) >= top:
+            break
+        if candidate is None or any(way_of(each.way) == way_of(candidate.way) for each in ranked):
             continue
-        for stage in _stages(request, offload, accum, cluster):
-            chosen = replace(
-                start, offload=offload, micro_batch=micro_batch, grad_ckpt=grad_ckpt, grad_accum=accum, zero_stage=stage
-            )
-            yield _sized(model, chosen, tight=False)
-            yield _sized(model, chosen, tight=True)
-            if offload is not Offload.NONE:
-                yield replace(_sized(model, chosen, tight=True), pin_memory=False)
+        new = _Tied(_complexity(candidate), candidate.rung == TIGHT, key, candidate)
+        if not any(each[:2] <= new[:2] and way_of(each.candidate.way) == way_of(candidate.way) for each in tied):
+            tied += [new] if desk.estimate(candidate).fits else []
+    return (ranked + _simplest_first(tied))[:top]
 
 
-def fastest_fit(model: ModelFacts, cluster: Cluster, request: Request) -> tuple[Estimate | None, list[Estimate]]:
-    """Returns the first candidate that fits, grown to a larger micro-batch where memory allows, and what came before.
+class _Tied(NamedTuple):
+    """A candidate that is as fast as others; they come in the order of these fields."""
 
-    The first is None when nothing fits; the list then holds every candidate.
+    complexity: int
+    is_tight: bool
+    key: Key
+    candidate: Candidate
+
+
+def _is_tie(key: Key, first: Key) -> bool:
+    return key == first if len(key) > 1 else key[0] <= first[0] * (1 + TIE_RATIO)
+
+
+def _simplest_first(tied: list[_Tied]) -> list[Candidate]:
+    """Returns one of each way, the simplest first; of equals those with roomy buffers, then the fastest."""
+    best: dict[tuple[object, ...], Candidate] = {}
+    for each in sorted(tied, key=lambda each: each[:3]):
+        best.setdefault(way_of(each.candidate.way), each.candidate)
+    return list(best.values())
+
+
+def _complexity(candidate: Candidate) -> int:
+    return mechanisms(candidate.way) + (candidate.way.offload is not Offload.NONE and not candidate.pin_memory)
+
+
+def _by_time(desk: _Desk, candidates: list[Candidate]) -> Iterator[tuple[Key, Candidate | None]]:
+    """Yields candidates with their times, the fastest first; and None with the least time of all that are left.
+
+    A candidate waits with the bound of its time; when nothing has a lower one, its time is computed, and it waits
+    again. Where the speed of the GPU is not known the order of lost speed takes the place of times.
     """
-    before: list[Estimate] = []
-    for configuration in candidates(model, cluster, request):
-        found = assess(model, cluster, configuration)
-        if found.fits:
-            return _grown(model, cluster, request, found), before
-        before.append(found)
-    return None, before
+    if not candidates:
+        return
+    if desk.time(candidates[0]) is None:
+        keyed = [(lost_speed(desk.cluster, each), each) for each in candidates]
+        yield from sorted(keyed, key=lambda each: each[0])
+        return
+    waiting = [(desk.least_time(each), order, False) for order, each in enumerate(candidates)]
+    heapq.heapify(waiting)
+    while waiting:
+        key, order, is_time = heapq.heappop(waiting)
+        yield key, candidates[order] if is_time else None
+        if not is_time:
+            time = desk.time(candidates[order])
+            assert time is not None, "a GPU's speed is known for every configuration or for none"
+            heapq.heappush(waiting, (time, order, True))
 
 
-def _settled(model: ModelFacts, cluster: Cluster, request: Request) -> Configuration:
-    """Returns the start of the search: all that does not vary."""
-    seq_len = request.seq_len or min(DEFAULT_SEQ_LEN, model.max_position_embeddings)
-    if seq_len > model.max_position_embeddings:
-        raise InvalidConfig(
-            f"--seq-len {seq_len} is longer than {model.name} was made for ({model.max_position_embeddings})",
-            hint=f"Write --seq-len {model.max_position_embeddings} or less.",
-        )
-    return replace(
-        DEFAULTS,
-        method=request.method,
-        lora=request.lora,
-        seq_len=seq_len,
-        precision=request.precision or supported_precision(cluster),
-        attn=request.attn
-        or Attention.SDPA,  # PyTorch's own: a flash kernel where there is one, and no package to install
-        packing=request.packing,
-        overlap_comm=cluster.num_gpus > 1,
-    )
+def lost_speed(cluster: Cluster, candidate: Candidate) -> Key:
+    """Returns the place of a candidate in the order of lost speed, where no time can be predicted.
 
-
-def _choices(given: T | None, otherwise: tuple[T, ...]) -> tuple[T, ...]:
-    return otherwise if given is None else (given,)
-
-
-def _offloads(cluster: Cluster, request: Request) -> tuple[Offload, ...]:
-    if request.offload is Offload.NVME and cluster.nvme_path is None:
-        raise InvalidConfig("--offload nvme needs a folder on an NVMe drive", hint="Add --nvme /path/on/nvme.")
-    everywhere = (Offload.NONE, Offload.OPTIMIZER, Offload.PARAMS)
-    return _choices(request.offload, (*everywhere, Offload.NVME) if cluster.nvme_path else everywhere)
-
-
-def _stages(request: Request, offload: Offload, accum: int, cluster: Cluster) -> tuple[int, ...]:
-    """Returns the stages to try: ZeRO-1 reduces once a step where ZeRO-2 reduces every micro-batch."""
-    if offload in (Offload.PARAMS, Offload.NVME):
-        stages: tuple[int, ...] = (3,)
-    elif cluster.num_gpus == 1 and offload is Offload.NONE:
-        stages = (2,)  # with nobody to share with, ZeRO-3 only adds work
-    elif offload is Offload.OPTIMIZER or accum == 1:
-        stages = (2, 3)
-    else:
-        stages = (1, 2, 3)
-    if request.zero_stage is None:
-        return stages
-    legal = {Offload.NONE: (1, 2, 3), Offload.OPTIMIZER: (2, 3)}.get(offload, (3,))
-    return (request.zero_stage,) if request.zero_stage in legal else ()
-
-
-def _micro_batches(cluster: Cluster, request: Request, start: Configuration) -> tuple[int, ...]:
-    """Returns micro-batches to try, largest first."""
-    if request.micro_batch is not None:
-        return (request.micro_batch,)
-    largest = 2 ** max(0, math.ceil(math.log2(SATURATING_TOKENS / start.seq_len)))
-    per_rank = _samples_per_rank(cluster, request)
-    if per_rank is None:
-        per_rank = max(1, DEFAULT_GLOBAL_BATCH // cluster.num_gpus)
-    largest = min(largest, per_rank)
-    sizes = []
-    while largest >= 1:
-        sizes.append(largest)
-        largest //= 2
-    return tuple(sizes)
-
-
-def _samples_per_rank(cluster: Cluster, request: Request) -> int | None:
-    """Returns the samples of one step on one GPU that the request fixes; raises InvalidConfig if they do not divide."""
-    if request.global_batch is None:
-        return None
-    if request.global_batch % cluster.num_gpus:
-        below = request.global_batch // cluster.num_gpus * cluster.num_gpus
-        options = [str(size) for size in (below, below + cluster.num_gpus) if size]
-        raise InvalidConfig(
-            f"--global-batch {request.global_batch} cannot be shared by {cluster.num_gpus} GPUs",
-            hint=f"Write --global-batch {' or '.join(options)}.",
-        )
-    return request.global_batch // cluster.num_gpus
-
-
-def _grad_accum(cluster: Cluster, request: Request, micro_batch: int) -> int | None:
-    """Returns the micro-batches of one step, or None where this micro-batch cannot give the asked global batch."""
-    per_rank = _samples_per_rank(cluster, request)
-    if request.grad_accum is not None:
-        return request.grad_accum if per_rank in (None, request.grad_accum * micro_batch) else None
-    if per_rank is None:
-        return max(1, round(DEFAULT_GLOBAL_BATCH / (cluster.num_gpus * micro_batch)))
-    return per_rank // micro_batch if per_rank % micro_batch == 0 else None
-
-
-def _sized(model: ModelFacts, configuration: Configuration, *, tight: bool) -> Configuration:
-    """Returns the configuration with engine buffers sized to the model, roomy or tight.
-
-    A reduce bucket of one layer hides latency without a copy of the model; the prefetch bucket gathers one layer ahead;
-    norms and biases stay gathered; a sub-group is a power of two, so that pinned memory wastes nothing.
+    Outermost first: what leaves the GPU; SP and TP; micro-batches from the one that saturates the GPU down to 1;
+    without and with checkpointing; the stages, ZeRO-1 before 2 where it reduces less often, ZeRO-0 last; roomy and then
+    tight buffers; then larger micro-batches, up to `LARGEST_TOKENS`.
     """
-    layer = sum(g.numel * g.count for g in model.tensors) // max(1, model.num_hidden_layers)
-    bucket = min(200_000_000, max(20_000_000, layer)) if not tight else 20_000_000
-    bucket = max(2, min(bucket, model.num_params) // 2 * 2)
-    return replace(
-        configuration,
-        reduce_bucket_size=bucket,
-        prefetch_bucket_size=bucket if not tight else bucket // 4,
-        param_persistence_threshold=10 * model.hidden_size,
-        max_live_parameters=1_000_000_000 if not tight else 100_000_000,
-        max_reuse_distance=1_000_000_000 if not tight else 0,
-        sub_group_size=2**28 if not tight else 2**26,
-    )
-
-
-def _grown(model: ModelFacts, cluster: Cluster, request: Request, found: Estimate) -> Estimate:
-    """Returns the same way to train with the micro-batch doubled as often as memory and the global batch allow."""
-    while request.micro_batch is None:
-        present = found.configuration
-        micro_batch = 2 * present.micro_batch
-        accum = _grad_accum(cluster, request, micro_batch)
-        larger = cluster.num_gpus * micro_batch * (accum or 0) > DEFAULT_GLOBAL_BATCH
-        if accum is None or micro_batch * present.seq_len > LARGEST_TOKENS or (request.global_batch is None and larger):
-            break
-        grown = assess(model, cluster, replace(present, micro_batch=micro_batch, grad_accum=accum))
-        if not grown.fits:
-            break
-        found = grown
-    return found
-
-
-def nearest_that_fits(model: ModelFacts, cluster: Cluster, request: Request) -> list[str]:
-    """Returns what would fit, each as one sentence in numbers: more GPUs, an adapter, a shorter sequence."""
-    ways = []
-    for factor in (2, 4, 8, 16, 32, 64):
-        more = replace(cluster, num_nodes=cluster.num_nodes * factor)
-        found, _ = fastest_fit(model, more, replace(request, global_batch=None))
-        if found is not None:
-            nodes = "" if more.gpus_per_node == 8 else f" --gpus-per-node {more.gpus_per_node}"
-            ways.append(f"--gpus {more.num_gpus}{nodes}: {found.configuration.title}")
-            break
-    for method in (Method.LORA, Method.QLORA):
-        if request.method is Method.FULL:
-            found, _ = fastest_fit(model, cluster, replace(request, method=method))
-            if found is not None:
-                ways.append(f"--method {method}: {found.configuration.title}")
-                break
-    seq_len = request.seq_len or min(DEFAULT_SEQ_LEN, model.max_position_embeddings)
-    while seq_len > 256:
-        seq_len //= 2
-        found, _ = fastest_fit(model, cluster, replace(request, seq_len=seq_len))
-        if found is not None:
-            ways.append(f"--seq-len {seq_len}: {found.configuration.title}")
-            break
-    return ways
-
-
-def _bytes_that_decide(each: Estimate) -> int:
-    """Returns the bytes that decide how far a candidate is from fitting."""
-    return each.memory.host_bytes_per_node if each.fits_gpu else each.memory.device_bytes_per_gpu
-
-
-def does_not_fit(
-    model: ModelFacts, cluster: Cluster, request: Request, tried: list[Estimate]
-) -> DoesNotFit | InvalidConfig:
-    """Returns the error of a search that found nothing: the most frugal candidate in numbers, and what would fit.
-
-    InvalidConfig where no candidate agrees with all options given.
-    """
-    if not tried:
-        return InvalidConfig(
-            f"the options contradict each other: {_contradiction(cluster, request)}", hint="Leave one of them out."
-        )
-    # what the GPU could hold is nearer to fitting than what it could not
-    least = min(tried, key=lambda each: (not each.fits_gpu, _bytes_that_decide(each)))
-    ways = nearest_that_fits(model, cluster, request)
-    hint = "What would fit:\n" + "\n".join(f"  {way}" for way in ways) if ways else "Nothing near would fit either."
-    return DoesNotFit(
-        f"{model.name} does not fit on {cluster.num_gpus} × {cluster.gpu.name}: the most frugal way,"
-        f" {least.configuration.title}, needs {least.shortage}",
-        hint=hint,
-    )
-
-
-def _contradiction(cluster: Cluster, request: Request) -> str:
-    """Returns the two options that no configuration satisfies together."""
-    if request.zero_stage is not None and request.offload not in (None, Offload.NONE):
-        return f"--zero-stage {request.zero_stage} and --offload {request.offload}; {_OFFLOAD_RULE}"
+    way = candidate.way
+    tokens = way.seq_len / way.sp
+    saturating = 2 ** max(0, math.ceil(math.log2(SATURATING_TOKENS / tokens)))
+    stages = (1, 2, 3, 0) if candidate.grad_accum > 1 and cluster.num_gpus > 1 else (2, 1, 3, 0)
     return (
-        f"--global-batch {request.global_batch} is no multiple of {cluster.num_gpus} GPUs"
-        f" × micro-batch {request.micro_batch}"
+        candidate.micro_batch * tokens > LARGEST_TOKENS and candidate.micro_batch > 1,
+        list(Offload).index(way.offload),
+        way.sp * way.tp,
+        -min(candidate.micro_batch, saturating),
+        way.grad_ckpt,
+        stages.index(way.zero_stage),
+        way.hpz,
+        way.offload_ratio,
+        candidate.rung == TIGHT,
+        not candidate.pin_memory,
+        -candidate.micro_batch,
     )
+
+
+def _nearest(desk: _Desk, candidates: list[Candidate], top: int) -> list[Candidate]:
+    """Returns the ways that come nearest to fitting, each with its smallest micro-batch and buffers.
+
+    Those that the GPU could hold come before those that it could not; then by bytes. A bound below these bytes ends the
+    search: nothing that is left comes nearer.
+    """
+    smallest: dict[tuple[object, ...], int] = {}
+    for each in candidates:
+        smallest[way_of(each.way)] = min(each.micro_batch, smallest.get(way_of(each.way), each.micro_batch))
+    frugal = [
+        each for each in candidates if each.rung in (TIGHT, None) and each.micro_batch == smallest[way_of(each.way)]
+    ]
+    found: dict[tuple[object, ...], tuple[tuple[bool, int], Candidate]] = {}
+    for candidate in sorted(frugal, key=lambda each: _least_shortage(desk, each)):
+        known = sorted(shortage for shortage, _ in found.values())
+        if len(known) >= top and known[top - 1] <= _least_shortage(desk, candidate):
+            break
+        shortage = distance(desk.estimate(candidate))
+        if way_of(candidate.way) not in found or shortage < found[way_of(candidate.way)][0]:
+            found[way_of(candidate.way)] = shortage, candidate
+    return [candidate for _, candidate in sorted(found.values(), key=lambda each: each[0])][:top]
+
+
+def _least_shortage(desk: _Desk, candidate: Candidate) -> tuple[bool, int]:
+    """Returns the bound of `distance`."""
+    least = desk.bound(candidate)
+    device = least.device_bytes(candidate.micro_batch)
+    fits_gpu = device <= USABLE_GPU_RATIO * desk.cluster.gpu.memory_bytes
+    return not fits_gpu, least.host_bytes if fits_gpu else device
+
+
+def distance(each: Estimate) -> tuple[bool, int]:
+    """Returns how far an estimate is from fitting: what the GPU could hold is nearer than what it could not."""
+    return not each.fits_gpu, each.memory.host_bytes_per_node if each.fits_gpu else each.memory.device_bytes_per_gpu

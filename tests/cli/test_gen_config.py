@@ -55,6 +55,27 @@ def test_json_holds_the_plan_with_parts_that_sum_up(dstrain: Type) -> None:
     assert json.loads(found["files"]["ds_config.json"])["zero_optimization"]["stage"] == 3
 
 
+def test_json_embeds_the_document_of_plan(dstrain: Type) -> None:
+    found = json.loads(dstrain(*PLAN, "--json", "--dry-run").stdout)
+    planned = json.loads(dstrain("plan", *PLAN[1:], "--json").stdout)
+    assert set(found) - set(planned) == {"notes", "files"}
+    assert set(planned) <= set(found)
+    assert {*planned["plans"][0]} == {*found["plans"][0]}
+
+
+def test_json_lists_what_else_would_fit_and_how_it_stands_to_the_choice(dstrain: Type) -> None:
+    found = json.loads(dstrain(*PLAN, "--json", "--dry-run").stdout)
+    assert len(found["plans"]) > 1
+    assert all("plan 1" in each["reasons"][0] for each in found["plans"][1:])
+    assert found["considered"]["estimated"] + found["considered"]["excluded_by_bound"] > 50
+
+
+def test_only_what_it_can_write_is_chosen(dstrain: Type) -> None:
+    found = json.loads(dstrain(*PLAN, "--json", "--dry-run").stdout)
+    assert {(each["sp"], each["tp"]) for each in found["plans"]} == {(1, 1)}
+    assert all(each["zero_stage"] > 0 for each in found["plans"])
+
+
 def test_diff_shows_what_would_change_and_writes_nothing(dstrain: Type, tmp_path: Path) -> None:
     dstrain(*PLAN)
     before = (tmp_path / "job.yaml").read_text()

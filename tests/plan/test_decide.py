@@ -1,10 +1,19 @@
 """What is said of a choice, and what a GPU cannot do."""
 
-import pytest
-from cases import plan
+from __future__ import annotations
 
-from dstrain.choices import Attention, Precision
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from cases import ask, plan
+
+from dstrain.choices import Attention, Offload, Precision
 from dstrain.errors import InvalidConfig
+from dstrain.plan.decide import Survey, survey
+from dstrain.plan.estimate import assess
+from dstrain.plan.speed import speed
 
 
 @pytest.mark.parametrize("gpu", ["v100-32g", "t4"])
@@ -37,3 +46,89 @@ def test_a_cpu_trains_in_fp32() -> None:
         plan(model="qwen3-0.6b", gpus=2, gpu="cpu", seq_len=512, host_memory=2**38).chosen.configuration.precision
         is Precision.FP32
     )
+
+
+def surveyed(wishes: dict[str, Any] | None = None, **options: Any) -> Survey:
+    """Returns the survey of a question with all that DeepSpeed can do left open."""
+    asked = ask(**options)
+    request = replace(asked.request, writable=False, sp=None, tp=None, **(wishes or {}))
+    return survey(asked.model, asked.cluster, request)
+
+
+def said(found: Survey, pattern: str) -> list[str]:
+    """Returns the reasons for the choice that match."""
+    return [reason for reason in found.proposals[0].reasons if re.search(pattern, reason)]
+
+
+def test_reasons_say_what_was_chosen_over_what_and_by_how_much() -> None:
+    assert said(
+        surveyed(model="qwen3-8b", gpus=8, gpu="h100"), r"^\S.* over .*: (\d+ % faster|[\d.]+ × as fast), .* GiB"
+    )
+
+
+def test_reasons_say_what_more_memory_would_change() -> None:
+    assert said(surveyed(model="qwen3-8b", gpus=8), r"^with [\d.]+ GiB more per GPU, .* would be \d+ % faster")
+
+
+def test_what_more_memory_would_change_is_true() -> None:
+    asked = ask(model="qwen3-8b", gpus=8)
+    found = survey(asked.model, asked.cluster, asked.request)
+    first, other = found.first, found.rejected[0]
+    missing = other.memory.device_bytes_per_gpu - other.usable_bytes_per_gpu
+    assert missing > 0
+    mib = asked.cluster.gpu.memory_mib + 1 + round(missing / 2**20 / 0.9)
+    larger = replace(asked.cluster, gpu=replace(asked.cluster.gpu, memory_mib=mib))
+    assert assess(asked.model, larger, other.configuration).fits
+    known = speed(asked.model, larger, other.configuration)
+    assert known is not None
+    assert first.speed is not None
+    assert known.step_s < first.speed.step_s
+
+
+def test_reasons_name_what_a_step_waits_for() -> None:
+    assert said(
+        surveyed(model="qwen3-32b", gpus=16), r"a step takes .* \(± \d+ %\).* MFU \d+ %; it waits most for compute"
+    )
+
+
+def test_reasons_name_the_sizes_of_buffers() -> None:
+    asked = {"zero_stage": 3, "offload": Offload.NONE}
+    assert said(surveyed(asked, model="qwen3-8b", gpus=8), r"engine buffers sized to the memory left.*sub-groups of")
+
+
+def test_the_other_plans_are_compared_with_the_first() -> None:
+    others = surveyed(model="qwen3-8b", gpus=8, gpu="h100").proposals[1:]
+    assert all(
+        re.match(r"(as fast as|\d+ % (slower|faster) than) plan 1, (.* per GPU|the same memory)", each.reasons[0])
+        for each in others
+    )
+
+
+def test_a_divided_optimizer_is_divided_as_little_as_fits() -> None:
+    asked = {"zero_stage": 3, "offload": Offload.OPTIMIZER}
+    found = surveyed(asked, model="qwen3-8b", gpus=8, gpu="h200").first
+    assert found.configuration.offload_ratio == 0.05
+
+
+def test_what_gen_config_cannot_write_is_said() -> None:
+    found = surveyed({"zero_stage": 0}, model="qwen3-0.6b", gpus=2)
+    assert "gen-config writes ZeRO-1 to 3, so gen-config chooses otherwise" in found.notes
+
+
+def test_what_was_asked_for_and_costs_speed_is_said() -> None:
+    found = surveyed({"grad_ckpt": True, "micro_batch": 1}, model="qwen3-0.6b", gpus=8, gpu="h200")
+    assert said(found, r"^checkpointing, as asked; no checkpointing would be \d+ % faster and fits too")
+
+
+def test_one_configuration_keeps_its_buffers_unless_it_fits_only_with_small_ones() -> None:
+    one = {"zero_stage": 3, "offload": Offload.NONE, "micro_batch": 1, "grad_ckpt": True}
+    first = surveyed(one, model="qwen3-8b", gpus=8).first.configuration
+    assert (first.reduce_bucket_size, first.max_reuse_distance) == (4096**2, 10**9)
+
+
+def test_one_configuration_is_estimated_also_where_it_does_not_fit() -> None:
+    one = {"zero_stage": 0, "offload": Offload.NONE, "micro_batch": 8, "grad_ckpt": False}
+    found = surveyed(one, model="qwen3-8b", gpus=8)
+    assert (found.fits, len(found.proposals)) == (False, 1)
+    configuration = found.first.configuration
+    assert (configuration.zero_stage, configuration.micro_batch, configuration.grad_ckpt) == (0, 8, False)

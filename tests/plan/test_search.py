@@ -1,23 +1,153 @@
-"""The order of candidates, batches, and what is said when nothing fits."""
+"""The search finds what looking at everything finds; what it prefers; and what is said when nothing fits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
 
 import pytest
 from cases import ask, plan
 
 from dstrain.choices import Method, Offload
 from dstrain.errors import DoesNotFit, InvalidConfig
-from dstrain.plan.search import candidates
+from dstrain.facts.cluster import Cluster
+from dstrain.plan.configuration import DEFAULTS
+from dstrain.plan.estimate import assess
+from dstrain.plan.request import Request
+from dstrain.plan.search import TIE_RATIO, Ranking, lost_speed, search
+from dstrain.plan.space import global_batch, mechanisms, space, way_of
+from dstrain.units import GIB
+
+QUESTIONS: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
+    ({"model": "qwen3-32b", "gpus": 16}, {"sp": 1, "tp": 1}),
+    ({"model": "qwen3-8b", "gpus": 8, "gpu": "h100"}, {"global_batch": 32, "seq_len": 8192}),
+    ({"model": "qwen3-8b", "gpus": 2, "gpu": "4090", "method": "lora"}, {}),
+    ({"model": "qwen3-0.6b", "gpus": 4, "gpu": "4090"}, {"seq_len": 1024, "global_batch": 24}),
+    ({"model": "qwen3-30b-a3b", "gpus": 16, "gpu": "h100"}, {"sp": 1}),
+    ({"model": "llama-3.1-70b", "gpus": 8, "gpu": "h100", "host_memory": 2**42}, {"sp": 1, "tp": 1}),
+    ({"model": "llama-3.1-405b", "gpus": 8, "gpu": "h100"}, {"sp": 1}),
+    ({"model": "qwen3-8b", "gpus": 1, "gpu": "4090"}, {}),
+)
+"""Models, machines and wishes; the last two do not fit."""
 
 
-def test_offload_comes_after_everything_else() -> None:
-    asked = ask(model="qwen3-8b", gpus=8)
-    order = [candidate.offload for candidate in candidates(asked.model, asked.cluster, asked.request)]
+def without_speed(cluster: Cluster) -> Cluster:
+    """Returns the cluster as if its GPU were in no table."""
+    gpu = replace(cluster.gpu, bf16_flops_per_s=0.0, fp16_flops_per_s=0.0, fp32_flops_per_s=0.0, hbm_bytes_per_s=0.0)
+    return replace(cluster, gpu=gpu)
+
+
+def everything(**options: Any) -> tuple[Any, Request]:
+    """Returns a question with all that DeepSpeed can do left open."""
+    asked = ask(**options)
+    return asked, replace(asked.request, writable=False, sp=None, tp=None)
+
+
+@pytest.mark.parametrize(("options", "wishes"), QUESTIONS, ids=lambda each: "-".join(str(v) for v in each.values()))
+def test_bounds_lose_nothing(options: dict[str, Any], wishes: dict[str, Any]) -> None:
+    asked, request = everything(**options)
+    request = replace(request, **wishes)
+    bounded = search(asked.model, asked.cluster, request)
+    whole = search(asked.model, asked.cluster, request, exhaustive=True)
+    assert bounded.fits == whole.fits
+    assert bounded.plans == whole.plans
+    assert whole.num_excluded == 0
+    assert bounded.num_estimated + bounded.num_excluded == whole.num_estimated
+    assert bounded.num_estimated < whole.num_estimated / 2
+
+
+def test_the_whole_space_is_estimated_or_excluded() -> None:
+    asked, request = everything(model="qwen3-32b", gpus=16)
+    found = search(asked.model, asked.cluster, request)
+    assert found.num_estimated + found.num_excluded == len(space(asked.model, asked.cluster, request))
+
+
+def sample_s(found: Ranking, cluster: Cluster) -> list[float]:
+    """Returns the seconds of one sample under each plan."""
+    return [
+        each.speed.step_s / global_batch(cluster, each.configuration) for each in found.plans if each.speed is not None
+    ]
+
+
+def test_plans_are_ranked_by_time_and_equals_by_simplicity() -> None:
+    asked, request = everything(model="qwen3-8b", gpus=16, gpu="h100")
+    found = search(asked.model, asked.cluster, request, top=12)
+    times = sample_s(found, asked.cluster)
+    assert len(times) == 12
+    for (one, former), (other, latter) in pairwise(zip(found.plans, times, strict=True)):
+        is_simpler = mechanisms(one.configuration) <= mechanisms(other.configuration)
+        assert former <= latter or (is_simpler and former <= latter * (1 + TIE_RATIO))
+
+
+def test_each_way_is_listed_once() -> None:
+    asked, request = everything(model="qwen3-8b", gpus=8, gpu="h100")
+    found = search(asked.model, asked.cluster, request, top=10)
+    assert len({way_of(each.configuration) for each in found.plans}) == len(found.plans)
+
+
+def test_the_choice_does_not_depend_on_how_many_are_shown() -> None:
+    asked, request = everything(model="qwen3-8b", gpus=8, gpu="h100")
+    many = search(asked.model, asked.cluster, request, top=7)
+    assert search(asked.model, asked.cluster, request, top=1).plans == many.plans[:1]
+    assert search(asked.model, asked.cluster, request, top=3).plans == many.plans[:3]
+
+
+def test_simplicity_counts_mechanisms() -> None:
+    assert mechanisms(DEFAULTS) == 0
+    assert mechanisms(replace(DEFAULTS, zero_stage=2, grad_ckpt=True)) == 3
+    assert mechanisms(replace(DEFAULTS, zero_stage=3, offload=Offload.PARAMS, pin_memory=False)) == 6
+    assert mechanisms(replace(DEFAULTS, zero_stage=3, hpz=8, sp=2)) == 5
+
+
+def test_where_nothing_fits_the_nearest_come_first() -> None:
+    asked, request = everything(model="llama-3.1-405b", gpus=8, gpu="h100")
+    found = search(asked.model, asked.cluster, request, top=4)
+    assert (found.fits, len(found.plans)) == (False, 4)
+    keys = [(not each.fits_gpu, each.memory.host_bytes_per_node) for each in found.plans if each.fits_gpu]
+    assert keys == sorted(keys)
+    assert not any(each.fits for each in found.plans)
+
+
+def test_more_memory_is_never_slower() -> None:
+    asked, request = everything(model="qwen3-8b", gpus=4)
+    times = []
+    for gib in (24, 40, 80, 141):
+        cluster = replace(asked.cluster, gpu=replace(asked.cluster.gpu, memory_mib=gib * 1024))
+        times.append(sample_s(search(asked.model, cluster, request, top=1), cluster)[0])
+    assert all(less <= more * (1 + TIE_RATIO) for more, less in pairwise(times))
+
+
+def test_without_speeds_offload_comes_after_everything_else() -> None:
+    asked = ask(model="qwen3-8b", gpus=8, seq_len=1024)
+    candidates = space(asked.model, asked.cluster, asked.request)
+    ordered = sorted(candidates, key=lambda each: lost_speed(asked.cluster, each))
+    order = [each.way.offload for each in ordered]
     assert order == sorted(order, key=list(Offload).index)
 
 
-def test_smaller_micro_batches_come_after_checkpointing() -> None:
-    asked = ask(model="qwen3-8b", gpus=8, seq_len=1024, offload="none")
-    order = [(c.micro_batch, c.grad_ckpt) for c in candidates(asked.model, asked.cluster, asked.request)]
-    assert list(dict.fromkeys(order)) == [(4, False), (4, True), (2, False), (2, True), (1, False), (1, True)]
+def test_without_speeds_smaller_micro_batches_come_after_checkpointing() -> None:
+    asked = ask(model="qwen3-8b", gpus=16, seq_len=1024, offload="none", zero_stage=3)
+    candidates = [each for each in space(asked.model, asked.cluster, asked.request) if each.rung]
+    order = [
+        (each.micro_batch, each.way.grad_ckpt)
+        for each in sorted(candidates, key=lambda each: lost_speed(asked.cluster, each))
+    ]
+    assert order == [(4, False), (4, True), (2, False), (2, True), (1, False), (1, True)]
+
+
+def test_without_speeds_the_first_in_the_order_of_lost_speed_is_chosen() -> None:
+    asked = ask(model="qwen3-8b", gpus=8, gpu="h100")
+    cluster = without_speed(asked.cluster)
+    candidates = space(asked.model, cluster, asked.request)
+    estimates = (
+        assess(asked.model, cluster, each.configuration(asked.model))
+        for each in sorted(candidates, key=lambda each: lost_speed(cluster, each))
+    )
+    first = next(each for each in estimates if each.fits)
+    found = search(asked.model, cluster, asked.request)
+    assert found.plans[0] == first
+    assert found.plans == search(asked.model, cluster, asked.request, exhaustive=True).plans
 
 
 def test_a_choice_that_is_given_is_kept() -> None:
@@ -42,6 +172,12 @@ def test_what_does_not_fit_names_what_would() -> None:
         plan(model="llama-3.1-405b", gpus=8)
     assert "--gpus" in str(caught.value.hint)
     assert "host RAM" in caught.value.problem
+
+
+def test_a_micro_batch_that_does_not_fit_names_a_smaller_one() -> None:
+    with pytest.raises(DoesNotFit) as caught:
+        plan(model="qwen3-8b", gpus=8, offload="none", micro_batch=32)
+    assert "--micro-batch " in str(caught.value.hint)
 
 
 def test_parameter_offload_under_zero_2_is_refused() -> None:
@@ -74,14 +210,14 @@ def test_a_sequence_longer_than_the_model_is_refused() -> None:
         plan(model="qwen3-8b", gpus=8, seq_len=50_000)
 
 
-def test_the_micro_batch_grows_where_memory_allows() -> None:
-    assert plan(model="qwen3-0.6b", gpus=8, gpu="h200").chosen.configuration.micro_batch > 1
+def test_packed_micro_batches_grow_where_memory_allows() -> None:
+    assert plan(model="qwen3-0.6b", gpus=8, gpu="h200", packing=True, seq_len=512).chosen.configuration.micro_batch > 1
 
 
-def test_a_larger_gpu_never_makes_the_choice_more_frugal() -> None:
-    small = plan(model="qwen3-8b", gpus=4, gpu="a100-40g")
-    large = plan(model="qwen3-8b", gpus=4, gpu="h200")
-    assert len(large.rejected) <= len(small.rejected)
+def test_buffers_grow_into_half_of_the_memory_left() -> None:
+    found = plan(model="qwen3-8b", gpus=8, gpu="h200", zero_stage=3, micro_batch=1).chosen
+    assert found.configuration.max_reuse_distance > 10**9
+    assert found.usable_bytes_per_gpu - found.memory.device_bytes_per_gpu > 10 * GIB
 
 
 def test_lora_needs_no_offload_where_full_training_does() -> None:

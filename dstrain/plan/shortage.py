@@ -1,0 +1,74 @@
+"""What is said where nothing fits: how far the nearest way is from it, and what would fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from dstrain.choices import Method
+from dstrain.errors import DoesNotFit, InvalidConfig
+from dstrain.facts.calibration import Calibration
+from dstrain.facts.cluster import Cluster
+from dstrain.facts.model import ModelFacts
+from dstrain.plan.plan import Estimate
+from dstrain.plan.request import Request
+from dstrain.plan.search import fastest
+from dstrain.plan.space import DEFAULT_SEQ_LEN
+from dstrain.plan.titles import titled
+
+
+def does_not_fit(
+    model: ModelFacts,
+    cluster: Cluster,
+    request: Request,
+    nearest: Estimate,
+    *,
+    calibration: Calibration | None = None,
+) -> DoesNotFit:
+    """Returns the error of a search that found nothing: the most frugal way in numbers, and what would fit."""
+    ways = nearest_that_fits(model, cluster, request, calibration=calibration)
+    hint = "What would fit:\n" + "\n".join(f"  {way}" for way in ways) if ways else "Nothing near would fit either."
+    title = titled(nearest.configuration)
+    the_way = f"{title} needs" if request.is_one_configuration else f"the most frugal way, {title}, needs"
+    return DoesNotFit(
+        f"{model.name} does not fit on {cluster.num_gpus} × {cluster.gpu.name}: {the_way} {nearest.shortage}", hint=hint
+    )
+
+
+def nearest_that_fits(
+    model: ModelFacts, cluster: Cluster, request: Request, *, calibration: Calibration | None = None
+) -> list[str]:
+    """Returns what would fit, each as one sentence in numbers: a smaller micro-batch than the one asked for, more GPUs,
+    an adapter, a shorter sequence."""
+
+    said: dict[str, str] = {}
+    for kind, option, changed, machines in _changes(model, cluster, request):
+        if kind in said:
+            continue
+        try:
+            found = fastest(model, machines, changed, calibration=calibration)
+        except InvalidConfig:  # the options contradict each other there
+            continue
+        if found is not None:
+            said[kind] = f"{option}: {titled(found.configuration)}"
+    return list(said.values())
+
+
+def _changes(model: ModelFacts, cluster: Cluster, request: Request) -> Iterator[tuple[str, str, Request, Cluster]]:
+    """Yields kinds of change, each from the smallest on: its name, the option, the request and the machines."""
+    micro_batch = (request.micro_batch or 1) // 2
+    while micro_batch:  # accumulation makes up for it
+        changed = replace(request, micro_batch=micro_batch, grad_accum=None)
+        yield "micro-batch", f"--micro-batch {micro_batch}", changed, cluster
+        micro_batch //= 2
+    for factor in (2, 4, 8, 16, 32, 64):
+        more = replace(cluster, num_nodes=cluster.num_nodes * factor)
+        nodes = "" if more.gpus_per_node == 8 else f" --gpus-per-node {more.gpus_per_node}"
+        yield "gpus", f"--gpus {more.num_gpus}{nodes}", replace(request, global_batch=None), more
+    if request.method is Method.FULL:
+        for method in (Method.LORA, Method.QLORA):
+            yield "method", f"--method {method}", replace(request, method=method), cluster
+    seq_len = request.seq_len or min(DEFAULT_SEQ_LEN, model.max_position_embeddings)
+    while seq_len > 256:
+        seq_len //= 2
+        yield "seq-len", f"--seq-len {seq_len}", replace(request, seq_len=seq_len), cluster

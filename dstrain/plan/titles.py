@@ -1,0 +1,51 @@
+"""What a configuration is called, in words."""
+
+from __future__ import annotations
+
+from dstrain.choices import Offload, Optimizer
+from dstrain.plan.configuration import Configuration
+
+_OFFLOADED = {Offload.OPTIMIZER: "+opt", Offload.PARAMS: "+params", Offload.NVME: "+nvme"}
+
+
+def titled(configuration: Configuration) -> str:
+    """Returns the title with every mechanism.
+
+    >>> from dataclasses import replace
+    >>> from dstrain.plan.configuration import DEFAULTS
+    >>> titled(replace(DEFAULTS, zero_stage=3, grad_ckpt=True, sp=4, hpz=8))
+    'ZeRO-3, checkpointing, micro-batch 1, SP 4, hpZ 8'
+    """
+    each = configuration
+    share = "" if each.offload_ratio == 1 else f" of {100 * each.offload_ratio:.0f} %"
+    words = [each.title.replace("optimizer offload", f"optimizer offload{share}")]
+    words += [f"{name} {value}" for name, value in (("SP", each.sp), ("TP", each.tp), ("hpZ", each.hpz)) if value > 1]
+    if each.offload is not Offload.NONE and not each.pin_memory:
+        words.append("pageable memory")
+    return ", ".join(words)
+
+
+def abbreviated(configuration: Configuration) -> str:
+    """Returns the title as it stands in a table: micro-batch × accumulation after the mechanisms.
+
+    >>> from dataclasses import replace
+    >>> from dstrain.plan.configuration import DEFAULTS
+    >>> abbreviated(replace(DEFAULTS, zero_stage=3, offload=Offload.OPTIMIZER, grad_ckpt=True, grad_accum=4, tp=2))
+    'ZeRO-3+opt ckpt 1×4 tp2'
+    """
+    each = configuration
+    words = [f"ZeRO-{each.zero_stage}{_OFFLOADED.get(each.offload, '')}"]
+    words += ["ckpt"] if each.grad_ckpt else []
+    words.append(f"{each.micro_batch}×{each.grad_accum}")
+    words += [f"{name}{value}" for name, value in (("sp", each.sp), ("tp", each.tp), ("hpz", each.hpz)) if value > 1]
+    return " ".join(words)
+
+
+OPTIMIZER_WORDS = {
+    Optimizer.ADAMW: "AdamW",
+    Optimizer.ADAMW_8BIT: "8-bit AdamW",
+    Optimizer.ADAFACTOR: "Adafactor",
+    Optimizer.LION: "Lion",
+    Optimizer.SGD: "SGD",
+}
+"""How each optimizer is spoken of."""

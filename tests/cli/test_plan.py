@@ -1,0 +1,234 @@
+"""`dstrain plan`: its JSON, its bars, its exit codes; and that it writes nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Type = Callable[..., Any]
+ROOT = Path(__file__).parents[2]
+PLAN = ("plan", "--gpus", "16", "--model", "qwen3-32b")
+NOTHING_FITS = ("plan", "--gpus", "8", "--model", "llama-3.1-405b")
+ONE = ("plan", "--gpus", "8", "--gpu", "h100", "--model", "qwen3-8b", "--zero-stage", "2", "--offload", "none")
+ONE += ("--micro-batch", "2", "--grad-accum", "3", "--grad-ckpt")
+
+TOP_KEYS = {"schema", "model", "cluster", "plans", "chosen", "considered"}
+PLAN_KEYS = {
+    *("zero_stage", "offload", "micro_batch", "grad_accum", "grad_ckpt", "attn", "sp", "tp", "fits", "memory"),
+    *("speed", "reasons"),
+}
+MEMORY_KEYS = {
+    *("live_bytes_per_gpu", "reserved_bytes_per_gpu", "device_bytes_per_gpu", "peak_instant", "breakdown_bytes"),
+    *("host_bytes_per_node", "nvme_bytes_per_node", "checkpoint_bytes"),
+}
+BREAKDOWN_KEYS = {
+    *("params", "grads", "optimizer", "buffers", "gathered", "activations", "logits", "workspace", "fragmentation"),
+    "context",
+}
+SPEED_KEYS = {"step_s", "tokens_per_s_per_gpu", "mfu_ratio", "limited_by", "uncertainty_ratio"}
+
+
+def document(dstrain: Type, *words: str, code: int = 0) -> dict[str, Any]:
+    """Returns the JSON that a command prints."""
+    done = dstrain(*words, "--json")
+    assert done.returncode == code, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def test_the_json_is_the_contract(dstrain: Type) -> None:
+    found = document(dstrain, *PLAN)
+    assert set(found) == TOP_KEYS
+    assert found["schema"] == 1
+    assert found["model"] == {
+        "name": "qwen3-32b",
+        "num_params": 32_762_123_264,
+        "num_active_params": 32_762_123_264,
+        "num_trainable_params": 32_762_123_264,
+    }
+    assert found["chosen"] == 0
+    assert set(found["considered"]) == {"estimated", "excluded_by_bound"}
+    for each in found["plans"]:
+        assert set(each) == PLAN_KEYS
+        assert set(each["memory"]) == MEMORY_KEYS
+        assert set(each["memory"]["breakdown_bytes"]) == BREAKDOWN_KEYS
+        assert set(each["speed"]) == SPEED_KEYS
+        assert each["fits"] is True
+
+
+def test_parts_sum_to_the_device_total_and_those_inside_torch_to_live(dstrain: Type) -> None:
+    for each in document(dstrain, *PLAN)["plans"]:
+        memory = each["memory"]
+        parts = dict(memory["breakdown_bytes"])
+        assert sum(parts.values()) == memory["device_bytes_per_gpu"]
+        assert parts["fragmentation"] >= 0
+        del parts["fragmentation"], parts["context"]
+        assert sum(parts.values()) <= memory["device_bytes_per_gpu"]
+
+
+def test_a_cpu_and_a_gpu_both_have_a_speed_and_what_is_unknown_is_null(dstrain: Type) -> None:
+    speed = document(dstrain, *PLAN)["plans"][0]["speed"]
+    assert 0 < speed["mfu_ratio"] < 1
+    assert speed["limited_by"] == "compute"
+
+
+def test_every_choice_given_is_an_estimate_of_it(dstrain: Type) -> None:
+    (only,) = document(dstrain, *ONE)["plans"]
+    chosen = {name: only[name] for name in ("zero_stage", "offload", "micro_batch", "grad_accum", "grad_ckpt")}
+    assert chosen == {"zero_stage": 2, "offload": "none", "micro_batch": 2, "grad_accum": 3, "grad_ckpt": True}
+    assert (only["sp"], only["tp"]) == (1, 1)
+
+
+def test_an_estimate_answers_also_where_it_does_not_fit(dstrain: Type) -> None:
+    found = document(dstrain, *ONE[:-5], "--micro-batch", "64", "--no-grad-ckpt", code=4)
+    assert found["chosen"] is None
+    (only,) = found["plans"]
+    assert (only["micro_batch"], only["fits"]) == (64, False)
+    assert only["memory"]["device_bytes_per_gpu"] > 80 * 2**30
+
+
+def test_where_nothing_fits_the_nearest_are_listed_and_the_code_is_4(dstrain: Type) -> None:
+    done = dstrain(*NOTHING_FITS, "--json", "--top", "3")
+    found = json.loads(done.stdout)
+    assert (done.returncode, found["chosen"], len(found["plans"])) == (4, None, 3)
+    assert not any(each["fits"] for each in found["plans"])
+    assert "does not fit" in done.stderr
+    assert "What would fit" in done.stderr
+
+
+def test_it_writes_nothing(dstrain: Type, tmp_path: Path) -> None:
+    dstrain(*PLAN)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_top_is_how_many_plans_there_are(dstrain: Type) -> None:
+    found = document(dstrain, *PLAN, "--top", "2")
+    assert len(found["plans"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "field", "value"),
+    [
+        (("--sp", "4", "--tp", "1"), "sp", 4),
+        (("--tp", "4", "--sp", "1"), "tp", 4),
+        (("--zero-stage", "0", "--method", "qlora"), "zero_stage", 0),
+        (("--offload", "nvme", "--nvme", "/nvme"), "offload", "nvme"),
+        (("--attn", "flash_attention_2"), "attn", "flash_attention_2"),
+        (("--global-batch", "96"), "grad_accum", 6),
+    ],
+)
+def test_what_is_given_is_kept(dstrain: Type, words: tuple[str, ...], field: str, value: object) -> None:
+    more = () if field == "zero_stage" else ("--micro-batch", "1")
+    assert document(dstrain, *PLAN, *more, *words, "--gpu", "h200")["plans"][0][field] == value
+
+
+def device_gib(dstrain: Type, *words: str) -> float:
+    """Returns the GiB of the only plan."""
+    found: int = document(dstrain, *words)["plans"][0]["memory"]["device_bytes_per_gpu"]
+    return found / 2**30
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("--states", "pure-bf16"), ("--liger",), ("--loss", "fused"), ("--optimizer", "adamw_8bit"), ("--attn", "eager")],
+)
+def test_every_option_beyond_gen_configs_counts(dstrain: Type, words: tuple[str, ...]) -> None:
+    assert document(dstrain, *ONE, *words)["plans"][0] != document(dstrain, *ONE)["plans"][0]
+
+
+@pytest.mark.parametrize("words", [("--lora-rank", "64"), ("--lora-targets", "q_proj,v_proj")])
+def test_the_adapter_counts(dstrain: Type, words: tuple[str, ...]) -> None:
+    lora = (*ONE, "--method", "lora")
+    found = document(dstrain, *lora, *words)["model"]["num_trainable_params"]
+    assert found != document(dstrain, *lora)["model"]["num_trainable_params"]
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (("--sp", "3"), 3, "--sp 3"),
+        (("--tp", "2", "--sp", "2"), 3, "exclude each other"),
+        (("--zero-stage", "2", "--offload", "params"), 3, "the options contradict each other"),
+        (("--global-batch", "50", "--sp", "1", "--tp", "1"), 3, "Write --global-batch 48 or 64."),
+        (("--optimizer", "adam"), 2, "did you mean"),
+        (("--zero-stage", "4"), 2, "0<=x<=3"),
+        (("--lora-rank", "0", "--method", "lora"), 3, "--lora-rank is 0"),
+        (("--lora-targets", "qproj", "--method", "lora"), 3, "q_proj"),
+        (("--grad-accum", "0"), 3, "--grad-accum is 0"),
+    ],
+)
+def test_bad_input_gets_one_message(dstrain: Type, words: tuple[str, ...], code: int, said: str) -> None:
+    done = dstrain(*PLAN, *words)
+    assert done.returncode == code, done.stderr
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("words", [PLAN, NOTHING_FITS, ONE, (*PLAN, "--top", "12", "--method", "lora")])
+def test_no_line_is_wider_than_80_columns_when_piped(dstrain: Type, words: tuple[str, ...]) -> None:
+    assert max(map(len, dstrain(*words).stdout.splitlines())) <= 80
+
+
+def test_piped_bars_are_letters_against_the_line_of_the_capacity(dstrain: Type) -> None:
+    lines = dstrain(*PLAN, "--top", "1").stdout.splitlines()
+    bar = lines[lines.index(next(line for line in lines if line.startswith(" 1 "))) + 1]
+    assert re.fullmatch(r"   P+G+O+B*W*A+L+x+ +: +\| +[\d.]+", bar)
+    assert "\x1b" not in "".join(lines)
+
+
+def test_a_bar_that_does_not_fit_crosses_the_line(dstrain: Type) -> None:
+    lines = dstrain(*ONE[:-5], "--micro-batch", "64", "--no-grad-ckpt").stdout.splitlines()
+    bar = next(line for line in lines if "|" in line and "capacity" not in line)
+    assert re.search(r"[A-Z]\|[A-Zx]", bar)
+
+
+def test_the_table_has_what_the_json_has(dstrain: Type) -> None:
+    found = document(dstrain, *PLAN)["plans"][0]
+    (row,) = [line for line in dstrain(*PLAN).stdout.splitlines() if re.match(r"1  ZeRO", line)]
+    assert f"{found['memory']['device_bytes_per_gpu'] / 2**30:.1f}" in row
+    assert f"{found['speed']['tokens_per_s_per_gpu']:.0f}" in row
+
+
+def test_the_space_considered_is_said(dstrain: Type) -> None:
+    found = document(dstrain, *PLAN)["considered"]
+    said = f"{found['estimated']:,} estimated, {found['excluded_by_bound']:,} excluded"
+    assert said in " ".join(dstrain(*PLAN).stdout.split())
+
+
+def on_a_terminal(tmp_path: Path, **variables: str) -> str:
+    """Returns what the command prints to a terminal of 80 columns."""
+    reader, writer = os.openpty()
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm-256color", "COLUMNS": "80", **variables}
+    command = [sys.executable, "-m", "dstrain.cli", *PLAN, "--top", "1"]
+    child = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=writer, stderr=writer)
+    os.close(writer)
+    pieces = []
+    while True:
+        try:
+            piece = os.read(reader, 65536)
+        except OSError:  # the other end is closed
+            break
+        if not piece:
+            break
+        pieces.append(piece)
+    os.close(reader)
+    assert child.wait(timeout=60) == 0
+    return b"".join(pieces).decode()
+
+
+def test_a_terminal_gets_colour(tmp_path: Path) -> None:
+    assert "\x1b[30;44mP" in on_a_terminal(tmp_path)
+
+
+def test_no_color_gets_letters(tmp_path: Path) -> None:
+    printed = on_a_terminal(tmp_path, NO_COLOR="1")
+    assert "PPP" in printed
+    assert "\x1b[3" not in printed

@@ -1,0 +1,62 @@
+"""Bounds are below what is estimated, for every way to train: else the search would lose plans."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from cases import ask
+
+from dstrain.choices import LossKernel, Optimizer, StateDtypes
+from dstrain.plan.bounds import bound, passes_s
+from dstrain.plan.estimate import assess
+from dstrain.plan.request import Request
+from dstrain.plan.space import space
+from dstrain.plan.speed import speed
+
+QUESTIONS: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
+    ({"model": "qwen3-32b", "gpus": 16}, {}),
+    ({"model": "qwen3-8b", "gpus": 8, "gpu": "h100", "nvme": "/nvme"}, {}),
+    ({"model": "qwen3-0.6b", "gpus": 4, "gpu": "4090"}, {"seq_len": 1024}),
+    ({"model": "llama-3.1-70b", "gpus": 16, "gpu": "h200"}, {}),
+    ({"model": "qwen3-30b-a3b", "gpus": 16, "gpu": "h100"}, {}),
+    ({"model": "mixtral-8x7b", "gpus": 8, "gpu": "h100"}, {"seq_len": 2048}),
+    ({"model": "qwen3-8b", "gpus": 2, "gpu": "4090", "method": "lora"}, {}),
+    ({"model": "qwen3-8b", "gpus": 1, "gpu": "4090", "method": "qlora"}, {}),
+    ({"model": "gemma-3-27b", "gpus": 8, "gpu": "a100-40g"}, {}),
+    ({"model": "phi-4", "gpus": 8, "gpu": "l40s"}, {}),
+    ({"model": "qwen3-8b", "gpus": 4}, {"liger": True, "loss": LossKernel.FUSED}),
+    ({"model": "qwen3-8b", "gpus": 4}, {"optimizer": Optimizer.ADAMW_8BIT}),
+    ({"model": "qwen3-8b", "gpus": 1}, {"state_dtypes": StateDtypes.PURE_BF16}),
+    ({"model": "qwen3-8b", "gpus": 4}, {"state_dtypes": StateDtypes.AUTOCAST}),
+    ({"model": "qwen2.5-1.5b", "gpus": 8, "gpu": "v100-32g"}, {}),
+)
+"""Models, machines and wishes, as unlike as can be."""
+SAMPLES = 40
+"""Candidates of each question, drawn at random."""
+
+
+@pytest.mark.parametrize(("options", "wishes"), QUESTIONS, ids=lambda each: "-".join(str(v) for v in each.values()))
+def test_no_estimate_is_below_its_bound(options: dict[str, Any], wishes: dict[str, Any]) -> None:
+    asked = ask(**options)
+    model, cluster = asked.model, asked.cluster
+    request = Request(method=asked.request.method, writable=False, sp=None, tp=None, **wishes)
+    candidates = space(model, cluster, request)
+    for each in random.Random(0).sample(candidates, min(SAMPLES, len(candidates))):
+        configuration = each.configuration(model)
+        least, memory = bound(model, cluster, each.way), assess(model, cluster, configuration).memory
+        known = speed(model, cluster, configuration)
+        assert least.device_bytes(each.micro_batch) <= memory.device_bytes_per_gpu, configuration
+        assert least.host_bytes <= memory.host_bytes_per_node, configuration
+        assert known is not None
+        least_s = each.grad_accum * passes_s(model, cluster, each.way, each.micro_batch) + least.step_s
+        assert least_s <= known.step_s * (1 + 1e-9), configuration
+
+
+def test_bounds_are_near_enough_to_exclude() -> None:
+    asked = ask(model="qwen3-32b", gpus=16)
+    candidates = space(asked.model, asked.cluster, asked.request)
+    for each in candidates:
+        found = assess(asked.model, asked.cluster, each.configuration(asked.model)).memory.device_bytes_per_gpu
+        assert bound(asked.model, asked.cluster, each.way).device_bytes(each.micro_batch) > 0.3 * found

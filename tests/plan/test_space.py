@@ -1,0 +1,165 @@
+"""What may be combined: every rule by itself, batches, and what contradicts itself."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from cases import ask
+
+from dstrain.choices import Attention, Method, Offload, Optimizer, Precision, StateDtypes
+from dstrain.errors import InvalidConfig
+from dstrain.plan.configuration import DEFAULTS
+from dstrain.plan.request import Request
+from dstrain.plan.rules import RULES, WRITABLE, broken
+from dstrain.plan.space import batches, global_batch, space, ways
+
+OFFLOADED = {"zero_stage": 3, "offload": Offload.OPTIMIZER}
+
+BROKEN: tuple[tuple[str, str, dict[str, Any]], ...] = (
+    ("offload needs ZeRO", "qwen3-8b", {"offload": Offload.OPTIMIZER}),
+    ("parameter offload needs ZeRO-3", "qwen3-8b", {"zero_stage": 2, "offload": Offload.PARAMS}),
+    ("NVMe needs a folder", "qwen3-8b", {"zero_stage": 3, "offload": Offload.NVME}),
+    ("ratio needs ZeRO-3", "qwen3-8b", {**OFFLOADED, "zero_stage": 2, "offload_ratio": 0.5}),
+    ("ratio needs an optimizer in RAM", "qwen3-8b", {"zero_stage": 3, "offload_ratio": 0.5}),
+    ("CPU optimizer is Adam", "qwen3-8b", {**OFFLOADED, "optimizer": Optimizer.ADAFACTOR}),
+    ("hpZ needs ZeRO-3", "qwen3-8b", {"zero_stage": 2, "hpz": 8}),
+    ("hpZ divides the GPUs", "qwen3-8b", {"zero_stage": 3, "hpz": 3}),
+    ("hpZ keeps its copy on the GPU", "qwen3-8b", {"zero_stage": 3, "offload": Offload.PARAMS, "hpz": 8}),
+    ("hpZ and AutoTP", "qwen3-8b", {"zero_stage": 3, "hpz": 8, "tp": 2}),
+    ("SP and AutoTP", "qwen3-8b", {"sp": 2, "tp": 2}),
+    ("SP divides the GPUs", "qwen3-8b", {"sp": 32}),
+    ("SP divides the heads", "qwen2.5-7b", {"sp": 8}),
+    ("SP and key-value heads", "phi-4", {"sp": 4}),
+    ("SP divides the sequence", "qwen3-8b", {"sp": 8, "seq_len": 4100}),
+    ("SP needs a kernel without mask", "qwen3-8b", {"sp": 2, "attn": Attention.EAGER}),
+    ("SP and latent attention", "deepseek-v2-lite", {"sp": 2}),
+    ("SP and images", "qwen3-vl-8b", {"sp": 2, "image_patches": 1024}),
+    ("TP inside a node", "gemma-3-27b", {"tp": 16}),
+    ("TP divides the key-value heads", "qwen2.5-7b", {"tp": 8}),
+    ("TP and experts", "qwen3-30b-a3b", {"tp": 2}),
+    ("TP and adapters", "qwen3-8b", {"tp": 2, "method": Method.LORA}),
+    ("activation offload needs checkpoints", "qwen3-8b", {"activation_offload": True}),
+    ("accumulation dtype needs ZeRO", "qwen3-8b", {"grad_accum_dtype": Precision.FP32}),
+    ("PyTorch offloads parameters", "qwen3-8b", {**OFFLOADED, "state_dtypes": StateDtypes.PURE_BF16}),
+    ("PyTorch has no Ulysses, no hpZ, no ratio", "qwen3-8b", {"sp": 2, "state_dtypes": StateDtypes.AUTOCAST}),
+    ("ZeRO-0 is not written", "qwen3-8b", {"zero_stage": 0}),
+    ("ZeRO-1 with offload is not written", "qwen3-8b", {**OFFLOADED, "zero_stage": 1}),
+    ("hpZ and ratio are not written", "qwen3-8b", {**OFFLOADED, "offload_ratio": 0.5}),
+    ("SP and TP are not run", "qwen3-8b", {"zero_stage": 1, "sp": 2}),
+)
+"""A rule, a model and what breaks it."""
+OF_GEN_CONFIG = {rule.name for rule in WRITABLE}
+
+
+@pytest.mark.parametrize(("name", "model", "changes"), BROKEN, ids=[name for name, _, _ in BROKEN])
+def test_a_rule_alone_forbids_what_breaks_it(name: str, model: str, changes: dict[str, Any]) -> None:
+    asked = ask(model=model, gpus=16)
+    found = broken(asked.model, asked.cluster, replace(DEFAULTS, **changes), writable=name in OF_GEN_CONFIG)
+    assert [rule.name for rule in found] == [name]
+
+
+def test_every_rule_is_tried() -> None:
+    assert {rule.name for rule in RULES + WRITABLE} == {name for name, _, _ in BROKEN}
+
+
+def test_every_rule_says_who_says_so() -> None:
+    assert all(rule.source and rule.says for rule in RULES + WRITABLE)
+
+
+def test_what_is_plain_breaks_no_rule() -> None:
+    asked = ask(model="qwen3-8b", gpus=16)
+    assert broken(asked.model, asked.cluster, replace(DEFAULTS, zero_stage=1), writable=True) == []
+
+
+def test_no_candidate_breaks_a_rule() -> None:
+    asked = ask(model="qwen3-8b", gpus=16, nvme="/nvme")
+    request = replace(asked.request, writable=False, sp=None, tp=None)
+    found = ways(asked.model, asked.cluster, request).allowed
+    assert all(not broken(asked.model, asked.cluster, way) for way in found)
+    assert {way.offload for way in found} == set(Offload)
+    assert {way.zero_stage for way in found} == {0, 1, 2, 3}
+    assert {way.sp for way in found} == {1, 2, 4, 8, 16}
+    assert {way.tp for way in found} == {1, 2, 4, 8}
+    assert {way.hpz for way in found} == {1, 8}
+    assert {way.offload_ratio for way in found} == {1.0, 0.75, 0.5, 0.25}
+
+
+def test_gen_config_is_offered_what_it_can_write() -> None:
+    asked = ask(model="qwen3-8b", gpus=16)
+    found = ways(asked.model, asked.cluster, asked.request).allowed
+    assert {(way.zero_stage, way.offload) for way in found} == {
+        (1, Offload.NONE), (2, Offload.NONE), (3, Offload.NONE),
+        (2, Offload.OPTIMIZER), (3, Offload.OPTIMIZER), (3, Offload.PARAMS),
+    }  # fmt: skip
+    assert {(way.sp, way.tp, way.hpz, way.offload_ratio) for way in found} == {(1, 1, 1, 1.0)}
+
+
+def test_every_candidate_keeps_the_global_batch() -> None:
+    asked = ask(model="qwen3-8b", gpus=16, global_batch=96)
+    request = replace(asked.request, writable=False, sp=None, tp=None)
+    found = space(asked.model, asked.cluster, request)
+    assert {global_batch(asked.cluster, each.configuration(asked.model)) for each in found} == {96}
+
+
+def test_micro_batches_are_the_divisors_of_a_ranks_share() -> None:
+    assert [size for size, _ in batches(Request(global_batch=96), 8)] == [1, 2, 3, 4, 6, 12]
+
+
+def test_without_a_global_batch_no_step_exceeds_the_default_while_it_can() -> None:
+    for ranks in range(1, 129):
+        for micro_batch, accum in batches(Request(), ranks):
+            assert ranks * micro_batch * accum <= 64 or (micro_batch, accum) == (1, 1)
+
+
+def test_a_batch_that_is_given_whole_is_kept() -> None:
+    assert batches(Request(micro_batch=3, grad_accum=7), 16) == [(3, 7)]
+
+
+def test_a_global_batch_that_gpus_do_not_divide_can_be_kept_with_sequence_parallelism() -> None:
+    asked = ask(model="qwen3-8b", gpus=8, global_batch=4)
+    request = replace(asked.request, writable=False, sp=None, tp=1)
+    assert {each.way.sp for each in space(asked.model, asked.cluster, request)} == {2, 4, 8}
+
+
+def test_every_choice_given_is_one_configuration() -> None:
+    asked = ask(model="qwen3-8b", gpus=8)
+    request = Request(
+        zero_stage=2,
+        offload=Offload.NONE,
+        micro_batch=2,
+        grad_accum=3,
+        grad_ckpt=True,
+        sp=None,
+        tp=None,
+        writable=False,
+    )
+    (only,) = space(asked.model, asked.cluster, request)
+    configuration = only.configuration(asked.model)
+    assert (configuration.sp, configuration.tp, configuration.hpz) == (1, 1, 1)
+    assert configuration.reduce_bucket_size == asked.model.hidden_size**2  # as Transformers fills "auto"
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"zero_stage": 2, "offload": Offload.PARAMS}, "--zero-stage 2 and --offload params; an optimizer"),
+        ({"sp": 2, "tp": 2}, "--sp 2 and --tp 2; sequence and tensor parallelism exclude each other"),
+        ({"sp": 3}, "--sp 3; --sp divides the GPUs"),
+        ({"tp": 3}, "--tp 3; --tp divides the GPUs of a node"),
+        ({"activation_offload": True, "grad_ckpt": False}, "--activation-offload and --grad-ckpt False"),
+        ({"global_batch": 16, "micro_batch": 3, "sp": 1, "tp": 1}, "no multiple of 8 GPUs × micro-batch 3"),
+        ({"global_batch": 50, "sp": 1, "tp": 1}, "--global-batch 50 cannot be shared by 8 GPUs"),
+        (
+            {"global_batch": 64, "micro_batch": 2, "grad_accum": 2, "sp": 1, "tp": 1},
+            "--global-batch 64 is not 8 GPUs × micro-batch 2 × 2 accumulated",
+        ),
+        ({"global_batch": 3, "sp": 2, "tp": 1}, "--global-batch 3 cannot be shared by 4 groups of 8 GPUs"),
+    ],
+)  # fmt: skip
+def test_options_that_contradict_each_other_are_named(options: dict[str, Any], said: str) -> None:
+    asked = ask(model="qwen3-8b", gpus=8)
+    with pytest.raises(InvalidConfig) as caught:
+        space(asked.model, asked.cluster, Request(**{"writable": False, "sp": None, "tp": None, **options}))
+    assert said in caught.value.problem
