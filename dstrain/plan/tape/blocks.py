@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from dstrain.choices import Attention, Stack
 from dstrain.plan.tape import ops
 from dstrain.plan.tape.context import Context
 from dstrain.plan.tape.graph import Tensors
 from dstrain.plan.tape.tensor import Param, Tensor
 
-REPEATED_KEYS = ("mistral", "mixtral")
-"""Families that Transformers 4.45 repeats keys and values of even for flash attention.
-Source: Transformers 4.45 modeling_mistral.py: MistralFlashAttention2.forward."""
 LIGER_NORM_PROGRAMS = 132
 """Rows of the partial sums of a weight gradient: one for each multiprocessor of an H100 (108 on an A100).
-Source: liger_kernel/ops/rms_norm.py: rms_norm_backward."""
+Source: liger-kernel 0.8.5 ops/rms_norm.py: rms_norm_backward."""
 
 
 def rms_norm(run: Context, x: Tensor, width: int) -> Tensor:
     """Llama's norm: computed in fp32, scaled in the dtype of its input."""
-    if run.variant.liger or run.variant.unsloth:
+    if run.kernels.norm:
         return fused_norm(run, x, width)
     tape, item = run.tape, x.item
     hidden = ops.cast(tape, x, ops.FP32)
@@ -28,7 +24,7 @@ def rms_norm(run: Context, x: Tensor, width: int) -> Tensor:
 
 def gemma_norm(run: Context, x: Tensor, width: int) -> Tensor:
     """Gemma's norm: scaled in fp32 too, by one plus the weight."""
-    if run.variant.liger or run.variant.unsloth:
+    if run.kernels.norm:
         return fused_norm(run, x, width)
     tape, item = run.tape, x.item
     hidden = ops.cast(tape, x, ops.FP32)
@@ -39,54 +35,70 @@ def gemma_norm(run: Context, x: Tensor, width: int) -> Tensor:
 
 
 def fused_norm(run: Context, x: Tensor, width: int) -> Tensor:
-    """Liger's norm: keeps its input and one number a row; the gradient is written over the incoming one.
+    """Liger's norm: keeps its input and one number a row; mostly the gradient is written over the incoming one.
 
-    Source: liger_kernel/ops/rms_norm.py: LigerRMSNormFunction.
+    Source: liger-kernel 0.8.5 ops/rms_norm.py: rms_norm_forward, rms_norm_backward.
     """
-    tape, trains, item = run.tape, run.trains, x.item
+    tape, trains, item, in_place = run.tape, run.trains, x.item, run.kernels.norm_in_place
     node = None
+    output = tape.new(x.numel, item)
+    scale = tape.new(x.numel // width, ops.FP32)
     if tape.needs(x, Param(width, trains=trains)):
-        scale = tape.new(x.numel // width, ops.FP32)
-        saved = tape.save(ops.view_without_node(x), scale)
+        saved, needs_x, numel = tape.save(ops.view_without_node(x), scale), x.node is not None, x.numel
 
         def backward(grad: Tensor) -> Tensors:
             saved.take()
-            partial = tape.new(LIGER_NORM_PROGRAMS * width, ops.FP32)
+            partial = tape.new(LIGER_NORM_PROGRAMS * width, ops.FP32) if trains else None
+            result = ops.view(grad) if in_place else tape.new(numel, item)
             grad_weight = tape.grad(width, item) if trains else None
             del partial
-            return (ops.view(grad), grad_weight)
+            return (result if needs_x else None, grad_weight)
 
         node = tape.node((x, Param(width, trains=trains)), backward)
-    return tape.new(x.numel, item, node)
+    return Tensor(output.storage, output.numel, item, node)
 
 
-def rotary(run: Context, x: Tensor) -> Tensor:
+def rotary(run: Context, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     """Rotary embedding of whole heads: x·cos + rotate_half(x)·sin."""
-    return _fused_rotary(run, x) if run.variant.liger or run.variant.unsloth else _rotated(run, x)
+    if run.kernels.rotary:
+        return _fused_rotary(run, q), _fused_rotary(run, k)
+    return _rotated(run, q, run.tables), _rotated(run, k, run.tables)
 
 
-def partial_rotary(run: Context, x: Tensor) -> Tensor:
-    """Rotary embedding of the first elements of each head; the result is put together anew, all of them or not."""
+def partial_rotary(run: Context, q: Tensor, k: Tensor, *, interleaves: bool = False) -> tuple[Tensor, Tensor]:
+    """Rotary embedding of the first elements of each head; the result is put together anew, all of them or not.
+
+    GLM writes the tables out in another order in each layer. Source: Transformers 5.23 modeling_phi3.py,
+    modeling_glm.py: apply_rotary_pos_emb.
+    """
     tape, model = run.tape, run.model
-    turned = x.numel * model.rotary_dim // model.head_dim
-    part = ops.view(x) if turned == x.numel else ops.cut(tape, x, turned)
-    rest = ops.cut(tape, x, x.numel - turned)
-    return ops.cat(tape, (_rotated(run, part), rest))
+    if run.kernels.rotary:  # in place, on copies of what are views here
+        return _fused_rotary(run, ops.copy(tape, q)), _fused_rotary(run, ops.copy(tape, k))
+    cos, sin = run.tables
+    if interleaves:
+        cos, sin = ops.copy(tape, cos), ops.copy(tape, sin)
+    turned = []
+    for x in (q, k):
+        numel = x.numel * model.rotary_dim // model.head_dim
+        part = x if numel == x.numel else ops.cut(tape, x, numel)
+        turned.append((_rotated(run, part, (cos, sin)), ops.cut(tape, x, x.numel - numel)))
+    return ops.cat(tape, turned[0]), ops.cat(tape, turned[1])
 
 
-def _rotated(run: Context, x: Tensor) -> Tensor:
-    tape = run.tape
-    assert run.cos is not None
-    assert run.sin is not None
-    cosine = ops.mul(tape, x, run.cos)
-    first, second = ops.cut(tape, x, x.numel // 2), ops.cut(tape, x, x.numel - x.numel // 2)
-    half = ops.cat(tape, (ops.unary(tape, second), first))
-    del first, second
-    return ops.add(tape, cosine, ops.mul(tape, half, run.sin))
+def _rotated(run: Context, x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
+    tape, (cos, sin) = run.tape, tables
+    return ops.add(tape, ops.mul(tape, x, cos), ops.mul(tape, half_rotated(run, x), sin))
+
+
+def half_rotated(run: Context, x: Tensor) -> Tensor:
+    """`rotate_half`: the second half of each head, negated, before the first."""
+    tape, half = run.tape, x.numel // 2
+    first = ops.cut(tape, x, half)
+    return ops.cat(tape, (ops.unary(tape, ops.cut(tape, x, x.numel - half)), first))
 
 
 def _fused_rotary(run: Context, x: Tensor) -> Tensor:
-    """Liger's rotary embedding works in place, both ways. Source: liger_kernel/ops/rope.py: LigerRopeFunction."""
+    """Liger's rotary embedding works in place, both ways. Source: liger-kernel 0.8.5 ops/rope.py: rope_forward."""
     node = run.tape.node((x,), lambda grad: (ops.view(grad),)) if run.tape.needs(x) else None
     return Tensor(x.storage, x.numel, x.item, node)
 
@@ -99,7 +111,7 @@ def gated_mlp(run: Context, x: Tensor) -> Tensor:
 
 def named_mlp(run: Context, x: Tensor, gate: str, up: str, down: str) -> Tensor:
     """The gated MLP of three linear layers."""
-    if run.variant.liger:
+    if run.kernels.mlp:
         gated = run.linear(x, gate, shards="columns")
         return run.linear(gated_product(run, gated, run.linear(x, up, shards="columns")), down, shards="rows")
     tape = run.tape
@@ -113,7 +125,7 @@ def named_mlp(run: Context, x: Tensor, gate: str, up: str, down: str) -> Tensor:
 def gated_product(run: Context, gate: Tensor, up: Tensor) -> Tensor:
     """Liger's SwiGLU or GeGLU: keeps both inputs and writes their gradients over them.
 
-    Source: liger_kernel/ops/swiglu.py: LigerSiLUMulFunction.
+    Source: liger-kernel 0.8.5 ops/swiglu.py: swiglu_forward, swiglu_backward; ops/geglu.py likewise.
     """
     tape = run.tape
     node = None
@@ -133,7 +145,7 @@ def fused_mlp(run: Context, x: Tensor) -> Tensor:
     both = run.linear(x, "mlp.gate_up_proj", shards="columns")
     gate, up = ops.split(tape, both, (both.numel // 2, both.numel // 2))
     del both
-    if run.variant.liger:
+    if run.kernels.mlp:
         product = gated_product(run, ops.copy(tape, gate), ops.copy(tape, up))
     else:
         product = ops.mul(tape, up, ops.activation(tape, gate))
@@ -142,97 +154,9 @@ def fused_mlp(run: Context, x: Tensor) -> Tensor:
 
 
 def by_head(run: Context, x: Tensor) -> Tensor:
-    """A view of x head by head; its gradient is written out token by token again."""
+    """A view of x head by head; its gradient is written out token by token again, unless Liger's rotation has done so."""
     tape = run.tape
-    if not tape.needs(x):
+    if not tape.needs(x) or run.kernels.rotary:
         return ops.view(x)
     numel, item = x.numel, x.item
     return Tensor(x.storage, numel, item, tape.node((x,), lambda grad: (tape.new(numel, item),)))
-
-
-def self_attention(run: Context, q: Tensor, k: Tensor, v: Tensor, heads: int, *, is_cat: bool = False) -> Tensor:
-    """Attention over the whole sequence by the implementation asked for; q, k and v are already rotated.
-
-    The flash kernel lays its result out like q: where that was put together anew (`is_cat`), head by head, so that the
-    tokens' order needs a copy.
-    """
-    if run.variant.attn is Attention.EAGER:
-        return _eager(run, q, k, v, heads)
-    masked = run.variant.has_mask and run.variant.attn is Attention.SDPA
-    if run.variant.stack is Stack.TRANSFORMERS_4_45 and run.model.model_type in REPEATED_KEYS:
-        k, v = repeated(run, k, q.numel), repeated(run, v, q.numel * v.numel // k.numel)
-    if masked:
-        k, v = repeated(run, k, q.numel), repeated(run, v, q.numel * v.numel // k.numel)
-    if v.numel != k.numel and run.variant.attn is Attention.FLASH_ATTENTION_2:
-        return _padded_flash(run, q, k, v, heads)
-    output = _flash(run, q, k, v, heads, has_bias=masked)
-    return ops.copy(run.tape, output) if is_cat and not masked else output
-
-
-def _padded_flash(run: Context, q: Tensor, k: Tensor, v: Tensor, heads: int) -> Tensor:
-    """Values narrower than keys are padded for the kernel, and its result is cut again.
-
-    Source: Transformers 5.23 integrations/flash_attention.py: flash_attention_forward.
-    """
-    tape, narrow, item = run.tape, v.numel, v.item
-    node = tape.node((v,), lambda grad: (tape.new(narrow, item),)) if tape.needs(v) else None
-    output = _flash(run, q, k, tape.new(k.numel, item, node), heads, has_bias=False)
-    return ops.copy(tape, ops.cut(tape, output, narrow * q.numel // k.numel))
-
-
-def repeated(run: Context, x: Tensor, numel: int) -> Tensor:
-    """`repeat_kv`: keys or values written out for every query head."""
-    if x.numel == numel:
-        return x
-    tape = run.tape
-    node = None
-    if tape.needs(x):
-        before, item = x.numel, x.item
-        node = tape.node((x,), lambda grad: (tape.new(before, item),))
-    return tape.new(numel, x.item, node)
-
-
-def _flash(run: Context, q: Tensor, k: Tensor, v: Tensor, heads: int, *, has_bias: bool) -> Tensor:
-    """A fused kernel: keeps q, k, v, the output and one fp32 number for each query and head.
-
-    A boolean mask becomes a bias in the training precision, kept in each layer. The backward kernel sums queries'
-    gradients in fp32 and, where heads share keys, makes gradients for every head first.
-    Source: torch 2.13 ATen/native/transformers/cuda/attention_backward.cu, flash_attn/flash_api.cpp: mha_bwd.
-    """
-    tape, variant = run.tape, run.variant
-    rows, item = run.rows, q.item
-    numels = (q.numel, k.numel, v.numel)
-    out_numel = q.numel * v.numel // k.numel
-    node = None
-    bias = tape.new(variant.batch * variant.seq_len**2, item) if has_bias else None
-    out = tape.new(out_numel, item)
-    sums = tape.new(rows * heads, ops.FP32)
-    if tape.needs(q, k, v):
-        saved = tape.save(q, k, v, ops.view_without_node(out), sums, bias)
-
-        def backward(grad: Tensor) -> Tensors:
-            kept = saved.take()
-            work = []
-            if variant.kernel_workspaces and not has_bias:
-                work = [tape.new(numels[0], ops.FP32), tape.new(rows * heads, ops.FP32)]
-                if numels[1] < numels[0]:
-                    work += [tape.new(numels[0], item), tape.new(out_numel, item)]
-            grads = tuple(tape.new(numel, item) for numel in numels)
-            del kept, work
-            return grads
-
-        node = tape.node((q, k, v), backward)
-    return Tensor(out.storage, out_numel, item, node)
-
-
-def _eager(run: Context, q: Tensor, k: Tensor, v: Tensor, heads: int) -> Tensor:
-    """Attention with every score written out; the softmax is computed and kept in fp32."""
-    tape, rows, item = run.tape, run.rows, q.item
-    scores_numel = rows * heads * run.variant.seq_len
-    values_numel = q.numel * v.numel // k.numel
-    k, v = repeated(run, k, q.numel), repeated(run, v, values_numel)
-    scores = ops.unary(tape, ops.product(tape, ops.copy(tape, q) if run.variant.batch > 1 else q, k, scores_numel))
-    scores = ops.unary(tape, scores)  # the mask is added
-    weights = ops.cast(tape, ops.softmax(tape, ops.cast(tape, scores, ops.FP32)), item)
-    del scores
-    return ops.copy(tape, ops.product(tape, weights, v, values_numel))

@@ -9,8 +9,9 @@ from dstrain.choices import Attention, LossKernel, Method, Offload, Stack, State
 from dstrain.facts.model import ModelFacts
 from dstrain.job import Lora
 from dstrain.plan.configuration import Configuration
-from dstrain.plan.tape import ops
+from dstrain.plan.tape import ops, products
 from dstrain.plan.tape.graph import Tape, Tensors
+from dstrain.plan.tape.kernels import kernels
 from dstrain.plan.tape.tensor import GradRelease, Param, Storage, Tensor
 
 
@@ -31,7 +32,9 @@ class Variant:
     attn: Attention
     """The attention implementation."""
     has_mask: bool
-    """Whether a padding mask goes into attention."""
+    """Whether attention is told which tokens are padding, or under SDPA which belong to the same packed sample."""
+    packing: bool
+    """Whether positions differ from row to row, as packed samples begin anew."""
     grad_ckpt: bool
     """Whether layers are recomputed."""
     activation_offload: bool
@@ -77,7 +80,8 @@ def variant_of(configuration: Configuration) -> Variant:
         seq_len=-(-configuration.seq_len // configuration.sp),
         item=configuration.precision.num_bytes,
         attn=configuration.attn,
-        has_mask=padded and configuration.attn is Attention.SDPA,
+        has_mask=padded or (configuration.packing and configuration.attn is Attention.SDPA),
+        packing=configuration.packing,
         grad_ckpt=configuration.grad_ckpt,
         activation_offload=configuration.activation_offload,
         liger=configuration.liger,
@@ -131,11 +135,25 @@ def linears(model: ModelFacts) -> dict[str, Linear]:
 class Context:
     """One run of layer code on a tape."""
 
-    __slots__ = ("cos", "held", "linears", "mask", "model", "moment", "rows", "sin", "tape", "trains", "variant")
+    __slots__ = (
+        "cos",
+        "held",
+        "kernels",
+        "linears",
+        "mask",
+        "model",
+        "moment",
+        "rows",
+        "sin",
+        "tape",
+        "trains",
+        "variant",
+    )
 
     def __init__(self, model: ModelFacts, variant: Variant, tape: Tape) -> None:
         self.model, self.variant, self.tape = model, variant, tape
         self.linears = linears(model)
+        self.kernels = kernels(model.model_type, liger=variant.liger, unsloth=variant.unsloth)
         self.rows = variant.batch * variant.seq_len
         self.trains = variant.method is Method.FULL
         self.cos: Tensor | None = None
@@ -143,6 +161,13 @@ class Context:
         self.mask: Storage | None = None
         self.held: list[Tensor] = []
         """What a caller's frame keeps alive until the loss is there."""
+
+    @property
+    def tables(self) -> tuple[Tensor, Tensor]:
+        """Cosine and sine of every position."""
+        assert self.cos is not None
+        assert self.sin is not None
+        return self.cos, self.sin
 
     def linear(self, x: Tensor, name: str, *, shards: str = "") -> Tensor:
         """A linear layer of the model, with its adapter where it has one.
@@ -175,8 +200,8 @@ class Context:
         tape, item = self.tape, self.variant.item
         rows = x.numel // inputs
         weight = Param(outputs * inputs, trains=self.trains)
-        result = ops.matmul(tape, ops.cast(tape, x, item), weight, rows * outputs, item)
-        return ops.bias(tape, result, Param(outputs, trains=self.trains)) if has_bias else result
+        result = products.matmul(tape, ops.cast(tape, x, item), weight, rows * outputs, item)
+        return products.bias(tape, result, Param(outputs, trains=self.trains)) if has_bias else result
 
     def _quantized(self, x: Tensor, outputs: int, inputs: int, has_bias: bool) -> Tensor:
         """A 4-bit linear: the weight is written out in the compute dtype for the product, forward and backward.
@@ -188,7 +213,8 @@ class Context:
         node = None
         numel, x_numel = outputs * inputs, x.numel
         if tape.needs(x):
-            saved = tape.save(None)
+            # LitGPT's bitsandbytes, older than 0.42, keeps the input
+            saved = tape.save(ops.view_without_node(x) if self.variant.stack is Stack.LITGPT else None)
 
             def backward(grad: Tensor) -> Tensors:
                 saved.take()
@@ -214,9 +240,9 @@ class Context:
             dropped = ops.cast(tape, dropped, item)
         else:
             dropped = ops.dropout(tape, ops.cast(tape, x, item), lora.dropout)
-        inner = ops.matmul(tape, dropped, down, rows * lora.rank, item)
+        inner = products.matmul(tape, dropped, down, rows * lora.rank, item)
         del dropped
-        outer = ops.matmul(tape, inner, up, rows * outputs, item)
+        outer = products.matmul(tape, inner, up, rows * outputs, item)
         del inner
         scaled = ops.unary(tape, outer)
         del outer

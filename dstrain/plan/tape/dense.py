@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from dstrain.plan.tape import blocks, ops
+from dstrain.plan.tape import attention, blocks, ops
 from dstrain.plan.tape.context import Context
 from dstrain.plan.tape.tensor import Tensor
 
@@ -12,19 +12,16 @@ Block = Callable[[Context, Tensor], Tensor]
 Norm = Callable[[Context, Tensor, int], Tensor]
 
 
-def attention(run: Context, x: Tensor) -> Tensor:
+def plain_attention(run: Context, x: Tensor) -> Tensor:
     """Llama's attention: grouped queries, separate projections."""
-    q = run.linear(x, "self_attn.q_proj", shards="columns")
-    k = run.linear(x, "self_attn.k_proj", shards="columns")
-    v = run.linear(x, "self_attn.v_proj", shards="columns")
-    return _attended(run, q, k, v)
+    return _attended(run, *_projected(run, x))
 
 
 def qwen3_attention(run: Context, x: Tensor) -> Tensor:
     """Attention whose queries and keys are normalised as soon as they are there."""
     width = run.model.head_dim
-    q = blocks.rms_norm(run, run.linear(x, "self_attn.q_proj", shards="columns"), width)
-    k = blocks.rms_norm(run, run.linear(x, "self_attn.k_proj", shards="columns"), width)
+    q = blocks.rms_norm(run, _by_head(run, x, "self_attn.q_proj"), width)
+    k = blocks.rms_norm(run, _by_head(run, x, "self_attn.k_proj"), width)
     v = run.linear(x, "self_attn.v_proj", shards="columns")
     return _attended(run, q, k, v)
 
@@ -32,9 +29,7 @@ def qwen3_attention(run: Context, x: Tensor) -> Tensor:
 def gemma3_attention(run: Context, x: Tensor) -> Tensor:
     """Attention with Gemma's norm, after all three projections."""
     width = run.model.head_dim
-    q = run.linear(x, "self_attn.q_proj", shards="columns")
-    k = run.linear(x, "self_attn.k_proj", shards="columns")
-    v = run.linear(x, "self_attn.v_proj", shards="columns")
+    q, k, v = _projected(run, x)
     q = blocks.gemma_norm(run, q, width)
     k = blocks.gemma_norm(run, k, width)
     return _attended(run, q, k, v)
@@ -47,25 +42,34 @@ def fused_attention(run: Context, x: Tensor) -> Tensor:
     queries = run.rows * model.num_attention_heads * model.head_dim // tp
     keys = (both.numel - queries) // 2
     q, k, v = (ops.cut(run.tape, both, numel) for numel in (queries, keys, keys))
-    return _attended(run, q, k, v, partly=True)
+    q, k = blocks.partial_rotary(run, blocks.by_head(run, q), blocks.by_head(run, k))
+    return _output(run, q, k, v, is_cat=not run.kernels.rotary)
 
 
 def glm_attention(run: Context, x: Tensor) -> Tensor:
     """Attention that rotates a part of each head."""
-    q = run.linear(x, "self_attn.q_proj", shards="columns")
-    k = run.linear(x, "self_attn.k_proj", shards="columns")
-    v = run.linear(x, "self_attn.v_proj", shards="columns")
-    return _attended(run, q, k, v, partly=True)
+    q, k, v = _projected(run, x)
+    q, k = blocks.partial_rotary(run, q, k, interleaves=True)
+    return _output(run, q, k, v, is_cat=True)
 
 
-def _attended(run: Context, q: Tensor, k: Tensor, v: Tensor, *, partly: bool = False) -> Tensor:
+def _projected(run: Context, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    q, k = _by_head(run, x, "self_attn.q_proj"), _by_head(run, x, "self_attn.k_proj")
+    return q, k, run.linear(x, "self_attn.v_proj", shards="columns")
+
+
+def _by_head(run: Context, x: Tensor, name: str) -> Tensor:
+    return blocks.by_head(run, run.linear(x, name, shards="columns"))
+
+
+def _attended(run: Context, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Rotates, attends and projects back."""
-    turn = blocks.partial_rotary if partly else blocks.rotary
-    turned_q, turned_k = turn(run, q), turn(run, k)
-    q, k = turned_q, turned_k
-    del turned_q, turned_k
+    return _output(run, *blocks.rotary(run, q, k), v)
+
+
+def _output(run: Context, q: Tensor, k: Tensor, v: Tensor, *, is_cat: bool = False) -> Tensor:
     heads = run.model.num_attention_heads // run.variant.tp
-    output = blocks.self_attention(run, q, k, v, heads, is_cat=partly)
+    output = attention.self_attention(run, q, k, v, heads, is_cat=is_cat)
     return run.linear(output, "self_attn.o_proj", shards="rows")
 
 
@@ -99,7 +103,7 @@ def granite(run: Context, x: Tensor) -> Tensor:
     """Granite's layer: Llama's, with what is added to the residual stream multiplied by a constant."""
     tape, width = run.tape, run.model.hidden_size
     hidden = blocks.rms_norm(run, x, width)
-    hidden = attention(run, hidden)
+    hidden = plain_attention(run, hidden)
     hidden = ops.add(tape, x, ops.unary(tape, hidden))
     x = hidden
     hidden = blocks.rms_norm(run, x, width)

@@ -71,6 +71,7 @@ class Tape:
         "grad_enabled",
         "grads",
         "held",
+        "keeps_inputs",
         "ledger",
         "offloads_inputs",
         "part",
@@ -85,6 +86,7 @@ class Tape:
         self.release, self.gathers = release, gathers
         self.stops_early = True
         self.offloads_inputs = False
+        self.keeps_inputs = False
         self._in_flight: list[Storage] = []
         self.grad_enabled = True
         self.part = Part.ACTIVATIONS
@@ -215,6 +217,14 @@ class Tape:
         if getrefcount(old.storage) <= 2:
             return old
         return self.like(old)
+
+    def leave_layer(self) -> None:
+        """Reduces the gradients of the layer before: a flat copy of them all, then both go."""
+        if self.release is not GradRelease.AFTER_LAYER or not self.grads:
+            return
+        flat = self.grad(sum(grad.numel for grad in self.grads), self.grads[0].item)
+        self.grads.clear()
+        del flat
 
     def like(self, tensor: Tensor) -> Tensor:
         """Allocates a tensor of the same size and part, without history."""

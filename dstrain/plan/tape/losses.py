@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dstrain.choices import LossKernel, Stack
-from dstrain.plan.tape import ops
+from dstrain.plan.tape import ops, products
 from dstrain.plan.tape.context import Context
 from dstrain.plan.tape.graph import Tensors
 from dstrain.plan.tape.tensor import Param, Part, Tensor
@@ -19,14 +19,14 @@ def loss(run: Context, hidden: Tensor, table: Param, *, scales: bool) -> Tensor:
     head = table if model.tie_word_embeddings else Param(numel, trains=run.trains, is_root=True)
     tape = run.tape
     hidden = _entered(run, hidden)
-    tape.ledger.enter("loss forward")
+    tape.ledger.enter("head forward")
     outer, tape.part = tape.part, Part.LOGITS
     made = {
         LossKernel.FULL: _full,
         LossKernel.IN_PLACE: _in_place,
         LossKernel.FUSED: _fused,
         LossKernel.CHUNKED: _chunked,
-    }[variant.loss]
+    }[run.kernels.loss if variant.liger and variant.loss is LossKernel.FUSED else variant.loss]
     result = made(run, hidden, head, scales)
     run.held.clear()
     tape.part = outer
@@ -97,7 +97,7 @@ def _product(run: Context, hidden: Tensor, head: Param) -> Tensor:
     tape, item = run.tape, run.variant.item
     whole = hidden.numel // run.model.hidden_size * run.model.vocab_size
     part = whole // run.variant.tp
-    logits = ops.matmul(tape, ops.cast(tape, hidden, item), head, part, item)
+    logits = products.matmul(tape, ops.cast(tape, hidden, item), head, part, item)
     if part == whole:
         return logits
     node = tape.node((logits,), lambda grad: (tape.new(part, item),)) if tape.needs(logits) else None
@@ -106,6 +106,7 @@ def _product(run: Context, hidden: Tensor, head: Param) -> Tensor:
 
 def _headed(run: Context, logits: Tensor) -> Tensor:
     """Passes logits through; with their gradient the head's backward pass begins."""
+    run.tape.ledger.enter("loss forward")
     if logits.node is None:
         return logits
     tape = run.tape
@@ -144,21 +145,26 @@ def _cross_entropy(run: Context, logits: Tensor) -> Tensor:
 def _fused(run: Context, hidden: Tensor, head: Param, scales: bool) -> Tensor:
     """Liger's fused head and loss: gradients are made in the forward pass, a chunk of logits at a time.
 
-    Source: liger_kernel/ops/fused_linear_cross_entropy.py: fused_linear_cross_entropy_forward.
+    Up to 0.4 each chunk was cast to fp32; from 0.6 to 0.8.0 a second gradient of the head and one in fp32 stood beside
+    the first, for a moment in each chunk, as they still do in fp32 training.
+    Source: liger-kernel 0.8.5 ops/fused_linear_cross_entropy.py: fused_linear_cross_entropy_forward.
     """
     tape, model, item = run.tape, run.model, run.variant.item
     rows, width, vocabulary = run.rows, model.hidden_size, model.vocab_size // run.variant.tp
+    tape.ledger.enter("loss forward")
     grad_input = tape.new(rows * width, item)
     grad_weight = tape.grad(vocabulary * width, item) if head.trains else None
+    sums = tape.new(rows, ops.FP32)
     chunks = -(-vocabulary // width)
-    size = 1 << (max(1, -(-rows // chunks)) - 1).bit_length()
-    size = min(size, rows)
+    size = min(1 << (-(-rows // chunks) - 1).bit_length(), rows)
+    whole = tape.gathered(vocabulary * width, item)
     logits = tape.new(size * vocabulary, item)
-    if head.trains:
+    if run.variant.stack is not Stack.TRANSFORMERS_5:
+        logits = ops.cast(tape, logits, ops.FP32)
+    if head.trains and item == ops.FP32:
         product = tape.grad(vocabulary * width, item)
-        wide = tape.grad(vocabulary * width, ops.FP32)
-        del product, wide
-    del logits
+        del product
+    del logits, sums, whole
     saved = tape.save(grad_input, grad_weight)
 
     def backward(grad: Tensor) -> Tensors:

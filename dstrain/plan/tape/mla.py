@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from dstrain.plan.tape import blocks, ops
+from dstrain.plan.tape import attention, blocks, ops
 from dstrain.plan.tape.context import Context
 from dstrain.plan.tape.graph import Tensors
 from dstrain.plan.tape.tensor import Tensor
@@ -13,7 +13,7 @@ Turn = Callable[[Context, Tensor, Tensor], tuple[Tensor, Tensor]]
 """Rotates the parts of queries and keys that positions turn."""
 
 
-def attention(run: Context, x: Tensor, turn: Turn) -> Tensor:
+def latent_attention(run: Context, x: Tensor, turn: Turn) -> Tensor:
     """Latent attention in training: the latent is expanded to keys and values for every head.
 
     Source: Transformers 5.23 modeling_deepseek_v3.py: DeepseekV3Attention.forward.
@@ -28,7 +28,7 @@ def attention(run: Context, x: Tensor, turn: Turn) -> Tensor:
     q_turned, k_turned = turn(run, q_turned, k_turned)
     queries = ops.cat(tape, (q_pass, q_turned))
     keys, values = _expanded(run, latent, k_turned, heads)
-    output = blocks.self_attention(run, queries, keys, values, heads)
+    output = attention.self_attention(run, queries, keys, values, heads, is_cat=True)
     result = run.linear(output, "self_attn.o_proj", shards="rows")
     del q, compressed  # the frame holds what these are views of
     return result
@@ -50,15 +50,7 @@ def _expanded(run: Context, latent: Tensor, k_turned: Tensor, heads: int) -> tup
     both = blocks.by_head(run, run.linear(latent, "self_attn.kv_b_proj", shards="columns"))
     numel = run.rows * heads * (model.head_dim - model.rotary_dim)
     k_pass, values = ops.split(tape, both, (numel, both.numel - numel))
-    return _assembled(run, k_pass, _for_all_heads(run, k_turned, heads)), values
-
-
-def _for_all_heads(run: Context, x: Tensor, heads: int) -> Tensor:
-    """A view of one head as many, whose gradient is summed."""
-    tape = run.tape
-    numel, item = x.numel, x.item
-    node = tape.node((x,), lambda grad: (tape.new(numel, item),)) if tape.needs(x) else None
-    return Tensor(x.storage, numel * heads, item, node)
+    return _assembled(run, k_pass, ops.shared(tape, k_turned, heads)), values
 
 
 def _assembled(run: Context, first: Tensor, second: Tensor) -> Tensor:
@@ -100,14 +92,13 @@ def interleaved_rotary(run: Context, q: Tensor, k: Tensor) -> tuple[Tensor, Tens
 
 def _interleaved(run: Context, x: Tensor) -> Tensor:
     tape, half = run.tape, x.numel // 2
-    assert run.cos is not None
-    assert run.sin is not None
+    cos, sin = run.tables
     even, odd = ops.cut(tape, x, half), ops.cut(tape, x, half)
     return ops.cat(
         tape,
         (
-            ops.sub(tape, ops.mul(tape, even, run.cos), ops.mul(tape, odd, run.sin)),
-            ops.add(tape, ops.mul(tape, odd, run.cos), ops.mul(tape, even, run.sin)),
+            ops.sub(tape, ops.mul(tape, even, cos), ops.mul(tape, odd, sin)),
+            ops.add(tape, ops.mul(tape, odd, cos), ops.mul(tape, even, sin)),
         ),
     )
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from dstrain.choices import Stack
 from dstrain.facts.model import Moe
-from dstrain.plan.tape import blocks, moe_loop, ops
+from dstrain.plan.tape import blocks, moe_loop, ops, products
 from dstrain.plan.tape.context import Context
 from dstrain.plan.tape.graph import Tensors
 from dstrain.plan.tape.tensor import Param, Tensor
@@ -96,9 +96,9 @@ def _router_logits(run: Context, x: Tensor, item: int) -> Tensor:
     weight = Param(numel, trains=run.trains)
     x = ops.cast(tape, x, item)
     if item == run.variant.item:
-        return ops.matmul(tape, x, weight, rows * _moe(run).num_experts, item)
-    wide = ops.cast_param(tape, weight, run.variant.item, item)
-    return ops.product(tape, x, wide, rows * _moe(run).num_experts)
+        return products.matmul(tape, x, weight, rows * _moe(run).num_experts, item)
+    wide = products.cast_param(tape, weight, run.variant.item, item)
+    return products.product(tape, x, wide, rows * _moe(run).num_experts)
 
 
 def softmax_router(run: Context, x: Tensor, *, normalises: bool = True, narrows: bool = True) -> Routing:
@@ -136,7 +136,7 @@ def _sigmoid_router(run: Context, x: Tensor) -> Routing:
     rows = scores.numel // moe.num_experts
     shifted, masked = (tape.new(scores.numel, scores.item) for _ in range(2))
     indices = tape.new(rows * moe.experts_per_token, INDEX)
-    weights = _gathered(run, scores, indices)
+    weights = ops.picked(tape, scores, indices.numel, indices)
     weights = ops.unary(tape, _normalised(run, weights))
     del shifted, masked
     return logits, weights, indices
@@ -146,27 +146,7 @@ def _top_k(run: Context, scores: Tensor) -> tuple[Tensor, Tensor]:
     """The best k of each row, and where they are."""
     rows, k = scores.numel // _moe(run).num_experts, _moe(run).experts_per_token
     indices = run.tape.new(rows * k, INDEX)
-    return _gathered(run, scores, indices), indices
-
-
-def _gathered(run: Context, x: Tensor, indices: Tensor) -> Tensor:
-    """Some elements of each row, or `x[indices]`: keeps the indices; the gradient is added into zeros."""
-    return _picked(run, x, indices.numel, indices)
-
-
-def _picked(run: Context, x: Tensor, numel: int, indices: Tensor) -> Tensor:
-    tape = run.tape
-    node = None
-    if tape.needs(x):
-        saved = tape.save(indices)
-        before, item = x.numel, x.item
-
-        def backward(grad: Tensor) -> Tensors:
-            saved.take()
-            return (tape.new(before, item),)
-
-        node = tape.node((x,), backward)
-    return tape.new(numel, x.item, node)
+    return ops.picked(run.tape, scores, indices.numel, indices), indices
 
 
 def _normalised(run: Context, weights: Tensor) -> Tensor:
@@ -191,11 +171,13 @@ def grouped_experts(run: Context, x: Tensor, weights: Tensor, indices: Tensor) -
 
     Source: Transformers 5.23 integrations/moe.py: grouped_mm_experts_forward.
     """
+    if run.kernels.experts:
+        return _fused_experts(run, x, weights, indices)
     tape, moe, width = run.tape, _moe(run), run.model.hidden_size
     rows, inner = indices.numel, moe.intermediate_size
     sorted_ids, order = tape.new(rows, INDEX), tape.new(rows, INDEX)
-    chosen = _picked(run, x, rows * width, tape.new(rows, INDEX))
-    sorted_weights = _gathered(run, weights, order)
+    chosen = ops.picked(tape, x, rows * width, tape.new(rows, INDEX))
+    sorted_weights = ops.picked(tape, weights, rows, order)
     narrow_ids = tape.new(rows, 4)
     hidden = _grouped_product(run, chosen, 2 * inner, width)
     hidden = _gated(run, hidden)
@@ -203,8 +185,8 @@ def grouped_experts(run: Context, x: Tensor, weights: Tensor, indices: Tensor) -
     weighted = ops.mul(tape, hidden, sorted_weights)
     inverse, counted = tape.new(rows, INDEX), tape.new(rows, INDEX)
     del counted
-    weighted = _picked(run, weighted, rows * width, inverse)
-    output = ops.cast(tape, _summed(run, weighted, x.numel), x.item)
+    weighted = ops.picked(tape, weighted, rows * width, inverse)
+    output = ops.cast(tape, ops.resized(tape, weighted, x.numel), x.item)
     del sorted_ids, chosen, narrow_ids, hidden
     return output
 
@@ -215,17 +197,37 @@ def _gated(run: Context, both: Tensor) -> Tensor:
     return ops.mul(run.tape, ops.activation(run.tape, gate), up)
 
 
-def _summed(run: Context, x: Tensor, numel: int) -> Tensor:
-    """A sum over neighbours; its gradient is written out for each of them."""
-    tape = run.tape
-    node = None
-    if tape.needs(x):
-        before, item = x.numel, x.item
-        node = tape.node((x,), lambda grad: (tape.new(before, item),))
-    return tape.new(numel, x.item, node)
-
-
 def _grouped_product(run: Context, x: Tensor, outputs: int, inputs: int) -> Tensor:
     """The rows of each expert times its matrix, for all experts at once."""
     weight = Param(_moe(run).num_experts * outputs * inputs, trains=run.trains)
-    return ops.matmul(run.tape, x, weight, x.numel // inputs * outputs, run.variant.item)
+    return products.matmul(run.tape, x, weight, x.numel // inputs * outputs, run.variant.item)
+
+
+def _fused_experts(run: Context, x: Tensor, weights: Tensor, indices: Tensor) -> Tensor:
+    """Liger's experts: keeps the input and the products before the activation; gradients of frozen weights are made too.
+
+    Source: liger-kernel 0.8.5 ops/fused_moe.py: LigerFusedMoEFunction.
+    """
+    tape, item, inner, width = run.tape, x.item, _moe(run).intermediate_size, run.model.hidden_size
+    rows, x_numel, numel = indices.numel, x.numel, _moe(run).num_experts * _moe(run).intermediate_size * width
+    places = tape.new(3 * rows, 4), tape.new(rows, 4)
+    before, after = tape.new(rows * 2 * inner, item), tape.new(rows * inner, item)
+    outputs = tape.new(rows * width, item)
+    output = tape.new(x_numel, item)
+    del after, outputs
+    up, down = Param(2 * numel, trains=run.trains), Param(numel, trains=run.trains)
+    if not tape.needs(x, weights, up, down):
+        return output
+    saved = tape.save(ops.view_without_node(x), before, ops.view_without_node(weights), places[0])
+
+    def backward(grad: Tensor) -> Tensors:
+        kept = saved.take()
+        whole = tape.gathered(3 * numel, item)
+        grad_before, weighed = tape.new(rows * 2 * inner, item), tape.new(rows * inner, item)
+        grad_weights = tape.new(rows, item)
+        grad_down, expanded = tape.grad(numel, item), tape.new(rows * width, item)
+        grad_x, grad_up = tape.new(x_numel, item), tape.grad(2 * numel, item)
+        del kept, whole, grad_before, weighed, expanded
+        return (grad_x, grad_weights, grad_up if run.trains else None, grad_down if run.trains else None)
+
+    return Tensor(output.storage, x_numel, item, tape.node((x, weights, up, down), backward))

@@ -228,6 +228,38 @@ def copy(tape: Tape, x: Tensor) -> Tensor:
     return tape.new(x.numel, x.item, node)
 
 
+def resized(tape: Tape, x: Tensor, numel: int) -> Tensor:
+    """Rows written out repeatedly, padded, or summed with their neighbours: another tensor, and so is the gradient."""
+    before, item = x.numel, x.item
+    node = tape.node((x,), lambda grad: (tape.new(before, item),)) if tape.needs(x) else None
+    return tape.new(numel, x.item, node)
+
+
+def shared(tape: Tape, x: Tensor, count: int) -> Tensor:
+    """A view of x as `count` of it, whose gradient is summed."""
+    numel, item = x.numel, x.item
+    node = tape.node((x,), lambda grad: (tape.new(numel, item),)) if tape.needs(x) else None
+    return Tensor(x.storage, numel * count, item, node)
+
+
+def picked(tape: Tape, x: Tensor, numel: int, indices: Tensor) -> Tensor:
+    """`x[indices]`, or x written into zeros at them: keeps the indices; the gradient is as large as x.
+
+    Source: torch 2.13 tools/autograd/FunctionsManual.cpp: index_backward, value_selecting_reduction_backward.
+    """
+    node = None
+    if tape.needs(x):
+        saved = tape.save(indices)
+        before, item = x.numel, x.item
+
+        def backward(grad: Tensor) -> Tensors:
+            saved.take()
+            return (tape.new(before, item),)
+
+        node = tape.node((x,), backward)
+    return tape.new(numel, x.item, node)
+
+
 def dropout(tape: Tape, x: Tensor, p: float) -> Tensor:
     """Dropout: keeps a mask of one byte an element. Source: ATen/native/cuda/Dropout.cu: fused_dropout."""
     if p == 0:
@@ -243,61 +275,3 @@ def dropout(tape: Tape, x: Tensor, p: float) -> Tensor:
 
         node = tape.node((x,), backward)
     return tape.new(x.numel, x.item, node)
-
-
-def matmul(tape: Tape, x: Tensor, weight: Param, out_numel: int, item: int) -> Tensor:
-    """A linear layer's product: x is kept where the weight trains; the weight is whole while it works."""
-    node = None
-    if tape.needs(x, weight):
-        trains, needs_x = weight.trains, x.node is not None
-        saved = tape.save(x if trains else None)
-        numel, x_item, x_numel = weight.numel, x.item, x.numel
-
-        def backward(grad: Tensor) -> Tensors:
-            kept = saved.take()
-            whole = tape.gathered(numel, item)
-            grad_weight = tape.grad(numel, item) if trains else None
-            grad_x = tape.new(x_numel, x_item) if needs_x else None
-            del kept, whole
-            return (grad_x, grad_weight)
-
-        node = tape.node((x, weight), backward)
-    whole = tape.gathered(weight.numel, item)
-    result = tape.new(out_numel, item, node)
-    del whole
-    return result
-
-
-def bias(tape: Tape, x: Tensor, weight: Param) -> Tensor:
-    """A bias, added within the product before it: its gradient is a sum of rows."""
-    if not weight.trains or not tape.grad_enabled:
-        return x
-    width, item = weight.numel, x.item
-    node = tape.node((x, weight), lambda grad: (grad, tape.grad(width, item)))
-    return Tensor(x.storage, x.numel, x.item, node)
-
-
-def product(tape: Tape, x: Tensor, y: Tensor, numel: int) -> Tensor:
-    """A matrix product of two tensors neither of which is a parameter: each is kept for the other's gradient."""
-    node = None
-    if tape.needs(x, y):
-        needs_x, needs_y = x.node is not None, y.node is not None
-        saved = tape.save(x if needs_y else None, y if needs_x else None)
-        x_numel, y_numel, item = x.numel, y.numel, x.item
-
-        def backward(grad: Tensor) -> Tensors:
-            kept = saved.take()
-            grad_x = tape.new(x_numel, item) if needs_x else None
-            grad_y = tape.new(y_numel, item) if needs_y else None
-            del kept
-            return (grad_x, grad_y)
-
-        node = tape.node((x, y), backward)
-    return tape.new(numel, x.item, node)
-
-
-def cast_param(tape: Tape, weight: Param, item: int, wide: int) -> Tensor:
-    """A parameter of `item` bytes an element, cast to `wide` for one product."""
-    numel = weight.numel
-    node = tape.node((weight,), lambda grad: (tape.grad(numel, item),)) if tape.needs(weight) else None
-    return tape.new(numel, wide, node)

@@ -8,11 +8,11 @@ from functools import cache
 from dstrain.choices import Method, Stack
 from dstrain.facts.model import ModelFacts
 from dstrain.plan.configuration import Configuration
-from dstrain.plan.tape import losses, ops
+from dstrain.plan.tape import beginning, losses, ops, vision
 from dstrain.plan.tape.context import Context, Variant, variant_of
 from dstrain.plan.tape.families import LAYER_CODE, LayerCode
-from dstrain.plan.tape.graph import Tape
-from dstrain.plan.tape.tensor import GradRelease, Node, Param, Tensor
+from dstrain.plan.tape.graph import OFFLOADED_IN_FLIGHT, Tape
+from dstrain.plan.tape.tensor import Param, Tensor
 
 INDEX = 8
 """Bytes of a token id."""
@@ -58,8 +58,10 @@ def of_variant(model: ModelFacts, variant: Variant) -> tuple[Instant, ...]:
     depth = {"dense": model.num_hidden_layers - sparse, "sparse": sparse}
     depth = {kind: count for kind, count in depth.items() if count}
     short = dict.fromkeys(depth, 1)
-    if variant.method is not Method.FULL:
-        short[next(iter(short))] = 2  # the first layer's input needs no gradient: no other layer is like it
+    if variant.method is not Method.FULL or variant.image_patches:
+        short[next(iter(short))] = 2  # the first layer's input needs no gradient, or features follow it
+    if variant.activation_offload:
+        short[next(reversed(short))] = OFFLOADED_IN_FLIGHT + 1
     short = {kind: min(count, depth[kind]) for kind, count in short.items()}
     base = peaks(model, variant, short)
     values = {name: list(parts) for name, parts in base.items()}
@@ -111,22 +113,29 @@ def play(run: Context, depth: dict[str, int]) -> None:
     """Runs one micro-batch, forward and backward."""
     tape, model = run.tape, run.model
     code = LAYER_CODE[model.model_type]
-    loss = _forward(run, code, depth)
+    tape.ledger.enter("forward")
+    count = 2 + run.variant.has_mask + (3 if run.variant.image_patches else 0)  # ids, labels; mask; three positions
+    inputs = tape.new(run.rows * count, INDEX)
+    images = vision.pixels(run)
+    loss = _forward(run, code, depth, images)
     tape.ledger.enter("loss backward")
     tape.backward(loss)
+    del inputs, images
 
 
-def _forward(run: Context, code: LayerCode, depth: dict[str, int]) -> Tensor:
+def _forward(run: Context, code: LayerCode, depth: dict[str, int], images: Tensor | None) -> Tensor:
     """Returns the loss; what the model's forward pass keeps in its frame goes when it returns."""
     tape, model, variant = run.tape, run.model, run.variant
-    tape.ledger.enter("forward")
-    ids = [tape.new(run.rows, INDEX) for _ in range(2)]  # ids and labels
     places = tape.new(variant.seq_len, INDEX)
     table = Param(model.vocab_size * model.hidden_size // variant.tp, trains=run.trains, is_root=True)
-    hidden = embedded(run, table)
+    hidden = beginning.embedded(run, table, scales=code.scales_in_embedding)
     if code.scales_embedding:
         hidden = ops.unary(tape, hidden)
-    positions(run)
+    seen = code.tower(run, hidden, images) if code.tower and images else None
+    if seen:
+        hidden = seen.hidden
+    embeddings = hidden  # the frame holds them
+    beginning.positions(run, code.attention_kinds, by_row=code.rotates_by_row)
     order = [kind for kind, count in depth.items() for _ in range(count)]
     for index, kind in enumerate(order):
         layer = code.dense if kind == "dense" else code.sparse
@@ -135,60 +144,16 @@ def _forward(run: Context, code: LayerCode, depth: dict[str, int]) -> Tensor:
             hidden = tape.checkpoint(lambda x, layer=layer: layer(run, x), hidden)  # type: ignore[misc]
         else:
             hidden = layer(run, hidden)
-        hidden = marked(run, hidden, f"layer backward {index}")
+        hidden = output = marked(run, hidden, f"layer backward {index}")
+        if seen and seen.levels and index == 0:  # those that follow leave as much behind as layers without
+            hidden = vision.deepened(run, hidden, seen.levels[0], seen.mask)
     hidden = code.norm(run, hidden, model.hidden_size)
+    del embeddings, seen, output
+    if not variant.grad_ckpt:  # who recomputes a layer calls it again with the mask
+        run.mask = None
     loss = losses.loss(run, hidden, table, scales=code.scales_logits)
-    del ids, places
+    del places
     return loss
-
-
-def embedded(run: Context, table: Param) -> Tensor:
-    """The embedding of the tokens; its gradient is a table of zeros, summed into."""
-    tape, model, item = run.tape, run.model, run.variant.item
-    node: Node | None = None
-    if table.trains:
-        numel = table.numel
-
-        def backward(grad: Tensor) -> tuple[Tensor | None, ...]:
-            _leave_layer(tape)
-            tape.ledger.enter("embedding backward")
-            whole = tape.gathered(numel, item)
-            result = tape.grad(numel, item)
-            del whole
-            return (result,)
-
-        node = tape.node((table,), backward)
-    whole = tape.gathered(table.numel, item)
-    result = tape.new(run.rows * model.hidden_size, item, node)
-    del whole
-    if run.variant.grad_ckpt and not run.trains and run.variant.stack is Stack.TRANSFORMERS_5:
-        result.node = _leaf(tape, result)
-    if run.variant.residual_item != item:
-        return ops.cast(tape, result, run.variant.residual_item)
-    return result
-
-
-def _leaf(tape: Tape, x: Tensor) -> Node:
-    """Makes a gradient for x, which nothing that trains has made, so that the first layer can be recomputed.
-
-    Source: Transformers 5.23 modeling_utils.py: enable_input_require_grads; the end of the graph holds x itself.
-    """
-    held = ops.view_without_node(x)
-
-    def backward(grad: Tensor) -> tuple[Tensor | None, ...]:
-        assert held.numel == grad.numel
-        return (None,)
-
-    return tape.node((held,), backward)
-
-
-def positions(run: Context) -> None:
-    """Makes what all layers share: the rotary tables and the attention mask."""
-    tape, model, variant = run.tape, run.model, run.variant
-    width = model.rotary_dim
-    run.cos, run.sin = (tape.new(variant.seq_len * width, variant.item) for _ in range(2))
-    if variant.has_mask:
-        run.mask = tape.new(variant.batch * variant.seq_len**2, 1).storage
 
 
 def marked(run: Context, x: Tensor, name: str) -> Tensor:
@@ -199,19 +164,10 @@ def marked(run: Context, x: Tensor, name: str) -> Tensor:
     output = ops.view_without_node(x) if run.variant.holds_layers else None
 
     def backward(grad: Tensor) -> tuple[Tensor | None, ...]:
-        _leave_layer(tape)
+        tape.leave_layer()
         if output is not None:
             tape.held += [output, ops.view(grad)]
         tape.ledger.enter(name)
         return (grad,)
 
     return Tensor(x.storage, x.numel, x.item, tape.node((x,), backward))
-
-
-def _leave_layer(tape: Tape) -> None:
-    """Reduces the gradients of the layer before: a flat copy of them all, then both go."""
-    if tape.release is not GradRelease.AFTER_LAYER or not tape.grads:
-        return
-    flat = tape.grad(sum(grad.numel for grad in tape.grads), tape.grads[0].item)
-    tape.grads.clear()
-    del flat

@@ -1,0 +1,74 @@
+"""The meta-tensor tracer, a program: questions about models in, bytes alive in a training pass out.
+
+    echo '{"questions": [{"subject": {"config": {…}}, "seq_len": 4096}]}' | python -m dstrain.train.trace
+
+reads `Questions` of `facts.traced_answers` as JSON and writes `Answers`, in the same order. It needs neither weights
+nor a GPU: Transformers' own code runs forward, loss and backward on tensors without data, with CUDA's choice of
+kernels, and every storage is counted while it lives. What kernels allocate for themselves is not seen: cuBLAS and
+attention workspaces, the sorting inside of embedding gradients.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+import warnings
+from dataclasses import replace
+from typing import Any
+
+from dstrain.errors import DstrainError
+from dstrain.facts.traced import Question, Trace, Wanted
+from dstrain.facts.traced_answers import Answer, Answers, Failure, Questions
+from dstrain.facts.traced_profile import BATCHES, ActivationProfile, depths, fit
+from dstrain.records import from_data, to_data
+
+
+def answer(question: Question) -> Answer:
+    """Returns the answer to one question; what goes wrong is an answer too."""
+    from dstrain.train.tracing.describing import describe
+    from dstrain.train.tracing.passes import trace
+
+    try:
+        match question.wanted:
+            case Wanted.DESCRIPTION:
+                return describe(question.subject)
+            case Wanted.TRACE:
+                return trace(question)
+            case Wanted.PROFILE:
+                return profile(question)
+    except DstrainError as error:
+        traceback.print_exc()
+        return Failure(problem=error.problem, hint=error.hint)
+
+
+def profile(question: Question) -> ActivationProfile:
+    """Returns the profile of a way to train: one or two depths, each with two micro-batches, recomputing or not."""
+    from dstrain.train.tracing.describing import describe
+    from dstrain.train.tracing.passes import trace
+
+    depth = depths(describe(question.subject).layer_kinds)
+    corners = [(layers, samples) for layers in sorted({depth.few, depth.more}) for samples in BATCHES]
+
+    def traced(layers: int, samples: int, grad_ckpt: bool) -> Trace:
+        asked = {"num_hidden_layers": layers, "micro_batch": samples, "grad_ckpt": grad_ckpt, "every_moment": True}
+        return trace(replace(question, wanted=Wanted.TRACE, **asked))  # type: ignore[arg-type]
+
+    kept, recomputed = ({at: traced(*at, grad_ckpt) for at in corners} for grad_ckpt in (False, True))
+    return fit(depth, kept=kept, recomputed=recomputed)
+
+
+def main() -> None:
+    """Answers what is asked on standard input; whatever libraries print goes to standard error."""
+    os.environ["TRANSFORMERS_DISABLE_TORCH_CHECK"] = "1"  # checks that look into tensors
+    out, sys.stdout = sys.stdout, sys.stderr
+    warnings.simplefilter("ignore")
+    data: Any = json.load(sys.stdin)
+    asked = from_data(Questions, data, locate=lambda place: "/".join(map(str, place)))
+    answers = Answers(answers=tuple(answer(question) for question in asked.questions))
+    json.dump(to_data(answers), out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,146 @@
+"""Models without weights: what Transformers and PEFT build on the meta device for a question."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.initialization import no_init_weights
+
+from dstrain.choices import Attention, Method, Precision
+from dstrain.errors import DstrainError, InvalidConfig
+from dstrain.facts.traced import Question, Subject
+from dstrain.train.model import freeze_vision
+
+_DTYPES = {Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16, Precision.FP32: torch.float32}
+
+
+def load_config(subject: Subject, num_hidden_layers: int | None = None) -> Any:
+    """Returns the config as Transformers reads it, shortened to its first layers where a number is given.
+
+    A list with one entry a layer is shortened too, so that the layers left are those that the whole model begins with.
+    """
+    model_type = str(subject.config.get("model_type"))
+    if model_type not in CONFIG_MAPPING and (subject.source is None or not subject.trust_remote_code):
+        hint = "The model brings its own code; if you trust it: trust_remote_code: true"
+        raise InvalidConfig(f'Transformers has no code for model_type "{model_type}"', hint=hint)
+    try:
+        if model_type in CONFIG_MAPPING:
+            config = CONFIG_MAPPING[model_type].from_dict(dict(subject.config))
+        else:
+            config = AutoConfig.from_pretrained(str(subject.source), trust_remote_code=True)
+    except Exception as error:  # code of other people, which may raise anything
+        raise InvalidConfig(f"Transformers cannot read the config: {first_line(error)}") from error
+    if num_hidden_layers is not None:
+        shorten(config, num_hidden_layers)
+    return config
+
+
+def shorten(config: Any, num_hidden_layers: int) -> None:
+    """Leaves the first layers of a config."""
+    text = config.get_text_config()
+    for name, value in per_layer_lists(text).items():
+        setattr(text, name, value[:num_hidden_layers])
+    text.num_hidden_layers = num_hidden_layers
+
+
+def per_layer_lists(text: Any) -> dict[str, list[Any]]:
+    """Returns the lists of a config that have one entry a layer; token ids can be as many only by chance."""
+    return {
+        name: list(value)
+        for name, value in sorted(vars(text).items())
+        if isinstance(value, (list, tuple)) and len(value) == text.num_hidden_layers and "token" not in name
+    }
+
+
+def build(config: Any, subject: Subject, precision: Precision = Precision.BF16) -> Any:
+    """Returns the model that the config describes, on the meta device, as `train.model` would load it."""
+    family = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
+    options: dict[str, Any] = {"dtype": _DTYPES[precision], "attn_implementation": "eager"}
+    try:
+        with torch.device("meta"), no_init_weights():
+            options |= {"trust_remote_code": subject.trust_remote_code}
+            model = family.from_config(config, **options)  # type: ignore[no-untyped-call]
+        model.tie_weights()
+    except Exception as error:  # code of other people, which may raise anything
+        raise InvalidConfig(f"Transformers cannot build the model: {first_line(error)}") from error
+    return model
+
+
+def prepare(question: Question) -> Any:
+    """Returns the model of a question, ready for a training pass: attention, adapter, checkpointing."""
+    if question.method is Method.QLORA:
+        raise DstrainError("4-bit weights cannot be traced: bitsandbytes runs on GPUs alone", hint="Ask for lora.")
+    subject = question.subject
+    model = build(load_config(subject, question.num_hidden_layers), subject, question.precision)
+    _set_attention(model, question.attn)
+    for config in (model.config, model.config.get_text_config()):
+        config.use_cache = False
+    if not question.trains_vision:
+        freeze_vision(model)
+    if question.method is Method.LORA:
+        model = _with_adapter(model, question)
+    if question.grad_ckpt:
+        _recompute(model, question)
+    model.train()
+    return model
+
+
+def _set_attention(model: Any, attn: Attention) -> None:
+    """Sets the implementation in every part of the model; its code reads the name when it runs.
+
+    It cannot be given to `from_config`, which looks for the flash_attn package.
+    """
+    supports = {Attention.FLASH_ATTENTION_2: "_supports_flash_attn", Attention.SDPA: "_supports_sdpa"}
+    if attn in supports and not getattr(model, supports[attn], False):
+        name = type(model).__name__
+        raise InvalidConfig(f"Transformers' {name} does not support {attn.value}", hint="Ask for eager.")
+    configs = [model.config, *(m.config for m in model.modules() if hasattr(m, "config"))]
+    for config in {id(config): config for config in configs}.values():
+        if hasattr(config, "_attn_implementation_internal"):
+            config._attn_implementation_internal = attn.value
+
+
+def _with_adapter(model: Any, question: Question) -> Any:
+    """Returns the model with adapters in its own dtype, as `train.model` makes them."""
+    from peft import LoraConfig, get_peft_model
+
+    lora = question.lora
+    targets: str | list[str] = "all-linear" if lora.targets == ("all-linear",) else list(lora.targets)
+    has_vision = hasattr(model.config, "vision_config")
+    adapter = LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        target_modules=targets,
+        exclude_modules=r".*\.(visual|vision_tower|vision_model)\..*" if has_vision else None,
+        task_type="CAUSAL_LM",
+    )
+    if question.grad_ckpt:
+        model.enable_input_require_grads()
+    try:
+        with torch.device("meta"):
+            adapted = get_peft_model(model, adapter, autocast_adapter_dtype=False, low_cpu_mem_usage=True)
+    except ValueError as error:
+        names = ", ".join(lora.targets)
+        raise InvalidConfig(f'lora targets "{names}": {first_line(error)}', hint="targets: [all-linear]") from error
+    for parameter in adapted.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(_DTYPES[question.precision])
+    return adapted
+
+
+def _recompute(model: Any, question: Question) -> None:
+    """Switches checkpointing on as the Trainer does."""
+    kwargs = {"use_reentrant": question.is_reentrant}
+    try:
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs=kwargs)
+    except ValueError as error:
+        raise InvalidConfig(f"Transformers cannot recompute this model: {first_line(error)}") from error
+
+
+def first_line(error: BaseException) -> str:
+    """Returns the first line of an error that says something, with its type where it has no words."""
+    lines = [line.strip() for line in str(error).split("\n") if line.strip()]
+    return lines[0] if lines else type(error).__name__

@@ -1,0 +1,137 @@
+"""What a model without weights says of itself: sizes, parameter tensors, and which of its layers are alike."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import Any
+
+from torch import nn
+
+from dstrain.facts.traced import Description, Parameter, Subject
+from dstrain.train.tracing.anatomy import Anatomy, dissect, is_vision
+from dstrain.train.tracing.building import build, load_config, per_layer_lists
+
+_SIZES = (
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "v_head_dim",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
+    "intermediate_size",
+    "vocab_size",
+    "max_position_embeddings",
+    "moe_intermediate_size",
+    "num_experts_per_tok",
+)
+"""Names under which Transformers' configs have sizes, or map their own names to."""
+
+_VISION_SIZES = {
+    "hidden_size": ("hidden_size",),
+    "num_layers": ("depth", "num_hidden_layers"),
+    "num_heads": ("num_heads", "num_attention_heads"),
+    "intermediate_size": ("intermediate_size",),
+    "patch_size": ("patch_size",),
+    "spatial_merge_size": ("spatial_merge_size",),
+}
+"""What towers call the sizes of Vision."""
+
+
+def describe(subject: Subject) -> Description:
+    """Returns the description of the whole model."""
+    config = load_config(subject)
+    model = build(config, subject)
+    anatomy = dissect(model)
+    text = config.get_text_config()
+    return Description(
+        model_type=str(subject.config.get("model_type", config.model_type)),
+        sizes=_whole_numbers(text, {name: (name,) for name in _SIZES}),
+        vision_sizes=_vision_sizes(config),
+        rotary_ratio=_rotary_ratio(text),
+        tie_word_embeddings=_is_tied(anatomy),
+        dtype=str(getattr(text, "dtype", None) or getattr(config, "dtype", None) or "float32").removeprefix("torch."),
+        layers_root=anatomy.layers_root,
+        layer_kinds=_kinds(anatomy, text),
+        moe_block=_moe_block(anatomy),
+        parameters=tuple(_parameters(model, anatomy)),
+    )
+
+
+def _whole_numbers(config: Any, names: Mapping[str, tuple[str, ...]]) -> dict[str, int]:
+    """Returns what a config says under the first of several names, as far as it is a whole number."""
+    found = {}
+    for name, candidates in names.items():
+        value = next((value for key in candidates if (value := getattr(config, key, None)) is not None), None)
+        if type(value) is int:
+            found[name] = value
+    return found
+
+
+def _vision_sizes(config: Any) -> dict[str, int]:
+    tower = getattr(config, "vision_config", None)
+    return {} if tower is None else _whole_numbers(tower, _VISION_SIZES)
+
+
+def _rotary_ratio(text: Any) -> float:
+    """Returns the share of a head that is rotated; Transformers 5 keeps it in `rope_parameters`."""
+    rope = getattr(text, "rope_parameters", None)
+    share = rope.get("partial_rotary_factor") if isinstance(rope, dict) else None
+    return float(share or getattr(text, "partial_rotary_factor", None) or 1.0)
+
+
+def _is_tied(anatomy: Anatomy) -> bool:
+    head = getattr(anatomy.head, "weight", None)
+    return head is not None and head is getattr(anatomy.embedding, "weight", None)
+
+
+def _parameters(model: Any, anatomy: Anatomy) -> list[Parameter]:
+    owners = dict(model.named_modules())
+    found = []
+    for name, tensor in model.named_parameters():
+        owner = owners[name.rpartition(".")[0]]
+        inside = name.removeprefix(f"{anatomy.layers_root}.")
+        layer = int(inside.split(".")[0]) if inside != name else None
+        role = _role(name, owner, anatomy)
+        is_linear = isinstance(owner, nn.Linear) and tensor.dim() == 2 and role != "embedding"
+        found.append(Parameter(name=name, shape=tuple(tensor.shape), layer=layer, role=role, is_linear=is_linear))
+    return found
+
+
+def _role(name: str, owner: Any, anatomy: Anatomy) -> str:
+    if is_vision(name):
+        return "vision"
+    if owner is anatomy.embedding or isinstance(owner, nn.Embedding):
+        return "embedding"
+    if owner is anatomy.head:
+        return "head"
+    return "norm" if "norm" in type(owner).__name__.lower() else "other"
+
+
+def _kinds(anatomy: Anatomy, text: Any) -> tuple[int, ...]:
+    """Returns a number for each layer: the same for layers of the same modules, shapes and entries in the config."""
+    lists = [value for value in per_layer_lists(text).values() if not _are_positions(value)]
+    numbers: dict[str, int] = {}
+    kinds = []
+    for index, layer in enumerate(anatomy.layers):
+        modules = [(name, type(module).__name__) for name, module in layer.named_modules()]
+        shapes = [(name, tuple(tensor.shape)) for name, tensor in layer.named_parameters()]
+        looks = repr((modules, shapes, [value[index] for value in lists]))
+        kinds.append(numbers.setdefault(looks, len(numbers)))
+    return tuple(kinds)
+
+
+def _are_positions(values: list[Any]) -> bool:
+    """Returns whether a list names layers by number, so that its entries differ without any difference."""
+    return all(type(value) is int for value in values) and all(a < b for a, b in pairwise(values))
+
+
+def _moe_block(anatomy: Anatomy) -> str | None:
+    """Returns the class of the module that has experts, as Transformers 5 stores them, below it."""
+    for layer in anatomy.layers:
+        for module in layer.modules():
+            if "experts" in dict(module.named_children()):
+                return type(module).__name__
+    return None

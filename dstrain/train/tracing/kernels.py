@@ -1,0 +1,172 @@
+"""CUDA's choices, made on tensors without data: attention kernels, dropout's mask, and what Transformers asks of masks.
+
+On the meta device PyTorch would take attention apart into s × s matrices, keep dropout masks as wide as the data, and
+fail where Transformers looks into a mask. Sources are named at each function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from transformers import masking_utils, modeling_flash_attention_utils
+
+_aten = torch.ops.aten
+_HALF = (torch.bfloat16, torch.float16)
+_WIDEST_FLASH_HEAD = 256
+_ALIGNMENT = 8
+"""Elements to which CUDA's half-precision attention kernels align a head and a row of the bias."""
+
+
+@contextmanager
+def as_on_cuda(*, is_packed: bool) -> Iterator[None]:
+    """Within it, operations on meta tensors allocate what they would on CUDA.
+
+    `is_packed` says whether positions begin anew within a row, which Transformers would look for in the data.
+    """
+    flash = modeling_flash_attention_utils
+    with ExitStack() as stack:
+        for owner, name, stand_in in (
+            (F, "scaled_dot_product_attention", scaled_dot_product_attention),
+            (F, "dropout", dropout),
+            (torch, "autocast", _autocast),
+            *([] if is_packed else [(masking_utils, "find_packed_sequence_indices", lambda position_ids: None)]),
+            (flash, "lazy_import_flash_attention", _flash_functions),
+            (flash, "_get_unpad_data", _unpad_data),
+            (flash, "_is_packed_sequence", lambda position_ids, batch_size: False),
+        ):
+            stack.enter_context(patch.object(owner, name, stand_in))
+        yield
+
+
+def scaled_dot_product_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """Returns what `F.scaled_dot_product_attention` does, from the kernel that CUDA takes.
+
+    Flash without a mask, in half precision, for queries and values of one width of up to 256; else the
+    memory-efficient kernel, which cannot group queries; else plain matrices. A boolean mask becomes an additive one.
+    Source: torch 2.13 aten/src/ATen/native/transformers/attention.cpp: scaled_dot_product_attention,
+    convert_boolean_attn_mask_, preprocess_mask; cuda/sdp_utils.cpp: can_use_flash_attention,
+    can_use_mem_efficient_attention.
+    """
+    width, is_half = query.shape[-1], query.dtype in _HALF
+    if attn_mask is None and is_half and width == value.shape[-1] <= _WIDEST_FLASH_HEAD:
+        return _flash(query, key, value, dropout_p=dropout_p, is_causal=is_causal, scale=scale)
+    bias = attn_mask
+    if bias is not None and bias.dtype is torch.bool:
+        bias = torch.where(bias, 0.0, torch.full((), float("-inf"), dtype=query.dtype, device="meta"))
+    alignment = _ALIGNMENT if is_half else _ALIGNMENT // 2
+    fits = width % alignment == 0 and value.shape[-1] % alignment == 0 and query.shape[1] == key.shape[1]
+    if not fits or query.dim() != 4:
+        options = {"scale": scale, "enable_gqa": enable_gqa}
+        plain = _aten._scaled_dot_product_attention_math
+        return plain(query, key, value, bias, dropout_p, is_causal, None, **options)[0]  # type: ignore[no-any-return]
+    if bias is not None:
+        if any(stride % _ALIGNMENT for stride in bias.stride()[:-1]):
+            length = bias.shape[-1]
+            bias = F.pad(bias, (0, _ALIGNMENT - length % _ALIGNMENT))[..., :length]
+        bias = bias.expand(*query.shape[:3], key.shape[2])
+    needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
+    efficient = _aten._scaled_dot_product_efficient_attention
+    out: torch.Tensor = efficient(query, key, value, bias, needs_grad, dropout_p, is_causal, scale=scale)[0]
+    return out
+
+
+def _flash(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+) -> torch.Tensor:
+    """Returns flash attention of (batch, heads, tokens, width), with heads padded to a multiple of 8 elements."""
+    width = query.shape[-1]
+    missing = -width % _ALIGNMENT
+    if missing:
+        query, key, value = (F.pad(tensor, (0, missing)) for tensor in (query, key, value))
+    out = _aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
+    return out[..., :width] if missing else out  # type: ignore[no-any-return]
+
+
+def flash_attn_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    deterministic: bool = False,
+) -> torch.Tensor:
+    """Returns what flash_attn 2's function of the same name does, of (batch, tokens, heads, width).
+
+    It keeps queries, keys, values, output and the log-sum-exp, as PyTorch's own flash kernel does.
+    Source: flash_attn 2.8 flash_attn_interface.py: FlashAttnFunc.
+    """
+    heads_first = [tensor.transpose(1, 2) for tensor in (q, k, v)]
+    return _flash(*heads_first, dropout_p=dropout_p, is_causal=causal, scale=softmax_scale).transpose(1, 2)
+
+
+def flash_attn_varlen_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    deterministic: bool = False,
+) -> torch.Tensor:
+    """Returns what flash_attn 2's function of the same name does: of sequences one behind the other, as one row."""
+    return flash_attn_func(q[None], k[None], v[None], dropout_p, softmax_scale, causal)[0]
+
+
+def dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+    """Returns what `F.dropout` does on CUDA, which keeps one byte of mask an element.
+
+    Source: torch 2.13 aten/src/ATen/native/Dropout.cpp: dropout, is_fused_kernel_acceptable.
+    """
+    if not training or p == 0.0:
+        return input
+    out: torch.Tensor = torch.native_dropout(input, p, True)[0]
+    return out
+
+
+def _autocast(device_type: str, *args: Any, _original: Any = torch.autocast, **kwargs: Any) -> Any:
+    """Returns the context manager of PyTorch, which does not know the meta device; PEFT switches it off by device."""
+    return _original("cuda" if device_type == "meta" else device_type, *args, **kwargs)
+
+
+def _flash_functions(*_: Any, **__: Any) -> tuple[tuple[Any, ...], tuple[Any, Any]]:
+    """Returns what Transformers' `lazy_import_flash_attention` does, without the package."""
+    flash = modeling_flash_attention_utils
+    process = flash._lazy_define_process_function(flash_attn_varlen_func)  # type: ignore[no-untyped-call]
+    functions = (flash_attn_func, flash_attn_varlen_func, None, flash._pad_input, flash._unpad_input)
+    return functions, (process, process)
+
+
+def _unpad_data(attention_mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Returns the places of real tokens, all of them: the longest rows are what memory is planned for."""
+    batch, length = attention_mask.shape
+    indices = torch.arange(batch * length, device="meta")
+    return indices, torch.empty(batch + 1, dtype=torch.int32, device="meta"), length

@@ -1,0 +1,50 @@
+"""A program: what PyTorch's CPU allocator gives out in real passes, for the questions on standard input.
+
+No dispatch mode and no hook of ours is at work: sizes are those of the profiler's allocations and frees, in order.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from dstrain.facts.traced import Question
+from dstrain.facts.traced_answers import Questions
+from dstrain.records import from_data
+from dstrain.train.tracing.building import prepare
+
+
+def peak_bytes(question: Question) -> int:
+    """Returns the most bytes alive in the second of two passes, as libraries set up what they keep in the first."""
+    model = prepare(question).to_empty(device="cpu")
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base.tie_weights()
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.zero_()
+    one_pass(model, question)
+    model.zero_grad(set_to_none=True)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        one_pass(model, question)
+    events: Any = recorded.profiler.kineto_results.events()  # type: ignore[union-attr]
+    sizes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
+    live = highest = 0
+    for _, num_bytes in sizes:
+        live += num_bytes
+        highest = max(highest, live)
+    return highest
+
+
+def one_pass(model: Any, question: Question) -> None:
+    ids = torch.ones((question.micro_batch, question.seq_len), dtype=torch.int64)
+    labels = torch.ones_like(ids)
+    model(input_ids=ids, labels=labels).loss.backward()
+
+
+if __name__ == "__main__":
+    asked = from_data(Questions, json.load(sys.stdin), locate=str)
+    print(json.dumps([peak_bytes(question) for question in asked.questions]))
