@@ -1,0 +1,94 @@
+"""Scores the planner on published measurements: memory, whether a run fits, throughput.
+
+Examples: python benchmarks/predict.py
+          python benchmarks/predict.py --csv other.csv --worst 20
+          python benchmarks/predict.py --explain fms-a-32
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import io
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+if __package__ in (None, ""):
+    sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a file
+
+from benchmarks.published import report
+from benchmarks.published.answers import Answer, answer
+from benchmarks.published.rows import Row, read
+from benchmarks.published.scope import excluded
+from benchmarks.published.score import score
+
+PUBLISHED = Path(__file__).parents[1] / "tests" / "published"
+"""Where the table, the models' shapes and the scope are."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command and returns its exit status."""
+    options = _parser().parse_args(arguments)
+    rows = read(options.csv)
+    if options.write_scope:
+        options.write_scope.write_text(scope_csv(rows), encoding="utf-8")
+        print(f"{options.write_scope} written", file=sys.stderr)
+        return 0
+    if options.explain:
+        chosen = [row for row in rows if row.id == options.explain]
+        if not chosen:
+            print(f"{options.csv} has no row {options.explain}", file=sys.stderr)
+            return 2
+        print(report.explain(answer(chosen[0])))
+        return 0
+    answers = [answer(row) for row in rows]
+    if options.json:
+        options.json.write_text(json.dumps(as_data(answers), indent=1) + "\n", encoding="utf-8")
+    if options.worst:
+        print(report.worst(answers, options.worst))
+    elif options.markdown:
+        print(report.markdown(score(answers)))
+    else:
+        print(report.text(score(answers)))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--csv", type=Path, default=PUBLISHED / "published_runs.csv", help="table of published runs")
+    parser.add_argument("--json", type=Path, help="write score and every comparison there")
+    parser.add_argument("--markdown", action="store_true", help="print the README's table")
+    parser.add_argument("--worst", type=int, metavar="N", help="print the N comparisons that are furthest off")
+    parser.add_argument("--explain", metavar="ID", help="print one row: what was asked, what was said, what is true")
+    parser.add_argument("--write-scope", type=Path, metavar="FILE", help="write what cannot be asked, with the reasons")
+    return parser
+
+
+def scope_csv(rows: Sequence[Row]) -> str:
+    """Returns the rows of which something cannot be asked, as CSV: id, what (memory, speed, all), reason."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(["id", "what", "reason"])
+    for row in rows:
+        found = excluded(row)
+        if found is not None:
+            writer.writerow([row.id, *found])
+    return out.getvalue()
+
+
+def as_data(answers: Sequence[Answer]) -> dict[str, object]:
+    """Returns score and comparisons as plain data."""
+    compared = [each for one in answers for each in (*one.memory, one.speed) if each is not None]
+    return {
+        "schema": 1,
+        "score": asdict(score(answers)),
+        "comparisons": [{**asdict(each), "error_ratio": each.error_ratio} for each in compared],
+        "verdicts": [asdict(one.verdict) for one in answers if one.verdict is not None],
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

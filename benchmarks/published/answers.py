@@ -1,0 +1,245 @@
+"""What the planner answers to published runs, beside what was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+
+from benchmarks.published.question import Question, ask
+from benchmarks.published.rows import Basis, Outcome, Publisher, Row, is_time
+from benchmarks.published.scope import Scope, has_memory, has_speed, scope
+from benchmarks.published.shelf import find_gpu, gpus_at_work
+from dstrain.errors import DstrainError
+from dstrain.plan.estimate import assess
+from dstrain.plan.plan import Estimate
+
+ALPACA_SAMPLES = 2000
+"""Samples of one epoch of LitGPT's Alpaca2k. Source: litgpt/data/alpaca_2k.py."""
+
+
+class Side(StrEnum):
+    """Which errors count."""
+
+    BOTH = "both"
+    TOO_LOW = "too low"
+    TOO_HIGH = "too high"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """One figure, published and predicted."""
+
+    id: str
+    """The row."""
+    table: str
+    """The published table."""
+    basis: str
+    """What the figure counts."""
+    quality: str
+    """The row's quality, A, B or C."""
+    measured: float
+    """As published."""
+    predicted: float
+    """As the planner says."""
+    side: Side
+    """Which errors count: one side alone where the published length of samples is an upper bound."""
+
+    @property
+    def error_ratio(self) -> float:
+        """Predicted over measured, less one."""
+        return self.predicted / self.measured - 1
+
+    @property
+    def counted_error(self) -> float:
+        """The error as it counts: 0 on the side that does not."""
+        error = self.error_ratio
+        if (self.side is Side.TOO_LOW and error > 0) or (self.side is Side.TOO_HIGH and error < 0):
+            return 0.0
+        return error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """Whether a run fitted, and whether the planner says so."""
+
+    id: str
+    """The row."""
+    table: str
+    """The published table."""
+    fitted: bool
+    """Whether it ran."""
+    predicted_ratio: float
+    """Predicted memory of one GPU over what it has: fits up to 1."""
+    side: Side
+    """`too low`: the length of samples is an upper bound, so that a run may fit although the prediction does not."""
+
+    @property
+    def says_fits(self) -> bool:
+        """Whether the planner says that it fits."""
+        return self.predicted_ratio <= 1
+
+    @property
+    def counts(self) -> bool:
+        """Whether right and wrong can be told apart."""
+        return self.side is Side.BOTH or self.says_fits or not self.fitted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """Everything about one row."""
+
+    row: Row
+    """The row."""
+    scope: Scope
+    """What of it is out."""
+    question: Question | None
+    """What was asked, or None where nothing can be."""
+    estimate: Estimate | None
+    """What the planner said, or None where nothing was asked or it refused."""
+    refusal: str | None
+    """Why the planner refused."""
+    memory: tuple[Comparison, ...]
+    """Figures of memory."""
+    speed: Comparison | None
+    """Tokens per second of one GPU."""
+    verdict: Verdict | None
+    """Whether it fits."""
+
+
+def answer(row: Row) -> Answer:
+    """Returns what the planner says of a row."""
+    out = scope(row)
+    question: Question | None = None
+    estimate: Estimate | None = None
+    refusal: str | None = None
+    asked = (has_memory(row) and out.memory is None) or (has_speed(row) and out.speed is None)
+    if asked:
+        question = ask(row)
+        try:
+            estimate = assess(question.model, question.cluster, question.configuration)
+        except DstrainError as error:
+            refusal = str(error)
+    keeps = estimate is not None and out.memory is None
+    return Answer(
+        row=row,
+        scope=out,
+        question=question,
+        estimate=estimate,
+        refusal=refusal,
+        memory=tuple(_memory(row, estimate)) if keeps and estimate else (),
+        speed=_speed(row, question, estimate) if estimate and question and out.speed is None else None,
+        verdict=_verdict(row, estimate) if keeps and estimate else None,
+    )
+
+
+def table_of(row: Row) -> str:
+    """Returns the name of the table that a row is from: project, and title or file; swift's scripts are one table.
+
+    The project is the repository, or where there is none the word after the last slash.
+    """
+    if row.source.endswith(".sh"):
+        return "ms-swift scripts"
+    place, _, title = row.source.partition(" ")
+    parts = place.split("/")
+    if title.startswith("issue"):
+        return "issues"
+    project = parts[1].split("@")[0] if len(parts) > 1 else place
+    words = title.split(" ")
+    file = next((word for word in words if "." in word), "").split("/")[-1]
+    after = title.partition('"')[2].rstrip('"') or " ".join(words[1:])
+    return " ".join(filter(None, (project, after or file.removesuffix(".md"))))
+
+
+def _memory(row: Row, estimate: Estimate) -> Iterable[Comparison]:
+    """Yields a comparison for every peak that a row publishes."""
+    needs = estimate.memory
+    unknown = needs.reserved_bytes_per_gpu if row.publisher is Publisher.TORCHTUNE else needs.device_bytes_per_gpu
+    published = (
+        (Basis.ALLOCATED, row.allocated_bytes, needs.live_bytes_per_gpu),
+        (Basis.RESERVED, row.peak_bytes if row.basis is Basis.RESERVED else None, needs.reserved_bytes_per_gpu),
+        (
+            Basis.NVIDIA_SMI,
+            row.nvidia_smi_bytes if row.outcome is Outcome.FITS else None,
+            needs.device_bytes_per_gpu,
+        ),
+        (Basis.UNKNOWN, row.peak_bytes if row.basis is Basis.UNKNOWN else None, unknown),
+    )
+    for basis, measured, predicted in published:
+        if measured is not None:
+            yield Comparison(
+                id=row.id,
+                table=table_of(row),
+                basis=str(basis),
+                quality=row.quality,
+                measured=measured,
+                predicted=predicted,
+                side=Side.TOO_LOW if row.lengths_vary else Side.BOTH,
+            )
+
+
+def _verdict(row: Row, estimate: Estimate) -> Verdict | None:
+    """Returns the verdict where the GPU is known and the run's end is."""
+    gpu = find_gpu(row.gpu)
+    if gpu is None or gpu.memory_bytes == 0 or row.outcome is Outcome.UNKNOWN:
+        return None
+    return Verdict(
+        id=row.id,
+        table=table_of(row),
+        fitted=row.outcome is Outcome.FITS,
+        predicted_ratio=estimate.memory.device_bytes_per_gpu / gpu.memory_bytes,
+        side=Side.TOO_LOW if row.lengths_vary else Side.BOTH,
+    )
+
+
+def _speed(row: Row, question: Question, estimate: Estimate) -> Comparison | None:
+    """Returns the comparison of speed, or None where the planner does not say any."""
+    measured = tokens_per_s_per_gpu(row)
+    if estimate.speed is None or measured is None:
+        return None
+    return Comparison(
+        id=row.id,
+        table=table_of(row),
+        basis="tokens/s/GPU",
+        quality=row.quality,
+        measured=measured,
+        predicted=estimate.speed.tokens_per_s_per_gpu,
+        side=Side.TOO_HIGH if row.lengths_vary and not _rows_are_full(row, question) else Side.BOTH,
+    )
+
+
+def _rows_are_full(row: Row, question: Question) -> bool:
+    """Returns whether samples are packed into rows of the stated length, so that it is no upper bound."""
+    return row.publisher is Publisher.SWIFT and question.configuration.packing
+
+
+def tokens_per_s_per_gpu(row: Row) -> float | None:
+    """Returns the published throughput in tokens per second of one GPU, at most where lengths vary.
+
+    A time is turned with the samples that it is for: 1000 micro-batches, the epochs of Alpaca2k, or one step.
+    """
+    if row.throughput is None or row.seq_len is None or row.micro_batch is None:
+        return None
+    gpus = gpus_at_work(row)
+    unit = row.throughput_unit
+    if unit == "tokens/s/GPU":
+        return row.throughput
+    if unit == "tokens/s":
+        return row.throughput / gpus
+    if unit == "samples/s":
+        return row.throughput * row.seq_len / gpus
+    if not is_time(unit):
+        return None
+    return _tokens_of_time(row, gpus) / row.throughput
+
+
+def _tokens_of_time(row: Row, gpus: int) -> float:
+    """Returns the tokens of one GPU in the time that a row publishes."""
+    assert row.seq_len is not None
+    assert row.micro_batch is not None
+    if row.throughput_unit.startswith("min per 1k iterations"):
+        return 1000.0 * row.micro_batch * row.seq_len
+    if "Alpaca2k" in row.throughput_unit:
+        epochs = int(row.throughput_unit.split(", ")[1].split()[0])
+        return float(ALPACA_SAMPLES * epochs * row.seq_len) / gpus
+    return float(row.micro_batch * row.seq_len * (row.grad_accum or 1))

@@ -1,0 +1,210 @@
+"""The report of a score: text for a terminal, Markdown for the README, and one row explained."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, fields
+
+from benchmarks.published.answers import Answer, Comparison
+from benchmarks.published.score import BARS, Confusion, Errors, Group, Score
+from dstrain.units import GIB
+
+
+def _percent(ratio: float, *, signed: bool = False) -> str:
+    return f"{100 * ratio:{'+' if signed else ''}.1f} %"
+
+
+def _cells(name: str, published: int, found: Errors | None) -> list[str]:
+    """Returns the cells of one line: name, published, in scope, coverage, mean, worst, bias, row of the worst."""
+    if found is None:
+        return [name, str(published), "0", "0 %", "", "", "", ""]
+    coverage = f"{100 * found.count / published:.0f} %" if published else ""
+    return [
+        name,
+        str(published),
+        str(found.count),
+        coverage,
+        _percent(found.mean),
+        _percent(found.worst),
+        _percent(found.bias, signed=True),
+        found.worst_id,
+    ]
+
+
+_HEAD = ["", "published", "asked", "coverage", "mean error", "worst", "bias", "worst row"]
+
+
+def text(score: Score) -> str:
+    """Returns the whole report as text."""
+    parts = [
+        f"{score.rows} rows, {score.asked} asked, {len(score.refused)} refused",
+        "Memory by basis (A: configuration known)\n" + _columns(_HEAD, _lines(score.bases)),
+        "Memory by table\n" + _columns(_HEAD, _lines(score.tables)),
+        "Fits or not\n" + _verdicts(score.verdicts),
+        "Throughput\n" + _columns([*_HEAD, "rank"], _speed_lines(score)),
+    ]
+    if score.refused:
+        parts.append("Refused\n" + "\n".join(f"  {row}: {why}" for row, why in score.refused))
+    parts.append("Bars\n" + "\n".join(f"  {'reached' if held else 'MISSED '}  {line}" for line, held in bars(score)))
+    return "\n\n".join(parts)
+
+
+def _lines(groups: Iterable[Group]) -> list[list[str]]:
+    return [_cells(group.name, group.published, group.errors) for group in groups]
+
+
+def _speed_lines(score: Score) -> list[list[str]]:
+    sums = (score.speed, score.speed_known)
+    return [
+        [*_cells(group.name, group.published, group.errors), "" if group in sums else _rank(group)]
+        for group in (*sums, *score.speed_tables)
+    ]
+
+
+def _rank(group: Group) -> str:
+    return "" if group.rank_correlation is None else f"{group.rank_correlation:.2f}"
+
+
+def _columns(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    table = [list(head), *[list(line) for line in lines]]
+    widths = [max(len(line[place]) for line in table) for place in range(len(head))]
+    rows = []
+    for line in table:
+        cells = [
+            cell.ljust(width) if place in (0, 7) else cell.rjust(width)
+            for place, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ]
+        rows.append(("  " + "  ".join(cells)).rstrip())
+    return "\n".join(rows)
+
+
+def _verdicts(found: Confusion) -> str:
+    """Returns the confusion table in words."""
+    lines = [
+        f"  ran, said to fit            {found.fits_right:4d}",
+        f"  out of memory, said so      {found.oom_right:4d}",
+        f"  out of memory, said to fit  {len(found.said_fits):4d}  {' '.join(found.said_fits)}",
+        f"  ran, said not to fit        {len(found.said_oom):4d}  {' '.join(found.said_oom)}",
+        f"  said to fit with more than {100 * BARS.verdict_margin:.0f} % to spare, out of memory:"
+        f" {len(found.far_off)}  {' '.join(found.far_off)}",
+        f"  neither (ran with shorter samples than the longest, which would not fit): {found.unclear}",
+        f"  right: {_percent(found.right_ratio)} of {found.count}",
+    ]
+    return "\n".join(lines)
+
+
+def bars(score: Score) -> list[tuple[str, bool]]:
+    """Returns each bar with what was reached, and whether it is."""
+    by_name = {group.name: group.errors for group in score.bases}
+    lines: list[tuple[str, bool]] = []
+
+    def add(name: str, value: float | None, limit: float, *, least: bool = False) -> None:
+        if value is None:
+            lines.append((f"{name}: nothing to compare", False))
+            return
+        held = value >= limit if least else value <= limit
+        lines.append((f"{name}: {_percent(value)} ({'at least' if least else 'at most'} {_percent(limit)})", held))
+
+    for basis, mean, worst in (
+        ("allocated, A", BARS.allocated_mean, BARS.allocated_worst),
+        ("reserved, A", BARS.reserved_mean, None),
+        ("nvidia-smi, A", BARS.nvidia_smi_mean, None),
+    ):
+        found = by_name.get(basis)
+        add(f"{basis}, mean error", found.mean if found else None, mean)
+        if worst is not None:
+            add(f"{basis}, worst", found.worst if found else None, worst)
+    add("fits or not, right", score.verdicts.right_ratio, BARS.verdicts_right, least=True)
+    far_off = score.verdicts.far_off
+    lines.append((f"said to fit with room to spare, out of memory: {len(far_off)} (at most 0)", not far_off))
+    speed = score.speed.errors
+    add("throughput, mean error", speed.mean if speed else None, BARS.speed_mean)
+    ranks = [group.rank_correlation for group in score.speed_tables if group.rank_correlation is not None]
+    add("throughput, lowest rank correlation of a table", min(ranks, default=None), BARS.rank_correlation, least=True)
+    return lines
+
+
+def markdown(score: Score) -> str:
+    """Returns the README's table: memory by basis, verdicts, throughput by table."""
+    head = ["What is compared", "Published", "Asked", "Mean error", "Worst", "Bias", "Rank correlation"]
+    lines = []
+    for group in score.bases:
+        if group.errors is None or not group.published:
+            continue
+        lines.append([*_markdown_cells(group), ""])
+    for group in (score.speed, score.speed_known, *score.speed_tables):
+        if group.errors is None:
+            continue
+        rank = "" if group in (score.speed, score.speed_known) else _rank(group)
+        named = Group(name=f"throughput, {group.name}", published=group.published, errors=group.errors)
+        lines.append([*_markdown_cells(named), rank])
+    table = [head, ["---", *["---:"] * (len(head) - 1)], *lines]
+    rows = "\n".join("| " + " | ".join(line) + " |" for line in table)
+    verdicts = score.verdicts
+    return (
+        f"{rows}\n\nWhether a run fits is told right of {verdicts.fits_right + verdicts.oom_right} of {verdicts.count}"
+        f" ({_percent(verdicts.right_ratio)}); {len(verdicts.said_fits)} said to fit ran out of memory,"
+        f" {len(verdicts.said_oom)} said not to fit ran."
+    )
+
+
+def _markdown_cells(group: Group) -> list[str]:
+    found = group.errors
+    assert found is not None
+    return [
+        group.name,
+        str(group.published),
+        str(found.count),
+        _percent(found.mean),
+        _percent(found.worst),
+        _percent(found.bias, signed=True),
+    ]
+
+
+def worst(answers: Sequence[Answer], count: int) -> str:
+    """Returns the comparisons that are furthest off, one a line."""
+    found = [each for answer in answers for each in (*answer.memory, answer.speed) if each is not None]
+    found.sort(key=lambda each: -abs(each.counted_error))
+    return "\n".join(_comparison(each) for each in found[:count])
+
+
+def _comparison(each: Comparison) -> str:
+    if each.basis == "tokens/s/GPU":
+        figures = f"{each.measured:10.0f} {each.predicted:10.0f} tokens/s"
+    else:
+        figures = f"{each.measured / GIB:9.2f} {each.predicted / GIB:9.2f} GiB"
+    counts = "" if each.counted_error else "  (does not count)" if each.error_ratio else ""
+    return (
+        f"{each.id:44s} {each.basis:12s} {each.quality} {figures} {_percent(each.error_ratio, signed=True):>9s}{counts}"
+    )
+
+
+def explain(answer: Answer) -> str:
+    """Returns one row: what was asked, the parts of the prediction, and what was measured."""
+    row = answer.row
+    lines = [f"{row.id}: {row.model}, {row.method}, {row.source}", f"  notes: {row.notes}"]
+    for name, reason in (("memory", answer.scope.memory), ("speed", answer.scope.speed)):
+        if reason is not None:
+            lines.append(f"  {name} cannot be asked: {reason}")
+    if answer.question is not None:
+        question = answer.question
+        lines.append(f"  model: {question.model.name} ({question.stands_for or question.model.source})")
+        lines.append(f"  cluster: {question.cluster.num_gpus} × {question.cluster.gpu.name}")
+        asked = question.configuration
+        lines += [f"    {each.name} = {getattr(asked, each.name)}" for each in fields(asked)]
+    if answer.refusal is not None:
+        lines.append(f"  refused: {answer.refusal}")
+    if answer.estimate is not None:
+        memory = answer.estimate.memory
+        lines.append(f"  peak at: {memory.peak_instant}")
+        parts = asdict(memory.breakdown_bytes)
+        lines += [f"    {name:14s} {value / GIB:9.3f} GiB" for name, value in parts.items() if value]
+        if answer.estimate.speed is not None and answer.speed is not None:
+            lines.append(f"  step limited by: {answer.estimate.speed.limited_by}")
+            lines += [f"    {name:22s} {value:9.4f} s" for name, value in answer.estimate.speed.parts_s.items()]
+    lines += [f"  {_comparison(each)}" for each in (*answer.memory, answer.speed) if each is not None]
+    if answer.verdict is not None:
+        lines.append(
+            f"  fitted: {answer.verdict.fitted}; predicted {_percent(answer.verdict.predicted_ratio)} of the GPU"
+        )
+    return "\n".join(lines)

@@ -1,0 +1,258 @@
+"""How right predictions are: errors, bias, verdicts, rank correlation. Values in, values out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from benchmarks.published.answers import Answer, Comparison, Side, Verdict, table_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bars:
+    """What the planner is held to."""
+
+    allocated_mean: float = 0.03
+    """Mean error of allocated bytes over rows of quality A."""
+    allocated_worst: float = 0.10
+    """Worst of them."""
+    reserved_mean: float = 0.06
+    """Mean error of reserved bytes."""
+    nvidia_smi_mean: float = 0.08
+    """Mean error of what nvidia-smi shows."""
+    verdicts_right: float = 0.95
+    """Share of runs of which it is told right whether they fit."""
+    verdict_margin: float = 0.05
+    """No run that ran out of memory may be said to fit with so much of the GPU to spare."""
+    speed_mean: float = 0.20
+    """Mean error of throughput."""
+    rank_correlation: float = 0.90
+    """Spearman's correlation within each table."""
+
+
+BARS = Bars()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Errors:
+    """Errors of a set of comparisons; ratios, 0.03 is three percent."""
+
+    count: int
+    """Comparisons."""
+    mean: float
+    """Mean absolute error, as it counts."""
+    worst: float
+    """Largest absolute error, as it counts."""
+    bias: float
+    """Mean error with its sign, both sides counted."""
+    worst_id: str
+    """The row of the largest."""
+
+
+def errors(comparisons: Iterable[Comparison]) -> Errors | None:
+    """Returns the errors of comparisons, or None for none.
+
+    >>> from benchmarks.published.answers import Side
+    >>> made = [Comparison(id=str(p), table="t", basis="b", quality="A", measured=100, predicted=p, side=Side.BOTH)
+    ...         for p in (98, 104)]
+    >>> found = errors(made)
+    >>> round(found.mean, 3), round(found.worst, 3), round(found.bias, 3), found.worst_id
+    (0.03, 0.04, 0.01, '104')
+    """
+    rows = list(comparisons)
+    if not rows:
+        return None
+    worst = max(rows, key=lambda each: abs(each.counted_error))
+    return Errors(
+        count=len(rows),
+        mean=sum(abs(each.counted_error) for each in rows) / len(rows),
+        worst=abs(worst.counted_error),
+        bias=sum(each.error_ratio for each in rows) / len(rows),
+        worst_id=worst.id,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Confusion:
+    """Verdicts, counted."""
+
+    fits_right: int
+    """Said to fit, and fitted."""
+    oom_right: int
+    """Said not to fit, and ran out of memory."""
+    said_fits: tuple[str, ...]
+    """Said to fit, but ran out of memory: rows."""
+    said_oom: tuple[str, ...]
+    """Said not to fit, but fitted: rows."""
+    far_off: tuple[str, ...]
+    """Of `said_fits`, those said to leave more than the margin free."""
+    unclear: int
+    """Said not to fit at the longest samples, and fitted with shorter ones: neither right nor wrong."""
+
+    @property
+    def count(self) -> int:
+        """Verdicts that count."""
+        return self.fits_right + self.oom_right + len(self.said_fits) + len(self.said_oom)
+
+    @property
+    def right_ratio(self) -> float:
+        """Share of right ones, 0…1."""
+        return (self.fits_right + self.oom_right) / self.count if self.count else 0.0
+
+
+def confusion(verdicts: Iterable[Verdict], margin: float = BARS.verdict_margin) -> Confusion:
+    """Returns the verdicts, counted."""
+    rows = list(verdicts)
+    counted = [each for each in rows if each.counts]
+    said_fits = [each for each in counted if each.says_fits and not each.fitted]
+    return Confusion(
+        fits_right=sum(each.says_fits and each.fitted for each in counted),
+        oom_right=sum(not each.says_fits and not each.fitted for each in counted),
+        said_fits=tuple(each.id for each in said_fits),
+        said_oom=tuple(each.id for each in counted if not each.says_fits and each.fitted),
+        far_off=tuple(each.id for each in said_fits if each.predicted_ratio < 1 - margin),
+        unclear=len(rows) - len(counted),
+    )
+
+
+def rank_correlation(pairs: Sequence[tuple[float, float]]) -> float | None:
+    """Returns Spearman's rank correlation with ties at their mean rank; None for fewer than three, or all alike.
+
+    >>> rank_correlation([(1, 10), (2, 30), (3, 20), (4, 40)])
+    0.8
+    """
+    if len(pairs) < 3:
+        return None
+    first, second = (_ranks([pair[side] for pair in pairs]) for side in (0, 1))
+    mean = (len(pairs) + 1) / 2
+    product = sum((a - mean) * (b - mean) for a, b in zip(first, second, strict=True))
+    norms = [sum((rank - mean) ** 2 for rank in ranks) for ranks in (first, second)]
+    if not all(norms):
+        return None
+    return float(round(product / math.sqrt(norms[0] * norms[1]), 12))
+
+
+def _ranks(values: Sequence[float]) -> list[float]:
+    order = sorted(range(len(values)), key=values.__getitem__)
+    ranks = [0.0] * len(values)
+    start = 0
+    while start < len(order):
+        end = start
+        while end + 1 < len(order) and values[order[end + 1]] == values[order[start]]:
+            end += 1
+        for place in range(start, end + 1):
+            ranks[order[place]] = (start + end) / 2 + 1
+        start = end + 1
+    return ranks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """One line of a report."""
+
+    name: str
+    """Basis or table."""
+    published: int
+    """Rows that publish the figure."""
+    errors: Errors | None
+    """Errors of those in scope."""
+    rank_correlation: float | None = None
+    """Of throughput, within the table."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    """Everything that the report shows."""
+
+    rows: int
+    """Rows of the table."""
+    asked: int
+    """Rows of which something was asked."""
+    refused: tuple[tuple[str, str], ...]
+    """Rows in scope that the planner refused, and why."""
+    bases: tuple[Group, ...]
+    """Memory by basis, rows of quality A first, then all."""
+    tables: tuple[Group, ...]
+    """Memory by basis and table."""
+    verdicts: Confusion
+    """Fits or not."""
+    speed: Group
+    """Throughput of all tables."""
+    speed_known: Group
+    """Of those whose lengths of samples are known."""
+    speed_tables: tuple[Group, ...]
+    """Throughput by table."""
+
+
+def score(answers: Sequence[Answer]) -> Score:
+    """Returns the score of answers."""
+    memory = [each for answer in answers for each in answer.memory]
+    speeds = [answer.speed for answer in answers if answer.speed is not None]
+    published = _published(answers)
+    bases = []
+    for basis in ("allocated", "reserved", "nvidia-smi", "unknown"):
+        of_basis = [each for each in memory if each.basis == basis]
+        for label, chosen in ((f"{basis}, A", "A"), (basis, "ABC")):
+            rows = [each for each in of_basis if each.quality in chosen]
+            count = sum(
+                number for (name, _, quality), number in published.items() if name == basis and quality in chosen
+            )
+            bases.append(Group(name=label, published=count, errors=errors(rows)))
+        known = [each for each in of_basis if each.side is Side.BOTH]
+        bases.append(Group(name=f"{basis}, lengths known", published=len(known), errors=errors(known)))
+    keys = sorted({(each.basis, each.table) for each in memory})
+    tables = [
+        Group(
+            name=f"{basis}: {table}",
+            published=sum(number for (b, t, _), number in published.items() if (b, t) == (basis, table)),
+            errors=errors(each for each in memory if (each.basis, each.table) == (basis, table)),
+        )
+        for basis, table in keys
+    ]
+    return Score(
+        rows=len(answers),
+        asked=sum(answer.question is not None for answer in answers),
+        refused=tuple((answer.row.id, answer.refusal) for answer in answers if answer.refusal is not None),
+        bases=tuple(bases),
+        tables=tuple(tables),
+        verdicts=confusion(answer.verdict for answer in answers if answer.verdict is not None),
+        speed=_speed_group("all tables", speeds, sum(answer.row.throughput is not None for answer in answers)),
+        speed_known=_speed_group("lengths known", [each for each in speeds if each.side is Side.BOTH], len(speeds)),
+        speed_tables=tuple(_speed_tables(speeds, published)),
+    )
+
+
+def _speed_tables(speeds: Sequence[Comparison], published: dict[tuple[str, str, str], int]) -> Iterable[Group]:
+    for table in sorted({each.table for each in speeds}):
+        count = sum(number for (name, where, _), number in published.items() if (name, where) == ("speed", table))
+        yield _speed_group(table, [each for each in speeds if each.table == table], count)
+
+
+def _speed_group(name: str, rows: Sequence[Comparison], published: int) -> Group:
+    return Group(
+        name=name,
+        published=published,
+        errors=errors(rows),
+        rank_correlation=rank_correlation([(each.measured, each.predicted) for each in rows]),
+    )
+
+
+def _published(answers: Sequence[Answer]) -> dict[tuple[str, str, str], int]:
+    """Returns how many rows publish what: by basis (or `speed`), table and quality."""
+    counts: dict[tuple[str, str, str], int] = {}
+    for answer in answers:
+        row = answer.row
+        found = []
+        if row.allocated_bytes is not None:
+            found.append("allocated")
+        if row.nvidia_smi_bytes is not None and row.outcome == "fits":
+            found.append("nvidia-smi")
+        if row.basis in ("reserved", "unknown"):
+            found.append(str(row.basis))
+        if row.throughput is not None:
+            found.append("speed")
+        for name in found:
+            key = (name, table_of(row), row.quality)
+            counts[key] = counts.get(key, 0) + 1
+    return counts

@@ -1,0 +1,178 @@
+"""What the words of a published run say of how it was trained, each rule with where it is from."""
+
+from __future__ import annotations
+
+import re
+from enum import StrEnum
+
+from benchmarks.published.rows import Publisher, Row
+from dstrain.choices import LossKernel, Method, Optimizer, Stack, StateDtypes
+
+TUNE_STEPS = (
+    "Baseline", "Packed Dataset", "Compile", "Chunked Cross Entropy", "Activation Checkpointing",
+    "Fuse optimizer step into backward", "Activation Offloading", "8-bit AdamW", "LoRA", "QLoRA",
+)  # fmt: skip
+"""Rows of torchtune's table of optimization flags, each on top of those before it."""
+
+
+class Checkpointing(StrEnum):
+    """How much is recomputed."""
+
+    NONE = "none"
+    FULL = "full"
+    SELECTIVE = "selective"
+
+
+def method(row: Row) -> Method | None:
+    """Returns what is trained, or None where the planner has no such method (`scope` says which)."""
+    word = row.method.split(" (")[0]
+    if word in ("full", "pretrain"):
+        return Method.FULL
+    if word == "lora":
+        return Method.LORA
+    if re.fullmatch(r"(qlora|lora-4|lora-bnb4|qlora-(nf4|bnb4)(-bnb|-dq)?)", word):
+        return Method.QLORA
+    return None
+
+
+def checkpointing(row: Row) -> Checkpointing:
+    """Returns what is recomputed; a silent row of LitGPT, nanotron or torchtune recomputes nothing on one GPU.
+
+    Source: each one's default. LitGPT finetune/lora.py checkpoints under FSDP alone; torchtune's single-device recipes
+    checkpoint; swift's and FMS's Trainer arguments have gradient_checkpointing on.
+    """
+    word = row.grad_ckpt
+    if word.startswith("selective"):
+        return Checkpointing.SELECTIVE
+    if word.startswith("true") or word == "full":
+        return Checkpointing.FULL
+    if word in ("false", "no"):
+        return Checkpointing.NONE
+    return Checkpointing.FULL if row.publisher in (Publisher.SWIFT, Publisher.TORCHTUNE) else Checkpointing.NONE
+
+
+def tune_step(row: Row) -> int | None:
+    """Returns the place of a row in torchtune's table of flags, or None for another table."""
+    found = re.search(r"this row: (?:\+ )?([^;]+)", row.notes)
+    return TUNE_STEPS.index(found.group(1)) if found and found.group(1) in TUNE_STEPS else None
+
+
+def compiles(row: Row) -> bool:
+    """Returns whether torch.compile rewrites the model."""
+    step = tune_step(row)
+    if step is not None:
+        return step >= TUNE_STEPS.index("Compile")
+    return row.says("compile")
+
+
+def kernels(row: Row) -> tuple[bool, bool, LossKernel]:
+    """Returns whether Liger's and whether Unsloth's kernels run, and the loss.
+
+    Source: fms-acceleration plugins/fused-ops-and-kernels: FILTER_MAP (`fast_loss: true` is Unsloth's loss,
+    `fused_ce_liger` Liger's; norms and rotary embedding are Unsloth's in both); torchtune recipes/configs.
+    """
+    if row.publisher is Publisher.FMS:
+        if row.says("foak-liger", "kernels-liger"):
+            return False, True, LossKernel.FUSED
+        if row.says("fused ops and kernels", "fused kernels", "-foak"):
+            return False, True, LossKernel.IN_PLACE
+        return False, False, LossKernel.FULL
+    if row.publisher is Publisher.TORCHTUNE:
+        step = tune_step(row)
+        chunked = row.says("chunked loss") or (step is not None and step >= TUNE_STEPS.index("Chunked Cross Entropy"))
+        return False, False, LossKernel.CHUNKED if chunked else LossKernel.FULL
+    if row.publisher is Publisher.LITGPT:
+        return False, False, LossKernel.CHUNKED
+    if row.says("use_liger_kernel=true") and not row.says("not using use_liger_kernel"):
+        return True, False, LossKernel.FUSED
+    return False, False, LossKernel.FULL
+
+
+def stack(row: Row) -> Stack:
+    """Returns whose layer code runs.
+
+    Source: fms-acceleration scripts/benchmarks/refs: requirements.txt (4.48.1 for a100_80gb.csv), requirements_granite
+    and requirements_liger.txt (4.45.2); swift's release 2.6 is of October 2024.
+    """
+    if row.publisher is Publisher.FMS:
+        return Stack.TRANSFORMERS_4_45 if re.search(r"_(granite|liger)\.csv", row.source) else Stack.TRANSFORMERS_4
+    if row.publisher is Publisher.SWIFT:
+        return Stack.TRANSFORMERS_4_45 if "release/2" in row.source else Stack.TRANSFORMERS_5
+    if row.publisher in (Publisher.H2O, Publisher.OTHER):
+        return Stack.TRANSFORMERS_4_45
+    if row.publisher in (Publisher.TORCHTUNE, Publisher.TORCHTITAN):
+        return Stack.TORCHTUNE
+    return Stack.LITGPT if row.publisher is Publisher.LITGPT else Stack.TRANSFORMERS_5
+
+
+def state_dtypes(row: Row) -> StateDtypes:
+    """Returns which copies of a parameter there are.
+
+    DeepSpeed and what shards as it does keep an fp32 master copy. FSDP under mixed precision keeps fp32 shards
+    (accelerate 1.0 accelerator.py: prepare_model). On one GPU Transformers loads in bf16 and autocast changes nothing
+    of the weights; for adapters, which PEFT keeps in fp32, it decides what their input is kept in. QLoRA always runs
+    under autocast in FMS's scenarios (`bf16: True` in scripts/benchmarks/scenarios.yaml).
+    """
+    kind = method(row)
+    autocasts = any(word in row.precision for word in ("autocast", "mixed", "amp"))
+    if row.publisher is Publisher.FMS:
+        if kind is Method.QLORA:
+            return StateDtypes.AUTOCAST
+        if kind is Method.FULL and not row.is_fsdp:
+            return StateDtypes.PURE_BF16
+        return StateDtypes.AUTOCAST if autocasts else StateDtypes.PURE_BF16
+    if row.publisher is Publisher.INTERNEVO:
+        return StateDtypes.MIXED
+    if row.publisher in (Publisher.TORCHTITAN, Publisher.LLM_FOUNDRY):
+        return StateDtypes.AUTOCAST if autocasts or row.publisher is Publisher.TORCHTITAN else StateDtypes.PURE_BF16
+    if row.publisher in (Publisher.SWIFT, Publisher.H2O, Publisher.OTHER):
+        if row.zero_stage:
+            return StateDtypes.MIXED
+        return StateDtypes.PURE_BF16 if kind is Method.FULL else StateDtypes.AUTOCAST
+    return StateDtypes.PURE_BF16
+
+
+def has_fp32_norms(row: Row) -> bool:
+    """Returns whether TRL turns norms beside a quantised base into fp32, which it does not where the base is sharded.
+
+    Source: trl 0.11 trainer/sft_trainer.py: peft_module_casting_to_bf16, `not is_sharded_qlora`; fms-acceleration's own
+    preparation leaves them (accelerated-peft framework_plugin_bnb.py: _prepare_model_for_kbit_training).
+    """
+    return (
+        row.publisher is Publisher.FMS
+        and method(row) is Method.QLORA
+        and not row.is_fsdp
+        and row.says("no fms accel", "baseline-peft-bnb")
+    )
+
+
+def optimizer(row: Row) -> Optimizer:
+    """Returns the optimizer; torchtune's and torchtitan's AdamW is fused, where the column is silent.
+
+    Source: torchtune recipes/configs/llama3*/*.yaml (`fused: True`); torchtitan config/job_config.py (implementation).
+    """
+    if re.search("8.?bit", row.optimizer, re.IGNORECASE):
+        return Optimizer.ADAMW_8BIT
+    fuses = row.publisher in (Publisher.TORCHTUNE, Publisher.TORCHTITAN) or "fused" in row.optimizer
+    return Optimizer.ADAMW_FUSED if fuses else Optimizer.ADAMW
+
+
+def grows_segments(row: Row) -> bool:
+    """Returns whether the allocator may grow its segments: by default it may not, and torchtitan lets it.
+
+    Source: torchtitan run_train.sh: PYTORCH_CUDA_ALLOC_CONF.
+    """
+    return row.publisher is Publisher.TORCHTITAN
+
+
+def packs(row: Row) -> bool:
+    """Returns whether rows are full, or cut at borders, so that no padding mask is needed."""
+    if row.publisher in (Publisher.SWIFT, Publisher.H2O, Publisher.OTHER):
+        return row.says("packing=true", "packing true", "padding_free=true") and not row.says("without padding_free")
+    return tune_step(row) != 0
+
+
+def parallel(row: Row, kind: str) -> int:
+    """Returns the degree of `tp`, `pp`, `cp` or `ep` in the notes, 1 where they say nothing of it."""
+    found = re.search(rf"(?<![a-z]){kind}\s*[-=]?\s*(\d+)", row.notes, re.IGNORECASE)
+    return int(found.group(1)) if found else 1
