@@ -12,7 +12,7 @@ import click
 from dstrain.choices import Attention, Hub, LossKernel, Method, Offload, Optimizer, Precision, StateDtypes
 from dstrain.cli.types import SIZE, Choice
 from dstrain.errors import InvalidConfig
-from dstrain.facts import calibration, gpus, hostfile, links, probe
+from dstrain.facts import calibration, gpus, hostfile, links, probe, traced
 from dstrain.facts import cluster as clusters
 from dstrain.facts.calibration import Calibration
 from dstrain.facts.cluster import Cluster, Origin
@@ -20,6 +20,7 @@ from dstrain.facts.hostfile import Hosts
 from dstrain.facts.model import ModelFacts
 from dstrain.job import Lora
 from dstrain.plan.request import Request
+from dstrain.plan.space import DEFAULT_SEQ_LEN
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -132,9 +133,9 @@ class Question:
 def question(options: dict[str, Any]) -> Question:
     """Returns model, cluster and request from the shared options; raises what the facts raise."""
     hosts = _named_hosts(options)
-    model = probe.read_model(options["model"], hub=options["hub"])
-    cluster = _cluster(options, hosts)
     request = _request(options)
+    model = probe.read_model(options["model"], hub=options["hub"], way=_way(request))
+    cluster = _cluster(options, hosts)
     if hosts is None:
         single = cluster.num_nodes == 1
         hosts = (
@@ -143,6 +144,19 @@ def question(options: dict[str, Any]) -> Question:
             else hostfile.placeholders(cluster.num_nodes, cluster.gpus_per_node)
         )
     return Question(model=model, cluster=cluster, hosts=hosts, request=request, calibration=calibration.read())
+
+
+def _way(request: Request) -> traced.Question:
+    """Returns how a model of an unknown family is traced; it is attention that the length matters to."""
+    return traced.Question(
+        subject=traced.Subject(config={}),
+        seq_len=request.seq_len or DEFAULT_SEQ_LEN,
+        method=request.method,
+        lora=request.lora,
+        attn=request.attn or Attention.SDPA,
+        is_packed=request.packing,
+        precision=request.precision or Precision.BF16,
+    )
 
 
 _FIELDS = (

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from dstrain.facts.traced_profile import Traced
 from dstrain.records import type_config
 
 
@@ -125,6 +126,8 @@ class ModelFacts:
     """The vision tower, or None for a language model."""
     tensors: tuple[TensorGroup, ...]
     """Every parameter tensor; tied ones once."""
+    traced: Traced | None = None
+    """What a trace of Transformers' own code found, where the family is not known."""
 
     @property
     def num_params(self) -> int:

@@ -6,6 +6,7 @@ With `hubs`, the only part of `facts` that looks outside the process.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from dstrain.errors import InvalidConfig, nearest
 from dstrain.facts import aliases, hostfile, hubs, models
 from dstrain.facts.hostfile import Hosts
 from dstrain.facts.model import ModelFacts
+from dstrain.facts.traced import Question, Subject
 from dstrain.units import MIB
 
 
@@ -117,15 +119,18 @@ def read_hostfile(path: Path) -> Hosts:
     return hostfile.parse(text, str(path))
 
 
-def read_model(name: str, *, hub: Hub = Hub.HF, timeout_s: float = hubs.TIMEOUT_S) -> ModelFacts:
+def read_model(
+    name: str, *, hub: Hub = Hub.HF, timeout_s: float = hubs.TIMEOUT_S, way: Question | None = None
+) -> ModelFacts:
     """Returns the facts of the model `name`: a local folder or config.json, else an alias, else an id on the hub.
 
-    Raises InvalidConfig for a name that nothing answers to, EnvironmentProblem when the hub cannot be asked.
+    A family that is not known is traced for the `way` it is to be trained, where one is given. Raises InvalidConfig for
+    a name that nothing answers to, EnvironmentProblem when the hub cannot be asked or the tracer cannot run.
     """
     alias = aliases.resolve(name)
     path = _existing(name)
     if path is not None and (alias is None or path.is_file() or (path / "config.json").is_file()):
-        return _read_local(path)
+        return _read_local(path, way)
     if alias is not None:
         return _known_model(name, hub, *alias)
     if name.startswith((".", "/", "~")) or name.endswith(".json"):
@@ -136,7 +141,17 @@ def read_model(name: str, *, hub: Hub = Hub.HF, timeout_s: float = hubs.TIMEOUT_
         config = hubs.fetch_config(name, hub, timeout_s=timeout_s)
     except InvalidConfig as error:
         raise InvalidConfig(error.problem, hint=error.hint or _meant(name)) from None
-    return models.from_config(config, name=name, source=name)
+    return _facts(config, name=name, source=name, way=way)
+
+
+def _facts(config: Mapping[str, object], *, name: str, source: str, way: Question | None) -> ModelFacts:
+    """Returns the facts of a known family from its row, of any other from a trace of Transformers' own code."""
+    family = config.get("model_type")
+    if way is None or not isinstance(family, str) or family in models.FAMILIES:
+        return models.from_config(config, name=name, source=source)
+    from dstrain.facts import tracer  # needed for few models, and not fast to import
+
+    return tracer.trace_model(Subject(config=config, source=source), way, name=name, source=source)
 
 
 def _existing(name: str) -> Path | None:
@@ -160,7 +175,7 @@ def _known_model(name: str, hub: Hub, alias: str, entry: aliases.Entry) -> Model
     return models.from_config(entry.config, name=label, source=model_id or name)
 
 
-def _read_local(path: Path) -> ModelFacts:
+def _read_local(path: Path, way: Question | None) -> ModelFacts:
     folder = path if path.is_dir() else path.parent
     file = folder / "config.json" if path.is_dir() else path
     if not file.is_file():
@@ -169,7 +184,7 @@ def _read_local(path: Path) -> ModelFacts:
             hint="Name the folder that `save_pretrained` or `hf download` wrote.",
         )
     config = hubs.parse_config(read_text(file), str(file))
-    return models.from_config(config, name=folder.resolve().name, source=str(folder))
+    return _facts(config, name=folder.resolve().name, source=str(folder), way=way)
 
 
 def _meant(name: str) -> str:

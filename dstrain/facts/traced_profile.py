@@ -146,6 +146,20 @@ class ActivationProfile:
         return tuple(highest.values())
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traced:
+    """How a model whose layer code the tape does not know uses memory, for one way of training it."""
+
+    __pydantic_config__ = type_config
+
+    note: str
+    """How this came about, for people."""
+    plain: ActivationProfile
+    """Without a padding mask, which is how single samples go."""
+    padded: ActivationProfile
+    """With one."""
+
+
 def depths(layer_kinds: Sequence[int]) -> Depths:
     """Returns how many of a model's layers to trace: all that begin it, and one or two periods of the rest.
 

@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -21,7 +21,7 @@ from dstrain.facts.model import ModelFacts
 from dstrain.facts.traced import Description, Question, Subject, Wanted
 from dstrain.facts.traced_answers import Answer, Answers, Failure, Questions
 from dstrain.facts.traced_model import from_description
-from dstrain.facts.traced_profile import ActivationProfile
+from dstrain.facts.traced_profile import ActivationProfile, Traced
 from dstrain.paths import write_atomic
 from dstrain.records import from_data, load_json, to_data, to_json
 
@@ -32,39 +32,29 @@ _PACKAGES = ("torch", "transformers", "peft")
 """Packages whose code the tracer runs."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TracedModel:
-    """A model whose family dstrain does not know, as Transformers' own code shows it."""
-
-    model: ModelFacts
-    """Its shape and parameters."""
-    profiles: tuple[ActivationProfile, ...]
-    """What it keeps alive, one for each way of training that was asked, in that order."""
-    note: str
-    """How these facts came about, for people."""
-
-
-def trace_model(
-    subject: Subject, ways: Sequence[Question], *, name: str, source: str, timeout_s: float = TIMEOUT_S
-) -> TracedModel:
-    """Returns the facts of a model and its activations, for ways of training whose subject is of no account.
+def trace_model(subject: Subject, way: Question, *, name: str, source: str, timeout_s: float = TIMEOUT_S) -> ModelFacts:
+    """Returns the facts of a model and its activations, for a way of training whose subject is of no account.
 
     Raises InvalidConfig where Transformers cannot build or run the model, EnvironmentProblem where the tracer cannot
     run here.
     """
     about = Question(subject=subject, wanted=Wanted.DESCRIPTION)
-    asked = [about, *(replace(way, subject=subject, wanted=Wanted.PROFILE) for way in ways)]
-    description, *profiles = ask(asked, folder=cache_folder(), timeout_s=timeout_s)
-    for answer in (description, *profiles):
+    way = replace(way, subject=subject, wanted=Wanted.PROFILE)
+    asked = (about, replace(way, has_padding=False), replace(way, has_padding=not way.is_packed))
+    answers = ask(asked, folder=cache_folder(), timeout_s=timeout_s)
+    for answer in answers:
         if isinstance(answer, Failure):
             raise InvalidConfig(f"{name}: {answer.problem}", hint=answer.hint)
+    description, plain, padded = answers
     assert isinstance(description, Description)
-    return TracedModel(
-        model=from_description(description, name=name, source=source),
-        profiles=tuple(profile for profile in profiles if isinstance(profile, ActivationProfile)),
-        note=f'model_type "{description.model_type}" is not known to dstrain: traced with Transformers '
-        f"{_version('transformers')} on tensors without data",
+    assert isinstance(plain, ActivationProfile)
+    assert isinstance(padded, ActivationProfile)
+    note = (
+        f'model_type "{description.model_type}" is not known to dstrain: its layer code was traced with Transformers'
+        f" {_version('transformers')} on tensors without data"
     )
+    model = from_description(description, name=name, source=source)
+    return replace(model, traced=Traced(note=note, plain=plain, padded=padded))
 
 
 def ask(

@@ -153,6 +153,8 @@ def check(model: ModelFacts, cluster: Cluster, request: Request) -> None:
 def _notes(model: ModelFacts, cluster: Cluster, request: Request, chosen: Estimate) -> tuple[str, ...]:
     """Returns what was assumed, and what to know before training."""
     notes = [*_assumptions(cluster, request, chosen), *_precision_notes(model, cluster, chosen)]
+    if model.traced is not None:
+        notes.append(model.traced.note)
     if request.method is Method.QLORA:
         notes.append("qlora needs bitsandbytes on the machine that trains: pip install 'dstrain[qlora]'")
     if model.vision is not None and not request.image_patches:

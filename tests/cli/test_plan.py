@@ -232,3 +232,13 @@ def test_no_color_gets_letters(tmp_path: Path) -> None:
     printed = on_a_terminal(tmp_path, NO_COLOR="1")
     assert "PPP" in printed
     assert "\x1b[3" not in printed
+
+
+def test_a_model_of_an_unknown_family_is_traced_and_says_so(
+    dstrain: Type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    config = {"model_type": "gpt2", "n_embd": 64, "n_layer": 3, "n_head": 4, "vocab_size": 500, "n_positions": 256}
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    told = dstrain("plan", "--model", str(tmp_path), "--gpus", "2", "--gpu", "a100", "--seq-len", "128")
+    assert 'model_type "gpt2" is not known to dstrain' in " ".join(told.stdout.split())

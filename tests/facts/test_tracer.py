@@ -94,10 +94,11 @@ def test_a_model_is_traced_once_and_remembered(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     subject = Subject(config=GPT2)
     way = Question(subject=subject, seq_len=64)
-    first = trace_model(subject, [way], name="small", source="some/small")
-    assert 'model_type "gpt2" is not known to dstrain: traced with Transformers' in first.note
-    assert len(list((tmp_path / "dstrain" / "traces").glob("*.json"))) == 2
-    assert trace_model(subject, [way], name="small", source="some/small", timeout_s=0.01) == first
+    first = trace_model(subject, way, name="small", source="some/small")
+    assert first.traced is not None
+    assert 'model_type "gpt2" is not known to dstrain' in first.traced.note
+    assert len(list((tmp_path / "dstrain" / "traces").glob("*.json"))) == 3
+    assert trace_model(subject, way, name="small", source="some/small", timeout_s=0.01) == first
 
 
 def test_a_damaged_answer_is_asked_again(tmp_path: Path) -> None:
@@ -115,7 +116,7 @@ def test_failures_are_not_remembered_and_are_the_models_fault(tmp_path: Path, mo
     subject = Subject(config={"model_type": "mamba", "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 100})
     way = Question(subject=subject, seq_len=64, attn=Attention.SDPA)
     with pytest.raises(InvalidConfig, match="small: Transformers' MambaForCausalLM does not support sdpa"):
-        trace_model(subject, [way], name="small", source="some/small")
+        trace_model(subject, way, name="small", source="some/small")
     assert len(list((tmp_path / "dstrain" / "traces").glob("*.json"))) == 1
 
 
@@ -143,12 +144,11 @@ def test_a_model_that_brings_its_own_code_is_traced_where_it_may_run(
         "class Model(LlamaForCausalLM):\n    config_class = Config\n"
     )
     subject = Subject(config=config, source=str(folder), trust_remote_code=True)
-    traced = trace_model(subject, [Question(subject=subject, seq_len=64)], name="own", source=str(folder))
-    assert traced.model.model_type == "own"
-    assert (
-        traced.model.num_params == from_config(LLAMA | {"max_position_embeddings": 64}, name="", source="").num_params
-    )
-    assert traced.profiles[0].num_layers == 2
+    model = trace_model(subject, Question(subject=subject, seq_len=64), name="own", source=str(folder))
+    assert model.model_type == "own"
+    assert model.num_params == from_config(LLAMA | {"max_position_embeddings": 64}, name="", source="").num_params
+    assert model.traced is not None
+    assert model.traced.plain.num_layers == 2
 
 
 def test_a_tracer_that_takes_too_long_is_the_environments_fault() -> None:

@@ -154,7 +154,7 @@ def fused_mlp(run: Context, x: Tensor) -> Tensor:
 
 
 def by_head(run: Context, x: Tensor) -> Tensor:
-    """A view of x head by head; its gradient is written out token by token again, unless Liger's rotation has done so."""
+    """A view of x head by head; its gradient is written out token by token, unless Liger's rotation has done so."""
     tape = run.tape
     if not tape.needs(x) or run.kernels.rotary:
         return ops.view(x)

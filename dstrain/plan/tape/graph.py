@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from sys import getrefcount
 
-from dstrain.plan.tape.tensor import Backward, GradRelease, Ledger, Node, Param, Part, Storage, Tensor
+from dstrain.plan.tape.tensor import Backward, GradRelease, Ledger, Node, Param, Part, Storage, Tensor, View
 
 Tensors = tuple[Tensor | None, ...]
 
@@ -213,8 +213,8 @@ class Tape:
             self.grad_enabled = False
 
     def _sum(self, old: Tensor, new: Tensor) -> Tensor:
-        """Returns the sum of two gradients, in place where nobody else sees the first."""
-        if getrefcount(old.storage) <= 2:
+        """Returns the sum of two gradients, in place where nobody else sees the first and it is no view."""
+        if type(old) is not View and getrefcount(old.storage) <= 2:
             return old
         return self.like(old)
 

@@ -96,7 +96,7 @@ def _router_logits(run: Context, x: Tensor, item: int) -> Tensor:
     weight = Param(numel, trains=run.trains)
     x = ops.cast(tape, x, item)
     if item == run.variant.item:
-        return products.matmul(tape, x, weight, rows * _moe(run).num_experts, item)
+        return products.matmul(tape, x, weight, rows * _moe(run).num_experts, item, is_flat=True)
     wide = products.cast_param(tape, weight, run.variant.item, item)
     return products.product(tape, x, wide, rows * _moe(run).num_experts)
 
@@ -200,11 +200,11 @@ def _gated(run: Context, both: Tensor) -> Tensor:
 def _grouped_product(run: Context, x: Tensor, outputs: int, inputs: int) -> Tensor:
     """The rows of each expert times its matrix, for all experts at once."""
     weight = Param(_moe(run).num_experts * outputs * inputs, trains=run.trains)
-    return products.matmul(run.tape, x, weight, x.numel // inputs * outputs, run.variant.item)
+    return products.matmul(run.tape, x, weight, x.numel // inputs * outputs, run.variant.item, is_flat=True)
 
 
 def _fused_experts(run: Context, x: Tensor, weights: Tensor, indices: Tensor) -> Tensor:
-    """Liger's experts: keeps the input and the products before the activation; gradients of frozen weights are made too.
+    """Liger's experts: keeps the input and the products before the activation; frozen weights get gradients as well.
 
     Source: liger-kernel 0.8.5 ops/fused_moe.py: LigerFusedMoEFunction.
     """

@@ -6,7 +6,7 @@ Source of every rule: torch 2.13 tools/autograd/derivatives.yaml and the CUDA ke
 from __future__ import annotations
 
 from dstrain.plan.tape.graph import Tape, Tensors
-from dstrain.plan.tape.tensor import Node, Param, Tensor
+from dstrain.plan.tape.tensor import Node, Param, Tensor, View
 
 FP32 = 4
 
@@ -181,7 +181,7 @@ def cat(tape: Tape, pieces: tuple[Tensor, ...]) -> Tensor:
         sizes = [piece.numel for piece in pieces]
 
         def backward(grad: Tensor) -> Tensors:
-            return tuple(Tensor(grad.storage, size, item) for size in sizes)
+            return tuple(View(grad.storage, size, item) for size in sizes)
 
         node = tape.node(pieces, backward)
     return tape.new(numel, item, node)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dstrain.plan.tape.graph import Tape, Tensors
-from dstrain.plan.tape.tensor import Param, Tensor
+from dstrain.plan.tape.tensor import Param, Tensor, View
 
 
-def matmul(tape: Tape, x: Tensor, weight: Param, out_numel: int, item: int) -> Tensor:
+def matmul(tape: Tape, x: Tensor, weight: Param, out_numel: int, item: int, *, is_flat: bool = False) -> Tensor:
     """A linear layer's product: x is kept where the weight trains, under ZeRO-3 always; the weight is whole at work.
 
+    Unless x is a matrix (`is_flat`), it is made one, and its gradient is a view.
     Source: deepspeed 0.19.8 runtime/zero/linear.py: LinearFunctionForZeroStage3, which replaces torch's.
     """
     node = None
@@ -22,6 +23,8 @@ def matmul(tape: Tape, x: Tensor, weight: Param, out_numel: int, item: int) -> T
             whole = tape.gathered(numel, item)
             grad_weight = tape.grad(numel, item) if trains else None
             grad_x = tape.new(x_numel, x_item) if needs_x else None
+            if grad_x is not None and not is_flat:
+                grad_x = View(grad_x.storage, x_numel, x_item)
             del kept, whole
             return (grad_x, grad_weight)
 

@@ -7,12 +7,13 @@ from functools import cache
 
 from dstrain.choices import Method, Stack
 from dstrain.facts.model import ModelFacts
+from dstrain.facts.traced_profile import Traced
 from dstrain.plan.configuration import Configuration
 from dstrain.plan.tape import beginning, losses, ops, vision
 from dstrain.plan.tape.context import Context, Variant, variant_of
 from dstrain.plan.tape.families import LAYER_CODE, LayerCode
 from dstrain.plan.tape.graph import OFFLOADED_IN_FLIGHT, Tape
-from dstrain.plan.tape.tensor import Param, Tensor
+from dstrain.plan.tape.tensor import GradRelease, Param, Tensor
 
 INDEX = 8
 """Bytes of a token id."""
@@ -47,8 +48,30 @@ def is_known(model: ModelFacts) -> bool:
 
 
 def profile(model: ModelFacts, configuration: Configuration) -> tuple[Instant, ...]:
-    """Returns the peak of each named instant of one micro-batch, for the whole depth of the model."""
-    return of_variant(model, variant_of(configuration))
+    """Returns the peak of each named instant of one micro-batch, for the whole depth of the model.
+
+    A model whose layer code the tape does not know was traced instead.
+    """
+    variant = variant_of(configuration)
+    return of_variant(model, variant) if model.traced is None else _traced(model.traced, model, variant)
+
+
+def _traced(traced: Traced, model: ModelFacts, variant: Variant) -> tuple[Instant, ...]:
+    """Returns the instants that a trace of the model's own code found."""
+    profile = traced.padded if variant.has_mask else traced.plain
+    keeps = variant.release is GradRelease.AT_STEP
+    peaks = profile.moments(num_layers=model.num_hidden_layers, micro_batch=variant.batch, grad_ckpt=variant.grad_ckpt)
+    return tuple(
+        Instant(
+            name=peak.name,
+            activations=peak.activations,
+            logits=peak.logits,
+            grads=peak.grads if keeps else 0,
+            gathered=0,
+            layers_done=model.num_hidden_layers if peak.name == "embedding backward" else 0,
+        )
+        for peak in peaks
+    )
 
 
 @cache

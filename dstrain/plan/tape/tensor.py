@@ -93,6 +93,15 @@ class Tensor:
         self.storage, self.numel, self.item, self.node = storage, numel, item, node
 
 
+class View(Tensor):
+    """A gradient that PyTorch has as a view of another shape: nothing is added to it in place.
+
+    Source: torch 2.13 csrc/autograd/input_buffer.cpp: can_accumulate_inplace (a view's base refers to its storage too).
+    """
+
+    __slots__ = ()
+
+
 class Node:
     """One operation of the graph: gives the gradients of its inputs from that of its output."""
 
