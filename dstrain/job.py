@@ -44,7 +44,7 @@ class Lora:
     dropout: Ratio = 0.0
     """Dropout before the adapter, 0…1; any value above 0 costs 3 bytes per input element of every adapted linear."""
     targets: tuple[str, ...] = ("all-linear",)
-    """Module names that get an adapter, or `all-linear` (every linear layer but the head)."""
+    """Module names that get an adapter, or `all-linear` (every linear layer but the head; beside experts attention)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -161,7 +161,7 @@ def _notes(model: ModelFacts, cluster: Cluster, request: Request, chosen: Estima
         frozen = format_count(model.num_params_of(Kind.VISION))
         notes.append(f"a vision-language model trains on text here; its vision tower ({frozen} parameters) is frozen")
     if model.moe is not None and request.method is not Method.FULL:
-        notes.append("experts are 3-D tensors in Transformers 5: adapters go to the other linear layers")
+        notes.append("experts are 3-D tensors in Transformers 5: adapters go to the linear layers of attention")
     unwritable = broken(model, cluster, chosen.configuration, writable=True) if not request.writable else []
     notes += [f"{rule.says}, so gen-config chooses otherwise" for rule in unwritable]
     return tuple(notes)

@@ -66,12 +66,13 @@ class Trained:
 def adapted(model: ModelFacts, lora: Lora) -> list[TensorGroup]:
     """Returns the linears that get an adapter: by name, or every one outside the head and the vision tower.
 
-    Source: peft 0.21 tuners_utils.py: _maybe_include_all_linear_layers (the output layer is left out); Transformers 5
-    keeps experts in 3-D parameters, which are not linears.
+    Of a mixture of experts `all-linear` means those of attention, as dstrain tells PEFT, which would add the experts.
+    Source: peft 0.21 tuners_utils.py: _maybe_include_all_linear_layers (the output layer is left out).
     """
     linears = [group for group in model.tensors if group.is_linear and group.kind is not Kind.VISION]
     if lora.targets == ("all-linear",):
-        return [group for group in linears if group.kind is not Kind.HEAD]
+        kinds = (Kind.ATTENTION,) if model.moe is not None else (Kind.ATTENTION, Kind.MLP)
+        return [group for group in linears if group.kind in kinds]
     return [group for group in linears if group.name.removesuffix(".weight").split(".")[-1] in lora.targets]
 
 

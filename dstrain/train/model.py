@@ -128,11 +128,25 @@ def _quantization(job: Job) -> Any:
     )
 
 
+def _adapter_targets(job: Job, model: Any) -> str | list[str]:
+    """Returns the modules that get an adapter; of a mixture of experts, `all-linear` means those of attention.
+
+    There PEFT 0.21 would add adapters to the experts and their router too, where the family is one that it rewrites
+    for Transformers 5 (75 times the parameters in Qwen3-30B-A3B), and could not drop out.
+    """
+    from torch.nn import Linear
+
+    if job.lora.targets != ("all-linear",):
+        return list(job.lora.targets)
+    if not any(".experts." in name and parameter.ndim == 3 for name, parameter in model.named_parameters()):
+        return "all-linear"
+    names = (name for name, module in model.named_modules() if isinstance(module, Linear) and ".self_attn." in name)
+    return sorted({name.rpartition(".")[2] for name in names})
+
+
 def _with_adapter(job: Job, model: Any, ds_config: Mapping[str, Any]) -> Any:
     """Returns the model with LoRA matrices around its linear layers, everything else frozen.
 
-    The experts of a Transformers 5 mixture of experts are one 3-D parameter, no `Linear`: `all-linear` leaves them
-    frozen and adapts attention, router-free MLPs and shared experts.
     """
     from peft import LoraConfig, get_peft_model
 
@@ -142,12 +156,11 @@ def _with_adapter(job: Job, model: Any, ds_config: Mapping[str, Any]) -> Any:
         model = prepare_model_for_kbit_training(  # type: ignore[no-untyped-call]
             model, use_gradient_checkpointing=False
         )
-    targets: str | list[str] = "all-linear" if job.lora.targets == ("all-linear",) else list(job.lora.targets)
     adapter = LoraConfig(
         r=job.lora.rank,
         lora_alpha=job.lora.alpha,
         lora_dropout=job.lora.dropout,
-        target_modules=targets,
+        target_modules=_adapter_targets(job, model),
         exclude_modules=rf".*\.({'|'.join(sorted(_VISION))})\..*" if hasattr(model.config, "vision_config") else None,
         task_type="CAUSAL_LM",
     )

@@ -9,11 +9,18 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+from transformers import (
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from dstrain.choices import Hub, Method
 from dstrain.errors import EnvironmentProblem, InvalidConfig
+from dstrain.facts.probe import read_model
 from dstrain.job import Job, Lora
+from dstrain.plan.params import lora_params
 from dstrain.train import model as models
 from dstrain.train.model import load_model, load_tokenizer, source_of
 
@@ -94,3 +101,15 @@ def test_a_missing_package_is_named_with_how_to_install_it(vision_model: Path, m
 
 def test_a_local_folder_needs_no_hub(vision_model: Path) -> None:
     assert source_of(job(vision_model, hub=Hub.MODELSCOPE)) == str(vision_model)
+
+
+def test_all_linear_of_a_mixture_of_experts_is_attention(tmp_path: Path) -> None:
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 16}
+    heads = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16}
+    config = Qwen3MoeConfig(**sizes, **heads, num_experts=4, num_experts_per_tok=2)
+    Qwen3MoeForCausalLM(config).save_pretrained(tmp_path)
+    asked = job(tmp_path, method=Method.LORA, lora=Lora(rank=2, dropout=0.1))
+    adapters = trained(load_model(asked, str(tmp_path), {}))
+    assert {name.split(".lora_")[0].rpartition(".")[2] for name in adapters} == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    facts = read_model(str(tmp_path))
+    assert lora_params(facts, asked.lora) == 2 * 4 * (32 + 32)

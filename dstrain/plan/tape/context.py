@@ -191,7 +191,9 @@ class Context:
     def _is_adapted(self, name: str) -> bool:
         targets = self.variant.lora.targets
         last = name.split(".")[-1]
-        return last != "lm_head" if targets == ("all-linear",) else last in targets
+        if targets != ("all-linear",):
+            return last in targets
+        return name.startswith("self_attn.") if self.model.moe is not None else last != "lm_head"
 
     def _is_quantized(self, name: str) -> bool:
         return self.variant.method is Method.QLORA and name != "lm_head" and not name.startswith("model.visual")
