@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Annotated
 
-from pydantic import Field
+from annotated_types import Ge, Gt, Le, Lt
 
 from dstrain.choices import (
     Attention,
@@ -26,16 +26,18 @@ from dstrain.choices import (
 )
 from dstrain.records import type_config
 
-Positive = Annotated[int, Field(gt=0)]
-PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Ratio = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
-Beta = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
-NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Positive = Annotated[int, Gt(0)]
+PositiveFloat = Annotated[float, Gt(0)]
+Ratio = Annotated[float, Ge(0), Le(1)]
+Beta = Annotated[float, Ge(0), Lt(1)]
+NonNegative = Annotated[float, Ge(0)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lora:
     """The adapter of `method: lora` and `method: qlora`."""
+
+    __pydantic_config__ = type_config
 
     rank: Positive = 16
     """Rank of the two adapter matrices."""
@@ -50,6 +52,8 @@ class Lora:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Monitor:
     """Where metrics go beside `metrics.jsonl`, which is always written."""
+
+    __pydantic_config__ = type_config
 
     sinks: tuple[SinkName, ...] = (SinkName.SWANLAB,)
     """Any of `swanlab`, `tensorboard`, `wandb`."""
@@ -127,7 +131,7 @@ class Job:
     """AdamW's epsilon."""
     max_grad_norm: NonNegative = 1.0
     """Gradient norm at which gradients are clipped; 0 turns clipping off."""
-    seed: Annotated[int, Field(ge=0, lt=2**32)] = 42
+    seed: Annotated[int, Ge(0), Lt(2**32)] = 42
     """Seed of shuffling, dropout and adapters."""
 
     logging_steps: Positive = 10
@@ -140,7 +144,7 @@ class Job:
     """How many checkpoints are kept."""
     resume: str = "never"
     """`never`, `auto` (from the newest whole checkpoint of `output_dir`), or a checkpoint folder."""
-    dataloader_num_workers: Annotated[int, Field(ge=0)] = 0
+    dataloader_num_workers: Annotated[int, Ge(0)] = 0
     """Worker processes of each rank's data loader."""
 
     monitor: Monitor = field(default_factory=Monitor)

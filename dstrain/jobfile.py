@@ -9,7 +9,8 @@ from typing import Any
 
 from dstrain.errors import InvalidConfig
 from dstrain.job import SYNONYMS, Job
-from dstrain.records import Locator, Place, from_data, parse_yaml
+from dstrain.records import Locator, Place, from_data
+from dstrain.yamls import parse_yaml
 
 _TEXTS = frozenset({"env"})
 """Keys whose own values are text, however they are written."""

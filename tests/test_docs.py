@@ -37,7 +37,10 @@ def commands() -> list[tuple[str, click.Command]]:
     def walk(name: str, command: click.Command) -> None:
         found.append((name, command))
         if isinstance(command, click.Group):
-            for child, inner in sorted(command.commands.items()):
+            context = click.Context(command)
+            for child in command.list_commands(context):
+                inner = command.get_command(context, child)
+                assert inner is not None
                 walk(f"{name} {child}", inner)
 
     walk("dstrain", cli)

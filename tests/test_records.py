@@ -8,7 +8,8 @@ import pytest
 
 from dstrain.errors import InvalidConfig
 from dstrain.job import Job
-from dstrain.records import from_data, parse_yaml
+from dstrain.records import from_data
+from dstrain.yamls import parse_yaml
 
 
 @pytest.mark.parametrize(

@@ -4,16 +4,34 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 
 import click
 
 from dstrain import __version__
-from dstrain.cli import demo, export, gen_config, plan, run, templates
 from dstrain.cli.console import complain
 from dstrain.errors import DstrainError
 
+VERBS = ("gen-config", "plan", "run", "export", "templates", "demo")
+"""Verbs in the order of their use; `dstrain <verb>` is the module of that name."""
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+
+class Verbs(click.Group):
+    """A group that imports the module of a verb when it is asked for, so that none waits for what others need."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Returns the names of all verbs."""
+        return sorted(VERBS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Returns the verb of that name."""
+        if cmd_name not in VERBS:
+            return None
+        command: click.Command = import_module(f"dstrain.cli.{cmd_name.replace('-', '_')}").command
+        return command
+
+
+@click.group(cls=Verbs, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(__version__, prog_name="dstrain")
 def cli() -> None:
     """Fine-tune large models with DeepSpeed: decide, explain, check, launch, watch.
@@ -24,10 +42,6 @@ def cli() -> None:
       dstrain gen-config --gpus 16 --model qwen3-32b --data train.jsonl
       dstrain run
     """
-
-
-for _module in (gen_config, plan, run, export, templates, demo):
-    cli.add_command(_module.command)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import Field
+from annotated_types import Ge, Gt, Le
 
 from dstrain.errors import InvalidConfig
 from dstrain.facts.gpus import GPUS, gpu
@@ -25,10 +25,10 @@ SCHEMA = 1
 DEFAULT_PATH = "~/.dstrain/calibration.json"
 """Where the file is unless somebody says otherwise."""
 
-Share = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
-Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Factor = Annotated[float, Field(ge=1, allow_inf_nan=False)]
-Size = Annotated[int, Field(ge=0)]
+Share = Annotated[float, Gt(0), Le(1)]
+Rate = Annotated[float, Gt(0)]
+Factor = Annotated[float, Ge(1)]
+Size = Annotated[int, Ge(0)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

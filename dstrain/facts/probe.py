@@ -12,7 +12,7 @@ from pathlib import Path
 
 from dstrain.choices import Hub
 from dstrain.errors import InvalidConfig, nearest
-from dstrain.facts import aliases, hostfile, hubs, models
+from dstrain.facts import aliases, hostfile, models
 from dstrain.facts.hostfile import Hosts
 from dstrain.facts.model import ModelFacts
 from dstrain.facts.traced import Question, Subject
@@ -120,7 +120,7 @@ def read_hostfile(path: Path) -> Hosts:
 
 
 def read_model(
-    name: str, *, hub: Hub = Hub.HF, timeout_s: float = hubs.TIMEOUT_S, way: Question | None = None
+    name: str, *, hub: Hub = Hub.HF, timeout_s: float | None = None, way: Question | None = None
 ) -> ModelFacts:
     """Returns the facts of the model `name`: a local folder or config.json, else an alias, else an id on the hub.
 
@@ -135,10 +135,12 @@ def read_model(
         return _known_model(name, hub, *alias)
     if name.startswith((".", "/", "~")) or name.endswith(".json"):
         raise InvalidConfig(f"{name}: no such folder or file", hint="Name a folder that holds config.json.")
+    from dstrain.facts import hubs  # brings the modules of HTTP with it
+
     if not hubs.is_hub_id(name):
         raise InvalidConfig(f'"{name}" is not a model that dstrain knows, nor a folder', hint=_meant(name))
     try:
-        config = hubs.fetch_config(name, hub, timeout_s=timeout_s)
+        config = hubs.fetch_config(name, hub, timeout_s=timeout_s or hubs.TIMEOUT_S)
     except InvalidConfig as error:
         raise InvalidConfig(error.problem, hint=error.hint or _meant(name)) from None
     return _facts(config, name=name, source=name, way=way)
@@ -165,7 +167,7 @@ def _existing(name: str) -> Path | None:
 def _known_model(name: str, hub: Hub, alias: str, entry: aliases.Entry) -> ModelFacts:
     """Returns the facts of a shipped model, to be loaded from its id on the hub."""
     model_id = entry.hub_id if hub is Hub.HF else entry.modelscope_id
-    if model_id is None and not hubs.is_hub_id(name):
+    if model_id is None and "/" not in name:
         raise InvalidConfig(
             f'"{name}" has no id on {hub.value} that dstrain knows',
             hint=f"Give the id itself, or `--hub hf` for {entry.hub_id}.",
@@ -183,6 +185,8 @@ def _read_local(path: Path, way: Question | None) -> ModelFacts:
             f"{folder}: the folder holds no config.json",
             hint="Name the folder that `save_pretrained` or `hf download` wrote.",
         )
+    from dstrain.facts import hubs
+
     config = hubs.parse_config(read_text(file), str(file))
     return _facts(config, name=folder.resolve().name, source=str(folder), way=way)
 

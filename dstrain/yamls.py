@@ -1,0 +1,98 @@
+"""YAML text that people write ↔ plain values, with the place of every key."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ruamel.yaml import YAML
+from ruamel.yaml.comments import CommentedMap, CommentedSeq
+from ruamel.yaml.constructor import ConstructorError, RoundTripConstructor
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
+from ruamel.yaml.nodes import MappingNode, ScalarNode
+
+from dstrain.errors import InvalidConfig
+from dstrain.records import Locator, Place
+
+
+class _Constructor(RoundTripConstructor):
+    """ruamel's own, with a place for scalars that no Python value can be made of, such as the date 2024-13-45."""
+
+    texts: frozenset[str] = frozenset()
+
+    def construct_document(self, node: Any) -> Any:
+        for key, value in node.value if isinstance(node, MappingNode) else ():
+            if isinstance(key, ScalarNode) and key.value in self.texts and isinstance(value, MappingNode):
+                for _, item in value.value:
+                    if isinstance(item, ScalarNode) and item.tag != _TAG + "null":
+                        item.tag = _TAG + "str"
+        return super().construct_document(node)
+
+    def construct_object(self, node: Any, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except (ValueError, KeyError) as error:
+            shown = str(node.value)[:40] if isinstance(node, ScalarNode) else "this"
+            kind = str(node.tag).removeprefix(_TAG)
+            reason = "" if isinstance(error, KeyError) else f" ({error})"
+            problem = f"{shown} is no valid {kind}{reason}; in quotes it is text"
+            raise ConstructorError(None, None, problem, node.start_mark) from None
+
+
+_TAG = "tag:yaml.org,2002:"
+
+
+def parse_yaml(text: str, name: str, *, texts: frozenset[str] = frozenset()) -> tuple[Any, Locator]:
+    """Returns the plain value of a YAML 1.2 text (`1e-5` is a number) and a function that says where its keys stand.
+
+    Scalars directly below the top-level keys in `texts` are text, exactly as written (`4` is "4"). Raises InvalidConfig
+    with `name:line:column` for a syntax error, a duplicate key, or a value that is none (the date 2024-13-45).
+    """
+    reader = YAML(typ="rt", pure=True)
+    reader.Constructor = type("_Constructor", (_Constructor,), {"texts": texts})
+    try:
+        document = reader.load(io.StringIO(text.removeprefix("\ufeff")))
+    except MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = f"{name}:{mark.line + 1}:{mark.column + 1}" if mark else name
+        problem = (error.problem or "not valid YAML").split("\n")[0]
+        raise InvalidConfig(f"{where}: {problem}") from None
+    except YAMLError as error:
+        raise InvalidConfig(f"{name}: {error}") from None
+    except RecursionError:
+        raise InvalidConfig(f"{name}: is nested too deeply") from None
+
+    def locate(place: Place) -> str:
+        line, column = _mark(document, place)
+        return f"{name}:{line + 1}:{column + 1}"
+
+    return _plain(document), locate
+
+
+def _mark(node: Any, place: Place) -> tuple[int, int]:
+    """Returns the zero-based line and column of the deepest existing key on the way to `place`."""
+    mark = (0, 0)
+    for key in place:
+        try:
+            if isinstance(node, CommentedMap):
+                mark = node.lc.key(key)
+            elif isinstance(node, CommentedSeq):
+                mark = node.lc.item(key)
+            node = node[key]
+        except (KeyError, IndexError, TypeError):
+            break
+    return mark
+
+
+def _plain(node: Any) -> Any:
+    if isinstance(node, Mapping):
+        return {str(key): _plain(value) for key, value in node.items()}
+    if isinstance(node, Sequence) and not isinstance(node, str):
+        return [_plain(value) for value in node]
+    if isinstance(node, bool) or node is None:
+        return node
+    for plain in (int, float, str):
+        if isinstance(node, plain):
+            return plain(node)
+    return node
