@@ -85,12 +85,27 @@ def _plain_default(value: ast.expr) -> str:
     return json.dumps(plain) if isinstance(plain, bool) or plain is None else str(plain)
 
 
+def _run(*words: str) -> subprocess.CompletedProcess[str]:
+    """Runs a command on a machine without a GPU."""
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "80", "PYTHONPATH": str(ROOT), "HOME": "/"}
+    return subprocess.run([sys.executable, *words], capture_output=True, text=True, env=environment, check=True)
+
+
 def gen_config_output() -> str:
     """Returns what the first command prints on a machine without a GPU."""
-    arguments = [sys.executable, "-m", "dstrain.cli", "gen-config", "--gpus", "16", "--model", "qwen3-32b", "--dry-run"]
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "80", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(arguments, capture_output=True, text=True, env=environment, check=True)
+    done = _run("-m", "dstrain.cli", "gen-config", "--gpus", "16", "--model", "qwen3-32b", "--dry-run")
     return f"```\n{done.stderr.rstrip()}\n```"
+
+
+def plan_output() -> str:
+    """Returns what `dstrain plan` prints."""
+    done = _run("-m", "dstrain.cli", "plan", "--gpus", "8", "--gpu", "h100", "--model", "qwen3-8b", "--top", "3")
+    return f"```\n{done.stdout.rstrip()}\n```"
+
+
+def published_table() -> str:
+    """Returns how the planner does on published runs."""
+    return _run(str(ROOT / "benchmarks" / "predict.py"), "--markdown").stdout.rstrip()
 
 
 SECTIONS = {
@@ -98,6 +113,8 @@ SECTIONS = {
     "job": job_reference,
     "command line": cli_reference,
     "gen-config": gen_config_output,
+    "plan": plan_output,
+    "published": published_table,
 }
 
 

@@ -10,7 +10,7 @@ import click
 
 from dstrain import __version__
 from dstrain.cli.console import complain
-from dstrain.errors import DstrainError
+from dstrain.errors import DstrainError, did_you_mean
 
 VERBS = ("gen-config", "plan", "run", "export", "templates", "demo")
 """Verbs in the order of their use; `dstrain <verb>` is the module of that name."""
@@ -29,6 +29,14 @@ class Verbs(click.Group):
             return None
         command: click.Command = import_module(f"dstrain.cli.{cmd_name.replace('-', '_')}").command
         return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Returns the verb and its arguments. Raises UsageError with the nearest verb for one that there is not."""
+        if args and args[0] not in VERBS and not args[0].startswith("-"):
+            raise click.UsageError(f"No such command '{args[0]}'. {did_you_mean(args[0], VERBS)}", ctx)
+        return super().resolve_command(ctx, args)
 
 
 @click.group(cls=Verbs, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})

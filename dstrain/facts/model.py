@@ -126,6 +126,10 @@ class ModelFacts:
     """The vision tower, or None for a language model."""
     tensors: tuple[TensorGroup, ...]
     """Every parameter tensor; tied ones once."""
+    sliding_window: int | None = None
+    """Tokens that a layer with a window looks back, or None where no layer has one."""
+    num_windowed_layers: int = 0
+    """Decoder layers with a window."""
     traced: Traced | None = None
     """What a trace of Transformers' own code found, where the family is not known."""
 

@@ -10,6 +10,7 @@ from dstrain.errors import InvalidConfig, did_you_mean
 from dstrain.facts import inventory, vision_towers
 from dstrain.facts.config_fields import Fields
 from dstrain.facts.model import Kind, ModelFacts, Moe, TensorGroup, Vision
+from dstrain.facts.windows import windows
 
 _DTYPES = ("bfloat16", "float16", "float32")
 _SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
@@ -139,6 +140,7 @@ def from_config(config: Mapping[str, object], *, name: str, source: str) -> Mode
     vision = family.vision(whole) if family.vision else None
     tensors = tuple(family.tensors(whole))
     key_value_heads, key_width, value_width = _heads(text, tensors)
+    sliding_window, num_windowed_layers = windows(text, str(config["model_type"]))
     return ModelFacts(
         name=name,
         source=source,
@@ -153,6 +155,8 @@ def from_config(config: Mapping[str, object], *, name: str, source: str) -> Mode
         intermediate_size=text.size("intermediate_size"),
         vocab_size=text.size("vocab_size"),
         max_position_embeddings=text.size("max_position_embeddings"),
+        sliding_window=sliding_window,
+        num_windowed_layers=num_windowed_layers,
         tie_word_embeddings=whole.flag("tie_word_embeddings"),
         has_qk_norm=_first(tensors, "self_attn.q_norm.weight") is not None,
         dtype=_dtype(whole, text),

@@ -11,6 +11,7 @@ from dstrain.facts.calibration import Calibration
 from dstrain.facts.cluster import Cluster, Origin
 from dstrain.facts.model import Kind, ModelFacts
 from dstrain.plan.configuration import Configuration
+from dstrain.plan.estimate import assess, moved
 from dstrain.plan.params import adapted, linear_names
 from dstrain.plan.plan import Estimate, Plan
 from dstrain.plan.reasons import compared, faster_but_too_large, neighbours, reasons
@@ -100,8 +101,14 @@ def survey(
     def assessed(configuration: Configuration) -> Estimate:
         return estimated(model, cluster, configuration, calibration=calibration)
 
-    first, rung = _settled(model, request, found, assess=assessed)
-    others = neighbours(model, cluster, request, first, assess=assessed) if first.fits else []
+    sketch, rung = _settled(model, request, found, assess=assessed)
+    first = assess(model, cluster, sketch.configuration, calibration=calibration)
+    if sketch.fits and not first.fits:
+        sketch = first = found.plans[0]
+        rung = found.rungs[0]
+    error = first.memory.device_bytes_per_gpu - assessed(first.configuration).memory.device_bytes_per_gpu
+    others = neighbours(model, cluster, request, first, assess=lambda each: moved(assessed(each), error))
+    others = others if first.fits else []
     why = reasons(model, cluster, request, first, rung=rung, others=others)
     rest = [Proposal(estimate=each, reasons=compared(cluster, each, first)) for each in found.plans[1:]]
     return Survey(

@@ -27,10 +27,18 @@ USABLE_HOST_RATIO = 0.90
 
 
 def assess(
-    model: ModelFacts, cluster: Cluster, configuration: Configuration, *, calibration: Calibration | None = None
+    model: ModelFacts,
+    cluster: Cluster,
+    configuration: Configuration,
+    *,
+    calibration: Calibration | None = None,
+    is_exact: bool = True,
 ) -> Estimate:
-    """Returns what a configuration needs, whether it fits, and how fast it is."""
-    needs = memory(model, cluster, configuration)
+    """Returns what a configuration needs, whether it fits, and how fast it is.
+
+    A search asks first for estimates that are not exact: closed forms stand for the engine's own bytes.
+    """
+    needs = memory(model, cluster, configuration, is_exact=is_exact)
     usable_gpu = round(USABLE_GPU_RATIO * cluster.gpu.memory_bytes)
     usable_host = round(USABLE_HOST_RATIO * cluster.host_memory_bytes)
     return Estimate(
@@ -46,6 +54,20 @@ def assess(
         num_active_params=model.num_active_params,
         num_trainable_params=trained(model, configuration.method, configuration.lora).trainable,
     )
+
+
+def moved(found: Estimate, count: int) -> Estimate:
+    """Returns the estimate with `count` bytes more on the GPU: by what the exact one of a neighbour was off.
+
+    What closed forms leave out or count too much is nearly the same for two ways that differ in one choice.
+    """
+    needs = replace(
+        found.memory,
+        live_bytes_per_gpu=found.memory.live_bytes_per_gpu + count,
+        reserved_bytes_per_gpu=found.memory.reserved_bytes_per_gpu + count,
+        device_bytes_per_gpu=found.memory.device_bytes_per_gpu + count,
+    )
+    return replace(found, memory=needs, fits_gpu=needs.device_bytes_per_gpu <= found.usable_bytes_per_gpu)
 
 
 def estimate(model: ModelFacts, cluster: Cluster, request: Request, ds_config: Mapping[str, Any]) -> Estimate:

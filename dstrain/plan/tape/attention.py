@@ -37,7 +37,7 @@ def self_attention(run: Context, q: Tensor, k: Tensor, v: Tensor, heads: int, *,
         is_cut = v.numel != k.numel
         return ops.copy(run.tape, output) if is_cut or (is_cat and not variant.has_mask) else output
     widths = (q.numel // (run.rows * heads), values // (run.rows * heads))
-    if variant.has_mask or widths[0] != widths[1] or widths[0] > WIDEST_FLASH_HEAD:
+    if run.has_mask or widths[0] != widths[1] or widths[0] > WIDEST_FLASH_HEAD:
         k, v = repeated(run, k, q.numel, heads), repeated(run, v, values, heads)  # Transformers 5.23 use_gqa_in_sdpa
     elif q.item == 2:
         output = fused(run, q, k, v, run.rows * heads)
@@ -45,7 +45,7 @@ def self_attention(run: Context, q: Tensor, k: Tensor, v: Tensor, heads: int, *,
     alignment = ALIGNMENT * 2 // q.item
     if k.numel != q.numel or any(width % alignment for width in widths):
         return _plain(run, q, k, v, heads)
-    return fused(run, q, k, v, run.rows * heads, has_bias=variant.has_mask)
+    return fused(run, q, k, v, run.rows * heads, has_bias=run.has_mask)
 
 
 def _flash_attention_2(run: Context, q: Tensor, k: Tensor, v: Tensor, heads: int, *, is_cat: bool) -> Tensor:
@@ -172,7 +172,7 @@ def _plain(run: Context, q: Tensor, k: Tensor, v: Tensor, heads: int) -> Tensor:
     tape, item, values = run.tape, q.item, q.numel * v.numel // k.numel
     batch, length = run.variant.batch, run.variant.seq_len
     scaled = ops.unary(tape, q)
-    mask = tape.new(length**2 * (batch if run.variant.has_mask else 1), item)
+    mask = tape.new(length**2 * (batch if run.has_mask else 1), item)
     if k.numel != q.numel:
         k, v = ops.resized(tape, k, q.numel), ops.resized(tape, v, values)
     keys = ops.unary(tape, k)

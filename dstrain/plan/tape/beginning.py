@@ -52,13 +52,32 @@ def _leaf(tape: Tape, x: Tensor) -> Node:
     return tape.node((held,), backward)
 
 
-def positions(run: Context, attention_kinds: int, *, by_row: bool) -> None:
-    """Makes what all layers share: rotary tables and attention masks, as many as there are kinds of attention."""
+def positions(run: Context, *, by_row: bool, by_kind: bool, is_windowed: bool) -> None:
+    """Makes what all layers share: rotary tables, by row or kind of attention or for all, and attention masks.
+
+    `is_windowed` says that windows alone need a mask, which is the same for all rows.
+    """
     tape, model, variant = run.tape, run.model, run.variant
-    numel = (run.rows if variant.packing or by_row else variant.seq_len) * model.rotary_dim * attention_kinds
+    kinds = (model.num_windowed_layers > 0) + (model.num_windowed_layers < model.num_hidden_layers)
+    numel = (run.rows if variant.packing or by_row else variant.seq_len) * model.rotary_dim * (kinds if by_kind else 1)
     run.cos, run.sin = (tape.new(numel, variant.item) for _ in range(2))
-    mask = attention_kinds * variant.batch * variant.seq_len**2
-    if variant.attn is Attention.EAGER:
-        run.mask = tape.new(mask, variant.item).storage
+    if is_windowed:
+        run.mask = tape.new(variant.seq_len**2, 1).storage
+    elif variant.attn is Attention.EAGER:
+        run.mask = tape.new(kinds * variant.batch * variant.seq_len**2, variant.item).storage
     elif variant.has_mask and variant.attn is Attention.SDPA:
-        run.mask = tape.new(mask, 1).storage
+        run.mask = tape.new(kinds * variant.batch * variant.seq_len**2, 1).storage
+
+
+def idle_mask(run: Context) -> Tensor | None:
+    """Makes the mask of windows that Qwen 2 MoE makes where no layer has one: with rows of any length it is needed.
+
+    Source: Transformers 5.23 modeling_qwen2_moe.py: Qwen2MoeModel.forward; configuration_qwen2_moe.py: a window of 0.
+    """
+    variant = run.variant
+    if run.model.model_type != "qwen2_moe" or run.model.num_windowed_layers:
+        return None
+    rows = variant.batch if variant.has_mask or variant.attn is Attention.EAGER else 1
+    if variant.attn is Attention.FLASH_ATTENTION_2:
+        return None
+    return run.tape.new(rows * variant.seq_len**2, variant.item if variant.attn is Attention.EAGER else 1)

@@ -137,6 +137,7 @@ class Context:
 
     __slots__ = (
         "cos",
+        "has_mask",
         "held",
         "kernels",
         "linears",
@@ -159,6 +160,8 @@ class Context:
         self.cos: Tensor | None = None
         self.sin: Tensor | None = None
         self.mask: Storage | None = None
+        self.has_mask = variant.has_mask
+        """Whether the layer that runs has a mask."""
         self.held: list[Tensor] = []
         """What a caller's frame keeps alive until the loss is there."""
 

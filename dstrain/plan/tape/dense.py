@@ -14,7 +14,9 @@ Norm = Callable[[Context, Tensor, int], Tensor]
 
 def plain_attention(run: Context, x: Tensor) -> Tensor:
     """Llama's attention: grouped queries, separate projections."""
-    return _attended(run, *_projected(run, x))
+    q, k, v = _projected(run, x)
+    q, k = blocks.rotary(run, q, k)
+    return _output(run, q, k, v)
 
 
 def qwen3_attention(run: Context, x: Tensor) -> Tensor:
@@ -23,7 +25,8 @@ def qwen3_attention(run: Context, x: Tensor) -> Tensor:
     q = blocks.rms_norm(run, _by_head(run, x, "self_attn.q_proj"), width)
     k = blocks.rms_norm(run, _by_head(run, x, "self_attn.k_proj"), width)
     v = run.linear(x, "self_attn.v_proj", shards="columns")
-    return _attended(run, q, k, v)
+    q, k = blocks.rotary(run, q, k)
+    return _output(run, q, k, v)
 
 
 def gemma3_attention(run: Context, x: Tensor) -> Tensor:
@@ -32,7 +35,8 @@ def gemma3_attention(run: Context, x: Tensor) -> Tensor:
     q, k, v = _projected(run, x)
     q = blocks.gemma_norm(run, q, width)
     k = blocks.gemma_norm(run, k, width)
-    return _attended(run, q, k, v)
+    q, k = blocks.rotary(run, q, k)
+    return _output(run, q, k, v)
 
 
 def fused_attention(run: Context, x: Tensor) -> Tensor:
@@ -62,12 +66,8 @@ def _by_head(run: Context, x: Tensor, name: str) -> Tensor:
     return blocks.by_head(run, run.linear(x, name, shards="columns"))
 
 
-def _attended(run: Context, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Rotates, attends and projects back."""
-    return _output(run, *blocks.rotary(run, q, k), v)
-
-
 def _output(run: Context, q: Tensor, k: Tensor, v: Tensor, *, is_cat: bool = False) -> Tensor:
+    """Attends and projects back."""
     heads = run.model.num_attention_heads // run.variant.tp
     output = attention.self_attention(run, q, k, v, heads, is_cat=is_cat)
     return run.linear(output, "self_attn.o_proj", shards="rows")

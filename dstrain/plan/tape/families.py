@@ -30,8 +30,8 @@ class LayerCode:
     """Whether embeddings are multiplied by a constant before the first layer."""
     scales_in_embedding: bool = False
     """Whether the embedding module itself does so."""
-    attention_kinds: int = 1
-    """Kinds of layers that rotate by different tables and have different masks."""
+    rotates_by_kind: bool = False
+    """Whether layers with a window rotate by tables of their own."""
     rotates_by_row: bool = False
     """Whether each row has tables of its own, as positions inside images differ."""
     tower: Tower | None = None
@@ -51,7 +51,7 @@ _GEMMA3 = LayerCode(
     dense=partial(dense.sandwich, attend=dense.gemma3_attention, mlp=blocks.gated_mlp, norm=blocks.gemma_norm),
     norm=blocks.gemma_norm,
     scales_in_embedding=True,
-    attention_kinds=2,
+    rotates_by_kind=True,
 )
 
 LAYER_CODE: Mapping[str, LayerCode] = MappingProxyType(

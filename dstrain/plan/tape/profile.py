@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
-from dstrain.choices import Method, Stack
+from dstrain.choices import Attention, Method, Stack
 from dstrain.facts.model import ModelFacts
 from dstrain.facts.traced_profile import Traced
 from dstrain.plan.configuration import Configuration
@@ -77,12 +78,10 @@ def _traced(traced: Traced, model: ModelFacts, variant: Variant) -> tuple[Instan
 @cache
 def of_variant(model: ModelFacts, variant: Variant) -> tuple[Instant, ...]:
     """Returns the peaks: one tape with a layer of each kind, one more for each kind, extrapolated to the depth."""
-    sparse = model.moe.num_moe_layers if model.moe else 0
-    depth = {"dense": model.num_hidden_layers - sparse, "sparse": sparse}
-    depth = {kind: count for kind, count in depth.items() if count}
+    depth = layer_kinds(model, variant)
     short = dict.fromkeys(depth, 1)
-    if variant.method is not Method.FULL or variant.image_patches:
-        short[next(iter(short))] = 2  # the first layer's input needs no gradient, or features follow it
+    if variant.method is not Method.FULL or variant.image_patches or not variant.grad_ckpt:
+        short[next(iter(short))] = 2  # the first layer's input is the embedding, which lives on and needs no gradient
     if variant.activation_offload:
         short[next(reversed(short))] = OFFLOADED_IN_FLIGHT + 1
     short = {kind: min(count, depth[kind]) for kind, count in short.items()}
@@ -96,6 +95,24 @@ def of_variant(model: ModelFacts, variant: Variant) -> tuple[Instant, ...]:
             for index, (low, high) in enumerate(zip(base[name], parts, strict=True)):
                 values[name][index] += (depth[kind] - count) * (high - low)
     return tuple(_instant(name, parts, model.num_hidden_layers) for name, parts in values.items())
+
+
+def layer_kinds(model: ModelFacts, variant: Variant) -> dict[str, int]:
+    """Returns how many layers there are of each kind: with a dense MLP or experts, under a mask of their own or not.
+
+    A window needs a mask where rows are longer and SDPA has none; other attention takes it without, or has a mask
+    anyway. Source: Transformers 5.23 masking_utils.py: _ignore_causal_mask_sdpa.
+    """
+    sparse = model.moe.num_moe_layers if model.moe else 0
+    depth = {"dense": model.num_hidden_layers - sparse, "sparse": sparse}
+    window = model.sliding_window
+    if window is not None and window <= variant.seq_len and variant.attn is Attention.SDPA and not variant.has_mask:
+        left = model.num_windowed_layers
+        for kind in ("sparse", "dense"):
+            depth[f"{kind}, windowed"] = min(left, depth[kind])
+            depth[kind] -= depth[f"{kind}, windowed"]
+            left -= depth[f"{kind}, windowed"]
+    return {kind: count for kind, count in depth.items() if count}
 
 
 def _instant(name: str, parts: list[int], layers: int) -> Instant:
@@ -139,7 +156,7 @@ def play(run: Context, depth: dict[str, int]) -> None:
     tape.ledger.enter("forward")
     count = 2 + run.variant.has_mask + (3 if run.variant.image_patches else 0)  # ids, labels; mask; three positions
     inputs = tape.new(run.rows * count, INDEX)
-    images = vision.pixels(run)
+    images = vision.pixels(run) if code.tower else None
     loss = _forward(run, code, depth, images)
     tape.ledger.enter("loss backward")
     tape.backward(loss)
@@ -150,7 +167,8 @@ def _forward(run: Context, code: LayerCode, depth: dict[str, int], images: Tenso
     """Returns the loss; what the model's forward pass keeps in its frame goes when it returns."""
     tape, model, variant = run.tape, run.model, run.variant
     places = tape.new(variant.seq_len, INDEX)
-    table = Param(model.vocab_size * model.hidden_size // variant.tp, trains=run.trains, is_root=True)
+    share = variant.tp if model.tie_word_embeddings else 1  # AutoTP cuts an embedding only with its head
+    table = Param(model.vocab_size * model.hidden_size // share, trains=run.trains, is_root=True)
     hidden = beginning.embedded(run, table, scales=code.scales_in_embedding)
     if code.scales_embedding:
         hidden = ops.unary(tape, hidden)
@@ -158,25 +176,36 @@ def _forward(run: Context, code: LayerCode, depth: dict[str, int], images: Tenso
     if seen:
         hidden = seen.hidden
     embeddings = hidden  # the frame holds them
-    beginning.positions(run, code.attention_kinds, by_row=code.rotates_by_row)
+    is_windowed = any(kind.endswith("windowed") for kind in depth)
+    beginning.positions(run, by_row=code.rotates_by_row, by_kind=code.rotates_by_kind, is_windowed=is_windowed)
+    idle = beginning.idle_mask(run)
     order = [kind for kind, count in depth.items() for _ in range(count)]
     for index, kind in enumerate(order):
-        layer = code.dense if kind == "dense" else code.sparse
-        assert layer is not None
-        if variant.grad_ckpt:
-            hidden = tape.checkpoint(lambda x, layer=layer: layer(run, x), hidden)  # type: ignore[misc]
-        else:
-            hidden = layer(run, hidden)
+        layer = _layer(run, code, kind)
+        hidden = tape.checkpoint(layer, hidden) if variant.grad_ckpt else layer(hidden)
         hidden = output = marked(run, hidden, f"layer backward {index}")
         if seen and seen.levels and index == 0:  # those that follow leave as much behind as layers without
             hidden = vision.deepened(run, hidden, seen.levels[0], seen.mask)
     hidden = code.norm(run, hidden, model.hidden_size)
-    del embeddings, seen, output
+    del embeddings, seen, output, idle
     if not variant.grad_ckpt:  # who recomputes a layer calls it again with the mask
         run.mask = None
     loss = losses.loss(run, hidden, table, scales=code.scales_logits)
     del places
     return loss
+
+
+def _layer(run: Context, code: LayerCode, kind: str) -> Callable[[Tensor], Tensor]:
+    """Returns a layer of the kind, which knows whether it has a mask when it runs and when it is recomputed."""
+    made = code.dense if kind.startswith("dense") else code.sparse
+    assert made is not None
+    has_mask = run.variant.has_mask or kind.endswith("windowed")
+
+    def layer(x: Tensor) -> Tensor:
+        run.has_mask = has_mask
+        return made(run, x)
+
+    return layer
 
 
 def marked(run: Context, x: Tensor, name: str) -> Tensor:

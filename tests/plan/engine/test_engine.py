@@ -1,0 +1,143 @@
+"""The engine's replay by hand arithmetic; tests/train/test_engine_memory.py holds it against DeepSpeed itself."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dstrain.choices import Method, Offload, Optimizer, Precision
+from dstrain.facts.models import from_config
+from dstrain.job import Lora
+from dstrain.plan.configuration import DEFAULTS, Configuration
+from dstrain.plan.engine import course, deepspeed
+from dstrain.plan.engine.account import Account, Part
+from dstrain.plan.engine.shortening import shortened
+from tests.train.engine_cases import DEEP, LLAMA, SPARSE, TIED
+
+MODEL = from_config(LLAMA, name="llama", source="llama")
+P = MODEL.num_params
+SMALL = replace(DEFAULTS, seq_len=64, reduce_bucket_size=100_000, param_persistence_threshold=0)
+
+
+def held(**options: object) -> int:
+    return deepspeed.engine_of(MODEL, replace(SMALL, **options), 2).held.total  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("stage", "bytes_per_param"), [(0, 14), (1, 2 + 12 / 2), (2, 2 + 12 / 2), (3, 16 / 2)], ids=lambda value: str(value)
+)
+def test_what_is_held_between_steps_is_the_textbooks_and_a_bucket_under_zero_3(
+    stage: int, bytes_per_param: float
+) -> None:
+    bucket = 2 * 100_000 if stage == 3 else 0
+    assert held(zero_stage=stage) == pytest.approx(bytes_per_param * P + bucket, rel=5e-3)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "bytes_per_param"),
+    [
+        (Optimizer.ADAMW, 8),
+        (Optimizer.ADAMW_8BIT, 2.03),
+        (Optimizer.ADAFACTOR, 4),
+        (Optimizer.LION, 4),
+        (Optimizer.SGD, 0),
+    ],
+)
+def test_optimizers_differ_in_their_states(optimizer: Optimizer, bytes_per_param: float) -> None:
+    expected = 2 * P + (4 + bytes_per_param) * P / 2
+    assert held(zero_stage=2, optimizer=optimizer) == pytest.approx(expected, rel=5e-3)
+
+
+def test_fp32_accumulation_costs_zero_1_a_whole_fp32_gradient() -> None:
+    wide = held(zero_stage=1, grad_accum_dtype=Precision.FP32)
+    assert wide - held(zero_stage=1) == pytest.approx(4 * P, rel=1e-3)
+
+
+def test_an_offloaded_ratio_of_sub_groups_leaves_the_others_states_and_gradients_here() -> None:
+    whole = held(zero_stage=3, offload=Offload.OPTIMIZER, sub_group_size=100_000)
+    half = held(zero_stage=3, offload=Offload.OPTIMIZER, sub_group_size=100_000, offload_ratio=0.5)
+    assert half - whole == pytest.approx(16 * P / 2 / 2, rel=0.2)
+
+
+def test_accumulating_doubles_the_gradient_partition_of_zero_2() -> None:
+    def grads(**options: object) -> int:
+        way = replace(SMALL, zero_stage=2, **options)  # type: ignore[arg-type]
+        return max(each.engine[Part.GRADS] for each in deepspeed.instants(MODEL, way, 2))
+
+    assert grads(grad_accum=2) - grads() == pytest.approx(P, rel=0.15)
+
+
+@pytest.mark.parametrize("reuse", [0, 500_000, 10_000_000])
+def test_zero_3_keeps_no_more_gathered_than_it_may_and_a_module(reuse: int) -> None:
+    model = from_config(DEEP, name="deep", source="deep")
+    way = replace(
+        SMALL, zero_stage=3, prefetch_bucket_size=100_000, max_live_parameters=600_000, max_reuse_distance=reuse
+    )
+    gathered = max(each.engine[Part.GATHERED] for each in deepspeed.instants(model, way, 2))
+    limit = 600_000 + 100_000 + model.largest_tensor_numel
+    assert gathered <= 2 * (2 * limit + min(reuse, model.num_params))
+
+
+def test_one_rank_has_every_parameter_and_gathers_nothing() -> None:
+    way = replace(SMALL, zero_stage=3)
+    assert all(each.engine[Part.GATHERED] == 0 for each in deepspeed.instants(MODEL, way, 1))
+
+
+WAYS = [
+    replace(SMALL, zero_stage=stage, grad_ckpt=ckpt, grad_accum=accum, method=method, lora=Lora(dropout=0.0))
+    for stage, ckpt, accum, method in product(range(4), (False, True), (1, 2), (Method.FULL, Method.LORA))
+]
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: f"{way.title}, {way.grad_accum}, {way.method}")
+@pytest.mark.parametrize("config", [LLAMA, TIED, SPARSE], ids=["llama", "tied", "sparse"])
+def test_the_parts_sum_to_the_peak_and_the_floor_is_below(config: dict[str, object], way: Configuration) -> None:
+    model = from_config(config, name="model", source="model")
+    found = deepspeed.peak(model, way, 4)
+    most = max(each.total for each in deepspeed.instants(model, way, 4))
+    assert found.total == most + deepspeed.engine_of(model, way, 4).held.total
+    assert deepspeed.floor(model, way, 4) <= found.total
+
+
+@pytest.mark.parametrize("seq_len", [16, 512])
+def test_a_deep_model_has_the_same_peak_when_layers_in_the_middle_are_left_out(
+    seq_len: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deep = from_config({**LLAMA, "num_hidden_layers": 60}, name="deep", source="deep")
+    way = replace(
+        SMALL,
+        zero_stage=3,
+        grad_ckpt=True,
+        seq_len=seq_len,
+        prefetch_bucket_size=200_000,
+        max_live_parameters=1_000_000,
+        max_reuse_distance=700_000,
+    )
+    assert shortened(deep, way, most=57).num_hidden_layers < 30
+    short = deepspeed.peak(deep, way, 2)
+    monkeypatch.setattr(deepspeed, "shortened", lambda model, configuration, most: model)
+    deepspeed._engine.cache_clear()
+    assert deepspeed.peak(deep, way, 2) == short
+
+
+@given(
+    found=st.lists(st.tuples(st.integers(0, 20), st.integers(0, 100)), min_size=1),
+    growth=st.integers(0, 50),
+)
+def test_the_hull_has_the_largest_for_every_growth(found: list[tuple[int, int]], growth: int) -> None:
+    candidates = [(short, size, (size, 0, 0)) for short, size in found]
+    kept = course._hull(candidates)
+    assert max(short * growth + size for short, size, _ in kept) == max(short * growth + size for short, size in found)
+
+
+def test_an_account_remembers_the_most_between_two_cuts_with_its_parts() -> None:
+    account = Account()
+    account.add(Part.GRADS, 5)
+    account.passing(Part.BUFFERS, 3)
+    account.remove(Part.GRADS, 1)
+    assert account.cut() == ((5, 3, 0), (4, 0, 0))
+    assert account.cut() == ((4, 0, 0), (4, 0, 0))

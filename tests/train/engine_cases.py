@@ -1,0 +1,272 @@
+"""Configurations that the real engine trains on CPU ranks, and what the plan says of them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from dstrain.choices import Method, Offload, Precision
+from dstrain.facts.models import from_config
+from dstrain.job import Lora
+from dstrain.plan.configuration import DEFAULTS, Configuration
+from dstrain.plan.engine import deepspeed
+from tests.train.launching import CHECKOUT, command, end_group, environment
+
+STEPS = 2
+"""Steps of each case; the last is measured. ZeRO-3 knows the order of modules, and Adam has its states, after one."""
+
+LLAMA: Mapping[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 4096,
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "tie_word_embeddings": False,
+}
+"""6.8 million parameters."""
+DEEP = {
+    **LLAMA,
+    "vocab_size": 2000,
+    "hidden_size": 192,
+    "intermediate_size": 640,
+    "num_hidden_layers": 12,
+    "head_dim": 48,
+}
+"""The same with more layers than are worth keeping gathered."""
+TIED = {**LLAMA, "model_type": "qwen3", "vocab_size": 6000, "num_hidden_layers": 4, "tie_word_embeddings": True}
+"""Its head is its embedding, and queries and keys are normalised."""
+SPARSE = {
+    **LLAMA,
+    "model_type": "qwen3_moe",
+    "hidden_size": 128,
+    "num_hidden_layers": 4,
+    "head_dim": 32,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 96,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "norm_topk_prob": True,
+}
+"""A mixture of experts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One configuration of one model on some ranks."""
+
+    name: str
+    """What is special about it."""
+    ranks: int
+    """CPU ranks."""
+    model: Mapping[str, Any]
+    """The model's config.json."""
+    configuration: Configuration
+    """How it is trained."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What lived on the ranks, in bytes; the most of any rank."""
+
+    peak: int
+    """On the device during the last step."""
+    steady: int
+    """On the device before it."""
+    phases: Mapping[str, int] = field(default_factory=dict)
+    """Peak of each phase of the step."""
+    host: int = 0
+    """On the host."""
+    pinned: tuple[int, ...] = ()
+    """Page-locked buffers of the first rank."""
+    left: int = 0
+    """What was left when the engine was gone; of all ranks."""
+
+
+BASE = replace(DEFAULTS, seq_len=256, reduce_bucket_size=700_000, param_persistence_threshold=1000)
+
+
+def case(name: str, stage: int, *, ranks: int = 2, model: Mapping[str, Any] = LLAMA, **options: Any) -> Case:
+    """Returns a case; ZeRO-3 overlaps communication by default."""
+    configuration = replace(BASE, zero_stage=stage, **{"overlap_comm": stage == 3, **options})
+    return Case(name=f"ZeRO-{stage}, {name}", ranks=ranks, model=model, configuration=configuration)
+
+
+def gathers(prefetch: int, reuse: int, live: int = DEFAULTS.max_live_parameters) -> dict[str, int]:
+    """Returns how ZeRO-3 gathers."""
+    return {"prefetch_bucket_size": prefetch, "max_reuse_distance": reuse, "max_live_parameters": live}
+
+
+CPU = {"offload": Offload.OPTIMIZER}
+BOTH = {"offload": Offload.PARAMS}
+FP32 = {"grad_accum_dtype": Precision.FP32}
+CKPT = {"grad_ckpt": True}
+FULL_LORA = {"method": Method.LORA, "lora": Lora(rank=8, dropout=0.0, targets=("all-linear",))}
+SOME_LORA = {"method": Method.LORA, "lora": Lora(rank=16, dropout=0.0, targets=("q_proj", "v_proj", "down_proj"))}
+NARROW = {"model": DEEP, "seq_len": 128}
+CASES = (
+    case("plain", 0),
+    case("accumulating, checkpointing", 0, model=TIED, grad_accum=2, **CKPT),
+    case("adapters", 0, **SOME_LORA),
+    case("plain", 1),
+    case("accumulating, overlapping", 1, grad_accum=2, overlap_comm=True),
+    case("checkpointing, tied", 1, model=TIED, seq_len=128, **CKPT),
+    case("fp32 accumulation", 1, grad_accum=2, seq_len=64, **FP32),
+    case("plain", 2),
+    case("overlapping, checkpointing, large bucket", 2, overlap_comm=True, reduce_bucket_size=5_000_000, **CKPT),
+    case("accumulating, tiny bucket", 2, grad_accum=3, seq_len=64, reduce_bucket_size=100_000),
+    case("fp32 accumulation", 2, seq_len=128, **FP32),
+    case("mixture of experts", 2, model=SPARSE, seq_len=128),
+    case("adapters, checkpointing", 2, **FULL_LORA, **CKPT),
+    case("optimizer on the host", 2, seq_len=64, **CPU),
+    case("optimizer on the host, accumulating", 2, seq_len=128, grad_accum=2, **CPU),
+    case("everything kept gathered", 3),
+    case("prefetching up to a limit", 3, **NARROW, **gathers(300_000, 500_000, 2_000_000)),
+    case("nothing gathered ahead or kept", 3, **gathers(0, 0)),
+    case("checkpointing, nothing kept", 3, **NARROW, **CKPT, **gathers(200_000, 0, 1_500_000)),
+    case("checkpointing, tied, accumulating", 3, model=TIED, seq_len=128, grad_accum=2, **CKPT),
+    case("fp32, small sub-groups", 3, **NARROW, sub_group_size=500_000, **gathers(50_000_000, 0, 100_000), **FP32),
+    case("mixture of experts, checkpointing", 3, model=SPARSE, **CKPT, **gathers(0, 0)),
+    case("adapters", 3, **SOME_LORA),
+    case("adapters, checkpointing", 3, **FULL_LORA, **CKPT),
+    case("optimizer on the host", 3, seq_len=64, grad_accum=2, **CPU),
+    case("half of the optimizer on the host", 3, **NARROW, sub_group_size=500_000, offload_ratio=0.5, **CPU),
+    case("parameters on the host, checkpointing", 3, **NARROW, **CKPT, **gathers(300_000, 500_000), **BOTH),
+    case("two tensor-parallel ranks", 1, tp=2, seq_len=64),
+    case("four ranks", 1, ranks=4),
+    case("four ranks, accumulating", 2, ranks=4, grad_accum=2),
+    case("four ranks, tied, fp32 accumulation", 2, ranks=4, model=TIED, seq_len=64, **FP32),
+    case("four ranks, optimizer on the host", 2, ranks=4, seq_len=64, **CPU),
+    case("four ranks, checkpointing", 3, ranks=4, **NARROW, **CKPT, **gathers(200_000, 0, 1_500_000)),
+    case("four ranks, accumulating, fp32", 3, ranks=4, seq_len=64, grad_accum=3, **FP32),
+    case("four ranks, secondary partitions", 3, ranks=4, **NARROW, hpz=2, **gathers(0, 0)),
+    case("four ranks, two of them tensor-parallel", 2, ranks=4, tp=2, seq_len=128, grad_accum=2, **CKPT),
+)
+"""What is measured. Adapters have no dropout: a CPU keeps its mask in bf16, a GPU in one byte. Tensor parallelism is
+last, because its groups stay."""
+
+
+def ds_config(configuration: Configuration) -> dict[str, Any]:
+    """Returns the configuration in DeepSpeed's words."""
+    zero: dict[str, Any] = {
+        "stage": configuration.zero_stage,
+        "overlap_comm": configuration.overlap_comm,
+        "reduce_bucket_size": configuration.reduce_bucket_size,
+        "sub_group_size": configuration.sub_group_size,
+        "stage3_prefetch_bucket_size": configuration.prefetch_bucket_size,
+        "stage3_param_persistence_threshold": configuration.param_persistence_threshold,
+        "stage3_max_live_parameters": configuration.max_live_parameters,
+        "stage3_max_reuse_distance": configuration.max_reuse_distance,
+        "zero_hpz_partition_size": configuration.hpz,
+    }
+    if configuration.offload is not Offload.NONE:
+        zero["offload_optimizer"] = {"device": "cpu", "ratio": configuration.offload_ratio}
+    if configuration.offload is Offload.PARAMS:
+        zero["offload_param"] = {"device": "cpu"}
+    found = {
+        "train_micro_batch_size_per_gpu": configuration.micro_batch,
+        "gradient_accumulation_steps": configuration.grad_accum,
+        "gradient_clipping": 1.0,
+        "bf16": {"enabled": True},
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,
+        "steps_per_print": 1_000_000,
+    }
+    if configuration.tp > 1:
+        found["tensor_parallel"] = {"autotp_size": configuration.tp}
+    if configuration.grad_accum_dtype:
+        found["data_types"] = {"grad_accum_dtype": configuration.grad_accum_dtype.value}
+    return found
+
+
+def described(case: Case) -> dict[str, Any]:
+    """Returns what `tracked.py` needs to run a case."""
+    configuration, lora = case.configuration, case.configuration.lora
+    targets: str | list[str] = "all-linear" if lora.targets == ("all-linear",) else list(lora.targets)
+    adapter = {"r": lora.rank, "lora_alpha": lora.alpha, "lora_dropout": lora.dropout, "target_modules": targets}
+    return {
+        "name": case.name,
+        "config": dict(case.model),
+        "ds_config": ds_config(configuration),
+        "seq_len": configuration.seq_len,
+        "micro_batch": configuration.micro_batch,
+        "grad_accum": configuration.grad_accum,
+        "steps": STEPS,
+        "grad_ckpt": {"use_reentrant": deepspeed.is_reentrant(configuration)} if configuration.grad_ckpt else None,
+        "lora": adapter if configuration.method is Method.LORA else None,
+    }
+
+
+def run(cases: Sequence[Case], folder: Path, *, timeout_s: float) -> list[Measured]:
+    """Returns what each case had, trained one after another under one launcher; all have the same ranks."""
+    ranks = cases[0].ranks
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"cases-{ranks}.json"
+    path.write_text(json.dumps([described(case) for case in cases]))
+    process = subprocess.Popen(
+        command(folder, [str(CHECKOUT / "tests" / "train" / "tracked.py"), str(path)], ranks=ranks),
+        cwd=folder,
+        env=environment(folder),
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=timeout_s)
+    finally:
+        end_group(process)
+    assert process.returncode == 0, output[-4000:]
+    found = [json.loads(Path(f"{path}.{rank}").read_text()) for rank in range(ranks)]
+    return [_measured(rows) for rows in zip(*found, strict=True)]
+
+
+def _measured(rows: Sequence[Mapping[str, Any]]) -> Measured:
+    phases: dict[str, int] = {}
+    for row in rows:
+        for name, count in row["peaks"].items():
+            phase = "backward" if name.startswith(("head", "norm", "layer")) else name
+            phases[phase] = max(phases.get(phase, 0), count)
+    return Measured(
+        peak=max(row["peak"] for row in rows),
+        steady=max(row["steady"] for row in rows),
+        phases=phases,
+        host=max(row["host_steady"] for row in rows),
+        pinned=tuple(rows[0]["pinned"]),
+        left=sum(abs(row["left"]) for row in rows),
+    )
+
+
+def predicted(case: Case) -> Measured:
+    """Returns what the plan says of a case."""
+    model, way = from_config(case.model, name=case.name, source=case.name), case.configuration
+    ranks = case.ranks // way.tp
+    engine = deepspeed.engine_of(model, way, ranks)
+    steady = engine.held.total
+    phases: dict[str, int] = {}
+    for instant in deepspeed.instants(model, way, ranks, kernel_workspaces=False):
+        name = _PHASES.get(instant.name, instant.name)
+        phases[name] = max(phases.get(name, 0), steady + instant.total)
+    host = deepspeed.host_of(model, way, ranks)
+    return Measured(
+        peak=max(phases.values()), steady=steady, phases=phases, host=host.asked, pinned=tuple(sorted(host.pinned))
+    )
+
+
+_PHASES = {
+    "loss forward": "forward",
+    "head backward": "backward",
+    "layer backward": "backward",
+    "gradient reduction": "embedding backward",
+    "optimizer step": "step",
+}
+"""Instants of the plan → phases of the measurement, where they differ. A gradient of the head is reduced when the next
+one comes, so that the head and the layers are one phase."""

@@ -1,0 +1,51 @@
+"""The plan's bytes against DeepSpeed's own engine, on two and four CPU ranks under a storage tracker."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.train.engine_cases import CASES, Case, Measured, predicted, run
+
+IDS = [f"{case.name} x{case.ranks}" for case in CASES]
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Measured]:
+    """Two launches, which train all cases one after another."""
+    folder: Path = tmp_path_factory.mktemp("engine")
+    found: dict[str, Measured] = {}
+    for ranks in (2, 4):
+        cases = [case for case in CASES if case.ranks == ranks]
+        results = run(cases, folder / str(ranks), timeout_s=560)
+        found |= {case.name: result for case, result in zip(cases, results, strict=True)}
+    return found
+
+
+@pytest.mark.parametrize("case", CASES, ids=IDS)
+def test_peak_and_steady_bytes_are_the_plans(case: Case, measured: dict[str, Measured]) -> None:
+    real, plan = measured[case.name], predicted(case)
+    assert plan.peak == pytest.approx(real.peak, rel=0.01)
+    assert plan.steady == pytest.approx(real.steady, rel=0.01)
+
+
+@pytest.mark.parametrize("case", CASES, ids=IDS)
+def test_every_phase_of_the_step_is_the_plans(case: Case, measured: dict[str, Measured]) -> None:
+    real, plan = measured[case.name], predicted(case)
+    assert plan.phases.keys() <= real.phases.keys()
+    for phase, count in plan.phases.items():
+        if case.configuration.offload.value == "none" or phase != "step":  # the step is the host's then
+            assert count == pytest.approx(real.phases[phase], rel=0.04), phase
+
+
+@pytest.mark.parametrize("case", CASES, ids=IDS)
+def test_host_memory_and_each_pinned_buffer_are_the_plans(case: Case, measured: dict[str, Measured]) -> None:
+    real, plan = measured[case.name], predicted(case)
+    assert plan.host == pytest.approx(real.host, rel=1e-3, abs=1024)
+    assert plan.pinned == real.pinned
+
+
+@pytest.mark.parametrize("case", CASES, ids=IDS)
+def test_nothing_is_left_of_an_engine_that_is_gone(case: Case, measured: dict[str, Measured]) -> None:
+    assert measured[case.name].left == 0

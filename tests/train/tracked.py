@@ -1,0 +1,182 @@
+"""Trains one configuration after another on this rank and writes what lived: `deepspeed tests/train/tracked.py CASES`.
+
+CASES is a JSON file: a list of objects with `name`, `config` (of the model), `ds_config`, `seq_len`, `micro_batch`,
+`grad_accum`, `steps`, `grad_ckpt` (null, or its keywords) and `lora` (null, or the keywords of LoraConfig). Each rank
+writes a list of what it measured to `CASES.RANK`.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed.accelerator.real_accelerator import set_accelerator
+
+from tests.train.tracking import DEVICE, HOST, Ledger, TwoPlaceAccelerator, two_places, use_private_buffers
+
+
+def build(case: dict[str, Any]) -> Any:
+    """Returns the model on the host, in bf16."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(**case["config"])
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.config.use_cache = False
+    model.train()
+    if case["lora"]:
+        from peft import LoraConfig, get_peft_model
+
+        if case["grad_ckpt"] is not None:
+            model.enable_input_require_grads()
+        model = get_peft_model(model, LoraConfig(**case["lora"], task_type="CAUSAL_LM"), autocast_adapter_dtype=False)
+    if case["grad_ckpt"] is not None:
+        model.gradient_checkpointing_enable(case["grad_ckpt"])
+    return model
+
+
+def optimizer_for(model: Any, case: dict[str, Any]) -> Any:
+    """Returns the optimizer that the Trainer would make, with its two groups."""
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+    from transformers import Trainer
+
+    decayed = set(Trainer.get_decay_parameter_names(None, model))  # type: ignore[arg-type]
+    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [parameter for name, parameter in named if name in decayed], "weight_decay": 0.01},
+        {"params": [parameter for name, parameter in named if name not in decayed], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    if "offload_optimizer" in case["ds_config"]["zero_optimization"]:
+        return DeepSpeedCPUAdam(groups, lr=1e-4)
+    return torch.optim.AdamW(groups, lr=1e-4, **case.get("adamw", {"fused": True}))
+
+
+def mark_instants(model: Any, ledger: Ledger) -> None:
+    """Makes the ledger enter a phase when the gradient of a layer's output, or of the logits, is there."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+
+    def mark(module: Any, phase: str) -> None:
+        def hook(_module: Any, _inputs: Any, output: Any) -> None:
+            tensor = output[0] if isinstance(output, tuple) else output
+            if tensor.requires_grad and torch._C._current_graph_task_id() == -1:
+                tensor.register_hook(lambda _grad: ledger.enter(phase))
+
+        module.register_forward_hook(hook)
+
+    mark(base.lm_head, "head backward")
+    mark(base.model.norm, "norm backward")
+    for number, layer in enumerate(base.model.layers):
+        mark(layer, f"layer {number} backward")
+    mark(base.model.embed_tokens, "embedding backward")
+
+
+def measure(case: dict[str, Any], ledger: Ledger, caches: list[Any]) -> dict[str, Any]:
+    """Returns what lived on this rank while a configuration trained; peaks are those of the last step."""
+    import deepspeed
+
+    began = time.monotonic()
+    before = dict(ledger.bytes)
+    model = build(case)
+    mark_instants(model, ledger)
+    engine, _, _, _ = deepspeed.initialize(model=model, optimizer=optimizer_for(model, case), config=case["ds_config"])
+    del model
+    gc.collect()
+    ids = torch.randint(0, case["config"]["vocab_size"], (case["micro_batch"], case["seq_len"]), device="cpu:0")
+    found: dict[str, Any] = {
+        "name": case["name"],
+        "rank": int(os.environ["RANK"]),
+        "start": ledger.bytes[DEVICE] - before[DEVICE],
+    }
+    found["init_peak"] = max(ledger.peaks.values())
+    losses: list[float] = []
+    for step in range(case["steps"]):
+        if step == case["steps"] - 1:
+            ledger.enter("between")
+            ledger.forget_peaks()
+            found["steady"], found["host_steady"] = ledger.bytes[DEVICE], ledger.bytes[HOST]
+            found["pinned"] = sorted(ledger.pinned.values())
+        for _ in range(case["grad_accum"]):
+            ledger.enter("forward")
+            loss = engine(input_ids=ids, labels=ids, use_cache=False).loss
+            ledger.enter("loss backward")
+            engine.backward(loss)
+            ledger.enter("step")
+            engine.step()
+            losses.append(loss.item())
+            del loss
+    found |= {"peaks": dict(ledger.peaks), "peak": max(ledger.peaks.values()), "host_peak": ledger.host_peak}
+    found["losses"] = losses
+    found["end"] = ledger.bytes[DEVICE]
+    engine.destroy()
+    del engine, ids
+    _forget_globals(caches)
+    found |= {"left": ledger.bytes[DEVICE] - before[DEVICE], "host_left": ledger.bytes[HOST] - before[HOST]}
+    found["wall_s"] = time.monotonic() - began
+    return found
+
+
+def _forget_globals(caches: list[Any]) -> None:
+    """Drops what DeepSpeed keeps of an engine that is gone.
+
+    That is a stack of modules, the groups of ZeRO++, its own `linear`, and caches of methods, which hold `self`.
+    """
+    from deepspeed.runtime.zero import parameter_offload
+    from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToModuleSubClasses
+    from deepspeed.utils import groups
+
+    parameter_offload.FWD_MODULE_STACK.clear()
+    groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
+    own = torch.nn.functional.linear
+    torch.nn.functional.linear = getattr(InsertPostInitMethodToModuleSubClasses, "linear_bk", own)
+    for cache in caches:
+        cache.cache_clear()
+    while gc.collect():
+        pass
+
+
+def _import_everything() -> list[Any]:
+    """Imports what cases need, keeps it from the garbage collector, and returns DeepSpeed's caches of methods."""
+    import deepspeed.ops.adam  # noqa: F401
+    import peft  # noqa: F401
+    from transformers import AutoModelForCausalLM, Trainer  # noqa: F401
+    from transformers.models.llama import modeling_llama  # noqa: F401
+    from transformers.models.qwen3 import modeling_qwen3  # noqa: F401
+    from transformers.models.qwen3_moe import modeling_qwen3_moe  # noqa: F401
+
+    kind = type(functools.cache(len))
+    found = [each for each in gc.get_objects() if type(each) is kind and each.__module__.startswith("deepspeed")]
+    gc.collect()
+    gc.freeze()
+    return found
+
+
+def main(path: Path) -> None:
+    """Measures every case and writes the list."""
+    import deepspeed
+
+    torch.set_num_threads(1)
+    ledger = Ledger()
+    set_accelerator(TwoPlaceAccelerator(ledger))
+    use_private_buffers()
+    deepspeed.init_distributed(dist_backend="gloo")
+    caches = _import_everything()
+    target = Path(f"{path}.{os.environ['RANK']}")
+    results: list[dict[str, Any]] = []
+    for case in json.loads(path.read_text()):
+        ledger.forget_peaks()
+        ledger.enter("start")
+        with two_places(ledger):
+            results.append(measure(case, ledger, caches))
+        target.write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
