@@ -42,7 +42,7 @@ class Question:
 
 def ask(row: Row) -> Question:
     """Returns the question for a row in scope. Raises ValueError for a model that is not known."""
-    found = find_model(row.model)
+    found = find_model(row.model, added_tokens=variants.added_tokens(row))
     kind = method(row)
     if found is None or kind is None or row.micro_batch is None:
         raise ValueError(f"{row.id} cannot be asked")

@@ -59,20 +59,24 @@ def _table() -> Mapping[str, Mapping[str, Any]]:
 
 
 @cache
-def find_model(name: str) -> Shelf | None:
-    """Returns the model of that name, or None where neither table has it."""
+def find_model(name: str, *, added_tokens: int = 0) -> Shelf | None:
+    """Returns the model of that name, or None where neither table has it; `added_tokens` enlarge its vocabulary."""
     plain = folded(name)
     for key, entry in _table().items():
         if re.fullmatch(entry["names"], plain):
-            facts = models.from_config(entry["config"], name=key, source=entry["source"])
+            facts = models.from_config(_grown(entry["config"], added_tokens), name=key, source=entry["source"])
             return Shelf(model=facts, stands_for=entry.get("stands_for"))
     for candidate in (name, plain):
         found = aliases.resolve(candidate)
         if found is not None:
             alias, known = found
-            facts = models.from_config(known.config, name=alias, source=known.hub_id)
+            facts = models.from_config(_grown(known.config, added_tokens), name=alias, source=known.hub_id)
             return Shelf(model=facts, stands_for=None)
     return None
+
+
+def _grown(config: Mapping[str, Any], added_tokens: int) -> dict[str, Any]:
+    return {**config, "vocab_size": config["vocab_size"] + added_tokens} if added_tokens else dict(config)
 
 
 H100_96G = replace(

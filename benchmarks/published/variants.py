@@ -176,3 +176,16 @@ def parallel(row: Row, kind: str) -> int:
     """Returns the degree of `tp`, `pp`, `cp` or `ep` in the notes, 1 where they say nothing of it."""
     found = re.search(rf"(?<![a-z]){kind}\s*[-=]?\s*(\d+)", row.notes, re.IGNORECASE)
     return int(found.group(1)) if found else 1
+
+
+def added_tokens(row: Row) -> int:
+    """Returns by how many tokens the trainer enlarged the vocabulary: odd sizes miss the allocator's size classes.
+
+    Source: foundation-model-stack/fms-hf-tuning tuning/sft_trainer.py adds a padding token, and others where a
+    tokenizer has none; torch_alloc_after_train_bytes of the published runs is that much larger.
+    """
+    if row.publisher is not Publisher.FMS:
+        return 0
+    if re.search("llama-3", row.model, re.IGNORECASE):
+        return 2
+    return 1 if re.search("mistral|mixtral|llama-2", row.model, re.IGNORECASE) else 0

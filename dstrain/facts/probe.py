@@ -38,7 +38,13 @@ def local_gpus() -> list[LocalGpu]:
     return _visible(_nvml_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
+_DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/nvhost-gpu")
+"""Files by which a driver of NVIDIA shows itself: Linux, Windows' Linux, Jetson."""
+
+
 def _nvml_gpus() -> list[LocalGpu]:
+    if not any(Path(each).exists() for each in _DRIVERS):
+        return []
     try:
         import pynvml  # type: ignore[import-untyped]  # here: reading a plan on a laptop must not need a driver
 

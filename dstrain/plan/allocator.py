@@ -12,9 +12,9 @@ from itertools import chain
 
 from dstrain.plan.pools import ROUND_BYTES, SMALL_BYTES, Block, Driver, ExpandablePool, Pool
 
-Event = tuple[Hashable, int]
+Event = tuple[Hashable, int] | tuple[Hashable, int, int]
 """An allocation `(id, bytes)` with bytes > 0, or the free `(id, 0)` of what that id holds (nothing, where a tensor is
-empty)."""
+empty). A third number names the stream that allocates, where it is not the main one."""
 
 _RESIDENT = object()
 """The id of what lives from the beginning to the end, equal to nobody else's."""
@@ -36,27 +36,63 @@ class Replayed:
     """How often everything cached went back to the driver: torch's num_alloc_retries."""
 
 
-class _Allocator:
-    """Both pools of one GPU and one stream."""
+class Allocator:
+    """All pools of one GPU: a small and a large one for each stream, since no stream is given another's free blocks.
+
+    Source: c10/cuda/CUDACachingAllocator.cpp of pytorch/pytorch: BlockComparatorSize orders by stream first.
+    """
 
     def __init__(self, *, expandable_segments: bool, capacity_bytes: int | None) -> None:
-        kind = ExpandablePool if expandable_segments else Pool
+        self._kind = ExpandablePool if expandable_segments else Pool
+        self._pools: dict[tuple[int, bool], Pool] = {}
+        self._held: dict[Hashable, Block] = {}
+        self._live = 0
         self.driver = Driver(capacity_bytes)
-        self._large = kind(self.driver, is_small=False)
-        self._small = kind(self.driver, is_small=True)
         self.retries = 0
+        self.live_bytes = 0
+        """Most bytes handed out so far."""
 
-    def allocate(self, nbytes: int) -> Block | None:
+    def feed(self, events: Iterable[Event]) -> bool:
+        """Plays events, and returns whether there was memory for all of them.
+
+        Raises ValueError where an id that holds something allocates again.
+        """
+        held, live = self._held, self._live
+        for event in events:
+            key, nbytes = event[0], event[1]
+            if not nbytes:
+                if key in held:
+                    block = held.pop(key)
+                    live -= block.size
+                    block.pool.free(block)
+                continue
+            if key in held:
+                raise ValueError(f"{key!r} allocates twice without a free")
+            found = self._allocate(nbytes, event[2] if len(event) == 3 else 0)
+            if found is None:
+                return False
+            held[key] = found
+            live += found.size
+            if live > self.live_bytes:
+                self.live_bytes = live
+        self._live = live
+        return True
+
+    def _allocate(self, nbytes: int, stream: int) -> Block | None:
         """Returns a block of `nbytes` or more, or None when there is no memory for it.
 
-        When the driver has nothing left, whole free segments go back to it and the request is tried once more.
+        When the driver has nothing left, whole free segments of every stream go back to it and the request is tried
+        once more.
         """
         size = -(-nbytes // ROUND_BYTES) * ROUND_BYTES
-        pool = self._small if size <= SMALL_BYTES else self._large
+        is_small = size <= SMALL_BYTES
+        pool = self._pools.get((stream, is_small))
+        if pool is None:
+            pool = self._pools[stream, is_small] = self._kind(self.driver, is_small=is_small)
         block = pool.allocate(size)
         if block is None:
-            self._large.release()
-            self._small.release()
+            for each in self._pools.values():
+                each.release()
             self.retries += 1
             block = pool.allocate(size)
         return block
@@ -75,39 +111,21 @@ def replay(
     be used again once it was freed, so a step that frees what it allocates can be repeated as it is. Raises ValueError
     where one that holds something allocates again.
 
-    One stream and no CUDA graphs; `max_split_size_mb`, `roundup_power2_divisions` and `garbage_collection_threshold`
-    are as they are unless set, which is off.
+    No CUDA graphs; `max_split_size_mb`, `roundup_power2_divisions` and `garbage_collection_threshold` are as they are
+    unless set, which is off. A block that another stream has used too is to be freed when that stream has gone past it.
     Source: c10/cuda/CUDACachingAllocator.cpp of pytorch/pytorch: DeviceCachingAllocator::malloc, free.
 
     >>> replay([("a", 11 * 2**20), ("b", 2**20 + 1)], expandable_segments=False).reserved_bytes // 2**20
     32
     """
-    allocator = _Allocator(expandable_segments=expandable_segments, capacity_bytes=capacity_bytes)
-    held: dict[Hashable, Block] = {}
-    live = peak = 0
-    failed = False
-    for key, nbytes in chain([(_RESIDENT, resident_bytes)] if resident_bytes else [], events):
-        if not nbytes:
-            if key in held:
-                block = held.pop(key)
-                live -= block.size
-                block.pool.free(block)
-            continue
-        if key in held:
-            raise ValueError(f"{key!r} allocates twice without a free")
-        found = allocator.allocate(nbytes)
-        if found is None:
-            failed = True
-            break
-        held[key] = found
-        live += found.size
-        if live > peak:
-            peak = live
-    reserved = allocator.driver.peak_bytes
+    allocator = Allocator(expandable_segments=expandable_segments, capacity_bytes=capacity_bytes)
+    resident: list[Event] = [(_RESIDENT, resident_bytes)] if resident_bytes else []
+    is_enough = allocator.feed(chain(resident, events))
+    reserved, live = allocator.driver.peak_bytes, allocator.live_bytes
     return Replayed(
         reserved_bytes=reserved,
-        live_bytes=peak,
-        fragmentation_ratio=reserved / peak - 1 if peak else 0.0,
-        out_of_memory=failed,
+        live_bytes=live,
+        fragmentation_ratio=reserved / live - 1 if live else 0.0,
+        out_of_memory=not is_enough,
         retries=allocator.retries,
     )

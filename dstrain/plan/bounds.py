@@ -19,6 +19,7 @@ from dstrain.plan.traffic import work
 MOMENT_BYTES_PER_PARAM = {
     StateDtypes.MIXED: {
         Optimizer.ADAMW: 8,
+        Optimizer.ADAMW_FUSED: 8,
         Optimizer.ADAMW_8BIT: 2,
         Optimizer.ADAFACTOR: 0,
         Optimizer.LION: 4,
@@ -26,6 +27,7 @@ MOMENT_BYTES_PER_PARAM = {
     },
     StateDtypes.PURE_BF16: {
         Optimizer.ADAMW: 4,
+        Optimizer.ADAMW_FUSED: 4,
         Optimizer.ADAMW_8BIT: 2,
         Optimizer.ADAFACTOR: 0,
         Optimizer.LION: 2,
@@ -33,6 +35,7 @@ MOMENT_BYTES_PER_PARAM = {
     },
     StateDtypes.AUTOCAST: {
         Optimizer.ADAMW: 8,
+        Optimizer.ADAMW_FUSED: 8,
         Optimizer.ADAMW_8BIT: 2,
         Optimizer.ADAFACTOR: 0,
         Optimizer.LION: 4,

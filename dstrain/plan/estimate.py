@@ -12,7 +12,7 @@ from dstrain.facts.cluster import Cluster
 from dstrain.facts.model import ModelFacts
 from dstrain.plan.configuration import DEFAULTS, Configuration
 from dstrain.plan.flops import flops_per_token
-from dstrain.plan.memory import memory
+from dstrain.plan.memory import Detail, memory
 from dstrain.plan.params import trained
 from dstrain.plan.plan import Estimate
 from dstrain.plan.request import Request
@@ -32,13 +32,13 @@ def assess(
     configuration: Configuration,
     *,
     calibration: Calibration | None = None,
-    is_exact: bool = True,
+    detail: Detail = Detail.REPLAYED,
 ) -> Estimate:
     """Returns what a configuration needs, whether it fits, and how fast it is.
 
-    A search asks first for estimates that are not exact: closed forms stand for the engine's own bytes.
+    A search asks first for quick estimates, in which closed forms stand for the engine's and the allocator's bytes.
     """
-    needs = memory(model, cluster, configuration, is_exact=is_exact)
+    needs = memory(model, cluster, configuration, detail=detail)
     usable_gpu = round(USABLE_GPU_RATIO * cluster.gpu.memory_bytes)
     usable_host = round(USABLE_HOST_RATIO * cluster.host_memory_bytes)
     return Estimate(

@@ -3,29 +3,32 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from enum import IntEnum
 
 from dstrain.choices import Method, StateDtypes
 from dstrain.facts.cluster import Cluster
-from dstrain.facts.model import Kind, ModelFacts
-from dstrain.plan import plain
-from dstrain.plan.activations import activations
+from dstrain.facts.model import ModelFacts
+from dstrain.plan import plain, quick
 from dstrain.plan.configuration import Configuration
 from dstrain.plan.engine import deepspeed
+from dstrain.plan.headroom import quick_ratio
 from dstrain.plan.params import trained
 from dstrain.plan.peak import Peak
+from dstrain.plan.reserved import CONTEXT_BYTES, NCCL_BYTES, reserved
 from dstrain.plan.tape.profile import is_known
-from dstrain.plan.zero import States, engine_buffers, gathered_bytes, pinned_waste, states
+from dstrain.plan.zero import States, pinned_waste, states
 from dstrain.units import GIB, MIB
 
-CONTEXT_BYTES = round(0.65 * GIB)
-"""CUDA context and kernel modules of one process: 0.47-0.92 GiB on A100 and H100. Source: stas00/ml-engineering."""
-NCCL_BYTES = 1 * GIB
-"""NCCL communicators and their buffers, 0.55-2.0 GiB with two ranks or more. Source: stas00/ml-engineering."""
-FRAGMENTATION_RATIO = 0.03
-"""Reserved by the caching allocator beyond live bytes with expandable segments: 0.1-3.1 % in a replay of training
-steps through a model of the allocator."""
 BASELINE_HOST_BYTES_PER_RANK = 4 * GIB
 """Resident memory of a rank's Python process with torch, DeepSpeed and data loader: 3-5 GB observed."""
+
+
+class Detail(IntEnum):
+    """How finely memory is computed: by closed forms, with the engine played, with the allocator played too."""
+
+    QUICK = 0
+    ENGINE = 1
+    REPLAYED = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,36 +86,22 @@ class Memory:
     """Model states of one rank."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Instant:
-    """Live bytes of one instant, by part."""
-
-    name: str
-    grads: int = 0
-    buffers: int = 0
-    gathered: int = 0
-    activations: int = 0
-    logits: int = 0
-
-    @property
-    def total(self) -> int:
-        return self.grads + self.buffers + self.gathered + self.activations + self.logits
-
-
-def memory(model: ModelFacts, cluster: Cluster, configuration: Configuration, *, is_exact: bool = True) -> Memory:
-    """Returns what a configuration needs on `cluster`; closed forms stand for DeepSpeed's engine unless `is_exact`.
+def memory(
+    model: ModelFacts, cluster: Cluster, configuration: Configuration, *, detail: Detail = Detail.REPLAYED
+) -> Memory:
+    """Returns what a configuration needs on `cluster`, as finely as `detail` says.
 
     The peak is the largest of: loss backward, layer backward, embedding backward, optimizer step; each holds the
     resident model states and what lives at that instant, so that nothing is added that does not coexist.
     """
     counts = trained(model, configuration.method, configuration.lora)
     held = states(counts, configuration, cluster.num_gpus)
-    peak = _peak(model, cluster, configuration, is_exact=is_exact)
+    peak = _peak(model, cluster, configuration, detail)
     on_gpu = cluster.gpu.name != "cpu"
     workspace = _workspace_bytes(cluster) if on_gpu else 0
     live = peak.total + workspace
-    fragmentation = round(FRAGMENTATION_RATIO * live) if on_gpu else 0
-    context = (CONTEXT_BYTES + (NCCL_BYTES if cluster.num_gpus > 1 else 0)) if on_gpu else 0
+    most, settled = _held_by_allocator(model, cluster, configuration, peak, detail) if on_gpu else (live, live)
+    context = _outside_bytes(cluster) if on_gpu else 0
     parts = Breakdown(
         params=peak.params,
         grads=peak.grads,
@@ -122,47 +111,71 @@ def memory(model: ModelFacts, cluster: Cluster, configuration: Configuration, *,
         activations=peak.activations,
         logits=peak.logits,
         workspace=workspace,
-        fragmentation=fragmentation,
+        fragmentation=settled - live,
         context=context,
     )
     return Memory(
         live_bytes_per_gpu=live,
-        reserved_bytes_per_gpu=live + fragmentation,
+        reserved_bytes_per_gpu=most,
         device_bytes_per_gpu=parts.total,
         peak_instant=peak.name,
         breakdown_bytes=parts,
-        host_bytes_per_node=_host_bytes(model, cluster, configuration, held),
+        host_bytes_per_node=_host_bytes(model, cluster, configuration, held, detail),
         nvme_bytes_per_node=held.nvme * cluster.gpus_per_node,
         checkpoint_bytes=_checkpoint_bytes(model, configuration),
         states=held,
     )
 
 
-def _peak(model: ModelFacts, cluster: Cluster, configuration: Configuration, *, is_exact: bool) -> Peak:
+def _held_by_allocator(
+    model: ModelFacts, cluster: Cluster, configuration: Configuration, peak: Peak, detail: Detail
+) -> tuple[int, int]:
+    """Returns what the allocator reserves at most, and in the steps after the first: replayed, or from above.
+
+    Where the replay runs out of memory it is done again without a limit, to say how much it would take.
+    """
+    ranks, workspace = _ranks(cluster, configuration), _workspace_bytes(cluster)
+    live = peak.total + workspace
+    if detail is not Detail.REPLAYED or not is_known(model):
+        most = round(quick_ratio(model, configuration, ranks, peak) * live)
+        return most, most
+    is_engine = configuration.state_dtypes is StateDtypes.MIXED
+    for limit in (cluster.gpu.memory_bytes - _outside_bytes(cluster), None):
+        found = reserved(
+            model,
+            configuration,
+            cluster.num_gpus if is_engine else ranks,
+            capacity_bytes=limit,
+            expandable_segments=configuration.expandable_segments,
+            workspace_bytes=workspace // 2,
+        )
+        if not found.out_of_memory:
+            break
+    return max(live, found.reserved_bytes), max(live, found.settled_bytes)
+
+
+def _ranks(cluster: Cluster, configuration: Configuration) -> int:
+    """Returns how many ranks share states: sequence-parallel ones as data-parallel ones do."""
+    return max(1, cluster.num_gpus // configuration.tp)
+
+
+def _outside_bytes(cluster: Cluster) -> int:
+    """Returns what lies outside of PyTorch: CUDA context and NCCL."""
+    return CONTEXT_BYTES + (NCCL_BYTES if cluster.num_gpus > 1 else 0)
+
+
+def _peak(model: ModelFacts, cluster: Cluster, configuration: Configuration, detail: Detail) -> Peak:
     """Returns the peak of live bytes by who holds the states: DeepSpeed, or PyTorch itself.
 
     DeepSpeed's engine is played parameter by parameter, which takes some 50 ms; the closed forms that stand for it in a
     search are within 4 % of that. A model whose layer code was traced has no parameters to play it with.
     """
-    ranks = cluster.num_gpus // configuration.tp  # sequence-parallel ranks share states as data-parallel ones do
+    ranks = _ranks(cluster, configuration)
     if configuration.state_dtypes is not StateDtypes.MIXED:
         return plain.peak(model, configuration, ranks)
-    if is_exact and is_known(model):
+    if detail is not Detail.QUICK and is_known(model):
         return deepspeed.peak(model, configuration, ranks, kernel_workspaces=cluster.gpu.name != "cpu")
-    counts = trained(model, configuration.method, configuration.lora)
-    held = states(counts, configuration, ranks)
-    resident = engine_buffers(counts, configuration, ranks).resident
-    top = max(_instants(model, cluster, configuration), key=lambda instant: instant.total)
-    return Peak(
-        name=top.name,
-        params=held.params,
-        grads=top.grads,
-        optimizer=held.optimizer,
-        buffers=top.buffers + resident,
-        gathered=top.gathered,
-        activations=top.activations,
-        logits=top.logits,
-    )
+    return quick.peak(model, configuration, ranks)
 
 
 def _workspace_bytes(cluster: Cluster) -> int:
@@ -173,53 +186,7 @@ def _workspace_bytes(cluster: Cluster) -> int:
     return 2 * (32 * MIB if cluster.gpu.compute_capability >= (9, 0) else round(8.125 * MIB))
 
 
-def _instants(model: ModelFacts, cluster: Cluster, configuration: Configuration) -> list[_Instant]:
-    counts = trained(model, configuration.method, configuration.lora)
-    held = states(counts, configuration, cluster.num_gpus)
-    engine = engine_buffers(counts, configuration, cluster.num_gpus)
-    acts = activations(model, configuration)
-    s = configuration.precision.num_bytes
-    vocabulary = model.vocab_size * model.hidden_size
-    carried = held.grads if configuration.zero_stage == 3 or configuration.grad_accum > 1 else 0
-    head_grad = s * vocabulary if configuration.method is Method.FULL else 0
-    tied_grad = head_grad if model.tie_word_embeddings else 0
-    backward_grads = held.grads + engine.backward_grads
-    layer = gathered_bytes(counts, configuration, _largest_unit(model))
-    head = gathered_bytes(counts, configuration, vocabulary)
-    return [
-        _Instant(
-            name="loss backward",
-            grads=carried + (engine.backward_grads if configuration.grad_accum > 1 else 0),
-            gathered=head,
-            activations=acts.kept + acts.outside,
-            logits=acts.loss,
-        ),
-        _Instant(
-            name="layer backward",
-            grads=backward_grads + tied_grad,
-            buffers=engine.backward,
-            gathered=layer,
-            activations=acts.kept + acts.layer + acts.layer_work,
-        ),
-        _Instant(
-            name="embedding backward",
-            grads=backward_grads + head_grad + 2 * tied_grad,
-            buffers=engine.backward,
-            gathered=head,
-        ),
-        _Instant(name="optimizer step", grads=held.grads, buffers=engine.step),
-    ]
-
-
-def _largest_unit(model: ModelFacts) -> int:
-    """Returns the elements that one fetch of ZeRO-3 gathers: an MoE block is a leaf module, else the largest weight."""
-    inner = [g for g in model.tensors if g.kind not in (Kind.EMBEDDING, Kind.HEAD, Kind.VISION)]
-    if model.moe is None:
-        return max(group.numel for group in inner)
-    return sum(g.numel for g in inner if g.kind in (Kind.EXPERT, Kind.ROUTER))
-
-
-def _host_bytes(model: ModelFacts, cluster: Cluster, configuration: Configuration, held: States) -> int:
+def _host_bytes(model: ModelFacts, cluster: Cluster, configuration: Configuration, held: States, detail: Detail) -> int:
     """Returns host RAM of one node: the processes, the offloaded states with pinned rounding, or loading if larger.
 
     Without ZeRO-3 every rank loads the whole model; with it rank 0 alone holds the whole checkpoint.
@@ -231,6 +198,8 @@ def _host_bytes(model: ModelFacts, cluster: Cluster, configuration: Configuratio
     loading = whole if configuration.zero_stage == 3 else whole * ranks
     counts = trained(model, configuration.method, configuration.lora)
     offloaded = held.host + held.staging + pinned_waste(counts, configuration, cluster.num_gpus)
+    if detail is not Detail.QUICK and configuration.state_dtypes is StateDtypes.MIXED and is_known(model):
+        offloaded = deepspeed.host_of(model, configuration, _ranks(cluster, configuration)).taken
     return ranks * BASELINE_HOST_BYTES_PER_RANK + max(loading, ranks * offloaded)
 
 

@@ -58,6 +58,10 @@ class Driver:
         self.peak_bytes = max(self.peak_bytes, taken)
         return True
 
+    def forget_peak(self) -> None:
+        """Begins to look for the most that is taken anew."""
+        self.peak_bytes = self._taken_bytes
+
     def give_back(self, count: int) -> None:
         """Gives bytes back."""
         self._taken_bytes -= count

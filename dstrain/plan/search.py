@@ -15,6 +15,7 @@ from dstrain.facts.model import ModelFacts
 from dstrain.plan.bounds import Bound, bound, passes_s
 from dstrain.plan.configuration import Configuration
 from dstrain.plan.estimate import USABLE_GPU_RATIO, USABLE_HOST_RATIO, assess
+from dstrain.plan.memory import Detail
 from dstrain.plan.plan import Estimate
 from dstrain.plan.request import Request
 from dstrain.plan.sizing import TIGHT
@@ -23,7 +24,7 @@ from dstrain.plan.speed import speed
 
 TIE_RATIO = 0.02
 """Plans whose times differ by less are as fast as each other: the simpler one comes first."""
-DEFAULT_TOP = 5
+DEFAULT_TOP = 3
 """Plans that are shown where nobody says how many."""
 SATURATING_TOKENS = 4096
 """Tokens of a micro-batch from which matrix products run near their best; a smaller one loses speed first.
@@ -31,7 +32,7 @@ Source: achievable-FLOP/s sweeps of stas00/ml-engineering (2,048 and more for h 
 LARGEST_TOKENS = 16384
 """Tokens of a micro-batch beyond which a larger one brings nothing."""
 
-QUICK_ERROR_RATIO = 0.05
+QUICK_ERROR_RATIO = 0.08
 """Most by which closed forms are above the exact estimate. Source: tests/plan/test_search.py."""
 
 Key = tuple[float, ...]
@@ -112,7 +113,7 @@ class _Desk:
         """Returns the exact estimate, which from then on is the candidate's."""
         if candidate not in self.exact:
             configuration = candidate.configuration(self.model)
-            found = assess(self.model, self.cluster, configuration, calibration=self.calibration)
+            found = assess(self.model, self.cluster, configuration, calibration=self.calibration, detail=Detail.ENGINE)
             self.exact.add(candidate)
             self.estimates[candidate] = found
         return self.estimates[candidate]
@@ -129,7 +130,7 @@ def estimated(
     model: ModelFacts, cluster: Cluster, configuration: Configuration, *, calibration: Calibration | None = None
 ) -> Estimate:
     """Returns the estimate that is quick, and within a few percent."""
-    return assess(model, cluster, configuration, calibration=calibration, is_exact=False)
+    return assess(model, cluster, configuration, calibration=calibration, detail=Detail.QUICK)
 
 
 def search(

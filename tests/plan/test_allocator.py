@@ -265,6 +265,20 @@ def test_reserved_covers_what_lives_and_stays_below_capacity(
         assert (found.out_of_memory, found.retries) == (False, 0)
 
 
+@BOTH
+def test_what_one_stream_has_freed_serves_no_other(expandable: bool) -> None:
+    first: list[Event] = [("a", 40 * MIB), ("a", 0)]
+    again = replay([*first, ("b", 40 * MIB)], expandable_segments=expandable)
+    elsewhere = replay([*first, ("b", 40 * MIB, 1)], expandable_segments=expandable)
+    assert (again.reserved_bytes, elsewhere.reserved_bytes) == (40 * MIB, 80 * MIB)
+
+
+def test_a_retry_takes_free_segments_of_every_stream() -> None:
+    events: list[Event] = [("a", 40 * MIB, 1), ("a", 0), ("b", 60 * MIB)]
+    found = replay(events, expandable_segments=False, capacity_bytes=80 * MIB)
+    assert (found.out_of_memory, found.retries) == (False, 1)
+
+
 @given(histories())
 @settings(max_examples=100, deadline=None)
 def test_without_pressure_a_capacity_changes_nothing(events: list[Event]) -> None:

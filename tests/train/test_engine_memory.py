@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from dstrain.choices import Offload
 from tests.train.engine_cases import CASES, Case, Measured, predicted, run
 
 IDS = [f"{case.name} x{case.ranks}" for case in CASES]
@@ -33,10 +34,15 @@ def test_peak_and_steady_bytes_are_the_plans(case: Case, measured: dict[str, Mea
 @pytest.mark.parametrize("case", CASES, ids=IDS)
 def test_every_phase_of_the_step_is_the_plans(case: Case, measured: dict[str, Measured]) -> None:
     real, plan = measured[case.name], predicted(case)
-    assert plan.phases.keys() <= real.phases.keys()
-    for phase, count in plan.phases.items():
-        if case.configuration.offload.value == "none" or phase != "step":  # the step is the host's then
-            assert count == pytest.approx(real.phases[phase], rel=0.04), phase
+    common = plan.phases.keys() & real.phases.keys()  # a frozen embedding has no backward pass
+    expected = {"forward", "loss backward", "backward"}
+    if case.configuration.offload is Offload.NONE:
+        expected.add("step")
+    else:
+        common -= {"step"}  # the host's
+    assert common >= expected
+    for phase in common:
+        assert plan.phases[phase] == pytest.approx(real.phases[phase], rel=0.04), phase
 
 
 @pytest.mark.parametrize("case", CASES, ids=IDS)

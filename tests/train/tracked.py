@@ -82,45 +82,40 @@ def measure(case: dict[str, Any], ledger: Ledger, caches: list[Any]) -> dict[str
     """Returns what lived on this rank while a configuration trained; peaks are those of the last step."""
     import deepspeed
 
-    began = time.monotonic()
-    before = dict(ledger.bytes)
+    began, before = time.monotonic(), dict(ledger.bytes)
     model = build(case)
     mark_instants(model, ledger)
     engine, _, _, _ = deepspeed.initialize(model=model, optimizer=optimizer_for(model, case), config=case["ds_config"])
     del model
     gc.collect()
+    found: dict[str, Any] = {"name": case["name"], "init_peak": max(ledger.peaks.values())}
     ids = torch.randint(0, case["config"]["vocab_size"], (case["micro_batch"], case["seq_len"]), device="cpu:0")
-    found: dict[str, Any] = {
-        "name": case["name"],
-        "rank": int(os.environ["RANK"]),
-        "start": ledger.bytes[DEVICE] - before[DEVICE],
-    }
-    found["init_peak"] = max(ledger.peaks.values())
-    losses: list[float] = []
     for step in range(case["steps"]):
         if step == case["steps"] - 1:
             ledger.enter("between")
             ledger.forget_peaks()
-            found["steady"], found["host_steady"] = ledger.bytes[DEVICE], ledger.bytes[HOST]
+            found |= {"steady": ledger.bytes[DEVICE], "host_steady": ledger.bytes[HOST]}
             found["pinned"] = sorted(ledger.pinned.values())
         for _ in range(case["grad_accum"]):
-            ledger.enter("forward")
-            loss = engine(input_ids=ids, labels=ids, use_cache=False).loss
-            ledger.enter("loss backward")
-            engine.backward(loss)
-            ledger.enter("step")
-            engine.step()
-            losses.append(loss.item())
-            del loss
+            found["loss"] = train(engine, ids, ledger)
     found |= {"peaks": dict(ledger.peaks), "peak": max(ledger.peaks.values()), "host_peak": ledger.host_peak}
-    found["losses"] = losses
-    found["end"] = ledger.bytes[DEVICE]
     engine.destroy()
     del engine, ids
     _forget_globals(caches)
     found |= {"left": ledger.bytes[DEVICE] - before[DEVICE], "host_left": ledger.bytes[HOST] - before[HOST]}
     found["wall_s"] = time.monotonic() - began
     return found
+
+
+def train(engine: Any, ids: torch.Tensor, ledger: Ledger) -> float:
+    """Trains one micro-batch as the Trainer does, which drops the model's outputs, and returns the loss."""
+    ledger.enter("forward")
+    loss = engine(input_ids=ids, labels=ids, use_cache=False).loss
+    ledger.enter("loss backward")
+    engine.backward(loss)
+    ledger.enter("step")
+    engine.step()
+    return float(loss.item())
 
 
 def _forget_globals(caches: list[Any]) -> None:

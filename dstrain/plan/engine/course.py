@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from dstrain.plan.engine.account import Parts
-from dstrain.plan.engine.moments import Key
+from dstrain.plan.engine.moments import Key, Kinds
 from dstrain.plan.engine.program import Program
 from dstrain.plan.engine.replay import Replay
 
@@ -29,7 +29,7 @@ class Course:
     """The same after the backward pass."""
 
 
-def slots(program: Program, kinds: tuple[tuple[str, int, int], ...], left_out: int) -> tuple[tuple[Key, int], ...]:
+def slots(program: Program, kinds: Kinds, left_out: int) -> tuple[tuple[Key, int], ...]:
     """Returns for each mark the moment of the tape that it is, and by how many layers the tape is short there.
 
     The program may have left out so many layers in the middle of the last kind.

@@ -13,7 +13,7 @@ from dstrain.plan.engine.account import Parts
 from dstrain.plan.engine.course import Candidate, Course, course, slots
 from dstrain.plan.engine.host import Host, host
 from dstrain.plan.engine.modules import QUANTIZED_PER_ELEMENT, Shape
-from dstrain.plan.engine.moments import Key, Moments, moments
+from dstrain.plan.engine.moments import Key, Kinds, Moments, moments
 from dstrain.plan.engine.program import Passes, Program, program
 from dstrain.plan.engine.replay import MICRO_STEPS_PLAYED, replays
 from dstrain.plan.engine.resident import Resident, resident
@@ -179,7 +179,7 @@ def _engine_part(configuration: Configuration) -> Configuration:
 
 def engine_of(model: ModelFacts, configuration: Configuration, num_ranks: int) -> Engine:
     """Returns what the engine does with a model on ranks that share the optimizer."""
-    return _engine(model, _engine_part(configuration), num_ranks)
+    return _engine(model, _engine_part(configuration), num_ranks, played(model, configuration).kinds)
 
 
 def floor(model: ModelFacts, configuration: Configuration, num_ranks: int) -> int:
@@ -210,12 +210,13 @@ def _held(model: ModelFacts, configuration: Configuration, ranks: int) -> Reside
 
 
 @cache
-def _engine(model: ModelFacts, configuration: Configuration, ranks: int) -> Engine:
+def _engine(model: ModelFacts, configuration: Configuration, ranks: int, kinds: Kinds) -> Engine:
     tape = played(model, configuration)
     held = _held(model, _resident_part(configuration), ranks)
     short = model
     if configuration.zero_stage == 3:
-        short = shortened(model, configuration, most=max(0, tape.kinds[-1][1] - tape.kinds[-1][2]))
+        _, depth, count = kinds[-1]
+        short = shortened(model, configuration, most=depth - count)
     found = programmed(short, configuration, tape)
     played_ranks = replays(found, configuration, ranks)
     modules = programmed(model, configuration, tape).modules
@@ -227,7 +228,7 @@ def _engine(model: ModelFacts, configuration: Configuration, ranks: int) -> Engi
         for grads, buffers in step_bytes(modules, configuration, ranks, each.rank, each.kept)
     }
     left_out = model.num_hidden_layers - short.num_hidden_layers
-    return Engine(held, course(played_ranks, slots(found, tape.kinds, left_out)), tuple(step))
+    return Engine(held, course(played_ranks, slots(found, kinds, left_out)), tuple(step))
 
 
 def host_of(model: ModelFacts, configuration: Configuration, num_ranks: int) -> Host:

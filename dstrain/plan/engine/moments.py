@@ -21,6 +21,10 @@ Key = tuple[str, int, str]
 the layers) and the module; or an instant of the tape with layer and an empty name."""
 
 
+Kinds = tuple[tuple[str, int, int], ...]
+"""Kinds of layers: name, layers of the model, layers that were played."""
+
+
 @dataclass(frozen=True, slots=True)
 class Moment:
     """The time from one mark to the next, in bytes by part of the tape."""
@@ -39,8 +43,8 @@ class Moments:
 
     played: tuple[Moment, ...]
     """In order of time, with the layers that were played."""
-    kinds: tuple[tuple[str, int, int], ...]
-    """Kinds of layers in order: name, layers of the model, layers that were played."""
+    kinds: Kinds
+    """The kinds of layers, in order."""
     kept: tuple[int, ...]
     """Bytes that a layer of each kind keeps from forward to backward."""
     linears: dict[str, int]

@@ -14,6 +14,8 @@ FP32 = 4
 
 STATES: dict[Optimizer, int] = {
     Optimizer.ADAMW: 2,
+    Optimizer.ADAMW_FUSED: 2,
+    Optimizer.ADAMW_8BIT: 2,  # in fp32 where it is offloaded: CPU Adam takes its place
     Optimizer.ADAFACTOR: 1,
     Optimizer.LION: 1,
     Optimizer.SGD: 0,

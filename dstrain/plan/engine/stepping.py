@@ -14,6 +14,7 @@ from dstrain.plan.engine.resident import FP32, accumulation_item, is_wide, sub_g
 
 TEMPORARIES: dict[Optimizer, int] = {
     Optimizer.ADAMW: 0,
+    Optimizer.ADAMW_FUSED: 0,
     Optimizer.ADAMW_8BIT: 0,
     Optimizer.ADAFACTOR: 8,
     Optimizer.LION: 0,

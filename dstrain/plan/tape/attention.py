@@ -34,8 +34,8 @@ def self_attention(run: Context, q: Tensor, k: Tensor, v: Tensor, heads: int, *,
         if variant.stack is Stack.TRANSFORMERS_4_45 and run.model.model_type in REPEATED_KEYS:
             k, v = repeated(run, k, q.numel, heads), repeated(run, v, values, heads)
         output = _flash_attention_2(run, q, k, v, heads, is_cat=is_cat)
-        is_cut = v.numel != k.numel
-        return ops.copy(run.tape, output) if is_cut or (is_cat and not variant.has_mask) else output
+        is_cut, is_flat = v.numel != k.numel, variant.has_mask or _flattens(run)
+        return ops.copy(run.tape, output) if is_cut or (is_cat and not is_flat) else output
     widths = (q.numel // (run.rows * heads), values // (run.rows * heads))
     if run.has_mask or widths[0] != widths[1] or widths[0] > WIDEST_FLASH_HEAD:
         k, v = repeated(run, k, q.numel, heads), repeated(run, v, values, heads)  # Transformers 5.23 use_gqa_in_sdpa
@@ -59,8 +59,16 @@ def _flash_attention_2(run: Context, q: Tensor, k: Tensor, v: Tensor, heads: int
     if run.variant.has_mask:
         output = _unpadded(run, q, k, v, heads, is_cat=is_cat)
     else:
+        if is_cat and _flattens(run):
+            q = ops.copy(tape, q)
+            k = k if k.numel * heads == q.numel else ops.copy(tape, k)
         output = fused(run, q, k, v, run.rows * heads)
     return output if v.numel == narrow else ops.cut(tape, output, values)
+
+
+def _flattens(run: Context) -> bool:
+    """Whether rows are put one behind the other, which copies what lies head by head."""
+    return run.variant.packing and run.variant.batch > 1
 
 
 def _unpadded(run: Context, q: Tensor, k: Tensor, v: Tensor, heads: int, *, is_cat: bool) -> Tensor:

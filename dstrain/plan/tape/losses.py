@@ -56,9 +56,10 @@ def _full(run: Context, hidden: Tensor, head: Param, scales: bool) -> Tensor:
 
 
 def _in_place(run: Context, hidden: Tensor, head: Param, scales: bool) -> Tensor:
-    """Unsloth's loss: one number a token is kept, and the gradient is written over the logits.
+    """Unsloth's loss: one number a token is kept, and the gradient is written over the logits, then copied.
 
-    Source: unsloth kernels/cross_entropy_loss.py: Fast_CrossEntropyLoss.
+    Source: unsloth kernels/cross_entropy_loss.py: Fast_CrossEntropyLoss. The copy is not in it; published runs reserve
+    as much more, to the MiB (fms-acceleration a100_80gb_liger.csv), and their live peak allows it.
     """
     tape = run.tape
     logits = _wide_logits(run, hidden, head, scales)
@@ -67,13 +68,20 @@ def _in_place(run: Context, hidden: Tensor, head: Param, scales: bool) -> Tensor
 
     def backward(grad: Tensor) -> Tensors:
         tape.part = Part.LOGITS
-        return (saved.take()[0],)
+        (kept, _) = saved.take()
+        assert kept is not None
+        return (tape.like(kept),)
 
     return tape.new(1, ops.FP32, tape.node((logits,), backward))
 
 
 def _wide_logits(run: Context, hidden: Tensor, head: Param, scales: bool) -> Tensor:
-    """Returns the logits in fp32 as the loss takes them; those in the training precision live as long as the caller."""
+    """Returns the logits in fp32 as the loss takes them; those in the training precision live as long as the caller.
+
+    Where the loss shifts them, it copies all but the last row of each sample. Transformers 4.48's source does so too,
+    but the published peaks of its own loss have every row, to 2 KiB (fms-acceleration a100_80gb.csv).
+    Source: as `_full`, `_in_place`.
+    """
     tape, stack = run.tape, run.variant.stack
     numel = run.rows * run.model.vocab_size
     logits = _headed(run, _product(run, hidden, head))
@@ -86,6 +94,8 @@ def _wide_logits(run: Context, hidden: Tensor, head: Param, scales: bool) -> Ten
     if stack is Stack.TRANSFORMERS_5 or run.variant.batch == 1:
         return wide
     run.held.append(wide)
+    if stack is Stack.TRANSFORMERS_4_45 or run.variant.loss is LossKernel.IN_PLACE:
+        numel -= run.variant.batch * run.model.vocab_size
     return ops.copy(tape, ops.cut(tape, wide, numel))
 
 

@@ -81,7 +81,8 @@ def of_variant(model: ModelFacts, variant: Variant) -> tuple[Instant, ...]:
     depth = layer_kinds(model, variant)
     short = dict.fromkeys(depth, 1)
     if variant.method is not Method.FULL or variant.image_patches or not variant.grad_ckpt:
-        short[next(iter(short))] = 2  # the first layer's input is the embedding, which lives on and needs no gradient
+        # the first layer's input is the embedding, which lives on and may need no gradient; image features follow it
+        short[next(iter(short))] = 3 if variant.image_patches else 2
     if variant.activation_offload:
         short[next(reversed(short))] = OFFLOADED_IN_FLIGHT + 1
     short = {kind: min(count, depth[kind]) for kind, count in short.items()}
@@ -188,8 +189,10 @@ def _forward(run: Context, code: LayerCode, depth: dict[str, int], images: Tenso
             hidden = vision.deepened(run, hidden, seen.levels[0], seen.mask)
     hidden = code.norm(run, hidden, model.hidden_size)
     del embeddings, seen, output, idle
-    if not variant.grad_ckpt:  # who recomputes a layer calls it again with the mask
+    if not variant.grad_ckpt:  # who recomputes a layer calls it again with the mask and the tables
         run.mask = None
+        if not run.kernels.rotary:  # Liger's rotation keeps them
+            run.cos = run.sin = None
     loss = losses.loss(run, hidden, table, scales=code.scales_logits)
     del places
     return loss

@@ -1,0 +1,75 @@
+"""The quick ratio of reserved to live bytes against replays of configurations drawn at random."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from cases import ask
+
+from dstrain.choices import LossKernel, Method, Offload, StateDtypes
+from dstrain.facts.model import ModelFacts
+from dstrain.job import Lora
+from dstrain.plan import plain
+from dstrain.plan.configuration import DEFAULTS, Configuration
+from dstrain.plan.engine import deepspeed
+from dstrain.plan.headroom import quick_ratio
+from dstrain.plan.peak import Peak
+from dstrain.plan.reserved import reserved
+from dstrain.units import GIB
+
+MODELS = tuple(ask(model=name, gpus=8).model for name in ("qwen3-0.6b", "qwen3-8b", "llama-3.1-8b", "qwen3-30b-a3b"))
+DRAWN = 30
+
+
+def drawn(seed: int, dtypes: StateDtypes, *, expandable: bool) -> Iterator[tuple[ModelFacts, Configuration, int]]:
+    """Yields models, configurations and ranks."""
+    choose = random.Random(seed).choice
+    for _ in range(DRAWN):
+        model = choose(MODELS)
+        stage = choose((0, 1, 2, 3)) if dtypes is StateDtypes.MIXED else choose((0, 3))
+        configuration = replace(
+            DEFAULTS,
+            method=choose((Method.FULL, Method.LORA, Method.QLORA)),
+            lora=Lora(rank=16, targets=("all-linear",)),
+            seq_len=choose((2048, 4096, 16384)),
+            micro_batch=choose((1, 2)),
+            grad_accum=choose((1, 4)),
+            grad_ckpt=choose((True, True, False)),
+            zero_stage=stage,
+            offload=choose((Offload.NONE, Offload.OPTIMIZER)) if stage == 3 else Offload.NONE,
+            overlap_comm=stage == 3,
+            loss=choose((LossKernel.FULL, LossKernel.FUSED)),
+            state_dtypes=dtypes,
+            expandable_segments=expandable,
+        )
+        yield model, configuration, choose((2, 8)) if stage else 1
+
+
+def live_peak(model: ModelFacts, configuration: Configuration, ranks: int) -> Peak:
+    """Returns the live peak by who holds the states."""
+    source = deepspeed if configuration.state_dtypes is StateDtypes.MIXED else plain
+    return source.peak(model, configuration, ranks)
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "expandable", "most_on_average"),
+    [
+        (StateDtypes.MIXED, True, 1.15),
+        (StateDtypes.PURE_BF16, True, 1.15),
+        (StateDtypes.AUTOCAST, False, 1.25),
+    ],
+)
+def test_the_quick_ratio_is_hardly_ever_below_the_replay(
+    dtypes: StateDtypes, expandable: bool, most_on_average: float
+) -> None:
+    over = []
+    for model, configuration, ranks in drawn(7, dtypes, expandable=expandable):
+        peak = live_peak(model, configuration, ranks)
+        found = reserved(model, configuration, ranks, capacity_bytes=None, expandable_segments=expandable)
+        over.append((quick_ratio(model, configuration, ranks, peak) * peak.total / found.reserved_bytes, peak.total))
+    assert all(ratio >= 0.98 for ratio, live in over if live > 10 * GIB)
+    assert sum(ratio < 0.98 for ratio, _ in over) <= 1
+    assert sum(ratio for ratio, _ in over) / len(over) < most_on_average
