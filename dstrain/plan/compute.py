@@ -83,7 +83,7 @@ class Setting:
     attn: Attention
     """Attention implementation."""
     is_masked: bool
-    """Whether attention gets a padding mask that flash attention does not take."""
+    """Whether attention gets a mask that flash attention does not take: of padding, or of packed samples."""
     loss: LossKernel
     """How the loss is computed."""
     stack: Stack
@@ -134,7 +134,7 @@ def setting(configuration: Configuration, peak_flops_per_s: float, has_flash: bo
         grad_ckpt=c.grad_ckpt,
         is_reentrant=c.stack in OLD_STACKS or adapter_under_zero3,
         attn=c.attn,
-        is_masked=c.attn is Attention.SDPA and not c.packing and c.micro_batch > 1,
+        is_masked=c.attn is Attention.SDPA and (c.stack is Stack.TRANSFORMERS_5 if c.packing else c.micro_batch > 1),
         loss=c.loss,
         stack=c.stack,
         tp=c.tp,

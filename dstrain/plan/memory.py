@@ -121,7 +121,7 @@ def memory(
         peak_instant=peak.name,
         breakdown_bytes=parts,
         host_bytes_per_node=_host_bytes(model, cluster, configuration, held, detail),
-        nvme_bytes_per_node=held.nvme * cluster.gpus_per_node,
+        nvme_bytes_per_node=_nvme_bytes(model, cluster, configuration, held, detail),
         checkpoint_bytes=_checkpoint_bytes(model, configuration),
         states=held,
     )
@@ -201,6 +201,13 @@ def _host_bytes(model: ModelFacts, cluster: Cluster, configuration: Configuratio
     if detail is not Detail.QUICK and configuration.state_dtypes is StateDtypes.MIXED and is_known(model):
         offloaded = deepspeed.host_of(model, configuration, _ranks(cluster, configuration)).taken
     return ranks * BASELINE_HOST_BYTES_PER_RANK + max(loading, ranks * offloaded)
+
+
+def _nvme_bytes(model: ModelFacts, cluster: Cluster, configuration: Configuration, held: States, detail: Detail) -> int:
+    """Returns the bytes of one node's files on NVMe."""
+    if detail is Detail.QUICK or configuration.state_dtypes is not StateDtypes.MIXED or not is_known(model):
+        return held.nvme * cluster.gpus_per_node
+    return deepspeed.host_of(model, configuration, _ranks(cluster, configuration)).nvme * cluster.gpus_per_node
 
 
 def _checkpoint_bytes(model: ModelFacts, configuration: Configuration) -> int:

@@ -110,12 +110,22 @@ class _Desk:
         return device <= most * found.usable_bytes_per_gpu and host <= most * found.usable_bytes_per_host
 
     def verify(self, candidate: Candidate) -> Estimate:
-        """Returns the exact estimate, which from then on is the candidate's."""
+        """Returns the exact estimate, which from then on is the candidate's.
+
+        What the allocator holds is replayed only where the bound of it leaves no room.
+        """
         if candidate not in self.exact:
-            configuration = candidate.configuration(self.model)
-            found = assess(self.model, self.cluster, configuration, calibration=self.calibration, detail=Detail.ENGINE)
             self.exact.add(candidate)
-            self.estimates[candidate] = found
+            for detail in (Detail.ENGINE, Detail.REPLAYED):
+                self.estimates[candidate] = assess(
+                    self.model,
+                    self.cluster,
+                    candidate.configuration(self.model),
+                    calibration=self.calibration,
+                    detail=detail,
+                )
+                if self.estimates[candidate].fits:
+                    break
         return self.estimates[candidate]
 
     def estimate(self, candidate: Candidate) -> Estimate:
