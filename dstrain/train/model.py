@@ -145,9 +145,7 @@ def _adapter_targets(job: Job, model: Any) -> str | list[str]:
 
 
 def _with_adapter(job: Job, model: Any, ds_config: Mapping[str, Any]) -> Any:
-    """Returns the model with LoRA matrices around its linear layers, everything else frozen.
-
-    """
+    """Returns the model with LoRA matrices around its linear layers, everything else frozen."""
     from peft import LoraConfig, get_peft_model
 
     if job.method is Method.QLORA:

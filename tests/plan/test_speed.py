@@ -120,7 +120,7 @@ SLOWER = {
     "no overlap": ({"overlap_comm": True}, {"overlap_comm": False}),
     "eager attention": ({}, {"attn": Attention.EAGER}),
     "a padding mask under sdpa": (
-        {"attn": Attention.SDPA, "micro_batch": 2, "packing": True},
+        {"attn": Attention.FLASH_ATTENTION_2, "micro_batch": 2},
         {"attn": Attention.SDPA, "micro_batch": 2},
     ),
     "Transformers' own layers": ({"liger": True}, {}),
