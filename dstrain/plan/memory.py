@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from enum import IntEnum
 
-from dstrain.choices import Method, StateDtypes
+from dstrain.choices import Method, Offload, StateDtypes
 from dstrain.facts.cluster import Cluster
 from dstrain.facts.model import ModelFacts
 from dstrain.plan import plain, quick
@@ -136,10 +136,11 @@ def _held_by_allocator(
     """
     ranks, workspace = _ranks(cluster, configuration), _workspace_bytes(cluster)
     live = peak.total + workspace
-    if detail is not Detail.REPLAYED or not is_known(model):
+    is_engine = configuration.state_dtypes is StateDtypes.MIXED
+    is_scripted = is_engine or configuration.offload is Offload.NONE
+    if detail is not Detail.REPLAYED or not is_known(model) or not is_scripted:
         most = round(quick_ratio(model, configuration, ranks, peak) * live)
         return most, most
-    is_engine = configuration.state_dtypes is StateDtypes.MIXED
     for limit in (cluster.gpu.memory_bytes - _outside_bytes(cluster), None):
         found = reserved(
             model,

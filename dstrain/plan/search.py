@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -15,6 +14,7 @@ from dstrain.facts.model import ModelFacts
 from dstrain.plan.bounds import Bound, bound, passes_s
 from dstrain.plan.configuration import Configuration
 from dstrain.plan.estimate import USABLE_GPU_RATIO, USABLE_HOST_RATIO, assess
+from dstrain.plan.lost_speed import lost_speed
 from dstrain.plan.memory import Detail
 from dstrain.plan.plan import Estimate
 from dstrain.plan.request import Request
@@ -26,11 +26,6 @@ TIE_RATIO = 0.02
 """Plans whose times differ by less are as fast as each other: the simpler one comes first."""
 DEFAULT_TOP = 3
 """Plans that are shown where nobody says how many."""
-SATURATING_TOKENS = 4096
-"""Tokens of a micro-batch from which matrix products run near their best; a smaller one loses speed first.
-Source: achievable-FLOP/s sweeps of stas00/ml-engineering (2,048 and more for h of 4,096 and more)."""
-LARGEST_TOKENS = 16384
-"""Tokens of a micro-batch beyond which a larger one brings nothing."""
 
 QUICK_ERROR_RATIO = 0.04
 """Most by which quick estimates of live bytes are above exact ones; what the allocator holds beside them is estimated
@@ -265,32 +260,6 @@ def _by_time(desk: _Desk, candidates: list[Candidate]) -> Iterator[tuple[Key, Ca
             time = desk.time(candidates[order])
             assert time is not None, "a GPU's speed is known for every configuration or for none"
             heapq.heappush(waiting, (time, order, True))
-
-
-def lost_speed(cluster: Cluster, candidate: Candidate) -> Key:
-    """Returns the place of a candidate in the order of lost speed, where no time can be predicted.
-
-    Outermost first: what leaves the GPU; SP and TP; micro-batches from the one that saturates the GPU down to 1;
-    without and with checkpointing; the stages, ZeRO-1 before 2 where it reduces less often, ZeRO-0 last; roomy and then
-    tight buffers; then larger micro-batches, up to `LARGEST_TOKENS`.
-    """
-    way = candidate.way
-    tokens = way.seq_len / way.sp
-    saturating = 2 ** max(0, math.ceil(math.log2(SATURATING_TOKENS / tokens)))
-    stages = (1, 2, 3, 0) if candidate.grad_accum > 1 and cluster.num_gpus > 1 else (2, 1, 3, 0)
-    return (
-        candidate.micro_batch * tokens > LARGEST_TOKENS and candidate.micro_batch > 1,
-        list(Offload).index(way.offload),
-        way.sp * way.tp,
-        -min(candidate.micro_batch, saturating),
-        way.grad_ckpt,
-        stages.index(way.zero_stage),
-        way.hpz,
-        way.offload_ratio,
-        candidate.rung == TIGHT,
-        not candidate.pin_memory,
-        -candidate.micro_batch,
-    )
 
 
 def _nearest(desk: _Desk, candidates: list[Candidate], top: int) -> list[Candidate]:

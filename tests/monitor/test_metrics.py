@@ -50,6 +50,7 @@ MODEL = ModelFacts(
     num_key_value_heads=2,
     head_dim=4,
     v_head_dim=4,
+    rotary_dim=4,
     intermediate_size=16,
     vocab_size=10,
     max_position_embeddings=64,

@@ -14,8 +14,9 @@ from dstrain.errors import DoesNotFit, InvalidConfig
 from dstrain.facts.cluster import Cluster
 from dstrain.plan.configuration import DEFAULTS
 from dstrain.plan.estimate import assess
+from dstrain.plan.lost_speed import lost_speed
 from dstrain.plan.request import Request
-from dstrain.plan.search import TIE_RATIO, Ranking, lost_speed, search
+from dstrain.plan.search import TIE_RATIO, Ranking, search
 from dstrain.plan.space import global_batch, mechanisms, space, way_of
 from dstrain.units import GIB
 
