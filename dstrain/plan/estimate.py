@@ -38,7 +38,8 @@ def assess(
 
     A search asks first for quick estimates, in which closed forms stand for the engine's and the allocator's bytes.
     """
-    needs = memory(model, cluster, configuration, detail=detail)
+    measured = calibration.of(cluster.gpu.name) if calibration is not None else None
+    needs = memory(model, cluster, configuration, detail=detail, measured=measured)
     usable_gpu = round(USABLE_GPU_RATIO * cluster.gpu.memory_bytes)
     usable_host = round(USABLE_HOST_RATIO * cluster.host_memory_bytes)
     return Estimate(
@@ -75,7 +76,21 @@ def estimate(model: ModelFacts, cluster: Cluster, request: Request, ds_config: M
     return assess(model, cluster, effective(model, request, ds_config))
 
 
-_ASKED = ("method", "lora", "seq_len", "micro_batch", "grad_accum", "grad_ckpt", "precision", "attn", "packing")
+_ASKED = (
+    *(
+        "method",
+        "lora",
+        "seq_len",
+        "micro_batch",
+        "grad_accum",
+        "grad_ckpt",
+        "precision",
+        "attn",
+        "packing",
+        "optimizer",
+    ),
+    *("state_dtypes", "sp", "liger", "loss", "activation_offload", "double_quant", "image_patches"),
+)
 """What the request says and the DeepSpeed configuration does not."""
 
 
@@ -100,6 +115,10 @@ def effective(model: ModelFacts, request: Request, ds_config: Mapping[str, Any])
         **{key: value for key, value in asked.items() if value is not None},
         zero_stage=int(stage),
         offload=_offload(zero, int(stage)),
+        offload_ratio=float(optimizer.get("ratio", 1.0)) if stage == 3 else 1.0,
+        hpz=int(zero.get("zero_hpz_partition_size", 1)) if stage == 3 else 1,
+        tp=int((ds_config.get("tensor_parallel") or {}).get("autotp_size") or 1),
+        grad_accum_dtype=_accumulation(ds_config),
         overlap_comm=bool(zero.get("overlap_comm", stage == 3)),
         pin_memory=bool(optimizer.get("pin_memory", True)),
         reduce_bucket_size=number("reduce_bucket_size", DEFAULTS.reduce_bucket_size, h * h),
@@ -115,6 +134,12 @@ def effective(model: ModelFacts, request: Request, ds_config: Mapping[str, Any])
             "stage3_max_reuse_distance", DEFAULTS.max_reuse_distance, DEFAULTS.max_reuse_distance
         ),
     )
+
+
+def _accumulation(ds_config: Mapping[str, Any]) -> Precision | None:
+    """Returns the dtype in which gradients are summed, where the configuration names one."""
+    named = (ds_config.get("data_types") or {}).get("grad_accum_dtype")
+    return Precision(named) if named in tuple(Precision) else None
 
 
 def _offload(zero: Mapping[str, Any], stage: int) -> Offload:

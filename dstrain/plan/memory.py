@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 from enum import IntEnum
 
 from dstrain.choices import Method, Offload, StateDtypes
+from dstrain.facts.calibration import Measured
 from dstrain.facts.cluster import Cluster
 from dstrain.facts.model import ModelFacts
 from dstrain.plan import plain, quick
@@ -87,9 +88,17 @@ class Memory:
 
 
 def memory(
-    model: ModelFacts, cluster: Cluster, configuration: Configuration, *, detail: Detail = Detail.REPLAYED
+    model: ModelFacts,
+    cluster: Cluster,
+    configuration: Configuration,
+    *,
+    detail: Detail = Detail.REPLAYED,
+    measured: Measured | None = None,
 ) -> Memory:
     """Returns what a configuration needs on `cluster`, as finely as `detail` says.
+
+    What was `measured` on such a machine takes the place of the replayed allocator and of the constants for CUDA's
+    context and NCCL.
 
     The peak is the largest of: loss backward, layer backward, embedding backward, optimizer step; each holds the
     resident model states and what lives at that instant, so that nothing is added that does not coexist.
@@ -101,7 +110,9 @@ def memory(
     workspace = _workspace_bytes(cluster) if on_gpu else 0
     live = peak.total + workspace
     most, settled = _held_by_allocator(model, cluster, configuration, peak, detail) if on_gpu else (live, live)
-    context = _outside_bytes(cluster) if on_gpu else 0
+    if measured is not None and measured.reserved_ratio is not None:
+        most = settled = round(measured.reserved_ratio * live)
+    context = _outside_bytes(cluster, measured) if on_gpu else 0
     parts = Breakdown(
         params=peak.params,
         grads=peak.grads,
@@ -160,9 +171,11 @@ def _ranks(cluster: Cluster, configuration: Configuration) -> int:
     return max(1, cluster.num_gpus // configuration.tp)
 
 
-def _outside_bytes(cluster: Cluster) -> int:
+def _outside_bytes(cluster: Cluster, measured: Measured | None = None) -> int:
     """Returns what lies outside of PyTorch: CUDA context and NCCL."""
-    return CONTEXT_BYTES + (NCCL_BYTES if cluster.num_gpus > 1 else 0)
+    context = measured.context_bytes if measured else None
+    nccl = (measured.nccl_bytes if measured else None) if cluster.num_gpus > 1 else 0
+    return (CONTEXT_BYTES if context is None else context) + (NCCL_BYTES if nccl is None else nccl)
 
 
 def _peak(model: ModelFacts, cluster: Cluster, configuration: Configuration, detail: Detail) -> Peak:
