@@ -11,13 +11,14 @@ from dstrain.facts.calibration import Calibration
 from dstrain.facts.cluster import Cluster, Origin
 from dstrain.facts.model import Kind, ModelFacts
 from dstrain.plan.configuration import Configuration
-from dstrain.plan.estimate import assess, moved
+from dstrain.plan.desk import estimated, usable_ratio
+from dstrain.plan.estimate import USABLE_GPU_RATIO, assess, moved
 from dstrain.plan.params import adapted, linear_names
 from dstrain.plan.plan import Estimate, Plan
 from dstrain.plan.reasons import compared, faster_but_too_large, neighbours, reasons
 from dstrain.plan.request import Request
 from dstrain.plan.rules import broken
-from dstrain.plan.search import DEFAULT_TOP, Ranking, estimated, search
+from dstrain.plan.search import DEFAULT_TOP, Ranking, search
 from dstrain.plan.shortage import does_not_fit
 from dstrain.plan.sizing import TIGHT, least_offloaded, sized, sized_to_room
 from dstrain.plan.space import global_batch
@@ -98,11 +99,13 @@ def survey(
     check(model, cluster, request)
     found = search(model, cluster, request, top=top, calibration=calibration)
 
+    ratio = usable_ratio(request)
+
     def assessed(configuration: Configuration) -> Estimate:
-        return estimated(model, cluster, configuration, calibration=calibration)
+        return estimated(model, cluster, configuration, calibration=calibration, usable_gpu_ratio=ratio)
 
     sketch, rung = _settled(model, request, found, assess=assessed)
-    first = assess(model, cluster, sketch.configuration, calibration=calibration)
+    first = assess(model, cluster, sketch.configuration, calibration=calibration, usable_gpu_ratio=ratio)
     if sketch.fits and not first.fits:
         sketch = first = found.plans[0]
         rung = found.rungs[0]
@@ -162,6 +165,9 @@ def _notes(model: ModelFacts, cluster: Cluster, request: Request, chosen: Estima
     notes = [*_assumptions(cluster, request, chosen), *_precision_notes(model, cluster, chosen)]
     if model.traced is not None:
         notes.append(model.traced.note)
+    share = chosen.memory.device_bytes_per_gpu / cluster.gpu.memory_bytes if cluster.gpu.memory_bytes else 0
+    if chosen.fits and share > USABLE_GPU_RATIO:
+        notes.append(f"it fills {share:.0%} of the GPU; what dstrain chooses itself leaves {1 - USABLE_GPU_RATIO:.0%}")
     if request.method is Method.QLORA:
         notes.append("qlora needs bitsandbytes on the machine that trains: pip install 'dstrain[qlora]'")
     if model.vision is not None and not request.image_patches:

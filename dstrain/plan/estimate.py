@@ -22,6 +22,9 @@ USABLE_GPU_RATIO = 0.90
 """Share of the GPU that a plan may fill while the machine is not calibrated.
 Source: Fujii et al. (arXiv 2411.06465)
 saw no out-of-memory below 80 % of a coarser estimate, without context and fragmentation, which ours counts."""
+ASKED_GPU_RATIO = 1.0
+"""The same for one configuration that was asked for: there the question is whether it runs, not whether to choose it.
+"""
 USABLE_HOST_RATIO = 0.90
 """Share of a node's RAM that a plan may fill; the operating system and the page cache keep the rest."""
 
@@ -33,6 +36,7 @@ def assess(
     *,
     calibration: Calibration | None = None,
     detail: Detail = Detail.REPLAYED,
+    usable_gpu_ratio: float = USABLE_GPU_RATIO,
 ) -> Estimate:
     """Returns what a configuration needs, whether it fits, and how fast it is.
 
@@ -40,7 +44,7 @@ def assess(
     """
     measured = calibration.of(cluster.gpu.name) if calibration is not None else None
     needs = memory(model, cluster, configuration, detail=detail, measured=measured)
-    usable_gpu = round(USABLE_GPU_RATIO * cluster.gpu.memory_bytes)
+    usable_gpu = round(usable_gpu_ratio * cluster.gpu.memory_bytes)
     usable_host = round(USABLE_HOST_RATIO * cluster.host_memory_bytes)
     return Estimate(
         configuration=configuration,

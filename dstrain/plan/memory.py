@@ -105,6 +105,8 @@ def memory(
     """
     counts = trained(model, configuration.method, configuration.lora)
     held = states(counts, configuration, cluster.num_gpus)
+    if configuration.state_dtypes is not StateDtypes.MIXED:
+        held = plain.states(model, configuration, _ranks(cluster, configuration))
     peak = _peak(model, cluster, configuration, detail)
     on_gpu = cluster.gpu.name != "cpu"
     workspace = _workspace_bytes(cluster) if on_gpu else 0

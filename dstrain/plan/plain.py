@@ -13,6 +13,7 @@ from dstrain.plan.configuration import Configuration
 from dstrain.plan.params import Trained, quantized_bytes_per_param, trained
 from dstrain.plan.peak import Peak
 from dstrain.plan.tape.profile import Instant, profile
+from dstrain.plan.zero import States
 
 FP32 = 4
 
@@ -85,6 +86,17 @@ def _frozen_bytes(model: ModelFacts, configuration: Configuration, counts: Train
         frozen, quantized = frozen - experts, quantized + experts
     per_quantized = quantized_bytes_per_param(configuration.double_quant)
     return configuration.precision.num_bytes * frozen + per_quantized * quantized
+
+
+def states(model: ModelFacts, configuration: Configuration, num_ranks: int) -> States:
+    """Returns the model states of one rank when the optimizer steps."""
+    counts, sizes = trained(model, configuration.method, configuration.lora), _sizes(configuration)
+    share = num_ranks if configuration.zero_stage == 3 else 1
+    part = counts.trainable / (num_ranks if configuration.zero_stage >= 1 else 1)
+    whole = sizes.param * counts.trainable + _frozen_bytes(model, configuration, counts)
+    if configuration.offload is not Offload.NONE:
+        return States(params=round(whole / share), grads=0, optimizer=0, host=round((sizes.grad + sizes.states) * part))
+    return States(params=round(whole / share), grads=round(sizes.grad * part), optimizer=round(sizes.states * part))
 
 
 def _sizes(configuration: Configuration) -> _Sizes:

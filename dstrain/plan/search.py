@@ -4,35 +4,24 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from dstrain.choices import Offload
 from dstrain.facts.calibration import Calibration
 from dstrain.facts.cluster import Cluster
 from dstrain.facts.model import ModelFacts
-from dstrain.plan.bounds import Bound, bound, passes_s
-from dstrain.plan.configuration import Configuration
-from dstrain.plan.estimate import USABLE_GPU_RATIO, USABLE_HOST_RATIO, assess
+from dstrain.plan.desk import Desk, Key, usable_ratio
 from dstrain.plan.lost_speed import lost_speed
-from dstrain.plan.memory import Detail
 from dstrain.plan.plan import Estimate
 from dstrain.plan.request import Request
 from dstrain.plan.sizing import TIGHT
-from dstrain.plan.space import Candidate, data_parallel_ranks, mechanisms, space, way_of
-from dstrain.plan.speed import speed
+from dstrain.plan.space import Candidate, mechanisms, space, way_of
 
 TIE_RATIO = 0.02
 """Plans whose times differ by less are as fast as each other: the simpler one comes first."""
 DEFAULT_TOP = 3
 """Plans that are shown where nobody says how many."""
-
-QUICK_ERROR_RATIO = 0.04
-"""Most by which quick estimates of live bytes are above exact ones; what the allocator holds beside them is estimated
-from above, and not counted before it is replayed. Source: tests/plan/test_search.py."""
-
-Key = tuple[float, ...]
-"""What candidates are ordered by: seconds of a sample or, where speed is not known, the order of lost speed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,95 +40,6 @@ class Ranking:
     """Configurations that a bound excluded; with those estimated, the whole space."""
 
 
-@dataclass(slots=True)
-class _Desk:
-    """The search's working table: what is known of each candidate so far."""
-
-    model: ModelFacts
-    cluster: Cluster
-    calibration: Calibration | None
-    bounds: dict[int, Bound] = field(default_factory=dict)
-    passes: dict[tuple[object, ...], float] = field(default_factory=dict)
-    estimates: dict[Candidate, Estimate] = field(default_factory=dict)
-    exact: set[Candidate] = field(default_factory=set)
-
-    def bound(self, candidate: Candidate) -> Bound:
-        """Returns the bound of a candidate's way, computed once."""
-        key = id(candidate.way)
-        if key not in self.bounds:
-            self.bounds[key] = bound(self.model, self.cluster, candidate.way, calibration=self.calibration)
-        return self.bounds[key]
-
-    def least_time(self, candidate: Candidate) -> Key:
-        """Returns a bound of `time`; the passes depend on few choices, and are computed once for each."""
-        way, micro_batch = candidate.way, candidate.micro_batch
-        key = (way.sp, way.tp, way.grad_ckpt, way.zero_stage == 3, micro_batch)
-        if key not in self.passes:
-            self.passes[key] = passes_s(self.model, self.cluster, way, micro_batch, calibration=self.calibration)
-        step_s = candidate.grad_accum * self.passes[key] + self.bound(candidate).step_s
-        return (step_s / self.samples(candidate),)
-
-    def time(self, candidate: Candidate) -> Key | None:
-        """Returns the seconds of one sample of a step, by which plans of different batches compare; None where the
-        GPU's speed is not known."""
-        configuration = candidate.configuration(self.model)
-        known = speed(self.model, self.cluster, configuration, calibration=self.calibration)
-        return None if known is None else (known.step_s / self.samples(candidate),)
-
-    def samples(self, candidate: Candidate) -> int:
-        """Returns the samples of a step."""
-        return data_parallel_ranks(self.cluster, candidate.way) * candidate.micro_batch * candidate.grad_accum
-
-    def may_fit(self, candidate: Candidate) -> bool:
-        """Returns whether the bound leaves room: what it excludes needs no estimate."""
-        least = self.bound(candidate)
-        fits_gpu = least.device_bytes(candidate.micro_batch) <= USABLE_GPU_RATIO * self.cluster.gpu.memory_bytes
-        return fits_gpu and least.host_bytes <= USABLE_HOST_RATIO * self.cluster.host_memory_bytes
-
-    def seems_to_fit(self, candidate: Candidate) -> bool:
-        """Returns whether it fits or, before it is verified, may do so."""
-        found = self.estimate(candidate)
-        if candidate in self.exact:
-            return found.fits
-        needs, most = found.memory, 1 + QUICK_ERROR_RATIO
-        least = needs.device_bytes_per_gpu - needs.breakdown_bytes.fragmentation
-        fits_host = needs.host_bytes_per_node <= most * found.usable_bytes_per_host
-        return fits_host and least <= most * found.usable_bytes_per_gpu
-
-    def verify(self, candidate: Candidate) -> Estimate:
-        """Returns the exact estimate, which from then on is the candidate's.
-
-        What the allocator holds is replayed only where the bound of it leaves no room.
-        """
-        if candidate not in self.exact:
-            self.exact.add(candidate)
-            for detail in (Detail.ENGINE, Detail.REPLAYED):
-                self.estimates[candidate] = assess(
-                    self.model,
-                    self.cluster,
-                    candidate.configuration(self.model),
-                    calibration=self.calibration,
-                    detail=detail,
-                )
-                if self.estimates[candidate].fits:
-                    break
-        return self.estimates[candidate]
-
-    def estimate(self, candidate: Candidate) -> Estimate:
-        """Returns the estimate, made once."""
-        if candidate not in self.estimates:
-            configuration = candidate.configuration(self.model)
-            self.estimates[candidate] = estimated(self.model, self.cluster, configuration, calibration=self.calibration)
-        return self.estimates[candidate]
-
-
-def estimated(
-    model: ModelFacts, cluster: Cluster, configuration: Configuration, *, calibration: Calibration | None = None
-) -> Estimate:
-    """Returns the estimate that is quick, and within a few percent."""
-    return assess(model, cluster, configuration, calibration=calibration, detail=Detail.QUICK)
-
-
 def search(
     model: ModelFacts,
     cluster: Cluster,
@@ -156,7 +56,7 @@ def search(
     `exhaustive` estimates everything instead, and must find the same.
     """
     candidates = space(model, cluster, request)
-    desk = _Desk(model, cluster, calibration)
+    desk = Desk(model, cluster, calibration, usable_ratio(request))
     possible = candidates if exhaustive else [each for each in candidates if desk.may_fit(each)]
     if exhaustive:
         for candidate in candidates:
@@ -174,7 +74,7 @@ def search(
     )
 
 
-def _verified(desk: _Desk, candidates: list[Candidate], top: int) -> list[Candidate]:
+def _verified(desk: Desk, candidates: list[Candidate], top: int) -> list[Candidate]:
     """Returns the best candidates that fit exactly too: what is listed is estimated again, until all of it fits."""
     while True:
         found = _ranked(desk, candidates, top)
@@ -187,12 +87,12 @@ def fastest(
     model: ModelFacts, cluster: Cluster, request: Request, *, calibration: Calibration | None = None
 ) -> Estimate | None:
     """Returns the best way to train that fits, or None."""
-    desk = _Desk(model, cluster, calibration)
+    desk = Desk(model, cluster, calibration, usable_ratio(request))
     found = _verified(desk, [each for each in space(model, cluster, request) if desk.may_fit(each)], 1)
     return desk.estimate(found[0]) if found else None
 
 
-def _ranked(desk: _Desk, candidates: list[Candidate], top: int) -> list[Candidate]:
+def _ranked(desk: Desk, candidates: list[Candidate], top: int) -> list[Candidate]:
     """Returns the best candidates that fit, one of each way.
 
     Those within `TIE_RATIO` of the fastest of them are as good as it, and the simplest of them comes first; then those
@@ -239,7 +139,7 @@ def _complexity(candidate: Candidate) -> int:
     return mechanisms(candidate.way) + (candidate.way.offload is not Offload.NONE and not candidate.pin_memory)
 
 
-def _by_time(desk: _Desk, candidates: list[Candidate]) -> Iterator[tuple[Key, Candidate | None]]:
+def _by_time(desk: Desk, candidates: list[Candidate]) -> Iterator[tuple[Key, Candidate | None]]:
     """Yields candidates with their times, the fastest first; and None with the least time of all that are left.
 
     A candidate waits with the bound of its time; when nothing has a lower one, its time is computed, and it waits
@@ -262,7 +162,7 @@ def _by_time(desk: _Desk, candidates: list[Candidate]) -> Iterator[tuple[Key, Ca
             heapq.heappush(waiting, (time, order, True))
 
 
-def _nearest(desk: _Desk, candidates: list[Candidate], top: int) -> list[Candidate]:
+def _nearest(desk: Desk, candidates: list[Candidate], top: int) -> list[Candidate]:
     """Returns the ways that come nearest to fitting, each with its smallest micro-batch and buffers.
 
     Those that the GPU could hold come before those that it could not; then by bytes. A bound below these bytes ends the
@@ -285,11 +185,11 @@ def _nearest(desk: _Desk, candidates: list[Candidate], top: int) -> list[Candida
     return [candidate for _, candidate in sorted(found.values(), key=lambda each: each[0])][:top]
 
 
-def _least_shortage(desk: _Desk, candidate: Candidate) -> tuple[bool, int]:
+def _least_shortage(desk: Desk, candidate: Candidate) -> tuple[bool, int]:
     """Returns the bound of `distance`."""
     least = desk.bound(candidate)
     device = least.device_bytes(candidate.micro_batch)
-    fits_gpu = device <= USABLE_GPU_RATIO * desk.cluster.gpu.memory_bytes
+    fits_gpu = device <= desk.usable_ratio * desk.cluster.gpu.memory_bytes
     return not fits_gpu, least.host_bytes if fits_gpu else device
 
 
