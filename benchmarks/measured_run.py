@@ -158,8 +158,11 @@ def train(spec: dict[str, Any], device: torch.device) -> dict[str, Any]:
 
 def step(engine: Any, ids: torch.Tensor, spec: dict[str, Any]) -> float:
     """Takes one optimizer step, and returns its last loss."""
+    mask = torch.ones_like(ids)
+    if ids.shape[0] > 1:  # as the plan has it: rows of several samples are padded
+        mask[:, -1] = 0
     for _ in range(spec["grad_accum"]):
-        loss = engine(input_ids=ids, labels=ids, use_cache=False).loss
+        loss = engine(input_ids=ids, attention_mask=mask, labels=ids, use_cache=False).loss
         engine.backward(loss)
         engine.step()
         last = loss.detach()
