@@ -85,22 +85,11 @@ class Course:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Peak:
-    """Most bytes that are alive during one instant, beside parameters and buffers."""
+class Peak(Moment):
+    """The moment of one instant at which most bytes are alive; no gradient is reduced or partitioned yet."""
 
     name: str
     """The instant."""
-    activations: int
-    """Inputs, activations and their gradients."""
-    logits: int
-    """What head and loss allocated."""
-    grads: int
-    """Gradients of parameters, none of them reduced or partitioned yet."""
-
-    @property
-    def total(self) -> int:
-        """All of it."""
-        return self.activations + self.logits + self.grads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ from dstrain.plan.desk import estimated, usable_ratio
 from dstrain.plan.estimate import USABLE_GPU_RATIO, assess, moved
 from dstrain.plan.params import adapted, linear_names
 from dstrain.plan.plan import Estimate, Plan
-from dstrain.plan.reasons import compared, faster_but_too_large, neighbours, reasons
+from dstrain.plan.reasons import compared, faster_but_too_large, neighbours, percent, reasons
 from dstrain.plan.request import Request
 from dstrain.plan.rules import broken
 from dstrain.plan.search import DEFAULT_TOP, Ranking, search
@@ -167,7 +167,8 @@ def _notes(model: ModelFacts, cluster: Cluster, request: Request, chosen: Estima
         notes.append(model.traced.note)
     share = chosen.memory.device_bytes_per_gpu / cluster.gpu.memory_bytes if cluster.gpu.memory_bytes else 0
     if chosen.fits and share > USABLE_GPU_RATIO:
-        notes.append(f"it fills {share:.0%} of the GPU; what dstrain chooses itself leaves {1 - USABLE_GPU_RATIO:.0%}")
+        left = percent(1 - USABLE_GPU_RATIO)
+        notes.append(f"it fills {percent(share)} of the GPU; what dstrain chooses itself leaves {left}")
     if request.method is Method.QLORA:
         notes.append("qlora needs bitsandbytes on the machine that trains: pip install 'dstrain[qlora]'")
     if model.vision is not None and not request.image_patches:

@@ -53,7 +53,7 @@ class Moments:
     """Linear layers of the first decoder layer whose input needs no gradient, as below the first adapter."""
 
 
-class _Marks(Ledger):
+class Marks(Ledger):
     """A ledger that remembers every mark in order, with what was live."""
 
     __slots__ = ("marks",)
@@ -63,7 +63,7 @@ class _Marks(Ledger):
         self.marks: list[tuple[Key, tuple[int, ...]]] = []
 
     def enter(self, instant: str | Key) -> None:
-        key = instant if isinstance(instant, tuple) else _key(instant)
+        key = instant if isinstance(instant, tuple) else key_of(instant)
         self.marks.append((key, tuple(self.parts)))
         super().enter(str(len(self.marks) - 1))
 
@@ -72,17 +72,17 @@ class _Marks(Ledger):
         return tuple(Moment(key, begin, self.peaks[str(index)]) for index, (key, begin) in enumerate(self.marks))
 
 
-def _key(instant: str) -> Key:
+def key_of(instant: str) -> Key:
     name, _, number = instant.rpartition(" ")
     return (name, int(number), "") if number.isdigit() else (instant, -1, "")
 
 
-class _MarkedContext(Context):
+class MarkedContext(Context):
     """Layer code's context that marks where linear layers begin and end."""
 
     __slots__ = ("_first", "_layer", "_marks", "sizes")
 
-    def __init__(self, model: ModelFacts, variant: Variant, tape: Tape, marks: _Marks) -> None:
+    def __init__(self, model: ModelFacts, variant: Variant, tape: Tape, marks: Marks) -> None:
         super().__init__(model, variant, tape)
         self._marks = marks
         self._first = ""
@@ -127,9 +127,9 @@ def moments(model: ModelFacts, variant: Variant, is_reentrant: bool, keeps_input
     tape.offloads_inputs = variant.activation_offload
     tape.stops_early = variant.stack is Stack.TRANSFORMERS_5 and not is_reentrant
     tape.keeps_inputs = keeps_inputs
-    marks = _Marks()
+    marks = Marks()
     tape.ledger = marks
-    run = _MarkedContext(model, variant, tape, marks)
+    run = MarkedContext(model, variant, tape, marks)
     play(run, played)
     found = marks.moments()
     return Moments(

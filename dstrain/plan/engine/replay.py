@@ -56,10 +56,10 @@ def replays(program: Program, configuration: Configuration, ranks: int) -> tuple
 
 def _replay(program: Program, configuration: Configuration, ranks: int, rank: int) -> Replay:
     account = Account()
-    reducer = _reducer(program.modules, configuration, ranks, rank, account)
+    reducer = reducer_of(program.modules, configuration, ranks, rank, account)
     coordinator = None
     if configuration.zero_stage == 3:
-        coordinator = Coordinator(program, _gathers(configuration, ranks), account)
+        coordinator = Coordinator(program, gathers_of(configuration, ranks), account)
     levels = []
     for micro in range(reducer.how.micro_steps):
         if coordinator and micro:
@@ -73,7 +73,7 @@ def _micro_step(
 ) -> tuple[Level, ...]:
     levels: list[Level] = []
     quiet = _quiet(_level(account))
-    actions = _actions(reducer, coordinator)
+    actions = actions_of(reducer, coordinator)
     for event, number in program.events if coordinator else program.gradients:
         action = actions[event]
         if action is not None:
@@ -90,7 +90,7 @@ def _micro_step(
     return tuple(levels)
 
 
-def _actions(reducer: Reducer, coordinator: Coordinator | None) -> list[Callable[[int], None] | None]:
+def actions_of(reducer: Reducer, coordinator: Coordinator | None) -> list[Callable[[int], None] | None]:
     """Returns what to do at each event; nothing at a mark."""
     actions: list[Callable[[int], None] | None] = [None] * len(Event)
     actions[Event.GRAD] = reducer.grad
@@ -111,7 +111,7 @@ def _quiet(level: Level) -> Level:
     return Level(level.after, level.after, level.after_total, level.after_total)
 
 
-def _reducer(modules: Modules, configuration: Configuration, ranks: int, rank: int, account: Account) -> Reducer:
+def reducer_of(modules: Modules, configuration: Configuration, ranks: int, rank: int, account: Account) -> Reducer:
     how = Reduces(
         stage=configuration.zero_stage,
         item=configuration.precision.num_bytes,
@@ -132,7 +132,7 @@ def _reducer(modules: Modules, configuration: Configuration, ranks: int, rank: i
     return PartitionedReducer(modules, how, account, rank)
 
 
-def _gathers(configuration: Configuration, ranks: int) -> Gathers:
+def gathers_of(configuration: Configuration, ranks: int) -> Gathers:
     return Gathers(
         item=configuration.precision.num_bytes,
         ranks=ranks,

@@ -140,10 +140,10 @@ class _MicroBatches:
         self.script, self.found, self.recording = script, found, recording
         self.workspace_bytes = workspace_bytes
         self.account = _Written(script, overlaps=configuration.overlap_comm)
-        self.reducer = replay._reducer(found.modules, configuration, ranks, 0, self.account)
+        self.reducer = replay.reducer_of(found.modules, configuration, ranks, 0, self.account)
         self.coordinator: Coordinator | None = None
         if configuration.zero_stage == 3:
-            self.coordinator = Coordinator(found, replay._gathers(configuration, ranks), self.account)
+            self.coordinator = Coordinator(found, replay.gathers_of(configuration, ranks), self.account)
         self.places = {key: place for place, key in reversed(recording.marks)}
 
     def write(self) -> int:
@@ -155,7 +155,7 @@ class _MicroBatches:
         return self.account.parts[Part.GRADS]
 
     def _micro_batch(self) -> None:
-        actions = replay._actions(self.reducer, self.coordinator)
+        actions = replay.actions_of(self.reducer, self.coordinator)
         at = 0
         for event, number in self.found.events if self.coordinator else self.found.gradients:
             action = actions[event]

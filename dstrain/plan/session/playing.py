@@ -14,7 +14,7 @@ from functools import lru_cache
 from dstrain.choices import Stack
 from dstrain.facts.model import ModelFacts
 from dstrain.plan.configuration import Configuration
-from dstrain.plan.engine.moments import _MarkedContext
+from dstrain.plan.engine.moments import MarkedContext
 from dstrain.plan.session.recording import MarkedEvents, Recording
 from dstrain.plan.session.repeating import repeated
 from dstrain.plan.tape.context import Variant, variant_of
@@ -84,7 +84,7 @@ def _played(model: ModelFacts, variant: Variant, depth: dict[str, int], passes: 
     tape.stops_early = passes.stops_early
     tape.keeps_inputs = passes.keeps_inputs
     tape.ledger = ledger = MarkedEvents()
-    play(_MarkedContext(model, variant, tape, ledger), depth)
+    play(MarkedContext(model, variant, tape, ledger), depth)
     events = ledger.take()
     tape.grads.clear()
     tape.held.clear()

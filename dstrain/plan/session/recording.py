@@ -34,7 +34,7 @@ class Recording:
         return Recording(events, self.marks, [(("again", key), size) for key, size in self.freed])
 
 
-class MarkedEvents(moments._Marks):
+class MarkedEvents(moments.Marks):
     """A ledger for the context of `engine.moments`: it remembers events, and what began between them."""
 
     __slots__ = ("places",)
@@ -46,7 +46,7 @@ class MarkedEvents(moments._Marks):
 
     def enter(self, instant: str | Key) -> None:
         assert self.events is not None
-        key = instant if isinstance(instant, tuple) else moments._key(instant)
+        key = instant if isinstance(instant, tuple) else moments.key_of(instant)
         self.places.append((len(self.events), key))
 
     def take(self) -> list[TapeEvent]:
