@@ -16,9 +16,9 @@ from dstrain.plan.request import Request
 from dstrain.plan.space import Candidate, data_parallel_ranks
 from dstrain.plan.speed import speed
 
-QUICK_ERROR_RATIO = 0.04
+QUICK_ERROR_RATIO = 0.10
 """Most by which quick estimates of live bytes are above exact ones; what the allocator holds beside them is estimated
-from above, and not counted before it is replayed. Source: tests/plan/test_search.py."""
+from above, and not counted before it is replayed. Source: tests/plan/test_quick.py."""
 
 Key = tuple[float, ...]
 """What candidates are ordered by: seconds of a sample or, where speed is not known, the order of lost speed."""

@@ -184,7 +184,7 @@ def _peak(model: ModelFacts, cluster: Cluster, configuration: Configuration, det
     """Returns the peak of live bytes by who holds the states: DeepSpeed, or PyTorch itself.
 
     DeepSpeed's engine is played parameter by parameter, which takes some 50 ms; the closed forms that stand for it in a
-    search are within 4 % of that. A model whose layer code was traced has no parameters to play it with.
+    search are within 10 % of that. A model whose layer code was traced has no parameters to play it with.
     """
     ranks = _ranks(cluster, configuration)
     if configuration.state_dtypes is not StateDtypes.MIXED:

@@ -1,105 +1,85 @@
 """Live bytes under DeepSpeed in closed form, for a search that has thousands of configurations to weigh.
 
-Within 4 % of the engine played parameter by parameter (`plan.engine`), on which the plans that are shown rest.
+Within 10 % of the engine played parameter by parameter (`plan.engine`), on which the plans that are shown rest.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 
-from dstrain.choices import Method
+from dstrain.choices import Method, Offload
 from dstrain.facts.model import Kind, ModelFacts
-from dstrain.plan.activations import activations
 from dstrain.plan.configuration import Configuration
 from dstrain.plan.params import trained
 from dstrain.plan.peak import Peak
-from dstrain.plan.tape.profile import profile
+from dstrain.plan.tape.profile import Instant, profile
 from dstrain.plan.zero import engine_buffers, gathered_bytes, states
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Instant:
-    """Live bytes of one instant, by part."""
-
-    name: str
-    grads: int = 0
-    buffers: int = 0
-    gathered: int = 0
-    activations: int = 0
-    logits: int = 0
-
-    @property
-    def total(self) -> int:
-        return self.grads + self.buffers + self.gathered + self.activations + self.logits
+AFTER_GRADIENTS = ("layer backward", "embedding backward")
+"""Instants at which there are gradients of parameters already."""
 
 
 def peak(model: ModelFacts, configuration: Configuration, ranks: int) -> Peak:
-    """Returns the peak of one rank: the largest of a few named instants, each with what lives then."""
+    """Returns the peak of one rank: the tape's instants, or a trace's, each with the engine's bytes in closed form."""
     counts = trained(model, configuration.method, configuration.lora)
     held = states(counts, configuration, ranks)
     resident = engine_buffers(counts, configuration, ranks).resident
-    find = _instants if model.traced is None else _traced_instants
-    top = max(find(model, configuration, ranks), key=lambda instant: instant.total)
-    return Peak(
-        name=top.name,
-        params=held.params,
-        grads=top.grads,
-        optimizer=held.optimizer,
-        buffers=top.buffers + resident,
-        gathered=top.gathered,
-        activations=top.activations,
-        logits=top.logits,
+    top = max(_instants(model, configuration, ranks), key=lambda instant: instant.total)
+    return replace(top, params=held.params, optimizer=held.optimizer, buffers=top.buffers + resident)
+
+
+def _instants(model: ModelFacts, configuration: Configuration, ranks: int) -> Iterator[Peak]:
+    """Yields what is live at each instant beyond parameters, optimizer states and resident buffers."""
+    counts = trained(model, configuration.method, configuration.lora)
+    engine = engine_buffers(counts, configuration, ranks)
+    unit = {"layer backward": _largest_unit(model)}
+    for instant in profile(model, configuration):
+        numel = unit.get(instant.name, model.vocab_size * model.hidden_size)
+        yield Peak(
+            name=instant.name,
+            params=0,
+            grads=_grads(model, configuration, ranks, instant),
+            optimizer=0,
+            buffers=engine.backward if instant.name in AFTER_GRADIENTS else 0,
+            gathered=gathered_bytes(counts, configuration, numel),
+            activations=instant.activations,
+            logits=instant.logits,
+        )
+    held = states(counts, configuration, ranks)
+    yield Peak(
+        name="optimizer step",
+        params=0,
+        grads=held.grads,
+        optimizer=0,
+        buffers=engine.step,
+        gathered=0,
+        activations=0,
+        logits=0,
     )
 
 
-def _instants(model: ModelFacts, configuration: Configuration, ranks: int) -> list[_Instant]:
+def _grads(model: ModelFacts, configuration: Configuration, ranks: int, instant: Instant) -> int:
+    """Returns the gradients at an instant: what autograd keeps or, instead of it, what the engine has taken over.
+
+    The engine has all of it where micro-batches add up or ZeRO-3 holds it flat; else the buffer of ZeRO-1 and 2 appears
+    with the first gradient. Of a single micro-batch ZeRO-1 keeps whole, layer by layer, what no bucket can hold.
+    """
+    stage = configuration.zero_stage
+    if stage == 0:
+        return instant.grads
     counts = trained(model, configuration.method, configuration.lora)
-    held = states(counts, configuration, ranks)
-    engine = engine_buffers(counts, configuration, ranks)
-    acts = activations(model, configuration)
-    s = configuration.precision.num_bytes
-    vocabulary = model.vocab_size * model.hidden_size
-    carried = held.grads if configuration.zero_stage == 3 or configuration.grad_accum > 1 else 0
-    head_grad = s * vocabulary if configuration.method is Method.FULL else 0
-    tied_grad = head_grad if model.tie_word_embeddings else 0
-    backward_grads = held.grads + engine.backward_grads
-    layer = gathered_bytes(counts, configuration, _largest_unit(model))
-    head = gathered_bytes(counts, configuration, vocabulary)
-    return [
-        _Instant(
-            name="loss backward",
-            grads=carried + (engine.backward_grads if configuration.grad_accum > 1 else 0),
-            gathered=head,
-            activations=acts.kept + acts.outside,
-            logits=acts.loss,
-        ),
-        _Instant(
-            name="layer backward",
-            grads=backward_grads + tied_grad,
-            buffers=engine.backward,
-            gathered=layer,
-            activations=acts.kept + acts.layer + acts.layer_work,
-        ),
-        _Instant(
-            name="embedding backward",
-            grads=backward_grads + head_grad + 2 * tied_grad,
-            buffers=engine.backward,
-            gathered=head,
-        ),
-        _Instant(name="optimizer step", grads=held.grads, buffers=engine.step),
-    ]
-
-
-def _traced_instants(model: ModelFacts, configuration: Configuration, ranks: int) -> list[_Instant]:
-    """Returns the same of a traced model: its activations as they were traced, the engine's bytes in closed form."""
-    layer, embedding, step = _instants(model, configuration, ranks)[1:]
-    before = _instants(model, configuration, ranks)[0]
-    engine = {"layer backward": layer, "vision backward": layer, "embedding backward": embedding}
-    found = [
-        replace(engine.get(each.name, before), name=each.name, activations=each.activations, logits=each.logits)
-        for each in profile(model, configuration)
-    ]
-    return [*found, step]
+    partition = states(counts, replace(configuration, offload=Offload.NONE), ranks).grads
+    taken = partition if configuration.offload is Offload.NONE else 0
+    if configuration.grad_accum > 1 or stage == 3:
+        return taken + engine_buffers(counts, configuration, ranks).backward_grads
+    if instant.name not in AFTER_GRADIENTS:
+        return 0
+    if stage == 2 or configuration.method is not Method.FULL:
+        return taken
+    large = sum(g.numel * g.count for g in model.tensors if g.numel > configuration.reduce_bucket_size)
+    done = instant.layers_done / model.num_hidden_layers
+    return taken + round(configuration.precision.num_bytes * large * done)
 
 
 def _largest_unit(model: ModelFacts) -> int:

@@ -103,16 +103,17 @@ def engine_buffers(counts: Trained, configuration: Configuration, num_ranks: int
     offloaded = configuration.offload is not Offload.NONE
     largest = s * counts.largest_trainable
     if stage == 0:
-        return EngineBuffers(resident=0, backward_grads=0, backward=0, step=round(6.7 * counts.trainable))
+        return EngineBuffers(resident=0, backward_grads=0, backward=0, step=round(4 * counts.trainable))
     if stage == 3:
         resident = s * configuration.reduce_bucket_size
         step = 0 if offloaded else round((s + 4) * min(partition, configuration.sub_group_size))
         return EngineBuffers(resident=resident, backward_grads=0, backward=resident + 2 * largest, step=step)
+    full = round(s * counts.trainable)
     if offloaded:
-        return EngineBuffers(resident=0, backward_grads=0, backward=bucket + 2 * largest, step=2 * largest)
+        whole = full if stage == 1 else 0
+        return EngineBuffers(resident=0, backward_grads=whole, backward=bucket + 2 * largest, step=2 * largest)
     step = round(4 * partition)
     if stage == 1:
-        full = round(s * counts.trainable)
         return EngineBuffers(resident=0, backward_grads=full, backward=bucket, step=step)
     again = round(s * partition) if configuration.grad_accum > 1 else 0
     return EngineBuffers(resident=0, backward_grads=again, backward=bucket + largest, step=step)

@@ -122,7 +122,7 @@ def test_top_is_how_many_plans_there_are(dstrain: Type) -> None:
         (("--zero-stage", "0", "--method", "qlora"), "zero_stage", 0),
         (("--offload", "nvme", "--nvme", "/nvme"), "offload", "nvme"),
         (("--attn", "flash_attention_2"), "attn", "flash_attention_2"),
-        (("--global-batch", "96"), "grad_accum", 6),
+        (("--global-batch", "96", "--sp", "1", "--tp", "1"), "grad_accum", 6),
     ],
 )
 def test_what_is_given_is_kept(dstrain: Type, words: tuple[str, ...], field: str, value: object) -> None:
@@ -180,7 +180,7 @@ def test_no_line_is_wider_than_80_columns_when_piped(dstrain: Type, words: tuple
 def test_piped_bars_are_letters_against_the_line_of_the_capacity(dstrain: Type) -> None:
     lines = dstrain(*PLAN, "--top", "1").stdout.splitlines()
     bar = lines[lines.index(next(line for line in lines if line.startswith(" 1 "))) + 1]
-    assert re.fullmatch(r"   P+G+O+B*W*A+L+x+ +: +\| +[\d.]+", bar)
+    assert re.fullmatch(r"   P+G+O+B*W*A+L*x+ +: +\| +[\d.]+", bar)
     assert "\x1b" not in "".join(lines)
 
 

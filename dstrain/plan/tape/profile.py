@@ -133,6 +133,7 @@ def peaks(model: ModelFacts, variant: Variant, depth: dict[str, int]) -> dict[st
     """
     tape = Tape(release=variant.release, gathers=variant.gathers)
     tape.offloads_inputs = variant.activation_offload
+    tape.keeps_inputs = variant.gathers
     tape.stops_early = variant.stack is Stack.TRANSFORMERS_5
     play(Context(model, variant, tape), depth)
     found = tape.ledger.peaks

@@ -1,0 +1,50 @@
+"""The quick estimate of live bytes against the engine played parameter by parameter."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+
+from dstrain.choices import Method, Offload
+from dstrain.facts import probe
+from dstrain.plan import quick
+from dstrain.plan.configuration import DEFAULTS
+from dstrain.plan.desk import QUICK_ERROR_RATIO
+from dstrain.plan.engine import deepspeed
+
+STAGES = [(0, Offload.NONE), (1, Offload.OPTIMIZER), (2, Offload.NONE), (3, Offload.NONE), (3, Offload.PARAMS)]
+BUCKETS = {
+    "roomy": {"reduce_bucket_size": 200_000_000, "prefetch_bucket_size": 100_000_000},
+    "tight": {
+        "reduce_bucket_size": 20_000_000,
+        "prefetch_bucket_size": 5_000_000,
+        "max_reuse_distance": 0,
+        "max_live_parameters": 100_000_000,
+    },
+}
+
+
+@pytest.mark.parametrize("buckets", BUCKETS)
+@pytest.mark.parametrize(("stage", "offload"), STAGES)
+@pytest.mark.parametrize(("name", "ranks"), [("qwen3-0.6b", 4), ("qwen3-8b", 8), ("qwen3-32b", 16)])
+def test_it_is_near_the_engine(name: str, ranks: int, stage: int, offload: Offload, buckets: str) -> None:
+    model = probe.read_model(name, hub="hf")
+    variants = product((True, False), (1, 4), (Method.FULL, Method.LORA))
+    for grad_ckpt, grad_accum, method in variants:
+        configuration = replace(
+            DEFAULTS,
+            micro_batch=1,
+            seq_len=4096,
+            grad_ckpt=grad_ckpt,
+            grad_accum=grad_accum,
+            zero_stage=stage,
+            overlap_comm=True,
+            offload=offload,
+            method=method,
+            **BUCKETS[buckets],  # type: ignore[arg-type]  # four fields of int
+        )
+        played = deepspeed.peak(model, configuration, ranks).total
+        found = quick.peak(model, configuration, ranks).total
+        assert found / played == pytest.approx(1, abs=QUICK_ERROR_RATIO), configuration
