@@ -83,7 +83,7 @@ class Desk:
     def verify(self, candidate: Candidate) -> Estimate:
         """Returns the exact estimate, which from then on is the candidate's.
 
-        What the allocator holds is replayed only where the bound of it leaves no room.
+        What the allocator holds is replayed only where the bound of it leaves no room, and what is live does.
         """
         if candidate not in self.exact:
             self.exact.add(candidate)
@@ -96,7 +96,7 @@ class Desk:
                     detail=detail,
                     usable_gpu_ratio=self.usable_ratio,
                 )
-                if self.estimates[candidate].fits:
+                if self.estimates[candidate].fits or not _is_live_room(self.estimates[candidate]):
                     break
         return self.estimates[candidate]
 
@@ -112,6 +112,12 @@ class Desk:
                 usable_gpu_ratio=self.usable_ratio,
             )
         return self.estimates[candidate]
+
+
+def _is_live_room(found: Estimate) -> bool:
+    """Returns whether it would fit if the allocator held nothing but what lives."""
+    least = found.memory.device_bytes_per_gpu - found.memory.breakdown_bytes.fragmentation
+    return found.fits_host and least <= found.usable_bytes_per_gpu
 
 
 def estimated(
