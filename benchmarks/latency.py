@@ -28,7 +28,9 @@ BAR_S = 0.5
 """What a plan may take."""
 PLAN = ("plan", "--model", "qwen3-32b", "--gpus", "16")
 GEN_CONFIG = ("gen-config", "--gpus", "16", "--model", "qwen3-32b", "-n")
-COMMANDS: tuple[tuple[str, ...], ...] = (("--help",), GEN_CONFIG, PLAN)
+LINT_BAR_S = 0.3
+"""What lint may take for a file of 200 keys."""
+LINTED_KEYS = 200
 USAGE_ERROR = 2
 """Click's exit code for a verb that does not exist."""
 ANSWERED = (0, 4)
@@ -84,17 +86,34 @@ def run(words: tuple[str, ...], cache: Path) -> tuple[float, float, subprocess.C
     return seconds, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, done
 
 
+def long_config(folder: Path) -> Path:
+    """Writes a configuration of 200 keys of DeepSpeed with their defaults, and returns its path."""
+    from dstrain.render.keys.table import KEYS
+
+    config: dict[str, Any] = {}
+    wanted = [(path, row) for path, row in KEYS.items() if row.default is not None and "*" not in path]
+    for path, row in wanted[:LINTED_KEYS]:
+        node = config
+        for part in path[:-1]:
+            node = node.setdefault(part, {})
+        node[path[-1]] = row.default
+    file = folder / f"{LINTED_KEYS}-keys.json"
+    file.write_text(json.dumps(config, indent=2), encoding="utf-8")
+    return file
+
+
 def measure(repeat: int, cache: Path) -> list[Latency]:
     """Returns a line for every command."""
-    taken: dict[tuple[str, ...], list[tuple[float, float]]] = {words: [] for words in COMMANDS}
-    codes = {words: run(words, cache)[2].returncode for words in COMMANDS}
+    commands = (("--help",), ("lint", str(long_config(cache))), GEN_CONFIG, PLAN)
+    taken: dict[tuple[str, ...], list[tuple[float, float]]] = {words: [] for words in commands}
+    codes = {words: run(words, cache)[2].returncode for words in commands}
     for _ in range(repeat):
-        for words in COMMANDS:
+        for words in commands:
             if codes[words] != USAGE_ERROR:
                 taken[words].append(run(words, cache)[:2])
     return [
         Latency(
-            command=f"dstrain {' '.join(words)}",
+            command=f"dstrain {' '.join(Path(word).name if '/' in word else word for word in words)}",
             median_s=statistics.median(wall for wall, _ in turns) if turns else None,
             min_s=min(wall for wall, _ in turns) if turns else None,
             min_cpu_s=min(cpu for _, cpu in turns) if turns else None,
@@ -165,7 +184,9 @@ def tell(lines: list[Latency], imports: list[ImportTime], looked_at: dict[str, A
         else:
             note = f"  exit {line.exit_code}" if line.exit_code else ""
             print(f"{line.command:{width}}{line.median_s:10.3f}{line.min_s:8.3f}{line.min_cpu_s:11.3f}{note}")
-    plan = lines[-1]
+    lint, plan = lines[1], lines[-1]
+    if lint.median_s is not None:
+        print(f"lint is {'within' if lint.median_s <= LINT_BAR_S else 'OVER'} the bar of {LINT_BAR_S} s")
     if plan.median_s is not None and looked_at is not None:
         verdict = "within" if plan.median_s <= BAR_S else "OVER"
         print(

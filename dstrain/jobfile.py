@@ -12,7 +12,7 @@ from dstrain.job import SYNONYMS, Job
 from dstrain.records import Locator, Place, from_data
 from dstrain.yamls import parse_yaml
 
-_TEXTS = frozenset({"env"})
+TEXTS = frozenset({"env"})
 """Keys whose own values are text, however they are written."""
 
 
@@ -39,7 +39,7 @@ def read_job(path: Path, overrides: Sequence[str] = ()) -> JobFile:
         ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidConfig(f"{path}: cannot be read: {error}") from None
-    data, locate_in_file = parse_yaml(text, str(path), texts=_TEXTS)
+    data, locate_in_file = parse_yaml(text, str(path), texts=TEXTS)
     if not isinstance(data, dict):
         raise InvalidConfig(f"{path}: a job is a list of `key: value` lines", hint="Compare the examples in launch/.")
     given = [_override(data, item) for item in overrides]
@@ -66,7 +66,7 @@ def _override(data: dict[str, Any], item: str) -> Place:
         if not isinstance(inner, dict):
             raise InvalidConfig(f'--set "{item}": {part} has no keys of its own')
         node = inner
-    is_text = len(place) == 2 and place[0] in _TEXTS and not value.startswith(('"', "'"))
+    is_text = len(place) == 2 and place[0] in TEXTS and not value.startswith(('"', "'"))
     node[place[-1]] = value if is_text else parse_yaml(value, f"--set {key}")[0]
     return place
 

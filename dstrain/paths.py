@@ -38,9 +38,12 @@ def write_atomic(path: Path, text: str, *, mode: int | None = None) -> bool:
     return bool(write_together({path: text}, mode=mode))
 
 
-def write_together(files: Mapping[Path, str], *, mode: int | None = None) -> list[Path]:
+def write_together(
+    files: Mapping[Path, str], *, mode: int | None = None, like: Mapping[Path, Path] | None = None
+) -> list[Path]:
     """Writes several files: all are on the disk before the first is renamed; returns those that changed.
 
+    The mode of an existing file is kept; a file of `like` gets that of the other one, as a copy of it would.
     Raises EnvironmentProblem when one of them cannot be written; then none has changed.
     """
     written: dict[Path, Path] = {}
@@ -49,7 +52,7 @@ def write_together(files: Mapping[Path, str], *, mode: int | None = None) -> lis
         for path, text in files.items():
             if not _holds(path, text):
                 path.parent.mkdir(parents=True, exist_ok=True)
-                written[path] = _write_beside(path, text, mode)
+                written[path] = _write_beside(path, text, _mode(path, like) if mode is None else mode)
             elif mode is not None:
                 path.chmod(mode)
         for path, temporary in written.items():
@@ -65,13 +68,17 @@ def write_together(files: Mapping[Path, str], *, mode: int | None = None) -> lis
 
 
 def _holds(path: Path, text: str) -> bool:
-    return path.exists() and path.read_text(encoding="utf-8", errors="surrogateescape") == text
+    return path.exists() and path.read_bytes() == text.encode("utf-8", errors="surrogateescape")
 
 
-def _write_beside(path: Path, text: str, mode: int | None) -> Path:
+def _mode(path: Path, like: Mapping[Path, Path] | None) -> int:
+    """Returns the mode of the file that stands there or of the one it is a copy of, else that of a new file."""
+    known = next((each for each in ((like or {}).get(path, path), path) if each.exists()), None)
+    return known.stat().st_mode & 0o777 if known else 0o666 & ~_umask()
+
+
+def _write_beside(path: Path, text: str, mode: int) -> Path:
     """Returns a temporary file beside `path` with the text and the mode that `path` shall have."""
-    if mode is None:
-        mode = path.stat().st_mode & 0o777 if path.exists() else 0o666 & ~_umask()
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         os.fchmod(handle, mode)

@@ -54,6 +54,11 @@ def to_json(record: Any) -> str:
     return json.dumps(to_data(record), indent=2, ensure_ascii=False) + "\n"
 
 
+def json_schema(record: type[Any]) -> dict[str, Any]:
+    """Returns the JSON schema (draft 2020-12) of what `from_data` takes; docstrings under fields are descriptions."""
+    return _adapter(record).json_schema()
+
+
 def from_data(record: type[T], data: Any, *, locate: Locator, synonyms: Mapping[str, str] | None = None) -> T:
     """Returns `data` as a record of the given type.
 

@@ -31,7 +31,12 @@ class RunDir:
     @property
     def ds_config(self) -> Path:
         """The DeepSpeed configuration that the Trainer is given."""
-        return self.path / "ds_config.json"
+        return self.path / "ds_config.resolved.json"
+
+    @property
+    def edits(self) -> Path:
+        """What was edited by hand in the files since they were generated; there only where that is known."""
+        return self.path / "edits.json"
 
     @property
     def hostfile(self) -> Path:

@@ -10,7 +10,7 @@ from ruamel.yaml import YAML
 from ruamel.yaml.comments import CommentedMap, CommentedSeq
 from ruamel.yaml.constructor import ConstructorError, RoundTripConstructor
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
-from ruamel.yaml.nodes import MappingNode, ScalarNode
+from ruamel.yaml.nodes import MappingNode, Node, ScalarNode
 
 from dstrain.errors import InvalidConfig
 from dstrain.records import Locator, Place
@@ -60,6 +60,8 @@ def parse_yaml(text: str, name: str, *, texts: frozenset[str] = frozenset()) -> 
         raise InvalidConfig(f"{where}: {problem}") from None
     except YAMLError as error:
         raise InvalidConfig(f"{name}: {error}") from None
+    except NotImplementedError:  # ruamel's own, for some comments around a value on a line of its own
+        raise InvalidConfig(f"{name}: has a comment between a key and its value; write them on one line") from None
     except RecursionError:
         raise InvalidConfig(f"{name}: is nested too deeply") from None
 
@@ -68,6 +70,12 @@ def parse_yaml(text: str, name: str, *, texts: frozenset[str] = frozenset()) -> 
         return f"{name}:{line + 1}:{column + 1}"
 
     return _plain(document), locate
+
+
+def compose_yaml(text: str) -> Node | None:
+    """Returns the nodes of a YAML text that parses, with their offsets in it; None where it holds no value."""
+    node: Node | None = YAML(typ="safe", pure=True).compose(io.StringIO(text))
+    return node
 
 
 def _mark(node: Any, place: Place) -> tuple[int, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -37,3 +38,20 @@ def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
         assert text == path.read_text(encoding="utf-8"), f"{path} differs: run pytest --update and read the diff"
 
     return compare
+
+
+@pytest.fixture(scope="session")
+def need() -> Callable[[object, str], None]:
+    """Returns a function that skips a test where what it needs is not there, and says what is missing.
+
+    With DSTRAIN_TEST_ALL=1, as .ci/run has it, such a test fails instead: nothing is left out unseen.
+    """
+
+    def require(is_there: object, missing: str) -> None:
+        if is_there:
+            return
+        if os.environ.get("DSTRAIN_TEST_ALL") == "1":
+            pytest.fail(f"{missing}, and DSTRAIN_TEST_ALL=1 leaves no test out", pytrace=False)
+        pytest.skip(missing)
+
+    return require

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from itertools import pairwise
 from pathlib import Path
 
@@ -85,10 +86,11 @@ def _plain_default(value: ast.expr) -> str:
     return json.dumps(plain) if isinstance(plain, bool) or plain is None else str(plain)
 
 
-def _run(*words: str) -> subprocess.CompletedProcess[str]:
+def _run(*words: str, cwd: Path = ROOT, check: bool = True) -> subprocess.CompletedProcess[str]:
     """Runs a command on a machine without a GPU."""
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "80", "PYTHONPATH": str(ROOT), "HOME": "/"}
-    return subprocess.run([sys.executable, *words], capture_output=True, text=True, env=environment, check=True)
+    line = [sys.executable, *words]
+    return subprocess.run(line, capture_output=True, text=True, env=environment, check=check, cwd=cwd)
 
 
 def gen_config_output() -> str:
@@ -103,6 +105,41 @@ def plan_output() -> str:
     return f"```\n{done.stdout.rstrip()}\n```"
 
 
+def edits_output() -> str:
+    """Returns what lint, diff, explain and gen-config say of edited files."""
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder)
+
+        def typed(*words: str, fails: bool = False) -> str:
+            done = _run("-m", "dstrain.cli", *words, cwd=place, check=not fails)
+            return f"$ dstrain {' '.join(words)}\n{done.stdout.rstrip()}"
+
+        _run(
+            "-m",
+            "dstrain.cli",
+            "gen-config",
+            "--gpus",
+            "16",
+            "--model",
+            "qwen3-32b",
+            "--hosts",
+            "gpu[01-02]",
+            cwd=place,
+        )
+        _replace(place / "ds_config.json", '"overlap_comm": true', '"overlap_com": false')
+        _replace(place / "job.yaml", "seed: 42", "seed: 7")
+        found = [typed("lint", fails=True)]
+        typed("lint", "--fix")
+        found += [typed("diff"), typed("explain", "overlap_comm"), typed("gen-config", "--seq-len", "8192", "--diff")]
+    return "```\n" + "\n\n".join(found) + "\n```"
+
+
+def _replace(path: Path, old: str, new: str) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert old in text
+    path.write_text(text.replace(old, new), encoding="utf-8")
+
+
 def published_table() -> str:
     """Returns how the planner does on published runs."""
     return _run(str(ROOT / "benchmarks" / "predict.py"), "--markdown").stdout.rstrip()
@@ -114,13 +151,14 @@ SECTIONS = {
     "command line": cli_reference,
     "gen-config": gen_config_output,
     "plan": plan_output,
+    "edits": edits_output,
     "published": published_table,
 }
 
 
 @pytest.mark.parametrize(
     ("readme", "name"),
-    [*((README, name) for name in SECTIONS), (CHINESE, "gen-config")],
+    [*((README, name) for name in SECTIONS), (CHINESE, "gen-config"), (CHINESE, "edits")],
     ids=lambda value: str(value)[-12:],
 )
 def test_a_generated_part_is_what_the_code_says(readme: Path, name: str, request: pytest.FixtureRequest) -> None:

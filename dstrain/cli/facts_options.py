@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,9 +27,6 @@ F = TypeVar("F", bound=Callable[..., Any])
 _ADAPTER = Lora()
 
 _MACHINES = (
-    click.option(
-        "--model", required=True, metavar="NAME", help="Alias (qwen3-32b), hub id, local folder or config.json."
-    ),
     click.option("--gpus", type=int, help="GPUs altogether.  [default: those of this machine, or of the hosts]"),
     click.option("--gpu", metavar="NAME", help="GPU model, such as h100 or 4090.  [default: read from this machine]"),
     click.option("--gpus-per-node", type=int, help="GPUs in each node.  [default: 8, or fewer when --gpus is fewer]"),
@@ -95,13 +92,20 @@ _BEYOND = (
 
 
 def facts_options(function: F) -> F:
-    """Adds the options that describe model, machines and request, as far as gen-config can carry them out."""
-    return _with((*_MACHINES, _zero_stage(least=1), *_CHOICES), function)
+    """Adds the options that describe model, machines and request, as far as gen-config can carry them out; it may take
+    the model from the last time."""
+    return _with((_model(required=False), *_MACHINES, _zero_stage(least=1), *_CHOICES), function)
 
 
 def plan_options(function: F) -> F:
     """Adds the options of `facts_options`, and those that gen-config cannot carry out."""
-    return _with((*_MACHINES, _zero_stage(least=0), *_CHOICES, *_BEYOND), function)
+    return _with((_model(required=True), *_MACHINES, _zero_stage(least=0), *_CHOICES, *_BEYOND), function)
+
+
+def _model(*, required: bool) -> Callable[[F], F]:
+    default = "" if required else "  [default: that of the last time]"
+    text = f"Alias (qwen3-32b), hub id, local folder or config.json.{default}"
+    return click.option("--model", required=required, metavar="NAME", help=text)
 
 
 def _zero_stage(*, least: int) -> Callable[[F], F]:
@@ -130,12 +134,16 @@ class Question:
     """What was measured on machines like these; empty where nothing was."""
 
 
-def question(options: dict[str, Any]) -> Question:
-    """Returns model, cluster and request from the shared options; raises what the facts raise."""
+def question(options: dict[str, Any], *, last: Cluster | None = None) -> Question:
+    """Returns model, cluster and request from the shared options; raises what the facts raise.
+
+    `last` are machines that were found when the same was asked before: they stand where none are found here and the
+    options do not say.
+    """
     hosts = _named_hosts(options)
     request = _request(options)
     model = probe.read_model(options["model"], hub=options["hub"], way=_way(request))
-    cluster = _cluster(options, hosts)
+    cluster = _cluster(options, hosts, last)
     if hosts is None:
         single = cluster.num_nodes == 1
         hosts = (
@@ -204,31 +212,55 @@ def _expanded(options: dict[str, Any]) -> Hosts:
     return hostfile.expand(options["hosts"], slots)
 
 
-def _cluster(options: dict[str, Any], hosts: Hosts | None) -> Cluster:
-    """Returns the machines: the GPU as named, else as found here, else assumed."""
-    count = options["gpus"]
+def uses_last(options: dict[str, Any], last: Cluster | None) -> bool:
+    """Returns whether the GPUs of the last time stand for those that are found here: they were, and now none are."""
+    return last is not None and last.gpu_origin is Origin.MEASURED and not options["gpu"] and not probe.local_gpus()
+
+
+def _cluster(options: dict[str, Any], hosts: Hosts | None, last: Cluster | None) -> Cluster:
+    """Returns the machines: the GPU as named, else as found here, else as found the last time, else assumed."""
     local = probe.local_gpus()
+    known = last if uses_last(options, last) else None
+    count, per_node = options["gpus"], options["gpus_per_node"]
     if options["gpu"] is not None:
         gpu, origin = gpus.gpu(options["gpu"]), Origin.GIVEN
     elif local:
         smallest = min(local, key=lambda each: each.memory_mib)
         gpu, origin = gpus.from_nvml_name(smallest.name, smallest.memory_mib), Origin.MEASURED
+    elif known:
+        gpu, origin = known.gpu, Origin.MEASURED
     else:
         gpu, origin = gpus.gpu("a100-80g"), Origin.ASSUMED
-    if count is None and hosts is None and local:
-        count = len(local)
-    is_here = hosts is None and (count or 0) <= max(len(local), 1) and (origin is Origin.MEASURED or gpu.name == "cpu")
-    memory, memory_origin = options["host_memory"], Origin.GIVEN
-    if memory is None and (is_here or gpu.name == "cpu"):
-        memory, memory_origin = probe.host_memory_bytes(), Origin.MEASURED
+    if count is None and hosts is None:
+        count = known.num_gpus if known else len(local) or None
+        per_node = known.gpus_per_node if known and per_node is None else per_node
+    memory, memory_origin = _host_memory(options, gpu, known, is_here=_is_here(hosts, count, local, origin))
     return clusters.describe(
         gpu=gpu,
         gpu_origin=origin,
         gpus=count,
-        gpus_per_node=options["gpus_per_node"],
+        gpus_per_node=per_node,
         hosts=hosts,
         inter_link=links.link(options["interconnect"]) if options["interconnect"] else None,
         host_memory_bytes=memory,
         host_memory_origin=memory_origin,
         nvme_path=options["nvme"],
     )
+
+
+def _is_here(hosts: Hosts | None, count: int | None, local: Sequence[Any], origin: Origin) -> bool:
+    """Returns whether this machine alone is meant."""
+    return hosts is None and (count or 0) <= max(len(local), 1) and origin is Origin.MEASURED
+
+
+def _host_memory(
+    options: dict[str, Any], gpu: gpus.Gpu, known: Cluster | None, *, is_here: bool
+) -> tuple[int | None, Origin]:
+    """Returns the RAM of a node and where the figure is from: as given, of the last time, or of this machine."""
+    if options["host_memory"] is not None:
+        return options["host_memory"], Origin.GIVEN
+    if known is not None:
+        return known.host_memory_bytes, known.host_memory_origin
+    if is_here or gpu.name == "cpu":
+        return probe.host_memory_bytes(), Origin.MEASURED
+    return None, Origin.GIVEN

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
-import difflib
-from importlib import metadata
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import click
-from click.core import ParameterSource
 
 from dstrain import __version__
-from dstrain.choices import Method
+from dstrain.cli import conflicts, repeat
+from dstrain.cli.conflicts import OnConflict
 from dstrain.cli.console import answer, answer_json, say, say_lines
-from dstrain.cli.facts_options import Question, facts_options, question
+from dstrain.cli.facts_options import Question, facts_options, question, uses_last
+from dstrain.cli.generated_text import diff, next_lines
 from dstrain.cli.plan_text import plan_document, plan_lines
-from dstrain.jobfile import looks_local
+from dstrain.cli.repeat import Asked
+from dstrain.cli.types import Choice
+from dstrain.errors import Conflict
 from dstrain.plan.decide import plan_of, survey
 from dstrain.plan.plan import Plan
 from dstrain.plan.shortage import does_not_fit
 from dstrain.render.files import generated
-from dstrain.render.lock import Lock, write_generated
+from dstrain.render.lock import Lock, installed, read_lock, standing, write_files
+from dstrain.render.merge import dotted
+from dstrain.render.regenerate import Regenerated, Standing, regenerate, replaced, unsettled
 from dstrain.render.templates import template_hash
 from dstrain.render.values import template_of
 
@@ -40,126 +44,176 @@ from dstrain.render.values import template_of
     help="Folder to write into.  [default: here]",
 )
 @click.option("--template-dir", type=click.Path(path_type=Path), help="Folder with your own templates.")
+@click.option(
+    "--on-conflict",
+    type=Choice(OnConflict),
+    help="What stands where you and dstrain both changed a key.  [default: yours, and exit code 6]",
+)
+@click.option("--force", is_flag=True, help="Replace the files, hand edits too; yours are kept as .bak.")
 @click.option("-n", "--dry-run", is_flag=True, help="Write nothing; print ds_config.json to stdout.")
 @click.option("--diff", "as_diff", is_flag=True, help="Write nothing; print what would change as a unified diff.")
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON to stdout, beside writing the files.")
-def command(out: Path, template_dir: Path | None, dry_run: bool, as_diff: bool, as_json: bool, **options: Any) -> None:
+def command(
+    out: Path, on_conflict: OnConflict | None, force: bool, dry_run: bool, as_diff: bool, as_json: bool, **options: Any
+) -> None:
     """Decide how to train a model on these GPUs, and write the files.
 
     Writes ds_config.json, job.yaml and hostfile, which are yours to edit, and .dstrain/lock.json. What you give is
-    fixed, the rest is chosen: the fastest way that fits.
+    fixed, the rest is chosen: the fastest way that fits. Without --model the options of the last time hold, and those
+    that you give now replace them. What you edited stays: only keys that you did not touch follow the new plan. Where
+    both changed, yours stands, the new file is written as NAME.new, and the exit code is 6.
 
     \b
     Example:
       dstrain gen-config --gpus 16 --model qwen3-32b
       dstrain gen-config --gpus 1 --gpu 4090 --model qwen3-8b --method lora --data train.jsonl
+      dstrain gen-config --seq-len 8192
     """
-    asked = question(options)
-    found = survey(asked.model, asked.cluster, asked.request, calibration=asked.calibration)
-    if not found.fits:
-        raise does_not_fit(asked.model, asked.cluster, asked.request, found.first, calibration=asked.calibration)
-    plan = plan_of(found, asked.cluster, asked.request)
-    lock = _lock(asked, plan, template_dir, out, options)
-    say_lines(plan_lines(found, asked.model, asked.cluster))
-    diff = _diff(out, lock) if as_diff else None
+    if force and on_conflict is not None:
+        raise click.UsageError("--force replaces every edit; --on-conflict has nothing to decide.")
+    decide = conflicts.decider(on_conflict)
+    before = read_lock(out)
+    asked = repeat.asked(options, before, out)
+    _say_repeated(asked, before)
+    planned = _planned(asked, before)
+    lock = _lock(asked, planned, out)
+    files = _files(out, lock, before, reopens=on_conflict is not None)
+    merged = replaced(files) if force else regenerate(files, decide)
+    shown = {**lock.base, **merged.files}
     if as_json:
-        answered = plan_document(found, asked.model, asked.cluster)
-        document = {**answered, "notes": list(found.notes), "files": dict(lock.base)}
-        answer_json(document if diff is None else {**document, "diff": diff})
-    elif diff is not None:
-        answer(diff)
+        extra = {"conflicts": conflicts.document(merged.conflicts), "files": shown}
+        answer_json({**planned.document, **extra, **({"diff": diff(out, shown)} if as_diff else {})})
+    elif as_diff:
+        answer(diff(out, shown))
     elif dry_run:
-        answer(lock.base["ds_config.json"])
+        answer(shown["ds_config.json"])
+    _refuse_foreign(out, merged)
     if not dry_run and not as_diff:
-        _write(out, lock, asked, plan)
+        _write(out, replace(lock, unsettled=unsettled(merged, before.unsettled if before else {})), merged)
+        say_lines(next_lines(out, merged.files, planned.asked, planned.plan))
+    _show_conflicts(out, merged, asked, before, is_written=not dry_run and not as_diff)
 
 
-def _lock(asked: Question, plan: Plan, template_dir: Path | None, out: Path, options: dict[str, Any]) -> Lock:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Planned:
+    """A plan with what it is an answer to."""
+
+    asked: Question
+    """Model, machines and request."""
+    plan: Plan
+    """The plan."""
+    document: dict[str, Any]
+    """The plan as JSON."""
+
+
+def _planned(asked: Asked, before: Lock | None) -> _Planned:
+    """Returns the plan, after saying it."""
+    last = before.cluster if before and asked.is_repeated else None
+    facts = question(dict(asked.options), last=last)
+    if last and uses_last(dict(asked.options), last):
+        say(f"no GPUs are found here: planning for the {last.num_gpus} × {last.gpu.name} of the last time")
+    found = survey(facts.model, facts.cluster, facts.request, calibration=facts.calibration)
+    if not found.fits:
+        raise does_not_fit(facts.model, facts.cluster, facts.request, found.first, calibration=facts.calibration)
+    say_lines(plan_lines(found, facts.model, facts.cluster))
+    document = {**plan_document(found, facts.model, facts.cluster), "notes": list(found.notes)}
+    return _Planned(asked=facts, plan=plan_of(found, facts.cluster, facts.request), document=document)
+
+
+def _say_repeated(asked: Asked, before: Lock | None) -> None:
+    if not asked.is_repeated or before is None:
+        return
+    changed = repeat.spelled({name: value for name, value in asked.inputs.items() if before.inputs.get(name) != value})
+    say(f"as the last time: {repeat.spelled(before.inputs)}{f'; now with {changed}' if changed else ''}")
+
+
+def _lock(asked: Asked, planned: _Planned, out: Path) -> Lock:
     """Returns the generated files with what they were made from."""
-    template = template_of(plan.chosen.configuration)
+    options, facts, plan = asked.options, planned.asked, planned.plan
+    template, template_dir = template_of(plan.chosen.configuration), options["template_dir"]
     job = {
-        "model": _model(asked.model.source, out),
-        "data": _relative(options["data"], out),
-        "eval_data": _relative(options["eval_data"], out),
+        "model": _model(facts.model.source, out),
+        "data": repeat.relative(options["data"], out),
+        "eval_data": repeat.relative(options["eval_data"], out),
         "hub": options["hub"],
         "output_dir": options["output_dir"],
     }
-    files = generated(plan, asked.model, asked.cluster, asked.hosts, template_dir=template_dir, job=job)
+    files = generated(plan, facts.model, facts.cluster, facts.hosts, template_dir=template_dir, job=job)
     if options["hostfile"] and options["hostfile"].resolve() == (out / "hostfile").resolve():
         del files["hostfile"]  # it is the user's own, comments and all
     return Lock(
         dstrain=__version__,
-        deepspeed=_installed("deepspeed"),
+        deepspeed=installed("deepspeed"),
         template=template,
         template_sha256=template_hash(template, override=template_dir),
-        inputs=_given(options, template_dir, out),
-        cluster=asked.cluster,
+        inputs=asked.inputs,
+        cluster=facts.cluster,
         base=files,
     )
 
 
-def _installed(package: str) -> str:
-    """Returns the version of an installed package, or `none`."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "none"
-
-
-def _given(options: dict[str, Any], template_dir: Path | None, out: Path) -> dict[str, Any]:
-    """Returns the options that were typed, local paths relative to the generated files; defaults may change later."""
-    context = click.get_current_context()
-    typed = {
-        name: value
-        for name, value in {**options, "template_dir": template_dir}.items()
-        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE
-    }
-    paths = ("model", "data", "eval_data", "hostfile", "template_dir")
-    return {name: _relative(str(value), out) if name in paths else value for name, value in typed.items()}
-
-
 def _model(source: str, out: Path) -> str | None:
     """Returns the model as job.yaml must name it; a relative folder begins with `./`, so that it is no hub id."""
-    named = _relative(source, out)
+    named = repeat.relative(source, out)
     return f"./{named}" if Path(source).exists() and named and not Path(named).is_absolute() else named
 
 
-def _relative(name: str | None, out: Path) -> str | None:
-    """Returns a local path as job.yaml in `out` must name it; a hub id stays as it is."""
-    if name is None or not (Path(name).exists() or looks_local(name)):
-        return name
-    path = Path(name).resolve()
-    folder = out.resolve()
-    return str(path.relative_to(folder)) if path.is_relative_to(folder) else str(path)
-
-
-def _diff(out: Path, lock: Lock) -> str:
-    """Returns the unified diff from the files that are there to the ones that would be."""
-    pieces: list[str] = []
-    for name, text in lock.base.items():
-        path = out / name
-        present = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
-        pieces += difflib.unified_diff(
-            present.splitlines(keepends=True), text.splitlines(keepends=True), str(path), f"{path} (new)"
+def _files(out: Path, lock: Lock, before: Lock | None, *, reopens: bool) -> list[Standing]:
+    """Returns what is known of each file; `reopens`: earlier conflicts that are open are to be decided now."""
+    there = standing(out, lock.base)
+    return [
+        Standing(
+            name=name,
+            shown=str(out / name),
+            base=before.base.get(name) if before else None,
+            yours=there.get(name),
+            new=new,
+            unsettled=before.unsettled.get(name, ()) if before and reopens else (),
         )
-    return "".join(pieces)
+        for name, new in lock.base.items()
+    ]
 
 
-def _write(out: Path, lock: Lock, asked: Question, plan: Plan) -> None:
-    """Writes the files and says what to type next."""
-    changed = write_generated(out, lock)
-    where = "" if out == Path() else f"{out}/"
+def _refuse_foreign(out: Path, merged: Regenerated) -> None:
+    """Raises Conflict where a file is there that dstrain never generated."""
+    if merged.foreign:
+        names = ", ".join(str(out / name) for name in merged.foreign)
+        raise Conflict(
+            f"{names}: not written by dstrain; nothing was changed",
+            hint=f"dstrain adopt {out} takes the files as they are as generated; or write elsewhere with -o DIR.",
+        )
+
+
+def _write(out: Path, lock: Lock, merged: Regenerated) -> None:
+    """Writes the files, and says which changed."""
+    changed = [str(out / name) for name in write_files(out, lock, merged.files, merged.beside)]
     say()
-    say(
-        f"wrote {', '.join(where + name for name in changed)}" if changed else "nothing changed: the files are the same"
+    say(f"wrote {', '.join(changed)}" if changed else "nothing changed: the files are the same")
+
+
+def _show_conflicts(out: Path, merged: Regenerated, asked: Asked, before: Lock | None, *, is_written: bool) -> None:
+    """Says what both sides changed. Raises Conflict where something of it is open."""
+    if not merged.conflicts:
+        for name, pointers in (before.unsettled if before else {}).items():
+            say(f"open since an earlier conflict, yours stands: {', '.join(map(dotted, pointers))} ({out / name})")
+        return
+    say()
+    was = before.inputs if before else {}
+    changed = {name: value for name, value in asked.inputs.items() if was.get(name) != value}
+    gone = [name for name in was if name not in asked.inputs]
+    cause = [repeat.spelled(changed), *(f"without --{name.replace('_', '-')}" for name in gone)]
+    if any(cause):
+        say(f"because this time it is {', '.join(filter(None, cause))}:")
+    for line in conflicts.table_lines(merged.conflicts):
+        say(line)
+    if not merged.open:
+        return
+    keys = ", ".join(dotted(each.clash.pointer) for each in merged.open)
+    files = ", ".join(f"{out / name}.new" for name in dict.fromkeys(each.file for each in merged.open))
+    place = f" -o {out}" if out != Path() else ""
+    again = f"dstrain gen-config{place} --on-conflict"
+    raise Conflict(
+        f"changed by you and by dstrain: {keys}; yours {'stands' if is_written else 'would stand'}",
+        hint=f"All that dstrain would write: {files}. To take its values: {again} new; to be asked: {again} ask;"
+        f" to settle for yours: {again} keep.",
     )
-    steps = []
-    if asked.hosts.placeholder_lines:
-        steps.append(f"put the names of your nodes into {where}hostfile")
-    if plan.chosen.configuration.method is Method.QLORA:
-        steps.append("pip install 'dstrain[qlora]'")
-    if "\ndata: null" in lock.base["job.yaml"]:
-        steps.append(f"name your training data in {where}job.yaml")
-    steps.append(f"dstrain run {where}job.yaml" if where else "dstrain run")
-    for number, step in enumerate(steps, 1):
-        say(f"next: {step}" if len(steps) == 1 else f"next {number}: {step}")

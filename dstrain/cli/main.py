@@ -12,7 +12,7 @@ from dstrain import __version__
 from dstrain.cli.console import complain
 from dstrain.errors import DstrainError, did_you_mean
 
-VERBS = ("gen-config", "plan", "run", "export", "templates", "demo")
+VERBS = ("gen-config", "adopt", "diff", "plan", "lint", "run", "export", "explain", "schema", "templates", "demo")
 """Verbs in the order of their use; `dstrain <verb>` is the module of that name."""
 
 

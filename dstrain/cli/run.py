@@ -11,11 +11,14 @@ import click
 
 from dstrain.cli.console import answer, answer_json, say, say_lines
 from dstrain.cli.run_text import before_lines, summary, summary_text
+from dstrain.errors import DstrainError
 from dstrain.jobfile import read_job
 from dstrain.launch import preflight
 from dstrain.launch.begin import Launch, build_ops, plan_launch, start, write_run_dir
 from dstrain.launch.explain import explain
+from dstrain.launch.linting import check_rules
 from dstrain.launch.prepare import prepare
+from dstrain.render.manual import Edit, of_run
 
 
 @click.command("run", short_help="Train as a job file says.")
@@ -29,15 +32,23 @@ from dstrain.launch.prepare import prepare
 )
 @click.option("--hostfile", type=click.Path(path_type=Path), help="Hostfile to use in place of the job's.")
 @click.option("--master-port", type=click.IntRange(1, 65535), help="Port of rank 0.  [default: 29500, or a free one]")
+@click.option("--ignore", "ignored", multiple=True, metavar="RULE", help="A rule of lint to leave out, such as DS802.")
 @click.option("-n", "--dry-run", is_flag=True, help="Check everything, print the command, start nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON to stdout.")
 def command(
-    job: Path, overrides: tuple[str, ...], hostfile: Path | None, master_port: int | None, dry_run: bool, as_json: bool
+    job: Path,
+    overrides: tuple[str, ...],
+    hostfile: Path | None,
+    master_port: int | None,
+    ignored: tuple[str, ...],
+    dry_run: bool,
+    as_json: bool,
 ) -> None:
     """Train as a job file says, on this machine or over its hostfile.
 
-    Precedence, strongest first: --set and --hostfile, the job file, the defaults. The job's output_dir is the run
-    directory; `bash OUTPUT_DIR/start.sh` starts the same run again by hand.
+    Lints the configuration first, and starts nothing where it finds an error. Precedence, strongest first: --set and
+    --hostfile, the job file, the defaults. The job's output_dir is the run directory; `bash OUTPUT_DIR/start.sh` starts
+    the same run again by hand.
 
     \b
     Example:
@@ -45,7 +56,8 @@ def command(
       dstrain run job.yaml --set learning_rate=1e-5 --set resume=auto
     """
     given = [*overrides, *([f"hostfile={hostfile.resolve()}"] if hostfile else [])]
-    prepared = prepare(read_job(job, given), os.environ)
+    check_rules(ignored)
+    prepared = prepare(read_job(job, given), os.environ, ignored=ignored)
     launch = plan_launch(prepared, master_port=preflight.port(master_port, os.environ))
     say_lines(before_lines(prepared))
     if not prepared.is_local:
@@ -58,7 +70,7 @@ def command(
             answer(shlex.join(launch.command))
         return
     preflight.check(prepared.run_dir, resume=prepared.job.resume, needed_bytes=_checkpoint_bytes(launch))
-    write_run_dir(launch)
+    write_run_dir(launch, _edits(job, launch))
     build_ops(launch, say)
     outcome = start(launch, _pass_on)
     if not outcome.succeeded:
@@ -67,6 +79,17 @@ def command(
     say(summary_text(found, prepared.run_dir))
     if as_json:
         answer_json(found)
+
+
+def _edits(path: Path, launch: Launch) -> list[Edit] | None:
+    """Returns what was edited by hand in the files of the run; None where that is not known."""
+    job = launch.prepared.job
+    names = [str(path), job.ds_config, *([job.hostfile] if job.hostfile else [])]
+    try:
+        return of_run([Path(name).resolve() for name in names])
+    except DstrainError as error:
+        say(f"hand edits are not on record: {error.problem}")
+        return None
 
 
 def _checkpoint_bytes(launch: Launch) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +18,8 @@ from dstrain.launch.process import Outcome, supervise
 from dstrain.launch.script import start_script
 from dstrain.paths import write_atomic
 from dstrain.records import to_json
+from dstrain.render import manual
+from dstrain.render.manual import Edit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,8 +70,11 @@ def plan_launch(prepared: Prepared, *, master_port: int) -> Launch:
     )
 
 
-def write_run_dir(launch: Launch) -> None:
-    """Writes everything that launcher and ranks read, each file whole; secrets and environment with mode 0600."""
+def write_run_dir(launch: Launch, edits: Sequence[Edit] | None = None) -> None:
+    """Writes everything that launcher and ranks read, each file whole; secrets and environment with mode 0600.
+
+    `edits` are those by hand; None where nobody knows what was generated.
+    """
     prepared = launch.prepared
     place = prepared.run_dir
     hostfile = launch_hostfile(prepared.hosts, ids=prepared.devices, is_local=prepared.is_local)
@@ -78,6 +83,11 @@ def write_run_dir(launch: Launch) -> None:
     write_atomic(place.request, to_json(_without_secrets(launch)))
     write_atomic(place.facts, facts_text(prepared))
     write_atomic(place.ds_config, json.dumps(prepared.ds_config, indent=2) + "\n")
+    if edits is None:
+        place.edits.unlink(missing_ok=True)
+    else:
+        listed = manual.document(manual.without_secrets(edits, launch.secrets))
+        write_atomic(place.edits, json.dumps(listed, indent=2, ensure_ascii=False, default=str) + "\n")
     write_atomic(place.hostfile, hostfile)
     write_atomic(place.start_script, script, mode=0o755)
     write_atomic(place.environment, launch.environment_file, mode=0o600)

@@ -4,33 +4,32 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from dstrain.choices import DataFormat, Method
 from dstrain.errors import EnvironmentProblem, InvalidConfig
-from dstrain.facts import cluster as clusters
-from dstrain.facts import datafile, gpus, hostfile, probe
+from dstrain.facts import datafile, hostfile, probe
 from dstrain.facts.cluster import Cluster, Origin
 from dstrain.facts.hostfile import Host, Hosts
 from dstrain.facts.model import ModelFacts
 from dstrain.job import Job
 from dstrain.jobfile import JobFile, looks_local
 from dstrain.launch.command import is_this_machine, visible_devices
+from dstrain.launch.known import ACCELERATOR, machines, model_of
+from dstrain.launch.linting import Known, lint, refused
 from dstrain.launch.machine import names as machine_names
 from dstrain.paths import shown
-from dstrain.plan.estimate import estimate
 from dstrain.plan.params import adapted, linear_names
 from dstrain.plan.plan import Estimate
-from dstrain.plan.request import Request
 from dstrain.records import to_data
-from dstrain.render.agree import disagreements, for_trainer, read_config
+from dstrain.render.lint.check import errors
+from dstrain.render.lint.finding import Finding, Severity
+from dstrain.render.resolve import for_trainer
 from dstrain.rundir import RunDir, is_whole
 
-ACCELERATOR = "DS_ACCELERATOR"
-"""DeepSpeed's own switch: `cpu` trains without GPUs."""
 CHECKED_DATA_BYTES = 64 * 2**20
 """How much of a data file is read before anything is launched; the ranks check the rest."""
 
@@ -63,9 +62,9 @@ class Prepared:
     """What to say before the launch."""
 
 
-def prepare(file: JobFile, environment: Mapping[str, str]) -> Prepared:
-    """Returns the checked run. Raises InvalidConfig or EnvironmentProblem, with the line to edit, before anything is
-    written or started."""
+def prepare(file: JobFile, environment: Mapping[str, str], *, ignored: Sequence[str] = ()) -> Prepared:
+    """Returns the checked run; `ignored` are ids of lint's rules. Raises InvalidConfig or EnvironmentProblem, with the
+    line to edit, before anything is written or started."""
     job = file.job
     merged = {**environment, **job.env}
     on_cpu = merged.get(ACCELERATOR) == "cpu"
@@ -76,16 +75,16 @@ def prepare(file: JobFile, environment: Mapping[str, str]) -> Prepared:
     hosts = _hosts(file)
     is_local = len(hosts.hosts) == 1 and is_this_machine(hosts.hosts[0].name, machine_names())
     _check_gpus(file, hosts, is_local=is_local, on_cpu=on_cpu)
-    document = read_config(Path(job.ds_config), shown(job.ds_config))
-    contradictions = disagreements(document, job, file.locate, hosts.num_slots)
-    if contradictions:
-        raise InvalidConfig("\n".join(contradictions))
-    config, notes = for_trainer(document.value, job)
-    model, unknown = _model(job)
-    cluster = _cluster(hosts, on_cpu=on_cpu, is_local=is_local)
+    model, unknown = model_of(job)
+    cluster = machines(hosts, on_cpu=on_cpu, is_local=is_local)
+    _check_targets(file, model)
+    linted = lint(Known(job=file, hosts=hosts, model=model, cluster=cluster), Path(job.ds_config), ignored=ignored)
+    if linted.subject is None or errors(linted.findings):
+        raise refused(linted.findings)
+    config = for_trainer(linted.subject.config, job, model, num_ranks=hosts.num_slots)
+    notes = [note for finding in linted.findings if (note := _note(finding))]
     if not is_local and "CUDA_VISIBLE_DEVICES" in environment:
         notes.append("CUDA_VISIBLE_DEVICES is not used on several nodes: the slots of the hostfile count from GPU 0")
-    needs = _estimate(file, model, cluster, config) if model else None
     return Prepared(
         job=job,
         run_dir=RunDir(Path(job.output_dir)),
@@ -96,7 +95,7 @@ def prepare(file: JobFile, environment: Mapping[str, str]) -> Prepared:
         ds_config=config,
         model=model,
         cluster=cluster,
-        estimate=needs,
+        estimate=linted.subject.estimate,
         notes=(*notes, *unknown),
     )
 
@@ -198,65 +197,22 @@ def _check_gpus(file: JobFile, hosts: Hosts, *, is_local: bool, on_cpu: bool) ->
         )
 
 
-def _model(job: Job) -> tuple[ModelFacts | None, list[str]]:
-    """Returns the facts of the model, or None and a line that says why there is no estimate."""
-    try:
-        return probe.read_model(job.model, hub=job.hub), []
-    except (InvalidConfig, EnvironmentProblem) as error:
-        return None, [f"no estimate of memory: {error.problem}"]
-
-
-def _estimate(file: JobFile, model: ModelFacts, cluster: Cluster, config: dict[str, Any]) -> Estimate:
-    """Returns what the configuration needs. Raises InvalidConfig for what the model cannot do, such as LoRA targets
-    that it does not have."""
+def _check_targets(file: JobFile, model: ModelFacts | None) -> None:
+    """Raises InvalidConfig for LoRA targets that the model does not have."""
     job = file.job
-    request = _request(job)
-    if job.method is not Method.FULL and not adapted(model, job.lora):
+    if model is not None and job.method is not Method.FULL and not adapted(model, job.lora):
         where, targets = file.locate(("lora", "targets")), ", ".join(job.lora.targets)
         raise InvalidConfig(
             f"{where}: no linear layer of {model.name} is named {targets}",
             hint=f"Its linear layers: {', '.join(linear_names(model))}.",
         )
-    return estimate(model, cluster, request, config)
 
 
-def _cluster(hosts: Hosts, *, on_cpu: bool, is_local: bool) -> Cluster:
-    """Returns the machines as far as this one tells: its smallest GPU stands for all."""
-    local = probe.local_gpus()
-    if on_cpu:
-        gpu, origin = gpus.gpu("cpu"), Origin.GIVEN
-    elif local:
-        smallest = min(local, key=lambda each: each.memory_mib)
-        try:
-            gpu = gpus.from_nvml_name(smallest.name, smallest.memory_mib)
-        except InvalidConfig:
-            gpu = gpus.unlisted(smallest.name, smallest.memory_mib)
-        origin = Origin.MEASURED
-    else:
-        gpu, origin = gpus.gpu("a100-80g"), Origin.ASSUMED
-    return clusters.describe(
-        gpu=gpu,
-        gpu_origin=origin,
-        gpus=None,
-        hosts=hosts,
-        host_memory_bytes=probe.host_memory_bytes() if is_local else None,
-        host_memory_origin=Origin.MEASURED,
-    )
-
-
-def _request(job: Job) -> Request:
-    """Returns the job as a complete request."""
-    return Request(
-        method=job.method,
-        lora=job.lora,
-        seq_len=job.seq_len,
-        micro_batch=job.micro_batch,
-        grad_accum=job.grad_accum,
-        grad_ckpt=job.grad_ckpt,
-        precision=job.precision,
-        attn=job.attn,
-        packing=job.packing,
-    )
+def _note(finding: Finding) -> str | None:
+    """Returns a warning of lint in one line; notes are for `dstrain lint`."""
+    if finding.severity is not Severity.WARNING:
+        return None
+    return f"{finding.where}: {finding.rule}: {finding.problem}; {finding.fix}"
 
 
 def cpu_threads(num_ranks: int) -> int:

@@ -75,9 +75,16 @@ def moved(found: Estimate, count: int) -> Estimate:
     return replace(found, memory=needs, fits_gpu=needs.device_bytes_per_gpu <= found.usable_bytes_per_gpu)
 
 
-def estimate(model: ModelFacts, cluster: Cluster, request: Request, ds_config: Mapping[str, Any]) -> Estimate:
+def estimate(
+    model: ModelFacts,
+    cluster: Cluster,
+    request: Request,
+    ds_config: Mapping[str, Any],
+    *,
+    calibration: Calibration | None = None,
+) -> Estimate:
     """Returns the estimate of any DeepSpeed configuration under a complete request, ours or not."""
-    return assess(model, cluster, effective(model, request, ds_config))
+    return assess(model, cluster, effective(model, request, ds_config), calibration=calibration)
 
 
 _ASKED = (
@@ -110,8 +117,10 @@ def effective(model: ModelFacts, request: Request, ds_config: Mapping[str, Any])
     asked = {name: getattr(request, name) for name in _ASKED}
     optimizer = zero.get("offload_optimizer") or {}
 
+    overlaps = zero.get("overlap_comm")
+
     def number(key: str, default: int, auto: int) -> int:
-        value = zero.get(key, default)
+        value = zero.get(key, zero.get(key.removeprefix("stage3_"), default))  # the engine takes either name
         return auto if value == "auto" else round(float(value))
 
     return replace(
@@ -123,7 +132,7 @@ def effective(model: ModelFacts, request: Request, ds_config: Mapping[str, Any])
         hpz=int(zero.get("zero_hpz_partition_size", 1)) if stage == 3 else 1,
         tp=int((ds_config.get("tensor_parallel") or {}).get("autotp_size") or 1),
         grad_accum_dtype=_accumulation(ds_config),
-        overlap_comm=bool(zero.get("overlap_comm", stage == 3)),
+        overlap_comm=stage == 3 if overlaps is None else bool(overlaps),
         pin_memory=bool(optimizer.get("pin_memory", True)),
         reduce_bucket_size=number("reduce_bucket_size", DEFAULTS.reduce_bucket_size, h * h),
         sub_group_size=number("sub_group_size", DEFAULTS.sub_group_size, DEFAULTS.sub_group_size),
@@ -152,7 +161,9 @@ def _offload(zero: Mapping[str, Any], stage: int) -> Offload:
     A mixture is taken as the nearest way that needs more: parameters alone as nothing, an optimizer on NVMe without
     parameters as one on the CPU, an optimizer on the CPU with parameters on NVMe as both on the CPU.
     """
-    optimizer = (zero.get("offload_optimizer") or {}).get("device", "none")
+    optimizer = (zero.get("offload_optimizer") or {}).get(
+        "device", "cpu" if zero.get("cpu_offload") is True else "none"
+    )
     params = (zero.get("offload_param") or {}).get("device", "none")
     if stage == 0 or optimizer not in ("cpu", "nvme"):
         return Offload.NONE

@@ -14,6 +14,9 @@ from dstrain.facts.model import ModelFacts
 from dstrain.plan.estimate import effective
 from dstrain.plan.plan import Plan
 from dstrain.plan.request import Request
+from dstrain.render.lint import check
+from dstrain.render.lint.subject import Subject
+from dstrain.render.schema import CONFIG_SCHEMA, SCHEMA_KEY
 from dstrain.render.templates import render_json, render_yaml
 from dstrain.render.values import config_values, job_values, template_of
 
@@ -37,6 +40,16 @@ def _require_planned(template: str, config: dict[str, Any], plan: Plan, model: M
         )
 
 
+def _require_sound(template: str, config: dict[str, Any]) -> None:
+    """Raises InvalidConfig for a template, somebody's own perhaps, that makes what lint calls an error."""
+    document, found = check.read(config_text(config), template)
+    if document is not None:
+        found = check.errors(check.check(Subject(document=document, is_trainers=True)))
+    if found:
+        said = [f"{each.pointer}: {each.rule}: {each.problem}; {each.effect}" for each in found]
+        raise InvalidConfig("\n".join(f"{template}: {line}" for line in said), hint="Mend the template.")
+
+
 def generated(
     plan: Plan, model: ModelFacts, cluster: Cluster, hosts: Hosts, *, template_dir: Path | None, job: dict[str, Any]
 ) -> dict[str, str]:
@@ -44,8 +57,9 @@ def generated(
     template = template_of(plan.chosen.configuration)
     config = render_json(template, config_values(plan, model, cluster), override=template_dir)
     _require_planned(template, config, plan, model)
+    _require_sound(template, config)
     return {
-        "ds_config.json": config_text(config),
+        "ds_config.json": config_text({SCHEMA_KEY: f"./{CONFIG_SCHEMA}", **config}),
         "job.yaml": render_yaml("job.yaml.j2", job_values(plan, cluster, **job)),
         "hostfile": hostfile.render(hosts),
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,9 @@ from dstrain.errors import InvalidConfig
 
 Pointer = tuple[str | int, ...]
 
-_SPACE = re.compile(r"(?:[ \t\r\n\ufeff]+|//[^\n]*|\#[^\n]*|/\*.*?\*/)*", re.DOTALL)
+SPACE = re.compile(r"(?:[ \t\r\n\ufeff]+|//[^\n]*|\#[^\n]*|/\*.*?\*/)*", re.DOTALL)
+"""White space and comments."""
+_COMMENT = re.compile(r"//|\#|/\*")
 _STRING = re.compile(r'"(?:[^"\\\x00-\x1f]|\\.)*"')
 _NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?", re.ASCII)
 _WORDS = {"true": True, "false": False, "null": None}
@@ -20,49 +23,105 @@ _MAX_DEPTH = 100
 """Levels of nesting; no configuration has ten, and Python's own stack ends at a thousand."""
 
 
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Where one value stands in a text, as offsets."""
+
+    key: int
+    """The start of its key; of the value itself for list items and the whole document."""
+    start: int
+    """The start of the value."""
+    end: int
+    """One past its last character."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Repeated:
+    """A key that stands a second time in its object."""
+
+    pointer: Pointer
+    """The key; its value is the last one, as Python's json takes it."""
+    first: int
+    """Offset of the one before."""
+    at: int
+    """Offset of the later one."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Document:
-    """A parsed file: its value, and where each key (for list items: each value) starts."""
+    """A parsed file: its value, and where each key and value stands."""
 
     value: Any
     """Dicts, lists, strings, numbers, booleans and None."""
     name: str
     """The file, as people should see it."""
-    positions: dict[Pointer, tuple[int, int]]
-    """Line and column, from 1, of every pointer."""
+    text: str
+    """The whole text."""
+    spans: Mapping[Pointer, Span]
+    """The place of every value."""
+    repeated: tuple[Repeated, ...]
+    """Keys that stand twice, in the order of the text."""
+    extras: Mapping[str, int]
+    """What plain JSON does not have (`a BOM`, `a comment`, `a trailing comma`): the offset of the first of each."""
+
+    def place(self, pointer: Pointer) -> tuple[int, int]:
+        """Returns line and column, from 1, of the deepest part of the pointer that exists."""
+        while pointer and pointer not in self.spans:
+            pointer = pointer[:-1]
+        return line_column(self.text, self.spans[pointer].key)
 
     def where(self, pointer: Pointer) -> str:
         """Returns `file:line:column` of the deepest part of the pointer that exists."""
-        while pointer and pointer not in self.positions:
-            pointer = pointer[:-1]
-        line, column = self.positions.get(pointer, (1, 1))
+        line, column = self.place(pointer)
         return f"{self.name}:{line}:{column}"
+
+
+class SyntaxProblem(InvalidConfig):
+    """A text that cannot be read, with its place."""
+
+    def __init__(self, problem: str, *, name: str, line: int, column: int) -> None:
+        super().__init__(f"{name}:{line}:{column}: {problem}")
+        self.bare = problem
+        self.line, self.column = line, column
+
+
+def line_column(text: str, at: int) -> tuple[int, int]:
+    """Returns line and column, from 1, of an offset; a BOM takes no column."""
+    start = text.rfind("\n", 0, at) + 1
+    before = text[start:at]
+    return text.count("\n", 0, at) + 1, len(before) - before.startswith("\ufeff") + 1
 
 
 class _Parser:
     def __init__(self, text: str, name: str) -> None:
         self.text, self.name, self.at = text, name, 0
-        self.positions: dict[Pointer, tuple[int, int]] = {}
+        self.spans: dict[Pointer, Span] = {}
+        self.repeated: list[Repeated] = []
+        self.extras: dict[str, int] = {"a BOM": 0} if text.startswith("\ufeff") else {}
 
-    def fail(self, problem: str, at: int | None = None) -> InvalidConfig:
-        line, column = self.place(self.at if at is None else at)
-        return InvalidConfig(f"{self.name}:{line}:{column}: {problem}")
-
-    def place(self, at: int) -> tuple[int, int]:
-        start = self.text.rfind("\n", 0, at) + 1
-        return self.text.count("\n", 0, at) + 1, at - start + 1
+    def fail(self, problem: str, at: int | None = None) -> SyntaxProblem:
+        line, column = line_column(self.text, self.at if at is None else at)
+        return SyntaxProblem(problem, name=self.name, line=line, column=column)
 
     def skip(self) -> str:
         """Moves past white space and comments; returns the next character, or "" at the end."""
-        match = _SPACE.match(self.text, self.at)
+        match = SPACE.match(self.text, self.at)
+        if match and match[0] and (comment := _COMMENT.search(match[0])):
+            self.extras.setdefault("a comment", self.at + comment.start())
         self.at = match.end() if match else self.at
         return self.text[self.at : self.at + 1]
 
-    def value(self, pointer: Pointer) -> Any:
+    def value(self, pointer: Pointer, key: int | None = None) -> Any:
+        """Returns the value that follows, and keeps its place; `key` is where its key began."""
         head = self.skip()
         if len(pointer) > _MAX_DEPTH:
             raise self.fail(f"this is nested more than {_MAX_DEPTH} levels deep")
-        self.positions.setdefault(pointer, self.place(self.at))
+        start = self.at
+        found = self.bare_value(pointer, head)
+        self.spans[pointer] = Span(start if key is None else key, start, self.at)
+        return found
+
+    def bare_value(self, pointer: Pointer, head: str) -> Any:
         if head == "{":
             return self.object(pointer)
         if head == "[":
@@ -111,16 +170,20 @@ class _Parser:
             key = self.string()
             here = (*pointer, key)
             if key in found:
-                line, _ = self.positions[here]
-                raise self.fail(f'the key "{key}" stands here again (first on line {line})', start)
-            self.positions[here] = self.place(start)
+                self.repeated.append(Repeated(pointer=here, first=self.spans[here].key, at=start))
+                self.forget(here)
             if self.skip() != ":":
                 raise self.fail(f'a colon is missing after "{key}"')
             self.at += 1
-            found[key] = self.value(here)
+            found[key] = self.value(here, start)
             self.separator("}")
         self.at += 1
         return found
+
+    def forget(self, pointer: Pointer) -> None:
+        """Drops the places below a key whose value does not count."""
+        for inner in [each for each in self.spans if each[: len(pointer)] == pointer]:
+            del self.spans[inner]
 
     def array(self, pointer: Pointer) -> list[Any]:
         self.at += 1
@@ -135,20 +198,45 @@ class _Parser:
         """Moves past one comma, which may be missing before the end."""
         head = self.skip()
         if head == ",":
+            comma = self.at
             self.at += 1
+            if self.skip() == end:
+                self.extras.setdefault("a trailing comma", comma)
         elif head != end:
             raise self.fail(f"a comma or {end} is missing here" if head else f"the file ends here; {end} is missing")
 
 
-def parse(text: str, name: str) -> Document:
-    """Returns the parsed text. Raises InvalidConfig with `name:line:column` for anything that is not JSON, even
-    tolerantly read, and for a key that stands twice.
+def read(text: str, name: str) -> Document:
+    """Returns the parsed text, keys that stand twice included. Raises SyntaxProblem for anything that is not JSON, even
+    tolerantly read.
 
-    >>> parse('{"a": [1, 2,], // two\\n}', "x.json").value
-    {'a': [1, 2]}
+    >>> read('{"a": 1, "a": 2, // two\\n}', "x.json").value
+    {'a': 2}
     """
     parser = _Parser(text, name)
     value = parser.value(())
     if parser.skip():
         raise parser.fail("the value has ended; nothing more may stand here")
-    return Document(value=value, name=name, positions=parser.positions)
+    return Document(
+        value=value,
+        name=name,
+        text=text,
+        spans=parser.spans,
+        repeated=tuple(parser.repeated),
+        extras=parser.extras,
+    )
+
+
+def parse(text: str, name: str) -> Document:
+    """Returns the parsed text as `read`, and raises InvalidConfig for a key that stands twice too.
+
+    >>> parse('{"a": [1, 2,], // two\\n}', "x.json").value
+    {'a': [1, 2]}
+    """
+    document = read(text, name)
+    for each in document.repeated:
+        line, column = line_column(text, each.at)
+        first, _ = line_column(text, each.first)
+        problem = f'the key "{each.pointer[-1]}" stands here again (first on line {first})'
+        raise SyntaxProblem(problem, name=name, line=line, column=column)
+    return document

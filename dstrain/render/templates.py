@@ -16,6 +16,9 @@ from dstrain.errors import InvalidConfig, did_you_mean
 from dstrain.paths import shipped
 from dstrain.render import jsonc
 
+_REASON = re.compile(r'\{#(?P<why>(?:(?!#\}).)*)#\}\s*"(?P<key>\w+)":', re.DOTALL)
+"""A comment right above a key."""
+
 
 def _environment(folders: list[Path], escape: Callable[[Any], str]) -> Environment:
     return Environment(
@@ -100,6 +103,18 @@ def template_texts(names: Iterable[str], *, override: Path | None = None) -> dic
             raise InvalidConfig(f'there is no template "{name}"', hint=did_you_mean(name, template_names()))
         found[name] = path.read_text(encoding="utf-8")
         waiting += re.findall(r'{%-?\s*include\s+"([^"]+)"', found[name])
+    return found
+
+
+def reasons_in(name: str, *, override: Path | None = None) -> dict[str, str]:
+    """Returns why a template and its partials write a key: key name to the comment right above its line.
+
+    The first comment of a file is about the file.
+    """
+    found: dict[str, str] = {}
+    for text in template_texts([name], override=override).values():
+        for match in _REASON.finditer(text, 1):
+            found[match["key"]] = " ".join(match["why"].split())
     return found
 
 

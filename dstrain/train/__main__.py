@@ -92,10 +92,23 @@ def _sinks(given: Given, rank: Rank, resume: Resume | None) -> list[Guarded]:
         name=job.monitor.name or given.run_dir.path.name,
         mode=decide_mode(job.monitor.mode, os.environ, logged_in=has_login(Path.home())),
         run_dir=given.run_dir.path,
-        config={"job": config, "ds_config": given.ds_config, "ranks": rank.world_size},
+        config={"job": config, "ds_config": given.ds_config, "ranks": rank.world_size, **_edits(given.run_dir)},
         is_resumed=resume is not None,
     )
     return open_sinks(job.monitor.sinks, setup, rank.say)
+
+
+def _edits(run_dir: RunDir) -> dict[str, Any]:
+    """Returns what was edited by hand, as the sinks have it: by file and key; nothing where that is not known."""
+    try:
+        edits = json.loads(run_dir.edits.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    found: dict[str, Any] = {}
+    for each in edits:
+        values = {name: each[name] for name in ("base", "yours") if name in each}
+        found.setdefault(each["file"], {})[each["key"]] = values
+    return {"edits": found}
 
 
 def main(run_dir: Path) -> None:

@@ -13,14 +13,17 @@ import pytest
 Type = Callable[..., Any]
 PLAN = ("gen-config", "--gpus", "16", "--model", "qwen3-32b")
 
+OWN = {".dstrain/lock.json", ".dstrain/ds_config.schema.json", ".dstrain/job.schema.json"}
+WRITTEN = {"ds_config.json", "job.yaml", "hostfile", *OWN}
+
 
 def files(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
 
 
-def test_it_writes_four_files(dstrain: Type, tmp_path: Path) -> None:
+def test_it_writes_three_files_to_edit_and_three_of_its_own(dstrain: Type, tmp_path: Path) -> None:
     assert dstrain(*PLAN).returncode == 0
-    assert files(tmp_path) == {"ds_config.json", "job.yaml", "hostfile", ".dstrain/lock.json"}
+    assert files(tmp_path) == WRITTEN
 
 
 def test_the_first_line_of_next_names_the_placeholders(dstrain: Type) -> None:
@@ -58,7 +61,7 @@ def test_json_holds_the_plan_with_parts_that_sum_up(dstrain: Type) -> None:
 def test_json_embeds_the_document_of_plan(dstrain: Type) -> None:
     found = json.loads(dstrain(*PLAN, "--json", "--dry-run").stdout)
     planned = json.loads(dstrain("plan", *PLAN[1:], "--json").stdout)
-    assert set(found) - set(planned) == {"notes", "files"}
+    assert set(found) - set(planned) == {"notes", "files", "conflicts"}
     assert set(planned) <= set(found)
     assert {*planned["plans"][0]} == {*found["plans"][0]}
 
@@ -89,15 +92,161 @@ def test_running_it_twice_changes_nothing(dstrain: Type) -> None:
     assert "nothing changed" in dstrain(*PLAN).stderr
 
 
-def test_an_edited_file_is_kept_and_the_exit_code_is_6(dstrain: Type, tmp_path: Path) -> None:
+def edit(path: Path, old: str, new: str) -> None:
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new, 1))
+
+
+def test_edits_stay_and_the_rest_follows(dstrain: Type, tmp_path: Path) -> None:
     dstrain(*PLAN)
-    edited = (tmp_path / "ds_config.json").read_text().replace("true", "false", 1)
-    (tmp_path / "ds_config.json").write_text(edited)
-    done = dstrain(*PLAN, "--seq-len", "2048")
+    edit(tmp_path / "ds_config.json", '"overlap_comm": true,', '"overlap_comm": false,  // mine')
+    edit(tmp_path / "job.yaml", "seed: 42", "seed: 7  # mine")
+    assert dstrain(*PLAN, "--seq-len", "2048").returncode == 0
+    assert '"overlap_comm": false,  // mine' in (tmp_path / "ds_config.json").read_text()
+    job = (tmp_path / "job.yaml").read_text()
+    assert ("seed: 7  # mine" in job, "seq_len: 2048" in job) == (True, True)
+
+
+def conflict(dstrain: Type, tmp_path: Path, *words: str) -> Any:
+    """Returns what gen-config says when seq_len is 3000 by hand and 2048 by dstrain."""
+    dstrain(*PLAN)
+    edit(tmp_path / "job.yaml", "seq_len: 4096", "seq_len: 3000  # mine")
+    return dstrain("gen-config", "--seq-len", "2048", *words)
+
+
+def test_a_conflict_keeps_yours_and_the_exit_code_is_6(dstrain: Type, tmp_path: Path) -> None:
+    done = conflict(dstrain, tmp_path)
     assert done.returncode == 6
-    assert "mv ds_config.json ds_config.json.mine" in done.stderr
-    assert (tmp_path / "ds_config.json").read_text() == edited
+    assert "because this time it is --seq-len 2048" in done.stderr
+    assert "  seq_len  3000   2048  it was 4096\n" in done.stderr
+    assert "seq_len: 3000  # mine" in (tmp_path / "job.yaml").read_text()
+    assert "seq_len: 2048" in (tmp_path / "job.yaml.new").read_text()
+
+
+def test_a_conflict_is_told_once_and_can_be_settled_later(dstrain: Type, tmp_path: Path) -> None:
+    conflict(dstrain, tmp_path)
+    again = dstrain("gen-config")
+    assert (again.returncode, "open since an earlier conflict" in again.stderr) == (0, True)
+    assert "seq_len: 3000" in (tmp_path / "job.yaml").read_text()
+    assert dstrain("gen-config", "--on-conflict", "new").returncode == 0
+    assert "seq_len: 2048  # mine" in (tmp_path / "job.yaml").read_text()
+    assert "open" not in dstrain("gen-config").stderr.split("wrote")[-1].split("nothing changed")[-1]
+
+
+@pytest.mark.parametrize(("choice", "text"), [("keep", "seq_len: 3000"), ("new", "seq_len: 2048")])
+def test_a_conflict_can_be_decided_beforehand(dstrain: Type, tmp_path: Path, choice: str, text: str) -> None:
+    assert conflict(dstrain, tmp_path, "--on-conflict", choice).returncode == 0
+    assert text in (tmp_path / "job.yaml").read_text()
+    assert not (tmp_path / "job.yaml.new").exists()
+
+
+def test_nothing_is_asked_where_nobody_can_answer(dstrain: Type, tmp_path: Path) -> None:
+    done = conflict(dstrain, tmp_path, "--on-conflict", "ask")
+    assert (done.returncode, "needs a terminal" in done.stderr) == (2, True)
+
+
+def test_force_replaces_the_file_and_keeps_a_copy(dstrain: Type, tmp_path: Path) -> None:
+    assert conflict(dstrain, tmp_path, "--force").returncode == 0
+    assert "seq_len: 2048" in (tmp_path / "job.yaml").read_text()
+    assert "seq_len: 3000  # mine" in (tmp_path / "job.yaml.bak").read_text()
+
+
+def test_a_dry_run_shows_a_conflict_and_writes_nothing(dstrain: Type, tmp_path: Path) -> None:
+    done = conflict(dstrain, tmp_path, "--json", "--diff")
+    found = json.loads(done.stdout)
+    assert done.returncode == 6
+    assert [(each["file"], each["key"], each["yours"], each["new"]) for each in found["conflicts"]] == [
+        ("job.yaml", "seq_len", 3000, 2048)
+    ]
+    assert "seq_len: 3000  # mine" in found["files"]["job.yaml"]
+    assert files(tmp_path) == WRITTEN
+
+
+def test_dry_run_prints_the_merged_configuration(dstrain: Type, tmp_path: Path) -> None:
+    dstrain(*PLAN)
+    edit(tmp_path / "ds_config.json", "{\n", "{\n  // mine\n")
+    assert dstrain("gen-config", "-n").stdout.startswith("{\n  // mine\n")
+
+
+def test_a_key_you_deleted_stays_deleted(dstrain: Type, tmp_path: Path) -> None:
+    dstrain(*PLAN)
+    edit(tmp_path / "job.yaml", "seed: 42\n", "")
+    dstrain(*PLAN, "--seq-len", "2048")
+    assert "seed:" not in (tmp_path / "job.yaml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "place"), [("ds_config.json", '{"a": }', "1:7"), ("job.yaml", "a: 1\nb: [\n", "3:1")]
+)
+def test_a_file_that_cannot_be_read_is_named_and_nothing_is_written(
+    dstrain: Type, tmp_path: Path, name: str, text: str, place: str
+) -> None:
+    dstrain(*PLAN)
+    (tmp_path / name).write_text(text)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    done = dstrain("gen-config", "--seq-len", "2048")
+    assert (done.returncode, f"{name}:{place}: " in done.stderr) == (3, True), done.stderr
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+def test_a_file_without_a_lock_is_not_overwritten(dstrain: Type, tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text("model: mine\n")
+    done = dstrain(*PLAN)
+    assert (done.returncode, "dstrain adopt" in done.stderr) == (6, True)
+    assert files(tmp_path) == {"job.yaml"}
+
+
+def test_without_a_model_the_last_inputs_are_repeated(dstrain: Type, tmp_path: Path) -> None:
+    dstrain(*PLAN, "--seq-len", "2048", "--method", "lora", "--no-grad-ckpt")
+    done = dstrain("gen-config")
+    assert "as the last time: --gpus 16 --seq-len 2048 --method lora --no-grad-ckpt" in done.stderr.replace(
+        " --model qwen3-32b", ""
+    )
+    assert "nothing changed" in done.stderr
+
+
+def test_what_is_typed_replaces_an_input_of_the_last_time(dstrain: Type, tmp_path: Path) -> None:
+    dstrain(*PLAN, "--seq-len", "2048")
+    dstrain("gen-config", "--seq-len", "1024")
+    lock = json.loads((tmp_path / ".dstrain" / "lock.json").read_text())
+    assert lock["inputs"] == {"model": "qwen3-32b", "gpus": 16, "seq_len": 1024}
+
+
+def test_with_a_model_nothing_is_repeated(dstrain: Type, tmp_path: Path) -> None:
+    dstrain(*PLAN, "--seq-len", "2048")
+    dstrain(*PLAN)
     assert "seq_len: 4096" in (tmp_path / "job.yaml").read_text()
+
+
+def test_without_a_model_and_a_lock_it_is_a_usage_error(dstrain: Type, tmp_path: Path) -> None:
+    done = dstrain("gen-config", "--gpus", "16")
+    assert (done.returncode, "--model" in done.stderr) == (2, True)
+
+
+def test_paths_of_the_last_time_are_found_from_another_folder(dstrain: Type, tmp_path: Path) -> None:
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "nodes").write_text("gpu01 slots=8\ngpu02 slots=8\n")
+    (tmp_path / "runs" / "train.jsonl").write_text('{"text": "a"}\n')
+    dstrain(*PLAN, "--hostfile", "runs/nodes", "--data", "runs/train.jsonl", "-o", "runs")
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    done = dstrain("gen-config", "-o", "../runs", cwd=elsewhere)
+    assert (done.returncode, "nothing changed" in done.stderr) == (0, True), done.stderr
+    assert 'data: "train.jsonl"' in (tmp_path / "runs" / "job.yaml").read_text()
+
+
+def test_the_gpus_of_the_last_time_are_used_where_none_are_found_now(dstrain: Type, tmp_path: Path) -> None:
+    dstrain("gen-config", "--gpus", "4", "--gpu", "h100", "--model", "qwen3-8b", "--host-memory", "512GiB")
+    path = tmp_path / ".dstrain" / "lock.json"
+    lock = json.loads(path.read_text())
+    lock["cluster"]["gpu_origin"] = "measured"
+    lock["inputs"] = {"model": "qwen3-8b"}
+    path.write_text(json.dumps(lock))
+    done = dstrain("gen-config")
+    assert "planning for the 4 × h100" in done.stderr
+    again = json.loads(path.read_text())["cluster"]
+    assert again == lock["cluster"]
 
 
 def test_a_files_mode_is_kept(dstrain: Type, tmp_path: Path) -> None:

@@ -104,9 +104,9 @@ def test_two_hosts_are_launched_by_pdsh(dstrain: Type, job: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        ('data: "train.jsonl"', "data: null", "job.yaml:6:1: data is not set"),
-        ('data: "train.jsonl"', "data: none.jsonl", "job.yaml:6:1: data: "),
-        ('model: "./model"', "model: ./mode", "job.yaml:4:1: model is "),
+        ('data: "train.jsonl"', "data: null", "job.yaml:7:1: data is not set"),
+        ('data: "train.jsonl"', "data: none.jsonl", "job.yaml:7:1: data: "),
+        ('model: "./model"', "model: ./mode", "job.yaml:5:1: model is "),
         ("learning_rate: ", "learning_rat: ", 'did you mean "learning_rate"?'),
         ("hostfile: hostfile", "hostfile: hosts", "no such file"),
         ("ds_config: ds_config.json", "ds_config: ds.json", "no such file"),
@@ -157,7 +157,7 @@ def test_a_literal_that_contradicts_the_job_names_both_places(dstrain: Type, job
     change(job.parent / "ds_config.json", '"gradient_clipping": "auto"', '"gradient_clipping": 0.3')
     done = dstrain("run")
     assert done.returncode == 3
-    assert "ds_config.json:5:3" in done.stderr
+    assert "ds_config.json:6:3" in done.stderr
     assert "job.yaml:" in done.stderr
 
 
@@ -183,3 +183,12 @@ def test_an_output_folder_that_cannot_be_written_is_named(dstrain: Type, job: Pa
 def test_a_missing_job_says_how_to_make_one(dstrain: Type) -> None:
     done = dstrain("run")
     assert (done.returncode, "gen-config" in done.stderr) == (3, True)
+
+
+def test_hand_edits_are_on_record_with_the_run(dstrain: Type, job: Path) -> None:
+    change(job, "seed: 42", "seed: 7")
+    # what is written is written before the ranks start; they end at once, for the weights are empty
+    dstrain("run")
+    assert json.loads((job.parent / "output" / "edits.json").read_text()) == [
+        {"file": "job.yaml", "key": "seed", "pointer": ["seed"], "base": 42, "yours": 7}
+    ]

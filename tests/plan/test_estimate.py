@@ -65,3 +65,11 @@ def test_what_was_measured_takes_the_place_of_constants() -> None:
     assert needs.breakdown_bytes.context == 3 * GIB
     assert needs.reserved_bytes_per_gpu == pytest.approx(1.25 * needs.live_bytes_per_gpu, abs=1)
     assert needs.device_bytes_per_gpu == needs.reserved_bytes_per_gpu + 3 * GIB
+
+
+def test_other_names_and_old_forms_are_read_as_the_engine_reads_them() -> None:
+    zero = {"stage": 3, "overlap_comm": None, "prefetch_bucket_size": 7, "cpu_offload": True}
+    found = read(zero_optimization=zero)
+    assert found.overlap_comm is True
+    assert found.prefetch_bucket_size == 7
+    assert found.offload is Offload.OPTIMIZER

@@ -45,7 +45,7 @@ def make_run(folder: Path, demo: Path, *, zero: Mapping[str, Any] | None = None,
         "zero_allow_untested_optimizer": True,
         "zero_optimization": (stage3 if section["stage"] == 3 else {}) | section,
     }
-    (folder / "ds_config.json").write_text(json.dumps(config))
+    (folder / "ds_config.resolved.json").write_text(json.dumps(config))
     return folder
 
 

@@ -1,0 +1,93 @@
+"""`dstrain adopt`: files that dstrain did not write count as generated from now on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import click
+
+from dstrain import __version__
+from dstrain.cli.console import answer_json, say
+from dstrain.errors import InvalidConfig
+from dstrain.jobfile import read_job
+from dstrain.launch.known import known
+from dstrain.launch.linting import Known, lint, refused
+from dstrain.render import edit
+from dstrain.render.lint import check
+from dstrain.render.lint.finding import lines
+from dstrain.render.lock import GENERATED, LOCK, Lock, installed, read_lock, standing, write_files
+
+
+@click.command("adopt", short_help="Let files that dstrain did not write count as generated.")
+@click.argument("folder", type=click.Path(path_type=Path, file_okay=False), default=".")
+@click.option("-n", "--dry-run", is_flag=True, help="Check the files, say what would be adopted, and write nothing.")
+@click.option("--json", "as_json", is_flag=True, help="Print what was adopted as JSON to stdout.")
+def command(folder: Path, dry_run: bool, as_json: bool) -> None:
+    """Let ds_config.json, job.yaml and hostfile of a folder count as generated, as they stand there now.
+
+    The files are not changed; .dstrain/lock.json remembers them. What you change from now on survives the next
+    gen-config, and the rest follows it. Files that dstrain generated already are left as they are: your edits in them
+    stay edits.
+
+    \b
+    Example:
+      dstrain adopt
+      dstrain adopt runs/old
+    """
+    before = read_lock(folder)
+    base = before.base if before else {}
+    files = {name: text for name, text in standing(folder, GENERATED).items() if name not in base}
+    if not files and not base:
+        raise InvalidConfig(
+            f"{folder}: none of {', '.join(GENERATED)} is there",
+            hint="dstrain gen-config --model NAME writes them; or name the folder that has them.",
+        )
+    _lint(folder)
+    if files and not dry_run:
+        write_files(folder, _lock(before, files), {}, {})
+    if as_json:
+        answer_json({"schema": 1, "folder": str(folder), "adopted": [str(folder / name) for name in files]})
+    _tell(folder, list(files), dry_run=dry_run)
+
+
+def _lint(folder: Path) -> None:
+    """Says what lint finds. Raises InvalidConfig for errors, and for a file that cannot be read."""
+    problems = []
+    for name, text in standing(folder, GENERATED).items():
+        try:
+            edit.read(text, str(folder / name))
+        except InvalidConfig as error:
+            problems.append(error.problem)
+    if problems:
+        raise InvalidConfig("\n".join(problems), hint="Mend the files, then adopt them.")
+    path, job = folder / "ds_config.json", folder / "job.yaml"
+    if not path.is_file():
+        return
+    linted = lint(known(read_job(job), folder) if job.is_file() else Known(), path)
+    if check.errors(linted.findings):
+        raise refused(linted.findings)
+    for finding in linted.findings:
+        say("\n".join(lines(finding)))
+
+
+def _lock(before: Lock | None, files: dict[str, str]) -> Lock:
+    """Returns the lock with the files as base; what it knew already stays."""
+    if before is not None:
+        return replace(before, base={**before.base, **files})
+    return Lock(dstrain=__version__, deepspeed=installed("deepspeed"), base=files)
+
+
+def _tell(folder: Path, names: list[str], *, dry_run: bool) -> None:
+    """Says what was adopted and what that means."""
+    if not names:
+        say("nothing to adopt: dstrain knows these files already")
+        return
+    verb = "would adopt" if dry_run else "adopted"
+    say(f"{verb} {', '.join(str(folder / name) for name in names)}")
+    if dry_run:
+        return
+    say(f"What stands now counts as generated ({folder / LOCK}); what you change from now on survives.")
+    say("A key that the next gen-config writes otherwise, or not at all, follows it, unless you change it before.")
+    place = "" if folder == Path() else f" -o {folder}"
+    say(f"next: dstrain gen-config{place} --model NAME --diff")

@@ -1,0 +1,126 @@
+"""`dstrain diff`: the manual edits, and what each does to memory and speed."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import click
+
+from dstrain.cli.conflicts import shown
+from dstrain.cli.console import answer, answer_json, say
+from dstrain.cli.edit_effects import Effects, Measured, effects
+from dstrain.errors import InvalidConfig
+from dstrain.plan.effect import Effect
+from dstrain.render import manual
+from dstrain.render.lock import LOCK, read_lock, standing
+from dstrain.render.manual import manual_edits
+from dstrain.render.merge import dotted
+from dstrain.units import GIB, format_bytes
+
+
+@click.command("diff", short_help="List your edits, and what each does to memory and speed.")
+@click.argument("folder", type=click.Path(path_type=Path, file_okay=False), default=".")
+@click.option("--json", "as_json", is_flag=True, help="Print the edits as JSON.")
+def command(folder: Path, as_json: bool) -> None:
+    """List what you edited since the files of a folder were generated, and what each edit does to memory and speed.
+
+    Each edit alone is estimated beside the files as they were generated, for the model and the machines of that time,
+    and then all edits together. Writes nothing.
+
+    \b
+    Example:
+      dstrain diff
+      dstrain diff runs/qwen3 --json
+    """
+    lock = read_lock(folder)
+    if lock is None:
+        raise InvalidConfig(
+            f"{folder / LOCK}: no such file, so nobody knows what was generated",
+            hint="dstrain gen-config writes it with the files; dstrain adopt for files of your own.",
+        )
+    edits = manual_edits(folder, lock)
+    gone = [name for name in lock.base if name not in standing(folder, lock.base)]
+    found = effects(folder, lock, edits)
+    if as_json:
+        answer_json(_document(folder, found, gone))
+        return
+    for name in gone:
+        answer(f"{folder / name}: removed by you; gen-config writes it again")
+    if not edits and not gone:
+        answer("no edits: the files are as they were generated")
+        return
+    for line in _lines(folder, found):
+        answer(line)
+    if found.reason is not None:
+        say(f"no estimate: {found.reason}")
+
+
+def _lines(folder: Path, found: Effects) -> list[str]:
+    """Returns the edits by file, what each does, and what all of them do."""
+    rows = [
+        (each, f"{dotted(each.edit.pointer)} {shown(each.edit.base)} → {shown(each.edit.yours)}")
+        for each in found.edits
+    ]
+    lines: list[str] = []
+    for name in dict.fromkeys(each.edit.file for each, _ in rows):
+        lines.append(str(folder / name))
+        lines += [f"  {text}{_told(each, found)}" for each, text in rows if each.edit.file == name]
+    if found.together is not None:
+        lines.append(f"all together: {effect_text(found.together)}")
+    return lines
+
+
+def _told(each: Measured, found: Effects) -> str:
+    if each.effect is not None:
+        return f": {effect_text(each.effect)}"
+    return "" if each.note is None or found.reason is not None else f": {each.note}"
+
+
+def effect_text(each: Effect) -> str:
+    """Returns an effect as people read it.
+
+    >>> effect_text(Effect(device_bytes_per_gpu=-429496730, host_bytes_per_node=0, step_ratio=0.06, tokens_ratio=-0.057,
+    ...     fits_before=True, fits=True))
+    '−0.4 GiB, +6 % step time'
+    """
+    parts = [_bytes(each.device_bytes_per_gpu, "")]
+    if each.host_bytes_per_node:
+        parts.append(_bytes(each.host_bytes_per_node, " of RAM a node"))
+    if each.step_ratio is not None and each.tokens_ratio is not None:
+        parts.append(_percent(each.step_ratio, "step time"))
+        if abs((1 + each.step_ratio) * (1 + each.tokens_ratio) - 1) > 5e-3:  # a step has other tokens now
+            parts.append(_percent(each.tokens_ratio, "tokens/s"))
+    if each.fits != each.fits_before:
+        parts.append("fits now" if each.fits else "no longer fits")
+    return ", ".join(parts)
+
+
+def _bytes(count: int, what: str) -> str:
+    size = f"{abs(count) / GIB:.1f} GiB" if abs(count) >= GIB / 20 or not count else format_bytes(abs(count))
+    return f"{_sign(count)}{size}{what}"
+
+
+def _percent(ratio: float, what: str) -> str:
+    rounded = round(100 * ratio) if abs(ratio) >= 0.095 else round(100 * ratio, 1)
+    return f"{_sign(rounded)}{abs(rounded):g} % {what}"
+
+
+def _sign(number: float) -> str:
+    return "+" if number > 0 else "−" if number < 0 else "±"
+
+
+def _document(folder: Path, found: Effects, gone: list[str]) -> dict[str, Any]:
+    listed = [
+        {**row, "effect": asdict(each.effect) if each.effect else None, "note": each.note}
+        for row, each in zip(manual.document([each.edit for each in found.edits]), found.edits, strict=True)
+    ]
+    return {
+        "schema": 1,
+        "folder": str(folder),
+        "edits": listed,
+        "removed_files": gone,
+        "together": asdict(found.together) if found.together else None,
+        "reason": found.reason,
+    }

@@ -1,0 +1,119 @@
+"""`dstrain explain`: a key of ds_config.json, or a whole file, in words and numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from dstrain.cli.console import answer, answer_json
+from dstrain.errors import DstrainError, InvalidConfig
+from dstrain.render.named import named
+
+if TYPE_CHECKING:
+    from dstrain.launch.linting import Known
+    from dstrain.render.explain_key import Here
+
+CONFIG, JOB = "ds_config.json", "job.yaml"
+
+
+@click.command("explain", short_help="Explain a key of ds_config.json, or a whole file.")
+@click.argument("subject", metavar="[KEY | FILE]", default=CONFIG)
+@click.option("--job", type=click.Path(path_type=Path), help="Job file.  [default: job.yaml here, or beside FILE]")
+@click.option("--json", "as_json", is_flag=True, help="Print the answer as JSON.")
+def command(subject: str, job: Path | None, as_json: bool) -> None:
+    """Explain a key of a DeepSpeed configuration, or a whole file; without either, ds_config.json here.
+
+    A key may be a path (zero_optimization.overlap_comm), a JSON pointer, or the end of a path where that is the only
+    one. Where there is a job, what dstrain would choose for it, and what each value costs beside the file as it stands.
+
+    \b
+    Example:
+      dstrain explain overlap_comm
+      dstrain explain ds_config.json --json
+    """
+    if _is_file(subject):
+        _explain_file(Path(subject), job, as_json=as_json)
+    else:
+        _explain_key(subject, job, as_json=as_json)
+
+
+def _is_file(subject: str) -> bool:
+    return subject.endswith((".json", ".jsonc", ".hjson")) or Path(subject).is_file()
+
+
+def _explain_key(subject: str, job: Path | None, *, as_json: bool) -> None:
+    from dstrain.cli import explain_key_text as text
+
+    pointer, key = named(subject)
+    here, missing = _here(job)
+    found = text.explained(pointer, key, here, missing)
+    if as_json:
+        answer_json(text.document(found))
+    else:
+        answer("\n".join(text.lines(found)))
+
+
+def _explain_file(path: Path, job: Path | None, *, as_json: bool) -> None:
+    from dstrain.cli import explain_file_text as text
+    from dstrain.launch.linting import read_text
+    from dstrain.render import jsonc
+
+    document = jsonc.parse(read_text(path), str(path))
+    if not isinstance(document.value, dict):
+        raise InvalidConfig(f"{document.where(())}: a configuration is an object in braces")
+    known, missing = _known(job, path)
+    found = text.explained(path, document.value, known, missing)
+    if as_json:
+        answer_json(text.document(found))
+    else:
+        answer("\n".join(text.lines(found)))
+
+
+def _known(job: Path | None, config: Path | None) -> tuple[Known | None, str | None]:
+    """Returns what is known of the job of a configuration, or None and what is missing."""
+    from dstrain.jobfile import read_job
+    from dstrain.launch.known import known
+
+    path = job or (config.parent if config else Path()) / JOB
+    if job is None and not path.is_file():
+        return None, f"there is no {path}; dstrain gen-config writes one, or name yours with --job"
+    file = read_job(path)
+    theirs = Path(file.job.ds_config)
+    if job is None and config is not None and config.resolve() != theirs:
+        return None, f"{path} is about another configuration ({theirs.name})"
+    return known(file, theirs.parent), None
+
+
+def _here(job: Path | None) -> tuple[Here | None, str | None]:
+    """Returns the job here with its configuration, or None and what is missing for numbers."""
+    from dstrain.cli.explain_text import unknown_model
+    from dstrain.facts import calibration
+    from dstrain.launch.known import request_of
+    from dstrain.launch.linting import read_text
+    from dstrain.render import jsonc
+    from dstrain.render.explain_key import Here
+
+    known, missing = _known(job, None)
+    if known is None or known.job is None:
+        return None, missing
+    if known.model is None or known.cluster is None:
+        return None, unknown_model(known.job.job.model)
+    try:
+        path = Path(known.job.job.ds_config)
+        config = jsonc.parse(read_text(path), path.name).value
+    except DstrainError as error:
+        return None, error.problem
+    if not isinstance(config, dict):
+        return None, f"{path.name} is no object"
+    return (
+        Here(
+            config=config,
+            request=request_of(known.job.job),
+            model=known.model,
+            cluster=known.cluster,
+            calibration=calibration.read(),
+        ),
+        None,
+    )

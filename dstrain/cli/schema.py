@@ -1,0 +1,28 @@
+"""`dstrain schema`: the JSON schemas by which editors complete, explain and check the files."""
+
+from __future__ import annotations
+
+import click
+
+from dstrain.cli.console import answer
+from dstrain.render import schema
+
+
+@click.command("schema", short_help="Print the JSON schema of ds_config.json or job.yaml.")
+@click.option("--job", "of_job", is_flag=True, help="That of job.yaml instead.")
+def command(of_job: bool) -> None:
+    """Print the JSON schema of ds_config.json, or with --job that of job.yaml: keys, types, defaults, meanings.
+
+    gen-config writes both below .dstrain/, and its files name them, so an editor finds them by itself. Into files of
+    your own, write these first lines:
+
+    \b
+      "$schema": "./.dstrain/ds_config.schema.json",
+      # yaml-language-server: $schema=./.dstrain/job.schema.json
+
+    \b
+    Example:
+      mkdir -p .dstrain && dstrain schema > .dstrain/ds_config.schema.json
+      dstrain schema --job > .dstrain/job.schema.json
+    """
+    answer(schema.text(schema.job_schema() if of_job else schema.config_schema()))

@@ -1,0 +1,122 @@
+"""What is known of a job before it runs: its model, its machines, and what its configuration needs."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from dstrain.errors import EnvironmentProblem, InvalidConfig
+from dstrain.facts import cluster as clusters
+from dstrain.facts import gpus, probe
+from dstrain.facts.cluster import Cluster, Origin
+from dstrain.facts.hostfile import Host, Hosts
+from dstrain.facts.model import ModelFacts
+from dstrain.job import Job
+from dstrain.jobfile import JobFile
+from dstrain.launch.command import is_this_machine
+from dstrain.launch.linting import HOSTFILE, SLOTS, Known, hostfile_finding, of_hostfile
+from dstrain.launch.machine import names as machine_names
+from dstrain.plan.request import Request
+from dstrain.render.lint.finding import Finding
+from dstrain.render.lock import read_lock
+
+ACCELERATOR = "DS_ACCELERATOR"
+"""DeepSpeed's own switch: `cpu` trains without GPUs."""
+
+
+def known(file: JobFile, folder: Path) -> Known:
+    """Returns what is known of a job without running it; `folder` is where its configuration stands.
+
+    Where this machine has no GPU, the machines are those that the plan beside it was made for.
+    """
+    job = file.job
+    model, _ = model_of(job)
+    lock = read_lock(folder)
+    planned = lock.cluster if lock is not None else None
+    findings: list[Finding] = []
+    hosts = Hosts(hosts=(Host(name="localhost", slots=max(1, len(probe.local_gpus()))),), name="this machine")
+    if job.hostfile is not None:
+        try:
+            hosts = probe.read_hostfile(Path(job.hostfile))
+        except InvalidConfig as error:
+            findings = of_hostfile(error)
+        else:
+            findings = of_hosts(hosts, planned.num_gpus if planned else None, len(probe.local_gpus()))
+    on_cpu = {**os.environ, **job.env}.get(ACCELERATOR) == "cpu"
+    is_local = len(hosts.hosts) == 1 and is_this_machine(hosts.hosts[0].name, machine_names())
+    found = machines(hosts, on_cpu=on_cpu, is_local=is_local, planned=planned)
+    return Known(job=file, hosts=hosts, model=model, cluster=found, findings=tuple(findings))
+
+
+def of_hosts(hosts: Hosts, num_planned: int | None, num_here: int) -> list[Finding]:
+    """Returns what is wrong with the slots of a hostfile that can be read."""
+    found = []
+    if hosts.placeholder_lines:
+        problem = f"{hosts.hosts[0].name} is a placeholder, not a host"
+        found.append(
+            (HOSTFILE, hosts.placeholder_lines[0], problem, "dstrain run refuses it", "write your nodes there")
+        )
+    elif num_planned is not None and hosts.num_slots != num_planned:
+        problem = f"{hosts.num_slots} slots altogether, and the plan is for {num_planned} GPUs"
+        effect = "the samples of a step change with the ranks"
+        found.append((SLOTS, 1, problem, effect, f"dstrain gen-config --gpus {hosts.num_slots} plans for these"))
+    first = hosts.hosts[0]
+    is_here = len(hosts.hosts) == 1 and is_this_machine(first.name, machine_names())
+    if is_here and 0 < num_here < first.slots:
+        problem = f"{first.name} has {first.slots} slots, and this machine shows {num_here} GPUs"
+        effect = "dstrain run refuses it; DeepSpeed would start ranks without a GPU"
+        found.append((SLOTS, first.line or 1, problem, effect, f"write slots={num_here}"))
+    return [hostfile_finding(rule, hosts.name, line, said, why, fix) for rule, line, said, why, fix in found]
+
+
+def model_of(job: Job) -> tuple[ModelFacts | None, list[str]]:
+    """Returns the facts of the model, or None and a line that says why there is no estimate."""
+    try:
+        return probe.read_model(job.model, hub=job.hub), []
+    except (InvalidConfig, EnvironmentProblem) as error:
+        return None, [f"no estimate of memory: {error.problem}"]
+
+
+def machines(hosts: Hosts, *, on_cpu: bool, is_local: bool, planned: Cluster | None = None) -> Cluster:
+    """Returns the machines as far as this one tells: its smallest GPU stands for all; where it has none, what was
+    `planned` for does."""
+    local = probe.local_gpus()
+    if on_cpu:
+        gpu, origin = gpus.gpu("cpu"), Origin.GIVEN
+    elif local:
+        smallest = min(local, key=lambda each: each.memory_mib)
+        try:
+            gpu = gpus.from_nvml_name(smallest.name, smallest.memory_mib)
+        except InvalidConfig:
+            gpu = gpus.unlisted(smallest.name, smallest.memory_mib)
+        origin = Origin.MEASURED
+    elif planned is not None:
+        gpu, origin = planned.gpu, planned.gpu_origin
+    else:
+        gpu, origin = gpus.gpu("a100-80g"), Origin.ASSUMED
+    memory, memory_origin = probe.host_memory_bytes() if is_local else None, Origin.MEASURED
+    if planned is not None and not local and not on_cpu:
+        memory, memory_origin = planned.host_memory_bytes, planned.host_memory_origin
+    return clusters.describe(
+        gpu=gpu,
+        gpu_origin=origin,
+        gpus=None,
+        hosts=hosts,
+        host_memory_bytes=memory,
+        host_memory_origin=memory_origin,
+    )
+
+
+def request_of(job: Job) -> Request:
+    """Returns the job as a complete request."""
+    return Request(
+        method=job.method,
+        lora=job.lora,
+        seq_len=job.seq_len,
+        micro_batch=job.micro_batch,
+        grad_accum=job.grad_accum,
+        grad_ckpt=job.grad_ckpt,
+        precision=job.precision,
+        attn=job.attn,
+        packing=job.packing,
+    )

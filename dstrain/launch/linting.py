@@ -1,0 +1,177 @@
+"""Linting a file with everything that is known of its job: read, checked by the rules, and by the planner."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dstrain.errors import InvalidConfig, did_you_mean
+from dstrain.paths import shown
+from dstrain.render.lint import check
+from dstrain.render.lint.finding import Finding, Severity, lines
+from dstrain.render.lint.reading import NO_OBJECT, SYNTAX
+from dstrain.render.lint.subject import Subject
+
+if TYPE_CHECKING:
+    from dstrain.facts.cluster import Cluster
+    from dstrain.facts.hostfile import Hosts
+    from dstrain.facts.model import ModelFacts
+    from dstrain.jobfile import JobFile
+    from dstrain.plan.plan import Estimate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Known:
+    """What is known beside the configuration."""
+
+    job: JobFile | None = None
+    """The job."""
+    hosts: Hosts | None = None
+    """Its machines' names and slots."""
+    model: ModelFacts | None = None
+    """Its model."""
+    cluster: Cluster | None = None
+    """Its machines."""
+    findings: tuple[Finding, ...] = ()
+    """What is wrong with its hostfile."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Linted:
+    """A configuration with what is wrong with it."""
+
+    subject: Subject | None
+    """The configuration; None where it cannot be read."""
+    findings: list[Finding]
+    """What is wrong, in the order of the file."""
+    mended: list[Finding]
+    """What safe fixes have mended."""
+
+
+def lint(
+    known: Known,
+    path: Path,
+    *,
+    is_trainers: bool | None = None,
+    ignored: Sequence[str] = (),
+    fix: bool = False,
+) -> Linted:
+    """Returns what is wrong with a file, and with `fix` its text after every safe fix; nothing is written.
+
+    Raises InvalidConfig where there is no such file. `is_trainers` None: the Trainer reads it where there is a job or
+    an "auto" in it.
+    """
+    document, found = check.read(read_text(path), shown(str(path)))
+    if document is None:
+        return Linted(subject=None, findings=found, mended=[])
+    subject = Subject(
+        document=document,
+        is_trainers=True if is_trainers is None else is_trainers,
+        job=known.job,
+        hosts=known.hosts,
+        model=known.model,
+        cluster=known.cluster,
+    )
+    if is_trainers is None and known.job is None:
+        subject = replace(subject, is_trainers=any(value == "auto" for _, value in subject.walk()))
+    mended: list[Finding] = []
+    if fix:
+        subject, mended = check.fixed(subject, ignored=ignored)
+    findings = check.check(subject, ignored=ignored)
+    if not check.errors(findings) and (needs := _estimate(subject)) is not None:
+        subject = replace(subject, estimate=needs, free_disk_bytes=_free_disk_bytes(subject))
+        findings = check.check(subject, ignored=ignored)
+    findings += [each for each in known.findings if each.rule not in ignored]
+    return Linted(subject=subject, findings=findings, mended=mended)
+
+
+HOSTFILE = "DS805"
+"""The rule about hostfiles, which are another file."""
+SLOTS = "DS806"
+"""The rule about their slots and the GPUs that there are."""
+
+
+def of_hostfile(error: InvalidConfig) -> list[Finding]:
+    """Returns what the reader of hostfiles says as findings, one for each line."""
+    found = []
+    for said in error.problem.split("\n"):
+        match = re.match(r"(.*?):(\d+):(?:(\d+):)? (.*)", said)
+        name, line, column, problem = match.groups() if match else ("hostfile", "1", "1", said)
+        effect = "DeepSpeed stops, or trains on other machines than you mean"
+        fix = error.hint or "write lines such as `node1 slots=8`"
+        finding = hostfile_finding(HOSTFILE, name, int(line), problem, effect, fix)
+        found.append(replace(finding, severity=Severity.ERROR, column=int(column or 1)))
+    return found
+
+
+def hostfile_finding(rule: str, name: str, line: int, problem: str, effect: str, fix: str) -> Finding:
+    """Returns a warning about a line of a hostfile."""
+    return Finding(
+        rule=rule,
+        severity=Severity.WARNING,
+        pointer="",
+        file=name,
+        line=line,
+        column=1,
+        problem=problem,
+        effect=effect,
+        fix=fix,
+    )
+
+
+def check_rules(ignored: Sequence[str]) -> None:
+    """Raises InvalidConfig for a rule that there is not."""
+    legal = [SYNTAX, NO_OBJECT, HOSTFILE, SLOTS, *(rule.id for rule in check.RULES)]
+    for name in ignored:
+        if name not in legal:
+            raise InvalidConfig(f'--ignore "{name}" is no rule', hint=did_you_mean(name, sorted(legal)))
+
+
+def read_text(path: Path) -> str:
+    """Returns the text of a configuration. Raises InvalidConfig where there is none."""
+    try:
+        with path.open(encoding="utf-8", newline="") as file:  # line ends as they are
+            return file.read()
+    except FileNotFoundError:
+        raise InvalidConfig(f"{shown(str(path))}: no such file", hint="dstrain gen-config writes one.") from None
+    except UnicodeDecodeError as error:
+        raise InvalidConfig(
+            f"{shown(str(path))}: byte {error.start} is no UTF-8", hint="Save the file as UTF-8."
+        ) from None
+    except OSError as error:
+        raise InvalidConfig(f"{shown(str(path))}: cannot be read: {error.strerror}") from None
+
+
+def _estimate(subject: Subject) -> Estimate | None:
+    """Returns what a sound configuration needs, where model and machines are known."""
+    if subject.job is None or subject.model is None or subject.cluster is None:
+        return None
+    from dstrain.facts import calibration
+    from dstrain.launch.known import request_of
+    from dstrain.plan.estimate import estimate
+
+    request = request_of(subject.job.job)
+    return estimate(subject.model, subject.cluster, request, subject.config, calibration=calibration.read())
+
+
+def _free_disk_bytes(subject: Subject) -> int | None:
+    """Returns what is free where the job's output folder is, or will be, when it is this machine that trains."""
+    if subject.job is None or subject.cluster is None or subject.cluster.gpu_origin != "measured":
+        return None
+    folder = Path(subject.job.job.output_dir)
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    try:
+        return shutil.disk_usage(folder).free
+    except OSError:
+        return None
+
+
+def refused(findings: Sequence[Finding]) -> InvalidConfig:
+    """Returns the error that says every error of lint."""
+    said = [line for finding in check.errors(findings) for line in lines(finding, with_severity=False)]
+    return InvalidConfig("\n".join(said), hint="dstrain lint --fix mends what has one safe answer.")

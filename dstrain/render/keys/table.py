@@ -1,0 +1,74 @@
+"""The rows of all sections as one table, and how a place in a document finds its row."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from dstrain.render.keys.compiling import COMPILING
+from dstrain.render.keys.data import DATA
+from dstrain.render.keys.key import Key, Kind
+from dstrain.render.keys.monitors import MONITORS
+from dstrain.render.keys.offload import OFFLOAD
+from dstrain.render.keys.optimizers import OPTIMIZERS
+from dstrain.render.keys.parallel import PARALLEL
+from dstrain.render.keys.precision import PRECISION
+from dstrain.render.keys.removed import REMOVED
+from dstrain.render.keys.schedulers import SCHEDULERS
+from dstrain.render.keys.top import TOP
+from dstrain.render.keys.tuning import TUNING
+from dstrain.render.keys.zero import ZERO
+
+ROWS: tuple[Key, ...] = (
+    *TOP,
+    *ZERO,
+    *OFFLOAD,
+    *PRECISION,
+    *OPTIMIZERS,
+    *SCHEDULERS,
+    *PARALLEL,
+    *COMPILING,
+    *MONITORS,
+    *DATA,
+    *TUNING,
+    *REMOVED,
+)
+KEYS: Mapping[tuple[str, ...], Key] = MappingProxyType({tuple(key.path.split(".")): key for key in ROWS})
+
+
+def key_of(pointer: tuple[str | int, ...]) -> Key | None:
+    """The row of a place in a document; below another name of an object, the rows of the object itself.
+
+    >>> key_of(("bfloat16", "enabled")).path
+    'bf16.enabled'
+    >>> key_of(("tensor_parallel", "partition_config", "layer_specs", 0, "shape")).path
+    'tensor_parallel.partition_config.layer_specs.*.shape'
+    """
+    found: Key | None = None
+    for part in pointer:
+        above = _inside(found)
+        found = (KEYS.get((*above, part)) if isinstance(part, str) else None) or KEYS.get((*above, "*"))
+        if found is None:
+            return None
+    return found
+
+
+def children(pointer: tuple[str | int, ...]) -> tuple[Key, ...]:
+    """The rows directly below a place; () is the top.
+
+    >>> [key.path for key in children(("timers",))]
+    ['timers.throughput']
+    """
+    found = key_of(pointer)
+    if pointer and found is None:
+        return ()
+    above = _inside(found)
+    return tuple(key for path, key in KEYS.items() if path[:-1] == above)
+
+
+def _inside(key: Key | None) -> tuple[str, ...]:
+    """The path under which the rows below a row stand; None is the top."""
+    if key is None:
+        return ()
+    path = key.alias_of if key.alias_of and key.kind is Kind.OBJECT else key.path
+    return tuple(path.split("."))

@@ -1,0 +1,206 @@
+"""Rules about the batch, and about what the job says too: accumulation, clipping, learning rate, precision."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from math import prod
+from types import MappingProxyType
+from typing import Any
+
+from dstrain.render.jsonc import Pointer
+from dstrain.render.lint.finding import Fault, Severity
+from dstrain.render.lint.rule import Rule, when
+from dstrain.render.lint.subject import ABSENT, Subject, lookup, shown
+from dstrain.render.merge import REMOVED, Change, dotted
+from dstrain.render.resolve import filled
+
+_BATCH = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+
+
+def _sections(subject: Subject) -> Iterator[Fault]:
+    if subject.is_trainers and not subject.has("zero_optimization"):
+        yield Fault(
+            problem="zero_optimization is missing",
+            effect="accelerate ends the run: it asks for the section, even for ZeRO-0",
+            fix='write "zero_optimization": {"stage": 2}',
+        )
+
+
+def _filled(subject: Subject, key: str, effect: str) -> Iterator[Fault]:
+    """Yields a key that is missing, where the Trainer would fill "auto"."""
+    if subject.is_trainers and not subject.has(key):
+        yield Fault(
+            problem=f"{key} is missing",
+            effect=effect,
+            fix=f'write "{key}": "auto"',
+            changes=(Change(pointer=(key,), value="auto"),),
+        )
+
+
+def _clipping(subject: Subject) -> Iterator[Fault]:
+    effect = "the Trainer fills only keys that are there: DeepSpeed clips at its own 1.0, whatever max_grad_norm says"
+    yield from _filled(subject, "gradient_clipping", effect)
+
+
+def _accumulation(subject: Subject) -> Iterator[Fault]:
+    effect = "accelerate makes it 1: batch size, throughput and ZenFlow's intervals are then counted wrong"
+    yield from _filled(subject, "gradient_accumulation_steps", effect)
+
+
+def _micro_batch(subject: Subject) -> Iterator[Fault]:
+    if subject.has("train_batch_size") or subject.has("train_micro_batch_size_per_gpu") or subject.is_trainers:
+        return
+    yield Fault(
+        problem="neither train_batch_size nor train_micro_batch_size_per_gpu is given",
+        effect="DeepSpeed refuses the configuration",
+        fix='write "train_micro_batch_size_per_gpu": 1',
+    )
+
+
+def _identity(subject: Subject) -> Iterator[Fault]:
+    """train_batch_size = micro-batch × accumulation × data-parallel ranks; a rank of TP or SP shares its samples."""
+    batch = subject.at("train_batch_size", None)
+    given = [subject.at(key, None) for key in _BATCH]
+    factors = [each for each in given if _is_count(each)]
+    if not _is_count(batch) or not factors:
+        return
+    ranks = _data_ranks(subject)
+    per_rank, is_whole = prod(factors), len(factors) == len(_BATCH)
+    if ranks is None:
+        if batch % per_rank == 0:
+            return
+        said = f"{batch} is no multiple of {' × '.join(map(str, factors))}"
+    else:
+        if batch == per_rank * ranks or (not is_whole and batch % (per_rank * ranks) == 0 and batch > 0):
+            return
+        sign = "≠" if is_whole else "is no multiple of"
+        said = f"{batch} {sign} {' × '.join(map(str, factors))} × {ranks} data-parallel ranks"
+    yield Fault(
+        pointer=("train_batch_size",),
+        problem=f"train_batch_size is {said}",
+        effect="DeepSpeed refuses the configuration when the engine starts",
+        fix='write "train_batch_size": "auto"' if subject.is_trainers else "remove the line: DeepSpeed computes it",
+        changes=(Change(pointer=("train_batch_size",), value="auto" if subject.is_trainers else REMOVED),),
+    )
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _data_ranks(subject: Subject) -> int | None:
+    if subject.num_ranks is None:
+        return None
+    shared = max(subject.number(path, 1) for path in ("tensor_parallel.autotp_size", "sequence_parallel_size"))
+    return max(1, subject.num_ranks // max(1, int(shared)))
+
+
+def _is_tp_times(s: Subject) -> bool:
+    return s.is_trainers and s.at("train_batch_size", None) == "auto" and s.number("tensor_parallel.autotp_size", 0) > 1
+
+
+JOB_KEYS: Mapping[Pointer, str] = MappingProxyType(
+    {
+        ("train_micro_batch_size_per_gpu",): "micro_batch",
+        ("gradient_accumulation_steps",): "grad_accum",
+        ("train_batch_size",): "micro_batch",
+        ("gradient_clipping",): "max_grad_norm",
+        ("bf16", "enabled"): "precision",
+        ("fp16", "enabled"): "precision",
+        ("optimizer", "params", "lr"): "learning_rate",
+        ("optimizer", "params", "betas"): "adam_beta1",
+        ("optimizer", "params", "weight_decay"): "weight_decay",
+        ("optimizer", "params", "eps"): "adam_epsilon",
+        ("scheduler", "params", "warmup_max_lr"): "learning_rate",
+    }
+)
+"""What the Trainer compares with its arguments → the job's key."""
+
+
+def _disagreements(subject: Subject) -> Iterator[Fault]:
+    """A literal that contradicts the job. null contradicts too: the Trainer leaves it, and DeepSpeed takes its own."""
+    if subject.job is None:
+        return
+    for pointer, wanted in filled(subject.job.job, None, num_ranks=subject.num_ranks).items():
+        value, key = lookup(subject.config, pointer), JOB_KEYS.get(pointer)
+        if key is None or value is ABSENT or value == "auto" or agrees(value, wanted):
+            continue
+        what = shown(wanted)
+        if pointer == ("train_batch_size",):
+            job = subject.job.job
+            what = f"{job.micro_batch} × {job.grad_accum} × {subject.num_ranks} GPUs = {wanted}"
+        elif pointer[-1] == "betas":
+            what += " (with adam_beta2)"
+        yield Fault(
+            pointer=pointer,
+            problem=f"{dotted(pointer)} is {shown(value)}, and {subject.job.locate((key,))}: {key} makes it {what}",
+            effect="the Trainer ends the run after the model was loaded",
+            fix='write "auto" here: the job says it',
+            changes=(Change(pointer=pointer, value="auto"),),
+        )
+
+
+def agrees(value: Any, wanted: Any) -> bool:
+    """Returns whether a literal is the job's value; true is not 1.
+
+    >>> agrees(1, 1.0), agrees(True, 1.0), agrees([0.9, 0.999], [0.9, 0.999])
+    (True, False, True)
+    """
+    if isinstance(value, bool) or isinstance(wanted, bool):
+        return value is wanted
+    if isinstance(value, list) and isinstance(wanted, list):
+        return len(value) == len(wanted) and all(map(agrees, value, wanted))
+    return bool(value == wanted)
+
+
+_HF = "Transformers 5.23 integrations/deepspeed.py: trainer_config_process"
+_DS = "deepspeed 0.19.8 runtime/config.py: "
+
+RULES = (
+    Rule(
+        id="DS401",
+        severity=Severity.ERROR,
+        title="zero_optimization is missing",
+        find=_sections,
+        source="accelerate 1.15 utils/dataclasses.py: DeepSpeedPlugin.__post_init__",
+    ),
+    Rule(id="DS402", severity=Severity.WARNING, title="gradient_clipping is missing", find=_clipping, source=_HF),
+    Rule(
+        id="DS403",
+        severity=Severity.WARNING,
+        title="gradient_accumulation_steps is missing",
+        find=_accumulation,
+        source="accelerate 1.15 utils/dataclasses.py: DeepSpeedPlugin.__post_init__",
+    ),
+    Rule(
+        id="DS404",
+        severity=Severity.ERROR,
+        title="no batch size",
+        find=_micro_batch,
+        source=_DS + "_set_batch_related_parameters",
+    ),
+    Rule(
+        id="DS405", severity=Severity.ERROR, title="the batch identity", find=_identity, source=_DS + "_batch_assertion"
+    ),
+    Rule(
+        id="DS406",
+        severity=Severity.WARNING,
+        title="the batch under tensor parallelism",
+        find=when(
+            "train_batch_size",
+            _is_tp_times,
+            problem='train_batch_size is "auto" beside tensor_parallel',
+            effect="the Trainer counts every GPU: the batch that DeepSpeed reports is autotp_size times too large",
+            fix="remove the line: DeepSpeed computes it",
+        ),
+        source=_HF,
+    ),
+    Rule(
+        id="DS410",
+        severity=Severity.ERROR,
+        title="a value that contradicts the job",
+        find=_disagreements,
+        source="Transformers 5.23 integrations/deepspeed.py: trainer_config_finalize",
+    ),
+)
+"""Rules about the batch and the job."""

@@ -1,0 +1,146 @@
+"""All rules applied to one configuration, and the safe fixes applied to its text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from dstrain.render import edit_json, jsonc
+from dstrain.render.jsonc import Document, SyntaxProblem
+from dstrain.render.lint import (
+    autos,
+    batch,
+    conflicts,
+    costs,
+    machines,
+    models,
+    naming,
+    no_effect,
+    optimizers,
+    reading,
+    values,
+)
+from dstrain.render.lint.finding import Fault, Finding, Severity, json_pointer
+from dstrain.render.lint.rule import Rule
+from dstrain.render.lint.subject import Subject
+
+RULES: tuple[Rule, ...] = (
+    *reading.RULES,
+    *naming.RULES,
+    *values.RULES,
+    *autos.RULES,
+    *no_effect.RULES,
+    *conflicts.RULES,
+    *batch.RULES,
+    *optimizers.RULES,
+    *models.RULES,
+    *costs.RULES,
+    *machines.RULES,
+)
+"""Every rule, by id."""
+
+
+def read(text: str, name: str) -> tuple[Document | None, list[Finding]]:
+    """Returns the configuration in a text, or None and the one finding that says why there is none."""
+    try:
+        document = jsonc.read(text, name)
+    except SyntaxProblem as error:
+        return None, [_unreadable(reading.SYNTAX, name, error.line, error.column, error.bare)]
+    if isinstance(document.value, dict):
+        return document, []
+    problem = "a DeepSpeed configuration is an object in braces"
+    return None, [_unreadable(reading.NO_OBJECT, name, *document.place(()), problem)]
+
+
+def _unreadable(rule: str, name: str, line: int, column: int, problem: str) -> Finding:
+    return Finding(
+        rule=rule,
+        severity=Severity.ERROR,
+        pointer="",
+        file=name,
+        line=line,
+        column=column,
+        problem=problem,
+        effect="nobody can read the file",
+        fix="mend it here",
+    )
+
+
+def check(subject: Subject, *, ignored: Sequence[str] = ()) -> list[Finding]:
+    """Returns what is wrong with a configuration, in the order of the file; `ignored` are ids of rules."""
+    found = [_placed(subject, rule, fault) for rule in RULES if rule.id not in ignored for fault in rule.find(subject)]
+    return sorted(found, key=lambda finding: (finding.line, finding.column, finding.rule))
+
+
+def _placed(subject: Subject, rule: Rule, fault: Fault) -> Finding:
+    document = subject.document
+    name = document.name
+    line, column = document.place(fault.pointer) if fault.at is None else jsonc.line_column(document.text, fault.at)
+    if fault.place is not None:
+        name, line, column = _parsed_place(fault.place)
+    return Finding(
+        rule=rule.id,
+        severity=fault.severity or rule.severity,
+        pointer=json_pointer(fault.pointer),
+        file=name,
+        line=line,
+        column=column,
+        problem=fault.problem,
+        effect=fault.effect,
+        fix=fault.fix,
+        changes=fault.changes,
+    )
+
+
+def _parsed_place(place: str) -> tuple[str, int, int]:
+    """Returns file, line and column of `file:line:column`; an option that set a key has neither line nor column."""
+    name, *numbers = place.rsplit(":", 2)
+    if len(numbers) == 2 and all(number.isdigit() for number in numbers):
+        return name, int(numbers[0]), int(numbers[1])
+    return place, 1, 1
+
+
+def errors(findings: Sequence[Finding]) -> list[Finding]:
+    """Returns the findings that end a run or make it another one."""
+    return [finding for finding in findings if finding.severity is Severity.ERROR]
+
+
+def fixed(subject: Subject, *, ignored: Sequence[str] = ()) -> tuple[Subject, list[Finding]]:
+    """Returns the configuration with every safe fix made, and the findings that were mended.
+
+    One fix is made at a time, because a key that got its name may be wrong in another way; a fix after which the file
+    is worse (more errors, or no file) is not made.
+    """
+    mended: list[Finding] = []
+    while True:
+        before = check(subject, ignored=ignored)
+        step = next(_steps(subject, before, ignored), None)
+        if step is None:
+            return subject, mended
+        subject, finding = step
+        mended.append(finding)
+
+
+def _steps(subject: Subject, before: list[Finding], ignored: Sequence[str]) -> Iterator[tuple[Subject, Finding]]:
+    """Yields the fixes that make the file better, each with the configuration after it."""
+    name = subject.document.name
+    for finding in sorted(before, key=_order):
+        if not finding.changes:
+            continue
+        document, _ = read(edit_json.apply(subject.document.text, name, finding.changes), name)
+        if document is None:
+            continue
+        after = replace(subject, document=document)
+        if _score(check(after, ignored=ignored)) < _score(before):
+            yield after, finding
+
+
+def _order(finding: Finding) -> tuple[bool, bool]:
+    """Returns when a fix is made: a name is mended before its value, and before it is added as missing."""
+    return not any(change.renamed for change in finding.changes), not finding.pointer
+
+
+def _score(findings: Sequence[Finding]) -> tuple[int, int, int]:
+    """Returns errors, warnings and notes; fewer errors are better than any number of the others."""
+    counts = [sum(finding.severity is severity for finding in findings) for severity in Severity]
+    return counts[0], counts[1], counts[2]

@@ -1,0 +1,201 @@
+"""Rules about names: misspelt, misplaced, unknown, removed, renamed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from dstrain.errors import nearest
+from dstrain.render.jsonc import Pointer
+from dstrain.render.keys.key import Key, Kind, Names
+from dstrain.render.keys.table import KEYS, children, key_of
+from dstrain.render.lint.finding import Fault, Severity
+from dstrain.render.lint.rule import Rule
+from dstrain.render.lint.subject import Subject
+from dstrain.render.merge import REMOVED, Change, dotted
+
+_REFUSES = "DeepSpeed refuses it when the engine starts, after the model was loaded"
+_IGNORES = "DeepSpeed does not read it and says nothing"
+
+
+PARAMS: tuple[Pointer, ...] = (("optimizer", "params"), ("scheduler", "params"))
+"""Objects whose legal names depend on a type beside them."""
+
+
+def is_parked(pointer: Pointer) -> bool:
+    """Returns whether a name at the top says itself that it is nobody's: `$schema`, `_comment`, `x-note`."""
+    name = str(pointer[-1])
+    return len(pointer) == 1 and (name == "$schema" or name.startswith(("_", "x-")))
+
+
+def _unknown(subject: Subject) -> Iterator[tuple[Pointer, Key | None]]:
+    """Yields every name that the table does not have, outermost only, with the row of its object."""
+    hidden: set[Pointer] = set()
+    for pointer, _ in subject.walk():
+        outside = pointer[:-1]
+        if outside in hidden or (outside and key_of(outside) is None):
+            hidden.add(pointer)
+            continue
+        if isinstance(pointer[-1], int) or key_of(pointer) is not None or outside in PARAMS:
+            continue
+        hidden.add(pointer)
+        parent = key_of(outside) if outside else None
+        is_free = parent is not None and (parent.names is Names.FREE or parent.kind is not Kind.OBJECT)
+        if not is_parked(pointer) and not is_free:
+            yield pointer, parent
+
+
+def near_name(pointer: Pointer) -> str | None:
+    """Returns the legal name beside an unknown one that it most likely meant."""
+    legal = [row.path.rsplit(".", 1)[-1] for row in children(pointer[:-1]) if row.removed is None]
+    return nearest(str(pointer[-1]), [name for name in legal if name != "*"])
+
+
+def elsewhere(pointer: Pointer) -> str | None:
+    """Returns the path where a name that is unknown here belongs: the same one, or one that ends with it.
+
+    >>> elsewhere(("overlap_comm",))
+    'zero_optimization.overlap_comm'
+    """
+    name = str(pointer[-1])
+    if len(name) < 4 or name in ("enabled", "type", "params", "name", "device", "dtype"):
+        return None
+    rows = [path for path, row in KEYS.items() if row.removed is None and row.alias_of is None]
+    same = [path for path in rows if path[-1] == name]
+    found = same or [path for path in rows if path[-1].endswith("_" + name)]
+    found.sort(key=lambda path: (path[0] != "zero_optimization", len(path)))
+    return ".".join(found[0]) if found and found[0][:-1] != pointer[:-1] else None
+
+
+def _effect(parent: Key | None) -> str:
+    return _REFUSES if parent is not None and parent.names is Names.REFUSED else _IGNORES
+
+
+def _misspelt(subject: Subject) -> Iterator[Fault]:
+    for pointer, parent in _unknown(subject):
+        meant = near_name(pointer)
+        if meant is None:
+            continue
+        target = (*pointer[:-1], meant)
+        yield Fault(
+            pointer=pointer,
+            problem=f'"{pointer[-1]}" is no key{_inside(parent)}',
+            effect=_effect(parent),
+            fix=f'did you mean "{meant}"?',
+            changes=() if subject.has(dotted(target)) else (Change(pointer=pointer, renamed=meant),),
+        )
+
+
+def _inside(parent: Key | None) -> str:
+    return f" of {parent.path}" if parent is not None else " of DeepSpeed"
+
+
+def _misplaced(subject: Subject) -> Iterator[Fault]:
+    for pointer, parent in _unknown(subject):
+        if near_name(pointer) is None and (home := elsewhere(pointer)) is not None:
+            yield Fault(
+                pointer=pointer,
+                problem=f'"{pointer[-1]}" is no key{_inside(parent)}',
+                effect=_effect(parent),
+                fix=f"it may belong to {home}",
+            )
+
+
+def _unheard(subject: Subject) -> Iterator[Fault]:
+    for pointer, parent in _unknown(subject):
+        if near_name(pointer) is not None or elsewhere(pointer) is not None:
+            continue
+        is_refused = parent is not None and parent.names is Names.REFUSED
+        is_note = str(pointer[-1]).startswith("_") and not is_refused
+        if is_note:
+            continue
+        yield Fault(
+            pointer=pointer,
+            severity=Severity.ERROR if is_refused else Severity.WARNING,
+            problem=f'"{pointer[-1]}" is no key{_inside(parent)}',
+            effect=_effect(parent),
+            fix="remove it" + ("" if pointer[:-1] else '; a block that waits for later may be named "_…" or "x-…"'),
+        )
+
+
+def is_refused(row: Key) -> bool:
+    """Returns whether the engine raises for a key that it no longer has; elsewhere it passes it over."""
+    return "_REMOVED_" in row.source
+
+
+def _removed(subject: Subject) -> Iterator[Fault]:
+    for pointer, _ in subject.walk():
+        row = key_of(pointer)
+        if row is None or row.removed is None or pointer[:-1] in PARAMS:
+            continue
+        refused = is_refused(row)
+        yield Fault(
+            pointer=pointer,
+            severity=None if refused else Severity.WARNING,
+            problem=f'"{row.path}" is gone since DeepSpeed {row.removed}',
+            effect="DeepSpeed refuses the configuration" if refused else _IGNORES,
+            fix=row.instead or "remove it",
+        )
+
+
+def _deprecated(subject: Subject) -> Iterator[Fault]:
+    for pointer, _ in subject.walk():
+        row = key_of(pointer)
+        if row is not None and row.removed is None and row.instead is not None and row.alias_of is None:
+            yield Fault(
+                pointer=pointer,
+                problem=f'"{row.path}" is an old name',
+                effect="DeepSpeed still reads it, and says that it will not for ever",
+                fix=row.instead,
+            )
+
+
+def _twice_named(subject: Subject) -> Iterator[Fault]:
+    for pointer, _ in subject.walk():
+        row = key_of(pointer)
+        if row is not None and row.alias_of is not None and subject.has(row.alias_of):
+            is_refused = (parent := key_of(pointer[:-1])) is not None and parent.names is Names.REFUSED
+            yield Fault(
+                pointer=pointer,
+                problem=f'"{row.path}" and "{row.alias_of}" are two names of one key',
+                effect=_REFUSES if is_refused else f"DeepSpeed reads {row.alias_of} and not this one",
+                fix="keep one of them",
+                changes=() if is_refused else (Change(pointer=pointer, value=REMOVED),),
+            )
+
+
+def _alias(subject: Subject) -> Iterator[Fault]:
+    """bfloat16: DeepSpeed's other name of bf16, which Transformers and accelerate do not know."""
+    if subject.has("bfloat16") and not subject.has("bf16") and subject.is_trainers:
+        yield Fault(
+            pointer=("bfloat16",),
+            problem='"bfloat16" is a name of bf16 that the Trainer does not know',
+            effect="the Trainer adds a bf16 section of its own, and DeepSpeed then reads that one and not this",
+            fix='write "bf16"',
+            changes=(Change(pointer=("bfloat16",), renamed="bf16"),),
+        )
+
+
+_TABLE = "deepspeed 0.19.8, section by section: dstrain/render/keys"
+
+RULES = (
+    Rule(id="DS101", severity=Severity.ERROR, title="a misspelt key", find=_misspelt, source=_TABLE),
+    Rule(id="DS102", severity=Severity.ERROR, title="a key in the wrong place", find=_misplaced, source=_TABLE),
+    Rule(id="DS103", severity=Severity.WARNING, title="an unknown key", find=_unheard, source=_TABLE),
+    Rule(
+        id="DS104",
+        severity=Severity.ERROR,
+        title="a key that DeepSpeed no longer has",
+        find=_removed,
+        source="deepspeed 0.19.8 runtime/config.py",
+    ),
+    Rule(id="DS105", severity=Severity.WARNING, title="an old name", find=_deprecated, source=_TABLE),
+    Rule(id="DS106", severity=Severity.ERROR, title="two names of one key", find=_twice_named, source=_TABLE),
+    Rule(
+        id="DS107",
+        severity=Severity.ERROR,
+        title="bfloat16 under the Trainer",
+        find=_alias,
+        source="accelerate 1.15 utils/dataclasses.py: DeepSpeedPlugin.set_mixed_precision",
+    ),
+)
+"""Rules about names."""

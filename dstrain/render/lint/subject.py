@@ -1,0 +1,113 @@
+"""What is linted: a configuration, and what is known of the job, the model and the machines that it is for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from dstrain.render.jsonc import Document, Pointer
+
+if TYPE_CHECKING:
+    from dstrain.facts.cluster import Cluster
+    from dstrain.facts.hostfile import Hosts
+    from dstrain.facts.model import ModelFacts
+    from dstrain.jobfile import JobFile
+    from dstrain.plan.plan import Estimate
+
+ABSENT: Any = object()
+"""What a look-up gives where nothing stands."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """A configuration with everything that rules may ask. What is not known is None, and rules about it are silent."""
+
+    document: Document
+    """The configuration; its value is an object."""
+    is_trainers: bool
+    """Whether the Hugging Face Trainer reads it; else `deepspeed.initialize` does."""
+    job: JobFile | None = None
+    """The job that it belongs to."""
+    hosts: Hosts | None = None
+    """The machines of its hostfile."""
+    model: ModelFacts | None = None
+    """The model of the job."""
+    cluster: Cluster | None = None
+    """The machines."""
+    estimate: Estimate | None = None
+    """What the configuration needs; None also where it cannot be understood."""
+    free_disk_bytes: int | None = None
+    """What is free where the job writes checkpoints."""
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The configuration."""
+        value: dict[str, Any] = self.document.value
+        return value
+
+    def at(self, path: str, default: Any = ABSENT) -> Any:
+        """Returns the value at a dotted path, or `default` where nothing stands."""
+        return lookup(self.config, tuple(path.split(".")), default)
+
+    def has(self, path: str) -> bool:
+        """Returns whether something stands at a dotted path."""
+        return self.at(path) is not ABSENT
+
+    def is_true(self, path: str, default: bool = False) -> bool:
+        """Returns whether a switch is on."""
+        return self.at(path, default) is True
+
+    @property
+    def stage(self) -> int:
+        """The ZeRO stage that the engine runs; "3" is 3 to it, and anything that is none is 0."""
+        stage = self.at("zero_optimization.stage", 0)
+        if isinstance(stage, str) and stage.strip() in ("0", "1", "2", "3"):
+            return int(stage)
+        return stage if isinstance(stage, int) and not isinstance(stage, bool) else 0
+
+    def device(self, section: str) -> str:
+        """Returns where `offload_optimizer` or `offload_param` keeps things: `cpu`, `nvme` or `none`."""
+        device = self.at(f"zero_optimization.{section}.device", "none")
+        return device if device in ("cpu", "nvme") else "none"
+
+    def number(self, path: str, default: float) -> float:
+        """Returns a number at a path, or the default where none stands."""
+        value = self.at(path, default)
+        return value if isinstance(value, int | float) and not isinstance(value, bool) else default
+
+    @property
+    def num_ranks(self) -> int | None:
+        """Ranks of the run, where the machines are known."""
+        return self.hosts.num_slots if self.hosts is not None else None
+
+    def walk(self) -> Iterator[tuple[Pointer, Any]]:
+        """Yields every pointer with its value, outer ones first."""
+        yield from _walk((), self.config)
+
+
+def _walk(pointer: Pointer, value: Any) -> Iterator[tuple[Pointer, Any]]:
+    inner = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
+    for key, each in inner:
+        yield (*pointer, key), each
+        yield from _walk((*pointer, key), each)
+
+
+def lookup(value: Any, pointer: Pointer, default: Any = ABSENT) -> Any:
+    """Returns the value at a pointer, or `default` where nothing stands."""
+    for key in pointer:
+        if not isinstance(value, Mapping) or key not in value:
+            return default
+        value = value[key]
+    return value
+
+
+def shown(value: Any) -> str:
+    """Returns a value as it stands in the file, its end left out where it is long.
+
+    >>> shown("x"), shown(True)
+    ('"x"', 'true')
+    """
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 60 else text[:59] + "…"

@@ -1,0 +1,122 @@
+"""`dstrain diff`: the manual edits, and what the planner says of each."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dstrain.cli.diff import effect_text
+from dstrain.facts import probe
+from dstrain.jobfile import read_job
+from dstrain.launch.known import request_of
+from dstrain.plan.effect import Effect, effect
+from dstrain.plan.estimate import estimate
+from dstrain.render.jsonc import read
+from dstrain.render.lock import read_lock
+
+Type = Callable[..., Any]
+PLAN = ("gen-config", "--gpus", "16", "--model", "qwen3-32b")
+
+
+def edit(path: Path, old: str, new: str) -> None:
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new, 1))
+
+
+def estimated(folder: Path) -> Any:
+    """Returns what the planner says of the files as they stand."""
+    lock = read_lock(folder)
+    assert lock is not None
+    assert lock.cluster is not None
+    config = read((folder / "ds_config.json").read_text(), "x").value
+    job = read_job(folder / "job.yaml").job
+    return estimate(probe.read_model("qwen3-32b"), lock.cluster, request_of(job), config)
+
+
+def test_without_edits_it_says_so(dstrain: Type) -> None:
+    dstrain(*PLAN)
+    assert dstrain("diff").stdout == "no edits: the files are as they were generated\n"
+
+
+def test_without_a_lock_nobody_knows(dstrain: Type) -> None:
+    done = dstrain("diff")
+    assert (done.returncode, "dstrain adopt" in done.stderr) == (3, True)
+
+
+def test_each_edit_has_the_estimators_numbers(dstrain: Type, tmp_path: Path) -> None:
+    dstrain(*PLAN)
+    before = estimated(tmp_path)
+    edit(tmp_path / "ds_config.json", '"overlap_comm": true', '"overlap_comm": false')
+    overlap = effect(before, estimated(tmp_path))
+    edit(tmp_path / "job.yaml", "seq_len: 4096", "seq_len: 1024")
+    together = effect(before, estimated(tmp_path))
+    shown = dstrain("diff").stdout
+    assert f"zero_optimization.overlap_comm true → false: {effect_text(overlap)}\n" in shown
+    assert f"all together: {effect_text(together)}\n" in shown
+    found = json.loads(dstrain("diff", "--json").stdout)
+    assert found["edits"][0]["effect"]["device_bytes_per_gpu"] == overlap.device_bytes_per_gpu != 0
+    assert found["edits"][0]["effect"]["step_ratio"] == overlap.step_ratio != 0
+    assert found["together"]["device_bytes_per_gpu"] == together.device_bytes_per_gpu
+
+
+def test_what_the_planner_has_no_opinion_on_has_no_numbers(dstrain: Type, tmp_path: Path) -> None:
+    dstrain(*PLAN)
+    edit(tmp_path / "job.yaml", "learning_rate: 1e-05", "learning_rate: 2e-5")
+    edit(tmp_path / "hostfile", "CHANGE-ME-1", "gpu01")
+    shown = dstrain("diff").stdout
+    assert "learning_rate 1e-05 → 2e-05: no effect on memory or speed\n" in shown
+    assert "gpu01 (none) → 8" in shown
+    assert "all together" not in shown
+
+
+def test_without_facts_of_the_model_the_edits_are_listed(dstrain: Type, tmp_path: Path) -> None:
+    dstrain(*PLAN)
+    edit(tmp_path / "job.yaml", "seq_len: 4096", "seq_len: 1024")
+    edit(tmp_path / ".dstrain" / "lock.json", '"model": "qwen3-32b"', '"model": "./gone"')
+    done = dstrain("diff")
+    assert (done.returncode, "seq_len 4096 → 1024\n" in done.stdout) == (0, True)
+    assert "no estimate: " in done.stderr
+    assert "gone" in done.stderr
+
+
+def test_an_edit_that_makes_no_sense_is_named_and_the_others_are_estimated(dstrain: Type, tmp_path: Path) -> None:
+    dstrain(*PLAN)
+    edit(tmp_path / "job.yaml", 'method: "full"', 'method: "lara"')
+    edit(tmp_path / "job.yaml", "seq_len: 4096", "seq_len: 1024")
+    shown = dstrain("diff").stdout
+    assert 'method "full" → "lara": no estimate: ' in shown
+    assert "step time" in shown
+
+
+def test_a_removed_file_is_listed(dstrain: Type, tmp_path: Path) -> None:
+    dstrain(*PLAN)
+    (tmp_path / "hostfile").unlink()
+    assert dstrain("diff").stdout == "hostfile: removed by you; gen-config writes it again\n"
+
+
+@pytest.mark.parametrize(
+    ("count", "host", "slower", "faster", "fits", "text"),
+    [
+        (-429496730, 0, 0.06, -0.0566, True, "−0.4 GiB, +6 % step time"),
+        (0, 2**30, 0.0, 0.0, True, "±0.0 GiB, +1.0 GiB of RAM a node, ±0 % step time"),
+        (2**40, 0, 1.0, 0.0, False, "+1024.0 GiB, +100 % step time, ±0 % tokens/s, no longer fits"),
+        (2**20, 0, None, None, True, "+1.00 MiB"),
+    ],
+)
+def test_an_effect_in_words(
+    count: int, host: int, slower: float | None, faster: float | None, fits: bool, text: str
+) -> None:
+    found = Effect(
+        device_bytes_per_gpu=count,
+        host_bytes_per_node=host,
+        step_ratio=slower,
+        tokens_ratio=faster,
+        fits_before=True,
+        fits=fits,
+    )
+    assert effect_text(found) == text

@@ -1,0 +1,128 @@
+"""`dstrain lint`."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.cli.test_gen_config import Type
+
+GOOD = (
+    '{"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto",\n "gradient_clipping": "auto",\n'
+)
+TYPO = GOOD + ' // mine\n "zero_optimization": {"stage": 2, "overlap_com": true}}\n'
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "ds_config.json"
+    path.write_text(text)
+    return path
+
+
+def test_a_sound_file_exits_with_0_and_prints_nothing(dstrain: Type, tmp_path: Path) -> None:
+    write(tmp_path, GOOD + ' "zero_optimization": {"stage": 2}}')
+    done = dstrain("lint")
+    assert (done.returncode, done.stdout) == (0, "")
+    assert "nothing to say" in done.stderr
+
+
+def test_an_error_exits_with_3_and_says_where_what_and_the_fix(dstrain: Type, tmp_path: Path) -> None:
+    write(tmp_path, TYPO)
+    done = dstrain("lint", "ds_config.json")
+    assert done.returncode == 3
+    assert 'ds_config.json:4:36: error DS101: "overlap_com" is no key of zero_optimization' in done.stdout
+    assert 'fix: did you mean "overlap_comm"?' in done.stdout
+    assert "1 error, 1 note; --fix mends 1" in done.stderr
+
+
+def test_json_has_what_an_editor_needs(dstrain: Type, tmp_path: Path) -> None:
+    write(tmp_path, TYPO)
+    found = json.loads(dstrain("lint", "--json").stdout)
+    assert found["schema"] == 1
+    (error,) = [each for each in found["findings"] if each["severity"] == "error"]
+    assert (error["rule"], error["pointer"]) == ("DS101", "/zero_optimization/overlap_com")
+    assert (error["file"], error["line"], error["column"]) == ("ds_config.json", 4, 36)
+    assert set(error) == {"rule", "severity", "pointer", "file", "line", "column", "problem", "effect", "fix"}
+
+
+def test_fix_mends_the_file_and_keeps_the_rest(dstrain: Type, tmp_path: Path) -> None:
+    path = write(tmp_path, TYPO)
+    path.chmod(0o640)
+    done = dstrain("lint", "--fix")
+    assert done.returncode == 0
+    assert path.read_text() == TYPO.replace("overlap_com", "overlap_comm")
+    assert path.stat().st_mode & 0o777 == 0o640
+    assert "mended ds_config.json:4:36" in done.stderr
+
+
+def test_a_dry_run_of_fix_prints_the_mended_text_and_writes_nothing(dstrain: Type, tmp_path: Path) -> None:
+    path = write(tmp_path, TYPO)
+    done = dstrain("lint", "--fix", "-n")
+    assert done.stdout == TYPO.replace("overlap_com", "overlap_comm")
+    assert path.read_text() == TYPO
+
+
+def test_strict_fails_for_warnings(dstrain: Type, tmp_path: Path) -> None:
+    write(tmp_path, '{"train_batch_size": "auto", "zero_optimization": {"stage": 2}}')
+    assert dstrain("lint").returncode == 0
+    assert dstrain("lint", "--strict").returncode == 3
+    assert dstrain("lint", "--strict", "--ignore", "DS402", "--ignore", "DS403").returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--ignore", "DS999"), '--ignore "DS999" is no rule'),
+        (("nowhere.json",), "nowhere.json: no such file"),
+        ((".",), "cannot be read"),
+    ],
+)
+def test_a_wrong_word_is_one_clear_error(dstrain: Type, tmp_path: Path, words: tuple[str, ...], said: str) -> None:
+    write(tmp_path, TYPO)
+    done = dstrain("lint", *words)
+    assert done.returncode == 3
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_bytes_that_are_no_text_are_refused(dstrain: Type, tmp_path: Path) -> None:
+    (tmp_path / "ds_config.json").write_bytes(b'{"a": "\xff"}')
+    done = dstrain("lint")
+    assert done.returncode == 3
+    assert "byte 7 is no UTF-8" in done.stderr
+
+
+def test_the_job_beside_it_is_asked(dstrain: Type, tmp_path: Path) -> None:
+    path = write(tmp_path, GOOD.replace('"gradient_clipping": "auto"', '"gradient_clipping": 0.3'))
+    path.write_text(path.read_text() + ' "zero_optimization": {"stage": 2}}')
+    (tmp_path / "job.yaml").write_text("model: Qwen/Qwen3-8B\noutput_dir: out\n")
+    done = dstrain("lint")
+    assert done.returncode == 3
+    assert "ds_config.json:2:2: error DS410: gradient_clipping is 0.3" in done.stdout
+    assert dstrain("lint", "--fix").returncode == 0
+
+
+def test_a_hostfile_with_faults_is_linted_with_it(dstrain: Type, tmp_path: Path) -> None:
+    write(tmp_path, GOOD + ' "zero_optimization": {"stage": 2}}')
+    (tmp_path / "job.yaml").write_text("model: Qwen/Qwen3-8B\noutput_dir: out\nhostfile: hostfile\n")
+    (tmp_path / "hostfile").write_text("node1 slot=8\nnode2: slots=8\n")
+    done = dstrain("lint")
+    assert done.returncode == 3
+    assert "hostfile:1:" in done.stdout
+    assert "hostfile:2:" in done.stdout
+    assert "DS805" in done.stdout
+
+
+def test_every_line_of_a_terminal_is_readable(dstrain: Type, tmp_path: Path) -> None:
+    write(tmp_path, TYPO)
+    assert "\x1b" not in dstrain("lint").stdout
+
+
+def test_placeholders_and_slots_that_are_not_the_plans_are_told(dstrain: Type, tmp_path: Path) -> None:
+    dstrain("gen-config", "--gpus", "16", "--model", "qwen3-8b")
+    done = dstrain("lint")
+    assert done.returncode == 0
+    assert "hostfile:1:1: warning DS805: CHANGE-ME-1 is a placeholder" in done.stdout
+    (tmp_path / "hostfile").write_text("node1 slots=8\n")
+    done = dstrain("lint")
+    assert "hostfile:1:1: warning DS806: 8 slots altogether, and the plan is for 16 GPUs" in done.stdout

@@ -1,0 +1,89 @@
+"""What rules say happens, happens: each error of the corpus against the real engine.
+
+What the parser refuses is given to DeepSpeedConfig; what shows in a run is trained by two ranks, all configurations in
+one launch; what needs CUDA is read in the engine's source.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dstrain.render import jsonc
+from tests.lint.case import Becomes, Case, Raises, Says
+from tests.lint.cases_engine import ENGINE_CASES, KNOWLEDGE
+from tests.lint.cases_text import TEXT_CASES
+from tests.train.launching import CHECKOUT, launch
+
+CASES = [case for case in (*TEXT_CASES, *ENGINE_CASES, *KNOWLEDGE) if case.proof is not None]
+TRAINED = [case for case in CASES if isinstance(case.proof, Becomes) or getattr(case.proof, "by", "") == "ranks"]
+PARSED = [case for case in CASES if getattr(case.proof, "by", "") == "config"]
+READ = [case for case in CASES if isinstance(case.proof, Says)]
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    """What two ranks made of every configuration, by the name of the case."""
+    folder = tmp_path_factory.mktemp("lint")
+    cases = folder / "cases.json"
+    fields = ("name", "is_trainers", "is_composite", "arguments")
+    given = [{name: getattr(case, name) for name in fields} | {"config": value(case)} for case in TRAINED]
+    cases.write_text(json.dumps(given))
+    launch(folder, [str(CHECKOUT / "tests" / "lint" / "ranks.py"), str(cases)], timeout_s=560)
+    ranks = [json.loads(Path(f"{cases}.{rank}").read_text()) for rank in (0, 1)]
+    return {case.name: [rank[case.name] for rank in ranks] for case in TRAINED}
+
+
+def value(case: Case) -> Any:
+    """Returns the configuration as `json.load` gives it: the last of two equal keys."""
+    return jsonc.read(case.source, "x.json").value
+
+
+@pytest.mark.parametrize("case", TRAINED, ids=lambda case: case.name)
+def test_two_ranks_fail_or_become_another_run_as_it_says(case: Case, trained: dict[str, list[Any]]) -> None:
+    for found in trained[case.name]:
+        if isinstance(case.proof, Raises):
+            assert case.proof.words in found.get("error", "no error")
+        else:
+            assert isinstance(case.proof, Becomes)
+            assert {key: found.get(key, found) for key in case.proof.facts} == case.proof.facts
+
+
+@pytest.fixture(scope="session")
+def parsed() -> dict[str, str]:
+    """What DeepSpeedConfig raises, by the name of the case."""
+    program = (
+        "import json, sys\n"
+        "from deepspeed.runtime.config import DeepSpeedConfig\n"
+        "found = {}\n"
+        "for name, config in json.load(sys.stdin).items():\n"
+        "    try: DeepSpeedConfig(config)\n"
+        "    except Exception as error: found[name] = f'{type(error).__name__}: {error}'\n"
+        "print('\\n' + json.dumps(found))"
+    )
+    given = json.dumps({case.name: value(case) for case in PARSED})
+    line = [sys.executable, "-W", "ignore", "-c", program]
+    done = subprocess.run(line, input=given, capture_output=True, text=True, check=True)
+    found: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.mark.parametrize("case", PARSED, ids=lambda case: case.name)
+def test_the_parser_refuses_it(case: Case, parsed: dict[str, str]) -> None:
+    assert isinstance(case.proof, Raises)
+    assert case.proof.words in parsed[case.name]
+
+
+@pytest.mark.parametrize("case", READ, ids=lambda case: case.name)
+def test_the_engine_says_it(case: Case) -> None:
+    assert isinstance(case.proof, Says)
+    package, _, rest = case.proof.file.partition("/")
+    spec = importlib.util.find_spec(package)
+    assert spec is not None and spec.origin is not None
+    assert case.proof.text in (Path(spec.origin).parent / rest).read_text(encoding="utf-8")
