@@ -22,7 +22,7 @@ from dstrain.plan.decide import plan_of, survey
 from dstrain.plan.plan import Plan
 from dstrain.plan.shortage import does_not_fit
 from dstrain.render.files import generated
-from dstrain.render.lock import Lock, installed, read_lock, standing, write_files
+from dstrain.render.lock import Lock, beside_unused, installed, read_lock, standing, write_files
 from dstrain.render.merge import dotted
 from dstrain.render.regenerate import Regenerated, Standing, regenerate, replaced, unsettled
 from dstrain.render.templates import template_hash
@@ -186,7 +186,7 @@ def _refuse_foreign(out: Path, merged: Regenerated) -> None:
 
 def _write(out: Path, lock: Lock, merged: Regenerated) -> None:
     """Writes the files, and says which changed."""
-    changed = [str(out / name) for name in write_files(out, lock, merged.files, merged.beside)]
+    changed = [str(out / name) for name in write_files(out, lock, merged.files, beside_unused(out, merged.beside))]
     say()
     say(f"wrote {', '.join(changed)}" if changed else "nothing changed: the files are the same")
 

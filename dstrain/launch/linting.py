@@ -83,7 +83,13 @@ def lint(
         subject, mended = check.fixed(subject, ignored=ignored)
     findings = check.check(subject, ignored=ignored)
     if not check.errors(findings) and (needs := _estimate(subject)) is not None:
-        subject = replace(subject, estimate=needs, free_disk_bytes=_free_disk_bytes(subject))
+        nvme = subject.at("zero_optimization.offload_optimizer.nvme_path", None)
+        subject = replace(
+            subject,
+            estimate=needs,
+            free_disk_bytes=_free_bytes(subject, subject.job.job.output_dir if subject.job else None),
+            free_nvme_bytes=_free_bytes(subject, nvme),
+        )
         findings = check.check(subject, ignored=ignored)
     findings += [each for each in known.findings if each.rule not in ignored]
     return Linted(subject=subject, findings=findings, mended=mended)
@@ -158,11 +164,11 @@ def _estimate(subject: Subject) -> Estimate | None:
     return estimate(subject.model, subject.cluster, request, subject.config, calibration=calibration.read())
 
 
-def _free_disk_bytes(subject: Subject) -> int | None:
-    """Returns what is free where the job's output folder is, or will be, when it is this machine that trains."""
-    if subject.job is None or subject.cluster is None or subject.cluster.gpu_origin != "measured":
+def _free_bytes(subject: Subject, name: str | None) -> int | None:
+    """Returns what is free where a folder is, or will be, when it is this machine that trains."""
+    if not isinstance(name, str) or subject.cluster is None or subject.cluster.gpu_origin != "measured":
         return None
-    folder = Path(subject.job.job.output_dir)
+    folder = Path(name)
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
     try:

@@ -75,6 +75,18 @@ def standing(folder: Path, names: Iterable[str]) -> dict[str, str]:
     return found
 
 
+def beside_unused(folder: Path, beside: Mapping[str, str]) -> dict[str, str]:
+    """Returns the texts beside the files under names that take no earlier copy: `.bak`, then `.bak2`, `.bak3` …; a
+    `.new` file is what the last generation would have written, and is replaced."""
+    found = {}
+    for name, text in beside.items():
+        free, number = name, 2
+        while name.endswith(".bak") and (folder / free).exists() and (folder / free).read_bytes() != text.encode():
+            free, number = f"{name}{number}", number + 1
+        found[free] = text
+    return found
+
+
 def write_files(folder: Path, lock: Lock, files: Mapping[str, str], beside: Mapping[str, str]) -> list[str]:
     """Writes the files, what stands `beside` them (`.new` and `.bak`), the lock and the schemas for editors, all or
     none; returns the names of the files that changed.

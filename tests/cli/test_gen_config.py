@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
 import stat
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +17,7 @@ import pytest
 Type = Callable[..., Any]
 PLAN = ("gen-config", "--gpus", "16", "--model", "qwen3-32b")
 
+ROOT = Path(__file__).parents[2]
 OWN = {".dstrain/lock.json", ".dstrain/ds_config.schema.json", ".dstrain/job.schema.json"}
 WRITTEN = {"ds_config.json", "job.yaml", "hostfile", *OWN}
 
@@ -150,6 +155,38 @@ def test_force_replaces_the_file_and_keeps_a_copy(dstrain: Type, tmp_path: Path)
     assert conflict(dstrain, tmp_path, "--force").returncode == 0
     assert "seq_len: 2048" in (tmp_path / "job.yaml").read_text()
     assert "seq_len: 3000  # mine" in (tmp_path / "job.yaml.bak").read_text()
+
+
+def test_a_second_force_keeps_the_first_copy(dstrain: Type, tmp_path: Path) -> None:
+    conflict(dstrain, tmp_path, "--force")
+    (tmp_path / "job.yaml").write_text((tmp_path / "job.yaml").read_text().replace("seed: 42", "seed: 7"))
+    assert dstrain("gen-config", "--force").returncode == 0
+    assert "seq_len: 3000  # mine" in (tmp_path / "job.yaml.bak").read_text()
+    assert "seed: 7" in (tmp_path / "job.yaml.bak2").read_text()
+
+
+@pytest.mark.parametrize(
+    ("typed", "text"), [("new", "seq_len: 2048"), ("keep", "seq_len: 3000"), ("", "seq_len: 3000")]
+)
+def test_a_terminal_is_asked(dstrain: Type, tmp_path: Path, typed: str, text: str) -> None:
+    conflict(dstrain, tmp_path, "-n")
+    mine, theirs = pty.openpty()
+    words = ["gen-config", "--seq-len", "2048", "--on-conflict", "ask"]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "dstrain.cli", *words],
+        cwd=tmp_path,
+        env=environment,
+        stdin=theirs,
+        stderr=subprocess.PIPE,
+    )
+    os.write(mine, f"{typed}\n".encode())
+    _, said = process.communicate(timeout=120)
+    os.close(mine)
+    os.close(theirs)
+    assert process.returncode == 0
+    assert "seq_len: yours is 3000, dstrain's is 2048" in said.decode()
+    assert text in (tmp_path / "job.yaml").read_text()
 
 
 def test_a_dry_run_shows_a_conflict_and_writes_nothing(dstrain: Type, tmp_path: Path) -> None:

@@ -30,7 +30,10 @@ def test_an_error_exits_with_3_and_says_where_what_and_the_fix(dstrain: Type, tm
     write(tmp_path, TYPO)
     done = dstrain("lint", "ds_config.json")
     assert done.returncode == 3
-    assert 'ds_config.json:4:36: error DS101: "overlap_com" is no key of zero_optimization' in done.stdout
+    assert (
+        'ds_config.json:4:36: error DS101 /zero_optimization/overlap_com: "overlap_com" is no key of zero_optimization'
+        in done.stdout
+    )
     assert 'fix: did you mean "overlap_comm"?' in done.stdout
     assert "1 error, 1 note; --fix mends 1" in done.stderr
 
@@ -98,7 +101,7 @@ def test_the_job_beside_it_is_asked(dstrain: Type, tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text("model: Qwen/Qwen3-8B\noutput_dir: out\n")
     done = dstrain("lint")
     assert done.returncode == 3
-    assert "ds_config.json:2:2: error DS410: gradient_clipping is 0.3" in done.stdout
+    assert "ds_config.json:2:2: error DS410 /gradient_clipping: gradient_clipping is 0.3" in done.stdout
     assert dstrain("lint", "--fix").returncode == 0
 
 

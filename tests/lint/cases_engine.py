@@ -128,6 +128,52 @@ CONFLICTS: tuple[Case, ...] = (
          proof=Raises(words="NotImplementedError")),
 )
 
+_EP = '"expert_parallel": {"enabled": true, "autoep_size": 2, "preset_model": "mixtral"'
+_FOLDING = "deepspeed/module_inject/auto_ep_folding.py"
+
+MORE_CONFLICTS: tuple[Case, ...] = (
+    Case(name="bf16 masters with fp32 states on the GPU", rule="DS306", fix="bf16_optimizer_states",
+         text='{"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto",\n'
+              ' "gradient_clipping": "auto",\n "bf16": {"enabled": "auto", ⟦"bf16_master_weights_and_grads": true},\n'
+              ' "zero_optimization": {"stage": 2}}', proof=Raises(words="DeepSpeedCPUAdam")),
+    Case(name="ZenFlow's offload without overlap", rule="DS326", fix='"overlap_comm": true',
+         text=zero(2, CPU_OPTIMIZER, '"zenflow": {"topk_ratio": 0.1, ⟦"offload": true}', head=top(ADAMW, tail="")),
+         proof=Raises(words="should be used with overlap_comm")),
+    Case(name="ZenFlow and accumulation", rule="DS327", fix="update_interval", is_trainers=False,
+         text='{"train_micro_batch_size_per_gpu": 1,\n ⟦"gradient_accumulation_steps": 4,\n'
+              ' "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},\n'
+              ' "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}, "zenflow": {"topk_ratio": 0.1}}}'),
+    Case(name="autocast and quantised weights", rule="DS328", fix="keep one", is_trainers=False,
+         text=zero(3, '"zero_quantized_weights": true',
+                   head='{"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 1.0,\n'
+                        ' "torch_autocast": {⟦"enabled": true, "dtype": "bfloat16"},\n'),
+         proof=Says(file="deepspeed/runtime/torch_autocast.py",
+                    text="Cannot enable both torch autocast and zero quantized weights")),
+    Case(name="fp32 parameters in bf16", rule="DS329", fix="remove", is_trainers=False,
+         text=top('"data_types": {⟦"param_dtype": "fp32"}', head=RAW), proof=Raises(words="param_dtype")),
+    Case(name="a partial offload of Lion", rule="DS330", fix='"AdamW"',
+         text=zero(3, '"offload_optimizer": {"device": "cpu", ⟦"ratio": 0.5}',
+                   head=top('"optimizer": {"type": "Lion", "params": {"lr": "auto"}}', tail="")),
+         proof=Says(file="deepspeed/runtime/zero/stage3.py", text="Hybrid Optimizer Only Supports DeepSpeedCPUAdam")),
+    Case(name="AutoEP on NVMe", rule="DS321", fix="remove one",
+         text=zero(3, '"offload_optimizer": {⟦"device": "nvme", "nvme_path": "/tmp"}', head=top(_EP + "}", tail="")),
+         proof=Says(file=_ENGINE, text="AutoEP with ZeRO Stage 3 checkpointing does not support NVMe optimizer")),
+    Case(name="AutoEP beside AutoTP with offload", rule="DS340", fix="remove one",
+         text=zero(2, '⟦"offload_optimizer": {"device": "cpu"}',
+                   head=AUTO.replace('  "train_batch_size": "auto",\n', "") + "  " + _EP + '},\n  "tensor_parallel": {"autotp_size": 2},\n'),
+         proof=Says(file=_FOLDING, text="ZeRO optimizer/parameter offload with AutoEP+AutoTP folding is not validated yet")),
+    Case(name="AutoEP of one beside AutoTP", rule="DS340", fix="above 1",
+         text=zero(2, head=AUTO.replace('  "train_batch_size": "auto",\n', "")
+                   + '  "expert_parallel": {"enabled": true, ⟦"autoep_size": 1},\n  "tensor_parallel": {"autotp_size": 2},\n'),
+         proof=Says(file=_FOLDING, text="AutoEP+AutoTP folding requires expert_parallel.autoep_size > 1")),
+    Case(name="compiling around the experts at stage 3", rule="DS341", fix="remove one",
+         text=zero(3, head=top('"compile": {"autoep_non_moe": true}', tail="")).replace('"stage": 3', '⟦"stage": 3'),
+         proof=Says(file=_ENGINE, text="compile.autoep_non_moe=True does not support ZeRO Stage 3 yet.")),
+    Case(name="a fused sum over DeepEP", rule="DS342", fix='"comm"',
+         text=top(_EP + ', "comm_backend": "deepep", "comm_max_tokens_per_rank": 8, ⟦"combine_impl": "fused_weighted_sum"}'),
+         proof=Raises(words="combine_impl")),
+)
+
 BATCH: tuple[Case, ...] = (
     Case(name="no zero_optimization", rule="DS401", fix='"stage": 2',
          text='⟦{"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto", "gradient_clipping": "auto"}',
@@ -174,6 +220,7 @@ OPTIMIZERS: tuple[Case, ...] = (
          proof=Raises(words="warmup_num_steps")),
     Case(name="an optimizer without a type", rule="DS505", fix='"type"',
          text=top('⟦"optimizer": {"params": {"lr": "auto"}}'), proof=Raises(words="")),
+    Case(name="nobody's optimizer", rule="DS508", fix="AdamW", is_trainers=False, text=RAW.replace("{", "⟦{", 1) + ZERO2),
     Case(name="an offloaded SGD", rule="DS507", fix='"AdamW"',
          text=zero(2, CPU_OPTIMIZER, head=top('"optimizer": {⟦"type": "SGD", "params": {"lr": 0.1}}', tail=""))),
     Case(name="stage 3 that saves nothing", rule="DS601", fix="true",
@@ -200,5 +247,5 @@ KNOWLEDGE: tuple[Case, ...] = (
 )
 """Proofs of rules that ask for a job, a model or machines; where they stand is tested in test_known.py."""
 
-ENGINE_CASES: tuple[Case, ...] = (*NO_EFFECT, *CONFLICTS, *BATCH, *OPTIMIZERS)
+ENGINE_CASES: tuple[Case, ...] = (*NO_EFFECT, *CONFLICTS, *MORE_CONFLICTS, *BATCH, *OPTIMIZERS)
 # fmt: on

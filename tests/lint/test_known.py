@@ -149,6 +149,13 @@ def test_what_does_not_fit_the_ram_is_told(tmp_path: Path) -> None:
     assert "of RAM on each node" in one("DS803", with_estimate(tmp_path, little, body)).problem
 
 
+def test_a_drive_that_is_too_small_is_told(tmp_path: Path) -> None:
+    nvme = '{"device": "nvme", "nvme_path": "/drive"}'
+    body = f' "zero_optimization": {{"stage": 3, "offload_optimizer": {nvme}, "offload_param": {nvme}}}}}'
+    machines = cluster("4090", 8, nvme_path="/drive")
+    assert "NVMe" in one("DS807", with_estimate(tmp_path, machines, body, free_nvme_bytes=10**9)).problem
+
+
 def test_a_checkpoint_that_does_not_fit_the_disk_is_told_at_output_dir(tmp_path: Path) -> None:
     said = with_estimate(tmp_path, cluster(count=8), ' "zero_optimization": {"stage": 3}}', free_disk_bytes=10**9)
     place = one("DS804", said)

@@ -16,6 +16,9 @@ from typing import Any
 import pytest
 
 from dstrain.render import jsonc
+from dstrain.render.keys.key import Key, Kind
+from dstrain.render.keys.table import ROWS
+from dstrain.render.lint.naming import is_refused
 from tests.lint.case import Becomes, Case, Raises, Says
 from tests.lint.cases_engine import ENGINE_CASES, KNOWLEDGE
 from tests.lint.cases_text import TEXT_CASES
@@ -67,7 +70,8 @@ def parsed() -> dict[str, str]:
         "    except Exception as error: found[name] = f'{type(error).__name__}: {error}'\n"
         "print('\\n' + json.dumps(found))"
     )
-    given = json.dumps({case.name: value(case) for case in PARSED})
+    removed = {key.path: _holding(key) for key in ROWS if key.removed is not None}
+    given = json.dumps({**{case.name: value(case) for case in PARSED}, **removed})
     line = [sys.executable, "-W", "ignore", "-c", program]
     done = subprocess.run(line, input=given, capture_output=True, text=True, check=True)
     found: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
@@ -78,6 +82,22 @@ def parsed() -> dict[str, str]:
 def test_the_parser_refuses_it(case: Case, parsed: dict[str, str]) -> None:
     assert isinstance(case.proof, Raises)
     assert case.proof.words in parsed[case.name]
+
+
+def _holding(key: Key) -> dict[str, object]:
+    """Returns a sound configuration with a key that is gone."""
+    config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1}
+    *outer, name = key.path.split(".")
+    node = config
+    for part in outer:
+        node = node.setdefault(part, {})
+    node[name] = {} if key.kind is Kind.OBJECT else True if key.kind is Kind.BOOL else 8
+    return config
+
+
+@pytest.mark.parametrize("key", [key for key in ROWS if key.removed is not None], ids=lambda key: key.path)
+def test_a_key_that_is_gone_is_an_error_where_the_parser_refuses_it(key: Key, parsed: dict[str, str]) -> None:
+    assert is_refused(key) == (key.path in parsed)
 
 
 @pytest.mark.parametrize("case", READ, ids=lambda case: case.name)

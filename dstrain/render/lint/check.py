@@ -17,6 +17,7 @@ from dstrain.render.lint import (
     naming,
     no_effect,
     optimizers,
+    parallelism,
     reading,
     values,
 )
@@ -31,6 +32,7 @@ RULES: tuple[Rule, ...] = (
     *autos.RULES,
     *no_effect.RULES,
     *conflicts.RULES,
+    *parallelism.RULES,
     *batch.RULES,
     *optimizers.RULES,
     *models.RULES,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from dstrain.render.lint.finding import Fault, Severity
 from dstrain.render.lint.rule import Rule, when
@@ -10,7 +10,7 @@ from dstrain.render.lint.subject import Subject
 
 _DS = "deepspeed 0.19.8 "
 _ZERO = "zero_optimization."
-_E = Severity.ERROR
+_E, _W = Severity.ERROR, Severity.WARNING
 
 
 def _optimizer(s: Subject) -> str:
@@ -81,6 +81,14 @@ def _low_precision_states(subject: Subject) -> Iterator[Fault]:
                 effect="DeepSpeed refuses it: the copies are ZeRO's",
                 fix='write "stage": 1 or more, or remove the line',
             )
+    masters = subject.is_true("bf16.bf16_master_weights_and_grads") and subject.stage > 0
+    if masters and not subject.is_true("bf16.bf16_optimizer_states") and subject.device("offload_optimizer") == "none":
+        yield Fault(
+            pointer=("bf16", "bf16_master_weights_and_grads"),
+            problem="bf16_master_weights_and_grads with fp32 states on the GPU",
+            effect="the run stops when the engine starts: such states are made for an optimizer on the CPU",
+            fix='write "bf16_optimizer_states": true too, or offload the optimizer',
+        )
     if subject.is_true("bf16.bf16_optimizer_states") and not subject.is_true("bf16.bf16_master_weights_and_grads"):
         yield Fault(
             pointer=("bf16", "bf16_optimizer_states"),
@@ -90,25 +98,37 @@ def _low_precision_states(subject: Subject) -> Iterator[Fault]:
         )
 
 
-def _autoep(s: Subject) -> bool:
-    return s.is_true("expert_parallel.enabled")
+def _zenflow_accumulation(subject: Subject) -> Iterator[Fault]:
+    """ZenFlow puts its update_interval in the place of the accumulation steps that the Trainer counts."""
+    given = subject.at("gradient_accumulation_steps", 1)
+    if given == "auto" and subject.job is not None:
+        given = subject.job.job.grad_accum
+    if _has_zenflow(subject) and isinstance(given, int) and given > 1:
+        yield Fault(
+            pointer=("gradient_accumulation_steps",),
+            problem=f"zenflow beside {given} accumulation steps",
+            effect="the engine takes zenflow's update_interval in their place, and the Trainer goes on counting these",
+            fix="accumulate 1 step, and set update_interval",
+        )
 
 
-_AUTOEP_ZERO3: dict[str, Callable[[Subject], bool]] = {
-    "zero_optimization.zero_quantized_gradients": lambda s: s.is_true(_ZERO + "zero_quantized_gradients"),
-    "zero_optimization.zero_hpz_partition_size": lambda s: s.number(_ZERO + "zero_hpz_partition_size", 1) > 1,
-}
+_DTYPES = {"fp32": "fp32", "float32": "fp32", "fp16": "fp16", "float16": "fp16", "half": "fp16", "bf16": "bf16",
+           "bfloat16": "bf16"}  # fmt: skip
 
 
-def _autoep_zero3(subject: Subject) -> Iterator[Fault]:
-    for path, breaks in _AUTOEP_ZERO3.items():
-        if _autoep(subject) and subject.stage == 3 and breaks(subject):
-            yield Fault(
-                pointer=tuple(path.split(".")),
-                problem=f"AutoEP under ZeRO-3 with {path.rsplit('.', 1)[-1]}",
-                effect="the run stops when the engine starts",
-                fix="remove one of them",
-            )
+def _param_dtype(subject: Subject) -> Iterator[Fault]:
+    named = subject.at("data_types.param_dtype", None)
+    sections = [subject.at(f"{name}.enabled", False) for name in ("bf16", "fp16")]
+    if not isinstance(named, str) or "auto" in sections or named.lower() not in _DTYPES:
+        return
+    trained = "fp16" if sections[1] is True else "bf16" if sections[0] is True else "fp32"
+    if _DTYPES[named.lower()] != trained:
+        yield Fault(
+            pointer=("data_types", "param_dtype"),
+            problem=f'data_types.param_dtype is "{named}", and the model trains in {trained}',
+            effect="the run stops when the engine starts",
+            fix="remove the line: the bf16 and fp16 sections say it",
+        )
 
 
 _MIXED_SUMS = (("fp32", True, False), ("fp32", False, True), ("bf16", False, True), ("fp16", True, False))
@@ -224,43 +244,6 @@ RULES = (
                    effect="SuperOffload steps in host RAM, and does not read the drive",
                    fix='write "device": "cpu"'),
          source=_DS + "runtime/superoffload/superoffload_stage3.py"),
-    Rule(id="DS319", severity=_E, title="two ways to offload optimizer states",
-         find=when("compile.offload_opt_states",
-                   lambda s: s.is_true("compile.deepcompile") and s.is_true("compile.offload_opt_states")
-                   and s.stage == 3 and _is_offloaded(s),
-                   problem="compile.offload_opt_states beside offload_optimizer",
-                   effect="the run stops when the model is compiled", fix="remove one of them"),
-         source=_DS + "compile/init_z3.py"),
-    Rule(id="DS320", severity=_E, title="two offload passes",
-         find=when("compile.offload_activation",
-                   lambda s: s.is_true("compile.deepcompile") and s.is_true("compile.offload_activation")
-                   and (s.is_true("compile.offload_parameters") or s.is_true("compile.offload_opt_states")),
-                   problem="compile.offload_activation beside another offload pass",
-                   effect="the run stops when the model is compiled", fix="remove one of them"),
-         source=_DS + "compile/init_z3.py"),
-    Rule(id="DS321", severity=_E, title="AutoEP under ZeRO-3", find=_autoep_zero3,
-         source=_DS + "runtime/engine.py: _validate_zero3_moe (AutoEP with ZeRO Stage 3 does not support …)"),
-    Rule(id="DS322", severity=_E, title="AutoEP's load balancing",
-         find=when("expert_parallel.load_balance_coeff",
-                   lambda s: _autoep(s) and s.at("expert_parallel.load_balance_coeff", None) is not None,
-                   problem="expert_parallel.load_balance_coeff is {value}",
-                   effect="DeepSpeed refuses it: it is not there yet", fix="remove the line"),
-         source=_DS + "module_inject/auto_ep_config.py"),
-    Rule(id="DS323", severity=_E, title="DeepEP's buffers",
-         find=when("expert_parallel.comm_backend",
-                   lambda s: _autoep(s) and s.at("expert_parallel.comm_backend", "comm") == "deepep"
-                   and s.number("expert_parallel.comm_max_tokens_per_rank", 0) <= 0,
-                   problem="comm_backend is deepep, and comm_max_tokens_per_rank is not given",
-                   effect="DeepSpeed refuses it", fix='write "comm_max_tokens_per_rank": micro-batch × seq_len'),
-         source=_DS + "module_inject/auto_ep_config.py"),
-    Rule(id="DS324", severity=_E, title="tensor and sequence parallelism",
-         find=when("tensor_parallel.autotp_size",
-                   lambda s: s.number("tensor_parallel.autotp_size", 0) > 1
-                   and s.number("sequence_parallel_size", 1) > 1,
-                   problem="tensor_parallel beside sequence_parallel_size",
-                   effect="they exclude each other: AutoTP replaces the groups that SP comes with",
-                   fix="remove one of them"),
-         source=_DS + "runtime/engine.py: _configure_tensor_parallel_states"),
     Rule(id="DS325", severity=_E, title="sums of gradients in another dtype without ZeRO",
          find=when("data_types.grad_accum_dtype",
                    lambda s: s.stage == 0 and (s.at("data_types.grad_accum_dtype", None), s.is_true("bf16.enabled"),
@@ -269,6 +252,31 @@ RULES = (
                    effect="the run stops when the engine starts (NotImplementedError)",
                    fix='write "stage": 1 or more, or remove the line'),
          source=_DS + "runtime/engine.py: _do_optimizer_sanity_check"),
+    Rule(id="DS326", severity=_E, title="ZenFlow's offload without overlap",
+         find=when(_ZERO + "zenflow.offload",
+                   lambda s: s.is_true(_ZERO + "zenflow.offload") and s.stage > 0
+                   and s.at(_ZERO + "overlap_comm", s.stage == 3) is not True,
+                   problem="zenflow.offload without overlap_comm",
+                   effect="the run stops when the engine starts", fix='write "overlap_comm": true'),
+         source=_DS + "runtime/zenflow/zenflow_stage_1_and_2.py: offload selective optimizer"),
+    Rule(id="DS327", severity=_W, title="ZenFlow and accumulation", find=_zenflow_accumulation,
+         source=_DS + "runtime/zenflow/engine.py: configure_zenflow sets gradient_accumulation_steps"),
+    Rule(id="DS328", severity=_E, title="autocast and quantised weights",
+         find=when("torch_autocast.enabled",
+                   lambda s: s.stage == 3 and s.is_true("torch_autocast.enabled")
+                   and s.is_true(_ZERO + "zero_quantized_weights"),
+                   problem="torch_autocast beside zero_quantized_weights",
+                   effect="the run stops when the engine starts", fix="keep one of them"),
+         source=_DS + "runtime/torch_autocast.py: Cannot enable both torch autocast and zero quantized weights"),
+    Rule(id="DS329", severity=_E, title="a dtype of parameters beside another precision", find=_param_dtype,
+         source=_DS + "runtime/engine.py: _assert_valid_mixed_precision_config"),
+    Rule(id="DS330", severity=_E, title="a partial offload with another optimizer than Adam",
+         find=when(_ZERO + "offload_optimizer.ratio",
+                   lambda s: s.stage == 3 and s.number(_ZERO + "offload_optimizer.ratio", 1.0) < 1
+                   and _optimizer(s) not in ("", "adam", "adamw"),
+                   problem="offload_optimizer.ratio is {value} with another optimizer than Adam",
+                   effect="the run stops when the engine starts", fix='write "AdamW", or remove the line'),
+         source=_DS + "runtime/zero/stage3.py: Hybrid Optimizer Only Supports DeepSpeedCPUAdam"),
 )
 """Rules about choices that exclude each other."""
 # fmt: on

@@ -85,7 +85,8 @@ def lines(finding: Finding, *, with_severity: bool = True) -> list[str]:
     """Returns a finding as people read it: place and problem on a line that tools can read, then what happens and what
     to write, in lines of up to 80 columns."""
     kind = f"{finding.severity.value} " if with_severity else ""
-    found = [f"{finding.where}: {kind}{finding.rule}: {finding.problem}"]
+    pointer = f" {finding.pointer}" if finding.pointer else ""
+    found = [f"{finding.where}: {kind}{finding.rule}{pointer}: {finding.problem}"]
     wrapper = textwrap.TextWrapper(
         80, initial_indent="  ", subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
     )

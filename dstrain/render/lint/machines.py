@@ -80,6 +80,20 @@ def _disk(subject: Subject) -> Iterator[Fault]:
         )
 
 
+def _nvme(subject: Subject) -> Iterator[Fault]:
+    if subject.estimate is None or subject.free_nvme_bytes is None:
+        return
+    needed = subject.estimate.memory.nvme_bytes_per_node
+    if needed > subject.free_nvme_bytes:
+        yield Fault(
+            pointer=("zero_optimization", "offload_optimizer", "nvme_path"),
+            problem=f"what goes to NVMe takes {format_bytes(needed)} on each node; there "
+            f"{format_bytes(subject.free_nvme_bytes)} are free",
+            effect="the run stops when the engine starts",
+            fix="free some space, or name a folder on a larger drive",
+        )
+
+
 def _is_a_guess(subject: Subject) -> bool:
     """Returns whether nobody knows the GPU: nothing is said to fit or not to fit one that was assumed."""
     return subject.cluster is None or subject.cluster.gpu_origin == "assumed" or subject.cluster.gpu.name == "cpu"
@@ -91,6 +105,8 @@ RULES = (
          source="deepspeed 0.19.8 utils/groups.py: _create_zero_param_parallel_group"),
     Rule(id="DS802", severity=Severity.ERROR, title="does not fit the GPU", find=_gpu, source="dstrain.plan.estimate"),
     Rule(id="DS803", severity=Severity.ERROR, title="does not fit the RAM", find=_host, source="dstrain.plan.estimate"),
+    Rule(id="DS807", severity=Severity.ERROR, title="does not fit the NVMe drive", find=_nvme,
+         source="dstrain.plan.estimate"),
     Rule(id="DS804", severity=Severity.ERROR, title="does not fit the disk", find=_disk,
          source="dstrain.plan.estimate"),
 )

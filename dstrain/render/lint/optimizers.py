@@ -187,6 +187,15 @@ def _not_on_cpu(subject: Subject) -> Iterator[Fault]:
         )
 
 
+def _nobodys(subject: Subject) -> Iterator[Fault]:
+    if not subject.is_trainers and subject.stage > 0 and not subject.has("optimizer"):
+        yield Fault(
+            problem="no optimizer section",
+            effect="ZeRO stops unless the script hands an optimizer to deepspeed.initialize",
+            fix='hand one over, or write "optimizer": {"type": "AdamW", "params": {"lr": 1e-5}}',
+        )
+
+
 _ENGINE = "deepspeed 0.19.8 runtime/engine.py: "
 _E, _W = Severity.ERROR, Severity.WARNING
 
@@ -204,6 +213,8 @@ RULES = (
          source="deepspeed 0.19.8 runtime/config.py: get_optimizer_name, get_scheduler_name"),
     Rule(id="DS506", severity=Severity.INFO, title="two schedules", find=_overruled,
          source="Transformers 5.23 integrations/deepspeed.py: deepspeed_optim_sched"),
+    Rule(id="DS508", severity=Severity.INFO, title="nobody's optimizer", find=_nobodys,
+         source=_ENGINE + "_configure_zero_optimizer: zero stage … requires an optimizer"),
     Rule(id="DS507", severity=_W, title="an offloaded optimizer that the CPU does not have", find=_not_on_cpu,
          source=_ENGINE + "_configure_optimizer, zero_force_ds_cpu_optimizer"),
 )

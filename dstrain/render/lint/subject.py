@@ -40,6 +40,8 @@ class Subject:
     """What the configuration needs; None also where it cannot be understood."""
     free_disk_bytes: int | None = None
     """What is free where the job writes checkpoints."""
+    free_nvme_bytes: int | None = None
+    """What is free where states are offloaded to."""
 
     @property
     def config(self) -> dict[str, Any]:

@@ -1,0 +1,148 @@
+"""Rules about parallelism and compilation: AutoTP, AutoEP, DeepCompile, and what they do not go with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from dstrain.render.lint.finding import Fault, Severity
+from dstrain.render.lint.rule import Rule, when
+from dstrain.render.lint.subject import Subject
+
+_DS = "deepspeed 0.19.8 "
+_ZERO = "zero_optimization."
+_E = Severity.ERROR
+
+
+def _is_offloaded(s: Subject) -> bool:
+    return s.stage > 0 and s.device("offload_optimizer") != "none"
+
+
+def _tp(s: Subject) -> float:
+    return s.number("tensor_parallel.autotp_size", 0)
+
+
+def _autoep(s: Subject) -> bool:
+    return s.is_true("expert_parallel.enabled")
+
+
+_AUTOEP_ZERO3: dict[str, Callable[[Subject], bool]] = {
+    "sequence_parallel_size": lambda s: s.number("sequence_parallel_size", 1) > 1,
+    "expert_parallel.expert_tensor_parallel_size": lambda s: (
+        s.number("expert_parallel.expert_tensor_parallel_size", 1) > 1
+    ),
+    "zero_optimization.offload_optimizer.device": lambda s: s.device("offload_optimizer") == "nvme",
+    "zero_optimization.zero_quantized_gradients": lambda s: s.is_true(_ZERO + "zero_quantized_gradients"),
+    "zero_optimization.zero_hpz_partition_size": lambda s: s.number(_ZERO + "zero_hpz_partition_size", 1) > 1,
+}
+
+
+_FOLDED: dict[str, Callable[[Subject], bool]] = {
+    "compile.deepcompile": lambda s: s.is_true("compile.deepcompile"),
+    "zero_optimization.offload_optimizer": _is_offloaded,
+    "zero_optimization.offload_param": lambda s: s.stage == 3 and s.device("offload_param") != "none",
+    "expert_parallel.autoep_size": lambda s: s.number("expert_parallel.autoep_size", 1) == 1,
+    "expert_parallel.async_split_plan": lambda s: s.is_true("expert_parallel.async_split_plan"),
+    "use_data_before_expert_parallel": lambda s: s.is_true("use_data_before_expert_parallel"),
+}
+"""What AutoEP does not go with beside AutoTP. Source: deepspeed 0.19.8 module_inject/auto_ep_folding.py:
+validate_folding_global; auto_ep_config.py: validate_autoep_config."""
+
+
+def _folded(subject: Subject) -> Iterator[Fault]:
+    for path, breaks in _FOLDED.items():
+        if _autoep(subject) and _tp(subject) > 1 and breaks(subject):
+            yield Fault(
+                pointer=tuple(path.split(".")),
+                problem=f"AutoEP beside AutoTP with {path.rsplit('.', 1)[-1]}",
+                effect="the run stops when the groups are made",
+                fix="remove one of them" if not path.endswith("autoep_size") else "write an autoep_size above 1",
+            )
+
+
+_NON_MOE: dict[str, Callable[[Subject], bool]] = {
+    "compile.deepcompile": lambda s: s.is_true("compile.deepcompile"),
+    "expert_parallel.comm_backend": lambda s: s.at("expert_parallel.comm_backend", "comm") != "comm",
+    "tensor_parallel.autotp_size": lambda s: _tp(s) > 1,
+    "sequence_parallel_size": lambda s: s.number("sequence_parallel_size", 1) > 1,
+    "zero_optimization.stage": lambda s: s.stage == 3,
+    "zero_optimization.offload_optimizer": _is_offloaded,
+}
+"""What compiling around the experts does not go with. Source: deepspeed 0.19.8 runtime/engine.py: compile."""
+
+
+def _non_moe(subject: Subject) -> Iterator[Fault]:
+    for path, breaks in _NON_MOE.items():
+        if subject.is_true("compile.autoep_non_moe") and breaks(subject):
+            yield Fault(
+                pointer=tuple(path.split(".")),
+                problem=f"compile.autoep_non_moe with {path.rsplit('.', 1)[-1]}",
+                effect="the run stops when the model is compiled",
+                fix="remove one of them",
+            )
+
+
+def _autoep_zero3(subject: Subject) -> Iterator[Fault]:
+    for path, breaks in _AUTOEP_ZERO3.items():
+        if _autoep(subject) and subject.stage == 3 and breaks(subject):
+            yield Fault(
+                pointer=tuple(path.split(".")),
+                problem=f"AutoEP under ZeRO-3 with {path.rsplit('.', 1)[-1]}",
+                effect="the run stops when the engine starts",
+                fix="remove one of them",
+            )
+
+
+# fmt: off
+RULES = (
+    Rule(id="DS319", severity=_E, title="two ways to offload optimizer states",
+         find=when("compile.offload_opt_states",
+                   lambda s: s.is_true("compile.deepcompile") and s.is_true("compile.offload_opt_states")
+                   and s.stage == 3 and _is_offloaded(s),
+                   problem="compile.offload_opt_states beside offload_optimizer",
+                   effect="the run stops when the model is compiled", fix="remove one of them"),
+         source=_DS + "compile/init_z3.py"),
+    Rule(id="DS320", severity=_E, title="two offload passes",
+         find=when("compile.offload_activation",
+                   lambda s: s.is_true("compile.deepcompile") and s.is_true("compile.offload_activation")
+                   and (s.is_true("compile.offload_parameters") or s.is_true("compile.offload_opt_states")),
+                   problem="compile.offload_activation beside another offload pass",
+                   effect="the run stops when the model is compiled", fix="remove one of them"),
+         source=_DS + "compile/init_z3.py"),
+    Rule(id="DS321", severity=_E, title="AutoEP under ZeRO-3", find=_autoep_zero3,
+         source=_DS + "runtime/engine.py: _validate_zero3_moe (AutoEP with ZeRO Stage 3 does not support …)"),
+    Rule(id="DS322", severity=_E, title="AutoEP's load balancing",
+         find=when("expert_parallel.load_balance_coeff",
+                   lambda s: _autoep(s) and s.at("expert_parallel.load_balance_coeff", None) is not None,
+                   problem="expert_parallel.load_balance_coeff is {value}",
+                   effect="DeepSpeed refuses it: it is not there yet", fix="remove the line"),
+         source=_DS + "module_inject/auto_ep_config.py"),
+    Rule(id="DS323", severity=_E, title="DeepEP's buffers",
+         find=when("expert_parallel.comm_backend",
+                   lambda s: _autoep(s) and s.at("expert_parallel.comm_backend", "comm") == "deepep"
+                   and s.number("expert_parallel.comm_max_tokens_per_rank", 0) <= 0,
+                   problem="comm_backend is deepep, and comm_max_tokens_per_rank is not given",
+                   effect="DeepSpeed refuses it", fix='write "comm_max_tokens_per_rank": micro-batch × seq_len'),
+         source=_DS + "module_inject/auto_ep_config.py"),
+    Rule(id="DS324", severity=_E, title="tensor and sequence parallelism",
+         find=when("tensor_parallel.autotp_size",
+                   lambda s: s.number("tensor_parallel.autotp_size", 0) > 1
+                   and s.number("sequence_parallel_size", 1) > 1,
+                   problem="tensor_parallel beside sequence_parallel_size",
+                   effect="they exclude each other: AutoTP replaces the groups that SP comes with",
+                   fix="remove one of them"),
+         source=_DS + "runtime/engine.py: _configure_tensor_parallel_states"),
+    Rule(id="DS340", severity=_E, title="AutoEP beside AutoTP", find=_folded,
+         source=_DS + "module_inject/auto_ep_folding.py: validate_folding_global"),
+    Rule(id="DS341", severity=_E, title="compiling around the experts", find=_non_moe,
+         source=_DS + "runtime/engine.py: compile (autoep_non_moe)"),
+    Rule(id="DS342", severity=_E, title="AutoEP's fused sum",
+         find=when("expert_parallel.combine_impl",
+                   lambda s: _autoep(s) and s.at("expert_parallel.combine_impl", None) == "fused_weighted_sum"
+                   and (_tp(s) > 1 or (s.at("expert_parallel.comm_backend", "comm") == "deepep"
+                                       and s.number("expert_parallel.autoep_size", 1) > 1)),
+                   problem="combine_impl is fused_weighted_sum beside deepep or AutoTP",
+                   effect="DeepSpeed refuses it", fix='write "comm_backend": "comm", or remove the line'),
+         source=_DS + "module_inject/auto_ep_config.py: validate_autoep_config"),
+)
+"""Rules about parallelism and compilation."""
+# fmt: on

@@ -1,0 +1,29 @@
+"""docs/lint.md is what the rules say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dstrain.render.lint.check import RULES
+
+PAGE = Path(__file__).parents[2] / "docs" / "lint.md"
+START = "<!-- generated: rules -->\n"
+
+
+def reference() -> str:
+    """Returns a row for every rule."""
+    rows = ["| rule | severity | about | source |", "|---|---|---|---|"]
+    for rule in sorted(RULES, key=lambda rule: rule.id):
+        rows.append(f"| {rule.id} | {rule.severity} | {rule.title} | {rule.source.replace('|', '/')} |")
+    return "\n".join(rows)
+
+
+def test_the_page_is_what_the_rules_say(request: pytest.FixtureRequest) -> None:
+    preamble, _, present = PAGE.read_text(encoding="utf-8").partition(START)
+    wanted = f"{reference()}\n"
+    if request.config.getoption("--update"):
+        PAGE.write_text(preamble + START + wanted, encoding="utf-8")
+    else:
+        assert present == wanted, "run pytest --update"
