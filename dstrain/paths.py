@@ -52,11 +52,11 @@ def write_together(
         for path, text in files.items():
             if not _holds(path, text):
                 path.parent.mkdir(parents=True, exist_ok=True)
-                written[path] = _write_beside(path, text, _mode(path, like) if mode is None else mode)
+                written[path] = _write_beside(_real(path), text, _mode(path, like) if mode is None else mode)
             elif mode is not None:
                 path.chmod(mode)
         for path, temporary in written.items():
-            temporary.replace(path)
+            temporary.replace(_real(path))
     except OSError as error:
         reason = error.strerror or str(error)
         hint = "Name another folder, or free some space."
@@ -75,6 +75,11 @@ def _mode(path: Path, like: Mapping[Path, Path] | None) -> int:
     """Returns the mode of the file that stands there or of the one it is a copy of, else that of a new file."""
     known = next((each for each in ((like or {}).get(path, path), path) if each.exists()), None)
     return known.stat().st_mode & 0o777 if known else 0o666 & ~_umask()
+
+
+def _real(path: Path) -> Path:
+    """Returns the file that a link stands for: the link stays one."""
+    return path.resolve() if path.is_symlink() else path
 
 
 def _write_beside(path: Path, text: str, mode: int) -> Path:

@@ -47,7 +47,9 @@ def command(folder: Path, dry_run: bool, as_json: bool) -> None:
     if files and not dry_run:
         write_files(folder, _lock(before, files), {}, {})
     if as_json:
-        answer_json({"schema": 1, "folder": str(folder), "adopted": [str(folder / name) for name in files]})
+        answer_json(
+            {"schema": 1, "folder": str(folder), "dry_run": dry_run, "adopted": [str(folder / name) for name in files]}
+        )
     _tell(folder, list(files), dry_run=dry_run)
 
 

@@ -68,7 +68,9 @@ def _lines(folder: Path, found: Effects) -> list[str]:
         lines.append(str(folder / name))
         lines += [f"  {text}{_told(each, found)}" for each, text in rows if each.edit.file == name]
     if found.together is not None:
-        lines.append(f"all together: {effect_text(found.together)}")
+        others = [dotted(each.edit.pointer) for each in found.edits if each.note is not None]
+        without = f", without {', '.join(others)}" if others else ""
+        lines.append(f"all together{without}: {effect_text(found.together)}")
     return lines
 
 

@@ -27,6 +27,7 @@ from dstrain.render.merge import dotted
 from dstrain.render.regenerate import Regenerated, Standing, regenerate, replaced, unsettled
 from dstrain.render.templates import template_hash
 from dstrain.render.values import template_of
+from dstrain.yamls import parse_yaml
 
 
 @click.command("gen-config", short_help="Decide how to train, say why, write the files.")
@@ -90,7 +91,9 @@ def command(
     _refuse_foreign(out, merged)
     if not dry_run and not as_diff:
         _write(out, replace(lock, unsettled=unsettled(merged, before.unsettled if before else {})), merged)
-        say_lines(next_lines(out, merged.files, planned.asked, planned.plan))
+        say_lines(_other_lines(lock, merged))
+        if not merged.beside.keys() & {f"{name}.new" for name in merged.files}:
+            say_lines(next_lines(out, merged.files, planned.asked, planned.plan))
     _show_conflicts(out, merged, asked, before, is_written=not dry_run and not as_diff)
 
 
@@ -184,11 +187,28 @@ def _refuse_foreign(out: Path, merged: Regenerated) -> None:
         )
 
 
+def _other_lines(lock: Lock, merged: Regenerated) -> list[str]:
+    """Returns what to know where the job, by an edit, is about another model or configuration than this plan."""
+    found = []
+    for key in ("model", "ds_config"):
+        yours, planned = (_job_key(text, key) for text in (merged.files.get("job.yaml"), lock.base["job.yaml"]))
+        if yours != planned:
+            found.append(f"note: job.yaml names {key} {yours}, and this plan is for {planned}: give --model to plan it")
+    return found
+
+
+def _job_key(text: str | None, key: str) -> Any:
+    return parse_yaml(text, "job.yaml")[0].get(key) if text else None
+
+
 def _write(out: Path, lock: Lock, merged: Regenerated) -> None:
     """Writes the files, and says which changed."""
     changed = [str(out / name) for name in write_files(out, lock, merged.files, beside_unused(out, merged.beside))]
     say()
     say(f"wrote {', '.join(changed)}" if changed else "nothing changed: the files are the same")
+    for name in merged.files:
+        if f"{name}.new" not in merged.beside and name not in lock.unsettled:
+            (out / f"{name}.new").unlink(missing_ok=True)  # a conflict that is settled
 
 
 def _show_conflicts(out: Path, merged: Regenerated, asked: Asked, before: Lock | None, *, is_written: bool) -> None:

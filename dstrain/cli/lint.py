@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,7 +12,8 @@ import click
 from dstrain.cli.console import answer, answer_json, say
 from dstrain.errors import InvalidConfig
 from dstrain.launch.linting import Known, Linted, check_rules, lint
-from dstrain.paths import write_atomic
+from dstrain.paths import shown, write_atomic
+from dstrain.render.lint import check
 from dstrain.render.lint.finding import Severity, count_text, lines
 
 if TYPE_CHECKING:
@@ -57,15 +59,30 @@ def command(
       dstrain lint ds_config.json --fix
     """
     check_rules(ignored)
+    if dry_run and not fix:
+        raise click.UsageError("-n is about --fix; lint alone writes nothing.")
     path, file = _files(config, job, hostfile)
     known = Known() if file is None else _known(file, path)
-    linted = lint(known, path, is_trainers=trainer, ignored=ignored, fix=fix)
-    if fix and linted.subject is not None and linted.mended:
-        _write(path, linted, dry_run=dry_run)
+    try:
+        linted = lint(known, path, is_trainers=trainer, ignored=ignored, fix=fix)
+    except InvalidConfig as error:
+        if as_json:
+            answer_json({"schema": 1, "findings": [], "error": error.problem})
+        raise
+    text = linted.subject.document.text if linted.subject is not None else None
+    if fix and not dry_run and text is not None and linted.mended:
+        write_atomic(path, text)
+    for finding in linted.mended:
+        verb = "would mend" if dry_run else "mended"
+        say(f"{verb} {finding.where}: {finding.rule}: {finding.problem}; {finding.fix}")
     if as_json:
-        answer_json({"schema": 1, "findings": [finding.document() for finding in linted.findings]})
-    elif not (fix and dry_run):
-        _print(path, linted)
+        found = {"schema": 1, "findings": [finding.document() for finding in linted.findings]}
+        answer_json(found | ({"text": text} if fix else {}))
+    elif fix and dry_run and text is not None:
+        answer(text)
+        _print(path, linted, say)
+    else:
+        _print(path, linted, answer)
     if any(finding.severity in _failing(strict=strict) for finding in linted.findings):
         sys.exit(InvalidConfig.exit_code)
 
@@ -78,6 +95,8 @@ def _files(config: Path | None, job: Path | None, hostfile: Path | None) -> tupl
     """Returns the configuration to lint, and the job that it belongs to where there is one."""
     named = job or _beside(config)
     if named is None:
+        if hostfile is not None:
+            raise click.UsageError("--hostfile is about a job, and there is none; name it with --job.")
         return config or Path("ds_config.json"), None
     from dstrain.jobfile import read_job
 
@@ -100,23 +119,11 @@ def _known(file: JobFile, path: Path) -> Known:
     return known(file, path.parent)
 
 
-def _write(path: Path, linted: Linted, *, dry_run: bool) -> None:
-    assert linted.subject is not None
-    if dry_run:
-        answer(linted.subject.document.text)
-    else:
-        write_atomic(path, linted.subject.document.text)
-    for finding in linted.mended:
-        say(
-            f"{'would mend' if dry_run else 'mended'} {finding.where}: {finding.rule}: {finding.problem}; {finding.fix}"
-        )
-
-
-def _print(path: Path, linted: Linted) -> None:
+def _print(path: Path, linted: Linted, write: Callable[[str], None]) -> None:
     for finding in linted.findings:
-        answer("\n".join(lines(finding)))
+        write("\n".join(lines(finding)))
     if not linted.findings:
-        say(f"{path}: nothing to say")
+        say(f"{shown(str(path))}: no problems")
         return
-    can_mend = sum(bool(finding.changes) for finding in linted.findings)
-    say(f"{path}: {count_text(linted.findings)}" + (f"; --fix mends {can_mend}" if can_mend else ""))
+    can_mend = len(check.fixed(linted.subject)[1]) if linted.subject is not None else 0
+    say(f"{shown(str(path))}: {count_text(linted.findings)}" + (f"; --fix mends {can_mend}" if can_mend else ""))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -10,9 +12,12 @@ import click
 
 from dstrain import __version__
 from dstrain.cli.console import complain
-from dstrain.errors import DstrainError, did_you_mean
+from dstrain.errors import DstrainError, EnvironmentProblem, did_you_mean
 
-VERBS = ("gen-config", "adopt", "diff", "plan", "lint", "run", "export", "explain", "schema", "templates", "demo")
+VERBS = (
+    *("gen-config", "adopt", "diff", "plan", "lint", "run", "export"),
+    *("explain", "schema", "hostfile", "templates", "demo"),
+)
 """Verbs in the order of their use; `dstrain <verb>` is the module of that name."""
 
 
@@ -55,6 +60,9 @@ def cli() -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the command line. dstrain's errors become a message and an exit code; anything else is a bug and keeps its
     traceback."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that is not UTF-8 shows what it can
     try:
         code = cli.main(arguments, prog_name="dstrain", standalone_mode=False)
         sys.exit(code if isinstance(code, int) else 0)
@@ -70,3 +78,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         # whoever read our output has left: nothing to say, and no one to say it to
         sys.stderr.close()
         sys.exit(1)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        complain(EnvironmentProblem(f"the output cannot be written: {error.strerror}"))
+        sys.stdout = None  # else Python tries once more at its end
+        sys.exit(EnvironmentProblem.exit_code)

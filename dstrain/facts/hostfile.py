@@ -115,6 +115,8 @@ def _name_complaint(host: str) -> str | None:
         return None
     if re.fullmatch(r"[\w.@-]+:\d+", host, re.ASCII):
         return f'"{host}" has a number after its name; write `{host.rpartition(":")[0]} slots=N`'
+    if re.fullmatch(r"[\w.@-]+[:,;]", host, re.ASCII):
+        return f'"{host}" ends with "{host[-1]}"; write `{host[:-1]} slots=N`'
     return f'"{host}" is not a host name or address; use letters, digits, dots and dashes'
 
 
@@ -153,11 +155,12 @@ def _fault_of_one_word(word: str) -> tuple[int, str]:
     return len(word), f'"{word}" has no slots; write `{word} slots=8` where it has 8 GPUs'
 
 
-def expand(text: str, slots: int | None) -> Hosts:
+def expand(text: str, slots: int | None, name: str = "--hosts") -> Hosts:
     """Returns the hosts of a list such as `gpu[01-16]`, `gpu[01-02,05]:8` or `10.0.0.1,10.0.0.2`.
 
-    Zeros at the front are kept, as SLURM writes them; `slots` holds for hosts without `:N`. Raises InvalidConfig that
-    names every item with a range that runs backwards or is malformed, and hosts that come twice.
+    Zeros at the front are kept, as SLURM writes them; `slots` holds for hosts without `:N`; `name` is where the list is
+    from, for messages. Raises InvalidConfig that names every item with a range that runs backwards or is malformed, and
+    hosts that come twice.
 
     >>> [host.name for host in expand("gpu[08-10],login", 8).hosts]
     ['gpu08', 'gpu09', 'gpu10', 'login']
@@ -168,19 +171,19 @@ def expand(text: str, slots: int | None) -> Hosts:
         try:
             found = _expand_item(item.strip(), slots)
         except InvalidConfig as error:
-            problems.append(f"--hosts: {error.problem}")
+            problems.append(f"{name}: {error.problem}")
             continue
         for host in found:
             if host.name in hosts:
-                problems.append(f'--hosts: "{host.name}" comes twice')
+                problems.append(f'{name}: "{host.name}" comes twice')
             hosts[host.name] = host
     if not problems and len(hosts) > MAX_HOSTS:
-        problems.append(f"--hosts: {len(hosts)} hosts; the most is {MAX_HOSTS}")
+        problems.append(f"{name}: {len(hosts)} hosts; the most is {MAX_HOSTS}")
     if problems:
         raise InvalidConfig(
             "\n".join(dict.fromkeys(problems)), hint='Write hosts as "gpu[01-16]:8" or "10.0.0.1,10.0.0.2".'
         )
-    return Hosts(hosts=tuple(hosts.values()), name="--hosts")
+    return Hosts(hosts=tuple(hosts.values()), name=name)
 
 
 def _expand_item(item: str, slots: int | None) -> list[Host]:

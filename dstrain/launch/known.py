@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 from dstrain.errors import EnvironmentProblem, InvalidConfig
@@ -15,13 +16,12 @@ from dstrain.job import Job
 from dstrain.jobfile import JobFile
 from dstrain.launch.command import is_this_machine
 from dstrain.launch.linting import HOSTFILE, SLOTS, Known, hostfile_finding, of_hostfile
+from dstrain.launch.machine import ACCELERATOR
 from dstrain.launch.machine import names as machine_names
+from dstrain.paths import shown
 from dstrain.plan.request import Request
-from dstrain.render.lint.finding import Finding
+from dstrain.render.lint.finding import Finding, Severity
 from dstrain.render.lock import read_lock
-
-ACCELERATOR = "DS_ACCELERATOR"
-"""DeepSpeed's own switch: `cpu` trains without GPUs."""
 
 
 def known(file: JobFile, folder: Path) -> Known:
@@ -40,12 +40,25 @@ def known(file: JobFile, folder: Path) -> Known:
             hosts = probe.read_hostfile(Path(job.hostfile))
         except InvalidConfig as error:
             findings = of_hostfile(error)
+            if not Path(job.hostfile).exists():
+                findings = [_no_hostfile(file)]
         else:
             findings = of_hosts(hosts, planned.num_gpus if planned else None, len(probe.local_gpus()))
     on_cpu = {**os.environ, **job.env}.get(ACCELERATOR) == "cpu"
     is_local = len(hosts.hosts) == 1 and is_this_machine(hosts.hosts[0].name, machine_names())
     found = machines(hosts, on_cpu=on_cpu, is_local=is_local, planned=planned)
     return Known(job=file, hosts=hosts, model=model, cluster=found, findings=tuple(findings))
+
+
+def _no_hostfile(file: JobFile) -> Finding:
+    """Returns what to say of a hostfile that the job names and that is not there."""
+    name, *place = file.locate(("hostfile",)).rsplit(":", 2)
+    problem = f"hostfile {shown(str(file.job.hostfile))}: no such file"
+    effect = "dstrain run refuses it; DeepSpeed would train on this machine alone"
+    fix = "write the file (dstrain hostfile write), or remove the line"
+    found = hostfile_finding(HOSTFILE, name, 1, problem, effect, fix)
+    line, column = (int(each) for each in place) if len(place) == 2 else (1, 1)
+    return replace(found, severity=Severity.ERROR, line=line, column=column)
 
 
 def of_hosts(hosts: Hosts, num_planned: int | None, num_here: int) -> list[Finding]:
@@ -91,7 +104,7 @@ def machines(hosts: Hosts, *, on_cpu: bool, is_local: bool, planned: Cluster | N
             gpu = gpus.unlisted(smallest.name, smallest.memory_mib)
         origin = Origin.MEASURED
     elif planned is not None:
-        gpu, origin = planned.gpu, planned.gpu_origin
+        gpu, origin = planned.gpu, Origin.GIVEN  # whatever it was then: the plan is for these
     else:
         gpu, origin = gpus.gpu("a100-80g"), Origin.ASSUMED
     memory, memory_origin = probe.host_memory_bytes() if is_local else None, Origin.MEASURED

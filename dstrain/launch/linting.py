@@ -7,10 +7,13 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 from dstrain.errors import InvalidConfig, did_you_mean
 from dstrain.paths import shown
+from dstrain.render.jsonc import Pointer
+from dstrain.render.keys.table import key_of
 from dstrain.render.lint import check
 from dstrain.render.lint.finding import Finding, Severity, lines
 from dstrain.render.lint.reading import NO_OBJECT, SYNTAX
@@ -77,28 +80,37 @@ def lint(
         cluster=known.cluster,
     )
     if is_trainers is None and known.job is None:
-        subject = replace(subject, is_trainers=any(value == "auto" for _, value in subject.walk()))
+        subject = replace(subject, is_trainers=any(_is_filled(*each) for each in subject.walk()))
     mended: list[Finding] = []
     if fix:
         subject, mended = check.fixed(subject, ignored=ignored)
     findings = check.check(subject, ignored=ignored)
     if not check.errors(findings) and (needs := _estimate(subject)) is not None:
-        nvme = subject.at("zero_optimization.offload_optimizer.nvme_path", None)
-        subject = replace(
-            subject,
-            estimate=needs,
-            free_disk_bytes=_free_bytes(subject, subject.job.job.output_dir if subject.job else None),
-            free_nvme_bytes=_free_bytes(subject, nvme),
-        )
+        subject = _with_estimate(subject, needs)
         findings = check.check(subject, ignored=ignored)
     findings += [each for each in known.findings if each.rule not in ignored]
     return Linted(subject=subject, findings=findings, mended=mended)
+
+
+def _is_filled(pointer: Pointer, value: Any) -> bool:
+    """Returns whether an "auto" is one that only the Trainer understands."""
+    row = key_of(pointer)
+    return value == "auto" and row is not None and row.filled is not None
 
 
 HOSTFILE = "DS805"
 """The rule about hostfiles, which are another file."""
 SLOTS = "DS806"
 """The rule about their slots and the GPUs that there are."""
+OUTSIDE = MappingProxyType(
+    {
+        SYNTAX: "a text that cannot be read",
+        NO_OBJECT: "a text that is no object",
+        HOSTFILE: "a line of the hostfile that is wrong, or a placeholder",
+        SLOTS: "slots of the hostfile that are not the GPUs that there are, or that were planned for",
+    }
+)
+"""Rules that are about more than a configuration that can be read: id and title."""
 
 
 def of_hostfile(error: InvalidConfig) -> list[Finding]:
@@ -131,7 +143,7 @@ def hostfile_finding(rule: str, name: str, line: int, problem: str, effect: str,
 
 def check_rules(ignored: Sequence[str]) -> None:
     """Raises InvalidConfig for a rule that there is not."""
-    legal = [SYNTAX, NO_OBJECT, HOSTFILE, SLOTS, *(rule.id for rule in check.RULES)]
+    legal = [*OUTSIDE, *(rule.id for rule in check.RULES)]
     for name in ignored:
         if name not in legal:
             raise InvalidConfig(f'--ignore "{name}" is no rule', hint=did_you_mean(name, sorted(legal)))
@@ -162,6 +174,14 @@ def _estimate(subject: Subject) -> Estimate | None:
 
     request = request_of(subject.job.job)
     return estimate(subject.model, subject.cluster, request, subject.config, calibration=calibration.read())
+
+
+def _with_estimate(subject: Subject, needs: Estimate) -> Subject:
+    """Returns the subject with what it needs, and what is free where it writes."""
+    output = subject.job.job.output_dir if subject.job is not None else None
+    nvme = subject.at("zero_optimization.offload_optimizer.nvme_path", None)
+    free, free_nvme = _free_bytes(subject, output), _free_bytes(subject, nvme)
+    return replace(subject, estimate=needs, free_disk_bytes=free, free_nvme_bytes=free_nvme)
 
 
 def _free_bytes(subject: Subject, name: str | None) -> int | None:

@@ -1,10 +1,13 @@
-"""What this machine is called."""
+"""What this machine is called, and what it trains on."""
 
 from __future__ import annotations
 
 import socket
 
 import psutil
+
+ACCELERATOR = "DS_ACCELERATOR"
+"""DeepSpeed's own switch: `cpu` trains without GPUs."""
 
 
 def names() -> frozenset[str]:

@@ -18,8 +18,9 @@ from dstrain.facts.model import ModelFacts
 from dstrain.job import Job
 from dstrain.jobfile import JobFile, looks_local
 from dstrain.launch.command import is_this_machine, visible_devices
-from dstrain.launch.known import ACCELERATOR, machines, model_of
+from dstrain.launch.known import machines, model_of
 from dstrain.launch.linting import Known, lint, refused
+from dstrain.launch.machine import ACCELERATOR
 from dstrain.launch.machine import names as machine_names
 from dstrain.paths import shown
 from dstrain.plan.params import adapted, linear_names

@@ -10,7 +10,6 @@ from typing import Any
 from dstrain.render.jsonc import SPACE, Document, Pointer, Span, read
 from dstrain.render.merge import REMOVED, UNCHANGED, Change
 
-"""White space and comments, as jsonc skips them."""
 _REST_OF_LINE = re.compile(r"(?:[ \t]+|//[^\n]*|\#[^\n]*|/\*.*?\*/)*", re.DOTALL)
 _BLANK = " \t\ufeff"
 

@@ -157,6 +157,8 @@ class _Parser:
             decoded: str = json.loads(match[0])
         except ValueError:
             raise self.fail("this string has an escape that JSON does not know") from None
+        if any("\ud800" <= letter <= "\udfff" for letter in decoded):
+            raise self.fail("this string has half of a character (a lone surrogate)")
         self.at = match.end()
         return decoded
 

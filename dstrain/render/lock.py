@@ -50,7 +50,13 @@ class Lock:
 def read_lock(folder: Path) -> Lock | None:
     """Returns the lock of a folder, or None where dstrain has generated nothing."""
     path = folder / LOCK
-    return load_json(Lock, path) if path.exists() else None
+    if not path.exists():
+        return None
+    try:
+        return load_json(Lock, path)
+    except InvalidConfig as error:
+        hint = f"Take it from version control, or move it away (mv {path} {path}.old) and type dstrain adopt {folder}."
+        raise InvalidConfig(error.problem, hint=hint) from None
 
 
 def standing(folder: Path, names: Iterable[str]) -> dict[str, str]:

@@ -52,8 +52,8 @@ NO_EFFECT: tuple[Case, ...] = (
 )
 
 CONFLICTS: tuple[Case, ...] = (
-    Case(name="fp16 and bf16", rule="DS301", fix='"auto"', is_trainers=False,
-         text=top('"fp16": {⟦"enabled": true}', head=RAW), proof=Raises(words="")),
+    Case(name="fp16 and bf16", rule="DS301", fix="keep one", is_trainers=False,
+         text=top('"fp16": {⟦"enabled": true}', head=RAW), proof=Raises(words="Error")),
     Case(name="an odd bucket", rule="DS302", fix="remove", text=zero(2, '⟦"allgather_bucket_size": 500000001'),
          proof=Raises(words="allgather_bucket_size must be a multiple")),
     Case(name="Muon with reduce_scatter", rule="DS303", fix='"reduce_scatter": false',
@@ -81,7 +81,7 @@ CONFLICTS: tuple[Case, ...] = (
                    head=top(ADAMW, tail="")),
          proof=Raises(words="Select interval must be")),
     Case(name="ZenFlow with the Trainer's optimizer", rule="DS310", fix='"optimizer"',
-         text=zero(2, CPU_OPTIMIZER, '⟦"zenflow": {"topk_ratio": 0.1}'), proof=Raises(words="")),
+         text=zero(2, CPU_OPTIMIZER, '⟦"zenflow": {"topk_ratio": 0.1}'), proof=Raises(words="Error")),
     Case(name="NVMe without a path", rule="DS311", fix="nvme_path",
          text=zero(3, '"offload_optimizer": {⟦"device": "nvme"}'), proof=Raises(words="NoneType")),
     Case(name="the old offload beside the new one", rule="DS312", fix="remove cpu_offload",
@@ -100,8 +100,7 @@ CONFLICTS: tuple[Case, ...] = (
          proof=Says(file="deepspeed/runtime/zero/stage3.py",
                     text="when enable all_to_all_reduce, reduce_scatter should also be enabled")),
     Case(name="SuperOffload on NVMe", rule="DS318", fix='"cpu"',
-         text=zero(3, '"offload_optimizer": {"device": "nvme", "nvme_path": "/tmp", ⟦"super_offload": true}'),
-         proof=Says(file="deepspeed/runtime/superoffload/superoffload_stage3.py", text="accelerator.device_name() == 'cuda'")),
+         text=zero(3, '"offload_optimizer": {"device": "nvme", "nvme_path": "/tmp", ⟦"super_offload": true}')),
     Case(name="optimizer states offloaded twice", rule="DS319", fix="remove one",
          text=zero(3, CPU_OPTIMIZER, head=top('"compile": {"deepcompile": true, ⟦"offload_opt_states": true}', tail="")),
          proof=Says(file="deepspeed/compile/init_z3.py", text="compile.offload_opt_states cannot be combined with ZeRO's")),
@@ -120,9 +119,7 @@ CONFLICTS: tuple[Case, ...] = (
          text=top('"expert_parallel": {"enabled": true, ⟦"comm_backend": "deepep"}'),
          proof=Raises(words="comm_max_tokens_per_rank")),
     Case(name="AutoTP and sequence parallelism", rule="DS324", fix="remove one", is_trainers=False,
-         text=top('"sequence_parallel_size": 2', '"tensor_parallel": {⟦"autotp_size": 2}', head=RAW),
-         proof=Says(file="deepspeed/module_inject/auto_ep_folding.py",
-                    text="tensor_parallel.autotp_size and Ulysses sequence parallelism are mutually exclusive")),
+         text=top('"sequence_parallel_size": 2', '"tensor_parallel": {⟦"autotp_size": 2}', head=RAW)),
     Case(name="fp32 sums at stage 0", rule="DS325", fix='"stage": 1', is_trainers=False,
          text=RAW + '  "data_types": {⟦"grad_accum_dtype": "fp32"},\n  "zero_optimization": {"stage": 0}\n}',
          proof=Raises(words="NotImplementedError")),
@@ -169,10 +166,88 @@ MORE_CONFLICTS: tuple[Case, ...] = (
     Case(name="compiling around the experts at stage 3", rule="DS341", fix="remove one",
          text=zero(3, head=top('"compile": {"autoep_non_moe": true}', tail="")).replace('"stage": 3', '⟦"stage": 3'),
          proof=Says(file=_ENGINE, text="compile.autoep_non_moe=True does not support ZeRO Stage 3 yet.")),
-    Case(name="a fused sum over DeepEP", rule="DS342", fix='"comm"',
+    Case(name="a fused sum over DeepEP", rule="DS342", fix="remove",
          text=top(_EP + ', "comm_backend": "deepep", "comm_max_tokens_per_rank": 8, ⟦"combine_impl": "fused_weighted_sum"}'),
          proof=Raises(words="combine_impl")),
 )
+
+REVIEWED: tuple[Case, ...] = (
+    Case(name="the old parameter offload beside the new one", rule="DS312", fix="remove cpu_offload_param",
+         text=zero(3, '"offload_param": {"device": "cpu"}', '⟦"cpu_offload_param": true'),
+         proof=Raises(words="offload_param")),
+    Case(name="summed gradients in capitals", rule="DS314", fix='"mean"',
+         text=zero(3, head=AUTO + '  ⟦"gradient_allreduce_op": "SUM",\n'), proof=Raises(words="gradient_allreduce_op")),
+    Case(name="no norm at stage 3", rule="DS315", fix="remove",
+         text=zero(3, '⟦"compute_grad_norm": false', head=AUTO.replace('"gradient_clipping": "auto"', '"gradient_clipping": 0')),
+         arguments={"max_grad_norm": 0.0}, proof=Raises(words="compute_grad_norm")),
+    Case(name="an untested optimizer", rule="DS509", fix="zero_allow_untested_optimizer",
+         text=top('"optimizer": {⟦"type": "SGD", "params": {"lr": "auto"}}'), proof=Raises(words="untested ZeRO Optimizer")),
+    Case(name="a cycle without its top", rule="DS504", fix='"cycle_max_lr"',
+         text=top(ADAMW, '"scheduler": {"type": "OneCycle", ⟦"params": {"cycle_min_lr": 1e-6}}'),
+         proof=Raises(words="cycle_max_lr")),
+    Case(name="a schedule without params", rule="DS504", fix='"params"',
+         text=top(ADAMW, '⟦"scheduler": {"type": "WarmupLR"}'), proof=Raises(words="Error")),
+    Case(name="foreach without torch's Adam", rule="DS502", fix="remove it", is_trainers=False,
+         text=top('"optimizer": {"type": "AdamW", "params": {"lr": 1e-4, ⟦"foreach": true}}', head=RAW),
+         proof=Raises(words="foreach")),
+    Case(name="amsgrad", rule="DS502", fix="torch_adam", is_trainers=False,
+         text=top('"optimizer": {"type": "AdamW", "params": {"lr": 1e-4, ⟦"amsgrad": true}}', head=RAW),
+         proof=Raises(words="AMSGrad")),
+    Case(name="a learning rate in quotes", rule="DS110", fix="1e-05", is_trainers=False,
+         text=top('"optimizer": {"type": "AdamW", "params": {⟦"lr": "1e-5"}}', head=RAW), proof=Raises(words="Error")),
+    Case(name="fp16 masters on the GPU", rule="DS306", fix="offload", is_trainers=False,
+         text='{"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 1.0,\n'
+              ' "fp16": {"enabled": true, ⟦"fp16_master_weights_and_grads": true}, "zero_optimization": {"stage": 2}}',
+         proof=Says(
+            file="deepspeed/runtime/base_optimizer.py",
+            text="if self.fp16_master_weights_and_gradients and fp16_offload_validator is not None",
+        ),
+    ),
+    Case(name="a dtype of AutoTP", rule="DS344", fix="remove", is_trainers=False,
+         text=top('"tensor_parallel": {"autotp_size": 1, ⟦"dtype": "bf16"}', head=RAW), proof=Raises(words="dtype")),
+    Case(name="AutoEP inside an expert", rule="DS343", fix="write 1",
+         text=top(_EP + ', ⟦"expert_tensor_parallel_size": 2}'), proof=Raises(words="expert_tensor_parallel_size")),
+    Case(name="AutoTP's pass beside ZeRO's", rule="DS345", fix="keep one",
+         text=top('"compile": {"deepcompile": true, ⟦"passes": ["autotp", "z1"]}'),
+         proof=Says(file=_ENGINE, text="The AutoTP compile pass cannot yet be combined with AutoSP or the ZeRO")),
+    Case(name="fused weights without DeepEP", rule="DS346", fix="remove",
+         text=top(_EP + ', ⟦"row_weighting_impl": "fused"}'), proof=Raises(words="row_weighting_impl")),
+    Case(name="a fused gate without grouped products", rule="DS346", fix="remove",
+         text=top(_EP + ', "use_grouped_mm": false, ⟦"gate_up_impl": "fused"}'), proof=Raises(words="gate_up_impl")),
+    Case(name="more groups than there are", rule="DS346", fix="remove",
+         text=top(_EP + ', "num_expert_groups": 2, ⟦"num_limited_groups": 4}'), proof=Raises(words="num_limited_groups")),
+    Case(name="a load balance that is off", rule="DS322", fix="remove",
+         text=top('"expert_parallel": {"enabled": false, ⟦"load_balance_coeff": 0.01}'),
+         proof=Raises(words="load_balance_coeff")),
+    Case(name="a writer that there is not", rule="DS113", fix='"fast"', is_trainers=False,
+         text=top('"checkpoint": {"writer": {⟦"type": "FASTT"}}', head=RAW), proof=Raises(words="Error")),
+    Case(name="a dtype in capitals", rule="DS113", fix='"bf16"', is_trainers=False,
+         text=top('"data_types": {⟦"grad_accum_dtype": "BF16"}', head=RAW), proof=Raises(words="Error")),
+    Case(name="no batch for the Trainer", rule="DS404", fix='"auto"',
+         text='⟦{"gradient_accumulation_steps": "auto", "gradient_clipping": "auto", "zero_optimization": {"stage": 2}}',
+         proof=Raises(words="needs to be provided")),
+)
+SOUND: tuple[tuple[str, str], ...] = (
+    ("unmanaged accumulation at stage 3",
+     zero(3, '"overlap_comm": true', head=RAW.replace("{", '{"managed_gradient_accumulation": false,', 1))),
+    ("torch's fused Adam",
+     top('"optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": true, "fused": true}}', head=RAW)),
+    ("divided sums at stage 2", top('"gradient_predivide_factor": 2.0', '"gradient_allreduce_op": "sum"', head=RAW)),
+    ("bf16 by its other name",
+     '{"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 1.0, "bfloat16": {"enabled": true},\n'
+     ' "data_types": {"param_dtype": "bf16"}, "zero_optimization": {"stage": 2}}'),
+    ("an untested optimizer that is allowed",
+     top('"zero_allow_untested_optimizer": true', '"optimizer": {"type": "SGD", "params": {"lr": 0.1}}', head=RAW)),
+    ("a batch of all ranks",
+     '{"train_batch_size": 2, "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1,\n'
+     ' "gradient_clipping": 1.0, "bf16": {"enabled": true}, "zero_optimization": {"stage": 1}}'),
+    ("bf16 states on the GPU",
+     zero(2, head=RAW.replace('{"enabled": true}', '{"enabled": true, "bf16_master_weights_and_grads": true, '
+                                                   '"bf16_optimizer_states": true}'))),
+    ("WarmupLR of its defaults",
+     top('"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}', '"scheduler": {"type": "WarmupLR", "params": {}}', head=RAW)),
+)
+"""Near a rule, and accepted by the engine without the Trainer: lint must call none of it an error."""
 
 BATCH: tuple[Case, ...] = (
     Case(name="no zero_optimization", rule="DS401", fix='"stage": 2',
@@ -191,7 +266,7 @@ BATCH: tuple[Case, ...] = (
     Case(name="a stale batch", rule="DS405", fix="remove the line", is_trainers=False,
          text='{⟦"train_batch_size": 7, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2,\n'
               ' "zero_optimization": {"stage": 2}}', proof=Raises(words="train_batch_size is not equal", by="config")),
-    Case(name="the batch under tensor parallelism", rule="DS406", fix="remove the line",
+    Case(name="the batch under tensor parallelism", rule="DS406", fix="divide",
          text='{⟦"train_batch_size": "auto",\n "tensor_parallel": {"autotp_size": 2},' + AUTO.split('"auto",', 1)[1] + ZERO2),
 )
 
@@ -199,7 +274,7 @@ OPTIMIZERS: tuple[Case, ...] = (
     Case(name="an optimizer that there is not", rule="DS501", fix='"AdamW"',
          text=top('"optimizer": {⟦"type": "AdamWW", "params": {"lr": "auto"}}'), proof=Raises(words="AdamWW")),
     Case(name="a 1-bit optimizer", rule="DS501", fix="1-bit",
-         text=top('"optimizer": {⟦"type": "OneBitAdam", "params": {"lr": "auto"}}'), proof=Raises(words="")),
+         text=top('"optimizer": {⟦"type": "OneBitAdam", "params": {"lr": "auto"}}'), proof=Raises(words="Error")),
     Case(name="a parameter that it does not take", rule="DS502", fix='"weight_decay"',
          text=top('"optimizer": {"type": "AdamW", "params": {"lr": "auto", ⟦"weight_decai": 0.1}}'),
          proof=Raises(words="weight_decai")),
@@ -219,10 +294,11 @@ OPTIMIZERS: tuple[Case, ...] = (
          text=top(ADAMW, '"scheduler": {"type": "WarmupLR", "params": {⟦"warmup_num_steps": 0}}'),
          proof=Raises(words="warmup_num_steps")),
     Case(name="an optimizer without a type", rule="DS505", fix='"type"',
-         text=top('⟦"optimizer": {"params": {"lr": "auto"}}'), proof=Raises(words="")),
+         text=top('⟦"optimizer": {"params": {"lr": "auto"}}'), proof=Raises(words="Error")),
     Case(name="nobody's optimizer", rule="DS508", fix="AdamW", is_trainers=False, text=RAW.replace("{", "⟦{", 1) + ZERO2),
     Case(name="an offloaded SGD", rule="DS507", fix='"AdamW"',
-         text=zero(2, CPU_OPTIMIZER, head=top('"optimizer": {⟦"type": "SGD", "params": {"lr": 0.1}}', tail=""))),
+         text=zero(2, CPU_OPTIMIZER, head=top('"zero_allow_untested_optimizer": true',
+                                                     '"optimizer": {⟦"type": "SGD", "params": {"lr": "auto"}}', tail=""))),
     Case(name="stage 3 that saves nothing", rule="DS601", fix="true",
          text=AUTO + '  ⟦"zero_optimization": {"stage": 3}\n}', proof=Becomes(facts={"saved_weights": False})),
     Case(name="a bucket larger than any use", rule="DS701", fix="200000000",
@@ -241,11 +317,11 @@ KNOWLEDGE: tuple[Case, ...] = (
     Case(name="a size of a composite model", rule="DS603", fix="", is_composite=True,
          text=zero(2, '"stage3_prefetch_bucket_size": "auto"'), proof=Raises(words="hidden_size")),
     Case(name="tensor parallelism that does not divide", rule="DS801", fix="", is_trainers=False,
-         text=top('"tensor_parallel": {"autotp_size": 3}', head=RAW), proof=Raises(words="")),
+         text=top('"tensor_parallel": {"autotp_size": 3}', head=RAW), proof=Raises(words="Error")),
     Case(name="hpZ that does not divide", rule="DS801", fix="", text=zero(3, '"zero_hpz_partition_size": 3'),
          proof=Becomes(facts={"hpz_group": 2})),
 )
 """Proofs of rules that ask for a job, a model or machines; where they stand is tested in test_known.py."""
 
-ENGINE_CASES: tuple[Case, ...] = (*NO_EFFECT, *CONFLICTS, *MORE_CONFLICTS, *BATCH, *OPTIMIZERS)
+ENGINE_CASES: tuple[Case, ...] = (*NO_EFFECT, *CONFLICTS, *MORE_CONFLICTS, *REVIEWED, *BATCH, *OPTIMIZERS)
 # fmt: on

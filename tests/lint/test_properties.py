@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -76,6 +77,22 @@ def test_any_json_is_checked(value: object) -> None:
 def test_any_text_is_checked_or_refused_with_a_place(text: str) -> None:
     document, findings = read(text, "x.json")
     assert (document is None) == (len(findings) == 1)
+    if document is not None:
+        check(Subject(document=document, is_trainers=True))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"a": {"b": 1, "b": 2}, "a": 3}',
+        '{"zero_optimization": {"stage": 1, "stage": 2}, "zero_optimization": {}}',
+        '{"bf16": [], "fp16": 1, "optimizer": "x", "zero_optimization": [{}]}',
+    ],
+)
+def test_keys_inside_keys_that_stand_again_are_checked(text: str) -> None:
+    found = subject(text)
+    assert found is not None
+    assert check(found)
 
 
 def test_fixes_leave_every_other_byte_alone() -> None:
@@ -88,6 +105,15 @@ def test_fixes_leave_every_other_byte_alone() -> None:
     after, mended = fixed(found, ignored=("DS402",))
     assert [each.rule for each in mended] == ["DS101", "DS111"]
     assert after.document.text == text.replace("gradient_acumulation", "gradient_accumulation").replace('"2"', "2")
+
+
+@pytest.mark.parametrize(
+    "name", ["micro_batch_size", "per_device_train_batch_size", "eval_batch_size", "batch_size", "monitor", "comment"]
+)
+def test_another_word_is_not_taken_for_a_slip(name: str) -> None:
+    found = subject(f'{{"{name}": 4, "zero_optimization": {{"stage": 2}}}}', is_trainers=False)
+    assert found is not None
+    assert name in fixed(found)[0].config
 
 
 def test_every_mistake_with_one_safe_answer_is_mended() -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from dstrain.launch.linting import OUTSIDE
 from dstrain.render.lint.check import RULES
 
 PAGE = Path(__file__).parents[2] / "docs" / "lint.md"
@@ -14,10 +15,10 @@ START = "<!-- generated: rules -->\n"
 
 def reference() -> str:
     """Returns a row for every rule."""
-    rows = ["| rule | severity | about | source |", "|---|---|---|---|"]
-    for rule in sorted(RULES, key=lambda rule: rule.id):
-        rows.append(f"| {rule.id} | {rule.severity} | {rule.title} | {rule.source.replace('|', '/')} |")
-    return "\n".join(rows)
+    rows = {rule.id: f"{rule.severity} | {rule.title} | {rule.source.replace('|', '/')}" for rule in RULES}
+    rows |= {name: f"error | {title} | dstrain" for name, title in OUTSIDE.items()}
+    lines = ["| rule | severity | about | source |", "|---|---|---|---|"]
+    return "\n".join([*lines, *(f"| {name} | {rows[name]} |" for name in sorted(rows))])
 
 
 def test_the_page_is_what_the_rules_say(request: pytest.FixtureRequest) -> None:

@@ -55,6 +55,9 @@ def _is_unread(subject: Subject, pointer: Pointer, row: Key | None) -> bool:
     """Returns whether nobody comes across a value, or another rule speaks of its key: a misspelt or removed one."""
     if row is not None:
         return row.removed is not None
+    outer = key_of(pointer[:1])
+    if outer is not None and outer.removed is not None:
+        return True
     if is_parked(pointer[:1]):
         return subject.job is not None  # dstrain run leaves parked blocks out
     unknown = next(pointer[:end] for end in range(1, len(pointer) + 1) if key_of(pointer[:end]) is None)

@@ -48,17 +48,20 @@ def _accumulation(subject: Subject) -> Iterator[Fault]:
 
 
 def _micro_batch(subject: Subject) -> Iterator[Fault]:
-    if subject.has("train_batch_size") or subject.has("train_micro_batch_size_per_gpu") or subject.is_trainers:
-        return
+    if subject.has("train_batch_size") or subject.has("train_micro_batch_size_per_gpu") or subject.job is not None:
+        return  # dstrain run adds it
     yield Fault(
         problem="neither train_batch_size nor train_micro_batch_size_per_gpu is given",
         effect="DeepSpeed refuses the configuration",
-        fix='write "train_micro_batch_size_per_gpu": 1',
+        fix=f'write "train_micro_batch_size_per_gpu": {"auto" if subject.is_trainers else 1}'.replace("auto", '"auto"'),
     )
 
 
 def _identity(subject: Subject) -> Iterator[Fault]:
-    """train_batch_size = micro-batch × accumulation × data-parallel ranks; a rank of TP or SP shares its samples."""
+    """train_batch_size = micro-batch × accumulation × ranks; those of sequence parallelism share their samples.
+
+    AutoTP's ranks do so too, and the engine counts them all the same: it checks before it makes their groups.
+    """
     batch = subject.at("train_batch_size", None)
     given = [subject.at(key, None) for key in _BATCH]
     factors = [each for each in given if _is_count(each)]
@@ -69,11 +72,11 @@ def _identity(subject: Subject) -> Iterator[Fault]:
     if ranks is None:
         if batch % per_rank == 0:
             return
-        said = f"{batch} is no multiple of {' × '.join(map(str, factors))}"
+        said = f"{batch}, no multiple of {' × '.join(map(str, factors))}"
     else:
         if batch == per_rank * ranks or (not is_whole and batch % (per_rank * ranks) == 0 and batch > 0):
             return
-        sign = "≠" if is_whole else "is no multiple of"
+        sign = "≠" if is_whole else "no multiple of"
         said = f"{batch} {sign} {' × '.join(map(str, factors))} × {ranks} data-parallel ranks"
     yield Fault(
         pointer=("train_batch_size",),
@@ -91,8 +94,7 @@ def _is_count(value: Any) -> bool:
 def _data_ranks(subject: Subject) -> int | None:
     if subject.num_ranks is None:
         return None
-    shared = max(subject.number(path, 1) for path in ("tensor_parallel.autotp_size", "sequence_parallel_size"))
-    return max(1, subject.num_ranks // max(1, int(shared)))
+    return max(1, subject.num_ranks // max(1, int(subject.number("sequence_parallel_size", 1))))
 
 
 def _is_tp_times(s: Subject) -> bool:
@@ -184,14 +186,14 @@ RULES = (
     ),
     Rule(
         id="DS406",
-        severity=Severity.WARNING,
+        severity=Severity.INFO,
         title="the batch under tensor parallelism",
         find=when(
             "train_batch_size",
             _is_tp_times,
             problem='train_batch_size is "auto" beside tensor_parallel',
-            effect="the Trainer counts every GPU: the batch that DeepSpeed reports is autotp_size times too large",
-            fix="remove the line: DeepSpeed computes it",
+            effect="DeepSpeed counts every GPU: the batch that it reports is autotp_size times the samples of a step",
+            fix="leave it, and divide what is reported",
         ),
         source=_HF,
     ),

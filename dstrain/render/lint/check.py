@@ -63,8 +63,8 @@ def _unreadable(rule: str, name: str, line: int, column: int, problem: str) -> F
         line=line,
         column=column,
         problem=problem,
-        effect="nobody can read the file",
-        fix="mend it here",
+        effect="the Trainer stops at it; DeepSpeed's own reader may take it for something else, and say nothing",
+        fix="mend this place: JSON has double quotes, true, false, null, and commas between values",
     )
 
 
@@ -114,13 +114,14 @@ def fixed(subject: Subject, *, ignored: Sequence[str] = ()) -> tuple[Subject, li
     is worse (more errors, or no file) is not made.
     """
     mended: list[Finding] = []
+    first = {(found.rule, found.pointer): found for found in check(subject, ignored=ignored)}
     while True:
         before = check(subject, ignored=ignored)
         step = next(_steps(subject, before, ignored), None)
         if step is None:
             return subject, mended
         subject, finding = step
-        mended.append(finding)
+        mended.append(first.get((finding.rule, finding.pointer), finding))  # where it stood, before other fixes
 
 
 def _steps(subject: Subject, before: list[Finding], ignored: Sequence[str]) -> Iterator[tuple[Subject, Finding]]:

@@ -27,6 +27,8 @@ def _has_zenflow(s: Subject) -> bool:
 
 
 def _reduces_by_scatter(s: Subject) -> bool:
+    if s.stage == 2 and _not_mean(s):
+        return False  # nothing is divided there, and the engine does not ask
     return s.stage in (2, 3) and s.is_true(_ZERO + "reduce_scatter", default=True)
 
 
@@ -49,8 +51,15 @@ def _zenflow_intervals(s: Subject) -> bool:
     return is_step and all(type(each) is int for each in (select, update)) and select < update
 
 
+def _clips(s: Subject) -> bool:
+    given = s.at("gradient_clipping", 1.0)
+    if given == "auto" and s.job is not None:
+        given = s.job.job.max_grad_norm
+    return bool(given != 0)
+
+
 def _old_and_new_offload(subject: Subject) -> Iterator[Fault]:
-    for old, new in (("cpu_offload", "offload_optimizer"), ("cpu_offload_params", "offload_param")):
+    for old, new in (("cpu_offload", "offload_optimizer"), ("cpu_offload_param", "offload_param")):
         if subject.at(_ZERO + old, None) is not None and subject.has(_ZERO + new):
             yield Fault(
                 pointer=("zero_optimization", old),
@@ -88,6 +97,16 @@ def _low_precision_states(subject: Subject) -> Iterator[Fault]:
             problem="bf16_master_weights_and_grads with fp32 states on the GPU",
             effect="the run stops when the engine starts: such states are made for an optimizer on the CPU",
             fix='write "bf16_optimizer_states": true too, or offload the optimizer',
+        )
+    both = all(subject.is_true(f"{name}.{name}_master_weights_and_grads") for name in ("bf16", "fp16"))
+    needs_cpu = subject.is_true("fp16.fp16_master_weights_and_grads") and subject.stage > 0
+    if both or (needs_cpu and subject.device("offload_optimizer") == "none"):
+        yield Fault(
+            pointer=("fp16", "fp16_master_weights_and_grads"),
+            problem="fp16_master_weights_and_grads "
+            + ("beside those of bf16" if both else "without an offloaded optimizer"),
+            effect="the run stops when the engine starts",
+            fix="remove one of them" if both else "offload the optimizer, or remove the line",
         )
     if subject.is_true("bf16.bf16_optimizer_states") and not subject.is_true("bf16.bf16_master_weights_and_grads"):
         yield Fault(
@@ -136,7 +155,7 @@ _MIXED_SUMS = (("fp32", True, False), ("fp32", False, True), ("bf16", False, Tru
 
 
 def _not_mean(s: Subject) -> bool:
-    return bool(s.at("gradient_allreduce_op", "mean") == "sum")
+    return str(s.at("gradient_allreduce_op", "mean")).lower() == "sum"
 
 
 # fmt: off
@@ -144,7 +163,7 @@ RULES = (
     Rule(id="DS301", severity=_E, title="fp16 and bf16",
          find=when("fp16.enabled", lambda s: s.is_true("fp16.enabled") and s.is_true("bf16.enabled"),
                    problem="fp16 and bf16 are both on",
-                   effect="DeepSpeed refuses it", fix='write "enabled": "auto" in both; job.yaml says which'),
+                   effect="DeepSpeed refuses it", fix="keep one of them on"),
          source=_DS + "runtime/config.py, accelerate 1.15 utils/dataclasses.py: set_mixed_precision"),
     Rule(id="DS302", severity=_E, title="an odd allgather_bucket_size",
          find=when(_ZERO + "allgather_bucket_size", lambda s: s.stage in (1, 2) and _is_odd(s),
@@ -214,9 +233,11 @@ RULES = (
          source=_DS + "runtime/config.py: _do_error_check"),
     Rule(id="DS315", severity=_E, title="no gradient norm, and clipping",
          find=when(_ZERO + "compute_grad_norm",
-                   lambda s: s.stage in (1, 2) and s.at(_ZERO + "compute_grad_norm", True) is False
-                   and (s.at("gradient_clipping", 1.0) != 0 or _has_zenflow(s) or _is_offloaded(s)),
-                   problem="compute_grad_norm is false beside clipping, ZenFlow or an offloaded optimizer",
+                   lambda s: s.at(_ZERO + "compute_grad_norm", True) is False
+                   and (s.stage not in (1, 2) or _clips(s) or _has_zenflow(s) or _is_offloaded(s)
+                        or (s.stage == 1 and s.at("data_types.grad_accum_dtype", None) == "fp32")),
+                   problem="compute_grad_norm is false with ZeRO-{stage}, clipping, ZenFlow, fp32 sums or an offloaded "
+                           "optimizer",
                    effect="the run stops when the engine starts",
                    fix='remove the line, or write "gradient_clipping": 0 and keep the optimizer on the GPU'),
          source=_DS + "runtime/zero/stage_1_and_2.py: compute_grad_norm"),
@@ -224,7 +245,7 @@ RULES = (
          find=when("managed_gradient_accumulation",
                    lambda s: s.at("managed_gradient_accumulation", True) is False
                    and (s.is_true("compile.deepcompile")
-                        or (s.stage != 2 and s.at(_ZERO + "overlap_comm", s.stage == 3) is True)),
+                        or (s.stage < 2 and s.is_true(_ZERO + "overlap_comm"))),
                    problem="managed_gradient_accumulation is false beside DeepCompile, or beside overlap_comm "
                            "with ZeRO-{stage}",
                    effect="the run stops when the engine starts", fix='remove the line, or "overlap_comm": false'),
@@ -236,7 +257,7 @@ RULES = (
                    problem="zero_quantized_gradients without reduce_scatter, or with Muon",
                    effect="the run stops when the engine starts", fix='write "reduce_scatter": true, with AdamW'),
          source=_DS + "runtime/zero/stage3.py: all2all_process_group"),
-    Rule(id="DS318", severity=_E, title="SuperOffload and NVMe",
+    Rule(id="DS318", severity=_W, title="SuperOffload and NVMe",
          find=when(_ZERO + "offload_optimizer.super_offload",
                    lambda s: s.stage == 3 and s.is_true(_ZERO + "offload_optimizer.super_offload")
                    and s.device("offload_optimizer") == "nvme",

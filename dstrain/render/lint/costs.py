@@ -48,7 +48,8 @@ def _live(subject: Subject) -> Iterator[Fault]:
     """Prefetching more than may be live does nothing but wait."""
     prefetch = subject.number("zero_optimization.stage3_prefetch_bucket_size", 50_000_000)
     live = subject.number("zero_optimization.stage3_max_live_parameters", 1_000_000_000)
-    if subject.stage == 3 and prefetch > live:
+    is_written = isinstance(subject.at("zero_optimization.stage3_prefetch_bucket_size", None), int | float)
+    if subject.stage == 3 and is_written and prefetch > live:
         yield Fault(
             pointer=("zero_optimization", "stage3_prefetch_bucket_size"),
             problem=f"stage3_prefetch_bucket_size ({prefetch:g}) is more than stage3_max_live_parameters ({live:g})",

@@ -86,11 +86,20 @@ def lines(finding: Finding, *, with_severity: bool = True) -> list[str]:
     to write, in lines of up to 80 columns."""
     kind = f"{finding.severity.value} " if with_severity else ""
     pointer = f" {finding.pointer}" if finding.pointer else ""
-    found = [f"{finding.where}: {kind}{finding.rule}{pointer}: {finding.problem}"]
+    found = [printable(f"{finding.where}: {kind}{finding.rule}{pointer}: {finding.problem}")]
     wrapper = textwrap.TextWrapper(
         80, initial_indent="  ", subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
     )
-    return [*found, *wrapper.wrap(finding.effect), *wrapper.wrap(f"fix: {finding.fix}")]
+    return [*found, *wrapper.wrap(printable(finding.effect)), *wrapper.wrap(printable(f"fix: {finding.fix}"))]
+
+
+def printable(text: str) -> str:
+    """Returns a text in which control characters are spelled out: what a file holds must not steer a terminal.
+
+    >>> printable("a\\x1b[31m")
+    'a\\\\x1b[31m'
+    """
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
 
 
 def json_pointer(pointer: Pointer) -> str:

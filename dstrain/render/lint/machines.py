@@ -21,6 +21,7 @@ def _divides(subject: Subject) -> Iterator[Fault]:
     if subject.stage == 3 and share > 1 and slots % share:
         yield Fault(
             pointer=("zero_optimization", "zero_hpz_partition_size"),
+            severity=None if subject.hosts.num_slots % share else Severity.WARNING,
             problem=f"zero_hpz_partition_size is {share:g}, which does not divide the {slots} GPUs of a node",
             effect="the second copy would be shared across nodes, or DeepSpeed takes another number in silence",
             fix=f"write {slots}: the GPUs of a node",

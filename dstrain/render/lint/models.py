@@ -18,7 +18,7 @@ _BY_HIDDEN_SIZE = ("stage3_prefetch_bucket_size", "stage3_param_persistence_thre
 
 def _saving(subject: Subject) -> Iterator[Fault]:
     zero = subject.at("zero_optimization", {})
-    is_set = isinstance(zero, dict) and (zero.get(_GATHER) is True or zero.get(_OLD_GATHER) is True)
+    is_set = any(subject.is_true(f"zero_optimization.{name}") for name in (_GATHER, _OLD_GATHER))
     if subject.stage != 3 or not subject.is_trainers or is_set or not isinstance(zero, dict):
         return
     pointer = ("zero_optimization", _GATHER)
@@ -39,7 +39,8 @@ def _leaves(subject: Subject) -> Iterator[Fault]:
     section = given if isinstance(given, dict) else {}
     classes = section.get("classes", list(_DEFAULT_LEAVES))
     named = [*classes] if isinstance(classes, list) else [classes]
-    if any(str(name).rsplit(".", 1)[-1] == moe.block_class for name in named) or section.get("names"):
+    is_named = any(str(name).rsplit(".", 1)[-1] == moe.block_class for name in named)
+    if is_named or section.get("names") or section.get("name_suffixes"):
         return
     yield Fault(
         pointer=("zero_optimization", "leaf_module", "classes"),

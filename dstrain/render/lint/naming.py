@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from difflib import SequenceMatcher
+from types import MappingProxyType
 
 from dstrain.errors import nearest
 from dstrain.render.jsonc import Pointer
@@ -10,7 +12,7 @@ from dstrain.render.keys.key import Key, Kind, Names
 from dstrain.render.keys.table import KEYS, children, key_of
 from dstrain.render.lint.finding import Fault, Severity
 from dstrain.render.lint.rule import Rule
-from dstrain.render.lint.subject import Subject
+from dstrain.render.lint.subject import ABSENT, Subject, lookup
 from dstrain.render.merge import REMOVED, Change, dotted
 
 _REFUSES = "DeepSpeed refuses it when the engine starts, after the model was loaded"
@@ -44,10 +46,40 @@ def _unknown(subject: Subject) -> Iterator[tuple[Pointer, Key | None]]:
             yield pointer, parent
 
 
+MEANT_AT_TOP: Mapping[str, str] = MappingProxyType(
+    {
+        "batch_size": "train_micro_batch_size_per_gpu",
+        "micro_batch_size": "train_micro_batch_size_per_gpu",
+        "per_device_train_batch_size": "train_micro_batch_size_per_gpu",
+        "max_grad_norm": "gradient_clipping",
+        "clip_grad": "gradient_clipping",
+        "zero": "zero_optimization",
+    }
+)
+"""What people of other tools call keys at the top."""
+SURE_RATIO = 0.88
+"""Likeness (difflib) from which one name is a slip of the other: a letter or two. Below, only a person knows."""
+
+
+def is_a_slip(name: str, meant: str) -> bool:
+    """Returns whether a name is a legal one with a slip in it.
+
+    >>> is_a_slip("overlap_com", "overlap_comm"), is_a_slip("eval_batch_size", "train_batch_size")
+    (True, False)
+    """
+    return SequenceMatcher(None, name.lower(), meant.lower()).ratio() >= SURE_RATIO
+
+
 def near_name(pointer: Pointer) -> str | None:
     """Returns the legal name beside an unknown one that it most likely meant."""
+    if len(pointer) == 1 and pointer[0] in MEANT_AT_TOP:
+        return MEANT_AT_TOP[str(pointer[0])]
     legal = [row.path.rsplit(".", 1)[-1] for row in children(pointer[:-1]) if row.removed is None]
-    return nearest(str(pointer[-1]), [name for name in legal if name != "*"])
+    meant = nearest(str(pointer[-1]), [name for name in legal if name != "*"])
+    is_at_home_elsewhere = any(path[-1] == pointer[-1] and path[:-1] != pointer[:-1] for path in KEYS)
+    if meant is not None and is_at_home_elsewhere and not is_a_slip(str(pointer[-1]), meant):
+        return None
+    return meant
 
 
 def elsewhere(pointer: Pointer) -> str | None:
@@ -57,7 +89,7 @@ def elsewhere(pointer: Pointer) -> str | None:
     'zero_optimization.overlap_comm'
     """
     name = str(pointer[-1])
-    if len(name) < 4 or name in ("enabled", "type", "params", "name", "device", "dtype"):
+    if len(name) < 3 or name in ("enabled", "type", "params", "name", "device", "dtype", "backend"):
         return None
     rows = [path for path, row in KEYS.items() if row.removed is None and row.alias_of is None]
     same = [path for path in rows if path[-1] == name]
@@ -76,12 +108,13 @@ def _misspelt(subject: Subject) -> Iterator[Fault]:
         if meant is None:
             continue
         target = (*pointer[:-1], meant)
+        is_safe = is_a_slip(str(pointer[-1]), meant) and not subject.has(dotted(target))
         yield Fault(
             pointer=pointer,
             problem=f'"{pointer[-1]}" is no key{_inside(parent)}',
             effect=_effect(parent),
             fix=f'did you mean "{meant}"?',
-            changes=() if subject.has(dotted(target)) else (Change(pointer=pointer, renamed=meant),),
+            changes=(Change(pointer=pointer, renamed=meant),) if is_safe else (),
         )
 
 
@@ -140,7 +173,9 @@ def _removed(subject: Subject) -> Iterator[Fault]:
 def _deprecated(subject: Subject) -> Iterator[Fault]:
     for pointer, _ in subject.walk():
         row = key_of(pointer)
-        if row is not None and row.removed is None and row.instead is not None and row.alias_of is None:
+        if row is None or pointer[:-1] in PARAMS:
+            continue  # parameters of optimizers have rules of their own
+        if row.removed is None and row.instead is not None and row.alias_of is None:
             yield Fault(
                 pointer=pointer,
                 problem=f'"{row.path}" is an old name',
@@ -152,20 +187,26 @@ def _deprecated(subject: Subject) -> Iterator[Fault]:
 def _twice_named(subject: Subject) -> Iterator[Fault]:
     for pointer, _ in subject.walk():
         row = key_of(pointer)
-        if row is not None and row.alias_of is not None and subject.has(row.alias_of):
+        if row is not None and row.alias_of is not None and _stands(subject, row.alias_of):
             is_refused = (parent := key_of(pointer[:-1])) is not None and parent.names is Names.REFUSED
+            is_same = lookup(subject.config, pointer) == lookup(subject.config, tuple(row.alias_of.split(".")))
             yield Fault(
                 pointer=pointer,
                 problem=f'"{row.path}" and "{row.alias_of}" are two names of one key',
                 effect=_REFUSES if is_refused else f"DeepSpeed reads {row.alias_of} and not this one",
                 fix="keep one of them",
-                changes=() if is_refused else (Change(pointer=pointer, value=REMOVED),),
+                changes=() if is_refused or not is_same else (Change(pointer=pointer, value=REMOVED),),
             )
+
+
+def _stands(subject: Subject, path: str) -> bool:
+    """Returns whether a key stands there under this very name."""
+    return lookup(subject.config, tuple(path.split("."))) is not ABSENT
 
 
 def _alias(subject: Subject) -> Iterator[Fault]:
     """bfloat16: DeepSpeed's other name of bf16, which Transformers and accelerate do not know."""
-    if subject.has("bfloat16") and not subject.has("bf16") and subject.is_trainers:
+    if "bfloat16" in subject.config and "bf16" not in subject.config and subject.is_trainers:
         yield Fault(
             pointer=("bfloat16",),
             problem='"bfloat16" is a name of bf16 that the Trainer does not know',

@@ -6,13 +6,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 from dstrain.errors import nearest
+from dstrain.render.jsonc import Pointer
 from dstrain.render.lint.finding import Fault, Severity
+from dstrain.render.lint.naming import is_a_slip
 from dstrain.render.lint.rule import Rule
 from dstrain.render.lint.subject import Subject, shown
 from dstrain.render.merge import Change
 
-_ADAM = ("lr", "bias_correction", "betas", "eps", "weight_decay", "amsgrad", "adam_w_mode", "torch_adam", "foreach",
+_ADAM = ("lr", "bias_correction", "betas", "eps", "weight_decay", "amsgrad", "adam_w_mode", "torch_adam",
          "fp32_optimizer_states", "set_grad_none")  # fmt: skip
+_TORCH_ADAM = ("lr", "betas", "eps", "weight_decay", "amsgrad", "adam_w_mode", "torch_adam", "fp32_optimizer_states",
+               "foreach", "maximize", "capturable", "differentiable", "fused")  # fmt: skip
+"""What torch's own Adam takes, where `torch_adam` asks for it."""
+TESTED = ("adam", "adamw", "adagrad", "lion", "muon")
+"""Optimizers that ZeRO takes without being told to. Source: deepspeed 0.19.8 runtime/zero/utils.py:
+ZERO_SUPPORTED_OPTIMIZERS."""
 _LION = ("lr", "betas", "weight_decay", "set_grad_none", "fp32_optimizer_states")
 
 # fmt: off
@@ -56,7 +64,11 @@ TORCH_SCHEDULERS = ("ChainedScheduler", "ConstantLR", "CosineAnnealingLR", "Cosi
                     "ExponentialLR", "LambdaLR", "LinearLR", "MultiStepLR", "MultiplicativeLR", "OneCycleLR",
                     "PolynomialLR", "ReduceLROnPlateau", "SequentialLR", "StepLR")
 """Classes of torch.optim.lr_scheduler. Source: torch 2.13."""
-_NEEDED = {"WarmupDecayLR": "total_num_steps", "WarmupCosineLR": "total_num_steps", "OneCycle": "cycle_min_lr"}
+_NEEDED: Mapping[str, tuple[str, ...]] = MappingProxyType({
+    "WarmupDecayLR": ("total_num_steps",),
+    "WarmupCosineLR": ("total_num_steps",),
+    "OneCycle": ("cycle_min_lr", "cycle_max_lr"),
+})
 # fmt: on
 
 
@@ -90,13 +102,15 @@ def _type_fault(section: str, name: str, meant: str | None, fix: str) -> Fault:
 
 
 def _nameless(subject: Subject) -> Iterator[Fault]:
-    for section, example in (("optimizer", "AdamW"), ("scheduler", "WarmupLR")):
+    stops = "nobody builds one, and the run stops when the engine starts"
+    silent = "DeepSpeed builds no schedule from it, and says nothing"
+    for section, example, effect in (("optimizer", "AdamW", stops), ("scheduler", "WarmupLR", silent)):
         value = subject.at(section)
         if isinstance(value, dict) and "type" not in value:
             yield Fault(
                 pointer=(section,),
                 problem=f"{section} has no type",
-                effect=f"DeepSpeed builds no {section} from it and says nothing; the Trainer makes none either",
+                effect=effect,
                 fix=f'write "type": "{example}", or remove the section',
             )
 
@@ -107,6 +121,8 @@ def _wrong_params(subject: Subject) -> Iterator[Fault]:
     params = subject.at("optimizer.params", {})
     if not isinstance(params, dict) or legal is None:
         return
+    if legal is _ADAM and params.get("torch_adam") is True:
+        legal = _TORCH_ADAM
     for key in params:
         if key == "max_grad_norm":
             yield Fault(
@@ -117,12 +133,24 @@ def _wrong_params(subject: Subject) -> Iterator[Fault]:
             )
         elif key not in legal:
             yield _param_fault("optimizer", str(name), key, legal, params)
+        elif (
+            key == "amsgrad"
+            and params[key] is True
+            and legal is _ADAM
+            and subject.device("offload_optimizer") == "none"
+        ):
+            yield Fault(
+                pointer=("optimizer", "params", key),
+                problem="amsgrad is true, and DeepSpeed's Adam has none",
+                effect="the run stops with a RuntimeError when the engine starts",
+                fix='remove the line, or write "torch_adam": true',
+            )
 
 
 def _param_fault(section: str, name: str, key: str, legal: Sequence[str], params: Mapping[str, object]) -> Fault:
-    meant = nearest(key, legal)
+    meant = "lr" if key == "learning_rate" and "lr" in legal else nearest(key, legal)
     pointer = (section, "params", key)
-    is_free = meant is not None and meant not in params
+    is_free = meant is not None and meant not in params and is_a_slip(key, meant)
     return Fault(
         pointer=pointer,
         problem=f'{name} takes no "{key}"',
@@ -150,14 +178,22 @@ def _schedule_params(subject: Subject) -> Iterator[Fault]:
     for key in params:
         if key not in legal:
             yield _param_fault("scheduler", str(name), key, legal, params)
-    needed = _NEEDED.get(str(name))
-    if needed is not None and needed not in params and subject.has("scheduler.params"):
-        yield Fault(
-            pointer=("scheduler", "params"),
-            problem=f"{name} needs {needed}",
-            effect="the run stops with a TypeError when the engine starts",
-            fix=f'write "{needed}": "auto"' if needed == "total_num_steps" else f'write "{needed}": 1e-6',
-        )
+    if list(subject.at("scheduler")) == ["type"]:
+        yield _missing_params(("scheduler",), f"scheduler has no params, and {name} is built from them")
+    for needed in _NEEDED.get(str(name), ()):
+        if needed not in params and subject.has("scheduler.params"):
+            yield _missing_params(("scheduler", "params"), f"{name} needs {needed}", needed)
+
+
+def _missing_params(pointer: Pointer, problem: str, needed: str = "params") -> Fault:
+    """Returns what to say of a schedule that cannot be built."""
+    example = {"total_num_steps": '"auto"', "params": "{}"}.get(needed, "1e-6")
+    return Fault(
+        pointer=pointer,
+        problem=problem,
+        effect="the run stops with a TypeError when the engine starts",
+        fix=f'write "{needed}": {example}',
+    )
 
 
 def _overruled(subject: Subject) -> Iterator[Fault]:
@@ -173,17 +209,31 @@ def _overruled(subject: Subject) -> Iterator[Fault]:
 
 
 def _not_on_cpu(subject: Subject) -> Iterator[Fault]:
-    """DeepSpeed's CPU has Adam, Adagrad and Lion; a torch optimizer steps there only where nobody insists."""
+    """DeepSpeed's CPU has Adam, Adagrad and Lion; others step there as torch has them."""
     name = _type(subject, "optimizer")
-    forced = subject.at("zero_force_ds_cpu_optimizer", True) is True
-    if subject.device("offload_optimizer") == "none" or subject.stage == 0 or name is None or not forced:
+    allowed = subject.is_true("zero_allow_untested_optimizer")
+    if subject.device("offload_optimizer") == "none" or subject.stage == 0 or name is None or not allowed:
         return
-    if name.lower() not in ("adam", "adamw", "adagrad", "lion", "muon") and name in (*TORCH_OPTIMIZERS, "Lamb", "lamb"):
+    if name.lower() not in TESTED and (name in TORCH_OPTIMIZERS or name.lower() == "lamb"):
         yield Fault(
             pointer=("optimizer", "type"),
             problem=f"an offloaded {name}",
             effect="DeepSpeed has no such optimizer for the CPU: torch's steps there, several times slower",
             fix='write "AdamW", or keep the optimizer on the GPU',
+        )
+
+
+def _untested(subject: Subject) -> Iterator[Fault]:
+    name = _type(subject, "optimizer")
+    is_known = name is not None and (name in TORCH_OPTIMIZERS or name.lower() in OPTIMIZERS)
+    if not is_known or name is None or name.lower() in TESTED or subject.stage == 0:
+        return
+    if not subject.is_true("zero_allow_untested_optimizer"):
+        yield Fault(
+            pointer=("optimizer", "type"),
+            problem=f"{name} under ZeRO-{subject.stage}",
+            effect="DeepSpeed refuses an optimizer that it has not been tested with",
+            fix='write "zero_allow_untested_optimizer": true at the top, or "AdamW"',
         )
 
 
@@ -213,6 +263,8 @@ RULES = (
          source="deepspeed 0.19.8 runtime/config.py: get_optimizer_name, get_scheduler_name"),
     Rule(id="DS506", severity=Severity.INFO, title="two schedules", find=_overruled,
          source="Transformers 5.23 integrations/deepspeed.py: deepspeed_optim_sched"),
+    Rule(id="DS509", severity=_E, title="an optimizer that ZeRO was not tested with", find=_untested,
+         source=_ENGINE + "_do_optimizer_sanity_check"),
     Rule(id="DS508", severity=Severity.INFO, title="nobody's optimizer", find=_nobodys,
          source=_ENGINE + "_configure_zero_optimizer: zero stage … requires an optimizer"),
     Rule(id="DS507", severity=_W, title="an offloaded optimizer that the CPU does not have", find=_not_on_cpu,

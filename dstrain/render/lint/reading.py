@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dstrain.render.jsonc import line_column
 from dstrain.render.lint.finding import Fault, Severity
 from dstrain.render.lint.rule import Rule
-from dstrain.render.lint.subject import Subject, shown
+from dstrain.render.lint.subject import ABSENT, Subject, lookup, shown
 
 SYNTAX, NO_OBJECT = "DS001", "DS003"
 """Rules that `check` applies itself, because nothing else can be said of such a file."""
@@ -17,14 +17,13 @@ def _repeated(subject: Subject) -> Iterator[Fault]:
     document = subject.document
     for each in document.repeated:
         line, _ = line_column(document.text, each.first)
-        value = document.value
-        for part in each.pointer:
-            value = value[part]
+        value = lookup(document.value, each.pointer)
+        last = "" if value is ABSENT else f", {shown(value)},"  # an outer key may stand again, and hide it
         yield Fault(
             pointer=each.pointer,
             at=each.at,
             problem=f'"{each.pointer[-1]}" stands here again (first on line {line})',
-            effect=f"the Trainer takes the last, {shown(value)}, and says nothing; DeepSpeed itself refuses the file",
+            effect=f"the Trainer takes the last{last} and says nothing; DeepSpeed itself refuses the file",
             fix="keep one of them",
         )
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dstrain.render.jsonc import Document, Pointer
+from dstrain.render.keys.table import ROWS
 
 if TYPE_CHECKING:
     from dstrain.facts.cluster import Cluster
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from dstrain.jobfile import JobFile
     from dstrain.plan.plan import Estimate
 
+_OTHER_NAMES = {row.path: row.alias_of for row in ROWS if row.alias_of is not None}
 ABSENT: Any = object()
 """What a look-up gives where nothing stands."""
 
@@ -50,8 +52,11 @@ class Subject:
         return value
 
     def at(self, path: str, default: Any = ABSENT) -> Any:
-        """Returns the value at a dotted path, or `default` where nothing stands."""
-        return lookup(self.config, tuple(path.split(".")), default)
+        """Returns the value at a dotted path, also under other names of its keys, or `default` where nothing stands."""
+        found = lookup(self.config, tuple(path.split(".")))
+        if found is ABSENT and (other := _other_name(path)) is not None:
+            found = lookup(self.config, tuple(other.split(".")))
+        return default if found is ABSENT else found
 
     def has(self, path: str) -> bool:
         """Returns whether something stands at a dotted path."""
@@ -71,7 +76,9 @@ class Subject:
 
     def device(self, section: str) -> str:
         """Returns where `offload_optimizer` or `offload_param` keeps things: `cpu`, `nvme` or `none`."""
-        device = self.at(f"zero_optimization.{section}.device", "none")
+        old = {"offload_optimizer": "cpu_offload", "offload_param": "cpu_offload_param"}[section]
+        before = "cpu" if self.at(f"zero_optimization.{old}", None) is True else "none"
+        device = self.at(f"zero_optimization.{section}.device", before)
         return device if device in ("cpu", "nvme") else "none"
 
     def number(self, path: str, default: float) -> float:
@@ -87,6 +94,14 @@ class Subject:
     def walk(self) -> Iterator[tuple[Pointer, Any]]:
         """Yields every pointer with its value, outer ones first."""
         yield from _walk((), self.config)
+
+
+def _other_name(path: str) -> str | None:
+    """Returns a path under the other name of one of its keys: `bfloat16.enabled` for `bf16.enabled`."""
+    for name, canonical in _OTHER_NAMES.items():
+        if path == canonical or path.startswith(f"{canonical}."):
+            return name + path.removeprefix(canonical)
+    return None
 
 
 def _walk(pointer: Pointer, value: Any) -> Iterator[tuple[Pointer, Any]]:

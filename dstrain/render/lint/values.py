@@ -11,11 +11,17 @@ from dstrain.render.jsonc import Pointer
 from dstrain.render.keys.key import Key, Kind, Names
 from dstrain.render.keys.table import key_of
 from dstrain.render.lint.finding import Fault, Severity
+from dstrain.render.lint.naming import PARAMS
 from dstrain.render.lint.rule import Rule
 from dstrain.render.lint.subject import Subject, shown
 from dstrain.render.merge import REMOVED, Change, dotted
 
 STAGE = ("zero_optimization", "stage")
+_RULES_OF_THEIR_OWN: tuple[Pointer, ...] = (
+    ("optimizer", "type"),
+    ("scheduler", "type"),
+    ("tensor_parallel", "preset_model"),
+)
 _NUMBER = re.compile(r"\s*[+-]?\d+(\.\d*)?([eE][+-]?\d+)?\s*", re.ASCII)
 _SWITCHES = {"true": True, "false": False, "yes": True, "no": False, "on": True, "off": False}
 
@@ -63,7 +69,7 @@ def converted(value: Any, kind: Kind) -> Any:
 
 def is_pydantic(pointer: Pointer) -> bool:
     """Returns whether the engine reads the object around a key with a model that checks and converts."""
-    parent = key_of(pointer[:-1]) if len(pointer) > 1 else None
+    parent = key_of(pointer[:-1]) if len(pointer) > 1 and pointer[:-1] not in PARAMS else None
     return parent is not None and parent.names is Names.REFUSED
 
 
@@ -123,7 +129,7 @@ def _wanted(row: Key) -> str:
 
 def example(row: Key) -> str:
     if row.kind is Kind.OBJECT:
-        return '{"enabled": "auto"}' if row.path in ("bf16", "fp16") else "an object in braces: {…}"
+        return '{"enabled": true}' if row.path in ("bf16", "fp16") else "an object in braces: {…}"
     if row.default is not None and has_kind(row.default, row.kind):
         return f"{_wanted(row)}, such as {shown(row.default)}"
     return _wanted(row)
@@ -159,7 +165,8 @@ def _ranges(subject: Subject) -> Iterator[Fault]:
         low = row.least is not None and value < row.least
         high = row.most is not None and value > row.most
         if low or high or abs(value) >= 2**63:
-            bound = f"at least {row.least:g}" if low else f"at most {row.most if high else 2**63 - 1:g}"
+            least, most = row.least if low else -(2**63), row.most if high else 2**63 - 1
+            bound = f"at least {least:g}" if low or value < 0 else f"at most {most:g}"
             checked = is_pydantic(pointer)
             yield Fault(
                 pointer=pointer,
@@ -173,20 +180,21 @@ def _words(subject: Subject) -> Iterator[Fault]:
     for pointer, value, row in rows(subject):
         if row.kind is not Kind.TEXT or value is None or value == "auto":
             continue
-        if pointer[-1] in ("type", "preset_model") and isinstance(value, str):
+        if pointer in _RULES_OF_THEIR_OWN and isinstance(value, str):
             continue  # optimizers, schedules and presets have rules of their own
         if not isinstance(value, str):
             legal = " or ".join(f'"{word}"' for word in row.words[:4]) or "it in double quotes"
             yield _word_fault(pointer, value, f"write {legal}", None)
         elif row.words and value not in row.words and not _is_folded(pointer, value, row):
             meant = nearest(value, row.words)
-            fix = f'did you mean "{meant}"?' if meant else "write " + ", ".join(f'"{word}"' for word in row.words)
+            fix = f'did you mean "{meant}"?' if meant else "write " + " or ".join(f'"{word}"' for word in row.words)
             yield _word_fault(pointer, value, fix, meant)
 
 
 def _is_folded(pointer: Pointer, value: str, row: Key) -> bool:
-    """Returns whether a word is legal in other letters, where the engine folds case: outside its own models."""
-    return not is_pydantic(pointer) and value.lower() in (word.lower() for word in row.words)
+    """Returns whether a word is legal in other letters, where the engine folds case."""
+    folds = pointer[0] == "checkpoint" or pointer[-1] in ("partition_type", "gradient_allreduce_op")
+    return folds and value.lower() in (word.lower() for word in row.words)
 
 
 def _word_fault(pointer: Pointer, value: Any, fix: str, meant: str | None) -> Fault:

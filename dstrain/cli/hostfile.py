@@ -1,0 +1,223 @@
+"""`dstrain hostfile`: write, check and show the hosts of a run, in DeepSpeed's format."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import click
+
+from dstrain.cli.console import answer, answer_json, say
+from dstrain.errors import EnvironmentProblem, InvalidConfig, did_you_mean
+from dstrain.facts import hostfile, probe, sources
+from dstrain.facts.hostfile import MAX_SLOTS, Hosts
+from dstrain.facts.sources import SOURCES, Asked
+from dstrain.launch import reach as reaching
+from dstrain.launch.machine import ACCELERATOR
+from dstrain.launch.machine import names as machine_names
+from dstrain.launch.reach import TIMEOUT_S
+from dstrain.paths import write_atomic
+from dstrain.render import edit_hostfile
+from dstrain.render.merge import REMOVED, Change
+
+DEFAULT = Path("hostfile")
+SLOTS_OF_JOBS = ("pbs", "lsf")
+"""Sources that count the slots of a job, which are processes and need not be GPUs."""
+
+
+@click.group("hostfile", short_help="Write, check or show a hostfile.")
+def command() -> None:
+    """Write, check or show the hosts of a run, in DeepSpeed's format.
+
+    \b
+    Example:
+      dstrain hostfile write 'gpu[01-16]:8'
+      dstrain hostfile check
+    """
+
+
+@command.command("write", short_help="Write a hostfile from names, a scheduler or a file.")
+@click.argument("names", required=False)
+@click.option("--from", "source", metavar="SOURCE", help=f"Where the hosts are from: {', '.join(SOURCES)}.")
+@click.option("--from-file", type=click.Path(path_type=Path), help="A file of hosts: that of --from, else a hostfile.")
+@click.option("--slots", type=click.IntRange(1, MAX_SLOTS), help="GPUs of every host.  [default: as the source says]")
+@click.option("--match", metavar="PATTERN", help="With ssh-config: only hosts such as 'gpu*'.")
+@click.option("-o", "--out", type=click.Path(path_type=Path), default=DEFAULT, show_default=True, help="File to write.")
+@click.option("-n", "--dry-run", is_flag=True, help="Print the file, write nothing.")
+@click.option("--json", "as_json", is_flag=True, help="Print the hosts as JSON to stdout.")
+def write(
+    names: str | None,
+    source: str | None,
+    from_file: Path | None,
+    slots: int | None,
+    match: str | None,
+    out: Path,
+    dry_run: bool,
+    as_json: bool,
+) -> None:
+    """Write a hostfile from names and ranges, a scheduler, or another tool's file.
+
+    In a hostfile that is there already, comments and the order of its hosts stay.
+
+    \b
+    Example:
+      dstrain hostfile write 'gpu[01-16]:8'
+      dstrain hostfile write 10.0.0.1,10.0.0.2 --slots 4
+      dstrain hostfile write --from slurm
+    """
+    hosts = _asked_for(names, source, from_file, slots, match)
+    hostfile.parse(hostfile.render(hosts), hosts.name)  # what a source names must be names that ssh can take
+    text = _merged(out, hosts)
+    changed = False if dry_run else write_atomic(out, text)
+    if as_json:
+        answer_json(_document(hosts))
+    elif dry_run:
+        answer(text)
+    if source in SLOTS_OF_JOBS and slots is None:
+        say(f"note: {source} counts the slots of the job; where a host has another number of GPUs, add --slots")
+    if not dry_run:
+        say(f"{'wrote' if changed else 'nothing changed in'} {out}: {_total(hosts)}")
+
+
+def _asked_for(
+    names: str | None, source: str | None, from_file: Path | None, slots: int | None, match: str | None
+) -> Hosts:
+    """Returns the hosts that were asked for."""
+    if names is not None and (source is not None or from_file is not None):
+        raise click.UsageError("Names and --from or --from-file both say hosts; give one of them.")
+    if names is not None:
+        return hostfile.expand(names, slots, "NAMES")
+    asked = Asked(environment=os.environ, read=probe.read_text, file=from_file, slots=slots, match=match)
+    if source is not None:
+        if source not in SOURCES:
+            raise click.UsageError(f'--from "{source}": {did_you_mean(source, list(SOURCES))}')
+        return SOURCES[source](asked)
+    if from_file is None:
+        raise click.UsageError("Say which hosts: names such as 'gpu[01-16]:8', --from slurm, or --from-file FILE.")
+    return sources.openmpi(asked)
+
+
+def _merged(out: Path, hosts: Hosts) -> str:
+    """Returns the text to write: hosts that are there stay where they are, with their comments."""
+    if not out.is_file():
+        return hostfile.render(hosts)
+    text = probe.read_text(out)
+    try:
+        there = {host.name for host in hostfile.parse(text, str(out)).hosts}
+    except InvalidConfig:
+        raise InvalidConfig(
+            f"{out} is there, and is no hostfile that can be changed in place",
+            hint=f"dstrain hostfile check {out} says why; or move it away: mv {out} {out}.old",
+        ) from None
+    gone = sorted(there - {host.name for host in hosts.hosts})
+    changes = [Change(pointer=(name,), value=REMOVED) for name in gone]
+    changes += [Change(pointer=(host.name,), value=host.slots) for host in hosts.hosts]
+    return edit_hostfile.apply(text, changes)
+
+
+@command.command("check", short_help="Find every fault of a hostfile.")
+@click.argument("path", metavar="[HOSTFILE]", type=click.Path(path_type=Path), default=DEFAULT)
+@click.option("--equal", is_flag=True, help="Ask for as many slots on every host, as openmpi, mpich and slurm need.")
+@click.option("--reach", is_flag=True, help="Ask every host over ssh: versions, GPUs, clock, paths, disk.")
+@click.option("--job", type=click.Path(path_type=Path), help="With --reach: the job whose paths the hosts must read.")
+@click.option("--timeout", type=click.FloatRange(1, 600), default=TIMEOUT_S, show_default=True, help="Seconds a host.")
+@click.option("--json", "as_json", is_flag=True, help="Print the hosts as JSON to stdout.")
+def check(path: Path, equal: bool, reach: bool, job: Path | None, timeout: float, as_json: bool) -> None:
+    """Find every fault of a hostfile, also those that DeepSpeed passes over. Exits with 3 when there is one.
+
+    With --reach every host is asked over ssh, all at once: whether it answers, has the same versions, as many idle GPUs
+    as slots, this clock, and can read what the job reads. Exits with 5 when one is not fit.
+
+    \b
+    Example:
+      dstrain hostfile check
+      dstrain hostfile check --reach --job job.yaml
+    """
+    hosts = probe.read_hostfile(path)
+    problems = [
+        f"{path}:{line}:1: {hosts.hosts[0].name.rpartition('-')[0]} stands for a host that nobody has named yet"
+        for line in hosts.placeholder_lines
+    ]
+    counts = {host.slots for host in hosts.hosts}
+    if equal and len(counts) > 1:
+        most = max(counts, key=lambda count: sum(host.slots == count for host in hosts.hosts))
+        problems += [
+            f"{path}:{host.line}:1: {host.name} has {host.slots} slots, and most hosts have {most}"
+            for host in hosts.hosts
+            if host.slots != most
+        ]
+    if problems:
+        raise InvalidConfig("\n".join(problems), hint="Mend these lines.")
+    found = _reached(hosts, job, timeout) if reach else {}
+    if as_json:
+        answer_json(_document(hosts) | ({"problems": found} if reach else {}))
+    elif reach:
+        answer("\n".join(_reach_lines(found)))
+    say(f"{path}: {_total(hosts)}")
+    unfit = [name for name, problems in found.items() if problems]
+    if unfit:
+        problem = f"{len(unfit)} of {len(found)} hosts not fit: {', '.join(unfit)}"
+        raise EnvironmentProblem(problem, hint="Mend them, or take their lines out.")
+
+
+def _reached(hosts: Hosts, job: Path | None, timeout_s: float) -> dict[str, list[str]]:
+    """Returns what is wrong with the hosts, by name, after asking them."""
+    wanted = _wanted(job)
+    return reaching.judged(reaching.ask(hosts, wanted, machine_names(), timeout_s=timeout_s), wanted)
+
+
+def _reach_lines(found: dict[str, list[str]]) -> list[str]:
+    width = max(len(name) for name in found)
+    lines = []
+    for name, problems in found.items():
+        lines.append(f"{'✗' if problems else '✓'} {name:<{width}}  {problems[0] if problems else 'fit'}")
+        lines += [f"  {'':<{width}}  {problem}" for problem in problems[1:]]
+    return lines
+
+
+def _wanted(job: Path | None) -> reaching.Wanted:
+    """Returns what the hosts must read and write for a job."""
+    on_cpu = os.environ.get(ACCELERATOR) == "cpu"
+    if job is None:
+        return reaching.Wanted(on_cpu=on_cpu)
+    from dstrain.jobfile import looks_local, read_job
+
+    asked = read_job(job).job
+    on_cpu = asked.env.get(ACCELERATOR, "cpu" if on_cpu else "") == "cpu"
+    named = [name for name in (asked.model, asked.data, asked.eval_data) if name is not None]
+    paths = tuple(name for name in named if looks_local(name) or Path(name).exists())
+    return reaching.Wanted(paths=paths, output=asked.output_dir, on_cpu=on_cpu)
+
+
+@command.command("show", short_help="Print the hosts and ranks of a hostfile.")
+@click.argument("path", metavar="[HOSTFILE]", type=click.Path(path_type=Path), default=DEFAULT)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def show(path: Path, as_json: bool) -> None:
+    """Print which ranks run on which host.
+
+    \b
+    Example:
+      dstrain hostfile show
+    """
+    hosts = probe.read_hostfile(path)
+    if as_json:
+        answer_json(_document(hosts))
+        return
+    width = max(len(host.name) for host in hosts.hosts)
+    first = 0
+    for host in hosts.hosts:
+        last = first + host.slots - 1
+        ranks = f"rank {first}" if first == last else f"ranks {first} to {last}"
+        answer(f"{host.name:<{width}}  {host.slots} slots  {ranks}{'  (master)' if first == 0 else ''}")
+        first = last + 1
+    say(_total(hosts))
+
+
+def _document(hosts: Hosts) -> dict[str, object]:
+    listed = [{"name": host.name, "slots": host.slots} for host in hosts.hosts]
+    return {"schema": 1, "hosts": listed, "num_slots": hosts.num_slots}
+
+
+def _total(hosts: Hosts) -> str:
+    count = len(hosts.hosts)
+    return f"{count} host{'s' if count > 1 else ''}, {hosts.num_slots} slots"
