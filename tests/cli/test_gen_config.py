@@ -391,3 +391,30 @@ def test_bad_input_gets_one_message_and_no_file(
     assert said in done.stderr
     assert "Traceback" not in done.stderr
     assert files(tmp_path) == {"broken.json"}
+
+
+def test_a_model_that_you_changed_in_the_job_is_told(dstrain: Type, tmp_path: Path) -> None:
+    dstrain("gen-config", "--gpus", "8", "--model", "qwen3-8b")
+    job = tmp_path / "job.yaml"
+    job.write_text(job.read_text().replace("Qwen/Qwen3-8B", "Qwen/Qwen3-32B"))
+    said = dstrain("gen-config").stderr
+    assert "note: job.yaml names model Qwen/Qwen3-32B, and this plan is for Qwen/Qwen3-8B" in said
+
+
+def test_an_open_conflict_is_not_followed_by_what_to_run(dstrain: Type, tmp_path: Path) -> None:
+    assert "next:" not in conflict(dstrain, tmp_path).stderr
+
+
+def test_a_settled_conflict_leaves_no_new_file(dstrain: Type, tmp_path: Path) -> None:
+    conflict(dstrain, tmp_path)
+    assert (tmp_path / "job.yaml.new").exists()
+    dstrain("gen-config", "--on-conflict", "keep")
+    assert not (tmp_path / "job.yaml.new").exists()
+
+
+def test_a_broken_lock_says_what_to_do(dstrain: Type, tmp_path: Path) -> None:
+    (tmp_path / ".dstrain").mkdir()
+    (tmp_path / ".dstrain" / "lock.json").write_text("<<<<<<< HEAD")
+    done = dstrain("gen-config", "--gpus", "8", "--model", "qwen3-8b")
+    assert done.returncode == 3
+    assert "dstrain adopt" in done.stderr

@@ -45,3 +45,24 @@ def test_an_unknown_verb_gets_the_nearest_one(dstrain: Type) -> None:
 def test_no_color_means_no_escape_codes(dstrain: Type) -> None:
     done = dstrain("gen-config", "--model", "nope", "--gpus", "1", NO_COLOR="1", FORCE_COLOR="1")
     assert "\x1b[3" not in done.stderr
+
+
+def test_a_terminal_that_is_not_utf_8_shows_what_it_can(dstrain: Type) -> None:
+    done = dstrain("explain", "overlap_comm", PYTHONIOENCODING="ascii")
+    assert (done.returncode, "Traceback" in done.stderr) == (0, False)
+
+
+def test_a_full_disk_is_one_clear_error() -> None:
+    with Path("/dev/full").open("w") as full:
+        line = [sys.executable, "-m", "dstrain.cli", "schema"]
+        done = subprocess.run(
+            line,
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            timeout=60,
+        )
+    assert done.returncode == 5
+    assert done.stderr.startswith("error: the output cannot be written")
+    assert "Traceback" not in done.stderr

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from dstrain.render.keys.key import Kind
 from dstrain.render.keys.table import KEYS
 from dstrain.render.lint.check import check, fixed, read
-from dstrain.render.lint.finding import Finding, Severity
+from dstrain.render.lint.finding import Finding, Severity, lines
 from dstrain.render.lint.subject import Subject
 from tests.lint.cases_engine import ENGINE_CASES
 from tests.lint.cases_text import TEXT_CASES
@@ -126,3 +126,11 @@ def test_every_mistake_with_one_safe_answer_is_mended() -> None:
         if finding.changes:
             assert case.rule in [each.rule for each in mended], case.name
             assert case.rule not in [each.rule for each in check(after)], case.name
+
+
+def test_what_a_file_holds_does_not_steer_a_terminal() -> None:
+    found = subject('{"\\u001b[31mred": 1, "x\\ny": 2}')
+    assert found is not None
+    said = "\n".join(line for finding in check(found) for line in lines(finding))
+    assert "\x1b" not in said
+    assert "\\x1b[31mred" in said

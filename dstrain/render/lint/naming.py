@@ -129,7 +129,7 @@ def _misplaced(subject: Subject) -> Iterator[Fault]:
                 pointer=pointer,
                 problem=f'"{pointer[-1]}" is no key{_inside(parent)}',
                 effect=_effect(parent),
-                fix=f"it may belong to {home}",
+                fix=f"it may belong to {home}" if "." in home else "move it to the top of the file",
             )
 
 

@@ -155,9 +155,17 @@ def _param_fault(section: str, name: str, key: str, legal: Sequence[str], params
         pointer=pointer,
         problem=f'{name} takes no "{key}"',
         effect="the run stops with a TypeError when the engine starts",
-        fix=f'did you mean "{meant}"?' if meant else "remove it; it takes " + ", ".join(legal[:8]),
+        fix=_param_fix(section, key, meant, legal),
         changes=(Change(pointer=pointer, renamed=meant),) if is_free else (),
     )
+
+
+def _param_fix(section: str, key: str, meant: str | None, legal: Sequence[str]) -> str:
+    """Returns what to write for a parameter that is not taken: the type that takes it, or the nearest name."""
+    takers = [name for name, takes in SCHEDULERS.items() if key in takes] if section == "scheduler" else []
+    if takers:
+        return f"remove it, or write the type that takes it: {' or '.join(takers)}"
+    return f'did you mean "{meant}"?' if meant else "remove it; it takes " + ", ".join(legal[:8])
 
 
 def _wrong_schedule(subject: Subject) -> Iterator[Fault]:
