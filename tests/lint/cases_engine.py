@@ -97,8 +97,7 @@ CONFLICTS: tuple[Case, ...] = (
          proof=Raises(words="managed_gradient_accumulation=False")),
     Case(name="qgZ without reduce_scatter", rule="DS317", fix='"reduce_scatter": true',
          text=zero(3, '"reduce_scatter": false', '⟦"zero_quantized_gradients": true'),
-         proof=Says(file="deepspeed/runtime/zero/stage3.py",
-                    text="when enable all_to_all_reduce, reduce_scatter should also be enabled")),
+         proof=Raises(words="reduce_scatter should also be enabled")),
     Case(name="SuperOffload on NVMe", rule="DS318", fix='"cpu"',
          text=zero(3, '"offload_optimizer": {"device": "nvme", "nvme_path": "/tmp", ⟦"super_offload": true}')),
     Case(name="optimizer states offloaded twice", rule="DS319", fix="remove one",
@@ -126,7 +125,6 @@ CONFLICTS: tuple[Case, ...] = (
 )
 
 _EP = '"expert_parallel": {"enabled": true, "autoep_size": 2, "preset_model": "mixtral"'
-_FOLDING = "deepspeed/module_inject/auto_ep_folding.py"
 
 MORE_CONFLICTS: tuple[Case, ...] = (
     Case(name="bf16 masters with fp32 states on the GPU", rule="DS306", fix="bf16_optimizer_states",
@@ -144,25 +142,24 @@ MORE_CONFLICTS: tuple[Case, ...] = (
          text=zero(3, '"zero_quantized_weights": true',
                    head='{"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 1.0,\n'
                         ' "torch_autocast": {⟦"enabled": true, "dtype": "bfloat16"},\n'),
-         proof=Says(file="deepspeed/runtime/torch_autocast.py",
-                    text="Cannot enable both torch autocast and zero quantized weights")),
+         proof=Raises(words="Cannot enable both torch autocast")),
     Case(name="fp32 parameters in bf16", rule="DS329", fix="remove", is_trainers=False,
          text=top('"data_types": {⟦"param_dtype": "fp32"}', head=RAW), proof=Raises(words="param_dtype")),
     Case(name="a partial offload of Lion", rule="DS330", fix='"AdamW"',
          text=zero(3, '"offload_optimizer": {"device": "cpu", ⟦"ratio": 0.5}',
                    head=top('"optimizer": {"type": "Lion", "params": {"lr": "auto"}}', tail="")),
-         proof=Says(file="deepspeed/runtime/zero/stage3.py", text="Hybrid Optimizer Only Supports DeepSpeedCPUAdam")),
+         proof=Raises(words="Hybrid Optimizer Only Supports")),
     Case(name="AutoEP on NVMe", rule="DS321", fix="remove one",
          text=zero(3, '"offload_optimizer": {⟦"device": "nvme", "nvme_path": "/tmp"}', head=top(_EP + "}", tail="")),
          proof=Says(file=_ENGINE, text="AutoEP with ZeRO Stage 3 checkpointing does not support NVMe optimizer")),
     Case(name="AutoEP beside AutoTP with offload", rule="DS340", fix="remove one",
          text=zero(2, '⟦"offload_optimizer": {"device": "cpu"}',
                    head=AUTO.replace('  "train_batch_size": "auto",\n', "") + "  " + _EP + '},\n  "tensor_parallel": {"autotp_size": 2},\n'),
-         proof=Says(file=_FOLDING, text="ZeRO optimizer/parameter offload with AutoEP+AutoTP folding is not validated yet")),
+         proof=Raises(words="offload with AutoEP+AutoTP folding is not validated")),
     Case(name="AutoEP of one beside AutoTP", rule="DS340", fix="above 1",
          text=zero(2, head=AUTO.replace('  "train_batch_size": "auto",\n', "")
                    + '  "expert_parallel": {"enabled": true, ⟦"autoep_size": 1},\n  "tensor_parallel": {"autotp_size": 2},\n'),
-         proof=Says(file=_FOLDING, text="AutoEP+AutoTP folding requires expert_parallel.autoep_size > 1")),
+         proof=Raises(words="requires expert_parallel.autoep_size > 1")),
     Case(name="compiling around the experts at stage 3", rule="DS341", fix="remove one",
          text=zero(3, head=top('"compile": {"autoep_non_moe": true}', tail="")).replace('"stage": 3', '⟦"stage": 3'),
          proof=Says(file=_ENGINE, text="compile.autoep_non_moe=True does not support ZeRO Stage 3 yet.")),

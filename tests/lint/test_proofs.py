@@ -41,10 +41,17 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     given = [{name: getattr(case, name) for name in fields} | {"config": value(case)} for case in TRAINED]
     sound = {"is_trainers": False, "is_composite": False, "arguments": {}}
     given += [{**sound, "name": name, "config": json.loads(text)} for name, text in SOUND]
+    given.sort(key=_makes_groups)  # what AutoTP makes in a process stays there
     cases.write_text(json.dumps(given))
     launch(folder, [str(CHECKOUT / "tests" / "lint" / "ranks.py"), str(cases)], timeout_s=560)
     ranks = [json.loads(Path(f"{cases}.{rank}").read_text()) for rank in (0, 1)]
     return {one["name"]: [rank[one["name"]] for rank in ranks] for one in given}
+
+
+def _makes_groups(one: dict[str, Any]) -> bool:
+    """Returns whether a configuration makes groups of tensor-parallel ranks."""
+    size = one["config"].get("tensor_parallel", {}).get("autotp_size", 1)
+    return isinstance(size, int) and size > 1
 
 
 def value(case: Case) -> Any:
