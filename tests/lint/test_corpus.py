@@ -12,7 +12,7 @@ from tests.lint.cases_engine import ENGINE_CASES
 from tests.lint.cases_text import TEXT_CASES
 
 CASES = (*TEXT_CASES, *ENGINE_CASES)
-KNOWLEDGE = ("DS210", "DS410", "DS506", "DS602", "DS603", "DS604", "DS801", "DS802", "DS803", "DS804", "DS807")
+KNOWLEDGE = ("DS210", "DS410", "DS506", "DS602", "DS603", "DS604", "DS605", "DS801", "DS802", "DS803", "DS804", "DS807")
 """Rules that ask for a job, a model or machines: tests/lint/test_known.py."""
 
 

@@ -105,6 +105,14 @@ def test_fp16_for_a_model_of_bf16_is_told_where_the_gpu_has_bf16() -> None:
     assert found(body, model=model("qwen3-8b"), cluster=cluster("v100-32g")) == []
 
 
+def test_adapters_under_zero_3_with_checkpointing_are_told_what_another_script_needs(tmp_path: Path) -> None:
+    zero3 = ' "zero_optimization": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": true}}'
+    said = one("DS605", found(zero3, job=job(tmp_path, "method: lora\ngrad_ckpt: true\n")))
+    assert said.severity is Severity.INFO
+    assert "use_reentrant" in said.fix
+    assert found(zero3, job=job(tmp_path, "method: lora\ngrad_ckpt: false\n")) == []
+
+
 def test_a_size_that_accelerate_cannot_compute_is_found() -> None:
     body = ' "zero_optimization": {"stage": 2, "stage3_prefetch_bucket_size": "auto"}}'
     assert one("DS603", found(body, model=model("qwen3-vl-30b-a3b"))).severity is Severity.ERROR

@@ -78,6 +78,20 @@ def _fp16(subject: Subject) -> Iterator[Fault]:
     )
 
 
+def _reentrant(subject: Subject) -> Iterator[Fault]:
+    """Without re-entering, recomputing compares the saved tensors' shapes, and ZeRO-3 has emptied frozen parameters."""
+    if subject.job is None or subject.stage != 3:
+        return
+    job = subject.job.job
+    if job.method != "full" and job.grad_ckpt:
+        yield Fault(
+            pointer=("zero_optimization", "stage"),
+            problem=f"{job.method} under ZeRO-3 with grad_ckpt ({subject.job.locate(('grad_ckpt',))})",
+            effect="recomputing without re-entering ends in a CheckpointError; dstrain run re-enters here by itself",
+            fix="nothing for dstrain run; a script of your own sets use_reentrant to true in its checkpointing arguments",
+        )
+
+
 # fmt: off
 RULES = (
     Rule(id="DS601", severity=Severity.WARNING, title="ZeRO-3 that saves no weights", find=_saving,
@@ -86,6 +100,8 @@ RULES = (
          source="deepspeed 0.19.8 runtime/zero/leaf_module_config.py; ms-swift#5875, DeepSpeed#7461"),
     Rule(id="DS603", severity=Severity.ERROR, title="a size that cannot be computed", find=_composite,
          source="accelerate 1.15 accelerator.py: _prepare_deepspeed, hidden_size_based_keys"),
+    Rule(id="DS605", severity=Severity.INFO, title="adapters under ZeRO-3 with checkpointing", find=_reentrant,
+         source="transformers#47254, trl#2514; dstrain/train/arguments.py: checkpointing_kwargs"),
     Rule(id="DS604", severity=Severity.WARNING, title="fp16 for a model trained in bf16", find=_fp16,
          source="Transformers' DeepSpeed guide; T5 and Gemma"),
 )
