@@ -20,6 +20,7 @@ from dstrain.render.lint import (
     parallelism,
     reading,
     values,
+    zenflow,
 )
 from dstrain.render.lint.finding import Fault, Finding, Severity, json_pointer
 from dstrain.render.lint.rule import Rule
@@ -32,6 +33,7 @@ RULES: tuple[Rule, ...] = (
     *autos.RULES,
     *no_effect.RULES,
     *conflicts.RULES,
+    *zenflow.RULES,
     *parallelism.RULES,
     *batch.RULES,
     *optimizers.RULES,

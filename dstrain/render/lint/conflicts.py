@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dstrain.render.lint.finding import Fault, Severity
 from dstrain.render.lint.rule import Rule, when
 from dstrain.render.lint.subject import Subject
+from dstrain.render.lint.zenflow import has_zenflow
 
 _DS = "deepspeed 0.19.8 "
 _ZERO = "zero_optimization."
@@ -22,10 +23,6 @@ def _is_offloaded(s: Subject) -> bool:
     return s.stage > 0 and s.device("offload_optimizer") != "none"
 
 
-def _has_zenflow(s: Subject) -> bool:
-    return isinstance(s.at(_ZERO + "zenflow"), dict)
-
-
 def _reduces_by_scatter(s: Subject) -> bool:
     if s.stage == 2 and _not_mean(s):
         return False  # nothing is divided there, and the engine does not ask
@@ -34,21 +31,6 @@ def _reduces_by_scatter(s: Subject) -> bool:
 
 def _is_odd(s: Subject) -> bool:
     return s.number(_ZERO + "allgather_bucket_size", 0) % 2 == 1
-
-
-def _zenflow_strategy(s: Subject) -> bool:
-    section = s.at(_ZERO + "zenflow", {})
-    if not isinstance(section, dict):
-        return False
-    is_auto = bool(section.get("select_strategy", "auto") == "auto")
-    interval = section.get("select_interval", "auto")
-    return is_auto == (isinstance(interval, int) and not isinstance(interval, bool))
-
-
-def _zenflow_intervals(s: Subject) -> bool:
-    select, update = s.at(_ZERO + "zenflow.select_interval", 0), s.at(_ZERO + "zenflow.update_interval", 0)
-    is_step = s.at(_ZERO + "zenflow.select_strategy", "auto") == "step"
-    return is_step and all(type(each) is int for each in (select, update)) and select < update
 
 
 def _clips(s: Subject) -> bool:
@@ -117,20 +99,6 @@ def _low_precision_states(subject: Subject) -> Iterator[Fault]:
         )
 
 
-def _zenflow_accumulation(subject: Subject) -> Iterator[Fault]:
-    """ZenFlow puts its update_interval in the place of the accumulation steps that the Trainer counts."""
-    given = subject.at("gradient_accumulation_steps", 1)
-    if given == "auto" and subject.job is not None:
-        given = subject.job.job.grad_accum
-    if _has_zenflow(subject) and isinstance(given, int) and given > 1:
-        yield Fault(
-            pointer=("gradient_accumulation_steps",),
-            problem=f"zenflow beside {given} accumulation steps",
-            effect="the engine takes zenflow's update_interval in their place, and the Trainer goes on counting these",
-            fix="accumulate 1 step, and set update_interval",
-        )
-
-
 _DTYPES = {"fp32": "fp32", "float32": "fp32", "fp16": "fp16", "float16": "fp16", "half": "fp16", "bf16": "bf16",
            "bfloat16": "bf16"}  # fmt: skip
 
@@ -191,31 +159,6 @@ RULES = (
          source=_DS + "runtime/zero/stage_1_and_2.py, stage3.py: gradient_predivide_factor"),
     Rule(id="DS306", severity=_E, title="low-precision states without what they need", find=_low_precision_states,
          source=_DS + "runtime/config.py: _do_error_check"),
-    Rule(id="DS307", severity=_E, title="ZenFlow without an offloaded optimizer",
-         find=when(_ZERO + "zenflow",
-                   lambda s: _has_zenflow(s) and s.stage > 0 and s.device("offload_optimizer") != "cpu",
-                   problem="zenflow without an optimizer on the CPU",
-                   effect="the run stops when the engine starts",
-                   fix='write "offload_optimizer": {{"device": "cpu"}}, or remove zenflow'),
-         source=_DS + "runtime/zenflow/zenflow_stage_1_and_2.py: Zenflow must be used with cpu offload"),
-    Rule(id="DS308", severity=_E, title="ZenFlow's strategy and interval",
-         find=when(_ZERO + "zenflow.select_interval", lambda s: _has_zenflow(s) and _zenflow_strategy(s),
-                   problem="zenflow's select_strategy and select_interval do not go together",
-                   effect="the run stops when the engine starts",
-                   fix='write "select_strategy": "step" with a number, or leave both out'),
-         source=_DS + "runtime/zenflow/engine.py: configure_zenflow"),
-    Rule(id="DS309", severity=_E, title="ZenFlow's two intervals",
-         find=when(_ZERO + "zenflow.update_interval", _zenflow_intervals,
-                   problem="zenflow updates every {value} steps and selects more often",
-                   effect="the run stops when the engine starts",
-                   fix="write a select_interval of at least update_interval"),
-         source=_DS + "runtime/zenflow/engine.py: configure_zenflow"),
-    Rule(id="DS310", severity=_E, title="ZenFlow with the Trainer's optimizer",
-         find=when(_ZERO + "zenflow", lambda s: _has_zenflow(s) and s.is_trainers and not s.has("optimizer"),
-                   problem="zenflow without an optimizer section",
-                   effect="the run stops when the engine starts: ZenFlow reads the optimizer's parameters here",
-                   fix='write "optimizer": {{"type": "AdamW", "params": {{"lr": "auto"}}}}'),
-         source=_DS + "runtime/zenflow/zenflow_stage_1_and_2.py: optimizer_params"),
     Rule(id="DS311", severity=_E, title="NVMe without a path", find=_nvme_without_path,
          source=_DS + "runtime/swap_tensor: os.path.join(nvme_path, …)"),
     Rule(id="DS312", severity=_E, title="old and new names of offload", find=_old_and_new_offload,
@@ -227,14 +170,14 @@ RULES = (
          source=_DS + "runtime/engine.py: _configure_zero_optimizer"),
     Rule(id="DS314", severity=_E, title="summed gradients",
          find=when("gradient_allreduce_op",
-                   lambda s: _not_mean(s) and (s.stage == 3 or _has_zenflow(s) or s.is_true("compile.deepcompile")),
+                   lambda s: _not_mean(s) and (s.stage == 3 or has_zenflow(s) or s.is_true("compile.deepcompile")),
                    problem='gradient_allreduce_op is "sum" under ZeRO-3, ZenFlow or DeepCompile',
                    effect="DeepSpeed refuses it", fix='write "mean", or remove the line'),
          source=_DS + "runtime/config.py: _do_error_check"),
     Rule(id="DS315", severity=_E, title="no gradient norm, and clipping",
          find=when(_ZERO + "compute_grad_norm",
                    lambda s: s.at(_ZERO + "compute_grad_norm", True) is False
-                   and (s.stage not in (1, 2) or _clips(s) or _has_zenflow(s) or _is_offloaded(s)
+                   and (s.stage not in (1, 2) or _clips(s) or has_zenflow(s) or _is_offloaded(s)
                         or (s.stage == 1 and s.at("data_types.grad_accum_dtype", None) == "fp32")),
                    problem="compute_grad_norm is false with ZeRO-{stage}, clipping, ZenFlow, fp32 sums or an offloaded "
                            "optimizer",
@@ -273,15 +216,6 @@ RULES = (
                    effect="the run stops when the engine starts (NotImplementedError)",
                    fix='write "stage": 1 or more, or remove the line'),
          source=_DS + "runtime/engine.py: _do_optimizer_sanity_check"),
-    Rule(id="DS326", severity=_E, title="ZenFlow's offload without overlap",
-         find=when(_ZERO + "zenflow.offload",
-                   lambda s: s.is_true(_ZERO + "zenflow.offload") and s.stage > 0
-                   and s.at(_ZERO + "overlap_comm", s.stage == 3) is not True,
-                   problem="zenflow.offload without overlap_comm",
-                   effect="the run stops when the engine starts", fix='write "overlap_comm": true'),
-         source=_DS + "runtime/zenflow/zenflow_stage_1_and_2.py: offload selective optimizer"),
-    Rule(id="DS327", severity=_W, title="ZenFlow and accumulation", find=_zenflow_accumulation,
-         source=_DS + "runtime/zenflow/engine.py: configure_zenflow sets gradient_accumulation_steps"),
     Rule(id="DS328", severity=_E, title="autocast and quantised weights",
          find=when("torch_autocast.enabled",
                    lambda s: s.stage == 3 and s.is_true("torch_autocast.enabled")

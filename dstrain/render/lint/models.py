@@ -88,7 +88,7 @@ def _reentrant(subject: Subject) -> Iterator[Fault]:
             pointer=("zero_optimization", "stage"),
             problem=f"{job.method} under ZeRO-3 with grad_ckpt ({subject.job.locate(('grad_ckpt',))})",
             effect="recomputing without re-entering ends in a CheckpointError; dstrain run re-enters here by itself",
-            fix="nothing for dstrain run; a script of your own sets use_reentrant to true in its checkpointing arguments",
+            fix="nothing for dstrain run; a script of your own sets use_reentrant in its checkpointing arguments",
         )
 
 
