@@ -70,11 +70,9 @@ def command(
             answer_json({"schema": 1, "findings": [], "error": error.problem})
         raise
     text = linted.subject.document.text if linted.subject is not None else None
-    if fix and not dry_run and text is not None and linted.mended:
+    if not dry_run and text is not None and linted.mended:
         write_atomic(path, text)
-    for finding in linted.mended:
-        verb = "would mend" if dry_run else "mended"
-        say(f"{verb} {finding.where}: {finding.rule}: {finding.problem}; {finding.fix}")
+    _say_mended(linted, dry_run=dry_run)
     if as_json:
         found = {"schema": 1, "findings": [finding.document() for finding in linted.findings]}
         answer_json(found | ({"text": text} if fix else {}))
@@ -117,6 +115,12 @@ def _known(file: JobFile, path: Path) -> Known:
     from dstrain.launch.known import known
 
     return known(file, path.parent)
+
+
+def _say_mended(linted: Linted, *, dry_run: bool) -> None:
+    for finding in linted.mended:
+        verb = "would mend" if dry_run else "mended"
+        say(f"{verb} {finding.where}: {finding.rule}: {finding.problem}; {finding.fix}")
 
 
 def _print(path: Path, linted: Linted, write: Callable[[str], None]) -> None:

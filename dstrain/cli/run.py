@@ -64,10 +64,7 @@ def command(
         preflight.require_pdsh(os.environ)
     if dry_run:
         preflight.check_checkpoints(prepared.run_dir, resume=prepared.job.resume)
-        if as_json:
-            answer_json({"schema": 1, "run_dir": str(prepared.run_dir.path), "command": launch.command})
-        else:
-            answer(shlex.join(launch.command))
+        _answer_dry(launch, as_json=as_json)
         return
     preflight.check(prepared.run_dir, resume=prepared.job.resume, needed_bytes=_checkpoint_bytes(launch))
     write_run_dir(launch, _edits(job, launch))
@@ -79,6 +76,14 @@ def command(
     say(summary_text(found, prepared.run_dir))
     if as_json:
         answer_json(found)
+
+
+def _answer_dry(launch: Launch, *, as_json: bool) -> None:
+    if as_json:
+        path = str(launch.prepared.run_dir.path)
+        answer_json({"schema": 1, "run_dir": path, "command": launch.command})
+    else:
+        answer(shlex.join(launch.command))
 
 
 def _edits(path: Path, launch: Launch) -> list[Edit] | None:
