@@ -20,8 +20,8 @@ from dstrain.render.explain_key import Here, estimate_of
 from dstrain.render.key_cost import scale
 from dstrain.render.key_text import meaning
 from dstrain.render.lint.finding import json_pointer
-from dstrain.render.lint.subject import ABSENT, lookup
-from dstrain.render.merge import dotted
+from dstrain.render.lint.subject import ABSENT
+from dstrain.render.merge import dotted, lookup
 from dstrain.render.resolve import filled
 from dstrain.units import format_bytes, format_seconds
 

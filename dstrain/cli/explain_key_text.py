@@ -19,8 +19,8 @@ from dstrain.render.key_text import default_text, kind_text, meaning
 from dstrain.render.keys.key import Key, Kind
 from dstrain.render.keys.table import children
 from dstrain.render.lint.finding import json_pointer
-from dstrain.render.lint.subject import ABSENT, lookup
-from dstrain.render.merge import REMOVED
+from dstrain.render.lint.subject import ABSENT
+from dstrain.render.merge import REMOVED, lookup
 from dstrain.units import format_bytes, format_seconds
 
 

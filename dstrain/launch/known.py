@@ -42,10 +42,11 @@ def known(file: JobFile, folder: Path) -> Known:
             findings = of_hostfile(error)
             if not Path(job.hostfile).exists():
                 findings = [_no_hostfile(file)]
-        else:
-            findings = of_hosts(hosts, planned.num_gpus if planned else None, len(probe.local_gpus()))
     on_cpu = {**os.environ, **job.env}.get(ACCELERATOR) == "cpu"
     is_local = len(hosts.hosts) == 1 and is_this_machine(hosts.hosts[0].name, machine_names())
+    if job.hostfile is not None and not findings:
+        num_planned = planned.num_gpus if planned else None
+        findings = of_hosts(hosts, num_planned, len(probe.local_gpus()), is_local=is_local)
     found = machines(hosts, on_cpu=on_cpu, is_local=is_local, planned=planned)
     return Known(job=file, hosts=hosts, model=model, cluster=found, findings=tuple(findings))
 
@@ -61,8 +62,8 @@ def _no_hostfile(file: JobFile) -> Finding:
     return replace(found, severity=Severity.ERROR, line=line, column=column)
 
 
-def of_hosts(hosts: Hosts, num_planned: int | None, num_here: int) -> list[Finding]:
-    """Returns what is wrong with the slots of a hostfile that can be read."""
+def of_hosts(hosts: Hosts, num_planned: int | None, num_here: int, *, is_local: bool) -> list[Finding]:
+    """Returns what is wrong with the slots of a hostfile that can be read; `num_here` GPUs are in this machine."""
     found = []
     if hosts.placeholder_lines:
         problem = f"{hosts.hosts[0].name} is a placeholder, not a host"
@@ -74,8 +75,7 @@ def of_hosts(hosts: Hosts, num_planned: int | None, num_here: int) -> list[Findi
         effect = "the samples of a step change with the ranks"
         found.append((SLOTS, 1, problem, effect, f"dstrain gen-config --gpus {hosts.num_slots} plans for these"))
     first = hosts.hosts[0]
-    is_here = len(hosts.hosts) == 1 and is_this_machine(first.name, machine_names())
-    if is_here and 0 < num_here < first.slots:
+    if is_local and 0 < num_here < first.slots:
         problem = f"{first.name} has {first.slots} slots, and this machine shows {num_here} GPUs"
         effect = "dstrain run refuses it; DeepSpeed would start ranks without a GPU"
         found.append((SLOTS, first.line or 1, problem, effect, f"write slots={num_here}"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from dstrain.render.jsonc import newline_of
 from dstrain.render.merge import REMOVED, UNCHANGED, Change
 
 _LINE = re.compile(r"^[ \t]*(?P<host>[^\s#]\S*)[ \t]+slots=(?P<slots>[0-9]+)[ \t]*$")
@@ -42,7 +43,7 @@ def _changed(text: str, change: Change) -> str:
 
 
 def _added(text: str, lines: list[str], places: dict[str, int], change: Change) -> str:
-    newline = "\r\n" if "\r\n" in text else "\n"
+    newline = newline_of(text)
     order = list(places) if change.after is None else [each for each in change.after if each in places]
     # the first host is rank 0's: only what is generated first is put before it
     otherwise = len(lines) if change.after else min(places.values(), default=len(lines))

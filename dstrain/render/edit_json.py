@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from dstrain.render.jsonc import SPACE, Document, Pointer, Span, read
+from dstrain.render.jsonc import SPACE, STRING, Document, Pointer, Span, newline_of, read
 from dstrain.render.merge import REMOVED, UNCHANGED, Change
 
 _REST_OF_LINE = re.compile(r"(?:[ \t]+|//[^\n]*|\#[^\n]*|/\*.*?\*/)*", re.DOTALL)
@@ -56,7 +56,7 @@ def _renamed(text: str, name: str, pointer: Pointer, key: str) -> str:
 
 
 def _end_of_string(text: str, start: int) -> int:
-    match = re.compile(r'"(?:[^"\\]|\\.)*"').match(text, start)
+    match = STRING.match(text, start)
     assert match is not None, "a key is a string"
     return match.end()
 
@@ -162,7 +162,7 @@ def _added_after(document: Document, parent: Pointer, neighbour: Span, member: t
     entry = _entry(document, parent, member, is_on_one_line=end_of_line is None)
     if end_of_line is None:
         return text[:at] + (f", {entry}" if comma is None else f" {entry},") + text[at:]
-    lead = _newline(text) + _indent(document, parent)
+    lead = newline_of(text) + _indent(document, parent)
     if comma is None:
         return text[:at] + "," + text[at:end_of_line] + lead + entry + text[end_of_line:]
     return text[:end_of_line] + lead + entry + "," + text[end_of_line:]
@@ -174,7 +174,7 @@ def _added_first(document: Document, parent: Pointer, first: Span, member: tuple
     entry = _entry(document, parent, member, is_on_one_line=end_of_line is None)
     if end_of_line is None:
         return text[: first.key] + entry + ", " + text[first.key :]
-    return text[:end_of_line] + _newline(text) + _indent(document, parent) + entry + "," + text[end_of_line:]
+    return text[:end_of_line] + newline_of(text) + _indent(document, parent) + entry + "," + text[end_of_line:]
 
 
 def _added_alone(document: Document, parent: Pointer, member: tuple[Any, Any]) -> str:
@@ -185,7 +185,7 @@ def _added_alone(document: Document, parent: Pointer, member: tuple[Any, Any]) -
     entry = _entry(document, parent, member, is_on_one_line=is_on_one_line)
     if is_on_one_line:
         return text[: span.end - 1] + entry + text[span.end - 1 :]
-    newline, closing = _newline(text), _line_indent(text, span.key)
+    newline, closing = newline_of(text), _line_indent(text, span.key)
     kept = inside.rstrip(" \t\r\n")
     middle = kept + newline + _indent(document, parent) + entry + newline + closing
     return text[: span.start + 1] + middle + text[span.end - 1 :]
@@ -224,11 +224,7 @@ def _dumped(document: Document, value: Any, indent: str | None) -> str:
     if indent is None:
         return json.dumps(value, ensure_ascii=False)
     lines = json.dumps(value, ensure_ascii=False, indent=_unit(document)).split("\n")
-    return (_newline(document.text) + indent).join(lines)
-
-
-def _newline(text: str) -> str:
-    return "\r\n" if "\r\n" in text else "\n"
+    return (newline_of(document.text) + indent).join(lines)
 
 
 def _line_indent(text: str, at: int) -> str:

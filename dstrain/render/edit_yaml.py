@@ -11,7 +11,7 @@ from typing import Any
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from dstrain.errors import InvalidConfig
-from dstrain.render.jsonc import Pointer
+from dstrain.render.jsonc import Pointer, newline_of
 from dstrain.render.merge import REMOVED, UNCHANGED, Change
 from dstrain.yamls import compose_yaml
 
@@ -170,7 +170,7 @@ def _removed(text: str, known: Mapping[Pointer, Member], pointer: Pointer) -> st
     match = _comment(text, member)
     newline = text.find("\n", member.end)
     end = len(text) if newline < 0 else newline + 1
-    kept = f"{text[start : member.key]}{match[0].lstrip()}{_newline(text)}" if match else ""
+    kept = f"{text[start : member.key]}{match[0].lstrip()}{newline_of(text)}" if match else ""
     return text[:start] + kept + text[end:]
 
 
@@ -197,7 +197,7 @@ def _added(text: str, name: str, known: Mapping[Pointer, Member], change: Change
         return _added_in_braces(
             text, name, known[parent], neighbour, f"{_key(key)}: {json.dumps(value, ensure_ascii=False)}"
         )
-    newline = _newline(text)
+    newline = newline_of(text)
     if neighbour is not None:
         lines = _lines(key, value, _column(text, neighbour.key), newline)
         return _after_line(text, neighbour.end, lines, newline)
@@ -241,7 +241,3 @@ def _key(key: Any) -> str:
 
 def _column(text: str, at: int) -> int:
     return at - (text.rfind("\n", 0, at) + 1)
-
-
-def _newline(text: str) -> str:
-    return "\r\n" if "\r\n" in text else "\n"

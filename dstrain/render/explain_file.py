@@ -13,7 +13,8 @@ from dstrain.render.key_cost import Cost, Scale, cost
 from dstrain.render.key_text import default_text
 from dstrain.render.keys.key import Key
 from dstrain.render.keys.table import KEYS, key_of
-from dstrain.render.lint.subject import ABSENT, lookup
+from dstrain.render.lint.subject import ABSENT
+from dstrain.render.merge import lookup
 
 BATCH, PRECISION, ZERO, OTHER = "batch", "precision", "ZeRO", "other keys"
 _BATCH_KEYS = (

@@ -20,8 +20,8 @@ from dstrain.render.jsonc import Pointer
 from dstrain.render.key_text import spoken_words
 from dstrain.render.keys.key import Key, Kind
 from dstrain.render.keys.table import KEYS
-from dstrain.render.lint.subject import ABSENT, lookup
-from dstrain.render.merge import REMOVED, Change, applied
+from dstrain.render.lint.subject import ABSENT
+from dstrain.render.merge import REMOVED, Change, applied, lookup
 from dstrain.render.templates import reasons_in, render_json
 from dstrain.render.values import config_values, template_of
 

@@ -16,7 +16,8 @@ Pointer = tuple[str | int, ...]
 SPACE = re.compile(r"(?:[ \t\r\n\ufeff]+|//[^\n]*|\#[^\n]*|/\*.*?\*/)*", re.DOTALL)
 """White space and comments."""
 _COMMENT = re.compile(r"//|\#|/\*")
-_STRING = re.compile(r'"(?:[^"\\\x00-\x1f]|\\.)*"')
+STRING = re.compile(r'"(?:[^"\\\x00-\x1f]|\\.)*"')
+"""A string with its quotes."""
 _NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?", re.ASCII)
 _WORDS = {"true": True, "false": False, "null": None}
 _MAX_DEPTH = 100
@@ -85,6 +86,11 @@ class SyntaxProblem(InvalidConfig):
         self.line, self.column = line, column
 
 
+def newline_of(text: str) -> str:
+    """Returns how the lines of a text end."""
+    return "\r\n" if "\r\n" in text else "\n"
+
+
 def line_column(text: str, at: int) -> tuple[int, int]:
     """Returns line and column, from 1, of an offset; a BOM takes no column."""
     start = text.rfind("\n", 0, at) + 1
@@ -150,7 +156,7 @@ class _Parser:
         return number
 
     def string(self) -> str:
-        match = _STRING.match(self.text, self.at)
+        match = STRING.match(self.text, self.at)
         if match is None:
             raise self.fail("this string has no end on its line")
         try:

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from dstrain.choices import Precision
-from dstrain.render.lint.subject import lookup
+from dstrain.render.merge import lookup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -126,13 +126,13 @@ def same(one: Any, other: Any) -> bool:
     return isinstance(one, bool) == isinstance(other, bool) and bool(one == other)
 
 
-def lookup(value: Any, pointer: Pointer) -> Any:
-    """Returns what stands at a pointer, or REMOVED."""
+def lookup(value: Any, pointer: Pointer, default: Any = REMOVED) -> Any:
+    """Returns what stands at a pointer, or `default`."""
     for key in pointer:
         try:
             value = value[key]
         except (KeyError, IndexError, TypeError):
-            return REMOVED
+            return default
     return value
 
 

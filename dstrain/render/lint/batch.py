@@ -10,8 +10,8 @@ from typing import Any
 from dstrain.render.jsonc import Pointer
 from dstrain.render.lint.finding import Fault, Severity
 from dstrain.render.lint.rule import Rule, when
-from dstrain.render.lint.subject import ABSENT, Subject, lookup, shown
-from dstrain.render.merge import REMOVED, Change, dotted
+from dstrain.render.lint.subject import ABSENT, Subject, shown
+from dstrain.render.merge import REMOVED, Change, dotted, lookup
 from dstrain.render.resolve import filled
 
 _BATCH = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")

@@ -19,10 +19,6 @@ def _optimizer(s: Subject) -> str:
     return name.lower() if isinstance(name, str) else ""
 
 
-def _is_offloaded(s: Subject) -> bool:
-    return s.stage > 0 and s.device("offload_optimizer") != "none"
-
-
 def _reduces_by_scatter(s: Subject) -> bool:
     if s.stage == 2 and _not_mean(s):
         return False  # nothing is divided there, and the engine does not ask
@@ -177,7 +173,7 @@ RULES = (
     Rule(id="DS315", severity=_E, title="no gradient norm, and clipping",
          find=when(_ZERO + "compute_grad_norm",
                    lambda s: s.at(_ZERO + "compute_grad_norm", True) is False
-                   and (s.stage not in (1, 2) or _clips(s) or has_zenflow(s) or _is_offloaded(s)
+                   and (s.stage not in (1, 2) or _clips(s) or has_zenflow(s) or s.offloads_optimizer
                         or (s.stage == 1 and s.at("data_types.grad_accum_dtype", None) == "fp32")),
                    problem="compute_grad_norm is false with ZeRO-{stage}, clipping, ZenFlow, fp32 sums or an offloaded "
                            "optimizer",

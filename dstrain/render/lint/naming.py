@@ -12,8 +12,8 @@ from dstrain.render.keys.key import Key, Kind, Names
 from dstrain.render.keys.table import KEYS, children, key_of
 from dstrain.render.lint.finding import Fault, Severity
 from dstrain.render.lint.rule import Rule
-from dstrain.render.lint.subject import ABSENT, Subject, lookup
-from dstrain.render.merge import REMOVED, Change, dotted
+from dstrain.render.lint.subject import ABSENT, Subject
+from dstrain.render.merge import REMOVED, Change, dotted, lookup
 
 _REFUSES = "DeepSpeed refuses it when the engine starts, after the model was loaded"
 _IGNORES = "DeepSpeed does not read it and says nothing"

@@ -13,10 +13,6 @@ _ZERO = "zero_optimization."
 _E = Severity.ERROR
 
 
-def _is_offloaded(s: Subject) -> bool:
-    return s.stage > 0 and s.device("offload_optimizer") != "none"
-
-
 def _tp(s: Subject) -> float:
     return s.number("tensor_parallel.autotp_size", 0)
 
@@ -148,7 +144,7 @@ RULES = (
     Rule(id="DS319", severity=_E, title="two ways to offload optimizer states",
          find=when("compile.offload_opt_states",
                    lambda s: s.is_true("compile.deepcompile") and s.is_true("compile.offload_opt_states")
-                   and s.stage == 3 and _is_offloaded(s),
+                   and s.stage == 3 and s.offloads_optimizer,
                    problem="compile.offload_opt_states beside offload_optimizer",
                    effect="the run stops when the model is compiled", fix="remove one of them"),
          source=_DS + "compile/init_z3.py"),

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from dstrain.render.jsonc import line_column
 from dstrain.render.lint.finding import Fault, Severity
 from dstrain.render.lint.rule import Rule
-from dstrain.render.lint.subject import ABSENT, Subject, lookup, shown
+from dstrain.render.lint.subject import ABSENT, Subject, shown
+from dstrain.render.merge import lookup
 
 SYNTAX, NO_OBJECT = "DS001", "DS003"
 """Rules that `check` applies itself, because nothing else can be said of such a file."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from dstrain.render.jsonc import Document, Pointer
 from dstrain.render.keys.table import ROWS
+from dstrain.render.merge import REMOVED, lookup
 
 if TYPE_CHECKING:
     from dstrain.facts.cluster import Cluster
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from dstrain.plan.plan import Estimate
 
 _OTHER_NAMES = {row.path: row.alias_of for row in ROWS if row.alias_of is not None}
-ABSENT: Any = object()
+ABSENT: Any = REMOVED
 """What a look-up gives where nothing stands."""
 
 
@@ -81,6 +82,11 @@ class Subject:
         device = self.at(f"zero_optimization.{section}.device", before)
         return device if device in ("cpu", "nvme") else "none"
 
+    @property
+    def offloads_optimizer(self) -> bool:
+        """Whether ZeRO keeps optimizer states off the GPU."""
+        return self.stage > 0 and self.device("offload_optimizer") != "none"
+
     def number(self, path: str, default: float) -> float:
         """Returns a number at a path, or the default where none stands."""
         value = self.at(path, default)
@@ -109,15 +115,6 @@ def _walk(pointer: Pointer, value: Any) -> Iterator[tuple[Pointer, Any]]:
     for key, each in inner:
         yield (*pointer, key), each
         yield from _walk((*pointer, key), each)
-
-
-def lookup(value: Any, pointer: Pointer, default: Any = ABSENT) -> Any:
-    """Returns the value at a pointer, or `default` where nothing stands."""
-    for key in pointer:
-        if not isinstance(value, Mapping) or key not in value:
-            return default
-        value = value[key]
-    return value
 
 
 def shown(value: Any) -> str:
