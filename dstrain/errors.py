@@ -6,6 +6,7 @@
     ├── DoesNotFit            4  no configuration fits the memory that there is
     ├── EnvironmentProblem    5  something on this machine is missing, busy or unreachable
     ├── Conflict              6  hand edits or existing checkpoints stand in the way
+    ├── SavedAndLeft         75  a run was asked to save a checkpoint and leave, and did (EX_TEMPFAIL: go on later)
     └── Interrupted         130  Ctrl-C
 
 Click's own usage errors exit with 2. Anything else is a bug and keeps its traceback.
@@ -60,6 +61,12 @@ class Conflict(DstrainError):
     """Hand edits, or checkpoints of an earlier run, stand in the way."""
 
     exit_code = 6
+
+
+class SavedAndLeft(DstrainError):
+    """A run that saved a checkpoint and left, because a scheduler or a person asked for that."""
+
+    exit_code = 75
 
 
 class Interrupted(DstrainError):

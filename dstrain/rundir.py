@@ -49,6 +49,11 @@ class RunDir:
         return self.path / "start.sh"
 
     @property
+    def rank_program(self) -> Path:
+        """What MPICH starts as a rank: a file, since the launcher cannot give it a module."""
+        return self.path / "rank.py"
+
+    @property
     def environment(self) -> Path:
         """Environment for the other nodes, in DeepSpeed's `DS_ENV_FILE` form; mode 0600, no secrets."""
         return self.path / "environment"
@@ -82,6 +87,30 @@ class RunDir:
     def logs(self) -> Path:
         """One folder of output files, one for each rank."""
         return self.path / "logs"
+
+    @property
+    def state(self) -> Path:
+        """How the run stands: what `dstrain status` reads."""
+        return self.path / "state.json"
+
+    @property
+    def failure(self) -> Path:
+        """What went wrong, in words; there only after a run that failed."""
+        return self.path / "failure.txt"
+
+    @property
+    def token(self) -> Path:
+        """A word by which a node knows that this very folder is its own too."""
+        return self.path / ".token"
+
+    @property
+    def stop_wish(self) -> Path:
+        """There when somebody wants this run to stop."""
+        return self.path / ".stop"
+
+    def watch_log(self, host: str) -> Path:
+        """Returns where the agent of a node writes what it did on its own."""
+        return self.logs / f"watch_{host}.log"
 
     @property
     def final(self) -> Path:

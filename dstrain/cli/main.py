@@ -15,8 +15,8 @@ from dstrain.cli.console import complain
 from dstrain.errors import DstrainError, EnvironmentProblem, did_you_mean
 
 VERBS = (
-    *("gen-config", "adopt", "diff", "plan", "lint", "run", "export"),
-    *("explain", "schema", "hostfile", "templates", "demo"),
+    *("gen-config", "adopt", "diff", "plan", "lint", "doctor", "run", "status", "logs", "stop", "export"),
+    *("explain", "schema", "hostfile", "script", "templates", "demo"),
 )
 """Verbs in the order of their use; `dstrain <verb>` is the module of that name."""
 

@@ -5,20 +5,49 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import click
 
 from dstrain.cli.console import answer, answer_json, say, say_lines
 from dstrain.cli.run_text import before_lines, summary, summary_text
 from dstrain.errors import DstrainError
+from dstrain.facts import probe
+from dstrain.facts.hostfile import Hosts, expand
+from dstrain.facts.sources import SOURCES, Asked
 from dstrain.jobfile import read_job
 from dstrain.launch import preflight
-from dstrain.launch.begin import Launch, build_ops, plan_launch, start, write_run_dir
-from dstrain.launch.explain import explain
+from dstrain.launch.attempts import Policy, Run, Voice, folder_log
+from dstrain.launch.begin import Launch, plan_launch
+from dstrain.launch.detach import detach
+from dstrain.launch.launchers import LAUNCHERS
 from dstrain.launch.linting import check_rules
+from dstrain.launch.nodes.pace import LEAST_S
 from dstrain.launch.prepare import prepare
+from dstrain.launch.wishes import noting_signals
 from dstrain.render.manual import Edit, of_run
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What was typed; every field is the option of its name."""
+
+    job: Path
+    overrides: tuple[str, ...]
+    hostfile: Path | None
+    launcher: str | None
+    master_port: int | None
+    ignored: tuple[str, ...]
+    max_restarts: int
+    spares: str | None
+    hang_after: float
+    save_on_term: bool
+    detached: bool
+    dry_run: bool
+    as_json: bool
 
 
 @click.command("run", short_help="Train as a job file says.")
@@ -31,57 +60,112 @@ from dstrain.render.manual import Edit, of_run
     help="Override a line of the job, such as learning_rate=1e-5.",
 )
 @click.option("--hostfile", type=click.Path(path_type=Path), help="Hostfile to use in place of the job's.")
+@click.option(
+    "--launcher",
+    metavar="NAME",
+    help=f"How ranks of several nodes are started: {', '.join(LAUNCHERS)}.  [default: pdsh, else ssh]",
+)
 @click.option("--master-port", type=click.IntRange(1, 65535), help="Port of rank 0.  [default: 29500, or a free one]")
 @click.option("--ignore", "ignored", multiple=True, metavar="RULE", help="A rule of lint to leave out, such as DS802.")
+@click.option(
+    "--max-restarts",
+    type=click.IntRange(0),
+    default=0,
+    show_default=True,
+    help="How often a run that failed is started again, from its newest checkpoint.",
+)
+@click.option("--spare", "spares", metavar="HOSTS", help="Hosts that replace lost ones at a restart: gpu17,gpu18.")
+@click.option(
+    "--hang-after",
+    type=click.FloatRange(0),
+    default=LEAST_S,
+    show_default=True,
+    help="Seconds without a step, and five times the median, that are a hang; 0 for never.",
+)
+@click.option("--save-on-term", is_flag=True, help="At SIGTERM save a checkpoint and leave, as at SIGUSR1.")
+@click.option("--detach", "detached", is_flag=True, help="Go on in the background; see status, logs and stop.")
 @click.option("-n", "--dry-run", is_flag=True, help="Check everything, print the command, start nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON to stdout.")
-def command(
-    job: Path,
-    overrides: tuple[str, ...],
-    hostfile: Path | None,
-    master_port: int | None,
-    ignored: tuple[str, ...],
-    dry_run: bool,
-    as_json: bool,
-) -> None:
+def command(**typed: Any) -> None:
     """Train as a job file says, on this machine or over its hostfile.
 
     Lints the configuration first, and starts nothing where it finds an error. Precedence, strongest first: --set and
     --hostfile, the job file, the defaults. The job's output_dir is the run directory; `bash OUTPUT_DIR/start.sh` starts
     the same run again by hand.
 
+    When a rank dies, a node is lost or nothing moves, everything on all nodes is ended and told in one report. A login
+    that drops does not end a run. SIGUSR1 saves a checkpoint and leaves with exit code 75.
+
     \b
     Example:
       dstrain run
       dstrain run job.yaml --set learning_rate=1e-5 --set resume=auto
+      dstrain run --hostfile hostfile --max-restarts 3 --spare gpu17 --detach
     """
-    given = [*overrides, *([f"hostfile={hostfile.resolve()}"] if hostfile else [])]
-    check_rules(ignored)
-    prepared = prepare(read_job(job, given), os.environ, ignored=ignored)
-    launch = plan_launch(prepared, master_port=preflight.port(master_port, os.environ))
+    options = Options(**typed)
+    check_rules(options.ignored)
+    hosts = _allocated() if options.launcher == "slurm" and options.hostfile is None else None
+    launch = _plan(options, hosts, goes_on=False)
+    prepared = launch.prepared
     say_lines(before_lines(prepared))
-    if not prepared.is_local:
-        preflight.require_pdsh(os.environ)
-    if dry_run:
+    if launch.note is not None:
+        say(f"note     {launch.note}")
+    if options.dry_run:
         preflight.check_checkpoints(prepared.run_dir, resume=prepared.job.resume)
-        _answer_dry(launch, as_json=as_json)
+        _answer_dry(launch, as_json=options.as_json)
         return
     preflight.check(prepared.run_dir, resume=prepared.job.resume, needed_bytes=_checkpoint_bytes(launch))
-    write_run_dir(launch, _edits(job, launch))
-    build_ops(launch, say)
-    outcome = start(launch, _pass_on)
-    if not outcome.succeeded:
-        raise explain(outcome, hosts=prepared.hosts, run_dir=prepared.run_dir)
+    if options.detached:
+        detach(prepared.run_dir, sys.argv[1:], say)
+        return
+    _train(options, launch, hosts)
     found = summary(prepared.run_dir)
     say(summary_text(found, prepared.run_dir))
-    if as_json:
+    if options.as_json:
         answer_json(found)
+
+
+def _train(options: Options, launch: Launch, hosts: Hosts | None) -> None:
+    """Runs to the end, through restarts."""
+    run_dir = launch.prepared.run_dir
+    spares = tuple(host.name for host in expand(options.spares, 1, "--spare").hosts) if options.spares else ()
+    policy = Policy(max_restarts=options.max_restarts, spares=spares, hang_s=options.hang_after)
+    with noting_signals(folder_log(run_dir), saves_on_term=options.save_on_term) as wishes:
+        run = Run(
+            lambda changed, goes_on: _plan(options, changed or hosts, goes_on=goes_on),
+            wishes,
+            policy,
+            Voice(say=_tell, pass_on=_pass_on),
+            _edits(options.job, launch),
+        )
+        run.drive(launch)
+
+
+def _plan(options: Options, hosts: Hosts | None, *, goes_on: bool) -> Launch:
+    """Returns the checked launch; one that goes on takes the newest whole checkpoint."""
+    given = [*options.overrides, *([f"hostfile={options.hostfile.resolve()}"] if options.hostfile else [])]
+    if goes_on:
+        given.append("resume=auto")
+    prepared = prepare(read_job(options.job, given), os.environ, ignored=options.ignored, hosts=hosts)
+    return plan_launch(
+        prepared,
+        master_port=preflight.port(options.master_port, os.environ),
+        launcher=options.launcher,
+        saves_on_term=options.save_on_term,
+    )
+
+
+def _allocated() -> Hosts | None:
+    """Returns the hosts of the SLURM allocation; None outside of one, which the launcher tells."""
+    if "SLURM_JOB_ID" not in os.environ:
+        return None
+    return SOURCES["slurm"](Asked(environment=os.environ, read=probe.read_text, file=None, slots=None, match=None))
 
 
 def _answer_dry(launch: Launch, *, as_json: bool) -> None:
     if as_json:
         path = str(launch.prepared.run_dir.path)
-        answer_json({"schema": 1, "run_dir": path, "command": launch.command})
+        answer_json({"schema": 1, "run_dir": path, "launcher": launch.launcher, "command": launch.command})
     else:
         answer(shlex.join(launch.command))
 
@@ -104,6 +188,12 @@ def _checkpoint_bytes(launch: Launch) -> int:
 
 
 def _pass_on(text: str) -> None:
-    """Passes on what rank 0 writes."""
-    sys.stderr.write(text)
-    sys.stderr.flush()
+    """Passes on what rank 0 writes; a terminal that has gone away does not end a training."""
+    with suppress(OSError):
+        sys.stderr.write(text)
+        sys.stderr.flush()
+
+
+def _tell(text: str) -> None:
+    with suppress(OSError):
+        say(text)

@@ -49,6 +49,14 @@ class Hosts:
         """GPUs on all hosts together."""
         return sum(host.slots for host in self.hosts)
 
+    def of_rank(self, rank: int) -> str:
+        """Returns the host on which a rank runs: the launcher numbers ranks by host, in this order."""
+        for host in self.hosts:
+            if rank < host.slots:
+                return host.name
+            rank -= host.slots
+        return self.hosts[-1].name
+
     @property
     def placeholder_lines(self) -> tuple[int, ...]:
         """Lines whose host nobody has filled in yet."""

@@ -6,30 +6,50 @@ import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from dstrain.facts.ops import missing_ops, needed_ops
-from dstrain.launch import build, environment
-from dstrain.launch.command import command, launch_hostfile
+from dstrain.launch import build, environment, launchers, nic
+from dstrain.launch.command import is_this_machine, launch_hostfile, local, master
+from dstrain.launch.launchers import LAUNCHERS, Where
+from dstrain.launch.machine import names as machine_names
+from dstrain.launch.nodes import meeting
+from dstrain.launch.nodes.conductor import Conductor
+from dstrain.launch.nodes.pace import LEAST_S
+from dstrain.launch.nodes.plan import Node, everywhere
+from dstrain.launch.nodes.score import Score, new_mark
+from dstrain.launch.nodes.wire import Hello
+from dstrain.launch.outcome import Outcome
 from dstrain.launch.prepare import Prepared, cpu_threads, facts_text
-from dstrain.launch.process import Outcome, supervise
 from dstrain.launch.script import start_script
 from dstrain.paths import write_atomic
+from dstrain.pulse import MARK, SAVE_ON_TERM
 from dstrain.records import to_json
 from dstrain.render import manual
 from dstrain.render.manual import Edit
 
+_RANK_PROGRAM = """\
+import runpy
+
+runpy.run_module("dstrain.train", run_name="__main__", alter_sys=True)
+"""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """A run ready to start: its command, and what goes into the run directory."""
+    """A run ready to start: its commands, and what goes into the run directory."""
 
     prepared: Prepared
     """What was checked."""
-    command: list[str]
-    """The launcher's command line."""
+    launcher: str | None
+    """The way to start ranks on several nodes; None on this machine alone."""
+    nodes: tuple[Node, ...]
+    """Which node starts what."""
+    mark: str
+    """What every process of this start is marked with."""
+    note: str | None
+    """What to say about the launcher."""
     exported: Mapping[str, str]
     """What the launcher's environment has beside this shell's own."""
     secrets: Mapping[str, str]
@@ -40,34 +60,95 @@ class Launch:
     """What goes to the other nodes."""
 
     @property
+    def command(self) -> list[str]:
+        """The launcher's command line; of several the first node's."""
+        return list(next(node.command for node in self.nodes if node.command is not None))
+
+    @property
     def environment(self) -> dict[str, str]:
         """The launcher's environment."""
         return environment.launcher_environment(os.environ, self.exported, self.secrets)
 
 
-def plan_launch(prepared: Prepared, *, master_port: int) -> Launch:
-    """Returns the launch of a checked run; nothing is written or started."""
+def plan_launch(
+    prepared: Prepared, *, master_port: int, launcher: str | None = None, saves_on_term: bool = False
+) -> Launch:
+    """Returns the launch of a checked run; nothing is written or started.
+
+    `launcher` is the way to start ranks on several nodes (None: pdsh, or ssh where that is missing); `saves_on_term`
+    lets SIGTERM save a checkpoint before the ranks leave.
+    """
     job_env = dict(prepared.job.env)
     if prepared.on_cpu and "OMP_NUM_THREADS" not in os.environ:
-        job_env.setdefault("OMP_NUM_THREADS", str(cpu_threads(prepared.hosts.num_slots)))
+        most = max(host.slots for host in prepared.hosts.hosts)
+        job_env.setdefault("OMP_NUM_THREADS", str(cpu_threads(most)))
+    if saves_on_term:
+        job_env[SAVE_ON_TERM] = "1"
     # DeepSpeed reads .deepspeed_env for other nodes only
-    user = "" if prepared.is_local else environment.read_user_files(os.environ, home=Path.home(), folder=Path.cwd())
-    line = command(
+    user = "" if prepared.is_local else _user_lines()
+    mark, note = new_mark(), None
+    if prepared.is_local:
+        line = local(
+            hosts=prepared.hosts,
+            run_dir=prepared.run_dir,
+            device_ids=prepared.devices,
+            python=sys.executable,
+            master_port=master_port,
+        )
+        nodes = everywhere(prepared.hosts, [line], [True])
+        launcher = None
+    else:
+        launcher, note = launchers.choose(launcher, os.environ)
+        launchers.check_hosts(launcher, prepared.hosts)
+        nodes = LAUNCHERS[launcher].nodes(_where(prepared, master_port))
+    if launcher == "openmpi" and os.geteuid() == 0:
+        job_env |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    travelling = dict(job_env)
+    if launcher is not None and not prepared.is_local:
+        travelling |= _for_other_nodes(prepared, launcher, mark, master_port)
+    file = environment.environment_file(os.environ, travelling, user)
+    carried = environment.secrets(os.environ, job_env, user)
+    if launcher is not None and LAUNCHERS[launcher].is_mpi:
+        file, others = environment.for_mpi(file, f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}")
+        carried |= others
+    return Launch(
+        prepared=prepared,
+        launcher=launcher,
+        nodes=nodes,
+        mark=mark,
+        note=note,
+        master_port=master_port,
+        exported=environment.exports(job_env, prepared.run_dir, environment.python_path(os.environ)),
+        secrets=carried,
+        environment_file=file,
+    )
+
+
+def _user_lines() -> str:
+    """Returns what stands in the user's environment files, and before it where the tools beside this Python are, such
+    as ninja: a shell that ssh starts does not know."""
+    own = environment.read_user_files(os.environ, home=Path.home(), folder=Path.cwd())
+    return f"PATH={Path(sys.executable).parent}:$PATH\n{own}"
+
+
+def _where(prepared: Prepared, master_port: int) -> Where:
+    names = machine_names()
+    return Where(
         hosts=prepared.hosts,
+        here=tuple(is_this_machine(host.name, names) for host in prepared.hosts.hosts),
         run_dir=prepared.run_dir,
-        device_ids=prepared.devices,
-        is_local=prepared.is_local,
         python=sys.executable,
         master_port=master_port,
     )
-    return Launch(
-        prepared=prepared,
-        command=line,
-        master_port=master_port,
-        exported=environment.exports(job_env, prepared.run_dir, environment.python_path(os.environ)),
-        secrets=environment.secrets(os.environ, job_env, user),
-        environment_file=environment.environment_file(os.environ, job_env, user),
-    )
+
+
+def _for_other_nodes(prepared: Prepared, launcher: str, mark: str, master_port: int) -> dict[str, str]:
+    """Returns what the ranks of other nodes need beside the job's own: the mark by which their agent finds them, and
+    for MPI, which tells them their number alone, where rank 0 is."""
+    found = {MARK: mark} if LAUNCHERS[launcher].has_one_environment else {}
+    if LAUNCHERS[launcher].is_mpi:
+        found |= {"MASTER_ADDR": master(prepared.hosts), "MASTER_PORT": str(master_port)}
+    return found
 
 
 def write_run_dir(launch: Launch, edits: Sequence[Edit] | None = None) -> None:
@@ -78,7 +159,13 @@ def write_run_dir(launch: Launch, edits: Sequence[Edit] | None = None) -> None:
     prepared = launch.prepared
     place = prepared.run_dir
     hostfile = launch_hostfile(prepared.hosts, ids=prepared.devices, is_local=prepared.is_local)
-    script = start_script(launch.command, run_dir=place, exported=launch.exported, secret_names=list(launch.secrets))
+    script = start_script(
+        launch.command,
+        run_dir=place,
+        exported=launch.exported,
+        secret_names=list(launch.secrets),
+        is_node_by_node=sum(node.command is not None for node in launch.nodes) > 1,
+    )
     place.summary.unlink(missing_ok=True)
     write_atomic(place.request, to_json(_without_secrets(launch)))
     write_atomic(place.facts, facts_text(prepared))
@@ -92,6 +179,8 @@ def write_run_dir(launch: Launch, edits: Sequence[Edit] | None = None) -> None:
     write_atomic(place.start_script, script, mode=0o755)
     write_atomic(place.environment, launch.environment_file, mode=0o600)
     environment.write_secrets(place, launch.secrets)
+    if launch.launcher == "mpich":
+        write_atomic(place.rank_program, _RANK_PROGRAM)
     if prepared.estimate is None:
         place.plan.unlink(missing_ok=True)
     else:
@@ -115,31 +204,38 @@ def build_ops(launch: Launch, tell: Callable[[str], None]) -> None:
     build.build(missing_ops(ops, launch.environment), launch.environment, tell)
 
 
-def start(launch: Launch, on_output: Callable[[str], None]) -> Outcome:
-    """Runs the launch to its end; no process of it is left behind."""
+def score(launch: Launch, *, hang_s: float = LEAST_S) -> Score:
+    """Returns what the conductor plays; a run without a step for `hang_s` seconds may hang, 0 for never."""
+    python_path = environment.python_path(os.environ)
+    return Score(
+        nodes=launch.nodes,
+        run_dir=launch.prepared.run_dir,
+        mark=launch.mark,
+        open=lambda nodes: launchers.connect(launch.launcher or "ssh", nodes, launch.environment, python_path),
+        environment={"PYTHONPATH": python_path} if python_path else {},
+        unset=tuple(launch.secrets),
+        exports=launch.environment_file,
+        master_port=launch.master_port,
+        hang_s=hang_s,
+    )
+
+
+def start(launch: Launch, conductor: Conductor) -> Outcome:
+    """Runs the launch to its end; no process of it is left behind on any node that can be reached."""
+    return conductor.run(lambda hellos: _meet(launch, hellos))
+
+
+def _meet(launch: Launch, hellos: Mapping[Node, Hello]) -> dict[Node, dict[str, str]]:
+    """Returns the variables by which each node's ranks use the network interface that leads to the others, where
+    nobody has named one. Raises EnvironmentProblem where the nodes cannot run together."""
     prepared = launch.prepared
-    uses_shared_memory = prepared.on_cpu and prepared.is_local
-    if uses_shared_memory:
-        remove_shared_buffers(launch.master_port)  # a rank could take an old one for its neighbour's
-    try:
-        return supervise(
-            launch.command,
-            env=launch.environment,
-            run_dir=prepared.run_dir,
-            num_ranks=prepared.hosts.num_slots,
-            is_local=prepared.is_local,
-            on_output=on_output,
-        )
-    finally:
-        if uses_shared_memory:
-            remove_shared_buffers(launch.master_port)
-
-
-def remove_shared_buffers(master_port: int, folder: Path = Path("/dev/shm")) -> None:
-    """Removes what DeepSpeed's CPU collectives leave in shared memory: 66 MiB of RAM for each rank of every run.
-
-    Source: deepspeed 0.19.8 csrc/cpu/comm/shm.cpp: shm_initialize, which never unlinks its files.
-    """
-    for buffer in folder.glob(f"deepspeed_allreduce_buffer_{os.getuid()}_*_{master_port}_*"):
-        with suppress(OSError):
-            buffer.unlink()
+    meeting.check(hellos, prepared.run_dir, launch.master_port, on_cpu=prepared.on_cpu)
+    chosen = {node: hello.interface for node, hello in hellos.items() if node.num_ranks}
+    given = {line.partition("=")[0] for line in launch.environment_file.splitlines()}
+    if launch.launcher is not None and not LAUNCHERS[launch.launcher].has_one_environment:
+        own = {node: {} if name is None else nic.interface_environment(name) for node, name in chosen.items()}
+        return {node: {key: env[key] for key in env if key not in given} for node, env in own.items()}
+    named = nic.environment_of({node.host: name for node, name in chosen.items()}, dict.fromkeys(given, ""))
+    lines = "".join(f"{name}={value}\n" for name, value in named.items())
+    write_atomic(prepared.run_dir.environment, launch.environment_file + lines, mode=0o600)
+    return dict.fromkeys(hellos, named)

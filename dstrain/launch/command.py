@@ -1,4 +1,4 @@
-"""The `deepspeed` command of a run, the hostfile that goes with it, and whether a host is this machine."""
+"""The `deepspeed` commands of a run, the hostfile that goes with it, and whether a host is this machine."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ from dstrain.rundir import RunDir
 
 LOCAL = "localhost"
 """The one host of a local run's hostfile."""
+
+MODULE = "dstrain.train"
+"""What every rank runs."""
 
 _SAFE_WORD = re.compile(r"[\w@+=:,./-]+", re.ASCII)
 
@@ -81,34 +84,78 @@ def launch_hostfile(hosts: Hosts, *, ids: Sequence[int] | None, is_local: bool) 
     return render(Hosts(hosts=(Host(name=LOCAL, slots=slots),), name="local"))
 
 
-def command(
+def local(
     *,
     hosts: Hosts,
     run_dir: RunDir,
     device_ids: Sequence[int] | None,
-    is_local: bool,
     python: str,
     master_port: int,
-    module: str = "dstrain.train",
+    module: str = MODULE,
 ) -> list[str]:
-    """Returns the launcher's command line; it reads `RUN_DIR/hostfile` and writes one log a rank to `RUN_DIR/logs`.
+    """Returns the launcher's command line for ranks on this machine; it reads `RUN_DIR/hostfile` and writes one log a
+    rank to `RUN_DIR/logs`.
 
     The launcher is named as a module, so that PATH cannot pick the one of another environment. `--no_ssh` with a
     hostfile of one host takes the launcher's local path without asking ssh for an address.
     Source: deepspeed 0.19.8 launcher/runner.py: main
     """
-    words = [python, "-m", "deepspeed.launcher.runner", "--hostfile", str(run_dir.hostfile)]
-    if is_local:
-        words += ["--no_ssh", "--node_rank", "0", "--master_addr", "127.0.0.1"]
-        chosen = chosen_devices(hosts, device_ids)
-        if chosen is not None:
-            words += ["--include", f"{LOCAL}:{','.join(map(str, chosen))}"]
-    else:
-        _require_safe(run_dir, python)
-        # without --force_multi a single host of the hostfile would mean this machine
-        words += ["--force_multi", "--launcher", "pdsh", "--master_addr", hosts.hosts[0].name.rpartition("@")[2]]
-    words += ["--master_port", str(master_port), "--enable_each_rank_log", str(run_dir.logs)]
-    return [*words, "--no_local_rank", "--module", module, str(run_dir.path)]
+    words = [*_runner(python, run_dir), "--no_ssh", "--node_rank", "0", "--master_addr", "127.0.0.1"]
+    chosen = chosen_devices(hosts, device_ids)
+    if chosen is not None:
+        words += ["--include", f"{LOCAL}:{','.join(map(str, chosen))}"]
+    return [*words, *_port_and_logs(master_port, run_dir), *_module(module, run_dir)]
+
+
+def of_node(
+    number: int, *, hosts: Hosts, run_dir: RunDir, python: str, master_port: int, module: str = MODULE
+) -> list[str]:
+    """Returns the launcher's command line for one of several nodes, each of which starts its own ranks."""
+    words = [*_runner(python, run_dir), "--no_ssh", "--node_rank", str(number), *_master(hosts)]
+    return [*words, *_port_and_logs(master_port, run_dir), *_module(module, run_dir)]
+
+
+def pdsh(*, hosts: Hosts, run_dir: RunDir, python: str, master_port: int, module: str = MODULE) -> list[str]:
+    """Returns the command line of a launcher that starts the ranks of all nodes over pdsh."""
+    _require_safe(run_dir, python)
+    # without --force_multi a single host of the hostfile would mean this machine
+    words = [*_runner(python, run_dir), "--force_multi", "--launcher", "pdsh", *_master(hosts)]
+    return [*words, *_port_and_logs(master_port, run_dir), *_module(module, run_dir)]
+
+
+def mpi(kind: str, *, hosts: Hosts, run_dir: RunDir, python: str, master_port: int) -> list[str]:
+    """Returns the command line of a launcher that starts all ranks by `mpirun`, of OpenMPI or MPICH.
+
+    MPICH is given a file instead of a module, because the launcher puts a file of its own between `-m` and the module.
+    Source: deepspeed 0.19.8 launcher/multinode_runner.py
+    """
+    _require_safe(run_dir, python)
+    words = [*_runner(python, run_dir), "--force_multi", "--no_ssh_check", "--launcher", kind, *_master(hosts)]
+    words += ["--master_port", str(master_port), "--no_local_rank"]
+    if kind == "mpich":
+        return [*words, str(run_dir.rank_program), str(run_dir.path)]
+    return [*words, "--module", MODULE, str(run_dir.path)]
+
+
+def master(hosts: Hosts) -> str:
+    """Returns the name of rank 0's node, without a user."""
+    return hosts.hosts[0].name.rpartition("@")[2]
+
+
+def _runner(python: str, run_dir: RunDir) -> list[str]:
+    return [python, "-m", "deepspeed.launcher.runner", "--hostfile", str(run_dir.hostfile)]
+
+
+def _master(hosts: Hosts) -> list[str]:
+    return ["--master_addr", master(hosts)]
+
+
+def _port_and_logs(master_port: int, run_dir: RunDir) -> list[str]:
+    return ["--master_port", str(master_port), "--enable_each_rank_log", str(run_dir.logs)]
+
+
+def _module(module: str, run_dir: RunDir) -> list[str]:
+    return ["--no_local_rank", "--module", module, str(run_dir.path)]
 
 
 def _require_safe(run_dir: RunDir, python: str) -> None:

@@ -43,6 +43,7 @@ _SECRET_WORD = re.compile(
     re.IGNORECASE,
 )
 _USER_AND_PASSWORD = re.compile(r"://[^/@\s:]*:[^/@\s]+@")
+_UNQUOTED = re.compile(r"[\w@%+=:,./-]*")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -82,6 +83,23 @@ def environment_file(env: Mapping[str, str], job_env: Mapping[str, str], user_fi
         if not is_secret(name, value):
             lines[name] = _between_quotes(name, value)
     return "".join(f"{name}={text}\n" for name, text in sorted(lines.items()))
+
+
+def for_mpi(text: str, path: str) -> tuple[str, dict[str, str]]:
+    """Returns an environment file for MPI's launchers, and what ranks must read from a file instead.
+
+    No shell is on that way: the launcher's quotes around an unusual value would become part of it. `path` stands for
+    PATH, whose `$PATH` nobody would replace. Source: deepspeed 0.19.8 launcher/multinode_runner.py: add_export
+    """
+    plain, others = [], {}
+    for line in text.splitlines():
+        name, _, raw = line.partition("=")
+        value = path if name == "PATH" else re.sub(r"\\(.)", r"\1", raw.replace('""', ""))
+        if _UNQUOTED.fullmatch(value):
+            plain.append(f"{name}={value}\n")
+        elif name != "PATH":
+            others[name] = value
+    return "".join(plain), others
 
 
 def secrets(env: Mapping[str, str], job_env: Mapping[str, str], user_file_text: str = "") -> dict[str, str]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import signal
+import json
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -10,7 +11,8 @@ from dstrain.errors import DstrainError, Interrupted, RunFailed
 from dstrain.facts.hostfile import Hosts
 from dstrain.launch.exitcodes import decode, signal_of
 from dstrain.launch.failure import Death, advice, failing_order, first_traceback, traceback_of
-from dstrain.launch.process import Outcome
+from dstrain.launch.hang import hang_lines
+from dstrain.launch.outcome import Lost, Outcome
 from dstrain.rundir import RunDir, is_whole
 
 _TAIL_BYTES = 64 * 1024
@@ -20,29 +22,71 @@ _SHOWN_LINES = 25
 def explain(outcome: Outcome, *, hosts: Hosts, run_dir: RunDir) -> DstrainError:
     """Returns the error to raise for a run that did not succeed."""
     if outcome.stopped_by is not None:
-        problem = f"stopped ({outcome.stopped_by.name}); no rank is left running"
-        kind = Interrupted if outcome.stopped_by is signal.SIGINT else RunFailed
+        problem = f"stopped ({outcome.stopped_by}); no rank is left running"
+        if outcome.lost:
+            problem = f"stopped ({outcome.stopped_by}); {', '.join(map(_lost_words, outcome.lost))}"
+        kind = Interrupted if outcome.is_interrupt else RunFailed
         return kind(problem, hint=_next_step(run_dir, None))
     texts = {rank: _tail(path) for rank, path in outcome.rank_logs.items()}
-    launcher_text = _tail(outcome.launcher_log)
-    rank = _first(outcome, texts)
-    if rank is None:
-        lines = [_launcher_sentence(outcome, started=bool(texts)), *_last_lines(launcher_text)]
-        text = launcher_text
-    else:
-        lines = [_rank_sentence(rank, outcome, hosts), *_evidence(rank, outcome, texts)]
-        text = texts.get(rank, "")
-    lines.append(f"Logs: {run_dir.logs} ({_name_log(rank, outcome)})")
+    lines, text, log = _what_happened(outcome, texts, hosts)
+    last = _last_metrics(run_dir)
+    if last is not None:
+        lines.append(last)
+    lines.append(f"Logs: {run_dir.logs} (above: {log.name})")
     return RunFailed("\n".join(lines), hint=_next_step(run_dir, advice("\n".join(lines)) or advice(text)))
 
 
-def host_of(rank: int, hosts: Hosts) -> str:
-    """Returns the host on which a rank runs: the launcher numbers ranks by host, in the hostfile's order."""
-    for host in hosts.hosts:
-        if rank < host.slots:
-            return host.name
-        rank -= host.slots
-    return hosts.hosts[-1].name
+def _what_happened(outcome: Outcome, texts: Mapping[int, str], hosts: Hosts) -> tuple[list[str], str, Path]:
+    """Returns the lines to say, the text in which to look for advice, and the log that is quoted."""
+    if outcome.hang is not None:
+        lines, odd = hang_lines(outcome.hang, texts, hosts)
+        return lines, "", outcome.rank_logs.get(odd, outcome.launcher_log)
+    if outcome.orphaned:
+        where = f" on {', '.join(outcome.orphaned)}" if len(hosts.hosts) > 1 else ""
+        lines = [
+            f"the launcher{where} was killed (python -m deepspeed.launcher.launch); the ranks that it left were ended"
+        ]
+        return lines, "", outcome.launcher_log
+    rank = _first(outcome, texts)
+    if rank is not None and not _is_consequence_of_loss(rank, outcome, hosts):
+        lines = [_rank_sentence(rank, outcome, hosts), *_evidence(rank, outcome, texts)]
+        log = outcome.rank_logs.get(rank, outcome.launcher_log)
+        return lines + [f"{_lost_words(lost)}, after that" for lost in outcome.lost], texts.get(rank, ""), log
+    if outcome.lost:
+        return _lost_lines(outcome, hosts, texts), "", outcome.launcher_log
+    launcher_text = _tail(outcome.launcher_log)
+    lines = [_launcher_sentence(outcome, started=bool(texts)), *_last_lines(launcher_text)]
+    return lines, launcher_text, outcome.launcher_log
+
+
+def _is_consequence_of_loss(rank: int, outcome: Outcome, hosts: Hosts) -> bool:
+    """Returns whether a rank failed because a node was lost: the node's own ranks were not heard to fail."""
+    if not outcome.lost:
+        return False
+    lost = outcome.lost[0]
+    own = [death for death in outcome.deaths if hosts.of_rank(death.rank) == lost.host and death.code is not None]
+    return hosts.of_rank(rank) != lost.host and not own
+
+
+def _lost_words(lost: Lost) -> str:
+    return f"{lost.host} was lost ({lost.why})"
+
+
+def _lost_lines(outcome: Outcome, hosts: Hosts, texts: Mapping[int, str]) -> list[str]:
+    lost = outcome.lost[0]
+    ranks = [str(rank) for rank in range(hosts.num_slots) if hosts.of_rank(rank) == lost.host]
+    last = time.strftime("%H:%M:%S", time.localtime(lost.at))
+    lines = [
+        f"{_lost_words(lost)}, with {'rank' if len(ranks) == 1 else 'ranks'} {', '.join(ranks) or 'none'};"
+        f" last heard of at {last}",
+        "It lost power or its network, or the connection to it was ended. What still runs there ends by itself within"
+        " 45 s.",
+    ]
+    lines += [f"{_lost_words(other)} too" for other in outcome.lost[1:]]
+    rank = _first(outcome, texts)
+    if rank is not None:
+        lines.append(f"what followed: {_rank_sentence(rank, outcome, hosts)}")
+    return lines
 
 
 def _first(outcome: Outcome, texts: Mapping[int, str]) -> int | None:
@@ -54,7 +98,7 @@ def _first(outcome: Outcome, texts: Mapping[int, str]) -> int | None:
 
 def _rank_sentence(rank: int, outcome: Outcome, hosts: Hosts) -> str:
     code = _code_of(rank, outcome)
-    where = f" on {host_of(rank, hosts)}" if len(hosts.hosts) > 1 else ""
+    where = f" on {hosts.of_rank(rank)}" if len(hosts.hosts) > 1 else ""
     others = len([death for death in outcome.deaths if death.rank != rank])
     after = f" ({others} more ended after it)" if others else ""
     how = "ended without telling why" if code is None else decode(code)
@@ -98,9 +142,17 @@ def _launcher_sentence(outcome: Outcome, *, started: bool) -> str:
     return f"the launcher failed{when}: {decode(outcome.code)}"
 
 
-def _name_log(rank: int | None, outcome: Outcome) -> str:
-    path = outcome.launcher_log if rank is None else outcome.rank_logs.get(rank, outcome.launcher_log)
-    return f"above: {path.name}"
+def _last_metrics(run_dir: RunDir) -> str | None:
+    """Returns the last line of the metrics in words, or None where there is none."""
+    for line in reversed(_tail(run_dir.metrics).splitlines()):
+        try:
+            found = json.loads(line)
+        except ValueError:
+            continue
+        if "step" in found and "loss" in found:
+            speed = f", {found['tokens_per_s']:,.0f} tokens/s" if found.get("tokens_per_s") else ""
+            return f"Last metrics: step {found['step']}, loss {found['loss']:.4f}{speed}"
+    return None
 
 
 def _next_step(run_dir: RunDir, words: str | None) -> str:

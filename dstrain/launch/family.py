@@ -13,9 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dstrain.launch.failure import Death
-
-MARK = "DSTRAIN_RUN_ID"
-"""The environment variable that every process of a run inherits; its value is different for each start."""
+from dstrain.pulse import MARK
 
 _PROC = Path("/proc")
 _SET_CHILD_SUBREAPER, _GET_CHILD_SUBREAPER = 36, 37
@@ -162,6 +160,8 @@ class RankWatch:
         self._seen: dict[int, int] = {}
         self.deaths: dict[int, Death] = {}
         """Ranks that ended badly; the code is None for one that was collected before we looked."""
+        self.orphans: set[int] = set()
+        """Ranks that live on though the launcher that started them is gone."""
         self.is_over = False
         """Whether `stop` was called."""
 
@@ -183,6 +183,8 @@ class RankWatch:
             if current is None or current.start != process.start:
                 self.deaths[rank] = Death(rank=rank, code=None, at=now)
             elif current.state not in "ZX":
+                if current.parent != process.parent:
+                    self.orphans.add(rank)
                 continue
             elif current.exit_code != 0:
                 self.deaths[rank] = Death(rank=rank, code=current.exit_code, at=now)

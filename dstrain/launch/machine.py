@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
+import platform
 import socket
+from importlib import metadata
 
 import psutil
 
 ACCELERATOR = "DS_ACCELERATOR"
 """DeepSpeed's own switch: `cpu` trains without GPUs."""
+
+
+SAME_PACKAGES = ("torch", "deepspeed", "transformers", "dstrain")
+"""What must be the same on every node of a run."""
+
+
+def versions() -> dict[str, str | None]:
+    """Returns the versions of Python and of `SAME_PACKAGES`; None for what is not installed."""
+    found: dict[str, str | None] = {"Python": platform.python_version()}
+    for name in SAME_PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = None
+    return found
 
 
 def names() -> frozenset[str]:

@@ -1,14 +1,16 @@
-"""What a run writes while it goes: the log of rank 0, passed on as it grows, and the launcher's own words."""
+"""What a run writes on one node while it goes: the logs of its ranks, and the launcher's own words."""
 
 from __future__ import annotations
 
 import codecs
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 _FINISHED = re.compile(r"Process (\d+) exits successfully")
 _FAILED = re.compile(r"^(?:(\S+): )?.*exits with return code = (-?\d+)")
+_CUT = re.compile(r"^pdsh@\S+: (\S+): ssh exited with exit code (\d+)")
 _LOG = re.compile(r"\d{14}_rank(\d+)\.log")
 
 
@@ -16,14 +18,14 @@ class Tail:
     """A growing file, read piece by piece."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self.path = path
         self._offset = 0
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def read(self) -> str:
         """Returns what was added since the last call."""
         try:
-            with self._path.open("rb") as file:
+            with self.path.open("rb") as file:
                 file.seek(self._offset)
                 raw = file.read()
         except OSError:
@@ -32,48 +34,82 @@ class Tail:
         return self._decoder.decode(raw)
 
 
-class Output:
-    """The log files of one start."""
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What a file has gained."""
 
-    def __init__(self, folder: Path, launcher_log: Path, on_output: Callable[[str], None]) -> None:
-        """Files that are in `folder` already belong to earlier starts; `on_output` gets what rank 0 writes."""
+    path: Path
+    """The file."""
+    text: str
+    """What was added."""
+    rank: int | None
+    """The rank that wrote it; None for the launcher."""
+
+
+def files(folder: Path) -> frozenset[Path]:
+    """Returns what lies in a folder; nothing where there is none."""
+    return frozenset(folder.iterdir()) if folder.is_dir() else frozenset()
+
+
+def rank_logs(folder: Path, earlier: Collection[Path]) -> dict[int, Path]:
+    """Returns the log file of each rank, without those of earlier starts."""
+    found = {}
+    for path in sorted(folder.glob("*_rank*.log")):
+        match = _LOG.fullmatch(path.name)
+        if match is not None and path not in earlier:
+            found[int(match[1])] = path
+    return found
+
+
+class Output:
+    """The log files of one start on one node."""
+
+    def __init__(self, folder: Path, launcher_log: Path, ranks: Iterable[int], split: Callable[[str], Path | None]):
+        """Reads the logs of `ranks`; files that are in `folder` already belong to earlier starts.
+
+        `split` names the file for the launcher's lines about a node, by the prefix that pdsh gives them.
+        """
         self._folder = folder
-        self._earlier = frozenset(folder.iterdir()) if folder.is_dir() else frozenset()
+        self._earlier = files(folder)
         self._launcher = Tail(launcher_log)
         self._partial = ""
-        self._rank0: Tail | None = None
-        self._on_output = on_output
+        self._missing = set(ranks)
+        self._tails: dict[int, Tail] = {}
+        self._split = split
         self.finished: set[int] = set()
         """Process numbers of ranks on this machine of which the launcher said that they ended well."""
         self.num_finished = 0
-        """How many ranks ended well on all nodes."""
+        """How many ranks ended well on all nodes of this launcher."""
         self.failed: tuple[str | None, int] | None = None
         """The node (None: this machine) and the code of the first failure that the launcher reported."""
 
-    def rank_logs(self) -> dict[int, Path]:
-        """Returns the log file of each rank of this start."""
-        found = {}
-        for path in sorted(self._folder.glob("*_rank*.log")):
-            match = _LOG.fullmatch(path.name)
-            if match is not None and path not in self._earlier:
-                found[int(match[1])] = path
-        return found
-
-    def poll(self) -> None:
-        """Passes on what is new."""
-        lines = (self._partial + self._launcher.read()).split("\n")
+    def poll(self) -> list[Piece]:
+        """Returns what is new."""
+        text = self._launcher.read()
+        pieces = [Piece(self._launcher.path, text, None)] if text else []
+        lines = (self._partial + text).split("\n")
         self._partial = lines.pop()
         for line in lines:
             self._note(line)
-        if self._rank0 is None and 0 in (logs := self.rank_logs()):
-            self._rank0 = Tail(logs[0])
-        if self._rank0 is not None and (text := self._rank0.read()):
-            self._on_output(text)
+        if self._missing:
+            for rank, path in rank_logs(self._folder, self._earlier).items():
+                if rank in self._missing:
+                    self._missing.remove(rank)
+                    self._tails[rank] = Tail(path)
+        for rank, tail in sorted(self._tails.items()):
+            if added := tail.read():
+                pieces.append(Piece(tail.path, added, rank))
+        return pieces
 
     def _note(self, line: str) -> None:
-        finished, failed = _FINISHED.search(line), _FAILED.search(line)
+        finished, failed = _FINISHED.search(line), _FAILED.search(line) or _CUT.search(line)
         if finished is not None:
             self.finished.add(int(finished[1]))
             self.num_finished += 1
         elif failed is not None and self.failed is None:
             self.failed = (failed[1], int(failed[2]))
+        host, colon, rest = line.partition(": ")
+        path = self._split(host) if colon else None
+        if path is not None:
+            with path.open("a", encoding="utf-8", errors="replace") as file:
+                file.write(f"{rest}\n")

@@ -90,12 +90,3 @@ def _any_free_port() -> int:
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])
-
-
-def require_pdsh(environment: Mapping[str, str]) -> None:
-    """Raises EnvironmentProblem when pdsh, by which the launcher reaches the other nodes, is not installed."""
-    if shutil.which("pdsh", path=environment.get("PATH")) is None:
-        raise EnvironmentProblem(
-            "pdsh is not installed; the launcher starts the ranks of other nodes with it",
-            hint="apt-get install pdsh (on this machine; the others need ssh only)",
-        )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,9 @@ from dstrain.facts.hostfile import Host, Hosts
 from dstrain.facts.model import ModelFacts
 from dstrain.job import Job
 from dstrain.jobfile import JobFile, looks_local
+from dstrain.launch import elastic
 from dstrain.launch.command import is_this_machine, visible_devices
+from dstrain.launch.elastic import Elastic
 from dstrain.launch.known import machines, model_of
 from dstrain.launch.linting import Known, lint, refused
 from dstrain.launch.machine import ACCELERATOR
@@ -61,19 +63,23 @@ class Prepared:
     """What the configuration needs."""
     notes: tuple[str, ...]
     """What to say before the launch."""
+    elastic: Elastic | None = None
+    """The checkpoint that has to be converted before the launch, for another number of ranks."""
 
 
-def prepare(file: JobFile, environment: Mapping[str, str], *, ignored: Sequence[str] = ()) -> Prepared:
-    """Returns the checked run; `ignored` are ids of lint's rules. Raises InvalidConfig or EnvironmentProblem, with the
-    line to edit, before anything is written or started."""
-    job = file.job
-    merged = {**environment, **job.env}
+def prepare(
+    file: JobFile, environment: Mapping[str, str], *, ignored: Sequence[str] = (), hosts: Hosts | None = None
+) -> Prepared:
+    """Returns the checked run; `ignored` are ids of lint's rules, `hosts` stand in for the job's hostfile.
+
+    Raises InvalidConfig or EnvironmentProblem, with the line to edit, before anything is written or started."""
+    merged = {**environment, **file.job.env}
     on_cpu = merged.get(ACCELERATOR) == "cpu"
-    _check_model(file)
-    _check_data(file)
-    _check_method(file)
-    _check_resume(file)
-    hosts = _hosts(file)
+    for check in (_check_model, _check_data, _check_method, _check_resume):
+        check(file)
+    hosts = hosts or _hosts(file)
+    resuming = elastic.resuming(file.job, num_ranks=hosts.num_slots)
+    job, file = resuming.job, replace(file, job=resuming.job)
     is_local = len(hosts.hosts) == 1 and is_this_machine(hosts.hosts[0].name, machine_names())
     _check_gpus(file, hosts, is_local=is_local, on_cpu=on_cpu)
     model, unknown = model_of(job)
@@ -81,9 +87,9 @@ def prepare(file: JobFile, environment: Mapping[str, str], *, ignored: Sequence[
     _check_targets(file, model)
     linted = lint(Known(job=file, hosts=hosts, model=model, cluster=cluster), Path(job.ds_config), ignored=ignored)
     if linted.subject is None or errors(linted.findings):
-        raise refused(linted.findings)
+        raise resuming.explained(refused(linted.findings))
     config = for_trainer(linted.subject.config, job, model, num_ranks=hosts.num_slots)
-    notes = [note for finding in linted.findings if (note := _note(finding))]
+    notes = [*resuming.notes, *(note for finding in linted.findings if (note := _note(finding)))]
     if not is_local and "CUDA_VISIBLE_DEVICES" in environment:
         notes.append("CUDA_VISIBLE_DEVICES is not used on several nodes: the slots of the hostfile count from GPU 0")
     return Prepared(
@@ -98,6 +104,7 @@ def prepare(file: JobFile, environment: Mapping[str, str], *, ignored: Sequence[
         cluster=cluster,
         estimate=linted.subject.estimate,
         notes=(*notes, *unknown),
+        elastic=elastic.decide(resuming.saved, config, num_ranks=hosts.num_slots),
     )
 
 

@@ -66,6 +66,18 @@ class Wanted:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """What a command on a host wrote."""
+
+    text: str | None = None
+    """The last line of its stdout; None where there is none."""
+    problem: str | None = None
+    """Why not."""
+    asked_at_s: float = 0.0
+    """Halfway between question and answer, by this machine's clock, in seconds since the epoch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
     """What one host says."""
 
@@ -87,44 +99,78 @@ def ask(hosts: Hosts, wanted: Wanted, local_names: Collection[str], *, timeout_s
 
 def _ask(host: Host, wanted: Wanted, local_names: Collection[str], timeout_s: float) -> Answer:
     question = json.dumps({"packages": PACKAGES, "paths": wanted.paths, "output": wanted.output})
-    line = [sys.executable, "-c", _PROGRAM, question]
-    if not is_this_machine(host.name, local_names):
-        options = ("-o", "BatchMode=yes", "-o", f"ConnectTimeout={max(1, int(timeout_s))}")
-        line = ["ssh", *options, host.name, shlex.join(line)]
+    reply = send(host.name, [sys.executable, "-c", _PROGRAM, question], local_names, timeout_s=timeout_s)
+    try:
+        facts = json.loads(reply.text or "")
+    except ValueError:
+        return Answer(host=host, problem=reply.problem or f"said {reply.text}")
+    return Answer(host=host, facts=facts, skew_s=facts["time"] - reply.asked_at_s)
+
+
+def send(
+    host: str, words: Sequence[str], local_names: Collection[str], *, timeout_s: float, stdin: str | None = None
+) -> Reply:
+    """Returns the last line that a command wrote on a host, or on this machine where that is what `host` means.
+
+    ssh asks for no password and leaves no connection behind, which would hold the pipes open.
+    """
+    line = list(words)
+    if not is_this_machine(host, local_names):
+        options = ("BatchMode=yes", f"ConnectTimeout={max(1, int(timeout_s))}", "ControlMaster=no")
+        line = ["ssh", "-T", *(word for option in options for word in ("-o", option)), host, shlex.join(line)]
     started = time.time()
+    given: dict[str, Any] = {"stdin": subprocess.DEVNULL} if stdin is None else {"input": stdin}
     try:
-        done = subprocess.run(line, capture_output=True, text=True, timeout=timeout_s, stdin=subprocess.DEVNULL)
+        done = subprocess.run(line, capture_output=True, text=True, errors="replace", timeout=timeout_s, **given)
     except subprocess.TimeoutExpired:
-        return Answer(host=host, problem=f"no answer within {timeout_s:g} s")
+        return Reply(problem=f"no answer within {timeout_s:g} s")
     except FileNotFoundError:
-        return Answer(host=host, problem="ssh is not installed here")
-    ended = time.time()
-    try:
-        facts = json.loads(done.stdout.strip().splitlines()[-1])
-    except (ValueError, IndexError):
-        return Answer(host=host, problem=_refusal(done))
-    return Answer(host=host, facts=facts, skew_s=facts["time"] - (started + ended) / 2)
+        return Reply(problem="ssh is not installed here")
+    lines = done.stdout.strip().splitlines()
+    middle = (started + time.time()) / 2
+    if done.returncode != 0 or not lines:
+        return Reply(problem=_refusal(done), asked_at_s=middle)
+    return Reply(text=lines[-1], asked_at_s=middle)
 
 
 def _refusal(done: subprocess.CompletedProcess[str]) -> str:
-    """Returns what ssh or the remote shell said last."""
+    """Returns what ssh, the remote shell or Python said last."""
     said = (done.stderr.strip().splitlines() or [f"ended with {done.returncode}"])[-1]
     if done.returncode == 127 or "No such file" in said:
         return f"{sys.executable} is not there: the ranks start with the same Python as here"
+    if "No module named 'dstrain" in said:
+        return f"dstrain is not installed there, or another version of it, for {sys.executable}"
     return said
 
 
 def judged(answers: Sequence[Answer], wanted: Wanted) -> dict[str, list[str]]:
     """Returns what is wrong, by host; versions that most hosts have are right."""
-    usual = _usual([answer.facts for answer in answers if answer.facts is not None])
+    usual = usual_versions([_versions(answer.facts) for answer in answers if answer.facts is not None])
     return {answer.host.name: _problems(answer, usual, wanted) for answer in answers}
 
 
-def _usual(facts: Sequence[Mapping[str, Any]]) -> dict[str, str | None]:
+def _versions(facts: Mapping[str, Any]) -> dict[str, str | None]:
+    return {"Python": facts["python"], **facts["versions"]}
+
+
+def usual_versions(found: Sequence[Mapping[str, str | None]]) -> dict[str, str | None]:
     """Returns the version of each thing that most hosts have; of equals, the first host's."""
-    named = [{"Python": each["python"], **each["versions"]} for each in facts]
-    names = list(named[0]) if named else []
-    return {name: Counter(each[name] for each in named).most_common(1)[0][0] for name in names}
+    names = list(found[0]) if found else []
+    return {name: Counter(each.get(name) for each in found).most_common(1)[0][0] for name in names}
+
+
+def version_problems(found: Mapping[str, str | None], usual: Mapping[str, str | None]) -> list[str]:
+    """Returns in what a host differs from most of them."""
+    return [
+        f"{name} is {found.get(name) or 'missing'}; most hosts have {version or 'none'}"
+        for name, version in usual.items()
+        if found.get(name) != version
+    ]
+
+
+def clock_problems(skew_s: float) -> list[str]:
+    """Returns what is wrong with a clock that is `skew_s` ahead of this one."""
+    return [f"its clock is {skew_s:+.0f} s off"] if abs(skew_s) > MAX_SKEW_S else []
 
 
 def _problems(answer: Answer, usual: Mapping[str, str | None], wanted: Wanted) -> list[str]:
@@ -132,11 +178,7 @@ def _problems(answer: Answer, usual: Mapping[str, str | None], wanted: Wanted) -
     if facts is None:
         return [answer.problem or "no answer"]
     found = [] if wanted.on_cpu else _gpu_problems(answer.host, facts["gpu_used_mib"])
-    for name, version in {"Python": facts["python"], **facts["versions"]}.items():
-        if version != usual[name]:
-            found.append(f"{name} is {version or 'missing'}; most hosts have {usual[name] or 'none'}")
-    if abs(answer.skew_s) > MAX_SKEW_S:
-        found.append(f"its clock is {answer.skew_s:+.0f} s off")
+    found += version_problems(_versions(facts), usual) + clock_problems(answer.skew_s)
     found += [f"{path} cannot be read" for path in facts["unreadable"]]
     if facts["free"] is not None and facts["free"] < LEAST_FREE_BYTES:
         found.append(f"{format_bytes(facts['free'])} are free where the run writes")

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import time
+import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from dstrain.monitor.mode import decide_mode, has_login
 from dstrain.monitor.signals import leave_on_sigterm
 from dstrain.monitor.sinks import End, Guarded, Setup, open_sinks
 from dstrain.paths import write_atomic
+from dstrain.pulse import SAVE_ON_TERM, Phase, Sender
 from dstrain.records import from_data, load_json, to_data
 from dstrain.rundir import RunDir
 from dstrain.train import rank as ranks
@@ -129,28 +131,49 @@ def main(run_dir: Path) -> None:
         for sink in sinks:
             sink.finish(end, error)
 
-    leave_on_sigterm(lambda: finish(End.ABORTED))
+    pulse = Sender(os.environ, rank.index)
+    if SAVE_ON_TERM not in os.environ:
+        leave_on_sigterm(lambda: finish(End.ABORTED))
     try:
-        _train(given, rank, resume, sinks)
+        has_left = _train(given, rank, resume, sinks, pulse)
     except KeyboardInterrupt:
         finish(End.ABORTED)
         raise
-    except BaseException as error:
-        finish(End.CRASHED, f"{type(error).__name__}: {error}")
+    except DstrainError as error:
+        finish(End.CRASHED, str(error))
         raise
-    finish(End.SUCCESS)
+    except BaseException as error:
+        traceback.print_exc()  # first of all: while the sinks end, another rank's failure may have this one ended
+        sys.stderr.flush()
+        finish(End.CRASHED, f"{type(error).__name__}: {error}")
+        raise Said from error
+    finish(End.ABORTED if has_left else End.SUCCESS)
 
 
-def _train(given: Given, rank: Rank, resume: Resume | None, sinks: Sequence[Guarded]) -> None:
-    """Trains, with everything slow to import."""
+class Said(Exception):
+    """An error whose traceback has been printed."""
+
+
+def _train(given: Given, rank: Rank, resume: Resume | None, sinks: Sequence[Guarded], pulse: Sender) -> bool:
+    """Trains, with everything slow to import; returns whether it left early, with a checkpoint, as it was asked to."""
+    from dstrain.train.leaving import Leaving, LeavingCallback
     from dstrain.train.session import Session
 
     started = time.monotonic()
+    leaving = Leaving()
+    pulse.send(0, Phase.START)
     session = Session.prepare(given.job, given.ds_config, given.run_dir, rank, model=given.model, cluster=given.cluster)
-    trainer = session.trainer(sinks)
+    trainer = session.trainer(sinks, pulse)
+    callback = LeavingCallback(leaving, pulse, session.group)
+    trainer.add_callback(callback)
     if rank.is_first and resume is not None:
         JsonlFile(given.run_dir.metrics).append({"event": "resume", "from_step": resume.step})
     trainer.train(resume_from_checkpoint=str(resume.checkpoint) if resume else None)
+    if callback.has_left:
+        rank.say(f"saved checkpoint-{trainer.state.global_step} and left, as asked")
+        pulse.send(trainer.state.global_step, Phase.LEFT)
+        return True
+    pulse.send(trainer.state.global_step, Phase.BUSY)  # what follows has no steps
     if session.has_eval and not session.was_evaluated(trainer):
         trainer.evaluate()
     final = trainer.save_final()
@@ -163,6 +186,8 @@ def _train(given: Given, rank: Rank, resume: Resume | None, sinks: Sequence[Guar
         }
         write_atomic(given.run_dir.summary, json.dumps(without_nonfinite(summary), indent=2) + "\n")
         rank.say(f"done: {final or given.run_dir.path}")
+    pulse.send(trainer.state.global_step, Phase.DONE)
+    return False
 
 
 _ERROR_SAID = ".dstrain-error-said"
@@ -192,13 +217,18 @@ def run(arguments: Sequence[str]) -> int:
         print("usage: python -m dstrain.train RUN_DIR", file=sys.stderr)
         return 2
     folder = Path(arguments[0])
+    is_mpi = ranks.adopt_mpi(os.environ)
     rank = ranks.from_environment(os.environ)
+    if is_mpi:
+        ranks.write_to_log(RunDir(folder).logs, rank.index)
     if rank.is_first:
         (folder / _ERROR_SAID).unlink(missing_ok=True)
     try:
         main(folder)
     except DstrainError as error:
         return _exit_with(error, folder, rank)
+    except Said:
+        return 1
     except KeyboardInterrupt:
         return 130
     return 0

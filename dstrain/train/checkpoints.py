@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from dstrain.errors import EnvironmentProblem, InvalidConfig
 from dstrain.paths import write_atomic
 from dstrain.rundir import COMPLETE, RunDir, is_whole
+
+UNIVERSAL = "latest_universal"
+"""A checkpoint has a universal copy when this file names its folder. Source: deepspeed 0.19.8 runtime/engine.py"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +30,7 @@ def choose(run_dir: RunDir, wanted: str, *, world_size: int) -> Resume | None:
     """Returns the checkpoint to go on from, or None to begin.
 
     `wanted` is the job's `resume`: `never`, `auto`, or a folder. Raises InvalidConfig for a folder that is not a whole
-    checkpoint or was written by another number of ranks: DeepSpeed can load its own shards only.
+    checkpoint, and for shards of another number of ranks without a universal copy: DeepSpeed can load its own only.
     """
     if wanted == "never":
         return None
@@ -40,14 +44,30 @@ def choose(run_dir: RunDir, wanted: str, *, world_size: int) -> Resume | None:
         if not folder.is_dir():
             raise InvalidConfig(f'resume is "{wanted}": no such folder', hint="resume: auto takes the newest whole one")
         refuse_half_written(folder)
-    record = json.loads((folder / COMPLETE).read_text(encoding="utf-8"))
-    if record["world_size"] != world_size:
+    record = _record(folder)
+    if reads_universal(folder, world_size=world_size) and not is_converted(folder):
         raise InvalidConfig(
-            f"{folder} was written by {record['world_size']} ranks and cannot be loaded by {world_size}",
-            hint=f"Run on {record['world_size']} GPUs, or begin from its weights: "
-            f"python -m dstrain.train.export {folder} WEIGHTS, then model: WEIGHTS",
+            f"{folder} was written by {record['world_size']} ranks and cannot be loaded by {world_size} as it is",
+            hint=f"dstrain run converts it; by hand: python -m dstrain.train.universal {folder}",
         )
     return Resume(checkpoint=folder, step=int(record["step"]))
+
+
+def _record(checkpoint: Path) -> dict[str, Any]:
+    """Returns what a whole checkpoint says of itself."""
+    found: dict[str, Any] = json.loads((checkpoint / COMPLETE).read_text(encoding="utf-8"))
+    return found
+
+
+def reads_universal(checkpoint: Path, *, world_size: int) -> bool:
+    """Returns whether so many ranks need a checkpoint's universal copy; without ZeRO every rank's states are whole."""
+    record = _record(checkpoint)
+    return bool(record["zero_stage"]) and record["world_size"] != world_size
+
+
+def is_converted(checkpoint: Path) -> bool:
+    """Returns whether a checkpoint has a universal copy; the file that names it is written last."""
+    return (checkpoint / UNIVERSAL).is_file()
 
 
 def half_written(run_dir: RunDir) -> list[Path]:
@@ -71,18 +91,31 @@ def begin(folder: Path) -> None:
         shutil.rmtree(folder)
 
 
-def complete(folder: Path, *, step: int, world_size: int, zero_stage: int) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Written:
+    """How a checkpoint was trained, as it says itself."""
+
+    step: int
+    """Its step."""
+    world_size: int
+    """The ranks that wrote it."""
+    zero_stage: int
+    """The ZeRO stage of its shards."""
+    micro_batch: int
+    """Samples in one forward of one rank."""
+    grad_accum: int
+    """Micro-batches per step; times the two above, the samples of a step, which a run that goes on keeps."""
+
+
+def complete(folder: Path, written: Written) -> None:
     """Marks a checkpoint as whole; the last thing that is written. Raises EnvironmentProblem if a shard is missing."""
     shards = list(folder.glob("global_step*/*zero_pp_rank_*_optim_states.pt"))
-    if zero_stage and len(shards) < world_size:
+    if written.zero_stage and len(shards) < written.world_size:
         raise EnvironmentProblem(
-            f"{folder} holds the optimizer shards of {len(shards)} of {world_size} ranks",
+            f"{folder} holds the optimizer shards of {len(shards)} of {written.world_size} ranks",
             hint="Is output_dir on a file system that all nodes share?",
         )
-    write_atomic(
-        folder / COMPLETE,
-        json.dumps({"step": step, "world_size": world_size, "zero_stage": zero_stage}) + "\n",
-    )
+    write_atomic(folder / COMPLETE, json.dumps(asdict(written)) + "\n")
 
 
 def rotate(run_dir: RunDir, limit: int | None) -> list[Path]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 import warnings
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from dstrain.facts.ops import OPS, missing_ops, needed_ops, stale_locks
@@ -42,6 +44,43 @@ def from_environment(environment: Mapping[str, str]) -> Rank:
         world_size=int(environment.get("WORLD_SIZE", "1")),
         local_index=int(environment.get("LOCAL_RANK", "0")),
     )
+
+
+MPI_NAMES = MappingProxyType(
+    {
+        "RANK": ("OMPI_COMM_WORLD_RANK", "PMI_RANK"),
+        "WORLD_SIZE": ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"),
+        "LOCAL_RANK": ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID"),
+        "LOCAL_SIZE": ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"),
+    }
+)
+"""What OpenMPI and MPICH's hydra call what DeepSpeed's own launcher sets."""
+
+
+def adopt_mpi(environment: MutableMapping[str, str]) -> bool:
+    """Sets what DeepSpeed's launcher would have set where MPI started this rank, and returns whether it did.
+
+    >>> started = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
+    >>> adopt_mpi(started), started["RANK"], started["WORLD_SIZE"], started["LOCAL_RANK"]
+    (True, '1', '2', '0')
+    """
+    if not any(name in environment for name in MPI_NAMES["RANK"]):
+        return False
+    for name, others in MPI_NAMES.items():
+        value = next((environment[other] for other in others if other in environment), None)
+        if value is not None:
+            environment[name] = value
+    return True
+
+
+def write_to_log(folder: Path, index: int) -> None:
+    """Lets this process write into a log of its own, as DeepSpeed's launcher does for each rank and MPI does not."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{time.strftime('%Y%m%d%H%M%S')}_rank{index}.log"
+    handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+    for number in (1, 2):
+        os.dup2(handle, number)
+    os.close(handle)
 
 
 def read_secrets(path: Path) -> dict[str, str]:

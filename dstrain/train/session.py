@@ -23,6 +23,7 @@ from dstrain.monitor.callback import CountingCollator, Meter, MetricsCallback
 from dstrain.monitor.jsonl_sink import JsonlFile, current_steps, read_jsonl
 from dstrain.monitor.metrics import Hardware, hardware
 from dstrain.monitor.sinks import Guarded
+from dstrain.pulse import Sender
 from dstrain.rundir import RunDir
 from dstrain.train import rank as ranks
 from dstrain.train.arguments import training_arguments
@@ -113,8 +114,8 @@ class Session:
         step = trainer.state.global_step
         return any("eval_loss" in logged and logged["step"] == step for logged in trainer.state.log_history)
 
-    def trainer(self, sinks: Sequence[Guarded]) -> Trainer:
-        """Returns the Trainer, with metrics and the measurement of model states attached."""
+    def trainer(self, sinks: Sequence[Guarded], pulse: Sender) -> Trainer:
+        """Returns the Trainer, with metrics and the measurement of model states attached; `pulse` goes to the agent."""
         first = self.rank.is_first
         self.metrics = MetricsCallback(
             Meter(),
@@ -131,6 +132,7 @@ class Session:
             rank=self.rank,
             save_total_limit=self.job.save_total_limit,
             metrics=self.metrics,
+            pulse=pulse,
             model=self.model,
             args=self.arguments,
             train_dataset=self.train_data.dataset,

@@ -11,9 +11,11 @@ import torch.distributed as dist
 import transformers
 
 from dstrain.monitor.callback import COUNTS, Meter, MetricsCallback
+from dstrain.pulse import Phase, Sender
 from dstrain.rundir import RunDir
-from dstrain.train import checkpoints
+from dstrain.train import checkpoints, universal
 from dstrain.train.arguments import zero_stage
+from dstrain.train.checkpoints import Written
 from dstrain.train.rank import Rank
 
 
@@ -21,7 +23,14 @@ class Trainer(transformers.Trainer):
     """Runs on every rank."""
 
     def __init__(
-        self, *, run_dir: RunDir, rank: Rank, save_total_limit: int | None, metrics: MetricsCallback, **options: Any
+        self,
+        *,
+        run_dir: RunDir,
+        rank: Rank,
+        save_total_limit: int | None,
+        metrics: MetricsCallback,
+        pulse: Sender,
+        **options: Any,
     ) -> None:
         """Takes what Transformers' Trainer takes, and where the run's files are."""
         super().__init__(**options, callbacks=[metrics])
@@ -30,6 +39,7 @@ class Trainer(transformers.Trainer):
         self._rank = rank
         self._keep = save_total_limit
         self._metrics = metrics
+        self._pulse = pulse
         self._stage = zero_stage(self.args.hf_deepspeed_config.config)
 
     @property
@@ -55,6 +65,22 @@ class Trainer(transformers.Trainer):
             logs.update(self._metrics.drain())
         super().log(logs, start_time)
 
+    def train(self, resume_from_checkpoint: str | bool | None = None, *arguments: Any, **options: Any) -> Any:
+        """Trains; a checkpoint of another number of ranks is read from its universal copy."""
+        self._is_universal = isinstance(resume_from_checkpoint, str) and checkpoints.reads_universal(
+            Path(resume_from_checkpoint), world_size=self._rank.world_size
+        )
+        config = self.accelerator.state.deepspeed_plugin.deepspeed_config
+        config["checkpoint"] = {**config.get("checkpoint", {}), "load_universal": self._is_universal}
+        return super().train(resume_from_checkpoint, *arguments, **options)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Loads what DeepSpeed has not, and mends what it loaded wrongly from a universal copy."""
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if self._is_universal:
+            engine: Any = self.model_wrapped
+            universal.mend(engine.optimizer.optimizer)
+
     def _run_epoch(self, *arguments: Any, **options: Any) -> None:
         """Trains for an epoch; a run that was resumed at its last step has nothing to do, and takes no extra step."""
         if self.state.global_step >= self.state.max_steps:
@@ -65,9 +91,21 @@ class Trainer(transformers.Trainer):
     def _maybe_log_save_evaluate(self, *arguments: Any, **options: Any) -> None:
         """Does it, and takes an evaluation's or a checkpoint's time out of the window."""
         is_long = self.control.should_evaluate or self.control.should_save
+        if is_long:
+            self._pulse.send(self.state.global_step, Phase.BUSY)
         super()._maybe_log_save_evaluate(*arguments, **options)
         if is_long:
             self.meter.restart()
+            self._pulse.send(self.state.global_step, Phase.STEP)
+
+    def _written(self) -> Written:
+        return Written(
+            step=self.state.global_step,
+            world_size=self._rank.world_size,
+            zero_stage=self._stage,
+            micro_batch=self.args.per_device_train_batch_size,
+            grad_accum=self.args.gradient_accumulation_steps,
+        )
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """Writes a checkpoint; rank 0 marks it as whole when every rank has written its part."""
@@ -78,9 +116,7 @@ class Trainer(transformers.Trainer):
         super()._save_checkpoint(model, trial)
         self._wait()
         if self._rank.is_first:
-            checkpoints.complete(
-                folder, step=self.state.global_step, world_size=self._rank.world_size, zero_stage=self._stage
-            )
+            checkpoints.complete(folder, self._written())
             checkpoints.rotate(self._run_dir, self._keep)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:

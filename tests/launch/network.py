@@ -1,4 +1,4 @@
-"""Real hosts on one machine: network namespaces with addresses, names and an sshd each."""
+"""Real hosts on one machine: network, process and host-name namespaces with an sshd each."""
 
 from __future__ import annotations
 
@@ -7,15 +7,46 @@ import shutil
 import signal
 import subprocess
 import time
+from contextlib import suppress
 from pathlib import Path
 
 SSHD = "/usr/sbin/sshd"
-MISSING = "missing sshd, ip or root: real hosts need openssh-server, iproute2 and network namespaces"
+MISSING = "missing sshd, ip, unshare, nsenter or root: real hosts need openssh-server, iproute2 and namespaces"
+
+_INIT = """
+hostname "$1"
+ip link set lo up
+mount -t tmpfs -o size=1g tmpfs /dev/shm
+while :; do sleep 1000 & wait; done
+"""
+"""The first process of a host: what nobody waits for becomes its child, and all processes end with it."""
 
 
 def is_possible() -> bool:
     """Returns whether this machine can have namespaces with an sshd each."""
-    return os.geteuid() == 0 and Path(SSHD).exists() and shutil.which("ip") is not None
+    tools = all(shutil.which(tool) for tool in ("ip", "unshare", "nsenter"))
+    return os.geteuid() == 0 and Path(SSHD).exists() and tools
+
+
+class Sshd:
+    """The ssh server of a host."""
+
+    def __init__(self, network: Network, number: int) -> None:
+        self._network, self._number = network, number
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Sends a signal to the server, not to its sessions."""
+        for pid in self._network.processes(self._number):
+            line = Path(f"/proc/{pid}/cmdline").read_bytes()
+            if b"[listener]" in line or line.startswith(SSHD.encode()):
+                os.kill(pid, number)
+
+    def end_sessions(self) -> None:
+        """Kills the sessions, as an administrator or a full disk does; the server stays."""
+        for pid in self._network.processes(self._number):
+            if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"sshd: root"):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
 
 
 class Network:
@@ -24,10 +55,12 @@ class Network:
     def __init__(self, folder: Path, count: int) -> None:
         self.folder, self.count = folder, count
         self.prefix = f"dst{os.getpid()}"
-        self.sshds: list[subprocess.Popen[bytes]] = []
+        self.sshds = [Sshd(self, number) for number in range(count)]
+        self._unshares: dict[int, subprocess.Popen[bytes]] = {}
+        self._inits: dict[int, int] = {}
 
     def namespace(self, number: int) -> str:
-        """Returns the name of a host's namespace."""
+        """Returns the name of a host's network namespace."""
         return f"{self.prefix}n{number}"
 
     def up(self) -> None:
@@ -45,11 +78,29 @@ class Network:
             _do("ip", "-n", switch, "link", "set", port, "master", "br0", "up")
             _do("ip", "-n", space, "addr", "add", f"10.77.0.{number + 1}/24", "dev", "eth0")
             _do("ip", "-n", space, "link", "set", "eth0", "up")
-            _do("ip", "-n", space, "link", "set", "lo", "up")
             self._configure(number)
-            self.sshds.append(self._start_sshd(number))
+            self.boot(number)
         for number in range(self.count):
             self._wait_for_ssh(number)
+
+    def boot(self, number: int) -> None:
+        """Starts a host's first process and its ssh server."""
+        space = self.namespace(number)
+        unshare = ["unshare", "--pid", "--mount-proc", "--fork", "--uts", "--ipc", "--kill-child"]
+        line = ["ip", "netns", "exec", space, *unshare, "bash", "-c", _INIT, "init", f"node{number}"]
+        self._unshares[number] = subprocess.Popen(line, stdin=subprocess.DEVNULL)
+        self._inits[number] = self._first_process(self._unshares[number].pid)
+        self._start_sshd(number)
+
+    def _first_process(self, parent: int) -> int:
+        """Returns the process that `unshare` forked, once its mounts are there."""
+        children = Path(f"/proc/{parent}/task/{parent}/children")
+        for _ in range(500):
+            found = children.read_text().split()
+            if found and "tmpfs /dev/shm" in _mounts(int(found[0])):
+                return int(found[0])
+            time.sleep(0.02)
+        raise AssertionError("the first process of a host did not start")
 
     def _configure(self, number: int) -> None:
         """Writes what `ip netns exec` lays over /etc: names, the client's key, the server's."""
@@ -80,18 +131,25 @@ class Network:
     def _etc(self, number: int) -> Path:
         return Path("/etc/netns") / self.namespace(number)
 
-    def _start_sshd(self, number: int) -> subprocess.Popen[bytes]:
+    def _start_sshd(self, number: int) -> None:
         Path("/run/sshd").mkdir(exist_ok=True)
-        line = self.on(number, SSHD, "-D", "-e", "-f", "/etc/ssh/sshd_config")
-        with (self.folder / f"sshd{number}.log").open("wb") as log:
-            return subprocess.Popen(line, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        log = self.folder / f"sshd{number}.log"
+        _do(*self.on(number, SSHD, "-E", str(log), "-f", "/etc/ssh/sshd_config"))
 
     def restart_sshd(self, number: int) -> None:
         """Ends a host's sshd and starts it again, with its configuration of now."""
+        self.stop_sshd(number)
+        self._start_sshd(number)
+        self._wait_for_ssh(number)
+
+    def stop_sshd(self, number: int) -> None:
+        """Ends a host's sshd; its sessions go on."""
         self.sshds[number].send_signal(signal.SIGCONT)
-        self.sshds[number].terminate()
-        self.sshds[number].wait(10)
-        self.sshds[number] = self._start_sshd(number)
+        self.sshds[number].send_signal(signal.SIGTERM)
+
+    def start_sshd(self, number: int) -> None:
+        """Starts a host's sshd."""
+        self._start_sshd(number)
         self._wait_for_ssh(number)
 
     def _wait_for_ssh(self, number: int) -> None:
@@ -103,19 +161,77 @@ class Network:
         raise AssertionError((self.folder / f"sshd{number}.log").read_text())
 
     def on(self, number: int, *command: str) -> list[str]:
-        """Returns the command line that runs on a host."""
-        return ["ip", "netns", "exec", self.namespace(number), *command]
+        """Returns the command line that runs on a host, in the folder in which it is started."""
+        enter = f"nsenter --target {self._inits[number]} --net --pid --mount --uts --ipc"
+        return ["sh", "-c", f'exec {enter} -- env -C "$PWD" "$@"', "sh", *command]
+
+    def processes(self, number: int) -> list[int]:
+        """Returns the processes of a host, by their numbers on this machine; its first one and what that does apart."""
+        with suppress(OSError):
+            own = _link(self._inits[number])
+            every = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+            return [pid for pid in every if pid != self._inits[number] and _link(pid) == own and not _is_sleep(pid)]
+        return []
+
+    def lines(self, number: int) -> list[str]:
+        """Returns the command lines of a host's processes, without those of its ssh server."""
+        found = []
+        for pid in self.processes(number):
+            with suppress(OSError):
+                line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
+                if line and not line.startswith(("sshd:", SSHD)):
+                    found.append(f"{pid} {line}")
+        return found
+
+    def unplug(self, number: int) -> None:
+        """Takes a host's link down."""
+        _do("ip", "-n", f"{self.prefix}sw", "link", "set", f"p{number}", "down")
+
+    def plug(self, number: int) -> None:
+        """Takes a host's link up."""
+        _do("ip", "-n", f"{self.prefix}sw", "link", "set", f"p{number}", "up")
+
+    def cut_power(self, number: int) -> None:
+        """Ends a host at once: nothing of it says good-bye to anybody."""
+        self.unplug(number)
+        os.kill(self._inits[number], signal.SIGKILL)
+        self._unshares[number].wait(10)
+
+    def restore_power(self, number: int) -> None:
+        """Starts a host again after `cut_power`."""
+        self.plug(number)
+        self.boot(number)
+        self._wait_for_ssh(number)
 
     def down(self) -> None:
         """Ends what was started and removes what was made."""
-        for sshd in self.sshds:
-            sshd.send_signal(signal.SIGCONT)
-            sshd.kill()
-            sshd.wait()
+        for number, init in self._inits.items():
+            with suppress(ProcessLookupError):
+                os.kill(init, signal.SIGKILL)
+            self._unshares[number].wait(10)
         for space in [self.namespace(number) for number in range(self.count)] + [f"{self.prefix}sw"]:
             subprocess.run(["ip", "netns", "del", space], capture_output=True)
             shutil.rmtree(Path("/etc/netns") / space, ignore_errors=True)
 
 
+def _mounts(pid: int) -> str:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/mounts").read_text()
+    return ""
+
+
+def _link(pid: int) -> str:
+    with suppress(OSError):
+        return str(Path(f"/proc/{pid}/ns/pid").readlink())
+    return ""
+
+
+def _is_sleep(pid: int) -> bool:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes() == b"sleep\x001000\x00"
+    return True
+
+
 def _do(*command: str) -> None:
-    subprocess.run(command, check=True, capture_output=True)
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, (command, done.stderr)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from dstrain.errors import EnvironmentProblem, InvalidConfig
 from dstrain.facts.hostfile import Host, Hosts
-from dstrain.launch.command import command, is_this_machine, launch_hostfile, visible_devices
+from dstrain.launch.command import is_this_machine, launch_hostfile, local, mpi, of_node, pdsh, visible_devices
 from dstrain.launch.script import start_script
 from dstrain.rundir import RunDir
 
@@ -17,14 +18,10 @@ TWO = Hosts(hosts=(Host(name="me@gpu01", slots=8), Host(name="gpu02", slots=8)),
 
 
 def line(hosts: Hosts, *, is_local: bool, ids: tuple[int, ...] | None = None, folder: str = "/run") -> list[str]:
-    return command(
-        hosts=hosts,
-        run_dir=RunDir(Path(folder)),
-        device_ids=ids,
-        is_local=is_local,
-        python="/venv/bin/python",
-        master_port=29500,
-    )
+    run_dir, python = RunDir(Path(folder)), "/venv/bin/python"
+    if is_local:
+        return local(hosts=hosts, run_dir=run_dir, device_ids=ids, python=python, master_port=29500)
+    return pdsh(hosts=hosts, run_dir=run_dir, python=python, master_port=29500)
 
 
 def after(words: list[str], option: str) -> str:
@@ -63,6 +60,20 @@ def test_a_path_that_the_remote_shell_would_take_apart_is_refused() -> None:
     with pytest.raises(InvalidConfig, match='output_dir is "/my run"'):
         line(TWO, is_local=False, folder="/my run")
     assert line(ONE, is_local=True, folder="/my run")[-1] == "/my run"
+
+
+def test_node_by_node_each_launcher_starts_its_own_ranks_and_knows_rank_0() -> None:
+    words = of_node(1, hosts=TWO, run_dir=RunDir(Path("/my run")), python="/venv/bin/python", master_port=29501)
+    assert "--no_ssh" in words
+    assert (after(words, "--node_rank"), after(words, "--master_addr")) == ("1", "gpu01")
+    assert words[-3:] == ["--module", "dstrain.train", "/my run"]
+
+
+def test_mpich_gets_a_file_because_its_launcher_breaks_modules() -> None:
+    words = mpi("mpich", hosts=TWO, run_dir=RunDir(Path("/run")), python="/venv/bin/python", master_port=29501)
+    assert words[-2:] == ["/run/rank.py", "/run"]
+    words = mpi("openmpi", hosts=TWO, run_dir=RunDir(Path("/run")), python="/venv/bin/python", master_port=29501)
+    assert words[-3:] == ["--module", "dstrain.train", "/run"]
 
 
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "127.0.1.1", "::1", "GPU01", "me@gpu01.lan.", "10.0.0.7"])
@@ -104,3 +115,19 @@ def test_the_start_script_is_quoted_and_names_secrets_without_their_values() -> 
     assert "export A='$(rm -rf /)'\n" in text
     assert "MASTER_PORT HF_TOKEN\n" in text
     assert text.endswith("exec \\\n  /venv/bin/python \\\n  -m \\\n  x \\\n  '/a b'\n")
+
+
+def test_node_by_node_the_start_script_takes_the_nodes_number(tmp_path: Path) -> None:
+    (tmp_path / "environment").write_text('A=say \\"hi\\" $HOME_OF\n')
+    text = start_script(
+        ["echo", "--node_rank", "0", "--home"],
+        run_dir=RunDir(tmp_path),
+        exported={},
+        secret_names=[],
+        is_node_by_node=True,
+    )
+    (tmp_path / "start.sh").write_text(text.replace("exec ", 'echo "$A"; exec '))
+    for words, env, number in ((["2"], {}, 2), ([], {"SLURM_NODEID": "5"}, 5)):
+        line = ["bash", str(tmp_path / "start.sh"), *words]
+        done = subprocess.run(line, env={**env, "HOME_OF": "me"}, capture_output=True, text=True)
+        assert done.stdout == f'say "hi" me\n--node_rank {number} --home\n', done.stderr

@@ -8,9 +8,9 @@ import pytest
 
 from dstrain.facts.hostfile import Host, Hosts
 from dstrain.launch.exitcodes import decode, signal_of
-from dstrain.launch.explain import explain, host_of
+from dstrain.launch.explain import explain
 from dstrain.launch.failure import Death, advice, failing_order, first_traceback, traceback_of
-from dstrain.launch.process import Outcome
+from dstrain.launch.outcome import Lost, Outcome
 from dstrain.rundir import COMPLETE, RunDir
 
 TRACEBACK = 'Traceback (most recent call last):\n  File "a.py", line 1, in <module>\n    f()\nValueError: no'
@@ -79,7 +79,7 @@ def outcome(folder: Path, logs: dict[int, str], *, deaths: tuple[Death, ...] = (
         succeeded=False,
         deaths=deaths,
         rank_logs=paths,
-        launcher_log=launcher,
+        launcher_logs=(launcher,),
         wall_s=1.0,
         **values,  # type: ignore[arg-type]
     )
@@ -117,4 +117,35 @@ def test_a_launcher_that_failed_before_any_rank_shows_its_own_words(tmp_path: Pa
 
 
 def test_ranks_are_numbered_by_host() -> None:
-    assert [host_of(rank, HOSTS) for rank in range(4)] == ["gpu01", "gpu01", "gpu02", "gpu02"]
+    assert [HOSTS.of_rank(rank) for rank in range(4)] == ["gpu01", "gpu01", "gpu02", "gpu02"]
+
+
+def test_a_lost_node_is_named_before_the_ranks_that_failed_because_of_it(tmp_path: Path) -> None:
+    lost = (Lost(host="gpu02", why="silent for 31 s", at=1.0),)
+    logs = {0: "Traceback (most recent call last):\nRuntimeError: Connection closed by peer\n"}
+    deaths = (Death(rank=0, code=1, at=2.0),)
+    message = str(explain(outcome(tmp_path, logs, deaths=deaths, lost=lost), hosts=HOSTS, run_dir=RunDir(tmp_path)))
+    assert message.startswith("gpu02 was lost (silent for 31 s), with ranks 2, 3; last heard of at ")
+    assert "what followed: rank 0 on gpu01 failed first" in message
+
+
+def test_a_rank_that_died_on_its_node_comes_before_the_nodes_loss(tmp_path: Path) -> None:
+    lost = (Lost(host="gpu02", why="silent for 31 s", at=1.0),)
+    deaths = (Death(rank=3, code=-9, at=2.0),)
+    message = str(explain(outcome(tmp_path, {3: ""}, deaths=deaths, lost=lost), hosts=HOSTS, run_dir=RunDir(tmp_path)))
+    assert message.startswith("rank 3 on gpu02 failed first: code -9 (SIGKILL)")
+    assert "gpu02 was lost (silent for 31 s), after that" in message
+
+
+def test_a_killed_launcher_is_named_with_its_node(tmp_path: Path) -> None:
+    found = outcome(tmp_path, {}, orphaned=("gpu02",))
+    message = str(explain(found, hosts=HOSTS, run_dir=RunDir(tmp_path)))
+    assert message.startswith("the launcher on gpu02 was killed")
+
+
+def test_the_last_metrics_are_in_the_report(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 7, "loss": 2.5, "tokens_per_s": 1234.5}\n{"event": "x"}\n{"ste')
+    found = outcome(tmp_path, {0: ""}, deaths=(Death(rank=0, code=-9, at=2.0),))
+    assert "Last metrics: step 7, loss 2.5000, 1,234 tokens/s" in str(
+        explain(found, hosts=HOSTS, run_dir=RunDir(tmp_path))
+    )

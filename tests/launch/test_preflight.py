@@ -9,7 +9,7 @@ import pytest
 
 from dstrain.errors import Conflict, EnvironmentProblem, InvalidConfig
 from dstrain.launch.machine import names
-from dstrain.launch.preflight import check, port, require_pdsh
+from dstrain.launch.preflight import check, port
 from dstrain.rundir import RunDir
 
 
@@ -48,12 +48,6 @@ def test_a_named_port_in_use_is_refused_and_an_unnamed_one_is_replaced() -> None
 def test_a_master_port_that_is_no_port_is_quoted() -> None:
     with pytest.raises(InvalidConfig, match='MASTER_PORT is "http"'):
         port(None, {"MASTER_PORT": "http"})
-
-
-def test_a_missing_pdsh_says_how_to_get_it(tmp_path: Path) -> None:
-    with pytest.raises(EnvironmentProblem, match="pdsh is not installed") as caught:
-        require_pdsh({"PATH": str(tmp_path)})
-    assert "apt-get install pdsh" in str(caught.value)
 
 
 def test_this_machine_knows_its_name_and_loopback_address() -> None:

@@ -13,12 +13,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from dstrain.facts.hostfile import Host, Hosts
-from dstrain.launch.command import command, launch_hostfile
+from dstrain.launch.command import launch_hostfile, local
 from dstrain.launch.environment import launcher_environment, python_path
 from dstrain.launch.explain import explain
-from dstrain.launch.family import MARK, look
+from dstrain.launch.family import look
+from dstrain.launch.launchers import connect
+from dstrain.launch.nodes.conductor import Conductor
+from dstrain.launch.nodes.plan import everywhere
+from dstrain.launch.nodes.score import Score, new_mark
+from dstrain.launch.outcome import Outcome
 from dstrain.launch.preflight import port
-from dstrain.launch.process import Outcome, supervise
+from dstrain.launch.wishes import noting_signals
+from dstrain.pulse import MARK
 from dstrain.rundir import RunDir
 
 HOSTS = Hosts(hosts=(Host(name="localhost", slots=2),), name="hostfile")
@@ -53,13 +59,13 @@ def launch(folder: Path, behaviour: str, interfere: Callable[[RunDir], None] | N
     run_dir = RunDir(folder)
     (folder / "behaviour").write_text(behaviour)
     run_dir.hostfile.write_text(launch_hostfile(HOSTS, ids=None, is_local=True))
-    line = command(
+    master_port = port(None, {})
+    line = local(
         hosts=HOSTS,
         run_dir=run_dir,
         device_ids=None,
-        is_local=True,
         python=sys.executable,
-        master_port=port(None, {}),
+        master_port=master_port,
         module="tests.launch.ranks",
     )
     exported = {"DS_ACCELERATOR": "cpu", "PYTHONPATH": python_path(os.environ)}
@@ -69,9 +75,19 @@ def launch(folder: Path, behaviour: str, interfere: Callable[[RunDir], None] | N
     if thread:
         thread.start()
     begin = time.monotonic()
-    outcome = supervise(
-        line, env=env, run_dir=run_dir, num_ranks=2, is_local=True, on_output=screen.write, grace_s=GRACE_S
+    score = Score(
+        nodes=everywhere(HOSTS, [line], [True]),
+        run_dir=run_dir,
+        mark=new_mark(),
+        open=lambda nodes: connect("ssh", nodes, env, ""),
+        environment={},
+        unset=(),
+        exports="",
+        master_port=master_port,
+        grace_s=GRACE_S,
     )
+    with noting_signals(folder / "screen.log") as wishes:
+        outcome = Conductor(score, wishes, screen.write).run(lambda hellos: {})
     if thread:
         thread.join()
     started = Started(outcome, run_dir, "".join(screen.pieces), time.monotonic() - begin)
@@ -155,7 +171,7 @@ def test_sigterm_to_us_ends_every_rank(tmp_path: Path) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
     started = launch(tmp_path, "wait", interrupt)
-    assert started.outcome.stopped_by is signal.SIGTERM
+    assert started.outcome.stopped_by == "SIGTERM"
     assert not started.outcome.succeeded
     assert started.message.startswith("stopped (SIGTERM); no rank is left running")
 
@@ -172,4 +188,4 @@ def test_a_second_ctrl_c_kills_ranks_that_do_not_listen(tmp_path: Path) -> None:
 
     started = launch(tmp_path, "ignore", interrupt)
     assert time.monotonic() - times[0] < GRACE_S - 0.5
-    assert started.outcome.stopped_by is signal.SIGINT
+    assert started.outcome.is_interrupt

@@ -7,25 +7,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import pytest
-
-from tests.launch.network import MISSING, Network, is_possible
+from tests.launch.network import Network
 
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture(scope="module")
-def network(tmp_path_factory: pytest.TempPathFactory, need: Callable[[bool, str], None]) -> Iterator[Network]:
-    need(is_possible(), MISSING)
-    found = Network(tmp_path_factory.mktemp("net"), 3)
-    try:
-        found.up()
-        yield found
-    finally:
-        found.down()
 
 
 def check(network: Network, folder: Path, *words: str, hosts: str = "node0 node1 node2") -> tuple[int, str, float]:

@@ -1,0 +1,152 @@
+"""`dstrain doctor`: what of this machine, or of every host, stands in the way of training, with the fix to type."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import click
+
+from dstrain.cli.console import answer, answer_json, say, talk
+from dstrain.cli.doctor_text import document, grouped, of_hosts, printable, problem_text
+from dstrain.errors import EnvironmentProblem
+from dstrain.facts import probe
+from dstrain.facts.hostfile import Hosts
+from dstrain.jobfile import JobFile, read_job
+from dstrain.launch.command import is_this_machine
+from dstrain.launch.doctor import hosts as hosts_
+from dstrain.launch.doctor import job as jobs
+from dstrain.launch.doctor import needs as wanted
+from dstrain.launch.doctor.checks.all import findings
+from dstrain.launch.doctor.finding import Finding, count_text, errors
+from dstrain.launch.doctor.gather import LIMIT_S, gather
+from dstrain.launch.doctor.looking import Seen, all_at_once
+from dstrain.launch.doctor.needs import Needs
+from dstrain.launch.nic import environment_of
+
+JOB = Path("job.yaml")
+
+
+@click.command("doctor", short_help="Find what stands in the way of training.")
+@click.argument("job", type=click.Path(path_type=Path), required=False)
+@click.option("--hostfile", type=click.Path(path_type=Path), help="Look at every host of it, over ssh, all at once.")
+@click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON to stdout.")
+def command(job: Path | None, hostfile: Path | None, as_json: bool) -> None:
+    """Find what stands in the way of training: one line a finding, with the fix to type. Exits with 5 for a ✗.
+
+    Looks at versions and CUDA, DeepSpeed's extensions, GPUs and their errors, NVLink and PCIe, network interfaces and
+    RDMA, limits, hubs and SwanLab; with a JOB (job.yaml, where there is one) also at RAM and disk for it, and at every
+    host of its hostfile. Changes nothing; ends within 5 s, with several hosts within 10 s.
+
+    \b
+    Example:
+      dstrain doctor
+      dstrain doctor --hostfile hostfile
+      dstrain doctor job.yaml --json
+    """
+    file = _job(job, hostfile)
+    hosts, before = _hosts(file, hostfile)
+    names = hosts_.own_names() if hosts is not None else frozenset()
+    is_local = hosts is None or (len(hosts.hosts) == 1 and is_this_machine(hosts.hosts[0].name, names))
+    with _telling(hosts):
+        found, variables = _here(file, hosts) if is_local else _everywhere(file, hosts, names)
+    host = next(iter(found))
+    found[host] = before + found[host]
+    if as_json:
+        answer_json(document(found, variables))
+    else:
+        told = grouped(found[host]) if is_local else of_hosts(found)
+        answer(printable("\n".join(told)))
+    _conclude(found, file)
+
+
+def _job(job: Path | None, hostfile: Path | None) -> JobFile | None:
+    """Returns the job that was named, or the one that lies here."""
+    path = job or (JOB if JOB.is_file() else None)
+    if path is None:
+        return None
+    return read_job(path, [f"hostfile={hostfile.resolve()}"] if hostfile else [])
+
+
+def _hosts(file: JobFile | None, hostfile: Path | None) -> tuple[Hosts | None, list[Finding]]:
+    """Returns the hosts to look at; None is this machine."""
+    if hostfile is not None:
+        return probe.read_hostfile(hostfile), []
+    return jobs.hosts_of(file) if file is not None else (None, [])
+
+
+@contextlib.contextmanager
+def _telling(hosts: Hosts | None) -> Iterator[None]:
+    """Says on a terminal that it is at work."""
+    if not talk.is_terminal:
+        yield
+        return
+    where = "this machine" if hosts is None else f"{len(hosts.hosts)} hosts"
+    with talk.status(f"looking at {where}"):
+        yield
+
+
+def _here(file: JobFile | None, hosts: Hosts | None) -> tuple[dict[str, list[Finding]], dict[str, str]]:
+    """Returns the findings of this machine; the machine is looked at while the job is estimated."""
+    first = _first_needs(file, hosts)
+    first = wanted.on_host(first, hosts.hosts[0]) if hosts is not None else first
+    seen = all_at_once(
+        {"facts": partial(gather, wanted.question(first)), "job": partial(_all_needs, file, first)}, LIMIT_S + 0.2
+    )
+    facts = seen["facts"]
+    if facts.value is None:
+        raise EnvironmentProblem(f"this machine cannot be looked at: {facts.problem}")
+    needs, told = _needs_seen(file, first, seen["job"])
+    needs = wanted.on_host(needs, hosts.hosts[0]) if hosts is not None else needs
+    return {socket.gethostname(): told + findings(facts.value, needs)}, {}
+
+
+def _everywhere(
+    file: JobFile | None, hosts: Hosts | None, names: frozenset[str]
+) -> tuple[dict[str, list[Finding]], dict[str, str]]:
+    """Returns the findings of every host."""
+    assert hosts is not None
+    first = _first_needs(file, hosts)
+    seen = all_at_once(
+        {"answers": partial(hosts_.ask, first, hosts, names), "job": partial(_all_needs, file, first)},
+        hosts_.TIMEOUT_S + 1,
+    )
+    if seen["answers"].value is None:
+        raise EnvironmentProblem(f"the hosts cannot be asked: {seen['answers'].problem}")
+    needs, told = _needs_seen(file, first, seen["job"])
+    found = hosts_.judged(seen["answers"].value, needs)
+    host = next(iter(found))
+    found[host] = told + found[host]
+    return found, environment_of(hosts_.interfaces(seen["answers"].value), needs.environment)
+
+
+def _first_needs(file: JobFile | None, hosts: Hosts | None) -> Needs:
+    return wanted.bare(os.environ, hosts) if file is None else jobs.first_needs(file, hosts)
+
+
+def _all_needs(file: JobFile | None, first: Needs) -> tuple[Needs, list[Finding]]:
+    return (first, []) if file is None else jobs.all_needs(file, first.hosts)
+
+
+def _needs_seen(file: JobFile | None, first: Needs, seen: Seen) -> tuple[Needs, list[Finding]]:
+    """Returns the needs of the job as far as they are known in time."""
+    if seen.value is not None:
+        needs, told = seen.value
+        return needs, told
+    return first, jobs.late(file, LIMIT_S) if file is not None else []
+
+
+def _conclude(found: dict[str, list[Finding]], file: JobFile | None) -> None:
+    """Says how many findings there are, and what to type next. Raises EnvironmentProblem for errors."""
+    everything = [finding for each in found.values() for finding in each]
+    if errors(everything):
+        raise EnvironmentProblem(
+            f"{problem_text(found)} ({count_text(everything)})",
+            hint="Type what stands after → for each ✗, and `dstrain doctor` again.",
+        )
+    say(count_text(everything))
+    say(f"next: dstrain {'run' if file is not None else 'gen-config --model MODEL --data DATA'}")

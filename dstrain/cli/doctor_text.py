@@ -1,0 +1,98 @@
+"""What the doctor found, as people read it."""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dstrain.launch.doctor.finding import SIGNS, Finding, Mark, count_text, errors
+
+COLUMNS = 80
+"""Columns of a terminal that everything but commands fits into."""
+_GROUPS = {
+    "job": "job",
+    "hosts": "beside the other hosts",
+    "software": "software",
+    "ops": "DeepSpeed's extensions",
+    "gpus": "GPUs",
+    "kernel_log": "GPUs",
+    "topology": "GPUs",
+    "network": "network",
+    "limits": "limits, RAM, disk",
+    "space": "limits, RAM, disk",
+    "online": "hubs and SwanLab",
+}
+"""Subject → the heading under which it is told."""
+_PLAIN = str.maketrans({"✓": "+", "✗": "x", "→": ">", "─": "-", "·": "|", "×": "x"})
+
+
+def lines(finding: Finding) -> list[str]:
+    """Returns a finding: its mark and what was found, then what to type, which is never broken."""
+    text = f"{SIGNS[finding.mark]} {finding.what}"
+    if finding.fix is not None and len(text) + len(finding.fix) + 5 <= COLUMNS:
+        return [f"  {text} → {finding.fix}"]
+    found = textwrap.wrap(text, COLUMNS - 2, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    found += [f"  {line}" for line in finding.drawing]
+    found += [f"  → {finding.fix}"] if finding.fix is not None else []
+    return [f"  {line}" for line in found]
+
+
+def grouped(findings: Sequence[Finding]) -> list[str]:
+    """Returns findings under their headings."""
+    found: list[str] = []
+    for heading in dict.fromkeys(_GROUPS.values()):
+        members = [finding for finding in findings if _GROUPS[finding.subject] == heading]
+        if members:
+            found += [heading, *(line for finding in members for line in lines(finding))]
+    return found
+
+
+def of_hosts(found: Mapping[str, Sequence[Finding]]) -> list[str]:
+    """Returns the findings of several hosts: counts for each, then what is not as it should be; what all have once."""
+    width = max(len(host) for host in found)
+    told = [f"{_worst(findings)} {host:<{width}}  {count_text(findings)}" for host, findings in found.items()]
+    worse = {host: [each for each in findings if each.mark is not Mark.OK] for host, findings in found.items()}
+    first = next(iter(worse.values()))
+    common = [each for each in first if all(each in findings for findings in worse.values())]
+    if common:
+        told += ["", "every host", *(line for finding in common for line in lines(finding))]
+    for host, findings in worse.items():
+        own = [finding for finding in findings if finding not in common]
+        if own:
+            told += ["", host, *(line for finding in own for line in lines(finding))]
+    return told
+
+
+def _worst(findings: Sequence[Finding]) -> str:
+    marks = {finding.mark for finding in findings}
+    return SIGNS[next(mark for mark in (Mark.ERROR, Mark.WARNING, Mark.OK) if mark in marks or mark is Mark.OK)]
+
+
+def document(found: Mapping[str, Sequence[Finding]], variables: Mapping[str, str]) -> dict[str, Any]:
+    """Returns the answer as JSON-ready data; `variables` are what `dstrain run` sets for NCCL and Gloo."""
+    everything = [finding for findings in found.values() for finding in findings]
+    return {
+        "schema": 1,
+        "hosts": {host: [finding.document() for finding in findings] for host, findings in found.items()},
+        "environment": dict(variables),
+        "counts": {str(mark): sum(each.mark is mark for each in everything) for mark in Mark},
+    }
+
+
+def problem_text(found: Mapping[str, Sequence[Finding]]) -> str:
+    """Returns how many things stand in the way of training, and where."""
+    counts = {host: len(errors(findings)) for host, findings in found.items()}
+    total = sum(counts.values())
+    what = f"{total} thing{'s' if total > 1 else ''} stand{'' if total > 1 else 's'} in the way of training"
+    return what if len(found) == 1 else f"{what}, on {', '.join(host for host, count in counts.items() if count)}"
+
+
+def printable(text: str) -> str:
+    """Returns a text that stdout can show: plain letters for signs where it is not UTF-8."""
+    try:
+        "✓✗→─·×".encode(sys.stdout.encoding or "ascii")
+    except (UnicodeEncodeError, LookupError):
+        return text.translate(_PLAIN)
+    return text

@@ -1,0 +1,66 @@
+"""`dstrain logs`: what the ranks and launchers of a run wrote."""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from pathlib import Path
+
+import click
+
+from dstrain.cli.console import answer
+from dstrain.errors import InvalidConfig
+from dstrain.launch import state
+from dstrain.launch.output import Tail
+from dstrain.paths import shown
+from dstrain.rundir import RunDir
+
+_POLL_S = 0.5
+_RANK = re.compile(r"(\d{14})_rank(\d+)\.log")
+
+
+@click.command("logs", short_help="Print what a run wrote.")
+@click.argument("run_dir", type=click.Path(path_type=Path), default="output")
+@click.option("--rank", type=click.IntRange(0), default=0, show_default=True, help="Whose log.")
+@click.option("--node", metavar="HOST", help="The launcher's log of a node instead.")
+@click.option("-f", "--follow", is_flag=True, help="Go on until the run ends.")
+@click.option("-l", "--list", "only_list", is_flag=True, help="Print the names of all logs.")
+def command(run_dir: Path, rank: int, node: str | None, follow: bool, only_list: bool) -> None:
+    """Print the newest log of a rank, or of a node's launcher.
+
+    \b
+    Example:
+      dstrain logs output -f
+      dstrain logs output --rank 9
+      dstrain logs output --node gpu02
+    """
+    place = state.folder_of(run_dir)
+    found = state.read(place)
+    if only_list:
+        answer("\n".join(shown(str(path)) for path in sorted(place.logs.glob("*.log"))))
+        return
+    tail = Tail(_newest(place, rank, node))
+    while True:
+        text = tail.read()
+        sys.stdout.write(text)
+        sys.stdout.flush()
+        if not follow or (not text and not state.is_alive(found)):
+            return
+        if not text:
+            time.sleep(_POLL_S)
+            found = state.read(place)
+
+
+def _newest(run_dir: RunDir, rank: int, node: str | None) -> Path:
+    """Returns the newest log. Raises InvalidConfig with the names of those that there are."""
+    every = sorted(run_dir.logs.glob("*.log"))
+    if node is not None:
+        wanted = [path for path in every if f"_{node}_" in path.name]
+    else:
+        wanted = [path for path in every if (match := _RANK.fullmatch(path.name)) and int(match[2]) == rank]
+    if wanted:
+        return wanted[-1]
+    what = f"node {node}" if node is not None else f"rank {rank}"
+    names = ", ".join(path.name for path in every[-6:]) or "none"
+    raise InvalidConfig(f"{shown(str(run_dir.logs))}: there is no log of {what}", hint=f"The newest logs: {names}")

@@ -1,0 +1,104 @@
+"""`dstrain status`: how a run stands."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+
+from dstrain.cli.console import answer, answer_json
+from dstrain.launch import state
+from dstrain.launch.state import LIVING, Stage, State
+from dstrain.paths import shown
+from dstrain.rundir import RunDir, is_whole
+from dstrain.units import format_seconds
+
+NOT_ALIVE = "gone"
+"""What is said of a run whose process is not there any more, though it never said how it ended."""
+
+
+@click.command("status", short_help="Say how a run stands.")
+@click.argument("run_dir", type=click.Path(path_type=Path), default="output")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def command(run_dir: Path, as_json: bool) -> None:
+    """Say how a run stands: where it is, its newest step, checkpoint and error. Exits with 1 when it failed.
+
+    \b
+    Example:
+      dstrain status output
+    """
+    place = state.folder_of(run_dir)
+    found = document(place, state.read(place))
+    if as_json:
+        answer_json(found)
+    else:
+        answer("\n".join(_lines(found)))
+    if found["stage"] in {Stage.FAILED.value, NOT_ALIVE}:
+        raise click.exceptions.Exit(1)
+
+
+def document(run_dir: RunDir, found: State) -> dict[str, Any]:
+    """Returns what is known of a run, ready for JSON."""
+    is_gone = found.stage in LIVING and not state.is_alive(found)
+    whole = [step for step, folder in run_dir.checkpoints() if is_whole(folder)]
+    failure = run_dir.failure.read_text(encoding="utf-8") if run_dir.failure.exists() else None
+    return {
+        "schema": 1,
+        "run_dir": str(run_dir.path),
+        "stage": NOT_ALIVE if is_gone else found.stage.value,
+        "host": found.host,
+        "pid": found.pid,
+        "nodes": list(found.nodes),
+        "attempt": found.attempt,
+        "began": found.began,
+        "beat": found.beat,
+        "exit_code": found.exit_code,
+        "checkpoint_step": whole[-1] if whole else None,
+        "last": _last_metrics(run_dir),
+        "failure": failure,
+        "agents": state.watch_words(run_dir, found.began),
+    }
+
+
+def _last_metrics(run_dir: RunDir) -> dict[str, Any] | None:
+    if not run_dir.metrics.exists():
+        return None
+    for line in reversed(run_dir.metrics.read_text(encoding="utf-8").splitlines()):
+        if '"loss"' in line:
+            found: dict[str, Any] = json.loads(line)
+            return found
+    return None
+
+
+def _lines(found: dict[str, Any]) -> list[str]:
+    """Returns the status as rows of a name and a value."""
+    is_alive = found["stage"] in {stage.value for stage in LIVING}
+    took = format_seconds((time.time() if is_alive else found["beat"]) - found["began"])
+    stage = f"{found['stage']}, {'for' if is_alive else 'after'} {took}"
+    if found["stage"] == NOT_ALIVE:
+        stage = "gone: `dstrain run` was killed, or its machine went down"
+    elif found["exit_code"]:
+        stage += f", exit code {found['exit_code']}"
+    rows = [("run", shown(found["run_dir"])), ("stage", stage)]
+    rows.append(
+        ("on", f"{', '.join(found['nodes']) or found['host']} (dstrain run: {found['pid']} on {found['host']})")
+    )
+    if found["attempt"] > 1:
+        rows.append(("starts", str(found["attempt"])))
+    last = found["last"]
+    if last is not None:
+        speed = f", {last['tokens_per_s']:,.0f} tokens/s" if last.get("tokens_per_s") else ""
+        rows.append(("step", f"{last['step']}, loss {last['loss']:.4f}{speed}"))
+    if found["checkpoint_step"] is not None:
+        rows.append(("checkpoint", f"step {found['checkpoint_step']}"))
+    width = max(len(name) for name, _ in rows)
+    lines = [f"{name:<{width}}  {value}" for name, value in rows]
+    lines += [f"{'agent':<{width}}  {line}" for line in found["agents"]]
+    if found["failure"]:
+        lines += ["", found["failure"].rstrip()]
+    elif found["stage"] == NOT_ALIVE:
+        lines += ["", "`dstrain run --set resume=auto` goes on from the newest checkpoint."]
+    return lines

@@ -1,0 +1,197 @@
+"""A run from its first start to its end: what is done after a failure, and on which hosts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from dstrain.errors import DstrainError, RunFailed, SavedAndLeft
+from dstrain.facts.hostfile import Host, Hosts
+from dstrain.launch.begin import Launch, build_ops, score, start, write_run_dir
+from dstrain.launch.explain import explain
+from dstrain.launch.nodes.conductor import Conductor
+from dstrain.launch.nodes.party import Unreachable
+from dstrain.launch.nodes.score import Wishes
+from dstrain.launch.outcome import Outcome
+from dstrain.launch.state import Keeper, Stage
+from dstrain.render.manual import Edit
+from dstrain.rundir import RunDir, is_whole
+
+_PAUSE_S = 5.0
+_WISH_S = 1.0
+_OWN_FAULT = frozenset({2, 3, 4, 5, 6})
+"""Exit codes of ranks that another start would end with again. Source: dstrain.errors"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """What is done when a run fails."""
+
+    max_restarts: int = 0
+    """How often it is started again."""
+    spares: tuple[str, ...] = ()
+    """Hosts that take the place of lost ones."""
+    hang_s: float = 60.0
+    """Seconds without a step that are a hang at the earliest; 0 for never."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Voice:
+    """Where a run's words go."""
+
+    say: Callable[[str], None]
+    """What `run` itself has to say."""
+    pass_on: Callable[[str], None]
+    """What rank 0 writes."""
+
+
+class Run:
+    """All starts of one run."""
+
+    def __init__(
+        self,
+        plan: Callable[[Hosts | None, bool], Launch],
+        wishes: Wishes,
+        policy: Policy,
+        voice: Voice,
+        edits: Sequence[Edit] | None,
+    ) -> None:
+        """`plan` prepares a start: on these hosts (None: the job's), going on from the newest checkpoint or not."""
+        self._plan = plan
+        self._wishes = wishes
+        self._policy = policy
+        self._voice = voice
+        self._edits = edits
+        self._spares = list(policy.spares)
+        self._next_look = 0.0
+
+    def drive(self, launch: Launch) -> None:
+        """Runs to the end. Raises RunFailed, Interrupted or SavedAndLeft where that is not a finished training."""
+        place = launch.prepared.run_dir
+        keeper = Keeper(place)
+        place.failure.unlink(missing_ok=True)
+        place.stop_wish.unlink(missing_ok=True)
+        try:
+            self._drive(launch, keeper)
+        except SavedAndLeft as error:
+            keeper.write(stage=Stage.SAVED, exit_code=error.exit_code)
+            raise
+        except DstrainError as error:
+            keeper.write(stage=Stage.STOPPED if self._wishes.stop else Stage.FAILED, exit_code=error.exit_code)
+            place.failure.write_text(f"{error}\n", encoding="utf-8")
+            raise
+        keeper.write(stage=Stage.ENDED, exit_code=0)
+
+    def _drive(self, launch: Launch, keeper: Keeper) -> None:
+        attempt = 1
+        while True:
+            hosts = launch.prepared.hosts
+            keeper.write(stage=Stage.STARTING, attempt=attempt, nodes=tuple(host.name for host in hosts.hosts))
+            gone, error = self._start(launch, keeper)
+            if error is None:
+                return
+            if attempt > self._policy.max_restarts or not self._is_worth_it(error):
+                raise error
+            self._voice.say(f"start {attempt} of {self._policy.max_restarts + 1} failed: {error.problem}")
+            self._pause()
+            if self._wishes.stop:
+                raise error
+            attempt += 1
+            launch = self._again(hosts, gone, error)
+
+    def _start(self, launch: Launch, keeper: Keeper) -> tuple[tuple[str, ...], DstrainError | None]:
+        """Returns the hosts that were lost, and the error with which the start ended, if it did."""
+        prepared = launch.prepared
+        write_run_dir(launch, self._edits)
+        build_ops(launch, self._voice.say)
+        conductor = Conductor(
+            score(launch, hang_s=self._policy.hang_s),
+            self._wishes,
+            self._voice.pass_on,
+            lambda step: self._tick(prepared.run_dir, keeper, step),
+        )
+        keeper.write(stage=Stage.RUNNING)
+        try:
+            outcome = start(launch, conductor)
+        except Unreachable as error:
+            return error.hosts, error
+        if outcome.left_at is not None and outcome.stopped_by is None and not outcome.deaths:
+            raise _left(outcome, prepared.run_dir)
+        if outcome.succeeded:
+            return (), None
+        lost = tuple(each.host for each in outcome.lost)
+        return lost, explain(outcome, hosts=prepared.hosts, run_dir=prepared.run_dir)
+
+    def _tick(self, run_dir: RunDir, keeper: Keeper, step: int | None) -> None:
+        now = time.monotonic()
+        if now < self._next_look:
+            return
+        self._next_look = now + _WISH_S
+        keeper.beat(step)
+        if run_dir.stop_wish.exists():
+            self._wishes.stop.append("dstrain stop")
+            run_dir.stop_wish.unlink(missing_ok=True)
+
+    def _is_worth_it(self, error: DstrainError) -> bool:
+        is_own_fault = any(f"code {code}:" in error.problem.splitlines()[0] for code in _OWN_FAULT)
+        return not self._wishes.stop and isinstance(error, RunFailed | Unreachable) and not is_own_fault
+
+    def _pause(self) -> None:
+        until = time.monotonic() + _PAUSE_S
+        while time.monotonic() < until and not self._wishes.stop:
+            time.sleep(0.1)
+
+    def _again(self, hosts: Hosts, gone: Sequence[str], error: DstrainError) -> Launch:
+        """Returns the next start: spares for hosts that were lost, without them fewer hosts."""
+        after = replaced(hosts, gone, self._spares)
+        if after is None:
+            raise error
+        changes = [f"{old} → {new}" for old, new in after.changes.items()]
+        launch = self._plan(after.hosts if changes else None, True)
+        newest = [step for step, folder in launch.prepared.run_dir.checkpoints() if is_whole(folder)]
+        where = f"from step {newest[-1]}" if newest else "from the beginning"
+        self._voice.say(f"starting again {where}{', ' if changes else ''}{', '.join(changes)}")
+        for note in launch.prepared.notes:
+            self._voice.say(f"note     {note}")
+        return launch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replaced:
+    """The hosts of the next start."""
+
+    hosts: Hosts
+    """The hosts."""
+    changes: dict[str, str]
+    """Lost host → what takes its place."""
+
+
+def replaced(hosts: Hosts, gone: Sequence[str], spares: list[str]) -> Replaced | None:
+    """Returns the hosts without those that are gone: a spare takes a lost one's place while there is one, and is taken
+    out of `spares`. None where no host is left."""
+    kept: list[Host] = []
+    changes: dict[str, str] = {}
+    for host in hosts.hosts:
+        if host.name not in gone:
+            kept.append(host)
+        elif spares:
+            spare = spares.pop(0)
+            changes[host.name] = spare
+            kept.append(replace(host, name=spare))
+        else:
+            changes[host.name] = "left out"
+    return Replaced(hosts=replace(hosts, hosts=tuple(kept)), changes=changes) if kept else None
+
+
+def _left(outcome: Outcome, run_dir: RunDir) -> SavedAndLeft:
+    return SavedAndLeft(
+        f"saved {run_dir.path / f'checkpoint-{outcome.left_at}'} and left, as asked",
+        hint="`dstrain run --set resume=auto` goes on from there.",
+    )
+
+
+def folder_log(run_dir: RunDir) -> Path:
+    """Returns the file that a run without a terminal writes to."""
+    return run_dir.logs / f"{time.strftime('%Y%m%d%H%M%S')}_run.log"

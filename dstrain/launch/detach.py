@@ -1,0 +1,121 @@
+"""A run in the background: started in a session of its own, so that no login ends it."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from dstrain.errors import DstrainError, EnvironmentProblem, RunFailed
+from dstrain.launch import state
+from dstrain.launch.attempts import folder_log
+from dstrain.launch.output import Tail
+from dstrain.launch.state import LIVING, Stage, State
+from dstrain.launch.wishes import SAVE_SIGNAL
+from dstrain.paths import shown
+from dstrain.rundir import RunDir
+
+START_S = 60.0
+"""Seconds for which the start is watched; a run that takes longer goes on starting."""
+STOP_S = 90.0
+"""Seconds in which a run that was asked to stop must have ended."""
+SAVE_S = 3600.0
+"""Seconds in which a run that was asked to save must have done so."""
+_POLL_S = 0.2
+
+
+def detach(run_dir: RunDir, arguments: Sequence[str], say: Callable[[str], None]) -> None:
+    """Starts `dstrain` with the same arguments in the background and returns once its nodes have begun.
+
+    What it says until then is said here. Raises RunFailed, with its own exit code, when it ends before.
+    """
+    log = folder_log(run_dir)
+    log.parent.mkdir(parents=True, exist_ok=True)
+    run_dir.state.unlink(missing_ok=True)
+    line = [sys.executable, "-m", "dstrain.cli", *(word for word in arguments if word != "--detach")]
+    with log.open("wb") as file:
+        child = subprocess.Popen(
+            line, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    tail = Tail(log)
+    until = time.monotonic() + START_S
+    while time.monotonic() < until and child.poll() is None and _stage(run_dir) in {None, Stage.STARTING}:
+        time.sleep(_POLL_S)
+    if child.poll() is not None and child.returncode:
+        failure = RunFailed(tail.read().strip() or f"ended with code {child.returncode}")
+        failure.exit_code = child.returncode
+        raise failure
+    folder = shown(str(run_dir.path))
+    say(f"in the background as process {child.pid}, writing to {shown(str(log))}")
+    for verb, what in (("status", "how it stands"), ("logs -f", "what it says"), ("stop", "end it")):
+        say(f"  dstrain {verb} {folder}  # {what}")
+    if _is_killed_at_logout():
+        say("note     systemd ends your processes at logout here: `loginctl enable-linger` keeps them")
+    child.returncode = 0  # it is not ours to wait for
+
+
+def _stage(run_dir: RunDir) -> Stage | None:
+    try:
+        return state.read(run_dir).stage
+    except DstrainError:
+        return None
+
+
+def _is_killed_at_logout(file: Path = Path("/etc/systemd/logind.conf")) -> bool:
+    """Returns whether systemd's KillUserProcesses is on."""
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return False
+    return any(line.replace(" ", "").lower() == "killuserprocesses=yes" for line in lines)
+
+
+def stop(run_dir: RunDir, *, at_once: bool) -> Stage:
+    """Asks a run to stop and returns how it ended; `at_once` gives its ranks no time.
+
+    Raises RunFailed where there is none to stop, or it has not ended after `STOP_S` seconds.
+    """
+    found = _living(run_dir)
+    for _ in range(2 if at_once else 1):
+        run_dir.stop_wish.touch()
+        _wait(lambda: not run_dir.stop_wish.exists(), STOP_S)
+    return _ended(run_dir, found, STOP_S)
+
+
+def save_and_leave(run_dir: RunDir) -> Stage:
+    """Asks a run on this machine to save a checkpoint and leave, and returns how it ended."""
+    found = _living(run_dir)
+    if found.host != socket.gethostname():
+        raise EnvironmentProblem(
+            f"{run_dir.path}: `dstrain run` runs on {found.host}", hint=f"ssh {found.host} kill -USR1 {found.pid}"
+        )
+    os.kill(found.pid, SAVE_SIGNAL)
+    return _ended(run_dir, found, SAVE_S)
+
+
+def _living(run_dir: RunDir) -> State:
+    found = state.read(run_dir)
+    if not state.is_alive(found):
+        problem = f"{run_dir.path}: no run goes on there ({found.stage.value})"
+        raise RunFailed(problem, hint=f"dstrain status {shown(str(run_dir.path))}")
+    return found
+
+
+def _ended(run_dir: RunDir, found: State, seconds: float) -> Stage:
+    if _wait(lambda: state.read(run_dir).stage not in LIVING, seconds):
+        return state.read(run_dir).stage
+    problem = f"{run_dir.path}: still there after {seconds:.0f} s"
+    raise RunFailed(problem, hint=f"On {found.host}: kill -KILL {found.pid}; its agents end what is left.")
+
+
+def _wait(is_so: Callable[[], bool], seconds: float) -> bool:
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        if is_so():
+            return True
+        time.sleep(_POLL_S)
+    return is_so()

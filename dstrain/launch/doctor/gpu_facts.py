@@ -1,0 +1,112 @@
+"""What is known of the GPUs of one machine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuState:
+    """One GPU as `nvidia-smi -q -x` shows it; None is what it does not say."""
+
+    bus: str
+    """Its address, such as `0000:1b:00`."""
+    name: str
+    """What NVML calls it."""
+    used_mib: int | None = None
+    """Memory in use, in MiB."""
+    users: tuple[str, ...] = ()
+    """Programs that use it."""
+    is_persistent: bool | None = None
+    """Whether persistence mode is on."""
+    has_ecc: bool | None = None
+    """Whether ECC is on."""
+    ecc_after_reboot: bool | None = None
+    """Whether it will be on after the next reboot."""
+    uncorrectable_now: int = 0
+    """Uncorrectable memory errors since the driver was loaded."""
+    uncorrectable_ever: int = 0
+    """The same over the GPU's life."""
+    repairs: tuple[str, ...] = ()
+    """Repairs of memory that are due or failed: names of the elements that say so."""
+    recovery: str | None = None
+    """What the driver asks for, such as `Reset` or `Reboot`."""
+    slowdowns: tuple[str, ...] = ()
+    """Why its clocks are lower than they could be, without idleness and ordinary power capping."""
+    celsius: int | None = None
+    """Its temperature."""
+    power_limit_w: float | None = None
+    """Its power limit."""
+    default_power_limit_w: float | None = None
+    """The limit that it came with."""
+    has_mig: bool = False
+    """Whether it is cut into slices."""
+    compute_mode: str | None = None
+    """Who may use it: `Default`, `Exclusive_Process`, `Prohibited`."""
+    link_width: int | None = None
+    """PCIe lanes in use."""
+    max_link_width: int | None = None
+    """PCIe lanes of GPU and slot."""
+    fabric: str | None = None
+    """State of its NVSwitch fabric, such as `Completed` or `In Progress`; None where it has none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpus:
+    """What nvidia-smi says."""
+
+    has_driver: bool
+    """Whether a driver of NVIDIA, or nvidia-smi, is there."""
+    problem: str | None = None
+    """What nvidia-smi says in place of an answer."""
+    is_late: bool = False
+    """Whether it has not answered in time."""
+    driver: str | None = None
+    """Version of the driver."""
+    cuda: str | None = None
+    """The newest CUDA that the driver runs."""
+    gpus: tuple[GpuState, ...] = ()
+    """The GPUs, in nvidia-smi's order."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Xid:
+    """One kind of error that the driver wrote into the kernel's log for one GPU."""
+
+    bus: str | None
+    """The GPU's address; None where the line does not say."""
+    code: int
+    """NVIDIA's number."""
+    count: int
+    """How often."""
+    age_s: float | None
+    """Seconds since the last one; None where the log has no times."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelLog:
+    """The kernel's log since boot."""
+
+    problem: str | None
+    """Why it cannot be read."""
+    xids: tuple[Xid, ...]
+    """What the driver wrote into it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Topology:
+    """What `nvidia-smi topo -m` and `-p2p r` show."""
+
+    devices: tuple[str, ...]
+    """GPUs (`GPU0`, `GPU1` …), then network adapters by their RDMA names."""
+    links: tuple[tuple[str, ...], ...]
+    """For each device its way to every other one: `NV18`, `PIX`, `PXB`, `PHB`, `NODE`, `SYS`."""
+    numa: tuple[str, ...]
+    """The NUMA node of each GPU; empty where it is not said."""
+    p2p: tuple[tuple[str, ...], ...]
+    """For each GPU whether it can read every other one: `OK`, `CNS`, `GNS` …; nothing where it is not said."""
+
+    @property
+    def num_gpus(self) -> int:
+        """How many of the devices are GPUs."""
+        return sum(device.startswith("GPU") for device in self.devices)

@@ -1,0 +1,253 @@
+"""What runs on every node of a run: `python -m dstrain.launch.nodes.agent NODE`, orders on stdin, events on stdout.
+
+It ends its node's ranks when 30 s pass without a word from `run`, or at once when their connection ends: a login that
+drops, a `run` that was killed and a network that is cut leave no rank behind.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+
+from dstrain.facts import probe
+from dstrain.launch import nic
+from dstrain.launch.family import adopting_orphans
+from dstrain.launch.machine import versions
+from dstrain.launch.nodes.keeper import Keeper
+from dstrain.launch.nodes.wire import (
+    BEAT_S,
+    SILENCE_S,
+    Begin,
+    End,
+    Event,
+    Hello,
+    Lines,
+    Look,
+    Problem,
+    Save,
+    Stacks,
+    Wrote,
+    decode,
+    encode,
+)
+from dstrain.launch.preflight import is_free
+from dstrain.pulse import SAVE_ON_TERM
+from dstrain.rundir import RunDir
+
+_POLL_S = 0.1
+_MOST_BYTES = 16 * 2**20
+_FLUSH_S = 5.0
+
+
+class Outbox:
+    """Events on their way to `run`; a connection that does not take them never holds the agent up."""
+
+    def __init__(self, handle: int, node: int) -> None:
+        os.set_blocking(handle, False)
+        self._handle = handle
+        self._node = node
+        self._waiting: deque[bytes] = deque()
+        self._num_bytes = 0
+
+    def put(self, event: Event) -> None:
+        """Takes an event; text is dropped where too much is waiting."""
+        line = encode(event, self._node)
+        if isinstance(event, Wrote) and self._num_bytes > _MOST_BYTES:
+            return
+        self._waiting.append(line)
+        self._num_bytes += len(line)
+
+    def push(self) -> None:
+        """Sends what the connection takes."""
+        while self._waiting:
+            line = self._waiting.popleft()
+            try:
+                sent = os.write(self._handle, line)
+            except OSError:  # full, or nobody there
+                sent = 0
+            self._num_bytes -= sent
+            if sent < len(line):
+                self._waiting.appendleft(line[sent:])
+                return
+
+    def flush(self) -> None:
+        """Sends everything, for a few seconds at most."""
+        give_up = time.monotonic() + _FLUSH_S
+        while self._waiting and time.monotonic() < give_up:
+            self.push()
+            time.sleep(0.02)
+
+
+class Agent:
+    """Takes orders, keeps the node's part of the run, and tells what happens."""
+
+    def __init__(self, node: int, orders: int, events: int) -> None:
+        """Reads orders from one file descriptor and writes events to another."""
+        os.set_blocking(orders, False)
+        self._node = node
+        self._orders = orders
+        self._lines = Lines()
+        self._outbox = Outbox(events, node)
+        self._keeper: Keeper | None = None
+        self._begin: Begin | None = None
+        self._heard = time.monotonic()
+        self._beat = 0.0
+        self._lost: str | None = None
+        self._term = False
+
+    def run(self) -> None:
+        """Returns when nothing of the run is left on this node, or when nothing was ever started."""
+        for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+            signal.signal(number, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, self._note_term)
+        with adopting_orphans():
+            while not self._is_over():
+                self._take_orders()
+                if self._term:
+                    self._heed_term()
+                self._tick()
+                self._outbox.push()
+                self._wait()
+        self._outbox.flush()
+
+    def _is_over(self) -> bool:
+        return self._keeper.is_over if self._keeper is not None else self._lost is not None
+
+    def _note_term(self, number: int, frame: FrameType | None) -> None:
+        self._term = True
+
+    def _heed_term(self) -> None:
+        """A scheduler ends the job: ranks that save at SIGTERM are told, all others end."""
+        self._term = False
+        if self._keeper is None:
+            self._lost = "SIGTERM"
+        elif self._begin is not None and _saves_on_term(self._begin, os.environ):
+            self._keeper.send(signal.SIGTERM)
+        else:
+            self._keeper.end(self._begin.grace_s if self._begin else 0)
+
+    def _wait(self) -> None:
+        if self._keeper is not None:
+            self._keeper.wait(_POLL_S)
+        else:
+            select.select([self._orders], [], [], _POLL_S)
+
+    def _tick(self) -> None:
+        now = time.monotonic()
+        if self._lost is None and now - self._heard > SILENCE_S:
+            self._give_up(f"no word from dstrain run for {SILENCE_S:.0f} s")
+        if self._keeper is None:
+            return
+        for event in self._keeper.tick():
+            self._outbox.put(event)
+        if now >= self._beat:
+            self._beat = now + BEAT_S
+            self._outbox.put(self._keeper.alive())
+
+    def _take_orders(self) -> None:
+        while self._lost is None:
+            try:
+                raw = os.read(self._orders, 65536)
+            except BlockingIOError:
+                return
+            except OSError:
+                raw = b""
+            if not raw:
+                self._give_up("the connection to dstrain run has ended")
+                return
+            self._heard = time.monotonic()
+            for line in self._lines.feed(raw):
+                found = decode(line)
+                if found is not None and found[0] in {None, self._node}:
+                    self._obey(found[1])
+
+    def _obey(self, order: object) -> None:
+        keeper = self._keeper
+        if isinstance(order, Look):
+            self._outbox.put(_hello(order))
+        elif isinstance(order, Begin) and keeper is None:
+            self._start(order)
+        elif isinstance(order, End) and keeper is None:
+            self._lost = "told to end"
+        elif isinstance(order, End) and keeper is not None:
+            keeper.end(order.grace_s)
+        elif isinstance(order, Save) and keeper is not None:
+            keeper.send(signal.SIGUSR1)
+        elif isinstance(order, Stacks) and keeper is not None:
+            keeper.send(signal.SIGUSR2)
+
+    def _start(self, begin: Begin) -> None:
+        self._begin = begin
+        try:
+            self._keeper = Keeper(begin)
+        except OSError as error:
+            what = begin.command[0] if begin.command else begin.run_dir
+            self._outbox.put(Problem(text=f"cannot start {what}: {error}"))
+            self._lost = "nothing was started"
+
+    def _give_up(self, why: str) -> None:
+        """Ends this node's part because `run` is not there any more, and leaves a note of it."""
+        self._lost = why
+        if self._keeper is None or self._begin is None:
+            return
+        ranks = self._keeper.ranks()
+        self._keeper.end(self._begin.grace_s)
+        now = time.strftime("%Y-%m-%d %H:%M:%S")
+        what = f"ended ranks {', '.join(map(str, ranks))}" if ranks else "no rank was running"
+        line = f"{now} {self._begin.host}: {why}; {what}\n"
+        try:
+            path = RunDir(Path(self._begin.run_dir)).watch_log(self._begin.host)
+            with path.open("a", encoding="utf-8") as file:
+                file.write(line)
+        except OSError:
+            return
+
+
+def _saves_on_term(begin: Begin, environment: Mapping[str, str]) -> bool:
+    return SAVE_ON_TERM in begin.environment or SAVE_ON_TERM in begin.exports or SAVE_ON_TERM in environment
+
+
+def _hello(look: Look) -> Hello:
+    run_dir = RunDir(Path(look.run_dir))
+    try:
+        shares = run_dir.token.read_text(encoding="utf-8") == look.token
+    except OSError:
+        shares = False
+    return Hello(
+        host=socket.gethostname(),
+        versions=versions(),
+        shares_run_dir=shares,
+        interface=_interface(look.others),
+        num_gpus=len(probe.local_gpus()),
+        port_is_free=look.port is None or is_free(look.port),
+        clock=time.time(),
+    )
+
+
+def _interface(others: Sequence[str]) -> str | None:
+    routes = {host: nic.source_address(host) for host in others}
+    return nic.choose_interface(nic.interfaces(), routes) if others else None
+
+
+def node_number(word: str, environment: Mapping[str, str]) -> int:
+    """Returns this node's number: `word` itself, or what it says about the name that SLURM gives this node.
+
+    >>> node_number("1", {}), node_number("a=0,b=1", {"SLURMD_NODENAME": "b"})
+    (1, 1)
+    """
+    if "=" not in word:
+        return int(word)
+    numbers = dict(pair.split("=") for pair in word.split(","))
+    return int(numbers[environment["SLURMD_NODENAME"]])
+
+
+if __name__ == "__main__":
+    Agent(node_number(sys.argv[1], os.environ), sys.stdin.fileno(), sys.stdout.fileno()).run()

@@ -1,0 +1,208 @@
+"""Runs a launch over its nodes to its end: hears every agent, and ends all of them when one of them fails."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from dstrain.errors import EnvironmentProblem
+from dstrain.launch.failure import Death
+from dstrain.launch.nodes.pace import Pace
+from dstrain.launch.nodes.party import HELLO_S, Part, Party
+from dstrain.launch.nodes.plan import Node
+from dstrain.launch.nodes.score import Score, Wishes
+from dstrain.launch.nodes.sweep import sweep
+from dstrain.launch.nodes.wire import Alive, Died, End, Ended, Hello, Orphaned, Problem, Save, Stacks, Wrote
+from dstrain.launch.outcome import Hang, Outcome
+from dstrain.launch.output import files, rank_logs
+from dstrain.pulse import Phase
+
+Check = Callable[[Mapping[Node, Hello]], Mapping[Node, Mapping[str, str]]]
+"""Is shown what every node says of itself, and returns what its environment gets beside the rest; raises where the nodes
+cannot run together."""
+_ENDING_S = 20.0
+_STACKS_S = 3.0
+
+
+class Conductor:
+    """One start, from the first connection to the last process."""
+
+    def __init__(
+        self,
+        score: Score,
+        wishes: Wishes,
+        on_output: Callable[[str], None],
+        on_tick: Callable[[int | None], None] = lambda step: None,
+    ) -> None:
+        """`on_output` gets what rank 0 writes; `on_tick` is called several times a second, with the steps done.
+
+        `wishes` may change at any time.
+        """
+        self._score = score
+        self._wishes = wishes
+        self._on_output = on_output
+        self._on_tick = on_tick
+        self._deaths: dict[int, Death] = {}
+        self._pace = Pace(score.num_ranks, score.hang_s)
+        self._hang: Hang | None = None
+        self._left_at: int | None = None
+        self._give_up: float | None = None
+        self._is_killing = False
+        self._has_saved = False
+
+    def run(self, check: Check) -> Outcome:
+        """Returns how the run ended; no process of it is left on any node that can be reached.
+
+        Raises EnvironmentProblem when a node does not answer or cannot start its part.
+        """
+        begin = time.time()
+        earlier = files(self._score.run_dir.logs)
+        self._party = Party(self._score)
+        try:
+            if self._meet():
+                self._party.begin(check({part.node: part.hello for part in self._party.parts if part.hello}))
+                self._follow()
+        finally:
+            self._party.close()
+        sweep(self._score, [part.node for part in self._party.parts if part.lost is not None])
+        return self._outcome(begin, earlier)
+
+    def _meet(self) -> bool:
+        """Returns when every node has answered, or False where somebody stopped the run first."""
+        self._party.ask()
+        until = time.monotonic() + HELLO_S
+        while not self._party.require_answers(until):
+            if self._wishes.stop:
+                return False
+            self._hear()
+        return True
+
+    def _follow(self) -> None:
+        """Returns when every node has ended or is lost."""
+        parts = self._party.parts
+        while not all(part.is_over for part in parts):
+            self._hear()
+            self._heed()
+            self._party.notice_silence()
+            self._notice_hang()
+            if self._give_up is None and self._is_failing():
+                self._end(self._score.grace_s, but_for=self._ending_themselves())
+            elif self._give_up is None and all(part.is_over for part in parts if part.node.command is not None):
+                self._end(self._score.grace_s)  # those who only watched
+            if self._give_up is not None and time.monotonic() > self._give_up:
+                for part in parts:
+                    part.lose(f"did not end within {self._score.grace_s + _ENDING_S:.0f} s")
+
+    def _hear(self) -> None:
+        self._on_tick(min(self._pace.steps.values(), default=None))
+        self._party.hear(self._take)
+
+    def _take(self, part: Part, event: Any, at: float) -> None:
+        match event:
+            case Hello():
+                part.hello = event
+            case Alive():
+                self._note_steps(event)
+            case Died():
+                self._deaths.setdefault(event.rank, Death(rank=event.rank, code=event.code, at=at))
+            case Orphaned():
+                part.is_orphaned = True
+            case Wrote():
+                self._note_text(part, event)
+            case Problem():
+                part.problem = event.text
+            case Ended():
+                part.ended = event
+
+    def _note_steps(self, event: Alive) -> None:
+        now = time.monotonic()
+        for rank, (step, phase) in event.steps.items():
+            self._pace.note(int(rank), int(step), Phase(phase), now)
+            if phase == Phase.LEFT:
+                self._left_at = int(step)
+
+    def _note_text(self, part: Part, event: Wrote) -> None:
+        """Writes what a node without our run directory wrote, and passes on what rank 0 says."""
+        if part.node.number in self._party.mirrored:
+            path = self._score.run_dir.path / event.name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("w" if event.is_whole else "a", encoding="utf-8", newline="") as file:
+                file.write(event.text)
+        if event.on_screen:
+            self._on_output(event.text)
+
+    def _heed(self) -> None:
+        """Does what somebody outside wishes."""
+        wishes = self._wishes
+        if wishes.save and not self._has_saved and not wishes.stop:
+            self._has_saved = True
+            self._party.tell(Save())
+        if len(wishes.stop) > 1 and not self._is_killing:
+            self._is_killing = True
+            self._end(0)
+        elif wishes.stop and self._give_up is None:
+            self._end(self._score.grace_s)
+
+    def _notice_hang(self) -> None:
+        """Asks for stacks and ends the run when it has stood still for too long."""
+        seconds = self._pace.stood_still_s(time.monotonic())
+        if seconds is None or self._give_up is not None:
+            return
+        self._hang = Hang(seconds=seconds, median_s=self._pace.median_s or 0.0, steps=dict(self._pace.steps))
+        self._party.tell(Stacks())
+        until = time.monotonic() + _STACKS_S
+        while time.monotonic() < until:
+            self._hear()
+
+    def _is_failing(self) -> bool:
+        return (
+            self._hang is not None
+            or any(death.code is not None for death in self._deaths.values())
+            or any(part.is_orphaned or part.lost or part.problem for part in self._party.parts)
+            or any(part.ended and (part.ended.code or part.ended.reported) for part in self._party.parts)
+        )
+
+    def _ending_themselves(self) -> set[int]:
+        """Returns the nodes whose own launcher ends what is left there, with time for the other ranks' last words."""
+        ranks = {rank for rank, death in self._deaths.items() if death.code is not None}
+        return {
+            part.node.number
+            for part in self._party.parts
+            if part.node.command is not None and ranks & set(part.node.ranks) and self._hang is None
+        }
+
+    def _end(self, grace_s: float, but_for: set[int] | None = None) -> None:
+        self._give_up = time.monotonic() + grace_s + _ENDING_S
+        self._party.tell(End(grace_s=grace_s), but_for or ())
+
+    def _outcome(self, begin: float, earlier: frozenset[Path]) -> Outcome:
+        parts, stop = self._party.parts, self._wishes.stop
+        problems = [f"{part.node.host}: {part.problem}" for part in parts if part.problem]
+        if problems:
+            raise EnvironmentProblem("\n".join(problems))
+        ended = [part.ended for part in parts if part.ended is not None]
+        finished = max(sum(each.num_finished for each in ended), sum(each.num_done for each in ended))
+        if finished >= self._score.num_ranks and all(death.code is None for death in self._deaths.values()):
+            self._deaths.clear()
+        bad = [each.code for each in ended if each.code]
+        lost = sorted((part.lost for part in parts if part.lost is not None), key=lambda each: each.at)
+        orphaned = tuple(part.node.host for part in parts if part.is_orphaned)
+        logs = [path for path in files(self._score.run_dir.logs) - earlier if self._score.mark[:6] in path.name]
+        has_failed = bool(bad or lost or orphaned or self._deaths or self._hang or stop)
+        return Outcome(
+            succeeded=not has_failed and finished >= self._score.num_ranks,
+            code=bad[0] if bad else 0,
+            stopped_by=stop[0] if stop else None,
+            is_interrupt=self._wishes.is_interrupt,
+            deaths=tuple(sorted(self._deaths.values(), key=lambda death: (death.at, death.code is None))),
+            reported=next(((each.reported[0], int(each.reported[1])) for each in ended if each.reported), None),
+            lost=tuple(lost),
+            orphaned=orphaned,
+            hang=self._hang,
+            left_at=self._left_at,
+            rank_logs=rank_logs(self._score.run_dir.logs, earlier),
+            launcher_logs=tuple(sorted(logs)) or (self._score.run_dir.logs,),
+            wall_s=time.time() - begin,
+        )

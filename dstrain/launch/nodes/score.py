@@ -1,0 +1,68 @@
+"""What a conductor plays, and what somebody may want of it meanwhile."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from dstrain.launch.nodes.channel import Channel
+from dstrain.launch.nodes.pace import LEAST_S
+from dstrain.launch.nodes.plan import Node
+from dstrain.rundir import RunDir
+
+GRACE_S = 10.0
+"""Seconds that ranks have after SIGTERM, or after another rank's death, until they are killed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    """What is to be run."""
+
+    nodes: tuple[Node, ...]
+    """Who does what."""
+    run_dir: RunDir
+    """Where."""
+    mark: str
+    """The mark of this start."""
+    open: Callable[[Sequence[Node]], list[Channel]]
+    """Opens the connections to nodes."""
+    environment: Mapping[str, str]
+    """What the environment of launchers on other machines has beside that of their agent."""
+    unset: tuple[str, ...]
+    """What it does not have."""
+    exports: str
+    """What they get beside that, as lines `NAME=value`, the value as it stands between a shell's double quotes."""
+    master_port: int
+    """The port of rank 0."""
+    grace_s: float = GRACE_S
+    """Seconds of grace."""
+    hang_s: float = LEAST_S
+    """Seconds without a step that are a hang at the earliest; 0 for never."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of all nodes."""
+        return sum(node.num_ranks for node in self.nodes)
+
+    def mark_of(self, node: Node) -> str:
+        """Returns the mark of a node's processes; one launcher can give the ranks of all nodes the same one only."""
+        is_shared = sum(each.command is not None for each in self.nodes) == 1
+        return self.mark if is_shared else f"{self.mark}-{node.number}"
+
+
+@dataclass
+class Wishes:
+    """What somebody outside wants of a run, as signal handlers and `dstrain stop` put it down."""
+
+    stop: list[str] = field(default_factory=list)
+    """Who wants it to stop; a second entry means at once."""
+    save: bool = False
+    """Whether it shall save a checkpoint and leave."""
+    is_interrupt: bool = False
+    """Whether the first to stop it was Ctrl-C."""
+
+
+def new_mark() -> str:
+    """Returns a mark that no other start has."""
+    return uuid.uuid4().hex

@@ -1,0 +1,199 @@
+"""What `run` and the agents of the nodes say to each other: one JSON object a line, over ssh, srun or a pipe."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import Any
+
+BEAT_S = 2.0
+"""Seconds between two signs of life, in both directions."""
+SILENCE_S = 30.0
+"""Seconds without a sign of life after which the other side is taken for lost."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Look:
+    """Order: say whether this node can take part."""
+
+    run_dir: str
+    """The run directory."""
+    token: str
+    """What stands in the run directory's token file, if this node shares it."""
+    others: list[str]
+    """The other nodes, to which a network interface must lead."""
+    port: int | None = None
+    """Port that must be free, on the node of rank 0."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Begin:
+    """Order: start and keep this node's part of the run."""
+
+    host: str
+    """The node's name in the hostfile."""
+    run_dir: str
+    """The run directory."""
+    mark: str
+    """Value of the variable that every process of this start has."""
+    command: list[str] | None
+    """What to start; None where another node's launcher starts the ranks, and they are watched only."""
+    environment: dict[str, str]
+    """What the command's environment has beside the agent's own."""
+    unset: list[str]
+    """What it does not have."""
+    exports: str
+    """Further environment as `NAME="value"` lines in a shell's words, or nothing."""
+    hosts: list[str]
+    """Names of all nodes of which the launcher's log may speak."""
+    first_rank: int
+    """Number of this node's first rank."""
+    num_ranks: int
+    """How many ranks run on this node."""
+    master_port: int
+    """The port of rank 0."""
+    mirror: bool
+    """Whether `run` has no file system in common with this node, and is sent what is written there."""
+    grace_s: float
+    """Seconds that ranks have after SIGTERM, or after another one's death."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beat:
+    """Order: nothing; a sign of life."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Save:
+    """Order: let the ranks save a checkpoint and leave."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stacks:
+    """Order: let every rank write its stacks into its log."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class End:
+    """Order: end everything here."""
+
+    grace_s: float
+    """Seconds between SIGTERM and SIGKILL; 0 kills at once."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hello:
+    """Event: the answer to Look."""
+
+    host: str
+    """What the node calls itself."""
+    versions: dict[str, str | None]
+    """Versions of Python and the packages that must be the same everywhere."""
+    shares_run_dir: bool
+    """Whether the run directory here is the one of `run`."""
+    interface: str | None
+    """The network interface that leads to the other nodes; None where there is not one for all."""
+    num_gpus: int
+    """GPUs that NVML shows there."""
+    port_is_free: bool
+    """Whether rank 0 could listen."""
+    clock: float
+    """This node's clock, in seconds since the epoch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alive:
+    """Event: a sign of life, and how far the ranks are."""
+
+    steps: dict[str, list[Any]]
+    """Rank → step and phase, of ranks from which something came since the last one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Died:
+    """Event: a rank ended badly."""
+
+    rank: int
+    """Its number."""
+    code: int | None
+    """Its exit code, negative for a signal; None where nobody saw it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Orphaned:
+    """Event: ranks live on though the launcher that started them on this node is gone."""
+
+    ranks: list[int]
+    """Their numbers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wrote:
+    """Event: a file in the run directory grew."""
+
+    name: str
+    """Its path in the run directory."""
+    text: str
+    """What was added, or the whole text of a file that is not a log."""
+    on_screen: bool
+    """Whether rank 0 wrote it for people to see."""
+    is_whole: bool = False
+    """Whether `text` is all that the file holds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """Event: this node's part could not be started."""
+
+    text: str
+    """Why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """Event, the last one: nothing of the run is left on this node."""
+
+    code: int | None
+    """The launcher's exit code; None where there was none here."""
+    num_finished: int
+    """Ranks of which this node's launcher said that they ended well."""
+    num_done: int
+    """Ranks of this node that said so themselves."""
+    reported: list[Any] | None
+    """The first failure in the launcher's log: node (or None) and code."""
+
+
+Order = Look | Begin | Beat | Save | Stacks | End
+Event = Hello | Alive | Died | Orphaned | Wrote | Problem | Ended
+_KINDS = {
+    kind.__name__: kind
+    for kind in (Look, Begin, Beat, Save, Stacks, End, Hello, Alive, Died, Orphaned, Wrote, Problem, Ended)
+}  # fmt: skip
+
+
+def encode(message: Order | Event, node: int | None = None) -> bytes:
+    """Returns the line of a message; `node` is whom it is for or from, None for everyone."""
+    line = {"dstrain": type(message).__name__, "node": node, "body": asdict(message)}
+    return json.dumps(line, ensure_ascii=True).encode() + b"\n"
+
+
+def decode(line: bytes) -> tuple[int | None, Any] | None:
+    """Returns node and message of a line, or None for anything else: a shell's greeting, srun's own words."""
+    with suppress(ValueError, TypeError, KeyError, AttributeError):
+        data: Mapping[str, Any] = json.loads(line)
+        return data["node"], _KINDS[data["dstrain"]](**data["body"])
+    return None
+
+
+class Lines:
+    """Whole lines out of pieces of them."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, raw: bytes) -> list[bytes]:
+        """Returns the lines that `raw` completes."""
+        *lines, self._rest = (self._rest + raw).split(b"\n")
+        return lines

@@ -1,0 +1,151 @@
+"""Scripts for batch schedulers: SLURM, PBS and LSF."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from dstrain.errors import InvalidConfig
+from dstrain.launch.scripts.asked import Asked, directive, directive_path
+from dstrain.render.templates import render_script
+from dstrain.rundir import RunDir
+
+WARNING_S = 180
+"""How long before the end of its time a job is told to save and leave."""
+CPUS_PER_GPU = 8
+"""CPU cores that a job asks for with each GPU, where nobody said: a rank, its data loaders, and offloaded Adam."""
+_UNITS = MappingProxyType({"d": 86400, "h": 3600, "m": 60, "s": 1})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """What a job asks of a scheduler, beside nodes and GPUs."""
+
+    time_s: int
+    """The most time it takes."""
+    cpus: int | None = None
+    """CPU cores of each node."""
+    memory_bytes: int | None = None
+    """RAM of each node."""
+    partition: str | None = None
+    """Partition or queue."""
+    account: str | None = None
+    """Account or project."""
+    qos: str | None = None
+    """Quality of service."""
+    reservation: str | None = None
+    """Reservation."""
+
+
+def parse_time(text: str, what: str = "--time") -> int:
+    """Returns seconds. Raises InvalidConfig for what is no time, or too short for a run to save before its end.
+
+    >>> parse_time("1d12h"), parse_time("90m"), parse_time("04:00:00"), parse_time("2-00:00:00")
+    (129600, 5400, 14400, 172800)
+    """
+    clock = re.fullmatch(r"(?:(\d{1,3})-)?(\d{1,4}):([0-5]\d):([0-5]\d)", text)
+    words = re.fullmatch(r"(?:\d{1,5}[dhms])+", text)
+    if clock:
+        days, hours, minutes, seconds = (int(part or 0) for part in clock.groups())
+        found = days * 86400 + hours * 3600 + minutes * 60 + seconds
+    elif words:
+        found = sum(int(number) * _UNITS[unit] for number, unit in re.findall(r"(\d+)([dhms])", text))
+    else:
+        raise InvalidConfig(f'{what} "{text}" is no time', hint="Write 24h, 90m, 1d12h or 04:00:00.")
+    if found < 2 * WARNING_S:
+        raise InvalidConfig(
+            f"{what} {text}: a job is told to save {WARNING_S} s before its end",
+            hint=f"Give it {4 * WARNING_S}s or more.",
+        )
+    return found
+
+
+def slurm(asked: Asked, batch: Batch) -> str:
+    """Returns a script for `sbatch`."""
+    days, rest = divmod(batch.time_s, 86400)
+    options = {
+        "partition": batch.partition,
+        "account": batch.account,
+        "qos": batch.qos,
+        "reservation": batch.reservation,
+    }
+    time = f"{days}-{_clock(rest)}" if days else _clock(rest)
+    return render_script("slurm.sbatch.j2", _values(asked, batch, time, options))
+
+
+def pbs(asked: Asked, batch: Batch) -> str:
+    """Returns a script for `qsub` of PBS Professional or OpenPBS."""
+    _refuse(batch, "pbs", "qos", "reservation")
+    options = {"q": batch.partition, "A": batch.account}
+    return render_script("pbs.sh.j2", _values(asked, batch, _clock(batch.time_s), options))
+
+
+def lsf(asked: Asked, batch: Batch) -> str:
+    """Returns a script for `bsub`."""
+    _refuse(batch, "lsf", "qos")
+    options = {"q": batch.partition, "P": batch.account, "U": batch.reservation}
+    minutes = batch.time_s // 60
+    return render_script("lsf.sh.j2", _values(asked, batch, f"{minutes // 60:02}:{minutes % 60:02}", options))
+
+
+BATCH: Mapping[str, Callable[[Asked, Batch], str]] = MappingProxyType({"slurm": slurm, "pbs": pbs, "lsf": lsf})
+"""Every batch scheduler by name."""
+
+
+def logs(asked: Asked) -> Path:
+    """Returns the folder of a scheduler's own output files; SLURM and PBS end a job at once where it is missing."""
+    return RunDir(asked.run_dir).logs
+
+
+def _values(asked: Asked, batch: Batch, time: str, options: Mapping[str, str | None]) -> dict[str, Any]:
+    cpus = batch.cpus or CPUS_PER_GPU * asked.gpus
+    return {
+        "name": directive("--name", asked.name),
+        "nodes": asked.nodes,
+        "gpus": asked.gpus,
+        "cpus": cpus,
+        "slots": asked.nodes * cpus,
+        "memory_mib": batch.memory_bytes // 2**20 if batch.memory_bytes else None,
+        "time": time,
+        "warning_s": WARNING_S,
+        "run_s": batch.time_s - WARNING_S,
+        "directives": [(name, directive(_WORDS[name], value)) for name, value in options.items() if value is not None],
+        "logs": directive_path("output_dir", logs(asked)),
+        "run_dir": str(asked.run_dir),
+        "job": str(asked.job),
+        "folder": str(asked.job.parent),
+        "python": asked.python,
+        "bin": str(Path(asked.python).parent),
+        "words": asked.words,
+        "secrets": asked.secrets,
+    }
+
+
+_WORDS = MappingProxyType(
+    {
+        "partition": "--partition",
+        "account": "--account",
+        "qos": "--qos",
+        "reservation": "--reservation",
+        "q": "--partition",
+        "A": "--account",
+        "P": "--account",
+        "U": "--reservation",
+    }
+)
+"""Our option behind each option of a scheduler."""
+
+
+def _refuse(batch: Batch, kind: str, *names: str) -> None:
+    """Raises InvalidConfig for what a scheduler does not have."""
+    given = [f"--{name}" for name in names if getattr(batch, name) is not None]
+    if given:
+        raise InvalidConfig(f"{' and '.join(given)}: {kind} has no such thing", hint="Leave it out.")
+
+
+def _clock(seconds: int) -> str:
+    return f"{seconds // 3600:02}:{seconds // 60 % 60:02}:{seconds % 60:02}"

@@ -1,0 +1,188 @@
+"""Manifests for Kubernetes: Kubeflow's PyTorchJob, TrainJob and MPIJob, and Volcano's Job."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import PurePosixPath
+from typing import Any
+
+from dstrain.errors import InvalidConfig
+from dstrain.job import Job
+from dstrain.jobfile import looks_local
+from dstrain.launch.scripts.asked import Asked, one_line
+from dstrain.render.templates import render_yaml
+
+GRACE_S = 600
+"""How long a pod may take to end: one step and one checkpoint."""
+RESTARTS = 10
+"""How often pods are started again before the job counts as failed."""
+_LABEL = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
+_SUBDOMAIN = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
+_RESOURCE = re.compile(r"([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-\w.]*[A-Za-z0-9])?", re.ASCII)
+_QUANTITY = re.compile(r"[0-9]+(\.[0-9]+)?([KMGTPE]i|[mkMGTPE])?")
+
+
+class Kind(Enum):
+    """Which operator the manifest is for."""
+
+    PYTORCHJOB = "pytorchjob"
+    """`kubeflow.org/v1` PyTorchJob."""
+    TRAINJOB = "trainjob"
+    """`trainer.kubeflow.org/v1alpha1` TrainJob."""
+    MPIJOB = "mpijob"
+    """`kubeflow.org/v2beta1` MPIJob."""
+    VOLCANO = "volcano"
+    """`batch.volcano.sh/v1alpha1` Job."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """A PersistentVolumeClaim and where it is mounted."""
+
+    name: str
+    """The claim."""
+    path: str
+    """The mount path, absolute."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pods:
+    """What the pods of a job are made of."""
+
+    image: str
+    """The image, with dstrain installed."""
+    namespace: str | None = None
+    """The namespace; not given: that of kubectl's context."""
+    claims: tuple[Claim, ...] = ()
+    """Volumes that all pods share."""
+    secret: str = "dstrain"
+    """The Secret in which the job's secrets are, by the names of their variables."""
+    shm: str = "16Gi"
+    """The most shared memory of a pod."""
+    cpus: str | None = None
+    """CPU cores of each node."""
+    memory: str | None = None
+    """RAM of each node."""
+    gpu_resource: str = "nvidia.com/gpu"
+    """What a GPU is called."""
+    runtime: str = "torch-distributed"
+    """The ClusterTrainingRuntime of a TrainJob."""
+    queue: str = "default"
+    """Volcano's queue."""
+
+
+def parse_claim(text: str, what: str = "--pvc") -> Claim:
+    """Returns a claim and its mount path. Raises InvalidConfig.
+
+    >>> parse_claim("training:/shared").path
+    '/shared'
+    """
+    name, colon, path = text.partition(":")
+    if not colon or not path.startswith("/") or ":" in path or ".." in PurePosixPath(path).parts:
+        raise InvalidConfig(f'{what} "{text}" is not CLAIM:/path', hint=f"Write {what} training:/shared.")
+    return Claim(name=_checked(what, name, _SUBDOMAIN, 253), path=one_line(what, path))
+
+
+def manifest(asked: Asked, pods: Pods, kind: Kind) -> str:
+    """Returns the manifest of a job."""
+    last = f"{asked.name}-{'worker' if asked.nodes > 1 else 'master'}-{max(0, asked.nodes - 1)}"
+    _checked("--name", asked.name, _LABEL, 63 - (len(last) - len(asked.name)))
+    values = {
+        "name": asked.name,
+        "nodes": asked.nodes,
+        "workers": asked.nodes - 1,
+        "roles": [("master", 1), ("worker", asked.nodes - 1)][: min(2, asked.nodes)],
+        "gpus": asked.gpus,
+        "gpus_as_text": str(asked.gpus),
+        "words": [_literal(word) for word in asked.words],
+        "variables": _variables(asked, kind),
+        "secrets": asked.secrets,
+        "volumes": _volumes(pods.claims),
+        "restarts": RESTARTS,
+        "grace_s": GRACE_S,
+    }
+    return render_yaml(f"k8s.{kind.value}.yaml.j2", values | _checked_pods(pods))
+
+
+def _checked_pods(pods: Pods) -> dict[str, Any]:
+    """Returns what was said about the pods; raises InvalidConfig for what the API server would refuse."""
+    if not re.fullmatch(r"[A-Za-z0-9][\w./:@-]*", pods.image, re.ASCII):
+        raise InvalidConfig(f'--image "{pods.image}" is no image', hint="Write it as registry/name:tag.")
+    for what, quantity in (("--shm", pods.shm), ("--cpus", pods.cpus), ("--memory", pods.memory)):
+        if quantity is not None:
+            _checked(what, quantity, _QUANTITY, 32)
+    return {
+        "image": pods.image,
+        "namespace": None if pods.namespace is None else _checked("--namespace", pods.namespace, _SUBDOMAIN, 63),
+        "secret": _checked("--secret", pods.secret, _SUBDOMAIN, 253),
+        "shm": pods.shm,
+        "cpus": pods.cpus,
+        "memory": pods.memory,
+        "gpu_resource": _checked("--gpu-resource", pods.gpu_resource, _RESOURCE, 253),
+        "runtime": _checked("--runtime", pods.runtime, _SUBDOMAIN, 253),
+        "queue": _checked("--queue", pods.queue, _SUBDOMAIN, 63),
+    }
+
+
+def _variables(asked: Asked, kind: Kind) -> list[tuple[str, str]]:
+    """Returns the environment of the pods; the scripts inside them read their values there."""
+    ours = {
+        "DSTRAIN_PYTHON": asked.python,
+        "DSTRAIN_JOB": str(asked.job),
+        "DSTRAIN_FOLDER": str(asked.job.parent),
+        "DSTRAIN_RUN_DIR": str(asked.run_dir),
+    }
+    if kind in (Kind.PYTORCHJOB, Kind.TRAINJOB):
+        ours |= {"DSTRAIN_NODES": str(asked.nodes), "DSTRAIN_GPUS": str(asked.nodes * asked.gpus)}
+    if kind is Kind.VOLCANO:
+        ours |= {"DSTRAIN_SLOTS": str(asked.gpus)}
+    return [(name, _literal(value)) for name, value in {**ours, **dict(sorted(asked.job_env.items()))}.items()]
+
+
+def _volumes(claims: tuple[Claim, ...]) -> list[dict[str, str]]:
+    return [
+        {"name": f"volume-{number}", "claim": claim.name, "path": claim.path} for number, claim in enumerate(claims)
+    ]
+
+
+def outside(asked: Asked, job: Job, claims: tuple[Claim, ...]) -> list[str]:
+    """Returns what the pods would not find, or would lose with themselves, because it lies on none of the volumes."""
+    local = [(key, name) for key, name in (("model", job.model), ("data", job.data), ("eval_data", job.eval_data))
+             if name is not None and looks_local(name)]  # fmt: skip
+    paths = [("the job", str(asked.job)), ("output_dir", job.output_dir), *local, ("ds_config", job.ds_config)]
+    return [f"{what} {path}" for what, path in paths if not _is_below(path, claims)]
+
+
+def _is_below(path: str, claims: tuple[Claim, ...]) -> bool:
+    return any(PurePosixPath(path).is_relative_to(claim.path) for claim in claims)
+
+
+def _literal(value: str) -> str:
+    """Returns text that Kubernetes passes on as it is: in arguments and environment `$(NAME)` means a variable.
+
+    Source: kubernetes third_party/forked/golang/expansion: `$$` is a dollar.
+    """
+    return value.replace("$", "$$")
+
+
+def _checked(what: str, value: str, pattern: re.Pattern[str], longest: int) -> str:
+    """Returns a name as Kubernetes takes it; raises InvalidConfig for others."""
+    if pattern.fullmatch(value) is None:
+        raise InvalidConfig(
+            f'{what} is "{value}", which Kubernetes does not take', hint="Lower-case letters, digits and dashes."
+        )
+    if len(value) > longest:
+        raise InvalidConfig(f'{what} is "{value}", {len(value)} characters long; {longest} is the most')
+    return value
+
+
+def label(name: str) -> str:
+    """Returns the name that a job has in Kubernetes.
+
+    >>> label("Qwen3-8B_run.2")
+    'qwen3-8b-run-2'
+    """
+    plain = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+    return plain if plain[:1].isalpha() else f"run-{plain}".rstrip("-")

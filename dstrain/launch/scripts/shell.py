@@ -1,0 +1,50 @@
+"""Scripts without a scheduler: DeepSpeed's launcher node by node, and torchrun."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from dstrain.errors import InvalidConfig
+from dstrain.launch.environment import RANK_NAMES
+from dstrain.launch.preflight import DEFAULT_PORT
+from dstrain.launch.scripts.asked import Asked
+from dstrain.render.templates import render_script
+
+
+def bash(asked: Asked, port: int | None = None) -> str:
+    """Returns a script that starts the nodes of the job's hostfile, one by one or all over ssh."""
+    hosts = asked.hosts or (("localhost",) if asked.nodes == 1 else ())
+    if not hosts:
+        raise InvalidConfig(
+            f"the names of the {asked.nodes} nodes are not known", hint="Write them into the job's hostfile."
+        )
+    return render_script("bash.sh.j2", _values(asked, port) | {"hosts": hosts, "is_several": len(hosts) > 1})
+
+
+def torchrun(asked: Asked, port: int | None = None) -> str:
+    """Returns a script that starts one node with torchrun; without names the first node's is read from MASTER_ADDR."""
+    return render_script("torchrun.sh.j2", _values(asked, port))
+
+
+def _values(asked: Asked, port: int | None) -> dict[str, Any]:
+    master = asked.hosts[0].rpartition("@")[2] if asked.hosts else ""
+    if asked.nodes == 1:
+        master = "127.0.0.1"
+    return {
+        "name": asked.name,
+        "nodes": asked.nodes,
+        "gpus": asked.gpus,
+        "all_gpus": asked.nodes * asked.gpus,
+        "master": master,
+        "port": port or DEFAULT_PORT,
+        "run_dir": str(asked.run_dir),
+        "job": str(asked.job),
+        "folder": str(asked.job.parent),
+        "python": asked.python,
+        "bin": str(Path(asked.python).parent),
+        "words": asked.words,
+        "secrets": asked.secrets,
+        "unset": RANK_NAMES,
+        "exports": sorted(asked.exports.items()),
+    }

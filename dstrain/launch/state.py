@@ -1,0 +1,134 @@
+"""How a run stands: one small file in the run directory, written by `run` and read by status, logs and stop."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from pathlib import Path
+
+from dstrain.errors import InvalidConfig
+from dstrain.launch.family import look
+from dstrain.paths import write_atomic
+from dstrain.records import from_data, to_data, type_config
+from dstrain.rundir import RunDir
+
+BEAT_S = 10.0
+"""Seconds between two writings of the file of a run that goes on."""
+STALE_S = 60.0
+"""Age of the file from which a run on another machine is taken for dead."""
+
+
+class Stage(StrEnum):
+    """Where a run is."""
+
+    STARTING = "starting"
+    RUNNING = "running"
+    ENDED = "ended"
+    SAVED = "saved and left"
+    FAILED = "failed"
+    STOPPED = "stopped"
+
+
+LIVING = frozenset({Stage.STARTING, Stage.RUNNING})
+"""The stages of a run that goes on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class State:
+    """How a run stands."""
+
+    __pydantic_config__ = type_config
+
+    stage: Stage
+    """Where it is."""
+    host: str
+    """The machine on which `dstrain run` runs."""
+    pid: int
+    """Its process there."""
+    start_ticks: int
+    """When that process started, in clock ticks since boot: with `pid` it is this one and no other."""
+    began: float
+    """When the run began, in seconds since the epoch."""
+    beat: float
+    """When this was written."""
+    attempt: int = 1
+    """1 for the first start, more after restarts."""
+    step: int | None = None
+    """Optimizer steps done."""
+    nodes: tuple[str, ...] = ()
+    """The nodes."""
+    exit_code: int | None = None
+    """What `dstrain run` ended with."""
+
+
+class Keeper:
+    """Keeps the state file of this process's run up to date."""
+
+    def __init__(self, run_dir: RunDir) -> None:
+        self._run_dir = run_dir
+        self.step: int | None = None
+        """Optimizer steps done."""
+        process = look(os.getpid())
+        now = time.time()
+        self.state = State(
+            stage=Stage.STARTING,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            start_ticks=process.start if process else 0,
+            began=now,
+            beat=now,
+        )
+
+    def write(self, **changes: object) -> None:
+        """Changes the state and writes it."""
+        self.state = replace(self.state, beat=time.time(), step=self.step, **changes)  # type: ignore[arg-type]
+        write_atomic(self._run_dir.state, json.dumps(to_data(self.state)) + "\n")
+
+    def beat(self, step: int | None) -> None:
+        """Writes it again when it has become old."""
+        self.step = step
+        if time.time() - self.state.beat > BEAT_S:
+            self.write()
+
+
+def read(run_dir: RunDir) -> State:
+    """Returns the state of a run. Raises InvalidConfig where there is none."""
+    try:
+        data = json.loads(run_dir.state.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise InvalidConfig(
+            f"{run_dir.path} is no run directory: it has no {run_dir.state.name}",
+            hint="Name the output_dir of a job that `dstrain run` has started.",
+        ) from None
+    except ValueError as error:
+        raise InvalidConfig(f"{run_dir.state}: {error}") from None
+    found: State = from_data(State, data, locate=lambda place: f"{run_dir.state}: {'/'.join(map(str, place))}")
+    return found
+
+
+def is_alive(state: State) -> bool:
+    """Returns whether the process that wrote this goes on; of another machine's, whether it wrote lately."""
+    if state.stage not in LIVING:
+        return False
+    if state.host == socket.gethostname():
+        process = look(state.pid)
+        return process is not None and process.start == state.start_ticks and process.state not in "ZX"
+    return time.time() - state.beat < STALE_S
+
+
+def watch_words(run_dir: RunDir, since: float) -> list[str]:
+    """Returns what the agents of the nodes wrote on their own since a time, such as that `run` was gone."""
+    found = []
+    for path in sorted(run_dir.logs.glob("watch_*.log")):
+        if path.stat().st_mtime >= since:
+            found += path.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1:]
+    return found
+
+
+def folder_of(path: Path) -> RunDir:
+    """Returns the run directory of a path as users type it."""
+    return RunDir(path.resolve())

@@ -1,0 +1,95 @@
+"""How ranks tell the agent of their node where they are: small messages to a socket that is named after the run.
+
+A rank that cannot send goes on: nobody may be listening, as when `start.sh` was run by hand.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+
+MARK = "DSTRAIN_RUN_ID"
+"""The environment variable that every process of a run inherits; its value is different for each start."""
+
+SAVE_ON_TERM = "DSTRAIN_SAVE_ON_TERM"
+"""The environment variable that makes ranks save a checkpoint and leave at SIGTERM, in place of leaving at once."""
+
+
+class Phase(StrEnum):
+    """What a rank is doing."""
+
+    START = "start"
+    """Loading; from here on it heeds signals."""
+    STEP = "step"
+    """Training; the step it names is done."""
+    BUSY = "busy"
+    """Evaluating or writing a checkpoint, which may take long."""
+    LEFT = "left"
+    """Ended early, with a checkpoint, because somebody asked for that."""
+    DONE = "done"
+    """Ended well."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pulse:
+    """One message of a rank."""
+
+    rank: int
+    """Its number."""
+    step: int
+    """Optimizer steps done."""
+    phase: Phase
+    """What it is doing."""
+
+
+def address(mark: str) -> str:
+    """Returns the name of the socket, in Linux's abstract namespace: no file is made and none is left behind."""
+    return f"\0dstrain-{mark}"
+
+
+class Sender:
+    """The rank's end."""
+
+    def __init__(self, environment: Mapping[str, str], rank: int) -> None:
+        """Sends to the agent of the run that the environment is marked with; to nobody where there is no mark."""
+        mark = environment.get(MARK)
+        self._address = address(mark) if mark else None
+        self._rank = rank
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
+
+    def send(self, step: int, phase: Phase) -> None:
+        """Says where this rank is; never waits."""
+        if self._address is not None:
+            pulse = Pulse(rank=self._rank, step=step, phase=phase)
+            with suppress(OSError):
+                self._socket.sendto(json.dumps(asdict(pulse)).encode(), self._address)
+
+
+class Receiver:
+    """The agent's end."""
+
+    def __init__(self, mark: str) -> None:
+        """Listens for the ranks of a run on this node."""
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
+        with suppress(OSError):  # two agents of one start on one machine: the first one listens
+            self._socket.bind(address(mark))
+
+    def receive(self) -> list[Pulse]:
+        """Returns what came since the last call."""
+        found: list[Pulse] = []
+        while True:
+            try:
+                raw = self._socket.recv(4096)
+            except OSError:
+                return found
+            with suppress(ValueError, TypeError, KeyError):
+                data = json.loads(raw)
+                found.append(Pulse(rank=int(data["rank"]), step=int(data["step"]), phase=Phase(data["phase"])))
+
+    def close(self) -> None:
+        """Stops listening."""
+        self._socket.close()

@@ -1,0 +1,49 @@
+"""Real hosts, made once for all tests that need them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.launch.network import MISSING, Network, is_possible
+
+
+@pytest.fixture(scope="session")
+def small_disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A file system of 96 MiB that all hosts see; to be mounted before they start."""
+    folder = tmp_path_factory.mktemp("small")
+    if not is_possible():
+        yield folder
+        return
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=96m", "tmpfs", str(folder)], check=True)
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+@pytest.fixture(scope="session")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo's model and data."""
+    folder = tmp_path_factory.mktemp("demo")
+    line = [sys.executable, "-m", "dstrain.train.demo", str(folder)]
+    subprocess.run(line, check=True, capture_output=True, cwd=Path(__file__).parents[2])
+    return folder
+
+
+@pytest.fixture(scope="session")
+def network(
+    tmp_path_factory: pytest.TempPathFactory, need: Callable[[object, str], None], small_disk: Path
+) -> Iterator[Network]:
+    """Three hosts with addresses, names, processes and an sshd of their own."""
+    need(is_possible(), MISSING)
+    found = Network(tmp_path_factory.mktemp("net"), 3)
+    try:
+        found.up()
+        yield found
+    finally:
+        found.down()

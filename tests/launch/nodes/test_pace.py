@@ -1,0 +1,65 @@
+"""When a run has stood still for too long."""
+
+from __future__ import annotations
+
+from dstrain.launch.nodes.pace import Pace
+from dstrain.pulse import Phase
+
+
+def stepping(*, seconds: float, steps: int = 10, ranks: int = 2, least_s: float = 60) -> Pace:
+    pace = Pace(ranks, least_s)
+    for step in range(1, steps + 1):
+        for rank in range(ranks):
+            pace.note(rank, step, Phase.STEP, step * seconds)
+    return pace
+
+
+def test_a_run_that_steps_does_not_hang() -> None:
+    assert stepping(seconds=20).stood_still_s(200 + 5 * 20) is None
+
+
+def test_five_times_the_median_is_a_hang() -> None:
+    assert stepping(seconds=20).stood_still_s(200 + 101) == 101
+
+
+def test_short_steps_have_a_minute() -> None:
+    pace = stepping(seconds=0.1)
+    assert pace.stood_still_s(1 + 59) is None
+    assert pace.stood_still_s(1 + 61) == 61
+
+
+def test_a_single_rank_that_stands_still_is_a_hang() -> None:
+    pace = stepping(seconds=20)
+    pace.note(0, 11, Phase.STEP, 220)
+    assert pace.stood_still_s(310) == 110
+    assert pace.steps == {0: 11, 1: 10}
+
+
+def test_an_evaluation_or_a_checkpoint_may_take_long() -> None:
+    pace = stepping(seconds=20)
+    pace.note(0, 10, Phase.BUSY, 201)
+    pace.note(1, 10, Phase.BUSY, 201)
+    assert pace.stood_still_s(5000) is None
+    pace.note(0, 10, Phase.STEP, 5000)
+    pace.note(1, 10, Phase.STEP, 5000)
+    assert pace.stood_still_s(5050) is None
+    assert pace.stood_still_s(5101) == 101
+
+
+def test_the_time_of_a_checkpoint_is_no_step() -> None:
+    pace = stepping(seconds=20)
+    for rank in (0, 1):
+        pace.note(rank, 10, Phase.BUSY, 201)
+    for rank in (0, 1):
+        pace.note(rank, 10, Phase.STEP, 5000)
+    for rank in (0, 1):
+        pace.note(rank, 11, Phase.STEP, 5020)
+    assert pace.median_s == 20
+
+
+def test_nothing_is_known_before_there_are_steps() -> None:
+    assert stepping(seconds=20, steps=2).stood_still_s(10000) is None
+
+
+def test_zero_turns_it_off() -> None:
+    assert stepping(seconds=20, least_s=0).stood_still_s(10000) is None

@@ -1,0 +1,303 @@
+"""Job scripts for schedulers and shells: what they say, what they refuse, and how they behave when they run."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from dstrain.errors import InvalidConfig
+from dstrain.jobfile import read_job
+from dstrain.launch.scripts.asked import Asked, describe, directive, directive_path
+from dstrain.launch.scripts.batch import BATCH, Batch, parse_time
+from dstrain.launch.scripts.shell import bash, torchrun
+
+ASKED = Asked(
+    job=Path("/shared/qwen/job.yaml"),
+    run_dir=Path("/shared/qwen/output"),
+    name="qwen",
+    nodes=2,
+    gpus=8,
+    hosts=("gpu01", "gpu02"),
+    python="/opt/dstrain/bin/python",
+    overrides=("seed=7",),
+    secrets=("HF_TOKEN", "SWANLAB_API_KEY"),
+    exports={"NCCL_DEBUG": "WARN"},
+    job_env={"NCCL_DEBUG": "WARN"},
+)
+BATCHES = {
+    "slurm": Batch(time_s=43200, partition="gpu", account="nlp", qos="high", reservation="dl", memory_bytes=2**39),
+    "pbs": Batch(time_s=43200, partition="gpu", account="nlp", memory_bytes=2**39),
+    "lsf": Batch(time_s=43200, partition="gpu", account="nlp", reservation="dl", memory_bytes=2**39),
+}
+SCRIPTS: Mapping[str, Callable[[Asked], str]] = {
+    "slurm.sbatch": lambda asked: BATCH["slurm"](asked, BATCHES["slurm"]),
+    "pbs.sh": lambda asked: BATCH["pbs"](asked, BATCHES["pbs"]),
+    "lsf.sh": lambda asked: BATCH["lsf"](asked, BATCHES["lsf"]),
+    "bash.sh": bash,
+    "torchrun.sh": torchrun,
+}
+TOLD = """\
+#!/bin/bash
+# Stands for Python: writes what was typed, and as `dstrain run` leaves with 75 when it is told to save.
+printf '%s\\0' "$@" >>"$0.typed"
+printf '%s\\0' --- >>"$0.typed"
+[ "${3-}" = run ] || exit 0
+printf '%s\\n' "${HF_TOKEN-none}" >"$0.token"
+trap 'exit 75' USR1
+trap 'exit 7' TERM
+touch "$0.up"
+for _ in {1..300}; do sleep 0.1; done
+"""
+
+
+@pytest.fixture
+def python(tmp_path: Path) -> Path:
+    """A program in place of Python."""
+    program = tmp_path / "bin" / "python"
+    program.parent.mkdir()
+    program.write_text(TOLD)
+    program.chmod(0o755)
+    return program
+
+
+def typed(program: Path) -> list[list[str]]:
+    """Returns the words of each call of the program."""
+    words = Path(f"{program}.typed").read_bytes().decode().split("\0")[:-1]
+    calls: list[list[str]] = [[]]
+    for word in words:
+        if word == "---":
+            calls.append([])
+        else:
+            calls[-1].append(word)
+    return calls[:-1]
+
+
+def asked_in(folder: Path, python: Path) -> Asked:
+    return replace(ASKED, job=folder / "job.yaml", run_dir=folder / "out", python=str(python))
+
+
+# What they say
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_is_the_one_on_record(name: str, golden: Callable[[str, str], None]) -> None:
+    golden(f"script/{name}", SCRIPTS[name](ASKED))
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("asked", [ASKED, replace(ASKED, nodes=1, hosts=(), secrets=(), overrides=(), exports={})])
+def test_a_script_is_bash(name: str, asked: Asked) -> None:
+    done = subprocess.run(["bash", "-n"], input=SCRIPTS[name](asked), text=True, capture_output=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_days_are_slurms_own() -> None:
+    assert "#SBATCH --time=1-12:00:00\n" in BATCH["slurm"](ASKED, Batch(time_s=129600))
+    assert "#PBS -l walltime=36:00:00\n" in BATCH["pbs"](ASKED, Batch(time_s=129600))
+    assert "#BSUB -W 36:00\n" in BATCH["lsf"](ASKED, Batch(time_s=129600))
+
+
+@pytest.mark.parametrize("text", ["", "24", "-1h", "1 h", "5m", "1:00", "24:00:61", "1e3s", "99999999h"])
+def test_a_time_that_is_none_is_told(text: str) -> None:
+    with pytest.raises(InvalidConfig, match="--time"):
+        parse_time(text)
+
+
+# What they refuse
+
+
+@given(st.text())
+def test_a_directive_is_safe_or_refused(value: str) -> None:
+    try:
+        assert shlex.quote(directive("--partition", value)) == value
+        assert not value.startswith("-")
+    except InvalidConfig as error:
+        assert "--partition" in error.problem
+
+
+@given(st.text().map(lambda name: f"/{name}"))
+def test_the_path_of_a_directive_is_safe_or_refused(value: str) -> None:
+    try:
+        assert shlex.quote(directive_path("output_dir", Path(value))) == str(Path(value))
+    except InvalidConfig as error:
+        assert "output_dir" in error.problem
+
+
+@pytest.mark.parametrize("kind", BATCH)
+@pytest.mark.parametrize(
+    ("asked", "batch", "said"),
+    [
+        (replace(ASKED, name="a b"), Batch(time_s=3600), '--name is "a b"'),
+        (ASKED, Batch(time_s=3600, partition="gpu; id"), '--partition is "gpu; id"'),
+        (ASKED, Batch(time_s=3600, account="a\n#SBATCH --uid=0"), "--account is"),
+        (replace(ASKED, run_dir=Path("/my runs/%j")), Batch(time_s=3600), "output_dir is"),
+    ],
+)
+def test_what_a_scheduler_could_misread_is_refused(kind: str, asked: Asked, batch: Batch, said: str) -> None:
+    with pytest.raises(InvalidConfig, match=said):
+        BATCH[kind](asked, batch)
+
+
+def test_what_a_scheduler_does_not_have_is_refused() -> None:
+    with pytest.raises(InvalidConfig, match="--qos and --reservation: pbs"):
+        BATCH["pbs"](ASKED, Batch(time_s=3600, qos="a", reservation="b"))
+
+
+def test_nodes_without_names_cannot_be_started_by_hand() -> None:
+    with pytest.raises(InvalidConfig, match="names of the 2 nodes"):
+        bash(replace(ASKED, hosts=()))
+
+
+# What they are filled with
+
+
+def described(folder: Path, hostfile: str = "", **words: object) -> Asked:
+    """Returns what the scripts of a small job are filled with."""
+    (folder / "hostfile").write_text(hostfile)
+    (folder / "job.yaml").write_text(
+        f"model: a/b\noutput_dir: output\n{'hostfile: hostfile' if hostfile else ''}\n"
+        "env: {NCCL_DEBUG: WARN, WANDB_API_KEY: in-the-job}\n"
+    )
+    given: dict[str, object] = {"environment": {}, "python": "python3", **words}
+    return describe(read_job(folder / "job.yaml"), folder / "job.yaml", **given)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("hostfile", "words", "shape", "hosts"),
+    [
+        ("a slots=8\nb slots=8\n", {}, (2, 8), ("a", "b")),
+        ("a slots=8\nb slots=8\n", {"nodes": 4}, (4, 8), ()),
+        ("a slots=8\nb slots=8\n", {"gpus": 8}, (1, 8), ()),
+        ("a slots=8\nb slots=4\n", {"nodes": 2, "gpus": 8}, (2, 4), ("a", "b")),
+        ("CHANGE-ME-1 slots=4\n", {}, (1, 4), ()),
+        ("", {"gpus": 16}, (2, 8), ()),
+        ("", {"nodes": 3}, (3, 8), ()),
+    ],
+)
+def test_nodes_and_gpus_are_said_or_those_of_the_hostfile(
+    tmp_path: Path, hostfile: str, words: dict[str, int], shape: tuple[int, int], hosts: tuple[str, ...]
+) -> None:
+    found = described(tmp_path, hostfile, **words)
+    assert ((found.nodes, found.gpus), found.hosts) == (shape, hosts)
+
+
+@pytest.mark.parametrize(
+    ("hostfile", "words", "said"),
+    [
+        ("a slots=8\nb slots=4\n", {}, "4, 8 slots"),
+        ("", {"nodes": 3, "gpus": 8}, "8 GPUs do not divide among 3 nodes"),
+        ("", {"nodes": 1, "overrides": ("env.HF_TOKEN=abc",)}, "--set env.HF_TOKEN: a secret"),
+        ("", {"nodes": 1, "overrides": ("monitor.name=a\nb",)}, "line breaks"),
+        ("", {"nodes": 1, "python": "/a\nb/python"}, "line breaks"),
+    ],
+)
+def test_what_no_script_can_say_is_told(tmp_path: Path, hostfile: str, words: dict[str, object], said: str) -> None:
+    with pytest.raises(InvalidConfig, match=said):
+        described(tmp_path, hostfile, **words)
+
+
+def test_secrets_are_named_and_never_told(tmp_path: Path) -> None:
+    values = {"HF_TOKEN": "hf-secret", "SWANLAB_API_KEY": "swan-secret", "HF_ENDPOINT": "https://me:pass-word@hub"}
+    asked = described(tmp_path, "a slots=8\n", environment=values | {"NCCL_IB_HCA": "mlx5"})
+    assert asked.secrets == ("HF_ENDPOINT", "HF_TOKEN", "SWANLAB_API_KEY", "WANDB_API_KEY")
+    assert asked.exports == {"NCCL_DEBUG": "WARN", "NCCL_IB_HCA": "mlx5", **_python_path(asked)}
+    for script in SCRIPTS.values():
+        text = script(replace(asked, job=ASKED.job, run_dir=ASKED.run_dir))
+        assert "HF_TOKEN" in text
+        for value in ("hf-secret", "swan-secret", "pass-word", "in-the-job"):
+            assert value not in text
+
+
+def _python_path(asked: Asked) -> dict[str, str]:
+    return {name: value for name, value in asked.exports.items() if name == "PYTHONPATH"}
+
+
+# How they behave
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(name=st.text(min_size=1, max_size=20).filter(lambda name: name.isprintable() and "/" not in name))
+def test_whatever_is_printable_arrives_as_it_was(python: Path, name: str) -> None:
+    if name in (".", "..") or len(name.encode(errors="replace")) > 200 or not _is_encodable(name):
+        return
+    folder = python.parent.parent / name
+    folder.mkdir(exist_ok=True)
+    Path(f"{python}.typed").unlink(missing_ok=True)
+    asked = replace(asked_in(folder, python), overrides=(f"monitor.name={name}",))
+    for script in (bash(asked), torchrun(asked)):
+        subprocess.run(["bash", "-c", script, "script", "prepare"], check=True, capture_output=True)
+    for call in typed(python):
+        assert call[:4] == ["-m", "dstrain.cli", "script", "prepare"]
+        assert call[4] == str(folder / "job.yaml")
+        assert ["--set", f"monitor.name={name}"] == call[-4:-2]
+
+
+def _is_encodable(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    ("kind", "number", "task", "variables"),
+    [
+        ("pbs", 123, "", {"PBS_JOBID": "0123.server"}),
+        ("pbs", 1234, "/task-4", {"PBS_JOBID": "123[4].server", "PBS_ARRAY_INDEX": "4"}),
+        ("lsf", 123, "", {"LSB_JOBID": "123", "LSB_JOBINDEX": "0"}),
+        ("lsf", 127, "/task-4", {"LSB_JOBID": "123", "LSB_JOBINDEX": "4"}),
+    ],
+)
+def test_a_scheduler_job_runs_over_its_own_hosts_and_saves_before_its_end(
+    python: Path, kind: str, number: int, task: str, variables: dict[str, str]
+) -> None:
+    folder = python.parent.parent
+    text = BATCH[kind](asked_in(folder, python), BATCHES[kind]).replace("seconds=43020\n", "seconds=1\n")
+    assert "seconds=1\n" in text
+    done = subprocess.run(["bash", "-c", text], env={**os.environ, **variables}, capture_output=True, timeout=30)
+    assert done.returncode == 75, done.stderr
+    hosts, run = typed(python)
+    out = f"{folder}/out{task}"
+    words = f"-m dstrain.cli hostfile write --from {kind} --slots 8 -o {out}/hostfile.job"
+    assert " ".join(hosts) == words
+    assert " ".join(run) == (
+        f"-m dstrain.cli run {folder}/job.yaml --launcher ssh --hostfile {out}/hostfile.job"
+        f" --master-port {20000 + number} --save-on-term --set seed=7 --set resume=auto --set output_dir={out}"
+    )
+
+
+@pytest.mark.parametrize(("kind", "sent", "code"), [("pbs", "TERM", 7), ("lsf", "TERM", 7), ("lsf", "USR1", 75)])
+def test_a_signal_to_the_job_reaches_the_run_and_its_code_comes_back(
+    python: Path, kind: str, sent: str, code: int
+) -> None:
+    text = BATCH[kind](asked_in(python.parent.parent, python), BATCHES[kind])
+    variables = {"PBS_JOBID": "1.a", "LSB_JOBID": "1"}
+    job = subprocess.Popen(["bash", "-c", text], env={**os.environ, **variables}, stderr=subprocess.DEVNULL)
+    try:
+        while not Path(f"{python}.up").exists():
+            time.sleep(0.05)
+        job.send_signal(getattr(signal, f"SIG{sent}"))
+        assert job.wait(10) == code
+    finally:
+        job.kill()
+        job.wait()
+
+
+def test_pbs_reads_secrets_from_the_file_that_only_its_user_can_read(python: Path) -> None:
+    folder = python.parent.parent
+    (folder / "out").mkdir()
+    (folder / "out" / ".secrets").write_text("HF_TOKEN=a $HOME 'b' \"c\"\n\nnonsense\n")
+    text = BATCH["pbs"](asked_in(folder, python), BATCHES["pbs"]).replace("seconds=43020\n", "seconds=1\n")
+    subprocess.run(["bash", "-c", text], env={**os.environ, "PBS_JOBID": "1.a"}, capture_output=True, timeout=30)
+    assert Path(f"{python}.token").read_text() == "a $HOME 'b' \"c\"\n"
