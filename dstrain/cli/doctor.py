@@ -59,7 +59,7 @@ def command(job: Path | None, hostfile: Path | None, as_json: bool) -> None:
     if as_json:
         answer_json(document(found, variables))
     else:
-        told = grouped(found[host]) if is_local else of_hosts(found)
+        told = grouped(found[host]) if is_local else of_hosts(found, variables)
         answer(printable("\n".join(told)))
     _conclude(found, file)
 

@@ -49,20 +49,30 @@ def grouped(findings: Sequence[Finding]) -> list[str]:
     return found
 
 
-def of_hosts(found: Mapping[str, Sequence[Finding]]) -> list[str]:
-    """Returns the findings of several hosts: counts for each, then what is not as it should be; what all have once."""
+def of_hosts(found: Mapping[str, Sequence[Finding]], variables: Mapping[str, str]) -> list[str]:
+    """Returns the findings of several hosts: counts for each; what all that answer have, once; what others have.
+
+    What is as it should be is only counted, but for pictures; `variables` are what `dstrain run` sets.
+    """
     width = max(len(host) for host in found)
     told = [f"{_worst(findings)} {host:<{width}}  {count_text(findings)}" for host, findings in found.items()]
-    worse = {host: [each for each in findings if each.mark is not Mark.OK] for host, findings in found.items()}
-    first = next(iter(worse.values()))
-    common = [each for each in first if all(each in findings for findings in worse.values())]
+    if variables:
+        told += [f"✓ dstrain run sets {' '.join(f'{name}={value}' for name, value in variables.items())}"]
+    shown = {host: [each for each in all_ if each.mark is not Mark.OK or each.drawing] for host, all_ in found.items()}
+    answering = [host for host, findings in found.items() if any(each.subject != "hosts" for each in findings)]
+    common = (
+        [each for each in shown[answering[0]] if all(each in shown[host] for host in answering)] if answering else []
+    )
     if common:
-        told += ["", "every host", *(line for finding in common for line in lines(finding))]
-    for host, findings in worse.items():
-        own = [finding for finding in findings if finding not in common]
-        if own:
-            told += ["", host, *(line for finding in own for line in lines(finding))]
+        told += ["", f"every host{' that answers' if len(answering) < len(found) else ''}", *_lines(common)]
+    for host, findings in shown.items():
+        own = [each for each in findings if each not in common]
+        told += ["", host, *_lines(own)] if own else []
     return told
+
+
+def _lines(findings: Sequence[Finding]) -> list[str]:
+    return [line for finding in findings for line in lines(finding)]
 
 
 def _worst(findings: Sequence[Finding]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,9 +11,10 @@ from typing import Any, TypeVar
 import click
 
 from dstrain.choices import Attention, Hub, LossKernel, Method, Offload, Optimizer, Precision, StateDtypes
+from dstrain.cli.console import say
 from dstrain.cli.types import SIZE, Choice
 from dstrain.errors import InvalidConfig
-from dstrain.facts import calibration, gpus, hostfile, links, probe, traced
+from dstrain.facts import calibration, gpus, hostfile, links, measured_links, probe, traced
 from dstrain.facts import cluster as clusters
 from dstrain.facts.calibration import Calibration
 from dstrain.facts.cluster import Cluster, Origin
@@ -143,7 +145,7 @@ def question(options: dict[str, Any], *, last: Cluster | None = None) -> Questio
     hosts = _named_hosts(options)
     request = _request(options)
     model = probe.read_model(options["model"], hub=options["hub"], way=_way(request))
-    cluster = _cluster(options, hosts, last)
+    cluster, rates = _measured(_cluster(options, hosts, last), hosts, calibration.read())
     if hosts is None:
         single = cluster.num_nodes == 1
         hosts = (
@@ -151,7 +153,7 @@ def question(options: dict[str, Any], *, last: Cluster | None = None) -> Questio
             if single
             else hostfile.placeholders(cluster.num_nodes, cluster.gpus_per_node)
         )
-    return Question(model=model, cluster=cluster, hosts=hosts, request=request, calibration=calibration.read())
+    return Question(model=model, cluster=cluster, hosts=hosts, request=request, calibration=rates)
 
 
 def _way(request: Request) -> traced.Question:
@@ -246,6 +248,23 @@ def _cluster(options: dict[str, Any], hosts: Hosts | None, last: Cluster | None)
         host_memory_origin=memory_origin,
         nvme_path=options["nvme"],
     )
+
+
+def _measured(cluster: Cluster, hosts: Hosts | None, rates: Calibration) -> tuple[Cluster, Calibration]:
+    """Returns machines and rates with the links as `dstrain doctor --network` measured them on these hosts, where it
+    did; a file that cannot be read is passed over, and said."""
+    is_here = cluster.num_nodes == 1 and (cluster.gpu_origin is Origin.MEASURED or cluster.gpu.name == "cpu")
+    if hosts is None and not is_here:
+        return cluster, rates
+    entries, problem = measured_links.read()
+    if problem is not None:
+        say(f"note: {problem}")
+    names = measured_links.names([host.name for host in hosts.hosts] if hosts else ["localhost"], socket.gethostname())
+    found = measured_links.find(entries, names, gpu=cluster.gpu.name, gpus_per_node=cluster.gpus_per_node)
+    if found is None:
+        return cluster, rates
+    cluster = measured_links.with_links(cluster, found)
+    return cluster, measured_links.with_rates(rates, cluster, found)
 
 
 def _is_here(hosts: Hosts | None, count: int | None, local: Sequence[Any], origin: Origin) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 
 from dstrain.facts.cluster import Cluster, Origin
 from dstrain.facts.model import ModelFacts
+from dstrain.facts.network import rate_text
 from dstrain.plan.decide import Proposal, Survey
 from dstrain.plan.plan import Estimate, Limit
 from dstrain.plan.reasons import percent
@@ -40,7 +41,7 @@ def plan_lines(found: Survey, model: ModelFacts, cluster: Cluster) -> list[str]:
 
 
 def subject_lines(model: ModelFacts, cluster: Cluster) -> list[str]:
-    """Returns model and machines, one line each."""
+    """Returns model and machines, one line each, and where links were measured, a line about them."""
     gpu = cluster.gpu
     origin = {Origin.GIVEN: "", Origin.MEASURED: ", found here", Origin.ASSUMED: ", assumed"}[cluster.gpu_origin]
     active = f", {format_count(model.num_active_params)} active" if model.moe else ""
@@ -48,7 +49,22 @@ def subject_lines(model: ModelFacts, cluster: Cluster) -> list[str]:
     return [
         f"model    {model.name}: {model.num_params:,} parameters{active}",
         f"cluster  {cluster.num_gpus} × {gpu.name} ({format_bytes(gpu.memory_bytes)}{origin}), {nodes}",
+        *_link_lines(cluster),
     ]
+
+
+def _link_lines(cluster: Cluster) -> list[str]:
+    """Returns what was measured of the links; nothing where they are given or assumed."""
+    between, inside = cluster.inter_link, cluster.intra_link
+    rates = []
+    if cluster.num_nodes > 1 and cluster.inter_link_origin is Origin.MEASURED:
+        rates.append(f"{rate_text(between.bytes_per_s)} between nodes")
+    if cluster.gpus_per_node > 1 and cluster.intra_link_origin is Origin.MEASURED:
+        rates.append(f"{rate_text(inside.bytes_per_s)} inside one")
+    if not rates:
+        return []
+    source = between.source if cluster.inter_link_origin is Origin.MEASURED else inside.source
+    return [f"links    {', '.join(rates)},", f"         {source}"]
 
 
 def chosen_line(found: Survey) -> str:

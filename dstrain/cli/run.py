@@ -13,8 +13,9 @@ from typing import Any
 import click
 
 from dstrain.cli.console import answer, answer_json, say, say_lines
+from dstrain.cli.doctor_text import lines as finding_lines
 from dstrain.cli.run_text import before_lines, summary, summary_text
-from dstrain.errors import DstrainError
+from dstrain.errors import DstrainError, EnvironmentProblem
 from dstrain.facts import probe
 from dstrain.facts.hostfile import Hosts, expand
 from dstrain.facts.sources import SOURCES, Asked
@@ -23,6 +24,8 @@ from dstrain.launch import preflight
 from dstrain.launch.attempts import Policy, Run, Voice, folder_log
 from dstrain.launch.begin import Launch, plan_launch
 from dstrain.launch.detach import detach
+from dstrain.launch.doctor.finding import Mark, errors
+from dstrain.launch.doctor.quick import quick
 from dstrain.launch.launchers import LAUNCHERS
 from dstrain.launch.linting import check_rules
 from dstrain.launch.nodes.pace import LEAST_S
@@ -45,6 +48,7 @@ class Options:
     spares: str | None
     hang_after: float
     save_on_term: bool
+    no_doctor: bool
     detached: bool
     dry_run: bool
     as_json: bool
@@ -83,6 +87,7 @@ class Options:
     help="Seconds without a step, and five times the median, that are a hang; 0 for never.",
 )
 @click.option("--save-on-term", is_flag=True, help="At SIGTERM save a checkpoint and leave, as at SIGUSR1.")
+@click.option("--no-doctor", is_flag=True, help="Do not look first at what of this machine is in the way.")
 @click.option("--detach", "detached", is_flag=True, help="Go on in the background; see status, logs and stop.")
 @click.option("-n", "--dry-run", is_flag=True, help="Check everything, print the command, start nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON to stdout.")
@@ -115,6 +120,8 @@ def command(**typed: Any) -> None:
         _answer_dry(launch, as_json=options.as_json)
         return
     preflight.check(prepared.run_dir, resume=prepared.job.resume, needed_bytes=_checkpoint_bytes(launch))
+    if not options.no_doctor:
+        _examine(launch)
     if options.detached:
         detach(prepared.run_dir, sys.argv[1:], say)
         return
@@ -123,6 +130,19 @@ def command(**typed: Any) -> None:
     say(summary_text(found, prepared.run_dir))
     if options.as_json:
         answer_json(found)
+
+
+def _examine(launch: Launch) -> None:
+    """Says what of this machine is not as it should be. Raises EnvironmentProblem for what is in the way."""
+    found = quick(launch.prepared, launch.environment)
+    for finding in found:
+        if finding.mark is Mark.WARNING:
+            for line in finding_lines(finding):
+                say(line)
+    in_the_way = errors(found)
+    if in_the_way:
+        rows = [f"{finding.what}{f' → {finding.fix}' if finding.fix else ''}" for finding in in_the_way]
+        raise EnvironmentProblem("\n".join(rows), hint="`dstrain doctor` says more; --no-doctor starts all the same.")
 
 
 def _train(options: Options, launch: Launch, hosts: Hosts | None) -> None:

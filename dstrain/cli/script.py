@@ -38,7 +38,7 @@ class Kinds(click.Group):
         return super().resolve_command(ctx, args)
 
 
-@click.group("script", cls=Kinds, short_help="Write a job script for SLURM, PBS, LSF, Kubernetes, torchrun or bash.")
+@click.group("script", cls=Kinds, short_help="Write a script for SLURM, Kubernetes and others.")
 def command() -> None:
     """Write a script that starts a job elsewhere: to read, to edit and to submit.
 

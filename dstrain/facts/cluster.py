@@ -65,10 +65,12 @@ class Cluster:
     """Whether the GPU was named, read through NVML, or assumed."""
     intra_link: Link
     """The link between GPUs of one node."""
+    intra_link_origin: Origin = Origin.ASSUMED
+    """Whether the link between GPUs was measured, or is that of the GPU's data sheet."""
     inter_link: Link
     """The link between nodes, per GPU."""
     inter_link_origin: Origin
-    """Whether the link between nodes was given or assumed."""
+    """Whether the link between nodes was given, measured or assumed."""
     host_memory_bytes: int
     """RAM of one node that training may use."""
     host_memory_origin: Origin

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from dstrain.errors import DstrainError, RunFailed, SavedAndLeft
 from dstrain.facts.hostfile import Host, Hosts
+from dstrain.launch import elastic
 from dstrain.launch.begin import Launch, build_ops, score, start, write_run_dir
 from dstrain.launch.explain import explain
 from dstrain.launch.nodes.conductor import Conductor
@@ -95,9 +96,7 @@ class Run:
             if attempt > self._policy.max_restarts or not self._is_worth_it(error):
                 raise error
             self._voice.say(f"start {attempt} of {self._policy.max_restarts + 1} failed: {error.problem}")
-            self._pause()
-            if self._wishes.stop:
-                raise error
+            time.sleep(_PAUSE_S)  # ports and memory of the ranks that were killed become free
             attempt += 1
             launch = self._again(hosts, gone, error)
 
@@ -106,6 +105,8 @@ class Run:
         prepared = launch.prepared
         write_run_dir(launch, self._edits)
         build_ops(launch, self._voice.say)
+        if prepared.elastic is not None:
+            elastic.convert(prepared.elastic, launch.environment, self._voice.say)
         conductor = Conductor(
             score(launch, hang_s=self._policy.hang_s),
             self._wishes,
@@ -137,11 +138,6 @@ class Run:
     def _is_worth_it(self, error: DstrainError) -> bool:
         is_own_fault = any(f"code {code}:" in error.problem.splitlines()[0] for code in _OWN_FAULT)
         return not self._wishes.stop and isinstance(error, RunFailed | Unreachable) and not is_own_fault
-
-    def _pause(self) -> None:
-        until = time.monotonic() + _PAUSE_S
-        while time.monotonic() < until and not self._wishes.stop:
-            time.sleep(0.1)
 
     def _again(self, hosts: Hosts, gone: Sequence[str], error: DstrainError) -> Launch:
         """Returns the next start: spares for hosts that were lost, without them fewer hosts."""

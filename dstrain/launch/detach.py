@@ -36,7 +36,7 @@ def detach(run_dir: RunDir, arguments: Sequence[str], say: Callable[[str], None]
     log = folder_log(run_dir)
     log.parent.mkdir(parents=True, exist_ok=True)
     run_dir.state.unlink(missing_ok=True)
-    line = [sys.executable, "-m", "dstrain.cli", *(word for word in arguments if word != "--detach")]
+    line = [sys.executable, "-m", "dstrain.cli", *(word for word in arguments if word != "--detach"), "--no-doctor"]
     with log.open("wb") as file:
         child = subprocess.Popen(
             line, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, start_new_session=True

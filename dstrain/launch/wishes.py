@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
+from dstrain.errors import Interrupted, RunFailed
 from dstrain.launch.nodes.score import Wishes
 
 SAVE_SIGNAL = signal.SIGUSR1
@@ -21,9 +22,10 @@ SAVE_SIGNAL = signal.SIGUSR1
 def noting_signals(screen_log: Path, *, saves_on_term: bool = False) -> Iterator[Wishes]:
     """Yields what signals wish of the run; outside the main thread signals are left alone.
 
-    SIGINT and SIGTERM stop it, a second one at once; with `saves_on_term` the first SIGTERM saves and leaves instead,
-    as SIGUSR1 always does. SIGHUP, a login that dropped, ends nothing: from there on the screen is `screen_log`.
-    Ctrl-Z is passed over, since agents end their ranks when `run` falls silent.
+    SIGINT and SIGTERM stop it, a second one at once; where no rank runs they raise Interrupted or RunFailed. With
+    `saves_on_term` the first SIGTERM saves and leaves instead, as SIGUSR1 always does. SIGHUP, a login that dropped, ends
+    nothing: from there on the screen is `screen_log`. Ctrl-Z is passed over, since agents end their ranks when `run`
+    falls silent.
     """
     wishes = Wishes()
     if threading.current_thread() is not threading.main_thread():
@@ -34,6 +36,9 @@ def noting_signals(screen_log: Path, *, saves_on_term: bool = False) -> Iterator
         if number == signal.SIGTERM and saves_on_term and not wishes.save:
             wishes.save = True
             return
+        if not wishes.is_heeded:
+            kind = Interrupted if number == signal.SIGINT else RunFailed
+            raise kind(f"stopped ({signal.Signals(number).name}); no rank is running")
         wishes.is_interrupt = wishes.is_interrupt or (not wishes.stop and number == signal.SIGINT)
         wishes.stop.append(signal.Signals(number).name)
 

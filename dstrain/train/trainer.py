@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 import transformers
+from torch.utils.data import RandomSampler
 
 from dstrain.monitor.callback import COUNTS, Meter, MetricsCallback
 from dstrain.pulse import Phase, Sender
@@ -58,6 +60,16 @@ class Trainer(transformers.Trainer):
         """Returns the inputs of the model, without the counts that an evaluation has no use for."""
         inputs.pop(COUNTS, None)
         return super()._prepare_inputs(inputs)
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> RandomSampler:
+        """Returns the sampler of an epoch, filled up to whole steps with samples that are drawn once more.
+
+        So each step takes the same samples on any number of ranks. Accelerate fills up too, but to one micro-batch for
+        each rank, and with the epoch's first.
+        """
+        data: Any = self.train_dataset if train_dataset is None else train_dataset
+        batch = self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps * self._rank.world_size
+        return RandomSampler(data, num_samples=math.ceil(len(data) / batch) * batch)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Logs, with what was measured in the same window; so trainer_state.json, the sinks and the file agree."""

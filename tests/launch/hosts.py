@@ -28,8 +28,8 @@ def write_job(folder: Path, demo: Path, *, interface: str, **changes: Any) -> No
         "gradient_accumulation_steps": "auto",
         "train_batch_size": "auto",
         "gradient_clipping": "auto",
-        # of ZeRO-2, every gradient would wait for the delayed acknowledgements of TCP
-        "zero_optimization": {"stage": 1},
+        # the default bucket takes 2 GB, which every step would allocate anew
+        "zero_optimization": {"stage": 2, "reduce_bucket_size": 1000000, "allgather_bucket_size": 1000000},
     }
     (folder / "ds_config.json").write_text(json.dumps(config))
     job = {

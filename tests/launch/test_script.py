@@ -301,3 +301,33 @@ def test_pbs_reads_secrets_from_the_file_that_only_its_user_can_read(python: Pat
     text = BATCH["pbs"](asked_in(folder, python), BATCHES["pbs"]).replace("seconds=43020\n", "seconds=1\n")
     subprocess.run(["bash", "-c", text], env={**os.environ, "PBS_JOBID": "1.a"}, capture_output=True, timeout=30)
     assert Path(f"{python}.token").read_text() == "a $HOME 'b' \"c\"\n"
+
+
+@pytest.mark.parametrize(("codes", "code"), [((0, 0), 0), ((0, 3), 3), ((4, 0), 4)])
+def test_all_nodes_are_started_over_ssh_and_a_failure_comes_back(
+    python: Path, codes: tuple[int, int], code: int
+) -> None:
+    folder = python.parent.parent / "a folder"
+    (folder / "out").mkdir(parents=True)
+    ssh = python.parent / "ssh"
+    ssh.write_text('#!/bin/bash\nprintf "%s\\n" "${@: -2:1}" >>"$0.hosts"\nexec bash -c "${@: -1}"\n')
+    ssh.chmod(0o755)
+    python.write_text(
+        '#!/bin/bash\nprintf \'%s\\0\' "$@" --- >>"$0.typed"\n'
+        f'[ "$2" = dstrain.cli ] || {{ c=({codes[0]} {codes[1]}); exit "${{c[$7]}}"; }}\n'
+    )
+    script = folder / "job.sh"
+    script.write_text(bash(asked_in(folder, python)))
+    path = {"PATH": f"{python.parent}:{os.environ['PATH']}"}
+    done = subprocess.run(["bash", str(script)], env={**os.environ, **path}, capture_output=True, text=True, timeout=30)
+    assert done.returncode == code, done.stderr
+    if code == 0:
+        assert sorted(Path(f"{ssh}.hosts").read_text().split()) == ["gpu01", "gpu02"]
+        prepared, *nodes = typed(python)
+        assert prepared[2:4] == ["script", "prepare"]
+        assert sorted(" ".join(node) for node in nodes) == [
+            f"-m deepspeed.launcher.runner --hostfile {folder}/out/hostfile --no_ssh --node_rank {rank}"
+            f" --master_addr gpu01 --master_port 29500 --enable_each_rank_log {folder}/out/logs"
+            f" --no_local_rank --module dstrain.train {folder}/out"
+            for rank in (0, 1)
+        ]

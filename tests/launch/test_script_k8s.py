@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import os
 import re
 import subprocess
 from collections.abc import Callable
@@ -214,3 +215,55 @@ def test_what_lies_on_no_volume_is_told() -> None:
 
     job = Job(model="Qwen/Qwen3-8B", data="/data/train.jsonl", output_dir="/shared/out", ds_config="/shared/a.json")
     assert outside(ASKED, job, PODS.claims) == ["data /data/train.jsonl"]
+
+
+def run_pod(document: dict[str, Any], folder: Path) -> tuple[int, list[list[str]]]:
+    """Runs what a pod would, with a program in place of Python; returns its code and the words of each call."""
+    program = folder / "python"
+    program.write_text('#!/bin/bash\nprintf "%s\\0" "$@" --- >>"$0.typed"\n')
+    program.chmod(0o755)
+    container = next(each for each in containers(document) if "env" in each)
+    variables = {each["name"]: each.get("value", "").replace("$$", "$") for each in container["env"]}
+    line = [*container["command"], *(word.replace("$$", "$") for word in container["args"])]
+    done = subprocess.run(line, env={**os.environ, **variables}, capture_output=True, timeout=30)
+    calls = Path(f"{program}.typed").read_text().split("\0---\0")[:-1]
+    return done.returncode, [call.split("\0") for call in calls]
+
+
+def in_folder(folder: Path) -> Asked:
+    return replace(
+        ASKED,
+        job=folder / "job.yaml",
+        run_dir=folder / "out put",
+        python=str(folder / "python"),
+        overrides=("monitor.name=$(A) $$ 'b'",),
+    )
+
+
+@pytest.mark.parametrize("kind", [Kind.PYTORCHJOB, Kind.TRAINJOB])
+@pytest.mark.parametrize(("is_done", "code"), [(True, 0), (False, 75)])
+def test_a_pod_prepares_and_trains_and_says_whether_it_left_early(
+    tmp_path: Path, kind: Kind, is_done: bool, code: int
+) -> None:
+    out = tmp_path / "out put"
+    out.mkdir()
+    if is_done:
+        (out / "summary.json").touch()
+    found, calls = run_pod(parsed(manifest(in_folder(tmp_path), PODS, kind)), tmp_path)
+    assert found == code
+    prepare = ["-m", "dstrain.cli", "script", "prepare", f"{tmp_path}/job.yaml", "--nodes", "2", "--gpus", "16"]
+    assert calls == [
+        [*prepare, "--set", "monitor.name=$(A) $$ 'b'", "--set", "resume=auto"],
+        ["-m", "torch.distributed.run", "-m", "dstrain.train", str(out)],
+    ]
+
+
+def test_the_launcher_of_an_mpijob_starts_the_run_on_the_operators_hosts(tmp_path: Path) -> None:
+    found, calls = run_pod(parsed(manifest(in_folder(tmp_path), PODS, Kind.MPIJOB)), tmp_path)
+    hosts = f"{tmp_path}/out put/hostfile.job"
+    assert found == 0
+    words = ["--launcher", "ssh", "--hostfile", hosts, "--save-on-term", "--set", "monitor.name=$(A) $$ 'b'"]
+    assert calls == [
+        ["-m", "dstrain.cli", "hostfile", "write", "--from", "k8s", "-o", hosts],
+        ["-m", "dstrain.cli", "run", f"{tmp_path}/job.yaml", *words, "--set", "resume=auto"],
+    ]

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from dstrain.errors import EnvironmentProblem, InvalidConfig
 from dstrain.rundir import RunDir, is_whole
-from dstrain.train.checkpoints import begin, choose, complete, half_written, rotate
+from dstrain.train.checkpoints import Written, begin, choose, complete, half_written, reads_universal, rotate
 
 
-def make(folder: Path, step: int, *, whole: bool = True, ranks: int = 2) -> Path:
+def written(step: int, *, ranks: int = 2, zero_stage: int = 2) -> Written:
+    return Written(step=step, world_size=ranks, zero_stage=zero_stage, micro_batch=1, grad_accum=4)
+
+
+def make(folder: Path, step: int, *, whole: bool = True, ranks: int = 2, zero_stage: int = 2) -> Path:
     checkpoint = folder / f"checkpoint-{step}"
     shards = checkpoint / f"global_step{step}"
     shards.mkdir(parents=True)
     for rank in range(ranks):
         (shards / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt").touch()
     if whole:
-        complete(checkpoint, step=step, world_size=ranks, zero_stage=2)
+        complete(checkpoint, written(step, ranks=ranks, zero_stage=zero_stage))
     return checkpoint
 
 
@@ -52,15 +57,43 @@ def test_a_folder_that_is_half_written_is_refused(tmp_path: Path) -> None:
 
 
 def test_another_number_of_ranks_is_refused_before_deepspeed_fails(tmp_path: Path) -> None:
-    make(tmp_path, 1)
-    with pytest.raises(InvalidConfig, match="written by 2 ranks and cannot be loaded by 4"):
+    checkpoint = make(tmp_path, 1)
+    with pytest.raises(InvalidConfig, match="written by 2 ranks and cannot be loaded by 4 as it is") as caught:
         choose(RunDir(tmp_path), "auto", world_size=4)
+    assert f"python -m dstrain.train.universal {checkpoint}" in str(caught.value.hint)
+
+
+def test_another_number_of_ranks_goes_on_from_the_universal_copy(tmp_path: Path) -> None:
+    checkpoint = make(tmp_path, 1)
+    (checkpoint / "latest_universal").write_text("global_step1_universal")
+    chosen = choose(RunDir(tmp_path), "auto", world_size=4)
+    assert chosen is not None
+    assert chosen.checkpoint == checkpoint
+    assert reads_universal(checkpoint, world_size=4)
+    assert not reads_universal(checkpoint, world_size=2)
+
+
+def test_without_zero_any_number_of_ranks_goes_on(tmp_path: Path) -> None:
+    checkpoint = make(tmp_path, 1, zero_stage=0)
+    assert choose(RunDir(tmp_path), "auto", world_size=4) is not None
+    assert not reads_universal(checkpoint, world_size=4)
+
+
+def test_a_checkpoint_from_before_the_batch_was_written_down_still_loads(tmp_path: Path) -> None:
+    checkpoint = make(tmp_path, 1)
+    (checkpoint / "complete.json").write_text('{"step": 1, "world_size": 2, "zero_stage": 2}')
+    assert choose(RunDir(tmp_path), "auto", world_size=2) is not None
+
+
+def test_a_checkpoint_says_how_it_was_trained(tmp_path: Path) -> None:
+    record = json.loads((make(tmp_path, 7) / "complete.json").read_text())
+    assert record == {"step": 7, "world_size": 2, "zero_stage": 2, "micro_batch": 1, "grad_accum": 4}
 
 
 def test_a_missing_shard_leaves_a_checkpoint_unmarked(tmp_path: Path) -> None:
     checkpoint = make(tmp_path, 1, whole=False, ranks=1)
     with pytest.raises(EnvironmentProblem, match="shards of 1 of 2 ranks"):
-        complete(checkpoint, step=1, world_size=2, zero_stage=2)
+        complete(checkpoint, written(1))
     assert not is_whole(checkpoint)
 
 
@@ -76,6 +109,14 @@ def test_the_newest_whole_one_stays_whatever_the_limit(tmp_path: Path) -> None:
     make(tmp_path, 3, whole=False)
     rotate(RunDir(tmp_path), 1)
     assert names(tmp_path) == ["checkpoint-2", "checkpoint-3"]
+
+
+def test_a_universal_copy_goes_with_its_checkpoint(tmp_path: Path) -> None:
+    copy = make(tmp_path, 1) / "global_step1_universal" / "zero"
+    copy.mkdir(parents=True)
+    make(tmp_path, 2)
+    rotate(RunDir(tmp_path), 1)
+    assert not copy.exists()
 
 
 def test_half_written_ones_behind_the_newest_whole_one_go(tmp_path: Path) -> None:

@@ -28,6 +28,8 @@ class Question:
     """The port on which rank 0 will listen, on its own host."""
     folders: Mapping[str, str] = field(default_factory=dict)
     """Folders that the run writes, by what they are for: `output`, `nvme`."""
+    paths: tuple[str, ...] = ()
+    """Files and folders that every rank reads."""
     endpoints: Mapping[str, str] = field(default_factory=dict)
     """Addresses on the internet to try, by name."""
 
@@ -154,6 +156,8 @@ class Space:
     """RAM that is not in use."""
     folders: Mapping[str, Folder]
     """Folders by what they are for."""
+    unreadable: tuple[str, ...]
+    """What ranks read, and cannot be read here."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

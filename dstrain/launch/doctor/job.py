@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dstrain.errors import DstrainError, InvalidConfig
 from dstrain.facts import probe
@@ -16,11 +16,11 @@ from dstrain.jobfile import JobFile
 from dstrain.launch.doctor import needs as wanted
 from dstrain.launch.doctor.finding import Finding, Notes
 from dstrain.launch.doctor.needs import Needs
-from dstrain.launch.known import known
-from dstrain.launch.linting import lint, read_text
 from dstrain.paths import shown
-from dstrain.plan.plan import Estimate
-from dstrain.render.lint import check
+from dstrain.render import jsonc
+
+if TYPE_CHECKING:
+    from dstrain.plan.plan import Estimate
 
 
 def hosts_of(file: JobFile) -> tuple[Hosts | None, list[Finding]]:
@@ -44,8 +44,8 @@ def first_needs(file: JobFile, hosts: Hosts | None) -> Needs:
     """Returns what can be known of a job at once, without its model: enough to ask the machines."""
     config: dict[str, Any] = {}
     with suppress(DstrainError):
-        document, _ = check.read(read_text(Path(file.job.ds_config)), file.job.ds_config)
-        config = document.value if document is not None else {}
+        found = jsonc.read(probe.read_text(Path(file.job.ds_config)), file.job.ds_config).value
+        config = found if isinstance(found, dict) else {}
     return _for(file, hosts, config, None)
 
 
@@ -54,7 +54,7 @@ def _for(file: JobFile, hosts: Hosts | None, config: Mapping[str, Any], estimate
     found = wanted.of_job(file.job, os.environ, hosts, config, estimate)
     if file.job.hostfile is None or hosts is not None:
         return found
-    return replace(found, host_bytes=None, checkpoint_bytes=None, nvme_bytes=0, folders={})
+    return replace(found, host_bytes=None, checkpoint_bytes=None, nvme_bytes=0, folders={}, paths=())
 
 
 def all_needs(file: JobFile, hosts: Hosts | None) -> tuple[Needs, list[Finding]]:
@@ -62,6 +62,10 @@ def all_needs(file: JobFile, hosts: Hosts | None) -> tuple[Needs, list[Finding]]
 
     May ask the hub for the model, which takes as long as it takes.
     """
+    from dstrain.launch.known import known  # these bring the planner with them, which takes a quarter of a second
+    from dstrain.launch.linting import lint
+    from dstrain.render.lint import check
+
     notes, name = Notes("job"), shown(file.job.ds_config)
     try:
         linted = lint(known(file, Path(file.job.ds_config).parent), Path(file.job.ds_config))

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dstrain.choices import Hub, SinkName
 from dstrain.facts.hostfile import Host, Hosts
@@ -18,9 +18,11 @@ from dstrain.launch.doctor.facts import Question
 from dstrain.launch.environment import is_forwarded, is_secret
 from dstrain.launch.machine import ACCELERATOR
 from dstrain.launch.preflight import DEFAULT_PORT
-from dstrain.launch.prepare import Prepared
-from dstrain.plan.plan import Estimate
 from dstrain.rundir import RunDir
+
+if TYPE_CHECKING:
+    from dstrain.launch.prepare import Prepared
+    from dstrain.plan.plan import Estimate
 
 _URLS = {
     "Hugging Face": ("HF_ENDPOINT", "https://huggingface.co"),
@@ -64,6 +66,8 @@ class Needs:
     """What one host writes to NVMe."""
     folders: Mapping[str, str] = field(default_factory=dict)
     """Folders that the run writes: `output`, `nvme`."""
+    paths: tuple[str, ...] = ()
+    """Files and folders that every rank reads."""
     hubs: tuple[str, ...] = tuple(HUBS.values())
     """Hubs from which model or data come; all of them where there is no job."""
     wants_swanlab: bool = True
@@ -122,7 +126,8 @@ def of_job(
         num_checkpoints=_num_checkpoints(job),
         nvme_bytes=memory.nvme_bytes_per_node if memory else 0,
         folders=folders | ({"nvme": nvme} if nvme else {}),
-        hubs=(HUBS[job.hub],) if _asks_hub(job) else (),
+        paths=tuple(name for name in _read_by_ranks(job) if _is_local(name)),
+        hubs=() if all(map(_is_local, _read_by_ranks(job))) else (HUBS[job.hub],),
         wants_swanlab=SinkName.SWANLAB in job.monitor.sinks,
         swanlab_mode=job.monitor.mode,
         environment=_without_secrets(merged),
@@ -135,11 +140,11 @@ def on_host(needs: Needs, host: Host) -> Needs:
     return replace(needs, slots=host.slots, is_first=host.name == first)
 
 
-def of_prepared(prepared: Prepared, environment: Mapping[str, str]) -> Needs:
-    """Returns what a checked run wants, for the quick look before its launch."""
+def of_prepared(prepared: Prepared, environment: Mapping[str, str], host: Host) -> Needs:
+    """Returns what a checked run wants of one host, for the quick look before its launch."""
     job, config, estimate = prepared.job, prepared.ds_config, prepared.estimate
     needs = of_job(job, environment, prepared.hosts, config, estimate, is_quick=True)
-    return on_host(needs, prepared.hosts.hosts[0])
+    return on_host(needs, host)
 
 
 def question(needs: Needs, host: str | None = None) -> Question:
@@ -153,6 +158,7 @@ def question(needs: Needs, host: str | None = None) -> Question:
         master=names[0] if len(names) > 1 else None,
         port=needs.port if needs.is_first else None,
         folders=needs.folders,
+        paths=needs.paths,
         endpoints=_endpoints(needs),
     )
 
@@ -196,7 +202,10 @@ def _nvme_path(ds_config: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _asks_hub(job: Job) -> bool:
-    """Returns whether a job's model or data are ids on a hub."""
-    named = [name for name in (job.model, job.data, job.eval_data) if name is not None]
-    return any(not looks_local(name) and not Path(name).exists() for name in named)
+def _read_by_ranks(job: Job) -> list[str]:
+    return [name for name in (job.model, job.data, job.eval_data) if name is not None]
+
+
+def _is_local(name: str) -> bool:
+    """Returns whether a model or data set is a path here, not an id on a hub."""
+    return looks_local(name) or Path(name).exists()

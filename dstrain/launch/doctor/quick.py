@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
+from dstrain.launch.command import is_this_machine
 from dstrain.launch.doctor.checks.all import findings
 from dstrain.launch.doctor.finding import Finding
 from dstrain.launch.doctor.gather import gather
 from dstrain.launch.doctor.needs import of_prepared, question
-from dstrain.launch.prepare import Prepared
+from dstrain.launch.machine import names
+
+if TYPE_CHECKING:
+    from dstrain.launch.prepare import Prepared
+
+_WITHOUT_RANKS = ("software", "space")
 
 
 def quick(prepared: Prepared, environment: Mapping[str, str]) -> list[Finding]:
     """Returns what matters on this machine before a launch, within 5 s: errors stop the run, warnings are told.
 
     Looked at are versions, stale locks, GPUs with their ECC and Xid errors, limits, RAM and disk against the estimate,
-    and the port of rank 0. `environment` is what the launcher will have.
+    and the port of rank 0. `environment` is what the launcher will have. A machine that has no rank needs the software
+    alone, and the disk.
     """
-    needs = of_prepared(prepared, environment)
-    return findings(gather(question(needs), environment), needs)
+    own = names()
+    here = [host for host in prepared.hosts.hosts if is_this_machine(host.name, own)]
+    needs = of_prepared(prepared, environment, here[0] if here else prepared.hosts.hosts[0])
+    found = findings(gather(question(needs), environment), needs)
+    return found if here else [finding for finding in found if finding.subject in _WITHOUT_RANKS]

@@ -20,7 +20,7 @@ from dstrain.launch.output import files, rank_logs
 from dstrain.pulse import Phase
 
 Check = Callable[[Mapping[Node, Hello]], Mapping[Node, Mapping[str, str]]]
-"""Is shown what every node says of itself, and returns what its environment gets beside the rest; raises where the nodes
+"""Is shown what every node says of itself, and returns what its environment gets beside the rest; raises where they
 cannot run together."""
 _ENDING_S = 20.0
 _STACKS_S = 3.0
@@ -59,6 +59,7 @@ class Conductor:
         """
         begin = time.time()
         earlier = files(self._score.run_dir.logs)
+        self._wishes.is_heeded = True
         self._party = Party(self._score)
         try:
             if self._meet():
@@ -66,6 +67,7 @@ class Conductor:
                 self._follow()
         finally:
             self._party.close()
+            self._wishes.is_heeded = False
         sweep(self._score, [part.node for part in self._party.parts if part.lost is not None])
         return self._outcome(begin, earlier)
 

@@ -107,8 +107,7 @@ class Party:
             part.channel.send(look, part.node.number)
 
     def require_answers(self, until: float) -> bool:
-        """Returns whether every node has answered. Raises Unreachable when those that have not cannot any more, or it is too
-        late."""
+        """Returns whether every node has answered. Raises Unreachable when the others cannot any more, or are late."""
         silent = [part for part in self.parts if part.hello is None]
         if silent and (all(part.channel.is_closed for part in silent) or time.monotonic() > until):
             raise Unreachable({part.node.host: part.channel.last_words() for part in silent})

@@ -61,6 +61,8 @@ class Wishes:
     """Whether it shall save a checkpoint and leave."""
     is_interrupt: bool = False
     """Whether the first to stop it was Ctrl-C."""
+    is_heeded: bool = False
+    """Whether somebody looks here now; before and after that a signal ends what is being done."""
 
 
 def new_mark() -> str:

@@ -103,7 +103,7 @@ def folder(free: int, **changes: Any) -> Folder:
 
 
 def space(**changes: Any) -> Space:
-    found = Space(ram_bytes=1000 * GIB, available_bytes=900 * GIB, folders={"output": folder(900 * GIB)})
+    found = Space(ram_bytes=1000 * GIB, available_bytes=900 * GIB, folders={"output": folder(900 * GIB)}, unreadable=())
     return replace(found, **changes)
 
 

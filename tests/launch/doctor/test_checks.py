@@ -228,6 +228,10 @@ def test_other_hosts_need_their_share_of_a_checkpoint() -> None:
     assert about_space(other, folders={"output": folder(160 * GIB)})[1].startswith("✓ disk: 3 × 50.0 GiB")
 
 
+def test_what_ranks_read_must_be_there() -> None:
+    assert about_space(unreadable=("/data/train.jsonl",))[1].startswith("✗ /data/train.jsonl cannot be read here")
+
+
 def test_nvme_must_hold_what_is_offloaded() -> None:
     job = replace(JOB, nvme_bytes=400 * GIB, folders={"nvme": "/nvme"})
     assert about_space(job, folders={"nvme": folder(100 * GIB, path="/nvme")})[1].startswith(

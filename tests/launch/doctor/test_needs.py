@@ -56,6 +56,7 @@ def test_the_jobs_environment_counts_and_secrets_never_leave(tmp_path: Path) -> 
 def test_a_job_of_local_files_asks_no_hub(tmp_path: Path) -> None:
     local = Job(model="./model", data="./train.jsonl", output_dir=str(tmp_path))
     assert of_job(local, {}, None, {}, None).hubs == ()
+    assert of_job(local, {}, None, {}, None).paths == ("./model", "./train.jsonl")
     assert of_job(job(tmp_path), {}, None, {}, None).hubs == ("Hugging Face",)
 
 

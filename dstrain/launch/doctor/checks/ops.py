@@ -50,7 +50,7 @@ def check(facts: Facts, needs: Needs) -> list[Finding]:
         fix = cure(parts, tools.installer)
         if needed:
             notes.bad(f"{what}; this job needs {', '.join(needed)}", fix)
-        else:
+        elif not needs.is_quick:
             notes.warn(what, fix)
     return notes.findings
 

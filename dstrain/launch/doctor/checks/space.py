@@ -15,6 +15,8 @@ def check(facts: Facts, needs: Needs) -> list[Finding]:
         return []
     if needs.host_bytes is not None:
         _ram(space, needs.host_bytes, notes)
+    for path in space.unreadable:
+        notes.bad(f"{path} cannot be read here, and every rank reads it", f"ls -ld {path}; share or copy it")
     output, nvme = space.folders.get("output"), space.folders.get("nvme")
     if output is not None:
         _output(output, needs, notes)

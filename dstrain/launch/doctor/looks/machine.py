@@ -42,6 +42,7 @@ def look_space(question: Question, environment: Mapping[str, str]) -> Space:
         ram_bytes=ram,
         available_bytes=min(ram, psutil.virtual_memory().available),
         folders={purpose: folder(Path(name)) for purpose, name in question.folders.items()},
+        unreadable=tuple(path for path in question.paths if not os.access(path, os.R_OK)),
     )
 
 

@@ -1,0 +1,230 @@
+"""What a run does that goes on from a checkpoint, by the numbers of GPUs, the batch, and the ZeRO stage."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import namedtuple
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dstrain.errors import EnvironmentProblem, InvalidConfig
+from dstrain.job import Job
+from dstrain.launch.elastic import Elastic, Resuming, convert, decide, resuming
+
+RECORD = {"step": 4, "world_size": 2, "zero_stage": 2, "micro_batch": 2, "grad_accum": 4}
+TWO = {"zero_optimization": {"stage": 2}}
+
+
+def checkpoint(folder: Path, step: int = 4, **record: Any) -> Path:
+    made = folder / f"checkpoint-{step}"
+    made.mkdir(parents=True)
+    (made / "complete.json").write_text(json.dumps({**RECORD, "step": step, **record}))
+    return made
+
+
+def job(folder: Path, **changes: Any) -> Job:
+    given = {"micro_batch": 2, "grad_accum": 4, "resume": "auto", **changes}
+    return Job(model="m", output_dir=str(folder), **given)
+
+
+def batch(found: Resuming) -> tuple[int, int]:
+    return found.job.micro_batch, found.job.grad_accum
+
+
+# The checkpoint
+
+
+def test_a_run_that_begins_is_left_as_it_is(tmp_path: Path) -> None:
+    wanted = job(tmp_path)
+    assert resuming(wanted, num_ranks=1) == Resuming(job=wanted)
+    assert decide(None, TWO, num_ranks=1) is None
+
+
+def test_a_run_that_does_not_resume_has_the_batch_of_its_job(tmp_path: Path) -> None:
+    checkpoint(tmp_path)
+    wanted = job(tmp_path, resume="never")
+    assert resuming(wanted, num_ranks=1) == Resuming(job=wanted)
+
+
+def test_auto_is_the_newest_whole_one(tmp_path: Path) -> None:
+    checkpoint(tmp_path, 4)
+    newest = checkpoint(tmp_path, 10)
+    (checkpoint(tmp_path, 12) / "complete.json").unlink()
+    found = resuming(job(tmp_path), num_ranks=2).saved
+    assert found is not None
+    assert found.folder == newest
+
+
+def test_a_folder_of_another_run_is_taken(tmp_path: Path) -> None:
+    other = checkpoint(tmp_path / "other", world_size=4)
+    found = resuming(job(tmp_path / "mine", resume=str(other)), num_ranks=2)
+    assert found.saved is not None
+    assert found.saved.folder == other
+    assert batch(found) == (2, 8)
+
+
+def test_one_that_does_not_say_its_batch_had_that_of_the_job(tmp_path: Path) -> None:
+    made = checkpoint(tmp_path)
+    (made / "complete.json").write_text('{"step": 4, "world_size": 2, "zero_stage": 2}')
+    assert batch(resuming(job(tmp_path, grad_accum=3), num_ranks=1)) == (2, 6)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"world_size": null, "zero_stage": 2}'])
+def test_a_damaged_record_is_named(tmp_path: Path, text: str) -> None:
+    made = checkpoint(tmp_path)
+    (made / "complete.json").write_text(text)
+    with pytest.raises(InvalidConfig, match=r"complete\.json: is damaged"):
+        resuming(job(tmp_path), num_ranks=2)
+
+
+# The global batch
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "kept"), [(1, (2, 8)), (2, (2, 4)), (4, (2, 2)), (8, (2, 1)), (16, (1, 1))], ids=str
+)
+def test_the_global_batch_is_kept_on_any_number_of_ranks(tmp_path: Path, num_ranks: int, kept: tuple[int, int]) -> None:
+    checkpoint(tmp_path)
+    assert batch(resuming(job(tmp_path), num_ranks=num_ranks)) == kept
+
+
+def test_a_micro_batch_that_does_not_divide_gets_smaller(tmp_path: Path) -> None:
+    checkpoint(tmp_path, world_size=3)  # 24 samples a step
+    assert batch(resuming(job(tmp_path, micro_batch=5), num_ranks=2)) == (4, 3)
+
+
+def test_a_micro_batch_never_grows(tmp_path: Path) -> None:
+    checkpoint(tmp_path, world_size=8)
+    assert batch(resuming(job(tmp_path, micro_batch=1), num_ranks=2)) == (1, 32)
+
+
+def test_a_batch_that_the_ranks_cannot_share_names_the_numbers_that_can(tmp_path: Path) -> None:
+    checkpoint(tmp_path)
+    with pytest.raises(InvalidConfig, match="global batch of 16: 3 GPUs cannot share it") as caught:
+        resuming(job(tmp_path), num_ranks=3)
+    assert caught.value.hint == "Numbers of GPUs that can: 1, 2, 4."
+
+
+def test_a_resume_after_one_on_fewer_ranks_keeps_the_batch_too(tmp_path: Path) -> None:
+    checkpoint(tmp_path, world_size=1, grad_accum=8)  # by a job that still says 4
+    found = resuming(job(tmp_path), num_ranks=1)
+    assert batch(found) == (2, 8)
+    assert found.notes == ("resuming checkpoint-4: global batch 16 kept by grad_accum 4 → 8",)
+
+
+def test_a_smaller_micro_batch_on_the_same_ranks_accumulates_more(tmp_path: Path) -> None:
+    checkpoint(tmp_path)
+    assert batch(resuming(job(tmp_path, micro_batch=1), num_ranks=2)) == (1, 8)
+
+
+def test_what_was_changed_is_said(tmp_path: Path) -> None:
+    checkpoint(tmp_path)
+    (note,) = resuming(job(tmp_path), num_ranks=1).notes
+    assert note == "resuming checkpoint-4 of 2 ranks on 1: global batch 16 kept by grad_accum 4 → 8"
+    (note,) = resuming(job(tmp_path), num_ranks=16).notes
+    assert note.endswith("kept by micro_batch 2 → 1, grad_accum 4 → 1")
+    assert resuming(job(tmp_path), num_ranks=2).notes == ()
+
+
+def test_a_job_that_gives_the_same_batch_itself_is_left_as_it_is(tmp_path: Path) -> None:
+    checkpoint(tmp_path)
+    found = resuming(job(tmp_path, micro_batch=4), num_ranks=1)
+    assert batch(found) == (4, 4)
+    assert found.notes == ("resuming checkpoint-4 of 2 ranks on 1: global batch 16 kept",)
+
+
+def test_an_error_about_the_changed_job_says_how_it_was_changed(tmp_path: Path) -> None:
+    checkpoint(tmp_path)
+    error = resuming(job(tmp_path), num_ranks=1).explained(InvalidConfig("grad_accum is 8", hint="Write auto."))
+    assert "grad_accum 4 → 8\nWrite auto." in str(error)
+
+
+# The shards
+
+
+def saved(folder: Path, **record: Any) -> Any:
+    checkpoint(folder, **record)
+    return resuming(job(folder), num_ranks=2).saved
+
+
+def test_another_number_of_ranks_needs_a_conversion(tmp_path: Path) -> None:
+    found = decide(saved(tmp_path), TWO, num_ranks=1)
+    assert found == Elastic(checkpoint=tmp_path / "checkpoint-4", from_ranks=2, to_ranks=1)
+
+
+@pytest.mark.parametrize(("stage", "written"), [(2, 2), (1, 2), (2, 1), (3, 3), (0, 0)])
+def test_the_same_number_of_ranks_needs_none(tmp_path: Path, stage: int, written: int) -> None:
+    assert decide(saved(tmp_path, zero_stage=written), {"zero_optimization": {"stage": stage}}, num_ranks=2) is None
+
+
+def test_without_zero_nothing_is_sharded(tmp_path: Path) -> None:
+    assert decide(saved(tmp_path, zero_stage=0), {}, num_ranks=1) is None
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize(("stage", "written"), [(3, 2), (2, 3), (0, 2), (1, 0), (3, 1)])
+def test_another_zero_stage_is_refused_with_a_way_out(tmp_path: Path, stage: int, written: int, num_ranks: int) -> None:
+    found = saved(tmp_path, zero_stage=written)
+    problem = f"written under ZeRO-{written}, and ZeRO-{stage} cannot load its shards"
+    with pytest.raises(InvalidConfig, match=problem) as caught:
+        decide(found, {"zero_optimization": {"stage": stage}}, num_ranks=num_ranks)
+    assert f"Write stage {written} again, or begin from its weights: dstrain export" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"optimizer": {"type": "Lion"}}, 'optimizer.type "Lion"'),
+        ({"zero_optimization": {"stage": 2, "round_robin_gradients": True}}, "round_robin_gradients true"),
+        (
+            {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}}},
+            'offload_optimizer.device "nvme"',
+        ),
+        ({"zero_optimization": {"stage": 2, "zenflow": {"topk_ratio": 0.1}}}, "zero_optimization.zenflow"),
+        ({"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel.autotp_size 2"),
+    ],
+)
+def test_what_deepspeed_cannot_convert_is_refused(tmp_path: Path, change: dict[str, Any], said: str) -> None:
+    found = saved(tmp_path)
+    with pytest.raises(InvalidConfig) as caught:
+        decide(found, {**TWO, **change}, num_ranks=1)
+    assert "cannot bring it to 1 with" in caught.value.problem
+    assert caught.value.problem.endswith(said)
+    assert decide(found, {**TWO, **change}, num_ranks=2) is None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"optimizer": {"type": "AdamW"}},
+        {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}, "round_robin_gradients": False}},
+        {"tensor_parallel": {"autotp_size": 1}, "sequence_parallel_size": 1},
+    ],
+)
+def test_what_it_can_convert_is_not(tmp_path: Path, change: dict[str, Any]) -> None:
+    assert decide(saved(tmp_path), {**TWO, **change}, num_ranks=1) is not None
+
+
+# The conversion
+
+
+def test_a_copy_that_is_there_is_not_made_again(tmp_path: Path) -> None:
+    made = checkpoint(tmp_path)
+    (made / "latest_universal").write_text("global_step4_universal")
+    told: list[str] = []
+    convert(Elastic(checkpoint=made, from_ranks=2, to_ranks=1), {}, told.append)
+    assert told == []
+
+
+def test_a_disk_that_is_too_small_is_said_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = checkpoint(tmp_path)
+    shard = made / "global_step4" / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"
+    shard.parent.mkdir()
+    shard.write_bytes(bytes(2**20))
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage(2**30, 2**30, 2**20))
+    with pytest.raises(EnvironmentProblem, match=r"1\.00 MiB are free, and to convert it .* takes 2\.00 MiB"):
+        convert(Elastic(checkpoint=made, from_ranks=2, to_ranks=1), {}, lambda text: None)
