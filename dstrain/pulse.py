@@ -26,8 +26,12 @@ class Phase(StrEnum):
     """Loading; from here on it heeds signals."""
     STEP = "step"
     """Training; the step it names is done."""
+    SAVING = "saving"
+    """Writing a checkpoint."""
+    EVALUATING = "evaluating"
+    """Evaluating, and writing a checkpoint where both are due."""
     BUSY = "busy"
-    """Evaluating or writing a checkpoint, which may take long."""
+    """All steps are done; it evaluates and saves for the last time."""
     LEFT = "left"
     """Ended early, with a checkpoint, because somebody asked for that."""
     DONE = "done"
@@ -44,6 +48,8 @@ class Pulse:
     """Optimizer steps done."""
     phase: Phase
     """What it is doing."""
+    total: int = 0
+    """Optimizer steps of the whole run; 0 where that is not known."""
 
 
 def address(mark: str) -> str:
@@ -61,10 +67,10 @@ class Sender:
         self._rank = rank
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
 
-    def send(self, step: int, phase: Phase) -> None:
+    def send(self, step: int, phase: Phase, total: int = 0) -> None:
         """Says where this rank is; never waits."""
         if self._address is not None:
-            pulse = Pulse(rank=self._rank, step=step, phase=phase)
+            pulse = Pulse(rank=self._rank, step=step, phase=phase, total=total)
             with suppress(OSError):
                 self._socket.sendto(json.dumps(asdict(pulse)).encode(), self._address)
 
@@ -88,7 +94,8 @@ class Receiver:
                 return found
             with suppress(ValueError, TypeError, KeyError):
                 data = json.loads(raw)
-                found.append(Pulse(rank=int(data["rank"]), step=int(data["step"]), phase=Phase(data["phase"])))
+                numbers = {name: int(data[name]) for name in ("rank", "step", "total")}
+                found.append(Pulse(phase=Phase(data["phase"]), **numbers))
 
     def close(self) -> None:
         """Stops listening."""

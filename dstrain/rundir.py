@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -104,6 +105,16 @@ class RunDir:
         return self.path / ".token"
 
     @property
+    def synced(self) -> Path:
+        """On a disk that `run --sync` copied to: the mark of the start, and the number of the node that took it."""
+        return self.path / ".synced"
+
+    @property
+    def code(self) -> Path:
+        """dstrain itself, where `run --sync` copied it to."""
+        return self.path / ".code"
+
+    @property
     def stop_wish(self) -> Path:
         """There when somebody wants this run to stop."""
         return self.path / ".stop"
@@ -129,8 +140,36 @@ class RunDir:
 
 COMPLETE = "complete.json"
 """A checkpoint is whole when this file stands in it; it is written last, after a barrier of all ranks."""
+PART = "part.json"
+"""In place of the other in a checkpoint of which ranks wrote parts on several disks; `run` puts them together."""
+
+
+UNIVERSAL = "latest_universal"
+"""A checkpoint that was converted for other numbers of ranks has this file, which names the copy; it is written last.
+Source: deepspeed 0.19.8 runtime/engine.py: load_checkpoint"""
+
+UNIVERSAL_PART = ".universal.part"
+"""The folder in a checkpoint in which that copy is made."""
 
 
 def is_whole(checkpoint: Path) -> bool:
     """Returns whether a checkpoint was written to its end."""
     return (checkpoint / COMPLETE).is_file()
+
+
+def rotate(run_dir: RunDir, limit: int | None) -> list[Path]:
+    """Deletes the oldest checkpoints down to `limit` whole ones, and half-written ones older than the newest whole one.
+
+    The newest whole one always stays. Returns what was deleted.
+    """
+    every = run_dir.checkpoints()
+    whole = [folder for _, folder in every if is_whole(folder)]
+    if limit is None or not whole:
+        return []
+    kept = set(whole[-max(limit, 1) :])
+    newest = int(whole[-1].name.removeprefix("checkpoint-"))
+    gone = [folder for step, folder in every if folder not in kept and step < newest]
+    for folder in gone:
+        (folder / COMPLETE).unlink(missing_ok=True)  # a deletion that is cut short must not leave a "whole" one
+        shutil.rmtree(folder, ignore_errors=True)
+    return gone

@@ -34,21 +34,35 @@ JOB = Path("job.yaml")
 @click.command("doctor", short_help="Find what stands in the way of training.")
 @click.argument("job", type=click.Path(path_type=Path), required=False)
 @click.option("--hostfile", type=click.Path(path_type=Path), help="Look at every host of it, over ssh, all at once.")
+@click.option("--network", is_flag=True, help="Measure the network between hosts and GPUs in place of looking.")
+@click.option("--no-save", is_flag=True, help="With --network: do not keep the figures for the next plan.")
 @click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON to stdout.")
-def command(job: Path | None, hostfile: Path | None, as_json: bool) -> None:
+def command(job: Path | None, hostfile: Path | None, network: bool, no_save: bool, as_json: bool) -> None:
     """Find what stands in the way of training: one line a finding, with the fix to type. Exits with 5 for a ✗.
 
     Looks at versions and CUDA, DeepSpeed's extensions, GPUs and their errors, NVLink and PCIe, network interfaces and
     RDMA, limits, hubs and SwanLab; with a JOB (job.yaml, where there is one) also at RAM and disk for it, and at every
     host of its hostfile. Changes nothing; ends within 5 s, with several hosts within 10 s.
 
+    With --network it measures instead, in about half a minute: a real all-reduce and all-gather over all hosts at
+    several sizes, the GPUs of each host, and pairs of hosts. The figures are kept in ~/.dstrain/links.json, where the
+    next plan for the same hosts finds them.
+
     \b
     Example:
       dstrain doctor
       dstrain doctor --hostfile hostfile
+      dstrain doctor --hostfile hostfile --network
       dstrain doctor job.yaml --json
     """
     file = _job(job, hostfile)
+    if no_save and not network:
+        raise click.UsageError("--no-save goes with --network; without it nothing is kept.")
+    if network:
+        from dstrain.cli.doctor_network import examine  # it brings the planner's facts with it
+
+        examine(file, hostfile, saves=not no_save, as_json=as_json)
+        return
     hosts, before = _hosts(file, hostfile)
     names = hosts_.own_names() if hosts is not None else frozenset()
     is_local = hosts is None or (len(hosts.hosts) == 1 and is_this_machine(hosts.hosts[0].name, names))

@@ -5,9 +5,15 @@ from __future__ import annotations
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from dstrain.launch.doctor.finding import SIGNS, Finding, Mark, count_text, errors
+from dstrain.records import to_data
+
+if TYPE_CHECKING:
+    from dstrain.facts.network import Network
+    from dstrain.launch.doctor.network import Figures
 
 COLUMNS = 80
 """Columns of a terminal that everything but commands fits into."""
@@ -88,6 +94,26 @@ def document(found: Mapping[str, Sequence[Finding]], variables: Mapping[str, str
         "hosts": {host: [finding.document() for finding in findings] for host, findings in found.items()},
         "environment": dict(variables),
         "counts": {str(mark): sum(each.mark is mark for each in everything) for mark in Mark},
+    }
+
+
+def network_document(
+    network: Network,
+    figures: Figures,
+    interfaces: Mapping[str, str],
+    findings: Sequence[Finding],
+    kept: Path | None,
+) -> dict[str, Any]:
+    """Returns a measurement of the network as JSON-ready data; `kept` is the file in which the next plan finds it."""
+    links = {name: {"name": link.name, "bytes_per_s": link.bytes_per_s} for name, link in figures.links.items()}
+    return {
+        "schema": 1,
+        "network": to_data(network),
+        "interfaces": dict(interfaces),
+        "links": {**links, "between_is_assumed": figures.is_assumed},
+        "findings": [finding.document() for finding in findings],
+        "counts": {str(mark): sum(each.mark is mark for each in findings) for mark in Mark},
+        "kept": str(kept) if kept else None,
     }
 
 

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import click
 
 from dstrain.choices import Attention, Hub, LossKernel, Method, Offload, Optimizer, Precision, StateDtypes
-from dstrain.cli.console import say
+from dstrain.cli.console import say_lines
 from dstrain.cli.types import SIZE, Choice
 from dstrain.errors import InvalidConfig
 from dstrain.facts import calibration, gpus, hostfile, links, measured_links, probe, traced
@@ -145,7 +145,7 @@ def question(options: dict[str, Any], *, last: Cluster | None = None) -> Questio
     hosts = _named_hosts(options)
     request = _request(options)
     model = probe.read_model(options["model"], hub=options["hub"], way=_way(request))
-    cluster, rates = _measured(_cluster(options, hosts, last), hosts, calibration.read())
+    cluster = _with_measured_links(_cluster(options, hosts, last), hosts)
     if hosts is None:
         single = cluster.num_nodes == 1
         hosts = (
@@ -153,6 +153,7 @@ def question(options: dict[str, Any], *, last: Cluster | None = None) -> Questio
             if single
             else hostfile.placeholders(cluster.num_nodes, cluster.gpus_per_node)
         )
+    rates = measured_links.with_rates(calibration.read(), cluster)
     return Question(model=model, cluster=cluster, hosts=hosts, request=request, calibration=rates)
 
 
@@ -250,21 +251,18 @@ def _cluster(options: dict[str, Any], hosts: Hosts | None, last: Cluster | None)
     )
 
 
-def _measured(cluster: Cluster, hosts: Hosts | None, rates: Calibration) -> tuple[Cluster, Calibration]:
-    """Returns machines and rates with the links as `dstrain doctor --network` measured them on these hosts, where it
-    did; a file that cannot be read is passed over, and said."""
+def _with_measured_links(cluster: Cluster, hosts: Hosts | None) -> Cluster:
+    """Returns the machines with the links as `dstrain doctor --network` measured them on these hosts, where it did; a
+    file that cannot be read is passed over, and said."""
     is_here = cluster.num_nodes == 1 and (cluster.gpu_origin is Origin.MEASURED or cluster.gpu.name == "cpu")
     if hosts is None and not is_here:
-        return cluster, rates
+        return cluster
     entries, problem = measured_links.read()
     if problem is not None:
-        say(f"note: {problem}")
+        say_lines([f"note: {problem}"])
     names = measured_links.names([host.name for host in hosts.hosts] if hosts else ["localhost"], socket.gethostname())
     found = measured_links.find(entries, names, gpu=cluster.gpu.name, gpus_per_node=cluster.gpus_per_node)
-    if found is None:
-        return cluster, rates
-    cluster = measured_links.with_links(cluster, found)
-    return cluster, measured_links.with_rates(rates, cluster, found)
+    return measured_links.with_links(cluster, found) if found is not None else cluster
 
 
 def _is_here(hosts: Hosts | None, count: int | None, local: Sequence[Any], origin: Origin) -> bool:

@@ -54,11 +54,11 @@ def subject_lines(model: ModelFacts, cluster: Cluster) -> list[str]:
 
 
 def _link_lines(cluster: Cluster) -> list[str]:
-    """Returns what was measured of the links; nothing where they are given or assumed."""
+    """Returns what was measured of the links, and when; nothing where they are given or assumed."""
     between, inside = cluster.inter_link, cluster.intra_link
     rates = []
     if cluster.num_nodes > 1 and cluster.inter_link_origin is Origin.MEASURED:
-        rates.append(f"{rate_text(between.bytes_per_s)} between nodes")
+        rates.append(f"{rate_text(between.bytes_per_s)} for each GPU between nodes")
     if cluster.gpus_per_node > 1 and cluster.intra_link_origin is Origin.MEASURED:
         rates.append(f"{rate_text(inside.bytes_per_s)} inside one")
     if not rates:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,12 +14,13 @@ import click
 from dstrain.cli.console import answer, answer_json, say, say_lines
 from dstrain.cli.doctor_text import lines as finding_lines
 from dstrain.cli.run_text import before_lines, summary, summary_text
+from dstrain.cli.screen import Screen
 from dstrain.errors import DstrainError, EnvironmentProblem
 from dstrain.facts import probe
 from dstrain.facts.hostfile import Hosts, expand
 from dstrain.facts.sources import SOURCES, Asked
 from dstrain.jobfile import read_job
-from dstrain.launch import preflight
+from dstrain.launch import preflight, state
 from dstrain.launch.attempts import Policy, Run, Voice, folder_log
 from dstrain.launch.begin import Launch, plan_launch
 from dstrain.launch.detach import detach
@@ -48,6 +48,7 @@ class Options:
     spares: str | None
     hang_after: float
     save_on_term: bool
+    sync: bool
     no_doctor: bool
     detached: bool
     dry_run: bool
@@ -87,6 +88,7 @@ class Options:
     help="Seconds without a step, and five times the median, that are a hang; 0 for never.",
 )
 @click.option("--save-on-term", is_flag=True, help="At SIGTERM save a checkpoint and leave, as at SIGUSR1.")
+@click.option("--sync", is_flag=True, help="Copy dstrain and the run directory to nodes that do not see them.")
 @click.option("--no-doctor", is_flag=True, help="Do not look first at what of this machine is in the way.")
 @click.option("--detach", "detached", is_flag=True, help="Go on in the background; see status, logs and stop.")
 @click.option("-n", "--dry-run", is_flag=True, help="Check everything, print the command, start nothing.")
@@ -100,6 +102,10 @@ def command(**typed: Any) -> None:
 
     When a rank dies, a node is lost or nothing moves, everything on all nodes is ended and told in one report. A login
     that drops does not end a run. SIGUSR1 saves a checkpoint and leaves with exit code 75.
+
+    --sync is for nodes without a file system in common: the run directory, and dstrain where it runs from a checkout,
+    are copied to them over ssh, and what their ranks write of a checkpoint is copied back while training goes on.
+    Python with its packages, the model and the data must be on every node, under the same paths.
 
     \b
     Example:
@@ -119,6 +125,7 @@ def command(**typed: Any) -> None:
         preflight.check_checkpoints(prepared.run_dir, resume=prepared.job.resume)
         _answer_dry(launch, as_json=options.as_json)
         return
+    state.refuse_living(prepared.run_dir)
     preflight.check(prepared.run_dir, resume=prepared.job.resume, needed_bytes=_checkpoint_bytes(launch))
     if not options.no_doctor:
         _examine(launch)
@@ -150,12 +157,12 @@ def _train(options: Options, launch: Launch, hosts: Hosts | None) -> None:
     run_dir = launch.prepared.run_dir
     spares = tuple(host.name for host in expand(options.spares, 1, "--spare").hosts) if options.spares else ()
     policy = Policy(max_restarts=options.max_restarts, spares=spares, hang_s=options.hang_after)
-    with noting_signals(folder_log(run_dir), saves_on_term=options.save_on_term) as wishes:
+    with noting_signals(folder_log(run_dir), saves_on_term=options.save_on_term) as wishes, Screen() as screen:
         run = Run(
             lambda changed, goes_on: _plan(options, changed or hosts, goes_on=goes_on),
             wishes,
             policy,
-            Voice(say=_tell, pass_on=_pass_on),
+            Voice(say=screen.say, pass_on=screen.pass_on, progress=screen.progress),
             _edits(options.job, launch),
         )
         run.drive(launch)
@@ -172,6 +179,7 @@ def _plan(options: Options, hosts: Hosts | None, *, goes_on: bool) -> Launch:
         master_port=preflight.port(options.master_port, os.environ),
         launcher=options.launcher,
         saves_on_term=options.save_on_term,
+        syncs=options.sync,
     )
 
 
@@ -205,15 +213,3 @@ def _checkpoint_bytes(launch: Launch) -> int:
     """Returns the disk that one more checkpoint takes."""
     needs = launch.prepared.estimate
     return needs.memory.checkpoint_bytes if needs else 0
-
-
-def _pass_on(text: str) -> None:
-    """Passes on what rank 0 writes; a terminal that has gone away does not end a training."""
-    with suppress(OSError):
-        sys.stderr.write(text)
-        sys.stderr.flush()
-
-
-def _tell(text: str) -> None:
-    with suppress(OSError):
-        say(text)

@@ -21,6 +21,7 @@ from dstrain.errors import InvalidConfig
 from dstrain.facts.calibration import Calibration
 from dstrain.facts.cluster import Cluster, Origin
 from dstrain.facts.links import Link
+from dstrain.facts.network import Network
 from dstrain.paths import write_atomic
 from dstrain.records import from_data, to_data, type_config
 
@@ -71,13 +72,32 @@ class MeasuredLinks:
 
 
 def names(hosts: Iterable[str], own: str) -> tuple[str, ...]:
-    """Returns names of hosts by which a set of them is known again: no user, no case; `own` is this machine's name.
+    """Returns names of hosts by which a set of them is known again: no user, no case; `own` is this machine's name,
+    of which the first part will do.
 
-    >>> names(["me@GPU02", "localhost"], "gpu01")
+    >>> names(["me@GPU02", "localhost"], "gpu01.cluster")
     ('gpu01', 'gpu02')
     """
+    whole = own.casefold().rstrip(".")
+    short = whole.partition(".")[0]
     folded = (host.rpartition("@")[2].casefold().rstrip(".") for host in hosts)
-    return tuple(sorted(own.casefold() if name in _LOOPBACK else name for name in folded))
+    return tuple(sorted(short if name in {whole, short, *_LOOPBACK} else name for name in folded))
+
+
+def of_network(network: Network, gpu: str, *, date: str, own: str) -> MeasuredLinks | None:
+    """Returns the entry for a measurement; None where hosts differ in their slots, since plans are for equal nodes."""
+    if len(set(network.slots)) > 1:
+        return None
+    return MeasuredLinks(
+        hosts=names(network.hosts, own),
+        gpu=gpu,
+        gpus_per_node=network.slots[0],
+        backend=network.backend,
+        date=date,
+        inter_bus_bytes_per_s=network.between_bus_bytes_per_s,
+        intra_bus_bytes_per_s=network.inside_bus_bytes_per_s,
+        latency_s=network.latency_s,
+    )
 
 
 def find(
@@ -160,15 +180,17 @@ def nominal_name(link: Link) -> str:
     return link.name.removesuffix(_SUFFIX)
 
 
-def with_rates(calibration: Calibration, cluster: Cluster, found: MeasuredLinks) -> Calibration:
-    """Returns the calibration with the bus bandwidths of these very hosts, where the cluster has its links from them.
+def with_rates(calibration: Calibration, cluster: Cluster) -> Calibration:
+    """Returns the calibration with the bus bandwidths of a cluster whose links were measured.
 
     A measured link is what collectives reach, not the peak of a wire, of which the planner would take a share.
     """
     rates: dict[str, Any] = {}
     if cluster.intra_link_origin is Origin.MEASURED:
-        rates["intra_bus_bytes_per_s"] = found.intra_bus_bytes_per_s
+        rates["intra_bus_bytes_per_s"] = cluster.intra_link.bytes_per_s
     if cluster.inter_link_origin is Origin.MEASURED:
-        rates["inter_bus_bytes_per_s"] = found.inter_bus_bytes_per_s
+        rates["inter_bus_bytes_per_s"] = cluster.inter_link.bytes_per_s * cluster.gpus_per_node
+    if not rates:
+        return calibration
     measured = replace(calibration.of(cluster.gpu.name), **rates)
     return replace(calibration, gpus={**calibration.gpus, cluster.gpu.name: measured})

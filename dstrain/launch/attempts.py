@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dstrain.errors import DstrainError, RunFailed, SavedAndLeft
 from dstrain.facts.hostfile import Host, Hosts
-from dstrain.launch import elastic
+from dstrain.launch import build, elastic
 from dstrain.launch.begin import Launch, build_ops, score, start, write_run_dir
 from dstrain.launch.explain import explain
 from dstrain.launch.nodes.conductor import Conductor
 from dstrain.launch.nodes.party import Unreachable
 from dstrain.launch.nodes.score import Wishes
 from dstrain.launch.outcome import Outcome
+from dstrain.launch.parts import spread
 from dstrain.launch.state import Keeper, Stage
 from dstrain.render.manual import Edit
 from dstrain.rundir import RunDir, is_whole
@@ -46,6 +48,8 @@ class Voice:
     """What `run` itself has to say."""
     pass_on: Callable[[str], None]
     """What rank 0 writes."""
+    progress: Callable[[int | None, int], None] = lambda step, total: None
+    """The steps done, and those of the whole run (0: not known), about once a second."""
 
 
 class Run:
@@ -81,7 +85,8 @@ class Run:
             raise
         except DstrainError as error:
             keeper.write(stage=Stage.STOPPED if self._wishes.stop else Stage.FAILED, exit_code=error.exit_code)
-            place.failure.write_text(f"{error}\n", encoding="utf-8")
+            with suppress(OSError):
+                place.failure.write_text(f"{error}\n", encoding="utf-8")
             raise
         keeper.write(stage=Stage.ENDED, exit_code=0)
 
@@ -97,6 +102,8 @@ class Run:
                 raise error
             self._voice.say(f"start {attempt} of {self._policy.max_restarts + 1} failed: {error.problem}")
             time.sleep(_PAUSE_S)  # ports and memory of the ranks that were killed become free
+            for lock in build.remove_locks(launch.environment, since=keeper.state.began):
+                self._voice.say(f"removed {lock}, which a killed rank left behind")
             attempt += 1
             launch = self._again(hosts, gone, error)
 
@@ -111,11 +118,14 @@ class Run:
             score(launch, hang_s=self._policy.hang_s),
             self._wishes,
             self._voice.pass_on,
-            lambda step: self._tick(prepared.run_dir, keeper, step),
+            lambda step, total: self._tick(prepared.run_dir, keeper, step, total),
         )
-        keeper.write(stage=Stage.RUNNING)
         try:
-            outcome = start(launch, conductor)
+            with spread(launch, self._voice.say) as parts:
+                keeper.write(stage=Stage.RUNNING)
+                outcome = start(launch, conductor)
+                if parts is not None:
+                    parts.finish(lambda: keeper.beat(keeper.step), has_trained=outcome.succeeded)
         except Unreachable as error:
             return error.hosts, error
         if outcome.left_at is not None and outcome.stopped_by is None and not outcome.deaths:
@@ -125,12 +135,13 @@ class Run:
         lost = tuple(each.host for each in outcome.lost)
         return lost, explain(outcome, hosts=prepared.hosts, run_dir=prepared.run_dir)
 
-    def _tick(self, run_dir: RunDir, keeper: Keeper, step: int | None) -> None:
+    def _tick(self, run_dir: RunDir, keeper: Keeper, step: int | None, total: int) -> None:
         now = time.monotonic()
         if now < self._next_look:
             return
         self._next_look = now + _WISH_S
         keeper.beat(step)
+        self._voice.progress(step, total)
         if run_dir.stop_wish.exists():
             self._wishes.stop.append("dstrain stop")
             run_dir.stop_wish.unlink(missing_ok=True)

@@ -6,11 +6,11 @@ import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dstrain.facts.ops import missing_ops, needed_ops
-from dstrain.launch import build, environment, launchers, nic
+from dstrain.launch import build, elastic, environment, launchers, nic, sync
 from dstrain.launch.command import is_this_machine, launch_hostfile, local, master
 from dstrain.launch.launchers import LAUNCHERS, Where
 from dstrain.launch.machine import names as machine_names
@@ -58,6 +58,8 @@ class Launch:
     """The port of rank 0."""
     environment_file: str
     """What goes to the other nodes."""
+    syncs: bool = False
+    """Whether nodes without this file system are given copies."""
 
     @property
     def command(self) -> list[str]:
@@ -71,12 +73,17 @@ class Launch:
 
 
 def plan_launch(
-    prepared: Prepared, *, master_port: int, launcher: str | None = None, saves_on_term: bool = False
+    prepared: Prepared,
+    *,
+    master_port: int,
+    launcher: str | None = None,
+    saves_on_term: bool = False,
+    syncs: bool = False,
 ) -> Launch:
     """Returns the launch of a checked run; nothing is written or started.
 
     `launcher` is the way to start ranks on several nodes (None: pdsh, or ssh where that is missing); `saves_on_term`
-    lets SIGTERM save a checkpoint before the ranks leave.
+    lets SIGTERM save a checkpoint before the ranks leave; `syncs` copies what nodes without this file system need.
     """
     job_env = dict(prepared.job.env)
     if prepared.on_cpu and "OMP_NUM_THREADS" not in os.environ:
@@ -111,6 +118,8 @@ def plan_launch(
     if launcher is not None and LAUNCHERS[launcher].is_mpi:
         file, others = environment.for_mpi(file, f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}")
         carried |= others
+    python_path = environment.python_path(os.environ)
+    python_path = sync.python_path(prepared.run_dir, python_path) if syncs else python_path
     return Launch(
         prepared=prepared,
         launcher=launcher,
@@ -118,9 +127,10 @@ def plan_launch(
         mark=mark,
         note=note,
         master_port=master_port,
-        exported=environment.exports(job_env, prepared.run_dir, environment.python_path(os.environ)),
+        exported=environment.exports(job_env, prepared.run_dir, python_path),
         secrets=carried,
         environment_file=file,
+        syncs=syncs,
     )
 
 
@@ -167,7 +177,7 @@ def write_run_dir(launch: Launch, edits: Sequence[Edit] | None = None) -> None:
         is_node_by_node=sum(node.command is not None for node in launch.nodes) > 1,
     )
     place.summary.unlink(missing_ok=True)
-    write_atomic(place.request, to_json(_without_secrets(launch)))
+    write_atomic(place.request, to_json(_for_ranks(launch)))
     write_atomic(place.facts, facts_text(prepared))
     write_atomic(place.ds_config, json.dumps(prepared.ds_config, indent=2) + "\n")
     if edits is None:
@@ -187,12 +197,17 @@ def write_run_dir(launch: Launch, edits: Sequence[Edit] | None = None) -> None:
         write_atomic(place.plan, to_json(prepared.estimate))
 
 
-def _without_secrets(launch: Launch) -> object:
-    """Returns the job whose environment holds no secret: request.json is for everyone."""
-    from dataclasses import replace
+def _for_ranks(launch: Launch) -> object:
+    """Returns the job whose environment holds no secret: request.json is for everyone.
 
+    Where nodes have disks of their own it names the checkpoint, which they could not choose alike.
+    """
     job = launch.prepared.job
-    return replace(job, env={name: value for name, value in job.env.items() if name not in launch.secrets})
+    job = replace(job, env={name: value for name, value in job.env.items() if name not in launch.secrets})
+    if not launch.syncs:
+        return job
+    saved = elastic.find(job)
+    return replace(job, resume=str(saved.folder) if saved else "never")
 
 
 def build_ops(launch: Launch, tell: Callable[[str], None]) -> None:
@@ -206,7 +221,7 @@ def build_ops(launch: Launch, tell: Callable[[str], None]) -> None:
 
 def score(launch: Launch, *, hang_s: float = LEAST_S) -> Score:
     """Returns what the conductor plays; a run without a step for `hang_s` seconds may hang, 0 for never."""
-    python_path = environment.python_path(os.environ)
+    python_path = launch.exported.get("PYTHONPATH", "")
     return Score(
         nodes=launch.nodes,
         run_dir=launch.prepared.run_dir,
@@ -216,6 +231,7 @@ def score(launch: Launch, *, hang_s: float = LEAST_S) -> Score:
         unset=tuple(launch.secrets),
         exports=launch.environment_file,
         master_port=launch.master_port,
+        files={} if launch.prepared.is_local else meeting.files_of(launch.prepared.job),
         hang_s=hang_s,
     )
 
@@ -229,7 +245,14 @@ def _meet(launch: Launch, hellos: Mapping[Node, Hello]) -> dict[Node, dict[str, 
     """Returns the variables by which each node's ranks use the network interface that leads to the others, where
     nobody has named one. Raises EnvironmentProblem where the nodes cannot run together."""
     prepared = launch.prepared
-    meeting.check(hellos, prepared.run_dir, launch.master_port, on_cpu=prepared.on_cpu)
+    meeting.check(
+        hellos,
+        prepared.run_dir,
+        launch.master_port,
+        on_cpu=prepared.on_cpu,
+        files=meeting.files_of(prepared.job),
+        may_be_apart=launch.syncs,
+    )
     chosen = {node: hello.interface for node, hello in hellos.items() if node.num_ranks}
     given = {line.partition("=")[0] for line in launch.environment_file.splitlines()}
     if launch.launcher is not None and not LAUNCHERS[launch.launcher].has_one_environment:

@@ -8,6 +8,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
 
 from dstrain.errors import EnvironmentProblem
 from dstrain.facts.ops import OPS, stale_locks
@@ -23,6 +25,18 @@ def refuse_stale_locks(ops: Sequence[str], environment: Mapping[str, str]) -> No
             f"{lock}: left behind by a build that was killed; the ranks would wait for it for ever",
             hint=f"If no run on another machine that shares this folder is building: rm {lock}",
         )
+
+
+def remove_locks(environment: Mapping[str, str], *, since: float) -> list[Path]:
+    """Removes the locks that ranks of this run left behind when they were killed, and returns them: those that came
+    after `since`, in seconds since the epoch, and that no process here holds."""
+    found = []
+    for lock in stale_locks(list(OPS), environment):
+        with suppress(OSError):
+            if lock.stat().st_mtime >= since:
+                lock.unlink()
+                found.append(lock)
+    return found
 
 
 def build(ops: Sequence[str], environment: Mapping[str, str], tell: Callable[[str], None]) -> None:

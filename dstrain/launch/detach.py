@@ -106,7 +106,7 @@ def _living(run_dir: RunDir) -> State:
 
 
 def _ended(run_dir: RunDir, found: State, seconds: float) -> Stage:
-    if _wait(lambda: state.read(run_dir).stage not in LIVING, seconds):
+    if _wait(lambda: state.read(run_dir).stage not in LIVING and not state.has_process(found), seconds):
         return state.read(run_dir).stage
     problem = f"{run_dir.path}: still there after {seconds:.0f} s"
     raise RunFailed(problem, hint=f"On {found.host}: kill -KILL {found.pid}; its agents end what is left.")

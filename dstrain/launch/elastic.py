@@ -16,19 +16,16 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from dstrain.errors import EnvironmentProblem, InvalidConfig
 from dstrain.job import Job
 from dstrain.paths import shown
-from dstrain.rundir import COMPLETE, RunDir, is_whole
+from dstrain.rundir import COMPLETE, UNIVERSAL, UNIVERSAL_PART, RunDir, is_whole
 from dstrain.units import format_bytes, format_seconds
 
 _TELL_EVERY_S = 15.0
-_LATEST = "latest_universal"
-"""Stands in a checkpoint that was converted. Source: deepspeed 0.19.8 runtime/engine.py: load_checkpoint"""
-_PART = ".universal.part"
-"""Where `dstrain.train.universal` makes the copy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,23 +149,35 @@ def _notes(job: Job, kept: Job, saved: Saved, *, num_ranks: int) -> tuple[str, .
     return (f"resuming {saved.folder.name}{ranks}: global batch {saved.global_batch} kept{by}",)
 
 
-_FAMILY = {0: 0, 1: 1, 2: 1, 3: 3}
+_FAMILY = MappingProxyType({0: 0, 1: 1, 2: 1, 3: 3})
 """ZeRO stage → the first stage whose shards have the same form."""
 _ADAM = ("adam", "adamw")
 """Optimizers whose states the converter knows: two moments. Source: deepspeed 0.19.8 ds_to_universal.py"""
-_REFUSED: Mapping[str, Callable[[Any], bool]] = {
-    "optimizer.type": lambda name: str(name).lower() not in _ADAM,
-    "zero_optimization.round_robin_gradients": bool,  # loads, and puts weights in each other's places
-    "zero_optimization.elastic_checkpoint": bool,
-    "zero_optimization.zenflow": bool,
-    "zero_optimization.offload_optimizer.device": lambda device: device == "nvme",
-    "zero_optimization.offload_optimizer.super_offload": bool,
-    "zero_optimization.offload_param.device": lambda device: device == "nvme",
-    "tensor_parallel.autotp_size": lambda size: size > 1,
-    "expert_parallel.enabled": bool,
-    "sequence_parallel_size": lambda size: size > 1,
-    "checkpoint.use_node_local_storage": bool,
-}
+
+
+def _is_nvme(device: Any) -> bool:
+    return bool(device == "nvme")
+
+
+def _is_several(size: Any) -> bool:
+    return isinstance(size, int) and size > 1
+
+
+_REFUSED: Mapping[str, Callable[[Any], bool]] = MappingProxyType(
+    {
+        "optimizer.type": lambda name: str(name).lower() not in _ADAM,
+        "zero_optimization.round_robin_gradients": bool,  # loads, and puts weights in each other's places
+        "zero_optimization.elastic_checkpoint": bool,
+        "zero_optimization.zenflow": bool,
+        "zero_optimization.offload_optimizer.device": _is_nvme,
+        "zero_optimization.offload_optimizer.super_offload": bool,
+        "zero_optimization.offload_param.device": _is_nvme,
+        "tensor_parallel.autotp_size": _is_several,
+        "expert_parallel.enabled": bool,
+        "sequence_parallel_size": _is_several,
+        "checkpoint.use_node_local_storage": bool,
+    }
+)
 """Key → whether with this value a universal checkpoint cannot be made or read, in DeepSpeed 0.19.8 with our Trainer."""
 
 
@@ -223,7 +232,7 @@ def convert(needed: Elastic, environment: Mapping[str, str], tell: Callable[[str
     converted, both with its last lines.
     """
     folder = needed.checkpoint
-    if (folder / _LATEST).is_file():
+    if (folder / UNIVERSAL).is_file():
         return
     _check_disk(folder)
     tell(f"converting {folder.name} of {needed.from_ranks} ranks for {needed.to_ranks}, once")
@@ -242,7 +251,7 @@ def convert(needed: Elastic, environment: Mapping[str, str], tell: Callable[[str
     except BaseException:
         os.killpg(child.pid, signal.SIGKILL)  # its workers too
         child.wait()
-        shutil.rmtree(folder / _PART, ignore_errors=True)
+        shutil.rmtree(folder / UNIVERSAL_PART, ignore_errors=True)
         raise
     if child.returncode != 0:
         raise _failed(needed, child.returncode, output)

@@ -10,7 +10,7 @@ from pathlib import Path
 from dstrain.errors import DstrainError, Interrupted, RunFailed
 from dstrain.facts.hostfile import Hosts
 from dstrain.launch.exitcodes import decode, signal_of
-from dstrain.launch.failure import Death, advice, failing_order, first_traceback, traceback_of
+from dstrain.launch.failure import Death, advice, failing_order, first_traceback, is_consequence, traceback_of
 from dstrain.launch.hang import hang_lines
 from dstrain.launch.outcome import Lost, Outcome
 from dstrain.rundir import RunDir, is_whole
@@ -91,8 +91,9 @@ def _lost_lines(outcome: Outcome, hosts: Hosts, texts: Mapping[int, str]) -> lis
 
 def _first(outcome: Outcome, texts: Mapping[int, str]) -> int | None:
     """Returns the rank that failed first, or None where no rank is known to have failed."""
-    times = {rank: _mtime(outcome.rank_logs[rank]) for rank, text in texts.items() if traceback_of(text) is not None}
-    order = failing_order(outcome.deaths, times)
+    found = {rank: traceback for rank, text in texts.items() if (traceback := traceback_of(text)) is not None}
+    times = {rank: _mtime(outcome.rank_logs[rank]) for rank in found}
+    order = failing_order(outcome.deaths, times, [rank for rank, text in found.items() if is_consequence(text)])
     return order[0] if order else None
 
 

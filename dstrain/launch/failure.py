@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 _START = "Traceback (most recent call last):"
@@ -75,21 +75,38 @@ def first_traceback(rank_logs: Mapping[int, str], order: Iterable[int]) -> tuple
     return None
 
 
-def failing_order(deaths: Sequence[Death], traceback_times: Mapping[int, float]) -> list[int]:
+_LOST_PEER = re.compile(r"Connection (closed|reset) by peer|Broken pipe|ncclRemoteError|remote process exited")
+
+
+def is_consequence(traceback: str) -> bool:
+    """Returns whether a rank failed because another one had gone.
+
+    >>> is_consequence("RuntimeError: gloo/transport/tcp/pair.cc:553 Connection closed by peer [10.77.0.2]:18068.")
+    True
+    """
+    return _LOST_PEER.search(traceback.rstrip().rpartition("\n")[2]) is not None
+
+
+def failing_order(
+    deaths: Sequence[Death], traceback_times: Mapping[int, float], consequences: Collection[int] = ()
+) -> list[int]:
     """Returns the ranks that failed, first one first: by when a traceback was written, or else by when they died.
 
-    A rank that was terminated, or that nobody saw die, comes after others of the same moment.
+    A rank that was terminated, or that nobody saw die, comes after others of the same moment; one that failed because
+    another one had gone (`consequences`) comes after all that did not.
     """
     events = {death.rank: (death.at, death.code in {None, -15}) for death in deaths}
     for rank, at in traceback_times.items():
         events[rank] = min((at, False), events.get(rank, (at, False)))
-    return sorted(events, key=lambda rank: (*events[rank], rank))
+    return sorted(events, key=lambda rank: (rank in consequences, *events[rank], rank))
 
 
 _ADVICE = (
     (r"CUDA out of memory|torch\.OutOfMemoryError|CUDA_ERROR_OUT_OF_MEMORY",
      "A GPU ran out of memory: lower `micro_batch` or `seq_len`, or let `dstrain gen-config` choose more offload."),
-    (r"No space left on device", "A disk is full: free some space, or lower `save_total_limit`."),
+    # the second is what PyTorch makes of it
+    (r"No space left on device|PytorchStreamWriter failed writing|inline_container\.cc.*unexpected pos",
+     "A disk is full: free some space, or lower `save_total_limit`."),
     (r"DataLoader worker .* Bus error|insufficient shared memory",
      "/dev/shm is too small: set `dataloader_num_workers: 0`, or start the container with `--shm-size=16g`."),
     (r"Address already in use|EADDRINUSE", "The port is taken: run again, or name another one with `--master-port`."),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +13,7 @@ from types import MappingProxyType
 from dstrain.errors import EnvironmentProblem, InvalidConfig, did_you_mean
 from dstrain.facts.hostfile import Hosts
 from dstrain.launch import command
-from dstrain.launch.nodes.channel import Channel, by_srun, by_ssh, here
+from dstrain.launch.nodes.channel import Channel, by_srun, by_ssh, here, ssh
 from dstrain.launch.nodes.plan import Node, everywhere, from_here
 from dstrain.rundir import RunDir
 
@@ -159,3 +160,11 @@ def connect(name: str, nodes: Sequence[Node], environment: Mapping[str, str], py
         )
         for node in nodes
     ]
+
+
+def remotely(name: str, host: str, command: Sequence[str]) -> list[str]:
+    """Returns the command line that runs a command on another host, with stdin and stdout from here."""
+    if name == "slurm":
+        step = ["srun", "--nodes=1", "--ntasks=1", f"--nodelist={host}", "--overlap", "--unbuffered"]
+        return [*step, "--cpu-bind=none", "--chdir=/", *command]
+    return [*ssh(host), f"cd / && exec {shlex.join(command)}"]

@@ -8,6 +8,8 @@ from importlib import metadata
 
 import psutil
 
+import dstrain
+
 ACCELERATOR = "DS_ACCELERATOR"
 """DeepSpeed's own switch: `cpu` trains without GPUs."""
 
@@ -24,6 +26,7 @@ def versions() -> dict[str, str | None]:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             found[name] = None
+    found["dstrain"] = dstrain.__version__  # of a checkout too
     return found
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 _FINISHED = re.compile(r"Process (\d+) exits successfully")
 _FAILED = re.compile(r"^(?:(\S+): )?.*exits with return code = (-?\d+)")
 _CUT = re.compile(r"^pdsh@\S+: (\S+): ssh exited with exit code (\d+)")
+_MPI_DEATH = re.compile(r"process rank (\d+) with PID \d+ on node \S+ exited on signal (\d+)")
 _LOG = re.compile(r"\d{14}_rank(\d+)\.log")
 
 
@@ -82,6 +83,8 @@ class Output:
         """How many ranks ended well on all nodes of this launcher."""
         self.failed: tuple[str | None, int] | None = None
         """The node (None: this machine) and the code of the first failure that the launcher reported."""
+        self.killed: dict[int, int] = {}
+        """Rank → negative number of the signal that ended it, where Open MPI says so: it collects ranks at once."""
 
     def poll(self) -> list[Piece]:
         """Returns what is new."""
@@ -108,6 +111,8 @@ class Output:
             self.num_finished += 1
         elif failed is not None and self.failed is None:
             self.failed = (failed[1], int(failed[2]))
+        if (killed := _MPI_DEATH.search(line)) is not None:
+            self.killed[int(killed[1])] = -int(killed[2])
         host, colon, rest = line.partition(": ")
         path = self._split(host) if colon else None
         if path is not None:

@@ -6,13 +6,14 @@ import json
 import os
 import socket
 import time
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 
-from dstrain.errors import InvalidConfig
+from dstrain.errors import Conflict, EnvironmentProblem, InvalidConfig
 from dstrain.launch.family import look
-from dstrain.paths import write_atomic
+from dstrain.paths import shown, write_atomic
 from dstrain.records import from_data, to_data, type_config
 from dstrain.rundir import RunDir
 
@@ -84,9 +85,10 @@ class Keeper:
         )
 
     def write(self, **changes: object) -> None:
-        """Changes the state and writes it."""
+        """Changes the state and writes it; a full disk ends no run because of this file."""
         self.state = replace(self.state, beat=time.time(), step=self.step, **changes)  # type: ignore[arg-type]
-        write_atomic(self._run_dir.state, json.dumps(to_data(self.state)) + "\n")
+        with suppress(EnvironmentProblem):
+            write_atomic(self._run_dir.state, json.dumps(to_data(self.state)) + "\n")
 
     def beat(self, step: int | None) -> None:
         """Writes it again when it has become old."""
@@ -115,9 +117,27 @@ def is_alive(state: State) -> bool:
     if state.stage not in LIVING:
         return False
     if state.host == socket.gethostname():
-        process = look(state.pid)
-        return process is not None and process.start == state.start_ticks and process.state not in "ZX"
+        return has_process(state)
     return time.time() - state.beat < STALE_S
+
+
+def has_process(state: State) -> bool:
+    """Returns whether the process that wrote this is there, on this machine."""
+    process = look(state.pid) if state.host == socket.gethostname() else None
+    return process is not None and process.start == state.start_ticks and process.state not in "ZX"
+
+
+def refuse_living(run_dir: RunDir) -> None:
+    """Raises Conflict where a run goes on in this folder."""
+    try:
+        found = read(run_dir)
+    except InvalidConfig:
+        return
+    if is_alive(found) and found.pid != os.getpid():
+        raise Conflict(
+            f"{run_dir.path}: a run goes on there, process {found.pid} on {found.host}",
+            hint=f"dstrain status {shown(str(run_dir.path))}; `dstrain stop` ends it. Or name another output_dir.",
+        )
 
 
 def watch_words(run_dir: RunDir, since: float) -> list[str]:

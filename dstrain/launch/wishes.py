@@ -23,9 +23,9 @@ def noting_signals(screen_log: Path, *, saves_on_term: bool = False) -> Iterator
     """Yields what signals wish of the run; outside the main thread signals are left alone.
 
     SIGINT and SIGTERM stop it, a second one at once; where no rank runs they raise Interrupted or RunFailed. With
-    `saves_on_term` the first SIGTERM saves and leaves instead, as SIGUSR1 always does. SIGHUP, a login that dropped, ends
-    nothing: from there on the screen is `screen_log`. Ctrl-Z is passed over, since agents end their ranks when `run`
-    falls silent.
+    `saves_on_term` the first SIGTERM saves and leaves instead, as SIGUSR1 always does. SIGHUP, a login that dropped,
+    ends nothing: from there on the screen is `screen_log`. Ctrl-Z is passed over, since agents end their ranks when
+    `run` falls silent.
     """
     wishes = Wishes()
     if threading.current_thread() is not threading.main_thread():

@@ -29,6 +29,7 @@ from dstrain.records import from_data, load_json, to_data
 from dstrain.rundir import RunDir
 from dstrain.train import rank as ranks
 from dstrain.train.checkpoints import Resume, choose, half_written
+from dstrain.train.disk import number_of
 from dstrain.train.rank import Rank
 
 
@@ -120,7 +121,8 @@ def main(run_dir: Path) -> None:
     ranks.environment_with(ranks.read_secrets(place.secrets))
     ranks.prefer_expandable_segments(os.environ)
     given = read(place)
-    resume = choose(place, given.job.resume, world_size=rank.world_size)
+    is_apart = number_of(place, os.environ) is not None
+    resume = choose(place, given.job.resume, world_size=rank.world_size, is_apart=is_apart)
     for folder in half_written(place) if given.job.resume == "auto" else ():
         rank.say(f"{folder.name} was not written to its end and is skipped")
     if resume is not None:

@@ -10,10 +10,7 @@ from typing import Any
 
 from dstrain.errors import EnvironmentProblem, InvalidConfig
 from dstrain.paths import write_atomic
-from dstrain.rundir import COMPLETE, RunDir, is_whole
-
-UNIVERSAL = "latest_universal"
-"""A checkpoint has a universal copy when this file names its folder. Source: deepspeed 0.19.8 runtime/engine.py"""
+from dstrain.rundir import COMPLETE, PART, UNIVERSAL, RunDir, is_whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,11 +23,12 @@ class Resume:
     """Its step."""
 
 
-def choose(run_dir: RunDir, wanted: str, *, world_size: int) -> Resume | None:
+def choose(run_dir: RunDir, wanted: str, *, world_size: int, is_apart: bool = False) -> Resume | None:
     """Returns the checkpoint to go on from, or None to begin.
 
     `wanted` is the job's `resume`: `never`, `auto`, or a folder. Raises InvalidConfig for a folder that is not a whole
     checkpoint, and for shards of another number of ranks without a universal copy: DeepSpeed can load its own only.
+    `is_apart` is for a disk that `run` copied to what its ranks read of a whole one.
     """
     if wanted == "never":
         return None
@@ -43,7 +41,8 @@ def choose(run_dir: RunDir, wanted: str, *, world_size: int) -> Resume | None:
         folder = Path(wanted)
         if not folder.is_dir():
             raise InvalidConfig(f'resume is "{wanted}": no such folder', hint="resume: auto takes the newest whole one")
-        refuse_half_written(folder)
+        if not (is_apart and (folder / PART).is_file()):
+            refuse_half_written(folder)
     record = _record(folder)
     if reads_universal(folder, world_size=world_size) and not is_converted(folder):
         raise InvalidConfig(
@@ -54,8 +53,9 @@ def choose(run_dir: RunDir, wanted: str, *, world_size: int) -> Resume | None:
 
 
 def _record(checkpoint: Path) -> dict[str, Any]:
-    """Returns what a whole checkpoint says of itself."""
-    found: dict[str, Any] = json.loads((checkpoint / COMPLETE).read_text(encoding="utf-8"))
+    """Returns what a whole checkpoint, or a part of one, says of itself."""
+    name = COMPLETE if is_whole(checkpoint) else PART
+    found: dict[str, Any] = json.loads((checkpoint / name).read_text(encoding="utf-8"))
     return found
 
 
@@ -109,28 +109,23 @@ class Written:
 
 def complete(folder: Path, written: Written) -> None:
     """Marks a checkpoint as whole; the last thing that is written. Raises EnvironmentProblem if a shard is missing."""
-    shards = list(folder.glob("global_step*/*zero_pp_rank_*_optim_states.pt"))
-    if written.zero_stage and len(shards) < written.world_size:
-        raise EnvironmentProblem(
-            f"{folder} holds the optimizer shards of {len(shards)} of {written.world_size} ranks",
-            hint="Is output_dir on a file system that all nodes share?",
-        )
+    _require_shards(folder, written, of_ranks=written.world_size)
     write_atomic(folder / COMPLETE, json.dumps(asdict(written)) + "\n")
 
 
-def rotate(run_dir: RunDir, limit: int | None) -> list[Path]:
-    """Deletes the oldest checkpoints down to `limit` whole ones, and half-written ones older than the newest whole one.
+def complete_part(folder: Path, written: Written, *, of_ranks: int, start: str) -> None:
+    """Marks as written what some ranks have of a checkpoint on their disk, the last thing that is written there.
 
-    The newest whole one always stays. Returns what was deleted.
+    `start` tells its parts from those of an earlier start. Raises EnvironmentProblem if a shard is missing.
     """
-    every = run_dir.checkpoints()
-    whole = [folder for _, folder in every if is_whole(folder)]
-    if limit is None or not whole:
-        return []
-    kept = set(whole[-max(limit, 1) :])
-    newest = int(whole[-1].name.removeprefix("checkpoint-"))
-    gone = [folder for step, folder in every if folder not in kept and step < newest]
-    for folder in gone:
-        (folder / COMPLETE).unlink(missing_ok=True)  # a deletion that is cut short must not leave a "whole" one
-        shutil.rmtree(folder, ignore_errors=True)
-    return gone
+    _require_shards(folder, written, of_ranks=of_ranks)
+    write_atomic(folder / PART, json.dumps({**asdict(written), "start": start}) + "\n")
+
+
+def _require_shards(folder: Path, written: Written, *, of_ranks: int) -> None:
+    shards = list(folder.glob("global_step*/*zero_pp_rank_*_optim_states.pt"))
+    if written.zero_stage and len(shards) < of_ranks:
+        raise EnvironmentProblem(
+            f"{folder} holds the optimizer shards of {len(shards)} of {of_ranks} ranks",
+            hint="Is output_dir on a file system that all nodes share? Without one, dstrain run --sync.",
+        )

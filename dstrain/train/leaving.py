@@ -43,7 +43,7 @@ class LeavingCallback(TrainerCallback):
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Tells the agent, and leaves where that is wanted."""
-        self._pulse.send(state.global_step, Phase.STEP)
+        self._pulse.send(state.global_step, Phase.STEP, state.max_steps)
         if state.global_step < state.max_steps and self._is_wanted_anywhere():
             self.has_left = True
             control.should_save = True

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from dstrain.errors import EnvironmentProblem
 from dstrain.facts import probe
 from dstrain.facts.network import (
     ALL_GATHER,
@@ -157,7 +158,7 @@ def measure(place: Place, hosts: Sequence[str], say: Callable[[str], None]) -> N
         timings += bench.ladder(name, GPU_SIZES if on_gpu else CPU_SIZES, ALL_S)
     latency_s = bench.latency_s()
     inside = _inside(place, bench, say, GPU_SIZES[1:] if on_gpu else CPU_SIZES[1:])
-    own = {"inside": inside, "pairs": _pairs(place, bench, say), "ways": _ways(os.environ)}
+    own = {"inside": inside, "pairs": _pairs(place, bench, say), "ways": ways_taken(os.environ)}
     gathered: list[Any] = [None] * place.rank.world_size
     dist.gather_object(own, gathered if place.rank.is_first else None, dst=0)
     bench.slowest(0.0)  # nobody leaves before everything has arrived
@@ -230,7 +231,7 @@ def let_nccl_tell(environment: MutableMapping[str, str]) -> None:
         environment[_NCCL_FILE] = str(Path(tempfile.gettempdir()) / f"dstrain-nccl-{os.getpid()}.log")
 
 
-def _ways(environment: Mapping[str, str]) -> list[str]:
+def ways_taken(environment: Mapping[str, str]) -> list[str]:
     """Returns what NCCL wrote down, and removes it."""
     path = Path(environment.get(_NCCL_FILE, ""))
     if path.name != f"dstrain-nccl-{os.getpid()}.log":
@@ -252,7 +253,9 @@ def main(words: Sequence[str]) -> int:
             sys.stdout.write(json.dumps(line) + "\n")
             sys.stdout.flush()
 
-    on_gpu = torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR") != "cpu"
+    on_gpu = os.environ.get("DS_ACCELERATOR") != "cpu"
+    if on_gpu and not torch.cuda.is_available():
+        raise EnvironmentProblem(f"torch {torch.__version__} finds no GPU; DS_ACCELERATOR=cpu measures without")
     if on_gpu:
         let_nccl_tell(os.environ)
         torch.cuda.set_device(place.local)

@@ -29,6 +29,7 @@ from dstrain.train import rank as ranks
 from dstrain.train.arguments import training_arguments
 from dstrain.train.collate import Collator
 from dstrain.train.data import Prepared, prepare
+from dstrain.train.disk import shared
 from dstrain.train.measure import MeasureCallback
 from dstrain.train.model import load_model, load_tokenizer, source_of
 from dstrain.train.rank import Rank
@@ -130,6 +131,7 @@ class Session:
         trainer = Trainer(
             run_dir=self.run_dir,
             rank=self.rank,
+            disk=shared(self.run_dir, self.rank, os.environ, self.group),
             save_total_limit=self.job.save_total_limit,
             metrics=self.metrics,
             pulse=pulse,

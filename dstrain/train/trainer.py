@@ -14,10 +14,11 @@ from torch.utils.data import RandomSampler
 
 from dstrain.monitor.callback import COUNTS, Meter, MetricsCallback
 from dstrain.pulse import Phase, Sender
-from dstrain.rundir import RunDir
+from dstrain.rundir import RunDir, rotate
 from dstrain.train import checkpoints, universal
 from dstrain.train.arguments import zero_stage
 from dstrain.train.checkpoints import Written
+from dstrain.train.disk import Disk
 from dstrain.train.rank import Rank
 
 
@@ -29,6 +30,7 @@ class Trainer(transformers.Trainer):
         *,
         run_dir: RunDir,
         rank: Rank,
+        disk: Disk,
         save_total_limit: int | None,
         metrics: MetricsCallback,
         pulse: Sender,
@@ -39,6 +41,7 @@ class Trainer(transformers.Trainer):
         self.remove_callback(transformers.PrinterCallback)
         self._run_dir = run_dir
         self._rank = rank
+        self._disk = disk
         self._keep = save_total_limit
         self._metrics = metrics
         self._pulse = pulse
@@ -83,7 +86,7 @@ class Trainer(transformers.Trainer):
             Path(resume_from_checkpoint), world_size=self._rank.world_size
         )
         config = self.accelerator.state.deepspeed_plugin.deepspeed_config
-        config["checkpoint"] = {**config.get("checkpoint", {}), "load_universal": self._is_universal}
+        config["checkpoint"] = {**(config.get("checkpoint") or {}), "load_universal": self._is_universal}
         return super().train(resume_from_checkpoint, *arguments, **options)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -104,7 +107,7 @@ class Trainer(transformers.Trainer):
         """Does it, and takes an evaluation's or a checkpoint's time out of the window."""
         is_long = self.control.should_evaluate or self.control.should_save
         if is_long:
-            self._pulse.send(self.state.global_step, Phase.BUSY)
+            self._pulse.send(self.state.global_step, Phase.EVALUATING if self.control.should_evaluate else Phase.SAVING)
         super()._maybe_log_save_evaluate(*arguments, **options)
         if is_long:
             self.meter.restart()
@@ -122,14 +125,24 @@ class Trainer(transformers.Trainer):
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """Writes a checkpoint; rank 0 marks it as whole when every rank has written its part."""
         folder = self._run_dir.path / f"checkpoint-{self.state.global_step}"
-        if self._rank.is_first:
+        if self._rank.index == self._disk.ranks[0]:
             checkpoints.begin(folder)
         self._wait()
         super()._save_checkpoint(model, trial)
         self._wait()
-        if self._rank.is_first:
+        if self._disk.is_apart:
+            self._mark_part(folder)
+        elif self._rank.is_first:
             checkpoints.complete(folder, self._written())
-            checkpoints.rotate(self._run_dir, self._keep)
+            rotate(self._run_dir, self._keep)
+
+    def _mark_part(self, folder: Path) -> None:
+        """Marks what lies on each disk; where rank 0's part is marked, all are, and `run` may put them together."""
+        for is_turn in (not self._rank.is_first, self._rank.is_first):
+            if is_turn and self._rank.index == self._disk.ranks[0]:
+                of_ranks = len(self._disk.ranks)
+                checkpoints.complete_part(folder, self._written(), of_ranks=of_ranks, start=self._disk.start)
+            self._wait()
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Saves weights for `from_pretrained`; under ZeRO-3 only where the configuration allows gathering them."""

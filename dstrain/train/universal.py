@@ -14,16 +14,17 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from zipfile import is_zipfile
 
 import psutil
 import torch
 
 from dstrain.errors import DstrainError, EnvironmentProblem, InvalidConfig
 from dstrain.paths import write_atomic
-from dstrain.train.checkpoints import UNIVERSAL, is_converted, refuse_half_written
+from dstrain.rundir import UNIVERSAL, UNIVERSAL_PART
+from dstrain.train.checkpoints import is_converted, refuse_half_written
 from dstrain.train.rank import quieten
 
-_PART = ".universal.part"
 """Where a copy is made; what is there was cut short."""
 _WORKERS = 4
 """Most processes that read shards at a time. Source: deepspeed 0.19.8 ds_to_universal.py: parse_arguments"""
@@ -37,7 +38,7 @@ def convert(checkpoint: Path) -> Path:
 
     A copy that is there is kept. On the disk it takes 12 bytes for each trained parameter (fp32 weights and two
     moments), and while it is made twice as much. Raises InvalidConfig for a half-written checkpoint or one without
-    shards, and EnvironmentProblem where it cannot be written.
+    shards, and EnvironmentProblem where a file cannot be read or written.
     """
     refuse_half_written(checkpoint)
     latest = checkpoint / "latest"
@@ -47,7 +48,7 @@ def convert(checkpoint: Path) -> Path:
         return copy
     if not tag or not any((checkpoint / tag).glob("*_optim_states.pt")):
         raise InvalidConfig(f"{checkpoint} holds no ZeRO shards")
-    part = checkpoint / _PART
+    part = checkpoint / UNIVERSAL_PART
     try:
         for old in (part, copy):
             shutil.rmtree(old, ignore_errors=True)
@@ -57,7 +58,9 @@ def convert(checkpoint: Path) -> Path:
         (part / copy.name).rename(copy)
         write_atomic(checkpoint / UNIVERSAL, copy.name)
     except OSError as error:
-        raise EnvironmentProblem(f"{copy}: cannot be written: {error}", hint="Free some space.") from error
+        raise EnvironmentProblem(
+            f"{checkpoint} cannot be converted: {error}", hint="Is the disk full or read-only, or a shard missing?"
+        ) from error
     finally:
         shutil.rmtree(part, ignore_errors=True)
     return copy
@@ -73,7 +76,7 @@ def _lighten(shards: Path, to: Path) -> None:
     for file in shards.glob("*_optim_states.pt"):
         (to / file.name).symlink_to(file.resolve())
     first, *others = sorted(shards.glob("*_model_states.pt"))
-    states = torch.load(first, map_location="cpu", mmap=True, weights_only=False)
+    states = _load(first)
     _refuse_round_robin(shards, states.get("ds_config"))
     for name in _UNREAD:
         if name in states:
@@ -81,6 +84,12 @@ def _lighten(shards: Path, to: Path) -> None:
     torch.save(states, to / first.name)
     for file in others:
         (to / file.name).symlink_to(first.name)
+
+
+def _load(path: Path) -> dict[str, Any]:
+    """Returns what is in a file of DeepSpeed; tensors stay on the disk until they are used, where its form allows."""
+    found: dict[str, Any] = torch.load(path, map_location="cpu", mmap=is_zipfile(path), weights_only=False)
+    return found
 
 
 def _refuse_round_robin(shards: Path, config: Any) -> None:
@@ -91,7 +100,7 @@ def _refuse_round_robin(shards: Path, config: Any) -> None:
     zero = config.get("zero_optimization") if isinstance(config, Mapping) else None
     if isinstance(zero, Mapping) and zero.get("round_robin_gradients"):
         raise InvalidConfig(
-            "it was written with zero_optimization.round_robin_gradients: its weights would be mixed up"
+            f"{shards} was written with zero_optimization.round_robin_gradients: its weights would be mixed up"
         )
 
 
@@ -128,7 +137,7 @@ def _trim(path: Path) -> None:
     the first group's hyper-parameters, so weights without decay would decay: what differs stays as the job has it.
     Source: deepspeed 0.19.8 runtime/zero/stage3.py: load_hp_checkpoint_state_from_checkpoint_dir_stage3
     """
-    saved = torch.load(path, map_location="cpu", mmap=True, weights_only=False)
+    saved = _load(path)
     inner = saved.get("optimizer_state_dict")
     if inner is None:  # ZeRO-1 and 2
         return

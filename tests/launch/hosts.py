@@ -105,8 +105,9 @@ class Job:
         try:
             said = process.communicate(timeout=timeout_s)[0]
         except subprocess.TimeoutExpired:
-            process.kill()
-            raise AssertionError(f"still there after {timeout_s} s: {process.communicate()[0]}") from None
+            for line in self.left_over():
+                os.kill(int(line.split()[1]), signal.SIGKILL)
+            raise AssertionError(f"still there after {timeout_s} s: {process.communicate(timeout=20)[0]}") from None
         return Ended(process.returncode, said, time.monotonic() - began)
 
     def losses(self) -> dict[int, float]:
@@ -123,6 +124,14 @@ class Job:
                 return whole[-1]
             time.sleep(0.1)
         raise AssertionError("no checkpoint: " + "\n".join(path.read_text() for path in self.place.logs.glob("*.log")))
+
+    def wait_for_step(self, process: subprocess.Popen[str] | None, number: int, timeout_s: float = 90) -> None:
+        """Waits until so many steps are logged."""
+        until = time.monotonic() + timeout_s
+        while max(self.losses(), default=0) < number:
+            assert process is None or process.poll() is None, process.communicate()[0]
+            assert time.monotonic() < until, "\n".join(path.read_text() for path in self.place.logs.glob("*.log"))
+            time.sleep(0.1)
 
     def find(self, node: int, *words: str) -> int:
         """Returns the Python process of a host whose command line has all the words, by its number on this machine."""

@@ -63,6 +63,11 @@ def test_a_terminated_rank_comes_after_one_that_died_in_the_same_moment() -> Non
     assert failing_order(deaths, {}) == [1, 0]
 
 
+def test_a_rank_that_lost_its_peer_comes_after_the_one_that_went_without_a_word() -> None:
+    deaths = [Death(rank=0, code=1, at=5.0), Death(rank=1, code=None, at=9.0)]
+    assert failing_order(deaths, {0: 4.0}, [0]) == [1, 0]
+
+
 def test_known_messages_have_an_advice() -> None:
     assert "micro_batch" in (advice("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate") or "")
     assert advice("ValueError: no") is None

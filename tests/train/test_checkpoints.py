@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from dstrain.errors import EnvironmentProblem, InvalidConfig
-from dstrain.rundir import RunDir, is_whole
-from dstrain.train.checkpoints import Written, begin, choose, complete, half_written, reads_universal, rotate
+from dstrain.rundir import RunDir, is_whole, rotate
+from dstrain.train.checkpoints import Written, begin, choose, complete, half_written, reads_universal
 
 
 def written(step: int, *, ranks: int = 2, zero_stage: int = 2) -> Written:

@@ -121,7 +121,7 @@ def test_a_checkpoint_is_marked_whole_and_old_ones_go(runs: Path) -> None:
     checkpoints = RunDir(runs / "zero2").checkpoints()
     assert [step for step, _ in checkpoints] == [2, 3]
     record = json.loads((checkpoints[-1][1] / "complete.json").read_text())
-    assert record == {"step": 3, "world_size": 2, "zero_stage": 2}
+    assert record == {"step": 3, "world_size": 2, "zero_stage": 2, "micro_batch": 2, "grad_accum": 1}
 
 
 def test_evaluations_are_logged_with_their_step(runs: Path) -> None:

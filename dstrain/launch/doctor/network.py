@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from dstrain.facts.links import Link
+from dstrain.errors import InvalidConfig
+from dstrain.facts import gpus
+from dstrain.facts.cluster import Cluster, Origin, link_assumed_between_nodes
+from dstrain.facts.gpus import Gpu
+from dstrain.facts.links import Link, link
 from dstrain.facts.network import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -34,6 +38,29 @@ class Figures:
     """Whether nobody said which link that is."""
     inside: Link
     """The link between the GPUs of one host."""
+
+    @property
+    def links(self) -> dict[str, Link]:
+        """Both by where they are."""
+        return {"between": self.between, "inside": self.inside}
+
+
+def gpu_of(network: Network) -> Gpu:
+    """Returns the GPU that took part."""
+    if network.gpu is None:
+        return gpus.gpu("cpu")
+    try:
+        return gpus.from_nvml_name(network.gpu, network.gpu_memory_mib)
+    except InvalidConfig:
+        return gpus.unlisted(network.gpu, network.gpu_memory_mib)
+
+
+def figures(gpu: Gpu, planned: Cluster | None) -> Figures:
+    """Returns what the links should carry: as a plan was told for these GPUs, else what servers with them have."""
+    between, is_given = link_assumed_between_nodes(gpu), False
+    if planned is not None and planned.gpu.name == gpu.name and planned.inter_link_origin is Origin.GIVEN:
+        between, is_given = planned.inter_link, True
+    return Figures(between=between, is_assumed=not is_given, inside=link(gpu.link))
 
 
 def findings(network: Network, figures: Figures, interfaces: Mapping[str, str]) -> list[Finding]:
@@ -86,7 +113,7 @@ def _between(
     per_gpu = bus_bytes_per_s / min(network.slots)
     share = per_gpu / figures.between.bytes_per_s
     assumed = "assumed " if figures.is_assumed else ""
-    figure = f"{share:.0%} of {assumed}{figures.between.name} ({rate_text(figures.between.bytes_per_s)})"
+    figure = f"{percent(share)} of {assumed}{figures.between.name} ({rate_text(figures.between.bytes_per_s)})"
     what = f"between hosts {rate_text(per_gpu)} for each {_unit(network)}, {figure}"
     inside = network.inside_bus_bytes_per_s
     if share >= FAR_BELOW:
@@ -122,7 +149,7 @@ def _inside(network: Network, bus_bytes_per_s: float, figures: Figures, notes: N
     if network.inside:
         slowest = min(network.inside, key=lambda each: each.bus_bytes_per_s)
         where = f"inside {network.hosts[slowest.host]}, the slowest,"
-    what = f"{where} {rate_text(bus_bytes_per_s)}, {share:.0%} of {figures.inside.name}"
+    what = f"{where} {rate_text(bus_bytes_per_s)}, {percent(share)} of {figures.inside.name}"
     what += f" ({rate_text(figures.inside.bytes_per_s)})"
     if share >= FAR_BELOW or network.backend == "gloo":
         notes.ok(what)
@@ -153,11 +180,13 @@ def _slowest(network: Network, interfaces: Mapping[str, str], notes: Notes) -> N
     usual = network.usual_pair_bytes_per_s or slowest.bytes_per_s
     told = f"slowest pair: {_named(network, slowest)}, {rate_text(slowest.bytes_per_s)}"
     if len(network.pairs) == 1:
-        notes.ok(f"the one pair: {_named(network, slowest)}, {rate_text(slowest.bytes_per_s)} with one {_unit(network)}")
+        notes.ok(
+            f"the one pair: {_named(network, slowest)}, {rate_text(slowest.bytes_per_s)} with one {_unit(network)}"
+        )
         return
     seen = f" ({len(network.pairs)} of {network.num_pairs} measured)" if len(network.pairs) < network.num_pairs else ""
-    share = f"{slowest.bytes_per_s / usual:.0%} of the {'fastest' if len(network.hosts) < MEDIAN_FROM_HOSTS else 'median'} pair"
-    what = f"{told}, {share}, {rate_text(usual)}{seen}"
+    against = "fastest" if len(network.hosts) < MEDIAN_FROM_HOSTS else "median"
+    what = f"{told}, {percent(slowest.bytes_per_s / usual)} of the {against} one ({rate_text(usual)}){seen}"
     if slowest.bytes_per_s >= SLOW_PAIR * usual:
         notes.ok(what)
         return
@@ -165,7 +194,8 @@ def _slowest(network: Network, interfaces: Mapping[str, str], notes: Notes) -> N
     if guilty:
         what += f"; every pair of {', '.join(guilty)} is slow"
         name = interfaces.get(guilty[0], "NAME")
-        fix = f"on {guilty[0]}: ethtool {name}; ip -s link show {name}; ibstat  (speed, errors, MTU, cable)"
+        rdma = "; ibstat" if network.backend == "nccl" else ""
+        fix = f"ssh {guilty[0]} 'ethtool {name}; ip -s link show {name}{rdma}'  (speed, errors, MTU, cable)"
     else:
         fix = "the way between these two: cable, port and route of the switch; ibdiagnet, or ping -M do -s 8972 HOST"
     notes.warn(what, fix)
@@ -173,6 +203,15 @@ def _slowest(network: Network, interfaces: Mapping[str, str], notes: Notes) -> N
 
 def _named(network: Network, pair: Pair) -> str:
     return f"{network.hosts[pair.first]} and {network.hosts[pair.second]}"
+
+
+def percent(share: float) -> str:
+    """Returns a share as people write it; of what is hardly there one more figure.
+
+    >>> percent(0.84), percent(0.0096)
+    ('84 %', '1.0 %')
+    """
+    return f"{share * 100:.{0 if share >= 0.0995 else 1}f} %"
 
 
 def _unit(network: Network) -> str:

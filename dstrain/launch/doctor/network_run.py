@@ -39,9 +39,12 @@ MODULE = "dstrain.train.network"
 """What every rank runs."""
 LIMIT_S = 180.0
 """Seconds after which the ranks are taken for stuck: they measure for 20 at the most, and may be slow to start."""
+FOLDERS = "/tmp"
+"""Where a folder for logs is made, of the same name on every host."""
 _GRACE_S = 3.0
 _REMOVE_S = 5.0
-_TIME = "time limit"
+TIME_IS_UP = "time limit"
+"""Who stops ranks that are stuck."""
 _TRY = "`dstrain doctor --hostfile HOSTFILE` looks at each host; NCCL_DEBUG=INFO lets NCCL say what it does."
 
 
@@ -94,7 +97,7 @@ class Listener:
                 self.network = from_data(Network, data["network"], locate=lambda place: ".".join(map(str, place)))
 
 
-def measure(site: Site, tell: Callable[[str], None], *, limit_s: float = LIMIT_S) -> Answer:
+def measure(site: Site, tell: Callable[[str], None]) -> Answer:
     """Returns what was measured; nothing is left on any host, unless it failed: then the logs stay on this machine.
 
     Raises EnvironmentProblem where hosts cannot be reached or ranks do not find each other, Interrupted at Ctrl-C.
@@ -107,11 +110,11 @@ def measure(site: Site, tell: Callable[[str], None], *, limit_s: float = LIMIT_S
     with _folder() as run_dir, noting_signals(run_dir.path / "screen.log") as wishes:
         score = _score(site, here, run_dir)
         listener, hellos = Listener(tell), dict[Node, Hello]()
-        until = time.monotonic() + limit_s
+        until = time.monotonic() + LIMIT_S
 
-        def tick(step: int | None) -> None:
+        def tick(step: int | None, total: int) -> None:
             if time.monotonic() > until and not wishes.stop:
-                wishes.stop.append(_TIME)
+                wishes.stop.append(TIME_IS_UP)
 
         def check(found: Mapping[Node, Hello]) -> dict[Node, dict[str, str]]:
             hellos.update(found)
@@ -121,14 +124,14 @@ def measure(site: Site, tell: Callable[[str], None], *, limit_s: float = LIMIT_S
             outcome = Conductor(score, wishes, listener.hear, tick).run(check)
         finally:
             _clear(run_dir.path, hellos, names)
-        network = _result(outcome, listener, site, run_dir, limit_s)
+        network = result(outcome, listener, site, run_dir)
         return Answer(network=network, interfaces={n.host: h.interface for n, h in hellos.items() if h.interface})
 
 
 @contextmanager
 def _folder() -> Iterator[RunDir]:
-    """Yields a folder for logs, whose name can be had on every host; it stays after a failure of the ranks."""
-    at = "/tmp" if os.access("/tmp", os.W_OK) else None
+    """Yields a folder for logs; it stays where an error points there."""
+    at = FOLDERS if os.access(FOLDERS, os.W_OK) else None
     path = Path(tempfile.mkdtemp(prefix="dstrain-network-", dir=at))
     path.chmod(0o700)
     (path / "logs").mkdir()
@@ -181,9 +184,7 @@ def commands(site: Site, here: Sequence[bool], run_dir: RunDir, port: int) -> li
     address = "127.0.0.1" if is_local else master(site.hosts)
     words = [sys.executable, "-m", "deepspeed.launcher.launch", f"--world_info={world}", f"--master_addr={address}"]
     words += [f"--master_port={port}", "--no_local_rank", "--enable_each_rank_log", str(run_dir.logs)]
-    return [
-        [*words, f"--node_rank={number}", "--module", MODULE, layout] for number, _ in enumerate(site.hosts.hosts)
-    ]
+    return [[*words, f"--node_rank={number}", "--module", MODULE, layout] for number, _ in enumerate(site.hosts.hosts)]
 
 
 def interface_variables(
@@ -203,12 +204,12 @@ def interface_variables(
     return {node: {name: env[name] for name in env if name not in given} for node, env in own.items()}
 
 
-def _result(outcome: Outcome, listener: Listener, site: Site, run_dir: RunDir, limit_s: float) -> Network:
+def result(outcome: Outcome, listener: Listener, site: Site, run_dir: RunDir) -> Network:
     """Returns what was measured. Raises what a signal means, or EnvironmentProblem with what the ranks said."""
-    if listener.network is not None and outcome.stopped_by in {None, _TIME}:
+    if listener.network is not None and outcome.stopped_by in {None, TIME_IS_UP}:
         return listener.network
-    if outcome.stopped_by == _TIME:
-        problem = f"no result within {limit_s:.0f} s; the ranks came as far as: {listener.doing}"
+    if outcome.stopped_by == TIME_IS_UP:
+        problem = f"no result within {LIMIT_S:.0f} s; the ranks came as far as: {listener.doing}"
         raise EnvironmentProblem(f"{problem}\nLogs: {run_dir.logs}", hint=_TRY)
     error = explain(outcome, hosts=site.hosts, run_dir=run_dir)
     if outcome.stopped_by is not None:

@@ -228,8 +228,14 @@ def _hello(look: Look) -> Hello:
         interface=_interface(look.others),
         num_gpus=len(probe.local_gpus()),
         port_is_free=look.port is None or is_free(look.port),
+        unlike={name: found for name, size in look.files.items() if (found := _bytes(name)) != size},
         clock=time.time(),
     )
+
+
+def _bytes(name: str) -> int | None:
+    """Returns the size of a file; None where it cannot be read."""
+    return Path(name).stat().st_size if os.access(name, os.R_OK) else None
 
 
 def _interface(others: Sequence[str]) -> str | None:

@@ -34,9 +34,10 @@ class Conductor:
         score: Score,
         wishes: Wishes,
         on_output: Callable[[str], None],
-        on_tick: Callable[[int | None], None] = lambda step: None,
+        on_tick: Callable[[int | None, int], None] = lambda step, total: None,
     ) -> None:
-        """`on_output` gets what rank 0 writes; `on_tick` is called several times a second, with the steps done.
+        """`on_output` gets what rank 0 writes; `on_tick` is called several times a second, with the
+        steps done and those of the whole run, 0 where that is not known.
 
         `wishes` may change at any time.
         """
@@ -48,6 +49,7 @@ class Conductor:
         self._pace = Pace(score.num_ranks, score.hang_s)
         self._hang: Hang | None = None
         self._left_at: int | None = None
+        self._total = 0
         self._give_up: float | None = None
         self._is_killing = False
         self._has_saved = False
@@ -98,7 +100,7 @@ class Conductor:
                     part.lose(f"did not end within {self._score.grace_s + _ENDING_S:.0f} s")
 
     def _hear(self) -> None:
-        self._on_tick(min(self._pace.steps.values(), default=None))
+        self._on_tick(min(self._pace.steps.values(), default=None), self._total)
         self._party.hear(self._take)
 
     def _take(self, part: Part, event: Any, at: float) -> None:
@@ -108,7 +110,8 @@ class Conductor:
             case Alive():
                 self._note_steps(event)
             case Died():
-                self._deaths.setdefault(event.rank, Death(rank=event.rank, code=event.code, at=at))
+                if event.rank not in self._deaths or self._deaths[event.rank].code is None:
+                    self._deaths[event.rank] = Death(rank=event.rank, code=event.code, at=at)
             case Orphaned():
                 part.is_orphaned = True
             case Wrote():
@@ -120,7 +123,8 @@ class Conductor:
 
     def _note_steps(self, event: Alive) -> None:
         now = time.monotonic()
-        for rank, (step, phase) in event.steps.items():
+        for rank, (step, phase, total) in event.steps.items():
+            self._total = int(total) or self._total
             self._pace.note(int(rank), int(step), Phase(phase), now)
             if phase == Phase.LEFT:
                 self._left_at = int(step)

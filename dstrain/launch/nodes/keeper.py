@@ -36,7 +36,7 @@ class Keeper:
         ranks = range(begin.first_rank, begin.first_rank + begin.num_ranks)
         self._run_dir.logs.mkdir(parents=True, exist_ok=True)
         self._output = Output(self._run_dir.logs, self._log, ranks, lambda host: self._node_log(host, stamp))
-        self._mirror = Mirror(self._run_dir) if begin.mirror else None
+        self._mirror = Mirror(self._run_dir, begin.mark, has_first=0 in ranks) if begin.mirror else None
         remove_buffers(begin.master_port)
         self._launcher = self._start() if begin.command is not None else None
         self._family = Family(begin.mark, self._launcher.pid if self._launcher else -1)
@@ -91,7 +91,7 @@ class Keeper:
             if pulse.rank not in self._listening:
                 for number in self._wanted:
                     self._signal(number, {pulse.rank})
-            self._steps[str(pulse.rank)] = [pulse.step, pulse.phase.value]
+            self._steps[str(pulse.rank)] = [pulse.step, pulse.phase.value, pulse.total]
             self._listening.add(pulse.rank)
             if pulse.phase in {Phase.DONE, Phase.LEFT}:
                 self._done.add(pulse.rank)
@@ -199,7 +199,8 @@ class Keeper:
 
     def _deaths(self, *, with_unseen: bool) -> list[Event]:
         """Returns the deaths not told yet; of those that nobody saw the launcher may still say that all was well."""
-        found: list[Event] = []
+        found: list[Event] = [Died(rank=rank, code=code) for rank, code in self._output.killed.items()]
+        self._output.killed.clear()
         for rank, death in sorted(self._watch.deaths.items(), key=lambda item: item[1].at):
             if rank not in self._told and (with_unseen or death.code is not None):
                 self._told.add(rank)

@@ -8,11 +8,14 @@ from statistics import median
 from dstrain.pulse import Phase
 
 TIMES = 5
-"""A run hangs when it takes this many times its median step."""
+"""A run hangs when it takes this many times its median step, or its longest evaluation or checkpoint."""
 LEAST_S = 60.0
 """And at least this long: a step of a tenth of a second may well be followed by one of two."""
+LONG_TIMES = 10
+"""An evaluation or a checkpoint has at least this many times as long: disks that are shared may be slow at times."""
 _LEAST_STEPS = 3
 _KEPT = 100
+_LONG = frozenset({Phase.SAVING, Phase.EVALUATING})
 
 
 class Pace:
@@ -22,43 +25,51 @@ class Pace:
         """Watches `num_ranks` ranks; a run hangs after `least_s` seconds at the earliest, never where that is 0."""
         self._num_ranks = num_ranks
         self._least_s = least_s
-        self._durations: deque[float] = deque(maxlen=_KEPT)
-        self._at: float | None = None
-        self._step = -1
-        self._busy: set[int] = set()
+        self._steps_s: deque[float] = deque(maxlen=_KEPT)
+        self._longest_s: dict[Phase, float] = {}
+        self._phases: dict[int, Phase] = {}
+        self._phase = Phase.START
+        self._at = 0.0
         self.steps: dict[int, int] = {}
         """Rank → steps done."""
 
     def note(self, rank: int, step: int, phase: Phase, now: float) -> None:
         """Takes what a rank said at a time in seconds."""
-        self.steps[rank] = step
-        was_busy = bool(self._busy)
-        (self._busy.discard if phase is Phase.STEP else self._busy.add)(rank)
+        before, was = min(self.steps.values(), default=0), self._phase
+        self.steps[rank], self._phases[rank] = step, phase
         if len(self.steps) < self._num_ranks:
             return
-        slowest = min(self.steps.values())
-        if slowest > self._step:
-            if self._at is not None and not was_busy and self._step >= 0:
-                self._durations.append((now - self._at) / (slowest - self._step))
-            self._step, self._at = slowest, now
-        elif was_busy and not self._busy:
-            self._at = now
+        others = [each for each in self._phases.values() if each is not Phase.STEP]
+        self._phase = others[0] if others else Phase.STEP
+        gained = min(self.steps.values()) - before
+        if gained <= 0 and self._phase is was:
+            return
+        if was is Phase.STEP and gained > 0:
+            self._steps_s.extend([(now - self._at) / gained] * min(gained, _KEPT))
+        elif was in _LONG:
+            self._longest_s[was] = max(self._longest_s.get(was, 0.0), now - self._at)
+        self._at = now
 
     @property
     def limit_s(self) -> float | None:
-        """Seconds without a step after which the run hangs; None while that is not known."""
-        if self._least_s <= 0 or len(self._durations) < _LEAST_STEPS:
+        """Seconds without news after which the run hangs; None while that is not known.
+
+        A first evaluation and a first checkpoint may take any time, as may what comes before and after the steps.
+        """
+        if self._least_s <= 0:
             return None
-        return max(TIMES * median(self._durations), self._least_s)
+        if self._phase is Phase.STEP and len(self._steps_s) >= _LEAST_STEPS:
+            return max(TIMES * median(self._steps_s), self._least_s)
+        if self._phase in self._longest_s:
+            return max(TIMES * self._longest_s[self._phase], LONG_TIMES * self._least_s)
+        return None
 
     @property
     def median_s(self) -> float | None:
         """Seconds of a step; None before there were any."""
-        return median(self._durations) if self._durations else None
+        return median(self._steps_s) if self._steps_s else None
 
     def stood_still_s(self, now: float) -> float | None:
         """Returns for how long nothing has moved, once that is too long; None otherwise."""
         limit = self.limit_s
-        if limit is None or self._at is None or self._busy or now - self._at <= limit:
-            return None
-        return now - self._at
+        return None if limit is None or now - self._at <= limit else now - self._at

@@ -103,7 +103,8 @@ class Party:
         for part in self.parts:
             port = score.master_port if part.node.number == 0 else None
             others = [node.host for node in score.nodes if node.num_ranks and node is not part.node]
-            look = Look(run_dir=str(score.run_dir.path), token=score.mark, others=others, port=port)
+            files = dict(score.files) if part.node.num_ranks and not part.node.is_here else {}
+            look = Look(run_dir=str(score.run_dir.path), token=score.mark, others=others, files=files, port=port)
             part.channel.send(look, part.node.number)
 
     def require_answers(self, until: float) -> bool:

@@ -35,6 +35,8 @@ class Score:
     """What they get beside that, as lines `NAME=value`, the value as it stands between a shell's double quotes."""
     master_port: int
     """The port of rank 0."""
+    files: Mapping[str, int] = field(default_factory=dict)
+    """Files that every rank reads → their bytes here."""
     grace_s: float = GRACE_S
     """Seconds of grace."""
     hang_s: float = LEAST_S

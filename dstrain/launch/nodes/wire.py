@@ -24,6 +24,8 @@ class Look:
     """What stands in the run directory's token file, if this node shares it."""
     others: list[str]
     """The other nodes, to which a network interface must lead."""
+    files: dict[str, int]
+    """Files that ranks read → their bytes where `run` is."""
     port: int | None = None
     """Port that must be free, on the node of rank 0."""
 
@@ -99,6 +101,8 @@ class Hello:
     """GPUs that NVML shows there."""
     port_is_free: bool
     """Whether rank 0 could listen."""
+    unlike: dict[str, int | None]
+    """Files of Look that have another size here → their bytes; None where they cannot be read."""
     clock: float
     """This node's clock, in seconds since the epoch."""
 
@@ -108,7 +112,7 @@ class Alive:
     """Event: a sign of life, and how far the ranks are."""
 
     steps: dict[str, list[Any]]
-    """Rank → step and phase, of ranks from which something came since the last one."""
+    """Rank → step, phase and steps of the whole run (0: not known), where something came since the last one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

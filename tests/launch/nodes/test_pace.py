@@ -35,26 +35,49 @@ def test_a_single_rank_that_stands_still_is_a_hang() -> None:
     assert pace.steps == {0: 11, 1: 10}
 
 
-def test_an_evaluation_or_a_checkpoint_may_take_long() -> None:
-    pace = stepping(seconds=20)
-    pace.note(0, 10, Phase.BUSY, 201)
-    pace.note(1, 10, Phase.BUSY, 201)
-    assert pace.stood_still_s(5000) is None
-    pace.note(0, 10, Phase.STEP, 5000)
-    pace.note(1, 10, Phase.STEP, 5000)
-    assert pace.stood_still_s(5050) is None
-    assert pace.stood_still_s(5101) == 101
+def long_phase(pace: Pace, phase: Phase, begin: float, end: float) -> None:
+    for rank in (0, 1):
+        pace.note(rank, 10, phase, begin)
+    for rank in (0, 1):
+        pace.note(rank, 10, Phase.STEP, end)
 
 
-def test_the_time_of_a_checkpoint_is_no_step() -> None:
+def test_a_first_evaluation_may_take_any_time_and_is_no_step() -> None:
     pace = stepping(seconds=20)
     for rank in (0, 1):
-        pace.note(rank, 10, Phase.BUSY, 201)
+        pace.note(rank, 10, Phase.EVALUATING, 201)
+    assert pace.stood_still_s(50_000) is None
     for rank in (0, 1):
         pace.note(rank, 10, Phase.STEP, 5000)
+    assert pace.stood_still_s(5050) is None
+    assert pace.stood_still_s(5101) == 101
     for rank in (0, 1):
         pace.note(rank, 11, Phase.STEP, 5020)
     assert pace.median_s == 20
+
+
+def test_a_later_checkpoint_has_five_times_the_longest_one() -> None:
+    pace = stepping(seconds=20)
+    long_phase(pace, Phase.SAVING, 201, 401)
+    for rank in (0, 1):
+        pace.note(rank, 10, Phase.SAVING, 500)
+    assert pace.stood_still_s(500 + 999) is None
+    assert pace.stood_still_s(500 + 1001) == 1001
+
+
+def test_a_later_checkpoint_has_ten_minutes_at_least() -> None:
+    pace = stepping(seconds=20)
+    long_phase(pace, Phase.SAVING, 201, 203)
+    for rank in (0, 1):
+        pace.note(rank, 10, Phase.SAVING, 300)
+    assert pace.stood_still_s(300 + 599) is None
+    assert pace.stood_still_s(300 + 601) == 601
+
+
+def test_the_end_of_a_run_has_no_limit() -> None:
+    pace = stepping(seconds=20)
+    pace.note(0, 10, Phase.BUSY, 201)
+    assert pace.stood_still_s(50_000) is None
 
 
 def test_nothing_is_known_before_there_are_steps() -> None:

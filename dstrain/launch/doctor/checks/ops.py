@@ -34,7 +34,10 @@ def check(facts: Facts, needs: Needs) -> list[Finding]:
         return []
     for lock in tools.stale_locks:
         what = f"{lock} was left behind by a build that was killed: the ranks would wait for it for ever"
-        notes.bad(what, f"rm {lock}")
+        if needs.hosts is not None and len(needs.hosts.hosts) > 1:  # they may share the folder
+            notes.warn(f"{what}, unless another host is building", f"rm {lock}")
+        else:
+            notes.bad(what, f"rm {lock}")
     relevant = [op for op in OPS if needs.on_cpu or op != _CPU_ONLY]
     missing = {op: lacks(op, tools, on_cpu=needs.on_cpu) for op in relevant if op not in tools.built}
     built = [op for op in relevant if op in tools.built]

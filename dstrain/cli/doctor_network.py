@@ -1,0 +1,111 @@
+"""`dstrain doctor --network`: the network measured, held against its links, and kept for the next plan."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from dstrain.cli.console import answer, answer_json, say, say_lines, talk
+from dstrain.cli.doctor_text import grouped, network_document, printable
+from dstrain.errors import DstrainError, InvalidConfig
+from dstrain.facts import measured_links, probe
+from dstrain.facts.cluster import Cluster
+from dstrain.facts.hostfile import Hosts
+from dstrain.jobfile import JobFile
+from dstrain.launch.doctor.finding import count_text
+from dstrain.launch.doctor.network import figures, findings, gpu_of
+from dstrain.launch.doctor.network_run import Answer, Site, measure, this_machine
+from dstrain.launch.machine import ACCELERATOR
+from dstrain.paths import shown
+from dstrain.render.lock import read_lock
+
+
+def examine(file: JobFile | None, hostfile: Path | None, *, saves: bool, as_json: bool) -> None:
+    """Measures, prints the answer, and keeps the figures unless told not to."""
+    site = _site(file, hostfile)
+    if site.hosts.num_slots < 2:
+        _say_nothing_to_measure(site, as_json=as_json)
+        return
+    with _telling() as tell:
+        found = measure(site, tell)
+    gpu = gpu_of(found.network)
+    links = figures(gpu, _planned(file))
+    told = findings(found.network, links, found.interfaces)
+    kept = _keep(found, gpu.name) if saves else None
+    if as_json:
+        answer_json(network_document(found.network, links, found.interfaces, told, kept))
+    else:
+        answer(printable("\n".join(grouped(told))))
+    say(count_text(told))
+    if saves:
+        _say_kept(kept, site, hostfile)
+
+
+def _site(file: JobFile | None, hostfile: Path | None) -> Site:
+    """Returns where to measure: the hosts of the option or the job, else this machine with its GPUs."""
+    job = file.job if file is not None else None
+    variables = dict(job.env) if job else {}
+    named = hostfile or (Path(job.hostfile) if job and job.hostfile else None)
+    on_cpu = {**os.environ, **variables}.get(ACCELERATOR) == "cpu"
+    if named is None:
+        hosts = this_machine(1 if on_cpu else len(probe.local_gpus()))
+    else:
+        hosts = _real(probe.read_hostfile(named))
+    return Site(hosts=hosts, on_cpu=on_cpu, variables=variables)
+
+
+def _real(hosts: Hosts) -> Hosts:
+    """Returns hosts that somebody has filled in. Raises InvalidConfig for placeholders."""
+    if hosts.placeholder_lines:
+        problem = (
+            f"{shown(hosts.name)}:{hosts.placeholder_lines[0]}: {hosts.hosts[0].name} is a placeholder, not a host"
+        )
+        raise InvalidConfig(problem, hint="dstrain hostfile write 'gpu[01-02]:8'")
+    return hosts
+
+
+def _planned(file: JobFile | None) -> Cluster | None:
+    """Returns the machines of the plan beside a job, which may say what link is between them."""
+    with suppress(DstrainError):
+        lock = read_lock(Path(file.job.ds_config).parent) if file is not None else None
+        return lock.cluster if lock is not None else None
+    return None
+
+
+@contextlib.contextmanager
+def _telling() -> Iterator[Callable[[str], None]]:
+    """Yields what says on a terminal what is being done."""
+    if not talk.is_terminal:
+        yield lambda text: None
+        return
+    with talk.status("starting a rank on each GPU") as status:
+        yield lambda text: status.update(text)
+
+
+def _say_nothing_to_measure(site: Site, *, as_json: bool) -> None:
+    if as_json:
+        answer_json({"schema": 1, "network": None, "findings": []})
+    what = "one rank" if site.on_cpu else "one GPU" if site.hosts.num_slots else "no GPU"
+    say_lines([f"nothing to measure: {what} on {site.hosts.name}; --hostfile FILE names more hosts"])
+
+
+def _keep(found: Answer, gpu: str) -> Path | None:
+    """Puts the figures where the next plan finds them; None where no plan could use them."""
+    today = time.strftime("%Y-%m-%d")
+    entry = measured_links.of_network(found.network, gpu, date=today, own=socket.gethostname())
+    return measured_links.save(entry) if entry is not None else None
+
+
+def _say_kept(kept: Path | None, site: Site, hostfile: Path | None) -> None:
+    """Says where the figures are and what to type next."""
+    if kept is None:
+        say_lines(["not kept: the hosts have different numbers of slots, and plans are for equal ones"])
+        return
+    say_lines([f"kept in {kept}: plan and gen-config for these hosts count with it; delete it to forget"])
+    where = f" --hostfile {hostfile}" if hostfile else f" --gpus {site.hosts.num_slots}"
+    say(f"next: dstrain plan{where} --model MODEL")

@@ -1,0 +1,78 @@
+"""The screen of a run: what rank 0 writes, and on a terminal a bar of the steps below it."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import suppress
+from types import TracebackType
+
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+from dstrain.cli.console import say, talk
+
+
+class Screen:
+    """Takes text in pieces; a terminal that has gone away does not end a training."""
+
+    def __init__(self) -> None:
+        self._bar: Progress | None = None
+        self._task: TaskID | None = None
+        self._partial = ""
+
+    def __enter__(self) -> Screen:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._end_bar()
+
+    def say(self, text: str) -> None:
+        """Prints a piece of dstrain's own talk."""
+        with suppress(OSError):
+            say(text)
+
+    def pass_on(self, text: str) -> None:
+        """Prints what rank 0 wrote: whole lines above the bar, as it came where there is none."""
+        with suppress(OSError):
+            if self._bar is None:
+                sys.stderr.write(text)
+                sys.stderr.flush()
+                return
+            *lines, self._partial = (self._partial + text).split("\n")
+            for line in lines:
+                self._bar.console.print(line.rpartition("\r")[2], markup=False, highlight=False, soft_wrap=True)
+
+    def progress(self, done: int | None, total: int) -> None:
+        """Shows how many steps are done, on a terminal."""
+        with suppress(OSError):
+            if not sys.stderr.isatty():  # it may have been one before the login dropped
+                self._end_bar()
+            elif done is not None and total:
+                if self._bar is None:
+                    self._begin_bar()
+                assert self._bar is not None
+                assert self._task is not None
+                self._bar.update(self._task, completed=done, total=total)
+
+    def _begin_bar(self) -> None:
+        columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
+        self._bar = Progress(TextColumn("steps"), *columns, console=talk, transient=True, refresh_per_second=2)
+        self._task = self._bar.add_task("steps")
+        self._bar.start()
+
+    def _end_bar(self) -> None:
+        if self._bar is not None:
+            bar, self._bar = self._bar, None
+            bar.stop()
+            if self._partial:
+                self.pass_on(f"{self._partial}\n")
+                self._partial = ""
