@@ -113,7 +113,11 @@ def command(**typed: Any) -> None:
       dstrain run job.yaml --set learning_rate=1e-5 --set resume=auto
       dstrain run --hostfile hostfile --max-restarts 3 --spare gpu17 --detach
     """
-    options = Options(**typed)
+    _run(Options(**typed))
+
+
+def _run(options: Options) -> None:
+    """Does what was typed."""
     check_rules(options.ignored)
     hosts = _allocated() if options.launcher == "slurm" and options.hostfile is None else None
     launch = _plan(options, hosts, goes_on=False)

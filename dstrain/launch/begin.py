@@ -85,15 +85,47 @@ def plan_launch(
     `launcher` is the way to start ranks on several nodes (None: pdsh, or ssh where that is missing); `saves_on_term`
     lets SIGTERM save a checkpoint before the ranks leave; `syncs` copies what nodes without this file system need.
     """
-    job_env = dict(prepared.job.env)
-    if prepared.on_cpu and "OMP_NUM_THREADS" not in os.environ:
-        most = max(host.slots for host in prepared.hosts.hosts)
-        job_env.setdefault("OMP_NUM_THREADS", str(cpu_threads(most)))
-    if saves_on_term:
-        job_env[SAVE_ON_TERM] = "1"
-    # DeepSpeed reads .deepspeed_env for other nodes only
-    user = "" if prepared.is_local else _user_lines()
-    mark, note = new_mark(), None
+    way = _way(prepared, launcher, master_port)
+    job_env = _job_environment(prepared, way, saves_on_term=saves_on_term)
+    mark = new_mark()
+    travelling = job_env | _for_other_nodes(prepared, way, mark, master_port)
+    user = "" if prepared.is_local else _user_lines()  # DeepSpeed reads .deepspeed_env for other nodes only
+    file = environment.environment_file(os.environ, travelling, user)
+    carried = environment.secrets(os.environ, job_env, user)
+    if way.launcher is not None and LAUNCHERS[way.launcher].is_mpi:
+        file, others = environment.for_mpi(file, f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}")
+        carried |= others
+    python_path = environment.python_path(os.environ)
+    return Launch(
+        prepared=prepared,
+        launcher=way.launcher,
+        nodes=way.nodes,
+        mark=mark,
+        note=way.note,
+        master_port=master_port,
+        exported=environment.exports(
+            job_env, prepared.run_dir, sync.python_path(prepared.run_dir, python_path) if syncs else python_path
+        ),
+        secrets=carried,
+        environment_file=file,
+        syncs=syncs,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Way:
+    """How ranks are started."""
+
+    launcher: str | None
+    """By which launcher; None on this machine alone."""
+    note: str | None
+    """What to say about that."""
+    nodes: tuple[Node, ...]
+    """Which node starts what."""
+
+
+def _way(prepared: Prepared, launcher: str | None, master_port: int) -> _Way:
+    """Returns how the ranks are started; on this machine alone no launcher for several nodes is needed."""
     if prepared.is_local:
         line = local(
             hosts=prepared.hosts,
@@ -102,36 +134,23 @@ def plan_launch(
             python=sys.executable,
             master_port=master_port,
         )
-        nodes = everywhere(prepared.hosts, [line], [True])
-        launcher = None
-    else:
-        launcher, note = launchers.choose(launcher, os.environ)
-        launchers.check_hosts(launcher, prepared.hosts)
-        nodes = LAUNCHERS[launcher].nodes(_where(prepared, master_port))
-    if launcher == "openmpi" and os.geteuid() == 0:
-        job_env |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    travelling = dict(job_env)
-    if launcher is not None and not prepared.is_local:
-        travelling |= _for_other_nodes(prepared, launcher, mark, master_port)
-    file = environment.environment_file(os.environ, travelling, user)
-    carried = environment.secrets(os.environ, job_env, user)
-    if launcher is not None and LAUNCHERS[launcher].is_mpi:
-        file, others = environment.for_mpi(file, f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}")
-        carried |= others
-    python_path = environment.python_path(os.environ)
-    python_path = sync.python_path(prepared.run_dir, python_path) if syncs else python_path
-    return Launch(
-        prepared=prepared,
-        launcher=launcher,
-        nodes=nodes,
-        mark=mark,
-        note=note,
-        master_port=master_port,
-        exported=environment.exports(job_env, prepared.run_dir, python_path),
-        secrets=carried,
-        environment_file=file,
-        syncs=syncs,
-    )
+        return _Way(launcher=None, note=None, nodes=everywhere(prepared.hosts, [line], [True]))
+    name, note = launchers.choose(launcher, os.environ)
+    launchers.check_hosts(name, prepared.hosts)
+    return _Way(launcher=name, note=note, nodes=LAUNCHERS[name].nodes(_where(prepared, master_port)))
+
+
+def _job_environment(prepared: Prepared, way: _Way, *, saves_on_term: bool) -> dict[str, str]:
+    """Returns the job's own variables, and what the options and the launcher add to them."""
+    found = dict(prepared.job.env)
+    if prepared.on_cpu and "OMP_NUM_THREADS" not in os.environ:
+        most = max(host.slots for host in prepared.hosts.hosts)
+        found.setdefault("OMP_NUM_THREADS", str(cpu_threads(most)))
+    if saves_on_term:
+        found[SAVE_ON_TERM] = "1"
+    if way.launcher == "openmpi" and os.geteuid() == 0:
+        found |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    return found
 
 
 def _user_lines() -> str:
@@ -152,11 +171,14 @@ def _where(prepared: Prepared, master_port: int) -> Where:
     )
 
 
-def _for_other_nodes(prepared: Prepared, launcher: str, mark: str, master_port: int) -> dict[str, str]:
+def _for_other_nodes(prepared: Prepared, way: _Way, mark: str, master_port: int) -> dict[str, str]:
     """Returns what the ranks of other nodes need beside the job's own: the mark by which their agent finds them, and
     for MPI, which tells them their number alone, where rank 0 is."""
-    found = {MARK: mark} if LAUNCHERS[launcher].has_one_environment else {}
-    if LAUNCHERS[launcher].is_mpi:
+    if way.launcher is None:
+        return {}
+    launcher = LAUNCHERS[way.launcher]
+    found = {MARK: mark} if launcher.has_one_environment else {}
+    if launcher.is_mpi:
         found |= {"MASTER_ADDR": master(prepared.hosts), "MASTER_PORT": str(master_port)}
     return found
 

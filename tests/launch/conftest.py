@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.launch import slurm as slurms
 from tests.launch.network import MISSING, Network, is_possible
+from tests.launch.slurm import Slurm
 
 
 @pytest.fixture(scope="session")
@@ -42,6 +44,18 @@ def network(
     """Three hosts with addresses, names, processes and an sshd of their own."""
     need(is_possible(), MISSING)
     found = Network(tmp_path_factory.mktemp("net"), 3)
+    try:
+        found.up()
+        yield found
+    finally:
+        found.down()
+
+
+@pytest.fixture(scope="session")
+def slurm(tmp_path_factory: pytest.TempPathFactory, need: Callable[[object, str], None]) -> Iterator[Slurm]:
+    """A SLURM of two nodes, whose low partition gives its jobs a minute when they are preempted."""
+    need(slurms.is_possible(), slurms.MISSING)
+    found = Slurm(tmp_path_factory.mktemp("slurm"), grace_s=60)
     try:
         found.up()
         yield found

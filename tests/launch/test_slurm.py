@@ -6,12 +6,11 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.launch.slurm import KILL_WAIT_S, MISSING, Slurm, is_possible
+from tests.launch.slurm import KILL_WAIT_S, Slurm
 
 ROOT = Path(__file__).parents[2]
 TRAINING = """\
@@ -25,17 +24,6 @@ srun --ntasks-per-node=1 bash -c 'trap "exit 75" TERM; touch {folder}/up; while 
 agents=$!
 wait "$agents"
 """
-
-
-@pytest.fixture(scope="module")
-def slurm(tmp_path_factory: pytest.TempPathFactory, need: Callable[[bool, str], None]) -> Iterator[Slurm]:
-    need(is_possible(), MISSING)
-    found = Slurm(tmp_path_factory.mktemp("slurm"), grace_s=60)
-    try:
-        found.up()
-        yield found
-    finally:
-        found.down()
 
 
 @pytest.fixture
@@ -121,10 +109,8 @@ def test_a_preempted_job_saves_within_its_grace_and_is_queued_again(slurm: Slurm
     assert len(starts(job)) == 2
 
 
-def test_a_site_that_sends_the_users_signal_has_the_same(
-    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, job: Path, need: Callable[[bool, str], None]
-) -> None:
-    need(is_possible(), MISSING)
+@pytest.mark.usefixtures("slurm")  # where there can be one, there can be another
+def test_a_site_that_sends_the_users_signal_has_the_same(tmp_path_factory: pytest.TempPathFactory, job: Path) -> None:
     slurm = Slurm(tmp_path_factory.mktemp("slurm"), grace_s=60, user_signal=True)
     try:
         slurm.up()

@@ -5,27 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from dstrain.rundir import RunDir, is_whole
 from tests.launch.hosts import DSTRAIN, ROOT, losses, write_job
-from tests.launch.slurm import KILL_WAIT_S, MISSING, Slurm, is_possible
+from tests.launch.slurm import KILL_WAIT_S, Slurm
 
 LONG = "save_steps=100000"
-
-
-@pytest.fixture(scope="module")
-def slurm(tmp_path_factory: pytest.TempPathFactory, need: Callable[[object, str], None]) -> Iterator[Slurm]:
-    need(is_possible(), MISSING)
-    found = Slurm(tmp_path_factory.mktemp("slurm"), grace_s=60)
-    try:
-        found.up()
-        yield found
-    finally:
-        found.down()
 
 
 @pytest.fixture

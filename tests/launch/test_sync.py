@@ -59,9 +59,7 @@ def names(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)).replace(step, "N") for path in folder.rglob("*") if path.is_file()}
 
 
-def test_a_run_is_killed_and_goes_on_with_another_host_in_place_of_one(
-    usual: Job, demo: Path, tmp_path: Path
-) -> None:
+def test_a_run_is_killed_and_goes_on_with_another_host_in_place_of_one(usual: Job, demo: Path, tmp_path: Path) -> None:
     job = job_of(usual.network, demo, tmp_path / "job", stage=2)
     with apart(job, 1, 2):
         process = job.start("--launcher", "ssh", "--sync")

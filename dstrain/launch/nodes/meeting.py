@@ -38,6 +38,26 @@ def check(
 
     `files` is what ranks read, with the bytes here; `may_be_apart` where the run directory was copied to other nodes.
     """
+    problems = _unfit(hellos, port, on_cpu=on_cpu)
+    if problems:
+        hint = "Versions must be the same everywhere, slots as many as GPUs; --master-port names another port."
+        raise EnvironmentProblem("\n".join(problems), hint=hint)
+    differ = [f"{node.host}: {said}" for node, hello in hellos.items() for said in _differing(hello, files)]
+    if differ:
+        raise EnvironmentProblem(
+            "\n".join(differ),
+            hint="Model and data must be on every node, under the same paths; nothing copies them.",
+        )
+    apart = [node.host for node, hello in hellos.items() if not hello.shares_run_dir]
+    if apart and not may_be_apart:
+        raise EnvironmentProblem(
+            f"{run_dir.path} on {', '.join(apart)} is not the run directory of this machine",
+            hint="Put output_dir on a file system that all nodes share, or let --sync copy code and run directory.",
+        )
+
+
+def _unfit(hellos: Mapping[Node, Hello], port: int, *, on_cpu: bool) -> list[str]:
+    """Returns what of the nodes themselves is in the way."""
     problems = [
         f"{node.host}: {name} is {version or 'missing'}, and {usual or 'missing'} on most nodes"
         for name, usual in _usual(list(hellos.values())).items()
@@ -54,21 +74,7 @@ def check(
         for node, hello in hellos.items()
         if not on_cpu and node.num_ranks > hello.num_gpus
     ]
-    if problems:
-        hint = "Versions must be the same everywhere, slots as many as GPUs; --master-port names another port."
-        raise EnvironmentProblem("\n".join(problems), hint=hint)
-    differ = [f"{node.host}: {said}" for node, hello in hellos.items() for said in _differing(hello, files)]
-    if differ:
-        raise EnvironmentProblem(
-            "\n".join(differ),
-            hint="Model and data must be on every node, under the same paths; nothing copies them.",
-        )
-    apart = [node.host for node, hello in hellos.items() if not hello.shares_run_dir]
-    if apart and not may_be_apart:
-        raise EnvironmentProblem(
-            f"{run_dir.path} on {', '.join(apart)} is not the run directory of this machine",
-            hint="Put output_dir on a file system that all nodes share, or let --sync copy code and run directory.",
-        )
+    return problems
 
 
 def _differing(hello: Hello, files: Mapping[str, int]) -> Iterator[str]:
