@@ -6,6 +6,7 @@ import io
 import json
 import sys
 import tarfile
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,7 +16,7 @@ import pytest
 from dstrain import rundir
 from dstrain.errors import Conflict, EnvironmentProblem
 from dstrain.launch import calls, far
-from dstrain.launch.calls import Calls
+from dstrain.launch.calls import CallFailed, Calls
 from dstrain.launch.nodes.mirror import Mirror
 from dstrain.launch.nodes.party import Unreachable
 from dstrain.launch.nodes.plan import Node
@@ -87,7 +88,7 @@ def names(folder: Path) -> list[str]:
 
 def test_the_far_end_calls_files_as_the_run_directory_does() -> None:
     place = RunDir(Path("/run"))
-    assert (far.TOKEN, far.SYNCED, far.CODE) == (place.token.name, place.synced.name, place.code.name)
+    assert (place.token.name, place.synced.name, place.code.name) == (far.TOKEN, far.SYNCED, far.CODE)
     assert (far.COMPLETE, far.PART) == (rundir.COMPLETE, rundir.PART)
 
 
@@ -129,7 +130,7 @@ def test_what_an_earlier_start_left_there_goes(head: RunDir) -> None:
 def test_checkpoints_of_a_run_that_was_started_there_are_not_touched(head: RunDir) -> None:
     folder = part(on(head, "node1"), 4, 0)
     (folder / "complete.json").touch()
-    with pytest.raises(Conflict, match="node1: .* holds checkpoint-4"):
+    with pytest.raises(Conflict, match=r"node1: .* holds checkpoint-4"):
         send(head, 1)
 
 
@@ -151,6 +152,16 @@ def test_a_python_that_is_not_there_is_named(head: RunDir, monkeypatch: pytest.M
     monkeypatch.setattr(calls, "remotely", lambda *arguments: ["sh", "-c", "exec /no/python"])
     with pytest.raises(EnvironmentProblem, match="is not there: the ranks start with the same Python as here"):
         send(head, 1)
+
+
+def test_what_is_under_way_can_be_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls, "remotely", lambda *arguments: ["sleep", "60"])
+    under_way = Calls("ssh")
+    threading.Timer(0.5, under_way.close).start()
+    began = time.monotonic()
+    with pytest.raises(CallFailed, match="node1"), under_way.to("node1", "give") as (_, stdout):
+        stdout.read()
+    assert time.monotonic() - began < 10
 
 
 def test_names_that_lead_out_of_a_folder_are_refused(tmp_path: Path) -> None:
@@ -193,15 +204,11 @@ def test_a_checkpoint_for_another_number_of_ranks_is_copied_without_shards(head:
     assert not (there / "global_step4").exists()
 
 
-def test_a_part_that_lies_there_already_stays_if_the_same_start_wrote_it(head: RunDir) -> None:
-    folder = whole(head, 4)
-    shard = part(on(head, "node1"), 4, 1, text="s_a_m_e")  # as many bytes are not as good as the same start
-    own = part(on(head, "node1"), 4, 1, text="sTATES")
-    give(head, folder)
-    assert (own / "global_step4" / "zero_pp_rank_1_mp_rank_00_optim_states.pt").read_text() == "sTATES"
-    part(on(head, "node1"), 4, 1, text="sTATES", start="b" * 32)
-    give(head, folder)
-    assert (shard / "global_step4" / "zero_pp_rank_1_mp_rank_00_optim_states.pt").read_text() == "states"
+@pytest.mark.parametrize(("start", "text"), [(MARK, "STATES"), ("b" * 32, "states")])
+def test_a_shard_that_lies_there_stays_only_if_the_same_start_wrote_it(head: RunDir, start: str, text: str) -> None:
+    part(on(head, "node1"), 4, 1, text="STATES", start=start)
+    there = give(head, whole(head, 4))
+    assert (there / "global_step4" / "zero_pp_rank_1_mp_rank_00_optim_states.pt").read_text() == text
 
 
 def test_parts_become_a_whole_checkpoint(head: RunDir) -> None:
