@@ -33,7 +33,9 @@ def test_an_example_for_deepspeed_has_no_error(name: str) -> None:
     assert errors(check(subject(RAW[name], is_trainers=False))) == []
 
 
-@pytest.mark.parametrize("folder", sorted(GOLDEN.iterdir()), ids=lambda folder: folder.name)
+@pytest.mark.parametrize(
+    "folder", sorted(file.parent for file in GOLDEN.glob("*/ds_config.json")), ids=lambda folder: folder.name
+)
 def test_what_dstrain_writes_has_no_finding(folder: Path) -> None:
     job = read_job(folder / "job.yaml")
     model, _ = model_of(job.job)

@@ -34,7 +34,7 @@ def check(facts: Facts, needs: Needs) -> list[Finding]:
         return []
     for lock in tools.stale_locks:
         what = f"{lock} was left behind by a build that was killed: the ranks would wait for it for ever"
-        if needs.hosts is not None and len(needs.hosts.hosts) > 1:  # they may share the folder
+        if needs.is_quick and needs.hosts is not None and len(needs.hosts.hosts) > 1:  # the others were not asked
             notes.warn(f"{what}, unless another host is building", f"rm {lock}")
         else:
             notes.bad(what, f"rm {lock}")
