@@ -136,6 +136,12 @@ def test_a_stale_lock_is_named_with_the_command_that_removes_it() -> None:
     assert found[0].endswith("→ rm /ext/cpu_adam/lock")
 
 
+def test_a_lock_that_another_host_may_hold_does_not_stop_a_run() -> None:
+    found = about_ops(replace(RUN, is_quick=True), stale_locks=("/ext/cpu_adam/lock",))
+    assert found[0].startswith("! /ext/cpu_adam/lock was left behind")
+    assert "unless another host is building" in found[0]
+
+
 # limits
 
 
