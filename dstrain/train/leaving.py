@@ -23,6 +23,7 @@ class Leaving:
         signal.signal(signal.SIGUSR1, self._note)
         if SAVE_ON_TERM in os.environ:
             signal.signal(signal.SIGTERM, self._note)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # which is blocked in the launchers
         faulthandler.enable()
         faulthandler.register(signal.SIGUSR2, all_threads=True)
 

@@ -55,7 +55,9 @@ class Screen:
         self.pieces.append(text)
 
 
-def launch(folder: Path, behaviour: str, interfere: Callable[[RunDir], None] | None = None) -> Started:
+def launch(
+    folder: Path, behaviour: str, interfere: Callable[[RunDir], None] | None = None, **variables: str
+) -> Started:
     run_dir = RunDir(folder)
     (folder / "behaviour").write_text(behaviour)
     run_dir.hostfile.write_text(launch_hostfile(HOSTS, ids=None, is_local=True))
@@ -68,7 +70,7 @@ def launch(folder: Path, behaviour: str, interfere: Callable[[RunDir], None] | N
         master_port=master_port,
         module="tests.launch.ranks",
     )
-    exported = {"DS_ACCELERATOR": "cpu", "PYTHONPATH": python_path(os.environ)}
+    exported = {"DS_ACCELERATOR": "cpu", "PYTHONPATH": python_path(os.environ), **variables}
     env = launcher_environment(os.environ, exported, {})
     thread = threading.Thread(target=interfere, args=(run_dir,)) if interfere else None
     screen = Screen()
@@ -174,6 +176,21 @@ def test_sigterm_to_us_ends_every_rank(tmp_path: Path) -> None:
     assert started.outcome.stopped_by == "SIGTERM"
     assert not started.outcome.succeeded
     assert started.message.startswith("stopped (SIGTERM); no rank is left running")
+
+
+def test_sigterm_to_every_process_leaves_the_launcher_to_ranks_that_save(tmp_path: Path) -> None:
+    seen: list[bool] = []
+
+    def interrupt(run_dir: RunDir) -> None:
+        launcher = parent_of(pid_of(run_dir, 0))
+        os.kill(launcher, signal.SIGTERM)
+        time.sleep(1.5)
+        process = look(launcher)
+        seen.append(process is not None and process.state != "Z")
+        os.kill(os.getpid(), signal.SIGINT)
+
+    launch(tmp_path, "wait", interrupt, DSTRAIN_SAVE_ON_TERM="1")
+    assert seen == [True]
 
 
 def test_a_second_ctrl_c_kills_ranks_that_do_not_listen(tmp_path: Path) -> None:

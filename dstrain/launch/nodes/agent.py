@@ -21,7 +21,7 @@ from dstrain.facts import probe
 from dstrain.launch import nic
 from dstrain.launch.family import adopting_orphans
 from dstrain.launch.machine import versions
-from dstrain.launch.nodes.keeper import Keeper
+from dstrain.launch.nodes.keeper import Keeper, saves_on_term
 from dstrain.launch.nodes.wire import (
     BEAT_S,
     SILENCE_S,
@@ -39,7 +39,6 @@ from dstrain.launch.nodes.wire import (
     encode,
 )
 from dstrain.launch.preflight import is_free
-from dstrain.pulse import SAVE_ON_TERM
 from dstrain.rundir import RunDir
 
 _POLL_S = 0.1
@@ -129,7 +128,7 @@ class Agent:
         self._term = False
         if self._keeper is None:
             self._lost = "SIGTERM"
-        elif self._begin is not None and _saves_on_term(self._begin, os.environ):
+        elif self._begin is not None and saves_on_term(self._begin, os.environ):
             self._keeper.send(signal.SIGTERM)
         else:
             self._keeper.end(self._begin.grace_s if self._begin else 0)
@@ -209,10 +208,6 @@ class Agent:
                 file.write(line)
         except OSError:
             return
-
-
-def _saves_on_term(begin: Begin, environment: Mapping[str, str]) -> bool:
-    return SAVE_ON_TERM in begin.environment or SAVE_ON_TERM in begin.exports or SAVE_ON_TERM in environment
 
 
 def _hello(look: Look) -> Hello:

@@ -16,7 +16,7 @@ from dstrain.launch.nodes.mirror import Mirror
 from dstrain.launch.nodes.shared_memory import remove_buffers
 from dstrain.launch.nodes.wire import Alive, Begin, Died, Ended, Event, Orphaned, Wrote
 from dstrain.launch.output import Output, Piece
-from dstrain.pulse import MARK, Phase, Receiver
+from dstrain.pulse import MARK, SAVE_ON_TERM, Phase, Receiver
 from dstrain.rundir import RunDir
 
 _KILL_S = 10.0
@@ -64,7 +64,7 @@ class Keeper:
         if self._begin.exports:
             exports = "".join(f"export {line};\n" for line in self._begin.exports.splitlines())
             command = ["bash", "-c", f'{exports}exec "$@"', "bash", *command]
-        with self._log.open("wb") as file:
+        with self._log.open("wb") as file, _launchers_deaf_to_sigterm(self._begin):
             return subprocess.Popen(
                 command,
                 env=self._environment(os.environ),
@@ -87,14 +87,7 @@ class Keeper:
         """Looks at everything once and returns what `run` should know."""
         self._watch.poll()
         events: list[Event] = []
-        for pulse in self._pulses.receive():
-            if pulse.rank not in self._listening:
-                for number in self._wanted:
-                    self._signal(number, {pulse.rank})
-            self._steps[str(pulse.rank)] = [pulse.step, pulse.phase.value, pulse.total]
-            self._listening.add(pulse.rank)
-            if pulse.phase in {Phase.DONE, Phase.LEFT}:
-                self._done.add(pulse.rank)
+        self._hear_ranks()
         events += [self._wrote(piece) for piece in self._output.poll() if self._is_wanted(piece)]
         events += self._mirror.poll() if self._mirror is not None else []
         self._watch.clear(self._output.finished)
@@ -108,6 +101,16 @@ class Keeper:
         if self.is_over:
             events += self._last_words()
         return events
+
+    def _hear_ranks(self) -> None:
+        for pulse in self._pulses.receive():
+            if pulse.rank not in self._listening:
+                for number in self._wanted:
+                    self._signal(number, {pulse.rank})
+            self._steps[str(pulse.rank)] = [pulse.step, pulse.phase.value, pulse.total]
+            self._listening.add(pulse.rank)
+            if pulse.phase in {Phase.DONE, Phase.LEFT}:
+                self._done.add(pulse.rank)
 
     def alive(self) -> Alive:
         """Returns a sign of life with the steps since the last one."""
@@ -174,6 +177,7 @@ class Keeper:
         if self._launcher is not None:
             self._launcher.wait()
         self._family.collect()
+        self._hear_ranks()
         self._pulses.close()
         remove_buffers(self._begin.master_port)
         self.is_over = True
@@ -190,6 +194,7 @@ class Keeper:
             if self._watch.deaths[rank].code is None:
                 del self._watch.deaths[rank]
         yield from self._deaths(with_unseen=True)
+        yield self.alive()  # a rank that has left said so just now
         yield Ended(
             code=self._launcher.returncode if self._launcher is not None else None,
             num_finished=self._output.num_finished,
@@ -216,3 +221,23 @@ class Keeper:
 
     def _has_failure(self) -> bool:
         return self._output.failed is not None or any(death.code is not None for death in self._watch.deaths.values())
+
+
+def saves_on_term(begin: Begin, environment: Mapping[str, str]) -> bool:
+    """Returns whether SIGTERM makes the ranks save and leave."""
+    return SAVE_ON_TERM in begin.environment or SAVE_ON_TERM in begin.exports or SAVE_ON_TERM in environment
+
+
+@contextlib.contextmanager
+def _launchers_deaf_to_sigterm(begin: Begin) -> Iterator[None]:
+    """Blocks SIGTERM in what is started meanwhile, where the ranks, which unblock it, save a checkpoint then.
+
+    A scheduler sends it to every process of the job, and DeepSpeed's `launch` would kill ranks that save for over 30 s.
+    Source: deepspeed 0.19.8 launcher/launch.py: terminate_process_tree
+    """
+    blocked = {signal.SIGTERM} if saves_on_term(begin, os.environ) else set()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
