@@ -1,4 +1,4 @@
-"""What can be known to go wrong before anything is launched: folders, disk, ports, earlier checkpoints, pdsh."""
+"""What can be known to go wrong before anything is launched: folders, disk, ports, earlier checkpoints."""
 
 from __future__ import annotations
 
