@@ -21,7 +21,7 @@ from dstrain.facts.hostfile import Hosts, expand
 from dstrain.facts.sources import SOURCES, Asked
 from dstrain.jobfile import read_job
 from dstrain.launch import preflight, state
-from dstrain.launch.attempts import Policy, Run, Voice, folder_log
+from dstrain.launch.attempts import Policy, Run, Voice
 from dstrain.launch.begin import Launch, plan_launch
 from dstrain.launch.detach import detach
 from dstrain.launch.doctor.finding import Mark, errors
@@ -161,7 +161,7 @@ def _train(options: Options, launch: Launch, hosts: Hosts | None) -> None:
     run_dir = launch.prepared.run_dir
     spares = tuple(host.name for host in expand(options.spares, 1, "--spare").hosts) if options.spares else ()
     policy = Policy(max_restarts=options.max_restarts, spares=spares, hang_s=options.hang_after)
-    with noting_signals(folder_log(run_dir), saves_on_term=options.save_on_term) as wishes, Screen() as screen:
+    with noting_signals(state.run_log(run_dir), saves_on_term=options.save_on_term) as wishes, Screen() as screen:
         run = Run(
             lambda changed, goes_on: _plan(options, changed or hosts, goes_on=goes_on),
             wishes,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 from typing import Any
@@ -57,20 +56,10 @@ def document(run_dir: RunDir, found: State) -> dict[str, Any]:
         "beat": found.beat,
         "exit_code": found.exit_code,
         "checkpoint_step": whole[-1] if whole else None,
-        "last": _last_metrics(run_dir),
+        "last": state.last_metrics(run_dir),
         "failure": failure,
         "agents": state.watch_words(run_dir, found.began),
     }
-
-
-def _last_metrics(run_dir: RunDir) -> dict[str, Any] | None:
-    if not run_dir.metrics.exists():
-        return None
-    for line in reversed(run_dir.metrics.read_text(encoding="utf-8").splitlines()):
-        if '"loss"' in line:
-            found: dict[str, Any] = json.loads(line)
-            return found
-    return None
 
 
 def _lines(found: dict[str, Any]) -> list[str]:
@@ -90,8 +79,7 @@ def _lines(found: dict[str, Any]) -> list[str]:
         rows.append(("starts", str(found["attempt"])))
     last = found["last"]
     if last is not None:
-        speed = f", {last['tokens_per_s']:,.0f} tokens/s" if last.get("tokens_per_s") else ""
-        rows.append(("step", f"{last['step']}, loss {last['loss']:.4f}{speed}"))
+        rows.append(("step", state.metrics_words(last).removeprefix("step ")))
     if found["checkpoint_step"] is not None:
         rows.append(("checkpoint", f"step {found['checkpoint_step']}"))
     width = max(len(name) for name, _ in rows)

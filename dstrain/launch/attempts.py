@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from dstrain.errors import DstrainError, RunFailed, SavedAndLeft
 from dstrain.facts.hostfile import Host, Hosts
@@ -197,8 +196,3 @@ def _left(outcome: Outcome, run_dir: RunDir) -> SavedAndLeft:
         f"saved {run_dir.path / f'checkpoint-{outcome.left_at}'} and left, as asked",
         hint="`dstrain run --set resume=auto` goes on from there.",
     )
-
-
-def folder_log(run_dir: RunDir) -> Path:
-    """Returns the file that a run without a terminal writes to."""
-    return run_dir.logs / f"{time.strftime('%Y%m%d%H%M%S')}_run.log"

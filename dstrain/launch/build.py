@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -13,9 +10,8 @@ from pathlib import Path
 
 from dstrain.errors import EnvironmentProblem
 from dstrain.facts.ops import OPS, stale_locks
+from dstrain.launch import child
 from dstrain.units import format_seconds
-
-_TELL_EVERY_S = 15.0
 
 
 def refuse_stale_locks(ops: Sequence[str], environment: Mapping[str, str]) -> None:
@@ -44,37 +40,17 @@ def build(ops: Sequence[str], environment: Mapping[str, str], tell: Callable[[st
     for op in ops:
         tell(f"building {OPS[op]}, once; it takes about a minute on two cores")
         begin = time.monotonic()
-        command = [sys.executable, "-m", "dstrain.train.ops", op]
-        child = subprocess.Popen(
-            command,
-            env=dict(environment),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
         try:
-            output = _wait(child, op, begin, tell)
+            code, output = child.run(
+                [sys.executable, "-m", "dstrain.train.ops", op], environment, tell, f"building {OPS[op]}"
+            )
         except BaseException:
-            os.killpg(child.pid, signal.SIGKILL)  # ninja and the compilers too
-            child.wait()
             for lock in stale_locks([op], environment):
                 lock.unlink(missing_ok=True)
             raise
-        if child.returncode != 0:
+        if code != 0:
             last = "\n".join(output.strip().splitlines()[-15:])
             raise EnvironmentProblem(
                 f"{OPS[op]} cannot be built:\n{last}", hint="It needs g++ and ninja: apt-get install g++ ninja-build"
             )
         tell(f"built {OPS[op]} in {format_seconds(time.monotonic() - begin)}")
-
-
-def _wait(child: subprocess.Popen[str], op: str, begin: float, tell: Callable[[str], None]) -> str:
-    """Returns the child's output; tells every few seconds that it is still at work."""
-    while True:
-        try:
-            output, _ = child.communicate(timeout=_TELL_EVERY_S)
-        except subprocess.TimeoutExpired:
-            tell(f"  still building {OPS[op]} ({format_seconds(time.monotonic() - begin)})")
-        else:
-            return output or ""

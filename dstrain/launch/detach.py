@@ -12,7 +12,6 @@ from pathlib import Path
 
 from dstrain.errors import DstrainError, EnvironmentProblem, RunFailed
 from dstrain.launch import state
-from dstrain.launch.attempts import folder_log
 from dstrain.launch.output import Tail
 from dstrain.launch.state import LIVING, Stage, State
 from dstrain.launch.wishes import SAVE_SIGNAL
@@ -33,7 +32,7 @@ def detach(run_dir: RunDir, arguments: Sequence[str], say: Callable[[str], None]
 
     What it says until then is said here. Raises RunFailed, with its own exit code, when it ends before.
     """
-    log = folder_log(run_dir)
+    log = state.run_log(run_dir)
     log.parent.mkdir(parents=True, exist_ok=True)
     run_dir.state.unlink(missing_ok=True)
     line = [sys.executable, "-m", "dstrain.cli", *(word for word in arguments if word != "--detach"), "--no-doctor"]

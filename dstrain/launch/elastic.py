@@ -7,10 +7,7 @@ loads on any number; `dstrain.train.universal` makes it, and the ranks read it w
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -21,11 +18,10 @@ from typing import Any
 
 from dstrain.errors import EnvironmentProblem, InvalidConfig
 from dstrain.job import Job
+from dstrain.launch import child
 from dstrain.paths import shown
 from dstrain.rundir import COMPLETE, UNIVERSAL, UNIVERSAL_PART, RunDir, is_whole
 from dstrain.units import format_bytes, format_seconds
-
-_TELL_EVERY_S = 15.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,24 +233,15 @@ def convert(needed: Elastic, environment: Mapping[str, str], tell: Callable[[str
     _check_disk(folder)
     tell(f"converting {folder.name} of {needed.from_ranks} ranks for {needed.to_ranks}, once")
     begin = time.monotonic()
-    child = subprocess.Popen(
-        [sys.executable, "-m", "dstrain.train.universal", str(folder)],
-        env={**environment, "DS_ACCELERATOR": "cpu"},  # it needs no GPU
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-    )
+    # it needs no GPU
+    line, env = [sys.executable, "-m", "dstrain.train.universal", str(folder)], {**environment, "DS_ACCELERATOR": "cpu"}
     try:
-        output = _wait(child, folder.name, begin, tell)
+        code, output = child.run(line, env, tell, f"converting {folder.name}")
     except BaseException:
-        os.killpg(child.pid, signal.SIGKILL)  # its workers too
-        child.wait()
         shutil.rmtree(folder / UNIVERSAL_PART, ignore_errors=True)
         raise
-    if child.returncode != 0:
-        raise _failed(needed, child.returncode, output)
+    if code != 0:
+        raise _failed(needed, code, output)
     tell(f"converted {folder.name} in {format_seconds(time.monotonic() - begin)}")
 
 
@@ -268,17 +255,6 @@ def _check_disk(folder: Path) -> None:
             f"takes {format_bytes(2 * shards)}, half of it for good",
             hint="Free some space, or delete older checkpoints.",
         )
-
-
-def _wait(child: subprocess.Popen[str], name: str, begin: float, tell: Callable[[str], None]) -> str:
-    """Returns the child's output; tells every few seconds that it is still at work."""
-    while True:
-        try:
-            output, _ = child.communicate(timeout=_TELL_EVERY_S)
-        except subprocess.TimeoutExpired:
-            tell(f"  still converting {name} ({format_seconds(time.monotonic() - begin)})")
-        else:
-            return output or ""
 
 
 def _failed(needed: Elastic, code: int, output: str) -> EnvironmentProblem | InvalidConfig:

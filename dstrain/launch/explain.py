@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,9 +12,10 @@ from dstrain.launch.exitcodes import decode, signal_of
 from dstrain.launch.failure import Death, advice, failing_order, first_traceback, is_consequence, traceback_of
 from dstrain.launch.hang import hang_lines
 from dstrain.launch.outcome import Lost, Outcome
+from dstrain.launch.output import tail_of
+from dstrain.launch.state import last_metrics, metrics_words
 from dstrain.rundir import RunDir, is_whole
 
-_TAIL_BYTES = 64 * 1024
 _SHOWN_LINES = 25
 
 
@@ -27,11 +27,11 @@ def explain(outcome: Outcome, *, hosts: Hosts, run_dir: RunDir) -> DstrainError:
             problem = f"stopped ({outcome.stopped_by}); {', '.join(map(_lost_words, outcome.lost))}"
         kind = Interrupted if outcome.is_interrupt else RunFailed
         return kind(problem, hint=_next_step(run_dir, None))
-    texts = {rank: _tail(path) for rank, path in outcome.rank_logs.items()}
+    texts = {rank: tail_of(path) for rank, path in outcome.rank_logs.items()}
     lines, text, log = _what_happened(outcome, texts, hosts)
-    last = _last_metrics(run_dir)
+    last = last_metrics(run_dir)
     if last is not None:
-        lines.append(last)
+        lines.append(f"Last metrics: {metrics_words(last)}")
     lines.append(f"Logs: {run_dir.logs} (above: {log.name})")
     return RunFailed("\n".join(lines), hint=_next_step(run_dir, advice("\n".join(lines)) or advice(text)))
 
@@ -54,7 +54,7 @@ def _what_happened(outcome: Outcome, texts: Mapping[int, str], hosts: Hosts) -> 
         return lines + [f"{_lost_words(lost)}, after that" for lost in outcome.lost], texts.get(rank, ""), log
     if outcome.lost:
         return _lost_lines(outcome, hosts, texts), "", outcome.launcher_log
-    launcher_text = _tail(outcome.launcher_log)
+    launcher_text = tail_of(outcome.launcher_log)
     lines = [_launcher_sentence(outcome, started=bool(texts)), *_last_lines(launcher_text)]
     return lines, launcher_text, outcome.launcher_log
 
@@ -143,19 +143,6 @@ def _launcher_sentence(outcome: Outcome, *, started: bool) -> str:
     return f"the launcher failed{when}: {decode(outcome.code)}"
 
 
-def _last_metrics(run_dir: RunDir) -> str | None:
-    """Returns the last line of the metrics in words, or None where there is none."""
-    for line in reversed(_tail(run_dir.metrics).splitlines()):
-        try:
-            found = json.loads(line)
-        except ValueError:
-            continue
-        if "step" in found and "loss" in found:
-            speed = f", {found['tokens_per_s']:,.0f} tokens/s" if found.get("tokens_per_s") else ""
-            return f"Last metrics: step {found['step']}, loss {found['loss']:.4f}{speed}"
-    return None
-
-
 def _next_step(run_dir: RunDir, words: str | None) -> str:
     whole = [step for step, folder in run_dir.checkpoints() if is_whole(folder)]
     again = (
@@ -164,16 +151,6 @@ def _next_step(run_dir: RunDir, words: str | None) -> str:
         else "There is no whole checkpoint yet: `dstrain run` starts again."
     )
     return f"{words}\n{again}" if words else again
-
-
-def _tail(path: Path) -> str:
-    try:
-        with path.open("rb") as file:
-            size = file.seek(0, 2)
-            file.seek(max(0, size - _TAIL_BYTES))
-            return file.read().decode("utf-8", errors="replace")
-    except OSError:
-        return ""
 
 
 def _mtime(path: Path) -> float:

@@ -11,7 +11,6 @@ from dstrain.units import format_seconds
 
 _THREAD = re.compile(r"^(Current thread|Thread) 0x[0-9a-f]+.*\(most recent call first\):$")
 _FRAME = re.compile(r'^  File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<name>.+)$')
-_MAIN = "__main__"
 _SHOWN_FRAMES = 8
 
 

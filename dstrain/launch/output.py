@@ -47,6 +47,20 @@ class Piece:
     """The rank that wrote it; None for the launcher."""
 
 
+_TAIL_BYTES = 64 * 1024
+
+
+def tail_of(path: Path) -> str:
+    """Returns the last 64 KiB of a file; nothing where it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, 2)
+            file.seek(max(0, size - _TAIL_BYTES))
+            return file.read().decode("utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
 def files(folder: Path) -> frozenset[Path]:
     """Returns what lies in a folder; nothing where there is none."""
     return frozenset(folder.iterdir()) if folder.is_dir() else frozenset()

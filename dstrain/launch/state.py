@@ -6,13 +6,16 @@ import json
 import os
 import socket
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
+from typing import Any
 
 from dstrain.errors import Conflict, EnvironmentProblem, InvalidConfig
 from dstrain.launch.family import look
+from dstrain.launch.output import tail_of
 from dstrain.paths import shown, write_atomic
 from dstrain.records import from_data, to_data, type_config
 from dstrain.rundir import RunDir
@@ -140,6 +143,26 @@ def refuse_living(run_dir: RunDir) -> None:
         )
 
 
+def last_metrics(run_dir: RunDir) -> dict[str, Any] | None:
+    """Returns the newest line of the metrics that has a loss; a line that is being written is not one yet."""
+    for line in reversed(tail_of(run_dir.metrics).splitlines()):
+        with suppress(ValueError):
+            found = json.loads(line)
+            if "step" in found and isinstance(found.get("loss"), int | float):
+                return dict(found)
+    return None
+
+
+def metrics_words(found: Mapping[str, Any]) -> str:
+    """Returns a line of the metrics in words.
+
+    >>> metrics_words({"step": 7, "loss": 2.5, "tokens_per_s": 1234.5})
+    'step 7, loss 2.5000, 1,234 tokens/s'
+    """
+    speed = f", {found['tokens_per_s']:,.0f} tokens/s" if found.get("tokens_per_s") else ""
+    return f"step {found['step']}, loss {found['loss']:.4f}{speed}"
+
+
 def watch_words(run_dir: RunDir, since: float) -> list[str]:
     """Returns what the agents of the nodes wrote on their own since a time, such as that `run` was gone."""
     found = []
@@ -147,6 +170,11 @@ def watch_words(run_dir: RunDir, since: float) -> list[str]:
         if path.stat().st_mtime >= since:
             found += path.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1:]
     return found
+
+
+def run_log(run_dir: RunDir) -> Path:
+    """Returns the file that a run without a terminal writes to."""
+    return run_dir.logs / f"{time.strftime('%Y%m%d%H%M%S')}_run.log"
 
 
 def folder_of(path: Path) -> RunDir:

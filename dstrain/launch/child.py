@@ -1,0 +1,45 @@
+"""A child process that takes long: it is told about while it works, and ended with everything it started."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from dstrain.units import format_seconds
+
+TELL_EVERY_S = 15.0
+"""Seconds between two words about it."""
+
+
+def run(
+    command: Sequence[str], environment: Mapping[str, str], tell: Callable[[str], None], what: str
+) -> tuple[int, str]:
+    """Returns the exit code and the output; says every few seconds that it is still `what`, such as "building X".
+
+    When this is interrupted, the child and its own children are killed first.
+    """
+    begin = time.monotonic()
+    child = subprocess.Popen(
+        command,
+        env=dict(environment),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+    try:
+        while True:
+            try:
+                output, _ = child.communicate(timeout=TELL_EVERY_S)
+            except subprocess.TimeoutExpired:
+                tell(f"  still {what} ({format_seconds(time.monotonic() - begin)})")
+            else:
+                return child.returncode, output or ""
+    except BaseException:
+        os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
+        raise
