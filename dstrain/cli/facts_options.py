@@ -12,9 +12,9 @@ import click
 
 from dstrain.choices import Attention, Hub, LossKernel, Method, Offload, Optimizer, Precision, StateDtypes
 from dstrain.cli.console import say_lines
-from dstrain.cli.types import SIZE, Choice
+from dstrain.cli.types import SIZE, Choice, Named
 from dstrain.errors import InvalidConfig
-from dstrain.facts import calibration, gpus, hostfile, links, measured_links, probe, traced
+from dstrain.facts import aliases, calibration, gpus, hostfile, links, measured_links, probe, traced
 from dstrain.facts import cluster as clusters
 from dstrain.facts.calibration import Calibration
 from dstrain.facts.cluster import Cluster, Origin
@@ -30,13 +30,23 @@ _ADAPTER = Lora()
 
 _MACHINES = (
     click.option("--gpus", type=int, help="GPUs altogether.  [default: those of this machine, or of the hosts]"),
-    click.option("--gpu", metavar="NAME", help="GPU model, such as h100 or 4090.  [default: read from this machine]"),
+    click.option(
+        "--gpu",
+        type=Named(lambda: gpus.NAMES),
+        metavar="NAME",
+        help="GPU model, such as h100 or 4090.  [default: read from this machine]",
+    ),
     click.option("--gpus-per-node", type=int, help="GPUs in each node.  [default: 8, or fewer when --gpus is fewer]"),
     click.option("--hosts", metavar="NAMES", help="Host names, such as gpu[01-02] or 10.0.0.1,10.0.0.2."),
     click.option("--hostfile", type=click.Path(path_type=Path), help="Hostfile in DeepSpeed's format."),
     click.option("--host-memory", type=SIZE, metavar="SIZE", help="RAM of each node, such as 512GiB."),
     click.option("--nvme", metavar="FOLDER", help="Folder on a local NVMe drive of each node; allows NVMe offload."),
-    click.option("--interconnect", metavar="LINK", help="Link between nodes, per GPU, such as ib400 or roce100."),
+    click.option(
+        "--interconnect",
+        type=Named(lambda: links.LINKS),
+        metavar="LINK",
+        help="Link between nodes, per GPU, such as ib400 or roce100.",
+    ),
     click.option("--hub", type=Choice(Hub), default=Hub.HF.value, show_default=True, help="Where ids are looked up."),
     click.option(
         "--method", type=Choice(Method), default=Method.FULL.value, show_default=True, help="What is trained."
@@ -68,7 +78,11 @@ _BEYOND = (
     ),
     click.option("--lora-rank", type=int, default=_ADAPTER.rank, show_default=True, help="Rank of the adapter."),
     click.option(
-        "--lora-targets", metavar="NAMES", help="Linear layers with an adapter: q_proj,v_proj.  [default: all]"
+        "--lora-targets",
+        metavar="NAMES",
+        default=",".join(_ADAPTER.targets),
+        show_default=True,
+        help="Linear layers with an adapter: q_proj,v_proj.",
     ),
     click.option(
         "--lora-dropout", type=float, default=_ADAPTER.dropout, show_default=True, help="Dropout before the adapter."
@@ -107,7 +121,9 @@ def plan_options(function: F) -> F:
 def _model(*, required: bool) -> Callable[[F], F]:
     default = "" if required else "  [default: that of the last time]"
     text = f"Alias (qwen3-32b), hub id, local folder or config.json.{default}"
-    return click.option("--model", required=required, metavar="NAME", help=text)
+    return click.option(
+        "--model", type=Named(aliases.known, or_file=True), required=required, metavar="NAME", help=text
+    )
 
 
 def _zero_stage(*, least: int) -> Callable[[F], F]:
@@ -187,7 +203,9 @@ def _request(options: dict[str, Any]) -> Request:
         raise InvalidConfig(f"--lora-rank is {options['lora_rank']}", hint="Write --lora-rank 8 or more.")
     if not 0 <= options["lora_dropout"] < 1:
         raise InvalidConfig(f"--lora-dropout is {options['lora_dropout']}", hint="Write a share, such as 0.05.")
-    names = tuple(name.strip() for name in (options["lora_targets"] or "all-linear").split(",") if name.strip())
+    names = tuple(name.strip() for name in options["lora_targets"].split(",") if name.strip())
+    if not names:
+        raise InvalidConfig("--lora-targets names no layer", hint="Write --lora-targets all-linear, or layers.")
     return Request(
         **asked,
         lora=Lora(rank=options["lora_rank"], dropout=options["lora_dropout"], targets=names),

@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from dstrain.cli.console import answer, answer_json, say
+from dstrain.cli.types import Named
 from dstrain.errors import EnvironmentProblem, InvalidConfig, did_you_mean
 from dstrain.facts import hostfile, probe, sources
 from dstrain.facts.hostfile import MAX_SLOTS, Hosts
@@ -38,7 +39,13 @@ def command() -> None:
 
 @command.command("write", short_help="Write a hostfile from names, a scheduler or a file.")
 @click.argument("names", required=False)
-@click.option("--from", "source", metavar="SOURCE", help=f"Where the hosts are from: {', '.join(SOURCES)}.")
+@click.option(
+    "--from",
+    "source",
+    type=Named(lambda: SOURCES),
+    metavar="SOURCE",
+    help=f"Where the hosts are from: {', '.join(SOURCES)}.",
+)
 @click.option("--from-file", type=click.Path(path_type=Path), help="A file of hosts: that of --from, else a hostfile.")
 @click.option("--slots", type=click.IntRange(1, MAX_SLOTS), help="GPUs of every host.  [default: as the source says]")
 @click.option("--match", metavar="PATTERN", help="With ssh-config: only hosts such as 'gpu*'.")

@@ -54,6 +54,10 @@ def cli() -> None:
       dstrain plan --gpus 16 --model qwen3-32b
       dstrain gen-config --gpus 16 --model qwen3-32b --data train.jsonl
       dstrain run
+
+    \b
+    The Tab key completes verbs, options, models and GPUs after this (zsh_source, fish_source in those shells):
+      eval "$(_DSTRAIN_COMPLETE=bash_source dstrain)"
     """
 
 

@@ -170,17 +170,10 @@ _SPEED = ("step_s", "tokens_per_s_per_gpu", "mfu_ratio", "limited_by", "uncertai
 
 def _entry(proposal: Proposal) -> dict[str, Any]:
     estimate = proposal.estimate
-    configuration = estimate.configuration
     memory, speed = asdict(estimate.memory), asdict(estimate.speed) if estimate.speed else {}
     return {
-        "zero_stage": configuration.zero_stage,
-        "offload": configuration.offload.value,
-        "micro_batch": configuration.micro_batch,
-        "grad_accum": configuration.grad_accum,
-        "grad_ckpt": configuration.grad_ckpt,
-        "attn": configuration.attn.value,
-        "sp": configuration.sp,
-        "tp": configuration.tp,
+        "title": titled(estimate.configuration),
+        **asdict(estimate.configuration),
         "fits": estimate.fits,
         "memory": {name: memory[name] for name in _MEMORY},
         "speed": {name: speed.get(name) for name in _SPEED},

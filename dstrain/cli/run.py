@@ -15,6 +15,7 @@ from dstrain.cli.console import answer, answer_json, say, say_lines
 from dstrain.cli.doctor_text import lines as finding_lines
 from dstrain.cli.run_text import before_lines, summary, summary_text
 from dstrain.cli.screen import Screen
+from dstrain.cli.types import Named
 from dstrain.errors import DstrainError, EnvironmentProblem
 from dstrain.facts import probe
 from dstrain.facts.hostfile import Hosts, expand
@@ -67,6 +68,7 @@ class Options:
 @click.option("--hostfile", type=click.Path(path_type=Path), help="Hostfile to use in place of the job's.")
 @click.option(
     "--launcher",
+    type=Named(lambda: LAUNCHERS),
     metavar="NAME",
     help=f"How ranks of several nodes are started: {', '.join(LAUNCHERS)}.  [default: pdsh, else ssh]",
 )

@@ -1,11 +1,13 @@
-"""Click types that parse at the border."""
+"""Click types that parse at the border, and complete words under the Tab key."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from enum import Enum
 from typing import Any
 
 import click
+from click.shell_completion import CompletionItem
 
 from dstrain.errors import InvalidConfig, nearest
 from dstrain.units import parse_bytes
@@ -47,6 +49,30 @@ class Choice(click.ParamType[Enum]):
             return self.choices(str(value).lower())
         near = nearest(str(value), legal)
         return self.fail(f'"{value}": {f"did you mean {near}?" if near else "legal: " + ", ".join(legal)}', param, ctx)
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        """Returns the values that begin so."""
+        return _beginning((str(member.value) for member in self.choices), incomplete)
+
+
+class Named(click.ParamType[str]):
+    """A name of a table, or something else that the verb understands, such as a file."""
+
+    name = "text"
+
+    def __init__(self, names: Callable[[], Iterable[str]], *, or_file: bool = False) -> None:
+        """Takes the names of the table; `or_file`: a path may stand there too."""
+        self.names = names
+        self.or_file = or_file
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        """Returns the names that begin so, else leaves it to the shell to complete a path."""
+        items = _beginning(self.names(), incomplete)
+        return items or ([CompletionItem(incomplete, type="file")] if self.or_file else [])
+
+
+def _beginning(names: Iterable[str], incomplete: str) -> list[CompletionItem]:
+    return [CompletionItem(name) for name in names if name.startswith(incomplete.lower())]
 
 
 SIZE = Size()

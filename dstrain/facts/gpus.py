@@ -140,6 +140,8 @@ _ROWS = (
 
 GPUS: Mapping[str, Gpu] = MappingProxyType({row.name: row for row in _ROWS})
 """Every GPU by name."""
+NAMES = tuple(name for row in _ROWS for name in (row.name, *row.aliases))
+"""Every name that `gpu` takes."""
 
 _MAKERS = ("nvidia", "amd", "tesla", "geforce", "instinct")
 

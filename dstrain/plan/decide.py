@@ -154,7 +154,7 @@ def check(model: ModelFacts, cluster: Cluster, request: Request) -> None:
     if request.method is not Method.FULL and not adapted(model, request.lora):
         raise InvalidConfig(
             f"no linear layer of {model.name} is named {', '.join(request.lora.targets)}",
-            hint=f"Its linear layers: {', '.join(linear_names(model))}.",
+            hint=f"Its linear layers: {', '.join(linear_names(model))}; all-linear is all that an adapter can go to.",
         )
     if request.offload is Offload.NVME and cluster.nvme_path is None:
         raise InvalidConfig("--offload nvme needs a folder on an NVMe drive", hint="Add --nvme /path/on/nvme.")

@@ -26,23 +26,29 @@ def titled(configuration: Configuration) -> str:
 
 
 def abbreviated(configuration: Configuration) -> str:
-    """Returns the title as it stands in a table: micro-batch × accumulation after the mechanisms.
+    """Returns the title as it stands in a table: micro-batch × accumulation after the mechanisms; every mechanism that
+    `titled` names has its mark.
 
     >>> from dataclasses import replace
     >>> from dstrain.plan.configuration import DEFAULTS
     >>> abbreviated(replace(DEFAULTS, zero_stage=3, offload=Offload.OPTIMIZER, grad_ckpt=True, grad_accum=4, tp=2))
     'ZeRO-3+opt ckpt 1×4 tp2'
+    >>> abbreviated(replace(DEFAULTS, zero_stage=3, offload=Offload.OPTIMIZER, offload_ratio=0.5, pin_memory=False))
+    'ZeRO-3+opt50% 1×1 pageable'
     """
     each = configuration
-    words = [f"ZeRO-{each.zero_stage}{_OFFLOADED.get(each.offload, '')}"]
+    share = "" if each.offload_ratio == 1 else f"{100 * each.offload_ratio:.0f}%"
+    words = [f"ZeRO-{each.zero_stage}{_OFFLOADED.get(each.offload, '')}{share}"]
     words += ["ckpt"] if each.grad_ckpt else []
     words.append(f"{each.micro_batch}×{each.grad_accum}")
     words += [f"{name}{value}" for name, value in (("sp", each.sp), ("tp", each.tp), ("hpz", each.hpz)) if value > 1]
+    words += ["pageable"] if each.offload is not Offload.NONE and not each.pin_memory else []
     return " ".join(words)
 
 
 OPTIMIZER_WORDS = {
     Optimizer.ADAMW: "AdamW",
+    Optimizer.ADAMW_FUSED: "fused AdamW",
     Optimizer.ADAMW_8BIT: "8-bit AdamW",
     Optimizer.ADAFACTOR: "Adafactor",
     Optimizer.LION: "Lion",

@@ -28,7 +28,7 @@ def named(text: str) -> tuple[Pointer, Key]:
     if len(live) == 1:
         return live[0], KEYS[live[0]]
     if live:
-        paths = sorted(".".join(path) for path in live)
+        paths = sorted((".".join(path) for path in live), key=_by_use)
         raise InvalidConfig(
             f'"{text}" is the end of several keys:\n' + "\n".join(paths),
             hint=f"Write one of them whole: dstrain explain {paths[0]}",
@@ -48,8 +48,13 @@ def _did_you_mean(text: str) -> str:
     if "." in text and (near := nearest(text, paths)):
         return f'Did you mean "{near}"?'
     name = nearest(text.rsplit(".", 1)[-1], {path[-1] for path in KEYS})
-    ends = sorted(path for path, parts in paths.items() if parts[-1] == name)
+    ends = sorted((path for path, parts in paths.items() if parts[-1] == name), key=_by_use)
     if not ends:
         return "dstrain schema prints every key."
     more = f" (or {len(ends) - 1} more with that name)" if len(ends) > 1 else ""
     return f'Did you mean "{ends[0]}"{more}?'
+
+
+def _by_use(path: str) -> tuple[bool, bool, str]:
+    """Returns the place of a path among others: ZeRO's optimizer, then the rest of ZeRO, then other sections."""
+    return not path.startswith("zero_optimization."), "offload_optimizer." not in path, path

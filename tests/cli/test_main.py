@@ -11,6 +11,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+from click.shell_completion import ShellComplete
+
+from dstrain.cli.main import cli
+
 Type = Callable[..., Any]
 ROOT = Path(__file__).parents[2]
 
@@ -66,3 +71,27 @@ def test_a_full_disk_is_one_clear_error() -> None:
     assert done.returncode == 5
     assert done.stderr.startswith("error: the output cannot be written")
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        ("plan --model qw", "qwen3-8b"),
+        ("gen-config --gpu h", "h100-sxm"),
+        ("plan --interconnect ib", "ib400"),
+        ("plan --method q", "qlora"),
+        ("run --launcher p", "pdsh"),
+        ("hostfile write --from sl", "slurm"),
+        ("script k8s --kind m", "mpijob"),
+    ],
+)
+def test_the_tab_key_completes_names(typed: str, offered: str) -> None:
+    words = typed.split()
+    items = ShellComplete(cli, {}, "dstrain", "_DSTRAIN_COMPLETE").get_completions(words[:-1], words[-1])
+    assert offered in [item.value for item in items]
+    assert all(item.value.startswith(words[-1]) for item in items)
+
+
+def test_a_model_that_no_table_has_is_completed_as_a_path() -> None:
+    items = ShellComplete(cli, {}, "dstrain", "_DSTRAIN_COMPLETE").get_completions(["plan", "--model"], "./mo")
+    assert [item.type for item in items] == ["file"]

@@ -8,10 +8,15 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from dstrain.choices import Offload
+from dstrain.plan.configuration import DEFAULTS, Configuration
+from dstrain.plan.titles import abbreviated, titled
 
 Type = Callable[..., Any]
 ROOT = Path(__file__).parents[2]
@@ -21,10 +26,7 @@ ONE = ("plan", "--gpus", "8", "--gpu", "h100", "--model", "qwen3-8b", "--zero-st
 ONE += ("--micro-batch", "2", "--grad-accum", "3", "--grad-ckpt")
 
 TOP_KEYS = {"schema", "model", "cluster", "plans", "chosen", "considered"}
-PLAN_KEYS = {
-    *("zero_stage", "offload", "micro_batch", "grad_accum", "grad_ckpt", "attn", "sp", "tp", "fits", "memory"),
-    *("speed", "reasons"),
-}
+PLAN_KEYS = {"title", *(each.name for each in fields(Configuration)), "fits", "memory", "speed", "reasons"}
 MEMORY_KEYS = {
     *("live_bytes_per_gpu", "reserved_bytes_per_gpu", "device_bytes_per_gpu", "peak_instant", "breakdown_bytes"),
     *("host_bytes_per_node", "nvme_bytes_per_node", "checkpoint_bytes"),
@@ -195,6 +197,18 @@ def test_the_table_has_what_the_json_has(dstrain: Type) -> None:
     (row,) = [line for line in dstrain(*PLAN).stdout.splitlines() if re.match(r"1  ZeRO", line)]
     assert f"{found['memory']['device_bytes_per_gpu'] / 2**30:.1f}" in row
     assert f"{found['speed']['tokens_per_s_per_gpu']:.0f}" in row
+
+
+VARIED = ("zero_stage", "offload", "micro_batch", "grad_ckpt", "sp", "tp", "hpz", "offload_ratio", "pin_memory")
+"""What a search varies, without the sizes of buffers, which reasons and JSON have."""
+
+
+@pytest.mark.parametrize("field", VARIED)
+@pytest.mark.parametrize("text", [titled, abbreviated])
+def test_plans_that_differ_print_differently(text: Callable[[Configuration], str], field: str) -> None:
+    other = {"offload": Offload.PARAMS, "offload_ratio": 0.5, "grad_ckpt": True, "pin_memory": False}.get(field, 2)
+    plan = replace(DEFAULTS, zero_stage=3, offload=Offload.OPTIMIZER)
+    assert text(replace(plan, **{field: other})) != text(plan)  # type: ignore[arg-type]
 
 
 def test_the_space_considered_is_said(dstrain: Type) -> None:
