@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,6 +22,15 @@ def shipped(folder: str) -> Path:
         if candidate.is_dir():
             return candidate
     raise FileNotFoundError(f"dstrain was installed without its {folder}/ files")
+
+
+def python(*words: str, program: str = sys.executable) -> list[str]:
+    """Returns the command of a child that is Python itself; it never takes modules from the current folder.
+
+    >>> python("-m", "dstrain.cli", program="/usr/bin/python3")
+    ['/usr/bin/python3', '-P', '-m', 'dstrain.cli']
+    """
+    return [program, "-P", *words]
 
 
 def shown(path: str) -> str:

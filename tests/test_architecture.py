@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -55,3 +57,21 @@ def test_a_giant_is_imported_in_one_place(module: str) -> None:
             if any(name.split(".")[0] == module for name in names):
                 importers.add(path.name)
     assert len(importers) <= (2 if module == "pynvml" else 1), importers
+
+
+def test_a_child_that_is_python_takes_no_modules_from_the_current_folder() -> None:
+    """In every list of words `-P` or `-I` stands behind this interpreter, and one of them before `-m` or `-c`."""
+    unsafe = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            words = (
+                [ast.unparse(word).strip("'") for word in node.elts] if isinstance(node, ast.List | ast.Tuple) else []
+            )
+            for word, after in pairwise(words):
+                is_free = word not in {"-P", "-I", "bash", "topo"} and after in {"-m", "-c"}
+                if is_free or (word == "sys.executable" and after not in {"-P", "-I"}):
+                    unsafe.append(f"{path.name}:{node.lineno}")
+    for path in sorted((ROOT / "launch").glob("*.j2")):
+        if re.search(r'python"? -[mc]', path.read_text(encoding="utf-8"), re.IGNORECASE):
+            unsafe.append(path.name)
+    assert unsafe == []

@@ -16,6 +16,7 @@ from dstrain.cli.console import answer_json, say
 from dstrain.cli.run_text import summary, summary_rows
 from dstrain.errors import EnvironmentProblem, RunFailed
 from dstrain.facts import probe
+from dstrain.paths import python
 from dstrain.rundir import RunDir
 
 RANKS = 2
@@ -77,9 +78,7 @@ def _free_name(folder: Path, name: str) -> str:
 def _build(folder: Path) -> dict[str, Any]:
     """Returns what was built: model, data, and the entropy to beat."""
     say(f"building a tiny Qwen3 model and data from Python's standard library in {folder}")
-    done = subprocess.run(
-        [sys.executable, "-m", "dstrain.train.demo", str(folder)], capture_output=True, text=True, check=False
-    )
+    done = subprocess.run(python("-m", "dstrain.train.demo", str(folder)), capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise EnvironmentProblem(f"the demo's model cannot be built:\n{done.stderr.strip()[-2000:]}")
     made: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -94,7 +93,7 @@ def _type(words: list[str], folder: Path) -> None:
     """Types a dstrain command in the demo's folder, as a user would; its output goes to stderr."""
     say()
     say(f"$ dstrain {shlex.join(words)}", style="bold")
-    done = subprocess.run([sys.executable, "-m", "dstrain.cli", *words], cwd=folder, check=False, stdout=sys.stderr)
+    done = subprocess.run(python("-m", "dstrain.cli", *words), cwd=folder, check=False, stdout=sys.stderr)
     if done.returncode == 130:
         raise KeyboardInterrupt
     if done.returncode != 0:

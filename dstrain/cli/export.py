@@ -12,6 +12,7 @@ from dstrain.choices import Precision
 from dstrain.cli.console import say
 from dstrain.cli.types import Choice
 from dstrain.errors import InvalidConfig
+from dstrain.paths import python
 
 
 @click.command("export", short_help="Merge an adapter, or gather a ZeRO checkpoint.")
@@ -38,7 +39,7 @@ def command(source: Path, out: Path, precision: Precision | None, dry_run: bool)
     if dry_run:
         words.append("--dry-run")
     say(f"reading {source}")
-    done = subprocess.run([sys.executable, "-m", "dstrain.train.export", *words], check=False)
+    done = subprocess.run(python("-m", "dstrain.train.export", *words), check=False)
     if done.returncode != 0:
         sys.exit(done.returncode if done.returncode > 0 else 1)
     if not dry_run:

@@ -9,7 +9,6 @@ import hashlib
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cache
@@ -22,7 +21,7 @@ from dstrain.facts.traced import Description, Question, Subject, Wanted
 from dstrain.facts.traced_answers import Answer, Answers, Failure, Questions
 from dstrain.facts.traced_model import from_description
 from dstrain.facts.traced_profile import ActivationProfile, Traced
-from dstrain.paths import write_atomic
+from dstrain.paths import python, write_atomic
 from dstrain.records import from_data, load_json, to_data, to_json
 
 TIMEOUT_S = 600.0
@@ -122,7 +121,7 @@ def _run(questions: Sequence[Question], timeout_s: float) -> tuple[Answer, ...]:
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""} | ({} if remote else {"HF_HUB_OFFLINE": "1"})
     try:
         child = subprocess.run(
-            [sys.executable, "-m", "dstrain.train.trace"],
+            python("-m", "dstrain.train.trace"),
             input=json.dumps(to_data(Questions(questions=tuple(questions)))),
             capture_output=True,
             text=True,

@@ -56,8 +56,8 @@ class Launch:
     """Secrets that the ranks read from a file."""
     master_port: int
     """The port of rank 0."""
-    environment_file: str
-    """What goes to the other nodes."""
+    for_nodes: Mapping[str, str]
+    """What goes to the other nodes: name → text as it stands between a shell's double quotes."""
     syncs: bool = False
     """Whether nodes without this file system are given copies."""
 
@@ -90,12 +90,15 @@ def plan_launch(
     mark = new_mark()
     travelling = job_env | _for_other_nodes(prepared, way, mark, master_port)
     user = "" if prepared.is_local else _user_lines()  # DeepSpeed reads .deepspeed_env for other nodes only
-    file = environment.environment_file(os.environ, travelling, user)
+    python_path = environment.python_path(os.environ)
+    exported = environment.exports(
+        job_env, prepared.run_dir, sync.python_path(prepared.run_dir, python_path) if syncs else python_path
+    )
+    texts = environment.for_nodes({**os.environ, **exported}, travelling, user)
     carried = environment.secrets(os.environ, job_env, user)
     if way.launcher is not None and LAUNCHERS[way.launcher].is_mpi:
-        file, others = environment.for_mpi(file, f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}")
+        texts, others = environment.for_mpi(texts, os.environ)
         carried |= others
-    python_path = environment.python_path(os.environ)
     return Launch(
         prepared=prepared,
         launcher=way.launcher,
@@ -103,11 +106,9 @@ def plan_launch(
         mark=mark,
         note=way.note,
         master_port=master_port,
-        exported=environment.exports(
-            job_env, prepared.run_dir, sync.python_path(prepared.run_dir, python_path) if syncs else python_path
-        ),
+        exported=exported,
         secrets=carried,
-        environment_file=file,
+        for_nodes=texts,
         syncs=syncs,
     )
 
@@ -209,7 +210,7 @@ def write_run_dir(launch: Launch, edits: Sequence[Edit] | None = None) -> None:
         write_atomic(place.edits, json.dumps(listed, indent=2, ensure_ascii=False, default=str) + "\n")
     write_atomic(place.hostfile, hostfile)
     write_atomic(place.start_script, script, mode=0o755)
-    write_atomic(place.environment, launch.environment_file, mode=0o600)
+    write_atomic(place.environment, environment.file_text(launch.for_nodes), mode=0o600)
     environment.write_secrets(place, launch.secrets)
     if launch.launcher == "mpich":
         write_atomic(place.rank_program, _RANK_PROGRAM)
@@ -251,7 +252,7 @@ def score(launch: Launch, *, hang_s: float = LEAST_S) -> Score:
         open=lambda nodes: launchers.connect(launch.launcher or "ssh", nodes, launch.environment, python_path),
         environment={"PYTHONPATH": python_path} if python_path else {},
         unset=tuple(launch.secrets),
-        exports=launch.environment_file,
+        exports=launch.for_nodes,
         master_port=launch.master_port,
         files={} if launch.prepared.is_local else meeting.files_of(launch.prepared.job),
         hang_s=hang_s,
@@ -276,11 +277,10 @@ def _meet(launch: Launch, hellos: Mapping[Node, Hello]) -> dict[Node, dict[str, 
         may_be_apart=launch.syncs,
     )
     chosen = {node: hello.interface for node, hello in hellos.items() if node.num_ranks}
-    given = {line.partition("=")[0] for line in launch.environment_file.splitlines()}
     if launch.launcher is not None and not LAUNCHERS[launch.launcher].has_one_environment:
         own = {node: {} if name is None else nic.interface_environment(name) for node, name in chosen.items()}
-        return {node: {key: env[key] for key in env if key not in given} for node, env in own.items()}
-    named = nic.environment_of({node.host: name for node, name in chosen.items()}, dict.fromkeys(given, ""))
-    lines = "".join(f"{name}={value}\n" for name, value in named.items())
-    write_atomic(prepared.run_dir.environment, launch.environment_file + lines, mode=0o600)
+        return {node: {key: env[key] for key in env if key not in launch.for_nodes} for node, env in own.items()}
+    named = nic.environment_of({node.host: name for node, name in chosen.items()}, launch.for_nodes)
+    texts = {name: environment.between_quotes(value) for name, value in named.items()}
+    write_atomic(prepared.run_dir.environment, environment.file_text({**launch.for_nodes, **texts}), mode=0o600)
     return dict.fromkeys(hellos, named)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -11,6 +10,7 @@ from pathlib import Path
 from dstrain.errors import EnvironmentProblem
 from dstrain.facts.ops import OPS, stale_locks
 from dstrain.launch import child
+from dstrain.paths import python
 from dstrain.units import format_seconds
 
 
@@ -41,9 +41,7 @@ def build(ops: Sequence[str], environment: Mapping[str, str], tell: Callable[[st
         tell(f"building {OPS[op]}, once; it takes about a minute on two cores")
         begin = time.monotonic()
         try:
-            code, output = child.run(
-                [sys.executable, "-m", "dstrain.train.ops", op], environment, tell, f"building {OPS[op]}"
-            )
+            code, output = child.run(python("-m", "dstrain.train.ops", op), environment, tell, f"building {OPS[op]}")
         except BaseException:
             for lock in stale_locks([op], environment):
                 lock.unlink(missing_ok=True)

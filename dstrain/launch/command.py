@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Sequence
 
+from dstrain import paths
 from dstrain.errors import EnvironmentProblem, InvalidConfig
 from dstrain.facts.hostfile import Host, Hosts, render
 from dstrain.rundir import RunDir
@@ -143,7 +144,7 @@ def master(hosts: Hosts) -> str:
 
 
 def _runner(python: str, run_dir: RunDir) -> list[str]:
-    return [python, "-m", "deepspeed.launcher.runner", "--hostfile", str(run_dir.hostfile)]
+    return paths.python("-m", "deepspeed.launcher.runner", "--hostfile", str(run_dir.hostfile), program=python)
 
 
 def _master(hosts: Hosts) -> list[str]:

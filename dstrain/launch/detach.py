@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,7 +14,7 @@ from dstrain.launch import state
 from dstrain.launch.output import Tail
 from dstrain.launch.state import LIVING, Stage, State
 from dstrain.launch.wishes import SAVE_SIGNAL
-from dstrain.paths import shown
+from dstrain.paths import python, shown
 from dstrain.rundir import RunDir
 
 START_S = 60.0
@@ -35,7 +34,7 @@ def detach(run_dir: RunDir, arguments: Sequence[str], say: Callable[[str], None]
     log = state.run_log(run_dir)
     log.parent.mkdir(parents=True, exist_ok=True)
     run_dir.state.unlink(missing_ok=True)
-    line = [sys.executable, "-m", "dstrain.cli", *(word for word in arguments if word != "--detach"), "--no-doctor"]
+    line = python("-m", "dstrain.cli", *(word for word in arguments if word != "--detach"), "--no-doctor")
     with log.open("wb") as file:
         child = subprocess.Popen(
             line, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, start_new_session=True

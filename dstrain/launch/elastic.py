@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -19,7 +18,7 @@ from typing import Any
 from dstrain.errors import EnvironmentProblem, InvalidConfig
 from dstrain.job import Job
 from dstrain.launch import child
-from dstrain.paths import shown
+from dstrain.paths import python, shown
 from dstrain.rundir import COMPLETE, UNIVERSAL, UNIVERSAL_PART, RunDir, is_whole
 from dstrain.units import format_bytes, format_seconds
 
@@ -234,7 +233,7 @@ def convert(needed: Elastic, environment: Mapping[str, str], tell: Callable[[str
     tell(f"converting {folder.name} of {needed.from_ranks} ranks for {needed.to_ranks}, once")
     begin = time.monotonic()
     # it needs no GPU
-    line, env = [sys.executable, "-m", "dstrain.train.universal", str(folder)], {**environment, "DS_ACCELERATOR": "cpu"}
+    line, env = python("-m", "dstrain.train.universal", str(folder)), {**environment, "DS_ACCELERATOR": "cpu"}
     try:
         code, output = child.run(line, env, tell, f"converting {folder.name}")
     except BaseException:

@@ -2,8 +2,11 @@
 
 The launcher reads its environment file line by line as `NAME=value`, puts the value between double quotes where it
 holds anything unusual, and sends `export NAME="value";` through pdsh to a shell on each node. Nothing inside is
-escaped on the way, so what stands in the file is already what belongs between those quotes.
+escaped on the way, so what stands in the file is already what belongs between those quotes. It exports some variables
+of its own environment too, unescaped, unless the file has them.
 Source: deepspeed 0.19.8 launcher/runner.py: main; launcher/multinode_runner.py: add_export
+
+Agents get the same texts and put them into the environment themselves (`expanded`): no shell is on that way.
 """
 
 from __future__ import annotations
@@ -45,6 +48,15 @@ _SECRET_WORD = re.compile(
 _USER_AND_PASSWORD = re.compile(r"://[^/@\s:]*:[^/@\s]+@")
 _UNQUOTED = re.compile(r"[\w@%+=:,./-]*")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_LINE_BREAKS = {"\"$'\\n'\"": "\n", "\"$'\\r'\"": "\r"}
+_APART = str.maketrans({"%": '%""', **{value: text for text, value in _LINE_BREAKS.items()}})
+_COMMAND = re.compile(r"(?:^|[^\\])(?:\\\\)*(\$\(.*\)?|`[^`]*`?|\$\{(?![A-Za-z_]\w*\}).*?(?:\}|$))", re.ASCII)
+"""What only a shell could fill in."""
+_PARTS = re.compile(r'\\([\\$`"])|\$(?:([A-Za-z_]\w*)|{([A-Za-z_]\w*)})|"(?:\$\'\\[nr]\')?"', re.ASCII)
+"""What means something else than itself between double quotes, in the texts that this module makes."""
+
+SAFE_PATH = {"PYTHONSAFEPATH": "1"}
+"""Keeps the current folder out of where Python and what it starts look for modules."""
 
 
 def is_secret(name: str, value: str = "") -> bool:
@@ -61,49 +73,70 @@ def is_forwarded(name: str) -> bool:
     return name not in STAYING_NAMES and (name.startswith(FORWARDED_PREFIXES) or name in FORWARDED_NAMES)
 
 
-def environment_file(env: Mapping[str, str], job_env: Mapping[str, str], user_file_text: str = "") -> str:
-    """Returns the launcher's environment file: what every node gets, no secrets, in the launcher's own grammar.
+def for_nodes(env: Mapping[str, str], job_env: Mapping[str, str], user_file_text: str = "") -> dict[str, str]:
+    """Returns what every node gets, no secrets: name → text as it stands between double quotes in a shell.
 
-    The job wins over the user's `.deepspeed_env`, which wins over this shell. In the user's file `$NAME` still means
-    the node's own value, as it does when the launcher reads it.
+    The job wins over the user's `.deepspeed_env`, which wins over the launcher's environment `env`. In the user's file
+    `$NAME` still means the node's own value, as it does when the launcher reads it.
     """
     _require_names(job_env)
-    lines = {
-        name: _between_quotes(name, value)
+    texts = {
+        name: between_quotes(value)
         for name, value in env.items()
-        if is_forwarded(name) and _NAME.fullmatch(name) and not is_secret(name, value)
+        if (is_forwarded(name) or name.startswith(_LAUNCHER_EXPORTS))
+        and _NAME.fullmatch(name)
+        and not is_secret(name, value)
     }
     for name, raw in _user_lines(user_file_text):
         if is_secret(name, raw):
-            lines.pop(name, None)
+            texts.pop(name, None)
         else:
-            lines[name] = _user_value(raw)
+            texts[name] = _user_value(raw)
     for name, value in job_env.items():
-        lines.pop(name, None)
+        texts.pop(name, None)
         if not is_secret(name, value):
-            lines[name] = _between_quotes(name, value)
-    return "".join(f"{name}={text}\n" for name, text in sorted(lines.items()))
+            texts[name] = between_quotes(value)
+    return dict(sorted(texts.items()))
 
 
-def for_mpi(text: str, path: str) -> tuple[str, dict[str, str]]:
-    """Returns an environment file for MPI's launchers, and what ranks must read from a file instead.
+def file_text(texts: Mapping[str, str]) -> str:
+    """Returns the launcher's environment file."""
+    return "".join(f"{name}={text}\n" for name, text in sorted(texts.items()))
 
-    No shell is on that way: the launcher's quotes around an unusual value would become part of it. `path` stands for
-    PATH, whose `$PATH` nobody would replace. Source: deepspeed 0.19.8 launcher/multinode_runner.py: add_export
+
+def expanded(texts: Mapping[str, str], own: Mapping[str, str]) -> dict[str, str]:
+    r"""Returns what a shell whose environment is `own` would make of the texts, one after the other; without a shell.
+
+    >>> expanded({"A": r"\$1 $B", "PATH": "/x:$PATH"}, {"B": "; id", "PATH": "/bin"})
+    {'A': '$1 ; id', 'PATH': '/x:/bin'}
     """
-    plain, others = [], {}
-    for line in text.splitlines():
-        name, _, raw = line.partition("=")
-        value = path if name == "PATH" else re.sub(r"\\(.)", r"\1", raw.replace('""', ""))
-        if _UNQUOTED.fullmatch(value):
-            plain.append(f"{name}={value}\n")
-        elif name != "PATH":
-            others[name] = value
-    return "".join(plain), others
+    values = dict(own)
+    for name, text in texts.items():
+        values[name] = _PARTS.sub(lambda part: _value(part, values), text)
+    return {name: values[name] for name in texts}
+
+
+def _value(part: re.Match[str], values: Mapping[str, str]) -> str:
+    name = part[2] or part[3]
+    return values.get(name, "") if name else part[1] or _LINE_BREAKS.get(part[0], "")
+
+
+def for_mpi(texts: Mapping[str, str], own: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
+    """Returns what MPI's launchers take, and what ranks must read from a file instead, with this machine's values.
+
+    No shell is on that way: the launcher's quotes around an unusual value would become part of it.
+    Source: deepspeed 0.19.8 launcher/multinode_runner.py: add_export
+    """
+    values = expanded(texts, own)
+    plain = {name: value for name, value in values.items() if _UNQUOTED.fullmatch(value)}
+    others = {name: value for name, value in values.items() if name not in plain and name != "PATH"}
+    for name, value in others.items():
+        _require_one_line(name, value)
+    return plain, others
 
 
 def secrets(env: Mapping[str, str], job_env: Mapping[str, str], user_file_text: str = "") -> dict[str, str]:
-    """Returns the secrets that the ranks need, by name."""
+    """Returns the secrets that the ranks need, by name. Raises InvalidConfig for one with a line break."""
     _require_names(job_env)
     prefixes = (*FORWARDED_PREFIXES, *_LAUNCHER_EXPORTS)
     found = {name: value for name, value in env.items() if name.startswith(prefixes) and is_secret(name, value)}
@@ -118,7 +151,7 @@ def exports(job_env: Mapping[str, str], run_dir: RunDir, python_path: str) -> di
     """Returns what the launcher's environment has beside the shell's own: the same for `run` and for `start.sh`."""
     plain = {name: value for name, value in job_env.items() if not is_secret(name, value)}
     extra = {"PYTHONPATH": python_path} if python_path else {}
-    return {**extra, **plain, "DS_ENV_FILE": str(run_dir.environment)}
+    return {**extra, **SAFE_PATH, **plain, "DS_ENV_FILE": str(run_dir.environment)}
 
 
 def launcher_environment(
@@ -162,15 +195,22 @@ def _require_one_line(name: str, value: str) -> None:
         raise InvalidConfig(problem, hint=f"Put it into a file and let the variable name the file, or `unset {name}`.")
 
 
-def _between_quotes(name: str, value: str) -> str:
+def between_quotes(value: str) -> str:
     """Returns what must stand between double quotes in a shell for it to be `value` again.
 
-    `%""` ends and reopens the quotes after each percent sign, since pdsh replaces `%h`, `%u` and `%n`; `""` around the
-    text saves spaces at its ends from the launcher's `strip`.
+    `%""` ends and reopens the quotes after each percent sign, since pdsh replaces `%h`, `%u` and `%n`;
+    a line break stands outside of them, as `$'\\n'`, so that each text is one line.
     """
-    _require_one_line(name, value)
-    text = re.sub(r'([\\$`"])', r"\\\1", value).replace("%", '%""')
-    return text if value == value.strip() else f'""{text}""'
+    return _with_spaces(_escaped(value))
+
+
+def _escaped(value: str) -> str:
+    return re.sub(r'([\\$`"])', r"\\\1", value).translate(_APART)
+
+
+def _with_spaces(text: str) -> str:
+    """Returns a text with `""` around it where that saves spaces at its ends from the launcher's `strip`."""
+    return text if text == text.strip() else f'""{text}""'
 
 
 def _user_lines(text: str) -> Iterator[tuple[str, str]]:
@@ -180,22 +220,37 @@ def _user_lines(text: str) -> Iterator[tuple[str, str]]:
         if not line or line.startswith("#"):
             continue
         name, equals, value = line.removeprefix("export ").partition("=")
+        where = f".deepspeed_env:{number}: "
         if not equals or not _NAME.fullmatch(name.strip()):
             shown = f'"{name.strip()}"' if equals else "it"
+            raise InvalidConfig(f"{where}{shown} is not NAME=value", hint="Correct or remove the line.")
+        if command := _COMMAND.search(value) if _has_dollars(name.strip(), value.strip()) else None:
             raise InvalidConfig(
-                f".deepspeed_env:{number}: {shown} is not NAME=value", hint="Correct or remove the line."
+                f"{where}{name.strip()} holds {command[1]}, which only a shell could fill in",
+                hint="Write the value itself. $NAME is the node's own variable; \\$ and \\` stand for themselves.",
             )
         yield name.strip(), value.strip()
 
 
 def _user_value(raw: str) -> str:
     """Returns what stands between the launcher's quotes for a value of the user's file; `$NAME` stays as it is."""
-    if len(raw) > 1 and raw[0] == raw[-1] == "'":
-        return _between_quotes("", raw[1:-1])
-    if len(raw) > 1 and raw[0] == raw[-1] == '"':
-        return raw[1:-1] if raw[1:-1] == raw[1:-1].strip() else f'""{raw[1:-1]}""'
-    return re.sub(r'(?<!\\)"', r"\"", raw)
+    if _is_quoted(raw, "'"):
+        return between_quotes(raw[1:-1])
+    text, made, at = raw[1:-1] if _is_quoted(raw, '"') else raw, "", 0
+    for part in _PARTS.finditer(text):
+        made += _escaped(text[at : part.start()]) + part[0]
+        at = part.end()
+    return _with_spaces(made + _escaped(text[at:]))
+
+
+def _has_dollars(name: str, raw: str) -> bool:
+    """Returns whether `$` means something in a value of the user's file."""
+    return not (_is_quoted(raw, "'") or is_secret(name, raw))
+
+
+def _is_quoted(raw: str, quote: str) -> bool:
+    return len(raw) > 1 and raw[0] == raw[-1] == quote
 
 
 def _literal(raw: str) -> str:
-    return raw[1:-1] if len(raw) > 1 and raw[0] == raw[-1] and raw[0] in "'\"" else raw
+    return raw[1:-1] if _is_quoted(raw, "'") or _is_quoted(raw, '"') else raw

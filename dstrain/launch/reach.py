@@ -15,6 +15,7 @@ from typing import Any
 
 from dstrain.facts.hostfile import Host, Hosts
 from dstrain.launch.command import is_this_machine
+from dstrain.paths import python
 from dstrain.units import format_bytes
 
 TIMEOUT_S = 8.0
@@ -99,7 +100,7 @@ def ask(hosts: Hosts, wanted: Wanted, local_names: Collection[str], *, timeout_s
 
 def _ask(host: Host, wanted: Wanted, local_names: Collection[str], timeout_s: float) -> Answer:
     question = json.dumps({"packages": PACKAGES, "paths": wanted.paths, "output": wanted.output})
-    reply = send(host.name, [sys.executable, "-c", _PROGRAM, question], local_names, timeout_s=timeout_s)
+    reply = send(host.name, python("-c", _PROGRAM, question), local_names, timeout_s=timeout_s)
     try:
         facts = json.loads(reply.text or "")
     except ValueError:

@@ -10,19 +10,22 @@ from typing import Any
 import pytest
 
 from dstrain.monitor.jsonl_sink import read_jsonl
+from tests.cli.conftest import lay_traps
 
 Type = Callable[..., Any]
 
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
-    """One demo under ZeRO-3."""
+    """One demo under ZeRO-3, with modules of a stranger in every folder from which it starts something."""
     import os
     import subprocess
     import sys
 
     folder = tmp_path_factory.mktemp("demo")
-    command = [sys.executable, "-m", "dstrain.cli", "demo", "d", "--zero-stage", "3", "--steps", "90", "--json"]
+    for place in (folder, folder / "d"):
+        lay_traps(place)
+    command = [sys.executable, "-P", "-m", "dstrain.cli", "demo", "d", "--zero-stage", "3", "--steps", "90", "--json"]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=os.environ, timeout=900)
     return done, folder / "d"
 

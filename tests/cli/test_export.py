@@ -4,6 +4,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tests.cli.conftest import lay_traps
+
 Type = Callable[..., Any]
 
 
@@ -14,8 +16,10 @@ def test_a_missing_source_is_named(dstrain: Type) -> None:
 
 def test_a_folder_that_is_no_run_is_refused_without_a_traceback(dstrain: Type, tmp_path: Path) -> None:
     (tmp_path / "output").mkdir()
+    lay_traps(tmp_path)
     done = dstrain("export", "output", "merged")
     assert done.returncode == 3
+    assert "was run" not in done.stderr
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "merged").exists()
 

@@ -17,6 +17,7 @@ import pytest
 from dstrain.choices import Offload
 from dstrain.plan.configuration import DEFAULTS, Configuration
 from dstrain.plan.titles import abbreviated, titled
+from tests.cli.conftest import lay_traps
 
 Type = Callable[..., Any]
 ROOT = Path(__file__).parents[2]
@@ -252,6 +253,7 @@ def test_a_model_of_an_unknown_family_is_traced_and_says_so(
     dstrain: Type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    lay_traps(tmp_path)
     config = {"model_type": "gpt2", "n_embd": 64, "n_layer": 3, "n_head": 4, "vocab_size": 500, "n_positions": 256}
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     told = dstrain("plan", "--model", str(tmp_path), "--gpus", "2", "--gpu", "a100", "--seq-len", "128")

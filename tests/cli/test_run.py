@@ -52,7 +52,7 @@ def test_dry_run_prints_the_launchers_command_and_writes_nothing(dstrain: Type, 
     done = dstrain("run", "--dry-run")
     assert done.returncode == 0, done.stderr
     words = shlex.split(done.stdout)
-    assert words[1:3] == ["-m", "deepspeed.launcher.runner"]
+    assert words[1:4] == ["-P", "-m", "deepspeed.launcher.runner"]
     assert words[-3:] == ["--module", "dstrain.train", str(job.parent / "output")]
     assert not (job.parent / "output").exists()
 
@@ -70,7 +70,7 @@ def test_a_single_remote_host_is_not_this_machine(dstrain: Type, job: Path) -> N
 
 
 def test_dry_run_with_json_prints_json(dstrain: Type, job: Path) -> None:
-    assert json.loads(dstrain("run", "-n", "--json").stdout)["command"][1] == "-m"
+    assert json.loads(dstrain("run", "-n", "--json").stdout)["command"][2] == "-m"
 
 
 def test_a_checkpoint_that_is_not_there_is_named(dstrain: Type, job: Path) -> None:

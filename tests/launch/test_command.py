@@ -30,7 +30,7 @@ def after(words: list[str], option: str) -> str:
 
 def test_a_hostfile_of_this_machine_alone_never_reaches_ssh_or_job_hostfile() -> None:
     words = line(ONE, is_local=True)
-    assert words[:3] == ["/venv/bin/python", "-m", "deepspeed.launcher.runner"]
+    assert words[:4] == ["/venv/bin/python", "-P", "-m", "deepspeed.launcher.runner"]
     assert "--no_ssh" in words
     assert after(words, "--master_addr") == "127.0.0.1"
     assert after(words, "--hostfile") == "/run/hostfile"

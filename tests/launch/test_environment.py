@@ -9,18 +9,22 @@ import re
 import stat
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dstrain.errors import InvalidConfig
 from dstrain.facts.hostfile import Host, Hosts, render
 from dstrain.launch.command import pdsh
 from dstrain.launch.environment import (
-    environment_file,
+    expanded,
     exports,
+    file_text,
+    for_mpi,
+    for_nodes,
     is_secret,
     launcher_environment,
     python_path,
@@ -28,7 +32,12 @@ from dstrain.launch.environment import (
     secrets,
     write_secrets,
 )
+from dstrain.launch.nodes.keeper import Keeper
+from dstrain.launch.nodes.score import new_mark
+from dstrain.launch.nodes.wire import Begin, decode, encode
 from dstrain.launch.output import rank_logs
+from dstrain.launch.script import start_script
+from dstrain.paths import write_atomic
 from dstrain.rundir import RunDir
 from dstrain.train.rank import read_secrets
 
@@ -61,30 +70,107 @@ def as_the_nodes_see_it(text: str, *, node: dict[str, str] | None = None) -> dic
 
 def test_the_listed_families_travel_and_nothing_else() -> None:
     env = {"HF_HOME": "/hf", "NCCL_IB_HCA": "mlx5", "PATH": "/bin", "CUDA_VISIBLE_DEVICES": "0", "DS_ENV_FILE": "x"}
-    assert environment_file(env, {"MINE": "1"}) == "HF_HOME=/hf\nMINE=1\nNCCL_IB_HCA=mlx5\n"
+    assert file_text(for_nodes(env, {"MINE": "1"})) == "HF_HOME=/hf\nMINE=1\nNCCL_IB_HCA=mlx5\n"
 
 
 def test_values_survive_launcher_pdsh_and_shell() -> None:
     values = {"HF_A": NASTY, "HF_B": "  spaces  ", "HF_C": "", "HF_D": "50%", "HF_E": "%", "HF_F": "=a=b", "HF_G": "\t"}
-    assert as_the_nodes_see_it(environment_file(values, {})) == values
+    assert as_the_nodes_see_it(file_text(for_nodes(values, {}))) == values
 
 
 @settings(max_examples=25, deadline=None)
-@given(st.lists(st.text(st.characters(exclude_characters="\0\n\r", codec="utf-8")), min_size=1, max_size=20))
-def test_any_value_of_one_line_survives(texts: list[str]) -> None:
+@given(st.lists(st.text(st.characters(exclude_characters="\0", codec="utf-8")), min_size=1, max_size=20))
+def test_any_value_survives_launcher_pdsh_and_shell(texts: list[str]) -> None:
     values = {f"HF_{number}": text for number, text in enumerate(texts) if not is_secret(f"HF_{number}", text)}
     if values:
-        assert as_the_nodes_see_it(environment_file(values, {})) == values
+        assert as_the_nodes_see_it(file_text(for_nodes(values, {}))) == values
 
 
-def test_a_line_break_is_refused_by_name() -> None:
-    with pytest.raises(InvalidConfig, match="HF_HOME holds a line break"):
-        environment_file({"HF_HOME": "a\nb"}, {})
+HOSTILE = [
+    *("a b", "lr 1e-5 & bigger batch", "a; touch F", "x | tee F", "$(touch F)", "`touch F`", "${HOME}", "$HOME"),
+    *("a\u2028touch F", "a\u0085touch F", "a\x0btouch F", "a\x0ctouch F", "a\ntouch F", "\r\nb", '"; touch F; "'),
+    *("'", "\\", "\\\\$(touch F)", "%h %n %u", "  ends  ", "\t", "", "é\udcff", "-n", "#", "!!", "~", "*", "a=b"),
+]  # fmt: skip
+
+
+def kept(folder: Path, environment: dict[str, str]) -> dict[str, str]:
+    """Returns the environment in which a real agent's launcher finds itself, the order having gone over the wire."""
+    code = "import json, os; print(json.dumps({k: v for k, v in os.environ.items() if k.startswith('HF_')}))"
+    begin = Begin(
+        host="node", run_dir=str(folder), mark=new_mark(), command=[sys.executable, "-c", code], environment={},
+        unset=[name for name in os.environ if name.startswith("HF_")], exports=for_nodes(environment, {}), hosts=[],
+        first_rank=0, num_ranks=0, master_port=29500, mirror=False, grace_s=5,
+    )  # fmt: skip
+    message = decode(encode(begin))
+    assert message is not None
+    keeper = Keeper(message[1])
+    while not keeper.is_over:
+        keeper.tick()
+        keeper.wait(0.05)
+    (log,) = RunDir(folder).logs.glob(f"*{begin.mark[:6]}.log")
+    found: dict[str, str] = json.loads(log.read_text())
+    return found
+
+
+def arrives_by(way: Callable[[dict[str, str]], dict[str, str]], values: dict[str, str], run_dir: RunDir) -> None:
+    """Asserts that a rank gets exactly these variables, and that none of them has started anything."""
+    values = {name: value for name, value in values.items() if not is_secret(name, value)}
+    assert way(values) == values
+    assert not list(run_dir.path.rglob("F"))
+
+
+def test_hostile_values_reach_a_node_as_they_are(tmp_path: Path) -> None:
+    values = {f"HF_{number}": value for number, value in enumerate(HOSTILE)}
+    arrives_by(lambda values: kept(tmp_path, values), values, RunDir(tmp_path))
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(texts=st.lists(st.text(st.characters(exclude_characters="\0", codec="utf-8")), min_size=1, max_size=20))
+def test_any_value_reaches_a_node_as_it_is(tmp_path: Path, texts: list[str]) -> None:
+    values = {f"HF_{number}": text for number, text in enumerate(texts)}
+    arrives_by(lambda values: kept(tmp_path, values), values, RunDir(tmp_path))
+
+
+def test_hostile_values_come_through_start_sh(tmp_path: Path) -> None:
+    run_dir, values = RunDir(tmp_path), {f"HF_{number}": value for number, value in enumerate(HOSTILE)}
+    code = "import json, os; print(json.dumps({k: v for k, v in os.environ.items() if k.startswith(('HF_', 'JOB_'))}))"
+    own = {f"JOB_{number}": value for number, value in enumerate(HOSTILE)}
+
+    def started(values: dict[str, str]) -> dict[str, str]:
+        write_atomic(run_dir.environment, file_text(for_nodes(values, own)), mode=0o600)
+        script = start_script(
+            [sys.executable, "-c", code, "--node_rank", "0"], run_dir=run_dir, exported=exports(own, run_dir, ""),
+            secret_names=[], is_node_by_node=True,
+        )  # fmt: skip
+        write_atomic(run_dir.start_script, script)
+        subprocess.run(["bash", "-n", str(run_dir.start_script)], check=True)
+        line = ["bash", str(run_dir.start_script), "0"]
+        done = subprocess.run(line, check=True, capture_output=True, text=True, env={"PATH": os.environ["PATH"]})
+        found: dict[str, str] = json.loads(done.stdout)
+        assert {name: found.pop(name) for name in own} == own
+        return found
+
+    arrives_by(started, values, run_dir)
+
+
+def test_a_secret_with_a_line_break_is_refused_by_name() -> None:
+    with pytest.raises(InvalidConfig, match="HF_TOKEN holds a line break"):
+        secrets({"HF_TOKEN": "a\nb"}, {})
+
+
+def test_what_the_launcher_exports_by_itself_is_quoted_too() -> None:
+    env = {"PYTHONSTARTUP": "$(id)", "MV2_X": "`id`", "UCX_X": "a b"}
+    assert file_text(for_nodes(env, {})) == "MV2_X=\\`id\\`\nPYTHONSTARTUP=\\$(id)\nUCX_X=a b\n"
+
+
+def test_for_mpi_a_value_with_spaces_goes_by_file_and_a_path_is_filled_in_here() -> None:
+    texts = for_nodes({"NCCL_X": "a b", "HF_HOME": "/hf"}, {}, "PATH=/opt:$PATH\n")
+    assert for_mpi(texts, {"PATH": "/bin"}) == ({"HF_HOME": "/hf", "PATH": "/opt:/bin"}, {"NCCL_X": "a b"})
 
 
 def test_a_job_variable_needs_a_legal_name() -> None:
     with pytest.raises(InvalidConfig, match='"A B" is not a name'):
-        environment_file({}, {"A B": "1"})
+        for_nodes({}, {"A B": "1"})
 
 
 def test_secrets_go_to_the_secrets_and_not_to_the_environment_file() -> None:
@@ -99,7 +185,7 @@ def test_secrets_go_to_the_secrets_and_not_to_the_environment_file() -> None:
         "FEISHU_WEBHOOK": "https://hook",
         "WANDB_API_KEY": "w",
     }
-    assert environment_file(env, job, user) == "PLAIN=1\n"
+    assert file_text(for_nodes(env, job, user)) == "PLAIN=1\n"
 
 
 def test_the_launcher_gets_neither_secrets_nor_another_launchers_rank() -> None:
@@ -109,18 +195,37 @@ def test_the_launcher_gets_neither_secrets_nor_another_launchers_rank() -> None:
 
 def test_the_users_file_may_have_comments_blank_lines_and_export() -> None:
     text = "# mine\n\nexport NCCL_DEBUG=INFO\nA=\"x y\"\nB='$HOME'\nPATH2=/opt:$PATH\n"
-    found = as_the_nodes_see_it(environment_file({}, {}, text), node={"PATH": "/bin"})
+    found = as_the_nodes_see_it(file_text(for_nodes({}, {}, text)), node={"PATH": "/bin"})
     assert found == {"NCCL_DEBUG": "INFO", "A": "x y", "B": "$HOME", "PATH2": "/opt:/bin"}
+
+
+@pytest.mark.parametrize(
+    "raw", ["$(id)", '"a $(id)"', "`id`", "${A:-x}", "\\\\$(id)", "x`id", "${A"]
+)  # fmt: skip
+def test_the_users_file_holds_no_command(raw: str) -> None:
+    with pytest.raises(InvalidConfig, match=r"\.deepspeed_env:2: A holds (\$|`).* only a shell could fill in"):
+        for_nodes({}, {}, f"B=1\nA={raw}\n")
+
+
+@pytest.mark.parametrize(
+    ("raw", "value"),
+    [("'$(id)'", "$(id)"), (r"\$(id)", "$(id)"), ("$B/x", "b/x"), ("${B}x", "bx"), ('"a"b; id; "c"', 'a"b; id; "c')]
+    + [(same, same) for same in ("a;id", "$", "$1", "$$", r"C:\d", "%h")] + [('"  a  "', "  a  ")],
+)  # fmt: skip
+def test_what_the_users_file_says_means_the_same_by_every_road(raw: str, value: str) -> None:
+    texts = for_nodes({}, {}, f"A={raw}\n")
+    assert expanded(texts, {"B": "b"}) == {"A": value}
+    assert as_the_nodes_see_it(file_text(texts), node={"B": "b"}) == {"A": value}
 
 
 def test_the_job_wins_over_the_users_file_which_wins_over_the_shell() -> None:
     env, user = {"NCCL_DEBUG": "shell", "NCCL_ALGO": "shell"}, "NCCL_DEBUG=file\nNCCL_ALGO=file\n"
-    assert environment_file(env, {"NCCL_DEBUG": "job"}, user) == "NCCL_ALGO=file\nNCCL_DEBUG=job\n"
+    assert file_text(for_nodes(env, {"NCCL_DEBUG": "job"}, user)) == "NCCL_ALGO=file\nNCCL_DEBUG=job\n"
 
 
 def test_a_broken_line_of_the_users_file_is_named() -> None:
     with pytest.raises(InvalidConfig, match=r"\.deepspeed_env:2: "):
-        environment_file({}, {}, "A=1\nnonsense\n")
+        for_nodes({}, {}, "A=1\nnonsense\n")
 
 
 def test_the_users_files_are_found_where_the_launcher_looks(tmp_path: Path) -> None:
@@ -128,7 +233,7 @@ def test_the_users_files_are_found_where_the_launcher_looks(tmp_path: Path) -> N
     for place, text in ((home, "A=1\n"), (folder, "A=2\n")):
         place.mkdir()
         (place / ".deepspeed_env").write_text(text)
-    assert environment_file({}, {}, read_user_files({}, home=home, folder=folder)) == "A=2\n"
+    assert file_text(for_nodes({}, {}, read_user_files({}, home=home, folder=folder))) == "A=2\n"
 
 
 def test_secrets_are_for_their_user_alone_and_come_back(tmp_path: Path) -> None:
@@ -161,8 +266,9 @@ def test_two_nodes_get_the_environment_and_each_rank_logs_to_its_own_file(tmp_pa
     hosts = Hosts(hosts=(Host(name="node-a", slots=1), Host(name="node-b", slots=1)), name="hostfile")
     run_dir.hostfile.write_text(render(hosts))
     (run_dir.path / "behaviour").write_text("end")
+    exported = exports({}, run_dir, python_path(os.environ))
     shell = {**os.environ, "HF_NASTY": NASTY, "HF_TOKEN": "hf_secret", "DS_ACCELERATOR": "cpu"}
-    run_dir.environment.write_text(environment_file(shell, {}))
+    run_dir.environment.write_text(file_text(for_nodes({**shell, **exported}, {})))
     line = pdsh(
         hosts=hosts,
         run_dir=run_dir,
@@ -170,7 +276,7 @@ def test_two_nodes_get_the_environment_and_each_rank_logs_to_its_own_file(tmp_pa
         master_port=29511,
         module="tests.launch.ranks",
     )
-    env = launcher_environment(shell, exports({}, run_dir, python_path(shell)), secrets(shell, {}))
+    env = launcher_environment(shell, exported, secrets(shell, {}))
     env["PATH"] = f"{tools}:{env['PATH']}"
     done = subprocess.run(line, env=env, cwd=run_dir.path, capture_output=True, text=True, timeout=60)
     said = done.stdout + done.stderr

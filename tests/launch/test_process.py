@@ -84,7 +84,7 @@ def launch(
         open=lambda nodes: connect("ssh", nodes, env, ""),
         environment={},
         unset=(),
-        exports="",
+        exports={},
         master_port=master_port,
         grace_s=GRACE_S,
     )

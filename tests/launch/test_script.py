@@ -51,7 +51,7 @@ TOLD = """\
 # Stands for Python: writes what was typed, and as `dstrain run` leaves with 75 when it is told to save.
 printf '%s\\0' "$@" >>"$0.typed"
 printf '%s\\0' --- >>"$0.typed"
-[ "${3-}" = run ] || exit 0
+[ "${4-}" = run ] || exit 0
 printf '%s\\n' "${HF_TOKEN-none}" >"$0.token"
 trap 'exit 75' USR1
 trap 'exit 7' TERM
@@ -210,7 +210,7 @@ def test_secrets_are_named_and_never_told(tmp_path: Path) -> None:
     values = {"HF_TOKEN": "hf-secret", "SWANLAB_API_KEY": "swan-secret", "HF_ENDPOINT": "https://me:pass-word@hub"}
     asked = described(tmp_path, "a slots=8\n", environment=values | {"NCCL_IB_HCA": "mlx5"})
     assert asked.secrets == ("HF_ENDPOINT", "HF_TOKEN", "SWANLAB_API_KEY", "WANDB_API_KEY")
-    assert asked.exports == {"NCCL_DEBUG": "WARN", "NCCL_IB_HCA": "mlx5", **_python_path(asked)}
+    assert asked.exports == {"NCCL_DEBUG": "WARN", "NCCL_IB_HCA": "mlx5", "PYTHONSAFEPATH": "1", **_python_path(asked)}
     for script in SCRIPTS.values():
         text = script(replace(asked, job=ASKED.job, run_dir=ASKED.run_dir))
         assert "HF_TOKEN" in text
@@ -237,8 +237,8 @@ def test_whatever_is_printable_arrives_as_it_was(python: Path, name: str) -> Non
     for script in (bash(asked), torchrun(asked)):
         subprocess.run(["bash", "-c", script, "script", "prepare"], check=True, capture_output=True)
     for call in typed(python):
-        assert call[:4] == ["-m", "dstrain.cli", "script", "prepare"]
-        assert call[4] == str(folder / "job.yaml")
+        assert call[:5] == ["-P", "-m", "dstrain.cli", "script", "prepare"]
+        assert call[5] == str(folder / "job.yaml")
         assert ["--set", f"monitor.name={name}"] == call[-4:-2]
 
 
@@ -269,10 +269,10 @@ def test_a_scheduler_job_runs_over_its_own_hosts_and_saves_before_its_end(
     assert done.returncode == 75, done.stderr
     hosts, run = typed(python)
     out = f"{folder}/out{task}"
-    words = f"-m dstrain.cli hostfile write --from {kind} --slots 8 -o {out}/hostfile.job"
+    words = f"-P -m dstrain.cli hostfile write --from {kind} --slots 8 -o {out}/hostfile.job"
     assert " ".join(hosts) == words
     assert " ".join(run) == (
-        f"-m dstrain.cli run {folder}/job.yaml --launcher ssh --hostfile {out}/hostfile.job"
+        f"-P -m dstrain.cli run {folder}/job.yaml --launcher ssh --hostfile {out}/hostfile.job"
         f" --master-port {20000 + number} --save-on-term --set seed=7 --set resume=auto --set output_dir={out}"
     )
 
@@ -314,7 +314,7 @@ def test_all_nodes_are_started_over_ssh_and_a_failure_comes_back(
     ssh.chmod(0o755)
     python.write_text(
         '#!/bin/bash\nprintf \'%s\\0\' "$@" --- >>"$0.typed"\n'
-        f'[ "$2" = dstrain.cli ] || {{ c=({codes[0]} {codes[1]}); exit "${{c[$7]}}"; }}\n'
+        f'[ "$3" = dstrain.cli ] || {{ c=({codes[0]} {codes[1]}); exit "${{c[$8]}}"; }}\n'
     )
     script = folder / "job.sh"
     script.write_text(bash(asked_in(folder, python)))
@@ -324,9 +324,9 @@ def test_all_nodes_are_started_over_ssh_and_a_failure_comes_back(
     if code == 0:
         assert sorted(Path(f"{ssh}.hosts").read_text().split()) == ["gpu01", "gpu02"]
         prepared, *nodes = typed(python)
-        assert prepared[2:4] == ["script", "prepare"]
+        assert prepared[3:5] == ["script", "prepare"]
         assert sorted(" ".join(node) for node in nodes) == [
-            f"-m deepspeed.launcher.runner --hostfile {folder}/out/hostfile --no_ssh --node_rank {rank}"
+            f"-P -m deepspeed.launcher.runner --hostfile {folder}/out/hostfile --no_ssh --node_rank {rank}"
             f" --master_addr gpu01 --master_port 29500 --enable_each_rank_log {folder}/out/logs"
             f" --no_local_rank --module dstrain.train {folder}/out"
             for rank in (0, 1)

@@ -251,10 +251,10 @@ def test_a_pod_prepares_and_trains_and_says_whether_it_left_early(
         (out / "summary.json").touch()
     found, calls = run_pod(parsed(manifest(in_folder(tmp_path), PODS, kind)), tmp_path)
     assert found == code
-    prepare = ["-m", "dstrain.cli", "script", "prepare", f"{tmp_path}/job.yaml", "--nodes", "2", "--gpus", "16"]
+    prepare = ["-P", "-m", "dstrain.cli", "script", "prepare", f"{tmp_path}/job.yaml", "--nodes", "2", "--gpus", "16"]
     assert calls == [
         [*prepare, "--set", "monitor.name=$(A) $$ 'b'", "--set", "resume=auto"],
-        ["-m", "torch.distributed.run", "-m", "dstrain.train", str(out)],
+        ["-P", "-m", "torch.distributed.run", "-m", "dstrain.train", str(out)],
     ]
 
 
@@ -264,6 +264,6 @@ def test_the_launcher_of_an_mpijob_starts_the_run_on_the_operators_hosts(tmp_pat
     assert found == 0
     words = ["--launcher", "ssh", "--hostfile", hosts, "--save-on-term", "--set", "monitor.name=$(A) $$ 'b'"]
     assert calls == [
-        ["-m", "dstrain.cli", "hostfile", "write", "--from", "k8s", "-o", hosts],
-        ["-m", "dstrain.cli", "run", f"{tmp_path}/job.yaml", *words, "--set", "resume=auto"],
+        ["-P", "-m", "dstrain.cli", "hostfile", "write", "--from", "k8s", "-o", hosts],
+        ["-P", "-m", "dstrain.cli", "run", f"{tmp_path}/job.yaml", *words, "--set", "resume=auto"],
     ]

@@ -23,6 +23,7 @@ from dstrain.launch.doctor.needs import Needs, on_host, question
 from dstrain.launch.environment import python_path
 from dstrain.launch.machine import names as machine_names
 from dstrain.launch.reach import clock_problems, send, usual_versions, version_problems
+from dstrain.paths import python
 from dstrain.records import from_data, to_data
 
 TIMEOUT_S = 7.0
@@ -48,7 +49,7 @@ class Answer:
 def ask(needs: Needs, hosts: Hosts, names: Collection[str], *, timeout_s: float = TIMEOUT_S) -> list[Answer]:
     """Returns what every host says, within about `timeout_s`; `names` are those of this machine."""
     path = python_path(os.environ)
-    words = [*(["env", f"PYTHONPATH={path}"] if path else []), sys.executable, "-P", "-m", _GATHER]
+    words = [*(["env", f"PYTHONPATH={path}"] if path else []), *python("-m", _GATHER)]
 
     def one(host: Host) -> Answer:
         asked = json.dumps(to_data(question(on_host(needs, host), host.name)))

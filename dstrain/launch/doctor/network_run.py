@@ -6,7 +6,6 @@ import base64
 import json
 import os
 import shutil
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,6 +31,7 @@ from dstrain.launch.nodes.wire import Hello
 from dstrain.launch.outcome import Outcome
 from dstrain.launch.reach import send
 from dstrain.launch.wishes import noting_signals
+from dstrain.paths import python
 from dstrain.records import from_data
 from dstrain.rundir import RunDir
 
@@ -162,7 +162,7 @@ def _score(site: Site, here: Sequence[bool], run_dir: RunDir) -> Score:
         open=lambda nodes: launchers.connect("ssh", nodes, local, path),
         environment={"PYTHONPATH": path} if path else {},
         unset=tuple(secrets),
-        exports=environment.environment_file(os.environ, own, user),
+        exports=environment.for_nodes({**os.environ, **exported}, own, user),
         master_port=port,
         grace_s=_GRACE_S,
         hang_s=0,
@@ -182,7 +182,7 @@ def commands(site: Site, here: Sequence[bool], run_dir: RunDir, port: int) -> li
     world = base64.urlsafe_b64encode(json.dumps(devices).encode()).decode()
     layout = json.dumps({host.name: host.slots for host in site.hosts.hosts})
     address = "127.0.0.1" if is_local else master(site.hosts)
-    words = [sys.executable, "-m", "deepspeed.launcher.launch", f"--world_info={world}", f"--master_addr={address}"]
+    words = python("-m", "deepspeed.launcher.launch", f"--world_info={world}", f"--master_addr={address}")
     words += [f"--master_port={port}", "--no_local_rank", "--enable_each_rank_log", str(run_dir.logs)]
     return [[*words, f"--node_rank={number}", "--module", MODULE, layout] for number, _ in enumerate(site.hosts.hosts)]
 
@@ -196,12 +196,11 @@ def interface_variables(
     """
     alone = {node: replace(hello, shares_run_dir=True) for node, hello in hellos.items()}
     meeting.check(alone, run_dir, score.master_port, on_cpu=site.on_cpu)
-    given = {line.partition("=")[0] for line in score.exports.splitlines()}
     own = {
         node: {} if hello.interface is None else nic.interface_environment(hello.interface)
         for node, hello in hellos.items()
     }
-    return {node: {name: env[name] for name in env if name not in given} for node, env in own.items()}
+    return {node: {name: env[name] for name in env if name not in score.exports} for node, env in own.items()}
 
 
 def result(outcome: Outcome, listener: Listener, site: Site, run_dir: RunDir) -> Network:

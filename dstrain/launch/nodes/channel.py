@@ -6,7 +6,6 @@ import os
 import shlex
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -16,6 +15,7 @@ from typing import Any
 
 from dstrain.errors import EnvironmentProblem
 from dstrain.launch.nodes.wire import SILENCE_S, Lines, Order, decode, encode
+from dstrain.paths import python
 
 CONNECT_S = 8
 """Seconds that ssh may take to reach a host."""
@@ -26,7 +26,7 @@ _MOST_BYTES = 2**20
 
 def here(node: int) -> list[str]:
     """Returns the command of the agent on this machine."""
-    return [sys.executable, "-m", _AGENT, str(node)]
+    return python("-m", _AGENT, str(node))
 
 
 def by_ssh(host: str, node: int, python_path: str) -> list[str]:
@@ -49,7 +49,7 @@ def by_srun(hosts: Mapping[str, int], python_path: str) -> list[str]:
     srun = ["srun", f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1", f"--nodelist={','.join(hosts)}"]
     srun += ["--overlap", "--kill-on-bad-exit=0", "--wait=0", "--unbuffered", "--cpu-bind=none", "--chdir=/"]
     numbers = ",".join(f"{host}={number}" for host, number in hosts.items())
-    return [*srun, "env", f"PYTHONPATH={python_path}", sys.executable, "-m", _AGENT, numbers]
+    return [*srun, "env", f"PYTHONPATH={python_path}", *python("-m", _AGENT, numbers)]
 
 
 class Channel:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
+from dstrain.launch.environment import SAFE_PATH, expanded
 from dstrain.launch.family import Family, RankWatch
 from dstrain.launch.nodes.mirror import Mirror
 from dstrain.launch.nodes.shared_memory import remove_buffers
@@ -60,13 +61,9 @@ class Keeper:
 
     def _start(self) -> subprocess.Popen[bytes]:
         assert self._begin.command is not None
-        command = self._begin.command
-        if self._begin.exports:
-            exports = "".join(f"export {line};\n" for line in self._begin.exports.splitlines())
-            command = ["bash", "-c", f'{exports}exec "$@"', "bash", *command]
         with self._log.open("wb") as file, _launchers_deaf_to_sigterm(self._begin):
             return subprocess.Popen(
-                command,
+                self._begin.command,
                 env=self._environment(os.environ),
                 cwd=self._run_dir.path,
                 stdin=subprocess.DEVNULL,
@@ -81,7 +78,8 @@ class Keeper:
         beside = str(Path(sys.executable).parent)
         if beside not in env.get("PATH", "").split(":"):
             env["PATH"] = f"{beside}:{env.get('PATH', os.defpath)}"
-        return {**env, **self._begin.environment, MARK: self._begin.mark}
+        env |= {**SAFE_PATH, **self._begin.environment, MARK: self._begin.mark}
+        return {**env, **expanded(self._begin.exports, env)}
 
     def tick(self) -> list[Event]:
         """Looks at everything once and returns what `run` should know."""

@@ -126,7 +126,7 @@ class Party:
                 command=list(node.command) if node.command else None,
                 environment={**({} if node.is_here else score.environment), **extra.get(node, {})},
                 unset=[] if node.is_here else list(score.unset),
-                exports="" if node.is_here else score.exports,
+                exports={} if node.is_here else dict(score.exports),
                 hosts=[each.host for each in score.nodes] if len(score.nodes) > 1 else [],
                 first_rank=node.first_rank,
                 num_ranks=node.num_ranks,

@@ -31,8 +31,8 @@ class Score:
     """What the environment of launchers on other machines has beside that of their agent."""
     unset: tuple[str, ...]
     """What it does not have."""
-    exports: str
-    """What they get beside that, as lines `NAME=value`, the value as it stands between a shell's double quotes."""
+    exports: Mapping[str, str]
+    """What they get beside that: name → text as it stands between a shell's double quotes."""
     master_port: int
     """The port of rank 0."""
     files: Mapping[str, int] = field(default_factory=dict)

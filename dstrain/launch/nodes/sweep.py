@@ -34,7 +34,7 @@ def _sweep(score: Score, node: Node) -> None:
             command=None,
             environment={},
             unset=[],
-            exports="",
+            exports={},
             hosts=[],
             first_rank=node.first_rank,
             num_ranks=0,

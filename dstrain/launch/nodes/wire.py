@@ -46,8 +46,8 @@ class Begin:
     """What the command's environment has beside the agent's own."""
     unset: list[str]
     """What it does not have."""
-    exports: str
-    """Further environment as `NAME="value"` lines in a shell's words, or nothing."""
+    exports: dict[str, str]
+    """Further environment: name → text in which `$NAME` is the node's own value (`environment.expanded`)."""
     hosts: list[str]
     """Names of all nodes of which the launcher's log may speak."""
     first_rank: int

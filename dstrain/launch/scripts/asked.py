@@ -11,7 +11,7 @@ from dstrain.errors import InvalidConfig
 from dstrain.facts import probe
 from dstrain.facts.hostfile import Hosts
 from dstrain.jobfile import JobFile
-from dstrain.launch.environment import is_forwarded, is_secret, python_path
+from dstrain.launch.environment import SAFE_PATH, is_forwarded, is_secret, python_path
 from dstrain.launch.environment import secrets as known_secrets
 from dstrain.render.lock import read_lock
 
@@ -162,7 +162,7 @@ def _default_name(file: JobFile, path: Path) -> str:
 def _exports(environment: Mapping[str, str], job_env: Mapping[str, str]) -> dict[str, str]:
     """Returns what goes from this shell and the job to the ranks, without secrets."""
     path = python_path(environment)
-    found = {"PYTHONPATH": path} if path else {}
+    found = {**({"PYTHONPATH": path} if path else {}), **SAFE_PATH}
     for name, value in environment.items():
         if is_forwarded(name) and _NAME.fullmatch(name) and not is_secret(name, value) and value.isprintable():
             found[name] = value

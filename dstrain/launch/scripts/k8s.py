@@ -11,6 +11,7 @@ from typing import Any
 from dstrain.errors import InvalidConfig
 from dstrain.job import Job
 from dstrain.jobfile import looks_local
+from dstrain.launch.environment import SAFE_PATH
 from dstrain.launch.scripts.asked import Asked, one_line
 from dstrain.render.templates import render_yaml
 
@@ -133,6 +134,7 @@ def _variables(asked: Asked, kind: Kind) -> list[tuple[str, str]]:
         "DSTRAIN_JOB": str(asked.job),
         "DSTRAIN_FOLDER": str(asked.job.parent),
         "DSTRAIN_RUN_DIR": str(asked.run_dir),
+        **SAFE_PATH,
     }
     if kind in (Kind.PYTORCHJOB, Kind.TRAINJOB):
         ours |= {"DSTRAIN_NODES": str(asked.nodes), "DSTRAIN_GPUS": str(asked.nodes * asked.gpus)}

@@ -19,7 +19,7 @@ words=( --set seed=7 )
 
 prepare() {
   cd /shared/qwen
-  "$python" -m dstrain.cli script prepare "$job" ${words[@]+"${words[@]}"} --set resume=auto
+  "$python" -P -m dstrain.cli script prepare "$job" ${words[@]+"${words[@]}"} --set resume=auto
 }
 
 # one node: its number among the hosts
@@ -28,7 +28,7 @@ node() {
   unset RANK LOCAL_RANK WORLD_SIZE LOCAL_SIZE CROSS_RANK CROSS_SIZE MASTER_ADDR MASTER_PORT HF_TOKEN SWANLAB_API_KEY
   export NCCL_DEBUG=WARN
   export PATH=/opt/dstrain/bin:$PATH
-  exec "$python" -m deepspeed.launcher.runner --hostfile "$out/hostfile" --no_ssh --node_rank "$1" \
+  exec "$python" -P -m deepspeed.launcher.runner --hostfile "$out/hostfile" --no_ssh --node_rank "$1" \
     --master_addr "$master" --master_port "$port" --enable_each_rank_log "$out/logs" \
     --no_local_rank --module dstrain.train "$out"
 }

@@ -53,9 +53,9 @@ trap 'tell USR1' USR1
 trap 'tell TERM' TERM
 
 mkdir -p "$out"
-"$python" -m dstrain.cli hostfile write --from pbs --slots 8 -o "$out/hostfile.job"
+"$python" -P -m dstrain.cli hostfile write --from pbs --slots 8 -o "$out/hostfile.job"
 timeout --foreground --preserve-status --signal=USR1 "$seconds" \
-  "$python" -m dstrain.cli run "$job" --launcher ssh --hostfile "$out/hostfile.job" \
+  "$python" -P -m dstrain.cli run "$job" --launcher ssh --hostfile "$out/hostfile.job" \
   --master-port $((20000 + 10#$number % 10000)) \
   --save-on-term ${words[@]+"${words[@]}"} --set resume=auto --set output_dir="$out" &
 run=$!

@@ -21,7 +21,7 @@ words=( --set seed=7 )
 if [ "${1-}" = prepare ]; then
   cd /shared/qwen
   # writes what the ranks read: the job with absolute paths, the DeepSpeed configuration, facts, and .secrets (0600)
-  exec "$python" -m dstrain.cli script prepare "$job" --nodes 2 --gpus 16 \
+  exec "$python" -P -m dstrain.cli script prepare "$job" --nodes 2 --gpus 16 \
     ${words[@]+"${words[@]}"} --set resume=auto
 fi
 if [ -z "$master" ]; then
@@ -59,6 +59,6 @@ torchrun_to_its_end() {
   fi
   exit "$code"
 }
-torchrun_to_its_end "$python" -m torch.distributed.run --nnodes 2 --nproc-per-node 8 \
+torchrun_to_its_end "$python" -P -m torch.distributed.run --nnodes 2 --nproc-per-node 8 \
   --rdzv-backend c10d --rdzv-endpoint "$master:$port" --rdzv-id qwen --max-restarts "$restarts" \
   -m dstrain.train "$out"

@@ -154,7 +154,7 @@ def hello(interface: str | None, **changes: Any) -> Hello:
     return Hello(interface=interface, clock=0.0, **(given | changes))
 
 
-def met(*hellos: Hello, exports: str = "") -> list[dict[str, str]]:
+def met(*hellos: Hello, **exports: str) -> list[dict[str, str]]:
     """Returns what hosts that say this get in their environment."""
     nodes: tuple[Node, ...] = everywhere(HOSTS, [["x"], ["x"]], [True, False])
     score = Score(
@@ -168,7 +168,7 @@ def met(*hellos: Hello, exports: str = "") -> list[dict[str, str]]:
 
 
 def test_each_host_is_told_its_own_interface_but_for_what_the_user_says() -> None:
-    assert met(hello("eth0"), hello("ens3"), exports="NCCL_SOCKET_IFNAME=x\n") == [
+    assert met(hello("eth0"), hello("ens3"), NCCL_SOCKET_IFNAME="x") == [
         {"GLOO_SOCKET_IFNAME": "eth0"},
         {"GLOO_SOCKET_IFNAME": "ens3"},
     ]
