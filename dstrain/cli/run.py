@@ -128,7 +128,7 @@ def _run(options: Options) -> None:
     if launch.note is not None:
         say(f"note     {launch.note}")
     if options.dry_run:
-        preflight.check_checkpoints(prepared.run_dir, resume=prepared.job.resume)
+        preflight.check_dry(prepared.run_dir, resume=prepared.job.resume, needed_bytes=_checkpoint_bytes(launch))
         _answer_dry(launch, as_json=options.as_json)
         return
     state.refuse_living(prepared.run_dir)

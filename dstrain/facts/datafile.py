@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from dstrain.choices import DataFormat
 from dstrain.errors import EnvironmentProblem, InvalidConfig, did_you_mean, nearest
-from dstrain.facts.samples import require, to_messages
+from dstrain.facts.samples import require, to_messages, unused, unused_text
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
 """Endings of the files that can be read; what a JSON file holds is seen from its first byte, not from its name."""
@@ -42,6 +43,16 @@ class DataReport:
     """Rows that were read and turned into conversations."""
     complete: bool
     """Whether that is the whole file."""
+    unused: Mapping[str, int]
+    """What nobody reads, such as `source`, or `messages.name` in turns → the rows checked that hold it."""
+
+    @property
+    def note(self) -> str | None:
+        """What to say about it; None where everything is read."""
+        if not self.unused:
+            return None
+        scope = "" if self.complete else f", of the first {self.rows_checked:,}"
+        return unused_text(self.unused) + scope
 
 
 def is_file_name(data: str) -> bool:
@@ -60,6 +71,7 @@ def check(path: str | Path, data_format: DataFormat, *, limit_bytes: int | None 
     """
     source = Path(path)
     columns: dict[str, None] = {}
+    ignored: Counter[str] = Counter()
     problems: list[str] = []
     hints: list[str] = []
     rows_checked = 0
@@ -71,6 +83,7 @@ def check(path: str | Path, data_format: DataFormat, *, limit_bytes: int | None 
             rows_checked += 1
             columns.update(dict.fromkeys(entry.row))
             to_conversation(entry, data_format)
+            ignored.update(unused(entry.row, data_format))
         except InvalidConfig as error:
             problems.append(error.problem)
             hints += [error.hint] if error.hint else []
@@ -82,7 +95,9 @@ def check(path: str | Path, data_format: DataFormat, *, limit_bytes: int | None 
     if rows_checked == 0:
         raise InvalidConfig(f"{source}: holds no samples")
     complete = limit_bytes is None or source.stat().st_size <= limit_bytes
-    return DataReport(format=data_format, columns=tuple(columns), rows_checked=rows_checked, complete=complete)
+    return DataReport(
+        format=data_format, columns=tuple(columns), rows_checked=rows_checked, complete=complete, unused=dict(ignored)
+    )
 
 
 def samples(path: str | Path) -> Iterator[Sample]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from difflib import SequenceMatcher
 from types import MappingProxyType
 from typing import Any
 
 from dstrain.choices import DataFormat
 from dstrain.errors import InvalidConfig, nearest
+from dstrain.facts import untrained
 
 Row = Mapping[str, Any]
 Message = dict[str, str]
@@ -39,7 +41,51 @@ ROLES = MappingProxyType(
 )
 """Names of the speakers, OpenAI's and ShareGPT's, and the role that a chat template knows."""
 
+_USED = MappingProxyType(
+    {
+        DataFormat.ALPACA: frozenset({"instruction", "input", "output", "system", "history"}),
+        DataFormat.MESSAGES: frozenset({"system"}),
+        DataFormat.TEXT: frozenset({"text"}),
+    }
+)
+"""The columns that are read, beside the one of the turns."""
+
+_USED_IN_TURNS = frozenset({"role", "content", "from", "value", "reasoning_content"})
+
 _KNOWN_COLUMNS = ("instruction", "input", "output", "messages", "conversations", "text")
+_PAIRS = (("prompt", "completion"), ("prompt", "response"), ("query", "response"), ("question", "answer"))
+"""What other tools call a question and its answer."""
+_SLIP_RATIO = 0.8
+
+
+def unused(row: Row, data_format: DataFormat) -> list[str]:
+    """Returns the columns of a row, and the keys of its turns, that hold something nobody reads.
+
+    >>> unused({"text": "a", "source": "web", "note": None}, DataFormat.TEXT)
+    ['source']
+    """
+    read = _turns_column(row) if data_format is DataFormat.MESSAGES else None
+    used = _USED[data_format] | {read}
+    names = [name for name, value in row.items() if name not in used and untrained.is_given(value)]
+    turns = row[read] if read is not None else []
+    if turns and row.get("system") and ROLES.get(turns[0].get("role") or turns[0].get("from")) == "system":
+        names.append("system")  # the conversation has its own
+    keys = (key for turn in turns for key, value in turn.items() if untrained.is_given(value))
+    return [*names, *(f"{read}.{key}" for key in dict.fromkeys(keys) if key not in _USED_IN_TURNS)]
+
+
+def unused_text(counts: Mapping[str, int]) -> str:
+    """Returns in words what nobody reads, given as name → samples that hold it.
+
+    >>> unused_text({"source": 1200, "messages.name": 1})
+    'not trained on: source (1,200 samples), messages.name (1 sample)'
+    """
+    words = (f"{name} ({count:,} sample{'s' if count > 1 else ''})" for name, count in counts.items())
+    return f"not trained on: {', '.join(words)}"
+
+
+def _turns_column(row: Row) -> str | None:
+    return next((name for name in CONVERSATION_COLUMNS if row.get(name) is not None), None)
 
 
 def detect(columns: Iterable[str]) -> DataFormat:
@@ -54,13 +100,29 @@ def detect(columns: Iterable[str]) -> DataFormat:
     for data_format in (DataFormat.MESSAGES, DataFormat.ALPACA, DataFormat.TEXT):
         if _has(found, data_format):
             return data_format
-    near = [(column, nearest(column, _KNOWN_COLUMNS)) for column in found if column not in _KNOWN_COLUMNS]
-    meant = [f'"{column}": did you mean "{name}"?' for column, name in near if name]
+    for column in found:
+        untrained.refuse_name(column)
     needs = "; ".join(f"{data_format.value} needs {words}" for data_format, words in NEEDS.items())
-    raise InvalidConfig(
-        f"no known format has the columns {_listed(found)}; {needs}",
-        hint=" ".join(meant) or "Rename the columns to those of one of the formats.",
-    )
+    raise InvalidConfig(f"no known format has the columns {_listed(found)}; {needs}", hint=_renaming(found))
+
+
+def _renaming(columns: list[str]) -> str:
+    """Returns what to call columns of no known format: a pair by its names elsewhere, a slip by what it is near."""
+    for question, answer in _PAIRS:
+        if question in columns and answer in columns:
+            return f'Call "{question}" instruction and "{answer}" output.'
+    near = [(column, nearest(column, _KNOWN_COLUMNS)) for column in columns if column not in _KNOWN_COLUMNS]
+    meant = [f'"{column}": did you mean "{name}"?' for column, name in near if name and _is_slip(column, name)]
+    return " ".join(meant) or "Rename the columns to those of one of the formats."
+
+
+def _is_slip(column: str, name: str) -> bool:
+    """Returns whether one name is the other but for a letter or two.
+
+    >>> _is_slip("mesages", "messages"), _is_slip("completion", "conversations")
+    (True, False)
+    """
+    return SequenceMatcher(None, column.lower(), name).ratio() >= _SLIP_RATIO
 
 
 def require(columns: Iterable[str], data_format: DataFormat) -> DataFormat:
@@ -97,9 +159,13 @@ def to_messages(row: Row, data_format: DataFormat) -> list[Message] | str:
     """
     if data_format is DataFormat.AUTO:
         data_format = detect(row)
+    untrained.refuse(row, untrained.COLUMNS)
     if data_format is DataFormat.TEXT:
         return _string(row, "text")
-    return _from_alpaca(row) if data_format is DataFormat.ALPACA else _from_turns(row)
+    messages = _from_alpaca(row) if data_format is DataFormat.ALPACA else _from_turns(row)
+    for number, message in enumerate(messages, start=1):
+        untrained.refuse_placeholder(message["content"], f"turn {number}, of the {message['role']}: ")
+    return messages
 
 
 def _from_alpaca(row: Row) -> list[Message]:
@@ -123,7 +189,7 @@ def _from_alpaca(row: Row) -> list[Message]:
 
 
 def _from_turns(row: Row) -> list[Message]:
-    column = next((name for name in CONVERSATION_COLUMNS if row.get(name) is not None), None)
+    column = _turns_column(row)
     if column is None:
         raise InvalidConfig('"messages" is missing')
     turns = row[column]
@@ -153,8 +219,7 @@ def _turn(turn: Any, place: str) -> Message:
             f'{place}: {role_key} is "{name}"; legal are system, user (human) and assistant (gpt)',
             hint=f'Did you mean "{near}"?' if near else None,
         )
-    if turn.get("tool_calls"):
-        raise InvalidConfig(f"{place} calls a tool; tool calls cannot be trained on yet")
+    untrained.refuse(turn, untrained.KEYS, f"{place}: ")
     message = {"role": ROLES[name], "content": _content(turn, text_key, place)}
     if turn.get("reasoning_content") is not None:
         message["reasoning_content"] = _string(turn, "reasoning_content", place)
@@ -166,9 +231,15 @@ def _content(turn: Row, key: str, place: str) -> str:
     parts = turn.get(key)
     if not isinstance(parts, list):
         return _string(turn, key, place)
-    if not all(isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in parts):
+    if not all(map(_is_text_part, parts)):
         raise InvalidConfig(f"{place}: {key} has parts that are not text; only text can be trained on")
     return "".join(part["text"] for part in parts)
+
+
+def _is_text_part(part: Any) -> bool:
+    """Returns whether a part of a turn is text and nothing else: an image may come with a text of its own."""
+    is_text = isinstance(part, Mapping) and isinstance(part.get("text"), str)
+    return is_text and part.get("type") in (None, "text", "input_text", "output_text")
 
 
 def _system(row: Row) -> list[Message]:

@@ -14,6 +14,7 @@ from dstrain.facts.hostfile import Host, Hosts
 from dstrain.facts.model import ModelFacts
 from dstrain.job import Job
 from dstrain.jobfile import JobFile
+from dstrain.launch import job_checks
 from dstrain.launch.command import is_this_machine
 from dstrain.launch.linting import HOSTFILE, SLOTS, Known, hostfile_finding, of_hostfile
 from dstrain.launch.machine import ACCELERATOR
@@ -48,6 +49,7 @@ def known(file: JobFile, folder: Path) -> Known:
         num_planned = planned.num_gpus if planned else None
         findings = of_hosts(hosts, num_planned, len(probe.local_gpus()), is_local=is_local)
     found = machines(hosts, on_cpu=on_cpu, is_local=is_local, planned=planned)
+    findings = [*findings, *job_checks.findings(file)]
     return Known(job=file, hosts=hosts, model=model, cluster=found, findings=tuple(findings))
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from dstrain.errors import InvalidConfig, did_you_mean
+from dstrain.errors import DstrainError, InvalidConfig, did_you_mean
 from dstrain.paths import shown
 from dstrain.render.jsonc import Pointer
 from dstrain.render.keys.table import key_of
@@ -102,12 +102,15 @@ HOSTFILE = "DS805"
 """The rule about hostfiles, which are another file."""
 SLOTS = "DS806"
 """The rule about their slots and the GPUs that there are."""
+DATA = "DS807"
+"""The rule about the data of the job."""
 OUTSIDE = MappingProxyType(
     {
         SYNTAX: "a text that cannot be read",
         NO_OBJECT: "a text that is no object",
         HOSTFILE: "a line of the hostfile that is wrong, or a placeholder",
         SLOTS: "slots of the hostfile that are not the GPUs that there are, or that were planned for",
+        DATA: "data of the job that cannot be read or trained on, or evaluations without data",
     }
 )
 """Rules that are about more than a configuration that can be read: id and title."""
@@ -124,6 +127,15 @@ def of_hostfile(error: InvalidConfig) -> list[Finding]:
         finding = hostfile_finding(HOSTFILE, name, int(line), problem, effect, fix)
         found.append(replace(finding, severity=Severity.ERROR, column=int(column or 1)))
     return found
+
+
+def of_job(error: DstrainError, where: str) -> Finding:
+    """Returns what is wrong with a line of the job, which stands at `where`, as a finding."""
+    match = re.fullmatch(r"(.*):(\d+):(\d+)", where)
+    name, line, column = (match[1], int(match[2]), int(match[3])) if match else (where, 1, 1)
+    problem = error.problem.removeprefix(f"{where}: ").replace("\n", "; ")
+    found = hostfile_finding(DATA, name, line, problem, "dstrain run refuses it", error.hint or "mend the file")
+    return replace(found, severity=Severity.ERROR, column=column)
 
 
 def hostfile_finding(rule: str, name: str, line: int, problem: str, effect: str, fix: str) -> Finding:

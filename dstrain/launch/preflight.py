@@ -23,6 +23,16 @@ def check(run_dir: RunDir, *, resume: str, needed_bytes: int) -> None:
     check_disk(run_dir.path, needed_bytes=needed_bytes)
 
 
+def check_dry(run_dir: RunDir, *, resume: str, needed_bytes: int) -> None:
+    """Raises what `check` would, as far as that can be known without creating the folder."""
+    check_checkpoints(run_dir, resume=resume)
+    folder = run_dir.path
+    while not folder.exists():
+        folder = folder.parent
+    check_writable(folder, name=run_dir.path)
+    check_disk(folder, needed_bytes=needed_bytes)
+
+
 def check_checkpoints(run_dir: RunDir, *, resume: str) -> None:
     """Raises Conflict when checkpoints of an earlier run lie there and this one would not go on from them."""
     found = run_dir.checkpoints()
@@ -33,8 +43,11 @@ def check_checkpoints(run_dir: RunDir, *, resume: str) -> None:
         )
 
 
-def check_writable(folder: Path) -> None:
-    """Creates the folder; raises EnvironmentProblem when that, or writing into it, is not possible."""
+def check_writable(folder: Path, *, name: Path | None = None) -> None:
+    """Creates the folder; raises EnvironmentProblem when that, or writing into it, is not possible.
+
+    `name` is what is to be made in it, where that is not the folder itself.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -42,7 +55,7 @@ def check_writable(folder: Path) -> None:
     except OSError as error:
         reason = error.strerror or str(error)
         hint = "Name another output_dir, or change the folder's owner or mode."
-        raise EnvironmentProblem(f"output_dir {folder} cannot be written: {reason}", hint=hint) from error
+        raise EnvironmentProblem(f"output_dir {name or folder} cannot be written: {reason}", hint=hint) from error
 
 
 def check_disk(folder: Path, *, needed_bytes: int) -> None:

@@ -9,15 +9,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dstrain.choices import DataFormat, Method
+from dstrain.choices import Method
 from dstrain.errors import EnvironmentProblem, InvalidConfig
-from dstrain.facts import datafile, hostfile, probe
+from dstrain.facts import hostfile, probe
 from dstrain.facts.cluster import Cluster, Origin
 from dstrain.facts.hostfile import Host, Hosts
 from dstrain.facts.model import ModelFacts
 from dstrain.job import Job
-from dstrain.jobfile import JobFile, looks_local
-from dstrain.launch import elastic
+from dstrain.jobfile import JobFile
+from dstrain.launch import elastic, job_checks
 from dstrain.launch.command import is_this_machine, visible_devices
 from dstrain.launch.elastic import Elastic
 from dstrain.launch.known import machines, model_of
@@ -32,9 +32,6 @@ from dstrain.render.lint.check import errors
 from dstrain.render.lint.finding import Finding, Severity
 from dstrain.render.resolve import for_trainer
 from dstrain.rundir import RunDir, is_whole
-
-CHECKED_DATA_BYTES = 64 * 2**20
-"""How much of a data file is read before anything is launched; the ranks check the rest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,8 +72,8 @@ def prepare(
     Raises InvalidConfig or EnvironmentProblem, with the line to edit, before anything is written or started."""
     merged = {**environment, **file.job.env}
     on_cpu = merged.get(ACCELERATOR) == "cpu"
-    for check in (_check_model, _check_data, _check_method, _check_resume):
-        check(file)
+    data_notes = job_checks.check(file, on_cpu=on_cpu)
+    _check_resume(file)
     hosts = hosts or _hosts(file)
     resuming = elastic.resuming(file.job, num_ranks=hosts.num_slots)
     job, file = resuming.job, replace(file, job=resuming.job)
@@ -88,6 +85,7 @@ def prepare(
     linted = lint(Known(job=file, hosts=hosts, model=model, cluster=cluster), Path(job.ds_config), ignored=ignored)
     if linted.subject is None or errors(linted.findings):
         raise resuming.explained(refused(linted.findings))
+    job_checks.check_engine_packages(linted.subject.config, shown(job.ds_config))
     config = for_trainer(linted.subject.config, job, model, num_ranks=hosts.num_slots)
     notes = [*resuming.notes, *(note for finding in linted.findings if (note := _note(finding)))]
     if not is_local and "CUDA_VISIBLE_DEVICES" in environment:
@@ -103,7 +101,7 @@ def prepare(
         model=model,
         cluster=cluster,
         estimate=linted.subject.estimate,
-        notes=(*notes, *unknown),
+        notes=(*notes, *unknown, *data_notes),
         elastic=elastic.decide(resuming.saved, config, num_ranks=hosts.num_slots),
     )
 
@@ -118,37 +116,6 @@ def facts_text(prepared: Prepared) -> str:
     return json.dumps(facts, indent=2) + "\n"
 
 
-def _check_model(file: JobFile) -> None:
-    job = file.job
-    if looks_local(job.model) and not Path(job.model).exists():
-        raise InvalidConfig(
-            f'{file.locate(("model",))}: model is "{job.model}", and there is no such folder',
-            hint="Name a folder with config.json and weights, or an id such as Qwen/Qwen3-8B.",
-        )
-    folder = Path(job.model)
-    if folder.is_dir() and not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
-        raise InvalidConfig(
-            f"{file.locate(('model',))}: {shown(job.model)} holds no weights (*.safetensors)",
-            hint="Training starts from weights; a config.json alone is enough for gen-config only.",
-        )
-
-
-def _check_data(file: JobFile) -> None:
-    job = file.job
-    if job.data is None:
-        raise InvalidConfig(
-            f"{file.locate(('data',))}: data is not set",
-            hint="Write the training data there: a .jsonl, .json or .parquet file, or a data set id on the hub.",
-        )
-    for key, name in (("data", job.data), ("eval_data", job.eval_data)):
-        if name is None or not (looks_local(name) or Path(name).exists()):
-            continue
-        try:
-            datafile.check(Path(name), job.data_format or DataFormat.AUTO, limit_bytes=CHECKED_DATA_BYTES)
-        except InvalidConfig as error:
-            raise InvalidConfig(f"{file.locate((key,))}: {key}: {error.problem}", hint=error.hint) from None
-
-
 def _check_resume(file: JobFile) -> None:
     wanted = file.job.resume
     if wanted not in ("never", "auto") and not is_whole(Path(wanted)):
@@ -156,16 +123,6 @@ def _check_resume(file: JobFile) -> None:
         raise InvalidConfig(
             f"{file.locate(('resume',))}: checkpoint {shown(wanted)} {state}",
             hint="Write resume: auto to go on from the newest whole checkpoint of output_dir.",
-        )
-
-
-def _check_method(file: JobFile) -> None:
-    from importlib.util import find_spec
-
-    if file.job.method is Method.QLORA and find_spec("bitsandbytes") is None:
-        raise EnvironmentProblem(
-            f"{file.locate(('method',))}: qlora needs bitsandbytes, which is not installed",
-            hint="pip install 'dstrain[qlora]'",
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ import dstrain
 from dstrain.choices import DataFormat
 from dstrain.errors import DstrainError, EnvironmentProblem, InvalidConfig
 from dstrain.facts.datafile import Sample, format_of, is_file_name, samples, to_conversation
+from dstrain.facts.samples import unused, unused_text
 from dstrain.job import Job
 from dstrain.train.hubs import from_hub
 from dstrain.train.packing import PackedRows, best_fit
@@ -31,6 +33,7 @@ _FEATURES = datasets.Features(
         "labels": datasets.List(datasets.Value("int32")),
         "length": datasets.Value("int32"),
         "num_cut": datasets.Value("int32"),
+        "unused": datasets.Value("string"),
     }
 )
 
@@ -87,6 +90,7 @@ def prepare(job: Job, tokenizer: Any, *, data: str, training: bool) -> Prepared:
     dataset: Any = (encoded.select(kept) if dropped else encoded).select_columns(["input_ids", "labels", "length"])
     lengths = [int(length) for length in lengths[kept]]
     notes = _notes(source.name, lengths, seq_len=job.seq_len, truncated=truncated, dropped=dropped)
+    notes += [f"{source.name}: {unused_text(counts)}"] if (counts := _unused(encoded)) else []
     if job.packing:
         rows = best_fit(lengths, job.seq_len, seed=job.seed)
         dataset = PackedRows(samples=dataset, rows=rows)
@@ -114,6 +118,14 @@ def _notes(name: str, lengths: list[int], *, seq_len: int, truncated: int, dropp
     return notes
 
 
+def _unused(encoded: datasets.Dataset) -> Counter[str]:
+    """Returns what nobody read of the rows: name → samples that hold it."""
+    counts: Counter[str] = Counter()
+    for group in encoded.data.column("unused").value_counts().to_pylist():
+        counts.update(dict.fromkeys(json.loads(group["values"]), group["counts"]))
+    return counts
+
+
 def _source(job: Job, data: str, *, training: bool) -> _Source:
     if is_file_name(data):
         path = Path(data).expanduser()
@@ -135,10 +147,17 @@ def _tokenized(source: _Source, encoder: Encoder, data_format: DataFormat) -> da
         rows = source.rows()
         first = next(rows)
         known = format_of(source.name, list(first.row), data_format)
-        pairs = ((sample.where, to_conversation(sample, known)) for sample in chain([first], rows))
-        for sample in encoder.encode(pairs):
+        ignored: deque[str] = deque()  # of the samples that the encoder has taken and not given back yet
+
+        def conversation(sample: Sample) -> tuple[str, Any]:
+            talk = to_conversation(sample, known)
+            ignored.append(json.dumps(unused(sample.row, known)))
+            return sample.where, talk
+
+        for sample in encoder.encode(map(conversation, chain([first], rows))):
             ids, labels = (sample.input_ids, sample.labels) if sample.teaches else ([], [])
-            yield {"input_ids": ids, "labels": labels, "length": len(ids), "num_cut": sample.num_cut}
+            row = {"input_ids": ids, "labels": labels, "length": len(ids), "num_cut": sample.num_cut}
+            yield {**row, "unused": ignored.popleft()}
 
     try:
         with _quiet_where_no_terminal():
@@ -167,7 +186,7 @@ def _fingerprint(source: _Source, encoder: Encoder, data_format: DataFormat) -> 
     else:
         vocabulary = tokenizer.get_vocab()
     made_from = [
-        *(dstrain.__version__, transformers.__version__, source.identity, data_format.value),
+        *(dstrain.__version__, transformers.__version__, source.identity, data_format.value, list(_FEATURES)),
         *(encoder.seq_len, encoder.loss_on.value, type(tokenizer).__name__, tokenizer.chat_template),
         *(tokenizer.special_tokens_map, vocabulary),
     ]

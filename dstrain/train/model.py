@@ -18,6 +18,7 @@ from transformers import (
 
 from dstrain.choices import Hub, Method, Precision
 from dstrain.errors import EnvironmentProblem, InvalidConfig
+from dstrain.facts.model_files import has_tokenizer
 from dstrain.job import Job
 from dstrain.train.arguments import zero_stage
 
@@ -25,9 +26,6 @@ _DTYPES = {Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16, Precis
 
 _VISION = {"visual", "vision_tower", "vision_model"}
 """Names that Transformers gives the vision tower of a vision-language model."""
-
-_TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
-"""What files of a tokenizer are called."""
 
 
 def source_of(job: Job) -> str:
@@ -50,7 +48,7 @@ def source_of(job: Job) -> str:
 def load_tokenizer(job: Job, source: str) -> PreTrainedTokenizerBase:
     """Returns the tokenizer, with a padding token: its own, else the one that ends a text."""
     folder = Path(source)
-    if folder.is_dir() and not any(file for kind in _TOKENIZER_FILES for file in folder.glob(kind)):
+    if folder.is_dir() and not has_tokenizer(folder):
         # Transformers 5 makes an empty tokenizer of config.json alone, without a word
         raise InvalidConfig(f"model: {folder} has no tokenizer", hint="Copy the tokenizer's files into it.")
     try:

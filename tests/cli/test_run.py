@@ -26,6 +26,7 @@ CONFIG = {
     "max_position_embeddings": 512,
     "torch_dtype": "float32",
 }
+EMPTY_WEIGHTS = (2).to_bytes(8, "little") + b"{}"
 SAMPLE = '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n'
 
 
@@ -34,7 +35,8 @@ def job(dstrain: Type, tmp_path: Path) -> Path:
     """A job for two CPU ranks, as gen-config writes it."""
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(CONFIG))
-    (tmp_path / "model" / "model.safetensors").write_bytes(b"")
+    (tmp_path / "model" / "model.safetensors").write_bytes(EMPTY_WEIGHTS)
+    (tmp_path / "model" / "tokenizer.json").write_text("{}")
     (tmp_path / "train.jsonl").write_text(SAMPLE * 10)
     words = ("gen-config", "--gpus", "2", "--gpu", "cpu", "--model", "./model", "--data", "train.jsonl")
     done = dstrain(*words, "--seq-len", "64")
@@ -111,13 +113,65 @@ def test_two_hosts_are_launched_by_pdsh(dstrain: Type, job: Path) -> None:
         ("hostfile: hostfile", "hostfile: hosts", "no such file"),
         ("ds_config: ds_config.json", "ds_config: ds.json", "no such file"),
         ('method: "full"', 'method: "qlora"', "bitsandbytes"),
+        ("sinks: [swanlab]", "sinks: [wandb, swanlab]", "wandb needs wandb, which is not installed"),
+        ('attn: "sdpa"', 'attn: "flash_attention_2"', "flash_attention_2 needs a GPU"),
+        ("save_steps: ", "eval_steps: 5\nsave_steps: ", "eval_steps is 5, and there is no eval_data"),
+        ("eval_data: null", "eval_data: eval.jsonl", "job.yaml:8:1: eval_data: "),
     ],
 )
 def test_a_mistake_in_the_job_is_named_with_its_line(dstrain: Type, job: Path, old: str, new: str, said: str) -> None:
     change(job, old, new)
-    done = dstrain("run")
+    done = dstrain("run", "-n")
     assert done.returncode in (3, 5)
     assert said in done.stderr.replace("\n", " ")
+
+
+def test_a_hub_without_its_package_is_named(dstrain: Type, job: Path) -> None:
+    done = dstrain("run", "-n", "--set", "hub=modelscope", "--set", "data=some/data")
+    assert (done.returncode, "--set hub: modelscope needs modelscope" in done.stderr) == (5, True)
+
+
+def test_images_are_refused_by_run_and_lint_before_anything_starts(dstrain: Type, job: Path) -> None:
+    data = job.parent / "train.jsonl"
+    data.write_text(SAMPLE + SAMPLE.replace("]}", '], "images": ["a.png"]}'))
+    done = dstrain("run", "-n")
+    assert (done.returncode, f'{data}:2: "images" names images' in done.stderr.replace("\n", " ")) == (3, True)
+    done = dstrain("lint")
+    assert done.returncode == 3
+    assert f'job.yaml:7:1: error DS807: data: {data}:2: "images" names images' in done.stdout
+
+
+def test_columns_that_nobody_reads_are_noted(dstrain: Type, job: Path) -> None:
+    (job.parent / "train.jsonl").write_text(SAMPLE.replace("]}", '], "source": "web"}') * 3)
+    assert "train.jsonl: not trained on: source (3 samples)" in dstrain("run", "-n").stderr
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "config.json", "model.safetensors"])
+def test_a_file_of_the_model_that_is_missing_is_named(dstrain: Type, job: Path, name: str) -> None:
+    (job.parent / "model" / name).unlink()
+    done = dstrain("run", "-n")
+    assert (done.returncode, f"holds no {name.partition('.')[0].replace('model', 'weights')}" in done.stderr) == (
+        3,
+        True,
+    )
+
+
+def test_a_download_that_broke_off_is_named(dstrain: Type, job: Path) -> None:
+    model = job.parent / "model" / "model.safetensors"
+    model.write_bytes(EMPTY_WEIGHTS[:-1])
+    done = dstrain("run", "-n")
+    assert (done.returncode, "is no whole safetensors file" in done.stderr) == (3, True)
+    index = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
+    model.rename(model.with_name("model-00001-of-00002.safetensors")).write_bytes(EMPTY_WEIGHTS)
+    model.with_name("model.safetensors.index.json").write_text(json.dumps(index))
+    assert "model-00002-of-00002.safetensors is missing" in dstrain("run", "-n").stderr
+
+
+def test_a_monitor_of_deepspeed_needs_its_package_too(dstrain: Type, job: Path) -> None:
+    config = job.parent / "ds_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"comet": {"enabled": True}}))
+    done = dstrain("run", "-n")
+    assert (done.returncode, "comet needs comet_ml" in done.stderr) == (5, True)
     assert "Traceback" not in done.stderr
     assert not (job.parent / "output").exists()
 
@@ -175,8 +229,9 @@ def test_a_port_in_use_is_named(dstrain: Type, job: Path) -> None:
     assert port in done.stderr
 
 
-def test_an_output_folder_that_cannot_be_written_is_named(dstrain: Type, job: Path) -> None:
-    done = dstrain("run", "--set", "output_dir=/proc/nowhere")
+@pytest.mark.parametrize("words", [["run"], ["run", "-n"]])
+def test_an_output_folder_that_cannot_be_written_is_named(dstrain: Type, job: Path, words: list[str]) -> None:
+    done = dstrain(*words, "--set", "output_dir=/proc/nowhere")
     assert (done.returncode, "/proc/nowhere" in done.stderr) == (5, True)
 
 

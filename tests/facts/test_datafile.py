@@ -25,7 +25,24 @@ def problem_of(path: Path, data_format: DataFormat = DataFormat.AUTO, limit_byte
 def test_good_file_is_reported_whole(tmp_path: Path) -> None:
     found = check(write(tmp_path / "train.jsonl", GOOD, GOOD), DataFormat.AUTO)
     columns = ("instruction", "input", "output")
-    assert found == DataReport(format=DataFormat.ALPACA, columns=columns, rows_checked=2, complete=True)
+    assert found == DataReport(format=DataFormat.ALPACA, columns=columns, rows_checked=2, complete=True, unused={})
+    assert found.note is None
+
+
+def test_what_nobody_reads_is_counted_by_name(tmp_path: Path) -> None:
+    turns = [{"role": "user", "content": "a", "name": "Ann"}, {"role": "assistant", "content": "b", "name": None}]
+    rows = [{"messages": turns, "source": "web", "id": 0}, {"messages": turns[1:], "source": ""}]
+    path = write(tmp_path / "train.jsonl", *rows)
+    note = "not trained on: source (1 sample), id (1 sample), messages.name (1 sample)"
+    assert check(path, DataFormat.AUTO).note == note
+    assert str(check(path, DataFormat.AUTO, limit_bytes=9).note).endswith(", of the first 1")
+
+
+def test_a_column_whose_meaning_would_be_lost_is_refused_with_its_line(tmp_path: Path) -> None:
+    path = write(tmp_path / "train.jsonl", GOOD, GOOD | {"images": ["a.png"]})
+    assert problem_of(path).problem.startswith(f'{path}:2: "images" names images, video or sound')
+    path = write(tmp_path / "train.jsonl", {"prompt": "a", "chosen": "b", "rejected": "c"})
+    assert problem_of(path).problem.startswith(f'{path}: "chosen" says which answer is the better one')
 
 
 def test_limit_ends_the_check_early(tmp_path: Path) -> None:

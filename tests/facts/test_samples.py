@@ -2,7 +2,7 @@ import pytest
 
 from dstrain.choices import DataFormat
 from dstrain.errors import InvalidConfig
-from dstrain.facts.samples import detect, require, to_messages
+from dstrain.facts.samples import detect, require, to_messages, unused
 
 MESSAGES, ALPACA, TEXT = DataFormat.MESSAGES, DataFormat.ALPACA, DataFormat.TEXT
 
@@ -102,8 +102,18 @@ def test_text_is_returned_as_it_is() -> None:
         ({"messages": [{"content": "a"}]}, MESSAGES, 'messages 1: "role" is missing'),
         ({"messages": [user("a")]}, MESSAGES, '"messages" ends with the user'),
         ({"messages": [{"role": "asistant", "content": "a"}]}, MESSAGES, 'messages 1: role is "asistant"'),
-        ({"messages": [assistant("") | {"tool_calls": [{}]}]}, MESSAGES, "messages 1 calls a tool"),
+        ({"messages": [assistant("") | {"tool_calls": [{}]}]}, MESSAGES, 'messages 1: "tool_calls" is about tools'),
+        ({"messages": [assistant("a") | {"loss": False}]}, MESSAGES, 'messages 1: "loss" weighs or masks'),
+        ({"messages": [assistant("a") | {"weight": 0}]}, MESSAGES, 'messages 1: "weight" weighs or masks'),
+        ({"messages": [assistant("a") | {"thinking": "hm"}]}, MESSAGES, 'messages 1: "thinking" holds thoughts'),
+        ({"messages": [user("a <image>"), assistant("b")]}, MESSAGES, 'turn 1, of the user: "<image>" names images'),
+        ({"instruction": "<|image_pad|>", "output": "b"}, ALPACA, '"<|image_pad|>" names images'),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, MESSAGES, "parts that are not text"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image", "text": "a", "image": "a.png"}]}]},
+            MESSAGES,
+            "parts that are not text",
+        ),
         ({"text": None}, TEXT, '"text" is missing'),
     ],
 )
@@ -111,6 +121,61 @@ def test_what_is_wrong_with_a_row_is_said(row: dict[str, object], data_format: D
     with pytest.raises(InvalidConfig) as caught:
         to_messages(row, data_format)
     assert problem in caught.value.problem
+
+
+@pytest.mark.parametrize("name", ["image", "images", "video", "videos", "audio", "audios", "tools", "functions"])
+def test_media_and_tools_are_refused_by_name(name: str) -> None:
+    for row, data_format in (({"text": "a"}, TEXT), ({"messages": [user("a"), assistant("b")]}, MESSAGES)):
+        with pytest.raises(InvalidConfig, match=f'^"{name}" .* cannot be trained on yet'):
+            to_messages(row | {name: ["a.png"]}, data_format)
+        assert to_messages(row | {name: []}, data_format) == to_messages(row, data_format)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "neutral"),
+    [
+        ("weight", 0.5, 1.0),
+        ("loss_mask", [1, 0], [1, 1]),
+        ("loss_scale", 0, None),
+        ("chosen", "b", ""),
+        ("rejected", [assistant("b")], []),
+        ("rejected_response", "b", None),
+        ("label", False, "positive"),
+        ("kto_tag", False, True),
+    ],
+)
+def test_weights_and_preferences_are_refused_where_they_say_something(
+    name: str, value: object, neutral: object
+) -> None:
+    row = {"instruction": "a", "output": "b"}
+    with pytest.raises(InvalidConfig, match=f'^"{name}" '):
+        to_messages(row | {name: value}, ALPACA)
+    assert len(to_messages(row | {name: neutral}, ALPACA)) == 2
+
+
+@pytest.mark.parametrize("text", ["What is `<video>`?", '<video src="a"></video>', "<video></video>", "a < image > b"])
+def test_html_is_no_placeholder(text: str) -> None:
+    assert to_messages({"messages": [user(text), assistant("b")]}, MESSAGES) == [user(text), assistant("b")]
+
+
+def test_a_system_column_beside_a_system_turn_is_not_read() -> None:
+    row = {"messages": [system("turn"), user("a"), assistant("b")], "system": "column"}
+    assert unused(row, MESSAGES) == ["system"]
+
+
+@pytest.mark.parametrize(
+    ("columns", "hint"),
+    [
+        (["prompt", "completion"], 'Call "prompt" instruction and "completion" output.'),
+        (["query", "response"], 'Call "query" instruction and "response" output.'),
+        (["completion"], "Rename the columns to those of one of the formats."),
+        (["mesages"], '"mesages": did you mean "messages"?'),
+    ],
+)
+def test_columns_of_no_format_get_a_name_only_where_it_is_certain(columns: list[str], hint: str) -> None:
+    with pytest.raises(InvalidConfig) as caught:
+        detect(columns)
+    assert caught.value.hint == hint
 
 
 def test_unknown_role_gets_the_nearest() -> None:

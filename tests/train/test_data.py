@@ -211,6 +211,18 @@ def test_wrong_row_is_named_with_file_and_line(tmp_path: Path, tokenizer: Any) -
         prepared(tmp_path, tokenizer, [{"instruction": "a", "output": "b"}, {"instruction": "a", "output": 3}])
 
 
+def test_what_nobody_reads_is_named_with_its_count_each_time(tmp_path: Path, tokenizer: Any) -> None:
+    rows = [{"text": "Six.", "source": "web", "id": 7}, {"text": "Six.", "source": "web", "id": None}]
+    for _ in range(2):  # the second time from the cache
+        notes = prepared(tmp_path, tokenizer, rows).notes
+        assert notes[-1].endswith("train.jsonl: not trained on: source (2 samples), id (1 sample)")
+
+
+def test_images_are_refused_by_every_rank(tmp_path: Path, tokenizer: Any) -> None:
+    with pytest.raises(InvalidConfig, match=r'train\.jsonl:2: "images" names images'):
+        prepared(tmp_path, tokenizer, [{"messages": TALK}, {"messages": TALK, "images": ["a.png"]}])
+
+
 def test_wrong_columns_are_named_with_the_file(tmp_path: Path, tokenizer: Any) -> None:
     with pytest.raises(InvalidConfig, match=r"train\.jsonl: no known format has the columns question"):
         prepared(tmp_path, tokenizer, [{"question": "a"}])
