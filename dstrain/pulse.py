@@ -6,8 +6,10 @@ A rank that cannot send goes on: nobody may be listening, as when `start.sh` was
 from __future__ import annotations
 
 import json
+import os
 import socket
-from collections.abc import Mapping
+import struct
+from collections.abc import Container, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from enum import StrEnum
@@ -17,6 +19,11 @@ MARK = "DSTRAIN_RUN_ID"
 
 SAVE_ON_TERM = "DSTRAIN_SAVE_ON_TERM"
 """The environment variable that makes ranks save a checkpoint and leave at SIGTERM, in place of leaving at once."""
+
+
+_TOO_LARGE = 2**63
+_SENDER = struct.Struct("3i")
+"""Process, user and group of a sender. Source: unix(7): struct ucred"""
 
 
 class Phase(StrEnum):
@@ -75,12 +82,25 @@ class Sender:
                 self._socket.sendto(json.dumps(asdict(pulse)).encode(), self._address)
 
 
-class Receiver:
-    """The agent's end."""
+def decode(raw: bytes) -> Pulse | None:
+    """Returns the message in a datagram; None for anything else."""
+    try:
+        data = json.loads(raw)
+        pulse = Pulse(**{**data, "phase": Phase(data["phase"])})
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return None
+    numbers = (pulse.rank, pulse.step, pulse.total)
+    return pulse if all(type(number) is int and 0 <= number < _TOO_LARGE for number in numbers) else None
 
-    def __init__(self, mark: str) -> None:
-        """Listens for the ranks of a run on this node."""
+
+class Receiver:
+    """The agent's end. Everybody on the machine can see the socket's name, so the kernel says who sent what."""
+
+    def __init__(self, mark: str, ranks: Container[int]) -> None:
+        """Listens for these ranks of a run, which are on this node and belong to this user."""
+        self._ranks = ranks
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
         with suppress(OSError):  # two agents of one start on one machine: the first one listens
             self._socket.bind(address(mark))
 
@@ -89,14 +109,21 @@ class Receiver:
         found: list[Pulse] = []
         while True:
             try:
-                raw = self._socket.recv(4096)
+                raw, said, _, _ = self._socket.recvmsg(4096, socket.CMSG_SPACE(_SENDER.size))
             except OSError:
                 return found
-            with suppress(ValueError, TypeError, KeyError):
-                data = json.loads(raw)
-                numbers = {name: int(data[name]) for name in ("rank", "step", "total")}
-                found.append(Pulse(phase=Phase(data["phase"]), **numbers))
+            pulse = decode(raw) if _is_own(said) else None
+            if pulse is not None and pulse.rank in self._ranks:
+                found.append(pulse)
 
     def close(self) -> None:
         """Stops listening."""
         self._socket.close()
+
+
+def _is_own(said: Sequence[tuple[int, int, bytes]]) -> bool:
+    """Returns whether the kernel says that this process's user sent a datagram."""
+    return any(
+        (level, kind) == (socket.SOL_SOCKET, socket.SCM_CREDENTIALS) and _SENDER.unpack(data)[1] == os.geteuid()
+        for level, kind, data in said
+    )

@@ -8,6 +8,8 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+MOST_BYTES = 2**20
+"""Bytes of a file that are read at once."""
 _FINISHED = re.compile(r"Process (\d+) exits successfully")
 _FAILED = re.compile(r"^(?:(\S+): )?.*exits with return code = (-?\d+)")
 _CUT = re.compile(r"^pdsh@\S+: (\S+): ssh exited with exit code (\d+)")
@@ -24,11 +26,11 @@ class Tail:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def read(self) -> str:
-        """Returns what was added since the last call."""
+        """Returns what was added since the last call, a piece that one message can hold."""
         try:
             with self.path.open("rb") as file:
                 file.seek(self._offset)
-                raw = file.read()
+                raw = file.read(MOST_BYTES)
         except OSError:
             return ""
         self._offset += len(raw)

@@ -33,8 +33,8 @@ class Keeper:
         stamp = time.strftime("%Y%m%d%H%M%S")
         name = f"{stamp}_launcher_{begin.host}_{begin.mark[:6]}.log"
         self._log = self._run_dir.logs / name
-        self._pulses = Receiver(begin.mark)
         ranks = range(begin.first_rank, begin.first_rank + begin.num_ranks)
+        self._pulses = Receiver(begin.mark, ranks)
         self._run_dir.logs.mkdir(parents=True, exist_ok=True)
         self._output = Output(self._run_dir.logs, self._log, ranks, lambda host: self._node_log(host, stamp))
         self._mirror = Mirror(self._run_dir, begin.mark, has_first=0 in ranks) if begin.mirror else None
@@ -181,11 +181,11 @@ class Keeper:
         self.is_over = True
 
     def _last_words(self) -> Iterator[Event]:
-        for piece in self._output.poll():
-            if self._is_wanted(piece):
-                yield self._wrote(piece)
+        while pieces := self._output.poll():
+            yield from (self._wrote(piece) for piece in pieces if self._is_wanted(piece))
         if self._mirror is not None:
-            yield from self._mirror.poll()
+            while events := self._mirror.poll():
+                yield from events
             yield from self._mirror.last()
         self._watch.clear(self._output.finished)
         for rank in self._done & set(self._watch.deaths):

@@ -27,7 +27,8 @@ class Mirror:
         self._next_look = 0.0
         self._tails = [Tail(run_dir.metrics), Tail(run_dir.health)]
         for tail in self._tails:
-            tail.read()
+            while tail.read():
+                pass
 
     def poll(self) -> list[Event]:
         """Returns what metrics and health have gained, and the marks of checkpoints that every rank has written."""

@@ -6,10 +6,15 @@ import json
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import Any
+from functools import cache
+from typing import Any, get_args, get_origin, get_type_hints
+
+from dstrain.pulse import Phase
 
 BEAT_S = 2.0
 """Seconds between two signs of life, in both directions."""
+LONGEST = 16 * 2**20
+"""Bytes of the longest line that is taken; what is sent stays far below."""
 SILENCE_S = 30.0
 """Seconds without a sign of life after which the other side is taken for lost."""
 
@@ -114,6 +119,13 @@ class Alive:
     steps: dict[str, list[Any]]
     """Rank → step, phase and steps of the whole run (0: not known), where something came since the last one."""
 
+    def __post_init__(self) -> None:
+        """Raises ValueError where it does not say that."""
+        for rank, (step, phase, total) in self.steps.items():
+            numbers = (int(rank), step, total)
+            if not (Phase(phase) and all(type(number) is int and 0 <= number < 2**63 for number in numbers)):
+                raise ValueError(rank)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Died:
@@ -168,9 +180,15 @@ class Ended:
     reported: list[Any] | None
     """The first failure in the launcher's log: node (or None) and code."""
 
+    def __post_init__(self) -> None:
+        """Raises ValueError where `reported` is not that."""
+        if self.reported is not None and not (len(self.reported) == 2 and type(self.reported[1]) is int):
+            raise ValueError(self.reported)
+
 
 Order = Look | Begin | Beat | Save | Stacks | End
 Event = Hello | Alive | Died | Orphaned | Wrote | Problem | Ended
+_hints = cache(get_type_hints)
 _KINDS = {
     kind.__name__: kind
     for kind in (Look, Begin, Beat, Save, Stacks, End, Hello, Alive, Died, Orphaned, Wrote, Problem, Ended)
@@ -185,19 +203,52 @@ def encode(message: Order | Event, node: int | None = None) -> bytes:
 
 def decode(line: bytes) -> tuple[int | None, Any] | None:
     """Returns node and message of a line, or None for anything else: a shell's greeting, srun's own words."""
-    with suppress(ValueError, TypeError, KeyError, AttributeError):
+    with suppress(ValueError, TypeError, KeyError, AttributeError, RecursionError):
         data: Mapping[str, Any] = json.loads(line)
-        return data["node"], _KINDS[data["dstrain"]](**data["body"])
+        kind, node, body = _KINDS[data["dstrain"]], data["node"], data["body"]
+        if _fits(node, int | None) and all(_fits(body[name], hint) for name, hint in _hints(kind).items()):
+            return node, kind(**body)
     return None
+
+
+def _fits(value: object, hint: Any) -> bool:
+    """Returns whether a value out of JSON is of a type."""
+    kind, inner = get_origin(hint), get_args(hint)
+    if kind is list:
+        return isinstance(value, list) and all(_fits(item, inner[0]) for item in value)
+    if kind is dict:
+        return isinstance(value, dict) and all(_fits(item, inner[1]) for item in value.values())
+    if inner:
+        return any(_fits(value, choice) for choice in inner)
+    if hint in {int, float}:
+        return type(value) is int or type(value) is hint
+    return hint is Any or isinstance(value, hint)
 
 
 class Lines:
     """Whole lines out of pieces of them."""
 
-    def __init__(self) -> None:
-        self._rest = b""
+    def __init__(self, longest: int = LONGEST) -> None:
+        """Lines of more than `longest` bytes are left out."""
+        self._longest = longest
+        self._pieces: list[bytes] = []
+        self._size = 0
 
     def feed(self, raw: bytes) -> list[bytes]:
         """Returns the lines that `raw` completes."""
-        *lines, self._rest = (self._rest + raw).split(b"\n")
+        lines = []
+        first, *others = raw.split(b"\n")
+        self._add(first)
+        for piece in others:
+            if self._size <= self._longest:
+                lines.append(b"".join(self._pieces))
+            self._pieces, self._size = [], 0
+            self._add(piece)
         return lines
+
+    def _add(self, piece: bytes) -> None:
+        self._size += len(piece)
+        if self._size > self._longest:
+            self._pieces = []
+        elif piece:
+            self._pieces.append(piece)
