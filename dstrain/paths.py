@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from dstrain.errors import EnvironmentProblem
+from dstrain.errors import Conflict, EnvironmentProblem
 
 _PACKAGE = Path(__file__).resolve().parent
 
@@ -49,36 +51,172 @@ def write_atomic(path: Path, text: str, *, mode: int | None = None) -> bool:
 
 
 def write_together(
-    files: Mapping[Path, str], *, mode: int | None = None, like: Mapping[Path, Path] | None = None
+    files: Mapping[Path, str],
+    *,
+    backups: Mapping[Path, str] | None = None,
+    mode: int | None = None,
+    like: Mapping[Path, Path] | None = None,
 ) -> list[Path]:
-    """Writes several files: all are on the disk before the first is renamed; returns those that changed.
+    """Writes several files: all texts are on the disk before the first is renamed; returns the files that changed.
 
+    Every one of `backups` is in its place before any of `files` is replaced, so what they keep is never without a name.
     The mode of an existing file is kept; a file of `like` gets that of the other one, as a copy of it would.
-    Raises EnvironmentProblem when one of them cannot be written; then none has changed.
+    Raises EnvironmentProblem when one of them cannot be written: what was replaced by then is put back, and where that
+    fails too, nothing is removed and the message says where every text is.
     """
+    writing = _Writing()
+    phases = (backups or {}, files)
     written: dict[Path, Path] = {}
     path = Path()
     try:
-        for path, text in files.items():
+        for path, text in {**phases[0], **phases[1]}.items():
             if not _holds(path, text):
                 path.parent.mkdir(parents=True, exist_ok=True)
-                written[path] = _write_beside(_real(path), text, _mode(path, like) if mode is None else mode)
+                written[path] = writing.beside(_real(path), _raw(text), _mode(path, like) if mode is None else mode)
             elif mode is not None:
                 path.chmod(mode)
-        for path, temporary in written.items():
-            temporary.replace(_real(path))
-    except OSError as error:
-        reason = error.strerror or str(error)
-        hint = "Name another folder, or free some space."
-        raise EnvironmentProblem(f"{path}: cannot be written: {reason}", hint=hint) from error
-    finally:
-        for temporary in written.values():
-            temporary.unlink(missing_ok=True)
+        for phase in phases:
+            for path in [path for path in written if path in phase]:
+                writing.replace(_real(path), written[path])
+            writing.settle()
+    except BaseException as error:
+        stuck = writing.put_back()
+        if isinstance(error, OSError):
+            raise writing.problem(path, error, stuck) from error
+        raise
+    writing.clean()
     return list(written)
 
 
+class _Writing:
+    """Files that are being replaced, with what is needed to put them back."""
+
+    def __init__(self) -> None:
+        self._temporaries: list[Path] = []
+        self._before: dict[Path, tuple[bytes, int] | None] = {}
+
+    def beside(self, path: Path, raw: bytes, mode: int) -> Path:
+        """Returns a temporary file beside `path` with the content and the mode that `path` shall have."""
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=_TEMPORARY)
+        self._temporaries.append(Path(name))
+        with os.fdopen(handle, "wb") as file:
+            os.fchmod(handle, mode)
+            file.write(raw)
+            file.flush()
+            os.fsync(handle)
+        return Path(name)
+
+    def replace(self, path: Path, temporary: Path) -> None:
+        """Puts a temporary file in the place of `path`."""
+        if path.exists():  # before it is touched: a file that is written in place may end up with half of a text
+            self._before[path] = path.read_bytes(), path.stat().st_mode & 0o777
+        self._put(path, temporary)
+        self._before.setdefault(path)
+
+    def _put(self, path: Path, temporary: Path) -> None:
+        try:
+            temporary.replace(path)
+        except OSError as error:
+            if error.errno != errno.EBUSY:
+                raise
+            # a file that is mounted by itself cannot be renamed over; a copy stands beside it until it is written
+            raw = temporary.read_bytes()
+            self.beside(path, path.read_bytes(), path.stat().st_mode & 0o777)
+            with path.open("r+b") as file:
+                file.write(raw)
+                file.truncate()
+                file.flush()
+                os.fsync(file.fileno())
+
+    def settle(self) -> None:
+        """Lets the renames reach the disk, where the file system can do that for folders; they are not put back."""
+        for folder in {path.parent for path in self._before}:
+            with suppress(OSError):
+                handle = os.open(folder, os.O_RDONLY)
+                try:
+                    os.fsync(handle)
+                finally:
+                    os.close(handle)
+        self._before.clear()
+
+    def put_back(self) -> list[Path]:
+        """Restores what was replaced; returns the files for which that failed."""
+        stuck = []
+        for path, before in self._before.items():
+            try:
+                if before is None:
+                    path.unlink(missing_ok=True)
+                elif path.read_bytes() != before[0]:
+                    self._put(path, self.beside(path, *before))
+            except OSError:
+                stuck.append(path)
+        if not stuck:
+            self.clean()
+        return stuck
+
+    def clean(self) -> None:
+        """Removes the temporary files."""
+        for temporary in self._temporaries:
+            temporary.unlink(missing_ok=True)
+
+    def problem(self, path: Path, error: OSError, stuck: Sequence[Path]) -> EnvironmentProblem:
+        """Returns the error that says what could not be written, and what that leaves."""
+        reason = f"{path}: cannot be written: {error.strerror or error}"
+        if not stuck:
+            is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            hint = "Free some space, or name another folder." if is_full else "Name another folder."
+            return EnvironmentProblem(f"{reason}; nothing was changed", hint=hint)
+        texts = ", ".join(str(temporary) for temporary in self._temporaries if temporary.exists())
+        return EnvironmentProblem(
+            f"{reason}\nreplaced before that, and cannot be put back: {', '.join(map(str, stuck))}",
+            hint=f"Nothing was removed. Beside the files and their .bak copies, every text is in: {texts}",
+        )
+
+
+_TEMPORARY = ".tmp"
+"""How the names of temporary files end; they begin with a dot and the name of the file."""
+
+
+def leftovers(folder: Path) -> list[Path]:
+    """Returns the temporary files of writers that were killed."""
+    return sorted(folder.glob(f".*.????????{_TEMPORARY}"))
+
+
+@contextmanager
+def alone(path: Path, doing: str) -> Iterator[None]:
+    """Keeps other processes out while it lasts, by the file `PATH.lock`, which the system lets go of with the process.
+
+    Raises Conflict where another process is in already; `doing` says what it does.
+    """
+    import filelock  # needed only where something is written
+
+    lock = filelock.FileLock(f"{path}.lock", blocking=False)
+    made = [folder for folder in path.parents if not folder.exists()]
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+    except filelock.Timeout:
+        problem = f"{path.parent.parent}: another dstrain {doing}; nothing was changed"
+        raise Conflict(problem, hint="Type it again when that one has ended.") from None
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise EnvironmentProblem(f"{path}: cannot be written: {reason}", hint="Name another folder.") from None
+    try:
+        yield
+    finally:
+        Path(lock.lock_file).unlink(missing_ok=True)  # while it is held: the next one looks whether it is still there
+        lock.release()
+        with suppress(OSError):
+            for folder in made:
+                folder.rmdir()  # where nothing was written
+
+
 def _holds(path: Path, text: str) -> bool:
-    return path.exists() and path.read_bytes() == text.encode("utf-8", errors="surrogateescape")
+    return path.exists() and path.read_bytes() == _raw(text)
+
+
+def _raw(text: str) -> bytes:
+    return text.encode("utf-8", errors="surrogateescape")
 
 
 def _mode(path: Path, like: Mapping[Path, Path] | None) -> int:
@@ -88,23 +226,16 @@ def _mode(path: Path, like: Mapping[Path, Path] | None) -> int:
 
 
 def _real(path: Path) -> Path:
-    """Returns the file that a link stands for: the link stays one."""
-    return path.resolve() if path.is_symlink() else path
-
-
-def _write_beside(path: Path, text: str, mode: int) -> Path:
-    """Returns a temporary file beside `path` with the text and the mode that `path` shall have."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        os.fchmod(handle, mode)
-        with os.fdopen(handle, "w", encoding="utf-8", newline="", errors="surrogateescape") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
-    return Path(name)
+    """Returns the file that a link stands for: the link stays one. Raises EnvironmentProblem for one to nowhere."""
+    if not path.is_symlink():
+        return path
+    target = Path(os.path.realpath(path))
+    if target.is_symlink():
+        raise EnvironmentProblem(f"{path}: is a link that leads back to itself", hint=f"Remove it: rm {path}")
+    if not target.parent.is_dir():
+        problem = f"{path}: is a link to {target}, and there is no folder {target.parent}"
+        raise EnvironmentProblem(problem, hint=f"Make the folder (mkdir -p {target.parent}), or rm {path}")
+    return target
 
 
 def _umask() -> int:

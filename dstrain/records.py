@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, get_type_hints
 
@@ -122,12 +122,25 @@ def _legal_keys(record: Any, place: Place) -> list[str]:
     return [field.name for field in dataclasses.fields(record)]
 
 
-def load_json(record: type[T], path: Path) -> T:
-    """Returns the record in a JSON file that dstrain wrote. Raises InvalidConfig when it is missing or damaged."""
+def load_json(record: type[T], path: Path, *, upgrade: Callable[[Any], Any] = lambda data: data) -> T:
+    """Returns the record in a JSON file that dstrain wrote; `upgrade` turns the data of an older one into today's.
+
+    Raises InvalidConfig when it is missing, damaged, or written by a newer dstrain.
+    """
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise InvalidConfig(f"{path}: no such file") from None
     except (OSError, ValueError) as error:
         raise InvalidConfig(f"{path}: cannot be read: {error}") from None
-    return from_data(record, data, locate=lambda place: f"{path}: /{'/'.join(map(str, place))}")
+    _require_known_schema(record, data, path)
+    return from_data(record, upgrade(data), locate=lambda place: f"{path}: /{'/'.join(map(str, place))}")
+
+
+def _require_known_schema(record: Any, data: Any, path: Path) -> None:
+    """Raises InvalidConfig for a file of a later version than the record's: its keys are no typos."""
+    known = next((field.default for field in dataclasses.fields(record) if field.name == "schema"), None)
+    schema = data.get("schema") if isinstance(data, dict) else None
+    if isinstance(known, int) and isinstance(schema, int) and schema > known:
+        problem = f"{path}: written by a newer dstrain: its schema is {schema}, and this one reads up to {known}"
+        raise InvalidConfig(problem, hint="pip install --upgrade dstrain")

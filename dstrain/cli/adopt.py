@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from dstrain.errors import InvalidConfig
 from dstrain.jobfile import read_job
 from dstrain.launch.known import known
 from dstrain.launch.linting import Known, lint, refused
+from dstrain.paths import alone
 from dstrain.render import edit
 from dstrain.render.lint import check
 from dstrain.render.lint.finding import lines
@@ -26,15 +28,26 @@ from dstrain.render.lock import GENERATED, LOCK, Lock, installed, read_lock, sta
 def command(folder: Path, dry_run: bool, as_json: bool) -> None:
     """Let ds_config.json, job.yaml and hostfile of a folder count as generated, as they stand there now.
 
-    The files are not changed; .dstrain/lock.json remembers them. What you change from now on survives the next
-    gen-config, and the rest follows it. Files that dstrain generated already are left as they are: your edits in them
-    stay edits.
+    The files are not changed; .dstrain/lock.json remembers them. The next gen-config lists every value that it would
+    write otherwise, as conflicts: yours stand until you decide, and what it replaces then is kept as .bak. Files that
+    dstrain generated already are left as they are: your edits in them stay edits.
 
     \b
     Example:
       dstrain adopt
       dstrain adopt runs/old
     """
+    with nullcontext() if dry_run else alone(folder / LOCK, "writes into this folder"):
+        files = _adopted(folder, dry_run=dry_run)
+    if as_json:
+        answer_json(
+            {"schema": 1, "folder": str(folder), "dry_run": dry_run, "adopted": [str(folder / name) for name in files]}
+        )
+    _tell(folder, files, dry_run=dry_run)
+
+
+def _adopted(folder: Path, *, dry_run: bool) -> list[str]:
+    """Writes the lock; returns the names of the files that it knows from now on."""
     before = read_lock(folder)
     base = before.base if before else {}
     files = {name: text for name, text in standing(folder, GENERATED).items() if name not in base}
@@ -45,12 +58,8 @@ def command(folder: Path, dry_run: bool, as_json: bool) -> None:
         )
     _lint(folder)
     if files and not dry_run:
-        write_files(folder, _lock(before, files), {}, {})
-    if as_json:
-        answer_json(
-            {"schema": 1, "folder": str(folder), "dry_run": dry_run, "adopted": [str(folder / name) for name in files]}
-        )
-    _tell(folder, list(files), dry_run=dry_run)
+        write_files(folder, _lock(before, files), {}, {}, before=before)
+    return list(files)
 
 
 def _lint(folder: Path) -> None:
@@ -76,8 +85,8 @@ def _lint(folder: Path) -> None:
 def _lock(before: Lock | None, files: dict[str, str]) -> Lock:
     """Returns the lock with the files as base; what it knew already stays."""
     if before is not None:
-        return replace(before, base={**before.base, **files})
-    return Lock(dstrain=__version__, deepspeed=installed("deepspeed"), base=files)
+        return replace(before, base={**before.base, **files}, adopted=(*before.adopted, *files))
+    return Lock(dstrain=__version__, deepspeed=installed("deepspeed"), base=files, adopted=tuple(files))
 
 
 def _tell(folder: Path, names: list[str], *, dry_run: bool) -> None:
@@ -89,7 +98,7 @@ def _tell(folder: Path, names: list[str], *, dry_run: bool) -> None:
     say(f"{verb} {', '.join(str(folder / name) for name in names)}")
     if dry_run:
         return
-    say(f"What stands now counts as generated ({folder / LOCK}); what you change from now on survives.")
-    say("A key that the next gen-config writes otherwise, or not at all, follows it, unless you change it before.")
+    say(f"They are known from now on ({folder / LOCK}), and what stands in them stays.")
+    say("The next gen-config lists every value that it would write otherwise; yours stand until you decide.")
     place = "" if folder == Path() else f" -o {folder}"
     say(f"next: dstrain gen-config{place} --model NAME --diff")

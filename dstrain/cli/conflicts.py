@@ -12,7 +12,7 @@ import click
 
 from dstrain.cli.console import say
 from dstrain.render.manual import values
-from dstrain.render.merge import REMOVED, Clash, dotted
+from dstrain.render.merge import REMOVED, Clash, dotted, same
 from dstrain.render.regenerate import Conflicting, Decide, Decision
 
 _WIDTH = 24
@@ -87,6 +87,8 @@ def shown(value: Any) -> str:
 
 
 def _why(clash: Clash) -> str:
+    if same(clash.base, clash.yours):
+        return "dstrain would add it" if clash.yours is REMOVED else "it was adopted"
     if clash.base is REMOVED:
         return "neither was there before"
     if clash.yours is REMOVED:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,13 +21,14 @@ from dstrain.cli.plan_text import plan_document, plan_lines
 from dstrain.cli.repeat import Asked
 from dstrain.cli.types import Choice
 from dstrain.errors import Conflict
+from dstrain.paths import alone, leftovers
 from dstrain.plan.decide import plan_of, survey
 from dstrain.plan.plan import Plan
 from dstrain.plan.shortage import does_not_fit
 from dstrain.render.files import generated
-from dstrain.render.lock import Lock, beside_unused, installed, read_lock, standing, write_files
+from dstrain.render.lock import LOCK, Lock, installed, new_files, read_lock, standing, write_files
 from dstrain.render.merge import dotted
-from dstrain.render.regenerate import Regenerated, Standing, regenerate, replaced, unsettled
+from dstrain.render.regenerate import Regenerated, Standing, regenerate, replaced
 from dstrain.render.templates import template_hash
 from dstrain.render.values import template_of
 from dstrain.yamls import parse_yaml
@@ -73,28 +77,32 @@ def command(
     if force and on_conflict is not None:
         raise click.UsageError("--force replaces every edit; --on-conflict has nothing to decide.")
     decide = conflicts.decider(on_conflict)
-    before = read_lock(out)
-    asked = repeat.asked(options, before, out)
-    _say_repeated(asked, before)
-    planned = _planned(asked, before)
-    lock = _lock(asked, planned, out)
-    files = _files(out, lock, before, reopens=on_conflict is not None)
-    merged = replaced(files) if force else regenerate(files, decide)
-    shown = {**lock.base, **merged.files}
-    if as_json:
-        extra = {"conflicts": conflicts.document(merged.conflicts), "files": shown}
-        answer_json({**planned.document, **extra, **({"diff": diff(out, shown)} if as_diff else {})})
-    elif as_diff:
-        answer(diff(out, shown))
-    elif dry_run:
-        answer(shown["ds_config.json"])
-    _refuse_foreign(out, merged)
-    if not dry_run and not as_diff:
-        _write(out, replace(lock, unsettled=unsettled(merged, before.unsettled if before else {})), merged)
+    is_written = not dry_run and not as_diff
+    with alone(out / LOCK, "writes into this folder") if is_written else nullcontext():
+        before = read_lock(out)
+        asked = repeat.asked(options, before, out)
+        _say_repeated(asked, before)
+        planned = _planned(asked, before)
+        lock = _lock(asked, planned, out)
+        files = _files(out, lock, before, reopens=on_conflict is not None)
+        merged = replaced(files) if force else regenerate(files, decide)
+        shown = {**lock.base, **merged.files}
+        if as_json:
+            extra = {"conflicts": conflicts.document(merged.conflicts), "files": shown}
+            answer_json({**planned.document, **extra, **({"diff": diff(out, shown)} if as_diff else {})})
+        elif as_diff:
+            answer(diff(out, shown))
+        elif dry_run:
+            answer(shown["ds_config.json"])
+        _refuse_foreign(out, merged)
+        if is_written:
+            _require_unchanged(out, files)
+            _write(out, replace(lock, unsettled=merged.unsettled), before, merged)
+    if is_written:
         say_lines(_other_lines(lock, merged))
-        if not merged.beside.keys() & {f"{name}.new" for name in merged.files}:
+        if not merged.open:
             say_lines(next_lines(out, merged.files, planned.asked, planned.plan))
-    _show_conflicts(out, merged, asked, before, is_written=not dry_run and not as_diff)
+    _show_conflicts(out, merged, asked, before, lock.base if is_written else None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,7 +179,9 @@ def _files(out: Path, lock: Lock, before: Lock | None, *, reopens: bool) -> list
             base=before.base.get(name) if before else None,
             yours=there.get(name),
             new=new,
-            unsettled=before.unsettled.get(name, ()) if before and reopens else (),
+            is_adopted=before is not None and name in before.adopted,
+            unsettled=before.unsettled.get(name, ()) if before else (),
+            reopens=reopens,
         )
         for name, new in lock.base.items()
     ]
@@ -185,6 +195,15 @@ def _refuse_foreign(out: Path, merged: Regenerated) -> None:
             f"{names}: not written by dstrain; nothing was changed",
             hint=f"dstrain adopt {out} takes the files as they are as generated; or write elsewhere with -o DIR.",
         )
+
+
+def _require_unchanged(out: Path, files: Sequence[Standing]) -> None:
+    """Raises Conflict where a file was saved since it was read: what was saved is not in what would be written."""
+    there = standing(out, [each.name for each in files])
+    changed = [each.shown for each in files if there.get(each.name) != each.yours]
+    if changed:
+        problem = f"{', '.join(changed)}: changed while this was being planned; nothing was written"
+        raise Conflict(problem, hint="Type it again.")
 
 
 def _other_lines(lock: Lock, merged: Regenerated) -> list[str]:
@@ -201,21 +220,27 @@ def _job_key(text: str | None, key: str) -> Any:
     return parse_yaml(text, "job.yaml")[0].get(key) if text else None
 
 
-def _write(out: Path, lock: Lock, merged: Regenerated) -> None:
+def _write(out: Path, lock: Lock, before: Lock | None, merged: Regenerated) -> None:
     """Writes the files, and says which changed."""
-    changed = [str(out / name) for name in write_files(out, lock, merged.files, beside_unused(out, merged.beside))]
+    left = [str(path) for folder in (out, out / LOCK.parent) for path in leftovers(folder)]
+    if left:
+        say(f"left by a dstrain that was killed while it wrote: rm {' '.join(map(shlex.quote, left))}")
+    changed = [str(out / name) for name in write_files(out, lock, merged.files, merged.beside, before=before)]
     say()
     say(f"wrote {', '.join(changed)}" if changed else "nothing changed: the files are the same")
-    for name in merged.files:
-        if f"{name}.new" not in merged.beside and name not in lock.unsettled:
-            (out / f"{name}.new").unlink(missing_ok=True)  # a conflict that is settled
+    for name in before.unsettled if before else ():
+        if name not in lock.unsettled and (out / f"{name}.new").exists():
+            say(f"kept: {out / name}.new, which is not as dstrain wrote it")
 
 
-def _show_conflicts(out: Path, merged: Regenerated, asked: Asked, before: Lock | None, *, is_written: bool) -> None:
+def _show_conflicts(
+    out: Path, merged: Regenerated, asked: Asked, before: Lock | None, base: Mapping[str, str] | None
+) -> None:
     """Says what both sides changed. Raises Conflict where something of it is open."""
     if not merged.conflicts:
-        for name, pointers in (before.unsettled if before else {}).items():
-            say(f"open since an earlier conflict, yours stands: {', '.join(map(dotted, pointers))} ({out / name})")
+        for name, opened in merged.unsettled.items():
+            keys = ", ".join(dotted(each.pointer) for each in opened)
+            say(f"open since an earlier conflict, yours stands: {keys} ({out / name})")
         return
     say()
     was = before.inputs if before else {}
@@ -229,11 +254,14 @@ def _show_conflicts(out: Path, merged: Regenerated, asked: Asked, before: Lock |
     if not merged.open:
         return
     keys = ", ".join(dotted(each.clash.pointer) for each in merged.open)
-    files = ", ".join(f"{out / name}.new" for name in dict.fromkeys(each.file for each in merged.open))
+    written = new_files(out, {each.file: base[each.file] for each in merged.open}) if base else ()
+    files = ", ".join(map(str, written)) or ", ".join(
+        f"{out / name}.new" for name in dict.fromkeys(each.file for each in merged.open)
+    )
     place = f" -o {out}" if out != Path() else ""
     again = f"dstrain gen-config{place} --on-conflict"
     raise Conflict(
-        f"changed by you and by dstrain: {keys}; yours {'stands' if is_written else 'would stand'}",
+        f"changed by you and by dstrain: {keys}; yours {'stands' if base else 'would stand'}",
         hint=f"All that dstrain would write: {files}. To take its values: {again} new; to be asked: {again} ask;"
         f" to settle for yours: {again} keep.",
     )

@@ -67,5 +67,5 @@ def _write(out: Path, script: Script, *, force: bool) -> None:
                 hint="--force writes it and keeps yours as .bak; --dry-run prints the new one.",
             )
         kept = beside_unused(out.parent, {f"{out.name}.bak": present})
-        write_together({out.parent / name: text for name, text in kept.items()})
+        write_together({}, backups={out.parent / name: text for name, text in kept.items()})
     write_atomic(out, script.text, mode=mode)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
@@ -21,13 +22,29 @@ GENERATED = ("ds_config.json", "job.yaml", "hostfile")
 """The files that are generated, and may be adopted."""
 
 
+SCHEMA = 2
+"""Version of the lock's record; 2 knows adopted files and what stood where a conflict is open."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unsettled:
+    """A conflict that was shown and not decided; your value stands there."""
+
+    __pydantic_config__ = type_config
+
+    pointer: Pointer
+    """The key."""
+    base: tuple[Any, ...] = ()
+    """The value that was there before you and dstrain changed it; empty where there was none."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lock:
     """What was generated, or adopted. Machine-owned; commit it beside the files."""
 
     __pydantic_config__ = type_config
 
-    schema: int = 1
+    schema: int = SCHEMA
     """Version of this record."""
     dstrain: str
     """Version of dstrain that generated the files."""
@@ -43,8 +60,10 @@ class Lock:
     """The machines as they were found or assumed then; None for files that were adopted."""
     base: Mapping[str, str]
     """File name to the exact text that was generated: what hand edits are told from."""
-    unsettled: Mapping[str, tuple[Pointer, ...]] = field(default_factory=dict)
-    """File name to the keys of conflicts that were shown and not decided; your values stand there."""
+    unsettled: Mapping[str, tuple[Unsettled, ...]] = field(default_factory=dict)
+    """File name to its conflicts that are open."""
+    adopted: tuple[str, ...] = ()
+    """Files whose text in `base` is somebody's own: the first generation over them changes nothing unasked."""
 
 
 def read_lock(folder: Path) -> Lock | None:
@@ -53,10 +72,19 @@ def read_lock(folder: Path) -> Lock | None:
     if not path.exists():
         return None
     try:
-        return load_json(Lock, path)
+        return load_json(Lock, path, upgrade=_upgraded)
     except InvalidConfig as error:
-        hint = f"Take it from version control, or move it away (mv {path} {path}.old) and type dstrain adopt {folder}."
-        raise InvalidConfig(error.problem, hint=hint) from None
+        place = "" if folder == Path() else f" {folder}"
+        hint = f"Take it from version control; or: mv {path} {path}.old && dstrain adopt{place}"
+        raise InvalidConfig(error.problem, hint=error.hint or hint) from None
+
+
+def _upgraded(data: Any) -> Any:
+    """Returns the data of a lock of schema 1, whose open conflicts are bare keys, as of one of today."""
+    if not (isinstance(data, dict) and data.get("schema") == 1 and isinstance(data.get("unsettled", {}), dict)):
+        return data
+    opened = {name: [{"pointer": pointer} for pointer in keys] for name, keys in data.get("unsettled", {}).items()}
+    return {**data, "schema": SCHEMA, "unsettled": opened}
 
 
 def standing(folder: Path, names: Iterable[str]) -> dict[str, str]:
@@ -81,29 +109,55 @@ def standing(folder: Path, names: Iterable[str]) -> dict[str, str]:
     return found
 
 
-def beside_unused(folder: Path, beside: Mapping[str, str]) -> dict[str, str]:
-    """Returns the texts beside the files under names that take no earlier copy: `.bak`, then `.bak2`, `.bak3` …; a
-    `.new` file is what the last generation would have written, and is replaced."""
-    found = {}
+def beside_unused(folder: Path, beside: Mapping[str, str], *, ours: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Returns the texts beside the files under names that take nothing of yours: `.bak`, then `.bak2`, `.bak3` …
+
+    A name is free where nothing stands, or a file that holds the text already or, byte for byte, what dstrain wrote
+    there before, which is in `ours` by file name.
+    """
+    named = {}
     for name, text in beside.items():
         free, number = name, 2
-        while name.endswith(".bak") and (folder / free).exists() and (folder / free).read_bytes() != text.encode():
+        while not _is_one_of(folder / free, (text, (ours or {}).get(name))):
             free, number = f"{name}{number}", number + 1
-        found[free] = text
-    return found
+        named[free] = text
+    return named
 
 
-def write_files(folder: Path, lock: Lock, files: Mapping[str, str], beside: Mapping[str, str]) -> list[str]:
-    """Writes the files, what stands `beside` them (`.new` and `.bak`), the lock and the schemas for editors, all or
-    none; returns the names of the files that changed.
+def _is_one_of(path: Path, texts: Iterable[str | None]) -> bool:
+    """Returns whether nothing stands at `path`, or a file with one of the texts."""
+    if not os.path.lexists(path):
+        return True
+    return path.is_file() and path.read_bytes() in [text.encode() for text in texts if text is not None]
 
+
+def new_files(folder: Path, base: Mapping[str, str]) -> list[Path]:
+    """Returns the `NAME.new`, `NAME.new2` … that hold, byte for byte, what dstrain wrote: `base` by NAME."""
+    paths = [path for name in base for path in folder.glob(f"{name}.new*")]
+    return sorted(path for path in paths if path.is_file() and path.read_bytes() == base.get(path.stem, "").encode())
+
+
+def write_files(
+    folder: Path, lock: Lock, files: Mapping[str, str], beside: Mapping[str, str], *, before: Lock | None = None
+) -> list[str]:
+    """Writes what stands `beside` the files (`.new` and `.bak`), the files, the schemas for editors and the lock, all
+    or none, copies of yours first and the lock last; returns the names of the files that changed.
+
+    A `.new` file that `before` wrote follows while a conflict is open, and goes then; one of yours is left alone.
     Whoever may not read a file may not read copies of its text either: they have its mode, the lock that of the job.
     """
-    copies = {folder / name: folder / Path(name).stem for name in beside} | {folder / LOCK: folder / "job.yaml"}
-    texts = {folder / name: text for name, text in {**files, **beside}.items()}
+    ours = before.base if before else {}
+    earlier = new_files(folder, ours)
+    open_ = {f"{path.stem}.new": lock.base[path.stem] for path in earlier if path.stem in lock.unsettled}
+    named = beside_unused(folder, {**beside, **open_}, ours={f"{name}.new": text for name, text in ours.items()})
+    copies = {folder / name: folder / Path(name).stem for name in named} | {folder / LOCK: folder / "job.yaml"}
     schemas = {folder / name: text for name, text in schema_files().items()}
-    changed = write_together({**texts, **schemas, folder / LOCK: to_json(lock)}, like=copies)
-    return [name for name in (*files, *beside) if folder / name in changed]
+    texts = {**{folder / name: text for name, text in files.items()}, **schemas, folder / LOCK: to_json(lock)}
+    changed = write_together(texts, backups={folder / name: text for name, text in named.items()}, like=copies)
+    for path in earlier:
+        if path.name not in named:
+            path.unlink()
+    return [name for name in (*files, *named) if folder / name in changed]
 
 
 def installed(package: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, Final, Literal
 
@@ -65,24 +65,45 @@ class Merged:
     """Keys that stay as you have them until you decide."""
 
 
-def merge(base: Any, yours: Any, new: Any, *, unsettled: Collection[Pointer] = ()) -> Merged:
+def merge(
+    base: Any, yours: Any, new: Any, *, unsettled: Mapping[Pointer, Any] | None = None, reopens: bool = True
+) -> Merged:
     """Returns the merge of three values; objects are merged key by key, lists are taken whole.
 
     What you did not touch follows `new`, what only you touched stays, and what both changed is a conflict. An object
     that one side removed while the other changed something in it is one conflict, for half a block means nothing.
-    `unsettled` are keys of an earlier conflict: where you alone differ there, it is a conflict still.
+    `unsettled` are keys of earlier conflicts with what stood there before them; where you alone differ in one of them,
+    it is a conflict again if `reopens`.
 
     >>> merge({"a": 1, "b": 1}, {"a": 1, "b": 2}, {"a": 3, "b": 1}).changes[0]
     Change(pointer=('a',), value=3, after=(), renamed=None, comment=None)
     """
     changes: list[Change] = []
     conflicts: list[Clash] = []
-    for found in _walk((), base, yours, new, unsettled, after=()):
+    earlier = unsettled or {}
+    for found in _walk((), base, yours, new, earlier if reopens else {}, after=()):
         if isinstance(found, Change):
             changes.append(found)
         else:
-            conflicts.append(found)
+            conflicts.append(replace(found, base=earlier.get(found.pointer, found.base)))
     return Merged(changes=tuple(changes), conflicts=tuple(conflicts))
+
+
+def over_adopted(yours: Mapping[str, Any], new: Mapping[str, Any]) -> Merged:
+    """Returns the merge with values that dstrain never wrote: all that it would write otherwise is a conflict, what you
+    alone have stays, and only keys for editors (`$schema`) are added unasked.
+
+    >>> [clash.pointer for clash in over_adopted({"a": 1, "b": 1}, {"a": 1, "b": 2, "c": 3}).conflicts]
+    [('b',), ('c',)]
+    """
+    differing = [change for change in merge(yours, yours, new).changes if change.value is not REMOVED]
+    changes = tuple(change for change in differing if str(change.pointer[0]).startswith("$"))
+    conflicts = []
+    for change in differing:
+        if change not in changes:
+            value = lookup(yours, change.pointer)
+            conflicts.append(Clash(pointer=change.pointer, base=value, yours=value, new=change.value))
+    return Merged(changes=changes, conflicts=tuple(conflicts))
 
 
 def _walk(

@@ -9,8 +9,8 @@ from typing import Any
 
 from dstrain.facts.hostfile import PLACEHOLDER
 from dstrain.render import edit, edit_yaml
-from dstrain.render.jsonc import Pointer
-from dstrain.render.merge import REMOVED, Change, Clash, Merged, applied, lookup, merge, same, settled
+from dstrain.render.lock import Unsettled
+from dstrain.render.merge import REMOVED, Change, Clash, Merged, applied, lookup, merge, over_adopted, same, settled
 
 
 class Decision(StrEnum):
@@ -44,9 +44,11 @@ class Regenerated:
     """File name to its text."""
     beside: Mapping[str, str]
     """What is written beside them: `NAME.new` with all that dstrain would write, where a conflict is open, `NAME.bak`
-    with what stood there, where your file was replaced."""
+    with what stood there, where a value of yours or the whole file is replaced."""
     conflicts: tuple[Conflicting, ...]
     """What both sides changed, decided or not."""
+    unsettled: Mapping[str, tuple[Unsettled, ...]]
+    """File name to what is open, of this time and of earlier ones."""
     foreign: tuple[str, ...]
     """Files that are there and dstrain knows nothing of; they must not be written."""
 
@@ -74,8 +76,12 @@ class Standing:
     """What stands there, or None."""
     new: str
     """What dstrain would write."""
-    unsettled: Collection[Pointer]
-    """Keys of earlier conflicts that are open and that `decide` is to be asked about again."""
+    is_adopted: bool = False
+    """Whether `base` is somebody's own text, which dstrain never wrote."""
+    unsettled: Collection[Unsettled] = ()
+    """Earlier conflicts that are open."""
+    reopens: bool = False
+    """Whether `decide` is to be asked about them again."""
 
 
 def regenerate(files: Collection[Standing], decide: Decide) -> Regenerated:
@@ -86,59 +92,92 @@ def regenerate(files: Collection[Standing], decide: Decide) -> Regenerated:
     texts: dict[str, str] = {}
     beside: dict[str, str] = {}
     conflicts: list[Conflicting] = []
+    unsettled: dict[str, tuple[Unsettled, ...]] = {}
     foreign = []
     for each in files:
-        if each.yours is None or each.yours in (each.base, each.new):
+        if each.yours is None or not _is_edited(each):
             texts[each.name] = each.new
         elif each.base is None:
             foreign.append(each.name)
         else:
-            texts[each.name], found = _merged(each, each.base, each.yours, decide)
-            conflicts += found
-            if any(one.decision is Decision.OPEN for one in found):
+            merged = _merged(each, each.base, each.yours, decide)
+            texts[each.name] = merged.text
+            conflicts += merged.conflicts
+            decisions = {one.decision for one in merged.conflicts}
+            if Decision.OPEN in decisions:
                 beside[f"{each.name}.new"] = each.new
-    return Regenerated(files=texts, beside=beside, conflicts=tuple(conflicts), foreign=tuple(foreign))
+            if Decision.NEW in decisions:
+                beside[f"{each.name}.bak"] = each.yours
+            if merged.unsettled:
+                unsettled[each.name] = merged.unsettled
+    return Regenerated(
+        files=texts, beside=beside, conflicts=tuple(conflicts), unsettled=unsettled, foreign=tuple(foreign)
+    )
 
 
 def replaced(files: Collection[Standing]) -> Regenerated:
     """Returns the files as dstrain would write them; what you edited is kept beside them as `.bak`."""
-    edited = {each.name: each.yours for each in files if each.yours not in (None, each.base, each.new)}
     return Regenerated(
         files={each.name: each.new for each in files},
-        beside={f"{name}.bak": text for name, text in edited.items() if text is not None},
+        beside={f"{each.name}.bak": each.yours for each in files if each.yours is not None and _is_edited(each)},
         conflicts=(),
+        unsettled={},
         foreign=(),
     )
 
 
-def unsettled(found: Regenerated, earlier: Mapping[str, Collection[Pointer]]) -> dict[str, tuple[Pointer, ...]]:
-    """Returns the keys of open conflicts by file: those found now, and earlier ones that were not asked about."""
-    open_now = {(each.file, each.clash.pointer) for each in found.open}
-    asked = {(each.file, each.clash.pointer) for each in found.conflicts}
-    old = {(name, tuple(pointer)) for name, pointers in earlier.items() for pointer in pointers}
-    left = sorted(open_now | (old - asked), key=str)
-    return {name: tuple(pointer for file, pointer in left if file == name) for name in sorted({n for n, _ in left})}
+def _is_edited(file: Standing) -> bool:
+    """Returns whether what stands there is yours: neither generated earlier nor what would be written now."""
+    return file.yours != file.new and (file.is_adopted or file.yours != file.base)
 
 
-def _merged(file: Standing, base: str, yours: str, decide: Decide) -> tuple[str, list[Conflicting]]:
-    """Returns one edited file with dstrain's changes, and its conflicts."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _OneMerged:
+    """One edited file with dstrain's changes."""
+
+    text: str
+    """What it becomes."""
+    conflicts: list[Conflicting]
+    """What both sides changed."""
+    unsettled: tuple[Unsettled, ...]
+    """What is open then, earlier conflicts included."""
+
+
+def _merged(file: Standing, base: str, yours: str, decide: Decide) -> _OneMerged:
     name = file.shown
-    was, has, gets = edit.read(base, name), edit.read(yours, name), edit.read(file.new, name)
-    merged = merge(was, has, gets, unsettled=file.unsettled)
-    if file.name == "hostfile":
-        merged = _of_hosts(merged, was, has)
+    has, gets = edit.read(yours, name), edit.read(file.new, name)
+    merged = over_adopted(has, gets) if file.is_adopted else _over_generated(file, base, has, gets)
     conflicts = [
         Conflicting(file=file.name, clash=clash, decision=decide(file.name, clash)) for clash in merged.conflicts
     ]
+    unsettled = _unsettled(file, conflicts, has, gets)
     taken = [each.clash for each in conflicts if each.decision is Decision.NEW]
     if any(not clash.pointer for clash in taken):
-        return file.new, conflicts
+        return _OneMerged(text=file.new, conflicts=conflicts, unsettled=unsettled)
     changes = [*merged.changes, *(settled(clash, gets) for clash in taken)]
     if file.name == "hostfile" and any(each.decision is not Decision.NEW for each in conflicts):
         changes = []
-    if file.name.endswith(".yaml"):
+    if file.name.endswith(".yaml") and not file.is_adopted:
         changes = _with_comments(changes, (base, yours, file.new), applied(has, changes), gets)
-    return edit.apply(yours, name, changes), conflicts
+    return _OneMerged(text=edit.apply(yours, name, changes), conflicts=conflicts, unsettled=unsettled)
+
+
+def _over_generated(file: Standing, base: str, has: Any, gets: Any) -> Merged:
+    was = edit.read(base, file.shown)
+    earlier = {each.pointer: each.base[0] if each.base else REMOVED for each in file.unsettled}
+    merged = merge(was, has, gets, unsettled=earlier, reopens=file.reopens)
+    return _of_hosts(merged, was, has) if file.name == "hostfile" else merged
+
+
+def _unsettled(file: Standing, conflicts: Collection[Conflicting], has: Any, gets: Any) -> tuple[Unsettled, ...]:
+    """Returns the open conflicts: those found now, and earlier ones that were not asked about and still differ."""
+    asked = {each.clash.pointer for each in conflicts}
+    clashes = [each.clash for each in conflicts if each.decision is Decision.OPEN]
+    opened = [Unsettled(pointer=each.pointer, base=() if each.base is REMOVED else (each.base,)) for each in clashes]
+    for each in file.unsettled:
+        if each.pointer not in asked and not same(lookup(has, each.pointer), lookup(gets, each.pointer)):
+            opened.append(each)
+    return tuple(sorted(opened, key=str))
 
 
 def _of_hosts(merged: Merged, base: Mapping[str, Any], yours: Mapping[str, Any]) -> Merged:

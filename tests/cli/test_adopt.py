@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,21 +17,31 @@ def test_the_lock_has_the_texts_and_no_template(dstrain: Type, tmp_path: Path) -
     (tmp_path / "job.yaml").write_text(JOB)
     done = dstrain("adopt")
     assert done.returncode == 0
-    assert "What stands now counts as generated" in done.stderr
-    assert "survives" in done.stderr
+    assert "what stands in them stays" in done.stderr
+    assert "yours stand until you decide" in done.stderr
     lock = json.loads((tmp_path / ".dstrain" / "lock.json").read_text())
     assert (lock["base"], lock["template"], lock["inputs"]) == ({"job.yaml": JOB}, None, {})
+    assert lock["adopted"] == ["job.yaml"]
 
 
-def test_what_is_changed_after_it_survives(dstrain: Type, tmp_path: Path) -> None:
+def test_the_first_generation_lists_what_it_would_change_and_changes_nothing(dstrain: Type, tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text(JOB)
     dstrain("adopt")
-    (tmp_path / "job.yaml").write_text(JOB + "save_steps: 500\nlogging_steps: 3\n")
     done = dstrain(*PLAN)
+    assert done.returncode == 6
+    assert re.search(r"\n  seed +1 +42 +it was adopted\n", done.stderr)
+    assert (tmp_path / "job.yaml").read_text() == JOB
+    assert "seed: 42" in (tmp_path / "job.yaml.new").read_text()
+
+
+def test_what_is_replaced_in_an_adopted_file_is_kept(dstrain: Type, tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text(JOB)
+    dstrain("adopt")
+    assert dstrain(*PLAN, "--on-conflict", "new").returncode == 0
     text = (tmp_path / "job.yaml").read_text()
-    assert done.returncode == 6  # logging_steps is dstrain's too
-    assert "logging_steps  3 " in done.stderr
-    assert ("logging_steps: 3" in text, "seed: 42" in text, "extra_of_ours" in text) == (True, True, False)
+    assert ("seed: 42" in text, "# ours" in text, "extra_of_ours: 1" in text) == (True, True, True)
+    assert (tmp_path / "job.yaml.bak").read_text() == JOB
+    assert "adopted" not in dstrain("gen-config").stderr
 
 
 def test_gen_config_asks_for_a_model_after_it(dstrain: Type, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import re
 import stat
 import subprocess
 import sys
@@ -13,6 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from dstrain.paths import alone
+from dstrain.render.lock import LOCK
 
 Type = Callable[..., Any]
 PLAN = ("gen-config", "--gpus", "16", "--model", "qwen3-32b")
@@ -418,3 +422,74 @@ def test_a_broken_lock_says_what_to_do(dstrain: Type, tmp_path: Path) -> None:
     done = dstrain("gen-config", "--gpus", "8", "--model", "qwen3-8b")
     assert done.returncode == 3
     assert "dstrain adopt" in done.stderr
+
+
+def test_of_six_at_once_the_files_are_of_one_plan_and_the_others_say_so(tmp_path: Path) -> None:
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+    lengths = [1024 * number for number in range(1, 7)]
+    command = [sys.executable, "-m", "dstrain.cli", *PLAN, "--seq-len"]
+    started = [
+        subprocess.Popen([*command, str(length)], cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True)
+        for length in lengths
+    ]
+    said = {length: process.communicate(timeout=300)[1] for length, process in zip(lengths, started, strict=True)}
+    codes = {length: process.returncode for length, process in zip(lengths, started, strict=True)}
+    assert set(codes.values()) <= {0, 6}
+    assert all("another dstrain writes into this folder" in said[length] for length in lengths if codes[length])
+    lock = json.loads((tmp_path / ".dstrain" / "lock.json").read_text())
+    assert codes[lock["inputs"]["seq_len"]] == 0
+    assert {name: (tmp_path / name).read_text() for name in lock["base"]} == lock["base"]
+    assert files(tmp_path) == WRITTEN
+
+
+def test_while_another_one_writes_it_is_refused(dstrain: Type, tmp_path: Path) -> None:
+    dstrain(*PLAN)
+    before = (tmp_path / "job.yaml").read_text()
+    with alone(tmp_path / LOCK, "writes"):
+        done, adopting = dstrain(*PLAN, "--seq-len", "2048"), dstrain("adopt")
+    assert (done.returncode, adopting.returncode) == (6, 6)
+    assert "another dstrain writes into this folder" in done.stderr
+    assert (tmp_path / "job.yaml").read_text() == before
+
+
+def test_a_generation_that_was_killed_is_healed_and_what_it_left_is_named(dstrain: Type, tmp_path: Path) -> None:
+    dstrain(*PLAN)
+    edit(tmp_path / "job.yaml", "seed: 42", "seed: 7")
+    program = """
+import os, signal, sys
+from dstrain.cli.main import main
+replace = os.replace
+def killed(source, target):
+    if str(target).endswith("lock.json"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    replace(source, target)
+os.replace = killed
+main(sys.argv[1:])
+"""
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+    again = [*PLAN, "--seq-len", "2048", "--force"]
+    killed = subprocess.run([sys.executable, "-c", program, *again], cwd=tmp_path, env=environment, check=False)
+    assert killed.returncode == -9
+    assert "seed: 7" in (tmp_path / "job.yaml.bak").read_text()
+    done = dstrain(*PLAN, "--seq-len", "2048")
+    assert done.returncode == 0
+    assert re.search(r"killed while it wrote: rm \.dstrain/\.lock\.json\.\w{8}\.tmp", done.stderr)
+    assert files(tmp_path) == {*WRITTEN, "job.yaml.bak", *(name for name in files(tmp_path) if name.endswith(".tmp"))}
+
+
+def test_taking_dstrains_value_keeps_a_copy_of_yours(dstrain: Type, tmp_path: Path) -> None:
+    assert conflict(dstrain, tmp_path, "--on-conflict", "new").returncode == 0
+    assert "seq_len: 3000  # mine" in (tmp_path / "job.yaml.bak").read_text()
+
+
+def test_a_new_file_of_yours_survives_a_conflict_and_its_end(dstrain: Type, tmp_path: Path) -> None:
+    (tmp_path / "job.yaml.new").write_text("mine\n")
+    assert "job.yaml.new2" in conflict(dstrain, tmp_path).stderr
+    dstrain("gen-config", "--on-conflict", "keep")
+    assert {path.name for path in tmp_path.glob("job*")} == {"job.yaml", "job.yaml.new"}
+    assert (tmp_path / "job.yaml.new").read_text() == "mine\n"
+
+
+def test_the_table_says_what_stood_there_when_you_edited_it(dstrain: Type, tmp_path: Path) -> None:
+    conflict(dstrain, tmp_path)
+    assert "  seq_len  3000   8192  it was 4096\n" in dstrain("gen-config", "--seq-len", "8192").stderr

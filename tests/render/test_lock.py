@@ -1,5 +1,6 @@
 """Hand edits are known by the lock's text and never lost."""
 
+import json
 import stat
 from dataclasses import replace
 from pathlib import Path
@@ -8,9 +9,9 @@ import pytest
 from cases import ask
 
 from dstrain.errors import Conflict, InvalidConfig
-from dstrain.render.lock import LOCK, Lock, read_lock, standing, write_files
+from dstrain.render.lock import LOCK, Lock, Unsettled, read_lock, standing, write_files
 from dstrain.render.merge import Clash
-from dstrain.render.regenerate import Decision, Regenerated, Standing, regenerate, replaced, unsettled
+from dstrain.render.regenerate import Decision, Regenerated, Standing, regenerate, replaced
 
 
 def lock(text: str) -> Lock:
@@ -35,9 +36,40 @@ def test_a_lock_is_read_back(tmp_path: Path) -> None:
 
 
 def test_open_conflicts_are_read_back(tmp_path: Path) -> None:
-    held = replace(lock("a: 1\n"), unsettled={"job.yaml": (("lora", "rank"),)}, cluster=None, template=None)
+    opened = Unsettled(pointer=("lora", "rank"), base=(16,))
+    held = replace(lock("a: 1\n"), unsettled={"job.yaml": (opened,)}, cluster=None, template=None)
     write_files(tmp_path, held, {}, {})
     assert read_lock(tmp_path) == held
+
+
+def test_open_conflicts_of_an_older_lock_are_read(tmp_path: Path) -> None:
+    write(tmp_path, "a: 1\n")
+    data = json.loads((tmp_path / LOCK).read_text())
+    (tmp_path / LOCK).write_text(json.dumps({**data, "schema": 1, "unsettled": {"job.yaml": [["lora", "rank"]]}}))
+    found = read_lock(tmp_path)
+    assert found is not None
+    assert (found.unsettled, found.schema) == ({"job.yaml": (Unsettled(pointer=("lora", "rank")),)}, 2)
+
+
+def test_a_lock_of_a_newer_dstrain_is_refused_by_that_word(tmp_path: Path) -> None:
+    write(tmp_path, "a: 1\n")
+    data = json.loads((tmp_path / LOCK).read_text())
+    (tmp_path / LOCK).write_text(json.dumps({**data, "schema": 7, "colour": "red"}))
+    with pytest.raises(InvalidConfig, match="written by a newer dstrain") as caught:
+        read_lock(tmp_path)
+    assert ("colour" in str(caught.value), caught.value.hint) == (False, "pip install --upgrade dstrain")
+
+
+@pytest.mark.parametrize(("folder", "command"), [("", "dstrain adopt"), ("sub", "dstrain adopt sub")])
+def test_a_broken_lock_names_the_command_for_its_own_folder(
+    folder: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(Path(folder), "a: 1\n")
+    (Path(folder) / LOCK).write_text("{")
+    with pytest.raises(InvalidConfig) as caught:
+        read_lock(Path(folder))
+    assert str(caught.value.hint).endswith(f"&& {command}")
 
 
 def test_an_unchanged_file_is_not_touched(tmp_path: Path) -> None:
@@ -77,8 +109,7 @@ def of(base: str | None, yours: str | None, new: str, name: str = "job.yaml", *,
     def decide(file: str, clash: Clash) -> Decision:
         return Decision(decision)
 
-    file = Standing(name=name, shown=name, base=base, yours=yours, new=new, unsettled=())
-    return regenerate([file], decide)
+    return regenerate([Standing(name=name, shown=name, base=base, yours=yours, new=new)], decide)
 
 
 def test_an_unedited_file_becomes_the_new_text() -> None:
@@ -104,8 +135,89 @@ def test_a_foreign_file_with_the_very_text_is_ours() -> None:
 def test_a_conflict_is_decided(decision: str, text: str) -> None:
     found = of("a: 1\nb: 1\n", "a: 7\nb: 1\n", "a: 2\nb: 2\n", decision=decision)
     assert found.files == {"job.yaml": text}
-    assert found.beside == ({"job.yaml.new": "a: 2\nb: 2\n"} if decision == "open" else {})
-    assert unsettled(found, {}) == ({"job.yaml": (("a",),)} if decision == "open" else {})
+    beside = {"open": {"job.yaml.new": "a: 2\nb: 2\n"}, "keep": {}, "new": {"job.yaml.bak": "a: 7\nb: 1\n"}}
+    assert found.beside == beside[decision]
+    opened = {"job.yaml": (Unsettled(pointer=("a",), base=(1,)),)}
+    assert found.unsettled == (opened if decision == "open" else {})
+
+
+def regenerated_over_adopted(yours: str, new: str, name: str, decision: Decision = Decision.OPEN) -> Regenerated:
+    file = Standing(name=name, shown=name, base=yours, yours=yours, new=new, is_adopted=True)
+    return regenerate([file], lambda file, clash: decision)
+
+
+def test_all_that_would_change_in_an_adopted_file_is_a_conflict() -> None:
+    yours = "seed: 43  # ours\nextra: 1\nlearning_rate: 3e-6\nepochs: 3\n"
+    new = "seed: 42  # any\nlearning_rate: 1e-5\nepochs: 3  # rounds\nseq_len: 8\n"
+    found = regenerated_over_adopted(yours, new, "job.yaml")
+    assert [each.clash.pointer for each in found.open] == [("seed",), ("learning_rate",), ("seq_len",)]
+    assert (found.files, found.beside) == ({"job.yaml": yours}, {"job.yaml.new": new})
+    taken = regenerated_over_adopted(yours, new, "job.yaml", Decision.NEW)
+    assert taken.beside == {"job.yaml.bak": yours}
+    assert "extra: 1" in taken.files["job.yaml"]
+
+
+def test_no_host_is_added_to_an_adopted_hostfile_unasked() -> None:
+    found = regenerated_over_adopted("a slots=8\n", "a slots=4\nCHANGE-ME-1 slots=4\n", "hostfile")
+    assert found.files["hostfile"] == "a slots=8\n"
+    assert len(found.open) == 2
+
+
+def test_an_adopted_file_that_is_replaced_is_kept() -> None:
+    file = Standing(name="job.yaml", shown="job.yaml", base="a: 7\n", yours="a: 7\n", new="a: 2\n", is_adopted=True)
+    assert replaced([file]).beside == {"job.yaml.bak": "a: 7\n"}
+
+
+def test_an_open_conflict_remembers_what_stood_there_before_it() -> None:
+    first = of("a: 1\n", "a: 7\n", "a: 2\n")
+    opened = first.unsettled["job.yaml"]
+    asked = Standing(
+        name="job.yaml", shown="job.yaml", base="a: 2\n", yours="a: 7\n", new="a: 2\n", unsettled=opened, reopens=True
+    )
+    later = regenerate([replace(asked, new="a: 3\n", reopens=False)], lambda file, clash: Decision.OPEN)
+    again = regenerate([asked], lambda file, clash: Decision.KEEP)
+    assert [each.clash.base for each in (*again.conflicts, *later.conflicts)] == [1, 1]
+    assert (again.unsettled, later.unsettled) == ({}, {"job.yaml": opened})
+
+
+def test_a_conflict_that_you_settled_by_hand_is_open_no_longer() -> None:
+    opened = (Unsettled(pointer=("a",), base=(1,)),)
+    file = Standing(
+        name="job.yaml",
+        shown="job.yaml",
+        base="a: 2\nb: 1\n",
+        yours="a: 2\nb: 9\n",
+        new="a: 2\nb: 1\n",
+        unsettled=opened,
+    )
+    assert regenerate([file], lambda file, clash: Decision.OPEN).unsettled == {}
+
+
+def test_a_new_file_of_yours_is_neither_replaced_nor_removed(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml.new").write_text("mine\n")
+    opened = replace(lock("a: 2\n"), unsettled={"job.yaml": (Unsettled(pointer=("a",)),)})
+    first = write_files(tmp_path, opened, {"job.yaml": "a: 7\n"}, {"job.yaml.new": "a: 2\n"}, before=lock("a: 1\n"))
+    assert first == ["job.yaml", "job.yaml.new2"]
+    later = replace(opened, base={"job.yaml": "a: 3\n"})
+    assert write_files(tmp_path, later, {"job.yaml": "a: 7\n"}, {}, before=opened) == ["job.yaml.new2"]
+    write_files(tmp_path, lock("a: 3\n"), {"job.yaml": "a: 3\n"}, {}, before=later)
+    assert sorted(path.name for path in tmp_path.glob("job*")) == ["job.yaml", "job.yaml.new"]
+    assert (tmp_path / "job.yaml.new").read_text() == "mine\n"
+
+
+@pytest.mark.parametrize("edited", ["a: 2\n# looked at\n", "a: 2\r\n"])
+def test_a_new_file_that_you_edited_stays(edited: str, tmp_path: Path) -> None:
+    opened = replace(lock("a: 2\n"), unsettled={"job.yaml": (Unsettled(pointer=("a",)),)})
+    write_files(tmp_path, opened, {"job.yaml": "a: 7\n"}, {"job.yaml.new": "a: 2\n"}, before=lock("a: 1\n"))
+    (tmp_path / "job.yaml.new").write_bytes(edited.encode())
+    write_files(tmp_path, lock("a: 2\n"), {"job.yaml": "a: 7\n"}, {}, before=opened)
+    assert (tmp_path / "job.yaml.new").read_bytes() == edited.encode()
+
+
+def test_a_folder_where_a_copy_would_stand_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml.bak").mkdir()
+    names = write_files(tmp_path, lock("a: 2\n"), {"job.yaml": "a: 2\n"}, {"job.yaml.bak": "a: 1\n"})
+    assert names == ["job.yaml", "job.yaml.bak2"]
 
 
 def test_a_comment_you_did_not_touch_follows_the_new_text() -> None:
@@ -136,6 +248,6 @@ def test_other_machines_are_not_mixed_with_yours() -> None:
 
 
 def test_force_keeps_what_stood_there() -> None:
-    file = Standing(name="job.yaml", shown="job.yaml", base="a: 1\n", yours="a: 7\n", new="a: 2\n", unsettled=())
+    file = Standing(name="job.yaml", shown="job.yaml", base="a: 1\n", yours="a: 7\n", new="a: 2\n")
     found = replaced([file])
     assert (dict(found.files), dict(found.beside)) == ({"job.yaml": "a: 2\n"}, {"job.yaml.bak": "a: 7\n"})

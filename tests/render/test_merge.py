@@ -80,7 +80,9 @@ def test_each_case(base: Any, yours: Any, new: Any, result: Any, conflicts: list
 def test_an_open_conflict_comes_again_only_when_asked_for() -> None:
     base, yours = {"a": 2}, {"a": 3}
     assert merge(base, yours, base).conflicts == ()
-    assert [each.yours for each in merge(base, yours, base, unsettled=[("a",)]).conflicts] == [3]
+    again = merge(base, yours, base, unsettled={("a",): 1}).conflicts
+    assert [(each.base, each.yours) for each in again] == [(1, 3)]
+    assert merge(base, yours, base, unsettled={("a",): 1}, reopens=False).conflicts == ()
 
 
 def test_an_added_key_knows_what_stands_before_it() -> None:
