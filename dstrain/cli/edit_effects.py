@@ -83,10 +83,7 @@ class _Subject:
         return self._estimate(changed)
 
     def _configuration(self, values: Mapping[str, Any]) -> object:
-        try:
-            return effective(self.model, request_of(_job(values[JOB])), values[CONFIG])
-        except (AttributeError, TypeError, ValueError) as error:
-            raise InvalidConfig(f"cannot be understood: {error}") from None
+        return effective(self.model, request_of(_job(values[JOB])), values[CONFIG])
 
     def _estimate(self, values: Mapping[str, Any]) -> Estimate:
         return estimate(self.model, self.cluster, request_of(_job(values[JOB])), values[CONFIG])

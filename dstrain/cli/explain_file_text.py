@@ -68,8 +68,9 @@ def explained(path: Path, config: Mapping[str, Any], known: Known | None, missin
             found = estimate_of(here)
     job = known.job.job if known and known.job else None
     model = known.model if known else None
-    fills = filled(job, model, num_ranks=known.hosts.num_slots if known and known.hosts else None) if job else {}
-    by = scale(config, precision=job.precision if job else None, num_params=model.num_params if model else None)
+    num_ranks = known.hosts.num_slots if known and known.hosts else None
+    fills = filled(job, model, num_ranks=num_ranks) if job else {}
+    by = scale(config, job, model, num_ranks=num_ranks)
     estimate = found if isinstance(found, Estimate) else None
     return Explained(
         path=path,
@@ -151,7 +152,7 @@ def _words(section: Section, found: Explained) -> Iterator[str]:
 def _offload_words(found: Explained) -> Iterator[str]:
     for name, what in (("offload_optimizer", "Optimizer states"), ("offload_param", "Parameters")):
         device = lookup(found.config, ("zero_optimization", name, "device"), "none")
-        if device in _DEVICES:
+        if isinstance(device, str) and device in _DEVICES:
             yield f"{what} are {_DEVICES[device]}"
     if found.estimate is not None and (text := _elsewhere(found.estimate)):
         yield text

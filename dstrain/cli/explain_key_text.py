@@ -99,7 +99,7 @@ def _here_lines(found: Explained) -> list[str]:
             f"No numbers: {found.missing}.",
             "With a job whose model is known: what dstrain would choose, and what each value costs.",
         ]
-    by = scale(here.config, precision=here.request.precision, num_params=here.model.num_params)
+    by = scale(here.config, here.request, here.model, num_ranks=here.cluster.num_gpus)
     path = tuple(key.path.split(".")) if "*" not in key.path else found.pointer
     text = [*(f"{line}" for line in subject_lines(here.model, here.cluster)), ""]
     text.append(f"  here      {_said(lookup(here.config, path), here.config, key, by)}")

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from dstrain.choices import Offload, Precision
+from dstrain.errors import InvalidConfig
 from dstrain.facts.calibration import Calibration
 from dstrain.facts.cluster import Cluster
 from dstrain.facts.model import ModelFacts
@@ -17,6 +18,8 @@ from dstrain.plan.params import trained
 from dstrain.plan.plan import Estimate
 from dstrain.plan.request import Request
 from dstrain.plan.speed import speed
+
+N = TypeVar("N", int, float)
 
 USABLE_GPU_RATIO = 0.90
 """Share of the GPU that a plan may fill while the machine is not calibrated.
@@ -105,14 +108,28 @@ _ASKED = (
 """What the request says and the DeepSpeed configuration does not."""
 
 
+_LARGEST = 2**62
+"""No size of a buffer is more, in elements: beyond it there is no address."""
+
+
 def effective(model: ModelFacts, request: Request, ds_config: Mapping[str, Any]) -> Configuration:
     """Returns what DeepSpeed 0.19 and Transformers 5 make of `ds_config`: defaults filled in, "auto" resolved.
 
+    Raises InvalidConfig for a value that means nothing to the engine.
     Source: deepspeed 0.19.8 runtime/zero/config.py; Transformers 5.23 integrations/deepspeed.py:
     trainer_config_process (reduce bucket h², prefetch 0.9·h², persistence 10·h).
     """
+    try:
+        return _effective(model, request, ds_config)
+    except (ArithmeticError, AttributeError, TypeError, ValueError) as error:
+        raise InvalidConfig(
+            f"the configuration cannot be understood: {error}", hint="dstrain lint says where."
+        ) from None
+
+
+def _effective(model: ModelFacts, request: Request, ds_config: Mapping[str, Any]) -> Configuration:
     zero = ds_config.get("zero_optimization") or {}
-    stage = zero.get("stage", 0)
+    stage = _within("zero_optimization.stage", int(zero.get("stage", 0)), 0, 3)
     h = model.hidden_size
     asked = {name: getattr(request, name) for name in _ASKED}
     optimizer = zero.get("offload_optimizer") or {}
@@ -121,16 +138,20 @@ def effective(model: ModelFacts, request: Request, ds_config: Mapping[str, Any])
 
     def number(key: str, default: int, auto: int) -> int:
         value = zero.get(key, zero.get(key.removeprefix("stage3_"), default))  # the engine takes either name
-        return auto if value == "auto" else round(float(value))
+        return auto if value == "auto" else round(_within(key, float(value), 0, _LARGEST))
 
     return replace(
         DEFAULTS,
         **{key: value for key, value in asked.items() if value is not None},
-        zero_stage=int(stage),
-        offload=_offload(zero, int(stage)),
-        offload_ratio=float(optimizer.get("ratio", 1.0)) if stage == 3 else 1.0,
-        hpz=int(zero.get("zero_hpz_partition_size", 1)) if stage == 3 else 1,
-        tp=int((ds_config.get("tensor_parallel") or {}).get("autotp_size") or 1),
+        zero_stage=stage,
+        offload=_offload(zero, stage),
+        offload_ratio=_within("offload_optimizer.ratio", float(optimizer.get("ratio", 1.0)), 0, 1)
+        if stage == 3
+        else 1.0,
+        hpz=_within("zero_hpz_partition_size", int(zero.get("zero_hpz_partition_size", 1)), 1, _LARGEST)
+        if stage == 3
+        else 1,
+        tp=_within("autotp_size", int((ds_config.get("tensor_parallel") or {}).get("autotp_size") or 1), 1, _LARGEST),
         grad_accum_dtype=_accumulation(ds_config),
         overlap_comm=stage == 3 if overlaps is None else bool(overlaps),
         pin_memory=bool(optimizer.get("pin_memory", True)),
@@ -147,6 +168,13 @@ def effective(model: ModelFacts, request: Request, ds_config: Mapping[str, Any])
             "stage3_max_reuse_distance", DEFAULTS.max_reuse_distance, DEFAULTS.max_reuse_distance
         ),
     )
+
+
+def _within(name: str, value: N, least: float, most: float) -> N:
+    """Returns the value. Raises ValueError where it is outside of its range, or no number."""
+    if not least <= value <= most:
+        raise ValueError(f"{name} is {value:g}")
+    return value
 
 
 def _accumulation(ds_config: Mapping[str, Any]) -> Precision | None:

@@ -73,6 +73,56 @@ def states(counts: Trained, configuration: Configuration, num_ranks: int) -> Sta
     return States(params=held, grads=0, optimizer=0, host=host, staging=staging)
 
 
+def prefetch_bytes(configuration: Configuration) -> int:
+    """Returns the bytes of what ZeRO-3 gathers ahead at most: the gathered buffer, then copies of it as parameters.
+
+    Source: deepspeed 0.19.8 runtime/zero/partition_parameters.py: AllGatherCoalescedHandle.wait.
+    """
+    elements = min(configuration.prefetch_bucket_size, configuration.max_live_parameters)
+    return 2 * configuration.precision.num_bytes * elements
+
+
+def num_buckets(configuration: Configuration) -> int:
+    """Returns how many buffers of `reduce_bucket_size` elements the engine allocates, whatever the model has: two under
+    ZeRO-1 and 2 where communication overlaps, else one.
+
+    Source: deepspeed 0.19.8 runtime/zero/stage_1_and_2.py: setup_buckets; stage3.py: _setup_for_real_optimizer.
+    """
+    return 2 if configuration.zero_stage in (1, 2) and configuration.overlap_comm else 1
+
+
+def bucket_bytes(configuration: Configuration, trainable: int | None) -> int:
+    """Returns the bytes of each GPU that the engine's buckets take at most: s·rb for each of them, and once more the
+    flat copy that is reduced, which is no larger than the gradients of `trainable` elements (None: not known).
+
+    Source: deepspeed 0.19.8 runtime/zero/stage_1_and_2.py: allreduce_bucket (flatten); stage3.py: __avg_scatter_grads;
+    compared with the replay of the engine in the tests.
+
+    >>> from dataclasses import replace
+    >>> from dstrain.plan.configuration import DEFAULTS
+    >>> bucket_bytes(replace(DEFAULTS, zero_stage=2, overlap_comm=True, reduce_bucket_size=100), None)
+    600
+    """
+    elements = configuration.reduce_bucket_size
+    copied = elements if trainable is None else min(elements, trainable)
+    return (
+        configuration.precision.num_bytes
+        * (num_buckets(configuration) * elements + copied)
+        * bool(configuration.zero_stage)
+    )
+
+
+def sub_group_bytes(configuration: Configuration, partition: float | None) -> int:
+    """Returns the bytes that stepping one sub-group of ZeRO-3 takes: its gradients flat (s) and in fp32 on the GPU;
+    where the optimizer is offloaded only the fp32 gradients, in host RAM. A rank has `partition` elements.
+
+    Source: deepspeed 0.19.8 runtime/zero/stage3.py: _prepare_sub_group, _create_fp32_partitions.
+    """
+    elements = configuration.sub_group_size
+    item = configuration.precision.num_bytes if configuration.offload is Offload.NONE else 0
+    return round((item + 4) * (elements if partition is None else min(elements, partition)))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineBuffers:
     """What the engine holds on the GPU beside model states, in bytes."""
@@ -90,24 +140,23 @@ class EngineBuffers:
 def engine_buffers(counts: Trained, configuration: Configuration, num_ranks: int) -> EngineBuffers:
     """Returns the engine's own memory, with rb = reduce_bucket_size and N ranks.
 
-    ZeRO-1: the full gradient sP through the backward pass, s·rb (twice when communication overlaps); at the step
-    (s + 4)P/N. ZeRO-2: the partition sP/N (again, when accumulating) and the largest gradient. ZeRO-3: s·rb from the
-    start, as much again while reducing; at the step (s + 4)·min(P/N, sub_group_size).
+    Buckets as `bucket_bytes`; ZeRO-3 has its bucket from the start. ZeRO-1: the full gradient sP through the backward
+    pass; at the step (s + 4)P/N. ZeRO-2: the partition sP/N (again, when accumulating) and the largest gradient.
+    ZeRO-3: at the step `sub_group_bytes`.
     Source: deepspeed 0.19.8 runtime/zero/stage_1_and_2.py: setup_buckets, step; runtime/zero/stage3.py: __init__,
     _prepare_sub_group; counted from live tensors of the engine on CPU ranks.
     """
     s, stage = configuration.precision.num_bytes, configuration.zero_stage
     partition = counts.trainable / (num_ranks if stage else 1)
-    overlap = 2 if configuration.overlap_comm else 1
-    bucket = s * min(configuration.reduce_bucket_size, counts.trainable) * overlap
+    bucket = bucket_bytes(configuration, counts.trainable)
     offloaded = configuration.offload is not Offload.NONE
     largest = s * counts.largest_trainable
     if stage == 0:
         return EngineBuffers(resident=0, backward_grads=0, backward=0, step=round(4 * counts.trainable))
     if stage == 3:
         resident = s * configuration.reduce_bucket_size
-        step = 0 if offloaded else round((s + 4) * min(partition, configuration.sub_group_size))
-        return EngineBuffers(resident=resident, backward_grads=0, backward=resident + 2 * largest, step=step)
+        step = 0 if offloaded else sub_group_bytes(configuration, partition)
+        return EngineBuffers(resident=resident, backward_grads=0, backward=bucket - resident + 2 * largest, step=step)
     full = round(s * counts.trainable)
     if offloaded:
         whole = full if stage == 1 else 0
@@ -130,8 +179,8 @@ def gathered_bytes(counts: Trained, configuration: Configuration, unit_numel: in
         return 0
     total = counts.trainable + counts.frozen + counts.quantized
     kept = configuration.max_reuse_distance // 2
-    ahead = 2 * min(configuration.prefetch_bucket_size, configuration.max_live_parameters)
-    return configuration.precision.num_bytes * min(total, unit_numel + kept + ahead)
+    item = configuration.precision.num_bytes
+    return min(item * total, item * (unit_numel + kept) + prefetch_bytes(configuration))
 
 
 def pinned_waste(counts: Trained, configuration: Configuration, num_ranks: int) -> int:

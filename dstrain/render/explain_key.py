@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dstrain.choices import Precision
+from dstrain.errors import InvalidConfig
 from dstrain.facts.calibration import Calibration
 from dstrain.facts.cluster import Cluster
 from dstrain.facts.model import ModelFacts
@@ -232,8 +233,8 @@ def _estimate(here: Here, config: Mapping[str, Any]) -> Estimate | str:
     """Returns what a configuration needs, or why nobody knows."""
     try:
         made = effective(here.model, here.request, config)
-    except (AttributeError, TypeError, ValueError) as error:
-        return f"{error}; dstrain lint says where"
+    except InvalidConfig as error:
+        return f"{error.problem}; dstrain lint says where"
     return assess(here.model, here.cluster, made, calibration=here.calibration)
 
 

@@ -31,8 +31,8 @@ def _require_planned(template: str, config: dict[str, Any], plan: Plan, model: M
     chosen = plan.chosen.configuration
     try:
         made = effective(model, Request(), config)
-    except (AttributeError, TypeError, ValueError) as error:
-        raise InvalidConfig(f"{template}: its zero_optimization cannot be understood: {error}") from None
+    except InvalidConfig as error:
+        raise InvalidConfig(f"{template}: {error.problem}", hint="Mend the template.") from None
     if (made.zero_stage, made.offload) != (chosen.zero_stage, chosen.offload):
         raise InvalidConfig(
             f"{template}: makes ZeRO-{made.zero_stage} with offload {made.offload}, and the plan is {chosen.title}",

@@ -61,8 +61,8 @@ def test_a_size_is_compared_with_what_dstrain_and_deepspeed_take(dstrain: Type, 
     edit(folder, '"reduce_bucket_size": 200000000', '"reduce_bucket_size": 1e9')
     done = dstrain("explain", "reduce_bucket_size", cwd=folder)
     text = done.stdout
-    assert "here      1000000000.0 (3.73 GiB of each GPU at most, in two buffers)" in text
-    assert "dstrain   200000000 (762.9 MiB of each GPU at most, in two buffers)" in text
+    assert "here      1000000000.0 (3.73 GiB of each GPU at most: the bucket and the copy that is reduced)" in text
+    assert "dstrain   200000000 (762.9 MiB of each GPU at most: the bucket and the copy that is" in text
     assert "engine buffers sized to the memory left" in text
     table = text.split("Memory and time if only reduce_bucket_size were\n")[1].splitlines()
     assert [line.split()[0] for line in table] == ["1000000000.0", "200000000", "500000000", '"auto"']

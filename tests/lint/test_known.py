@@ -123,7 +123,7 @@ def test_a_bucket_larger_than_the_model_costs_bytes_that_are_told() -> None:
     body = ' "bf16": {"enabled": "auto"}, "zero_optimization": {"stage": 2, "reduce_bucket_size": 700000000}}'
     said = one("DS701", found(body, model=model("qwen3-0.6b")))
     assert "more than the 596.0 M parameters of the model" in said.problem
-    assert "1.30 GiB of each GPU" in said.effect  # 7e8 elements of 2 bytes, one buffer without overlap_comm
+    assert "2.41 GiB of each GPU" in said.effect  # 2 bytes each: the bucket, and a copy no larger than the model
 
 
 def test_hpz_must_divide_the_gpus_of_a_node() -> None:

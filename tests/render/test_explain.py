@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
 from cases import ask
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
+from dstrain.choices import Precision
+from dstrain.cli import explain_file_text as file_text
 from dstrain.errors import InvalidConfig
+from dstrain.launch.linting import Known
 from dstrain.plan.estimate import effective
 from dstrain.render.explain_file import sections
-from dstrain.render.explain_key import COUNTED, OF_JOB, Here, ways
+from dstrain.render.explain_key import COUNTED, OF_JOB, Here, estimate_of, ways
 from dstrain.render.key_cost import Scale, cost
 from dstrain.render.keys.key import Kind
 from dstrain.render.keys.table import KEYS, ROWS
@@ -38,6 +45,24 @@ OTHER = {
     "tensor_parallel.autotp_size": 2,
     "data_types.grad_accum_dtype": "bf16",
 }
+
+
+LEAVES = [None, True, False, 0, -1, 1, 3, 7, 0.5, -1e308, 1e308, float("inf"), float("nan"), 10**400]
+LEAVES += ["", "auto", "cpu", "nvme", "3", "1e400", [], {}, [{}]]
+"""What a hand may leave where something else is meant."""
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> dict[str, Any]:
+    """Returns a configuration with a few keys of DeepSpeed, most of ZeRO, that hold anything."""
+    whole: dict[str, Any] = {"zero_optimization": {"stage": draw(st.sampled_from([*LEAVES, 2, 3]))}}
+    paths = [key.path for key in ROWS if key.removed is None and "*" not in key.path]
+    often = [path for path in paths if path.startswith("zero_optimization")]
+    for path in draw(st.lists(st.sampled_from(often) | st.sampled_from(paths), max_size=4)):
+        change = Change(pointer=tuple(path.split(".")), value=draw(st.sampled_from(LEAVES)))
+        with suppress(AttributeError, KeyError, TypeError, IndexError):  # inside something that is no object
+            whole = applied(whole, [change])
+    return whole
 
 
 def test_the_planner_reads_exactly_the_keys_that_are_counted() -> None:
@@ -76,29 +101,43 @@ def test_the_end_of_one_path_is_enough_and_of_several_is_refused_with_all_of_the
     ("path", "value", "wanted"),
     [
         ("zero_optimization.reduce_bucket_size", 5e8, 2 * 2 * 500_000_000),
-        ("zero_optimization.stage3_prefetch_bucket_size", 50_000_000, 2 * 50_000_000),
+        ("zero_optimization.stage3_prefetch_bucket_size", 50_000_000, 2 * 2 * 50_000_000),
         ("zero_optimization.sub_group_size", 1e9, 4 * 600_000_000),
         ("zero_optimization.stage3_max_live_parameters", 1e9, 2 * 600_000_000),
         ("aio.block_size", 1_048_576, 1_048_576),
     ],
 )
 def test_a_size_in_elements_is_bytes_and_never_more_than_the_model(path: str, value: float, wanted: int) -> None:
-    found = cost(path, value, WHOLE, Scale(element_bytes=2, num_params=600_000_000))
+    found = cost(path, value, WHOLE, Scale(precision=Precision.BF16, num_params=600_000_000, num_trainable=600_000_000))
     assert found is not None
     assert found.count_bytes == wanted
 
 
 @pytest.mark.parametrize("value", [True, "auto", None, {}, []])
 def test_what_is_no_number_has_no_cost(value: Any) -> None:
-    assert cost("zero_optimization.reduce_bucket_size", value, WHOLE, Scale(element_bytes=2, num_params=None)) is None
+    assert cost("zero_optimization.reduce_bucket_size", value, WHOLE, Scale(precision=Precision.BF16)) is None
 
 
 @pytest.mark.parametrize("config", [{}, {"zero_optimization": True}, {"zero_optimization": 3, "bf16": []}, {"x": {}}])
 def test_any_object_has_sections(config: dict[str, Any]) -> None:
-    found = sections(config, filled={}, by=Scale(element_bytes=2, num_params=None), estimate=None)
+    found = sections(config, filled={}, by=Scale(precision=Precision.BF16), estimate=None)
     assert len([entry for section in found for entry in section.entries]) == len(config)
 
 
 def test_a_template_says_why_it_writes_a_size() -> None:
     for name in template_names():
         assert {"overlap_comm", "reduce_bucket_size"} <= set(reasons_in(name)), name
+
+
+@given(config=configs())
+@example({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": {}}}})
+@example({"zero_optimization": {"stage": 3, "reduce_bucket_size": -1e308}})
+@example({"zero_optimization": {"stage": 3, "max_live_parameters": -1e308}})
+@example({"zero_optimization": {"stage": 3, "stage3_prefetch_bucket_size": "1e400"}})
+@settings(max_examples=300, deadline=None)
+def test_no_configuration_that_is_json_breaks_an_explanation(config: dict[str, Any]) -> None:
+    asked = ask(model="qwen3-0.6b", gpus=8, zero_stage=3, seq_len=512, micro_batch=1)
+    known = Known(model=asked.model, cluster=asked.cluster, hosts=asked.hosts)
+    assert file_text.lines(file_text.explained(Path("ds_config.json"), config, known, None))
+    here = Here(config=config, request=asked.request, model=asked.model, cluster=asked.cluster)
+    assert estimate_of(here)

@@ -82,7 +82,7 @@ class PartitionedReducer(Reducer):
         self.partition = rounded(sum(self.numel[weight] for weight in self.mine) * how.item)
         if self.is_wide:
             self.partition = sum(rounded(numel * how.accumulated) for numel in self.layout.partitions)
-        self.buckets = (2 if how.overlaps else 1) * rounded(how.bucket * how.item)
+        self.buckets = how.buckets * rounded(how.bucket * how.item)
         self.has_buckets = self.has_partition = self.has_sum = False
         self.in_bucket: list[int] = []
         self.elements = 0

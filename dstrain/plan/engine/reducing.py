@@ -34,8 +34,10 @@ class Reduces:
     """Ranks that share the optimizer."""
     bucket: int
     """`reduce_bucket_size`."""
+    buckets: int
+    """Buffers of that size."""
     overlaps: bool
-    """Whether communication overlaps the backward pass: two buckets, and ZeRO-1 reduces before the pass is over."""
+    """Whether communication overlaps the backward pass, so that ZeRO-1 reduces before the pass is over."""
     is_offloaded: bool
     """Whether gradients go to the host."""
     micro_steps: int

@@ -14,6 +14,7 @@ from dstrain.plan.engine.partitions import PartitionedReducer, layout
 from dstrain.plan.engine.program import Event, Program
 from dstrain.plan.engine.reducing import Reducer, Reduces, ShardedReducer, WideReducer
 from dstrain.plan.engine.resident import accumulation_item, communication_item, is_wide
+from dstrain.plan.zero import num_buckets
 
 MICRO_STEPS_PLAYED = 3
 """Micro-batches of a step that differ: the first, one in the middle, the last."""
@@ -119,6 +120,7 @@ def reducer_of(modules: Modules, configuration: Configuration, ranks: int, rank:
         accumulated=accumulation_item(configuration),
         ranks=ranks,
         bucket=configuration.reduce_bucket_size,
+        buckets=num_buckets(configuration),
         overlaps=configuration.overlap_comm,
         is_offloaded=configuration.offload is not Offload.NONE,
         micro_steps=min(configuration.grad_accum, MICRO_STEPS_PLAYED),

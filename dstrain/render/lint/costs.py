@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from dstrain.render.key_cost import cost, scale
 from dstrain.render.lint.finding import Fault, Severity
 from dstrain.render.lint.rule import Rule
 from dstrain.render.lint.subject import Subject, shown
@@ -15,16 +16,12 @@ LARGE_SUB_GROUP = 2_000_000_000
 """Twice DeepSpeed's default, in elements."""
 
 
-def _element_bytes(subject: Subject) -> int:
-    if subject.job is not None:
-        return 4 if subject.job.job.precision == "fp32" else 2
-    is_low = any(subject.at(f"{name}.enabled", False) in (True, "auto") for name in ("bf16", "fp16"))
-    return 2 if is_low else 4
-
-
-def _bucket_copies(subject: Subject) -> int:
-    """Returns how many buffers of a bucket's size there are at once: two that take turns, or one and its copy."""
-    return 2 if subject.stage == 3 or subject.is_true("zero_optimization.overlap_comm") else 1
+def _bytes(subject: Subject, key: str, value: float) -> int:
+    """Returns the bytes that a size takes, as `dstrain explain` counts them."""
+    job = subject.job.job if subject.job is not None else None
+    by = scale(subject.config, job, subject.model, num_ranks=subject.num_ranks)
+    took = cost(f"zero_optimization.{key}", value, subject.config, by)
+    return took.count_bytes if took is not None else 0
 
 
 def _buckets(subject: Subject) -> Iterator[Fault]:
@@ -32,10 +29,10 @@ def _buckets(subject: Subject) -> Iterator[Fault]:
     params = subject.model.num_params if subject.model is not None else None
     if subject.stage == 0 or (size <= LARGE_BUCKET and (params is None or size <= params)):
         return
-    needed = int(size) * _element_bytes(subject) * _bucket_copies(subject)
+    needed = _bytes(subject, "reduce_bucket_size", size)
     larger = f", more than the {format_count(params)} parameters of the model" if params and size > params else ""
     least = min(200_000_000, params) if params else 200_000_000
-    saved = needed - least * _element_bytes(subject) * _bucket_copies(subject)
+    saved = needed - _bytes(subject, "reduce_bucket_size", least)
     yield Fault(
         pointer=("zero_optimization", "reduce_bucket_size"),
         problem=f"reduce_bucket_size is {shown(subject.at('zero_optimization.reduce_bucket_size'))}{larger}",
@@ -60,14 +57,15 @@ def _live(subject: Subject) -> Iterator[Fault]:
 
 def _sub_groups(subject: Subject) -> Iterator[Fault]:
     size = subject.number("zero_optimization.sub_group_size", 0)
-    if subject.stage != 3 or size <= LARGE_SUB_GROUP:
+    if subject.stage != 3 or subject.offloads_optimizer or size <= LARGE_SUB_GROUP:
         return
     share = None
     if subject.model is not None and subject.num_ranks:
         share = subject.model.num_params // subject.num_ranks
         if share <= LARGE_SUB_GROUP:
             return
-    extra = f"{format_bytes(6 * min(int(size), share))} of each GPU" if share else "6 bytes for every element of it"
+    needed = format_bytes(_bytes(subject, "sub_group_size", size))
+    extra = f"{needed} of each GPU" if share else f"up to {needed} of each GPU"
     yield Fault(
         pointer=("zero_optimization", "sub_group_size"),
         problem=f"sub_group_size is {shown(subject.at('zero_optimization.sub_group_size'))}",

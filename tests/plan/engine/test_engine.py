@@ -16,6 +16,8 @@ from dstrain.plan.configuration import DEFAULTS, Configuration
 from dstrain.plan.engine import course, deepspeed
 from dstrain.plan.engine.account import Account, Part
 from dstrain.plan.engine.shortening import shortened
+from dstrain.plan.zero import bucket_bytes
+from dstrain.render.key_cost import Scale, cost
 from tests.train.engine_cases import DEEP, LLAMA, SPARSE, TIED
 
 MODEL = from_config(LLAMA, name="llama", source="llama")
@@ -85,6 +87,20 @@ def test_zero_3_keeps_no_more_gathered_than_it_may_and_a_module(reuse: int) -> N
 def test_one_rank_has_every_parameter_and_gathers_nothing() -> None:
     way = replace(SMALL, zero_stage=3)
     assert all(each.engine[Part.GATHERED] == 0 for each in deepspeed.instants(MODEL, way, 1))
+
+
+@pytest.mark.parametrize(("stage", "overlaps"), [(1, True), (2, False), (2, True), (3, True)])
+def test_buckets_take_what_explain_and_lint_say_of_them(stage: int, overlaps: bool) -> None:
+    way = replace(SMALL, zero_stage=stage, overlap_comm=overlaps, reduce_bucket_size=3_000_000)
+    resident = deepspeed.engine_of(MODEL, way, 2).held.buffers
+    instants = deepspeed.instants(MODEL, way, 2)
+    most = max(each.engine[Part.BUFFERS] for each in instants if each.name == "gradient reduction")
+    assert resident + most == pytest.approx(bucket_bytes(way, P), rel=0.05)
+    config = {"zero_optimization": {"stage": stage, "overlap_comm": overlaps}}
+    by = Scale(precision=way.precision, num_params=P, num_trainable=P)
+    said = cost("zero_optimization.reduce_bucket_size", way.reduce_bucket_size, config, by)
+    assert said is not None
+    assert said.count_bytes == bucket_bytes(way, P)
 
 
 WAYS = [
