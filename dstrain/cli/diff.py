@@ -68,7 +68,7 @@ def _lines(folder: Path, found: Effects) -> list[str]:
         lines.append(str(folder / name))
         lines += [f"  {text}{_told(each, found)}" for each, text in rows if each.edit.file == name]
     if found.together is not None:
-        others = [dotted(each.edit.pointer) for each in found.edits if each.note is not None]
+        others = [dotted(each.edit.pointer) for each in found.edits if each.effect is None]
         without = f", without {', '.join(others)}" if others else ""
         lines.append(f"all together{without}: {effect_text(found.together)}")
     return lines
@@ -76,7 +76,7 @@ def _lines(folder: Path, found: Effects) -> list[str]:
 
 def _told(each: Measured, found: Effects) -> str:
     if each.effect is not None:
-        return f": {effect_text(each.effect)}"
+        return f": {effect_text(each.effect)}{f' ({each.note})' if each.note else ''}"
     return "" if each.note is None or found.reason is not None else f": {each.note}"
 
 
@@ -105,6 +105,8 @@ def _bytes(count: int, what: str) -> str:
 
 
 def _percent(ratio: float, what: str) -> str:
+    if ratio >= 1:
+        return f"{what} × {1 + ratio:.1f}"
     rounded = round(100 * ratio) if abs(ratio) >= 0.095 else round(100 * ratio, 1)
     return f"{_sign(rounded)}{abs(rounded):g} % {what}"
 

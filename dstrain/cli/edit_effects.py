@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dstrain.choices import Hub
+from dstrain.choices import Attention, Hub
 from dstrain.errors import DstrainError, InvalidConfig
 from dstrain.facts import probe
 from dstrain.facts.cluster import Cluster
@@ -20,6 +20,8 @@ from dstrain.plan.estimate import effective, estimate
 from dstrain.plan.plan import Estimate
 from dstrain.records import from_data
 from dstrain.render import edit
+from dstrain.render.explain_key import remark_text
+from dstrain.render.lint.check import remarks
 from dstrain.render.lock import Lock
 from dstrain.render.manual import Edit
 from dstrain.render.merge import Change, applied
@@ -28,8 +30,11 @@ CONFIG, JOB = "ds_config.json", "job.yaml"
 _WITHOUT_EFFECT = {
     CONFIG: "no effect that the planner counts",
     JOB: "no effect on memory or speed",
-    "hostfile": "the machines themselves: dstrain gen-config plans for them",
+    "hostfile": "changes the machines: run dstrain gen-config to plan for them",
 }
+
+_PACKED = "a packed row holds several samples, so an epoch has fewer steps"
+_MASKED = "; the time is that of sdpa's mask, which flash_attention_2 does without"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +46,7 @@ class Measured:
     effect: Effect | None
     """What it does beside the generated files; None where it does nothing or nothing can be said."""
     note: str | None
-    """Why there is no effect."""
+    """Why there is no effect, or how to read it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +87,14 @@ class _Subject:
             return None
         return self._estimate(changed)
 
+    def remark(self, each: Edit) -> str | None:
+        """Returns what lint says of an edit of the configuration that the planner does not count."""
+        if each.file != CONFIG:
+            return None
+        config = applied(self.values[CONFIG], [Change(pointer=each.pointer, value=each.yours)])
+        found = remarks(config, each.pointer, job=_job(self.values[JOB]), model=self.model, cluster=self.cluster)
+        return remark_text(found[0]) if found else None
+
     def _configuration(self, values: Mapping[str, Any]) -> object:
         return effective(self.model, request_of(_job(values[JOB])), values[CONFIG])
 
@@ -99,7 +112,7 @@ def effects(folder: Path, lock: Lock, edits: Sequence[Edit]) -> Effects:
         return Effects(edits=bare, together=None, reason=error.problem)
     assert before is not None, "what was generated is always estimated"
     measured = tuple(_measured(subject, before, each) for each in edits)
-    counted = [each.edit for each in measured if each.note is None]
+    counted = [each.edit for each in measured if each.effect is not None]
     after = subject.estimate(counted) if counted else None
     return Effects(edits=measured, together=None if after is None else effect(before, after), reason=None)
 
@@ -114,8 +127,11 @@ def _measured(subject: _Subject, before: Estimate, each: Edit) -> Measured:
     except DstrainError as error:
         return Measured(edit=each, effect=None, note=f"no estimate: {error.problem}")
     if after is None:
-        return Measured(edit=each, effect=None, note=_WITHOUT_EFFECT[each.file])
-    return Measured(edit=each, effect=effect(before, after), note=None)
+        return Measured(edit=each, effect=None, note=subject.remark(each) or _WITHOUT_EFFECT[each.file])
+    note = None
+    if each.file == JOB and each.pointer == ("packing",) and each.yours is True:
+        note = _PACKED + (_MASKED if before.configuration.attn is Attention.SDPA else "")
+    return Measured(edit=each, effect=effect(before, after), note=note)
 
 
 def _subject(folder: Path, lock: Lock) -> _Subject:

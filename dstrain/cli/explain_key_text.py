@@ -12,6 +12,7 @@ from dstrain.cli.explain_text import said_bytes, wrapped
 from dstrain.cli.plan_text import subject_lines
 from dstrain.errors import DstrainError
 from dstrain.plan.effect import Effect
+from dstrain.render.explain_file import is_idle, stage_of
 from dstrain.render.explain_key import OF_JOB, Chosen, Here, Way, choose, counted, ways, why
 from dstrain.render.jsonc import Pointer
 from dstrain.render.key_cost import Scale, cost, scale
@@ -102,7 +103,9 @@ def _here_lines(found: Explained) -> list[str]:
     by = scale(here.config, here.request, here.model, num_ranks=here.cluster.num_gpus)
     path = tuple(key.path.split(".")) if "*" not in key.path else found.pointer
     text = [*(f"{line}" for line in subject_lines(here.model, here.cluster)), ""]
-    text.append(f"  here      {_said(lookup(here.config, path), here.config, key, by)}")
+    stage = stage_of(here.config)
+    idle = f"; nothing reads it under ZeRO-{stage}" if is_idle(key, stage) else ""
+    text.append(f"  here      {_said(lookup(here.config, path), here.config, key, by)}{idle}")
     text += _chosen_lines(found, path, by)
     return [*text, "", *_way_lines(found, by)]
 
@@ -152,7 +155,7 @@ def _does(way: Way) -> str:
     if way.effect is None or way.estimate is None:
         return f"cannot be estimated: {way.problem}{name}"
     if not way.is_here:
-        return ("no difference" if _is_nothing(way.effect) else effect_text(way.effect)) + name
+        return (way.remark or "no difference" if _is_nothing(way.effect) else effect_text(way.effect)) + name
     step = f", {format_seconds(way.estimate.speed.step_s)} a step" if way.estimate.speed else ""
     return f"{format_bytes(way.estimate.memory.device_bytes_per_gpu)} a GPU{step}{name}"
 
@@ -201,6 +204,7 @@ def _here_document(found: Explained, here: Here) -> dict[str, Any]:
                 "is_chosen": way.is_chosen,
                 "effect": asdict(way.effect) if way.effect else None,
                 "problem": way.problem,
+                "remark": way.remark,
             }
             for way in found.ways
         ],

@@ -211,8 +211,13 @@ def _other_lines(lock: Lock, merged: Regenerated) -> list[str]:
     found = []
     for key in ("model", "ds_config"):
         yours, planned = (_job_key(text, key) for text in (merged.files.get("job.yaml"), lock.base["job.yaml"]))
-        if yours != planned:
-            found.append(f"note: job.yaml names {key} {yours}, and this plan is for {planned}: give --model to plan it")
+        if yours is None:
+            found.append(
+                f"note: job.yaml names no {key}, and this plan is for {planned}: write `{key}: {planned}` there"
+            )
+        elif yours != planned:
+            what = f": give --model {yours} to plan that" if key == "model" else ", which it does not read"
+            found.append(f"note: job.yaml names {key} {yours}, and this plan is for {planned}{what}")
     return found
 
 

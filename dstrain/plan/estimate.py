@@ -148,7 +148,7 @@ def _effective(model: ModelFacts, request: Request, ds_config: Mapping[str, Any]
         offload_ratio=_within("offload_optimizer.ratio", float(optimizer.get("ratio", 1.0)), 0, 1)
         if stage == 3
         else 1.0,
-        hpz=_within("zero_hpz_partition_size", int(zero.get("zero_hpz_partition_size", 1)), 1, _LARGEST)
+        hpz=max(1, _within("zero_hpz_partition_size", int(zero.get("zero_hpz_partition_size", 1)), 0, _LARGEST))
         if stage == 3
         else 1,
         tp=_within("autotp_size", int((ds_config.get("tensor_parallel") or {}).get("autotp_size") or 1), 1, _LARGEST),

@@ -147,11 +147,12 @@ def _entries(
         key=key,
         filled=known,
         cost=cost(key.alias_of or key.path, number, config, by) if key else None,
-        is_idle=key is not None and _is_idle(key, stage_of(config)),
+        is_idle=key is not None and is_idle(key, stage_of(config)),
     )
 
 
-def _is_idle(key: Key, stage: int) -> bool:
+def is_idle(key: Key, stage: int) -> bool:
+    """Returns whether a stage does not read a key."""
     words = key.meaning.partition(":")[0].removesuffix(" with CPU offload")
     return words in _STAGES and stage not in _STAGES[words]
 
@@ -167,7 +168,7 @@ def _silent(group: str, config: Mapping[str, Any]) -> Iterator[tuple[Key, str]]:
             continue  # its section is not there either, or no object
         if group == ZERO and path != "zero_optimization.stage" and stage_of(config) == 0:
             continue
-        if not _is_idle(key, stage_of(config)) and (default := default_text(key)) is not None:
+        if not is_idle(key, stage_of(config)) and (default := default_text(key)) is not None:
             yield key, default
 
 

@@ -21,6 +21,8 @@ from dstrain.render.jsonc import Pointer
 from dstrain.render.key_text import spoken_words
 from dstrain.render.keys.key import Key, Kind
 from dstrain.render.keys.table import KEYS
+from dstrain.render.lint.check import remarks
+from dstrain.render.lint.finding import Finding, Severity
 from dstrain.render.lint.subject import ABSENT
 from dstrain.render.merge import REMOVED, Change, applied, lookup
 from dstrain.render.templates import reasons_in, render_json
@@ -59,7 +61,9 @@ _ABOUT: Mapping[str, tuple[str, ...]] = {
     "train_micro_batch_size_per_gpu": ("micro-batch",),
     "gradient_accumulation_steps": ("accumulated",),
     "train_batch_size": ("accumulated",),
-    **{_ZERO + name: ("buffers",) for name in ("reduce_bucket_size", "stage3_max_reuse_distance", "sub_group_size")},
+    _ZERO + "reduce_bucket_size": ("reduce bucket",),
+    _ZERO + "stage3_max_reuse_distance": ("stay gathered", "stays gathered"),
+    _ZERO + "sub_group_size": ("sub-groups of",),
 }
 """Words by which a reason of the plan is about a key."""
 
@@ -112,6 +116,8 @@ class Way:
     """What it does beside the configuration as it stands; None where one of them cannot be estimated."""
     problem: str | None = None
     """Why it cannot."""
+    remark: str | None = None
+    """What lint says of the value, where it is an error or makes no difference."""
 
 
 def choose(key: Key, here: Here) -> Chosen:
@@ -161,8 +167,16 @@ def ways(key: Key, here: Here, chosen: Chosen | None) -> list[Way]:
     for value in _values(row, here, now, theirs if chosen else now):
         changed = applied(here.config, [Change(pointer=place, value=value)])
         is_here = value == now and type(value) is type(now)
-        found.append(_way(here, before, changed, value, is_here=is_here, is_chosen=bool(chosen) and value == theirs))
+        way = _way(here, before, changed, value, is_here=is_here, is_chosen=bool(chosen) and value == theirs)
+        said = remarks(changed, place, job=None, model=here.model, cluster=here.cluster)
+        found.append(replace(way, remark=remark_text(said[0]) if said else None))
     return found
+
+
+def remark_text(finding: Finding) -> str:
+    """Returns a finding in one line."""
+    kind = "an error, " if finding.severity is Severity.ERROR else ""
+    return f"{kind}{finding.rule}: {finding.effect}"
 
 
 def counted(key: Key) -> tuple[Pointer, Key] | None:

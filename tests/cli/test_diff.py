@@ -99,12 +99,37 @@ def test_a_removed_file_is_listed(dstrain: Type, tmp_path: Path) -> None:
     assert dstrain("diff").stdout == "hostfile: removed by you; gen-config writes it again\n"
 
 
+def test_what_is_not_counted_is_said_in_lints_words(dstrain: Type, tmp_path: Path) -> None:
+    dstrain("gen-config", "--gpus", "8", "--gpu", "a100", "--model", "qwen3-8b", "--zero-stage", "2")
+    edit(
+        tmp_path / "ds_config.json", '"stage": 2,', '"stage": 2, "offload_param": {"device": "cpu"}, "round_robin": 1,'
+    )
+    edit(tmp_path / "job.yaml", "packing: false", "packing: true")
+    edit(tmp_path / "hostfile", "localhost slots=8", "localhost slots=4")
+    shown = dstrain("diff").stdout
+    assert 'zero_optimization.offload_param (none) → {"device": "cpu"}: an error, DS201: ' in shown
+    assert "no effect that the planner counts" not in shown
+    assert "packing false → true: " in shown
+    assert "so an epoch has fewer steps; the time is that of sdpa's mask" in shown
+    assert "localhost 8 → 4: changes the machines: run dstrain gen-config to plan for them" in shown
+
+
+def test_lint_diff_and_explain_have_one_number_for_a_bucket(dstrain: Type, tmp_path: Path) -> None:
+    dstrain("gen-config", "--gpus", "8", "--gpu", "a100", "--model", "qwen3-8b", "--zero-stage", "2")
+    edit(tmp_path / "ds_config.json", '"reduce_bucket_size": 200000000', '"reduce_bucket_size": 1000000000')
+    assert "200000000 → 1000000000: +4.5 GiB" in dstrain("diff").stdout  # 8e8 elements, 2 bytes, three copies
+    assert "write 200000000: 4.47 GiB less" in dstrain("lint").stdout
+    explained = " ".join(dstrain("explain", "reduce_bucket_size").stdout.split())
+    assert "1000000000 (5.59 GiB of each GPU at most: two buckets and the copy that is reduced)" in explained
+    assert "200000000 −4.5 GiB" in explained
+
+
 @pytest.mark.parametrize(
     ("count", "host", "slower", "faster", "fits", "text"),
     [
         (-429496730, 0, 0.06, -0.0566, True, "−0.4 GiB, +6 % step time"),
         (0, 2**30, 0.0, 0.0, True, "±0.0 GiB, +1.0 GiB of RAM a node, ±0 % step time"),
-        (2**40, 0, 1.0, 0.0, False, "+1024.0 GiB, +100 % step time, ±0 % tokens/s, no longer fits"),
+        (2**40, 0, 1.0, 0.0, False, "+1024.0 GiB, step time × 2.0, ±0 % tokens/s, no longer fits"),
         (2**20, 0, None, None, True, "+1.00 MiB"),
     ],
 )

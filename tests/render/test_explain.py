@@ -15,9 +15,10 @@ from dstrain.choices import Precision
 from dstrain.cli import explain_file_text as file_text
 from dstrain.errors import InvalidConfig
 from dstrain.launch.linting import Known
+from dstrain.plan.configuration import DEFAULTS
 from dstrain.plan.estimate import effective
 from dstrain.render.explain_file import sections
-from dstrain.render.explain_key import COUNTED, OF_JOB, Here, estimate_of, ways
+from dstrain.render.explain_key import COUNTED, OF_JOB, Chosen, Here, estimate_of, ways, why
 from dstrain.render.key_cost import Scale, cost
 from dstrain.render.keys.key import Kind
 from dstrain.render.keys.table import KEYS, ROWS
@@ -83,6 +84,13 @@ def test_another_name_of_a_key_is_estimated_as_the_key() -> None:
     found = ways(KEYS["zero_optimization", "prefetch_bucket_size"], here, None)
     assert found == ways(KEYS["zero_optimization", "stage3_prefetch_bucket_size"], here, None)
     assert len(found) > 1
+
+
+def test_a_reason_is_about_the_key_that_is_explained() -> None:
+    reasons = ("engine buffers sized to the memory left: reduce bucket 200.0 M elements",)
+    chosen = Chosen(config={}, configuration=DEFAULTS, reasons=reasons, written_because={}, fits=True)
+    assert why(KEYS["zero_optimization", "reduce_bucket_size"], chosen) == list(reasons)
+    assert why(KEYS["zero_optimization", "sub_group_size"], chosen) == []
 
 
 def test_every_key_is_found_by_its_path_and_its_pointer() -> None:

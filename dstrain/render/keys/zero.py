@@ -103,8 +103,8 @@ ZERO: tuple[Key, ...] = (
         instead="write zero_optimization.stage3_gather_16bit_weights_on_model_save", source=ZERO_CONFIG,
         meaning="Old name of stage3_gather_16bit_weights_on_model_save."),
     Key(path="zero_optimization.zero_hpz_partition_size", kind=Kind.INT, default=1, least=0, source=ZERO_CONFIG,
-        meaning="Stage 3: ranks that share a second copy of the parameters (GPUs per node): gathers stay inside a "
-        "node."),
+        meaning="Stage 3: ranks that share a second copy of the parameters (GPUs per node): gathers of the backward "
+        "pass stay inside a node; those of the forward pass go over all ranks."),
     Key(path="zero_optimization.zero_quantized_weights", kind=Kind.BOOL, default=False, source=ZERO_CONFIG,
         meaning="Stage 3: sends parameters as 8-bit blocks when they are gathered; needs the CUDA kernels."),
     Key(path="zero_optimization.zero_quantized_nontrainable_weights", kind=Kind.BOOL, default=False, source=ZERO_CONFIG,

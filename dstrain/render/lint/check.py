@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
+from dstrain.jobfile import JobFile
 from dstrain.render import edit_json, jsonc
-from dstrain.render.jsonc import Document, SyntaxProblem
+from dstrain.render.jsonc import Document, Pointer, SyntaxProblem
 from dstrain.render.lint import (
     autos,
     batch,
@@ -25,6 +28,11 @@ from dstrain.render.lint import (
 from dstrain.render.lint.finding import Fault, Finding, Severity, json_pointer
 from dstrain.render.lint.rule import Rule
 from dstrain.render.lint.subject import Subject
+
+if TYPE_CHECKING:
+    from dstrain.facts.cluster import Cluster
+    from dstrain.facts.model import ModelFacts
+    from dstrain.job import Job
 
 RULES: tuple[Rule, ...] = (
     *reading.RULES,
@@ -149,3 +157,18 @@ def _score(findings: Sequence[Finding]) -> tuple[int, int, int]:
     """Returns errors, warnings and notes; fewer errors are better than any number of the others."""
     counts = [sum(finding.severity is severity for finding in findings) for severity in Severity]
     return counts[0], counts[1], counts[2]
+
+
+def remarks(
+    config: Mapping[str, Any], pointer: Pointer, *, job: Job | None, model: ModelFacts | None, cluster: Cluster | None
+) -> list[Finding]:
+    """Returns what the rules say of one key of a configuration, or of what is inside it; errors first."""
+    document, findings = read(json.dumps(config), "ds_config.json")
+    if document is not None:
+        file = JobFile(job=job, locate=lambda place: "job.yaml") if job is not None else None
+        findings = check(Subject(document=document, is_trainers=True, job=file, model=model, cluster=cluster))
+    place = json_pointer(pointer)
+    return sorted(
+        (each for each in findings if f"{each.pointer}/".startswith(f"{place}/")),
+        key=lambda finding: list(Severity).index(finding.severity),
+    )
