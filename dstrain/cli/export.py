@@ -18,7 +18,7 @@ from dstrain.paths import python
 @click.command("export", short_help="Merge an adapter, or gather a ZeRO checkpoint.")
 @click.argument("source", type=click.Path(path_type=Path))
 @click.argument("out", type=click.Path(path_type=Path))
-@click.option("--precision", type=Choice(Precision), help="Dtype of the weights.  [default: as trained]")
+@click.option("--precision", type=Choice(Precision), help="Dtype of the weights.  [default: as the base model]")
 @click.option("-n", "--dry-run", is_flag=True, help="Say what would be read and written, and write nothing.")
 def command(source: Path, out: Path, precision: Precision | None, dry_run: bool) -> None:
     """Merge an adapter into its base, or gather a ZeRO checkpoint, into a folder that from_pretrained loads.

@@ -272,7 +272,7 @@ def _cluster(options: dict[str, Any], hosts: Hosts | None, last: Cluster | None)
 def _with_measured_links(cluster: Cluster, hosts: Hosts | None) -> Cluster:
     """Returns the machines with the links as `dstrain doctor --network` measured them on these hosts, where it did; a
     file that cannot be read is passed over, and said."""
-    is_here = cluster.num_nodes == 1 and (cluster.gpu_origin is Origin.MEASURED or cluster.gpu.name == "cpu")
+    is_here = cluster.num_nodes == 1 and (cluster.gpu_origin is Origin.MEASURED or cluster.gpu.is_cpu)
     if hosts is None and not is_here:
         return cluster
     entries, problem = measured_links.read()
@@ -296,6 +296,6 @@ def _host_memory(
         return options["host_memory"], Origin.GIVEN
     if known is not None:
         return known.host_memory_bytes, known.host_memory_origin
-    if is_here or gpu.name == "cpu":
+    if is_here or gpu.is_cpu:
         return probe.host_memory_bytes(), Origin.MEASURED
     return None, Origin.GIVEN

@@ -113,7 +113,7 @@ def describe(
     host_bytes = host_memory_bytes
     if host_bytes is None:
         host_bytes, host_memory_origin = assumed_host_memory_bytes(gpu, per_node), Origin.ASSUMED
-    if gpu.name == "cpu" and gpu.memory_mib == 0:
+    if gpu.is_cpu and gpu.memory_mib == 0:
         gpu = replace(gpu, memory_mib=host_bytes // per_node // MIB)
     return Cluster(
         num_nodes=num_nodes,
@@ -187,7 +187,7 @@ def link_assumed_between_nodes(gpu: Gpu) -> Link:
 
 def assumed_host_memory_bytes(gpu: Gpu, gpus_per_node: int) -> int:
     """Returns the RAM assumed for one node: for each GPU its own memory, with NVLink at least 128 GiB."""
-    if gpu.name == "cpu":
+    if gpu.is_cpu:
         return gpu.memory_bytes * gpus_per_node or ASSUMED_CPU_HOST_BYTES
     has_fabric = gpu.link.startswith(("nvlink", "infinity"))
     return gpus_per_node * max(gpu.memory_bytes, ASSUMED_HOST_BYTES_PER_GPU if has_fabric else 0)

@@ -163,6 +163,8 @@ def check(model: ModelFacts, cluster: Cluster, request: Request) -> None:
 def _notes(model: ModelFacts, cluster: Cluster, request: Request, chosen: Estimate) -> tuple[str, ...]:
     """Returns what was assumed, and what to know before training."""
     notes = [*_assumptions(cluster, request, chosen), *_precision_notes(model, cluster, chosen)]
+    if chosen.speed is None:
+        notes.append(f"the speed of {cluster.gpu.name} was not measured, so no time is given")
     if model.traced is not None:
         notes.append(model.traced.note)
     share = chosen.memory.device_bytes_per_gpu / cluster.gpu.memory_bytes if cluster.gpu.memory_bytes else 0

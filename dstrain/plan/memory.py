@@ -108,7 +108,7 @@ def memory(
     if configuration.state_dtypes is not StateDtypes.MIXED:
         held = plain.states(model, configuration, _ranks(cluster, configuration))
     peak = _peak(model, cluster, configuration, detail)
-    on_gpu = cluster.gpu.name != "cpu"
+    on_gpu = not cluster.gpu.is_cpu
     workspace = _workspace_bytes(cluster) if on_gpu else 0
     live = peak.total + workspace
     most, settled = _held_by_allocator(model, cluster, configuration, peak, detail) if on_gpu else (live, live)
@@ -190,7 +190,7 @@ def _peak(model: ModelFacts, cluster: Cluster, configuration: Configuration, det
     if configuration.state_dtypes is not StateDtypes.MIXED:
         return plain.peak(model, configuration, ranks)
     if detail is not Detail.QUICK and is_known(model):
-        return deepspeed.peak(model, configuration, ranks, kernel_workspaces=cluster.gpu.name != "cpu")
+        return deepspeed.peak(model, configuration, ranks, kernel_workspaces=not cluster.gpu.is_cpu)
     return quick.peak(model, configuration, ranks)
 
 

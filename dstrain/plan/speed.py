@@ -38,11 +38,14 @@ LIMITS: Mapping[str, Limit] = MappingProxyType(
 )
 """What a part of the step waits for."""
 
+_PRODUCTS_MEASURED = "gemm_ratio"
+"""The measurement without which nothing is known of a CPU: its row of the table is no data sheet's."""
+
 
 def speed(
     model: ModelFacts, cluster: Cluster, configuration: Configuration, *, calibration: Calibration | None = None
 ) -> Speed | None:
-    """Returns how fast a configuration runs, or None where the GPU's speed is not known.
+    """Returns how fast a configuration runs, or None where the speed of the GPU, or of a CPU, was never measured.
 
     Step = accumulation × (forward + backward) + what collectives and copies show beyond what computation hides +
     optimizer. A hidden collective shows its first message, what outlasts the computation, and a share of the rest by
@@ -54,6 +57,8 @@ def speed(
     if peak <= 0 or gpu.hbm_bytes_per_s <= 0:
         return None
     rates = efficiency(cluster, calibration)
+    if gpu.is_cpu and _PRODUCTS_MEASURED not in rates.calibrated:
+        return None
     done = work(model, c)
     parts = _parts(cluster, c, done, rates, peak)
     step_s = sum(parts.values())

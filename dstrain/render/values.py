@@ -72,6 +72,6 @@ def job_values(plan: Plan, cluster: Cluster, **given: Any) -> dict[str, Any]:
         "grad_ckpt": configuration.grad_ckpt,
         "learning_rate": plan.learning_rate,
         "global_batch": plan.global_batch,
-        "env": {"DS_ACCELERATOR": "cpu"} if cluster.gpu.name == "cpu" else {},
+        "env": {"DS_ACCELERATOR": "cpu"} if cluster.gpu.is_cpu else {},
         **given,
     }

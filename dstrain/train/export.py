@@ -21,6 +21,7 @@ from dstrain.errors import Conflict, DstrainError, EnvironmentProblem, InvalidCo
 from dstrain.rundir import RunDir, is_whole
 from dstrain.train.checkpoints import refuse_half_written
 from dstrain.train.rank import quieten
+from dstrain.train.saving import converted, family_of, require_whole_model
 
 _DTYPES = {Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16, Precision.FP32: torch.float32}
 
@@ -28,8 +29,8 @@ _DTYPES = {Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16, Precis
 def export(source: Path, out: Path, *, precision: Precision | None = None) -> Path:
     """Writes model, config and tokenizer of `source` to `out`, and returns the folder that was read.
 
-    `precision` not given: the dtype in which the model was trained. Raises InvalidConfig for a half-written checkpoint
-    or a folder that is none, and Conflict where `out` has something in it.
+    `precision` not given: the dtype of the model that training started from. Raises InvalidConfig for a half-written
+    checkpoint or a folder that is none, and Conflict where `out` has something in it.
     """
     _refuse_full(out)
     folder = locate(source)
@@ -43,6 +44,7 @@ def export(source: Path, out: Path, *, precision: Precision | None = None) -> Pa
     try:
         model.save_pretrained(part)
         _save_tokenizer(folder, part)
+        require_whole_model(part)
         if out.exists():
             out.rmdir()
         part.rename(out)
@@ -77,12 +79,6 @@ def locate(source: Path) -> Path:
     raise InvalidConfig(f"{source} has no checkpoint that was written to its end", hint="Let the run reach save_steps.")
 
 
-def _family(config: Any) -> Any:
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
-
-    return AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
-
-
 def _config(folder: Path) -> Any:
     from transformers import AutoConfig
 
@@ -95,7 +91,7 @@ def _merged(folder: Path, precision: Precision | None) -> Any:
 
     base = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))["base_model_name_or_path"]
     config = _config(base)
-    model = _family(config).from_pretrained(base, dtype=_DTYPES[precision] if precision else _dtype(config))
+    model = family_of(config).from_pretrained(base, dtype=_DTYPES[precision] if precision else "auto")
     return PeftModel.from_pretrained(model, str(folder)).merge_and_unload()
 
 
@@ -104,11 +100,16 @@ def _gathered(folder: Path, precision: Precision | None) -> Any:
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint  # type: ignore[import-untyped]
 
     config = _config(folder)
-    dtype = _DTYPES[precision] if precision else _dtype(config)
-    state = get_fp32_state_dict_from_zero_checkpoint(str(folder))
-    state = {name: tensor.to(dtype) for name, tensor in state.items()}
+    dtype = _DTYPES[precision] if precision else getattr(config, "dtype", None) or torch.float32
+    try:
+        state = get_fp32_state_dict_from_zero_checkpoint(str(folder))
+    except (ValueError, FileNotFoundError, KeyError) as error:  # shards of tensor or sequence parallelism, for one
+        raise InvalidConfig(
+            f"{folder}: DeepSpeed cannot gather its shards: {str(error).partition(chr(10))[0]}"
+        ) from error
     with torch.device("meta"):
-        model = _family(config).from_config(config, dtype=dtype)
+        model = family_of(config).from_config(config, dtype=dtype)
+    state = converted(state, model, torch.float32, dtype)
     _, unexpected = model.load_state_dict(state, strict=False, assign=True)
     model.tie_weights()
     unfilled = [name for name, parameter in model.named_parameters() if parameter.is_meta]
@@ -122,11 +123,7 @@ def _gathered(folder: Path, precision: Precision | None) -> Any:
 
 def _loaded(folder: Path, precision: Precision | None) -> Any:
     config = _config(folder)
-    return _family(config).from_pretrained(folder, dtype=_DTYPES[precision] if precision else _dtype(config))
-
-
-def _dtype(config: Any) -> Any:
-    return getattr(config, "dtype", None) or torch.float32
+    return family_of(config).from_pretrained(folder, dtype=_DTYPES[precision] if precision else "auto")
 
 
 def _save_tokenizer(folder: Path, out: Path) -> None:
@@ -140,7 +137,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m dstrain.train.export", description=(__doc__ or "").split(":")[0])
     parser.add_argument("source", type=Path, metavar="CHECKPOINT_OR_RUN_DIR")
     parser.add_argument("out", type=Path, metavar="OUT", help="a new folder")
-    parser.add_argument("--dtype", choices=[str(p) for p in Precision], help="default: as trained")
+    parser.add_argument("--dtype", choices=[str(p) for p in Precision], help="default: as the base model")
     parser.add_argument("--dry-run", action="store_true", help="say what would be read, and write nothing")
     given = parser.parse_args(arguments)
     quieten(on_terminal=sys.stderr.isatty())

@@ -8,19 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    AutoTokenizer,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from dstrain.choices import Hub, Method, Precision
 from dstrain.errors import EnvironmentProblem, InvalidConfig
 from dstrain.facts.model_files import has_tokenizer
 from dstrain.job import Job
 from dstrain.train.arguments import zero_stage
+from dstrain.train.saving import family_of
 
 _DTYPES = {Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16, Precision.FP32: torch.float32}
 
@@ -75,8 +70,7 @@ def load_model(job: Job, source: str, ds_config: Mapping[str, Any]) -> Any:
         options["quantization_config"] = _quantization(job)
     try:
         config = AutoConfig.from_pretrained(source, trust_remote_code=job.trust_remote_code)
-        family = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
-        model = family.from_pretrained(source, **options)
+        model = family_of(config).from_pretrained(source, **options)
     except (OSError, ValueError, ImportError) as error:
         raise _cannot_load("model", job, error) from error
     model.config.use_cache = False

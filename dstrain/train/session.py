@@ -33,6 +33,7 @@ from dstrain.train.disk import shared
 from dstrain.train.measure import MeasureCallback
 from dstrain.train.model import load_model, load_tokenizer, source_of
 from dstrain.train.rank import Rank
+from dstrain.train.saving import base_config
 from dstrain.train.trainer import Trainer
 
 
@@ -58,6 +59,8 @@ class Session:
     """Evaluation data in tokens."""
     model: Any
     """The model, partitioned already under ZeRO-3."""
+    base: Mapping[str, Any]
+    """The configuration of the model that training starts from."""
     against: Hardware | None
     """What MFU is measured against."""
     metrics: MetricsCallback | None = None
@@ -102,6 +105,7 @@ class Session:
             train_data=train_data,
             eval_data=eval_data,
             model=load_model(job, source, ds_config),
+            base=base_config(source, trust_remote_code=job.trust_remote_code),
             against=_against(job, model, cluster) if on_gpu else None,
         )
 
@@ -135,6 +139,8 @@ class Session:
             save_total_limit=self.job.save_total_limit,
             metrics=self.metrics,
             pulse=pulse,
+            base=self.base,
+            trust_remote_code=self.job.trust_remote_code,
             model=self.model,
             args=self.arguments,
             train_dataset=self.train_data.dataset,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch.utils.data import RandomSampler
 from dstrain.monitor.callback import COUNTS, Meter, MetricsCallback
 from dstrain.pulse import Phase, Sender
 from dstrain.rundir import RunDir, rotate
-from dstrain.train import checkpoints, universal
+from dstrain.train import checkpoints, saving, universal
 from dstrain.train.arguments import zero_stage
 from dstrain.train.checkpoints import Written
 from dstrain.train.disk import Disk
@@ -34,9 +34,11 @@ class Trainer(transformers.Trainer):
         save_total_limit: int | None,
         metrics: MetricsCallback,
         pulse: Sender,
+        base: Mapping[str, Any],
+        trust_remote_code: bool,
         **options: Any,
     ) -> None:
-        """Takes what Transformers' Trainer takes, and where the run's files are."""
+        """Takes what Transformers' Trainer takes, where the run's files are, and the configuration of the base."""
         super().__init__(**options, callbacks=[metrics])
         self.remove_callback(transformers.PrinterCallback)
         self._run_dir = run_dir
@@ -45,6 +47,8 @@ class Trainer(transformers.Trainer):
         self._keep = save_total_limit
         self._metrics = metrics
         self._pulse = pulse
+        self._base = base
+        self._trusts = trust_remote_code
         self._stage = zero_stage(self.args.hf_deepspeed_config.config)
 
     @property
@@ -155,15 +159,32 @@ class Trainer(transformers.Trainer):
             tokenizer: Any = self.processing_class
             model.config.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
+            saving.restore_config(Path(folder), self._base)
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        """Writes the weights in the dtype of the base, and config.json with what the base had."""
+        dtype = saving.base_dtype(self._base)
+        model: Any = self.model
+        if self.args.should_save and state_dict and dtype is not None and not self._is_adapter():
+            state_dict = saving.converted(state_dict, model, model.dtype, dtype)
+        super()._save(output_dir, state_dict)
+        if self.args.should_save:
+            saving.restore_config(Path(output_dir or str(self.args.output_dir)), self._base)
+
+    def _is_adapter(self) -> bool:
+        return hasattr(self.model, "peft_config")
 
     def _can_gather(self) -> bool:
-        if self._stage != 3 or hasattr(self.model, "peft_config"):
+        if self._stage != 3 or self._is_adapter():
             return True
         engine: Any = self.model_wrapped
         return bool(engine.zero_gather_16bit_weights_on_model_save())
 
     def save_final(self) -> Path | None:
-        """Saves the trained model or adapter and its tokenizer; returns where, or None after saying how to get it."""
+        """Saves the trained model or adapter and its tokenizer; returns where, or None after saying how to get it.
+
+        Raises RunFailed on rank 0 where what was written is not the whole model.
+        """
         final = self._run_dir.final
         if not self._can_gather():
             self._rank.say(
@@ -178,6 +199,10 @@ class Trainer(transformers.Trainer):
         if self._rank.is_first:
             (final / "training_args.bin").unlink(missing_ok=True)  # a pickle with this machine's paths
         self._wait()
+        if self._rank.is_first and self._is_adapter():
+            saving.require_whole_adapter(final, self.model)
+        elif self._rank.is_first:
+            saving.require_whole_model(final, trust_remote_code=self._trusts)
         return final
 
     def _wait(self) -> None:

@@ -16,6 +16,7 @@ from dstrain.job import Lora
 from dstrain.plan.configuration import DEFAULTS, Configuration
 from dstrain.plan.plan import Limit, Speed
 from dstrain.plan.speed import CPU, INTER, LAUNCHES, LIMITS, NVME, OPTIMIZER, PCIE, PRODUCTS, speed
+from tests.cases import plan
 
 QWEN3_8B = probe.read_model("qwen3-8b")
 LLAMA2_7B = {
@@ -88,7 +89,7 @@ def test_a_gpu_whose_speed_is_unknown_has_no_step_time() -> None:
     assert speed(QWEN3_8B, _cluster(gpu="v100-32g"), BASE) is None  # no bf16
 
 
-@pytest.mark.parametrize("name", gpus.GPUS)
+@pytest.mark.parametrize("name", [name for name in gpus.GPUS if name != gpus.CPU])
 def test_every_gpu_of_the_table_has_a_step_time_in_a_precision_it_has(name: str) -> None:
     gpu = gpus.gpu(name)
     precision = Precision.BF16 if gpu.has_bf16 else Precision.FP16 if gpu.fp16_flops_per_s else Precision.FP32
@@ -263,3 +264,18 @@ def test_what_does_not_happen_takes_no_time() -> None:
     found = _speed(replace(BASE, zero_stage=2), num_gpus=1)
 
     assert [found.parts_s[part] for part in (INTER, CPU, PCIE, NVME)] == [0, 0, 0, 0]
+
+
+def test_a_cpu_that_was_not_measured_has_no_speed() -> None:
+    cluster = _cluster(num_gpus=2, gpu="cpu", inter="eth10")
+    measured = Calibration(gpus={"cpu": Measured(gemm_ratio=0.5)})
+    configuration = replace(BASE, precision=Precision.FP32, attn=Attention.SDPA)
+    assert speed(QWEN3_8B, cluster, configuration) is None
+    assert speed(QWEN3_8B, cluster, configuration, calibration=measured) is not None
+
+
+def test_what_is_planned_for_a_cpu_says_that_its_speed_is_not_known() -> None:
+    found = plan(model="qwen3-0.6b", gpus=2, gpu="cpu", seq_len=512, host_memory=2**38)
+    assert found.chosen.speed is None
+    assert "the speed of cpu was not measured, so no time is given" in found.notes
+    assert not any("a step takes" in reason or "faster" in reason for reason in found.reasons)

@@ -97,7 +97,7 @@ def _nvme(subject: Subject) -> Iterator[Fault]:
 
 def _is_a_guess(subject: Subject) -> bool:
     """Returns whether nobody knows the GPU: nothing is said to fit or not to fit one that was assumed."""
-    return subject.cluster is None or subject.cluster.gpu_origin == "assumed" or subject.cluster.gpu.name == "cpu"
+    return subject.cluster is None or subject.cluster.gpu_origin == "assumed" or subject.cluster.gpu.is_cpu
 
 
 # fmt: off
