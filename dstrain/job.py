@@ -95,7 +95,7 @@ class Job:
     lora: Lora = field(default_factory=Lora)
     """The adapter, for `lora` and `qlora`."""
     precision: Precision = Precision.BF16
-    """`bf16`, `fp16` or `fp32`."""
+    """`bf16`, `fp16` or `fp32`; what is saved has the dtype of the model that training starts from."""
     attn: Attention = Attention.SDPA
     """The attention implementation."""
     seq_len: Positive = 2048

@@ -9,10 +9,12 @@ import json
 import os
 import socket
 import struct
+import time
 from collections.abc import Container, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from enum import StrEnum
+from types import MappingProxyType
 
 MARK = "DSTRAIN_RUN_ID"
 """The environment variable that every process of a run inherits; its value is different for each start."""
@@ -26,11 +28,19 @@ _SENDER = struct.Struct("3i")
 """Process, user and group of a sender. Source: unix(7): struct ucred"""
 
 
+COUNT_S = 0.5
+"""Seconds between two messages of a phase that counts something."""
+
+
 class Phase(StrEnum):
     """What a rank is doing."""
 
     START = "start"
     """Loading; from here on it heeds signals."""
+    TOKENIZING = "tokenizing"
+    """Turning data into tokens, for all ranks of its node; the step it names are samples."""
+    WEIGHTS = "loading weights"
+    """Loading the model; the step it names are tensors."""
     STEP = "step"
     """Training; the step it names is done."""
     SAVING = "saving"
@@ -45,6 +55,10 @@ class Phase(StrEnum):
     """Ended well."""
 
 
+COUNTED = MappingProxyType({Phase.TOKENIZING: "samples", Phase.WEIGHTS: "tensors"})
+"""The phases that count something else than optimizer steps → what."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pulse:
     """One message of a rank."""
@@ -52,11 +66,11 @@ class Pulse:
     rank: int
     """Its number."""
     step: int
-    """Optimizer steps done."""
+    """Optimizer steps done, or what the phase counts."""
     phase: Phase
     """What it is doing."""
     total: int = 0
-    """Optimizer steps of the whole run; 0 where that is not known."""
+    """All of them, of the whole run or the phase; 0 where that is not known."""
 
 
 def address(mark: str) -> str:
@@ -73,9 +87,16 @@ class Sender:
         self._address = address(mark) if mark else None
         self._rank = rank
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
+        self._next = 0.0
+
+    def count(self, phase: Phase, done: int, total: int) -> None:
+        """Says how far a phase is that counts something, a few times a second at most."""
+        if time.monotonic() >= self._next:
+            self.send(done, phase, total)
 
     def send(self, step: int, phase: Phase, total: int = 0) -> None:
         """Says where this rank is; never waits."""
+        self._next = time.monotonic() + COUNT_S
         if self._address is not None:
             pulse = Pulse(rank=self._rank, step=step, phase=phase, total=total)
             with suppress(OSError):

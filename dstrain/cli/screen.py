@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from contextlib import suppress
 from types import TracebackType
 
@@ -17,6 +18,10 @@ from rich.progress import (
 )
 
 from dstrain.cli.console import say, talk
+from dstrain.pulse import COUNTED, Phase
+
+LINE_S = 5.0
+"""Seconds between two lines about a phase, where there is no terminal."""
 
 
 class Screen:
@@ -24,6 +29,8 @@ class Screen:
 
     def __init__(self) -> None:
         self._bar: Progress | None = None
+        self._phase: Phase | None = None
+        self._line_at = 0.0
         self._task: TaskID | None = None
         self._partial = ""
 
@@ -51,22 +58,34 @@ class Screen:
             for line in lines:
                 self._bar.console.print(line.rpartition("\r")[2], markup=False, highlight=False, soft_wrap=True)
 
-    def progress(self, done: int | None, total: int) -> None:
-        """Shows how many steps are done, on a terminal."""
+    def progress(self, phase: Phase, done: int | None, total: int) -> None:
+        """Shows how far a phase is: a bar on a terminal; elsewhere a line every few seconds, of all but steps."""
         with suppress(OSError):
             if not sys.stderr.isatty():  # it may have been one before the login dropped
                 self._end_bar()
-            elif done is not None and total:
-                if self._bar is None:
-                    self._begin_bar()
+                self._say_line(phase, done, total)
+            elif done is not None and (total or phase in COUNTED):
+                if self._bar is None or phase is not self._phase:
+                    self._end_bar()
+                    self._begin_bar(phase)
                 assert self._bar is not None
                 assert self._task is not None
-                self._bar.update(self._task, completed=done, total=total)
+                self._bar.update(self._task, completed=done, total=total or None)
 
-    def _begin_bar(self) -> None:
+    def _say_line(self, phase: Phase, done: int | None, total: int) -> None:
+        now = time.monotonic()
+        if phase is not self._phase:
+            self._phase, self._line_at = phase, now + LINE_S
+        elif phase in COUNTED and now >= self._line_at:
+            self._line_at = now + LINE_S
+            say(phase if not done else f"{phase}: {done:,}{f' of {total:,}' if total else ''} {COUNTED[phase]}")
+
+    def _begin_bar(self, phase: Phase) -> None:
+        self._phase = phase
+        name = f"{phase}, {COUNTED[phase]}" if phase in COUNTED else "steps"
         columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
-        self._bar = Progress(TextColumn("steps"), *columns, console=talk, transient=True, refresh_per_second=2)
-        self._task = self._bar.add_task("steps")
+        self._bar = Progress(TextColumn(name), *columns, console=talk, transient=True, refresh_per_second=2)
+        self._task = self._bar.add_task(name)
         self._bar.start()
 
     def _end_bar(self) -> None:

@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ SUFFIXES = (".jsonl", ".json", ".parquet")
 
 _SHOWN_PROBLEMS = 5
 _BATCH_ROWS = 1024
+_BLOCK_BYTES = 2**20
 _SPACE = b" \t\r\n"
 
 
@@ -110,6 +112,19 @@ def samples(path: str | Path) -> Iterator[Sample]:
         yield entry
     if empty:
         raise InvalidConfig(f"{path}: holds no samples")
+
+
+def num_rows(path: str | Path) -> int:
+    """Returns about how many rows a file has, without reading them; 0 where that takes reading it, as a JSON list."""
+    source = Path(path)
+    if source.suffix.lower() == ".parquet":
+        import pyarrow.parquet  # type: ignore[import-untyped]
+
+        return int(pyarrow.parquet.read_metadata(source).num_rows)
+    if _holds_list(source):
+        return 0
+    with source.open("rb") as file:
+        return sum(block.count(b"\n") for block in iter(partial(file.read, _BLOCK_BYTES), b""))
 
 
 def to_conversation(sample: Sample, data_format: DataFormat) -> list[dict[str, str]] | str:
@@ -248,8 +263,8 @@ def _parquet(path: Path, limit_bytes: int | None) -> Iterator[Sample | InvalidCo
         file.seek(max(0, path.stat().st_size - 4))
         if opening != b"PAR1" or file.read(4) != b"PAR1":
             raise InvalidConfig(f"{path}: is not a whole Parquet file (it has to begin and end with PAR1)")
-    import pyarrow  # type: ignore[import-untyped]
-    import pyarrow.parquet  # type: ignore[import-untyped]
+    import pyarrow
+    import pyarrow.parquet
 
     try:
         table = pyarrow.parquet.ParquetFile(path)

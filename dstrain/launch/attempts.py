@@ -18,6 +18,7 @@ from dstrain.launch.nodes.score import Wishes
 from dstrain.launch.outcome import Outcome
 from dstrain.launch.parts import spread
 from dstrain.launch.state import Keeper, Stage
+from dstrain.pulse import Phase
 from dstrain.render.manual import Edit
 from dstrain.rundir import RunDir, is_whole
 
@@ -47,8 +48,8 @@ class Voice:
     """What `run` itself has to say."""
     pass_on: Callable[[str], None]
     """What rank 0 writes."""
-    progress: Callable[[int | None, int], None] = lambda step, total: None
-    """The steps done, and those of the whole run (0: not known), about once a second."""
+    progress: Callable[[Phase, int | None, int], None] = lambda phase, done, total: None
+    """A phase that counts something, how far it is, and all of it (0: not known), about once a second."""
 
 
 class Run:
@@ -117,7 +118,7 @@ class Run:
             score(launch, hang_s=self._policy.hang_s),
             self._wishes,
             self._voice.pass_on,
-            lambda step, total: self._tick(prepared.run_dir, keeper, step, total),
+            lambda phase, done, total: self._tick(prepared.run_dir, keeper, phase, done, total),
         )
         try:
             with spread(launch, self._voice.say) as parts:
@@ -134,13 +135,13 @@ class Run:
         lost = tuple(each.host for each in outcome.lost)
         return lost, explain(outcome, hosts=prepared.hosts, run_dir=prepared.run_dir)
 
-    def _tick(self, run_dir: RunDir, keeper: Keeper, step: int | None, total: int) -> None:
+    def _tick(self, run_dir: RunDir, keeper: Keeper, phase: Phase, done: int | None, total: int) -> None:
         now = time.monotonic()
         if now < self._next_look:
             return
         self._next_look = now + _WISH_S
-        keeper.beat(step)
-        self._voice.progress(step, total)
+        keeper.beat(done if phase is Phase.STEP else None)
+        self._voice.progress(phase, done, total)
         if run_dir.stop_wish.exists():
             self._wishes.stop.append("dstrain stop")
             run_dir.stop_wish.unlink(missing_ok=True)

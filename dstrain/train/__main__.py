@@ -164,7 +164,9 @@ def _train(given: Given, rank: Rank, resume: Resume | None, sinks: Sequence[Guar
     started = time.monotonic()
     leaving = Leaving()
     pulse.send(0, Phase.START)
-    session = Session.prepare(given.job, given.ds_config, given.run_dir, rank, model=given.model, cluster=given.cluster)
+    session = Session.prepare(
+        given.job, given.ds_config, given.run_dir, rank, pulse, model=given.model, cluster=given.cluster
+    )
     trainer = session.trainer(sinks, pulse)
     callback = LeavingCallback(leaving, pulse, session.group)
     trainer.add_callback(callback)

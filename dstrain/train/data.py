@@ -20,7 +20,7 @@ from datasets.exceptions import DatasetGenerationError  # type: ignore[import-un
 import dstrain
 from dstrain.choices import DataFormat
 from dstrain.errors import DstrainError, EnvironmentProblem, InvalidConfig
-from dstrain.facts.datafile import Sample, format_of, is_file_name, samples, to_conversation
+from dstrain.facts.datafile import Sample, format_of, is_file_name, num_rows, samples, to_conversation
 from dstrain.facts.samples import unused, unused_text
 from dstrain.job import Job
 from dstrain.train.hubs import from_hub
@@ -66,17 +66,25 @@ class _Source:
     """Changes when the rows change."""
     rows: Callable[[], Iterator[Sample]]
     """Yields all rows in order."""
+    count: Callable[[], int]
+    """Returns how many there are, about; 0 where nobody knows."""
 
 
-def prepare(job: Job, tokenizer: Any, *, data: str, training: bool) -> Prepared:
+Report = Callable[[int, int], None]
+"""Takes what is done and all there is, 0 where nobody knows."""
+
+
+def prepare(
+    job: Job, tokenizer: Any, *, data: str, training: bool, report: Report = lambda done, total: None
+) -> Prepared:
     """Returns the data of a job in tokens: samples in their order, or rows of `seq_len` when the job packs.
 
     Ranks call it alike: the first one on a node tokenizes into the cache of `datasets`, the others wait and read the
-    same file. Raises InvalidConfig with file and line for a row that cannot be used.
+    same file; `report` hears of its progress. Raises InvalidConfig with file and line for a row that cannot be used.
     """
     source = _source(job, data, training=training)
     encoder = Encoder(tokenizer=tokenizer, seq_len=job.seq_len, loss_on=job.loss_on)
-    encoded = _tokenized(source, encoder, job.data_format)
+    encoded = _tokenized(source, encoder, job.data_format, report)
     columns = encoded.with_format("numpy")
     lengths = columns["length"][:]
     truncated = int((columns["num_cut"][:] > 0).sum())
@@ -131,21 +139,21 @@ def _source(job: Job, data: str, *, training: bool) -> _Source:
         path = Path(data).expanduser()
         stamp = path.stat() if path.exists() else None
         identity = f"{path.resolve()} {stamp.st_size} {stamp.st_mtime_ns}" if stamp else str(path)
-        return _Source(name=str(path), identity=identity, rows=lambda: samples(path))
+        return _Source(name=str(path), identity=identity, rows=lambda: samples(path), count=lambda: num_rows(path))
     name, dataset = from_hub(data, job.hub, training=training)
 
     def numbered() -> Iterator[Sample]:
         return (Sample(where=f"{name}: row {number}", row=row) for number, row in enumerate(dataset, start=1))
 
-    return _Source(name=name, identity=str(dataset._fingerprint), rows=numbered)
+    return _Source(name=name, identity=str(dataset._fingerprint), rows=numbered, count=lambda: len(dataset))
 
 
-def _tokenized(source: _Source, encoder: Encoder, data_format: DataFormat) -> datasets.Dataset:
+def _tokenized(source: _Source, encoder: Encoder, data_format: DataFormat, report: Report) -> datasets.Dataset:
     """Returns every sample in tokens, from the cache where it is there; a sample with nothing to learn has none."""
 
     def generate() -> Iterator[dict[str, Any]]:
         rows = source.rows()
-        first = next(rows)
+        first, total = next(rows), source.count()
         known = format_of(source.name, list(first.row), data_format)
         ignored: deque[str] = deque()  # of the samples that the encoder has taken and not given back yet
 
@@ -154,7 +162,8 @@ def _tokenized(source: _Source, encoder: Encoder, data_format: DataFormat) -> da
             ignored.append(json.dumps(unused(sample.row, known)))
             return sample.where, talk
 
-        for sample in encoder.encode(map(conversation, chain([first], rows))):
+        for done, sample in enumerate(encoder.encode(map(conversation, chain([first], rows)))):
+            report(done, total)
             ids, labels = (sample.input_ids, sample.labels) if sample.teaches else ([], [])
             row = {"input_ids": ids, "labels": labels, "length": len(ids), "num_cut": sample.num_cut}
             yield {**row, "unused": ignored.popleft()}

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
+from transformers.utils.logging import set_tqdm_hook
 
 from dstrain.choices import Hub, Method, Precision
 from dstrain.errors import EnvironmentProblem, InvalidConfig
@@ -55,11 +57,18 @@ def load_tokenizer(job: Job, source: str) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def load_model(job: Job, source: str, ds_config: Mapping[str, Any]) -> Any:
+def load_model(
+    job: Job,
+    source: str,
+    ds_config: Mapping[str, Any],
+    *,
+    report: Callable[[int, int], None] = lambda done, total: None,
+) -> Any:
     """Returns the model in the job's dtype, ready for training; with an adapter for `lora` and `qlora`.
 
     Under ZeRO-3 the TrainingArguments must exist already and DeepSpeed's process group must be up: Transformers then
-    partitions every weight as it loads. Without them each rank would hold the whole model.
+    partitions every weight as it loads. Without them each rank would hold the whole model. `report` takes the tensors
+    that are loaded and all of them; nothing is heard of those that ZeRO-3 partitions.
     """
     options: dict[str, Any] = {
         "dtype": _DTYPES[job.precision],
@@ -70,7 +79,8 @@ def load_model(job: Job, source: str, ds_config: Mapping[str, Any]) -> Any:
         options["quantization_config"] = _quantization(job)
     try:
         config = AutoConfig.from_pretrained(source, trust_remote_code=job.trust_remote_code)
-        model = family_of(config).from_pretrained(source, **options)
+        with _counting(report):
+            model = family_of(config).from_pretrained(source, **options)
     except (OSError, ValueError, ImportError) as error:
         raise _cannot_load("model", job, error) from error
     model.config.use_cache = False
@@ -78,6 +88,26 @@ def load_model(job: Job, source: str, ds_config: Mapping[str, Any]) -> Any:
     if job.method is Method.FULL:
         return model
     return _with_adapter(job, model, ds_config)
+
+
+@contextmanager
+def _counting(report: Callable[[int, int], None]) -> Iterator[None]:
+    """Lets `report` hear of what Transformers goes through under a progress bar, whether the bar is shown or not."""
+
+    def hook(factory: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        bar = factory(*arguments, **options)
+        return _counted(bar, len(arguments[0])) if arguments and isinstance(arguments[0], Sized) else bar
+
+    def _counted(items: Iterable[Any], total: int) -> Iterator[Any]:
+        for done, item in enumerate(items):
+            report(done, total)
+            yield item
+
+    previous = set_tqdm_hook(hook)
+    try:
+        yield
+    finally:
+        set_tqdm_hook(previous)
 
 
 def freeze_vision(model: Any) -> list[str]:

@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import deepspeed  # type: ignore[import-untyped]
@@ -23,7 +24,7 @@ from dstrain.monitor.callback import CountingCollator, Meter, MetricsCallback
 from dstrain.monitor.jsonl_sink import JsonlFile, current_steps, read_jsonl
 from dstrain.monitor.metrics import Hardware, hardware
 from dstrain.monitor.sinks import Guarded
-from dstrain.pulse import Sender
+from dstrain.pulse import Phase, Sender
 from dstrain.rundir import RunDir
 from dstrain.train import rank as ranks
 from dstrain.train.arguments import training_arguments
@@ -73,6 +74,7 @@ class Session:
         ds_config: Mapping[str, Any],
         run_dir: RunDir,
         rank: Rank,
+        pulse: Sender,
         *,
         model: ModelFacts | None,
         cluster: Cluster | None,
@@ -89,12 +91,16 @@ class Session:
         arguments = training_arguments(job, ds_config, on_gpu=on_gpu, has_eval=job.eval_data is not None)
         source = source_of(job)
         tokenizer = load_tokenizer(job, source)
-        train_data = prepare(job, tokenizer, data=str(job.data), training=True)
-        eval_data = prepare(job, tokenizer, data=job.eval_data, training=False) if job.eval_data else None
+        tokens = partial(prepare, job, tokenizer, report=partial(pulse.count, Phase.TOKENIZING))
+        train_data = tokens(data=str(job.data), training=True)
+        eval_data = tokens(data=job.eval_data, training=False) if job.eval_data else None
         for prepared in (train_data, eval_data):
             for note in prepared.notes if prepared else ():
                 rank.say(note)
         rank.say(f"loading {job.model}")
+        pulse.send(0, Phase.WEIGHTS)
+        loaded = load_model(job, source, ds_config, report=partial(pulse.count, Phase.WEIGHTS))
+        pulse.send(0, Phase.START)
         return cls(
             job=job,
             run_dir=run_dir,
@@ -104,7 +110,7 @@ class Session:
             tokenizer=tokenizer,
             train_data=train_data,
             eval_data=eval_data,
-            model=load_model(job, source, ds_config),
+            model=loaded,
             base=base_config(source, trust_remote_code=job.trust_remote_code),
             against=_against(job, model, cluster) if on_gpu else None,
         )

@@ -13,6 +13,8 @@ import sys
 import time
 from pathlib import Path
 
+from dstrain.pulse import Phase, Sender
+
 
 def main(folder: Path) -> None:
     rank = os.environ["RANK"]
@@ -29,6 +31,8 @@ def main(folder: Path) -> None:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if rank == "0":
             hide(folder)
+        else:
+            Sender(os.environ, int(rank)).send(3, Phase.TOKENIZING, 10)
         (folder / f"ready-{rank}").touch()
         time.sleep(100)
 

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from dstrain.facts.hostfile import Host, Hosts
@@ -24,7 +25,7 @@ from dstrain.launch.nodes.score import Score, new_mark
 from dstrain.launch.outcome import Outcome
 from dstrain.launch.preflight import port
 from dstrain.launch.wishes import noting_signals
-from dstrain.pulse import MARK
+from dstrain.pulse import MARK, Phase
 from dstrain.rundir import RunDir
 
 HOSTS = Hosts(hosts=(Host(name="localhost", slots=2),), name="hostfile")
@@ -89,7 +90,7 @@ def launch(
         grace_s=GRACE_S,
     )
     with noting_signals(folder / "screen.log") as wishes:
-        outcome = Conductor(score, wishes, screen.write).run(lambda hellos: {})
+        outcome = Conductor(score, wishes, screen.write, partial(note_count, folder)).run(lambda hellos: {})
     if thread:
         thread.join()
     started = Started(outcome, run_dir, "".join(screen.pieces), time.monotonic() - begin)
@@ -98,6 +99,11 @@ def launch(
         hidden = [look(int(pid)) for pid in (folder / "hidden").read_text().split()]
         assert [process for process in hidden if process is not None and process.state != "Z"] == []
     return started
+
+
+def note_count(folder: Path, phase: Phase, done: int | None, total: int) -> None:
+    if phase is not Phase.STEP:
+        (folder / f"{phase}-{done}-of-{total}").touch()
 
 
 def left_over(mark: str) -> list[int]:
@@ -167,15 +173,21 @@ def test_a_killed_launch_process_is_a_failure_and_leaves_no_orphans(tmp_path: Pa
     assert started.message.startswith("the launcher was killed (python -m deepspeed.launcher.launch)")
 
 
-def test_sigterm_to_us_ends_every_rank(tmp_path: Path) -> None:
+def test_sigterm_to_us_ends_every_rank_and_what_one_counts_was_heard(tmp_path: Path) -> None:
+    counted = tmp_path / "tokenizing-3-of-10"
+
     def interrupt(run_dir: RunDir) -> None:
         pid_of(run_dir, 0)
+        deadline = time.monotonic() + 60
+        while not counted.exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
         os.kill(os.getpid(), signal.SIGTERM)
 
     started = launch(tmp_path, "wait", interrupt)
     assert started.outcome.stopped_by == "SIGTERM"
     assert not started.outcome.succeeded
     assert started.message.startswith("stopped (SIGTERM); no rank is left running")
+    assert counted.exists()
 
 
 def test_sigterm_to_every_process_leaves_the_launcher_to_ranks_that_save(tmp_path: Path) -> None:

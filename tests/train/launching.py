@@ -18,7 +18,14 @@ CHECKOUT = Path(__file__).resolve().parents[2]
 SEVERAL = str(CHECKOUT / "tests" / "train" / "several.py")
 
 
-def make_run(folder: Path, demo: Path, *, zero: Mapping[str, Any] | None = None, **job: Any) -> Path:
+def make_run(
+    folder: Path,
+    demo: Path,
+    *,
+    zero: Mapping[str, Any] | None = None,
+    engine: Mapping[str, Any] | None = None,
+    **job: Any,
+) -> Path:
     """Writes a run directory for a few steps of the demo's model, and returns it."""
     folder.mkdir(parents=True)
     base: dict[str, Any] = {
@@ -44,6 +51,7 @@ def make_run(folder: Path, demo: Path, *, zero: Mapping[str, Any] | None = None,
         "fp16": {"enabled": "auto"},
         "zero_allow_untested_optimizer": True,
         "zero_optimization": (stage3 if section["stage"] == 3 else {}) | section,
+        **(engine or {}),
     }
     (folder / "ds_config.resolved.json").write_text(json.dumps(config))
     return folder

@@ -206,6 +206,15 @@ def test_changed_file_is_tokenized_again(tmp_path: Path, tokenizer: Any) -> None
     assert prepared(tmp_path, tokenizer, [{"text": "Six."}, {"text": "Four."}]).num_samples == 2
 
 
+def test_progress_of_tokenizing_is_reported(tmp_path: Path, tokenizer: Any) -> None:
+    path = tmp_path / "train.jsonl"
+    path.write_text('{"text": "Six."}\n' * 3)
+    counts: list[tuple[int, int]] = []
+    job = Job(model="m", output_dir="o")
+    prepare(job, tokenizer, data=str(path), training=True, report=lambda *count: counts.append(count))
+    assert counts == [(0, 3), (1, 3), (2, 3)]
+
+
 def test_wrong_row_is_named_with_file_and_line(tmp_path: Path, tokenizer: Any) -> None:
     with pytest.raises(InvalidConfig, match=r'train\.jsonl:2: "output" is 3'):
         prepared(tmp_path, tokenizer, [{"instruction": "a", "output": "b"}, {"instruction": "a", "output": 3}])

@@ -45,6 +45,7 @@ def runs(root: Path, demo: Path) -> Path:
     folder = root / "several"
     broken = root / "broken"
     _put_nan(demo / "model", broken / "model")
+    half_model = _in_bf16(demo / "model", root / "half-model")
     evaluation = str(demo / "eval.jsonl")
     offline = {"sinks": ["swanlab"], "mode": "offline", "name": "nice"}
     half = make_run(folder / "half", demo, resume="auto", monitor=offline, save_steps=2, save_total_limit=1)
@@ -59,6 +60,8 @@ def runs(root: Path, demo: Path) -> Path:
         make_run(folder / "kept", demo, zero={"stage": 3, "stage3_gather_16bit_weights_on_model_save": False}),
         make_run(folder / "nan", demo, model=str(broken / "model")),
         make_run(folder / "bad", demo, lr_scheduler_type="cosin"),
+        make_run(folder / "fp32", demo, model=str(half_model), precision="fp32", zero={"stage": 3}),
+        make_run(folder / "parallel", demo, engine={"tensor_parallel": {"autotp_size": 2}}),
         make_run(folder / "online", demo, monitor={"sinks": ["swanlab"], "mode": "online"}),
     ]
     (half / ".secrets").write_text("SWANLAB_API_KEY=do-not-tell\n")
@@ -75,6 +78,15 @@ def _put_nan(model: Path, to: Path) -> None:
     state = load_file(to / "model.safetensors")
     state["model.norm.weight"][0] = float("nan")
     save_file(state, to / "model.safetensors", metadata={"format": "pt"})
+
+
+def _in_bf16(model: Path, to: Path) -> Path:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    shutil.copytree(model, to)
+    AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).save_pretrained(to)
+    return to
 
 
 def _summary(folder: Path) -> dict[str, Any]:
@@ -106,6 +118,21 @@ def test_the_final_model_loads_in_one_process_and_has_a_tokenizer(runs: Path) ->
         model = AutoModelForCausalLM.from_pretrained(runs / name / "final")
         assert not any(parameter.isnan().any() for parameter in model.parameters())
         assert len(AutoTokenizer.from_pretrained(runs / name / "final")) > 100
+
+
+def test_the_final_model_has_dtype_and_cache_of_its_base(runs: Path, root: Path) -> None:
+    final, base = runs / "fp32" / "final", root / "half-model"
+    assert {str(tensor.dtype) for tensor in tensors(final).values()} == {"torch.bfloat16"}
+    configs = [json.loads((folder / "config.json").read_text()) for folder in (final, base)]
+    assert [config["dtype"] for config in configs] == ["bfloat16", "bfloat16"]
+    assert configs[0].get("use_cache", True)
+    assert {str(tensor.dtype) for tensor in tensors(runs / "zero2" / "final").values()} == {"torch.float32"}
+
+
+def test_a_final_folder_without_the_weights_ends_the_run_with_an_error(runs: Path) -> None:
+    assert codes(runs / "parallel")[0][0] == 1
+    assert "final does not hold the trained model" in said(runs / "parallel")
+    assert not (runs / "parallel" / "summary.json").exists()
 
 
 def test_the_final_adapters_of_zero_2_and_3_hold_every_matrix(runs: Path) -> None:

@@ -65,6 +65,12 @@ def test_the_vision_tower_is_frozen_and_the_rest_is_trained(vision_model: Path) 
     assert model.config.use_cache is False
 
 
+def test_progress_of_loading_is_reported(vision_model: Path) -> None:
+    counts: list[tuple[int, int]] = []
+    load_model(job(vision_model), str(vision_model), {}, report=lambda *count: counts.append(count))
+    assert [done for done, _ in counts] == list(range(counts[0][1]))
+
+
 def test_the_vision_tower_gets_no_adapter(vision_model: Path) -> None:
     model = load_model(job(vision_model, method=Method.LORA), str(vision_model), {})
     assert len(trained(model)) == 7 * 2

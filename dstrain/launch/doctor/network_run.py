@@ -32,6 +32,7 @@ from dstrain.launch.outcome import Outcome
 from dstrain.launch.reach import send
 from dstrain.launch.wishes import noting_signals
 from dstrain.paths import python
+from dstrain.pulse import Phase
 from dstrain.records import from_data
 from dstrain.rundir import RunDir
 
@@ -112,7 +113,7 @@ def measure(site: Site, tell: Callable[[str], None]) -> Answer:
         listener, hellos = Listener(tell), dict[Node, Hello]()
         until = time.monotonic() + LIMIT_S
 
-        def tick(step: int | None, total: int) -> None:
+        def tick(phase: Phase, done: int | None, total: int) -> None:
             if time.monotonic() > until and not wishes.stop:
                 wishes.stop.append(TIME_IS_UP)
 

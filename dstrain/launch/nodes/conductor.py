@@ -17,11 +17,13 @@ from dstrain.launch.nodes.sweep import sweep
 from dstrain.launch.nodes.wire import Alive, Died, End, Ended, Hello, Orphaned, Problem, Save, Stacks, Wrote
 from dstrain.launch.outcome import Hang, Outcome
 from dstrain.launch.output import files, rank_logs
-from dstrain.pulse import Phase
+from dstrain.pulse import COUNTED, Phase
 
 Check = Callable[[Mapping[Node, Hello]], Mapping[Node, Mapping[str, str]]]
 """Is shown what every node says of itself, and returns what its environment gets beside the rest; raises where they
 cannot run together."""
+COUNTS = tuple(COUNTED)
+"""The phases that count something before the first step, in their order."""
 _ENDING_S = 20.0
 _STACKS_S = 3.0
 
@@ -34,10 +36,10 @@ class Conductor:
         score: Score,
         wishes: Wishes,
         on_output: Callable[[str], None],
-        on_tick: Callable[[int | None, int], None] = lambda step, total: None,
+        on_tick: Callable[[Phase, int | None, int], None] = lambda phase, done, total: None,
     ) -> None:
-        """`on_output` gets what rank 0 writes; `on_tick` is called several times a second, with the
-        steps done and those of the whole run, 0 where that is not known.
+        """`on_output` gets what rank 0 writes; `on_tick` is called several times a second, with `Phase.STEP`, the steps
+        done and those of the whole run (0: not known), or with a phase that counts something else and how far it is.
 
         `wishes` may change at any time.
         """
@@ -50,6 +52,7 @@ class Conductor:
         self._hang: Hang | None = None
         self._left_at: int | None = None
         self._total = 0
+        self._counting: dict[int, tuple[Phase, int, int]] = {}
         self._give_up: float | None = None
         self._is_killing = False
         self._has_saved = False
@@ -100,7 +103,8 @@ class Conductor:
                     part.lose(f"did not end within {self._score.grace_s + _ENDING_S:.0f} s")
 
     def _hear(self) -> None:
-        self._on_tick(min(self._pace.steps.values(), default=None), self._total)
+        steps = Phase.STEP, min(self._pace.steps.values(), default=None), self._total
+        self._on_tick(*min(self._counting.values(), key=lambda each: (COUNTS.index(each[0]), each[1]), default=steps))
         self._party.hear(self._take)
 
     def _take(self, part: Part, event: Any, at: float) -> None:
@@ -124,6 +128,10 @@ class Conductor:
     def _note_steps(self, event: Alive) -> None:
         now = time.monotonic()
         for rank, (step, phase, total) in event.steps.items():
+            self._counting.pop(int(rank), None)
+            if phase in COUNTED:
+                self._counting[int(rank)] = (Phase(phase), int(step), int(total))
+                step = total = 0
             self._total = int(total) or self._total
             self._pace.note(int(rank), int(step), Phase(phase), now)
             if phase == Phase.LEFT:
