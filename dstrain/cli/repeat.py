@@ -10,6 +10,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
+from dstrain.errors import InvalidConfig
 from dstrain.jobfile import looks_local
 from dstrain.render.lock import LOCK, Lock
 
@@ -33,7 +34,8 @@ class Asked:
 
 def asked(options: Mapping[str, Any], lock: Lock | None, folder: Path) -> Asked:
     """Returns what is asked. A model typed now makes a new question; without one the inputs of the last time hold, and
-    options typed now replace those of the same name. Raises UsageError where there is no model in either."""
+    options typed now replace those of the same name. Raises UsageError where there is no model in either, InvalidConfig
+    where only the lock, which may be somebody else's, names templates."""
     context = click.get_current_context()
     typed = {
         name: _as_input(name, value, folder)
@@ -50,6 +52,11 @@ def asked(options: Mapping[str, Any], lock: Lock | None, folder: Path) -> Asked:
         if any(name in typed for name in names):
             inputs = {name: value for name, value in inputs.items() if name in typed or name not in names}
     repeated = {name: value for name, value in inputs.items() if name not in typed and name in options}
+    if repeated.get("template_dir"):
+        raise InvalidConfig(
+            f"{folder / LOCK} names templates of its own: {repeated['template_dir']}",
+            hint=f"They are used only when you name them: --template-dir {folder / str(repeated['template_dir'])}",
+        )
     return Asked(
         options={**options, **{name: None for names in _ALTERNATIVES for name in names if name not in inputs}}
         | {name: _parsed(context, name, value, folder) for name, value in repeated.items()},

@@ -72,7 +72,11 @@ def read_lock(folder: Path) -> Lock | None:
     if not path.exists():
         return None
     try:
-        return load_json(Lock, path, upgrade=_upgraded)
+        lock = load_json(Lock, path, upgrade=_upgraded)
+        others = sorted({*lock.base, *lock.unsettled, *lock.adopted} - {*GENERATED})
+        if others:
+            raise InvalidConfig(f'{path}: "{others[0]}" is no file that dstrain generates')
+        return lock
     except InvalidConfig as error:
         place = "" if folder == Path() else f" {folder}"
         hint = f"Take it from version control; or: mv {path} {path}.old && dstrain adopt{place}"

@@ -1,4 +1,7 @@
-"""Jinja templates: the only importer of Jinja. Templates hold structure; every value that enters is escaped."""
+"""Jinja templates: the only importer of Jinja. Templates hold structure; every value that enters is escaped.
+
+They render in Jinja's sandbox: a template may be somebody else's, and reaches nothing but the values it is given.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, TemplateError, TemplateNotFound, UndefinedError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from dstrain.errors import InvalidConfig, did_you_mean
 from dstrain.paths import shipped
@@ -21,7 +25,7 @@ _REASON = re.compile(r'\{#(?P<why>(?:(?!#\}).)*)#\}\s*"(?P<key>\w+)":', re.DOTAL
 
 
 def _environment(folders: list[Path], escape: Callable[[Any], str]) -> Environment:
-    return Environment(
+    return ImmutableSandboxedEnvironment(
         loader=FileSystemLoader(folders),
         undefined=StrictUndefined,
         finalize=escape,
@@ -43,7 +47,7 @@ def _render(name: str, folders: list[Path], values: Mapping[str, Any], escape: C
     except TemplateError as error:
         line = getattr(error, "lineno", None)
         raise InvalidConfig(f"{name}{f':{line}' if line else ''}: {error.message}") from None
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RecursionError) as error:
         # what a template computes is its author's, who may be the user
         raise InvalidConfig(f"{name}: {type(error).__name__}: {error}") from None
 

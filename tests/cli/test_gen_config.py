@@ -366,7 +366,27 @@ def test_the_template_of_a_folder_is_used(dstrain: Type, tmp_path: Path) -> None
     template.write_text(
         template.read_text().replace('"zero_optimization"', '"dump_state": true,\n  "zero_optimization"')
     )
-    assert json.loads(dstrain(*PLAN, "--template-dir", "mine", "-n").stdout)["dump_state"] is True
+    assert dstrain(*PLAN, "--template-dir", "mine").returncode == 0
+    assert json.loads((tmp_path / "ds_config.json").read_text())["dump_state"] is True
+
+
+def test_templates_that_only_the_lock_names_are_not_used(dstrain: Type, tmp_path: Path) -> None:
+    dstrain("templates", "eject", "--dir", "mine")
+    assert dstrain(*PLAN, "--template-dir", "mine").returncode == 0
+    for words in ([], ["-n"], ["--seq-len", "2048"]):
+        done = dstrain("gen-config", *words)
+        assert (done.returncode, "names templates of its own: mine" in done.stderr) == (3, True)
+        assert "--template-dir mine" in done.stderr
+    assert dstrain("gen-config", "--template-dir", "mine").returncode == 0
+
+
+def test_a_lock_names_no_files_of_others(dstrain: Type, tmp_path: Path) -> None:
+    dstrain(*PLAN)
+    lock = tmp_path / ".dstrain" / "lock.json"
+    lock.write_text(lock.read_text().replace('"hostfile":', '"../hostfile":'))
+    for verb in ("gen-config", "diff"):
+        done = dstrain(verb)
+        assert (done.returncode, '"../hostfile" is no file that dstrain generates' in done.stderr) == (3, True)
 
 
 @pytest.mark.parametrize(

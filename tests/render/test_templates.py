@@ -109,3 +109,24 @@ def test_an_unknown_template_gets_the_nearest_name() -> None:
 def test_a_script_quotes_every_value() -> None:
     with pytest.raises(InvalidConfig, match="no template"):
         render_script("no-such.sh.j2", {})
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "cycler.__init__.__globals__.os.system('touch F')",
+        "lipsum.__globals__['os'].popen('touch F').read()",
+        "''.__class__.__mro__[1].__subclasses__()",
+        "self.__init__.__globals__",
+        "('%s' | attr('format')).__globals__",
+        "stage.__class__",
+        "[].append(1) or [].extend([1])",
+        "range(10 ** 9) | list",
+    ],
+)
+def test_a_template_reaches_nothing_but_its_values(tmp_path: Path, code: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "zero1.json.j2").write_text('{"a": {{ (CODE) | string }}}'.replace("CODE", code))
+    with pytest.raises(InvalidConfig, match=r"zero1\.json\.j2"):
+        render_json("zero1.json.j2", {"stage": 1}, override=tmp_path)
+    assert not (tmp_path / "F").exists()
