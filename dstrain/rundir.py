@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+
+_SENT = re.compile(r"(metrics|health)\.jsonl|(states|summary)\.json|logs/[^/\0]+\.log|checkpoint-\d+/part\.json")
+"""Names of the files that nodes without this file system send."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +131,13 @@ class RunDir:
     def final(self) -> Path:
         """The final model or adapter, for `from_pretrained`."""
         return self.path / "final"
+
+    def sent(self, name: str) -> Path | None:
+        """Returns the place of a file that another node sends while it runs; None for a name that no rank writes, and
+        where a link leads elsewhere."""
+        path = self.path / name
+        is_ours = _SENT.fullmatch(name) is not None and not path.is_symlink()
+        return path if is_ours and path.resolve().is_relative_to(self.path.resolve()) else None
 
     def checkpoints(self) -> list[tuple[int, Path]]:
         """Returns the checkpoint folders by step, oldest first, whole or not."""

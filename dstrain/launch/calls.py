@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
@@ -12,11 +13,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from os import killpg
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from dstrain.errors import EnvironmentProblem
 from dstrain.launch import far
 from dstrain.launch.launchers import remotely
+from dstrain.launch.nodes.wire import LONGEST
 
 _SSH_FAILED = 255
 _NO_PROGRAM = frozenset({126, 127})
@@ -70,6 +72,17 @@ class Calls:
             self._end(process)
             if process.returncode or broken is not None:
                 raise _failure(host, process.returncode, errors, broken)
+
+    @staticmethod
+    def answer(stdout: IO[bytes], kind: Any) -> Any:
+        """Returns the line of JSON that the far end says. Raises ValueError where it is none, or of another type."""
+        try:
+            said = json.loads(stdout.readline(LONGEST))
+        except RecursionError:
+            said = None
+        if not isinstance(said, kind):
+            raise ValueError("its answer cannot be read")
+        return said
 
     def _start(self, line: list[str], errors: IO[bytes]) -> subprocess.Popen[bytes]:
         """Starts a process in a session of its own: Ctrl-C is for `run`, which decides what to do."""

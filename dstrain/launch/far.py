@@ -31,19 +31,24 @@ def pack(files: Mapping[str, Path], out: IO[bytes]) -> None:
             tar.add(path, arcname=name, recursive=False)
 
 
-def unpack(source: IO[bytes], folder: Path) -> int:
-    """Writes the files of a tar stream below a folder, with their modes; returns their bytes."""
-    total = 0
+def unpack(source: IO[bytes], folder: Path, is_wanted: Callable[[str], bool] = lambda name: True) -> int:
+    """Writes the files of a tar stream below a folder, with their modes; returns their bytes.
+
+    Raises ValueError for anything that is not wanted, is no file, or would come to lie elsewhere.
+    """
+    total, root = 0, folder.resolve()
     with tarfile.open(fileobj=source, mode="r|", bufsize=_BLOCK) as tar:
         for member in tar:
-            content = tar.extractfile(member)
-            if content is None or member.name.startswith("/") or ".." in Path(member.name).parts:
-                raise ValueError(f"{member.name}: is no file below a folder")
+            content = tar.extractfile(member) if member.isreg() else None
             place = folder / member.name
+            is_inside = ".." not in Path(member.name).parts and place.parent.resolve().is_relative_to(root)
+            if content is None or not is_inside or not is_wanted(member.name):
+                raise ValueError(f"{member.name[:80]!r} is no file that belongs below {folder}")
             place.parent.mkdir(parents=True, exist_ok=True)
             beside = place.with_name(f".{place.name}.new")
             try:
-                with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+                beside.unlink(missing_ok=True)
+                with _created(beside) as file:
                     shutil.copyfileobj(content, file, _BLOCK)
                 beside.chmod(member.mode & 0o777)
                 beside.replace(place)
@@ -51,6 +56,11 @@ def unpack(source: IO[bytes], folder: Path) -> int:
                 beside.unlink(missing_ok=True)
             total += member.size
     return total
+
+
+def _created(path: Path) -> IO[bytes]:
+    """Returns a new file, open for writing; whatever stands there, a link too, is an error."""
+    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb")
 
 
 def files_in(folder: Path) -> dict[str, Path]:
@@ -89,7 +99,7 @@ def _say(answer: object) -> None:
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
     """Lets nodes that share this disk in one after the other."""
-    with (folder / ".sync.lock").open("w") as file:
+    with os.fdopen(os.open(folder / ".sync.lock", os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600), "w") as file:
         with suppress(OSError):  # a network file system without locks
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
@@ -115,7 +125,9 @@ def _take(folder: str, mark: str, number: str, *gone: str) -> None:
                 (run_dir / name).unlink(missing_ok=True)
             shutil.rmtree(run_dir / CODE, ignore_errors=True)
             unpack(sys.stdin.buffer, run_dir)
-            (run_dir / SYNCED).write_text(f"{mark} {number}", encoding="utf-8")
+            (run_dir / SYNCED).unlink(missing_ok=True)
+            with _created(run_dir / SYNCED) as file:
+                file.write(f"{mark} {number}".encode())
         _say({"disk": int(_read(run_dir / SYNCED).split()[1]), "whole": []})
     return None
 

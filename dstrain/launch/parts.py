@@ -122,7 +122,7 @@ class Gathering:
 
         def give(disk: Disk) -> int:
             with self._calls.to(disk.host, "give", str(folder), self._mark) as (_, stdout):
-                return far.unpack(stdout, folder)
+                return far.unpack(stdout, folder, lambda name: name not in {COMPLETE, PART})
 
         try:
             total = sum(at_once(give, self._disks, self._calls, most=_MOST_DISKS))
@@ -162,7 +162,7 @@ class Gathering:
             if 0 in disk.ranks:
                 try:
                     with self._calls.to(disk.host, "fetch", str(self._run_dir.path), *names) as (_, stdout):
-                        far.unpack(stdout, self._run_dir.path)
+                        far.unpack(stdout, self._run_dir.path, lambda name: name.split("/")[0] in names)
                 except (DstrainError, OSError) as error:
                     self._tell_once(", ".join(names), error)
 

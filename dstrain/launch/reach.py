@@ -103,9 +103,10 @@ def _ask(host: Host, wanted: Wanted, local_names: Collection[str], timeout_s: fl
     reply = send(host.name, python("-c", _PROGRAM, question), local_names, timeout_s=timeout_s)
     try:
         facts = json.loads(reply.text or "")
-    except ValueError:
+        skew_s = facts["time"] - reply.asked_at_s
+    except (ValueError, TypeError, KeyError, RecursionError):
         return Answer(host=host, problem=reply.problem or f"said {reply.text}")
-    return Answer(host=host, facts=facts, skew_s=facts["time"] - reply.asked_at_s)
+    return Answer(host=host, facts=facts, skew_s=skew_s)
 
 
 def send(

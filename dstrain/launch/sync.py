@@ -88,10 +88,17 @@ def push(
             with suppress(BrokenPipeError):  # it needs none
                 stdin.write(archive)
                 stdin.close()
-            return node, json.loads(stdout.readline())
+            said = calls.answer(stdout, dict)
+            if not isinstance(said.get("disk"), int | None) or not isinstance(said.get("whole"), list):
+                raise ValueError("its answer cannot be read")
+            return node, said
 
     answers = at_once(take, [node for node in nodes if not node.is_here], calls, most=_MOST_HOSTS)
-    whole = [f"{node.host}: {run_dir.path} holds {', '.join(said['whole'])}" for node, said in answers if said["whole"]]
+    whole = [
+        f"{node.host}: {run_dir.path} holds {', '.join(map(str, said['whole']))}"
+        for node, said in answers
+        if said["whole"]
+    ]
     if whole:
         raise Conflict("\n".join(whole), hint="A run that was started there wrote that. Move it, or start there.")
     apart = {node: said["disk"] for node, said in answers if said["disk"] is not None}
@@ -102,6 +109,10 @@ def push(
     return tuple(
         Disk(host=group[0].host, ranks=frozenset(rank for node in group for rank in node.ranks)) for group in groups
     )
+
+
+def _names(said: Iterable[object]) -> str:
+    return ", ".join(map(str, said))
 
 
 def at_once(do: Callable[[Place], Found], places: Sequence[Place], calls: Calls, *, most: int) -> list[Found]:
@@ -159,7 +170,7 @@ def push_checkpoint(
 
     def put(disk: Disk) -> int:
         with calls.to(disk.host, "put", str(folder), start) as (stdin, stdout):
-            there: dict[str, int] | None = json.loads(stdout.readline())
+            there = calls.answer(stdout, dict | None)
             if there is None:
                 return 0
             wanted = needed(files, disk.ranks, written_by=record["world_size"], num_ranks=num_ranks)

@@ -9,7 +9,9 @@ import tarfile
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -164,13 +166,92 @@ def test_what_is_under_way_can_be_ended(monkeypatch: pytest.MonkeyPatch) -> None
     assert time.monotonic() - began < 10
 
 
-def test_names_that_lead_out_of_a_folder_are_refused(tmp_path: Path) -> None:
-    stream = io.BytesIO()
+def tar_of(name: str, **fields: Any) -> io.BytesIO:
+    """Returns a tar stream with one member of three bytes."""
+    stream, member = io.BytesIO(), tarfile.TarInfo(name)
+    for key, value in {"size": 3, **fields}.items():
+        setattr(member, key, value)
     with tarfile.open(fileobj=stream, mode="w|") as tar:
-        tar.addfile(tarfile.TarInfo("../out"), io.BytesIO())
+        tar.addfile(member, io.BytesIO(b"abc"))
     stream.seek(0)
-    with pytest.raises(ValueError, match="no file below"):
-        far.unpack(stream, tmp_path / "in")
+    return stream
+
+
+@pytest.mark.parametrize(
+    "stream",
+    [
+        *(
+            tar_of(name)
+            for name in ("../out", "/tmp/out", "a/../../out", "linked/out", "linked/more/out", "complete.json")
+        ),
+        *(tar_of("a", type=kind, linkname="/etc/passwd", size=0) for kind in (tarfile.SYMTYPE, tarfile.LNKTYPE)),
+        *(tar_of("a", type=kind, size=0) for kind in (tarfile.FIFOTYPE, tarfile.CHRTYPE, tarfile.DIRTYPE)),
+    ],
+)
+def test_what_leads_out_of_a_folder_or_is_no_file_is_refused(tmp_path: Path, stream: io.BytesIO) -> None:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    (folder / "linked").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ValueError, match="no file that belongs below"):
+        far.unpack(stream, folder, lambda name: name != "complete.json")
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["elsewhere", "in", "linked"]
+
+
+def test_links_at_names_that_are_written_lead_nowhere(tmp_path: Path) -> None:
+    victim, folder = tmp_path / "victim", tmp_path / "in"
+    victim.write_text("mine")
+    folder.mkdir()
+    for name in (".a.new", "a"):
+        (folder / name).symlink_to(victim)
+    far.unpack(tar_of("a"), folder)
+    assert (victim.read_text(), (folder / "a").read_text(), (folder / "a").is_symlink()) == ("mine", "abc", False)
+
+
+@pytest.mark.parametrize("name", [".sync.lock", ".synced"])
+def test_links_at_what_the_far_end_keeps_lead_nowhere(head: RunDir, name: str) -> None:
+    there, victim = on(head, "node1"), on(head, "victim").parent
+    there.mkdir(parents=True)
+    victim.write_text("mine")
+    (there / name).symlink_to(victim)
+    with suppress(EnvironmentProblem):
+        send(head, 1)
+    assert victim.read_text() == "mine"
+
+
+@pytest.mark.parametrize("said", ["[]", "7", "{}", '{"disk": [], "whole": []}', '{"disk": 1, "whole": 2}', "[" * 10**5])
+def test_an_answer_that_is_none_is_told_with_its_host(
+    head: RunDir, monkeypatch: pytest.MonkeyPatch, said: str, tmp_path: Path
+) -> None:
+    (tmp_path / "said").write_text(f"{said}\n")
+    monkeypatch.setattr(calls, "remotely", lambda *arguments: ["sh", "-c", f"exec <&-; cat {tmp_path}/said"])
+    with pytest.raises(EnvironmentProblem, match="node1: its answer cannot be read"):
+        send(head, 1)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["metrics.jsonl", "health.jsonl", "states.json", "summary.json", "logs/1_rank0.log", "checkpoint-5/part.json"],
+)
+def test_what_ranks_write_is_taken_from_a_node(head: RunDir, name: str) -> None:
+    assert head.sent(name) == head.path / name
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("../out", "/tmp/out", "logs/../../out.log", "logs/a/b.log", "checkpoint-5/../../part.json", "start.sh", ""),
+        *("request.json", ".secrets", "environment", "checkpoint-5/complete.json", "metrics.jsonl\n", "logs/\0.log"),
+        *("logs/linked.log", "checkpoint-7/part.json", "summary.json"),
+    ],
+)
+def test_nothing_else_is(head: RunDir, name: str) -> None:
+    outside = head.path.parent / "outside"
+    outside.mkdir()
+    head.logs.mkdir()
+    for link, to in (("logs/linked.log", "../../outside/x"), ("checkpoint-7", "../outside"), ("summary.json", "../x")):
+        (head.path / link).symlink_to(to)
+    assert head.sent(name) is None
 
 
 def whole(head: RunDir, step: int) -> Path:

@@ -56,7 +56,7 @@ def ask(needs: Needs, hosts: Hosts, names: Collection[str], *, timeout_s: float 
         reply = send(host.name, words, names, timeout_s=timeout_s, stdin=asked)
         try:
             facts = from_data(Facts, json.loads(reply.text or ""), locate=lambda place: ".".join(map(str, place)))
-        except (ValueError, InvalidConfig):
+        except (ValueError, RecursionError, InvalidConfig):
             other = f"its answer cannot be read, as of another dstrain: {(reply.text or '')[:60]}"
             return Answer(host=host, problem=reply.problem or other)
         return Answer(host=host, facts=facts, skew_s=facts.time_s - reply.asked_at_s)

@@ -89,7 +89,7 @@ class Listener:
         for line in lines:
             try:
                 data = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue
             if isinstance(data, dict) and isinstance(data.get("doing"), str):
                 self.doing = data["doing"]

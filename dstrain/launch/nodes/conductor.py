@@ -140,7 +140,10 @@ class Conductor:
     def _note_text(self, part: Part, event: Wrote) -> None:
         """Writes what a node without our run directory wrote, and passes on what rank 0 says."""
         if part.node.number in self._party.mirrored:
-            path = self._score.run_dir.path / event.name
+            path = self._score.run_dir.sent(event.name)
+            if path is None:
+                part.problem = f"sent {event.name[:80]!r}, which is no file of a run"
+                return
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("w" if event.is_whole else "a", encoding="utf-8", newline="") as file:
                 file.write(event.text)

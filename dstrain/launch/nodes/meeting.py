@@ -82,7 +82,7 @@ def _differing(hello: Hello, files: Mapping[str, int]) -> Iterator[str]:
     seen = set()
     for name, found in hello.unlike.items():
         folder = str(Path(name).parent)
-        if folder not in seen:
+        if name in files and folder not in seen:
             seen.add(folder)
             yield f"{name} cannot be read" if found is None else f"{name} has {found:,} bytes, and {files[name]:,} here"
 
