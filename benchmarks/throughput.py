@@ -28,7 +28,7 @@ from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoTokenizer
 
-from dstrain.choices import Attention, Precision
+from dstrain.choices import Precision
 from dstrain.job import Job
 from dstrain.train import demo
 from dstrain.train.collate import Collator
@@ -89,7 +89,7 @@ def rows_of(mode: str, options: Options, folder: Path, tokenizer: Any) -> tuple[
         stream = list(chain.from_iterable(dataset["input_ids"]))
         starts = range(0, len(stream) - options.seq_len, options.seq_len)
         dataset = [{"input_ids": (row := stream[at : at + options.seq_len]), "labels": row} for at in starts]
-    return dataset, Collator(pad_token_id=tokenizer.pad_token_id, packing=packing, attn=Attention.SDPA)
+    return dataset, Collator(pad_token_id=tokenizer.pad_token_id, packing=packing)
 
 
 def micro_batches(dataset: Any, size: int, *, rank: int, ranks: int) -> Iterator[list[Any]]:

@@ -78,7 +78,7 @@ class Job:
     data: str | None = None
     """Training data: a JSONL, JSON or Parquet file, or a data set id on the hub."""
     eval_data: str | None = None
-    """Evaluation data, in the same forms; not given: no evaluation."""
+    """Evaluation data, in the same forms, for the mean loss of a token; not given: no evaluation."""
     data_format: DataFormat = DataFormat.AUTO
     """`alpaca` (instruction, input, output), `messages` (also ShareGPT), `text`, or `auto` (by the columns)."""
     ds_config: str = "ds_config.json"
@@ -101,7 +101,7 @@ class Job:
     seq_len: Positive = 2048
     """Longest sample in tokens; longer ones are cut, and the log says how many."""
     packing: bool = False
-    """Whether short samples share rows of `seq_len` tokens; they do not see each other."""
+    """Whether short samples share rows of `seq_len` tokens; a model that would let them see each other is refused."""
     loss_on: LossOn = LossOn.ANSWER
     """Which tokens count in the loss: `answer` or `all`."""
     micro_batch: Positive = 1
@@ -120,7 +120,7 @@ class Job:
     lr_scheduler_type: Schedule = Schedule.COSINE
     """A schedule of Transformers: `cosine`, `linear`, `constant_with_warmup` …"""
     warmup_ratio: Ratio = 0.03
-    """Share of the steps in which the learning rate rises."""
+    """Share of the steps in which the learning rate rises from 0; where it is above 0, step 1 changes nothing."""
     weight_decay: NonNegative = 0.0
     """AdamW's weight decay."""
     adam_beta1: Beta = 0.9
@@ -133,6 +133,10 @@ class Job:
     """Gradient norm at which gradients are clipped; 0 turns clipping off."""
     seed: Annotated[int, Ge(0), Lt(2**32)] = 42
     """Seed of shuffling, dropout and adapters."""
+    full_determinism: bool = False
+    """Whether PyTorch takes deterministic algorithms only; slower, and on GPUs without overlap."""
+    stop_on_nonfinite: Annotated[int, Ge(0)] = 20
+    """Steps in a row without finite gradients that end the run; 0: none do. fp16's loss scaling begins with a few."""
 
     logging_steps: Positive = 10
     """Optimizer steps between two lines of `metrics.jsonl`."""

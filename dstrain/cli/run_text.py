@@ -73,6 +73,8 @@ def summary_rows(found: dict[str, Any]) -> list[tuple[str, str]]:
         rows.append(("loss, first → last", f"{found['first_loss']:.3f} → {found['last_loss']:.3f}"))
     if found.get("eval_loss") is not None:
         rows.append(("evaluation loss", f"{found['eval_loss']:.3f}"))
+    if found.get("skipped_steps"):
+        rows.append(("steps left out", f"{found['skipped_steps']} of {found['steps']}: gradients not finite"))
     if found.get("tokens_per_s"):
         took = format_seconds(found["train_s"])
         rows.append(("tokens/s", f"{found['tokens_per_s']:,.0f} ({format_count(found['tokens'])} tokens in {took})"))

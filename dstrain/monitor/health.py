@@ -1,4 +1,4 @@
-"""What looks wrong in a logged step (pure)."""
+"""What looks wrong in a logged step, and when too many steps in a row do (pure)."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from dstrain.errors import RunFailed
 
 _ADVICE = {
     "loss": "The weights are most likely lost: go back to the last checkpoint with a lower learning_rate, "
@@ -44,3 +46,41 @@ def check(step: int, values: Mapping[str, Any]) -> list[Finding]:
             message = f"{name} is {value} at step {step}. {advice}"
             found.append(Finding(rule=f"nonfinite_{name}", step=step, value=str(value), message=message))
     return found
+
+
+class Nonfinite:
+    """Counts steps in a row that taught nothing because a quantity of theirs is not finite.
+
+    >>> gradients = Nonfinite("gradients", limit=3)
+    >>> for step, is_finite in enumerate([False, False, True, False, False], start=1):
+    ...     gradients.note(step, is_finite=is_finite)
+    >>> gradients.note(6, is_finite=False)
+    Traceback (most recent call last):
+    dstrain.errors.RunFailed: the gradients of 3 steps in a row, up to step 6, are not finite (stop_on_nonfinite: 3)
+    ...
+    """
+
+    def __init__(self, quantity: str, *, limit: int) -> None:
+        """`limit` is the number of steps that ends a run; 0: none does."""
+        self._quantity = quantity
+        self._limit = limit
+        self._in_a_row = 0
+        self._step = 0
+
+    def note(self, step: int, *, is_finite: bool) -> None:
+        """Takes what is known of the steps since the last call, a single one when it was finite then.
+
+        Raises RunFailed when there are too many in a row.
+        """
+        if step == self._step:
+            return
+        since = step - self._step if self._in_a_row else 1
+        self._in_a_row = 0 if is_finite else self._in_a_row + since
+        self._step = step
+        if self._limit and self._in_a_row >= self._limit:
+            raise RunFailed(
+                f"the {self._quantity} of {self._in_a_row} steps in a row, up to step {step}, are not finite "
+                f"(stop_on_nonfinite: {self._limit})",
+                hint="Go on from the last checkpoint with a lower learning_rate, and with bf16 instead of fp16; "
+                "stop_on_nonfinite: 0 never ends a run.",
+            )

@@ -45,7 +45,7 @@ def training_arguments(job: Job, ds_config: Mapping[str, Any], *, on_gpu: bool, 
     """
     return TrainingArguments(
         **_from_job(job),
-        **_fixed(job, on_gpu=on_gpu),
+        **_fixed(on_gpu=on_gpu),
         deepspeed=copy.deepcopy(dict(ds_config)),
         lr_scheduler_type=_schedule(job.lr_scheduler_type),
         bf16=job.precision is Precision.BF16,
@@ -75,17 +75,17 @@ def _from_job(job: Job) -> dict[str, Any]:
         "max_grad_norm": job.max_grad_norm,
         "seed": job.seed,
         "data_seed": job.seed,
+        "full_determinism": job.full_determinism,
         "logging_steps": job.logging_steps,
         "save_steps": job.save_steps,
         "dataloader_num_workers": job.dataloader_num_workers,
     }
 
 
-def _fixed(job: Job, *, on_gpu: bool) -> dict[str, Any]:
+def _fixed(*, on_gpu: bool) -> dict[str, Any]:
     """Returns what is the same for every job, each with its reason."""
     return {
         "use_cpu": not on_gpu,  # else accelerate finds no backend for gloo and sees one process
-        "full_determinism": not on_gpu,  # free on a CPU; on GPUs it costs speed
         "report_to": "none",  # Transformers' SwanLab callback fails with SwanLab 0.8 and later; ours writes everywhere
         "logging_nan_inf_filter": False,  # else a NaN loss is logged as 0.0, and every micro-batch waits for the device
         "logging_first_step": True,

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from dstrain.train.tokenize import IGNORED
 
 
@@ -53,24 +55,34 @@ def best_fit(lengths: Sequence[int], capacity: int, *, seed: int) -> list[list[i
     return rows
 
 
+Row = dict[str, np.ndarray[Any, Any]]
+"""Tokens, labels and positions of a packed row."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedRows:
     """Rows of whole samples, put together when they are asked for; has the length and indexing of a data set."""
 
     samples: Any
-    """A data set with `input_ids` and `labels`."""
+    """A data set with `input_ids` and `labels`, in Arrow's format: its columns become NumPy arrays without a copy."""
     rows: Sequence[Sequence[int]]
     """Sample numbers of each row."""
 
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __getitem__(self, index: int) -> dict[str, list[int]]:
-        """Returns the tokens of a row; positions start again at 0 with every sample, whose first token is no target."""
+    def __getitem__(self, index: int) -> Row:
+        """Returns the tokens of a row."""
         members = self.samples[list(self.rows[index])]
-        row: dict[str, list[int]] = {"input_ids": [], "labels": [], "position_ids": []}
-        for input_ids, labels in zip(members["input_ids"], members["labels"], strict=True):
-            row["input_ids"] += input_ids
-            row["labels"] += [IGNORED, *labels[1:]]
-            row["position_ids"] += range(len(input_ids))
-        return row
+        input_ids, labels = (members.column(name).combine_chunks() for name in ("input_ids", "labels"))
+        lengths = input_ids.value_lengths().to_numpy(zero_copy_only=False)
+        return row_of(input_ids.flatten().to_numpy(), labels.flatten().to_numpy(), lengths)
+
+
+def row_of(input_ids: Any, labels: Any, lengths: Any) -> Row:
+    """Returns samples one behind the other; positions begin at 0 with each of them, whose first token is no target."""
+    starts = np.cumsum(lengths) - lengths
+    targets = labels.copy()
+    targets[starts] = IGNORED
+    positions = np.arange(len(targets)) - np.repeat(starts, lengths)
+    return {"input_ids": input_ids, "labels": targets, "position_ids": positions}

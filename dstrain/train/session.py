@@ -28,7 +28,7 @@ from dstrain.pulse import Phase, Sender
 from dstrain.rundir import RunDir
 from dstrain.train import rank as ranks
 from dstrain.train.arguments import training_arguments
-from dstrain.train.collate import Collator
+from dstrain.train.collate import Collator, taken_by
 from dstrain.train.data import Prepared, prepare
 from dstrain.train.disk import shared
 from dstrain.train.measure import MeasureCallback
@@ -137,20 +137,24 @@ class Session:
             sinks=sinks,
             say=self.rank.say,
         )
-        collator = Collator(pad_token_id=int(self.tokenizer.pad_token_id), packing=self.job.packing, attn=self.job.attn)
+        collator = Collator(
+            pad_token_id=int(self.tokenizer.pad_token_id), packing=self.job.packing, takes=taken_by(self.model)
+        )
         trainer = Trainer(
             run_dir=self.run_dir,
             rank=self.rank,
             disk=shared(self.run_dir, self.rank, os.environ, self.group),
             save_total_limit=self.job.save_total_limit,
+            stop_on_nonfinite=self.job.stop_on_nonfinite,
             metrics=self.metrics,
             pulse=pulse,
             base=self.base,
             trust_remote_code=self.job.trust_remote_code,
+            group=self.group,
             model=self.model,
             args=self.arguments,
-            train_dataset=self.train_data.dataset,
-            eval_dataset=self.eval_data.dataset if self.eval_data else None,
+            train_dataset=self.train_data.columns,
+            eval_dataset=self.eval_data.columns if self.eval_data else None,
             data_collator=CountingCollator(collator),
             processing_class=self.tokenizer,
         )
@@ -168,6 +172,7 @@ class Session:
         logged = current_steps(read_jsonl(self.run_dir.metrics))
         return {
             "steps": trainer.state.global_step,
+            "skipped_steps": trainer.skipped_steps,
             "first_loss": next((line["loss"] for line in logged if "loss" in line), None),
             "last_loss": found.last_loss,
             "eval_loss": found.eval_loss,

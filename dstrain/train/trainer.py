@@ -8,17 +8,24 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 import torch.distributed as dist
 import transformers
-from torch.utils.data import RandomSampler
+from torch.utils.data import DataLoader, RandomSampler
+from transformers.trainer_utils import EvalLoopOutput
 
 from dstrain.monitor.callback import COUNTS, Meter, MetricsCallback
+from dstrain.monitor.health import Nonfinite
 from dstrain.pulse import Phase, Sender
 from dstrain.rundir import RunDir, rotate
 from dstrain.train import checkpoints, saving, universal
+from dstrain.train.apart import Trial, packed_masks
 from dstrain.train.arguments import zero_stage
 from dstrain.train.checkpoints import Written
 from dstrain.train.disk import Disk
+from dstrain.train.evaluation import Share, mean_loss
+from dstrain.train.packing import PackedRows
 from dstrain.train.rank import Rank
 
 
@@ -32,23 +39,32 @@ class Trainer(transformers.Trainer):
         rank: Rank,
         disk: Disk,
         save_total_limit: int | None,
+        stop_on_nonfinite: int,
         metrics: MetricsCallback,
         pulse: Sender,
         base: Mapping[str, Any],
         trust_remote_code: bool,
+        group: Any,
         **options: Any,
     ) -> None:
-        """Takes what Transformers' Trainer takes, where the run's files are, and the configuration of the base."""
+        """Takes what Transformers' Trainer takes, where files are, the configuration of the base, and `group`.
+
+        That is a gloo group of all ranks, None with one.
+        """
         super().__init__(**options, callbacks=[metrics])
         self.remove_callback(transformers.PrinterCallback)
         self._run_dir = run_dir
         self._rank = rank
         self._disk = disk
         self._keep = save_total_limit
+        self._has_masks = False  # of packed rows, for models that make none of positions
+        self._gradients = Nonfinite("gradients", limit=stop_on_nonfinite)
+        self._losses = Nonfinite("losses", limit=stop_on_nonfinite)
         self._metrics = metrics
         self._pulse = pulse
         self._base = base
         self._trusts = trust_remote_code
+        self._group = group
         self._stage = zero_stage(self.args.hf_deepspeed_config.config)
 
     @property
@@ -66,7 +82,10 @@ class Trainer(transformers.Trainer):
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """Returns the inputs of the model, without the counts that an evaluation has no use for."""
         inputs.pop(COUNTS, None)
-        return super()._prepare_inputs(inputs)
+        inputs = super()._prepare_inputs(inputs)
+        if self._has_masks:
+            inputs["attention_mask"] = packed_masks(self.model, inputs["position_ids"])
+        return inputs
 
     def _get_train_sampler(self, train_dataset: Any = None) -> RandomSampler:
         """Returns the sampler of an epoch, filled up to whole steps with samples that are drawn once more.
@@ -78,11 +97,42 @@ class Trainer(transformers.Trainer):
         batch = self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps * self._rank.world_size
         return RandomSampler(data, num_samples=math.ceil(len(data) / batch) * batch)
 
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
+        """Returns the micro-batches of this rank; every sample is in one of them, once."""
+        rows = self.eval_dataset if eval_dataset is None else eval_dataset
+        return DataLoader(
+            Share(rows=rows, rank=self._rank),  # type: ignore[arg-type]
+            batch_size=self.args.per_device_eval_batch_size,
+            collate_fn=self.data_collator,
+            num_workers=self.args.dataloader_num_workers,
+            pin_memory=self.args.dataloader_pin_memory,
+        )
+
+    def evaluation_loop(
+        self, dataloader: Any, description: str, *_: Any, metric_key_prefix: str = "eval", **__: Any
+    ) -> EvalLoopOutput:
+        """Returns the mean loss of a token. Transformers' own loop takes means of micro-batches, and drops ranks."""
+        engine: Any = self.model_wrapped
+        engine.eval()
+
+        def logits_of(batch: Mapping[str, Any]) -> torch.Tensor:
+            self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
+            with torch.no_grad(), self.compute_loss_context_manager():
+                logits: torch.Tensor = engine(**self._prepare_inputs(dict(batch))).logits
+            return logits
+
+        loss, targets = mean_loss(logits_of, dataloader, self._group)
+        metrics = {f"{metric_key_prefix}_loss": loss, f"{metric_key_prefix}_tokens": targets}
+        num_samples = len(dataloader.dataset.rows)
+        return EvalLoopOutput(predictions=np.empty(0), label_ids=None, metrics=metrics, num_samples=num_samples)
+
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Logs, with what was measured in the same window; so trainer_state.json, the sinks and the file agree."""
         if "loss" in logs:
             logs.update(self._metrics.drain())
         super().log(logs, start_time)
+        if "loss" in logs and "grad_norm" not in logs:  # without ZeRO and with fp32 the engine tells no norm
+            self._losses.note(self.state.global_step, is_finite=math.isfinite(logs["loss"]))
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *arguments: Any, **options: Any) -> Any:
         """Trains; a checkpoint of another number of ranks is read from its universal copy."""
@@ -92,6 +142,21 @@ class Trainer(transformers.Trainer):
         config = self.accelerator.state.deepspeed_plugin.deepspeed_config
         config["checkpoint"] = {**(config.get("checkpoint") or {}), "load_universal": self._is_universal}
         return super().train(resume_from_checkpoint, *arguments, **options)
+
+    def _prepare_for_training(self, *arguments: Any, **options: Any) -> Any:
+        """Returns the engine and its data. Raises InvalidConfig where it does not keep the samples of a row apart."""
+        prepared = super()._prepare_for_training(*arguments, **options)  # type: ignore[no-untyped-call]
+        rows: Any = self.train_dataset
+        if isinstance(rows, PackedRows):
+            size = min(self.args.per_device_train_batch_size, 2)
+            self._has_masks = Trial(
+                model=self.model,
+                engine=self.model_wrapped,
+                inputs_of=lambda row: self._prepare_inputs(self.data_collator([row] * size)),
+                tokens=rows[0]["input_ids"],
+                group=self._group,
+            ).needs_masks()
+        return prepared
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Loads what DeepSpeed has not, and mends what it loaded wrongly from a universal copy."""
@@ -107,12 +172,24 @@ class Trainer(transformers.Trainer):
         else:
             super()._run_epoch(*arguments, **options)  # type: ignore[no-untyped-call]
 
-    def _maybe_log_save_evaluate(self, *arguments: Any, **options: Any) -> None:
-        """Does it, and takes an evaluation's or a checkpoint's time out of the window."""
+    @property
+    def skipped_steps(self) -> int:
+        """Steps that DeepSpeed has left out since the training began, because their gradients were not finite."""
+        engine: Any = self.model_wrapped
+        return int(engine.skipped_steps)
+
+    def _maybe_log_save_evaluate(self, tr_loss: Any, grad_norm: Any, *arguments: Any, **options: Any) -> None:
+        """Does it, and takes an evaluation's or a checkpoint's time out of the window.
+
+        Raises RunFailed after too many steps in a row without finite gradients; every rank has the same norm.
+        """
+        engine: Any = self.model_wrapped
+        is_finite = engine.was_step_applied() and (grad_norm is None or math.isfinite(grad_norm))
+        self._gradients.note(self.state.global_step, is_finite=is_finite)
         is_long = self.control.should_evaluate or self.control.should_save
         if is_long:
             self._pulse.send(self.state.global_step, Phase.EVALUATING if self.control.should_evaluate else Phase.SAVING)
-        super()._maybe_log_save_evaluate(*arguments, **options)
+        super()._maybe_log_save_evaluate(tr_loss, grad_norm, *arguments, **options)
         if is_long:
             self.meter.restart()
             self._pulse.send(self.state.global_step, Phase.STEP)

@@ -37,9 +37,12 @@ def test_transformers_reports_to_nobody(tmp_path: Path) -> None:
     assert made(tmp_path).report_to == []
 
 
-def test_without_a_gpu_it_asks_for_the_cpu_and_for_determinism(tmp_path: Path) -> None:
-    arguments = made(tmp_path)
-    assert (arguments.use_cpu, arguments.full_determinism) == (True, True)
+def test_without_a_gpu_it_asks_for_the_cpu(tmp_path: Path) -> None:
+    assert made(tmp_path).use_cpu is True
+
+
+def test_determinism_is_asked_for_only_when_the_job_says_so(tmp_path: Path) -> None:
+    assert made(tmp_path).full_determinism is False
 
 
 def test_auto_values_are_filled_from_the_job(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from dstrain.plan.configuration import DEFAULTS
 from dstrain.plan.params import trained
 from dstrain.plan.zero import states as plan_states
 from dstrain.rundir import RunDir
+from dstrain.train.__main__ import read
 from tests.train.launching import (
     SEVERAL,
     codes,
@@ -46,6 +47,7 @@ def runs(root: Path, demo: Path) -> Path:
     broken = root / "broken"
     _put_nan(demo / "model", broken / "model")
     half_model = _in_bf16(demo / "model", root / "half-model")
+    bloom = _bloom(demo / "model", root / "bloom")
     evaluation = str(demo / "eval.jsonl")
     offline = {"sinks": ["swanlab"], "mode": "offline", "name": "nice"}
     half = make_run(folder / "half", demo, resume="auto", monitor=offline, save_steps=2, save_total_limit=1)
@@ -59,6 +61,10 @@ def runs(root: Path, demo: Path) -> Path:
         make_run(folder / "lora3", demo, zero={"stage": 3}, method="lora"),
         make_run(folder / "kept", demo, zero={"stage": 3, "stage3_gather_16bit_weights_on_model_save": False}),
         make_run(folder / "nan", demo, model=str(broken / "model")),
+        make_run(folder / "steep", demo, learning_rate=1e20, max_steps=25, stop_on_nonfinite=3),
+        make_run(folder / "packed", demo, zero={"stage": 3}, eval_data=evaluation, packing=True, precision="fp32"),
+        make_run(folder / "padded", demo, eval_data=evaluation, micro_batch=4, precision="fp32"),
+        make_run(folder / "bloom", demo, zero={"stage": 3}, model=str(bloom), packing=True, attn="eager"),
         make_run(folder / "bad", demo, lr_scheduler_type="cosin"),
         make_run(folder / "fp32", demo, model=str(half_model), precision="fp32", zero={"stage": 3}),
         make_run(folder / "parallel", demo, engine={"tensor_parallel": {"autotp_size": 2}}),
@@ -89,6 +95,17 @@ def _in_bf16(model: Path, to: Path) -> Path:
     return to
 
 
+def _bloom(tokenizer: Path, to: Path) -> Path:
+    """Writes a model of a family that lets packed samples see each other, and returns where."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    tokens = AutoTokenizer.from_pretrained(tokenizer)
+    tokens.save_pretrained(to)
+    config = AutoConfig.for_model("bloom", vocab_size=len(tokens), hidden_size=32, n_layer=2, n_head=2)
+    AutoModelForCausalLM.from_config(config, attn_implementation="eager").save_pretrained(to)
+    return to
+
+
 def _summary(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((folder / "summary.json").read_text())
     return found
@@ -98,7 +115,8 @@ def _summary(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "name", ["zero1", "zero2", "zero3", "offload", "lora2", "lora3", "kept", "nan", "online", "half"]
+    "name",
+    ["zero1", "zero2", "zero3", "offload", "lora2", "lora3", "kept", "nan", "online", "half", "packed", "padded"],
 )
 def test_every_configuration_trains_to_its_end(runs: Path, name: str) -> None:
     assert codes(runs / name) == [[0, 0]], said(runs / name)[-3000:]
@@ -155,6 +173,49 @@ def test_evaluations_are_logged_with_their_step(runs: Path) -> None:
     evaluated = {line["step"] for line in read_jsonl(runs / "zero2" / "metrics.jsonl") if "eval_loss" in line}
     assert evaluated == {2, 3}
     assert _summary(runs / "zero3")["eval_loss"] == pytest.approx(7.5, abs=0.5)
+
+
+@pytest.mark.parametrize("name", ["padded", "packed"])
+def test_the_evaluation_is_a_mean_over_tokens(runs: Path, demo: Path, name: str) -> None:
+    """As computed by hand, one sample at a time, though the last of 11 samples leave a rank without."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from dstrain.train.data import prepare
+    from dstrain.train.model import load_tokenizer
+
+    given = read(RunDir(runs / name))
+    job = replace(given.job, packing=False)
+    samples = prepare(job, load_tokenizer(job, job.model), data=str(job.eval_data), training=False).dataset
+    model = AutoModelForCausalLM.from_pretrained(runs / name / "final", dtype=torch.float32).eval()
+    total, targets = 0.0, 0
+    for sample in samples:
+        ids, labels = torch.tensor([sample["input_ids"]]), torch.tensor([sample["labels"]])
+        number = int((labels[:, 1:] != -100).sum())
+        total += float(model(input_ids=ids, labels=labels).loss.detach()) * number
+        targets += number
+    assert len(samples) == 11
+    assert _summary(runs / name)["eval_loss"] == pytest.approx(total / targets, rel=1e-6)
+    (logged,) = (line for line in read_jsonl(runs / name / "metrics.jsonl") if "eval_loss" in line)
+    assert logged["eval_tokens"] == targets
+
+
+def test_packing_is_refused_before_the_first_step_where_samples_would_see_each_other(runs: Path) -> None:
+    assert codes(runs / "bloom") == [[3, 3]]
+    assert "packing: BloomForCausalLM with attn: eager lets the samples of a packed row see each other" in said(
+        runs / "bloom"
+    )
+    assert not losses(runs / "bloom")
+
+
+def test_steps_in_a_row_without_finite_gradients_end_the_run(runs: Path) -> None:
+    assert codes(runs / "steep") == [[1, 1]]
+    assert "the gradients of 3 steps in a row" in said(runs / "steep")
+    assert "Traceback" not in said(runs / "steep") + said(runs / "steep", rank=1)
+
+
+def test_steps_that_were_left_out_are_counted(runs: Path) -> None:
+    assert (_summary(runs / "nan")["skipped_steps"], _summary(runs / "zero2")["skipped_steps"]) == (3, 0)
 
 
 def test_a_run_that_may_not_gather_says_how_to_get_the_model(runs: Path) -> None:

@@ -4,11 +4,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+datasets = pytest.importorskip("datasets")
 torch = pytest.importorskip("torch")
 
-from dstrain.choices import Attention  # noqa: E402
 from dstrain.train import demo  # noqa: E402
-from dstrain.train.collate import Collator  # noqa: E402
+from dstrain.train.collate import Collator, taken_by  # noqa: E402
 from dstrain.train.packing import PackedRows, best_fit  # noqa: E402
 
 
@@ -46,16 +46,13 @@ def test_rows_of_real_lengths_are_full() -> None:
 
 
 def packed(samples: list[list[int]], rows: list[list[int]]) -> PackedRows:
-    class Samples:
-        def __getitem__(self, index: list[int]) -> dict[str, list[list[int]]]:
-            return {key: [samples[number] for number in index] for key in ("input_ids", "labels")}
-
-    return PackedRows(samples=Samples(), rows=rows)
+    columns = datasets.Dataset.from_dict({"input_ids": samples, "labels": samples})
+    return PackedRows(samples=columns.with_format("arrow"), rows=rows)
 
 
 def test_positions_restart_and_first_tokens_are_no_targets() -> None:
     row = packed([[1, 2, 3], [4, 5]], [[1, 0]])[0]
-    assert row == {
+    assert {key: value.tolist() for key, value in row.items()} == {
         "input_ids": [4, 5, 1, 2, 3],
         "labels": [-100, 5, -100, 2, 3],
         "position_ids": [0, 1, 0, 1, 2],
@@ -64,29 +61,39 @@ def test_positions_restart_and_first_tokens_are_no_targets() -> None:
 
 def test_packed_batch_has_no_attention_mask_and_padding_is_a_sample_of_its_own() -> None:
     rows = packed([[1, 2, 3], [4, 5], [6]], [[0, 1], [2]])
-    batch = Collator(pad_token_id=9, packing=True, attn=Attention.SDPA)([rows[0], rows[1]])
-    assert set(batch) == {"input_ids", "labels", "position_ids", "use_cache"}
+    batch = Collator(pad_token_id=9, packing=True)([rows[0], rows[1]])
+    assert "attention_mask" not in batch
     assert batch["use_cache"] is False
     assert batch["input_ids"].tolist() == [[1, 2, 3, 4, 5, 9, 9, 9], [6, 9, 9, 9, 9, 9, 9, 9]]
     assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1, 0, 1, 2], [0, 0, 1, 2, 3, 4, 5, 6]]
     assert batch["labels"][:, 5:].eq(-100).all()
 
 
-def test_flash_attention_is_told_where_samples_begin() -> None:
+def test_kernels_are_told_where_samples_begin() -> None:
     rows = packed([[1, 2, 3], [4, 5], [6]], [[0, 1], [2]])
-    batch = Collator(pad_token_id=9, packing=True, attn=Attention.FLASH_ATTENTION_2)([rows[0], rows[1]])
+    batch = Collator(pad_token_id=9, packing=True)([rows[0], rows[1]])
     assert batch["cu_seq_lens_q"].dtype == torch.int32
     assert batch["cu_seq_lens_q"].tolist() == [0, 3, 5, 8, 9, 16]
     assert batch["cu_seq_lens_k"].tolist() == [0, 3, 5, 8, 9, 16]
     assert (batch["max_length_q"], batch["max_length_k"]) == (7, 7)
     assert type(batch["max_length_q"]) is int
+    assert batch["seq_idx"].dtype == torch.int32
+    assert batch["seq_idx"].tolist() == [[0, 0, 0, 1, 1, 2, 2, 2], [0, 1, 1, 1, 1, 1, 1, 1]]
+
+
+def test_a_model_is_given_only_what_it_takes() -> None:
+    class Model:
+        def forward(self, input_ids: None, position_ids: None, seq_idx: None) -> None: ...
+
+    batch = Collator(pad_token_id=9, packing=True, takes=taken_by(Model()))([packed([[1, 2], [3]], [[0, 1]])[0]])
+    assert set(batch) == {"input_ids", "labels", "position_ids", "seq_idx"}
 
 
 def test_borders_are_those_that_transformers_finds_in_one_row() -> None:
     from transformers.modeling_flash_attention_utils import prepare_fa_kwargs_from_position_ids
 
     rows = packed([[1, 2, 3], [4, 5], [6]], [[0, 1, 2]])
-    batch = Collator(pad_token_id=9, packing=True, attn=Attention.FLASH_ATTENTION_2)([rows[0]])
+    batch = Collator(pad_token_id=9, packing=True)([rows[0]])
     (expected, _), (longest, _) = prepare_fa_kwargs_from_position_ids(batch["position_ids"])
     assert batch["cu_seq_lens_q"].tolist() == expected.tolist()
     assert batch["max_length_q"] == longest
@@ -94,7 +101,7 @@ def test_borders_are_those_that_transformers_finds_in_one_row() -> None:
 
 def test_samples_are_padded_with_a_mask() -> None:
     samples = [{"input_ids": [1, 2, 3], "labels": [-100, 2, 3]}, {"input_ids": [4], "labels": [4], "length": 1}]
-    batch = Collator(pad_token_id=9, packing=False, attn=Attention.SDPA, pad_to_multiple_of=4)(samples)
+    batch = Collator(pad_token_id=9, packing=False, pad_to_multiple_of=4)(samples)
     assert {key: value.tolist() for key, value in batch.items()} == {
         "input_ids": [[1, 2, 3, 9], [4, 9, 9, 9]],
         "labels": [[-100, 2, 3, -100], [4, -100, -100, -100]],
@@ -121,7 +128,7 @@ def test_samples_of_a_row_do_not_see_each_other(attn: str, training: bool, check
     model.train(training)
     if checkpointing:
         model.activation_checkpointing_enable()
-    collate = Collator(pad_token_id=0, packing=True, attn=Attention(attn))
+    collate = Collator(pad_token_id=0, packing=True)
     generator = torch.Generator().manual_seed(0)
     before, after, kept, other = (torch.randint(3, 512, (n,), generator=generator).tolist() for n in (37, 21, 50, 45))
 
@@ -140,7 +147,7 @@ def test_samples_of_a_row_do_not_see_each_other(attn: str, training: bool, check
 def test_a_mask_of_ones_would_let_samples_see_each_other() -> None:
     """Why packed batches have no attention mask: with one, Transformers does not look at the positions."""
     model = demo.make_model(Tokens()).eval()
-    collate = Collator(pad_token_id=0, packing=True, attn=Attention.SDPA)
+    collate = Collator(pad_token_id=0, packing=True)
     outputs = []
     for first in ([3] * 8, [4] * 8):
         batch = collate([packed([first, [5] * 8], [[0, 1]])[0]])

@@ -11,7 +11,7 @@ import pytest
 from dstrain.monitor.jsonl_sink import read_jsonl
 from tests.train.launching import SEVERAL, codes, copy_half, export, launch, lines, losses, make_run, tensors
 
-EXACT = ["zero2", "zero2_packed", "zero3", "zero3_packed", "zero3_lora"]
+EXACT = ["zero2", "zero2_packed", "zero3", "zero3_packed", "zero3_lora_packed"]
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,7 @@ def exact(root: Path, demo: Path) -> Path:
             "data": str(demo / ("some.jsonl" if packs else "few.jsonl")),  # 5 steps are an epoch
             "seq_len": 256 if packs else 64,
         }
-        if name.endswith("lora"):
+        if "lora" in name:
             job |= {"method": "lora", "lora": {"dropout": 0.2}}
         zero = {"stage": int(name[4])}
         actions.append(str(make_run(folder / f"{name}-whole", demo, zero=zero, **job)))

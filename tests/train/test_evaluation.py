@@ -1,0 +1,59 @@
+"""The evaluation loss on one, two and three ranks against the loss of each sample alone."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from dstrain.train import demo  # noqa: E402
+from dstrain.train.evaluation import loss_of, mean_loss  # noqa: E402
+from tests.train import evaluating  # noqa: E402
+from tests.train.launching import environment  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def lines(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """What every rank measured: ranks, packing, micro-batch, loss, targets, forwards."""
+    folder = tmp_path_factory.mktemp("evaluating")
+    program = [sys.executable, "-m", "tests.train.evaluating", str(folder)]
+    subprocess.run(program, check=True, env=environment(folder), cwd=Path(__file__).parents[2])
+    return [line for file in sorted(folder.glob("rank*.json")) for line in json.loads(file.read_text())]
+
+
+def test_the_loss_is_that_of_each_sample_alone_on_any_ranks_in_any_micro_batch_packed_or_not(lines: list[Any]) -> None:
+    model = demo.make_model(evaluating.Tokens(), hidden_size=64, num_hidden_layers=2).eval()
+    total, number = 0.0, 0
+    for sample in evaluating.rows_of(packing=False):
+        ids, labels = (torch.from_numpy(sample[name])[None] for name in ("input_ids", "labels"))
+        targets = int((labels[:, 1:] != -100).sum())
+        total += float(model(input_ids=ids, labels=labels).loss.detach()) * targets
+        number += targets
+    assert len(lines) == (1 + 2 + 3) * 2 * len(evaluating.MICRO_BATCHES)
+    for _, _, _, loss, targets, _ in lines:
+        assert loss == pytest.approx(total / number, rel=1e-6)
+        assert targets == number
+
+
+def test_every_rank_does_as_many_forwards(lines: list[Any]) -> None:
+    forwards: dict[tuple[Any, ...], set[int]] = {}
+    for *way, _, _, number in lines:
+        forwards.setdefault(tuple(way), set()).add(number)
+    assert all(len(numbers) == 1 for numbers in forwards.values())
+
+
+def test_a_first_token_is_no_target() -> None:
+    logits = torch.zeros(1, 3, 4)
+    loss, targets = loss_of(logits, torch.tensor([[1, -100, 2]])).tolist()
+    assert (loss, targets) == (pytest.approx(1.3862943611198906), 1)
+
+
+def test_data_without_a_target_have_no_loss() -> None:
+    loss, targets = mean_loss(lambda _: torch.zeros(1, 2, 4), [{"labels": torch.full((1, 2), -100)}], None)
+    assert (loss != loss, targets) == (True, 0)
