@@ -12,6 +12,7 @@ from typing import Any
 from dstrain.choices import Attention, Hub, Method, Precision, SinkName, SwanLabMode
 from dstrain.errors import DstrainError, EnvironmentProblem, InvalidConfig
 from dstrain.facts import datafile, model_files
+from dstrain.facts.cluster import Cluster, Origin
 from dstrain.job import Job
 from dstrain.jobfile import JobFile, looks_local
 from dstrain.launch.linting import of_job
@@ -76,6 +77,15 @@ def _check_attention(file: JobFile, *, on_cpu: bool) -> None:
         raise InvalidConfig(
             f"{where}: flash_attention_2 computes in bf16 and fp16, and precision is fp32",
             hint="attn: sdpa, or precision: bf16",
+        )
+
+
+def check_gpu(file: JobFile, cluster: Cluster) -> None:
+    """Raises InvalidConfig for flash attention on GPUs that were found here and are too old for it."""
+    is_known = cluster.gpu_origin is Origin.MEASURED and cluster.gpu.fp16_flops_per_s > 0
+    if file.job.attn is Attention.FLASH_ATTENTION_2 and is_known and not cluster.gpu.has_flash_attention_2:
+        raise InvalidConfig(
+            f"{file.locate(('attn',))}: flash_attention_2 does not run on {cluster.gpu.name}", hint="attn: sdpa"
         )
 
 

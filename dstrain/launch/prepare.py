@@ -81,6 +81,7 @@ def prepare(
     _check_gpus(file, hosts, is_local=is_local, on_cpu=on_cpu)
     model, unknown = model_of(job)
     cluster = machines(hosts, on_cpu=on_cpu, is_local=is_local)
+    job_checks.check_gpu(file, cluster)
     _check_targets(file, model)
     linted = lint(Known(job=file, hosts=hosts, model=model, cluster=cluster), Path(job.ds_config), ignored=ignored)
     if linted.subject is None or errors(linted.findings):

@@ -1,0 +1,20 @@
+"""What a job asks for that its machines cannot do."""
+
+import pytest
+
+from dstrain.choices import Attention
+from dstrain.errors import InvalidConfig
+from dstrain.facts import gpus
+from dstrain.facts.cluster import Origin, describe
+from dstrain.job import Job
+from dstrain.jobfile import JobFile
+from dstrain.launch.job_checks import check_gpu
+
+
+def test_flash_attention_is_refused_on_gpus_that_were_found_and_are_too_old() -> None:
+    job = Job(model="m", output_dir="o", attn=Attention.FLASH_ATTENTION_2)
+    file = JobFile(job=job, locate=lambda place: "job.yaml:1:1")
+    with pytest.raises(InvalidConfig, match=r"job\.yaml:1:1: flash_attention_2 does not run on v100-32g"):
+        check_gpu(file, describe(gpu=gpus.gpu("v100-32g"), gpu_origin=Origin.MEASURED, gpus=1))
+    check_gpu(file, describe(gpu=gpus.gpu("a100-80g"), gpu_origin=Origin.MEASURED, gpus=1))
+    check_gpu(file, describe(gpu=gpus.unlisted("new", 1000), gpu_origin=Origin.MEASURED, gpus=1))
