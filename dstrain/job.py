@@ -6,6 +6,7 @@ dstrain's names (`micro_batch`, `grad_accum`, `grad_ckpt`).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -31,6 +32,23 @@ PositiveFloat = Annotated[float, Gt(0)]
 Ratio = Annotated[float, Ge(0), Le(1)]
 Beta = Annotated[float, Ge(0), Lt(1)]
 NonNegative = Annotated[float, Ge(0)]
+
+
+_SECRET_WORD = re.compile(
+    r"(^|_)(TOKENS?|API_?KEYS?|ACCESS_?KEYS?|SECRET_?KEYS?|PRIVATE_?KEYS?|SECRETS?|PASSWORDS?|PASSWD|PASSPHRASE"
+    r"|WEBHOOKS?|CREDENTIALS?)(_|$)",
+    re.IGNORECASE,
+)
+_USER_AND_PASSWORD = re.compile(r"://[^/@\s:]*:[^/@\s]+@")
+
+
+def is_secret(name: str, value: str = "") -> bool:
+    """Returns whether a variable is a secret, by its name or by a password in an address.
+
+    >>> is_secret("HF_TOKEN"), is_secret("TOKENIZERS_PARALLELISM"), is_secret("PROXY", "http://me:pw@host")
+    (True, False, True)
+    """
+    return _SECRET_WORD.search(name) is not None or _USER_AND_PASSWORD.search(value) is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +80,7 @@ class Monitor:
     project: str = "dstrain"
     """Project name in SwanLab and W&B."""
     name: str | None = None
-    """Name of the run; not given: the name of the output folder."""
+    """Name of the run; not given: `MODEL-METHOD-GPUSxGPU-ZEROn`, such as `qwen3-8b-lora-4x4090-zero2`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import dstrain
 from dstrain.errors import InvalidConfig
+from dstrain.job import is_secret as is_secret
 from dstrain.paths import write_atomic
 from dstrain.rundir import RunDir
 
@@ -40,12 +41,6 @@ RANK_NAMES = (
 """What the launcher sets for each rank; leftovers of another launcher must not be there first."""
 
 _LAUNCHER_EXPORTS = ("MLFLOW", "PYTHON", "MV2", "UCX", "NCCL")
-_SECRET_WORD = re.compile(
-    r"(^|_)(TOKENS?|API_?KEYS?|ACCESS_?KEYS?|SECRET_?KEYS?|PRIVATE_?KEYS?|SECRETS?|PASSWORDS?|PASSWD|PASSPHRASE"
-    r"|WEBHOOKS?|CREDENTIALS?)(_|$)",
-    re.IGNORECASE,
-)
-_USER_AND_PASSWORD = re.compile(r"://[^/@\s:]*:[^/@\s]+@")
 _UNQUOTED = re.compile(r"[\w@%+=:,./-]*")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _LINE_BREAKS = {"\"$'\\n'\"": "\n", "\"$'\\r'\"": "\r"}
@@ -57,15 +52,6 @@ _PARTS = re.compile(r'\\([\\$`"])|\$(?:([A-Za-z_]\w*)|{([A-Za-z_]\w*)})|"(?:\$\'
 
 SAFE_PATH = {"PYTHONSAFEPATH": "1"}
 """Keeps the current folder out of where Python and what it starts look for modules."""
-
-
-def is_secret(name: str, value: str = "") -> bool:
-    """Returns whether a variable is a secret, by its name or by a password in an address.
-
-    >>> is_secret("HF_TOKEN"), is_secret("TOKENIZERS_PARALLELISM"), is_secret("PROXY", "http://me:pw@host")
-    (True, False, True)
-    """
-    return _SECRET_WORD.search(name) is not None or _USER_AND_PASSWORD.search(value) is not None
 
 
 def is_forwarded(name: str) -> bool:

@@ -38,6 +38,10 @@ class Setup:
     """The run directory; a sink keeps its files inside."""
     config: Mapping[str, Any]
     """What the run was asked to do; no secrets."""
+    description: str = ""
+    """The run in a few sentences."""
+    tags: tuple[str, ...] = ()
+    """Words to filter runs by."""
     is_resumed: bool
     """Whether an earlier part of this run exists, which the sink should go on with."""
 

@@ -104,6 +104,8 @@ def _init(swanlab: Any, setup: Setup, mode: Mode, folder: Path, run_id: str) -> 
         mode=str(mode),
         project=setup.project,
         name=setup.name,
+        description=setup.description,
+        tags=list(setup.tags),
         log_dir=str(folder),
         config=dict(setup.config),
         id=run_id,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -40,7 +41,7 @@ class TensorboardSink:
 
 
 def open_sink(setup: Setup, say: Callable[[str], None]) -> TensorboardSink:
-    """Returns a writer into `tensorboard/` of the run directory."""
+    """Returns a writer into `tensorboard/` of the run directory, in a folder with the run's name."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
@@ -48,4 +49,5 @@ def open_sink(setup: Setup, say: Callable[[str], None]) -> TensorboardSink:
             "monitor: sinks has tensorboard, which is not installed", hint="pip install 'dstrain[tensorboard]'"
         ) from None
     folder = str(setup.run_dir / "tensorboard")
-    return TensorboardSink(SummaryWriter(folder), folder)
+    name = re.sub(r"[^\w.-]+", "-", setup.name).strip(".-") or "run"
+    return TensorboardSink(SummaryWriter(f"{folder}/{name}"), folder)

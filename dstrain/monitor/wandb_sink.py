@@ -48,6 +48,12 @@ def open_sink(setup: Setup, say: Callable[[str], None]) -> WandbSink:
         ) from None
     mode = os.environ.get("WANDB_MODE") or ("online" if os.environ.get("WANDB_API_KEY") else "offline")
     run = wandb.init(
-        project=setup.project, name=setup.name, dir=str(setup.run_dir), config=dict(setup.config), mode=mode
+        project=setup.project,
+        name=setup.name,
+        notes=setup.description,
+        tags=list(setup.tags),
+        dir=str(setup.run_dir),
+        config=dict(setup.config),
+        mode=mode,
     )
     return WandbSink(run)

@@ -18,12 +18,14 @@ from dstrain.errors import DstrainError, InvalidConfig
 from dstrain.facts.cluster import Cluster
 from dstrain.facts.model import ModelFacts
 from dstrain.job import Job
+from dstrain.monitor.about import about, without_secrets
 from dstrain.monitor.jsonl_sink import JsonlFile
 from dstrain.monitor.metrics import without_nonfinite
 from dstrain.monitor.mode import decide_mode, has_login
 from dstrain.monitor.signals import leave_on_sigterm
 from dstrain.monitor.sinks import End, Guarded, Setup, open_sinks
 from dstrain.paths import write_atomic
+from dstrain.plan.plan import Estimate
 from dstrain.pulse import SAVE_ON_TERM, Phase, Sender
 from dstrain.records import from_data, load_json, to_data
 from dstrain.rundir import RunDir
@@ -89,16 +91,34 @@ def _sinks(given: Given, rank: Rank, resume: Resume | None) -> list[Guarded]:
     if not rank.is_first:
         return []
     job = given.job
-    config = {name: value for name, value in to_data(job).items() if name != "env"}  # people put secrets there
+    found = about(
+        job,
+        given.ds_config,
+        num_ranks=rank.world_size,
+        model=given.model,
+        cluster=given.cluster,
+        estimate=_planned(given.run_dir),
+    )
+    asked = {name: value for name, value in to_data(job).items() if name != "env"}  # people put secrets there
+    config = {**found.config, "job": asked, "ds_config": given.ds_config, "ranks": rank.world_size}
     setup = Setup(
         project=job.monitor.project,
-        name=job.monitor.name or given.run_dir.path.name,
+        name=found.name,
+        description=found.description,
+        tags=found.tags,
         mode=decide_mode(job.monitor.mode, os.environ, logged_in=has_login(Path.home())),
         run_dir=given.run_dir.path,
-        config={"job": config, "ds_config": given.ds_config, "ranks": rank.world_size, **_edits(given.run_dir)},
+        config=without_secrets(config | _edits(given.run_dir)),
         is_resumed=resume is not None,
     )
     return open_sinks(job.monitor.sinks, setup, rank.say)
+
+
+def _planned(run_dir: RunDir) -> Estimate | None:
+    """Returns what was predicted of the run; None where nothing was, or it cannot be read."""
+    with suppress(DstrainError, OSError):
+        return load_json(Estimate, run_dir.plan)
+    return None
 
 
 def _edits(run_dir: RunDir) -> dict[str, Any]:

@@ -15,7 +15,9 @@ from dstrain.monitor.mode import Mode
 from dstrain.monitor.sinks import End, Setup, open_sinks
 
 folder, mode, resumed = Path(sys.argv[1]), Mode(sys.argv[2]), sys.argv[3] == "resumed"
-setup = Setup(project="p", name="n", mode=mode, run_dir=folder, config={"a": {"b": 1}}, is_resumed=resumed)
+named = {"name": "qwen3-8b-lora-4x4090-zero2", "description": "8.19 B parameters", "tags": ("lora", "4x4090")}
+config = {"a": {"b": 1}, "num_gpus": 4}
+setup = Setup(project="p", mode=mode, run_dir=folder, config=config, is_resumed=resumed, **named)
 sinks = open_sinks(["swanlab"], setup, lambda line: print("SAID", line))
 for sink in sinks:
     for step in range(3):
@@ -49,6 +51,8 @@ def test_offline_keeps_its_files_in_the_run_directory(tmp_path: Path) -> None:
     content = file.read_bytes()
     assert b"train/loss" in content
     assert b"speed/tokens_per_s" in content
+    for said in (b"qwen3-8b-lora-4x4090-zero2", b"8.19 B parameters", b"4x4090", b"num_gpus"):
+        assert said in content or any(said in other.read_bytes() for other in file.parent.rglob("*") if other.is_file())
     assert not (tmp_path / "home" / "swanlog").exists()
 
 
