@@ -36,7 +36,13 @@ class Phase(StrEnum):
     """What a rank is doing."""
 
     START = "start"
-    """Loading; from here on it heeds signals."""
+    """Importing what it needs; from here on it heeds signals."""
+    CONNECTING = "connecting"
+    """Waiting for the other ranks."""
+    LOADING = "loading"
+    """Connected to all others; loading model and data, up to the first step."""
+    PORT_TAKEN = "port taken"
+    """Rank 0 could not listen on its port, which another process has; it ends."""
     TOKENIZING = "tokenizing"
     """Turning data into tokens, for all ranks of its node; the step it names are samples."""
     WEIGHTS = "loading weights"
@@ -57,6 +63,8 @@ class Phase(StrEnum):
 
 COUNTED = MappingProxyType({Phase.TOKENIZING: "samples", Phase.WEIGHTS: "tensors"})
 """The phases that count something else than optimizer steps → what."""
+STARTING = frozenset({Phase.START, Phase.CONNECTING, Phase.LOADING, *COUNTED, Phase.PORT_TAKEN})
+"""The phases before the first step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

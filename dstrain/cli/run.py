@@ -22,7 +22,7 @@ from dstrain.facts.hostfile import Hosts, expand
 from dstrain.facts.sources import SOURCES, Asked
 from dstrain.jobfile import read_job
 from dstrain.launch import preflight, state
-from dstrain.launch.attempts import Policy, Run, Voice
+from dstrain.launch.attempts import START_S, Policy, Run, Voice
 from dstrain.launch.begin import Launch, plan_launch
 from dstrain.launch.detach import detach
 from dstrain.launch.doctor.finding import Mark, errors
@@ -48,6 +48,7 @@ class Options:
     max_restarts: int
     spares: str | None
     hang_after: float
+    start_timeout: float
     save_on_term: bool
     sync: bool
     no_doctor: bool
@@ -88,6 +89,13 @@ class Options:
     default=LEAST_S,
     show_default=True,
     help="Seconds without a step, and five times the median, that are a hang; 0 for never.",
+)
+@click.option(
+    "--start-timeout",
+    type=click.FloatRange(0),
+    default=START_S,
+    show_default=True,
+    help="Seconds from the start of the ranks to the first step of every one; 0 for any time.",
 )
 @click.option("--save-on-term", is_flag=True, help="At SIGTERM save a checkpoint and leave, as at SIGUSR1.")
 @click.option("--sync", is_flag=True, help="Copy dstrain and the run directory to nodes that do not see them.")
@@ -162,7 +170,9 @@ def _train(options: Options, launch: Launch, hosts: Hosts | None) -> None:
     """Runs to the end, through restarts."""
     run_dir = launch.prepared.run_dir
     spares = tuple(host.name for host in expand(options.spares, 1, "--spare").hosts) if options.spares else ()
-    policy = Policy(max_restarts=options.max_restarts, spares=spares, hang_s=options.hang_after)
+    policy = Policy(
+        max_restarts=options.max_restarts, spares=spares, hang_s=options.hang_after, start_s=options.start_timeout
+    )
     with noting_signals(state.run_log(run_dir), saves_on_term=options.save_on_term) as wishes, Screen() as screen:
         run = Run(
             lambda changed, goes_on: _plan(options, changed or hosts, goes_on=goes_on),
@@ -180,9 +190,13 @@ def _plan(options: Options, hosts: Hosts | None, *, goes_on: bool) -> Launch:
     if goes_on:
         given.append("resume=auto")
     prepared = prepare(read_job(options.job, given), os.environ, ignored=options.ignored, hosts=hosts)
+    port, named = preflight.wanted_port(options.master_port, os.environ)
+    if prepared.is_local:
+        port = preflight.port(options.master_port, os.environ)
     return plan_launch(
         prepared,
-        master_port=preflight.port(options.master_port, os.environ),
+        master_port=port,
+        takes_another_port=named is None,
         launcher=options.launcher,
         saves_on_term=options.save_on_term,
         syncs=options.sync,

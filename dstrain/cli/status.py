@@ -52,6 +52,7 @@ def document(run_dir: RunDir, found: State) -> dict[str, Any]:
         "pid": found.pid,
         "nodes": list(found.nodes),
         "attempt": found.attempt,
+        "start": found.start if found.step in {None, 0} and not is_gone else None,
         "began": found.began,
         "beat": found.beat,
         "exit_code": found.exit_code,
@@ -77,6 +78,8 @@ def _lines(found: dict[str, Any]) -> list[str]:
     )
     if found["attempt"] > 1:
         rows.append(("starts", str(found["attempt"])))
+    if found["start"]:
+        rows.append(("start", found["start"]))
     last = found["last"]
     if last is not None:
         rows.append(("step", state.metrics_words(last).removeprefix("step ")))

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import ast
+import re
+import shlex
+import sys
+import time
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
+from importlib import util
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -43,39 +50,137 @@ def _section(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     return found if isinstance(found, Mapping) else {}
 
 
-def extension_folders(environment: Mapping[str, str]) -> list[Path]:
-    """Returns the folders in which PyTorch may keep extensions that were built on first use.
+def torch_folder() -> Path | None:
+    """Returns the folder of the PyTorch that this Python would import, without importing it; None where there is none.
 
-    Source: torch 2.13 utils/cpp_extension.py: _get_build_directory.
+    >>> torch_folder().name
+    'torch'
+    """
+    found = util.find_spec("torch")
+    return None if found is None or found.origin is None else Path(found.origin).parent
+
+
+def torch_build(name: str) -> str | None:
+    """Returns a line of `torch/version.py`, such as `cuda` or `hip`; None where PyTorch was built without it."""
+    folder = torch_folder()
+    with suppress(OSError, AttributeError):
+        text = (folder / "version.py").read_text(encoding="utf-8", errors="replace")  # type: ignore[operator]
+        match = re.search(rf"^{name}\b[^=\n]*=\s*['\"]([^'\"]+)['\"]", text, re.MULTILINE)
+        return match[1] if match else None
+    return None
+
+
+def extension_folder(environment: Mapping[str, str]) -> Path:
+    """Returns the folder in which the PyTorch of this Python keeps extensions that were built on first use.
+
+    Source: torch 2.13 utils/cpp_extension.py: _get_build_directory, get_default_build_root.
     """
     given = environment.get("TORCH_EXTENSIONS_DIR")
     if given:
-        return [Path(given)]
-    cache = Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "torch_extensions"
-    return sorted(cache.glob("py*"))
+        return Path(given)
+    home = Path(environment.get("HOME") or Path.home())
+    cache = Path(environment.get("XDG_CACHE_HOME") or home / ".cache") / "torch_extensions"
+    hip, cuda = torch_build("hip"), torch_build("cuda")
+    kind = f"rocm{hip.replace('.', '')}" if hip else f"cu{cuda.replace('.', '')}" if cuda else "cpu"
+    return cache / f"py{sys.version_info.major}{sys.version_info.minor}{getattr(sys, 'abiflags', '')}_{kind}"
 
 
-def missing_ops(ops: Sequence[str], environment: Mapping[str, str]) -> list[str]:
-    """Returns those of the extensions that are not built yet."""
-    folders = extension_folders(environment)
-    return [op for op in ops if not any(any(folder.glob(f"{op}/*.so")) for folder in folders)]
+def missing_ops(ops: Iterable[str], environment: Mapping[str, str]) -> list[str]:
+    """Returns those of the extensions that the ranks would build: not there, or built against another PyTorch."""
+    folder, shipped = extension_folder(environment), _shipped()
+    return [op for op in ops if op not in shipped and not is_built(folder / op)]
 
 
-def stale_locks(ops: Sequence[str], environment: Mapping[str, str]) -> list[Path]:
-    """Returns locks that killed builds left behind; the next run would wait for them for ever.
+def is_built(folder: Path) -> bool:
+    """Returns whether the extension in a folder is one that this PyTorch loads without building it again.
 
-    A build that is alive keeps its lock open. Source: torch 2.13 utils/file_baton.py.
+    ninja builds again what is older than its rules or than PyTorch's headers, and what was built with other paths.
     """
-    locks = [folder / op / "lock" for folder in extension_folders(environment) for op in ops]
-    present = [lock for lock in locks if lock.exists()]
-    held = _open_files() if present else frozenset()
-    return [lock for lock in present if str(lock.resolve()) not in held]
+    torch = torch_folder()
+    with suppress(OSError):
+        rules = (folder / "build.ninja").read_text(encoding="utf-8", errors="replace")
+        built = max(path.stat().st_mtime for path in folder.glob("*.so"))
+        needed = [folder / "build.ninja", *([torch / "version.py"] if torch else [])]
+        is_new = all(built >= path.stat().st_mtime for path in needed)
+        return is_new and (torch is None or f"{torch / 'include'}" in rules)
+    return False
 
 
-def _open_files() -> frozenset[str]:
-    """Returns the files that processes of this machine have open, as far as this user may see."""
-    found = set()
-    for link in Path("/proc").glob("[0-9]*/fd/*"):
+def _shipped() -> frozenset[str]:
+    """Returns the extensions that DeepSpeed was installed with. Source: deepspeed 0.19.8 git_version_info.py."""
+    found = util.find_spec("deepspeed")
+    if found is None or found.origin is None:
+        return frozenset()
+    with suppress(OSError, ValueError, SyntaxError):
+        text = (Path(found.origin).parent / "git_version_info_installed.py").read_text(encoding="utf-8")
+        match = re.search(r"^installed_ops\s*=\s*(\{.*\})", text, re.MULTILINE)
+        listed = ast.literal_eval(match[1]) if match else {}
+        return frozenset(name for name, is_there in listed.items() if is_there)
+    return frozenset()
+
+
+LOAD_S = 60.0
+"""Seconds after which nobody is still loading an extension that is built: that takes its lock for a second."""
+BUILD_S = 300.0
+"""Seconds without a new file after which nobody is still building one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lock:
+    """A lock of an extension that no process holds, as far as can be seen from here.
+
+    Processes of other containers and of other machines that share the folder cannot be seen.
+    """
+
+    path: str
+    """Where it lies."""
+    idle_s: float
+    """Seconds since anything was written in its folder."""
+    is_built: bool
+    """Whether the extension is built, so that the lock was taken to load it."""
+
+    @property
+    def cure(self) -> str:
+        """What removes it."""
+        return f"rm {shlex.quote(self.path)}"
+
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether nobody needs it any more: the extension is there, and nobody loads for so long."""
+        return self.is_built and self.idle_s >= LOAD_S
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether ranks would most likely wait for it for ever: nobody builds for so long without writing a file."""
+        return not self.is_built and self.idle_s >= BUILD_S
+
+
+def unheld_locks(ops: Iterable[str], environment: Mapping[str, str]) -> list[Lock]:
+    """Returns the locks of extensions that no process holds; building and loading wait for them, however long.
+
+    A process that builds or loads keeps its lock open. Source: torch 2.13 utils/file_baton.py.
+    """
+    folder = extension_folder(environment)
+    present = [folder / op / "lock" for op in ops if (folder / op / "lock").exists()]
+    open_files = held_locks() if present else frozenset()
+    return [_lock(path) for path in present if path.resolve() not in open_files]
+
+
+def _lock(path: Path) -> Lock:
+    written = 0.0
+    for beside in (path, *path.parent.iterdir()):
         with suppress(OSError):
-            found.add(str(link.readlink()))
+            written = max(written, beside.stat().st_mtime)
+    return Lock(path=str(path), idle_s=max(0.0, time.time() - written), is_built=is_built(path.parent))
+
+
+def held_locks(processes: Iterable[int] | None = None) -> frozenset[Path]:
+    """Returns the locks of extensions that some processes have open; of all processes, as far as this user may see."""
+    folders = ["[0-9]*"] if processes is None else map(str, processes)
+    found = set()
+    for link in (link for folder in folders for link in Path("/proc").glob(f"{folder}/fd/*")):
+        with suppress(OSError):
+            target = link.readlink()
+            if target.name == "lock":
+                found.add(target)
     return frozenset(found)

@@ -9,14 +9,16 @@ from dataclasses import dataclass, replace
 
 from dstrain.errors import DstrainError, RunFailed, SavedAndLeft
 from dstrain.facts.hostfile import Host, Hosts
-from dstrain.launch import build, elastic
-from dstrain.launch.begin import Launch, build_ops, score, start, write_run_dir
+from dstrain.launch import elastic
+from dstrain.launch.begin import Launch, write_run_dir
 from dstrain.launch.explain import explain
+from dstrain.launch.hang import start_line
 from dstrain.launch.nodes.conductor import Conductor
 from dstrain.launch.nodes.party import Unreachable
 from dstrain.launch.nodes.score import Wishes
 from dstrain.launch.outcome import Outcome
 from dstrain.launch.parts import spread
+from dstrain.launch.start import score, start
 from dstrain.launch.state import Keeper, Stage
 from dstrain.pulse import Phase
 from dstrain.render.manual import Edit
@@ -24,6 +26,9 @@ from dstrain.rundir import RunDir, is_whole
 
 _PAUSE_S = 5.0
 _WISH_S = 1.0
+_MOST_PORTS = 3
+START_S = 1800.0
+"""Seconds in which every rank should have done its first step."""
 _OWN_FAULT = frozenset({2, 3, 4, 5, 6})
 """Exit codes of ranks that another start would end with again. Source: dstrain.errors"""
 
@@ -38,6 +43,8 @@ class Policy:
     """Hosts that take the place of lost ones."""
     hang_s: float = 60.0
     """Seconds without a step that are a hang at the earliest; 0 for never."""
+    start_s: float = START_S
+    """Seconds in which every rank must have done its first step; 0 for any time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +78,7 @@ class Run:
         self._edits = edits
         self._spares = list(policy.spares)
         self._next_look = 0.0
+        self._ports = 0
 
     def drive(self, launch: Launch) -> None:
         """Runs to the end. Raises RunFailed, Interrupted or SavedAndLeft where that is not a finished training."""
@@ -94,7 +102,8 @@ class Run:
         attempt = 1
         while True:
             hosts = launch.prepared.hosts
-            keeper.write(stage=Stage.STARTING, attempt=attempt, nodes=tuple(host.name for host in hosts.hosts))
+            nodes = tuple(host.name for host in hosts.hosts)
+            keeper.write(stage=Stage.STARTING, attempt=attempt, nodes=nodes, start=None)
             gone, error = self._start(launch, keeper)
             if error is None:
                 return
@@ -102,8 +111,6 @@ class Run:
                 raise error
             self._voice.say(f"start {attempt} of {self._policy.max_restarts + 1} failed: {error.problem}")
             time.sleep(_PAUSE_S)  # ports and memory of the ranks that were killed become free
-            for lock in build.remove_locks(launch.environment, since=keeper.state.began):
-                self._voice.say(f"removed {lock}, which a killed rank left behind")
             attempt += 1
             launch = self._again(hosts, gone, error)
 
@@ -111,19 +118,21 @@ class Run:
         """Returns the hosts that were lost, and the error with which the start ended, if it did."""
         prepared = launch.prepared
         write_run_dir(launch, self._edits)
-        build_ops(launch, self._voice.say)
         if prepared.elastic is not None:
             elastic.convert(prepared.elastic, launch.environment, self._voice.say)
+        played = score(launch, hang_s=self._policy.hang_s, start_s=self._policy.start_s)
         conductor = Conductor(
-            score(launch, hang_s=self._policy.hang_s),
+            played,
             self._wishes,
             self._voice.pass_on,
             lambda phase, done, total: self._tick(prepared.run_dir, keeper, phase, done, total),
+            self._voice.say,
+            lambda begun: self._tell_start(start_line(begun, prepared.hosts), keeper),
         )
         try:
             with spread(launch, self._voice.say) as parts:
                 keeper.write(stage=Stage.RUNNING)
-                outcome = start(launch, conductor)
+                outcome = start(launch, conductor, played)
                 if parts is not None:
                     parts.finish(lambda: keeper.beat(keeper.step), has_trained=outcome.succeeded)
         except Unreachable as error:
@@ -132,8 +141,16 @@ class Run:
             raise _left(outcome, prepared.run_dir)
         if outcome.succeeded:
             return (), None
+        if outcome.is_port_taken and launch.takes_another_port and self._ports < _MOST_PORTS:
+            self._ports += 1
+            self._voice.say("another process took the port of rank 0 before it; starting again with another one")
+            return self._start(launch, keeper)
         lost = tuple(each.host for each in outcome.lost)
         return lost, explain(outcome, hosts=prepared.hosts, run_dir=prepared.run_dir)
+
+    def _tell_start(self, line: str, keeper: Keeper) -> None:
+        self._voice.say(line)
+        keeper.write(start=line)
 
     def _tick(self, run_dir: RunDir, keeper: Keeper, phase: Phase, done: int | None, total: int) -> None:
         now = time.monotonic()

@@ -1,26 +1,20 @@
-"""The run directory is written, and the launcher is started."""
+"""What a run starts: its commands, environments and secrets, and what is written into the run directory for it."""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from dstrain.facts.ops import missing_ops, needed_ops
-from dstrain.launch import build, elastic, environment, launchers, nic, sync
+from dstrain.launch import elastic, environment, launchers, sync
 from dstrain.launch.command import is_this_machine, launch_hostfile, local, master
 from dstrain.launch.launchers import LAUNCHERS, Where
 from dstrain.launch.machine import names as machine_names
-from dstrain.launch.nodes import meeting
-from dstrain.launch.nodes.conductor import Conductor
-from dstrain.launch.nodes.pace import LEAST_S
 from dstrain.launch.nodes.plan import Node, everywhere
-from dstrain.launch.nodes.score import Score, new_mark
-from dstrain.launch.nodes.wire import Hello
-from dstrain.launch.outcome import Outcome
+from dstrain.launch.nodes.score import new_mark
 from dstrain.launch.prepare import Prepared, cpu_threads, facts_text
 from dstrain.launch.script import start_script
 from dstrain.paths import write_atomic
@@ -58,6 +52,10 @@ class Launch:
     """The port of rank 0."""
     for_nodes: Mapping[str, str]
     """What goes to the other nodes: name → text as it stands between a shell's double quotes."""
+    takes_another_port: bool = False
+    """Whether nobody has named that port, so that rank 0 may have another one."""
+    saves_on_term: bool = False
+    """Whether SIGTERM lets the ranks save a checkpoint before they leave."""
     syncs: bool = False
     """Whether nodes without this file system are given copies."""
 
@@ -77,17 +75,20 @@ def plan_launch(
     *,
     master_port: int,
     launcher: str | None = None,
+    takes_another_port: bool = False,
     saves_on_term: bool = False,
     syncs: bool = False,
+    mark: str | None = None,
 ) -> Launch:
     """Returns the launch of a checked run; nothing is written or started.
 
+    `takes_another_port` where nobody has named `master_port`; `mark` is that of this start, where it has one already;
     `launcher` is the way to start ranks on several nodes (None: pdsh, or ssh where that is missing); `saves_on_term`
     lets SIGTERM save a checkpoint before the ranks leave; `syncs` copies what nodes without this file system need.
     """
     way = _way(prepared, launcher, master_port)
     job_env = _job_environment(prepared, way, saves_on_term=saves_on_term)
-    mark = new_mark()
+    mark = mark or new_mark()
     travelling = job_env | _for_other_nodes(prepared, way, mark, master_port)
     user = "" if prepared.is_local else _user_lines()  # DeepSpeed reads .deepspeed_env for other nodes only
     python_path = environment.python_path(os.environ)
@@ -109,6 +110,8 @@ def plan_launch(
         exported=exported,
         secrets=carried,
         for_nodes=texts,
+        takes_another_port=takes_another_port,
+        saves_on_term=saves_on_term,
         syncs=syncs,
     )
 
@@ -192,13 +195,6 @@ def write_run_dir(launch: Launch, edits: Sequence[Edit] | None = None) -> None:
     prepared = launch.prepared
     place = prepared.run_dir
     hostfile = launch_hostfile(prepared.hosts, ids=prepared.devices, is_local=prepared.is_local)
-    script = start_script(
-        launch.command,
-        run_dir=place,
-        exported=launch.exported,
-        secret_names=list(launch.secrets),
-        is_node_by_node=sum(node.command is not None for node in launch.nodes) > 1,
-    )
     place.summary.unlink(missing_ok=True)
     write_atomic(place.request, to_json(_for_ranks(launch)))
     write_atomic(place.facts, facts_text(prepared))
@@ -209,8 +205,7 @@ def write_run_dir(launch: Launch, edits: Sequence[Edit] | None = None) -> None:
         listed = manual.document(manual.without_secrets(edits, launch.secrets))
         write_atomic(place.edits, json.dumps(listed, indent=2, ensure_ascii=False, default=str) + "\n")
     write_atomic(place.hostfile, hostfile)
-    write_atomic(place.start_script, script, mode=0o755)
-    write_atomic(place.environment, environment.file_text(launch.for_nodes), mode=0o600)
+    write_start(launch)
     environment.write_secrets(place, launch.secrets)
     if launch.launcher == "mpich":
         write_atomic(place.rank_program, _RANK_PROGRAM)
@@ -218,6 +213,20 @@ def write_run_dir(launch: Launch, edits: Sequence[Edit] | None = None) -> None:
         place.plan.unlink(missing_ok=True)
     else:
         write_atomic(place.plan, to_json(prepared.estimate))
+
+
+def write_start(launch: Launch) -> None:
+    """Writes what names the port of rank 0."""
+    place = launch.prepared.run_dir
+    script = start_script(
+        launch.command,
+        run_dir=place,
+        exported=launch.exported,
+        secret_names=list(launch.secrets),
+        is_node_by_node=sum(node.command is not None for node in launch.nodes) > 1,
+    )
+    write_atomic(place.start_script, script, mode=0o755)
+    write_atomic(place.environment, environment.file_text(launch.for_nodes), mode=0o600)
 
 
 def _for_ranks(launch: Launch) -> object:
@@ -231,56 +240,3 @@ def _for_ranks(launch: Launch) -> object:
         return job
     saved = elastic.find(job)
     return replace(job, resume=str(saved.folder) if saved else "never")
-
-
-def build_ops(launch: Launch, tell: Callable[[str], None]) -> None:
-    """Builds what DeepSpeed would compile in every rank, where all ranks are on this machine."""
-    if not launch.prepared.is_local:
-        return
-    ops = needed_ops(launch.prepared.ds_config, on_gpu=not launch.prepared.on_cpu)
-    build.refuse_stale_locks(ops, launch.environment)
-    build.build(missing_ops(ops, launch.environment), launch.environment, tell)
-
-
-def score(launch: Launch, *, hang_s: float = LEAST_S) -> Score:
-    """Returns what the conductor plays; a run without a step for `hang_s` seconds may hang, 0 for never."""
-    python_path = launch.exported.get("PYTHONPATH", "")
-    return Score(
-        nodes=launch.nodes,
-        run_dir=launch.prepared.run_dir,
-        mark=launch.mark,
-        open=lambda nodes: launchers.connect(launch.launcher or "ssh", nodes, launch.environment, python_path),
-        environment={"PYTHONPATH": python_path} if python_path else {},
-        unset=tuple(launch.secrets),
-        exports=launch.for_nodes,
-        master_port=launch.master_port,
-        files={} if launch.prepared.is_local else meeting.files_of(launch.prepared.job),
-        hang_s=hang_s,
-    )
-
-
-def start(launch: Launch, conductor: Conductor) -> Outcome:
-    """Runs the launch to its end; no process of it is left behind on any node that can be reached."""
-    return conductor.run(lambda hellos: _meet(launch, hellos))
-
-
-def _meet(launch: Launch, hellos: Mapping[Node, Hello]) -> dict[Node, dict[str, str]]:
-    """Returns the variables by which each node's ranks use the network interface that leads to the others, where
-    nobody has named one. Raises EnvironmentProblem where the nodes cannot run together."""
-    prepared = launch.prepared
-    meeting.check(
-        hellos,
-        prepared.run_dir,
-        launch.master_port,
-        on_cpu=prepared.on_cpu,
-        files=meeting.files_of(prepared.job),
-        may_be_apart=launch.syncs,
-    )
-    chosen = {node: hello.interface for node, hello in hellos.items() if node.num_ranks}
-    if launch.launcher is not None and not LAUNCHERS[launch.launcher].has_one_environment:
-        own = {node: {} if name is None else nic.interface_environment(name) for node, name in chosen.items()}
-        return {node: {key: env[key] for key in env if key not in launch.for_nodes} for node, env in own.items()}
-    named = nic.environment_of({node.host: name for node, name in chosen.items()}, launch.for_nodes)
-    texts = {name: environment.between_quotes(value) for name, value in named.items()}
-    write_atomic(prepared.run_dir.environment, environment.file_text({**launch.for_nodes, **texts}), mode=0o600)
-    return dict.fromkeys(hellos, named)

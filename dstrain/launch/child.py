@@ -7,9 +7,11 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 
 from dstrain.units import format_seconds
 
+_END_S = 3.0
 TELL_EVERY_S = 15.0
 """Seconds between two words about it."""
 
@@ -19,7 +21,7 @@ def run(
 ) -> tuple[int, str]:
     """Returns the exit code and the output; says every few seconds that it is still `what`, such as "building X".
 
-    When this is interrupted, the child and its own children are killed first.
+    When this is interrupted, the child and its own children are ended first, and killed where they do not end.
     """
     begin = time.monotonic()
     child = subprocess.Popen(
@@ -40,6 +42,8 @@ def run(
             else:
                 return child.returncode, output or ""
     except BaseException:
-        os.killpg(child.pid, signal.SIGKILL)
-        child.wait()
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            with suppress(ProcessLookupError, subprocess.TimeoutExpired):
+                os.killpg(child.pid, number)
+                child.wait(_END_S)
         raise

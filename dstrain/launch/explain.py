@@ -40,7 +40,8 @@ def _what_happened(outcome: Outcome, texts: Mapping[int, str], hosts: Hosts) -> 
     """Returns the lines to say, the text in which to look for advice, and the log that is quoted."""
     if outcome.hang is not None:
         lines, odd = hang_lines(outcome.hang, texts, hosts)
-        return lines, "", outcome.rank_logs.get(odd, outcome.launcher_log)
+        text = texts.get(odd, "") if outcome.hang.start is not None else ""
+        return lines, text, outcome.rank_logs.get(odd, outcome.launcher_log)
     if outcome.orphaned:
         where = f" on {', '.join(outcome.orphaned)}" if len(hosts.hosts) > 1 else ""
         lines = [

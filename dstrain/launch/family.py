@@ -165,6 +165,11 @@ class RankWatch:
         self.is_over = False
         """Whether `stop` was called."""
 
+    @property
+    def processes(self) -> list[int]:
+        """The process numbers of the ranks that live."""
+        return [process.pid for process in self._living.values()]
+
     def poll(self) -> None:
         """Looks at every rank."""
         if self.is_over:

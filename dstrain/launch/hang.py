@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from types import MappingProxyType
 
 from dstrain.facts.hostfile import Hosts
-from dstrain.launch.outcome import Hang
+from dstrain.launch.outcome import Hang, Start
+from dstrain.pulse import Phase
 from dstrain.units import format_seconds
 
 _THREAD = re.compile(r"^(Current thread|Thread) 0x[0-9a-f]+.*\(most recent call first\):$")
@@ -40,23 +42,60 @@ def main_stack(text: str) -> list[str]:
 
 def hang_lines(hang: Hang, texts: Mapping[int, str], hosts: Hosts) -> tuple[list[str], int]:
     """Returns what to say about a hang, and the rank whose stack is shown: one that is behind, or stands elsewhere."""
-    lines = [
-        f"no step for {format_seconds(hang.seconds)}, where the median was {hang.median_s:.2g} s: the run hangs",
-    ]
+    waited = format_seconds(hang.seconds)
+    if hang.start is None:
+        lines = [f"no step for {waited}, where the median was {hang.median_s:.2g} s: the run hangs"]
+    else:
+        lines = [f"not every rank has done its first step within {waited} (--start-timeout)"]
+        lines.append(start_line(hang.start, hosts))
     found = {rank: main_stack(text) for rank, text in texts.items()}
     places: dict[str, list[int]] = {}
     for rank, stack in sorted(found.items()):
         places.setdefault(_place(stack), []).append(rank)
     behind = min(hang.steps.values(), default=0)
     slow = [rank for rank, step in sorted(hang.steps.items()) if step == behind]
-    if len(slow) < len(hang.steps):
+    if len(slow) < len(hang.steps) and hang.start is None:
         lines.append(f"{_ranks(slow, hosts)} did {behind} steps, the others {max(hang.steps.values())}")
     for place, ranks in sorted(places.items(), key=lambda item: len(item[1])):
         lines.append(f"{_ranks(ranks, hosts)} in {place}")
     odd = min(places.values(), key=len)[0] if places else 0
     shown = slow[0] if slow and len(slow) < len(hang.steps) else odd
-    lines += [f"rank {shown}:", *found.get(shown, [])[:_SHOWN_FRAMES], "The stacks of every rank are in its log."]
+    if hang.start is not None:
+        shown = min(hang.start.phases, key=lambda rank: (_order(hang.start, rank), rank))
+    said = found.get(shown) or texts.get(shown, "").strip().splitlines()[-_SHOWN_FRAMES:] or ["It wrote nothing."]
+    lines += [f"rank {shown}:", *said[:_SHOWN_FRAMES], "The stacks of every rank are in its log."]
     return lines, shown
+
+
+_WORDS: Mapping[Phase | None, str] = MappingProxyType(
+    {
+        None: "not heard of",
+        Phase.START: "importing",
+        Phase.CONNECTING: "waiting for the others",
+        Phase.PORT_TAKEN: "without a port",
+        Phase.TOKENIZING: "tokenizing",
+        Phase.WEIGHTS: "loading weights",
+        Phase.LOADING: "connected, loading or in the first step",
+    }
+)
+
+
+def _order(start: Start | None, rank: int) -> int:
+    """Returns how far a rank has come: 0 where it was not heard of."""
+    phase = start.phases[rank] if start is not None else None
+    return list(_WORDS).index(phase) if phase in _WORDS else len(_WORDS)
+
+
+def start_line(start: Start, hosts: Hosts) -> str:
+    """Returns in words how far a start is, those that are behind first."""
+    doing: dict[Phase | None, list[int]] = {}
+    for rank, phase in sorted(start.phases.items()):
+        doing.setdefault(phase, []).append(rank)
+    rows = [f"{_ranks(doing[phase], hosts)} {words}" for phase, words in _WORDS.items() if phase in doing]
+    behind = {None, Phase.START, Phase.CONNECTING, Phase.PORT_TAKEN}
+    connected = sum(len(ranks) for phase, ranks in doing.items() if phase not in behind)
+    head = f"starting for {format_seconds(start.seconds)}: {connected} of {len(start.phases)} ranks connected"
+    return f"{head}; {'; '.join(rows)}" if rows else head
 
 
 def _ranks(ranks: list[int], hosts: Hosts) -> str:

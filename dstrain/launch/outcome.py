@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dstrain.launch.failure import Death
+from dstrain.pulse import Phase
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +24,16 @@ class Lost:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """How far a start is, before every rank has done its first step."""
+
+    seconds: float
+    """For how long it has gone on."""
+    phases: Mapping[int, Phase | None]
+    """Rank → what it does; None where it has not been heard of."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Hang:
     """A run that stood still."""
 
@@ -32,6 +43,8 @@ class Hang:
     """What a step took before."""
     steps: Mapping[int, int]
     """Rank → steps done."""
+    start: Start | None = None
+    """How far it was, where it had not come to its first step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +70,8 @@ class Outcome:
     """The nodes on which the launcher was killed while its ranks lived on."""
     hang: Hang | None = None
     """That it stood still, if it did."""
+    is_port_taken: bool = False
+    """Whether rank 0 could not listen on its port."""
     left_at: int | None = None
     """The step after which it saved a checkpoint and left because it was asked to; None where it was not."""
     rank_logs: Mapping[int, Path]

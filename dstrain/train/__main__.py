@@ -32,7 +32,7 @@ from dstrain.rundir import RunDir
 from dstrain.train import rank as ranks
 from dstrain.train.checkpoints import Resume, choose, half_written
 from dstrain.train.disk import number_of
-from dstrain.train.rank import Rank
+from dstrain.train.rank import Leaving, Rank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,6 +140,8 @@ def main(run_dir: Path) -> None:
     place = RunDir(run_dir.resolve())
     ranks.environment_with(ranks.read_secrets(place.secrets))
     ranks.prefer_expandable_segments(os.environ)
+    leaving, pulse = Leaving(), Sender(os.environ, rank.index)
+    pulse.send(0, Phase.START)
     given = read(place)
     is_apart = number_of(place, os.environ) is not None
     resume = choose(place, given.job.resume, world_size=rank.world_size, is_apart=is_apart)
@@ -153,11 +155,10 @@ def main(run_dir: Path) -> None:
         for sink in sinks:
             sink.finish(end, error)
 
-    pulse = Sender(os.environ, rank.index)
     if SAVE_ON_TERM not in os.environ:
         leave_on_sigterm(lambda: finish(End.ABORTED))
     try:
-        has_left = _train(given, rank, resume, sinks, pulse)
+        has_left = _train(given, rank, resume, sinks, pulse, leaving)
     except KeyboardInterrupt:
         finish(End.ABORTED)
         raise
@@ -176,14 +177,14 @@ class Said(Exception):
     """An error whose traceback has been printed."""
 
 
-def _train(given: Given, rank: Rank, resume: Resume | None, sinks: Sequence[Guarded], pulse: Sender) -> bool:
+def _train(
+    given: Given, rank: Rank, resume: Resume | None, sinks: Sequence[Guarded], pulse: Sender, leaving: Leaving
+) -> bool:
     """Trains, with everything slow to import; returns whether it left early, with a checkpoint, as it was asked to."""
-    from dstrain.train.leaving import Leaving, LeavingCallback
+    from dstrain.train.leaving import LeavingCallback
     from dstrain.train.session import Session
 
     started = time.monotonic()
-    leaving = Leaving()
-    pulse.send(0, Phase.START)
     session = Session.prepare(
         given.job, given.ds_config, given.run_dir, rank, pulse, model=given.model, cluster=given.cluster
     )

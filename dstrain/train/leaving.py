@@ -2,33 +2,14 @@
 
 from __future__ import annotations
 
-import faulthandler
-import os
-import signal
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from dstrain.pulse import SAVE_ON_TERM, Phase, Sender
-
-
-class Leaving:
-    """Whether somebody wants this rank to save a checkpoint and leave."""
-
-    def __init__(self) -> None:
-        """Listens to SIGUSR1, and to SIGTERM where the run says so; SIGUSR2 writes every thread's stack to stderr."""
-        self.is_wanted = False
-        signal.signal(signal.SIGUSR1, self._note)
-        if SAVE_ON_TERM in os.environ:
-            signal.signal(signal.SIGTERM, self._note)
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # which is blocked in the launchers
-        faulthandler.enable()
-        faulthandler.register(signal.SIGUSR2, all_threads=True)
-
-    def _note(self, number: int, frame: Any) -> None:
-        self.is_wanted = True
+from dstrain.pulse import Phase, Sender
+from dstrain.train.rank import Leaving
 
 
 class LeavingCallback(TrainerCallback):

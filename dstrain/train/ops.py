@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -15,7 +16,11 @@ _BUILDERS = {
 
 
 def main(names: Sequence[str]) -> int:
-    """Returns 0 when every named extension is built and loads; the compiler's own words go to stderr."""
+    """Returns 0 when every named extension is built and loads; the compiler's own words go to stderr.
+
+    Raises SystemExit at SIGTERM, so that PyTorch removes its lock.
+    """
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     from deepspeed.accelerator import get_accelerator  # type: ignore[import-untyped]
 
     for name in names:

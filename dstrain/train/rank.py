@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import faulthandler
 import os
+import signal
+import socket
 import sys
 import time
 import warnings
@@ -12,7 +16,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from dstrain.facts.ops import OPS, missing_ops, needed_ops, stale_locks
+from dstrain.facts.ops import OPS, missing_ops, needed_ops, unheld_locks
+from dstrain.pulse import SAVE_ON_TERM
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +49,23 @@ def from_environment(environment: Mapping[str, str]) -> Rank:
         world_size=int(environment.get("WORLD_SIZE", "1")),
         local_index=int(environment.get("LOCAL_RANK", "0")),
     )
+
+
+class Leaving:
+    """Whether somebody wants this rank to save a checkpoint and leave."""
+
+    def __init__(self) -> None:
+        """Listens to SIGUSR1, and to SIGTERM where the run says so; SIGUSR2 writes every thread's stack to stderr."""
+        self.is_wanted = False
+        signal.signal(signal.SIGUSR1, self._note)
+        if SAVE_ON_TERM in os.environ:
+            signal.signal(signal.SIGTERM, self._note)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # which is blocked in the launchers
+        faulthandler.enable()
+        faulthandler.register(signal.SIGUSR2, all_threads=True)
+
+    def _note(self, number: int, frame: Any) -> None:
+        self.is_wanted = True
 
 
 MPI_NAMES = MappingProxyType(
@@ -108,12 +130,24 @@ def prefer_expandable_segments(environment: MutableMapping[str, str]) -> None:
 
 
 def announce_builds(rank: Rank, ds_config: Mapping[str, Any], environment: Mapping[str, str], *, on_gpu: bool) -> None:
-    """Says which extensions DeepSpeed is about to build, and names a lock that a killed build left behind."""
+    """Says which extensions DeepSpeed is about to build, and names a lock that nobody is seen to hold.
+
+    `dstrain run` has seen to both; this is for ranks that something else starts.
+    """
     needed = needed_ops(ds_config, on_gpu=on_gpu)
     for op in missing_ops(needed, environment):
         rank.say(f"building {OPS[op]}, about a minute, once")
-    for lock in stale_locks(needed, environment):  # loading takes the lock too, so a built extension can be stuck
-        rank.say(f"{lock} stands: if no other run is building, remove it, or this waits for ever")
+    for lock in unheld_locks(needed, environment):  # loading takes the lock too, so a built extension can be stuck
+        rank.say(f"{lock.path} is held by no process seen here; if nobody builds or loads, {lock.cure}")
+
+
+def is_port_taken(environment: Mapping[str, str]) -> bool:
+    """Returns whether somebody else listens on the port on which rank 0 shall."""
+    try:
+        socket.create_server(("", int(environment["MASTER_PORT"]))).close()
+    except OSError as error:
+        return error.errno == errno.EADDRINUSE
+    return False
 
 
 def environment_with(secrets: Mapping[str, str]) -> None:

@@ -86,7 +86,7 @@ class Session:
         """
         on_gpu = torch.cuda.is_available()
         ranks.quieten(on_terminal=rank.is_first and sys.stderr.isatty())
-        group = _connect(rank, job, ds_config, on_gpu=on_gpu)
+        group = _connect(rank, job, ds_config, pulse, on_gpu=on_gpu)
         transformers.set_seed(job.seed)  # adapters are drawn before the Trainer seeds
         arguments = training_arguments(job, ds_config, on_gpu=on_gpu, has_eval=job.eval_data is not None)
         source = source_of(job)
@@ -190,7 +190,7 @@ def _against(job: Job, model: ModelFacts | None, cluster: Cluster | None) -> Har
     return hardware(model, cluster.gpu, method=job.method, precision=job.precision)
 
 
-def _connect(rank: Rank, job: Job, ds_config: Mapping[str, Any], *, on_gpu: bool) -> Any:
+def _connect(rank: Rank, job: Job, ds_config: Mapping[str, Any], pulse: Sender, *, on_gpu: bool) -> Any:
     """Brings up DeepSpeed's process group; returns a gloo group of all ranks, or None for a single one.
 
     Raises EnvironmentProblem where this node has fewer GPUs than ranks, or they cannot compute in the job's precision.
@@ -212,8 +212,14 @@ def _connect(rank: Rank, job: Job, ds_config: Mapping[str, Any], *, on_gpu: bool
             )
         torch.cuda.set_device(rank.local_index)
     ranks.announce_builds(rank, ds_config, os.environ, on_gpu=on_gpu)
-    if not dist.is_initialized():
-        deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
-    if rank.world_size == 1:
-        return None
-    return dist.new_group(backend="gloo")
+    pulse.send(0, Phase.CONNECTING)
+    try:
+        if not dist.is_initialized():
+            deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
+    except dist.DistNetworkError:
+        if rank.is_first and ranks.is_port_taken(os.environ):
+            pulse.send(0, Phase.PORT_TAKEN)
+        raise
+    group = None if rank.world_size == 1 else dist.new_group(backend="gloo")
+    pulse.send(0, Phase.LOADING)
+    return group

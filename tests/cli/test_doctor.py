@@ -52,6 +52,7 @@ def test_a_stale_lock_is_an_error_with_the_command_that_removes_it(dstrain: Type
     lock = tmp_path / "ext" / "cpu_adam" / "lock"
     lock.parent.mkdir(parents=True)
     lock.touch()
+    os.utime(lock, (1e9, 1e9))
     done = dstrain("doctor", **CPU, TORCH_EXTENSIONS_DIR=str(tmp_path / "ext"))
     assert done.returncode == 5
     assert f"    → rm {lock}" in done.stdout.splitlines()

@@ -7,7 +7,8 @@ import shutil
 import signal
 import subprocess
 import time
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 SSHD = "/usr/sbin/sshd"
@@ -106,13 +107,17 @@ class Network:
         """Writes what `ip netns exec` lays over /etc: names, the client's key, the server's."""
         etc = self._etc(number)
         (etc / "ssh").mkdir(parents=True, exist_ok=True)
-        names = "".join(f"10.77.0.{each + 1} node{each}\n" for each in range(self.count))
-        (etc / "hosts").write_text(f"127.0.0.1 localhost\n{names}")
+        self.know(number, range(self.count))
         (etc / "ssh" / "ssh_config").write_text(
             f"Host *\n  IdentityFile {self.folder}/key\n  StrictHostKeyChecking no\n  UserKnownHostsFile /dev/null\n"
             "  LogLevel ERROR\n"
         )
         self.configure_sshd(number)
+
+    def know(self, number: int, others: Iterable[int]) -> None:
+        """Writes which hosts a host knows by name."""
+        names = "".join(f"10.77.0.{each + 1} node{each}\n" for each in others)
+        (self._etc(number) / "hosts").write_text(f"127.0.0.1 localhost\n{names}")
 
     def configure_sshd(self, number: int, *more: str) -> None:
         """Writes a host's sshd_config, with more lines where a test wants them; the next session reads it."""
@@ -190,6 +195,25 @@ class Network:
     def plug(self, number: int) -> None:
         """Takes a host's link up."""
         _do("ip", "-n", f"{self.prefix}sw", "link", "set", f"p{number}", "up")
+
+    @contextmanager
+    def only_ssh(self, number: int, to: int) -> Iterator[None]:
+        """Drops what a host sends to another one over TCP but for ssh, as a firewall does, without a word."""
+        far, nowhere = f"10.77.0.{to + 1}", "10.77.0.99"
+        changes = (
+            ("neigh", "replace", nowhere, "lladdr", "02:00:00:00:00:99", "dev", "eth0"),
+            ("route", "replace", far, "via", nowhere, "table", "99"),
+            ("rule", "add", "to", far, "ipproto", "tcp", "sport", "22", "lookup", "main", "pref", "10"),
+            ("rule", "add", "to", far, "ipproto", "tcp", "dport", "22", "lookup", "main", "pref", "11"),
+            ("rule", "add", "to", far, "ipproto", "tcp", "lookup", "99", "pref", "12"),
+        )
+        try:
+            for change in changes:
+                _do("ip", "-n", self.namespace(number), *change)
+            yield
+        finally:
+            for preference in ("10", "11", "12"):
+                subprocess.run(["ip", "-n", self.namespace(number), "rule", "del", "pref", preference])
 
     def cut_power(self, number: int) -> None:
         """Ends a host at once: nothing of it says good-bye to anybody."""

@@ -31,6 +31,8 @@ def main(folder: Path) -> None:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if rank == "0":
             hide(folder)
+            (folder / "cpu_adam").mkdir()
+            os.open(folder / "cpu_adam" / "lock", os.O_CREAT | os.O_EXCL)  # as whoever builds or loads an extension
         else:
             Sender(os.environ, int(rank)).send(3, Phase.TOKENIZING, 10)
         (folder / f"ready-{rank}").touch()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dstrain.facts.hostfile import Host, Hosts
-from dstrain.launch.hang import hang_lines, main_stack
-from dstrain.launch.outcome import Hang
+from dstrain.launch.hang import hang_lines, main_stack, start_line
+from dstrain.launch.outcome import Hang, Start
+from dstrain.pulse import Phase
 
 HOSTS = Hosts(hosts=(Host(name="gpu01", slots=2), Host(name="gpu02", slots=1)), name="hostfile")
 
@@ -51,3 +52,20 @@ def test_a_rank_without_a_stack_is_told_as_such() -> None:
     lines, shown = hang_lines(hang, {0: dump("all_reduce"), 1: dump("all_reduce"), 2: ""}, HOSTS)
     assert lines[1] == "rank 2 on gpu02 in an unknown place: it wrote no stack"
     assert shown == 2
+
+
+def test_a_start_is_told_with_those_that_are_behind_first() -> None:
+    start = Start(seconds=45, phases={0: Phase.LOADING, 1: Phase.CONNECTING, 2: None})
+    assert start_line(start, HOSTS) == (
+        "starting for 45 s: 1 of 3 ranks connected; rank 2 on gpu02 not heard of;"
+        " rank 1 on gpu01 waiting for the others; rank 0 on gpu01 connected, loading or in the first step"
+    )
+
+
+def test_a_start_that_took_too_long_shows_the_rank_that_is_behind() -> None:
+    start = Start(seconds=1800, phases={0: Phase.CONNECTING, 1: Phase.CONNECTING, 2: Phase.START})
+    hang = Hang(seconds=1800, median_s=0.0, steps={0: 0, 1: 0, 2: 0}, start=start)
+    lines, shown = hang_lines(hang, {0: dump("wait"), 1: dump("wait"), 2: "slow file system\n"}, HOSTS)
+    assert lines[0] == "not every rank has done its first step within 30 min 0 s (--start-timeout)"
+    assert shown == 2
+    assert lines[-3:-1] == ["rank 2:", "slow file system"]

@@ -90,11 +90,12 @@ def launch(
         grace_s=GRACE_S,
     )
     with noting_signals(folder / "screen.log") as wishes:
-        outcome = Conductor(score, wishes, screen.write, partial(note_count, folder)).run(lambda hellos: {})
+        outcome = Conductor(score, wishes, screen.write, partial(note_count, folder)).run(lambda hellos: (score, {}))
     if thread:
         thread.join()
     started = Started(outcome, run_dir, "".join(screen.pieces), time.monotonic() - begin)
     assert left_over(started.environment(0)[MARK]) == []
+    assert not (folder / "cpu_adam" / "lock").exists()
     if (folder / "hidden").exists():
         hidden = [look(int(pid)) for pid in (folder / "hidden").read_text().split()]
         assert [process for process in hidden if process is not None and process.state != "Z"] == []

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from dstrain.facts.ops import Lock
 from dstrain.launch.doctor.gpu_facts import Gpus, KernelLog, Topology
 from dstrain.launch.nic import Interface
 from dstrain.records import type_config
@@ -76,8 +77,8 @@ class Toolchain:
     """The folder in which extensions are built and kept."""
     built: tuple[str, ...]
     """Extensions that are built, or came with DeepSpeed."""
-    stale_locks: tuple[str, ...]
-    """Locks that killed builds left behind."""
+    locks: tuple[Lock, ...]
+    """Locks of extensions that no process of this machine is seen to hold."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -117,9 +117,13 @@ def measure(site: Site, tell: Callable[[str], None]) -> Answer:
             if time.monotonic() > until and not wishes.stop:
                 wishes.stop.append(TIME_IS_UP)
 
-        def check(found: Mapping[Node, Hello]) -> dict[Node, dict[str, str]]:
+        def check(found: Mapping[Node, Hello]) -> tuple[Score, dict[int, dict[str, str]]]:
             hellos.update(found)
-            return interface_variables(site, found, run_dir, score)
+            port = next((hello.port for node, hello in found.items() if node.number == 0), None)
+            nodes = everywhere(site.hosts, commands(site, here, run_dir, port or score.master_port), here)
+            played = replace(score, nodes=nodes, master_port=port or score.master_port)
+            variables = interface_variables(site, found, run_dir, played)
+            return played, {node.number: own for node, own in variables.items()}
 
         try:
             outcome = Conductor(score, wishes, listener.hear, tick).run(check)
@@ -155,7 +159,7 @@ def _score(site: Site, here: Sequence[bool], run_dir: RunDir) -> Score:
     path = python_path(os.environ)
     exported = environment.exports(own, run_dir, path)
     local = environment.launcher_environment(os.environ, exported, secrets)
-    port = preflight.port(None, os.environ)
+    port, named = preflight.wanted_port(None, os.environ)
     return Score(
         nodes=everywhere(site.hosts, commands(site, here, run_dir, port), here),
         run_dir=run_dir,
@@ -165,6 +169,8 @@ def _score(site: Site, here: Sequence[bool], run_dir: RunDir) -> Score:
         unset=tuple(secrets),
         exports=environment.for_nodes({**os.environ, **exported}, own, user),
         master_port=port,
+        takes_another_port=named is None,
+        master=master(site.hosts) if len(site.hosts.hosts) > 1 else None,
         grace_s=_GRACE_S,
         hang_s=0,
     )

@@ -21,24 +21,28 @@ from dstrain.facts import probe
 from dstrain.launch import nic
 from dstrain.launch.family import adopting_orphans
 from dstrain.launch.machine import versions
-from dstrain.launch.nodes.keeper import Keeper, saves_on_term
+from dstrain.launch.nodes.keeper import Keeper, environment_of_ranks, saves_on_term
+from dstrain.launch.nodes.ready import Readying
 from dstrain.launch.nodes.wire import (
     BEAT_S,
     SILENCE_S,
+    Alive,
     Begin,
     End,
     Event,
+    Go,
     Hello,
     Lines,
     Look,
     Problem,
+    Ready,
     Save,
     Stacks,
     Wrote,
     decode,
     encode,
 )
-from dstrain.launch.preflight import is_free
+from dstrain.launch.preflight import listener
 from dstrain.rundir import RunDir
 
 _POLL_S = 0.1
@@ -95,6 +99,8 @@ class Agent:
         self._orders = orders
         self._lines = Lines()
         self._outbox = Outbox(events, node)
+        self._listener: socket.socket | None = None
+        self._readying: Readying | None = None
         self._keeper: Keeper | None = None
         self._begin: Begin | None = None
         self._heard = time.monotonic()
@@ -115,6 +121,8 @@ class Agent:
                 self._tick()
                 self._outbox.push()
                 self._wait()
+            if self._readying is not None:
+                self._readying.end()
         self._outbox.flush()
 
     def _is_over(self) -> bool:
@@ -143,13 +151,12 @@ class Agent:
         now = time.monotonic()
         if self._lost is None and now - self._heard > SILENCE_S:
             self._give_up(f"no word from dstrain run for {SILENCE_S:.0f} s")
-        if self._keeper is None:
-            return
-        for event in self._keeper.tick():
+        events = self._keeper.tick() if self._keeper else self._readying.poll() if self._readying else []
+        for event in events:
             self._outbox.put(event)
-        if now >= self._beat:
+        if self._begin is not None and now >= self._beat:
             self._beat = now + BEAT_S
-            self._outbox.put(self._keeper.alive())
+            self._outbox.put(self._keeper.alive() if self._keeper is not None else Alive(steps={}))
 
     def _take_orders(self) -> None:
         while self._lost is None:
@@ -171,9 +178,11 @@ class Agent:
     def _obey(self, order: object) -> None:
         keeper = self._keeper
         if isinstance(order, Look):
-            self._outbox.put(_hello(order))
-        elif isinstance(order, Begin) and keeper is None:
-            self._start(order)
+            self._outbox.put(self._hello(order))
+        elif isinstance(order, Begin) and self._begin is None:
+            self._make_ready(order)
+        elif isinstance(order, Go) and keeper is None and self._begin is not None:
+            self._start(self._begin)
         elif isinstance(order, End) and keeper is None:
             self._lost = "told to end"
         elif isinstance(order, End) and keeper is not None:
@@ -183,14 +192,46 @@ class Agent:
         elif isinstance(order, Stacks) and keeper is not None:
             keeper.send(signal.SIGUSR2)
 
-    def _start(self, begin: Begin) -> None:
+    def _make_ready(self, begin: Begin) -> None:
         self._begin = begin
+        if begin.master is None and not begin.ops:
+            self._outbox.put(Ready())
+            return
+        try:
+            self._readying = Readying(begin, environment_of_ranks(begin, os.environ))
+        except OSError as error:
+            self._refuse(f"cannot be made ready: {error}")
+
+    def _start(self, begin: Begin) -> None:
+        if self._listener is not None:
+            self._listener.close()
         try:
             self._keeper = Keeper(begin)
         except OSError as error:
-            what = begin.command[0] if begin.command else begin.run_dir
-            self._outbox.put(Problem(text=f"cannot start {what}: {error}"))
-            self._lost = "nothing was started"
+            self._refuse(f"cannot start {begin.command[0] if begin.command else begin.run_dir}: {error}")
+
+    def _refuse(self, why: str) -> None:
+        self._outbox.put(Problem(text=why))
+        self._lost = "nothing was started"
+
+    def _hello(self, look: Look) -> Hello:
+        run_dir = RunDir(Path(look.run_dir))
+        try:
+            shares = run_dir.token.read_text(encoding="utf-8") == look.token
+        except OSError:
+            shares = False
+        if look.port is not None and self._listener is None:
+            self._listener = listener(look.port) or (listener(0) if look.takes_another else None)
+        return Hello(
+            host=socket.gethostname(),
+            versions=versions(),
+            shares_run_dir=shares,
+            interface=_interface(look.others),
+            num_gpus=len(probe.local_gpus()),
+            port=self._listener.getsockname()[1] if self._listener is not None else None,
+            unlike={name: found for name, size in look.files.items() if (found := _bytes(name)) != size},
+            clock=time.time(),
+        )
 
     def _give_up(self, why: str) -> None:
         """Ends this node's part because `run` is not there any more, and leaves a note of it."""
@@ -208,24 +249,6 @@ class Agent:
                 file.write(line)
         except OSError:
             return
-
-
-def _hello(look: Look) -> Hello:
-    run_dir = RunDir(Path(look.run_dir))
-    try:
-        shares = run_dir.token.read_text(encoding="utf-8") == look.token
-    except OSError:
-        shares = False
-    return Hello(
-        host=socket.gethostname(),
-        versions=versions(),
-        shares_run_dir=shares,
-        interface=_interface(look.others),
-        num_gpus=len(probe.local_gpus()),
-        port_is_free=look.port is None or is_free(look.port),
-        unlike={name: found for name, size in look.files.items() if (found := _bytes(name)) != size},
-        clock=time.time(),
-    )
 
 
 def _bytes(name: str) -> int | None:

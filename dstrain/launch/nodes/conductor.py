@@ -14,18 +14,37 @@ from dstrain.launch.nodes.party import HELLO_S, Part, Party
 from dstrain.launch.nodes.plan import Node
 from dstrain.launch.nodes.score import Score, Wishes
 from dstrain.launch.nodes.sweep import sweep
-from dstrain.launch.nodes.wire import Alive, Died, End, Ended, Hello, Orphaned, Problem, Save, Stacks, Wrote
-from dstrain.launch.outcome import Hang, Outcome
+from dstrain.launch.nodes.wire import (
+    Alive,
+    Died,
+    End,
+    Ended,
+    Hello,
+    Orphaned,
+    Problem,
+    Reached,
+    Ready,
+    Save,
+    Stacks,
+    Told,
+    Wrote,
+)
+from dstrain.launch.outcome import Hang, Outcome, Start
 from dstrain.launch.output import files, rank_logs
 from dstrain.pulse import COUNTED, Phase
 
-Check = Callable[[Mapping[Node, Hello]], Mapping[Node, Mapping[str, str]]]
-"""Is shown what every node says of itself, and returns what its environment gets beside the rest; raises where they
-cannot run together."""
+Check = Callable[[Mapping[Node, Hello]], tuple[Score, Mapping[int, Mapping[str, str]]]]
+"""Is shown what every node says of itself, and returns what is played, with the port that rank 0 gets, and what each
+node's environment gets beside the rest; raises where they cannot run together."""
+REACH_S = 20.0
+"""Seconds in which every node must have reached rank 0's."""
 COUNTS = tuple(COUNTED)
 """The phases that count something before the first step, in their order."""
 _ENDING_S = 20.0
 _STACKS_S = 3.0
+_OTHERS_S = 1.0
+START_WORD_S = 15.0
+"""Seconds between two words about a start."""
 
 
 class Conductor:
@@ -37,9 +56,12 @@ class Conductor:
         wishes: Wishes,
         on_output: Callable[[str], None],
         on_tick: Callable[[Phase, int | None, int], None] = lambda phase, done, total: None,
+        say: Callable[[str], None] = lambda text: None,
+        on_start: Callable[[Start], None] = lambda start: None,
     ) -> None:
         """`on_output` gets what rank 0 writes; `on_tick` is called several times a second, with `Phase.STEP`, the steps
         done and those of the whole run (0: not known), or with a phase that counts something else and how far it is.
+        `say` is told what is done before ranks start, and `on_start`, every few seconds, how far they are up to then.
 
         `wishes` may change at any time.
         """
@@ -47,10 +69,15 @@ class Conductor:
         self._wishes = wishes
         self._on_output = on_output
         self._on_tick = on_tick
+        self._say = say
+        self._on_start = on_start
+        self._told: dict[str, list[str]] = {}
         self._deaths: dict[int, Death] = {}
-        self._pace = Pace(score.num_ranks, score.hang_s)
+        self._pace = Pace(score.num_ranks, score.hang_s, score.start_s)
         self._hang: Hang | None = None
         self._left_at: int | None = None
+        self._is_port_taken = False
+        self._next_word = 0.0
         self._total = 0
         self._counting: dict[int, tuple[Phase, int, int]] = {}
         self._give_up: float | None = None
@@ -68,8 +95,12 @@ class Conductor:
         self._party = Party(self._score)
         try:
             if self._meet():
-                self._party.begin(check({part.node: part.hello for part in self._party.parts if part.hello}))
-                self._follow()
+                self._score, extra = check({part.node: part.hello for part in self._party.parts if part.hello})
+                self._party.begin(self._score, extra)
+                if self._make_ready():
+                    self._party.go()
+                    self._begin_start()
+                    self._follow()
         finally:
             self._party.close()
             self._wishes.is_heeded = False
@@ -85,6 +116,32 @@ class Conductor:
                 return False
             self._hear()
         return True
+
+    def _make_ready(self) -> bool:
+        """Returns whether every node is ready for its ranks; False where one cannot be, or somebody stopped the run."""
+        parts, until, give_up = self._party.parts, time.monotonic() + REACH_S, float("inf")
+        while not all(part.is_ready for part in parts):
+            self._hear()
+            self._tell()
+            self._party.notice_silence()
+            self._party.require_reached(until)
+            if any(part.is_over for part in parts):
+                give_up = min(give_up, time.monotonic() + _OTHERS_S)  # most often others have the same to say
+            if self._wishes.stop or all(part.is_over for part in parts) or time.monotonic() > give_up:
+                return False
+        self._tell()
+        return True
+
+    def _begin_start(self) -> None:
+        now = time.monotonic()
+        self._pace.begin(now)
+        self._next_word = now + START_WORD_S
+
+    def _tell(self) -> None:
+        """Says what nodes do to become ready, once for all that do the same."""
+        told, self._told = self._told, {}
+        for text, hosts in told.items():
+            self._say(f"{', '.join(hosts)}: {text}" if len(self._party.parts) > 1 else text)
 
     def _follow(self) -> None:
         """Returns when every node has ended or is lost."""
@@ -120,8 +177,14 @@ class Conductor:
                 part.is_orphaned = True
             case Wrote():
                 self._note_text(part, event)
+            case Told():
+                self._told.setdefault(event.text, []).append(part.node.host)
+            case Reached():
+                part.has_reached = True
+            case Ready():
+                part.has_reached = part.is_ready = True
             case Problem():
-                part.problem = event.text
+                part.problem = event
             case Ended():
                 part.ended = event
 
@@ -134,6 +197,7 @@ class Conductor:
                 step = total = 0
             self._total = int(total) or self._total
             self._pace.note(int(rank), int(step), Phase(phase), now)
+            self._is_port_taken = self._is_port_taken or phase == Phase.PORT_TAKEN
             if phase == Phase.LEFT:
                 self._left_at = int(step)
 
@@ -142,7 +206,7 @@ class Conductor:
         if part.node.number in self._party.mirrored:
             path = self._score.run_dir.sent(event.name)
             if path is None:
-                part.problem = f"sent {event.name[:80]!r}, which is no file of a run"
+                part.problem = Problem(text=f"sent {event.name[:80]!r}, which is no file of a run")
                 return
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("w" if event.is_whole else "a", encoding="utf-8", newline="") as file:
@@ -163,11 +227,17 @@ class Conductor:
             self._end(self._score.grace_s)
 
     def _notice_hang(self) -> None:
-        """Asks for stacks and ends the run when it has stood still for too long."""
-        seconds = self._pace.stood_still_s(time.monotonic())
+        """Says how far a start is; asks for stacks and ends the run when it has stood still for too long."""
+        now = time.monotonic()
+        start = self._pace.start(now)
+        if start is not None and now >= self._next_word and not self._counting:
+            self._next_word = now + START_WORD_S
+            self._on_start(start)
+        seconds = self._pace.stood_still_s(now)
         if seconds is None or self._give_up is not None:
             return
-        self._hang = Hang(seconds=seconds, median_s=self._pace.median_s or 0.0, steps=dict(self._pace.steps))
+        median_s, steps = self._pace.median_s or 0.0, dict(self._pace.steps)
+        self._hang = Hang(seconds=seconds, median_s=median_s, steps=steps, start=start)
         self._party.tell(Stacks())
         until = time.monotonic() + _STACKS_S
         while time.monotonic() < until:
@@ -196,9 +266,11 @@ class Conductor:
 
     def _outcome(self, begin: float, earlier: frozenset[Path]) -> Outcome:
         parts, stop = self._party.parts, self._wishes.stop
-        problems = [f"{part.node.host}: {part.problem}" for part in parts if part.problem]
+        problems = [(part.node.host, part.problem) for part in parts if part.problem is not None]
         if problems:
-            raise EnvironmentProblem("\n".join(problems))
+            hints = dict.fromkeys(problem.hint for _, problem in problems if problem.hint)
+            rows = [f"{host}: {problem.text}" if len(parts) > 1 else problem.text for host, problem in problems]
+            raise EnvironmentProblem("\n".join(rows), hint="\n".join(hints) or None)
         ended = [part.ended for part in parts if part.ended is not None]
         finished = max(sum(each.num_finished for each in ended), sum(each.num_done for each in ended))
         if finished >= self._score.num_ranks and all(death.code is None for death in self._deaths.values()):
@@ -218,6 +290,7 @@ class Conductor:
             lost=tuple(lost),
             orphaned=orphaned,
             hang=self._hang,
+            is_port_taken=self._is_port_taken,
             left_at=self._left_at,
             rank_logs=rank_logs(self._score.run_dir.logs, earlier),
             launcher_logs=tuple(sorted(logs)) or (self._score.run_dir.logs,),

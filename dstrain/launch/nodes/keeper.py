@@ -8,19 +8,21 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
+from dstrain.facts.ops import OPS, held_locks
 from dstrain.launch.environment import SAFE_PATH, expanded
 from dstrain.launch.family import Family, RankWatch
 from dstrain.launch.nodes.mirror import Mirror
 from dstrain.launch.nodes.shared_memory import remove_buffers
 from dstrain.launch.nodes.wire import Alive, Begin, Died, Ended, Event, Orphaned, Wrote
 from dstrain.launch.output import Output, Piece
-from dstrain.pulse import MARK, SAVE_ON_TERM, Phase, Receiver
+from dstrain.pulse import MARK, SAVE_ON_TERM, STARTING, Phase, Receiver
 from dstrain.rundir import RunDir
 
 _KILL_S = 10.0
+_LOOK_S = 0.5
 
 
 class Keeper:
@@ -44,9 +46,12 @@ class Keeper:
         self._watch = RankWatch(self._family, begin.num_ranks)
         self._steps: dict[str, list[object]] = {}
         self._listening: set[int] = set()
+        self._stepping: set[int] = set()
         self._wanted: list[signal.Signals] = []
         self._done: set[int] = set()
         self._told: set[int] = set()
+        self._locks: set[Path] = set()
+        self._next_look = 0.0
         self._deadline: float | None = None
         self._give_up: float | None = None
         self._is_ending = False
@@ -64,7 +69,7 @@ class Keeper:
         with self._log.open("wb") as file, _launchers_deaf_to_sigterm(self._begin):
             return subprocess.Popen(
                 self._begin.command,
-                env=self._environment(os.environ),
+                env=environment_of_ranks(self._begin, os.environ),
                 cwd=self._run_dir.path,
                 stdin=subprocess.DEVNULL,
                 stdout=file,
@@ -72,18 +77,10 @@ class Keeper:
                 start_new_session=True,
             )
 
-    def _environment(self, own: Mapping[str, str]) -> dict[str, str]:
-        """Returns the launcher's environment; the tools beside this Python, such as ninja, are found in it."""
-        env = {name: value for name, value in own.items() if name not in self._begin.unset}
-        beside = str(Path(sys.executable).parent)
-        if beside not in env.get("PATH", "").split(":"):
-            env["PATH"] = f"{beside}:{env.get('PATH', os.defpath)}"
-        env |= {**SAFE_PATH, **self._begin.environment, MARK: self._begin.mark}
-        return {**env, **expanded(self._begin.exports, env)}
-
     def tick(self) -> list[Event]:
         """Looks at everything once and returns what `run` should know."""
         self._watch.poll()
+        self._look_for_locks()
         events: list[Event] = []
         self._hear_ranks()
         events += [self._wrote(piece) for piece in self._output.poll() if self._is_wanted(piece)]
@@ -100,6 +97,16 @@ class Keeper:
             events += self._last_words()
         return events
 
+    def _look_for_locks(self) -> None:
+        """Remembers the locks of extensions that ranks hold while they start; one that is killed leaves its own."""
+        now = time.monotonic()
+        if now >= self._next_look and len(self._stepping) < self._begin.num_ranks:
+            self._next_look = now + _LOOK_S
+            self._note_locks(self._watch.processes)
+
+    def _note_locks(self, processes: Iterable[int]) -> None:
+        self._locks |= {lock for lock in held_locks(processes) if lock.parent.name in OPS}
+
     def _hear_ranks(self) -> None:
         for pulse in self._pulses.receive():
             if pulse.rank not in self._listening:
@@ -107,6 +114,8 @@ class Keeper:
                     self._signal(number, {pulse.rank})
             self._steps[str(pulse.rank)] = [pulse.step, pulse.phase.value, pulse.total]
             self._listening.add(pulse.rank)
+            if pulse.phase not in STARTING:
+                self._stepping.add(pulse.rank)
             if pulse.phase in {Phase.DONE, Phase.LEFT}:
                 self._done.add(pulse.rank)
 
@@ -140,6 +149,7 @@ class Keeper:
         self._deadline = deadline if self._deadline is None or not self._is_ending else min(deadline, self._deadline)
         if not self._is_ending:
             self._is_ending = True
+            self._note_locks(self._family.alive())
             self._watch.stop()
             self._family.send(signal.SIGTERM)
 
@@ -178,6 +188,8 @@ class Keeper:
         self._hear_ranks()
         self._pulses.close()
         remove_buffers(self._begin.master_port)
+        for lock in self._locks - held_locks() if self._locks else ():
+            lock.unlink(missing_ok=True)
         self.is_over = True
 
     def _last_words(self) -> Iterator[Event]:
@@ -219,6 +231,16 @@ class Keeper:
 
     def _has_failure(self) -> bool:
         return self._output.failed is not None or any(death.code is not None for death in self._watch.deaths.values())
+
+
+def environment_of_ranks(begin: Begin, own: Mapping[str, str]) -> dict[str, str]:
+    """Returns the launcher's environment; the tools beside this Python, such as ninja, are found in it."""
+    env = {name: value for name, value in own.items() if name not in begin.unset}
+    beside = str(Path(sys.executable).parent)
+    if beside not in env.get("PATH", "").split(":"):
+        env["PATH"] = f"{beside}:{env.get('PATH', os.defpath)}"
+    env |= {**SAFE_PATH, **begin.environment, MARK: begin.mark}
+    return {**env, **expanded(begin.exports, env)}
 
 
 def saves_on_term(begin: Begin, environment: Mapping[str, str]) -> bool:

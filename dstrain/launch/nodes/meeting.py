@@ -67,7 +67,7 @@ def _unfit(hellos: Mapping[Node, Hello], port: int, *, on_cpu: bool) -> list[str
     problems += [
         f"{node.host}: port {port}, for rank 0, is in use there"
         for node, hello in hellos.items()
-        if node.number == 0 and not hello.port_is_free
+        if node.number == 0 and hello.port is None
     ]
     problems += [
         f"{node.host}: {node.num_ranks} slots in the hostfile, and {hello.num_gpus} GPUs there"

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import deque
 from statistics import median
 
-from dstrain.pulse import Phase
+from dstrain.launch.outcome import Start
+from dstrain.pulse import STARTING, Phase
 
 TIMES = 5
 """A run hangs when it takes this many times its median step, or its longest evaluation or checkpoint."""
@@ -21,10 +22,15 @@ _LONG = frozenset({Phase.SAVING, Phase.EVALUATING})
 class Pace:
     """The steps of a run, as its slowest rank does them."""
 
-    def __init__(self, num_ranks: int, least_s: float = LEAST_S) -> None:
-        """Watches `num_ranks` ranks; a run hangs after `least_s` seconds at the earliest, never where that is 0."""
+    def __init__(self, num_ranks: int, least_s: float = LEAST_S, start_s: float = 0.0) -> None:
+        """Watches `num_ranks` ranks; a run hangs after `least_s` seconds at the earliest, never where that is 0.
+
+        Every rank must have done its first step within `start_s` seconds; 0 for any time.
+        """
         self._num_ranks = num_ranks
         self._least_s = least_s
+        self._start_s = start_s
+        self._began: float | None = None
         self._steps_s: deque[float] = deque(maxlen=_KEPT)
         self._longest_s: dict[Phase, float] = {}
         self._phases: dict[int, Phase] = {}
@@ -32,6 +38,17 @@ class Pace:
         self._at = 0.0
         self.steps: dict[int, int] = {}
         """Rank → steps done."""
+
+    def begin(self, now: float) -> None:
+        """Takes the moment in which ranks are started."""
+        self._began = now
+
+    def start(self, now: float) -> Start | None:
+        """Returns how far the start is; None before it, and once every rank has done its first step."""
+        phases = {rank: self._phases.get(rank) for rank in range(self._num_ranks)}
+        if self._began is None or all(phase is not None and phase not in STARTING for phase in phases.values()):
+            return None
+        return Start(seconds=now - self._began, phases=phases)
 
     def note(self, rank: int, step: int, phase: Phase, now: float) -> None:
         """Takes what a rank said at a time in seconds."""
@@ -70,6 +87,9 @@ class Pace:
         return median(self._steps_s) if self._steps_s else None
 
     def stood_still_s(self, now: float) -> float | None:
-        """Returns for how long nothing has moved, once that is too long; None otherwise."""
+        """Returns for how long nothing has moved, or a start has taken, once that is too long; None otherwise."""
+        start = self.start(now)
+        if start is not None:
+            return start.seconds if 0 < self._start_s < start.seconds else None
         limit = self.limit_s
         return None if limit is None or now - self._at <= limit else now - self._at

@@ -13,7 +13,7 @@ from dstrain.errors import EnvironmentProblem
 from dstrain.launch.nodes.channel import Channel, Heart
 from dstrain.launch.nodes.plan import Node
 from dstrain.launch.nodes.score import Score
-from dstrain.launch.nodes.wire import BEAT_S, SILENCE_S, Beat, Begin, End, Ended, Hello, Look, Save, Stacks
+from dstrain.launch.nodes.wire import BEAT_S, SILENCE_S, Beat, Begin, End, Ended, Go, Hello, Look, Problem, Save, Stacks
 from dstrain.launch.outcome import Lost
 from dstrain.paths import write_atomic
 
@@ -50,7 +50,11 @@ class Part:
     """Its last words, once nothing is left there."""
     lost: Lost | None = None
     """That it went silent."""
-    problem: str | None = None
+    has_reached: bool = False
+    """Whether its ranks will find rank 0."""
+    is_ready: bool = False
+    """Whether its ranks can start."""
+    problem: Problem | None = None
     """Why its part could not be started."""
     is_orphaned: bool = False
     """Whether its launcher was killed and left its ranks."""
@@ -104,7 +108,14 @@ class Party:
             port = score.master_port if part.node.number == 0 else None
             others = [node.host for node in score.nodes if node.num_ranks and node is not part.node]
             files = dict(score.files) if part.node.num_ranks and not part.node.is_here else {}
-            look = Look(run_dir=str(score.run_dir.path), token=score.mark, others=others, files=files, port=port)
+            look = Look(
+                run_dir=str(score.run_dir.path),
+                token=score.mark,
+                others=others,
+                files=files,
+                port=port,
+                takes_another=score.takes_another_port,
+            )
             part.channel.send(look, part.node.number)
 
     def require_answers(self, until: float) -> bool:
@@ -114,27 +125,46 @@ class Party:
             raise Unreachable({part.node.host: part.channel.last_words() for part in silent})
         return not silent
 
-    def begin(self, extra: Mapping[Node, Mapping[str, str]]) -> None:
-        """Gives every node its part, with its own additional environment: those who only watch come first."""
-        score, mirrored = self._score, self.mirrored
-        for part in sorted(self.parts, key=lambda part: part.node.command is not None):
-            node = part.node
+    def begin(self, score: Score, extra: Mapping[int, Mapping[str, str]]) -> None:
+        """Gives every node its part, with its own additional environment by its number, and lets it make itself ready.
+
+        `score` may have other commands than before, for another port.
+        """
+        self._score, mirrored = score, self.mirrored
+        nodes = {node.number: node for node in score.nodes}
+        for part in self.parts:
+            node = nodes[part.node.number]
             begin = Begin(
                 host=node.host,
                 run_dir=str(score.run_dir.path),
                 mark=score.mark_of(node),
                 command=list(node.command) if node.command else None,
-                environment={**({} if node.is_here else score.environment), **extra.get(node, {})},
+                environment={**({} if node.is_here else score.environment), **extra.get(node.number, {})},
                 unset=[] if node.is_here else list(score.unset),
                 exports={} if node.is_here else dict(score.exports),
                 hosts=[each.host for each in score.nodes] if len(score.nodes) > 1 else [],
                 first_rank=node.first_rank,
                 num_ranks=node.num_ranks,
                 master_port=score.master_port,
+                master=score.master if node.num_ranks else None,
+                ops=list(score.ops) if node.num_ranks else [],
                 mirror=node.number in mirrored,
                 grace_s=score.grace_s,
             )
             part.channel.send(begin, node.number)
+
+    def go(self) -> None:
+        """Starts every node's part: those who only watch come first."""
+        for part in sorted(self.parts, key=lambda part: part.node.command is not None):
+            part.channel.send(Go(), part.node.number)
+
+    def require_reached(self, until: float) -> None:
+        """Takes nodes for unfit from which nothing was heard of rank 0 in time."""
+        silent = [part for part in self.parts if part.problem is None and not part.has_reached]
+        if self._score.master is not None and time.monotonic() > until:
+            for part in silent:
+                where = f"{self._score.master}, port {self._score.master_port}"
+                part.problem = Problem(text=f"no word of a connection to {where}, where rank 0 will listen, in time")
 
     def hear(self, take: Callable[[Part, Any, float], None]) -> None:
         """Gives `take` what came, with the time since the epoch; waits a moment where nothing has."""

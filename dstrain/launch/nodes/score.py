@@ -35,12 +35,20 @@ class Score:
     """What they get beside that: name → text as it stands between a shell's double quotes."""
     master_port: int
     """The port of rank 0."""
+    takes_another_port: bool = False
+    """Whether rank 0 may listen on another one where that is in use."""
+    master: str | None = None
+    """The host of rank 0, as ranks are told it; None where all ranks are on one node."""
+    ops: tuple[str, ...] = ()
+    """DeepSpeed's extensions that ranks load."""
     files: Mapping[str, int] = field(default_factory=dict)
     """Files that every rank reads → their bytes here."""
     grace_s: float = GRACE_S
     """Seconds of grace."""
     hang_s: float = LEAST_S
     """Seconds without a step that are a hang at the earliest; 0 for never."""
+    start_s: float = 0.0
+    """Seconds in which every rank must have done its first step; 0 for any time."""
 
     @property
     def num_ranks(self) -> int:

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dstrain.errors import EnvironmentProblem
 from dstrain.launch.nodes.plan import Node
 from dstrain.launch.nodes.score import Score
-from dstrain.launch.nodes.wire import Begin, End, Ended
+from dstrain.launch.nodes.wire import Begin, End, Ended, Go
 
 SWEEP_S = 12.0
 """Seconds that one node may take."""
@@ -42,8 +42,8 @@ def _sweep(score: Score, node: Node) -> None:
             mirror=False,
             grace_s=0,
         )
-        channel.send(begin, node.number)
-        channel.send(End(grace_s=0), node.number)
+        for order in (begin, Go(), End(grace_s=0)):
+            channel.send(order, node.number)
         until = time.monotonic() + SWEEP_S
         while time.monotonic() < until and not channel.is_closed:
             if any(isinstance(event, Ended) for _, event in channel.receive()):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -32,12 +32,14 @@ class Look:
     files: dict[str, int]
     """Files that ranks read → their bytes where `run` is."""
     port: int | None = None
-    """Port that must be free, on the node of rank 0."""
+    """Port for rank 0, to be kept until the ranks start; None on other nodes."""
+    takes_another: bool = False
+    """Whether any other port will do where that one is in use."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Begin:
-    """Order: start and keep this node's part of the run."""
+    """Order: make this node ready for its part of the run, which `Go` starts."""
 
     host: str
     """The node's name in the hostfile."""
@@ -65,6 +67,15 @@ class Begin:
     """Whether `run` has no file system in common with this node, and is sent what is written there."""
     grace_s: float
     """Seconds that ranks have after SIGTERM, or after another one's death."""
+    master: str | None = None
+    """The host of rank 0, as its ranks are told it; None where nobody has to find it."""
+    ops: list[str] = field(default_factory=list)
+    """DeepSpeed's extensions that its ranks load."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Go:
+    """Order: start this node's part; every node is ready."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,12 +115,30 @@ class Hello:
     """The network interface that leads to the other nodes; None where there is not one for all."""
     num_gpus: int
     """GPUs that NVML shows there."""
-    port_is_free: bool
-    """Whether rank 0 could listen."""
+    port: int | None
+    """The port that is kept for rank 0; None where the one of Look is in use, and on other nodes."""
     unlike: dict[str, int | None]
     """Files of Look that have another size here → their bytes; None where they cannot be read."""
     clock: float
     """This node's clock, in seconds since the epoch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reached:
+    """Event: ranks of this node will find rank 0."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Told:
+    """Event: what is being done to make this node ready."""
+
+    text: str
+    """In words."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ready:
+    """Event: this node's ranks can start."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,6 +194,8 @@ class Problem:
 
     text: str
     """Why."""
+    hint: str | None = None
+    """What to do about it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,13 +217,10 @@ class Ended:
             raise ValueError(self.reported)
 
 
-Order = Look | Begin | Beat | Save | Stacks | End
-Event = Hello | Alive | Died | Orphaned | Wrote | Problem | Ended
+Order = Look | Begin | Go | Beat | Save | Stacks | End
+Event = Hello | Reached | Told | Ready | Alive | Died | Orphaned | Wrote | Problem | Ended
 _hints = cache(get_type_hints)
-_KINDS = {
-    kind.__name__: kind
-    for kind in (Look, Begin, Beat, Save, Stacks, End, Hello, Alive, Died, Orphaned, Wrote, Problem, Ended)
-}  # fmt: skip
+_KINDS = {kind.__name__: kind for kind in (*get_args(Order), *get_args(Event))}
 
 
 def encode(message: Order | Event, node: int | None = None) -> bytes:

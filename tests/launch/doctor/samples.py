@@ -64,7 +64,7 @@ def toolchain(**changes: Any) -> Toolchain:
         installer="apt-get",
         folder="/home/me/.cache/torch_extensions/py312_cu128",
         built=(),
-        stale_locks=(),
+        locks=(),
     )
     return replace(found, **changes)
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from dstrain.facts.ops import Lock
 from dstrain.launch.doctor.checks import limits, network, online, ops, software, space
 from dstrain.launch.doctor.checks.all import findings
 from dstrain.launch.doctor.facts import Endpoint
@@ -130,16 +131,23 @@ def test_extensions_of_a_gpu_need_nvcc_and_those_of_the_cpu_do_not() -> None:
     )
 
 
-def test_a_stale_lock_is_named_with_the_command_that_removes_it() -> None:
-    found = about_ops(stale_locks=("/ext/cpu_adam/lock",))
-    assert found[0].startswith("✗ /ext/cpu_adam/lock was left behind")
+def test_a_lock_beside_which_nothing_happens_is_named_with_the_command_that_removes_it() -> None:
+    lock = Lock(path="/ext/cpu_adam/lock", idle_s=3000, is_built=False)
+    found = about_ops(locks=(lock,))
+    assert found[0].startswith("✗ /ext/cpu_adam/lock is held by no process seen here")
+    assert "nothing was written beside it for 50 min 0 s" in found[0]
     assert found[0].endswith("→ rm /ext/cpu_adam/lock")
 
 
-def test_a_lock_that_another_host_may_hold_does_not_stop_a_run() -> None:
-    found = about_ops(replace(RUN, is_quick=True), stale_locks=("/ext/cpu_adam/lock",))
-    assert found[0].startswith("! /ext/cpu_adam/lock was left behind")
-    assert "unless another host is building" in found[0]
+def test_a_young_lock_may_be_another_containers() -> None:
+    found = about_ops(locks=(Lock(path="/ext/cpu_adam/lock", idle_s=30, is_built=False),))
+    assert found[0].startswith("! /ext/cpu_adam/lock")
+    assert "another container or host may be building → if nobody does: rm" in found[0]
+
+
+def test_a_lock_of_an_extension_that_is_built_is_no_finding() -> None:
+    found = about_ops(locks=(Lock(path="/ext/cpu_adam/lock", idle_s=3000, is_built=True),))
+    assert not any("lock" in line for line in found)
 
 
 # limits

@@ -191,7 +191,7 @@ def test_a_lock_that_nobody_holds_is_found_and_one_that_is_held_is_not(tmp_path:
         (tmp_path / op / "lock").touch()
     with (tmp_path / "cpu_adam" / "lock").open():
         found = toolchain.look(ASKED, {"TORCH_EXTENSIONS_DIR": str(tmp_path), "PATH": "/usr/bin:/bin"})
-    assert found.stale_locks == (str(tmp_path / "some_op" / "lock"),)
+    assert [lock.path for lock in found.locks] == [str(tmp_path / "some_op" / "lock")]
 
 
 def test_libaio_is_found_where_flags_point(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -41,6 +42,7 @@ def test_a_stale_lock_stops_a_run(prepared: Prepared, tmp_path: Path) -> None:
     lock = tmp_path / "ext" / "deepspeed_shm_comm" / "lock"
     lock.parent.mkdir(parents=True)
     lock.touch()
+    os.utime(lock, (1e9, 1e9))
     found = quick(prepared, {"TORCH_EXTENSIONS_DIR": str(tmp_path / "ext"), "PATH": "/usr/bin:/bin"})
     assert [each.fix for each in errors(found)] == [f"rm {lock}"]
 

@@ -86,3 +86,32 @@ def test_nothing_is_known_before_there_are_steps() -> None:
 
 def test_zero_turns_it_off() -> None:
     assert stepping(seconds=20, least_s=0).stood_still_s(10000) is None
+
+
+def starting(now: float, **phases: Phase) -> Pace:
+    pace = Pace(2, start_s=100)
+    pace.begin(0)
+    for name, phase in phases.items():
+        pace.note(int(name[-1]), 0, phase, now)
+    return pace
+
+
+def test_a_start_is_over_once_every_rank_has_done_a_step() -> None:
+    pace = starting(5, rank0=Phase.LOADING)
+    start = pace.start(20)
+    assert start is not None
+    assert (start.seconds, dict(start.phases)) == (20, {0: Phase.LOADING, 1: None})
+    for rank in (0, 1):
+        assert pace.start(30) is not None
+        pace.note(rank, 1, Phase.STEP, 30)
+    assert pace.start(30) is None
+
+
+def test_a_start_has_its_own_limit_whatever_ranks_say_meanwhile() -> None:
+    pace = starting(90, rank0=Phase.LOADING, rank1=Phase.CONNECTING)
+    assert pace.stood_still_s(100) is None
+    assert pace.stood_still_s(101) == 101
+
+
+def test_a_run_that_nobody_has_started_is_no_start() -> None:
+    assert Pace(2, start_s=1).start(100) is None

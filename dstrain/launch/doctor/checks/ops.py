@@ -9,6 +9,7 @@ from dstrain.facts.ops import OPS
 from dstrain.launch.doctor.facts import Facts, Toolchain
 from dstrain.launch.doctor.finding import Finding, Notes
 from dstrain.launch.doctor.needs import Needs
+from dstrain.units import format_seconds
 
 _CPU_ONLY = "deepspeed_shm_comm"
 _INSTALL: Mapping[str, str] = MappingProxyType(
@@ -32,12 +33,14 @@ def check(facts: Facts, needs: Needs) -> list[Finding]:
     notes, tools = Notes("ops"), facts.toolchain
     if tools is None:
         return []
-    for lock in tools.stale_locks:
-        what = f"{lock} was left behind by a build that was killed: the ranks would wait for it for ever"
-        if needs.is_quick and needs.hosts is not None and len(needs.hosts.hosts) > 1:  # the others were not asked
-            notes.warn(f"{what}, unless another host is building", f"rm {lock}")
-        else:
-            notes.bad(what, f"rm {lock}")
+    for lock in tools.locks:
+        if lock.is_stale:
+            idle = format_seconds(lock.idle_s)
+            what = f"{lock.path} is held by no process seen here, and nothing was written beside it for {idle}"
+            notes.bad(f"{what}: ranks would wait for it for ever, unless another container or host builds", lock.cure)
+        elif not lock.is_abandoned:  # that one `dstrain run` removes itself
+            what = f"{lock.path} is held by no process seen here; another container or host may be building"
+            notes.warn(what, f"if nobody does: {lock.cure}")
     relevant = [op for op in OPS if needs.on_cpu or op != _CPU_ONLY]
     missing = {op: lacks(op, tools, on_cpu=needs.on_cpu) for op in relevant if op not in tools.built}
     built = [op for op in relevant if op in tools.built]

@@ -6,9 +6,10 @@ import platform
 import re
 import shutil
 from collections.abc import Mapping
-from importlib import metadata, util
+from importlib import metadata
 from pathlib import Path
 
+from dstrain.facts.ops import torch_build
 from dstrain.launch.doctor.facts import Question, Software
 from dstrain.launch.doctor.looking import run
 from dstrain.launch.reach import PACKAGES
@@ -26,7 +27,7 @@ def look(question: Question, environment: Mapping[str, str]) -> Software:
         packages={name: _version(name) for name in ranges},
         ranges=ranges,
         same={"Python": platform.python_version()} | {name: _version(name) for name in PACKAGES},
-        torch_cuda=_torch_cuda(),
+        torch_cuda=torch_build("cuda"),
         nvcc=None if nvcc is None else _release(nvcc, environment),
         nvcc_path=nvcc,
     )
@@ -60,16 +61,6 @@ def _version(name: str) -> str | None:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return None
-
-
-def _torch_cuda() -> str | None:
-    """Returns the CUDA of torch, from the text of `torch/version.py`."""
-    found = util.find_spec("torch")
-    if found is None or found.origin is None:
-        return None
-    text = (Path(found.origin).parent / "version.py").read_text(encoding="utf-8", errors="replace")
-    match = re.search(r"^cuda\b[^=\n]*=\s*['\"]([\d.]+)['\"]", text, re.MULTILINE)
-    return match[1] if match else None
 
 
 def nvcc_path(environment: Mapping[str, str]) -> str | None:

@@ -1,0 +1,192 @@
+"""Makes a node ready for its ranks, in their environment: they will find rank 0, and wait for no extension.
+
+`python -m dstrain.launch.nodes.ready HOST PORT OP …` is what the node's agent starts; it writes events. HOST is where
+rank 0 will listen, as the ranks are told it; empty where nobody has to find it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from dstrain.errors import EnvironmentProblem
+from dstrain.facts.ops import OPS, Lock, missing_ops, unheld_locks
+from dstrain.launch import child
+from dstrain.launch.nodes.wire import Begin, Event, Lines, Problem, Reached, Ready, Told, decode, encode
+from dstrain.paths import python
+from dstrain.units import format_seconds
+
+_RESOLVE_S = 10.0
+_CONNECT_S = 8.0
+_END_S = 8.0
+
+
+def reach(host: str, port: int) -> None:
+    """Opens one connection to where rank 0 will listen, as every rank will. Raises EnvironmentProblem without one."""
+    found: list[Any] = []
+    resolver = threading.Thread(target=_resolve, args=(host, port, found), daemon=True)
+    resolver.start()
+    resolver.join(_RESOLVE_S)
+    if not found or isinstance(found[0], OSError):
+        why = found[0].strerror if found else f"its name servers have not answered for {_RESOLVE_S:.0f} s"
+        raise EnvironmentProblem(
+            f"it does not know {host}, the host of rank 0: {why}",
+            hint=f"Write {host} into /etc/hosts there, or an address that every host knows into the hostfile.",
+        )
+    failures, limit_s = [], _CONNECT_S / len(found[0])
+    for family, kind, _, _, address in found[0]:
+        with socket.socket(family, kind) as probe:
+            probe.settimeout(limit_s)
+            try:
+                probe.connect(address)
+            except OSError as error:
+                failures.append(f"{address[0]}: {error.strerror or f'no answer within {limit_s:.0f} s'}")
+            else:
+                return
+    raise EnvironmentProblem(
+        f"it cannot connect to {host}, port {port}, where rank 0 will listen ({'; '.join(failures)})",
+        hint=f"Does {host} mean the same machine there? A firewall must pass all ports between the hosts; --master-port"
+        " names another one for rank 0.",
+    )
+
+
+def _resolve(host: str, port: int, found: list[Any]) -> None:
+    try:
+        found.append(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
+    except OSError as error:
+        found.append(error)
+
+
+def build(ops: Sequence[str], environment: Mapping[str, str], tell: Callable[[str], None]) -> None:
+    """Builds what is missing of some extensions, telling how long it takes; waits for whoever builds or loads one now.
+
+    Removes locks that nobody needs. Raises EnvironmentProblem for a build that fails, or a lock that nobody releases.
+    """
+    locked = [Path(lock.path).parent.name for lock in _settled(ops, environment, tell)]
+    missing = missing_ops(ops, environment)
+    for op in ops:
+        if op not in missing and op not in locked:
+            continue
+
+        def go_on(text: str, op: str = op) -> None:
+            for lock in _settled([op], environment, tell):
+                tell(f"  {lock.path} is held by no process seen here; if nobody is building: {lock.cure}")
+            tell(text)
+
+        if op in missing:
+            tell(f"building {OPS[op]}, once; it takes about a minute on two cores")
+        begin = time.monotonic()
+        command = python("-m", "dstrain.train.ops", op)
+        code, output = child.run(command, environment, go_on, f"building {OPS[op]}")
+        if code != 0:
+            last = "\n".join(output.strip().splitlines()[-15:])
+            raise EnvironmentProblem(
+                f"{OPS[op]} cannot be built:\n{last}", hint="It needs g++ and ninja: apt-get install g++ ninja-build"
+            )
+        tell(f"{'built' if op in missing else 'loaded'} {OPS[op]} in {format_seconds(time.monotonic() - begin)}")
+
+
+def _settled(ops: Sequence[str], environment: Mapping[str, str], tell: Callable[[str], None]) -> list[Lock]:
+    """Returns the locks that somebody elsewhere may hold; removes those that nobody needs."""
+    kept = []
+    for lock in unheld_locks(ops, environment):
+        if lock.is_abandoned:
+            Path(lock.path).unlink(missing_ok=True)
+            tell(f"removed {lock.path}: the extension is built, and no process seen here loads it")
+        elif lock.is_stale:
+            idle = format_seconds(lock.idle_s)
+            raise EnvironmentProblem(
+                f"{lock.path} is held by no process seen here, and nothing was written beside it for {idle}; ranks"
+                " would wait for it for ever",
+                hint="A build that was killed leaves such a lock. Unless another container or host builds there,"
+                f" type on that host: {lock.cure}",
+            )
+        else:
+            kept.append(lock)
+    return kept
+
+
+class Readying:
+    """What makes a node ready, as its agent sees it."""
+
+    def __init__(self, begin: Begin, environment: Mapping[str, str]) -> None:
+        """Starts it. Raises OSError when that is not possible."""
+        self._said: list[str] = []
+        self._lines = Lines()
+        words = [begin.master or "", str(begin.master_port), *begin.ops]
+        self._process = subprocess.Popen(
+            python("-m", "dstrain.launch.nodes.ready", *words),
+            env=dict(environment),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        assert self._process.stdout is not None
+        self._out = self._process.stdout.fileno()
+        os.set_blocking(self._out, False)
+        self.is_over = False
+        """Whether it has ended."""
+
+    def poll(self) -> list[Event]:
+        """Returns what it said since the last call; in the end that the node is ready, or why not."""
+        events: list[Event] = []
+        while not self.is_over:
+            try:
+                raw = os.read(self._out, 65536)
+            except BlockingIOError:
+                break
+            for line in self._lines.feed(raw):
+                message = decode(line)
+                if message is None:
+                    self._said = [*self._said[-9:], line.decode(errors="replace")]
+                else:
+                    events.append(message[1])
+            if not raw:
+                self.is_over = True
+                if self._process.wait() not in {0, EnvironmentProblem.exit_code}:
+                    last = "\n".join(self._said) or f"code {self._process.returncode}"
+                    events.append(Problem(text=f"it could not be made ready: {last}"))
+        return events
+
+    def end(self) -> None:
+        """Ends it, with what it builds."""
+        with suppress(ProcessLookupError, subprocess.TimeoutExpired):
+            self._process.terminate()
+            self._process.wait(_END_S)
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+
+
+def main(words: Sequence[str]) -> int:
+    """Makes this node ready; returns the exit code."""
+    host, port, *ops = words
+
+    def tell(event: Event) -> None:
+        os.write(sys.stdout.fileno(), encode(event))
+
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        if host:
+            reach(host, int(port))
+        tell(Reached())
+        build(ops, os.environ, lambda text: tell(Told(text=text)))
+    except EnvironmentProblem as error:
+        tell(Problem(text=error.problem, hint=error.hint))
+        return error.exit_code
+    tell(Ready())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
