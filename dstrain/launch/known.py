@@ -43,9 +43,10 @@ def known(file: JobFile, folder: Path) -> Known:
             findings = of_hostfile(error)
             if not Path(job.hostfile).exists():
                 findings = [_no_hostfile(file)]
+            return Known(job=file, model=model, findings=tuple(findings))  # on what it trains nobody knows
     on_cpu = {**os.environ, **job.env}.get(ACCELERATOR) == "cpu"
     is_local = len(hosts.hosts) == 1 and is_this_machine(hosts.hosts[0].name, machine_names())
-    if job.hostfile is not None and not findings:
+    if job.hostfile is not None:
         num_planned = planned.num_gpus if planned else None
         findings = of_hosts(hosts, num_planned, len(probe.local_gpus()), is_local=is_local)
     found = machines(hosts, on_cpu=on_cpu, is_local=is_local, planned=planned)
@@ -73,15 +74,45 @@ def of_hosts(hosts: Hosts, num_planned: int | None, num_here: int, *, is_local: 
             (HOSTFILE, hosts.placeholder_lines[0], problem, "dstrain run refuses it", "write your nodes there")
         )
     elif num_planned is not None and hosts.num_slots != num_planned:
-        problem = f"{hosts.num_slots} slots altogether, and the plan is for {num_planned} GPUs"
+        problem = f"{_counted(hosts.num_slots, 'slot')} in all, and the plan is for {_counted(num_planned, 'GPU')}"
         effect = "the samples of a step change with the ranks"
         found.append((SLOTS, 1, problem, effect, f"dstrain gen-config --gpus {hosts.num_slots} plans for these"))
     first = hosts.hosts[0]
     if is_local and 0 < num_here < first.slots:
-        problem = f"{first.name} has {first.slots} slots, and this machine shows {num_here} GPUs"
+        problem = (
+            f"{first.name} has {_counted(first.slots, 'slot')}, and this machine shows {_counted(num_here, 'GPU')}"
+        )
         effect = "dstrain run refuses it; DeepSpeed would start ranks without a GPU"
         found.append((SLOTS, first.line or 1, problem, effect, f"write slots={num_here}"))
-    return [hostfile_finding(rule, hosts.name, line, said, why, fix) for rule, line, said, why, fix in found]
+    warnings = [hostfile_finding(rule, hosts.name, line, said, why, fix) for rule, line, said, why, fix in found]
+    return [*warnings, *_same_machines(hosts)]
+
+
+def _same_machines(hosts: Hosts) -> list[Finding]:
+    """Returns what is wrong with hosts that are two names of one machine, as far as the names tell."""
+    here, known, findings = machine_names(), dict[str, str](), list[Finding]()
+    for order, host in enumerate(hosts.hosts, start=1):
+        name = host.name.rpartition("@")[2].lower()
+        is_address = ":" in name or name.replace(".", "").isdigit()
+        is_here = is_this_machine(name, here) and not (name.startswith("127.") and name != "127.0.0.1")
+        machine = "" if is_here else name if is_address else name.partition(".")[0]
+        first = known.setdefault(machine, name)
+        if first != name and (is_here or first.startswith(f"{name}.") or name.startswith(f"{first}.")):
+            problem = f"{host.name} and {first} are two names of one machine"
+            effect = "two sets of ranks share its GPUs: the run stops, or each has half of the memory"
+            line = host.line or order
+            finding = hostfile_finding(HOSTFILE, hosts.name, line, problem, effect, "remove one of the two lines")
+            findings.append(replace(finding, severity=Severity.ERROR))
+    return findings
+
+
+def _counted(count: int, noun: str) -> str:
+    """Returns a number with its noun.
+
+    >>> _counted(1, "slot"), _counted(8, "GPU")
+    ('1 slot', '8 GPUs')
+    """
+    return f"{count} {noun}" + ("" if count == 1 else "s")
 
 
 def model_of(job: Job) -> tuple[ModelFacts | None, list[str]]:

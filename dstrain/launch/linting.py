@@ -122,8 +122,9 @@ def of_hostfile(error: InvalidConfig) -> list[Finding]:
     for said in error.problem.split("\n"):
         match = re.match(r"(.*?):(\d+):(?:(\d+):)? (.*)", said)
         name, line, column, problem = match.groups() if match else ("hostfile", "1", "1", said)
+        problem, _, way = problem.rpartition("; ") if "; " in problem else (problem, "", "")
         effect = "DeepSpeed stops, or trains on other machines than you mean"
-        fix = error.hint or "write lines such as `node1 slots=8`"
+        fix = way or error.hint or "write lines such as `node1 slots=8`"
         finding = hostfile_finding(HOSTFILE, name, int(line), problem, effect, fix)
         found.append(replace(finding, severity=Severity.ERROR, column=int(column or 1)))
     return found
@@ -212,4 +213,5 @@ def _free_bytes(subject: Subject, name: str | None) -> int | None:
 def refused(findings: Sequence[Finding]) -> InvalidConfig:
     """Returns the error that says every error of lint."""
     said = [line for finding in check.errors(findings) for line in lines(finding, with_severity=False)]
-    return InvalidConfig("\n".join(said), hint="dstrain lint --fix mends what has one safe answer.")
+    can_mend = any(finding.changes for finding in check.errors(findings))
+    return InvalidConfig("\n".join(said), hint="dstrain lint --fix mends slips of a letter." if can_mend else None)

@@ -87,5 +87,7 @@ def _range_text(key: Key) -> str:
     if key.least is not None and key.most is not None:
         return f", {key.least:g} to {key.most:g}"
     if key.least is not None:
-        return f", {key.least:g} or more"
+        return f", {key.least:g} " + ("or more" if key.below is None else f"to below {key.below:g}")
+    if key.above is not None or key.below is not None:
+        return f", above {key.above:g}" if key.above is not None else f", below {key.below:g}"
     return f", at most {key.most:g}" if key.most is not None else ""

@@ -93,10 +93,8 @@ def _own(path: tuple[str, ...], key: Key) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if key.kind in _TYPES:
         found["type"] = [_TYPES[key.kind], "null"] if key.is_nullable else _TYPES[key.kind]
-    if key.least is not None:
-        found["minimum"] = key.least
-    if key.most is not None:
-        found["maximum"] = key.most
+    bounds = {"minimum": key.least, "maximum": key.most, "exclusiveMinimum": key.above, "exclusiveMaximum": key.below}
+    found |= {name: bound for name, bound in bounds.items() if bound is not None}
     if key.kind is Kind.TEXT and key.words:
         found["enum"] = [*key.words, *([None] if key.is_nullable else [])]
     below = dict(_named(path))

@@ -102,7 +102,7 @@ def test_the_job_beside_it_is_asked(dstrain: Type, tmp_path: Path) -> None:
     done = dstrain("lint")
     assert done.returncode == 3
     assert "ds_config.json:2:2: error DS410 /gradient_clipping: gradient_clipping is 0.3" in done.stdout
-    assert dstrain("lint", "--fix").returncode == 0
+    assert dstrain("lint", "--fix").returncode == 3  # only a person knows which of the two is meant
 
 
 def test_a_hostfile_with_faults_is_linted_with_it(dstrain: Type, tmp_path: Path) -> None:
@@ -128,4 +128,4 @@ def test_placeholders_and_slots_that_are_not_the_plans_are_told(dstrain: Type, t
     assert "hostfile:1:1: warning DS805: CHANGE-ME-1 is a placeholder" in done.stdout
     (tmp_path / "hostfile").write_text("node1 slots=8\n")
     done = dstrain("lint")
-    assert "hostfile:1:1: warning DS806: 8 slots altogether, and the plan is for 16 GPUs" in done.stdout
+    assert "hostfile:1:1: warning DS806: 8 slots in all, and the plan is for 16 GPUs" in done.stdout

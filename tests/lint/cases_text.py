@@ -25,7 +25,7 @@ TEXT_CASES: tuple[Case, ...] = (
     Case(name="a typo in data_types", rule="DS101", fix='"grad_accum_dtype"', is_trainers=False,
          text=top('"data_types": {⟦"grad_accum_dtyp": "fp32"}', head=RAW), proof=Becomes(facts=IGNORED)),
     Case(name="params with a typo", rule="DS101", fix='"params"',
-         text=top('"scheduler": {"type": "WarmupDecayLR", ⟦"parms": {"total_num_steps": "auto"}}', ADAMW),
+         text=top('"scheduler": {"type": "WarmupDecayLR", ⟦"parms": {"total_num_steps": "auto",\n    "warmup_max_lr": "auto", "warmup_num_steps": "auto"}}', ADAMW),
          proof=Raises(words="parms")),
     Case(name="a key in the wrong place", rule="DS102", fix="zero_optimization.overlap_comm", is_trainers=False,
          text=top('⟦"overlap_comm": true', head=RAW), proof=Becomes(facts={"overlap_comm": False})),

@@ -110,6 +110,8 @@ def engine_facts(engine: Any) -> dict[str, Any]:
         "dtype": str(next(engine.module.parameters()).dtype),
         "overlap_comm": bool(engine.zero_overlap_comm()),
         "optimizer": type(getattr(inner, "optimizer", inner)).__name__,
+        "lr": float(inner.param_groups[0]["lr"]),
+        "weight_decay": float(inner.param_groups[0]["weight_decay"]),
         "wrapper": type(inner).__name__,
         "offloads_params": bool(getattr(getattr(inner, "parameter_offload", None), "offload_device", "none") != "none")
         and "cpu" in str(getattr(getattr(inner, "parameter_offload", None), "offload_device", "")),

@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 
+from dstrain.errors import InvalidConfig
 from dstrain.facts import cluster as clusters
 from dstrain.facts import gpus, hostfile, probe
 from dstrain.facts.cluster import Cluster, Origin
 from dstrain.facts.model import ModelFacts
 from dstrain.jobfile import JobFile, read_job
-from dstrain.launch.known import request_of
+from dstrain.launch.known import known, of_hosts, request_of
+from dstrain.launch.linting import of_hostfile
 from dstrain.plan.estimate import estimate
 from dstrain.render.lint.check import check, read
 from dstrain.render.lint.finding import Finding, Severity
@@ -83,7 +85,38 @@ def test_auto_and_equal_literals_agree(tmp_path: Path) -> None:
 
 def test_two_schedules_are_told_which_one_is_used(tmp_path: Path) -> None:
     said = one("DS506", found(' "scheduler": {"type": "WarmupLR"},\n' + ZERO2, job=job(tmp_path)))
-    assert said.effect == "this one is used"
+    assert said.effect == "the one of x.json is used; the job's is not"
+
+
+def test_an_optimizer_without_a_learning_rate_is_offered_the_jobs(tmp_path: Path) -> None:
+    body = ' "optimizer": {"type": "AdamW", "params": {"weight_decay": "auto"}},\n' + ZERO2
+    said = one("DS510", found(body, job=job(tmp_path)))
+    assert said.severity is Severity.ERROR
+    assert 'write "lr": "auto", which is learning_rate of' in said.fix
+    assert said.fix.endswith("job.yaml:5:1: 1e-05")
+    assert said.changes == ()
+
+
+def test_a_weight_decay_of_the_job_that_the_optimizer_leaves_out_is_told(tmp_path: Path) -> None:
+    body = ' "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},\n' + ZERO2
+    assert (
+        "job.yaml:6:1: weight_decay makes it 0.1"
+        in one("DS511", found(body, job=job(tmp_path, "weight_decay: 0.1\n"))).problem
+    )
+    assert found(body, job=job(tmp_path)) == []
+
+
+def test_accumulation_that_is_missing_is_an_error_where_the_run_ends(tmp_path: Path) -> None:
+    text = '{"train_micro_batch_size_per_gpu": "auto", "gradient_clipping": "auto",\n' + ZERO2
+    for body, wanted in (
+        (text, Severity.WARNING),
+        (text.replace("{", '{"train_batch_size": "auto", ', 1), Severity.ERROR),
+    ):
+        document, _ = read(body, "x.json")
+        assert document is not None
+        said = one("DS403", check(Subject(document=document, is_trainers=True, job=job(tmp_path))))
+        assert said.severity is wanted
+        assert ("the run ends" in said.effect) == (wanted is Severity.ERROR)
 
 
 def test_experts_that_are_no_leaf_module_are_found() -> None:
@@ -168,3 +201,93 @@ def test_a_checkpoint_that_does_not_fit_the_disk_is_told_at_output_dir(tmp_path:
     said = with_estimate(tmp_path, cluster(count=8), ' "zero_optimization": {"stage": 3}}', free_disk_bytes=10**9)
     place = one("DS804", said)
     assert (Path(place.file).name, place.line) == ("job.yaml", 2)
+
+
+@pytest.mark.parametrize(
+    ("key", "effect"),
+    [
+        ('"tensor_parallel": {"autotp_size": 2}', "no weights"),
+        ('"sequence_parallel_size": 2, "compile": {"deepcompile": true, "passes": ["autosp"]}', "not cut"),
+        ('"compile": {"deepcompile": true, "passes": ["autosp"]}', "nobody calls"),
+        ('"expert_parallel": {"enabled": true, "autoep_size": 2}', "no weights"),
+        ('"pipeline": {"stages": 2}', "not split"),
+        ('"hybrid_engine": {"enabled": true}', "generation"),
+        ('"data_efficiency": {"enabled": true}', "nothing reads it"),
+    ],
+)
+def test_what_the_trainer_does_not_run_or_save_is_an_error_with_a_job(tmp_path: Path, key: str, effect: str) -> None:
+    said = [each for each in found(f" {key},\n{ZERO2}", job=job(tmp_path)) if each.rule == "DS221"]
+    assert said and all(each.severity is Severity.ERROR for each in said)
+    assert any(effect in each.effect for each in said)
+
+
+def test_sequence_parallelism_by_a_key_alone_is_an_error_with_a_job_too(tmp_path: Path) -> None:
+    said = one("DS211", found(f' "sequence_parallel_size": 2,\n{ZERO2}', job=job(tmp_path)))
+    assert said.severity is Severity.ERROR
+
+
+def test_a_schedule_of_another_length_than_the_run_is_told(tmp_path: Path) -> None:
+    head = ' "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},\n "scheduler": {"type": '
+    rest = '"warmup_max_lr": "auto", "warmup_num_steps": 20, "total_num_steps": 50}},\n' + ZERO2
+    short = job(tmp_path, "max_steps: 100\n")
+    assert "from then on" in one("DS421", found(f'{head}"WarmupDecayLR", "params": {{{rest}', job=short)).effect
+    shorter = job(tmp_path, "max_steps: 20\n")
+    assert "inside the warm-up" in one("DS421", found(f'{head}"WarmupDecayLR", "params": {{{rest}', job=shorter)).effect
+    fitting = job(tmp_path, "max_steps: 50\n")
+    assert "DS421" not in [each.rule for each in found(f'{head}"WarmupDecayLR", "params": {{{rest}', job=fitting)]
+
+
+def test_a_lower_end_above_the_jobs_learning_rate_is_told(tmp_path: Path) -> None:
+    body = ' "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},\n "scheduler": {"type": "WarmupLR", "params": {'
+    body += '"warmup_min_lr": 1e-3, "warmup_max_lr": "auto", "warmup_num_steps": "auto"}},\n' + ZERO2
+    assert one("DS420", found(body, job=job(tmp_path))).problem == "warmup_min_lr is 0.001, and warmup_max_lr is 1e-05"
+
+
+@pytest.mark.parametrize(
+    ("lines", "rule", "line"),
+    [
+        ("max_steps: 5\nlogging_steps: 10\n", "DS901", 7),
+        ("eval_steps: 10\n", "DS902", 6),
+        ("data: a.jsonl\neval_data: a.jsonl\n", "DS902", 7),
+        ("seq_len: 65536\n", "DS903", 6),
+        ("precision: bf16\n", "DS904", 6),
+    ],
+)
+def test_what_is_wrong_in_the_job_is_told_in_its_line(tmp_path: Path, lines: str, rule: str, line: int) -> None:
+    said = one(rule, found(ZERO2, job=job(tmp_path, lines), model=model("qwen3-8b"), cluster=cluster("v100-32g")))
+    assert (Path(said.file).name, said.line, said.severity) == ("job.yaml", line, Severity.WARNING)
+
+
+@pytest.mark.parametrize(
+    ("names", "count"),
+    [
+        (("localhost", "127.0.0.1"), 1),
+        (("node1", "node1.cluster.example", "node2"), 1),
+        (("me@node1", "node1"), 0),
+        (("10.0.0.1", "10.0.0.2"), 0),
+        (("127.0.0.2", "127.0.0.3"), 0),
+        (("node1.east.example", "node1.west.example"), 0),
+    ],
+)
+def test_two_names_of_one_machine_are_found(names: tuple[str, ...], count: int) -> None:
+    hosts = hostfile.parse("".join(f"{name} slots=1\n" for name in names), "hostfile")
+    said = [each for each in of_hosts(hosts, None, 0, is_local=False) if "two names" in each.problem]
+    assert len(said) == count
+    assert all(each.severity is Severity.ERROR and each.line == 2 for each in said)
+
+
+def test_slots_are_counted_in_words_that_agree() -> None:
+    hosts = hostfile.parse("node1 slots=1\n", "hostfile")
+    assert of_hosts(hosts, 8, 0, is_local=False)[0].problem == "1 slot in all, and the plan is for 8 GPUs"
+
+
+def test_a_line_of_a_hostfile_that_is_wrong_is_mended_by_the_line_to_write(tmp_path: Path) -> None:
+    with pytest.raises(InvalidConfig) as error:
+        hostfile.parse("node1 slot=8\n", "hostfile")
+    assert [each.fix for each in of_hostfile(error.value)] == ["write `node1 slots=8`"]
+
+
+def test_a_hostfile_that_cannot_be_read_makes_no_machine(tmp_path: Path) -> None:
+    (tmp_path / "hostfile").write_text("node1 slot=8\n")
+    said = known(job(tmp_path, "hostfile: hostfile\n"), tmp_path)
+    assert (said.hosts, said.cluster, [each.rule for each in said.findings]) == (None, None, ["DS805"])

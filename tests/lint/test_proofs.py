@@ -15,12 +15,15 @@ from typing import Any
 
 import pytest
 
+from dstrain.job import Job
 from dstrain.render import jsonc
+from dstrain.render.jsonc import Pointer
 from dstrain.render.keys.key import Key, Kind
 from dstrain.render.keys.table import ROWS
-from dstrain.render.lint.check import check, errors, read
+from dstrain.render.lint.check import check, errors, fixed, read
 from dstrain.render.lint.naming import is_refused
 from dstrain.render.lint.subject import Subject
+from dstrain.render.resolve import for_trainer
 from tests.lint.case import Becomes, Case, Raises, Says
 from tests.lint.cases_engine import ENGINE_CASES, KNOWLEDGE, SOUND
 from tests.lint.cases_text import TEXT_CASES
@@ -103,6 +106,137 @@ def parsed() -> dict[str, str]:
 def test_the_parser_refuses_it(case: Case, parsed: dict[str, str]) -> None:
     assert isinstance(case.proof, Raises)
     assert case.proof.words in parsed[case.name]
+
+
+_SETTINGS = """
+import json, sys
+from enum import Enum
+from pydantic import BaseModel
+from deepspeed.runtime.config import DeepSpeedConfig
+
+def flat(path, value):
+    if isinstance(value, BaseModel):
+        value = value.model_dump()
+    if isinstance(value, dict):
+        return {name: inner for key, each in value.items() for name, inner in flat(f"{path}.{key}", each).items()}
+    return {path: str(value)}
+
+def settings(config):
+    try:
+        parsed = vars(DeepSpeedConfig(config))
+    except Exception:
+        return None
+    plain = {key: each for key, each in parsed.items() if key != "_param_dict" and " object at 0x" not in str(each)}
+    return {name: inner for key, each in plain.items() for name, inner in flat(key, each).items()}
+
+print("\\n" + json.dumps([[settings(config) for config in pair] for pair in json.load(sys.stdin)]))
+"""
+
+
+def _filled(config: dict[str, Any]) -> dict[str, Any]:
+    """Returns a configuration with what the Trainer of a job of defaults fills in."""
+    return for_trainer(config, Job(model="m", output_dir="o"), None, num_ranks=1)
+
+
+def _without(config: dict[str, Any], pointers: set[Pointer]) -> dict[str, Any]:
+    """Returns a configuration without these keys."""
+    copied: dict[str, Any] = json.loads(json.dumps(config))
+    for *outer, name in pointers:
+        node: Any = copied
+        for part in outer:
+            node = node.get(part, {}) if isinstance(node, dict) else {}
+        if isinstance(node, dict):
+            node.pop(name, None)
+    return copied
+
+
+def test_a_fix_changes_no_setting_of_the_engine_but_the_key_that_it_mends() -> None:
+    """What the real parser makes of each case before and after --fix; where it refuses the case, the case without the
+    keys that were mended stands for it."""
+    pairs, mended_keys = [], []
+    for case in (*TEXT_CASES, *ENGINE_CASES):
+        document, _ = read(case.source, "x.json")
+        if document is None:
+            continue
+        after, mended = fixed(Subject(document=document, is_trainers=case.is_trainers))
+        old = {change.pointer for finding in mended for change in finding.changes}
+        new = {
+            (*change.pointer[:-1], change.renamed or change.pointer[-1])
+            for finding in mended
+            for change in finding.changes
+        }
+        if mended:
+            before = _without(document.value, old)
+            assert _without(after.config, new) == before, case.name
+            pairs.append([_filled(document.value), _filled(before), _filled(after.config)])
+            mended_keys.append((case.name, {str(pointer[-1]) for pointer in new}))
+    line = [sys.executable, "-W", "ignore", "-c", _SETTINGS]
+    done = subprocess.run(line, input=json.dumps(pairs), capture_output=True, text=True, check=True)
+    for (name, keys), (whole, bare, now) in zip(mended_keys, json.loads(done.stdout.splitlines()[-1]), strict=True):
+        before = whole if whole is not None else bare
+        if before is not None and now is not None:
+            changed = {path for path in {*before, *now} if before.get(path) != now.get(path)}
+            strangers = {path for path in changed if not any(key in path.split(".") for key in keys)}
+            assert all(_follows(path, keys) for path in strangers), (name, strangers)
+
+
+def _follows(path: str, keys: set[str]) -> bool:
+    """Returns whether a setting of the parser is another name of a key, or counted from it."""
+    others = {
+        "gradient_accumulation_steps": ("train_batch_size",),
+        "train_micro_batch_size_per_gpu": ("train_batch_size",),
+        "zero_optimization": ("zero_config", "zero_optimization_stage", "zero_enabled"),
+        "stage": ("zero_optimization_stage", "zero_enabled"),
+        "bf16": ("bfloat16_config", "precision"),
+        "type": ("optimizer_name", "scheduler_name"),
+        "params": ("scheduler_params", "optimizer_params"),
+        "lr": ("optimizer_params",),
+    }
+    return any(path.split(".")[0] in others.get(key, ()) for key in keys)
+
+
+WRONGLY_MENDED = (
+    '"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "gpu"}}',
+    '"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cuda"}}',
+    *(
+        f'"zero_optimization": {{"stage": 2}}, "scheduler": {{"type": "{name}", "params": {{{params}}}}}'
+        for name, params in (
+            ("polynomial", ""),
+            ("linear", ""),
+            ("constant", ""),
+            ("constant_with_warmup", ""),
+            ("cosine", ""),
+            ("CosineAnnealing", '"T_max": 10'),
+            ("CosineAnnealing", '"warmup_min_lr": 0, "warmup_max_lr": 1e-5, "warmup_num_steps": 10, "T_max": 100'),
+        )
+    ),
+    *(
+        f'"zero_optimization": {{"stage": 2}}, "optimizer": {{"type": "{name}", "params": {{"lr": "auto"}}}}'
+        for name in (
+            "FusedAdam",
+            "PagedAdamW",
+            "galore_adamw",
+            "stable_adamw",
+            "AdamW8bit",
+            "Adam8bit",
+            "Adan",
+            "Lamb2",
+        )
+    ),
+    '"zero_optimization": {"stage": 2}, "fp16": {"enabled": false, "bf16_master_weights_and_grads": true}',
+    '"zero_optimization": {"stage": 2}, "gradient_clipping": 0.5, "train_batch_size": 7',
+    '"zero_optimization": {"stage": 3}',
+)
+"""What two letters make another thing, or what only a person can decide."""
+
+
+@pytest.mark.parametrize("body", WRONGLY_MENDED)
+def test_what_is_no_slip_of_a_letter_is_offered_and_not_applied(body: str) -> None:
+    text = f'{{"train_micro_batch_size_per_gpu": "auto", "zero_allow_untested_optimizer": true, {body}}}'
+    document, _ = read(text, "x.json")
+    assert document is not None
+    after, mended = fixed(Subject(document=document, is_trainers=True))
+    assert (mended, after.document.text) == ([], text)
 
 
 def _holding(key: Key) -> dict[str, object]:

@@ -14,7 +14,9 @@ from typing import Any
 import pytest
 
 from dstrain.render.keys.key import Kind, Names
+from dstrain.render.keys.optimizers import ENGINE_ADAM, OWN_OPTIMIZERS, TORCH_OPTIMIZERS, parameters
 from dstrain.render.keys.removed import REMOVED
+from dstrain.render.keys.schedulers import OWN_SCHEDULES, PYTHON_SCHEDULES, TORCH_SCHEDULES
 from dstrain.render.keys.table import KEYS, ROWS, children
 from tests.render.reading import Engine, Spy, import_engine
 
@@ -101,6 +103,37 @@ def test_parameters_of_optimizers_are_those_that_some_optimizer_takes(engine: En
     assert LIVE["optimizer.params.ns_method"].words == tuple(
         sorted(engine.runtime__zero__muon__original_muon.NS_METHODS)
     )
+
+
+def _takes(cls: Any) -> dict[str, Any]:
+    """Returns the parameters of a class but the first, with their defaults; `...` must be given."""
+    parameters = list(inspect.signature(cls).parameters.values())[1:]
+    defaults = {each.name: ... if each.default is inspect.Parameter.empty else each.default for each in parameters}
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in defaults.items()}
+
+
+def test_each_optimizer_of_torch_takes_what_the_table_says(engine: Engine) -> None:
+    assert {name: _takes(cls) for name, cls in _optimizers(engine).items()} == TORCH_OPTIMIZERS
+
+
+def test_each_optimizer_of_deepspeed_takes_what_the_table_says(engine: Engine) -> None:
+    read = {*ENGINE_ADAM, "adamw_mode", "max_grad_norm"}
+    gpu = {"adam": engine.ops__adam.FusedAdam, "lamb": engine.ops__lamb.FusedLamb, "lion": engine.ops__lion.FusedLion}
+    cpu = {"adam": engine.ops__adam.DeepSpeedCPUAdam, "lion": engine.ops__lion.DeepSpeedCPULion}
+    cpu["adagrad"] = engine.ops__adagrad.DeepSpeedCPUAdagrad
+    for classes, is_offloaded in ((gpu, False), (cpu, True)):
+        for name, cls in classes.items():
+            said, taken = parameters(name, {}, is_offloaded=is_offloaded), _takes(cls)
+            assert said is not None
+            assert {key: said[key] for key in said if key not in read} == {
+                key: taken[key] for key in taken if key not in read
+            }, name
+    assert {*OWN_OPTIMIZERS} == set(engine.runtime__config.DEEPSPEED_OPTIMIZERS)
+
+
+def test_each_schedule_takes_what_the_table_says(engine: Engine) -> None:
+    assert {name: _takes(cls) for name, cls in _schedules(engine).items()} == {**OWN_SCHEDULES, **TORCH_SCHEDULES}
+    assert set(PYTHON_SCHEDULES) <= FROM_PYTHON
 
 
 def test_types_of_optimizers_are_those_that_the_engine_finds(engine: Engine) -> None:

@@ -104,8 +104,8 @@ def faults(config: dict[str, Any]) -> Iterator[Pointer]:
     """Yields the place of every error; of an unknown name its own, not that of its object."""
     for error in CONFIG.iter_errors(config):
         place = tuple(error.absolute_path)
-        if error.validator != "additionalProperties":
-            yield place
+        if error.validator != "additionalProperties":  # of several forms, the one that fits as far as an item
+            yield max((place, *(tuple(each.absolute_path) for each in error.context or ())), key=len)
             continue
         notes = "|".join(error.schema.get("patternProperties", {})) or "$^"
         for name in error.instance:
@@ -120,7 +120,7 @@ def leaves(schema: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tu
         if isinstance(schema.get(keyword), dict):
             inner[name] = schema[keyword]
     for option in schema.get("anyOf", ()):
-        inner |= option.get("properties", {})
+        inner |= option.get("properties", {}) | ({"*": option["items"]} if "items" in option else {})
     for name, each in inner.items():
         yield (*path, name), each
         yield from leaves(each, (*path, name))

@@ -61,12 +61,13 @@ DATA: tuple[Key, ...] = (
         names=Names.IGNORED, source=CURRICULUM, meaning="Settings of that growth."),
     Key(
         path="data_efficiency.data_sampling.curriculum_learning.curriculum_metrics.*.schedule_config.total_curriculum_step",
-        kind=Kind.INT, source=CURRICULUM, meaning="fixed_linear, fixed_root: steps from first to last difficulty."),
+        kind=Kind.INT, least=1, source=CURRICULUM, meaning="fixed_linear, fixed_root: steps from first to last "
+        "difficulty."),
     Key(path="data_efficiency.data_sampling.curriculum_learning.curriculum_metrics.*.schedule_config.difficulty_step",
-        kind=Kind.INT, source=CURRICULUM,
+        kind=Kind.INT, least=1, source=CURRICULUM,
         meaning="fixed_linear, fixed_root: difficulties are multiples of this (8 for tensor cores)."),
     Key(path="data_efficiency.data_sampling.curriculum_learning.curriculum_metrics.*.schedule_config.root_degree",
-        kind=Kind.INT, source=CURRICULUM, meaning="fixed_root: degree of the root; 2 is the square root."),
+        kind=Kind.INT, least=1, source=CURRICULUM, meaning="fixed_root: degree of the root; 2 is the square root."),
     Key(path="data_efficiency.data_sampling.curriculum_learning.curriculum_metrics.*.schedule_config.difficulty",
         kind=Kind.LIST, source=CURRICULUM, meaning="fixed_discrete: the difficulties in turn."),
     Key(path="data_efficiency.data_sampling.curriculum_learning.curriculum_metrics.*.schedule_config.max_step",
@@ -131,9 +132,11 @@ DATA: tuple[Key, ...] = (
         words=("fixed_linear",), source=LTD, meaning="Shape of the growth."),
     Key(path="data_efficiency.data_routing.random_ltd.random_ltd_schedule.schedule_config", kind=Kind.OBJECT,
         names=Names.IGNORED, source=LTD, meaning="Settings of the growth."),
-    Key(path="data_efficiency.data_routing.random_ltd.random_ltd_schedule.schedule_config.require_steps", kind=Kind.INT,
+    Key(path="data_efficiency.data_routing.random_ltd.random_ltd_schedule.schedule_config.require_steps",
+        kind=Kind.INT, least=1,
         source=LTD, meaning="Steps from first to last."),
-    Key(path="data_efficiency.data_routing.random_ltd.random_ltd_schedule.schedule_config.seq_per_step", kind=Kind.INT,
+    Key(path="data_efficiency.data_routing.random_ltd.random_ltd_schedule.schedule_config.seq_per_step",
+        kind=Kind.INT, least=1,
         source=LTD, meaning="Tokens are kept in multiples of this."),
 )
 # fmt: on

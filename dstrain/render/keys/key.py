@@ -46,6 +46,10 @@ class Key:
     """The smallest legal number."""
     most: float | None = None
     """The largest legal number."""
+    above: float | None = None
+    """The number that a legal one is above."""
+    below: float | None = None
+    """The number that a legal one is below."""
     words: tuple[str, ...] = ()
     """Legal texts: all of them where the kind is TEXT, beside the kind's own values elsewhere."""
     is_nullable: bool = False

@@ -29,7 +29,7 @@ TOP: tuple[Key, ...] = (
         meaning="Largest global L2 norm of the gradients; larger ones are scaled down. 0 turns clipping off."),
     Key(path="prescale_gradients", kind=Kind.BOOL, default=False, source=CONFIG,
         meaning="Divides gradients before the all-reduce, not after it; not together with reduce_scatter."),
-    Key(path="gradient_predivide_factor", kind=Kind.NUMBER, default=1.0, source=CONFIG,
+    Key(path="gradient_predivide_factor", kind=Kind.NUMBER, above=0, default=1.0, source=CONFIG,
         meaning="Part of the averaging divisor applied before the all-reduce, against fp16 overflow on many GPUs."),
     Key(path="gradient_allreduce_op", kind=Kind.TEXT, default="mean",
         words=("mean", "sum", "MEAN", "SUM", "Mean", "Sum"), since="0.19.6", source=CONFIG,
@@ -47,7 +47,7 @@ TOP: tuple[Key, ...] = (
         meaning="Lets ZeRO wrap an optimizer it was not tested with; false raises. accelerate sets it to true."),
     Key(path="zero_force_ds_cpu_optimizer", kind=Kind.BOOL, default=True, source=CONFIG,
         meaning="With an offloaded optimizer, refuses an optimizer object that is not a DeepSpeed CPU optimizer."),
-    Key(path="steps_per_print", kind=Kind.INT, is_nullable=True, source=CONFIG,
+    Key(path="steps_per_print", kind=Kind.INT, least=1, is_nullable=True, source=CONFIG,
         meaning="Optimizer steps between progress lines of the engine; null prints none. accelerate sets infinity."),
     Key(path="wall_clock_breakdown", kind=Kind.BOOL, default=False, source=CONFIG,
         meaning="Times forward, backward, reduction and step and logs milliseconds; synchronises, so it slows "

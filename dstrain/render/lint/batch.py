@@ -11,7 +11,7 @@ from dstrain.render.jsonc import Pointer
 from dstrain.render.lint.finding import Fault, Severity
 from dstrain.render.lint.rule import Rule, when
 from dstrain.render.lint.subject import ABSENT, Subject, shown
-from dstrain.render.merge import REMOVED, Change, dotted, lookup
+from dstrain.render.merge import dotted, lookup
 from dstrain.render.resolve import filled
 
 _BATCH = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -26,25 +26,42 @@ def _sections(subject: Subject) -> Iterator[Fault]:
         )
 
 
-def _filled(subject: Subject, key: str, effect: str) -> Iterator[Fault]:
-    """Yields a key that is missing, where the Trainer would fill "auto"."""
-    if subject.is_trainers and not subject.has(key):
-        yield Fault(
-            problem=f"{key} is missing",
-            effect=effect,
-            fix=f'write "{key}": "auto"',
-            changes=(Change(pointer=(key,), value="auto"),),
-        )
+def auto_fix(subject: Subject, name: str, key: str) -> str:
+    """Returns how to let the Trainer fill a key, with what the job says where there is one."""
+    said = ""
+    if subject.job is not None:
+        said = f", which is {key} of {subject.job.locate((key,))}: {shown(getattr(subject.job.job, key))}"
+    return f'write "{name}": "auto"{said}'
 
 
 def _clipping(subject: Subject) -> Iterator[Fault]:
-    effect = "the Trainer fills only keys that are there: DeepSpeed clips at its own 1.0, whatever max_grad_norm says"
-    yield from _filled(subject, "gradient_clipping", effect)
+    if subject.is_trainers and not subject.has("gradient_clipping"):
+        yield Fault(
+            problem="gradient_clipping is missing",
+            effect="the Trainer fills only keys that are there: DeepSpeed clips at its own 1.0, whatever max_grad_norm "
+            "says; dstrain run adds the key",
+            fix='write "gradient_clipping": "auto"',
+        )
 
 
 def _accumulation(subject: Subject) -> Iterator[Fault]:
-    effect = "accelerate makes it 1: batch size, throughput and ZenFlow's intervals are then counted wrong"
-    yield from _filled(subject, "gradient_accumulation_steps", effect)
+    """accelerate puts 1, and the number that the Trainer made of the job's accumulation stands in train_batch_size."""
+    if not subject.is_trainers or subject.has("gradient_accumulation_steps"):
+        return
+    effect = "accelerate makes it 1: where gradients are accumulated, DeepSpeed averages and reports too few samples"
+    if subject.has("train_batch_size"):
+        effect = (
+            "accelerate makes it 1: where gradients are accumulated, train_batch_size is then no longer "
+            "micro-batch × 1 × ranks, and the run ends when the engine starts (AssertionError)"
+        )
+    accumulates = subject.job is not None and subject.job.job.grad_accum > 1
+    yield Fault(
+        problem="gradient_accumulation_steps is missing"
+        + (" beside train_batch_size" if subject.has("train_batch_size") else ""),
+        severity=Severity.ERROR if accumulates and subject.has("train_batch_size") else None,
+        effect=effect,
+        fix=auto_fix(subject, "gradient_accumulation_steps", "grad_accum"),
+    )
 
 
 def _micro_batch(subject: Subject) -> Iterator[Fault]:
@@ -83,7 +100,6 @@ def _identity(subject: Subject) -> Iterator[Fault]:
         problem=f"train_batch_size is {said}",
         effect="DeepSpeed refuses the configuration when the engine starts",
         fix='write "train_batch_size": "auto"' if subject.is_trainers else "remove the line: DeepSpeed computes it",
-        changes=(Change(pointer=("train_batch_size",), value="auto" if subject.is_trainers else REMOVED),),
     )
 
 
@@ -137,8 +153,7 @@ def _disagreements(subject: Subject) -> Iterator[Fault]:
             pointer=pointer,
             problem=f"{dotted(pointer)} is {shown(value)}, and {subject.job.locate((key,))}: {key} makes it {what}",
             effect="the Trainer ends the run after the model was loaded",
-            fix='write "auto" here: the job says it',
-            changes=(Change(pointer=pointer, value="auto"),),
+            fix='write "auto" here to mean the job, or change the job',
         )
 
 

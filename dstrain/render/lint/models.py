@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from dstrain.render.lint.finding import Fault, Severity
 from dstrain.render.lint.rule import Rule
 from dstrain.render.lint.subject import Subject
-from dstrain.render.merge import Change
 
 _GATHER = "stage3_gather_16bit_weights_on_model_save"
 _OLD_GATHER = "stage3_gather_fp16_weights_on_model_save"
@@ -27,7 +26,6 @@ def _saving(subject: Subject) -> Iterator[Fault]:
         problem=f"ZeRO-3 without {_GATHER}",
         effect="save_model writes no weights, only a folder from which zero_to_fp32.py makes some",
         fix=f'write "{_GATHER}": true',
-        changes=(Change(pointer=pointer, value=True),),
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from difflib import SequenceMatcher
 from types import MappingProxyType
 
@@ -54,48 +54,75 @@ MEANT_AT_TOP: Mapping[str, str] = MappingProxyType(
         "max_grad_norm": "gradient_clipping",
         "clip_grad": "gradient_clipping",
         "zero": "zero_optimization",
+        "zero_optimizer": "zero_optimization",
+        "train_batch": "train_batch_size",
     }
 )
 """What people of other tools call keys at the top."""
 SURE_RATIO = 0.88
 """Likeness (difflib) from which one name is a slip of the other: a letter or two. Below, only a person knows."""
+NEAR_ENOUGH = 0.8
+"""Likeness from which one name is worth offering for another, where the run ends anyway."""
+_NEAR_RATIO = {Names.REFUSED: NEAR_ENOUGH, Names.IGNORED: 0.84, Names.FREE: SURE_RATIO}
+"""Likeness from which a name is offered, by what the engine does with the unknown one: where it reads on, the name may
+as well be a note (`comment` is no `comet`)."""
+_AT_HOME = ("stage", "betas")
+"""Single words that name one key only; others (`seed`, `epochs`, `offload`) mean something else elsewhere."""
 
 
-def is_a_slip(name: str, meant: str) -> bool:
-    """Returns whether a name is a legal one with a slip in it.
+def likeness(name: str, meant: str) -> float:
+    """Returns how alike two names are, 0…1, in any case of letters."""
+    return SequenceMatcher(None, name.lower(), meant.lower()).ratio()
 
-    >>> is_a_slip("overlap_com", "overlap_comm"), is_a_slip("eval_batch_size", "train_batch_size")
-    (True, False)
+
+def slip_of(name: str, legal: Iterable[str]) -> str | None:
+    """Returns the legal name that a name is with a letter wrong, missing or too many; None where two are as near.
+
+    >>> slip_of("overlap_com", ["overlap_comm", "offload_param"]), slip_of("gpu", ["cpu", "nvme"])
+    ('overlap_comm', None)
+    >>> slip_of("warmup_mix_lr", ["warmup_min_lr", "warmup_max_lr"]), slip_of("polynomial", ["PolynomialLR"])
+    (None, None)
     """
-    return SequenceMatcher(None, name.lower(), meant.lower()).ratio() >= SURE_RATIO
+    near = {meant for meant in legal if abs(len(meant) - len(name)) < 2 and likeness(name, meant) >= SURE_RATIO}
+    return near.pop() if len(near) == 1 else None
+
+
+def _names_in(pointer: Pointer) -> list[str]:
+    """Returns the names that are legal in an object."""
+    names = [row.path.rsplit(".", 1)[-1] for row in children(pointer) if row.removed is None]
+    return [name for name in names if name != "*"]
 
 
 def near_name(pointer: Pointer) -> str | None:
     """Returns the legal name beside an unknown one that it most likely meant."""
-    if len(pointer) == 1 and pointer[0] in MEANT_AT_TOP:
-        return MEANT_AT_TOP[str(pointer[0])]
-    legal = [row.path.rsplit(".", 1)[-1] for row in children(pointer[:-1]) if row.removed is None]
-    meant = nearest(str(pointer[-1]), [name for name in legal if name != "*"])
-    is_at_home_elsewhere = any(path[-1] == pointer[-1] and path[:-1] != pointer[:-1] for path in KEYS)
-    if meant is not None and is_at_home_elsewhere and not is_a_slip(str(pointer[-1]), meant):
-        return None
-    return meant
+    name = str(pointer[-1])
+    if len(pointer) == 1 and name in MEANT_AT_TOP:
+        return MEANT_AT_TOP[name]
+    parent = key_of(pointer[:-1])
+    meant = nearest(name, _names_in(pointer[:-1]))
+    least = SURE_RATIO if _is_at_home(name, pointer[:-1]) else _NEAR_RATIO[parent.names if parent else Names.IGNORED]
+    return meant if meant is not None and likeness(name, meant) >= least else None
+
+
+def _is_at_home(name: str, outside: Pointer) -> bool:
+    """Returns whether a name is a key of another object."""
+    return any(path[-1] == name and path[:-1] != outside for path in KEYS)
 
 
 def elsewhere(pointer: Pointer) -> str | None:
-    """Returns the path where a name that is unknown here belongs: the same one, or one that ends with it.
+    """Returns the path where a name that is unknown here belongs, or None where none has it.
 
-    >>> elsewhere(("overlap_comm",))
-    'zero_optimization.overlap_comm'
+    >>> elsewhere(("overlap_comm",)), elsewhere(("optimizer", "lr")), elsewhere(("seed",))
+    ('zero_optimization.overlap_comm', 'optimizer.params.lr', None)
     """
-    name = str(pointer[-1])
-    if len(name) < 3 or name in ("enabled", "type", "params", "name", "device", "dtype", "backend"):
+    name, params = str(pointer[-1]), (*pointer[:-1], "params")
+    if params in PARAMS and key_of((*params, name)) is not None:
+        return dotted((*params, name))
+    if "_" not in name and name not in _AT_HOME:
         return None
     rows = [path for path, row in KEYS.items() if row.removed is None and row.alias_of is None]
-    same = [path for path in rows if path[-1] == name]
-    found = same or [path for path in rows if path[-1].endswith("_" + name)]
-    found.sort(key=lambda path: (path[0] != "zero_optimization", len(path)))
-    return ".".join(found[0]) if found and found[0][:-1] != pointer[:-1] else None
+    same = sorted((path for path in rows if path[-1] == name), key=lambda path: (path[0] != "zero_optimization", path))
+    return ".".join(same[0]) if same and same[0][:-1] != pointer[:-1] else None
 
 
 def _effect(parent: Key | None) -> str:
@@ -107,8 +134,9 @@ def _misspelt(subject: Subject) -> Iterator[Fault]:
         meant = near_name(pointer)
         if meant is None:
             continue
-        target = (*pointer[:-1], meant)
-        is_safe = is_a_slip(str(pointer[-1]), meant) and not subject.has(dotted(target))
+        name, target = str(pointer[-1]), (*pointer[:-1], meant)
+        is_slip = slip_of(name, _names_in(pointer[:-1])) == meant and not _is_at_home(name, pointer[:-1])
+        is_safe = is_slip and not subject.has(dotted(target))
         yield Fault(
             pointer=pointer,
             problem=f'"{pointer[-1]}" is no key{_inside(parent)}',
@@ -129,7 +157,7 @@ def _misplaced(subject: Subject) -> Iterator[Fault]:
                 pointer=pointer,
                 problem=f'"{pointer[-1]}" is no key{_inside(parent)}',
                 effect=_effect(parent),
-                fix=f"it may belong to {home}" if "." in home else "move it to the top of the file",
+                fix=f"it belongs to {home}" if "." in home else "move it to the top of the file",
             )
 
 
@@ -178,8 +206,8 @@ def _deprecated(subject: Subject) -> Iterator[Fault]:
         if row.removed is None and row.instead is not None and row.alias_of is None:
             yield Fault(
                 pointer=pointer,
-                problem=f'"{row.path}" is an old name',
-                effect="DeepSpeed still reads it, and says that it will not for ever",
+                problem=f'"{row.path}" is deprecated',
+                effect="DeepSpeed still reads it, and warns that a later release will not",
                 fix=row.instead,
             )
 
@@ -229,7 +257,7 @@ RULES = (
         find=_removed,
         source="deepspeed 0.19.8 runtime/config.py",
     ),
-    Rule(id="DS105", severity=Severity.WARNING, title="an old name", find=_deprecated, source=_TABLE),
+    Rule(id="DS105", severity=Severity.WARNING, title="a deprecated key", find=_deprecated, source=_TABLE),
     Rule(id="DS106", severity=Severity.ERROR, title="two names of one key", find=_twice_named, source=_TABLE),
     Rule(
         id="DS107",

@@ -11,7 +11,7 @@ from dstrain.render.merge import dotted
 
 _DS = "deepspeed 0.19.8 "
 _ZERO = "zero_optimization."
-_QUANTIZED = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
+QUANTIZED = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
 _HARMLESS = ("stage3_gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save")
 _PROFILERS = {
     "comms_logger": "the device is waited for after every collective: nothing overlaps communication any more",
@@ -43,7 +43,7 @@ def _offload_below(subject: Subject) -> Iterator[Fault]:
 def _zero_plus_plus(subject: Subject) -> Iterator[Fault]:
     if subject.stage >= 3:
         return
-    found = [name for name in _QUANTIZED if subject.is_true(_ZERO + name)]
+    found = [name for name in QUANTIZED if subject.is_true(_ZERO + name)]
     if subject.number(_ZERO + "zero_hpz_partition_size", 1) > 1:
         found.append("zero_hpz_partition_size")
     for name in found:
@@ -115,12 +115,19 @@ def _nvme_becomes_cpu(s: Subject) -> bool:
     return s.stage in (1, 2) and s.device("offload_optimizer") == "nvme"
 
 
+def has_pass(s: Subject, name: str) -> bool:
+    """Returns whether one of the compiler's passes is asked for; AutoSP is turned on so, and called by its script."""
+    passes = s.at("compile.passes", [])
+    return isinstance(passes, list) and name in passes
+
+
 def _is_sequence_alone(s: Subject) -> bool:
-    return s.is_trainers and s.number("sequence_parallel_size", 1) > 1
+    is_compiled = s.job is None and has_pass(s, "autosp")
+    return s.is_trainers and s.number("sequence_parallel_size", 1) > 1 and not is_compiled
 
 
 def _is_deepcompile_idle(s: Subject) -> bool:
-    return s.is_true("compile.deepcompile") and s.is_trainers
+    return s.is_true("compile.deepcompile") and s.is_trainers and not (s.job is None and has_pass(s, "autosp"))
 
 
 def _ignored_checkpointing(subject: Subject) -> Iterator[Fault]:

@@ -1,96 +1,68 @@
-"""Rules about optimizers and schedules: their types, the parameters of each, and what offloading asks of them."""
+"""Rules about optimizers: their types, the parameters of each, the learning rate, and what offloading asks of them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields
+from typing import Any
 
 from dstrain.errors import nearest
+from dstrain.job import Job
 from dstrain.render.jsonc import Pointer
+from dstrain.render.keys.optimizers import OWN_OPTIMIZERS, TORCH_OPTIMIZERS, parameters
+from dstrain.render.keys.schedulers import OWN_SCHEDULES, TORCH_SCHEDULES
+from dstrain.render.lint.batch import JOB_KEYS, agrees, auto_fix
 from dstrain.render.lint.finding import Fault, Severity
-from dstrain.render.lint.naming import is_a_slip
+from dstrain.render.lint.naming import NEAR_ENOUGH, likeness, slip_of
 from dstrain.render.lint.rule import Rule
 from dstrain.render.lint.subject import Subject, shown
 from dstrain.render.merge import Change
+from dstrain.render.resolve import filled
 
-_ADAM = ("lr", "bias_correction", "betas", "eps", "weight_decay", "amsgrad", "adam_w_mode", "torch_adam",
-         "fp32_optimizer_states", "set_grad_none")  # fmt: skip
-_TORCH_ADAM = ("lr", "betas", "eps", "weight_decay", "amsgrad", "adam_w_mode", "torch_adam", "fp32_optimizer_states",
-               "foreach", "maximize", "capturable", "differentiable", "fused")  # fmt: skip
-"""What torch's own Adam takes, where `torch_adam` asks for it."""
 TESTED = ("adam", "adamw", "adagrad", "lion", "muon")
 """Optimizers that ZeRO takes without being told to. Source: deepspeed 0.19.8 runtime/zero/utils.py:
 ZERO_SUPPORTED_OPTIMIZERS."""
-_LION = ("lr", "betas", "weight_decay", "set_grad_none", "fp32_optimizer_states")
-
-# fmt: off
-OPTIMIZERS: Mapping[str, tuple[str, ...] | None] = MappingProxyType({
-    "adam": _ADAM,
-    "adamw": _ADAM,
-    "adagrad": ("lr", "lr_decay", "weight_decay", "initial_accumulator_value", "eps", "foreach", "maximize",
-                "differentiable", "fused", "amsgrad", "fp32_optimizer_states"),
-    "lamb": ("lr", "bias_correction", "betas", "eps", "eps_inside_sqrt", "weight_decay", "max_coeff", "min_coeff",
-             "amsgrad"),
-    "lion": _LION,
-    "muon": ("lr", "muon_lr", "adam_lr", "momentum", "weight_decay", "ns_method", "betas", "eps", "per_head_muon",
-             "adam_w_mode", "torch_adam", "foreach", "fp32_optimizer_states"),
-    "muadam": None,
-    "muadamw": None,
-    "musgd": None,
-})
-"""DeepSpeed's optimizers, in any case → the parameters that they take; None: those of the package mup.
-
-Source: deepspeed 0.19.8 runtime/config.py: DEEPSPEED_OPTIMIZERS, runtime/engine.py: _configure_basic_optimizer.
-"""
-TORCH_OPTIMIZERS = ("ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "LBFGS", "Muon", "NAdam",
-                    "RAdam", "RMSprop", "Rprop", "SGD", "SparseAdam")
-"""Classes of torch.optim, written exactly so. Source: torch 2.13."""
 GONE_OPTIMIZERS = ("onebitadam", "zerooneadam", "onebitlamb")
 """Source: deepspeed 0.19.8, where they were removed."""
-SCHEDULERS: Mapping[str, tuple[str, ...]] = MappingProxyType({
-    "LRRangeTest": ("lr_range_test_min_lr", "lr_range_test_step_size", "lr_range_test_step_rate",
-                    "lr_range_test_staircase", "last_batch_iteration"),
-    "OneCycle": ("cycle_min_lr", "cycle_max_lr", "decay_lr_rate", "cycle_first_step_size", "cycle_second_step_size",
-                 "cycle_first_stair_count", "cycle_second_stair_count", "decay_step_size", "cycle_momentum",
-                 "cycle_min_mom", "cycle_max_mom", "decay_mom_rate", "last_batch_iteration"),
-    "WarmupLR": ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "warmup_type", "last_batch_iteration"),
-    "WarmupDecayLR": ("total_num_steps", "warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "warmup_type",
-                      "last_batch_iteration"),
-    "WarmupCosineLR": ("total_num_steps", "warmup_min_ratio", "warmup_num_steps", "cos_min_ratio", "warmup_type",
-                       "last_batch_iteration"),
-})
-"""DeepSpeed's schedules → the parameters that they take. Source: deepspeed 0.19.8 runtime/lr_schedules.py."""
-TORCH_SCHEDULERS = ("ChainedScheduler", "ConstantLR", "CosineAnnealingLR", "CosineAnnealingWarmRestarts", "CyclicLR",
-                    "ExponentialLR", "LambdaLR", "LinearLR", "MultiStepLR", "MultiplicativeLR", "OneCycleLR",
-                    "PolynomialLR", "ReduceLROnPlateau", "SequentialLR", "StepLR")
-"""Classes of torch.optim.lr_scheduler. Source: torch 2.13."""
-_NEEDED: Mapping[str, tuple[str, ...]] = MappingProxyType({
-    "WarmupDecayLR": ("total_num_steps",),
-    "WarmupCosineLR": ("total_num_steps",),
-    "OneCycle": ("cycle_min_lr", "cycle_max_lr"),
-})
-# fmt: on
+_LEGAL = ("AdamW", "Adam", "Adagrad", "Lamb", "Lion", "Muon", *(name for name in TORCH_OPTIMIZERS if "Ada" not in name),
+          "Adadelta", "Adafactor", "Adamax")  # fmt: skip
+_EXAMPLES = {"betas": [0.9, 0.999], "etas": [0.5, 1.2], "step_sizes": [1e-6, 50]}
+SHARED = ("betas", "eps", "weight_decay")
+"""Parameters that the job says too, beside the learning rate."""
 
 
-def _type(subject: Subject, section: str) -> str | None:
+def type_of(subject: Subject, section: str) -> str | None:
+    """Returns the type that `optimizer` or `scheduler` names."""
     name = subject.at(f"{section}.type", None)
     return name if isinstance(name, str) else None
 
 
+def params_of(subject: Subject, section: str) -> dict[str, Any]:
+    """Returns the parameters of `optimizer` or `scheduler`; nothing where they are no object."""
+    params = subject.at(f"{section}.params", None)
+    return params if isinstance(params, dict) else {}
+
+
+def _taken(subject: Subject) -> Mapping[str, Any] | None:
+    """Returns what the optimizer takes, with its defaults; None where nobody knows."""
+    name = type_of(subject, "optimizer")
+    is_offloaded = subject.device("offload_optimizer") != "none"
+    return None if name is None else parameters(name, params_of(subject, "optimizer"), is_offloaded=is_offloaded)
+
+
 def _wrong_type(subject: Subject) -> Iterator[Fault]:
-    name = _type(subject, "optimizer")
-    if name is None or name.lower() in OPTIMIZERS or name in TORCH_OPTIMIZERS:
+    name = type_of(subject, "optimizer")
+    if name is None or name.lower() in OWN_OPTIMIZERS or name in TORCH_OPTIMIZERS:
         return
-    legal = ["AdamW", "Adam", "Adagrad", "Lamb", "Lion", "Muon", *TORCH_OPTIMIZERS]
+    meant = slip_of(name, _LEGAL)
+    fix = f'did you mean "{meant}"?' if meant else 'write "AdamW", another of DeepSpeed, or a class of torch.optim'
     if name.lower() in GONE_OPTIMIZERS:
         meant, fix = None, 'write "AdamW": DeepSpeed 0.19.8 has no 1-bit optimizers'
-    else:
-        meant = nearest(name, legal)
-        fix = f'did you mean "{meant}"?' if meant else 'write "AdamW", or the name of a class of torch.optim'
-    yield _type_fault("optimizer", name, meant, fix)
+    yield type_fault("optimizer", name, meant, fix)
 
 
-def _type_fault(section: str, name: str, meant: str | None, fix: str) -> Fault:
+def type_fault(section: str, name: str, meant: str | None, fix: str) -> Fault:
+    """Returns what to say of a type that there is not; `meant` is the type that it is with a slip in it."""
     pointer = (section, "type")
     return Fault(
         pointer=pointer,
@@ -116,13 +88,9 @@ def _nameless(subject: Subject) -> Iterator[Fault]:
 
 
 def _wrong_params(subject: Subject) -> Iterator[Fault]:
-    name = _type(subject, "optimizer")
-    legal = OPTIMIZERS.get(name.lower()) if name else None
-    params = subject.at("optimizer.params", {})
-    if not isinstance(params, dict) or legal is None:
+    name, legal, params = type_of(subject, "optimizer"), _taken(subject), params_of(subject, "optimizer")
+    if legal is None or name is None:
         return
-    if legal is _ADAM and params.get("torch_adam") is True:
-        legal = _TORCH_ADAM
     for key in params:
         if key == "max_grad_norm":
             yield Fault(
@@ -132,93 +100,113 @@ def _wrong_params(subject: Subject) -> Iterator[Fault]:
                 fix='remove it, and write "gradient_clipping"',
             )
         elif key not in legal:
-            yield _param_fault("optimizer", str(name), key, legal, params)
-        elif (
-            key == "amsgrad"
-            and params[key] is True
-            and legal is _ADAM
-            and subject.device("offload_optimizer") == "none"
-        ):
+            yield param_fault("optimizer", name, key, legal, params)
+    is_own = name.lower() in ("adam", "adamw", "lamb") and params.get("torch_adam") is not True
+    if params.get("amsgrad") is True and is_own and subject.device("offload_optimizer") == "none":
+        yield Fault(
+            pointer=("optimizer", "params", "amsgrad"),
+            problem=f"amsgrad is true, and DeepSpeed's {name} has none",
+            effect="the run stops with a RuntimeError when the engine starts",
+            fix="remove the line" + ("" if name.lower() == "lamb" else ', or write "torch_adam": true'),
+        )
+
+
+def _pairs(subject: Subject) -> Iterator[Fault]:
+    """Two numbers each, the smaller one first where there is one."""
+    params = params_of(subject, "optimizer")
+    for key in _EXAMPLES:
+        value = params.get(key)
+        if not isinstance(value, list) or not all(isinstance(each, int | float) for each in value):
+            continue
+        is_pair = len(value) == 2 and (key == "betas" or value[0] <= value[1])
+        if not is_pair or (key == "etas" and not 0 < value[0] < 1 < value[1]):
             yield Fault(
                 pointer=("optimizer", "params", key),
-                problem="amsgrad is true, and DeepSpeed's Adam has none",
-                effect="the run stops with a RuntimeError when the engine starts",
-                fix='remove the line, or write "torch_adam": true',
+                problem=f"{key} is {shown(value)}",
+                effect="the run stops when the engine starts",
+                fix=f"write two numbers, such as {shown(_EXAMPLES[key])}",
             )
 
 
-def _param_fault(section: str, name: str, key: str, legal: Sequence[str], params: Mapping[str, object]) -> Fault:
-    meant = "lr" if key == "learning_rate" and "lr" in legal else nearest(key, legal)
+def param_fault(section: str, name: str, key: str, legal: Iterable[str], params: Mapping[str, object]) -> Fault:
+    """Returns what to say of a parameter that an optimizer or a schedule does not take."""
+    names = [*legal]
+    slip = slip_of(key, names)
+    meant = "lr" if key == "learning_rate" and "lr" in names else slip or nearest(key, names)
     pointer = (section, "params", key)
-    is_free = meant is not None and meant not in params and is_a_slip(key, meant)
+    is_muon = name.lower() == "muon"
     return Fault(
         pointer=pointer,
         problem=f'{name} takes no "{key}"',
-        effect="the run stops with a TypeError when the engine starts",
-        fix=_param_fix(section, key, meant, legal),
-        changes=(Change(pointer=pointer, renamed=meant),) if is_free else (),
+        effect="it is passed over in silence" if is_muon else "the run stops with a TypeError when the engine starts",
+        fix=_param_fix(section, key, meant, names),
+        changes=(Change(pointer=pointer, renamed=slip),) if slip is not None and slip not in params else (),
     )
 
 
 def _param_fix(section: str, key: str, meant: str | None, legal: Sequence[str]) -> str:
     """Returns what to write for a parameter that is not taken: the type that takes it, or the nearest name."""
-    takers = [name for name, takes in SCHEDULERS.items() if key in takes] if section == "scheduler" else []
-    if takers:
+    schedules = {**OWN_SCHEDULES, **TORCH_SCHEDULES}
+    takers = [name for name, takes in schedules.items() if key in takes] if section == "scheduler" else []
+    if takers and len(takers) < 4:
         return f"remove it, or write the type that takes it: {' or '.join(takers)}"
-    return f'did you mean "{meant}"?' if meant else "remove it; it takes " + ", ".join(legal[:8])
+    near = meant is not None and likeness(key, meant) >= NEAR_ENOUGH
+    return f'did you mean "{meant}"?' if near or meant == "lr" else "remove it; it takes " + ", ".join(legal[:8])
 
 
-def _wrong_schedule(subject: Subject) -> Iterator[Fault]:
-    name = _type(subject, "scheduler")
-    if name is None or name in SCHEDULERS or name in TORCH_SCHEDULERS:
-        return
-    meant = nearest(name, [*SCHEDULERS, *TORCH_SCHEDULERS])
-    fix = f'did you mean "{meant}"?' if meant else "write one of " + ", ".join(SCHEDULERS)
-    yield _type_fault("scheduler", name, meant, fix)
+def _is_set_by_schedule(subject: Subject) -> bool:
+    """Returns whether a schedule overwrites the optimizer's learning rate."""
+    name, params = type_of(subject, "scheduler"), params_of(subject, "scheduler")
+    if name == "WarmupLR":
+        return params.get("warmup_max_lr") is not None
+    return name in ("WarmupDecayLR", "OneCycle", "LRRangeTest", "CyclicLR", "OneCycleLR")
 
 
-def _schedule_params(subject: Subject) -> Iterator[Fault]:
-    name = _type(subject, "scheduler")
-    legal = SCHEDULERS.get(name) if name else None
-    params = subject.at("scheduler.params", {})
-    if not isinstance(params, dict) or legal is None:
-        return
-    for key in params:
-        if key not in legal:
-            yield _param_fault("scheduler", str(name), key, legal, params)
-    if list(subject.at("scheduler")) == ["type"]:
-        yield _missing_params(("scheduler",), f"scheduler has no params, and {name} is built from them")
-    for needed in _NEEDED.get(str(name), ()):
-        if needed not in params and subject.has("scheduler.params"):
-            yield _missing_params(("scheduler", "params"), f"{name} needs {needed}", needed)
-
-
-def _missing_params(pointer: Pointer, problem: str, needed: str = "params") -> Fault:
-    """Returns what to say of a schedule that cannot be built."""
-    example = {"total_num_steps": '"auto"', "params": "{}"}.get(needed, "1e-6")
-    return Fault(
-        pointer=pointer,
-        problem=problem,
-        effect="the run stops with a TypeError when the engine starts",
-        fix=f'write "{needed}": {example}',
+def _no_rate(subject: Subject) -> Iterator[Fault]:
+    """Without lr the engine takes the optimizer's own default, and the Trainer's learning rate is read by nobody."""
+    legal, params, section = _taken(subject), params_of(subject, "optimizer"), subject.at("optimizer")
+    is_chosen = params.get("lr") is not None or {"muon_lr", "adam_lr"} <= params.keys() or _is_set_by_schedule(subject)
+    if legal is None or is_chosen or "lr" in section or not params.keys() <= legal.keys():
+        return  # beside the type, or with a name that is not taken: rules of their own
+    default = "0.02 and 0.0003" if "muon_lr" in legal else f"{legal['lr']:g}"
+    yield Fault(
+        pointer=("optimizer", "params") if "params" in section else ("optimizer",),
+        severity=None if subject.is_trainers else Severity.WARNING,
+        problem="optimizer.params has no lr",
+        effect=f"the engine trains with its own default, {default}"
+        + (", whatever learning_rate says" if subject.is_trainers else ""),
+        fix=auto_fix(subject, "lr", "learning_rate") if subject.is_trainers else "write the one that you mean",
     )
 
 
-def _overruled(subject: Subject) -> Iterator[Fault]:
-    if subject.job is not None and subject.has("scheduler"):
-        schedule = subject.job.job.lr_scheduler_type
+def _not_the_jobs(subject: Subject) -> Iterator[Fault]:
+    """A hyper-parameter that the job writes, and that the optimizer section leaves to the engine's default."""
+    legal, params = _taken(subject), params_of(subject, "optimizer")
+    if legal is None or subject.job is None:
+        return
+    values = filled(subject.job.job, None, num_ranks=None)
+    for name in SHARED:
+        pointer: Pointer = ("optimizer", "params", name)
+        key, wanted = JOB_KEYS[pointer], values[pointer]
+        if name in params or name not in legal or agrees(legal[name], wanted) or not _is_chosen(subject.job.job, key):
+            continue
         yield Fault(
-            pointer=("scheduler",),
-            problem=f"a schedule here, and lr_scheduler_type ({schedule}) at "
-            f"{subject.job.locate(('lr_scheduler_type',))}",
-            effect="this one is used",
-            fix="remove one of them",
+            pointer=("optimizer", "params") if subject.has("optimizer.params") else ("optimizer",),
+            problem=f"optimizer.params has no {name}, and {subject.job.locate((key,))}: {key} makes it {shown(wanted)}",
+            effect=f"the engine takes its own default, {shown(legal[name])}",
+            fix=f'write "{name}": "auto"',
         )
+
+
+def _is_chosen(job: Job, key: str) -> bool:
+    """Returns whether a job has another value than the default of its key, or of the beta beside it."""
+    keys = ("adam_beta1", "adam_beta2") if key == "adam_beta1" else (key,)
+    return any(getattr(job, field.name) != field.default for field in fields(Job) if field.name in keys)
 
 
 def _not_on_cpu(subject: Subject) -> Iterator[Fault]:
     """DeepSpeed's CPU has Adam, Adagrad and Lion; others step there as torch has them."""
-    name = _type(subject, "optimizer")
+    name = type_of(subject, "optimizer")
     allowed = subject.is_true("zero_allow_untested_optimizer")
     if subject.device("offload_optimizer") == "none" or subject.stage == 0 or name is None or not allowed:
         return
@@ -232,8 +220,8 @@ def _not_on_cpu(subject: Subject) -> Iterator[Fault]:
 
 
 def _untested(subject: Subject) -> Iterator[Fault]:
-    name = _type(subject, "optimizer")
-    is_known = name is not None and (name in TORCH_OPTIMIZERS or name.lower() in OPTIMIZERS)
+    name = type_of(subject, "optimizer")
+    is_known = name is not None and (name in TORCH_OPTIMIZERS or name.lower() in OWN_OPTIMIZERS)
     if not is_known or name is None or name.lower() in TESTED or subject.stage == 0:
         return
     if not subject.is_true("zero_allow_untested_optimizer"):
@@ -263,14 +251,15 @@ RULES = (
          source=_ENGINE + "_is_supported_optimizer"),
     Rule(id="DS502", severity=_E, title="a parameter that the optimizer does not take", find=_wrong_params,
          source=_ENGINE + "_configure_basic_optimizer"),
-    Rule(id="DS503", severity=_E, title="a schedule that DeepSpeed does not have", find=_wrong_schedule,
-         source=_ENGINE + "_scheduler_from_config"),
-    Rule(id="DS504", severity=_E, title="the parameters of a schedule", find=_schedule_params,
-         source="deepspeed 0.19.8 runtime/lr_schedules.py"),
+    Rule(id="DS514", severity=_E, title="a pair of numbers that is none", find=_pairs,
+         source="torch 2.13 optim: the checks of Adam and Rprop; deepspeed 0.19.8 ops/adam"),
     Rule(id="DS505", severity=_E, title="an optimizer or a schedule without a type", find=_nameless,
          source="deepspeed 0.19.8 runtime/config.py: get_optimizer_name, get_scheduler_name"),
-    Rule(id="DS506", severity=Severity.INFO, title="two schedules", find=_overruled,
-         source="Transformers 5.23 integrations/deepspeed.py: deepspeed_optim_sched"),
+    Rule(id="DS510", severity=_E, title="no learning rate", find=_no_rate,
+         source=_ENGINE + "_configure_basic_optimizer takes the signature's default; Transformers 5.23 "
+         "integrations/deepspeed.py: fill_match fills keys that are there"),
+    Rule(id="DS511", severity=_E, title="a default in the place of the job's value", find=_not_the_jobs,
+         source=_ENGINE + "_configure_basic_optimizer"),
     Rule(id="DS509", severity=_E, title="an optimizer that ZeRO was not tested with", find=_untested,
          source=_ENGINE + "_do_optimizer_sanity_check"),
     Rule(id="DS508", severity=Severity.INFO, title="nobody's optimizer", find=_nobodys,

@@ -88,9 +88,10 @@ class Subject:
         return self.stage > 0 and self.device("offload_optimizer") != "none"
 
     def number(self, path: str, default: float) -> float:
-        """Returns a number at a path, or the default where none stands."""
+        """Returns a number at a path, or the default where none stands, or one that no float holds."""
         value = self.at(path, default)
-        return value if isinstance(value, int | float) and not isinstance(value, bool) else default
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        return value if is_number and abs(value) < 2**63 else default
 
     @property
     def num_ranks(self) -> int | None:

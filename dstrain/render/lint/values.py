@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from typing import Any
 
-from dstrain.errors import nearest
 from dstrain.render.jsonc import Pointer
 from dstrain.render.keys.key import Key, Kind, Names
 from dstrain.render.keys.table import key_of
 from dstrain.render.lint.finding import Fault, Severity
-from dstrain.render.lint.naming import PARAMS
+from dstrain.render.lint.naming import PARAMS, slip_of
 from dstrain.render.lint.rule import Rule
 from dstrain.render.lint.subject import Subject, shown
 from dstrain.render.merge import REMOVED, Change, dotted
@@ -40,12 +40,18 @@ def has_kind(value: Any, kind: Kind) -> bool:
         return isinstance(value, bool)
     if kind in (Kind.INT, Kind.NUMBER):
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        return is_number and (kind is Kind.NUMBER or value == int(value))
+        return is_number and (kind is Kind.NUMBER or not math.isfinite(value) or value == int(value))
     types = {Kind.TEXT: str, Kind.OBJECT: dict, Kind.LIST: list, Kind.ANY: object}
     return isinstance(value, types[kind])
 
 
 def _is_legal(value: Any, row: Key) -> bool:
+    if (
+        isinstance(value, list)
+        and row.kind is Kind.NUMBER
+        and row.path.startswith(("scheduler.", "optimizer.params.eps"))
+    ):
+        return all(each is None or _is_number(each) for each in value)  # one for each group of parameters
     return has_kind(value, row.kind) or (isinstance(value, str) and value in row.words)
 
 
@@ -54,9 +60,13 @@ def converted(value: Any, kind: Kind) -> Any:
 
     >>> converted("5e8", Kind.INT), converted("no", Kind.BOOL), converted("many", Kind.INT)
     (500000000, False, None)
+    >>> converted("1e400", Kind.INT) is None
+    True
     """
     if kind in (Kind.INT, Kind.NUMBER) and isinstance(value, str) and len(value) < 40 and _NUMBER.fullmatch(value):
         number = float(value)
+        if not math.isfinite(number):
+            return None
         if number == int(number) and abs(number) < 2**53:
             return int(number)
         return number if kind is Kind.NUMBER else None
@@ -86,7 +96,7 @@ def _types(subject: Subject) -> Iterator[Fault]:
             pointer=pointer,
             severity=Severity.WARNING if converts else None,
             problem=f"{dotted(pointer)} is {shown(value)}, and takes {_wanted(row)}",
-            effect=_type_effect(converts=converts, checked=checked, row=row),
+            effect=_type_effect(pointer, converts=converts, checked=checked, row=row),
             fix=f"write {shown(meant)}" if meant is not None else f"write {example(row)}",
             changes=(Change(pointer=pointer, value=meant),) if meant is not None else (),
         )
@@ -111,14 +121,16 @@ def _engine_converts(value: Any, kind: Kind) -> bool:
     return kind is not Kind.INT or not isinstance(value, str) or "e" not in value.lower()
 
 
-def _type_effect(*, converts: bool, checked: bool, row: Key) -> str:
+def _type_effect(pointer: Pointer, *, converts: bool, checked: bool, row: Key) -> str:
     if converts:
         return "DeepSpeed converts it; what else reads the file (Transformers, accelerate) compares it as it stands"
     if checked:
         return "DeepSpeed refuses it when the engine starts, after the model was loaded"
     if row.kind is Kind.BOOL:
         return "DeepSpeed does not check it: any text counts as true"
-    return "DeepSpeed does not check it, and stops or miscounts where it uses it"
+    if pointer[:-1] in PARAMS:
+        return "it is handed on as it stands, and the run stops when the engine starts"
+    return "DeepSpeed does not check it: the run stops where it is used, or counts with something else"
 
 
 def _wanted(row: Key) -> str:
@@ -160,20 +172,38 @@ def _stage(subject: Subject) -> Iterator[Fault]:
 
 def _ranges(subject: Subject) -> Iterator[Fault]:
     for pointer, value, row in rows(subject):
-        if pointer == STAGE or row.kind not in (Kind.INT, Kind.NUMBER) or not has_kind(value, row.kind):
+        if pointer == STAGE or row.kind not in (Kind.INT, Kind.NUMBER) or not _is_number(value):
             continue
-        low = row.least is not None and value < row.least
-        high = row.most is not None and value > row.most
-        if low or high or abs(value) >= 2**63:
-            least, most = row.least if low else -(2**63), row.most if high else 2**63 - 1
-            bound = f"at least {least:g}" if low or value < 0 else f"at most {most:g}"
+        bound = _broken_bound(value, row)
+        if bound is not None:
             checked = is_pydantic(pointer)
             yield Fault(
                 pointer=pointer,
                 problem=f"{dotted(pointer)} is {shown(value)}, and must be {bound}",
-                effect="DeepSpeed refuses it" if checked else "DeepSpeed does not check it, and the run goes wrong",
-                fix=f"write a number of {bound}" + (f", such as {shown(row.default)}" if row.default else ""),
+                effect="DeepSpeed refuses it"
+                if checked
+                else "DeepSpeed does not check it: the run stops where it is used, or trains something else",
+                fix=f"write a number {bound}" + (f", such as {shown(row.default)}" if row.default else ""),
             )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _broken_bound(value: float, row: Key) -> str | None:
+    """Returns the bound of a key that a number does not keep, in words."""
+    if row.least is not None and value < row.least:
+        return f"of at least {row.least:g}"
+    if row.above is not None and value <= row.above:
+        return f"above {row.above:g}"
+    if row.below is not None and value >= row.below:
+        return f"below {row.below:g}"
+    if row.most is not None and value > row.most:
+        return f"of at most {row.most:g}"
+    if not abs(value) < 2**63:
+        return f"of at most {2**63 - 1:g}" if value > 0 else f"of at least {-(2**63):g}"
+    return None
 
 
 def _words(subject: Subject) -> Iterator[Fault]:
@@ -186,7 +216,7 @@ def _words(subject: Subject) -> Iterator[Fault]:
             legal = " or ".join(f'"{word}"' for word in row.words[:4]) or "it in double quotes"
             yield _word_fault(pointer, value, f"write {legal}", None)
         elif row.words and value not in row.words and not _is_folded(pointer, value, row):
-            meant = nearest(value, row.words)
+            meant = slip_of(value, row.words)
             fix = f'did you mean "{meant}"?' if meant else "write " + " or ".join(f'"{word}"' for word in row.words)
             yield _word_fault(pointer, value, fix, meant)
 
@@ -202,10 +232,19 @@ def _word_fault(pointer: Pointer, value: Any, fix: str, meant: str | None) -> Fa
     return Fault(
         pointer=pointer,
         problem=f"{dotted(pointer)} is {shown(value)}",
-        effect="DeepSpeed refuses it" if checked else "DeepSpeed does not know it: it stops, or goes on without it",
+        effect="DeepSpeed refuses it when the engine starts" if checked else _unknown_word(pointer),
         fix=fix,
         changes=(Change(pointer=pointer, value=meant),) if meant else (),
     )
+
+
+def _unknown_word(pointer: Pointer) -> str:
+    """Returns what happens with a word that the engine does not know and that no model of it checks."""
+    if pointer == ("scheduler", "params", "warmup_type"):
+        return 'DeepSpeed takes "log" in its place'
+    if pointer[0] in ("optimizer", "scheduler", "data_types", "checkpoint") or pointer[-1] == "type":
+        return "the run stops when the engine starts"
+    return "DeepSpeed does not check it: the run stops where it is used, or goes on as if it were not there"
 
 
 def _nulls(subject: Subject) -> Iterator[Fault]:
@@ -216,12 +255,15 @@ def _nulls(subject: Subject) -> Iterator[Fault]:
         if row.is_nullable and not (is_section and subject.is_trainers):
             continue
         checked = is_pydantic(pointer) and not row.is_nullable
+        is_param = pointer[:-1] in PARAMS
         effect = "DeepSpeed refuses it" if checked else "DeepSpeed takes its own default"
+        if is_param:
+            effect = "it is handed on as None, and the run stops"
         if is_section:
             effect = "the Trainer reads keys from it, and stops" if subject.is_trainers else "the run stops"
         yield Fault(
             pointer=pointer,
-            severity=None if checked or is_section else Severity.WARNING,
+            severity=None if checked or is_section or is_param else Severity.WARNING,
             problem=f"{dotted(pointer)} is null",
             effect=effect,
             fix="remove the line",
