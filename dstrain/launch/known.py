@@ -43,6 +43,7 @@ def known(file: JobFile, folder: Path) -> Known:
             findings = of_hostfile(error)
             if not Path(job.hostfile).exists():
                 findings = [_no_hostfile(file)]
+            findings += job_checks.findings(file)
             return Known(job=file, model=model, findings=tuple(findings))  # on what it trains nobody knows
     on_cpu = {**os.environ, **job.env}.get(ACCELERATOR) == "cpu"
     is_local = len(hosts.hosts) == 1 and is_this_machine(hosts.hosts[0].name, machine_names())

@@ -102,7 +102,7 @@ HOSTFILE = "DS805"
 """The rule about hostfiles, which are another file."""
 SLOTS = "DS806"
 """The rule about their slots and the GPUs that there are."""
-DATA = "DS807"
+DATA = "DS808"
 """The rule about the data of the job."""
 OUTSIDE = MappingProxyType(
     {

@@ -138,7 +138,7 @@ def test_images_are_refused_by_run_and_lint_before_anything_starts(dstrain: Type
     assert (done.returncode, f'{data}:2: "images" names images' in done.stderr.replace("\n", " ")) == (3, True)
     done = dstrain("lint")
     assert done.returncode == 3
-    assert f'job.yaml:7:1: error DS807: data: {data}:2: "images" names images' in done.stdout
+    assert f'job.yaml:7:1: error DS808: data: {data}:2: "images" names images' in done.stdout
 
 
 def test_columns_that_nobody_reads_are_noted(dstrain: Type, job: Path) -> None:

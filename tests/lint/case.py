@@ -101,5 +101,10 @@ def top(*lines: str, head: str = AUTO, tail: str = ZERO2) -> str:
     return head + "".join(f"  {line},\n" for line in lines) + tail
 
 
+def flat(*lines: str) -> str:
+    """Returns a configuration with these lines at its top, of ZeRO-0 in fp32: the optimizer is torch's own."""
+    return top(*lines, head=AUTO.replace('  "bf16": {"enabled": "auto"},\n', ""), tail=ZERO2.replace("2", "0"))
+
+
 CPU_OPTIMIZER = '"offload_optimizer": {"device": "cpu"}'
 ADAMW = '"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}'

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from dstrain.launch.linting import OUTSIDE
 from dstrain.render.lint.check import RULES, check, read
 from dstrain.render.lint.finding import Finding, Severity
 from dstrain.render.lint.subject import Subject
@@ -49,4 +50,4 @@ def test_every_rule_has_a_case() -> None:
 
 
 def test_ids_are_not_used_twice() -> None:
-    assert len({rule.id for rule in RULES}) == len(RULES)
+    assert len({*OUTSIDE, *(rule.id for rule in RULES)}) == len(OUTSIDE) + len(RULES)

@@ -226,15 +226,25 @@ def test_sequence_parallelism_by_a_key_alone_is_an_error_with_a_job_too(tmp_path
     assert said.severity is Severity.ERROR
 
 
-def test_a_schedule_of_another_length_than_the_run_is_told(tmp_path: Path) -> None:
+def test_steps_that_the_trainer_counts_otherwise_are_told_and_offered_to_be_filled(tmp_path: Path) -> None:
     head = ' "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},\n "scheduler": {"type": '
-    rest = '"warmup_max_lr": "auto", "warmup_num_steps": 20, "total_num_steps": 50}},\n' + ZERO2
-    short = job(tmp_path, "max_steps: 100\n")
-    assert "from then on" in one("DS421", found(f'{head}"WarmupDecayLR", "params": {{{rest}', job=short)).effect
-    shorter = job(tmp_path, "max_steps: 20\n")
-    assert "inside the warm-up" in one("DS421", found(f'{head}"WarmupDecayLR", "params": {{{rest}', job=shorter)).effect
-    fitting = job(tmp_path, "max_steps: 50\n")
-    assert "DS421" not in [each.rule for each in found(f'{head}"WarmupDecayLR", "params": {{{rest}', job=fitting)]
+    rest = (
+        '"WarmupDecayLR", "params": {"warmup_max_lr": "auto", "warmup_num_steps": 3, "total_num_steps": 50}},\n' + ZERO2
+    )
+    said = one("DS421", found(head + rest, job=job(tmp_path, "max_steps: 100\n")))
+    assert "job.yaml:6:1: max_steps is 100 makes it 100" in said.problem
+    said = one("DS421", found(head + rest, job=job(tmp_path, "max_steps: 50\nwarmup_ratio: 0.1\n")))
+    assert "max_steps is 50 (warmup_ratio 0.1) makes it 5" in said.problem
+    fitting = found(head + rest, job=job(tmp_path, "max_steps: 50\nwarmup_ratio: 0.06\n"))
+    assert "DS421" not in [each.rule for each in fitting]
+
+
+def test_a_schedule_of_torch_that_ends_before_the_run_is_told(tmp_path: Path) -> None:
+    body = (
+        ' "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},\n "scheduler": {"type": "PolynomialLR", "params": '
+    )
+    short = found(body + '{"total_iters": 10}},\n' + ZERO2, job=job(tmp_path, "max_steps: 100\n"))
+    assert one("DS421", short).effect == "the learning rate is 0 from then on"
 
 
 def test_a_lower_end_above_the_jobs_learning_rate_is_told(tmp_path: Path) -> None:
@@ -247,7 +257,6 @@ def test_a_lower_end_above_the_jobs_learning_rate_is_told(tmp_path: Path) -> Non
     ("lines", "rule", "line"),
     [
         ("max_steps: 5\nlogging_steps: 10\n", "DS901", 7),
-        ("eval_steps: 10\n", "DS902", 6),
         ("data: a.jsonl\neval_data: a.jsonl\n", "DS902", 7),
         ("seq_len: 65536\n", "DS903", 6),
         ("precision: bf16\n", "DS904", 6),

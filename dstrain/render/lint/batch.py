@@ -81,8 +81,8 @@ def _identity(subject: Subject) -> Iterator[Fault]:
     """
     batch = subject.at("train_batch_size", None)
     given = [subject.at(key, None) for key in _BATCH]
-    factors = [each for each in given if _is_count(each)]
-    if not _is_count(batch) or not factors:
+    factors = [each for each in given if is_count(each)]
+    if not is_count(batch) or not factors:
         return
     ranks = _data_ranks(subject)
     per_rank, is_whole = prod(factors), len(factors) == len(_BATCH)
@@ -103,7 +103,8 @@ def _identity(subject: Subject) -> Iterator[Fault]:
     )
 
 
-def _is_count(value: Any) -> bool:
+def is_count(value: Any) -> bool:
+    """Returns whether a value is a whole number above 0."""
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 

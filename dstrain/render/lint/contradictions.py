@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 
 from dstrain.render.jsonc import Pointer
 from dstrain.render.keys.table import KEYS, key_of
+from dstrain.render.lint.batch import is_count
 from dstrain.render.lint.finding import Fault, Severity
 from dstrain.render.lint.optimizers import params_of, type_of
 from dstrain.render.lint.rule import Rule
@@ -45,8 +47,6 @@ _EFFECTS: Mapping[str, str] = MappingProxyType(
 )
 _LENGTHS: Mapping[str, str] = MappingProxyType(
     {
-        "WarmupDecayLR": "total_num_steps",
-        "WarmupCosineLR": "total_num_steps",
         "CosineAnnealingLR": "T_max",
         "OneCycleLR": "total_steps",
         "PolynomialLR": "total_iters",
@@ -55,7 +55,6 @@ _LENGTHS: Mapping[str, str] = MappingProxyType(
 """Schedule → the parameter that says after how many steps it has ended."""
 _AFTER_END: Mapping[str, str] = MappingProxyType(
     {
-        "WarmupCosineLR": "the learning rate stays at its lowest from then on",
         "CosineAnnealingLR": "the learning rate rises again from then on",
         "OneCycleLR": "the run stops there with a ValueError",
     }
@@ -98,28 +97,32 @@ def _is_taken(subject: Subject, outer: Pointer, names: list[str]) -> bool:
 
 
 def _longer_than_the_run(subject: Subject) -> Iterator[Fault]:
-    """What the job ends by max_steps, against the lengths that a schedule says."""
+    """What the job ends by max_steps, against the lengths that a schedule says: the Trainer compares two of them."""
     if subject.job is None or subject.job.job.max_steps is None:
         return
     steps, place = subject.job.job.max_steps, subject.job.locate(("max_steps",))
     name, params = type_of(subject, "scheduler") or "", params_of(subject, "scheduler")
-    warmup = params.get("warmup_num_steps")
-    if isinstance(warmup, int) and not isinstance(warmup, bool) and warmup >= steps > 1:
-        yield Fault(
-            pointer=("scheduler", "params", "warmup_num_steps"),
-            problem=f"warmup_num_steps is {warmup}, and {place}: max_steps is {steps}",
-            effect="the run ends inside the warm-up: the learning rate is never reached",
-            fix='write "auto": the Trainer takes warmup_ratio of the steps',
-        )
+    ratio = subject.job.job.warmup_ratio
+    wanted = {"warmup_num_steps": max(1, math.ceil(steps * ratio)), "total_num_steps": steps}
+    for key, count in wanted.items():
+        value = params.get(key)
+        if is_count(value) and value != count and subject.is_trainers:
+            said = f"{place}: max_steps is {steps}" + (f" (warmup_ratio {ratio:g})" if key[0] == "w" else "")
+            yield Fault(
+                pointer=("scheduler", "params", key),
+                problem=f"{key} is {value}, and {said} makes it {count}",
+                effect="the Trainer ends the run after the model was loaded",
+                fix='write "auto" here to mean the job, or change the job',
+            )
     key = _LENGTHS.get(name, "")
     length = params.get(key)
-    if isinstance(length, int) and not isinstance(length, bool) and 0 < length < steps:
+    if length is not None and is_count(length) and length < steps:
         yield Fault(
             pointer=("scheduler", "params", key),
-            severity=None if name not in _AFTER_END or name == "OneCycleLR" else Severity.WARNING,
+            severity=Severity.WARNING if name == "CosineAnnealingLR" else None,
             problem=f"{name} ends after {length} steps, and {place}: max_steps is {steps}",
             effect=_AFTER_END.get(name, "the learning rate is 0 from then on"),
-            fix='write "auto"' if key == "total_num_steps" else f"write {steps}",
+            fix=f"write {steps}",
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from dstrain.choices import Attention, Method, Precision
+from dstrain.choices import Method, Precision
 from dstrain.job import Job
 from dstrain.render.lint.finding import Fault, Severity
 from dstrain.render.lint.no_effect import has_pass
@@ -91,12 +91,8 @@ def _never_reached(subject: Subject) -> Iterator[Fault]:
             yield _in_job(subject, key, problem, effect, f"write a {key} of at most {job.max_steps}")
 
 
-def _without_data(subject: Subject) -> Iterator[Fault]:
+def _its_own_data(subject: Subject) -> Iterator[Fault]:
     job = subject.job.job if subject.job is not None else None
-    if job is not None and job.eval_steps is not None and job.eval_data is None:
-        problem = f"eval_steps is {job.eval_steps}, and there is no eval_data"
-        fix = "write eval_data, or remove eval_steps"
-        yield _in_job(subject, "eval_steps", problem, "nothing is evaluated", fix)
     if job is not None and job.eval_data is not None and job.eval_data == job.data:
         yield _in_job(subject, "eval_data", "eval_data is the training data",
                       "eval_loss says how well it was learned by heart", "name other data")  # fmt: skip
@@ -121,9 +117,6 @@ def _not_on_gpu(subject: Subject) -> Iterator[Fault]:
     if job.precision is Precision.BF16 and not gpu.has_bf16 and gpu.name != "cpu":
         yield _in_job(subject, "precision", f"precision is bf16, and {gpu.name} computes no bf16",
                       "products are made in fp32, at a fraction of the speed", "write precision: fp16")  # fmt: skip
-    if gpu.name == "cpu" and job.attn is Attention.FLASH_ATTENTION_2:
-        yield _in_job(subject, "attn", "attn is flash_attention_2, and the ranks train on the CPU",
-                      "the model does not load: the package is made for CUDA", "write attn: sdpa")  # fmt: skip
     if gpu.name == "cpu" and job.method is Method.QLORA:
         yield _in_job(subject, "method", "method is qlora, and the ranks train on the CPU",
                       "4-bit weights are made for a GPU", "write method: lora")  # fmt: skip
@@ -137,7 +130,7 @@ RULES = (
          source="accelerate 1.15 accelerator.py: get_state_dict"),
     Rule(id="DS901", severity=Severity.WARNING, title="steps that the run does not have", find=_never_reached,
          source="dstrain/job.py"),
-    Rule(id="DS902", severity=Severity.WARNING, title="an evaluation without data of its own", find=_without_data,
+    Rule(id="DS902", severity=Severity.WARNING, title="an evaluation on the training data", find=_its_own_data,
          source="dstrain/train/arguments.py"),
     Rule(id="DS903", severity=Severity.WARNING, title="samples longer than the model's positions", find=_too_long,
          source="config.json: max_position_embeddings"),

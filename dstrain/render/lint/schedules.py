@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from dstrain.choices import Schedule
+from dstrain.choices import Precision, Schedule
 from dstrain.errors import nearest
 from dstrain.render.jsonc import Pointer
 from dstrain.render.keys.schedulers import OWN_SCHEDULES, PYTHON_SCHEDULES, TORCH_SCHEDULES
@@ -119,6 +119,23 @@ def _plateau(subject: Subject) -> Iterator[Fault]:
         )
 
 
+def _under_a_wrapper(subject: Subject) -> Iterator[Fault]:
+    """torch's schedules ask for one of torch's optimizers; what ZeRO and low precision wrap around it is none."""
+    name = type_of(subject, "scheduler")
+    is_low = any(subject.is_true(f"{section}.enabled") for section in ("bf16", "fp16"))
+    if subject.job is not None:
+        is_low = subject.job.job.precision is not Precision.FP32
+    if name in TORCH_SCHEDULES and (subject.stage > 0 or is_low):
+        yield Fault(
+            pointer=("scheduler", "type"),
+            problem=f"{name} is a schedule of torch"
+            + (f", under ZeRO-{subject.stage}" if subject.stage else ", in low precision"),
+            effect="the run stops when the engine starts (TypeError: … is not an Optimizer): the schedule is made of "
+            "DeepSpeed's wrapper",
+            fix="remove the section, and choose lr_scheduler_type, or write one of " + ", ".join(OWN_SCHEDULES),
+        )
+
+
 def _overruled(subject: Subject) -> Iterator[Fault]:
     if subject.job is not None and subject.has("scheduler"):
         schedule = subject.job.job.lr_scheduler_type
@@ -144,6 +161,8 @@ RULES = (
          source="Transformers 5.23 integrations/deepspeed.py: deepspeed_optim_sched"),
     Rule(id="DS512", severity=_E, title="a schedule whose end nobody chose", find=_no_end,
          source="deepspeed 0.19.8 runtime/lr_schedules.py: WarmupDecayLR; torch 2.13 optim/lr_scheduler.py"),
+    Rule(id="DS515", severity=_E, title="a schedule of torch around DeepSpeed's wrapper", find=_under_a_wrapper,
+         source=_ENGINE + "_configure_lr_scheduler; torch 2.13 optim/lr_scheduler.py: LRScheduler.__init__"),
     Rule(id="DS513", severity=_E, title="a schedule that waits for a metric", find=_plateau,
          source=_ENGINE + "_take_model_step: lr_scheduler.step(self.train_batch_size())"),
 )
