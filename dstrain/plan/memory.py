@@ -227,12 +227,14 @@ def _nvme_bytes(model: ModelFacts, cluster: Cluster, configuration: Configuratio
 
 
 def _checkpoint_bytes(model: ModelFacts, configuration: Configuration) -> int:
-    """Returns the bytes of one checkpoint: parameters, master copy and moments, and the gathered model of ZeRO-3.
+    """Returns the bytes of one checkpoint: parameters, master copy and moments, and the model, in its base's dtype.
 
-    Frozen weights are left out under an adapter. Source: deepspeed 0.19.8 runtime/engine.py: save_checkpoint;
-    Transformers 5.23 trainer.py: _save_checkpoint.
+    Frozen weights are left out under an adapter, which has the dtype of training.
+    Source: deepspeed 0.19.8 runtime/engine.py: save_checkpoint; Transformers 5.23 trainer.py: _save_checkpoint.
     """
     s = configuration.precision.num_bytes
     counts = trained(model, configuration.method, configuration.lora)
-    saved = counts.trainable + (counts.frozen if configuration.method is Method.FULL else 0)
-    return s * saved * 2 + 12 * counts.trainable
+    if configuration.method is not Method.FULL:
+        return 2 * s * counts.trainable + 12 * counts.trainable
+    base = 4 if model.dtype == "float32" else 2
+    return (s + base) * (counts.trainable + counts.frozen) + 12 * counts.trainable

@@ -15,7 +15,15 @@ from dstrain.plan.zero import pinned_waste
 from dstrain.units import GIB
 
 
-def peak(model: str, gpus: int, stage: int, *, grad_ckpt: bool = True, method: Method = Method.FULL) -> Estimate:
+def peak(
+    model: str,
+    gpus: int,
+    stage: int,
+    *,
+    grad_ckpt: bool = True,
+    method: Method = Method.FULL,
+    precision: Precision = Precision.BF16,
+) -> Estimate:
     asked = ask(model=model, gpus=gpus, gpu="h100")
     request = Request(
         method=method,
@@ -24,7 +32,7 @@ def peak(model: str, gpus: int, stage: int, *, grad_ckpt: bool = True, method: M
         grad_accum=1,
         grad_ckpt=grad_ckpt,
         attn=Attention.SDPA,
-        precision=Precision.BF16,
+        precision=precision,
     )
     auto = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
     zero = {"stage": stage, **dict.fromkeys(auto, "auto")}
@@ -67,6 +75,9 @@ def test_zero_3_loads_the_checkpoint_once_a_node_and_zero_2_once_a_rank() -> Non
 
 def test_a_checkpoint_holds_states_and_the_gathered_model() -> None:
     assert peak("qwen3-8b", 8, 3).memory.checkpoint_bytes == 16 * 8_190_735_360
+    assert (
+        peak("qwen3-8b", 8, 3, precision=Precision.FP32).memory.checkpoint_bytes == 18 * 8_190_735_360
+    )  # saved in bf16
 
 
 def test_a_cpu_rank_has_no_cuda_context() -> None:
