@@ -38,6 +38,11 @@ class RunFailed(DstrainError):
 
     exit_code = 1
 
+    def __init__(self, problem: str, *, hint: str | None = None, rank_exit_code: int | None = None) -> None:
+        """`rank_exit_code` is that of the rank or launcher that failed first, where one did."""
+        super().__init__(problem, hint=hint)
+        self.rank_exit_code = rank_exit_code
+
 
 class InvalidConfig(DstrainError):
     """A config, job, hostfile or data file that is wrong; several problems are joined, one a line."""

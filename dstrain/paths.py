@@ -132,11 +132,7 @@ class _Writing:
         """Lets the renames reach the disk, where the file system can do that for folders; they are not put back."""
         for folder in {path.parent for path in self._before}:
             with suppress(OSError):
-                handle = os.open(folder, os.O_RDONLY)
-                try:
-                    os.fsync(handle)
-                finally:
-                    os.close(handle)
+                _flush(folder)
         self._before.clear()
 
     def put_back(self) -> list[Path]:
@@ -209,6 +205,28 @@ def alone(path: Path, doing: str) -> Iterator[None]:
         with suppress(OSError):
             for folder in made:
                 folder.rmdir()  # where nothing was written
+
+
+def flush(path: Path) -> None:
+    """Returns when a file, or every file below a folder, is on the disk, with its entry in the folder that holds it.
+
+    Raises EnvironmentProblem if the disk refuses.
+    """
+    places = [path, *path.rglob("*")] if path.is_dir() else [path]
+    for place in (*places, path.parent):
+        try:
+            _flush(place)
+        except OSError as error:
+            if place.is_file():  # some file systems cannot flush folders
+                raise EnvironmentProblem(f"{place}: cannot be written: {error.strerror}") from error
+
+
+def _flush(place: Path) -> None:
+    descriptor = os.open(place, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _holds(path: Path, text: str) -> bool:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from dstrain.paths import flush, write_atomic
 
 _SENT = re.compile(r"(metrics|health)\.jsonl|(states|summary)\.json|logs/[^/\0]+\.log|checkpoint-\d+/part\.json")
 """Names of the files that nodes without this file system send."""
@@ -119,6 +124,11 @@ class RunDir:
         return self.path / ".code"
 
     @property
+    def lock(self) -> Path:
+        """Held by the one `dstrain run` that trains in this folder."""
+        return self.path / ".lock"
+
+    @property
     def stop_wish(self) -> Path:
         """There when somebody wants this run to stop."""
         return self.path / ".stop"
@@ -141,12 +151,38 @@ class RunDir:
 
     def checkpoints(self) -> list[tuple[int, Path]]:
         """Returns the checkpoint folders by step, oldest first, whole or not."""
-        found = []
+        numbered = []
         for folder in self.path.glob("checkpoint-*"):
             step = folder.name.removeprefix("checkpoint-")
             if step.isdigit() and folder.is_dir():
-                found.append((int(step), folder))
-        return sorted(found)
+                numbered.append((int(step), folder))
+        return sorted(numbered)
+
+    def whole_checkpoints(self) -> list[tuple[int, Path]]:
+        """Returns the checkpoints that can be loaded, by step, oldest first."""
+        return [(step, folder) for step, folder in self.checkpoints() if is_whole(folder)]
+
+    def newest_checkpoint(self) -> Newest:
+        """Returns the newest checkpoint that can be loaded, and what is wrong with the newer ones."""
+        skipped: list[str] = []
+        for step, folder in reversed(self.checkpoints()):
+            problem = damage(folder)
+            if problem is None:
+                return Newest(step=step, folder=folder, skipped=tuple(skipped))
+            skipped.append(f"{folder.name} {problem}")
+        return Newest(step=0, folder=None, skipped=tuple(skipped))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Newest:
+    """Where a run goes on that takes the newest checkpoint."""
+
+    step: int
+    """The optimizer steps done there; 0 without a checkpoint."""
+    folder: Path | None
+    """The checkpoint; None if none can be loaded."""
+    skipped: tuple[str, ...]
+    """Newer checkpoints that cannot be loaded, each with the reason, newest first."""
 
 
 COMPLETE = "complete.json"
@@ -163,9 +199,56 @@ UNIVERSAL_PART = ".universal.part"
 """The folder in a checkpoint in which that copy is made."""
 
 
+def read_record(checkpoint: Path, name: str = COMPLETE) -> dict[str, Any]:
+    """Returns what a checkpoint says of itself. Raises OSError or ValueError if it cannot be read."""
+    record = json.loads((checkpoint / name).read_text(encoding="utf-8"))
+    if not isinstance(record, dict) or not all(isinstance(record.get(key), int) for key in _RECORDED):
+        raise ValueError(f"does not give {', '.join(_RECORDED)} as numbers")
+    if not isinstance(record.get("files", {}), dict):
+        raise ValueError('"files" is no object')
+    return record
+
+
+_RECORDED = ("step", "world_size", "zero_stage")
+"""What every record of a checkpoint holds."""
+
+
+def file_sizes(checkpoint: Path) -> dict[str, int]:
+    """Returns the bytes of each file of a checkpoint but its records, by its path in the folder."""
+    files = sorted(path for path in checkpoint.rglob("*") if path.is_file() and path.name not in {COMPLETE, PART})
+    return {path.relative_to(checkpoint).as_posix(): path.stat().st_size for path in files}
+
+
+def mark_whole(checkpoint: Path, record: Mapping[str, Any]) -> None:
+    """Writes the record by which a checkpoint is whole, with the size of each file; the last thing that is written."""
+    write_atomic(checkpoint / COMPLETE, json.dumps({**record, "files": file_sizes(checkpoint)}) + "\n")
+    flush(checkpoint / COMPLETE)
+
+
+def damage(checkpoint: Path) -> str | None:
+    """Returns why a checkpoint cannot be loaded; None for a whole one, whose files all have the size they were given.
+
+    A record of an earlier version lists no files, and is believed.
+    """
+    try:
+        files = read_record(checkpoint).get("files", {})
+    except FileNotFoundError:
+        return f"was not written to its end (no {COMPLETE})"
+    except (OSError, ValueError) as error:
+        return f"is damaged ({COMPLETE}: {error})"
+    for name, num_bytes in files.items():
+        try:
+            size = (checkpoint / name).stat().st_size
+        except OSError as error:
+            return f"is damaged ({name}: {error.strerror})"
+        if size != num_bytes:
+            return f"is damaged ({name} has {size:,} of {num_bytes:,} bytes)"
+    return None
+
+
 def is_whole(checkpoint: Path) -> bool:
-    """Returns whether a checkpoint was written to its end."""
-    return (checkpoint / COMPLETE).is_file()
+    """Returns whether a checkpoint was written to its end and still has all its bytes."""
+    return damage(checkpoint) is None
 
 
 def rotate(run_dir: RunDir, limit: int | None) -> list[Path]:
@@ -174,7 +257,7 @@ def rotate(run_dir: RunDir, limit: int | None) -> list[Path]:
     The newest whole one always stays. Returns what was deleted.
     """
     every = run_dir.checkpoints()
-    whole = [folder for _, folder in every if is_whole(folder)]
+    whole = [folder for _, folder in run_dir.whole_checkpoints()]
     if limit is None or not whole:
         return []
     kept = set(whole[-max(limit, 1) :])

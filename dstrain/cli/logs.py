@@ -45,7 +45,7 @@ def command(run_dir: Path, rank: int, node: str | None, follow: bool, only_list:
         text = tail.read()
         sys.stdout.write(text)
         sys.stdout.flush()
-        if not text and not (follow and state.is_alive(found)):
+        if not text and not (follow and state.is_alive(found, place)):
             return
         if not text:
             time.sleep(_POLL_S)

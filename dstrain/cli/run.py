@@ -146,7 +146,8 @@ def _run(options: Options) -> None:
     if options.detached:
         detach(prepared.run_dir, sys.argv[1:], say)
         return
-    _train(options, launch, hosts)
+    with state.only_one(prepared.run_dir):
+        _train(options, launch, hosts)
     found = summary(prepared.run_dir)
     say(summary_text(found, prepared.run_dir))
     if options.as_json:

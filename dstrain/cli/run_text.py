@@ -9,6 +9,7 @@ from dstrain.choices import Offload
 from dstrain.errors import RunFailed
 from dstrain.facts.cluster import Origin
 from dstrain.launch.prepare import Prepared
+from dstrain.monitor.mode import upload_command
 from dstrain.paths import shown
 from dstrain.rundir import RunDir
 from dstrain.units import format_bytes, format_count, format_seconds
@@ -109,10 +110,7 @@ def summary_text(found: dict[str, Any], run_dir: RunDir) -> str:
     rows = summary_rows(found)
     width = max(len(name) for name, _ in rows)
     lines = ["", *(f"{name:<{width}}  {value}" for name, value in rows)]
-    if found.get("swanlab_mode") == "offline" and found.get("swanlab_dir"):
-        lines += [
-            "",
-            f"next: swanlab sync {shown(found['swanlab_dir'])}",
-            "      (uploads the curves, with an API key)",
-        ]
+    if found.get("swanlab_to_upload"):
+        command = upload_command([shown(folder) for folder in found["swanlab_to_upload"]])
+        lines += ["", f"next: {command}", "      (uploads the curves, with an API key)"]
     return "\n".join(lines)

@@ -12,7 +12,7 @@ from dstrain.cli.console import answer, answer_json
 from dstrain.launch import state
 from dstrain.launch.state import LIVING, Stage, State
 from dstrain.paths import shown
-from dstrain.rundir import RunDir, is_whole
+from dstrain.rundir import RunDir
 from dstrain.units import format_seconds
 
 NOT_ALIVE = "gone"
@@ -41,8 +41,8 @@ def command(run_dir: Path, as_json: bool) -> None:
 
 def document(run_dir: RunDir, found: State) -> dict[str, Any]:
     """Returns what is known of a run, ready for JSON."""
-    is_gone = found.stage in LIVING and not state.is_alive(found)
-    whole = [step for step, folder in run_dir.checkpoints() if is_whole(folder)]
+    is_gone = found.stage in LIVING and not state.is_alive(found, run_dir)
+    newest = run_dir.newest_checkpoint()
     failure = run_dir.failure.read_text(encoding="utf-8") if run_dir.failure.exists() else None
     return {
         "schema": 1,
@@ -56,7 +56,8 @@ def document(run_dir: RunDir, found: State) -> dict[str, Any]:
         "began": found.began,
         "beat": found.beat,
         "exit_code": found.exit_code,
-        "checkpoint_step": whole[-1] if whole else None,
+        "checkpoint_step": newest.step if newest.folder else None,
+        "damaged": [] if state.is_alive(found, run_dir) else list(newest.skipped),
         "last": state.last_metrics(run_dir),
         "failure": failure,
         "agents": state.watch_words(run_dir, found.began),
@@ -85,6 +86,7 @@ def _lines(found: dict[str, Any]) -> list[str]:
         rows.append(("step", state.metrics_words(last).removeprefix("step ")))
     if found["checkpoint_step"] is not None:
         rows.append(("checkpoint", f"step {found['checkpoint_step']}"))
+    rows += [("skipped", problem) for problem in found["damaged"]]
     width = max(len(name) for name, _ in rows)
     lines = [f"{name:<{width}}  {value}" for name, value in rows]
     lines += [f"{'agent':<{width}}  {line}" for line in found["agents"]]

@@ -26,7 +26,7 @@ def command(run_dir: Path, saves: bool, at_once: bool, dry_run: bool) -> None:
     place = state.folder_of(run_dir)
     found = state.read(place)
     if dry_run:
-        is_alive = state.is_alive(found)
+        is_alive = state.is_alive(found, place)
         say(f"{run_dir}: {'would end' if is_alive else 'nothing to end:'} process {found.pid} on {found.host}")
         return
     stage = detach.save_and_leave(place) if saves else detach.stop(place, at_once=at_once)

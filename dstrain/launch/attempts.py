@@ -22,7 +22,7 @@ from dstrain.launch.start import score, start
 from dstrain.launch.state import Keeper, Stage
 from dstrain.pulse import Phase
 from dstrain.render.manual import Edit
-from dstrain.rundir import RunDir, is_whole
+from dstrain.rundir import RunDir
 
 _PAUSE_S = 5.0
 _WISH_S = 1.0
@@ -131,7 +131,6 @@ class Run:
         )
         try:
             with spread(launch, self._voice.say) as parts:
-                keeper.write(stage=Stage.RUNNING)
                 outcome = start(launch, conductor, played)
                 if parts is not None:
                     parts.finish(lambda: keeper.beat(keeper.step), has_trained=outcome.succeeded)
@@ -157,6 +156,8 @@ class Run:
         if now < self._next_look:
             return
         self._next_look = now + _WISH_S
+        if done is not None and keeper.state.stage is Stage.STARTING:
+            keeper.write(stage=Stage.RUNNING)
         keeper.beat(done if phase is Phase.STEP else None)
         self._voice.progress(phase, done, total)
         if run_dir.stop_wish.exists():
@@ -164,8 +165,9 @@ class Run:
             run_dir.stop_wish.unlink(missing_ok=True)
 
     def _is_worth_it(self, error: DstrainError) -> bool:
-        is_own_fault = any(f"code {code}:" in error.problem.splitlines()[0] for code in _OWN_FAULT)
-        return not self._wishes.stop and isinstance(error, RunFailed | Unreachable) and not is_own_fault
+        if isinstance(error, RunFailed):
+            return not self._wishes.stop and error.rank_exit_code not in _OWN_FAULT
+        return not self._wishes.stop and isinstance(error, Unreachable)
 
     def _again(self, hosts: Hosts, gone: Sequence[str], error: DstrainError) -> Launch:
         """Returns the next start: spares for hosts that were lost, without them fewer hosts."""
@@ -174,8 +176,8 @@ class Run:
             raise error
         changes = [f"{old} → {new}" for old, new in after.changes.items()]
         launch = self._plan(after.hosts if changes else None, True)
-        newest = [step for step, folder in launch.prepared.run_dir.checkpoints() if is_whole(folder)]
-        where = f"from step {newest[-1]}" if newest else "from the beginning"
+        newest = launch.prepared.run_dir.newest_checkpoint()
+        where = f"from step {newest.step}" if newest.folder else "from the beginning"
         self._voice.say(f"starting again {where}{', ' if changes else ''}{', '.join(changes)}")
         for note in launch.prepared.notes:
             self._voice.say(f"note     {note}")

@@ -27,13 +27,12 @@ _POLL_S = 0.2
 
 
 def detach(run_dir: RunDir, arguments: Sequence[str], say: Callable[[str], None]) -> None:
-    """Starts `dstrain` with the same arguments in the background and returns once its nodes have begun.
+    """Starts `dstrain` with the same arguments in the background and returns once a rank trains or `START_S` is over.
 
     What it says until then is said here. Raises RunFailed, with its own exit code, when it ends before.
     """
     log = state.run_log(run_dir)
     log.parent.mkdir(parents=True, exist_ok=True)
-    run_dir.state.unlink(missing_ok=True)
     line = python("-m", "dstrain.cli", *(word for word in arguments if word != "--detach"), "--no-doctor")
     with log.open("wb") as file:
         child = subprocess.Popen(
@@ -41,13 +40,18 @@ def detach(run_dir: RunDir, arguments: Sequence[str], say: Callable[[str], None]
         )
     tail = Tail(log)
     until = time.monotonic() + START_S
-    while time.monotonic() < until and child.poll() is None and _stage(run_dir) in {None, Stage.STARTING}:
+    while time.monotonic() < until and child.poll() is None and _stage(run_dir, child.pid) in {None, Stage.STARTING}:
         time.sleep(_POLL_S)
-    if child.poll() is not None and child.returncode:
+    if child.poll() == 0:
+        say(tail.read().strip())
+        return
+    if child.poll() is not None:
         failure = RunFailed(tail.read().strip() or f"ended with code {child.returncode}")
         failure.exit_code = child.returncode
         raise failure
     folder = shown(str(run_dir.path))
+    if _stage(run_dir, child.pid) in {None, Stage.STARTING} and child.poll() is None:
+        say(f"still starting after {START_S:.0f} s; a failure from here on is in `dstrain status`")
     say(f"in the background as process {child.pid}, writing to {shown(str(log))}")
     for verb, what in (("status", "how it stands"), ("logs -f", "what it says"), ("stop", "end it")):
         say(f"  dstrain {verb} {folder}  # {what}")
@@ -56,11 +60,13 @@ def detach(run_dir: RunDir, arguments: Sequence[str], say: Callable[[str], None]
     child.returncode = 0  # it is not ours to wait for
 
 
-def _stage(run_dir: RunDir) -> Stage | None:
+def _stage(run_dir: RunDir, pid: int) -> Stage | None:
+    """Returns the stage of the run of a process here; None before it has written one."""
     try:
-        return state.read(run_dir).stage
+        written = state.read(run_dir)
     except DstrainError:
         return None
+    return written.stage if (written.pid, written.host) == (pid, socket.gethostname()) else None
 
 
 def _is_killed_at_logout(file: Path = Path("/etc/systemd/logind.conf")) -> bool:
@@ -97,7 +103,7 @@ def save_and_leave(run_dir: RunDir) -> Stage:
 
 def _living(run_dir: RunDir) -> State:
     found = state.read(run_dir)
-    if not state.is_alive(found):
+    if not state.is_alive(found, run_dir):
         problem = f"{run_dir.path}: no run goes on there ({found.stage.value})"
         raise RunFailed(problem, hint=f"dstrain status {shown(str(run_dir.path))}")
     return found

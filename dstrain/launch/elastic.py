@@ -19,7 +19,7 @@ from dstrain.errors import EnvironmentProblem, InvalidConfig
 from dstrain.job import Job
 from dstrain.launch import child
 from dstrain.paths import python, shown
-from dstrain.rundir import COMPLETE, UNIVERSAL, UNIVERSAL_PART, RunDir, is_whole
+from dstrain.rundir import UNIVERSAL, UNIVERSAL_PART, RunDir, damage, read_record
 from dstrain.units import format_bytes, format_seconds
 
 
@@ -81,9 +81,18 @@ def resuming(job: Job, *, num_ranks: int) -> Resuming:
     """
     saved = find(job)
     if saved is None:
-        return Resuming(job=job)
+        return Resuming(job=job, notes=_skipped(job, "training begins anew"))
     kept = keep_batch(job, saved, num_ranks=num_ranks)
-    return Resuming(job=kept, saved=saved, notes=_notes(job, kept, saved, num_ranks=num_ranks))
+    notes = _skipped(job, f"going on from {saved.folder.name}") + _notes(job, kept, saved, num_ranks=num_ranks)
+    return Resuming(job=kept, saved=saved, notes=notes)
+
+
+def _skipped(job: Job, instead: str) -> tuple[str, ...]:
+    """Returns what to say of newer checkpoints that `resume: auto` cannot take."""
+    if job.resume != "auto":
+        return ()
+    newest = RunDir(Path(job.output_dir)).newest_checkpoint()
+    return tuple(f"warning: {problem}: {instead}" for problem in newest.skipped)
 
 
 def find(job: Job) -> Saved | None:
@@ -91,23 +100,22 @@ def find(job: Job) -> Saved | None:
 
     One that does not say its batch was trained with the job's. Raises InvalidConfig where it cannot be read.
     """
-    whole = [folder for _, folder in RunDir(Path(job.output_dir)).checkpoints() if is_whole(folder)]
-    if job.resume == "never" or (job.resume == "auto" and not whole):
+    if job.resume == "never":
         return None
-    folder = whole[-1] if job.resume == "auto" else Path(job.resume)
-    try:
-        record = json.loads((folder / COMPLETE).read_text(encoding="utf-8"))
-        return Saved(
-            folder=folder,
-            world_size=int(record["world_size"]),
-            zero_stage=int(record["zero_stage"]),
-            micro_batch=int(record.get("micro_batch", job.micro_batch)),
-            grad_accum=int(record.get("grad_accum", job.grad_accum)),
-        )
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise InvalidConfig(
-            f"{shown(str(folder / COMPLETE))}: is damaged: {error}", hint="Name an older checkpoint: resume: FOLDER."
-        ) from None
+    folder = RunDir(Path(job.output_dir)).newest_checkpoint().folder if job.resume == "auto" else Path(job.resume)
+    if folder is None:
+        return None
+    problem = damage(folder)
+    if problem is not None:
+        raise InvalidConfig(f"{shown(str(folder))} {problem}", hint="Name an older checkpoint: resume: FOLDER.")
+    record = read_record(folder)
+    return Saved(
+        folder=folder,
+        world_size=record["world_size"],
+        zero_stage=record["zero_stage"],
+        micro_batch=record.get("micro_batch", job.micro_batch),
+        grad_accum=record.get("grad_accum", job.grad_accum),
+    )
 
 
 def keep_batch(job: Job, saved: Saved, *, num_ranks: int) -> Job:

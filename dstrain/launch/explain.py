@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from dstrain.errors import DstrainError, Interrupted, RunFailed
@@ -14,7 +15,7 @@ from dstrain.launch.hang import hang_lines
 from dstrain.launch.outcome import Lost, Outcome
 from dstrain.launch.output import tail_of
 from dstrain.launch.state import last_metrics, metrics_words
-from dstrain.rundir import RunDir, is_whole
+from dstrain.rundir import RunDir
 
 _SHOWN_LINES = 25
 
@@ -28,36 +29,61 @@ def explain(outcome: Outcome, *, hosts: Hosts, run_dir: RunDir) -> DstrainError:
         kind = Interrupted if outcome.is_interrupt else RunFailed
         return kind(problem, hint=_next_step(run_dir, None))
     texts = {rank: tail_of(path) for rank, path in outcome.rank_logs.items()}
-    lines, text, log = _what_happened(outcome, texts, hosts)
+    cause = _cause(outcome, texts, hosts)
+    lines = list(cause.lines)
     last = last_metrics(run_dir)
     if last is not None:
         lines.append(f"Last metrics: {metrics_words(last)}")
-    lines.append(f"Logs: {run_dir.logs} (above: {log.name})")
-    return RunFailed("\n".join(lines), hint=_next_step(run_dir, advice("\n".join(lines)) or advice(text)))
+    lines.append(f"Logs: {run_dir.logs} (above: {cause.log.name})")
+    return RunFailed(
+        "\n".join(lines),
+        hint=_next_step(run_dir, advice("\n".join(lines)) or advice(cause.text)),
+        rank_exit_code=cause.code,
+    )
 
 
-def _what_happened(outcome: Outcome, texts: Mapping[int, str], hosts: Hosts) -> tuple[list[str], str, Path]:
-    """Returns the lines to say, the text in which to look for advice, and the log that is quoted."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Cause:
+    """What a run failed of."""
+
+    lines: Sequence[str]
+    """What to say."""
+    log: Path
+    """The log that is quoted."""
+    text: str = ""
+    """The log's text, in which to look for advice."""
+    code: int | None = None
+    """The exit code of the rank or launcher that failed first; None for a lost node, a killed launcher or a hang."""
+
+
+def _cause(outcome: Outcome, texts: Mapping[int, str], hosts: Hosts) -> _Cause:
+    """Returns why a run failed, given the logs of its ranks."""
     if outcome.hang is not None:
         lines, odd = hang_lines(outcome.hang, texts, hosts)
         text = texts.get(odd, "") if outcome.hang.start is not None else ""
-        return lines, text, outcome.rank_logs.get(odd, outcome.launcher_log)
+        return _Cause(lines=lines, text=text, log=outcome.rank_logs.get(odd, outcome.launcher_log))
     if outcome.orphaned:
         where = f" on {', '.join(outcome.orphaned)}" if len(hosts.hosts) > 1 else ""
-        lines = [
-            f"the launcher{where} was killed (python -m deepspeed.launcher.launch); the ranks that it left were ended"
-        ]
-        return lines, "", outcome.launcher_log
+        sentence = f"the launcher{where} was killed (python -m deepspeed.launcher.launch); its ranks were ended"
+        return _Cause(lines=[sentence], log=outcome.launcher_log)
     rank = _first(outcome, texts)
     if rank is not None and not _is_consequence_of_loss(rank, outcome, hosts):
-        lines = [_rank_sentence(rank, outcome, hosts), *_evidence(rank, outcome, texts)]
-        log = outcome.rank_logs.get(rank, outcome.launcher_log)
-        return lines + [f"{_lost_words(lost)}, after that" for lost in outcome.lost], texts.get(rank, ""), log
+        after = [f"{_lost_words(lost)}, after that" for lost in outcome.lost]
+        return _Cause(
+            lines=[_rank_sentence(rank, outcome, hosts), *_evidence(rank, outcome, texts), *after],
+            log=outcome.rank_logs.get(rank, outcome.launcher_log),
+            text=texts.get(rank, ""),
+            code=_code_of(rank, outcome),
+        )
     if outcome.lost:
-        return _lost_lines(outcome, hosts, texts), "", outcome.launcher_log
+        return _Cause(lines=_lost_lines(outcome, hosts, texts), log=outcome.launcher_log)
     launcher_text = tail_of(outcome.launcher_log)
-    lines = [_launcher_sentence(outcome, started=bool(texts)), *_last_lines(launcher_text)]
-    return lines, launcher_text, outcome.launcher_log
+    return _Cause(
+        lines=[_launcher_sentence(outcome, started=bool(texts)), *_last_lines(launcher_text)],
+        log=outcome.launcher_log,
+        text=launcher_text,
+        code=outcome.reported[1] if outcome.reported is not None else outcome.code,
+    )
 
 
 def _is_consequence_of_loss(rank: int, outcome: Outcome, hosts: Hosts) -> bool:
@@ -145,10 +171,10 @@ def _launcher_sentence(outcome: Outcome, *, started: bool) -> str:
 
 
 def _next_step(run_dir: RunDir, words: str | None) -> str:
-    whole = [step for step, folder in run_dir.checkpoints() if is_whole(folder)]
+    newest = run_dir.newest_checkpoint()
     again = (
-        f"`dstrain run --set resume=auto` goes on from step {whole[-1]}."
-        if whole
+        f"`dstrain run --set resume=auto` goes on from step {newest.step}."
+        if newest.folder
         else "There is no whole checkpoint yet: `dstrain run` starts again."
     )
     return f"{words}\n{again}" if words else again

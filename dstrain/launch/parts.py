@@ -22,8 +22,8 @@ from dstrain.launch.begin import Launch
 from dstrain.launch.calls import Calls
 from dstrain.launch.elastic import find
 from dstrain.launch.sync import TRACKED, Disk, at_once, push, push_checkpoint
-from dstrain.paths import write_atomic
-from dstrain.rundir import COMPLETE, PART, RunDir, is_whole, rotate
+from dstrain.paths import flush
+from dstrain.rundir import COMPLETE, PART, RunDir, is_whole, mark_whole, read_record, rotate
 from dstrain.units import format_bytes, format_seconds
 
 _LOOK_S = 0.5
@@ -137,7 +137,7 @@ class Gathering:
 
     def _tidy(self, newest: Path, copying: Path) -> None:
         """Lets the disks keep three checkpoints only."""
-        whole = [folder for _, folder in self._run_dir.checkpoints() if is_whole(folder)][-1:]
+        whole = [folder for _, folder in self._run_dir.whole_checkpoints()][-1:]
         kept = {folder.name for folder in (newest, copying, *whole)}
         if kept == self._kept:
             return
@@ -187,10 +187,10 @@ def start_of(checkpoint: Path) -> str | None:
 
 def _complete(folder: Path) -> None:
     """Marks a checkpoint as whole, last of all. Raises EnvironmentProblem where a shard is missing."""
-    text = (folder / PART).read_text(encoding="utf-8")
-    record = json.loads(text)
+    record = read_record(folder, PART)
     shards = list(folder.glob("global_step*/*zero_pp_rank_*_optim_states.pt"))
     if record["zero_stage"] and len(shards) < record["world_size"]:
         raise EnvironmentProblem(f"it has the shards of {len(shards)} of {record['world_size']} ranks")
-    write_atomic(folder / COMPLETE, text)
+    flush(folder)
+    mark_whole(folder, record)
     (folder / PART).unlink()

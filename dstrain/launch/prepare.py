@@ -31,7 +31,7 @@ from dstrain.records import to_data
 from dstrain.render.lint.check import errors
 from dstrain.render.lint.finding import Finding, Severity
 from dstrain.render.resolve import for_trainer
-from dstrain.rundir import RunDir, is_whole
+from dstrain.rundir import RunDir, damage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,8 +119,9 @@ def facts_text(prepared: Prepared) -> str:
 
 def _check_resume(file: JobFile) -> None:
     wanted = file.job.resume
-    if wanted not in ("never", "auto") and not is_whole(Path(wanted)):
-        state = "was not written to its end" if Path(wanted).is_dir() else "does not exist"
+    problem = None if wanted in ("never", "auto") else damage(Path(wanted))
+    if problem is not None:
+        state = problem if Path(wanted).is_dir() else "does not exist"
         raise InvalidConfig(
             f"{file.locate(('resume',))}: checkpoint {shown(wanted)} {state}",
             hint="Write resume: auto to go on from the newest whole checkpoint of output_dir.",

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import socket
+import tempfile
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
@@ -117,13 +119,39 @@ def read(run_dir: RunDir) -> State:
     return found
 
 
-def is_alive(state: State) -> bool:
+def is_alive(state: State, run_dir: RunDir) -> bool:
     """Returns whether the process that wrote this goes on; of another machine's, whether it wrote lately."""
     if state.stage not in LIVING:
         return False
     if state.host == socket.gethostname():
         return has_process(state)
-    return time.time() - state.beat < STALE_S
+    return _age_s(state, run_dir) < STALE_S
+
+
+def _age_s(state: State, run_dir: RunDir) -> float:
+    """Returns the seconds since the state was written, by the clock of the file system: those of machines differ."""
+    try:
+        with tempfile.TemporaryFile(dir=run_dir.path) as probe:
+            return os.fstat(probe.fileno()).st_mtime - run_dir.state.stat().st_mtime
+    except OSError:  # a folder of somebody else
+        return time.time() - state.beat
+
+
+@contextmanager
+def only_one(run_dir: RunDir) -> Iterator[None]:
+    """Keeps other runs out of a folder that exists; the lock ends with this process, whatever ends it.
+
+    Raises Conflict where a run goes on there.
+    """
+    refuse_living(run_dir)
+    with run_dir.lock.open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise _taken(run_dir) from None
+        except OSError:  # a file system without locks: the state is all there is
+            pass
+        yield
 
 
 def has_process(state: State) -> bool:
@@ -135,14 +163,18 @@ def has_process(state: State) -> bool:
 def refuse_living(run_dir: RunDir) -> None:
     """Raises Conflict where a run goes on in this folder."""
     try:
-        found = read(run_dir)
+        state = read(run_dir)
     except InvalidConfig:
         return
-    if is_alive(found) and found.pid != os.getpid():
-        raise Conflict(
-            f"{run_dir.path}: a run goes on there, process {found.pid} on {found.host}",
-            hint=f"dstrain status {shown(str(run_dir.path))}; `dstrain stop` ends it. Or name another output_dir.",
-        )
+    if is_alive(state, run_dir):
+        raise _taken(run_dir, f", process {state.pid} on {state.host}")
+
+
+def _taken(run_dir: RunDir, by: str = "") -> Conflict:
+    return Conflict(
+        f"{run_dir.path}: a run goes on there{by}",
+        hint=f"dstrain status {shown(str(run_dir.path))}; `dstrain stop` ends it. Or name another output_dir.",
+    )
 
 
 def last_metrics(run_dir: RunDir) -> dict[str, Any] | None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import shlex
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
 
@@ -48,3 +49,12 @@ def _parse(source: str, word: str) -> Mode:
 def has_login(home: Path) -> bool:
     """Returns whether `swanlab login` left a key in `home`."""
     return (home / ".swanlab" / ".netrc").is_file()
+
+
+def upload_command(folders: Sequence[str]) -> str:
+    """Returns what uploads the parts of a run; all go to one experiment, since they have one id.
+
+    >>> upload_command(["output/swanlog/run-1", "output/swanlog/run-2"])
+    'swanlab sync output/swanlog/run-1 output/swanlog/run-2'
+    """
+    return shlex.join(["swanlab", "sync", *folders])

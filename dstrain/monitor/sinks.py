@@ -54,7 +54,7 @@ class Sink(Protocol):
         """Says where the curves are, for people."""
 
     @property
-    def facts(self) -> Mapping[str, str]:
+    def facts(self) -> Mapping[str, Any]:
         """What the summary should say about it, such as its folder."""
 
     def log(self, values: Mapping[str, float], step: int) -> None:

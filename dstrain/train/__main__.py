@@ -30,8 +30,8 @@ from dstrain.pulse import SAVE_ON_TERM, Phase, Sender
 from dstrain.records import from_data, load_json, to_data
 from dstrain.rundir import RunDir
 from dstrain.train import rank as ranks
-from dstrain.train.checkpoints import Resume, choose, half_written
-from dstrain.train.disk import number_of
+from dstrain.train.checkpoints import Resume, choose
+from dstrain.train.disk import number_of, start_of
 from dstrain.train.rank import Leaving, Rank
 
 
@@ -145,8 +145,9 @@ def main(run_dir: Path) -> None:
     given = read(place)
     is_apart = number_of(place, os.environ) is not None
     resume = choose(place, given.job.resume, world_size=rank.world_size, is_apart=is_apart)
-    for folder in half_written(place) if given.job.resume == "auto" else ():
-        rank.say(f"{folder.name} was not written to its end and is skipped")
+    if given.job.resume == "auto" and not start_of(os.environ):  # `dstrain run` has said it
+        for problem in place.newest_checkpoint().skipped:
+            rank.say(f"warning: {problem}: skipped")
     if resume is not None:
         rank.say(f"going on from {resume.checkpoint.name}")
     sinks = _sinks(given, rank, resume)
@@ -188,6 +189,11 @@ def _train(
     session = Session.prepare(
         given.job, given.ds_config, given.run_dir, rank, pulse, model=given.model, cluster=given.cluster
     )
+    if resume is not None and resume.data not in (None, session.train_data.digest):
+        rank.say(
+            f"warning: {resume.checkpoint.name} was trained on other samples, or in another order: the data, their "
+            f"chat template, seq_len, packing or seed have changed; going on at step {resume.step} of the new order"
+        )
     trainer = session.trainer(sinks, pulse)
     callback = LeavingCallback(leaving, pulse, session.group)
     trainer.add_callback(callback)

@@ -1,4 +1,4 @@
-"""Which checkpoints are whole, which one a run goes on from, and which ones go."""
+"""Writes the record that makes a checkpoint whole, and chooses the one that a run goes on from."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from dstrain.errors import EnvironmentProblem, InvalidConfig
 from dstrain.paths import write_atomic
-from dstrain.rundir import COMPLETE, PART, UNIVERSAL, RunDir, is_whole
+from dstrain.rundir import COMPLETE, PART, UNIVERSAL, RunDir, damage, is_whole, mark_whole, read_record
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +21,8 @@ class Resume:
     """The whole checkpoint."""
     step: int
     """Its step."""
+    data: str | None
+    """Digest of the data it was trained on; None if an earlier version wrote it."""
 
 
 def choose(run_dir: RunDir, wanted: str, *, world_size: int, is_apart: bool = False) -> Resume | None:
@@ -33,30 +35,28 @@ def choose(run_dir: RunDir, wanted: str, *, world_size: int, is_apart: bool = Fa
     if wanted == "never":
         return None
     if wanted == "auto":
-        whole = [folder for _, folder in run_dir.checkpoints() if is_whole(folder)]
-        if not whole:
+        newest = run_dir.newest_checkpoint().folder
+        if newest is None:
             return None
-        folder = whole[-1]
+        folder = newest
     else:
         folder = Path(wanted)
         if not folder.is_dir():
             raise InvalidConfig(f'resume is "{wanted}": no such folder', hint="resume: auto takes the newest whole one")
         if not (is_apart and (folder / PART).is_file()):
-            refuse_half_written(folder)
+            refuse_damaged(folder)
     record = _record(folder)
     if reads_universal(folder, world_size=world_size) and not is_converted(folder):
         raise InvalidConfig(
             f"{folder} was written by {record['world_size']} ranks and cannot be loaded by {world_size} as it is",
             hint=f"dstrain run converts it; by hand: python -m dstrain.train.universal {folder}",
         )
-    return Resume(checkpoint=folder, step=int(record["step"]))
+    return Resume(checkpoint=folder, step=record["step"], data=record.get("data"))
 
 
 def _record(checkpoint: Path) -> dict[str, Any]:
     """Returns what a whole checkpoint, or a part of one, says of itself."""
-    name = COMPLETE if is_whole(checkpoint) else PART
-    found: dict[str, Any] = json.loads((checkpoint / name).read_text(encoding="utf-8"))
-    return found
+    return read_record(checkpoint, COMPLETE if is_whole(checkpoint) else PART)
 
 
 def reads_universal(checkpoint: Path, *, world_size: int) -> bool:
@@ -70,17 +70,12 @@ def is_converted(checkpoint: Path) -> bool:
     return (checkpoint / UNIVERSAL).is_file()
 
 
-def half_written(run_dir: RunDir) -> list[Path]:
-    """Returns the checkpoints that were not written to their end, oldest first."""
-    return [folder for _, folder in run_dir.checkpoints() if not is_whole(folder)]
-
-
-def refuse_half_written(folder: Path) -> None:
-    """Raises InvalidConfig for a checkpoint that was not written to its end."""
-    if not is_whole(folder):
+def refuse_damaged(folder: Path) -> None:
+    """Raises InvalidConfig for a checkpoint that was not written to its end, or has lost bytes since."""
+    problem = damage(folder)
+    if problem is not None:
         raise InvalidConfig(
-            f"{folder} has no {COMPLETE}: it was not written to its end",
-            hint="Take an older checkpoint of the same run; this one can be deleted.",
+            f"{folder} {problem}", hint="Take an older checkpoint of the same run; this one can be deleted."
         )
 
 
@@ -105,12 +100,17 @@ class Written:
     """Samples in one forward of one rank."""
     grad_accum: int
     """Micro-batches per step; times the two above, the samples of a step, which a run that goes on keeps."""
+    data: str
+    """Digest of the training data and their order."""
 
 
 def complete(folder: Path, written: Written) -> None:
-    """Marks a checkpoint as whole; the last thing that is written. Raises EnvironmentProblem if a shard is missing."""
+    """Marks a checkpoint as whole, with the size of each file; every node has flushed its files before.
+
+    Raises EnvironmentProblem if a shard is missing.
+    """
     _require_shards(folder, written, of_ranks=written.world_size)
-    write_atomic(folder / COMPLETE, json.dumps(asdict(written)) + "\n")
+    mark_whole(folder, asdict(written))
 
 
 def complete_part(folder: Path, written: Written, *, of_ranks: int, start: str) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
+import zlib
+from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -34,6 +36,7 @@ _FEATURES = datasets.Features(
         "length": datasets.Value("int32"),
         "num_cut": datasets.Value("int32"),
         "unused": datasets.Value("string"),
+        "crc": datasets.Value("uint32"),
     }
 )
 
@@ -54,6 +57,8 @@ class Prepared:
     """Samples that were left out, because no token is left to learn."""
     notes: tuple[str, ...]
     """What the log says about all this, a line each."""
+    digest: str
+    """Changes when a token, a label, or the order in which samples are trained on changes."""
 
     @property
     def columns(self) -> Any:
@@ -116,7 +121,14 @@ def prepare(
         num_truncated=truncated,
         num_dropped=dropped,
         notes=tuple(notes),
+        digest=_digest(columns["crc"][:], job),
     )
+
+
+def _digest(crcs: Any, job: Job) -> str:
+    """Returns the digest of samples, given their checksums (uint32, one each), and of what decides on their order."""
+    order = f"{job.seed} {job.packing} {job.seq_len}".encode()
+    return hashlib.sha256(crcs.tobytes() + order).hexdigest()[:16]
 
 
 def _notes(name: str, lengths: list[int], *, seq_len: int, truncated: int, dropped: int) -> list[str]:
@@ -171,7 +183,7 @@ def _tokenized(source: _Source, encoder: Encoder, data_format: DataFormat, repor
             report(done, total)
             ids, labels = (sample.input_ids, sample.labels) if sample.teaches else ([], [])
             row = {"input_ids": ids, "labels": labels, "length": len(ids), "num_cut": sample.num_cut}
-            yield {**row, "unused": ignored.popleft()}
+            yield {**row, "crc": zlib.crc32(array("i", [*ids, *labels])), "unused": ignored.popleft()}
 
     try:
         with _quiet_where_no_terminal():

@@ -18,8 +18,8 @@ import torch
 
 from dstrain.choices import Precision
 from dstrain.errors import Conflict, DstrainError, EnvironmentProblem, InvalidConfig
-from dstrain.rundir import RunDir, is_whole
-from dstrain.train.checkpoints import refuse_half_written
+from dstrain.rundir import RunDir
+from dstrain.train.checkpoints import refuse_damaged
 from dstrain.train.rank import quieten
 from dstrain.train.saving import converted, family_of, require_whole_model
 
@@ -67,16 +67,18 @@ def locate(source: Path) -> Path:
         raise InvalidConfig(f"{source}: no such folder")
     if not run_dir.request.exists():
         if any(source.glob("global_step*")) or source.name.startswith("checkpoint-"):
-            refuse_half_written(source)
+            refuse_damaged(source)
         elif not (source / "config.json").exists() and not (source / "adapter_config.json").exists():
             raise InvalidConfig(f"{source} is neither a checkpoint nor a run directory")
         return source
-    whole = [folder for _, folder in run_dir.checkpoints() if is_whole(folder)]
-    if whole:
-        return whole[-1]
+    newest = run_dir.newest_checkpoint()
+    for problem in newest.skipped:
+        print(f"warning: skipped {problem}", file=sys.stderr)
+    if newest.folder is not None:
+        return newest.folder
     if run_dir.summary.exists() and run_dir.final.exists():
         return run_dir.final
-    raise InvalidConfig(f"{source} has no checkpoint that was written to its end", hint="Let the run reach save_steps.")
+    raise InvalidConfig(f"{source} has no whole checkpoint", hint="Let the run reach save_steps.")
 
 
 def _config(folder: Path) -> Any:

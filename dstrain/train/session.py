@@ -151,6 +151,7 @@ class Session:
             base=self.base,
             trust_remote_code=self.job.trust_remote_code,
             group=self.group,
+            data_digest=self.train_data.digest,
             model=self.model,
             args=self.arguments,
             train_dataset=self.train_data.columns,

@@ -17,6 +17,7 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from dstrain.monitor.callback import COUNTS, Meter, MetricsCallback
 from dstrain.monitor.health import Nonfinite
+from dstrain.paths import flush
 from dstrain.pulse import Phase, Sender
 from dstrain.rundir import RunDir, rotate
 from dstrain.train import checkpoints, saving, universal
@@ -45,6 +46,7 @@ class Trainer(transformers.Trainer):
         base: Mapping[str, Any],
         trust_remote_code: bool,
         group: Any,
+        data_digest: str,
         **options: Any,
     ) -> None:
         """Takes what Transformers' Trainer takes, where files are, the configuration of the base, and `group`.
@@ -65,6 +67,7 @@ class Trainer(transformers.Trainer):
         self._base = base
         self._trusts = trust_remote_code
         self._group = group
+        self._data_digest = data_digest
         self._stage = zero_stage(self.args.hf_deepspeed_config.config)
 
     @property
@@ -201,6 +204,7 @@ class Trainer(transformers.Trainer):
             zero_stage=self._stage,
             micro_batch=self.args.per_device_train_batch_size,
             grad_accum=self.args.gradient_accumulation_steps,
+            data=self._data_digest,
         )
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
@@ -210,6 +214,9 @@ class Trainer(transformers.Trainer):
             checkpoints.begin(folder)
         self._wait()
         super()._save_checkpoint(model, trial)
+        self._wait()
+        if self._rank.local_index == 0:
+            flush(folder)
         self._wait()
         if self._disk.is_apart:
             self._mark_part(folder)

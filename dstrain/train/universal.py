@@ -20,9 +20,9 @@ import psutil
 import torch
 
 from dstrain.errors import DstrainError, EnvironmentProblem, InvalidConfig
-from dstrain.paths import write_atomic
+from dstrain.paths import flush, write_atomic
 from dstrain.rundir import UNIVERSAL, UNIVERSAL_PART
-from dstrain.train.checkpoints import is_converted, refuse_half_written
+from dstrain.train.checkpoints import is_converted, refuse_damaged
 from dstrain.train.rank import quieten
 
 """Where a copy is made; what is there was cut short."""
@@ -40,7 +40,7 @@ def convert(checkpoint: Path) -> Path:
     moments), and while it is made twice as much. Raises InvalidConfig for a half-written checkpoint or one without
     shards, and EnvironmentProblem where a file cannot be read or written.
     """
-    refuse_half_written(checkpoint)
+    refuse_damaged(checkpoint)
     latest = checkpoint / "latest"
     tag = latest.read_text(encoding="utf-8").strip() if latest.is_file() else ""
     copy = checkpoint / f"{tag}_universal"
@@ -56,6 +56,7 @@ def convert(checkpoint: Path) -> Path:
         _convert(part, copy.name)
         _trim(part / copy.name / "zero" / "optimizer_state.pt")
         (part / copy.name).rename(copy)
+        flush(copy)
         write_atomic(checkpoint / UNIVERSAL, copy.name)
     except OSError as error:
         raise EnvironmentProblem(

@@ -76,8 +76,23 @@ def test_one_that_does_not_say_its_batch_had_that_of_the_job(tmp_path: Path) -> 
 def test_a_damaged_record_is_named(tmp_path: Path, text: str) -> None:
     made = checkpoint(tmp_path)
     (made / "complete.json").write_text(text)
-    with pytest.raises(InvalidConfig, match=r"complete\.json: is damaged"):
-        resuming(job(tmp_path), num_ranks=2)
+    with pytest.raises(InvalidConfig, match=r"checkpoint-4 is damaged \(complete\.json: "):
+        resuming(job(tmp_path, resume=str(made)), num_ranks=2)
+    anew = resuming(job(tmp_path), num_ranks=2)
+    assert anew.saved is None
+    assert anew.notes[0].startswith("warning: checkpoint-4 is damaged (complete.json: ")
+    assert anew.notes[0].endswith("): training begins anew")
+
+
+def test_a_damaged_checkpoint_is_said_before_the_launch(tmp_path: Path) -> None:
+    older = checkpoint(tmp_path, 4)
+    checkpoint(tmp_path, 10, files={"latest": 13})
+    found = resuming(job(tmp_path), num_ranks=2)
+    assert found.saved is not None
+    assert found.saved.folder == older
+    assert found.notes == (
+        "warning: checkpoint-10 is damaged (latest: No such file or directory): going on from checkpoint-4",
+    )
 
 
 # The global batch

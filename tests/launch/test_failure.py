@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from dstrain.errors import RunFailed
 from dstrain.facts.hostfile import Host, Hosts
 from dstrain.launch.exitcodes import decode, signal_of
 from dstrain.launch.explain import explain
@@ -97,7 +98,7 @@ def test_a_failure_names_rank_host_code_evidence_logs_and_the_next_step(tmp_path
     run_dir = RunDir(tmp_path)
     whole = tmp_path / "checkpoint-20"
     whole.mkdir()
-    (whole / COMPLETE).touch()
+    (whole / COMPLETE).write_text('{"step": 20, "world_size": 4, "zero_stage": 2}')
     found = outcome(tmp_path, {2: "hello\nOSError: No space left on device"}, deaths=(Death(rank=2, code=-9, at=1),))
     error = explain(found, hosts=HOSTS, run_dir=run_dir)
     assert error.problem.startswith("rank 2 on gpu02 failed first: code -9 (SIGKILL)")
@@ -106,6 +107,15 @@ def test_a_failure_names_rank_host_code_evidence_logs_and_the_next_step(tmp_path
     assert error.hint is not None
     assert "A disk is full" in error.hint
     assert "`dstrain run --set resume=auto` goes on from step 20." in error.hint
+    assert isinstance(error, RunFailed)
+    assert error.rank_exit_code == -9
+
+
+@pytest.mark.parametrize("code", [1, 3, 5, -9])
+def test_the_exit_code_that_decides_about_a_restart_is_data(tmp_path: Path, code: int) -> None:
+    error = explain(outcome(tmp_path, {}, reported=("gpu02", code)), hosts=HOSTS, run_dir=RunDir(tmp_path))
+    assert isinstance(error, RunFailed)
+    assert error.rank_exit_code == code
 
 
 def test_a_rank_of_another_node_is_found_by_its_log_and_the_launchers_code(tmp_path: Path) -> None:

@@ -129,10 +129,12 @@ def test_a_stopped_sshd_does_not_end_a_run_and_is_named_at_the_next_one(job: Job
         job.kill(0, "dstrain.cli run", number=signal.SIGTERM)
         assert "stopped (SIGTERM)" in job.end_of(process).said
         refused = job.call("run", "--launcher", "ssh", "--set", "resume=auto")
+        detached = job.call("run", "--launcher", "ssh", "--set", "resume=auto", "--detach")
     finally:
         job.network.start_sshd(1)
-    assert refused.code == 5
-    assert "node1: ssh: connect to host node1 port 22: Connection refused" in refused.said
+    for ended in (refused, detached):
+        assert ended.code == 5, ended.said
+        assert "node1: ssh: connect to host node1 port 22: Connection refused" in ended.said
 
 
 def test_a_killed_run_leaves_no_rank_on_any_host(job: Job) -> None:

@@ -62,8 +62,11 @@ def test_a_resumed_run_keeps_its_id_and_a_new_one_does_not(tmp_path: Path) -> No
 
     run(tmp_path, "offline")
     first = known()
-    run(tmp_path, "offline", "resumed")
+    resumed = run(tmp_path, "offline", "resumed")
     assert known() == first
+    parts = sorted(map(str, (tmp_path / "swanlog").glob("run-*")))
+    assert len(parts) == 2
+    assert f"to upload: swanlab sync {' '.join(parts)}\n" in resumed
     assert all(first in folder.name for folder in (tmp_path / "swanlog").glob("run-*"))
     run(tmp_path, "offline", "new")
     assert known() != first

@@ -1,11 +1,13 @@
 """Runs several trainings one after another under one launcher: `deepspeed tests/train/several.py ACTION …`.
 
-An action is a run directory; `DIR@kill=STEP` ends it by SIGKILL once that step is in its metrics. Each training is a
-process of its own, forked when the imports, most of what a tiny run costs, are done.
+An action is a run directory; `DIR@kill=STEP` ends it by SIGKILL once that step is in its metrics, and with `@truncate`
+after that halves an optimizer shard of the newest checkpoint; `DIR@seed=SEED` trains with another seed. Each training
+is a process of its own, forked when the imports, most of what a tiny run costs, are done.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -19,17 +21,30 @@ DEADLINE_S = 120
 def act(number: int, action: str) -> None:
     """Does one action on this rank; leaves the child's exit code in `DIR.NUMBER.RANK`; waits for the other ranks."""
     rank, world_size = os.environ["RANK"], int(os.environ["WORLD_SIZE"])
-    folder, _, kill = action.partition("@kill=")
+    folder, *words = action.split("@")
+    options = dict(word.partition("=")[::2] for word in words)
+    if "seed" in options and rank == "0":
+        request = Path(folder) / "request.json"
+        request.write_text(json.dumps(json.loads(request.read_text()) | {"seed": int(options["seed"])}))
     child = os.fork()
     if child == 0:
         os._exit(_train(folder, rank, port=int(os.environ["MASTER_PORT"]) + 1 + number))
-    code = _wait(child, Path(folder) / "metrics.jsonl", int(kill) if kill else None)
+    code = _wait(child, Path(folder) / "metrics.jsonl", int(options["kill"]) if "kill" in options else None)
+    if "truncate" in options and rank == "0":
+        truncate_newest(Path(folder))
     Path(f"{folder}.{number}.{rank}").write_text(str(code))
     deadline = time.monotonic() + DEADLINE_S
     while len(list(Path(folder).parent.glob(f"{Path(folder).name}.{number}.*"))) < world_size:
         if time.monotonic() > deadline:
             sys.exit(f"the other ranks did not finish {action}")
         time.sleep(0.02)
+
+
+def truncate_newest(folder: Path) -> None:
+    """Halves an optimizer shard of the newest checkpoint, as a power cut may."""
+    newest = max(folder.glob("checkpoint-*"), key=lambda path: int(path.name.rpartition("-")[2]))
+    shard = next(newest.glob("global_step*/*optim_states.pt"))
+    os.truncate(shard, shard.stat().st_size // 2)
 
 
 def _train(folder: str, rank: str, *, port: int) -> int:

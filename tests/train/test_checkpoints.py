@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from dstrain.errors import EnvironmentProblem, InvalidConfig
 from dstrain.rundir import RunDir, is_whole, rotate
-from dstrain.train.checkpoints import Written, begin, choose, complete, half_written, reads_universal
+from dstrain.train.checkpoints import Written, begin, choose, complete, reads_universal
 
 
 def written(step: int, *, ranks: int = 2, zero_stage: int = 2) -> Written:
-    return Written(step=step, world_size=ranks, zero_stage=zero_stage, micro_batch=1, grad_accum=4)
+    return Written(step=step, world_size=ranks, zero_stage=zero_stage, micro_batch=1, grad_accum=4, data="")
 
 
 def make(folder: Path, step: int, *, whole: bool = True, ranks: int = 2, zero_stage: int = 2) -> Path:
@@ -21,7 +23,7 @@ def make(folder: Path, step: int, *, whole: bool = True, ranks: int = 2, zero_st
     shards = checkpoint / f"global_step{step}"
     shards.mkdir(parents=True)
     for rank in range(ranks):
-        (shards / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt").touch()
+        (shards / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt").write_bytes(b"state")
     if whole:
         complete(checkpoint, written(step, ranks=ranks, zero_stage=zero_stage))
     return checkpoint
@@ -34,11 +36,61 @@ def names(folder: Path) -> list[str]:
 def test_auto_takes_the_newest_whole_one(tmp_path: Path) -> None:
     make(tmp_path, 9)
     make(tmp_path, 10)
-    half = make(tmp_path, 11, whole=False)
+    make(tmp_path, 11, whole=False)
     chosen = choose(RunDir(tmp_path), "auto", world_size=2)
     assert chosen is not None
     assert (chosen.checkpoint.name, chosen.step) == ("checkpoint-10", 10)
-    assert half_written(RunDir(tmp_path)) == [half]
+    assert RunDir(tmp_path).newest_checkpoint().skipped == (
+        "checkpoint-11 was not written to its end (no complete.json)",
+    )
+
+
+def _truncate(checkpoint: Path) -> None:
+    os.truncate(_shard(checkpoint), 3)
+
+
+def _remove(checkpoint: Path) -> None:
+    _shard(checkpoint).unlink()
+
+
+def _empty_record(checkpoint: Path) -> None:
+    (checkpoint / "complete.json").write_text("")
+
+
+def _strange_record(checkpoint: Path) -> None:
+    (checkpoint / "complete.json").write_text('{"step": "one"}')
+
+
+def _shard(checkpoint: Path) -> Path:
+    return checkpoint / f"global_step{checkpoint.name[11:]}" / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
+
+
+@pytest.mark.parametrize("harm", [_truncate, _remove, _empty_record, _strange_record])
+def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(tmp_path: Path, harm: Callable[[Path], None]) -> None:
+    before = make(tmp_path, 9)
+    harm(make(tmp_path, 10))
+    chosen = choose(RunDir(tmp_path), "auto", world_size=2)
+    assert chosen is not None
+    assert chosen.checkpoint == before
+    assert [line.split(" (")[0] for line in RunDir(tmp_path).newest_checkpoint().skipped] == [
+        "checkpoint-10 is damaged"
+    ]
+
+
+@pytest.mark.parametrize("harm", [_truncate, _remove, _empty_record, _strange_record])
+def test_a_damaged_checkpoint_that_is_named_is_refused(tmp_path: Path, harm: Callable[[Path], None]) -> None:
+    checkpoint = make(tmp_path, 10)
+    harm(checkpoint)
+    with pytest.raises(InvalidConfig, match=r"checkpoint-10 is damaged \("):
+        choose(RunDir(tmp_path), str(checkpoint), world_size=2)
+
+
+def test_a_damaged_checkpoint_never_pushes_a_whole_one_out(tmp_path: Path) -> None:
+    make(tmp_path, 1)
+    make(tmp_path, 2)
+    _truncate(make(tmp_path, 3))
+    rotate(RunDir(tmp_path), 1)
+    assert names(tmp_path) == ["checkpoint-2", "checkpoint-3"]
 
 
 def test_auto_begins_where_none_is_whole(tmp_path: Path) -> None:
@@ -87,7 +139,9 @@ def test_a_checkpoint_from_before_the_batch_was_written_down_still_loads(tmp_pat
 
 def test_a_checkpoint_says_how_it_was_trained(tmp_path: Path) -> None:
     record = json.loads((make(tmp_path, 7) / "complete.json").read_text())
-    assert record == {"step": 7, "world_size": 2, "zero_stage": 2, "micro_batch": 1, "grad_accum": 4}
+    shards = {f"global_step7/bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt": 5 for rank in (0, 1)}
+    how = {"step": 7, "world_size": 2, "zero_stage": 2, "micro_batch": 1, "grad_accum": 4, "data": ""}
+    assert record == how | {"files": shards}
 
 
 def test_a_missing_shard_leaves_a_checkpoint_unmarked(tmp_path: Path) -> None:

@@ -73,7 +73,7 @@ def runs(root: Path, demo: Path) -> Path:
     (half / ".secrets").write_text("SWANLAB_API_KEY=do-not-tell\n")
     (half / "checkpoint-9").mkdir()
     (half / "checkpoint-9" / "latest").write_text("global_step9")
-    launch(root / "home", [SEVERAL, *map(str, made), str(half), str(again), str(again)])
+    launch(root / "home", [SEVERAL, *map(str, made), str(half), str(again), str(again), f"{again}@seed=7"])
     return folder
 
 
@@ -245,13 +245,17 @@ def test_a_loss_that_is_not_a_number_is_null_with_its_name_and_alarms(runs: Path
 
 
 def test_a_resume_at_the_last_step_trains_no_further(runs: Path) -> None:
-    assert codes(runs / "again") == [[0, 0], [0, 0]]
+    assert codes(runs / "again") == [[0, 0]] * 3
     assert list(losses(runs / "again")) == [1, 2, 3]
     assert _summary(runs / "again")["steps"] == 3
 
 
+def test_a_resume_on_other_samples_says_so_once(runs: Path) -> None:
+    assert said(runs / "again").count("checkpoint-3 was trained on other samples, or in another order") == 1
+
+
 def test_a_half_written_checkpoint_is_skipped_and_named(runs: Path) -> None:
-    assert "checkpoint-9 was not written to its end and is skipped" in said(runs / "half")
+    assert "checkpoint-9 was not written to its end (no complete.json): skipped" in said(runs / "half")
     assert "going on from" not in said(runs / "half")
     assert (runs / "half" / "checkpoint-9").exists()
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dstrain.monitor.jsonl_sink import read_jsonl
-from tests.train.launching import SEVERAL, codes, copy_half, export, launch, lines, losses, make_run, tensors
+from tests.train.launching import SEVERAL, codes, copy_half, export, launch, lines, losses, make_run, said, tensors
 
 EXACT = ["zero2", "zero2_packed", "zero3", "zero3_packed", "zero3_lora_packed"]
 
@@ -34,7 +34,8 @@ def exact(root: Path, demo: Path) -> Path:
         zero = {"stage": int(name[4])}
         actions.append(str(make_run(folder / f"{name}-whole", demo, zero=zero, **job)))
         cut = make_run(folder / f"{name}-cut", demo, zero=zero, **job)
-        actions += [f"{cut}@kill={5 if packs else 7}", str(cut)]
+        damage = "@truncate" if name == "zero2" else ""
+        actions += [f"{cut}@kill={5 if packs else 7}{damage}", str(cut)]
     launch(root / "home", [SEVERAL, *actions])
     return folder
 
@@ -54,6 +55,12 @@ def test_a_resumed_run_says_in_the_metrics_where_it_went_on(exact: Path, name: s
     events = [line for line in read_jsonl(exact / f"{name}-cut" / "metrics.jsonl") if "event" in line]
     assert [event["event"] for event in events] == ["resume"]
     assert events[0]["from_step"] in {3, 6}
+
+
+def test_a_truncated_checkpoint_is_named_and_the_one_before_is_taken(exact: Path) -> None:
+    text = said(exact / "zero2-cut")
+    assert "warning: checkpoint-6 is damaged (global_step6/" in text
+    assert "going on from checkpoint-3" in text
 
 
 @pytest.mark.parametrize("name", EXACT)
