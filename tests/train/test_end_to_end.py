@@ -165,8 +165,16 @@ def test_the_final_adapters_of_zero_2_and_3_hold_every_matrix(runs: Path) -> Non
 def test_a_checkpoint_is_marked_whole_and_old_ones_go(runs: Path) -> None:
     checkpoints = RunDir(runs / "zero2").checkpoints()
     assert [step for step, _ in checkpoints] == [2, 3]
-    record = json.loads((checkpoints[-1][1] / "complete.json").read_text())
+    folder = checkpoints[-1][1]
+    record = json.loads((folder / "complete.json").read_text())
+    files, data = record.pop("files"), record.pop("data")
     assert record == {"step": 3, "world_size": 2, "zero_stage": 2, "micro_batch": 2, "grad_accum": 1}
+    assert files == {
+        path.relative_to(folder).as_posix(): path.stat().st_size
+        for path in folder.rglob("*")
+        if path.is_file() and path.name != "complete.json"
+    }
+    assert len(data) == 16
 
 
 def test_evaluations_are_logged_with_their_step(runs: Path) -> None:
