@@ -19,10 +19,10 @@ from dstrain.plan.reasons import compared, faster_but_too_large, neighbours, per
 from dstrain.plan.request import Request
 from dstrain.plan.rules import broken
 from dstrain.plan.search import DEFAULT_TOP, Ranking, search
-from dstrain.plan.shortage import does_not_fit
+from dstrain.plan.shortage import does_not_fit, gpu_assumed, ram_assumed
 from dstrain.plan.sizing import TIGHT, least_offloaded, sized, sized_to_room
 from dstrain.plan.space import global_batch
-from dstrain.units import format_bytes, format_count
+from dstrain.units import format_count
 
 LEARNING_RATES = {Method.FULL: 1e-5, Method.LORA: 1e-4, Method.QLORA: 2e-4}
 """Usual peak learning rates of supervised fine-tuning. Source: LLaMA-Factory's full examples (1e-5) and LoRA examples
@@ -185,14 +185,12 @@ def _notes(model: ModelFacts, cluster: Cluster, request: Request, chosen: Estima
 
 def _assumptions(cluster: Cluster, request: Request, chosen: Estimate) -> list[str]:
     """Returns what was assumed about machines and batch."""
-    gpu, configuration = cluster.gpu, chosen.configuration
+    configuration = chosen.configuration
     notes = []
     if cluster.gpu_origin is Origin.ASSUMED:
-        size = format_bytes(gpu.memory_bytes)
-        notes.append(f"assumed: GPUs of type {gpu.name} ({size}); none was found here, name yours with --gpu")
+        notes.append(gpu_assumed(cluster))
     if cluster.host_memory_origin is Origin.ASSUMED and configuration.offload is not Offload.NONE:
-        size = format_bytes(cluster.host_memory_bytes)
-        notes.append(f"assumed: {size} of RAM on each node; say otherwise with --host-memory")
+        notes.append(ram_assumed(cluster))
     if request.global_batch is None and request.micro_batch is None:
         samples = global_batch(cluster, configuration)
         notes.append(f"assumed: {samples} samples a step; say otherwise with --global-batch")

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 
 from dstrain.choices import Method
 from dstrain.errors import DoesNotFit, InvalidConfig
 from dstrain.facts.calibration import Calibration
-from dstrain.facts.cluster import Cluster
+from dstrain.facts.cluster import Cluster, Origin
 from dstrain.facts.model import ModelFacts
 from dstrain.plan.plan import Estimate
 from dstrain.plan.request import Request
 from dstrain.plan.search import fastest
 from dstrain.plan.space import DEFAULT_SEQ_LEN
 from dstrain.plan.titles import titled
+from dstrain.units import GIB, format_bytes
 
 
 def does_not_fit(
@@ -26,13 +28,35 @@ def does_not_fit(
     calibration: Calibration | None = None,
 ) -> DoesNotFit:
     """Returns the error of a search that found nothing: the most frugal way in numbers, and what would fit."""
-    ways = nearest_that_fits(model, cluster, request, calibration=calibration)
+    is_assumed = cluster.host_memory_origin is Origin.ASSUMED and nearest.fits_gpu
+    ways = _with_more_ram(cluster, nearest) if is_assumed else []
+    ways += nearest_that_fits(model, cluster, request, calibration=calibration)
     hint = "What would fit:\n" + "\n".join(f"  {way}" for way in ways) if ways else "Nothing near would fit either."
     title = titled(nearest.configuration)
     the_way = f"{title} needs" if request.is_one_configuration else f"the most frugal way, {title}, needs"
-    return DoesNotFit(
-        f"{model.name} does not fit on {cluster.num_gpus} × {cluster.gpu.name}: {the_way} {nearest.shortage}", hint=hint
-    )
+    problem = f"{model.name} does not fit on {cluster.num_gpus} × {cluster.gpu.name}: {the_way} {nearest.shortage}"
+    assumed = [ram_assumed(cluster)] if is_assumed else []
+    assumed += [gpu_assumed(cluster)] if cluster.gpu_origin is Origin.ASSUMED else []
+    return DoesNotFit("\n".join([problem, *assumed]), hint=hint)
+
+
+def ram_assumed(cluster: Cluster) -> str:
+    """Returns which RAM was assumed, and the option that says otherwise."""
+    return f"assumed: {format_bytes(cluster.host_memory_bytes)} of RAM on each node; say otherwise with --host-memory"
+
+
+def gpu_assumed(cluster: Cluster) -> str:
+    """Returns which GPU was assumed, and the option that says otherwise."""
+    gpu = cluster.gpu
+    size = format_bytes(gpu.memory_bytes)
+    return f"assumed: GPUs of type {gpu.name} ({size}); none was found here, name yours with --gpu"
+
+
+def _with_more_ram(cluster: Cluster, nearest: Estimate) -> list[str]:
+    """Returns the RAM with which the nearest way fits: the next power of two in GiB."""
+    ratio = cluster.host_memory_bytes / nearest.usable_bytes_per_host
+    needed = math.ceil(nearest.memory.host_bytes_per_node * ratio / GIB)
+    return [f"--host-memory {1 << (needed - 1).bit_length()}GiB: {titled(nearest.configuration)}"]
 
 
 def nearest_that_fits(

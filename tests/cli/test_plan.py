@@ -107,6 +107,16 @@ def test_where_nothing_fits_the_nearest_are_listed_and_the_code_is_4(dstrain: Ty
     assert "What would fit" in done.stderr
 
 
+def test_where_assumed_ram_is_what_lacks_the_assumption_and_the_option_are_named(dstrain: Type) -> None:
+    short = ("gen-config", "-n", "--gpus", "2", "--gpu", "3090", "--model", "qwen3-32b", "--method", "qlora")
+    done = dstrain(*short, "--seq-len", "1024")
+    assert done.returncode == 4
+    assert "assumed: 48.0 GiB of RAM on each node; say otherwise with --host-memory" in done.stderr
+    offered = re.search(r"What would fit:\n +--host-memory (\d+GiB): ", done.stderr)
+    assert offered
+    assert dstrain(*short, "--seq-len", "1024", "--host-memory", offered[1]).returncode == 0
+
+
 def test_it_writes_nothing(dstrain: Type, tmp_path: Path) -> None:
     dstrain(*PLAN)
     assert list(tmp_path.iterdir()) == []

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+from configparser import ConfigParser
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -50,8 +53,28 @@ def test_what_is_missing_is_an_error_with_the_command_that_installs_it() -> None
 def test_a_version_that_was_not_tested_is_a_warning(version: str) -> None:
     packages = {"torch": "2.13.0", "deepspeed": "0.19.8", "transformers": version, "peft": "0.21.2"}
     assert (
-        f"! transformers {version} is outside of the tested range <5.24,>=5.23" in about_software(packages=packages)[0]
+        f"! transformers {version} is outside of the supported range <5.24,>=5.23"
+        in about_software(packages=packages)[0]
     )
+
+
+def test_only_what_the_tests_ran_is_said_to_be_tested() -> None:
+    tested = {"torch": "2.13.0+cu130", "deepspeed": "0.19.8", "transformers": "5.23.0", "peft": "0.21.2"}
+    assert about_software(packages=tested)[0].endswith("and 1 more, as tested")
+    newer = about_software(packages=tested | {"torch": "2.14.1"})[0]
+    assert newer.startswith("✓ Python 3.12.4, torch 2.14.1,")
+    assert newer.endswith("in the supported ranges; the tests ran torch 2.13.0")
+
+
+def test_the_tested_versions_are_those_of_the_constraints() -> None:
+    root = Path(__file__).parents[3]
+    text = (root / "constraints.txt").read_text(encoding="utf-8")
+    pins = dict(line.split("==") for line in text.splitlines() if "==" in line and not line.startswith("#"))
+    setup = ConfigParser()
+    setup.read(root / "setup.cfg", encoding="utf-8")
+    needed = re.findall(r"^([\w.-]+)", setup["options"]["install_requires"], re.MULTILINE)
+    lower = {name.lower(): version for name, version in pins.items()}
+    assert {name: lower[name.lower()] for name in needed} == dict(software.TESTED)
 
 
 def test_a_python_that_was_not_tested_is_a_warning() -> None:

@@ -1,4 +1,5 @@
-"""Versions against the ranges that dstrain is tested with; torch's CUDA against the driver's and nvcc's."""
+"""Versions against the ranges that dstrain asks for and against what its tests ran; torch's CUDA against the driver's
+and nvcc's."""
 
 from __future__ import annotations
 
@@ -15,6 +16,27 @@ from dstrain.launch.doctor.needs import Needs
 
 _LEADING = ("torch", "deepspeed", "transformers")
 """Packages that are named even where all is well."""
+TESTED: Mapping[str, str] = MappingProxyType(
+    {
+        "accelerate": "1.15.0",
+        "click": "8.5.1",
+        "datasets": "5.2.0",
+        "deepspeed": "0.19.8",
+        "filelock": "4.2.11",
+        "jinja2": "3.1.6",
+        "ninja": "1.13.2",
+        "nvidia-ml-py": "13.615.71",
+        "peft": "0.21.2",
+        "psutil": "7.2.2",
+        "pydantic": "2.14.3",
+        "rich": "15.0.0",
+        "ruamel.yaml": "0.19.1",
+        "swanlab": "0.10.3",
+        "torch": "2.13.0",
+        "transformers": "5.23.0",
+    }
+)
+"""Package → the version that the tests ran. Source: constraints.txt, which a test compares."""
 _MINORS_MIX = frozenset({10, 11, 12})
 """CUDA majors within which DeepSpeed lets nvcc and torch differ. Source: deepspeed 0.19.8 op_builder/builder.py:
 cuda_minor_mismatch_ok."""
@@ -58,10 +80,21 @@ def _ranges(software: Software, notes: Notes) -> None:
     }
     for name, version in outside.items():
         spec = software.ranges[name]
-        notes.warn(f"{name} {version} is outside of the tested range {spec}", f"pip install '{name}{spec}'")
+        notes.warn(f"{name} {version} is outside of the supported range {spec}", f"pip install '{name}{spec}'")
     if not missing and not outside:
         named = ", ".join(f"{name} {software.packages[name]}" for name in _LEADING if name in software.packages)
-        notes.ok(f"Python {software.python}, {named} and {len(software.packages) - len(_LEADING)} more, as tested")
+        number = len(software.packages) - len(_LEADING)
+        notes.ok(f"Python {software.python}, {named} and {number} more, {_as_tested(software)}")
+
+
+def _as_tested(software: Software) -> str:
+    """Returns whether packages that are in their ranges are what the tests ran, and which are not."""
+    others = [
+        f"{name} {TESTED[name]}"
+        for name, version in software.packages.items()
+        if name in TESTED and version is not None and version.partition("+")[0] != TESTED[name]
+    ]
+    return f"in the supported ranges; the tests ran {', '.join(others)}" if others else "as tested"
 
 
 def is_in_range(version: str, spec: str) -> bool:
