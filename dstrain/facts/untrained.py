@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from math import isnan
 from types import MappingProxyType
 from typing import Any
 
@@ -12,7 +13,9 @@ from dstrain.errors import InvalidConfig
 
 
 def is_given(value: Any) -> bool:
-    """Returns whether a value says anything; files fill absent ones with null or with what is empty."""
+    """Returns whether a value says anything; files fill absent ones with null, NaN or what is empty."""
+    if isinstance(value, float) and isnan(value):
+        return False
     return value is not None and value not in ("", "[]", "{}", "null") and value != [] and value != {}
 
 

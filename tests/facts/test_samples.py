@@ -136,7 +136,7 @@ def test_media_and_tools_are_refused_by_name(name: str) -> None:
     [
         ("weight", 0.5, 1.0),
         ("loss_mask", [1, 0], [1, 1]),
-        ("loss_scale", 0, None),
+        ("loss_scale", 0, float("nan")),
         ("chosen", "b", ""),
         ("rejected", [assistant("b")], []),
         ("rejected_response", "b", None),
