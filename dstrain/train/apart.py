@@ -106,11 +106,12 @@ class Trial:
         if has_masks:
             inputs["attention_mask"] = packed_masks(self.model, inputs["position_ids"])
         devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+        refusals: tuple[type[Exception], ...] = (Exception,) if has_masks else (TypeError, ValueError)
         with torch.random.fork_rng(devices), torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # checkpointing says that there will be no gradients
             try:
                 logits = self.engine(**inputs).logits[-1]
-            except (TypeError, ValueError) as error:
+            except refusals as error:
                 raise self._refused(_SEEN if has_masks else f"does not take packed rows: {error}") from error
         second = slice(len(samples[0]), len(samples[0]) + len(samples[1]))
         kept: torch.Tensor = logits[second].double().nan_to_num()  # what is not finite shows in the loss

@@ -66,6 +66,13 @@ FAMILIES = (
     Family(name="opt", becomes=MASKED, config={"ffn_dim": 128, "word_embed_proj_dim": 64}),
     Family(name="mpt", becomes=MASKED, config={"d_model": 64, "n_heads": 4, "n_layers": 4}, attn=("eager",)),
     Family(name="bloom", becomes=REFUSED, attn=("eager",)),
+    Family(name="minimax", becomes=REFUSED, config={**EXPERTS, "num_local_experts": 4}),
+    Family(
+        name="mamba2",
+        becomes=REFUSED,
+        config={"num_heads": 8, "head_dim": 16, "n_groups": 1, "state_size": 16},
+        attn=("eager",),
+    ),
     # their kernels for packed rows are not installed
     Family(name="qwen3_next", becomes=REFUSED, config={**EXPERTS, **LINEAR, "num_experts": 4}),
     Family(name="qwen3_5_text", becomes=REFUSED, config=LINEAR),
