@@ -15,6 +15,7 @@ Click's own usage errors exit with 2. Anything else is a bug and keeps its trace
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Sequence
 
 
@@ -85,6 +86,13 @@ def nearest(word: str, legal: Iterable[str]) -> str | None:
     folded = {candidate.lower().replace("-", "_"): candidate for candidate in legal}
     found = difflib.get_close_matches(word.lower().replace("-", "_"), list(folded), n=1, cutoff=0.6)
     return folded[found[0]] if found else None
+
+
+def merge_hint(text: str) -> str | None:
+    """Returns what to do about a text with the marks of a merge that git left to a person; None where it has none."""
+    if not re.search(r"^(<{7}|>{7})( |$)", text, re.MULTILINE):
+        return None
+    return "A merge is not finished: keep one side, and remove the lines of <<<<<<<, ======= and >>>>>>>."
 
 
 def did_you_mean(word: str, legal: Sequence[str]) -> str:

@@ -8,11 +8,12 @@ from typing import Any
 
 from ruamel.yaml import YAML
 from ruamel.yaml.comments import CommentedMap, CommentedSeq
-from ruamel.yaml.constructor import ConstructorError, RoundTripConstructor
+from ruamel.yaml.composer import ComposerError
+from ruamel.yaml.constructor import ConstructorError, DuplicateKeyError, RoundTripConstructor
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode
 
-from dstrain.errors import InvalidConfig
+from dstrain.errors import InvalidConfig, merge_hint
 from dstrain.records import Locator, Place
 
 
@@ -57,9 +58,10 @@ def parse_yaml(text: str, name: str, *, texts: frozenset[str] = frozenset()) -> 
         mark = error.problem_mark or error.context_mark
         where = f"{name}:{mark.line + 1}:{mark.column + 1}" if mark else name
         problem = (error.problem or "not valid YAML").split("\n")[0]
-        raise InvalidConfig(f"{where}: {problem}") from None
+        raise InvalidConfig(f"{where}: {problem}", hint=_hint(text, error)) from None
     except YAMLError as error:
-        raise InvalidConfig(f"{name}: {error}") from None
+        problem = str(error).split("\n")[0]
+        raise InvalidConfig(f"{name}: {problem}", hint="Save the file as plain text, in UTF-8.") from None
     except NotImplementedError:  # ruamel's own, for some comments around a value on a line of its own
         raise InvalidConfig(f"{name}: has a comment between a key and its value; write them on one line") from None
     except RecursionError:
@@ -72,9 +74,32 @@ def parse_yaml(text: str, name: str, *, texts: frozenset[str] = frozenset()) -> 
     return _plain(document), locate
 
 
+def _hint(text: str, error: MarkedYAMLError) -> str:
+    """Returns what to do about a text that is no YAML."""
+    merging = merge_hint(text)
+    if merging is not None:
+        return merging
+    if isinstance(error, DuplicateKeyError):
+        return "Remove one of the two lines."
+    if isinstance(error, ComposerError):
+        return "Keep one document: remove the line --- and what belongs to the other." if "\n---" in text else _FORM
+    mark = error.problem_mark
+    line = text.split("\n")[mark.line] if mark is not None and mark.line < text.count("\n") + 1 else ""
+    return "Put spaces in the place of the tab." if "\t" in line else _FORM
+
+
+_FORM = "A line is `key: value`; a value with a colon, a # or brackets in it stands in quotes."
+
+
 def compose_yaml(text: str) -> Node | None:
-    """Returns the nodes of a YAML text that parses, with their offsets in it; None where it holds no value."""
-    node: Node | None = YAML(typ="safe", pure=True).compose(io.StringIO(text))
+    """Returns the nodes of a YAML text, with their offsets in it; None where it holds no value.
+
+    Raises InvalidConfig for one that does not parse, as after an edit that takes an anchor away.
+    """
+    try:
+        node: Node | None = YAML(typ="safe", pure=True).compose(io.StringIO(text))
+    except YAMLError as error:
+        raise InvalidConfig(str(error).split("\n")[0]) from None
     return node
 
 

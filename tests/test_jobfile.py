@@ -11,6 +11,8 @@ from dstrain.jobfile import read_job
 from dstrain.monitor.mode import Mode
 from dstrain.monitor.sinks import SINKS
 from dstrain.paths import shipped
+from dstrain.render import jsonc
+from dstrain.yamls import parse_yaml
 
 JOB = "model: org/model\noutput_dir: out\n"
 
@@ -179,3 +181,28 @@ def test_a_path_below_a_folder_that_may_not_be_entered_is_refused(
 
 def test_resume_stays_a_path(tmp_path: Path) -> None:
     assert read_job(write(tmp_path, JOB), ["resume=nowhere"]).job.resume == str(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        ("a: 1\n\tb: 2\n", "Put spaces in the place of the tab."),
+        ("a: 1\na: 2\n", "Remove one of the two lines."),
+        ("a: 1\n---\nb: 2\n", "Keep one document"),
+        ("a: 1\x00\n", "Save the file as plain text"),
+        ("<<<<<<< HEAD\na: 1\n=======\na: 2\n>>>>>>> theirs\n", "A merge is not finished"),
+        ("a: [1\n", "A line is `key: value`"),
+    ],
+)
+def test_a_text_that_is_no_yaml_is_refused_with_a_way_out(text: str, hint: str) -> None:
+    with pytest.raises(InvalidConfig) as caught:
+        parse_yaml(text, "job.yaml")
+    assert str(caught.value.hint).startswith(hint)
+    assert caught.value.problem.startswith("job.yaml:")
+
+
+@pytest.mark.parametrize(("text", "hint"), [("", "Write {}"), ("{\n<<<<<<< HEAD\n", "A merge is not finished")])
+def test_a_text_that_is_no_json_is_refused_with_a_way_out(text: str, hint: str) -> None:
+    with pytest.raises(InvalidConfig) as caught:
+        jsonc.parse(text, "ds_config.json")
+    assert str(caught.value.hint).startswith(hint)

@@ -42,15 +42,8 @@ def apply(text: str, name: str, changes: Sequence[Change]) -> str:
     if not changes:
         return text
     expected = applied(read(text, name), changes)
-    kind = PurePath(name).suffix
-    if kind == ".json":
-        edited = edit_json.apply(text, name, changes)
-    elif kind in (".yaml", ".yml"):
-        bom = _BOM if text.startswith(_BOM) else ""
-        edited = bom + edit_yaml.apply(text.removeprefix(_BOM), name, changes)
-    else:
-        edited = edit_hostfile.apply(text, changes)
     try:
+        edited = _edited(text, name, changes)
         is_right = same(read(edited, name), expected)
     except InvalidConfig:
         is_right = False
@@ -61,3 +54,13 @@ def apply(text: str, name: str, changes: Sequence[Change]) -> str:
             hint="Write the file without anchors and unusual syntax, or let dstrain replace it: --force.",
         )
     return edited
+
+
+def _edited(text: str, name: str, changes: Sequence[Change]) -> str:
+    kind = PurePath(name).suffix
+    if kind == ".json":
+        return edit_json.apply(text, name, changes)
+    if kind in (".yaml", ".yml"):
+        bom = _BOM if text.startswith(_BOM) else ""
+        return bom + edit_yaml.apply(text.removeprefix(_BOM), name, changes)
+    return edit_hostfile.apply(text, changes)

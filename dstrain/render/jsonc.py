@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dstrain.errors import InvalidConfig
+from dstrain.errors import InvalidConfig, merge_hint
 
 Pointer = tuple[str | int, ...]
 
@@ -80,8 +80,8 @@ class Document:
 class SyntaxProblem(InvalidConfig):
     """A text that cannot be read, with its place."""
 
-    def __init__(self, problem: str, *, name: str, line: int, column: int) -> None:
-        super().__init__(f"{name}:{line}:{column}: {problem}")
+    def __init__(self, problem: str, *, name: str, line: int, column: int, hint: str | None = None) -> None:
+        super().__init__(f"{name}:{line}:{column}: {problem}", hint=hint)
         self.bare = problem
         self.line, self.column = line, column
 
@@ -107,7 +107,8 @@ class _Parser:
 
     def fail(self, problem: str, at: int | None = None) -> SyntaxProblem:
         line, column = line_column(self.text, self.at if at is None else at)
-        return SyntaxProblem(problem, name=self.name, line=line, column=column)
+        hint = merge_hint(self.text) if self.text.strip() else "Write {} for no settings, or remove the empty file."
+        return SyntaxProblem(problem, name=self.name, line=line, column=column, hint=hint)
 
     def skip(self) -> str:
         """Moves past white space and comments; returns the next character, or "" at the end."""

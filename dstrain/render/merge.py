@@ -89,7 +89,7 @@ def merge(
     return Merged(changes=tuple(changes), conflicts=tuple(conflicts))
 
 
-def over_adopted(yours: Mapping[str, Any], new: Mapping[str, Any]) -> Merged:
+def over_adopted(yours: Any, new: Any) -> Merged:
     """Returns the merge with values that dstrain never wrote: all that it would write otherwise is a conflict, what you
     alone have stays, and only keys for editors (`$schema`) are added unasked.
 
@@ -97,7 +97,7 @@ def over_adopted(yours: Mapping[str, Any], new: Mapping[str, Any]) -> Merged:
     [('b',), ('c',)]
     """
     differing = [change for change in merge(yours, yours, new).changes if change.value is not REMOVED]
-    changes = tuple(change for change in differing if str(change.pointer[0]).startswith("$"))
+    changes = tuple(change for change in differing if dotted(change.pointer).startswith("$"))
     conflicts = []
     for change in differing:
         if change not in changes:

@@ -166,7 +166,7 @@ def _over_generated(file: Standing, base: str, has: Any, gets: Any) -> Merged:
     was = edit.read(base, file.shown)
     earlier = {each.pointer: each.base[0] if each.base else REMOVED for each in file.unsettled}
     merged = merge(was, has, gets, unsettled=earlier, reopens=file.reopens)
-    return _of_hosts(merged, was, has) if file.name == "hostfile" else merged
+    return _of_hosts(merged, was, has, gets) if file.name == "hostfile" else merged
 
 
 def _unsettled(file: Standing, conflicts: Collection[Conflicting], has: Any, gets: Any) -> tuple[Unsettled, ...]:
@@ -180,18 +180,20 @@ def _unsettled(file: Standing, conflicts: Collection[Conflicting], has: Any, get
     return tuple(sorted(opened, key=str))
 
 
-def _of_hosts(merged: Merged, base: Mapping[str, Any], yours: Mapping[str, Any]) -> Merged:
+def _of_hosts(merged: Merged, base: Mapping[str, Any], yours: Mapping[str, int], new: Mapping[str, int]) -> Merged:
     """Returns the merge of a hostfile, which is one list of machines: a host that dstrain would add to hosts that you
-    put in is a conflict, for nobody has said that the two belong together. Placeholders are there to be filled in."""
+    put in is a conflict, for nobody has said that the two belong together. Placeholders are there to be filled in: as
+    many are added as hosts are missing, and none where your hosts have the slots already."""
     if not set(yours) - set(base):
         return merged
-    doubtful = [
-        each
-        for each in merged.changes
-        if each.pointer[0] not in yours and not str(each.pointer[0]).startswith(PLACEHOLDER)
-    ]
+    added = [each for each in merged.changes if each.pointer[0] not in yours]
+    blanks = [each for each in added if str(each.pointer[0]).startswith(PLACEHOLDER)]
+    wanted = blanks[: max(0, len(new) - len(yours))]
+    is_full = blanks == added and sum(yours.values()) == sum(new.values())
+    doubtful = [] if is_full else [each for each in added if each not in wanted]
     clashes = [Clash(pointer=each.pointer, base=REMOVED, yours=REMOVED, new=each.value) for each in doubtful]
-    changes = tuple(each for each in merged.changes if each not in doubtful)
+    left_out = added if is_full else doubtful
+    changes = tuple(each for each in merged.changes if each not in left_out)
     return Merged(changes=changes, conflicts=(*merged.conflicts, *clashes))
 
 

@@ -9,6 +9,7 @@ import hashlib
 import json
 import re
 import shlex
+import traceback
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -43,13 +44,20 @@ def _render(name: str, folders: list[Path], values: Mapping[str, Any], escape: C
         legal = [path.name for folder in folders for path in sorted(folder.glob("*.j2"))]
         raise InvalidConfig(f'there is no template "{error.name}"', hint=did_you_mean(str(error.name), legal)) from None
     except UndefinedError as error:
-        raise InvalidConfig(f"{name}: {error.message}", hint=f"Known values: {', '.join(sorted(values))}") from None
+        hint = f"Known values: {', '.join(sorted(values))}"
+        raise InvalidConfig(f"{_raised_at(error, name)}: {error.message}", hint=hint) from None
     except TemplateError as error:
-        line = getattr(error, "lineno", None)
-        raise InvalidConfig(f"{name}{f':{line}' if line else ''}: {error.message}") from None
+        line, partial = getattr(error, "lineno", None), getattr(error, "name", None) or name
+        raise InvalidConfig(f"{partial}{f':{line}' if line else ''}: {error.message}") from None
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RecursionError) as error:
         # what a template computes is its author's, who may be the user
-        raise InvalidConfig(f"{name}: {type(error).__name__}: {error}") from None
+        raise InvalidConfig(f"{_raised_at(error, name)}: {type(error).__name__}: {error}") from None
+
+
+def _raised_at(error: Exception, name: str) -> str:
+    """Returns the template, `name` or a partial of it, with the line that raised an error."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename.endswith(".j2")]
+    return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else name
 
 
 def _json(value: Any) -> str:

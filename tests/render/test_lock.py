@@ -157,6 +157,14 @@ def test_all_that_would_change_in_an_adopted_file_is_a_conflict() -> None:
     assert "extra: 1" in taken.files["job.yaml"]
 
 
+def test_an_adopted_file_that_is_no_object_is_one_conflict() -> None:
+    found = regenerated_over_adopted("[1]\n", '{"a": 1}\n', "ds_config.json")
+    assert [each.clash.pointer for each in found.open] == [()]
+    assert regenerated_over_adopted("[1]\n", '{"a": 1}\n', "ds_config.json", Decision.NEW).files == {
+        "ds_config.json": '{"a": 1}\n'
+    }
+
+
 def test_no_host_is_added_to_an_adopted_hostfile_unasked() -> None:
     found = regenerated_over_adopted("a slots=8\n", "a slots=4\nCHANGE-ME-1 slots=4\n", "hostfile")
     assert found.files["hostfile"] == "a slots=8\n"
@@ -251,3 +259,19 @@ def test_force_keeps_what_stood_there() -> None:
     file = Standing(name="job.yaml", shown="job.yaml", base="a: 1\n", yours="a: 7\n", new="a: 2\n")
     found = replaced([file])
     assert (dict(found.files), dict(found.beside)) == ({"job.yaml": "a: 2\n"}, {"job.yaml.bak": "a: 7\n"})
+
+
+@pytest.mark.parametrize("slots", [8, 4])
+def test_machines_that_you_named_are_not_joined_by_placeholders(slots: int) -> None:
+    new = "CHANGE-ME-1 slots=8\nCHANGE-ME-2 slots=8\n"
+    yours = f"mine1 slots={slots}\nmine2 slots={slots}\n"
+    found = of("localhost slots=8\n", yours, new, "hostfile")
+    assert found.files["hostfile"] == yours
+    assert len(found.open) == (0 if slots == 8 else 2)
+
+
+def test_an_anchor_that_two_keys_share_is_no_place_for_an_edit() -> None:
+    yours = "seq_len: &s 4096\nsave_steps: *s\n"
+    with pytest.raises(InvalidConfig, match="cannot be changed here without changing more") as caught:
+        of("seq_len: 4096\nsave_steps: 500\n", yours, "seq_len: 1024\nsave_steps: 500\n")
+    assert "--force" in str(caught.value.hint)

@@ -81,6 +81,14 @@ def _filled(config: dict[str, Any], case: Case, folder: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.parametrize("fault", ["{{ nothing }}", "{{ 1 / 0 }}", "{% if %}"])
+def test_a_fault_in_a_partial_is_placed_in_the_partial(fault: str, tmp_path: Path) -> None:
+    (tmp_path / "zero2.json.j2").write_text('{\n{% include "_zero12.json.j2" %}\n}\n')
+    (tmp_path / "_zero12.json.j2").write_text(f'"a": 1,\n"b": {fault}\n')
+    with pytest.raises(InvalidConfig, match=r"^_zero12\.json\.j2:2: "):
+        render_json("zero2.json.j2", {}, override=tmp_path)
+
+
 def test_an_undefined_name_is_named(tmp_path: Path) -> None:
     (tmp_path / "zero2.json.j2").write_text('{"a": {{ nothing }}}')
     with pytest.raises(InvalidConfig, match="'nothing' is undefined"):

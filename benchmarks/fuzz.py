@@ -1,0 +1,385 @@
+"""Feeds broken files and messages to what reads them, and counts what ends in anything but an error with a hint.
+
+Example: python benchmarks/fuzz.py --inputs 100000 --seed 7 --processes 2
+
+An input is a real configuration, job, hostfile or message with a few mutations: of its values and keys where it can be
+read as JSON or YAML (words and numbers of DeepSpeed's own keys among them), and of its bytes. One seed gives the same
+inputs again. A crash is named by its exception and the line that raised it, with the shortest input that gives it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import io
+import json
+import random
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import chdir, redirect_stderr, redirect_stdout, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+if __package__ in (None, ""):
+    sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a file
+
+from dstrain import pulse
+from dstrain.cli import diff, explain, explain_file_text, explain_key_text, lint
+from dstrain.errors import DstrainError
+from dstrain.facts import hostfile
+from dstrain.job import SYNONYMS, Job
+from dstrain.jobfile import TEXTS, read_job
+from dstrain.launch.nodes import wire
+from dstrain.records import from_data, to_json
+from dstrain.render import jsonc
+from dstrain.render.keys.table import KEYS
+from dstrain.render.lint import check
+from dstrain.render.lint.finding import lines
+from dstrain.render.lint.subject import Subject
+from dstrain.render.lock import LOCK, Lock
+from dstrain.render.manual import edits_in
+from dstrain.render.regenerate import Decision, Standing, regenerate, replaced
+from dstrain.yamls import parse_yaml
+from tests.cases import ask
+from tests.lint.case import MARK
+from tests.lint.cases_engine import ENGINE_CASES
+from tests.lint.cases_text import TEXT_CASES
+
+ROOT = Path(__file__).parents[1]
+"""The repository."""
+HOSTS = "gpu01 slots=8\ngpu02 slots=8\n"
+"""The hostfile beside other files."""
+SHARE_PLANNED = 0.005
+"""Share of the inputs that whole commands read too, which take a hundred times as long."""
+BATCH = 500
+"""Inputs of one process at a time."""
+MESSAGES: tuple[wire.Order | wire.Event, ...] = (
+    wire.Look(run_dir="/r", token="t", others=["b"], files={"/m": 1}, port=29500),
+    wire.Begin(
+        host="a", run_dir="/r", mark="m", command=["python"], environment={"A": "b"}, unset=[], exports="", hosts=["a"],
+        first_rank=0, num_ranks=8, master_port=29500, mirror=False, grace_s=5.0,
+    ),
+    wire.Alive(steps={"0": [1, "step", 10]}),
+    wire.Wrote(name="logs/a", text="é\n", on_screen=True),
+    wire.Ended(code=None, num_finished=1, num_done=1, reported=["a", 1]),
+)  # fmt: skip
+"""Messages between `run` and agents."""
+JUNK: tuple[Any, ...] = (
+    None, True, False, 0, 1, -1, 2, 3, 16, 0.5, 1e-8, 1e14, 1e308, -1e308, 10**30, 10**400, "", "auto", "cpu", "nvme",
+    "gpu", "1e400", "1e5", "-1", "3", "true", "none", "nan", "Infinity", "../..", "\x00", "\ud800", "é\u202e",
+    "x" * 5000, [], {}, [[]], [None], {"": {}}, {"device": {}}, [1, "2", {}], {"stage": [3]},
+)  # fmt: skip
+"""Values that no key expects, and some that many do."""
+TOKENS = (
+    b"{", b"}", b"[", b"]", b":", b",", b'"', b"'", b"//", b"/*", b"*/", b"#", b"\n", b"\r\n", b"\t", b"\x00", b"\xff",
+    b"- ", b"&a ", b"*a", b"!!python/name:os.system ", b"|\n", b"---\n", b"...\n", b"? ", b"<<: *a\n", b"NaN", b"1e999",
+    b"-", b"\\u", b" slots=", b" slots=99999999999999999999", b"gpu[01-99]", b"\xef\xbb\xbf", b"<<<<<<< HEAD\n",
+    b"\xed\xa0\x80", b"2024-13-45",
+)  # fmt: skip
+"""Pieces of text that mean something to one of the readers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Crash:
+    """An exception that is no DstrainError."""
+
+    reader: str
+    """What read the input."""
+    signature: str
+    """The exception and the line of dstrain that raised it."""
+    input: str
+    """The input, as Python writes it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What a number of inputs gave."""
+
+    inputs: int
+    """How many inputs."""
+    calls: Counter[str]
+    """Reader to how often it was called."""
+    slowest: dict[str, float]
+    """Reader to the seconds of its slowest call."""
+    crashes: list[Crash]
+    """Every one."""
+
+
+# --- mutations
+
+
+def mutated(rng: random.Random, raw: bytes) -> bytes:
+    """Returns an input with one to four mutations, most of them of values and keys where it is JSON."""
+    for _ in range(rng.choice((1, 1, 2, 3, 4))):
+        try:
+            value = json.loads(raw) if rng.random() < 0.7 else None
+        except (ValueError, RecursionError):
+            value = None
+        raw = _of_value(rng, value) if isinstance(value, dict) else _of_bytes(rng, raw)
+    return raw
+
+
+def _places(value: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in items:
+        yield (*place, key)
+        yield from _places(inner, (*place, key))
+
+
+def _of_value(rng: random.Random, value: dict[str, Any]) -> bytes:
+    """Returns an object with one value or key changed, removed, added or doubled."""
+    places = list(_places(value))
+    kind = rng.random()
+    if not places or kind < 0.35:
+        names = rng.choice(_KEY_PLACES)
+        _put(value, [rng.choice(["x", "0", "é"]) if name == "*" else name for name in names], _junk(rng))
+    else:
+        *above, last = rng.choice(places)
+        node: Any = value
+        for key in above:
+            node = node[key]
+        if kind < 0.7:
+            node[last] = _junk(rng)
+        elif kind < 0.8:
+            del node[last]
+        elif kind < 0.9 and isinstance(node, dict):
+            node[rng.choice([_slip(rng, last), rng.choice(_KEY_PLACES)[-1]])] = node.pop(last)
+        else:
+            node[last] = copy.deepcopy(value)
+    text = json.dumps(value, indent=rng.choice([None, 2]), ensure_ascii=rng.random() < 0.5)
+    return text.encode("utf-8", errors="surrogatepass")
+
+
+_KEY_PLACES = sorted(KEYS)
+
+
+def _put(value: dict[str, Any], names: Sequence[str], new: Any) -> None:
+    for name in names[:-1]:
+        inner = value.setdefault(name, {})
+        if not isinstance(inner, dict):
+            inner = value[name] = {}
+        value = inner
+    value[names[-1]] = new
+
+
+def _slip(rng: random.Random, word: str) -> str:
+    at = rng.randrange(len(word) + 1)
+    return word[:at] + rng.choice(["", "x", "_", word[at : at + 1] * 2]) + word[at + 1 :]
+
+
+def _junk(rng: random.Random) -> Any:
+    row = KEYS[rng.choice(_KEY_PLACES)] if rng.random() < 0.3 else None
+    if row is not None:
+        return rng.choice([row.default, row.least, row.most, *row.words])
+    return rng.choice([*copy.deepcopy(JUNK), rng.randint(-9, 10**9), rng.random() * 10 ** rng.randint(-9, 20)])
+
+
+def _of_bytes(rng: random.Random, raw: bytes) -> bytes:
+    """Returns bytes with some cut, doubled, flipped or put in; a line is doubled, indented or taken away as well."""
+    at, length = rng.randrange(len(raw) + 1), rng.choice((1, 1, 4, 30))
+    kind = rng.randrange(7)
+    if kind == 0:
+        return raw[:at] + raw[at + length :]
+    if kind == 1:
+        return raw[:at] + raw[at : at + length] * rng.choice((2, 2, 50)) + raw[at + length :]
+    if kind == 2:
+        return raw[:at] + bytes(rng.randrange(256) for _ in range(rng.choice((1, 3)))) + raw[at + 1 :]
+    if kind == 3:
+        return raw[:at]
+    if kind == 4:
+        lines = raw.split(b"\n")
+        line = rng.randrange(len(lines))
+        lines[line : line + 1] = rng.choice([[], [lines[line]] * 2, [b"  " + lines[line]], [rng.choice(lines)]])
+        return b"\n".join(lines)
+    junk = json.dumps(_junk(rng)).encode() if kind == 5 else rng.choice(TOKENS)
+    return raw[:at] + junk + raw[at + (length if rng.random() < 0.5 else 0) :]
+
+
+# --- readers
+
+
+class Readers:
+    """What reads files and messages; files stand in a folder of generated ones."""
+
+    def __init__(self, folder: Path) -> None:
+        """Reads the corpus; `folder` is where files are written."""
+        self._folder = folder
+        self._cluster = ask(model="qwen3-8b", gpus=16).cluster
+        golden = [path.parent for path in sorted((ROOT / "tests" / "golden").glob("*/job.yaml"))]
+        self._cases = [
+            {"hostfile": HOSTS, **{name: (path / name).read_text("utf-8") for name in ("ds_config.json", "job.yaml")}}
+            for path in golden
+        ]
+        mistakes = [case.text.replace(MARK, "").encode() for case in (*TEXT_CASES, *ENGINE_CASES)]
+        self.corpus = {
+            "ds_config.json": [*self._texts("ds_config.json"), *mistakes],
+            "job.yaml": [
+                *self._texts("job.yaml"),
+                *(path.read_bytes() for path in (ROOT / "launch").glob("*.job.yaml")),
+            ],
+            "hostfile": [path.read_bytes() for path in sorted((ROOT / "hostfiles").iterdir())],
+            "wire": [wire.encode(message, 1) for message in MESSAGES],
+            "pulse": [b'{"rank": 1, "step": 2, "phase": "step", "total": 9}'],
+        }
+
+    def _texts(self, name: str) -> list[bytes]:
+        return [case[name].encode() for case in self._cases]
+
+    def calls(self, rng: random.Random, name: str, raw: bytes) -> Iterator[tuple[str, Callable[[], object]]]:
+        """Yields what reads an input, with its name in the report; whole commands read a few of them."""
+        text = raw.decode(errors="replace")
+        if name == "wire":
+            yield "wire", lambda: [wire.decode(line) for line in wire.Lines().feed(raw)]
+        elif name == "pulse":
+            yield "pulse", lambda: pulse.decode(raw)
+        else:
+            case, new = rng.choice(self._cases), rng.choice(self._cases)[name]
+            yield from _of_file(rng, name, text)
+            yield f"diff {name}", lambda: edits_in(name, case[name], text)
+            yield f"merge {name}", lambda: _merged(rng, name, case[name], text, new)
+            if rng.random() < SHARE_PLANNED:
+                self._write({**case, name: raw}, case)
+                yield "dstrain lint", lambda: _typed(lint.command, *rng.choice([[], ["--fix", "-n"], ["--json"]]))
+                yield "dstrain diff", lambda: _typed(diff.command, *rng.choice([[], ["--json"]]))
+                yield "dstrain explain", lambda: _typed(explain.command, rng.choice(["ds_config.json", "stage"]))
+                yield "job file", lambda: read_job(Path("job.yaml"), [text[:40]] if name == "hostfile" else [])
+
+    def _write(self, texts: Mapping[str, str | bytes], base: Mapping[str, str]) -> None:
+        for name, text in texts.items():
+            (self._folder / name).write_bytes(text.encode() if isinstance(text, str) else text)
+        (self._folder / LOCK).parent.mkdir(exist_ok=True)
+        lock = Lock(dstrain="0", deepspeed="0", base=base, cluster=self._cluster)
+        (self._folder / LOCK).write_text(to_json(lock), encoding="utf-8")
+
+
+def _of_file(rng: random.Random, name: str, text: str) -> Iterator[tuple[str, Callable[[], object]]]:
+    if name == "ds_config.json":
+        yield "lint", lambda: _linted(text, is_trainers=rng.random() < 0.7)
+        yield "explain", lambda: _explained(text)
+        key = rng.choice(_KEY_PLACES)
+        yield "explain a key", lambda: explain_key_text.lines(explain_key_text.explained(key, KEYS[key], None, ""))
+    elif name == "hostfile":
+        yield "hostfile", lambda: hostfile.parse(text, name)
+        yield "hosts", lambda: hostfile.expand(text[:200], slots=rng.choice([None, 8]))
+    else:
+        yield "job file", lambda: _job(text, name)
+
+
+def _linted(text: str, *, is_trainers: bool) -> None:
+    document, findings = check.read(text, "ds_config.json")
+    if document is not None:
+        fixed, findings = check.fixed(Subject(document=document, is_trainers=is_trainers))
+        check.check(fixed)
+    for finding in findings:
+        lines(finding)
+
+
+def _explained(text: str) -> None:
+    value = jsonc.parse(text, "ds_config.json").value
+    if isinstance(value, dict):
+        explained = explain_file_text.explained(Path("ds_config.json"), value, None, "")
+        explain_file_text.lines(explained)
+        json.dumps(explain_file_text.document(explained))
+
+
+def _job(text: str, name: str) -> None:
+    data, locate = parse_yaml(text, name, texts=TEXTS)
+    from_data(Job, data, locate=locate, synonyms=SYNONYMS)
+
+
+def _typed(command: click.Command, *words: str) -> None:
+    """Runs a command as it is typed, in the current folder."""
+    with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()), suppress(SystemExit, click.ClickException):
+        command.main(list(words), standalone_mode=False)
+
+
+def _merged(rng: random.Random, name: str, base: str, yours: str, new: str) -> None:
+    """Merges an edited file with a new one, in every way."""
+    adopted, reopens = rng.random() < 0.3, rng.random() < 0.3
+    file = Standing(name=name, shown=name, base=base, yours=yours, new=new, is_adopted=adopted, reopens=reopens)
+    replaced([file])
+    regenerate([file], lambda file, clash: rng.choice(list(Decision)))
+
+
+# --- runs
+
+
+def run(inputs: int, seed: int) -> Report:
+    """Returns what a number of inputs gave."""
+    rng = random.Random(seed)
+    report = Report(inputs=inputs, calls=Counter(), slowest={}, crashes=[])
+    with tempfile.TemporaryDirectory() as name, chdir(name), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        readers = Readers(Path(name))
+        for _ in range(inputs):
+            kind = rng.choices(list(readers.corpus), weights=(6, 2, 4, 4, 4))[0]
+            raw = mutated(rng, rng.choice(readers.corpus[kind]))
+            for reader, call in readers.calls(rng, kind, raw):
+                started = time.perf_counter()
+                try:
+                    call()
+                except DstrainError:
+                    pass
+                except Exception as error:
+                    report.crashes.append(Crash(reader=reader, signature=_signature(error), input=repr(raw)))
+                report.calls[reader] += 1
+                report.slowest[reader] = max(report.slowest.get(reader, 0.0), time.perf_counter() - started)
+    return report
+
+
+def _signature(error: Exception) -> str:
+    """Returns the exception and the last line of dstrain on the way to it."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "/dstrain/" in frame.filename]
+    where = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else "outside"
+    return f"{type(error).__name__} at {where}: {str(error)[:80]!r}"
+
+
+def _batch(given: tuple[int, int]) -> Report:
+    return run(*given)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command and returns its exit status: 1 where something crashed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--inputs", type=int, default=10_000, help="How many inputs.")
+    parser.add_argument("--seed", type=int, help="Seed of the inputs.  [default: a new one]")
+    parser.add_argument("--processes", type=int, default=1, help="How many processes.")
+    parser.add_argument("--json", type=Path, help="Write every crash to this file.")
+    options = parser.parse_args(arguments)
+    seed = random.SystemRandom().randrange(2**31) if options.seed is None else options.seed
+    print(f"seed {seed}", flush=True)
+    given = [(min(BATCH, options.inputs - done), seed + done) for done in range(0, options.inputs, BATCH)]
+    crashes: list[Crash] = []
+    calls: Counter[str] = Counter()
+    slowest: dict[str, float] = {}
+    with ProcessPoolExecutor(options.processes) as pool:
+        for report in pool.map(_batch, given):
+            calls += report.calls
+            slowest = {name: max(slowest.get(name, 0.0), report.slowest.get(name, 0.0)) for name in calls}
+            crashes += report.crashes
+    _print(options.inputs, calls, slowest, crashes)
+    if options.json:
+        options.json.write_text(json.dumps([asdict(crash) for crash in crashes], indent=2), encoding="utf-8")
+    return 1 if crashes else 0
+
+
+def _print(inputs: int, calls: Counter[str], slowest: Mapping[str, float], crashes: Sequence[Crash]) -> None:
+    print(f"{inputs:,} inputs, {calls.total():,} calls, {len(crashes):,} crashes")
+    for name, count in sorted(calls.items()):
+        print(f"  {name:<22} {count:>9,} calls, the slowest {slowest[name]:.2f} s")
+    for signature, count in Counter(crash.signature for crash in crashes).most_common():
+        shortest = min((crash for crash in crashes if crash.signature == signature), key=lambda crash: len(crash.input))
+        print(f"{count:>6} × {shortest.reader}: {signature}\n         {shortest.input[:600]}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,9 @@
+"""What people and other programs write is read, or refused with an error; nothing else ends a reader."""
+
+from benchmarks.fuzz import run
+
+
+def test_broken_inputs_end_in_no_exception() -> None:
+    report = run(300, seed=7)
+    assert report.crashes == []
+    assert {"lint", "explain", "job file", "hostfile", "wire", "pulse", "merge job.yaml"} <= set(report.calls)
