@@ -27,6 +27,7 @@ from dstrain.launch.begin import Launch, plan_launch
 from dstrain.launch.detach import detach
 from dstrain.launch.doctor.finding import Mark, errors
 from dstrain.launch.doctor.quick import quick
+from dstrain.launch.environment import refuse_secrets
 from dstrain.launch.launchers import LAUNCHERS
 from dstrain.launch.linting import check_rules
 from dstrain.launch.nodes.pace import LEAST_S
@@ -129,6 +130,7 @@ def command(**typed: Any) -> None:
 def _run(options: Options) -> None:
     """Does what was typed."""
     check_rules(options.ignored)
+    refuse_secrets(options.overrides, "command lines are for everyone to see")
     hosts = _allocated() if options.launcher == "slurm" and options.hostfile is None else None
     launch = _plan(options, hosts, goes_on=False)
     prepared = launch.prepared

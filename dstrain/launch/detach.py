@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from dstrain.errors import DstrainError, EnvironmentProblem, RunFailed
@@ -24,6 +26,8 @@ STOP_S = 90.0
 SAVE_S = 3600.0
 """Seconds in which a run that was asked to save must have done so."""
 _POLL_S = 0.2
+_CHILD = "import json, sys; from dstrain.cli.main import main; main(json.load(sys.stdin))"
+"""What runs in the background: its arguments come by stdin, since everybody sees command lines."""
 
 
 def detach(run_dir: RunDir, arguments: Sequence[str], say: Callable[[str], None]) -> None:
@@ -33,11 +37,18 @@ def detach(run_dir: RunDir, arguments: Sequence[str], say: Callable[[str], None]
     """
     log = state.run_log(run_dir)
     log.parent.mkdir(parents=True, exist_ok=True)
-    line = python("-m", "dstrain.cli", *(word for word in arguments if word != "--detach"), "--no-doctor")
+    words = [*(word for word in arguments if word != "--detach"), "--no-doctor"]
     with log.open("wb") as file:
         child = subprocess.Popen(
-            line, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+            python("-c", _CHILD, "dstrain.cli", "run"),
+            stdin=subprocess.PIPE,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
+    assert child.stdin is not None
+    with suppress(BrokenPipeError), child.stdin:
+        child.stdin.write(json.dumps(words).encode())
     tail = Tail(log)
     until = time.monotonic() + START_S
     while time.monotonic() < until and child.poll() is None and _stage(run_dir, child.pid) in {None, Stage.STARTING}:

@@ -12,7 +12,7 @@ Agents get the same texts and put them into the environment themselves (`expande
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import dstrain
@@ -20,6 +20,7 @@ from dstrain.errors import InvalidConfig
 from dstrain.job import is_secret as is_secret
 from dstrain.paths import write_atomic
 from dstrain.rundir import RunDir
+from dstrain.yamls import parse_yaml
 
 FORWARDED_PREFIXES = (
     "HF_", "HUGGINGFACE_", "TRANSFORMERS_", "MODELSCOPE_", "SWANLAB_", "WANDB_", "MLFLOW_", "AWS_",
@@ -52,6 +53,20 @@ _PARTS = re.compile(r'\\([\\$`"])|\$(?:([A-Za-z_]\w*)|{([A-Za-z_]\w*)})|"(?:\$\'
 
 SAFE_PATH = {"PYTHONSAFEPATH": "1"}
 """Keeps the current folder out of where Python and what it starts look for modules."""
+
+
+def refuse_secrets(overrides: Iterable[str], why: str) -> None:
+    """Raises InvalidConfig where a `key=value` of the command line is a secret, or holds some."""
+    for override in overrides:
+        key, _, text = override.partition("=")
+        name = key.strip().rpartition(".")[2]
+        value = parse_yaml(text, "--set")[0] if name == "env" else None
+        given = value if isinstance(value, Mapping) else {name: text}
+        for secret in (each for each, worth in given.items() if is_secret(each, str(worth))):
+            raise InvalidConfig(
+                f"--set {key}: {secret} is a secret, and {why}",
+                hint=f"export {secret}=… in this shell, or write it under `env:` in the job file.",
+            )
 
 
 def is_forwarded(name: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,21 @@ from dstrain.monitor.jsonl_sink import read_jsonl
 from tests.cli.conftest import lay_traps
 
 Type = Callable[..., Any]
+
+
+CANARY = "canary-7c1d"
+"""A secret, as it stands in the shell of whoever types the demo."""
+SEEN: list[str] = []
+"""Command lines that held it."""
+
+
+def command_lines() -> list[str]:
+    """Returns the command lines of all processes, as everybody on the machine sees them."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            found.append(path.read_bytes().decode(errors="replace").replace("\0", " "))
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +42,17 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
     for place in (folder, folder / "d"):
         lay_traps(place)
     command = [sys.executable, "-P", "-m", "dstrain.cli", "demo", "d", "--zero-stage", "3", "--steps", "90", "--json"]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=os.environ, timeout=900)
+    environment = {**os.environ, "HF_TOKEN": CANARY, "SWANLAB_API_KEY": CANARY}
+    child = subprocess.Popen(
+        command, cwd=folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    while True:
+        try:
+            stdout, stderr = child.communicate(timeout=0.5)
+            break
+        except subprocess.TimeoutExpired:
+            SEEN.extend(line for line in command_lines() if CANARY in line)
+    done = subprocess.CompletedProcess(command, child.returncode, stdout, stderr)
     return done, folder / "d"
 
 
@@ -58,3 +84,12 @@ def test_metrics_are_kept_a_line_each(demo: tuple[Any, Path]) -> None:
 
 def test_swanlab_kept_its_files_offline(demo: tuple[Any, Path]) -> None:
     assert list((demo[1] / "output-zero3" / "swanlog").glob("run-*"))
+
+
+def test_a_secret_stands_in_its_own_file_and_nowhere_else(demo: tuple[Any, Path]) -> None:
+    done, folder = demo
+    holders = {path for path in folder.rglob("*") if path.is_file() and CANARY.encode() in path.read_bytes()}
+    assert {path.name for path in holders} == {".secrets"}
+    assert {path.stat().st_mode & 0o777 for path in holders} == {0o600}
+    assert CANARY not in done.stdout + done.stderr
+    assert SEEN == []

@@ -221,6 +221,12 @@ def test_checkpoints_of_an_earlier_run_are_exit_6(dstrain: Type, job: Path) -> N
     assert (done.returncode, "resume=auto" in done.stderr) == (6, True)
 
 
+def test_a_secret_is_not_taken_from_the_command_line(dstrain: Type, job: Path) -> None:
+    done = dstrain("run", "-n", "--set", "env.HF_TOKEN=hf_x")
+    assert (done.returncode, "HF_TOKEN is a secret, and command lines are" in done.stderr) == (3, True)
+    assert "hf_x" not in done.stderr + done.stdout
+
+
 def test_a_port_in_use_is_named(dstrain: Type, job: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = str(server.getsockname()[1])

@@ -29,6 +29,7 @@ from dstrain.launch.environment import (
     launcher_environment,
     python_path,
     read_user_files,
+    refuse_secrets,
     secrets,
     write_secrets,
 )
@@ -186,6 +187,16 @@ def test_secrets_go_to_the_secrets_and_not_to_the_environment_file() -> None:
         "WANDB_API_KEY": "w",
     }
     assert file_text(for_nodes(env, job, user)) == "PLAIN=1\n"
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["env.HF_TOKEN=hf_x", "env={A: 1, HF_TOKEN: hf_x}", "env.PROXY=http://me:pw@host", "monitor.webhook=https://hook"],
+)
+def test_a_secret_is_no_option(override: str) -> None:
+    with pytest.raises(InvalidConfig, match="is a secret, and they are seen"):
+        refuse_secrets(["seed=1", override], "they are seen")
+    refuse_secrets(["env.HF_HOME=/hf", "env={A: 1}", "data=https://host/a", "seed=1", "odd"], "they are seen")
 
 
 def test_the_launcher_gets_neither_secrets_nor_another_launchers_rank() -> None:

@@ -11,7 +11,7 @@ from dstrain.errors import InvalidConfig
 from dstrain.facts import probe
 from dstrain.facts.hostfile import Hosts
 from dstrain.jobfile import JobFile
-from dstrain.launch.environment import SAFE_PATH, is_forwarded, is_secret, python_path
+from dstrain.launch.environment import SAFE_PATH, is_forwarded, is_secret, python_path, refuse_secrets
 from dstrain.launch.environment import secrets as known_secrets
 from dstrain.render.lock import read_lock
 
@@ -71,7 +71,7 @@ def describe(
     """
     job = file.job
     run_dir = Path(job.output_dir)
-    _require_no_secret(overrides)
+    refuse_secrets(overrides, "scripts are for everyone to read")
     for what, value in (("job", str(path.resolve())), ("output_dir", job.output_dir), ("--python", python)):
         one_line(what, value)
     for override in overrides:
@@ -92,16 +92,6 @@ def describe(
         exports=_exports(environment, job.env),
         job_env={name: value for name, value in job.env.items() if not is_secret(name, value)},
     )
-
-
-def _require_no_secret(overrides: Sequence[str]) -> None:
-    for override in overrides:
-        key, _, value = override.partition("=")
-        if is_secret(key.rpartition(".")[2], value):
-            raise InvalidConfig(
-                f"--set {key}: a secret, and scripts are for everyone to read",
-                hint=f"export {key.rpartition('.')[2]}=… in the shell from which the job is submitted.",
-            )
 
 
 def _known_hosts(file: JobFile) -> Hosts | None:
