@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ruamel.yaml import YAML
@@ -41,6 +42,8 @@ class _Constructor(RoundTripConstructor):
             raise ConstructorError(None, None, problem, node.start_mark) from None
 
 
+_MOST_CHARACTERS = 2**18
+_MOST_VALUES = 2**17
 _TAG = "tag:yaml.org,2002:"
 
 
@@ -50,10 +53,13 @@ def parse_yaml(text: str, name: str, *, texts: frozenset[str] = frozenset()) -> 
     Scalars directly below the top-level keys in `texts` are text, exactly as written (`4` is "4"). Raises InvalidConfig
     with `name:line:column` for a syntax error, a duplicate key, or a value that is none (the date 2024-13-45).
     """
+    if len(text) > _MOST_CHARACTERS:
+        raise InvalidConfig(f"{name}: has {len(text):,} characters; the most is {_MOST_CHARACTERS:,}")
     reader = YAML(typ="rt", pure=True)
     reader.Constructor = type("_Constructor", (_Constructor,), {"texts": texts})
     try:
         document = reader.load(io.StringIO(text.removeprefix("\ufeff")))
+        plain = _plain(document, budget=itertools.count())
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f"{name}:{mark.line + 1}:{mark.column + 1}" if mark else name
@@ -66,12 +72,15 @@ def parse_yaml(text: str, name: str, *, texts: frozenset[str] = frozenset()) -> 
         raise InvalidConfig(f"{name}: has a comment between a key and its value; write them on one line") from None
     except RecursionError:
         raise InvalidConfig(f"{name}: is nested too deeply") from None
+    except OverflowError:
+        problem = f"its aliases (*name) stand for more than {_MOST_VALUES:,} values"
+        raise InvalidConfig(f"{name}: {problem}", hint="Write the values themselves.") from None
 
     def locate(place: Place) -> str:
         line, column = _mark(document, place)
         return f"{name}:{line + 1}:{column + 1}"
 
-    return _plain(document), locate
+    return plain, locate
 
 
 def _hint(text: str, error: MarkedYAMLError) -> str:
@@ -118,11 +127,14 @@ def _mark(node: Any, place: Place) -> tuple[int, int]:
     return mark
 
 
-def _plain(node: Any) -> Any:
+def _plain(node: Any, budget: Iterator[int]) -> Any:
+    """Returns a plain value. Raises OverflowError where aliases make more of it than anybody writes."""
+    if next(budget) > _MOST_VALUES:
+        raise OverflowError
     if isinstance(node, Mapping):
-        return {str(key): _plain(value) for key, value in node.items()}
+        return {str(key): _plain(value, budget) for key, value in node.items()}
     if isinstance(node, Sequence) and not isinstance(node, str):
-        return [_plain(value) for value in node]
+        return [_plain(value, budget) for value in node]
     if isinstance(node, bool) or node is None:
         return node
     for plain in (int, float, str):

@@ -181,6 +181,8 @@ def expand(text: str, slots: int | None, name: str = "--hosts") -> Hosts:
         except InvalidConfig as error:
             problems.append(f"{name}: {error.problem}")
             continue
+        if len(hosts) > MAX_HOSTS:
+            break
         for host in found:
             if host.name in hosts:
                 problems.append(f'{name}: "{host.name}" comes twice')
@@ -233,7 +235,7 @@ def _numbers(ranges: str) -> list[str]:
             raise InvalidConfig(f'the range "[{ranges}]" runs backwards; write [{last}-{first}]')
         if len(first) != len(last) and last.startswith("0"):
             raise InvalidConfig(f'the range "[{ranges}]" has uneven zeros; write [{first.zfill(len(last))}-{last}]')
-        if int(last) - int(first) >= MAX_HOSTS:
+        if len(numbers) + int(last) - int(first) >= MAX_HOSTS:
             raise InvalidConfig(f'the range "[{ranges}]" is longer than {MAX_HOSTS} hosts')
         numbers += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
     return numbers

@@ -20,6 +20,10 @@ from dstrain.errors import DstrainError, EnvironmentProblem, InvalidConfig
 
 TIMEOUT_S = 10.0
 MAX_BYTES = 8 * 2**20
+_MOST = 2**48
+_MOST_PARTS = 2**14
+"""Layers of a model, or experts of a layer, above which the number must be a slip."""
+_PARTS = re.compile(r"(^|_)(layers?|depths?|blocks|experts)$")
 
 _DOWNLOADS = {Hub.HF: "hf download {0} config.json", Hub.MODELSCOPE: "modelscope download --model {0} config.json"}
 _OTHER = {Hub.HF: "modelscope", Hub.MODELSCOPE: "hf"}
@@ -67,19 +71,37 @@ def fetch_config(model_id: str, hub: Hub, *, timeout_s: float = TIMEOUT_S) -> di
 
 
 def parse_config(text: str, name: str) -> dict[str, Any]:
-    """Returns the object in a config.json's text. Raises InvalidConfig with file:line:column."""
+    """Returns the object in a config.json's text. Raises InvalidConfig with file:line:column, or with the key of a
+    number that no model has."""
     try:
         config = json.loads(text.removeprefix("\ufeff"))
+        _require_sizes(config, name)
     except json.JSONDecodeError as error:
         raise InvalidConfig(
             f"{name}:{error.lineno}:{error.colno}: not valid JSON: {error.msg[:1].lower()}{error.msg[1:]}",
             hint="A download that broke off looks like this; fetch it again.",
         ) from None
+    except ValueError as error:  # Python converts no more than 4300 digits
+        raise InvalidConfig(f"{name}:1:1: {error}") from None
     except RecursionError:
         raise InvalidConfig(f"{name}:1:1: nested too deep for a config.json") from None
     if not isinstance(config, dict):
         raise InvalidConfig(f"{name}:1:1: a config.json is an object in braces, not {type(config).__name__}")
     return config
+
+
+def _require_sizes(value: object, name: str, key: str = "") -> None:
+    """Raises InvalidConfig for a whole number that is no size, or for more layers or experts than can be counted."""
+    if isinstance(value, dict):
+        for inner, item in value.items():
+            _require_sizes(item, name, inner)
+    elif isinstance(value, list):
+        for item in value:
+            _require_sizes(item, name, key)
+    elif isinstance(value, int):
+        most = _MOST_PARTS if _PARTS.search(key) else _MOST
+        if abs(value) > most:
+            raise InvalidConfig(f'{name}: "{key}" is {value:,}; the most is {most:,}'[:400])
 
 
 def cached_config(model_id: str, hub: Hub) -> Path | None:

@@ -19,7 +19,9 @@ _COMMENT = re.compile(r"//|\#|/\*")
 STRING = re.compile(r'"(?:[^"\\\x00-\x1f]|\\.)*"')
 """A string with its quotes."""
 _NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?", re.ASCII)
+_WORD = re.compile(r"\w*")
 _WORDS = {"true": True, "false": False, "null": None}
+_MOST_CHARACTERS = 2**22
 _MAX_DEPTH = 100
 """Levels of nesting; no configuration has ten, and Python's own stack ends at a thousand."""
 
@@ -102,6 +104,7 @@ class _Parser:
     def __init__(self, text: str, name: str) -> None:
         self.text, self.name, self.at = text, name, 0
         self.spans: dict[Pointer, Span] = {}
+        self.order: list[Pointer] = []
         self.repeated: list[Repeated] = []
         self.extras: dict[str, int] = {"a BOM": 0} if text.startswith("\ufeff") else {}
 
@@ -126,6 +129,7 @@ class _Parser:
         start = self.at
         found = self.bare_value(pointer, head)
         self.spans[pointer] = Span(start if key is None else key, start, self.at)
+        self.order.append(pointer)
         return found
 
     def bare_value(self, pointer: Pointer, head: str) -> Any:
@@ -137,7 +141,7 @@ class _Parser:
             return self.string()
         if match := _NUMBER.match(self.text, self.at):
             return self.number(match)
-        word = re.match(r"\w*", self.text[self.at :])
+        word = _WORD.match(self.text, self.at)
         if word and word[0] in _WORDS:
             self.at += len(word[0])
             return _WORDS[word[0]]
@@ -172,6 +176,7 @@ class _Parser:
     def object(self, pointer: Pointer) -> dict[str, Any]:
         self.at += 1
         found: dict[str, Any] = {}
+        inside: dict[str, slice] = {}
         while (head := self.skip()) != "}":
             if head != '"':
                 raise self.fail("a key in double quotes, or }, is expected here")
@@ -180,19 +185,17 @@ class _Parser:
             here = (*pointer, key)
             if key in found:
                 self.repeated.append(Repeated(pointer=here, first=self.spans[here].key, at=start))
-                self.forget(here)
+                for inner in self.order[inside[key]]:  # the value does not count
+                    self.spans.pop(inner, None)
             if self.skip() != ":":
                 raise self.fail(f'a colon is missing after "{key}"')
             self.at += 1
+            first = len(self.order)
             found[key] = self.value(here, start)
+            inside[key] = slice(first, len(self.order))
             self.separator("}")
         self.at += 1
         return found
-
-    def forget(self, pointer: Pointer) -> None:
-        """Drops the places below a key whose value does not count."""
-        for inner in [each for each in self.spans if each[: len(pointer)] == pointer]:
-            del self.spans[inner]
 
     def array(self, pointer: Pointer) -> list[Any]:
         self.at += 1
@@ -223,6 +226,8 @@ def read(text: str, name: str) -> Document:
     {'a': 2}
     """
     parser = _Parser(text, name)
+    if len(text) > _MOST_CHARACTERS:
+        raise parser.fail(f"there are {len(text):,} characters here; the most is {_MOST_CHARACTERS:,}")
     value = parser.value(())
     if parser.skip():
         raise parser.fail("the value has ended; nothing more may stand here")
