@@ -22,7 +22,7 @@ from dstrain.facts.calibration import Calibration
 from dstrain.facts.cluster import Cluster, Origin
 from dstrain.facts.links import Link
 from dstrain.facts.network import Network
-from dstrain.paths import write_atomic
+from dstrain.paths import write_together
 from dstrain.records import from_data, to_data, type_config
 
 SCHEMA = 1
@@ -150,13 +150,18 @@ def read(path: str = DEFAULT_PATH) -> tuple[list[MeasuredLinks], str | None]:
 def save(entry: MeasuredLinks, path: str = DEFAULT_PATH) -> Path:
     """Puts an entry into the file, in place of an earlier one of the same hosts and GPUs; returns where the file is.
 
-    What of the file cannot be read is lost. Raises EnvironmentProblem when it cannot be written.
+    Where something of the file cannot be read, as of a newer dstrain, the whole of it is kept as `.bak`. Raises
+    EnvironmentProblem when it cannot be written.
     """
-    found, _ = read(path)
+    found, problem = read(path)
     kept = [each for each in found if each._key != entry._key]
     entries = [{key: value for key, value in to_data(each).items() if value is not None} for each in (*kept, entry)]
     file = Path(path).expanduser()
-    write_atomic(file, json.dumps({"schema": SCHEMA, "measured": entries}, indent=2, ensure_ascii=False) + "\n")
+    backups = {}
+    if problem is not None and file.is_file():
+        backups[file.with_name(f"{file.name}.bak")] = file.read_bytes().decode(errors="surrogateescape")
+    text = json.dumps({"schema": SCHEMA, "measured": entries}, indent=2, ensure_ascii=False) + "\n"
+    write_together({file: text}, backups=backups)
     return file
 
 

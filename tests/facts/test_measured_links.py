@@ -154,3 +154,12 @@ def test_what_else_was_calibrated_stays() -> None:
     assert with_rates(before, measured).of("h100-sxm").gemm_ratio == 0.6
     assert with_rates(before, measured).of("h100-sxm").inter_bus_bytes_per_s == 240e9
     assert with_rates(before, cluster()) is before
+
+
+@pytest.mark.parametrize("text", ['{"schema": 9, "measured": [{"hosts": ["a"]}]}', "{", "\udcff"])
+def test_a_file_that_cannot_be_read_is_kept_beside_the_new_one(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "links.json"
+    path.write_text(text, encoding="utf-8", errors="surrogateescape")
+    save(ENTRY, str(path))
+    assert (tmp_path / "links.json.bak").read_text(encoding="utf-8", errors="surrogateescape") == text
+    assert read(str(path)) == ([ENTRY], None)
