@@ -149,6 +149,7 @@ class Trainer(transformers.Trainer):
     def _prepare_for_training(self, *arguments: Any, **options: Any) -> Any:
         """Returns the engine and its data. Raises InvalidConfig where it does not keep the samples of a row apart."""
         prepared = super()._prepare_for_training(*arguments, **options)  # type: ignore[no-untyped-call]
+        self._skipped = self.skipped_steps
         rows: Any = self.train_dataset
         if isinstance(rows, PackedRows):
             size = min(self.args.per_device_train_batch_size, 2)
@@ -186,8 +187,8 @@ class Trainer(transformers.Trainer):
 
         Raises RunFailed after too many steps in a row without finite gradients; every rank has the same norm.
         """
-        engine: Any = self.model_wrapped
-        is_finite = engine.was_step_applied() and (grad_norm is None or math.isfinite(grad_norm))
+        skipped, self._skipped = self._skipped, self.skipped_steps
+        is_finite = skipped == self._skipped and (grad_norm is None or math.isfinite(grad_norm))
         self._gradients.note(self.state.global_step, is_finite=is_finite)
         is_long = self.control.should_evaluate or self.control.should_save
         if is_long:
