@@ -156,9 +156,10 @@ class Run:
         if now < self._next_look:
             return
         self._next_look = now + _WISH_S
-        if done is not None and keeper.state.stage is Stage.STARTING:
+        step = done if phase is Phase.STEP else None
+        if step is not None and keeper.state.stage is Stage.STARTING:
             keeper.write(stage=Stage.RUNNING)
-        keeper.beat(done if phase is Phase.STEP else None)
+        keeper.beat(step)
         self._voice.progress(phase, done, total)
         if run_dir.stop_wish.exists():
             self._wishes.stop.append("dstrain stop")

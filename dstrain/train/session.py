@@ -100,7 +100,7 @@ class Session:
         rank.say(f"loading {job.model}")
         pulse.send(0, Phase.WEIGHTS)
         loaded = load_model(job, source, ds_config, report=partial(pulse.count, Phase.WEIGHTS))
-        pulse.send(0, Phase.START)
+        pulse.send(0, Phase.LOADING)
         return cls(
             job=job,
             run_dir=run_dir,
