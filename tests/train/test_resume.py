@@ -88,7 +88,8 @@ def test_an_exported_zero_3_checkpoint_is_the_trained_model(exact: Path, root: P
     assert made.returncode == 0, made.stderr
     exported, final = tensors(out), tensors(exact / "zero3-whole" / "final")
     assert exported.keys() == final.keys()
-    assert all(exported[key].equal(final[key]) for key in final)
+    # the base is in fp32: the export has the optimizer's weights, the final model those that bf16 has computed with
+    assert all(exported[key].bfloat16().float().equal(final[key]) for key in final)
     assert (out / "tokenizer.json").exists()
 
 
