@@ -358,15 +358,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     seed = random.SystemRandom().randrange(2**31) if options.seed is None else options.seed
     print(f"seed {seed}", flush=True)
     given = [(min(BATCH, options.inputs - done), seed + done) for done in range(0, options.inputs, BATCH)]
-    crashes: list[Crash] = []
+    inputs, crashes = 0, list[Crash]()
     calls: Counter[str] = Counter()
     slowest: dict[str, float] = {}
     with ProcessPoolExecutor(options.processes) as pool:
         for report in pool.map(_batch, given):
+            inputs += report.inputs
             calls += report.calls
             slowest = {name: max(slowest.get(name, 0.0), report.slowest.get(name, 0.0)) for name in calls}
             crashes += report.crashes
-    _print(options.inputs, calls, slowest, crashes)
+            print(f"{inputs:,} inputs, {len(crashes):,} crashes", file=sys.stderr, flush=True)
+    _print(inputs, calls, slowest, crashes)
     if options.json:
         options.json.write_text(json.dumps([asdict(crash) for crash in crashes], indent=2), encoding="utf-8")
     return 1 if crashes else 0
