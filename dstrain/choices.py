@@ -121,6 +121,22 @@ class LossOn(StrEnum):
     ALL = "all"
 
 
+class Thinking(StrEnum):
+    """Which answers keep their thoughts: as is usual with the family, all, those after the last question, or none."""
+
+    AUTO = "auto"
+    ALL = "all"
+    LAST = "last"
+    OFF = "off"
+
+
+class OnBadRow(StrEnum):
+    """What happens to a row that cannot be used."""
+
+    STOP = "stop"
+    SKIP = "skip"
+
+
 class Schedule(StrEnum):
     """How the learning rate goes, by Transformers' names: those that need no more than a job has."""
 

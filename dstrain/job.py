@@ -20,10 +20,12 @@ from dstrain.choices import (
     Hub,
     LossOn,
     Method,
+    OnBadRow,
     Precision,
     Schedule,
     SinkName,
     SwanLabMode,
+    Thinking,
 )
 from dstrain.records import type_config
 
@@ -99,6 +101,8 @@ class Job:
     """Evaluation data, in the same forms, for the mean loss of a token; not given: no evaluation."""
     data_format: DataFormat = DataFormat.AUTO
     """`alpaca` (instruction, input, output), `messages` (also ShareGPT), `text`, or `auto` (by the columns)."""
+    on_bad_row: OnBadRow = OnBadRow.STOP
+    """What a row that cannot be used does: `stop` ends the run, `skip` leaves the row out, and the log names it."""
     ds_config: str = "ds_config.json"
     """The DeepSpeed configuration."""
     hostfile: str | None = None
@@ -122,6 +126,10 @@ class Job:
     """Whether short samples share rows of `seq_len` tokens; a model that would let them see each other is refused."""
     loss_on: LossOn = LossOn.ANSWER
     """Which tokens count in the loss: `answer` or `all`."""
+    thinking: Thinking = Thinking.AUTO
+    """Thoughts that are kept: `all`, of the answers after the `last` question, none (`off`), or `auto` (`all`)."""
+    chat_template: str | None = None
+    """A chat template, or a file that holds one; not given: the model's own."""
     micro_batch: Positive = 1
     """Samples (rows, when packing) in one forward of one GPU."""
     grad_accum: Positive = 1
@@ -190,6 +198,9 @@ SYNONYMS = MappingProxyType(
         "max_seq_length": "seq_len",
         "max_length": "seq_len",
         "finetuning_type": "method",
+        "template": "chat_template",
+        "chat_template_path": "chat_template",
+        "enable_thinking": "thinking",
         "flash_attn": "attn",
         "attn_implementation": "attn",
         "epochs": "num_train_epochs",

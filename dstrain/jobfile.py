@@ -88,12 +88,23 @@ def _absolute(job: Job, folder: Path, locate: Locator) -> Job:
         path = local(key, name)
         return path if looks_local(name) or _exists(Path(path)) else name
 
+    def template(text: str) -> str:
+        if "{" in text or "\n" in text:
+            return text
+        try:
+            return Path(local("chat_template", text)).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+            problems.append(f"{locate(('chat_template',))}: chat_template {_shortened(text)}: {str(reason).lower()}")
+            return text
+
     absolute = replace(
         job,
         model=maybe("model", job.model),
         data=None if job.data is None else maybe("data", job.data),
         eval_data=None if job.eval_data is None else maybe("eval_data", job.eval_data),
         ds_config=local("ds_config", job.ds_config),
+        chat_template=None if job.chat_template is None else template(job.chat_template),
         hostfile=None if job.hostfile is None else local("hostfile", job.hostfile),
         output_dir=local("output_dir", job.output_dir),
         resume=job.resume if job.resume in ("never", "auto") else local("resume", job.resume),

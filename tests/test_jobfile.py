@@ -71,6 +71,16 @@ def test_paths_are_relative_to_the_job(tmp_path: Path) -> None:
     assert (job.data, job.output_dir) == (str(tmp_path / "train.jsonl"), str(tmp_path / "out"))
 
 
+def test_a_chat_template_is_a_file_beside_the_job_or_the_template_itself(tmp_path: Path) -> None:
+    (tmp_path / "chat.jinja").write_text("{{ messages }}\n")
+    for text in ("chat.jinja", str(tmp_path / "chat.jinja"), '"{{ messages }}\\n"'):
+        (tmp_path / "job.yaml").write_text(f"model: m\noutput_dir: o\nchat_template: {text}\n")
+        assert read_job(tmp_path / "job.yaml").job.chat_template == "{{ messages }}\n"
+    (tmp_path / "job.yaml").write_text("model: m\noutput_dir: o\nchat_template: chat.jinj\n")
+    with pytest.raises(InvalidConfig, match=r'job\.yaml:3:1: chat_template "chat\.jinj": no such file'):
+        read_job(tmp_path / "job.yaml")
+
+
 def test_a_hub_id_is_left_alone(tmp_path: Path) -> None:
     assert read_job(write(tmp_path, JOB)).job.model == "org/model"
 

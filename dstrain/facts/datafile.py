@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,6 +16,9 @@ from dstrain.facts.samples import require, to_messages, unused, unused_text
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
 """Endings of the files that can be read; what a JSON file holds is seen from its first byte, not from its name."""
+
+Refuse = Callable[[InvalidConfig], None]
+"""Takes a row that cannot be used: raises what is wrong with it, or the row is left out."""
 
 _SHOWN_PROBLEMS = 5
 _BATCH_ROWS = 1024
@@ -66,10 +69,13 @@ def is_file_name(data: str) -> bool:
     return data.startswith((".", "/", "~")) or data.lower().endswith(SUFFIXES) or Path(data).exists()
 
 
-def check(path: str | Path, data_format: DataFormat, *, limit_bytes: int | None = None) -> DataReport:
+def check(
+    path: str | Path, data_format: DataFormat, *, limit_bytes: int | None = None, skip: bool = False
+) -> DataReport:
     """Returns what the data file holds, after turning its rows (those in the first `limit_bytes`) into conversations.
 
-    Raises InvalidConfig with up to five problems, one a line, each with file and line.
+    Raises InvalidConfig with up to five problems, one a line, each with file and line; with `skip` only where no row
+    can be used.
     """
     source = Path(path)
     columns: dict[str, None] = {}
@@ -77,6 +83,7 @@ def check(path: str | Path, data_format: DataFormat, *, limit_bytes: int | None 
     problems: list[str] = []
     hints: list[str] = []
     rows_checked = 0
+    useful = False
     for entry in _entries(source, limit_bytes):
         try:
             if isinstance(entry, InvalidConfig):
@@ -89,9 +96,11 @@ def check(path: str | Path, data_format: DataFormat, *, limit_bytes: int | None 
         except InvalidConfig as error:
             problems.append(error.problem)
             hints += [error.hint] if error.hint else []
-            if len(problems) == _SHOWN_PROBLEMS or data_format is DataFormat.AUTO:
+            if (len(problems) == _SHOWN_PROBLEMS and not (skip and useful)) or data_format is DataFormat.AUTO:
                 break
-    if problems:
+        else:
+            useful = True
+    if problems and not (skip and useful):
         more = [f"{source}: stopped after {_SHOWN_PROBLEMS} problems"] if len(problems) == _SHOWN_PROBLEMS else []
         raise InvalidConfig("\n".join(problems + more), hint="\n".join(dict.fromkeys(hints)) or None)
     if rows_checked == 0:
@@ -102,12 +111,18 @@ def check(path: str | Path, data_format: DataFormat, *, limit_bytes: int | None 
     )
 
 
-def samples(path: str | Path) -> Iterator[Sample]:
-    """Yields every row of a data file in its order. Raises InvalidConfig at the first one that cannot be read."""
+def stop(error: InvalidConfig) -> None:
+    """Raises what is wrong with a row."""
+    raise error
+
+
+def samples(path: str | Path, refuse: Refuse = stop) -> Iterator[Sample]:
+    """Yields every row of a data file in its order; one that cannot be read goes to `refuse`."""
     empty = True
     for entry in _entries(Path(path), None):
         if isinstance(entry, InvalidConfig):
-            raise entry
+            refuse(entry)
+            continue
         empty = False
         yield entry
     if empty:
@@ -238,12 +253,12 @@ def _list_items(path: Path, limit_bytes: int | None) -> Iterator[Sample | Invali
         except json.JSONDecodeError as error:
             if not (cut and _at_end(error)):
                 message = f"{error.msg[:1].lower()}{error.msg[1:]}"
-                yield InvalidConfig(f"{path}:{error.lineno}:{error.colno}: {message}")
+                raise InvalidConfig(f"{path}:{error.lineno}:{error.colno}: {message}") from None
             return
         yield _object(f"{path}:{line}", value)
         position = _skip(text, position + 1) if text[position : position + 1] == "," else position
     if position >= len(text) and not cut:
-        yield InvalidConfig(f"{path}:{text.count(chr(10)) + 1}: the list is not closed")
+        raise InvalidConfig(f"{path}:{text.count(chr(10)) + 1}: the list is not closed")
 
 
 def _skip(text: str, position: int) -> int:

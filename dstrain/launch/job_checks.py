@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from dstrain.choices import Attention, Hub, Method, Precision, SinkName, SwanLabMode
+from dstrain.choices import Attention, Hub, Method, OnBadRow, Precision, SinkName, SwanLabMode
 from dstrain.errors import DstrainError, EnvironmentProblem, InvalidConfig
 from dstrain.facts import datafile, model_files
 from dstrain.facts.cluster import Cluster, Origin
@@ -200,7 +200,9 @@ def check_data_file(file: JobFile, key: str) -> str | None:
     if name is None or not (looks_local(name) or Path(name).exists()):
         return None
     try:
-        report = datafile.check(Path(name), file.job.data_format, limit_bytes=CHECKED_DATA_BYTES)
+        report = datafile.check(
+            Path(name), file.job.data_format, limit_bytes=CHECKED_DATA_BYTES, skip=file.job.on_bad_row is OnBadRow.SKIP
+        )
     except InvalidConfig as error:
         raise InvalidConfig(f"{file.locate((key,))}: {key}: {error.problem}", hint=error.hint) from None
     return f"{shown(name)}: {report.note}" if report.note else None

@@ -7,12 +7,12 @@ import json
 import sys
 import zlib
 from array import array
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import datasets  # type: ignore[import-untyped]
@@ -20,14 +20,25 @@ import transformers
 from datasets.exceptions import DatasetGenerationError  # type: ignore[import-untyped]
 
 import dstrain
-from dstrain.choices import DataFormat
+from dstrain.choices import DataFormat, OnBadRow
 from dstrain.errors import DstrainError, EnvironmentProblem, InvalidConfig
-from dstrain.facts.datafile import Sample, format_of, is_file_name, num_rows, samples, to_conversation
+from dstrain.facts.datafile import Refuse, Sample, format_of, is_file_name, num_rows, samples, to_conversation
 from dstrain.facts.samples import unused, unused_text
 from dstrain.job import Job
 from dstrain.train.hubs import from_hub
 from dstrain.train.packing import PackedRows, best_fit
 from dstrain.train.tokenize import Encoder
+
+_SHOWN_PROBLEMS = 5
+_COUNTED = MappingProxyType(
+    {
+        "empty_answers": "answers are empty: the model learns to say nothing there",
+        "lost_thoughts": "answers lost their thoughts (thinking: {job.thinking})",
+        "empty_thoughts": "answers learn to begin with an empty block of thoughts (thinking: off gives it as prompt)",
+        "lost_prompts": "system prompts are left out by the chat template",
+    }
+)
+"""What the log says of `chat.Counts`."""
 
 _FEATURES = datasets.Features(
     {
@@ -35,7 +46,7 @@ _FEATURES = datasets.Features(
         "labels": datasets.List(datasets.Value("int32")),
         "length": datasets.Value("int32"),
         "num_cut": datasets.Value("int32"),
-        "unused": datasets.Value("string"),
+        "said": datasets.Value("string"),
         "crc": datasets.Value("uint32"),
     }
 )
@@ -74,8 +85,8 @@ class _Source:
     """File or data set id, for messages."""
     identity: str
     """Changes when the rows change."""
-    rows: Callable[[], Iterator[Sample]]
-    """Yields all rows in order."""
+    rows: Callable[[Refuse], Iterator[Sample]]
+    """Yields all rows in order; takes what is done with one that cannot be read."""
     count: Callable[[], int]
     """Returns how many there are, about; 0 where nobody knows."""
 
@@ -93,22 +104,21 @@ def prepare(
     same file; `report` hears of its progress. Raises InvalidConfig with file and line for a row that cannot be used.
     """
     source = _source(job, data, training=training)
-    encoder = Encoder(tokenizer=tokenizer, seq_len=job.seq_len, loss_on=job.loss_on)
-    encoded = _tokenized(source, encoder, job.data_format, report)
+    encoder = Encoder(tokenizer=tokenizer, seq_len=job.seq_len, loss_on=job.loss_on, thinking=job.thinking)
+    encoded = _tokenized(source, encoder, job, report)
     columns = encoded.with_format("numpy")
     lengths = columns["length"][:]
     truncated = int((columns["num_cut"][:] > 0).sum())
     kept = lengths.nonzero()[0]
-    dropped = len(lengths) - len(kept)
+    dropped = len(lengths) - 1 - len(kept)
+    remarks = _remarks(source.name, json.loads(encoded[-1]["said"]), job)
     if not len(kept):
-        raise InvalidConfig(
-            f"{source.name}: none of {len(lengths):,} samples has a token of an answer in its first {job.seq_len:,}",
-            hint="Raise seq_len, or set loss_on: all.",
-        )
-    dataset: Any = (encoded.select(kept) if dropped else encoded).select_columns(["input_ids", "labels", "length"])
+        problem = f"none of {len(lengths) - 1:,} samples has a token of an answer in its first {job.seq_len:,}"
+        raise InvalidConfig("\n".join([f"{source.name}: {problem}", *remarks]), hint="Raise seq_len.")
+    dataset: Any = encoded.select(kept).select_columns(["input_ids", "labels", "length"])
     lengths = [int(length) for length in lengths[kept]]
     notes = _notes(source.name, lengths, seq_len=job.seq_len, truncated=truncated, dropped=dropped)
-    notes += [f"{source.name}: {unused_text(counts)}"] if (counts := _unused(encoded)) else []
+    notes += remarks
     if job.packing:
         rows = best_fit(lengths, job.seq_len, seed=job.seed)
         dataset = PackedRows(samples=dataset.with_format("arrow"), rows=rows)
@@ -143,12 +153,13 @@ def _notes(name: str, lengths: list[int], *, seq_len: int, truncated: int, dropp
     return notes
 
 
-def _unused(encoded: datasets.Dataset) -> Counter[str]:
-    """Returns what nobody read of the rows: name → samples that hold it."""
-    counts: Counter[str] = Counter()
-    for group in encoded.data.column("unused").value_counts().to_pylist():
-        counts.update(dict.fromkeys(json.loads(group["values"]), group["counts"]))
-    return counts
+def _remarks(name: str, said: dict[str, Any], job: Job) -> list[str]:
+    """Returns what the log says about columns that nobody reads, about answers, and about rows that were left out."""
+    notes = [unused_text(Counter(said["unused"]))] if said["unused"] else []
+    notes += [f"{count:,} {_COUNTED[what].format(job=job)}" for what, count in said["counts"].items() if count]
+    if said["skipped"]:
+        notes.append(f"{said['num_skipped']:,} rows cannot be used and were skipped (on_bad_row: skip), the first:")
+    return [f"{name}: {note}" for note in notes] + [f"  {problem}" for problem in said["skipped"]]
 
 
 def _source(job: Job, data: str, *, training: bool) -> _Source:
@@ -156,39 +167,45 @@ def _source(job: Job, data: str, *, training: bool) -> _Source:
         path = Path(data).expanduser()
         stamp = path.stat() if path.exists() else None
         identity = f"{path.resolve()} {stamp.st_size} {stamp.st_mtime_ns}" if stamp else str(path)
-        return _Source(name=str(path), identity=identity, rows=lambda: samples(path), count=lambda: num_rows(path))
+        return _Source(
+            name=str(path), identity=identity, rows=lambda refuse: samples(path, refuse), count=lambda: num_rows(path)
+        )
     name, dataset = from_hub(data, job.hub, training=training)
 
-    def numbered() -> Iterator[Sample]:
+    def numbered(_: Refuse) -> Iterator[Sample]:
         return (Sample(where=f"{name}: row {number}", row=row) for number, row in enumerate(dataset, start=1))
 
     return _Source(name=name, identity=str(dataset._fingerprint), rows=numbered, count=lambda: len(dataset))
 
 
-def _tokenized(source: _Source, encoder: Encoder, data_format: DataFormat, report: Report) -> datasets.Dataset:
-    """Returns every sample in tokens, from the cache where it is there; a sample with nothing to learn has none."""
+def _tokenized(source: _Source, encoder: Encoder, job: Job, report: Report) -> datasets.Dataset:
+    """Returns every sample in tokens, from the cache where it is there; a sample with nothing to learn has none.
+
+    One row more stands at the end, with what there is to say of all.
+    """
 
     def generate() -> Iterator[dict[str, Any]]:
-        rows = source.rows()
-        first, total = next(rows), source.count()
-        known = format_of(source.name, list(first.row), data_format)
-        ignored: deque[str] = deque()  # of the samples that the encoder has taken and not given back yet
+        told: Counter[str] = Counter()
+        columns: Counter[str] = Counter()
+        skipped: list[str] = []
 
-        def conversation(sample: Sample) -> tuple[str, Any]:
-            talk = to_conversation(sample, known)
-            ignored.append(json.dumps(unused(sample.row, known)))
-            return sample.where, talk
+        def refuse(error: InvalidConfig) -> None:
+            if job.on_bad_row is OnBadRow.STOP:
+                raise error
+            skipped.append(str(error.problem))
 
-        for done, sample in enumerate(encoder.encode(map(conversation, chain([first], rows)))):
+        conversations, total = _conversations(source, job.data_format, refuse, columns), source.count()
+        for done, sample in enumerate(encoder.encode(conversations, refuse)):
             report(done, total)
-            ids, labels = (sample.input_ids, sample.labels) if sample.teaches else ([], [])
-            row = {"input_ids": ids, "labels": labels, "length": len(ids), "num_cut": sample.num_cut}
-            yield {**row, "crc": zlib.crc32(array("i", [*ids, *labels])), "unused": ignored.popleft()}
+            told.update({name: getattr(sample.counts, name) for name in _COUNTED})
+            yield _row(*((sample.input_ids, sample.labels) if sample.teaches else ([], [])), num_cut=sample.num_cut)
+        said = {"unused": columns, "counts": told, "skipped": skipped[:_SHOWN_PROBLEMS], "num_skipped": len(skipped)}
+        yield _row([], [], num_cut=0, said=json.dumps(said))
 
     try:
         with _quiet_where_no_terminal():
             found = datasets.Dataset.from_generator(
-                generate, features=_FEATURES, fingerprint=_fingerprint(source, encoder, data_format)
+                generate, features=_FEATURES, fingerprint=_fingerprint(source, encoder, job)
             )
     except DatasetGenerationError as error:
         if isinstance(error.__cause__, DstrainError):
@@ -203,7 +220,28 @@ def _tokenized(source: _Source, encoder: Encoder, data_format: DataFormat, repor
     return found
 
 
-def _fingerprint(source: _Source, encoder: Encoder, data_format: DataFormat) -> str:
+def _row(ids: list[int], labels: list[int], *, num_cut: int, said: str = "") -> dict[str, Any]:
+    row = {"input_ids": ids, "labels": labels, "length": len(ids), "num_cut": num_cut}
+    return {**row, "crc": zlib.crc32(array("i", [*ids, *labels])), "said": said}
+
+
+def _conversations(
+    source: _Source, data_format: DataFormat, refuse: Refuse, columns: Counter[str]
+) -> Iterator[tuple[str, list[dict[str, str]] | str]]:
+    """Yields where each row stands, and its conversation or text; counts the `columns` that nobody reads."""
+    known = None
+    for sample in source.rows(refuse):
+        known = known or format_of(source.name, list(sample.row), data_format)
+        try:
+            conversation = to_conversation(sample, known)
+        except InvalidConfig as error:
+            refuse(error)
+            continue
+        columns.update(unused(sample.row, known))
+        yield sample.where, conversation
+
+
+def _fingerprint(source: _Source, encoder: Encoder, job: Job) -> str:
     """Returns a name for the tokens that is the same on every rank, and another when anything that makes them is."""
     tokenizer = encoder.tokenizer
     if tokenizer.is_fast:
@@ -212,8 +250,9 @@ def _fingerprint(source: _Source, encoder: Encoder, data_format: DataFormat) -> 
     else:
         vocabulary = tokenizer.get_vocab()
     made_from = [
-        *(dstrain.__version__, transformers.__version__, source.identity, data_format.value, list(_FEATURES)),
-        *(encoder.seq_len, encoder.loss_on.value, type(tokenizer).__name__, tokenizer.chat_template),
+        *(dstrain.__version__, transformers.__version__, source.identity, job.data_format.value, list(_FEATURES)),
+        *(encoder.seq_len, encoder.loss_on.value, encoder.thinking.value, job.on_bad_row.value),
+        *(type(tokenizer).__name__, tokenizer.chat_template),
         *(tokenizer.special_tokens_map, vocabulary),
     ]
     return hashlib.sha256(json.dumps(made_from, default=str, sort_keys=True).encode()).hexdigest()[:32]

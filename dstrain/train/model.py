@@ -43,7 +43,7 @@ def source_of(job: Job) -> str:
 
 
 def load_tokenizer(job: Job, source: str) -> PreTrainedTokenizerBase:
-    """Returns the tokenizer, with a padding token: its own, else the one that ends a text."""
+    """Returns the tokenizer, with the job's chat template, and a padding token: its own, else what ends a text."""
     folder = Path(source)
     if folder.is_dir() and not has_tokenizer(folder):
         # Transformers 5 makes an empty tokenizer of config.json alone, without a word
@@ -54,6 +54,8 @@ def load_tokenizer(job: Job, source: str) -> PreTrainedTokenizerBase:
         raise _cannot_load("tokenizer", job, error) from error
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
+    if job.chat_template is not None:
+        tokenizer.chat_template = job.chat_template
     return tokenizer
 
 

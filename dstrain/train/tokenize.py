@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from functools import partial
+from itertools import chain, islice
 from typing import Any
 
-from dstrain.choices import LossOn
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from dstrain.choices import LossOn, Thinking
 from dstrain.errors import InvalidConfig
+from dstrain.facts.datafile import Refuse, stop
+from dstrain.train.chat import Counts, Follower, Span, Text, Written, as_written, learn
+from dstrain.train.marks import OTHER_TEMPLATE, Conversation
 
 IGNORED = -100
 """Label of a token that does not count in the loss. Source: torch.nn.CrossEntropyLoss(ignore_index=-100)."""
 
-Conversation = list[dict[str, str]]
-Span = tuple[int, int]
-
 _GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _BATCH_SAMPLES = 256
+_NOTHING = Counts()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +36,8 @@ class Encoded:
     """The same ids where the token counts in the loss, elsewhere -100."""
     num_cut: int
     """Tokens that did not fit."""
+    counts: Counts
+    """What the log names about its answers."""
 
     @property
     def teaches(self) -> bool:
@@ -48,11 +55,13 @@ class Encoder:
     """Longest sample in tokens."""
     loss_on: LossOn
     """Which tokens count in the loss."""
+    thinking: Thinking = Thinking.AUTO
+    """Which answers keep their thoughts."""
 
-    def encode(self, samples: Iterable[tuple[str, Conversation | str]]) -> Iterator[Encoded]:
+    def encode(self, samples: Iterable[tuple[str, Conversation | str]], refuse: Refuse = stop) -> Iterator[Encoded]:
         """Yields the tokens of each sample, given as (where it stands, conversation or text), in order.
 
-        Raises InvalidConfig, with where the sample stands, when the chat template cannot render it.
+        A conversation that the chat template cannot write goes to `refuse`, which raises, or the sample is left out.
         """
         remaining = iter(samples)
         while batch := list(islice(remaining, _BATCH_SAMPLES)):  # the tokenizer works on a batch in parallel
@@ -60,7 +69,8 @@ class Encoder:
             if len(texts) == len(batch):
                 yield from self._encode_texts(texts)
             else:
-                yield from self._encode_chats([(where, sample) for where, sample in batch if isinstance(sample, list)])
+                conversations = [(where, sample) for where, sample in batch if not isinstance(sample, str)]
+                yield from self._encode_chats(conversations, refuse)
 
     def _encode_texts(self, texts: list[str]) -> Iterator[Encoded]:
         """Yields whole texts, between the tokens that begin and end a document; every token counts."""
@@ -70,149 +80,122 @@ class Encoder:
                 ids.append(self.tokenizer.eos_token_id)
             yield self._cut(ids, ids)
 
-    def _encode_chats(self, batch: list[tuple[str, Conversation]]) -> Iterator[Encoded]:
+    def _encode_chats(self, batch: list[tuple[str, Conversation]], refuse: Refuse) -> Iterator[Encoded]:
         self._require_template()
-        if self.loss_on is LossOn.ANSWER and _GENERATION_TAG.search(self.tokenizer.get_chat_template()):
-            yield from (self._encode_tagged(where, messages) for where, messages in batch)
-            return
-        rendered = [self._render(where, messages) for where, messages in batch]
+        try:
+            write = self._writer()
+        except Exception as error:  # a template is a program of the model's author: it raises what it likes
+            raise _refused(batch[0][0], error) from error
+        conversations: list[tuple[str, Written]] = []
+        for where, messages in batch:
+            try:
+                conversations.append((where, write(messages)))
+            except Exception as error:
+                refuse(_refused(where, error))
         if not self.tokenizer.is_fast:
-            yield from (
-                self._encode_by_prefix(where, *sample) for (where, _), sample in zip(batch, rendered, strict=True)
-            )
+            for where, written in conversations:
+                try:
+                    yield self._encode_by_prefix(where, written)
+                except InvalidConfig as error:
+                    refuse(error)
             return
-        out = self._tokens([text for text, _ in rendered], return_offsets_mapping=True)
-        for ids, offsets, (_, answers) in zip(out["input_ids"], out["offset_mapping"], rendered, strict=True):
-            counts = _inside(offsets, answers)
-            yield self._cut(ids, [token if inside else IGNORED for token, inside in zip(ids, counts, strict=True)])
+        texts = [written.text for _, written in conversations]
+        out = self._tokens(texts, return_offsets_mapping=True) if texts else {"input_ids": [], "offset_mapping": []}
+        for ids, offsets, (_, written) in zip(out["input_ids"], out["offset_mapping"], conversations, strict=True):
+            yield self._cut(ids, _labels(ids, offsets, written.spans), written.counts)
 
-    def _cut(self, ids: list[int], labels: list[int]) -> Encoded:
-        return Encoded(
-            input_ids=ids[: self.seq_len], labels=labels[: self.seq_len], num_cut=max(0, len(ids) - self.seq_len)
+    def _writer(self) -> Callable[[Conversation], Written]:
+        """Returns what writes a conversation as text, and says which characters count."""
+        if self.loss_on is LossOn.ALL:
+            return partial(as_written, thinking=self.thinking, render=self._whole)
+        if _GENERATION_TAG.search(self.tokenizer.get_chat_template()):
+            return partial(as_written, thinking=self.thinking, render=self._tagged)
+        habits = learn(self._template)
+        end, unknown = habits.closing, self.tokenizer.unk_token_id
+        if not end or self.tokenizer.convert_tokens_to_ids(end) in (None, unknown):
+            end = self.tokenizer.eos_token or ""
+        if not (habits.last_closing or end):
+            raise InvalidConfig(
+                "the chat template writes nothing that ends an answer, and the tokenizer has no eos_token",
+                hint="Name a template that ends every answer with a token: chat_template: FILE",
+            )
+        return Follower(template=self._template, habits=habits, thinking=self.thinking, end=end).write
+
+    def _template(self, *conversations: Conversation, prompt: bool = False) -> list[str]:
+        """Returns conversations as text; with `prompt` each ends with what prompts an answer."""
+        options = {"enable_thinking": False} if self.thinking is Thinking.OFF else {}
+        return list(
+            self.tokenizer.apply_chat_template(
+                [list(messages) for messages in conversations], tokenize=False, add_generation_prompt=prompt, **options
+            )
         )
 
-    def _encode_tagged(self, where: str, messages: Conversation) -> Encoded:
-        """Returns the tokens with the template's own word, `{% generation %}`, on what is the answer."""
-        try:
-            out = self.tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
-        except Exception as error:  # a template is a program of the model's author: it raises what it likes
-            raise _refused(where, error) from error
-        ids, mask = out["input_ids"], out["assistant_masks"]
-        return self._cut(ids, [token if inside else IGNORED for token, inside in zip(ids, mask, strict=True)])
+    def _whole(self, messages: Conversation) -> Text:
+        (text,) = self._template(messages)
+        return text, [(0, len(text))]
 
-    def _encode_by_prefix(self, where: str, text: str, answers: Sequence[Span]) -> Encoded:
+    def _tagged(self, messages: Conversation) -> Text:
+        """Returns the text with the template's own word, `{% generation %}`, on what is the answer."""
+        options = {"enable_thinking": False} if self.thinking is Thinking.OFF else {}
+        rendered: Any = render_jinja_template(
+            [[dict(message) for message in messages]],
+            chat_template=self.tokenizer.get_chat_template(),
+            return_assistant_tokens_mask=True,
+            **{**self.tokenizer.special_tokens_map, **options},
+        )
+        (text,), (spans,) = rendered
+        return text, spans
+
+    def _cut(self, ids: list[int], labels: list[int], counts: Counts = _NOTHING) -> Encoded:
+        num_cut = max(0, len(ids) - self.seq_len)
+        return Encoded(input_ids=ids[: self.seq_len], labels=labels[: self.seq_len], num_cut=num_cut, counts=counts)
+
+    def _encode_by_prefix(self, where: str, written: Written) -> Encoded:
         """Returns the tokens for a tokenizer without offsets: the text is tokenized up to each border of an answer."""
-        ids = self._tokens(text)["input_ids"]
+        ids = self._tokens(written.text)["input_ids"]
         labels = [IGNORED] * len(ids)
-        for start, end in answers:
-            before, upto = self._tokens(text[:start])["input_ids"], self._tokens(text[:end])["input_ids"]
+        for start, end in written.spans:
+            before, upto = (self._tokens(written.text[:border])["input_ids"] for border in (start, end))
             if ids[: len(before)] != before or ids[: len(upto)] != upto:
                 raise InvalidConfig(
                     f"{where}: the tokens of an answer cannot be told from those of the question with this tokenizer",
-                    hint="Set loss_on: all, or use a fast tokenizer.",
+                    hint="Use a fast tokenizer (a model folder with tokenizer.json).",
                 )
             labels[len(before) : len(upto)] = ids[len(before) : len(upto)]
-        return self._cut(ids, labels)
+        return self._cut(ids, labels, written.counts)
 
     def _tokens(self, text: str | list[str], **options: Any) -> Any:
         """Returns the tokenizer's output for text that holds its special tokens already."""
-        return self.tokenizer(text, add_special_tokens=False, verbose=False, **options)
+        options |= {"return_attention_mask": False, "return_token_type_ids": False, "verbose": False}
+        return self.tokenizer(text, add_special_tokens=False, **options)
 
     def _require_template(self) -> None:
         if not getattr(self.tokenizer, "chat_template", None):
             raise InvalidConfig(
                 f"the tokenizer of {self.tokenizer.name_or_path or 'this model'} has no chat template, "
                 "and the data are conversations",
-                hint="Use the instruction-tuned model's tokenizer, put a chat_template.jinja beside it, "
+                hint="Use the instruction-tuned model's tokenizer, name a template (chat_template: FILE), "
                 "or write the data as text.",
             )
 
-    def _render(self, where: str, messages: Conversation) -> tuple[str, Sequence[Span]]:
-        """Returns the conversation as text, special tokens included, and the characters that count in the loss."""
-        try:
-            text = self._template(messages)
-            return text, [(0, len(text))] if self.loss_on is LossOn.ALL else self._answers(where, messages, text)
-        except InvalidConfig:
-            raise
-        except Exception as error:
-            raise _refused(where, error) from error
 
-    def _template(self, messages: Conversation, *, prompt: bool = False) -> str:
-        return str(self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt))
-
-    def _answers(self, where: str, messages: Conversation, text: str) -> list[Span]:
-        """Returns the characters of each answer, from after the words that prompt it to its end-of-turn token."""
-        turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-        starts = [self._start(where, messages, turn, text) for turn in turns]
-        closing = _closing(text[starts[-1] :], messages[-1]["content"])
-        spans = []
-        for turn, start, limit in zip(turns, starts, [*starts[1:], len(text)], strict=True):
-            upto = text if turn == turns[-1] else self._template(messages[: turn + 1])
-            if text.startswith(upto):
-                end = len(upto)
-            else:  # the template writes an answer otherwise once another turn follows: Qwen3 leaves its thoughts out
-                end = _rewritten_end(where, text[:limit], start, closing, messages[turn]["content"])
-            # the line break after the end-of-turn token is the template's: no model has to write it
-            spans.append((start, start + len(text[start:end].rstrip()) if closing else end))
-        return spans
-
-    def _start(self, where: str, messages: Conversation, turn: int, text: str) -> int:
-        """Returns where the answer at `turn` starts: after the template's generation prompt for the messages before."""
-        before = messages[:turn]
-        if not before:
-            return max(0, text.find(messages[0]["content"].strip()))
-        prompt = self._template(before, prompt=True)
-        if text.startswith(prompt):
-            return len(prompt)
-        bare = self._template(before)  # the prompt may open thoughts that the answer does not have: DeepSeek-R1
-        if text.startswith(bare):
-            return next(place for place, (one, other) in enumerate(zip(prompt, text, strict=False)) if one != other)
-        raise InvalidConfig(
-            f"{where}: the chat template writes earlier turns otherwise when later ones follow, "
-            "so answers cannot be told from questions",
-            hint="Set loss_on: all, or use a template with {% generation %} around the answers.",
-        )
-
-
-def _closing(last: str, content: str) -> str:
-    """Returns the end-of-turn text, as it stands after the last answer: `<|im_end|>`; empty where it cannot be told.
-
-    >>> _closing("<think>\\n\\n</think>\\n\\nFour.<|im_end|>\\n", "Four.")
-    '<|im_end|>'
-    """
-    lines = content.strip().splitlines() or [""]
-    found = last.rfind(lines[-1]) if lines[-1] else 0
-    return "" if found < 0 else last[found + len(lines[-1]) :].strip()
-
-
-def _rewritten_end(where: str, text: str, start: int, closing: str, content: str) -> int:
-    """Returns where a rewritten answer ends: after the first end-of-turn text, if what precedes it is the answer's."""
-    found = text.find(closing, start) if closing else -1
-    shown = text[start:found].strip()
-    if found < 0 or not (content.strip().endswith(shown) or shown.endswith(content.strip())):
-        raise InvalidConfig(
-            f"{where}: the chat template writes an earlier answer in a way that cannot be followed",
-            hint="Set loss_on: all, or use a template with {% generation %} around the answers.",
-        )
-    return found + len(closing)
-
-
-def _inside(offsets: Iterable[Span], spans: Sequence[Span]) -> list[bool]:
-    """Returns for each token whether it begins within one of the spans; both are in order.
+def _labels(ids: list[int], offsets: Sequence[Span], spans: Sequence[Span]) -> list[int]:
+    """Returns the ids of the tokens that begin within one of the spans, and -100 for the others.
 
     Tokenizers that trim white space from offsets (Llama 3) give a token of white space alone an empty one at its end:
     it begins where the token before it ended.
     """
-    inside = []
-    index = previous_end = 0
-    for start, end in offsets:
-        begin = min(start, previous_end) if start == end else start
-        previous_end = end
-        while index < len(spans) and begin >= spans[index][1]:
-            index += 1
-        inside.append(index < len(spans) and begin >= spans[index][0])
-    return inside
+    ends = chain((0,), (end for _, end in offsets))
+    begins = [start if start < end else min(start, last) for (start, end), last in zip(offsets, ends, strict=False)]
+    labels = [IGNORED] * len(ids)
+    for start, end in spans:
+        first, after = bisect_left(begins, start), bisect_left(begins, end)
+        labels[first:after] = ids[first:after]
+    return labels
 
 
 def _refused(where: str, error: Exception) -> InvalidConfig:
-    return InvalidConfig(f"{where}: the chat template does not accept this conversation: {error}")
+    if isinstance(error, InvalidConfig):
+        return InvalidConfig(f"{where}: {error.problem}", hint=error.hint)
+    said = str(error) or type(error).__name__
+    return InvalidConfig(f"{where}: the chat template does not accept this conversation: {said}", hint=OTHER_TEMPLATE)

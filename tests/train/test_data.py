@@ -1,4 +1,5 @@
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ pytest.importorskip("torch")
 
 import datasets
 
-from dstrain.choices import DataFormat, Hub, LossOn
+from dstrain.choices import DataFormat, Hub, LossOn, OnBadRow, Thinking
 from dstrain.errors import EnvironmentProblem, InvalidConfig
 from dstrain.job import Job
 from dstrain.train import demo
@@ -98,9 +99,9 @@ SHORT_ANSWERS = ["Four, of\n  course. \U0001f600<|im_end|>", "Six.<|im_end|>"]
     [
         (demo.CHAT_TEMPLATE, ANSWERS),
         (TAGGED, ANSWERS),
-        (THINKING, [SHORT_ANSWERS[0], "<think>\n\n</think>\n\nSix.<|im_end|>"]),
+        (THINKING, [ANSWERS[0], "<think>\n\n</think>\n\nSix.<|im_end|>"]),
         (BRACKETS, [" " + answer for answer in ANSWERS]),
-        (OPENED, ["\n\n" + SHORT_ANSWERS[0], SHORT_ANSWERS[1]]),
+        (OPENED, [ANSWERS[0].removeprefix("<think>\n"), ANSWERS[1]]),
     ],
     ids=["chatml", "tagged", "thinking", "brackets", "opened"],
 )
@@ -130,7 +131,7 @@ def test_template_that_cannot_be_followed_is_refused(
     tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tokenizer, "chat_template", COUNTED)
-    with pytest.raises(InvalidConfig, match=r"train\.jsonl:1: the chat template writes earlier turns otherwise"):
+    with pytest.raises(InvalidConfig, match=r"train\.jsonl:1: the chat template writes nothing that ends an answer"):
         prepared(tmp_path, tokenizer, [{"messages": TALK}])
     everything = prepared(tmp_path, tokenizer, [{"messages": TALK}], loss_on=LossOn.ALL)
     assert everything.dataset[0]["labels"] == everything.dataset[0]["input_ids"]
@@ -142,6 +143,64 @@ def test_template_that_refuses_a_sample_is_quoted(
     monkeypatch.setattr(tokenizer, "chat_template", "{{ raise_exception('no system, please') }}")
     with pytest.raises(InvalidConfig, match=r"train\.jsonl:1: .*no system, please"):
         prepared(tmp_path, tokenizer, [{"messages": TALK}])
+
+
+def test_rows_that_cannot_be_used_are_skipped_and_named(
+    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fussy = demo.CHAT_TEMPLATE + "{% if 'bad' in messages[0].content %}{{ raise_exception('no, please') }}{% endif %}"
+    monkeypatch.setattr(tokenizer, "chat_template", fussy)
+    good: dict[str, Any] = {"instruction": "a", "output": "b"}
+    rows = [good, {"instruction": "a", "output": 3}, {"instruction": "bad", "output": "b"}, good]
+    with pytest.raises(InvalidConfig, match=r"train\.jsonl:2"):
+        prepared(tmp_path, tokenizer, rows)
+    found = prepared(tmp_path, tokenizer, rows, on_bad_row=OnBadRow.SKIP)
+    assert (found.num_samples, found.num_dropped) == (2, 0)
+    assert "2 rows cannot be used and were skipped (on_bad_row: skip), the first:" in found.notes[1]
+    assert re.fullmatch(r'  .*train\.jsonl:2: "output" is 3; it has to be a string', found.notes[2])
+    assert re.fullmatch(r"  .*train\.jsonl:3: the chat template does not accept .*: no, please", found.notes[3])
+    with pytest.raises(InvalidConfig, match=r"none of 0 samples (.|\n)*train\.jsonl:2"):
+        prepared(tmp_path, tokenizer, rows[2:3] + rows[1:2], on_bad_row=OnBadRow.SKIP)
+
+
+def test_lines_that_are_no_rows_are_skipped_too(tmp_path: Path, tokenizer: Any) -> None:
+    path = tmp_path / "train.jsonl"
+    path.write_text('nonsense\n{"text": "Six."}\n[1]\n')
+    job = Job(model="m", output_dir="o", on_bad_row=OnBadRow.SKIP)
+    found = prepare(job, tokenizer, data=str(path), training=True)
+    assert found.num_samples == 1
+    assert "2 rows cannot be used and were skipped" in found.notes[1]
+
+
+def test_empty_answers_and_lost_or_empty_thoughts_are_counted(
+    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokenizer, "chat_template", THINKING)
+    empty = [{"role": "user", "content": "Six?"}, {"role": "assistant", "content": ""}]
+    rows = [{"messages": TALK}, {"messages": empty}]
+    assert [note.split(": ", 1)[1] for note in prepared(tmp_path, tokenizer, rows).notes[1:]] == [
+        "1 answers are empty: the model learns to say nothing there",
+        "2 answers learn to begin with an empty block of thoughts (thinking: off gives it as prompt)",
+    ]
+    assert [
+        note.split(": ", 1)[1] for note in prepared(tmp_path, tokenizer, rows, thinking=Thinking.LAST).notes[1:]
+    ] == [
+        "1 answers are empty: the model learns to say nothing there",
+        "1 answers lost their thoughts (thinking: last)",
+        "2 answers learn to begin with an empty block of thoughts (thinking: off gives it as prompt)",
+    ]
+
+
+@pytest.mark.parametrize("loss_on", list(LossOn))
+def test_system_prompt_that_the_template_leaves_out_is_counted(
+    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, loss_on: LossOn
+) -> None:
+    without = "{%- set messages = messages | rejectattr('role', 'equalto', 'system') | list %}"
+    monkeypatch.setattr(tokenizer, "chat_template", without + BRACKETS)
+    notes = prepared(
+        tmp_path, tokenizer, [{"messages": [{"role": "system", "content": "Brief!"}, *TALK]}], loss_on=loss_on
+    ).notes
+    assert notes[1].endswith("1 system prompts are left out by the chat template")
 
 
 def test_tokenizer_without_chat_template_is_refused(

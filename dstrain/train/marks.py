@@ -1,0 +1,88 @@
+"""Where messages stand in what a chat template writes: each goes in with marks, and the marks come out where it stands.
+
+A template is a program: what it writes before, in and after a message depends on the other messages. Without its marks
+the text has to be the one that the template writes of the conversation itself.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+
+from dstrain.errors import InvalidConfig
+
+Conversation = Sequence[Mapping[str, str]]
+Places = dict[int, int]
+Template = Callable[..., list[str]]
+"""Writes each of several conversations as text; with `prompt=True` it ends with what prompts an answer."""
+
+_FIRST_MARK, _LAST_MARK = 0x10A000, 0x10FFFD
+_MARK = re.compile(f"([{chr(_FIRST_MARK)}-{chr(_LAST_MARK)}])")
+
+OTHER_TEMPLATE = "Write a template with {% generation %} around the answers, and name it: chat_template: FILE"
+"""The hint where a template cannot be followed."""
+
+
+def whole(template: Template, messages: Conversation) -> tuple[str, Places, int]:
+    """Returns the whole conversation, its places, and how many system prompts it lacks.
+
+    Where a finished conversation lacks the system prompt, which Mistral's templates put into a question that nothing
+    follows, the text up to the last answer is the one that prompts for it.
+    """
+    marked, plain = template(_marked(messages), messages)
+    text, places = _unmarked(marked)
+    if text != plain:
+        raise cannot_follow("writes this conversation otherwise when a message is longer")
+    lost = [mark for index, message in enumerate(messages) for mark in _marks(message, index) if mark not in places]
+    asked = 2 * len(messages) - 3
+    if lost and asked in places:
+        prompt, prompt_places = placed(template, messages[:-1], prompt=True)
+        if asked in prompt_places and prompt_places.keys() >= set(lost):
+            shift = prompt_places[asked] - places[asked]
+            later = {mark: place + shift for mark, place in places.items() if place > places[asked]}
+            return prompt[: prompt_places[asked]] + text[places[asked] :], later | prompt_places, 0
+    for mark in lost:
+        if messages[mark // 2]["role"] != "system":
+            raise cannot_follow(f"leaves out message {mark // 2 + 1} or a part of it")
+    return text, places, len(lost)
+
+
+def placed(template: Template, messages: Conversation, *, prompt: bool = False) -> tuple[str, Places]:
+    """Returns what the template writes, and where messages stand: answer i starts at 2 i, message i ends at 2 i + 1."""
+    (text,) = template(_marked(messages), prompt=prompt)
+    return _unmarked(text)
+
+
+def _unmarked(marked: str) -> tuple[str, Places]:
+    """Returns a text without the marks, and where they stood."""
+    pieces = _MARK.split(marked)
+    places: Places = {}
+    place = 0
+    for piece, mark in zip(pieces[::2], pieces[1::2], strict=False):
+        place += len(piece)
+        places.setdefault(ord(mark) - _FIRST_MARK, place)
+    return "".join(pieces[::2]), places
+
+
+def _marks(message: Mapping[str, str], index: int) -> Sequence[int]:
+    """Returns the marks of a message; an empty one has none but a question: templates ask whether it is empty."""
+    if message["role"] == "user":
+        return (2 * index + 1,)
+    return range(2 * index + (message["role"] != "assistant"), 2 * index + 2) if message["content"].strip() else ()
+
+
+def _marked(messages: Conversation) -> Conversation:
+    """Returns the messages with their marks, within the white space around them, which templates strip."""
+    marked = []
+    for index, message in enumerate(messages):
+        content = message["content"]
+        start, end = len(content) - len(content.lstrip()), len(content.rstrip())
+        for mark in reversed(_marks(message, index)):
+            place = end if mark % 2 else start
+            content = f"{content[:place]}{chr(_FIRST_MARK + mark)}{content[place:]}"
+        marked.append({**message, "content": content})
+    return marked
+
+
+def cannot_follow(what: str) -> InvalidConfig:
+    return InvalidConfig(f"the chat template {what}, so answers cannot be told from questions", hint=OTHER_TEMPLATE)
