@@ -194,8 +194,9 @@ def _tokenized(source: _Source, encoder: Encoder, job: Job, report: Report) -> d
                 raise error
             skipped.append(str(error.problem))
 
-        conversations, total = _conversations(source, job.data_format, refuse, columns), source.count()
+        conversations, total = _conversations(source, job.data_format, refuse, columns), 0
         for done, sample in enumerate(encoder.encode(conversations, refuse)):
+            total = total if done else source.count()
             report(done, total)
             told.update({name: getattr(sample.counts, name) for name in _COUNTED})
             yield _row(*((sample.input_ids, sample.labels) if sample.teaches else ([], [])), num_cut=sample.num_cut)
