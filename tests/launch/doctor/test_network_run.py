@@ -149,7 +149,7 @@ def test_each_host_starts_its_ranks_with_deepspeeds_launcher(tmp_path: Path) -> 
 
 
 def hello(interface: str | None, **changes: Any) -> Hello:
-    given = {"host": "a", "versions": {"torch": "2"}, "shares_run_dir": False, "num_gpus": 0, "port_is_free": True}
+    given = {"host": "a", "versions": {"torch": "2"}, "shares_run_dir": False, "num_gpus": 0, "port": 29500}
     given |= {"unlike": {}}
     return Hello(interface=interface, clock=0.0, **(given | changes))
 
