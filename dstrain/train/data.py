@@ -71,11 +71,6 @@ class Prepared:
     digest: str
     """Changes when a token, a label, or the order in which samples are trained on changes."""
 
-    @property
-    def columns(self) -> Any:
-        """The data set as a `collate.Collator` reads it fastest: its columns are NumPy arrays."""
-        return self.dataset if isinstance(self.dataset, PackedRows) else self.dataset.with_format("numpy")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Source:

@@ -154,8 +154,8 @@ class Session:
             data_digest=self.train_data.digest,
             model=self.model,
             args=self.arguments,
-            train_dataset=self.train_data.columns,
-            eval_dataset=self.eval_data.columns if self.eval_data else None,
+            train_dataset=self.train_data.dataset,
+            eval_dataset=self.eval_data.dataset if self.eval_data else None,
             data_collator=CountingCollator(collator),
             processing_class=self.tokenizer,
         )
