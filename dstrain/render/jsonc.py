@@ -153,7 +153,11 @@ class _Parser:
     def number(self, match: re.Match[str]) -> int | float:
         try:
             number: int | float = json.loads(match[0])
-        except ValueError:  # Python converts no more than 4300 digits
+            float(number)
+        except (
+            ValueError,
+            OverflowError,
+        ):  # Python converts no more than 4300 digits, and a float has no more than 308
             number = math.inf
         if isinstance(number, float) and not math.isfinite(number):
             raise self.fail("this number is too large")
