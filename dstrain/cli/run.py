@@ -96,7 +96,7 @@ class Options:
     type=click.FloatRange(0),
     default=START_S,
     show_default=True,
-    help="Seconds from the start of the ranks to the first step of every one; 0 for any time.",
+    help="Seconds without progress before the first step that are a hang; 0 for never.",
 )
 @click.option("--save-on-term", is_flag=True, help="At SIGTERM save a checkpoint and leave, as at SIGUSR1.")
 @click.option("--sync", is_flag=True, help="Copy dstrain and the run directory to nodes that do not see them.")

@@ -27,8 +27,8 @@ from dstrain.rundir import RunDir
 _PAUSE_S = 5.0
 _WISH_S = 1.0
 _MOST_PORTS = 3
-START_S = 1800.0
-"""Seconds in which every rank should have done its first step."""
+START_S = 3600.0
+"""Seconds without progress before the first step that are a hang."""
 _OWN_FAULT = frozenset({2, 3, 4, 5, 6})
 """Exit codes of ranks that another start would end with again. Source: dstrain.errors"""
 
@@ -44,7 +44,7 @@ class Policy:
     hang_s: float = 60.0
     """Seconds without a step that are a hang at the earliest; 0 for never."""
     start_s: float = START_S
-    """Seconds in which every rank must have done its first step; 0 for any time."""
+    """Seconds without progress before the first step that are a hang; 0 for never."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -46,7 +46,7 @@ def hang_lines(hang: Hang, texts: Mapping[int, str], hosts: Hosts) -> tuple[list
     if hang.start is None:
         lines = [f"no step for {waited}, where the median was {hang.median_s:.2g} s: the run hangs"]
     else:
-        lines = [f"not every rank has done its first step within {waited} (--start-timeout)"]
+        lines = [f"the start made no progress for {waited} (--start-timeout)"]
         lines.append(start_line(hang.start, hosts))
     found = {rank: main_stack(text) for rank, text in texts.items()}
     places: dict[str, list[int]] = {}

@@ -66,6 +66,6 @@ def test_a_start_that_took_too_long_shows_the_rank_that_is_behind() -> None:
     start = Start(seconds=1800, phases={0: Phase.CONNECTING, 1: Phase.CONNECTING, 2: Phase.START})
     hang = Hang(seconds=1800, median_s=0.0, steps={0: 0, 1: 0, 2: 0}, start=start)
     lines, shown = hang_lines(hang, {0: dump("wait"), 1: dump("wait"), 2: "slow file system\n"}, HOSTS)
-    assert lines[0] == "not every rank has done its first step within 30 min 0 s (--start-timeout)"
+    assert lines[0] == "the start made no progress for 30 min 0 s (--start-timeout)"
     assert shown == 2
     assert lines[-3:-1] == ["rank 2:", "slow file system"]

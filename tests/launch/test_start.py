@@ -116,7 +116,7 @@ def test_a_start_that_takes_too_long_says_where_every_rank_is(job: Job) -> None:
     assert ended.code == 1
     assert re.search(r"^start +starting for .* of 2 ranks connected; rank 1 on node1 ", said, re.MULTILINE), said
     assert "of 2 ranks connected; rank 1 on node1 " in ended.said
-    assert "not every rank has done its first step within " in ended.said
+    assert "the start made no progress for " in ended.said
     assert "rank 0 on node0 waiting for the others" in ended.said
     assert "rank 0 on node0 in " in ended.said
     assert job.left_over() == []

@@ -192,11 +192,12 @@ class Conductor:
         now = time.monotonic()
         for rank, (step, phase, total) in event.steps.items():
             self._counting.pop(int(rank), None)
+            count = 0
             if phase in COUNTED:
                 self._counting[int(rank)] = (Phase(phase), int(step), int(total))
-                step = total = 0
+                count, step, total = int(step), 0, 0
             self._total = int(total) or self._total
-            self._pace.note(int(rank), int(step), Phase(phase), now)
+            self._pace.note(int(rank), int(step), Phase(phase), now, count=count)
             self._is_port_taken = self._is_port_taken or phase == Phase.PORT_TAKEN
             if phase == Phase.LEFT:
                 self._left_at = int(step)

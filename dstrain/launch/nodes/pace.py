@@ -25,12 +25,14 @@ class Pace:
     def __init__(self, num_ranks: int, least_s: float = LEAST_S, start_s: float = 0.0) -> None:
         """Watches `num_ranks` ranks; a run hangs after `least_s` seconds at the earliest, never where that is 0.
 
-        Every rank must have done its first step within `start_s` seconds; 0 for any time.
+        Before their first step, ranks may take `start_s` seconds from one phase or count to the next; 0 for any time.
         """
         self._num_ranks = num_ranks
         self._least_s = least_s
         self._start_s = start_s
         self._began: float | None = None
+        self._news_at = 0.0
+        self._heard: dict[int, tuple[Phase, int]] = {}
         self._steps_s: deque[float] = deque(maxlen=_KEPT)
         self._longest_s: dict[Phase, float] = {}
         self._phases: dict[int, Phase] = {}
@@ -41,7 +43,7 @@ class Pace:
 
     def begin(self, now: float) -> None:
         """Takes the moment in which ranks are started."""
-        self._began = now
+        self._began = self._news_at = now
 
     def start(self, now: float) -> Start | None:
         """Returns how far the start is; None before it, and once every rank has done its first step."""
@@ -50,8 +52,10 @@ class Pace:
             return None
         return Start(seconds=now - self._began, phases=phases)
 
-    def note(self, rank: int, step: int, phase: Phase, now: float) -> None:
-        """Takes what a rank said at a time in seconds."""
+    def note(self, rank: int, step: int, phase: Phase, now: float, *, count: int = 0) -> None:
+        """Takes what a rank said at a time in seconds; `count` is how far a phase is that counts something else."""
+        if self._heard.get(rank) != (phase, count):
+            self._heard[rank], self._news_at = (phase, count), now
         before, was = min(self.steps.values(), default=0), self._phase
         self.steps[rank], self._phases[rank] = step, phase
         if len(self.steps) < self._num_ranks:
@@ -87,9 +91,9 @@ class Pace:
         return median(self._steps_s) if self._steps_s else None
 
     def stood_still_s(self, now: float) -> float | None:
-        """Returns for how long nothing has moved, or a start has taken, once that is too long; None otherwise."""
+        """Returns for how long nothing has moved, once that is too long; None otherwise."""
         start = self.start(now)
         if start is not None:
-            return start.seconds if 0 < self._start_s < start.seconds else None
+            return now - self._news_at if 0 < self._start_s < now - self._news_at else None
         limit = self.limit_s
         return None if limit is None or now - self._at <= limit else now - self._at

@@ -107,10 +107,14 @@ def test_a_start_is_over_once_every_rank_has_done_a_step() -> None:
     assert pace.start(30) is None
 
 
-def test_a_start_has_its_own_limit_whatever_ranks_say_meanwhile() -> None:
-    pace = starting(90, rank0=Phase.LOADING, rank1=Phase.CONNECTING)
-    assert pace.stood_still_s(100) is None
-    assert pace.stood_still_s(101) == 101
+def test_a_start_has_its_own_limit_from_one_piece_of_news_to_the_next() -> None:
+    pace = starting(90, rank0=Phase.TOKENIZING, rank1=Phase.CONNECTING)
+    assert pace.stood_still_s(190) is None
+    assert pace.stood_still_s(191) == 101
+    pace.note(0, 0, Phase.TOKENIZING, 180, count=11_008)
+    assert pace.stood_still_s(280) is None
+    pace.note(0, 0, Phase.TOKENIZING, 270, count=11_008)  # says it again
+    assert pace.stood_still_s(281) == 101
 
 
 def test_a_run_that_nobody_has_started_is_no_start() -> None:
