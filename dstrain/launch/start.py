@@ -21,8 +21,8 @@ from dstrain.paths import write_atomic
 
 
 def score(launch: Launch, *, hang_s: float = LEAST_S, start_s: float = 0.0) -> Score:
-    """Returns what the conductor plays; a run without a step for `hang_s` seconds may hang, and a start without progress
-    for `start_s` does; 0 for never."""
+    """Returns what the conductor plays; a run without a step for `hang_s` seconds may hang, and a start without
+    progress for `start_s` does; 0 for never."""
     prepared = launch.prepared
     python_path = launch.exported.get("PYTHONPATH", "")
     return Score(
