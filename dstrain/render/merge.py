@@ -168,7 +168,9 @@ def applied(value: Any, changes: Sequence[Change]) -> Any:
 
 def _set(top: Any, pointer: Pointer, change: Change) -> None:
     for key in pointer[:-1]:
-        top = top.setdefault(key, {}) if isinstance(top, dict) else top[key]
+        if isinstance(top, dict) and not isinstance(top.get(key), dict | list):
+            top[key] = {}  # what is no object, such as null, cannot hold the key
+        top = top[key]
     last: Any = pointer[-1]
     if change.value is REMOVED:
         del top[last]

@@ -92,3 +92,8 @@ def test_an_added_key_knows_what_stands_before_it() -> None:
 
 def test_removing_what_is_not_there_does_nothing() -> None:
     assert applied({"a": 1}, [Change(pointer=("b", "c"), value=REMOVED)]) == {"a": 1}
+
+
+@pytest.mark.parametrize("section", [None, True, 3, "x"])
+def test_a_key_in_what_is_no_object_makes_an_object_of_it(section: object) -> None:
+    assert applied({"a": section}, [Change(pointer=("a", "b"), value=1)]) == {"a": {"b": 1}}
