@@ -100,7 +100,7 @@ def test_an_edited_script_stays(dstrain: Type, job: Path) -> None:
         (("script", "slurm", "--time", "soon"), 3, '--time "soon" is no time'),
         (("script", "slurm", "--partition", "a b"), 3, '--partition is "a b"'),
         (("script", "slurm", "--nodes", "2", "--gpus", "7"), 3, "7 GPUs do not divide among 2 nodes"),
-        (("script", "slurm", "--set", "env.HF_TOKEN=x"), 3, "env.HF_TOKEN: a secret"),
+        (("script", "slurm", "--set", "env.HF_TOKEN=x"), 3, "HF_TOKEN is a secret"),
         (("script", "slurm", "--set", "learnin_rate=1"), 3, "learning_rate"),
         (("script", "bash", "--nodes", "3"), 3, "the names of the 3 nodes are not known"),
         (("script", "k8s"), 2, "Missing option '--image'"),

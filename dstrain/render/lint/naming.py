@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from difflib import SequenceMatcher
 from types import MappingProxyType
@@ -17,6 +18,7 @@ from dstrain.render.merge import REMOVED, Change, dotted, lookup
 
 _REFUSES = "DeepSpeed refuses it when the engine starts, after the model was loaded"
 _IGNORES = "DeepSpeed does not read it and says nothing"
+_DIGIT = re.compile(r"\d")
 
 
 PARAMS: tuple[Pointer, ...] = (("optimizer", "params"), ("scheduler", "params"))
@@ -78,12 +80,20 @@ def likeness(name: str, meant: str) -> float:
 def slip_of(name: str, legal: Iterable[str]) -> str | None:
     """Returns the legal name that a name is with a letter wrong, missing or too many; None where two are as near.
 
+    Another digit is no slip: it tells one thing from another.
+
     >>> slip_of("overlap_com", ["overlap_comm", "offload_param"]), slip_of("gpu", ["cpu", "nvme"])
     ('overlap_comm', None)
     >>> slip_of("warmup_mix_lr", ["warmup_min_lr", "warmup_max_lr"]), slip_of("polynomial", ["PolynomialLR"])
     (None, None)
     """
-    near = {meant for meant in legal if abs(len(meant) - len(name)) < 2 and likeness(name, meant) >= SURE_RATIO}
+    near = {
+        meant
+        for meant in legal
+        if abs(len(meant) - len(name)) < 2
+        and _DIGIT.findall(name) == _DIGIT.findall(meant)
+        and likeness(name, meant) >= SURE_RATIO
+    }
     return near.pop() if len(near) == 1 else None
 
 
