@@ -38,7 +38,7 @@ class Verbs(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Returns the verb and its arguments. Raises UsageError with the nearest verb for one that there is not."""
+        """Returns the verb and its arguments. Raises UsageError for an unknown verb and suggests the closest."""
         if args and args[0] not in VERBS and not args[0].startswith("-"):
             raise click.UsageError(f"No such command '{args[0]}'. {did_you_mean(args[0], VERBS)}", ctx)
         return super().resolve_command(ctx, args)

@@ -130,7 +130,7 @@ def command(**typed: Any) -> None:
 def _run(options: Options) -> None:
     """Does what was typed."""
     check_rules(options.ignored)
-    refuse_secrets(options.overrides, "command lines are for everyone to see")
+    refuse_secrets(options.overrides, "every user can read command lines")
     hosts = _allocated() if options.launcher == "slurm" and options.hostfile is None else None
     launch = _plan(options, hosts, goes_on=False)
     prepared = launch.prepared

@@ -48,7 +48,7 @@ class Screen:
             say(text)
 
     def pass_on(self, text: str) -> None:
-        """Prints what rank 0 wrote: whole lines above the bar, as it came where there is none."""
+        """Prints the output of rank 0: whole lines above the progress bar, or unchanged without one."""
         with suppress(OSError):
             if self._bar is None:
                 sys.stderr.write(text)

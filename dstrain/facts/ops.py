@@ -45,13 +45,13 @@ def needed_ops(ds_config: Mapping[str, Any], *, on_gpu: bool) -> list[str]:
 
 
 def _section(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """Returns the object under a key; an empty one where there is none, or something else."""
+    """Returns the object under a key; an empty one if the key is missing or holds anything else."""
     found = config.get(key)
     return found if isinstance(found, Mapping) else {}
 
 
 def torch_folder() -> Path | None:
-    """Returns the folder of the PyTorch that this Python would import, without importing it; None where there is none.
+    """Returns the folder of the PyTorch that this Python would import, without importing it; None if it is missing.
 
     >>> torch_folder().name
     'torch'
@@ -151,7 +151,7 @@ class Lock:
 
     @property
     def is_stale(self) -> bool:
-        """Whether ranks would most likely wait for it for ever: nobody builds for so long without writing a file."""
+        """Whether ranks would most likely wait for it forever: no build goes this long without writing a file."""
         return not self.is_built and self.idle_s >= BUILD_S
 
 

@@ -92,7 +92,7 @@ def _is_killed_at_logout(file: Path = Path("/etc/systemd/logind.conf")) -> bool:
 def stop(run_dir: RunDir, *, at_once: bool) -> Stage:
     """Asks a run to stop and returns how it ended; `at_once` gives its ranks no time.
 
-    Raises RunFailed where there is none to stop, or it has not ended after `STOP_S` seconds.
+    Raises RunFailed if no run is alive in the folder, or if it has not ended after `STOP_S` seconds.
     """
     found = _living(run_dir)
     for _ in range(2 if at_once else 1):

@@ -1,4 +1,4 @@
-"""What a job asks for that is not there, or that the ranks would refuse: found before anything is launched."""
+"""Checks of a job before the launch: files and packages that it needs, and data that the ranks would refuse."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A launch is played on its nodes: what their agents are told, on the port that rank 0's node has free."""
+"""Starts a launch on its nodes: tells their agents what to run, on a port that is free on rank 0's node."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is said where nothing fits: how far the nearest way is from it, and what would fit."""
+"""Explains that no configuration fits: how far the nearest one is over, and what would fit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Three-way merge of plain values: what dstrain wrote, what stands there now, and what dstrain would write."""
+"""Three-way merge of plain values: the last generated ones, the current ones, and the newly generated ones."""
 
 from __future__ import annotations
 

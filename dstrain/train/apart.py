@@ -1,4 +1,4 @@
-"""Whether a model keeps the samples of a packed row apart: asked before the first step, with two short samples."""
+"""Tests, before the first step, whether a model isolates the samples of a packed row."""
 
 from __future__ import annotations
 

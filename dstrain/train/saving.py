@@ -14,6 +14,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from dstrain.errors import InvalidConfig, RunFailed
 from dstrain.facts.model_files import ADAPTER, Tensor, read
+from dstrain.paths import write_atomic
 
 DTYPE_NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 """What safetensors calls the dtypes of training."""
@@ -58,7 +59,7 @@ def restore_config(folder: Path, base: Mapping[str, Any]) -> None:
     path = folder / "config.json"
     if path.is_file():
         saved = json.loads(path.read_text(encoding="utf-8"))
-        path.write_text(json.dumps(_restored(saved, base), indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        write_atomic(path, json.dumps(_restored(saved, base), indent=2, sort_keys=True) + "\n")
 
 
 def _restored(saved: dict[str, Any], base: Mapping[str, Any]) -> dict[str, Any]:

@@ -52,7 +52,7 @@ class Software:
     torch_cuda: str | None
     """The CUDA that torch was built for, such as `12.8`; None for a torch without CUDA, or without torch."""
     nvcc: str | None
-    """The release of nvcc, such as `12.8`; None where there is none."""
+    """The release of nvcc, such as `12.8`; None if it is not installed."""
     nvcc_path: str | None
     """Where it is."""
 
@@ -122,7 +122,7 @@ class Limits:
     """What the system allows a process."""
 
     shm_bytes: int | None
-    """Size of /dev/shm; None where there is none."""
+    """Size of /dev/shm; None if it is not mounted."""
     shm_free_bytes: int | None
     """What is free there."""
     memlock_bytes: int | None

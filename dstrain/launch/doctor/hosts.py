@@ -27,7 +27,7 @@ from dstrain.paths import python
 from dstrain.records import from_data, to_data
 
 TIMEOUT_S = 7.0
-"""How long a host may take to answer; its looks take 3.6 s at the most, so that all ends within 10 s."""
+"""Time limit for a host's answer in seconds; its probes take at most 3.6 s, so the whole ends within 10 s."""
 _GATHER = "dstrain.launch.doctor.gather"
 _MOST_AT_ONCE = 128
 

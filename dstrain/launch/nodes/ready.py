@@ -106,7 +106,7 @@ def _settled(ops: Sequence[str], environment: Mapping[str, str], tell: Callable[
             idle = format_seconds(lock.idle_s)
             raise EnvironmentProblem(
                 f"{lock.path} is held by no process seen here, and nothing was written beside it for {idle}; ranks"
-                " would wait for it for ever",
+                " would wait for it forever",
                 hint="A build that was killed leaves such a lock. Unless another container or host builds there,"
                 f" type on that host: {lock.cure}",
             )

@@ -71,7 +71,7 @@ def describe(
     """
     job = file.job
     run_dir = Path(job.output_dir)
-    refuse_secrets(overrides, "scripts are for everyone to read")
+    refuse_secrets(overrides, "others can read the script")
     for what, value in (("job", str(path.resolve())), ("output_dir", job.output_dir), ("--python", python)):
         one_line(what, value)
     for override in overrides:

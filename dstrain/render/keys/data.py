@@ -108,7 +108,7 @@ DATA: tuple[Key, ...] = (
     Key(path="data_efficiency.data_routing.random_ltd.random_ltd_layer_id", kind=Kind.LIST,
         source="runtime/engine.py: random_ltd_initialize", meaning="Indexes of the layers that drop tokens."),
     Key(path="data_efficiency.data_routing.random_ltd.model_mask_name", kind=Kind.TEXT, is_nullable=True,
-        source=LTD_LAYER, meaning="Name of the layers' attention-mask argument; null where there is none."),
+        source=LTD_LAYER, meaning="Name of the layers' attention-mask argument; null if they take none."),
     Key(path="data_efficiency.data_routing.random_ltd.model_type", kind=Kind.TEXT, words=("encoder", "decoder"),
         source=LTD_LAYER, meaning="How tokens are drawn."),
     Key(path="data_efficiency.data_routing.random_ltd.hidden_state_order", kind=Kind.TEXT,

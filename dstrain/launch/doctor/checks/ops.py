@@ -37,7 +37,9 @@ def check(facts: Facts, needs: Needs) -> list[Finding]:
         if lock.is_stale:
             idle = format_seconds(lock.idle_s)
             what = f"{lock.path} is held by no process seen here, and nothing was written beside it for {idle}"
-            notes.bad(f"{what}: ranks would wait for it for ever, unless another container or host builds", lock.cure)
+            notes.bad(
+                f"{what}: ranks would wait for it forever, unless another container or host is building", lock.cure
+            )
         elif not lock.is_abandoned:  # that one `dstrain run` removes itself
             what = f"{lock.path} is held by no process seen here; another container or host may be building"
             notes.warn(what, f"if nobody does: {lock.cure}")
