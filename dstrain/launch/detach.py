@@ -51,7 +51,7 @@ def detach(run_dir: RunDir, arguments: Sequence[str], say: Callable[[str], None]
         child.stdin.write(json.dumps(words).encode())
     tail = Tail(log)
     until = time.monotonic() + START_S
-    while time.monotonic() < until and child.poll() is None and _stage(run_dir, child.pid) in {None, Stage.STARTING}:
+    while time.monotonic() < until and child.poll() is None and _stage(run_dir, child.pid) is not Stage.RUNNING:
         time.sleep(_POLL_S)
     if child.poll() == 0:
         say(tail.read().strip())

@@ -170,7 +170,7 @@ def test_every_value_of_every_option_has_a_documented_end(
     command = typed(name, option, words)
     if is_legal and PARSED & {(name, None), (name, max(option.opts, key=len))}:
         verb = dict(commands())[name]
-        context = verb.make_context(name, command[len(name.split()) :], resilient_parsing=False)
+        context = verb.make_context(name, command[len(name.split()) :], **cli.context_settings)
         assert context.get_parameter_source(option.name or "") is ParameterSource.COMMANDLINE
         return
     code, _, err = type_(*command)

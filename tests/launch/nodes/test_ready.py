@@ -22,7 +22,8 @@ def locked(folder: Path, *, is_built: bool) -> Path:
     if is_built:
         (folder / "build.ninja").write_text(f"cflags = -isystem {torch_folder()}/include\n")
         (folder / "cpu_adam.so").touch()
-    at = max(((torch_folder() or folder) / "version.py").stat().st_mtime, time.time() - 1000)
+    old = time.time() - 1000
+    at = max(((torch_folder() or folder) / "version.py").stat().st_mtime, old) if is_built else old
     for path in folder.iterdir():
         os.utime(path, (at, at))
     return lock
