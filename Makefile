@@ -3,16 +3,26 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 SERVERS := .cache/language_servers
+# one for the engine, one for the cluster, whose tests mostly wait, and the cores that are left for the rest
+WORKERS := $(shell echo $$(($$(nproc) > 3 ? $$(nproc) : 3)))
 # DeepSpeed compiles its ops on first use; they are kept here
 export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/.cache/torch_extensions
 
-.PHONY: demo test check update servers clean
+.PHONY: demo test fast sweep check update servers clean
 
 demo: $(VENV)/.installed
 	$(BIN)/dstrain demo
 
 test: check $(VENV)/.installed
-	$(BIN)/pytest
+	$(BIN)/pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
+
+# what needs no engine, no cluster, no sweep and no editor, on all cores
+fast: $(VENV)/.installed
+	$(BIN)/pytest -m "not (engine or cluster or sweep or editors)" -n auto --dist loadgroup
+
+# every draw of the tests of which `make test` takes a sample
+sweep: $(VENV)/.installed
+	$(BIN)/pytest -m sweep --all-draws -n auto --dist loadgroup --no-loadscope-reorder
 
 check: $(VENV)/.installed
 	$(BIN)/ruff check .

@@ -1,28 +1,155 @@
-"""Shared by all tests: golden files and their `--update` option."""
+"""Shared by all tests: their marks, the draws of a sweep, golden files and the `--update` option."""
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable, Iterator
+import pickle
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
+from filelock import FileLock, Timeout
+
+from benchmarks import predict
+from benchmarks.published.answers import Answer, answer
+from benchmarks.published.rows import read
 
 GOLDEN = Path(__file__).parent / "golden"
+SHARED_MEMORY = Path("/dev/shm")
+MARKS = {
+    "cluster": (
+        *("tests/launch/test_hosts.py", "tests/launch/test_start.py", "tests/launch/test_sync.py"),
+        *("tests/launch/test_slurm.py", "tests/launch/test_slurm_run.py", "tests/launch/test_reach.py"),
+        *("tests/launch/doctor/test_network_run.py", "tests/launch/doctor/test_network_hosts.py"),
+    ),
+    "engine": (
+        *("tests/lint/test_proofs.py", "tests/train/test_engine_memory.py", "tests/train/test_end_to_end.py"),
+        *("tests/train/test_resume.py", "tests/train/test_elastic.py", "tests/train/test_evaluation.py"),
+        *("tests/train/test_trace.py", "tests/cli/test_demo.py", "tests/launch/test_process.py"),
+        "tests/cli/test_doctor_network.py::test_the_ranks_of_one_host_are_measured_and_a_plan_for_it_reads_that",
+        "tests/cli/test_script.py::test_prepare_writes_what_ranks_read_and_starts_nothing",
+        "tests/cli/test_script.py::test_torchrun_leaves_with_a_checkpoint_and_bash_goes_on_to_the_end",
+        "tests/test_measure.py::test_one_case_is_measured_on_the_cpu_and_compared_with_its_plan",
+    ),
+    "sweep": (
+        *("tests/test_fuzz.py", "tests/lint/test_properties.py", "tests/cli/test_options.py"),
+        *(
+            "tests/plan/tape/test_against_trace.py",
+            "tests/facts/test_tracer.py",
+            "tests/train/test_packing_families.py",
+        ),
+        *("tests/plan/test_bounds.py", "tests/plan/test_headroom.py", "tests/plan/test_quick.py"),
+        "tests/plan/test_search.py::test_bounds_lose_nothing",
+        "tests/test_docs.py::test_a_generated_part_is_what_the_code_says[README.md-published]",
+        "tests/test_published.py::test_every_exclusion_has_a_reason_and_nothing_else_is_missing",
+        "tests/test_published.py::test_the_planner_refuses_no_row_in_scope",
+        "tests/test_published.py::test_the_bars_are_reached_but_for_those_that_are_known",
+        "tests/test_published.py::test_what_was_reached_stays_so",
+    ),
+    "editors": ("tests/render/test_language_server.py", "tests/test_packaging.py"),
+}
+"""What a test needs that takes long, by the beginning of its node id; a test of none of these is fast."""
+
+SLICE = 100
+"""Published runs that one worker answers for at a time."""
+Item = TypeVar("Item")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update", action="store_true", help="rewrite golden files and generated parts of the README")
+    parser.addoption("--all-draws", action="store_true", help="sweeps try everything in place of a sample")
+    parser.addoption("--seed", type=int, help="number that chooses the sample of a sweep, as a run prints it")
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _shared_memory_is_given_back() -> Iterator[None]:
-    """Removes what DeepSpeed's CPU collectives leave behind: 66 MiB of RAM for each rank of every launch."""
-    folder = Path("/dev/shm")
-    before = set(folder.glob("deepspeed_allreduce_buffer_*"))
-    yield
-    for buffer in set(folder.glob("deepspeed_allreduce_buffer_*")) - before:
+def pytest_configure(config: pytest.Config) -> None:
+    """Chooses the seed of this run; workers are given the one of the run that started them."""
+    if config.option.seed is None:
+        config.option.seed = random.SystemRandom().randrange(10**6)
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    if config.option.all_draws:
+        return "sweeps: all draws"
+    return f"sweeps: a sample, drawn by --seed {config.option.seed}"
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m selects, and before a worker of xdist reads the groups
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks the tests; those of a file, all of the engine and all of a cluster are for one worker."""
+    for item in items:
+        mark = next((mark for mark, places in MARKS.items() if item.nodeid.startswith(places)), None)
+        if mark is not None:
+            item.add_marker(mark)
+        group = mark if mark in ("engine", "cluster") else item.nodeid.partition("::")[0]
+        item.add_marker(pytest.mark.xdist_group(group))
+    items.sort(key=lambda item: [item.get_closest_marker(mark) is None for mark in MARKS])
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    session.config.stash[BUFFERS] = buffers()
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Removes what DeepSpeed's CPU collectives left behind: 66 MiB of RAM for each rank of every launch."""
+    if hasattr(session.config, "workerinput"):
+        return  # the run that started this worker does it, when no worker trains any more
+    left = buffers() - session.config.stash[BUFFERS]
+    for maps in Path("/proc").glob("[0-9]*/maps") if left else ():
+        with contextlib.suppress(OSError):
+            text = maps.read_text(errors="replace")
+            left = {buffer for buffer in left if str(buffer) not in text}
+    for buffer in left:
         buffer.unlink(missing_ok=True)
+
+
+def buffers() -> set[Path]:
+    """Returns the shared memory of DeepSpeed's CPU collectives."""
+    return set(SHARED_MEMORY.glob("deepspeed_allreduce_buffer_*"))
+
+
+BUFFERS = pytest.StashKey[set[Path]]()
+"""Buffers that were there before this run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draw:
+    """Draws the sample of a sweep."""
+
+    seed: int
+    """The same seed draws the same, whatever was drawn before."""
+    draws_all: bool
+    """Whether everything is tried."""
+
+    def __call__(self, population: Sequence[Item], size: int) -> list[Item]:
+        """Returns so many of the population, in its order; all of it under --all-draws."""
+        if self.draws_all or size >= len(population):
+            return list(population)
+        chosen = random.Random(self.seed).sample(range(len(population)), size)
+        return [population[index] for index in sorted(chosen)]
+
+
+@pytest.fixture(scope="session")
+def draw(request: pytest.FixtureRequest) -> Draw:
+    return Draw(seed=request.config.option.seed, draws_all=request.config.option.all_draws)
+
+
+@pytest.fixture(scope="session")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> tuple[Answer, ...]:
+    """What the planner says of every published run; workers that want it share the work, a slice at a time."""
+    folder = tmp_path_factory.getbasetemp()
+    folder = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
+    rows = read(predict.PUBLISHED / "published_runs.csv")
+    slices = {folder / f"answers-{start}.pickle": rows[start : start + SLICE] for start in range(0, len(rows), SLICE)}
+    for timeout_s in (0, -1):  # first what nobody has begun, then what others have not ended
+        for file, part in slices.items():
+            with contextlib.suppress(Timeout), FileLock(f"{file}.lock", timeout=timeout_s):
+                if not file.exists():
+                    file.write_bytes(pickle.dumps([answer(row) for row in part]))
+    return tuple(each for file in slices for each in pickle.loads(file.read_bytes()))
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks import predict
 from benchmarks.published import report
-from benchmarks.published.answers import Answer, Comparison, Side, Verdict, answer, table_of, tokens_per_s_per_gpu
+from benchmarks.published.answers import Answer, Comparison, Side, Verdict, table_of, tokens_per_s_per_gpu
 from benchmarks.published.question import ask
 from benchmarks.published.rows import Basis, Outcome, Publisher, Row, parse, read
 from benchmarks.published.scope import excluded, scope
@@ -30,14 +30,9 @@ def rows() -> tuple[Row, ...]:
     return tuple(read(RUNS))
 
 
-@cache
-def answers() -> tuple[Answer, ...]:
-    return tuple(answer(row) for row in rows())
-
-
-@cache
-def scored() -> Score:
-    return score(answers())
+@pytest.fixture(scope="session")
+def scored(answers: tuple[Answer, ...]) -> Score:
+    return score(answers)
 
 
 def made(**columns: str) -> Row:
@@ -125,10 +120,10 @@ def test_scope_is_what_the_rules_say() -> None:
     assert written == predict.scope_csv(rows()), "python benchmarks/predict.py --write-scope tests/published/scope.csv"
 
 
-def test_every_exclusion_has_a_reason_and_nothing_else_is_missing() -> None:
+def test_every_exclusion_has_a_reason_and_nothing_else_is_missing(answers: tuple[Answer, ...]) -> None:
     written = (HERE / "scope.csv").read_text(encoding="utf-8").splitlines()
     listed = {record["id"] for record in csv.DictReader(written)}
-    for one in answers():
+    for one in answers:
         assert one.row.id in listed or one.estimate is not None, one.row.id
 
 
@@ -257,8 +252,8 @@ def test_one_row_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
     assert "allocated" in capsys.readouterr().out
 
 
-def test_the_planner_refuses_no_row_in_scope() -> None:
-    assert scored().refused == ()
+def test_the_planner_refuses_no_row_in_scope(scored: Score) -> None:
+    assert scored.refused == ()
 
 
 NOT_REACHED = {
@@ -269,17 +264,16 @@ NOT_REACHED = {
 """Bars that the planner misses, and why; README shows by how much."""
 
 
-def test_the_bars_are_reached_but_for_those_that_are_known() -> None:
-    missed = {line.split(":")[0] for line, is_reached in report.bars(scored()) if not is_reached}
+def test_the_bars_are_reached_but_for_those_that_are_known(scored: Score) -> None:
+    missed = {line.split(":")[0] for line, is_reached in report.bars(scored) if not is_reached}
     assert missed == set(NOT_REACHED)
 
 
-def test_what_was_reached_stays_so() -> None:
-    found = scored()
-    assert found.verdicts.right_ratio >= 0.98
-    assert found.verdicts.far_off == ()
-    assert found.speed.errors is not None
-    assert found.speed.errors.mean <= 0.08
+def test_what_was_reached_stays_so(scored: Score) -> None:
+    assert scored.verdicts.right_ratio >= 0.98
+    assert scored.verdicts.far_off == ()
+    assert scored.speed.errors is not None
+    assert scored.speed.errors.mean <= 0.08
 
 
 def test_basis_names_are_those_of_the_table() -> None:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
 Done = subprocess.CompletedProcess[str]
+TIMEOUT_S = 120
 
 
 def lay_traps(folder: Path) -> None:
@@ -21,13 +25,50 @@ def lay_traps(folder: Path) -> None:
         (folder / f"{name}.py").write_text(f"raise SystemExit('the folder's own {name}.py was run')\n")
 
 
+class Server:
+    """Types commands to a process that has imported dstrain and forks for each of them."""
+
+    def __init__(self, folder: Path) -> None:
+        line = [sys.executable, "-P", "-m", "tests.cli.fork_server"]
+        environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "CUDA_VISIBLE_DEVICES": ""}
+        self.child = subprocess.Popen(
+            line, env=environment, text=True, bufsize=1, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        self.folder = folder
+
+    def run(self, words: tuple[str, ...], cwd: Path, environment: dict[str, str]) -> Done:
+        """Returns what the command printed and how it ended; one that takes two minutes is killed."""
+        out, err = self.folder / "stdout", self.folder / "stderr"
+        for file in (out, err):
+            file.write_bytes(b"")
+        request = {"words": words, "cwd": str(cwd), "environment": environment, "stdout": str(out), "stderr": str(err)}
+        assert self.child.stdin is not None
+        assert self.child.stdout is not None
+        self.child.stdin.write(json.dumps(request) + "\n")
+        pid = int(self.child.stdout.readline())
+        alarm = threading.Timer(TIMEOUT_S, os.kill, (pid, signal.SIGKILL))
+        alarm.start()
+        code = int(self.child.stdout.readline())
+        alarm.cancel()
+        return Done(words, code, out.read_text(), err.read_text())
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    server = Server(tmp_path_factory.mktemp("typed"))
+    yield server
+    server.child.communicate()
+
+
 @pytest.fixture
-def dstrain(tmp_path: Path) -> Callable[..., Done]:
+def dstrain(tmp_path: Path, server: Server) -> Callable[..., Done]:
     """Returns a function that types a dstrain command in a folder of the test's own, on a machine without GPUs."""
 
     def type_(*words: str, cwd: Path = tmp_path, **variables: str) -> Done:
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT), **variables}
-        command = [sys.executable, "-P", "-m", "dstrain.cli", *words]
-        return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=120)
+        if any(name.startswith(("PYTHON", "LC_", "LANG")) for name in variables):  # read when Python starts
+            command = [sys.executable, "-P", "-m", "dstrain.cli", *words]
+            return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
+        return server.run(words, cwd, environment)
 
     return type_

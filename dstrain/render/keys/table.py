@@ -34,6 +34,10 @@ ROWS: tuple[Key, ...] = (
     *REMOVED,
 )
 KEYS: Mapping[tuple[str, ...], Key] = MappingProxyType({tuple(key.path.split(".")): key for key in ROWS})
+_BELOW: dict[tuple[str, ...], tuple[Key, ...]] = {}
+"""Rows by the path of the object they stand in."""
+for _path, _key in KEYS.items():
+    _BELOW[_path[:-1]] = (*_BELOW.get(_path[:-1], ()), _key)
 
 
 def key_of(pointer: tuple[str | int, ...]) -> Key | None:
@@ -62,8 +66,7 @@ def children(pointer: tuple[str | int, ...]) -> tuple[Key, ...]:
     found = key_of(pointer)
     if pointer and found is None:
         return ()
-    above = _inside(found)
-    return tuple(key for path, key in KEYS.items() if path[:-1] == above)
+    return _BELOW.get(_inside(found), ())
 
 
 def _inside(key: Key | None) -> tuple[str, ...]:
