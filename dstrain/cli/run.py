@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from dstrain.facts.hostfile import Hosts, expand
 from dstrain.facts.sources import SOURCES, Asked
 from dstrain.jobfile import read_job
 from dstrain.launch import preflight, state
-from dstrain.launch.attempts import START_S, Policy, Run, Voice
+from dstrain.launch.attempts import Policy, Run, Voice
 from dstrain.launch.begin import Launch, plan_launch
 from dstrain.launch.detach import detach
 from dstrain.launch.doctor.finding import Mark, errors
@@ -30,8 +30,8 @@ from dstrain.launch.doctor.quick import quick
 from dstrain.launch.environment import refuse_secrets
 from dstrain.launch.launchers import LAUNCHERS
 from dstrain.launch.linting import check_rules
-from dstrain.launch.nodes.pace import LEAST_S
 from dstrain.launch.prepare import prepare
+from dstrain.launch.timeouts import TIMEOUTS, VARIABLE
 from dstrain.launch.wishes import noting_signals
 from dstrain.render.manual import Edit, of_run
 
@@ -87,14 +87,14 @@ class Options:
 @click.option(
     "--hang-after",
     type=click.FloatRange(0),
-    default=LEAST_S,
+    default=TIMEOUTS.hang_s,
     show_default=True,
     help="Seconds without a step, and five times the median, that are a hang; 0 for never.",
 )
 @click.option(
     "--start-timeout",
     type=click.FloatRange(0),
-    default=START_S,
+    default=TIMEOUTS.start_s,
     show_default=True,
     help="Seconds without progress before the first step that are a hang; 0 for never.",
 )
@@ -173,9 +173,10 @@ def _train(options: Options, launch: Launch, hosts: Hosts | None) -> None:
     """Runs to the end, through restarts."""
     run_dir = launch.prepared.run_dir
     spares = tuple(host.name for host in expand(options.spares, 1, "--spare").hosts) if options.spares else ()
-    policy = Policy(
-        max_restarts=options.max_restarts, spares=spares, hang_s=options.hang_after, start_s=options.start_timeout
-    )
+    timeouts = replace(TIMEOUTS, hang_s=options.hang_after, start_s=options.start_timeout).changed(os.environ)
+    if VARIABLE in os.environ:
+        say(f"note     {VARIABLE}, which is for tests, changes time limits: {os.environ[VARIABLE]}")
+    policy = Policy(max_restarts=options.max_restarts, spares=spares, timeouts=timeouts)
     with noting_signals(state.run_log(run_dir), saves_on_term=options.save_on_term) as wishes, Screen() as screen:
         run = Run(
             lambda changed, goes_on: _plan(options, changed or hosts, goes_on=goes_on),

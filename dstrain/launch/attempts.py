@@ -20,15 +20,13 @@ from dstrain.launch.outcome import Outcome
 from dstrain.launch.parts import spread
 from dstrain.launch.start import score, start
 from dstrain.launch.state import Keeper, Stage
+from dstrain.launch.timeouts import TIMEOUTS, Timeouts
 from dstrain.pulse import Phase
 from dstrain.render.manual import Edit
 from dstrain.rundir import RunDir
 
-_PAUSE_S = 5.0
 _WISH_S = 1.0
 _MOST_PORTS = 3
-START_S = 3600.0
-"""Seconds without progress before the first step that are a hang."""
 _OWN_FAULT = frozenset({2, 3, 4, 5, 6})
 """Exit codes of ranks that another start would end with again. Source: dstrain.errors"""
 
@@ -41,10 +39,8 @@ class Policy:
     """How often it is started again."""
     spares: tuple[str, ...] = ()
     """Hosts that take the place of lost ones."""
-    hang_s: float = 60.0
-    """Seconds without a step that are a hang at the earliest; 0 for never."""
-    start_s: float = START_S
-    """Seconds without progress before the first step that are a hang; 0 for never."""
+    timeouts: Timeouts = TIMEOUTS
+    """Time limits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +106,7 @@ class Run:
             if attempt > self._policy.max_restarts or not self._is_worth_it(error):
                 raise error
             self._voice.say(f"start {attempt} of {self._policy.max_restarts + 1} failed: {error.problem}")
-            time.sleep(_PAUSE_S)  # ports and memory of the ranks that were killed become free
+            time.sleep(self._policy.timeouts.pause_s)  # ports and memory of the ranks that were killed become free
             attempt += 1
             launch = self._again(hosts, gone, error)
 
@@ -120,7 +116,7 @@ class Run:
         write_run_dir(launch, self._edits)
         if prepared.elastic is not None:
             elastic.convert(prepared.elastic, launch.environment, self._voice.say)
-        played = score(launch, hang_s=self._policy.hang_s, start_s=self._policy.start_s)
+        played = score(launch, timeouts=self._policy.timeouts)
         conductor = Conductor(
             played,
             self._wishes,

@@ -15,23 +15,18 @@ from dstrain.errors import DstrainError, EnvironmentProblem, RunFailed
 from dstrain.launch import state
 from dstrain.launch.output import Tail
 from dstrain.launch.state import LIVING, Stage, State
+from dstrain.launch.timeouts import TIMEOUTS
 from dstrain.launch.wishes import SAVE_SIGNAL
 from dstrain.paths import python, shown
 from dstrain.rundir import RunDir
 
-START_S = 60.0
-"""Seconds for which the start is watched; a run that takes longer goes on starting."""
-STOP_S = 90.0
-"""Seconds in which a run that was asked to stop must have ended."""
-SAVE_S = 3600.0
-"""Seconds in which a run that was asked to save must have done so."""
 _POLL_S = 0.2
 _CHILD = "import json, sys; from dstrain.cli.main import main; main(json.load(sys.stdin))"
 """What runs in the background: its arguments come by stdin, since everybody sees command lines."""
 
 
 def detach(run_dir: RunDir, arguments: Sequence[str], say: Callable[[str], None]) -> None:
-    """Starts `dstrain` with the same arguments in the background and returns once a rank trains or `START_S` is over.
+    """Starts `dstrain` with the same arguments in the background; returns once a rank trains, or `detach_s` are over.
 
     What it says until then is said here. Raises RunFailed, with its own exit code, when it ends before.
     """
@@ -50,7 +45,7 @@ def detach(run_dir: RunDir, arguments: Sequence[str], say: Callable[[str], None]
     with suppress(BrokenPipeError), child.stdin:
         child.stdin.write(json.dumps(words).encode())
     tail = Tail(log)
-    until = time.monotonic() + START_S
+    until = time.monotonic() + TIMEOUTS.detach_s
     while time.monotonic() < until and child.poll() is None and _stage(run_dir, child.pid) is not Stage.RUNNING:
         time.sleep(_POLL_S)
     if child.poll() == 0:
@@ -62,7 +57,7 @@ def detach(run_dir: RunDir, arguments: Sequence[str], say: Callable[[str], None]
         raise failure
     folder = shown(str(run_dir.path))
     if _stage(run_dir, child.pid) in {None, Stage.STARTING} and child.poll() is None:
-        say(f"still starting after {START_S:.0f} s; a failure from here on is in `dstrain status`")
+        say(f"still starting after {TIMEOUTS.detach_s:.0f} s; a failure from here on is in `dstrain status`")
     say(f"in the background as process {child.pid}, writing to {shown(str(log))}")
     for verb, what in (("status", "how it stands"), ("logs -f", "what it says"), ("stop", "end it")):
         say(f"  dstrain {verb} {folder}  # {what}")
@@ -92,13 +87,13 @@ def _is_killed_at_logout(file: Path = Path("/etc/systemd/logind.conf")) -> bool:
 def stop(run_dir: RunDir, *, at_once: bool) -> Stage:
     """Asks a run to stop and returns how it ended; `at_once` gives its ranks no time.
 
-    Raises RunFailed if no run is alive in the folder, or if it has not ended after `STOP_S` seconds.
+    Raises RunFailed if no run is alive in the folder, or if it has not ended after `stop_s` seconds.
     """
     found = _living(run_dir)
     for _ in range(2 if at_once else 1):
         run_dir.stop_wish.touch()
-        _wait(lambda: not run_dir.stop_wish.exists(), STOP_S)
-    return _ended(run_dir, found, STOP_S)
+        _wait(lambda: not run_dir.stop_wish.exists(), TIMEOUTS.stop_s)
+    return _ended(run_dir, found, TIMEOUTS.stop_s)
 
 
 def save_and_leave(run_dir: RunDir) -> Stage:
@@ -109,7 +104,7 @@ def save_and_leave(run_dir: RunDir) -> Stage:
             f"{run_dir.path}: `dstrain run` runs on {found.host}", hint=f"ssh {found.host} kill -USR1 {found.pid}"
         )
     os.kill(found.pid, SAVE_SIGNAL)
-    return _ended(run_dir, found, SAVE_S)
+    return _ended(run_dir, found, TIMEOUTS.save_s)
 
 
 def _living(run_dir: RunDir) -> State:

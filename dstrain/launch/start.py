@@ -12,17 +12,16 @@ from dstrain.launch.command import master
 from dstrain.launch.launchers import LAUNCHERS
 from dstrain.launch.nodes import meeting
 from dstrain.launch.nodes.conductor import Conductor
-from dstrain.launch.nodes.pace import LEAST_S
 from dstrain.launch.nodes.plan import Node
 from dstrain.launch.nodes.score import Score
 from dstrain.launch.nodes.wire import Hello
 from dstrain.launch.outcome import Outcome
+from dstrain.launch.timeouts import TIMEOUTS, Timeouts
 from dstrain.paths import write_atomic
 
 
-def score(launch: Launch, *, hang_s: float = LEAST_S, start_s: float = 0.0) -> Score:
-    """Returns what the conductor plays; a run without a step for `hang_s` seconds may hang, and a start without
-    progress for `start_s` does; 0 for never."""
+def score(launch: Launch, *, timeouts: Timeouts = TIMEOUTS) -> Score:
+    """Returns what the conductor plays, within these limits."""
     prepared = launch.prepared
     python_path = launch.exported.get("PYTHONPATH", "")
     return Score(
@@ -38,8 +37,7 @@ def score(launch: Launch, *, hang_s: float = LEAST_S, start_s: float = 0.0) -> S
         master=None if prepared.is_local else master(prepared.hosts),
         ops=tuple(needed_ops(prepared.ds_config, on_gpu=not prepared.on_cpu)),
         files={} if prepared.is_local else meeting.files_of(prepared.job),
-        hang_s=hang_s,
-        start_s=start_s,
+        timeouts=timeouts,
     )
 
 

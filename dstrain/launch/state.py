@@ -18,14 +18,10 @@ from typing import Any
 from dstrain.errors import Conflict, EnvironmentProblem, InvalidConfig
 from dstrain.launch.family import look
 from dstrain.launch.output import tail_of
+from dstrain.launch.timeouts import TIMEOUTS
 from dstrain.paths import shown, write_atomic
 from dstrain.records import from_data, to_data, type_config
 from dstrain.rundir import RunDir
-
-BEAT_S = 10.0
-"""Seconds between two writings of the file of a run that goes on."""
-STALE_S = 60.0
-"""Age of the file from which a run on another machine is taken for dead."""
 
 
 class Stage(StrEnum):
@@ -100,7 +96,7 @@ class Keeper:
     def beat(self, step: int | None) -> None:
         """Writes it again when it has become old."""
         self.step = step
-        if time.time() - self.state.beat > BEAT_S:
+        if time.time() - self.state.beat > TIMEOUTS.record_s:
             self.write()
 
 
@@ -125,7 +121,7 @@ def is_alive(state: State, run_dir: RunDir) -> bool:
         return False
     if state.host == socket.gethostname():
         return has_process(state)
-    return _age_s(state, run_dir) < STALE_S
+    return _age_s(state, run_dir) < TIMEOUTS.stale_s
 
 
 def _age_s(state: State, run_dir: RunDir) -> float:

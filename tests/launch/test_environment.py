@@ -100,7 +100,7 @@ def kept(folder: Path, environment: dict[str, str]) -> dict[str, str]:
     begin = Begin(
         host="node", run_dir=str(folder), mark=new_mark(), command=[sys.executable, "-c", code], environment={},
         unset=[name for name in os.environ if name.startswith("HF_")], exports=for_nodes(environment, {}), hosts=[],
-        first_rank=0, num_ranks=0, master_port=29500, mirror=False, grace_s=5,
+        first_rank=0, num_ranks=0, master_port=29500, mirror=False, timeouts={},
     )  # fmt: skip
     message = decode(encode(begin))
     assert message is not None

@@ -24,6 +24,7 @@ from dstrain.launch.nodes.plan import everywhere
 from dstrain.launch.nodes.score import Score, new_mark
 from dstrain.launch.outcome import Outcome
 from dstrain.launch.preflight import port
+from dstrain.launch.timeouts import Timeouts
 from dstrain.launch.wishes import noting_signals
 from dstrain.pulse import MARK, Phase
 from dstrain.rundir import RunDir
@@ -87,7 +88,7 @@ def launch(
         unset=(),
         exports={},
         master_port=master_port,
-        grace_s=GRACE_S,
+        timeouts=Timeouts(grace_s=GRACE_S, start_s=0),
     )
     with noting_signals(folder / "screen.log") as wishes:
         outcome = Conductor(score, wishes, screen.write, partial(note_count, folder)).run(lambda hellos: (score, {}))

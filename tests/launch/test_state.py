@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from dstrain.errors import Conflict
-from dstrain.launch.state import STALE_S, Keeper, Stage, is_alive, only_one, read
+from dstrain.launch.state import Keeper, Stage, is_alive, only_one, read
+from dstrain.launch.timeouts import TIMEOUTS
 from dstrain.rundir import RunDir
 
 _HOLD = """\
@@ -59,7 +60,7 @@ def test_a_living_run_of_a_machine_with_another_clock_goes_on(tmp_path: Path, sk
 
 def test_a_run_of_another_machine_that_writes_no_more_is_gone(tmp_path: Path) -> None:
     run_dir = _of_another_machine(tmp_path, beat=time.time())
-    written = time.time() - STALE_S - 1
+    written = time.time() - TIMEOUTS.stale_s - 1
     os.utime(run_dir.state, (written, written))
     assert not is_alive(read(run_dir), run_dir)
     with only_one(run_dir):

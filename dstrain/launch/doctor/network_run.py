@@ -30,6 +30,7 @@ from dstrain.launch.nodes.score import Score, new_mark
 from dstrain.launch.nodes.wire import Hello
 from dstrain.launch.outcome import Outcome
 from dstrain.launch.reach import send
+from dstrain.launch.timeouts import Timeouts
 from dstrain.launch.wishes import noting_signals
 from dstrain.paths import python
 from dstrain.pulse import Phase
@@ -42,7 +43,7 @@ LIMIT_S = 180.0
 """Seconds after which the ranks are taken for stuck: they measure for 20 at the most, and may be slow to start."""
 FOLDERS = "/tmp"
 """Where a folder for logs is made, of the same name on every host."""
-_GRACE_S = 3.0
+_TIMEOUTS = Timeouts(grace_s=3.0, hang_s=0, start_s=0)
 _REMOVE_S = 5.0
 TIME_IS_UP = "time limit"
 """Who stops ranks that are stuck."""
@@ -171,8 +172,7 @@ def _score(site: Site, here: Sequence[bool], run_dir: RunDir) -> Score:
         master_port=port,
         takes_another_port=named is None,
         master=master(site.hosts) if len(site.hosts.hosts) > 1 else None,
-        grace_s=_GRACE_S,
-        hang_s=0,
+        timeouts=_TIMEOUTS,
     )
 
 

@@ -24,8 +24,6 @@ from dstrain.launch.machine import versions
 from dstrain.launch.nodes.keeper import Keeper, environment_of_ranks, saves_on_term
 from dstrain.launch.nodes.ready import Readying
 from dstrain.launch.nodes.wire import (
-    BEAT_S,
-    SILENCE_S,
     Alive,
     Begin,
     End,
@@ -43,11 +41,11 @@ from dstrain.launch.nodes.wire import (
     encode,
 )
 from dstrain.launch.preflight import listener
+from dstrain.launch.timeouts import TIMEOUTS, Timeouts
 from dstrain.rundir import RunDir
 
 _POLL_S = 0.1
 _MOST_BYTES = 16 * 2**20
-_FLUSH_S = 5.0
 
 
 class Outbox:
@@ -83,7 +81,7 @@ class Outbox:
 
     def flush(self) -> None:
         """Sends everything, for a few seconds at most."""
-        give_up = time.monotonic() + _FLUSH_S
+        give_up = time.monotonic() + TIMEOUTS.flush_s
         while self._waiting and time.monotonic() < give_up:
             self.push()
             time.sleep(0.02)
@@ -103,6 +101,7 @@ class Agent:
         self._readying: Readying | None = None
         self._keeper: Keeper | None = None
         self._begin: Begin | None = None
+        self._timeouts = TIMEOUTS
         self._heard = time.monotonic()
         self._beat = 0.0
         self._lost: str | None = None
@@ -139,7 +138,7 @@ class Agent:
         elif self._begin is not None and saves_on_term(self._begin, os.environ):
             self._keeper.send(signal.SIGTERM)
         else:
-            self._keeper.end(self._begin.grace_s if self._begin else 0)
+            self._keeper.end(self._timeouts.grace_s)
 
     def _wait(self) -> None:
         if self._keeper is not None:
@@ -149,13 +148,13 @@ class Agent:
 
     def _tick(self) -> None:
         now = time.monotonic()
-        if self._lost is None and now - self._heard > SILENCE_S:
-            self._give_up(f"no word from dstrain run for {SILENCE_S:.0f} s")
+        if self._lost is None and now - self._heard > self._timeouts.silence_s:
+            self._give_up(f"no word from dstrain run for {self._timeouts.silence_s:.0f} s")
         events = self._keeper.tick() if self._keeper else self._readying.poll() if self._readying else []
         for event in events:
             self._outbox.put(event)
         if self._begin is not None and now >= self._beat:
-            self._beat = now + BEAT_S
+            self._beat = now + self._timeouts.beat_s
             self._outbox.put(self._keeper.alive() if self._keeper is not None else Alive(steps={}))
 
     def _take_orders(self) -> None:
@@ -194,6 +193,7 @@ class Agent:
 
     def _make_ready(self, begin: Begin) -> None:
         self._begin = begin
+        self._timeouts = Timeouts(**begin.timeouts)
         if begin.master is None and not begin.ops:
             self._outbox.put(Ready())
             return
@@ -239,7 +239,7 @@ class Agent:
         if self._keeper is None or self._begin is None:
             return
         ranks = self._keeper.ranks()
-        self._keeper.end(self._begin.grace_s)
+        self._keeper.end(self._timeouts.grace_s)
         now = time.strftime("%Y-%m-%d %H:%M:%S")
         what = f"ended ranks {', '.join(map(str, ranks))}" if ranks else "no rank was running"
         line = f"{now} {self._begin.host}: {why}; {what}\n"

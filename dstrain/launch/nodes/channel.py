@@ -14,13 +14,11 @@ from contextlib import suppress
 from typing import Any
 
 from dstrain.errors import EnvironmentProblem
-from dstrain.launch.nodes.wire import SILENCE_S, Lines, Order, decode, encode
+from dstrain.launch.nodes.wire import Lines, Order, decode, encode
+from dstrain.launch.timeouts import TIMEOUTS
 from dstrain.paths import python
 
-CONNECT_S = 8
-"""Seconds that ssh may take to reach a host."""
 _AGENT = "dstrain.launch.nodes.agent"
-_CLOSE_S = 3.0
 _MOST_BYTES = 2**20
 
 
@@ -36,8 +34,8 @@ def by_ssh(host: str, node: int, python_path: str) -> list[str]:
 
 def ssh(host: str) -> list[str]:
     """Returns the words before a command for a host: no password is asked for, and a silent host is given up."""
-    alive = ("-o", "ServerAliveInterval=5", "-o", f"ServerAliveCountMax={int(SILENCE_S / 5)}")
-    return ["ssh", "-T", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT_S}", *alive, host]
+    alive = ("-o", "ServerAliveInterval=5", "-o", f"ServerAliveCountMax={int(TIMEOUTS.silence_s / 5)}")
+    return ["ssh", "-T", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={TIMEOUTS.connect_s:.0f}", *alive, host]
 
 
 def by_srun(hosts: Mapping[str, int], python_path: str) -> list[str]:
@@ -133,7 +131,7 @@ class Channel:
         self.is_closed = True
         with suppress(OSError):
             self._process.stdin.close()  # type: ignore[union-attr]
-        give_up = time.monotonic() + _CLOSE_S
+        give_up = time.monotonic() + TIMEOUTS.close_s
         while self._process.poll() is None and time.monotonic() < give_up:
             with suppress(OSError):  # an agent with much to say could not end otherwise
                 os.read(self._out, 2**20)

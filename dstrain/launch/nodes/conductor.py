@@ -10,7 +10,7 @@ from typing import Any
 from dstrain.errors import EnvironmentProblem
 from dstrain.launch.failure import Death
 from dstrain.launch.nodes.pace import Pace
-from dstrain.launch.nodes.party import HELLO_S, Part, Party
+from dstrain.launch.nodes.party import Part, Party
 from dstrain.launch.nodes.plan import Node
 from dstrain.launch.nodes.score import Score, Wishes
 from dstrain.launch.nodes.sweep import sweep
@@ -36,15 +36,8 @@ from dstrain.pulse import COUNTED, Phase
 Check = Callable[[Mapping[Node, Hello]], tuple[Score, Mapping[int, Mapping[str, str]]]]
 """Is shown what every node says of itself, and returns what is played, with the port that rank 0 gets, and what each
 node's environment gets beside the rest; raises where they cannot run together."""
-REACH_S = 20.0
-"""Seconds in which every node must have reached rank 0's."""
 COUNTS = tuple(COUNTED)
 """The phases that count something before the first step, in their order."""
-_ENDING_S = 20.0
-_STACKS_S = 3.0
-_OTHERS_S = 1.0
-START_WORD_S = 15.0
-"""Seconds between two words about a start."""
 
 
 class Conductor:
@@ -66,6 +59,7 @@ class Conductor:
         `wishes` may change at any time.
         """
         self._score = score
+        self._timeouts = score.timeouts
         self._wishes = wishes
         self._on_output = on_output
         self._on_tick = on_tick
@@ -73,7 +67,7 @@ class Conductor:
         self._on_start = on_start
         self._told: dict[str, list[str]] = {}
         self._deaths: dict[int, Death] = {}
-        self._pace = Pace(score.num_ranks, score.hang_s, score.start_s)
+        self._pace = Pace(score.num_ranks, score.timeouts.hang_s, score.timeouts.start_s)
         self._hang: Hang | None = None
         self._left_at: int | None = None
         self._is_port_taken = False
@@ -110,7 +104,7 @@ class Conductor:
     def _meet(self) -> bool:
         """Returns when every node has answered, or False where somebody stopped the run first."""
         self._party.ask()
-        until = time.monotonic() + HELLO_S
+        until = time.monotonic() + self._timeouts.hello_s
         while not self._party.require_answers(until):
             if self._wishes.stop:
                 return False
@@ -119,14 +113,15 @@ class Conductor:
 
     def _make_ready(self) -> bool:
         """Returns whether every node is ready for its ranks; False where one cannot be, or somebody stopped the run."""
-        parts, until, give_up = self._party.parts, time.monotonic() + REACH_S, float("inf")
+        parts, until, give_up = self._party.parts, time.monotonic() + self._timeouts.reached_s, float("inf")
         while not all(part.is_ready for part in parts):
             self._hear()
             self._tell()
             self._party.notice_silence()
             self._party.require_reached(until)
             if any(part.is_over for part in parts):
-                give_up = min(give_up, time.monotonic() + _OTHERS_S)  # most often others have the same to say
+                # most often others have the same to say
+                give_up = min(give_up, time.monotonic() + self._timeouts.others_s)
             if self._wishes.stop or all(part.is_over for part in parts) or time.monotonic() > give_up:
                 return False
         self._tell()
@@ -135,7 +130,7 @@ class Conductor:
     def _begin_start(self) -> None:
         now = time.monotonic()
         self._pace.begin(now)
-        self._next_word = now + START_WORD_S
+        self._next_word = now + self._timeouts.start_word_s
 
     def _tell(self) -> None:
         """Says what nodes do to become ready, once for all that do the same."""
@@ -152,12 +147,12 @@ class Conductor:
             self._party.notice_silence()
             self._notice_hang()
             if self._give_up is None and self._is_failing():
-                self._end(self._score.grace_s, but_for=self._ending_themselves())
+                self._end(self._timeouts.grace_s, but_for=self._ending_themselves())
             elif self._give_up is None and all(part.is_over for part in parts if part.node.command is not None):
-                self._end(self._score.grace_s)  # those who only watched
+                self._end(self._timeouts.grace_s)  # those who only watched
             if self._give_up is not None and time.monotonic() > self._give_up:
                 for part in parts:
-                    part.lose(f"did not end within {self._score.grace_s + _ENDING_S:.0f} s")
+                    part.lose(f"did not end within {self._timeouts.grace_s + self._timeouts.ending_s:.0f} s")
 
     def _hear(self) -> None:
         steps = Phase.STEP, min(self._pace.steps.values(), default=None), self._total
@@ -225,14 +220,14 @@ class Conductor:
             self._is_killing = True
             self._end(0)
         elif wishes.stop and self._give_up is None:
-            self._end(self._score.grace_s)
+            self._end(self._timeouts.grace_s)
 
     def _notice_hang(self) -> None:
         """Says how far a start is; asks for stacks and ends the run when it has stood still for too long."""
         now = time.monotonic()
         start = self._pace.start(now)
         if start is not None and now >= self._next_word and not self._counting:
-            self._next_word = now + START_WORD_S
+            self._next_word = now + self._timeouts.start_word_s
             self._on_start(start)
         seconds = self._pace.stood_still_s(now)
         if seconds is None or self._give_up is not None:
@@ -240,7 +235,7 @@ class Conductor:
         median_s, steps = self._pace.median_s or 0.0, dict(self._pace.steps)
         self._hang = Hang(seconds=seconds, median_s=median_s, steps=steps, start=start)
         self._party.tell(Stacks())
-        until = time.monotonic() + _STACKS_S
+        until = time.monotonic() + self._timeouts.stacks_s
         while time.monotonic() < until:
             self._hear()
 
@@ -262,7 +257,7 @@ class Conductor:
         }
 
     def _end(self, grace_s: float, but_for: set[int] | None = None) -> None:
-        self._give_up = time.monotonic() + grace_s + _ENDING_S
+        self._give_up = time.monotonic() + grace_s + self._timeouts.ending_s
         self._party.tell(End(grace_s=grace_s), but_for or ())
 
     def _outcome(self, begin: float, earlier: frozenset[Path]) -> Outcome:

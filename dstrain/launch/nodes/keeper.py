@@ -18,10 +18,10 @@ from dstrain.launch.nodes.mirror import Mirror
 from dstrain.launch.nodes.shared_memory import remove_buffers
 from dstrain.launch.nodes.wire import Alive, Begin, Died, Ended, Event, Orphaned, Wrote
 from dstrain.launch.output import Output, Piece
+from dstrain.launch.timeouts import Timeouts
 from dstrain.pulse import MARK, SAVE_ON_TERM, STARTING, Phase, Receiver
 from dstrain.rundir import RunDir
 
-_KILL_S = 10.0
 _LOOK_S = 0.5
 
 
@@ -31,6 +31,7 @@ class Keeper:
     def __init__(self, begin: Begin) -> None:
         """Starts the launcher, where this node has one. Raises OSError when that is not possible."""
         self._begin = begin
+        self._timeouts = Timeouts(**begin.timeouts)
         self._run_dir = RunDir(Path(begin.run_dir))
         stamp = time.strftime("%Y%m%d%H%M%S")
         name = f"{stamp}_launcher_{begin.host}_{begin.mark[:6]}.log"
@@ -90,7 +91,7 @@ class Keeper:
         if self._watch.orphans and not self._is_ending:
             events.append(Orphaned(ranks=sorted(self._watch.orphans)))
             self._watch.orphans.clear()
-            self.end(self._begin.grace_s)
+            self.end(self._timeouts.grace_s)
         if not self.is_over:
             self._go_on()
         if self.is_over:
@@ -159,19 +160,19 @@ class Keeper:
             self._kill(now)
         elif self._deadline is not None and now >= self._deadline:
             self._watch.stop()
-            self._give_up = now + _KILL_S
+            self._give_up = now + self._timeouts.kill_s
             self._kill(now)
         elif self._launcher is not None and self._launcher.poll() is None:
             if self._deadline is None and self._has_failure():
-                self._deadline = now + self._begin.grace_s  # the launcher ends the others of this node itself
+                self._deadline = now + self._timeouts.grace_s  # the launcher ends the others of this node itself
         elif (self._launcher is not None or self._is_ending) and not self._family.alive():
             self._finish()
         elif self._deadline is None and self._launcher is not None:
             went_well = self._launcher.returncode == 0 and not self._has_failure()
             if went_well and not self._family.ranks():
-                self._deadline = now + self._begin.grace_s  # what a rank left behind may end by itself
+                self._deadline = now + self._timeouts.grace_s  # what a rank left behind may end by itself
             else:
-                self.end(self._begin.grace_s)
+                self.end(self._timeouts.grace_s)
 
     def _kill(self, now: float) -> None:
         """A process may fork between look and kill, so this is done until there is nobody."""

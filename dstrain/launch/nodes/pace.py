@@ -6,12 +6,11 @@ from collections import deque
 from statistics import median
 
 from dstrain.launch.outcome import Start
+from dstrain.launch.timeouts import TIMEOUTS
 from dstrain.pulse import STARTING, Phase
 
 TIMES = 5
 """A run hangs when it takes this many times its median step, or its longest evaluation or checkpoint."""
-LEAST_S = 60.0
-"""And at least this long: a step of a tenth of a second may well be followed by one of two."""
 LONG_TIMES = 10
 """An evaluation or a checkpoint has at least this many times as long: disks that are shared may be slow at times."""
 _LEAST_STEPS = 3
@@ -22,8 +21,9 @@ _LONG = frozenset({Phase.SAVING, Phase.EVALUATING})
 class Pace:
     """The steps of a run, as its slowest rank does them."""
 
-    def __init__(self, num_ranks: int, least_s: float = LEAST_S, start_s: float = 0.0) -> None:
-        """Watches `num_ranks` ranks; a run hangs after `least_s` seconds at the earliest, never where that is 0.
+    def __init__(self, num_ranks: int, least_s: float = TIMEOUTS.hang_s, start_s: float = 0.0) -> None:
+        """Watches `num_ranks` ranks; a run hangs after `least_s` seconds at the earliest, never where that is 0: a step
+        of a tenth of a second may well be followed by one of two.
 
         Before their first step, ranks may take `start_s` seconds from one phase or count to the next; 0 for any time.
         """

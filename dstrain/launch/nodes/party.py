@@ -13,12 +13,10 @@ from dstrain.errors import EnvironmentProblem
 from dstrain.launch.nodes.channel import Channel, Heart
 from dstrain.launch.nodes.plan import Node
 from dstrain.launch.nodes.score import Score
-from dstrain.launch.nodes.wire import BEAT_S, SILENCE_S, Beat, Begin, End, Ended, Go, Hello, Look, Problem, Save, Stacks
+from dstrain.launch.nodes.wire import Beat, Begin, End, Ended, Go, Hello, Look, Problem, Save, Stacks
 from dstrain.launch.outcome import Lost
 from dstrain.paths import write_atomic
 
-HELLO_S = 20.0
-"""Seconds in which every node must answer."""
 _POLL_S = 0.1
 
 
@@ -88,7 +86,7 @@ class Party:
         self.parts = sorted(found, key=lambda part: score.nodes.index(part.node))
         """The nodes, in the order of the score."""
         self._by_number = {part.node.number: part for part in self.parts}
-        self._heart = Heart(self._channels, Beat(), BEAT_S)
+        self._heart = Heart(self._channels, Beat(), score.timeouts.beat_s)
 
     def close(self) -> None:
         """Ends the connections, and by that what agents may still have."""
@@ -149,7 +147,7 @@ class Party:
                 master=score.master if node.num_ranks else None,
                 ops=list(score.ops) if node.num_ranks else [],
                 mirror=node.number in mirrored,
-                grace_s=score.grace_s,
+                timeouts=score.timeouts.unusual(),
             )
             part.channel.send(begin, node.number)
 
@@ -188,7 +186,7 @@ class Party:
                 continue
             if part.channel.is_closed:
                 part.lose(part.channel.last_words())
-            elif now - part.heard > SILENCE_S:
+            elif now - part.heard > self._score.timeouts.silence_s:
                 part.lose(f"silent for {now - part.heard:.0f} s")
 
     def tell(self, order: Save | Stacks | End, but_for: Collection[int] = ()) -> None:

@@ -1,11 +1,13 @@
 """Makes a node ready for its ranks, in their environment: they will find rank 0, and wait for no extension.
 
-`python -m dstrain.launch.nodes.ready HOST PORT OP …` is what the node's agent starts; it writes events. HOST is where
-rank 0 will listen, as the ranks are told it; empty where nobody has to find it.
+`python -m dstrain.launch.nodes.ready TIMEOUTS HOST PORT OP …` is what the node's agent starts; it writes events.
+TIMEOUTS is the JSON object of Begin; HOST is where rank 0 will listen, as the ranks are told it; empty where nobody has
+to find it.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -22,27 +24,26 @@ from dstrain.errors import EnvironmentProblem
 from dstrain.facts.ops import OPS, Lock, missing_ops, unheld_locks
 from dstrain.launch import child
 from dstrain.launch.nodes.wire import Begin, Event, Lines, Problem, Reached, Ready, Told, decode, encode
+from dstrain.launch.timeouts import TIMEOUTS, Timeouts
 from dstrain.paths import python
 from dstrain.units import format_seconds
 
-_RESOLVE_S = 10.0
-_CONNECT_S = 8.0
 _END_S = 8.0
 
 
-def reach(host: str, port: int) -> None:
+def reach(host: str, port: int, timeouts: Timeouts = TIMEOUTS) -> None:
     """Opens one connection to where rank 0 will listen, as every rank will. Raises EnvironmentProblem without one."""
     found: list[Any] = []
     resolver = threading.Thread(target=_resolve, args=(host, port, found), daemon=True)
     resolver.start()
-    resolver.join(_RESOLVE_S)
+    resolver.join(timeouts.resolve_s)
     if not found or isinstance(found[0], OSError):
-        why = found[0].strerror if found else f"its name servers have not answered for {_RESOLVE_S:.0f} s"
+        why = found[0].strerror if found else f"its name servers have not answered for {timeouts.resolve_s:.0f} s"
         raise EnvironmentProblem(
             f"it does not know {host}, the host of rank 0: {why}",
             hint=f"Write {host} into /etc/hosts there, or an address that every host knows into the hostfile.",
         )
-    failures, limit_s = [], _CONNECT_S / len(found[0])
+    failures, limit_s = [], timeouts.reach_s / len(found[0])
     for family, kind, _, _, address in found[0]:
         with socket.socket(family, kind) as probe:
             probe.settimeout(limit_s)
@@ -122,7 +123,7 @@ class Readying:
         """Starts it. Raises OSError when that is not possible."""
         self._said: list[str] = []
         self._lines = Lines()
-        words = [begin.master or "", str(begin.master_port), *begin.ops]
+        words = [json.dumps(begin.timeouts), begin.master or "", str(begin.master_port), *begin.ops]
         self._process = subprocess.Popen(
             python("-m", "dstrain.launch.nodes.ready", *words),
             env=dict(environment),
@@ -170,7 +171,7 @@ class Readying:
 
 def main(words: Sequence[str]) -> int:
     """Makes this node ready; returns the exit code."""
-    host, port, *ops = words
+    limits, host, port, *ops = words
 
     def tell(event: Event) -> None:
         os.write(sys.stdout.fileno(), encode(event))
@@ -178,7 +179,7 @@ def main(words: Sequence[str]) -> int:
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         if host:
-            reach(host, int(port))
+            reach(host, int(port), Timeouts(**json.loads(limits)))
         tell(Reached())
         build(ops, os.environ, lambda text: tell(Told(text=text)))
     except EnvironmentProblem as error:

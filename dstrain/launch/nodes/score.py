@@ -7,12 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from dstrain.launch.nodes.channel import Channel
-from dstrain.launch.nodes.pace import LEAST_S
 from dstrain.launch.nodes.plan import Node
+from dstrain.launch.timeouts import TIMEOUTS, Timeouts
 from dstrain.rundir import RunDir
-
-GRACE_S = 10.0
-"""Seconds that ranks have after SIGTERM, or after another rank's death, until they are killed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,12 +40,8 @@ class Score:
     """DeepSpeed's extensions that ranks load."""
     files: Mapping[str, int] = field(default_factory=dict)
     """Files that every rank reads → their bytes here."""
-    grace_s: float = GRACE_S
-    """Seconds of grace."""
-    hang_s: float = LEAST_S
-    """Seconds without a step that are a hang at the earliest; 0 for never."""
-    start_s: float = 0.0
-    """Seconds in which every rank must have done its first step; 0 for any time."""
+    timeouts: Timeouts = TIMEOUTS
+    """Time limits."""
 
     @property
     def num_ranks(self) -> int:

@@ -12,8 +12,6 @@ from dstrain.launch.nodes.plan import Node
 from dstrain.launch.nodes.score import Score
 from dstrain.launch.nodes.wire import Begin, End, Ended, Go
 
-SWEEP_S = 12.0
-"""Seconds that one node may take."""
 _POLL_S = 0.1
 
 
@@ -40,11 +38,11 @@ def _sweep(score: Score, node: Node) -> None:
             num_ranks=0,
             master_port=score.master_port,
             mirror=False,
-            grace_s=0,
+            timeouts={},
         )
         for order in (begin, Go(), End(grace_s=0)):
             channel.send(order, node.number)
-        until = time.monotonic() + SWEEP_S
+        until = time.monotonic() + score.timeouts.sweep_s
         while time.monotonic() < until and not channel.is_closed:
             if any(isinstance(event, Ended) for _, event in channel.receive()):
                 break

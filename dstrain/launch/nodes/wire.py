@@ -11,12 +11,8 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from dstrain.pulse import Phase
 
-BEAT_S = 2.0
-"""Seconds between two signs of life, in both directions."""
 LONGEST = 16 * 2**20
 """Bytes of the longest line that is taken; what is sent stays far below."""
-SILENCE_S = 30.0
-"""Seconds without a sign of life after which the other side is taken for lost."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,8 +61,8 @@ class Begin:
     """The port of rank 0."""
     mirror: bool
     """Whether `run` has no file system in common with this node, and is sent what is written there."""
-    grace_s: float
-    """Seconds that ranks have after SIGTERM, or after another one's death."""
+    timeouts: dict[str, float]
+    """The limits of this start that are not the usual ones, by their names in `Timeouts`."""
     master: str | None = None
     """The host of rank 0, as its ranks are told it; None where nobody has to find it."""
     ops: list[str] = field(default_factory=list)
