@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.launch import hosts
 from tests.launch import slurm as slurms
+from tests.launch.hosts import Job
 from tests.launch.network import MISSING, Network, is_possible
 from tests.launch.slurm import Slurm
 
@@ -38,6 +40,12 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def light_checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkout whose ranks are light."""
+    return hosts.light_checkout(tmp_path_factory.mktemp("light"))
+
+
+@pytest.fixture(scope="session")
 def network(
     tmp_path_factory: pytest.TempPathFactory, need: Callable[[object, str], None], small_disk: Path
 ) -> Iterator[Network]:
@@ -49,6 +57,22 @@ def network(
         yield found
     finally:
         found.down()
+
+
+@pytest.fixture
+def job(network: Network, demo: Path, tmp_path: Path) -> Iterator[Job]:
+    """A job whose hosts are clean before and after, whatever the test did."""
+    made = Job(network, demo, tmp_path)
+    yield made
+    assert made.left_over(within_s=5) == []
+
+
+@pytest.fixture
+def light_job(network: Network, demo: Path, light_checkout: Path, tmp_path: Path) -> Iterator[Job]:
+    """The same with ranks that train nothing."""
+    made = Job(network, demo, tmp_path, checkout=light_checkout)
+    yield made
+    assert made.left_over(within_s=5) == []
 
 
 @pytest.fixture(scope="session")

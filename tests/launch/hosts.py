@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,11 +14,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dstrain.launch.timeouts import VARIABLE
 from dstrain.rundir import RunDir, is_whole
 from tests.launch.network import Network
 
 ROOT = Path(__file__).parents[2]
 DSTRAIN = (sys.executable, "-m", "dstrain.cli")
+LIGHT_RANK = Path(__file__).parent / "light_rank.py"
+
+
+def light_checkout(folder: Path) -> Path:
+    """Makes a checkout of this dstrain whose ranks run `light_rank.py`, for tests of what watches the ranks."""
+    for name in ("dstrain", "ds_templates", "hostfiles", "launch"):
+        shutil.copytree(ROOT / name, folder / name)
+    shutil.copy(LIGHT_RANK, folder / "dstrain" / "train" / "__main__.py")
+    return folder
 
 
 def write_job(folder: Path, demo: Path, *, interface: str, **changes: Any) -> None:
@@ -72,12 +83,14 @@ class Ended:
 class Job:
     """The demo's model, two ranks on two hosts, and steps without end."""
 
-    def __init__(self, network: Network, demo: Path, folder: Path, hosts: Sequence[str] = ("node0", "node1")) -> None:
+    def __init__(self, network: Network, demo: Path, folder: Path, *, checkout: Path = ROOT) -> None:
         self.network = network
+        self.checkout = checkout
+        self.limits = ""
         self.folder = folder
         self.place = RunDir(folder / "output")
         write_job(folder, demo, interface="eth0", hostfile="hostfile")
-        (folder / "hostfile").write_text("".join(f"{host} slots=1\n" for host in hosts))
+        (folder / "hostfile").write_text("".join(f"{host} slots=1\n" for host in ("node0", "node1")))
 
     def start(self, *words: str, head: int = 0) -> subprocess.Popen[str]:
         """Starts `dstrain run` on a host."""
@@ -92,7 +105,9 @@ class Job:
 
     def _popen(self, words: list[str], head: int) -> subprocess.Popen[str]:
         environment = {name: value for name, value in os.environ.items() if not name.startswith(("SWANLAB_", "WANDB_"))}
-        environment |= {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+        environment |= {"PYTHONPATH": str(self.checkout), "HF_HUB_OFFLINE": "1"}
+        if self.limits:
+            environment[VARIABLE] = self.limits
         return subprocess.Popen(
             self.network.on(head, *DSTRAIN, *words),
             cwd=self.folder, env=environment, text=True,

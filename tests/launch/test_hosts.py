@@ -7,7 +7,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -17,18 +17,18 @@ from tests.launch.hosts import Job
 from tests.launch.network import Network
 
 
-@pytest.fixture
-def job(network: Network, demo: Path, tmp_path: Path) -> Iterator[Job]:
-    """A job whose hosts are clean before and after, whatever the test did."""
-    made = Job(network, demo, tmp_path)
-    yield made
-    assert made.left_over(within_s=5) == []
-
-
-def test_two_hosts_train_over_pdsh_started_from_a_third(job: Job) -> None:
-    done = job.call("run", "--set", "max_steps=3", head=2)
+def test_a_run_saves_at_sigusr1_leaves_with_75_and_goes_on_over_pdsh_started_from_a_third_host(job: Job) -> None:
+    process = job.start("--launcher", "ssh", "--set", "save_steps=100000")
+    job.wait_for_step(process, 1)
+    job.kill(0, "dstrain.cli run", number=signal.SIGUSR1)
+    ended = job.end_of(process)
+    assert ended.code == 75, ended.said
+    step = job.place.checkpoints()[-1][0]
+    assert f"checkpoint-{step} and left, as asked" in ended.said
+    done = job.goes_on(head=2)
     assert done.code == 0, done.said
-    assert "step 3/3" in done.said
+    assert f"going on from checkpoint-{step}" in done.said
+    assert f"step {step + 3}/{step + 3}" in done.said
     logs = sorted(path.name.split("_")[1:3] for path in job.place.logs.glob("*_node_node*.log"))
     assert logs == [["node", "node0"], ["node", "node1"]]
 
@@ -54,127 +54,133 @@ def test_two_hosts_train_over_mpi_and_a_killed_rank_ends_both(
     assert job.left_over() == []
 
 
-def test_a_killed_rank_is_named_with_its_host_and_the_run_goes_on_from_its_checkpoint(job: Job) -> None:
-    process = job.start()
-    step = job.wait_for_checkpoint(process)
-    job.kill(1, " -u -m dstrain.train")
-    ended = job.end_of(process)
+def test_a_killed_rank_is_named_with_its_host_and_the_run_goes_on_from_its_checkpoint(light_job: Job) -> None:
+    process = light_job.start()
+    step = light_job.wait_for_checkpoint(process)
+    light_job.kill(1, " -u -m dstrain.train")
+    ended = light_job.end_of(process)
     assert (ended.code, ended.wall_s < 30) == (1, True), ended
     assert "rank 1 on node1 failed first" in ended.said
     assert "SIGKILL): killed, likely because the host ran out of memory" in ended.said
     assert "Last metrics: step" in ended.said
     assert f"`dstrain run --set resume=auto` goes on from step {step}" in ended.said or step % 4 == 0
-    assert job.place.failure.read_text().startswith("rank 1 on node1 failed first")
-    assert job.left_over() == []
-    assert job.goes_on().code == 0
+    assert light_job.place.failure.read_text().startswith("rank 1 on node1 failed first")
+    assert light_job.left_over() == []
+    assert light_job.goes_on().code == 0
 
 
 @pytest.mark.parametrize("launcher", ["pdsh", "ssh"])
-def test_a_killed_launcher_on_the_far_node_ends_everything(job: Job, launcher: str) -> None:
-    process = job.start("--launcher", launcher)
-    job.wait_for_checkpoint(process)
-    job.kill(1, " -u -m deepspeed.launcher.launch")
-    ended = job.end_of(process)
+def test_a_killed_launcher_on_the_far_node_ends_everything(light_job: Job, launcher: str) -> None:
+    process = light_job.start("--launcher", launcher)
+    light_job.wait_for_checkpoint(process)
+    light_job.kill(1, " -u -m deepspeed.launcher.launch")
+    ended = light_job.end_of(process)
     assert (ended.code, ended.wall_s < 60) == (1, True), ended
-    assert job.left_over() == []
+    assert light_job.left_over() == []
 
 
-def test_an_unplugged_node_is_lost_and_ends_its_own_ranks(job: Job) -> None:
-    process = job.start()
-    job.wait_for_checkpoint(process)
-    job.network.unplug(1)
+SOON = "silence_s=6,sweep_s=2,pause_s=1"
+"""Time limits for nodes that are lost."""
+
+
+def test_an_unplugged_node_is_lost_and_ends_its_own_ranks(light_job: Job) -> None:
+    light_job.limits = SOON
+    process = light_job.start()
+    light_job.wait_for_checkpoint(process)
+    light_job.network.unplug(1)
     try:
-        ended = job.end_of(process)
-        left = job.left_over(within_s=max(0.0, 60 - ended.wall_s))
+        ended = light_job.end_of(process)
+        left = light_job.left_over(within_s=max(0.0, 60 - ended.wall_s))
     finally:
-        job.network.plug(1)
+        light_job.network.plug(1)
     assert (ended.code, ended.wall_s < 60) == (1, True), ended
     assert "node1 was lost" in ended.said
     assert left == []
-    assert "no word from dstrain run for 30 s; ended ranks 1" in (job.place.logs / "watch_node1.log").read_text()
-    assert job.goes_on().code == 0
+    assert "no word from dstrain run for 6 s; ended ranks 1" in (light_job.place.logs / "watch_node1.log").read_text()
+    assert light_job.goes_on().code == 0
 
 
-def test_a_node_without_power_is_replaced_by_a_spare(job: Job) -> None:
-    process = job.start("--max-restarts", "1", "--spare", "node2", "--launcher", "ssh", "--set", "max_steps=150")
-    job.wait_for_checkpoint(process)
-    job.network.cut_power(1)
+def test_a_node_without_power_is_replaced_by_a_spare(light_job: Job) -> None:
+    light_job.limits = SOON
+    process = light_job.start("--max-restarts", "1", "--spare", "node2", "--launcher", "ssh", "--set", "max_steps=150")
+    light_job.wait_for_checkpoint(process)
+    light_job.network.cut_power(1)
     try:
-        ended = job.end_of(process, timeout_s=180)
+        ended = light_job.end_of(process, timeout_s=180)
     finally:
-        job.network.restore_power(1)
+        light_job.network.restore_power(1)
     assert ended.code == 0, ended.said
     assert "node1 was lost" in ended.said
     assert "starting again from step" in ended.said
     assert "node1 → node2" in ended.said
-    assert max(job.losses()) == 150
+    assert max(light_job.losses()) == 150
 
 
-def test_an_ssh_session_that_ends_takes_its_node_along(job: Job) -> None:
-    process = job.start()
-    job.wait_for_checkpoint(process)
-    job.network.sshds[1].end_sessions()
-    ended = job.end_of(process)
+def test_an_ssh_session_that_ends_takes_its_node_along(light_job: Job) -> None:
+    process = light_job.start()
+    light_job.wait_for_checkpoint(process)
+    light_job.network.sshds[1].end_sessions()
+    ended = light_job.end_of(process)
     assert (ended.code, ended.wall_s < 60) == (1, True), ended
     assert "node1" in ended.said
-    assert job.left_over(within_s=15) == []
+    assert light_job.left_over(within_s=15) == []
 
 
-def test_a_stopped_sshd_does_not_end_a_run_and_is_named_at_the_next_one(job: Job) -> None:
-    process = job.start("--launcher", "ssh")
-    step = job.wait_for_checkpoint(process)
-    job.network.stop_sshd(1)
+def test_a_stopped_sshd_does_not_end_a_run_and_is_named_at_the_next_one(light_job: Job) -> None:
+    process = light_job.start("--launcher", "ssh")
+    step = light_job.wait_for_checkpoint(process)
+    light_job.network.stop_sshd(1)
     try:
-        job.wait_for_checkpoint(process, after=step)
-        job.kill(0, "dstrain.cli run", number=signal.SIGTERM)
-        assert "stopped (SIGTERM)" in job.end_of(process).said
-        refused = job.call("run", "--launcher", "ssh", "--set", "resume=auto")
-        detached = job.call("run", "--launcher", "ssh", "--set", "resume=auto", "--detach")
+        light_job.wait_for_checkpoint(process, after=step)
+        light_job.kill(0, "dstrain.cli run", number=signal.SIGTERM)
+        assert "stopped (SIGTERM)" in light_job.end_of(process).said
+        refused = light_job.call("run", "--launcher", "ssh", "--set", "resume=auto")
+        detached = light_job.call("run", "--launcher", "ssh", "--set", "resume=auto", "--detach")
     finally:
-        job.network.start_sshd(1)
+        light_job.network.start_sshd(1)
     for ended in (refused, detached):
         assert ended.code == 5, ended.said
         assert "node1: ssh: connect to host node1 port 22: Connection refused" in ended.said
 
 
-def test_a_killed_run_leaves_no_rank_on_any_host(job: Job) -> None:
-    process = job.start()
-    job.wait_for_checkpoint(process)
+def test_a_killed_run_leaves_no_rank_on_any_host(light_job: Job) -> None:
+    process = light_job.start()
+    light_job.wait_for_checkpoint(process)
     began = time.monotonic()
-    job.kill(0, "dstrain.cli run")
-    assert job.end_of(process).code != 0
-    assert job.left_over(within_s=60) == []
+    light_job.kill(0, "dstrain.cli run")
+    assert light_job.end_of(process).code != 0
+    assert light_job.left_over(within_s=60) == []
     assert time.monotonic() - began < 60
-    words = job.call("status", "output")
+    words = light_job.call("status", "output")
     assert words.code == 1
     assert "gone: `dstrain run` was killed" in words.said
     assert "node1: the connection to dstrain run has ended; ended ranks 1" in words.said
 
 
-def test_ctrl_c_twice_ends_everything_at_once(job: Job) -> None:
-    process = job.start("--launcher", "ssh")
-    job.wait_for_checkpoint(process)
-    run = job.find(0, "dstrain.cli run")
-    job.kill(1, " -u -m dstrain.train", number=signal.SIGSTOP)  # a rank that does not listen
+def test_ctrl_c_twice_ends_everything_at_once(light_job: Job) -> None:
+    process = light_job.start("--launcher", "ssh")
+    light_job.wait_for_checkpoint(process)
+    run = light_job.find(0, "dstrain.cli run")
+    light_job.kill(1, " -u -m dstrain.train", number=signal.SIGSTOP)  # a rank that does not listen
     for _ in range(2):
         os.kill(run, signal.SIGINT)
         time.sleep(1)
-    ended = job.end_of(process)
+    ended = light_job.end_of(process)
     assert (ended.code, ended.wall_s < 15) == (130, True), ended
     assert "stopped (SIGINT); no rank is left running" in ended.said
-    assert job.left_over() == []
+    assert light_job.left_over() == []
 
 
-def test_a_rank_that_stands_still_is_a_hang_and_the_others_say_where_they_wait(job: Job) -> None:
-    process = job.start("--hang-after", "8", "--set", "save_steps=100000")
-    job.wait_for_step(process, 60)
-    job.kill(1, " -u -m dstrain.train", number=signal.SIGSTOP)
-    ended = job.end_of(process)
+def test_a_rank_that_stands_still_is_a_hang_and_the_others_say_where_they_wait(light_job: Job) -> None:
+    process = light_job.start("--hang-after", "4", "--set", "save_steps=100000")
+    light_job.wait_for_step(process, 60)
+    light_job.kill(1, " -u -m dstrain.train", number=signal.SIGSTOP)
+    ended = light_job.end_of(process)
     assert (ended.code, ended.wall_s < 60) == (1, True), ended
     assert "the run hangs" in ended.said
     assert "rank 0 on node0 in " in ended.said
     assert "rank 1 on node1 in an unknown place: it wrote no stack" in ended.said
-    assert job.left_over() == []
+    assert light_job.left_over() == []
 
 
 def test_a_disk_that_fills_up_is_named_and_the_older_checkpoint_stays(
@@ -229,27 +235,16 @@ def test_more_slots_than_gpus_are_told(job: Job) -> None:
     assert "node1: 1 slots in the hostfile, and 0 GPUs there" in refused.said
 
 
-def test_a_run_in_the_background_survives_its_login_and_is_stopped_by_name(job: Job) -> None:
-    started = job.call("run", "--detach", "--launcher", "ssh")
+def test_a_run_in_the_background_survives_its_login_and_is_stopped_by_name(light_job: Job) -> None:
+    started = light_job.call("run", "--detach", "--launcher", "ssh")
     assert started.code == 0, started.said
     assert "dstrain stop output" in started.said
-    again = job.call("run")
+    again = light_job.call("run")
     assert again.code == 6
     assert "a run goes on there" in again.said
-    job.wait_for_step(None, 1)
-    assert "running, for" in job.call("status", "output").said
-    assert "step 1/" in job.call("logs", "output").said
-    stopped = job.call("stop", "output")
+    light_job.wait_for_step(None, 1)
+    assert "running, for" in light_job.call("status", "output").said
+    assert "step 1/" in light_job.call("logs", "output").said
+    stopped = light_job.call("stop", "output")
     assert (stopped.code, stopped.said) == (0, "output: stopped\n")
-    assert job.left_over() == []
-
-
-def test_sigusr1_saves_a_checkpoint_and_leaves_with_75(job: Job) -> None:
-    process = job.start("--launcher", "ssh", "--set", "save_steps=100000")
-    job.wait_for_step(process, 1)
-    job.kill(0, "dstrain.cli run", number=signal.SIGUSR1)
-    ended = job.end_of(process)
-    assert ended.code == 75, ended.said
-    step = job.place.checkpoints()[-1][0]
-    assert f"checkpoint-{step} and left, as asked" in ended.said
-    assert job.goes_on().code == 0
+    assert light_job.left_over() == []

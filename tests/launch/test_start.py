@@ -7,24 +7,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 from tests.launch.hosts import Job
-from tests.launch.network import Network
 
 LOUD_S = 40
 """In which a run must have ended on a machine that has other things to do; alone it takes half of that."""
-
-
-@pytest.fixture
-def job(network: Network, demo: Path, tmp_path: Path) -> Iterator[Job]:
-    """A job whose hosts are clean before and after, whatever the test did."""
-    made = Job(network, demo, tmp_path)
-    yield made
-    assert made.left_over(within_s=5) == []
 
 
 def test_a_host_that_does_not_know_rank_0s_is_named_before_anything_starts(job: Job) -> None:

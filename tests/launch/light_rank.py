@@ -1,0 +1,116 @@
+"""What the ranks of a light checkout run in place of `dstrain.train`: everything that agents see of training, and no
+torch.
+
+The ranks meet at rank 0's port, step in lockstep over TCP, send their pulses, log, save whole checkpoints, go on from
+the newest one, and heed the signals of `dstrain.train.rank.Leaving`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import time
+from pathlib import Path
+
+from dstrain.job import Job
+from dstrain.pulse import Phase, Sender
+from dstrain.records import load_json
+from dstrain.rundir import RunDir, mark_whole
+from dstrain.train.rank import Leaving, Rank, from_environment, is_port_taken
+
+STEP_S = 0.05
+
+
+class Peers:
+    """The other ranks: rank 0 has a connection to each of them, they have one to it."""
+
+    def __init__(self, rank: Rank, host: str, port: int) -> None:
+        self._is_first = rank.is_first
+        if rank.is_first:
+            with socket.create_server(("", port)) as server:
+                self._sockets = [server.accept()[0] for _ in range(rank.world_size - 1)]
+        else:
+            self._sockets = [_connect(host, port)]
+
+    def step(self, word: bytes) -> bytes:
+        """Returns rank 0's word of one byte once every rank has given its own."""
+        if self._is_first:
+            words = b"".join([word, *(_receive(peer) for peer in self._sockets)])
+            word = max(words).to_bytes()
+            for peer in self._sockets:
+                peer.sendall(word)
+            return word
+        self._sockets[0].sendall(word)
+        return _receive(self._sockets[0])
+
+
+def _connect(host: str, port: int) -> socket.socket:
+    while True:
+        try:
+            return socket.create_connection((host, port))
+        except OSError:
+            time.sleep(0.1)
+
+
+def _receive(peer: socket.socket) -> bytes:
+    word = peer.recv(1)
+    if not word:
+        raise ConnectionError("Connection closed by peer")
+    return word
+
+
+def save(place: RunDir, step: int, rank: Rank) -> None:
+    """Writes a checkpoint that is whole."""
+    folder = place.path / f"checkpoint-{step}"
+    folder.mkdir(exist_ok=True)
+    (folder / "weights").write_bytes(bytes(1000))
+    mark_whole(folder, {"step": step, "world_size": rank.world_size, "zero_stage": 2})
+
+
+def train(place: RunDir, job: Job, rank: Rank, peers: Peers, leaving: Leaving, pulse: Sender) -> Phase:
+    """Steps to the end, or until somebody wants a checkpoint; returns the last phase."""
+    newest = place.newest_checkpoint()
+    step = newest.step if job.resume == "auto" else 0
+    if step:
+        rank.say(f"going on from checkpoint-{step}")
+    assert job.max_steps is not None
+    while step < job.max_steps:
+        time.sleep(STEP_S)
+        step += 1
+        is_leaving = peers.step(b"1" if leaving.is_wanted else b"0") == b"1"
+        pulse.send(step, Phase.STEP, job.max_steps)
+        if rank.is_first:
+            with place.metrics.open("a") as file:
+                file.write(json.dumps({"step": step, "loss": 1.0}) + "\n")
+            print(f"step {step}/{job.max_steps}, loss 1.0", flush=True)
+            if is_leaving or step % job.save_steps == 0:
+                save(place, step, rank)
+        if is_leaving:
+            rank.say(f"saved checkpoint-{step} and left, as asked")
+            pulse.send(step, Phase.LEFT)
+            return Phase.LEFT
+    pulse.send(step, Phase.DONE)
+    return Phase.DONE
+
+
+def main(folder: Path) -> None:
+    rank = from_environment(os.environ)
+    place = RunDir(folder)
+    leaving, pulse = Leaving(), Sender(os.environ, rank.index)
+    pulse.send(0, Phase.START)
+    job = load_json(Job, place.request)
+    pulse.send(0, Phase.CONNECTING)
+    if rank.is_first and is_port_taken(os.environ):
+        pulse.send(0, Phase.PORT_TAKEN)
+        raise OSError("EADDRINUSE")
+    peers = Peers(rank, os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+    pulse.send(0, Phase.LOADING)
+    last = train(place, job, rank, peers, leaving, pulse)
+    if rank.is_first and last is Phase.DONE:
+        place.summary.write_text(json.dumps({"steps": job.max_steps}))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
