@@ -64,7 +64,7 @@ def job(network: Network, demo: Path, tmp_path: Path) -> Iterator[Job]:
     """A job whose hosts are clean before and after, whatever the test did."""
     made = Job(network, demo, tmp_path)
     yield made
-    assert made.left_over(within_s=5) == []
+    assert made.clear(within_s=5) == []
 
 
 @pytest.fixture
@@ -72,7 +72,16 @@ def light_job(network: Network, demo: Path, light_checkout: Path, tmp_path: Path
     """The same with ranks that train nothing."""
     made = Job(network, demo, tmp_path, checkout=light_checkout)
     yield made
-    assert made.left_over(within_s=5) == []
+    assert made.clear(within_s=5) == []
+
+
+@pytest.fixture(scope="session")
+def usual(network: Network, demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Job:
+    """The job as it is run by hand, on two hosts that share a file system, with a checkpoint at its end."""
+    made = Job(network, demo, tmp_path_factory.mktemp("usual"))
+    done = made.call("run", "--launcher", "ssh", "--set", "max_steps=32", "--set", "save_total_limit=1")
+    assert done.code == 0, done.said
+    return made
 
 
 @pytest.fixture(scope="session")

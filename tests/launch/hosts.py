@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from tests.launch.network import Network
 
 ROOT = Path(__file__).parents[2]
 DSTRAIN = (sys.executable, "-m", "dstrain.cli")
+PATIENCE_S = 300.0
+"""After which a test fails that waits: a machine that has other things to do may take many times as long."""
 LIGHT_RANK = Path(__file__).parent / "light_rank.py"
 
 
@@ -96,11 +99,11 @@ class Job:
         """Starts `dstrain run` on a host."""
         return self._popen(["run", *words], head)
 
-    def call(self, *words: str, head: int = 0, timeout_s: float = 120) -> Ended:
+    def call(self, *words: str, head: int = 0) -> Ended:
         """Types a dstrain command on a host and waits for its end."""
         began = time.monotonic()
         process = self._popen(list(words), head)
-        said = process.communicate(timeout=timeout_s)[0]
+        said = process.communicate(timeout=PATIENCE_S)[0]
         return Ended(process.returncode, said, time.monotonic() - began)
 
     def _popen(self, words: list[str], head: int) -> subprocess.Popen[str]:
@@ -114,24 +117,23 @@ class Job:
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
 
-    def end_of(self, process: subprocess.Popen[str], timeout_s: float = 75) -> Ended:
+    def end_of(self, process: subprocess.Popen[str]) -> Ended:
         """Waits for the end of a run from now on."""
         began = time.monotonic()
         try:
-            said = process.communicate(timeout=timeout_s)[0]
+            said = process.communicate(timeout=PATIENCE_S)[0]
         except subprocess.TimeoutExpired:
-            for line in self.left_over():
-                os.kill(int(line.split()[1]), signal.SIGKILL)
-            raise AssertionError(f"still there after {timeout_s} s: {process.communicate(timeout=20)[0]}") from None
+            self.clear()
+            raise AssertionError(f"still there after {PATIENCE_S} s: {process.communicate(timeout=20)[0]}") from None
         return Ended(process.returncode, said, time.monotonic() - began)
 
     def losses(self) -> dict[int, float]:
         """Returns the loss of each step, the last word on it."""
         return losses(self.place)
 
-    def wait_for_checkpoint(self, process: subprocess.Popen[str], *, after: int = 0, timeout_s: float = 90) -> int:
+    def wait_for_checkpoint(self, process: subprocess.Popen[str], *, after: int = 0) -> int:
         """Returns the step of the newest whole checkpoint, once there is one beyond `after` and training went on."""
-        until = time.monotonic() + timeout_s
+        until = time.monotonic() + PATIENCE_S
         while time.monotonic() < until:
             assert process.poll() is None, process.communicate()[0]
             whole = [step for step, folder in self.place.checkpoints() if is_whole(folder) and step > after]
@@ -140,9 +142,9 @@ class Job:
             time.sleep(0.1)
         raise AssertionError("no checkpoint: " + "\n".join(path.read_text() for path in self.place.logs.glob("*.log")))
 
-    def wait_for_step(self, process: subprocess.Popen[str] | None, number: int, timeout_s: float = 90) -> None:
+    def wait_for_step(self, process: subprocess.Popen[str] | None, number: int) -> None:
         """Waits until so many steps are logged."""
-        until = time.monotonic() + timeout_s
+        until = time.monotonic() + PATIENCE_S
         while max(self.losses(), default=0) < number:
             assert process is None or process.poll() is None, process.communicate()[0]
             assert time.monotonic() < until, "\n".join(path.read_text() for path in self.place.logs.glob("*.log"))
@@ -168,6 +170,14 @@ class Job:
             if not found or time.monotonic() > until:
                 return found
             time.sleep(0.5)
+
+    def clear(self, *, within_s: float = 0) -> list[str]:
+        """Kills what still runs on the hosts after a while, and returns it."""
+        left = self.left_over(within_s=within_s)
+        for line in left:
+            with suppress(ProcessLookupError):
+                os.kill(int(line.split()[1]), signal.SIGKILL)
+        return left
 
     def goes_on(self, *words: str, head: int = 0) -> Ended:
         """Resumes from the newest checkpoint for a few steps."""

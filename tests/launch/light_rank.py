@@ -20,6 +20,7 @@ from dstrain.records import load_json
 from dstrain.rundir import RunDir, mark_whole
 from dstrain.train.rank import Leaving, Rank, from_environment, is_port_taken
 
+IMPORT_S = 0.5
 STEP_S = 0.05
 
 
@@ -101,6 +102,7 @@ def main(folder: Path) -> None:
     leaving, pulse = Leaving(), Sender(os.environ, rank.index)
     pulse.send(0, Phase.START)
     job = load_json(Job, place.request)
+    time.sleep(IMPORT_S)
     pulse.send(0, Phase.CONNECTING)
     if rank.is_first and is_port_taken(os.environ):
         pulse.send(0, Phase.PORT_TAKEN)

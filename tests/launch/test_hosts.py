@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from dstrain.launch.timeouts import TIMEOUTS, VARIABLE
+from tests.conftest import Draw
 from tests.launch.hosts import Job
 from tests.launch.network import Network
 
@@ -79,12 +81,16 @@ def test_a_killed_launcher_on_the_far_node_ends_everything(light_job: Job, launc
     assert light_job.left_over() == []
 
 
-SOON = "silence_s=6,sweep_s=2,pause_s=1"
-"""Time limits for nodes that are lost."""
+@pytest.fixture
+def limits(draw: Draw) -> str:
+    """Short time limits for nodes that are lost; the usual ones where a sweep tries everything."""
+    return "" if draw.draws_all else "silence_s=6,sweep_s=2,pause_s=1"
 
 
-def test_an_unplugged_node_is_lost_and_ends_its_own_ranks(light_job: Job) -> None:
-    light_job.limits = SOON
+@pytest.mark.sweep
+def test_an_unplugged_node_is_lost_and_ends_its_own_ranks(light_job: Job, limits: str) -> None:
+    light_job.limits = limits
+    silence_s = TIMEOUTS.changed({VARIABLE: limits}).silence_s
     process = light_job.start()
     light_job.wait_for_checkpoint(process)
     light_job.network.unplug(1)
@@ -96,17 +102,19 @@ def test_an_unplugged_node_is_lost_and_ends_its_own_ranks(light_job: Job) -> Non
     assert (ended.code, ended.wall_s < 60) == (1, True), ended
     assert "node1 was lost" in ended.said
     assert left == []
-    assert "no word from dstrain run for 6 s; ended ranks 1" in (light_job.place.logs / "watch_node1.log").read_text()
+    watched = (light_job.place.logs / "watch_node1.log").read_text()
+    assert f"no word from dstrain run for {silence_s:.0f} s; ended ranks 1" in watched
     assert light_job.goes_on().code == 0
 
 
-def test_a_node_without_power_is_replaced_by_a_spare(light_job: Job) -> None:
-    light_job.limits = SOON
+@pytest.mark.sweep
+def test_a_node_without_power_is_replaced_by_a_spare(light_job: Job, limits: str) -> None:
+    light_job.limits = limits
     process = light_job.start("--max-restarts", "1", "--spare", "node2", "--launcher", "ssh", "--set", "max_steps=150")
     light_job.wait_for_checkpoint(process)
     light_job.network.cut_power(1)
     try:
-        ended = light_job.end_of(process, timeout_s=180)
+        ended = light_job.end_of(process)
     finally:
         light_job.network.restore_power(1)
     assert ended.code == 0, ended.said
@@ -171,16 +179,16 @@ def test_ctrl_c_twice_ends_everything_at_once(light_job: Job) -> None:
     assert light_job.left_over() == []
 
 
-def test_a_rank_that_stands_still_is_a_hang_and_the_others_say_where_they_wait(light_job: Job) -> None:
-    process = light_job.start("--hang-after", "4", "--set", "save_steps=100000")
-    light_job.wait_for_step(process, 60)
-    light_job.kill(1, " -u -m dstrain.train", number=signal.SIGSTOP)
-    ended = light_job.end_of(process)
+def test_a_rank_that_stands_still_is_a_hang_and_the_others_say_where_they_wait(job: Job) -> None:
+    process = job.start("--hang-after", "8", "--set", "save_steps=100000")
+    job.wait_for_step(process, 12)
+    job.kill(1, " -u -m dstrain.train", number=signal.SIGSTOP)
+    ended = job.end_of(process)
     assert (ended.code, ended.wall_s < 60) == (1, True), ended
     assert "the run hangs" in ended.said
     assert "rank 0 on node0 in " in ended.said
     assert "rank 1 on node1 in an unknown place: it wrote no stack" in ended.said
-    assert light_job.left_over() == []
+    assert job.left_over() == []
 
 
 def test_a_disk_that_fills_up_is_named_and_the_older_checkpoint_stays(
@@ -193,7 +201,7 @@ def test_a_disk_that_fills_up_is_named_and_the_older_checkpoint_stays(
         while process.poll() is None:
             file.write(bytes(2**20))
             file.flush()
-    ended = job.end_of(process, timeout_s=120)
+    ended = job.end_of(process)
     assert ended.code == 1
     assert "A disk is full" in ended.said, ended.said
     assert "goes on from step" in ended.said

@@ -92,19 +92,20 @@ def test_a_port_that_is_in_use_on_rank_0s_host_is_replaced_and_so_is_one_that_is
     assert job.state()["attempt"] == 1
 
 
-def test_a_start_that_takes_too_long_says_where_every_rank_is(job: Job) -> None:
-    process = job.start("--launcher", "ssh", "--start-timeout", "25")
+def test_a_start_that_takes_too_long_says_where_every_rank_is(light_job: Job) -> None:
+    light_job.limits = "start_word_s=2"
+    process = light_job.start("--launcher", "ssh", "--start-timeout", "20")
     until = time.monotonic() + 60
-    while time.monotonic() < until and not any(" -m dstrain.train" in line for line in job.network.lines(1)):
+    while time.monotonic() < until and not any(" -u -m dstrain.train" in line for line in light_job.network.lines(1)):
         time.sleep(0.1)
-    job.kill(1, " -m dstrain.train", number=signal.SIGSTOP)
-    while "ranks connected" not in (said := job.call("status", "output").said) and process.poll() is None:
+    light_job.kill(1, " -u -m dstrain.train", number=signal.SIGSTOP)
+    while "ranks connected" not in (said := light_job.call("status", "output").said) and process.poll() is None:
         time.sleep(1)
-    ended = job.end_of(process, timeout_s=120)
+    ended = light_job.end_of(process)
     assert ended.code == 1
     assert re.search(r"^start +starting for .* of 2 ranks connected; rank 1 on node1 ", said, re.MULTILINE), said
     assert "of 2 ranks connected; rank 1 on node1 " in ended.said
     assert "the start made no progress for " in ended.said
     assert "rank 0 on node0 waiting for the others" in ended.said
     assert "rank 0 on node0 in " in ended.said
-    assert job.left_over() == []
+    assert light_job.left_over() == []
