@@ -6,17 +6,18 @@ import contextlib
 import os
 import pickle
 import random
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
 
 import pytest
 from filelock import FileLock, Timeout
+from hypothesis import HealthCheck, settings
 
 from benchmarks import predict
 from benchmarks.published.answers import Answer, answer
 from benchmarks.published.rows import read
+from tests.draws import Draw
 
 GOLDEN = Path(__file__).parent / "golden"
 SHARED_MEMORY = Path("/dev/shm")
@@ -36,13 +37,9 @@ MARKS = {
         "tests/test_measure.py::test_one_case_is_measured_on_the_cpu_and_compared_with_its_plan",
     ),
     "sweep": (
-        *("tests/test_fuzz.py", "tests/lint/test_properties.py", "tests/cli/test_options.py"),
-        *(
-            "tests/plan/tape/test_against_trace.py",
-            "tests/facts/test_tracer.py",
-            "tests/train/test_packing_families.py",
-        ),
         *("tests/plan/test_bounds.py", "tests/plan/test_headroom.py", "tests/plan/test_quick.py"),
+        *("tests/plan/tape/test_against_trace.py", "tests/facts/test_tracer.py", "tests/lint/test_properties.py"),
+        *("tests/cli/test_options.py", "tests/test_fuzz.py"),
         "tests/plan/test_search.py::test_bounds_lose_nothing",
         "tests/test_docs.py::test_a_generated_part_is_what_the_code_says[README.md-published]",
         "tests/test_published.py::test_every_exclusion_has_a_reason_and_nothing_else_is_missing",
@@ -53,10 +50,12 @@ MARKS = {
     "editors": ("tests/render/test_language_server.py", "tests/test_packaging.py"),
 }
 """What a test needs that takes long, by the beginning of its node id; a test of none of these is fast."""
-
+SAMPLED = {"tests/plan/test_search.py::test_bounds_lose_nothing": 4, "tests/plan/test_quick.py": 15}
+"""Of how many of these tests a sample consists; other sweeps draw inside of theirs."""
+settings.register_profile("dstrain", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("dstrain")
 SLICE = 100
 """Published runs that one worker answers for at a time."""
-Item = TypeVar("Item")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -65,21 +64,25 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seed", type=int, help="number that chooses the sample of a sweep, as a run prints it")
 
 
+@pytest.hookimpl(tryfirst=True)  # before Hypothesis reads its seed
 def pytest_configure(config: pytest.Config) -> None:
     """Chooses the seed of this run; workers are given the one of the run that started them."""
     if config.option.seed is None:
         config.option.seed = random.SystemRandom().randrange(10**6)
+    if config.option.hypothesis_seed is None:
+        config.option.hypothesis_seed = str(config.option.seed)
 
 
-def pytest_report_header(config: pytest.Config) -> str:
-    if config.option.all_draws:
-        return "sweeps: all draws"
-    return f"sweeps: a sample, drawn by --seed {config.option.seed}"
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    draws = "all draws" if config.option.all_draws else f"a sample, drawn by --seed {config.option.seed}"
+    terminalreporter.write_line(f"sweeps: {draws}")
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects, and before a worker of xdist reads the groups
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks the tests; those of a file, all of the engine and all of a cluster are for one worker."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Marks the tests; those of a file, all of the engine and all of a cluster are for one worker.
+
+    Of the tests in SAMPLED as many are left as are written there."""
     for item in items:
         mark = next((mark for mark, places in MARKS.items() if item.nodeid.startswith(places)), None)
         if mark is not None:
@@ -87,6 +90,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         group = mark if mark in ("engine", "cluster") else item.nodeid.partition("::")[0]
         item.add_marker(pytest.mark.xdist_group(group))
     items.sort(key=lambda item: [item.get_closest_marker(mark) is None for mark in MARKS])
+    for place, size in SAMPLED.items():
+        cases = [item for item in items if item.nodeid.startswith(place)]
+        left = set(cases) - set(draw_of(config)(cases, size))
+        config.hook.pytest_deselected(items=[item for item in cases if item in left])
+        items[:] = [item for item in items if item not in left]
+
+
+def pytest_collection_finish() -> None:
+    """Lets torch compute in one thread: several spin where they wait for a core."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
@@ -115,26 +129,13 @@ BUFFERS = pytest.StashKey[set[Path]]()
 """Buffers that were there before this run."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Draw:
-    """Draws the sample of a sweep."""
-
-    seed: int
-    """The same seed draws the same, whatever was drawn before."""
-    draws_all: bool
-    """Whether everything is tried."""
-
-    def __call__(self, population: Sequence[Item], size: int) -> list[Item]:
-        """Returns so many of the population, in its order; all of it under --all-draws."""
-        if self.draws_all or size >= len(population):
-            return list(population)
-        chosen = random.Random(self.seed).sample(range(len(population)), size)
-        return [population[index] for index in sorted(chosen)]
+def draw_of(config: pytest.Config) -> Draw:
+    return Draw(seed=config.option.seed, draws_all=config.option.all_draws)
 
 
 @pytest.fixture(scope="session")
 def draw(request: pytest.FixtureRequest) -> Draw:
-    return Draw(seed=request.config.option.seed, draws_all=request.config.option.all_draws)
+    return draw_of(request.config)
 
 
 @pytest.fixture(scope="session")

@@ -19,9 +19,13 @@ from dstrain.plan.headroom import quick_ratio
 from dstrain.plan.peak import Peak
 from dstrain.plan.reserved import reserved
 from dstrain.units import GIB
+from tests.draws import Draw
 
 MODELS = tuple(ask(model=name, gpus=8).model for name in ("qwen3-0.6b", "qwen3-8b", "llama-3.1-8b", "qwen3-30b-a3b"))
 DRAWN = 30
+"""Configurations for each kind of states."""
+SAMPLE = 8
+"""Those of them that a sample tries."""
 
 
 def drawn(seed: int, dtypes: StateDtypes, *, expandable: bool) -> Iterator[tuple[ModelFacts, Configuration, int]]:
@@ -63,13 +67,13 @@ def live_peak(model: ModelFacts, configuration: Configuration, ranks: int) -> Pe
     ],
 )
 def test_the_quick_ratio_is_hardly_ever_below_the_replay(
-    dtypes: StateDtypes, expandable: bool, most_on_average: float
+    dtypes: StateDtypes, expandable: bool, most_on_average: float, draw: Draw
 ) -> None:
     over = []
-    for model, configuration, ranks in drawn(7, dtypes, expandable=expandable):
+    for model, configuration, ranks in draw(list(drawn(7, dtypes, expandable=expandable)), SAMPLE):
         peak = live_peak(model, configuration, ranks)
         found = reserved(model, configuration, ranks, capacity_bytes=None, expandable_segments=expandable)
         over.append((quick_ratio(model, configuration, ranks, peak) * peak.total / found.reserved_bytes, peak.total))
     assert all(ratio >= 0.98 for ratio, live in over if live > 10 * GIB)
     assert sum(ratio < 0.98 for ratio, _ in over) <= 1
-    assert sum(ratio for ratio, _ in over) / len(over) < most_on_average
+    assert len(over) < DRAWN or sum(ratio for ratio, _ in over) / len(over) < most_on_average
