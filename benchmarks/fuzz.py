@@ -65,8 +65,8 @@ BATCH = 500
 MESSAGES: tuple[wire.Order | wire.Event, ...] = (
     wire.Look(run_dir="/r", token="t", others=["b"], files={"/m": 1}, port=29500),
     wire.Begin(
-        host="a", run_dir="/r", mark="m", command=["python"], environment={"A": "b"}, unset=[], exports="", hosts=["a"],
-        first_rank=0, num_ranks=8, master_port=29500, mirror=False, grace_s=5.0,
+        host="a", run_dir="/r", mark="m", command=["python"], environment={"A": "b"}, unset=[], exports={"C": "$A"},
+        hosts=["a"], first_rank=0, num_ranks=8, master_port=29500, mirror=False, timeouts={"grace_s": 5.0},
     ),
     wire.Alive(steps={"0": [1, "step", 10]}),
     wire.Wrote(name="logs/a", text="é\n", on_screen=True),

@@ -104,7 +104,7 @@ def long_config(folder: Path) -> Path:
 
 def measure(repeat: int, cache: Path) -> list[Latency]:
     """Returns a line for every command."""
-    commands = (("--help",), ("lint", str(long_config(cache))), GEN_CONFIG, PLAN)
+    commands: tuple[tuple[str, ...], ...] = (("--help",), ("lint", str(long_config(cache))), GEN_CONFIG, PLAN)
     taken: dict[tuple[str, ...], list[tuple[float, float]]] = {words: [] for words in commands}
     codes = {words: run(words, cache)[2].returncode for words in commands}
     for _ in range(repeat):

@@ -118,7 +118,8 @@ def run_steps(rank: int, options: Options, folder: Path) -> list[Measured]:
     """Returns a line for every mode. Modes take turns, step by step: what else the machine does slows all alike."""
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     model = demo.make_model(tokenizer, hidden_size=options.hidden_size, num_hidden_layers=options.layers)
-    model = model.to(torch.bfloat16 if options.precision is Precision.BF16 else torch.float32)
+    dtype = torch.bfloat16 if options.precision is Precision.BF16 else torch.float32
+    model = torch.nn.Module.to(model, dtype)
     parallel = DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     sources = {}

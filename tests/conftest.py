@@ -111,7 +111,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     """Removes what DeepSpeed's CPU collectives left behind: 66 MiB of RAM for each rank of every launch."""
     if hasattr(session.config, "workerinput"):
         return  # the run that started this worker does it, when no worker trains any more
-    left = buffers() - session.config.stash[BUFFERS]
+    before = session.config.stash[BUFFERS]
+    left = {buffer for buffer in buffers() if buffer not in before}
     for maps in Path("/proc").glob("[0-9]*/maps") if left else ():
         with contextlib.suppress(OSError):
             text = maps.read_text(errors="replace")

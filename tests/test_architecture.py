@@ -66,9 +66,9 @@ def test_a_child_that_is_python_takes_no_modules_from_the_current_folder() -> No
     unsafe = []
     for path in sorted(PACKAGE.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            words = (
-                [ast.unparse(word).strip("'") for word in node.elts] if isinstance(node, ast.List | ast.Tuple) else []
-            )
+            if not isinstance(node, ast.List | ast.Tuple):
+                continue
+            words = [ast.unparse(word).strip("'") for word in node.elts]
             for word, after in pairwise(words):
                 is_free = word not in {"-P", "-I", "bash", "topo"} and after in {"-m", "-c"}
                 if is_free or (word == "sys.executable" and after not in {"-P", "-I"}):

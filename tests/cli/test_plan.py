@@ -23,8 +23,10 @@ Type = Callable[..., Any]
 ROOT = Path(__file__).parents[2]
 PLAN = ("plan", "--gpus", "16", "--model", "qwen3-32b")
 NOTHING_FITS = ("plan", "--gpus", "8", "--model", "llama-3.1-405b")
-ONE = ("plan", "--gpus", "8", "--gpu", "h100", "--model", "qwen3-8b", "--zero-stage", "2", "--offload", "none")
-ONE += ("--micro-batch", "2", "--grad-accum", "3", "--grad-ckpt")
+ONE: tuple[str, ...] = (
+    *("plan", "--gpus", "8", "--gpu", "h100", "--model", "qwen3-8b", "--zero-stage", "2", "--offload", "none"),
+    *("--micro-batch", "2", "--grad-accum", "3", "--grad-ckpt"),
+)
 
 TOP_KEYS = {"schema", "model", "cluster", "plans", "chosen", "considered"}
 PLAN_KEYS = {"title", *(each.name for each in fields(Configuration)), "fits", "memory", "speed", "reasons"}

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from dstrain.launch.timeouts import TIMEOUTS, VARIABLE
-from tests.conftest import Draw
+from tests.draws import Draw
 from tests.launch.hosts import Job
 from tests.launch.network import Network
 

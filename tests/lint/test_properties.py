@@ -23,7 +23,9 @@ JUNK = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
     max_leaves=6,
 )
-VALUES = st.sampled_from(["auto", "3", "true", 0, 1, 2, 3, -1, 5.5, 1e14, True, False, None, "cpu", "nvme", {}]) | JUNK
+VALUES: st.SearchStrategy[Any] = (
+    st.sampled_from(["auto", "3", "true", 0, 1, 2, 3, -1, 5.5, 1e14, True, False, None, "cpu", "nvme", {}]) | JUNK
+)
 
 
 @st.composite

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from dstrain.monitor.jsonl_sink import JsonlFile, current_steps, read_jsonl
 
@@ -28,7 +29,7 @@ def test_a_missing_file_has_no_lines(tmp_path: Path) -> None:
 
 
 def test_steps_that_a_resume_went_back_behind_are_superseded() -> None:
-    records = [
+    records: list[dict[str, Any]] = [
         {"step": 1, "loss": 1},
         {"step": 2, "loss": 2},
         {"step": 3, "loss": 3},

@@ -257,7 +257,7 @@ def test_reserved_covers_what_lives_and_stays_below_capacity(
     if capacity is None:
         held: dict[object, int] = {}
         live = most = 0
-        for key, size in events:
+        for key, size, *_ in events:
             live += size - (held.pop(key) if not size else 0)
             held[key] = size
             most = max(most, live)

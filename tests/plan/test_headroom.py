@@ -55,7 +55,8 @@ def drawn(seed: int, dtypes: StateDtypes, *, expandable: bool) -> Iterator[tuple
 def live_peak(model: ModelFacts, configuration: Configuration, ranks: int) -> Peak:
     """Returns the live peak by who holds the states."""
     source = deepspeed if configuration.state_dtypes is StateDtypes.MIXED else plain
-    return source.peak(model, configuration, ranks)
+    peak: Peak = source.peak(model, configuration, ranks)
+    return peak
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 
-from dstrain.choices import Method, Offload
+from dstrain.choices import Hub, Method, Offload
 from dstrain.facts import probe
 from dstrain.plan import quick
 from dstrain.plan.configuration import DEFAULTS
@@ -30,7 +30,7 @@ BUCKETS = {
 @pytest.mark.parametrize(("stage", "offload"), STAGES)
 @pytest.mark.parametrize(("name", "ranks"), [("qwen3-0.6b", 4), ("qwen3-8b", 8), ("qwen3-32b", 16)])
 def test_it_is_near_the_engine(name: str, ranks: int, stage: int, offload: Offload, buckets: str) -> None:
-    model = probe.read_model(name, hub="hf")
+    model = probe.read_model(name, hub=Hub.HF)
     variants = product((True, False), (1, 4), (Method.FULL, Method.LORA))
     for grad_ckpt, grad_accum, method in variants:
         configuration = replace(

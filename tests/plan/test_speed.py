@@ -109,13 +109,14 @@ def test_tokens_and_flops_agree_with_the_step() -> None:
 
 
 def test_ranks_that_share_a_sequence_or_a_weight_share_its_tokens() -> None:
-    for changes in ({"sp": 4}, {"tp": 4}):
+    shared: list[dict[str, Any]] = [{"sp": 4}, {"tp": 4}]
+    for changes in shared:
         found = _speed(replace(BASE, seq_len=16384, **changes))
 
         assert found.tokens_per_s_per_gpu == pytest.approx(16384 / 4 / found.step_s)
 
 
-SLOWER = {
+SLOWER: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "checkpointing": ({"grad_ckpt": False}, {"grad_ckpt": True}),
     "ZeRO-2 with accumulation": ({"zero_stage": 1, "grad_accum": 8}, {"zero_stage": 2, "grad_accum": 8}),
     "no overlap": ({"overlap_comm": True}, {"overlap_comm": False}),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -62,10 +63,8 @@ def test_liger_moves_about_a_third_of_what_eager_layers_do(name: str) -> None:
 
 def test_unsloth_replaces_norms_and_rotary_embedding_alone() -> None:
     model = probe.read_model("llama-3.1-8b")
-    eager, unsloth, liger = (
-        _bytes(work(model, replace(DEFAULTS, **kernels)).forward)
-        for kernels in ({}, {"unsloth": True}, {"liger": True})
-    )
+    ways: list[dict[str, Any]] = [{}, {"unsloth": True}, {"liger": True}]
+    eager, unsloth, liger = (_bytes(work(model, replace(DEFAULTS, **kernels)).forward) for kernels in ways)
 
     gated = 14336 * 32 * (10 - 6)
     assert unsloth == liger + gated < eager

@@ -48,7 +48,7 @@ OTHER = {
 }
 
 
-LEAVES = [None, True, False, 0, -1, 1, 3, 7, 0.5, -1e308, 1e308, float("inf"), float("nan"), 10**400]
+LEAVES: list[Any] = [None, True, False, 0, -1, 1, 3, 7, 0.5, -1e308, 1e308, float("inf"), float("nan"), 10**400]
 LEAVES += ["", "auto", "cpu", "nvme", "3", "1e400", [], {}, [{}]]
 """What a hand may leave where something else is meant."""
 

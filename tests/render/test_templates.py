@@ -75,7 +75,8 @@ def _filled(config: dict[str, Any], case: Case, folder: Path) -> dict[str, Any]:
     )
     filler = HfTrainerDeepSpeedConfig(config)
     filler.trainer_config_process(arguments)
-    model = type("Model", (), {"config": PretrainedConfig(hidden_size=1024)})()
+    sizes: dict[str, Any] = {"hidden_size": 1024}
+    model = type("Model", (), {"config": PretrainedConfig(**sizes)})()
     filler.trainer_config_finalize(arguments, model, 100)
     found: dict[str, Any] = filler.config
     return found

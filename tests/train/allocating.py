@@ -46,5 +46,5 @@ def one_pass(model: Any, question: Question) -> None:
 
 
 if __name__ == "__main__":
-    asked = from_data(Questions, json.load(sys.stdin), locate=str)
+    asked = from_data(Questions, json.load(sys.stdin), locate=lambda place: str(place))
     print(json.dumps([peak_bytes(question) for question in asked.questions]))

@@ -99,18 +99,21 @@ def case(name: str, stage: int, *, ranks: int = 2, model: Mapping[str, Any] = LL
     return Case(name=f"ZeRO-{stage}, {name}", ranks=ranks, model=model, configuration=configuration)
 
 
-def gathers(prefetch: int, reuse: int, live: int = DEFAULTS.max_live_parameters) -> dict[str, int]:
+def gathers(prefetch: int, reuse: int, live: int = DEFAULTS.max_live_parameters) -> dict[str, Any]:
     """Returns how ZeRO-3 gathers."""
     return {"prefetch_bucket_size": prefetch, "max_reuse_distance": reuse, "max_live_parameters": live}
 
 
-CPU = {"offload": Offload.OPTIMIZER}
-BOTH = {"offload": Offload.PARAMS}
-FP32 = {"grad_accum_dtype": Precision.FP32}
-CKPT = {"grad_ckpt": True}
-FULL_LORA = {"method": Method.LORA, "lora": Lora(rank=8, dropout=0.0, targets=("all-linear",))}
-SOME_LORA = {"method": Method.LORA, "lora": Lora(rank=16, dropout=0.0, targets=("q_proj", "v_proj", "down_proj"))}
-NARROW = {"model": DEEP, "seq_len": 128}
+CPU: dict[str, Any] = {"offload": Offload.OPTIMIZER}
+BOTH: dict[str, Any] = {"offload": Offload.PARAMS}
+FP32: dict[str, Any] = {"grad_accum_dtype": Precision.FP32}
+CKPT: dict[str, Any] = {"grad_ckpt": True}
+FULL_LORA: dict[str, Any] = {"method": Method.LORA, "lora": Lora(rank=8, dropout=0.0, targets=("all-linear",))}
+SOME_LORA: dict[str, Any] = {
+    "method": Method.LORA,
+    "lora": Lora(rank=16, dropout=0.0, targets=("q_proj", "v_proj", "down_proj")),
+}
+NARROW: dict[str, Any] = {"model": DEEP, "seq_len": 128}
 CASES = (
     case("plain", 0),
     case("accumulating, checkpointing", 0, model=TIED, grad_accum=2, **CKPT),

@@ -280,7 +280,10 @@ def test_wrong_row_is_named_with_file_and_line(tmp_path: Path, tokenizer: Any) -
 
 
 def test_what_nobody_reads_is_named_with_its_count_each_time(tmp_path: Path, tokenizer: Any) -> None:
-    rows = [{"text": "Six.", "source": "web", "id": 7}, {"text": "Six.", "source": "web", "id": None}]
+    rows: list[dict[str, Any]] = [
+        {"text": "Six.", "source": "web", "id": 7},
+        {"text": "Six.", "source": "web", "id": None},
+    ]
     for _ in range(2):  # the second time from the cache
         notes = prepared(tmp_path, tokenizer, rows).notes
         assert notes[-1].endswith("train.jsonl: not trained on: source (2 samples), id (1 sample)")

@@ -54,7 +54,7 @@ def test_model_and_tokenizer_load(built: dict[str, Any]) -> None:
 
 
 def test_untrained_model_knows_nothing(built: dict[str, Any]) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(built["model"])
+    tokenizer: Any = AutoTokenizer.from_pretrained(built["model"])
     model = AutoModelForCausalLM.from_pretrained(built["model"])
     turns = next(samples(built["eval"])).row["messages"]
     ids = tokenizer.apply_chat_template(turns, return_tensors="pt")["input_ids"]

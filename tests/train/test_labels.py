@@ -140,6 +140,6 @@ def test_system_prompt_that_a_finished_conversation_lacks_is_where_the_model_rea
     encoder = Encoder(tokenizer=tokenizer, seq_len=4096, loss_on=LossOn.ANSWER)
     talk = TALKS["system, two turns"]
     (encoded,) = encoder.encode([("here", talk)])
-    prompt = tokenizer.apply_chat_template(talk[:-1], tokenize=False)
+    prompt = str(tokenizer.apply_chat_template(talk[:-1], tokenize=False))
     assert "Be brief." in prompt
     assert tokenizer.decode(encoded.input_ids) == prompt + "Nine.</s>"

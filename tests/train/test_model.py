@@ -42,7 +42,12 @@ VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 32, "num_heads": 2
 @pytest.fixture(scope="module")
 def vision_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("vision")
-    tokens = {"image_token_id": 5, "video_token_id": 6, "vision_start_token_id": 7, "vision_end_token_id": 8}
+    tokens: dict[str, Any] = {
+        "image_token_id": 5,
+        "video_token_id": 6,
+        "vision_start_token_id": 7,
+        "vision_end_token_id": 8,
+    }
     config = Qwen2_5_VLConfig(text_config=TEXT, vision_config=VISION | {"fullatt_block_indexes": [0]}, **tokens)
     Qwen2_5_VLForConditionalGeneration(config).save_pretrained(folder)
     return folder
@@ -110,8 +115,8 @@ def test_a_local_folder_needs_no_hub(vision_model: Path) -> None:
 
 
 def test_all_linear_of_a_mixture_of_experts_is_attention(tmp_path: Path) -> None:
-    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 16}
-    heads = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16}
+    sizes: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 16}
+    heads: dict[str, Any] = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16}
     config = Qwen3MoeConfig(**sizes, **heads, num_experts=4, num_experts_per_tok=2)
     Qwen3MoeForCausalLM(config).save_pretrained(tmp_path)
     asked = job(tmp_path, method=Method.LORA, lora=Lora(rank=2, dropout=0.1))

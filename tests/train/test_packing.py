@@ -1,4 +1,5 @@
 import math
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -100,7 +101,10 @@ def test_borders_are_those_that_transformers_finds_in_one_row() -> None:
 
 
 def test_samples_are_padded_with_a_mask() -> None:
-    samples = [{"input_ids": [1, 2, 3], "labels": [-100, 2, 3]}, {"input_ids": [4], "labels": [4], "length": 1}]
+    samples: list[dict[str, Any]] = [
+        {"input_ids": [1, 2, 3], "labels": [-100, 2, 3]},
+        {"input_ids": [4], "labels": [4], "length": 1},
+    ]
     batch = Collator(pad_token_id=9, packing=False, pad_to_multiple_of=4)(samples)
     assert {key: value.tolist() for key, value in batch.items()} == {
         "input_ids": [[1, 2, 3, 9], [4, 9, 9, 9]],
@@ -132,7 +136,7 @@ def test_samples_of_a_row_do_not_see_each_other(attn: str, training: bool, check
     generator = torch.Generator().manual_seed(0)
     before, after, kept, other = (torch.randint(3, 512, (n,), generator=generator).tolist() for n in (37, 21, 50, 45))
 
-    def logits_of_kept(first: list[int], last: list[int]) -> "torch.Tensor":
+    def logits_of_kept(first: list[int], last: list[int]) -> Any:
         rows = packed([first, kept, last, other], [[0, 1, 2], [3]])
         out = model(**collate([rows[0], rows[1]])).logits
         return out[0, len(first) : len(first) + len(kept)]

@@ -150,5 +150,6 @@ def test_the_loss_of_packed_samples_is_that_of_the_same_alone_or_packing_is_refu
         batch["attention_mask"] = packed_masks(model, batch["position_ids"])
     without_dropout(model)
     together = loss_of(model(**batch).logits, labels)
-    alone = sum(loss_of(model(input_ids=ids).logits, ids) for ids in (torch.tensor([sample]) for sample in samples))
+    texts = [torch.tensor([sample]) for sample in samples]
+    alone = torch.stack([loss_of(model(input_ids=ids).logits, ids) for ids in texts]).sum(dim=0)
     assert together.tolist() == pytest.approx(alone.tolist(), rel=1e-6)

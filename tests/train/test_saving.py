@@ -32,7 +32,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
         head_dim=16,
         tie_word_embeddings=True,
     )
-    Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    Qwen3ForCausalLM(config).bfloat16().save_pretrained(folder)
     return folder
 
 

@@ -37,7 +37,7 @@ LLAMA = {
 }
 QWEN3 = LLAMA | {"model_type": "qwen3"}
 TOWER = {"depth": 3, "hidden_size": 128, "intermediate_size": 320, "num_heads": 4, "out_hidden_size": H}
-QWEN3_VL = {
+QWEN3_VL: dict[str, Any] = {
     "model_type": "qwen3_vl",
     "text_config": {**LLAMA, "model_type": "qwen3_vl_text", "head_dim": 128},
     "vision_config": {**TOWER, "model_type": "qwen3_vl", "deepstack_visual_indexes": [0, 1]},

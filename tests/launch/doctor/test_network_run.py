@@ -149,7 +149,13 @@ def test_each_host_starts_its_ranks_with_deepspeeds_launcher(tmp_path: Path) -> 
 
 
 def hello(interface: str | None, **changes: Any) -> Hello:
-    given = {"host": "a", "versions": {"torch": "2"}, "shares_run_dir": False, "num_gpus": 0, "port": 29500}
+    given: dict[str, Any] = {
+        "host": "a",
+        "versions": {"torch": "2"},
+        "shares_run_dir": False,
+        "num_gpus": 0,
+        "port": 29500,
+    }
     given |= {"unlike": {}}
     return Hello(interface=interface, clock=0.0, **(given | changes))
 
@@ -181,7 +187,8 @@ def test_hosts_of_different_versions_are_not_measured() -> None:
 
 
 def outcome(**changes: Any) -> Outcome:
-    return Outcome(**({"succeeded": False, "code": 0, "rank_logs": {}, "launcher_logs": (), "wall_s": 1.0} | changes))
+    given: dict[str, Any] = {"succeeded": False, "code": 0, "rank_logs": {}, "launcher_logs": (), "wall_s": 1.0}
+    return Outcome(**(given | changes))
 
 
 def test_what_is_being_done_and_found_is_heard_among_other_words() -> None:

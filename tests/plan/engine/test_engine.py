@@ -145,7 +145,7 @@ def test_a_deep_model_has_the_same_peak_when_layers_in_the_middle_are_left_out(
     growth=st.integers(0, 50),
 )
 def test_the_hull_has_the_largest_for_every_growth(found: list[tuple[int, int]], growth: int) -> None:
-    candidates = [(short, size, (size, 0, 0)) for short, size in found]
+    candidates: list[tuple[int, int, tuple[int, ...]]] = [(short, size, (size, 0, 0)) for short, size in found]
     kept = course._hull(candidates)
     assert max(short * growth + size for short, size, _ in kept) == max(short * growth + size for short, size in found)
 
