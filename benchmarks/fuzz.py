@@ -32,23 +32,24 @@ import click
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a file
 
-from dstrain import pulse
-from dstrain.cli import diff, explain, explain_file_text, explain_key_text, lint
+from dstrain import heartbeat
+from dstrain.cli import diff, explain, lint
+from dstrain.cli.output import explain_file, explain_key
+from dstrain.config import jsonc
+from dstrain.config.edits.lock import LOCK, Lock
+from dstrain.config.edits.manual_edits import edits_in
+from dstrain.config.edits.regenerate import Decision, Standing, regenerate, replaced
+from dstrain.config.keys.table import KEYS
+from dstrain.config.lint import engine
+from dstrain.config.lint.finding import lines
+from dstrain.config.lint.subject import Subject
 from dstrain.errors import DstrainError
-from dstrain.facts import hostfile
-from dstrain.job import SYNONYMS, Job
-from dstrain.jobfile import TEXTS, read_job
-from dstrain.launch.nodes import wire
+from dstrain.facts.cluster import hostfile
+from dstrain.job.file import TEXTS, read_job
+from dstrain.job.schema import SYNONYMS, Job
+from dstrain.job.yaml_source import parse_yaml
+from dstrain.launch.nodes import protocol
 from dstrain.records import from_data, to_json
-from dstrain.render import jsonc
-from dstrain.render.keys.table import KEYS
-from dstrain.render.lint import check
-from dstrain.render.lint.finding import lines
-from dstrain.render.lint.subject import Subject
-from dstrain.render.lock import LOCK, Lock
-from dstrain.render.manual import edits_in
-from dstrain.render.regenerate import Decision, Standing, regenerate, replaced
-from dstrain.yamls import parse_yaml
 from tests.cases import ask
 from tests.lint.case import MARK
 from tests.lint.cases_engine import ENGINE_CASES
@@ -62,15 +63,15 @@ SHARE_PLANNED = 0.005
 """Share of the inputs that whole commands read too, which take a hundred times as long."""
 BATCH = 500
 """Inputs of one process at a time."""
-MESSAGES: tuple[wire.Order | wire.Event, ...] = (
-    wire.Look(run_dir="/r", token="t", others=["b"], files={"/m": 1}, port=29500),
-    wire.Begin(
+MESSAGES: tuple[protocol.Order | protocol.Event, ...] = (
+    protocol.Look(run_dir="/r", token="t", others=["b"], files={"/m": 1}, port=29500),
+    protocol.Begin(
         host="a", run_dir="/r", mark="m", command=["python"], environment={"A": "b"}, unset=[], exports={"C": "$A"},
         hosts=["a"], first_rank=0, num_ranks=8, master_port=29500, mirror=False, timeouts={"grace_s": 5.0},
     ),
-    wire.Alive(steps={"0": [1, "step", 10]}),
-    wire.Wrote(name="logs/a", text="é\n", on_screen=True),
-    wire.Ended(code=None, num_finished=1, num_done=1, reported=["a", 1]),
+    protocol.Alive(steps={"0": [1, "step", 10]}),
+    protocol.Wrote(name="logs/a", text="é\n", on_screen=True),
+    protocol.Ended(code=None, num_finished=1, num_done=1, reported=["a", 1]),
 )  # fmt: skip
 """Messages between `run` and agents."""
 JUNK: tuple[Any, ...] = (
@@ -227,7 +228,7 @@ class Readers:
                 *(path.read_bytes() for path in (ROOT / "launch").glob("*.job.yaml")),
             ],
             "hostfile": [path.read_bytes() for path in sorted((ROOT / "hostfiles").iterdir())],
-            "wire": [wire.encode(message, 1) for message in MESSAGES],
+            "wire": [protocol.encode(message, 1) for message in MESSAGES],
             "pulse": [b'{"rank": 1, "step": 2, "phase": "step", "total": 9}'],
         }
 
@@ -238,9 +239,9 @@ class Readers:
         """Yields what reads an input, with its name in the report; whole commands read a few of them."""
         text = raw.decode(errors="replace")
         if name == "wire":
-            yield "wire", lambda: [wire.decode(line) for line in wire.Lines().feed(raw)]
+            yield "wire", lambda: [protocol.decode(line) for line in protocol.Lines().feed(raw)]
         elif name == "pulse":
-            yield "pulse", lambda: pulse.decode(raw)
+            yield "pulse", lambda: heartbeat.decode(raw)
         else:
             case, new = rng.choice(self._cases), rng.choice(self._cases)[name]
             yield from _of_file(rng, name, text)
@@ -266,7 +267,7 @@ def _of_file(rng: random.Random, name: str, text: str) -> Iterator[tuple[str, Ca
         yield "lint", lambda: _linted(text, is_trainers=rng.random() < 0.7)
         yield "explain", lambda: _explained(text)
         key = rng.choice(_KEY_PLACES)
-        yield "explain a key", lambda: explain_key_text.lines(explain_key_text.explained(key, KEYS[key], None, ""))
+        yield "explain a key", lambda: explain_key.lines(explain_key.explained(key, KEYS[key], None, ""))
     elif name == "hostfile":
         yield "hostfile", lambda: hostfile.parse(text, name)
         yield "hosts", lambda: hostfile.expand(text[:200], slots=rng.choice([None, 8]))
@@ -275,10 +276,10 @@ def _of_file(rng: random.Random, name: str, text: str) -> Iterator[tuple[str, Ca
 
 
 def _linted(text: str, *, is_trainers: bool) -> None:
-    document, findings = check.read(text, "ds_config.json")
+    document, findings = engine.read(text, "ds_config.json")
     if document is not None:
-        fixed, findings = check.fixed(Subject(document=document, is_trainers=is_trainers))
-        check.check(fixed)
+        fixed, findings = engine.fixed(Subject(document=document, is_trainers=is_trainers))
+        engine.check(fixed)
     for finding in findings:
         lines(finding)
 
@@ -286,9 +287,9 @@ def _linted(text: str, *, is_trainers: bool) -> None:
 def _explained(text: str) -> None:
     value = jsonc.parse(text, "ds_config.json").value
     if isinstance(value, dict):
-        explained = explain_file_text.explained(Path("ds_config.json"), value, None, "")
-        explain_file_text.lines(explained)
-        json.dumps(explain_file_text.document(explained))
+        explained = explain_file.explained(Path("ds_config.json"), value, None, "")
+        explain_file.lines(explained)
+        json.dumps(explain_file.document(explained))
 
 
 def _job(text: str, name: str) -> None:

@@ -88,7 +88,7 @@ def run(words: tuple[str, ...], cache: Path) -> tuple[float, float, subprocess.C
 
 def long_config(folder: Path) -> Path:
     """Writes a configuration of 200 keys of DeepSpeed with their defaults, and returns its path."""
-    from dstrain.render.keys.table import KEYS
+    from dstrain.config.keys.table import KEYS
 
     config: dict[str, Any] = {}
     wanted = [(path, row) for path, row in KEYS.items() if row.default is not None and "*" not in path]
@@ -152,7 +152,7 @@ def by_package(profile: str) -> list[ImportTime]:
 def package(importers: list[str]) -> str:
     """Returns who pays for a module, given who imports it, from the outermost to itself.
 
-    >>> package(["dstrain.cli.main", "click", "inspect"]), package(["dstrain.facts.hubs", "http.client", "email"])
+    >>> package(["dstrain.cli.main", "click", "inspect"]), package(["dstrain.paths", "http.client", "email"])
     ('click', 'http')
     """
     roots = [name.partition(".")[0] for name in importers]

@@ -33,11 +33,13 @@ if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a file
 
 from benchmarks.measured_cases import CPU_CASES, GPU_CASES, NUM_QUICK, SHAPES, TIMED_STEPS, Case, ds_config
-from dstrain.facts import cluster as clusters
-from dstrain.facts import gpus, models, probe
-from dstrain.facts.cluster import Cluster, Origin
+from dstrain.facts import probe
+from dstrain.facts.cluster import cluster as clusters
+from dstrain.facts.cluster import gpus
+from dstrain.facts.cluster.cluster import Cluster, Origin
+from dstrain.facts.model import families
 from dstrain.plan.estimate import assess
-from dstrain.plan.plan import Estimate
+from dstrain.plan.estimate_records import Estimate
 from dstrain.units import format_bytes
 
 HERE = Path(__file__).resolve().parent
@@ -87,7 +89,7 @@ def machine_cluster() -> Cluster:
 
 def plan_of(case: Case, cluster: Cluster) -> Estimate:
     """Returns the plan's estimate of a case."""
-    model = models.from_config(SHAPES[case.shape], name=case.shape, source=case.shape)
+    model = families.from_config(SHAPES[case.shape], name=case.shape, source=case.shape)
     return assess(model, cluster, case.configuration())
 
 

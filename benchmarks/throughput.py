@@ -29,10 +29,10 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoTokenizer
 
 from dstrain.choices import Precision
-from dstrain.job import Job
+from dstrain.job.schema import Job
 from dstrain.train import demo
-from dstrain.train.collate import Collator
-from dstrain.train.data import prepare
+from dstrain.train.data.collate import Collator
+from dstrain.train.data.prepare import prepare
 
 WARMUP_STEPS = 3
 MODES = ("padded", "packed", "bound")

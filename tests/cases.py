@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from dstrain.cli.facts_options import Question, question
-from dstrain.plan.decide import decide
-from dstrain.plan.plan import Plan
-from dstrain.render.files import generated
+from dstrain.cli.options.planning import Question, question
+from dstrain.config.templates.files import generated
+from dstrain.plan.estimate_records import Plan
+from dstrain.plan.search.decide import decide
 
 TINY_CONFIG = {
     "model_type": "qwen3",

@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 
 from dstrain.choices import Schedule, SinkName, SwanLabMode
+from dstrain.config import jsonc
 from dstrain.errors import InvalidConfig
-from dstrain.jobfile import read_job
+from dstrain.job.file import read_job
+from dstrain.job.yaml_source import parse_yaml
 from dstrain.monitor.mode import Mode
-from dstrain.monitor.sinks import SINKS
+from dstrain.monitor.sinks.registry import SINKS
 from dstrain.paths import shipped
-from dstrain.render import jsonc
-from dstrain.yamls import parse_yaml
 
 JOB = "model: org/model\noutput_dir: out\n"
 

@@ -12,9 +12,10 @@ import pytest
 from benchmarks.measure import Result, plan_of
 from benchmarks.measured_cases import CPU_CASES, GPU_CASES, SHAPES, Case, ds_config
 from dstrain.choices import Offload
-from dstrain.facts import cluster as clusters
-from dstrain.facts import gpus, models
-from dstrain.facts.cluster import Origin
+from dstrain.facts.cluster import cluster as clusters
+from dstrain.facts.cluster import gpus
+from dstrain.facts.cluster.cluster import Origin
+from dstrain.facts.model import families
 from dstrain.plan.estimate import effective
 from dstrain.plan.request import Request
 from tests.train.launching import CHECKOUT, environment
@@ -25,7 +26,7 @@ EVERY = [*GPU_CASES, *CPU_CASES]
 @pytest.mark.parametrize("case", EVERY, ids=lambda case: case.name)
 def test_the_engine_is_told_what_the_plan_is_asked_about(case: Case) -> None:
     configuration = case.configuration()
-    model = models.from_config(SHAPES[case.shape], name=case.shape, source=case.shape)
+    model = families.from_config(SHAPES[case.shape], name=case.shape, source=case.shape)
     found = effective(model, Request(packing=True), ds_config(configuration))
     names = ["zero_stage", "offload", "overlap_comm", "reduce_bucket_size"]
     if case.stage == 3:

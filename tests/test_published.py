@@ -18,7 +18,7 @@ from benchmarks.published.scope import excluded, scope
 from benchmarks.published.score import Score, confusion, score
 from benchmarks.published.shelf import find_cluster, find_gpu, find_model
 from dstrain.choices import LossKernel, Method, Stack, StateDtypes
-from dstrain.facts.models import from_config
+from dstrain.facts.model.families import from_config
 
 HERE = Path(__file__).parent / "published"
 RUNS = HERE / "published_runs.csv"

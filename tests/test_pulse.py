@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dstrain.launch.nodes.score import new_mark
-from dstrain.pulse import MARK, Phase, Pulse, Receiver, Sender, address, decode
+from dstrain.heartbeat import MARK, Phase, Pulse, Receiver, Sender, address, decode
+from dstrain.launch.nodes.spec import new_mark
 
 SEND = """
 import os, socket, sys

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from dstrain.errors import InvalidConfig
-from dstrain.job import Job
+from dstrain.job.schema import Job
+from dstrain.job.yaml_source import parse_yaml
 from dstrain.records import from_data
-from dstrain.yamls import parse_yaml
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from benchmarks.published.scope import Scope, has_memory, has_speed, scope
 from benchmarks.published.shelf import find_gpu, gpus_at_work
 from dstrain.errors import DstrainError
 from dstrain.plan.estimate import assess
-from dstrain.plan.plan import Estimate
+from dstrain.plan.estimate_records import Estimate
 
 ALPACA_SAMPLES = 2000
 """Samples of one epoch of LitGPT's Alpaca2k. Source: litgpt/data/alpaca_2k.py."""

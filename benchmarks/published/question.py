@@ -10,11 +10,11 @@ from benchmarks.published.rows import Publisher, Row
 from benchmarks.published.shelf import find_cluster, find_model, folded, gpus_at_work
 from benchmarks.published.variants import Checkpointing, method, parallel
 from dstrain.choices import Attention, Method, Offload, Precision, StateDtypes
-from dstrain.facts.cluster import Cluster
-from dstrain.facts.model import ModelFacts
-from dstrain.job import Lora
+from dstrain.facts.cluster.cluster import Cluster
+from dstrain.facts.model.model_facts import ModelFacts
+from dstrain.job.schema import Lora
 from dstrain.plan.configuration import DEFAULTS, Configuration
-from dstrain.plan.params import linear_names
+from dstrain.plan.memory.params import linear_names
 
 DEFAULT_SEQ_LEN = 2048
 """InternEvo's configs/7B_sft.py: SEQ_LEN, where the notes refer to it."""

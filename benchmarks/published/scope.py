@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from benchmarks.published.rows import Publisher, Row
 from benchmarks.published.shelf import find_gpu, find_model, folded
 from benchmarks.published.variants import Checkpointing, checkpointing, compiles, method, parallel, tune_step
-from dstrain.plan.tape.profile import is_known
+from dstrain.plan.memory.layers.activations import is_known
 
 Rule = tuple[Callable[[Row], object], str]
 """What holds of a row that is out, and the reason."""

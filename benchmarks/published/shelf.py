@@ -13,14 +13,15 @@ from typing import Any
 
 from benchmarks.published.rows import Publisher, Row
 from dstrain.errors import DstrainError
-from dstrain.facts import aliases, gpus, models
-from dstrain.facts.cluster import Cluster, Origin, describe
-from dstrain.facts.gpus import Gpu
-from dstrain.facts.links import Link, link
-from dstrain.facts.model import ModelFacts
+from dstrain.facts.cluster import gpus
+from dstrain.facts.cluster.cluster import Cluster, Origin, describe
+from dstrain.facts.cluster.gpus import Gpu
+from dstrain.facts.cluster.links import Link, link
+from dstrain.facts.model import aliases, families
+from dstrain.facts.model.model_facts import ModelFacts
 
 MODELS = Path(__file__).parents[2] / "tests" / "published" / "models.json"
-"""Shapes of the published models that `dstrain.facts.aliases` has not: names as a pattern, config, source, and in
+"""Shapes of the published models that `dstrain.facts.model.aliases` has not: names as a pattern, config, source, and in
 `stands_for` what a config only stands for."""
 
 PRECISIONS_IN_NAMES = re.compile(r"-(fp16|fp32|bf16)$")
@@ -64,13 +65,13 @@ def find_model(name: str, *, added_tokens: int = 0) -> Shelf | None:
     plain = folded(name)
     for key, entry in _table().items():
         if re.fullmatch(entry["names"], plain):
-            facts = models.from_config(_grown(entry["config"], added_tokens), name=key, source=entry["source"])
+            facts = families.from_config(_grown(entry["config"], added_tokens), name=key, source=entry["source"])
             return Shelf(model=facts, stands_for=entry.get("stands_for"))
     for candidate in (name, plain):
         found = aliases.resolve(candidate)
         if found is not None:
             alias, known = found
-            facts = models.from_config(_grown(known.config, added_tokens), name=alias, source=known.hub_id)
+            facts = families.from_config(_grown(known.config, added_tokens), name=alias, source=known.hub_id)
             return Shelf(model=facts, stands_for=None)
     return None
 

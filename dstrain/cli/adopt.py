@@ -10,15 +10,15 @@ import click
 
 from dstrain import __version__
 from dstrain.cli.console import answer_json, say
+from dstrain.config.edits import edit
+from dstrain.config.edits.lock import GENERATED, LOCK, Lock, installed, read_lock, standing, write_files
+from dstrain.config.lint import engine
+from dstrain.config.lint.finding import lines
 from dstrain.errors import InvalidConfig
-from dstrain.jobfile import read_job
-from dstrain.launch.known import known
-from dstrain.launch.linting import Known, lint, refused
+from dstrain.job.file import read_job
+from dstrain.launch.prepare.job_context import known
+from dstrain.launch.prepare.lint_job import Known, lint, refused
 from dstrain.paths import alone
-from dstrain.render import edit
-from dstrain.render.lint import check
-from dstrain.render.lint.finding import lines
-from dstrain.render.lock import GENERATED, LOCK, Lock, installed, read_lock, standing, write_files
 
 
 @click.command("adopt", short_help="Let files that dstrain did not write count as generated.")
@@ -76,7 +76,7 @@ def _lint(folder: Path) -> None:
     if not path.is_file():
         return
     linted = lint(known(read_job(job), folder) if job.is_file() else Known(), path)
-    if check.errors(linted.findings):
+    if engine.errors(linted.findings):
         raise refused(linted.findings)
     for finding in linted.findings:
         say("\n".join(lines(finding)))

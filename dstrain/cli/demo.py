@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from dstrain.cli.console import answer_json, say
-from dstrain.cli.run_text import summary, summary_rows
+from dstrain.cli.output.run import summary, summary_rows
 from dstrain.errors import EnvironmentProblem, RunFailed
 from dstrain.facts import probe
 from dstrain.paths import python

@@ -8,15 +8,15 @@ from typing import Any
 
 import click
 
-from dstrain.cli.conflicts import shown
 from dstrain.cli.console import answer, answer_json, say
-from dstrain.cli.edit_effects import Effects, Measured, effects
+from dstrain.cli.output.conflicts import shown
+from dstrain.cli.output.edit_effects import Effects, Measured, effects
+from dstrain.config.edits.lock import LOCK, read_lock, standing
+from dstrain.config.edits.manual_edits import document as manual_document
+from dstrain.config.edits.manual_edits import manual_edits
+from dstrain.config.edits.merge import dotted
 from dstrain.errors import InvalidConfig
 from dstrain.plan.effect import Effect
-from dstrain.render import manual
-from dstrain.render.lock import LOCK, read_lock, standing
-from dstrain.render.manual import manual_edits
-from dstrain.render.merge import dotted
 from dstrain.units import GIB, format_bytes
 
 
@@ -118,7 +118,7 @@ def _sign(number: float) -> str:
 def _document(folder: Path, found: Effects, gone: list[str]) -> dict[str, Any]:
     listed = [
         {**row, "effect": asdict(each.effect) if each.effect else None, "note": each.note}
-        for row, each in zip(manual.document([each.edit for each in found.edits]), found.edits, strict=True)
+        for row, each in zip(manual_document([each.edit for each in found.edits]), found.edits, strict=True)
     ]
     return {
         "schema": 1,

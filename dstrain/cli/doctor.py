@@ -12,21 +12,21 @@ from pathlib import Path
 import click
 
 from dstrain.cli.console import answer, answer_json, say, talk
-from dstrain.cli.doctor_text import document, grouped, of_hosts, printable, problem_text
+from dstrain.cli.output.doctor import document, grouped, of_hosts, printable, problem_text
+from dstrain.doctor import hosts as hosts_
+from dstrain.doctor import job as jobs
+from dstrain.doctor import requirements as wanted
+from dstrain.doctor.checks.all import findings
+from dstrain.doctor.finding import Finding, count_text, errors
+from dstrain.doctor.gather import LIMIT_S, gather
+from dstrain.doctor.requirements import Needs
+from dstrain.doctor.run_probes import Seen, all_at_once
 from dstrain.errors import EnvironmentProblem
 from dstrain.facts import probe
-from dstrain.facts.hostfile import Hosts
-from dstrain.jobfile import JobFile, read_job
+from dstrain.facts.cluster.hostfile import Hosts
+from dstrain.facts.network_interface import environment_of
+from dstrain.job.file import JobFile, read_job
 from dstrain.launch.command import is_this_machine
-from dstrain.launch.doctor import hosts as hosts_
-from dstrain.launch.doctor import job as jobs
-from dstrain.launch.doctor import needs as wanted
-from dstrain.launch.doctor.checks.all import findings
-from dstrain.launch.doctor.finding import Finding, count_text, errors
-from dstrain.launch.doctor.gather import LIMIT_S, gather
-from dstrain.launch.doctor.looking import Seen, all_at_once
-from dstrain.launch.doctor.needs import Needs
-from dstrain.launch.nic import environment_of
 
 JOB = Path("job.yaml")
 

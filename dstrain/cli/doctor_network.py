@@ -11,18 +11,19 @@ from contextlib import suppress
 from pathlib import Path
 
 from dstrain.cli.console import answer, answer_json, say, say_lines, talk
-from dstrain.cli.doctor_text import grouped, network_document, printable
+from dstrain.cli.output.doctor import grouped, network_document, printable
+from dstrain.config.edits.lock import read_lock
+from dstrain.doctor.finding import count_text
+from dstrain.doctor.network_judge import figures, findings, gpu_of
+from dstrain.doctor.network_measure import Answer, Site, measure, this_machine
 from dstrain.errors import DstrainError, InvalidConfig
-from dstrain.facts import measured_links, probe
-from dstrain.facts.cluster import Cluster
-from dstrain.facts.hostfile import Hosts
-from dstrain.jobfile import JobFile
-from dstrain.launch.doctor.finding import count_text
-from dstrain.launch.doctor.network import figures, findings, gpu_of
-from dstrain.launch.doctor.network_run import Answer, Site, measure, this_machine
-from dstrain.launch.machine import ACCELERATOR
+from dstrain.facts import probe
+from dstrain.facts.cluster import measured_links
+from dstrain.facts.cluster.cluster import Cluster
+from dstrain.facts.cluster.hostfile import Hosts
+from dstrain.facts.this_machine import ACCELERATOR
+from dstrain.job.file import JobFile
 from dstrain.paths import shown
-from dstrain.render.lock import read_lock
 
 
 def examine(file: JobFile | None, hostfile: Path | None, *, saves: bool, as_json: bool) -> None:

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 import click
 
 from dstrain.cli.console import answer, answer_json
+from dstrain.config.find_key import named
 from dstrain.errors import DstrainError, InvalidConfig
-from dstrain.render.named import named
 
 if TYPE_CHECKING:
-    from dstrain.launch.linting import Known
-    from dstrain.render.explain_key import Here
+    from dstrain.config.explain.key import Here
+    from dstrain.launch.prepare.lint_job import Known
 
 CONFIG, JOB = "ds_config.json", "job.yaml"
 
@@ -44,7 +44,7 @@ def _is_file(subject: str) -> bool:
 
 
 def _explain_key(subject: str, job: Path | None, *, as_json: bool) -> None:
-    from dstrain.cli import explain_key_text as text
+    from dstrain.cli.output import explain_key as text
 
     pointer, key = named(subject)
     here, missing = _here(job)
@@ -56,9 +56,9 @@ def _explain_key(subject: str, job: Path | None, *, as_json: bool) -> None:
 
 
 def _explain_file(path: Path, job: Path | None, *, as_json: bool) -> None:
-    from dstrain.cli import explain_file_text as text
-    from dstrain.launch.linting import read_text
-    from dstrain.render import jsonc
+    from dstrain.cli.output import explain_file as text
+    from dstrain.config import jsonc
+    from dstrain.launch.prepare.lint_job import read_text
 
     document = jsonc.parse(read_text(path), str(path))
     if not isinstance(document.value, dict):
@@ -73,8 +73,8 @@ def _explain_file(path: Path, job: Path | None, *, as_json: bool) -> None:
 
 def _known(job: Path | None, config: Path | None) -> tuple[Known | None, str | None]:
     """Returns what is known of the job of a configuration, or None and what is missing."""
-    from dstrain.jobfile import read_job
-    from dstrain.launch.known import known
+    from dstrain.job.file import read_job
+    from dstrain.launch.prepare.job_context import known
 
     path = job or (config.parent if config else Path()) / JOB
     if job is None and not path.is_file():
@@ -88,12 +88,12 @@ def _known(job: Path | None, config: Path | None) -> tuple[Known | None, str | N
 
 def _here(job: Path | None) -> tuple[Here | None, str | None]:
     """Returns the job here with its configuration, or None and what is missing for numbers."""
-    from dstrain.cli.explain_text import unknown_model
-    from dstrain.facts import calibration
-    from dstrain.launch.known import request_of
-    from dstrain.launch.linting import read_text
-    from dstrain.render import jsonc
-    from dstrain.render.explain_key import Here
+    from dstrain.cli.output.explain import unknown_model
+    from dstrain.config import jsonc
+    from dstrain.config.explain.key import Here
+    from dstrain.facts.cluster import calibration
+    from dstrain.launch.prepare.job_context import request_of
+    from dstrain.launch.prepare.lint_job import read_text
 
     known, missing = _known(job, None)
     if known is None or known.job is None:

@@ -39,7 +39,7 @@ def command(source: Path, out: Path, precision: Precision | None, dry_run: bool)
     if dry_run:
         words.append("--dry-run")
     say(f"reading {source}")
-    done = subprocess.run(python("-m", "dstrain.train.export", *words), check=False)
+    done = subprocess.run(python("-m", "dstrain.train.checkpoints.export", *words), check=False)
     if done.returncode != 0:
         sys.exit(done.returncode if done.returncode > 0 else 1)
     if not dry_run:

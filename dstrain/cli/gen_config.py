@@ -12,26 +12,27 @@ from typing import Any
 import click
 
 from dstrain import __version__
-from dstrain.cli import conflicts, repeat
-from dstrain.cli.conflicts import OnConflict
 from dstrain.cli.console import answer, answer_json, say, say_lines
-from dstrain.cli.facts_options import Question, facts_options, question, uses_last
-from dstrain.cli.generated_text import diff, next_lines
-from dstrain.cli.plan_text import plan_document, plan_lines
-from dstrain.cli.repeat import Asked
+from dstrain.cli.options import remembered
+from dstrain.cli.options.planning import Question, facts_options, question, uses_last
+from dstrain.cli.options.remembered import Asked
+from dstrain.cli.output import conflicts
+from dstrain.cli.output.conflicts import OnConflict
+from dstrain.cli.output.generated import diff, next_lines
+from dstrain.cli.output.plan import plan_document, plan_lines
 from dstrain.cli.types import Choice
+from dstrain.config.edits.lock import LOCK, Lock, installed, new_files, read_lock, standing, write_files
+from dstrain.config.edits.merge import dotted
+from dstrain.config.edits.regenerate import Regenerated, Standing, regenerate, replaced
+from dstrain.config.templates.files import generated
+from dstrain.config.templates.templates import template_hash
+from dstrain.config.templates.values import template_of
 from dstrain.errors import Conflict
+from dstrain.job.yaml_source import parse_yaml
 from dstrain.paths import alone, leftovers
-from dstrain.plan.decide import plan_of, survey
-from dstrain.plan.plan import Plan
-from dstrain.plan.shortage import does_not_fit
-from dstrain.render.files import generated
-from dstrain.render.lock import LOCK, Lock, installed, new_files, read_lock, standing, write_files
-from dstrain.render.merge import dotted
-from dstrain.render.regenerate import Regenerated, Standing, regenerate, replaced
-from dstrain.render.templates import template_hash
-from dstrain.render.values import template_of
-from dstrain.yamls import parse_yaml
+from dstrain.plan.estimate_records import Plan
+from dstrain.plan.search.decide import plan_of, survey
+from dstrain.plan.search.infeasible import does_not_fit
 
 
 @click.command("gen-config", short_help="Decide how to train, say why, write the files.")
@@ -80,7 +81,7 @@ def command(
     is_written = not dry_run and not as_diff
     with alone(out / LOCK, "writes into this folder") if is_written else nullcontext():
         before = read_lock(out)
-        asked = repeat.asked(options, before, out)
+        asked = remembered.asked(options, before, out)
         _say_repeated(asked, before)
         planned = _planned(asked, before)
         lock = _lock(asked, planned, out)
@@ -134,8 +135,10 @@ def _planned(asked: Asked, before: Lock | None) -> _Planned:
 def _say_repeated(asked: Asked, before: Lock | None) -> None:
     if not asked.is_repeated or before is None:
         return
-    changed = repeat.spelled({name: value for name, value in asked.inputs.items() if before.inputs.get(name) != value})
-    say(f"as the last time: {repeat.spelled(before.inputs)}{f'; now with {changed}' if changed else ''}")
+    changed = remembered.spelled(
+        {name: value for name, value in asked.inputs.items() if before.inputs.get(name) != value}
+    )
+    say(f"as the last time: {remembered.spelled(before.inputs)}{f'; now with {changed}' if changed else ''}")
 
 
 def _lock(asked: Asked, planned: _Planned, out: Path) -> Lock:
@@ -144,8 +147,8 @@ def _lock(asked: Asked, planned: _Planned, out: Path) -> Lock:
     template, template_dir = template_of(plan.chosen.configuration), options["template_dir"]
     job = {
         "model": _model(facts.model.source, out),
-        "data": repeat.relative(options["data"], out),
-        "eval_data": repeat.relative(options["eval_data"], out),
+        "data": remembered.relative(options["data"], out),
+        "eval_data": remembered.relative(options["eval_data"], out),
         "hub": options["hub"],
         "output_dir": options["output_dir"],
     }
@@ -165,7 +168,7 @@ def _lock(asked: Asked, planned: _Planned, out: Path) -> Lock:
 
 def _model(source: str, out: Path) -> str | None:
     """Returns the model as job.yaml must name it; a relative folder begins with `./`, so that it is no hub id."""
-    named = repeat.relative(source, out)
+    named = remembered.relative(source, out)
     return f"./{named}" if Path(source).exists() and named and not Path(named).is_absolute() else named
 
 
@@ -251,7 +254,7 @@ def _show_conflicts(
     was = before.inputs if before else {}
     changed = {name: value for name, value in asked.inputs.items() if was.get(name) != value}
     gone = [name for name in was if name not in asked.inputs]
-    cause = [repeat.spelled(changed), *(f"without --{name.replace('_', '-')}" for name in gone)]
+    cause = [remembered.spelled(changed), *(f"without --{name.replace('_', '-')}" for name in gone)]
     if any(cause):
         say(f"because this time it is {', '.join(filter(None, cause))}:")
     for line in conflicts.table_lines(merged.conflicts):

@@ -9,17 +9,18 @@ import click
 
 from dstrain.cli.console import answer, answer_json, say
 from dstrain.cli.types import Named
+from dstrain.config.edits import edit_hostfile
+from dstrain.config.edits.merge import REMOVED, Change
+from dstrain.doctor import reach as reaching
+from dstrain.doctor.reach import TIMEOUT_S
 from dstrain.errors import EnvironmentProblem, InvalidConfig, did_you_mean
-from dstrain.facts import hostfile, probe, sources
-from dstrain.facts.hostfile import MAX_SLOTS, Hosts
-from dstrain.facts.sources import SOURCES, Asked
-from dstrain.launch import reach as reaching
-from dstrain.launch.machine import ACCELERATOR
-from dstrain.launch.machine import names as machine_names
-from dstrain.launch.reach import TIMEOUT_S
+from dstrain.facts import probe
+from dstrain.facts.cluster import host_sources, hostfile
+from dstrain.facts.cluster.host_sources import SOURCES, Asked
+from dstrain.facts.cluster.hostfile import MAX_SLOTS, Hosts
+from dstrain.facts.this_machine import ACCELERATOR
+from dstrain.facts.this_machine import names as machine_names
 from dstrain.paths import write_atomic
-from dstrain.render import edit_hostfile
-from dstrain.render.merge import REMOVED, Change
 
 DEFAULT = Path("hostfile")
 SLOTS_OF_JOBS = ("pbs", "lsf")
@@ -101,7 +102,7 @@ def _asked_for(
         return SOURCES[source](asked)
     if from_file is None:
         raise click.UsageError("Say which hosts: names such as 'gpu[01-16]:8', --from slurm, or --from-file FILE.")
-    return sources.openmpi(asked)
+    return host_sources.openmpi(asked)
 
 
 def _merged(out: Path, hosts: Hosts) -> str:
@@ -187,7 +188,7 @@ def _wanted(job: Path | None) -> reaching.Wanted:
     on_cpu = os.environ.get(ACCELERATOR) == "cpu"
     if job is None:
         return reaching.Wanted(on_cpu=on_cpu)
-    from dstrain.jobfile import looks_local, read_job
+    from dstrain.job.file import looks_local, read_job
 
     asked = read_job(job).job
     on_cpu = asked.env.get(ACCELERATOR, "cpu" if on_cpu else "") == "cpu"

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 import click
 
 from dstrain.cli.console import answer, answer_json, say
+from dstrain.config.lint import engine
+from dstrain.config.lint.finding import Severity, count_text, lines
 from dstrain.errors import InvalidConfig
-from dstrain.launch.linting import Known, Linted, check_rules, lint
+from dstrain.launch.prepare.lint_job import Known, Linted, check_rules, lint
 from dstrain.paths import shown, write_atomic
-from dstrain.render.lint import check
-from dstrain.render.lint.finding import Severity, count_text, lines
 
 if TYPE_CHECKING:
-    from dstrain.jobfile import JobFile
+    from dstrain.job.file import JobFile
 
 JOB = "job.yaml"
 
@@ -96,7 +96,7 @@ def _files(config: Path | None, job: Path | None, hostfile: Path | None) -> tupl
         if hostfile is not None:
             raise click.UsageError("--hostfile is about a job, and there is none; name it with --job.")
         return config or Path("ds_config.json"), None
-    from dstrain.jobfile import read_job
+    from dstrain.job.file import read_job
 
     file = read_job(named, [f"hostfile={hostfile.resolve()}"] if hostfile else [])
     theirs = Path(file.job.ds_config)
@@ -112,7 +112,7 @@ def _beside(config: Path | None) -> Path | None:
 
 
 def _known(file: JobFile, path: Path) -> Known:
-    from dstrain.launch.known import known
+    from dstrain.launch.prepare.job_context import known
 
     return known(file, path.parent)
 
@@ -129,5 +129,5 @@ def _print(path: Path, linted: Linted, write: Callable[[str], None]) -> None:
     if not linted.findings:
         say(f"{shown(str(path))}: no problems")
         return
-    can_mend = len(check.fixed(linted.subject)[1]) if linted.subject is not None else 0
+    can_mend = len(engine.fixed(linted.subject)[1]) if linted.subject is not None else 0
     say(f"{shown(str(path))}: {count_text(linted.findings)}" + (f"; --fix mends {can_mend}" if can_mend else ""))

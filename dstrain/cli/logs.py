@@ -11,8 +11,8 @@ import click
 
 from dstrain.cli.console import answer
 from dstrain.errors import InvalidConfig
-from dstrain.launch import state
-from dstrain.launch.output import Tail
+from dstrain.launch.failure.logs import Tail
+from dstrain.launch.run import state
 from dstrain.paths import shown
 from dstrain.rundir import RunDir
 

@@ -10,12 +10,20 @@ from rich.console import Console
 from rich.text import Text
 
 from dstrain.cli.console import answer_json
-from dstrain.cli.facts_options import Question, plan_options, question
-from dstrain.cli.plan_bars import bar_lines
-from dstrain.cli.plan_text import COLUMNS, chosen_line, plan_document, reason_lines, subject_lines, table_lines, wrapped
-from dstrain.plan.decide import Survey, survey
-from dstrain.plan.search import DEFAULT_TOP
-from dstrain.plan.shortage import does_not_fit
+from dstrain.cli.options.planning import Question, plan_options, question
+from dstrain.cli.output.memory_bars import bar_lines
+from dstrain.cli.output.plan import (
+    COLUMNS,
+    chosen_line,
+    plan_document,
+    reason_lines,
+    subject_lines,
+    table_lines,
+    wrapped,
+)
+from dstrain.plan.search.decide import Survey, survey
+from dstrain.plan.search.infeasible import does_not_fit
+from dstrain.plan.search.search import DEFAULT_TOP
 
 
 @click.command("plan", short_help="Say what training needs, how fast it is, and why.")

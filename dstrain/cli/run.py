@@ -12,28 +12,29 @@ from typing import Any
 import click
 
 from dstrain.cli.console import answer, answer_json, say, say_lines
-from dstrain.cli.doctor_text import lines as finding_lines
-from dstrain.cli.run_text import before_lines, summary, summary_text
-from dstrain.cli.screen import Screen
+from dstrain.cli.output.doctor import lines as finding_lines
+from dstrain.cli.output.progress import Screen
+from dstrain.cli.output.run import before_lines, summary, summary_text
 from dstrain.cli.types import Named
+from dstrain.config.edits.manual_edits import Edit, of_run
+from dstrain.doctor.finding import Mark, errors
+from dstrain.doctor.quick import quick
 from dstrain.errors import DstrainError, EnvironmentProblem
 from dstrain.facts import probe
-from dstrain.facts.hostfile import Hosts, expand
-from dstrain.facts.sources import SOURCES, Asked
-from dstrain.jobfile import read_job
-from dstrain.launch import preflight, state
-from dstrain.launch.attempts import Policy, Run, Voice
-from dstrain.launch.begin import Launch, plan_launch
-from dstrain.launch.detach import detach
-from dstrain.launch.doctor.finding import Mark, errors
-from dstrain.launch.doctor.quick import quick
+from dstrain.facts.cluster.host_sources import SOURCES, Asked
+from dstrain.facts.cluster.hostfile import Hosts, expand
+from dstrain.job.file import read_job
 from dstrain.launch.environment import refuse_secrets
-from dstrain.launch.launchers import LAUNCHERS
-from dstrain.launch.linting import check_rules
-from dstrain.launch.prepare import prepare
+from dstrain.launch.launch import Launch, plan_launch
+from dstrain.launch.nodes.launchers import LAUNCHERS
+from dstrain.launch.prepare import preflight
+from dstrain.launch.prepare.lint_job import check_rules
+from dstrain.launch.prepare.prepare import prepare
+from dstrain.launch.run import state
+from dstrain.launch.run.control import noting_signals
+from dstrain.launch.run.detach import detach
+from dstrain.launch.run.supervisor import Policy, Run, Voice
 from dstrain.launch.timeouts import TIMEOUTS, VARIABLE
-from dstrain.launch.wishes import noting_signals
-from dstrain.render.manual import Edit, of_run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from dstrain.cli.console import answer
-from dstrain.render import schema
+from dstrain.config import schema
 
 
 @click.command("schema", short_help="Print the JSON schema of ds_config.json or job.yaml.")

@@ -11,18 +11,18 @@ from typing import Any
 import click
 
 from dstrain.cli.console import say, say_lines
+from dstrain.cli.options.script import BATCH, COMMON, JOB, MACHINES, PODS, PORT, SET, options
 from dstrain.cli.script_file import Script, finish
-from dstrain.cli.script_options import BATCH, COMMON, JOB, MACHINES, PODS, PORT, SET, options
 from dstrain.errors import did_you_mean
-from dstrain.jobfile import JobFile, read_job
+from dstrain.job.file import JobFile, read_job
 from dstrain.launch import environment
-from dstrain.launch.prepare import prepare as check_job
+from dstrain.launch.prepare.prepare import prepare as check_job
 from dstrain.launch.scripts import batch as batches
 from dstrain.launch.scripts import k8s as manifests
 from dstrain.launch.scripts import ready, shell
-from dstrain.launch.scripts.asked import Asked, describe
 from dstrain.launch.scripts.batch import Batch, parse_time
 from dstrain.launch.scripts.k8s import Kind, Pods, label, parse_claim
+from dstrain.launch.scripts.script_context import Asked, describe
 from dstrain.rundir import RunDir
 
 

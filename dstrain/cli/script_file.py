@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from dstrain.cli.console import answer, answer_json, say, say_lines
+from dstrain.config.edits.lock import beside_unused
 from dstrain.errors import Conflict
-from dstrain.launch.scripts.asked import Asked
+from dstrain.launch.scripts.script_context import Asked
 from dstrain.paths import write_atomic, write_together
-from dstrain.render.lock import beside_unused
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

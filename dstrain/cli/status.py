@@ -9,8 +9,8 @@ from typing import Any
 import click
 
 from dstrain.cli.console import answer, answer_json
-from dstrain.launch import state
-from dstrain.launch.state import LIVING, Stage, State
+from dstrain.launch.run import state
+from dstrain.launch.run.state import LIVING, Stage, State
 from dstrain.paths import shown
 from dstrain.rundir import RunDir
 from dstrain.units import format_seconds

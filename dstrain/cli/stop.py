@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from dstrain.cli.console import say
-from dstrain.launch import detach, state
+from dstrain.launch.run import detach, state
 
 
 @click.command("stop", short_help="End a run.")

@@ -7,9 +7,9 @@ from pathlib import Path
 import click
 
 from dstrain.cli.console import answer, answer_json, say
+from dstrain.config.templates.templates import template_names, template_texts
 from dstrain.errors import Conflict, InvalidConfig, did_you_mean
 from dstrain.paths import shipped, write_together
-from dstrain.render.templates import template_names, template_texts
 
 
 @click.group("templates", short_help="List the DeepSpeed templates, or copy them out.")

@@ -12,10 +12,11 @@ from pathlib import Path
 
 from dstrain.choices import Hub
 from dstrain.errors import InvalidConfig, nearest
-from dstrain.facts import aliases, hostfile, models
-from dstrain.facts.hostfile import Hosts
-from dstrain.facts.model import ModelFacts
-from dstrain.facts.traced import Question, Subject
+from dstrain.facts.cluster import hostfile
+from dstrain.facts.cluster.hostfile import Hosts
+from dstrain.facts.model import aliases, families
+from dstrain.facts.model.model_facts import ModelFacts
+from dstrain.facts.model.trace_records import Question, Subject
 from dstrain.units import MIB
 
 
@@ -141,12 +142,12 @@ def read_model(
         return _known_model(name, hub, *alias)
     if name.startswith((".", "/", "~")) or name.endswith(".json"):
         raise InvalidConfig(f"{name}: no such folder or file", hint="Name a folder that holds config.json.")
-    from dstrain.facts import hubs  # brings the modules of HTTP with it
+    from dstrain.facts.model import hub_config
 
-    if not hubs.is_hub_id(name):
+    if not hub_config.is_hub_id(name):
         raise InvalidConfig(f'"{name}" is not a model that dstrain knows, nor a folder', hint=_meant(name))
     try:
-        config = hubs.fetch_config(name, hub, timeout_s=timeout_s or hubs.TIMEOUT_S)
+        config = hub_config.fetch_config(name, hub, timeout_s=timeout_s or hub_config.TIMEOUT_S)
     except InvalidConfig as error:
         raise InvalidConfig(error.problem, hint=error.hint or _meant(name)) from None
     return _facts(config, name=name, source=name, way=way)
@@ -155,9 +156,9 @@ def read_model(
 def _facts(config: Mapping[str, object], *, name: str, source: str, way: Question | None) -> ModelFacts:
     """Returns the facts of a known family from its row, of any other from a trace of Transformers' own code."""
     family = config.get("model_type")
-    if way is None or not isinstance(family, str) or family in models.FAMILIES:
-        return models.from_config(config, name=name, source=source)
-    from dstrain.facts import tracer  # needed for few models, and not fast to import
+    if way is None or not isinstance(family, str) or family in families.FAMILIES:
+        return families.from_config(config, name=name, source=source)
+    from dstrain.facts.model import tracer
 
     return tracer.trace_model(Subject(config=config, source=source), way, name=name, source=source)
 
@@ -180,7 +181,7 @@ def _known_model(name: str, hub: Hub, alias: str, entry: aliases.Entry) -> Model
         )
     own = aliases.resolve(alias)
     label = alias if own is not None and own[1] == entry else entry.hub_id
-    return models.from_config(entry.config, name=label, source=model_id or name)
+    return families.from_config(entry.config, name=label, source=model_id or name)
 
 
 def _read_local(path: Path, way: Question | None) -> ModelFacts:
@@ -191,9 +192,9 @@ def _read_local(path: Path, way: Question | None) -> ModelFacts:
             f"{folder}: the folder holds no config.json",
             hint="Name the folder that `save_pretrained` or `hf download` wrote.",
         )
-    from dstrain.facts import hubs
+    from dstrain.facts.model import hub_config
 
-    config = hubs.parse_config(read_text(file), str(file))
+    config = hub_config.parse_config(read_text(file), str(file))
     return _facts(config, name=folder.resolve().name, source=str(folder), way=way)
 
 

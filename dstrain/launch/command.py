@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 
 from dstrain import paths
 from dstrain.errors import EnvironmentProblem, InvalidConfig
-from dstrain.facts.hostfile import Host, Hosts, render
+from dstrain.facts.cluster.hostfile import Host, Hosts, render
 from dstrain.rundir import RunDir
 
 LOCAL = "localhost"

@@ -17,10 +17,10 @@ from pathlib import Path
 
 import dstrain
 from dstrain.errors import InvalidConfig
-from dstrain.job import is_secret as is_secret
+from dstrain.job.schema import is_secret as is_secret
+from dstrain.job.yaml_source import parse_yaml
 from dstrain.paths import write_atomic
 from dstrain.rundir import RunDir
-from dstrain.yamls import parse_yaml
 
 FORWARDED_PREFIXES = (
     "HF_", "HUGGINGFACE_", "TRANSFORMERS_", "MODELSCOPE_", "SWANLAB_", "WANDB_", "MLFLOW_", "AWS_",

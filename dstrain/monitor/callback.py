@@ -16,9 +16,9 @@ import torch.distributed as dist
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from dstrain.monitor.health import check
-from dstrain.monitor.jsonl_sink import JsonlFile, current_steps, read_jsonl
 from dstrain.monitor.metrics import Hardware, Reading, scalars, summarize
-from dstrain.monitor.sinks import Guarded, Say
+from dstrain.monitor.sinks.jsonl import JsonlFile, current_steps, read_jsonl
+from dstrain.monitor.sinks.registry import Guarded, Say
 
 _NAN = float("nan")
 COUNTS = "dstrain_counts"

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from dstrain.choices import Method, Precision
-from dstrain.facts.gpus import Gpu
-from dstrain.facts.model import ModelFacts
-from dstrain.plan.flops import flops_per_token
+from dstrain.facts.cluster.gpus import Gpu
+from dstrain.facts.model.model_facts import ModelFacts
+from dstrain.plan.speed.flops import flops_per_token
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from dstrain.choices import (
     Stack,
     StateDtypes,
 )
-from dstrain.job import Lora
+from dstrain.job.schema import Lora
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dstrain.plan.plan import Estimate
+from dstrain.plan.estimate_records import Estimate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,16 +8,16 @@ from typing import Any, TypeVar
 
 from dstrain.choices import Offload, Precision
 from dstrain.errors import InvalidConfig
-from dstrain.facts.calibration import Calibration
-from dstrain.facts.cluster import Cluster
-from dstrain.facts.model import ModelFacts
+from dstrain.facts.cluster.calibration import Calibration
+from dstrain.facts.cluster.cluster import Cluster
+from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.plan.configuration import DEFAULTS, Configuration
-from dstrain.plan.flops import flops_per_token
-from dstrain.plan.memory import Detail, memory
-from dstrain.plan.params import trained
-from dstrain.plan.plan import Estimate
+from dstrain.plan.estimate_records import Estimate
+from dstrain.plan.memory.memory import Detail, memory
+from dstrain.plan.memory.params import trained
 from dstrain.plan.request import Request
-from dstrain.plan.speed import speed
+from dstrain.plan.speed.flops import flops_per_token
+from dstrain.plan.speed.step_time import speed
 
 N = TypeVar("N", int, float)
 

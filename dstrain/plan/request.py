@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from dstrain.choices import Attention, LossKernel, Method, Offload, Optimizer, Precision, StateDtypes
 from dstrain.errors import InvalidConfig
-from dstrain.job import Lora
+from dstrain.job.schema import Lora
 from dstrain.records import type_config
 
 

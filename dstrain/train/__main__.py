@@ -15,23 +15,23 @@ from pathlib import Path
 from typing import Any
 
 from dstrain.errors import DstrainError, InvalidConfig
-from dstrain.facts.cluster import Cluster
-from dstrain.facts.model import ModelFacts
-from dstrain.job import Job
-from dstrain.monitor.about import about, without_secrets
-from dstrain.monitor.jsonl_sink import JsonlFile
+from dstrain.facts.cluster.cluster import Cluster
+from dstrain.facts.model.model_facts import ModelFacts
+from dstrain.heartbeat import SAVE_ON_TERM, Phase, Sender
+from dstrain.job.schema import Job
 from dstrain.monitor.metrics import without_nonfinite
 from dstrain.monitor.mode import decide_mode, has_login
+from dstrain.monitor.run_card import about, without_secrets
 from dstrain.monitor.signals import leave_on_sigterm
-from dstrain.monitor.sinks import End, Guarded, Setup, open_sinks
+from dstrain.monitor.sinks.jsonl import JsonlFile
+from dstrain.monitor.sinks.registry import End, Guarded, Setup, open_sinks
 from dstrain.paths import write_atomic
-from dstrain.plan.plan import Estimate
-from dstrain.pulse import SAVE_ON_TERM, Phase, Sender
+from dstrain.plan.estimate_records import Estimate
 from dstrain.records import from_data, load_json, to_data
 from dstrain.rundir import RunDir
 from dstrain.train import rank as ranks
-from dstrain.train.checkpoints import Resume, choose
-from dstrain.train.disk import number_of, start_of
+from dstrain.train.checkpoints.checkpoints import Resume, choose
+from dstrain.train.checkpoints.node_storage import number_of, start_of
 from dstrain.train.rank import Leaving, Rank
 
 
@@ -182,8 +182,8 @@ def _train(
     given: Given, rank: Rank, resume: Resume | None, sinks: Sequence[Guarded], pulse: Sender, leaving: Leaving
 ) -> bool:
     """Trains, with everything slow to import; returns whether it left early, with a checkpoint, as it was asked to."""
-    from dstrain.train.leaving import LeavingCallback
-    from dstrain.train.session import Session
+    from dstrain.train.checkpoints.save_and_exit import LeavingCallback
+    from dstrain.train.setup import Session
 
     started = time.monotonic()
     session = Session.prepare(

@@ -11,7 +11,7 @@ from transformers.trainer_utils import SchedulerType
 
 from dstrain.choices import Method, Precision
 from dstrain.errors import InvalidConfig, did_you_mean
-from dstrain.job import Job
+from dstrain.job.schema import Job
 
 _NEEDS_MORE = {
     "reduce_lr_on_plateau",

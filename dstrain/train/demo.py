@@ -26,7 +26,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from dstrain.errors import EnvironmentProblem
 from dstrain.paths import write_atomic
-from dstrain.train.tokenize import IGNORED
+from dstrain.train.data.tokenize import IGNORED
 
 QUESTION = "Write the docstring of this Python function."
 """What every sample asks for, before the signature."""

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 
+from dstrain.train.data.tokenize import IGNORED
 from dstrain.train.rank import Rank
-from dstrain.train.tokenize import IGNORED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

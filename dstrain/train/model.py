@@ -14,10 +14,10 @@ from transformers.utils.logging import set_tqdm_hook
 
 from dstrain.choices import Hub, Method, Precision
 from dstrain.errors import EnvironmentProblem, InvalidConfig
-from dstrain.facts.model_files import has_tokenizer
-from dstrain.job import Job
+from dstrain.facts.model.model_files import has_tokenizer
+from dstrain.job.schema import Job
 from dstrain.train.arguments import zero_stage
-from dstrain.train.saving import family_of
+from dstrain.train.checkpoints.saved_model import family_of
 
 _DTYPES = {Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16, Precision.FP32: torch.float32}
 

@@ -16,8 +16,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from dstrain.facts.ops import OPS, missing_ops, needed_ops, unheld_locks
-from dstrain.pulse import SAVE_ON_TERM
+from dstrain.facts.deepspeed_ops import OPS, missing_ops, needed_ops, unheld_locks
+from dstrain.heartbeat import SAVE_ON_TERM
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

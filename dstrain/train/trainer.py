@@ -15,18 +15,18 @@ import transformers
 from torch.utils.data import DataLoader, RandomSampler
 from transformers.trainer_utils import EvalLoopOutput
 
+from dstrain.heartbeat import Phase, Sender
 from dstrain.monitor.callback import COUNTS, Meter, MetricsCallback
 from dstrain.monitor.health import Nonfinite
 from dstrain.paths import flush
-from dstrain.pulse import Phase, Sender
 from dstrain.rundir import RunDir, rotate
-from dstrain.train import checkpoints, saving, universal
-from dstrain.train.apart import Trial, packed_masks
 from dstrain.train.arguments import zero_stage
-from dstrain.train.checkpoints import Written
-from dstrain.train.disk import Disk
+from dstrain.train.checkpoints import checkpoints, saved_model, universal_checkpoint
+from dstrain.train.checkpoints.checkpoints import Written
+from dstrain.train.checkpoints.node_storage import Disk
+from dstrain.train.data.isolation import Trial, packed_masks
+from dstrain.train.data.packing import PackedRows
 from dstrain.train.evaluation import Share, mean_loss
-from dstrain.train.packing import PackedRows
 from dstrain.train.rank import Rank
 
 
@@ -167,7 +167,7 @@ class Trainer(transformers.Trainer):
         super()._load_optimizer_and_scheduler(checkpoint)
         if self._is_universal:
             engine: Any = self.model_wrapped
-            universal.mend(engine.optimizer.optimizer)
+            universal_checkpoint.mend(engine.optimizer.optimizer)
 
     def _run_epoch(self, *arguments: Any, **options: Any) -> None:
         """Trains for an epoch; a run that was resumed at its last step has nothing to do, and takes no extra step."""
@@ -244,17 +244,17 @@ class Trainer(transformers.Trainer):
             tokenizer: Any = self.processing_class
             model.config.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
-            saving.restore_config(Path(folder), self._base)
+            saved_model.restore_config(Path(folder), self._base)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """Writes the weights in the dtype of the base, and config.json with what the base had."""
-        dtype = saving.base_dtype(self._base)
+        dtype = saved_model.base_dtype(self._base)
         model: Any = self.model
         if self.args.should_save and state_dict and dtype is not None and not self._is_adapter():
-            state_dict = saving.converted(state_dict, model, model.dtype, dtype)
+            state_dict = saved_model.converted(state_dict, model, model.dtype, dtype)
         super()._save(output_dir, state_dict)
         if self.args.should_save:
-            saving.restore_config(Path(output_dir or str(self.args.output_dir)), self._base)
+            saved_model.restore_config(Path(output_dir or str(self.args.output_dir)), self._base)
 
     def _is_adapter(self) -> bool:
         return hasattr(self.model, "peft_config")
@@ -274,7 +274,7 @@ class Trainer(transformers.Trainer):
         if not self._can_gather():
             self._rank.say(
                 "stage3_gather_16bit_weights_on_model_save is false, so no rank may hold the whole model: "
-                f"to get it, python -m dstrain.train.export {self._run_dir.path} OUT"
+                f"to get it, python -m dstrain.train.checkpoints.export {self._run_dir.path} OUT"
             )
             return None
         if self._rank.is_first and final.exists():
@@ -285,9 +285,9 @@ class Trainer(transformers.Trainer):
             (final / "training_args.bin").unlink(missing_ok=True)  # a pickle with this machine's paths
         self._wait()
         if self._rank.is_first and self._is_adapter():
-            saving.require_whole_adapter(final, self.model)
+            saved_model.require_whole_adapter(final, self.model)
         elif self._rank.is_first:
-            saving.require_whole_model(final, trust_remote_code=self._trusts)
+            saved_model.require_whole_model(final, trust_remote_code=self._trusts)
         return final
 
     def _wait(self) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from dstrain.monitor.jsonl_sink import read_jsonl
+from dstrain.monitor.sinks.jsonl import read_jsonl
 from tests.cli.conftest import lay_traps
 
 Type = Callable[..., Any]

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from dstrain.cli.diff import effect_text
+from dstrain.config.edits.lock import read_lock
+from dstrain.config.jsonc import read
 from dstrain.facts import probe
-from dstrain.jobfile import read_job
-from dstrain.launch.known import request_of
+from dstrain.job.file import read_job
+from dstrain.launch.prepare.job_context import request_of
 from dstrain.plan.effect import Effect, effect
 from dstrain.plan.estimate import estimate
-from dstrain.render.jsonc import read
-from dstrain.render.lock import read_lock
 
 Type = Callable[..., Any]
 PLAN = ("gen-config", "--gpus", "16", "--model", "qwen3-32b")

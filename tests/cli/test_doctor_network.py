@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from dstrain.facts.measured_links import MeasuredLinks, save
+from dstrain.facts.cluster.measured_links import MeasuredLinks, save
 from tests.cli.test_gen_config import Type
 
 CPU = {"DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1"}

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
+from dstrain.config.edits.lock import LOCK
 from dstrain.paths import alone
-from dstrain.render.lock import LOCK
 
 Type = Callable[..., Any]
 PLAN = ("gen-config", "--gpus", "16", "--model", "qwen3-32b")

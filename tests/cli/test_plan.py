@@ -16,7 +16,7 @@ import pytest
 
 from dstrain.choices import Offload
 from dstrain.plan.configuration import DEFAULTS, Configuration
-from dstrain.plan.titles import abbreviated, titled
+from dstrain.plan.labels import abbreviated, titled
 from tests.cli.conftest import lay_traps
 
 Type = Callable[..., Any]

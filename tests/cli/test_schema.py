@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from dstrain.render.schema import config_schema, job_schema
+from dstrain.config.schema import config_schema, job_schema
 
 Type = Callable[..., subprocess.CompletedProcess[str]]
 

@@ -4,16 +4,16 @@ import itertools
 
 import pytest
 
-from dstrain.cli import screen
-from dstrain.pulse import Phase
+from dstrain.cli.output import progress
+from dstrain.heartbeat import Phase
 
 
 def test_without_a_terminal_a_phase_that_counts_says_a_line_every_few_seconds(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    seconds = itertools.count(0.0, screen.LINE_S / 2)
-    monkeypatch.setattr("dstrain.cli.screen.time.monotonic", lambda: next(seconds))
-    with screen.Screen() as shown:
+    seconds = itertools.count(0.0, progress.LINE_S / 2)
+    monkeypatch.setattr("dstrain.cli.output.progress.time.monotonic", lambda: next(seconds))
+    with progress.Screen() as shown:
         for done in (0, 1000, 2000, 3000, 4000):
             shown.progress(Phase.TOKENIZING, done, 5000)
         for _ in range(3):

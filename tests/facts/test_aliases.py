@@ -4,8 +4,8 @@ from collections import Counter
 
 import pytest
 
-from dstrain.facts import aliases
-from dstrain.facts.models import from_config
+from dstrain.facts.model import aliases
+from dstrain.facts.model.families import from_config
 
 # Parameters in the safetensors of each hub page (`"parameters"` of its index, or "Model size" on the page).
 _PUBLISHED = {

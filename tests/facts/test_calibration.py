@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dstrain.errors import InvalidConfig
-from dstrain.facts.calibration import NOTHING, Calibration, Measured, as_text, parse, read
+from dstrain.facts.cluster.calibration import NOTHING, Calibration, Measured, as_text, parse, read
 
 
 def _file(inside: str) -> str:

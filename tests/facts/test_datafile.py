@@ -6,7 +6,7 @@ import pytest
 
 from dstrain.choices import DataFormat
 from dstrain.errors import InvalidConfig
-from dstrain.facts.datafile import DataReport, check, is_file_name, samples
+from dstrain.facts.data.datafile import DataReport, check, is_file_name, samples
 
 GOOD: dict[str, Any] = {"instruction": "Add.", "input": "1 + 1", "output": "2"}
 

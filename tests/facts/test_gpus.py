@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from dstrain.errors import InvalidConfig
-from dstrain.facts.gpus import GPUS, from_nvml_name, gpu, unlisted
-from dstrain.facts.links import LINKS
+from dstrain.facts.cluster.gpus import GPUS, from_nvml_name, gpu, unlisted
+from dstrain.facts.cluster.links import LINKS
 
 
 @pytest.mark.parametrize("name", GPUS)

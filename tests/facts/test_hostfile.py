@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dstrain.errors import InvalidConfig
-from dstrain.facts.hostfile import Host, Hosts, expand, parse, placeholders, render
+from dstrain.facts.cluster.hostfile import Host, Hosts, expand, parse, placeholders, render
 from dstrain.paths import shipped
 
 

@@ -16,7 +16,7 @@ from cases import TINY_CONFIG as CONFIG
 
 from dstrain.choices import Hub
 from dstrain.errors import EnvironmentProblem, InvalidConfig
-from dstrain.facts.hubs import cached_config, fetch_config, is_hub_id, parse_config
+from dstrain.facts.model.hub_config import cached_config, fetch_config, is_hub_id, parse_config
 from dstrain.facts.probe import read_model
 
 

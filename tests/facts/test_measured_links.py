@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from dstrain.facts import links
-from dstrain.facts.calibration import Calibration, Measured
-from dstrain.facts.cluster import Cluster, Origin, describe
-from dstrain.facts.gpus import gpu
-from dstrain.facts.measured_links import (
+from dstrain.facts.cluster import links
+from dstrain.facts.cluster.calibration import Calibration, Measured
+from dstrain.facts.cluster.cluster import Cluster, Origin, describe
+from dstrain.facts.cluster.gpus import gpu
+from dstrain.facts.cluster.measured_links import (
     MeasuredLinks,
     find,
     names,
@@ -24,7 +24,7 @@ from dstrain.facts.measured_links import (
     with_links,
     with_rates,
 )
-from dstrain.plan.efficiency import efficiency
+from dstrain.plan.speed.efficiency import efficiency
 from tests.facts.test_network import network
 
 ENTRY = MeasuredLinks(

@@ -13,9 +13,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 from dstrain.errors import InvalidConfig
-from dstrain.facts import aliases
-from dstrain.facts.model import Kind, ModelFacts
-from dstrain.facts.models import FAMILIES, from_config
+from dstrain.facts.model import aliases
+from dstrain.facts.model.families import FAMILIES, from_config
+from dstrain.facts.model.model_facts import Kind, ModelFacts
 
 Counts = Counter[tuple[str, tuple[int, ...], bool]]
 

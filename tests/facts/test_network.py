@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from dstrain.facts.network import Inside, Network, Pair, Timing, bus_bytes_per_s, nccl_ways, rounds, slow_hosts
+from dstrain.facts.cluster.network_measurement import (
+    Inside,
+    Network,
+    Pair,
+    Timing,
+    bus_bytes_per_s,
+    nccl_ways,
+    rounds,
+    slow_hosts,
+)
 
 
 def network(count: int = 2, slots: int = 1, pairs: dict[tuple[int, int], float] | None = None) -> Network:

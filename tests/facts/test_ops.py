@@ -9,7 +9,14 @@ from typing import Any
 
 import pytest
 
-from dstrain.facts.ops import extension_folder, held_locks, missing_ops, needed_ops, torch_folder, unheld_locks
+from dstrain.facts.deepspeed_ops import (
+    extension_folder,
+    held_locks,
+    missing_ops,
+    needed_ops,
+    torch_folder,
+    unheld_locks,
+)
 
 
 def test_an_offloaded_optimizer_needs_cpu_adam() -> None:

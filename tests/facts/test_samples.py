@@ -2,7 +2,7 @@ import pytest
 
 from dstrain.choices import DataFormat
 from dstrain.errors import InvalidConfig
-from dstrain.facts.samples import detect, require, to_messages, unused
+from dstrain.facts.data.sample_formats import detect, require, to_messages, unused
 
 MESSAGES, ALPACA, TEXT = DataFormat.MESSAGES, DataFormat.ALPACA, DataFormat.TEXT
 

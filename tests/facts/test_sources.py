@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from dstrain.errors import InvalidConfig
-from dstrain.facts.hostfile import Hosts
-from dstrain.facts.sources import SOURCES, Asked
+from dstrain.facts.cluster.host_sources import SOURCES, Asked
+from dstrain.facts.cluster.hostfile import Hosts
 
 
 def hosts(source: str, *, text: str | None = None, environment: dict[str, str] | None = None, **asked: Any) -> Hosts:

@@ -12,13 +12,13 @@ import pytest
 
 from dstrain.choices import Attention
 from dstrain.errors import EnvironmentProblem, InvalidConfig
-from dstrain.facts import tracer
-from dstrain.facts.models import from_config
-from dstrain.facts.traced import Description, Question, Subject, Trace, Wanted
-from dstrain.facts.traced_answers import Answer
-from dstrain.facts.traced_model import from_description
-from dstrain.facts.traced_profile import ActivationProfile
-from dstrain.facts.tracer import ask, trace_model
+from dstrain.facts.model import tracer
+from dstrain.facts.model.families import from_config
+from dstrain.facts.model.trace_protocol import Answer
+from dstrain.facts.model.trace_records import Description, Question, Subject, Trace, Wanted
+from dstrain.facts.model.traced_activations import ActivationProfile
+from dstrain.facts.model.traced_model import from_description
+from dstrain.facts.model.tracer import ask, trace_model
 from tests.plan.tape.shapes import FAMILIES, config_of
 
 LLAMA = {

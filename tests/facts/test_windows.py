@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from transformers import CONFIG_MAPPING
 
-from dstrain.facts import aliases
-from dstrain.facts.model import ModelFacts
-from dstrain.facts.models import FAMILIES, from_config
+from dstrain.facts.model import aliases
+from dstrain.facts.model.families import FAMILIES, from_config
+from dstrain.facts.model.model_facts import ModelFacts
 
 _SIZES: dict[str, Any] = {
     "vocab_size": 96, "hidden_size": 64, "intermediate_size": 112, "num_hidden_layers": 30, "num_attention_heads": 4,

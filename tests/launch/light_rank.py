@@ -14,8 +14,8 @@ import sys
 import time
 from pathlib import Path
 
-from dstrain.job import Job
-from dstrain.pulse import Phase, Sender
+from dstrain.heartbeat import Phase, Sender
+from dstrain.job.schema import Job
 from dstrain.records import load_json
 from dstrain.rundir import RunDir, mark_whole
 from dstrain.train.rank import Leaving, Rank, from_environment, is_port_taken

@@ -13,7 +13,7 @@ import sys
 import time
 from pathlib import Path
 
-from dstrain.pulse import Phase, Sender
+from dstrain.heartbeat import Phase, Sender
 
 
 def main(folder: Path) -> None:

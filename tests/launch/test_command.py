@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from dstrain.errors import EnvironmentProblem, InvalidConfig
-from dstrain.facts.hostfile import Host, Hosts
+from dstrain.facts.cluster.hostfile import Host, Hosts
 from dstrain.launch.command import is_this_machine, launch_hostfile, local, mpi, of_node, pdsh, visible_devices
-from dstrain.launch.script import start_script
+from dstrain.launch.start_script import start_script
 from dstrain.rundir import RunDir
 
 ONE = Hosts(hosts=(Host(name="gpu01", slots=2),), name="hostfile")

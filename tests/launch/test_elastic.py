@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from dstrain.errors import EnvironmentProblem, InvalidConfig
-from dstrain.job import Job
-from dstrain.launch.elastic import Elastic, Resuming, convert, decide, resuming
+from dstrain.job.schema import Job
+from dstrain.launch.prepare.resize_checkpoint import Elastic, Resuming, convert, decide, resuming
 
 RECORD = {"step": 4, "world_size": 2, "zero_stage": 2, "micro_batch": 2, "grad_accum": 4}
 TWO = {"zero_optimization": {"stage": 2}}

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dstrain.errors import InvalidConfig
-from dstrain.facts.hostfile import Host, Hosts, render
+from dstrain.facts.cluster.hostfile import Host, Hosts, render
 from dstrain.launch.command import pdsh
 from dstrain.launch.environment import (
     expanded,
@@ -33,11 +33,11 @@ from dstrain.launch.environment import (
     secrets,
     write_secrets,
 )
-from dstrain.launch.nodes.keeper import Keeper
-from dstrain.launch.nodes.score import new_mark
-from dstrain.launch.nodes.wire import Begin, decode, encode
-from dstrain.launch.output import rank_logs
-from dstrain.launch.script import start_script
+from dstrain.launch.failure.logs import rank_logs
+from dstrain.launch.nodes.node_runner import Keeper
+from dstrain.launch.nodes.protocol import Begin, decode, encode
+from dstrain.launch.nodes.spec import new_mark
+from dstrain.launch.start_script import start_script
 from dstrain.paths import write_atomic
 from dstrain.rundir import RunDir
 from dstrain.train.rank import read_secrets

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from dstrain.errors import RunFailed
-from dstrain.facts.hostfile import Host, Hosts
-from dstrain.launch.exitcodes import decode, signal_of
-from dstrain.launch.explain import explain
-from dstrain.launch.failure import Death, advice, failing_order, first_traceback, traceback_of
-from dstrain.launch.outcome import Lost, Outcome
+from dstrain.facts.cluster.hostfile import Host, Hosts
+from dstrain.launch.failure.exit_codes import decode, signal_of
+from dstrain.launch.failure.first_failure import Death, advice, failing_order, first_traceback, traceback_of
+from dstrain.launch.failure.outcome import Lost, Outcome
+from dstrain.launch.failure.report import explain
 from dstrain.rundir import COMPLETE, RunDir
 
 TRACEBACK = 'Traceback (most recent call last):\n  File "a.py", line 1, in <module>\n    f()\nValueError: no'

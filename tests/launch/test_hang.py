@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dstrain.facts.hostfile import Host, Hosts
-from dstrain.launch.hang import hang_lines, main_stack, start_line
-from dstrain.launch.outcome import Hang, Start
-from dstrain.pulse import Phase
+from dstrain.facts.cluster.hostfile import Host, Hosts
+from dstrain.heartbeat import Phase
+from dstrain.launch.failure.hang import hang_lines, main_stack, start_line
+from dstrain.launch.failure.outcome import Hang, Start
 
 HOSTS = Hosts(hosts=(Host(name="gpu01", slots=2), Host(name="gpu02", slots=1)), name="hostfile")
 

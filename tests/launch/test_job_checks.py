@@ -4,11 +4,11 @@ import pytest
 
 from dstrain.choices import Attention
 from dstrain.errors import InvalidConfig
-from dstrain.facts import gpus
-from dstrain.facts.cluster import Origin, describe
-from dstrain.job import Job
-from dstrain.jobfile import JobFile
-from dstrain.launch.job_checks import check_gpu
+from dstrain.facts.cluster import gpus
+from dstrain.facts.cluster.cluster import Origin, describe
+from dstrain.job.file import JobFile
+from dstrain.job.schema import Job
+from dstrain.launch.prepare.job_checks import check_gpu
 
 
 def test_flash_attention_is_refused_on_gpus_that_were_found_and_are_too_old() -> None:

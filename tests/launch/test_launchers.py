@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from dstrain.errors import EnvironmentProblem, InvalidConfig
-from dstrain.facts.hostfile import Host, Hosts
-from dstrain.launch.launchers import LAUNCHERS, Where, check_hosts, choose
-from dstrain.launch.nodes.plan import HEAD
+from dstrain.facts.cluster.hostfile import Host, Hosts
+from dstrain.launch.nodes.launchers import LAUNCHERS, Where, check_hosts, choose
+from dstrain.launch.nodes.layout import HEAD
 from dstrain.rundir import RunDir
 
 TWO = Hosts(hosts=(Host(name="gpu01", slots=8), Host(name="gpu02", slots=4)), name="hostfile")

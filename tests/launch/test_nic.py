@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from dstrain.launch import nic
-from dstrain.launch.nic import Interface, agreed, choose_interface, disagreement, environment_of
+from dstrain.facts import network_interface
+from dstrain.facts.network_interface import Interface, agreed, choose_interface, disagreement, environment_of
 
 
 def interface(name: str, *addresses: str, is_up: bool = True) -> Interface:
@@ -86,11 +86,11 @@ def test_a_host_without_an_interface_is_named() -> None:
 
 
 def test_this_machine_knows_its_interfaces_and_the_way_to_itself() -> None:
-    names = [each.name for each in nic.interfaces()]
+    names = [each.name for each in network_interface.interfaces()]
     assert "lo" in names
-    assert nic.source_address("localhost") in {"127.0.0.1", "::1"}
-    assert nic.source_address("me@127.0.0.1") == "127.0.0.1"
+    assert network_interface.source_address("localhost") in {"127.0.0.1", "::1"}
+    assert network_interface.source_address("me@127.0.0.1") == "127.0.0.1"
 
 
 def test_a_name_that_nobody_has_leads_nowhere() -> None:
-    assert nic.source_address("no-such-host.invalid") is None
+    assert network_interface.source_address("no-such-host.invalid") is None

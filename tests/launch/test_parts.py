@@ -17,14 +17,14 @@ import pytest
 
 from dstrain import rundir
 from dstrain.errors import Conflict, EnvironmentProblem
-from dstrain.launch import calls, far
-from dstrain.launch.calls import CallFailed, Calls
-from dstrain.launch.nodes.mirror import Mirror
-from dstrain.launch.nodes.party import Unreachable
-from dstrain.launch.nodes.plan import Node
-from dstrain.launch.nodes.wire import Wrote
-from dstrain.launch.parts import Gathering
-from dstrain.launch.sync import Disk, push, push_checkpoint
+from dstrain.launch.filesync import remote, remote_end
+from dstrain.launch.filesync.gather_checkpoints import Gathering
+from dstrain.launch.filesync.remote import CallFailed, Calls
+from dstrain.launch.filesync.sync import Disk, push, push_checkpoint
+from dstrain.launch.nodes.layout import Node
+from dstrain.launch.nodes.log_mirror import Mirror
+from dstrain.launch.nodes.members import Unreachable
+from dstrain.launch.nodes.protocol import Wrote
 from dstrain.rundir import RunDir, is_whole
 
 MARK = "a" * 32
@@ -42,7 +42,7 @@ def head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     def remotely(launcher: str, host: str, command: Sequence[str]) -> list[str]:
         return [word.replace(str(tmp_path / "head"), str(tmp_path / host)) for word in command]
 
-    monkeypatch.setattr(calls, "remotely", remotely)
+    monkeypatch.setattr(remote, "remotely", remotely)
     SAID.clear()
     place = RunDir(tmp_path / "head" / "output")
     place.path.mkdir(parents=True)
@@ -90,8 +90,12 @@ def names(folder: Path) -> list[str]:
 
 def test_the_far_end_calls_files_as_the_run_directory_does() -> None:
     place = RunDir(Path("/run"))
-    assert (place.token.name, place.synced.name, place.code.name) == (far.TOKEN, far.SYNCED, far.CODE)
-    assert (far.COMPLETE, far.PART) == (rundir.COMPLETE, rundir.PART)
+    assert (place.token.name, place.synced.name, place.code.name) == (
+        remote_end.TOKEN,
+        remote_end.SYNCED,
+        remote_end.CODE,
+    )
+    assert (remote_end.COMPLETE, remote_end.PART) == (rundir.COMPLETE, rundir.PART)
 
 
 def test_a_disk_of_its_own_gets_the_run_directory_and_the_checkout_but_no_token(head: RunDir) -> None:
@@ -100,7 +104,7 @@ def test_a_disk_of_its_own_gets_the_run_directory_and_the_checkout_but_no_token(
     assert disk == Disk(host="node1", ranks=frozenset({1}))
     assert (there / "request.json").read_text() == "{}"
     assert (there / ".secrets").stat().st_mode & 0o777 == 0o600
-    assert (there / ".code" / "dstrain" / "launch" / "far.py").read_text() == Path(far.__file__).read_text()
+    assert (there / ".code" / "dstrain" / "launch" / "far.py").read_text() == Path(remote_end.__file__).read_text()
     assert not (there / ".token").exists()
     assert not list(there.rglob("__pycache__"))
     assert not head.code.exists()
@@ -138,7 +142,7 @@ def test_checkpoints_of_a_run_that_was_started_there_are_not_touched(head: RunDi
 
 def test_a_host_that_does_not_answer_is_named(head: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     line = [sys.executable, "-c", "import sys; print('ssh: no route', file=sys.stderr); sys.exit(255)"]
-    monkeypatch.setattr(calls, "remotely", lambda *arguments: line)
+    monkeypatch.setattr(remote, "remotely", lambda *arguments: line)
     with pytest.raises(Unreachable, match="node1: ssh: no route") as caught:
         send(head, 1, 2)
     assert caught.value.hosts == ("node1", "node2")
@@ -151,13 +155,13 @@ def test_a_disk_that_takes_nothing_is_named(head: RunDir) -> None:
 
 
 def test_a_python_that_is_not_there_is_named(head: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calls, "remotely", lambda *arguments: ["sh", "-c", "exec /no/python"])
+    monkeypatch.setattr(remote, "remotely", lambda *arguments: ["sh", "-c", "exec /no/python"])
     with pytest.raises(EnvironmentProblem, match="is not there: the ranks start with the same Python as here"):
         send(head, 1)
 
 
 def test_what_is_under_way_can_be_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calls, "remotely", lambda *arguments: ["sleep", "60"])
+    monkeypatch.setattr(remote, "remotely", lambda *arguments: ["sleep", "60"])
     under_way = Calls("ssh")
     threading.Timer(0.5, under_way.close).start()
     began = time.monotonic()
@@ -194,7 +198,7 @@ def test_what_leads_out_of_a_folder_or_is_no_file_is_refused(tmp_path: Path, str
     (tmp_path / "elsewhere").mkdir()
     (folder / "linked").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(ValueError, match="no file that belongs below"):
-        far.unpack(stream, folder, lambda name: name != "complete.json")
+        remote_end.unpack(stream, folder, lambda name: name != "complete.json")
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["elsewhere", "in", "linked"]
 
 
@@ -204,7 +208,7 @@ def test_links_at_names_that_are_written_lead_nowhere(tmp_path: Path) -> None:
     folder.mkdir()
     for name in (".a.new", "a"):
         (folder / name).symlink_to(victim)
-    far.unpack(tar_of("a"), folder)
+    remote_end.unpack(tar_of("a"), folder)
     assert (victim.read_text(), (folder / "a").read_text(), (folder / "a").is_symlink()) == ("mine", "abc", False)
 
 
@@ -224,7 +228,7 @@ def test_an_answer_that_is_none_is_told_with_its_host(
     head: RunDir, monkeypatch: pytest.MonkeyPatch, said: str, tmp_path: Path
 ) -> None:
     (tmp_path / "said").write_text(f"{said}\n")
-    monkeypatch.setattr(calls, "remotely", lambda *arguments: ["sh", "-c", f"exec <&-; cat {tmp_path}/said"])
+    monkeypatch.setattr(remote, "remotely", lambda *arguments: ["sh", "-c", f"exec <&-; cat {tmp_path}/said"])
     with pytest.raises(EnvironmentProblem, match="node1: its answer cannot be read"):
         send(head, 1)
 

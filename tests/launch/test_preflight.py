@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from dstrain.errors import Conflict, EnvironmentProblem, InvalidConfig
-from dstrain.launch.machine import names
-from dstrain.launch.preflight import check, port
+from dstrain.facts.this_machine import names
+from dstrain.launch.prepare.preflight import check, port
 from dstrain.rundir import RunDir
 
 

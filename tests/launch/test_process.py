@@ -13,20 +13,20 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from dstrain.facts.hostfile import Host, Hosts
+from dstrain.facts.cluster.hostfile import Host, Hosts
+from dstrain.heartbeat import MARK, Phase
 from dstrain.launch.command import launch_hostfile, local
 from dstrain.launch.environment import launcher_environment, python_path
-from dstrain.launch.explain import explain
-from dstrain.launch.family import look
-from dstrain.launch.launchers import connect
-from dstrain.launch.nodes.conductor import Conductor
-from dstrain.launch.nodes.plan import everywhere
-from dstrain.launch.nodes.score import Score, new_mark
-from dstrain.launch.outcome import Outcome
-from dstrain.launch.preflight import port
+from dstrain.launch.failure.outcome import Outcome
+from dstrain.launch.failure.report import explain
+from dstrain.launch.nodes.coordinator import Conductor
+from dstrain.launch.nodes.launchers import connect
+from dstrain.launch.nodes.layout import everywhere
+from dstrain.launch.nodes.process_tree import look
+from dstrain.launch.nodes.spec import Score, new_mark
+from dstrain.launch.prepare.preflight import port
+from dstrain.launch.run.control import noting_signals
 from dstrain.launch.timeouts import Timeouts
-from dstrain.launch.wishes import noting_signals
-from dstrain.pulse import MARK, Phase
 from dstrain.rundir import RunDir
 
 HOSTS = Hosts(hosts=(Host(name="localhost", slots=2),), name="hostfile")

@@ -16,9 +16,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dstrain.errors import InvalidConfig
-from dstrain.jobfile import read_job
-from dstrain.launch.scripts.asked import Asked, describe, directive, directive_path
+from dstrain.job.file import read_job
 from dstrain.launch.scripts.batch import BATCH, Batch, parse_time
+from dstrain.launch.scripts.script_context import Asked, describe, directive, directive_path
 from dstrain.launch.scripts.shell import bash, torchrun
 
 ASKED = Asked(

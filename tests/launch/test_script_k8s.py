@@ -19,8 +19,8 @@ from jsonschema import Draft202012Validator
 from ruamel.yaml import YAML
 
 from dstrain.errors import InvalidConfig
-from dstrain.launch.scripts.asked import Asked
 from dstrain.launch.scripts.k8s import Claim, Kind, Pods, label, manifest, outside, parse_claim
+from dstrain.launch.scripts.script_context import Asked
 from tests.launch.manifests import SPECS, ours, published, strangers
 
 ASKED = Asked(
@@ -211,7 +211,7 @@ def test_a_claim_without_a_place_is_told(text: str) -> None:
 
 
 def test_what_lies_on_no_volume_is_told() -> None:
-    from dstrain.job import Job
+    from dstrain.job.schema import Job
 
     job = Job(model="Qwen/Qwen3-8B", data="/data/train.jsonl", output_dir="/shared/out", ds_config="/shared/a.json")
     assert outside(ASKED, job, PODS.claims) == ["data /data/train.jsonl"]

@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 
 from dstrain.errors import Conflict
-from dstrain.launch.state import Keeper, Stage, is_alive, only_one, read
+from dstrain.launch.run.state import Keeper, Stage, is_alive, only_one, read
 from dstrain.launch.timeouts import TIMEOUTS
 from dstrain.rundir import RunDir
 
 _HOLD = """\
 import sys, time
 from pathlib import Path
-from dstrain.launch.state import only_one
+from dstrain.launch.run.state import only_one
 from dstrain.rundir import RunDir
 
 with only_one(RunDir(Path(sys.argv[1]))):

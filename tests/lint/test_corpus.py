@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from dstrain.launch.linting import OUTSIDE
-from dstrain.render.lint.check import RULES, check, read
-from dstrain.render.lint.finding import Finding, Severity
-from dstrain.render.lint.subject import Subject
+from dstrain.config.lint.engine import RULES, check, read
+from dstrain.config.lint.finding import Finding, Severity
+from dstrain.config.lint.subject import Subject
+from dstrain.launch.prepare.lint_job import OUTSIDE
 from tests.lint.case import Case, Raises, Says
 from tests.lint.cases_engine import ENGINE_CASES
 from tests.lint.cases_text import TEXT_CASES

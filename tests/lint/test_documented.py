@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from dstrain.jobfile import read_job
-from dstrain.launch.known import model_of
-from dstrain.render.lint.check import check, errors, read
-from dstrain.render.lint.subject import Subject
+from dstrain.config.lint.engine import check, errors, read
+from dstrain.config.lint.subject import Subject
+from dstrain.job.file import read_job
+from dstrain.launch.prepare.job_context import model_of
 from tests.lint.documented import RAW, TRAINERS
 
 GOLDEN = Path(__file__).parents[1] / "golden"

@@ -9,18 +9,19 @@ from typing import Any
 
 import pytest
 
+from dstrain.config.lint.engine import check, read
+from dstrain.config.lint.finding import Finding, Severity
+from dstrain.config.lint.subject import Subject
 from dstrain.errors import InvalidConfig
-from dstrain.facts import cluster as clusters
-from dstrain.facts import gpus, hostfile, probe
-from dstrain.facts.cluster import Cluster, Origin
-from dstrain.facts.model import ModelFacts
-from dstrain.jobfile import JobFile, read_job
-from dstrain.launch.known import known, of_hosts, request_of
-from dstrain.launch.linting import of_hostfile
+from dstrain.facts import probe
+from dstrain.facts.cluster import cluster as clusters
+from dstrain.facts.cluster import gpus, hostfile
+from dstrain.facts.cluster.cluster import Cluster, Origin
+from dstrain.facts.model.model_facts import ModelFacts
+from dstrain.job.file import JobFile, read_job
+from dstrain.launch.prepare.job_context import known, of_hosts, request_of
+from dstrain.launch.prepare.lint_job import of_hostfile
 from dstrain.plan.estimate import estimate
-from dstrain.render.lint.check import check, read
-from dstrain.render.lint.finding import Finding, Severity
-from dstrain.render.lint.subject import Subject
 
 HEAD = (
     '{"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto", "gradient_clipping": "auto",\n'

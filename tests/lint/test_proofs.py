@@ -15,15 +15,15 @@ from typing import Any
 
 import pytest
 
-from dstrain.job import Job
-from dstrain.render import jsonc
-from dstrain.render.jsonc import Pointer
-from dstrain.render.keys.key import Key, Kind
-from dstrain.render.keys.table import ROWS
-from dstrain.render.lint.check import check, errors, fixed, read
-from dstrain.render.lint.naming import is_refused
-from dstrain.render.lint.subject import Subject
-from dstrain.render.resolve import for_trainer
+from dstrain.config import jsonc
+from dstrain.config.jsonc import Pointer
+from dstrain.config.keys.key import Key, Kind
+from dstrain.config.keys.table import ROWS
+from dstrain.config.lint.engine import check, errors, fixed, read
+from dstrain.config.lint.rules.key_names import is_refused
+from dstrain.config.lint.subject import Subject
+from dstrain.config.resolve_auto import for_trainer
+from dstrain.job.schema import Job
 from tests.lint.case import Becomes, Case, Raises, Says
 from tests.lint.cases_engine import ENGINE_CASES, KNOWLEDGE, SOUND
 from tests.lint.cases_text import TEXT_CASES

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dstrain.render.keys.key import Kind
-from dstrain.render.keys.table import KEYS
-from dstrain.render.lint.check import check, fixed, read
-from dstrain.render.lint.finding import Finding, Severity, lines
-from dstrain.render.lint.subject import Subject
+from dstrain.config.keys.key import Kind
+from dstrain.config.keys.table import KEYS
+from dstrain.config.lint.engine import check, fixed, read
+from dstrain.config.lint.finding import Finding, Severity, lines
+from dstrain.config.lint.subject import Subject
 from tests.lint.cases_engine import ENGINE_CASES
 from tests.lint.cases_text import TEXT_CASES
 

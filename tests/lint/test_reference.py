@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from dstrain.launch.linting import OUTSIDE
-from dstrain.render.lint.check import RULES
+from dstrain.config.lint.engine import RULES
+from dstrain.launch.prepare.lint_job import OUTSIDE
 
 PAGE = Path(__file__).parents[2] / "docs" / "lint.md"
 START = "<!-- generated: rules -->\n"

@@ -8,9 +8,9 @@ import pytest
 from cases import ask
 
 from dstrain.choices import Method
-from dstrain.job import Job, Monitor
-from dstrain.launch.known import request_of
-from dstrain.monitor.about import about, without_secrets
+from dstrain.job.schema import Job, Monitor
+from dstrain.launch.prepare.job_context import request_of
+from dstrain.monitor.run_card import about, without_secrets
 from dstrain.plan.estimate import estimate
 
 JOB = Job(

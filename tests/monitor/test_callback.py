@@ -10,7 +10,7 @@ import torch
 from transformers import TrainerControl, TrainerState
 
 from dstrain.monitor.callback import COUNTS, CountingCollator, Meter, MetricsCallback
-from dstrain.monitor.jsonl_sink import JsonlFile
+from dstrain.monitor.sinks.jsonl import JsonlFile
 
 
 def count(batch: dict[str, Any]) -> tuple[int, int, int]:

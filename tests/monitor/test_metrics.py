@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 
 from dstrain.choices import Method, Precision
-from dstrain.facts.gpus import Gpu
-from dstrain.facts.model import Kind, ModelFacts, TensorGroup
+from dstrain.facts.cluster.gpus import Gpu
+from dstrain.facts.model.model_facts import Kind, ModelFacts, TensorGroup
 from dstrain.monitor.metrics import Hardware, Reading, hardware, scalars, summarize, without_nonfinite
 
 NAN = float("nan")

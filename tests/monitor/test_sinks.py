@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from dstrain.errors import EnvironmentProblem, InvalidConfig
-from dstrain.monitor import sinks
 from dstrain.monitor.mode import Mode
-from dstrain.monitor.sinks import End, Guarded, Setup, open_sinks
+from dstrain.monitor.sinks import registry
+from dstrain.monitor.sinks.registry import End, Guarded, Setup, open_sinks
 
 
 def setup(folder: Path) -> Setup:
@@ -53,10 +53,10 @@ def test_a_missing_package_is_said_before_the_model_loads(tmp_path: Path, monkey
 
 
 def test_a_sink_that_does_not_start_is_said_and_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(setup: Setup, say: sinks.Say) -> None:
+    def fail(setup: Setup, say: registry.Say) -> None:
         raise OSError("disk full")
 
     said: list[str] = []
-    monkeypatch.setattr(sinks, "SINKS", {"swanlab": fail})
+    monkeypatch.setattr(registry, "SINKS", {"swanlab": fail})
     assert open_sinks(["swanlab"], setup(tmp_path), said.append) == []
     assert "disk full" in said[0]

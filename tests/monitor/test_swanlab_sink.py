@@ -12,7 +12,7 @@ PROGRAM = """
 import sys
 from pathlib import Path
 from dstrain.monitor.mode import Mode
-from dstrain.monitor.sinks import End, Setup, open_sinks
+from dstrain.monitor.sinks.registry import End, Setup, open_sinks
 
 folder, mode, resumed = Path(sys.argv[1]), Mode(sys.argv[2]), sys.argv[3] == "resumed"
 named = {"name": "qwen3-8b-lora-4x4090-zero2", "description": "8.19 B parameters", "tags": ("lora", "4x4090")}

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dstrain.plan.allocator import Event, Replayed, replay
+from dstrain.plan.memory.caching_allocator import Event, Replayed, replay
 from dstrain.units import GIB, KIB, MIB
 
 BOTH = pytest.mark.parametrize("expandable", [False, True], ids=["default", "expandable"])

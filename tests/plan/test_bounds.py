@@ -9,11 +9,11 @@ import pytest
 from cases import ask
 
 from dstrain.choices import LossKernel, Optimizer, StateDtypes
-from dstrain.plan.bounds import bound, passes_s
 from dstrain.plan.estimate import assess
 from dstrain.plan.request import Request
-from dstrain.plan.space import space
-from dstrain.plan.speed import speed
+from dstrain.plan.search.bounds import bound, passes_s
+from dstrain.plan.search.search_space import space
+from dstrain.plan.speed.step_time import speed
 from tests.draws import Draw
 
 QUESTIONS: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (

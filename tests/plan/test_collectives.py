@@ -7,14 +7,15 @@ from dataclasses import replace
 import pytest
 
 from dstrain.choices import Method, Offload, StateDtypes
-from dstrain.facts import cluster as clusters
-from dstrain.facts import gpus, links, probe
-from dstrain.facts.cluster import Cluster, Origin
-from dstrain.job import Lora
-from dstrain.plan.collectives import Collective, Phase, collectives
+from dstrain.facts import probe
+from dstrain.facts.cluster import cluster as clusters
+from dstrain.facts.cluster import gpus, links
+from dstrain.facts.cluster.cluster import Cluster, Origin
+from dstrain.job.schema import Lora
 from dstrain.plan.configuration import DEFAULTS, Configuration
-from dstrain.plan.efficiency import INTER_RATIO, INTRA_RATIO, efficiency
-from dstrain.plan.traffic import work
+from dstrain.plan.speed.collectives import Collective, Phase, collectives
+from dstrain.plan.speed.efficiency import INTER_RATIO, INTRA_RATIO, efficiency
+from dstrain.plan.speed.traffic import work
 
 MODEL = probe.read_model("llama-3.1-8b")
 PARAMS = MODEL.num_params

@@ -11,9 +11,9 @@ from cases import ask, plan
 
 from dstrain.choices import Attention, Offload, Precision
 from dstrain.errors import InvalidConfig
-from dstrain.plan.decide import Survey, survey
 from dstrain.plan.estimate import assess
-from dstrain.plan.speed import speed
+from dstrain.plan.search.decide import Survey, survey
+from dstrain.plan.speed.step_time import speed
 
 
 @pytest.mark.parametrize("gpu", ["v100-32g", "t4"])

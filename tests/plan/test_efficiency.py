@@ -6,11 +6,11 @@ from dataclasses import fields
 
 import pytest
 
-from dstrain.facts import cluster as clusters
-from dstrain.facts import gpus, links
-from dstrain.facts.calibration import Calibration, Measured
-from dstrain.facts.cluster import Cluster, Origin
-from dstrain.plan.efficiency import KERNELS, efficiency, host_link
+from dstrain.facts.cluster import cluster as clusters
+from dstrain.facts.cluster import gpus, links
+from dstrain.facts.cluster.calibration import Calibration, Measured
+from dstrain.facts.cluster.cluster import Cluster, Origin
+from dstrain.plan.speed.efficiency import KERNELS, efficiency, host_link
 
 
 def _cluster(gpu: str = "h100-sxm") -> Cluster:

@@ -9,7 +9,7 @@ import pytest
 from cases import ask
 
 from dstrain.choices import Offload, Optimizer, Precision
-from dstrain.facts.calibration import SCHEMA, Calibration, Measured
+from dstrain.facts.cluster.calibration import SCHEMA, Calibration, Measured
 from dstrain.plan.configuration import DEFAULTS, Configuration
 from dstrain.plan.estimate import assess, effective
 from dstrain.plan.request import Request

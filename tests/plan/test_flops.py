@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from dstrain.choices import Method, Precision
-from dstrain.facts import gpus, probe
-from dstrain.facts.model import Kind
-from dstrain.plan.flops import flops_per_token, peak_flops_per_s, products
+from dstrain.facts import probe
+from dstrain.facts.cluster import gpus
+from dstrain.facts.model.model_facts import Kind
+from dstrain.plan.speed.flops import flops_per_token, peak_flops_per_s, products
 
 MODELS = ("llama-3.1-8b", "qwen3-8b", "qwen2.5-7b", "qwen3-30b-a3b", "mixtral-8x7b", "deepseek-v3", "gemma-3-27b")
 

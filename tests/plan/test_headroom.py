@@ -10,14 +10,14 @@ import pytest
 from cases import ask
 
 from dstrain.choices import LossKernel, Method, Offload, StateDtypes
-from dstrain.facts.model import ModelFacts
-from dstrain.job import Lora
-from dstrain.plan import plain
+from dstrain.facts.model.model_facts import ModelFacts
+from dstrain.job.schema import Lora
 from dstrain.plan.configuration import DEFAULTS, Configuration
-from dstrain.plan.engine import deepspeed
-from dstrain.plan.headroom import quick_ratio
-from dstrain.plan.peak import Peak
-from dstrain.plan.reserved import reserved
+from dstrain.plan.memory import pytorch_sharding
+from dstrain.plan.memory.deepspeed import engine
+from dstrain.plan.memory.fragmentation import quick_ratio
+from dstrain.plan.memory.peak import Peak
+from dstrain.plan.memory.reserved import reserved
 from dstrain.units import GIB
 from tests.draws import Draw
 
@@ -54,7 +54,7 @@ def drawn(seed: int, dtypes: StateDtypes, *, expandable: bool) -> Iterator[tuple
 
 def live_peak(model: ModelFacts, configuration: Configuration, ranks: int) -> Peak:
     """Returns the live peak by who holds the states."""
-    source = deepspeed if configuration.state_dtypes is StateDtypes.MIXED else plain
+    source = engine if configuration.state_dtypes is StateDtypes.MIXED else pytorch_sharding
     peak: Peak = source.peak(model, configuration, ranks)
     return peak
 

@@ -8,10 +8,10 @@ from cases import ask, plan
 from dstrain.choices import Attention, Method, Offload, Precision
 from dstrain.plan.configuration import DEFAULTS
 from dstrain.plan.estimate import estimate
-from dstrain.plan.params import Trained
-from dstrain.plan.plan import Estimate
+from dstrain.plan.estimate_records import Estimate
+from dstrain.plan.memory.params import Trained
+from dstrain.plan.memory.zero import pinned_waste
 from dstrain.plan.request import Request
-from dstrain.plan.zero import pinned_waste
 from dstrain.units import GIB
 
 

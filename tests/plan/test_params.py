@@ -3,9 +3,9 @@
 from cases import ask
 
 from dstrain.choices import Method
-from dstrain.facts.model import Kind
-from dstrain.job import Lora
-from dstrain.plan.params import adapted, lora_params, trained
+from dstrain.facts.model.model_facts import Kind
+from dstrain.job.schema import Lora
+from dstrain.plan.memory.params import adapted, lora_params, trained
 
 
 def test_full_training_trains_every_parameter_of_a_language_model() -> None:

@@ -9,10 +9,10 @@ import pytest
 
 from dstrain.choices import Hub, Method, Offload
 from dstrain.facts import probe
-from dstrain.plan import quick
 from dstrain.plan.configuration import DEFAULTS
-from dstrain.plan.desk import QUICK_ERROR_RATIO
-from dstrain.plan.engine import deepspeed
+from dstrain.plan.memory import closed_form
+from dstrain.plan.memory.deepspeed import engine
+from dstrain.plan.search.evaluator import QUICK_ERROR_RATIO
 
 STAGES = [(0, Offload.NONE), (1, Offload.OPTIMIZER), (2, Offload.NONE), (3, Offload.NONE), (3, Offload.PARAMS)]
 BUCKETS = {
@@ -45,6 +45,6 @@ def test_it_is_near_the_engine(name: str, ranks: int, stage: int, offload: Offlo
             method=method,
             **BUCKETS[buckets],  # type: ignore[arg-type]  # four fields of int
         )
-        played = deepspeed.peak(model, configuration, ranks).total
-        found = quick.peak(model, configuration, ranks).total
+        played = engine.peak(model, configuration, ranks).total
+        found = closed_form.peak(model, configuration, ranks).total
         assert found / played == pytest.approx(1, abs=QUICK_ERROR_RATIO), configuration

@@ -9,18 +9,18 @@ from typing import Any
 import pytest
 
 from dstrain.choices import Attention, LossKernel, Method, Stack, StateDtypes
-from dstrain.facts import models
-from dstrain.facts.model import ModelFacts
-from dstrain.job import Lora
-from dstrain.plan import plain
+from dstrain.facts.model import families
+from dstrain.facts.model.model_facts import ModelFacts
+from dstrain.job.schema import Lora
 from dstrain.plan.configuration import DEFAULTS, Configuration
-from dstrain.plan.engine import deepspeed
-from dstrain.plan.reserved import CONTEXT_BYTES, NCCL_BYTES, Reserved, reserved
-from dstrain.plan.session import playing, sharded
-from dstrain.plan.session.playing import Passes, record
-from dstrain.plan.session.recording import Recording
-from dstrain.plan.tape.context import variant_of
-from dstrain.plan.tape.tensor import GradRelease
+from dstrain.plan.memory import pytorch_sharding
+from dstrain.plan.memory.deepspeed import engine
+from dstrain.plan.memory.layers.context import variant_of
+from dstrain.plan.memory.layers.tensor import GradRelease
+from dstrain.plan.memory.reserved import CONTEXT_BYTES, NCCL_BYTES, Reserved, reserved
+from dstrain.plan.memory.traces import fsdp, record_pass
+from dstrain.plan.memory.traces.record_pass import Passes, record
+from dstrain.plan.memory.traces.recording import Recording
 from dstrain.units import GIB, MIB
 
 DRIVER_BYTES = 80 * GIB
@@ -39,7 +39,7 @@ def shaped(model_type: str, vocabulary: int, **shape: int) -> ModelFacts:
         "num_key_value_heads": 8,
         **shape,
     }
-    return models.from_config(config, name=model_type, source=model_type)
+    return families.from_config(config, name=model_type, source=model_type)
 
 
 MISTRAL = shaped("mistral", 32001)
@@ -136,7 +136,7 @@ def test_repeated_layers_have_the_peak_of_played_ones_and_leave_nothing(
     configuration = replace(ONE_GPU, method=method, grad_ckpt=grad_ckpt, expandable_segments=is_terse)
     passes = Passes(release=release, stops_early=True)
     variant = replace(variant_of(configuration), release=release, gathers=False)
-    played = playing._played(model, variant, {"dense": 12}, passes)
+    played = record_pass._played(model, variant, {"dense": 12}, passes)
     repeated = record(model, configuration, passes)
     assert live(repeated) == live(played)
     assert live(played)[1] == 0
@@ -153,7 +153,7 @@ def test_under_deepspeed_more_is_held_than_lives(method: Method, zero_stage: int
     configuration = replace(
         DEFAULTS, method=method, lora=ADAPTER, grad_ckpt=True, zero_stage=zero_stage, overlap_comm=zero_stage == 3
     )
-    peak = deepspeed.peak(MISTRAL, configuration, 8).total
+    peak = engine.peak(MISTRAL, configuration, 8).total
     found = reserved(MISTRAL, configuration, 8, capacity_bytes=None, expandable_segments=True)
     assert 0.99 * peak <= found.reserved_bytes <= 1.4 * peak
 
@@ -161,7 +161,7 @@ def test_under_deepspeed_more_is_held_than_lives(method: Method, zero_stage: int
 def test_segments_that_grow_hold_less() -> None:
     configuration = replace(ONE_GPU, method=Method.FULL, loss=LossKernel.FULL, state_dtypes=StateDtypes.PURE_BF16)
     growing = replace(configuration, expandable_segments=True)
-    peak = plain.peak(MISTRAL, configuration, 1).total
+    peak = pytorch_sharding.peak(MISTRAL, configuration, 1).total
     assert peak <= held(MISTRAL, growing).reserved_bytes < 1.02 * peak < held(MISTRAL, configuration).reserved_bytes
 
 
@@ -175,5 +175,5 @@ def test_a_run_that_is_too_large_runs_out_of_memory() -> None:
 
 def test_the_ranks_of_fsdp_share_every_tensor_once() -> None:
     configuration = replace(ONE_GPU, method=Method.FULL, zero_stage=3)
-    pieces = [sharded._Run(MISTRAL, configuration, 4).pieces(rank) for rank in range(4)]
+    pieces = [fsdp._Run(MISTRAL, configuration, 4).pieces(rank) for rank in range(4)]
     assert sum(sum(sum(group) for group in groups) for groups in pieces) == MISTRAL.num_params

@@ -11,13 +11,13 @@ from cases import ask, plan
 
 from dstrain.choices import Method, Offload
 from dstrain.errors import DoesNotFit, InvalidConfig
-from dstrain.facts.cluster import Cluster
+from dstrain.facts.cluster.cluster import Cluster
 from dstrain.plan.configuration import DEFAULTS
 from dstrain.plan.estimate import assess
-from dstrain.plan.lost_speed import lost_speed
 from dstrain.plan.request import Request
-from dstrain.plan.search import TIE_RATIO, Ranking, search
-from dstrain.plan.space import global_batch, mechanisms, space, way_of
+from dstrain.plan.search.search import TIE_RATIO, Ranking, search
+from dstrain.plan.search.search_space import global_batch, mechanisms, space, way_of
+from dstrain.plan.search.slowdown_order import lost_speed
 from dstrain.units import GIB
 
 QUESTIONS: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (

@@ -12,8 +12,8 @@ from dstrain.choices import Attention, Method, Offload, Optimizer, Precision, St
 from dstrain.errors import InvalidConfig
 from dstrain.plan.configuration import DEFAULTS
 from dstrain.plan.request import Request
-from dstrain.plan.rules import RULES, WRITABLE, broken
-from dstrain.plan.space import batches, global_batch, space, ways
+from dstrain.plan.search.rules import RULES, WRITABLE, broken
+from dstrain.plan.search.search_space import batches, global_batch, space, ways
 
 OFFLOADED = {"zero_stage": 3, "offload": Offload.OPTIMIZER}
 

@@ -8,14 +8,16 @@ from typing import Any
 import pytest
 
 from dstrain.choices import Attention, LossKernel, Method, Offload, Optimizer, Precision, Stack, StateDtypes
-from dstrain.facts import cluster as clusters
-from dstrain.facts import gpus, links, models, probe
-from dstrain.facts.calibration import Calibration, Measured
-from dstrain.facts.cluster import Cluster, Origin
-from dstrain.job import Lora
+from dstrain.facts import probe
+from dstrain.facts.cluster import cluster as clusters
+from dstrain.facts.cluster import gpus, links
+from dstrain.facts.cluster.calibration import Calibration, Measured
+from dstrain.facts.cluster.cluster import Cluster, Origin
+from dstrain.facts.model import families
+from dstrain.job.schema import Lora
 from dstrain.plan.configuration import DEFAULTS, Configuration
-from dstrain.plan.plan import Limit, Speed
-from dstrain.plan.speed import CPU, INTER, LAUNCHES, LIMITS, NVME, OPTIMIZER, PCIE, PRODUCTS, speed
+from dstrain.plan.estimate_records import Limit, Speed
+from dstrain.plan.speed.step_time import CPU, INTER, LAUNCHES, LIMITS, NVME, OPTIMIZER, PCIE, PRODUCTS, speed
 from tests.cases import plan
 
 QWEN3_8B = probe.read_model("qwen3-8b")
@@ -165,7 +167,7 @@ def test_hpz_helps_where_the_network_is_slow() -> None:
 
 def test_cpu_adam_takes_as_long_as_zenflow_says() -> None:
     """DeepSpeed's ZenFlow blog: the CPU update of Llama-2-7B takes more than 4 s on a node of four A100."""
-    model = models.from_config(LLAMA2_7B, name="llama-2-7b", source="meta-llama/Llama-2-7b-hf")
+    model = families.from_config(LLAMA2_7B, name="llama-2-7b", source="meta-llama/Llama-2-7b-hf")
     found = _speed(replace(BASE, zero_stage=2, offload=Offload.OPTIMIZER), model=model, num_gpus=4, gpu="a100-80g")
 
     assert 4.0 < found.parts_s[CPU] < 4.6

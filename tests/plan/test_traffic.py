@@ -9,9 +9,9 @@ import pytest
 
 from dstrain.choices import Method, Precision, Stack, StateDtypes
 from dstrain.facts import probe
-from dstrain.job import Lora
+from dstrain.job.schema import Lora
 from dstrain.plan.configuration import DEFAULTS, Configuration
-from dstrain.plan.traffic import Pass, work
+from dstrain.plan.speed.traffic import Pass, work
 
 TRACED = {
     "llama-3.1-8b": ((591, 1332, 1899), (38, 71, 107)),

@@ -6,8 +6,8 @@ import pytest
 
 from dstrain.choices import Offload, Precision
 from dstrain.plan.configuration import DEFAULTS
-from dstrain.plan.params import Trained
-from dstrain.plan.zero import engine_buffers, pinned, states
+from dstrain.plan.memory.params import Trained
+from dstrain.plan.memory.zero import engine_buffers, pinned, states
 
 P, N = 1_000_000_000, 8
 COUNTS = Trained(trainable=P, frozen=0, quantized=0, largest_trainable=50_000_000)

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dstrain.config.edits import edit
+from dstrain.config.edits.merge import REMOVED, Change, Mark, applied, merge
+from dstrain.config.jsonc import read
 from dstrain.errors import InvalidConfig
-from dstrain.render import edit
-from dstrain.render.jsonc import read
-from dstrain.render.merge import REMOVED, Change, Mark, applied, merge
 
 _KEYS = st.sampled_from(["a", "b", "c", "d", "stage", 'q"x', "名"])
 _SCALARS = st.one_of(

@@ -12,19 +12,19 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from dstrain.choices import Precision
-from dstrain.cli import explain_file_text as file_text
+from dstrain.cli.output import explain_file as file_text
+from dstrain.config.edits.merge import Change, applied
+from dstrain.config.explain.file import sections
+from dstrain.config.explain.key import COUNTED, OF_JOB, Chosen, Here, estimate_of, ways, why
+from dstrain.config.find_key import named
+from dstrain.config.key_bytes import Scale, cost
+from dstrain.config.keys.key import Kind
+from dstrain.config.keys.table import KEYS, ROWS
+from dstrain.config.templates.templates import reasons_in, template_names
 from dstrain.errors import InvalidConfig
-from dstrain.launch.linting import Known
+from dstrain.launch.prepare.lint_job import Known
 from dstrain.plan.configuration import DEFAULTS
 from dstrain.plan.estimate import effective
-from dstrain.render.explain_file import sections
-from dstrain.render.explain_key import COUNTED, OF_JOB, Chosen, Here, estimate_of, ways, why
-from dstrain.render.key_cost import Scale, cost
-from dstrain.render.keys.key import Kind
-from dstrain.render.keys.table import KEYS, ROWS
-from dstrain.render.merge import Change, applied
-from dstrain.render.named import named
-from dstrain.render.templates import reasons_in, template_names
 
 WHOLE: dict[str, Any] = {
     "data_types": {"grad_accum_dtype": "fp32"},

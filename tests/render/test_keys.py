@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from dstrain.render.keys.key import Key, Kind, Names
-from dstrain.render.keys.removed import REMOVED
-from dstrain.render.keys.table import KEYS, ROWS, children, key_of
+from dstrain.config.keys.key import Key, Kind, Names
+from dstrain.config.keys.removed import REMOVED
+from dstrain.config.keys.table import KEYS, ROWS, children, key_of
 from tests.render.reading import Engine, Spy, import_engine
 
 LIVE = {key.path: key for key in ROWS if key.removed is None}

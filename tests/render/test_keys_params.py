@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from dstrain.render.keys.key import Kind, Names
-from dstrain.render.keys.optimizers import ENGINE_ADAM, OWN_OPTIMIZERS, TORCH_OPTIMIZERS, parameters
-from dstrain.render.keys.removed import REMOVED
-from dstrain.render.keys.schedulers import OWN_SCHEDULES, PYTHON_SCHEDULES, TORCH_SCHEDULES
-from dstrain.render.keys.table import KEYS, ROWS, children
+from dstrain.config.keys.key import Kind, Names
+from dstrain.config.keys.optimizers import ENGINE_ADAM, OWN_OPTIMIZERS, TORCH_OPTIMIZERS, parameters
+from dstrain.config.keys.removed import REMOVED
+from dstrain.config.keys.schedulers import OWN_SCHEDULES, PYTHON_SCHEDULES, TORCH_SCHEDULES
+from dstrain.config.keys.table import KEYS, ROWS, children
 from tests.render.reading import Engine, Spy, import_engine
 
 LIVE = {key.path: key for key in ROWS if key.removed is None}

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from dstrain.render.schema import schema_files
+from dstrain.config.schema import schema_files
 from tests.render.lsp import Editor
 
 ROOT = Path(__file__).parents[2]

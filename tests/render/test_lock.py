@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from cases import ask
 
+from dstrain.config.edits.lock import LOCK, Lock, Unsettled, read_lock, standing, write_files
+from dstrain.config.edits.merge import Clash
+from dstrain.config.edits.regenerate import Decision, Regenerated, Standing, regenerate, replaced
 from dstrain.errors import Conflict, InvalidConfig
-from dstrain.render.lock import LOCK, Lock, Unsettled, read_lock, standing, write_files
-from dstrain.render.merge import Clash
-from dstrain.render.regenerate import Decision, Regenerated, Standing, regenerate, replaced
 
 
 def lock(text: str) -> Lock:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dstrain.render.merge import REMOVED, Change, applied, lookup, merge, same, settled
+from dstrain.config.edits.merge import REMOVED, Change, applied, lookup, merge, same, settled
 
 _KEYS = st.sampled_from("abcd")
 _LEAVES = st.one_of(

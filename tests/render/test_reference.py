@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from dstrain.render.key_text import default_text, kind_text
-from dstrain.render.keys.key import Key, Kind
-from dstrain.render.keys.table import ROWS
+from dstrain.config.key_text import default_text, kind_text
+from dstrain.config.keys.key import Key, Kind
+from dstrain.config.keys.table import ROWS
 
 PAGE = Path(__file__).parents[2] / "docs" / "ds_config.md"
 START = "<!-- generated: keys -->\n"

@@ -3,10 +3,10 @@
 from pathlib import Path
 from typing import Any
 
+from dstrain.config.resolve_auto import for_trainer
 from dstrain.facts import probe
-from dstrain.job import Job
-from dstrain.jobfile import read_job
-from dstrain.render.resolve import for_trainer
+from dstrain.job.file import read_job
+from dstrain.job.schema import Job
 
 ZERO = {"zero_optimization": {"stage": 2}}
 

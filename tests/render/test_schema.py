@@ -12,13 +12,13 @@ import pytest
 from jsonschema import Draft7Validator
 from ruamel.yaml import YAML
 
-from dstrain.job import SYNONYMS, Job
+from dstrain.config.jsonc import Pointer
+from dstrain.config.keys.key import Kind
+from dstrain.config.keys.table import KEYS, ROWS, key_of
+from dstrain.config.lint.engine import read
+from dstrain.config.schema import CONFIG_SCHEMA, JOB_SCHEMA, SCHEMA_KEY, config_schema, job_schema, schema_files
+from dstrain.job.schema import SYNONYMS, Job
 from dstrain.records import to_data
-from dstrain.render.jsonc import Pointer
-from dstrain.render.keys.key import Kind
-from dstrain.render.keys.table import KEYS, ROWS, key_of
-from dstrain.render.lint.check import read
-from dstrain.render.schema import CONFIG_SCHEMA, JOB_SCHEMA, SCHEMA_KEY, config_schema, job_schema, schema_files
 from tests.lint.case import Case
 from tests.lint.documented import RAW, TRAINERS
 from tests.lint.test_corpus import CASES

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from cases import CASES, Case, files, plan
 
+from dstrain.config.templates.templates import render_json, render_script, template_names
+from dstrain.config.templates.values import template_of
 from dstrain.errors import InvalidConfig
-from dstrain.render.templates import render_json, render_script, template_names
-from dstrain.render.values import template_of
 
 by_name = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from dstrain.choices import Method, Offload, Precision
-from dstrain.facts.models import from_config
-from dstrain.job import Lora
+from dstrain.facts.model.families import from_config
+from dstrain.job.schema import Lora
 from dstrain.plan.configuration import DEFAULTS, Configuration
-from dstrain.plan.engine import deepspeed
+from dstrain.plan.memory.deepspeed import engine
 from tests.train.launching import CHECKOUT, command, end_group, environment
 
 STEPS = 2
@@ -202,7 +202,7 @@ def described(case: Case) -> dict[str, Any]:
         "micro_batch": configuration.micro_batch,
         "grad_accum": configuration.grad_accum,
         "steps": STEPS,
-        "grad_ckpt": {"use_reentrant": deepspeed.is_reentrant(configuration)} if configuration.grad_ckpt else None,
+        "grad_ckpt": {"use_reentrant": engine.is_reentrant(configuration)} if configuration.grad_ckpt else None,
         "lora": adapter if configuration.method is Method.LORA else None,
     }
 
@@ -252,13 +252,13 @@ def predicted(case: Case) -> Measured:
     """Returns what the plan says of a case."""
     model, way = from_config(case.model, name=case.name, source=case.name), case.configuration
     ranks = case.ranks // way.tp
-    engine = deepspeed.engine_of(model, way, ranks)
-    steady = engine.held.total
+    played = engine.engine_of(model, way, ranks)
+    steady = played.held.total
     phases: dict[str, int] = {}
-    for instant in deepspeed.instants(model, way, ranks, kernel_workspaces=False):
+    for instant in engine.instants(model, way, ranks, kernel_workspaces=False):
         name = _PHASES.get(instant.name, instant.name)
         phases[name] = max(phases.get(name, 0), steady + instant.total)
-    host = deepspeed.host_of(model, way, ranks)
+    host = engine.host_of(model, way, ranks)
     return Measured(
         peak=max(phases.values()), steady=steady, phases=phases, host=host.asked, pinned=tuple(sorted(host.pinned))
     )

@@ -20,9 +20,9 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from dstrain.train import demo
-from dstrain.train.collate import Collator
+from dstrain.train.data.collate import Collator
+from dstrain.train.data.packing import PackedRows, best_fit
 from dstrain.train.evaluation import Share, mean_loss
-from dstrain.train.packing import PackedRows, best_fit
 from dstrain.train.rank import Rank
 
 RANKS = 3

@@ -133,7 +133,7 @@ def end_group(process: subprocess.Popen[str]) -> None:
 
 def losses(folder: Path) -> dict[int, float | None]:
     """Returns the loss of each step, the last word on it."""
-    from dstrain.monitor.jsonl_sink import current_steps, read_jsonl
+    from dstrain.monitor.sinks.jsonl import current_steps, read_jsonl
 
     return {
         line["step"]: line["loss"] for line in current_steps(read_jsonl(folder / "metrics.jsonl")) if "loss" in line
@@ -170,12 +170,12 @@ def tensors(folder: Path) -> dict[str, Any]:
 
 def lines(folder: Path) -> list[dict[str, Any]]:
     """Returns the lines of a run's metrics that have a loss."""
-    from dstrain.monitor.jsonl_sink import read_jsonl
+    from dstrain.monitor.sinks.jsonl import read_jsonl
 
     return [line for line in read_jsonl(folder / "metrics.jsonl") if "loss" in line]
 
 
 def export(*arguments: str, home: Path) -> subprocess.CompletedProcess[str]:
     """Runs the export program to its end."""
-    program = [sys.executable, "-m", "dstrain.train.export", *arguments]
+    program = [sys.executable, "-m", "dstrain.train.checkpoints.export", *arguments]
     return subprocess.run(program, env=environment(home), capture_output=True, text=True, check=False)

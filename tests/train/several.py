@@ -66,7 +66,7 @@ def _train(folder: str, rank: str, *, port: int) -> int:
 
 def _wait(child: int, metrics: Path, kill_at: int | None) -> int:
     """Returns the exit code of the child, which is killed at a step; minus the signal when it died of one."""
-    from dstrain.monitor.jsonl_sink import read_jsonl
+    from dstrain.monitor.sinks.jsonl import read_jsonl
 
     deadline = time.monotonic() + DEADLINE_S
     while True:
@@ -81,7 +81,7 @@ def _wait(child: int, metrics: Path, kill_at: int | None) -> int:
 
 
 if __name__ == "__main__":
-    import dstrain.train.session  # noqa: F401  everything slow, before the forks
+    import dstrain.train.setup  # noqa: F401  everything slow, before the forks
 
     for number, action in enumerate(sys.argv[1:]):
         act(number, action)

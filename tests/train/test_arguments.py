@@ -10,7 +10,7 @@ import pytest
 
 from dstrain.choices import Method, Precision
 from dstrain.errors import InvalidConfig
-from dstrain.job import Job
+from dstrain.job.schema import Job
 from dstrain.train.arguments import checkpointing_kwargs, training_arguments, zero_stage
 
 DS_CONFIG: dict[str, Any] = {

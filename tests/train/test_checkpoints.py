@@ -11,7 +11,7 @@ import pytest
 
 from dstrain.errors import EnvironmentProblem, InvalidConfig
 from dstrain.rundir import RunDir, is_whole, rotate
-from dstrain.train.checkpoints import Written, begin, choose, complete, reads_universal
+from dstrain.train.checkpoints.checkpoints import Written, begin, choose, complete, reads_universal
 
 
 def written(step: int, *, ranks: int = 2, zero_stage: int = 2) -> Written:
@@ -112,7 +112,7 @@ def test_another_number_of_ranks_is_refused_before_deepspeed_fails(tmp_path: Pat
     checkpoint = make(tmp_path, 1)
     with pytest.raises(InvalidConfig, match="written by 2 ranks and cannot be loaded by 4 as it is") as caught:
         choose(RunDir(tmp_path), "auto", world_size=4)
-    assert f"python -m dstrain.train.universal {checkpoint}" in str(caught.value.hint)
+    assert f"python -m dstrain.train.checkpoints.universal_checkpoint {checkpoint}" in str(caught.value.hint)
 
 
 def test_another_number_of_ranks_goes_on_from_the_universal_copy(tmp_path: Path) -> None:

@@ -11,10 +11,10 @@ import datasets
 
 from dstrain.choices import DataFormat, Hub, LossOn, OnBadRow, Thinking
 from dstrain.errors import EnvironmentProblem, InvalidConfig
-from dstrain.job import Job
+from dstrain.job.schema import Job
 from dstrain.train import demo
-from dstrain.train.data import Prepared, prepare
-from dstrain.train.hubs import from_hub
+from dstrain.train.data.hub_datasets import from_hub
+from dstrain.train.data.prepare import Prepared, prepare
 
 TALK = [
     {"role": "user", "content": "What is 2 + 2?"},

@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 
 from dstrain.choices import DataFormat  # noqa: E402
-from dstrain.facts.datafile import check, samples  # noqa: E402
+from dstrain.facts.data.datafile import check, samples  # noqa: E402
 from dstrain.train import demo  # noqa: E402
 
 

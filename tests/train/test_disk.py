@@ -8,8 +8,8 @@ import pytest
 
 from dstrain.errors import EnvironmentProblem, InvalidConfig
 from dstrain.rundir import RunDir, is_whole
-from dstrain.train.checkpoints import Written, choose, complete_part
-from dstrain.train.disk import Disk, number_of, shared
+from dstrain.train.checkpoints.checkpoints import Written, choose, complete_part
+from dstrain.train.checkpoints.node_storage import Disk, number_of, shared
 from dstrain.train.rank import Rank
 
 WRITTEN = Written(step=4, world_size=2, zero_stage=2, micro_batch=1, grad_accum=1, data="")

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from dstrain.errors import InvalidConfig
-from dstrain.job import Job
-from dstrain.launch import elastic
+from dstrain.job.schema import Job
+from dstrain.launch.prepare import resize_checkpoint
 from dstrain.records import load_json
 from dstrain.rundir import RunDir
-from dstrain.train import universal
+from dstrain.train.checkpoints import universal_checkpoint
 from tests.train.launching import (
     SEVERAL,
     change_job,
@@ -90,14 +90,14 @@ def _launch(home: Path, actions: Sequence[Path | str], *, ranks: int) -> None:
 def _go_on(run: Path, *, ranks: int) -> None:
     """Does what `dstrain run` does before the launch."""
     job = load_json(Job, run / "request.json")
-    resuming = elastic.resuming(job, num_ranks=ranks)
+    resuming = resize_checkpoint.resuming(job, num_ranks=ranks)
     config = json.loads((run / "ds_config.resolved.json").read_text())
-    needed = elastic.decide(resuming.saved, config, num_ranks=ranks)
+    needed = resize_checkpoint.decide(resuming.saved, config, num_ranks=ranks)
     assert needed is not None
     told: list[str] = []
-    elastic.convert(needed, environment(run.parent), told.append)
+    resize_checkpoint.convert(needed, environment(run.parent), told.append)
     assert [text.split()[0] for text in told] == ["converting", "converted"]
-    elastic.convert(needed, environment(run.parent), told.append)
+    resize_checkpoint.convert(needed, environment(run.parent), told.append)
     assert len(told) == 2  # it is there
     change_job(run, grad_accum=resuming.job.grad_accum)
 
@@ -150,7 +150,7 @@ def test_no_two_states_of_an_optimizer_share_a_step() -> None:
     for each in weights:
         each.grad = torch.ones(2)
         optimizer.state[each] = {"step": shared, "exp_avg": torch.zeros(2), "exp_avg_sq": torch.zeros(2)}
-    universal.mend(optimizer)
+    universal_checkpoint.mend(optimizer)
     optimizer.step()
     assert [float(optimizer.state[each]["step"]) for each in weights] == [4.0, 4.0]
 
@@ -159,7 +159,7 @@ def test_an_optimizer_that_counts_with_numbers_gets_numbers() -> None:
     weights = torch.nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([weights], lr=0.0)
     optimizer.state[weights] = {"step": torch.tensor(3.0)}
-    universal.mend(optimizer)
+    universal_checkpoint.mend(optimizer)
     assert optimizer.state[weights]["step"] == 3
     assert isinstance(optimizer.state[weights]["step"], int)
 
@@ -184,9 +184,9 @@ def _names(folder: Path) -> list[str]:
 
 def test_weights_that_were_dealt_out_in_turn_would_be_mixed_up(tmp_path: Path) -> None:
     checkpoint = _checkpoint(tmp_path, round_robin_gradients=True)
-    needed = elastic.Elastic(checkpoint=checkpoint, from_ranks=2, to_ranks=1)
+    needed = resize_checkpoint.Elastic(checkpoint=checkpoint, from_ranks=2, to_ranks=1)
     with pytest.raises(InvalidConfig, match="would be mixed up") as caught:
-        elastic.convert(needed, environment(tmp_path), lambda text: None)
+        resize_checkpoint.convert(needed, environment(tmp_path), lambda text: None)
     assert "cannot be converted for 1 ranks" in caught.value.problem
     assert "Run on 2 GPUs, or" in str(caught.value.hint)
     assert "dstrain export" in str(caught.value.hint)
@@ -196,13 +196,13 @@ def test_a_checkpoint_without_shards_is_refused(tmp_path: Path) -> None:
     checkpoint = _checkpoint(tmp_path)
     (checkpoint / "latest").unlink()
     with pytest.raises(InvalidConfig, match="holds no ZeRO shards"):
-        universal.convert(checkpoint)
+        universal_checkpoint.convert(checkpoint)
 
 
 def test_a_conversion_that_fails_leaves_nothing_half_done(tmp_path: Path) -> None:
     checkpoint = _checkpoint(tmp_path)
     with pytest.raises(KeyError):
-        universal.convert(checkpoint)
+        universal_checkpoint.convert(checkpoint)
     assert _names(checkpoint) == ["complete.json", "global_step1", "latest"]
 
 
@@ -210,5 +210,5 @@ def test_what_an_earlier_conversion_left_half_done_is_no_copy(tmp_path: Path) ->
     checkpoint = _checkpoint(tmp_path, round_robin_gradients=True)
     (checkpoint / "global_step1_universal").mkdir()
     with pytest.raises(InvalidConfig, match="would be mixed up"):
-        universal.convert(checkpoint)
+        universal_checkpoint.convert(checkpoint)
     assert _names(checkpoint) == ["complete.json", "global_step1", "latest"]

@@ -16,11 +16,11 @@ import pytest
 
 from dstrain.choices import Method
 from dstrain.facts.probe import read_model
-from dstrain.job import Lora
-from dstrain.monitor.jsonl_sink import read_jsonl
+from dstrain.job.schema import Lora
+from dstrain.monitor.sinks.jsonl import read_jsonl
 from dstrain.plan.configuration import DEFAULTS
-from dstrain.plan.params import trained
-from dstrain.plan.zero import states as plan_states
+from dstrain.plan.memory.params import trained
+from dstrain.plan.memory.zero import states as plan_states
 from dstrain.rundir import RunDir
 from dstrain.train.__main__ import read
 from tests.train.launching import (
@@ -189,7 +189,7 @@ def test_the_evaluation_is_a_mean_over_tokens(runs: Path, demo: Path, name: str)
     import torch
     from transformers import AutoModelForCausalLM
 
-    from dstrain.train.data import prepare
+    from dstrain.train.data.prepare import prepare
     from dstrain.train.model import load_tokenizer
 
     given = read(RunDir(runs / name))
@@ -228,7 +228,7 @@ def test_steps_that_were_left_out_are_counted(runs: Path) -> None:
 
 def test_a_run_that_may_not_gather_says_how_to_get_the_model(runs: Path) -> None:
     assert not (runs / "kept" / "final").exists()
-    assert "dstrain.train.export" in said(runs / "kept")
+    assert "dstrain.train.checkpoints.export" in said(runs / "kept")
     assert _summary(runs / "kept")["final"] is None
 
 

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 from dstrain.choices import LossOn, Thinking
 from dstrain.errors import InvalidConfig
-from dstrain.train.tokenize import Encoder
+from dstrain.train.data.tokenize import Encoder
 
 TEMPLATES = Path(__file__).parent / "templates"
 TAG = re.compile(r"</?[^<>\s'\"{}+]{1,40}>|\[/?[A-Z_]{3,20}\]")

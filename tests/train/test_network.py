@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dstrain.train.network import GPU_SIZES, Place, let_nccl_tell, ways_taken
+from dstrain.train.network_benchmark import GPU_SIZES, Place, let_nccl_tell, ways_taken
 from dstrain.train.rank import Rank
 
 

@@ -14,8 +14,8 @@ torch = pytest.importorskip("torch")
 from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
 
 from dstrain.errors import InvalidConfig  # noqa: E402
-from dstrain.train.apart import Trial, packed_masks  # noqa: E402
-from dstrain.train.collate import Collator, taken_by  # noqa: E402
+from dstrain.train.data.collate import Collator, taken_by  # noqa: E402
+from dstrain.train.data.isolation import Trial, packed_masks  # noqa: E402
 from dstrain.train.evaluation import loss_of  # noqa: E402
 from tests.train.test_packing import packed  # noqa: E402
 

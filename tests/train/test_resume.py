@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dstrain.monitor.jsonl_sink import read_jsonl
+from dstrain.monitor.sinks.jsonl import read_jsonl
 from tests.train.launching import SEVERAL, codes, copy_half, export, launch, lines, losses, make_run, said, tensors
 
 EXACT = ["zero2", "zero2_packed", "zero3", "zero3_packed", "zero3_lora_packed"]

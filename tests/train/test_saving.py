@@ -14,7 +14,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from dstrain.errors import RunFailed
-from dstrain.train.saving import base_config, base_dtype, converted, require_whole_model, restore_config
+from dstrain.train.checkpoints.saved_model import (
+    base_config,
+    base_dtype,
+    converted,
+    require_whole_model,
+    restore_config,
+)
 
 WEIGHT = "model.layers.0.mlp.up_proj.weight"
 

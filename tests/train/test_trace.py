@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from dstrain.choices import Attention, Method, Precision
-from dstrain.facts.traced import Question, Subject, Trace
-from dstrain.facts.traced_answers import Answer, Failure, Questions
-from dstrain.facts.tracer import ask
-from dstrain.job import Lora
+from dstrain.facts.model.trace_protocol import Answer, Failure, Questions
+from dstrain.facts.model.trace_records import Question, Subject, Trace
+from dstrain.facts.model.tracer import ask
+from dstrain.job.schema import Lora
 from dstrain.records import to_data
 
 B, S, L, V = 2, 128, 3, 2000

@@ -17,13 +17,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 
-from dstrain.facts import probe
-from dstrain.launch import nic
-from dstrain.launch.family import adopting_orphans
-from dstrain.launch.machine import versions
-from dstrain.launch.nodes.keeper import Keeper, environment_of_ranks, saves_on_term
-from dstrain.launch.nodes.ready import Readying
-from dstrain.launch.nodes.wire import (
+from dstrain.facts import network_interface, probe
+from dstrain.facts.this_machine import versions
+from dstrain.launch.nodes.node_runner import Keeper, environment_of_ranks, saves_on_term
+from dstrain.launch.nodes.process_tree import adopting_orphans
+from dstrain.launch.nodes.protocol import (
     Alive,
     Begin,
     End,
@@ -40,7 +38,8 @@ from dstrain.launch.nodes.wire import (
     decode,
     encode,
 )
-from dstrain.launch.preflight import listener
+from dstrain.launch.nodes.ready import Readying
+from dstrain.launch.prepare.preflight import listener
 from dstrain.launch.timeouts import TIMEOUTS, Timeouts
 from dstrain.rundir import RunDir
 
@@ -257,8 +256,8 @@ def _bytes(name: str) -> int | None:
 
 
 def _interface(others: Sequence[str]) -> str | None:
-    routes = {host: nic.source_address(host) for host in others}
-    return nic.choose_interface(nic.interfaces(), routes) if others else None
+    routes = {host: network_interface.source_address(host) for host in others}
+    return network_interface.choose_interface(network_interface.interfaces(), routes) if others else None
 
 
 def node_number(word: str, environment: Mapping[str, str]) -> int:

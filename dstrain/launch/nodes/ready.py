@@ -20,10 +20,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from dstrain import child_process
 from dstrain.errors import EnvironmentProblem
-from dstrain.facts.ops import OPS, Lock, missing_ops, unheld_locks
-from dstrain.launch import child
-from dstrain.launch.nodes.wire import Begin, Event, Lines, Problem, Reached, Ready, Told, decode, encode
+from dstrain.facts.deepspeed_ops import OPS, Lock, missing_ops, unheld_locks
+from dstrain.launch.nodes.protocol import Begin, Event, Lines, Problem, Reached, Ready, Told, decode, encode
 from dstrain.launch.timeouts import TIMEOUTS, Timeouts
 from dstrain.paths import python
 from dstrain.units import format_seconds
@@ -86,8 +86,8 @@ def build(ops: Sequence[str], environment: Mapping[str, str], tell: Callable[[st
         if op in missing:
             tell(f"building {OPS[op]}, once; it takes about a minute on two cores")
         begin = time.monotonic()
-        command = python("-m", "dstrain.train.ops", op)
-        code, output = child.run(command, environment, go_on, f"building {OPS[op]}")
+        command = python("-m", "dstrain.train.build_ops", op)
+        code, output = child_process.run(command, environment, go_on, f"building {OPS[op]}")
         if code != 0:
             last = "\n".join(output.strip().splitlines()[-15:])
             raise EnvironmentProblem(

@@ -9,9 +9,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from dstrain.config.templates.templates import render_script
 from dstrain.errors import InvalidConfig
-from dstrain.launch.scripts.asked import Asked, directive, directive_path
-from dstrain.render.templates import render_script
+from dstrain.launch.scripts.script_context import Asked, directive, directive_path
 from dstrain.rundir import RunDir
 
 WARNING_S = 180

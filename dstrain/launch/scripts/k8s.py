@@ -8,12 +8,12 @@ from enum import Enum
 from pathlib import PurePosixPath
 from typing import Any
 
+from dstrain.config.templates.templates import render_yaml
 from dstrain.errors import InvalidConfig
-from dstrain.job import Job
-from dstrain.jobfile import looks_local
+from dstrain.job.file import looks_local
+from dstrain.job.schema import Job
 from dstrain.launch.environment import SAFE_PATH
-from dstrain.launch.scripts.asked import Asked, one_line
-from dstrain.render.templates import render_yaml
+from dstrain.launch.scripts.script_context import Asked, one_line
 
 GRACE_S = 600
 """How long a pod may take to end: one step and one checkpoint."""

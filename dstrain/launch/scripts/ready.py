@@ -6,9 +6,10 @@ import json
 from collections.abc import Mapping
 from dataclasses import replace
 
-from dstrain.facts.hostfile import Host, Hosts, render
-from dstrain.launch import environment, preflight
-from dstrain.launch.prepare import Prepared, facts_text
+from dstrain.facts.cluster.hostfile import Host, Hosts, render
+from dstrain.launch import environment
+from dstrain.launch.prepare import preflight
+from dstrain.launch.prepare.prepare import Prepared, facts_text
 from dstrain.paths import write_atomic
 from dstrain.records import to_json
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from dstrain.config.templates.templates import render_script
 from dstrain.errors import InvalidConfig
 from dstrain.launch.environment import RANK_NAMES
-from dstrain.launch.preflight import DEFAULT_PORT
-from dstrain.launch.scripts.asked import Asked
-from dstrain.render.templates import render_script
+from dstrain.launch.prepare.preflight import DEFAULT_PORT
+from dstrain.launch.scripts.script_context import Asked
 
 
 def bash(asked: Asked, port: int | None = None) -> str:

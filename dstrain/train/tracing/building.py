@@ -10,7 +10,7 @@ from transformers.initialization import no_init_weights
 
 from dstrain.choices import Attention, Method, Precision
 from dstrain.errors import DstrainError, InvalidConfig
-from dstrain.facts.traced import Question, Subject
+from dstrain.facts.model.trace_records import Question, Subject
 from dstrain.train.model import freeze_vision
 
 _DTYPES = {Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16, Precision.FP32: torch.float32}

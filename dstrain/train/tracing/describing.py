@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from dstrain.facts.traced import Description, Parameter, Subject
+from dstrain.facts.model.trace_records import Description, Parameter, Subject
 from dstrain.train.tracing.anatomy import Anatomy, dissect, is_vision
 from dstrain.train.tracing.building import build, load_config, per_layer_lists
 

@@ -10,7 +10,7 @@ from transformers import vision_utils
 
 from dstrain.choices import Attention
 from dstrain.errors import InvalidConfig
-from dstrain.facts.traced import Question
+from dstrain.facts.model.trace_records import Question
 
 
 def make_inputs(question: Question, config: Any) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from dstrain.errors import DstrainError
-from dstrain.facts.traced import Moment, Question, Segment, Trace
+from dstrain.facts.model.trace_records import Moment, Question, Segment, Trace
 from dstrain.train.tracing.anatomy import Anatomy, dissect
 from dstrain.train.tracing.building import first_line, prepare
 from dstrain.train.tracing.inputs import make_inputs, num_image_tokens, watch_tower

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from dstrain.facts.hostfile import Hosts, expand
-from dstrain.launch.doctor import smi, topology
-from dstrain.launch.doctor.facts import (
+from dstrain.doctor import nvidia_smi, topology
+from dstrain.doctor.facts import (
     Endpoint,
     Facts,
     Folder,
@@ -19,9 +18,10 @@ from dstrain.launch.doctor.facts import (
     Space,
     Toolchain,
 )
-from dstrain.launch.doctor.finding import SIGNS, Finding
-from dstrain.launch.doctor.gpu_facts import KernelLog
-from dstrain.launch.nic import Interface
+from dstrain.doctor.finding import SIGNS, Finding
+from dstrain.doctor.gpu_facts import KernelLog
+from dstrain.facts.cluster.hostfile import Hosts, expand
+from dstrain.facts.network_interface import Interface
 from dstrain.units import GIB
 from tests.launch.doctor import machines
 
@@ -126,7 +126,7 @@ def facts(**changes: Any) -> Facts:
         time_s=1e9,
         software=software(),
         toolchain=toolchain(),
-        gpus=smi.parse(machines.smi_xml(*[{}] * 8)),
+        gpus=nvidia_smi.parse(machines.smi_xml(*[{}] * 8)),
         kernel_log=KernelLog(problem=None, xids=()),
         topology=topology.parse(machines.HGX_H100, machines.p2p(8, lambda a, b: "OK")),
         network=network(),

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from dstrain.facts.ops import Lock
-from dstrain.launch.doctor.checks import limits, network, online, ops, software, space
-from dstrain.launch.doctor.checks.all import findings
-from dstrain.launch.doctor.facts import Endpoint
-from dstrain.launch.doctor.finding import Mark
-from dstrain.launch.doctor.gpu_facts import Gpus
-from dstrain.launch.doctor.needs import Needs
+from dstrain.doctor.checks import limits, network, online, ops, software, space
+from dstrain.doctor.checks.all import findings
+from dstrain.doctor.facts import Endpoint
+from dstrain.doctor.finding import Mark
+from dstrain.doctor.gpu_facts import Gpus
+from dstrain.doctor.requirements import Needs
+from dstrain.facts.deepspeed_ops import Lock
 from dstrain.units import GIB, MIB
 from tests.launch.doctor import samples
 from tests.launch.doctor.samples import HOSTS, facts, folder, said

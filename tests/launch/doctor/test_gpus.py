@@ -6,10 +6,10 @@ from collections.abc import Mapping
 
 import pytest
 
-from dstrain.launch.doctor import smi
-from dstrain.launch.doctor.checks import gpus
-from dstrain.launch.doctor.gpu_facts import Gpus
-from dstrain.launch.doctor.needs import Needs
+from dstrain.doctor import nvidia_smi
+from dstrain.doctor.checks import gpus
+from dstrain.doctor.gpu_facts import Gpus
+from dstrain.doctor.requirements import Needs
 from tests.launch.doctor.machines import smi_xml
 from tests.launch.doctor.samples import HOSTS, facts, said
 
@@ -17,7 +17,7 @@ NEEDS = Needs()
 
 
 def judged(*differences: Mapping[str, str], needs: Needs = NEEDS, **versions: str) -> list[str]:
-    return said(gpus.check(facts(gpus=smi.parse(smi_xml(*differences, **versions))), needs))
+    return said(gpus.check(facts(gpus=nvidia_smi.parse(smi_xml(*differences, **versions))), needs))
 
 
 def test_healthy_gpus_are_one_line() -> None:
@@ -123,11 +123,11 @@ def test_no_gpu_is_told_with_the_reason(found: Gpus, needs: Needs, line: str) ->
 
 
 def test_what_is_no_answer_of_nvidia_smi_is_none() -> None:
-    assert smi.parse("NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.") is None
-    assert smi.parse("<html></html>") is None
+    assert nvidia_smi.parse("NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.") is None
+    assert nvidia_smi.parse("<html></html>") is None
 
 
 def test_words_of_a_driver_that_deprecates_are_no_values() -> None:
-    found = smi.parse(smi_xml({"gpu_recovery_action": "Requested functionality has been deprecated"}))
+    found = nvidia_smi.parse(smi_xml({"gpu_recovery_action": "Requested functionality has been deprecated"}))
     assert found is not None
     assert found.gpus[0].recovery is None

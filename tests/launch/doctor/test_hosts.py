@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from dstrain.cli.doctor_text import of_hosts
-from dstrain.facts.hostfile import Hosts, expand
-from dstrain.launch.doctor.facts import Facts
-from dstrain.launch.doctor.finding import Mark
-from dstrain.launch.doctor.gpu_facts import Gpus
-from dstrain.launch.doctor.hosts import Answer, interfaces, judged
-from dstrain.launch.doctor.needs import bare
+from dstrain.cli.output.doctor import of_hosts
+from dstrain.doctor.facts import Facts
+from dstrain.doctor.finding import Mark
+from dstrain.doctor.gpu_facts import Gpus
+from dstrain.doctor.hosts import Answer, interfaces, judged
+from dstrain.doctor.requirements import bare
+from dstrain.facts.cluster.hostfile import Hosts, expand
 from tests.launch.doctor import samples
 from tests.launch.doctor.samples import facts, said
 

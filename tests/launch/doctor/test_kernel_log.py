@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from dstrain.launch.doctor import kernel_log
-from dstrain.launch.doctor.checks import kernel_log as check
-from dstrain.launch.doctor.gpu_facts import KernelLog
-from dstrain.launch.doctor.needs import Needs
+from dstrain.doctor import kernel_log
+from dstrain.doctor.checks import kernel_log as check
+from dstrain.doctor.gpu_facts import KernelLog
+from dstrain.doctor.requirements import Needs
 from tests.launch.doctor.samples import facts, said
 
 # GPU 3 of the samples is at 0000:13:00. Sources of the forms: huggingface's training notes ("Row Remapper"),

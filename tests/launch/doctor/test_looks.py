@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from dstrain.launch.doctor.facts import Facts, Question
-from dstrain.launch.doctor.gather import LOOKS, gather
-from dstrain.launch.doctor.looking import all_at_once, run
-from dstrain.launch.doctor.looks import gpus, machine, network, online, software, toolchain
+from dstrain.doctor.facts import Facts, Question
+from dstrain.doctor.gather import LOOKS, gather
+from dstrain.doctor.probes import gpus, machine, network, online, software, toolchain
+from dstrain.doctor.run_probes import all_at_once, run
 from dstrain.records import from_data, to_data
 from tests.launch.doctor import machines
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from dstrain.facts.hostfile import expand
-from dstrain.job import Job
-from dstrain.launch.doctor.needs import Needs, bare, of_job, on_host, question
+from dstrain.doctor.requirements import Needs, bare, of_job, on_host, question
+from dstrain.facts.cluster.hostfile import expand
+from dstrain.job.schema import Job
 
 ZERO_2 = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
 NVME = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/nvme"}}}

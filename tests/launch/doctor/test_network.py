@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from dstrain.cli.doctor_text import COLUMNS, grouped
-from dstrain.facts import gpus, links
-from dstrain.facts.cluster import Origin, describe
-from dstrain.facts.network import Network, Timing, rounds
-from dstrain.launch.doctor.network import Figures, figures, findings, gpu_of, table
+from dstrain.cli.output.doctor import COLUMNS, grouped
+from dstrain.doctor.network_judge import Figures, figures, findings, gpu_of, table
+from dstrain.facts.cluster import gpus, links
+from dstrain.facts.cluster.cluster import Origin, describe
+from dstrain.facts.cluster.network_measurement import Network, Timing, rounds
 from tests.facts.test_network import network
 from tests.launch.doctor.samples import said
 

@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 
+from dstrain.doctor import network_measure
+from dstrain.doctor.network_measure import TIME_IS_UP, Listener, Site, commands, interface_variables
 from dstrain.errors import EnvironmentProblem, Interrupted
-from dstrain.facts.hostfile import Host, Hosts
-from dstrain.launch.doctor import network_run
-from dstrain.launch.doctor.network_run import TIME_IS_UP, Listener, Site, commands, interface_variables
-from dstrain.launch.nodes.plan import Node, everywhere
-from dstrain.launch.nodes.score import Score
-from dstrain.launch.nodes.wire import Hello
-from dstrain.launch.outcome import Outcome
+from dstrain.facts.cluster.hostfile import Host, Hosts
+from dstrain.launch.failure.outcome import Outcome
+from dstrain.launch.nodes.layout import Node, everywhere
+from dstrain.launch.nodes.protocol import Hello
+from dstrain.launch.nodes.spec import Score
 from dstrain.records import to_data
 from dstrain.rundir import RunDir
 from tests.facts.test_network import network as measured_network
@@ -28,7 +28,7 @@ from tests.launch.network import Network
 
 ROOT = Path(__file__).parents[3]
 HOSTS = Hosts(hosts=(Host(name="node0", slots=2), Host(name="me@node1", slots=2)), name="hostfile")
-_APART = "import sys, dstrain.launch.doctor.network_run as run; run.FOLDERS = sys.argv.pop(1); "
+_APART = "import sys, dstrain.doctor.network_measure as run; run.FOLDERS = sys.argv.pop(1); "
 _APART += "from dstrain.cli.main import main; main(sys.argv[1:])"
 
 
@@ -145,7 +145,12 @@ def test_each_host_starts_its_ranks_with_deepspeeds_launcher(tmp_path: Path) -> 
     site = Site(hosts=HOSTS, on_cpu=True)
     found = commands(site, (True, False), RunDir(tmp_path), 29500)
     assert "--master_addr=node0" in found[1]
-    assert found[1][-4:] == ["--node_rank=1", "--module", "dstrain.train.network", '{"node0": 2, "me@node1": 2}']
+    assert found[1][-4:] == [
+        "--node_rank=1",
+        "--module",
+        "dstrain.train.network_benchmark",
+        '{"node0": 2, "me@node1": 2}',
+    ]
 
 
 def hello(interface: str | None, **changes: Any) -> Hello:
@@ -205,11 +210,11 @@ def test_ranks_that_are_stuck_say_how_far_they_came(tmp_path: Path) -> None:
     listener.hear('{"doing": "waiting for all ranks"}\n')
     site, place = Site(hosts=HOSTS, on_cpu=True), RunDir(tmp_path)
     with pytest.raises(EnvironmentProblem) as raised:
-        network_run.result(outcome(stopped_by=TIME_IS_UP), listener, site, place)
+        network_measure.result(outcome(stopped_by=TIME_IS_UP), listener, site, place)
     assert "no result within 180 s; the ranks came as far as: waiting for all ranks" in raised.value.problem
     assert str(place.logs) in raised.value.problem
     with pytest.raises(Interrupted):
-        network_run.result(outcome(stopped_by="SIGINT", is_interrupt=True), listener, site, place)
+        network_measure.result(outcome(stopped_by="SIGINT", is_interrupt=True), listener, site, place)
 
 
 def test_a_rank_that_failed_is_quoted_with_advice(tmp_path: Path) -> None:
@@ -219,7 +224,7 @@ def test_a_rank_that_failed_is_quoted_with_advice(tmp_path: Path) -> None:
     )
     failed = outcome(code=1, rank_logs={1: log}, launcher_logs=(log,))
     with pytest.raises(EnvironmentProblem) as raised:
-        network_run.result(failed, Listener(lambda text: None), Site(hosts=HOSTS, on_cpu=True), RunDir(tmp_path))
+        network_measure.result(failed, Listener(lambda text: None), Site(hosts=HOSTS, on_cpu=True), RunDir(tmp_path))
     assert "rank 1 on node0 failed first" in raised.value.problem
     assert "ncclSystemError" in raised.value.problem
     assert "NCCL_DEBUG=INFO" in str(raised.value.hint)

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from dstrain.jobfile import read_job
-from dstrain.launch.doctor.finding import errors
-from dstrain.launch.doctor.quick import quick
-from dstrain.launch.prepare import Prepared, prepare
+from dstrain.doctor.finding import errors
+from dstrain.doctor.quick import quick
+from dstrain.job.file import read_job
+from dstrain.launch.prepare.prepare import Prepared, prepare
 from tests.launch.doctor import machines
 from tests.launch.doctor.samples import said
 from tests.launch.doctor.test_looks import script, smi

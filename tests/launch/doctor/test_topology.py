@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from dstrain.launch.doctor import drawing, topology
-from dstrain.launch.doctor.checks import topology as check
-from dstrain.launch.doctor.needs import Needs
+from dstrain.doctor import topology, topology_drawing
+from dstrain.doctor.checks import topology as check
+from dstrain.doctor.requirements import Needs
 from tests.launch.doctor import machines
 from tests.launch.doctor.samples import facts, said
 
@@ -56,14 +56,14 @@ BEHIND = "(─ behind one PCIe switch, · through the CPU)"
 def test_a_machine_is_drawn_in_a_few_lines(table: str, picture: list[str]) -> None:
     found = topology.parse(table)
     assert found is not None
-    assert drawing.draw(found) == picture
+    assert topology_drawing.draw(found) == picture
 
 
 def test_pairs_with_a_bridge_are_told_apart() -> None:
     table = machines.topo(4, lambda a, b: "NV4" if a // 2 == b // 2 else "SYS", "0011")
     found = topology.parse(table)
     assert found is not None
-    assert drawing.nvlink_text(found) == "GPU 0-1, every pair by 4 links; GPU 2-3, every pair by 4 links"
+    assert topology_drawing.nvlink_text(found) == "GPU 0-1, every pair by 4 links; GPU 2-3, every pair by 4 links"
 
 
 @pytest.mark.parametrize("text", ["", "Failed to initialize NVML", "\tGPU0\tGPU1\tCPU Affinity\nGPU0\t X \n"])

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from dstrain.launch.nodes.conductor import Conductor
-from dstrain.launch.nodes.plan import Node
-from dstrain.launch.nodes.score import Score, Wishes
-from dstrain.launch.nodes.wire import Wrote
+from dstrain.launch.nodes.coordinator import Conductor
+from dstrain.launch.nodes.layout import Node
+from dstrain.launch.nodes.protocol import Wrote
+from dstrain.launch.nodes.spec import Score, Wishes
 from dstrain.rundir import RunDir
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dstrain.launch.nodes.pace import Pace
-from dstrain.pulse import Phase
+from dstrain.heartbeat import Phase
+from dstrain.launch.nodes.hang_detector import Pace
 
 
 def stepping(*, seconds: float, steps: int = 10, ranks: int = 2, least_s: float = 60) -> Pace:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from dstrain.errors import EnvironmentProblem
-from dstrain.facts.ops import torch_folder
+from dstrain.facts.deepspeed_ops import torch_folder
 from dstrain.launch.nodes.ready import build, reach
 
 

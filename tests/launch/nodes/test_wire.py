@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dstrain.launch.nodes.agent import node_number
-from dstrain.launch.nodes.wire import (
+from dstrain.launch.nodes.protocol import (
     Alive,
     Died,
     End,

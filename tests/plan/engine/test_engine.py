@@ -10,14 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dstrain.choices import Method, Offload, Optimizer, Precision
-from dstrain.facts.models import from_config
-from dstrain.job import Lora
+from dstrain.config.key_bytes import Scale, cost
+from dstrain.facts.model.families import from_config
+from dstrain.job.schema import Lora
 from dstrain.plan.configuration import DEFAULTS, Configuration
-from dstrain.plan.engine import course, deepspeed
-from dstrain.plan.engine.account import Account, Part
-from dstrain.plan.engine.shortening import shortened
-from dstrain.plan.zero import bucket_bytes
-from dstrain.render.key_cost import Scale, cost
+from dstrain.plan.memory.deepspeed import candidate_moments, engine
+from dstrain.plan.memory.deepspeed.byte_account import Account, Part
+from dstrain.plan.memory.deepspeed.shorten_model import shortened
+from dstrain.plan.memory.zero import bucket_bytes
 from tests.train.engine_cases import DEEP, LLAMA, SPARSE, TIED
 
 MODEL = from_config(LLAMA, name="llama", source="llama")
@@ -26,7 +26,7 @@ SMALL = replace(DEFAULTS, seq_len=64, reduce_bucket_size=100_000, param_persiste
 
 
 def held(**options: object) -> int:
-    return deepspeed.engine_of(MODEL, replace(SMALL, **options), 2).held.total  # type: ignore[arg-type]
+    return engine.engine_of(MODEL, replace(SMALL, **options), 2).held.total  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_an_offloaded_ratio_of_sub_groups_leaves_the_others_states_and_gradients
 def test_accumulating_doubles_the_gradient_partition_of_zero_2() -> None:
     def grads(**options: object) -> int:
         way = replace(SMALL, zero_stage=2, **options)  # type: ignore[arg-type]
-        return max(each.engine[Part.GRADS] for each in deepspeed.instants(MODEL, way, 2))
+        return max(each.engine[Part.GRADS] for each in engine.instants(MODEL, way, 2))
 
     assert grads(grad_accum=2) - grads() == pytest.approx(P, rel=0.15)
 
@@ -79,21 +79,21 @@ def test_zero_3_keeps_no_more_gathered_than_it_may_and_a_module(reuse: int) -> N
     way = replace(
         SMALL, zero_stage=3, prefetch_bucket_size=100_000, max_live_parameters=600_000, max_reuse_distance=reuse
     )
-    gathered = max(each.engine[Part.GATHERED] for each in deepspeed.instants(model, way, 2))
+    gathered = max(each.engine[Part.GATHERED] for each in engine.instants(model, way, 2))
     limit = 600_000 + 100_000 + model.largest_tensor_numel
     assert gathered <= 2 * (2 * limit + min(reuse, model.num_params))
 
 
 def test_one_rank_has_every_parameter_and_gathers_nothing() -> None:
     way = replace(SMALL, zero_stage=3)
-    assert all(each.engine[Part.GATHERED] == 0 for each in deepspeed.instants(MODEL, way, 1))
+    assert all(each.engine[Part.GATHERED] == 0 for each in engine.instants(MODEL, way, 1))
 
 
 @pytest.mark.parametrize(("stage", "overlaps"), [(1, True), (2, False), (2, True), (3, True)])
 def test_buckets_take_what_explain_and_lint_say_of_them(stage: int, overlaps: bool) -> None:
     way = replace(SMALL, zero_stage=stage, overlap_comm=overlaps, reduce_bucket_size=3_000_000)
-    resident = deepspeed.engine_of(MODEL, way, 2).held.buffers
-    instants = deepspeed.instants(MODEL, way, 2)
+    resident = engine.engine_of(MODEL, way, 2).held.buffers
+    instants = engine.instants(MODEL, way, 2)
     most = max(each.engine[Part.BUFFERS] for each in instants if each.name == "gradient reduction")
     assert resident + most == pytest.approx(bucket_bytes(way, P), rel=0.05)
     config = {"zero_optimization": {"stage": stage, "overlap_comm": overlaps}}
@@ -113,10 +113,10 @@ WAYS = [
 @pytest.mark.parametrize("config", [LLAMA, TIED, SPARSE], ids=["llama", "tied", "sparse"])
 def test_the_parts_sum_to_the_peak_and_the_floor_is_below(config: dict[str, object], way: Configuration) -> None:
     model = from_config(config, name="model", source="model")
-    found = deepspeed.peak(model, way, 4)
-    most = max(each.total for each in deepspeed.instants(model, way, 4))
-    assert found.total == most + deepspeed.engine_of(model, way, 4).held.total
-    assert deepspeed.floor(model, way, 4) <= found.total
+    found = engine.peak(model, way, 4)
+    most = max(each.total for each in engine.instants(model, way, 4))
+    assert found.total == most + engine.engine_of(model, way, 4).held.total
+    assert engine.floor(model, way, 4) <= found.total
 
 
 @pytest.mark.parametrize("seq_len", [16, 512])
@@ -134,10 +134,10 @@ def test_a_deep_model_has_the_same_peak_when_layers_in_the_middle_are_left_out(
         max_reuse_distance=700_000,
     )
     assert shortened(deep, way, most=57).num_hidden_layers < 30
-    short = deepspeed.peak(deep, way, 2)
-    monkeypatch.setattr(deepspeed, "shortened", lambda model, configuration, most: model)
-    deepspeed._engine.cache_clear()
-    assert deepspeed.peak(deep, way, 2) == short
+    short = engine.peak(deep, way, 2)
+    monkeypatch.setattr(engine, "shortened", lambda model, configuration, most: model)
+    engine._engine.cache_clear()
+    assert engine.peak(deep, way, 2) == short
 
 
 @given(
@@ -146,7 +146,7 @@ def test_a_deep_model_has_the_same_peak_when_layers_in_the_middle_are_left_out(
 )
 def test_the_hull_has_the_largest_for_every_growth(found: list[tuple[int, int]], growth: int) -> None:
     candidates: list[tuple[int, int, tuple[int, ...]]] = [(short, size, (size, 0, 0)) for short, size in found]
-    kept = course._hull(candidates)
+    kept = candidate_moments._hull(candidates)
     assert max(short * growth + size for short, size, _ in kept) == max(short * growth + size for short, size in found)
 
 

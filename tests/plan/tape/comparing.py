@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from dstrain.facts.traced import Trace
-from dstrain.facts.traced_answers import Failure
-from dstrain.facts.tracer import ask
-from dstrain.plan.tape.context import variant_of
-from dstrain.plan.tape.profile import Instant, is_known, of_variant
+from dstrain.facts.model.trace_protocol import Failure
+from dstrain.facts.model.trace_records import Trace
+from dstrain.facts.model.tracer import ask
+from dstrain.plan.memory.layers.activations import Instant, is_known, of_variant
+from dstrain.plan.memory.layers.context import variant_of
 from tests.plan.tape.shapes import Case
 
 

@@ -10,10 +10,10 @@ from types import MappingProxyType
 from typing import Any
 
 from dstrain.choices import Attention
-from dstrain.facts import models
-from dstrain.facts.model import ModelFacts
-from dstrain.facts.traced import Question, Subject
-from dstrain.job import Lora
+from dstrain.facts.model import families
+from dstrain.facts.model.model_facts import ModelFacts
+from dstrain.facts.model.trace_records import Question, Subject
+from dstrain.job.schema import Lora
 from dstrain.plan.configuration import DEFAULTS, Configuration
 from tests.plan.tape.ways import WAYS, Rows, Way
 
@@ -226,7 +226,7 @@ def config_of(family: str, draw: random.Random) -> dict[str, Any]:
 
 def _case(family: str, way: Way, draw: random.Random) -> Case:
     config = config_of(family, draw)
-    model = models.from_config(config, name=family, source=family)
+    model = families.from_config(config, name=family, source=family)
     rows = draw.choice(way.rows)
     micro_batch = 1 if rows is Rows.ALONE else draw.randint(1 if rows is Rows.PACKED else 2, 4)
     seq_len = 8 * draw.randint(16, 256)

@@ -18,15 +18,15 @@ from typing import Any, NamedTuple
 from unittest.mock import patch
 
 from dstrain.choices import Attention, Method
-from dstrain.facts.model import ModelFacts
-from dstrain.facts.models import from_config
-from dstrain.facts.traced import Question, Subject
-from dstrain.job import Lora
+from dstrain.facts.model.families import from_config
+from dstrain.facts.model.model_facts import ModelFacts
+from dstrain.facts.model.trace_records import Question, Subject
+from dstrain.job.schema import Lora
 from dstrain.plan.configuration import DEFAULTS
-from dstrain.plan.tape.context import Context, Variant, variant_of
-from dstrain.plan.tape.graph import Tape
-from dstrain.plan.tape.profile import layer_kinds, play
-from dstrain.plan.tape.tensor import Ledger
+from dstrain.plan.memory.layers.activations import layer_kinds, play
+from dstrain.plan.memory.layers.context import Context, Variant, variant_of
+from dstrain.plan.memory.layers.graph import Tape
+from dstrain.plan.memory.layers.tensor import Ledger
 from dstrain.train.tracing import passes
 from dstrain.train.tracing.tracker import StorageTracker
 from tests.plan.tape.shapes import FAMILIES, config_of

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from dstrain.choices import Attention, LossKernel, Method
-from dstrain.facts.model import ModelFacts
-from dstrain.facts.models import from_config
-from dstrain.job import Lora
+from dstrain.facts.model.families import from_config
+from dstrain.facts.model.model_facts import ModelFacts
+from dstrain.job.schema import Lora
 from dstrain.plan.configuration import DEFAULTS, Configuration
-from dstrain.plan.tape.context import variant_of
-from dstrain.plan.tape.families import LAYER_CODE
-from dstrain.plan.tape.profile import Instant, of_variant, peaks, profile
+from dstrain.plan.memory.layers.activations import Instant, of_variant, peaks, profile
+from dstrain.plan.memory.layers.context import variant_of
+from dstrain.plan.memory.layers.families import LAYER_CODE
 
 H, KV, D = 8, 2, 64
 h, q, k, I, V = 768, H * D, KV * D, 1536, 4096  # noqa: E741
@@ -195,6 +195,6 @@ def test_a_frozen_tower_leaves_nothing_but_features() -> None:
 
 
 def test_every_family_that_facts_know_has_layer_code() -> None:
-    from dstrain.facts.models import FAMILIES
+    from dstrain.facts.model.families import FAMILIES
 
     assert set(LAYER_CODE) == set(FAMILIES)

@@ -1,0 +1,98 @@
+"""What gen-config is asked: the options that were typed now, or those of the last time with the ones typed now."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+from click.core import ParameterSource
+
+from dstrain.config.edits.lock import LOCK, Lock
+from dstrain.errors import InvalidConfig
+from dstrain.job.file import looks_local
+
+PATHS = ("model", "data", "eval_data", "hostfile", "template_dir")
+"""Options that may name a file or a folder; the lock has them relative to the generated files."""
+_ALTERNATIVES = (("hosts", "hostfile"),)
+"""Options of which one replaces the other."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """The options that count."""
+
+    options: Mapping[str, Any]
+    """Every option with its value; paths are relative to the current folder."""
+    inputs: Mapping[str, Any]
+    """Those that were typed, now or the last time, as the lock keeps them."""
+    is_repeated: bool
+    """Whether those of the last time count too."""
+
+
+def asked(options: Mapping[str, Any], lock: Lock | None, folder: Path) -> Asked:
+    """Returns what is asked. A model typed now makes a new question; without one the inputs of the last time hold, and
+    options typed now replace those of the same name. Raises UsageError where there is no model in either, InvalidConfig
+    where only the lock, which may be somebody else's, names templates."""
+    context = click.get_current_context()
+    typed = {
+        name: _as_input(name, value, folder)
+        for name, value in options.items()
+        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE
+    }
+    if options["model"] is not None:
+        return Asked(options=options, inputs=typed, is_repeated=False)
+    if lock is None or "model" not in lock.inputs:
+        why = "has none: its files were adopted" if lock else "is not there to repeat"
+        raise click.UsageError(f"Missing option '--model', and {folder / LOCK} {why}.", context)
+    inputs = {**lock.inputs, **typed}
+    for names in _ALTERNATIVES:
+        if any(name in typed for name in names):
+            inputs = {name: value for name, value in inputs.items() if name in typed or name not in names}
+    repeated = {name: value for name, value in inputs.items() if name not in typed and name in options}
+    if repeated.get("template_dir"):
+        raise InvalidConfig(
+            f"{folder / LOCK} names templates of its own: {repeated['template_dir']}",
+            hint=f"They are used only when you name them: --template-dir {folder / str(repeated['template_dir'])}",
+        )
+    return Asked(
+        options={**options, **{name: None for names in _ALTERNATIVES for name in names if name not in inputs}}
+        | {name: _parsed(context, name, value, folder) for name, value in repeated.items()},
+        inputs=inputs,
+        is_repeated=True,
+    )
+
+
+def spelled(inputs: Mapping[str, Any]) -> str:
+    """Returns inputs as they are typed.
+
+    >>> spelled({"model": "qwen3-8b", "grad_ckpt": False, "packing": True})
+    '--model qwen3-8b --no-grad-ckpt --packing'
+    """
+    words = []
+    for name, value in inputs.items():
+        option = name.replace("_", "-")
+        words.append(f"--{'' if value else 'no-'}{option}" if isinstance(value, bool) else f"--{option} {value}")
+    return " ".join(words)
+
+
+def relative(name: str | None, folder: Path) -> str | None:
+    """Returns a local path as files in `folder` must name it; a hub id stays as it is."""
+    if name is None or not (Path(name).exists() or looks_local(name)):
+        return name
+    path, folder = Path(name).resolve(), folder.resolve()
+    return str(path.relative_to(folder)) if path.is_relative_to(folder) else str(path)
+
+
+def _as_input(name: str, value: Any, folder: Path) -> Any:
+    return relative(str(value), folder) if name in PATHS else value
+
+
+def _parsed(context: click.Context, name: str, value: Any, folder: Path) -> Any:
+    """Returns an input of the lock as Click would give it, a path as it is to be found from here."""
+    parameter = next(each for each in context.command.params if each.name == name)
+    if name in PATHS and (looks_local(value) or (folder / value).exists()):
+        value = str(folder / value)
+    return parameter.type_cast_value(context, value)

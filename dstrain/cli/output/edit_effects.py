@@ -1,0 +1,153 @@
+"""What manual edits do to memory and speed, by the planner."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dstrain.choices import Attention, Hub
+from dstrain.config.edits import edit
+from dstrain.config.edits.lock import Lock
+from dstrain.config.edits.manual_edits import Edit
+from dstrain.config.edits.merge import Change, applied
+from dstrain.config.explain.key import remark_text
+from dstrain.config.lint.engine import remarks
+from dstrain.errors import DstrainError, InvalidConfig
+from dstrain.facts import probe
+from dstrain.facts.cluster.cluster import Cluster
+from dstrain.facts.model.model_facts import ModelFacts
+from dstrain.job.file import looks_local
+from dstrain.job.schema import Job
+from dstrain.launch.prepare.job_context import request_of
+from dstrain.plan.effect import Effect, effect
+from dstrain.plan.estimate import effective, estimate
+from dstrain.plan.estimate_records import Estimate
+from dstrain.records import from_data
+
+CONFIG, JOB = "ds_config.json", "job.yaml"
+_WITHOUT_EFFECT = {
+    CONFIG: "no effect that the planner counts",
+    JOB: "no effect on memory or speed",
+    "hostfile": "changes the machines: run dstrain gen-config to plan for them",
+}
+
+_PACKED = "a packed row holds several samples, so an epoch has fewer steps"
+_MASKED = "; the time is that of sdpa's mask, which flash_attention_2 does without"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """An edit with what it does alone."""
+
+    edit: Edit
+    """The edit."""
+    effect: Effect | None
+    """What it does beside the generated files; None where it does nothing or nothing can be said."""
+    note: str | None
+    """Why there is no effect, or how to read it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Effects:
+    """All edits."""
+
+    edits: tuple[Measured, ...]
+    """One after another, by file."""
+    together: Effect | None
+    """What all of them do; None where no edit does anything or nothing can be said."""
+    reason: str | None
+    """Why nothing can be estimated; None where it can."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Subject:
+    """What is trained, and where."""
+
+    model: ModelFacts
+    cluster: Cluster
+    values: Mapping[str, Any]
+    """What was generated: file name to its value."""
+
+    def estimate(self, edits: Sequence[Edit]) -> Estimate | None:
+        """Returns the estimate of the generated files with some edits; None where the configuration is the same.
+
+        Raises InvalidConfig for what cannot be estimated.
+        """
+        if not edits:
+            return self._estimate(self.values)
+        changed = {
+            name: applied(
+                value, [Change(pointer=each.pointer, value=each.yours) for each in edits if each.file == name]
+            )
+            for name, value in self.values.items()
+        }
+        if self._configuration(changed) == self._configuration(self.values):
+            return None
+        return self._estimate(changed)
+
+    def remark(self, each: Edit) -> str | None:
+        """Returns what lint says of an edit of the configuration that the planner does not count."""
+        if each.file != CONFIG:
+            return None
+        config = applied(self.values[CONFIG], [Change(pointer=each.pointer, value=each.yours)])
+        found = remarks(config, each.pointer, job=_job(self.values[JOB]), model=self.model, cluster=self.cluster)
+        return remark_text(found[0]) if found else None
+
+    def _configuration(self, values: Mapping[str, Any]) -> object:
+        return effective(self.model, request_of(_job(values[JOB])), values[CONFIG])
+
+    def _estimate(self, values: Mapping[str, Any]) -> Estimate:
+        return estimate(self.model, self.cluster, request_of(_job(values[JOB])), values[CONFIG])
+
+
+def effects(folder: Path, lock: Lock, edits: Sequence[Edit]) -> Effects:
+    """Returns what each edit does alone and what all do, for the model and the machines of the lock."""
+    try:
+        subject = _subject(folder, lock)
+        before = subject.estimate([])
+    except DstrainError as error:
+        bare = tuple(Measured(edit=each, effect=None, note=None) for each in edits)
+        return Effects(edits=bare, together=None, reason=error.problem)
+    assert before is not None, "what was generated is always estimated"
+    measured = tuple(_measured(subject, before, each) for each in edits)
+    counted = [each.edit for each in measured if each.effect is not None]
+    after = subject.estimate(counted) if counted else None
+    return Effects(edits=measured, together=None if after is None else effect(before, after), reason=None)
+
+
+def _measured(subject: _Subject, before: Estimate, each: Edit) -> Measured:
+    if each.file == JOB and each.pointer[:1] == ("model",):
+        return Measured(edit=each, effect=None, note="another model: dstrain plan says what it needs")
+    if each.file not in subject.values:
+        return Measured(edit=each, effect=None, note=_WITHOUT_EFFECT.get(each.file))
+    try:
+        after = subject.estimate([each])
+    except DstrainError as error:
+        return Measured(edit=each, effect=None, note=f"no estimate: {error.problem}")
+    if after is None:
+        return Measured(edit=each, effect=None, note=subject.remark(each) or _WITHOUT_EFFECT[each.file])
+    note = None
+    if each.file == JOB and each.pointer == ("packing",) and each.yours is True:
+        note = _PACKED + (_MASKED if before.configuration.attn is Attention.SDPA else "")
+    return Measured(edit=each, effect=effect(before, after), note=note)
+
+
+def _subject(folder: Path, lock: Lock) -> _Subject:
+    """Returns model, machines and generated values. Raises DstrainError where one of them is not known."""
+    missing = [name for name in (CONFIG, JOB) if name not in lock.base]
+    if missing:
+        raise InvalidConfig(f"{missing[0]} was not generated")
+    values = {name: edit.read(lock.base[name], name) for name in (CONFIG, JOB)}
+    if lock.cluster is None:
+        raise InvalidConfig("the files were adopted, and for which machines is not known")
+    name = str(lock.inputs.get("model", values[JOB].get("model")))
+    if looks_local(name) or (folder / name).exists():
+        name = str(folder / name)
+    model = probe.read_model(name, hub=_job(values[JOB]).hub or Hub.HF)
+    return _Subject(model=model, cluster=lock.cluster, values=values)
+
+
+def _job(values: Mapping[str, Any]) -> Job:
+    return from_data(Job, values, locate=lambda place: JOB)

@@ -1,0 +1,231 @@
+"""A whole configuration as people read it, and as programs do."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from dstrain.cli.output.explain import said_bytes, unknown_model, wrapped
+from dstrain.cli.output.plan import LIMITS, subject_lines
+from dstrain.config.edits.merge import dotted, lookup
+from dstrain.config.explain.file import BATCH, OTHER, PRECISION, ZERO, Entry, Section, rest_bytes, sections, stage_of
+from dstrain.config.explain.key import Here, estimate_of
+from dstrain.config.key_bytes import scale
+from dstrain.config.key_text import meaning
+from dstrain.config.lint.finding import json_pointer
+from dstrain.config.lint.subject import ABSENT
+from dstrain.config.resolve_auto import filled
+from dstrain.facts.cluster import calibration
+from dstrain.launch.prepare.job_context import request_of
+from dstrain.launch.prepare.lint_job import Known
+from dstrain.plan.estimate_records import Estimate
+from dstrain.plan.labels import titled
+from dstrain.units import format_bytes, format_seconds
+
+_SHARED = {
+    0: "Every GPU has parameters, gradients and optimizer states whole",
+    1: "Optimizer states are shared out over the GPUs; each has all parameters and gradients",
+    2: "Gradients and optimizer states are shared out over the GPUs; each has all parameters",
+    3: "Parameters, gradients and optimizer states are shared out over the GPUs; layers are gathered when they work",
+}
+_DEVICES = {"cpu": "in host RAM", "nvme": "on NVMe"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explained:
+    """A configuration with all that is known of it."""
+
+    path: Path
+    """The file."""
+    config: Mapping[str, Any]
+    """The configuration."""
+    known: Known | None
+    """The job that it belongs to."""
+    estimate: Estimate | None
+    """What it needs."""
+    missing: str | None
+    """Why there is no estimate."""
+    sections: tuple[Section, ...]
+    """Its keys."""
+
+
+def explained(path: Path, config: Mapping[str, Any], known: Known | None, missing: str | None) -> Explained:
+    """Returns all that is known of a configuration."""
+    found: Estimate | str = missing or "no job is known"
+    if known is not None and known.job is not None:
+        found = unknown_model(known.job.job.model)
+        if known.model is not None and known.cluster is not None:
+            here = Here(
+                config=config,
+                request=request_of(known.job.job),
+                model=known.model,
+                cluster=known.cluster,
+                calibration=calibration.read(),
+            )
+            found = estimate_of(here)
+    job = known.job.job if known and known.job else None
+    model = known.model if known else None
+    num_ranks = known.hosts.num_slots if known and known.hosts else None
+    fills = filled(job, model, num_ranks=num_ranks) if job else {}
+    by = scale(config, job, model, num_ranks=num_ranks)
+    estimate = found if isinstance(found, Estimate) else None
+    return Explained(
+        path=path,
+        config=config,
+        known=known,
+        estimate=estimate,
+        missing=None if isinstance(found, Estimate) else found,
+        sections=tuple(sections(config, filled=fills, by=by, estimate=estimate)),
+    )
+
+
+def lines(found: Explained) -> list[str]:
+    """Returns a configuration in lines that fit a terminal."""
+    text = [*_head(found), ""]
+    for section in found.sections:
+        text += [*_section(section, found), ""]
+    if found.estimate is not None:
+        parts = rest_bytes(found.estimate)
+        text += [f"beside the file: {_total(parts)} per GPU", f"  {_listed(parts)}"]
+    return [wrapped(line) for line in "\n".join(text).rstrip("\n").split("\n")]
+
+
+def _head(found: Explained) -> Iterator[str]:
+    """Yields the whole in a few lines."""
+    estimate, known = found.estimate, found.known
+    if known is not None and known.model is not None and known.cluster is not None:
+        yield from subject_lines(known.model, known.cluster)
+    yield f"file     {found.path}"
+    if estimate is None:
+        yield f"No estimate: {found.missing}. Sizes below are of the numbers alone."
+        return
+    yield f"way      {titled(estimate.configuration)}, {estimate.configuration.precision}"
+    needs = estimate.memory
+    fits = "" if estimate.fits else f"; does not fit: {estimate.shortage}"
+    yield (
+        f"memory   {format_bytes(needs.device_bytes_per_gpu)} per GPU at its fullest, {needs.peak_instant};"
+        f" {format_bytes(needs.host_bytes_per_node)} of host RAM per node{fits}"
+    )
+    if estimate.speed is not None:
+        step, limit = format_seconds(estimate.speed.step_s), LIMITS[estimate.speed.limited_by]
+        yield f"speed    {step} a step, {estimate.speed.tokens_per_s_per_gpu:,.0f} tokens/s per GPU, limited by {limit}"
+
+
+def _section(section: Section, found: Explained) -> Iterator[str]:
+    total = f": {_total(section.parts_bytes)} per GPU" if any(section.parts_bytes.values()) else ""
+    yield f"{section.name}{total}"
+    for sentence in _words(section, found):
+        yield f"  {sentence}."
+    if any(section.parts_bytes.values()):
+        yield f"  {_listed(section.parts_bytes)}"
+    for entry in section.entries:
+        yield from _entry(entry, section)
+    if section.silent:
+        said = "; ".join(
+            f"{key.path.removeprefix('zero_optimization.')} is {default}" for key, default in section.silent
+        )
+        yield f"  not written: {said}"
+
+
+def _words(section: Section, found: Explained) -> Iterator[str]:
+    """Yields sentences about a section as a whole."""
+    if section.name == ZERO:
+        yield _SHARED[stage_of(found.config)]
+        yield from _offload_words(found)
+    elif section.name == PRECISION and found.estimate is not None:
+        each = found.estimate.configuration.precision
+        yield f"Forward and backward in {each}, {each.num_bytes} bytes a parameter"
+    elif section.name == BATCH and found.known is not None and found.known.job is not None:
+        job, hosts = found.known.job.job, found.known.hosts
+        ranks = hosts.num_slots if hosts else 1
+        yield (
+            f"{ranks} GPU{'s' if ranks > 1 else ''} × micro-batch {job.micro_batch} × {job.grad_accum} accumulated"
+            f" = {ranks * job.micro_batch * job.grad_accum} samples a step, of up to {job.seq_len} tokens"
+        )
+    elif section.meaning is not None and section.name not in (OTHER, BATCH, PRECISION):
+        yield section.meaning.removesuffix(".")
+
+
+def _offload_words(found: Explained) -> Iterator[str]:
+    for name, what in (("offload_optimizer", "Optimizer states"), ("offload_param", "Parameters")):
+        device = lookup(found.config, ("zero_optimization", name, "device"), "none")
+        if isinstance(device, str) and device in _DEVICES:
+            yield f"{what} are {_DEVICES[device]}"
+    if found.estimate is not None and (text := _elsewhere(found.estimate)):
+        yield text
+
+
+def _elsewhere(estimate: Estimate) -> str:
+    """Returns what of the states is not on the GPU, in words; nothing where all of them are."""
+    states, node = estimate.memory.states, format_bytes(estimate.memory.host_bytes_per_node)
+    parts = {"in host RAM": states.host, "in host buffers on their way": states.staging, "on NVMe": states.nvme}
+    said = [f"{format_bytes(count)} {where}" for where, count in parts.items() if count]
+    return f"Each rank has {', '.join(said)}; a node needs {node} of RAM with its processes" if said else ""
+
+
+def _entry(entry: Entry, section: Section) -> Iterator[str]:
+    """Yields a key with its value, and what it does."""
+    value = json.dumps(entry.value, ensure_ascii=False)
+    if entry.filled is not ABSENT:
+        value += f" = {json.dumps(entry.filled, ensure_ascii=False)} by the job"
+    idle = "; not read with this stage" if entry.is_idle else ""
+    yield f"  {dotted(entry.pointer).removeprefix('zero_optimization.')}: {value}{said_bytes(entry.cost)}{idle}"
+    if entry.key is None:
+        yield "      No key of DeepSpeed: dstrain lint says what may be meant."
+    else:
+        gone = f" Gone since DeepSpeed {entry.key.removed}." if entry.key.removed else ""
+        instead = f" Better: {entry.key.instead}." if entry.key.instead else ""
+        does = entry.key.meaning if entry.pointer[:-1] == (section.name,) else meaning(entry.key)
+        yield f"      {does}{gone}{instead}"
+
+
+def _total(parts: Mapping[str, int]) -> str:
+    return format_bytes(sum(parts.values()))
+
+
+def _listed(parts: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {format_bytes(count)}" for name, count in parts.items() if count)
+
+
+def document(found: Explained) -> dict[str, Any]:
+    """Returns the answer as JSON-ready data."""
+    estimate = found.estimate
+    return {
+        "schema": 1,
+        "file": str(found.path),
+        "missing": found.missing,
+        "memory": {
+            "device_bytes_per_gpu": estimate.memory.device_bytes_per_gpu,
+            "host_bytes_per_node": estimate.memory.host_bytes_per_node,
+            "nvme_bytes_per_node": estimate.memory.nvme_bytes_per_node,
+            "fits": estimate.fits,
+        }
+        if estimate
+        else None,
+        "step_s": estimate.speed.step_s if estimate and estimate.speed else None,
+        "sections": [_section_document(section, found) for section in found.sections],
+        "beside_the_file_bytes": rest_bytes(estimate) if estimate else None,
+    }
+
+
+def _section_document(section: Section, found: Explained) -> dict[str, Any]:
+    return {
+        "name": section.name,
+        "words": list(_words(section, found)),
+        "parts_bytes_per_gpu": section.parts_bytes,
+        "keys": [
+            {
+                "pointer": json_pointer(entry.pointer),
+                "value": entry.value,
+                "filled": None if entry.filled is ABSENT else entry.filled,
+                "meaning": meaning(entry.key) if entry.key else None,
+                "cost": asdict(entry.cost) if entry.cost else None,
+                "is_read_with_this_stage": not entry.is_idle,
+            }
+            for entry in section.entries
+        ],
+        "defaults": {key.path: default for key, default in section.silent},
+    }

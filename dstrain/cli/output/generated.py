@@ -1,0 +1,39 @@
+"""What gen-config says about the files: how they would change, and what to type next."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from pathlib import Path
+
+from dstrain.choices import Method
+from dstrain.cli.options.planning import Question
+from dstrain.facts.cluster import hostfile
+from dstrain.plan.estimate_records import Plan
+
+
+def diff(out: Path, files: Mapping[str, str]) -> str:
+    """Returns the unified diff from the files that are there to the ones that would be."""
+    pieces: list[str] = []
+    for name, text in files.items():
+        path = out / name
+        present = path.read_bytes().decode(errors="replace") if path.is_file() else ""
+        pieces += difflib.unified_diff(
+            present.splitlines(keepends=True), text.splitlines(keepends=True), str(path), f"{path} (new)"
+        )
+    return "".join(pieces)
+
+
+def next_lines(out: Path, files: Mapping[str, str], asked: Question, plan: Plan) -> list[str]:
+    """Returns what to type next, one line each."""
+    where = "" if out == Path() else f"{out}/"
+    steps = []
+    hosts = hostfile.parse(files["hostfile"], "hostfile") if "hostfile" in files else asked.hosts
+    if hosts.placeholder_lines:
+        steps.append(f"put the names of your nodes into {where}hostfile")
+    if plan.chosen.configuration.method is Method.QLORA:
+        steps.append("pip install 'dstrain[qlora]'")
+    if "\ndata: null" in files["job.yaml"]:
+        steps.append(f"name your training data in {where}job.yaml")
+    steps.append(f"dstrain run {where}job.yaml" if where else "dstrain run")
+    return [f"next: {step}" if len(steps) == 1 else f"next {number}: {step}" for number, step in enumerate(steps, 1)]

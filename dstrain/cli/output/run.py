@@ -1,0 +1,116 @@
+"""A run as people read it: what is about to start, and what came of it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from dstrain.choices import Offload
+from dstrain.errors import RunFailed
+from dstrain.facts.cluster.cluster import Origin
+from dstrain.launch.prepare.prepare import Prepared
+from dstrain.monitor.mode import upload_command
+from dstrain.paths import shown
+from dstrain.rundir import RunDir
+from dstrain.units import format_bytes, format_count, format_seconds
+
+
+def before_lines(prepared: Prepared) -> list[str]:
+    """Returns what is about to start, and what to know."""
+    job, hosts = prepared.job, prepared.hosts
+    is_known = prepared.cluster.gpu_origin is not Origin.ASSUMED
+    where = "CPU" if prepared.on_cpu else prepared.cluster.gpu.name if is_known else "GPU"
+    machine = "this machine" if prepared.is_local else f"{len(hosts.hosts)} hosts"
+    stage = prepared.ds_config["zero_optimization"].get("stage", 0)
+    lines = [
+        f"run      {job.method} training of {shown(job.model)}",
+        f"on       {hosts.num_slots} × {where}, {machine}; ZeRO-{stage}, {job.precision}, micro-batch {job.micro_batch}"
+        f" × {job.grad_accum} accumulated, {job.seq_len} tokens{', packed' if job.packing else ''}",
+        f"into     {shown(str(prepared.run_dir.path))}",
+    ]
+    needs = prepared.estimate
+    if needs is not None and is_known and not prepared.on_cpu:
+        fits = "" if needs.fits else "  ← more than there is"
+        lines.append(f"memory   {format_bytes(needs.memory.device_bytes_per_gpu)} per GPU predicted{fits}")
+        if not needs.fits:
+            lines.append(f"         {needs.shortage}; it will probably run out of memory")
+    lines += [f"note     {note}" for note in prepared.notes]
+    return lines
+
+
+def summary(run_dir: RunDir) -> dict[str, Any]:
+    """Returns what the run came to: rank 0's summary, and model states predicted and measured.
+
+    Raises RunFailed when rank 0 left no summary.
+    """
+    if not run_dir.summary.exists():
+        raise RunFailed("every rank ended without an error, and rank 0 left no summary", hint=f"Logs: {run_dir.logs}")
+    found: dict[str, Any] = json.loads(run_dir.summary.read_text(encoding="utf-8"))
+    return {"schema": 1, "run_dir": str(run_dir.path), **found, "states": _states(run_dir)}
+
+
+def _states(run_dir: RunDir) -> dict[str, Any] | None:
+    """Returns bytes of model states of one rank, predicted and measured, or None where either is missing."""
+    if not run_dir.states.exists() or not run_dir.plan.exists():
+        return None
+    ranks = json.loads(run_dir.states.read_text(encoding="utf-8"))["ranks"]
+    plan = json.loads(run_dir.plan.read_text(encoding="utf-8"))
+    states = plan["memory"]["states"]
+    offloaded = plan["configuration"]["offload"] != Offload.NONE.value
+    device = states["params"] + states["grads"] + states["optimizer"]
+    measured = [rank["params"] + rank["grads"] + rank["optimizer"] for rank in ranks]
+    return {
+        "predicted_bytes_per_gpu": device,
+        "measured_bytes_per_gpu": measured,
+        "predicted_host_bytes_per_rank": states["host"] if offloaded else 0,
+        "measured_host_bytes_per_rank": [rank["host"] for rank in ranks],
+    }
+
+
+def summary_rows(found: dict[str, Any]) -> list[tuple[str, str]]:
+    """Returns the summary as rows of a name and a value."""
+    rows = []
+    if found.get("first_loss") is not None and found.get("last_loss") is not None:
+        rows.append(("loss, first → last", f"{found['first_loss']:.3f} → {found['last_loss']:.3f}"))
+    if found.get("eval_loss") is not None:
+        rows.append(("evaluation loss", f"{found['eval_loss']:.3f}"))
+    if found.get("skipped_steps"):
+        rows.append(("steps left out", f"{found['skipped_steps']} of {found['steps']}: gradients not finite"))
+    if found.get("tokens_per_s"):
+        took = format_seconds(found["train_s"])
+        rows.append(("tokens/s", f"{found['tokens_per_s']:,.0f} ({format_count(found['tokens'])} tokens in {took})"))
+    rows += _state_rows(found.get("states"))
+    if found.get("peak_bytes_per_gpu"):
+        rows.append(("peak memory per GPU", format_bytes(found["peak_bytes_per_gpu"])))
+    rows.append(("run directory", shown(found["run_dir"])))
+    if found.get("final"):
+        rows.append(("final model", shown(found["final"])))
+    if found.get("swanlab_dir"):
+        rows.append((f"SwanLab ({found.get('swanlab_mode')})", shown(found["swanlab_dir"])))
+    return rows
+
+
+def _state_rows(states: dict[str, Any] | None) -> list[tuple[str, str]]:
+    if states is None:
+        return []
+    rows = []
+    for name, key in (("model states per rank", "bytes_per_gpu"), ("offloaded per rank", "host_bytes_per_rank")):
+        predicted, measured = states[f"predicted_{key}"], states[f"measured_{key}"]
+        if not predicted and not any(measured):
+            continue
+        low, high = min(measured), max(measured)
+        span = " to ".join(dict.fromkeys([format_bytes(low), format_bytes(high)]))
+        off = f" ({(high - predicted) / predicted:+.2%})" if predicted else ""
+        rows.append((name, f"{format_bytes(predicted)} predicted, {span} measured{off}"))
+    return rows
+
+
+def summary_text(found: dict[str, Any], run_dir: RunDir) -> str:
+    """Returns what the run came to, and what to type next."""
+    rows = summary_rows(found)
+    width = max(len(name) for name, _ in rows)
+    lines = ["", *(f"{name:<{width}}  {value}" for name, value in rows)]
+    if found.get("swanlab_to_upload"):
+        command = upload_command([shown(folder) for folder in found["swanlab_to_upload"]])
+        lines += ["", f"next: {command}", "      (uploads the curves, with an API key)"]
+    return "\n".join(lines)

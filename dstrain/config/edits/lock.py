@@ -1,0 +1,172 @@
+"""`.dstrain/lock.json`: what dstrain last generated, from which inputs, so that hand edits are known and never lost."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from dstrain.config.jsonc import Pointer
+from dstrain.config.schema import schema_files
+from dstrain.errors import Conflict, InvalidConfig
+from dstrain.facts.cluster.cluster import Cluster
+from dstrain.paths import write_together
+from dstrain.records import load_json, to_json, type_config
+
+LOCK = Path(".dstrain") / "lock.json"
+"""Where the lock stands, below the folder of the generated files."""
+GENERATED = ("ds_config.json", "job.yaml", "hostfile")
+"""The files that are generated, and may be adopted."""
+
+
+SCHEMA = 2
+"""Version of the lock's record; 2 knows adopted files and what stood where a conflict is open."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unsettled:
+    """A conflict that was shown and not decided; your value stands there."""
+
+    __pydantic_config__ = type_config
+
+    pointer: Pointer
+    """The key."""
+    base: tuple[Any, ...] = ()
+    """The value that was there before you and dstrain changed it; empty where there was none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lock:
+    """What was generated, or adopted. Machine-owned; commit it beside the files."""
+
+    __pydantic_config__ = type_config
+
+    schema: int = SCHEMA
+    """Version of this record."""
+    dstrain: str
+    """Version of dstrain that generated the files."""
+    deepspeed: str
+    """Version of DeepSpeed installed then, or `none`."""
+    template: str | None = None
+    """DeepSpeed template; None for files that were adopted."""
+    template_sha256: str | None = None
+    """SHA-256 of the template's text; None for files that were adopted."""
+    inputs: Mapping[str, Any] = field(default_factory=dict)
+    """The options of gen-config that were typed; paths are relative to the generated files."""
+    cluster: Cluster | None = None
+    """The machines as they were found or assumed then; None for files that were adopted."""
+    base: Mapping[str, str]
+    """File name to the exact text that was generated: what hand edits are told from."""
+    unsettled: Mapping[str, tuple[Unsettled, ...]] = field(default_factory=dict)
+    """File name to its conflicts that are open."""
+    adopted: tuple[str, ...] = ()
+    """Files whose text in `base` is somebody's own: the first generation over them changes nothing unasked."""
+
+
+def read_lock(folder: Path) -> Lock | None:
+    """Returns the lock of a folder, or None where dstrain has generated nothing."""
+    path = folder / LOCK
+    if not path.exists():
+        return None
+    try:
+        lock = load_json(Lock, path, upgrade=_upgraded)
+        others = sorted({*lock.base, *lock.unsettled, *lock.adopted} - {*GENERATED})
+        if others:
+            raise InvalidConfig(f'{path}: "{others[0]}" is no file that dstrain generates')
+        return lock
+    except InvalidConfig as error:
+        place = "" if folder == Path() else f" {folder}"
+        hint = f"Take it from version control; or: mv {path} {path}.old && dstrain adopt{place}"
+        raise InvalidConfig(error.problem, hint=error.hint or hint) from None
+
+
+def _upgraded(data: Any) -> Any:
+    """Returns the data of a lock of schema 1, whose open conflicts are bare keys, as of one of today."""
+    if not (isinstance(data, dict) and data.get("schema") == 1 and isinstance(data.get("unsettled", {}), dict)):
+        return data
+    opened = {name: [{"pointer": pointer} for pointer in keys] for name, keys in data.get("unsettled", {}).items()}
+    return {**data, "schema": SCHEMA, "unsettled": opened}
+
+
+def standing(folder: Path, names: Iterable[str]) -> dict[str, str]:
+    """Returns the texts of those files that are there, line ends and BOM as they are.
+
+    Raises InvalidConfig with file:line:column for one that is not UTF-8, Conflict for what is no file.
+    """
+    found = {}
+    for name in names:
+        path = folder / name
+        if not path.exists():
+            continue
+        if not path.is_file():
+            raise Conflict(f"{path}: is not a file; nothing was changed", hint=f"mv {path} {path}.mine")
+        raw = path.read_bytes()
+        try:
+            found[name] = raw.decode()
+        except UnicodeDecodeError as error:
+            before = raw[: error.start].decode(errors="replace")
+            line, column = before.count("\n") + 1, len(before) - (before.rfind("\n") + 1) + 1
+            raise InvalidConfig(f"{path}:{line}:{column}: is not UTF-8", hint="Save the file as UTF-8.") from None
+    return found
+
+
+def beside_unused(folder: Path, beside: Mapping[str, str], *, ours: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Returns the texts beside the files under names that take nothing of yours: `.bak`, then `.bak2`, `.bak3` …
+
+    A name is free where nothing stands, or a file that holds the text already or, byte for byte, what dstrain wrote
+    there before, which is in `ours` by file name.
+    """
+    named = {}
+    for name, text in beside.items():
+        free, number = name, 2
+        while not _is_one_of(folder / free, (text, (ours or {}).get(name))):
+            free, number = f"{name}{number}", number + 1
+        named[free] = text
+    return named
+
+
+def _is_one_of(path: Path, texts: Iterable[str | None]) -> bool:
+    """Returns whether nothing stands at `path`, or a file with one of the texts."""
+    if not os.path.lexists(path):
+        return True
+    return path.is_file() and path.read_bytes() in [text.encode() for text in texts if text is not None]
+
+
+def new_files(folder: Path, base: Mapping[str, str]) -> list[Path]:
+    """Returns the `NAME.new`, `NAME.new2` … that hold, byte for byte, what dstrain wrote: `base` by NAME."""
+    paths = [path for name in base for path in folder.glob(f"{name}.new*")]
+    return sorted(path for path in paths if path.is_file() and path.read_bytes() == base.get(path.stem, "").encode())
+
+
+def write_files(
+    folder: Path, lock: Lock, files: Mapping[str, str], beside: Mapping[str, str], *, before: Lock | None = None
+) -> list[str]:
+    """Writes what stands `beside` the files (`.new` and `.bak`), the files, the schemas for editors and the lock, all
+    or none, copies of yours first and the lock last; returns the names of the files that changed.
+
+    A `.new` file that `before` wrote follows while a conflict is open, and goes then; one of yours is left alone.
+    Whoever may not read a file may not read copies of its text either: they have its mode, the lock that of the job.
+    """
+    ours = before.base if before else {}
+    earlier = new_files(folder, ours)
+    open_ = {f"{path.stem}.new": lock.base[path.stem] for path in earlier if path.stem in lock.unsettled}
+    named = beside_unused(folder, {**beside, **open_}, ours={f"{name}.new": text for name, text in ours.items()})
+    copies = {folder / name: folder / Path(name).stem for name in named} | {folder / LOCK: folder / "job.yaml"}
+    schemas = {folder / name: text for name, text in schema_files().items()}
+    texts = {**{folder / name: text for name, text in files.items()}, **schemas, folder / LOCK: to_json(lock)}
+    changed = write_together(texts, backups={folder / name: text for name, text in named.items()}, like=copies)
+    for path in earlier:
+        if path.name not in named:
+            path.unlink()
+    return [name for name in (*files, *named) if folder / name in changed]
+
+
+def installed(package: str) -> str:
+    """Returns the version of an installed package, or `none`."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "none"

@@ -1,0 +1,1 @@
+"""Explains a key or a whole ds_config.json."""

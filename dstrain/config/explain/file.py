@@ -1,0 +1,178 @@
+"""A whole configuration in sections: what each key is, what it takes, and what is not written but holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dstrain.config.edits.merge import lookup
+from dstrain.config.explain.key import COUNTED
+from dstrain.config.jsonc import Pointer
+from dstrain.config.key_bytes import Cost, Scale, cost
+from dstrain.config.key_text import default_text
+from dstrain.config.keys.key import Key
+from dstrain.config.keys.table import KEYS, key_of
+from dstrain.config.lint.subject import ABSENT
+from dstrain.plan.estimate_records import Estimate
+
+BATCH, PRECISION, ZERO, OTHER = "batch", "precision", "ZeRO", "other keys"
+_BATCH_KEYS = (
+    *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"),
+    *("managed_gradient_accumulation", "prescale_gradients", "gradient_predivide_factor", "gradient_allreduce_op"),
+)
+_PRECISION_KEYS = ("bf16", "bfloat16", "fp16", "torch_autocast", "data_types", "communication_data_type")
+_MATTERS = (*COUNTED, "gradient_clipping", "gradient_accumulation_steps", "zero_optimization.contiguous_gradients")
+"""Keys whose defaults are said where they hold."""
+_STAGES = {"Stage 3": (3,), "Stages 1 and 2": (1, 2), "Stage 2": (2,)}
+"""How the meaning of a key begins that other stages do not read."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One key of a file."""
+
+    pointer: Pointer
+    """Where it stands."""
+    value: Any
+    """What stands there."""
+    key: Key | None
+    """What is known of it; None for a name that the engine does not know."""
+    filled: Any
+    """What the Trainer puts for "auto", or ABSENT."""
+    cost: Cost | None
+    """What its number takes."""
+    is_idle: bool
+    """Whether the stage does not read it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Section:
+    """Keys that belong together."""
+
+    name: str
+    """What it is called: one of this module's names, or the key of the section."""
+    meaning: str | None
+    """What the section is for."""
+    parts_bytes: Mapping[str, int]
+    """What it takes of each GPU when that is fullest, by part; empty where there is no estimate."""
+    entries: tuple[Entry, ...]
+    """Its keys, in the order of the file."""
+    silent: tuple[tuple[Key, str], ...]
+    """Keys that matter and are not written, with the default that holds."""
+
+
+def sections(
+    config: Mapping[str, Any], *, filled: Mapping[Pointer, Any], by: Scale, estimate: Estimate | None
+) -> list[Section]:
+    """Returns the sections of a configuration, those that cost memory first."""
+    groups: dict[str, list[str]] = {ZERO: [], BATCH: [], PRECISION: []}
+    for name in config:
+        if not name.startswith(("$", "_", "x-")):
+            groups.setdefault(_group(name, config[name]), []).append(name)
+    return [
+        Section(
+            name=group,
+            meaning=KEYS[(group,)].meaning if (group,) in KEYS else None,
+            parts_bytes=_parts(group, estimate),
+            entries=tuple(entry for name in names for entry in _entries((name,), config[name], config, filled, by)),
+            silent=tuple(_silent(group, config)),
+        )
+        for group, names in groups.items()
+        if names or group == ZERO
+    ]
+
+
+def stage_of(config: Mapping[str, Any]) -> int:
+    """Returns the ZeRO stage that a configuration asks for; 0 for what is none.
+
+    >>> stage_of({"zero_optimization": {"stage": 3}}), stage_of({"zero_optimization": True}), stage_of({})
+    (3, 1, 0)
+    """
+    if config.get("zero_optimization") is True:
+        return 1
+    stage = lookup(config, ("zero_optimization", "stage"), 0)
+    return stage if stage in (1, 2, 3) and not isinstance(stage, bool) else 0
+
+
+def rest_bytes(estimate: Estimate) -> Mapping[str, int]:
+    """Returns what no key asks for and takes memory of each GPU all the same."""
+    parts = estimate.memory.breakdown_bytes
+    return {
+        "CUDA and NCCL": parts.context,
+        "cuBLAS workspaces": parts.workspace,
+        "the allocator's unused rest": parts.fragmentation,
+    }
+
+
+def _group(name: str, value: Any) -> str:
+    if name == "zero_optimization":
+        return ZERO
+    if name in _BATCH_KEYS:
+        return BATCH
+    if name in _PRECISION_KEYS:
+        return PRECISION
+    return name if isinstance(value, dict) else OTHER
+
+
+def _parts(group: str, estimate: Estimate | None) -> Mapping[str, int]:
+    if estimate is None:
+        return {}
+    parts = estimate.memory.breakdown_bytes
+    if group == ZERO:
+        return {
+            "parameters": parts.params,
+            "gradients": parts.grads,
+            "optimizer states": parts.optimizer,
+            "buckets and temporaries": parts.buffers,
+            "layers gathered whole": parts.gathered,
+        }
+    return {"activations": parts.activations, "logits": parts.logits} if group == BATCH else {}
+
+
+def _entries(
+    pointer: Pointer, value: Any, config: Mapping[str, Any], filled: Mapping[Pointer, Any], by: Scale
+) -> Iterator[Entry]:
+    """Yields the keys at and below a place that hold something else than an object."""
+    if isinstance(value, dict) and value:
+        for name, inner in value.items():
+            yield from _entries((*pointer, name), inner, config, filled, by)
+        return
+    key = key_of(pointer)
+    known = filled.get(pointer, ABSENT) if value == "auto" else ABSENT
+    number = value if known is ABSENT else known
+    yield Entry(
+        pointer=pointer,
+        value=value,
+        key=key,
+        filled=known,
+        cost=cost(key.alias_of or key.path, number, config, by) if key else None,
+        is_idle=key is not None and is_idle(key, stage_of(config)),
+    )
+
+
+def is_idle(key: Key, stage: int) -> bool:
+    """Returns whether a stage does not read a key."""
+    words = key.meaning.partition(":")[0].removesuffix(" with CPU offload")
+    return words in _STAGES and stage not in _STAGES[words]
+
+
+def _silent(group: str, config: Mapping[str, Any]) -> Iterator[tuple[Key, str]]:
+    """Yields the keys of a section that matter, are not written, and have a default that does something here."""
+    for path in _MATTERS:
+        key = KEYS[tuple(path.split("."))]
+        pointer = tuple(path.split("."))
+        if _group(pointer[0], {}) != group or _is_said(path, config):
+            continue
+        if not isinstance(lookup(config, pointer[:-1], {} if len(pointer) == 2 else None), dict):
+            continue  # its section is not there either, or no object
+        if group == ZERO and path != "zero_optimization.stage" and stage_of(config) == 0:
+            continue
+        if not is_idle(key, stage_of(config)) and (default := default_text(key)) is not None:
+            yield key, default
+
+
+def _is_said(path: str, config: Mapping[str, Any]) -> bool:
+    """Returns whether a key stands in a configuration, by any of its names."""
+    names = [path, *(key.path for key in KEYS.values() if key.alias_of == path)]
+    return any(lookup(config, tuple(name.split("."))) is not ABSENT for name in names)

@@ -1,0 +1,60 @@
+"""Which key somebody means: by its path, by a JSON pointer, or by the end of its path."""
+
+from __future__ import annotations
+
+from dstrain.config.jsonc import Pointer
+from dstrain.config.keys.key import Key
+from dstrain.config.keys.table import KEYS, key_of
+from dstrain.errors import InvalidConfig, nearest
+
+
+def named(text: str) -> tuple[Pointer, Key]:
+    """Returns the place and the row of a key.
+
+    Raises InvalidConfig with the nearest key where there is none, and with all of them where several end so.
+
+    >>> named("overlap_comm")[0]
+    ('zero_optimization', 'overlap_comm')
+    >>> named("/bf16/enabled")[1].path
+    'bf16.enabled'
+    >>> named("offload_param.device")[1].path
+    'zero_optimization.offload_param.device'
+    """
+    pointer = _from_pointer(text) if text.startswith("/") else tuple(text.strip(". ").split("."))
+    if (key := key_of(pointer)) is not None:
+        return pointer, key
+    found = [path for path in KEYS if path[-len(pointer) :] == pointer]
+    live = [path for path in found if KEYS[path].removed is None] or found
+    if len(live) == 1:
+        return live[0], KEYS[live[0]]
+    if live:
+        paths = sorted((".".join(path) for path in live), key=_by_use)
+        raise InvalidConfig(
+            f'"{text}" is the end of several keys:\n' + "\n".join(paths),
+            hint=f"Write one of them whole: dstrain explain {paths[0]}",
+        )
+    raise InvalidConfig(f'DeepSpeed has no key "{text}"', hint=_did_you_mean(".".join(map(str, pointer))))
+
+
+def _from_pointer(text: str) -> Pointer:
+    """Returns the parts of an RFC 6901 pointer; numbers are places in a list."""
+    parts = [part.replace("~1", "/").replace("~0", "~") for part in text[1:].split("/")]
+    return tuple(int(part) if part.isdigit() else part for part in parts)
+
+
+def _did_you_mean(text: str) -> str:
+    """Returns the nearest path or, for a single name, the paths that end with the nearest name."""
+    paths = {".".join(path): path for path in KEYS}
+    if "." in text and (near := nearest(text, paths)):
+        return f'Did you mean "{near}"?'
+    name = nearest(text.rsplit(".", 1)[-1], {path[-1] for path in KEYS})
+    ends = sorted((path for path, parts in paths.items() if parts[-1] == name), key=_by_use)
+    if not ends:
+        return "dstrain schema prints every key."
+    more = f" (or {len(ends) - 1} more with that name)" if len(ends) > 1 else ""
+    return f'Did you mean "{ends[0]}"{more}?'
+
+
+def _by_use(path: str) -> tuple[bool, bool, str]:
+    """Returns the place of a path among others: ZeRO's optimizer, then the rest of ZeRO, then other sections."""
+    return not path.startswith("zero_optimization."), "offload_optimizer." not in path, path

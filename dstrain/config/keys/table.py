@@ -1,0 +1,77 @@
+"""The rows of all sections as one table, and how a place in a document finds its row."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from dstrain.config.keys.compiling import COMPILING
+from dstrain.config.keys.data import DATA
+from dstrain.config.keys.key import Key, Kind
+from dstrain.config.keys.monitors import MONITORS
+from dstrain.config.keys.offload import OFFLOAD
+from dstrain.config.keys.optimizers import OPTIMIZERS
+from dstrain.config.keys.parallel import PARALLEL
+from dstrain.config.keys.precision import PRECISION
+from dstrain.config.keys.removed import REMOVED
+from dstrain.config.keys.schedulers import SCHEDULERS
+from dstrain.config.keys.top import TOP
+from dstrain.config.keys.tuning import TUNING
+from dstrain.config.keys.zero import ZERO
+
+ROWS: tuple[Key, ...] = (
+    *TOP,
+    *ZERO,
+    *OFFLOAD,
+    *PRECISION,
+    *OPTIMIZERS,
+    *SCHEDULERS,
+    *PARALLEL,
+    *COMPILING,
+    *MONITORS,
+    *DATA,
+    *TUNING,
+    *REMOVED,
+)
+KEYS: Mapping[tuple[str, ...], Key] = MappingProxyType({tuple(key.path.split(".")): key for key in ROWS})
+_BELOW: dict[tuple[str, ...], tuple[Key, ...]] = {}
+"""Rows by the path of the object they stand in."""
+for _path, _key in KEYS.items():
+    _BELOW[_path[:-1]] = (*_BELOW.get(_path[:-1], ()), _key)
+
+
+def key_of(pointer: tuple[str | int, ...]) -> Key | None:
+    """The row of a place in a document; below another name of an object, the rows of the object itself.
+
+    >>> key_of(("bfloat16", "enabled")).path
+    'bf16.enabled'
+    >>> key_of(("tensor_parallel", "partition_config", "layer_specs", 0, "shape")).path
+    'tensor_parallel.partition_config.layer_specs.*.shape'
+    """
+    found: Key | None = None
+    for part in pointer:
+        above = _inside(found)
+        found = (KEYS.get((*above, part)) if isinstance(part, str) else None) or KEYS.get((*above, "*"))
+        if found is None:
+            return None
+    return found
+
+
+def children(pointer: tuple[str | int, ...]) -> tuple[Key, ...]:
+    """The rows directly below a place; () is the top.
+
+    >>> [key.path for key in children(("timers",))]
+    ['timers.throughput']
+    """
+    found = key_of(pointer)
+    if pointer and found is None:
+        return ()
+    return _BELOW.get(_inside(found), ())
+
+
+def _inside(key: Key | None) -> tuple[str, ...]:
+    """The path under which the rows below a row stand; None is the top."""
+    if key is None:
+        return ()
+    path = key.alias_of if key.alias_of and key.kind is Kind.OBJECT else key.path
+    return tuple(path.split("."))

@@ -1,0 +1,183 @@
+"""All rules applied to one configuration, and the safe fixes applied to its text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from dstrain.config import jsonc
+from dstrain.config.edits import edit_json
+from dstrain.config.jsonc import Document, Pointer, SyntaxProblem
+from dstrain.config.lint.finding import Fault, Finding, Severity, json_pointer
+from dstrain.config.lint.rule import Rule
+from dstrain.config.lint.rules import (
+    auto_values,
+    batch,
+    buffers,
+    conflicts,
+    contradictions,
+    jobs,
+    key_names,
+    machines,
+    models,
+    no_effect,
+    optimizers,
+    parallelism,
+    schedules,
+    syntax,
+    unread,
+    values,
+    zenflow,
+)
+from dstrain.config.lint.subject import Subject
+from dstrain.job.file import JobFile
+
+if TYPE_CHECKING:
+    from dstrain.facts.cluster.cluster import Cluster
+    from dstrain.facts.model.model_facts import ModelFacts
+    from dstrain.job.schema import Job
+
+RULES: tuple[Rule, ...] = (
+    *syntax.RULES,
+    *key_names.RULES,
+    *values.RULES,
+    *auto_values.RULES,
+    *no_effect.RULES,
+    *unread.RULES,
+    *conflicts.RULES,
+    *zenflow.RULES,
+    *parallelism.RULES,
+    *batch.RULES,
+    *optimizers.RULES,
+    *schedules.RULES,
+    *contradictions.RULES,
+    *jobs.RULES,
+    *models.RULES,
+    *buffers.RULES,
+    *machines.RULES,
+)
+"""Every rule, by id."""
+
+
+def read(text: str, name: str) -> tuple[Document | None, list[Finding]]:
+    """Returns the configuration in a text, or None and the one finding that says why there is none."""
+    try:
+        document = jsonc.read(text, name)
+    except SyntaxProblem as error:
+        return None, [_unreadable(syntax.SYNTAX, name, error.line, error.column, error.bare)]
+    if isinstance(document.value, dict):
+        return document, []
+    problem = "a DeepSpeed configuration is an object in braces"
+    return None, [_unreadable(syntax.NO_OBJECT, name, *document.place(()), problem)]
+
+
+def _unreadable(rule: str, name: str, line: int, column: int, problem: str) -> Finding:
+    return Finding(
+        rule=rule,
+        severity=Severity.ERROR,
+        pointer="",
+        file=name,
+        line=line,
+        column=column,
+        problem=problem,
+        effect="the Trainer stops at it; DeepSpeed's own reader may take it for something else, and say nothing",
+        fix="mend this place: JSON has double quotes, true, false, null, and commas between values",
+    )
+
+
+def check(subject: Subject, *, ignored: Sequence[str] = ()) -> list[Finding]:
+    """Returns what is wrong with a configuration, in the order of the file; `ignored` are ids of rules."""
+    found = [_placed(subject, rule, fault) for rule in RULES if rule.id not in ignored for fault in rule.find(subject)]
+    return sorted(found, key=lambda finding: (finding.line, finding.column, finding.rule))
+
+
+def _placed(subject: Subject, rule: Rule, fault: Fault) -> Finding:
+    document = subject.document
+    name = document.name
+    line, column = document.place(fault.pointer) if fault.at is None else jsonc.line_column(document.text, fault.at)
+    if fault.place is not None:
+        name, line, column = _parsed_place(fault.place)
+    return Finding(
+        rule=rule.id,
+        severity=fault.severity or rule.severity,
+        pointer=json_pointer(fault.pointer),
+        file=name,
+        line=line,
+        column=column,
+        problem=fault.problem,
+        effect=fault.effect,
+        fix=fault.fix,
+        changes=fault.changes,
+    )
+
+
+def _parsed_place(place: str) -> tuple[str, int, int]:
+    """Returns file, line and column of `file:line:column`; an option that set a key has neither line nor column."""
+    name, *numbers = place.rsplit(":", 2)
+    if len(numbers) == 2 and all(number.isdigit() for number in numbers):
+        return name, int(numbers[0]), int(numbers[1])
+    return place, 1, 1
+
+
+def errors(findings: Sequence[Finding]) -> list[Finding]:
+    """Returns the findings that end a run or make it another one."""
+    return [finding for finding in findings if finding.severity is Severity.ERROR]
+
+
+def fixed(subject: Subject, *, ignored: Sequence[str] = ()) -> tuple[Subject, list[Finding]]:
+    """Returns the configuration with every safe fix made, and the findings that were mended.
+
+    One fix is made at a time, because a key that got its name may be wrong in another way; a fix after which the file
+    is worse (more errors, or no file) is not made.
+    """
+    mended: list[Finding] = []
+    first = {(found.rule, found.pointer): found for found in check(subject, ignored=ignored)}
+    while True:
+        before = check(subject, ignored=ignored)
+        step = next(_steps(subject, before, ignored), None)
+        if step is None:
+            return subject, mended
+        subject, finding = step
+        mended.append(first.get((finding.rule, finding.pointer), finding))  # where it stood, before other fixes
+
+
+def _steps(subject: Subject, before: list[Finding], ignored: Sequence[str]) -> Iterator[tuple[Subject, Finding]]:
+    """Yields the fixes that make the file better, each with the configuration after it."""
+    name = subject.document.name
+    for finding in sorted(before, key=_order):
+        if not finding.changes:
+            continue
+        document, _ = read(edit_json.apply(subject.document.text, name, finding.changes), name)
+        if document is None:
+            continue
+        after = replace(subject, document=document)
+        if _score(check(after, ignored=ignored)) < _score(before):
+            yield after, finding
+
+
+def _order(finding: Finding) -> tuple[bool, bool]:
+    """Returns when a fix is made: a name is mended before its value, and before it is added as missing."""
+    return not any(change.renamed for change in finding.changes), not finding.pointer
+
+
+def _score(findings: Sequence[Finding]) -> tuple[int, int, int]:
+    """Returns errors, warnings and notes; fewer errors are better than any number of the others."""
+    counts = [sum(finding.severity is severity for finding in findings) for severity in Severity]
+    return counts[0], counts[1], counts[2]
+
+
+def remarks(
+    config: Mapping[str, Any], pointer: Pointer, *, job: Job | None, model: ModelFacts | None, cluster: Cluster | None
+) -> list[Finding]:
+    """Returns what the rules say of one key of a configuration, or of what is inside it; errors first."""
+    document, findings = read(json.dumps(config), "ds_config.json")
+    if document is not None:
+        file = JobFile(job=job, locate=lambda place: "job.yaml") if job is not None else None
+        findings = check(Subject(document=document, is_trainers=True, job=file, model=model, cluster=cluster))
+    place = json_pointer(pointer)
+    return sorted(
+        (each for each in findings if f"{each.pointer}/".startswith(f"{place}/")),
+        key=lambda finding: list(Severity).index(finding.severity),
+    )

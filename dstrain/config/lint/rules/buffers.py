@@ -1,0 +1,87 @@
+"""Rules about buffers that cost more memory than they bring speed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from dstrain.config.key_bytes import cost, scale
+from dstrain.config.lint.finding import Fault, Severity
+from dstrain.config.lint.rule import Rule
+from dstrain.config.lint.subject import Subject, shown
+from dstrain.units import format_bytes, format_count
+
+LARGE_BUCKET = 500_000_000
+"""DeepSpeed's default, in elements: 1 GB in bf16, far beyond where a collective reaches the bandwidth of its link."""
+LARGE_SUB_GROUP = 2_000_000_000
+"""Twice DeepSpeed's default, in elements."""
+
+
+def _bytes(subject: Subject, key: str, value: float) -> int:
+    """Returns the bytes that a size takes, as `dstrain explain` counts them."""
+    job = subject.job.job if subject.job is not None else None
+    by = scale(subject.config, job, subject.model, num_ranks=subject.num_ranks)
+    took = cost(f"zero_optimization.{key}", value, subject.config, by)
+    return took.count_bytes if took is not None else 0
+
+
+def _buckets(subject: Subject) -> Iterator[Fault]:
+    size = subject.number("zero_optimization.reduce_bucket_size", 0)
+    params = subject.model.num_params if subject.model is not None else None
+    if subject.stage == 0 or (size <= LARGE_BUCKET and (params is None or size <= params)):
+        return
+    needed = _bytes(subject, "reduce_bucket_size", size)
+    larger = f", more than the {format_count(params)} parameters of the model" if params and size > params else ""
+    least = min(200_000_000, params) if params else 200_000_000
+    saved = needed - _bytes(subject, "reduce_bucket_size", least)
+    yield Fault(
+        pointer=("zero_optimization", "reduce_bucket_size"),
+        problem=f"reduce_bucket_size is {shown(subject.at('zero_optimization.reduce_bucket_size'))}{larger}",
+        effect=f"its buffers take up to {format_bytes(needed)} of each GPU, and are no faster than smaller ones",
+        fix=f"write {least}: {format_bytes(saved)} less",
+    )
+
+
+def _live(subject: Subject) -> Iterator[Fault]:
+    """Prefetching more than may be live does nothing but wait."""
+    prefetch = subject.number("zero_optimization.stage3_prefetch_bucket_size", 50_000_000)
+    live = subject.number("zero_optimization.stage3_max_live_parameters", 1_000_000_000)
+    is_written = isinstance(subject.at("zero_optimization.stage3_prefetch_bucket_size", None), int | float)
+    if subject.stage == 3 and is_written and prefetch > live:
+        yield Fault(
+            pointer=("zero_optimization", "stage3_prefetch_bucket_size"),
+            problem=f"stage3_prefetch_bucket_size ({prefetch:g}) is more than stage3_max_live_parameters ({live:g})",
+            effect="no more is prefetched than may be live",
+            fix="raise stage3_max_live_parameters, or lower this",
+        )
+
+
+def _sub_groups(subject: Subject) -> Iterator[Fault]:
+    size = subject.number("zero_optimization.sub_group_size", 0)
+    if subject.stage != 3 or subject.offloads_optimizer or size <= LARGE_SUB_GROUP:
+        return
+    share = None
+    if subject.model is not None and subject.num_ranks:
+        share = subject.model.num_params // subject.num_ranks
+        if share <= LARGE_SUB_GROUP:
+            return
+    needed = format_bytes(_bytes(subject, "sub_group_size", size))
+    extra = f"{needed} of each GPU" if share else f"up to {needed} of each GPU"
+    yield Fault(
+        pointer=("zero_optimization", "sub_group_size"),
+        problem=f"sub_group_size is {shown(subject.at('zero_optimization.sub_group_size'))}",
+        effect=f"so much is stepped at once: the step takes {extra} beside the states",
+        fix="write 1000000000, DeepSpeed's default: the step is as fast",
+    )
+
+
+# fmt: off
+RULES = (
+    Rule(id="DS701", severity=Severity.WARNING, title="a reduce bucket that costs more than it brings", find=_buckets,
+         source="deepspeed 0.19.8 runtime/zero/stage_1_and_2.py: setup_buckets, stage3.py: __init__"),
+    Rule(id="DS702", severity=Severity.INFO, title="more prefetched than may be live", find=_live,
+         source="deepspeed 0.19.8 runtime/zero/partitioned_param_coordinator.py: fetch_sub_module"),
+    Rule(id="DS703", severity=Severity.WARNING, title="a sub-group that costs more than it brings", find=_sub_groups,
+         source="deepspeed 0.19.8 runtime/zero/stage3.py: _prepare_sub_group"),
+)
+"""Rules about buffers."""
+# fmt: on

@@ -1,0 +1,138 @@
+"""Rules about numbers that are legal alone and contradict each other, and about lengths that the run does not have."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+
+from dstrain.config.edits.merge import dotted, lookup
+from dstrain.config.jsonc import Pointer
+from dstrain.config.keys.table import KEYS, key_of
+from dstrain.config.lint.finding import Fault, Severity
+from dstrain.config.lint.rule import Rule
+from dstrain.config.lint.rules.batch import is_count
+from dstrain.config.lint.rules.optimizers import params_of, type_of
+from dstrain.config.lint.subject import Subject
+from dstrain.config.resolve_auto import filled
+
+_SAMPLING = "data_efficiency.data_sampling."
+_LTD = "data_efficiency.data_routing.random_ltd."
+_ORDERED: Mapping[str, str] = MappingProxyType(
+    {
+        "scheduler.params.warmup_min_lr": "warmup_max_lr",
+        "scheduler.params.warmup_num_steps": "total_num_steps",
+        "scheduler.params.cycle_min_lr": "cycle_max_lr",
+        "scheduler.params.cycle_min_mom": "cycle_max_mom",
+        "scheduler.params.base_lr": "max_lr",
+        "scheduler.params.base_momentum": "max_momentum",
+        "optimizer.params.min_coeff": "max_coeff",
+        "autotuning.start_profile_step": "end_profile_step",
+        "autotuning.min_train_batch_size": "max_train_batch_size",
+        "autotuning.min_train_micro_batch_size_per_gpu": "max_train_micro_batch_size_per_gpu",
+        _SAMPLING + "curriculum_learning.curriculum_metrics.*.min_difficulty": "max_difficulty",
+        _SAMPLING + "dynamic_batching.min_batch_size": "max_batch_size",
+        _LTD + "random_ltd_layer_num": "total_layer_num",
+        _LTD + "random_ltd_schedule.min_value": "max_value",
+    }
+)
+"""A lower end → the name beside it of the upper end."""
+_EFFECTS: Mapping[str, str] = MappingProxyType(
+    {
+        "warmup_num_steps": "the schedule ends before the warm-up does: the learning rate is never reached",
+        "warmup_min_lr": "the learning rate falls in the warm-up and does not rise",
+        "cycle_min_lr": "the cycle stands on its head: the learning rate falls first, and rises then",
+        "base_lr": "the cycle stands on its head: the learning rate falls first, and rises then",
+    }
+)
+_LENGTHS: Mapping[str, str] = MappingProxyType(
+    {
+        "CosineAnnealingLR": "T_max",
+        "OneCycleLR": "total_steps",
+        "PolynomialLR": "total_iters",
+    }
+)
+"""Schedule → the parameter that says after how many steps it has ended."""
+_AFTER_END: Mapping[str, str] = MappingProxyType(
+    {
+        "CosineAnnealingLR": "the learning rate rises again from then on",
+        "OneCycleLR": "the run stops there with a ValueError",
+    }
+)
+
+
+def _number(subject: Subject, pointer: Pointer) -> float | None:
+    """Returns the number at a place: what stands there, the job's for "auto", or the engine's default."""
+    value, row = lookup(subject.config, pointer), key_of(pointer)
+    if value == "auto" and subject.job is not None:
+        value = filled(subject.job.job, None, num_ranks=subject.num_ranks).get(pointer)
+    elif not subject.has(dotted(pointer)) and row is not None:
+        value = row.default
+    return value if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def _inverted(subject: Subject) -> Iterator[Fault]:
+    for outer in [(), *(pointer for pointer, value in subject.walk() if isinstance(value, dict))]:
+        section = key_of(outer)
+        for path, upper in _ORDERED.items():
+            above, lower = path.rsplit(".", 1)
+            if section is None or section.path != above:
+                continue
+            low, high = (_number(subject, (*outer, name)) for name in (lower, upper))
+            given = [name for name in (lower, upper) if lookup(subject.config, (*outer, name)) in (low, high)]
+            if low is not None and high is not None and low > high and given and _is_taken(subject, outer, given):
+                yield Fault(
+                    pointer=(*outer, given[0]),
+                    severity=None if lower in _EFFECTS else Severity.WARNING,
+                    problem=f"{lower} is {low:g}, and {upper} is {high:g}",
+                    effect=_EFFECTS.get(lower, "the lower end is above the upper one: nothing lies between them"),
+                    fix=f"write a {lower} of at most {upper}",
+                )
+
+
+def _is_taken(subject: Subject, outer: Pointer, names: list[str]) -> bool:
+    """Returns whether these are parameters of the schedule or the optimizer that is asked for."""
+    legal = KEYS if outer[-1:] != ("params",) else params_of(subject, str(outer[0]))
+    return outer[-1:] != ("params",) or all(name in legal for name in names)
+
+
+def _longer_than_the_run(subject: Subject) -> Iterator[Fault]:
+    """What the job ends by max_steps, against the lengths that a schedule says: the Trainer compares two of them."""
+    if subject.job is None or subject.job.job.max_steps is None:
+        return
+    steps, place = subject.job.job.max_steps, subject.job.locate(("max_steps",))
+    name, params = type_of(subject, "scheduler") or "", params_of(subject, "scheduler")
+    ratio = subject.job.job.warmup_ratio
+    wanted = {"warmup_num_steps": max(1, math.ceil(steps * ratio)), "total_num_steps": steps}
+    for key, count in wanted.items():
+        value = params.get(key)
+        if is_count(value) and value != count and subject.is_trainers:
+            said = f"{place}: max_steps is {steps}" + (f" (warmup_ratio {ratio:g})" if key[0] == "w" else "")
+            yield Fault(
+                pointer=("scheduler", "params", key),
+                problem=f"{key} is {value}, and {said} makes it {count}",
+                effect="the Trainer ends the run after the model was loaded",
+                fix='write "auto" here to mean the job, or change the job',
+            )
+    key = _LENGTHS.get(name, "")
+    length = params.get(key)
+    if length is not None and is_count(length) and length < steps:
+        yield Fault(
+            pointer=("scheduler", "params", key),
+            severity=Severity.WARNING if name == "CosineAnnealingLR" else None,
+            problem=f"{name} ends after {length} steps, and {place}: max_steps is {steps}",
+            effect=_AFTER_END.get(name, "the learning rate is 0 from then on"),
+            fix=f"write {steps}",
+        )
+
+
+_CURVES = "deepspeed 0.19.8 runtime/lr_schedules.py; torch 2.13 optim/lr_scheduler.py"
+
+# fmt: off
+RULES = (
+    Rule(id="DS420", severity=Severity.ERROR, title="a lower end above the upper one", find=_inverted, source=_CURVES),
+    Rule(id="DS421", severity=Severity.ERROR, title="a schedule of another length than the run",
+         find=_longer_than_the_run, source=_CURVES),
+)
+"""Rules about numbers that contradict each other."""
+# fmt: on

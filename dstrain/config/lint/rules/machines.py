@@ -1,0 +1,115 @@
+"""Rules about the machines: what must divide the GPUs, and what does not fit GPU, host RAM or disk."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from dstrain.config.lint.finding import Fault, Severity
+from dstrain.config.lint.rule import Rule
+from dstrain.config.lint.subject import Subject
+from dstrain.units import format_bytes
+
+SURELY_MORE = 1.1
+"""Need over capacity from which it is an error. The estimate is within 11 % of every published run (README)."""
+
+
+def _divides(subject: Subject) -> Iterator[Fault]:
+    if subject.hosts is None:
+        return
+    slots = min(host.slots for host in subject.hosts.hosts)
+    share = subject.number("zero_optimization.zero_hpz_partition_size", 1)
+    if subject.stage == 3 and share > 1 and slots % share:
+        yield Fault(
+            pointer=("zero_optimization", "zero_hpz_partition_size"),
+            severity=None if subject.hosts.num_slots % share else Severity.WARNING,
+            problem=f"zero_hpz_partition_size is {share:g}, which does not divide the {slots} GPUs of a node",
+            effect="the second copy would be shared across nodes, or DeepSpeed takes another number in silence",
+            fix=f"write {slots}: the GPUs of a node",
+        )
+    size = subject.number("tensor_parallel.autotp_size", 0)
+    if size > 1 and subject.hosts.num_slots % size:
+        yield Fault(
+            pointer=("tensor_parallel", "autotp_size"),
+            problem=f"autotp_size is {size:g}, which does not divide {subject.hosts.num_slots} GPUs",
+            effect="the run stops when the groups are made",
+            fix=f"write a number that divides {slots}, the GPUs of a node",
+        )
+
+
+def _gpu(subject: Subject) -> Iterator[Fault]:
+    needs, cluster = subject.estimate, subject.cluster
+    if needs is None or cluster is None or needs.fits_gpu or _is_a_guess(subject):
+        return
+    needed, there = needs.memory.device_bytes_per_gpu, cluster.gpu.memory_bytes
+    surely = needed > SURELY_MORE * there
+    yield Fault(
+        pointer=("zero_optimization",),
+        severity=Severity.ERROR if surely else Severity.WARNING,
+        problem=f"{needs.configuration.title} needs {format_bytes(needed)} on each GPU; {cluster.gpu.name} has "
+        f"{format_bytes(there)}",
+        effect="it runs out of memory" if surely else "it is so close that it may run out of memory",
+        fix="dstrain plan shows what fits",
+    )
+
+
+def _host(subject: Subject) -> Iterator[Fault]:
+    needs, cluster = subject.estimate, subject.cluster
+    if needs is None or cluster is None or needs.fits_host or _is_a_guess(subject):
+        return
+    needed, there = needs.memory.host_bytes_per_node, cluster.host_memory_bytes
+    yield Fault(
+        pointer=("zero_optimization",),
+        severity=Severity.ERROR if needed > SURELY_MORE * there else Severity.WARNING,
+        problem=f"{needs.configuration.title} needs {format_bytes(needed)} of RAM on each node, which has "
+        f"{format_bytes(there)}",
+        effect="the kernel ends a rank (exit code -9)",
+        fix="offload less, or use more nodes: dstrain plan shows what fits",
+    )
+
+
+def _disk(subject: Subject) -> Iterator[Fault]:
+    if subject.estimate is None or subject.free_disk_bytes is None or subject.job is None:
+        return
+    needed = subject.estimate.memory.checkpoint_bytes
+    if needed > subject.free_disk_bytes:
+        yield Fault(
+            place=subject.job.locate(("output_dir",)),
+            problem=f"one checkpoint takes {format_bytes(needed)}; where output_dir is, "
+            f"{format_bytes(subject.free_disk_bytes)} are free",
+            effect="the run stops when the first checkpoint is written",
+            fix="free some space, or name an output_dir on a larger disk",
+        )
+
+
+def _nvme(subject: Subject) -> Iterator[Fault]:
+    if subject.estimate is None or subject.free_nvme_bytes is None:
+        return
+    needed = subject.estimate.memory.nvme_bytes_per_node
+    if needed > subject.free_nvme_bytes:
+        yield Fault(
+            pointer=("zero_optimization", "offload_optimizer", "nvme_path"),
+            problem=f"what goes to NVMe takes {format_bytes(needed)} on each node; there "
+            f"{format_bytes(subject.free_nvme_bytes)} are free",
+            effect="the run stops when the engine starts",
+            fix="free some space, or name a folder on a larger drive",
+        )
+
+
+def _is_a_guess(subject: Subject) -> bool:
+    """Returns whether nobody knows the GPU: nothing is said to fit or not to fit one that was assumed."""
+    return subject.cluster is None or subject.cluster.gpu_origin == "assumed" or subject.cluster.gpu.is_cpu
+
+
+# fmt: off
+RULES = (
+    Rule(id="DS801", severity=Severity.ERROR, title="a group that does not divide the GPUs", find=_divides,
+         source="deepspeed 0.19.8 utils/groups.py: _create_zero_param_parallel_group"),
+    Rule(id="DS802", severity=Severity.ERROR, title="does not fit the GPU", find=_gpu, source="dstrain.plan.estimate"),
+    Rule(id="DS803", severity=Severity.ERROR, title="does not fit the RAM", find=_host, source="dstrain.plan.estimate"),
+    Rule(id="DS807", severity=Severity.ERROR, title="does not fit the NVMe drive", find=_nvme,
+         source="dstrain.plan.estimate"),
+    Rule(id="DS804", severity=Severity.ERROR, title="does not fit the disk", find=_disk,
+         source="dstrain.plan.estimate"),
+)
+"""Rules about the machines."""
+# fmt: on

@@ -1,0 +1,107 @@
+"""Rules about the model: what its experts, its dtype, its saving and its shape ask of a configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from dstrain.config.lint.finding import Fault, Severity
+from dstrain.config.lint.rule import Rule
+from dstrain.config.lint.subject import Subject
+
+_GATHER = "stage3_gather_16bit_weights_on_model_save"
+_OLD_GATHER = "stage3_gather_fp16_weights_on_model_save"
+_DEFAULT_LEAVES = ("MixtralSparseMoeBlock", "Qwen2MoeSparseMoeBlock", "Qwen3MoeSparseMoeBlock")
+"""Source: deepspeed 0.19.8 runtime/zero/leaf_module_config.py: DEFAULT_LEAF_MODULE_CLASSES."""
+_BY_HIDDEN_SIZE = ("stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
+
+
+def _saving(subject: Subject) -> Iterator[Fault]:
+    zero = subject.at("zero_optimization", {})
+    is_set = any(subject.is_true(f"zero_optimization.{name}") for name in (_GATHER, _OLD_GATHER))
+    if subject.stage != 3 or not subject.is_trainers or is_set or not isinstance(zero, dict):
+        return
+    pointer = ("zero_optimization", _GATHER)
+    yield Fault(
+        pointer=pointer if _GATHER in zero else ("zero_optimization",),
+        problem=f"ZeRO-3 without {_GATHER}",
+        effect="save_model writes no weights, only a folder from which zero_to_fp32.py makes some",
+        fix=f'write "{_GATHER}": true',
+    )
+
+
+def _leaves(subject: Subject) -> Iterator[Fault]:
+    moe = subject.model.moe if subject.model is not None else None
+    if subject.model is None or moe is None or subject.stage != 3:
+        return
+    given = subject.at("zero_optimization.leaf_module", {})
+    section = given if isinstance(given, dict) else {}
+    classes = section.get("classes", list(_DEFAULT_LEAVES))
+    named = [*classes] if isinstance(classes, list) else [classes]
+    is_named = any(str(name).rsplit(".", 1)[-1] == moe.block_class for name in named)
+    if is_named or section.get("names") or section.get("name_suffixes"):
+        return
+    yield Fault(
+        pointer=("zero_optimization", "leaf_module", "classes"),
+        problem=f"the experts of {subject.model.name} ({moe.block_class}) are no leaf module",
+        effect="ranks whose tokens visit other experts gather in another order, and wait for each other for ever",
+        fix=f'write "leaf_module": {{"classes": ["{moe.block_class}"]}}',
+    )
+
+
+def _composite(subject: Subject) -> Iterator[Fault]:
+    """Below ZeRO-3 Transformers leaves these two, and accelerate looks for hidden_size at the top of config.json."""
+    if subject.model is None or subject.model.vision is None or not subject.is_trainers or subject.stage == 3:
+        return
+    for name in _BY_HIDDEN_SIZE:
+        if subject.at(f"zero_optimization.{name}", None) == "auto":
+            yield Fault(
+                pointer=("zero_optimization", name),
+                problem=f'{name} is "auto", and config.json of {subject.model.name} has no hidden_size at its top',
+                effect="accelerate ends the run: it cannot compute the value",
+                fix="remove the line: nothing reads it below ZeRO-3",
+            )
+
+
+def _fp16(subject: Subject) -> Iterator[Fault]:
+    given = subject.at("fp16.enabled", False)
+    by_job = given == "auto" and subject.job is not None and subject.job.job.precision == "fp16"
+    has_choice = subject.cluster is None or subject.cluster.gpu.has_bf16
+    if subject.model is None or subject.model.dtype != "bfloat16" or not (given is True or by_job) or not has_choice:
+        return
+    yield Fault(
+        pointer=("fp16", "enabled"),
+        problem=f"fp16 for {subject.model.name}, which was trained in bf16",
+        effect="its activations may be larger than fp16 holds: overflows, a falling loss scale, NaN",
+        fix="write precision: bf16 in job.yaml" if by_job else 'use bf16: "bf16": {"enabled": true}',
+    )
+
+
+def _reentrant(subject: Subject) -> Iterator[Fault]:
+    """Without re-entering, recomputing compares the saved tensors' shapes, and ZeRO-3 has emptied frozen parameters."""
+    if subject.job is None or subject.stage != 3:
+        return
+    job = subject.job.job
+    if job.method != "full" and job.grad_ckpt:
+        yield Fault(
+            pointer=("zero_optimization", "stage"),
+            problem=f"{job.method} under ZeRO-3 with grad_ckpt ({subject.job.locate(('grad_ckpt',))})",
+            effect="recomputing without re-entering ends in a CheckpointError; dstrain run re-enters here by itself",
+            fix="nothing for dstrain run; a script of your own sets use_reentrant in its checkpointing arguments",
+        )
+
+
+# fmt: off
+RULES = (
+    Rule(id="DS601", severity=Severity.WARNING, title="ZeRO-3 that saves no weights", find=_saving,
+         source="Transformers 5.23 trainer.py: save_model"),
+    Rule(id="DS602", severity=Severity.WARNING, title="experts that are no leaf module", find=_leaves,
+         source="deepspeed 0.19.8 runtime/zero/leaf_module_config.py; ms-swift#5875, DeepSpeed#7461"),
+    Rule(id="DS603", severity=Severity.ERROR, title="a size that cannot be computed", find=_composite,
+         source="accelerate 1.15 accelerator.py: _prepare_deepspeed, hidden_size_based_keys"),
+    Rule(id="DS605", severity=Severity.INFO, title="adapters under ZeRO-3 with checkpointing", find=_reentrant,
+         source="transformers#47254, trl#2514; dstrain/train/arguments.py: checkpointing_kwargs"),
+    Rule(id="DS604", severity=Severity.WARNING, title="fp16 for a model trained in bf16", find=_fp16,
+         source="Transformers' DeepSpeed guide; T5 and Gemma"),
+)
+"""Rules about the model."""
+# fmt: on

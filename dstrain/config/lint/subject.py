@@ -1,0 +1,128 @@
+"""What is linted: a configuration, and what is known of the job, the model and the machines that it is for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from dstrain.config.edits.merge import REMOVED, lookup
+from dstrain.config.jsonc import Document, Pointer
+from dstrain.config.keys.table import ROWS
+
+if TYPE_CHECKING:
+    from dstrain.facts.cluster.cluster import Cluster
+    from dstrain.facts.cluster.hostfile import Hosts
+    from dstrain.facts.model.model_facts import ModelFacts
+    from dstrain.job.file import JobFile
+    from dstrain.plan.estimate_records import Estimate
+
+_OTHER_NAMES = {row.path: row.alias_of for row in ROWS if row.alias_of is not None}
+ABSENT: Any = REMOVED
+"""What a look-up gives where nothing stands."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """A configuration with everything that rules may ask. What is not known is None, and rules about it are silent."""
+
+    document: Document
+    """The configuration; its value is an object."""
+    is_trainers: bool
+    """Whether the Hugging Face Trainer reads it; else `deepspeed.initialize` does."""
+    job: JobFile | None = None
+    """The job that it belongs to."""
+    hosts: Hosts | None = None
+    """The machines of its hostfile."""
+    model: ModelFacts | None = None
+    """The model of the job."""
+    cluster: Cluster | None = None
+    """The machines."""
+    estimate: Estimate | None = None
+    """What the configuration needs; None also where it cannot be understood."""
+    free_disk_bytes: int | None = None
+    """What is free where the job writes checkpoints."""
+    free_nvme_bytes: int | None = None
+    """What is free where states are offloaded to."""
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The configuration."""
+        value: dict[str, Any] = self.document.value
+        return value
+
+    def at(self, path: str, default: Any = ABSENT) -> Any:
+        """Returns the value at a dotted path, also under other names of its keys, or `default` where nothing stands."""
+        found = lookup(self.config, tuple(path.split(".")))
+        if found is ABSENT and (other := _other_name(path)) is not None:
+            found = lookup(self.config, tuple(other.split(".")))
+        return default if found is ABSENT else found
+
+    def has(self, path: str) -> bool:
+        """Returns whether something stands at a dotted path."""
+        return self.at(path) is not ABSENT
+
+    def is_true(self, path: str, default: bool = False) -> bool:
+        """Returns whether a switch is on."""
+        return self.at(path, default) is True
+
+    @property
+    def stage(self) -> int:
+        """The ZeRO stage that the engine runs; "3" is 3 to it, and anything that is none is 0."""
+        stage = self.at("zero_optimization.stage", 0)
+        if isinstance(stage, str) and stage.strip() in ("0", "1", "2", "3"):
+            return int(stage)
+        return stage if isinstance(stage, int) and not isinstance(stage, bool) else 0
+
+    def device(self, section: str) -> str:
+        """Returns where `offload_optimizer` or `offload_param` keeps things: `cpu`, `nvme` or `none`."""
+        old = {"offload_optimizer": "cpu_offload", "offload_param": "cpu_offload_param"}[section]
+        before = "cpu" if self.at(f"zero_optimization.{old}", None) is True else "none"
+        device = self.at(f"zero_optimization.{section}.device", before)
+        return device if device in ("cpu", "nvme") else "none"
+
+    @property
+    def offloads_optimizer(self) -> bool:
+        """Whether ZeRO keeps optimizer states off the GPU."""
+        return self.stage > 0 and self.device("offload_optimizer") != "none"
+
+    def number(self, path: str, default: float) -> float:
+        """Returns a number at a path, or the default where none stands, or one that no float holds."""
+        value = self.at(path, default)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        return value if is_number and abs(value) < 2**63 else default
+
+    @property
+    def num_ranks(self) -> int | None:
+        """Ranks of the run, where the machines are known."""
+        return self.hosts.num_slots if self.hosts is not None else None
+
+    def walk(self) -> Iterator[tuple[Pointer, Any]]:
+        """Yields every pointer with its value, outer ones first."""
+        yield from _walk((), self.config)
+
+
+def _other_name(path: str) -> str | None:
+    """Returns a path under the other name of one of its keys: `bfloat16.enabled` for `bf16.enabled`."""
+    for name, canonical in _OTHER_NAMES.items():
+        if path == canonical or path.startswith(f"{canonical}."):
+            return name + path.removeprefix(canonical)
+    return None
+
+
+def _walk(pointer: Pointer, value: Any) -> Iterator[tuple[Pointer, Any]]:
+    inner = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
+    for key, each in inner:
+        yield (*pointer, key), each
+        yield from _walk((*pointer, key), each)
+
+
+def shown(value: Any) -> str:
+    """Returns a value as it stands in the file, its end left out where it is long.
+
+    >>> shown("x"), shown(True)
+    ('"x"', 'true')
+    """
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 60 else text[:59] + "…"

@@ -1,0 +1,72 @@
+"""The configuration as the Trainer is given it: what is missing is added, and every "auto" that is known is filled."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from dstrain.config.jsonc import Pointer
+
+if TYPE_CHECKING:
+    from dstrain.facts.model.model_facts import ModelFacts
+    from dstrain.job.schema import Job
+
+_PRECISIONS = ("bf16", "fp16")
+
+
+def for_trainer(config: Mapping[str, Any], job: Job, model: ModelFacts | None, *, num_ranks: int) -> dict[str, Any]:
+    """Returns the configuration without `$schema` and parked blocks, with what the Trainer fills where it stands only.
+
+    Without the added keys DeepSpeed clips at its own 1.0, counts one accumulation step, and trains in fp32. What
+    depends on the number of steps stays "auto": only the ranks know the length of the data.
+    """
+    effective = {key: copy.deepcopy(value) for key, value in config.items() if not key.startswith(("$", "_", "x-"))}
+    for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"):
+        effective.setdefault(key, "auto")
+    for section in _PRECISIONS:
+        given = effective.get(section, {} if section == job.precision else None)
+        if isinstance(given, dict) and "enabled" not in given:
+            effective[section] = {**given, "enabled": "auto"}
+    for pointer, value in filled(job, model, num_ranks=num_ranks).items():
+        _fill(effective, pointer, value)
+    return effective
+
+
+def _fill(config: dict[str, Any], pointer: Pointer, value: Any) -> None:
+    """Puts a value where "auto" stands."""
+    node: Any = config
+    for part in pointer[:-1]:
+        node = node.get(part) if isinstance(node, dict) else None
+    if isinstance(node, dict) and node.get(pointer[-1]) == "auto":
+        node[pointer[-1]] = value
+
+
+def filled(job: Job, model: ModelFacts | None, *, num_ranks: int | None) -> dict[Pointer, Any]:
+    """Returns what the Trainer puts for "auto" before it knows the number of steps.
+
+    Source: Transformers 5.23 integrations/deepspeed.py: trainer_config_process, trainer_config_finalize.
+    """
+    values: dict[Pointer, Any] = {
+        ("train_micro_batch_size_per_gpu",): job.micro_batch,
+        ("gradient_accumulation_steps",): job.grad_accum,
+        ("gradient_clipping",): job.max_grad_norm,
+        ("bf16", "enabled"): job.precision == "bf16",
+        ("fp16", "enabled"): job.precision == "fp16",
+        ("optimizer", "params", "lr"): job.learning_rate,
+        ("optimizer", "params", "betas"): [job.adam_beta1, job.adam_beta2],
+        ("optimizer", "params", "weight_decay"): job.weight_decay,
+        ("optimizer", "params", "eps"): job.adam_epsilon,
+        ("scheduler", "params", "warmup_min_lr"): 0,
+        ("scheduler", "params", "warmup_max_lr"): job.learning_rate,
+    }
+    if num_ranks is not None:
+        values[("train_batch_size",)] = job.micro_batch * job.grad_accum * num_ranks
+    if model is not None:
+        h = model.hidden_size
+        values |= {
+            ("zero_optimization", "reduce_bucket_size"): h * h,
+            ("zero_optimization", "stage3_prefetch_bucket_size"): int(0.9 * h * h),
+            ("zero_optimization", "stage3_param_persistence_threshold"): 10 * h,
+        }
+    return values

@@ -1,0 +1,1 @@
+"""Renders Jinja templates to ds_config.json, job.yaml and hostfile."""

@@ -1,0 +1,65 @@
+"""The files of a plan: ds_config.json, job.yaml and hostfile, as text."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from dstrain.config.lint import engine
+from dstrain.config.lint.subject import Subject
+from dstrain.config.schema import CONFIG_SCHEMA, SCHEMA_KEY
+from dstrain.config.templates.templates import render_json, render_yaml
+from dstrain.config.templates.values import config_values, job_values, template_of
+from dstrain.errors import InvalidConfig
+from dstrain.facts.cluster import hostfile
+from dstrain.facts.cluster.cluster import Cluster
+from dstrain.facts.cluster.hostfile import Hosts
+from dstrain.facts.model.model_facts import ModelFacts
+from dstrain.plan.estimate import effective
+from dstrain.plan.estimate_records import Plan
+from dstrain.plan.request import Request
+
+
+def config_text(config: dict[str, Any]) -> str:
+    """Returns a DeepSpeed configuration as strict JSON: two spaces, the template's order, UTF-8."""
+    return json.dumps(config, indent=2, ensure_ascii=False) + "\n"
+
+
+def _require_planned(template: str, config: dict[str, Any], plan: Plan, model: ModelFacts) -> None:
+    """Raises InvalidConfig when a template, somebody's own perhaps, makes another ZeRO than the plan's."""
+    chosen = plan.chosen.configuration
+    try:
+        made = effective(model, Request(), config)
+    except InvalidConfig as error:
+        raise InvalidConfig(f"{template}: {error.problem}", hint="Mend the template.") from None
+    if (made.zero_stage, made.offload) != (chosen.zero_stage, chosen.offload):
+        raise InvalidConfig(
+            f"{template}: makes ZeRO-{made.zero_stage} with offload {made.offload}, and the plan is {chosen.title}",
+            hint="Mend the template, or ask for that way with --zero-stage and --offload.",
+        )
+
+
+def _require_sound(template: str, config: dict[str, Any]) -> None:
+    """Raises InvalidConfig for a template, somebody's own perhaps, that makes what lint calls an error."""
+    document, found = engine.read(config_text(config), template)
+    if document is not None:
+        found = engine.errors(engine.check(Subject(document=document, is_trainers=True)))
+    if found:
+        said = [f"{each.pointer}: {each.rule}: {each.problem}; {each.effect}" for each in found]
+        raise InvalidConfig("\n".join(f"{template}: {line}" for line in said), hint="Mend the template.")
+
+
+def generated(
+    plan: Plan, model: ModelFacts, cluster: Cluster, hosts: Hosts, *, template_dir: Path | None, job: dict[str, Any]
+) -> dict[str, str]:
+    """Returns file names and texts; `job` holds what the user said about model, data, hub and output."""
+    template = template_of(plan.chosen.configuration)
+    config = render_json(template, config_values(plan, model, cluster), override=template_dir)
+    _require_planned(template, config, plan, model)
+    _require_sound(template, config)
+    return {
+        "ds_config.json": config_text({SCHEMA_KEY: f"./{CONFIG_SCHEMA}", **config}),
+        "job.yaml": render_yaml("job.yaml.j2", job_values(plan, cluster, **job)),
+        "hostfile": hostfile.render(hosts),
+    }

@@ -1,0 +1,141 @@
+"""Jinja templates: the only importer of Jinja. Templates hold structure; every value that enters is escaped.
+
+They render in Jinja's sandbox: a template may be somebody else's, and reaches nothing but the values it is given.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shlex
+import traceback
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, TemplateError, TemplateNotFound, UndefinedError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from dstrain.config import jsonc
+from dstrain.errors import InvalidConfig, did_you_mean
+from dstrain.paths import shipped
+
+_REASON = re.compile(r'\{#(?P<why>(?:(?!#\}).)*)#\}\s*"(?P<key>\w+)":', re.DOTALL)
+"""A comment right above a key."""
+
+
+def _environment(folders: list[Path], escape: Callable[[Any], str]) -> Environment:
+    return ImmutableSandboxedEnvironment(
+        loader=FileSystemLoader(folders),
+        undefined=StrictUndefined,
+        finalize=escape,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=False,
+    )
+
+
+def _render(name: str, folders: list[Path], values: Mapping[str, Any], escape: Callable[[Any], str]) -> str:
+    try:
+        return _environment(folders, escape).get_template(name).render(values)
+    except TemplateNotFound as error:
+        legal = [path.name for folder in folders for path in sorted(folder.glob("*.j2"))]
+        raise InvalidConfig(f'there is no template "{error.name}"', hint=did_you_mean(str(error.name), legal)) from None
+    except UndefinedError as error:
+        hint = f"Known values: {', '.join(sorted(values))}"
+        raise InvalidConfig(f"{_raised_at(error, name)}: {error.message}", hint=hint) from None
+    except TemplateError as error:
+        line, partial = getattr(error, "lineno", None), getattr(error, "name", None) or name
+        raise InvalidConfig(f"{partial}{f':{line}' if line else ''}: {error.message}") from None
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RecursionError) as error:
+        # what a template computes is its author's, who may be the user
+        raise InvalidConfig(f"{_raised_at(error, name)}: {type(error).__name__}: {error}") from None
+
+
+def _raised_at(error: Exception, name: str) -> str:
+    """Returns the template, `name` or a partial of it, with the line that raised an error."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename.endswith(".j2")]
+    return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else name
+
+
+def _json(value: Any) -> str:
+    if isinstance(value, StrictUndefined):
+        str(value)  # raises UndefinedError with the name
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _shell(value: Any) -> str:
+    return shlex.quote(str(value))
+
+
+def config_folders(override: Path | None) -> list[Path]:
+    """Returns the folders in which DeepSpeed templates are looked up: the user's own first."""
+    if override is not None and not any((override / path.name).is_file() for path in shipped("ds_templates").iterdir()):
+        raise InvalidConfig(
+            f"--template-dir {override}: no such folder, or none of its files has a template's name",
+            hint=f"dstrain templates eject --dir {override}",
+        )
+    return [folder for folder in (override, shipped("ds_templates")) if folder is not None]
+
+
+def render_json(name: str, values: Mapping[str, Any], *, override: Path | None = None) -> dict[str, Any]:
+    """Returns the DeepSpeed configuration that a template makes of `values`.
+
+    Raises InvalidConfig when a name is not defined, when the result is not JSON, or when a key stands twice.
+    """
+    text = _render(name, config_folders(override), values, _json)
+    value = jsonc.parse(text, name).value
+    if not isinstance(value, dict):
+        raise InvalidConfig(f"{name}: the template makes a {type(value).__name__}, not an object")
+    return value
+
+
+def render_yaml(name: str, values: Mapping[str, Any]) -> str:
+    """Returns the text of a job file; JSON values are YAML values."""
+    return _render(name, [shipped("launch")], values, _json)
+
+
+def render_script(name: str, values: Mapping[str, Any]) -> str:
+    """Returns the text of a shell script; every value is quoted for the shell."""
+    return _render(name, [shipped("launch")], values, _shell)
+
+
+def template_texts(names: Iterable[str], *, override: Path | None = None) -> dict[str, str]:
+    """Returns the texts of templates and of the partials they include, by name."""
+    found: dict[str, str] = {}
+    waiting = list(names)
+    while waiting:
+        name = waiting.pop(0)
+        if name in found:
+            continue
+        path = next((folder / name for folder in config_folders(override) if (folder / name).is_file()), None)
+        if path is None:
+            raise InvalidConfig(f'there is no template "{name}"', hint=did_you_mean(name, template_names()))
+        found[name] = path.read_text(encoding="utf-8")
+        waiting += re.findall(r'{%-?\s*include\s+"([^"]+)"', found[name])
+    return found
+
+
+def reasons_in(name: str, *, override: Path | None = None) -> dict[str, str]:
+    """Returns why a template and its partials write a key: key name to the comment right above its line.
+
+    The first comment of a file is about the file.
+    """
+    found: dict[str, str] = {}
+    for text in template_texts([name], override=override).values():
+        for match in _REASON.finditer(text, 1):
+            found[match["key"]] = " ".join(match["why"].split())
+    return found
+
+
+def template_hash(name: str, *, override: Path | None = None) -> str:
+    """Returns the SHA-256 of a template with its partials."""
+    texts = template_texts([name], override=override)
+    return hashlib.sha256("".join(f"{key}\n{texts[key]}" for key in sorted(texts)).encode()).hexdigest()
+
+
+def template_names() -> list[str]:
+    """Returns the DeepSpeed templates that ship, without the partials."""
+    return sorted(path.name for path in shipped("ds_templates").glob("*.json.j2") if not path.name.startswith("_"))

@@ -1,0 +1,77 @@
+"""The values that templates are filled with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dstrain.choices import Method, Offload
+from dstrain.facts.cluster.cluster import Cluster
+from dstrain.facts.model.model_facts import ModelFacts
+from dstrain.plan.configuration import Configuration
+from dstrain.plan.estimate_records import Plan
+
+_TEMPLATES = {
+    (1, Offload.NONE): "zero1.json.j2",
+    (2, Offload.NONE): "zero2.json.j2",
+    (3, Offload.NONE): "zero3.json.j2",
+    (2, Offload.OPTIMIZER): "zero2_offload_optimizer.json.j2",
+    (3, Offload.OPTIMIZER): "zero3_offload_optimizer.json.j2",
+    (3, Offload.PARAMS): "zero3_offload_all.json.j2",
+    (3, Offload.NVME): "zero3_nvme.json.j2",
+}
+"""The template of each way of ZeRO."""
+
+
+def template_of(configuration: Configuration) -> str:
+    """Returns the name of the template for a configuration."""
+    return _TEMPLATES[configuration.zero_stage, configuration.offload]
+
+
+def config_values(plan: Plan, model: ModelFacts, cluster: Cluster) -> dict[str, Any]:
+    """Returns what DeepSpeed templates may name."""
+    configuration = plan.chosen.configuration
+    moe_block = model.moe.block_class if model.moe and configuration.zero_stage == 3 else None
+    return {
+        "overlap_comm": configuration.overlap_comm,
+        "reduce_bucket_size": configuration.reduce_bucket_size,
+        "prefetch_bucket_size": configuration.prefetch_bucket_size,
+        "param_persistence_threshold": configuration.param_persistence_threshold,
+        "max_live_parameters": configuration.max_live_parameters,
+        "max_reuse_distance": configuration.max_reuse_distance,
+        "sub_group_size": configuration.sub_group_size,
+        "pin_memory": configuration.pin_memory,
+        "moe_block_class": moe_block,
+        "nvme_path": cluster.nvme_path,
+        "nvme_buffer_size": _nvme_buffer_size(model, cluster),
+        "fp16": configuration.precision == "fp16",
+    }
+
+
+def _nvme_buffer_size(model: ModelFacts, cluster: Cluster) -> int:
+    """Returns elements of one swap buffer: the largest parameter's share, rounded up to a power of two.
+
+    Source: deepspeed 0.19.8 runtime/swap_tensor/partitioned_param_swapper.py: a buffer must hold a whole partition.
+    """
+    share = -(-model.largest_tensor_numel // cluster.num_gpus)
+    return int(max(2**20, 1 << (share - 1).bit_length()))
+
+
+def job_values(plan: Plan, cluster: Cluster, **given: Any) -> dict[str, Any]:
+    """Returns what the job template names; `given` holds model, data, hub and output folder as the user asked."""
+    configuration = plan.chosen.configuration
+    return {
+        "method": configuration.method,
+        "is_adapter": configuration.method is not Method.FULL,
+        "lora": configuration.lora,
+        "precision": configuration.precision,
+        "attn": configuration.attn,
+        "seq_len": configuration.seq_len,
+        "packing": configuration.packing,
+        "micro_batch": configuration.micro_batch,
+        "grad_accum": configuration.grad_accum,
+        "grad_ckpt": configuration.grad_ckpt,
+        "learning_rate": plan.learning_rate,
+        "global_batch": plan.global_batch,
+        "env": {"DS_ACCELERATOR": "cpu"} if cluster.gpu.is_cpu else {},
+        **given,
+    }

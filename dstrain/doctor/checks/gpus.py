@@ -1,0 +1,219 @@
+"""GPUs and driver: errors of memory, Xid errors, persistence, throttling, who else is there."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+from dstrain.doctor.facts import Facts
+from dstrain.doctor.finding import Finding, Mark, Notes, listed
+from dstrain.doctor.gpu_facts import Gpus, GpuState
+from dstrain.doctor.reach import BUSY_BYTES
+from dstrain.doctor.requirements import Needs
+from dstrain.units import MIB
+
+_RESET = "sudo nvidia-smi --gpu-reset -i {gpus}  (with nothing running on them), or: sudo reboot"
+_REPLACE = "take them out of the run, and have them replaced: nvidia-smi -q -i {gpus} is what support asks for"
+_DATA_CENTRE = re.compile(r"\b([AHV][18]00|H20|[BH][23]00|G[BH][23]00|A[1-4]0G?|L4|L20|L40S?|T4|P100)\b")
+_FAILED_REPAIRS = {"remapped_row_failure", "unrepairable_memory", "sram_threshold_exceeded"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """Something that may be wrong with a GPU."""
+
+    has: Callable[[GpuState], bool]
+    """Whether a GPU has it."""
+    mark: Mark
+    """How much it matters."""
+    what: str
+    """What it is; `{each}` stands for what differs from GPU to GPU."""
+    fix: str
+    """What to type; `{gpus}` stands for the GPUs' numbers, `{gpu}` for the first of them."""
+    each: Callable[[GpuState], str] = lambda gpu: ""
+    """What differs from GPU to GPU."""
+
+
+FAULTS: tuple[Fault, ...] = (
+    Fault(
+        has=lambda gpu: gpu.uncorrectable_now > 0,
+        mark=Mark.ERROR,
+        what="{each} uncorrectable memory errors since the driver was loaded: what they compute cannot be trusted",
+        fix=_RESET,
+        each=lambda gpu: str(gpu.uncorrectable_now),
+    ),
+    Fault(
+        has=lambda gpu: bool(_FAILED_REPAIRS & set(gpu.repairs)),
+        mark=Mark.ERROR,
+        what="bad memory that cannot be repaired ({each})",
+        fix=_REPLACE,
+        each=lambda gpu: ", ".join(sorted(_FAILED_REPAIRS & set(gpu.repairs))),
+    ),
+    Fault(
+        has=lambda gpu: bool(set(gpu.repairs) - _FAILED_REPAIRS),
+        mark=Mark.ERROR,
+        what="bad memory is repaired at the next reset ({each})",
+        fix=_RESET,
+        each=lambda gpu: ", ".join(sorted(set(gpu.repairs) - _FAILED_REPAIRS)),
+    ),
+    Fault(
+        has=lambda gpu: gpu.recovery is not None,
+        mark=Mark.ERROR,
+        what='the driver asks for "{each}"',
+        fix=_RESET,
+        each=lambda gpu: gpu.recovery or "",
+    ),
+    Fault(
+        has=lambda gpu: gpu.fabric in {"In Progress", "Not Started"},
+        mark=Mark.ERROR,
+        what='the NVSwitch fabric is "{each}": CUDA does not start',
+        fix="sudo systemctl restart nvidia-fabricmanager  (of the driver's version)",
+        each=lambda gpu: gpu.fabric or "",
+    ),
+    Fault(
+        has=lambda gpu: gpu.compute_mode == "Prohibited",
+        mark=Mark.ERROR,
+        what="the compute mode prohibits every program",
+        fix="sudo nvidia-smi -i {gpus} -c DEFAULT",
+    ),
+    Fault(
+        has=lambda gpu: gpu.has_mig,
+        mark=Mark.WARNING,
+        what="cut into slices (MIG), on which DeepSpeed's launcher cannot start ranks",
+        fix="sudo nvidia-smi -i {gpus} -mig 0",
+    ),
+    Fault(
+        has=lambda gpu: gpu.uncorrectable_now == 0 and gpu.uncorrectable_ever > 0,
+        mark=Mark.WARNING,
+        what="uncorrectable memory errors in their life ({each}), none since the driver was loaded",
+        fix="watch them: nvidia-smi -q -d ECC,ROW_REMAPPER -i {gpus}",
+        each=lambda gpu: str(gpu.uncorrectable_ever),
+    ),
+    Fault(
+        has=lambda gpu: gpu.has_ecc is False and _DATA_CENTRE.search(gpu.name) is not None,
+        mark=Mark.WARNING,
+        what="ECC is off: an error of memory goes unseen into the weights",
+        fix="sudo nvidia-smi -i {gpus} -e 1 && sudo reboot",
+    ),
+    Fault(
+        has=lambda gpu: bool(gpu.slowdowns),
+        mark=Mark.WARNING,
+        what="throttled: {each}",
+        fix="nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER -i {gpus}; check fans, air flow and power supply",
+        each=lambda gpu: ", ".join(gpu.slowdowns) + (f" at {gpu.celsius} °C" if gpu.celsius is not None else ""),
+    ),
+    Fault(
+        has=lambda gpu: (gpu.power_limit_w or 0) < 0.95 * (gpu.default_power_limit_w or 0) and bool(gpu.power_limit_w),
+        mark=Mark.WARNING,
+        what="power limit {each}",
+        fix="sudo nvidia-smi -i {gpus} -pl {gpu.default_power_limit_w:.0f}  (where cooling and power supply allow it)",
+        each=lambda gpu: f"{gpu.power_limit_w:.0f} W, by default {gpu.default_power_limit_w:.0f} W",
+    ),
+    Fault(
+        has=lambda gpu: (gpu.link_width or 99) < (gpu.max_link_width or 0),
+        mark=Mark.WARNING,
+        what="PCIe runs on {each} lanes",
+        fix="check slot, riser and BIOS: sudo lspci -vv | grep -E 'NVIDIA|LnkSta:'",
+        each=lambda gpu: f"{gpu.link_width} of {gpu.max_link_width}",
+    ),
+    Fault(
+        has=lambda gpu: gpu.is_persistent is False,
+        mark=Mark.WARNING,
+        what="persistence mode is off: every start loads the driver anew, which takes seconds",
+        fix="sudo nvidia-smi -pm 1",
+    ),
+    Fault(
+        has=lambda gpu: (gpu.used_mib or 0) * MIB > BUSY_BYTES,
+        mark=Mark.WARNING,
+        what="in use: {each}",
+        fix="nvidia-smi shows by whom; or leave them out: export CUDA_VISIBLE_DEVICES=…",
+        each=lambda gpu: f"{(gpu.used_mib or 0) / 1024:.1f} GiB" + (f" by {', '.join(gpu.users)}" if gpu.users else ""),
+    ),
+)
+"""What may be wrong with a GPU, one row a fault."""
+
+
+def check(facts: Facts, needs: Needs) -> list[Finding]:
+    """Returns what is to be said about GPUs and driver."""
+    found = facts.gpus
+    if found is None:
+        return []
+    notes = Notes("gpus")
+    if found.gpus:
+        _names(found, needs, notes)
+        faults(found.gpus, _used(found.gpus, needs), notes)
+    elif needs.on_cpu:
+        notes.ok("training is on the CPU (DS_ACCELERATOR=cpu); no GPU is asked for")
+    elif not found.has_driver:
+        _no_gpu(needs, notes)
+    else:
+        _no_answer(found, needs, notes)
+    return notes.findings
+
+
+def _names(found: Gpus, needs: Needs, notes: Notes) -> None:
+    kinds = list(dict.fromkeys(gpu.name for gpu in found.gpus))
+    counted = ", ".join(f"{sum(gpu.name == kind for gpu in found.gpus)} × {kind}" for kind in kinds)
+    told = f"{counted}, driver {found.driver} (CUDA up to {found.cuda})"
+    if len(kinds) > 1:
+        notes.warn(f"{told}: the slowest sets the pace", "export CUDA_VISIBLE_DEVICES=…  with GPUs of one kind")
+    else:
+        notes.ok(told)
+    count = len(found.gpus)
+    if needs.slots is not None and not needs.on_cpu and count < needs.slots:
+        notes.bad(f"{needs.slots} slots, and there are {count} GPUs", f"write slots={count} into the hostfile")
+
+
+def _used(gpus: Sequence[GpuState], needs: Needs) -> frozenset[int]:
+    """Returns the numbers of the GPUs that a run would use: on one host those that CUDA_VISIBLE_DEVICES leaves."""
+    words = [word.strip() for word in needs.environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if word.strip()]
+    if needs.num_hosts > 1 or not words or not all(word.isdigit() for word in words):
+        return frozenset(range(len(gpus)))
+    return frozenset(map(int, words))
+
+
+def faults(gpus: Sequence[GpuState], used: Collection[int], notes: Notes) -> None:
+    """Takes down the faults of GPUs; GPUs with the same fault share a line, and faults with the same fix do. GPUs that
+    no run uses stop none."""
+    found: dict[tuple[str, str, bool], list[str]] = {}
+    for fault in FAULTS:
+        by_text: dict[tuple[str, bool], list[int]] = {}
+        for number, gpu in enumerate(gpus):
+            if fault.has(gpu):
+                is_bad = fault.mark is Mark.ERROR and number in used
+                by_text.setdefault((fault.what.format(each=fault.each(gpu)), is_bad), []).append(number)
+        for (text, is_bad), numbers in by_text.items():
+            who = "every GPU" if len(numbers) == len(gpus) > 1 else f"GPU {listed(numbers)}"
+            fix = fault.fix.format(gpus=",".join(map(str, numbers)), gpu=gpus[numbers[0]])
+            found.setdefault((who, fix, is_bad), []).append(text)
+    for (who, fix, is_bad), texts in found.items():
+        (notes.bad if is_bad else notes.warn)(f"{who}: {'; '.join(texts)}", fix)
+
+
+def _no_gpu(needs: Needs, notes: Notes) -> None:
+    what = "no NVIDIA GPU here: neither a driver nor nvidia-smi"
+    fix = "install the driver; or to train on the CPU: export DS_ACCELERATOR=cpu"
+    if needs.has_job:
+        notes.bad(what, fix)
+    else:
+        notes.warn(what, fix)
+
+
+def _no_answer(found: Gpus, needs: Needs, notes: Notes) -> None:
+    """Takes down why nvidia-smi does not answer. Right before a launch a slow one is no reason to stop: NVML did."""
+    if found.is_late:
+        fix = "sudo nvidia-smi -pm 1, and once more; where it hangs: sudo dmesg | grep -i xid, and sudo reboot"
+        what = f"{found.problem}: the driver hangs, or is loaded anew for each question"
+        if needs.is_quick:
+            notes.warn(what, fix)
+        else:
+            notes.bad(what, fix)
+        return
+    problem = found.problem or "nvidia-smi shows no GPU"
+    fix = "nvidia-smi; sudo dmesg | grep -i nvrm"
+    if "version mismatch" in problem:
+        fix = "sudo reboot  (the driver was updated while an older one is loaded)"
+    elif "not there" in problem:
+        fix = "apt-get install nvidia-utils-…, of the driver's version: cat /proc/driver/nvidia/version"
+    notes.bad(problem, fix)

@@ -1,0 +1,92 @@
+"""DeepSpeed's extensions: which are built, which can be, what the others lack, and locks that killed builds left."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+
+from dstrain.doctor.facts import Facts, Toolchain
+from dstrain.doctor.finding import Finding, Notes
+from dstrain.doctor.requirements import Needs
+from dstrain.facts.deepspeed_ops import OPS
+from dstrain.units import format_seconds
+
+_CPU_ONLY = "deepspeed_shm_comm"
+_INSTALL: Mapping[str, str] = MappingProxyType(
+    {
+        "apt-get": "apt-get install",
+        "dnf": "dnf install",
+        "yum": "yum install",
+        "zypper": "zypper install",
+        "pacman": "pacman -S",
+        "apk": "apk add",
+    }
+)
+"""Package manager → how it installs."""
+_RED_HAT = {"dnf", "yum", "zypper"}
+COMPILER, NINJA, HEADERS, LIBAIO, CUDA = "C++ compiler", "ninja", "Python.h", "libaio", "nvcc"
+"""What a build may lack."""
+
+
+def check(facts: Facts, needs: Needs) -> list[Finding]:
+    """Returns what is to be said about DeepSpeed's extensions."""
+    notes, tools = Notes("ops"), facts.toolchain
+    if tools is None:
+        return []
+    for lock in tools.locks:
+        if lock.is_stale:
+            idle = format_seconds(lock.idle_s)
+            what = f"{lock.path} is held by no process seen here, and nothing was written beside it for {idle}"
+            notes.bad(
+                f"{what}: ranks would wait for it forever, unless another container or host is building", lock.cure
+            )
+        elif not lock.is_abandoned:  # that one `dstrain run` removes itself
+            what = f"{lock.path} is held by no process seen here; another container or host may be building"
+            notes.warn(what, f"if nobody does: {lock.cure}")
+    relevant = [op for op in OPS if needs.on_cpu or op != _CPU_ONLY]
+    missing = {op: lacks(op, tools, on_cpu=needs.on_cpu) for op in relevant if op not in tools.built}
+    built = [op for op in relevant if op in tools.built]
+    possible = [op for op, parts in missing.items() if not parts]
+    told = [f"{', '.join(built)} built"] if built else []
+    told += [f"{', '.join(possible)} can be, on first use"] if possible else []
+    if told:
+        notes.ok("; ".join(told))
+    for parts in dict.fromkeys(parts for parts in missing.values() if parts):
+        ops = [op for op, each in missing.items() if each == parts]
+        what = f"{', '.join(ops)} cannot be built: no {', no '.join(parts)}"
+        needed = [op for op in ops if op in needs.ops]
+        fix = cure(parts, tools.installer)
+        if needed:
+            notes.bad(f"{what}; this job needs {', '.join(needed)}", fix)
+        elif not needs.is_quick:
+            notes.warn(what, fix)
+    return notes.findings
+
+
+def lacks(op: str, tools: Toolchain, *, on_cpu: bool) -> tuple[str, ...]:
+    """Returns what is missing to build an extension. Source: deepspeed 0.19.8 op_builder: async_io, fused_adam, cpu."""
+    needed = {COMPILER: tools.compiler is not None, NINJA: tools.has_ninja, HEADERS: tools.has_python_headers}
+    if op == "async_io":
+        needed[LIBAIO] = tools.has_libaio
+    if op in {"async_io", "fused_adam"} and not on_cpu:
+        needed[CUDA] = tools.has_cuda_toolkit
+    return tuple(part for part, is_there in needed.items() if not is_there)
+
+
+def cure(parts: Iterable[str], installer: str | None) -> str:
+    """Returns what to type to have the missing parts.
+
+    >>> cure([COMPILER, LIBAIO], "apt-get")
+    'apt-get install g++ libaio-dev'
+    """
+    is_rpm = installer in _RED_HAT
+    packages = {
+        COMPILER: "gcc-c++" if is_rpm else "gcc" if installer == "pacman" else "g++",
+        HEADERS: "python3-devel" if is_rpm else "python3-dev",
+        LIBAIO: "libaio-devel" if is_rpm else "libaio" if installer == "pacman" else "libaio-dev",
+    }
+    wanted = [packages[part] for part in parts if part in packages]
+    ways = [f"{_INSTALL.get(installer or '', 'install')} {' '.join(wanted)}"] if wanted else []
+    ways += ["pip install ninja"] if NINJA in parts else []
+    ways += ["install the CUDA toolkit of torch's version, and: export CUDA_HOME=…"] if CUDA in parts else []
+    return "; ".join(ways)

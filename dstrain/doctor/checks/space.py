@@ -1,0 +1,70 @@
+"""RAM and disks against what the job's estimate needs."""
+
+from __future__ import annotations
+
+from dstrain.doctor.facts import Facts, Folder, Space
+from dstrain.doctor.finding import Finding, Notes
+from dstrain.doctor.requirements import Needs
+from dstrain.units import format_bytes
+
+
+def check(facts: Facts, needs: Needs) -> list[Finding]:
+    """Returns what is to be said about RAM and disks; nothing without a job."""
+    space, notes = facts.space, Notes("space")
+    if space is None:
+        return []
+    if needs.host_bytes is not None:
+        _ram(space, needs.host_bytes, notes)
+    for path in space.unreadable:
+        notes.bad(f"{path} cannot be read here, and every rank reads it", f"ls -ld {path}; share or copy it")
+    output, nvme = space.folders.get("output"), space.folders.get("nvme")
+    if output is not None:
+        _output(output, needs, notes)
+    if nvme is not None:
+        _nvme(nvme, needs, notes)
+    return notes.findings
+
+
+def _ram(space: Space, wanted: int, notes: Notes) -> None:
+    has, free, need = format_bytes(space.ram_bytes), format_bytes(space.available_bytes), format_bytes(wanted)
+    fix = "dstrain plan shows what needs less: less offload, ZeRO-3, fewer ranks on a host"
+    if wanted > space.ram_bytes:
+        notes.bad(f"the job needs {need} of RAM on this host, which has {has}", fix)
+    elif wanted > space.available_bytes:
+        notes.warn(f"the job needs {need} of RAM on this host; {free} of {has} are free", "ps aux --sort=-rss | head")
+    else:
+        notes.ok(f"RAM: {need} needed, {free} of {has} free")
+
+
+def _output(folder: Folder, needs: Needs, notes: Notes) -> None:
+    """Takes down whether checkpoints fit. On all hosts but the first a share of each is taken: where the folder is not
+    the same one everywhere, every host writes its own ranks' part."""
+    if not folder.is_writable:
+        notes.bad(f"{folder.path} cannot be written", "name another output_dir, or: sudo chown $USER on its parent")
+        return
+    if needs.checkpoint_bytes is None:
+        return
+    one = needs.checkpoint_bytes if needs.is_first else needs.checkpoint_bytes // needs.num_hosts
+    free, size = format_bytes(folder.free_bytes), format_bytes(one)
+    count = needs.num_checkpoints
+    if folder.free_bytes < one:
+        notes.bad(f"{folder.path}: {free} free, and one checkpoint takes {size}", "name an output_dir on a larger disk")
+    elif count is None:
+        fits = folder.free_bytes // one if one else 0
+        what = f"{folder.path}: every checkpoint of {size} is kept, and {fits} fit into the {free} that are free"
+        notes.warn(what, "dstrain run --set save_total_limit=2")
+    elif folder.free_bytes < one * count:
+        what = f"{folder.path}: {free} free, and {count} checkpoints of {size} will be written"
+        notes.bad(what, "dstrain run --set save_total_limit=1, or an output_dir on a larger disk")
+    else:
+        notes.ok(f"disk: {count} × {size} of checkpoints, {free} free")
+
+
+def _nvme(folder: Folder, needs: Needs, notes: Notes) -> None:
+    free, need = format_bytes(folder.free_bytes), format_bytes(needs.nvme_bytes)
+    if not folder.is_writable:
+        notes.bad(f"nvme_path {folder.path} cannot be written", f"sudo install -d -o $USER {folder.path}")
+    elif folder.free_bytes < needs.nvme_bytes:
+        notes.bad(f"nvme_path {folder.path}: {free} free, {need} needed", "name a larger disk in ds_config.json")
+    else:
+        notes.ok(f"NVMe: {need} needed, {free} free")

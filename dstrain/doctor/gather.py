@@ -1,0 +1,71 @@
+"""Gathers the facts of this machine: every look at once, each with a time limit.
+
+`python -m dstrain.doctor.gather` does it for another machine: the question on stdin, the facts on stdout.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+from dstrain.doctor.facts import Facts, Question
+from dstrain.doctor.probes import gpus, machine, network, online, software, toolchain
+from dstrain.doctor.run_probes import all_at_once
+from dstrain.records import from_data, to_data
+
+LIMIT_S = 3.6
+"""How long all looks together may take; each of them gives up sooner where it can."""
+
+Look = Callable[[Question, Mapping[str, str]], Any]
+LOOKS: Mapping[str, Look] = MappingProxyType(
+    {
+        "software": software.look,
+        "toolchain": toolchain.look,
+        "gpus": gpus.look,
+        "kernel_log": gpus.look_kernel_log,
+        "topology": gpus.look_topology,
+        "network": network.look,
+        "limits": machine.look_limits,
+        "space": machine.look_space,
+        "online": online.look,
+    }
+)
+"""Subject → what looks at it; the field of `Facts` of that name takes what is found."""
+SLOW = frozenset({"topology", "online"})
+"""Looks that a quick question leaves out."""
+
+
+def gather(question: Question, base: Mapping[str, str] = os.environ, limit_s: float = LIMIT_S) -> Facts:
+    """Returns what this machine says; `base` is its environment, which the question's goes on top of."""
+    environment = {**base, **question.environment}
+    looks = {
+        name: partial(look, question, environment)
+        for name, look in LOOKS.items()
+        if not (question.is_quick and name in SLOW)
+    }
+    seen = all_at_once(looks, limit_s)
+    return Facts(
+        host=socket.gethostname(),
+        time_s=time.time(),
+        failed={name: each.problem for name, each in seen.items() if each.problem is not None},
+        **{name: each.value for name, each in seen.items()},
+    )
+
+
+def main() -> int:
+    """Answers one question."""
+    question = from_data(Question, json.load(sys.stdin), locate=lambda place: f"question: {'.'.join(map(str, place))}")
+    sys.stdout.write(json.dumps(to_data(gather(question))) + "\n")
+    sys.stdout.flush()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

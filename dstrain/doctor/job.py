@@ -1,0 +1,96 @@
+"""What a job wants of its machines: its estimate, as lint and run make it, with what stands in the way of one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dstrain.config import jsonc
+from dstrain.doctor import requirements as wanted
+from dstrain.doctor.finding import Finding, Notes
+from dstrain.doctor.requirements import Needs
+from dstrain.errors import DstrainError, InvalidConfig
+from dstrain.facts import probe
+from dstrain.facts.cluster.hostfile import Hosts
+from dstrain.job.file import JobFile
+from dstrain.paths import shown
+
+if TYPE_CHECKING:
+    from dstrain.plan.estimate_records import Estimate
+
+
+def hosts_of(file: JobFile) -> tuple[Hosts | None, list[Finding]]:
+    """Returns the hosts that a job names; None where it names none, or where they cannot be asked yet."""
+    notes, name = Notes("job"), file.job.hostfile
+    if name is None:
+        return None, []
+    try:
+        found = probe.read_hostfile(Path(name))
+    except InvalidConfig as error:
+        notes.bad(error.problem.replace("\n", "; "), error.hint)
+        return None, notes.findings
+    if found.placeholder_lines:
+        what = f"{shown(name)}: {found.hosts[0].name} is a placeholder, so only this machine is looked at"
+        notes.warn(what, "dstrain hostfile write 'gpu[01-02]:8'")
+        return None, notes.findings
+    return found, []
+
+
+def first_needs(file: JobFile, hosts: Hosts | None) -> Needs:
+    """Returns what can be known of a job at once, without its model: enough to ask the machines."""
+    config: dict[str, Any] = {}
+    with suppress(DstrainError):
+        found = jsonc.read(probe.read_text(Path(file.job.ds_config)), file.job.ds_config).value
+        config = found if isinstance(found, dict) else {}
+    return _for(file, hosts, config, None)
+
+
+def _for(file: JobFile, hosts: Hosts | None, config: Mapping[str, Any], estimate: Estimate | None) -> Needs:
+    """Returns the needs of a job; where its hosts are not known yet, RAM and disk are theirs and not this machine's."""
+    found = wanted.of_job(file.job, os.environ, hosts, config, estimate)
+    if file.job.hostfile is None or hosts is not None:
+        return found
+    return replace(found, host_bytes=None, checkpoint_bytes=None, nvme_bytes=0, folders={}, paths=())
+
+
+def all_needs(file: JobFile, hosts: Hosts | None) -> tuple[Needs, list[Finding]]:
+    """Returns what a job wants, with its estimate where there can be one, and findings that say why there is none.
+
+    May ask the hub for the model, which takes as long as it takes.
+    """
+    from dstrain.config.lint import engine
+    from dstrain.launch.prepare.job_context import (
+        known,  # these bring the planner with them, which takes a quarter of a second
+    )
+    from dstrain.launch.prepare.lint_job import lint
+
+    notes, name = Notes("job"), shown(file.job.ds_config)
+    try:
+        linted = lint(known(file, Path(file.job.ds_config).parent), Path(file.job.ds_config))
+    except DstrainError as error:
+        notes.bad(error.problem.replace("\n", "; "), error.hint)
+        return first_needs(file, hosts), notes.findings
+    count = len(engine.errors(linted.findings))
+    if count or linted.subject is None:
+        notes.bad(f"{name} has {count} error{'s' if count > 1 else ''}", f"dstrain lint {name}")
+        return first_needs(file, hosts), notes.findings
+    estimate, config = linted.subject.estimate, linted.subject.config
+    if estimate is None:
+        notes.warn(f"no estimate of RAM and disk: the model {shown(file.job.model)} is not known", no_estimate(file))
+    return _for(file, hosts, config, estimate), notes.findings
+
+
+def no_estimate(file: JobFile) -> str:
+    """Returns what to type where a model is not known."""
+    return f"hf download {file.job.model} config.json; or name a local folder"
+
+
+def late(file: JobFile, limit_s: float) -> list[Finding]:
+    """Returns what to say where the estimate took longer than `limit_s`."""
+    notes = Notes("job")
+    notes.warn(f"no estimate of RAM and disk within {limit_s:g} s: the hub is silent", no_estimate(file))
+    return notes.findings

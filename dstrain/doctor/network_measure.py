@@ -1,0 +1,239 @@
+"""Measures the network: DeepSpeed's launcher on every host, kept by the agents as in a run, and what rank 0 says."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from dstrain.doctor.hosts import own_names
+from dstrain.doctor.reach import send
+from dstrain.errors import DstrainError, EnvironmentProblem
+from dstrain.facts import network_interface
+from dstrain.facts.cluster.hostfile import Host, Hosts
+from dstrain.facts.cluster.network_measurement import Network
+from dstrain.heartbeat import Phase
+from dstrain.launch import environment
+from dstrain.launch.command import chosen_devices, is_this_machine, master, visible_devices
+from dstrain.launch.environment import python_path
+from dstrain.launch.failure.first_failure import advice
+from dstrain.launch.failure.outcome import Outcome
+from dstrain.launch.failure.report import explain
+from dstrain.launch.nodes import handshake, launchers
+from dstrain.launch.nodes.coordinator import Conductor
+from dstrain.launch.nodes.layout import Node, everywhere
+from dstrain.launch.nodes.protocol import Hello
+from dstrain.launch.nodes.spec import Score, new_mark
+from dstrain.launch.prepare import preflight
+from dstrain.launch.run.control import noting_signals
+from dstrain.launch.timeouts import Timeouts
+from dstrain.paths import python
+from dstrain.records import from_data
+from dstrain.rundir import RunDir
+
+MODULE = "dstrain.train.network_benchmark"
+"""What every rank runs."""
+LIMIT_S = 180.0
+"""Seconds after which the ranks are taken for stuck: they measure for 20 at the most, and may be slow to start."""
+FOLDERS = "/tmp"
+"""Where a folder for logs is made, of the same name on every host."""
+_TIMEOUTS = Timeouts(grace_s=3.0, hang_s=0, start_s=0)
+_REMOVE_S = 5.0
+TIME_IS_UP = "time limit"
+"""Who stops ranks that are stuck."""
+_TRY = "`dstrain doctor --hostfile HOSTFILE` looks at each host; NCCL_DEBUG=INFO lets NCCL say what it does."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Site:
+    """Where is measured, and with what."""
+
+    hosts: Hosts
+    """The hosts, with a rank for each slot."""
+    on_cpu: bool
+    """Whether there are no GPUs to use."""
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """What the ranks get in their environment, beside this shell's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What came of it."""
+
+    network: Network
+    """What was measured."""
+    interfaces: Mapping[str, str]
+    """The interface through which each host reached the others, where there are others and one was chosen."""
+
+
+class Listener:
+    """Takes in what rank 0 writes, line by line."""
+
+    def __init__(self, tell: Callable[[str], None]) -> None:
+        """`tell` gets what is being done."""
+        self._tell = tell
+        self._rest = ""
+        self.doing = "starting"
+        """What the ranks did last."""
+        self.network: Network | None = None
+        """What was measured, once it has come."""
+
+    def hear(self, text: str) -> None:
+        """Takes a piece of text; what is not ours, as of NCCL, is passed over."""
+        *lines, self._rest = (self._rest + text).split("\n")
+        for line in lines:
+            try:
+                data = json.loads(line)
+            except (ValueError, RecursionError):
+                continue
+            if isinstance(data, dict) and isinstance(data.get("doing"), str):
+                self.doing = data["doing"]
+                self._tell(self.doing)
+            elif isinstance(data, dict) and "network" in data:
+                self.network = from_data(Network, data["network"], locate=lambda place: ".".join(map(str, place)))
+
+
+def measure(site: Site, tell: Callable[[str], None]) -> Answer:
+    """Returns what was measured; nothing is left on any host, unless it failed: then the logs stay on this machine.
+
+    Raises EnvironmentProblem where hosts cannot be reached or ranks do not find each other, Interrupted at Ctrl-C.
+    """
+    names = own_names()
+    here = tuple(is_this_machine(host.name, names) for host in site.hosts.hosts)
+    if not all(here):
+        launchers.require("ssh", os.environ)
+        launchers.check_hosts("ssh", site.hosts)
+    with _folder() as run_dir, noting_signals(run_dir.path / "screen.log") as wishes:
+        score = _score(site, here, run_dir)
+        listener, hellos = Listener(tell), dict[Node, Hello]()
+        until = time.monotonic() + LIMIT_S
+
+        def tick(phase: Phase, done: int | None, total: int) -> None:
+            if time.monotonic() > until and not wishes.stop:
+                wishes.stop.append(TIME_IS_UP)
+
+        def check(found: Mapping[Node, Hello]) -> tuple[Score, dict[int, dict[str, str]]]:
+            hellos.update(found)
+            port = next((hello.port for node, hello in found.items() if node.number == 0), None)
+            nodes = everywhere(site.hosts, commands(site, here, run_dir, port or score.master_port), here)
+            played = replace(score, nodes=nodes, master_port=port or score.master_port)
+            variables = interface_variables(site, found, run_dir, played)
+            return played, {node.number: own for node, own in variables.items()}
+
+        try:
+            outcome = Conductor(score, wishes, listener.hear, tick).run(check)
+        finally:
+            _clear(run_dir.path, hellos, names)
+        network = result(outcome, listener, site, run_dir)
+        return Answer(network=network, interfaces={n.host: h.interface for n, h in hellos.items() if h.interface})
+
+
+@contextmanager
+def _folder() -> Iterator[RunDir]:
+    """Yields a folder for logs; it stays where an error points there."""
+    at = FOLDERS if os.access(FOLDERS, os.W_OK) else None
+    path = Path(tempfile.mkdtemp(prefix="dstrain-network-", dir=at))
+    path.chmod(0o700)
+    (path / "logs").mkdir()
+    try:
+        yield RunDir(path)
+    except DstrainError as error:
+        if str(path) not in error.problem:
+            shutil.rmtree(path, ignore_errors=True)
+        raise
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def _score(site: Site, here: Sequence[bool], run_dir: RunDir) -> Score:
+    """Returns what the agents do."""
+    own = dict(site.variables)
+    if site.on_cpu and "OMP_NUM_THREADS" not in os.environ:
+        own.setdefault("OMP_NUM_THREADS", "1")
+    user = "" if all(here) else environment.read_user_files(os.environ, home=Path.home(), folder=Path.cwd())
+    secrets = environment.secrets(os.environ, own, user)
+    path = python_path(os.environ)
+    exported = environment.exports(own, run_dir, path)
+    local = environment.launcher_environment(os.environ, exported, secrets)
+    port, named = preflight.wanted_port(None, os.environ)
+    return Score(
+        nodes=everywhere(site.hosts, commands(site, here, run_dir, port), here),
+        run_dir=run_dir,
+        mark=new_mark(),
+        open=lambda nodes: launchers.connect("ssh", nodes, local, path),
+        environment={"PYTHONPATH": path} if path else {},
+        unset=tuple(secrets),
+        exports=environment.for_nodes({**os.environ, **exported}, own, user),
+        master_port=port,
+        takes_another_port=named is None,
+        master=master(site.hosts) if len(site.hosts.hosts) > 1 else None,
+        timeouts=_TIMEOUTS,
+    )
+
+
+def commands(site: Site, here: Sequence[bool], run_dir: RunDir, port: int) -> list[list[str]]:
+    """Returns for each host the command of DeepSpeed's launcher for its ranks: the one that `deepspeed` starts there.
+
+    Source: deepspeed 0.19.8 launcher/launch.py: parse_args
+    """
+    devices = {host.name: list(range(host.slots)) for host in site.hosts.hosts}
+    is_local = len(site.hosts.hosts) == 1 and here[0]
+    if is_local and not site.on_cpu:
+        chosen = chosen_devices(site.hosts, visible_devices(os.environ.get("CUDA_VISIBLE_DEVICES")))
+        devices = {site.hosts.hosts[0].name: list(chosen)} if chosen is not None else devices
+    world = base64.urlsafe_b64encode(json.dumps(devices).encode()).decode()
+    layout = json.dumps({host.name: host.slots for host in site.hosts.hosts})
+    address = "127.0.0.1" if is_local else master(site.hosts)
+    words = python("-m", "deepspeed.launcher.launch", f"--world_info={world}", f"--master_addr={address}")
+    words += [f"--master_port={port}", "--no_local_rank", "--enable_each_rank_log", str(run_dir.logs)]
+    return [[*words, f"--node_rank={number}", "--module", MODULE, layout] for number, _ in enumerate(site.hosts.hosts)]
+
+
+def interface_variables(
+    site: Site, hellos: Mapping[Node, Hello], run_dir: RunDir, score: Score
+) -> dict[Node, dict[str, str]]:
+    """Returns the variables by which each host's ranks use the interface that leads to the others, as a run sets them.
+
+    Raises EnvironmentProblem where the hosts cannot run together; they need no file system in common.
+    """
+    alone = {node: replace(hello, shares_run_dir=True) for node, hello in hellos.items()}
+    handshake.check(alone, run_dir, score.master_port, on_cpu=site.on_cpu)
+    own = {
+        node: {} if hello.interface is None else network_interface.interface_environment(hello.interface)
+        for node, hello in hellos.items()
+    }
+    return {node: {name: env[name] for name in env if name not in score.exports} for node, env in own.items()}
+
+
+def result(outcome: Outcome, listener: Listener, site: Site, run_dir: RunDir) -> Network:
+    """Returns what was measured. Raises what a signal means, or EnvironmentProblem with what the ranks said."""
+    if listener.network is not None and outcome.stopped_by in {None, TIME_IS_UP}:
+        return listener.network
+    if outcome.stopped_by == TIME_IS_UP:
+        problem = f"no result within {LIMIT_S:.0f} s; the ranks came as far as: {listener.doing}"
+        raise EnvironmentProblem(f"{problem}\nLogs: {run_dir.logs}", hint=_TRY)
+    error = explain(outcome, hosts=site.hosts, run_dir=run_dir)
+    if outcome.stopped_by is not None:
+        raise type(error)(error.problem)
+    words = advice(error.problem)
+    raise EnvironmentProblem(error.problem, hint=f"{words}\n{_TRY}" if words else _TRY)
+
+
+def _clear(folder: Path, hellos: Mapping[Node, Hello], names: frozenset[str]) -> None:
+    """Removes the folder of logs on hosts that have their own; its text has come here."""
+    apart = [node for node, hello in hellos.items() if not hello.shares_run_dir and not node.is_here]
+    if apart:
+        with ThreadPoolExecutor(max_workers=min(64, len(apart))) as pool:
+            list(pool.map(lambda node: send(node.host, ["rm", "-rf", str(folder)], names, timeout_s=_REMOVE_S), apart))
+
+
+def this_machine(num_gpus: int) -> Hosts:
+    """Returns the hosts where nobody named any."""
+    return Hosts(hosts=(Host(name="localhost", slots=num_gpus),), name="this machine")

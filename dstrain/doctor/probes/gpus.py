@@ -1,0 +1,68 @@
+"""GPUs as nvidia-smi shows them, how they are joined, and the driver's errors in the kernel's log."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+from dstrain.doctor import kernel_log, nvidia_smi, topology
+from dstrain.doctor.facts import Question
+from dstrain.doctor.gpu_facts import Gpus, KernelLog, Topology
+from dstrain.doctor.run_probes import all_at_once, run
+
+SMI_S = 3.0
+"""How long nvidia-smi may take; without persistence mode it loads the driver first."""
+_LOG_S = 1.5
+_DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/proc/driver/nvidia")
+_LOGS = (["dmesg"], ["journalctl", "-k", "-b", "--no-pager", "-o", "short-monotonic"])
+
+
+def look(question: Question, environment: Mapping[str, str]) -> Gpus:
+    """Returns the GPUs and their state."""
+    tool = shutil.which("nvidia-smi", path=environment.get("PATH"))
+    if tool is None:
+        return Gpus(has_driver=any(Path(each).exists() for each in _DRIVERS), problem="nvidia-smi is not there")
+    said = run([tool, "-q", "-x"], environment, SMI_S)
+    if said.is_late:
+        return Gpus(has_driver=True, is_late=True, problem=f"no answer from nvidia-smi within {SMI_S:g} s")
+    return nvidia_smi.parse(said.out) or Gpus(
+        has_driver=True, problem=said.last_line or f"nvidia-smi ended with {said.code}"
+    )
+
+
+def look_topology(question: Question, environment: Mapping[str, str]) -> Topology | None:
+    """Returns how GPUs and network adapters are joined; None without nvidia-smi."""
+    tool = shutil.which("nvidia-smi", path=environment.get("PATH"))
+    if tool is None:
+        return None
+    said = all_at_once(
+        {
+            "-m": partial(run, [tool, "topo", "-m"], environment, SMI_S),
+            "-p2p": partial(run, [tool, "topo", "-p2p", "r"], environment, SMI_S),
+        },
+        SMI_S + 0.2,
+    )
+    matrix, p2p = said["-m"].value, said["-p2p"].value
+    return topology.parse(matrix.out, p2p.out if p2p else "") if matrix else None
+
+
+def look_kernel_log(question: Question, environment: Mapping[str, str]) -> KernelLog:
+    """Returns the driver's errors since boot."""
+    problem = "neither dmesg nor journalctl is there"
+    for command in _LOGS:
+        if shutil.which(command[0], path=environment.get("PATH")) is None:
+            continue
+        said = run(command, environment, _LOG_S)
+        if said.code == 0 and (command[0] == "dmesg" or " kernel: " in said.out):
+            return KernelLog(problem=None, xids=kernel_log.parse(said.out, _uptime_s()))
+        problem = f"{command[0]}: {said.last_line or 'no answer'}"
+    return KernelLog(problem=problem, xids=())
+
+
+def _uptime_s() -> float | None:
+    with suppress(OSError, ValueError):
+        return float(Path("/proc/uptime").read_text(encoding="ascii").split()[0])
+    return None

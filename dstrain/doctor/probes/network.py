@@ -1,0 +1,76 @@
+"""Interfaces, the ways to the other hosts, RDMA devices, and who listens on the port of rank 0."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+import psutil
+
+from dstrain.doctor.facts import Network, Question, RdmaPort
+from dstrain.doctor.run_probes import all_at_once
+from dstrain.facts import network_interface
+from dstrain.launch.prepare.preflight import is_free
+
+_NAMES_S = 3.0
+"""How long names of hosts may take to be looked up."""
+_RDMA = Path("/sys/class/infiniband")
+
+
+def look(question: Question, environment: Mapping[str, str]) -> Network:
+    """Returns the network as this machine sees it; nothing is sent."""
+    asked = () if question.is_quick else (*question.others, *([question.master] if question.master else []))
+    looks = {host: partial(network_interface.source_address, host) for host in asked}
+    found = all_at_once(looks, _NAMES_S)
+    return Network(
+        interfaces=network_interface.interfaces(),
+        routes={host: found[host].value for host in asked if host != question.master or host in question.others},
+        default_address=network_interface.default_address(),
+        master_is_known=question.master is None or question.is_quick or found[question.master].value is not None,
+        rdma=rdma_ports(_RDMA),
+        port_user=None if question.port is None else _user(question.port),
+    )
+
+
+def rdma_ports(root: Path) -> tuple[RdmaPort, ...]:
+    """Returns the ports of RDMA devices below `/sys/class/infiniband`."""
+    found = []
+    for port in sorted(root.glob("*/ports/*"), key=lambda path: (_natural(path.parts[-3]), path.name)):
+        device = port.parent.parent
+        rate = re.match(r"[\d.]+", _read(port / "rate"))
+        found.append(
+            RdmaPort(
+                device=device.name,
+                port=int(port.name) if port.name.isdigit() else 0,
+                state=_read(port / "state").rpartition(":")[2].strip(),
+                gbits_per_s=float(rate[0]) if rate else 0.0,
+                link_layer=_read(port / "link_layer"),
+                interface=next((each.name for each in sorted((device / "device" / "net").glob("*"))), None),
+            )
+        )
+    return tuple(found)
+
+
+def _natural(name: str) -> list[int | str]:
+    """Returns a key by which `mlx5_10` comes after `mlx5_9`."""
+    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
+
+
+def _read(path: Path) -> str:
+    with suppress(OSError):
+        return path.read_text(encoding="ascii", errors="replace").strip()
+    return ""
+
+
+def _user(port: int) -> str | None:
+    """Returns who listens on a port; None where rank 0 could."""
+    if is_free(port):
+        return None
+    with suppress(psutil.Error, OSError):
+        for each in psutil.net_connections("tcp"):
+            if each.status == psutil.CONN_LISTEN and each.laddr and each.laddr.port == port and each.pid:
+                return f"{psutil.Process(each.pid).name()} ({each.pid})"
+    return "another user's program"

@@ -1,0 +1,32 @@
+"""The quick part of the doctor, before every launch: this machine, without hubs, routes and topology."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from dstrain.doctor.checks.all import findings
+from dstrain.doctor.finding import Finding
+from dstrain.doctor.gather import gather
+from dstrain.doctor.requirements import of_prepared, question
+from dstrain.facts.this_machine import names
+from dstrain.launch.command import is_this_machine
+
+if TYPE_CHECKING:
+    from dstrain.launch.prepare.prepare import Prepared
+
+_WITHOUT_RANKS = ("software", "space")
+
+
+def quick(prepared: Prepared, environment: Mapping[str, str]) -> list[Finding]:
+    """Returns what matters on this machine before a launch, within 5 s: errors stop the run, warnings are told.
+
+    Looked at are versions, stale locks, GPUs with their ECC and Xid errors, limits, RAM and disk against the estimate,
+    and the port of rank 0. `environment` is what the launcher will have. A machine that has no rank needs the software
+    alone, and the disk.
+    """
+    own = names()
+    here = [host for host in prepared.hosts.hosts if is_this_machine(host.name, own)]
+    needs = of_prepared(prepared, environment, here[0] if here else prepared.hosts.hosts[0])
+    found = findings(gather(question(needs), environment), needs)
+    return found if here else [finding for finding in found if finding.subject in _WITHOUT_RANKS]

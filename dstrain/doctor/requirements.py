@@ -1,0 +1,211 @@
+"""What a run wants of the machines that it is for."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dstrain.choices import Hub, SinkName
+from dstrain.doctor.facts import Question
+from dstrain.facts.cluster.hostfile import Host, Hosts
+from dstrain.facts.deepspeed_ops import needed_ops
+from dstrain.facts.this_machine import ACCELERATOR
+from dstrain.job.file import looks_local
+from dstrain.job.schema import Job
+from dstrain.launch.environment import is_forwarded, is_secret
+from dstrain.launch.prepare.preflight import DEFAULT_PORT
+from dstrain.rundir import RunDir
+
+if TYPE_CHECKING:
+    from dstrain.launch.prepare.prepare import Prepared
+    from dstrain.plan.estimate_records import Estimate
+
+_URLS = {
+    "Hugging Face": ("HF_ENDPOINT", "https://huggingface.co"),
+    "ModelScope": ("MODELSCOPE_ENDPOINT", "https://modelscope.cn"),
+    "SwanLab": ("SWANLAB_API_HOST", "https://api.swanlab.cn"),
+}
+"""Name → the variable that names a mirror, and the address without one."""
+_PASSWORD = re.compile(r"://[^/@\s]*@")
+HUBS = {Hub.HF: "Hugging Face", Hub.MODELSCOPE: "ModelScope"}
+"""What a hub is called."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Needs:
+    """What a run wants; without a job it is what every run wants."""
+
+    has_job: bool = False
+    """Whether there is a job."""
+    is_quick: bool = False
+    """Whether only what matters before a launch is judged."""
+    on_cpu: bool = False
+    """Whether ranks train on the CPU."""
+    hosts: Hosts | None = None
+    """The hosts of the run; None where nobody named any."""
+    slots: int | None = None
+    """Ranks of the host that is looked at; None where nobody said."""
+    is_first: bool = True
+    """Whether the host that is looked at has rank 0."""
+    workers: int = 0
+    """Data loader's processes of each rank."""
+    ops: tuple[str, ...] = ()
+    """DeepSpeed's extensions that the configuration needs."""
+    host_bytes: int | None = None
+    """RAM of one host; None where that is not known."""
+    checkpoint_bytes: int | None = None
+    """One checkpoint on disk, all ranks together."""
+    num_checkpoints: int | None = None
+    """Checkpoints that will be written beside those that are there; None where all are kept and nobody knows how many.
+    """
+    nvme_bytes: int = 0
+    """What one host writes to NVMe."""
+    folders: Mapping[str, str] = field(default_factory=dict)
+    """Folders that the run writes: `output`, `nvme`."""
+    paths: tuple[str, ...] = ()
+    """Files and folders that every rank reads."""
+    hubs: tuple[str, ...] = tuple(HUBS.values())
+    """Hubs from which model or data come; all of them where there is no job."""
+    wants_swanlab: bool = True
+    """Whether SwanLab is written to."""
+    swanlab_mode: str | None = None
+    """SwanLab's mode, where the job names one."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """What the ranks have in their environment: this shell's, and the job's on top. Secrets are blanked."""
+
+    @property
+    def num_hosts(self) -> int:
+        """How many hosts train."""
+        return len(self.hosts.hosts) if self.hosts else 1
+
+    @property
+    def port(self) -> int:
+        """The port on which rank 0 will listen."""
+        named = self.environment.get("MASTER_PORT", "")
+        return int(named) if named.isascii() and named.isdigit() else DEFAULT_PORT
+
+
+def bare(environment: Mapping[str, str], hosts: Hosts | None = None, *, is_quick: bool = False) -> Needs:
+    """Returns what every run wants."""
+    return Needs(
+        is_quick=is_quick,
+        on_cpu=environment.get(ACCELERATOR) == "cpu",
+        hosts=hosts,
+        environment=_without_secrets(environment),
+    )
+
+
+def of_job(
+    job: Job,
+    environment: Mapping[str, str],
+    hosts: Hosts | None,
+    ds_config: Mapping[str, Any],
+    estimate: Estimate | None,
+    *,
+    is_quick: bool = False,
+) -> Needs:
+    """Returns what a job wants; `estimate` is that of its configuration, where there is one."""
+    merged = {**environment, **job.env}
+    on_cpu = merged.get(ACCELERATOR) == "cpu"
+    memory = estimate.memory if estimate else None
+    folders = {"output": job.output_dir}
+    nvme = _nvme_path(ds_config)
+    return Needs(
+        has_job=True,
+        is_quick=is_quick,
+        on_cpu=on_cpu,
+        hosts=hosts,
+        workers=job.dataloader_num_workers,
+        ops=tuple(needed_ops(ds_config, on_gpu=not on_cpu)),
+        host_bytes=memory.host_bytes_per_node if memory else None,
+        checkpoint_bytes=memory.checkpoint_bytes if memory else None,
+        num_checkpoints=_num_checkpoints(job),
+        nvme_bytes=memory.nvme_bytes_per_node if memory else 0,
+        folders=folders | ({"nvme": nvme} if nvme else {}),
+        paths=tuple(name for name in _read_by_ranks(job) if _is_local(name)),
+        hubs=() if all(map(_is_local, _read_by_ranks(job))) else (HUBS[job.hub],),
+        wants_swanlab=SinkName.SWANLAB in job.monitor.sinks,
+        swanlab_mode=job.monitor.mode,
+        environment=_without_secrets(merged),
+    )
+
+
+def on_host(needs: Needs, host: Host) -> Needs:
+    """Returns what the run wants of one host."""
+    first = needs.hosts.hosts[0].name if needs.hosts else host.name
+    return replace(needs, slots=host.slots, is_first=host.name == first)
+
+
+def of_prepared(prepared: Prepared, environment: Mapping[str, str], host: Host) -> Needs:
+    """Returns what a checked run wants of one host, for the quick look before its launch."""
+    job, config, estimate = prepared.job, prepared.ds_config, prepared.estimate
+    needs = of_job(job, environment, prepared.hosts, config, estimate, is_quick=True)
+    return on_host(needs, host)
+
+
+def question(needs: Needs, host: str | None = None) -> Question:
+    """Returns what a host is asked; None is this machine, on its own."""
+    names = [each.name for each in needs.hosts.hosts] if needs.hosts and host is not None else []
+    sent = {name: value for name, value in needs.environment.items() if is_forwarded(name) and not is_secret(name)}
+    return Question(
+        is_quick=needs.is_quick,
+        environment=sent,
+        others=tuple(name for name in names if name != host),
+        master=names[0] if len(names) > 1 else None,
+        port=needs.port if needs.is_first else None,
+        folders=needs.folders,
+        paths=needs.paths,
+        endpoints=_endpoints(needs),
+    )
+
+
+def _endpoints(needs: Needs) -> dict[str, str]:
+    """Returns the addresses that a host tries: SwanLab is rank 0's alone."""
+    names = [*needs.hubs, *(["SwanLab"] if needs.wants_swanlab and needs.is_first else [])]
+    return {name: _url(needs.environment, *_URLS[name]) for name in names}
+
+
+def _url(environment: Mapping[str, str], variable: str, otherwise: str) -> str:
+    named = environment.get(variable, "").strip().rstrip("/")
+    return otherwise if not named else named if "://" in named else f"https://{named}"
+
+
+def _without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
+    """Returns an environment in which only the presence of secrets is seen, and no password in an address."""
+    return {
+        name: "***" if is_secret(name) else _PASSWORD.sub("://", value) if is_secret(name, value) else value
+        for name, value in environment.items()
+    }
+
+
+def _num_checkpoints(job: Job) -> int | None:
+    """Returns how many checkpoints a job writes beside those that are there: one more than are kept at the end, since
+    the oldest is removed after the newest was written."""
+    ever = math.ceil(job.max_steps / job.save_steps) if job.max_steps else None
+    there = len(RunDir(Path(job.output_dir)).checkpoints())
+    kept = None if job.save_total_limit is None else max(1, job.save_total_limit + 1 - there)
+    counts = [count for count in (ever, kept) if count is not None]
+    return min(counts) if counts else None
+
+
+def _nvme_path(ds_config: Mapping[str, Any]) -> str | None:
+    """Returns where offloaded states go on NVMe."""
+    zero = ds_config.get("zero_optimization") or {}
+    for key in ("offload_optimizer", "offload_param"):
+        found = zero.get(key) or {}
+        if isinstance(found, Mapping) and found.get("device") == "nvme" and isinstance(found.get("nvme_path"), str):
+            return str(found["nvme_path"])
+    return None
+
+
+def _read_by_ranks(job: Job) -> list[str]:
+    return [name for name in (job.model, job.data, job.eval_data) if name is not None]
+
+
+def _is_local(name: str) -> bool:
+    """Returns whether a model or data set is a path here, not an id on a hub."""
+    return looks_local(name) or Path(name).exists()

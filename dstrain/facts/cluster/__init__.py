@@ -1,0 +1,1 @@
+"""Facts about the machines: GPUs, links, hosts, measured bandwidths and calibrations."""

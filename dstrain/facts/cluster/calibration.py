@@ -1,0 +1,176 @@
+"""What was measured on machines like these: the calibration file, which replaces the planner's priors.
+
+    {"schema": 1, "gpus": {"h100-sxm": {"gemm_ratio": 0.61, "cpu_adam_bytes_per_s": 1.3e11, "source": "8 x H100, …"}}}
+
+A GPU goes by its name in `gpus`; what was not measured is left out, and the prior stands.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated
+
+from annotated_types import Ge, Gt, Le
+
+from dstrain.errors import InvalidConfig
+from dstrain.facts.cluster.gpus import GPUS, gpu
+from dstrain.records import from_data, to_data, type_config
+
+SCHEMA = 1
+"""Version of the file format."""
+
+DEFAULT_PATH = "~/.dstrain/calibration.json"
+"""Where the file is unless somebody says otherwise."""
+
+Share = Annotated[float, Gt(0), Le(1)]
+Rate = Annotated[float, Gt(0)]
+Factor = Annotated[float, Ge(1)]
+Size = Annotated[int, Ge(0)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What was measured with one kind of GPU; each field may be missing."""
+
+    __pydantic_config__ = type_config
+
+    source: str | None = None
+    """On which machine, with which versions, and when, in words."""
+
+    gemm_ratio: Share | None = None
+    """FLOP/s of large matrix products during training, over the dense peak of the data sheet."""
+    attention_ratio: Share | None = None
+    """FLOP/s of attention, forward and backward together, over the same peak; the causal half counts."""
+    hbm_ratio: Share | None = None
+    """Bytes per second of elementwise kernels, over the memory bandwidth of the data sheet."""
+    launch_s: Rate | None = None
+    """CPU time of one kernel launch in eager PyTorch, in seconds."""
+
+    intra_bus_bytes_per_s: Rate | None = None
+    """Bus bandwidth of a large all-gather inside one node, as nccl-tests counts it."""
+    inter_bus_bytes_per_s: Rate | None = None
+    """Bus bandwidth of a large all-gather over several nodes, all GPUs of a node taking part."""
+    overlap_slowdown_ratio: Share | None = None
+    """Share of the time of a hidden collective by which it slows the computation that hides it."""
+
+    pcie_bytes_per_s: Rate | None = None
+    """Bytes per second between one GPU and pinned host memory, in one direction, all GPUs of the node at once."""
+    cpu_adam_bytes_per_s: Rate | None = None
+    """Bytes per second of DRAM traffic of DeepSpeed's CPU Adam, all ranks of a node together."""
+    nvme_read_bytes_per_s: Rate | None = None
+    """Bytes per second read from the NVMe drives of one node."""
+    nvme_write_bytes_per_s: Rate | None = None
+    """Bytes per second written to the NVMe drives of one node."""
+
+    context_bytes: Size | None = None
+    """Memory of one GPU outside torch with one rank alone: context and kernel modules."""
+    nccl_bytes: Size | None = None
+    """What NCCL adds to it with two ranks or more."""
+    reserved_ratio: Factor | None = None
+    """Bytes reserved by the caching allocator over predicted live bytes, at the peak."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calibration:
+    """The calibration file."""
+
+    __pydantic_config__ = type_config
+
+    schema: int = SCHEMA
+    """Version of the file format."""
+    gpus: Mapping[str, Measured] = field(default_factory=dict)
+    """What was measured, by the GPU's name in dstrain's table."""
+
+    def of(self, gpu_name: str) -> Measured:
+        """Returns what was measured with that GPU: nothing, where it is not in the file."""
+        return self.gpus.get(gpu_name, NOTHING)
+
+
+NOTHING = Measured()
+"""No measurement: every prior stands."""
+
+
+def parse(text: str, name: str) -> Calibration:
+    """Returns the calibration in the text of a file called `name`.
+
+    Raises InvalidConfig with every problem in its place, for text that is not JSON, a later schema, an unknown key or
+    GPU, and a figure that cannot be.
+
+    >>> parse('{"schema": 1, "gpus": {"a100-80g": {"gemm_ratio": 0.7}}}', "calibration.json").of("a100-80g").gemm_ratio
+    0.7
+    """
+    try:
+        data = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise InvalidConfig(f"{name}:{error.lineno}:{error.colno}: not JSON: {error.msg}") from None
+    except RecursionError:
+        raise InvalidConfig(f"{name}: is nested too deeply") from None
+    if not isinstance(data, Mapping):
+        raise InvalidConfig(f"{name}: is not an object", hint=f'Begin with {{"schema": {SCHEMA}, "gpus": {{…}}}}.')
+    schema = data.get("schema")
+    if schema != SCHEMA or isinstance(schema, bool):
+        problem = '"schema" is missing' if schema is None else f"schema is {json.dumps(schema)}"
+        raise InvalidConfig(
+            f"{name}: /schema: {problem}; this version reads {SCHEMA}", hint="Measure again, or update dstrain."
+        )
+    outer = from_data(Calibration, {**data, "gpus": {}}, locate=lambda place: f"{name}: /{'/'.join(map(str, place))}")
+    return replace(outer, gpus=_entries(data.get("gpus", {}), name))
+
+
+def _entries(data: object, name: str) -> dict[str, Measured]:
+    """Returns the measurements by GPU. Raises InvalidConfig with the problems of all of them together."""
+    if not isinstance(data, Mapping):
+        raise InvalidConfig(f"{name}: /gpus: is not an object", hint='Write {"h100-sxm": {…}}.')
+    found: dict[str, Measured] = {}
+    problems = []
+    for key, value in data.items():
+        try:
+            found[key] = _entry(key, value, f"{name}: /gpus/{key}")
+        except InvalidConfig as error:
+            problems.append(error.problem)
+    if problems:
+        raise InvalidConfig("\n".join(problems))
+    return found
+
+
+def _entry(key: str, data: object, where: str) -> Measured:
+    """Returns the measurements of one GPU; one that the table has not, or under another name, would never be read."""
+    if key not in GPUS:
+        try:
+            meant = f'write "{gpu(key).name}"'
+        except InvalidConfig as error:
+            meant = (error.hint or "").rstrip(".")
+            meant = meant[:1].lower() + meant[1:]
+        raise InvalidConfig(f'{where}: "{key}" is not the name of a GPU; {meant}')
+    if not isinstance(data, Mapping):
+        raise InvalidConfig(f"{where}: is not an object")
+    return from_data(Measured, data, locate=lambda place: "/".join((where, *map(str, place))))
+
+
+def as_text(calibration: Calibration) -> str:
+    """Returns the text of the file, without what was not measured; `parse` reads the same calibration from it."""
+    gpus = {
+        name: {key: value for key, value in to_data(measured).items() if value is not None}
+        for name, measured in calibration.gpus.items()
+    }
+    return json.dumps({"schema": calibration.schema, "gpus": gpus}, indent=2, ensure_ascii=False) + "\n"
+
+
+def read(path: str | None = None) -> Calibration:
+    """Returns the calibration in a file, by default the user's own; an empty one where that does not exist.
+
+    Raises InvalidConfig where a file that was named is missing, or any is damaged.
+    """
+    file = Path(path or DEFAULT_PATH).expanduser()
+    try:
+        text = file.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        if path is None:
+            return Calibration()
+        raise InvalidConfig(f"{path}: no such file", hint="Leave it out to plan with the priors.") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidConfig(f"{file}: cannot be read: {error}") from None
+    return parse(text, str(file))

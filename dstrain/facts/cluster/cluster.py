@@ -1,0 +1,193 @@
+"""What is true about the machines: nodes, GPUs, links, host memory, disks, and where each fact is from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from types import MappingProxyType
+
+from dstrain.errors import InvalidConfig
+from dstrain.facts.cluster.gpus import Gpu
+from dstrain.facts.cluster.hostfile import Hosts
+from dstrain.facts.cluster.links import Link, link
+from dstrain.records import type_config
+from dstrain.units import GIB, MIB
+
+DEFAULT_GPUS_PER_NODE = 8
+"""GPUs of one node where neither a hostfile nor `--gpus-per-node` says: what servers with NVLink have."""
+
+ASSUMED_INTER_LINKS: Mapping[str, str] = MappingProxyType(
+    {
+        "nvlink5": "ib400",  # DGX and HGX B200: eight ConnectX-7
+        "nvlink4": "ib400",  # DGX H100 and H200: eight ConnectX-7
+        "nvlink4-h800": "ib400",
+        "nvlink3": "ib200",  # DGX A100: eight ConnectX-6
+        "nvlink3-a800": "ib200",
+        "nvlink2": "ib100/2",  # DGX-1V: four adapters for eight GPUs
+        "infinity-fabric": "roce400",  # MI300X platforms: eight adapters of 400 Gbit/s
+        "pcie5": "roce100",
+        "pcie4": "eth25",
+        "pcie3": "eth25",
+        "loopback": "eth10",
+    }
+)
+"""The link between nodes that is assumed where none is given, by the GPU's link; of the PCIe ones a cautious guess."""
+
+ASSUMED_HOST_BYTES_PER_GPU = 128 * GIB
+"""RAM assumed for each GPU with NVLink: 1 TiB for eight, the smaller DGX A100; never less than the GPU's own memory."""
+
+ASSUMED_CPU_HOST_BYTES = 16 * GIB
+"""RAM assumed for a node without GPUs whose RAM was not measured."""
+
+
+class Origin(StrEnum):
+    """Where a fact is from."""
+
+    GIVEN = "given"
+    MEASURED = "measured"
+    ASSUMED = "assumed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """Equal nodes of equal GPUs."""
+
+    __pydantic_config__ = type_config
+
+    num_nodes: int
+    """Nodes."""
+    gpus_per_node: int
+    """GPUs used on each node."""
+    gpu: Gpu
+    """The GPU."""
+    gpu_origin: Origin
+    """Whether the GPU was named, read through NVML, or assumed."""
+    intra_link: Link
+    """The link between GPUs of one node."""
+    intra_link_origin: Origin = Origin.ASSUMED
+    """Whether the link between GPUs was measured, or is that of the GPU's data sheet."""
+    inter_link: Link
+    """The link between nodes, per GPU."""
+    inter_link_origin: Origin
+    """Whether the link between nodes was given, measured or assumed."""
+    host_memory_bytes: int
+    """RAM of one node that training may use."""
+    host_memory_origin: Origin
+    """Where the figure of the RAM is from."""
+    nvme_path: str | None
+    """Folder on a local NVMe drive of each node, or None."""
+
+    @property
+    def num_gpus(self) -> int:
+        """GPUs of all nodes together."""
+        return self.num_nodes * self.gpus_per_node
+
+
+def describe(
+    *,
+    gpu: Gpu,
+    gpu_origin: Origin,
+    gpus: int | None,
+    gpus_per_node: int | None = None,
+    hosts: Hosts | None = None,
+    inter_link: Link | None = None,
+    host_memory_bytes: int | None = None,
+    host_memory_origin: Origin = Origin.GIVEN,
+    nvme_path: str | None = None,
+) -> Cluster:
+    """Returns the cluster that the options and the hosts describe; what is None is assumed and marked so.
+
+    `gpus` may be None where hosts say how many. A CPU's memory is the node's RAM, shared by its ranks. Raises
+    InvalidConfig when the numbers contradict each other.
+    """
+    for option, value in (("--gpus", gpus), ("--gpus-per-node", gpus_per_node)):
+        if value is not None and value <= 0:
+            raise InvalidConfig(f"{option} is {value}", hint=f"Give 1 or more, such as `{option} 8`.")
+    if hosts is not None:
+        num_nodes, per_node = _shape_of_hosts(hosts, gpus=gpus, gpus_per_node=gpus_per_node)
+    elif gpus is not None:
+        num_nodes, per_node = _shape_of_count(gpus, gpus_per_node)
+    else:
+        raise InvalidConfig("the number of GPUs is not known", hint="Give `--gpus 8`, or `--hostfile FILE`.")
+    host_bytes = host_memory_bytes
+    if host_bytes is None:
+        host_bytes, host_memory_origin = assumed_host_memory_bytes(gpu, per_node), Origin.ASSUMED
+    if gpu.is_cpu and gpu.memory_mib == 0:
+        gpu = replace(gpu, memory_mib=host_bytes // per_node // MIB)
+    return Cluster(
+        num_nodes=num_nodes,
+        gpus_per_node=per_node,
+        gpu=gpu,
+        gpu_origin=gpu_origin,
+        intra_link=link(gpu.link),
+        inter_link=inter_link or link_assumed_between_nodes(gpu),
+        inter_link_origin=Origin.ASSUMED if inter_link is None else Origin.GIVEN,
+        host_memory_bytes=host_bytes,
+        host_memory_origin=host_memory_origin,
+        nvme_path=nvme_path,
+    )
+
+
+def _shape_of_count(gpus: int, gpus_per_node: int | None) -> tuple[int, int]:
+    """Returns nodes and GPUs per node of a bare number of GPUs. Raises InvalidConfig where they do not divide."""
+    per_node = gpus_per_node or DEFAULT_GPUS_PER_NODE
+    if gpus <= per_node:
+        return 1, gpus
+    if gpus % per_node == 0:
+        return gpus // per_node, per_node
+    assumed = "" if gpus_per_node else " (assumed)"
+    below = gpus - gpus % per_node
+    divisors = [size for size in range(per_node, 1, -1) if gpus % size == 0][:2]
+    split = "".join(f", or `--gpus-per-node {size}` for {gpus // size} nodes" for size in divisors)
+    raise InvalidConfig(
+        f"--gpus {gpus} does not fill nodes of {per_node} GPUs{assumed}",
+        hint=f"Give `--gpus {below}` or `--gpus {below + per_node}`{split}.",
+    )
+
+
+def _shape_of_hosts(hosts: Hosts, *, gpus: int | None, gpus_per_node: int | None) -> tuple[int, int]:
+    """Returns nodes and GPUs per node of the hosts. Raises InvalidConfig where the options say something else."""
+    slots = sorted({host.slots for host in hosts.hosts})
+    count = len(hosts.hosts)
+    if len(slots) > 1:
+        rows = "\n".join(
+            f"{_place(hosts, order)}: {host.name} has {host.slots} slots" for order, host in enumerate(hosts.hosts)
+        )
+        raise InvalidConfig(
+            f"{hosts.name}: the hosts have different numbers of slots; dstrain plans for equal nodes\n{rows}",
+            hint=f"Give each of them {slots[0]} slots, or leave the others out.",
+        )
+    per_node = slots[0]
+    named = f"{hosts.name} names {'one host' if count == 1 else f'{count} hosts'} with slots={per_node}"
+    if gpus_per_node is not None and gpus_per_node != per_node:
+        raise InvalidConfig(
+            f"--gpus-per-node {gpus_per_node}, but {named}", hint=f"Leave it out, or write slots={gpus_per_node} there."
+        )
+    if gpus is not None and gpus != hosts.num_slots:
+        ways = [f"`--gpus {hosts.num_slots}`"]
+        if gpus % per_node == 0:
+            needed = gpus // per_node
+            ways.append(f"a list of {needed} host{'s' if needed > 1 else ''}")
+        elif gpus % count == 0:
+            ways.append(f"slots={gpus // count}")
+        raise InvalidConfig(f"--gpus {gpus}, but {named}: {hosts.num_slots} GPUs", hint=f"Give {' or '.join(ways)}.")
+    return count, per_node
+
+
+def _place(hosts: Hosts, order: int) -> str:
+    line = hosts.hosts[order].line
+    return hosts.name if line is None else f"{hosts.name}:{line}"
+
+
+def link_assumed_between_nodes(gpu: Gpu) -> Link:
+    """Returns the link between nodes that servers with this GPU usually have, per GPU (`ASSUMED_INTER_LINKS`)."""
+    return link(ASSUMED_INTER_LINKS[gpu.link])
+
+
+def assumed_host_memory_bytes(gpu: Gpu, gpus_per_node: int) -> int:
+    """Returns the RAM assumed for one node: for each GPU its own memory, with NVLink at least 128 GiB."""
+    if gpu.is_cpu:
+        return gpu.memory_bytes * gpus_per_node or ASSUMED_CPU_HOST_BYTES
+    has_fabric = gpu.link.startswith(("nvlink", "infinity"))
+    return gpus_per_node * max(gpu.memory_bytes, ASSUMED_HOST_BYTES_PER_GPU if has_fabric else 0)

@@ -1,0 +1,201 @@
+"""What `dstrain doctor --network` measured, for the plans that come after it: one entry for each set of hosts.
+
+    {"schema": 1, "measured": [{"hosts": ["gpu01", "gpu02"], "gpu": "h100-sxm", "gpus_per_node": 8, "backend": "nccl",
+      "date": "2026-11-22", "inter_bus_bytes_per_s": 3.4e11, "intra_bus_bytes_per_s": 3.6e11, "latency_s": 4e-5}]}
+
+An entry holds for the hosts that it names, all of them and no other, with the GPUs that it names. Nothing in this file
+can stop a plan: what cannot be read is left out, and said. To forget a measurement, take it out or delete the file.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+from annotated_types import Ge, Gt
+
+from dstrain.errors import InvalidConfig
+from dstrain.facts.cluster.calibration import Calibration
+from dstrain.facts.cluster.cluster import Cluster, Origin
+from dstrain.facts.cluster.links import Link
+from dstrain.facts.cluster.network_measurement import Network
+from dstrain.paths import write_together
+from dstrain.records import from_data, to_data, type_config
+
+SCHEMA = 1
+"""Version of the file format."""
+
+DEFAULT_PATH = "~/.dstrain/links.json"
+"""Where the file is."""
+
+_SUFFIX = " (measured)"
+_LOOPBACK = frozenset({"localhost", "localhost.localdomain", "127.0.0.1", "::1"})
+
+Rate = Annotated[float, Gt(0)]
+Count = Annotated[int, Ge(1)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredLinks:
+    """The links of one set of hosts."""
+
+    __pydantic_config__ = type_config
+
+    hosts: tuple[str, ...]
+    """Names of the hosts, as `names` folds them."""
+    gpu: str
+    """The GPU by its name in dstrain's table; `cpu` where there was none."""
+    gpus_per_node: Count
+    """GPUs of each host that took part."""
+    backend: str
+    """`nccl` or `gloo`."""
+    date: str
+    """The day, as 2026-11-22."""
+    inter_bus_bytes_per_s: Rate | None = None
+    """Bus bandwidth of a large all-gather over all hosts, all GPUs taking part; None for one host."""
+    intra_bus_bytes_per_s: Rate | None = None
+    """The same inside the slowest host; None where each has one GPU."""
+    latency_s: Rate | None = None
+    """Time of the smallest all-reduce over all of them. The planner has no use for it yet."""
+
+    @property
+    def source(self) -> str:
+        """When and by what it was measured, in words."""
+        return f"measured on {self.date} by dstrain doctor --network"
+
+    @property
+    def _key(self) -> tuple[object, ...]:
+        return (frozenset(self.hosts), self.gpu, self.gpus_per_node)
+
+
+def names(hosts: Iterable[str], own: str) -> tuple[str, ...]:
+    """Returns names of hosts by which a set of them is known again: no user, no case; `own` is this machine's name,
+    of which the first part will do.
+
+    >>> names(["me@GPU02", "localhost"], "gpu01.cluster")
+    ('gpu01', 'gpu02')
+    """
+    whole = own.casefold().rstrip(".")
+    short = whole.partition(".")[0]
+    folded = (host.rpartition("@")[2].casefold().rstrip(".") for host in hosts)
+    return tuple(sorted(short if name in {whole, short, *_LOOPBACK} else name for name in folded))
+
+
+def of_network(network: Network, gpu: str, *, date: str, own: str) -> MeasuredLinks | None:
+    """Returns the entry for a measurement; None where hosts differ in their slots, since plans are for equal nodes."""
+    if len(set(network.slots)) > 1:
+        return None
+    return MeasuredLinks(
+        hosts=names(network.hosts, own),
+        gpu=gpu,
+        gpus_per_node=network.slots[0],
+        backend=network.backend,
+        date=date,
+        inter_bus_bytes_per_s=network.between_bus_bytes_per_s,
+        intra_bus_bytes_per_s=network.inside_bus_bytes_per_s,
+        latency_s=network.latency_s,
+    )
+
+
+def find(
+    entries: Sequence[MeasuredLinks], hosts: Sequence[str], *, gpu: str, gpus_per_node: int
+) -> MeasuredLinks | None:
+    """Returns what was measured on these hosts with these GPUs; `hosts` are as `names` gives them."""
+    found = [each for each in entries if each._key == (frozenset(hosts), gpu, gpus_per_node)]
+    return found[-1] if found else None
+
+
+def parse(text: str) -> tuple[list[MeasuredLinks], str | None]:
+    """Returns the entries of a file's text that can be read, and what is wrong with the rest, or None.
+
+    >>> parse('{"schema": 2}')
+    ([], 'schema is 2; this version reads 1')
+    """
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        return [], f"not JSON: {error}"
+    if not isinstance(data, dict) or not isinstance(data.get("measured", []), list):
+        return [], "not what dstrain doctor --network writes"
+    if data.get("schema") != SCHEMA or isinstance(data["schema"], bool):
+        return [], f"schema is {json.dumps(data.get('schema'))}; this version reads {SCHEMA}"
+    found, problems = [], []
+    for number, entry in enumerate(data.get("measured", [])):
+        try:
+            found.append(_entry(entry, number))
+        except InvalidConfig as error:
+            problems.append(error.problem.replace("\n", "; "))
+    return found, "; ".join(problems) or None
+
+
+def _entry(data: Any, number: int) -> MeasuredLinks:
+    return from_data(MeasuredLinks, data, locate=lambda place: "/".join(("/measured", str(number), *map(str, place))))
+
+
+def read(path: str = DEFAULT_PATH) -> tuple[list[MeasuredLinks], str | None]:
+    """Returns the entries of the file, and a line about what of it cannot be read, or None. Never raises."""
+    try:
+        text = Path(path).expanduser().read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return [], None
+    except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: nobody knows where home is
+        return [], f"{path} is left out: {error}"
+    found, problem = parse(text)
+    return found, f"{path} is left out{' in part' if found else ''}: {problem}" if problem else None
+
+
+def save(entry: MeasuredLinks, path: str = DEFAULT_PATH) -> Path:
+    """Puts an entry into the file, in place of an earlier one of the same hosts and GPUs; returns where the file is.
+
+    Where something of the file cannot be read, as of a newer dstrain, the whole of it is kept as `.bak`. Raises
+    EnvironmentProblem when it cannot be written.
+    """
+    found, problem = read(path)
+    kept = [each for each in found if each._key != entry._key]
+    entries = [{key: value for key, value in to_data(each).items() if value is not None} for each in (*kept, entry)]
+    file = Path(path).expanduser()
+    backups = {}
+    if problem is not None and file.is_file():
+        backups[file.with_name(f"{file.name}.bak")] = file.read_bytes().decode(errors="surrogateescape")
+    text = json.dumps({"schema": SCHEMA, "measured": entries}, indent=2, ensure_ascii=False) + "\n"
+    write_together({file: text}, backups=backups)
+    return file
+
+
+def with_links(cluster: Cluster, found: MeasuredLinks) -> Cluster:
+    """Returns the machines with links as they were measured; a link between nodes that was given stays."""
+    if found.intra_bus_bytes_per_s is not None:
+        link = _link(cluster.intra_link, found.intra_bus_bytes_per_s, found)
+        cluster = replace(cluster, intra_link=link, intra_link_origin=Origin.MEASURED)
+    if found.inter_bus_bytes_per_s is not None and cluster.inter_link_origin is not Origin.GIVEN:
+        link = _link(cluster.inter_link, found.inter_bus_bytes_per_s / found.gpus_per_node, found)
+        cluster = replace(cluster, inter_link=link, inter_link_origin=Origin.MEASURED)
+    return cluster
+
+
+def _link(link: Link, bytes_per_s: float, found: MeasuredLinks) -> Link:
+    return Link(name=nominal_name(link) + _SUFFIX, bytes_per_s=bytes_per_s, source=found.source)
+
+
+def nominal_name(link: Link) -> str:
+    """Returns the name of the link that was measured, which is in the table of links."""
+    return link.name.removesuffix(_SUFFIX)
+
+
+def with_rates(calibration: Calibration, cluster: Cluster) -> Calibration:
+    """Returns the calibration with the bus bandwidths of a cluster whose links were measured.
+
+    A measured link is what collectives reach, not the peak of a wire, of which the planner would take a share.
+    """
+    rates: dict[str, Any] = {}
+    if cluster.intra_link_origin is Origin.MEASURED:
+        rates["intra_bus_bytes_per_s"] = cluster.intra_link.bytes_per_s
+    if cluster.inter_link_origin is Origin.MEASURED:
+        rates["inter_bus_bytes_per_s"] = cluster.inter_link.bytes_per_s * cluster.gpus_per_node
+    if not rates:
+        return calibration
+    measured = replace(calibration.of(cluster.gpu.name), **rates)
+    return replace(calibration, gpus={**calibration.gpus, cluster.gpu.name: measured})

@@ -1,0 +1,1 @@
+"""Facts about training data: files, sample formats and columns."""

@@ -1,0 +1,240 @@
+"""From a config.json to the facts of the model: one row a model family of Transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from dstrain.errors import InvalidConfig, did_you_mean
+from dstrain.facts.model import parameter_tensors, vision_towers
+from dstrain.facts.model.config_fields import Fields
+from dstrain.facts.model.model_facts import Kind, ModelFacts, Moe, TensorGroup, Vision
+from dstrain.facts.model.sliding_windows import windows
+
+_DTYPES = ("bfloat16", "float16", "float32")
+_SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """What a `model_type` stands for."""
+
+    tensors: parameter_tensors.Inventory
+    """Gives every parameter tensor."""
+    defaults: Mapping[str, object]
+    """What the config class of Transformers 5.23 says where config.json does not, where that is not false or none."""
+    moe_block: str | None = None
+    """Class name of its MoE block, in Transformers' `models/<model_type>/modeling_<model_type>.py`."""
+    vision: Callable[[Fields], Vision] | None = None
+    """Gives the facts of its vision tower; the decoder is then under `text_config`."""
+
+
+_GEMMA3_TEXT = {
+    "vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 131072,
+    "tie_word_embeddings": True,
+}  # fmt: skip
+_SIGLIP = {
+    "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12,
+    "num_channels": 3, "image_size": 224, "patch_size": 16, "vision_use_head": True,
+}  # fmt: skip
+_GEMMA3 = {
+    "text_config": _GEMMA3_TEXT, "vision_config": _SIGLIP, "mm_tokens_per_image": 256, "tie_word_embeddings": True,
+}  # fmt: skip
+_GLM = {
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "partial_rotary_factor": 0.5,
+    "max_position_embeddings": 131072,
+    "attention_bias": True,
+}
+_MISTRAL = {"num_key_value_heads": 8, "max_position_embeddings": 131072}
+_MIXTRAL = {**_MISTRAL, "num_experts": 8, "num_experts_per_tok": 2}
+_QWEN2_MOE = {
+    "num_key_value_heads": 16, "max_position_embeddings": 32768, "qkv_bias": True, "num_experts": 60,
+    "num_experts_per_tok": 4, "moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632,
+    "decoder_sparse_step": 1,
+}  # fmt: skip
+_QWEN3_MOE = {
+    "num_key_value_heads": 4, "max_position_embeddings": 32768, "num_experts": 128, "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768, "decoder_sparse_step": 1,
+}  # fmt: skip
+_LATENT = {
+    "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128,
+}  # fmt: skip
+_DEEPSEEK_V2 = {
+    **_LATENT, "max_position_embeddings": 2048, "num_experts": 64, "n_shared_experts": 2,
+    "moe_intermediate_size": 1407,
+}  # fmt: skip
+_DEEPSEEK_V3 = {
+    **_LATENT, "max_position_embeddings": 4096, "num_experts": 256, "n_shared_experts": 1,
+    "moe_intermediate_size": 2048, "num_experts_per_tok": 8, "first_k_dense_replace": 3,
+}  # fmt: skip
+_QWEN3_VL_TOWER = {
+    "depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "num_heads": 16, "in_channels": 3, "patch_size": 16,
+    "spatial_merge_size": 2, "temporal_patch_size": 2, "out_hidden_size": 3584, "num_position_embeddings": 2304,
+    "deepstack_visual_indexes": (8, 16, 24),
+}  # fmt: skip
+_QWEN3_VL = {
+    "text_config": {"num_key_value_heads": 32, "head_dim": 128, "max_position_embeddings": 128000},
+    "vision_config": _QWEN3_VL_TOWER,
+}
+_QWEN3_VL_MOE = {
+    "text_config": {
+        "num_key_value_heads": 16, "max_position_embeddings": 128000, "num_experts": 60, "num_experts_per_tok": 4,
+        "moe_intermediate_size": 1408, "decoder_sparse_step": 1,
+    },
+    "vision_config": _QWEN3_VL_TOWER,
+}  # fmt: skip
+_QWEN2 = {"num_key_value_heads": 32, "max_position_embeddings": 32768}
+_SMOLLM3 = {"num_key_value_heads": 4, "max_position_embeddings": 32768, "tie_word_embeddings": True}
+_LLAMA = {"max_position_embeddings": 2048}
+
+FAMILIES: Mapping[str, Family] = MappingProxyType(
+    {
+        "deepseek_v2": Family(tensors=parameter_tensors.deepseek_v2, defaults=_DEEPSEEK_V2, moe_block="DeepseekV2Moe"),
+        "deepseek_v3": Family(tensors=parameter_tensors.deepseek_v3, defaults=_DEEPSEEK_V3, moe_block="DeepseekV3MoE"),
+        "gemma3": Family(tensors=parameter_tensors.gemma3, defaults=_GEMMA3, vision=vision_towers.siglip_vision),
+        "gemma3_text": Family(tensors=parameter_tensors.gemma3_text, defaults=_GEMMA3_TEXT),
+        "glm": Family(tensors=parameter_tensors.glm, defaults=_GLM),
+        "glm4": Family(tensors=parameter_tensors.glm4, defaults=_GLM),
+        "granite": Family(tensors=parameter_tensors.llama, defaults=_LLAMA),
+        "llama": Family(tensors=parameter_tensors.llama, defaults=_LLAMA),
+        "ministral": Family(tensors=parameter_tensors.mistral, defaults=_MISTRAL),
+        "mistral": Family(tensors=parameter_tensors.mistral, defaults=_MISTRAL),
+        "mixtral": Family(tensors=parameter_tensors.mixtral, defaults=_MIXTRAL, moe_block="MixtralSparseMoeBlock"),
+        "phi3": Family(tensors=parameter_tensors.phi3, defaults={"max_position_embeddings": 4096}),
+        "qwen2": Family(tensors=parameter_tensors.qwen2, defaults=_QWEN2),
+        "qwen2_moe": Family(
+            tensors=parameter_tensors.qwen2_moe, defaults=_QWEN2_MOE, moe_block="Qwen2MoeSparseMoeBlock"
+        ),
+        "qwen3": Family(tensors=parameter_tensors.qwen3, defaults={**_QWEN2, "head_dim": 128}),
+        "qwen3_moe": Family(
+            tensors=parameter_tensors.qwen3_moe, defaults=_QWEN3_MOE, moe_block="Qwen3MoeSparseMoeBlock"
+        ),
+        "qwen3_vl": Family(
+            tensors=parameter_tensors.qwen3_vl, defaults=_QWEN3_VL, vision=vision_towers.qwen3_vl_vision
+        ),
+        "qwen3_vl_moe": Family(
+            tensors=parameter_tensors.qwen3_vl_moe,
+            defaults=_QWEN3_VL_MOE,
+            moe_block="Qwen3VLMoeTextSparseMoeBlock",
+            vision=vision_towers.qwen3_vl_vision,
+        ),
+        "smollm3": Family(tensors=parameter_tensors.llama, defaults=_SMOLLM3),
+    }
+)
+"""What dstrain can count, by `model_type`. To add a family: a function in `inventory`, and a row here."""
+
+
+def from_config(config: Mapping[str, object], *, name: str, source: str) -> ModelFacts:
+    """Returns the facts of the model that Transformers 5.23 builds from a config.json, of Transformers 4 or 5.
+
+    Built by AutoModelForCausalLM, or for a vision-language model by AutoModelForImageTextToText; the counts are exact.
+    Raises InvalidConfig that names the key for a family that is not known, and for what is missing or cannot be.
+
+    >>> qwen3_8b = {"model_type": "qwen3", "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288,
+    ...             "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "dtype": "bfloat16"}
+    >>> from_config(qwen3_8b, name="qwen3-8b", source="Qwen/Qwen3-8B").num_params
+    8190735360
+    """
+    family = _family(config, name)
+    whole = Fields(name=name, values=config, defaults=family.defaults)
+    text = whole.section("text_config") if family.vision else whole
+    text.require(*_SIZES, "max_position_embeddings")
+    vision = family.vision(whole) if family.vision else None
+    tensors = tuple(family.tensors(whole))
+    key_value_heads, key_width, value_width = _heads(text, tensors)
+    sliding_window, num_windowed_layers = windows(text, str(config["model_type"]))
+    return ModelFacts(
+        name=name,
+        source=source,
+        model_type=str(config["model_type"]),
+        hidden_size=text.size("hidden_size"),
+        num_hidden_layers=text.size("num_hidden_layers"),
+        num_attention_heads=text.size("num_attention_heads"),
+        num_key_value_heads=key_value_heads,
+        head_dim=key_width,
+        v_head_dim=value_width,
+        rotary_dim=_rotary_dim(text, key_width),
+        intermediate_size=text.size("intermediate_size"),
+        vocab_size=text.size("vocab_size"),
+        max_position_embeddings=text.size("max_position_embeddings"),
+        sliding_window=sliding_window,
+        num_windowed_layers=num_windowed_layers,
+        tie_word_embeddings=whole.flag("tie_word_embeddings"),
+        has_qk_norm=_first(tensors, "self_attn.q_norm.weight") is not None,
+        dtype=_dtype(whole, text),
+        moe=_moe(text, family, tensors),
+        vision=vision,
+        tensors=tensors,
+    )
+
+
+def _family(config: Mapping[str, object], name: str) -> Family:
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str):
+        problem = "is missing" if model_type is None else f"is {model_type!r}, not a string"
+        raise InvalidConfig(f'{name}: "model_type" {problem}', hint="Is it the config.json of a Transformers model?")
+    if model_type not in FAMILIES:
+        raise InvalidConfig(
+            f'{name}: model_type "{model_type}" is not known; known: {", ".join(FAMILIES)}',
+            hint=did_you_mean(model_type, list(FAMILIES)),
+        )
+    return FAMILIES[model_type]
+
+
+def _heads(text: Fields, tensors: tuple[TensorGroup, ...]) -> tuple[int, int, int]:
+    """Returns how many heads keys and values have, the width of one query or key head, and of one value head."""
+    if _first(tensors, "self_attn.kv_b_proj.weight") is None:
+        width = parameter_tensors.head_dim(text)
+        return parameter_tensors.num_key_value_heads(text), width, width
+    # latent attention expands its latent to as many heads as there are of queries, whatever the config says
+    width = text.size("qk_nope_head_dim") + text.size("qk_rope_head_dim")
+    return text.size("num_attention_heads"), width, text.size("v_head_dim")
+
+
+def _rotary_dim(text: Fields, head_width: int) -> int:
+    """Returns how many elements of a head are rotated: Transformers 5 writes the share into `rope_parameters`."""
+    if text.values.get("qk_rope_head_dim") is not None:
+        return text.size("qk_rope_head_dim")
+    rope = text.values.get("rope_parameters")
+    share = rope.get("partial_rotary_factor") if isinstance(rope, Mapping) else None
+    if share is None:
+        share = text.values.get("partial_rotary_factor", text.defaults.get("partial_rotary_factor", 1.0))
+    if not isinstance(share, int | float) or not 0 < share <= 1:
+        raise text.problem("partial_rotary_factor", f"is {share!r}, not a share between 0 and 1")
+    return int(head_width * share)
+
+
+def _moe(text: Fields, family: Family, tensors: tuple[TensorGroup, ...]) -> Moe | None:
+    """Returns the experts as the tensors have them, so that the two cannot disagree."""
+    gate_up = _first(tensors, "mlp.experts.gate_up_proj")
+    if gate_up is None or family.moe_block is None:
+        return None
+    num_experts, twice_the_width, _ = gate_up.shape
+    shared = _first(tensors, "mlp.shared_experts.up_proj.weight", "mlp.shared_expert.up_proj.weight")
+    per_token = text.size("num_experts_per_tok")
+    if per_token > num_experts:
+        raise text.problem("num_experts_per_tok", f"is {per_token}, more than the {num_experts} experts")
+    return Moe(
+        num_experts=num_experts,
+        experts_per_token=per_token,
+        intermediate_size=twice_the_width // 2,
+        shared_intermediate_size=shared.shape[0] if shared else 0,
+        num_moe_layers=gate_up.count,
+        block_class=family.moe_block,
+    )
+
+
+def _dtype(whole: Fields, text: Fields) -> str:
+    """Returns the dtype of the weights; float32 where nobody says, as for a checkpoint older than the field."""
+    dtype = (whole.text("dtype") or text.text("dtype") or "float32").removeprefix("torch.")
+    if dtype not in _DTYPES:
+        raise whole.problem("dtype", f'is "{dtype}"; known: {", ".join(_DTYPES)}')
+    return dtype
+
+
+def _first(tensors: tuple[TensorGroup, ...], *names: str) -> TensorGroup | None:
+    return next((group for group in tensors if group.name in names and group.kind is not Kind.VISION), None)

@@ -1,0 +1,266 @@
+"""From a few traces to every depth and micro-batch: what is alive grows by equal steps with both."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from dstrain.errors import InvalidConfig
+from dstrain.facts.model.trace_records import Moment, Segment, Trace
+from dstrain.records import type_config
+
+BATCHES = (1, 2)
+"""Micro-batches that are traced."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Depths:
+    """Numbers of layers to trace, from which that of the whole model follows."""
+
+    few: int
+    """The smaller number."""
+    more: int
+    """The larger number, or the same where the model is too short for two."""
+    different: int = 0
+    """Layers at the beginning that are none of the period."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plane:
+    """Bytes as base + per_layer·l + per_sample·b + per_both·l·b, for l layers and b samples more than at its origin."""
+
+    __pydantic_config__ = type_config
+
+    base: float
+    """Bytes at the origin."""
+    per_layer: float
+    """Bytes of a layer, whatever the samples."""
+    per_sample: float
+    """Bytes of a sample, whatever the layers."""
+    per_both: float
+    """Bytes of a sample in a layer."""
+
+    def at(self, layers: int, samples: int) -> int:
+        """Returns the bytes so far from the origin."""
+        return round(self.base + self.per_layer * layers + (self.per_sample + self.per_both * layers) * samples)
+
+    def never_exceeds(self, other: Plane) -> bool:
+        """Returns whether it is at most the other one, at the origin and everywhere beyond it."""
+        return (
+            self.base <= other.base
+            and self.per_layer <= other.per_layer
+            and self.per_sample <= other.per_sample
+            and self.per_both <= other.per_both
+        )
+
+    def __add__(self, other: Plane) -> Plane:
+        return Plane(
+            base=self.base + other.base,
+            per_layer=self.per_layer + other.per_layer,
+            per_sample=self.per_sample + other.per_sample,
+            per_both=self.per_both + other.per_both,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Course:
+    """A moment of the pass, for any depth and micro-batch."""
+
+    __pydantic_config__ = type_config
+
+    name: str
+    """The name of its segment."""
+    activations: Plane
+    """Inputs, activations and their gradients."""
+    logits: Plane
+    """What head and loss allocated."""
+    grads: Plane
+    """Gradients of parameters."""
+
+    def never_exceeds(self, other: Course) -> bool:
+        """Returns whether the other moment is never lower, whether or not gradients of parameters count."""
+        mine, others = self.activations + self.logits, other.activations + other.logits
+        return mine.never_exceeds(others) and (mine + self.grads).never_exceeds(others + other.grads)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peak(Moment):
+    """The moment of one instant at which most bytes are alive; no gradient is reduced or partitioned yet."""
+
+    name: str
+    """The instant."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActivationProfile:
+    """What a model keeps alive in a training pass of one length and one method, for any micro-batch."""
+
+    __pydantic_config__ = type_config
+
+    num_layers: int
+    """Layers at the origin of its planes."""
+    is_for_any_depth: bool
+    """Whether other numbers of layers can be asked; not where the model is too short or irregular for two traces."""
+    kept: tuple[Course, ...]
+    """Moments without checkpointing that can be the highest of their name."""
+    recomputed: tuple[Course, ...]
+    """The same with checkpointing."""
+
+    def moments(self, *, num_layers: int, micro_batch: int, grad_ckpt: bool) -> tuple[Peak, ...]:
+        """Returns every moment that can be the highest of its instant, with or without gradients of parameters.
+
+        Raises InvalidConfig for a depth that the profile does not cover.
+        """
+        layers = num_layers - self.num_layers
+        if layers < 0 or (layers and not self.is_for_any_depth):
+            raise InvalidConfig(f"the traced model has {self.num_layers} layers, not {num_layers}")
+        samples = micro_batch - BATCHES[0]
+        return tuple(
+            Peak(
+                name=course.name,
+                activations=course.activations.at(layers, samples),
+                logits=course.logits.at(layers, samples),
+                grads=course.grads.at(layers, samples),
+            )
+            for course in (self.recomputed if grad_ckpt else self.kept)
+        )
+
+    def peaks(self, *, num_layers: int, micro_batch: int, grad_ckpt: bool) -> tuple[Peak, ...]:
+        """Returns the highest moment of each instant, gradients of parameters included, in the order of the pass."""
+        highest: dict[str, Peak] = {}
+        for peak in self.moments(num_layers=num_layers, micro_batch=micro_batch, grad_ckpt=grad_ckpt):
+            if peak.name not in highest or peak.total > highest[peak.name].total:
+                highest[peak.name] = peak
+        return tuple(highest.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traced:
+    """How a model whose layer code the tape does not know uses memory, for one way of training it."""
+
+    __pydantic_config__ = type_config
+
+    note: str
+    """How this came about, for people."""
+    plain: ActivationProfile
+    """Without a padding mask, which is how single samples go."""
+    padded: ActivationProfile
+    """With one."""
+
+
+def depths(layer_kinds: Sequence[int]) -> Depths:
+    """Returns how many of a model's layers to trace: all that begin it, and one or two periods of the rest.
+
+    Layers are of a kind, or kinds follow each other in a period, after some that are different. The two numbers lie
+    one period apart, and the whole model lies whole periods further, so that the last layers are always the same ones.
+
+    >>> depths([0] * 32), depths([0, 0, 0] + [1] * 58), depths(([0] * 5 + [1]) * 4 + [0] * 2)
+    (Depths(few=2, more=3, different=0), Depths(few=4, more=5, different=3), Depths(few=8, more=14, different=0))
+    """
+    count = len(layer_kinds)
+    first, period = min(
+        ((_first_of_period(layer_kinds, period), period) for period in range(1, count + 1)), key=lambda pair: sum(pair)
+    )
+    few = max(first + period, 2)
+    few += (count - few) % period
+    if few + period > count:
+        return Depths(few=count, more=count, different=first)
+    return Depths(few=few, more=few + period, different=first)
+
+
+def _first_of_period(kinds: Sequence[int], period: int) -> int:
+    """Returns the first layer from which on kinds repeat."""
+    first = max(len(kinds) - period, 0)
+    while first and kinds[first - 1] == kinds[first - 1 + period]:
+        first -= 1
+    return first
+
+
+Corners = Mapping[tuple[int, int], Trace]
+"""Traces by layers and samples."""
+
+
+def fit(depth: Depths, *, kept: Corners, recomputed: Corners) -> ActivationProfile:
+    """Returns the profile through traces of one or two depths, each with `BATCHES`, without and with checkpointing.
+
+    Bytes are affine in depth and, but for the rounding of storages, in samples. Compared with traces of other depths
+    and micro-batches the highest moment is the same to the byte (ten architectures, 7 and 14 layers, 1 to 8 samples).
+    """
+    return ActivationProfile(
+        num_layers=depth.few,
+        is_for_any_depth=depth.more > depth.few,
+        kept=_courses(kept, depth),
+        recomputed=_courses(recomputed, depth),
+    )
+
+
+_Key = tuple[str, int | None, int]
+
+
+def _courses(traces: Corners, depth: Depths) -> tuple[Course, ...]:
+    """Returns the moments of all segments that can be the highest of their name."""
+    corners = [
+        _segments(traces[layers, samples], layers, depth) for layers in (depth.few, depth.more) for samples in BATCHES
+    ]
+    by_name: dict[str, list[Course]] = defaultdict(list)
+    for key in corners[0]:
+        if all(key in corner for corner in corners):
+            moments = [corner[key].moments for corner in corners]
+            by_name[key[0]] += _aligned(key[0], moments, depth.more - depth.few)
+    return tuple(course for courses in by_name.values() for course in _highest(courses))
+
+
+def _segments(trace: Trace, num_layers: int, depth: Depths) -> dict[_Key, Segment]:
+    """Returns the segments by name, place and occurrence.
+
+    A layer's place is its number from the first, and from the last as well, where it is one of the period.
+    """
+    found: dict[_Key, Segment] = {}
+    seen: Counter[tuple[str, int | None]] = Counter()
+    for segment in trace.segments:
+        places: list[int | None] = [None]
+        if segment.layer is not None:
+            both = (segment.layer, segment.layer - num_layers)
+            places = [place for place in both if depth.different - depth.few <= place < depth.few]
+        for place in places:
+            found[segment.name, place, seen[segment.name, place]] = segment
+            seen[segment.name, place] += 1
+    return found
+
+
+def _aligned(name: str, corners: Sequence[Sequence[Moment]], layers: int) -> list[Course]:
+    """Returns the courses through moments of equal number in each corner, or through the highest where they differ."""
+    if len({len(moments) for moments in corners}) > 1:
+        corners = [[max(moments, key=lambda moment: moment.total)] for moments in corners]
+    return [
+        Course(
+            name=name,
+            activations=_plane([moment.activations for moment in moments], layers),
+            logits=_plane([moment.logits for moment in moments], layers),
+            grads=_plane([moment.grads for moment in moments], layers),
+        )
+        for moments in zip(*corners, strict=True)
+    ]
+
+
+def _plane(values: Sequence[int], layers: int) -> Plane:
+    """Returns the plane through four values: few and more layers, each with one and two samples."""
+    few_one, few_two, more_one, more_two = values
+    step = layers or 1
+    return Plane(
+        base=few_one,
+        per_layer=(more_one - few_one) / step,
+        per_sample=few_two - few_one,
+        per_both=(more_two - more_one - few_two + few_one) / step,
+    )
+
+
+def _highest(courses: list[Course]) -> list[Course]:
+    """Returns the courses without those that another one never falls below."""
+    left: list[Course] = []
+    for course in courses:
+        if not any(course.never_exceeds(other) for other in left):
+            left = [other for other in left if not other.never_exceeds(course)]
+            left.append(course)
+    return left

@@ -1,0 +1,147 @@
+"""Asks the meta-tensor tracer, a child process that imports PyTorch and Transformers, and remembers its answers.
+
+With `probe` and `hubs`, a part of `facts` that looks outside the process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from dstrain.errors import EnvironmentProblem, InvalidConfig
+from dstrain.facts.model.model_facts import ModelFacts
+from dstrain.facts.model.trace_protocol import Answer, Answers, Failure, Questions
+from dstrain.facts.model.trace_records import Description, Question, Subject, Wanted
+from dstrain.facts.model.traced_activations import ActivationProfile, Traced
+from dstrain.facts.model.traced_model import from_description
+from dstrain.paths import python, write_atomic
+from dstrain.records import from_data, load_json, to_data, to_json
+
+TIMEOUT_S = 600.0
+"""Seconds that the tracer may take: importing takes 5 to 20, a pass of a few layers a tenth."""
+
+_PACKAGES = ("torch", "transformers", "peft")
+"""Packages whose code the tracer runs."""
+
+
+def trace_model(subject: Subject, way: Question, *, name: str, source: str, timeout_s: float = TIMEOUT_S) -> ModelFacts:
+    """Returns the facts of a model and its activations, for a way of training whose subject is of no account.
+
+    Raises InvalidConfig where Transformers cannot build or run the model, EnvironmentProblem where the tracer cannot
+    run here.
+    """
+    about = Question(subject=subject, wanted=Wanted.DESCRIPTION)
+    way = replace(way, subject=subject, wanted=Wanted.PROFILE)
+    asked = (about, replace(way, has_padding=False), replace(way, has_padding=not way.is_packed))
+    answers = ask(asked, folder=cache_folder(), timeout_s=timeout_s)
+    for answer in answers:
+        if isinstance(answer, Failure):
+            raise InvalidConfig(f"{name}: {answer.problem}", hint=answer.hint)
+    description, plain, padded = answers
+    assert isinstance(description, Description)
+    assert isinstance(plain, ActivationProfile)
+    assert isinstance(padded, ActivationProfile)
+    note = (
+        f'model_type "{description.model_type}" is not known to dstrain: its layer code was traced with Transformers'
+        f" {_version('transformers')} on tensors without data"
+    )
+    model = from_description(description, name=name, source=source)
+    return replace(model, traced=Traced(note=note, plain=plain, padded=padded))
+
+
+def ask(
+    questions: Sequence[Question], *, folder: Path | None = None, timeout_s: float = TIMEOUT_S
+) -> tuple[Answer, ...]:
+    """Returns the answers in the order of the questions, all from one child process.
+
+    What was answered before, with the same packages and the same tracer, is read from `folder`, unless the model
+    brings its own code; failures are asked again. Raises EnvironmentProblem where the tracer cannot run.
+    """
+    files = [_file(question, folder) for question in questions]
+    known = {index: answer for index, file in enumerate(files) if (answer := _remembered(file)) is not None}
+    missing = [index for index in range(len(questions)) if index not in known]
+    if missing:
+        fresh = _run([questions[index] for index in missing], timeout_s)
+        for index, answer in zip(missing, fresh, strict=True):
+            known[index] = answer
+            file = files[index]
+            if file is not None and not isinstance(answer, Failure):
+                write_atomic(file, to_json(Answers(answers=(answer,))))
+    return tuple(known[index] for index in range(len(questions)))
+
+
+def cache_folder() -> Path:
+    """Returns where answers are kept: `dstrain/traces` below $XDG_CACHE_HOME, or else below ~/.cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dstrain" / "traces"
+
+
+def _file(question: Question, folder: Path | None) -> Path | None:
+    if folder is None or question.subject.trust_remote_code:
+        return None
+    asked = json.dumps(to_data(question), sort_keys=True)
+    key = hashlib.sha256(f"{_fingerprint()}\n{asked}".encode()).hexdigest()
+    return folder / f"{key}.json"
+
+
+def _remembered(file: Path | None) -> Answer | None:
+    if file is None or not file.exists():
+        return None
+    try:
+        return load_json(Answers, file).answers[0]
+    except (InvalidConfig, IndexError):  # damaged, or from another version: asked again and overwritten
+        return None
+
+
+@cache
+def _fingerprint() -> str:
+    """Returns what answers depend on besides the question: the packages' versions and the tracer's own code."""
+    package = Path(__file__).resolve().parent.parent
+    sources = [*sorted((package / "train" / "tracing").glob("*.py")), *sorted((package / "facts").glob("traced*.py"))]
+    digest = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
+    return " ".join([*(f"{name}={_version(name)}" for name in _PACKAGES), digest])
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "none"
+
+
+def _run(questions: Sequence[Question], timeout_s: float) -> tuple[Answer, ...]:
+    """Returns the answers of a child process, which sees no GPU and asks no hub unless a model brings its own code."""
+    remote = any(question.subject.trust_remote_code for question in questions)
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""} | ({} if remote else {"HF_HUB_OFFLINE": "1"})
+    try:
+        child = subprocess.run(
+            python("-m", "dstrain.train.trace"),
+            input=json.dumps(to_data(Questions(questions=tuple(questions)))),
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            env=environment,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        hint = "Trace fewer layers, or give the tracer more time."
+        raise EnvironmentProblem(f"the tracer took more than {timeout_s:.0f} s", hint=hint) from None
+    if child.returncode != 0:
+        raise _broken(child.returncode, child.stderr.splitlines())
+    data = json.loads(child.stdout)
+    return from_data(Answers, data, locate=lambda place: f"the tracer's answer: /{'/'.join(map(str, place))}").answers
+
+
+def _broken(returncode: int, lines: Iterable[str]) -> EnvironmentProblem:
+    """Returns the error of a child that ended badly: what it said last, and what to install where something misses."""
+    last = next((line.strip() for line in reversed(list(lines)) if line.strip()), f"exit code {returncode}")
+    module = last.removeprefix("ModuleNotFoundError: No module named ").strip("'\"")
+    if module != last:
+        return EnvironmentProblem(f"the tracer needs {module}, which is not installed", hint=f"pip install {module}")
+    return EnvironmentProblem(f"the tracer failed: {last}", hint="It is `python -m dstrain.train.trace`.")

@@ -1,0 +1,152 @@
+"""Reading a job file: overrides on top, paths made absolute, and every value knows where it was written."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from dstrain.errors import InvalidConfig
+from dstrain.job.schema import SYNONYMS, Job
+from dstrain.job.yaml_source import parse_yaml
+from dstrain.records import Locator, Place, from_data
+
+TEXTS = frozenset({"env"})
+"""Keys whose own values are text, however they are written."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobFile:
+    """A job with its source."""
+
+    job: Job
+    """The job, with overrides applied and local paths absolute."""
+    locate: Locator
+    """Says where a key was written: `job.yaml:3:1`, or `--set key`."""
+
+
+def read_job(path: Path, overrides: Sequence[str] = ()) -> JobFile:
+    """Returns the job in a YAML file, with `key=value` overrides on top (`lora.rank=8` reaches inside).
+
+    Raises InvalidConfig with every problem and its place.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise InvalidConfig(
+            f"{path}: no such file", hint="dstrain gen-config writes one; or name yours: dstrain run path/to/job.yaml"
+        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidConfig(f"{path}: cannot be read: {error}") from None
+    data, locate_in_file = parse_yaml(text, str(path), texts=TEXTS)
+    if not isinstance(data, dict):
+        raise InvalidConfig(f"{path}: a job is a list of `key: value` lines", hint="Compare the examples in launch/.")
+    given = [_override(data, item) for item in overrides]
+
+    def locate(place: Place) -> str:
+        for option in given:
+            if place[: len(option)] == option:
+                return f"--set {'.'.join(map(str, option))}"
+        return locate_in_file(place)
+
+    job = from_data(Job, data, locate=locate, synonyms=SYNONYMS)
+    return JobFile(job=_absolute(job, path.resolve().parent, locate), locate=locate)
+
+
+def _override(data: dict[str, Any], item: str) -> Place:
+    """Writes one `key=value` into `data`; returns its place."""
+    key, separator, value = item.partition("=")
+    place = tuple(key.strip().split("."))
+    if not separator or not all(place):
+        raise InvalidConfig(f'--set "{item}" is not key=value', hint="Write --set learning_rate=1e-5.")
+    node = data
+    for part in place[:-1]:
+        inner = node.setdefault(part, {})
+        if not isinstance(inner, dict):
+            raise InvalidConfig(f'--set "{item}": {part} has no keys of its own')
+        node = inner
+    is_text = len(place) == 2 and place[0] in TEXTS and not value.startswith(('"', "'"))
+    node[place[-1]] = value if is_text else parse_yaml(value, f"--set {key}")[0]
+    return place
+
+
+def _absolute(job: Job, folder: Path, locate: Locator) -> Job:
+    """Returns the job with local paths absolute; what is no file here may be an id on the hub and stays.
+
+    Raises InvalidConfig with every path that cannot be one.
+    """
+    problems = []
+
+    def local(key: str, name: str) -> str:
+        path, problem = _resolved(folder, name)
+        if problem is not None:
+            problems.append(f"{locate((key,))}: {key} is {_shortened(name)}; {problem}")
+        return str(path)
+
+    def maybe(key: str, name: str) -> str:
+        path = local(key, name)
+        return path if looks_local(name) or _exists(Path(path)) else name
+
+    def template(text: str) -> str:
+        if "{" in text or "\n" in text:
+            return text
+        try:
+            return Path(local("chat_template", text)).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+            problems.append(f"{locate(('chat_template',))}: chat_template {_shortened(text)}: {str(reason).lower()}")
+            return text
+
+    absolute = replace(
+        job,
+        model=maybe("model", job.model),
+        data=None if job.data is None else maybe("data", job.data),
+        eval_data=None if job.eval_data is None else maybe("eval_data", job.eval_data),
+        ds_config=local("ds_config", job.ds_config),
+        chat_template=None if job.chat_template is None else template(job.chat_template),
+        hostfile=None if job.hostfile is None else local("hostfile", job.hostfile),
+        output_dir=local("output_dir", job.output_dir),
+        resume=job.resume if job.resume in ("never", "auto") else local("resume", job.resume),
+    )
+    if problems:
+        raise InvalidConfig("\n".join(problems))
+    return absolute
+
+
+def _resolved(folder: Path, name: str) -> tuple[Path, str | None]:
+    """Returns a path from a job, absolute, and why it cannot be one; it need not exist.
+
+    `~nobody-here` and loops of links give a RuntimeError, a NUL a ValueError, and an OSError names what it is.
+    """
+    try:
+        path = (folder / Path(name).expanduser()).resolve()
+        _exists(path)
+    except OSError as error:
+        return folder, str(error.strerror).lower()
+    except (RuntimeError, ValueError) as error:
+        return folder, f"{str(error)[:1].lower()}{str(error)[1:80]}"
+    return path, None
+
+
+def _exists(path: Path) -> bool:
+    """Returns whether there is something; raises OSError where nobody can know (a folder that may not be entered)."""
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
+def _shortened(name: str) -> str:
+    """Returns a name in quotes, its middle left out where it is long."""
+    return f'"{name}"' if len(name) <= 80 else f'"{name[:40]}…{name[-20:]}" ({len(name)} characters)'
+
+
+def looks_local(name: str) -> bool:
+    """Returns whether a name can only be a path, not an id on a hub.
+
+    >>> looks_local("./model"), looks_local("train.jsonl"), looks_local("Qwen/Qwen3-32B")
+    (True, True, False)
+    """
+    return name.startswith((".", "/", "~")) or name.endswith((".jsonl", ".json", ".parquet")) or name.count("/") > 1

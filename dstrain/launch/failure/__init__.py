@@ -1,0 +1,1 @@
+"""Finds the first failure of a run and reports it."""

@@ -1,0 +1,96 @@
+"""How a run ended, as far as its nodes told."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from dstrain.heartbeat import Phase
+from dstrain.launch.failure.first_failure import Death
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lost:
+    """A node from which nothing came any more."""
+
+    host: str
+    """Its name in the hostfile."""
+    why: str
+    """What the connection said last, or for how long it was silent."""
+    at: float
+    """When it was last heard of, in seconds since the epoch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """How far a start is, before every rank has done its first step."""
+
+    seconds: float
+    """For how long it has gone on."""
+    phases: Mapping[int, Phase | None]
+    """Rank → what it does; None where it has not been heard of."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hang:
+    """A run that stood still."""
+
+    seconds: float
+    """For how long."""
+    median_s: float
+    """What a step took before."""
+    steps: Mapping[int, int]
+    """Rank → steps done."""
+    start: Start | None = None
+    """How far it was, where it had not come to its first step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """How a run ended."""
+
+    succeeded: bool
+    """Whether every launcher ended well and every rank is known to have done so."""
+    code: int
+    """The launcher's exit code, negative for a signal; of several the first bad one. 0 alone proves nothing: it is 0
+    when `launch` was killed."""
+    stopped_by: str | None = None
+    """Who stopped dstrain: a signal's name or `dstrain stop`; None where nobody did."""
+    is_interrupt: bool = False
+    """Whether it was Ctrl-C."""
+    deaths: tuple[Death, ...] = ()
+    """The ranks that ended badly, in the order in which it was noticed."""
+    reported: tuple[str | None, int] | None = None
+    """The first failure in a launcher's own log: the node (None: that of the launcher) and the rank's code."""
+    lost: tuple[Lost, ...] = ()
+    """The nodes that went silent, first one first."""
+    orphaned: tuple[str, ...] = ()
+    """The nodes on which the launcher was killed while its ranks lived on."""
+    hang: Hang | None = None
+    """That it stood still, if it did."""
+    is_port_taken: bool = False
+    """Whether rank 0 could not listen on its port."""
+    left_at: int | None = None
+    """The step after which it saved a checkpoint and left because it was asked to; None where it was not."""
+    rank_logs: Mapping[int, Path]
+    """The log file of each rank."""
+    launcher_logs: tuple[Path, ...]
+    """What the launchers themselves wrote."""
+    wall_s: float
+    """How long it took, in seconds."""
+
+    @property
+    def launcher_log(self) -> Path:
+        """The launcher's log that tells most: of the node that failed, or the first."""
+        return self.launcher_logs[0]
+
+
+def signal_name(number: int) -> str:
+    """Returns the name of a signal.
+
+    >>> signal_name(15)
+    'SIGTERM'
+    """
+    return signal.Signals(number).name

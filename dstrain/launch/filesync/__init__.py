@@ -1,0 +1,1 @@
+"""Copies files between hosts without a shared file system."""

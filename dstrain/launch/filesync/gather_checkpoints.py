@@ -1,0 +1,196 @@
+"""Checkpoints whose parts lie on the disks of several nodes are put together here, while training goes on.
+
+Where the part of rank 0 is marked all parts are there. The newest checkpoint is copied next: where that takes longer
+than training from one to the next, those in between are left out. Nodes keep the newest that is whole here, the one
+that is being copied, and the newest of all.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+from dstrain.errors import DstrainError, EnvironmentProblem
+from dstrain.launch.filesync import remote_end
+from dstrain.launch.filesync.remote import Calls
+from dstrain.launch.filesync.sync import TRACKED, Disk, at_once, push, push_checkpoint
+from dstrain.launch.launch import Launch
+from dstrain.launch.prepare.resize_checkpoint import find
+from dstrain.paths import flush
+from dstrain.rundir import COMPLETE, PART, RunDir, is_whole, mark_whole, read_record, rotate
+from dstrain.units import format_bytes, format_seconds
+
+_LOOK_S = 0.5
+_AGAIN_S = 60.0
+"""Seconds after which a checkpoint that could not be copied is tried again, unless there is a newer one."""
+_MOST_DISKS = 8
+
+
+@contextmanager
+def spread(launch: Launch, tell: Callable[[str], None]) -> Iterator[Gathering | None]:
+    """Copies to other nodes what a start needs, the checkpoint too; yields None where they all see this file system.
+
+    Raises EnvironmentProblem with host and reason where that fails. Nothing is under way any more at the end.
+    """
+    prepared = launch.prepared
+    if not launch.syncs or prepared.is_local:
+        yield None
+        return
+    calls = Calls(launch.launcher or "ssh")
+    try:
+        disks = push(launch.nodes, prepared.run_dir, launch.mark, calls, tell)
+        saved = find(prepared.job)
+        if disks and saved is not None:
+            push_checkpoint(saved.folder, prepared.run_dir, disks, calls, tell, num_ranks=prepared.hosts.num_slots)
+        limit = prepared.job.save_total_limit
+        yield Gathering(prepared.run_dir, launch.mark, disks, calls, tell, limit=limit) if disks else None
+    finally:
+        calls.close()
+
+
+class Gathering:
+    """Puts the checkpoints of one start together, in threads of its own; a failure is told once and ends nothing."""
+
+    def __init__(
+        self,
+        run_dir: RunDir,
+        mark: str,
+        disks: Sequence[Disk],
+        calls: Calls,
+        tell: Callable[[str], None],
+        *,
+        limit: int | None,
+    ) -> None:
+        """`disks` are those of other nodes; `limit` is how many whole checkpoints stay, None for all."""
+        self._run_dir, self._mark, self._disks = run_dir, mark, disks
+        self._calls, self._tell, self._limit = calls, tell, limit
+        self._failed_at: dict[str, float] = {}
+        self._told: set[str] = set()
+        self._kept: set[str] = set()
+        self._has_trained = False
+        self._ends_at: float | None = None
+        self._thread = threading.Thread(target=self._run, name="parts", daemon=True)
+        self._thread.start()
+
+    def finish(self, tick: Callable[[], None], *, has_trained: bool) -> None:
+        """Returns when the newest checkpoint is here, after a finished training the model too, or cannot be had.
+
+        `tick` is called again and again meanwhile.
+        """
+        self._has_trained = has_trained
+        self._ends_at = time.monotonic()
+        while self._thread.is_alive():
+            self._thread.join(_LOOK_S)
+            tick()
+
+    def _run(self) -> None:
+        copying: tuple[Path, Future[None]] | None = None
+        with ThreadPoolExecutor(max_workers=1) as pool:
+            while True:
+                is_ending = self._ends_at is not None  # looked at first: what is written before that is still seen
+                newest = self._newest()
+                if copying is not None and copying[1].done():
+                    copying = None
+                if copying is None and newest is not None and not is_whole(newest) and self._is_due(newest):
+                    copying = newest, pool.submit(self._gather, newest)
+                elif copying is None and is_ending:
+                    return self._fetch()
+                if newest is not None:
+                    self._tidy(newest, copying[0] if copying else newest)
+                time.sleep(_LOOK_S)
+
+    def _newest(self) -> Path | None:
+        """Returns the newest checkpoint of this start of which all parts are written."""
+        ours = [folder for _, folder in self._run_dir.checkpoints() if start_of(folder) == self._mark]
+        return ours[-1] if ours else None
+
+    def _is_due(self, folder: Path) -> bool:
+        failed_at = self._failed_at.get(folder.name)
+        if failed_at is None:
+            return True
+        return failed_at < self._ends_at if self._ends_at is not None else time.monotonic() - failed_at > _AGAIN_S
+
+    def _gather(self, folder: Path) -> None:
+        """Copies the parts of a checkpoint and marks it as whole."""
+        began = time.monotonic()
+
+        def give(disk: Disk) -> int:
+            with self._calls.to(disk.host, "give", str(folder), self._mark) as (_, stdout):
+                return remote_end.unpack(stdout, folder, lambda name: name not in {COMPLETE, PART})
+
+        try:
+            total = sum(at_once(give, self._disks, self._calls, most=_MOST_DISKS))
+            _complete(folder)
+            rotate(self._run_dir, self._limit)
+        except (DstrainError, OSError) as error:
+            self._failed_at[folder.name] = time.monotonic()
+            self._tell_once(folder.name, error)
+            return
+        hosts, seconds = ", ".join(disk.host for disk in self._disks), format_seconds(time.monotonic() - began)
+        self._tell(f"{folder.name} is whole here: {format_bytes(total)} copied from {hosts} in {seconds}")
+
+    def _tidy(self, newest: Path, copying: Path) -> None:
+        """Lets the disks keep three checkpoints only."""
+        whole = [folder for _, folder in self._run_dir.whole_checkpoints()][-1:]
+        kept = {folder.name for folder in (newest, copying, *whole)}
+        if kept == self._kept:
+            return
+        self._kept, before = kept, newest.name.rpartition("-")[2]
+
+        def tidy(disk: Disk) -> None:
+            with self._calls.to(disk.host, "tidy", str(self._run_dir.path), before, *kept):
+                pass
+
+        remote_end.tidy(self._run_dir.path, int(before), kept)
+        try:
+            at_once(tidy, self._disks, self._calls, most=_MOST_DISKS)
+        except DstrainError as error:
+            self._tell_once("older checkpoints", error)
+
+    def _fetch(self) -> None:
+        """Copies what rank 0 leaves beside its checkpoints: what trackers wrote, and the model."""
+        names = [*TRACKED, *([self._run_dir.final.name] if self._has_trained else [])]
+        if self._has_trained and any(0 in disk.ranks for disk in self._disks):
+            shutil.rmtree(self._run_dir.final, ignore_errors=True)
+        for disk in self._disks:
+            if 0 in disk.ranks:
+                try:
+                    with self._calls.to(disk.host, "fetch", str(self._run_dir.path), *names) as (_, stdout):
+                        remote_end.unpack(stdout, self._run_dir.path, lambda name: name.split("/")[0] in names)
+                except (DstrainError, OSError) as error:
+                    self._tell_once(", ".join(names), error)
+
+    def _tell_once(self, what: str, error: DstrainError | OSError) -> None:
+        """Says that copying failed, the first time it fails so."""
+        problem = error.problem if isinstance(error, DstrainError) else str(error)
+        if problem not in self._told and not self._calls.is_over:
+            self._told.add(problem)
+            self._tell(f"{what} of other nodes cannot be copied here: {problem}")
+
+
+def start_of(checkpoint: Path) -> str | None:
+    """Returns the mark of the start that wrote a checkpoint to several disks; None for any other one."""
+    for name in (PART, COMPLETE):
+        try:
+            start = json.loads((checkpoint / name).read_text(encoding="utf-8")).get("start")
+        except (OSError, ValueError, AttributeError):
+            continue
+        return str(start) if start else None
+    return None
+
+
+def _complete(folder: Path) -> None:
+    """Marks a checkpoint as whole, last of all. Raises EnvironmentProblem where a shard is missing."""
+    record = read_record(folder, PART)
+    shards = list(folder.glob("global_step*/*zero_pp_rank_*_optim_states.pt"))
+    if record["zero_stage"] and len(shards) < record["world_size"]:
+        raise EnvironmentProblem(f"it has the shards of {len(shards)} of {record['world_size']} ranks")
+    flush(folder)
+    mark_whole(folder, record)
+    (folder / PART).unlink()

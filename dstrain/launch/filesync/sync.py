@@ -1,0 +1,210 @@
+"""`run --sync`: nodes without our file system are given the run directory, dstrain itself and the checkpoint.
+
+Nothing else is copied: Python with its packages, the model and the data must be there, under the same paths.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import shutil
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import dstrain
+from dstrain.errors import Conflict, EnvironmentProblem
+from dstrain.launch.filesync import remote_end
+from dstrain.launch.filesync.remote import CallFailed, Calls
+from dstrain.launch.nodes.layout import Node
+from dstrain.launch.nodes.members import Unreachable
+from dstrain.paths import write_atomic
+from dstrain.rundir import COMPLETE, PART, RunDir
+from dstrain.units import format_bytes, format_seconds
+
+TRACKED = ("swanlog", "tensorboard", "wandb", ".dstrain-run.json")
+"""What trackers keep in the run directory of rank 0; the file names SwanLab's run, for a run that goes on."""
+_MOST_HOSTS = 64
+_MOST_CHECKPOINTS = 8
+"""To how many disks at once: a checkpoint fills the line of this machine."""
+_SHARD = re.compile(r"(?:zero_pp_rank_|offloaded_tensors/rank)(\d+)")
+_WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json")
+"""Weights in a checkpoint that are for people: ranks that go on read DeepSpeed's."""
+_CODE = ("dstrain", "ds_templates", "launch", "hostfiles")
+"""What dstrain is in a checkout."""
+_WORTH_SAYING = 256 * 2**20
+"""Bytes of a copy that may take long."""
+
+Place = TypeVar("Place")
+Found = TypeVar("Found")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Disk:
+    """A disk of other nodes, with a run directory of their own."""
+
+    host: str
+    """The first of these nodes."""
+    ranks: frozenset[int]
+    """The ranks that write there."""
+
+
+def python_path(run_dir: RunDir, path: str) -> str:
+    """Returns the PYTHONPATH of a run whose nodes may have been given a checkout's code; here is no such folder.
+
+    >>> python_path(RunDir(Path("/run")), "/of/the/user")
+    '/of/the/user'
+    """
+    root = _checkout()
+    return f"{run_dir.code}:{path}" if root is not None and str(root) in path.split(":") else path
+
+
+def _checkout() -> Path | None:
+    """Returns the checkout that this code is in; None where dstrain is installed."""
+    root = Path(dstrain.__file__).resolve().parents[1]
+    return None if root.name in {"site-packages", "dist-packages"} else root
+
+
+def push(
+    nodes: Sequence[Node], run_dir: RunDir, mark: str, calls: Calls, tell: Callable[[str], None]
+) -> tuple[Disk, ...]:
+    """Copies what a start needs to every node that does not see this machine's run directory; returns their disks.
+
+    Raises EnvironmentProblem with host and reason where that fails, Unreachable for hosts that do not answer, and
+    Conflict where a disk holds whole checkpoints: those of a run that was started from there.
+    """
+    write_atomic(run_dir.token, mark)
+    shutil.rmtree(run_dir.code, ignore_errors=True)  # where this machine was a node of another one's run
+    archive = _archive(run_dir)
+    gone = [path.name for path in (run_dir.summary, run_dir.states, run_dir.plan, run_dir.edits)]
+
+    def take(node: Node) -> tuple[Node, Any]:
+        with calls.to(node.host, "take", str(run_dir.path), mark, str(node.number), *gone) as (stdin, stdout):
+            with suppress(BrokenPipeError):  # it needs none
+                stdin.write(archive)
+                stdin.close()
+            said = calls.answer(stdout, dict)
+            if not isinstance(said.get("disk"), int | None) or not isinstance(said.get("whole"), list):
+                raise ValueError("its answer cannot be read")
+            return node, said
+
+    answers = at_once(take, [node for node in nodes if not node.is_here], calls, most=_MOST_HOSTS)
+    whole = [
+        f"{node.host}: {run_dir.path} holds {', '.join(map(str, said['whole']))}"
+        for node, said in answers
+        if said["whole"]
+    ]
+    if whole:
+        raise Conflict("\n".join(whole), hint="A run that was started there wrote that. Move it, or start there.")
+    apart = {node: said["disk"] for node, said in answers if said["disk"] is not None}
+    if apart:
+        what = "the run directory and dstrain" if _checkout() else "the run directory"
+        tell(f"copied {what} to {', '.join(node.host for node in apart)} ({format_bytes(len(archive))} each)")
+    groups = [[node for node in apart if apart[node] == number] for number in dict.fromkeys(apart.values())]
+    return tuple(
+        Disk(host=group[0].host, ranks=frozenset(rank for node in group for rank in node.ranks)) for group in groups
+    )
+
+
+def _names(said: Iterable[object]) -> str:
+    return ", ".join(map(str, said))
+
+
+def at_once(do: Callable[[Place], Found], places: Sequence[Place], calls: Calls, *, most: int) -> list[Found]:
+    """Returns what was done at each place. Raises what went wrong at any of them, together."""
+
+    def attempt(place: Place) -> Found | CallFailed:
+        try:
+            return do(place)
+        except CallFailed as error:
+            return error
+
+    with ThreadPoolExecutor(max_workers=max(1, min(most, len(places)))) as pool:
+        futures = [pool.submit(attempt, place) for place in places]
+        try:
+            found = [future.result() for future in futures]
+        except BaseException:
+            calls.close()
+            raise
+    failures = [each for each in found if isinstance(each, CallFailed)]
+    if failures and all(failure.is_lost for failure in failures):
+        raise Unreachable({failure.host: failure.said for failure in failures})
+    if failures:
+        raise EnvironmentProblem("\n".join(failure.problem for failure in failures))
+    return [each for each in found if not isinstance(each, CallFailed)]
+
+
+def _archive(run_dir: RunDir) -> bytes:
+    """Returns what launchers and ranks read, and the metrics so far, at whose end they go on."""
+    paths = (
+        *(run_dir.request, run_dir.facts, run_dir.plan, run_dir.ds_config, run_dir.hostfile, run_dir.environment),
+        *(run_dir.secrets, run_dir.rank_program, run_dir.start_script, run_dir.edits),
+        *(run_dir.metrics, run_dir.health, *(run_dir.path / name for name in TRACKED)),
+    )
+    files = {path.name: path for path in paths if path.is_file()}
+    root = _checkout()
+    for folder in _CODE if root is not None else ():
+        assert root is not None
+        files |= {
+            f"{run_dir.code.name}/{folder}/{name}": path for name, path in remote_end.files_in(root / folder).items()
+        }
+    stream = io.BytesIO()
+    remote_end.pack(files, stream)
+    return stream.getvalue()
+
+
+def push_checkpoint(
+    folder: Path, run_dir: RunDir, disks: Sequence[Disk], calls: Calls, tell: Callable[[str], None], *, num_ranks: int
+) -> None:
+    """Copies a whole checkpoint to other disks, without what is there and what no rank there reads.
+
+    Raises EnvironmentProblem with host and reason where that fails.
+    """
+    record = json.loads((folder / COMPLETE).read_text(encoding="utf-8"))
+    start = str(record.get("start", "")) if folder.parent == run_dir.path else ""  # elsewhere it may not be ours
+    files = {name: path for name, path in remote_end.files_in(folder).items() if name != COMPLETE}
+    sizes = {name: path.stat().st_size for name, path in files.items()}
+
+    def put(disk: Disk) -> int:
+        with calls.to(disk.host, "put", str(folder), start) as (stdin, stdout):
+            there = calls.answer(stdout, dict | None)
+            if there is None:
+                return 0
+            wanted = needed(files, disk.ranks, written_by=record["world_size"], num_ranks=num_ranks)
+            missing = [name for name in wanted if there.get(name) != sizes[name]]
+            total = sum(sizes[name] for name in missing)
+            if total > _WORTH_SAYING:
+                tell(f"copying {folder.name} to {disk.host} ({format_bytes(total)})")
+            remote_end.pack({**{name: files[name] for name in missing}, PART: folder / COMPLETE}, stdin)
+        return total
+
+    began = time.monotonic()
+    total = sum(at_once(put, disks, calls, most=_MOST_CHECKPOINTS))
+    hosts = ", ".join(disk.host for disk in disks)
+    tell(f"{folder.name} is on {hosts}: {format_bytes(total)} copied in {format_seconds(time.monotonic() - began)}")
+
+
+def needed(files: Iterable[str], ranks: Collection[int], *, written_by: int, num_ranks: int) -> list[str]:
+    """Returns the files of a checkpoint that some of `num_ranks` ranks read when they go on from it.
+
+    Another number than `written_by` reads the universal copy, and of the shards rank 0's model states alone. Source:
+    deepspeed 0.19.8 runtime/engine.py: _get_all_ckpt_names, _get_all_zero_checkpoint_state_dicts
+
+    >>> shards = ["s/zero_pp_rank_0_mp_rank_00_optim_states.pt", "s/zero_pp_rank_1_mp_rank_00_optim_states.pt"]
+    >>> needed([*shards, "latest", "model.safetensors"], {1}, written_by=2, num_ranks=2)
+    ['s/zero_pp_rank_1_mp_rank_00_optim_states.pt', 'latest']
+    >>> needed([*shards, "latest"], {1}, written_by=2, num_ranks=3)
+    ['latest']
+    """
+    read = [name for name in files if "/" in name or not name.endswith(_WEIGHTS)]
+    numbers = {name: int(match[1]) for name in read if (match := _SHARD.search(name))}
+    if len(set(numbers.values())) != written_by:  # ranks that share a number: of tensor parallelism
+        return read
+    if num_ranks != written_by:
+        return [name for name in read if name not in numbers or (numbers[name] == 0 and "_model_states" in name)]
+    return [name for name in read if name not in numbers or numbers[name] in ranks]

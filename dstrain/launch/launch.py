@@ -1,0 +1,245 @@
+"""What a run starts: its commands, environments and secrets, and what is written into the run directory for it."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from dstrain.config.edits import manual_edits
+from dstrain.config.edits.manual_edits import Edit
+from dstrain.facts.this_machine import names as machine_names
+from dstrain.heartbeat import MARK, SAVE_ON_TERM
+from dstrain.launch import environment
+from dstrain.launch.command import is_this_machine, launch_hostfile, local, master
+from dstrain.launch.filesync import sync
+from dstrain.launch.nodes import launchers
+from dstrain.launch.nodes.launchers import LAUNCHERS, Where
+from dstrain.launch.nodes.layout import Node, everywhere
+from dstrain.launch.nodes.spec import new_mark
+from dstrain.launch.prepare import resize_checkpoint
+from dstrain.launch.prepare.prepare import Prepared, cpu_threads, facts_text
+from dstrain.launch.start_script import start_script
+from dstrain.paths import write_atomic
+from dstrain.records import to_json
+
+_RANK_PROGRAM = """\
+import runpy
+
+runpy.run_module("dstrain.train", run_name="__main__", alter_sys=True)
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """A run ready to start: its commands, and what goes into the run directory."""
+
+    prepared: Prepared
+    """What was checked."""
+    launcher: str | None
+    """The way to start ranks on several nodes; None on this machine alone."""
+    nodes: tuple[Node, ...]
+    """Which node starts what."""
+    mark: str
+    """What every process of this start is marked with."""
+    note: str | None
+    """What to say about the launcher."""
+    exported: Mapping[str, str]
+    """What the launcher's environment has beside this shell's own."""
+    secrets: Mapping[str, str]
+    """Secrets that the ranks read from a file."""
+    master_port: int
+    """The port of rank 0."""
+    for_nodes: Mapping[str, str]
+    """What goes to the other nodes: name → text as it stands between a shell's double quotes."""
+    takes_another_port: bool = False
+    """Whether nobody has named that port, so that rank 0 may have another one."""
+    saves_on_term: bool = False
+    """Whether SIGTERM lets the ranks save a checkpoint before they leave."""
+    syncs: bool = False
+    """Whether nodes without this file system are given copies."""
+
+    @property
+    def command(self) -> list[str]:
+        """The launcher's command line; of several the first node's."""
+        return list(next(node.command for node in self.nodes if node.command is not None))
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The launcher's environment."""
+        return environment.launcher_environment(os.environ, self.exported, self.secrets)
+
+
+def plan_launch(
+    prepared: Prepared,
+    *,
+    master_port: int,
+    launcher: str | None = None,
+    takes_another_port: bool = False,
+    saves_on_term: bool = False,
+    syncs: bool = False,
+    mark: str | None = None,
+) -> Launch:
+    """Returns the launch of a checked run; nothing is written or started.
+
+    `takes_another_port` where nobody has named `master_port`; `mark` is that of this start, where it has one already;
+    `launcher` is the way to start ranks on several nodes (None: pdsh, or ssh where that is missing); `saves_on_term`
+    lets SIGTERM save a checkpoint before the ranks leave; `syncs` copies what nodes without this file system need.
+    """
+    way = _way(prepared, launcher, master_port)
+    job_env = _job_environment(prepared, way, saves_on_term=saves_on_term)
+    mark = mark or new_mark()
+    travelling = job_env | _for_other_nodes(prepared, way, mark, master_port)
+    user = "" if prepared.is_local else _user_lines()  # DeepSpeed reads .deepspeed_env for other nodes only
+    python_path = environment.python_path(os.environ)
+    exported = environment.exports(
+        job_env, prepared.run_dir, sync.python_path(prepared.run_dir, python_path) if syncs else python_path
+    )
+    texts = environment.for_nodes({**os.environ, **exported}, travelling, user)
+    carried = environment.secrets(os.environ, job_env, user)
+    if way.launcher is not None and LAUNCHERS[way.launcher].is_mpi:
+        texts, others = environment.for_mpi(texts, os.environ)
+        carried |= others
+    return Launch(
+        prepared=prepared,
+        launcher=way.launcher,
+        nodes=way.nodes,
+        mark=mark,
+        note=way.note,
+        master_port=master_port,
+        exported=exported,
+        secrets=carried,
+        for_nodes=texts,
+        takes_another_port=takes_another_port,
+        saves_on_term=saves_on_term,
+        syncs=syncs,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Way:
+    """How ranks are started."""
+
+    launcher: str | None
+    """By which launcher; None on this machine alone."""
+    note: str | None
+    """What to say about that."""
+    nodes: tuple[Node, ...]
+    """Which node starts what."""
+
+
+def _way(prepared: Prepared, launcher: str | None, master_port: int) -> _Way:
+    """Returns how the ranks are started; on this machine alone no launcher for several nodes is needed."""
+    if prepared.is_local:
+        line = local(
+            hosts=prepared.hosts,
+            run_dir=prepared.run_dir,
+            device_ids=prepared.devices,
+            python=sys.executable,
+            master_port=master_port,
+        )
+        return _Way(launcher=None, note=None, nodes=everywhere(prepared.hosts, [line], [True]))
+    name, note = launchers.choose(launcher, os.environ)
+    launchers.check_hosts(name, prepared.hosts)
+    return _Way(launcher=name, note=note, nodes=LAUNCHERS[name].nodes(_where(prepared, master_port)))
+
+
+def _job_environment(prepared: Prepared, way: _Way, *, saves_on_term: bool) -> dict[str, str]:
+    """Returns the job's own variables, and what the options and the launcher add to them."""
+    found = dict(prepared.job.env)
+    if prepared.on_cpu and "OMP_NUM_THREADS" not in os.environ:
+        most = max(host.slots for host in prepared.hosts.hosts)
+        found.setdefault("OMP_NUM_THREADS", str(cpu_threads(most)))
+    if saves_on_term:
+        found[SAVE_ON_TERM] = "1"
+    if way.launcher == "openmpi" and os.geteuid() == 0:
+        found |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    return found
+
+
+def _user_lines() -> str:
+    """Returns what stands in the user's environment files, and before it where the tools beside this Python are, such
+    as ninja: a shell that ssh starts does not know."""
+    own = environment.read_user_files(os.environ, home=Path.home(), folder=Path.cwd())
+    return f"PATH={Path(sys.executable).parent}:$PATH\n{own}"
+
+
+def _where(prepared: Prepared, master_port: int) -> Where:
+    names = machine_names()
+    return Where(
+        hosts=prepared.hosts,
+        here=tuple(is_this_machine(host.name, names) for host in prepared.hosts.hosts),
+        run_dir=prepared.run_dir,
+        python=sys.executable,
+        master_port=master_port,
+    )
+
+
+def _for_other_nodes(prepared: Prepared, way: _Way, mark: str, master_port: int) -> dict[str, str]:
+    """Returns what the ranks of other nodes need beside the job's own: the mark by which their agent finds them, and
+    for MPI, which tells them their number alone, where rank 0 is."""
+    if way.launcher is None:
+        return {}
+    launcher = LAUNCHERS[way.launcher]
+    found = {MARK: mark} if launcher.has_one_environment else {}
+    if launcher.is_mpi:
+        found |= {"MASTER_ADDR": master(prepared.hosts), "MASTER_PORT": str(master_port)}
+    return found
+
+
+def write_run_dir(launch: Launch, edits: Sequence[Edit] | None = None) -> None:
+    """Writes everything that launcher and ranks read, each file whole; secrets and environment with mode 0600.
+
+    `edits` are those by hand; None where nobody knows what was generated.
+    """
+    prepared = launch.prepared
+    place = prepared.run_dir
+    hostfile = launch_hostfile(prepared.hosts, ids=prepared.devices, is_local=prepared.is_local)
+    place.summary.unlink(missing_ok=True)
+    write_atomic(place.request, to_json(_for_ranks(launch)))
+    write_atomic(place.facts, facts_text(prepared))
+    write_atomic(place.ds_config, json.dumps(prepared.ds_config, indent=2) + "\n")
+    if edits is None:
+        place.edits.unlink(missing_ok=True)
+    else:
+        listed = manual_edits.document(manual_edits.without_secrets(edits, launch.secrets))
+        write_atomic(place.edits, json.dumps(listed, indent=2, ensure_ascii=False, default=str) + "\n")
+    write_atomic(place.hostfile, hostfile)
+    write_start(launch)
+    environment.write_secrets(place, launch.secrets)
+    if launch.launcher == "mpich":
+        write_atomic(place.rank_program, _RANK_PROGRAM)
+    if prepared.estimate is None:
+        place.plan.unlink(missing_ok=True)
+    else:
+        write_atomic(place.plan, to_json(prepared.estimate))
+
+
+def write_start(launch: Launch) -> None:
+    """Writes what names the port of rank 0."""
+    place = launch.prepared.run_dir
+    script = start_script(
+        launch.command,
+        run_dir=place,
+        exported=launch.exported,
+        secret_names=list(launch.secrets),
+        is_node_by_node=sum(node.command is not None for node in launch.nodes) > 1,
+    )
+    write_atomic(place.start_script, script, mode=0o755)
+    write_atomic(place.environment, environment.file_text(launch.for_nodes), mode=0o600)
+
+
+def _for_ranks(launch: Launch) -> object:
+    """Returns the job whose environment holds no secret: request.json is for everyone.
+
+    Where nodes have disks of their own it names the checkpoint, which they could not choose alike.
+    """
+    job = launch.prepared.job
+    job = replace(job, env={name: value for name, value in job.env.items() if name not in launch.secrets})
+    if not launch.syncs:
+        return job
+    saved = resize_checkpoint.find(job)
+    return replace(job, resume=str(saved.folder) if saved else "never")

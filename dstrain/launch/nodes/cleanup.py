@@ -1,0 +1,50 @@
+"""Ends what may be left on nodes whose agent was lost, over a new connection, where there is one to be had."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+
+from dstrain.errors import EnvironmentProblem
+from dstrain.launch.nodes.layout import Node
+from dstrain.launch.nodes.protocol import Begin, End, Ended, Go
+from dstrain.launch.nodes.spec import Score
+
+_POLL_S = 0.1
+
+
+def sweep(score: Score, nodes: Sequence[Node]) -> None:
+    """Kills whatever has a node's mark on each of the nodes; those that cannot be reached are left to themselves."""
+    if nodes:
+        with ThreadPoolExecutor(max_workers=min(64, len(nodes))) as pool:
+            list(pool.map(lambda node: _sweep(score, node), nodes))
+
+
+def _sweep(score: Score, node: Node) -> None:
+    with suppress(EnvironmentProblem):
+        (channel,) = score.open([node])
+        begin = Begin(
+            host=node.host,
+            run_dir=str(score.run_dir.path),
+            mark=score.mark_of(node),
+            command=None,
+            environment={},
+            unset=[],
+            exports={},
+            hosts=[],
+            first_rank=node.first_rank,
+            num_ranks=0,
+            master_port=score.master_port,
+            mirror=False,
+            timeouts={},
+        )
+        for order in (begin, Go(), End(grace_s=0)):
+            channel.send(order, node.number)
+        until = time.monotonic() + score.timeouts.sweep_s
+        while time.monotonic() < until and not channel.is_closed:
+            if any(isinstance(event, Ended) for _, event in channel.receive()):
+                break
+            time.sleep(_POLL_S)
+        channel.close()

@@ -1,0 +1,93 @@
+"""Whether the nodes of a run can run together, by what their agents say before anything is started."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
+
+from dstrain.errors import EnvironmentProblem
+from dstrain.job.schema import Job
+from dstrain.launch.nodes.layout import Node
+from dstrain.launch.nodes.protocol import Hello
+from dstrain.rundir import RunDir
+
+_OF_A_MODEL = frozenset({".json", ".safetensors", ".bin", ".model", ".txt", ".jinja", ".py"})
+"""How names of files end that are read with a model."""
+
+
+def files_of(job: Job) -> dict[str, int]:
+    """Returns the files here that ranks read, with their bytes; nothing for what comes from a hub."""
+    data = [Path(name) for name in (job.data, job.eval_data) if name is not None]
+    model = Path(job.model)
+    paths = [*data, *(path for path in sorted(model.glob("*")) if path.suffix in _OF_A_MODEL)]
+    return {str(path): path.stat().st_size for path in paths if path.is_file()}
+
+
+def check(
+    hellos: Mapping[Node, Hello],
+    run_dir: RunDir,
+    port: int,
+    *,
+    on_cpu: bool,
+    files: Mapping[str, int] = MappingProxyType({}),
+    may_be_apart: bool = False,
+) -> None:
+    """Raises EnvironmentProblem, with every reason at once, where the nodes cannot run together.
+
+    `files` is what ranks read, with the bytes here; `may_be_apart` where the run directory was copied to other nodes.
+    """
+    problems = _unfit(hellos, port, on_cpu=on_cpu)
+    if problems:
+        hint = "Versions must be the same everywhere, slots as many as GPUs; --master-port names another port."
+        raise EnvironmentProblem("\n".join(problems), hint=hint)
+    differ = [f"{node.host}: {said}" for node, hello in hellos.items() for said in _differing(hello, files)]
+    if differ:
+        raise EnvironmentProblem(
+            "\n".join(differ),
+            hint="Model and data must be on every node, under the same paths; nothing copies them.",
+        )
+    apart = [node.host for node, hello in hellos.items() if not hello.shares_run_dir]
+    if apart and not may_be_apart:
+        raise EnvironmentProblem(
+            f"{run_dir.path} on {', '.join(apart)} is not the run directory of this machine",
+            hint="Put output_dir on a file system that all nodes share, or let --sync copy code and run directory.",
+        )
+
+
+def _unfit(hellos: Mapping[Node, Hello], port: int, *, on_cpu: bool) -> list[str]:
+    """Returns what of the nodes themselves is in the way."""
+    problems = [
+        f"{node.host}: {name} is {version or 'missing'}, and {usual or 'missing'} on most nodes"
+        for name, usual in _usual(list(hellos.values())).items()
+        for node, hello in hellos.items()
+        if (version := hello.versions.get(name)) != usual
+    ]
+    problems += [
+        f"{node.host}: port {port}, for rank 0, is in use there"
+        for node, hello in hellos.items()
+        if node.number == 0 and hello.port is None
+    ]
+    problems += [
+        f"{node.host}: {node.num_ranks} slots in the hostfile, and {hello.num_gpus} GPUs there"
+        for node, hello in hellos.items()
+        if not on_cpu and node.num_ranks > hello.num_gpus
+    ]
+    return problems
+
+
+def _differing(hello: Hello, files: Mapping[str, int]) -> Iterator[str]:
+    """Yields in what a node's files are not those here; of many files of a folder the first one."""
+    seen = set()
+    for name, found in hello.unlike.items():
+        folder = str(Path(name).parent)
+        if name in files and folder not in seen:
+            seen.add(folder)
+            yield f"{name} cannot be read" if found is None else f"{name} has {found:,} bytes, and {files[name]:,} here"
+
+
+def _usual(hellos: list[Hello]) -> dict[str, str | None]:
+    """Returns the version that most nodes have of each thing; of equals, the first node's."""
+    names = dict.fromkeys(name for hello in hellos for name in hello.versions)
+    return {name: Counter(hello.versions.get(name) for hello in hellos).most_common(1)[0][0] for name in names}

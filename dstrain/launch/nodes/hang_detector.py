@@ -1,0 +1,99 @@
+"""How fast a run steps, and when it has stood still for too long."""
+
+from __future__ import annotations
+
+from collections import deque
+from statistics import median
+
+from dstrain.heartbeat import STARTING, Phase
+from dstrain.launch.failure.outcome import Start
+from dstrain.launch.timeouts import TIMEOUTS
+
+TIMES = 5
+"""A run hangs when it takes this many times its median step, or its longest evaluation or checkpoint."""
+LONG_TIMES = 10
+"""An evaluation or a checkpoint has at least this many times as long: disks that are shared may be slow at times."""
+_LEAST_STEPS = 3
+_KEPT = 100
+_LONG = frozenset({Phase.SAVING, Phase.EVALUATING})
+
+
+class Pace:
+    """The steps of a run, as its slowest rank does them."""
+
+    def __init__(self, num_ranks: int, least_s: float = TIMEOUTS.hang_s, start_s: float = 0.0) -> None:
+        """Watches `num_ranks` ranks; a run hangs after `least_s` seconds at the earliest, never where that is 0: a step
+        of a tenth of a second may well be followed by one of two.
+
+        Before their first step, ranks may take `start_s` seconds from one phase or count to the next; 0 for any time.
+        """
+        self._num_ranks = num_ranks
+        self._least_s = least_s
+        self._start_s = start_s
+        self._began: float | None = None
+        self._news_at = 0.0
+        self._heard: dict[int, tuple[Phase, int]] = {}
+        self._steps_s: deque[float] = deque(maxlen=_KEPT)
+        self._longest_s: dict[Phase, float] = {}
+        self._phases: dict[int, Phase] = {}
+        self._phase = Phase.START
+        self._at = 0.0
+        self.steps: dict[int, int] = {}
+        """Rank → steps done."""
+
+    def begin(self, now: float) -> None:
+        """Takes the moment in which ranks are started."""
+        self._began = self._news_at = now
+
+    def start(self, now: float) -> Start | None:
+        """Returns how far the start is; None before it, and once every rank has done its first step."""
+        phases = {rank: self._phases.get(rank) for rank in range(self._num_ranks)}
+        if self._began is None or all(phase is not None and phase not in STARTING for phase in phases.values()):
+            return None
+        return Start(seconds=now - self._began, phases=phases)
+
+    def note(self, rank: int, step: int, phase: Phase, now: float, *, count: int = 0) -> None:
+        """Takes what a rank said at a time in seconds; `count` is how far a phase is that counts something else."""
+        if self._heard.get(rank) != (phase, count):
+            self._heard[rank], self._news_at = (phase, count), now
+        before, was = min(self.steps.values(), default=0), self._phase
+        self.steps[rank], self._phases[rank] = step, phase
+        if len(self.steps) < self._num_ranks:
+            return
+        others = [each for each in self._phases.values() if each is not Phase.STEP]
+        self._phase = others[0] if others else Phase.STEP
+        gained = min(self.steps.values()) - before
+        if gained <= 0 and self._phase is was:
+            return
+        if was is Phase.STEP and gained > 0:
+            self._steps_s.extend([(now - self._at) / gained] * min(gained, _KEPT))
+        elif was in _LONG:
+            self._longest_s[was] = max(self._longest_s.get(was, 0.0), now - self._at)
+        self._at = now
+
+    @property
+    def limit_s(self) -> float | None:
+        """Seconds without news after which the run hangs; None while that is not known.
+
+        A first evaluation and a first checkpoint may take any time, as may what comes before and after the steps.
+        """
+        if self._least_s <= 0:
+            return None
+        if self._phase is Phase.STEP and len(self._steps_s) >= _LEAST_STEPS:
+            return max(TIMES * median(self._steps_s), self._least_s)
+        if self._phase in self._longest_s:
+            return max(TIMES * self._longest_s[self._phase], LONG_TIMES * self._least_s)
+        return None
+
+    @property
+    def median_s(self) -> float | None:
+        """Seconds of a step; None before there were any."""
+        return median(self._steps_s) if self._steps_s else None
+
+    def stood_still_s(self, now: float) -> float | None:
+        """Returns for how long nothing has moved, once that is too long; None otherwise."""
+        start = self.start(now)
+        if start is not None:
+            return now - self._news_at if 0 < self._start_s < now - self._news_at else None
+        limit = self.limit_s
+        return None if limit is None or now - self._at <= limit else now - self._at

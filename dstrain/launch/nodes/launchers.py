@@ -1,0 +1,170 @@
+"""The ways to start ranks on several nodes: what each one needs, and which node starts what."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from dstrain.errors import EnvironmentProblem, InvalidConfig, did_you_mean
+from dstrain.facts.cluster.hostfile import Hosts
+from dstrain.launch import command
+from dstrain.launch.nodes.connection import Channel, by_srun, by_ssh, here, ssh
+from dstrain.launch.nodes.layout import Node, everywhere, from_here
+from dstrain.rundir import RunDir
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Where:
+    """What a launcher's commands are made of."""
+
+    hosts: Hosts
+    """The nodes."""
+    here: tuple[bool, ...]
+    """Which of them is this machine."""
+    run_dir: RunDir
+    """The run directory."""
+    python: str
+    """The interpreter, which is the same on every node."""
+    master_port: int
+    """The port of rank 0."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launcher:
+    """One way to start ranks on several nodes."""
+
+    needs: str
+    """The program that it needs on this machine."""
+    package: str
+    """The Debian package that has it."""
+    nodes: Callable[[Where], tuple[Node, ...]]
+    """Returns who starts what."""
+    equal_slots: bool = False
+    """Whether every node must have as many slots."""
+    is_mpi: bool = False
+    """Whether ranks learn their number from MPI."""
+    has_one_environment: bool = True
+    """Whether the ranks of all nodes get the same variables."""
+
+
+def _pdsh(where: Where) -> tuple[Node, ...]:
+    line = command.pdsh(hosts=where.hosts, run_dir=where.run_dir, python=where.python, master_port=where.master_port)
+    return from_here(where.hosts, line, where.here)
+
+
+def _node_by_node(where: Where) -> tuple[Node, ...]:
+    lines = [
+        command.of_node(
+            number, hosts=where.hosts, run_dir=where.run_dir, python=where.python, master_port=where.master_port
+        )
+        for number in range(len(where.hosts.hosts))
+    ]
+    return everywhere(where.hosts, lines, where.here)
+
+
+def _mpi(kind: str) -> Callable[[Where], tuple[Node, ...]]:
+    def nodes(where: Where) -> tuple[Node, ...]:
+        line = command.mpi(
+            kind,
+            hosts=where.hosts,
+            run_dir=where.run_dir,
+            python=where.python,
+            master_port=where.master_port,
+        )
+        return from_here(where.hosts, line, where.here)
+
+    return nodes
+
+
+LAUNCHERS: Mapping[str, Launcher] = MappingProxyType(
+    {
+        "pdsh": Launcher(needs="pdsh", package="pdsh", nodes=_pdsh),
+        "ssh": Launcher(needs="ssh", package="openssh-client", nodes=_node_by_node, has_one_environment=False),
+        "openmpi": Launcher(needs="ompi_info", package="openmpi-bin", nodes=_mpi("openmpi"), is_mpi=True),
+        "mpich": Launcher(needs="mpirun", package="mpich", nodes=_mpi("mpich"), equal_slots=True, is_mpi=True),
+        "slurm": Launcher(needs="srun", package="slurm-client", nodes=_node_by_node, has_one_environment=False),
+    }
+)
+"""Every launcher by name."""
+
+
+def choose(name: str | None, environment: Mapping[str, str]) -> tuple[str, str | None]:
+    """Returns the launcher to use and what to say about the choice, or None.
+
+    Raises InvalidConfig for a name that is none, EnvironmentProblem where its program is missing.
+    """
+    if name is None:
+        if _has("pdsh", environment):
+            return "pdsh", None
+        require("ssh", environment)
+        return "ssh", "pdsh is not installed; the nodes are started over plain ssh (--launcher ssh)"
+    if name not in LAUNCHERS:
+        raise InvalidConfig(f'--launcher "{name}": there is no such launcher', hint=did_you_mean(name, list(LAUNCHERS)))
+    require(name, environment)
+    if name == "slurm" and "SLURM_JOB_ID" not in environment:
+        raise EnvironmentProblem(
+            "--launcher slurm: this is not a SLURM allocation (SLURM_JOB_ID is not set)",
+            hint="salloc --nodes 2 --gpus-per-node 8, then run here; or `dstrain script slurm` writes a batch script.",
+        )
+    return name, None
+
+
+def require(name: str, environment: Mapping[str, str]) -> None:
+    """Raises EnvironmentProblem when a launcher's program is not installed on this machine."""
+    launcher = LAUNCHERS[name]
+    if not _has(launcher.needs, environment):
+        others = [other for other in ("ssh", "pdsh") if other != name and _has(LAUNCHERS[other].needs, environment)]
+        instead = f", or take --launcher {others[0]}" if others else ""
+        raise EnvironmentProblem(
+            f"--launcher {name}: {launcher.needs} is not installed", hint=f"apt-get install {launcher.package}{instead}"
+        )
+
+
+def _has(program: str, environment: Mapping[str, str]) -> bool:
+    return shutil.which(program, path=environment.get("PATH")) is not None
+
+
+def check_hosts(name: str, hosts: Hosts) -> None:
+    """Raises InvalidConfig for hosts that a launcher cannot take."""
+    first = hosts.hosts[0].name
+    if len(hosts.hosts) > 1 and (first.startswith(("localhost", "127.")) or first == "::1"):
+        raise InvalidConfig(
+            f"{hosts.name}: rank 0 is on {first}, which other nodes take for themselves",
+            hint="Write this machine's name or address there, as the other nodes know it.",
+        )
+    counts = Counter(host.slots for host in hosts.hosts)
+    if LAUNCHERS[name].equal_slots and len(counts) > 1:
+        usual = counts.most_common(1)[0][0]
+        rows = [f"{host.name} has {host.slots} slots" for host in hosts.hosts if host.slots != usual]
+        raise InvalidConfig(
+            f"{hosts.name}: --launcher {name} needs {usual} slots on every host; {', '.join(rows)}",
+            hint="Make them equal, or take --launcher pdsh or ssh.",
+        )
+
+
+def connect(name: str, nodes: Sequence[Node], environment: Mapping[str, str], python_path: str) -> list[Channel]:
+    """Opens the connections to the agents of some nodes."""
+    if name == "slurm":
+        numbers = {node.host: node.number for node in nodes}
+        return [Channel(by_srun(numbers, python_path), environment, list(numbers.values()))]
+    return [
+        Channel(
+            here(node.number) if node.is_here else by_ssh(node.host, node.number, python_path),
+            environment if node.is_here else os.environ,
+            [node.number],
+        )
+        for node in nodes
+    ]
+
+
+def remotely(name: str, host: str, command: Sequence[str]) -> list[str]:
+    """Returns the command line that runs a command on another host, with stdin and stdout from here."""
+    if name == "slurm":
+        step = ["srun", "--nodes=1", "--ntasks=1", f"--nodelist={host}", "--overlap", "--unbuffered"]
+        return [*step, "--cpu-bind=none", "--chdir=/", *command]
+    return [*ssh(host), f"cd / && exec {shlex.join(command)}"]

@@ -1,0 +1,78 @@
+"""Which node does what in a run: who starts a launcher, and which ranks are where."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dstrain.facts.cluster.hostfile import Hosts
+
+HEAD = -1
+"""Number of the machine that starts a launcher for others and has no rank itself."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """One node of a run."""
+
+    number: int
+    """Its place in the hostfile; `HEAD` for one that is not in it."""
+    host: str
+    """Its name there."""
+    is_here: bool
+    """Whether it is this machine."""
+    command: tuple[str, ...] | None
+    """The launcher that it starts; None where another one starts its ranks."""
+    first_rank: int
+    """Number of its first rank."""
+    num_ranks: int
+    """How many ranks it has."""
+
+    @property
+    def ranks(self) -> range:
+        """The numbers of its ranks."""
+        return range(self.first_rank, self.first_rank + self.num_ranks)
+
+
+def everywhere(hosts: Hosts, commands: Sequence[Sequence[str]], here: Sequence[bool]) -> tuple[Node, ...]:
+    """Returns the nodes of a run in which each starts its own ranks; `commands` and `here` go by the hosts' order."""
+    return tuple(
+        Node(
+            number=number,
+            host=host.name,
+            is_here=here[number],
+            command=tuple(commands[number]),
+            first_rank=first,
+            num_ranks=host.slots,
+        )
+        for number, (host, first) in enumerate(zip(hosts.hosts, first_ranks(hosts), strict=True))
+    )
+
+
+def from_here(hosts: Hosts, command: Sequence[str], here: Sequence[bool]) -> tuple[Node, ...]:
+    """Returns the nodes of a run in which one launcher on this machine starts all ranks."""
+    nodes = [
+        Node(
+            number=number,
+            host=host.name,
+            is_here=here[number],
+            command=tuple(command) if here[number] else None,
+            first_rank=first,
+            num_ranks=host.slots,
+        )
+        for number, (host, first) in enumerate(zip(hosts.hosts, first_ranks(hosts), strict=True))
+    ]
+    if not any(here):
+        nodes.append(
+            Node(number=HEAD, host="launcher", is_here=True, command=tuple(command), first_rank=0, num_ranks=0)
+        )
+    return tuple(nodes)
+
+
+def first_ranks(hosts: Hosts) -> list[int]:
+    """Returns the number of each host's first rank: the launcher numbers ranks by host, in the hostfile's order."""
+    firsts, total = [], 0
+    for host in hosts.hosts:
+        firsts.append(total)
+        total += host.slots
+    return firsts

@@ -1,0 +1,264 @@
+"""One node's part of a run: its launcher is started, its ranks are watched, and nothing of it is left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from pathlib import Path
+
+from dstrain.facts.deepspeed_ops import OPS, held_locks
+from dstrain.heartbeat import MARK, SAVE_ON_TERM, STARTING, Phase, Receiver
+from dstrain.launch.environment import SAFE_PATH, expanded
+from dstrain.launch.failure.logs import Output, Piece
+from dstrain.launch.nodes.log_mirror import Mirror
+from dstrain.launch.nodes.process_tree import Family, RankWatch
+from dstrain.launch.nodes.protocol import Alive, Begin, Died, Ended, Event, Orphaned, Wrote
+from dstrain.launch.nodes.shared_memory import remove_buffers
+from dstrain.launch.timeouts import Timeouts
+from dstrain.rundir import RunDir
+
+_LOOK_S = 0.5
+
+
+class Keeper:
+    """Keeps one node's part from its start to its end; `tick` is called several times a second."""
+
+    def __init__(self, begin: Begin) -> None:
+        """Starts the launcher, where this node has one. Raises OSError when that is not possible."""
+        self._begin = begin
+        self._timeouts = Timeouts(**begin.timeouts)
+        self._run_dir = RunDir(Path(begin.run_dir))
+        stamp = time.strftime("%Y%m%d%H%M%S")
+        name = f"{stamp}_launcher_{begin.host}_{begin.mark[:6]}.log"
+        self._log = self._run_dir.logs / name
+        ranks = range(begin.first_rank, begin.first_rank + begin.num_ranks)
+        self._pulses = Receiver(begin.mark, ranks)
+        self._run_dir.logs.mkdir(parents=True, exist_ok=True)
+        self._output = Output(self._run_dir.logs, self._log, ranks, lambda host: self._node_log(host, stamp))
+        self._mirror = Mirror(self._run_dir, begin.mark, has_first=0 in ranks) if begin.mirror else None
+        remove_buffers(begin.master_port)
+        self._launcher = self._start() if begin.command is not None else None
+        self._family = Family(begin.mark, self._launcher.pid if self._launcher else -1)
+        self._watch = RankWatch(self._family, begin.num_ranks)
+        self._steps: dict[str, list[object]] = {}
+        self._listening: set[int] = set()
+        self._stepping: set[int] = set()
+        self._wanted: list[signal.Signals] = []
+        self._done: set[int] = set()
+        self._told: set[int] = set()
+        self._locks: set[Path] = set()
+        self._next_look = 0.0
+        self._deadline: float | None = None
+        self._give_up: float | None = None
+        self._is_ending = False
+        self.is_over = False
+        """Whether nothing of the run is left on this node."""
+
+    def _node_log(self, host: str, stamp: str) -> Path | None:
+        """Returns the file for what the launcher says of another node; None where `host` is no node of this run."""
+        if host not in self._begin.hosts:
+            return None
+        return self._run_dir.logs / f"{stamp}_node_{host}_{self._begin.mark[:6]}.log"
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        assert self._begin.command is not None
+        with self._log.open("wb") as file, _launchers_deaf_to_sigterm(self._begin):
+            return subprocess.Popen(
+                self._begin.command,
+                env=environment_of_ranks(self._begin, os.environ),
+                cwd=self._run_dir.path,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def tick(self) -> list[Event]:
+        """Looks at everything once and returns what `run` should know."""
+        self._watch.poll()
+        self._look_for_locks()
+        events: list[Event] = []
+        self._hear_ranks()
+        events += [self._wrote(piece) for piece in self._output.poll() if self._is_wanted(piece)]
+        events += self._mirror.poll() if self._mirror is not None else []
+        self._watch.clear(self._output.finished)
+        events += self._deaths(with_unseen=False)
+        if self._watch.orphans and not self._is_ending:
+            events.append(Orphaned(ranks=sorted(self._watch.orphans)))
+            self._watch.orphans.clear()
+            self.end(self._timeouts.grace_s)
+        if not self.is_over:
+            self._go_on()
+        if self.is_over:
+            events += self._last_words()
+        return events
+
+    def _look_for_locks(self) -> None:
+        """Remembers the locks of extensions that ranks hold while they start; one that is killed leaves its own."""
+        now = time.monotonic()
+        if now >= self._next_look and len(self._stepping) < self._begin.num_ranks:
+            self._next_look = now + _LOOK_S
+            self._note_locks(self._watch.processes)
+
+    def _note_locks(self, processes: Iterable[int]) -> None:
+        self._locks |= {lock for lock in held_locks(processes) if lock.parent.name in OPS}
+
+    def _hear_ranks(self) -> None:
+        for pulse in self._pulses.receive():
+            if pulse.rank not in self._listening:
+                for number in self._wanted:
+                    self._signal(number, {pulse.rank})
+            self._steps[str(pulse.rank)] = [pulse.step, pulse.phase.value, pulse.total]
+            self._listening.add(pulse.rank)
+            if pulse.phase not in STARTING:
+                self._stepping.add(pulse.rank)
+            if pulse.phase in {Phase.DONE, Phase.LEFT}:
+                self._done.add(pulse.rank)
+
+    def alive(self) -> Alive:
+        """Returns a sign of life with the steps since the last one."""
+        steps, self._steps = self._steps, {}
+        return Alive(steps=steps)
+
+    def wait(self, seconds: float) -> None:
+        """Sleeps, but wakes when a rank ends."""
+        self._watch.wait(seconds)
+
+    def send(self, number: signal.Signals) -> None:
+        """Sends a signal to every rank on this node, to one that does not heed signals yet as soon as it does."""
+        self._wanted.append(number)
+        self._signal(number, self._listening)
+
+    def _signal(self, number: signal.Signals, listening: Collection[int]) -> None:
+        for rank, process in self._family.ranks().items():
+            if rank in listening:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(process.pid, number)
+
+    def ranks(self) -> list[int]:
+        """Returns the ranks that live on this node."""
+        return sorted(self._family.ranks())
+
+    def end(self, grace_s: float) -> None:
+        """Asks everything to end; after `grace_s` seconds it is killed."""
+        deadline = time.monotonic() + grace_s
+        self._deadline = deadline if self._deadline is None or not self._is_ending else min(deadline, self._deadline)
+        if not self._is_ending:
+            self._is_ending = True
+            self._note_locks(self._family.alive())
+            self._watch.stop()
+            self._family.send(signal.SIGTERM)
+
+    def _go_on(self) -> None:
+        now = time.monotonic()
+        if self._give_up is not None:
+            self._kill(now)
+        elif self._deadline is not None and now >= self._deadline:
+            self._watch.stop()
+            self._give_up = now + self._timeouts.kill_s
+            self._kill(now)
+        elif self._launcher is not None and self._launcher.poll() is None:
+            if self._deadline is None and self._has_failure():
+                self._deadline = now + self._timeouts.grace_s  # the launcher ends the others of this node itself
+        elif (self._launcher is not None or self._is_ending) and not self._family.alive():
+            self._finish()
+        elif self._deadline is None and self._launcher is not None:
+            went_well = self._launcher.returncode == 0 and not self._has_failure()
+            if went_well and not self._family.ranks():
+                self._deadline = now + self._timeouts.grace_s  # what a rank left behind may end by itself
+            else:
+                self.end(self._timeouts.grace_s)
+
+    def _kill(self, now: float) -> None:
+        """A process may fork between look and kill, so this is done until there is nobody."""
+        assert self._give_up is not None
+        if self._family.alive() and now < self._give_up:
+            self._family.send(signal.SIGKILL)
+        else:
+            self._finish()
+
+    def _finish(self) -> None:
+        if self._launcher is not None:
+            self._launcher.wait()
+        self._family.collect()
+        self._hear_ranks()
+        self._pulses.close()
+        remove_buffers(self._begin.master_port)
+        for lock in self._locks - held_locks() if self._locks else ():
+            lock.unlink(missing_ok=True)
+        self.is_over = True
+
+    def _last_words(self) -> Iterator[Event]:
+        while pieces := self._output.poll():
+            yield from (self._wrote(piece) for piece in pieces if self._is_wanted(piece))
+        if self._mirror is not None:
+            while events := self._mirror.poll():
+                yield from events
+            yield from self._mirror.last()
+        self._watch.clear(self._output.finished)
+        for rank in self._done & set(self._watch.deaths):
+            if self._watch.deaths[rank].code is None:
+                del self._watch.deaths[rank]
+        yield from self._deaths(with_unseen=True)
+        yield self.alive()  # a rank that has left said so just now
+        yield Ended(
+            code=self._launcher.returncode if self._launcher is not None else None,
+            num_finished=self._output.num_finished,
+            num_done=len(self._done),
+            reported=list(self._output.failed) if self._output.failed is not None else None,
+        )
+
+    def _deaths(self, *, with_unseen: bool) -> list[Event]:
+        """Returns the deaths not told yet; of those that nobody saw the launcher may still say that all was well."""
+        found: list[Event] = [Died(rank=rank, code=code) for rank, code in self._output.killed.items()]
+        self._output.killed.clear()
+        for rank, death in sorted(self._watch.deaths.items(), key=lambda item: item[1].at):
+            if rank not in self._told and (with_unseen or death.code is not None):
+                self._told.add(rank)
+                found.append(Died(rank=rank, code=death.code))
+        return found
+
+    def _is_wanted(self, piece: Piece) -> bool:
+        return piece.rank == 0 or self._begin.mirror
+
+    def _wrote(self, piece: Piece) -> Wrote:
+        name = str(piece.path.relative_to(self._run_dir.path))
+        return Wrote(name=name, text=piece.text, on_screen=piece.rank == 0)
+
+    def _has_failure(self) -> bool:
+        return self._output.failed is not None or any(death.code is not None for death in self._watch.deaths.values())
+
+
+def environment_of_ranks(begin: Begin, own: Mapping[str, str]) -> dict[str, str]:
+    """Returns the launcher's environment; the tools beside this Python, such as ninja, are found in it."""
+    env = {name: value for name, value in own.items() if name not in begin.unset}
+    beside = str(Path(sys.executable).parent)
+    if beside not in env.get("PATH", "").split(":"):
+        env["PATH"] = f"{beside}:{env.get('PATH', os.defpath)}"
+    env |= {**SAFE_PATH, **begin.environment, MARK: begin.mark}
+    return {**env, **expanded(begin.exports, env)}
+
+
+def saves_on_term(begin: Begin, environment: Mapping[str, str]) -> bool:
+    """Returns whether SIGTERM makes the ranks save and leave."""
+    return SAVE_ON_TERM in begin.environment or SAVE_ON_TERM in begin.exports or SAVE_ON_TERM in environment
+
+
+@contextlib.contextmanager
+def _launchers_deaf_to_sigterm(begin: Begin) -> Iterator[None]:
+    """Blocks SIGTERM in what is started meanwhile, where the ranks, which unblock it, save a checkpoint then.
+
+    A scheduler sends it to every process of the job, and DeepSpeed's `launch` would kill ranks that save for over 30 s.
+    Source: deepspeed 0.19.8 launcher/launch.py: terminate_process_tree
+    """
+    blocked = {signal.SIGTERM} if saves_on_term(begin, os.environ) else set()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

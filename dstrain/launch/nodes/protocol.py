@@ -1,0 +1,278 @@
+"""What `run` and the agents of the nodes say to each other: one JSON object a line, over ssh, srun or a pipe."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from functools import cache
+from typing import Any, get_args, get_origin, get_type_hints
+
+from dstrain.heartbeat import Phase
+
+LONGEST = 16 * 2**20
+"""Bytes of the longest line that is taken; what is sent stays far below."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Look:
+    """Order: say whether this node can take part."""
+
+    run_dir: str
+    """The run directory."""
+    token: str
+    """What stands in the run directory's token file, if this node shares it."""
+    others: list[str]
+    """The other nodes, to which a network interface must lead."""
+    files: dict[str, int]
+    """Files that ranks read → their bytes where `run` is."""
+    port: int | None = None
+    """Port for rank 0, to be kept until the ranks start; None on other nodes."""
+    takes_another: bool = False
+    """Whether any other port will do where that one is in use."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Begin:
+    """Order: make this node ready for its part of the run, which `Go` starts."""
+
+    host: str
+    """The node's name in the hostfile."""
+    run_dir: str
+    """The run directory."""
+    mark: str
+    """Value of the variable that every process of this start has."""
+    command: list[str] | None
+    """What to start; None where another node's launcher starts the ranks, and they are watched only."""
+    environment: dict[str, str]
+    """What the command's environment has beside the agent's own."""
+    unset: list[str]
+    """What it does not have."""
+    exports: dict[str, str]
+    """Further environment: name → text in which `$NAME` is the node's own value (`environment.expanded`)."""
+    hosts: list[str]
+    """Names of all nodes of which the launcher's log may speak."""
+    first_rank: int
+    """Number of this node's first rank."""
+    num_ranks: int
+    """How many ranks run on this node."""
+    master_port: int
+    """The port of rank 0."""
+    mirror: bool
+    """Whether `run` has no file system in common with this node, and is sent what is written there."""
+    timeouts: dict[str, float]
+    """The limits of this start that are not the usual ones, by their names in `Timeouts`."""
+    master: str | None = None
+    """The host of rank 0, as its ranks are told it; None where nobody has to find it."""
+    ops: list[str] = field(default_factory=list)
+    """DeepSpeed's extensions that its ranks load."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Go:
+    """Order: start this node's part; every node is ready."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beat:
+    """Order: nothing; a sign of life."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Save:
+    """Order: let the ranks save a checkpoint and leave."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stacks:
+    """Order: let every rank write its stacks into its log."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class End:
+    """Order: end everything here."""
+
+    grace_s: float
+    """Seconds between SIGTERM and SIGKILL; 0 kills at once."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hello:
+    """Event: the answer to Look."""
+
+    host: str
+    """What the node calls itself."""
+    versions: dict[str, str | None]
+    """Versions of Python and the packages that must be the same everywhere."""
+    shares_run_dir: bool
+    """Whether the run directory here is the one of `run`."""
+    interface: str | None
+    """The network interface that leads to the other nodes; None where there is not one for all."""
+    num_gpus: int
+    """GPUs that NVML shows there."""
+    port: int | None
+    """The port that is kept for rank 0; None where the one of Look is in use, and on other nodes."""
+    unlike: dict[str, int | None]
+    """Files of Look that have another size here → their bytes; None where they cannot be read."""
+    clock: float
+    """This node's clock, in seconds since the epoch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reached:
+    """Event: ranks of this node will find rank 0."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Told:
+    """Event: what is being done to make this node ready."""
+
+    text: str
+    """In words."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ready:
+    """Event: this node's ranks can start."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alive:
+    """Event: a sign of life, and how far the ranks are."""
+
+    steps: dict[str, list[Any]]
+    """Rank → step, phase and steps of the whole run (0: not known), where something came since the last one."""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError where it does not say that."""
+        for rank, (step, phase, total) in self.steps.items():
+            numbers = (int(rank), step, total)
+            if not (Phase(phase) and all(type(number) is int and 0 <= number < 2**63 for number in numbers)):
+                raise ValueError(rank)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Died:
+    """Event: a rank ended badly."""
+
+    rank: int
+    """Its number."""
+    code: int | None
+    """Its exit code, negative for a signal; None where nobody saw it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Orphaned:
+    """Event: ranks live on though the launcher that started them on this node is gone."""
+
+    ranks: list[int]
+    """Their numbers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wrote:
+    """Event: a file in the run directory grew."""
+
+    name: str
+    """Its path in the run directory."""
+    text: str
+    """What was added, or the whole text of a file that is not a log."""
+    on_screen: bool
+    """Whether rank 0 wrote it for people to see."""
+    is_whole: bool = False
+    """Whether `text` is all that the file holds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """Event: this node's part could not be started."""
+
+    text: str
+    """Why."""
+    hint: str | None = None
+    """What to do about it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """Event, the last one: nothing of the run is left on this node."""
+
+    code: int | None
+    """The launcher's exit code; None where there was none here."""
+    num_finished: int
+    """Ranks of which this node's launcher said that they ended well."""
+    num_done: int
+    """Ranks of this node that said so themselves."""
+    reported: list[Any] | None
+    """The first failure in the launcher's log: node (or None) and code."""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError where `reported` is not that."""
+        if self.reported is not None and not (len(self.reported) == 2 and type(self.reported[1]) is int):
+            raise ValueError(self.reported)
+
+
+Order = Look | Begin | Go | Beat | Save | Stacks | End
+Event = Hello | Reached | Told | Ready | Alive | Died | Orphaned | Wrote | Problem | Ended
+_hints = cache(get_type_hints)
+_KINDS = {kind.__name__: kind for kind in (*get_args(Order), *get_args(Event))}
+
+
+def encode(message: Order | Event, node: int | None = None) -> bytes:
+    """Returns the line of a message; `node` is whom it is for or from, None for everyone."""
+    line = {"dstrain": type(message).__name__, "node": node, "body": asdict(message)}
+    return json.dumps(line, ensure_ascii=True).encode() + b"\n"
+
+
+def decode(line: bytes) -> tuple[int | None, Any] | None:
+    """Returns node and message of a line, or None for anything else: a shell's greeting, srun's own words."""
+    with suppress(ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        data: Mapping[str, Any] = json.loads(line)
+        kind, node, body = _KINDS[data["dstrain"]], data["node"], data["body"]
+        if _fits(node, int | None) and all(_fits(body[name], hint) for name, hint in _hints(kind).items()):
+            return node, kind(**body)
+    return None
+
+
+def _fits(value: object, hint: Any) -> bool:
+    """Returns whether a value out of JSON is of a type."""
+    kind, inner = get_origin(hint), get_args(hint)
+    if kind is list:
+        return isinstance(value, list) and all(_fits(item, inner[0]) for item in value)
+    if kind is dict:
+        return isinstance(value, dict) and all(_fits(item, inner[1]) for item in value.values())
+    if inner:
+        return any(_fits(value, choice) for choice in inner)
+    if hint in {int, float}:
+        return type(value) is int or type(value) is hint
+    return hint is Any or isinstance(value, hint)
+
+
+class Lines:
+    """Whole lines out of pieces of them."""
+
+    def __init__(self, longest: int = LONGEST) -> None:
+        """Lines of more than `longest` bytes are left out."""
+        self._longest = longest
+        self._pieces: list[bytes] = []
+        self._size = 0
+
+    def feed(self, raw: bytes) -> list[bytes]:
+        """Returns the lines that `raw` completes."""
+        lines = []
+        first, *others = raw.split(b"\n")
+        self._add(first)
+        for piece in others:
+            if self._size <= self._longest:
+                lines.append(b"".join(self._pieces))
+            self._pieces, self._size = [], 0
+            self._add(piece)
+        return lines
+
+    def _add(self, piece: bytes) -> None:
+        self._size += len(piece)
+        if self._size > self._longest:
+            self._pieces = []
+        elif piece:
+            self._pieces.append(piece)

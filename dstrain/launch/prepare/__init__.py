@@ -1,0 +1,1 @@
+"""Checks a job and the machines before a launch."""

@@ -1,0 +1,224 @@
+"""Checks of a job before the launch: files and packages that it needs, and data that the ranks would refuse."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from dstrain.choices import Attention, Hub, Method, OnBadRow, Precision, SinkName, SwanLabMode
+from dstrain.config.lint.finding import Finding
+from dstrain.errors import DstrainError, EnvironmentProblem, InvalidConfig
+from dstrain.facts.cluster.cluster import Cluster, Origin
+from dstrain.facts.data import datafile
+from dstrain.facts.model import model_files
+from dstrain.job.file import JobFile, looks_local
+from dstrain.job.schema import Job
+from dstrain.launch.prepare.lint_job import of_job
+from dstrain.paths import shown
+from dstrain.records import Place
+
+CHECKED_DATA_BYTES = 64 * 2**20
+"""How much of a data file is read before anything is launched; the ranks check the rest."""
+DATA_KEYS = ("data", "eval_data")
+"""Keys of a job that name data."""
+
+
+def check(file: JobFile, *, on_cpu: bool) -> list[str]:
+    """Returns what to know of a job's data. Raises InvalidConfig or EnvironmentProblem for what cannot be trained."""
+    _check_model(file)
+    _check_attention(file, on_cpu=on_cpu)
+    _check_packages(file)
+    check_evaluation(file)
+    return check_data(file)
+
+
+def _check_model(file: JobFile) -> None:
+    job, where = file.job, file.locate(("model",))
+    folder = Path(job.model)
+    if looks_local(job.model) and not folder.exists():
+        raise InvalidConfig(
+            f'{where}: model is "{job.model}", and there is no such folder',
+            hint="Name a folder with config.json and weights, or an id such as Qwen/Qwen3-8B.",
+        )
+    if not folder.is_dir():
+        return
+    if not (folder / "config.json").is_file():
+        raise InvalidConfig(
+            f"{where}: {shown(job.model)} holds no config.json",
+            hint="Name the folder that save_pretrained or hf download wrote.",
+        )
+    if not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
+        raise InvalidConfig(
+            f"{where}: {shown(job.model)} holds no weights (*.safetensors)",
+            hint="Training starts from weights; a config.json alone is enough for gen-config only.",
+        )
+    try:
+        model_files.read(folder)
+    except InvalidConfig as error:
+        raise InvalidConfig(f"{where}: model: {error.problem}", hint=error.hint) from None
+    if not model_files.has_tokenizer(folder):
+        raise InvalidConfig(
+            f"{where}: {shown(job.model)} holds no tokenizer", hint="Copy the tokenizer's files into it."
+        )
+
+
+def _check_attention(file: JobFile, *, on_cpu: bool) -> None:
+    job, where = file.job, file.locate(("attn",))
+    if job.attn is not Attention.FLASH_ATTENTION_2:
+        return
+    if on_cpu:
+        raise InvalidConfig(
+            f"{where}: flash_attention_2 needs a GPU, and this job trains on the CPU", hint="attn: sdpa"
+        )
+    if job.precision is Precision.FP32:
+        raise InvalidConfig(
+            f"{where}: flash_attention_2 computes in bf16 and fp16, and precision is fp32",
+            hint="attn: sdpa, or precision: bf16",
+        )
+
+
+def check_gpu(file: JobFile, cluster: Cluster) -> None:
+    """Raises InvalidConfig for flash attention on GPUs that were found here and are too old for it."""
+    is_known = cluster.gpu_origin is Origin.MEASURED and cluster.gpu.fp16_flops_per_s > 0
+    if file.job.attn is Attention.FLASH_ATTENTION_2 and is_known and not cluster.gpu.has_flash_attention_2:
+        raise InvalidConfig(
+            f"{file.locate(('attn',))}: flash_attention_2 does not run on {cluster.gpu.name}", hint="attn: sdpa"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Package:
+    """A package that only some jobs need."""
+
+    key: Place
+    """The key of the job that asks for it."""
+    value: str
+    """What stands there."""
+    modules: tuple[str, ...]
+    """What it is imported as; any of them will do."""
+    name: str
+    """What it is called."""
+    install: str
+    """What to type."""
+    is_wanted: Callable[[Job], bool]
+    """Whether a job needs it."""
+
+
+def _sink(name: SinkName, install: str) -> _Package:
+    return _Package(
+        key=("monitor", "sinks"),
+        value=name,
+        modules=(name,),
+        name=name,
+        install=install,
+        is_wanted=lambda job: name in job.monitor.sinks and not _is_silent(job, name),
+    )
+
+
+def _is_silent(job: Job, name: SinkName) -> bool:
+    return name is SinkName.SWANLAB and job.monitor.mode is SwanLabMode.DISABLED
+
+
+def _is_on_modelscope(name: str | None) -> bool:
+    return name is not None and not looks_local(name) and not Path(name).exists()
+
+
+_PACKAGES = (
+    _Package(key=("method",), value="qlora", modules=("bitsandbytes",), name="bitsandbytes",
+        install="pip install 'dstrain[qlora]'", is_wanted=lambda job: job.method is Method.QLORA),
+    _Package(key=("attn",), value="flash_attention_2", modules=("flash_attn", "kernels"), name="flash-attn",
+        install="pip install flash-attn --no-build-isolation, or set attn: sdpa",
+        is_wanted=lambda job: job.attn is Attention.FLASH_ATTENTION_2),
+    _Package(key=("hub",), value="modelscope", modules=("modelscope",), name="modelscope",
+        install='pip install "modelscope[datasets]"',
+        is_wanted=lambda job: job.hub is Hub.MODELSCOPE
+        and any(map(_is_on_modelscope, (job.model, job.data, job.eval_data)))),
+    _sink(SinkName.SWANLAB, "pip install 'swanlab>=0.10,<0.11'"),
+    _sink(SinkName.TENSORBOARD, "pip install 'dstrain[tensorboard]'"),
+    _sink(SinkName.WANDB, "pip install 'dstrain[wandb]'"),
+)  # fmt: skip
+_OF_ENGINE = {"tensorboard": "tensorboard", "wandb": "wandb", "comet": "comet_ml"}
+"""Monitors of DeepSpeed itself → their package. Source: deepspeed 0.19.8 monitor/utils.py."""
+
+
+def is_installed(*modules: str) -> bool:
+    """Returns whether one of the modules can be found, without importing it."""
+    return any(find_spec(module) is not None for module in modules)
+
+
+def _check_packages(file: JobFile) -> None:
+    """Raises EnvironmentProblem with every package that the job needs and that is not installed."""
+    missing = [row for row in _PACKAGES if row.is_wanted(file.job) and not is_installed(*row.modules)]
+    if missing:
+        raise EnvironmentProblem(
+            "\n".join(
+                f"{file.locate(row.key)}: {row.value} needs {row.name}, which is not installed" for row in missing
+            ),
+            hint="\n".join(dict.fromkeys(row.install for row in missing)),
+        )
+
+
+def check_engine_packages(ds_config: Mapping[str, Any], name: str) -> None:
+    """Raises EnvironmentProblem for a monitor of DeepSpeed whose package is not installed; `name` is the file's."""
+    for key, package in _OF_ENGINE.items():
+        section = ds_config.get(key)
+        if isinstance(section, Mapping) and section.get("enabled") is True and not is_installed(package):
+            raise EnvironmentProblem(
+                f"{name}: {key} needs {package}, which is not installed",
+                hint=f"pip install {package}, or remove {key}: metrics.jsonl and the sinks of the job have more",
+            )
+
+
+def check_evaluation(file: JobFile) -> None:
+    """Raises InvalidConfig for evaluations without anything to evaluate on."""
+    if file.job.eval_steps is not None and file.job.eval_data is None:
+        raise InvalidConfig(
+            f"{file.locate(('eval_steps',))}: eval_steps is {file.job.eval_steps}, and there is no eval_data",
+            hint="Name the data to evaluate on in eval_data, or remove eval_steps.",
+        )
+
+
+def check_data(file: JobFile) -> list[str]:
+    """Returns what nobody reads in the data files of a job. Raises InvalidConfig where none are named."""
+    if file.job.data is None:
+        raise InvalidConfig(
+            f"{file.locate(('data',))}: data is not set",
+            hint="Write the training data there: a .jsonl, .json or .parquet file, or a data set id on the hub.",
+        )
+    return [note for key in DATA_KEYS if (note := check_data_file(file, key)) is not None]
+
+
+def check_data_file(file: JobFile, key: str) -> str | None:
+    """Returns what nobody reads in the data file that a key of the job names; None where there is nothing to say.
+
+    Raises InvalidConfig for what cannot be read or trained on, within its first `CHECKED_DATA_BYTES`.
+    """
+    name = getattr(file.job, key)
+    if name is None or not (looks_local(name) or Path(name).exists()):
+        return None
+    try:
+        report = datafile.check(
+            Path(name), file.job.data_format, limit_bytes=CHECKED_DATA_BYTES, skip=file.job.on_bad_row is OnBadRow.SKIP
+        )
+    except InvalidConfig as error:
+        raise InvalidConfig(f"{file.locate((key,))}: {key}: {error.problem}", hint=error.hint) from None
+    return f"{shown(name)}: {report.note}" if report.note else None
+
+
+def findings(file: JobFile) -> list[Finding]:
+    """Returns what is wrong with the data that a job names, as far as they are here, for lint."""
+    found = []
+    checks: dict[str, Callable[[], object]] = {"eval_steps": lambda: check_evaluation(file)}
+    for key in DATA_KEYS:
+        if getattr(file.job, key) is not None and Path(getattr(file.job, key)).is_file():
+            checks[key] = partial(check_data_file, file, key)
+    for key, check_one in checks.items():
+        try:
+            check_one()
+        except DstrainError as error:
+            found.append(of_job(error, file.locate((key,))))
+    return found

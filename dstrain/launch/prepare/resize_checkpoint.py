@@ -1,0 +1,278 @@
+"""Going on from a checkpoint on another number of GPUs: the global batch is kept, and the shards are converted once.
+
+DeepSpeed loads shards on as many ranks as wrote them. Its universal checkpoint, a copy with one file for each weight,
+loads on any number; `train.checkpoints.universal_checkpoint` makes it, and the ranks read it where the numbers differ.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from dstrain import child_process
+from dstrain.errors import EnvironmentProblem, InvalidConfig
+from dstrain.job.schema import Job
+from dstrain.paths import python, shown
+from dstrain.rundir import UNIVERSAL, UNIVERSAL_PART, RunDir, damage, read_record
+from dstrain.units import format_bytes, format_seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saved:
+    """The checkpoint that a run goes on from, as it says itself."""
+
+    folder: Path
+    """Where it is."""
+    world_size: int
+    """The ranks that wrote it."""
+    zero_stage: int
+    """The ZeRO stage of its shards."""
+    micro_batch: int
+    """Samples in one forward of one rank."""
+    grad_accum: int
+    """Micro-batches per step."""
+
+    @property
+    def global_batch(self) -> int:
+        """Samples of one step."""
+        return self.micro_batch * self.grad_accum * self.world_size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resuming:
+    """A job, and what it goes on from."""
+
+    job: Job
+    """The job, with the global batch of the checkpoint."""
+    saved: Saved | None = None
+    """The checkpoint; None for a run that begins."""
+    notes: tuple[str, ...] = ()
+    """What to say of it."""
+
+    def explained(self, error: InvalidConfig) -> InvalidConfig:
+        """Returns an error about the changed job that says how it came to be."""
+        hint = "\n".join([*self.notes, *([error.hint] if error.hint else [])])
+        return InvalidConfig(error.problem, hint=hint or None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Elastic:
+    """A checkpoint that has to be converted before the launch."""
+
+    checkpoint: Path
+    """Where it is."""
+    from_ranks: int
+    """The ranks that wrote it."""
+    to_ranks: int
+    """The ranks that will load it."""
+
+
+def resuming(job: Job, *, num_ranks: int) -> Resuming:
+    """Returns the job with the global batch of the checkpoint it goes on from, whatever the number of ranks.
+
+    Then a step takes the same samples as it would have taken, and the schedule has as many steps. Raises InvalidConfig
+    where so many ranks cannot share that batch.
+    """
+    saved = find(job)
+    if saved is None:
+        return Resuming(job=job, notes=_skipped(job, "training begins anew"))
+    kept = keep_batch(job, saved, num_ranks=num_ranks)
+    notes = _skipped(job, f"going on from {saved.folder.name}") + _notes(job, kept, saved, num_ranks=num_ranks)
+    return Resuming(job=kept, saved=saved, notes=notes)
+
+
+def _skipped(job: Job, instead: str) -> tuple[str, ...]:
+    """Returns what to say of newer checkpoints that `resume: auto` cannot take."""
+    if job.resume != "auto":
+        return ()
+    newest = RunDir(Path(job.output_dir)).newest_checkpoint()
+    return tuple(f"warning: {problem}: {instead}" for problem in newest.skipped)
+
+
+def find(job: Job) -> Saved | None:
+    """Returns the checkpoint that the job's `resume` means: none, the newest whole one, or a folder.
+
+    One that does not say its batch was trained with the job's. Raises InvalidConfig where it cannot be read.
+    """
+    if job.resume == "never":
+        return None
+    folder = RunDir(Path(job.output_dir)).newest_checkpoint().folder if job.resume == "auto" else Path(job.resume)
+    if folder is None:
+        return None
+    problem = damage(folder)
+    if problem is not None:
+        raise InvalidConfig(f"{shown(str(folder))} {problem}", hint="Name an older checkpoint: resume: FOLDER.")
+    record = read_record(folder)
+    return Saved(
+        folder=folder,
+        world_size=record["world_size"],
+        zero_stage=record["zero_stage"],
+        micro_batch=record.get("micro_batch", job.micro_batch),
+        grad_accum=record.get("grad_accum", job.grad_accum),
+    )
+
+
+def keep_batch(job: Job, saved: Saved, *, num_ranks: int) -> Job:
+    """Returns the job with the checkpoint's global batch: its micro-batch where that divides, else a smaller one.
+
+    Raises InvalidConfig where the ranks cannot share the batch, with the numbers of GPUs that can.
+    """
+    total = saved.global_batch
+    if job.micro_batch * job.grad_accum * num_ranks == total:
+        return job
+    if total % num_ranks:
+        nearby = range(1, 2 * max(saved.world_size, num_ranks) + 1)
+        legal = ", ".join(str(count) for count in nearby if total % count == 0)
+        raise InvalidConfig(
+            f"{shown(str(saved.folder))} was trained with a global batch of {total}: {num_ranks} GPUs cannot share it",
+            hint=f"Numbers of GPUs that can: {legal}.",
+        )
+    each = total // num_ranks
+    micro_batch = next(size for size in range(min(job.micro_batch, each), 0, -1) if each % size == 0)
+    return replace(job, micro_batch=micro_batch, grad_accum=each // micro_batch)
+
+
+def _notes(job: Job, kept: Job, saved: Saved, *, num_ranks: int) -> tuple[str, ...]:
+    """Returns what to say where the ranks or the job are not those of the checkpoint."""
+    changes = [
+        f"{name} {getattr(job, name)} → {getattr(kept, name)}"
+        for name in ("micro_batch", "grad_accum")
+        if getattr(job, name) != getattr(kept, name)
+    ]
+    ranks = "" if saved.world_size == num_ranks else f" of {saved.world_size} ranks on {num_ranks}"
+    if not changes and not ranks:
+        return ()
+    by = f" by {', '.join(changes)}" if changes else ""
+    return (f"resuming {saved.folder.name}{ranks}: global batch {saved.global_batch} kept{by}",)
+
+
+_FAMILY = MappingProxyType({0: 0, 1: 1, 2: 1, 3: 3})
+"""ZeRO stage → the first stage whose shards have the same form."""
+_ADAM = ("adam", "adamw")
+"""Optimizers whose states the converter knows: two moments. Source: deepspeed 0.19.8 ds_to_universal.py"""
+
+
+def _is_nvme(device: Any) -> bool:
+    return bool(device == "nvme")
+
+
+def _is_several(size: Any) -> bool:
+    return isinstance(size, int) and size > 1
+
+
+_REFUSED: Mapping[str, Callable[[Any], bool]] = MappingProxyType(
+    {
+        "optimizer.type": lambda name: str(name).lower() not in _ADAM,
+        "zero_optimization.round_robin_gradients": bool,  # loads, and puts weights in each other's places
+        "zero_optimization.elastic_checkpoint": bool,
+        "zero_optimization.zenflow": bool,
+        "zero_optimization.offload_optimizer.device": _is_nvme,
+        "zero_optimization.offload_optimizer.super_offload": bool,
+        "zero_optimization.offload_param.device": _is_nvme,
+        "tensor_parallel.autotp_size": _is_several,
+        "expert_parallel.enabled": bool,
+        "sequence_parallel_size": _is_several,
+        "checkpoint.use_node_local_storage": bool,
+    }
+)
+"""Key → whether with this value a universal checkpoint cannot be made or read, in DeepSpeed 0.19.8 with our Trainer."""
+
+
+def decide(saved: Saved | None, config: Mapping[str, Any], *, num_ranks: int) -> Elastic | None:
+    """Returns what has to be converted before so many ranks go on with this configuration; None for nothing.
+
+    Raises InvalidConfig for what DeepSpeed cannot go on with: shards of another ZeRO stage, or a feature without a
+    universal form.
+    """
+    if saved is None:
+        return None
+    name = shown(str(saved.folder))
+    stage = (config.get("zero_optimization") or {}).get("stage", 0)
+    if _FAMILY.get(stage) != _FAMILY.get(saved.zero_stage):
+        raise InvalidConfig(
+            f"{name} was written under ZeRO-{saved.zero_stage}, and ZeRO-{stage} cannot load its shards",
+            hint=f"Write stage {saved.zero_stage} again, or {_weights(name)}.",
+        )
+    if saved.world_size == num_ranks or not saved.zero_stage:
+        return None
+    broken = [
+        key if isinstance(value, Mapping) else f"{key} {json.dumps(value)}"
+        for key, is_broken in _REFUSED.items()
+        if (value := _at(config, key)) is not None and is_broken(value)
+    ]
+    if broken:
+        raise InvalidConfig(
+            f"{name} was written by {saved.world_size} ranks, and DeepSpeed cannot bring it to {num_ranks} with "
+            + ", ".join(broken),
+            hint=f"Run on {saved.world_size} GPUs, or {_weights(name)}.",
+        )
+    return Elastic(checkpoint=saved.folder, from_ranks=saved.world_size, to_ranks=num_ranks)
+
+
+def _weights(name: str) -> str:
+    """Returns what always works in place of a resume."""
+    return f"begin from its weights: dstrain export {name} WEIGHTS, then model: WEIGHTS and another output_dir"
+
+
+def _at(config: Mapping[str, Any], key: str) -> Any:
+    """Returns the value of a dotted key; None where there is none."""
+    found: Any = config
+    for part in key.split("."):
+        found = found.get(part) if isinstance(found, Mapping) else None
+    return found
+
+
+def convert(needed: Elastic, environment: Mapping[str, str], tell: Callable[[str], None]) -> None:
+    """Makes the universal copy of a checkpoint in a child process, telling how long it takes; one that is there stays.
+
+    Raises EnvironmentProblem where the disk is too small or the conversion fails, and InvalidConfig for what cannot be
+    converted, both with its last lines.
+    """
+    folder = needed.checkpoint
+    if (folder / UNIVERSAL).is_file():
+        return
+    _check_disk(folder)
+    tell(f"converting {folder.name} of {needed.from_ranks} ranks for {needed.to_ranks}, once")
+    begin = time.monotonic()
+    # it needs no GPU
+    line, env = (
+        python("-m", "dstrain.train.checkpoints.universal_checkpoint", str(folder)),
+        {**environment, "DS_ACCELERATOR": "cpu"},
+    )
+    try:
+        code, output = child_process.run(line, env, tell, f"converting {folder.name}")
+    except BaseException:
+        shutil.rmtree(folder / UNIVERSAL_PART, ignore_errors=True)
+        raise
+    if code != 0:
+        raise _failed(needed, code, output)
+    tell(f"converted {folder.name} in {format_seconds(time.monotonic() - begin)}")
+
+
+def _check_disk(folder: Path) -> None:
+    """Raises EnvironmentProblem where a copy does not fit: as large as the shards, and pieces as large again."""
+    shards = sum(file.stat().st_size for file in folder.glob("global_step*/*_optim_states.pt"))
+    free_bytes = shutil.disk_usage(folder).free
+    if free_bytes < 2 * shards:
+        raise EnvironmentProblem(
+            f"{shown(str(folder))}: {format_bytes(free_bytes)} are free, and to convert it for another number of GPUs "
+            f"takes {format_bytes(2 * shards)}, half of it for good",
+            hint="Free some space, or delete older checkpoints.",
+        )
+
+
+def _failed(needed: Elastic, code: int, output: str) -> EnvironmentProblem | InvalidConfig:
+    """Returns what is said of a conversion that failed."""
+    name = shown(str(needed.checkpoint))
+    hint = f"Run on {needed.from_ranks} GPUs, or {_weights(name)}."
+    kind = InvalidConfig if code == InvalidConfig.exit_code else EnvironmentProblem
+    lines = output.strip().splitlines() or [f"it ended with {code}"]
+    ours = next((number for number, line in enumerate(lines) if line.startswith("Error: ")), None)
+    said = lines[-10:] if ours is None else lines[ours:]
+    return kind("\n".join([f"{name} cannot be converted for {needed.to_ranks} ranks:", *said]), hint=hint)

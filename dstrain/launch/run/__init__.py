@@ -1,0 +1,1 @@
+"""Runs a launch: start, supervision, restarts, state, stop and detach."""

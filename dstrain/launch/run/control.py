@@ -1,0 +1,67 @@
+"""What somebody wants of a run while it goes: signals, and files that `dstrain stop` leaves in the run directory."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+
+from dstrain.errors import Interrupted, RunFailed
+from dstrain.launch.nodes.spec import Wishes
+
+SAVE_SIGNAL = signal.SIGUSR1
+"""The signal that makes a run save a checkpoint and leave."""
+
+
+@contextlib.contextmanager
+def noting_signals(screen_log: Path, *, saves_on_term: bool = False) -> Iterator[Wishes]:
+    """Yields what signals wish of the run; outside the main thread signals are left alone.
+
+    SIGINT and SIGTERM stop it, a second one at once; where no rank runs they raise Interrupted or RunFailed. With
+    `saves_on_term` the first SIGTERM saves and leaves instead, as SIGUSR1 always does. SIGHUP, a login that dropped,
+    ends nothing: from there on the screen is `screen_log`. Ctrl-Z is passed over, since agents end their ranks when
+    `run` falls silent.
+    """
+    wishes = Wishes()
+    if threading.current_thread() is not threading.main_thread():
+        yield wishes
+        return
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGTERM and saves_on_term and not wishes.save:
+            wishes.save = True
+            return
+        if not wishes.is_heeded:
+            kind = Interrupted if number == signal.SIGINT else RunFailed
+            raise kind(f"stopped ({signal.Signals(number).name}); no rank is running")
+        wishes.is_interrupt = wishes.is_interrupt or (not wishes.stop and number == signal.SIGINT)
+        wishes.stop.append(signal.Signals(number).name)
+
+    def save(number: int, frame: FrameType | None) -> None:
+        wishes.save = True
+
+    def leave_terminal(number: int, frame: FrameType | None) -> None:
+        _write_to(screen_log)
+
+    handlers = {signal.SIGINT: stop, signal.SIGTERM: stop, SAVE_SIGNAL: save, signal.SIGHUP: leave_terminal}
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    before[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, signal.SIG_IGN)
+    try:
+        yield wishes
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _write_to(path: Path) -> None:
+    """Lets what this process prints go to a file from now on."""
+    handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            os.dup2(handle, stream.fileno())
+    os.close(handle)

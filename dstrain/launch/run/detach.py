@@ -1,0 +1,131 @@
+"""A run in the background: started in a session of its own, so that no login ends it."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from dstrain.errors import DstrainError, EnvironmentProblem, RunFailed
+from dstrain.launch.failure.logs import Tail
+from dstrain.launch.run import state
+from dstrain.launch.run.control import SAVE_SIGNAL
+from dstrain.launch.run.state import LIVING, Stage, State
+from dstrain.launch.timeouts import TIMEOUTS
+from dstrain.paths import python, shown
+from dstrain.rundir import RunDir
+
+_POLL_S = 0.2
+_CHILD = "import json, sys; from dstrain.cli.main import main; main(json.load(sys.stdin))"
+"""What runs in the background: its arguments come by stdin, since everybody sees command lines."""
+
+
+def detach(run_dir: RunDir, arguments: Sequence[str], say: Callable[[str], None]) -> None:
+    """Starts `dstrain` with the same arguments in the background; returns once a rank trains, or `detach_s` are over.
+
+    What it says until then is said here. Raises RunFailed, with its own exit code, when it ends before.
+    """
+    log = state.run_log(run_dir)
+    log.parent.mkdir(parents=True, exist_ok=True)
+    words = [*(word for word in arguments if word != "--detach"), "--no-doctor"]
+    with log.open("wb") as file:
+        child = subprocess.Popen(
+            python("-c", _CHILD, "dstrain.cli", "run"),
+            stdin=subprocess.PIPE,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    assert child.stdin is not None
+    with suppress(BrokenPipeError), child.stdin:
+        child.stdin.write(json.dumps(words).encode())
+    tail = Tail(log)
+    until = time.monotonic() + TIMEOUTS.detach_s
+    while time.monotonic() < until and child.poll() is None and _stage(run_dir, child.pid) is not Stage.RUNNING:
+        time.sleep(_POLL_S)
+    if child.poll() == 0:
+        say(tail.read().strip())
+        return
+    if child.poll() is not None:
+        failure = RunFailed(tail.read().strip() or f"ended with code {child.returncode}")
+        failure.exit_code = child.returncode
+        raise failure
+    folder = shown(str(run_dir.path))
+    if _stage(run_dir, child.pid) in {None, Stage.STARTING} and child.poll() is None:
+        say(f"still starting after {TIMEOUTS.detach_s:.0f} s; a failure from here on is in `dstrain status`")
+    say(f"in the background as process {child.pid}, writing to {shown(str(log))}")
+    for verb, what in (("status", "how it stands"), ("logs -f", "what it says"), ("stop", "end it")):
+        say(f"  dstrain {verb} {folder}  # {what}")
+    if _is_killed_at_logout():
+        say("note     systemd ends your processes at logout here: `loginctl enable-linger` keeps them")
+    child.returncode = 0  # it is not ours to wait for
+
+
+def _stage(run_dir: RunDir, pid: int) -> Stage | None:
+    """Returns the stage of the run of a process here; None before it has written one."""
+    try:
+        written = state.read(run_dir)
+    except DstrainError:
+        return None
+    return written.stage if (written.pid, written.host) == (pid, socket.gethostname()) else None
+
+
+def _is_killed_at_logout(file: Path = Path("/etc/systemd/logind.conf")) -> bool:
+    """Returns whether systemd's KillUserProcesses is on."""
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return False
+    return any(line.replace(" ", "").lower() == "killuserprocesses=yes" for line in lines)
+
+
+def stop(run_dir: RunDir, *, at_once: bool) -> Stage:
+    """Asks a run to stop and returns how it ended; `at_once` gives its ranks no time.
+
+    Raises RunFailed if no run is alive in the folder, or if it has not ended after `stop_s` seconds.
+    """
+    found = _living(run_dir)
+    for _ in range(2 if at_once else 1):
+        run_dir.stop_wish.touch()
+        _wait(lambda: not run_dir.stop_wish.exists(), TIMEOUTS.stop_s)
+    return _ended(run_dir, found, TIMEOUTS.stop_s)
+
+
+def save_and_leave(run_dir: RunDir) -> Stage:
+    """Asks a run on this machine to save a checkpoint and leave, and returns how it ended."""
+    found = _living(run_dir)
+    if found.host != socket.gethostname():
+        raise EnvironmentProblem(
+            f"{run_dir.path}: `dstrain run` runs on {found.host}", hint=f"ssh {found.host} kill -USR1 {found.pid}"
+        )
+    os.kill(found.pid, SAVE_SIGNAL)
+    return _ended(run_dir, found, TIMEOUTS.save_s)
+
+
+def _living(run_dir: RunDir) -> State:
+    found = state.read(run_dir)
+    if not state.is_alive(found, run_dir):
+        problem = f"{run_dir.path}: no run goes on there ({found.stage.value})"
+        raise RunFailed(problem, hint=f"dstrain status {shown(str(run_dir.path))}")
+    return found
+
+
+def _ended(run_dir: RunDir, found: State, seconds: float) -> Stage:
+    if _wait(lambda: state.read(run_dir).stage not in LIVING and not state.has_process(found), seconds):
+        return state.read(run_dir).stage
+    problem = f"{run_dir.path}: still there after {seconds:.0f} s"
+    raise RunFailed(problem, hint=f"On {found.host}: kill -KILL {found.pid}; its agents end what is left.")
+
+
+def _wait(is_so: Callable[[], bool], seconds: float) -> bool:
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        if is_so():
+            return True
+        time.sleep(_POLL_S)
+    return is_so()

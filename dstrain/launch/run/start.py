@@ -1,0 +1,93 @@
+"""Starts a launch on its nodes: tells their agents what to run, on a port that is free on rank 0's node."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from dstrain.facts import network_interface
+from dstrain.facts.deepspeed_ops import needed_ops
+from dstrain.launch import environment
+from dstrain.launch.command import master
+from dstrain.launch.failure.outcome import Outcome
+from dstrain.launch.launch import Launch, plan_launch, write_start
+from dstrain.launch.nodes import handshake, launchers
+from dstrain.launch.nodes.coordinator import Conductor
+from dstrain.launch.nodes.launchers import LAUNCHERS
+from dstrain.launch.nodes.layout import Node
+from dstrain.launch.nodes.protocol import Hello
+from dstrain.launch.nodes.spec import Score
+from dstrain.launch.timeouts import TIMEOUTS, Timeouts
+from dstrain.paths import write_atomic
+
+
+def score(launch: Launch, *, timeouts: Timeouts = TIMEOUTS) -> Score:
+    """Returns what the conductor plays, within these limits."""
+    prepared = launch.prepared
+    python_path = launch.exported.get("PYTHONPATH", "")
+    return Score(
+        nodes=launch.nodes,
+        run_dir=launch.prepared.run_dir,
+        mark=launch.mark,
+        open=lambda nodes: launchers.connect(launch.launcher or "ssh", nodes, launch.environment, python_path),
+        environment={"PYTHONPATH": python_path} if python_path else {},
+        unset=tuple(launch.secrets),
+        exports=launch.for_nodes,
+        master_port=launch.master_port,
+        takes_another_port=launch.takes_another_port,
+        master=None if prepared.is_local else master(prepared.hosts),
+        ops=tuple(needed_ops(prepared.ds_config, on_gpu=not prepared.on_cpu)),
+        files={} if prepared.is_local else handshake.files_of(prepared.job),
+        timeouts=timeouts,
+    )
+
+
+def start(launch: Launch, conductor: Conductor, played: Score) -> Outcome:
+    """Runs the launch to its end; no process of it is left behind on any node that can be reached."""
+
+    def check(hellos: Mapping[Node, Hello]) -> tuple[Score, dict[int, dict[str, str]]]:
+        port = next((hello.port for node, hello in hellos.items() if node.number == 0), None)
+        last = launch if port in {None, launch.master_port} else _on_port(launch, port or 0)
+        variables = _meet(last, hellos)
+        final = replace(played, nodes=last.nodes, exports=last.for_nodes, master_port=last.master_port)
+        return final, {node.number: own for node, own in variables.items()}
+
+    return conductor.run(check)
+
+
+def _on_port(launch: Launch, port: int) -> Launch:
+    """Returns the same launch with another port for rank 0, and writes it down for those who start it by hand."""
+    changed = plan_launch(
+        launch.prepared,
+        master_port=port,
+        launcher=launch.launcher,
+        saves_on_term=launch.saves_on_term,
+        syncs=launch.syncs,
+        mark=launch.mark,
+    )
+    write_start(changed)
+    return changed
+
+
+def _meet(launch: Launch, hellos: Mapping[Node, Hello]) -> dict[Node, dict[str, str]]:
+    """Returns the variables by which each node's ranks use the network interface that leads to the others, where
+    nobody has named one. Raises EnvironmentProblem where the nodes cannot run together."""
+    prepared = launch.prepared
+    handshake.check(
+        hellos,
+        prepared.run_dir,
+        launch.master_port,
+        on_cpu=prepared.on_cpu,
+        files=handshake.files_of(prepared.job),
+        may_be_apart=launch.syncs,
+    )
+    chosen = {node: hello.interface for node, hello in hellos.items() if node.num_ranks}
+    if launch.launcher is not None and not LAUNCHERS[launch.launcher].has_one_environment:
+        own = {
+            node: {} if name is None else network_interface.interface_environment(name) for node, name in chosen.items()
+        }
+        return {node: {key: env[key] for key in env if key not in launch.for_nodes} for node, env in own.items()}
+    named = network_interface.environment_of({node.host: name for node, name in chosen.items()}, launch.for_nodes)
+    texts = {name: environment.between_quotes(value) for name, value in named.items()}
+    write_atomic(prepared.run_dir.environment, environment.file_text({**launch.for_nodes, **texts}), mode=0o600)
+    return dict.fromkeys(hellos, named)

@@ -1,0 +1,212 @@
+"""How a run stands: one small file in the run directory, written by `run` and read by status, logs and stop."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from dstrain.errors import Conflict, EnvironmentProblem, InvalidConfig
+from dstrain.launch.failure.logs import tail_of
+from dstrain.launch.nodes.process_tree import look
+from dstrain.launch.timeouts import TIMEOUTS
+from dstrain.paths import shown, write_atomic
+from dstrain.records import from_data, to_data, type_config
+from dstrain.rundir import RunDir
+
+
+class Stage(StrEnum):
+    """Where a run is."""
+
+    STARTING = "starting"
+    RUNNING = "running"
+    ENDED = "ended"
+    SAVED = "saved and left"
+    FAILED = "failed"
+    STOPPED = "stopped"
+
+
+LIVING = frozenset({Stage.STARTING, Stage.RUNNING})
+"""The stages of a run that goes on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class State:
+    """How a run stands."""
+
+    __pydantic_config__ = type_config
+
+    stage: Stage
+    """Where it is."""
+    host: str
+    """The machine on which `dstrain run` runs."""
+    pid: int
+    """Its process there."""
+    start_ticks: int
+    """When that process started, in clock ticks since boot: with `pid` it is this one and no other."""
+    began: float
+    """When the run began, in seconds since the epoch."""
+    beat: float
+    """When this was written."""
+    attempt: int = 1
+    """1 for the first start, more after restarts."""
+    step: int | None = None
+    """Optimizer steps done."""
+    nodes: tuple[str, ...] = ()
+    """The nodes."""
+    start: str | None = None
+    """How far the ranks are that have not come to their first step; None where nothing was said of that yet."""
+    exit_code: int | None = None
+    """What `dstrain run` ended with."""
+
+
+class Keeper:
+    """Keeps the state file of this process's run up to date."""
+
+    def __init__(self, run_dir: RunDir) -> None:
+        self._run_dir = run_dir
+        self.step: int | None = None
+        """Optimizer steps done."""
+        process = look(os.getpid())
+        now = time.time()
+        self.state = State(
+            stage=Stage.STARTING,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            start_ticks=process.start if process else 0,
+            began=now,
+            beat=now,
+        )
+
+    def write(self, **changes: object) -> None:
+        """Changes the state and writes it; a full disk ends no run because of this file."""
+        self.state = replace(self.state, beat=time.time(), step=self.step, **changes)  # type: ignore[arg-type]
+        with suppress(EnvironmentProblem):
+            write_atomic(self._run_dir.state, json.dumps(to_data(self.state)) + "\n")
+
+    def beat(self, step: int | None) -> None:
+        """Writes it again when it has become old."""
+        self.step = step
+        if time.time() - self.state.beat > TIMEOUTS.record_s:
+            self.write()
+
+
+def read(run_dir: RunDir) -> State:
+    """Returns the state of a run. Raises InvalidConfig where there is none."""
+    try:
+        data = json.loads(run_dir.state.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise InvalidConfig(
+            f"{run_dir.path} is no run directory: it has no {run_dir.state.name}",
+            hint="Name the output_dir of a job that `dstrain run` has started.",
+        ) from None
+    except ValueError as error:
+        raise InvalidConfig(f"{run_dir.state}: {error}") from None
+    found: State = from_data(State, data, locate=lambda place: f"{run_dir.state}: {'/'.join(map(str, place))}")
+    return found
+
+
+def is_alive(state: State, run_dir: RunDir) -> bool:
+    """Returns whether the process that wrote this goes on; of another machine's, whether it wrote lately."""
+    if state.stage not in LIVING:
+        return False
+    if state.host == socket.gethostname():
+        return has_process(state)
+    return _age_s(state, run_dir) < TIMEOUTS.stale_s
+
+
+def _age_s(state: State, run_dir: RunDir) -> float:
+    """Returns the seconds since the state was written, by the clock of the file system: those of machines differ."""
+    try:
+        with tempfile.TemporaryFile(dir=run_dir.path) as probe:
+            return os.fstat(probe.fileno()).st_mtime - run_dir.state.stat().st_mtime
+    except OSError:  # a folder of somebody else
+        return time.time() - state.beat
+
+
+@contextmanager
+def only_one(run_dir: RunDir) -> Iterator[None]:
+    """Keeps other runs out of a folder that exists; the lock ends with this process, whatever ends it.
+
+    Raises Conflict where a run goes on there.
+    """
+    refuse_living(run_dir)
+    with run_dir.lock.open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise _taken(run_dir) from None
+        except OSError:  # a file system without locks: the state is all there is
+            pass
+        yield
+
+
+def has_process(state: State) -> bool:
+    """Returns whether the process that wrote this is there, on this machine."""
+    process = look(state.pid) if state.host == socket.gethostname() else None
+    return process is not None and process.start == state.start_ticks and process.state not in "ZX"
+
+
+def refuse_living(run_dir: RunDir) -> None:
+    """Raises Conflict where a run goes on in this folder."""
+    try:
+        state = read(run_dir)
+    except InvalidConfig:
+        return
+    if is_alive(state, run_dir):
+        raise _taken(run_dir, f", process {state.pid} on {state.host}")
+
+
+def _taken(run_dir: RunDir, by: str = "") -> Conflict:
+    return Conflict(
+        f"{run_dir.path}: a run goes on there{by}",
+        hint=f"dstrain status {shown(str(run_dir.path))}; `dstrain stop` ends it. Or name another output_dir.",
+    )
+
+
+def last_metrics(run_dir: RunDir) -> dict[str, Any] | None:
+    """Returns the newest line of the metrics that has a loss; a line that is being written is not one yet."""
+    for line in reversed(tail_of(run_dir.metrics).splitlines()):
+        with suppress(ValueError):
+            found = json.loads(line)
+            if "step" in found and isinstance(found.get("loss"), int | float):
+                return dict(found)
+    return None
+
+
+def metrics_words(found: Mapping[str, Any]) -> str:
+    """Returns a line of the metrics in words.
+
+    >>> metrics_words({"step": 7, "loss": 2.5, "tokens_per_s": 1234.5})
+    'step 7, loss 2.5000, 1,234 tokens/s'
+    """
+    speed = f", {found['tokens_per_s']:,.0f} tokens/s" if found.get("tokens_per_s") else ""
+    return f"step {found['step']}, loss {found['loss']:.4f}{speed}"
+
+
+def watch_words(run_dir: RunDir, since: float) -> list[str]:
+    """Returns what the agents of the nodes wrote on their own since a time, such as that `run` was gone."""
+    found = []
+    for path in sorted(run_dir.logs.glob("watch_*.log")):
+        if path.stat().st_mtime >= since:
+            found += path.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1:]
+    return found
+
+
+def run_log(run_dir: RunDir) -> Path:
+    """Returns the file that a run without a terminal writes to."""
+    return run_dir.logs / f"{time.strftime('%Y%m%d%H%M%S')}_run.log"
+
+
+def folder_of(path: Path) -> RunDir:
+    """Returns the run directory of a path as users type it."""
+    return RunDir(path.resolve())

@@ -1,0 +1,215 @@
+"""A run from its first start to its end: what is done after a failure, and on which hosts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+from dstrain.config.edits.manual_edits import Edit
+from dstrain.errors import DstrainError, RunFailed, SavedAndLeft
+from dstrain.facts.cluster.hostfile import Host, Hosts
+from dstrain.heartbeat import Phase
+from dstrain.launch.failure.hang import start_line
+from dstrain.launch.failure.outcome import Outcome
+from dstrain.launch.failure.report import explain
+from dstrain.launch.filesync.gather_checkpoints import spread
+from dstrain.launch.launch import Launch, write_run_dir
+from dstrain.launch.nodes.coordinator import Conductor
+from dstrain.launch.nodes.members import Unreachable
+from dstrain.launch.nodes.spec import Wishes
+from dstrain.launch.prepare import resize_checkpoint
+from dstrain.launch.run.start import score, start
+from dstrain.launch.run.state import Keeper, Stage
+from dstrain.launch.timeouts import TIMEOUTS, Timeouts
+from dstrain.rundir import RunDir
+
+_WISH_S = 1.0
+_MOST_PORTS = 3
+_OWN_FAULT = frozenset({2, 3, 4, 5, 6})
+"""Exit codes of ranks that another start would end with again. Source: dstrain.errors"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """What is done when a run fails."""
+
+    max_restarts: int = 0
+    """How often it is started again."""
+    spares: tuple[str, ...] = ()
+    """Hosts that take the place of lost ones."""
+    timeouts: Timeouts = TIMEOUTS
+    """Time limits."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Voice:
+    """Where a run's words go."""
+
+    say: Callable[[str], None]
+    """What `run` itself has to say."""
+    pass_on: Callable[[str], None]
+    """What rank 0 writes."""
+    progress: Callable[[Phase, int | None, int], None] = lambda phase, done, total: None
+    """A phase that counts something, how far it is, and all of it (0: not known), about once a second."""
+
+
+class Run:
+    """All starts of one run."""
+
+    def __init__(
+        self,
+        plan: Callable[[Hosts | None, bool], Launch],
+        wishes: Wishes,
+        policy: Policy,
+        voice: Voice,
+        edits: Sequence[Edit] | None,
+    ) -> None:
+        """`plan` prepares a start: on these hosts (None: the job's), going on from the newest checkpoint or not."""
+        self._plan = plan
+        self._wishes = wishes
+        self._policy = policy
+        self._voice = voice
+        self._edits = edits
+        self._spares = list(policy.spares)
+        self._next_look = 0.0
+        self._ports = 0
+
+    def drive(self, launch: Launch) -> None:
+        """Runs to the end. Raises RunFailed, Interrupted or SavedAndLeft where that is not a finished training."""
+        place = launch.prepared.run_dir
+        keeper = Keeper(place)
+        place.failure.unlink(missing_ok=True)
+        place.stop_wish.unlink(missing_ok=True)
+        try:
+            self._drive(launch, keeper)
+        except SavedAndLeft as error:
+            keeper.write(stage=Stage.SAVED, exit_code=error.exit_code)
+            raise
+        except DstrainError as error:
+            keeper.write(stage=Stage.STOPPED if self._wishes.stop else Stage.FAILED, exit_code=error.exit_code)
+            with suppress(OSError):
+                place.failure.write_text(f"{error}\n", encoding="utf-8")
+            raise
+        keeper.write(stage=Stage.ENDED, exit_code=0)
+
+    def _drive(self, launch: Launch, keeper: Keeper) -> None:
+        attempt = 1
+        while True:
+            hosts = launch.prepared.hosts
+            nodes = tuple(host.name for host in hosts.hosts)
+            keeper.write(stage=Stage.STARTING, attempt=attempt, nodes=nodes, start=None)
+            gone, error = self._start(launch, keeper)
+            if error is None:
+                return
+            if attempt > self._policy.max_restarts or not self._is_worth_it(error):
+                raise error
+            self._voice.say(f"start {attempt} of {self._policy.max_restarts + 1} failed: {error.problem}")
+            time.sleep(self._policy.timeouts.pause_s)  # ports and memory of the ranks that were killed become free
+            attempt += 1
+            launch = self._again(hosts, gone, error)
+
+    def _start(self, launch: Launch, keeper: Keeper) -> tuple[tuple[str, ...], DstrainError | None]:
+        """Returns the hosts that were lost, and the error with which the start ended, if it did."""
+        prepared = launch.prepared
+        write_run_dir(launch, self._edits)
+        if prepared.elastic is not None:
+            resize_checkpoint.convert(prepared.elastic, launch.environment, self._voice.say)
+        played = score(launch, timeouts=self._policy.timeouts)
+        conductor = Conductor(
+            played,
+            self._wishes,
+            self._voice.pass_on,
+            lambda phase, done, total: self._tick(prepared.run_dir, keeper, phase, done, total),
+            self._voice.say,
+            lambda begun: self._tell_start(start_line(begun, prepared.hosts), keeper),
+        )
+        try:
+            with spread(launch, self._voice.say) as parts:
+                outcome = start(launch, conductor, played)
+                if parts is not None:
+                    parts.finish(lambda: keeper.beat(keeper.step), has_trained=outcome.succeeded)
+        except Unreachable as error:
+            return error.hosts, error
+        if outcome.left_at is not None and outcome.stopped_by is None and not outcome.deaths:
+            raise _left(outcome, prepared.run_dir)
+        if outcome.succeeded:
+            return (), None
+        if outcome.is_port_taken and launch.takes_another_port and self._ports < _MOST_PORTS:
+            self._ports += 1
+            self._voice.say("another process took the port of rank 0 before it; starting again with another one")
+            return self._start(launch, keeper)
+        lost = tuple(each.host for each in outcome.lost)
+        return lost, explain(outcome, hosts=prepared.hosts, run_dir=prepared.run_dir)
+
+    def _tell_start(self, line: str, keeper: Keeper) -> None:
+        self._voice.say(line)
+        keeper.write(start=line)
+
+    def _tick(self, run_dir: RunDir, keeper: Keeper, phase: Phase, done: int | None, total: int) -> None:
+        now = time.monotonic()
+        if now < self._next_look:
+            return
+        self._next_look = now + _WISH_S
+        step = done if phase is Phase.STEP else None
+        if step is not None and keeper.state.stage is Stage.STARTING:
+            keeper.write(stage=Stage.RUNNING)
+        keeper.beat(step)
+        self._voice.progress(phase, done, total)
+        if run_dir.stop_wish.exists():
+            self._wishes.stop.append("dstrain stop")
+            run_dir.stop_wish.unlink(missing_ok=True)
+
+    def _is_worth_it(self, error: DstrainError) -> bool:
+        if isinstance(error, RunFailed):
+            return not self._wishes.stop and error.rank_exit_code not in _OWN_FAULT
+        return not self._wishes.stop and isinstance(error, Unreachable)
+
+    def _again(self, hosts: Hosts, gone: Sequence[str], error: DstrainError) -> Launch:
+        """Returns the next start: spares for hosts that were lost, without them fewer hosts."""
+        after = replaced(hosts, gone, self._spares)
+        if after is None:
+            raise error
+        changes = [f"{old} → {new}" for old, new in after.changes.items()]
+        launch = self._plan(after.hosts if changes else None, True)
+        newest = launch.prepared.run_dir.newest_checkpoint()
+        where = f"from step {newest.step}" if newest.folder else "from the beginning"
+        self._voice.say(f"starting again {where}{', ' if changes else ''}{', '.join(changes)}")
+        for note in launch.prepared.notes:
+            self._voice.say(f"note     {note}")
+        return launch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replaced:
+    """The hosts of the next start."""
+
+    hosts: Hosts
+    """The hosts."""
+    changes: dict[str, str]
+    """Lost host → what takes its place."""
+
+
+def replaced(hosts: Hosts, gone: Sequence[str], spares: list[str]) -> Replaced | None:
+    """Returns the hosts without those that are gone: a spare takes a lost one's place while there is one, and is taken
+    out of `spares`. None where no host is left."""
+    kept: list[Host] = []
+    changes: dict[str, str] = {}
+    for host in hosts.hosts:
+        if host.name not in gone:
+            kept.append(host)
+        elif spares:
+            spare = spares.pop(0)
+            changes[host.name] = spare
+            kept.append(replace(host, name=spare))
+        else:
+            changes[host.name] = "left out"
+    return Replaced(hosts=replace(hosts, hosts=tuple(kept)), changes=changes) if kept else None
+
+
+def _left(outcome: Outcome, run_dir: RunDir) -> SavedAndLeft:
+    return SavedAndLeft(
+        f"saved {run_dir.path / f'checkpoint-{outcome.left_at}'} and left, as asked",
+        hint="`dstrain run --set resume=auto` goes on from there.",
+    )

@@ -1,0 +1,200 @@
+"""What every job script is filled with: the job, its machines, and values that no scheduler can misread."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from dstrain.config.edits.lock import read_lock
+from dstrain.errors import InvalidConfig
+from dstrain.facts import probe
+from dstrain.facts.cluster.hostfile import Hosts
+from dstrain.job.file import JobFile
+from dstrain.launch.environment import SAFE_PATH, is_forwarded, is_secret, python_path, refuse_secrets
+from dstrain.launch.environment import secrets as known_secrets
+
+MAX_GPUS_PER_NODE = 8
+"""How many GPUs a node is taken to have where only their sum is known."""
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """A job and its machines, ready for any script."""
+
+    job: Path
+    """The job file, absolute."""
+    run_dir: Path
+    """The job's output folder, absolute."""
+    name: str
+    """What the job is called where it runs: letters, digits, dots, dashes and underscores."""
+    nodes: int
+    """Number of nodes."""
+    gpus: int
+    """GPUs of each node."""
+    hosts: tuple[str, ...]
+    """The nodes by name; empty where nobody has named as many as there are."""
+    python: str
+    """The interpreter on the nodes."""
+    overrides: tuple[str, ...]
+    """`key=value` words that change the job."""
+    secrets: tuple[str, ...]
+    """Names of the secrets that the job may need; their values are in no script."""
+    exports: Mapping[str, str]
+    """What else the ranks find in their environment, where no launcher brings it."""
+    job_env: Mapping[str, str]
+    """The job's own part of that."""
+
+    @property
+    def words(self) -> list[str]:
+        """The overrides as words of a command line."""
+        return [word for override in self.overrides for word in ("--set", override)]
+
+
+def describe(
+    file: JobFile,
+    path: Path,
+    *,
+    environment: Mapping[str, str],
+    python: str,
+    nodes: int | None = None,
+    gpus: int | None = None,
+    name: str | None = None,
+    overrides: Sequence[str] = (),
+) -> Asked:
+    """Returns what the scripts of a job are filled with; `nodes` and `gpus` (altogether) win over the job's hostfile.
+
+    Raises InvalidConfig where the machines are not known, do not share the GPUs evenly, or where a value has a line
+    break or is a secret.
+    """
+    job = file.job
+    run_dir = Path(job.output_dir)
+    refuse_secrets(overrides, "others can read the script")
+    for what, value in (("job", str(path.resolve())), ("output_dir", job.output_dir), ("--python", python)):
+        one_line(what, value)
+    for override in overrides:
+        one_line("--set", override)
+    hosts = _known_hosts(file)
+    num_nodes, per_node = _shape(hosts, nodes, gpus) if hosts else _planned(path.parent, nodes, gpus)
+    named = hosts is not None and len(hosts.hosts) == num_nodes and not hosts.placeholder_lines
+    return Asked(
+        job=path.resolve(),
+        run_dir=run_dir,
+        name=name if name is not None else _default_name(file, path),
+        nodes=num_nodes,
+        gpus=per_node,
+        hosts=tuple(host.name for host in hosts.hosts) if hosts is not None and named else (),
+        python=python,
+        overrides=tuple(overrides),
+        secrets=tuple(sorted(name for name in known_secrets(environment, job.env) if _NAME.fullmatch(name))),
+        exports=_exports(environment, job.env),
+        job_env={name: value for name, value in job.env.items() if not is_secret(name, value)},
+    )
+
+
+def _known_hosts(file: JobFile) -> Hosts | None:
+    """Returns the hosts of the job's hostfile; None where the job has none, or none that is there."""
+    name = file.job.hostfile
+    return probe.read_hostfile(Path(name)) if name is not None and Path(name).is_file() else None
+
+
+def _shape(hosts: Hosts, nodes: int | None, gpus: int | None) -> tuple[int, int]:
+    """Returns nodes and GPUs of each, from a hostfile and what was said."""
+    if nodes is None and gpus is None:
+        counts = {host.slots for host in hosts.hosts}
+        if len(counts) > 1:
+            raise InvalidConfig(
+                f"{hosts.name}: hosts have {', '.join(map(str, sorted(counts)))} slots; a script asks for equal nodes",
+                hint="Say --nodes and --gpus, or make the slots equal.",
+            )
+        return len(hosts.hosts), hosts.hosts[0].slots
+    return _divided(nodes, gpus, per_node=hosts.hosts[0].slots)
+
+
+def _planned(folder: Path, nodes: int | None, gpus: int | None) -> tuple[int, int]:
+    """Returns nodes and GPUs of each without a hostfile: as said, as planned, or as found on this machine."""
+    if nodes is not None or gpus is not None:
+        return _divided(nodes, gpus, per_node=MAX_GPUS_PER_NODE)
+    lock = read_lock(folder)
+    if lock is not None and lock.cluster is not None:
+        return lock.cluster.num_nodes, lock.cluster.gpus_per_node
+    local = len(probe.local_gpus())
+    if not local:
+        raise InvalidConfig(
+            "how many GPUs the job shall have is not known: it has no hostfile, and this machine has no GPU",
+            hint="Say it: --nodes 2 --gpus 16 (GPUs altogether).",
+        )
+    return 1, local
+
+
+def _divided(nodes: int | None, gpus: int | None, *, per_node: int) -> tuple[int, int]:
+    """Returns nodes and GPUs of each, where one or both were said."""
+    if gpus is None:
+        return nodes or 1, per_node
+    count = nodes or max(1, -(-gpus // per_node))
+    if gpus % count:
+        raise InvalidConfig(
+            f"{gpus} GPUs do not divide among {count} nodes", hint=f"Say --gpus {count * max(1, gpus // count)}."
+        )
+    return count, gpus // count
+
+
+def _default_name(file: JobFile, path: Path) -> str:
+    """Returns a name from the job: its monitor's, that of its output folder, or that of its own folder."""
+    run_dir = Path(file.job.output_dir)
+    own = run_dir.name if run_dir.name != "output" else path.resolve().parent.name
+    plain = re.sub(r"[^A-Za-z0-9._-]+", "-", file.job.monitor.name or own).strip("-._")
+    return plain[:40].rstrip("-._") or "dstrain"
+
+
+def _exports(environment: Mapping[str, str], job_env: Mapping[str, str]) -> dict[str, str]:
+    """Returns what goes from this shell and the job to the ranks, without secrets."""
+    path = python_path(environment)
+    found = {**({"PYTHONPATH": path} if path else {}), **SAFE_PATH}
+    for name, value in environment.items():
+        if is_forwarded(name) and _NAME.fullmatch(name) and not is_secret(name, value) and value.isprintable():
+            found[name] = value
+    for name, value in job_env.items():
+        if not is_secret(name, value):
+            one_line(f"env.{name}", value)
+            found[name] = value
+    return found
+
+
+def one_line(what: str, value: str) -> str:
+    """Returns a value for the body of a script; raises InvalidConfig where it has line breaks or control characters."""
+    if not value.isprintable():
+        raise InvalidConfig(f"{what} is {value!r}: a script cannot hold line breaks or control characters")
+    return value
+
+
+_WORD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:/@+,=-]*")
+_PATH = re.compile(r"/[A-Za-z0-9_.+@:,=/-]*")
+
+
+def directive(what: str, value: str) -> str:
+    """Returns a value for a scheduler's own line (`#SBATCH`, `#PBS`, `#BSUB`), which is quoted in no known way.
+
+    Raises InvalidConfig for anything but letters, digits and `_ . : / @ + , = -`.
+
+    >>> directive("--partition", "gpu,gpu-long")
+    'gpu,gpu-long'
+    """
+    if _WORD.fullmatch(value) is None:
+        raise InvalidConfig(
+            f'{what} is "{value}"; a scheduler\'s line takes letters, digits and _ . : / @ + , = - only',
+            hint="Name it without spaces, quotes and the like.",
+        )
+    return value
+
+
+def directive_path(what: str, path: Path) -> str:
+    """Returns an absolute path for a scheduler's own line; raises InvalidConfig as `directive` does."""
+    if _PATH.fullmatch(str(path)) is None:
+        raise InvalidConfig(
+            f'{what} is "{path}"; schedulers take paths of ASCII letters, digits and . _ - + @ : , = / only',
+            hint="Name another output_dir.",
+        )
+    return str(path)

@@ -1,0 +1,137 @@
+"""What a run is called, and what is on record of it beside its curves: model, machines, batch, data, prediction."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dstrain.choices import Method
+from dstrain.facts.cluster.cluster import Cluster
+from dstrain.facts.model.model_facts import ModelFacts
+from dstrain.job.schema import Job, is_secret
+from dstrain.plan.estimate_records import Estimate
+from dstrain.plan.labels import titled
+from dstrain.units import format_bytes, format_count, format_seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class About:
+    """A run, for people who have many."""
+
+    name: str
+    """Its name: `qwen3-8b-lora-4x4090-zero2`."""
+    description: str
+    """What is trained, on what, and what was predicted, in a few sentences."""
+    tags: tuple[str, ...]
+    """Words to filter by."""
+    config: Mapping[str, Any]
+    """The same as values to sort and filter by; what is not known is None."""
+
+
+def about(
+    job: Job,
+    ds_config: Mapping[str, Any],
+    *,
+    num_ranks: int,
+    model: ModelFacts | None,
+    cluster: Cluster | None,
+    estimate: Estimate | None,
+) -> About:
+    """Returns what a run is called and what is to be known of it. A name in the job wins."""
+    name = _word(model.name if model is not None else Path(job.model).name)
+    gpu = _word(cluster.gpu.name.removeprefix("rtx-")) if cluster is not None else "gpu"
+    stage = _stage(ds_config)
+    machines = f"{num_ranks}x{gpu}"
+    tags = (name, job.method.value, machines, f"zero{stage}", job.precision.value)
+    config = {
+        "model_name": model.name if model is not None else job.model,
+        "num_params": model.num_params if model is not None else None,
+        "num_active_params": model.num_active_params if model is not None else None,
+        "num_trainable_params": estimate.num_trainable_params if estimate is not None else None,
+        "method": job.method.value,
+        "gpu": cluster.gpu.name if cluster is not None else None,
+        "num_gpus": num_ranks,
+        "num_nodes": cluster.num_nodes if cluster is not None else None,
+        "zero_stage": stage,
+        "global_batch": num_ranks * job.micro_batch * job.grad_accum,
+        "data": job.data,
+        "data_bytes": _size(job.data),
+        "eval_data": job.eval_data,
+        "predicted": _predicted(estimate, cluster),
+    }
+    said = _description(job, config, machines)
+    return About(name=job.monitor.name or "-".join(tags[:4]), description=said, tags=tags, config=config)
+
+
+def without_secrets(value: Any, name: str = "") -> Any:
+    """Returns JSON data in which values under the name of a secret, or with a password in an address, are left out.
+
+    >>> without_secrets({"comet": {"api_key": "x", "project": "p"}, "proxy": "http://me:pw@host"})
+    {'comet': {'api_key': '(secret)', 'project': 'p'}, 'proxy': '(secret)'}
+    """
+    if isinstance(value, Mapping):
+        is_hidden = is_secret(name.rpartition(".")[2])  # an edit of a secret: its values before and after
+        return {key: without_secrets(each, name if is_hidden else str(key)) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_secrets(each, name) for each in value]
+    is_hidden = (
+        value not in (None, "") and not isinstance(value, bool) and is_secret(name.rpartition(".")[2], str(value))
+    )
+    return "(secret)" if is_hidden else value
+
+
+def _word(name: str) -> str:
+    """Returns a name as a part of another: `Qwen/Qwen3 8B` is `qwen3-8b`."""
+    return re.sub(r"[^a-z0-9.]+", "-", name.lower().rstrip("/").rpartition("/")[2]).strip("-.") or "model"
+
+
+def _stage(ds_config: Mapping[str, Any]) -> int:
+    zero = ds_config.get("zero_optimization")
+    stage = zero.get("stage", 0) if isinstance(zero, Mapping) else 0
+    return int(stage) if str(stage) in ("1", "2", "3") else 0
+
+
+def _size(data: str | None) -> int | None:
+    """Returns the bytes of a local data file."""
+    try:
+        return Path(data).stat().st_size if data is not None else None
+    except OSError:
+        return None
+
+
+def _predicted(estimate: Estimate | None, cluster: Cluster | None) -> dict[str, Any] | None:
+    """Returns the plan's prediction; no time for a CPU, whose speed is not known."""
+    if estimate is None:
+        return None
+    speed = estimate.speed if cluster is not None and cluster.gpu.name != "cpu" else None
+    return {
+        "plan": titled(estimate.configuration),
+        "device_bytes_per_gpu": estimate.memory.device_bytes_per_gpu,
+        "host_bytes_per_node": estimate.memory.host_bytes_per_node,
+        "step_s": speed.step_s if speed is not None else None,
+        "tokens_per_s_per_gpu": speed.tokens_per_s_per_gpu if speed is not None else None,
+        "uncertainty_ratio": speed.uncertainty_ratio if speed is not None else None,
+    }
+
+
+def _description(job: Job, config: Mapping[str, Any], machines: str) -> str:
+    size = f" ({format_count(config['num_params'])} parameters)" if config["num_params"] else ""
+    trained = config["num_trainable_params"]
+    part = f", {format_count(trained)} of them trained" if trained and job.method is not Method.FULL else ""
+    said = [
+        f"{config['model_name']}{size}, {job.method.value}{part}, on {Path(job.data or '').name or 'no data'}",
+        f"{machines}, ZeRO-{config['zero_stage']}, {config['global_batch']} samples of {job.seq_len} tokens a step",
+    ]
+    predicted = config["predicted"]
+    if predicted is not None:
+        pace = ""
+        if predicted["step_s"] is not None:
+            spread = f"{100 * predicted['uncertainty_ratio']:.0f} %"
+            pace = f", {format_seconds(predicted['step_s'])} a step (± {spread})"
+        said.append(
+            f"predicted: {format_bytes(predicted['device_bytes_per_gpu'])} of each GPU{pace}; {predicted['plan']}"
+        )
+    return ". ".join(said)

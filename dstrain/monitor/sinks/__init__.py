@@ -1,0 +1,1 @@
+"""Where metrics go: SwanLab, TensorBoard, Weights & Biases and JSON lines."""

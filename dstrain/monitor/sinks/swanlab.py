@@ -1,0 +1,149 @@
+"""SwanLab: the only module that imports it, inside functions, so that nothing else waits for it."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dstrain.errors import EnvironmentProblem
+from dstrain.monitor.mode import Mode, upload_command
+from dstrain.paths import write_atomic
+
+if TYPE_CHECKING:
+    from dstrain.monitor.sinks.registry import Setup
+
+RUN_RECORD = ".dstrain-run.json"
+"""File in the run directory that holds the run's id, so that a resumed run goes on in the same curves, and the folders
+of those of its parts that were written offline."""
+
+
+class SwanlabSink:
+    """One SwanLab run."""
+
+    def __init__(self, swanlab: Any, *, mode: Mode, folder: Path, run_id: str, to_upload: Sequence[str]) -> None:
+        """Takes the module with an active run; `to_upload` are the folders of all its parts that are offline."""
+        self._swanlab = swanlab
+        self._mode = mode
+        self._folder = folder
+        self._id = run_id
+        self._to_upload = to_upload
+
+    @property
+    def place(self) -> str:
+        """Says where the curves are."""
+        where = f"{self._mode} in {self._folder}"
+        if self._mode is Mode.ONLINE:
+            where = getattr(self._swanlab.get_run(), "url", None) or "online"
+        return f"SwanLab: {where}{f'; to upload: {upload_command(self._to_upload)}' if self._to_upload else ''}"
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        """The mode, the folder, the id, and the folders that are to be uploaded."""
+        return {
+            "swanlab_mode": str(self._mode),
+            "swanlab_dir": str(self._folder),
+            "swanlab_id": self._id,
+            "swanlab_to_upload": list(self._to_upload),
+        }
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        """Draws one point in each curve."""
+        named = {name if "/" in name else f"{_section(name)}/{name}": value for name, value in values.items()}
+        self._swanlab.log(named, step=int(step))
+
+    def finish(self, end: str, error: str | None) -> None:
+        """Writes what is left: SwanLab flushes its file only when it is closed."""
+        if self._swanlab.has_run():
+            try:
+                self._swanlab.finish(state=end, error=error if end == "crashed" else None)
+            except ValueError:
+                # the last thing it does is to restore a signal handler, which only the main thread may
+                if threading.current_thread() is threading.main_thread():
+                    raise
+
+
+def _section(name: str) -> str:
+    if name.startswith("eval_"):
+        return "eval"
+    return "train" if name in {"loss", "grad_norm", "learning_rate", "epoch"} else "speed"
+
+
+def open_sink(setup: Setup, say: Callable[[str], None]) -> SwanlabSink | None:
+    """Returns a SwanLab run in the mode of `setup`; when that fails in `offline`; and when that fails None.
+
+    The mode is always passed and nothing is ever asked. Each failure is said in one line.
+    """
+    if setup.mode is Mode.DISABLED:
+        return None
+    os.environ["SWANLAB_INTERACTIVE"] = "false"
+    try:
+        import swanlab  # type: ignore[import-untyped]
+    except ImportError:
+        raise EnvironmentProblem(
+            "monitor: sinks has swanlab, which is not installed", hint="pip install 'swanlab>=0.10,<0.11'"
+        ) from None
+    run_id = _run_id(setup)
+    folder = setup.run_dir / "swanlog"
+    for mode in dict.fromkeys((setup.mode, Mode.OFFLINE)):
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            _init(swanlab, setup, mode, folder, run_id)
+            made = sorted(folder.glob(f"run-*{run_id}*"))  # named by time; a resumed run has one for each part
+            part = made[-1] if made else folder
+            to_upload = _note_part(setup, part.name if mode is Mode.OFFLINE else None)
+            return SwanlabSink(swanlab, mode=mode, folder=part, run_id=run_id, to_upload=to_upload)
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}".split("\n")[0]
+            rest = "going on offline" if mode is not Mode.OFFLINE else "going on without it, metrics.jsonl has it all"
+            say(f"SwanLab: {mode} did not start ({reason}); {rest}")
+    return None
+
+
+def _init(swanlab: Any, setup: Setup, mode: Mode, folder: Path, run_id: str) -> None:
+    if swanlab.has_run():
+        swanlab.finish()
+    swanlab.init(
+        mode=str(mode),
+        project=setup.project,
+        name=setup.name,
+        description=setup.description,
+        tags=list(setup.tags),
+        log_dir=str(folder),
+        config=dict(setup.config),
+        id=run_id,
+        resume="allow",
+        parallel="none",
+    )
+
+
+def _run_id(setup: Setup) -> str:
+    """Returns the id of the earlier part of a resumed run, else a new one, which is then on record."""
+    known = _record(setup).get("swanlab_id") if setup.is_resumed else None
+    if isinstance(known, str) and known:
+        return known
+    run_id = uuid.uuid4().hex[:21]
+    write_atomic(setup.run_dir / RUN_RECORD, json.dumps({"swanlab_id": run_id}) + "\n")
+    return run_id
+
+
+def _note_part(setup: Setup, name: str | None) -> list[str]:
+    """Puts a part that is written offline on record; returns the folders of all that are still there."""
+    record = _record(setup)
+    names = [*record.get("offline", []), *([name] if name else [])]
+    write_atomic(setup.run_dir / RUN_RECORD, json.dumps({**record, "offline": names}) + "\n")
+    folders = [setup.run_dir / "swanlog" / name for name in names]
+    return [str(folder) for folder in folders if folder.is_dir()]
+
+
+def _record(setup: Setup) -> dict[str, Any]:
+    """Returns what is on record of this run's parts; nothing where there is none, or it cannot be read."""
+    try:
+        record = json.loads((setup.run_dir / RUN_RECORD).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return record if isinstance(record, dict) else {}

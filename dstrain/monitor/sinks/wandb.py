@@ -1,0 +1,59 @@
+"""Weights & Biases."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from dstrain.errors import EnvironmentProblem
+
+if TYPE_CHECKING:
+    from dstrain.monitor.sinks.registry import Setup
+
+
+class WandbSink:
+    """One W&B run."""
+
+    def __init__(self, run: Any) -> None:
+        """Takes an active run."""
+        self._run = run
+
+    @property
+    def place(self) -> str:
+        """Says where the curves are."""
+        return f"W&B: {getattr(self._run, 'url', None) or 'offline, ' + str(self._run.dir)}"
+
+    @property
+    def facts(self) -> Mapping[str, str]:
+        """The folder."""
+        return {"wandb_dir": str(self._run.dir)}
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        """Draws one point in each curve."""
+        self._run.log(dict(values), step=step)
+
+    def finish(self, end: str, error: str | None) -> None:
+        """Uploads what is left."""
+        self._run.finish(exit_code=0 if end == "success" else 1)
+
+
+def open_sink(setup: Setup, say: Callable[[str], None]) -> WandbSink:
+    """Returns a run: online with `WANDB_API_KEY`, offline without."""
+    try:
+        import wandb  # type: ignore[import-not-found, unused-ignore]
+    except ImportError:
+        raise EnvironmentProblem(
+            "monitor: sinks has wandb, which is not installed", hint="pip install 'dstrain[wandb]'"
+        ) from None
+    mode = os.environ.get("WANDB_MODE") or ("online" if os.environ.get("WANDB_API_KEY") else "offline")
+    run = wandb.init(
+        project=setup.project,
+        name=setup.name,
+        notes=setup.description,
+        tags=list(setup.tags),
+        dir=str(setup.run_dir),
+        config=dict(setup.config),
+        mode=mode,
+    )
+    return WandbSink(run)

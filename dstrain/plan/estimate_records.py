@@ -1,0 +1,109 @@
+"""Estimates and plans: what a configuration needs, which one was chosen, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from dstrain.plan.configuration import Configuration
+from dstrain.plan.memory.memory import Memory
+from dstrain.records import type_config
+from dstrain.units import format_bytes
+
+
+class Limit(StrEnum):
+    """What a step waits for most."""
+
+    COMPUTE = "compute"
+    MEMORY_BANDWIDTH = "memory bandwidth"
+    LAUNCHES = "kernel launches"
+    INTRA_LINK = "link inside the node"
+    INTER_LINK = "link between nodes"
+    CPU_OPTIMIZER = "CPU optimizer"
+    PCIE = "PCIe"
+    NVME = "NVMe"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speed:
+    """How fast a configuration runs."""
+
+    step_s: float
+    """Seconds of one optimizer step."""
+    tokens_per_s_per_gpu: float
+    """Tokens trained each second, divided by all GPUs."""
+    mfu_ratio: float
+    """Model FLOPs of that over the GPU's peak, 0…1."""
+    limited_by: Limit
+    """What the step waits for most."""
+    uncertainty_ratio: float
+    """Half the width of the range that the true step time is expected in, over `step_s`."""
+    parts_s: Mapping[str, float]
+    """Seconds of a step by part; they sum to `step_s`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """A configuration, what it needs, and whether it fits."""
+
+    __pydantic_config__ = type_config
+
+    configuration: Configuration
+    """What is estimated."""
+    memory: Memory
+    """What it needs."""
+    usable_bytes_per_gpu: int
+    """What of the GPU's memory a plan may fill."""
+    usable_bytes_per_host: int
+    """What of a node's RAM a plan may fill."""
+    fits_gpu: bool
+    """Whether it fits the GPU."""
+    fits_host: bool
+    """Whether it fits the node's RAM."""
+    speed: Speed | None
+    """How fast it is, or None where the GPU's speed is not known."""
+    flops_per_token: float
+    """Model FLOPs of one trained token."""
+    num_params: int
+    """Parameters of the model."""
+    num_active_params: int
+    """Parameters that one token meets."""
+    num_trainable_params: int
+    """Parameters with gradients."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether it fits GPU and host."""
+        return self.fits_gpu and self.fits_host
+
+    @property
+    def shortage(self) -> str:
+        """What it needs and what may be used, where it does not fit, in words."""
+        if not self.fits_gpu:
+            needed, usable, where = self.memory.device_bytes_per_gpu, self.usable_bytes_per_gpu, "per GPU"
+        else:
+            needed, usable, where = self.memory.host_bytes_per_node, self.usable_bytes_per_host, "of host RAM per node"
+        return f"{format_bytes(needed)} {where}, {format_bytes(usable)} usable"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """The chosen configuration, with reasons."""
+
+    __pydantic_config__ = type_config
+
+    chosen: Estimate
+    """The choice."""
+    rejected: tuple[Estimate, ...]
+    """What would have been faster and does not fit, in order of preference."""
+    num_estimated: int
+    """Configurations that were estimated."""
+    global_batch: int
+    """Samples of one optimizer step over all GPUs."""
+    learning_rate: float
+    """Suggested peak learning rate."""
+    reasons: tuple[str, ...]
+    """Why, in sentences with numbers."""
+    notes: tuple[str, ...]
+    """What was assumed, and what to know before training."""

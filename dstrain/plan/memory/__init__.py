@@ -1,0 +1,1 @@
+"""Predicts GPU and host memory."""

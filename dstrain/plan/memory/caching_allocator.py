@@ -1,0 +1,131 @@
+"""PyTorch's CUDA caching allocator in arithmetic: what an order of allocations and frees makes it reserve.
+
+Fragmentation is what this counts: a segment that one tensor keeps alive cannot serve a larger request, so that the
+driver is asked for more although enough is free. `pools` has the rules and their source.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
+from itertools import chain
+
+from dstrain.plan.memory.block_pools import ROUND_BYTES, SMALL_BYTES, Block, Driver, ExpandablePool, Pool
+
+Event = tuple[Hashable, int] | tuple[Hashable, int, int]
+"""An allocation `(id, bytes)` with bytes > 0, or the free `(id, 0)` of what that id holds (nothing, where a tensor is
+empty). A third number names the stream that allocates, where it is not the main one."""
+
+_RESIDENT = object()
+"""The id of what lives from the beginning to the end, equal to nobody else's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replayed:
+    """What the allocator did with a list of events, up to its end or to the allocation that failed."""
+
+    reserved_bytes: int
+    """Largest number of bytes taken from the driver: torch's max_memory_reserved."""
+    live_bytes: int
+    """Largest number of bytes in blocks that were handed out: torch's max_memory_allocated."""
+    fragmentation_ratio: float
+    """Reserved over live, less one."""
+    out_of_memory: bool
+    """Whether an allocation failed, even after everything cached had gone back to the driver."""
+    retries: int
+    """How often everything cached went back to the driver: torch's num_alloc_retries."""
+
+
+class Allocator:
+    """All pools of one GPU: a small and a large one for each stream, since no stream is given another's free blocks.
+
+    Source: c10/cuda/CUDACachingAllocator.cpp of pytorch/pytorch: BlockComparatorSize orders by stream first.
+    """
+
+    def __init__(self, *, expandable_segments: bool, capacity_bytes: int | None) -> None:
+        self._kind = ExpandablePool if expandable_segments else Pool
+        self._pools: dict[tuple[int, bool], Pool] = {}
+        self._held: dict[Hashable, Block] = {}
+        self._live = 0
+        self.driver = Driver(capacity_bytes)
+        self.retries = 0
+        self.live_bytes = 0
+        """Most bytes handed out so far."""
+
+    def feed(self, events: Iterable[Event]) -> bool:
+        """Plays events, and returns whether there was memory for all of them.
+
+        Raises ValueError where an id that holds something allocates again.
+        """
+        held, live = self._held, self._live
+        for event in events:
+            key, nbytes = event[0], event[1]
+            if not nbytes:
+                if key in held:
+                    block = held.pop(key)
+                    live -= block.size
+                    block.pool.free(block)
+                continue
+            if key in held:
+                raise ValueError(f"{key!r} allocates twice without a free")
+            found = self._allocate(nbytes, event[2] if len(event) == 3 else 0)
+            if found is None:
+                return False
+            held[key] = found
+            live += found.size
+            if live > self.live_bytes:
+                self.live_bytes = live
+        self._live = live
+        return True
+
+    def _allocate(self, nbytes: int, stream: int) -> Block | None:
+        """Returns a block of `nbytes` or more, or None when there is no memory for it.
+
+        When the driver has nothing left, whole free segments of every stream go back to it and the request is tried
+        once more.
+        """
+        size = -(-nbytes // ROUND_BYTES) * ROUND_BYTES
+        is_small = size <= SMALL_BYTES
+        pool = self._pools.get((stream, is_small))
+        if pool is None:
+            pool = self._pools[stream, is_small] = self._kind(self.driver, is_small=is_small)
+        block = pool.allocate(size)
+        if block is None:
+            for each in self._pools.values():
+                each.release()
+            self.retries += 1
+            block = pool.allocate(size)
+        return block
+
+
+def replay(
+    events: Iterable[Event],
+    *,
+    expandable_segments: bool,
+    capacity_bytes: int | None = None,
+    resident_bytes: int = 0,
+) -> Replayed:
+    """Returns what the allocator reserves for `events` on a GPU that leaves it `capacity_bytes` (None: any amount).
+
+    `resident_bytes` live from before the first event to the end, as one block. An id may be any hashable value and may
+    be used again once it was freed, so a step that frees what it allocates can be repeated as it is. Raises ValueError
+    where one that holds something allocates again.
+
+    No CUDA graphs; `max_split_size_mb`, `roundup_power2_divisions` and `garbage_collection_threshold` are as they are
+    unless set, which is off. A block that another stream has used too is to be freed when that stream has gone past it.
+    Source: c10/cuda/CUDACachingAllocator.cpp of pytorch/pytorch: DeviceCachingAllocator::malloc, free.
+
+    >>> replay([("a", 11 * 2**20), ("b", 2**20 + 1)], expandable_segments=False).reserved_bytes // 2**20
+    32
+    """
+    allocator = Allocator(expandable_segments=expandable_segments, capacity_bytes=capacity_bytes)
+    resident: list[Event] = [(_RESIDENT, resident_bytes)] if resident_bytes else []
+    is_enough = allocator.feed(chain(resident, events))
+    reserved, live = allocator.driver.peak_bytes, allocator.live_bytes
+    return Replayed(
+        reserved_bytes=reserved,
+        live_bytes=live,
+        fragmentation_ratio=reserved / live - 1 if live else 0.0,
+        out_of_memory=not is_enough,
+        retries=allocator.retries,
+    )

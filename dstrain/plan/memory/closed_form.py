@@ -1,0 +1,90 @@
+"""Live bytes under DeepSpeed in closed form, for a search that has thousands of configurations to weigh.
+
+Within 10 % of the engine played parameter by parameter (`plan.engine`), on which the plans that are shown rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from dstrain.choices import Method, Offload
+from dstrain.facts.model.model_facts import Kind, ModelFacts
+from dstrain.plan.configuration import Configuration
+from dstrain.plan.memory.layers.activations import Instant, profile
+from dstrain.plan.memory.params import trained
+from dstrain.plan.memory.peak import Peak
+from dstrain.plan.memory.zero import engine_buffers, gathered_bytes, states
+
+AFTER_GRADIENTS = ("layer backward", "embedding backward")
+"""Instants at which there are gradients of parameters already."""
+
+
+def peak(model: ModelFacts, configuration: Configuration, ranks: int) -> Peak:
+    """Returns the peak of one rank: the tape's instants, or a trace's, each with the engine's bytes in closed form."""
+    counts = trained(model, configuration.method, configuration.lora)
+    held = states(counts, configuration, ranks)
+    resident = engine_buffers(counts, configuration, ranks).resident
+    top = max(_instants(model, configuration, ranks), key=lambda instant: instant.total)
+    return replace(top, params=held.params, optimizer=held.optimizer, buffers=top.buffers + resident)
+
+
+def _instants(model: ModelFacts, configuration: Configuration, ranks: int) -> Iterator[Peak]:
+    """Yields what is live at each instant beyond parameters, optimizer states and resident buffers."""
+    counts = trained(model, configuration.method, configuration.lora)
+    engine = engine_buffers(counts, configuration, ranks)
+    unit = {"layer backward": _largest_unit(model)}
+    for instant in profile(model, configuration):
+        numel = unit.get(instant.name, model.vocab_size * model.hidden_size)
+        yield Peak(
+            name=instant.name,
+            params=0,
+            grads=_grads(model, configuration, ranks, instant),
+            optimizer=0,
+            buffers=engine.backward if instant.name in AFTER_GRADIENTS else 0,
+            gathered=gathered_bytes(counts, configuration, numel),
+            activations=instant.activations,
+            logits=instant.logits,
+        )
+    held = states(counts, configuration, ranks)
+    yield Peak(
+        name="optimizer step",
+        params=0,
+        grads=held.grads,
+        optimizer=0,
+        buffers=engine.step,
+        gathered=0,
+        activations=0,
+        logits=0,
+    )
+
+
+def _grads(model: ModelFacts, configuration: Configuration, ranks: int, instant: Instant) -> int:
+    """Returns the gradients at an instant: what autograd keeps or, instead of it, what the engine has taken over.
+
+    The engine has all of it where micro-batches add up or ZeRO-3 holds it flat; else the buffer of ZeRO-1 and 2 appears
+    with the first gradient. Of a single micro-batch ZeRO-1 keeps whole, layer by layer, what no bucket can hold.
+    """
+    stage = configuration.zero_stage
+    if stage == 0:
+        return instant.grads
+    counts = trained(model, configuration.method, configuration.lora)
+    partition = states(counts, replace(configuration, offload=Offload.NONE), ranks).grads
+    taken = partition if configuration.offload is Offload.NONE else 0
+    if configuration.grad_accum > 1 or stage == 3:
+        return taken + engine_buffers(counts, configuration, ranks).backward_grads
+    if instant.name not in AFTER_GRADIENTS:
+        return 0
+    if stage == 2 or configuration.method is not Method.FULL:
+        return taken
+    large = sum(g.numel * g.count for g in model.tensors if g.numel > configuration.reduce_bucket_size)
+    done = instant.layers_done / model.num_hidden_layers
+    return taken + round(configuration.precision.num_bytes * large * done)
+
+
+def _largest_unit(model: ModelFacts) -> int:
+    """Returns the elements that one fetch of ZeRO-3 gathers: an MoE block is a leaf module, else the largest weight."""
+    inner = [g for g in model.tensors if g.kind not in (Kind.EMBEDDING, Kind.HEAD, Kind.VISION)]
+    if model.moe is None:
+        return max(group.numel for group in inner)
+    return sum(g.numel for g in inner if g.kind in (Kind.EXPERT, Kind.ROUTER))

@@ -1,0 +1,112 @@
+"""What one rank keeps in host RAM and on NVMe when the optimizer, or parameters too, are offloaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dstrain.choices import Offload
+from dstrain.plan.configuration import Configuration
+from dstrain.plan.memory.deepspeed.modules import Modules
+from dstrain.plan.memory.deepspeed.resident import FP32, STATES, accumulation_item, sub_groups
+from dstrain.plan.memory.deepspeed.zero12_partitions import layout
+from dstrain.plan.memory.zero import pinned
+
+ALWAYS_IN_RAM = 1_000_000_000
+"""Elements of parameters that stay in RAM under NVMe offload. Source: deepspeed 0.19.8 runtime/zero/offload_config.py:
+max_in_cpu."""
+OPTIMIZER_BUFFERS = 4
+"""fp32 buffers of the largest sub-group through which states pass from and to NVMe. Source: offload_config.py:
+buffer_count; runtime/swap_tensor/optimizer_utils.py: SwapBufferManager."""
+PARAMETER_BUFFERS = 5
+"""Buffers of the largest parameter's share. Source: offload_config.py;
+runtime/swap_tensor/partitioned_param_swapper.py."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Host:
+    """What one rank has outside of its GPU, in bytes."""
+
+    pinned: tuple[int, ...] = ()
+    """Page-locked buffers, each as large as it was asked for."""
+    pageable: int = 0
+    """Other memory."""
+    locked: int = 0
+    """Page-locked memory that is not rounded up."""
+    nvme: int = 0
+    """Files on NVMe."""
+
+    @property
+    def asked(self) -> int:
+        """RAM that was asked for."""
+        return sum(self.pinned) + self.pageable + self.locked
+
+    @property
+    def taken(self) -> int:
+        """RAM that is taken: each pinned buffer is rounded up to a power of two."""
+        return sum(pinned(size) for size in self.pinned) + self.pageable + self.locked
+
+
+def host(modules: Modules, configuration: Configuration, ranks: int, rank: int = 0) -> Host:
+    """Returns what a rank keeps in RAM, with P trainable and F frozen elements of s bytes over N ranks.
+
+    ZeRO-1, 2: master 4, gradient 4, staging s and states 8 of P/N, and one largest gradient; when micro-batches add up,
+    the gradients that touch its partition too. ZeRO-3: flat gradient s, gradients 4, master 4 and states 8 of P/N;
+    offloaded parameters s(P + F)/N. Counted from live tensors of the engine on CPU ranks.
+    """
+    if configuration.offload is Offload.NONE:
+        return Host()
+    if configuration.zero_stage < 3:
+        return _partitioned(modules, configuration, ranks, rank)
+    if configuration.offload is Offload.NVME:
+        return _nvme(modules, configuration, ranks)
+    return _sharded(modules, configuration, ranks)
+
+
+def _of(pins: bool, sizes: list[int], pageable: int) -> Host:
+    return Host(pinned=tuple(sizes), pageable=pageable) if pins else Host(pageable=pageable + sum(sizes))
+
+
+def _partitioned(modules: Modules, configuration: Configuration, ranks: int, rank: int) -> Host:
+    """Source: deepspeed 0.19.8 runtime/zero/stage_1_and_2.py: __init__, initialize_optimizer_states,
+    async_accumulate_grad_in_cpu_via_gpu."""
+    found, item = layout(modules, ranks), configuration.precision.num_bytes
+    sizes = [size * count for count in found.partitions for size in (FP32, FP32, item)]
+    sizes.append(item * max(found.numel, default=0))
+    if configuration.grad_accum > 1:
+        sizes += [item * modules.weights[index].numel for index in sorted(found.held(rank))]
+    states = STATES[configuration.optimizer] * FP32 * sum(found.partitions)
+    return _of(configuration.pin_memory, sizes, states)
+
+
+def _sharded(modules: Modules, configuration: Configuration, ranks: int) -> Host:
+    """Source: deepspeed 0.19.8 runtime/zero/stage3.py: _setup_for_real_optimizer, _create_fp32_partitions,
+    initialize_optimizer_states, _create_param_groups_fp16_flat_cpu_memory."""
+    item = configuration.precision.num_bytes
+    groups = [sum(shares) for shares in sub_groups(modules, ranks, configuration.sub_group_size)]
+    away = groups[int((1 - configuration.offload_ratio) * len(groups)) :]
+    flat = accumulation_item(configuration) * sum(groups)
+    states = (1 + STATES[configuration.optimizer]) * FP32 * sum(away)
+    found = _of(configuration.pin_memory, [flat, *(FP32 * size for size in away)], states)
+    if configuration.offload is not Offload.PARAMS:
+        return found
+    whole = [item * sum(-(-modules.weights[i].numel // ranks) for i in group) for group in modules.groups()]
+    frozen = [item * -(-weight.numel // ranks) for weight in modules.weights if not weight.trains]
+    pins = frozen if configuration.pin_memory else []
+    return Host(
+        pinned=(*found.pinned, *whole, *pins), pageable=found.pageable + (0 if pins or not frozen else sum(frozen))
+    )
+
+
+def _nvme(modules: Modules, configuration: Configuration, ranks: int) -> Host:
+    """Master, states, gradients and parameters in files; RAM has the flat gradient, buffers, and some parameters.
+
+    Read in the source, not measured. Source: deepspeed 0.19.8 runtime/swap_tensor; stage3.py.
+    """
+    item = configuration.precision.num_bytes
+    groups = [sum(shares) for shares in sub_groups(modules, ranks, configuration.sub_group_size)]
+    shares = [-(-weight.numel // ranks) for weight in modules.weights]
+    locked = OPTIMIZER_BUFFERS * FP32 * max(groups, default=0) + PARAMETER_BUFFERS * item * max(shares)
+    flat = accumulation_item(configuration) * sum(groups)
+    kept = item * min(sum(groups), ALWAYS_IN_RAM)
+    files = (2 + STATES[configuration.optimizer]) * FP32 * sum(groups) + item * sum(shares)
+    return Host(pinned=(flat, kept), locked=locked, nvme=files)

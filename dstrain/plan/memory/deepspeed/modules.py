@@ -1,0 +1,242 @@
+"""The modules of a model in the order of their call, with the parameters of each: what ZeRO gathers and reduces."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+
+from dstrain.choices import Method
+from dstrain.facts.model.model_facts import Kind, ModelFacts, TensorGroup
+from dstrain.job.schema import Lora
+from dstrain.plan.memory.params import adapted, is_in_layer, is_inside
+
+QUANTIZED_PER_ELEMENT = 4
+"""Quantised elements in the bytes of one in bf16, which bitsandbytes stores them as. Source: dstrain/train/model.py:
+bnb_4bit_quant_storage."""
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """One parameter tensor."""
+
+    numel: int
+    """Its elements on one rank; of a quantised one, as many as the training precision has in its bytes."""
+    trains: bool
+    """Whether it has a gradient."""
+    decays: bool
+    """Whether it is in the first of the Trainer's two parameter groups."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Module:
+    """A module that is called: its parameters, and the modules inside."""
+
+    number: int
+    """Different for each module."""
+    weights: tuple[int, ...]
+    """Its own parameters; of a leaf of ZeRO-3, those inside too."""
+    children: tuple[Module, ...] = ()
+    """Modules inside, in order of their call; none of a leaf."""
+    mark: str = ""
+    """The name of the linear layer, where the tape marks it."""
+    is_linear: bool = False
+    """Whether autograd keeps the weight for the backward pass."""
+    is_block: bool = False
+    """Whether it is a mixture of experts, which the tape has no mark for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """What the modules of a run depend on."""
+
+    method: Method
+    """What is trained."""
+    lora: Lora
+    """The adapter."""
+    linears: tuple[tuple[str, int], ...]
+    """Linear layers of the decoder layers in order of their call → elements of the weight on one rank."""
+    tp: int = 1
+    """Ranks that share the head; each has the whole embedding, unless the two are tied."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Modules:
+    """All modules of a model."""
+
+    weights: tuple[Weight, ...]
+    """Every parameter tensor, in the model's order; tied ones once."""
+    outer: tuple[Module, ...]
+    """Modules around the decoder, without parameters of their own, the outermost first."""
+    tower: Module
+    """A vision tower as one module; without parameters where there is none."""
+    embedding: Module
+    """The embedding of tokens."""
+    rotary: Module
+    """The rotary embedding, without parameters."""
+    layers: tuple[Module, ...]
+    """Decoder layers."""
+    norm: Module
+    """The norm after the last layer."""
+    head: Module
+    """The head; its weight is the embedding's where they are tied."""
+
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """Returns the trainable parameters by optimizer group: decayed, then the rest.
+
+        Source: Transformers 5.23 trainer.py: get_decay_parameter_names (biases and norms are not decayed).
+        """
+        found = [
+            tuple(index for index, weight in enumerate(self.weights) if weight.trains and weight.decays is decays)
+            for decays in (True, False)
+        ]
+        return tuple(group for group in found if group)
+
+
+@cache
+def modules(model: ModelFacts, shape: Shape) -> Modules:
+    """Returns the modules of a model."""
+    return _Builder(model, shape).build()
+
+
+_BEFORE_MLP = ("post_attention_layernorm", "post_self_attn_layernorm", "pre_feedforward_layernorm")
+"""Norms of a layer between attention and MLP. Source: Transformers 5.23, modeling code of the families on the tape."""
+
+
+class _Builder:
+    """Numbers parameters and modules."""
+
+    def __init__(self, model: ModelFacts, shape: Shape) -> None:
+        self.model, self.shape = model, shape
+        self.is_full = shape.method is Method.FULL
+        self.linears = dict(shape.linears)
+        self.adapted = set() if self.is_full else {group.name for group in adapted(model, shape.lora)}
+        self.weights: list[Weight] = []
+        self.count = 0
+
+    def build(self) -> Modules:
+        """Returns the modules; parameters are numbered in the model's order."""
+        model, tied = self.model, self.model.tie_word_embeddings
+        outer = tuple(self.module() for _ in range(2 if self.is_full else 4))
+        whole = self.outside(Kind.VISION)
+        tower = self.module(children=[self.module((index,)) for index in whole.weights])
+        embedding = self.outside(Kind.EMBEDDING)
+        layers = tuple(self.layer(index) for index in range(model.num_hidden_layers))
+        norm = self.outside(Kind.NORM)
+        head = self.module(weights=embedding.weights, is_linear=True) if tied else self.outside(Kind.HEAD)
+        return Modules(tuple(self.weights), outer, tower, embedding, self.module(), layers, norm, head)
+
+    def module(
+        self,
+        weights: Iterable[int] = (),
+        children: Iterable[Module] = (),
+        mark: str = "",
+        *,
+        is_linear: bool = False,
+        is_block: bool = False,
+    ) -> Module:
+        """Returns a module with a new number."""
+        self.count += 1
+        return Module(self.count - 1, tuple(weights), tuple(children), mark, is_linear, is_block)
+
+    def outside(self, kind: Kind) -> Module:
+        """Returns embedding, last norm, head, or vision tower."""
+        found = [g for g in self.model.tensors if g.kind is kind and (kind is not Kind.NORM or not is_inside(g))]
+        trains = self.is_full and kind is not Kind.VISION
+        is_shared = kind is Kind.HEAD or (kind is Kind.EMBEDDING and self.model.tie_word_embeddings)
+        share = self.shape.tp if is_shared else 1
+        numbers = [self.weight(g.numel // share, trains, decays=_decays(g)) for g in found for _ in range(g.count)]
+        return self.module(numbers, is_linear=kind is Kind.HEAD)
+
+    def weight(self, numel: int, trains: bool, *, decays: bool) -> int:
+        """Returns the number of a new parameter."""
+        self.weights.append(Weight(numel, trains, decays))
+        return len(self.weights) - 1
+
+    def layer(self, index: int) -> Module:
+        """Returns a decoder layer."""
+        model = self.model
+        groups = [g for g in model.tensors if is_inside(g) and is_in_layer(g, index, model.num_hidden_layers)]
+        members: dict[str, list[TensorGroup]] = {}
+        for group in groups:
+            members.setdefault(group.name.rpartition(".")[0], []).append(group)
+        leaves = {path: self.leaf(path, group) for path, group in members.items()}
+        order = _call_order(list(members), list(self.linears))
+        is_sparse = any(group.kind is Kind.EXPERT for group in groups)
+        return self.module(children=self.nested(order, leaves, gathers_mlp=is_sparse))
+
+    def leaf(self, path: str, members: list[TensorGroup]) -> Module:
+        """Returns the module that owns parameters, with an adapter's modules beside it."""
+        linear = path in self.linears
+        numbers = []
+        for group in members:
+            numel = self.linears[path] if linear and group.name.endswith(".weight") else group.numel
+            if self.shape.method is Method.QLORA and group.is_linear:
+                numel //= QUANTIZED_PER_ELEMENT
+            numbers.append(self.weight(numel, self.is_full, decays=_decays(group)))
+        if f"{path}.weight" not in self.adapted:
+            return self.module(numbers, mark=path if linear else "", is_linear=linear)
+        outputs, inputs = next(group.shape for group in members if group.name == f"{path}.weight")
+        sizes = (self.shape.lora.rank * inputs, self.shape.lora.rank * outputs)
+        down, up = (self.weight(size, trains=True, decays=True) for size in sizes)
+        base = self.module(numbers, is_linear=True)
+        adapter = (self.module(), self.module((down,), is_linear=True), self.module((up,), is_linear=True))
+        return self.module(children=(base, *adapter), mark=path)
+
+    def nested(self, order: list[str], leaves: dict[str, Module], *, gathers_mlp: bool) -> list[Module]:
+        """Returns the children of a layer: attention and MLP hold what is named below them.
+
+        A mixture of experts is a leaf of ZeRO-3: it is gathered whole. Source: Transformers 5.23
+        integrations/deepspeed.py: set_z3_leaf_modules.
+        """
+        found: list[Module] = []
+        while order:
+            top = order[0].split(".")[0]
+            inside = [path for path in order if path.split(".")[0] == top]
+            order = [path for path in order if path not in inside]
+            if inside == [top]:
+                found.append(leaves[top])
+            elif gathers_mlp and top == "mlp":
+                inner = sorted(weight for path in inside for weight in _every_weight(leaves[path]))
+                found.append(self.module(inner, is_block=True))
+            else:
+                found.append(self.module(children=list(self.with_activation(inside, leaves))))
+        return found
+
+    def with_activation(self, paths: list[str], leaves: dict[str, Module]) -> Iterable[Module]:
+        """Yields modules, and the activation function after the gate: it has no parameters, but ZeRO-3 acts at it."""
+        for path in paths:
+            yield leaves[path]
+            if path.endswith(("gate_proj", "gate_up_proj")):
+                yield self.module()
+
+
+def _every_weight(module: Module) -> Iterable[int]:
+    yield from module.weights
+    for child in module.children:
+        yield from _every_weight(child)
+
+
+def _decays(group: TensorGroup) -> bool:
+    return group.kind is not Kind.NORM and not group.name.endswith("bias")
+
+
+def _call_order(paths: list[str], linears: list[str]) -> list[str]:
+    """Returns modules by their call: linear layers as the tape calls them, norms where their names say."""
+    place = {name: index for index, name in enumerate(linears)}
+    mlp = min((place[path] for path in paths if path in place and path.startswith("mlp")), default=len(linears))
+
+    def key(path: str) -> tuple[float, int]:
+        if path in place:
+            return (place[path], 0)
+        if path == "input_layernorm":
+            return (-1, 0)
+        if path in _BEFORE_MLP:
+            return (mlp - 0.5, _BEFORE_MLP.index(path))
+        last = path.rpartition(".")[2].partition("_norm")[0].partition("_layernorm")[0]
+        after = [place[linear] for linear in linears if linear.rpartition(".")[2].startswith(last)]
+        if "norm" in path and after:
+            return (after[0] + 0.25, 0)
+        return (len(linears) - (0.25 if path.startswith("mlp") else 0), 0)
+
+    return sorted(paths, key=key)

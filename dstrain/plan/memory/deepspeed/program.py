@@ -1,0 +1,239 @@
+"""What happens in one micro-batch, as the engine sees it: modules begin and end, gradients come to rest."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import cache
+
+from dstrain.facts.model.model_facts import ModelFacts
+from dstrain.plan.memory.deepspeed.modules import Module, Modules, Shape, modules
+from dstrain.plan.memory.deepspeed.moments import Key
+
+
+class Event(IntEnum):
+    """What happens."""
+
+    FETCH = 0
+    """A module begins, in the forward pass or in a recomputation."""
+    RELEASE = 1
+    """It ends."""
+    FETCH_BACK = 2
+    """A module's backward pass begins."""
+    RELEASE_BACK = 3
+    """It ends."""
+    GRAD = 4
+    """The gradient of a parameter comes to rest."""
+    MARK = 5
+    """A moment of the tape begins."""
+    KEEP = 6
+    """A recomputation saves a parameter for the backward pass, as it is now."""
+    DROP = 7
+    """That backward pass is over."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Program:
+    """One micro-batch."""
+
+    modules: Modules
+    """The model's modules."""
+    members: tuple[tuple[int, ...], ...]
+    """Parameters by the number of the module."""
+    events: tuple[tuple[Event, int], ...]
+    """What happens, in order of time, with which module, parameter or mark."""
+    gradients: tuple[tuple[Event, int], ...]
+    """Those of the events that matter where nothing is gathered: gradients and marks."""
+    marks: tuple[Key, ...]
+    """The moments of the tape, by their number."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Passes:
+    """How the forward and backward pass go."""
+
+    recomputes: bool
+    """Whether layers are recomputed."""
+    is_reentrant: bool
+    """Whether in the older way."""
+    detached: frozenset[str]
+    """Linear layers of the first decoder layer whose input needs no gradient."""
+
+
+@cache
+def program(model: ModelFacts, shape: Shape, passes: Passes) -> Program:
+    """Returns a micro-batch of the model.
+
+    Modules run backward in reverse order of their call, as autograd's ready queue has it. A recomputation happens when
+    the last module of a layer begins its backward pass, and stops inside that module; the reentrant kind runs to the
+    end of the layer before any of its modules goes backward.
+    Source: torch 2.13 csrc/autograd/engine.cpp; utils/checkpoint.py: _StopRecomputationError, CheckpointFunction;
+    deepspeed 0.19.8 runtime/zero/parameter_offload.py: _register_deepspeed_module.
+    """
+    return _Writer(modules(model, shape), passes).write()
+
+
+class _Writer:
+    """Writes a program down."""
+
+    def __init__(self, found: Modules, passes: Passes) -> None:
+        self.found = found
+        self.recomputes, self.is_reentrant = passes.recomputes, passes.is_reentrant
+        self.detached = passes.detached
+        self.events: list[tuple[Event, int]] = []
+        self.marks: list[Key] = []
+        self.members: dict[int, tuple[int, ...]] = {}
+        self.again: Module | None = None
+
+    def write(self) -> Program:
+        """Returns the program."""
+        found = self.found
+        for module in found.outer:
+            self.put(Event.FETCH, module)
+        if found.tower.children:
+            self.forward(found.tower, -1, "forward")
+        self.forward(found.embedding, -1, "forward")
+        self.mark("forward", -1, "")
+        self.forward(found.rotary, -1, "forward")
+        for index, layer in enumerate(found.layers):
+            self.forward(layer, index, "forward")
+        self.forward(found.norm, -1, "forward")
+        self.put(Event.FETCH, found.head)
+        self.mark("head forward", -1, "")
+        self.put(Event.RELEASE, found.head)
+        self.mark("loss forward", -1, "")
+        self.backward_of_loss()
+        for index in reversed(range(len(found.layers))):
+            self.layer_backward(found.layers[index], index)
+        if self.trains(found.embedding) or self.recomputes:  # else nothing before the first adapter has a gradient
+            self.put(Event.FETCH_BACK, found.embedding)
+            self.mark("embedding backward", -1, "")
+            self.grads(found.embedding)
+        members = tuple(self.members.get(number, ()) for number in range(1 + max(self.members)))
+        gradients = tuple(each for each in self.events if each[0] in (Event.GRAD, Event.MARK))
+        return Program(found, members, tuple(self.events), gradients, tuple(self.marks))
+
+    def backward_of_loss(self) -> None:
+        """Writes the backward pass down to the norm after the last layer."""
+        found = self.found
+        for module in found.outer[:-1]:
+            self.put(Event.FETCH_BACK, module)
+        self.mark("loss backward", -1, "")
+        self.put(Event.FETCH_BACK, found.head)
+        self.mark("head backward", -1, "")
+        if found.head.weights != found.embedding.weights:
+            self.grads(found.head)
+        self.put(Event.RELEASE_BACK, found.head)
+        self.put(Event.FETCH_BACK, found.outer[-1])
+        self.backward(found.norm, -1)
+
+    def put(self, event: Event, module: Module) -> None:
+        """Writes an event of a module."""
+        self.members[module.number] = module.weights
+        self.events.append((event, module.number))
+
+    def mark(self, what: str, layer: int, name: str) -> None:
+        """Writes that a moment of the tape begins."""
+        self.marks.append((what, layer, name))
+        self.events.append((Event.MARK, len(self.marks) - 1))
+
+    def postpone_mark(self) -> None:
+        """Moves the last mark to here: what has happened since belongs to the time before it."""
+        last = max(index for index, (event, _) in enumerate(self.events) if event is Event.MARK)
+        self.events.append(self.events.pop(last))
+
+    def trains(self, module: Module) -> bool:
+        """Returns whether a module's own parameters have gradients."""
+        return any(self.found.weights[index].trains for index in module.weights)
+
+    def grads(self, module: Module) -> None:
+        """Writes that a module's gradients come to rest."""
+        for index in module.weights:
+            if self.found.weights[index].trains:
+                self.events.append((Event.GRAD, index))
+
+    def forward(self, module: Module, layer: int, direction: str, *, until: Module | None = None) -> bool:
+        """Writes a forward pass, or a recomputation that stops inside the module `until`; returns whether it got there.
+
+        An adapted linear layer holds the plain one first, then the adapter's modules.
+        """
+        self.put(Event.FETCH, module)
+        base = _base(module)
+        if base is not module:
+            self.put(Event.FETCH, base)
+        if direction == "recompute" and base.is_linear and not self.is_reentrant:
+            self.events += [(Event.KEEP, index) for index in base.weights]
+        if module.mark:
+            self.mark(direction, layer, module.mark)
+        elif module.is_block:
+            self.postpone_mark()
+        if module is until:
+            return True
+        if base is not module:
+            self.put(Event.RELEASE, base)
+        for child in module.children:
+            if child is not base and self.forward(child, layer, direction, until=until):
+                return True
+        self.put(Event.RELEASE, module)
+        if module.mark:
+            self.mark(f"{direction} end", layer, module.mark)
+        return False
+
+    def layer_backward(self, layer: Module, index: int) -> None:
+        """Writes a layer's backward pass."""
+        self.put(Event.FETCH_BACK, layer)
+        self.mark("layer backward", index, "")
+        if self.recomputes and self.is_reentrant:
+            for child in layer.children:
+                self.forward(child, index, "recompute")
+        elif self.recomputes:
+            self.again = layer
+        first = 1 if index == 0 and self.detached else 0  # nothing passes the norm before the first adapter
+        for child in reversed(layer.children[first:]):
+            self.backward(child, index)
+        self.put(Event.RELEASE_BACK, layer)
+
+    def backward(self, module: Module, layer: int) -> None:
+        """Writes a module's backward pass; a frozen linear layer whose input needs no gradient has none."""
+        base = _base(module)
+        is_cut = layer == 0 and module.mark in self.detached
+        if is_cut and base is module and not self.trains(module):
+            return
+        self.put(Event.FETCH_BACK, module)
+        for child in reversed(module.children):
+            if child is not base:
+                self.backward(child, layer)
+        if is_cut:
+            self.put(Event.RELEASE_BACK, module)
+            return
+        if base is not module:
+            self.put(Event.FETCH_BACK, base)
+        if module.mark:
+            self.mark("backward", layer, module.mark)
+        elif module.is_block:
+            self.postpone_mark()
+        if module.mark or not module.children:
+            self.recompute(module, layer)
+        self.finish(module, base)
+        if module.mark:
+            self.mark("after", layer, module.mark)
+
+    def recompute(self, module: Module, layer: int) -> None:
+        """Writes the recomputation of the layer, if it is still to come: its last module needs what was saved."""
+        again, self.again = self.again, None
+        if again is not None:
+            any(self.forward(child, layer, "recompute", until=module) for child in again.children)
+
+    def finish(self, module: Module, base: Module) -> None:
+        """Writes the end of a module's backward pass: what it saved goes, gradients come to rest."""
+        if base.is_linear and self.recomputes and not self.is_reentrant and module.mark:
+            self.events += [(Event.DROP, index) for index in base.weights]
+        self.grads(base)
+        if base is not module:
+            self.put(Event.RELEASE_BACK, base)
+        self.put(Event.RELEASE_BACK, module)
+
+
+def _base(module: Module) -> Module:
+    """Returns the linear layer that an adapted one holds; any other module itself."""
+    return module.children[0] if module.mark and module.children else module

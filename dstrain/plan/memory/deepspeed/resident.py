@@ -1,0 +1,157 @@
+"""What one rank holds between two steps: parameters, master copies, states, buckets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dstrain.choices import Offload, Optimizer, Precision
+from dstrain.plan.configuration import Configuration
+from dstrain.plan.memory.deepspeed.byte_account import rounded
+from dstrain.plan.memory.deepspeed.modules import Modules
+from dstrain.plan.memory.deepspeed.zero12_partitions import layout
+
+FP32 = 4
+
+STATES: dict[Optimizer, int] = {
+    Optimizer.ADAMW: 2,
+    Optimizer.ADAMW_FUSED: 2,
+    Optimizer.ADAMW_8BIT: 2,  # in fp32 where it is offloaded: CPU Adam takes its place
+    Optimizer.ADAFACTOR: 1,
+    Optimizer.LION: 1,
+    Optimizer.SGD: 0,
+}
+"""fp32 tensors that an optimizer keeps beside the master copy. Adafactor keeps one: DeepSpeed gives it flat partitions,
+and only matrices can be factored. Source: torch 2.13 optim; transformers 5.23 optimization.py: Adafactor._get_options;
+bitsandbytes 0.49 optim/lion.py."""
+EIGHT_BIT_STATE = 1 + 4 / 256
+"""Bytes of an element of an 8-bit state: one, and an fp32 scale for 256. Source: bitsandbytes 0.49
+optim/optimizer.py: Optimizer2State.init_state."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resident:
+    """Bytes on the GPU by part."""
+
+    params: int
+    """This rank's parameters."""
+    grads: int = 0
+    """Gradients, where they are never freed."""
+    optimizer: int = 0
+    """Master copy and states."""
+    buffers: int = 0
+    """Buckets and staging buffers."""
+    gathered: int = 0
+    """Small parameters that ZeRO-3 gives back for the step only."""
+    secondary: int = 0
+    """ZeRO++'s secondary partitions, which the first forward pass makes and the step's end frees; not in `total`."""
+
+    @property
+    def total(self) -> int:
+        """All that is held between two steps."""
+        return self.params + self.grads + self.optimizer + self.buffers + self.gathered
+
+
+def accumulation_item(configuration: Configuration) -> int:
+    """Returns the bytes of an element where gradients are added up."""
+    return (configuration.grad_accum_dtype or configuration.precision).num_bytes
+
+
+def communication_item(configuration: Configuration) -> int:
+    """Returns the bytes of an element of a gradient while ranks exchange it: fp32 where they share sequences."""
+    return FP32 if configuration.sp > 1 else configuration.precision.num_bytes
+
+
+def is_wide(configuration: Configuration) -> bool:
+    """Returns whether ZeRO-1 runs on DeepSpeed's BF16_Optimizer, which keeps whole fp32 gradients.
+
+    Source: deepspeed 0.19.8 runtime/engine.py: _do_optimizer_sanity_check.
+    """
+    return (
+        configuration.zero_stage == 1
+        and configuration.precision is Precision.BF16
+        and configuration.grad_accum_dtype is Precision.FP32
+        and configuration.offload is Offload.NONE
+    )
+
+
+def state_bytes(numel: int, optimizer: Optimizer) -> int:
+    """Returns the bytes of the states of so many elements, without the master copy."""
+    if optimizer is Optimizer.ADAMW_8BIT:
+        return 2 * rounded(round(EIGHT_BIT_STATE * numel))
+    return STATES[optimizer] * rounded(FP32 * numel)
+
+
+def sub_groups(modules: Modules, ranks: int, size: int) -> list[list[int]]:
+    """Returns the partitioned elements of the parameters of each sub-group of ZeRO-3.
+
+    A sub-group is closed by the parameter that reaches `sub_group_size` partitioned elements.
+    Source: deepspeed 0.19.8 runtime/zero/stage3.py: _create_fp16_sub_groups.
+    """
+    found: list[list[int]] = []
+    for group in modules.groups():
+        shares = [-(-modules.weights[index].numel // ranks) for index in group]
+        if size >= sum(shares):
+            found.append(shares)
+            continue
+        current: list[int] = []
+        for share in shares:
+            current.append(share)
+            if sum(current) >= size:
+                found.append(current)
+                current = []
+        if current:
+            found.append(current)
+    return found
+
+
+def resident(modules: Modules, configuration: Configuration, ranks: int) -> Resident:
+    """Returns what a rank holds between two steps, with P trainable and F frozen elements of s bytes over N ranks.
+
+    ZeRO-0: sP + 12P. ZeRO-1, 2: sP + 12P/N. ZeRO-3: (s + 12)P/N, the flat gradient sP/N and the bucket. Frozen: sF, or
+    sF/N under ZeRO-3.
+    Source: deepspeed 0.19.8 runtime/fp16/unfused_optimizer.py, runtime/zero/stage_1_and_2.py, stage3.py: __init__.
+    """
+    if configuration.zero_stage == 3:
+        return _sharded(modules, configuration, ranks)
+    item = configuration.precision.num_bytes
+    weights = modules.weights
+    frozen = sum(rounded(item * weight.numel) for weight in weights if not weight.trains)
+    trainable = [weight.numel for weight in weights if weight.trains]
+    if configuration.zero_stage == 0:
+        master = 0 if configuration.precision is Precision.FP32 else FP32  # fp32 has no second copy here
+        states = sum(rounded(master * n) + state_bytes(n, configuration.optimizer) for n in trainable)
+        return Resident(params=frozen + sum(rounded(item * n) for n in trainable), optimizer=states)
+    partitions = layout(modules, ranks).partitions
+    params = frozen + sum(rounded(item * size * ranks) for size in partitions)
+    if configuration.offload is not Offload.NONE:
+        return Resident(params=params, buffers=rounded(item * max(trainable, default=0)))
+    states = sum(rounded(FP32 * size) + state_bytes(size, configuration.optimizer) for size in partitions)
+    grads = 0
+    if is_wide(configuration):
+        grads = sum(rounded(FP32 * size * ranks) for size in partitions)
+    return Resident(params=params, grads=grads, optimizer=states)
+
+
+def _sharded(modules: Modules, configuration: Configuration, ranks: int) -> Resident:
+    item, offload, hpz = configuration.precision.num_bytes, configuration.offload, configuration.hpz
+    weights = modules.weights
+    trainable = sum(-(-weight.numel // ranks) for weight in weights if weight.trains)
+    frozen = sum(rounded(-(-weight.numel // ranks) * item) for weight in weights if not weight.trains)
+    persistent = [w.numel for w in weights if w.numel <= configuration.param_persistence_threshold]
+    on_gpu = offload in (Offload.NONE, Offload.OPTIMIZER)
+    is_copied = ranks > 1 or not on_gpu
+    groups = [sum(shares) for shares in sub_groups(modules, ranks, configuration.sub_group_size)]
+    stay = groups if offload is Offload.NONE else []
+    if offload in (Offload.OPTIMIZER, Offload.PARAMS):
+        stay = groups[: int((1 - configuration.offload_ratio) * len(groups))]
+    grads = rounded(trainable * accumulation_item(configuration)) if offload is Offload.NONE else 0
+    if offload is not Offload.NONE:
+        grads = sum(rounded(FP32 * size) for size in stay)
+    return Resident(
+        params=(rounded(trainable * item) + frozen) if on_gpu else 0,
+        grads=grads,
+        optimizer=sum(rounded(FP32 * size) + state_bytes(size, configuration.optimizer) for size in stay),
+        buffers=rounded(configuration.reduce_bucket_size * communication_item(configuration)),
+        gathered=sum(rounded(-(-n // ranks) * ranks * item) for n in persistent) if is_copied else 0,
+        secondary=sum(rounded(-(-w.numel // ranks) * ranks * item // hpz) for w in weights) if hpz > 1 else 0,
+    )

@@ -1,0 +1,210 @@
+"""ZeRO-1 and 2: where each parameter lies in the flat partitions, and how gradients get there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+from dstrain.plan.memory.deepspeed.byte_account import Account, Part, rounded
+from dstrain.plan.memory.deepspeed.gradient_buckets import FP32, NORM_ITEM, Reducer, Reduces
+from dstrain.plan.memory.deepspeed.modules import Modules
+
+ALIGNMENT = 2
+"""Elements to which each partition is aligned. Source: deepspeed 0.19.8 runtime/zero/stage_1_and_2.py:
+nccl_start_alignment_factor."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Layout:
+    """Where each trainable parameter lies in the flat partitions."""
+
+    order: tuple[int, ...]
+    """Trainable parameters, group by group."""
+    numel: tuple[int, ...]
+    """Their elements."""
+    slices: dict[int, tuple[tuple[int, int], ...]]
+    """Parameter → the ranks whose partitions it touches, and its elements there."""
+    partitions: tuple[int, ...]
+    """Elements of one rank's partition of each optimizer group."""
+
+    def held(self, rank: int) -> set[int]:
+        """Returns the parameters that touch the partition of a rank."""
+        return {weight for weight in self.order if any(owner == rank for owner, _ in self.slices[weight])}
+
+    def held_elements(self, ranks: int) -> list[int]:
+        """Returns the elements of the parameters that touch the partition of each rank."""
+        found = [0] * ranks
+        for weight, numel in zip(self.order, self.numel, strict=True):
+            for rank, _ in self.slices[weight]:
+                found[rank] += numel
+        return found
+
+
+@cache
+def layout(modules: Modules, ranks: int) -> Layout:
+    """Returns the partitions: each group is padded to a multiple of `ALIGNMENT` for each rank and cut evenly.
+
+    Source: deepspeed 0.19.8 runtime/zero/stage_1_and_2.py: flatten_dense_tensors_aligned, get_data_parallel_partitions.
+    """
+    slices: dict[int, tuple[tuple[int, int], ...]] = {}
+    partitions = []
+    for group in modules.groups():
+        total = sum(modules.weights[index].numel for index in group)
+        size = -(-total // (ALIGNMENT * ranks)) * ALIGNMENT
+        partitions.append(size)
+        start = 0
+        for index in group:
+            end = start + modules.weights[index].numel
+            owners = range(start // size, (end - 1) // size + 1)
+            slices[index] = tuple((r, min(end, (r + 1) * size) - max(start, r * size)) for r in owners)
+            start = end
+    order = tuple(index for group in modules.groups() for index in group)
+    numel = tuple(modules.weights[index].numel for index in order)
+    return Layout(order, numel, slices, tuple(partitions))
+
+
+class PartitionedReducer(Reducer):
+    """Gradients pass through buckets into the partition of the rank that updates them.
+
+    A gradient that lies across two partitions is kept whole by both ranks. A bucket with gradients of more than one
+    rank is reduced as a flat copy; a gradient larger than the bucket goes by itself. ZeRO-1 does all that when the last
+    micro-batch is over, or during its backward pass where communication overlaps; until then gradients rest whole on
+    the parameters. Where fp32 is added up, the partition is fp32 and allocated as a whole.
+    Source: deepspeed 0.19.8 runtime/zero/stage_1_and_2.py: setup_buckets, average_tensor, reduce_ipg_grads,
+    reduce_independent_p_g_buckets_and_remove_grads, copy_grads_in_partition, independent_gradient_partition_epilogue.
+    """
+
+    def __init__(self, modules: Modules, how: Reduces, account: Account, rank: int) -> None:
+        super().__init__(modules, how, account)
+        self.layout, self.rank = layout(modules, how.ranks), rank
+        self.mine = self.layout.held(rank)
+        self.is_wide = how.accumulated != how.item
+        self.partition = rounded(sum(self.numel[weight] for weight in self.mine) * how.item)
+        if self.is_wide:
+            self.partition = sum(rounded(numel * how.accumulated) for numel in self.layout.partitions)
+        self.buckets = how.buckets * rounded(how.bucket * how.item)
+        self.has_buckets = self.has_partition = self.has_sum = False
+        self.in_bucket: list[int] = []
+        self.elements = 0
+        self.resting: set[int] = set()
+        self.lingering: list[int] = []
+        """Large gradients that nothing clears before the backward pass is over."""
+
+    def grad(self, weight: int) -> None:
+        if not self.has_buckets:
+            self.has_buckets = True
+            self.account.add(Part.BUFFERS, self.buckets)
+        if weight in self.resting:
+            self.account.passing(Part.GRADS, self.size(weight))
+        else:
+            self.account.add(Part.GRADS, self.size(weight))
+        if self.how.stage == 2 or (self.how.overlaps and self.is_last):
+            self._put(weight)
+        else:
+            self.resting.add(weight)
+
+    def _put(self, weight: int) -> None:
+        """Moves a gradient into the bucket, which is emptied first when it is full."""
+        self.resting.discard(weight)
+        if self.elements + self.numel[weight] > self.how.bucket:
+            self._flush()
+        if self.numel[weight] <= self.how.bucket:
+            self.account.remove(Part.GRADS, self.size(weight))
+        elif self.how.is_offloaded:
+            self.account.passing(Part.BUFFERS, self.size(weight))
+        self.in_bucket.append(weight)
+        self.elements += self.numel[weight]
+
+    def _flush(self) -> None:
+        """Reduces what is in the bucket, and keeps what belongs to this rank."""
+        together: list[tuple[int, int]] = []
+        pieces = self._pieces()
+        for index, piece in enumerate(pieces):
+            together.append(piece)
+            if index == len(pieces) - 1 or sum(numel for _, numel in together) > self.how.bucket:
+                self._reduce(together)
+                together = []
+        for weight in self.in_bucket:
+            self._settle(weight)
+        self.in_bucket.clear()
+        self.elements = 0
+
+    def _pieces(self) -> list[tuple[int, int]]:
+        """Returns ranks and elements of what is in the bucket: neighbours of one rank are one piece.
+
+        Those of this rank stay apart where they are added to an fp32 partition.
+        """
+        pieces: list[tuple[int, int]] = []
+        for weight in self.in_bucket:
+            for rank, numel in self.layout.slices[weight]:
+                if pieces and pieces[-1][0] == rank and not (self.is_wide and rank == self.rank):
+                    pieces[-1] = (rank, pieces[-1][1] + numel)
+                else:
+                    pieces.append((rank, numel))
+        if self.is_wide and any(rank == self.rank for rank, _ in pieces):
+            self._make_partition()
+        return pieces
+
+    def _make_partition(self) -> None:
+        if not self.has_partition:
+            self.has_partition = True
+            self.account.add(Part.GRADS, self.partition)
+
+    def _reduce(self, pieces: list[tuple[int, int]]) -> None:
+        how, total = self.how, sum(numel for _, numel in pieces)
+        flat = rounded(total * how.item) if len(pieces) > 1 else 0
+        if how.communicated != how.item:
+            flat += rounded(total * how.communicated)
+        self.account.add(Part.BUFFERS, flat)
+        if self.is_wide:
+            largest = max((numel for rank, numel in pieces if rank == self.rank), default=0)
+            self.account.passing(Part.BUFFERS, rounded(largest * how.accumulated))
+        self.account.remove(Part.BUFFERS, flat)
+
+    def _settle(self, weight: int) -> None:
+        """A reduced gradient goes to the host, or into the partition, or away."""
+        is_mine = weight in self.mine
+        lingers = not is_mine and self.how.stage == 1
+        if is_mine and self.how.is_offloaded:
+            lingers = not self.is_last
+            self._to_host(weight)
+        elif is_mine and self.is_wide:
+            lingers = True
+        elif is_mine:
+            self._make_partition()
+        if self.numel[weight] > self.how.bucket:
+            if lingers:
+                self.lingering.append(weight)
+            else:
+                self.account.remove(Part.GRADS, self.size(weight))
+
+    def _to_host(self, weight: int) -> None:
+        """Takes the norm of this rank's part, and makes it fp32 on its way."""
+        if self.is_last:
+            numel = next(numel for rank, numel in self.layout.slices[weight] if rank == self.rank)
+            self.account.passing(Part.BUFFERS, rounded(numel * NORM_ITEM))
+            self.account.passing(Part.BUFFERS, rounded(numel * FP32))
+
+    def end(self) -> None:
+        if self.how.stage == 2 or self.is_last:
+            if self.resting:
+                for weight in self.layout.order:
+                    self._put(weight)
+            if self.in_bucket:
+                self._flush()
+            for weight in self.lingering:
+                self.account.remove(Part.GRADS, self.size(weight))
+            self.lingering.clear()
+            self.account.remove(Part.BUFFERS, self.buckets)
+            self.has_buckets = False
+            self._add_up()
+        self.micro += 1
+
+    def _add_up(self) -> None:
+        """Adds the partition to that of the micro-batches before, and frees it; the first is kept."""
+        if self.is_wide or not self.has_partition:
+            return
+        if self.has_sum:
+            self.account.remove(Part.GRADS, self.partition)
+        self.has_sum = True
+        self.has_partition = False

@@ -1,0 +1,221 @@
+"""Parameters that ZeRO-3 holds whole: a replay of DeepSpeed's coordinator, module by module.
+
+Every module that begins gathers its parameters and then as many more elements as `prefetch_bucket_size`, whatever is
+on its way already, while fewer than `max_live_parameters` are whole; so prefetching runs ahead to that limit. A module
+that ends gives its parameters back unless they are used again within `max_reuse_distance` elements.
+
+Source: deepspeed 0.19.8 runtime/zero/partitioned_param_coordinator.py: fetch_sub_module, __params_to_release;
+runtime/zero/partition_parameters.py: all_gather_coalesced, AllGatherCoalescedHandle.wait.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate
+
+from dstrain.plan.memory.deepspeed.byte_account import Account, Part, rounded
+from dstrain.plan.memory.deepspeed.program import Event, Program
+
+_NEVER = -(1 << 60)
+_FETCHES = (Event.FETCH, Event.FETCH_BACK)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gathers:
+    """How parameters are gathered."""
+
+    item: int
+    """Bytes of one element."""
+    ranks: int
+    """Ranks that share the parameters."""
+    prefetch: int
+    """`stage3_prefetch_bucket_size`."""
+    max_live: int
+    """`stage3_max_live_parameters`."""
+    reuse: int
+    """`stage3_max_reuse_distance`."""
+    persistence: int
+    """`stage3_param_persistence_threshold`."""
+    is_offloaded: bool
+    """Whether the partitions are on the host, so that even one rank has to copy."""
+    hpz: int
+    """`zero_hpz_partition_size`."""
+
+
+class _Group:
+    """Parameters that are gathered in one collective."""
+
+    __slots__ = ("flat", "is_waited", "members", "waiting")
+
+    def __init__(self, members: list[int], flat: int) -> None:
+        self.members, self.flat = members, flat
+        self.waiting = len(members)
+        self.is_waited = False
+
+
+class Coordinator:
+    """The coordinator of one rank; parameters are `whole`, on their way, or neither."""
+
+    def __init__(self, program: Program, how: Gathers, account: Account) -> None:
+        self.how, self.account, self.members = how, account, program.members
+        self.numel = [weight.numel for weight in program.modules.weights]
+        self.persists = [numel <= how.persistence for numel in self.numel]
+        self.order = [number for event, number in program.events if event in _FETCHES]
+        self.queue = [(w, step) for step, number in enumerate(self.order) for w in sorted(set(self.members[number]))]
+        self.sizes = [self._size(numel) for numel in self.numel]
+        self._learn_uses()
+        self.whole = list(self.persists)
+        self.flying: dict[int, _Group] = {}
+        self.active: list[set[int]] = [set() for _ in self.numel]
+        self.saved: set[int] = set()
+        """Parameters that a recomputation has saved as they are."""
+        self.orphans: set[int] = set()
+        """Such ones that have been given back since: what was saved lives on by itself."""
+        self.secondary: set[int] = set()
+        """Parameters with a secondary partition."""
+        self.reset()
+
+    def _size(self, numel: int) -> int:
+        """Returns the bytes of a whole parameter: one rank has it whole anyway."""
+        if self.how.ranks == 1 and not self.how.is_offloaded:
+            return 0
+        return rounded(-(-numel // self.how.ranks) * self.how.ranks * self.how.item)
+
+    def _learn_uses(self) -> None:
+        """Notes at which steps each parameter is used, and how many elements pass before each step."""
+        self.uses: list[list[int]] = [[] for _ in self.numel]
+        passed = []
+        for step, number in enumerate(self.order):
+            for weight in set(self.members[number]):
+                self.uses[weight].append(step)
+            passed.append(sum(self.numel[weight] for weight in self.members[number]))
+        self.passed = [0, *accumulate(passed)]
+        self.next_use = [0] * len(self.numel)
+
+    def reset(self) -> None:
+        """Begins a micro-batch: what is on its way is taken and given back; what is whole stays so, uncounted."""
+        for weight, group in list(self.flying.items()):
+            self._wait(group)
+            self._land(weight)
+            if not self.active[weight]:
+                self._give_back(weight)
+        self.step = self.at = self.available = 0
+        self.fetched_for = [_NEVER] * len(self.numel)
+        self.next_use = [0] * len(self.numel)
+
+    def fetch(self, number: int) -> None:
+        """A module begins."""
+        needed = self.members[number]
+        missing = [weight for weight in needed if not self.whole[weight] and weight not in self.flying]
+        if missing:
+            self._gather(sorted(missing))
+        for weight in needed:
+            self.active[weight].add(number)
+            if weight in self.flying:
+                self._wait(self.flying[weight])
+                self._land(weight)
+        self._prefetch(needed)
+        self.step += 1
+
+    def _prefetch(self, needed: tuple[int, ...]) -> None:
+        new = {weight for weight in needed if self.fetched_for[weight] < self.step}
+        dropped: set[int] = set()
+        while self.at < len(self.queue) and len(dropped) < len(new):
+            weight, step = self.queue[self.at]
+            self.at += 1
+            self.fetched_for[weight] = step
+            dropped.add(weight)
+        room = min(self.how.max_live - self.available, self.how.prefetch)
+        ahead: list[int] = []
+        numel = 0
+        while self.at < len(self.queue) and numel < room:
+            weight, step = self.queue[self.at]
+            self.at += 1
+            if step > self.fetched_for[weight]:
+                self.fetched_for[weight] = step
+            if not self.whole[weight] and weight not in self.flying and weight not in ahead:
+                ahead.append(weight)
+                numel += self.numel[weight]
+        if ahead:
+            self._gather(sorted(ahead))
+
+    def _gather(self, weights: list[int]) -> None:
+        """Starts a collective: into the parameter itself when it is one, else a flat buffer; one rank just copies."""
+        self.available += sum(self.numel[weight] for weight in weights)
+        flat = 0
+        if len(weights) == 1 or self.how.ranks == 1:
+            self.account.add(Part.GATHERED, sum(self.sizes[weight] for weight in weights))
+        else:
+            flat = sum(self.sizes[weight] for weight in weights)
+            self.account.add(Part.GATHERED, flat)
+        group = _Group(weights, flat)
+        for weight in weights:
+            self.flying[weight] = group
+
+    def _wait(self, group: _Group) -> None:
+        """Ends a collective: parameters are copied out of the flat buffer, all at once."""
+        if group.is_waited:
+            return
+        group.is_waited = True
+        for weight in group.members:
+            if group.flat:
+                self.account.add(Part.GATHERED, self.sizes[weight])
+            self.whole[weight] = True
+
+    def _land(self, weight: int) -> None:
+        """Takes a parameter from its collective; the flat buffer goes with the last one."""
+        group = self.flying.pop(weight)
+        group.waiting -= 1
+        if not group.waiting:
+            self.account.remove(Part.GATHERED, group.flat)
+
+    def release(self, number: int) -> None:
+        """A module ends."""
+        for weight in self.members[number]:
+            active = self.active[weight]
+            active.discard(number)
+            if not active and self.whole[weight] and not self.persists[weight] and not self._is_used_soon(weight):
+                self._give_back(weight)
+
+    def _is_used_soon(self, weight: int) -> bool:
+        if self.fetched_for[weight] > self.step:
+            return True
+        uses, index = self.uses[weight], self.next_use[weight]
+        while index < len(uses) and uses[index] < self.step:
+            index += 1
+        self.next_use[weight] = index
+        if index == len(uses):
+            return False
+        return self.passed[uses[index]] - self.passed[self.step] < self.how.reuse
+
+    def _give_back(self, weight: int) -> None:
+        """Frees a parameter, unless a recomputation has saved it; ZeRO++ keeps a part of it till the step."""
+        self.whole[weight] = False
+        self.available -= self.numel[weight]
+        if weight in self.saved:
+            self.saved.remove(weight)
+            self.orphans.add(weight)
+        else:
+            self.account.remove(Part.GATHERED, self.sizes[weight])
+        if self.how.hpz > 1 and weight not in self.secondary:
+            self.secondary.add(weight)
+            self.account.add(Part.GATHERED, self.sizes[weight] // self.how.hpz)
+
+    def keep(self, weight: int) -> None:
+        """A recomputation saves a parameter."""
+        self.saved.add(weight)
+
+    def drop(self, weight: int) -> None:
+        """What a recomputation saved is not needed any more."""
+        self.saved.discard(weight)
+        if weight in self.orphans:
+            self.orphans.remove(weight)
+            self.account.remove(Part.GATHERED, self.sizes[weight])
+
+    def leave(self) -> None:
+        """Ends the backward pass: modules whose input needs no gradient give their parameters back now."""
+        for weight, active in enumerate(self.active):
+            if active:
+                active.clear()
+                if self.whole[weight] and not self.persists[weight]:
+                    self._give_back(weight)

@@ -1,0 +1,229 @@
+"""Activation memory of any configuration, instant by instant: two short tapes, extrapolated over the layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+from dstrain.choices import Attention, Method, Stack
+from dstrain.facts.model.model_facts import ModelFacts
+from dstrain.facts.model.traced_activations import Traced
+from dstrain.plan.configuration import Configuration
+from dstrain.plan.memory.layers import embedding, losses, ops, vision
+from dstrain.plan.memory.layers.context import Context, Variant, variant_of
+from dstrain.plan.memory.layers.families import LAYER_CODE, LayerCode
+from dstrain.plan.memory.layers.graph import OFFLOADED_IN_FLIGHT, Tape
+from dstrain.plan.memory.layers.tensor import GradRelease, Param, Tensor
+
+INDEX = 8
+"""Bytes of a token id."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Instant:
+    """The most that is live at one named instant beyond parameters, in bytes, by part."""
+
+    name: str
+    """`forward`, `loss forward`, `loss backward`, `head backward`, `layer backward` or `embedding backward`."""
+    activations: int
+    """Saved tensors, working tensors, and their gradients."""
+    logits: int
+    """Logits and the copies of the loss."""
+    grads: int
+    """Gradients of parameters: the one just made, and those kept."""
+    gathered: int
+    """Parameters of the module at work, under ZeRO-3."""
+    layers_done: int
+    """Layers whose backward pass is over."""
+
+    @property
+    def total(self) -> int:
+        """All parts together."""
+        return self.activations + self.logits + self.grads + self.gathered
+
+
+def is_known(model: ModelFacts) -> bool:
+    """Returns whether the tape knows the model's layer code."""
+    return model.model_type in LAYER_CODE
+
+
+def profile(model: ModelFacts, configuration: Configuration) -> tuple[Instant, ...]:
+    """Returns the peak of each named instant of one micro-batch, for the whole depth of the model.
+
+    A model whose layer code the tape does not know was traced instead.
+    """
+    variant = variant_of(configuration)
+    return of_variant(model, variant) if model.traced is None else _traced(model.traced, model, variant)
+
+
+def _traced(traced: Traced, model: ModelFacts, variant: Variant) -> tuple[Instant, ...]:
+    """Returns the instants that a trace of the model's own code found."""
+    profile = traced.padded if variant.has_mask else traced.plain
+    keeps = variant.release is GradRelease.AT_STEP
+    peaks = profile.moments(num_layers=model.num_hidden_layers, micro_batch=variant.batch, grad_ckpt=variant.grad_ckpt)
+    return tuple(
+        Instant(
+            name=peak.name,
+            activations=peak.activations,
+            logits=peak.logits,
+            grads=peak.grads if keeps else 0,
+            gathered=0,
+            layers_done=model.num_hidden_layers if peak.name == "embedding backward" else 0,
+        )
+        for peak in peaks
+    )
+
+
+@cache
+def of_variant(model: ModelFacts, variant: Variant) -> tuple[Instant, ...]:
+    """Returns the peaks: one tape with a layer of each kind, one more for each kind, extrapolated to the depth."""
+    depth = layer_kinds(model, variant)
+    short = dict.fromkeys(depth, 1)
+    if variant.method is not Method.FULL or variant.image_patches or not variant.grad_ckpt:
+        # the first layer's input is the embedding, which lives on and may need no gradient; image features follow it
+        short[next(iter(short))] = 3 if variant.image_patches else 2
+    if variant.activation_offload:
+        short[next(reversed(short))] = OFFLOADED_IN_FLIGHT + 1
+    short = {kind: min(count, depth[kind]) for kind, count in short.items()}
+    base = peaks(model, variant, short)
+    values = {name: list(parts) for name, parts in base.items()}
+    for kind, count in short.items():
+        if depth[kind] == count:
+            continue
+        longer = peaks(model, variant, {**short, kind: count + 1})
+        for name, parts in longer.items():
+            for index, (low, high) in enumerate(zip(base[name], parts, strict=True)):
+                values[name][index] += (depth[kind] - count) * (high - low)
+    return tuple(_instant(name, parts, model.num_hidden_layers) for name, parts in values.items())
+
+
+def layer_kinds(model: ModelFacts, variant: Variant) -> dict[str, int]:
+    """Returns how many layers there are of each kind: with a dense MLP or experts, under a mask of their own or not.
+
+    A window needs a mask where rows are longer and SDPA has none; other attention takes it without, or has a mask
+    anyway. Source: Transformers 5.23 masking_utils.py: _ignore_causal_mask_sdpa.
+    """
+    sparse = model.moe.num_moe_layers if model.moe else 0
+    depth = {"dense": model.num_hidden_layers - sparse, "sparse": sparse}
+    window = model.sliding_window
+    if window is not None and window <= variant.seq_len and variant.attn is Attention.SDPA and not variant.has_mask:
+        left = model.num_windowed_layers
+        for kind in ("sparse", "dense"):
+            depth[f"{kind}, windowed"] = min(left, depth[kind])
+            depth[kind] -= depth[f"{kind}, windowed"]
+            left -= depth[f"{kind}, windowed"]
+    return {kind: count for kind, count in depth.items() if count}
+
+
+def _instant(name: str, parts: list[int], layers: int) -> Instant:
+    activations, logits, grads, gathered = parts
+    plain, _, edge = name.partition("/")
+    done = {"": 0, "last": 0, "first": layers - 1}.get(edge.rpartition("/")[2], 0)
+    if plain == "embedding backward":
+        done = layers
+    return Instant(name=plain, activations=activations, logits=logits, grads=grads, gathered=gathered, layers_done=done)
+
+
+def peaks(model: ModelFacts, variant: Variant, depth: dict[str, int]) -> dict[str, tuple[int, ...]]:
+    """Returns the peak of each instant of a model with so many layers of each kind, by part.
+
+    The backward pass of the first and of the last layer of a kind are instants of their own: between them the peak
+    goes in a straight line, so one of the two is the largest.
+    """
+    tape = Tape(release=variant.release, gathers=variant.gathers)
+    tape.offloads_inputs = variant.activation_offload
+    tape.keeps_inputs = variant.gathers
+    tape.stops_early = variant.stack is Stack.TRANSFORMERS_5
+    play(Context(model, variant, tape), depth)
+    found = tape.ledger.peaks
+    order = [kind for kind, count in depth.items() for _ in range(count)]
+    named: dict[str, tuple[int, ...]] = {}
+    for name, parts in found.items():
+        if not name.startswith("layer backward"):
+            named[name] = parts
+    for kind in depth:
+        places = [index for index, each in enumerate(order) if each == kind]
+        for edge, index in (("first", places[0]), ("last", places[-1])):
+            name = f"layer backward {index}"
+            if name in found:
+                named[f"layer backward/{kind}/{edge}"] = found[name]
+    return named
+
+
+def play(run: Context, depth: dict[str, int]) -> None:
+    """Runs one micro-batch, forward and backward."""
+    tape, model = run.tape, run.model
+    code = LAYER_CODE[model.model_type]
+    tape.ledger.enter("forward")
+    count = 2 + run.variant.has_mask + (3 if run.variant.image_patches else 0)  # ids, labels; mask; three positions
+    inputs = tape.new(run.rows * count, INDEX)
+    images = vision.pixels(run) if code.tower else None
+    loss = _forward(run, code, depth, images)
+    tape.ledger.enter("loss backward")
+    tape.backward(loss)
+    del inputs, images
+
+
+def _forward(run: Context, code: LayerCode, depth: dict[str, int], images: Tensor | None) -> Tensor:
+    """Returns the loss; what the model's forward pass keeps in its frame goes when it returns."""
+    tape, model, variant = run.tape, run.model, run.variant
+    places = tape.new(variant.seq_len, INDEX)
+    share = variant.tp if model.tie_word_embeddings else 1  # AutoTP cuts an embedding only with its head
+    table = Param(model.vocab_size * model.hidden_size // share, trains=run.trains, is_root=True)
+    hidden = embedding.embedded(run, table, scales=code.scales_in_embedding)
+    if code.scales_embedding:
+        hidden = ops.unary(tape, hidden)
+    seen = code.tower(run, hidden, images) if code.tower and images else None
+    if seen:
+        hidden = seen.hidden
+    embeddings = hidden  # the frame holds them
+    is_windowed = any(kind.endswith("windowed") for kind in depth)
+    embedding.positions(run, by_row=code.rotates_by_row, by_kind=code.rotates_by_kind, is_windowed=is_windowed)
+    idle = embedding.idle_mask(run)
+    order = [kind for kind, count in depth.items() for _ in range(count)]
+    for index, kind in enumerate(order):
+        layer = _layer(run, code, kind)
+        hidden = tape.checkpoint(layer, hidden) if variant.grad_ckpt else layer(hidden)
+        hidden = output = marked(run, hidden, f"layer backward {index}")
+        if seen and seen.levels and index == 0:  # those that follow leave as much behind as layers without
+            hidden = vision.deepened(run, hidden, seen.levels[0], seen.mask)
+    hidden = code.norm(run, hidden, model.hidden_size)
+    del embeddings, seen, output, idle
+    if not variant.grad_ckpt:  # who recomputes a layer calls it again with the mask and the tables
+        run.mask = None
+        if not run.kernels.rotary:  # Liger's rotation keeps them
+            run.cos = run.sin = None
+    loss = losses.loss(run, hidden, table, scales=code.scales_logits)
+    del places
+    return loss
+
+
+def _layer(run: Context, code: LayerCode, kind: str) -> Callable[[Tensor], Tensor]:
+    """Returns a layer of the kind, which knows whether it has a mask when it runs and when it is recomputed."""
+    made = code.dense if kind.startswith("dense") else code.sparse
+    assert made is not None
+    has_mask = run.variant.has_mask or kind.endswith("windowed")
+
+    def layer(x: Tensor) -> Tensor:
+        run.has_mask = has_mask
+        return made(run, x)
+
+    return layer
+
+
+def marked(run: Context, x: Tensor, name: str) -> Tensor:
+    """Passes x through; when its gradient comes back, the instant `name` begins."""
+    tape = run.tape
+    if x.node is None:
+        return x
+    output = ops.view_without_node(x) if run.variant.holds_layers else None
+
+    def backward(grad: Tensor) -> tuple[Tensor | None, ...]:
+        tape.leave_layer()
+        if output is not None:
+            tape.held += [output, ops.view(grad)]
+        tape.ledger.enter(name)
+        return (grad,)
+
+    return Tensor(x.storage, x.numel, x.item, tape.node((x,), backward))

@@ -1,0 +1,162 @@
+"""The blocks that decoder layers are made of, as Transformers 5.23 computes them."""
+
+from __future__ import annotations
+
+from dstrain.plan.memory.layers import ops
+from dstrain.plan.memory.layers.context import Context
+from dstrain.plan.memory.layers.graph import Tensors
+from dstrain.plan.memory.layers.tensor import Param, Tensor
+
+LIGER_NORM_PROGRAMS = 132
+"""Rows of the partial sums of a weight gradient: one for each multiprocessor of an H100 (108 on an A100).
+Source: liger-kernel 0.8.5 ops/rms_norm.py: rms_norm_backward."""
+
+
+def rms_norm(run: Context, x: Tensor, width: int) -> Tensor:
+    """Llama's norm: computed in fp32, scaled in the dtype of its input."""
+    if run.kernels.norm:
+        return fused_norm(run, x, width)
+    tape, item = run.tape, x.item
+    hidden = ops.cast(tape, x, ops.FP32)
+    hidden = ops.mul(tape, hidden, ops.inverse_rms(tape, hidden, x.numel // width))
+    return ops.scale(tape, ops.cast(tape, hidden, item), Param(width, trains=run.trains), item)
+
+
+def gemma_norm(run: Context, x: Tensor, width: int) -> Tensor:
+    """Gemma's norm: scaled in fp32 too, by one plus the weight."""
+    if run.kernels.norm:
+        return fused_norm(run, x, width)
+    tape, item = run.tape, x.item
+    hidden = ops.cast(tape, x, ops.FP32)
+    output = ops.mul(tape, hidden, ops.inverse_rms(tape, hidden, x.numel // width))
+    del hidden
+    output = ops.scale(tape, output, Param(width, trains=run.trains), item)
+    return ops.cast(tape, output, item)
+
+
+def fused_norm(run: Context, x: Tensor, width: int) -> Tensor:
+    """Liger's norm: keeps its input and one number a row; mostly the gradient is written over the incoming one.
+
+    Source: liger-kernel 0.8.5 ops/rms_norm.py: rms_norm_forward, rms_norm_backward.
+    """
+    tape, trains, item, in_place = run.tape, run.trains, x.item, run.kernels.norm_in_place
+    node = None
+    output = tape.new(x.numel, item)
+    scale = tape.new(x.numel // width, ops.FP32)
+    if tape.needs(x, Param(width, trains=trains)):
+        saved, needs_x, numel = tape.save(ops.view_without_node(x), scale), x.node is not None, x.numel
+
+        def backward(grad: Tensor) -> Tensors:
+            saved.take()
+            partial = tape.new(LIGER_NORM_PROGRAMS * width, ops.FP32) if trains else None
+            result = ops.view(grad) if in_place else tape.new(numel, item)
+            grad_weight = tape.grad(width, item) if trains else None
+            del partial
+            return (result if needs_x else None, grad_weight)
+
+        node = tape.node((x, Param(width, trains=trains)), backward)
+    return Tensor(output.storage, output.numel, item, node)
+
+
+def rotary(run: Context, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotary embedding of whole heads: x·cos + rotate_half(x)·sin."""
+    if run.kernels.rotary:
+        return _fused_rotary(run, q), _fused_rotary(run, k)
+    return _rotated(run, q, run.tables), _rotated(run, k, run.tables)
+
+
+def partial_rotary(run: Context, q: Tensor, k: Tensor, *, interleaves: bool = False) -> tuple[Tensor, Tensor]:
+    """Rotary embedding of the first elements of each head; the result is put together anew, all of them or not.
+
+    GLM writes the tables out in another order in each layer. Source: Transformers 5.23 modeling_phi3.py,
+    modeling_glm.py: apply_rotary_pos_emb.
+    """
+    tape, model = run.tape, run.model
+    if run.kernels.rotary:  # in place, on copies of what are views here
+        return _fused_rotary(run, ops.copy(tape, q)), _fused_rotary(run, ops.copy(tape, k))
+    cos, sin = run.tables
+    if interleaves:
+        cos, sin = ops.copy(tape, cos), ops.copy(tape, sin)
+    turned = []
+    for x in (q, k):
+        numel = x.numel * model.rotary_dim // model.head_dim
+        part = x if numel == x.numel else ops.cut(tape, x, numel)
+        turned.append((_rotated(run, part, (cos, sin)), ops.cut(tape, x, x.numel - numel)))
+    return ops.cat(tape, turned[0]), ops.cat(tape, turned[1])
+
+
+def _rotated(run: Context, x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
+    tape, (cos, sin) = run.tape, tables
+    return ops.add(tape, ops.mul(tape, x, cos), ops.mul(tape, half_rotated(run, x), sin))
+
+
+def half_rotated(run: Context, x: Tensor) -> Tensor:
+    """`rotate_half`: the second half of each head, negated, before the first."""
+    tape, half = run.tape, x.numel // 2
+    first = ops.cut(tape, x, half)
+    return ops.cat(tape, (ops.unary(tape, ops.cut(tape, x, x.numel - half)), first))
+
+
+def _fused_rotary(run: Context, x: Tensor) -> Tensor:
+    """Liger's rotary embedding works in place, both ways. Source: liger-kernel 0.8.5 ops/rope.py: rope_forward."""
+    node = run.tape.node((x,), lambda grad: (ops.view(grad),)) if run.tape.needs(x) else None
+    return Tensor(x.storage, x.numel, x.item, node)
+
+
+def gated_mlp(run: Context, x: Tensor) -> Tensor:
+    """`down(act(gate(x)) * up(x))`."""
+    names = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+    return named_mlp(run, x, *names)
+
+
+def named_mlp(run: Context, x: Tensor, gate: str, up: str, down: str) -> Tensor:
+    """The gated MLP of three linear layers."""
+    if run.kernels.mlp:
+        gated = run.linear(x, gate, shards="columns")
+        return run.linear(gated_product(run, gated, run.linear(x, up, shards="columns")), down, shards="rows")
+    tape = run.tape
+    return run.linear(
+        ops.mul(tape, ops.activation(tape, run.linear(x, gate, shards="columns")), run.linear(x, up, shards="columns")),
+        down,
+        shards="rows",
+    )
+
+
+def gated_product(run: Context, gate: Tensor, up: Tensor) -> Tensor:
+    """Liger's SwiGLU or GeGLU: keeps both inputs and writes their gradients over them.
+
+    Source: liger-kernel 0.8.5 ops/swiglu.py: swiglu_forward, swiglu_backward; ops/geglu.py likewise.
+    """
+    tape = run.tape
+    node = None
+    if tape.needs(gate, up):
+        saved = tape.save(ops.view_without_node(gate), ops.view_without_node(up))
+
+        def backward(grad: Tensor) -> Tensors:
+            return saved.take()
+
+        node = tape.node((gate, up), backward)
+    return tape.new(gate.numel, gate.item, node)
+
+
+def fused_mlp(run: Context, x: Tensor) -> Tensor:
+    """The gated MLP whose gate and up projection are one matrix: the activation is the second factor."""
+    tape = run.tape
+    both = run.linear(x, "mlp.gate_up_proj", shards="columns")
+    gate, up = ops.split(tape, both, (both.numel // 2, both.numel // 2))
+    del both
+    if run.kernels.mlp:
+        product = gated_product(run, ops.copy(tape, gate), ops.copy(tape, up))
+    else:
+        product = ops.mul(tape, up, ops.activation(tape, gate))
+    del up
+    return run.linear(product, "mlp.down_proj", shards="rows")
+
+
+def by_head(run: Context, x: Tensor) -> Tensor:
+    """A view of x head by head; its gradient is written out token by token, unless Liger's rotation has done so."""
+    tape = run.tape
+    if not tape.needs(x) or run.kernels.rotary:
+        return ops.view(x)
+    numel, item = x.numel, x.item
+    return Tensor(x.storage, numel, item, tape.node((x,), lambda grad: (tape.new(numel, item),)))

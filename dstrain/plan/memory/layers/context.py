@@ -1,0 +1,254 @@
+"""What layer code needs to know while it runs on the tape: sizes of this rank's work, parameters, and variants."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+from dstrain.choices import Attention, LossKernel, Method, Offload, Stack, StateDtypes
+from dstrain.facts.model.model_facts import ModelFacts
+from dstrain.job.schema import Lora
+from dstrain.plan.configuration import Configuration
+from dstrain.plan.memory.layers import ops, products
+from dstrain.plan.memory.layers.graph import Tape, Tensors
+from dstrain.plan.memory.layers.kernels import kernels
+from dstrain.plan.memory.layers.tensor import GradRelease, Param, Storage, Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """What of a configuration the tape depends on, and nothing else."""
+
+    method: Method
+    """What is trained."""
+    lora: Lora
+    """The adapter."""
+    batch: int
+    """Samples of one micro-batch."""
+    seq_len: int
+    """Tokens of a sample that this rank has."""
+    item: int
+    """Bytes of one element in the training precision."""
+    attn: Attention
+    """The attention implementation."""
+    has_mask: bool
+    """Whether attention is told which tokens are padding, or under SDPA which belong to the same packed sample."""
+    packing: bool
+    """Whether positions differ from row to row, as packed samples begin anew."""
+    grad_ckpt: bool
+    """Whether layers are recomputed."""
+    activation_offload: bool
+    """Whether layer inputs leave the GPU until the backward pass."""
+    liger: bool
+    """Whether Liger's kernels run."""
+    unsloth: bool
+    """Whether Unsloth's norms and rotary embedding run."""
+    loss: LossKernel
+    """How the loss is computed."""
+    stack: Stack
+    """Whose layer code runs."""
+    residual_item: int
+    """Bytes of one element of the residual stream."""
+    adapter_item: int
+    """Bytes of one element of an adapter: PyTorch alone keeps adapters in fp32, DeepSpeed casts them with the model."""
+    autocasts: bool
+    """Whether products of fp32 parameters run in the training precision."""
+    tp: int
+    """Ranks that share every sharded weight."""
+    image_patches: int
+    """Patches of one sample."""
+    release: GradRelease
+    """How long autograd keeps parameter gradients."""
+    holds_layers: bool
+    """Whether each layer's input and its gradient stay to the end, as FSDP has it where weights are frozen."""
+    gathers: bool
+    """Whether parameters are whole only while their module works."""
+    kernel_workspaces: bool = True
+    """Whether what kernels allocate inside is counted, which a trace does not see."""
+
+
+def variant_of(configuration: Configuration) -> Variant:
+    """Returns what the tape depends on."""
+    mixed = configuration.state_dtypes is StateDtypes.MIXED
+    stage = configuration.zero_stage
+    is_own = configuration.stack in (Stack.TORCHTUNE, Stack.LITGPT)
+    padded = not configuration.packing and configuration.micro_batch > 1
+    return Variant(
+        method=configuration.method,
+        lora=configuration.lora,
+        batch=configuration.micro_batch,
+        seq_len=-(-configuration.seq_len // configuration.sp),
+        item=configuration.precision.num_bytes,
+        attn=configuration.attn,
+        has_mask=padded or (configuration.packing and configuration.attn is Attention.SDPA),
+        packing=configuration.packing,
+        grad_ckpt=configuration.grad_ckpt,
+        activation_offload=configuration.activation_offload,
+        liger=configuration.liger,
+        unsloth=configuration.unsloth,
+        loss=configuration.loss,
+        stack=configuration.stack,
+        residual_item=4 if configuration.fp32_norms else configuration.precision.num_bytes,
+        adapter_item=configuration.precision.num_bytes if mixed or is_own else 4,
+        autocasts=configuration.state_dtypes is StateDtypes.AUTOCAST,
+        tp=configuration.tp,
+        image_patches=configuration.image_patches,
+        release=_release(configuration),
+        holds_layers=not mixed and stage == 3 and configuration.method is not Method.FULL and not is_own,
+        gathers=mixed and stage == 3,
+    )
+
+
+def _release(configuration: Configuration) -> GradRelease:
+    """Returns how long autograd keeps gradients; where there are some from the micro-batch before, it adds to them."""
+    if configuration.zero_stage <= 1 and configuration.offload is Offload.NONE:
+        return GradRelease.AT_STEP if configuration.grad_accum == 1 else GradRelease.AT_ONCE
+    is_fsdp = configuration.state_dtypes is not StateDtypes.MIXED
+    return GradRelease.AFTER_LAYER if is_fsdp else GradRelease.AT_ONCE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Linear:
+    """The weight of a linear layer."""
+
+    outputs: int
+    """Rows of the weight."""
+    inputs: int
+    """Columns of the weight."""
+    has_bias: bool
+    """Whether a bias is added."""
+
+
+@cache
+def linears(model: ModelFacts) -> dict[str, Linear]:
+    """Returns the linear layers by their name below the decoder layer, vision tower by full name."""
+    biases = {group.name.removesuffix(".bias") for group in model.tensors if group.name.endswith(".bias")}
+    found = {}
+    for group in model.tensors:
+        if len(group.shape) == 2 and group.name.endswith("weight"):
+            name = group.name.removesuffix(".weight")
+            outputs, inputs = group.shape
+            found[name] = Linear(outputs=outputs, inputs=inputs, has_bias=name in biases)
+    return found
+
+
+class Context:
+    """One run of layer code on a tape."""
+
+    __slots__ = (
+        "cos",
+        "has_mask",
+        "held",
+        "kernels",
+        "linears",
+        "mask",
+        "model",
+        "moment",
+        "rows",
+        "sin",
+        "tape",
+        "trains",
+        "variant",
+    )
+
+    def __init__(self, model: ModelFacts, variant: Variant, tape: Tape) -> None:
+        self.model, self.variant, self.tape = model, variant, tape
+        self.linears = linears(model)
+        self.kernels = kernels(model.model_type, liger=variant.liger, unsloth=variant.unsloth)
+        self.rows = variant.batch * variant.seq_len
+        self.trains = variant.method is Method.FULL
+        self.cos: Tensor | None = None
+        self.sin: Tensor | None = None
+        self.mask: Storage | None = None
+        self.has_mask = variant.has_mask
+        """Whether the layer that runs has a mask."""
+        self.held: list[Tensor] = []
+        """What a caller's frame keeps alive until the loss is there."""
+
+    @property
+    def tables(self) -> tuple[Tensor, Tensor]:
+        """Cosine and sine of every position."""
+        assert self.cos is not None
+        assert self.sin is not None
+        return self.cos, self.sin
+
+    def linear(self, x: Tensor, name: str, *, shards: str = "") -> Tensor:
+        """A linear layer of the model, with its adapter where it has one.
+
+        `shards` is `columns` or `rows` where tensor parallelism cuts the weight that way.
+        """
+        shape = self.linears[name]
+        outputs = shape.outputs // (self.variant.tp if shards == "columns" else 1)
+        inputs = shape.inputs // (self.variant.tp if shards == "rows" else 1)
+        base = self._quantized if self._is_quantized(name) else self._plain
+        result = base(x, outputs, inputs, shape.has_bias)
+        if self.trains or not self._is_adapted(name):
+            return result
+        return self._adapted(x, result, outputs, inputs)
+
+    def product(self, x: Tensor, outputs: int, inputs: int) -> Tensor:
+        """A linear layer without bias and adapter."""
+        make = self._quantized if self.variant.method is Method.QLORA else self._plain
+        return make(x, outputs, inputs, False)
+
+    def _is_adapted(self, name: str) -> bool:
+        targets = self.variant.lora.targets
+        last = name.split(".")[-1]
+        if targets != ("all-linear",):
+            return last in targets
+        return name.startswith("self_attn.") if self.model.moe is not None else last != "lm_head"
+
+    def _is_quantized(self, name: str) -> bool:
+        return self.variant.method is Method.QLORA and name != "lm_head" and not name.startswith("model.visual")
+
+    def _plain(self, x: Tensor, outputs: int, inputs: int, has_bias: bool) -> Tensor:
+        tape, item = self.tape, self.variant.item
+        rows = x.numel // inputs
+        weight = Param(outputs * inputs, trains=self.trains)
+        result = products.matmul(tape, ops.cast(tape, x, item), weight, rows * outputs, item)
+        return products.bias(tape, result, Param(outputs, trains=self.trains)) if has_bias else result
+
+    def _quantized(self, x: Tensor, outputs: int, inputs: int, has_bias: bool) -> Tensor:
+        """A 4-bit linear: the weight is written out in the compute dtype for the product, forward and backward.
+
+        Source: bitsandbytes 0.49 autograd/_functions.py: MatMul4Bit; nn/modules.py: Linear4bit.forward.
+        """
+        tape, item, back = self.tape, self.variant.item, x.item
+        x = ops.cast(tape, x, item)
+        node = None
+        numel, x_numel = outputs * inputs, x.numel
+        if tape.needs(x):
+            # LitGPT's bitsandbytes, older than 0.42, keeps the input
+            saved = tape.save(ops.view_without_node(x) if self.variant.stack is Stack.LITGPT else None)
+
+            def backward(grad: Tensor) -> Tensors:
+                saved.take()
+                whole = tape.new(numel, item)
+                grad_x = tape.new(x_numel, item)
+                del whole
+                return (grad_x,)
+
+            node = tape.node((x,), backward)
+        whole = tape.new(numel, item)
+        result = tape.new(x_numel // inputs * outputs, item, node)
+        del whole
+        return ops.cast(tape, result, back)
+
+    def _adapted(self, x: Tensor, result: Tensor, outputs: int, inputs: int) -> Tensor:
+        """Adds the adapter's two products. Source: peft 0.21 tuners/lora/layer.py: Linear.forward."""
+        tape, lora, rows = self.tape, self.variant.lora, x.numel // inputs
+        item = self.variant.adapter_item
+        down, up = Param(lora.rank * inputs, trains=True), Param(lora.rank * outputs, trains=True)
+        if self.variant.autocasts:  # the input is cast to the adapter's dtype, and back for the product
+            dropped = ops.dropout(tape, ops.cast(tape, x, item), lora.dropout)
+            item = self.variant.item
+            dropped = ops.cast(tape, dropped, item)
+        else:
+            dropped = ops.dropout(tape, ops.cast(tape, x, item), lora.dropout)
+        inner = products.matmul(tape, dropped, down, rows * lora.rank, item)
+        del dropped
+        outer = products.matmul(tape, inner, up, rows * outputs, item)
+        del inner
+        scaled = ops.unary(tape, outer)
+        del outer
+        return ops.cast(tape, ops.add_up(tape, result, scaled), result.item)

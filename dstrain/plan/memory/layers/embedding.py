@@ -1,0 +1,83 @@
+"""What comes before the decoder layers on the tape: embeddings, rotary tables, the attention mask."""
+
+from __future__ import annotations
+
+from dstrain.choices import Attention, Stack
+from dstrain.plan.memory.layers import ops
+from dstrain.plan.memory.layers.context import Context
+from dstrain.plan.memory.layers.graph import Tape, Tensors
+from dstrain.plan.memory.layers.tensor import Node, Param, Tensor
+
+
+def embedded(run: Context, table: Param, *, scales: bool) -> Tensor:
+    """The embedding of the tokens, perhaps times a constant; its gradient is a table of zeros, summed into."""
+    tape, model, item = run.tape, run.model, run.variant.item
+    node: Node | None = None
+    if table.trains:
+        numel = table.numel
+
+        def backward(grad: Tensor) -> Tensors:
+            tape.leave_layer()
+            run.cos = run.sin = run.mask = None  # the last layer that used them is done
+            tape.ledger.enter("embedding backward")
+            whole = tape.gathered(numel, item)
+            result = tape.grad(numel, item)
+            del whole
+            return (result,)
+
+        node = tape.node((table,), backward)
+    whole = tape.gathered(table.numel, item)
+    result = tape.new(run.rows * model.hidden_size, item, node)
+    del whole
+    if scales:
+        result = ops.unary(tape, result)
+    if run.variant.grad_ckpt and not run.trains and run.variant.stack is Stack.TRANSFORMERS_5:
+        result.node = _leaf(tape, result)
+    if run.variant.residual_item != item:
+        return ops.cast(tape, result, run.variant.residual_item)
+    return result
+
+
+def _leaf(tape: Tape, x: Tensor) -> Node:
+    """Makes a gradient for x, which nothing that trains has made, so that the first layer can be recomputed.
+
+    Source: Transformers 5.23 modeling_utils.py: enable_input_require_grads; the end of the graph holds x itself.
+    """
+    held = ops.view_without_node(x)
+
+    def backward(grad: Tensor) -> Tensors:
+        assert held.numel == grad.numel
+        return (None,)
+
+    return tape.node((held,), backward)
+
+
+def positions(run: Context, *, by_row: bool, by_kind: bool, is_windowed: bool) -> None:
+    """Makes what all layers share: rotary tables, by row or kind of attention or for all, and attention masks.
+
+    `is_windowed` says that windows alone need a mask, which is the same for all rows.
+    """
+    tape, model, variant = run.tape, run.model, run.variant
+    kinds = (model.num_windowed_layers > 0) + (model.num_windowed_layers < model.num_hidden_layers)
+    numel = (run.rows if variant.packing or by_row else variant.seq_len) * model.rotary_dim * (kinds if by_kind else 1)
+    run.cos, run.sin = (tape.new(numel, variant.item) for _ in range(2))
+    if is_windowed:
+        run.mask = tape.new(variant.seq_len**2, 1).storage
+    elif variant.attn is Attention.EAGER:
+        run.mask = tape.new(kinds * variant.batch * variant.seq_len**2, variant.item).storage
+    elif variant.has_mask and variant.attn is Attention.SDPA:
+        run.mask = tape.new(kinds * variant.batch * variant.seq_len**2, 1).storage
+
+
+def idle_mask(run: Context) -> Tensor | None:
+    """Makes the mask of windows that Qwen 2 MoE makes where no layer has one: with rows of any length it is needed.
+
+    Source: Transformers 5.23 modeling_qwen2_moe.py: Qwen2MoeModel.forward; configuration_qwen2_moe.py: a window of 0.
+    """
+    variant = run.variant
+    if run.model.model_type != "qwen2_moe" or run.model.num_windowed_layers:
+        return None
+    rows = variant.batch if variant.has_mask or variant.attn is Attention.EAGER else 1
+    if variant.attn is Attention.FLASH_ATTENTION_2:
+        return None
+    return run.tape.new(rows * variant.seq_len**2, variant.item if variant.attn is Attention.EAGER else 1)

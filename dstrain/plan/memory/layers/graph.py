@@ -1,0 +1,246 @@
+"""The tape: runs layer code on sizes, forward and backward, and knows what is saved, recomputed and kept."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from contextlib import suppress
+from sys import getrefcount
+
+from dstrain.plan.memory.layers.tensor import Backward, GradRelease, Ledger, Node, Param, Part, Storage, Tensor, View
+
+Tensors = tuple[Tensor | None, ...]
+
+OFFLOADED_IN_FLIGHT = 3
+"""Offloaded layer inputs that are still on the GPU: two on their way out, and the last, which is needed first.
+Source: deepspeed 0.19.8 runtime/activation_checkpointing/offload_activations.py: max_fwd_stash_count, keep_last_count.
+"""
+
+
+class RecomputedEnough(Exception):
+    """Raised in a recomputation when all that was saved is there again: PyTorch's checkpointing stops as early."""
+
+
+class Frame:
+    """One checkpointed call: what it saved is made again when the backward pass first asks for it."""
+
+    __slots__ = ("again", "is_filled", "result", "slots", "used")
+
+    def __init__(self, again: Callable[[], Tensor]) -> None:
+        self.again = again
+        self.slots: list[Tensors | None] = []
+        self.used = 0
+        self.is_filled = False
+        self.result: Tensor | None = None
+
+
+class Saved:
+    """What one operation keeps for its backward pass: tensors, or a promise to recompute them."""
+
+    __slots__ = ("frame", "index", "tape", "tensors")
+
+    def __init__(self, tape: Tape, tensors: Tensors | None, frame: Frame | None = None, index: int = 0) -> None:
+        self.tape, self.tensors, self.frame, self.index = tape, tensors, frame, index
+
+    def take(self) -> Tensors:
+        """Returns the tensors; the first to ask makes the whole frame recompute."""
+        if self.frame is None:
+            tensors = self.tensors
+        else:
+            if not self.frame.is_filled:
+                self.tape.refill(self.frame)
+            tensors = self.frame.slots[self.index]
+            self.frame.slots[self.index] = None
+        assert tensors is not None
+        return tensors
+
+
+class Tape:
+    """Runs operations on sizes.
+
+    `release` says how long parameter gradients stay where autograd leaves them; `gathers` whether a module's
+    parameters are whole only while it works (ZeRO-3).
+    """
+
+    __slots__ = (
+        "_in_flight",
+        "_order",
+        "_recording",
+        "_refilling",
+        "gathers",
+        "grad_enabled",
+        "grads",
+        "held",
+        "keeps_inputs",
+        "ledger",
+        "offloads_inputs",
+        "part",
+        "release",
+        "stops_early",
+    )
+
+    def __init__(
+        self, *, release: GradRelease = GradRelease.AT_STEP, gathers: bool = False, record: bool = False
+    ) -> None:
+        self.ledger = Ledger(record=record)
+        self.release, self.gathers = release, gathers
+        self.stops_early = True
+        self.offloads_inputs = False
+        self.keeps_inputs = False
+        self._in_flight: list[Storage] = []
+        self.grad_enabled = True
+        self.part = Part.ACTIVATIONS
+        self.grads: list[Tensor] = []
+        self.held: list[Tensor] = []
+        self._order = 0
+        self._recording: Frame | None = None
+        self._refilling: Frame | None = None
+
+    @property
+    def is_recomputing(self) -> bool:
+        """Whether a checkpointed call is being run again."""
+        return self._refilling is not None
+
+    def new(self, numel: int, item: int, node: Node | None = None) -> Tensor:
+        """Allocates a tensor."""
+        return Tensor(Storage(self.ledger, numel * item, self.part), numel, item, node)
+
+    def grad(self, numel: int, item: int) -> Tensor:
+        """Allocates the gradient of a parameter."""
+        return Tensor(Storage(self.ledger, numel * item, Part.GRADS), numel, item)
+
+    def gathered(self, numel: int, item: int) -> Storage | None:
+        """Allocates a parameter that is whole as long as the result is held; None where it is whole anyway."""
+        return Storage(self.ledger, numel * item, Part.GATHERED) if self.gathers else None
+
+    def needs(self, *inputs: Tensor | Param) -> bool:
+        """Returns whether an operation on these is recorded."""
+        if not self.grad_enabled:
+            return False
+        return any((each.trains if isinstance(each, Param) else each.node is not None) for each in inputs)
+
+    def save(self, *tensors: Tensor | None) -> Saved:
+        """Keeps tensors for the backward pass; inside a checkpoint a promise, in its recomputation the tensors."""
+        frame = self._refilling
+        if frame is not None:
+            index = frame.used
+            # as PyTorch does: without the history of the recomputation
+            frame.slots[index] = tuple(each and Tensor(each.storage, each.numel, each.item) for each in tensors)
+            frame.used += 1
+            if frame.used == len(frame.slots) and self.stops_early:
+                raise RecomputedEnough
+            return Saved(self, None, frame, index)
+        frame = self._recording
+        if frame is None:
+            return Saved(self, tensors)
+        frame.slots.append(None)
+        return Saved(self, None, frame, len(frame.slots) - 1)
+
+    def node(self, inputs: tuple[Tensor | Param, ...], backward: Backward) -> Node:
+        """Records an operation; `backward` gives one gradient, or None, for each input."""
+        self._order += 1
+        ends: list[Node | None] = []
+        for each in inputs:
+            if isinstance(each, Param):
+                ends.append(each if each.trains else None)
+                if each.trains and self._refilling is None:
+                    each.uses += 1
+            else:
+                ends.append(each.node)
+        return Node(self._order, tuple(ends), backward)
+
+    def checkpoint(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """Runs `function` so that only its input is kept, and what it saves is made again in the backward pass.
+
+        The older, reentrant way (`stops_early` false) makes all of it again and keeps the result as long.
+        Source: torch 2.13 utils/checkpoint.py: _checkpoint_without_reentrant_generator, CheckpointFunction.
+        """
+        frame = Frame(self._fetching(function, x) if self.offloads_inputs else lambda: function(x))
+        outer, self._recording = self._recording, frame
+        result = function(x)
+        self._recording = outer
+        return result
+
+    def _fetching(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Callable[[], Tensor]:
+        """Returns the recomputation of a call whose input left the GPU, and comes back for it."""
+        numel, item, node = x.numel, x.item, x.node
+        assert x.storage is not None
+        self._in_flight = [*self._in_flight, x.storage][-OFFLOADED_IN_FLIGHT:]
+        return lambda: function(self.new(numel, item, node))
+
+    def refill(self, frame: Frame) -> None:
+        """Runs a checkpointed call again, as far as something was saved."""
+        outer, self._refilling = self._refilling, frame
+        frame.is_filled = True
+        self.grad_enabled = True
+        with suppress(RecomputedEnough):  # nothing saved: nothing to make again
+            if frame.slots:
+                result = frame.again()
+                frame.result = Tensor(result.storage, result.numel, result.item)
+        self._refilling = outer
+
+    def backward(self, loss: Tensor) -> None:
+        """Runs the graph backward: the operation recorded last first, gradients of one tensor summed on arrival.
+
+        Source: torch 2.13 csrc/autograd/engine.cpp: ready queue by sequence number; input_buffer.cpp: accumulate.
+        """
+        root = loss.node
+        assert root is not None
+        self.grad_enabled = False
+        self._in_flight.clear()
+        arrived: dict[Node, Tensor] = {root: Tensor(Storage(self.ledger, loss.item, self.part), 1, loss.item)}
+        queue = [(-root.order, root)]
+        del loss, root
+        while queue:
+            _, node = heapq.heappop(queue)
+            grad = arrived.pop(node)
+            assert node.backward is not None
+            results = node.backward(grad)
+            del grad
+            node.backward = None
+            inputs, node.inputs = node.inputs, ()
+            for end, result in zip(inputs, results, strict=True):
+                if end is None or result is None:
+                    continue
+                if isinstance(end, Param):
+                    self._rest(end, result)
+                elif end in arrived:
+                    arrived[end] = self._sum(arrived.pop(end), result)
+                else:
+                    arrived[end] = result
+                    heapq.heappush(queue, (-end.order, end))
+            del results, result, end, inputs, node
+            self.grad_enabled = False
+
+    def _sum(self, old: Tensor, new: Tensor) -> Tensor:
+        """Returns the sum of two gradients, in place where nobody else sees the first and it is no view."""
+        if type(old) is not View and getrefcount(old.storage) <= 2:
+            return old
+        return self.like(old)
+
+    def leave_layer(self) -> None:
+        """Reduces the gradients of the layer before: a flat copy of them all, then both go."""
+        if self.release is not GradRelease.AFTER_LAYER or not self.grads:
+            return
+        flat = self.grad(sum(grad.numel for grad in self.grads), self.grads[0].item)
+        self.grads.clear()
+        del flat
+
+    def like(self, tensor: Tensor) -> Tensor:
+        """Allocates a tensor of the same size and part, without history."""
+        assert tensor.storage is not None
+        storage = Storage(self.ledger, tensor.numel * tensor.item, tensor.storage.part)
+        return Tensor(storage, tensor.numel, tensor.item)
+
+    def _rest(self, param: Param, grad: Tensor) -> None:
+        """Takes the gradient of one use of a parameter; it is complete when all uses have given theirs."""
+        param.uses -= 1
+        if param.pending is not None:
+            grad = self.like(grad)
+        param.pending = grad
+        if param.uses == 0:
+            if param.is_root and self.release is not GradRelease.AT_ONCE:
+                self.held.append(grad)
+            elif self.release is not GradRelease.AT_ONCE:
+                self.grads.append(grad)
+            param.pending = None

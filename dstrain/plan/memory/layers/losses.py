@@ -1,0 +1,231 @@
+"""From hidden states to the loss: the head, the logits and their copies."""
+
+from __future__ import annotations
+
+from dstrain.choices import LossKernel, Stack
+from dstrain.plan.memory.layers import ops, products
+from dstrain.plan.memory.layers.context import Context
+from dstrain.plan.memory.layers.graph import Tensors
+from dstrain.plan.memory.layers.tensor import Param, Part, Tensor
+
+INDEX = 8
+"""Bytes of a token id."""
+
+
+def loss(run: Context, hidden: Tensor, table: Param, *, scales: bool) -> Tensor:
+    """The loss of the last hidden states; `table` is the embedding, which a tied head shares."""
+    model, variant = run.model, run.variant
+    numel = model.vocab_size * model.hidden_size // variant.tp
+    head = table if model.tie_word_embeddings else Param(numel, trains=run.trains, is_root=True)
+    tape = run.tape
+    hidden = _entered(run, hidden)
+    tape.ledger.enter("head forward")
+    outer, tape.part = tape.part, Part.LOGITS
+    made = {
+        LossKernel.FULL: _full,
+        LossKernel.IN_PLACE: _in_place,
+        LossKernel.FUSED: _fused,
+        LossKernel.CHUNKED: _chunked,
+    }[run.kernels.loss if variant.liger and variant.loss is LossKernel.FUSED else variant.loss]
+    result = made(run, hidden, head, scales)
+    run.held.clear()
+    tape.part = outer
+    return result
+
+
+def _entered(run: Context, hidden: Tensor) -> Tensor:
+    """Passes hidden states through; from their gradient on, tensors are activations again."""
+    if hidden.node is None:
+        return hidden
+    tape = run.tape
+
+    def backward(grad: Tensor) -> Tensors:
+        tape.part = Part.ACTIVATIONS
+        return (grad,)
+
+    return Tensor(hidden.storage, hidden.numel, hidden.item, tape.node((hidden,), backward))
+
+
+def _full(run: Context, hidden: Tensor, head: Param, scales: bool) -> Tensor:
+    """All logits at once: in the training precision 2, in fp32 4, log-softmax 4; backward 4 + 4 + 4.
+
+    Transformers 4 has a shifted copy in fp32 beside them, 4 more in the forward pass; 4.45 without the first 2.
+    Source: Transformers 5.23 and 4.46 loss/loss_utils.py: ForCausalLMLoss; 4.45 modeling_llama.py.
+    """
+    return _cross_entropy(run, _wide_logits(run, hidden, head, scales))
+
+
+def _in_place(run: Context, hidden: Tensor, head: Param, scales: bool) -> Tensor:
+    """Unsloth's loss: one number a token is kept, and the gradient is written over the logits, then copied.
+
+    Source: unsloth kernels/cross_entropy_loss.py: Fast_CrossEntropyLoss. The copy is not in it; published runs reserve
+    as much more, to the MiB (fms-acceleration a100_80gb_liger.csv), and their live peak allows it.
+    """
+    tape = run.tape
+    logits = _wide_logits(run, hidden, head, scales)
+    sums = tape.new(run.rows, ops.FP32)
+    saved = tape.save(ops.view_without_node(logits), sums)
+
+    def backward(grad: Tensor) -> Tensors:
+        tape.part = Part.LOGITS
+        (kept, _) = saved.take()
+        assert kept is not None
+        return (tape.like(kept),)
+
+    return tape.new(1, ops.FP32, tape.node((logits,), backward))
+
+
+def _wide_logits(run: Context, hidden: Tensor, head: Param, scales: bool) -> Tensor:
+    """Returns the logits in fp32 as the loss takes them; those in the training precision live as long as the caller.
+
+    Where the loss shifts them, it copies all but the last row of each sample. Transformers 4.48's source does so too,
+    but the published peaks of its own loss have every row, to 2 KiB (fms-acceleration a100_80gb.csv).
+    Source: as `_full`, `_in_place`.
+    """
+    tape, stack = run.tape, run.variant.stack
+    numel = run.rows * run.model.vocab_size
+    logits = _headed(run, _product(run, hidden, head))
+    if scales:
+        logits = ops.unary(tape, logits)
+    wide = ops.cast(tape, logits, ops.FP32)
+    if stack is not Stack.TRANSFORMERS_4_45:
+        run.held.append(logits)  # the model's output
+    del logits
+    if stack is Stack.TRANSFORMERS_5 or run.variant.batch == 1:
+        return wide
+    run.held.append(wide)
+    if stack is Stack.TRANSFORMERS_4_45 or run.variant.loss is LossKernel.IN_PLACE:
+        numel -= run.variant.batch * run.model.vocab_size
+    return ops.copy(tape, ops.cut(tape, wide, numel))
+
+
+def _product(run: Context, hidden: Tensor, head: Param) -> Tensor:
+    """The head's product; tensor-parallel ranks each make a part of the vocabulary, and all gather the whole.
+
+    Source: deepspeed 0.19.8 module_inject/auto_tp.py: _replace (gather_output=True for a head that trains).
+    """
+    tape, item = run.tape, run.variant.item
+    whole = hidden.numel // run.model.hidden_size * run.model.vocab_size
+    part = whole // run.variant.tp
+    logits = products.matmul(tape, ops.cast(tape, hidden, item), head, part, item)
+    if part == whole:
+        return logits
+    node = tape.node((logits,), lambda grad: (tape.new(part, item),)) if tape.needs(logits) else None
+    return tape.new(whole, item, node)
+
+
+def _headed(run: Context, logits: Tensor) -> Tensor:
+    """Passes logits through; with their gradient the head's backward pass begins."""
+    run.tape.ledger.enter("loss forward")
+    if logits.node is None:
+        return logits
+    tape = run.tape
+
+    def backward(grad: Tensor) -> Tensors:
+        tape.ledger.enter("head backward")
+        return (grad,)
+
+    return Tensor(logits.storage, logits.numel, logits.item, tape.node((logits,), backward))
+
+
+def _cross_entropy(run: Context, logits: Tensor) -> Tensor:
+    """Log-softmax, kept, and the negative log-likelihood."""
+    tape, numel, item = run.tape, logits.numel, logits.item
+    likely = tape.new(numel, item)
+    kept = tape.save(ops.view_without_node(likely))
+
+    def softmax_backward(grad: Tensor) -> Tensors:
+        saved = kept.take()
+        result = tape.new(numel, item)
+        del saved
+        return (result,)
+
+    likely.node = tape.node((logits,), softmax_backward)
+    labels = tape.new(numel // run.model.vocab_size, INDEX)  # shifted, beside the padded ones they are a copy of
+    kept_too = tape.save(ops.view_without_node(likely), labels)
+
+    def likelihood_backward(grad: Tensor) -> Tensors:
+        tape.part = Part.LOGITS
+        kept_too.take()
+        return (tape.new(numel, item),)
+
+    return tape.new(1, ops.FP32, tape.node((likely,), likelihood_backward))
+
+
+def _fused(run: Context, hidden: Tensor, head: Param, scales: bool) -> Tensor:
+    """Liger's fused head and loss: gradients are made in the forward pass, a chunk of logits at a time.
+
+    Up to 0.4 each chunk was cast to fp32; from 0.6 to 0.8.0 a second gradient of the head and one in fp32 stood beside
+    the first, for a moment in each chunk, as they still do in fp32 training.
+    Source: liger-kernel 0.8.5 ops/fused_linear_cross_entropy.py: fused_linear_cross_entropy_forward.
+    """
+    tape, model, item = run.tape, run.model, run.variant.item
+    rows, width, vocabulary = run.rows, model.hidden_size, model.vocab_size // run.variant.tp
+    tape.ledger.enter("loss forward")
+    grad_input = tape.new(rows * width, item)
+    grad_weight = tape.grad(vocabulary * width, item) if head.trains else None
+    sums = tape.new(rows, ops.FP32)
+    chunks = -(-vocabulary // width)
+    size = min(1 << (-(-rows // chunks) - 1).bit_length(), rows)
+    whole = tape.gathered(vocabulary * width, item)
+    logits = tape.new(size * vocabulary, item)
+    if run.variant.stack is not Stack.TRANSFORMERS_5:
+        logits = ops.cast(tape, logits, ops.FP32)
+    if head.trains and item == ops.FP32:
+        product = tape.grad(vocabulary * width, item)
+        del product
+    del logits, sums, whole
+    saved = tape.save(grad_input, grad_weight)
+
+    def backward(grad: Tensor) -> Tensors:
+        tape.ledger.enter("head backward")
+        return saved.take()
+
+    return tape.new(1, ops.FP32, tape.node((hidden, head), backward))
+
+
+CHUNKS = 8
+"""Chunks of the chunked loss. Source: torchtune modules/loss/ce_chunked_output_loss.py: num_output_chunks."""
+
+
+def _chunked(run: Context, hidden: Tensor, head: Param, scales: bool) -> Tensor:
+    """The logits in the training precision, chunk by chunk, and the loss of each chunk.
+
+    Torchtune compiles the loss, which then keeps nothing; LitGPT computes it in the training precision.
+    Source: torchtune 0.6 modules/transformer.py: chunked_output, modules/loss/ce_chunked_output_loss.py; litgpt
+    utils.py: chunked_cross_entropy.
+    """
+    tape = run.tape
+    sizes = [hidden.numel // CHUNKS] * (CHUNKS - 1)
+    pieces = ops.split(tape, hidden, (*sizes, hidden.numel - sum(sizes)))
+    logits = [_headed(run, _product(run, piece, head)) for piece in pieces]
+    del pieces
+    parts = [_loss_of_chunk(run, each) for each in logits]
+    total = parts[0]
+    for part in parts[1:]:
+        total = ops.add(tape, total, part)
+    return total
+
+
+def _loss_of_chunk(run: Context, logits: Tensor) -> Tensor:
+    if run.variant.stack is Stack.TORCHTUNE:
+        return _compiled(run, logits)
+    if run.variant.stack is Stack.LITGPT:
+        return _cross_entropy(run, logits)
+    return _cross_entropy(run, ops.cast(run.tape, logits, ops.FP32))
+
+
+def _compiled(run: Context, logits: Tensor) -> Tensor:
+    """A compiled loss: keeps the logits and one number a token, and makes only the gradient."""
+    tape = run.tape
+    numel, item = logits.numel, logits.item
+    saved = tape.save(ops.view_without_node(logits), tape.new(numel // run.model.vocab_size, ops.FP32))
+
+    def backward(grad: Tensor) -> Tensors:
+        tape.part = Part.LOGITS
+        kept = saved.take()
+        result = tape.new(numel, item)
+        del kept
+        return (result,)
+
+    return tape.new(1, ops.FP32, tape.node((logits,), backward))

@@ -1,0 +1,233 @@
+"""Mixtures of experts on the tape: routers, and experts as grouped matrix products."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from dstrain.choices import Stack
+from dstrain.facts.model.model_facts import Moe
+from dstrain.plan.memory.layers import blocks, moe_loop, ops, products
+from dstrain.plan.memory.layers.context import Context
+from dstrain.plan.memory.layers.graph import Tensors
+from dstrain.plan.memory.layers.tensor import Param, Tensor
+
+INDEX = 8
+"""Bytes of an index."""
+
+Routing = tuple[Tensor, Tensor, Tensor]
+"""Logits, which the block's frame holds, the weight of each expert picked for a token, and which experts they are."""
+Router = Callable[[Context, Tensor], Routing]
+
+
+def qwen3_moe(run: Context, x: Tensor) -> Tensor:
+    """Qwen 3's block. Source: Transformers 5.23 modeling_qwen3_moe.py: Qwen3MoeSparseMoeBlock."""
+    logits, weights, indices = softmax_router(run, x)
+    output = grouped_experts(run, x, weights, indices)
+    del logits
+    return output
+
+
+def mixtral(run: Context, x: Tensor) -> Tensor:
+    """Mixtral's block: its weights stay fp32, and so does what they multiply.
+
+    Source: Transformers 5.23 modeling_mixtral.py: MixtralTopKRouter.
+    """
+    if run.variant.stack is not Stack.TRANSFORMERS_5:
+        return moe_loop.mixtral(run, x)
+    logits, weights, indices = softmax_router(run, x, narrows=False)
+    output = grouped_experts(run, x, weights, indices)
+    del logits
+    return output
+
+
+def qwen2_moe(run: Context, x: Tensor) -> Tensor:
+    """Qwen 2's block: an expert that all tokens visit is weighed by a gate of its own.
+
+    Source: Transformers 5.23 modeling_qwen2_moe.py: Qwen2MoeSparseMoeBlock.
+    """
+    tape = run.tape
+    shared = _mlp(run, x, "mlp.shared_expert")
+    logits, weights, indices = softmax_router(run, x, normalises=False)
+    output = grouped_experts(run, x, weights, indices)
+    shared = ops.mul(tape, shared, ops.softmax(tape, run.linear(x, "mlp.shared_expert_gate")))
+    del logits
+    return ops.add(tape, output, shared)
+
+
+def deepseek_v2(run: Context, x: Tensor) -> Tensor:
+    """DeepSeek V2's block: the router is fp32, as are its weights; experts for all tokens beside those picked.
+
+    Its larger models keep besides one byte an expert and token, of the groups left out.
+    Source: Transformers 5.23 modeling_deepseek_v2.py: DeepseekV2Moe, DeepseekV2TopkRouter.
+    """
+    return _with_shared_experts(run, x, _wide_softmax_router)
+
+
+def deepseek_v3(run: Context, x: Tensor) -> Tensor:
+    """DeepSeek V3's block: sigmoid scores, groups of experts chosen first.
+
+    Source: Transformers 5.23 modeling_deepseek_v3.py: DeepseekV3MoE, DeepseekV3TopkRouter.
+    """
+    return _with_shared_experts(run, x, _sigmoid_router)
+
+
+def _with_shared_experts(run: Context, x: Tensor, router: Router) -> Tensor:
+    logits, weights, indices = router(run, x)
+    output = grouped_experts(run, x, weights, indices)
+    output = ops.add(run.tape, output, _mlp(run, x, "mlp.shared_experts"))
+    del logits
+    return output
+
+
+def _mlp(run: Context, x: Tensor, part: str) -> Tensor:
+    return blocks.named_mlp(run, x, f"{part}.gate_proj", f"{part}.up_proj", f"{part}.down_proj")
+
+
+def _moe(run: Context) -> Moe:
+    moe = run.model.moe
+    assert moe is not None
+    return moe
+
+
+def _router_logits(run: Context, x: Tensor, item: int) -> Tensor:
+    """The router's linear layer; in fp32 its weight is cast too."""
+    tape, width = run.tape, run.model.hidden_size
+    numel, rows = _moe(run).num_experts * width, x.numel // width
+    weight = Param(numel, trains=run.trains)
+    x = ops.cast(tape, x, item)
+    if item == run.variant.item:
+        return products.matmul(tape, x, weight, rows * _moe(run).num_experts, item, is_flat=True)
+    wide = products.cast_param(tape, weight, run.variant.item, item)
+    return products.product(tape, x, wide, rows * _moe(run).num_experts)
+
+
+def softmax_router(run: Context, x: Tensor, *, normalises: bool = True, narrows: bool = True) -> Routing:
+    """Softmax in fp32, the best k, perhaps normalised to sum 1, perhaps cast back.
+
+    Source: Transformers 5.23 modeling_qwen3_moe.py: Qwen3MoeTopKRouter.
+    """
+    tape, item = run.tape, run.variant.item
+    logits = _router_logits(run, x, item)
+    probabilities = ops.softmax(tape, ops.cast(tape, logits, ops.FP32))
+    weights, indices = _top_k(run, probabilities)
+    if normalises:
+        weights = _normalised(run, weights)
+    if narrows:
+        weights = ops.cast(tape, weights, item)
+    del probabilities
+    return logits, weights, indices
+
+
+def _wide_softmax_router(run: Context, x: Tensor) -> Routing:
+    tape = run.tape
+    logits = _router_logits(run, x, ops.FP32)
+    scores = ops.softmax(tape, logits)
+    weights, indices = _top_k(run, scores)
+    weights = ops.unary(tape, weights)  # a constant factor
+    del scores
+    return logits, weights, indices
+
+
+def _sigmoid_router(run: Context, x: Tensor) -> Routing:
+    """Groups are chosen by tensors that go with the router's frame, all as small as one number an expert and token."""
+    tape, moe = run.tape, _moe(run)
+    logits = _router_logits(run, x, ops.FP32)
+    scores = ops.softmax(tape, logits)
+    rows = scores.numel // moe.num_experts
+    shifted, masked = (tape.new(scores.numel, scores.item) for _ in range(2))
+    indices = tape.new(rows * moe.experts_per_token, INDEX)
+    weights = ops.picked(tape, scores, indices.numel, indices)
+    weights = ops.unary(tape, _normalised(run, weights))
+    del shifted, masked
+    return logits, weights, indices
+
+
+def _top_k(run: Context, scores: Tensor) -> tuple[Tensor, Tensor]:
+    """The best k of each row, and where they are."""
+    rows, k = scores.numel // _moe(run).num_experts, _moe(run).experts_per_token
+    indices = run.tape.new(rows * k, INDEX)
+    return ops.picked(run.tape, scores, indices.numel, indices), indices
+
+
+def _normalised(run: Context, weights: Tensor) -> Tensor:
+    """Weights divided by their sum in place: keeps a copy of what they were, and the sums."""
+    tape = run.tape
+    sums = tape.new(weights.numel // _moe(run).experts_per_token, weights.item)
+    if not tape.needs(weights):
+        return weights
+    saved = tape.save(tape.new(weights.numel, weights.item), sums)
+
+    def backward(grad: Tensor) -> Tensors:
+        kept = saved.take()
+        of_weights, of_sums = tape.like(grad), tape.like(grad)
+        del kept, of_sums
+        return (of_weights,)
+
+    return Tensor(weights.storage, weights.numel, weights.item, tape.node((weights,), backward))
+
+
+def grouped_experts(run: Context, x: Tensor, weights: Tensor, indices: Tensor) -> Tensor:
+    """All experts as two grouped products over rows sorted by expert.
+
+    Source: Transformers 5.23 integrations/moe.py: grouped_mm_experts_forward.
+    """
+    if run.kernels.experts:
+        return _fused_experts(run, x, weights, indices)
+    tape, moe, width = run.tape, _moe(run), run.model.hidden_size
+    rows, inner = indices.numel, moe.intermediate_size
+    sorted_ids, order = tape.new(rows, INDEX), tape.new(rows, INDEX)
+    chosen = ops.picked(tape, x, rows * width, tape.new(rows, INDEX))
+    sorted_weights = ops.picked(tape, weights, rows, order)
+    narrow_ids = tape.new(rows, 4)
+    hidden = _grouped_product(run, chosen, 2 * inner, width)
+    hidden = _gated(run, hidden)
+    hidden = _grouped_product(run, hidden, width, inner)
+    weighted = ops.mul(tape, hidden, sorted_weights)
+    inverse, counted = tape.new(rows, INDEX), tape.new(rows, INDEX)
+    del counted
+    weighted = ops.picked(tape, weighted, rows * width, inverse)
+    output = ops.cast(tape, ops.resized(tape, weighted, x.numel), x.item)
+    del sorted_ids, chosen, narrow_ids, hidden
+    return output
+
+
+def _gated(run: Context, both: Tensor) -> Tensor:
+    """The activation of one half times the other. Source: as above, _default_apply_gate."""
+    gate, up = ops.split(run.tape, both, (both.numel // 2, both.numel // 2))
+    return ops.mul(run.tape, ops.activation(run.tape, gate), up)
+
+
+def _grouped_product(run: Context, x: Tensor, outputs: int, inputs: int) -> Tensor:
+    """The rows of each expert times its matrix, for all experts at once."""
+    weight = Param(_moe(run).num_experts * outputs * inputs, trains=run.trains)
+    return products.matmul(run.tape, x, weight, x.numel // inputs * outputs, run.variant.item, is_flat=True)
+
+
+def _fused_experts(run: Context, x: Tensor, weights: Tensor, indices: Tensor) -> Tensor:
+    """Liger's experts: keeps the input and the products before the activation; frozen weights get gradients as well.
+
+    Source: liger-kernel 0.8.5 ops/fused_moe.py: LigerFusedMoEFunction.
+    """
+    tape, item, inner, width = run.tape, x.item, _moe(run).intermediate_size, run.model.hidden_size
+    rows, x_numel, numel = indices.numel, x.numel, _moe(run).num_experts * _moe(run).intermediate_size * width
+    places = tape.new(3 * rows, 4), tape.new(rows, 4)
+    before, after = tape.new(rows * 2 * inner, item), tape.new(rows * inner, item)
+    outputs = tape.new(rows * width, item)
+    output = tape.new(x_numel, item)
+    del after, outputs
+    up, down = Param(2 * numel, trains=run.trains), Param(numel, trains=run.trains)
+    if not tape.needs(x, weights, up, down):
+        return output
+    saved = tape.save(ops.view_without_node(x), before, ops.view_without_node(weights), places[0])
+
+    def backward(grad: Tensor) -> Tensors:
+        kept = saved.take()
+        whole = tape.gathered(3 * numel, item)
+        grad_before, weighed = tape.new(rows * 2 * inner, item), tape.new(rows * inner, item)
+        grad_weights = tape.new(rows, item)
+        grad_down, expanded = tape.grad(numel, item), tape.new(rows * width, item)
+        grad_x, grad_up = tape.new(x_numel, item), tape.grad(2 * numel, item)
+        del kept, whole, grad_before, weighed, expanded
+        return (grad_x, grad_weights, grad_up if run.trains else None, grad_down if run.trains else None)
+
+    return Tensor(output.storage, x_numel, item, tape.node((x, weights, up, down), backward))

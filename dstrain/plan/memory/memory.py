@@ -1,0 +1,240 @@
+"""The peak of one configuration: the largest of a few named instants, and what it consists of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from enum import IntEnum
+
+from dstrain.choices import Method, Offload, StateDtypes
+from dstrain.facts.cluster.calibration import Measured
+from dstrain.facts.cluster.cluster import Cluster
+from dstrain.facts.model.model_facts import ModelFacts
+from dstrain.plan.configuration import Configuration
+from dstrain.plan.memory import closed_form, pytorch_sharding
+from dstrain.plan.memory.deepspeed import engine
+from dstrain.plan.memory.fragmentation import quick_ratio
+from dstrain.plan.memory.layers.activations import is_known
+from dstrain.plan.memory.params import trained
+from dstrain.plan.memory.peak import Peak
+from dstrain.plan.memory.reserved import CONTEXT_BYTES, NCCL_BYTES, reserved
+from dstrain.plan.memory.zero import States, pinned_waste, states
+from dstrain.units import GIB, MIB
+
+BASELINE_HOST_BYTES_PER_RANK = 4 * GIB
+"""Resident memory of a rank's Python process with torch, DeepSpeed and data loader: 3-5 GB observed."""
+
+
+class Detail(IntEnum):
+    """How finely memory is computed: by closed forms, with the engine played, with the allocator played too."""
+
+    QUICK = 0
+    ENGINE = 1
+    REPLAYED = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Breakdown:
+    """What the peak consists of, in bytes; the sum is `device_bytes_per_gpu`."""
+
+    params: int
+    """Parameters of this rank's share."""
+    grads: int
+    """Gradients."""
+    optimizer: int
+    """Master copy and moments."""
+    buffers: int
+    """Buckets and temporaries of the engine."""
+    gathered: int
+    """Parameters that ZeRO-3 holds whole."""
+    activations: int
+    """Saved tensors and the working set of one layer."""
+    logits: int
+    """Logits and the copies of the loss."""
+    workspace: int
+    """cuBLAS workspaces."""
+    fragmentation: int
+    """Reserved by the allocator and unused."""
+    context: int
+    """CUDA context and NCCL, outside torch."""
+
+    @property
+    def total(self) -> int:
+        """Sum of all parts."""
+        return sum(getattr(self, field.name) for field in fields(self))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """What a configuration needs."""
+
+    live_bytes_per_gpu: int
+    """Live tensors at the peak (torch's max_memory_allocated)."""
+    reserved_bytes_per_gpu: int
+    """Held by the caching allocator (torch's max_memory_reserved)."""
+    device_bytes_per_gpu: int
+    """What nvidia-smi shows."""
+    peak_instant: str
+    """When the peak is."""
+    breakdown_bytes: Breakdown
+    """What the peak consists of."""
+    host_bytes_per_node: int
+    """Host RAM of one node."""
+    nvme_bytes_per_node: int
+    """NVMe of one node."""
+    checkpoint_bytes: int
+    """One checkpoint on disk, all ranks together."""
+    states: States
+    """Model states of one rank."""
+
+
+def memory(
+    model: ModelFacts,
+    cluster: Cluster,
+    configuration: Configuration,
+    *,
+    detail: Detail = Detail.REPLAYED,
+    measured: Measured | None = None,
+) -> Memory:
+    """Returns what a configuration needs on `cluster`, as finely as `detail` says.
+
+    What was `measured` on such a machine takes the place of the replayed allocator and of the constants for CUDA's
+    context and NCCL.
+
+    The peak is the largest of: loss backward, layer backward, embedding backward, optimizer step; each holds the
+    resident model states and what lives at that instant, so that nothing is added that does not coexist.
+    """
+    counts = trained(model, configuration.method, configuration.lora)
+    held = states(counts, configuration, cluster.num_gpus)
+    if configuration.state_dtypes is not StateDtypes.MIXED:
+        held = pytorch_sharding.states(model, configuration, _ranks(cluster, configuration))
+    peak = _peak(model, cluster, configuration, detail)
+    on_gpu = not cluster.gpu.is_cpu
+    workspace = _workspace_bytes(cluster) if on_gpu else 0
+    live = peak.total + workspace
+    most, settled = _held_by_allocator(model, cluster, configuration, peak, detail) if on_gpu else (live, live)
+    if measured is not None and measured.reserved_ratio is not None:
+        most = settled = round(measured.reserved_ratio * live)
+    context = _outside_bytes(cluster, measured) if on_gpu else 0
+    parts = Breakdown(
+        params=peak.params,
+        grads=peak.grads,
+        optimizer=peak.optimizer,
+        buffers=peak.buffers,
+        gathered=peak.gathered,
+        activations=peak.activations,
+        logits=peak.logits,
+        workspace=workspace,
+        fragmentation=settled - live,
+        context=context,
+    )
+    return Memory(
+        live_bytes_per_gpu=live,
+        reserved_bytes_per_gpu=most,
+        device_bytes_per_gpu=parts.total,
+        peak_instant=peak.name,
+        breakdown_bytes=parts,
+        host_bytes_per_node=_host_bytes(model, cluster, configuration, held, detail),
+        nvme_bytes_per_node=_nvme_bytes(model, cluster, configuration, held, detail),
+        checkpoint_bytes=_checkpoint_bytes(model, configuration),
+        states=held,
+    )
+
+
+def _held_by_allocator(
+    model: ModelFacts, cluster: Cluster, configuration: Configuration, peak: Peak, detail: Detail
+) -> tuple[int, int]:
+    """Returns what the allocator reserves at most, and in the steps after the first: replayed, or from above.
+
+    Where the replay runs out of memory it is done again without a limit, to say how much it would take.
+    """
+    ranks, workspace = _ranks(cluster, configuration), _workspace_bytes(cluster)
+    live = peak.total + workspace
+    is_engine = configuration.state_dtypes is StateDtypes.MIXED
+    is_scripted = is_engine or configuration.offload is Offload.NONE
+    if detail is not Detail.REPLAYED or not is_known(model) or not is_scripted:
+        most = round(quick_ratio(model, configuration, ranks, peak) * live)
+        return most, most
+    for limit in (cluster.gpu.memory_bytes - _outside_bytes(cluster), None):
+        found = reserved(
+            model,
+            configuration,
+            cluster.num_gpus if is_engine else ranks,
+            capacity_bytes=limit,
+            expandable_segments=configuration.expandable_segments,
+            workspace_bytes=workspace // 2,
+        )
+        if not found.out_of_memory:
+            break
+    return max(live, found.reserved_bytes), max(live, found.settled_bytes)
+
+
+def _ranks(cluster: Cluster, configuration: Configuration) -> int:
+    """Returns how many ranks share states: sequence-parallel ones as data-parallel ones do."""
+    return max(1, cluster.num_gpus // configuration.tp)
+
+
+def _outside_bytes(cluster: Cluster, measured: Measured | None = None) -> int:
+    """Returns what lies outside of PyTorch: CUDA context and NCCL."""
+    context = measured.context_bytes if measured else None
+    nccl = (measured.nccl_bytes if measured else None) if cluster.num_gpus > 1 else 0
+    return (CONTEXT_BYTES if context is None else context) + (NCCL_BYTES if nccl is None else nccl)
+
+
+def _peak(model: ModelFacts, cluster: Cluster, configuration: Configuration, detail: Detail) -> Peak:
+    """Returns the peak of live bytes by who holds the states: DeepSpeed, or PyTorch itself.
+
+    DeepSpeed's engine is played parameter by parameter, which takes some 50 ms; the closed forms that stand for it in a
+    search are within 10 % of that. A model whose layer code was traced has no parameters to play it with.
+    """
+    ranks = _ranks(cluster, configuration)
+    if configuration.state_dtypes is not StateDtypes.MIXED:
+        return pytorch_sharding.peak(model, configuration, ranks)
+    if detail is not Detail.QUICK and is_known(model):
+        return engine.peak(model, configuration, ranks, kernel_workspaces=not cluster.gpu.is_cpu)
+    return closed_form.peak(model, configuration, ranks)
+
+
+def _workspace_bytes(cluster: Cluster) -> int:
+    """Returns two cuBLAS workspaces (forward and autograd thread): 8.125 MiB each, 32 MiB from Hopper on.
+
+    Source: torch 2.13 aten/src/ATen/cuda/CublasHandlePool.cpp.
+    """
+    return 2 * (32 * MIB if cluster.gpu.compute_capability >= (9, 0) else round(8.125 * MIB))
+
+
+def _host_bytes(model: ModelFacts, cluster: Cluster, configuration: Configuration, held: States, detail: Detail) -> int:
+    """Returns host RAM of one node: the processes, the offloaded states with pinned rounding, or loading if larger.
+
+    Without ZeRO-3 every rank loads the whole model; with it rank 0 alone holds the whole checkpoint.
+    Source: Transformers 5.23 integrations/deepspeed.py: _load_state_dict_into_zero3_model.
+    """
+    s = configuration.precision.num_bytes
+    ranks = cluster.gpus_per_node
+    whole = s * model.num_params
+    loading = whole if configuration.zero_stage == 3 else whole * ranks
+    counts = trained(model, configuration.method, configuration.lora)
+    offloaded = held.host + held.staging + pinned_waste(counts, configuration, cluster.num_gpus)
+    if detail is not Detail.QUICK and configuration.state_dtypes is StateDtypes.MIXED and is_known(model):
+        offloaded = engine.host_of(model, configuration, _ranks(cluster, configuration)).taken
+    return ranks * BASELINE_HOST_BYTES_PER_RANK + max(loading, ranks * offloaded)
+
+
+def _nvme_bytes(model: ModelFacts, cluster: Cluster, configuration: Configuration, held: States, detail: Detail) -> int:
+    """Returns the bytes of one node's files on NVMe."""
+    if detail is Detail.QUICK or configuration.state_dtypes is not StateDtypes.MIXED or not is_known(model):
+        return held.nvme * cluster.gpus_per_node
+    return engine.host_of(model, configuration, _ranks(cluster, configuration)).nvme * cluster.gpus_per_node
+
+
+def _checkpoint_bytes(model: ModelFacts, configuration: Configuration) -> int:
+    """Returns the bytes of one checkpoint: parameters, master copy and moments, and the model, in its base's dtype.
+
+    Frozen weights are left out under an adapter, which has the dtype of training.
+    Source: deepspeed 0.19.8 runtime/engine.py: save_checkpoint; Transformers 5.23 trainer.py: _save_checkpoint.
+    """
+    s = configuration.precision.num_bytes
+    counts = trained(model, configuration.method, configuration.lora)
+    if configuration.method is not Method.FULL:
+        return 2 * s * counts.trainable + 12 * counts.trainable
+    base = 4 if model.dtype == "float32" else 2
+    return (s + base) * (counts.trainable + counts.frozen) + 12 * counts.trainable

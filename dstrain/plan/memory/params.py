@@ -1,0 +1,146 @@
+"""How many parameters train, and what holds them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+from dstrain.choices import Method
+from dstrain.facts.model.model_facts import Kind, ModelFacts, TensorGroup
+from dstrain.job.schema import Lora
+
+NF4_BYTES_PER_PARAM = 0.5 + 1 / 64 + 4 / (64 * 256)
+"""NF4 with double quantisation: 4 bits, one 8-bit scale for 64 weights, one fp32 scale for 256 of those.
+Source: QLoRA (arXiv 2305.14314), section 3."""
+
+
+def quantized_bytes_per_param(double_quant: bool) -> float:
+    """Returns the bytes of one NF4 weight with its scales, which double quantisation quantises too.
+
+    >>> quantized_bytes_per_param(True), quantized_bytes_per_param(False)
+    (0.515869140625, 0.5625)
+    """
+    return NF4_BYTES_PER_PARAM if double_quant else 0.5 + 4 / 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trained:
+    """The parameters of a run, in elements, split by what happens to them."""
+
+    trainable: int
+    """Elements with gradients and optimizer states."""
+    frozen: int
+    """Elements kept in the compute dtype, without gradients."""
+    quantized: int
+    """Frozen elements of linears kept in 4 bits."""
+    largest_trainable: int
+    """Elements of the largest trainable tensor, whose gradient exists whole for a moment."""
+    flat_groups: tuple[tuple[int, ...], ...] = ()
+    """Elements of every trainable tensor, in the order in which ZeRO-1 and 2 lay out each optimizer group; empty where
+    the order is not known."""
+
+    def gradient_shares(self, num_ranks: int) -> list[int]:
+        """Returns the elements of gradient that each rank keeps for the step under ZeRO-1 and 2.
+
+        Each group is cut into equal partitions; a tensor that lies across a cut is kept whole on both sides, because a
+        partition refers to slices of whole gradients. Source: deepspeed 0.19.8 runtime/zero/stage_1_and_2.py:
+        get_flat_partition(return_tensor_list=True).
+
+        >>> groups = ((2, 6, 2),)
+        >>> Trained(trainable=10, frozen=0, quantized=0, largest_trainable=6, flat_groups=groups).gradient_shares(2)
+        [8, 8]
+        """
+        if not self.flat_groups:
+            return [-(-self.trainable // num_ranks)] * num_ranks
+        shares = [0] * num_ranks
+        for group in self.flat_groups:
+            partition = -(-sum(group) // (2 * num_ranks)) * 2
+            start = 0
+            for numel in group:
+                for rank in range(start // partition, (start + numel - 1) // partition + 1):
+                    shares[rank] += numel
+                start += numel
+        return shares
+
+
+def adapted(model: ModelFacts, lora: Lora) -> list[TensorGroup]:
+    """Returns the linears that get an adapter: by name, or every one outside the head and the vision tower.
+
+    Of a mixture of experts `all-linear` means those of attention, as dstrain tells PEFT, which would add the experts.
+    Source: peft 0.21 tuners_utils.py: _maybe_include_all_linear_layers (the output layer is left out).
+    """
+    linears = [group for group in model.tensors if group.is_linear and group.kind is not Kind.VISION]
+    if lora.targets == ("all-linear",):
+        kinds = (Kind.ATTENTION,) if model.moe is not None else (Kind.ATTENTION, Kind.MLP)
+        return [group for group in linears if group.kind in kinds]
+    return [group for group in linears if group.name.removesuffix(".weight").split(".")[-1] in lora.targets]
+
+
+def linear_names(model: ModelFacts) -> list[str]:
+    """Returns the names that an adapter's targets may have, sorted."""
+    linears = (group for group in model.tensors if group.is_linear and group.kind is not Kind.VISION)
+    return sorted({group.name.removesuffix(".weight").split(".")[-1] for group in linears})
+
+
+def lora_params(model: ModelFacts, lora: Lora) -> int:
+    """Returns the parameters of the adapters: rank × (inputs + outputs) for every adapted linear.
+
+    Source: LoRA (arXiv 2106.09685), section 4.1.
+    """
+    return sum(lora.rank * sum(group.shape) * group.count for group in adapted(model, lora))
+
+
+def _flat_groups(model: ModelFacts) -> tuple[tuple[int, ...], ...]:
+    """Returns the trainable tensors of full training by optimizer group, in the model's order: decayed, then the rest.
+
+    Source: Transformers 5.23 trainer.py: get_decay_parameter_names (biases and norms are not decayed).
+    """
+    layers = model.num_hidden_layers
+    before = [g for g in model.tensors if g.kind is Kind.EMBEDDING]
+    inside = [g for g in model.tensors if is_inside(g)]
+    after = [g for g in model.tensors if g.kind is Kind.HEAD or (g.kind is Kind.NORM and not is_inside(g))]
+    decayed: list[int] = []
+    rest: list[int] = []
+    for group in [*before, *(g for layer in range(layers) for g in inside if is_in_layer(g, layer, layers)), *after]:
+        (rest if group.kind is Kind.NORM or group.name.endswith("bias") else decayed).append(group.numel)
+    return tuple(decayed), tuple(rest)
+
+
+def is_inside(group: TensorGroup) -> bool:
+    """Returns whether a tensor is one of a decoder layer's; those outside the layers have their full name."""
+    outside = (Kind.EMBEDDING, Kind.HEAD, Kind.VISION)
+    return group.kind not in outside and not group.name.startswith("model.")
+
+
+def is_in_layer(group: TensorGroup, layer: int, num_layers: int) -> bool:
+    """Returns whether a layer has the tensor: the first ones are dense where only some have experts."""
+    is_late = group.kind in (Kind.EXPERT, Kind.ROUTER) or "shared_expert" in group.name
+    return layer >= num_layers - group.count if is_late else layer < group.count
+
+
+@cache
+def trained(model: ModelFacts, method: Method, lora: Lora) -> Trained:
+    """Returns what trains and what does not; the vision tower is frozen under every method."""
+    if method is Method.FULL:
+        vision = model.num_params_of(Kind.VISION)
+        largest = max(group.numel for group in model.tensors if group.kind is not Kind.VISION)
+        return Trained(
+            trainable=model.num_params - vision,
+            frozen=vision,
+            quantized=0,
+            largest_trainable=largest,
+            flat_groups=_flat_groups(model),
+        )
+    adapters = lora_params(model, lora)
+    largest = max((lora.rank * max(group.shape) for group in adapted(model, lora)), default=0)
+    quantized = 0
+    if method is Method.QLORA:
+        quantized = sum(
+            g.numel * g.count for g in model.tensors if g.is_linear and g.kind not in (Kind.HEAD, Kind.VISION)
+        )
+    return Trained(
+        trainable=adapters,
+        frozen=model.num_params - quantized,
+        quantized=quantized,
+        largest_trainable=largest,
+    )

@@ -1,0 +1,164 @@
+"""Live bytes without DeepSpeed: one GPU, DDP, or FSDP's full sharding, as PyTorch holds them.
+
+Most published measurements were made so; `--states pure-bf16` and `--states autocast` ask for it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dstrain.choices import Method, Offload, Optimizer, Stack, StateDtypes
+from dstrain.facts.model.model_facts import Kind, ModelFacts
+from dstrain.plan.configuration import Configuration
+from dstrain.plan.memory.layers.activations import Instant, profile
+from dstrain.plan.memory.params import Trained, quantized_bytes_per_param, trained
+from dstrain.plan.memory.peak import Peak
+from dstrain.plan.memory.zero import States
+
+FP32 = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Sizes:
+    """Bytes of one element."""
+
+    compute: int
+    """Of what forward and backward work with."""
+    param: int
+    """Of a trainable parameter at rest."""
+    grad: int
+    """Of its gradient."""
+    states: float
+    """Of its optimizer states."""
+    step: int
+    """Of the temporaries that the optimizer makes of all parameters at once."""
+
+
+def peak(model: ModelFacts, configuration: Configuration, num_ranks: int) -> Peak:
+    """Returns the peak of live bytes of one rank, with P trainable and F frozen parameters over N ranks.
+
+    One GPU and DDP hold everything whole; FSDP's full sharding 1/N of it, the root unit (embedding, head, last norm)
+    whole through forward and backward, and one layer whole while it works. At the optimizer step the states meet the
+    temporaries of torch's foreach implementation: 2 + 2 + 4 + 2 = 10 B a parameter in bf16, 20 in fp32.
+    Source: torch 2.13 optim/adamw.py: _multi_tensor_adamw; distributed/fsdp/_flat_param.py. Published peaks of full
+    training on A100 stand at exactly 10·P and 20·P/N.
+    """
+    counts = trained(model, configuration.method, configuration.lora)
+    sizes = _sizes(configuration)
+    share = num_ranks if configuration.zero_stage == 3 else 1
+    state_share = num_ranks if configuration.zero_stage >= 1 else 1
+    params = 0
+    if configuration.offload not in (Offload.PARAMS, Offload.NVME):
+        params = round((sizes.param * counts.trainable + _frozen_bytes(model, configuration, counts)) / share)
+    states = 0 if configuration.offload is not Offload.NONE else round(sizes.states * counts.trainable / state_share)
+    instants = [_during(model, configuration, counts, each, share, num_ranks) for each in profile(model, configuration)]
+    hosted = configuration.offload is not Offload.NONE
+    instants.append(
+        Peak(
+            name="optimizer step",
+            params=0,
+            grads=0 if hosted else round(sizes.grad * counts.trainable / state_share),
+            optimizer=0,
+            buffers=round(sizes.step * counts.trainable / state_share) if states else 0,
+            gathered=0,
+            activations=0,
+            logits=0,
+        )
+    )
+    top = max(instants, key=lambda each: each.total)
+    return Peak(
+        name=top.name,
+        params=params,
+        grads=top.grads,
+        optimizer=states,
+        buffers=top.buffers,
+        gathered=top.gathered,
+        activations=top.activations,
+        logits=top.logits,
+    )
+
+
+def _frozen_bytes(model: ModelFacts, configuration: Configuration, counts: Trained) -> float:
+    """Returns the bytes of the base under an adapter; Transformers 4 has experts as linears, which 4 bits hold too."""
+    frozen, quantized = counts.frozen, counts.quantized
+    if configuration.method is Method.QLORA and configuration.stack is not Stack.TRANSFORMERS_5:
+        experts = model.num_params_of(Kind.EXPERT, Kind.ROUTER)
+        frozen, quantized = frozen - experts, quantized + experts
+    per_quantized = quantized_bytes_per_param(configuration.double_quant)
+    return configuration.precision.num_bytes * frozen + per_quantized * quantized
+
+
+def states(model: ModelFacts, configuration: Configuration, num_ranks: int) -> States:
+    """Returns the model states of one rank when the optimizer steps."""
+    counts, sizes = trained(model, configuration.method, configuration.lora), _sizes(configuration)
+    share = num_ranks if configuration.zero_stage == 3 else 1
+    part = counts.trainable / (num_ranks if configuration.zero_stage >= 1 else 1)
+    whole = sizes.param * counts.trainable + _frozen_bytes(model, configuration, counts)
+    if configuration.offload is not Offload.NONE:
+        return States(params=round(whole / share), grads=0, optimizer=0, host=round((sizes.grad + sizes.states) * part))
+    return States(params=round(whole / share), grads=round(sizes.grad * part), optimizer=round(sizes.states * part))
+
+
+def _sizes(configuration: Configuration) -> _Sizes:
+    """Returns the bytes of one element of each kind; adapters are fp32 whatever the rest is (PEFT)."""
+    compute = configuration.precision.num_bytes
+    is_own = configuration.stack in (Stack.TORCHTUNE, Stack.LITGPT)
+    is_adapter = configuration.method is not Method.FULL
+    wide = (is_adapter and not is_own) or (configuration.state_dtypes is StateDtypes.AUTOCAST and not is_adapter)
+    param = FP32 if wide else compute
+    moments = {
+        Optimizer.ADAMW: 2.0 * param,
+        Optimizer.ADAMW_FUSED: 2.0 * param,
+        Optimizer.ADAMW_8BIT: 2 + 8 / 256,  # two bytes, and an fp32 scale of each for a block of 256
+        Optimizer.ADAFACTOR: 0.0,
+        Optimizer.LION: 1.0 * param,
+        Optimizer.SGD: 0.0,
+    }[configuration.optimizer]
+    step = param if configuration.optimizer in (Optimizer.ADAMW, Optimizer.ADAFACTOR) else 0
+    return _Sizes(compute=compute, param=param, grad=param, states=moments, step=step)
+
+
+def _during(
+    model: ModelFacts, configuration: Configuration, counts: Trained, instant: Instant, share: int, num_ranks: int
+) -> Peak:
+    """Returns what is live at one instant of forward and backward beyond parameters and states."""
+    sizes = _sizes(configuration)
+    grads, buffers, gathered = instant.grads * sizes.grad // sizes.compute if share == 1 else instant.grads, 0, 0
+    done = instant.layers_done / model.num_hidden_layers
+    kept = 0.0 if configuration.offload is not Offload.NONE else sizes.grad * counts.trainable / share
+    if share > 1:
+        grads += round(kept * (1.0 if configuration.grad_accum > 1 else done))
+        gathered = _gathered(model, configuration, instant)
+    elif configuration.grad_accum > 1:
+        grads += round(kept)
+    if configuration.zero_stage < 3 and num_ranks > 1:
+        buffers = round(sizes.grad * counts.trainable)  # DDP's buckets are copies of the gradients
+    return Peak(
+        name=instant.name,
+        params=0,
+        grads=grads,
+        optimizer=0,
+        buffers=buffers,
+        gathered=gathered,
+        activations=instant.activations,
+        logits=instant.logits,
+    )
+
+
+def _gathered(model: ModelFacts, configuration: Configuration, instant: Instant) -> int:
+    """Returns the bytes of the units that FSDP holds whole: the root always, a layer while it works."""
+    compute = configuration.precision.num_bytes
+    root = (Kind.EMBEDDING, Kind.HEAD, Kind.VISION)
+    whole = compute * (model.num_params_of(*root) + model.hidden_size)
+    if instant.name in ("forward", "layer backward"):
+        inner = [group for group in model.tensors if group.kind not in root and not group.name.startswith("model.")]
+        per_linear: float = compute
+        if configuration.method is Method.QLORA:
+            per_linear = quantized_bytes_per_param(configuration.double_quant)
+        are_linears = configuration.stack is not Stack.TRANSFORMERS_5
+        layer = sum(
+            g.numel * g.count * (per_linear if g.is_linear or (are_linears and g.kind is Kind.EXPERT) else compute)
+            for g in inner
+        )
+        whole += round(layer / model.num_hidden_layers)
+    return whole

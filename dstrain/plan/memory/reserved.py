@@ -1,0 +1,97 @@
+"""From live bytes to what the caching allocator holds and what nvidia-smi shows.
+
+A replay: `session` writes down what a run allocates and frees in its first steps, on which stream, and `allocator`
+plays it. What lies outside of PyTorch's allocator is a constant of the machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+
+from dstrain.choices import StateDtypes
+from dstrain.facts.model.model_facts import ModelFacts
+from dstrain.plan.configuration import Configuration
+from dstrain.plan.memory.caching_allocator import Allocator, Event
+from dstrain.plan.memory.traces import deepspeed, fsdp, unsharded
+from dstrain.units import GIB, MIB
+
+CONTEXT_BYTES = round(0.65 * GIB)
+"""CUDA context and kernel modules of one process: 0.47-0.92 GiB on A100 and H100. Source: stas00/ml-engineering. In
+published runs on A100 (fms-acceleration scripts/benchmarks/refs) nvidia-smi less the replayed reserve is, on one GPU,
+0.53 GiB in a100_80gb_liger.csv (the same to 10 MiB for three batch sizes of two models), 0.7 in a100_80gb_granite.csv
+and 1.7 in a100_80gb.csv, perhaps with kernels loaded eagerly: a property of the machine, to be calibrated."""
+NCCL_BYTES = round(0.6 * GIB)
+"""NCCL communicators and their buffers: 0.55-2.0 GiB with two ranks or more. Source: stas00/ml-engineering. In the same
+published runs, FSDP on two and four A100 with NVLink needs 0.3-0.9 GiB more than the replay beside the context."""
+STEPS_REPLAYED = 2
+"""Steps: the second finds the optimizer's states, and workspaces, where there was room in the first."""
+STEPS_AFTER_RETRY = 4
+"""The same where memory ran out and everything cached went back, after which blocks lie anew."""
+SHARDED_STEPS_REPLAYED = 1
+"""The same under ZeRO-3, whose states are there from the beginning: a second changes 0.0-0.4 % in a grid of replays."""
+AMPERE_WORKSPACE_BYTES = round(8.125 * MIB)
+"""cuBLAS workspace of one thread. Source: torch 2.13 aten/src/ATen/cuda/CublasHandlePool.cpp."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reserved:
+    """What the allocator takes from the driver, up to the end of the replay or the allocation that failed."""
+
+    reserved_bytes: int
+    """The most at any time: torch's max_memory_reserved."""
+    settled_bytes: int
+    """The most in the last step replayed: what a look at nvidia-smi now and then finds, context and NCCL aside. Less
+    than the other where memory ran out once and everything cached went back to the driver."""
+    retries: int
+    """How often everything cached went back to the driver: torch's num_alloc_retries."""
+    out_of_memory: bool
+    """Whether an allocation failed, even so."""
+
+
+def reserved(
+    model: ModelFacts,
+    configuration: Configuration,
+    num_ranks: int,
+    *,
+    capacity_bytes: int | None,
+    expandable_segments: bool,
+    workspace_bytes: int = AMPERE_WORKSPACE_BYTES,
+) -> Reserved:
+    """Returns what the caching allocator holds on one rank of `num_ranks`, whose GPU leaves it `capacity_bytes`.
+
+    With context and NCCL as above, published nvidia-smi figures of 136 runs on A100 (fms-acceleration: one GPU and
+    FSDP, segments that cannot grow) are met to 3.2 % on average, 1.8 % on one GPU. Furthest off, up to -30 %, are
+    4-bit Mixtrals under FSDP, perhaps as one rank loads the whole model. Under DeepSpeed nothing has been measured on
+    GPUs. The model's layer code has to be on the tape.
+    """
+    allocator = Allocator(expandable_segments=expandable_segments, capacity_bytes=capacity_bytes)
+    is_sharded_engine = configuration.state_dtypes is StateDtypes.MIXED and configuration.zero_stage == 3
+    count = SHARDED_STEPS_REPLAYED if is_sharded_engine else STEPS_REPLAYED
+    is_enough, highest, settled = True, 0, 0
+    for index, events in enumerate(
+        islice(_steps(model, configuration, num_ranks, workspace_bytes), 1 + STEPS_AFTER_RETRY)
+    ):
+        if index > count and not allocator.retries:
+            break
+        allocator.driver.forget_peak()
+        is_enough = allocator.feed(events)
+        settled = allocator.driver.peak_bytes
+        highest = max(highest, settled)
+        if not is_enough:
+            break
+    return Reserved(
+        reserved_bytes=highest, settled_bytes=settled, retries=allocator.retries, out_of_memory=not is_enough
+    )
+
+
+def _steps(
+    model: ModelFacts, configuration: Configuration, num_ranks: int, workspace_bytes: int
+) -> Iterator[list[Event]]:
+    """Yields what happens before the first step, then step after step, by who holds the states."""
+    if configuration.state_dtypes is StateDtypes.MIXED:
+        return deepspeed.steps(model, configuration, num_ranks, workspace_bytes)
+    if configuration.zero_stage == 3:
+        return fsdp.steps(model, configuration, num_ranks, workspace_bytes)
+    return unsharded.steps(model, configuration, num_ranks, workspace_bytes)

@@ -1,0 +1,75 @@
+"""Bytes of one element of what PyTorch alone holds, and the optimizer's part of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dstrain.choices import Method, Offload, Optimizer, Stack, StateDtypes
+from dstrain.plan.configuration import Configuration
+from dstrain.plan.memory.params import quantized_bytes_per_param
+from dstrain.plan.memory.traces.event_writer import Script
+from dstrain.plan.memory.traces.parameter_tensors import Weight
+
+FP32 = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Elements:
+    """Bytes of one element."""
+
+    compute: int
+    """Of a frozen parameter, and of what works in forward and backward."""
+    quantized: float
+    """Of a parameter in 4 bits, with its scales."""
+    trained: int
+    """Of a trained parameter at rest, and of its gradient."""
+    states: tuple[float, ...]
+    """Of each of the optimizer's states."""
+    temporary: int
+    """Of what the optimizer makes of all tensors of a group at once."""
+
+    def frozen_bytes(self, weight: Weight) -> float:
+        """Returns the bytes of a weight that does not train."""
+        return weight.numel * (self.quantized if weight.is_quantized else self.compute)
+
+
+def elements(configuration: Configuration) -> Elements:
+    """Returns the bytes of one element: PEFT keeps adapters in fp32, autocast trained parameters.
+
+    torch's foreach AdamW makes a square root of all second moments of a group at once, the fused one nothing. Source:
+    torch 2.13 optim/adamw.py: _multi_tensor_adamw; bitsandbytes 0.49 optim/optimizer.py: Optimizer2State.
+    """
+    compute = configuration.precision.num_bytes
+    has_adapter = configuration.method is not Method.FULL
+    is_own = configuration.stack in (Stack.TORCHTUNE, Stack.LITGPT)
+    is_wide = not is_own if has_adapter else configuration.state_dtypes is StateDtypes.AUTOCAST
+    trained = FP32 if is_wide else compute
+    states: dict[Optimizer, tuple[float, ...]] = {
+        Optimizer.ADAMW: (trained, trained),
+        Optimizer.ADAMW_FUSED: (trained, trained),
+        Optimizer.ADAMW_8BIT: (1 + 4 / 256, 1 + 4 / 256),
+        Optimizer.LION: (trained,),
+    }
+    hosted = configuration.offload is not Offload.NONE
+    foreach = configuration.optimizer in (Optimizer.ADAMW, Optimizer.ADAFACTOR) and not hosted
+    return Elements(
+        compute=compute,
+        quantized=quantized_bytes_per_param(configuration.double_quant),
+        trained=trained,
+        states=() if hosted else states.get(configuration.optimizer, ()),
+        temporary=trained if foreach else 0,
+    )
+
+
+def step(script: Script, groups: Sequence[Sequence[float]], each: Elements, *, is_first: bool) -> None:
+    """Writes an optimizer step; `groups` are the elements of the tensors by parameter group.
+
+    States are made in the first step, each tensor's before the next one's.
+    Source: torch 2.13 optim/adamw.py: _init_group, step.
+    """
+    for numels in groups:
+        if is_first:
+            for numel in numels:
+                script.allocate_all(numel * state for state in each.states)
+        script.free(*script.allocate_all(numel * each.temporary for numel in numels))

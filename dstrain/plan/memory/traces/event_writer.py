@@ -1,0 +1,39 @@
+"""The order of a run's allocations and frees, written step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from dstrain.plan.memory.caching_allocator import Event
+
+MAIN, UNSHARD, PRE_UNSHARD, REDUCE = range(4)
+"""Streams: where the model computes, where FSDP and ZeRO-3 gather, where FSDP casts a shard first, where gradients are
+reduced."""
+
+
+class Script:
+    """Writes events; an id is what `allocate` returns."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self._next = -1
+
+    def allocate(self, size: float, stream: int = MAIN) -> int:
+        """Allocates; ids are negative, those of a recording are not."""
+        key, self._next = self._next, self._next - 1
+        if round(size):
+            self.events.append((key, round(size), stream) if stream else (key, round(size)))
+        return key
+
+    def free(self, *keys: int) -> None:
+        """Frees, in this order."""
+        self.events += [(key, 0) for key in keys]
+
+    def take(self) -> list[Event]:
+        """Returns what was written since the last call."""
+        taken, self.events = self.events, []
+        return taken
+
+    def allocate_all(self, sizes: Iterable[float], stream: int = MAIN) -> list[int]:
+        """Allocates one after another."""
+        return [self.allocate(size, stream) for size in sizes]

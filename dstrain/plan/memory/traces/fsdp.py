@@ -1,0 +1,225 @@
+"""A run under FSDP's full sharding: parameters are gathered, and gradients reduced, in streams of their own.
+
+A unit is the root (embedding, last norm, head) or a decoder layer. The root stays whole from the first forward to the
+end of the backward pass, a layer while it works; under checkpointing it is gathered twice on the way back, for the
+recomputation and for the backward pass.
+
+Source: torch 2.13 distributed/fsdp/_runtime_utils.py: _unshard, _reshard, _post_backward_hook, _reduce_grad;
+_flat_param.py: unshard, _use_low_precision_shard; _init_utils.py: _init_param_handle_from_module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from dstrain.choices import Method, StateDtypes
+from dstrain.facts.model.model_facts import ModelFacts
+from dstrain.plan.configuration import Configuration
+from dstrain.plan.memory.caching_allocator import Event
+from dstrain.plan.memory.deepspeed.moments import Key
+from dstrain.plan.memory.layers.tensor import GradRelease
+from dstrain.plan.memory.traces.element_sizes import FP32, elements, step
+from dstrain.plan.memory.traces.event_writer import PRE_UNSHARD, REDUCE, UNSHARD, Script
+from dstrain.plan.memory.traces.parameter_tensors import Weight, weights
+from dstrain.plan.memory.traces.record_pass import plain_passes, record
+from dstrain.plan.memory.traces.recording import Recording, TapeEvent
+
+IN_FLIGHT = 2
+"""Gathered units that may wait to be given back: a third gather waits for the GPU to be done with the first of them.
+Source: torch 2.13 distributed/fsdp/_limiter_utils.py: _FreeEventQueue."""
+ROOT = 0
+"""The number of the root unit; layers follow."""
+
+
+def steps(
+    model: ModelFacts, configuration: Configuration, num_ranks: int, workspace_bytes: int, *, rank: int = 0
+) -> Iterator[list[Event]]:
+    """Yields what happens before the first step, then step after step."""
+    run = _Run(model, configuration, num_ranks)
+    run.wrap()
+    run.script.allocate(workspace_bytes)
+    yield run.script.take()
+    recording = record(model, configuration, plain_passes(configuration, GradRelease.AFTER_LAYER))
+    groups = run.pieces(rank)
+    is_first = True
+    while True:
+        for _ in range(min(configuration.grad_accum, 2)):
+            run.micro_batch(recording, workspace_bytes if is_first else 0)
+        step(run.script, groups, run.each, is_first=is_first)
+        is_first = False
+        yield run.script.take()
+
+
+class _Run:
+    """Writes one rank's run down."""
+
+    def __init__(self, model: ModelFacts, configuration: Configuration, ranks: int) -> None:
+        self.ranks, self.recomputes = ranks, configuration.grad_ckpt
+        self.each = elements(configuration)
+        found = weights(model, configuration.method, configuration.lora, configuration.stack)
+        self.units: list[tuple[Weight, ...]] = [(*found.before, *found.after), *found.layers]
+        self.is_full = configuration.method is Method.FULL
+        self.is_wide = self.is_full and configuration.state_dtypes is StateDtypes.AUTOCAST
+        self.bytes = [self._flat_bytes(unit) for unit in self.units]
+        self.script = Script()
+        self.whole: dict[int, int] = {}
+        self.leaving: list[int] = []
+        self.grads: list[int] = []
+
+    def _flat_bytes(self, unit: Sequence[Weight]) -> float:
+        """Returns the bytes of a gathered unit; an adapter's tensors are units of their own, too small to matter."""
+        if self.is_full:
+            return sum(weight.numel for weight in unit) * self.each.compute
+        return sum(self.each.frozen_bytes(weight) for weight in unit if not weight.trains)
+
+    def wrap(self) -> None:
+        """Writes how units are made: every tensor of one, all of them flat, this rank's shard; then autocast's copies.
+
+        Source: accelerate 1.0 accelerator.py: prepare_model, which makes shards fp32 under mixed precision.
+        """
+        script, shards = self.script, {}
+        for index in (*range(1, len(self.units)), ROOT):
+            tensors = script.allocate_all(
+                self.each.frozen_bytes(weight) for weight in self.units[index] if self.is_full or not weight.trains
+            )
+            flat = script.allocate(self.bytes[index])
+            script.free(*tensors)
+            shards[index] = script.allocate(self.bytes[index] / self.ranks)
+            script.free(flat)
+            if not self.is_full:
+                script.allocate_all(w.numel * self.each.trained / self.ranks for w in self.units[index] if w.trains)
+        for index, shard in shards.items() if self.is_wide else ():
+            script.allocate(self.bytes[index] / self.ranks * FP32 / self.each.compute)
+            script.free(shard)
+
+    def micro_batch(self, recording: Recording, workspace_bytes: int) -> None:
+        """Writes forward and backward; the gradient shards of the step before go first."""
+        self.script.free(*self.grads)
+        self.grads.clear()
+        self.gather(ROOT)
+        _Passes(self, recording, workspace_bytes).write()
+        if self.is_full:
+            flat = self.script.allocate(self.bytes[ROOT])
+            self.script.events += recording.freed
+            self.reduce(ROOT)
+            self.script.free(flat)
+        else:
+            self.script.events += recording.freed
+        self.release(ROOT)
+
+    def gather(self, unit: int) -> None:
+        """Writes a gather: what the GPU is done with is given back, under autocast the shard is cast first."""
+        if self.is_wide:
+            self.script.free(self.script.allocate(self.bytes[unit] / self.ranks, PRE_UNSHARD))
+        while len(self.leaving) >= IN_FLIGHT:
+            self.script.free(self.leaving.pop(0))
+        self.whole[unit] = self.script.allocate(self.bytes[unit], UNSHARD)
+
+    def release(self, unit: int) -> None:
+        """Notes that a unit is not used any more; its block is free when the GPU has got there."""
+        self.leaving.append(self.whole.pop(unit))
+
+    def reduce(self, unit: int) -> None:
+        """Writes a reduce-scatter: this rank's gradient shard, under autocast cast to fp32, stays to the step."""
+        if not self.is_full:
+            return
+        shard = self.script.allocate(self.bytes[unit] / self.ranks, REDUCE)
+        if self.is_wide:
+            narrow, shard = (
+                shard,
+                self.script.allocate(self.bytes[unit] / self.ranks * FP32 / self.each.compute, REDUCE),
+            )
+            self.script.free(narrow)
+        self.grads.append(shard)
+
+    def pieces(self, rank: int) -> list[list[float]]:
+        """Returns the elements of a rank's piece of every trained tensor by parameter group.
+
+        A unit's tensors lie one behind the other, cut into equal shards. Source: _flat_param.py: _get_shard_metadata.
+        """
+        groups: dict[bool, list[float]] = {True: [], False: []}
+        for unit in (*self.units[1:], self.units[ROOT]):
+            if not self.is_full:
+                groups[True] += [weight.numel / self.ranks for weight in unit if weight.trains]
+                continue
+            size = sum(weight.numel for weight in unit) / self.ranks
+            start, begin, end = 0.0, rank * size, (rank + 1) * size
+            for weight in unit:
+                numel = min(end, start + weight.numel) - max(begin, start)
+                if numel > 0:
+                    groups[weight.decays].append(numel)
+                start += weight.numel
+        return list(groups.values())
+
+
+class _Passes:
+    """Writes forward and backward between the root's gather and its release."""
+
+    def __init__(self, run: _Run, recording: Recording, workspace_bytes: int) -> None:
+        self.run, self.recording, self.workspace_bytes = run, recording, workspace_bytes
+        self.forward = self.back = -1
+        """The layer at work."""
+        self.is_again = False
+        """Whether it is being recomputed."""
+        self.reducing: list[TapeEvent] = []
+        """Frees of flat gradients that the stream that reduces them still reads."""
+
+    def write(self) -> None:
+        """Writes them."""
+        at = 0
+        for place, key in self.recording.marks:
+            self.events(self.recording.events[at:place], key)
+            self.mark(key)
+            at = place
+        self.run.script.events += self.recording.events[at:]
+        self.end_layer()
+        self.run.script.events += self.reducing
+
+    def events(self, events: Sequence[TapeEvent], key: Key) -> None:
+        """Writes the tape's events up to a mark: when a layer is over, the last one frees its flat gradient."""
+        is_end = self.back >= 0 and key[0] in ("layer backward", "embedding backward")
+        if is_end and events and not events[-1][1] and any(e[0] == events[-1][0] and e[1] for e in events):
+            self.reducing.append(events[-1])
+            events = events[:-1]
+        self.run.script.events += events
+
+    def mark(self, key: Key) -> None:
+        """Writes what FSDP does where something begins."""
+        what, layer, _ = key
+        if what == "forward" and layer > self.forward:
+            self.end_forward()
+            self.forward = layer
+            self.run.gather(layer + 1)
+        elif what == "loss forward":
+            self.end_forward()
+        elif what == "head backward":
+            self.run.script.allocate(self.workspace_bytes)
+        elif what == "layer backward":
+            self.end_layer()
+            self.back, self.is_again = layer, self.run.recomputes
+            self.run.gather(layer + 1)
+        elif what == "backward" and layer == self.back:
+            self.recomputed()
+        elif what == "embedding backward":
+            self.end_layer()
+
+    def recomputed(self) -> None:
+        """Writes that a layer goes backward now; what the layer before left is reduced by then."""
+        if self.is_again:
+            self.run.release(self.back + 1)
+            self.run.gather(self.back + 1)
+        self.is_again = False
+        self.run.script.events += self.reducing
+        self.reducing = []
+
+    def end_forward(self) -> None:
+        """Writes that a layer's forward pass is over."""
+        if self.forward + 1 in self.run.whole and self.forward >= 0:
+            self.run.release(self.forward + 1)
+
+    def end_layer(self) -> None:
+        """Writes that a layer's backward pass is over."""
+        if self.back >= 0:
+            self.run.release(self.back + 1)
+            self.run.reduce(self.back + 1)
+        self.back = -1

@@ -1,0 +1,84 @@
+"""Parameter tensors of a model one by one, in the order in which they come to the GPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+from dstrain.choices import Method, Stack
+from dstrain.facts.model.model_facts import Kind, ModelFacts, TensorGroup
+from dstrain.job.schema import Lora
+from dstrain.plan.memory.params import adapted, is_in_layer, is_inside
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """One parameter tensor."""
+
+    numel: int
+    """Its elements."""
+    trains: bool
+    """Whether it has a gradient."""
+    is_quantized: bool
+    """Whether 4 bits hold it."""
+    decays: bool
+    """Whether it is in the first of the Trainer's two parameter groups."""
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """All parameter tensors."""
+
+    before: tuple[Weight, ...]
+    """Vision tower and embedding."""
+    layers: tuple[tuple[Weight, ...], ...]
+    """Those of each decoder layer."""
+    after: tuple[Weight, ...]
+    """Last norm and head."""
+
+    @property
+    def in_order(self) -> tuple[Weight, ...]:
+        """All of them in the model's order."""
+        return (*self.before, *(weight for layer in self.layers for weight in layer), *self.after)
+
+
+@cache
+def weights(model: ModelFacts, method: Method, lora: Lora, stack: Stack) -> Weights:
+    """Returns the parameter tensors; an adapter's two lie behind the weight they adapt."""
+    names = {group.name for group in adapted(model, lora)} if method is not Method.FULL else set()
+    layers = model.num_hidden_layers
+    inside = [group for group in model.tensors if is_inside(group)]
+    before = [group for group in model.tensors if group.kind in (Kind.VISION, Kind.EMBEDDING)]
+    after = [group for group in model.tensors if not is_inside(group) and group not in before]
+
+    def expanded(group: TensorGroup) -> list[Weight]:
+        quantized = method is Method.QLORA and _is_quantized(group, stack)
+        trains = method is Method.FULL and group.kind is not Kind.VISION
+        decays = group.kind is not Kind.NORM and not group.name.endswith("bias")
+        parts = _parts(group, stack)
+        found = [Weight(group.numel // parts, trains, quantized, decays)] * parts
+        if group.name in names:
+            found += [Weight(lora.rank * size, True, False, True) for size in reversed(group.shape)]
+        return found
+
+    return Weights(
+        before=tuple(each for group in before for _ in range(group.count) for each in expanded(group)),
+        layers=tuple(
+            tuple(each for group in inside if is_in_layer(group, index, layers) for each in expanded(group))
+            for index in range(layers)
+        ),
+        after=tuple(each for group in after for each in expanded(group)),
+    )
+
+
+def _is_quantized(group: TensorGroup, stack: Stack) -> bool:
+    outside = group.kind in (Kind.HEAD, Kind.VISION)
+    are_linears = stack is not Stack.TRANSFORMERS_5 and group.kind in (Kind.EXPERT, Kind.ROUTER)
+    return (group.is_linear and not outside) or are_linears
+
+
+def _parts(group: TensorGroup, stack: Stack) -> int:
+    """Returns how many tensors one of Transformers 5 is in Transformers 4, which has every expert by itself."""
+    if stack is Stack.TRANSFORMERS_5 or group.kind is not Kind.EXPERT or len(group.shape) < 3:
+        return 1
+    return group.shape[0] * (2 if "gate_up" in group.name else 1)

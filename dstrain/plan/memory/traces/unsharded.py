@@ -1,0 +1,75 @@
+"""A run of PyTorch on one GPU, or under DDP: every rank holds everything."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from dstrain.facts.model.model_facts import ModelFacts
+from dstrain.plan.configuration import Configuration
+from dstrain.plan.memory.caching_allocator import Event
+from dstrain.plan.memory.layers.tensor import GradRelease
+from dstrain.plan.memory.traces.element_sizes import Elements, elements, step
+from dstrain.plan.memory.traces.event_writer import Script
+from dstrain.plan.memory.traces.parameter_tensors import Weight, weights
+from dstrain.plan.memory.traces.record_pass import plain_passes, record
+from dstrain.plan.memory.traces.recording import Recording
+from dstrain.units import MIB
+
+DDP_BUCKET_BYTES = 25 * MIB
+"""Gradients that DDP reduces at once. Source: torch 2.13 nn/parallel/distributed.py: bucket_cap_mb."""
+
+
+def steps(
+    model: ModelFacts, configuration: Configuration, num_ranks: int, workspace_bytes: int
+) -> Iterator[list[Event]]:
+    """Yields what happens before the first step, then step after step."""
+    each = elements(configuration)
+    script = Script()
+    all_weights = weights(model, configuration.method, configuration.lora, configuration.stack).in_order
+    trained = [weight for weight in all_weights if weight.trains]
+    script.allocate_all(each.frozen_bytes(weight) for weight in all_weights if not weight.trains)
+    script.allocate_all(weight.numel * each.trained for weight in trained)
+    if num_ranks > 1:
+        script.allocate_all(_buckets(trained, each))
+    script.allocate(workspace_bytes)
+    yield script.take()
+    share = num_ranks if configuration.zero_stage else 1
+    groups = [[weight.numel / share for weight in trained if weight.decays is decays] for decays in (True, False)]
+    first, later = _micro_batches(model, configuration)
+    is_first = True
+    while True:
+        _micro_batch(script, first, workspace_bytes if is_first else 0)
+        if later is not None:
+            script.events += later.events
+            script.events += later.freed
+        step(script, groups, each, is_first=is_first)
+        script.events += first.freed
+        is_first = False
+        yield script.take()
+
+
+def _micro_batches(model: ModelFacts, configuration: Configuration) -> tuple[Recording, Recording | None]:
+    """Returns the first micro-batch of a step and, where there are more, another, which adds to its gradients."""
+    first = record(model, configuration, plain_passes(configuration, GradRelease.AT_STEP))
+    if configuration.grad_accum == 1:
+        return first, None
+    return first, record(model, configuration, plain_passes(configuration, GradRelease.AT_ONCE)).renamed()
+
+
+def _micro_batch(script: Script, recording: Recording, workspace_bytes: int) -> None:
+    """Writes a micro-batch; the thread that goes backward has a workspace of its own, from its first product on."""
+    place = recording.place_of("head backward")
+    script.events += recording.events[:place]
+    script.allocate(workspace_bytes)
+    script.events += recording.events[place:]
+
+
+def _buckets(trained: list[Weight], each: Elements) -> Iterator[float]:
+    """Yields the bytes of DDP's buckets, filled from the last tensor on."""
+    filled = 0
+    for weight in reversed(trained):
+        filled += weight.numel * each.trained
+        if filled >= DDP_BUCKET_BYTES:
+            yield filled
+            filled = 0
+    yield filled

@@ -1,0 +1,216 @@
+"""Bytes of model states on each GPU and host under every ZeRO stage and offload, as DeepSpeed 0.19 holds them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dstrain.choices import Offload
+from dstrain.plan.configuration import Configuration
+from dstrain.plan.memory.params import NF4_BYTES_PER_PARAM, Trained
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class States:
+    """Model states of one rank in bytes: on the GPU, and of the same rank on its host."""
+
+    params: int
+    """Parameters on the GPU."""
+    grads: int
+    """Gradients on the GPU when the optimizer steps."""
+    optimizer: int
+    """fp32 master copy and both Adam moments on the GPU."""
+    host: int = 0
+    """Offloaded states in host RAM, before pinned memory rounds them up."""
+    staging: int = 0
+    """Host buffers through which offloaded states pass."""
+    nvme: int = 0
+    """Offloaded states on NVMe."""
+
+    @property
+    def device(self) -> int:
+        """All model states on the GPU."""
+        return self.params + self.grads + self.optimizer
+
+
+OPTIMIZER_BYTES_PER_PARAM = 12
+"""AdamW in mixed precision: fp32 master copy 4, first moment 4, second moment 4. Source: ZeRO (arXiv 1910.02054), 3.1;
+DeepSpeed keeps the separate fp32 copy for an fp32 model too (stage_1_and_2.py: __init__, clone().float())."""
+
+
+def states(counts: Trained, configuration: Configuration, num_ranks: int) -> States:
+    """Returns the model states of one rank, with P trainable and F frozen parameters of s bytes over N ranks.
+
+    ZeRO-0: sP + sP + 12P. ZeRO-1 and 2: sP + sP/N + 12P/N when the optimizer steps. ZeRO-3: (s + s + 12)P/N.
+    Under ZeRO-1 and 2 a gradient that lies across two partitions is whole on both ranks; the largest share is returned.
+    Frozen parameters cost sF, sF/N under ZeRO-3. An optimizer on the CPU takes gradients and optimizer states there:
+    16P/N in host RAM (master 4, gradient 4, moments 8) and sP/N of staging; parameters on the CPU another sP/N.
+    Source: ZeRO (arXiv 1910.02054), table 1; the engine's own tensors on 2 CPU ranks are compared with it in the tests.
+
+    >>> from dataclasses import replace
+    >>> from dstrain.plan.configuration import DEFAULTS
+    >>> qwen3_8b = Trained(trainable=8_190_735_360, frozen=0, quantized=0, largest_trainable=0)
+    >>> states(qwen3_8b, replace(DEFAULTS, zero_stage=3), 8).device == 16 * 8_190_735_360 // 8
+    True
+    """
+    s = configuration.precision.num_bytes
+    stage, offload = configuration.zero_stage, configuration.offload
+    share = num_ranks if stage == 3 else 1
+    held = round((s * (counts.trainable + counts.frozen) + NF4_BYTES_PER_PARAM * counts.quantized) / share)
+    partition = counts.trainable / (num_ranks if stage else 1)
+    if offload is Offload.NONE:
+        optimizer = round(OPTIMIZER_BYTES_PER_PARAM * partition)
+        kept = max(counts.gradient_shares(num_ranks)) if stage in (1, 2) else partition
+        return States(params=held, grads=round(s * kept), optimizer=optimizer)
+    if offload is Offload.NVME:
+        # files hold master, gradient, moments and parameters; RAM the flat gradient and four sub-groups in work
+        work = s * partition + 4 * 16 * min(partition, configuration.sub_group_size)
+        return States(params=0, grads=0, optimizer=0, staging=round(work), nvme=round(16 * partition) + held)
+    host = round((OPTIMIZER_BYTES_PER_PARAM + 4) * partition)
+    copies = 2 if stage < 3 and configuration.grad_accum > 1 else 1
+    staging = round(copies * s * partition)
+    if offload is Offload.PARAMS:
+        return States(params=0, grads=0, optimizer=0, host=host + held, staging=staging)
+    return States(params=held, grads=0, optimizer=0, host=host, staging=staging)
+
+
+def prefetch_bytes(configuration: Configuration) -> int:
+    """Returns the bytes of what ZeRO-3 gathers ahead at most: the gathered buffer, then copies of it as parameters.
+
+    Source: deepspeed 0.19.8 runtime/zero/partition_parameters.py: AllGatherCoalescedHandle.wait.
+    """
+    elements = min(configuration.prefetch_bucket_size, configuration.max_live_parameters)
+    return 2 * configuration.precision.num_bytes * elements
+
+
+def num_buckets(configuration: Configuration) -> int:
+    """Returns how many buffers of `reduce_bucket_size` elements the engine allocates, whatever the model has: two under
+    ZeRO-1 and 2 where communication overlaps, else one.
+
+    Source: deepspeed 0.19.8 runtime/zero/stage_1_and_2.py: setup_buckets; stage3.py: _setup_for_real_optimizer.
+    """
+    return 2 if configuration.zero_stage in (1, 2) and configuration.overlap_comm else 1
+
+
+def bucket_bytes(configuration: Configuration, trainable: int | None) -> int:
+    """Returns the bytes of each GPU that the engine's buckets take at most: s·rb for each of them, and once more the
+    flat copy that is reduced, which is no larger than the gradients of `trainable` elements (None: not known).
+
+    Source: deepspeed 0.19.8 runtime/zero/stage_1_and_2.py: allreduce_bucket (flatten); stage3.py: __avg_scatter_grads;
+    compared with the replay of the engine in the tests.
+
+    >>> from dataclasses import replace
+    >>> from dstrain.plan.configuration import DEFAULTS
+    >>> bucket_bytes(replace(DEFAULTS, zero_stage=2, overlap_comm=True, reduce_bucket_size=100), None)
+    600
+    """
+    elements = configuration.reduce_bucket_size
+    copied = elements if trainable is None else min(elements, trainable)
+    return (
+        configuration.precision.num_bytes
+        * (num_buckets(configuration) * elements + copied)
+        * bool(configuration.zero_stage)
+    )
+
+
+def sub_group_bytes(configuration: Configuration, partition: float | None) -> int:
+    """Returns the bytes that stepping one sub-group of ZeRO-3 takes: its gradients flat (s) and in fp32 on the GPU;
+    where the optimizer is offloaded only the fp32 gradients, in host RAM. A rank has `partition` elements.
+
+    Source: deepspeed 0.19.8 runtime/zero/stage3.py: _prepare_sub_group, _create_fp32_partitions.
+    """
+    elements = configuration.sub_group_size
+    item = configuration.precision.num_bytes if configuration.offload is Offload.NONE else 0
+    return round((item + 4) * (elements if partition is None else min(elements, partition)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineBuffers:
+    """What the engine holds on the GPU beside model states, in bytes."""
+
+    resident: int
+    """Held all the time."""
+    backward_grads: int
+    """Gradients that exist in the backward pass beyond those of `States.grads`."""
+    backward: int
+    """Buckets and temporaries of the backward pass."""
+    step: int
+    """Temporaries of the optimizer step."""
+
+
+def engine_buffers(counts: Trained, configuration: Configuration, num_ranks: int) -> EngineBuffers:
+    """Returns the engine's own memory, with rb = reduce_bucket_size and N ranks.
+
+    Buckets as `bucket_bytes`; ZeRO-3 has its bucket from the start. ZeRO-1: the full gradient sP through the backward
+    pass; at the step (s + 4)P/N. ZeRO-2: the partition sP/N (again, when accumulating) and the largest gradient.
+    ZeRO-3: at the step `sub_group_bytes`.
+    Source: deepspeed 0.19.8 runtime/zero/stage_1_and_2.py: setup_buckets, step; runtime/zero/stage3.py: __init__,
+    _prepare_sub_group; counted from live tensors of the engine on CPU ranks.
+    """
+    s, stage = configuration.precision.num_bytes, configuration.zero_stage
+    partition = counts.trainable / (num_ranks if stage else 1)
+    bucket = bucket_bytes(configuration, counts.trainable)
+    offloaded = configuration.offload is not Offload.NONE
+    largest = s * counts.largest_trainable
+    if stage == 0:
+        return EngineBuffers(resident=0, backward_grads=0, backward=0, step=round(4 * counts.trainable))
+    if stage == 3:
+        resident = s * configuration.reduce_bucket_size
+        step = 0 if offloaded else sub_group_bytes(configuration, partition)
+        return EngineBuffers(resident=resident, backward_grads=0, backward=bucket - resident + 2 * largest, step=step)
+    full = round(s * counts.trainable)
+    if offloaded:
+        whole = full if stage == 1 else 0
+        return EngineBuffers(resident=0, backward_grads=whole, backward=bucket + 2 * largest, step=2 * largest)
+    step = round(4 * partition)
+    if stage == 1:
+        return EngineBuffers(resident=0, backward_grads=full, backward=bucket, step=step)
+    again = round(s * partition) if configuration.grad_accum > 1 else 0
+    return EngineBuffers(resident=0, backward_grads=again, backward=bucket + largest, step=step)
+
+
+def gathered_bytes(counts: Trained, configuration: Configuration, unit_numel: int) -> int:
+    """Returns the bytes of parameters that ZeRO-3 holds whole while the largest unit of `unit_numel` elements works.
+
+    The unit itself, twice the prefetch bucket (gathered buffer, then its copies) and, around the turn from forward to
+    backward, the last max_reuse_distance / 2 elements, which are used again that soon; never more than the model.
+    Source: deepspeed 0.19.8 runtime/zero/partitioned_param_coordinator.py: __params_to_release, fetch_sub_module.
+    """
+    if configuration.zero_stage != 3:
+        return 0
+    total = counts.trainable + counts.frozen + counts.quantized
+    kept = configuration.max_reuse_distance // 2
+    item = configuration.precision.num_bytes
+    return min(item * total, item * (unit_numel + kept) + prefetch_bytes(configuration))
+
+
+def pinned_waste(counts: Trained, configuration: Configuration, num_ranks: int) -> int:
+    """Returns the bytes that rounding of page-locked memory adds to the host states of one rank.
+
+    ZeRO-2 pins master, gradient and staging copy whole; ZeRO-3 the flat gradient, and one fp32 gradient for each
+    sub-group; offloaded parameters are pinned whatever `pin_memory` says.
+    Source: deepspeed 0.19.8 runtime/zero/stage_1_and_2.py and stage3.py: __init__, pin_memory.
+    """
+    s, stage = configuration.precision.num_bytes, configuration.zero_stage
+    partition = counts.trainable / num_ranks
+    sizes: list[float] = []
+    if configuration.offload is Offload.NONE:
+        return 0
+    if configuration.pin_memory and stage < 3:
+        sizes += [4 * partition, 4 * partition, s * partition]
+    elif configuration.pin_memory:
+        step = min(partition, configuration.sub_group_size)
+        sizes += [s * partition, *[4 * step] * round(partition // step if step else 0)]
+    if configuration.offload is Offload.PARAMS:
+        sizes.append(s * (counts.trainable + counts.frozen) / num_ranks)
+    return sum(pinned(size) - round(size) for size in sizes)
+
+
+def pinned(count: float) -> int:
+    """Returns the bytes that a pinned allocation really takes: the next power of two.
+
+    Source: torch 2.13 CachingHostAllocator; pytorch#95823, DeepSpeed#7250.
+
+    >>> pinned(5), pinned(4)
+    (8, 4)
+    """
+    return 1 << (max(1, round(count)) - 1).bit_length()

@@ -1,0 +1,177 @@
+"""What a configuration needs at the very least: figures so cheap and so certain that most need no estimate."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from dstrain.choices import LossKernel, Method, Offload, Optimizer, Precision, StateDtypes
+from dstrain.facts.cluster.calibration import Calibration
+from dstrain.facts.cluster.cluster import Cluster
+from dstrain.facts.model.model_facts import ModelFacts
+from dstrain.plan.configuration import Configuration
+from dstrain.plan.memory.params import NF4_BYTES_PER_PARAM, trained
+from dstrain.plan.speed.compute import passes, setting
+from dstrain.plan.speed.efficiency import efficiency
+from dstrain.plan.speed.flops import peak_flops_per_s
+from dstrain.plan.speed.optimizer_step import stepping
+from dstrain.plan.speed.traffic import work
+
+MOMENT_BYTES_PER_PARAM = {
+    StateDtypes.MIXED: {
+        Optimizer.ADAMW: 8,
+        Optimizer.ADAMW_FUSED: 8,
+        Optimizer.ADAMW_8BIT: 2,
+        Optimizer.ADAFACTOR: 0,
+        Optimizer.LION: 4,
+        Optimizer.SGD: 0,
+    },
+    StateDtypes.PURE_BF16: {
+        Optimizer.ADAMW: 4,
+        Optimizer.ADAMW_FUSED: 4,
+        Optimizer.ADAMW_8BIT: 2,
+        Optimizer.ADAFACTOR: 0,
+        Optimizer.LION: 2,
+        Optimizer.SGD: 0,
+    },
+    StateDtypes.AUTOCAST: {
+        Optimizer.ADAMW: 8,
+        Optimizer.ADAMW_FUSED: 8,
+        Optimizer.ADAMW_8BIT: 2,
+        Optimizer.ADAFACTOR: 0,
+        Optimizer.LION: 4,
+        Optimizer.SGD: 0,
+    },
+}
+"""Bytes of optimizer state for each trained parameter, at the least: two moments of AdamW, one of Lion, in the dtype of
+the copy they belong to; Adafactor's rows and columns and 8-bit scales are left out. Source: the optimizers' papers."""
+LOGITS_BYTES = 8
+"""Bytes of each logit that exist at once under the plain loss, at the least: its fp32 copy and the log-softmax; the
+half-precision logit itself besides. Source: Transformers 5.23 loss/loss_utils.py: ForCausalLMLoss."""
+LAYER_BYTES = {"eager": (14, 8), "adapted": (8, 6), "fused": (4, 4)}
+"""Bytes that a layer keeps of each element of the hidden size, and of the MLP's inner width, at the least.
+
+Two norms, with their fp32 copies but where fused, and with the normalised copies of trained weights; gate, up,
+activation and product, the last not before frozen weights; gate and up alone where fused.
+Source: tensors saved by Transformers 5.23's layers, counted (16 and 8 under full training); Liger-Kernel
+ops/rms_norm.py and swiglu.py."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bound:
+    """The least that a way to train needs, for any batch and any buffers."""
+
+    fixed_bytes: int
+    """On the GPU in the backward pass of the loss, whatever the batch."""
+    sample_bytes: int
+    """On the GPU at the same instant, for each sample of a micro-batch."""
+    step_bytes: int
+    """On the GPU when the optimizer steps or the last gradient arrives."""
+    host_bytes: int
+    """In the RAM of one node."""
+    step_s: float
+    """Seconds of optimizer, CPU, PCIe and drives in each step."""
+
+    def device_bytes(self, micro_batch: int) -> int:
+        """Returns the bytes on the GPU with this micro-batch."""
+        return max(self.fixed_bytes + micro_batch * self.sample_bytes, self.step_bytes)
+
+
+def bound(model: ModelFacts, cluster: Cluster, way: Configuration, *, calibration: Calibration | None = None) -> Bound:
+    """Returns the bound of a way to train.
+
+    On the GPU: parameters and optimizer states of this rank; with them, at the loss, the layers' inputs (checkpointing)
+    or most of what they save, and the logits; at the end, the gradients. Left out, so that the bound stays below every
+    estimate: context, workspaces, buckets, gathered layers, fragmentation, a layer's working set, smaller tensors. In
+    host RAM: master copy and moments. In time: what a step takes beside its passes.
+    """
+    counts = trained(model, way.method, way.lora)
+    ranks = max(1, cluster.num_gpus // way.tp)
+    s = 4 if way.state_dtypes is StateDtypes.AUTOCAST else way.precision.num_bytes
+    weights = (s * (counts.trainable + counts.frozen) + NF4_BYTES_PER_PARAM * counts.quantized) / way.tp
+    params = 0.0 if way.offload in (Offload.PARAMS, Offload.NVME) else weights / (ranks if way.zero_stage == 3 else 1)
+    states = _optimizer_bytes(way) * counts.trainable / way.tp / (ranks if way.zero_stage else 1)
+    grads = way.precision.num_bytes * counts.trainable / way.tp / (1 if way.zero_stage <= 1 else ranks)
+    is_here = way.offload is Offload.NONE
+    fixed = params + (states if is_here else 0.0)
+    return Bound(
+        fixed_bytes=int(fixed),
+        sample_bytes=int(_activation_bytes(model, way) + _logits_bytes(model, way)),
+        step_bytes=int(fixed + (grads if is_here else 0.0)),
+        host_bytes=int(_host_bytes(cluster, way, states, weights / ranks)),
+        step_s=_step_s(model, cluster, way, calibration),
+    )
+
+
+def passes_s(
+    model: ModelFacts,
+    cluster: Cluster,
+    way: Configuration,
+    micro_batch: int,
+    *,
+    calibration: Calibration | None = None,
+) -> float:
+    """Returns the seconds of one forward and one backward pass on the GPU alone, if it waited for nothing.
+
+    With those of a step's end (`Bound.step_s`) it is the least that a step can take: what links add is left out.
+    """
+    peak = peak_flops_per_s(cluster.gpu, way.precision)
+    chosen = setting(replace(way, micro_batch=micro_batch), peak, cluster.gpu.has_flash_attention_2)
+    forward, backward = passes(work(model, way), efficiency(cluster, calibration), chosen)
+    return forward.total + backward.total
+
+
+def _step_s(model: ModelFacts, cluster: Cluster, way: Configuration, calibration: Calibration | None) -> float:
+    """Returns the seconds of optimizer and offloading after the last backward pass; 0 where speeds are not known."""
+    if peak_flops_per_s(cluster.gpu, way.precision) <= 0 or cluster.gpu.hbm_bytes_per_s <= 0:
+        return 0.0
+    rates = efficiency(cluster, calibration)
+    found = stepping(cluster, replace(way, micro_batch=1, grad_accum=1), work(model, way), rates)
+    return found.optimizer + found.cpu_optimizer + found.nvme + found.pcie_step
+
+
+def _optimizer_bytes(way: Configuration) -> int:
+    """Returns bytes of master copy and moments for each trained parameter."""
+    master = 4 if way.state_dtypes is StateDtypes.MIXED and way.precision is not Precision.FP32 else 0
+    return master + MOMENT_BYTES_PER_PARAM[way.state_dtypes][way.optimizer]
+
+
+def _activation_bytes(model: ModelFacts, way: Configuration) -> float:
+    """Returns what all layers but one keep of one sample.
+
+    With checkpointing h of each token in half precision; without, `LAYER_BYTES` and queries and outputs of attention.
+    """
+    if way.activation_offload:
+        return 0.0
+    tokens = way.seq_len / way.sp
+    per_token: float = 2 * model.hidden_size
+    if not way.grad_ckpt:
+        kernels = "fused" if way.liger else "eager" if way.method is Method.FULL else "adapted"
+        hidden, inner = LAYER_BYTES[kernels]
+        attention = 4 * model.num_attention_heads * model.v_head_dim
+        per_token = hidden * model.hidden_size + (attention + inner * _mlp_width(model)) / way.tp
+    return (model.num_hidden_layers - 1) * tokens * per_token
+
+
+def _mlp_width(model: ModelFacts) -> int:
+    """Returns the narrowest MLP that a token of this model meets in a layer."""
+    if model.moe is None:
+        return model.intermediate_size
+    routed = model.moe.experts_per_token * model.moe.intermediate_size + model.moe.shared_intermediate_size
+    every_layer = model.moe.num_moe_layers == model.num_hidden_layers
+    return routed if every_layer else min(routed, model.intermediate_size)
+
+
+def _logits_bytes(model: ModelFacts, way: Configuration) -> float:
+    if way.loss is not LossKernel.FULL:
+        return 0.0
+    each = LOGITS_BYTES + (0 if way.precision is Precision.FP32 else way.precision.num_bytes)
+    return each * way.seq_len / way.sp * model.vocab_size / way.tp
+
+
+def _host_bytes(cluster: Cluster, way: Configuration, states: float, weights: float) -> float:
+    """Returns offloaded optimizer states, and parameters, of the ranks of one node."""
+    if way.offload is Offload.OPTIMIZER:
+        return cluster.gpus_per_node * states * way.offload_ratio
+    if way.offload is Offload.PARAMS:
+        return cluster.gpus_per_node * (states + weights)
+    return 0.0

@@ -1,0 +1,209 @@
+"""The choice and its reasons: a survey of the best ways to train, and the plan that is made of the first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from dstrain.choices import Attention, Method, Offload, Precision
+from dstrain.errors import InvalidConfig
+from dstrain.facts.cluster.calibration import Calibration
+from dstrain.facts.cluster.cluster import Cluster, Origin
+from dstrain.facts.model.model_facts import Kind, ModelFacts
+from dstrain.plan.configuration import Configuration
+from dstrain.plan.estimate import USABLE_GPU_RATIO, assess, moved
+from dstrain.plan.estimate_records import Estimate, Plan
+from dstrain.plan.memory.params import adapted, linear_names
+from dstrain.plan.request import Request
+from dstrain.plan.search.buffer_sizes import TIGHT, least_offloaded, sized, sized_to_room
+from dstrain.plan.search.evaluator import estimated, usable_ratio
+from dstrain.plan.search.infeasible import does_not_fit, gpu_assumed, ram_assumed
+from dstrain.plan.search.reasons import compared, faster_but_too_large, neighbours, percent, reasons
+from dstrain.plan.search.rules import broken
+from dstrain.plan.search.search import DEFAULT_TOP, Ranking, search
+from dstrain.plan.search.search_space import global_batch
+from dstrain.units import format_count
+
+LEARNING_RATES = {Method.FULL: 1e-5, Method.LORA: 1e-4, Method.QLORA: 2e-4}
+"""Usual peak learning rates of supervised fine-tuning. Source: LLaMA-Factory's full examples (1e-5) and LoRA examples
+(1e-4); QLoRA (arXiv 2305.14314), table 9 (2e-4 up to 13B)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proposal:
+    """A way to train, and what speaks for it."""
+
+    estimate: Estimate
+    """What it is and needs."""
+    reasons: tuple[str, ...]
+    """Why, in sentences with numbers; of all but the first, how it stands to the first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Survey:
+    """The best ways to train, the best first; where none fits, the nearest."""
+
+    proposals: tuple[Proposal, ...]
+    """The ways."""
+    fits: bool
+    """Whether they fit."""
+    rejected: tuple[Estimate, ...]
+    """What would be faster than the first and does not fit, the nearest to fitting first."""
+    num_estimated: int
+    """Configurations that were estimated."""
+    num_excluded: int
+    """Configurations that a bound excluded; with those estimated, the whole space."""
+    notes: tuple[str, ...]
+    """What was assumed, and what to know before training."""
+
+    @property
+    def first(self) -> Estimate:
+        """The choice or, where nothing fits, what comes nearest."""
+        return self.proposals[0].estimate
+
+
+def decide(model: ModelFacts, cluster: Cluster, request: Request, *, calibration: Calibration | None = None) -> Plan:
+    """Returns the fastest plan that fits.
+
+    Raises DoesNotFit with the nearest thing that would, and InvalidConfig where the request contradicts itself or the
+    GPU.
+    """
+    found = survey(model, cluster, request, calibration=calibration)
+    if not found.fits:
+        raise does_not_fit(model, cluster, request, found.first, calibration=calibration)
+    return plan_of(found, cluster, request)
+
+
+def plan_of(found: Survey, cluster: Cluster, request: Request) -> Plan:
+    """Returns the first of a survey that fits as a plan."""
+    return Plan(
+        chosen=found.first,
+        rejected=found.rejected,
+        num_estimated=found.num_estimated,
+        global_batch=global_batch(cluster, found.first.configuration),
+        learning_rate=LEARNING_RATES[request.method],
+        reasons=found.proposals[0].reasons,
+        notes=found.notes,
+    )
+
+
+def survey(
+    model: ModelFacts,
+    cluster: Cluster,
+    request: Request,
+    *,
+    top: int = DEFAULT_TOP,
+    calibration: Calibration | None = None,
+) -> Survey:
+    """Returns the `top` best ways to train, with reasons; raises InvalidConfig where the request contradicts itself."""
+    check(model, cluster, request)
+    found = search(model, cluster, request, top=top, calibration=calibration)
+
+    ratio = usable_ratio(request)
+
+    def assessed(configuration: Configuration) -> Estimate:
+        return estimated(model, cluster, configuration, calibration=calibration, usable_gpu_ratio=ratio)
+
+    sketch, rung = _settled(model, request, found, assess=assessed)
+    first = assess(model, cluster, sketch.configuration, calibration=calibration, usable_gpu_ratio=ratio)
+    if sketch.fits and not first.fits:
+        sketch = first = found.plans[0]
+        rung = found.rungs[0]
+    error = first.memory.device_bytes_per_gpu - assessed(first.configuration).memory.device_bytes_per_gpu
+    others = neighbours(model, cluster, request, first, assess=lambda each: moved(assessed(each), error))
+    others = others if first.fits else []
+    why = reasons(model, cluster, request, first, rung=rung, others=others)
+    rest = [Proposal(estimate=each, reasons=compared(cluster, each, first)) for each in found.plans[1:]]
+    return Survey(
+        proposals=(Proposal(estimate=first, reasons=why), *rest),
+        fits=first.fits,
+        rejected=tuple(each.estimate for each in faster_but_too_large(cluster, first, others)),
+        num_estimated=found.num_estimated,
+        num_excluded=found.num_excluded,
+        notes=_notes(model, cluster, request, first),
+    )
+
+
+def _settled(
+    model: ModelFacts, request: Request, found: Ranking, *, assess: Callable[[Configuration], Estimate]
+) -> tuple[Estimate, int | None]:
+    """Returns the first of a ranking with its middle settings sized, and the rung of its buffers.
+
+    Buffers grow into the memory left, and as little of a divided optimizer is offloaded as fits. One configuration that
+    was asked for keeps its buffers, unless it fits only with small ones.
+    """
+    first, rung = found.plans[0], found.rungs[0]
+    if rung is None:
+        small = first if first.fits else assess(sized(model, first.configuration, TIGHT))
+        return (first, None) if first.fits or not small.fits else (small, TIGHT)
+    if not first.fits or request.is_one_configuration:
+        return first, rung
+    return sized_to_room(model, least_offloaded(first, assess=assess), rung, assess=assess)
+
+
+def check(model: ModelFacts, cluster: Cluster, request: Request) -> None:
+    """Raises InvalidConfig for what the GPU or the model cannot do."""
+    gpu = cluster.gpu
+    if request.precision is Precision.BF16 and not gpu.has_bf16 and gpu.fp16_flops_per_s > 0:
+        raise InvalidConfig(f"--precision bf16: {gpu.name} has no bf16", hint="Write --precision fp16.")
+    if request.attn is Attention.FLASH_ATTENTION_2 and not gpu.has_flash_attention_2:
+        raise InvalidConfig(
+            f"--attn flash_attention_2: {gpu.name} is older than what FlashAttention-2 runs on",
+            hint="Write --attn sdpa.",
+        )
+    if request.method is not Method.FULL and not adapted(model, request.lora):
+        raise InvalidConfig(
+            f"no linear layer of {model.name} is named {', '.join(request.lora.targets)}",
+            hint=f"Its linear layers: {', '.join(linear_names(model))}; all-linear is all that an adapter can go to.",
+        )
+    if request.offload is Offload.NVME and cluster.nvme_path is None:
+        raise InvalidConfig("--offload nvme needs a folder on an NVMe drive", hint="Add --nvme /path/on/nvme.")
+
+
+def _notes(model: ModelFacts, cluster: Cluster, request: Request, chosen: Estimate) -> tuple[str, ...]:
+    """Returns what was assumed, and what to know before training."""
+    notes = [*_assumptions(cluster, request, chosen), *_precision_notes(model, cluster, chosen)]
+    if chosen.speed is None:
+        notes.append(f"the speed of {cluster.gpu.name} was not measured, so no time is given")
+    if model.traced is not None:
+        notes.append(model.traced.note)
+    share = chosen.memory.device_bytes_per_gpu / cluster.gpu.memory_bytes if cluster.gpu.memory_bytes else 0
+    if chosen.fits and share > USABLE_GPU_RATIO:
+        left = percent(1 - USABLE_GPU_RATIO)
+        notes.append(f"it fills {percent(share)} of the GPU; what dstrain chooses itself leaves {left}")
+    if request.method is Method.QLORA:
+        notes.append("qlora needs bitsandbytes on the machine that trains: pip install 'dstrain[qlora]'")
+    if model.vision is not None and not request.image_patches:
+        frozen = format_count(model.num_params_of(Kind.VISION))
+        notes.append(f"a vision-language model trains on text here; its vision tower ({frozen} parameters) is frozen")
+    if model.moe is not None and request.method is not Method.FULL:
+        notes.append("experts are 3-D tensors in Transformers 5: adapters go to the linear layers of attention")
+    unwritable = broken(model, cluster, chosen.configuration, writable=True) if not request.writable else []
+    notes += [f"{rule.says}, so gen-config chooses otherwise" for rule in unwritable]
+    return tuple(notes)
+
+
+def _assumptions(cluster: Cluster, request: Request, chosen: Estimate) -> list[str]:
+    """Returns what was assumed about machines and batch."""
+    configuration = chosen.configuration
+    notes = []
+    if cluster.gpu_origin is Origin.ASSUMED:
+        notes.append(gpu_assumed(cluster))
+    if cluster.host_memory_origin is Origin.ASSUMED and configuration.offload is not Offload.NONE:
+        notes.append(ram_assumed(cluster))
+    if request.global_batch is None and request.micro_batch is None:
+        samples = global_batch(cluster, configuration)
+        notes.append(f"assumed: {samples} samples a step; say otherwise with --global-batch")
+    return notes
+
+
+def _precision_notes(model: ModelFacts, cluster: Cluster, chosen: Estimate) -> list[str]:
+    """Returns what half precision without bf16 means."""
+    notes = []
+    if chosen.configuration.precision is Precision.FP16 and not cluster.gpu.has_bf16:
+        notes.append(
+            f"{cluster.gpu.name} has neither bf16 nor FlashAttention-2: fp16 with loss scaling and sdpa are used"
+        )
+    if chosen.configuration.precision is Precision.FP16 and model.dtype == "bfloat16":
+        notes.append(f"{model.name} was trained in bf16: fp16 may overflow; watch the loss scale")
+    return notes

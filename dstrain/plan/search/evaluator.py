@@ -1,0 +1,144 @@
+"""The desk of a search: bounds, times and estimates of candidates, each made once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from dstrain.facts.cluster.calibration import Calibration
+from dstrain.facts.cluster.cluster import Cluster
+from dstrain.facts.model.model_facts import ModelFacts
+from dstrain.plan.configuration import Configuration
+from dstrain.plan.estimate import ASKED_GPU_RATIO, USABLE_GPU_RATIO, USABLE_HOST_RATIO, assess
+from dstrain.plan.estimate_records import Estimate
+from dstrain.plan.memory.memory import Detail
+from dstrain.plan.request import Request
+from dstrain.plan.search.bounds import Bound, bound, passes_s
+from dstrain.plan.search.search_space import Candidate, data_parallel_ranks
+from dstrain.plan.speed.step_time import speed
+
+QUICK_ERROR_RATIO = 0.10
+"""Most by which quick estimates of live bytes are above exact ones; what the allocator holds beside them is estimated
+from above, and not counted before it is replayed. Source: tests/plan/test_quick.py."""
+
+Key = tuple[float, ...]
+"""What candidates are ordered by: seconds of a sample or, where speed is not known, the order of lost speed."""
+
+
+@dataclass(slots=True)
+class Desk:
+    """The search's working table: what is known of each candidate so far."""
+
+    model: ModelFacts
+    cluster: Cluster
+    calibration: Calibration | None
+    usable_ratio: float
+    bounds: dict[int, Bound] = field(default_factory=dict)
+    passes: dict[tuple[object, ...], float] = field(default_factory=dict)
+    estimates: dict[Candidate, Estimate] = field(default_factory=dict)
+    exact: set[Candidate] = field(default_factory=set)
+
+    def bound(self, candidate: Candidate) -> Bound:
+        """Returns the bound of a candidate's way, computed once."""
+        key = id(candidate.way)
+        if key not in self.bounds:
+            self.bounds[key] = bound(self.model, self.cluster, candidate.way, calibration=self.calibration)
+        return self.bounds[key]
+
+    def least_time(self, candidate: Candidate) -> Key:
+        """Returns a bound of `time`; the passes depend on few choices, and are computed once for each."""
+        way, micro_batch = candidate.way, candidate.micro_batch
+        key = (way.sp, way.tp, way.grad_ckpt, way.zero_stage == 3, micro_batch)
+        if key not in self.passes:
+            self.passes[key] = passes_s(self.model, self.cluster, way, micro_batch, calibration=self.calibration)
+        step_s = candidate.grad_accum * self.passes[key] + self.bound(candidate).step_s
+        return (step_s / self.samples(candidate),)
+
+    def time(self, candidate: Candidate) -> Key | None:
+        """Returns the seconds of one sample of a step, by which plans of different batches compare; None where the
+        GPU's speed is not known."""
+        configuration = candidate.configuration(self.model)
+        known = speed(self.model, self.cluster, configuration, calibration=self.calibration)
+        return None if known is None else (known.step_s / self.samples(candidate),)
+
+    def samples(self, candidate: Candidate) -> int:
+        """Returns the samples of a step."""
+        return data_parallel_ranks(self.cluster, candidate.way) * candidate.micro_batch * candidate.grad_accum
+
+    def may_fit(self, candidate: Candidate) -> bool:
+        """Returns whether the bound leaves room: what it excludes needs no estimate."""
+        least = self.bound(candidate)
+        fits_gpu = least.device_bytes(candidate.micro_batch) <= self.usable_ratio * self.cluster.gpu.memory_bytes
+        return fits_gpu and least.host_bytes <= USABLE_HOST_RATIO * self.cluster.host_memory_bytes
+
+    def seems_to_fit(self, candidate: Candidate) -> bool:
+        """Returns whether it fits or, before it is verified, may do so."""
+        found = self.estimate(candidate)
+        if candidate in self.exact:
+            return found.fits
+        needs, most = found.memory, 1 + QUICK_ERROR_RATIO
+        least = needs.device_bytes_per_gpu - needs.breakdown_bytes.fragmentation
+        fits_host = needs.host_bytes_per_node <= most * found.usable_bytes_per_host
+        return fits_host and least <= most * found.usable_bytes_per_gpu
+
+    def verify(self, candidate: Candidate) -> Estimate:
+        """Returns the exact estimate, which from then on is the candidate's.
+
+        What the allocator holds is replayed only where the bound of it leaves no room, and what is live does.
+        """
+        if candidate not in self.exact:
+            self.exact.add(candidate)
+            for detail in (Detail.ENGINE, Detail.REPLAYED):
+                self.estimates[candidate] = assess(
+                    self.model,
+                    self.cluster,
+                    candidate.configuration(self.model),
+                    calibration=self.calibration,
+                    detail=detail,
+                    usable_gpu_ratio=self.usable_ratio,
+                )
+                if self.estimates[candidate].fits or not _is_live_room(self.estimates[candidate]):
+                    break
+        return self.estimates[candidate]
+
+    def estimate(self, candidate: Candidate) -> Estimate:
+        """Returns the estimate, made once."""
+        if candidate not in self.estimates:
+            configuration = candidate.configuration(self.model)
+            self.estimates[candidate] = estimated(
+                self.model,
+                self.cluster,
+                configuration,
+                calibration=self.calibration,
+                usable_gpu_ratio=self.usable_ratio,
+            )
+        return self.estimates[candidate]
+
+
+def _is_live_room(found: Estimate) -> bool:
+    """Returns whether it would fit if the allocator held nothing but what lives."""
+    least = found.memory.device_bytes_per_gpu - found.memory.breakdown_bytes.fragmentation
+    return found.fits_host and least <= found.usable_bytes_per_gpu
+
+
+def estimated(
+    model: ModelFacts,
+    cluster: Cluster,
+    configuration: Configuration,
+    *,
+    calibration: Calibration | None = None,
+    usable_gpu_ratio: float = USABLE_GPU_RATIO,
+) -> Estimate:
+    """Returns the estimate that is quick, and within a few percent."""
+    return assess(
+        model,
+        cluster,
+        configuration,
+        calibration=calibration,
+        detail=Detail.QUICK,
+        usable_gpu_ratio=usable_gpu_ratio,
+    )
+
+
+def usable_ratio(request: Request) -> float:
+    """Returns the share of a GPU that a plan may fill: all of it where one configuration is asked about."""
+    return ASKED_GPU_RATIO if request.is_one_configuration else USABLE_GPU_RATIO

@@ -1,0 +1,98 @@
+"""Explains that no configuration fits: how far the nearest one is over, and what would fit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+from dstrain.choices import Method
+from dstrain.errors import DoesNotFit, InvalidConfig
+from dstrain.facts.cluster.calibration import Calibration
+from dstrain.facts.cluster.cluster import Cluster, Origin
+from dstrain.facts.model.model_facts import ModelFacts
+from dstrain.plan.estimate_records import Estimate
+from dstrain.plan.labels import titled
+from dstrain.plan.request import Request
+from dstrain.plan.search.search import fastest
+from dstrain.plan.search.search_space import DEFAULT_SEQ_LEN
+from dstrain.units import GIB, format_bytes
+
+
+def does_not_fit(
+    model: ModelFacts,
+    cluster: Cluster,
+    request: Request,
+    nearest: Estimate,
+    *,
+    calibration: Calibration | None = None,
+) -> DoesNotFit:
+    """Returns the error of a search that found nothing: the most frugal way in numbers, and what would fit."""
+    is_assumed = cluster.host_memory_origin is Origin.ASSUMED and nearest.fits_gpu
+    ways = _with_more_ram(cluster, nearest) if is_assumed else []
+    ways += nearest_that_fits(model, cluster, request, calibration=calibration)
+    hint = "What would fit:\n" + "\n".join(f"  {way}" for way in ways) if ways else "Nothing near would fit either."
+    title = titled(nearest.configuration)
+    the_way = f"{title} needs" if request.is_one_configuration else f"the most frugal way, {title}, needs"
+    problem = f"{model.name} does not fit on {cluster.num_gpus} × {cluster.gpu.name}: {the_way} {nearest.shortage}"
+    assumed = [ram_assumed(cluster)] if is_assumed else []
+    assumed += [gpu_assumed(cluster)] if cluster.gpu_origin is Origin.ASSUMED else []
+    return DoesNotFit("\n".join([problem, *assumed]), hint=hint)
+
+
+def ram_assumed(cluster: Cluster) -> str:
+    """Returns which RAM was assumed, and the option that says otherwise."""
+    return f"assumed: {format_bytes(cluster.host_memory_bytes)} of RAM on each node; say otherwise with --host-memory"
+
+
+def gpu_assumed(cluster: Cluster) -> str:
+    """Returns which GPU was assumed, and the option that says otherwise."""
+    gpu = cluster.gpu
+    size = format_bytes(gpu.memory_bytes)
+    return f"assumed: GPUs of type {gpu.name} ({size}); none was found here, name yours with --gpu"
+
+
+def _with_more_ram(cluster: Cluster, nearest: Estimate) -> list[str]:
+    """Returns the RAM with which the nearest way fits: the next power of two in GiB."""
+    ratio = cluster.host_memory_bytes / nearest.usable_bytes_per_host
+    needed = math.ceil(nearest.memory.host_bytes_per_node * ratio / GIB)
+    return [f"--host-memory {1 << (needed - 1).bit_length()}GiB: {titled(nearest.configuration)}"]
+
+
+def nearest_that_fits(
+    model: ModelFacts, cluster: Cluster, request: Request, *, calibration: Calibration | None = None
+) -> list[str]:
+    """Returns what would fit, each as one sentence in numbers: a smaller micro-batch than the one asked for, more GPUs,
+    an adapter, a shorter sequence."""
+
+    said: dict[str, str] = {}
+    for kind, option, changed, machines in _changes(model, cluster, request):
+        if kind in said:
+            continue
+        try:
+            found = fastest(model, machines, changed, calibration=calibration)
+        except InvalidConfig:  # the options contradict each other there
+            continue
+        if found is not None:
+            said[kind] = f"{option}: {titled(found.configuration)}"
+    return list(said.values())
+
+
+def _changes(model: ModelFacts, cluster: Cluster, request: Request) -> Iterator[tuple[str, str, Request, Cluster]]:
+    """Yields kinds of change, each from the smallest on: its name, the option, the request and the machines."""
+    micro_batch = (request.micro_batch or 1) // 2
+    while micro_batch:  # accumulation makes up for it
+        changed = replace(request, micro_batch=micro_batch, grad_accum=None)
+        yield "micro-batch", f"--micro-batch {micro_batch}", changed, cluster
+        micro_batch //= 2
+    for factor in (2, 4, 8, 16, 32, 64):
+        more = replace(cluster, num_nodes=cluster.num_nodes * factor)
+        nodes = "" if more.gpus_per_node == 8 else f" --gpus-per-node {more.gpus_per_node}"
+        yield "gpus", f"--gpus {more.num_gpus}{nodes}", replace(request, global_batch=None), more
+    if request.method is Method.FULL:
+        for method in (Method.LORA, Method.QLORA):
+            yield "method", f"--method {method}", replace(request, method=method), cluster
+    seq_len = request.seq_len or min(DEFAULT_SEQ_LEN, model.max_position_embeddings)
+    while seq_len > 256:
+        seq_len //= 2
+        yield "seq-len", f"--seq-len {seq_len}", replace(request, seq_len=seq_len), cluster

@@ -1,0 +1,293 @@
+"""Why: the choice against what stands beside it, in sentences with numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from dstrain.choices import Offload
+from dstrain.facts.cluster.cluster import Cluster
+from dstrain.facts.model.model_facts import ModelFacts
+from dstrain.plan.configuration import OFFLOAD_WORDS, Configuration
+from dstrain.plan.estimate_records import Estimate, Speed
+from dstrain.plan.labels import OPTIMIZER_WORDS
+from dstrain.plan.memory.params import trained
+from dstrain.plan.request import Request
+from dstrain.plan.search.buffer_sizes import TIGHT, sized
+from dstrain.plan.search.rules import broken
+from dstrain.plan.search.search import TIE_RATIO
+from dstrain.plan.search.search_space import data_parallel_ranks, global_batch
+from dstrain.units import format_bytes, format_count, format_seconds
+
+MOST_SENTENCES = 3
+"""Sentences of one kind that are said at most."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Neighbour:
+    """What training would be with one choice taken otherwise."""
+
+    chosen: str
+    """The choice as it is: `ZeRO-3`."""
+    other: str
+    """The choice as it could be: `ZeRO-2`."""
+    field: str
+    """The field of a configuration that differs."""
+    estimate: Estimate
+    """What it would need."""
+
+
+def neighbours(
+    model: ModelFacts,
+    cluster: Cluster,
+    request: Request,
+    chosen: Estimate,
+    *,
+    assess: Callable[[Configuration], Estimate],
+) -> list[Neighbour]:
+    """Returns the estimates with one choice taken otherwise, where rules allow; with small buffers where they need to.
+
+    Choices that the request fixes are among them, so that it can be said what they cost.
+    """
+    found = []
+    for field, mine, other, configuration in _flips(request, chosen.configuration):
+        if broken(model, cluster, configuration, writable=request.writable):
+            continue
+        estimate = assess(configuration)
+        if not estimate.fits:
+            estimate = assess(sized(model, configuration, TIGHT))
+        found.append(Neighbour(chosen=mine, other=other, field=field, estimate=estimate))
+    return found
+
+
+def _flips(request: Request, chosen: Configuration) -> Iterator[tuple[str, str, str, Configuration]]:
+    """Yields field, the choice as it is and as it could be in words, and the configuration that it would make."""
+    for stage in (0, 1, 2, 3):
+        if stage != chosen.zero_stage:
+            ratio = chosen.offload_ratio if stage == 3 else 1.0
+            other = replace(chosen, zero_stage=stage, hpz=chosen.hpz if stage == 3 else 1, offload_ratio=ratio)
+            yield "zero_stage", f"ZeRO-{chosen.zero_stage}", f"ZeRO-{stage}", other
+    for offload in Offload:
+        if offload is not chosen.offload:
+            other = replace(chosen, offload=offload, offload_ratio=1.0)
+            yield "offload", _offload_words(chosen.offload), _offload_words(offload), other
+    words = ("checkpointing", "no checkpointing")
+    mine, theirs = words if chosen.grad_ckpt else words[::-1]
+    yield "grad_ckpt", mine, theirs, replace(chosen, grad_ckpt=not chosen.grad_ckpt)
+    mine = f"micro-batch {chosen.micro_batch}"
+    if chosen.grad_accum % 2 == 0:
+        twice, half = 2 * chosen.micro_batch, chosen.grad_accum // 2
+        yield "micro_batch", mine, f"micro-batch {twice}", replace(chosen, micro_batch=twice, grad_accum=half)
+    if chosen.micro_batch % 2 == 0:
+        half, twice = chosen.micro_batch // 2, 2 * chosen.grad_accum
+        yield "micro_batch", mine, f"micro-batch {half}", replace(chosen, micro_batch=half, grad_accum=twice)
+    if chosen.hpz > 1:
+        yield "hpz", f"hpZ {chosen.hpz}", "no hpZ", replace(chosen, hpz=1)
+
+
+def _offload_words(offload: Offload) -> str:
+    return "no offload" if offload is Offload.NONE else OFFLOAD_WORDS[offload]
+
+
+def faster_but_too_large(cluster: Cluster, chosen: Estimate, others: list[Neighbour]) -> tuple[Neighbour, ...]:
+    """Returns the neighbours that would be faster and do not fit, the nearest to fitting first.
+
+    What lacks as much as there is was never in reach. Where speed is not known, what leaves more on the GPU counts as
+    faster.
+    """
+    found = [
+        each
+        for each in others
+        if not each.estimate.fits
+        and _would_be_faster(cluster, chosen, each)
+        and _missing_bytes(each.estimate) < _present_bytes(each.estimate)
+    ]
+    return tuple(sorted(found, key=lambda each: _missing_bytes(each.estimate)))
+
+
+def _would_be_faster(cluster: Cluster, chosen: Estimate, other: Neighbour) -> bool:
+    gain = gain_ratio(cluster, other.estimate, chosen)
+    if gain is None:
+        return other.estimate.memory.device_bytes_per_gpu > chosen.memory.device_bytes_per_gpu
+    return gain > TIE_RATIO
+
+
+def gain_ratio(cluster: Cluster, one: Estimate, other: Estimate) -> float | None:
+    """Returns by what share `one` is faster than `other` for each sample, or None where speed is not known."""
+    if one.speed is None or other.speed is None:
+        return None
+    return _sample_s(cluster, other, other.speed) / _sample_s(cluster, one, one.speed) - 1
+
+
+def _sample_s(cluster: Cluster, estimate: Estimate, speed: Speed) -> float:
+    return speed.step_s / global_batch(cluster, estimate.configuration)
+
+
+def _missing_bytes(estimate: Estimate) -> int:
+    """Returns the bytes that an estimate lacks, on the GPU or, where that fits, in host RAM."""
+    if not estimate.fits_gpu:
+        return estimate.memory.device_bytes_per_gpu - estimate.usable_bytes_per_gpu
+    return estimate.memory.host_bytes_per_node - estimate.usable_bytes_per_host
+
+
+def _present_bytes(estimate: Estimate) -> int:
+    """Returns what may be used of what an estimate lacks."""
+    return estimate.usable_bytes_per_host if estimate.fits_gpu else estimate.usable_bytes_per_gpu
+
+
+def reasons(
+    model: ModelFacts,
+    cluster: Cluster,
+    request: Request,
+    chosen: Estimate,
+    *,
+    rung: int | None,
+    others: list[Neighbour],
+) -> tuple[str, ...]:
+    """Returns why, in sentences: speed and its limit, what was chosen over what, what would change it, the states, the
+    peak, host RAM, the batch, the engine's buffers."""
+    return (
+        *_speed(chosen),
+        *_over(cluster, request, chosen, others),
+        *_with_more(cluster, chosen, others),
+        *_memory(model, cluster, chosen),
+        _batch(cluster, chosen.configuration),
+        *_buffers(chosen, rung),
+    )
+
+
+def compared(cluster: Cluster, one: Estimate, best: Estimate) -> tuple[str, ...]:
+    """Returns how a plan stands to the best one, in one sentence."""
+    gain = gain_ratio(cluster, one, best)
+    more = _more_bytes(one, best)
+    if not one.fits:
+        return (f"does not fit: {one.shortage}",)
+    if gain is None:
+        return (f"{more} than plan 1" if "per" in more else f"{more} as plan 1",)
+    pace = "as fast as plan 1" if abs(gain) <= TIE_RATIO else f"{_percent(gain)} than plan 1"
+    return (f"{pace}, {more}", *_speed(one))
+
+
+def _percent(gain: float) -> str:
+    """Returns a gain in words.
+
+    >>> _percent(0.07), _percent(-0.2), _percent(1.5)
+    ('7 % faster', '20 % slower', '2.5 × as fast')
+    """
+    if gain >= 1:
+        return f"{1 + gain:.1f} × as fast"
+    return percent(abs(gain)) + (" faster" if gain > 0 else " slower")
+
+
+def percent(ratio: float) -> str:
+    """Returns a ratio in percent.
+
+    >>> percent(0.417)
+    '42 %'
+    """
+    return f"{100 * ratio:.0f} %"
+
+
+def _more_bytes(one: Estimate, other: Estimate) -> str:
+    difference = one.memory.device_bytes_per_gpu - other.memory.device_bytes_per_gpu
+    if not difference:
+        return "the same memory"
+    return f"{format_bytes(abs(difference))} {'more' if difference > 0 else 'less'} per GPU"
+
+
+def _speed(chosen: Estimate) -> list[str]:
+    """Returns what a step takes and what it waits for."""
+    if chosen.speed is None:
+        return []
+    known = chosen.speed
+    parts = sorted(known.parts_s.items(), key=lambda part: -part[1])[:MOST_SENTENCES]
+    most = ", ".join(f"{name} {percent(seconds / known.step_s)}" for name, seconds in parts if seconds > 0)
+    return [
+        f"a step takes {format_seconds(known.step_s)} (± {percent(known.uncertainty_ratio)}):"
+        f" {known.tokens_per_s_per_gpu:,.0f} tokens a second on each GPU, MFU {percent(known.mfu_ratio)}; it waits most"
+        f" for {known.limited_by}{f' ({most})' if most else ''}"
+    ]
+
+
+def _over(cluster: Cluster, request: Request, chosen: Estimate, others: list[Neighbour]) -> list[str]:
+    """Returns what was chosen over what, by how much; the closest decisions first."""
+    said = []
+    for each in others:
+        gain = gain_ratio(cluster, chosen, each.estimate)
+        if gain is None or not each.estimate.fits:
+            continue
+        memory = _more_bytes(chosen, each.estimate)
+        if gain > TIE_RATIO:
+            said.append((gain, f"{each.chosen} over {each.other}: {_percent(gain)}, {memory}"))
+        elif gain >= -TIE_RATIO:
+            said.append((abs(gain), f"{each.chosen} over {each.other}: as fast, {memory}"))
+        elif getattr(request, each.field, None) is not None:
+            faster = _percent(1 / (1 + gain) - 1)
+            said.append((0.0, f"{each.chosen}, as asked; {each.other} would be {faster} and fits too"))
+    return [sentence for _, sentence in sorted(said)[:MOST_SENTENCES]]
+
+
+def _with_more(cluster: Cluster, chosen: Estimate, others: list[Neighbour]) -> list[str]:
+    """Returns what more memory would change: the nearest change, and those that need more and bring more."""
+    said, best = [], 0.0
+    for each in faster_but_too_large(cluster, chosen, others):
+        gain = gain_ratio(cluster, each.estimate, chosen)
+        if gain is not None and gain < best + TIE_RATIO:
+            continue
+        best = gain or 0.0
+        where = "per GPU" if not each.estimate.fits_gpu else "of host RAM on each node"
+        would = "would fit" if gain is None else f"would be {_percent(gain)}"
+        said.append(f"with {format_bytes(_missing_bytes(each.estimate))} more {where}, {each.other} {would}")
+    return said[:MOST_SENTENCES]
+
+
+def _memory(model: ModelFacts, cluster: Cluster, chosen: Estimate) -> list[str]:
+    """Returns what trains, the states on each GPU, the peak, and host RAM."""
+    configuration, needs, states = chosen.configuration, chosen.memory, chosen.memory.states
+    counts = trained(model, configuration.method, configuration.lora)
+    share = "all" if counts.trainable == model.num_params else f"{format_count(counts.trainable)} of"
+    parts = needs.breakdown_bytes
+    said = [
+        f"{share} {format_count(model.num_params)} parameters train; in {configuration.precision} with"
+        f" {OPTIMIZER_WORDS[configuration.optimizer]} that is"
+        f" {format_bytes(states.device)} of model states on each GPU (parameters {format_bytes(states.params)},"
+        f" gradients {format_bytes(states.grads)}, optimizer {format_bytes(states.optimizer)})",
+        f"the peak is at {needs.peak_instant}: {format_bytes(needs.device_bytes_per_gpu)} of"
+        f" {format_bytes(cluster.gpu.memory_bytes)}, of which {format_bytes(parts.activations)} activations and"
+        f" {format_bytes(parts.logits)} logits",
+    ]
+    if configuration.offload is not Offload.NONE:
+        needed, there = format_bytes(needs.host_bytes_per_node), format_bytes(cluster.host_memory_bytes)
+        said.append(f"host RAM: {needed} of {there} on each node")
+    return said
+
+
+def _batch(cluster: Cluster, configuration: Configuration) -> str:
+    """Returns the arithmetic of the batch."""
+    gpus = "1 GPU" if cluster.num_gpus == 1 else f"{cluster.num_gpus} GPUs"
+    ranks = data_parallel_ranks(cluster, configuration)
+    divided = "" if ranks == cluster.num_gpus else f" / {cluster.num_gpus // ranks} in parallel on each sample"
+    return (
+        f"{gpus}{divided} × micro-batch {configuration.micro_batch} × {configuration.grad_accum} accumulated"
+        f" = {global_batch(cluster, configuration)} samples a step"
+    )
+
+
+def _buffers(chosen: Estimate, rung: int | None) -> list[str]:
+    """Returns the sizes of the engine's buffers and what they were sized by."""
+    each = chosen.configuration
+    if each.zero_stage == 0:
+        return []
+    bucket = f"reduce bucket {format_count(each.reduce_bucket_size)} elements"
+    if each.zero_stage == 3:
+        reuse = each.max_reuse_distance
+        kept = f"layers stay gathered within {format_count(reuse)}" if reuse else "no layer stays gathered"
+        bucket += f", {kept}, sub-groups of {format_count(each.sub_group_size)}"
+    if each.offload_ratio < 1:
+        bucket += f", {percent(each.offload_ratio)} of the optimizer on the CPU"
+    left = format_bytes(max(0, chosen.usable_bytes_per_gpu - chosen.memory.device_bytes_per_gpu))
+    if rung is None:
+        return [f'engine buffers as Transformers fills "auto": {bucket}']
+    if rung == TIGHT:
+        return [f"{'small engine buffers make it fit' if chosen.fits else 'the smallest engine buffers'}: {bucket}"]
+    return [f"engine buffers sized to the memory left, {left} after them: {bucket}"]

@@ -1,0 +1,176 @@
+"""Combinations that do not work together, each with who says so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from dstrain.choices import Attention, Method, Offload, Optimizer, StateDtypes
+from dstrain.facts.cluster.cluster import Cluster
+from dstrain.facts.model.model_facts import ModelFacts
+from dstrain.plan.configuration import Configuration
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """A combination that is refused, does nothing, or does something else than it says."""
+
+    name: str
+    """What it is called."""
+    says: str
+    """The rule, in words."""
+    options: tuple[str, ...]
+    """The fields of a request that it is about."""
+    breaks: Callable[[ModelFacts, Cluster, Configuration], bool]
+    """Whether a configuration breaks it."""
+    source: str
+    """Who says so."""
+
+
+_IN_RAM = (Offload.OPTIMIZER, Offload.PARAMS)
+_MORE_THAN_OPTIMIZER = (Offload.PARAMS, Offload.NVME)
+_DS = "deepspeed 0.19.8 "
+
+
+def _is_deepspeed(configuration: Configuration) -> bool:
+    return configuration.state_dtypes is StateDtypes.MIXED
+
+
+# fmt: off
+RULES: tuple[Rule, ...] = (
+    Rule(name="offload needs ZeRO", options=("zero_stage", "offload"),
+         says="ZeRO-0 offloads nothing",
+         breaks=lambda m, k, c: c.zero_stage == 0 and c.offload is not Offload.NONE,
+         source=_DS + "runtime/engine.py: _configure_zero_optimizer alone reads offload_optimizer"),
+    Rule(name="parameter offload needs ZeRO-3", options=("zero_stage", "offload"),
+         says="an optimizer is offloaded under ZeRO-1 to 3, parameters and NVMe under ZeRO-3 only",
+         breaks=lambda m, k, c: c.zero_stage < 3 and c.offload in _MORE_THAN_OPTIMIZER,
+         source=_DS + "runtime/zero/stage_1_and_2.py: offload_param is never read, an nvme device becomes the CPU"),
+    Rule(name="NVMe needs a folder", options=("offload",),
+         says="NVMe offload needs a folder on a drive (--nvme)",
+         breaks=lambda m, k, c: c.offload is Offload.NVME and k.nvme_path is None,
+         source=_DS + "runtime/zero/stage3.py: os.path.join(nvme_path, …) is a TypeError where it is None"),
+    Rule(name="ratio needs ZeRO-3", options=("zero_stage", "offload"),
+         says="a part of the optimizer is offloaded under ZeRO-3 only",
+         breaks=lambda m, k, c: c.offload_ratio < 1 and c.zero_stage < 3,
+         source=_DS + "runtime/zero/stage3.py: subgroup_to_device; stage_1_and_2.py never reads ratio"),
+    Rule(name="ratio needs an optimizer in RAM", options=("offload",),
+         says="a part of the optimizer stays on the GPU only where the rest is in host RAM",
+         breaks=lambda m, k, c: c.offload_ratio < 1 and c.offload not in _IN_RAM,
+         source=_DS + "runtime/zero/stage3.py: partial_offload with DeepSpeedCPUAdam"),
+    Rule(name="CPU optimizer is Adam", options=("optimizer", "offload"),
+         says="an offloaded optimizer is AdamW: the CPU has no other here",
+         breaks=lambda m, k, c: c.offload is not Offload.NONE and c.optimizer is not Optimizer.ADAMW
+         and _is_deepspeed(c),
+         source="accelerate 1.15 utils/deepspeed.py: map_pytorch_optim_to_deepspeed makes CPUAdam of all, or raises"),
+    Rule(name="hpZ needs ZeRO-3", options=("zero_stage",),
+         says="a second copy of the parameters inside each node (hpZ) exists under ZeRO-3 only",
+         breaks=lambda m, k, c: c.hpz > 1 and c.zero_stage < 3,
+         source=_DS + "runtime/zero/partition_parameters.py alone reads zero_hpz_partition_size"),
+    Rule(name="hpZ divides the GPUs", options=(),
+         says="hpZ divides the GPUs of a node",
+         breaks=lambda m, k, c: k.gpus_per_node % c.hpz != 0,
+         source=_DS + "utils/groups.py: _create_zero_param_parallel_group, _ensure_divisibility"),
+    Rule(name="hpZ keeps its copy on the GPU", options=("offload",),
+         says="hpZ's second copy follows offloaded parameters to the CPU, where it saves nothing",
+         breaks=lambda m, k, c: c.hpz > 1 and c.offload in _MORE_THAN_OPTIMIZER,
+         source=_DS + "runtime/zero/partition_parameters.py: _partition_param_sec (device=self.remote_device)"),
+    Rule(name="hpZ and AutoTP", options=("tp",),
+         says="hpZ cuts the ranks of the world into runs, which AutoTP's groups cross",
+         breaks=lambda m, k, c: c.hpz > 1 and c.tp > 1,
+         source=_DS + "utils/groups.py: _create_zero_param_parallel_group takes consecutive ranks of the world"),
+    Rule(name="SP and AutoTP", options=("sp", "tp"),
+         says="sequence and tensor parallelism exclude each other",
+         breaks=lambda m, k, c: c.sp > 1 and c.tp > 1,
+         source=_DS + "runtime/engine.py: _configure_tensor_parallel_states replaces the mpu that SP comes with"),
+    Rule(name="SP divides the GPUs", options=("sp",),
+         says="--sp divides the GPUs",
+         breaks=lambda m, k, c: k.num_gpus % c.sp != 0,
+         source=_DS + "runtime/sequence_parallel/parallel_state_sp.py: initialize_sequence_parallel"),
+    Rule(name="SP divides the heads", options=("sp",),
+         says="--sp divides the attention heads",
+         breaks=lambda m, k, c: m.num_attention_heads % c.sp != 0,
+         source=_DS + "runtime/sequence_parallel/ulysses_sp.py: UlyssesSPAttentionHF.__init__"),
+    Rule(name="SP and key-value heads", options=("sp",),
+         says="--sp divides the key-value heads, or they divide it",
+         breaks=lambda m, k, c: bool(m.num_key_value_heads % c.sp and c.sp % m.num_key_value_heads),
+         source=_DS + "runtime/sequence_parallel/ulysses_sp.py: UlyssesSPAttentionHF.__init__"),
+    Rule(name="SP divides the sequence", options=("sp", "seq_len"),
+         says="--sp divides --seq-len",
+         breaks=lambda m, k, c: c.seq_len % c.sp != 0,
+         source=_DS + "runtime/sequence_parallel/ulysses_sp.py: local_seq_length"),
+    Rule(name="SP needs a kernel without mask", options=("sp", "attn"),
+         says="sequence parallelism needs sdpa or flash attention",
+         breaks=lambda m, k, c: c.sp > 1 and c.attn is Attention.EAGER,
+         source=_DS + "runtime/sequence_parallel/ulysses_sp.py: register_with_transformers"),
+    Rule(name="SP and latent attention", options=("sp",),
+         says="sequence parallelism needs keys and values of one width, which latent attention has not",
+         breaks=lambda m, k, c: c.sp > 1 and m.head_dim != m.v_head_dim,
+         source=_DS + "runtime/sequence_parallel/ulysses_sp.py: forward, key.shape == value.shape"),
+    Rule(name="SP and images", options=("sp", "image_patches"),
+         says="sequence parallelism replaces the vision tower's attention too, which has no position ids",
+         breaks=lambda m, k, c: c.sp > 1 and c.image_patches > 0,
+         source=_DS + "runtime/sequence_parallel/ulysses_sp.py: forward, position_ids"),
+    Rule(name="TP inside a node", options=("tp",),
+         says="--tp divides the GPUs of a node",
+         breaks=lambda m, k, c: k.gpus_per_node % c.tp != 0,
+         source="Megatron-LM (arXiv 2104.04473), takeaway 1: up to the GPUs of a server (from memory)"),
+    Rule(name="TP divides the key-value heads", options=("tp",),
+         says="--tp divides the key-value heads, beyond which AutoTP does not cut attention",
+         breaks=lambda m, k, c: bool(m.num_key_value_heads % c.tp or m.num_attention_heads % c.tp),
+         source=_DS + "runtime/engine.py: _apply_autotp_partitioning"),
+    Rule(name="TP and experts", options=("tp",),
+         says="AutoTP refuses the experts of Transformers 5",
+         breaks=lambda m, k, c: c.tp > 1 and m.moe is not None,
+         source=_DS + "module_inject/tp_plan_converter.py: convert (styles packed_colwise, moe_tp_experts)"),
+    Rule(name="TP and adapters", options=("tp", "method"),
+         says="AutoTP does not find linears that an adapter has wrapped",
+         breaks=lambda m, k, c: c.tp > 1 and c.method is not Method.FULL,
+         source=_DS + "module_inject/tp_plan_converter.py: convert ends a pattern at q_proj.weight; "
+                      "peft's is q_proj.base_layer.weight"),
+    Rule(name="activation offload needs checkpoints", options=("activation_offload", "grad_ckpt"),
+         says="what activation offload moves are checkpoints",
+         breaks=lambda m, k, c: c.activation_offload and not c.grad_ckpt,
+         source=_DS + "runtime/activation_checkpointing/offload_activations.py"),
+    Rule(name="accumulation dtype needs ZeRO", options=("zero_stage",),
+         says="ZeRO-0 accumulates gradients in the training precision",
+         breaks=lambda m, k, c: c.zero_stage == 0 and c.grad_accum_dtype not in (None, c.precision),
+         source=_DS + "runtime/engine.py: _do_optimizer_sanity_check (NotImplementedError)"),
+    Rule(name="PyTorch offloads parameters", options=("offload", "state_dtypes"),
+         says="without DeepSpeed parameters and optimizer leave the GPU together",
+         breaks=lambda m, k, c: not _is_deepspeed(c) and c.offload not in (Offload.NONE, Offload.PARAMS),
+         source="torch 2.13 distributed/fsdp/api.py: CPUOffload(offload_params)"),
+    Rule(name="PyTorch has no Ulysses, no hpZ, no ratio", options=("sp", "state_dtypes"),
+         says="sequence parallelism, hpZ and partial offload are DeepSpeed's",
+         breaks=lambda m, k, c: not _is_deepspeed(c) and (c.sp > 1 or c.hpz > 1 or c.offload_ratio < 1),
+         source=_DS + "runtime/sequence_parallel/ulysses_sp.py, runtime/zero/config.py"),
+)
+"""What DeepSpeed 0.19.8, with Transformers 5.23 and accelerate 1.15, does not do. The batch identity is not here: no
+configuration is made that breaks it (`space.batches`)."""
+
+WRITABLE: tuple[Rule, ...] = (
+    Rule(name="ZeRO-0 is not written", options=("zero_stage",),
+         says="gen-config writes ZeRO-1 to 3",
+         breaks=lambda m, k, c: c.zero_stage == 0,
+         source="ds_templates: ZeRO-0 has no template"),
+    Rule(name="ZeRO-1 with offload is not written", options=("zero_stage", "offload"),
+         says="an optimizer is offloaded under ZeRO-2 and 3, parameters and NVMe under ZeRO-3 only",
+         breaks=lambda m, k, c: (c.zero_stage, c.offload) == (1, Offload.OPTIMIZER),
+         source="ds_templates: ZeRO-1 with offload has no template"),
+    Rule(name="hpZ and ratio are not written", options=(),
+         says="gen-config writes neither hpZ nor partial offload yet",
+         breaks=lambda m, k, c: c.hpz > 1 or c.offload_ratio < 1,
+         source="ds_templates/_zero3.json.j2, ds_templates/_offload_optimizer.json.j2"),
+    Rule(name="SP and TP are not run", options=("sp", "tp"),
+         says="the trainer does not run sequence or tensor parallelism yet",
+         breaks=lambda m, k, c: c.sp > 1 or c.tp > 1,
+         source="dstrain/train/arguments.py sets no ParallelismConfig"),
+)
+"""What gen-config and the trainer cannot carry out, though DeepSpeed can."""
+# fmt: on
+
+
+def broken(model: ModelFacts, cluster: Cluster, configuration: Configuration, *, writable: bool = False) -> list[Rule]:
+    """Returns the rules that a configuration breaks; with `writable` those of gen-config too."""
+    rules = RULES + WRITABLE if writable else RULES
+    return [rule for rule in rules if rule.breaks(model, cluster, configuration)]

@@ -1,0 +1,198 @@
+"""The search: every way to train, the fastest first, each estimated or excluded by a bound."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from dstrain.choices import Offload
+from dstrain.facts.cluster.calibration import Calibration
+from dstrain.facts.cluster.cluster import Cluster
+from dstrain.facts.model.model_facts import ModelFacts
+from dstrain.plan.estimate_records import Estimate
+from dstrain.plan.request import Request
+from dstrain.plan.search.buffer_sizes import TIGHT
+from dstrain.plan.search.evaluator import Desk, Key, usable_ratio
+from dstrain.plan.search.search_space import Candidate, mechanisms, space, way_of
+from dstrain.plan.search.slowdown_order import lost_speed
+
+TIE_RATIO = 0.02
+"""Plans whose times differ by less are as fast as each other: the simpler one comes first."""
+DEFAULT_TOP = 3
+"""Plans that are shown where nobody says how many."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranking:
+    """What a search found."""
+
+    plans: tuple[Estimate, ...]
+    """The best ways to train, each with its best batch, the best first; where nothing fits, the nearest ones."""
+    rungs: tuple[int | None, ...]
+    """The size of the buffers of each (`sizing.sizes`)."""
+    fits: bool
+    """Whether they fit."""
+    num_estimated: int
+    """Configurations that were estimated."""
+    num_excluded: int
+    """Configurations that a bound excluded; with those estimated, the whole space."""
+
+
+def search(
+    model: ModelFacts,
+    cluster: Cluster,
+    request: Request,
+    *,
+    top: int = DEFAULT_TOP,
+    calibration: Calibration | None = None,
+    exhaustive: bool = False,
+) -> Ranking:
+    """Returns the `top` best ways to train that fit or, where none does, the nearest.
+
+    Best first by time: a candidate enters with a bound below its time, comes back with its time, and is estimated only
+    when nothing faster is left. What the memory bound rules out never enters; the search ends when enough is known.
+    `exhaustive` estimates everything instead, and must find the same.
+    """
+    candidates = space(model, cluster, request)
+    desk = Desk(model, cluster, calibration, usable_ratio(request))
+    possible = candidates if exhaustive else [each for each in candidates if desk.may_fit(each)]
+    if exhaustive:
+        for candidate in candidates:
+            desk.estimate(candidate)
+    found = _verified(desk, possible, top)
+    fits = bool(found)
+    if not fits:
+        found = _nearest(desk, candidates, top)
+    return Ranking(
+        plans=tuple(desk.estimate(each) for each in found),
+        rungs=tuple(each.rung for each in found),
+        fits=fits,
+        num_estimated=len(desk.estimates),
+        num_excluded=len(candidates) - len(desk.estimates),
+    )
+
+
+def _verified(desk: Desk, candidates: list[Candidate], top: int) -> list[Candidate]:
+    """Returns the best candidates that fit exactly too: what is listed is estimated again, until all of it fits."""
+    while True:
+        found = _ranked(desk, candidates, top)
+        verified = [desk.verify(each).fits for each in found]
+        if all(verified):
+            return found
+
+
+def fastest(
+    model: ModelFacts, cluster: Cluster, request: Request, *, calibration: Calibration | None = None
+) -> Estimate | None:
+    """Returns the best way to train that fits, or None."""
+    desk = Desk(model, cluster, calibration, usable_ratio(request))
+    found = _verified(desk, [each for each in space(model, cluster, request) if desk.may_fit(each)], 1)
+    return desk.estimate(found[0]) if found else None
+
+
+def _ranked(desk: Desk, candidates: list[Candidate], top: int) -> list[Candidate]:
+    """Returns the best candidates that fit, one of each way.
+
+    Those within `TIE_RATIO` of the fastest of them are as good as it, and the simplest of them comes first; then those
+    within as much of the fastest that is left. What could not come before another of its way is not estimated.
+    """
+    ranked: list[Candidate] = []
+    tied: list[_Tied] = []
+    for key, candidate in _by_time(desk, candidates):
+        if tied and not _is_tie(key, tied[0].key):
+            ranked += _simplest_first(tied)
+            tied = []
+        if len(ranked) >= top:
+            break
+        if candidate is None or any(way_of(each.way) == way_of(candidate.way) for each in ranked):
+            continue
+        new = _Tied(_complexity(candidate), candidate.rung == TIGHT, key, candidate)
+        if not any(each[:2] <= new[:2] and way_of(each.candidate.way) == way_of(candidate.way) for each in tied):
+            tied += [new] if desk.seems_to_fit(candidate) else []
+    return (ranked + _simplest_first(tied))[:top]
+
+
+class _Tied(NamedTuple):
+    """A candidate that is as fast as others; they come in the order of these fields."""
+
+    complexity: int
+    is_tight: bool
+    key: Key
+    candidate: Candidate
+
+
+def _is_tie(key: Key, first: Key) -> bool:
+    return key == first if len(key) > 1 else key[0] <= first[0] * (1 + TIE_RATIO)
+
+
+def _simplest_first(tied: list[_Tied]) -> list[Candidate]:
+    """Returns one of each way, the simplest first; of equals those with roomy buffers, then the fastest."""
+    best: dict[tuple[object, ...], Candidate] = {}
+    for each in sorted(tied, key=lambda each: each[:3]):
+        best.setdefault(way_of(each.candidate.way), each.candidate)
+    return list(best.values())
+
+
+def _complexity(candidate: Candidate) -> int:
+    return mechanisms(candidate.way) + (candidate.way.offload is not Offload.NONE and not candidate.pin_memory)
+
+
+def _by_time(desk: Desk, candidates: list[Candidate]) -> Iterator[tuple[Key, Candidate | None]]:
+    """Yields candidates with their times, the fastest first; and None with the least time of all that are left.
+
+    A candidate waits with the bound of its time; when nothing has a lower one, its time is computed, and it waits
+    again. Where the speed of the GPU is not known the order of lost speed takes the place of times.
+    """
+    if not candidates:
+        return
+    if desk.time(candidates[0]) is None:
+        keyed = [(lost_speed(desk.cluster, each), each) for each in candidates]
+        yield from sorted(keyed, key=lambda each: each[0])
+        return
+    waiting = [(desk.least_time(each), order, False) for order, each in enumerate(candidates)]
+    heapq.heapify(waiting)
+    while waiting:
+        key, order, is_time = heapq.heappop(waiting)
+        yield key, candidates[order] if is_time else None
+        if not is_time:
+            time = desk.time(candidates[order])
+            assert time is not None, "a GPU's speed is known for every configuration or for none"
+            heapq.heappush(waiting, (time, order, True))
+
+
+def _nearest(desk: Desk, candidates: list[Candidate], top: int) -> list[Candidate]:
+    """Returns the ways that come nearest to fitting, each with its smallest micro-batch and buffers.
+
+    Those that the GPU could hold come before those that it could not; then by bytes. A bound below these bytes ends the
+    search: nothing that is left comes nearer.
+    """
+    smallest: dict[tuple[object, ...], int] = {}
+    for each in candidates:
+        smallest[way_of(each.way)] = min(each.micro_batch, smallest.get(way_of(each.way), each.micro_batch))
+    frugal = [
+        each for each in candidates if each.rung in (TIGHT, None) and each.micro_batch == smallest[way_of(each.way)]
+    ]
+    found: dict[tuple[object, ...], tuple[tuple[bool, int], Candidate]] = {}
+    for candidate in sorted(frugal, key=lambda each: _least_shortage(desk, each)):
+        known = sorted(shortage for shortage, _ in found.values())
+        if len(known) >= top and known[top - 1] <= _least_shortage(desk, candidate):
+            break
+        shortage = distance(desk.estimate(candidate))
+        if way_of(candidate.way) not in found or shortage < found[way_of(candidate.way)][0]:
+            found[way_of(candidate.way)] = shortage, candidate
+    return [candidate for _, candidate in sorted(found.values(), key=lambda each: each[0])][:top]
+
+
+def _least_shortage(desk: Desk, candidate: Candidate) -> tuple[bool, int]:
+    """Returns the bound of `distance`."""
+    least = desk.bound(candidate)
+    device = least.device_bytes(candidate.micro_batch)
+    fits_gpu = device <= desk.usable_ratio * desk.cluster.gpu.memory_bytes
+    return not fits_gpu, least.host_bytes if fits_gpu else device
+
+
+def distance(each: Estimate) -> tuple[bool, int]:
+    """Returns how far an estimate is from fitting: what the GPU could hold is nearer than what it could not."""
+    return not each.fits_gpu, each.memory.host_bytes_per_node if each.fits_gpu else each.memory.device_bytes_per_gpu

@@ -1,0 +1,286 @@
+"""Every way to train that a request leaves open and no rule forbids."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple, TypeVar
+
+from dstrain.choices import Attention, Offload, StateDtypes
+from dstrain.errors import InvalidConfig
+from dstrain.facts.cluster.cluster import Cluster
+from dstrain.facts.model.model_facts import ModelFacts
+from dstrain.plan.configuration import DEFAULTS, Configuration
+from dstrain.plan.estimate import supported_precision
+from dstrain.plan.request import Request
+from dstrain.plan.search.buffer_sizes import ROOMY, TIGHT, sizes, sizes_of_transformers
+from dstrain.plan.search.rules import Rule, broken
+
+T = TypeVar("T")
+
+DEFAULT_SEQ_LEN = 4096
+"""Sequence length where none is asked for, and the model reaches so far."""
+DEFAULT_GLOBAL_BATCH = 64
+"""Samples of one step where none are asked for: the usual size of supervised fine-tuning on a few nodes."""
+RATIOS = (1.0, 0.75, 0.5, 0.25)
+"""Shares of an optimizer that are offloaded; the one that is chosen is refined (`sizing.least_offloaded`)."""
+
+
+class Candidate(NamedTuple):
+    """One configuration in short; `configuration` writes it out."""
+
+    way: Configuration
+    """All that is neither batch nor buffers."""
+    micro_batch: int
+    """Samples of one forward of one GPU."""
+    grad_accum: int
+    """Micro-batches of one optimizer step."""
+    rung: int | None
+    """Size of the engine's buffers (`sizing.sizes`); None: as Transformers fills them in."""
+    pin_memory: bool
+    """Whether offloaded states are in page-locked memory."""
+
+    def configuration(self, model: ModelFacts) -> Configuration:
+        """Returns the whole configuration."""
+        buffers = sizes_of_transformers(model) if self.rung is None else sizes(model, self.rung)
+        return replace(
+            self.way,
+            micro_batch=self.micro_batch,
+            grad_accum=self.grad_accum,
+            pin_memory=self.pin_memory,
+            **buffers,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ways:
+    """The ways that a request leaves open, before batches and buffers."""
+
+    allowed: tuple[Configuration, ...]
+    """Those that break no rule."""
+    forbidden: tuple[tuple[Configuration, tuple[Rule, ...]], ...]
+    """The others, with the rules they break."""
+
+
+def space(model: ModelFacts, cluster: Cluster, request: Request) -> list[Candidate]:
+    """Returns every candidate.
+
+    stage × offload (with its ratio) × checkpointing × hpZ × SP × TP, less what `rules` forbid, × every micro-batch and
+    accumulation that keep the global batch × buffers. What the request fixes does not vary. Raises InvalidConfig where
+    nothing is left, with the options that contradict each other.
+    """
+    found = ways(model, cluster, request)
+    if not found.allowed:
+        raise _contradiction(request, found)
+    sizes_of_dp = {data_parallel_ranks(cluster, way) for way in found.allowed}
+    by_ranks = {ranks: batches(request, ranks) for ranks in sizes_of_dp}
+    candidates = [
+        Candidate(way, micro_batch, accum, rung, pinned)
+        for way in found.allowed
+        for micro_batch, accum in by_ranks[data_parallel_ranks(cluster, way)]
+        for rung, pinned in _buffers(request, way)
+    ]
+    if not candidates:
+        raise _no_batch(cluster, request, found.allowed)
+    return candidates
+
+
+def data_parallel_ranks(cluster: Cluster, configuration: Configuration) -> int:
+    """Returns over how many groups of GPUs a batch is shared out: N / (SP · TP)."""
+    return max(1, cluster.num_gpus // (configuration.sp * configuration.tp))
+
+
+def global_batch(cluster: Cluster, configuration: Configuration) -> int:
+    """Returns the samples of one optimizer step.
+
+    Source: deepspeed 0.19.8 runtime/config.py: _batch_assertion, with the data-parallel world.
+    """
+    return data_parallel_ranks(cluster, configuration) * configuration.micro_batch * configuration.grad_accum
+
+
+def way_of(configuration: Configuration) -> tuple[object, ...]:
+    """Returns what tells one way to train from another; batches and buffers do not."""
+    each = configuration
+    return each.zero_stage, each.offload, each.grad_ckpt, each.sp, each.tp, each.hpz
+
+
+def mechanisms(configuration: Configuration) -> int:
+    """Returns how many mechanisms a configuration uses: the measure of simplicity.
+
+    One for each part that ZeRO shares out (its stage), each step that states go away from the GPU (optimizer,
+    parameters, NVMe), and for checkpointing, SP, TP, hpZ, a divided optimizer and pageable memory.
+    """
+    each = configuration
+    is_pageable = each.offload is not Offload.NONE and not each.pin_memory
+    extras = (each.grad_ckpt, each.sp > 1, each.tp > 1, each.hpz > 1, each.offload_ratio < 1, is_pageable)
+    return each.zero_stage + list(Offload).index(each.offload) + sum(extras)
+
+
+def ways(model: ModelFacts, cluster: Cluster, request: Request) -> Ways:
+    """Returns every combination of mechanisms, sorted into allowed and forbidden."""
+    start = settled(model, cluster, request)
+    allowed: list[Configuration] = []
+    forbidden: list[tuple[Configuration, tuple[Rule, ...]]] = []
+    for sp, tp in _parallel(cluster, request):
+        parallel = replace(start, sp=sp, tp=tp)
+        wrong = broken(model, cluster, parallel, writable=request.writable)
+        wrong = [rule for rule in wrong if "sp" in rule.options or "tp" in rule.options]
+        if wrong:
+            forbidden.append((parallel, tuple(wrong)))
+            continue
+        for way in _mechanisms(cluster, request, parallel):
+            wrong = broken(model, cluster, way, writable=request.writable)
+            if wrong:
+                forbidden.append((way, tuple(wrong)))
+            else:
+                allowed.append(way)
+    return Ways(allowed=tuple(allowed), forbidden=tuple(forbidden))
+
+
+def settled(model: ModelFacts, cluster: Cluster, request: Request) -> Configuration:
+    """Returns the start of the search: all that does not vary."""
+    seq_len = request.seq_len or min(DEFAULT_SEQ_LEN, model.max_position_embeddings)
+    if seq_len > model.max_position_embeddings:
+        raise InvalidConfig(
+            f"--seq-len {seq_len} is longer than {model.name} was made for ({model.max_position_embeddings})",
+            hint=f"Write --seq-len {model.max_position_embeddings} or less.",
+        )
+    return replace(
+        DEFAULTS,
+        method=request.method,
+        lora=request.lora,
+        seq_len=seq_len,
+        precision=request.precision or supported_precision(cluster),
+        # PyTorch's own: a flash kernel where there is one, and no package to install
+        attn=request.attn or Attention.SDPA,
+        packing=request.packing,
+        overlap_comm=cluster.num_gpus > 1,
+        optimizer=request.optimizer,
+        state_dtypes=request.state_dtypes,
+        expandable_segments=request.state_dtypes is StateDtypes.MIXED,  # `dstrain run` sets it, PyTorch alone does not
+        liger=request.liger,
+        loss=request.loss,
+        activation_offload=request.activation_offload,
+        double_quant=request.double_quant,
+        image_patches=request.image_patches,
+    )
+
+
+def _given(value: T | None, otherwise: tuple[T, ...]) -> tuple[T, ...]:
+    return otherwise if value is None else (value,)
+
+
+def _parallel(cluster: Cluster, request: Request) -> Iterator[tuple[int, int]]:
+    """Yields sequence- and tensor-parallel degrees: powers of two, over all GPUs and inside a node."""
+    one = (1,) if request.is_one_configuration else None
+    for sp in _given(request.sp, one or _powers_of_two(cluster.num_gpus)):
+        for tp in _given(request.tp, one or _powers_of_two(cluster.gpus_per_node)):
+            yield sp, tp
+
+
+def _powers_of_two(limit: int) -> tuple[int, ...]:
+    return tuple(2**exponent for exponent in range(limit.bit_length()) if 2**exponent <= limit)
+
+
+def _mechanisms(cluster: Cluster, request: Request, start: Configuration) -> Iterator[Configuration]:
+    """Yields stage × offload × ratio × hpZ × checkpointing."""
+    is_one = request.is_one_configuration
+    for stage in _given(request.zero_stage, (0, 1, 2, 3)):
+        for offload in _given(request.offload, tuple(Offload)):
+            ratios = RATIOS if offload is Offload.OPTIMIZER and stage == 3 and not is_one else (1.0,)
+            copies = (1, cluster.gpus_per_node) if stage == 3 and cluster.num_nodes > 1 and not is_one else (1,)
+            for ratio in ratios:
+                for hpz in dict.fromkeys(copies):
+                    for grad_ckpt in _given(request.grad_ckpt, (False, True)):
+                        yield replace(
+                            start,
+                            zero_stage=stage,
+                            offload=offload,
+                            offload_ratio=ratio,
+                            hpz=hpz,
+                            grad_ckpt=grad_ckpt,
+                        )
+
+
+def _buffers(request: Request, way: Configuration) -> tuple[tuple[int | None, bool], ...]:
+    """Returns sizes of buffers with page-locked memory or, where states are offloaded, without at last."""
+    if request.is_one_configuration:
+        return ((None, True),)
+    sizes: tuple[tuple[int | None, bool], ...] = ((ROOMY, True), (TIGHT, True))
+    return sizes if way.offload is Offload.NONE else (*sizes, (TIGHT, False))
+
+
+def batches(request: Request, ranks: int) -> list[tuple[int, int]]:
+    """Returns micro-batch and accumulation of every way to make a step on `ranks` data-parallel ranks.
+
+    A given global batch is kept exactly: every divisor of its share is a micro-batch. Else powers of two and divisors,
+    up to the share of a rank in `DEFAULT_GLOBAL_BATCH` samples, which no step exceeds while it can.
+
+    >>> batches(Request(global_batch=48), 8)
+    [(1, 6), (2, 3), (3, 2), (6, 1)]
+    >>> batches(Request(grad_accum=4), 8)
+    [(1, 4), (2, 4)]
+    """
+    exact = request.global_batch is not None
+    if request.global_batch is not None and request.global_batch % ranks:
+        return []
+    share = max(1, (request.global_batch or DEFAULT_GLOBAL_BATCH) // ranks)
+    sizes = _divisors(share) if exact else sorted({*_divisors(share), *_powers_of_two(share)})
+    found = []
+    for micro_batch in _given(request.micro_batch, tuple(sizes)):
+        accum = request.grad_accum or max(1, share // micro_batch)
+        is_free = request.micro_batch is not None or micro_batch == 1
+        if exact and micro_batch * accum != share:
+            continue
+        if not exact and micro_batch * accum > share and not is_free:
+            continue
+        found.append((micro_batch, accum))
+    return found
+
+
+def _divisors(count: int) -> list[int]:
+    return [size for size in range(1, count + 1) if count % size == 0]
+
+
+def _contradiction(request: Request, found: Ways) -> InvalidConfig:
+    """Returns the error of a request that no way satisfies: the options that the least broken way contradicts."""
+    _, rules = min(found.forbidden, key=lambda each: len(each[1]))
+    rule = rules[0]
+    words = [_option(name, getattr(request, name)) for name in rule.options if _is_given(request, name)]
+    said = f"{' and '.join(words)}; {rule.says}" if words else rule.says
+    if len(words) < 2:
+        return InvalidConfig(f"{said[0].lower() if not words else said[0]}{said[1:]}", hint="Choose another value.")
+    return InvalidConfig(f"the options contradict each other: {said}", hint="Leave one of them out.")
+
+
+def _is_given(request: Request, name: str) -> bool:
+    value = getattr(request, name)
+    return value is not None and (name not in ("sp", "tp") or value > 1)
+
+
+_OPTIONS = {"state_dtypes": "states"}
+
+
+def _option(name: str, value: object) -> str:
+    """Returns an option as it is typed."""
+    word = "--" + _OPTIONS.get(name, name).replace("_", "-")
+    return word if value is True else f"{word} {value}"
+
+
+def _no_batch(cluster: Cluster, request: Request, allowed: tuple[Configuration, ...]) -> InvalidConfig:
+    """Returns the error of a global batch that no way keeps, in numbers."""
+    ranks = max(data_parallel_ranks(cluster, way) for way in allowed)
+    wanted = request.global_batch or 0
+    groups = f"{cluster.num_gpus} GPUs" if ranks == cluster.num_gpus else f"{ranks} groups of {cluster.num_gpus} GPUs"
+    unit = ranks * (request.micro_batch or 1) * (request.grad_accum or 1)
+    options = [str(size) for size in (wanted // unit * unit, (wanted // unit + 1) * unit) if size]
+    hint = f"Write --global-batch {' or '.join(options)}."
+    if unit == ranks:
+        return InvalidConfig(f"--global-batch {wanted} cannot be shared by {groups}", hint=hint)
+    parts = [groups]
+    parts += [f"micro-batch {request.micro_batch}"] if request.micro_batch else []
+    parts += [f"{request.grad_accum} accumulated"] if request.grad_accum else []
+    verb = "is not" if request.micro_batch and request.grad_accum else "is no multiple of"
+    return InvalidConfig(
+        f"the options contradict each other: --global-batch {wanted} {verb} {' × '.join(parts)}", hint=hint
+    )

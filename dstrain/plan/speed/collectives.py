@@ -1,0 +1,193 @@
+"""What ranks send each other in a step: how many bytes, among whom, when, and how long that takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from dstrain.choices import StateDtypes
+from dstrain.facts.cluster.cluster import Cluster
+from dstrain.plan.configuration import Configuration
+from dstrain.plan.memory.params import NF4_BYTES_PER_PARAM, Trained
+from dstrain.plan.speed.efficiency import HOP_LATENCY_S, LATENCY_S, NODE_LATENCY_S, Efficiency
+from dstrain.plan.speed.traffic import Work
+
+
+class Phase(StrEnum):
+    """When in a step."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    LAST_BACKWARD = "last backward"
+    STEP = "step"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collective:
+    """Equal collectives of one phase, all together."""
+
+    phase: Phase
+    """When: in every forward or backward pass, in the last backward pass of a step, or after it."""
+    num_bytes: float
+    """Bytes of the whole tensors that are gathered, scattered or reduced; all that one rank has, of an all-to-all."""
+    messages: float
+    """How many collectives these are."""
+    ranks: int
+    """Ranks that take part."""
+    passes: int = 1
+    """Times that the bytes go round: 1 for a gather, a scatter or an all-to-all, 2 for an all-reduce."""
+    stride: int = 1
+    """Distance of neighbours in the numbering of ranks."""
+    is_hidden: bool = False
+    """Whether computation goes on meanwhile."""
+    is_ring: bool = True
+    """Whether the ranks of a node share their adapters; in an all-to-all each has its own alone."""
+
+    def spans_nodes(self, cluster: Cluster) -> bool:
+        """Returns whether the ranks are on more than one node."""
+        return self.ranks * self.stride > cluster.gpus_per_node
+
+    def seconds(self, cluster: Cluster, rates: Efficiency) -> float:
+        """Returns how long they take: passes × bytes × (n − 1) / n over the bus bandwidth, and latency.
+
+        A ring that spans nodes crosses between two of them on as many adapters as it has ranks in each, so its bus
+        bandwidth is theirs together, or that inside the node where it is less. Source: nccl-tests doc/PERFORMANCE.md.
+        """
+        bus = rates.intra_bus_bytes_per_s
+        latency = LATENCY_S + HOP_LATENCY_S * self.ranks
+        if self.spans_nodes(cluster):
+            neighbours = max(1, cluster.gpus_per_node // self.stride)
+            bus = min(bus, rates.inter_bus_bytes_per_s * (neighbours if self.is_ring else 1))
+            latency += NODE_LATENCY_S * self.ranks / neighbours
+        moved = self.num_bytes * (self.ranks - 1) / self.ranks
+        return self.passes * (moved / bus + self.messages * latency)
+
+
+def collectives(cluster: Cluster, configuration: Configuration, work: Work) -> list[Collective]:
+    """Returns what the ranks send each other in a step of `configuration`."""
+    c, counts = configuration, work.counts
+    ranks = max(1, cluster.num_gpus // c.tp)
+    found: list[Collective] = []
+    if ranks > 1:
+        found += _sharded(c, counts, work, ranks) if c.zero_stage == 3 else _replicated(c, counts, work, ranks)
+    if c.sp > 1:
+        found += _sequence_parallel(c, work)
+    if c.tp > 1:
+        found += _tensor_parallel(c, work)
+    return found
+
+
+def _replicated(c: Configuration, counts: Trained, work: Work, ranks: int) -> list[Collective]:
+    """Returns what ZeRO-0 to 2 send: gradients, and after the step the parameters that other ranks updated.
+
+    DeepSpeed all-reduces every bucket and keeps its own part, where ZeRO only needs a reduce-scatter:
+    `use_multi_rank_bucket_allreduce` is on unless somebody turns it off. ZeRO-2 does so for every micro-batch, ZeRO-1
+    for the last one, ZeRO-0 after it. Source: deepspeed 0.19.8 runtime/zero/stage_1_and_2.py: average_tensor;
+    runtime/engine.py: allreduce_gradients. PyTorch's DDP reduces during the last backward pass; its sharding of
+    gradients and states alone gathers parameters before the forward pass and scatters gradients in the backward pass.
+    """
+    is_deepspeed, stage = c.state_dtypes is StateDtypes.MIXED, c.zero_stage
+    size = (
+        (4 if c.state_dtypes is StateDtypes.AUTOCAST and stage == 0 else c.precision.num_bytes)
+        * counts.trainable
+        / c.tp
+    )
+    if not is_deepspeed and stage > 0:
+        params = c.precision.num_bytes * (counts.trainable + counts.frozen) / c.tp
+        layers = work.num_layers + 1
+        return [
+            Collective(
+                phase=Phase.FORWARD, num_bytes=params, messages=layers, ranks=ranks, stride=c.tp, is_hidden=True
+            ),
+            Collective(phase=Phase.BACKWARD, num_bytes=size, messages=layers, ranks=ranks, stride=c.tp, is_hidden=True),
+        ]
+    if not is_deepspeed:
+        when, is_hidden = Phase.LAST_BACKWARD, True
+    elif stage == 2:
+        when, is_hidden = Phase.BACKWARD, c.overlap_comm
+    elif stage == 1 and c.overlap_comm:
+        when, is_hidden = Phase.LAST_BACKWARD, True
+    else:
+        when, is_hidden = Phase.STEP, False
+    messages = 1 + counts.trainable / c.tp / max(1, c.reduce_bucket_size)
+    reduced = Collective(
+        phase=when, num_bytes=size, messages=messages, ranks=ranks, passes=2, stride=c.tp, is_hidden=is_hidden
+    )
+    gathered = Collective(phase=Phase.STEP, num_bytes=size, messages=1, ranks=ranks, stride=c.tp)
+    return [reduced, gathered] if is_deepspeed and stage > 0 else [reduced]
+
+
+def _sharded(c: Configuration, counts: Trained, work: Work, ranks: int) -> list[Collective]:
+    """Returns what ZeRO-3 and PyTorch's full sharding send for every micro-batch: two gathers and a reduce-scatter.
+
+    Checkpointing computes again while the backward pass has the parameters. DeepSpeed keeps what is used again within
+    `max_reuse_distance` elements: around the turn from forward to backward, half of that. With hpZ the backward pass
+    gathers inside groups of `hpz` ranks. Source: ZeRO (arXiv 1910.02054), 7.2.2; deepspeed 0.19.8
+    runtime/zero/partitioned_param_coordinator.py: __params_to_release; ZeRO++ (arXiv 2306.10209), 3.2.
+    """
+    is_deepspeed = c.state_dtypes is StateDtypes.MIXED
+    is_hidden = c.overlap_comm or not is_deepspeed
+    numel = (counts.trainable + counts.frozen) / c.tp
+    size = c.precision.num_bytes * numel + NF4_BYTES_PER_PARAM * counts.quantized / c.tp
+    per_layer = 1.0
+    again = 1.0
+    if is_deepspeed:
+        elements = numel + counts.quantized / c.tp
+        per_layer = min(9.0, max(1.0, elements / work.num_layers / max(1, c.prefetch_bucket_size)))
+        again = 1 - min(1.0, c.max_reuse_distance / 2 / max(1.0, elements))
+    messages = 1 + per_layer * work.num_layers
+    group, hidden = (c.hpz if 1 < c.hpz < ranks else ranks), is_hidden
+    reduced = c.precision.num_bytes * counts.trainable / c.tp
+    scatters = 1 + (counts.trainable / c.tp / max(1, c.reduce_bucket_size) if is_deepspeed else work.num_layers)
+    return [
+        Collective(phase=Phase.FORWARD, num_bytes=size, messages=messages, ranks=ranks, stride=c.tp, is_hidden=hidden),
+        Collective(
+            phase=Phase.BACKWARD,
+            num_bytes=again * size,
+            messages=again * messages,
+            ranks=group,
+            stride=c.tp,
+            is_hidden=hidden,
+        ),
+        Collective(
+            phase=Phase.BACKWARD, num_bytes=reduced, messages=scatters, ranks=ranks, stride=c.tp, is_hidden=hidden
+        ),
+    ]
+
+
+def _sequence_parallel(c: Configuration, work: Work) -> list[Collective]:
+    """Returns Ulysses' all-to-alls: queries, keys, values and outputs of each layer, the same way back in the backward
+    pass, once more where the layer is computed again.
+
+    Source: DeepSpeed-Ulysses (arXiv 2309.14509), 3.2; deepspeed 0.19.8 sequence/layer.py: _SeqAllToAll.
+    """
+    size = c.precision.num_bytes * c.tokens_per_micro_batch / c.sp * 2 * (work.query_width + work.key_width) / c.tp
+    times = 2 if c.grad_ckpt else 1
+    messages = 4 * work.num_layers
+    return [
+        Collective(phase=Phase.FORWARD, num_bytes=size, messages=messages, ranks=c.sp, stride=c.tp, is_ring=False),
+        Collective(
+            phase=Phase.BACKWARD,
+            num_bytes=times * size,
+            messages=times * messages,
+            ranks=c.sp,
+            stride=c.tp,
+            is_ring=False,
+        ),
+    ]
+
+
+def _tensor_parallel(c: Configuration, work: Work) -> list[Collective]:
+    """Returns AutoTP's all-reduces of the residual stream: two in each layer's forward, two in its backward pass, and
+    that of attention once more where the layer is computed again.
+
+    Source: Megatron-LM (arXiv 1909.08053), section 3; deepspeed 0.19.8 module_inject/layers.py.
+    """
+    size = c.precision.num_bytes * c.tokens_per_micro_batch / c.sp * work.layer_width
+    times = 3 if c.grad_ckpt else 2
+    return [
+        Collective(phase=Phase.FORWARD, num_bytes=2 * size, messages=2 * work.num_layers, ranks=c.tp, passes=2),
+        Collective(
+            phase=Phase.BACKWARD, num_bytes=times * size, messages=times * work.num_layers, ranks=c.tp, passes=2
+        ),
+    ]

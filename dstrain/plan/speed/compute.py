@@ -1,0 +1,279 @@
+"""Seconds of one forward and one backward pass of a micro-batch on one GPU: products, attention, bytes, launches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from types import MappingProxyType
+
+from dstrain.choices import Attention, LossKernel, Method, Precision, Stack, StateDtypes
+from dstrain.plan.configuration import Configuration
+from dstrain.plan.memory.params import NF4_BYTES_PER_PARAM
+from dstrain.plan.speed.efficiency import (
+    GROUPED_RATIO,
+    HALF_TILE,
+    HALF_WAVE,
+    HOOK_S,
+    MASKED_ATTENTION_RATIO,
+    SHORT_SEQUENCE,
+    UNIT_S,
+    Efficiency,
+)
+from dstrain.plan.speed.flops import Product
+from dstrain.plan.speed.traffic import Pass, Work
+
+OLD_STACKS = (Stack.TRANSFORMERS_4, Stack.TRANSFORMERS_4_45)
+"""Stacks that checkpoint in the reentrant form unless told otherwise, shift the logits, and loop over experts."""
+
+LOSS_BYTES_PER_LOGIT: Mapping[LossKernel, float] = MappingProxyType(
+    {LossKernel.FULL: 36.0, LossKernel.IN_PLACE: 6.0, LossKernel.CHUNKED: 36.0, LossKernel.FUSED: 6.0}
+)
+"""Bytes moved for each logit, forward and backward, beside the head's products. All at once or in chunks: fp32 copy 6,
+log-softmax 8, its gradient 12, that of the likelihood and its zeros 4, bf16 gradient 6. In place and fused: two reads
+and a write. Source: Transformers 5.23 loss/loss_utils.py; liger-kernel 0.8.5 ops/cross_entropy.py."""
+
+OLD_LOSS_BYTES_PER_LOGIT = 16.0
+"""What Transformers 4 as of 2024 moves more: a shifted, contiguous fp32 copy, and back. Source: modeling_llama.py of
+Transformers 4.44: LlamaForCausalLM.forward."""
+
+FUSED_HEAD_BYTES_PER_WEIGHT = 4.0
+"""Bytes for each weight of the head and each chunk of the fused loss, whose gradient is added to that of the chunk
+before. Source: liger-kernel 0.8.5 ops/fused_linear_cross_entropy.py: addmm(out=grad_weight)."""
+
+EAGER_ATTENTION_BYTES = (18.0, 26.0)
+"""Bytes of each head and pair of positions in eager attention, forward and backward: scores, mask, fp32 softmax and
+its bf16 copy. Source: Transformers 5.23 modeling_llama.py: eager_attention_forward."""
+
+DEQUANTISE_BYTES_PER_PARAM = NF4_BYTES_PER_PARAM + 2
+"""Bytes to make a bf16 weight of a 4-bit one, at every use. Source: bitsandbytes autograd/_functions.py: MatMul4Bit
+dequantises in its forward and in its backward pass."""
+
+LOOP_KERNELS = (11.0, 20.0)
+"""Kernels of one expert, forward and backward, in Transformers 4, which calls expert after expert: choose, gather,
+three products, activation, two products of elements, add. Source: modeling_mixtral.py of Transformers 4.44."""
+LOOP_MODULES = 3
+"""Linears of one expert there, each a module that ZeRO-3 gathers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What of a configuration the computation of a micro-batch depends on; a key of the cache."""
+
+    peak_flops_per_s: float
+    """Data sheet's dense FLOP/s of the GPU in the precision."""
+    has_flash: bool
+    """Whether flash attention runs on the GPU."""
+    element_bytes: int
+    """Bytes of an activation."""
+    tokens: int
+    """Tokens of this rank's micro-batch."""
+    seq_len: int
+    """Positions of a whole sequence."""
+    patches: int
+    """Patches of this rank's micro-batch in the vision tower."""
+    patches_per_sample: int
+    """Patches of one sample, which see each other at most."""
+    is_trained: bool
+    """Whether weights have gradients (full training)."""
+    grad_ckpt: bool
+    """Whether layers are computed again in the backward pass."""
+    is_reentrant: bool
+    """Whether all of a layer is: with the reentrant form of checkpointing."""
+    attn: Attention
+    """Attention implementation."""
+    is_masked: bool
+    """Whether attention gets a mask that flash attention does not take: of padding, or of packed samples."""
+    loss: LossKernel
+    """How the loss is computed."""
+    stack: Stack
+    """Whose layer code runs."""
+    tp: int
+    """Tensor-parallel ranks."""
+    zero_stage: int
+    """ZeRO stage, or as much of PyTorch's own sharding."""
+    is_deepspeed: bool
+    """Whether DeepSpeed shards, not PyTorch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Times:
+    """Seconds of a pass, by what the GPU does."""
+
+    products: float
+    """Matrix products."""
+    attention: float
+    """Attention."""
+    elementwise: float
+    """Kernels that only move bytes, the loss included."""
+    launches: float
+    """What the CPU needs longer to launch it all."""
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return self.products + self.attention + self.elementwise + self.launches
+
+
+def setting(configuration: Configuration, peak_flops_per_s: float, has_flash: bool) -> Setting:
+    """Returns what the computation of a micro-batch depends on.
+
+    Transformers 4 checkpoints in the reentrant form by default, and dstrain does for adapters under ZeRO-3.
+    """
+    c = configuration
+    adapter_under_zero3 = c.method is not Method.FULL and c.zero_stage == 3 and c.state_dtypes is StateDtypes.MIXED
+    return Setting(
+        peak_flops_per_s=peak_flops_per_s,
+        has_flash=has_flash and c.precision is not Precision.FP32,
+        element_bytes=c.precision.num_bytes,
+        tokens=max(1, c.tokens_per_micro_batch // c.sp),
+        seq_len=c.seq_len,
+        patches=c.micro_batch * c.image_patches,
+        patches_per_sample=c.image_patches,
+        is_trained=c.method is Method.FULL,
+        grad_ckpt=c.grad_ckpt,
+        is_reentrant=c.stack in OLD_STACKS or adapter_under_zero3,
+        attn=c.attn,
+        is_masked=c.attn is Attention.SDPA and (c.stack is Stack.TRANSFORMERS_5 if c.packing else c.micro_batch > 1),
+        loss=c.loss,
+        stack=c.stack,
+        tp=c.tp,
+        zero_stage=c.zero_stage,
+        is_deepspeed=c.state_dtypes is StateDtypes.MIXED,
+    )
+
+
+@lru_cache(maxsize=4096)
+def passes(work: Work, rates: Efficiency, chosen: Setting) -> tuple[Times, Times]:
+    """Returns the times of one forward and one backward pass, recomputation included in the latter.
+
+    The GPU works while the CPU launches what comes next, so the slower of the two counts.
+    """
+    s = chosen
+    forward, backward, again = 0.0, 0.0, 0.0
+    for product in work.products:
+        once, gradients = _product_seconds(product, rates, s)
+        forward += once
+        backward += gradients
+        if product.is_in_layer and (s.is_reentrant or not product.is_last):
+            again += once
+    attention = _attention_seconds(work, rates, s)
+    vision = _vision_seconds(work, rates, s)
+    recomputed = work.forward if s.is_reentrant else work.recompute
+    bytes_forward, bytes_backward = _bytes_forward(work, s), _bytes_backward(work, s, recomputed)
+    launched, launched_back, launched_again = _launched(work, rates, s, recomputed)
+    through = 2.5 * attention
+    if s.grad_ckpt:
+        launched_back += launched_again
+        backward += again
+        through += attention
+    return (
+        _times(forward + vision, attention, bytes_forward / rates.hbm_bytes_per_s, launched, _loops(work, s)),
+        _times(backward, through, bytes_backward / rates.hbm_bytes_per_s, launched_back, _loops(work, s)),
+    )
+
+
+def _times(products: float, attention: float, elementwise: float, launched: float, is_looped: bool) -> Times:
+    waited = launched if is_looped else max(0.0, launched - (products + attention + elementwise))
+    return Times(products=products, attention=attention, elementwise=elementwise, launches=waited)
+
+
+def _loops(work: Work, s: Setting) -> bool:
+    """Returns whether the CPU asks the GPU at every expert which tokens visit it, and so can launch nothing ahead."""
+    return work.num_experts > 0 and s.stack in OLD_STACKS
+
+
+def _launched(work: Work, rates: Efficiency, s: Setting, recomputed: Pass) -> tuple[float, float, float]:
+    """Returns the CPU time of launching a forward pass, a backward pass, and what is computed again."""
+    looped = work.num_experts if _loops(work, s) else 0
+    hooked, hooks = work.num_modules + LOOP_MODULES * looped, HOOK_S[s.zero_stage]
+    if not s.is_deepspeed:
+        hooked, hooks = work.num_layers + 1 + 2 * work.num_adapters, UNIT_S if s.zero_stage == 3 else HOOK_S[0]
+    forward = rates.launch_s * (work.forward.kernels + LOOP_KERNELS[0] * looped) + hooks[0] * hooked
+    backward = rates.launch_s * (work.backward.kernels + LOOP_KERNELS[1] * looped) + hooks[1] * hooked
+    again = rates.launch_s * (recomputed.kernels + LOOP_KERNELS[0] * looped) + hooks[0] * hooked
+    return forward, backward, again
+
+
+def _product_seconds(product: Product, rates: Efficiency, s: Setting) -> tuple[float, float]:
+    """Returns the seconds of a product's forward and backward pass.
+
+    FLOPs over peak × ratio, less where the results fill the last wave of tiles badly; or the bytes of both factors and
+    the result over the memory bandwidth, where that takes longer. Trained weights have two products in the backward
+    pass, frozen ones one.
+    """
+    tp = s.tp if product.is_sharded else 1
+    inputs, outputs = product.inputs, product.outputs / tp
+    rows = s.tokens * product.rows_per_token
+    rate, experts = s.peak_flops_per_s * rates.gemm_ratio, product.experts
+    if experts > 1:
+        per_expert = rows / experts
+        rate *= per_expert / (per_expert + HALF_TILE) * (1.0 if s.stack in OLD_STACKS else GROUPED_RATIO)
+    flops = 2 * rows * inputs * outputs
+    weights = inputs * outputs * experts
+    moved = s.element_bytes * (rows * (inputs + outputs) + weights) / rates.hbm_bytes_per_s
+    together = experts if s.stack in OLD_STACKS else 1
+
+    def seconds(results: float) -> float:
+        return max(flops / rate * (1 + HALF_WAVE * together / results), moved)
+
+    forward, through = seconds(rows * outputs), seconds(rows * inputs)
+    gradients = through + (seconds(weights) if s.is_trained else 0.0)
+    return product.count * forward, product.count * gradients
+
+
+def _attention_seconds(work: Work, rates: Efficiency, s: Setting) -> float:
+    """Returns the seconds of all layers' attention in one forward pass.
+
+    Both flash attention and PyTorch's memory-efficient one skip the half above the diagonal; what takes a mask, or
+    holds the scores, does not, and a mask rules out flash attention. Attention's speed rises with the length of the
+    sequence.
+    """
+    flops = s.tokens * s.seq_len * work.attention_width / s.tp
+    if s.attn is Attention.EAGER:
+        return 2 * flops / (s.peak_flops_per_s * rates.gemm_ratio)
+    rate = s.peak_flops_per_s * rates.attention_ratio * s.seq_len / (s.seq_len + SHORT_SEQUENCE)
+    if s.is_masked:
+        return 2 * flops / (rate * (MASKED_ATTENTION_RATIO if s.has_flash else 1.0))
+    return flops / rate
+
+
+def _vision_seconds(work: Work, rates: Efficiency, s: Setting) -> float:
+    """Returns the seconds of the frozen vision tower, which runs forward only."""
+    if not s.patches:
+        return 0.0
+    flops = sum(2 * p.inputs * p.outputs * p.count * p.rows_per_token for p in work.vision_products) * s.patches
+    attention = 2 * s.patches * s.patches_per_sample * work.vision_width
+    peak = s.peak_flops_per_s
+    return flops / (peak * rates.gemm_ratio) + attention / (peak * rates.attention_ratio)
+
+
+def _moved(part: Pass, s: Setting) -> float:
+    """Returns the bytes of a pass over all layers."""
+    return s.tokens * (part.bytes_per_token + part.sharded_bytes_per_token / s.tp)
+
+
+def _bytes_forward(work: Work, s: Setting) -> float:
+    """Returns the bytes that kernels beside products and flash attention move in the forward pass."""
+    logits = s.tokens * float(work.vocab_size)
+    per_logit = LOSS_BYTES_PER_LOGIT[s.loss]
+    if s.stack in OLD_STACKS and s.loss is LossKernel.FULL:
+        per_logit += OLD_LOSS_BYTES_PER_LOGIT
+    total = _moved(work.forward, s) + logits * per_logit
+    if s.loss is LossKernel.FUSED and s.is_trained:
+        chunks = min(s.tokens, -(-work.vocab_size // work.hidden_size))
+        total += FUSED_HEAD_BYTES_PER_WEIGHT * chunks * work.vocab_size * work.hidden_size
+    if s.attn is Attention.EAGER:
+        total += EAGER_ATTENTION_BYTES[0] * s.tokens * s.seq_len * work.num_heads / s.tp
+    return total + DEQUANTISE_BYTES_PER_PARAM * work.num_quantized_params
+
+
+def _bytes_backward(work: Work, s: Setting, recomputed: Pass) -> float:
+    """Returns the same of the backward pass; the loss is counted with the forward pass."""
+    total = _moved(work.backward, s) + DEQUANTISE_BYTES_PER_PARAM * work.num_quantized_params
+    scores = s.tokens * s.seq_len * work.num_heads / s.tp if s.attn is Attention.EAGER else 0.0
+    total += EAGER_ATTENTION_BYTES[1] * scores
+    if s.grad_ckpt:
+        total += _moved(recomputed, s) + DEQUANTISE_BYTES_PER_PARAM * work.num_quantized_params
+        total += EAGER_ATTENTION_BYTES[0] * scores
+    return total

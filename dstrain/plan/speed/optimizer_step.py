@@ -1,0 +1,150 @@
+"""What the optimizer and offloading cost: bytes through the GPU, over PCIe, through host RAM and to NVMe."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from dstrain.choices import Offload, Optimizer, StateDtypes
+from dstrain.facts.cluster.cluster import Cluster
+from dstrain.plan.configuration import Configuration
+from dstrain.plan.speed.efficiency import CPU_ADAM_BYTES_PER_PARAM, PAGEABLE_RATIO, Efficiency
+from dstrain.plan.speed.traffic import Work
+
+KERNEL_BYTES_PER_PARAM: Mapping[Optimizer, float] = MappingProxyType(
+    {
+        Optimizer.ADAMW: 28.0,  # parameter, both moments read and written, gradient read
+        Optimizer.ADAMW_FUSED: 28.0,
+        Optimizer.ADAMW_8BIT: 16.0,  # moments of one byte
+        Optimizer.ADAFACTOR: 60.0,  # unfused: some fifteen passes over fp32
+        Optimizer.LION: 20.0,  # one moment
+        Optimizer.SGD: 12.0,  # none
+    }
+)
+"""Bytes that the optimizer's kernel moves for each parameter in fp32. Source: torch 2.13 FusedAdamW; bitsandbytes
+kOptimizerStatic8bit2StateBlockwise; Transformers 5.23 optimization.py: Adafactor.step."""
+
+UNFUSED_FACTOR = 3.0
+"""Bytes of PyTorch's foreach AdamW over those of its fused one: eight passes of two to four tensors each. DeepSpeed has
+a fused one of its own. Source: torch 2.13 optim/adamw.py: _multi_tensor_adamw."""
+
+MASTER_COPIES_BYTES_PER_PARAM = 28.0
+"""What DeepSpeed's step moves beside it: gradient flattened 4, to fp32 6, its norm 4, scaled 8, new weight to bf16 6.
+Source: deepspeed 0.19.8 runtime/zero/stage_1_and_2.py: step."""
+
+CLIPPING_ELEMENTS = 4.0
+"""Elements moved for each gradient that PyTorch clips: norm and scaling. Source: torch nn/utils/clip_grad.py."""
+
+BUCKET_BYTES_PER_PARAM: Mapping[int, float] = MappingProxyType({0: 8.0, 1: 8.0, 2: 8.0, 3: 12.0})
+"""What reducing a gradient moves on the GPU: copied into the bucket 4, divided 4, under ZeRO-3 put in order 4.
+Source: deepspeed 0.19.8 runtime/zero/stage_1_and_2.py: copy_grads_in_partition, average_tensor;
+runtime/comm/coalesced_collectives.py: reduce_scatter_coalesced."""
+
+ACCUMULATE_BYTES_PER_PARAM = 6.0
+"""What adding a gradient to that of the micro-batch before moves."""
+
+GATHER_BYTES_PER_PARAM = 4.0
+"""What putting gathered shards together moves. Source: deepspeed 0.19.8 runtime/zero/partition_parameters.py:
+AllGatherCoalescedHandle.wait."""
+
+NVME_READ_BYTES_PER_PARAM = 16.0
+"""Master copy, moments and gradient. Source: deepspeed 0.19.8 runtime/swap_tensor/partitioned_optimizer_swapper.py."""
+NVME_WRITE_BYTES_PER_PARAM = 14.0
+"""Master copy, moments and the bf16 parameter."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stepping:
+    """Seconds beside computation and collectives."""
+
+    optimizer: float
+    """Optimizer and the engine's copies on the GPU, in a step."""
+    cpu_optimizer: float
+    """CPU Adam, in a step."""
+    nvme: float
+    """Drives, in a step."""
+    pcie_step: float
+    """Updated parameters to the GPU, in a step."""
+    pcie_forward: float
+    """Copies in every forward pass."""
+    pcie_backward: float
+    """Copies in every backward pass."""
+    is_pcie_hidden: bool
+    """Whether copies in a pass go on beside computation."""
+
+
+def stepping(cluster: Cluster, configuration: Configuration, work: Work, rates: Efficiency) -> Stepping:
+    """Returns the seconds that optimizer, engine and offloading take, with P trainable parameters over N ranks.
+
+    An optimizer on the CPU: gradients down to the host, 4 B as they are accumulated in fp32 there (2 B down and up for
+    each micro-batch before), CPU Adam at 29 B of DRAM traffic, 2 B of parameters back up. Parameters on the CPU: every
+    shard up twice in a micro-batch, instead. NVMe: all of that from and to drives besides.
+    Source: ZeRO-Offload (arXiv 2101.06840), section 4; deepspeed 0.19.8 runtime/zero/stage_1_and_2.py:
+    async_inplace_copy_grad_to_fp32_buffer_from_gpu.
+    """
+    c, counts = configuration, work.counts
+    ranks = max(1, cluster.num_gpus // c.tp)
+    share = counts.trainable / c.tp / (ranks if c.zero_stage else 1)
+    offloaded = share * (c.offload_ratio if c.zero_stage == 3 else 1.0) if c.offload is not Offload.NONE else 0.0
+    shards = c.precision.num_bytes * (counts.trainable + counts.frozen) / c.tp / ranks
+    pcie = rates.pcie_bytes_per_s * (1.0 if c.pin_memory else PAGEABLE_RATIO)
+    checkpoints = c.tokens_per_micro_batch / c.sp * work.layer_width * c.precision.num_bytes
+    forward = checkpoints if c.activation_offload and c.grad_ckpt else 0.0
+    backward = forward + (offloaded * (4 + 2 * (c.grad_accum - 1)) / c.grad_accum)
+    up = offloaded * c.precision.num_bytes
+    if c.offload in (Offload.PARAMS, Offload.NVME):
+        forward, backward, up = forward + shards, backward + shards, 0.0
+    per_node = offloaded * cluster.gpus_per_node
+    on_drives = c.offload is Offload.NVME
+    params_read = 2 * c.grad_accum * shards * cluster.gpus_per_node if on_drives else 0.0
+    read = NVME_READ_BYTES_PER_PARAM * per_node + params_read if on_drives else 0.0
+    written = NVME_WRITE_BYTES_PER_PARAM * per_node if on_drives else 0.0
+    return Stepping(
+        optimizer=_gpu_bytes(c, work, share - offloaded, ranks, rates.overlap_slowdown) / rates.hbm_bytes_per_s,
+        cpu_optimizer=per_node * _cpu_bytes_per_param(c) / rates.cpu_adam_bytes_per_s,
+        nvme=read / rates.nvme_read_bytes_per_s + written / rates.nvme_write_bytes_per_s,
+        pcie_step=up / pcie,
+        pcie_forward=forward / pcie,
+        pcie_backward=backward / pcie,
+        is_pcie_hidden=c.pin_memory and (c.overlap_comm or c.offload is Offload.NONE),
+    )
+
+
+def _cpu_bytes_per_param(c: Configuration) -> float:
+    """Returns the DRAM traffic of a parameter's step on the CPU: CPU Adam's, less with fewer or smaller states."""
+    ratio = KERNEL_BYTES_PER_PARAM[c.optimizer] / KERNEL_BYTES_PER_PARAM[Optimizer.ADAMW]
+    return CPU_ADAM_BYTES_PER_PARAM * ratio * (0.5 if c.state_dtypes is StateDtypes.PURE_BF16 else 1.0)
+
+
+def _gpu_bytes(c: Configuration, work: Work, stepped: float, ranks: int, slowdown: float) -> float:
+    """Returns the bytes that the optimizer, of `stepped` parameters, and the engine move on the GPU in one step.
+
+    What the engine copies on streams of its own counts like a hidden collective.
+    """
+    counts = work.counts
+    kernel = KERNEL_BYTES_PER_PARAM[c.optimizer]
+    if c.state_dtypes is StateDtypes.MIXED:
+        shown = slowdown if c.overlap_comm else 1.0
+        return stepped * (kernel + MASTER_COPIES_BYTES_PER_PARAM) + shown * _engine_bytes(c, work)
+    if c.optimizer is Optimizer.ADAMW:
+        kernel *= UNFUSED_FACTOR
+    size = 2 if c.state_dtypes is StateDtypes.PURE_BF16 else 4
+    accumulated = (c.grad_accum - 1) * 1.5 * size * 2 * counts.trainable / c.tp / (ranks if c.zero_stage else 1)
+    casts = 0.0
+    if c.state_dtypes is StateDtypes.AUTOCAST:
+        cast = (counts.trainable + counts.frozen) / c.tp / (ranks if c.zero_stage else 1)
+        casts = 6.0 * cast * c.grad_accum * (2 if c.grad_ckpt else 1)
+    return stepped * (kernel * size / 4 + CLIPPING_ELEMENTS * size) + accumulated + casts
+
+
+def _engine_bytes(c: Configuration, work: Work) -> float:
+    """Returns the bytes that DeepSpeed's buckets and gathers move on the GPU in one step."""
+    trainable = work.counts.trainable / c.tp
+    reduced = BUCKET_BYTES_PER_PARAM[c.zero_stage] * trainable
+    if c.zero_stage < 2:
+        return reduced + (c.grad_accum - 1) * ACCUMULATE_BYTES_PER_PARAM * trainable
+    gathered = 0.0
+    if c.zero_stage == 3:
+        gathered = 2 * GATHER_BYTES_PER_PARAM * (trainable + work.counts.frozen / c.tp)
+    return c.grad_accum * (reduced + gathered)

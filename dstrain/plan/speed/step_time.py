@@ -1,0 +1,178 @@
+"""The time of one optimizer step: what the GPU computes and moves, what links carry, what is hidden behind what."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from dstrain.facts.cluster.calibration import Calibration
+from dstrain.facts.cluster.cluster import Cluster
+from dstrain.facts.model.model_facts import ModelFacts
+from dstrain.plan.configuration import Configuration
+from dstrain.plan.estimate_records import Limit, Speed
+from dstrain.plan.speed.collectives import Collective, Phase, collectives
+from dstrain.plan.speed.compute import passes, setting
+from dstrain.plan.speed.efficiency import Efficiency, efficiency
+from dstrain.plan.speed.flops import peak_flops_per_s
+from dstrain.plan.speed.optimizer_step import Stepping, stepping
+from dstrain.plan.speed.traffic import Work, work
+
+PRODUCTS, ATTENTION, ELEMENTWISE = "matrix products", "attention", "elementwise kernels"
+OPTIMIZER, LAUNCHES = "optimizer", "kernel launches"
+INTRA, INTER = "links inside the node", "links between nodes"
+CPU, PCIE, NVME = "CPU optimizer", "PCIe", "NVMe"
+
+LIMITS: Mapping[str, Limit] = MappingProxyType(
+    {
+        PRODUCTS: Limit.COMPUTE,
+        ATTENTION: Limit.COMPUTE,
+        ELEMENTWISE: Limit.MEMORY_BANDWIDTH,
+        OPTIMIZER: Limit.MEMORY_BANDWIDTH,
+        LAUNCHES: Limit.LAUNCHES,
+        INTRA: Limit.INTRA_LINK,
+        INTER: Limit.INTER_LINK,
+        CPU: Limit.CPU_OPTIMIZER,
+        PCIE: Limit.PCIE,
+        NVME: Limit.NVME,
+    }
+)
+"""What a part of the step waits for."""
+
+_PRODUCTS_MEASURED = "gemm_ratio"
+"""The measurement without which nothing is known of a CPU: its row of the table is no data sheet's."""
+
+
+def speed(
+    model: ModelFacts, cluster: Cluster, configuration: Configuration, *, calibration: Calibration | None = None
+) -> Speed | None:
+    """Returns how fast a configuration runs, or None where the speed of the GPU, or of a CPU, was never measured.
+
+    Step = accumulation × (forward + backward) + what collectives and copies show beyond what computation hides +
+    optimizer. A hidden collective shows its first message, what outlasts the computation, and a share of the rest by
+    which it slows the computation down. Tokens of padding count as tokens.
+    Source of the form: Calculon (SC'23); distance from published runs: `benchmarks/predict.py`.
+    """
+    c, gpu = configuration, cluster.gpu
+    peak = peak_flops_per_s(gpu, c.precision)
+    if peak <= 0 or gpu.hbm_bytes_per_s <= 0:
+        return None
+    rates = efficiency(cluster, calibration)
+    if gpu.is_cpu and _PRODUCTS_MEASURED not in rates.calibrated:
+        return None
+    done = work(model, c)
+    parts = _parts(cluster, c, done, rates, peak)
+    step_s = sum(parts.values())
+    tokens = c.tokens_per_micro_batch * c.grad_accum / (c.sp * c.tp)
+    flops = done.model_flops[0] + done.model_flops[1] * c.seq_len
+    return Speed(
+        step_s=step_s,
+        tokens_per_s_per_gpu=tokens / step_s,
+        mfu_ratio=flops * tokens / step_s / peak,
+        limited_by=_limit(parts),
+        uncertainty_ratio=_uncertainty(parts, step_s, rates, is_moe=done.num_moe_layers > 0),
+        parts_s=parts,
+    )
+
+
+def _parts(cluster: Cluster, c: Configuration, done: Work, rates: Efficiency, peak: float) -> dict[str, float]:
+    """Returns the seconds of a step by part."""
+    forward, backward = passes(done, rates, setting(c, peak, cluster.gpu.has_flash_attention_2))
+    copies = stepping(cluster, c, done, rates)
+    again = c.grad_accum
+    parts = {
+        PRODUCTS: again * (forward.products + backward.products),
+        ATTENTION: again * (forward.attention + backward.attention),
+        ELEMENTWISE: again * (forward.elementwise + backward.elementwise),
+        LAUNCHES: again * (forward.launches + backward.launches),
+        OPTIMIZER: copies.optimizer,
+        INTRA: 0.0,
+        INTER: 0.0,
+        CPU: copies.cpu_optimizer,
+        PCIE: copies.pcie_step + _shown_copies(copies, forward.total, backward.total) * again,
+        NVME: copies.nvme,
+    }
+    sent = collectives(cluster, c, done)
+    if sent:
+        times = {
+            Phase.FORWARD: (forward.total, again),
+            Phase.BACKWARD: (backward.total, again),
+            Phase.LAST_BACKWARD: (backward.total, 1),
+            Phase.STEP: (0.0, 1),
+        }
+        for phase, (computing, count) in times.items():
+            for part, seconds in _shown(sent, phase, computing, cluster, rates):
+                parts[part] += count * seconds
+    return parts
+
+
+def _shown(
+    sent: list[Collective], phase: Phase, computing: float, cluster: Cluster, rates: Efficiency
+) -> list[tuple[str, float]]:
+    """Returns what the collectives of a phase add to it, by link, where the GPU computes for `computing` seconds.
+
+    In the order given, each hides behind the computation that is left.
+    """
+    found = []
+    for each in sent:
+        if each.phase is not phase:
+            continue
+        seconds = each.seconds(cluster, rates)
+        shown = seconds
+        if each.is_hidden:
+            first = seconds / max(1.0, each.messages)
+            hidden = min(seconds - first, max(0.0, computing))
+            shown = seconds - hidden + rates.overlap_slowdown * hidden
+            computing -= hidden
+        found.append((INTER if each.spans_nodes(cluster) else INTRA, shown))
+    return found
+
+
+def _shown_copies(copies: Stepping, forward_s: float, backward_s: float) -> float:
+    """Returns what copies over PCIe add to the passes of a micro-batch: what outlasts the computation."""
+    if not copies.is_pcie_hidden:
+        return copies.pcie_forward + copies.pcie_backward
+    return max(0.0, copies.pcie_forward - forward_s) + max(0.0, copies.pcie_backward - backward_s)
+
+
+def _limit(parts: Mapping[str, float]) -> Limit:
+    """Returns what the largest part of a step waits for; parts that wait for the same count together."""
+    sums = dict.fromkeys(Limit, 0.0)
+    for part, seconds in parts.items():
+        sums[LIMITS[part]] += seconds
+    return max(sums, key=lambda limit: sums[limit])
+
+
+_PRIOR_UNCERTAINTY: Mapping[str, tuple[float, str]] = MappingProxyType(
+    {
+        PRODUCTS: (0.20, "gemm_ratio"),
+        ATTENTION: (0.30, "attention_ratio"),
+        ELEMENTWISE: (0.25, "hbm_ratio"),
+        OPTIMIZER: (0.30, "hbm_ratio"),
+        LAUNCHES: (0.60, "launch_s"),
+        INTRA: (0.40, "intra_bus_bytes_per_s"),
+        INTER: (0.50, "inter_bus_bytes_per_s"),
+        CPU: (0.50, "cpu_adam_bytes_per_s"),
+        PCIE: (0.40, "pcie_bytes_per_s"),
+        NVME: (0.60, "nvme_read_bytes_per_s"),
+    }
+)
+"""How far each part may be off, over itself, and the measurement that halves it. Source: spread of our predictions
+about published runs where there are any (products, attention, links inside a node), a judgement for the others."""
+
+_EXPERTS_UNCERTAINTY = 0.20
+"""What experts add: how tokens spread over them, and how their products are grouped."""
+_ETHERNET_FACTOR = 1.5
+"""What Ethernet without RDMA makes of the part on links between nodes: congestion, and sockets that nobody tuned."""
+
+
+def _uncertainty(parts: Mapping[str, float], step_s: float, rates: Efficiency, *, is_moe: bool) -> float:
+    """Returns half the width of the range of the step time: each part's own, weighted by its share of the step."""
+    total = 0.0
+    for part, seconds in parts.items():
+        ratio, measurement = _PRIOR_UNCERTAINTY[part]
+        if measurement in rates.calibrated:
+            ratio /= 2
+        elif part == INTER and rates.is_ethernet:
+            ratio *= _ETHERNET_FACTOR
+        total += ratio * seconds
+    return total / step_s + (_EXPERTS_UNCERTAINTY if is_moe else 0.0)

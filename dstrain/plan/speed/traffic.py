@@ -1,0 +1,283 @@
+"""Bytes that a step moves: through the GPU's memory, over links, to the host; and the kernels it launches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Generic, TypeVar
+
+from dstrain.choices import Method, Precision, Stack, StateDtypes
+from dstrain.facts.model.model_facts import Kind, ModelFacts, TensorGroup
+from dstrain.job.schema import Lora
+from dstrain.plan.configuration import Configuration
+from dstrain.plan.memory.params import Trained, adapted, trained
+from dstrain.plan.speed.flops import Product, flops_per_token, products
+from dstrain.plan.speed.kernel_costs import (
+    ADAPTER_INPUT,
+    ADAPTER_OUTPUT,
+    CAST,
+    FP32_ADAPTER_INPUT,
+    FP32_ADAPTER_OUTPUT,
+    FUSED_ADAPTER_INPUT,
+    FUSED_ADAPTER_OUTPUT,
+    JOINED_GRADIENT,
+    Cost,
+    costs,
+)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pass:
+    """What one pass over all decoder layers costs beside its matrix products and attention."""
+
+    sharded_bytes_per_token: float
+    """Bytes for each token that AutoTP divides among ranks."""
+    bytes_per_token: float
+    """Bytes for each token that every rank moves."""
+    kernels: float
+    """Kernels."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Work:
+    """What a model does, summed over its layers; computed once for each model, compared by identity."""
+
+    products: tuple[Product, ...]
+    """The matrix products of the decoder and its head."""
+    vision_products: tuple[Product, ...]
+    """Those of the vision tower."""
+    attention_width: float
+    """Widths of query and value heads together, over all layers: FLOPs of a token and position, forward."""
+    vision_width: float
+    """The same of the vision tower."""
+    num_heads: int
+    """Attention heads over all layers."""
+    num_layers: int
+    """Decoder layers."""
+    hidden_size: int
+    """Width of the residual stream."""
+    vocab_size: int
+    """Logits of a token."""
+    num_moe_layers: int
+    """Those with experts."""
+    num_experts: int
+    """Experts of all layers together."""
+    num_adapters: int
+    """Linears with an adapter that shards as modules of its own."""
+    num_modules: int
+    """Modules with parameters of their own, which ZeRO-3 gathers one by one."""
+    layer_width: int
+    """Hidden size times layers: elements of all checkpoints of a token."""
+    query_width: int
+    """Width of the queries over all layers."""
+    key_width: int
+    """Width of the keys over all layers, which that of the values equals."""
+    num_quantized_params: int
+    """Elements of weights in 4 bits."""
+    counts: Trained
+    """What trains and what does not."""
+    model_flops: tuple[float, float]
+    """Model FLOPs of a trained token: without attention, and for each position of the sequence."""
+    forward: Pass
+    """The forward pass."""
+    backward: Pass
+    """The backward pass, without recomputation."""
+    recompute: Pass
+    """What checkpointing computes again."""
+
+
+class _Same(Generic[T]):
+    """A key that is equal to itself alone: a model's tensors take too long to hash at every call."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: T) -> None:
+        self.value = value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other.value is self.value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """What of a configuration the work for one token depends on."""
+
+    method: Method
+    """What is trained."""
+    lora: Lora
+    """The adapter."""
+    liger: bool
+    """Whether Liger's kernels run."""
+    unsloth: bool
+    """Whether Unsloth's do."""
+    is_fp32: bool
+    """Whether everything is fp32."""
+    has_fp32_residual: bool
+    """Whether the residual stream is, between 4-bit linears that compute in bf16."""
+    has_fp32_adapters: bool
+    """Whether the adapters are."""
+    has_fused_adapters: bool
+    """Whether their products are fused into those of the linears, as Unsloth's are on 4-bit weights."""
+
+
+_PEFT_CASTS = (Stack.TRANSFORMERS_5, Stack.TRANSFORMERS_4, Stack.TRANSFORMERS_4_45)
+
+
+def work(model: ModelFacts, configuration: Configuration) -> Work:
+    """Returns what the model does under a configuration's method, adapter, kernels and precision.
+
+    PEFT keeps adapters in fp32 (`autocast_adapter_dtype`); DeepSpeed casts them with the model; torchtune and LitGPT
+    have adapters of their own.
+    """
+    c = configuration
+    variant = Variant(
+        method=c.method,
+        lora=c.lora,
+        liger=c.liger,
+        unsloth=c.unsloth,
+        is_fp32=c.precision is Precision.FP32,
+        has_fp32_residual=c.fp32_norms and c.method is Method.QLORA,
+        has_fused_adapters=c.unsloth and c.method is Method.QLORA,
+        has_fp32_adapters=c.state_dtypes is not StateDtypes.MIXED and c.stack in _PEFT_CASTS,
+    )
+    return _work(_Same(model), variant)
+
+
+@lru_cache(maxsize=64)
+def _work(key: _Same[ModelFacts], variant: Variant) -> Work:
+    model, vision, method = key.value, key.value.vision, variant.method
+    layers, heads = model.num_hidden_layers, model.num_attention_heads
+    multiplied = products(model, method=method)
+    decoder = tuple(product for product in multiplied if not product.is_vision)
+    forward, backward, recompute = _passes(model, variant)
+    launched = sum(product.count for product in decoder if product.is_in_layer) + layers
+    wrapped = [] if method is Method.FULL or variant.has_fused_adapters else adapted(model, variant.lora)
+    apart = flops_per_token(model, method=method, seq_len=0)
+    ends = sum(product.count for product in decoder if product.is_last)
+    return Work(
+        products=decoder,
+        vision_products=tuple(product for product in multiplied if product.is_vision),
+        attention_width=layers * heads * (model.head_dim + model.v_head_dim),
+        vision_width=2.0 * vision.num_layers * vision.hidden_size if vision else 0.0,
+        num_heads=layers * heads,
+        layer_width=layers * model.hidden_size,
+        num_layers=layers,
+        hidden_size=model.hidden_size,
+        vocab_size=model.vocab_size,
+        query_width=layers * heads * model.head_dim,
+        key_width=layers * model.num_key_value_heads * model.head_dim,
+        num_moe_layers=model.moe.num_moe_layers if model.moe else 0,
+        num_experts=model.moe.num_moe_layers * model.moe.num_experts if model.moe else 0,
+        num_adapters=sum(group.count for group in wrapped),
+        num_modules=sum(group.count for group in model.tensors if not group.name.endswith("bias")),
+        counts=trained(model, method, variant.lora),
+        model_flops=(apart, flops_per_token(model, method=method, seq_len=1) - apart),
+        num_quantized_params=sum(product.num_params for product in decoder if product.is_quantized),
+        forward=replace(forward, kernels=forward.kernels + launched),
+        backward=replace(backward, kernels=backward.kernels + launched * (2 if method is Method.FULL else 1)),
+        recompute=replace(recompute, kernels=recompute.kernels + launched - ends),
+    )
+
+
+class _Tally:
+    """Sums of the costs of parts, forward and backward."""
+
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+        self.bytes = [0.0, 0.0]
+        self.sharded = [0.0, 0.0]
+        self.kernels = [0.0, 0.0]
+
+    def add(self, cost: Cost, width: float, count: float, *, is_sharded: bool, scale: float | None = None) -> None:
+        """Adds `count` parts whose widths sum to `width`."""
+        into = self.sharded if is_sharded else self.bytes
+        for way, (each, kernels) in enumerate(
+            ((cost.forward, cost.forward_kernels), (cost.backward, cost.backward_kernels))
+        ):
+            into[way] += (self.scale if scale is None else scale) * each * width
+            self.kernels[way] += kernels * count
+
+    def passed(self, way: int) -> Pass:
+        """Returns the sums of a way, 0 forward or 1 backward."""
+        return Pass(
+            bytes_per_token=self.bytes[way], sharded_bytes_per_token=self.sharded[way], kernels=self.kernels[way]
+        )
+
+
+def _passes(model: ModelFacts, variant: Variant) -> tuple[Pass, Pass, Pass]:
+    """Returns the forward pass, the backward pass without recomputation, and what checkpointing computes again.
+
+    Norms compute in fp32 whatever the precision is. Recomputation ends before the last residual sum.
+    """
+    layers, hidden, moe = model.num_hidden_layers, model.hidden_size, model.moe
+    is_trained = variant.method is Method.FULL
+    cost = costs(liger=variant.liger, unsloth=variant.unsloth, is_trained=is_trained)
+    tally = _Tally(2.0 if variant.is_fp32 or variant.has_fp32_residual else 1.0)
+    width, count = _norm_width(model)
+    tally.add(cost.norm, width, count, is_sharded=False, scale=1.0)
+    queries, keys = model.num_attention_heads * model.head_dim, model.num_key_value_heads * model.head_dim
+    if model.v_head_dim == model.head_dim:
+        tally.add(cost.rotary, layers * (queries + keys), layers, is_sharded=True)
+    else:
+        tally.add(cost.latent, layers * queries, layers, is_sharded=True)
+    width, count = _gated_width(model)
+    tally.add(cost.gated, width, count, is_sharded=True)
+    tally.add(cost.residual, layers * hidden, layers, is_sharded=False)
+    if moe is not None:
+        visited = moe.num_moe_layers * moe.experts_per_token
+        tally.add(cost.gated, visited * moe.intermediate_size, moe.num_moe_layers, is_sharded=True)
+        tally.add(JOINED_GRADIENT, visited * moe.intermediate_size, moe.num_moe_layers, is_sharded=True)
+        tally.add(cost.experts, visited * hidden, moe.num_moe_layers, is_sharded=False)
+    if not is_trained:
+        _add_adapters(tally, adapted(model, variant.lora), variant)
+    if variant.has_fp32_residual:
+        linears = [group for group in model.tensors if group.is_linear and group.kind in (Kind.ATTENTION, Kind.MLP)]
+        width = sum(sum(group.shape) * group.count for group in linears)
+        tally.add(CAST, width, 2 * sum(group.count for group in linears), is_sharded=True, scale=1.0)
+    forward = tally.passed(0)
+    kept = 6 * tally.scale * hidden * layers
+    recompute = replace(forward, bytes_per_token=forward.bytes_per_token - kept, kernels=forward.kernels - layers)
+    return forward, tally.passed(1), recompute
+
+
+def _norm_width(model: ModelFacts) -> tuple[float, int]:
+    """Returns the widths of all norms that a token passes, summed, and how many there are."""
+    width, count = 0, 0
+    heads = {"self_attn.q_norm.weight": model.num_attention_heads, "self_attn.k_norm.weight": model.num_key_value_heads}
+    for group in model.tensors:
+        if group.kind is Kind.NORM:
+            width += group.numel * group.count * heads.get(group.name, 1)
+            count += group.count
+    return width, count
+
+
+def _gated_width(model: ModelFacts) -> tuple[float, int]:
+    """Returns the inner widths of all dense and shared MLPs, summed, and how many there are."""
+    ends = [group for group in model.tensors if group.kind is Kind.MLP and group.name.endswith("down_proj.weight")]
+    return sum(group.shape[1] * group.count for group in ends), sum(group.count for group in ends)
+
+
+def _add_adapters(tally: _Tally, groups: list[TensorGroup], variant: Variant) -> None:
+    """Adds the adapters' kernels; their products are so thin that reading and writing is all they cost.
+
+    Forward: input 2 (5 more with dropout), output of both products 2, scaled 4, summed 6. Backward: output's gradient
+    scaled 4 and read twice 4, input read 2, its gradient written 2 and summed 6. In fp32 the same in 4 bytes, with
+    casts there and back. Source: traces of peft 0.21 on Transformers 5.23, exact.
+    """
+    inputs = sum(group.shape[1] * group.count for group in groups)
+    outputs = sum(group.shape[0] * group.count for group in groups)
+    count = sum(group.count for group in groups)
+    dropped, also = (5.0, 1) if variant.lora.dropout > 0 else (0.0, 0)
+    dropout = Cost(forward=dropped, backward=dropped, forward_kernels=also, backward_kernels=also)
+    into, out = (
+        (FP32_ADAPTER_INPUT, FP32_ADAPTER_OUTPUT) if variant.has_fp32_adapters else (ADAPTER_INPUT, ADAPTER_OUTPUT)
+    )
+    if variant.has_fused_adapters:
+        into, out = FUSED_ADAPTER_INPUT, FUSED_ADAPTER_OUTPUT
+    for cost, width in ((into, inputs), (out, outputs), (dropout, inputs)):
+        tally.add(cost, width, count, is_sharded=True, scale=2.0 if variant.is_fp32 else 1.0)

@@ -1,0 +1,162 @@
+"""Makes a folder that `from_pretrained` loads: `python -m dstrain.train.checkpoints.export CHECKPOINT_OR_RUN_DIR OUT`.
+
+An adapter is merged into its base; the shards of a ZeRO checkpoint are gathered by DeepSpeed's own functions. One
+process, no GPU; the RAM it takes is the fp32 weights and once more the weights in the dtype asked for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dstrain.choices import Precision
+from dstrain.errors import Conflict, DstrainError, EnvironmentProblem, InvalidConfig
+from dstrain.rundir import RunDir
+from dstrain.train.checkpoints.checkpoints import refuse_damaged
+from dstrain.train.checkpoints.saved_model import converted, family_of, require_whole_model
+from dstrain.train.rank import quieten
+
+_DTYPES = {Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16, Precision.FP32: torch.float32}
+
+
+def export(source: Path, out: Path, *, precision: Precision | None = None) -> Path:
+    """Writes model, config and tokenizer of `source` to `out`, and returns the folder that was read.
+
+    `precision` not given: the dtype of the model that training started from. Raises InvalidConfig for a half-written
+    checkpoint or a folder that is none, and Conflict where `out` has something in it.
+    """
+    _refuse_full(out)
+    folder = locate(source)
+    if (folder / "adapter_config.json").is_file():
+        model = _merged(folder, precision)
+    elif any(folder.glob("global_step*")):
+        model = _gathered(folder, precision)
+    else:
+        model = _loaded(folder, precision)
+    part = out.with_name(f".{out.name}.part")
+    try:
+        model.save_pretrained(part)
+        _save_tokenizer(folder, part)
+        require_whole_model(part)
+        if out.exists():
+            out.rmdir()
+        part.rename(out)
+    except OSError as error:
+        raise EnvironmentProblem(f"{out}: cannot be written: {error}", hint="Name another folder.") from error
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+    return folder
+
+
+def _refuse_full(out: Path) -> None:
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise Conflict(f"{out} is not an empty folder", hint="Name a new folder.")
+
+
+def locate(source: Path) -> Path:
+    """Returns the folder to read: a checkpoint, a final model, or of a run directory its newest whole checkpoint."""
+    run_dir = RunDir(source)
+    if not source.is_dir():
+        raise InvalidConfig(f"{source}: no such folder")
+    if not run_dir.request.exists():
+        if any(source.glob("global_step*")) or source.name.startswith("checkpoint-"):
+            refuse_damaged(source)
+        elif not (source / "config.json").exists() and not (source / "adapter_config.json").exists():
+            raise InvalidConfig(f"{source} is neither a checkpoint nor a run directory")
+        return source
+    newest = run_dir.newest_checkpoint()
+    for problem in newest.skipped:
+        print(f"warning: skipped {problem}", file=sys.stderr)
+    if newest.folder is not None:
+        return newest.folder
+    if run_dir.summary.exists() and run_dir.final.exists():
+        return run_dir.final
+    raise InvalidConfig(f"{source} has no whole checkpoint", hint="Let the run reach save_steps.")
+
+
+def _config(folder: Path) -> Any:
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(folder)
+
+
+def _merged(folder: Path, precision: Precision | None) -> Any:
+    """Returns the base model with the adapter's matrices added to its weights."""
+    from peft import PeftModel
+
+    base = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))["base_model_name_or_path"]
+    config = _config(base)
+    model = family_of(config).from_pretrained(base, dtype=_DTYPES[precision] if precision else "auto")
+    return PeftModel.from_pretrained(model, str(folder)).merge_and_unload()
+
+
+def _gathered(folder: Path, precision: Precision | None) -> Any:
+    """Returns the model with the fp32 weights of every rank's shard, in the dtype asked for."""
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint  # type: ignore[import-untyped]
+
+    config = _config(folder)
+    dtype = _DTYPES[precision] if precision else getattr(config, "dtype", None) or torch.float32
+    try:
+        state = get_fp32_state_dict_from_zero_checkpoint(str(folder))
+    except (ValueError, FileNotFoundError, KeyError) as error:  # shards of tensor or sequence parallelism, for one
+        raise InvalidConfig(
+            f"{folder}: DeepSpeed cannot gather its shards: {str(error).partition(chr(10))[0]}"
+        ) from error
+    with torch.device("meta"):
+        model = family_of(config).from_config(config, dtype=dtype)
+    state = converted(state, model, torch.float32, dtype)
+    _, unexpected = model.load_state_dict(state, strict=False, assign=True)
+    model.tie_weights()
+    unfilled = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    if unfilled or unexpected:
+        raise InvalidConfig(
+            f"{folder}: the shards do not fit the model in its config.json: "
+            f"{len(unfilled)} tensors are missing, {len(unexpected)} are unknown ({(unfilled + unexpected)[0]} …)"
+        )
+    return model
+
+
+def _loaded(folder: Path, precision: Precision | None) -> Any:
+    config = _config(folder)
+    return family_of(config).from_pretrained(folder, dtype=_DTYPES[precision] if precision else "auto")
+
+
+def _save_tokenizer(folder: Path, out: Path) -> None:
+    from transformers import AutoTokenizer
+
+    AutoTokenizer.from_pretrained(folder).save_pretrained(out)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Returns the exit code of the program."""
+    parser = argparse.ArgumentParser(
+        prog="python -m dstrain.train.checkpoints.export", description=(__doc__ or "").split(":")[0]
+    )
+    parser.add_argument("source", type=Path, metavar="CHECKPOINT_OR_RUN_DIR")
+    parser.add_argument("out", type=Path, metavar="OUT", help="a new folder")
+    parser.add_argument("--dtype", choices=[str(p) for p in Precision], help="default: as the base model")
+    parser.add_argument("--dry-run", action="store_true", help="say what would be read, and write nothing")
+    given = parser.parse_args(arguments)
+    quieten(on_terminal=sys.stderr.isatty())
+    try:
+        _refuse_full(given.out)
+        if given.dry_run:
+            folder = locate(given.source)
+        else:
+            folder = export(given.source, given.out, precision=Precision(given.dtype) if given.dtype else None)
+    except DstrainError as error:
+        print(f"Error: {error}", file=sys.stderr)
+        return error.exit_code
+    print(f"{folder} {'would go' if given.dry_run else 'went'} to {given.out}", file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,56 @@
+"""Which ranks write to the same disk: all of them, unless `run --sync` copied the run directory to other nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from dstrain.heartbeat import MARK
+from dstrain.rundir import RunDir
+from dstrain.train.rank import Rank
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Disk:
+    """The disk that this rank writes to."""
+
+    ranks: tuple[int, ...]
+    """All ranks that do."""
+    is_apart: bool = False
+    """Whether others write elsewhere, or `run` does: then `run` makes whole checkpoints out of their parts."""
+    start: str = ""
+    """The mark of this start, by which a part is known to be one of the others'."""
+
+
+def start_of(environment: Mapping[str, str]) -> str:
+    """Returns the mark of a start without the node's number; nothing where ranks were started by hand.
+
+    >>> start_of({"DSTRAIN_RUN_ID": "0f3c-1"}), start_of({})
+    ('0f3c', '')
+    """
+    return environment.get(MARK, "").partition("-")[0]
+
+
+def number_of(run_dir: RunDir, environment: Mapping[str, str]) -> int | None:
+    """Returns the number of a disk that `run --sync` copied to for this start; None for that of `run`."""
+    try:
+        mark, number = run_dir.synced.read_text(encoding="utf-8").split()
+    except (OSError, ValueError):
+        return None
+    return int(number) if mark == start_of(environment) else None
+
+
+def shared(run_dir: RunDir, rank: Rank, environment: Mapping[str, str], group: Any) -> Disk:
+    """Returns this rank's disk; all ranks call it together. `group` is a gloo group of all, None with one rank."""
+    own = number_of(run_dir, environment)
+    numbers: list[int | None] = [own] * rank.world_size
+    if group is not None:
+        dist.all_gather_object(numbers, own, group=group)
+    return Disk(
+        ranks=tuple(index for index, number in enumerate(numbers) if number == own),
+        is_apart=any(number is not None for number in numbers),
+        start=start_of(environment),
+    )

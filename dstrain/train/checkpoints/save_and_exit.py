@@ -1,0 +1,39 @@
+"""Leaving early with a checkpoint, and telling the node's agent how far this rank is (a Transformers callback)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from dstrain.heartbeat import Phase, Sender
+from dstrain.train.rank import Leaving
+
+
+class LeavingCallback(TrainerCallback):
+    """After each step asks all ranks whether one of them is to leave: they save and leave together, or not at all."""
+
+    def __init__(self, leaving: Leaving, pulse: Sender, group: Any) -> None:
+        """`group` is a gloo group of all ranks, None with one rank."""
+        self._leaving = leaving
+        self._pulse = pulse
+        self._group = group
+        self.has_left = False
+        """Whether the training ends because somebody wanted that."""
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Tells the agent, and leaves where that is wanted."""
+        self._pulse.send(state.global_step, Phase.STEP, state.max_steps)
+        if state.global_step < state.max_steps and self._is_wanted_anywhere():
+            self.has_left = True
+            control.should_save = True
+            control.should_training_stop = True
+
+    def _is_wanted_anywhere(self) -> bool:
+        if self._group is None:
+            return self._leaving.is_wanted
+        wanted = torch.tensor([int(self._leaving.is_wanted)])
+        dist.all_reduce(wanted, op=dist.ReduceOp.MAX, group=self._group)
+        return bool(wanted.item())

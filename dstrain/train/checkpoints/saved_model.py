@@ -1,0 +1,144 @@
+"""What a saved model has to be: as its base was where training has no say, and whole, which is read back."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+from dstrain.errors import InvalidConfig, RunFailed
+from dstrain.facts.model.model_files import ADAPTER, Tensor, read
+from dstrain.paths import write_atomic
+
+DTYPE_NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
+"""What safetensors calls the dtypes of training."""
+_KEPT = ("use_cache", "dtype")
+"""Keys of config.json that training changes in memory, and a saved model must not have changed."""
+
+
+def base_config(source: str, *, trust_remote_code: bool) -> dict[str, Any]:
+    """Returns the configuration of the model that training starts from, as config.json would have it."""
+    config: dict[str, Any] = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code).to_dict()
+    return config
+
+
+def base_dtype(base: Mapping[str, Any]) -> torch.dtype | None:
+    """Returns the dtype of the weights that training starts from; None where their configuration does not say."""
+    name = base.get("dtype")
+    dtype = getattr(torch, str(name).removeprefix("torch."), None) if name is not None else None
+    return dtype if isinstance(dtype, torch.dtype) else None
+
+
+def converted(state: Mapping[str, Any], model: Any, trained: torch.dtype, dtype: torch.dtype) -> dict[str, Any]:
+    """Returns weights that were trained in one dtype in another; those that the model's family keeps in fp32 stay so.
+
+    What has to be converted goes to host memory first: a GPU has no room for a second copy.
+    """
+    kept = [re.compile(rf"(^|\.){re.escape(name)}(\.|$)") for name in model._get_dtype_plan(dtype)]
+    shared: dict[tuple[Any, ...], Any] = {}  # tied weights stay one tensor
+
+    def convert(name: str, tensor: Any) -> Any:
+        if tensor.dtype is not trained or any(pattern.search(name) for pattern in kept):
+            return tensor
+        place = (tensor.data_ptr(), tensor.shape, tensor.stride())
+        if place not in shared:
+            shared[place] = tensor.to("cpu", dtype)
+        return shared[place]
+
+    return {name: convert(name, tensor) for name, tensor in state.items()} if trained is not dtype else dict(state)
+
+
+def restore_config(folder: Path, base: Mapping[str, Any]) -> None:
+    """Writes what the base had into the config.json of a saved model, where there is one."""
+    path = folder / "config.json"
+    if path.is_file():
+        saved = json.loads(path.read_text(encoding="utf-8"))
+        write_atomic(path, json.dumps(_restored(saved, base), indent=2, sort_keys=True) + "\n")
+
+
+def _restored(saved: dict[str, Any], base: Mapping[str, Any]) -> dict[str, Any]:
+    whole = {
+        key: _restored(value, base[key]) if isinstance(value, dict) and isinstance(base.get(key), dict) else value
+        for key, value in saved.items()
+        if key not in _KEPT
+    }
+    had = {key: base[key] for key in _KEPT if key in saved and base.get(key) is not None}
+    return whole | {key: str(value).removeprefix("torch.") if key == "dtype" else value for key, value in had.items()}
+
+
+def family_of(config: Any) -> Any:
+    """Returns the class that loads a model of this configuration."""
+    return AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
+
+
+def require_whole_model(folder: Path, *, trust_remote_code: bool = False) -> None:
+    """Raises RunFailed unless `from_pretrained` finds every parameter in a folder, in its shape and the right dtype.
+
+    It loads onto the meta device: the headers of the files are read, and no weights.
+    """
+    unset_hf_deepspeed_config()  # type: ignore[no-untyped-call]  # else ZeRO-3 partitions what is only looked at
+    try:
+        tensors = read(folder)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        _, report = family_of(config).from_pretrained(
+            folder,
+            device_map="meta",
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+            trust_remote_code=trust_remote_code,
+        )
+    except Exception as error:  # the code of a model raises what it likes
+        raise _broken(folder, str(error).partition("\n")[0]) from error
+    problems = [f"{name} is missing" for name in sorted(report["missing_keys"])]
+    problems += [f"{name[0]} has another shape" for name in sorted(report["mismatched_keys"])]
+    problems += [f"{name} is empty" for name, tensor in tensors.items() if not tensor.num_elements]
+    problems += _other_dtypes(tensors, getattr(config, "dtype", None))
+    _raise_first(folder, problems)
+
+
+def _other_dtypes(tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> list[str]:
+    """Returns the tensors whose dtype is neither that of the configuration nor fp32, which some families keep."""
+    names = set(DTYPE_NAMES.values())
+    wanted = DTYPE_NAMES.get(dtype) if dtype is not None else None
+    others = [name for name, tensor in tensors.items() if tensor.dtype in names - {wanted, "F32"}]
+    if wanted is not None and tensors and all(tensor.dtype != wanted for tensor in tensors.values()):
+        others = list(tensors)
+    return [f"{name} is {tensors[name].dtype}, and config.json says {dtype}" for name in others] if wanted else []
+
+
+def require_whole_adapter(folder: Path, model: Any) -> None:
+    """Raises RunFailed unless the adapter in a folder holds every parameter that was trained, in its shape."""
+    try:
+        tensors = read(folder, ADAPTER)
+    except InvalidConfig as error:
+        raise _broken(folder, error.problem) from error
+    adapter = f".{model.active_adapter}"
+    problems = []
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        tensor = tensors.get(name.replace(adapter, ""))
+        shape = tuple(getattr(parameter, "ds_shape", parameter.shape))  # ZeRO-3 leaves an empty tensor in its place
+        if tensor is None:
+            problems.append(f"{name} is missing")
+        elif tensor.shape != shape:
+            problems.append(f"{name} has the shape {tensor.shape}, and was trained as {shape}")
+    _raise_first(folder, problems)
+
+
+def _raise_first(folder: Path, problems: list[str]) -> None:
+    if problems:
+        raise _broken(folder, problems[0] + (f", and {len(problems) - 1} more" if len(problems) > 1 else ""))
+
+
+def _broken(folder: Path, problem: str) -> RunFailed:
+    return RunFailed(
+        f"{folder} does not hold the trained model: {problem}",
+        hint="The newest whole checkpoint may hold it: dstrain export CHECKPOINT OUT",
+    )

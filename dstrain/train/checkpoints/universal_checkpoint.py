@@ -1,0 +1,190 @@
+"""Converts a checkpoint to the form that any number of ranks loads.
+
+Run as `python -m dstrain.train.checkpoints.universal_checkpoint CHECKPOINT`.
+
+DeepSpeed's own converter does it. Weights that a run does not load from there are left out, and what the loading of
+such a copy gets wrong in DeepSpeed is mended: `_trim` before it, `mend` after it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from zipfile import is_zipfile
+
+import psutil
+import torch
+
+from dstrain.errors import DstrainError, EnvironmentProblem, InvalidConfig
+from dstrain.paths import flush, write_atomic
+from dstrain.rundir import UNIVERSAL, UNIVERSAL_PART
+from dstrain.train.checkpoints.checkpoints import is_converted, refuse_damaged
+from dstrain.train.rank import quieten
+
+"""Where a copy is made; what is there was cut short."""
+_WORKERS = 4
+"""Most processes that read shards at a time. Source: deepspeed 0.19.8 ds_to_universal.py: parse_arguments"""
+_UNREAD = ("module", "frozen_param_fragments")
+"""Weights in the files of model states; a universal copy has those that are trained elsewhere. Frozen ones come from
+the model itself. Source: deepspeed 0.19.8 runtime/engine.py: _load_checkpoint"""
+
+
+def convert(checkpoint: Path) -> Path:
+    """Makes the universal copy of a checkpoint beside its shards, whole or not at all; returns its folder.
+
+    A copy that is there is kept. On the disk it takes 12 bytes for each trained parameter (fp32 weights and two
+    moments), and while it is made twice as much. Raises InvalidConfig for a half-written checkpoint or one without
+    shards, and EnvironmentProblem where a file cannot be read or written.
+    """
+    refuse_damaged(checkpoint)
+    latest = checkpoint / "latest"
+    tag = latest.read_text(encoding="utf-8").strip() if latest.is_file() else ""
+    copy = checkpoint / f"{tag}_universal"
+    if is_converted(checkpoint):
+        return copy
+    if not tag or not any((checkpoint / tag).glob("*_optim_states.pt")):
+        raise InvalidConfig(f"{checkpoint} holds no ZeRO shards")
+    part = checkpoint / UNIVERSAL_PART
+    try:
+        for old in (part, copy):
+            shutil.rmtree(old, ignore_errors=True)
+        _lighten(checkpoint / tag, part / "shards")
+        _convert(part, copy.name)
+        _trim(part / copy.name / "zero" / "optimizer_state.pt")
+        (part / copy.name).rename(copy)
+        flush(copy)
+        write_atomic(checkpoint / UNIVERSAL, copy.name)
+    except OSError as error:
+        raise EnvironmentProblem(
+            f"{checkpoint} cannot be converted: {error}", hint="Is the disk full or read-only, or a shard missing?"
+        ) from error
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+    return copy
+
+
+def _lighten(shards: Path, to: Path) -> None:
+    """Makes a folder with the shards, in which the files of model states hold no weights.
+
+    They are the same on every rank then, so each of them is the first one's. The whole ones would be copied, and read
+    by every rank; and of frozen weights the converter would write a copy in fp32.
+    """
+    to.mkdir(parents=True)
+    for file in shards.glob("*_optim_states.pt"):
+        (to / file.name).symlink_to(file.resolve())
+    first, *others = sorted(shards.glob("*_model_states.pt"))
+    states = _load(first)
+    _refuse_round_robin(shards, states.get("ds_config"))
+    for name in _UNREAD:
+        if name in states:
+            states[name] = {}
+    torch.save(states, to / first.name)
+    for file in others:
+        (to / file.name).symlink_to(first.name)
+
+
+def _load(path: Path) -> dict[str, Any]:
+    """Returns what is in a file of DeepSpeed; tensors stay on the disk until they are used, where its form allows."""
+    found: dict[str, Any] = torch.load(path, map_location="cpu", mmap=is_zipfile(path), weights_only=False)
+    return found
+
+
+def _refuse_round_robin(shards: Path, config: Any) -> None:
+    """Raises InvalidConfig for shards whose weights DeepSpeed deals out in turn: it notes their places wrongly.
+
+    Source: deepspeed 0.19.8 runtime/zero/stage_1_and_2.py: _link_all_hp_params, which goes by the order of the groups
+    """
+    zero = config.get("zero_optimization") if isinstance(config, Mapping) else None
+    if isinstance(zero, Mapping) and zero.get("round_robin_gradients"):
+        raise InvalidConfig(
+            f"{shards} was written with zero_optimization.round_robin_gradients: its weights would be mixed up"
+        )
+
+
+def _convert(folder: Path, name: str) -> None:
+    """Runs DeepSpeed's converter; from inside the folder, since in a path "+" or "[" would be a pattern to it."""
+    from deepspeed.checkpoint import ds_to_universal  # type: ignore[import-untyped]
+
+    workers = _workers(folder / "shards")
+    with contextlib.chdir(folder):
+        ds_to_universal.main(
+            argparse.Namespace(
+                input_folder="shards",
+                output_folder=name,
+                num_extract_workers=workers,
+                num_merge_workers=min(workers, 2),
+                keep_temp_folder=False,
+                strict=True,
+                inject_missing_state=True,
+            )
+        )
+
+
+def _workers(shards: Path) -> int:
+    """Returns how many processes fit the memory that is free: each holds one rank's shard, and a copy in pieces."""
+    largest = max(file.stat().st_size for file in shards.glob("*_optim_states.pt"))
+    fit = psutil.virtual_memory().available // (2 * largest)
+    return max(1, min(_WORKERS, os.cpu_count() or 1, fit))
+
+
+def _trim(path: Path) -> None:
+    """Leaves in the common optimizer state what is common to all ranks and all groups of parameters.
+
+    For ZeRO-3 the converter puts rank 0's whole shard there, which every rank would read; and every group would get
+    the first group's hyper-parameters, so weights without decay would decay: what differs stays as the job has it.
+    Source: deepspeed 0.19.8 runtime/zero/stage3.py: load_hp_checkpoint_state_from_checkpoint_dir_stage3
+    """
+    saved = _load(path)
+    inner = saved.get("optimizer_state_dict")
+    if inner is None:  # ZeRO-1 and 2
+        return
+    first, *others = inner["param_groups"]
+    common = {key: value for key, value in first.items() if all(group.get(key) == value for group in others)}
+    states = {index: {"step": state["step"]} for index, state in inner["state"].items() if "step" in state}
+    light = {key: value for key, value in saved.items() if key not in ("optimizer_state_dict", "fp32_flat_groups")}
+    light |= {"optimizer_state_dict": {"state": states, "param_groups": [common]}, "param_groups": [common]}
+    torch.save(light, path.with_suffix(".light"))
+    path.with_suffix(".light").replace(path)
+
+
+def mend(optimizer: Any) -> None:
+    """Gives every state of an optimizer that was loaded from a universal copy a step of its own, in its own form.
+
+    DeepSpeed hands all groups of ZeRO-3 the same tensor, which each of them would raise; and DeepSpeed's optimizers
+    count with numbers, PyTorch's with tensors, which lie beside the weights where it is fused.
+    """
+    counts_with_tensors = isinstance(optimizer, torch.optim.Adam)
+    is_beside = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
+    for weights, state in optimizer.state.items():
+        step = float(state["step"])
+        if counts_with_tensors:
+            state["step"] = torch.tensor(step, dtype=torch.float32, device=weights.device if is_beside else "cpu")
+        else:
+            state["step"] = int(step)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Returns the exit code of the program."""
+    parser = argparse.ArgumentParser(
+        prog="python -m dstrain.train.checkpoints.universal_checkpoint", description=(__doc__ or "").split(":")[0]
+    )
+    parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT")
+    given = parser.parse_args(arguments)
+    quieten(on_terminal=sys.stderr.isatty())
+    try:
+        copy = convert(given.checkpoint)
+    except DstrainError as error:
+        print(f"Error: {error}", file=sys.stderr)
+        return error.exit_code
+    print(f"{copy} is there", file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

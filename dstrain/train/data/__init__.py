@@ -1,0 +1,1 @@
+"""Turns samples into batches: chat templates, tokens, packing, collation."""

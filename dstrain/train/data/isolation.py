@@ -1,0 +1,131 @@
+"""Tests, before the first step, whether a model isolates the samples of a packed row."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from transformers.masking_utils import create_masks_for_generate
+
+from dstrain.errors import InvalidConfig
+from dstrain.train.data.packing import Row, row_of
+
+_SEEN = "lets the samples of a packed row see each other"
+
+
+def packed_masks(model: Any, position_ids: torch.Tensor) -> Any:
+    """Returns the masks that keep the samples of packed rows apart, for models that make none of positions themselves.
+
+    Of a family with several kinds of attention it is a mask for each kind, by its name.
+    """
+    shape_and_dtype = torch.empty((*position_ids.shape, 0), dtype=model.dtype, device=position_ids.device)
+    return create_masks_for_generate(
+        config=model.config,
+        inputs_embeds=shape_and_dtype,
+        attention_mask=None,
+        past_key_values=None,
+        position_ids=position_ids,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """Rows of three short samples, of which the second one's logits are looked at. Ranks go through it alike.
+
+    No random number is used up, and each forward has the same ones.
+    """
+
+    model: Any
+    """The model, with or without an adapter."""
+    engine: Any
+    """What is called: DeepSpeed's engine around the model."""
+    inputs_of: Callable[[Row], dict[str, Any]]
+    """Returns what the engine is called with for a row, as in training."""
+    tokens: Any
+    """Tokens of the data."""
+    group: Any
+    """A gloo group of all ranks; None with one."""
+
+    def needs_masks(self) -> bool:
+        """Returns whether `packed_masks` must go with packed rows: False for most models, which make them themselves.
+
+        Raises InvalidConfig for a model that lets samples see each other either way, or takes no packed rows at all.
+        """
+        was_training = self.engine.training
+        for has_masks in (False, True):
+            self.engine.train()  # as in a step: kernels are others than in an evaluation, and layers are checkpointed
+            is_unseen = self._is_unseen(has_masks)
+            self.engine.eval()
+            is_apart = is_unseen and self._is_unseen(has_masks) and self._counts_from_its_beginning(has_masks)
+            self.engine.train(was_training)
+            if is_apart:
+                return has_masks
+        raise self._refused(_SEEN)
+
+    def _is_unseen(self, has_masks: bool) -> bool:
+        """Returns whether the second sample's logits stay as they are, to the last bit, when the first sample changes.
+
+        Where experts take the tokens of all samples together, rounding moves them: not further than a change of the
+        third sample does, which comes later and so is seen by no causal model.
+        """
+        first, second, third, other = self._samples(5, 6, 5, 5)
+        reference = self._logits(first, second, third, has_masks=has_masks)
+        by_first = self._moved(reference, self._logits(other, second, third, has_masks=has_masks))
+        if not by_first:
+            return True
+        by_rounding = self._moved(reference, self._logits(first, second, other, has_masks=has_masks))
+        bound = min(max(8 * by_rounding, 4 * self._eps), 0.05) if by_rounding else 0.0
+        return by_first <= bound
+
+    def _counts_from_its_beginning(self, has_masks: bool) -> bool:
+        """Returns whether the second sample's logits stay about as they are when the first sample is shorter."""
+        first, second, third, longer = self._samples(5, 6, 5, 8)
+        reference = self._logits(first, second, third, has_masks=has_masks)
+        moved = self._moved(reference, self._logits(first[:2], second, longer, has_masks=has_masks))
+        return moved < min(0.05, 2**13 * self._eps)
+
+    @property
+    def _eps(self) -> float:
+        return float(torch.finfo(self.model.dtype).eps)
+
+    def _samples(self, *lengths: int) -> list[Any]:
+        """Returns samples of these lengths; no two of them have the same token at the same place."""
+        distinct = np.unique(self.tokens)[:64]
+        tokens = distinct if len(distinct) >= len(lengths) else np.arange(len(lengths))
+        return [np.resize(np.roll(tokens, number), length) for number, length in enumerate(lengths)]
+
+    def _logits(self, *samples: Any, has_masks: bool) -> torch.Tensor:
+        tokens = np.concatenate(samples)
+        inputs = self.inputs_of(row_of(tokens, tokens, np.array([len(sample) for sample in samples])))
+        del inputs["labels"]
+        if has_masks:
+            inputs["attention_mask"] = packed_masks(self.model, inputs["position_ids"])
+        devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+        refusals: tuple[type[Exception], ...] = (Exception,) if has_masks else (TypeError, ValueError)
+        with torch.random.fork_rng(devices), torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # checkpointing says that there will be no gradients
+            try:
+                logits = self.engine(**inputs).logits[-1]
+            except refusals as error:
+                raise self._refused(_SEEN if has_masks else f"does not take packed rows: {error}") from error
+        second = slice(len(samples[0]), len(samples[0]) + len(samples[1]))
+        kept: torch.Tensor = logits[second].double().nan_to_num()  # what is not finite shows in the loss
+        return kept
+
+    def _moved(self, reference: torch.Tensor, other: torch.Tensor) -> float:
+        """Returns the difference of two logits relative to their spread, the largest of all ranks."""
+        spread = (reference - reference.mean(dim=-1, keepdim=True)).norm().clamp_min(1e-30)
+        moved = ((other - reference).norm() / spread).cpu()
+        if self.group is not None:
+            dist.all_reduce(moved, op=dist.ReduceOp.MAX, group=self.group)
+        return float(moved)
+
+    def _refused(self, reason: str) -> InvalidConfig:
+        base = self.model.get_base_model() if hasattr(self.model, "peft_config") else self.model
+        attn = base.config._attn_implementation
+        return InvalidConfig(f"packing: {type(base).__name__} with attn: {attn} {reason}", hint="packing: false")
