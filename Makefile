@@ -36,9 +36,9 @@ update: $(VENV)/.installed
 # what editors run to complete and check ds_config.json and job.yaml; without them their tests are skipped
 servers: $(SERVERS)/.installed
 
-$(SERVERS)/.installed: tests/render/package.json tests/render/package-lock.json
+$(SERVERS)/.installed: tests/config/package.json tests/config/package-lock.json
 	mkdir -p $(SERVERS)
-	cp tests/render/package.json tests/render/package-lock.json $(SERVERS)
+	cp tests/config/package.json tests/config/package-lock.json $(SERVERS)
 	npm ci --prefix $(SERVERS) --ignore-scripts --no-audit --no-fund --loglevel=error
 	touch $@
 

@@ -51,9 +51,9 @@ from dstrain.job.yaml_source import parse_yaml
 from dstrain.launch.nodes import protocol
 from dstrain.records import from_data, to_json
 from tests.cases import ask
-from tests.lint.case import MARK
-from tests.lint.cases_engine import ENGINE_CASES
-from tests.lint.cases_text import TEXT_CASES
+from tests.config.lint.case import MARK
+from tests.config.lint.cases_engine import ENGINE_CASES
+from tests.config.lint.cases_text import TEXT_CASES
 
 ROOT = Path(__file__).parents[1]
 """The repository."""

@@ -19,8 +19,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tests.plan.tape.comparing import Compared, compare
-from tests.plan.tape.shapes import FAMILIES, cases
+from tests.plan.memory.layers.comparing import Compared, compare
+from tests.plan.memory.layers.shapes import FAMILIES, cases
 
 
 def rows(compared: Iterable[Compared], key: str) -> list[str]:

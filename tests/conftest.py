@@ -23,12 +23,12 @@ GOLDEN = Path(__file__).parent / "golden"
 SHARED_MEMORY = Path("/dev/shm")
 MARKS = {
     "cluster": (
-        *("tests/launch/test_hosts.py", "tests/launch/test_start.py", "tests/launch/test_sync.py"),
-        *("tests/launch/test_slurm.py", "tests/launch/test_slurm_run.py", "tests/launch/test_reach.py"),
-        *("tests/launch/doctor/test_network_run.py", "tests/launch/doctor/test_network_hosts.py"),
+        *("tests/launch/test_hosts.py", "tests/launch/run/test_start.py", "tests/launch/filesync/test_sync.py"),
+        *("tests/launch/test_slurm.py", "tests/launch/test_slurm_run.py", "tests/doctor/test_reach.py"),
+        *("tests/doctor/test_network_run.py", "tests/doctor/test_network_hosts.py"),
     ),
     "engine": (
-        *("tests/lint/test_proofs.py", "tests/train/test_engine_memory.py", "tests/train/test_end_to_end.py"),
+        *("tests/config/lint/test_proofs.py", "tests/train/test_engine_memory.py", "tests/train/test_end_to_end.py"),
         *("tests/train/test_resume.py", "tests/train/test_elastic.py", "tests/train/test_evaluation.py"),
         *("tests/train/test_trace.py", "tests/cli/test_demo.py", "tests/launch/test_process.py"),
         "tests/cli/test_doctor_network.py::test_the_ranks_of_one_host_are_measured_and_a_plan_for_it_reads_that",
@@ -37,25 +37,39 @@ MARKS = {
         "tests/test_measure.py::test_one_case_is_measured_on_the_cpu_and_compared_with_its_plan",
     ),
     "sweep": (
-        *("tests/plan/test_bounds.py", "tests/plan/test_headroom.py", "tests/plan/test_quick.py"),
-        *("tests/plan/tape/test_against_trace.py", "tests/facts/test_tracer.py", "tests/lint/test_properties.py"),
+        *(
+            "tests/plan/search/test_bounds.py",
+            "tests/plan/memory/test_fragmentation.py",
+            "tests/plan/memory/test_closed_form.py",
+        ),
+        *(
+            "tests/plan/memory/layers/test_against_trace.py",
+            "tests/facts/model/test_tracer.py",
+            "tests/config/lint/test_properties.py",
+        ),
         *("tests/cli/test_options.py", "tests/test_fuzz.py"),
-        "tests/plan/test_search.py::test_bounds_lose_nothing",
+        "tests/plan/search/test_search.py::test_bounds_lose_nothing",
         "tests/test_docs.py::test_a_generated_part_is_what_the_code_says[README.md-published]",
         "tests/test_published.py::test_every_exclusion_has_a_reason_and_nothing_else_is_missing",
         "tests/test_published.py::test_the_planner_refuses_no_row_in_scope",
         "tests/test_published.py::test_the_bars_are_reached_but_for_those_that_are_known",
         "tests/test_published.py::test_what_was_reached_stays_so",
     ),
-    "editors": ("tests/render/test_language_server.py", "tests/test_packaging.py"),
+    "editors": ("tests/config/test_language_server.py", "tests/test_packaging.py"),
 }
 """What a test needs that takes long, by the beginning of its node id; a test of none of these is fast."""
-SAMPLED = {"tests/plan/test_search.py::test_bounds_lose_nothing": 4, "tests/plan/test_quick.py": 15}
+SAMPLED = {"tests/plan/search/test_search.py::test_bounds_lose_nothing": 4, "tests/plan/memory/test_closed_form.py": 15}
 """Of how many of these tests a sample consists; other sweeps draw inside of theirs."""
 settings.register_profile("dstrain", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("dstrain")
 SLICE = 100
 """Published runs that one worker answers for at a time."""
+
+
+pytest_plugins = ["tests.launch.fixtures"]
+
+settings.register_profile("dstrain", deadline=None)  # a busy machine is no failure
+settings.load_profile("dstrain")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from tests.cli.conftest import ROOT
 from tests.cli.test_gen_config import Type
-from tests.launch.doctor import machines
-from tests.launch.doctor.test_looks import script, smi
+from tests.doctor import machines
+from tests.doctor.test_looks import script, smi
 
 Need = Callable[[object, str], None]
 CPU = {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}

@@ -17,7 +17,7 @@ from dstrain.plan.memory.zero import gathered_bytes
 FULL_LOGITS = 1.2
 """Copies of the logits in the training precision that lie in holes beside those of the loss, in full training: the
 first ones are freed before a larger tensor is asked for. Source, here and below: the upper edge of `reserved` over
-500 configurations of seven models drawn at random; tests/plan/test_headroom.py compares another draw."""
+500 configurations of seven models drawn at random; tests/plan/memory/test_fragmentation.py compares another draw."""
 ADAPTER_LOGITS = 2.0
 """The same where the base is frozen, except under ZeRO-3."""
 FIXED_LOGITS = 2.5

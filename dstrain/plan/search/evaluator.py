@@ -18,7 +18,7 @@ from dstrain.plan.speed.step_time import speed
 
 QUICK_ERROR_RATIO = 0.10
 """Most by which quick estimates of live bytes are above exact ones; what the allocator holds beside them is estimated
-from above, and not counted before it is replayed. Source: tests/plan/test_quick.py."""
+from above, and not counted before it is replayed. Source: tests/plan/memory/test_closed_form.py."""
 
 Key = tuple[float, ...]
 """What candidates are ordered by: seconds of a sample or, where speed is not known, the order of lost speed."""

@@ -1,0 +1,30 @@
+"""docs/lint.md is what the rules say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dstrain.config.lint.engine import RULES
+from dstrain.launch.prepare.lint_job import OUTSIDE
+
+PAGE = Path(__file__).parents[3] / "docs" / "lint.md"
+START = "<!-- generated: rules -->\n"
+
+
+def reference() -> str:
+    """Returns a row for every rule."""
+    rows = {rule.id: f"{rule.severity} | {rule.title} | {rule.source.replace('|', '/')}" for rule in RULES}
+    rows |= {name: f"error | {title} | dstrain" for name, title in OUTSIDE.items()}
+    lines = ["| rule | severity | about | source |", "|---|---|---|---|"]
+    return "\n".join([*lines, *(f"| {name} | {rows[name]} |" for name in sorted(rows))])
+
+
+def test_the_page_is_what_the_rules_say(request: pytest.FixtureRequest) -> None:
+    preamble, _, present = PAGE.read_text(encoding="utf-8").partition(START)
+    wanted = f"{reference()}\n"
+    if request.config.getoption("--update"):
+        PAGE.write_text(preamble + START + wanted, encoding="utf-8")
+    else:
+        assert present == wanted, "run pytest --update"

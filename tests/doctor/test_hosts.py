@@ -1,0 +1,100 @@
+"""Several hosts, compared."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from dstrain.cli.output.doctor import of_hosts
+from dstrain.doctor.facts import Facts
+from dstrain.doctor.finding import Mark
+from dstrain.doctor.gpu_facts import Gpus
+from dstrain.doctor.hosts import Answer, interfaces, judged
+from dstrain.doctor.requirements import bare
+from dstrain.facts.cluster.hostfile import Hosts, expand
+from tests.doctor import samples
+from tests.doctor.samples import facts, said
+
+HOSTS: Hosts = expand("node[0-2]:8", None)
+NEEDS = bare({}, HOSTS)
+WAYS = {each.name: "10.0.0.1" for each in HOSTS.hosts}
+
+
+def alike() -> Facts:
+    return facts(network=samples.network(routes=WAYS))
+
+
+def answers(*found: Facts | str, skew_s: float = 0.0) -> list[Answer]:
+    return [
+        Answer(host=host, problem=each) if isinstance(each, str) else Answer(host=host, facts=each, skew_s=skew_s)
+        for host, each in zip(HOSTS.hosts, found, strict=True)
+    ]
+
+
+def worse(found: list[Answer], host: str) -> list[str]:
+    return said([each for each in judged(found, NEEDS)[host] if each.mark is not Mark.OK])
+
+
+def test_hosts_that_are_alike_have_nothing_to_tell_but_the_interface_that_run_sets() -> None:
+    found = judged(answers(*[alike()] * 3), NEEDS)
+    assert all(each.mark is Mark.OK for findings in found.values() for each in findings)
+    wanted = "✓ dstrain run sets NCCL_SOCKET_IFNAME==eth0 GLOO_SOCKET_IFNAME=eth0"
+    assert said(found["node0"])[-1] == wanted
+
+
+def test_another_version_is_an_error_and_another_driver_a_warning() -> None:
+    other = replace(
+        alike(),
+        software=samples.software(same={"Python": "3.12.4", "torch": "2.12.0", "dstrain": "0.1"}),
+        gpus=Gpus(has_driver=True, driver="550.54", cuda="12.8", gpus=alike().gpus.gpus),  # type: ignore[union-attr]
+    )
+    found = worse(answers(alike(), alike(), other), "node2")
+    assert found[0].startswith("✗ torch is 2.12.0; most hosts have 2.13.0")
+    assert found[1].startswith("! driver 550.54; most hosts have 570.158.01")
+
+
+def test_a_clock_that_is_off_is_a_warning() -> None:
+    found = answers(alike(), alike(), alike())
+    found[1] = replace(found[1], skew_s=42.0)
+    assert worse(found, "node1")[0].startswith("! its clock is +42 s off")
+
+
+def test_another_mtu_and_fewer_rdma_ports_are_told() -> None:
+    slow = samples.network(routes=WAYS, interfaces=(replace(samples.ETH, mtu=1500),), rdma=(samples.rdma(),))
+    found = worse(answers(alike(), alike(), facts(network=slow)), "node2")
+    assert found[0].startswith("! MTU 1500; most hosts have 9000")
+    assert found[1].startswith("! RDMA: 1 ports, 400 Gb/s together; most hosts have 8 ports, 3200 Gb/s together")
+
+
+def test_another_interface_is_told_with_what_to_type() -> None:
+    other = samples.network(routes=WAYS, interfaces=(replace(samples.ETH, name="ens3"),))
+    found = answers(alike(), alike(), facts(network=other))
+    assert interfaces(found) == {"node0": "eth0", "node1": "eth0", "node2": "ens3"}
+    assert worse(found, "node0")[0].endswith("export NCCL_SOCKET_IFNAME==eth0,ens3")
+
+
+def test_a_host_that_cannot_be_asked_says_what_to_type() -> None:
+    found = answers(alike(), "no answer within 7 s", "me@node2: Permission denied (publickey).")
+    assert worse(found, "node1") == [
+        "✗ no answer within 7 s → ssh node1 true  shows what is wrong; or take its line out of the hostfile"
+    ]
+    assert worse(found, "node2")[0].endswith("→ ssh-copy-id node2")
+
+
+def test_what_all_hosts_have_is_told_once() -> None:
+    small = replace(alike(), limits=samples.limits(open_files=512, open_files_hard=4096))
+    odd = replace(small, network=samples.network(routes=WAYS, rdma=()))
+    told = of_hosts(judged(answers(small, small, odd), NEEDS), {"NCCL_SOCKET_IFNAME": "=eth0"})
+    text = "\n".join(told)
+    assert text.count("512 open files are allowed") == 1
+    assert told[0].startswith("! node0  ")
+    assert told[3] == "✓ dstrain run sets NCCL_SOCKET_IFNAME==eth0"
+    assert text.count("NVLink  GPU 0-7, every pair by 18 links") == 1
+    assert told.index("every host") < told.index("node2")
+    assert "node1" not in told
+
+
+def test_a_silent_host_does_not_hide_what_the_others_have_in_common() -> None:
+    small = replace(alike(), limits=samples.limits(open_files=512, open_files_hard=4096))
+    told = of_hosts(judged(answers(small, "no answer within 7 s", small), NEEDS), {})
+    assert "every host that answers" in told
+    assert "\n".join(told).count("512 open files are allowed") == 1

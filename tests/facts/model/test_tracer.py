@@ -1,0 +1,168 @@
+"""The tracer as the rest of dstrain asks it: facts equal those of known families, answers are remembered."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dstrain.choices import Attention
+from dstrain.errors import EnvironmentProblem, InvalidConfig
+from dstrain.facts.model import tracer
+from dstrain.facts.model.families import from_config
+from dstrain.facts.model.trace_protocol import Answer
+from dstrain.facts.model.trace_records import Description, Question, Subject, Trace, Wanted
+from dstrain.facts.model.traced_activations import ActivationProfile
+from dstrain.facts.model.traced_model import from_description
+from dstrain.facts.model.tracer import ask, trace_model
+from tests.plan.memory.layers.shapes import FAMILIES, config_of
+
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 1000,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 7,
+    "num_attention_heads": 4,
+}
+GPT2 = {"model_type": "gpt2", "vocab_size": 1000, "n_embd": 64, "n_layer": 7, "n_head": 4}
+GEMMA3 = LLAMA | {"model_type": "gemma3_text", "sliding_window": 64, "num_hidden_layers": 14}
+GLM4_MOE = LLAMA | {
+    "model_type": "glm4_moe",
+    "num_key_value_heads": 2,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 64,
+    "first_k_dense_replace": 2,
+}
+IRREGULAR = {"llama": LLAMA, "gpt2": GPT2, "gemma3_text": GEMMA3, "glm4_moe": GLM4_MOE}
+"""Layers that are alike, go by other names, come in periods of six, and begin with two others."""
+
+
+def drawn(family: str) -> dict[str, object]:
+    return config_of(family, random.Random(family))
+
+
+@pytest.fixture(scope="module")
+def answers() -> dict[tuple[str, int, bool], Answer]:
+    """Descriptions of known families, and of irregular ones a profile (0 samples) and what it is compared with."""
+    asked = {
+        (family, 0, False): Question(subject=Subject(config=drawn(family)), wanted=Wanted.DESCRIPTION)
+        for family in FAMILIES
+    }
+    for name, config in IRREGULAR.items():
+        way = Question(subject=Subject(config=config), seq_len=128, has_padding=True)
+        asked[f"{name} profile", 0, False] = replace(way, wanted=Wanted.PROFILE)
+        for samples in (1, 5):
+            for grad_ckpt in (False, True):
+                asked[f"{name} profile", samples, grad_ckpt] = replace(way, micro_batch=samples, grad_ckpt=grad_ckpt)
+    return dict(zip(asked, ask(list(asked.values())), strict=True))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_known_family_is_described_as_it_is_known(answers: dict[tuple[str, int, bool], Answer], family: str) -> None:
+    description = answers[family, 0, False]
+    assert isinstance(description, Description)
+    known = from_config(drawn(family), name=family, source=family)
+    described = from_description(description, name=family, source=family)
+    assert set(described.tensors) == set(known.tensors)
+    # of windows only the tape needs to know, which a traced model does without
+    windows: dict[str, Any] = {"sliding_window": known.sliding_window, "num_windowed_layers": known.num_windowed_layers}
+    assert replace(described, tensors=(), **windows) == replace(known, tensors=())
+
+
+@pytest.mark.parametrize("name", IRREGULAR)
+@pytest.mark.parametrize("samples", [1, 5])
+@pytest.mark.parametrize("grad_ckpt", [False, True])
+def test_a_profile_equals_the_trace_of_the_whole_model(
+    answers: dict[tuple[str, int, bool], Answer], name: str, samples: int, grad_ckpt: bool
+) -> None:
+    profile, trace = answers[f"{name} profile", 0, False], answers[f"{name} profile", samples, grad_ckpt]
+    assert isinstance(profile, ActivationProfile)
+    assert isinstance(trace, Trace)
+    layers = IRREGULAR[name].get("num_hidden_layers", 7)
+    assert isinstance(layers, int)
+    assert layers > profile.num_layers
+    peaks = profile.peaks(num_layers=layers, micro_batch=samples, grad_ckpt=grad_ckpt)
+    highest = max(peaks, key=lambda peak: peak.total)
+    assert highest.name == trace.peak_instant
+    assert highest.total == pytest.approx(trace.peak_bytes, rel=1e-4)
+
+
+def test_a_model_is_traced_once_and_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    subject = Subject(config=GPT2)
+    way = Question(subject=subject, seq_len=64)
+    first = trace_model(subject, way, name="small", source="some/small")
+    assert first.traced is not None
+    assert 'model_type "gpt2" is not known to dstrain' in first.traced.note
+    assert len(list((tmp_path / "dstrain" / "traces").glob("*.json"))) == 3
+    assert trace_model(subject, way, name="small", source="some/small", timeout_s=0.01) == first
+
+
+def test_a_damaged_answer_is_asked_again(tmp_path: Path) -> None:
+    question = Question(subject=Subject(config=GPT2), wanted=Wanted.DESCRIPTION)
+    file = tracer._file(question, tmp_path)
+    assert file is not None
+    file.write_text("{")
+    (answer,) = ask([question], folder=tmp_path)
+    assert isinstance(answer, Description)
+    assert ask([question], folder=tmp_path, timeout_s=0.01) == (answer,)
+
+
+def test_failures_are_not_remembered_and_are_the_models_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    subject = Subject(config={"model_type": "mamba", "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 100})
+    way = Question(subject=subject, seq_len=64, attn=Attention.SDPA)
+    with pytest.raises(InvalidConfig, match="small: Transformers' MambaForCausalLM does not support sdpa"):
+        trace_model(subject, way, name="small", source="some/small")
+    assert len(list((tmp_path / "dstrain" / "traces").glob("*.json"))) == 1
+
+
+def test_code_of_strangers_is_not_run_and_its_answers_are_not_remembered(tmp_path: Path) -> None:
+    question = Question(subject=Subject(config={"model_type": "nobody"}, trust_remote_code=True))
+    (failure,) = ask([question], folder=tmp_path)
+    assert "has no code for model_type" in getattr(failure, "problem", "")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_model_that_brings_its_own_code_is_traced_where_it_may_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
+    folder = tmp_path / "own"
+    folder.mkdir()
+    config = LLAMA | {
+        "model_type": "own",
+        "auto_map": {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"},
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "own.py").write_text(
+        "from transformers import LlamaConfig, LlamaForCausalLM\n"
+        "class Config(LlamaConfig):\n    model_type = 'own'\n"
+        "class Model(LlamaForCausalLM):\n    config_class = Config\n"
+    )
+    subject = Subject(config=config, source=str(folder), trust_remote_code=True)
+    model = trace_model(subject, Question(subject=subject, seq_len=64), name="own", source=str(folder))
+    assert model.model_type == "own"
+    assert model.num_params == from_config(LLAMA | {"max_position_embeddings": 64}, name="", source="").num_params
+    assert model.traced is not None
+    assert model.traced.plain.num_layers == 2
+
+
+def test_a_tracer_that_takes_too_long_is_the_environments_fault() -> None:
+    with pytest.raises(EnvironmentProblem, match="took more than 0 s"):
+        ask([Question(subject=Subject(config=GPT2))], timeout_s=0.01)
+
+
+def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "transformers.py").write_text("raise ModuleNotFoundError(\"No module named 'torch'\")")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with pytest.raises(EnvironmentProblem, match="the tracer needs torch, which is not installed") as problem:
+        ask([Question(subject=Subject(config=GPT2))])
+    assert problem.value.hint == "pip install torch"

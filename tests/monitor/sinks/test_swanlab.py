@@ -1,0 +1,90 @@
+"""SwanLab itself, offline, in a process of its own: it keeps state for the whole process."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+PROGRAM = """
+import sys
+from pathlib import Path
+from dstrain.monitor.mode import Mode
+from dstrain.monitor.sinks.registry import End, Setup, open_sinks
+
+folder, mode, resumed = Path(sys.argv[1]), Mode(sys.argv[2]), sys.argv[3] == "resumed"
+named = {"name": "qwen3-8b-lora-4x4090-zero2", "description": "8.19 B parameters", "tags": ("lora", "4x4090")}
+config = {"a": {"b": 1}, "num_gpus": 4}
+setup = Setup(project="p", mode=mode, run_dir=folder, config=config, is_resumed=resumed, **named)
+sinks = open_sinks(["swanlab"], setup, lambda line: print("SAID", line))
+for sink in sinks:
+    for step in range(3):
+        sink.log({"loss": 3.0 - step, "grad_norm": float("nan"), "tokens_per_s": 5}, step)
+    sink.finish(End.SUCCESS)
+print("OPENED", len(sinks))
+"""
+
+
+def run(folder: Path, mode: str, resumed: str = "new", **environment: str) -> str:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("SWANLAB_")}
+    home = folder / "home"
+    home.mkdir(exist_ok=True)
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(folder), mode, resumed],
+        cwd=home,
+        env=kept | {"HOME": str(home), "PYTHONPATH": str(Path(__file__).parents[3])} | environment,
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_offline_keeps_its_files_in_the_run_directory(tmp_path: Path) -> None:
+    assert "SAID SwanLab: offline in" in run(tmp_path, "offline")
+    (file,) = (tmp_path / "swanlog").glob("run-*/*.swanlab")
+    content = file.read_bytes()
+    assert b"train/loss" in content
+    assert b"speed/tokens_per_s" in content
+    for said in (b"qwen3-8b-lora-4x4090-zero2", b"8.19 B parameters", b"4x4090", b"num_gpus"):
+        assert said in content or any(said in other.read_bytes() for other in file.parent.rglob("*") if other.is_file())
+    assert not (tmp_path / "home" / "swanlog").exists()
+
+
+def test_a_resumed_run_keeps_its_id_and_a_new_one_does_not(tmp_path: Path) -> None:
+    def known() -> str:
+        return str(json.loads((tmp_path / ".dstrain-run.json").read_text())["swanlab_id"])
+
+    run(tmp_path, "offline")
+    first = known()
+    resumed = run(tmp_path, "offline", "resumed")
+    assert known() == first
+    parts = sorted(map(str, (tmp_path / "swanlog").glob("run-*")))
+    assert len(parts) == 2
+    assert f"to upload: swanlab sync {' '.join(parts)}\n" in resumed
+    assert all(first in folder.name for folder in (tmp_path / "swanlog").glob("run-*"))
+    run(tmp_path, "offline", "new")
+    assert known() != first
+
+
+def test_online_without_a_key_goes_on_offline_with_one_line(tmp_path: Path) -> None:
+    output = run(tmp_path, "online")
+    assert output.count("did not start") == 1
+    assert "OPENED 1" in output
+
+
+def test_a_folder_that_cannot_be_written_goes_on_without_it(tmp_path: Path) -> None:
+    (tmp_path / "swanlog").write_text("a file is in the way")
+    output = run(tmp_path, "offline")
+    assert output.count("did not start") == 1
+    assert "OPENED 0" in output
+
+
+def test_disabled_opens_nothing(tmp_path: Path) -> None:
+    assert "OPENED 0" in run(tmp_path, "disabled")
+    assert not (tmp_path / "swanlog").exists()

@@ -1,0 +1,85 @@
+"""Tape against trace: what the plan says of a case, beside what Transformers' own code does without data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from dstrain.facts.model.trace_protocol import Failure
+from dstrain.facts.model.trace_records import Trace
+from dstrain.facts.model.tracer import ask
+from dstrain.plan.memory.layers.activations import Instant, is_known, of_variant
+from dstrain.plan.memory.layers.context import variant_of
+from tests.plan.memory.layers.shapes import Case
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compared:
+    """One case."""
+
+    family: str
+    """Row of the table."""
+    way: str
+    """How the model is trained."""
+    shape: str
+    """Its size in a few words."""
+    trace_bytes: int
+    """The trace's peak."""
+    trace_instant: str
+    """When that is."""
+    tape_bytes: int
+    """The tape's peak."""
+    tape_instant: str
+    """When that is."""
+    bar_ratio: float
+    """The error that is allowed."""
+
+    @property
+    def error_ratio(self) -> float:
+        """Returns tape / trace − 1."""
+        return self.tape_bytes / self.trace_bytes - 1
+
+    @property
+    def is_within(self) -> bool:
+        """Returns whether the error is one that is allowed."""
+        return abs(self.error_ratio) <= self.bar_ratio
+
+
+def tape(case: Case) -> Instant:
+    """Returns the tape's highest instant, as a trace would see it."""
+    variant = replace(variant_of(case.configuration), kernel_workspaces=False)
+    return max(of_variant(case.model, variant), key=lambda instant: instant.total)
+
+
+def compare(asked: Sequence[Case]) -> list[Compared]:
+    """Returns the cases that the tape knows, traced in one child process. Raises where the tracer has no answer."""
+    known = [case for case in asked if is_known(case.model)]
+    answers = ask([case.question for case in known])
+    compared = []
+    for case, trace in zip(known, answers, strict=True):
+        if isinstance(trace, Failure):
+            raise RuntimeError(f"{case.family}, {case.way.title}: {trace.problem}")
+        assert isinstance(trace, Trace)
+        peak = tape(case)
+        compared.append(
+            Compared(
+                family=case.family,
+                way=case.way.title,
+                shape=_shape(case),
+                trace_bytes=trace.peak_bytes,
+                trace_instant=trace.peak_instant,
+                tape_bytes=peak.total,
+                tape_instant=peak.name,
+                bar_ratio=case.bar_ratio,
+            )
+        )
+    return compared
+
+
+def _shape(case: Case) -> str:
+    model, way = case.model, case.configuration
+    return (
+        f"{way.micro_batch}×{way.seq_len}, L{model.num_hidden_layers} h{model.hidden_size} I{model.intermediate_size} "
+        f"H{model.num_attention_heads}/{model.num_key_value_heads}×{model.head_dim} V{model.vocab_size}"
+        f"{' tied' if model.tie_word_embeddings else ''}"
+    )

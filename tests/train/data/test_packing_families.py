@@ -1,0 +1,155 @@
+"""Tiny random models of many families: each keeps the samples of a packed row apart, or is refused by its name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
+
+from dstrain.errors import InvalidConfig  # noqa: E402
+from dstrain.train.data.collate import Collator, taken_by  # noqa: E402
+from dstrain.train.data.isolation import Trial, packed_masks  # noqa: E402
+from dstrain.train.evaluation import loss_of  # noqa: E402
+from tests.train.data.test_packing import packed  # noqa: E402
+
+LLAMA: Mapping[str, Any] = {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "max_position_embeddings": 256,
+}
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
+SLIDING = {"sliding_window": 8}
+LINEAR = {
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 1}
+NEMOTRON = {"mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 1}
+APART, MASKED, REFUSED = "keeps samples apart", "keeps them apart with masks", "is refused"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """A family, and what becomes of packing."""
+
+    name: str
+    becomes: str = APART
+    config: Mapping[str, Any] = field(default_factory=dict)
+    attn: tuple[str, ...] = ("sdpa", "eager")
+
+
+FAMILIES = (
+    Family(name="qwen3"),
+    Family(name="llama"),
+    Family(name="mistral", config=SLIDING),
+    Family(name="gemma3_text", config={**SLIDING, "layer_types": ["sliding_attention", "full_attention"] * 2}),
+    Family(name="qwen3_moe", config={**EXPERTS, "num_experts": 4}),
+    Family(name="gpt2"),
+    Family(name="gpt_oss", becomes=MASKED, config={**EXPERTS, **SLIDING, "num_local_experts": 4}, attn=("eager",)),
+    Family(name="opt", becomes=MASKED, config={"ffn_dim": 128, "word_embed_proj_dim": 64}),
+    Family(name="mpt", becomes=MASKED, config={"d_model": 64, "n_heads": 4, "n_layers": 4}, attn=("eager",)),
+    Family(name="bloom", becomes=REFUSED, attn=("eager",)),
+    Family(name="minimax", becomes=REFUSED, config={**EXPERTS, "num_local_experts": 4}),
+    Family(
+        name="mamba2",
+        becomes=REFUSED,
+        config={"num_heads": 8, "head_dim": 16, "n_groups": 1, "state_size": 16},
+        attn=("eager",),
+    ),
+    # their kernels for packed rows are not installed
+    Family(name="qwen3_next", becomes=REFUSED, config={**EXPERTS, **LINEAR, "num_experts": 4}),
+    Family(name="qwen3_5_text", becomes=REFUSED, config=LINEAR),
+    Family(name="lfm2", becomes=REFUSED, config={"layer_types": ["conv", "full_attention"] * 2}),
+    Family(name="falcon_h1", becomes=REFUSED, config={**MAMBA, "mamba_d_ssm": 128}),
+    Family(
+        name="granitemoehybrid",
+        becomes=REFUSED,
+        config={**MAMBA, "layer_types": ["mamba", "attention"] * 2, "num_local_experts": 0},
+    ),
+    Family(
+        name="nemotron_h",
+        becomes=REFUSED,
+        config={**NEMOTRON, "layers_block_type": ["mamba", "attention", "mlp", "mamba"]},
+    ),
+    Family(name="bamba", becomes=REFUSED, config={**MAMBA, "attn_layer_indices": [1, 3]}),
+)
+CASES = [pytest.param(family, attn, id=f"{family.name} {attn}") for family in FAMILIES for attn in family.attn]
+
+
+def make(family: Family, attn: str) -> Any:
+    base = {name: value for name, value in LLAMA.items() if name not in {"head_dim", "num_key_value_heads"}}
+    if family.name in {"gpt2", "bloom", "mpt"}:
+        base = {"vocab_size": 512, "n_layer": 4, "n_head": 4} | ({} if family.name == "mpt" else {"hidden_size": 64})
+    elif family.name != "opt":
+        base = dict(LLAMA)
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family.name, **{**base, **family.config})
+    return AutoModelForCausalLM.from_config(config, attn_implementation=attn, dtype=torch.float32)
+
+
+def without_dropout(model: Any) -> None:
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        for name in ("dropout", "attention_dropout"):
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize(("family", "attn"), CASES)
+def test_the_loss_of_packed_samples_is_that_of_the_same_alone_or_packing_is_refused(
+    family: Family, attn: str, checkpointing: bool
+) -> None:
+    model = make(family, attn).train()
+    if checkpointing:
+        model.activation_checkpointing_enable({"use_reentrant": False})
+    collate = Collator(pad_token_id=0, packing=True, takes=taken_by(model))
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.1  # must not be taken for a sample that sees another
+    random = np.random.default_rng(0)
+    samples = [random.integers(3, 512, size).tolist() for size in (37, 21, 50, 45, 30)]
+    rows = packed(samples, [[0, 1, 2], [3, 4]])
+    state = torch.get_rng_state()
+
+    def ask() -> bool:
+        tokens = rows[0]["input_ids"]
+        trial = Trial(model=model, engine=model, inputs_of=lambda row: collate([row] * 2), tokens=tokens, group=None)
+        return trial.needs_masks()
+
+    if family.becomes is REFUSED:
+        with pytest.raises(InvalidConfig, match=rf"packing: {type(model).__name__} with attn: {attn}") as caught:
+            ask()
+        assert caught.value.hint == "packing: false"
+        return
+    has_masks = ask()
+    assert has_masks is (family.becomes is MASKED)
+    assert model.training
+    assert state.equal(torch.get_rng_state())
+    batch = collate([rows[0], rows[1]])
+    labels = batch.pop("labels")
+    if has_masks:
+        batch["attention_mask"] = packed_masks(model, batch["position_ids"])
+    without_dropout(model)
+    together = loss_of(model(**batch).logits, labels)
+    texts = [torch.tensor([sample]) for sample in samples]
+    alone = torch.stack([loss_of(model(input_ids=ids).logits, ids) for ids in texts]).sum(dim=0)
+    assert together.tolist() == pytest.approx(alone.tolist(), rel=1e-6)
