@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from dstrain.cli.options.planning import Question, question
+from dstrain.cli.options.question import Question, question
 from dstrain.config.templates.files import generated
 from dstrain.plan.estimate_records import Plan
 from dstrain.plan.search.decide import decide

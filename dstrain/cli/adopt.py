@@ -16,8 +16,8 @@ from dstrain.config.lint import engine
 from dstrain.config.lint.finding import lines
 from dstrain.errors import InvalidConfig
 from dstrain.job.file import read_job
-from dstrain.launch.prepare.job_context import known
-from dstrain.launch.prepare.lint_job import Known, lint, refused
+from dstrain.launch.prepare.job_context import Known, known
+from dstrain.launch.prepare.lint_job import lint, refused
 from dstrain.paths import alone
 
 

@@ -11,13 +11,12 @@ import click
 from dstrain.cli.console import answer, answer_json, say
 from dstrain.cli.output.conflicts import shown
 from dstrain.cli.output.edit_effects import Effects, Measured, effects
+from dstrain.cli.output.effects import effect_text
+from dstrain.config.document import dotted
 from dstrain.config.edits.lock import LOCK, read_lock, standing
 from dstrain.config.edits.manual_edits import document as manual_document
 from dstrain.config.edits.manual_edits import manual_edits
-from dstrain.config.edits.merge import dotted
 from dstrain.errors import InvalidConfig
-from dstrain.plan.effect import Effect
-from dstrain.units import GIB, format_bytes
 
 
 @click.command("diff", short_help="List your edits, and what each does to memory and speed.")
@@ -78,41 +77,6 @@ def _told(each: Measured, found: Effects) -> str:
     if each.effect is not None:
         return f": {effect_text(each.effect)}{f' ({each.note})' if each.note else ''}"
     return "" if each.note is None or found.reason is not None else f": {each.note}"
-
-
-def effect_text(each: Effect) -> str:
-    """Returns an effect as people read it.
-
-    >>> effect_text(Effect(device_bytes_per_gpu=-429496730, host_bytes_per_node=0, step_ratio=0.06, tokens_ratio=-0.057,
-    ...     fits_before=True, fits=True))
-    '−0.4 GiB, +6 % step time'
-    """
-    parts = [_bytes(each.device_bytes_per_gpu, "")]
-    if each.host_bytes_per_node:
-        parts.append(_bytes(each.host_bytes_per_node, " of RAM a node"))
-    if each.step_ratio is not None and each.tokens_ratio is not None:
-        parts.append(_percent(each.step_ratio, "step time"))
-        if abs((1 + each.step_ratio) * (1 + each.tokens_ratio) - 1) > 5e-3:  # a step has other tokens now
-            parts.append(_percent(each.tokens_ratio, "tokens/s"))
-    if each.fits != each.fits_before:
-        parts.append("fits now" if each.fits else "no longer fits")
-    return ", ".join(parts)
-
-
-def _bytes(count: int, what: str) -> str:
-    size = f"{abs(count) / GIB:.1f} GiB" if abs(count) >= GIB / 20 or not count else format_bytes(abs(count))
-    return f"{_sign(count)}{size}{what}"
-
-
-def _percent(ratio: float, what: str) -> str:
-    if ratio >= 1:
-        return f"{what} × {1 + ratio:.1f}"
-    rounded = round(100 * ratio) if abs(ratio) >= 0.095 else round(100 * ratio, 1)
-    return f"{_sign(rounded)}{abs(rounded):g} % {what}"
-
-
-def _sign(number: float) -> str:
-    return "+" if number > 0 else "−" if number < 0 else "±"
 
 
 def _document(folder: Path, found: Effects, gone: list[str]) -> dict[str, Any]:

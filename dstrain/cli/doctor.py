@@ -25,8 +25,8 @@ from dstrain.errors import EnvironmentProblem
 from dstrain.facts import probe
 from dstrain.facts.cluster.hostfile import Hosts
 from dstrain.facts.network_interface import environment_of
+from dstrain.facts.this_machine import is_this_machine
 from dstrain.job.file import JobFile, read_job
-from dstrain.launch.command import is_this_machine
 
 JOB = Path("job.yaml")
 

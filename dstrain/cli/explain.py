@@ -13,7 +13,7 @@ from dstrain.errors import DstrainError, InvalidConfig
 
 if TYPE_CHECKING:
     from dstrain.config.explain.key import Here
-    from dstrain.launch.prepare.lint_job import Known
+    from dstrain.launch.prepare.job_context import Known
 
 CONFIG, JOB = "ds_config.json", "job.yaml"
 

@@ -14,15 +14,16 @@ import click
 from dstrain import __version__
 from dstrain.cli.console import answer, answer_json, say, say_lines
 from dstrain.cli.options import remembered
-from dstrain.cli.options.planning import Question, facts_options, question, uses_last
+from dstrain.cli.options.planning import facts_options
+from dstrain.cli.options.question import Question, question, uses_last
 from dstrain.cli.options.remembered import Asked
 from dstrain.cli.output import conflicts
 from dstrain.cli.output.conflicts import OnConflict
 from dstrain.cli.output.generated import diff, next_lines
 from dstrain.cli.output.plan import plan_document, plan_lines
 from dstrain.cli.types import Choice
+from dstrain.config.document import dotted
 from dstrain.config.edits.lock import LOCK, Lock, installed, new_files, read_lock, standing, write_files
-from dstrain.config.edits.merge import dotted
 from dstrain.config.edits.regenerate import Regenerated, Standing, regenerate, replaced
 from dstrain.config.templates.files import generated
 from dstrain.config.templates.templates import template_hash

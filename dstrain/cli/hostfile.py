@@ -9,8 +9,8 @@ import click
 
 from dstrain.cli.console import answer, answer_json, say
 from dstrain.cli.types import Named
+from dstrain.config.document import REMOVED, Change
 from dstrain.config.edits import edit_hostfile
-from dstrain.config.edits.merge import REMOVED, Change
 from dstrain.doctor import reach as reaching
 from dstrain.doctor.reach import TIMEOUT_S
 from dstrain.errors import EnvironmentProblem, InvalidConfig, did_you_mean

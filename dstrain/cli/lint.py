@@ -13,7 +13,8 @@ from dstrain.cli.console import answer, answer_json, say
 from dstrain.config.lint import engine
 from dstrain.config.lint.finding import Severity, count_text, lines
 from dstrain.errors import InvalidConfig
-from dstrain.launch.prepare.lint_job import Known, Linted, check_rules, lint
+from dstrain.launch.prepare.job_context import Known
+from dstrain.launch.prepare.lint_job import Linted, check_rules, lint
 from dstrain.paths import shown, write_atomic
 
 if TYPE_CHECKING:

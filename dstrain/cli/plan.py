@@ -10,7 +10,8 @@ from rich.console import Console
 from rich.text import Text
 
 from dstrain.cli.console import answer_json
-from dstrain.cli.options.planning import Question, plan_options, question
+from dstrain.cli.options.planning import plan_options
+from dstrain.cli.options.question import Question, question
 from dstrain.cli.output.memory_bars import bar_lines
 from dstrain.cli.output.plan import (
     COLUMNS,

@@ -20,7 +20,7 @@ from dstrain.config.edits.manual_edits import Edit, of_run
 from dstrain.doctor.finding import Mark, errors
 from dstrain.doctor.quick import quick
 from dstrain.errors import DstrainError, EnvironmentProblem
-from dstrain.facts import probe
+from dstrain.facts import ports, probe
 from dstrain.facts.cluster.host_sources import SOURCES, Asked
 from dstrain.facts.cluster.hostfile import Hosts, expand
 from dstrain.job.file import read_job
@@ -195,9 +195,9 @@ def _plan(options: Options, hosts: Hosts | None, *, goes_on: bool) -> Launch:
     if goes_on:
         given.append("resume=auto")
     prepared = prepare(read_job(options.job, given), os.environ, ignored=options.ignored, hosts=hosts)
-    port, named = preflight.wanted_port(options.master_port, os.environ)
+    port, named = ports.wanted_port(options.master_port, os.environ)
     if prepared.is_local:
-        port = preflight.port(options.master_port, os.environ)
+        port = ports.port(options.master_port, os.environ)
     return plan_launch(
         prepared,
         master_port=port,

@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from dstrain.cli.console import answer, answer_json
+from dstrain.launch.failure.last_metrics import last_metrics, metrics_words
 from dstrain.launch.run import state
 from dstrain.launch.run.state import LIVING, Stage, State
 from dstrain.paths import shown
@@ -58,7 +59,7 @@ def document(run_dir: RunDir, found: State) -> dict[str, Any]:
         "exit_code": found.exit_code,
         "checkpoint_step": newest.step if newest.folder else None,
         "damaged": [] if state.is_alive(found, run_dir) else list(newest.skipped),
-        "last": state.last_metrics(run_dir),
+        "last": last_metrics(run_dir),
         "failure": failure,
         "agents": state.watch_words(run_dir, found.began),
     }
@@ -83,7 +84,7 @@ def _lines(found: dict[str, Any]) -> list[str]:
         rows.append(("start", found["start"]))
     last = found["last"]
     if last is not None:
-        rows.append(("step", state.metrics_words(last).removeprefix("step ")))
+        rows.append(("step", metrics_words(last).removeprefix("step ")))
     if found["checkpoint_step"] is not None:
         rows.append(("checkpoint", f"step {found['checkpoint_step']}"))
     rows += [("skipped", problem) for problem in found["damaged"]]

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from dstrain.choices import Method, Offload, Precision
-from dstrain.config.edits.merge import lookup
+from dstrain.config.document import lookup
 from dstrain.plan.configuration import DEFAULTS, Configuration
 from dstrain.plan.memory.params import trained
 from dstrain.plan.memory.zero import bucket_bytes, num_buckets, prefetch_bytes, sub_group_bytes

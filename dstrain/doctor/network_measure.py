@@ -17,12 +17,13 @@ from pathlib import Path
 from dstrain.doctor.hosts import own_names
 from dstrain.doctor.reach import send
 from dstrain.errors import DstrainError, EnvironmentProblem
-from dstrain.facts import network_interface
+from dstrain.facts import network_interface, ports
 from dstrain.facts.cluster.hostfile import Host, Hosts
 from dstrain.facts.cluster.network_measurement import Network
+from dstrain.facts.this_machine import is_this_machine, visible_devices
 from dstrain.heartbeat import Phase
 from dstrain.launch import environment
-from dstrain.launch.command import chosen_devices, is_this_machine, master, visible_devices
+from dstrain.launch.command import chosen_devices, master
 from dstrain.launch.environment import python_path
 from dstrain.launch.failure.first_failure import advice
 from dstrain.launch.failure.outcome import Outcome
@@ -32,7 +33,6 @@ from dstrain.launch.nodes.coordinator import Conductor
 from dstrain.launch.nodes.layout import Node, everywhere
 from dstrain.launch.nodes.protocol import Hello
 from dstrain.launch.nodes.spec import Score, new_mark
-from dstrain.launch.prepare import preflight
 from dstrain.launch.run.control import noting_signals
 from dstrain.launch.timeouts import Timeouts
 from dstrain.paths import python
@@ -162,7 +162,7 @@ def _score(site: Site, here: Sequence[bool], run_dir: RunDir) -> Score:
     path = python_path(os.environ)
     exported = environment.exports(own, run_dir, path)
     local = environment.launcher_environment(os.environ, exported, secrets)
-    port, named = preflight.wanted_port(None, os.environ)
+    port, named = ports.wanted_port(None, os.environ)
     return Score(
         nodes=everywhere(site.hosts, commands(site, here, run_dir, port), here),
         run_dir=run_dir,

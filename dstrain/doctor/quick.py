@@ -9,8 +9,7 @@ from dstrain.doctor.checks.all import findings
 from dstrain.doctor.finding import Finding
 from dstrain.doctor.gather import gather
 from dstrain.doctor.requirements import of_prepared, question
-from dstrain.facts.this_machine import names
-from dstrain.launch.command import is_this_machine
+from dstrain.facts.this_machine import is_this_machine, names
 
 if TYPE_CHECKING:
     from dstrain.launch.prepare.prepare import Prepared

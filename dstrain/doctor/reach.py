@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dstrain.facts.cluster.hostfile import Host, Hosts
-from dstrain.launch.command import is_this_machine
+from dstrain.facts.this_machine import is_this_machine
 from dstrain.paths import python
 from dstrain.units import format_bytes
 

@@ -13,11 +13,11 @@ from dstrain.choices import Hub, SinkName
 from dstrain.doctor.facts import Question
 from dstrain.facts.cluster.hostfile import Host, Hosts
 from dstrain.facts.deepspeed_ops import needed_ops
+from dstrain.facts.ports import DEFAULT_PORT
 from dstrain.facts.this_machine import ACCELERATOR
 from dstrain.job.file import looks_local
 from dstrain.job.schema import Job
 from dstrain.launch.environment import is_forwarded, is_secret
-from dstrain.launch.prepare.preflight import DEFAULT_PORT
 from dstrain.rundir import RunDir
 
 if TYPE_CHECKING:

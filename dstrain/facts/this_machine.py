@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import platform
+import re
 import socket
+from collections.abc import Collection
 from importlib import metadata
 
 import psutil
 
 import dstrain
+from dstrain.errors import EnvironmentProblem
 
 ACCELERATOR = "DS_ACCELERATOR"
 """DeepSpeed's own switch: `cpu` trains without GPUs."""
@@ -39,3 +42,46 @@ def names() -> frozenset[str]:
             if address.family in {socket.AF_INET, socket.AF_INET6}:
                 found.add(address.address.partition("%")[0])
     return frozenset(found)
+
+
+LOCAL = "localhost"
+"""The one host of a local run's hostfile."""
+
+
+def is_this_machine(host: str, names: Collection[str]) -> bool:
+    """Returns whether a host of a hostfile is this machine, given this machine's names and addresses.
+
+    >>> is_this_machine("me@GPU01", {"gpu01", "10.0.0.1"}), is_this_machine("b", {"a"})
+    (True, False)
+    """
+    name = host.rpartition("@")[2].casefold().rstrip(".")
+    if name in {LOCAL, "localhost.localdomain", "::1"} or re.fullmatch(r"127(\.\d+){3}", name):
+        return True
+    return name in {known.casefold().rstrip(".") for known in names}
+
+
+def visible_devices(visible: str | None) -> tuple[int, ...] | None:
+    """Returns the GPU numbers that a value of CUDA_VISIBLE_DEVICES names, or None where the variable is not set.
+
+    Raises EnvironmentProblem for what DeepSpeed's `--include` cannot say: UUIDs, MIG slices, no GPU at all.
+
+    >>> visible_devices("2,3"), visible_devices(None)
+    ((2, 3), None)
+    """
+    if visible is None:
+        return None
+    words = [word.strip() for word in visible.split(",")]
+    quoted = f'CUDA_VISIBLE_DEVICES is "{visible}"'
+    if all(word.isascii() and word.isdigit() for word in words):
+        ids = tuple(int(word) for word in words)
+        if len(set(ids)) < len(ids):
+            raise EnvironmentProblem(f"{quoted}, which names a GPU twice", hint="Name every GPU once.")
+        return ids
+    if any(word.startswith("MIG-") for word in words):
+        hint = "`unset CUDA_VISIBLE_DEVICES`, or name whole GPUs by number: `export CUDA_VISIBLE_DEVICES=0`."
+        raise EnvironmentProblem(f"{quoted}; DeepSpeed's launcher cannot start ranks on MIG slices", hint=hint)
+    if any(word.startswith("GPU-") for word in words):
+        hint = "`nvidia-smi -L` shows the number of each UUID; then `export CUDA_VISIBLE_DEVICES=0,1`, for example."
+        raise EnvironmentProblem(f"{quoted}; DeepSpeed's launcher takes numbers, not UUIDs", hint=hint)
+    hint = "`unset CUDA_VISIBLE_DEVICES`, or name GPUs by number: `export CUDA_VISIBLE_DEVICES=0,1`."
+    raise EnvironmentProblem(f"{quoted}, which leaves no GPU to train on", hint=hint)

@@ -11,10 +11,11 @@ from pathlib import Path
 
 from dstrain.config.edits import manual_edits
 from dstrain.config.edits.manual_edits import Edit
+from dstrain.facts.this_machine import is_this_machine
 from dstrain.facts.this_machine import names as machine_names
 from dstrain.heartbeat import MARK, SAVE_ON_TERM
 from dstrain.launch import environment
-from dstrain.launch.command import is_this_machine, launch_hostfile, local, master
+from dstrain.launch.command import launch_hostfile, local, master
 from dstrain.launch.filesync import sync
 from dstrain.launch.nodes import launchers
 from dstrain.launch.nodes.launchers import LAUNCHERS, Where

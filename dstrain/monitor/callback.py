@@ -18,7 +18,8 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from dstrain.monitor.health import check
 from dstrain.monitor.metrics import Hardware, Reading, scalars, summarize
 from dstrain.monitor.sinks.jsonl import JsonlFile, current_steps, read_jsonl
-from dstrain.monitor.sinks.registry import Guarded, Say
+from dstrain.monitor.sinks.registry import Guarded
+from dstrain.monitor.sinks.sink import Say
 
 _NAN = float("nan")
 COUNTS = "dstrain_counts"

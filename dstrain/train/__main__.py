@@ -24,7 +24,8 @@ from dstrain.monitor.mode import decide_mode, has_login
 from dstrain.monitor.run_card import about, without_secrets
 from dstrain.monitor.signals import leave_on_sigterm
 from dstrain.monitor.sinks.jsonl import JsonlFile
-from dstrain.monitor.sinks.registry import End, Guarded, Setup, open_sinks
+from dstrain.monitor.sinks.registry import Guarded, open_sinks
+from dstrain.monitor.sinks.sink import End, Setup
 from dstrain.paths import write_atomic
 from dstrain.plan.estimate_records import Estimate
 from dstrain.records import from_data, load_json, to_data

@@ -9,7 +9,8 @@ import pytest
 
 from dstrain.errors import EnvironmentProblem, InvalidConfig
 from dstrain.facts.cluster.hostfile import Host, Hosts
-from dstrain.launch.command import is_this_machine, launch_hostfile, local, mpi, of_node, pdsh, visible_devices
+from dstrain.facts.this_machine import is_this_machine, visible_devices
+from dstrain.launch.command import launch_hostfile, local, mpi, of_node, pdsh
 from dstrain.launch.start_script import start_script
 from dstrain.rundir import RunDir
 

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from dstrain.facts.cluster.hostfile import Host, Hosts
+from dstrain.facts.ports import port
 from dstrain.heartbeat import MARK, Phase
 from dstrain.launch.command import launch_hostfile, local
 from dstrain.launch.environment import launcher_environment, python_path
@@ -24,7 +25,6 @@ from dstrain.launch.nodes.launchers import connect
 from dstrain.launch.nodes.layout import everywhere
 from dstrain.launch.nodes.process_tree import look
 from dstrain.launch.nodes.spec import Score, new_mark
-from dstrain.launch.prepare.preflight import port
 from dstrain.launch.run.control import noting_signals
 from dstrain.launch.timeouts import Timeouts
 from dstrain.rundir import RunDir

@@ -11,8 +11,9 @@ from typing import Any
 import click
 
 from dstrain.cli.console import say
+from dstrain.config.document import REMOVED, dotted, same
 from dstrain.config.edits.manual_edits import values
-from dstrain.config.edits.merge import REMOVED, Clash, dotted, same
+from dstrain.config.edits.merge import Clash
 from dstrain.config.edits.regenerate import Conflicting, Decide, Decision
 
 _WIDTH = 24

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from dstrain.choices import Attention, Hub
+from dstrain.config.document import Change, applied
 from dstrain.config.edits import edit
 from dstrain.config.edits.lock import Lock
 from dstrain.config.edits.manual_edits import Edit
-from dstrain.config.edits.merge import Change, applied
 from dstrain.config.explain.key import remark_text
 from dstrain.config.lint.engine import remarks
 from dstrain.errors import DstrainError, InvalidConfig

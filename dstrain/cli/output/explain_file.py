@@ -10,7 +10,7 @@ from typing import Any
 
 from dstrain.cli.output.explain import said_bytes, unknown_model, wrapped
 from dstrain.cli.output.plan import LIMITS, subject_lines
-from dstrain.config.edits.merge import dotted, lookup
+from dstrain.config.document import dotted, lookup
 from dstrain.config.explain.file import BATCH, OTHER, PRECISION, ZERO, Entry, Section, rest_bytes, sections, stage_of
 from dstrain.config.explain.key import Here, estimate_of
 from dstrain.config.key_bytes import scale
@@ -19,8 +19,7 @@ from dstrain.config.lint.finding import json_pointer
 from dstrain.config.lint.subject import ABSENT
 from dstrain.config.resolve_auto import filled
 from dstrain.facts.cluster import calibration
-from dstrain.launch.prepare.job_context import request_of
-from dstrain.launch.prepare.lint_job import Known
+from dstrain.launch.prepare.job_context import Known, request_of
 from dstrain.plan.estimate_records import Estimate
 from dstrain.plan.labels import titled
 from dstrain.units import format_bytes, format_seconds

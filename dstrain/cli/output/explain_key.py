@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from dstrain.cli.diff import effect_text
+from dstrain.cli.output.effects import effect_text
 from dstrain.cli.output.explain import said_bytes, wrapped
 from dstrain.cli.output.plan import subject_lines
-from dstrain.config.edits.merge import REMOVED, lookup
+from dstrain.config.document import REMOVED, lookup
 from dstrain.config.explain.file import is_idle, stage_of
 from dstrain.config.explain.key import OF_JOB, Chosen, Here, Way, choose, counted, ways, why
 from dstrain.config.jsonc import Pointer

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from dstrain.choices import Method
-from dstrain.cli.options.planning import Question
+from dstrain.cli.options.question import Question
 from dstrain.facts.cluster import hostfile
 from dstrain.plan.estimate_records import Plan
 

@@ -7,8 +7,8 @@ from pathlib import PurePath
 from typing import Any
 
 from dstrain.config import jsonc
+from dstrain.config.document import Change, applied, dotted, same
 from dstrain.config.edits import edit_hostfile, edit_json, edit_yaml
-from dstrain.config.edits.merge import Change, applied, dotted, same
 from dstrain.errors import InvalidConfig
 from dstrain.facts.cluster import hostfile
 from dstrain.job.file import TEXTS

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from dstrain.config.edits.merge import REMOVED, UNCHANGED, Change
+from dstrain.config.document import REMOVED, UNCHANGED, Change
 from dstrain.config.jsonc import newline_of
 
 _LINE = re.compile(r"^[ \t]*(?P<host>[^\s#]\S*)[ \t]+slots=(?P<slots>[0-9]+)[ \t]*$")

@@ -10,7 +10,7 @@ from typing import Any
 
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
-from dstrain.config.edits.merge import REMOVED, UNCHANGED, Change
+from dstrain.config.document import REMOVED, UNCHANGED, Change
 from dstrain.config.jsonc import Pointer, newline_of
 from dstrain.errors import InvalidConfig
 from dstrain.job.yaml_source import compose_yaml

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dstrain.config.document import REMOVED, dotted, lookup
 from dstrain.config.edits import edit
 from dstrain.config.edits.lock import Lock, read_lock, standing
-from dstrain.config.edits.merge import REMOVED, dotted, lookup, merge
+from dstrain.config.edits.merge import merge
 from dstrain.config.jsonc import Pointer
 
 

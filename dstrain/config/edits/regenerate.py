@@ -7,20 +7,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from dstrain.config.document import REMOVED, Change, applied, lookup, same
 from dstrain.config.edits import edit, edit_yaml
 from dstrain.config.edits.lock import Unsettled
-from dstrain.config.edits.merge import (
-    REMOVED,
-    Change,
-    Clash,
-    Merged,
-    applied,
-    lookup,
-    merge,
-    over_adopted,
-    same,
-    settled,
-)
+from dstrain.config.edits.merge import Clash, Merged, merge, over_adopted, settled
 from dstrain.facts.cluster.hostfile import PLACEHOLDER
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dstrain.config.edits.merge import lookup
+from dstrain.config.document import lookup
 from dstrain.config.explain.key import COUNTED
 from dstrain.config.jsonc import Pointer
 from dstrain.config.key_bytes import Cost, Scale, cost

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dstrain.choices import Precision
-from dstrain.config.edits.merge import REMOVED, Change, applied, lookup
+from dstrain.config.document import REMOVED, Change, applied, lookup
 from dstrain.config.jsonc import Pointer
 from dstrain.config.key_text import spoken_words
 from dstrain.config.keys.key import Key, Kind

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from dstrain.config.edits.merge import Change
+from dstrain.config.document import Change
 from dstrain.config.jsonc import Pointer
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from dstrain.config.edits.merge import REMOVED, lookup
+from dstrain.config.document import REMOVED, lookup
 from dstrain.config.jsonc import Document, Pointer
 from dstrain.config.keys.table import ROWS
 

@@ -13,7 +13,7 @@ import psutil
 from dstrain.doctor.facts import Network, Question, RdmaPort
 from dstrain.doctor.run_probes import all_at_once
 from dstrain.facts import network_interface
-from dstrain.launch.prepare.preflight import is_free
+from dstrain.facts.ports import is_free
 
 _NAMES_S = 3.0
 """How long names of hosts may take to be looked up."""

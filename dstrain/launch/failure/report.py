@@ -19,9 +19,9 @@ from dstrain.launch.failure.first_failure import (
     traceback_of,
 )
 from dstrain.launch.failure.hang import hang_lines
+from dstrain.launch.failure.last_metrics import last_metrics, metrics_words
 from dstrain.launch.failure.logs import tail_of
 from dstrain.launch.failure.outcome import Lost, Outcome
-from dstrain.launch.run.state import last_metrics, metrics_words
 from dstrain.rundir import RunDir
 
 _SHOWN_LINES = 25

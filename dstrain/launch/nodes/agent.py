@@ -18,6 +18,7 @@ from pathlib import Path
 from types import FrameType
 
 from dstrain.facts import network_interface, probe
+from dstrain.facts.ports import listener
 from dstrain.facts.this_machine import versions
 from dstrain.launch.nodes.node_runner import Keeper, environment_of_ranks, saves_on_term
 from dstrain.launch.nodes.process_tree import adopting_orphans
@@ -39,7 +40,6 @@ from dstrain.launch.nodes.protocol import (
     encode,
 )
 from dstrain.launch.nodes.ready import Readying
-from dstrain.launch.prepare.preflight import listener
 from dstrain.launch.timeouts import TIMEOUTS, Timeouts
 from dstrain.rundir import RunDir
 

@@ -17,7 +17,7 @@ from dstrain.facts.data import datafile
 from dstrain.facts.model import model_files
 from dstrain.job.file import JobFile, looks_local
 from dstrain.job.schema import Job
-from dstrain.launch.prepare.lint_job import of_job
+from dstrain.launch.prepare.hostfile_findings import of_job
 from dstrain.paths import shown
 from dstrain.records import Place
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from dstrain.config.edits.lock import read_lock
 from dstrain.config.lint.finding import Finding, Severity
@@ -15,15 +16,20 @@ from dstrain.facts.cluster import gpus
 from dstrain.facts.cluster.cluster import Cluster, Origin
 from dstrain.facts.cluster.hostfile import Host, Hosts
 from dstrain.facts.model.model_facts import ModelFacts
-from dstrain.facts.this_machine import ACCELERATOR
+from dstrain.facts.this_machine import ACCELERATOR, is_this_machine
 from dstrain.facts.this_machine import names as machine_names
 from dstrain.job.file import JobFile
 from dstrain.job.schema import Job
-from dstrain.launch.command import is_this_machine
 from dstrain.launch.prepare import job_checks
-from dstrain.launch.prepare.lint_job import HOSTFILE, SLOTS, Known, hostfile_finding, of_hostfile
+from dstrain.launch.prepare.hostfile_findings import HOSTFILE, SLOTS, hostfile_finding, of_hostfile
 from dstrain.paths import shown
 from dstrain.plan.request import Request
+
+if TYPE_CHECKING:
+    from dstrain.facts.cluster.cluster import Cluster
+    from dstrain.facts.cluster.hostfile import Hosts
+    from dstrain.facts.model.model_facts import ModelFacts
+    from dstrain.job.file import JobFile
 
 
 def known(file: JobFile, folder: Path) -> Known:
@@ -168,3 +174,19 @@ def request_of(job: Job) -> Request:
         attn=job.attn,
         packing=job.packing,
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Known:
+    """What is known beside the configuration."""
+
+    job: JobFile | None = None
+    """The job."""
+    hosts: Hosts | None = None
+    """Its machines' names and slots."""
+    model: ModelFacts | None = None
+    """Its model."""
+    cluster: Cluster | None = None
+    """Its machines."""
+    findings: tuple[Finding, ...] = ()
+    """What is wrong with its hostfile."""

@@ -19,14 +19,13 @@ from dstrain.facts.cluster import hostfile
 from dstrain.facts.cluster.cluster import Cluster, Origin
 from dstrain.facts.cluster.hostfile import Host, Hosts
 from dstrain.facts.model.model_facts import ModelFacts
-from dstrain.facts.this_machine import ACCELERATOR
+from dstrain.facts.this_machine import ACCELERATOR, is_this_machine, visible_devices
 from dstrain.facts.this_machine import names as machine_names
 from dstrain.job.file import JobFile
 from dstrain.job.schema import Job
-from dstrain.launch.command import is_this_machine, visible_devices
 from dstrain.launch.prepare import job_checks, resize_checkpoint
-from dstrain.launch.prepare.job_context import machines, model_of
-from dstrain.launch.prepare.lint_job import Known, lint, refused
+from dstrain.launch.prepare.job_context import Known, machines, model_of
+from dstrain.launch.prepare.lint_job import lint, refused
 from dstrain.launch.prepare.resize_checkpoint import Elastic
 from dstrain.paths import shown
 from dstrain.plan.estimate_records import Estimate

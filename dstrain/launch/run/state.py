@@ -8,15 +8,13 @@ import os
 import socket
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
 
 from dstrain.errors import Conflict, EnvironmentProblem, InvalidConfig
-from dstrain.launch.failure.logs import tail_of
 from dstrain.launch.nodes.process_tree import look
 from dstrain.launch.timeouts import TIMEOUTS
 from dstrain.paths import shown, write_atomic
@@ -171,26 +169,6 @@ def _taken(run_dir: RunDir, by: str = "") -> Conflict:
         f"{run_dir.path}: a run goes on there{by}",
         hint=f"dstrain status {shown(str(run_dir.path))}; `dstrain stop` ends it. Or name another output_dir.",
     )
-
-
-def last_metrics(run_dir: RunDir) -> dict[str, Any] | None:
-    """Returns the newest line of the metrics that has a loss; a line that is being written is not one yet."""
-    for line in reversed(tail_of(run_dir.metrics).splitlines()):
-        with suppress(ValueError):
-            found = json.loads(line)
-            if "step" in found and isinstance(found.get("loss"), int | float):
-                return dict(found)
-    return None
-
-
-def metrics_words(found: Mapping[str, Any]) -> str:
-    """Returns a line of the metrics in words.
-
-    >>> metrics_words({"step": 7, "loss": 2.5, "tokens_per_s": 1234.5})
-    'step 7, loss 2.5000, 1,234 tokens/s'
-    """
-    speed = f", {found['tokens_per_s']:,.0f} tokens/s" if found.get("tokens_per_s") else ""
-    return f"step {found['step']}, loss {found['loss']:.4f}{speed}"
 
 
 def watch_words(run_dir: RunDir, since: float) -> list[str]:

@@ -7,8 +7,8 @@ from typing import Any
 
 from dstrain.config.templates.templates import render_script
 from dstrain.errors import InvalidConfig
+from dstrain.facts.ports import DEFAULT_PORT
 from dstrain.launch.environment import RANK_NAMES
-from dstrain.launch.prepare.preflight import DEFAULT_PORT
 from dstrain.launch.scripts.script_context import Asked
 
 

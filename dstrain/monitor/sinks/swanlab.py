@@ -15,7 +15,7 @@ from dstrain.monitor.mode import Mode, upload_command
 from dstrain.paths import write_atomic
 
 if TYPE_CHECKING:
-    from dstrain.monitor.sinks.registry import Setup
+    from dstrain.monitor.sinks.sink import Setup
 
 RUN_RECORD = ".dstrain-run.json"
 """File in the run directory that holds the run's id, so that a resumed run goes on in the same curves, and the folders

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from dstrain.errors import EnvironmentProblem
 
 if TYPE_CHECKING:
-    from dstrain.monitor.sinks.registry import Setup
+    from dstrain.monitor.sinks.sink import Setup
 
 
 class TensorboardSink:

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dstrain.config.document import REMOVED, Change, Mark, applied
 from dstrain.config.edits import edit
-from dstrain.config.edits.merge import REMOVED, Change, Mark, applied, merge
+from dstrain.config.edits.merge import merge
 from dstrain.config.jsonc import read
 from dstrain.errors import InvalidConfig
 

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dstrain.config.edits.merge import REMOVED, Change, applied, lookup, merge, same, settled
+from dstrain.config.document import REMOVED, Change, applied, lookup, same
+from dstrain.config.edits.merge import merge, settled
 
 _KEYS = st.sampled_from("abcd")
 _LEAVES = st.one_of(

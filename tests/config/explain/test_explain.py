@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from dstrain.choices import Precision
 from dstrain.cli.output import explain_file as file_text
-from dstrain.config.edits.merge import Change, applied
+from dstrain.config.document import Change, applied
 from dstrain.config.explain.file import sections
 from dstrain.config.explain.key import COUNTED, OF_JOB, Chosen, Here, estimate_of, ways, why
 from dstrain.config.find_key import named
@@ -22,7 +22,7 @@ from dstrain.config.keys.key import Kind
 from dstrain.config.keys.table import KEYS, ROWS
 from dstrain.config.templates.templates import reasons_in, template_names
 from dstrain.errors import InvalidConfig
-from dstrain.launch.prepare.lint_job import Known
+from dstrain.launch.prepare.job_context import Known
 from dstrain.plan.configuration import DEFAULTS
 from dstrain.plan.estimate import effective
 

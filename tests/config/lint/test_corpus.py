@@ -7,7 +7,7 @@ import pytest
 from dstrain.config.lint.engine import RULES, check, read
 from dstrain.config.lint.finding import Finding, Severity
 from dstrain.config.lint.subject import Subject
-from dstrain.launch.prepare.lint_job import OUTSIDE
+from dstrain.launch.prepare.hostfile_findings import OUTSIDE
 from tests.config.lint.case import Case, Raises, Says
 from tests.config.lint.cases_engine import ENGINE_CASES
 from tests.config.lint.cases_text import TEXT_CASES

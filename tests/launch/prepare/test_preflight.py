@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from dstrain.errors import Conflict, EnvironmentProblem, InvalidConfig
+from dstrain.facts.ports import port
 from dstrain.facts.this_machine import names
-from dstrain.launch.prepare.preflight import check, port
+from dstrain.launch.prepare.preflight import check
 from dstrain.rundir import RunDir
 
 

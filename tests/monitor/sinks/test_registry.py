@@ -10,7 +10,8 @@ import pytest
 from dstrain.errors import EnvironmentProblem, InvalidConfig
 from dstrain.monitor.mode import Mode
 from dstrain.monitor.sinks import registry
-from dstrain.monitor.sinks.registry import End, Guarded, Setup, open_sinks
+from dstrain.monitor.sinks.registry import Guarded, open_sinks
+from dstrain.monitor.sinks.sink import End, Say, Setup
 
 
 def setup(folder: Path) -> Setup:
@@ -53,7 +54,7 @@ def test_a_missing_package_is_said_before_the_model_loads(tmp_path: Path, monkey
 
 
 def test_a_sink_that_does_not_start_is_said_and_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(setup: Setup, say: registry.Say) -> None:
+    def fail(setup: Setup, say: Say) -> None:
         raise OSError("disk full")
 
     said: list[str] = []

@@ -7,7 +7,7 @@ from math import prod
 from types import MappingProxyType
 from typing import Any
 
-from dstrain.config.edits.merge import dotted, lookup
+from dstrain.config.document import dotted, lookup
 from dstrain.config.jsonc import Pointer
 from dstrain.config.lint.finding import Fault, Severity
 from dstrain.config.lint.rule import Rule, when

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 
-from dstrain.config.edits.merge import dotted, lookup
+from dstrain.config.document import dotted, lookup
 from dstrain.config.jsonc import Pointer
 from dstrain.config.keys.table import KEYS, key_of
 from dstrain.config.lint.finding import Fault, Severity

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from difflib import SequenceMatcher
 from types import MappingProxyType
 
-from dstrain.config.edits.merge import REMOVED, Change, dotted, lookup
+from dstrain.config.document import REMOVED, Change, dotted, lookup
 from dstrain.config.jsonc import Pointer
 from dstrain.config.keys.key import Key, Kind, Names
 from dstrain.config.keys.table import KEYS, children, key_of

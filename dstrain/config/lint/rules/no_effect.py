@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from dstrain.config.edits.merge import dotted
+from dstrain.config.document import dotted
 from dstrain.config.lint.finding import Fault, Severity
 from dstrain.config.lint.rule import Rule, when
 from dstrain.config.lint.subject import Subject

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
-from dstrain.config.edits.merge import Change
+from dstrain.config.document import Change
 from dstrain.config.jsonc import Pointer
 from dstrain.config.keys.optimizers import OWN_OPTIMIZERS, TORCH_OPTIMIZERS, parameters
 from dstrain.config.keys.schedulers import OWN_SCHEDULES, TORCH_SCHEDULES

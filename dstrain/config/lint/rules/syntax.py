@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from dstrain.config.edits.merge import lookup
+from dstrain.config.document import lookup
 from dstrain.config.jsonc import line_column
 from dstrain.config.lint.finding import Fault, Severity
 from dstrain.config.lint.rule import Rule

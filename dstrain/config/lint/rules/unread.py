@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from dstrain.config.edits.merge import dotted, lookup
+from dstrain.config.document import dotted, lookup
 from dstrain.config.jsonc import Pointer
 from dstrain.config.keys.key import Kind
 from dstrain.config.keys.table import key_of

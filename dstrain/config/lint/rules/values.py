@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from dstrain.config.edits.merge import REMOVED, Change, dotted
+from dstrain.config.document import REMOVED, Change, dotted
 from dstrain.config.jsonc import Pointer
 from dstrain.config.keys.key import Key, Kind, Names
 from dstrain.config.keys.table import key_of

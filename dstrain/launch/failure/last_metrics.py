@@ -1,0 +1,31 @@
+"""The last metrics of a run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+from dstrain.launch.failure.logs import tail_of
+from dstrain.rundir import RunDir
+
+
+def last_metrics(run_dir: RunDir) -> dict[str, Any] | None:
+    """Returns the newest line of the metrics that has a loss; a line that is being written is not one yet."""
+    for line in reversed(tail_of(run_dir.metrics).splitlines()):
+        with suppress(ValueError):
+            found = json.loads(line)
+            if "step" in found and isinstance(found.get("loss"), int | float):
+                return dict(found)
+    return None
+
+
+def metrics_words(found: Mapping[str, Any]) -> str:
+    """Returns a line of the metrics in words.
+
+    >>> metrics_words({"step": 7, "loss": 2.5, "tokens_per_s": 1234.5})
+    'step 7, loss 2.5000, 1,234 tokens/s'
+    """
+    speed = f", {found['tokens_per_s']:,.0f} tokens/s" if found.get("tokens_per_s") else ""
+    return f"step {found['step']}, loss {found['loss']:.4f}{speed}"
