@@ -8,12 +8,15 @@ WORKERS := $(shell echo $$(($$(nproc) > 3 ? $$(nproc) : 3)))
 # DeepSpeed compiles its ops on first use; they are kept here
 export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/.cache/torch_extensions
 
-.PHONY: demo test fast sweep check update servers clean
+.PHONY: demo test suite fast sweep check update servers clean
 
 demo: $(VENV)/.installed
 	$(BIN)/dstrain demo
 
-test: check $(VENV)/.installed
+# `make -j2 test` checks beside the tests
+test: check suite
+
+suite: $(VENV)/.installed
 	$(BIN)/pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
 
 # what needs no engine, no cluster, no sweep and no editor, on all cores

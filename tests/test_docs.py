@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
@@ -96,6 +97,7 @@ def _run(*words: str, cwd: Path = ROOT, check: bool = True) -> subprocess.Comple
     return subprocess.run(line, capture_output=True, text=True, env=environment, check=check, cwd=cwd)
 
 
+@cache
 def gen_config_output() -> str:
     """Returns what the first command prints on a machine without a GPU."""
     done = _run("-m", "dstrain.cli", "gen-config", "--gpus", "16", "--model", "qwen3-32b", "--dry-run")
@@ -108,6 +110,7 @@ def plan_output() -> str:
     return f"```\n{done.stdout.rstrip()}\n```"
 
 
+@cache
 def edits_output() -> str:
     """Returns what lint, diff, explain and gen-config say of edited files."""
     with tempfile.TemporaryDirectory() as folder:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -35,7 +36,8 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The demo's model and data."""
     folder = tmp_path_factory.mktemp("demo")
     line = [sys.executable, "-m", "dstrain.train.demo", str(folder)]
-    subprocess.run(line, check=True, capture_output=True, cwd=Path(__file__).parents[2])
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    subprocess.run(line, check=True, capture_output=True, cwd=Path(__file__).parents[2], env=environment)
     return folder
 
 

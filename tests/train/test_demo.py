@@ -1,5 +1,6 @@
 import json
 import math
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -20,7 +21,8 @@ from dstrain.train import demo  # noqa: E402
 def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("demo")
     command = [sys.executable, "-m", "dstrain.train.demo", str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     return {"folder": folder, **json.loads(done.stdout)}
 
 
