@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -151,7 +152,7 @@ def published_table(answers: tuple[Answer, ...]) -> str:
     return report.markdown(score(answers)).rstrip()
 
 
-SECTIONS = {
+SECTIONS: dict[str, Callable[[], str]] = {
     "module map": module_map,
     "job": job_reference,
     "command line": cli_reference,
