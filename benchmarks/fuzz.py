@@ -229,7 +229,7 @@ class Readers:
             ],
             "hostfile": [path.read_bytes() for path in sorted((ROOT / "hostfiles").iterdir())],
             "wire": [protocol.encode(message, 1) for message in MESSAGES],
-            "pulse": [b'{"rank": 1, "step": 2, "phase": "step", "total": 9}'],
+            "heartbeat": [b'{"rank": 1, "step": 2, "phase": "step", "total": 9}'],
         }
 
     def _texts(self, name: str) -> list[bytes]:
@@ -240,8 +240,8 @@ class Readers:
         text = raw.decode(errors="replace")
         if name == "wire":
             yield "wire", lambda: [protocol.decode(line) for line in protocol.Lines().feed(raw)]
-        elif name == "pulse":
-            yield "pulse", lambda: heartbeat.decode(raw)
+        elif name == "heartbeat":
+            yield "heartbeat", lambda: heartbeat.decode(raw)
         else:
             case, new = rng.choice(self._cases), rng.choice(self._cases)[name]
             yield from _of_file(rng, name, text)

@@ -16,7 +16,7 @@ TELL_EVERY_S = 15.0
 """Seconds between two words about it."""
 
 
-def run(
+def run_reporting(
     command: Sequence[str], environment: Mapping[str, str], tell: Callable[[str], None], what: str
 ) -> tuple[int, str]:
     """Returns the exit code and the output; says every few seconds that it is still `what`, such as "building X".

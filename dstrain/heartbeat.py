@@ -68,7 +68,7 @@ STARTING = frozenset({Phase.START, Phase.CONNECTING, Phase.LOADING, *COUNTED, Ph
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pulse:
+class Heartbeat:
     """One message of a rank."""
 
     rank: int
@@ -106,20 +106,20 @@ class Sender:
         """Says where this rank is; never waits."""
         self._next = time.monotonic() + COUNT_S
         if self._address is not None:
-            pulse = Pulse(rank=self._rank, step=step, phase=phase, total=total)
+            heartbeat = Heartbeat(rank=self._rank, step=step, phase=phase, total=total)
             with suppress(OSError):
-                self._socket.sendto(json.dumps(asdict(pulse)).encode(), self._address)
+                self._socket.sendto(json.dumps(asdict(heartbeat)).encode(), self._address)
 
 
-def decode(raw: bytes) -> Pulse | None:
+def decode(raw: bytes) -> Heartbeat | None:
     """Returns the message in a datagram; None for anything else."""
     try:
         data = json.loads(raw)
-        pulse = Pulse(**{**data, "phase": Phase(data["phase"])})
+        heartbeat = Heartbeat(**{**data, "phase": Phase(data["phase"])})
     except (ValueError, TypeError, KeyError, RecursionError):
         return None
-    numbers = (pulse.rank, pulse.step, pulse.total)
-    return pulse if all(type(number) is int and 0 <= number < _TOO_LARGE for number in numbers) else None
+    numbers = (heartbeat.rank, heartbeat.step, heartbeat.total)
+    return heartbeat if all(type(number) is int and 0 <= number < _TOO_LARGE for number in numbers) else None
 
 
 class Receiver:
@@ -133,17 +133,17 @@ class Receiver:
         with suppress(OSError):  # two agents of one start on one machine: the first one listens
             self._socket.bind(address(mark))
 
-    def receive(self) -> list[Pulse]:
+    def receive(self) -> list[Heartbeat]:
         """Returns what came since the last call."""
-        found: list[Pulse] = []
+        found: list[Heartbeat] = []
         while True:
             try:
                 raw, said, _, _ = self._socket.recvmsg(4096, socket.CMSG_SPACE(_SENDER.size))
             except OSError:
                 return found
-            pulse = decode(raw) if _is_own(said) else None
-            if pulse is not None and pulse.rank in self._ranks:
-                found.append(pulse)
+            heartbeat = decode(raw) if _is_own(said) else None
+            if heartbeat is not None and heartbeat.rank in self._ranks:
+                found.append(heartbeat)
 
     def close(self) -> None:
         """Stops listening."""

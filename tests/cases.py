@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from dstrain.cli.options.question import Question, question
+from dstrain.cli.options.question import PlanInputs, plan_inputs
 from dstrain.config.templates.files import generated
 from dstrain.plan.estimate_records import Plan
 from dstrain.plan.search.decide import decide
@@ -30,13 +30,13 @@ _BLANK: dict[str, Any] = {
 }  # fmt: skip
 
 
-def ask(**options: Any) -> Question:
+def ask(**options: Any) -> PlanInputs:
     """Returns the question that these options of gen-config ask."""
     from dstrain.choices import Attention, Hub, Method, Offload, Precision
 
     types = {"hub": Hub, "method": Method, "offload": Offload, "precision": Precision, "attn": Attention}
     merged = {**_BLANK, **options}
-    return question({k: types[k](v) if k in types and v is not None else v for k, v in merged.items()})
+    return plan_inputs({k: types[k](v) if k in types and v is not None else v for k, v in merged.items()})
 
 
 def plan(**options: Any) -> Plan:

@@ -6,7 +6,6 @@ import contextlib
 import os
 import pickle
 import random
-import subprocess
 import sys
 from collections.abc import Callable, Generator
 from pathlib import Path
@@ -14,6 +13,7 @@ from pathlib import Path
 import pytest
 from filelock import FileLock, Timeout
 from hypothesis import HealthCheck, settings
+from xdist.workermanage import WorkerController
 
 from benchmarks import predict
 from benchmarks.published.answers import Answer, answer
@@ -59,16 +59,12 @@ MARKS = {
 """What a test needs that takes long, by the beginning of its node id; a test of none of these is fast."""
 SAMPLED = {"tests/plan/search/test_search.py::test_bounds_lose_nothing": 4, "tests/plan/memory/test_closed_form.py": 15}
 """Of how many of these tests a sample consists; other sweeps draw inside of theirs."""
+
+pytest_plugins = ["tests.launch.fixtures"]
 settings.register_profile("dstrain", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("dstrain")
 SLICE = 100
 """Published runs that one worker answers for at a time."""
-
-
-pytest_plugins = ["tests.launch.fixtures"]
-
-settings.register_profile("dstrain", deadline=None)  # a busy machine is no failure
-settings.load_profile("dstrain")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -79,11 +75,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before Hypothesis reads its seed
 def pytest_configure(config: pytest.Config) -> None:
-    """Chooses the seed of this run; workers are given the one of the run that started them."""
+    """Chooses the seed of this run; workers take the one of the run that started them."""
+    worker = getattr(config, "workerinput", {})
     if config.option.seed is None:
-        config.option.seed = random.SystemRandom().randrange(10**6)
+        config.option.seed = worker.get("seed", random.SystemRandom().randrange(10**6))
     if config.option.hypothesis_seed is None:
         config.option.hypothesis_seed = str(config.option.seed)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: WorkerController) -> None:
+    node.workerinput["seed"] = node.config.option.seed
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
@@ -167,28 +169,10 @@ def draw(request: pytest.FixtureRequest) -> Draw:
 
 
 @pytest.fixture(scope="session")
-def of_all_workers(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that all workers of this run have in common."""
-    folder = tmp_path_factory.getbasetemp()
-    return folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
-
-
-@pytest.fixture(scope="session")
-def made_demo(of_all_workers: Path) -> Path:
-    """The demo's model and data, which the first worker makes that needs them; to be copied by whoever changes them."""
-    folder, part = of_all_workers / "demo", of_all_workers / "demo.part"
-    with FileLock(of_all_workers / "demo.lock"):
-        if not folder.exists():
-            line = [sys.executable, "-m", "dstrain.train.demo", str(part)]
-            subprocess.run(line, check=True, capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-            part.rename(folder)
-    return folder
-
-
-@pytest.fixture(scope="session")
-def answers(of_all_workers: Path) -> tuple[Answer, ...]:
+def answers(tmp_path_factory: pytest.TempPathFactory) -> tuple[Answer, ...]:
     """What the planner says of every published run; workers that want it share the work, a slice at a time."""
-    folder = of_all_workers
+    folder = tmp_path_factory.getbasetemp()
+    folder = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
     rows = read(predict.PUBLISHED / "published_runs.csv")
     slices = {folder / f"answers-{start}.pickle": rows[start : start + SLICE] for start in range(0, len(rows), SLICE)}
     for timeout_s in (0, -1):  # first what nobody has begun, then what others have not ended

@@ -6,4 +6,4 @@ from benchmarks.fuzz import run
 def test_broken_inputs_end_in_no_exception() -> None:
     report = run(300, seed=7)
     assert report.crashes == []
-    assert {"lint", "explain", "job file", "hostfile", "wire", "pulse", "merge job.yaml"} <= set(report.calls)
+    assert {"lint", "explain", "job file", "hostfile", "wire", "heartbeat", "merge job.yaml"} <= set(report.calls)

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dstrain.heartbeat import MARK, Phase, Pulse, Receiver, Sender, address, decode
+from dstrain.heartbeat import MARK, Heartbeat, Phase, Receiver, Sender, address, decode
 from dstrain.launch.nodes.spec import new_mark
 
 SEND = """
@@ -47,7 +47,7 @@ def say(mark: str, rank: int, step: int, phase: Phase, total: int = 0) -> None:
 
 def test_a_rank_is_heard(mark: str, receiver: Receiver) -> None:
     say(mark, 2, 7, Phase.STEP, 9)
-    assert receiver.receive() == [Pulse(rank=2, step=7, phase=Phase.STEP, total=9)]
+    assert receiver.receive() == [Heartbeat(rank=2, step=7, phase=Phase.STEP, total=9)]
 
 
 def test_ranks_of_other_nodes_are_not_heard(mark: str, receiver: Receiver) -> None:
@@ -59,7 +59,7 @@ def test_ranks_of_other_nodes_are_not_heard(mark: str, receiver: Receiver) -> No
 def test_another_user_is_not_heard(mark: str, receiver: Receiver) -> None:
     name = address(mark)[1:]
     subprocess.run([sys.executable, "-c", SEND, name, DONE], check=True)
-    assert [pulse.phase for pulse in receiver.receive()] == [Phase.DONE]
+    assert [heartbeat.phase for heartbeat in receiver.receive()] == [Phase.DONE]
     if os.geteuid() != 0:
         pytest.skip("only root can be another user")
     subprocess.run([sys.executable, "-c", SEND, name, DONE, "65534"], check=True)
@@ -77,14 +77,14 @@ def test_whatever_comes_the_receiver_goes_on(mark: str, receiver: Receiver) -> N
 
 
 NUMBER = st.integers() | st.floats() | st.text() | st.none() | st.lists(st.integers()) | st.booleans()
-PULSE = st.fixed_dictionaries(
+HEARTBEAT = st.fixed_dictionaries(
     {"rank": NUMBER, "step": NUMBER, "phase": st.sampled_from([*Phase]) | NUMBER},
     optional={"total": NUMBER, "more": NUMBER},
 )
 
 
 @settings(max_examples=300)
-@given(st.binary() | PULSE.map(lambda value: json.dumps(value).encode()))
+@given(st.binary() | HEARTBEAT.map(lambda value: json.dumps(value).encode()))
 def test_no_bytes_raise(raw: bytes) -> None:
-    pulse = decode(raw)
-    assert pulse is None or min(pulse.rank, pulse.step, pulse.total) >= 0
+    heartbeat = decode(raw)
+    assert heartbeat is None or min(heartbeat.rank, heartbeat.step, heartbeat.total) >= 0

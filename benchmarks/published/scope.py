@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from benchmarks.published.rows import Publisher, Row
 from benchmarks.published.shelf import find_gpu, find_model, folded
 from benchmarks.published.variants import Checkpointing, checkpointing, compiles, method, parallel, tune_step
-from dstrain.plan.memory.layers.activations import is_known
+from dstrain.plan.memory.layers.activations import has_layer_code
 
 Rule = tuple[Callable[[Row], object], str]
 """What holds of a row that is out, and the reason."""
@@ -49,7 +49,7 @@ def _method_reason(pattern: re.Pattern[str]) -> Callable[[Row], object]:
 
 def _unknown_model(row: Row) -> bool:
     found = find_model(row.model)
-    return found is None or not is_known(found.model)
+    return found is None or not has_layer_code(found.model)
 
 
 def _has_other_size(row: Row) -> bool:

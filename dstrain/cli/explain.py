@@ -13,7 +13,7 @@ from dstrain.errors import DstrainError, InvalidConfig
 
 if TYPE_CHECKING:
     from dstrain.config.explain.key import Here
-    from dstrain.launch.prepare.job_context import Known
+    from dstrain.launch.prepare.job_context import JobContext
 
 CONFIG, JOB = "ds_config.json", "job.yaml"
 
@@ -71,7 +71,7 @@ def _explain_file(path: Path, job: Path | None, *, as_json: bool) -> None:
         answer("\n".join(text.lines(found)))
 
 
-def _known(job: Path | None, config: Path | None) -> tuple[Known | None, str | None]:
+def _known(job: Path | None, config: Path | None) -> tuple[JobContext | None, str | None]:
     """Returns what is known of the job of a configuration, or None and what is missing."""
     from dstrain.job.file import read_job
     from dstrain.launch.prepare.job_context import known

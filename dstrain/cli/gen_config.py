@@ -15,8 +15,8 @@ from dstrain import __version__
 from dstrain.cli.console import answer, answer_json, say, say_lines
 from dstrain.cli.options import remembered
 from dstrain.cli.options.planning import facts_options
-from dstrain.cli.options.question import Question, question, uses_last
-from dstrain.cli.options.remembered import Asked
+from dstrain.cli.options.question import PlanInputs, plan_inputs, uses_last
+from dstrain.cli.options.remembered import ResolvedOptions
 from dstrain.cli.output import conflicts
 from dstrain.cli.output.conflicts import OnConflict
 from dstrain.cli.output.generated import diff, next_lines
@@ -111,7 +111,7 @@ def command(
 class _Planned:
     """A plan with what it is an answer to."""
 
-    asked: Question
+    asked: PlanInputs
     """Model, machines and request."""
     plan: Plan
     """The plan."""
@@ -119,10 +119,10 @@ class _Planned:
     """The plan as JSON."""
 
 
-def _planned(asked: Asked, before: Lock | None) -> _Planned:
+def _planned(asked: ResolvedOptions, before: Lock | None) -> _Planned:
     """Returns the plan, after saying it."""
     last = before.cluster if before and asked.is_repeated else None
-    facts = question(dict(asked.options), last=last)
+    facts = plan_inputs(dict(asked.options), last=last)
     if last and uses_last(dict(asked.options), last):
         say(f"no GPUs are found here: planning for the {last.num_gpus} × {last.gpu.name} of the last time")
     found = survey(facts.model, facts.cluster, facts.request, calibration=facts.calibration)
@@ -133,7 +133,7 @@ def _planned(asked: Asked, before: Lock | None) -> _Planned:
     return _Planned(asked=facts, plan=plan_of(found, facts.cluster, facts.request), document=document)
 
 
-def _say_repeated(asked: Asked, before: Lock | None) -> None:
+def _say_repeated(asked: ResolvedOptions, before: Lock | None) -> None:
     if not asked.is_repeated or before is None:
         return
     changed = remembered.spelled(
@@ -142,7 +142,7 @@ def _say_repeated(asked: Asked, before: Lock | None) -> None:
     say(f"as the last time: {remembered.spelled(before.inputs)}{f'; now with {changed}' if changed else ''}")
 
 
-def _lock(asked: Asked, planned: _Planned, out: Path) -> Lock:
+def _lock(asked: ResolvedOptions, planned: _Planned, out: Path) -> Lock:
     """Returns the generated files with what they were made from."""
     options, facts, plan = asked.options, planned.asked, planned.plan
     template, template_dir = template_of(plan.chosen.configuration), options["template_dir"]
@@ -243,7 +243,7 @@ def _write(out: Path, lock: Lock, before: Lock | None, merged: Regenerated) -> N
 
 
 def _show_conflicts(
-    out: Path, merged: Regenerated, asked: Asked, before: Lock | None, base: Mapping[str, str] | None
+    out: Path, merged: Regenerated, asked: ResolvedOptions, before: Lock | None, base: Mapping[str, str] | None
 ) -> None:
     """Says what both sides changed. Raises Conflict where something of it is open."""
     if not merged.conflicts:

@@ -16,7 +16,7 @@ from dstrain.doctor.reach import TIMEOUT_S
 from dstrain.errors import EnvironmentProblem, InvalidConfig, did_you_mean
 from dstrain.facts import probe
 from dstrain.facts.cluster import host_sources, hostfile
-from dstrain.facts.cluster.host_sources import SOURCES, Asked
+from dstrain.facts.cluster.host_sources import SOURCES, HostQuery
 from dstrain.facts.cluster.hostfile import MAX_SLOTS, Hosts
 from dstrain.facts.this_machine import ACCELERATOR
 from dstrain.facts.this_machine import names as machine_names
@@ -95,7 +95,7 @@ def _asked_for(
         raise click.UsageError("Names and --from or --from-file both say hosts; give one of them.")
     if names is not None:
         return hostfile.expand(names, slots, "NAMES")
-    asked = Asked(environment=os.environ, read=probe.read_text, file=from_file, slots=slots, match=match)
+    asked = HostQuery(environment=os.environ, read=probe.read_text, file=from_file, slots=slots, match=match)
     if source is not None:
         if source not in SOURCES:
             raise click.UsageError(f'--from "{source}": {did_you_mean(source, list(SOURCES))}')

@@ -13,8 +13,8 @@ from dstrain.cli.console import answer, answer_json, say
 from dstrain.config.lint import engine
 from dstrain.config.lint.finding import Severity, count_text, lines
 from dstrain.errors import InvalidConfig
-from dstrain.launch.prepare.job_context import Known
-from dstrain.launch.prepare.lint_job import Linted, check_rules, lint
+from dstrain.launch.prepare.job_context import JobContext
+from dstrain.launch.prepare.lint_job import LintResult, check_rules, lint_job
 from dstrain.paths import shown, write_atomic
 
 if TYPE_CHECKING:
@@ -63,9 +63,9 @@ def command(
     if dry_run and not fix:
         raise click.UsageError("-n is about --fix; lint alone writes nothing.")
     path, file = _files(config, job, hostfile)
-    known = Known() if file is None else _known(file, path)
+    known = JobContext() if file is None else _known(file, path)
     try:
-        linted = lint(known, path, is_trainers=trainer, ignored=ignored, fix=fix)
+        linted = lint_job(known, path, is_trainers=trainer, ignored=ignored, fix=fix)
     except InvalidConfig as error:
         if as_json:
             answer_json({"schema": 1, "findings": [], "error": error.problem})
@@ -112,19 +112,19 @@ def _beside(config: Path | None) -> Path | None:
     return found if found.is_file() else None
 
 
-def _known(file: JobFile, path: Path) -> Known:
+def _known(file: JobFile, path: Path) -> JobContext:
     from dstrain.launch.prepare.job_context import known
 
     return known(file, path.parent)
 
 
-def _say_mended(linted: Linted, *, dry_run: bool) -> None:
+def _say_mended(linted: LintResult, *, dry_run: bool) -> None:
     for finding in linted.mended:
         verb = "would mend" if dry_run else "mended"
         say(f"{verb} {finding.where}: {finding.rule}: {finding.problem}; {finding.fix}")
 
 
-def _print(path: Path, linted: Linted, write: Callable[[str], None]) -> None:
+def _print(path: Path, linted: LintResult, write: Callable[[str], None]) -> None:
     for finding in linted.findings:
         write("\n".join(lines(finding)))
     if not linted.findings:

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from dstrain.cli.console import answer_json
 from dstrain.cli.options.planning import plan_options
-from dstrain.cli.options.question import Question, question
+from dstrain.cli.options.question import PlanInputs, plan_inputs
 from dstrain.cli.output.memory_bars import bar_lines
 from dstrain.cli.output.plan import (
     COLUMNS,
@@ -45,7 +45,7 @@ def command(top: int, as_json: bool, **options: Any) -> None:
       dstrain plan --gpus 16 --model qwen3-32b
       dstrain plan --gpus 8 --gpu h100 --model qwen3-8b --zero-stage 2 --json
     """
-    asked = question(options)
+    asked = plan_inputs(options)
     found = survey(asked.model, asked.cluster, asked.request, top=top, calibration=asked.calibration)
     if as_json:
         answer_json(plan_document(found, asked.model, asked.cluster))
@@ -55,7 +55,7 @@ def command(top: int, as_json: bool, **options: Any) -> None:
         raise does_not_fit(asked.model, asked.cluster, asked.request, found.first, calibration=asked.calibration)
 
 
-def _print(found: Survey, asked: Question) -> None:
+def _print(found: Survey, asked: PlanInputs) -> None:
     """Prints bars, table and reasons to stdout: in colour on a terminal, as plain text elsewhere and under NO_COLOR."""
     page = Console(file=sys.stdout, highlight=False, soft_wrap=True, emoji=False)
     width = min(page.width, 100) if page.is_terminal else COLUMNS

@@ -21,7 +21,7 @@ from dstrain.doctor.finding import Mark, errors
 from dstrain.doctor.quick import quick
 from dstrain.errors import DstrainError, EnvironmentProblem
 from dstrain.facts import ports, probe
-from dstrain.facts.cluster.host_sources import SOURCES, Asked
+from dstrain.facts.cluster.host_sources import SOURCES, HostQuery
 from dstrain.facts.cluster.hostfile import Hosts, expand
 from dstrain.job.file import read_job
 from dstrain.launch.environment import refuse_secrets
@@ -33,7 +33,7 @@ from dstrain.launch.prepare.prepare import prepare
 from dstrain.launch.run import state
 from dstrain.launch.run.control import noting_signals
 from dstrain.launch.run.detach import detach
-from dstrain.launch.run.supervisor import Policy, Run, Voice
+from dstrain.launch.run.supervisor import Policy, Reporter, Supervisor
 from dstrain.launch.timeouts import TIMEOUTS, VARIABLE
 
 
@@ -178,12 +178,15 @@ def _train(options: Options, launch: Launch, hosts: Hosts | None) -> None:
     if VARIABLE in os.environ:
         say(f"note     {VARIABLE}, which is for tests, changes time limits: {os.environ[VARIABLE]}")
     policy = Policy(max_restarts=options.max_restarts, spares=spares, timeouts=timeouts)
-    with noting_signals(state.run_log(run_dir), saves_on_term=options.save_on_term) as wishes, Screen() as screen:
-        run = Run(
+    with (
+        noting_signals(state.run_log(run_dir), saves_on_term=options.save_on_term) as stop_requests,
+        Screen() as screen,
+    ):
+        run = Supervisor(
             lambda changed, goes_on: _plan(options, changed or hosts, goes_on=goes_on),
-            wishes,
+            stop_requests,
             policy,
-            Voice(say=screen.say, pass_on=screen.pass_on, progress=screen.progress),
+            Reporter(say=screen.say, pass_on=screen.pass_on, progress=screen.progress),
             _edits(options.job, launch),
         )
         run.drive(launch)
@@ -212,7 +215,7 @@ def _allocated() -> Hosts | None:
     """Returns the hosts of the SLURM allocation; None outside of one, which the launcher tells."""
     if "SLURM_JOB_ID" not in os.environ:
         return None
-    return SOURCES["slurm"](Asked(environment=os.environ, read=probe.read_text, file=None, slots=None, match=None))
+    return SOURCES["slurm"](HostQuery(environment=os.environ, read=probe.read_text, file=None, slots=None, match=None))
 
 
 def _answer_dry(launch: Launch, *, as_json: bool) -> None:

@@ -22,7 +22,7 @@ from dstrain.launch.scripts import k8s as manifests
 from dstrain.launch.scripts import ready, shell
 from dstrain.launch.scripts.batch import Batch, parse_time
 from dstrain.launch.scripts.k8s import Kind, Pods, label, parse_claim
-from dstrain.launch.scripts.script_context import Asked, describe
+from dstrain.launch.scripts.script_context import ScriptContext, describe
 from dstrain.rundir import RunDir
 
 
@@ -198,7 +198,7 @@ def prepare(job: Path, nodes: int | None, gpus: int | None, overrides: tuple[str
     say(f"prepared {prepared.run_dir.path} for {prepared.hosts.num_slots} ranks")
 
 
-def _asked(typed: dict[str, Any]) -> tuple[JobFile, Asked]:
+def _asked(typed: dict[str, Any]) -> tuple[JobFile, ScriptContext]:
     """Returns the job and what its scripts are filled with."""
     path: Path = typed["job"]
     file = read_job(path, list(typed["overrides"]))

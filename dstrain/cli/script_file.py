@@ -10,7 +10,7 @@ from typing import Any
 from dstrain.cli.console import answer, answer_json, say, say_lines
 from dstrain.config.edits.lock import beside_unused
 from dstrain.errors import Conflict
-from dstrain.launch.scripts.script_context import Asked
+from dstrain.launch.scripts.script_context import ScriptContext
 from dstrain.paths import write_atomic, write_together
 
 
@@ -32,7 +32,7 @@ class Script:
     """What to say about it."""
 
 
-def finish(script: Script, asked: Asked, typed: dict[str, Any]) -> bool:
+def finish(script: Script, asked: ScriptContext, typed: dict[str, Any]) -> bool:
     """Writes or prints a script, and says what to type next; returns whether it was written."""
     job: Path = typed["job"]
     out: Path = typed["out"] or job.with_name(f"{job.stem}.{script.ending}")

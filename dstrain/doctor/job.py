@@ -66,11 +66,11 @@ def all_needs(file: JobFile, hosts: Hosts | None) -> tuple[Needs, list[Finding]]
     from dstrain.launch.prepare.job_context import (
         known,  # these bring the planner with them, which takes a quarter of a second
     )
-    from dstrain.launch.prepare.lint_job import lint
+    from dstrain.launch.prepare.lint_job import lint_job
 
     notes, name = Notes("job"), shown(file.job.ds_config)
     try:
-        linted = lint(known(file, Path(file.job.ds_config).parent), Path(file.job.ds_config))
+        linted = lint_job(known(file, Path(file.job.ds_config).parent), Path(file.job.ds_config))
     except DstrainError as error:
         notes.bad(error.problem.replace("\n", "; "), error.hint)
         return first_needs(file, hosts), notes.findings

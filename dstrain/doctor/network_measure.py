@@ -29,10 +29,10 @@ from dstrain.launch.failure.first_failure import advice
 from dstrain.launch.failure.outcome import Outcome
 from dstrain.launch.failure.report import explain
 from dstrain.launch.nodes import handshake, launchers
-from dstrain.launch.nodes.coordinator import Conductor
-from dstrain.launch.nodes.layout import Node, everywhere
+from dstrain.launch.nodes.coordinator import Coordinator
+from dstrain.launch.nodes.layout import Node, per_node
 from dstrain.launch.nodes.protocol import Hello
-from dstrain.launch.nodes.spec import Score, new_mark
+from dstrain.launch.nodes.spec import LaunchSpec, new_mark
 from dstrain.launch.run.control import noting_signals
 from dstrain.launch.timeouts import Timeouts
 from dstrain.paths import python
@@ -111,25 +111,25 @@ def measure(site: Site, tell: Callable[[str], None]) -> Answer:
     if not all(here):
         launchers.require("ssh", os.environ)
         launchers.check_hosts("ssh", site.hosts)
-    with _folder() as run_dir, noting_signals(run_dir.path / "screen.log") as wishes:
+    with _folder() as run_dir, noting_signals(run_dir.path / "screen.log") as stop_requests:
         score = _score(site, here, run_dir)
         listener, hellos = Listener(tell), dict[Node, Hello]()
         until = time.monotonic() + LIMIT_S
 
         def tick(phase: Phase, done: int | None, total: int) -> None:
-            if time.monotonic() > until and not wishes.stop:
-                wishes.stop.append(TIME_IS_UP)
+            if time.monotonic() > until and not stop_requests.stop:
+                stop_requests.stop.append(TIME_IS_UP)
 
-        def check(found: Mapping[Node, Hello]) -> tuple[Score, dict[int, dict[str, str]]]:
+        def check(found: Mapping[Node, Hello]) -> tuple[LaunchSpec, dict[int, dict[str, str]]]:
             hellos.update(found)
             port = next((hello.port for node, hello in found.items() if node.number == 0), None)
-            nodes = everywhere(site.hosts, commands(site, here, run_dir, port or score.master_port), here)
+            nodes = per_node(site.hosts, commands(site, here, run_dir, port or score.master_port), here)
             played = replace(score, nodes=nodes, master_port=port or score.master_port)
             variables = interface_variables(site, found, run_dir, played)
             return played, {node.number: own for node, own in variables.items()}
 
         try:
-            outcome = Conductor(score, wishes, listener.hear, tick).run(check)
+            outcome = Coordinator(score, stop_requests, listener.hear, tick).run(check)
         finally:
             _clear(run_dir.path, hellos, names)
         network = result(outcome, listener, site, run_dir)
@@ -152,7 +152,7 @@ def _folder() -> Iterator[RunDir]:
     shutil.rmtree(path, ignore_errors=True)
 
 
-def _score(site: Site, here: Sequence[bool], run_dir: RunDir) -> Score:
+def _score(site: Site, here: Sequence[bool], run_dir: RunDir) -> LaunchSpec:
     """Returns what the agents do."""
     own = dict(site.variables)
     if site.on_cpu and "OMP_NUM_THREADS" not in os.environ:
@@ -163,8 +163,8 @@ def _score(site: Site, here: Sequence[bool], run_dir: RunDir) -> Score:
     exported = environment.exports(own, run_dir, path)
     local = environment.launcher_environment(os.environ, exported, secrets)
     port, named = ports.wanted_port(None, os.environ)
-    return Score(
-        nodes=everywhere(site.hosts, commands(site, here, run_dir, port), here),
+    return LaunchSpec(
+        nodes=per_node(site.hosts, commands(site, here, run_dir, port), here),
         run_dir=run_dir,
         mark=new_mark(),
         open=lambda nodes: launchers.connect("ssh", nodes, local, path),
@@ -197,14 +197,14 @@ def commands(site: Site, here: Sequence[bool], run_dir: RunDir, port: int) -> li
 
 
 def interface_variables(
-    site: Site, hellos: Mapping[Node, Hello], run_dir: RunDir, score: Score
+    site: Site, hellos: Mapping[Node, Hello], run_dir: RunDir, score: LaunchSpec
 ) -> dict[Node, dict[str, str]]:
     """Returns the variables by which each host's ranks use the interface that leads to the others, as a run sets them.
 
     Raises EnvironmentProblem where the hosts cannot run together; they need no file system in common.
     """
     alone = {node: replace(hello, shares_run_dir=True) for node, hello in hellos.items()}
-    handshake.check(alone, run_dir, score.master_port, on_cpu=site.on_cpu)
+    handshake.require_compatible(alone, run_dir, score.master_port, on_cpu=site.on_cpu)
     own = {
         node: {} if hello.interface is None else network_interface.interface_environment(hello.interface)
         for node, hello in hellos.items()

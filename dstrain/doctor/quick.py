@@ -12,12 +12,12 @@ from dstrain.doctor.requirements import of_prepared, question
 from dstrain.facts.this_machine import is_this_machine, names
 
 if TYPE_CHECKING:
-    from dstrain.launch.prepare.prepare import Prepared
+    from dstrain.launch.prepare.prepare import PreparedRun
 
 _WITHOUT_RANKS = ("software", "space")
 
 
-def quick(prepared: Prepared, environment: Mapping[str, str]) -> list[Finding]:
+def quick(prepared: PreparedRun, environment: Mapping[str, str]) -> list[Finding]:
     """Returns what matters on this machine before a launch, within 5 s: errors stop the run, warnings are told.
 
     Looked at are versions, stale locks, GPUs with their ECC and Xid errors, limits, RAM and disk against the estimate,

@@ -21,7 +21,7 @@ from dstrain.launch.environment import is_forwarded, is_secret
 from dstrain.rundir import RunDir
 
 if TYPE_CHECKING:
-    from dstrain.launch.prepare.prepare import Prepared
+    from dstrain.launch.prepare.prepare import PreparedRun
     from dstrain.plan.estimate_records import Estimate
 
 _URLS = {
@@ -140,7 +140,7 @@ def on_host(needs: Needs, host: Host) -> Needs:
     return replace(needs, slots=host.slots, is_first=host.name == first)
 
 
-def of_prepared(prepared: Prepared, environment: Mapping[str, str], host: Host) -> Needs:
+def of_prepared(prepared: PreparedRun, environment: Mapping[str, str], host: Host) -> Needs:
     """Returns what a checked run wants of one host, for the quick look before its launch."""
     job, config, estimate = prepared.job, prepared.ds_config, prepared.estimate
     needs = of_job(job, environment, prepared.hosts, config, estimate, is_quick=True)

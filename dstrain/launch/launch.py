@@ -19,10 +19,10 @@ from dstrain.launch.command import launch_hostfile, local, master
 from dstrain.launch.filesync import sync
 from dstrain.launch.nodes import launchers
 from dstrain.launch.nodes.launchers import LAUNCHERS, Where
-from dstrain.launch.nodes.layout import Node, everywhere
+from dstrain.launch.nodes.layout import Node, per_node
 from dstrain.launch.nodes.spec import new_mark
 from dstrain.launch.prepare import resize_checkpoint
-from dstrain.launch.prepare.prepare import Prepared, cpu_threads, facts_text
+from dstrain.launch.prepare.prepare import PreparedRun, cpu_threads, facts_text
 from dstrain.launch.start_script import start_script
 from dstrain.paths import write_atomic
 from dstrain.records import to_json
@@ -38,7 +38,7 @@ runpy.run_module("dstrain.train", run_name="__main__", alter_sys=True)
 class Launch:
     """A run ready to start: its commands, and what goes into the run directory."""
 
-    prepared: Prepared
+    prepared: PreparedRun
     """What was checked."""
     launcher: str | None
     """The way to start ranks on several nodes; None on this machine alone."""
@@ -75,7 +75,7 @@ class Launch:
 
 
 def plan_launch(
-    prepared: Prepared,
+    prepared: PreparedRun,
     *,
     master_port: int,
     launcher: str | None = None,
@@ -132,7 +132,7 @@ class _Way:
     """Which node starts what."""
 
 
-def _way(prepared: Prepared, launcher: str | None, master_port: int) -> _Way:
+def _way(prepared: PreparedRun, launcher: str | None, master_port: int) -> _Way:
     """Returns how the ranks are started; on this machine alone no launcher for several nodes is needed."""
     if prepared.is_local:
         line = local(
@@ -142,13 +142,13 @@ def _way(prepared: Prepared, launcher: str | None, master_port: int) -> _Way:
             python=sys.executable,
             master_port=master_port,
         )
-        return _Way(launcher=None, note=None, nodes=everywhere(prepared.hosts, [line], [True]))
+        return _Way(launcher=None, note=None, nodes=per_node(prepared.hosts, [line], [True]))
     name, note = launchers.choose(launcher, os.environ)
     launchers.check_hosts(name, prepared.hosts)
     return _Way(launcher=name, note=note, nodes=LAUNCHERS[name].nodes(_where(prepared, master_port)))
 
 
-def _job_environment(prepared: Prepared, way: _Way, *, saves_on_term: bool) -> dict[str, str]:
+def _job_environment(prepared: PreparedRun, way: _Way, *, saves_on_term: bool) -> dict[str, str]:
     """Returns the job's own variables, and what the options and the launcher add to them."""
     found = dict(prepared.job.env)
     if prepared.on_cpu and "OMP_NUM_THREADS" not in os.environ:
@@ -168,7 +168,7 @@ def _user_lines() -> str:
     return f"PATH={Path(sys.executable).parent}:$PATH\n{own}"
 
 
-def _where(prepared: Prepared, master_port: int) -> Where:
+def _where(prepared: PreparedRun, master_port: int) -> Where:
     names = machine_names()
     return Where(
         hosts=prepared.hosts,
@@ -179,7 +179,7 @@ def _where(prepared: Prepared, master_port: int) -> Where:
     )
 
 
-def _for_other_nodes(prepared: Prepared, way: _Way, mark: str, master_port: int) -> dict[str, str]:
+def _for_other_nodes(prepared: PreparedRun, way: _Way, mark: str, master_port: int) -> dict[str, str]:
     """Returns what the ranks of other nodes need beside the job's own: the mark by which their agent finds them, and
     for MPI, which tells them their number alone, where rank 0 is."""
     if way.launcher is None:

@@ -13,12 +13,12 @@ from dstrain.facts.cluster.cluster import Cluster
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.job.schema import Job, is_secret
 from dstrain.plan.estimate_records import Estimate
-from dstrain.plan.labels import titled
+from dstrain.plan.labels import label
 from dstrain.units import format_bytes, format_count, format_seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class About:
+class RunCard:
     """A run, for people who have many."""
 
     name: str
@@ -31,7 +31,7 @@ class About:
     """The same as values to sort and filter by; what is not known is None."""
 
 
-def about(
+def run_card(
     job: Job,
     ds_config: Mapping[str, Any],
     *,
@@ -39,7 +39,7 @@ def about(
     model: ModelFacts | None,
     cluster: Cluster | None,
     estimate: Estimate | None,
-) -> About:
+) -> RunCard:
     """Returns what a run is called and what is to be known of it. A name in the job wins."""
     name = _word(model.name if model is not None else Path(job.model).name)
     gpu = _word(cluster.gpu.name.removeprefix("rtx-")) if cluster is not None else "gpu"
@@ -63,7 +63,7 @@ def about(
         "predicted": _predicted(estimate, cluster),
     }
     said = _description(job, config, machines)
-    return About(name=job.monitor.name or "-".join(tags[:4]), description=said, tags=tags, config=config)
+    return RunCard(name=job.monitor.name or "-".join(tags[:4]), description=said, tags=tags, config=config)
 
 
 def without_secrets(value: Any, name: str = "") -> Any:
@@ -108,7 +108,7 @@ def _predicted(estimate: Estimate | None, cluster: Cluster | None) -> dict[str, 
         return None
     speed = estimate.speed if cluster is not None and cluster.gpu.name != "cpu" else None
     return {
-        "plan": titled(estimate.configuration),
+        "plan": label(estimate.configuration),
         "device_bytes_per_gpu": estimate.memory.device_bytes_per_gpu,
         "host_bytes_per_node": estimate.memory.host_bytes_per_node,
         "step_s": speed.step_s if speed is not None else None,

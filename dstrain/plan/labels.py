@@ -8,7 +8,7 @@ from dstrain.plan.configuration import Configuration
 _OFFLOADED = {Offload.OPTIMIZER: "+opt", Offload.PARAMS: "+params", Offload.NVME: "+nvme"}
 
 
-def titled(configuration: Configuration) -> str:
+def label(configuration: Configuration) -> str:
     """Returns the title with every mechanism.
 
     >>> from dataclasses import replace
@@ -25,9 +25,9 @@ def titled(configuration: Configuration) -> str:
     return ", ".join(words)
 
 
-def abbreviated(configuration: Configuration) -> str:
+def short_label(configuration: Configuration) -> str:
     """Returns the title as it stands in a table: micro-batch × accumulation after the mechanisms; every mechanism that
-    `titled` names has its mark.
+    `label` names has its mark.
 
     >>> from dataclasses import replace
     >>> from dstrain.plan.configuration import DEFAULTS

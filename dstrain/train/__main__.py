@@ -21,7 +21,7 @@ from dstrain.heartbeat import SAVE_ON_TERM, Phase, Sender
 from dstrain.job.schema import Job
 from dstrain.monitor.metrics import without_nonfinite
 from dstrain.monitor.mode import decide_mode, has_login
-from dstrain.monitor.run_card import about, without_secrets
+from dstrain.monitor.run_card import run_card, without_secrets
 from dstrain.monitor.signals import leave_on_sigterm
 from dstrain.monitor.sinks.jsonl import JsonlFile
 from dstrain.monitor.sinks.registry import Guarded, open_sinks
@@ -92,7 +92,7 @@ def _sinks(given: Given, rank: Rank, resume: Resume | None) -> list[Guarded]:
     if not rank.is_first:
         return []
     job = given.job
-    found = about(
+    found = run_card(
         job,
         given.ds_config,
         num_ranks=rank.world_size,
@@ -141,8 +141,8 @@ def main(run_dir: Path) -> None:
     place = RunDir(run_dir.resolve())
     ranks.environment_with(ranks.read_secrets(place.secrets))
     ranks.prefer_expandable_segments(os.environ)
-    leaving, pulse = Leaving(), Sender(os.environ, rank.index)
-    pulse.send(0, Phase.START)
+    leaving, heartbeat = Leaving(), Sender(os.environ, rank.index)
+    heartbeat.send(0, Phase.START)
     given = read(place)
     is_apart = number_of(place, os.environ) is not None
     resume = choose(place, given.job.resume, world_size=rank.world_size, is_apart=is_apart)
@@ -160,7 +160,7 @@ def main(run_dir: Path) -> None:
     if SAVE_ON_TERM not in os.environ:
         leave_on_sigterm(lambda: finish(End.ABORTED))
     try:
-        has_left = _train(given, rank, resume, sinks, pulse, leaving)
+        has_left = _train(given, rank, resume, sinks, heartbeat, leaving)
     except KeyboardInterrupt:
         finish(End.ABORTED)
         raise
@@ -171,41 +171,41 @@ def main(run_dir: Path) -> None:
         traceback.print_exc()  # first of all: while the sinks end, another rank's failure may have this one ended
         sys.stderr.flush()
         finish(End.CRASHED, f"{type(error).__name__}: {error}")
-        raise Said from error
+        raise AlreadyReported from error
     finish(End.ABORTED if has_left else End.SUCCESS)
 
 
-class Said(Exception):
+class AlreadyReported(Exception):
     """An error whose traceback has been printed."""
 
 
 def _train(
-    given: Given, rank: Rank, resume: Resume | None, sinks: Sequence[Guarded], pulse: Sender, leaving: Leaving
+    given: Given, rank: Rank, resume: Resume | None, sinks: Sequence[Guarded], heartbeat: Sender, leaving: Leaving
 ) -> bool:
     """Trains, with everything slow to import; returns whether it left early, with a checkpoint, as it was asked to."""
     from dstrain.train.checkpoints.save_and_exit import LeavingCallback
-    from dstrain.train.setup import Session
+    from dstrain.train.setup import TrainingSetup
 
     started = time.monotonic()
-    session = Session.prepare(
-        given.job, given.ds_config, given.run_dir, rank, pulse, model=given.model, cluster=given.cluster
+    session = TrainingSetup.prepare(
+        given.job, given.ds_config, given.run_dir, rank, heartbeat, model=given.model, cluster=given.cluster
     )
     if resume is not None and resume.data not in (None, session.train_data.digest):
         rank.say(
             f"warning: {resume.checkpoint.name} was trained on other samples, or in another order: the data, their "
             f"chat template, seq_len, packing or seed have changed; going on at step {resume.step} of the new order"
         )
-    trainer = session.trainer(sinks, pulse)
-    callback = LeavingCallback(leaving, pulse, session.group)
+    trainer = session.trainer(sinks, heartbeat)
+    callback = LeavingCallback(leaving, heartbeat, session.group)
     trainer.add_callback(callback)
     if rank.is_first and resume is not None:
         JsonlFile(given.run_dir.metrics).append({"event": "resume", "from_step": resume.step})
     trainer.train(resume_from_checkpoint=str(resume.checkpoint) if resume else None)
     if callback.has_left:
         rank.say(f"saved checkpoint-{trainer.state.global_step} and left, as asked")
-        pulse.send(trainer.state.global_step, Phase.LEFT)
+        heartbeat.send(trainer.state.global_step, Phase.LEFT)
         return True
-    pulse.send(trainer.state.global_step, Phase.BUSY)  # what follows has no steps
+    heartbeat.send(trainer.state.global_step, Phase.BUSY)  # what follows has no steps
     if session.has_eval and not session.was_evaluated(trainer):
         trainer.evaluate()
     final = trainer.save_final()
@@ -218,7 +218,7 @@ def _train(
         }
         write_atomic(given.run_dir.summary, json.dumps(without_nonfinite(summary), indent=2) + "\n")
         rank.say(f"done: {final or given.run_dir.path}")
-    pulse.send(trainer.state.global_step, Phase.DONE)
+    heartbeat.send(trainer.state.global_step, Phase.DONE)
     return False
 
 
@@ -259,7 +259,7 @@ def run(arguments: Sequence[str]) -> int:
         main(folder)
     except DstrainError as error:
         return _exit_with(error, folder, rank)
-    except Said:
+    except AlreadyReported:
         return 1
     except KeyboardInterrupt:
         return 130

@@ -31,7 +31,7 @@ from dstrain.train.arguments import training_arguments
 from dstrain.train.checkpoints.node_storage import shared
 from dstrain.train.checkpoints.saved_model import base_config
 from dstrain.train.data.collate import Collator, taken_by
-from dstrain.train.data.prepare import Prepared, prepare
+from dstrain.train.data.prepare import PreparedData, prepare
 from dstrain.train.measure_states import MeasureCallback
 from dstrain.train.model import load_model, load_tokenizer, source_of
 from dstrain.train.rank import Rank
@@ -39,7 +39,7 @@ from dstrain.train.trainer import Trainer
 
 
 @dataclass(kw_only=True)
-class Session:
+class TrainingSetup:
     """What one rank holds while it trains."""
 
     job: Job
@@ -54,9 +54,9 @@ class Session:
     """A gloo group of all ranks, for small gathers that touch no GPU; None with one rank."""
     tokenizer: Any
     """The tokenizer."""
-    train_data: Prepared
+    train_data: PreparedData
     """Training data in tokens."""
-    eval_data: Prepared | None
+    eval_data: PreparedData | None
     """Evaluation data in tokens."""
     model: Any
     """The model, partitioned already under ZeRO-3."""
@@ -74,11 +74,11 @@ class Session:
         ds_config: Mapping[str, Any],
         run_dir: RunDir,
         rank: Rank,
-        pulse: Sender,
+        heartbeat: Sender,
         *,
         model: ModelFacts | None,
         cluster: Cluster | None,
-    ) -> Session:
+    ) -> TrainingSetup:
         """Returns a rank that is ready to train.
 
         The process group comes first (else ZeRO-3 sees one rank), then the arguments (else it does not partition),
@@ -86,21 +86,21 @@ class Session:
         """
         on_gpu = torch.cuda.is_available()
         ranks.quieten(on_terminal=rank.is_first and sys.stderr.isatty())
-        group = _connect(rank, job, ds_config, pulse, on_gpu=on_gpu)
+        group = _connect(rank, job, ds_config, heartbeat, on_gpu=on_gpu)
         transformers.set_seed(job.seed)  # adapters are drawn before the Trainer seeds
         arguments = training_arguments(job, ds_config, on_gpu=on_gpu, has_eval=job.eval_data is not None)
         source = source_of(job)
         tokenizer = load_tokenizer(job, source)
-        tokens = partial(prepare, job, tokenizer, report=partial(pulse.count, Phase.TOKENIZING))
+        tokens = partial(prepare, job, tokenizer, report=partial(heartbeat.count, Phase.TOKENIZING))
         train_data = tokens(data=str(job.data), training=True)
         eval_data = tokens(data=job.eval_data, training=False) if job.eval_data else None
         for prepared in (train_data, eval_data):
             for note in prepared.notes if prepared else ():
                 rank.say(note)
         rank.say(f"loading {job.model}")
-        pulse.send(0, Phase.WEIGHTS)
-        loaded = load_model(job, source, ds_config, report=partial(pulse.count, Phase.WEIGHTS))
-        pulse.send(0, Phase.LOADING)
+        heartbeat.send(0, Phase.WEIGHTS)
+        loaded = load_model(job, source, ds_config, report=partial(heartbeat.count, Phase.WEIGHTS))
+        heartbeat.send(0, Phase.LOADING)
         return cls(
             job=job,
             run_dir=run_dir,
@@ -125,8 +125,8 @@ class Session:
         step = trainer.state.global_step
         return any("eval_loss" in logged and logged["step"] == step for logged in trainer.state.log_history)
 
-    def trainer(self, sinks: Sequence[Guarded], pulse: Sender) -> Trainer:
-        """Returns the Trainer, with metrics and the measurement of model states attached; `pulse` goes to the agent."""
+    def trainer(self, sinks: Sequence[Guarded], heartbeat: Sender) -> Trainer:
+        """Returns the Trainer, with metrics and model-state measurements; `heartbeat` goes to the agent."""
         first = self.rank.is_first
         self.metrics = MetricsCallback(
             Meter(),
@@ -147,7 +147,7 @@ class Session:
             save_total_limit=self.job.save_total_limit,
             stop_on_nonfinite=self.job.stop_on_nonfinite,
             metrics=self.metrics,
-            pulse=pulse,
+            heartbeat=heartbeat,
             base=self.base,
             trust_remote_code=self.job.trust_remote_code,
             group=self.group,
@@ -191,7 +191,7 @@ def _against(job: Job, model: ModelFacts | None, cluster: Cluster | None) -> Har
     return hardware(model, cluster.gpu, method=job.method, precision=job.precision)
 
 
-def _connect(rank: Rank, job: Job, ds_config: Mapping[str, Any], pulse: Sender, *, on_gpu: bool) -> Any:
+def _connect(rank: Rank, job: Job, ds_config: Mapping[str, Any], heartbeat: Sender, *, on_gpu: bool) -> Any:
     """Brings up DeepSpeed's process group; returns a gloo group of all ranks, or None for a single one.
 
     Raises EnvironmentProblem where this node has fewer GPUs than ranks, or they cannot compute in the job's precision.
@@ -213,14 +213,14 @@ def _connect(rank: Rank, job: Job, ds_config: Mapping[str, Any], pulse: Sender, 
             )
         torch.cuda.set_device(rank.local_index)
     ranks.announce_builds(rank, ds_config, os.environ, on_gpu=on_gpu)
-    pulse.send(0, Phase.CONNECTING)
+    heartbeat.send(0, Phase.CONNECTING)
     try:
         if not dist.is_initialized():
             deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
     except dist.DistNetworkError:
         if rank.is_first and ranks.is_port_taken(os.environ):
-            pulse.send(0, Phase.PORT_TAKEN)
+            heartbeat.send(0, Phase.PORT_TAKEN)
         raise
     group = None if rank.world_size == 1 else dist.new_group(backend="gloo")
-    pulse.send(0, Phase.LOADING)
+    heartbeat.send(0, Phase.LOADING)
     return group

@@ -42,7 +42,7 @@ class Trainer(transformers.Trainer):
         save_total_limit: int | None,
         stop_on_nonfinite: int,
         metrics: MetricsCallback,
-        pulse: Sender,
+        heartbeat: Sender,
         base: Mapping[str, Any],
         trust_remote_code: bool,
         group: Any,
@@ -63,7 +63,7 @@ class Trainer(transformers.Trainer):
         self._gradients = Nonfinite("gradients", limit=stop_on_nonfinite)
         self._losses = Nonfinite("losses", limit=stop_on_nonfinite)
         self._metrics = metrics
-        self._pulse = pulse
+        self._heartbeat = heartbeat
         self._base = base
         self._trusts = trust_remote_code
         self._group = group
@@ -192,11 +192,13 @@ class Trainer(transformers.Trainer):
         self._gradients.note(self.state.global_step, is_finite=is_finite)
         is_long = self.control.should_evaluate or self.control.should_save
         if is_long:
-            self._pulse.send(self.state.global_step, Phase.EVALUATING if self.control.should_evaluate else Phase.SAVING)
+            self._heartbeat.send(
+                self.state.global_step, Phase.EVALUATING if self.control.should_evaluate else Phase.SAVING
+            )
         super()._maybe_log_save_evaluate(tr_loss, grad_norm, *arguments, **options)
         if is_long:
             self.meter.restart()
-            self._pulse.send(self.state.global_step, Phase.STEP)
+            self._heartbeat.send(self.state.global_step, Phase.STEP)
 
     def _written(self) -> Written:
         return Written(

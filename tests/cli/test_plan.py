@@ -16,7 +16,7 @@ import pytest
 
 from dstrain.choices import Offload
 from dstrain.plan.configuration import DEFAULTS, Configuration
-from dstrain.plan.labels import abbreviated, titled
+from dstrain.plan.labels import label, short_label
 from tests.cli.conftest import lay_traps
 
 Type = Callable[..., Any]
@@ -217,7 +217,7 @@ VARIED = ("zero_stage", "offload", "micro_batch", "grad_ckpt", "sp", "tp", "hpz"
 
 
 @pytest.mark.parametrize("field", VARIED)
-@pytest.mark.parametrize("text", [titled, abbreviated])
+@pytest.mark.parametrize("text", [label, short_label])
 def test_plans_that_differ_print_differently(text: Callable[[Configuration], str], field: str) -> None:
     other = {"offload": Offload.PARAMS, "offload_ratio": 0.5, "grad_ckpt": True, "pin_memory": False}.get(field, 2)
     plan = replace(DEFAULTS, zero_stage=3, offload=Offload.OPTIMIZER)

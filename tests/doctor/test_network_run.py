@@ -18,9 +18,9 @@ from dstrain.doctor.network_measure import TIME_IS_UP, Listener, Site, commands,
 from dstrain.errors import EnvironmentProblem, Interrupted
 from dstrain.facts.cluster.hostfile import Host, Hosts
 from dstrain.launch.failure.outcome import Outcome
-from dstrain.launch.nodes.layout import Node, everywhere
+from dstrain.launch.nodes.layout import Node, per_node
 from dstrain.launch.nodes.protocol import Hello
-from dstrain.launch.nodes.spec import Score
+from dstrain.launch.nodes.spec import LaunchSpec
 from dstrain.records import to_data
 from dstrain.rundir import RunDir
 from tests.facts.cluster.test_network_measurement import network as measured_network
@@ -167,8 +167,8 @@ def hello(interface: str | None, **changes: Any) -> Hello:
 
 def met(*hellos: Hello, **exports: str) -> list[dict[str, str]]:
     """Returns what hosts that say this get in their environment."""
-    nodes: tuple[Node, ...] = everywhere(HOSTS, [["x"], ["x"]], [True, False])
-    score = Score(
+    nodes: tuple[Node, ...] = per_node(HOSTS, [["x"], ["x"]], [True, False])
+    score = LaunchSpec(
         nodes=nodes, run_dir=RunDir(Path("/x")), mark="m", open=lambda nodes: [], environment={}, unset=(),
         exports=exports, master_port=29500,
     )  # fmt: skip

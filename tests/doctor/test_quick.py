@@ -13,7 +13,7 @@ import pytest
 from dstrain.doctor.finding import errors
 from dstrain.doctor.quick import quick
 from dstrain.job.file import read_job
-from dstrain.launch.prepare.prepare import Prepared, prepare
+from dstrain.launch.prepare.prepare import PreparedRun, prepare
 from tests.doctor import machines
 from tests.doctor.samples import said
 from tests.doctor.test_looks import script, smi
@@ -23,14 +23,14 @@ CONFIG = {"train_micro_batch_size_per_gpu": "auto", "zero_optimization": {"stage
 
 
 @pytest.fixture
-def prepared(tmp_path: Path) -> Prepared:
+def prepared(tmp_path: Path) -> PreparedRun:
     (tmp_path / "job.yaml").write_text(JOB)
     (tmp_path / "train.jsonl").write_text('{"text": "a"}\n')
     (tmp_path / "ds_config.json").write_text(json.dumps(CONFIG))
     return prepare(read_job(tmp_path / "job.yaml"), {})
 
 
-def test_a_machine_that_can_train_has_no_error(prepared: Prepared, tmp_path: Path) -> None:
+def test_a_machine_that_can_train_has_no_error(prepared: PreparedRun, tmp_path: Path) -> None:
     started = time.monotonic()
     found = quick(prepared, {"TORCH_EXTENSIONS_DIR": str(tmp_path), "PATH": "/usr/bin:/bin"})
     assert time.monotonic() - started < 5
@@ -38,7 +38,7 @@ def test_a_machine_that_can_train_has_no_error(prepared: Prepared, tmp_path: Pat
     assert {each.subject for each in found} >= {"software", "ops", "limits", "space", "network"}
 
 
-def test_a_stale_lock_stops_a_run(prepared: Prepared, tmp_path: Path) -> None:
+def test_a_stale_lock_stops_a_run(prepared: PreparedRun, tmp_path: Path) -> None:
     lock = tmp_path / "ext" / "deepspeed_shm_comm" / "lock"
     lock.parent.mkdir(parents=True)
     lock.touch()
@@ -47,7 +47,7 @@ def test_a_stale_lock_stops_a_run(prepared: Prepared, tmp_path: Path) -> None:
     assert [each.fix for each in errors(found)] == [f"rm {lock}"]
 
 
-def test_a_driver_that_hangs_delays_a_launch_for_seconds_and_stops_none(prepared: Prepared, tmp_path: Path) -> None:
+def test_a_driver_that_hangs_delays_a_launch_for_seconds_and_stops_none(prepared: PreparedRun, tmp_path: Path) -> None:
     for name in ("nvidia-smi", "dmesg", "journalctl"):
         script(tmp_path, name, "exec sleep 600")
     on_gpus = replace(prepared, job=replace(prepared.job, env={}))
@@ -58,7 +58,7 @@ def test_a_driver_that_hangs_delays_a_launch_for_seconds_and_stops_none(prepared
     assert not [each for each in errors(found) if each.subject == "gpus"]
 
 
-def test_a_gpu_that_cannot_be_trusted_stops_a_run(prepared: Prepared, tmp_path: Path) -> None:
+def test_a_gpu_that_cannot_be_trusted_stops_a_run(prepared: PreparedRun, tmp_path: Path) -> None:
     there = smi(tmp_path, xml=machines.smi_xml({"ecc_errors/volatile/dram_uncorrectable": "2"}))
     on_gpus = replace(prepared, job=replace(prepared.job, env={}))
     found = quick(on_gpus, {**there, "TORCH_EXTENSIONS_DIR": str(tmp_path)})

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -30,9 +32,13 @@ def small_disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="session")
-def demo(made_demo: Path) -> Path:
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The demo's model and data."""
-    return made_demo
+    folder = tmp_path_factory.mktemp("demo")
+    line = [sys.executable, "-m", "dstrain.train.demo", str(folder)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    subprocess.run(line, check=True, capture_output=True, cwd=Path(__file__).parents[2], env=environment)
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -70,7 +70,7 @@ def save(place: RunDir, step: int, rank: Rank) -> None:
     mark_whole(folder, {"step": step, "world_size": rank.world_size, "zero_stage": 2})
 
 
-def train(place: RunDir, job: Job, rank: Rank, peers: Peers, leaving: Leaving, pulse: Sender) -> Phase:
+def train(place: RunDir, job: Job, rank: Rank, peers: Peers, leaving: Leaving, heartbeat: Sender) -> Phase:
     """Steps to the end, or until somebody wants a checkpoint; returns the last phase."""
     newest = place.newest_checkpoint()
     step = newest.step if job.resume == "auto" else 0
@@ -81,7 +81,7 @@ def train(place: RunDir, job: Job, rank: Rank, peers: Peers, leaving: Leaving, p
         time.sleep(STEP_S)
         step += 1
         is_leaving = peers.step(b"1" if leaving.is_wanted else b"0") == b"1"
-        pulse.send(step, Phase.STEP, job.max_steps)
+        heartbeat.send(step, Phase.STEP, job.max_steps)
         if rank.is_first:
             with place.metrics.open("a") as file:
                 file.write(json.dumps({"step": step, "loss": 1.0}) + "\n")
@@ -90,26 +90,26 @@ def train(place: RunDir, job: Job, rank: Rank, peers: Peers, leaving: Leaving, p
                 save(place, step, rank)
         if is_leaving:
             rank.say(f"saved checkpoint-{step} and left, as asked")
-            pulse.send(step, Phase.LEFT)
+            heartbeat.send(step, Phase.LEFT)
             return Phase.LEFT
-    pulse.send(step, Phase.DONE)
+    heartbeat.send(step, Phase.DONE)
     return Phase.DONE
 
 
 def main(folder: Path) -> None:
     rank = from_environment(os.environ)
     place = RunDir(folder)
-    leaving, pulse = Leaving(), Sender(os.environ, rank.index)
-    pulse.send(0, Phase.START)
+    leaving, heartbeat = Leaving(), Sender(os.environ, rank.index)
+    heartbeat.send(0, Phase.START)
     job = load_json(Job, place.request)
     time.sleep(IMPORT_S)
-    pulse.send(0, Phase.CONNECTING)
+    heartbeat.send(0, Phase.CONNECTING)
     if rank.is_first and is_port_taken(os.environ):
-        pulse.send(0, Phase.PORT_TAKEN)
+        heartbeat.send(0, Phase.PORT_TAKEN)
         raise OSError("EADDRINUSE")
     peers = Peers(rank, os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
-    pulse.send(0, Phase.LOADING)
-    last = train(place, job, rank, peers, leaving, pulse)
+    heartbeat.send(0, Phase.LOADING)
+    last = train(place, job, rank, peers, leaving, heartbeat)
     if rank.is_first and last is Phase.DONE:
         place.summary.write_text(json.dumps({"steps": job.max_steps}))
 

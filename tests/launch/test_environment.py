@@ -34,7 +34,7 @@ from dstrain.launch.environment import (
     write_secrets,
 )
 from dstrain.launch.failure.logs import rank_logs
-from dstrain.launch.nodes.node_runner import Keeper
+from dstrain.launch.nodes.node_runner import NodeRunner
 from dstrain.launch.nodes.protocol import Begin, decode, encode
 from dstrain.launch.nodes.spec import new_mark
 from dstrain.launch.start_script import start_script
@@ -104,10 +104,10 @@ def kept(folder: Path, environment: dict[str, str]) -> dict[str, str]:
     )  # fmt: skip
     message = decode(encode(begin))
     assert message is not None
-    keeper = Keeper(message[1])
-    while not keeper.is_over:
-        keeper.tick()
-        keeper.wait(0.05)
+    node_runner = NodeRunner(message[1])
+    while not node_runner.is_over:
+        node_runner.tick()
+        node_runner.wait(0.05)
     (log,) = RunDir(folder).logs.glob(f"*{begin.mark[:6]}.log")
     found: dict[str, str] = json.loads(log.read_text())
     return found

@@ -10,7 +10,7 @@ from cases import ask
 from dstrain.choices import Method
 from dstrain.job.schema import Job, Monitor
 from dstrain.launch.prepare.job_context import request_of
-from dstrain.monitor.run_card import about, without_secrets
+from dstrain.monitor.run_card import run_card, without_secrets
 from dstrain.plan.estimate import estimate
 
 JOB = Job(
@@ -22,7 +22,7 @@ CONFIG = {"zero_optimization": {"stage": 2}}
 def test_a_run_is_named_by_what_it_is_and_has_what_people_filter_by() -> None:
     asked = ask(model="qwen3-8b", gpus=4, gpu="4090", seq_len=1024)
     needs = estimate(asked.model, asked.cluster, request_of(JOB), CONFIG)
-    found = about(JOB, CONFIG, num_ranks=4, model=asked.model, cluster=asked.cluster, estimate=needs)
+    found = run_card(JOB, CONFIG, num_ranks=4, model=asked.model, cluster=asked.cluster, estimate=needs)
     assert found.name == "qwen3-8b-lora-4x4090-zero2"
     assert found.tags == ("qwen3-8b", "lora", "4x4090", "zero2", "bf16")
     config = found.config
@@ -38,7 +38,7 @@ def test_a_run_is_named_by_what_it_is_and_has_what_people_filter_by() -> None:
 
 def test_a_name_in_the_job_wins() -> None:
     job = replace(JOB, monitor=Monitor(name="mine"))
-    assert about(job, CONFIG, num_ranks=1, model=None, cluster=None, estimate=None).name == "mine"
+    assert run_card(job, CONFIG, num_ranks=1, model=None, cluster=None, estimate=None).name == "mine"
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_a_name_in_the_job_wins() -> None:
 )
 def test_without_facts_the_jobs_own_words_name_it(model: str, name: str) -> None:
     job = replace(JOB, model=model)
-    assert about(job, {"zero_optimization": []}, num_ranks=2, model=None, cluster=None, estimate=None).name == name
+    assert run_card(job, {"zero_optimization": []}, num_ranks=2, model=None, cluster=None, estimate=None).name == name
 
 
 def test_secrets_of_a_configuration_and_of_its_edits_are_left_out() -> None:

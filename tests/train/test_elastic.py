@@ -184,7 +184,7 @@ def _names(folder: Path) -> list[str]:
 
 def test_weights_that_were_dealt_out_in_turn_would_be_mixed_up(tmp_path: Path) -> None:
     checkpoint = _checkpoint(tmp_path, round_robin_gradients=True)
-    needed = resize_checkpoint.Elastic(checkpoint=checkpoint, from_ranks=2, to_ranks=1)
+    needed = resize_checkpoint.Resize(checkpoint=checkpoint, from_ranks=2, to_ranks=1)
     with pytest.raises(InvalidConfig, match="would be mixed up") as caught:
         resize_checkpoint.convert(needed, environment(tmp_path), lambda text: None)
     assert "cannot be converted for 1 ranks" in caught.value.problem

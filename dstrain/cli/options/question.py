@@ -24,7 +24,7 @@ from dstrain.plan.search.search_space import DEFAULT_SEQ_LEN
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
+class PlanInputs:
     """What was asked, with the facts found."""
 
     model: ModelFacts
@@ -39,7 +39,7 @@ class Question:
     """What was measured on machines like these; empty where nothing was."""
 
 
-def question(options: dict[str, Any], *, last: Cluster | None = None) -> Question:
+def plan_inputs(options: dict[str, Any], *, last: Cluster | None = None) -> PlanInputs:
     """Returns model, cluster and request from the shared options; raises what the facts raise.
 
     `last` are machines that were found when the same was asked before: they stand where none are found here and the
@@ -57,7 +57,7 @@ def question(options: dict[str, Any], *, last: Cluster | None = None) -> Questio
             else hostfile.placeholders(cluster.num_nodes, cluster.gpus_per_node)
         )
     rates = measured_links.with_rates(calibration.read(), cluster)
-    return Question(model=model, cluster=cluster, hosts=hosts, request=request, calibration=rates)
+    return PlanInputs(model=model, cluster=cluster, hosts=hosts, request=request, calibration=rates)
 
 
 def _way(request: Request) -> trace_records.Question:

@@ -21,7 +21,7 @@ _ALTERNATIVES = (("hosts", "hostfile"),)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class ResolvedOptions:
     """The options that count."""
 
     options: Mapping[str, Any]
@@ -32,7 +32,7 @@ class Asked:
     """Whether those of the last time count too."""
 
 
-def asked(options: Mapping[str, Any], lock: Lock | None, folder: Path) -> Asked:
+def asked(options: Mapping[str, Any], lock: Lock | None, folder: Path) -> ResolvedOptions:
     """Returns what is asked. A model typed now makes a new question; without one the inputs of the last time hold, and
     options typed now replace those of the same name. Raises UsageError where there is no model in either, InvalidConfig
     where only the lock, which may be somebody else's, names templates."""
@@ -43,7 +43,7 @@ def asked(options: Mapping[str, Any], lock: Lock | None, folder: Path) -> Asked:
         if context.get_parameter_source(name) is ParameterSource.COMMANDLINE
     }
     if options["model"] is not None:
-        return Asked(options=options, inputs=typed, is_repeated=False)
+        return ResolvedOptions(options=options, inputs=typed, is_repeated=False)
     if lock is None or "model" not in lock.inputs:
         why = "has none: its files were adopted" if lock else "is not there to repeat"
         raise click.UsageError(f"Missing option '--model', and {folder / LOCK} {why}.", context)
@@ -57,7 +57,7 @@ def asked(options: Mapping[str, Any], lock: Lock | None, folder: Path) -> Asked:
             f"{folder / LOCK} names templates of its own: {repeated['template_dir']}",
             hint=f"They are used only when you name them: --template-dir {folder / str(repeated['template_dir'])}",
         )
-    return Asked(
+    return ResolvedOptions(
         options={**options, **{name: None for names in _ALTERNATIVES for name in names if name not in inputs}}
         | {name: _parsed(context, name, value, folder) for name, value in repeated.items()},
         inputs=inputs,

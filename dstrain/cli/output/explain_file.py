@@ -19,9 +19,9 @@ from dstrain.config.lint.finding import json_pointer
 from dstrain.config.lint.subject import ABSENT
 from dstrain.config.resolve_auto import filled
 from dstrain.facts.cluster import calibration
-from dstrain.launch.prepare.job_context import Known, request_of
+from dstrain.launch.prepare.job_context import JobContext, request_of
 from dstrain.plan.estimate_records import Estimate
-from dstrain.plan.labels import titled
+from dstrain.plan.labels import label
 from dstrain.units import format_bytes, format_seconds
 
 _SHARED = {
@@ -41,7 +41,7 @@ class Explained:
     """The file."""
     config: Mapping[str, Any]
     """The configuration."""
-    known: Known | None
+    known: JobContext | None
     """The job that it belongs to."""
     estimate: Estimate | None
     """What it needs."""
@@ -51,7 +51,7 @@ class Explained:
     """Its keys."""
 
 
-def explained(path: Path, config: Mapping[str, Any], known: Known | None, missing: str | None) -> Explained:
+def explained(path: Path, config: Mapping[str, Any], known: JobContext | None, missing: str | None) -> Explained:
     """Returns all that is known of a configuration."""
     found: Estimate | str = missing or "no job is known"
     if known is not None and known.job is not None:
@@ -101,7 +101,7 @@ def _head(found: Explained) -> Iterator[str]:
     if estimate is None:
         yield f"No estimate: {found.missing}. Sizes below are of the numbers alone."
         return
-    yield f"way      {titled(estimate.configuration)}, {estimate.configuration.precision}"
+    yield f"way      {label(estimate.configuration)}, {estimate.configuration.precision}"
     needs = estimate.memory
     fits = "" if estimate.fits else f"; does not fit: {estimate.shortage}"
     yield (

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from dstrain.choices import Method
-from dstrain.cli.options.question import Question
+from dstrain.cli.options.question import PlanInputs
 from dstrain.facts.cluster import hostfile
 from dstrain.plan.estimate_records import Plan
 
@@ -24,7 +24,7 @@ def diff(out: Path, files: Mapping[str, str]) -> str:
     return "".join(pieces)
 
 
-def next_lines(out: Path, files: Mapping[str, str], asked: Question, plan: Plan) -> list[str]:
+def next_lines(out: Path, files: Mapping[str, str], asked: PlanInputs, plan: Plan) -> list[str]:
     """Returns what to type next, one line each."""
     where = "" if out == Path() else f"{out}/"
     steps = []

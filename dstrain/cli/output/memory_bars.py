@@ -10,7 +10,7 @@ from rich.text import Text
 from dstrain.cli.output.plan import COLUMNS
 from dstrain.facts.cluster.cluster import Cluster
 from dstrain.plan.estimate_records import Estimate
-from dstrain.plan.labels import abbreviated, titled
+from dstrain.plan.labels import label, short_label
 from dstrain.plan.memory.memory import Breakdown
 from dstrain.plan.search.decide import Survey
 from dstrain.units import GIB
@@ -62,9 +62,9 @@ def bar_lines(found: Survey, cluster: Cluster, *, in_colour: bool) -> list[Text]
     lines = [Text(head)]
     for number, each in enumerate(found.proposals, 1):
         fits = "" if each.estimate.fits else " (does not fit)"
-        title = f"{number:>2} {titled(each.estimate.configuration)}{fits}"
+        title = f"{number:>2} {label(each.estimate.configuration)}{fits}"
         if len(title) > COLUMNS:
-            title = f"{number:>2} {abbreviated(each.estimate.configuration)}{fits}"
+            title = f"{number:>2} {short_label(each.estimate.configuration)}{fits}"
         lines += [Text(title, style="bold" if number == 1 else ""), _bar(each.estimate, marks, scale, in_colour)]
     everything = [each.estimate.memory.breakdown_bytes for each in found.proposals]
     return [*lines, *_legend([part for part in PARTS if any(_part_bytes(each, part) for each in everything)], found)]

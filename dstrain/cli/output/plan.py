@@ -11,7 +11,7 @@ from dstrain.facts.cluster.cluster import Cluster, Origin
 from dstrain.facts.cluster.network_measurement import rate_text
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.plan.estimate_records import Estimate, Limit
-from dstrain.plan.labels import abbreviated, titled
+from dstrain.plan.labels import label, short_label
 from dstrain.plan.search.decide import Proposal, Survey
 from dstrain.plan.search.reasons import percent
 from dstrain.units import GIB, format_bytes, format_count
@@ -70,8 +70,8 @@ def _link_lines(cluster: Cluster) -> list[str]:
 def chosen_line(found: Survey) -> str:
     """Returns the choice or, where nothing fits, what comes nearest."""
     configuration = found.first.configuration
-    label = "chosen " if found.fits else "nearest"
-    return f"{label}  {titled(configuration)}, {configuration.precision}, {configuration.seq_len} tokens"
+    verdict = "chosen " if found.fits else "nearest"
+    return f"{verdict}  {label(configuration)}, {configuration.precision}, {configuration.seq_len} tokens"
 
 
 def reason_lines(found: Survey) -> list[str]:
@@ -135,7 +135,7 @@ def _row(number: int, each: Estimate) -> tuple[str, ...]:
         figures = (step, tokens, percent(known.mfu_ratio), LIMITS[known.limited_by])
     device = f"{each.memory.device_bytes_per_gpu / GIB:.1f}"
     host = f"{each.memory.host_bytes_per_node / GIB:.0f}"
-    return (str(number), abbreviated(each.configuration), device, host, *figures)
+    return (str(number), short_label(each.configuration), device, host, *figures)
 
 
 def plan_document(found: Survey, model: ModelFacts, cluster: Cluster) -> dict[str, Any]:
@@ -172,7 +172,7 @@ def _entry(proposal: Proposal) -> dict[str, Any]:
     estimate = proposal.estimate
     memory, speed = asdict(estimate.memory), asdict(estimate.speed) if estimate.speed else {}
     return {
-        "title": titled(estimate.configuration),
+        "title": label(estimate.configuration),
         **asdict(estimate.configuration),
         "fits": estimate.fits,
         "memory": {name: memory[name] for name in _MEMORY},

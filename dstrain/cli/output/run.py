@@ -8,14 +8,14 @@ from typing import Any
 from dstrain.choices import Offload
 from dstrain.errors import RunFailed
 from dstrain.facts.cluster.cluster import Origin
-from dstrain.launch.prepare.prepare import Prepared
+from dstrain.launch.prepare.prepare import PreparedRun
 from dstrain.monitor.mode import upload_command
 from dstrain.paths import shown
 from dstrain.rundir import RunDir
 from dstrain.units import format_bytes, format_count, format_seconds
 
 
-def before_lines(prepared: Prepared) -> list[str]:
+def before_lines(prepared: PreparedRun) -> list[str]:
     """Returns what is about to start, and what to know."""
     job, hosts = prepared.job, prepared.hosts
     is_known = prepared.cluster.gpu_origin is not Origin.ASSUMED

@@ -22,7 +22,7 @@ Read = Callable[[Path], str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class HostQuery:
     """What a source may look at."""
 
     environment: Environment
@@ -37,7 +37,7 @@ class Asked:
     """Only hosts whose name matches this pattern (`gpu*`)."""
 
 
-def _needed(asked: Asked, *names: str) -> tuple[str, str]:
+def _needed(asked: HostQuery, *names: str) -> tuple[str, str]:
     """Returns the first of these variables that is set: name and value."""
     for name in names:
         if asked.environment.get(name):
@@ -48,7 +48,7 @@ def _needed(asked: Asked, *names: str) -> tuple[str, str]:
     )
 
 
-def _hosts(counts: Iterable[tuple[str, int | None]], asked: Asked, name: str) -> Hosts:
+def _hosts(counts: Iterable[tuple[str, int | None]], asked: HostQuery, name: str) -> Hosts:
     """Returns the hosts, each once, in the order of their first mention; what was said of slots wins."""
     found: dict[str, int] = {}
     for host, count in counts:
@@ -63,7 +63,7 @@ def _hosts(counts: Iterable[tuple[str, int | None]], asked: Asked, name: str) ->
     return Hosts(hosts=tuple(Host(name=host, slots=slots) for host, slots in found.items()), name=name)
 
 
-def slurm(asked: Asked) -> Hosts:
+def slurm(asked: HostQuery) -> Hosts:
     """SLURM: `SLURM_JOB_NODELIST`, with as many GPUs as the job has on a node.
 
     Source: the manual of sbatch, "Output environment variables"; `SLURM_GPUS_PER_NODE` may name a type (`h100:8`).
@@ -82,13 +82,13 @@ def slurm(asked: Asked) -> Hosts:
     return expand(nodes, slots, name)
 
 
-def pbs(asked: Asked) -> Hosts:
+def pbs(asked: HostQuery) -> Hosts:
     """PBS and Torque: the file that `PBS_NODEFILE` names, one line for each slot of a host."""
     path = asked.file or Path(_needed(asked, "PBS_NODEFILE")[1])
     return _hosts(_repeated(asked.read(path)), asked, str(path))
 
 
-def lsf(asked: Asked) -> Hosts:
+def lsf(asked: HostQuery) -> Hosts:
     """LSF: the file that `LSB_DJOB_HOSTFILE` names, one line for each slot, else `LSB_MCPU_HOSTS` (`a 8 b 8`)."""
     if asked.file is None and not asked.environment.get("LSB_DJOB_HOSTFILE"):
         name, text = _needed(asked, "LSB_MCPU_HOSTS")
@@ -99,7 +99,7 @@ def lsf(asked: Asked) -> Hosts:
     return _hosts(_repeated(asked.read(path)), asked, str(path))
 
 
-def openmpi(asked: Asked) -> Hosts:
+def openmpi(asked: HostQuery) -> Hosts:
     """Open MPI: its hostfile, `HOST slots=8 max_slots=8`, as `OMPI_MCA_orte_default_hostfile` or PRRTE names it."""
     path = asked.file
     if path is None:
@@ -108,7 +108,7 @@ def openmpi(asked: Asked) -> Hosts:
     return _hosts(_mpi_lines(asked.read(path)), asked, str(path))
 
 
-def k8s(asked: Asked) -> Hosts:
+def k8s(asked: HostQuery) -> Hosts:
     """Kubernetes: Volcano's `VC_*_HOSTS`, else the hostfile of Kubeflow's MPIJob, `/etc/mpi/hostfile`.
 
     Source: Volcano's env and svc plug-ins; Kubeflow's MPI operator, `HOST slots=8` or, for Intel MPI, `HOST:8`.
@@ -122,7 +122,7 @@ def k8s(asked: Asked) -> Hosts:
     return _hosts(_mpi_lines(asked.read(path)), asked, str(path))
 
 
-def sky(asked: Asked) -> Hosts:
+def sky(asked: HostQuery) -> Hosts:
     """SkyPilot: `SKYPILOT_NODE_IPS`, one a line, and `SKYPILOT_NUM_GPUS_PER_NODE`."""
     if asked.file is not None:
         return _lines(asked)
@@ -132,7 +132,7 @@ def sky(asked: Asked) -> Hosts:
     return _hosts([(host, slots) for host in text.split()], asked, name)
 
 
-def ssh_config(asked: Asked) -> Hosts:
+def ssh_config(asked: HostQuery) -> Hosts:
     """OpenSSH: the `Host` lines of `~/.ssh/config` without wildcards; `--match` chooses among them."""
     path = asked.file or Path.home() / ".ssh" / "config"
     names = []
@@ -143,13 +143,13 @@ def ssh_config(asked: Asked) -> Hosts:
     return _hosts([(name, None) for name in names if _is_wanted(name, asked)], asked, str(path))
 
 
-def _is_wanted(name: str, asked: Asked) -> bool:
+def _is_wanted(name: str, asked: HostQuery) -> bool:
     from fnmatch import fnmatchcase
 
     return asked.match is None or fnmatchcase(name, asked.match)
 
 
-def _lines(asked: Asked) -> Hosts:
+def _lines(asked: HostQuery) -> Hosts:
     """Returns the hosts of a file that has one a line."""
     assert asked.file is not None
     return _hosts([(line, None) for line in _words(asked.read(asked.file))], asked, str(asked.file))
@@ -183,7 +183,7 @@ def _whole(text: str, name: str) -> int:
     return int(text)
 
 
-SOURCES: Mapping[str, Callable[[Asked], Hosts]] = MappingProxyType(
+SOURCES: Mapping[str, Callable[[HostQuery], Hosts]] = MappingProxyType(
     {
         "slurm": slurm,
         "pbs": pbs,

@@ -33,7 +33,7 @@ _MOST_DISKS = 8
 
 
 @contextmanager
-def spread(launch: Launch, tell: Callable[[str], None]) -> Iterator[Gathering | None]:
+def distribute(launch: Launch, tell: Callable[[str], None]) -> Iterator[CheckpointGatherer | None]:
     """Copies to other nodes what a start needs, the checkpoint too; yields None where they all see this file system.
 
     Raises EnvironmentProblem with host and reason where that fails. Nothing is under way any more at the end.
@@ -49,12 +49,12 @@ def spread(launch: Launch, tell: Callable[[str], None]) -> Iterator[Gathering | 
         if disks and saved is not None:
             push_checkpoint(saved.folder, prepared.run_dir, disks, calls, tell, num_ranks=prepared.hosts.num_slots)
         limit = prepared.job.save_total_limit
-        yield Gathering(prepared.run_dir, launch.mark, disks, calls, tell, limit=limit) if disks else None
+        yield CheckpointGatherer(prepared.run_dir, launch.mark, disks, calls, tell, limit=limit) if disks else None
     finally:
         calls.close()
 
 
-class Gathering:
+class CheckpointGatherer:
     """Puts the checkpoints of one start together, in threads of its own; a failure is told once and ends nothing."""
 
     def __init__(

@@ -20,7 +20,7 @@ from types import FrameType
 from dstrain.facts import network_interface, probe
 from dstrain.facts.ports import listener
 from dstrain.facts.this_machine import versions
-from dstrain.launch.nodes.node_runner import Keeper, environment_of_ranks, saves_on_term
+from dstrain.launch.nodes.node_runner import NodeRunner, environment_of_ranks, saves_on_term
 from dstrain.launch.nodes.process_tree import adopting_orphans
 from dstrain.launch.nodes.protocol import (
     Alive,
@@ -98,7 +98,7 @@ class Agent:
         self._outbox = Outbox(events, node)
         self._listener: socket.socket | None = None
         self._readying: Readying | None = None
-        self._keeper: Keeper | None = None
+        self._node_runner: NodeRunner | None = None
         self._begin: Begin | None = None
         self._timeouts = TIMEOUTS
         self._heard = time.monotonic()
@@ -124,7 +124,7 @@ class Agent:
         self._outbox.flush()
 
     def _is_over(self) -> bool:
-        return self._keeper.is_over if self._keeper is not None else self._lost is not None
+        return self._node_runner.is_over if self._node_runner is not None else self._lost is not None
 
     def _note_term(self, number: int, frame: FrameType | None) -> None:
         self._term = True
@@ -132,16 +132,16 @@ class Agent:
     def _heed_term(self) -> None:
         """A scheduler ends the job: ranks that save at SIGTERM are told, all others end."""
         self._term = False
-        if self._keeper is None:
+        if self._node_runner is None:
             self._lost = "SIGTERM"
         elif self._begin is not None and saves_on_term(self._begin, os.environ):
-            self._keeper.send(signal.SIGTERM)
+            self._node_runner.send(signal.SIGTERM)
         else:
-            self._keeper.end(self._timeouts.grace_s)
+            self._node_runner.end(self._timeouts.grace_s)
 
     def _wait(self) -> None:
-        if self._keeper is not None:
-            self._keeper.wait(_POLL_S)
+        if self._node_runner is not None:
+            self._node_runner.wait(_POLL_S)
         else:
             select.select([self._orders], [], [], _POLL_S)
 
@@ -149,12 +149,12 @@ class Agent:
         now = time.monotonic()
         if self._lost is None and now - self._heard > self._timeouts.silence_s:
             self._give_up(f"no word from dstrain run for {self._timeouts.silence_s:.0f} s")
-        events = self._keeper.tick() if self._keeper else self._readying.poll() if self._readying else []
+        events = self._node_runner.tick() if self._node_runner else self._readying.poll() if self._readying else []
         for event in events:
             self._outbox.put(event)
         if self._begin is not None and now >= self._beat:
             self._beat = now + self._timeouts.beat_s
-            self._outbox.put(self._keeper.alive() if self._keeper is not None else Alive(steps={}))
+            self._outbox.put(self._node_runner.alive() if self._node_runner is not None else Alive(steps={}))
 
     def _take_orders(self) -> None:
         while self._lost is None:
@@ -174,21 +174,21 @@ class Agent:
                     self._obey(found[1])
 
     def _obey(self, order: object) -> None:
-        keeper = self._keeper
+        node_runner = self._node_runner
         if isinstance(order, Look):
             self._outbox.put(self._hello(order))
         elif isinstance(order, Begin) and self._begin is None:
             self._make_ready(order)
-        elif isinstance(order, Go) and keeper is None and self._begin is not None:
+        elif isinstance(order, Go) and node_runner is None and self._begin is not None:
             self._start(self._begin)
-        elif isinstance(order, End) and keeper is None:
+        elif isinstance(order, End) and node_runner is None:
             self._lost = "told to end"
-        elif isinstance(order, End) and keeper is not None:
-            keeper.end(order.grace_s)
-        elif isinstance(order, Save) and keeper is not None:
-            keeper.send(signal.SIGUSR1)
-        elif isinstance(order, Stacks) and keeper is not None:
-            keeper.send(signal.SIGUSR2)
+        elif isinstance(order, End) and node_runner is not None:
+            node_runner.end(order.grace_s)
+        elif isinstance(order, Save) and node_runner is not None:
+            node_runner.send(signal.SIGUSR1)
+        elif isinstance(order, Stacks) and node_runner is not None:
+            node_runner.send(signal.SIGUSR2)
 
     def _make_ready(self, begin: Begin) -> None:
         self._begin = begin
@@ -205,7 +205,7 @@ class Agent:
         if self._listener is not None:
             self._listener.close()
         try:
-            self._keeper = Keeper(begin)
+            self._node_runner = NodeRunner(begin)
         except OSError as error:
             self._refuse(f"cannot start {begin.command[0] if begin.command else begin.run_dir}: {error}")
 
@@ -235,10 +235,10 @@ class Agent:
     def _give_up(self, why: str) -> None:
         """Ends this node's part because `run` is not there any more, and leaves a note of it."""
         self._lost = why
-        if self._keeper is None or self._begin is None:
+        if self._node_runner is None or self._begin is None:
             return
-        ranks = self._keeper.ranks()
-        self._keeper.end(self._timeouts.grace_s)
+        ranks = self._node_runner.ranks()
+        self._node_runner.end(self._timeouts.grace_s)
         now = time.strftime("%Y-%m-%d %H:%M:%S")
         what = f"ended ranks {', '.join(map(str, ranks))}" if ranks else "no rank was running"
         line = f"{now} {self._begin.host}: {why}; {what}\n"

@@ -10,19 +10,19 @@ from contextlib import suppress
 from dstrain.errors import EnvironmentProblem
 from dstrain.launch.nodes.layout import Node
 from dstrain.launch.nodes.protocol import Begin, End, Ended, Go
-from dstrain.launch.nodes.spec import Score
+from dstrain.launch.nodes.spec import LaunchSpec
 
 _POLL_S = 0.1
 
 
-def sweep(score: Score, nodes: Sequence[Node]) -> None:
+def sweep(score: LaunchSpec, nodes: Sequence[Node]) -> None:
     """Kills whatever has a node's mark on each of the nodes; those that cannot be reached are left to themselves."""
     if nodes:
         with ThreadPoolExecutor(max_workers=min(64, len(nodes))) as pool:
             list(pool.map(lambda node: _sweep(score, node), nodes))
 
 
-def _sweep(score: Score, node: Node) -> None:
+def _sweep(score: LaunchSpec, node: Node) -> None:
     with suppress(EnvironmentProblem):
         (channel,) = score.open([node])
         begin = Begin(

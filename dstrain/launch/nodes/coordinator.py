@@ -13,9 +13,9 @@ from dstrain.launch.failure.first_failure import Death
 from dstrain.launch.failure.logs import files, rank_logs
 from dstrain.launch.failure.outcome import Hang, Outcome, Start
 from dstrain.launch.nodes.cleanup import sweep
-from dstrain.launch.nodes.hang_detector import Pace
+from dstrain.launch.nodes.hang_detector import HangDetector
 from dstrain.launch.nodes.layout import Node
-from dstrain.launch.nodes.members import Part, Party
+from dstrain.launch.nodes.members import Members, NodeState
 from dstrain.launch.nodes.protocol import (
     Alive,
     Died,
@@ -31,22 +31,22 @@ from dstrain.launch.nodes.protocol import (
     Told,
     Wrote,
 )
-from dstrain.launch.nodes.spec import Score, Wishes
+from dstrain.launch.nodes.spec import LaunchSpec, StopRequests
 
-Check = Callable[[Mapping[Node, Hello]], tuple[Score, Mapping[int, Mapping[str, str]]]]
+Check = Callable[[Mapping[Node, Hello]], tuple[LaunchSpec, Mapping[int, Mapping[str, str]]]]
 """Is shown what every node says of itself, and returns what is played, with the port that rank 0 gets, and what each
 node's environment gets beside the rest; raises where they cannot run together."""
 COUNTS = tuple(COUNTED)
 """The phases that count something before the first step, in their order."""
 
 
-class Conductor:
+class Coordinator:
     """One start, from the first connection to the last process."""
 
     def __init__(
         self,
-        score: Score,
-        wishes: Wishes,
+        score: LaunchSpec,
+        stop_requests: StopRequests,
         on_output: Callable[[str], None],
         on_tick: Callable[[Phase, int | None, int], None] = lambda phase, done, total: None,
         say: Callable[[str], None] = lambda text: None,
@@ -60,14 +60,14 @@ class Conductor:
         """
         self._score = score
         self._timeouts = score.timeouts
-        self._wishes = wishes
+        self._wishes = stop_requests
         self._on_output = on_output
         self._on_tick = on_tick
         self._say = say
         self._on_start = on_start
         self._told: dict[str, list[str]] = {}
         self._deaths: dict[int, Death] = {}
-        self._pace = Pace(score.num_ranks, score.timeouts.hang_s, score.timeouts.start_s)
+        self._pace = HangDetector(score.num_ranks, score.timeouts.hang_s, score.timeouts.start_s)
         self._hang: Hang | None = None
         self._left_at: int | None = None
         self._is_port_taken = False
@@ -86,7 +86,7 @@ class Conductor:
         begin = time.time()
         earlier = files(self._score.run_dir.logs)
         self._wishes.is_heeded = True
-        self._party = Party(self._score)
+        self._party = Members(self._score)
         try:
             if self._meet():
                 self._score, extra = check({part.node: part.hello for part in self._party.parts if part.hello})
@@ -159,7 +159,7 @@ class Conductor:
         self._on_tick(*min(self._counting.values(), key=lambda each: (COUNTS.index(each[0]), each[1]), default=steps))
         self._party.hear(self._take)
 
-    def _take(self, part: Part, event: Any, at: float) -> None:
+    def _take(self, part: NodeState, event: Any, at: float) -> None:
         match event:
             case Hello():
                 part.hello = event
@@ -197,7 +197,7 @@ class Conductor:
             if phase == Phase.LEFT:
                 self._left_at = int(step)
 
-    def _note_text(self, part: Part, event: Wrote) -> None:
+    def _note_text(self, part: NodeState, event: Wrote) -> None:
         """Writes what a node without our run directory wrote, and passes on what rank 0 says."""
         if part.node.number in self._party.mirrored:
             path = self._score.run_dir.sent(event.name)
@@ -212,14 +212,14 @@ class Conductor:
 
     def _heed(self) -> None:
         """Does what somebody outside wishes."""
-        wishes = self._wishes
-        if wishes.save and not self._has_saved and not wishes.stop:
+        stop_requests = self._wishes
+        if stop_requests.save and not self._has_saved and not stop_requests.stop:
             self._has_saved = True
             self._party.tell(Save())
-        if len(wishes.stop) > 1 and not self._is_killing:
+        if len(stop_requests.stop) > 1 and not self._is_killing:
             self._is_killing = True
             self._end(0)
-        elif wishes.stop and self._give_up is None:
+        elif stop_requests.stop and self._give_up is None:
             self._end(self._timeouts.grace_s)
 
     def _notice_hang(self) -> None:

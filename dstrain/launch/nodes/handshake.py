@@ -25,7 +25,7 @@ def files_of(job: Job) -> dict[str, int]:
     return {str(path): path.stat().st_size for path in paths if path.is_file()}
 
 
-def check(
+def require_compatible(
     hellos: Mapping[Node, Hello],
     run_dir: RunDir,
     port: int,

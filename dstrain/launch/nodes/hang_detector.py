@@ -18,7 +18,7 @@ _KEPT = 100
 _LONG = frozenset({Phase.SAVING, Phase.EVALUATING})
 
 
-class Pace:
+class HangDetector:
     """The steps of a run, as its slowest rank does them."""
 
     def __init__(self, num_ranks: int, least_s: float = TIMEOUTS.hang_s, start_s: float = 0.0) -> None:

@@ -14,7 +14,7 @@ from dstrain.errors import EnvironmentProblem, InvalidConfig, did_you_mean
 from dstrain.facts.cluster.hostfile import Hosts
 from dstrain.launch import command
 from dstrain.launch.nodes.connection import Channel, by_srun, by_ssh, here, ssh
-from dstrain.launch.nodes.layout import Node, everywhere, from_here
+from dstrain.launch.nodes.layout import Node, from_one_launcher, per_node
 from dstrain.rundir import RunDir
 
 
@@ -54,7 +54,7 @@ class Launcher:
 
 def _pdsh(where: Where) -> tuple[Node, ...]:
     line = command.pdsh(hosts=where.hosts, run_dir=where.run_dir, python=where.python, master_port=where.master_port)
-    return from_here(where.hosts, line, where.here)
+    return from_one_launcher(where.hosts, line, where.here)
 
 
 def _node_by_node(where: Where) -> tuple[Node, ...]:
@@ -64,7 +64,7 @@ def _node_by_node(where: Where) -> tuple[Node, ...]:
         )
         for number in range(len(where.hosts.hosts))
     ]
-    return everywhere(where.hosts, lines, where.here)
+    return per_node(where.hosts, lines, where.here)
 
 
 def _mpi(kind: str) -> Callable[[Where], tuple[Node, ...]]:
@@ -76,7 +76,7 @@ def _mpi(kind: str) -> Callable[[Where], tuple[Node, ...]]:
             python=where.python,
             master_port=where.master_port,
         )
-        return from_here(where.hosts, line, where.here)
+        return from_one_launcher(where.hosts, line, where.here)
 
     return nodes
 

@@ -34,7 +34,7 @@ class Node:
         return range(self.first_rank, self.first_rank + self.num_ranks)
 
 
-def everywhere(hosts: Hosts, commands: Sequence[Sequence[str]], here: Sequence[bool]) -> tuple[Node, ...]:
+def per_node(hosts: Hosts, commands: Sequence[Sequence[str]], here: Sequence[bool]) -> tuple[Node, ...]:
     """Returns the nodes of a run in which each starts its own ranks; `commands` and `here` go by the hosts' order."""
     return tuple(
         Node(
@@ -49,7 +49,7 @@ def everywhere(hosts: Hosts, commands: Sequence[Sequence[str]], here: Sequence[b
     )
 
 
-def from_here(hosts: Hosts, command: Sequence[str], here: Sequence[bool]) -> tuple[Node, ...]:
+def from_one_launcher(hosts: Hosts, command: Sequence[str], here: Sequence[bool]) -> tuple[Node, ...]:
     """Returns the nodes of a run in which one launcher on this machine starts all ranks."""
     nodes = [
         Node(

@@ -14,7 +14,7 @@ from dstrain.launch.failure.outcome import Lost
 from dstrain.launch.nodes.connection import Channel, Heart
 from dstrain.launch.nodes.layout import Node
 from dstrain.launch.nodes.protocol import Beat, Begin, End, Ended, Go, Hello, Look, Problem, Save, Stacks
-from dstrain.launch.nodes.spec import Score
+from dstrain.launch.nodes.spec import LaunchSpec
 from dstrain.paths import write_atomic
 
 _POLL_S = 0.1
@@ -31,7 +31,7 @@ class Unreachable(EnvironmentProblem):
 
 
 @dataclass
-class Part:
+class NodeState:
     """What is known of one node."""
 
     node: Node
@@ -68,17 +68,17 @@ class Part:
             self.lost = Lost(host=self.node.host, why=why, at=self.heard_at)
 
 
-class Party:
+class Members:
     """All nodes of one start."""
 
-    def __init__(self, score: Score) -> None:
+    def __init__(self, score: LaunchSpec) -> None:
         """Opens the connections. Raises EnvironmentProblem where ssh or srun cannot be started."""
         self._score = score
         write_atomic(score.run_dir.token, score.mark)
         self._channels = score.open(score.nodes)
         now, at = time.monotonic(), time.time()
         found = [
-            Part(node=node, channel=channel, heard=now, heard_at=at)
+            NodeState(node=node, channel=channel, heard=now, heard_at=at)
             for channel in self._channels
             for node in score.nodes
             if node.number in channel.nodes
@@ -123,7 +123,7 @@ class Party:
             raise Unreachable({part.node.host: part.channel.last_words() for part in silent})
         return not silent
 
-    def begin(self, score: Score, extra: Mapping[int, Mapping[str, str]]) -> None:
+    def begin(self, score: LaunchSpec, extra: Mapping[int, Mapping[str, str]]) -> None:
         """Gives every node its part, with its own additional environment by its number, and lets it make itself ready.
 
         `score` may have other commands than before, for another port.
@@ -164,7 +164,7 @@ class Party:
                 where = f"{self._score.master}, port {self._score.master_port}"
                 part.problem = Problem(text=f"no word of a connection to {where}, where rank 0 will listen, in time")
 
-    def hear(self, take: Callable[[Part, Any, float], None]) -> None:
+    def hear(self, take: Callable[[NodeState, Any, float], None]) -> None:
         """Gives `take` what came, with the time since the epoch; waits a moment where nothing has."""
         handles = [channel.handle for channel in self._channels if not channel.is_closed]
         with suppress(InterruptedError):

@@ -16,7 +16,7 @@ from dstrain.heartbeat import MARK, SAVE_ON_TERM, STARTING, Phase, Receiver
 from dstrain.launch.environment import SAFE_PATH, expanded
 from dstrain.launch.failure.logs import Output, Piece
 from dstrain.launch.nodes.log_mirror import Mirror
-from dstrain.launch.nodes.process_tree import Family, RankWatch
+from dstrain.launch.nodes.process_tree import ProcessTree, RankWatch
 from dstrain.launch.nodes.protocol import Alive, Begin, Died, Ended, Event, Orphaned, Wrote
 from dstrain.launch.nodes.shared_memory import remove_buffers
 from dstrain.launch.timeouts import Timeouts
@@ -25,7 +25,7 @@ from dstrain.rundir import RunDir
 _LOOK_S = 0.5
 
 
-class Keeper:
+class NodeRunner:
     """Keeps one node's part from its start to its end; `tick` is called several times a second."""
 
     def __init__(self, begin: Begin) -> None:
@@ -37,13 +37,13 @@ class Keeper:
         name = f"{stamp}_launcher_{begin.host}_{begin.mark[:6]}.log"
         self._log = self._run_dir.logs / name
         ranks = range(begin.first_rank, begin.first_rank + begin.num_ranks)
-        self._pulses = Receiver(begin.mark, ranks)
+        self._heartbeats = Receiver(begin.mark, ranks)
         self._run_dir.logs.mkdir(parents=True, exist_ok=True)
         self._output = Output(self._run_dir.logs, self._log, ranks, lambda host: self._node_log(host, stamp))
         self._mirror = Mirror(self._run_dir, begin.mark, has_first=0 in ranks) if begin.mirror else None
         remove_buffers(begin.master_port)
         self._launcher = self._start() if begin.command is not None else None
-        self._family = Family(begin.mark, self._launcher.pid if self._launcher else -1)
+        self._family = ProcessTree(begin.mark, self._launcher.pid if self._launcher else -1)
         self._watch = RankWatch(self._family, begin.num_ranks)
         self._steps: dict[str, list[object]] = {}
         self._listening: set[int] = set()
@@ -109,16 +109,16 @@ class Keeper:
         self._locks |= {lock for lock in held_locks(processes) if lock.parent.name in OPS}
 
     def _hear_ranks(self) -> None:
-        for pulse in self._pulses.receive():
-            if pulse.rank not in self._listening:
+        for heartbeat in self._heartbeats.receive():
+            if heartbeat.rank not in self._listening:
                 for number in self._wanted:
-                    self._signal(number, {pulse.rank})
-            self._steps[str(pulse.rank)] = [pulse.step, pulse.phase.value, pulse.total]
-            self._listening.add(pulse.rank)
-            if pulse.phase not in STARTING:
-                self._stepping.add(pulse.rank)
-            if pulse.phase in {Phase.DONE, Phase.LEFT}:
-                self._done.add(pulse.rank)
+                    self._signal(number, {heartbeat.rank})
+            self._steps[str(heartbeat.rank)] = [heartbeat.step, heartbeat.phase.value, heartbeat.total]
+            self._listening.add(heartbeat.rank)
+            if heartbeat.phase not in STARTING:
+                self._stepping.add(heartbeat.rank)
+            if heartbeat.phase in {Phase.DONE, Phase.LEFT}:
+                self._done.add(heartbeat.rank)
 
     def alive(self) -> Alive:
         """Returns a sign of life with the steps since the last one."""
@@ -187,7 +187,7 @@ class Keeper:
             self._launcher.wait()
         self._family.collect()
         self._hear_ranks()
-        self._pulses.close()
+        self._heartbeats.close()
         remove_buffers(self._begin.master_port)
         for lock in self._locks - held_locks() if self._locks else ():
             lock.unlink(missing_ok=True)

@@ -77,7 +77,7 @@ def adopting_orphans() -> Iterator[None]:
         libc.prctl(_SET_CHILD_SUBREAPER, before.value, 0, 0, 0)
 
 
-class Family:
+class ProcessTree:
     """The launcher of one run and everything that came of it on this machine."""
 
     def __init__(self, mark: str, launcher: int) -> None:
@@ -149,7 +149,7 @@ def _descends_from(ancestor: int, pid: int, parents: dict[int, int]) -> bool:
 class RankWatch:
     """Notices when ranks end and with which code, in the moment before the launcher collects them."""
 
-    def __init__(self, family: Family, num_ranks: int, *, scan_s: float = 0.5) -> None:
+    def __init__(self, family: ProcessTree, num_ranks: int, *, scan_s: float = 0.5) -> None:
         """Looks for ranks every `scan_s` seconds until `num_ranks` were seen; each `poll` looks at those only."""
         self._family = family
         self._num_ranks = num_ranks

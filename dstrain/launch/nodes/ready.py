@@ -87,7 +87,7 @@ def build(ops: Sequence[str], environment: Mapping[str, str], tell: Callable[[st
             tell(f"building {OPS[op]}, once; it takes about a minute on two cores")
         begin = time.monotonic()
         command = python("-m", "dstrain.train.build_ops", op)
-        code, output = child_process.run(command, environment, go_on, f"building {OPS[op]}")
+        code, output = child_process.run_reporting(command, environment, go_on, f"building {OPS[op]}")
         if code != 0:
             last = "\n".join(output.strip().splitlines()[-15:])
             raise EnvironmentProblem(

@@ -1,4 +1,4 @@
-"""What a conductor plays, and what somebody may want of it meanwhile."""
+"""What a coordinator plays, and what somebody may want of it meanwhile."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dstrain.rundir import RunDir
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Score:
+class LaunchSpec:
     """What is to be run."""
 
     nodes: tuple[Node, ...]
@@ -55,7 +55,7 @@ class Score:
 
 
 @dataclass
-class Wishes:
+class StopRequests:
     """What somebody outside wants of a run, as signal handlers and `dstrain stop` put it down."""
 
     stop: list[str] = field(default_factory=list)

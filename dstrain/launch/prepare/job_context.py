@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from dstrain.job.file import JobFile
 
 
-def known(file: JobFile, folder: Path) -> Known:
+def known(file: JobFile, folder: Path) -> JobContext:
     """Returns what is known of a job without running it; `folder` is where its configuration stands.
 
     Where this machine has no GPU, the machines are those that the plan beside it was made for.
@@ -51,7 +51,7 @@ def known(file: JobFile, folder: Path) -> Known:
             if not Path(job.hostfile).exists():
                 findings = [_no_hostfile(file)]
             findings += job_checks.findings(file)
-            return Known(job=file, model=model, findings=tuple(findings))  # on what it trains nobody knows
+            return JobContext(job=file, model=model, findings=tuple(findings))  # on what it trains nobody knows
     on_cpu = {**os.environ, **job.env}.get(ACCELERATOR) == "cpu"
     is_local = len(hosts.hosts) == 1 and is_this_machine(hosts.hosts[0].name, machine_names())
     if job.hostfile is not None:
@@ -59,7 +59,7 @@ def known(file: JobFile, folder: Path) -> Known:
         findings = of_hosts(hosts, num_planned, len(probe.local_gpus()), is_local=is_local)
     found = machines(hosts, on_cpu=on_cpu, is_local=is_local, planned=planned)
     findings = [*findings, *job_checks.findings(file)]
-    return Known(job=file, hosts=hosts, model=model, cluster=found, findings=tuple(findings))
+    return JobContext(job=file, hosts=hosts, model=model, cluster=found, findings=tuple(findings))
 
 
 def _no_hostfile(file: JobFile) -> Finding:
@@ -177,7 +177,7 @@ def request_of(job: Job) -> Request:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Known:
+class JobContext:
     """What is known beside the configuration."""
 
     job: JobFile | None = None

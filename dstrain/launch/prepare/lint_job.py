@@ -15,7 +15,7 @@ from dstrain.config.lint.finding import Finding, lines
 from dstrain.config.lint.subject import Subject
 from dstrain.errors import InvalidConfig, did_you_mean
 from dstrain.launch.prepare.hostfile_findings import OUTSIDE
-from dstrain.launch.prepare.job_context import Known
+from dstrain.launch.prepare.job_context import JobContext
 from dstrain.paths import shown
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Linted:
+class LintResult:
     """A configuration with what is wrong with it."""
 
     subject: Subject | None
@@ -34,14 +34,14 @@ class Linted:
     """What safe fixes have mended."""
 
 
-def lint(
-    known: Known,
+def lint_job(
+    known: JobContext,
     path: Path,
     *,
     is_trainers: bool | None = None,
     ignored: Sequence[str] = (),
     fix: bool = False,
-) -> Linted:
+) -> LintResult:
     """Returns what is wrong with a file, and with `fix` its text after every safe fix; nothing is written.
 
     Raises InvalidConfig where there is no such file. `is_trainers` None: the Trainer reads it where there is a job or
@@ -49,7 +49,7 @@ def lint(
     """
     document, found = engine.read(read_text(path), shown(str(path)))
     if document is None:
-        return Linted(subject=None, findings=found, mended=[])
+        return LintResult(subject=None, findings=found, mended=[])
     subject = Subject(
         document=document,
         is_trainers=True if is_trainers is None else is_trainers,
@@ -68,7 +68,7 @@ def lint(
         subject = _with_estimate(subject, needs)
         findings = engine.check(subject, ignored=ignored)
     findings += [each for each in known.findings if each.rule not in ignored]
-    return Linted(subject=subject, findings=findings, mended=mended)
+    return LintResult(subject=subject, findings=findings, mended=mended)
 
 
 def _is_filled(pointer: Pointer, value: Any) -> bool:

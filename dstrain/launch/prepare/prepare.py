@@ -24,9 +24,9 @@ from dstrain.facts.this_machine import names as machine_names
 from dstrain.job.file import JobFile
 from dstrain.job.schema import Job
 from dstrain.launch.prepare import job_checks, resize_checkpoint
-from dstrain.launch.prepare.job_context import Known, machines, model_of
-from dstrain.launch.prepare.lint_job import lint, refused
-from dstrain.launch.prepare.resize_checkpoint import Elastic
+from dstrain.launch.prepare.job_context import JobContext, machines, model_of
+from dstrain.launch.prepare.lint_job import lint_job, refused
+from dstrain.launch.prepare.resize_checkpoint import Resize
 from dstrain.paths import shown
 from dstrain.plan.estimate_records import Estimate
 from dstrain.plan.memory.params import adapted, linear_names
@@ -35,7 +35,7 @@ from dstrain.rundir import RunDir, damage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prepared:
+class PreparedRun:
     """Everything known before the launch. Nothing is written yet."""
 
     job: Job
@@ -60,13 +60,13 @@ class Prepared:
     """What the configuration needs."""
     notes: tuple[str, ...]
     """What to say before the launch."""
-    elastic: Elastic | None = None
+    elastic: Resize | None = None
     """The checkpoint that has to be converted before the launch, for another number of ranks."""
 
 
 def prepare(
     file: JobFile, environment: Mapping[str, str], *, ignored: Sequence[str] = (), hosts: Hosts | None = None
-) -> Prepared:
+) -> PreparedRun:
     """Returns the checked run; `ignored` are ids of lint's rules, `hosts` stand in for the job's hostfile.
 
     Raises InvalidConfig or EnvironmentProblem, with the line to edit, before anything is written or started."""
@@ -83,7 +83,9 @@ def prepare(
     cluster = machines(hosts, on_cpu=on_cpu, is_local=is_local)
     job_checks.check_gpu(file, cluster)
     _check_targets(file, model)
-    linted = lint(Known(job=file, hosts=hosts, model=model, cluster=cluster), Path(job.ds_config), ignored=ignored)
+    linted = lint_job(
+        JobContext(job=file, hosts=hosts, model=model, cluster=cluster), Path(job.ds_config), ignored=ignored
+    )
     if linted.subject is None or errors(linted.findings):
         raise resuming.explained(refused(linted.findings))
     job_checks.check_engine_packages(linted.subject.config, shown(job.ds_config))
@@ -91,7 +93,7 @@ def prepare(
     notes = [*resuming.notes, *(note for finding in linted.findings if (note := _note(finding)))]
     if not is_local and "CUDA_VISIBLE_DEVICES" in environment:
         notes.append("CUDA_VISIBLE_DEVICES is not used on several nodes: the slots of the hostfile count from GPU 0")
-    return Prepared(
+    return PreparedRun(
         job=job,
         run_dir=RunDir(Path(job.output_dir)),
         hosts=hosts,
@@ -107,7 +109,7 @@ def prepare(
     )
 
 
-def facts_text(prepared: Prepared) -> str:
+def facts_text(prepared: PreparedRun) -> str:
     """Returns the text of facts.json; an assumed GPU is not a fact, and the ranks must not compute MFU from it."""
     known = prepared.cluster.gpu_origin is not Origin.ASSUMED
     facts = {

@@ -24,7 +24,7 @@ from dstrain.units import format_bytes, format_seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Saved:
+class SavedCheckpoint:
     """The checkpoint that a run goes on from, as it says itself."""
 
     folder: Path
@@ -50,7 +50,7 @@ class Resuming:
 
     job: Job
     """The job, with the global batch of the checkpoint."""
-    saved: Saved | None = None
+    saved: SavedCheckpoint | None = None
     """The checkpoint; None for a run that begins."""
     notes: tuple[str, ...] = ()
     """What to say of it."""
@@ -62,7 +62,7 @@ class Resuming:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Elastic:
+class Resize:
     """A checkpoint that has to be converted before the launch."""
 
     checkpoint: Path
@@ -95,7 +95,7 @@ def _skipped(job: Job, instead: str) -> tuple[str, ...]:
     return tuple(f"warning: {problem}: {instead}" for problem in newest.skipped)
 
 
-def find(job: Job) -> Saved | None:
+def find(job: Job) -> SavedCheckpoint | None:
     """Returns the checkpoint that the job's `resume` means: none, the newest whole one, or a folder.
 
     One that does not say its batch was trained with the job's. Raises InvalidConfig where it cannot be read.
@@ -109,7 +109,7 @@ def find(job: Job) -> Saved | None:
     if problem is not None:
         raise InvalidConfig(f"{shown(str(folder))} {problem}", hint="Name an older checkpoint: resume: FOLDER.")
     record = read_record(folder)
-    return Saved(
+    return SavedCheckpoint(
         folder=folder,
         world_size=record["world_size"],
         zero_stage=record["zero_stage"],
@@ -118,7 +118,7 @@ def find(job: Job) -> Saved | None:
     )
 
 
-def keep_batch(job: Job, saved: Saved, *, num_ranks: int) -> Job:
+def keep_batch(job: Job, saved: SavedCheckpoint, *, num_ranks: int) -> Job:
     """Returns the job with the checkpoint's global batch: its micro-batch where that divides, else a smaller one.
 
     Raises InvalidConfig where the ranks cannot share the batch, with the numbers of GPUs that can.
@@ -138,7 +138,7 @@ def keep_batch(job: Job, saved: Saved, *, num_ranks: int) -> Job:
     return replace(job, micro_batch=micro_batch, grad_accum=each // micro_batch)
 
 
-def _notes(job: Job, kept: Job, saved: Saved, *, num_ranks: int) -> tuple[str, ...]:
+def _notes(job: Job, kept: Job, saved: SavedCheckpoint, *, num_ranks: int) -> tuple[str, ...]:
     """Returns what to say where the ranks or the job are not those of the checkpoint."""
     changes = [
         f"{name} {getattr(job, name)} → {getattr(kept, name)}"
@@ -184,7 +184,7 @@ _REFUSED: Mapping[str, Callable[[Any], bool]] = MappingProxyType(
 """Key → whether with this value a universal checkpoint cannot be made or read, in DeepSpeed 0.19.8 with our Trainer."""
 
 
-def decide(saved: Saved | None, config: Mapping[str, Any], *, num_ranks: int) -> Elastic | None:
+def decide(saved: SavedCheckpoint | None, config: Mapping[str, Any], *, num_ranks: int) -> Resize | None:
     """Returns what has to be converted before so many ranks go on with this configuration; None for nothing.
 
     Raises InvalidConfig for what DeepSpeed cannot go on with: shards of another ZeRO stage, or a feature without a
@@ -212,7 +212,7 @@ def decide(saved: Saved | None, config: Mapping[str, Any], *, num_ranks: int) ->
             + ", ".join(broken),
             hint=f"Run on {saved.world_size} GPUs, or {_weights(name)}.",
         )
-    return Elastic(checkpoint=saved.folder, from_ranks=saved.world_size, to_ranks=num_ranks)
+    return Resize(checkpoint=saved.folder, from_ranks=saved.world_size, to_ranks=num_ranks)
 
 
 def _weights(name: str) -> str:
@@ -228,7 +228,7 @@ def _at(config: Mapping[str, Any], key: str) -> Any:
     return found
 
 
-def convert(needed: Elastic, environment: Mapping[str, str], tell: Callable[[str], None]) -> None:
+def convert(needed: Resize, environment: Mapping[str, str], tell: Callable[[str], None]) -> None:
     """Makes the universal copy of a checkpoint in a child process, telling how long it takes; one that is there stays.
 
     Raises EnvironmentProblem where the disk is too small or the conversion fails, and InvalidConfig for what cannot be
@@ -246,7 +246,7 @@ def convert(needed: Elastic, environment: Mapping[str, str], tell: Callable[[str
         {**environment, "DS_ACCELERATOR": "cpu"},
     )
     try:
-        code, output = child_process.run(line, env, tell, f"converting {folder.name}")
+        code, output = child_process.run_reporting(line, env, tell, f"converting {folder.name}")
     except BaseException:
         shutil.rmtree(folder / UNIVERSAL_PART, ignore_errors=True)
         raise
@@ -267,7 +267,7 @@ def _check_disk(folder: Path) -> None:
         )
 
 
-def _failed(needed: Elastic, code: int, output: str) -> EnvironmentProblem | InvalidConfig:
+def _failed(needed: Resize, code: int, output: str) -> EnvironmentProblem | InvalidConfig:
     """Returns what is said of a conversion that failed."""
     name = shown(str(needed.checkpoint))
     hint = f"Run on {needed.from_ranks} GPUs, or {_weights(name)}."

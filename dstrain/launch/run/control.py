@@ -12,14 +12,14 @@ from pathlib import Path
 from types import FrameType
 
 from dstrain.errors import Interrupted, RunFailed
-from dstrain.launch.nodes.spec import Wishes
+from dstrain.launch.nodes.spec import StopRequests
 
 SAVE_SIGNAL = signal.SIGUSR1
 """The signal that makes a run save a checkpoint and leave."""
 
 
 @contextlib.contextmanager
-def noting_signals(screen_log: Path, *, saves_on_term: bool = False) -> Iterator[Wishes]:
+def noting_signals(screen_log: Path, *, saves_on_term: bool = False) -> Iterator[StopRequests]:
     """Yields what signals wish of the run; outside the main thread signals are left alone.
 
     SIGINT and SIGTERM stop it, a second one at once; where no rank runs they raise Interrupted or RunFailed. With
@@ -27,23 +27,23 @@ def noting_signals(screen_log: Path, *, saves_on_term: bool = False) -> Iterator
     ends nothing: from there on the screen is `screen_log`. Ctrl-Z is passed over, since agents end their ranks when
     `run` falls silent.
     """
-    wishes = Wishes()
+    stop_requests = StopRequests()
     if threading.current_thread() is not threading.main_thread():
-        yield wishes
+        yield stop_requests
         return
 
     def stop(number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGTERM and saves_on_term and not wishes.save:
-            wishes.save = True
+        if number == signal.SIGTERM and saves_on_term and not stop_requests.save:
+            stop_requests.save = True
             return
-        if not wishes.is_heeded:
+        if not stop_requests.is_heeded:
             kind = Interrupted if number == signal.SIGINT else RunFailed
             raise kind(f"stopped ({signal.Signals(number).name}); no rank is running")
-        wishes.is_interrupt = wishes.is_interrupt or (not wishes.stop and number == signal.SIGINT)
-        wishes.stop.append(signal.Signals(number).name)
+        stop_requests.is_interrupt = stop_requests.is_interrupt or (not stop_requests.stop and number == signal.SIGINT)
+        stop_requests.stop.append(signal.Signals(number).name)
 
     def save(number: int, frame: FrameType | None) -> None:
-        wishes.save = True
+        stop_requests.save = True
 
     def leave_terminal(number: int, frame: FrameType | None) -> None:
         _write_to(screen_log)
@@ -52,7 +52,7 @@ def noting_signals(screen_log: Path, *, saves_on_term: bool = False) -> Iterator
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     before[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, signal.SIG_IGN)
     try:
-        yield wishes
+        yield stop_requests
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -12,20 +12,20 @@ from dstrain.launch.command import master
 from dstrain.launch.failure.outcome import Outcome
 from dstrain.launch.launch import Launch, plan_launch, write_start
 from dstrain.launch.nodes import handshake, launchers
-from dstrain.launch.nodes.coordinator import Conductor
+from dstrain.launch.nodes.coordinator import Coordinator
 from dstrain.launch.nodes.launchers import LAUNCHERS
 from dstrain.launch.nodes.layout import Node
 from dstrain.launch.nodes.protocol import Hello
-from dstrain.launch.nodes.spec import Score
+from dstrain.launch.nodes.spec import LaunchSpec
 from dstrain.launch.timeouts import TIMEOUTS, Timeouts
 from dstrain.paths import write_atomic
 
 
-def score(launch: Launch, *, timeouts: Timeouts = TIMEOUTS) -> Score:
-    """Returns what the conductor plays, within these limits."""
+def score(launch: Launch, *, timeouts: Timeouts = TIMEOUTS) -> LaunchSpec:
+    """Returns what the coordinator plays, within these limits."""
     prepared = launch.prepared
     python_path = launch.exported.get("PYTHONPATH", "")
-    return Score(
+    return LaunchSpec(
         nodes=launch.nodes,
         run_dir=launch.prepared.run_dir,
         mark=launch.mark,
@@ -42,17 +42,17 @@ def score(launch: Launch, *, timeouts: Timeouts = TIMEOUTS) -> Score:
     )
 
 
-def start(launch: Launch, conductor: Conductor, played: Score) -> Outcome:
+def start(launch: Launch, coordinator: Coordinator, played: LaunchSpec) -> Outcome:
     """Runs the launch to its end; no process of it is left behind on any node that can be reached."""
 
-    def check(hellos: Mapping[Node, Hello]) -> tuple[Score, dict[int, dict[str, str]]]:
+    def check(hellos: Mapping[Node, Hello]) -> tuple[LaunchSpec, dict[int, dict[str, str]]]:
         port = next((hello.port for node, hello in hellos.items() if node.number == 0), None)
         last = launch if port in {None, launch.master_port} else _on_port(launch, port or 0)
         variables = _meet(last, hellos)
         final = replace(played, nodes=last.nodes, exports=last.for_nodes, master_port=last.master_port)
         return final, {node.number: own for node, own in variables.items()}
 
-    return conductor.run(check)
+    return coordinator.run(check)
 
 
 def _on_port(launch: Launch, port: int) -> Launch:
@@ -73,7 +73,7 @@ def _meet(launch: Launch, hellos: Mapping[Node, Hello]) -> dict[Node, dict[str, 
     """Returns the variables by which each node's ranks use the network interface that leads to the others, where
     nobody has named one. Raises EnvironmentProblem where the nodes cannot run together."""
     prepared = launch.prepared
-    handshake.check(
+    handshake.require_compatible(
         hellos,
         prepared.run_dir,
         launch.master_port,

@@ -67,7 +67,7 @@ class State:
     """What `dstrain run` ended with."""
 
 
-class Keeper:
+class StateWriter:
     """Keeps the state file of this process's run up to date."""
 
     def __init__(self, run_dir: RunDir) -> None:

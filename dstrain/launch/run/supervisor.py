@@ -14,14 +14,14 @@ from dstrain.heartbeat import Phase
 from dstrain.launch.failure.hang import start_line
 from dstrain.launch.failure.outcome import Outcome
 from dstrain.launch.failure.report import explain
-from dstrain.launch.filesync.gather_checkpoints import spread
+from dstrain.launch.filesync.gather_checkpoints import distribute
 from dstrain.launch.launch import Launch, write_run_dir
-from dstrain.launch.nodes.coordinator import Conductor
+from dstrain.launch.nodes.coordinator import Coordinator
 from dstrain.launch.nodes.members import Unreachable
-from dstrain.launch.nodes.spec import Wishes
+from dstrain.launch.nodes.spec import StopRequests
 from dstrain.launch.prepare import resize_checkpoint
 from dstrain.launch.run.start import score, start
-from dstrain.launch.run.state import Keeper, Stage
+from dstrain.launch.run.state import Stage, StateWriter
 from dstrain.launch.timeouts import TIMEOUTS, Timeouts
 from dstrain.rundir import RunDir
 
@@ -44,7 +44,7 @@ class Policy:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Voice:
+class Reporter:
     """Where a run's words go."""
 
     say: Callable[[str], None]
@@ -55,20 +55,20 @@ class Voice:
     """A phase that counts something, how far it is, and all of it (0: not known), about once a second."""
 
 
-class Run:
+class Supervisor:
     """All starts of one run."""
 
     def __init__(
         self,
         plan: Callable[[Hosts | None, bool], Launch],
-        wishes: Wishes,
+        stop_requests: StopRequests,
         policy: Policy,
-        voice: Voice,
+        voice: Reporter,
         edits: Sequence[Edit] | None,
     ) -> None:
         """`plan` prepares a start: on these hosts (None: the job's), going on from the newest checkpoint or not."""
         self._plan = plan
-        self._wishes = wishes
+        self._wishes = stop_requests
         self._policy = policy
         self._voice = voice
         self._edits = edits
@@ -79,28 +79,28 @@ class Run:
     def drive(self, launch: Launch) -> None:
         """Runs to the end. Raises RunFailed, Interrupted or SavedAndLeft where that is not a finished training."""
         place = launch.prepared.run_dir
-        keeper = Keeper(place)
+        node_runner = StateWriter(place)
         place.failure.unlink(missing_ok=True)
         place.stop_wish.unlink(missing_ok=True)
         try:
-            self._drive(launch, keeper)
+            self._drive(launch, node_runner)
         except SavedAndLeft as error:
-            keeper.write(stage=Stage.SAVED, exit_code=error.exit_code)
+            node_runner.write(stage=Stage.SAVED, exit_code=error.exit_code)
             raise
         except DstrainError as error:
-            keeper.write(stage=Stage.STOPPED if self._wishes.stop else Stage.FAILED, exit_code=error.exit_code)
+            node_runner.write(stage=Stage.STOPPED if self._wishes.stop else Stage.FAILED, exit_code=error.exit_code)
             with suppress(OSError):
                 place.failure.write_text(f"{error}\n", encoding="utf-8")
             raise
-        keeper.write(stage=Stage.ENDED, exit_code=0)
+        node_runner.write(stage=Stage.ENDED, exit_code=0)
 
-    def _drive(self, launch: Launch, keeper: Keeper) -> None:
+    def _drive(self, launch: Launch, node_runner: StateWriter) -> None:
         attempt = 1
         while True:
             hosts = launch.prepared.hosts
             nodes = tuple(host.name for host in hosts.hosts)
-            keeper.write(stage=Stage.STARTING, attempt=attempt, nodes=nodes, start=None)
-            gone, error = self._start(launch, keeper)
+            node_runner.write(stage=Stage.STARTING, attempt=attempt, nodes=nodes, start=None)
+            gone, error = self._start(launch, node_runner)
             if error is None:
                 return
             if attempt > self._policy.max_restarts or not self._is_worth_it(error):
@@ -110,26 +110,26 @@ class Run:
             attempt += 1
             launch = self._again(hosts, gone, error)
 
-    def _start(self, launch: Launch, keeper: Keeper) -> tuple[tuple[str, ...], DstrainError | None]:
+    def _start(self, launch: Launch, node_runner: StateWriter) -> tuple[tuple[str, ...], DstrainError | None]:
         """Returns the hosts that were lost, and the error with which the start ended, if it did."""
         prepared = launch.prepared
         write_run_dir(launch, self._edits)
         if prepared.elastic is not None:
             resize_checkpoint.convert(prepared.elastic, launch.environment, self._voice.say)
         played = score(launch, timeouts=self._policy.timeouts)
-        conductor = Conductor(
+        coordinator = Coordinator(
             played,
             self._wishes,
             self._voice.pass_on,
-            lambda phase, done, total: self._tick(prepared.run_dir, keeper, phase, done, total),
+            lambda phase, done, total: self._tick(prepared.run_dir, node_runner, phase, done, total),
             self._voice.say,
-            lambda begun: self._tell_start(start_line(begun, prepared.hosts), keeper),
+            lambda begun: self._tell_start(start_line(begun, prepared.hosts), node_runner),
         )
         try:
-            with spread(launch, self._voice.say) as parts:
-                outcome = start(launch, conductor, played)
+            with distribute(launch, self._voice.say) as parts:
+                outcome = start(launch, coordinator, played)
                 if parts is not None:
-                    parts.finish(lambda: keeper.beat(keeper.step), has_trained=outcome.succeeded)
+                    parts.finish(lambda: node_runner.beat(node_runner.step), has_trained=outcome.succeeded)
         except Unreachable as error:
             return error.hosts, error
         if outcome.left_at is not None and outcome.stopped_by is None and not outcome.deaths:
@@ -139,23 +139,23 @@ class Run:
         if outcome.is_port_taken and launch.takes_another_port and self._ports < _MOST_PORTS:
             self._ports += 1
             self._voice.say("another process took the port of rank 0 before it; starting again with another one")
-            return self._start(launch, keeper)
+            return self._start(launch, node_runner)
         lost = tuple(each.host for each in outcome.lost)
         return lost, explain(outcome, hosts=prepared.hosts, run_dir=prepared.run_dir)
 
-    def _tell_start(self, line: str, keeper: Keeper) -> None:
+    def _tell_start(self, line: str, node_runner: StateWriter) -> None:
         self._voice.say(line)
-        keeper.write(start=line)
+        node_runner.write(start=line)
 
-    def _tick(self, run_dir: RunDir, keeper: Keeper, phase: Phase, done: int | None, total: int) -> None:
+    def _tick(self, run_dir: RunDir, node_runner: StateWriter, phase: Phase, done: int | None, total: int) -> None:
         now = time.monotonic()
         if now < self._next_look:
             return
         self._next_look = now + _WISH_S
         step = done if phase is Phase.STEP else None
-        if step is not None and keeper.state.stage is Stage.STARTING:
-            keeper.write(stage=Stage.RUNNING)
-        keeper.beat(step)
+        if step is not None and node_runner.state.stage is Stage.STARTING:
+            node_runner.write(stage=Stage.RUNNING)
+        node_runner.beat(step)
         self._voice.progress(phase, done, total)
         if run_dir.stop_wish.exists():
             self._wishes.stop.append("dstrain stop")

@@ -11,7 +11,7 @@ from typing import Any
 
 from dstrain.config.templates.templates import render_script
 from dstrain.errors import InvalidConfig
-from dstrain.launch.scripts.script_context import Asked, directive, directive_path
+from dstrain.launch.scripts.script_context import ScriptContext, directive, directive_path
 from dstrain.rundir import RunDir
 
 WARNING_S = 180
@@ -64,7 +64,7 @@ def parse_time(text: str, what: str = "--time") -> int:
     return found
 
 
-def slurm(asked: Asked, batch: Batch) -> str:
+def slurm(asked: ScriptContext, batch: Batch) -> str:
     """Returns a script for `sbatch`."""
     days, rest = divmod(batch.time_s, 86400)
     options = {
@@ -77,14 +77,14 @@ def slurm(asked: Asked, batch: Batch) -> str:
     return render_script("slurm.sbatch.j2", _values(asked, batch, time, options))
 
 
-def pbs(asked: Asked, batch: Batch) -> str:
+def pbs(asked: ScriptContext, batch: Batch) -> str:
     """Returns a script for `qsub` of PBS Professional or OpenPBS."""
     _refuse(batch, "pbs", "qos", "reservation")
     options = {"q": batch.partition, "A": batch.account}
     return render_script("pbs.sh.j2", _values(asked, batch, _clock(batch.time_s), options))
 
 
-def lsf(asked: Asked, batch: Batch) -> str:
+def lsf(asked: ScriptContext, batch: Batch) -> str:
     """Returns a script for `bsub`."""
     _refuse(batch, "lsf", "qos")
     options = {"q": batch.partition, "P": batch.account, "U": batch.reservation}
@@ -92,16 +92,16 @@ def lsf(asked: Asked, batch: Batch) -> str:
     return render_script("lsf.sh.j2", _values(asked, batch, f"{minutes // 60:02}:{minutes % 60:02}", options))
 
 
-BATCH: Mapping[str, Callable[[Asked, Batch], str]] = MappingProxyType({"slurm": slurm, "pbs": pbs, "lsf": lsf})
+BATCH: Mapping[str, Callable[[ScriptContext, Batch], str]] = MappingProxyType({"slurm": slurm, "pbs": pbs, "lsf": lsf})
 """Every batch scheduler by name."""
 
 
-def logs(asked: Asked) -> Path:
+def logs(asked: ScriptContext) -> Path:
     """Returns the folder of a scheduler's own output files; SLURM and PBS end a job at once where it is missing."""
     return RunDir(asked.run_dir).logs
 
 
-def _values(asked: Asked, batch: Batch, time: str, options: Mapping[str, str | None]) -> dict[str, Any]:
+def _values(asked: ScriptContext, batch: Batch, time: str, options: Mapping[str, str | None]) -> dict[str, Any]:
     cpus = batch.cpus or CPUS_PER_GPU * asked.gpus
     return {
         "name": directive("--name", asked.name),

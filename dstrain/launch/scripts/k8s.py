@@ -13,7 +13,7 @@ from dstrain.errors import InvalidConfig
 from dstrain.job.file import looks_local
 from dstrain.job.schema import Job
 from dstrain.launch.environment import SAFE_PATH
-from dstrain.launch.scripts.script_context import Asked, one_line
+from dstrain.launch.scripts.script_context import ScriptContext, one_line
 
 GRACE_S = 600
 """How long a pod may take to end: one step and one checkpoint."""
@@ -86,7 +86,7 @@ def parse_claim(text: str, what: str = "--pvc") -> Claim:
     return Claim(name=_checked(what, name, _SUBDOMAIN, 253), path=one_line(what, path))
 
 
-def manifest(asked: Asked, pods: Pods, kind: Kind) -> str:
+def manifest(asked: ScriptContext, pods: Pods, kind: Kind) -> str:
     """Returns the manifest of a job."""
     last = f"{asked.name}-{'worker' if asked.nodes > 1 else 'master'}-{max(0, asked.nodes - 1)}"
     _checked("--name", asked.name, _LABEL, 63 - (len(last) - len(asked.name)))
@@ -127,7 +127,7 @@ def _checked_pods(pods: Pods) -> dict[str, Any]:
     }
 
 
-def _variables(asked: Asked, kind: Kind) -> list[tuple[str, str]]:
+def _variables(asked: ScriptContext, kind: Kind) -> list[tuple[str, str]]:
     """Returns the environment of the pods; the scripts inside them read their values there."""
     ours = {
         "DSTRAIN_PYTHON": asked.python,
@@ -149,7 +149,7 @@ def _volumes(claims: tuple[Claim, ...]) -> list[dict[str, str]]:
     ]
 
 
-def outside(asked: Asked, job: Job, claims: tuple[Claim, ...]) -> list[str]:
+def outside(asked: ScriptContext, job: Job, claims: tuple[Claim, ...]) -> list[str]:
     """Returns what the pods would not find, or would lose with themselves, because it lies on none of the volumes."""
     local = [(key, name) for key, name in (("model", job.model), ("data", job.data), ("eval_data", job.eval_data))
              if name is not None and looks_local(name)]  # fmt: skip

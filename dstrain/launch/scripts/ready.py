@@ -9,7 +9,7 @@ from dataclasses import replace
 from dstrain.facts.cluster.hostfile import Host, Hosts, render
 from dstrain.launch import environment
 from dstrain.launch.prepare import preflight
-from dstrain.launch.prepare.prepare import Prepared, facts_text
+from dstrain.launch.prepare.prepare import PreparedRun, facts_text
 from dstrain.paths import write_atomic
 from dstrain.records import to_json
 
@@ -22,7 +22,7 @@ def stand_ins(nodes: int, gpus: int) -> Hosts:
     return Hosts(hosts=hosts, name="--nodes and --gpus")
 
 
-def write(prepared: Prepared, variables: Mapping[str, str]) -> None:
+def write(prepared: PreparedRun, variables: Mapping[str, str]) -> None:
     """Writes what the ranks read: request, facts, configuration, estimate, hostfile, and secrets with mode 0600.
 
     Each file is written whole, and a file that holds its text already is not touched: all nodes may do this at once.

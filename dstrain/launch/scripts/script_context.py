@@ -21,7 +21,7 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class ScriptContext:
     """A job and its machines, ready for any script."""
 
     job: Path
@@ -63,7 +63,7 @@ def describe(
     gpus: int | None = None,
     name: str | None = None,
     overrides: Sequence[str] = (),
-) -> Asked:
+) -> ScriptContext:
     """Returns what the scripts of a job are filled with; `nodes` and `gpus` (altogether) win over the job's hostfile.
 
     Raises InvalidConfig where the machines are not known, do not share the GPUs evenly, or where a value has a line
@@ -79,7 +79,7 @@ def describe(
     hosts = _known_hosts(file)
     num_nodes, per_node = _shape(hosts, nodes, gpus) if hosts else _planned(path.parent, nodes, gpus)
     named = hosts is not None and len(hosts.hosts) == num_nodes and not hosts.placeholder_lines
-    return Asked(
+    return ScriptContext(
         job=path.resolve(),
         run_dir=run_dir,
         name=name if name is not None else _default_name(file, path),

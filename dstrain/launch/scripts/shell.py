@@ -9,10 +9,10 @@ from dstrain.config.templates.templates import render_script
 from dstrain.errors import InvalidConfig
 from dstrain.facts.ports import DEFAULT_PORT
 from dstrain.launch.environment import RANK_NAMES
-from dstrain.launch.scripts.script_context import Asked
+from dstrain.launch.scripts.script_context import ScriptContext
 
 
-def bash(asked: Asked, port: int | None = None) -> str:
+def bash(asked: ScriptContext, port: int | None = None) -> str:
     """Returns a script that starts the nodes of the job's hostfile, one by one or all over ssh."""
     hosts = asked.hosts or (("localhost",) if asked.nodes == 1 else ())
     if not hosts:
@@ -22,12 +22,12 @@ def bash(asked: Asked, port: int | None = None) -> str:
     return render_script("bash.sh.j2", _values(asked, port) | {"hosts": hosts, "is_several": len(hosts) > 1})
 
 
-def torchrun(asked: Asked, port: int | None = None) -> str:
+def torchrun(asked: ScriptContext, port: int | None = None) -> str:
     """Returns a script that starts one node with torchrun; without names the first node's is read from MASTER_ADDR."""
     return render_script("torchrun.sh.j2", _values(asked, port))
 
 
-def _values(asked: Asked, port: int | None) -> dict[str, Any]:
+def _values(asked: ScriptContext, port: int | None) -> dict[str, Any]:
     master = asked.hosts[0].rpartition("@")[2] if asked.hosts else ""
     if asked.nodes == 1:
         master = "127.0.0.1"

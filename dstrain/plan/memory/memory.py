@@ -13,7 +13,7 @@ from dstrain.plan.configuration import Configuration
 from dstrain.plan.memory import closed_form, pytorch_sharding
 from dstrain.plan.memory.deepspeed import engine
 from dstrain.plan.memory.fragmentation import quick_ratio
-from dstrain.plan.memory.layers.activations import is_known
+from dstrain.plan.memory.layers.activations import has_layer_code
 from dstrain.plan.memory.params import trained
 from dstrain.plan.memory.peak import Peak
 from dstrain.plan.memory.reserved import CONTEXT_BYTES, NCCL_BYTES, reserved
@@ -151,7 +151,7 @@ def _held_by_allocator(
     live = peak.total + workspace
     is_engine = configuration.state_dtypes is StateDtypes.MIXED
     is_scripted = is_engine or configuration.offload is Offload.NONE
-    if detail is not Detail.REPLAYED or not is_known(model) or not is_scripted:
+    if detail is not Detail.REPLAYED or not has_layer_code(model) or not is_scripted:
         most = round(quick_ratio(model, configuration, ranks, peak) * live)
         return most, most
     for limit in (cluster.gpu.memory_bytes - _outside_bytes(cluster), None):
@@ -189,7 +189,7 @@ def _peak(model: ModelFacts, cluster: Cluster, configuration: Configuration, det
     ranks = _ranks(cluster, configuration)
     if configuration.state_dtypes is not StateDtypes.MIXED:
         return pytorch_sharding.peak(model, configuration, ranks)
-    if detail is not Detail.QUICK and is_known(model):
+    if detail is not Detail.QUICK and has_layer_code(model):
         return engine.peak(model, configuration, ranks, kernel_workspaces=not cluster.gpu.is_cpu)
     return closed_form.peak(model, configuration, ranks)
 
@@ -214,14 +214,14 @@ def _host_bytes(model: ModelFacts, cluster: Cluster, configuration: Configuratio
     loading = whole if configuration.zero_stage == 3 else whole * ranks
     counts = trained(model, configuration.method, configuration.lora)
     offloaded = held.host + held.staging + pinned_waste(counts, configuration, cluster.num_gpus)
-    if detail is not Detail.QUICK and configuration.state_dtypes is StateDtypes.MIXED and is_known(model):
+    if detail is not Detail.QUICK and configuration.state_dtypes is StateDtypes.MIXED and has_layer_code(model):
         offloaded = engine.host_of(model, configuration, _ranks(cluster, configuration)).taken
     return ranks * BASELINE_HOST_BYTES_PER_RANK + max(loading, ranks * offloaded)
 
 
 def _nvme_bytes(model: ModelFacts, cluster: Cluster, configuration: Configuration, held: States, detail: Detail) -> int:
     """Returns the bytes of one node's files on NVMe."""
-    if detail is Detail.QUICK or configuration.state_dtypes is not StateDtypes.MIXED or not is_known(model):
+    if detail is Detail.QUICK or configuration.state_dtypes is not StateDtypes.MIXED or not has_layer_code(model):
         return held.nvme * cluster.gpus_per_node
     return engine.host_of(model, configuration, _ranks(cluster, configuration)).nvme * cluster.gpus_per_node
 

@@ -25,7 +25,7 @@ Key = tuple[float, ...]
 
 
 @dataclass(slots=True)
-class Desk:
+class Evaluator:
     """The search's working table: what is known of each candidate so far."""
 
     model: ModelFacts

@@ -12,7 +12,7 @@ from dstrain.facts.cluster.calibration import Calibration
 from dstrain.facts.cluster.cluster import Cluster, Origin
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.plan.estimate_records import Estimate
-from dstrain.plan.labels import titled
+from dstrain.plan.labels import label
 from dstrain.plan.request import Request
 from dstrain.plan.search.search import fastest
 from dstrain.plan.search.search_space import DEFAULT_SEQ_LEN
@@ -32,7 +32,7 @@ def does_not_fit(
     ways = _with_more_ram(cluster, nearest) if is_assumed else []
     ways += nearest_that_fits(model, cluster, request, calibration=calibration)
     hint = "What would fit:\n" + "\n".join(f"  {way}" for way in ways) if ways else "Nothing near would fit either."
-    title = titled(nearest.configuration)
+    title = label(nearest.configuration)
     the_way = f"{title} needs" if request.is_one_configuration else f"the most frugal way, {title}, needs"
     problem = f"{model.name} does not fit on {cluster.num_gpus} × {cluster.gpu.name}: {the_way} {nearest.shortage}"
     assumed = [ram_assumed(cluster)] if is_assumed else []
@@ -56,7 +56,7 @@ def _with_more_ram(cluster: Cluster, nearest: Estimate) -> list[str]:
     """Returns the RAM with which the nearest way fits: the next power of two in GiB."""
     ratio = cluster.host_memory_bytes / nearest.usable_bytes_per_host
     needed = math.ceil(nearest.memory.host_bytes_per_node * ratio / GIB)
-    return [f"--host-memory {1 << (needed - 1).bit_length()}GiB: {titled(nearest.configuration)}"]
+    return [f"--host-memory {1 << (needed - 1).bit_length()}GiB: {label(nearest.configuration)}"]
 
 
 def nearest_that_fits(
@@ -74,7 +74,7 @@ def nearest_that_fits(
         except InvalidConfig:  # the options contradict each other there
             continue
         if found is not None:
-            said[kind] = f"{option}: {titled(found.configuration)}"
+            said[kind] = f"{option}: {label(found.configuration)}"
     return list(said.values())
 
 

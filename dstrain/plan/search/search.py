@@ -14,8 +14,8 @@ from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.plan.estimate_records import Estimate
 from dstrain.plan.request import Request
 from dstrain.plan.search.buffer_sizes import TIGHT
-from dstrain.plan.search.evaluator import Desk, Key, usable_ratio
-from dstrain.plan.search.search_space import Candidate, mechanisms, space, way_of
+from dstrain.plan.search.evaluator import Evaluator, Key, usable_ratio
+from dstrain.plan.search.search_space import Candidate, mechanisms, space, strategy_key
 from dstrain.plan.search.slowdown_order import lost_speed
 
 TIE_RATIO = 0.02
@@ -56,29 +56,29 @@ def search(
     `exhaustive` estimates everything instead, and must find the same.
     """
     candidates = space(model, cluster, request)
-    desk = Desk(model, cluster, calibration, usable_ratio(request))
-    possible = candidates if exhaustive else [each for each in candidates if desk.may_fit(each)]
+    evaluator = Evaluator(model, cluster, calibration, usable_ratio(request))
+    possible = candidates if exhaustive else [each for each in candidates if evaluator.may_fit(each)]
     if exhaustive:
         for candidate in candidates:
-            desk.estimate(candidate)
-    found = _verified(desk, possible, top)
+            evaluator.estimate(candidate)
+    found = _verified(evaluator, possible, top)
     fits = bool(found)
     if not fits:
-        found = _nearest(desk, candidates, top)
+        found = _nearest(evaluator, candidates, top)
     return Ranking(
-        plans=tuple(desk.estimate(each) for each in found),
+        plans=tuple(evaluator.estimate(each) for each in found),
         rungs=tuple(each.rung for each in found),
         fits=fits,
-        num_estimated=len(desk.estimates),
-        num_excluded=len(candidates) - len(desk.estimates),
+        num_estimated=len(evaluator.estimates),
+        num_excluded=len(candidates) - len(evaluator.estimates),
     )
 
 
-def _verified(desk: Desk, candidates: list[Candidate], top: int) -> list[Candidate]:
+def _verified(evaluator: Evaluator, candidates: list[Candidate], top: int) -> list[Candidate]:
     """Returns the best candidates that fit exactly too: what is listed is estimated again, until all of it fits."""
     while True:
-        found = _ranked(desk, candidates, top)
-        verified = [desk.verify(each).fits for each in found]
+        found = _ranked(evaluator, candidates, top)
+        verified = [evaluator.verify(each).fits for each in found]
         if all(verified):
             return found
 
@@ -87,12 +87,12 @@ def fastest(
     model: ModelFacts, cluster: Cluster, request: Request, *, calibration: Calibration | None = None
 ) -> Estimate | None:
     """Returns the best way to train that fits, or None."""
-    desk = Desk(model, cluster, calibration, usable_ratio(request))
-    found = _verified(desk, [each for each in space(model, cluster, request) if desk.may_fit(each)], 1)
-    return desk.estimate(found[0]) if found else None
+    evaluator = Evaluator(model, cluster, calibration, usable_ratio(request))
+    found = _verified(evaluator, [each for each in space(model, cluster, request) if evaluator.may_fit(each)], 1)
+    return evaluator.estimate(found[0]) if found else None
 
 
-def _ranked(desk: Desk, candidates: list[Candidate], top: int) -> list[Candidate]:
+def _ranked(evaluator: Evaluator, candidates: list[Candidate], top: int) -> list[Candidate]:
     """Returns the best candidates that fit, one of each way.
 
     Those within `TIE_RATIO` of the fastest of them are as good as it, and the simplest of them comes first; then those
@@ -100,17 +100,19 @@ def _ranked(desk: Desk, candidates: list[Candidate], top: int) -> list[Candidate
     """
     ranked: list[Candidate] = []
     tied: list[_Tied] = []
-    for key, candidate in _by_time(desk, candidates):
+    for key, candidate in _by_time(evaluator, candidates):
         if tied and not _is_tie(key, tied[0].key):
             ranked += _simplest_first(tied)
             tied = []
         if len(ranked) >= top:
             break
-        if candidate is None or any(way_of(each.way) == way_of(candidate.way) for each in ranked):
+        if candidate is None or any(strategy_key(each.way) == strategy_key(candidate.way) for each in ranked):
             continue
         new = _Tied(_complexity(candidate), candidate.rung == TIGHT, key, candidate)
-        if not any(each[:2] <= new[:2] and way_of(each.candidate.way) == way_of(candidate.way) for each in tied):
-            tied += [new] if desk.seems_to_fit(candidate) else []
+        if not any(
+            each[:2] <= new[:2] and strategy_key(each.candidate.way) == strategy_key(candidate.way) for each in tied
+        ):
+            tied += [new] if evaluator.seems_to_fit(candidate) else []
     return (ranked + _simplest_first(tied))[:top]
 
 
@@ -131,7 +133,7 @@ def _simplest_first(tied: list[_Tied]) -> list[Candidate]:
     """Returns one of each way, the simplest first; of equals those with roomy buffers, then the fastest."""
     best: dict[tuple[object, ...], Candidate] = {}
     for each in sorted(tied, key=lambda each: each[:3]):
-        best.setdefault(way_of(each.candidate.way), each.candidate)
+        best.setdefault(strategy_key(each.candidate.way), each.candidate)
     return list(best.values())
 
 
@@ -139,7 +141,7 @@ def _complexity(candidate: Candidate) -> int:
     return mechanisms(candidate.way) + (candidate.way.offload is not Offload.NONE and not candidate.pin_memory)
 
 
-def _by_time(desk: Desk, candidates: list[Candidate]) -> Iterator[tuple[Key, Candidate | None]]:
+def _by_time(evaluator: Evaluator, candidates: list[Candidate]) -> Iterator[tuple[Key, Candidate | None]]:
     """Yields candidates with their times, the fastest first; and None with the least time of all that are left.
 
     A candidate waits with the bound of its time; when nothing has a lower one, its time is computed, and it waits
@@ -147,22 +149,22 @@ def _by_time(desk: Desk, candidates: list[Candidate]) -> Iterator[tuple[Key, Can
     """
     if not candidates:
         return
-    if desk.time(candidates[0]) is None:
-        keyed = [(lost_speed(desk.cluster, each), each) for each in candidates]
+    if evaluator.time(candidates[0]) is None:
+        keyed = [(lost_speed(evaluator.cluster, each), each) for each in candidates]
         yield from sorted(keyed, key=lambda each: each[0])
         return
-    waiting = [(desk.least_time(each), order, False) for order, each in enumerate(candidates)]
+    waiting = [(evaluator.least_time(each), order, False) for order, each in enumerate(candidates)]
     heapq.heapify(waiting)
     while waiting:
         key, order, is_time = heapq.heappop(waiting)
         yield key, candidates[order] if is_time else None
         if not is_time:
-            time = desk.time(candidates[order])
+            time = evaluator.time(candidates[order])
             assert time is not None, "a GPU's speed is known for every configuration or for none"
             heapq.heappush(waiting, (time, order, True))
 
 
-def _nearest(desk: Desk, candidates: list[Candidate], top: int) -> list[Candidate]:
+def _nearest(evaluator: Evaluator, candidates: list[Candidate], top: int) -> list[Candidate]:
     """Returns the ways that come nearest to fitting, each with its smallest micro-batch and buffers.
 
     Those that the GPU could hold come before those that it could not; then by bytes. A bound below these bytes ends the
@@ -170,26 +172,28 @@ def _nearest(desk: Desk, candidates: list[Candidate], top: int) -> list[Candidat
     """
     smallest: dict[tuple[object, ...], int] = {}
     for each in candidates:
-        smallest[way_of(each.way)] = min(each.micro_batch, smallest.get(way_of(each.way), each.micro_batch))
+        smallest[strategy_key(each.way)] = min(each.micro_batch, smallest.get(strategy_key(each.way), each.micro_batch))
     frugal = [
-        each for each in candidates if each.rung in (TIGHT, None) and each.micro_batch == smallest[way_of(each.way)]
+        each
+        for each in candidates
+        if each.rung in (TIGHT, None) and each.micro_batch == smallest[strategy_key(each.way)]
     ]
     found: dict[tuple[object, ...], tuple[tuple[bool, int], Candidate]] = {}
-    for candidate in sorted(frugal, key=lambda each: _least_shortage(desk, each)):
+    for candidate in sorted(frugal, key=lambda each: _least_shortage(evaluator, each)):
         known = sorted(shortage for shortage, _ in found.values())
-        if len(known) >= top and known[top - 1] <= _least_shortage(desk, candidate):
+        if len(known) >= top and known[top - 1] <= _least_shortage(evaluator, candidate):
             break
-        shortage = distance(desk.estimate(candidate))
-        if way_of(candidate.way) not in found or shortage < found[way_of(candidate.way)][0]:
-            found[way_of(candidate.way)] = shortage, candidate
+        shortage = distance(evaluator.estimate(candidate))
+        if strategy_key(candidate.way) not in found or shortage < found[strategy_key(candidate.way)][0]:
+            found[strategy_key(candidate.way)] = shortage, candidate
     return [candidate for _, candidate in sorted(found.values(), key=lambda each: each[0])][:top]
 
 
-def _least_shortage(desk: Desk, candidate: Candidate) -> tuple[bool, int]:
+def _least_shortage(evaluator: Evaluator, candidate: Candidate) -> tuple[bool, int]:
     """Returns the bound of `distance`."""
-    least = desk.bound(candidate)
+    least = evaluator.bound(candidate)
     device = least.device_bytes(candidate.micro_batch)
-    fits_gpu = device <= desk.usable_ratio * desk.cluster.gpu.memory_bytes
+    fits_gpu = device <= evaluator.usable_ratio * evaluator.cluster.gpu.memory_bytes
     return not fits_gpu, least.host_bytes if fits_gpu else device
 
 

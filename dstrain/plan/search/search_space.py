@@ -53,7 +53,7 @@ class Candidate(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ways:
+class Strategies:
     """The ways that a request leaves open, before batches and buffers."""
 
     allowed: tuple[Configuration, ...]
@@ -98,7 +98,7 @@ def global_batch(cluster: Cluster, configuration: Configuration) -> int:
     return data_parallel_ranks(cluster, configuration) * configuration.micro_batch * configuration.grad_accum
 
 
-def way_of(configuration: Configuration) -> tuple[object, ...]:
+def strategy_key(configuration: Configuration) -> tuple[object, ...]:
     """Returns what tells one way to train from another; batches and buffers do not."""
     each = configuration
     return each.zero_stage, each.offload, each.grad_ckpt, each.sp, each.tp, each.hpz
@@ -116,9 +116,9 @@ def mechanisms(configuration: Configuration) -> int:
     return each.zero_stage + list(Offload).index(each.offload) + sum(extras)
 
 
-def ways(model: ModelFacts, cluster: Cluster, request: Request) -> Ways:
+def ways(model: ModelFacts, cluster: Cluster, request: Request) -> Strategies:
     """Returns every combination of mechanisms, sorted into allowed and forbidden."""
-    start = settled(model, cluster, request)
+    start = with_defaults(model, cluster, request)
     allowed: list[Configuration] = []
     forbidden: list[tuple[Configuration, tuple[Rule, ...]]] = []
     for sp, tp in _parallel(cluster, request):
@@ -134,10 +134,10 @@ def ways(model: ModelFacts, cluster: Cluster, request: Request) -> Ways:
                 forbidden.append((way, tuple(wrong)))
             else:
                 allowed.append(way)
-    return Ways(allowed=tuple(allowed), forbidden=tuple(forbidden))
+    return Strategies(allowed=tuple(allowed), forbidden=tuple(forbidden))
 
 
-def settled(model: ModelFacts, cluster: Cluster, request: Request) -> Configuration:
+def with_defaults(model: ModelFacts, cluster: Cluster, request: Request) -> Configuration:
     """Returns the start of the search: all that does not vary."""
     seq_len = request.seq_len or min(DEFAULT_SEQ_LEN, model.max_position_embeddings)
     if seq_len > model.max_position_embeddings:
@@ -242,7 +242,7 @@ def _divisors(count: int) -> list[int]:
     return [size for size in range(1, count + 1) if count % size == 0]
 
 
-def _contradiction(request: Request, found: Ways) -> InvalidConfig:
+def _contradiction(request: Request, found: Strategies) -> InvalidConfig:
     """Returns the error of a request that no way satisfies: the options that the least broken way contradicts."""
     _, rules = min(found.forbidden, key=lambda each: len(each[1]))
     rule = rules[0]

@@ -15,17 +15,17 @@ from dstrain.train.rank import Leaving
 class LeavingCallback(TrainerCallback):
     """After each step asks all ranks whether one of them is to leave: they save and leave together, or not at all."""
 
-    def __init__(self, leaving: Leaving, pulse: Sender, group: Any) -> None:
+    def __init__(self, leaving: Leaving, heartbeat: Sender, group: Any) -> None:
         """`group` is a gloo group of all ranks, None with one rank."""
         self._leaving = leaving
-        self._pulse = pulse
+        self._heartbeat = heartbeat
         self._group = group
         self.has_left = False
         """Whether the training ends because somebody wanted that."""
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Tells the agent, and leaves where that is wanted."""
-        self._pulse.send(state.global_step, Phase.STEP, state.max_steps)
+        self._heartbeat.send(state.global_step, Phase.STEP, state.max_steps)
         if state.global_step < state.max_steps and self._is_wanted_anywhere():
             self.has_left = True
             control.should_save = True

@@ -53,7 +53,7 @@ _FEATURES = datasets.Features(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prepared:
+class PreparedData:
     """Data that a Trainer and a `collate.Collator` can take."""
 
     dataset: Any
@@ -92,7 +92,7 @@ Report = Callable[[int, int], None]
 
 def prepare(
     job: Job, tokenizer: Any, *, data: str, training: bool, report: Report = lambda done, total: None
-) -> Prepared:
+) -> PreparedData:
     """Returns the data of a job in tokens: samples in their order, or rows of `seq_len` when the job packs.
 
     Ranks call it alike: the first one on a node tokenizes into the cache of `datasets`, the others wait and read the
@@ -119,7 +119,7 @@ def prepare(
         dataset = PackedRows(samples=dataset.with_format("arrow"), rows=rows)
         filled = sum(lengths) / (len(rows) * job.seq_len)
         notes.append(f"{source.name}: packed into {len(rows):,} rows of {job.seq_len:,} tokens, {filled:.1%} filled")
-    return Prepared(
+    return PreparedData(
         dataset=dataset,
         num_samples=len(lengths),
         num_tokens=sum(lengths),

@@ -22,7 +22,7 @@ from dstrain.config.keys.key import Kind
 from dstrain.config.keys.table import KEYS, ROWS
 from dstrain.config.templates.templates import reasons_in, template_names
 from dstrain.errors import InvalidConfig
-from dstrain.launch.prepare.job_context import Known
+from dstrain.launch.prepare.job_context import JobContext
 from dstrain.plan.configuration import DEFAULTS
 from dstrain.plan.estimate import effective
 
@@ -145,7 +145,7 @@ def test_a_template_says_why_it_writes_a_size() -> None:
 @settings(max_examples=300, deadline=None)
 def test_no_configuration_that_is_json_breaks_an_explanation(config: dict[str, Any]) -> None:
     asked = ask(model="qwen3-0.6b", gpus=8, zero_stage=3, seq_len=512, micro_batch=1)
-    known = Known(model=asked.model, cluster=asked.cluster, hosts=asked.hosts)
+    known = JobContext(model=asked.model, cluster=asked.cluster, hosts=asked.hosts)
     assert file_text.lines(file_text.explained(Path("ds_config.json"), config, known, None))
     here = Here(config=config, request=asked.request, model=asked.model, cluster=asked.cluster)
     assert estimate_of(here)

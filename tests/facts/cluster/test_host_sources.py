@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dstrain.errors import InvalidConfig
-from dstrain.facts.cluster.host_sources import SOURCES, Asked
+from dstrain.facts.cluster.host_sources import SOURCES, HostQuery
 from dstrain.facts.cluster.hostfile import Hosts
 
 
@@ -19,7 +19,7 @@ def hosts(source: str, *, text: str | None = None, environment: dict[str, str] |
         return text
 
     given = {"file": None, "slots": None, "match": None} | asked
-    return SOURCES[source](Asked(environment=environment or {}, read=read, **given))
+    return SOURCES[source](HostQuery(environment=environment or {}, read=read, **given))
 
 
 def pairs(found: Hosts) -> list[tuple[str, int]]:

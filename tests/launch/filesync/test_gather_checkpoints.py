@@ -18,7 +18,7 @@ import pytest
 from dstrain import rundir
 from dstrain.errors import Conflict, EnvironmentProblem
 from dstrain.launch.filesync import remote, remote_end
-from dstrain.launch.filesync.gather_checkpoints import Gathering
+from dstrain.launch.filesync.gather_checkpoints import CheckpointGatherer
 from dstrain.launch.filesync.remote import CallFailed, Calls
 from dstrain.launch.filesync.sync import Disk, push, push_checkpoint
 from dstrain.launch.nodes.layout import Node
@@ -72,9 +72,9 @@ def part(folder: Path, step: int, rank: int, *, start: str = MARK, text: str = "
     return checkpoint
 
 
-def gathering(head: RunDir, *, limit: int | None = 2) -> Gathering:
+def gathering(head: RunDir, *, limit: int | None = 2) -> CheckpointGatherer:
     disks = [Disk(host="node1", ranks=frozenset({1}))]
-    return Gathering(head, MARK, disks, Calls("ssh"), SAID.append, limit=limit)
+    return CheckpointGatherer(head, MARK, disks, Calls("ssh"), SAID.append, limit=limit)
 
 
 def wait_for(is_so: Callable[[], bool]) -> None:
@@ -358,7 +358,7 @@ def test_the_model_comes_from_the_disk_of_rank_0(head: RunDir) -> None:
     (head.final).mkdir()
     (head.final / "old.safetensors").touch()
     disks = [Disk(host="node1", ranks=frozenset({0, 1}))]
-    Gathering(head, MARK, disks, Calls("ssh"), SAID.append, limit=2).finish(lambda: None, has_trained=True)
+    CheckpointGatherer(head, MARK, disks, Calls("ssh"), SAID.append, limit=2).finish(lambda: None, has_trained=True)
     assert [path.name for path in head.final.iterdir()] == ["model.safetensors"]
 
 

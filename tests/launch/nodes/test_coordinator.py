@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from dstrain.launch.nodes.coordinator import Conductor
+from dstrain.launch.nodes.coordinator import Coordinator
 from dstrain.launch.nodes.layout import Node
 from dstrain.launch.nodes.protocol import Wrote
-from dstrain.launch.nodes.spec import Score, Wishes
+from dstrain.launch.nodes.spec import LaunchSpec, StopRequests
 from dstrain.rundir import RunDir
 
 
@@ -20,12 +20,12 @@ def test_a_node_that_writes_elsewhere_is_named_and_writes_nothing(tmp_path: Path
     place = RunDir(tmp_path / "run")
     place.path.mkdir()
     node = Node(number=1, host="node1", is_here=False, command=("x",), first_rank=1, num_ranks=1)
-    score = Score(
+    score = LaunchSpec(
         nodes=(node,), run_dir=place, mark="m", open=lambda nodes: [], environment={}, unset=(), exports={},
         master_port=29500,
     )  # fmt: skip
-    conductor, part = Conductor(score, Wishes(), lambda text: None), SimpleNamespace(node=node, problem=None)
-    own: Any = conductor
+    coordinator, part = Coordinator(score, StopRequests(), lambda text: None), SimpleNamespace(node=node, problem=None)
+    own: Any = coordinator
     own._party = SimpleNamespace(mirrored={1})
     own._take(part, Wrote(name="logs/1_rank1.log", text="words", on_screen=False), 0.0)
     own._take(part, Wrote(name=name, text="words", on_screen=False), 0.0)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dstrain.heartbeat import Phase
-from dstrain.launch.nodes.hang_detector import Pace
+from dstrain.launch.nodes.hang_detector import HangDetector
 
 
-def stepping(*, seconds: float, steps: int = 10, ranks: int = 2, least_s: float = 60) -> Pace:
-    pace = Pace(ranks, least_s)
+def stepping(*, seconds: float, steps: int = 10, ranks: int = 2, least_s: float = 60) -> HangDetector:
+    pace = HangDetector(ranks, least_s)
     for step in range(1, steps + 1):
         for rank in range(ranks):
             pace.note(rank, step, Phase.STEP, step * seconds)
@@ -35,7 +35,7 @@ def test_a_single_rank_that_stands_still_is_a_hang() -> None:
     assert pace.steps == {0: 11, 1: 10}
 
 
-def long_phase(pace: Pace, phase: Phase, begin: float, end: float) -> None:
+def long_phase(pace: HangDetector, phase: Phase, begin: float, end: float) -> None:
     for rank in (0, 1):
         pace.note(rank, 10, phase, begin)
     for rank in (0, 1):
@@ -88,8 +88,8 @@ def test_zero_turns_it_off() -> None:
     assert stepping(seconds=20, least_s=0).stood_still_s(10000) is None
 
 
-def starting(now: float, **phases: Phase) -> Pace:
-    pace = Pace(2, start_s=100)
+def starting(now: float, **phases: Phase) -> HangDetector:
+    pace = HangDetector(2, start_s=100)
     pace.begin(0)
     for name, phase in phases.items():
         pace.note(int(name[-1]), 0, phase, now)
@@ -118,4 +118,4 @@ def test_a_start_has_its_own_limit_from_one_piece_of_news_to_the_next() -> None:
 
 
 def test_a_run_that_nobody_has_started_is_no_start() -> None:
-    assert Pace(2, start_s=1).start(100) is None
+    assert HangDetector(2, start_s=1).start(100) is None

@@ -12,7 +12,7 @@ import pytest
 
 from dstrain.errors import EnvironmentProblem, InvalidConfig
 from dstrain.job.schema import Job
-from dstrain.launch.prepare.resize_checkpoint import Elastic, Resuming, convert, decide, resuming
+from dstrain.launch.prepare.resize_checkpoint import Resize, Resuming, convert, decide, resuming
 
 RECORD = {"step": 4, "world_size": 2, "zero_stage": 2, "micro_batch": 2, "grad_accum": 4}
 TWO = {"zero_optimization": {"stage": 2}}
@@ -167,7 +167,7 @@ def saved(folder: Path, **record: Any) -> Any:
 
 def test_another_number_of_ranks_needs_a_conversion(tmp_path: Path) -> None:
     found = decide(saved(tmp_path), TWO, num_ranks=1)
-    assert found == Elastic(checkpoint=tmp_path / "checkpoint-4", from_ranks=2, to_ranks=1)
+    assert found == Resize(checkpoint=tmp_path / "checkpoint-4", from_ranks=2, to_ranks=1)
 
 
 @pytest.mark.parametrize(("stage", "written"), [(2, 2), (1, 2), (2, 1), (3, 3), (0, 0)])
@@ -230,7 +230,7 @@ def test_a_copy_that_is_there_is_not_made_again(tmp_path: Path) -> None:
     made = checkpoint(tmp_path)
     (made / "latest_universal").write_text("global_step4_universal")
     told: list[str] = []
-    convert(Elastic(checkpoint=made, from_ranks=2, to_ranks=1), {}, told.append)
+    convert(Resize(checkpoint=made, from_ranks=2, to_ranks=1), {}, told.append)
     assert told == []
 
 
@@ -242,4 +242,4 @@ def test_a_disk_that_is_too_small_is_said_before(tmp_path: Path, monkeypatch: py
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage(2**30, 2**30, 2**20))
     with pytest.raises(EnvironmentProblem, match=r"1\.00 MiB are free, and to convert it .* takes 2\.00 MiB"):
-        convert(Elastic(checkpoint=made, from_ranks=2, to_ranks=1), {}, lambda text: None)
+        convert(Resize(checkpoint=made, from_ranks=2, to_ranks=1), {}, lambda text: None)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from dstrain.errors import Conflict
-from dstrain.launch.run.state import Keeper, Stage, is_alive, only_one, read
+from dstrain.launch.run.state import Stage, StateWriter, is_alive, only_one, read
 from dstrain.launch.timeouts import TIMEOUTS
 from dstrain.rundir import RunDir
 
@@ -45,7 +45,7 @@ def test_a_second_run_in_the_same_moment_is_refused_until_the_first_is_gone(tmp_
 
 def _of_another_machine(folder: Path, *, beat: float) -> RunDir:
     run_dir = RunDir(folder)
-    Keeper(run_dir).write(stage=Stage.RUNNING, host="elsewhere")
+    StateWriter(run_dir).write(stage=Stage.RUNNING, host="elsewhere")
     run_dir.state.write_text(json.dumps(json.loads(run_dir.state.read_text()) | {"beat": beat}))
     return run_dir
 

@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from dstrain.errors import InvalidConfig
 from dstrain.job.file import read_job
 from dstrain.launch.scripts.batch import BATCH, Batch, parse_time
-from dstrain.launch.scripts.script_context import Asked, describe, directive, directive_path
+from dstrain.launch.scripts.script_context import ScriptContext, describe, directive, directive_path
 from dstrain.launch.scripts.shell import bash, torchrun
 
-ASKED = Asked(
+ASKED = ScriptContext(
     job=Path("/shared/qwen/job.yaml"),
     run_dir=Path("/shared/qwen/output"),
     name="qwen",
@@ -39,7 +39,7 @@ BATCHES = {
     "pbs": Batch(time_s=43200, partition="gpu", account="nlp", memory_bytes=2**39),
     "lsf": Batch(time_s=43200, partition="gpu", account="nlp", reservation="dl", memory_bytes=2**39),
 }
-SCRIPTS: Mapping[str, Callable[[Asked], str]] = {
+SCRIPTS: Mapping[str, Callable[[ScriptContext], str]] = {
     "slurm.sbatch": lambda asked: BATCH["slurm"](asked, BATCHES["slurm"]),
     "pbs.sh": lambda asked: BATCH["pbs"](asked, BATCHES["pbs"]),
     "lsf.sh": lambda asked: BATCH["lsf"](asked, BATCHES["lsf"]),
@@ -82,7 +82,7 @@ def typed(program: Path) -> list[list[str]]:
     return calls[:-1]
 
 
-def asked_in(folder: Path, python: Path) -> Asked:
+def asked_in(folder: Path, python: Path) -> ScriptContext:
     return replace(ASKED, job=folder / "job.yaml", run_dir=folder / "out", python=str(python))
 
 
@@ -96,7 +96,7 @@ def test_a_script_is_the_one_on_record(name: str, golden: Callable[[str, str], N
 
 @pytest.mark.parametrize("name", SCRIPTS)
 @pytest.mark.parametrize("asked", [ASKED, replace(ASKED, nodes=1, hosts=(), secrets=(), overrides=(), exports={})])
-def test_a_script_is_bash(name: str, asked: Asked) -> None:
+def test_a_script_is_bash(name: str, asked: ScriptContext) -> None:
     done = subprocess.run(["bash", "-n"], input=SCRIPTS[name](asked), text=True, capture_output=True)
     assert (done.returncode, done.stderr) == (0, "")
 
@@ -143,7 +143,7 @@ def test_the_path_of_a_directive_is_safe_or_refused(value: str) -> None:
         (replace(ASKED, run_dir=Path("/my runs/%j")), Batch(time_s=3600), "output_dir is"),
     ],
 )
-def test_what_a_scheduler_could_misread_is_refused(kind: str, asked: Asked, batch: Batch, said: str) -> None:
+def test_what_a_scheduler_could_misread_is_refused(kind: str, asked: ScriptContext, batch: Batch, said: str) -> None:
     with pytest.raises(InvalidConfig, match=said):
         BATCH[kind](asked, batch)
 
@@ -161,7 +161,7 @@ def test_nodes_without_names_cannot_be_started_by_hand() -> None:
 # What they are filled with
 
 
-def described(folder: Path, hostfile: str = "", **words: object) -> Asked:
+def described(folder: Path, hostfile: str = "", **words: object) -> ScriptContext:
     """Returns what the scripts of a small job are filled with."""
     (folder / "hostfile").write_text(hostfile)
     (folder / "job.yaml").write_text(
@@ -218,7 +218,7 @@ def test_secrets_are_named_and_never_told(tmp_path: Path) -> None:
             assert value not in text
 
 
-def _python_path(asked: Asked) -> dict[str, str]:
+def _python_path(asked: ScriptContext) -> dict[str, str]:
     return {name: value for name, value in asked.exports.items() if name == "PYTHONPATH"}
 
 

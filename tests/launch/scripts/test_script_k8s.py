@@ -20,10 +20,10 @@ from ruamel.yaml import YAML
 
 from dstrain.errors import InvalidConfig
 from dstrain.launch.scripts.k8s import Claim, Kind, Pods, label, manifest, outside, parse_claim
-from dstrain.launch.scripts.script_context import Asked
+from dstrain.launch.scripts.script_context import ScriptContext
 from tests.launch.scripts.manifests import SPECS, ours, published, strangers
 
-ASKED = Asked(
+ASKED = ScriptContext(
     job=Path("/shared/qwen/job.yaml"),
     run_dir=Path("/shared/qwen/output"),
     name="qwen",
@@ -230,7 +230,7 @@ def run_pod(document: dict[str, Any], folder: Path) -> tuple[int, list[list[str]
     return done.returncode, [call.split("\0") for call in calls]
 
 
-def in_folder(folder: Path) -> Asked:
+def in_folder(folder: Path) -> ScriptContext:
     return replace(
         ASKED,
         job=folder / "job.yaml",

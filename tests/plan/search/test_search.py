@@ -16,7 +16,7 @@ from dstrain.plan.configuration import DEFAULTS
 from dstrain.plan.estimate import assess
 from dstrain.plan.request import Request
 from dstrain.plan.search.search import TIE_RATIO, Ranking, search
-from dstrain.plan.search.search_space import global_batch, mechanisms, space, way_of
+from dstrain.plan.search.search_space import global_batch, mechanisms, space, strategy_key
 from dstrain.plan.search.slowdown_order import lost_speed
 from dstrain.units import GIB
 
@@ -84,7 +84,7 @@ def test_plans_are_ranked_by_time_and_equals_by_simplicity() -> None:
 def test_each_way_is_listed_once() -> None:
     asked, request = everything(model="qwen3-8b", gpus=8, gpu="h100")
     found = search(asked.model, asked.cluster, request, top=10)
-    assert len({way_of(each.configuration) for each in found.plans}) == len(found.plans)
+    assert len({strategy_key(each.configuration) for each in found.plans}) == len(found.plans)
 
 
 def test_the_choice_does_not_depend_on_how_many_are_shown() -> None:

@@ -14,7 +14,7 @@ from dstrain.errors import EnvironmentProblem, InvalidConfig
 from dstrain.job.schema import Job
 from dstrain.train import demo
 from dstrain.train.data.hub_datasets import from_hub
-from dstrain.train.data.prepare import Prepared, prepare
+from dstrain.train.data.prepare import PreparedData, prepare
 
 TALK = [
     {"role": "user", "content": "What is 2 + 2?"},
@@ -70,7 +70,7 @@ def tokenizer() -> Any:
     return demo.make_tokenizer([turn["content"] for turn in TALK] + ["user assistant system"])
 
 
-def prepared(tmp_path: Path, tokenizer: Any, rows: list[dict[str, Any]], **options: Any) -> Prepared:
+def prepared(tmp_path: Path, tokenizer: Any, rows: list[dict[str, Any]], **options: Any) -> PreparedData:
     path = tmp_path / "train.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return prepare(Job(model="m", output_dir="o", **options), tokenizer, data=str(path), training=True)

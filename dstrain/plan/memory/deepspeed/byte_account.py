@@ -19,7 +19,7 @@ class Part(IntEnum):
 Parts = tuple[int, ...]
 
 
-class Account:
+class ByteAccount:
     """Live bytes by part."""
 
     __slots__ = ("high", "highest", "is_touched", "live", "parts")

@@ -20,7 +20,7 @@ Candidate = tuple[int, int, Parts]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Course:
+class CandidateMoments:
     """Everything that the engine does in a step, as far as it can matter."""
 
     at: dict[Key, tuple[tuple[Candidate, ...], tuple[Candidate, ...]]]
@@ -50,7 +50,7 @@ def slots(program: Program, kinds: Kinds, left_out: int) -> tuple[tuple[Key, int
     return tuple(((what, place[layer][0], name), place[layer][1]) for what, layer, name in program.marks)
 
 
-def course(replays: Iterable[Replay], marks: tuple[tuple[Key, int], ...]) -> Course:
+def course(replays: Iterable[Replay], marks: tuple[tuple[Key, int], ...]) -> CandidateMoments:
     """Returns the levels of all ranks and micro-batches, moment by moment."""
     begins: dict[Key, list[Candidate]] = {key: [] for key, _ in marks}
     afters: dict[Key, list[Candidate]] = {key: [] for key, _ in marks}
@@ -61,7 +61,7 @@ def course(replays: Iterable[Replay], marks: tuple[tuple[Key, int], ...]) -> Cou
                 begins[key].append((short, level.high_total, level.high))
                 afters[key].append((short, level.after_total, level.after))
             end.append((0, levels[-1].high_total, levels[-1].high))
-    return Course({key: (_hull(found), _hull(afters[key])) for key, found in begins.items()}, _hull(end))
+    return CandidateMoments({key: (_hull(found), _hull(afters[key])) for key, found in begins.items()}, _hull(end))
 
 
 def _hull(found: list[Candidate]) -> tuple[Candidate, ...]:

@@ -10,7 +10,7 @@ from dstrain.choices import Attention, LossKernel, Method, Stack
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.plan.configuration import Configuration
 from dstrain.plan.memory.deepspeed.byte_account import Parts
-from dstrain.plan.memory.deepspeed.candidate_moments import Candidate, Course, course, slots
+from dstrain.plan.memory.deepspeed.candidate_moments import Candidate, CandidateMoments, course, slots
 from dstrain.plan.memory.deepspeed.host_memory import Host, host
 from dstrain.plan.memory.deepspeed.modules import QUANTIZED_PER_ELEMENT, Shape
 from dstrain.plan.memory.deepspeed.moments import Key, Kinds, Moments, moments
@@ -53,7 +53,7 @@ class Engine:
 
     held: Resident
     """What it holds between steps."""
-    course: Course
+    course: CandidateMoments
     """What it adds in forward and backward."""
     step: tuple[Parts, ...]
     """What it adds in the optimizer step."""

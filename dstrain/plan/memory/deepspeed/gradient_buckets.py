@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dstrain.plan.memory.deepspeed.byte_account import Account, Part, rounded
+from dstrain.plan.memory.deepspeed.byte_account import ByteAccount, Part, rounded
 from dstrain.plan.memory.deepspeed.modules import Modules
 
 ALLREDUCE_ELEMENTS = 500_000_000
@@ -50,7 +50,7 @@ class Reducer:
     Source: deepspeed 0.19.8 runtime/engine.py: buffered_allreduce_fallback, allreduce_no_retain.
     """
 
-    def __init__(self, modules: Modules, how: Reduces, account: Account) -> None:
+    def __init__(self, modules: Modules, how: Reduces, account: ByteAccount) -> None:
         self.how, self.account = how, account
         self.numel = [weight.numel for weight in modules.weights]
         self.total = sum(weight.numel for weight in modules.weights if weight.trains)
@@ -88,7 +88,7 @@ class WideReducer(Reducer):
     runtime/engine.py: allreduce_no_retain, allreduce_bucket.
     """
 
-    def __init__(self, modules: Modules, how: Reduces, account: Account, groups: tuple[int, ...]) -> None:
+    def __init__(self, modules: Modules, how: Reduces, account: ByteAccount, groups: tuple[int, ...]) -> None:
         super().__init__(modules, how, account)
         self.groups = groups
         self.largest = max((weight.numel for weight in modules.weights if weight.trains), default=0)
@@ -113,7 +113,7 @@ class ShardedReducer(Reducer):
     partition_grads; runtime/comm/coalesced_collectives.py: reduce_scatter_coalesced.
     """
 
-    def __init__(self, modules: Modules, how: Reduces, account: Account) -> None:
+    def __init__(self, modules: Modules, how: Reduces, account: ByteAccount) -> None:
         super().__init__(modules, how, account)
         self.in_bucket: list[int] = []
         self.elements = 0

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from dstrain.choices import Offload
 from dstrain.plan.configuration import Configuration
-from dstrain.plan.memory.deepspeed.byte_account import Account, Parts
+from dstrain.plan.memory.deepspeed.byte_account import ByteAccount, Parts
 from dstrain.plan.memory.deepspeed.gradient_buckets import Reducer, Reduces, ShardedReducer, WideReducer
 from dstrain.plan.memory.deepspeed.modules import Modules
 from dstrain.plan.memory.deepspeed.program import Event, Program
@@ -56,7 +56,7 @@ def replays(program: Program, configuration: Configuration, ranks: int) -> tuple
 
 
 def _replay(program: Program, configuration: Configuration, ranks: int, rank: int) -> Replay:
-    account = Account()
+    account = ByteAccount()
     reducer = reducer_of(program.modules, configuration, ranks, rank, account)
     coordinator = None
     if configuration.zero_stage == 3:
@@ -70,7 +70,7 @@ def _replay(program: Program, configuration: Configuration, ranks: int, rank: in
 
 
 def _micro_step(
-    program: Program, account: Account, reducer: Reducer, coordinator: Coordinator | None
+    program: Program, account: ByteAccount, reducer: Reducer, coordinator: Coordinator | None
 ) -> tuple[Level, ...]:
     levels: list[Level] = []
     quiet = _quiet(_level(account))
@@ -102,7 +102,7 @@ def actions_of(reducer: Reducer, coordinator: Coordinator | None) -> list[Callab
     return actions
 
 
-def _level(account: Account) -> Level:
+def _level(account: ByteAccount) -> Level:
     high, after = account.cut()
     return Level(high, after, sum(high), sum(after))
 
@@ -112,7 +112,7 @@ def _quiet(level: Level) -> Level:
     return Level(level.after, level.after, level.after_total, level.after_total)
 
 
-def reducer_of(modules: Modules, configuration: Configuration, ranks: int, rank: int, account: Account) -> Reducer:
+def reducer_of(modules: Modules, configuration: Configuration, ranks: int, rank: int, account: ByteAccount) -> Reducer:
     how = Reduces(
         stage=configuration.zero_stage,
         item=configuration.precision.num_bytes,

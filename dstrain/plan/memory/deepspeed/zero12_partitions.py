@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
-from dstrain.plan.memory.deepspeed.byte_account import Account, Part, rounded
+from dstrain.plan.memory.deepspeed.byte_account import ByteAccount, Part, rounded
 from dstrain.plan.memory.deepspeed.gradient_buckets import FP32, NORM_ITEM, Reducer, Reduces
 from dstrain.plan.memory.deepspeed.modules import Modules
 
@@ -74,7 +74,7 @@ class PartitionedReducer(Reducer):
     reduce_independent_p_g_buckets_and_remove_grads, copy_grads_in_partition, independent_gradient_partition_epilogue.
     """
 
-    def __init__(self, modules: Modules, how: Reduces, account: Account, rank: int) -> None:
+    def __init__(self, modules: Modules, how: Reduces, account: ByteAccount, rank: int) -> None:
         super().__init__(modules, how, account)
         self.layout, self.rank = layout(modules, how.ranks), rank
         self.mine = self.layout.held(rank)

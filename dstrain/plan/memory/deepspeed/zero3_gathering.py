@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import accumulate
 
-from dstrain.plan.memory.deepspeed.byte_account import Account, Part, rounded
+from dstrain.plan.memory.deepspeed.byte_account import ByteAccount, Part, rounded
 from dstrain.plan.memory.deepspeed.program import Event, Program
 
 _NEVER = -(1 << 60)
@@ -56,7 +56,7 @@ class _Group:
 class Coordinator:
     """The coordinator of one rank; parameters are `whole`, on their way, or neither."""
 
-    def __init__(self, program: Program, how: Gathers, account: Account) -> None:
+    def __init__(self, program: Program, how: Gathers, account: ByteAccount) -> None:
         self.how, self.account, self.members = how, account, program.members
         self.numel = [weight.numel for weight in program.modules.weights]
         self.persists = [numel <= how.persistence for numel in self.numel]

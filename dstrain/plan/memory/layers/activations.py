@@ -43,7 +43,7 @@ class Instant:
         return self.activations + self.logits + self.grads + self.gathered
 
 
-def is_known(model: ModelFacts) -> bool:
+def has_layer_code(model: ModelFacts) -> bool:
     """Returns whether the tape knows the model's layer code."""
     return model.model_type in LAYER_CODE
 

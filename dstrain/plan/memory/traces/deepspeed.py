@@ -17,7 +17,7 @@ from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.plan.configuration import Configuration
 from dstrain.plan.memory.caching_allocator import Event
 from dstrain.plan.memory.deepspeed import engine, replay
-from dstrain.plan.memory.deepspeed.byte_account import Account, Part
+from dstrain.plan.memory.deepspeed.byte_account import ByteAccount, Part
 from dstrain.plan.memory.deepspeed.optimizer_step import step_bytes
 from dstrain.plan.memory.deepspeed.program import Event as EngineEvent
 from dstrain.plan.memory.deepspeed.program import Program
@@ -67,7 +67,7 @@ def steps(
         yield script.take()
 
 
-class _Written(Account):
+class _Written(ByteAccount):
     """An account that writes its changes down."""
 
     __slots__ = ("_held", "_leaving", "_script", "_streams")

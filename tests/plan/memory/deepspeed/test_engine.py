@@ -15,7 +15,7 @@ from dstrain.facts.model.families import from_config
 from dstrain.job.schema import Lora
 from dstrain.plan.configuration import DEFAULTS, Configuration
 from dstrain.plan.memory.deepspeed import candidate_moments, engine
-from dstrain.plan.memory.deepspeed.byte_account import Account, Part
+from dstrain.plan.memory.deepspeed.byte_account import ByteAccount, Part
 from dstrain.plan.memory.deepspeed.shorten_model import shortened
 from dstrain.plan.memory.zero import bucket_bytes
 from tests.train.engine_cases import DEEP, LLAMA, SPARSE, TIED
@@ -151,7 +151,7 @@ def test_the_hull_has_the_largest_for_every_growth(found: list[tuple[int, int]],
 
 
 def test_an_account_remembers_the_most_between_two_cuts_with_its_parts() -> None:
-    account = Account()
+    account = ByteAccount()
     account.add(Part.GRADS, 5)
     account.passing(Part.BUFFERS, 3)
     account.remove(Part.GRADS, 1)

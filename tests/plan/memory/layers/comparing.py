@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from dstrain.facts.model.trace_protocol import Failure
 from dstrain.facts.model.trace_records import Trace
 from dstrain.facts.model.tracer import ask
-from dstrain.plan.memory.layers.activations import Instant, is_known, of_variant
+from dstrain.plan.memory.layers.activations import Instant, has_layer_code, of_variant
 from dstrain.plan.memory.layers.context import variant_of
 from tests.plan.memory.layers.shapes import Case
 
@@ -53,7 +53,7 @@ def tape(case: Case) -> Instant:
 
 def compare(asked: Sequence[Case]) -> list[Compared]:
     """Returns the cases that the tape knows, traced in one child process. Raises where the tracer has no answer."""
-    known = [case for case in asked if is_known(case.model)]
+    known = [case for case in asked if has_layer_code(case.model)]
     answers = ask([case.question for case in known])
     compared = []
     for case, trace in zip(known, answers, strict=True):
