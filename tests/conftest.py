@@ -6,6 +6,7 @@ import contextlib
 import os
 import pickle
 import random
+import subprocess
 import sys
 from collections.abc import Callable, Generator
 from pathlib import Path
@@ -169,10 +170,28 @@ def draw(request: pytest.FixtureRequest) -> Draw:
 
 
 @pytest.fixture(scope="session")
-def answers(tmp_path_factory: pytest.TempPathFactory) -> tuple[Answer, ...]:
-    """What the planner says of every published run; workers that want it share the work, a slice at a time."""
+def of_all_workers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that all workers of this run have in common."""
     folder = tmp_path_factory.getbasetemp()
-    folder = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
+    return folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
+
+
+@pytest.fixture(scope="session")
+def made_demo(of_all_workers: Path) -> Path:
+    """The demo's model and data, which the first worker makes that needs them; to be copied by whoever changes them."""
+    folder, part = of_all_workers / "demo", of_all_workers / "demo.part"
+    with FileLock(of_all_workers / "demo.lock"):
+        if not folder.exists():
+            line = [sys.executable, "-m", "dstrain.train.demo", str(part)]
+            subprocess.run(line, check=True, capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+            part.rename(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def answers(of_all_workers: Path) -> tuple[Answer, ...]:
+    """What the planner says of every published run; workers that want it share the work, a slice at a time."""
+    folder = of_all_workers
     rows = read(predict.PUBLISHED / "published_runs.csv")
     slices = {folder / f"answers-{start}.pickle": rows[start : start + SLICE] for start in range(0, len(rows), SLICE)}
     for timeout_s in (0, -1):  # first what nobody has begun, then what others have not ended

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -32,13 +30,9 @@ def small_disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="session")
-def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def demo(made_demo: Path) -> Path:
     """The demo's model and data."""
-    folder = tmp_path_factory.mktemp("demo")
-    line = [sys.executable, "-m", "dstrain.train.demo", str(folder)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    subprocess.run(line, check=True, capture_output=True, cwd=Path(__file__).parents[2], env=environment)
-    return folder
+    return made_demo
 
 
 @pytest.fixture(scope="session")

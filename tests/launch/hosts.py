@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -148,6 +148,13 @@ class Job:
         while max(self.losses(), default=0) < number:
             assert process is None or process.poll() is None, process.communicate()[0]
             assert time.monotonic() < until, "\n".join(path.read_text() for path in self.place.logs.glob("*.log"))
+            time.sleep(0.1)
+
+    def wait_for(self, is_so: Callable[[], bool]) -> None:
+        """Waits until something is so."""
+        until = time.monotonic() + PATIENCE_S
+        while not is_so():
+            assert time.monotonic() < until
             time.sleep(0.1)
 
     def find(self, node: int, *words: str) -> int:

@@ -19,24 +19,24 @@ from tests.launch.hosts import Job
 from tests.launch.network import Network
 
 
-def test_a_run_saves_at_sigusr1_leaves_with_75_and_goes_on_over_pdsh_started_from_a_third_host(job: Job) -> None:
-    process = job.start("--launcher", "ssh", "--set", "save_steps=100000")
-    job.wait_for_step(process, 1)
-    job.kill(0, "dstrain.cli run", number=signal.SIGUSR1)
-    ended = job.end_of(process)
+def test_a_run_saves_at_sigusr1_leaves_with_75_and_goes_on_over_pdsh_started_from_a_third_host(light_job: Job) -> None:
+    process = light_job.start("--launcher", "ssh", "--set", "save_steps=100000")
+    light_job.wait_for_step(process, 1)
+    light_job.kill(0, "dstrain.cli run", number=signal.SIGUSR1)
+    ended = light_job.end_of(process)
     assert ended.code == 75, ended.said
-    step = job.place.checkpoints()[-1][0]
+    step = light_job.place.checkpoints()[-1][0]
     assert f"checkpoint-{step} and left, as asked" in ended.said
-    done = job.goes_on(head=2)
+    done = light_job.goes_on(head=2)
     assert done.code == 0, done.said
     assert f"going on from checkpoint-{step}" in done.said
     assert f"step {step + 3}/{step + 3}" in done.said
-    logs = sorted(path.name.split("_")[1:3] for path in job.place.logs.glob("*_node_node*.log"))
+    logs = sorted(path.name.split("_")[1:3] for path in light_job.place.logs.glob("*_node_node*.log"))
     assert logs == [["node", "node0"], ["node", "node1"]]
 
 
 @pytest.mark.parametrize("kind", ["openmpi", "mpich"])
-def test_two_hosts_train_over_mpi_and_a_killed_rank_ends_both(
+def test_two_hosts_train_over_mpi_write_their_stacks_and_a_killed_rank_ends_both(
     job: Job, kind: str, need: Callable[[object, str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mpirun = shutil.which(f"mpirun.{kind}")
@@ -48,7 +48,10 @@ def test_two_hosts_train_over_mpi_and_a_killed_rank_ends_both(
     monkeypatch.setenv("PATH", f"{tools}:{os.environ['PATH']}")
     process = job.start("--launcher", kind, "--set", "env.ODD=a b$c")
     job.wait_for_checkpoint(process)
-    job.kill(1, " -u -m dstrain.train" if kind == "openmpi" else f" -u {job.place.rank_program}")
+    rank = job.find(1, " -u -m dstrain.train" if kind == "openmpi" else f" -u {job.place.rank_program}")
+    os.kill(rank, signal.SIGUSR2)  # as `dstrain run` does where nothing moves
+    job.wait_for(lambda: any("most recent call first" in log.read_text() for log in job.place.logs.glob("*_rank1.log")))
+    os.kill(rank, signal.SIGKILL)
     ended = job.end_of(process)
     assert (ended.code, ended.wall_s < 60) == (1, True), ended
     assert "rank 1 on node1 failed first" in ended.said
@@ -179,16 +182,16 @@ def test_ctrl_c_twice_ends_everything_at_once(light_job: Job) -> None:
     assert light_job.left_over() == []
 
 
-def test_a_rank_that_stands_still_is_a_hang_and_the_others_say_where_they_wait(job: Job) -> None:
-    process = job.start("--hang-after", "8", "--set", "save_steps=100000")
-    job.wait_for_step(process, 12)
-    job.kill(1, " -u -m dstrain.train", number=signal.SIGSTOP)
-    ended = job.end_of(process)
+def test_a_rank_that_stands_still_is_a_hang_and_the_others_say_where_they_wait(light_job: Job) -> None:
+    process = light_job.start("--hang-after", "4", "--set", "save_steps=100000")
+    light_job.wait_for_step(process, 100)  # several signs of life
+    light_job.kill(1, " -u -m dstrain.train", number=signal.SIGSTOP)
+    ended = light_job.end_of(process)
     assert (ended.code, ended.wall_s < 60) == (1, True), ended
     assert "the run hangs" in ended.said
     assert "rank 0 on node0 in " in ended.said
     assert "rank 1 on node1 in an unknown place: it wrote no stack" in ended.said
-    assert job.left_over() == []
+    assert light_job.left_over() == []
 
 
 def test_a_disk_that_fills_up_is_named_and_the_older_checkpoint_stays(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
+import subprocess
 import sys
 import threading
 import time
@@ -15,7 +17,7 @@ from pathlib import Path
 
 from dstrain.facts.cluster.hostfile import Host, Hosts
 from dstrain.facts.ports import port
-from dstrain.heartbeat import MARK, Phase
+from dstrain.heartbeat import MARK, Phase, Receiver
 from dstrain.launch.command import launch_hostfile, local
 from dstrain.launch.environment import launcher_environment, python_path
 from dstrain.launch.failure.outcome import Outcome
@@ -28,6 +30,7 @@ from dstrain.launch.nodes.spec import LaunchSpec, new_mark
 from dstrain.launch.run.control import noting_signals
 from dstrain.launch.timeouts import Timeouts
 from dstrain.rundir import RunDir
+from tests.train.launching import environment, make_run
 
 HOSTS = Hosts(hosts=(Host(name="localhost", slots=2),), name="hostfile")
 GRACE_S = 6.0
@@ -222,3 +225,17 @@ def test_a_second_ctrl_c_kills_ranks_that_do_not_listen(tmp_path: Path) -> None:
     started = launch(tmp_path, "ignore", interrupt)
     assert time.monotonic() - times[0] < GRACE_S - 0.5
     assert started.outcome.is_interrupt
+
+
+def test_a_real_rank_0_that_finds_its_port_taken_says_so(demo: Path, tmp_path: Path) -> None:
+    mark = new_mark()
+    pulses = Receiver(mark, range(2))
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port_taken = str(other.getsockname()[1])
+        place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+        variables = {**environment(tmp_path), **place, "MASTER_PORT": port_taken, MARK: mark}
+        line = [sys.executable, "-m", "dstrain.train", str(make_run(tmp_path / "run", demo))]
+        done = subprocess.run(line, env=variables, capture_output=True, text=True)
+    assert done.returncode == 1, done.stderr
+    assert Phase.PORT_TAKEN in {pulse.phase for pulse in pulses.receive()}, done.stderr
+    pulses.close()

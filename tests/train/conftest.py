@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+import shutil
 from pathlib import Path
 
 import pytest
-
-from tests.train.launching import environment
 
 
 @pytest.fixture(scope="session")
@@ -18,11 +15,10 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def demo(root: Path) -> Path:
+def demo(root: Path, made_demo: Path) -> Path:
     """The demo's model, with dropout so that random states matter, and with few enough data for several epochs."""
     folder = root / "demo"
-    program = [sys.executable, "-m", "dstrain.train.demo", str(folder)]
-    subprocess.run(program, check=True, env=environment(root), capture_output=True)
+    shutil.copytree(made_demo, folder)
     config = folder / "model" / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"attention_dropout": 0.1}))
     lines = (folder / "train.jsonl").read_text().splitlines(keepends=True)

@@ -44,15 +44,6 @@ def apart(job: Job, *numbers: int, with_data: bool = True) -> Iterator[None]:
     assert job.left_over(within_s=5) == []
 
 
-@pytest.fixture(scope="module")
-def usual(network: Network, demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Job:
-    """The job on hosts that share a file system, with a checkpoint at its end."""
-    job = job_of(network, demo, tmp_path_factory.mktemp("usual") / "job", stage=2)
-    done = job.call("run", "--launcher", "ssh", "--set", "max_steps=48", "--set", "save_total_limit=1")
-    assert done.code == 0, done.said
-    return job
-
-
 def names(folder: Path) -> set[str]:
     """Returns the files of a checkpoint, but for the number of its step."""
     step = folder.name.rpartition("-")[2]
@@ -78,7 +69,7 @@ def test_a_run_is_killed_and_goes_on_with_another_host_in_place_of_one(usual: Jo
     assert max(job.losses()) == last + 4
     expected = usual.losses()
     assert job.losses() == pytest.approx({at: expected[at] for at in job.losses()}, rel=1e-5)
-    assert names(job.place.path / f"checkpoint-{last + 4}") == names(usual.place.path / "checkpoint-48")
+    assert names(job.place.path / f"checkpoint-{last + 4}") == names(usual.place.path / "checkpoint-32")
     assert len(list(job.place.logs.glob("*_rank1.log"))) == 2
 
 

@@ -73,23 +73,23 @@ sys.stdin.read()
 
 
 def test_a_port_that_is_in_use_on_rank_0s_host_is_replaced_and_so_is_one_that_is_taken_at_the_last_moment(
-    job: Job,
+    light_job: Job,
 ) -> None:
-    script = job.place.start_script
+    script = light_job.place.start_script
     script.parent.mkdir()
     script.touch()
-    line = job.network.on(0, sys.executable, "-c", _THIEF, str(script))
+    line = light_job.network.on(0, sys.executable, "-c", _THIEF, str(script))
     with subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as thief:
         assert thief.stdin is not None and thief.stdout is not None
         try:
             assert thief.stdout.readline() == "listening\n"
-            done = job.call("run", "--launcher", "ssh", "--set", "max_steps=2", head=2)
+            done = light_job.call("run", "--launcher", "ssh", "--set", "max_steps=2", head=2)
         finally:
-            job.kill(0, "socket.create_server")
+            light_job.kill(0, "socket.create_server")
     assert done.code == 0, done.said
     assert "another process took the port of rank 0 before it; starting again" in done.said
     assert "step 2/2" in done.said
-    assert job.state()["attempt"] == 1
+    assert light_job.state()["attempt"] == 1
 
 
 def test_a_start_that_takes_too_long_says_where_every_rank_is(light_job: Job) -> None:
@@ -99,7 +99,7 @@ def test_a_start_that_takes_too_long_says_where_every_rank_is(light_job: Job) ->
     while time.monotonic() < until and not any(" -u -m dstrain.train" in line for line in light_job.network.lines(1)):
         time.sleep(0.1)
     light_job.kill(1, " -u -m dstrain.train", number=signal.SIGSTOP)
-    while "ranks connected" not in (said := light_job.call("status", "output").said) and process.poll() is None:
+    while "rank 1 on node1" not in (said := light_job.call("status", "output").said) and process.poll() is None:
         time.sleep(1)
     ended = light_job.end_of(process)
     assert ended.code == 1
