@@ -1,4 +1,4 @@
-# make demo: set up .venv and train a tiny model.   make test: set up .venv and run every check.
+# make demo: set up .venv and train a tiny model, with options in DEMO.   make test: set up .venv and run every check.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -11,7 +11,7 @@ export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/.cache/torch_extensions
 .PHONY: demo test suite fast sweep check update servers clean
 
 demo: $(VENV)/.installed
-	$(BIN)/dstrain demo
+	$(BIN)/dstrain demo $(DEMO)
 
 # `make -j2 test` checks beside the tests
 test: check suite
