@@ -1,4 +1,4 @@
-"""A child process that takes long: it is told about while it works, and ended with everything it started."""
+"""Runs a long child process, reports its progress, and kills its process group if interrupted."""
 
 from __future__ import annotations
 

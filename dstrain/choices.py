@@ -1,4 +1,4 @@
-"""The closed choices that requests, plans and job files share."""
+"""Enumerations shared by requests, plans and job files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Errors that a person can fix, by who can fix them, with the exit code each one gives.
+"""Errors a person can fix, grouped by who can fix them, each with its exit code.
 
     DstrainError                 what happened, and the next thing to type
     ├── RunFailed             1  a training run ended badly (the ranks' own codes are in the message)

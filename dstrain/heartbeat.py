@@ -1,4 +1,4 @@
-"""How ranks tell the agent of their node where they are: small messages to a socket that is named after the run.
+"""Heartbeats: small messages in which ranks tell their node's agent how far they are.
 
 A rank that cannot send goes on: nobody may be listening, as when `start.sh` was run by hand.
 """

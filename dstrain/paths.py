@@ -1,4 +1,4 @@
-"""Where shipped files lie, and how files are written whole or not at all."""
+"""Locates shipped files, and writes files atomically."""
 
 from __future__ import annotations
 

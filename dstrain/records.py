@@ -1,4 +1,4 @@
-"""Job files and run-directory files ↔ frozen records, through pydantic, with did-you-mean on top."""
+"""Converts job files and run-directory files to frozen records and back, through pydantic, with did-you-mean hints."""
 
 from __future__ import annotations
 

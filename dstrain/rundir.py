@@ -1,4 +1,4 @@
-"""The run directory: names of the files in which the launcher, the ranks and the reports meet."""
+"""The run directory: the names of the files that the launcher, the ranks and the reports share."""
 
 from __future__ import annotations
 

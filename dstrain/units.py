@@ -1,4 +1,4 @@
-"""Bytes, counts and rates as people write them; inside dstrain sizes are `int` bytes."""
+"""Formats and parses bytes, counts and rates; inside dstrain sizes are `int` bytes."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The command line: one file a verb; the only importer of Click and the only code that prints."""
+"""The command line: one file per command; the only importer of Click and the only code that prints."""

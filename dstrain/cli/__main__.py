@@ -1,4 +1,4 @@
-"""`python -m dstrain.cli` is `dstrain`."""
+"""Makes `python -m dstrain.cli` the same as `dstrain`."""
 
 from dstrain.cli.main import main
 

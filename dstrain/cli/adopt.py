@@ -1,4 +1,4 @@
-"""`dstrain adopt`: files that dstrain did not write count as generated from now on."""
+"""`dstrain adopt`: treats files that dstrain did not write as generated from now on."""
 
 from __future__ import annotations
 

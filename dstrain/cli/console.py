@@ -1,4 +1,4 @@
-"""What is printed and where: answers to stdout, talk to stderr."""
+"""Output streams: answers go to stdout, messages to stderr."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`dstrain demo`: the smoke test of an installation: a tiny model, real data, and the commands a user types."""
+"""`dstrain demo`: a smoke test of an installation with a tiny model, real data and the commands a user types."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`dstrain diff`: the manual edits, and what each does to memory and speed."""
+"""`dstrain diff`: lists hand edits and what each does to memory and speed."""
 
 from __future__ import annotations
 

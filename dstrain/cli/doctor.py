@@ -1,4 +1,4 @@
-"""`dstrain doctor`: what of this machine, or of every host, stands in the way of training, with the fix to type."""
+"""`dstrain doctor`: checks this machine or every host, and prints the command that fixes each problem."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`dstrain doctor --network`: the network measured, held against its links, and kept for the next plan."""
+"""`dstrain doctor --network`: measures the network, compares it with its links, keeps it for the next plan."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`dstrain explain`: a key of ds_config.json, or a whole file, in words and numbers."""
+"""`dstrain explain`: explains a key of ds_config.json, or the whole file, in words and numbers."""
 
 from __future__ import annotations
 

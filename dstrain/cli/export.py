@@ -1,4 +1,4 @@
-"""`dstrain export`: a folder that `from_pretrained` loads, from an adapter or a ZeRO checkpoint."""
+"""`dstrain export`: writes a folder that `from_pretrained` loads, from an adapter or a ZeRO checkpoint."""
 
 from __future__ import annotations
 

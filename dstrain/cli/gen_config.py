@@ -1,4 +1,4 @@
-"""`dstrain gen-config`: decide how to train, say why, and write files to edit."""
+"""`dstrain gen-config`: decides how to train, explains the decision, and writes files to edit."""
 
 from __future__ import annotations
 

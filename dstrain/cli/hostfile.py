@@ -1,4 +1,4 @@
-"""`dstrain hostfile`: write, check and show the hosts of a run, in DeepSpeed's format."""
+"""`dstrain hostfile`: writes, checks and shows hostfiles in DeepSpeed's format."""
 
 from __future__ import annotations
 

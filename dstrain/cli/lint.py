@@ -1,4 +1,4 @@
-"""`dstrain lint`: what is wrong with a DeepSpeed configuration, what happens at run time, and what to write."""
+"""`dstrain lint`: reports errors in a DeepSpeed configuration, their effect at run time, and the fix."""
 
 from __future__ import annotations
 

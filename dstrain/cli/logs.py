@@ -1,4 +1,4 @@
-"""`dstrain logs`: what the ranks and launchers of a run wrote."""
+"""`dstrain logs`: prints what the ranks and launchers of a run wrote."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The `dstrain` command: its verbs, and the one place where errors become text."""
+"""The `dstrain` command: its subcommands, and the one place where errors become text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`dstrain plan`: what a way to train needs and how fast it is, or which way is best; writes nothing."""
+"""`dstrain plan`: estimates one configuration or finds the best one; writes nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`dstrain run`: check a job, launch DeepSpeed on it, and say how it went."""
+"""`dstrain run`: checks a job, launches DeepSpeed on it, and reports how it ended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`dstrain schema`: the JSON schemas by which editors complete, explain and check the files."""
+"""`dstrain schema`: prints the JSON schemas by which editors complete, explain and check the files."""
 
 from __future__ import annotations
 

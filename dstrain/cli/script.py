@@ -1,4 +1,4 @@
-"""`dstrain script`: job scripts for schedulers, for Kubernetes, and for nodes that are started by hand."""
+"""`dstrain script`: writes job scripts for schedulers, Kubernetes, and nodes started by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A job script, written beside its job or printed."""
+"""Writes a job script beside its job, or prints it."""
 
 from __future__ import annotations
 

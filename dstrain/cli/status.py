@@ -1,4 +1,4 @@
-"""`dstrain status`: how a run stands."""
+"""`dstrain status`: shows the state of a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`dstrain stop`: end a run."""
+"""`dstrain stop`: ends a run."""
 
 from __future__ import annotations
 

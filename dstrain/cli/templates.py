@@ -1,4 +1,4 @@
-"""`dstrain templates`: the DeepSpeed templates that ship, and copies of them to change."""
+"""`dstrain templates`: lists the DeepSpeed templates and copies them out for changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Click types that parse at the border, and complete words under the Tab key."""
+"""Click parameter types that parse values and complete them in the shell."""
 
 from __future__ import annotations
 

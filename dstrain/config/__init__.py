@@ -1,1 +1,1 @@
-"""How we say it: plans become DeepSpeed JSON, job files and scripts through Jinja templates."""
+"""DeepSpeed configurations and job files: rendered from plans, read, linted, explained, and edited."""

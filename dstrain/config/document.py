@@ -1,4 +1,4 @@
-"""Reading and changing values in a JSON document."""
+"""Reads and changes values in a JSON document."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which key somebody means: by its path, by a JSON pointer, or by the end of its path."""
+"""Finds the key that is meant by a path, a JSON pointer, or the end of a path."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A reader of JSON as people write it: comments, trailing commas and a BOM are fine, and every value has a position."""
+"""Reads JSON with comments, trailing commas and a BOM, and records the position of every value."""
 
 from __future__ import annotations
 

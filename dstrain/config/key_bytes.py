@@ -1,4 +1,4 @@
-"""Bytes that the numbers in a configuration stand for: most of them count elements."""
+"""Converts the element counts in a configuration to bytes."""
 
 from __future__ import annotations
 

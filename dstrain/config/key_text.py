@@ -1,4 +1,4 @@
-"""What is known of a configuration key, in words: its type, its default, its history."""
+"""Describes a configuration key in words: type, default, history."""
 
 from __future__ import annotations
 

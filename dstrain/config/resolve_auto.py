@@ -1,4 +1,4 @@
-"""The configuration as the Trainer is given it: what is missing is added, and every "auto" that is known is filled."""
+"""Resolves the configuration that the Trainer is given: adds what is missing and fills every known "auto"."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""JSON schemas of ds_config.json and job.yaml: what editors complete, explain and underline."""
+"""JSON schemas of ds_config.json and job.yaml for editors."""
 
 from __future__ import annotations
 

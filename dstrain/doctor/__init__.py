@@ -1,1 +1,1 @@
-"""What a machine is asked before it trains: facts are gathered all at once (`looks`), and judged (`checks`)."""
+"""Checks machines before training: probes gather facts in parallel, checks judge them."""

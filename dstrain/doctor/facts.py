@@ -1,4 +1,4 @@
-"""What is known of one machine: plain records, so that they travel over ssh as JSON."""
+"""Facts about one machine: plain records that travel over ssh as JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the doctor says: one finding, with its mark, and the fix to type."""
+"""A finding of the doctor: its mark, and the command that fixes it."""
 
 from __future__ import annotations
 

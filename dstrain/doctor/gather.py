@@ -1,4 +1,4 @@
-"""Gathers the facts of this machine: every look at once, each with a time limit.
+"""Gathers the facts of this machine: all probes at once, each with a time limit.
 
 `python -m dstrain.doctor.gather` does it for another machine: the question on stdin, the facts on stdout.
 """

@@ -1,4 +1,4 @@
-"""What is known of the GPUs of one machine."""
+"""Facts about the GPUs of one machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All hosts of a run looked at together: each asked over ssh, all at once, and then compared."""
+"""Checks all hosts of a run: queries them over ssh in parallel, then compares them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a job wants of its machines: its estimate, as lint and run make it, with what stands in the way of one."""
+"""Derives what a job needs of its machines from the same estimate that lint and run make."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Errors that NVIDIA's driver writes into the kernel's log: read, and what each number means."""
+"""Reads the errors of NVIDIA's driver in the kernel log, and explains their numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a measurement of the network means: held against the links' figures, the slowest pair named, and what to try."""
+"""Judges a network measurement: compares it with the links' figures and names the slowest pair."""
 
 from __future__ import annotations
 

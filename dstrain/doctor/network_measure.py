@@ -1,4 +1,4 @@
-"""Measures the network: DeepSpeed's launcher on every host, kept by the agents as in a run, and what rank 0 says."""
+"""Measures the network with DeepSpeed's launcher on every host, supervised by the agents as in a run."""
 
 from __future__ import annotations
 

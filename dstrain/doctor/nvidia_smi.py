@@ -1,4 +1,4 @@
-"""What `nvidia-smi -q -x` says, read. The elements of drivers 450 to 590 (schemas 11 to 13) are understood."""
+"""Parses `nvidia-smi -q -x` of drivers 450 to 590 (schemas 11 to 13)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The quick part of the doctor, before every launch: this machine, without hubs, routes and topology."""
+"""The doctor's quick checks before every launch: this machine, without hubs, routes and topology."""
 
 from __future__ import annotations
 

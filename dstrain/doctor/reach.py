@@ -1,4 +1,4 @@
-"""Whether the hosts of a hostfile are fit to train together: each asked over ssh, all at once, with a time limit."""
+"""Checks over ssh whether the hosts of a hostfile can train together, all in parallel, with a time limit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run wants of the machines that it is for."""
+"""What a run requires of its machines."""
 
 from __future__ import annotations
 

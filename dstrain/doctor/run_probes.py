@@ -1,4 +1,4 @@
-"""Looking at many things at once, each with a time limit, so that one that hangs holds nobody up."""
+"""Runs many probes at once, each with a time limit, so that none blocks the others."""
 
 from __future__ import annotations
 

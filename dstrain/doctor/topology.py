@@ -1,4 +1,4 @@
-"""What `nvidia-smi topo -m` and `nvidia-smi topo -p2p r` print, read."""
+"""Parses `nvidia-smi topo -m` and `nvidia-smi topo -p2p r`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How GPUs and network adapters are joined, as a picture of a few lines."""
+"""Draws how GPUs and network adapters are connected, in a few lines of text."""
 
 from __future__ import annotations
 

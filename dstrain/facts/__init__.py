@@ -1,1 +1,1 @@
-"""What is true about models, GPUs, hosts and data; only `probe` reads the outside world."""
+"""Facts about models, GPUs, hosts and data; only `probe` and its helpers read the outside world."""

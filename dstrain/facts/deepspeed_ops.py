@@ -1,4 +1,4 @@
-"""DeepSpeed's compiled extensions: which ones a configuration needs, and whether they are built on this machine."""
+"""DeepSpeed's compiled extensions: which ones a configuration needs, and which are built on this machine."""
 
 from __future__ import annotations
 

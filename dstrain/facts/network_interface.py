@@ -1,4 +1,4 @@
-"""Which network interface NCCL and Gloo should use: the one through which this host reaches the others.
+"""Chooses the network interface for NCCL and Gloo: the one through which this host reaches the others.
 
 Without being told, NCCL takes the first interface that is not `lo` or `docker*`, and Gloo the one that the host's own
 name leads to, which on Debian is the loopback: both are wrong often enough for runs to hang at their start.

@@ -1,4 +1,4 @@
-"""What this machine says: its GPUs, its RAM, its files; and, through `hubs`, what a model's config.json says.
+"""Reads this machine's GPUs, RAM and files, and a model's config.json through `hub_config`.
 
 With `hubs`, the only part of `facts` that looks outside the process.
 """

@@ -1,4 +1,4 @@
-"""What this machine is called, and what it trains on."""
+"""This machine's names, software versions and visible devices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading a job file: overrides on top, paths made absolute, and every value knows where it was written."""
+"""Reads a job file: applies overrides, makes paths absolute, and records where each value was written."""
 
 from __future__ import annotations
 

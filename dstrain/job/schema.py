@@ -1,4 +1,4 @@
-"""The job file: what is trained, on what data, with which hyper-parameters, and where the results go.
+"""The job file: the model, the data, the hyper-parameters, and where the results go.
 
 Names that Transformers' TrainingArguments has (`learning_rate`, `save_steps` …) are kept; what dstrain plans has
 dstrain's names (`micro_batch`, `grad_accum`, `grad_ckpt`).

@@ -1,4 +1,4 @@
-"""YAML text that people write ↔ plain values, with the place of every key."""
+"""Converts YAML text to plain values and back, with the position of every key."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""How we run it: the deepspeed command, its environment, and the processes it starts."""
+"""Launches runs: the deepspeed command, its environment, and the processes it starts."""

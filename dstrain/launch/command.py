@@ -1,4 +1,4 @@
-"""The `deepspeed` commands of a run, the hostfile that goes with it, and whether a host is this machine."""
+"""Builds the `deepspeed` command lines of a run and the hostfile that they read."""
 
 from __future__ import annotations
 

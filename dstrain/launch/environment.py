@@ -1,4 +1,4 @@
-"""Which environment variables reach the ranks, and by which road: environment files for most, a 0600 file for secrets.
+"""Decides which environment variables reach the ranks: environment files for most, a 0600 file for secrets.
 
 The launcher reads its environment file line by line as `NAME=value`, puts the value between double quotes where it
 holds anything unusual, and sends `export NAME="value";` through pdsh to a shell on each node. Nothing inside is

@@ -1,4 +1,4 @@
-"""What a run starts: its commands, environments and secrets, and what is written into the run directory for it."""
+"""Plans a launch: its commands, environments and secrets, and the files in the run directory."""
 
 from __future__ import annotations
 

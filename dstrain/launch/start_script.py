@@ -1,4 +1,4 @@
-"""`start.sh`: the command of a run as a script that starts it again by hand."""
+"""`start.sh`: a script that starts a run again by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every time limit of a launch, in seconds: how long hosts, ranks and files have until a run acts without them."""
+"""All time limits of a launch, in seconds."""
 
 from __future__ import annotations
 

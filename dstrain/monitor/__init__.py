@@ -1,1 +1,1 @@
-"""What we watch: metrics of every step and where they are kept."""
+"""Monitors runs: the metrics of every step, and where they are kept."""

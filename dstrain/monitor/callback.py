@@ -1,4 +1,4 @@
-"""Measures every logging window on every rank, and hands what it finds to the sinks (a Transformers callback)."""
+"""Measures every logging window on every rank, and sends the result to the sinks (a Transformers callback)."""
 
 from __future__ import annotations
 

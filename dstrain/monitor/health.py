@@ -1,4 +1,4 @@
-"""What looks wrong in a logged step, and when too many steps in a row do (pure)."""
+"""Detects unhealthy steps, and too many of them in a row (pure functions)."""
 
 from __future__ import annotations
 

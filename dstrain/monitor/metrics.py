@@ -1,4 +1,4 @@
-"""What one logging window means: tokens per second, MFU, waiting for data, and numbers that are not finite (pure)."""
+"""Computes the metrics of one logging window: tokens per second, MFU, data wait, non-finite values (pure functions)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which mode SwanLab runs in, decided before anything starts, so that nothing ever asks a question."""
+"""Decides SwanLab's mode before anything starts, so that it never prompts."""
 
 from __future__ import annotations
 

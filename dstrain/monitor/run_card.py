@@ -1,4 +1,4 @@
-"""What a run is called, and what is on record of it beside its curves: model, machines, batch, data, prediction."""
+"""A run's name, and what is recorded of it besides its curves: model, machines, batch, data, prediction."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SIGTERM in a rank: leave within seconds even while it is blocked in a collective, with the curves on disk.
+"""Handles SIGTERM in a rank: it exits within seconds, even when blocked in a collective, with its metrics on disk.
 
 Python runs a signal handler between two bytecodes of the main thread; a rank that waits in NCCL or gloo runs none. The
 C-level handler does run, and writes the signal's number to the wake-up descriptor, on which a thread waits.

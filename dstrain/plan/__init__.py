@@ -1,1 +1,1 @@
-"""What we decide, in pure functions of facts and a request."""
+"""Plans runs, in pure functions of facts and a request."""

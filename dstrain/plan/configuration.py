@@ -1,4 +1,4 @@
-"""One complete way to train: everything that the Trainer and the engine are told and memory depends on."""
+"""One complete training configuration: everything that the Trainer and the engine are told and memory depends on."""
 
 from __future__ import annotations
 

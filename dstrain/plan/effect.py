@@ -1,4 +1,4 @@
-"""What one configuration costs and gains beside another."""
+"""Compares the cost of two configurations."""
 
 from __future__ import annotations
 

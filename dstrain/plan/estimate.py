@@ -1,4 +1,4 @@
-"""Estimates of any configuration: one that we search for, or a ds_config.json that somebody wrote."""
+"""Estimates any configuration: a candidate of the search, or a ds_config.json written by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Estimates and plans: what a configuration needs, which one was chosen, and why."""
+"""Records of estimates and plans: what a configuration needs, which one was chosen, and why."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a configuration is called, in words."""
+"""Names a configuration in words."""
 
 from __future__ import annotations
 

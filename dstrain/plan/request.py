@@ -1,4 +1,4 @@
-"""What the user asks for: what is given is fixed, what is None is chosen."""
+"""The user's request: given values are fixed, None is chosen by the planner."""
 
 from __future__ import annotations
 

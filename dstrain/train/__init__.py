@@ -1,1 +1,1 @@
-"""What every rank does: the Hugging Face Trainer entrypoint and the tools around its checkpoints."""
+"""What every rank runs: the Hugging Face Trainer entrypoint and the tools around its checkpoints."""

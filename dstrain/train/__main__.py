@@ -1,4 +1,4 @@
-"""What every rank runs: `deepspeed --no_local_rank --module dstrain.train RUN_DIR`."""
+"""The program of every rank: `deepspeed --no_local_rank --module dstrain.train RUN_DIR`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A job and its DeepSpeed configuration as Transformers' TrainingArguments."""
+"""Converts a job and its DeepSpeed configuration to Transformers' TrainingArguments."""
 
 from __future__ import annotations
 

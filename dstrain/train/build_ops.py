@@ -1,4 +1,4 @@
-"""Builds DeepSpeed's extensions before any rank needs them: `python -m dstrain.train.build_ops NAME …`."""
+"""Builds DeepSpeed's extensions ahead of the ranks: `python -m dstrain.train.build_ops NAME …`."""
 
 from __future__ import annotations
 

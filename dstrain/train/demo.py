@@ -1,4 +1,4 @@
-"""A tiny model and real data for it, made on the spot and offline: `python -m dstrain.train.demo DIR`.
+"""Makes a tiny model and real data for it, offline: `python -m dstrain.train.demo DIR`.
 
 The data are the functions of Python's standard library: a signature is the question, its docstring the answer.
 """

@@ -1,4 +1,4 @@
-"""The loss on evaluation data: a mean over tokens, the same for any number of ranks, micro-batch and packing."""
+"""The evaluation loss: a mean over tokens, independent of the number of ranks, micro-batch and packing."""
 
 from __future__ import annotations
 

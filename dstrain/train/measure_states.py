@@ -1,4 +1,4 @@
-"""Bytes of model states in the live engine, counted from tensor storages: what predictions are held against."""
+"""Measures the bytes of model states in the live engine, for comparison with predictions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tokenizer and the model of a job, as Transformers and PEFT load them."""
+"""Loads the tokenizer and the model of a job through Transformers and PEFT."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every rank of `dstrain doctor --network` runs: collectives, timed at growing sizes; rank 0 prints JSON lines.
+"""The program of every rank of `dstrain doctor --network`: times collectives at growing sizes, printed by rank 0.
 
 `python -m dstrain.train.network_benchmark '{"node0": 8, "node1": 8}'`, with the variables of DeepSpeed's launcher.
 """

@@ -1,4 +1,4 @@
-"""This process's place among the ranks, what it may print, its secrets, and slow builds that it announces."""
+"""This process among the ranks: its index, what it prints, its secrets, and slow builds that it announces."""
 
 from __future__ import annotations
 

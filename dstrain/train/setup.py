@@ -1,4 +1,4 @@
-"""Everything that one rank loads before its first step, in the only order that works."""
+"""Loads everything that a rank needs before its first step, in the order that works."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The meta-tensor tracer, a program: questions about models in, bytes alive in a training pass out.
+"""The meta-tensor tracer program: answers questions about models with the bytes alive in a training pass.
 
     echo '{"questions": [{"subject": {"config": {…}}, "seq_len": 4096}]}' | python -m dstrain.train.trace
 

@@ -1,4 +1,4 @@
-"""Transformers' Trainer with whole checkpoints, exact resuming, and metrics that every sink agrees on."""
+"""Transformers' Trainer with complete checkpoints, exact resuming, and consistent metrics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The options that describe model, machines and request, shared by the verbs that plan; and what they become."""
+"""Options for model, machines and request, shared by the commands that plan."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What gen-config is asked: the options that were typed now, or those of the last time with the ones typed now."""
+"""Resolves the options of gen-config: those typed now, over those of the last time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The options of `dstrain script`."""
+"""Options of `dstrain script`."""
 
 from __future__ import annotations
 

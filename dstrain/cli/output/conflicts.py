@@ -1,4 +1,4 @@
-"""Conflicts with hand edits: the table that shows them, and the question that settles one."""
+"""Prints conflicts with hand edits as a table, and asks how to settle one."""
 
 from __future__ import annotations
 

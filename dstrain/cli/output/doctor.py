@@ -1,4 +1,4 @@
-"""What the doctor found, as people read it."""
+"""Prints the doctor's findings."""
 
 from __future__ import annotations
 

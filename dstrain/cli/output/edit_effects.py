@@ -1,4 +1,4 @@
-"""What manual edits do to memory and speed, by the planner."""
+"""Estimates what hand edits do to memory and speed."""
 
 from __future__ import annotations
 

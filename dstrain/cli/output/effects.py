@@ -1,4 +1,4 @@
-"""The text of an edit's effect on memory and speed."""
+"""Formats an edit's effect on memory and speed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What explanations of a key and of a file share: lines that fit, sizes in brackets."""
+"""Formatting shared by explanations of a key and of a file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A whole configuration as people read it, and as programs do."""
+"""Prints the explanation of a whole configuration, as text or JSON."""
 
 from __future__ import annotations
 

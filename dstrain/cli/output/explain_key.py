@@ -1,4 +1,4 @@
-"""One key as people read it, and as programs do."""
+"""Prints the explanation of one key, as text or JSON."""
 
 from __future__ import annotations
 

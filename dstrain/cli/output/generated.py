@@ -1,4 +1,4 @@
-"""What gen-config says about the files: how they would change, and what to type next."""
+"""Prints how gen-config changes the files, and what to type next."""
 
 from __future__ import annotations
 

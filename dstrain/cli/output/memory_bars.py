@@ -1,4 +1,4 @@
-"""The memory of one GPU under each plan, as stacked bars against the line of its capacity."""
+"""Draws the memory of one GPU under each plan as stacked bars against its capacity."""
 
 from __future__ import annotations
 

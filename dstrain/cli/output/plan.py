@@ -1,4 +1,4 @@
-"""A plan as people read it, and as programs do."""
+"""Prints a plan, as text or JSON."""
 
 from __future__ import annotations
 

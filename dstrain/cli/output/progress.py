@@ -1,4 +1,4 @@
-"""The screen of a run: what rank 0 writes, and on a terminal a bar of the steps below it."""
+"""Shows the progress of a run: rank 0's output and, on a terminal, a progress bar."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run as people read it: what is about to start, and what came of it."""
+"""Prints what a run is about to start, and how it ended."""
 
 from __future__ import annotations
 

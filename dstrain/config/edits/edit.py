@@ -1,4 +1,4 @@
-"""Edits of the generated files in place: what a person wrote around a value stays as it is."""
+"""Edits generated files in place and keeps everything a person wrote around a value."""
 
 from __future__ import annotations
 

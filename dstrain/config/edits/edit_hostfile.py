@@ -1,4 +1,4 @@
-"""Edits of a hostfile in place: a host's name is the key, its slots are the value."""
+"""Edits a hostfile in place: a host's name is the key, its slots are the value."""
 
 from __future__ import annotations
 

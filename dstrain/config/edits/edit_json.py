@@ -1,4 +1,4 @@
-"""Edits of a JSON text in place: comments, order, line ends and a BOM stay as they are."""
+"""Edits JSON text in place: comments, order, line ends and a BOM are kept."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Edits of a YAML text in place: comments, order and quotes stay as they are."""
+"""Edits YAML text in place: comments, order and quotes are kept."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`.dstrain/lock.json`: what dstrain last generated, from which inputs, so that hand edits are known and never lost."""
+"""`.dstrain/lock.json`: what dstrain last generated, and from which inputs, so that hand edits are recognised."""
 
 from __future__ import annotations
 

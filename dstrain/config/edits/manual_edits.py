@@ -1,4 +1,4 @@
-"""Manual edits: how the files that stand there differ from what was last generated."""
+"""Finds hand edits: the differences between the files and what was last generated."""
 
 from __future__ import annotations
 

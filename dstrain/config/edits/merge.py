@@ -1,4 +1,4 @@
-"""Three-way merge of plain values: the last generated ones, the current ones, and the newly generated ones."""
+"""Three-way merge of plain values: last generated, current, and newly generated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Generated files over edited ones: texts in, merged texts and conflicts out."""
+"""Merges newly generated files into edited ones, and returns the texts and the conflicts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A whole configuration in sections: what each key is, what it takes, and what is not written but holds."""
+"""Explains a whole configuration by section: each key, its memory, and the defaults that apply."""
 
 from __future__ import annotations
 

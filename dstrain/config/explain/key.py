@@ -1,4 +1,4 @@
-"""What one key would cost and gain: the values it could have, each beside the configuration as it stands."""
+"""Explains one key: its possible values, each estimated beside the current configuration."""
 
 from __future__ import annotations
 

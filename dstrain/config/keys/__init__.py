@@ -1,1 +1,1 @@
-"""Every key of a DeepSpeed configuration: one table from which lint, explain, schema and reference are made."""
+"""Every key of a DeepSpeed configuration in one table, from which lint, explain, schema and reference are made."""

@@ -1,4 +1,4 @@
-"""What is known of one key of a DeepSpeed configuration."""
+"""The record of one key of a DeepSpeed configuration."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is measured and logged: monitors, `comms_logger`, `flops_profiler`, `timers`, and `activation_checkpointing`."""
+"""Monitoring and logging: monitors, `comms_logger`, `flops_profiler`, `timers`, and `activation_checkpointing`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where states live that leave the GPU: `offload_param`, `offload_optimizer`, `zenflow`, and `aio` for NVMe."""
+"""Offloading: `offload_param`, `offload_optimizer`, `zenflow`, and `aio` for NVMe."""
 
 from __future__ import annotations
 

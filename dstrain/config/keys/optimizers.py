@@ -1,4 +1,4 @@
-"""`optimizer` and the parameters of every optimizer that can be named there."""
+"""`optimizer` and the parameters of every optimizer it can name."""
 
 from __future__ import annotations
 

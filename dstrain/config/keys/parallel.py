@@ -1,4 +1,4 @@
-"""Parallelism beside data: sequence, pipeline, tensor (`tensor_parallel`) and expert (`expert_parallel`)."""
+"""Parallelism beyond data: sequence, pipeline, tensor (`tensor_parallel`) and expert (`expert_parallel`)."""
 
 from __future__ import annotations
 

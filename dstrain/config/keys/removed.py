@@ -1,4 +1,4 @@
-"""Keys of 0.16 to 0.19 that 0.19.8 no longer reads, and what to write in their place."""
+"""Keys of DeepSpeed 0.16 to 0.19 that 0.19.8 no longer reads, and their replacements."""
 
 from __future__ import annotations
 

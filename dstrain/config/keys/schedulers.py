@@ -1,4 +1,4 @@
-"""`scheduler` and the parameters of every learning-rate schedule that can be named there."""
+"""`scheduler` and the parameters of every learning-rate schedule it can name."""
 
 from __future__ import annotations
 

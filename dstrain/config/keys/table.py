@@ -1,4 +1,4 @@
-"""The rows of all sections as one table, and how a place in a document finds its row."""
+"""All keys as one table, and the lookup of a position in a document."""
 
 from __future__ import annotations
 

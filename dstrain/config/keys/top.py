@@ -1,4 +1,4 @@
-"""Keys at the top: batch, clipping, communication, logging, data loading; and `checkpoint`."""
+"""Top-level keys: batch, clipping, communication, logging, data loading, and `checkpoint`."""
 
 from __future__ import annotations
 

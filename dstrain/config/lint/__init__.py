@@ -1,1 +1,1 @@
-"""What is wrong with a DeepSpeed configuration: rules, each with what happens at run time and what to write instead."""
+"""Lints a DeepSpeed configuration: rules, each with the effect at run time and the fix."""

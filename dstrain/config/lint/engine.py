@@ -1,4 +1,4 @@
-"""All rules applied to one configuration, and the safe fixes applied to its text."""
+"""Applies all rules to one configuration, and safe fixes to its text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What lint says: one finding, with its rule, its place, what happens at run time, and the fix."""
+"""A lint finding: its rule, its place, its effect at run time, and the fix."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rule is, and the short way to write one about a single key."""
+"""A lint rule, and a short way to write one about a single key."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is linted: a configuration, and what is known of the job, the model and the machines that it is for."""
+"""The subject of linting: a configuration, and the facts about its job, model and machines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The files of a plan: ds_config.json, job.yaml and hostfile, as text."""
+"""Renders the files of a plan: ds_config.json, job.yaml and hostfile."""
 
 from __future__ import annotations
 

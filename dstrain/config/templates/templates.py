@@ -1,4 +1,4 @@
-"""Jinja templates: the only importer of Jinja. Templates hold structure; every value that enters is escaped.
+"""Renders Jinja templates; the only importer of Jinja. Templates hold structure, and every value is escaped.
 
 They render in Jinja's sandbox: a template may be somebody else's, and reaches nothing but the values it is given.
 """

@@ -1,4 +1,4 @@
-"""The values that templates are filled with."""
+"""The values that fill the templates."""
 
 from __future__ import annotations
 

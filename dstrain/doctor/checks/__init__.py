@@ -1,1 +1,1 @@
-"""What judges a machine: each module turns the facts of one subject into findings, and looks at nothing."""
+"""Checks: each module turns the facts of one subject into findings, and does no I/O."""

@@ -1,4 +1,4 @@
-"""GPUs and driver: errors of memory, Xid errors, persistence, throttling, who else is there."""
+"""Checks GPUs and driver: memory errors, Xid errors, persistence, throttling, other processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Xid errors: what NVIDIA's driver wrote into the kernel's log since boot, and what helps."""
+"""Checks Xid errors that NVIDIA's driver wrote to the kernel log since boot."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the system allows: shared memory, locked memory, open files."""
+"""Checks system limits: shared memory, locked memory, open files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which interface NCCL and Gloo should use, RDMA devices, MTU, and the port of rank 0."""
+"""Checks the interface for NCCL and Gloo, RDMA devices, MTU, and the port of rank 0."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hubs, caches, proxies and SwanLab."""
+"""Checks hubs, caches, proxies and SwanLab."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DeepSpeed's extensions: which are built, which can be, what the others lack, and locks that killed builds left."""
+"""Checks DeepSpeed's extensions: built, buildable, or missing something, and locks left by killed builds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""RAM and disks against what the job's estimate needs."""
+"""Checks RAM and disks against the job's estimate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How GPUs are joined: NVLink, PCIe switches, and whether one can read the memory of another (P2P)."""
+"""Checks how GPUs are connected: NVLink, PCIe switches, and peer-to-peer access (P2P)."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What looks at a machine: each module gathers the facts of one subject, and judges nothing."""
+"""Probes: each module gathers the facts of one subject, and judges nothing."""

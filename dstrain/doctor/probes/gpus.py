@@ -1,4 +1,4 @@
-"""GPUs as nvidia-smi shows them, how they are joined, and the driver's errors in the kernel's log."""
+"""Probes GPUs through nvidia-smi, their connections, and the driver's errors in the kernel log."""
 
 from __future__ import annotations
 

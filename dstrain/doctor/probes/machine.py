@@ -1,4 +1,4 @@
-"""What the system allows a process, and how much RAM and disk there is."""
+"""Probes process limits, RAM and disks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Interfaces, the ways to the other hosts, RDMA devices, and who listens on the port of rank 0."""
+"""Probes interfaces, routes to the other hosts, RDMA devices, and the port of rank 0."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether hubs and SwanLab can be reached, where downloads are kept, and through which proxies it goes."""
+"""Probes whether hubs and SwanLab can be reached, cache folders, and proxies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Versions of Python, of what dstrain needs, of the CUDA that torch was built for, and of nvcc."""
+"""Probes versions of Python, dstrain's dependencies, torch's CUDA, and nvcc."""
 
 from __future__ import annotations
 

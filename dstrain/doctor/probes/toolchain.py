@@ -1,4 +1,4 @@
-"""What DeepSpeed's extensions are built with on first use, which are built, and locks of builds that were killed."""
+"""Probes the compilers for DeepSpeed's extensions, the built ones, and locks left by killed builds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was measured on machines like these: the calibration file, which replaces the planner's priors.
+"""The calibration file: measurements on similar machines that replace the planner's priors.
 
     {"schema": 1, "gpus": {"h100-sxm": {"gemm_ratio": 0.61, "cpu_adam_bytes_per_s": 1.3e11, "source": "8 x H100, …"}}}
 

@@ -1,4 +1,4 @@
-"""What is true about the machines: nodes, GPUs, links, host memory, disks, and where each fact is from."""
+"""Facts about the machines: nodes, GPUs, links, host memory, disks, and the source of each fact."""
 
 from __future__ import annotations
 

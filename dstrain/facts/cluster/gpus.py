@@ -1,4 +1,4 @@
-"""The table of GPUs: memory as nvidia-smi shows it, dense FLOP/s, memory bandwidth, links; each row with its source."""
+"""The table of GPUs: memory as nvidia-smi shows it, dense FLOP/s, memory bandwidth, links; each row has its source."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hosts as schedulers and other tools name them: SLURM, PBS, LSF, Open MPI, Kubernetes, SkyPilot, ssh.
+"""Reads hosts from schedulers and other tools: SLURM, PBS, LSF, Open MPI, Kubernetes, SkyPilot, ssh.
 
 Each source reads the environment of its own jobs, or its own file. GPUs are counted where the source counts them;
 elsewhere `slots` says how many each host has.

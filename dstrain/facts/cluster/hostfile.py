@@ -1,4 +1,4 @@
-"""Hostfiles in DeepSpeed's format, and host ranges such as `gpu[01-16]`.
+"""Parses hostfiles in DeepSpeed's format, and host ranges such as `gpu[01-16]`.
 
 A line is `HOST slots=N`, blank, or a comment that starts with `#`. DeepSpeed ignores what follows the number, takes a
 byte order mark into the name and runs a host with no slots; here each of these is an error, and whatever is accepted

@@ -1,4 +1,4 @@
-"""Links between GPUs, inside a node and between nodes, as bytes per second of one GPU in one direction.
+"""Links between GPUs, inside a node and between nodes, in bytes per second of one GPU in one direction.
 
 Every figure is a peak of the wire; what collectives reach of it (about 0.7…0.9) is the planner's business. Links between
 nodes assume one adapter for each GPU, as in every 8-GPU server with NVLink; `eth25/8` says that 8 GPUs share one.

@@ -1,4 +1,4 @@
-"""What `dstrain doctor --network` measured, for the plans that come after it: one entry for each set of hosts.
+"""Stores what `dstrain doctor --network` measured, one entry per set of hosts, for later plans.
 
     {"schema": 1, "measured": [{"hosts": ["gpu01", "gpu02"], "gpu": "h100-sxm", "gpus_per_node": 8, "backend": "nccl",
       "date": "2026-11-22", "inter_bus_bytes_per_s": 3.4e11, "intra_bus_bytes_per_s": 3.6e11, "latency_s": 4e-5}]}

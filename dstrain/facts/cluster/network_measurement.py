@@ -1,4 +1,4 @@
-"""What a measurement of the network says: times of collectives, bandwidth of pairs of hosts, the ways that NCCL took.
+"""Results of a network measurement: collective times, bandwidth of pairs of hosts, NCCL's transports.
 
 Bus bandwidth is what nccl-tests means by it: the rate at which each link of a ring is used, whatever the collective and
 however many ranks, so that it can be held against the link's own figure. Source: nccl-tests doc/PERFORMANCE.md

@@ -1,4 +1,4 @@
-"""Data files, read as a stream and checked before anything is launched: JSON lines, JSON lists and Parquet."""
+"""Streams data files and checks them before a launch: JSON lines, JSON lists and Parquet."""
 
 from __future__ import annotations
 

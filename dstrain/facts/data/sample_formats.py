@@ -1,4 +1,4 @@
-"""One training sample as a conversation or a text: the formats that data files come in, and what each one needs."""
+"""Parses one training sample as a conversation or a text, in each supported format."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a row holds that cannot be trained on yet: its meaning would be lost, so it is refused by its name."""
+"""Refuses columns that cannot be trained on yet, because dropping them would change the meaning of a row."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The models that dstrain knows by name: their ids on the hubs, and what their config.json says of their shape."""
+"""Models that dstrain knows by name: their hub ids, and the shape in their config.json."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The fields of a config.json, read with their types checked and the defaults of their model family."""
+"""Reads the fields of a config.json with type checks and the defaults of their model family."""
 
 from __future__ import annotations
 

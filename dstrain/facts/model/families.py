@@ -1,4 +1,4 @@
-"""From a config.json to the facts of the model: one row a model family of Transformers."""
+"""Derives the facts of a model from its config.json: one row per model family of Transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model's config.json from the Hugging Face hub or ModelScope: the local cache first, then the network.
+"""Reads a model's config.json from the local cache, the Hugging Face hub or ModelScope.
 
 Only config.json is read, with the standard library: importing huggingface_hub would cost more than the whole answer.
 """

@@ -1,4 +1,4 @@
-"""What is true about a model: its shape and every parameter tensor, by kind."""
+"""Facts about a model: its shape and every parameter tensor, by kind."""
 
 from __future__ import annotations
 

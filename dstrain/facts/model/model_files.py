@@ -1,4 +1,4 @@
-"""The files of a model in a folder: whether it has a tokenizer, and its weights by name, shape and dtype, without data.
+"""Reads a model folder: whether it has a tokenizer, and the names, shapes and dtypes of its weights.
 
 A safetensors file begins with the length of its header (8 bytes, little-endian), then come the header as JSON and the
 data. Source: https://github.com/huggingface/safetensors, "Format".

@@ -1,4 +1,4 @@
-"""The parameter tensors of each family of decoders, as Transformers 5.23 builds them for causal language models."""
+"""The parameter tensors of each decoder family, as Transformers 5.23 builds them for causal language models."""
 
 from __future__ import annotations
 

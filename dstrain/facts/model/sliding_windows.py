@@ -1,4 +1,4 @@
-"""Which layers of a decoder look back no further than a window: the rules of each family of Transformers 5.23."""
+"""Which layers of a decoder use sliding-window attention: the rules of each family in Transformers 5.23."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tracer reads and writes: questions, and an answer to each."""
+"""The tracer's wire format: questions in, one answer to each out."""
 
 from __future__ import annotations
 

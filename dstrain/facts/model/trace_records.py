@@ -1,4 +1,4 @@
-"""What the meta-tensor tracer is asked and what it answers: records that its process and ours share."""
+"""Questions to and answers of the meta-tensor tracer: the records that both processes share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a few traces to every depth and micro-batch: what is alive grows by equal steps with both."""
+"""Extrapolates a few traces to every depth and micro-batch; live bytes grow linearly with both."""
 
 from __future__ import annotations
 

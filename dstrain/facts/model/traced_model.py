@@ -1,4 +1,4 @@
-"""The facts of a model whose family dstrain does not know, from what Transformers builds of its config."""
+"""Derives the facts of a model of an unknown family from what Transformers builds of its config."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Asks the meta-tensor tracer, a child process that imports PyTorch and Transformers, and remembers its answers.
+"""Runs the meta-tensor tracer in a child process that imports PyTorch and Transformers, and caches its answers.
 
 With `probe` and `hubs`, a part of `facts` that looks outside the process.
 """

@@ -1,4 +1,4 @@
-"""The vision towers of vision-language models: their facts, and their parameter tensors.
+"""Vision towers of vision-language models: their facts, and their parameter tensors.
 
 A tensor that each block has is named in full, with a star for the number of the block, so that it cannot be taken for
 one of the same name in a decoder layer.

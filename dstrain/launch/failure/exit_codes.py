@@ -1,4 +1,4 @@
-"""What the exit codes of ranks and of the launcher mean."""
+"""Explains the exit codes of ranks and of the launcher."""
 
 from __future__ import annotations
 

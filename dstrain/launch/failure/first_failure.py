@@ -1,4 +1,4 @@
-"""Which rank failed first, and what its log says about it."""
+"""Finds the rank that failed first, and what its log says about it."""
 
 from __future__ import annotations
 

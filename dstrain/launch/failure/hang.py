@@ -1,4 +1,4 @@
-"""Where the ranks of a run that stands still are: the stacks that they wrote into their logs."""
+"""Finds where the ranks of a hanging run are, from the stacks in their logs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The last metrics of a run."""
+"""Reads the last metrics of a run."""
 
 from __future__ import annotations
 

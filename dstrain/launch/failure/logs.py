@@ -1,4 +1,4 @@
-"""What a run writes on one node while it goes: the logs of its ranks, and the launcher's own words."""
+"""Follows what a run writes on one node: the logs of its ranks, and the launcher's output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a run ended, as far as its nodes told."""
+"""The outcome of a run, as far as its nodes reported it."""
 
 from __future__ import annotations
 

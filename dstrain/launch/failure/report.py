@@ -1,4 +1,4 @@
-"""What to tell a person about a run that failed: who, how, the first traceback, where to read on, what to type."""
+"""Writes the report of a failed run: the rank, the cause, the first traceback, the logs, and what to type."""
 
 from __future__ import annotations
 

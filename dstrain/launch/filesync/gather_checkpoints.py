@@ -1,4 +1,4 @@
-"""Checkpoints whose parts lie on the disks of several nodes are put together here, while training goes on.
+"""Gathers checkpoints whose parts lie on the disks of several nodes, while training continues.
 
 Where the part of rank 0 is marked all parts are there. The newest checkpoint is copied next: where that takes longer
 than training from one to the next, those in between are left out. Nodes keep the newest that is whole here, the one

@@ -1,4 +1,4 @@
-"""`run --sync`: nodes without our file system are given the run directory, dstrain itself and the checkpoint.
+"""`run --sync`: sends the run directory, dstrain and the checkpoint to nodes without a shared file system.
 
 Nothing else is copied: Python with its packages, the model and the data must be there, under the same paths.
 """

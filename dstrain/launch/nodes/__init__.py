@@ -1,1 +1,1 @@
-"""How the nodes of a run are kept: an agent on each of them, and the coordinator that hears and orders them."""
+"""Runs a launch on its nodes: an agent on each of them, and one coordinator."""

@@ -1,4 +1,4 @@
-"""Ends what may be left on nodes whose agent was lost, over a new connection, where there is one to be had."""
+"""Kills leftover processes on nodes whose agent was lost, over a new connection."""
 
 from __future__ import annotations
 

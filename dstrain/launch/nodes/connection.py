@@ -1,4 +1,4 @@
-"""The connection to the agent of one node, or by srun to those of all: a process whose stdin and stdout it is."""
+"""The connection to a node's agent (with srun, to all agents): a process with stdin and stdout."""
 
 from __future__ import annotations
 

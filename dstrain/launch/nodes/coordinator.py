@@ -1,4 +1,4 @@
-"""Runs a launch over its nodes to its end: hears every agent, and ends all of them when one of them fails."""
+"""Runs a launch over its nodes: listens to every agent, and stops all of them if one fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether the nodes of a run can run together, by what their agents say before anything is started."""
+"""Checks from the agents' first messages whether the nodes can run together."""
 
 from __future__ import annotations
 

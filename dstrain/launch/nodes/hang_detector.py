@@ -1,4 +1,4 @@
-"""How fast a run steps, and when it has stood still for too long."""
+"""Detects a hang from the pace of the steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ways to start ranks on several nodes: what each one needs, and which node starts what."""
+"""The launchers for several nodes: what each one needs, and which node starts what."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which node does what in a run: who starts a launcher, and which ranks are where."""
+"""Lays out a run: which node starts a launcher, and which ranks it has."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks write on a node that has no file system in common with `run`, sent there piece by piece."""
+"""Sends logs piece by piece from nodes that share no file system with `run`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The nodes of a run as `run` knows them: connections, what was heard, and what is told to them."""
+"""The nodes of a run: their connections, their state, and the commands sent to them."""
 
 from __future__ import annotations
 

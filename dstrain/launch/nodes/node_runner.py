@@ -1,4 +1,4 @@
-"""One node's part of a run: its launcher is started, its ranks are watched, and nothing of it is left behind."""
+"""Runs one node's part: starts its launcher, watches its ranks, and leaves no process behind."""
 
 from __future__ import annotations
 

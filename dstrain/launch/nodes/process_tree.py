@@ -1,4 +1,4 @@
-"""The processes of one run on this machine: found by a mark in their environment, watched and ended through /proc."""
+"""Finds the processes of one run on this machine by a mark in their environment, and watches and ends them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `run` and the agents of the nodes say to each other: one JSON object a line, over ssh, srun or a pipe."""
+"""Messages between `run` and the nodes' agents: one JSON object a line, over ssh, srun or a pipe."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Makes a node ready for its ranks, in their environment: they will find rank 0, and wait for no extension.
+"""Prepares a node for its ranks: checks that they reach rank 0, and builds missing extensions.
 
 `python -m dstrain.launch.nodes.ready TIMEOUTS HOST PORT OP …` is what the node's agent starts; it writes events.
 TIMEOUTS is the JSON object of Begin; HOST is where rank 0 will listen, as the ranks are told it; empty where nobody has

@@ -1,4 +1,4 @@
-"""What DeepSpeed's CPU collectives leave behind in shared memory."""
+"""Removes the shared memory that DeepSpeed's CPU collectives leave behind."""
 
 from __future__ import annotations
 

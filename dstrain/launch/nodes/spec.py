@@ -1,4 +1,4 @@
-"""What a coordinator plays, and what somebody may want of it meanwhile."""
+"""The specification of one launch, and the stop and save requests it accepts while it runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks of a job before the launch: files and packages that it needs, and data that the ranks would refuse."""
+"""Checks a job before the launch: its files, its packages, and data that the ranks would refuse."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is known of a job before it runs: its model, its machines, and what its configuration needs."""
+"""The context of a job before it runs: its model, its machines, and what its configuration needs."""
 
 from __future__ import annotations
 

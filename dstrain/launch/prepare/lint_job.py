@@ -1,4 +1,4 @@
-"""Linting a file with everything that is known of its job: read, checked by the rules, and by the planner."""
+"""Lints a configuration in the context of its job, with all rules and the planner."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What can be known to go wrong before anything is launched: folders, disk, ports, earlier checkpoints."""
+"""Checks before a launch: folders, disk space, and earlier checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a job file to a run: what is checked, what the run directory will hold, and the command."""
+"""Prepares a run from a job file: checks it, and decides what the run directory holds."""
 
 from __future__ import annotations
 

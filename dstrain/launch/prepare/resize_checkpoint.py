@@ -1,4 +1,4 @@
-"""Going on from a checkpoint on another number of GPUs: the global batch is kept, and the shards are converted once.
+"""Resumes from a checkpoint on another number of GPUs: keeps the global batch, and converts the shards once.
 
 DeepSpeed loads shards on as many ranks as wrote them. Its universal checkpoint, a copy with one file for each weight,
 loads on any number; `train.checkpoints.universal_checkpoint` makes it, and the ranks read it where the numbers differ.

@@ -1,4 +1,4 @@
-"""What somebody wants of a run while it goes: signals, and files that `dstrain stop` leaves in the run directory."""
+"""Stop and save requests: signals, and the marker file that `dstrain stop` writes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run in the background: started in a session of its own, so that no login ends it."""
+"""Runs in the background, in a session of its own that survives a logout."""
 
 from __future__ import annotations
 

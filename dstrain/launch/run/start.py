@@ -1,4 +1,4 @@
-"""Starts a launch on its nodes: tells their agents what to run, on a port that is free on rank 0's node."""
+"""Starts a launch on its nodes, on a port that is free on rank 0's node."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a run stands: one small file in the run directory, written by `run` and read by status, logs and stop."""
+"""The state of a run: one small file that `run` writes and that status, logs and stop read."""
 
 from __future__ import annotations
 

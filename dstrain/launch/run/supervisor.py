@@ -1,4 +1,4 @@
-"""A run from its first start to its end: what is done after a failure, and on which hosts."""
+"""Supervises a run from its first start to its end, and decides on restarts and spare hosts."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Job scripts: what a person reads, edits and submits to a scheduler, from the templates in `launch/`."""
+"""Job scripts that a person reads, edits and submits to a scheduler, from the templates in `launch/`."""

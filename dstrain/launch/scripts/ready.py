@@ -1,4 +1,4 @@
-"""A run directory that ranks can start from, written without starting anything: for torchrun and for pods."""
+"""Writes a run directory that ranks can start from, for torchrun and for pods, without starting anything."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every job script is filled with: the job, its machines, and values that no scheduler can misread."""
+"""The values that fill every job script: the job and its machines, checked so that no scheduler misreads them."""
 
 from __future__ import annotations
 

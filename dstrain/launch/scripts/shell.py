@@ -1,4 +1,4 @@
-"""Scripts without a scheduler: DeepSpeed's launcher node by node, and torchrun."""
+"""Scripts without a scheduler: DeepSpeed's launcher on each node, and torchrun."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""JSON lines: the record of a run that survives any end, since every line is on disk before the next step."""
+"""The JSON-lines sink: every line is on disk before the next step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where metrics go beside `metrics.jsonl`: one Protocol, one table, and a guard that keeps training safe from them."""
+"""The table of sinks besides `metrics.jsonl`, and a guard that keeps their errors from training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a sink is: it takes the metrics of a run and keeps them somewhere."""
+"""The protocol of a sink, which keeps the metrics of a run."""
 
 from __future__ import annotations
 

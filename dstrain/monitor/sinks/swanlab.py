@@ -1,4 +1,4 @@
-"""SwanLab: the only module that imports it, inside functions, so that nothing else waits for it."""
+"""The SwanLab sink; the only importer of swanlab, inside functions."""
 
 from __future__ import annotations
 

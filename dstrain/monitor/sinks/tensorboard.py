@@ -1,4 +1,4 @@
-"""TensorBoard event files in the run directory."""
+"""The TensorBoard sink: event files in the run directory."""
 
 from __future__ import annotations
 

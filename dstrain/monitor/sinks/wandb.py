@@ -1,4 +1,4 @@
-"""Weights & Biases."""
+"""The Weights & Biases sink."""
 
 from __future__ import annotations
 

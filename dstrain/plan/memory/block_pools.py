@@ -1,4 +1,4 @@
-"""Free blocks and segments of PyTorch's CUDA caching allocator: what `allocator` replays events on.
+"""Free blocks and segments of PyTorch's CUDA caching allocator.
 
 A request is served from the smallest free block that holds it, of equals the one at the lowest address. Where none
 does, the driver gives a new segment: 2 MiB for requests up to 1 MiB (the small pool), 20 MiB for those below 10 MiB,

@@ -1,4 +1,4 @@
-"""Live bytes under DeepSpeed in closed form, for a search that has thousands of configurations to weigh.
+"""Live bytes under DeepSpeed in closed form, for searches over thousands of configurations.
 
 Within 10 % of the engine played parameter by parameter (`plan.engine`), on which the plans that are shown rest.
 """

@@ -1,4 +1,4 @@
-"""What the caching allocator may hold beyond live bytes, without a replay: for a search that has thousands to weigh.
+"""Estimates what the caching allocator reserves beyond live bytes without a replay, for searches.
 
 Blocks that are free lie in holes too small for what comes next, and free blocks of one stream serve no other. Both are
 bytes, not a share: some of the largest tensors, and what other streams have at other times than the peak. So the share

@@ -1,4 +1,4 @@
-"""The peak of one configuration: the largest of a few named instants, and what it consists of."""
+"""The memory peak of one configuration: the largest of a few named instants, and its parts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many parameters train, and what holds them."""
+"""Counts trainable parameters, and the tensors that hold them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The peak of live bytes of one rank: when it is, and what it consists of."""
+"""The peak of live bytes of one rank: its instant, and its parts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Live bytes without DeepSpeed: one GPU, DDP, or FSDP's full sharding, as PyTorch holds them.
+"""Live bytes without DeepSpeed: one GPU, DDP, or FSDP's full sharding.
 
 Most published measurements were made so; `--states pure-bf16` and `--states autocast` ask for it.
 """

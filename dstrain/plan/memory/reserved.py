@@ -1,4 +1,4 @@
-"""From live bytes to what the caching allocator holds and what nvidia-smi shows.
+"""From live bytes to what the caching allocator reserves and nvidia-smi shows.
 
 A replay: `session` writes down what a run allocates and frees in its first steps, on which stream, and `allocator`
 plays it. What lies outside of PyTorch's allocator is a constant of the machine.

@@ -1,4 +1,4 @@
-"""What a configuration needs at the very least: figures so cheap and so certain that most need no estimate."""
+"""Lower bounds of a configuration's memory and time, cheap enough to rule out most candidates."""
 
 from __future__ import annotations
 

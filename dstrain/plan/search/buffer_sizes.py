@@ -1,4 +1,4 @@
-"""Sizes of the engine's buffers: a ladder from the smallest that work to those that memory left over can pay for."""
+"""Sizes of the engine's buffers: levels from the smallest that work to what free memory allows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The choice and its reasons: a survey of the best ways to train, and the plan that is made of the first."""
+"""Makes the plan: surveys the best configurations, chooses the first, and gives reasons."""
 
 from __future__ import annotations
 

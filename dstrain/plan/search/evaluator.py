@@ -1,4 +1,4 @@
-"""The desk of a search: bounds, times and estimates of candidates, each made once."""
+"""Memoised bounds, step times and estimates, one per candidate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Why: the choice against what stands beside it, in sentences with numbers."""
+"""Reasons for a choice: comparisons with its alternatives, in sentences with numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Combinations that do not work together, each with who says so."""
+"""Combinations that do not work together, each with its source."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The search: every way to train, the fastest first, each estimated or excluded by a bound."""
+"""Searches all strategies, the fastest first; each is estimated or ruled out by a bound."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every way to train that a request leaves open and no rule forbids."""
+"""All configurations that a request leaves open and no rule forbids."""
 
 from __future__ import annotations
 

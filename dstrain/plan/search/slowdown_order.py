@@ -1,4 +1,4 @@
-"""The order in which speed is lost, where no time can be predicted: for a GPU whose speeds are not known."""
+"""Ranks configurations by expected slowdown, for GPUs without performance data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks send each other in a step: how many bytes, among whom, when, and how long that takes."""
+"""Collectives of a step: bytes, ranks, timing, and duration."""
 
 from __future__ import annotations
 

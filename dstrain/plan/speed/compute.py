@@ -1,4 +1,4 @@
-"""Seconds of one forward and one backward pass of a micro-batch on one GPU: products, attention, bytes, launches."""
+"""Seconds of one forward and backward pass of a micro-batch on one GPU: GEMMs, attention, memory traffic, launches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What hardware reaches of its data sheet: every prior of the step time, in one place, each with its source.
+"""Priors of the step time: what hardware reaches of its data sheet, each with its source.
 
 A calibration of the same GPU replaces the priors that it measured.
 """

@@ -1,4 +1,4 @@
-"""Floating-point operations: of training one token, for MFU, and of each matrix product, for the step time."""
+"""Floating-point operations: per token for MFU, and per matrix product for the step time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bytes that kernels move and how many there are, for each part of a decoder layer, products and attention excepted."""
+"""Bytes that kernels move and kernel counts, for each part of a decoder layer except GEMMs and attention."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the optimizer and offloading cost: bytes through the GPU, over PCIe, through host RAM and to NVMe."""
+"""The cost of the optimizer and of offloading: bytes through the GPU, PCIe, host RAM and NVMe."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The time of one optimizer step: what the GPU computes and moves, what links carry, what is hidden behind what."""
+"""The time of one optimizer step: compute, memory traffic, communication, and their overlap."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bytes that a step moves: through the GPU's memory, over links, to the host; and the kernels it launches."""
+"""Bytes that a step moves through GPU memory, over links and to the host; and the kernels it launches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writes the record that makes a checkpoint whole, and chooses the one that a run goes on from."""
+"""Records which checkpoints are complete, and chooses the one to resume from."""
 
 from __future__ import annotations
 

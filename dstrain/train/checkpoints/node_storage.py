@@ -1,4 +1,4 @@
-"""Which ranks write to the same disk: all of them, unless `run --sync` copied the run directory to other nodes."""
+"""Which ranks share a disk: all of them, unless `run --sync` copied the run directory."""
 
 from __future__ import annotations
 

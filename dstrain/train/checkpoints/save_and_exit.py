@@ -1,4 +1,4 @@
-"""Leaving early with a checkpoint, and telling the node's agent how far this rank is (a Transformers callback)."""
+"""Exits early with a checkpoint, and reports progress to the node's agent (a Transformers callback)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a saved model has to be: as its base was where training has no say, and whole, which is read back."""
+"""Makes a saved model complete: files as in its base where training does not change them, verified by reading back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A conversation as its chat template writes it, with thoughts, and the characters of it that count in the loss."""
+"""Renders a conversation through its chat template, and marks the characters that count in the loss."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Samples or packed rows to one micro-batch of tensors."""
+"""Collates samples or packed rows into one micro-batch of tensors."""
 
 from __future__ import annotations
 

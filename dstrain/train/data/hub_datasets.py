@@ -1,4 +1,4 @@
-"""Data sets by their id on a hub: Hugging Face or ModelScope."""
+"""Loads data sets by their hub id: Hugging Face or ModelScope."""
 
 from __future__ import annotations
 

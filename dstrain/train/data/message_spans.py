@@ -1,4 +1,4 @@
-"""Where messages stand in what a chat template writes: each goes in with marks, and the marks come out where it stands.
+"""Finds the spans of messages in the output of a chat template, by marking each one and locating the marks.
 
 A template is a program: what it writes before, in and after a message depends on the other messages. Without its marks
 the text has to be the one that the template writes of the conversation itself.

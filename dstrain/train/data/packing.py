@@ -1,4 +1,4 @@
-"""Packing: short samples share rows of `seq_len` tokens, best fit first, and no sample is ever split."""
+"""Packs short samples into rows of `seq_len` tokens, best fit first; no sample is split."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank trains on: data from a file or a hub, in tokens, cut, counted and packed."""
+"""Prepares a rank's data: read from a file or a hub, tokenized, truncated, counted and packed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Conversations and texts to token ids and labels, with the loss on the answers only."""
+"""Tokenizes conversations and texts, with labels on the answers only."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The meta-tensor tracer's parts: models without weights, CUDA's choices of kernels, and a count of live storages."""
+"""The meta-tensor tracer's parts: models without weights, CUDA's kernel choices, and live storages."""

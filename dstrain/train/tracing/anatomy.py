@@ -1,4 +1,4 @@
-"""Where the parts of a model are: its decoder layers, embedding, head and vision tower."""
+"""Locates the parts of a model: decoder layers, embedding, head and vision tower."""
 
 from __future__ import annotations
 

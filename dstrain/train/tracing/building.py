@@ -1,4 +1,4 @@
-"""Models without weights: what Transformers and PEFT build on the meta device for a question."""
+"""Builds models on the meta device with Transformers and PEFT."""
 
 from __future__ import annotations
 

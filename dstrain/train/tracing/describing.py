@@ -1,4 +1,4 @@
-"""What a model without weights says of itself: sizes, parameter tensors, and which of its layers are alike."""
+"""Describes a model on the meta device: sizes, parameter tensors, and identical layers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model is called with, without data: tokens, masks, positions and images."""
+"""Builds model inputs without data: tokens, masks, positions and images."""
 
 from __future__ import annotations
 

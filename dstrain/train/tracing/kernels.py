@@ -1,4 +1,4 @@
-"""CUDA's choices, made on tensors without data: attention kernels, dropout's mask, and what Transformers asks of masks.
+"""Reproduces CUDA's choices on tensors without data: attention kernels, dropout masks, attention masks.
 
 On the meta device PyTorch would take attention apart into s × s matrices, keep dropout masks as wide as the data, and
 fail where Transformers looks into a mask. Sources are named at each function.

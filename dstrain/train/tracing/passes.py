@@ -1,4 +1,4 @@
-"""One forward and backward pass of a model without data, from a question to what was alive when."""
+"""Runs one forward and backward pass of a model without data, and records live bytes."""
 
 from __future__ import annotations
 

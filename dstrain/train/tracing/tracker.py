@@ -1,4 +1,4 @@
-"""Live bytes of tensor storages while real code runs on tensors without data: every allocation and every free."""
+"""Tracks live bytes of tensor storages while real code runs on tensors without data."""
 
 from __future__ import annotations
 

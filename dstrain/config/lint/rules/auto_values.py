@@ -1,4 +1,4 @@
-"""Rules about "auto": the Trainer fills some, and accelerate ends the run at any other."""
+"""Rules about "auto": the Trainer fills some values, and accelerate stops the run at any other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules about the batch, and about what the job says too: accumulation, clipping, learning rate, precision."""
+"""Rules about batch sizes and settings shared with the job: accumulation, clipping, learning rate, precision."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules about buffers that cost more memory than they bring speed."""
+"""Rules about buffers that cost more memory than the speed they bring is worth."""
 
 from __future__ import annotations
 

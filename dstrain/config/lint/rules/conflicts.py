@@ -1,4 +1,4 @@
-"""Rules about choices that exclude each other: DeepSpeed stops, most often after the model was loaded."""
+"""Rules about settings that exclude each other; DeepSpeed stops at them, usually after loading the model."""
 
 from __future__ import annotations
 

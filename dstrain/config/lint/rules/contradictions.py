@@ -1,4 +1,4 @@
-"""Rules about numbers that are legal alone and contradict each other, and about lengths that the run does not have."""
+"""Rules about numbers that are valid alone and contradict each other, or exceed the length of the run."""
 
 from __future__ import annotations
 

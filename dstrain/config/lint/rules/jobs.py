@@ -1,4 +1,4 @@
-"""Rules about what dstrain's own trainer cannot do, and about a job against its model, its data and its machines."""
+"""Rules about what dstrain's trainer does not support, and about a job's model, data and machines."""
 
 from __future__ import annotations
 

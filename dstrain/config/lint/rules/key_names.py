@@ -1,4 +1,4 @@
-"""Rules about names: misspelt, misplaced, unknown, removed, renamed."""
+"""Rules about key names: misspelt, misplaced, unknown, removed, renamed."""
 
 from __future__ import annotations
 

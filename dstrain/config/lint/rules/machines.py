@@ -1,4 +1,4 @@
-"""Rules about the machines: what must divide the GPUs, and what does not fit GPU, host RAM or disk."""
+"""Rules about the machines: what must divide the number of GPUs, and what does not fit GPU, host RAM or disk."""
 
 from __future__ import annotations
 

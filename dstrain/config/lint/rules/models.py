@@ -1,4 +1,4 @@
-"""Rules about the model: what its experts, its dtype, its saving and its shape ask of a configuration."""
+"""Rules about the model: its experts, dtype, saving and shape."""
 
 from __future__ import annotations
 

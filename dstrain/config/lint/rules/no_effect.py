@@ -1,4 +1,4 @@
-"""Rules about what is written and does nothing: DeepSpeed says no word about any of it."""
+"""Rules about settings that have no effect and that DeepSpeed ignores without a warning."""
 
 from __future__ import annotations
 

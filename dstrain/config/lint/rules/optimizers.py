@@ -1,4 +1,4 @@
-"""Rules about optimizers: their types, the parameters of each, the learning rate, and what offloading asks of them."""
+"""Rules about optimizers: their types, parameters, learning rate, and offloading."""
 
 from __future__ import annotations
 

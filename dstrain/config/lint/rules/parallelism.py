@@ -1,4 +1,4 @@
-"""Rules about parallelism and compilation: AutoTP, AutoEP, DeepCompile, and what they do not go with."""
+"""Rules about parallelism and compilation: AutoTP, AutoEP, DeepCompile, and their incompatibilities."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules about learning-rate schedules: their types, the parameters of each, where they end, and whose they are."""
+"""Rules about learning-rate schedules: their types, parameters, length, and who owns them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules about the text itself: keys that stand twice, and what plain JSON does not have."""
+"""Rules about the text: duplicate keys, and syntax that plain JSON does not have."""
 
 from __future__ import annotations
 

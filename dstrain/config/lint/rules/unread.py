@@ -1,4 +1,4 @@
-"""Rules about settings that nothing reads, because another one is missing or says otherwise."""
+"""Rules about settings that nothing reads because another one is missing or overrides them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules about single values: their type, their range, and the words that are legal."""
+"""Rules about single values: type, range, and allowed words."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules about ZenFlow: what it needs, and how its intervals go together."""
+"""Rules about ZenFlow: its requirements, and how its intervals combine."""
 
 from __future__ import annotations
 

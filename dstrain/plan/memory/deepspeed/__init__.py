@@ -1,1 +1,1 @@
-"""Live bytes of DeepSpeed's engine: what it allocates and frees at each parameter, replayed, and added to the tape."""
+"""Live bytes of DeepSpeed's engine: replays what it allocates and frees at each parameter, and adds it to the tape."""

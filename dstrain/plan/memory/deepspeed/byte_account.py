@@ -1,4 +1,4 @@
-"""Bytes that the engine has at work beyond the resident states, and the most of them between two moments."""
+"""Tracks the engine's transient bytes and their peak between two marks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine's levels, sorted by the moments of the tape, and of each moment only the layers that can be the peak.
+"""Selects, for each moment of the tape, the layers that can hold the peak.
 
 The tape plays three layers of each kind; what is live at a moment grows by the same bytes from layer to layer. So of
 the layers in the middle only those matter that are on the upper hull of the engine's bytes over the layers, whatever a

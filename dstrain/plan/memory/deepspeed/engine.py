@@ -1,4 +1,4 @@
-"""Live bytes under DeepSpeed: the tape's moments and the engine's levels, added moment by moment."""
+"""Live bytes under DeepSpeed: the tape's moments plus the engine's levels."""
 
 from __future__ import annotations
 

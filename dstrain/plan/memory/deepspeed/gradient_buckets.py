@@ -1,4 +1,4 @@
-"""Gradients on their way from autograd to the optimizer: a replay of buckets, one parameter at a time."""
+"""Replays gradient buckets, one parameter at a time, from autograd to the optimizer."""
 
 from __future__ import annotations
 

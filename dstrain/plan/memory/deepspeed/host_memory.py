@@ -1,4 +1,4 @@
-"""What one rank keeps in host RAM and on NVMe when the optimizer, or parameters too, are offloaded."""
+"""What one rank keeps in host RAM and on NVMe when the optimizer or parameters are offloaded."""
 
 from __future__ import annotations
 

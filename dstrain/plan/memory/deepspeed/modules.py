@@ -1,4 +1,4 @@
-"""The modules of a model in the order of their call, with the parameters of each: what ZeRO gathers and reduces."""
+"""The modules of a model in call order with their parameters, which ZeRO gathers and reduces."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tape's bytes between the marks at which the engine acts: where a module begins and ends, forward and backward."""
+"""The tape's bytes between the points where the engine acts: the start and end of each module's passes."""
 
 from __future__ import annotations
 

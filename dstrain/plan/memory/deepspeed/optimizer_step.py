@@ -1,4 +1,4 @@
-"""What the optimizer step adds: norms, flat and fp32 copies of gradients, temporaries of the optimizer."""
+"""What the optimizer step adds: norms, flat and fp32 copies of gradients, temporaries."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What happens in one micro-batch, as the engine sees it: modules begin and end, gradients come to rest."""
+"""The engine's view of one micro-batch: modules start and end, gradients become ready."""
 
 from __future__ import annotations
 

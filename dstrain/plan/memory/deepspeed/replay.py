@@ -1,4 +1,4 @@
-"""The engine's bytes at every moment of a step: the program of a micro-batch, played on one rank after another."""
+"""Replays the program of a micro-batch on each rank, for the engine's bytes at every moment of a step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one rank holds between two steps: parameters, master copies, states, buckets."""
+"""What one rank holds between two steps: parameters, master copies, optimizer states, buckets."""
 
 from __future__ import annotations
 

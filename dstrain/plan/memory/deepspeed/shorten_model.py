@@ -1,4 +1,4 @@
-"""A model with as many layers as ZeRO-3's coordinator can tell from more: what it does repeats from layer to layer."""
+"""Shortens a model to the layers that ZeRO-3's coordinator treats differently; the rest repeat."""
 
 from __future__ import annotations
 

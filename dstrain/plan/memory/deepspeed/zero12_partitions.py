@@ -1,4 +1,4 @@
-"""ZeRO-1 and 2: where each parameter lies in the flat partitions, and how gradients get there."""
+"""ZeRO-1 and 2: the position of each parameter in the flat partitions, and how its gradient gets there."""
 
 from __future__ import annotations
 

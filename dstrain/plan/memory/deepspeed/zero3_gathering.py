@@ -1,4 +1,4 @@
-"""Parameters that ZeRO-3 holds whole: a replay of DeepSpeed's coordinator, module by module.
+"""Replays ZeRO-3's parameter coordinator, module by module.
 
 Every module that begins gathers its parameters and then as many more elements as `prefetch_bucket_size`, whatever is
 on its way already, while fewer than `max_live_parameters` are whole; so prefetching runs ahead to that limit. A module

@@ -1,4 +1,4 @@
-"""Activation memory of any configuration, instant by instant: two short tapes, extrapolated over the layers."""
+"""Activation memory of any configuration at each instant: two short tapes, extrapolated over the layers."""
 
 from __future__ import annotations
 

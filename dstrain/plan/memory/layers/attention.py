@@ -1,4 +1,4 @@
-"""Attention on the tape: which kernel CUDA runs, what it keeps, and what Transformers copies around it."""
+"""Attention on the tape: the kernel CUDA runs, what it saves, and Transformers' copies around it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The blocks that decoder layers are made of, as Transformers 5.23 computes them."""
+"""The building blocks of decoder layers, as Transformers 5.23 computes them."""
 
 from __future__ import annotations
 

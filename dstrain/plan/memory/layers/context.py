@@ -1,4 +1,4 @@
-"""What layer code needs to know while it runs on the tape: sizes of this rank's work, parameters, and variants."""
+"""The context of layer code on the tape: sizes of this rank's work, parameters, and variants."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Dense decoder layers: attention and MLP of each family of layer code."""
+"""Dense decoder layers: attention and MLP of each family."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What comes before the decoder layers on the tape: embeddings, rotary tables, the attention mask."""
+"""What precedes the decoder layers on the tape: embeddings, rotary tables, the attention mask."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which layer code each `model_type` has: one row a family."""
+"""The layer code of each `model_type`: one row per family."""
 
 from __future__ import annotations
 

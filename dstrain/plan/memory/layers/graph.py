@@ -1,4 +1,4 @@
-"""The tape: runs layer code on sizes, forward and backward, and knows what is saved, recomputed and kept."""
+"""The tape: runs layer code on sizes, forward and backward, and tracks what is saved, recomputed and kept."""
 
 from __future__ import annotations
 

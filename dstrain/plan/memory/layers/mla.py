@@ -1,4 +1,4 @@
-"""DeepSeek's multi-head latent attention on the tape: keys and values come out of a narrow latent."""
+"""DeepSeek's multi-head latent attention on the tape: keys and values come from a low-rank latent."""
 
 from __future__ import annotations
 

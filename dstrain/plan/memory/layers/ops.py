@@ -1,4 +1,4 @@
-"""PyTorch's operations on sizes: what each allocates, what it saves, what its backward pass allocates.
+"""PyTorch operations on sizes: what each allocates, saves, and allocates in its backward pass.
 
 Source of every rule: torch 2.13 tools/autograd/derivatives.yaml and the CUDA kernels it names.
 """

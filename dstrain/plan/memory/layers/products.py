@@ -1,4 +1,4 @@
-"""Matrix products on sizes: with a parameter, whose gradient is a matrix of its size, or of two activations."""
+"""Matrix products on sizes: with a parameter, or of two activations."""
 
 from __future__ import annotations
 

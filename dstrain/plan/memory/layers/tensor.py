@@ -1,4 +1,4 @@
-"""Tensors without numbers: who holds how many bytes, from when to when.
+"""Tensors without data: their bytes, and their lifetime.
 
 A tensor here is a size and a reference to its storage; Python's reference counting frees a storage when the last tensor
 that uses it goes, exactly when PyTorch's does. So layer code written like Transformers' has the same bytes live at the

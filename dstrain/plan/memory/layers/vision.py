@@ -1,4 +1,4 @@
-"""Vision towers on the tape: frozen, so that they leave features behind and nothing for the backward pass."""
+"""Vision towers on the tape: frozen, so they leave features and nothing for the backward pass."""
 
 from __future__ import annotations
 

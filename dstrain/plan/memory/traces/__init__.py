@@ -1,1 +1,1 @@
-"""What a training run asks of the caching allocator, in order: `reserved` replays it."""
+"""Sequences of allocations and frees of a training run, which `reserved` replays on the caching allocator."""

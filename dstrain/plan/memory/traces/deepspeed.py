@@ -1,4 +1,4 @@
-"""A run of DeepSpeed: the engine's buckets, gathered parameters and states around the tape's tensors.
+"""Traces a run of DeepSpeed: the engine's buckets, gathered parameters and states around the tape's tensors.
 
 Gathered parameters come from the stream of all-gathers, and what a reduction makes from its own, where communication
 overlaps; a block that computation has used can be given away again when the GPU has got past it.

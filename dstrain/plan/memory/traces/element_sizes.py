@@ -1,4 +1,4 @@
-"""Bytes of one element of what PyTorch alone holds, and the optimizer's part of a step."""
+"""Bytes per element of PyTorch's own states, and the optimizer's part of a step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The order of a run's allocations and frees, written step by step."""
+"""Writes the sequence of a run's allocations and frees, step by step."""
 
 from __future__ import annotations
 

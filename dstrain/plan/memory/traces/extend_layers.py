@@ -1,4 +1,4 @@
-"""A recording of a few layers made longer: one of its layers again and again."""
+"""Extends a recording of a few layers to the full depth by repeating one of them."""
 
 from __future__ import annotations
 

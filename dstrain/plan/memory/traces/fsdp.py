@@ -1,4 +1,4 @@
-"""A run under FSDP's full sharding: parameters are gathered, and gradients reduced, in streams of their own.
+"""Traces a run under FSDP's full sharding: all-gathers and reduce-scatters in their own streams.
 
 A unit is the root (embedding, last norm, head) or a decoder layer. The root stays whole from the first forward to the
 end of the backward pass, a layer while it works; under checkpointing it is gathered twice on the way back, for the

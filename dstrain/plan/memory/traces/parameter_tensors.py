@@ -1,4 +1,4 @@
-"""Parameter tensors of a model one by one, in the order in which they come to the GPU."""
+"""The parameter tensors of a model in the order in which they reach the GPU."""
 
 from __future__ import annotations
 

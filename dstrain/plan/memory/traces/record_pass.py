@@ -1,4 +1,4 @@
-"""Plays a micro-batch on the tape and writes it down.
+"""Records a micro-batch on the tape.
 
 A few layers are played. The others are written by repeating one of them: layers in the middle ask for the same blocks
 in the same order. Where the allocator may grow its segments, what such a layer takes and gives back itself is left out:

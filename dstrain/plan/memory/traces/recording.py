@@ -1,4 +1,4 @@
-"""One micro-batch's allocations and frees in order, with marks where something begins that others act at."""
+"""The allocations and frees of one micro-batch in order, with marks where the engine acts."""
 
 from __future__ import annotations
 

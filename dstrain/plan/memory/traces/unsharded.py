@@ -1,4 +1,4 @@
-"""A run of PyTorch on one GPU, or under DDP: every rank holds everything."""
+"""Traces a run of PyTorch on one GPU or under DDP: every rank holds everything."""
 
 from __future__ import annotations
 
