@@ -72,7 +72,6 @@ class Heartbeat:
     """One message of a rank."""
 
     rank: int
-    """Its number."""
     step: int
     """Optimizer steps done, or what the phase counts."""
     phase: Phase

@@ -114,7 +114,6 @@ class _Planned:
     asked: PlanInputs
     """Model, machines and request."""
     plan: Plan
-    """The plan."""
     document: dict[str, Any]
     """The plan as JSON."""
 

@@ -56,7 +56,6 @@ class Cost:
     """What a number takes."""
 
     count_bytes: int
-    """Bytes."""
     where: str
     """Of what, in words that follow the number: `of each GPU`."""
 

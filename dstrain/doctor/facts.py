@@ -88,7 +88,6 @@ class RdmaPort:
     device: str
     """Name of the device, such as `mlx5_0`."""
     port: int
-    """Number of the port."""
     state: str
     """Such as `ACTIVE` or `DOWN`."""
     gbits_per_s: float

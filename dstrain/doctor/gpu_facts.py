@@ -36,7 +36,6 @@ class GpuState:
     celsius: int | None = None
     """Its temperature."""
     power_limit_w: float | None = None
-    """Its power limit."""
     default_power_limit_w: float | None = None
     """The limit that it came with."""
     has_mig: bool = False

@@ -37,7 +37,6 @@ class Answer:
     """What one host says."""
 
     host: Host
-    """Which host."""
     facts: Facts | None = None
     """What was found there; None where it did not come to that."""
     problem: str | None = None

@@ -83,7 +83,6 @@ class Answer:
     """What one host says."""
 
     host: Host
-    """Which host."""
     facts: Mapping[str, Any] | None = None
     """What its Python found; None where it did not come to that."""
     problem: str | None = None

@@ -62,7 +62,6 @@ class Configuration:
     """Whether offloaded states are in page-locked memory."""
 
     optimizer: Optimizer = Optimizer.ADAMW
-    """The optimizer."""
     state_dtypes: StateDtypes = StateDtypes.MIXED
     """Which copies of a parameter there are, and so whether DeepSpeed or PyTorch's own sharding holds them."""
     grad_accum_dtype: Precision | None = None

@@ -41,7 +41,6 @@ class Request:
     packing: bool = False
     """Whether samples share rows, so that there is no padding mask."""
     optimizer: Optimizer = Optimizer.ADAMW
-    """The optimizer."""
     state_dtypes: StateDtypes = StateDtypes.MIXED
     """Which copies of a parameter there are."""
     sp: int | None = 1

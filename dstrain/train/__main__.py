@@ -43,7 +43,6 @@ class Given:
     run_dir: RunDir
     """Where it says it."""
     job: Job
-    """The job."""
     ds_config: dict[str, Any]
     """The DeepSpeed configuration."""
     model: ModelFacts | None

@@ -43,7 +43,6 @@ class TrainingSetup:
     """What one rank holds while it trains."""
 
     job: Job
-    """The job."""
     run_dir: RunDir
     """Where files go."""
     rank: Rank
@@ -53,7 +52,6 @@ class TrainingSetup:
     group: Any
     """A gloo group of all ranks, for small gathers that touch no GPU; None with one rank."""
     tokenizer: Any
-    """The tokenizer."""
     train_data: PreparedData
     """Training data in tokens."""
     eval_data: PreparedData | None

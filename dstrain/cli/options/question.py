@@ -28,7 +28,6 @@ class PlanInputs:
     """What was asked, with the facts found."""
 
     model: ModelFacts
-    """The model."""
     cluster: Cluster
     """The machines."""
     hosts: Hosts

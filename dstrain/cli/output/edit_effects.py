@@ -42,7 +42,6 @@ class Measured:
     """An edit with what it does alone."""
 
     edit: Edit
-    """The edit."""
     effect: Effect | None
     """What it does beside the generated files; None where it does nothing or nothing can be said."""
     note: str | None

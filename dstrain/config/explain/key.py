@@ -77,7 +77,6 @@ class Here:
     request: Request
     """The job."""
     model: ModelFacts
-    """Its model."""
     cluster: Cluster
     """Its machines."""
     calibration: Calibration | None = None

@@ -56,11 +56,9 @@ class Cluster:
     __pydantic_config__ = type_config
 
     num_nodes: int
-    """Nodes."""
     gpus_per_node: int
     """GPUs used on each node."""
     gpu: Gpu
-    """The GPU."""
     gpu_origin: Origin
     """Whether the GPU was named, read through NVML, or assumed."""
     intra_link: Link

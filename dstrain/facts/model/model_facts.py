@@ -101,7 +101,6 @@ class ModelFacts:
     num_attention_heads: int
     """Query heads."""
     num_key_value_heads: int
-    """Key and value heads."""
     head_dim: int
     """Elements of one query head."""
     v_head_dim: int

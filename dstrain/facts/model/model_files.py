@@ -30,7 +30,6 @@ class Tensor:
     dtype: str
     """Its dtype, as safetensors calls it: `BF16`, `F32` …"""
     shape: tuple[int, ...]
-    """Its shape."""
 
     @property
     def num_elements(self) -> int:

@@ -164,7 +164,6 @@ class Parameter:
     name: str
     """Its full name, such as `model.layers.0.self_attn.q_proj.weight`."""
     shape: tuple[int, ...]
-    """Its shape."""
     layer: int | None
     """The decoder layer it is in, or None."""
     role: str

@@ -35,7 +35,6 @@ class NodeState:
     """What is known of one node."""
 
     node: Node
-    """The node."""
     channel: Channel
     """The connection to it."""
     heard: float

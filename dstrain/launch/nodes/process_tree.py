@@ -24,7 +24,6 @@ class Process:
     """One process as /proc shows it."""
 
     pid: int
-    """Its number."""
     state: str
     """One letter; `Z` has ended and waits to be collected."""
     parent: int

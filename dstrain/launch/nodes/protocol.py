@@ -157,7 +157,6 @@ class Died:
     """Event: a rank ended badly."""
 
     rank: int
-    """Its number."""
     code: int | None
     """Its exit code, negative for a signal; None where nobody saw it."""
 

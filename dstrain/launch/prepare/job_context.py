@@ -181,11 +181,9 @@ class JobContext:
     """What is known beside the configuration."""
 
     job: JobFile | None = None
-    """The job."""
     hosts: Hosts | None = None
     """Its machines' names and slots."""
     model: ModelFacts | None = None
-    """Its model."""
     cluster: Cluster | None = None
     """Its machines."""
     findings: tuple[Finding, ...] = ()

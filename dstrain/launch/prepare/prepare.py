@@ -39,7 +39,6 @@ class PreparedRun:
     """Everything known before the launch. Nothing is written yet."""
 
     job: Job
-    """The job."""
     run_dir: RunDir
     """Where the run will be."""
     hosts: Hosts

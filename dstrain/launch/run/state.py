@@ -60,7 +60,6 @@ class State:
     step: int | None = None
     """Optimizer steps done."""
     nodes: tuple[str, ...] = ()
-    """The nodes."""
     start: str | None = None
     """How far the ranks are that have not come to their first step; None where nothing was said of that yet."""
     exit_code: int | None = None

@@ -186,7 +186,6 @@ class Replaced:
     """The hosts of the next start."""
 
     hosts: Hosts
-    """The hosts."""
     changes: dict[str, str]
     """Lost host → what takes its place."""
 

@@ -38,7 +38,6 @@ class Batch:
     qos: str | None = None
     """Quality of service."""
     reservation: str | None = None
-    """Reservation."""
 
 
 def parse_time(text: str, what: str = "--time") -> int:

@@ -31,7 +31,6 @@ class ScriptContext:
     name: str
     """What the job is called where it runs: letters, digits, dots, dashes and underscores."""
     nodes: int
-    """Number of nodes."""
     gpus: int
     """GPUs of each node."""
     hosts: tuple[str, ...]

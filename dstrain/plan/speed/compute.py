@@ -103,7 +103,6 @@ class Times:
     products: float
     """Matrix products."""
     attention: float
-    """Attention."""
     elementwise: float
     """Kernels that only move bytes, the loss included."""
     launches: float

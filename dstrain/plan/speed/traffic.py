@@ -37,7 +37,6 @@ class Pass:
     bytes_per_token: float
     """Bytes for each token that every rank moves."""
     kernels: float
-    """Kernels."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -81,7 +80,6 @@ class Work:
     model_flops: tuple[float, float]
     """Model FLOPs of a trained token: without attention, and for each position of the sequence."""
     forward: Pass
-    """The forward pass."""
     backward: Pass
     """The backward pass, without recomputation."""
     recompute: Pass

@@ -20,7 +20,6 @@ class Resume:
     checkpoint: Path
     """The whole checkpoint."""
     step: int
-    """Its step."""
     data: str | None
     """Digest of the data it was trained on; None if an earlier version wrote it."""
 
@@ -91,7 +90,6 @@ class Written:
     """How a checkpoint was trained, as it says itself."""
 
     step: int
-    """Its step."""
     world_size: int
     """The ranks that wrote it."""
     zero_stage: int

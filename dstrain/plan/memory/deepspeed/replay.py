@@ -39,7 +39,6 @@ class Replay:
     """One step of one rank."""
 
     rank: int
-    """The rank."""
     micro_steps: tuple[tuple[Level, ...], ...]
     """A level for each mark of the program and, last, for the time after the backward pass; for each micro-batch."""
     kept: int

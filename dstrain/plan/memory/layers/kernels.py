@@ -14,7 +14,6 @@ class Kernels:
     """What runs on fused kernels."""
 
     norm: bool = True
-    """The norms."""
     norm_in_place: bool = True
     """Whether a norm's gradient is written over the incoming one, which a norm before a sum cannot do."""
     rotary: bool = True
@@ -24,7 +23,6 @@ class Kernels:
     experts: bool = False
     """Routed experts, as one function."""
     loss: LossKernel = LossKernel.FUSED
-    """The loss."""
 
 
 PLAIN = Kernels(norm=False, rotary=False, mlp=False, loss=LossKernel.FULL)
