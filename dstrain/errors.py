@@ -17,6 +17,22 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where something is written."""
+
+    file: str
+    """The file, or the option that sets the value, as people should see it."""
+    line: int | None = None
+    """Line, from 1; None: of the file as a whole, or of an option."""
+    column: int | None = None
+    """Column, from 1."""
+
+    def __str__(self) -> str:
+        return ":".join(str(part) for part in (self.file, self.line, self.column) if part is not None)
 
 
 class DstrainError(Exception):
@@ -24,11 +40,16 @@ class DstrainError(Exception):
 
     exit_code = 1
 
-    def __init__(self, problem: str, *, hint: str | None = None) -> None:
-        """`problem` quotes the input and says where; `hint` is the next thing to type."""
-        super().__init__(problem)
-        self.problem = problem
+    def __init__(
+        self, text: str, *, hint: str | None = None, place: Place | None = None, parts: Sequence[DstrainError] = ()
+    ) -> None:
+        """`text` quotes the input, `hint` is the next thing to type; `parts` are the problems that it joins."""
+        self.text = text
+        self.place = place
+        self.problem = text if place is None else f"{place}: {text}"
         self.hint = hint
+        self.parts = tuple(parts)
+        super().__init__(self.problem)
 
     def __str__(self) -> str:
         return self.problem if self.hint is None else f"{self.problem}\n{self.hint}"

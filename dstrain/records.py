@@ -6,9 +6,9 @@ import dataclasses
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 
-from dstrain.errors import InvalidConfig, nearest
+from dstrain.errors import InvalidConfig, Place, nearest
 
 if TYPE_CHECKING:
     from pydantic import ConfigDict, TypeAdapter
@@ -18,15 +18,11 @@ type_config: ConfigDict = {
 }  # fmt: skip
 """What every record read from a file sets as its `__pydantic_config__`: no unknown key, no silent conversion."""
 
-Place = tuple[str | int, ...]
+Keys = tuple[str | int, ...]
+"""The keys and indices that lead to a value."""
+Locator = Callable[[Keys], Place]
+"""Says where the value that keys lead to is written."""
 T = TypeVar("T")
-
-
-class Locator(Protocol):
-    """Says where in its source a key stands."""
-
-    def __call__(self, place: Place) -> str:
-        """Returns `file:line:column`, or the option, of the value at `place`."""
 
 
 _ADAPTERS: dict[Any, TypeAdapter[Any]] = {}
@@ -59,7 +55,9 @@ def json_schema(record: type[Any]) -> dict[str, Any]:
     return _adapter(record).json_schema()
 
 
-def from_data(record: type[T], data: Any, *, locate: Locator, synonyms: Mapping[str, str] | None = None) -> T:
+def from_data(
+    record: type[T], data: Any, *, locate: Callable[[Keys], Place | str], synonyms: Mapping[str, str] | None = None
+) -> T:
     """Returns `data` as a record of the given type.
 
     Raises InvalidConfig with every problem on a line of its own, each with its place; an unknown key gets the nearest
@@ -76,12 +74,12 @@ def from_data(record: type[T], data: Any, *, locate: Locator, synonyms: Mapping[
         raise InvalidConfig("\n".join(dict.fromkeys(problems))) from None
 
 
-def _describe(record: Any, fault: Any, locate: Locator, synonyms: Mapping[str, str]) -> str:
-    place: Place = tuple(fault["loc"])
-    where = locate(place)
-    key = _key(place)
+def _describe(record: Any, fault: Any, locate: Callable[[Keys], Place | str], synonyms: Mapping[str, str]) -> str:
+    keys: Keys = tuple(fault["loc"])
+    where = locate(keys)
+    key = _key(keys)
     if fault["type"] in {"unexpected_keyword_argument", "extra_forbidden"}:
-        legal = _legal_keys(record, place[:-1])
+        legal = _legal_keys(record, keys[:-1])
         near = synonyms.get(key) or nearest(key, legal)
         meant = f'did you mean "{near}"?' if near else "known keys: " + ", ".join(legal)
         return f'{where}: unknown key "{key}"; {meant}'
@@ -97,20 +95,20 @@ def _describe(record: Any, fault: Any, locate: Locator, synonyms: Mapping[str, s
     return f"{where}: {key} is {json.dumps(fault['input'], default=str)}; {message[:1].lower()}{message[1:]}"
 
 
-def _key(place: Place) -> str:
-    """Returns what the last key of a place is called in a message.
+def _key(keys: Keys) -> str:
+    """Returns what the last of these keys is called in a message.
 
     >>> _key(("seq_len",)), _key(("monitor", "sinks", 0))
     ('seq_len', 'sinks[0]')
     """
-    if len(place) > 1 and isinstance(place[-1], int):
-        return f"{_key(place[:-1])}[{place[-1]}]"
-    return str(place[-1]) if place else ""
+    if len(keys) > 1 and isinstance(keys[-1], int):
+        return f"{_key(keys[:-1])}[{keys[-1]}]"
+    return str(keys[-1]) if keys else ""
 
 
-def _legal_keys(record: Any, place: Place) -> list[str]:
-    """Returns the field names of the record at `place`, which walks dataclass fields from `record`."""
-    for key in place:
+def _legal_keys(record: Any, keys: Keys) -> list[str]:
+    """Returns the field names of the record that `keys` lead to from `record`."""
+    for key in keys:
         field = next((f for f in dataclasses.fields(record) if f.name == key), None)
         if field is None:
             return []

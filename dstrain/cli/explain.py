@@ -62,7 +62,7 @@ def _explain_file(path: Path, job: Path | None, *, as_json: bool) -> None:
 
     document = jsonc.parse(read_text(path), str(path))
     if not isinstance(document.value, dict):
-        raise InvalidConfig(f"{document.where(())}: a configuration is an object in braces")
+        raise InvalidConfig("a configuration is an object in braces", place=document.place(()))
     known, missing = _known(job, path)
     found = text.explained(path, document.value, known, missing)
     if as_json:

@@ -121,7 +121,7 @@ def _known(file: JobFile, path: Path) -> JobContext:
 def _say_mended(linted: LintResult, *, dry_run: bool) -> None:
     for finding in linted.mended:
         verb = "would mend" if dry_run else "mended"
-        say(f"{verb} {finding.where}: {finding.rule}: {finding.problem}; {finding.fix}")
+        say(f"{verb} {finding.place}: {finding.rule}: {finding.problem}; {finding.fix}")
 
 
 def _print(path: Path, linted: LintResult, write: Callable[[str], None]) -> None:

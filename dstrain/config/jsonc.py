@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dstrain.errors import InvalidConfig, merge_hint
+from dstrain.errors import InvalidConfig, Place, merge_hint
 
 Pointer = tuple[str | int, ...]
 
@@ -67,25 +67,15 @@ class Document:
     extras: Mapping[str, int]
     """What plain JSON does not have (`a BOM`, `a comment`, `a trailing comma`): the offset of the first of each."""
 
-    def place(self, pointer: Pointer) -> tuple[int, int]:
-        """Returns line and column, from 1, of the deepest part of the pointer that exists."""
+    def place(self, pointer: Pointer) -> Place:
+        """Returns the place of the deepest part of the pointer that exists."""
         while pointer and pointer not in self.spans:
             pointer = pointer[:-1]
-        return line_column(self.text, self.spans[pointer].key)
-
-    def where(self, pointer: Pointer) -> str:
-        """Returns `file:line:column` of the deepest part of the pointer that exists."""
-        line, column = self.place(pointer)
-        return f"{self.name}:{line}:{column}"
+        return place_of(self.text, self.spans[pointer].key, self.name)
 
 
 class SyntaxProblem(InvalidConfig):
-    """A text that cannot be read, with its place."""
-
-    def __init__(self, problem: str, *, name: str, line: int, column: int, hint: str | None = None) -> None:
-        super().__init__(f"{name}:{line}:{column}: {problem}", hint=hint)
-        self.bare = problem
-        self.line, self.column = line, column
+    """A text that cannot be read; it always has a place."""
 
 
 def newline_of(text: str) -> str:
@@ -93,11 +83,12 @@ def newline_of(text: str) -> str:
     return "\r\n" if "\r\n" in text else "\n"
 
 
-def line_column(text: str, at: int) -> tuple[int, int]:
-    """Returns line and column, from 1, of an offset; a BOM takes no column."""
+def place_of(text: str, at: int, name: str) -> Place:
+    """Returns the place of an offset in the text of a file; a BOM takes no column."""
     start = text.rfind("\n", 0, at) + 1
     before = text[start:at]
-    return text.count("\n", 0, at) + 1, len(before) - before.startswith("\ufeff") + 1
+    column = len(before) - before.startswith("\ufeff") + 1
+    return Place(file=name, line=text.count("\n", 0, at) + 1, column=column)
 
 
 class _Parser:
@@ -109,9 +100,8 @@ class _Parser:
         self.extras: dict[str, int] = {"a BOM": 0} if text.startswith("\ufeff") else {}
 
     def fail(self, problem: str, at: int | None = None) -> SyntaxProblem:
-        line, column = line_column(self.text, self.at if at is None else at)
         hint = merge_hint(self.text) if self.text.strip() else "Write {} for no settings, or remove the empty file."
-        return SyntaxProblem(problem, name=self.name, line=line, column=column, hint=hint)
+        return SyntaxProblem(problem, place=place_of(self.text, self.at if at is None else at, self.name), hint=hint)
 
     def skip(self) -> str:
         """Moves past white space and comments; returns the next character, or "" at the end."""
@@ -253,8 +243,7 @@ def parse(text: str, name: str) -> Document:
     """
     document = read(text, name)
     for each in document.repeated:
-        line, column = line_column(text, each.at)
-        first, _ = line_column(text, each.first)
+        first = place_of(text, each.first, name).line
         problem = f'the key "{each.pointer[-1]}" stands here again (first on line {first})'
-        raise SyntaxProblem(problem, name=name, line=line, column=column)
+        raise SyntaxProblem(problem, place=place_of(text, each.at, name))
     return document

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dstrain.choices import Hub
-from dstrain.errors import InvalidConfig, nearest
+from dstrain.errors import InvalidConfig, Place, nearest
 from dstrain.facts.cluster import hostfile
 from dstrain.facts.cluster.hostfile import Hosts
 from dstrain.facts.model import aliases, families
@@ -104,13 +104,14 @@ def read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise InvalidConfig(f"{path}: no such file") from None
+        raise InvalidConfig("no such file", place=Place(file=str(path))) from None
     except UnicodeDecodeError as error:
         before = error.object[: error.start]
         line, column = before.count(b"\n") + 1, error.start - (before.rfind(b"\n") + 1) + 1
-        raise InvalidConfig(f"{path}:{line}:{column}: not UTF-8 text", hint="Save it as UTF-8.") from None
+        place = Place(file=str(path), line=line, column=column)
+        raise InvalidConfig("not UTF-8 text", place=place, hint="Save it as UTF-8.") from None
     except OSError as error:
-        raise InvalidConfig(f"{path}: cannot be read: {error.strerror or error}") from None
+        raise InvalidConfig(f"cannot be read: {error.strerror or error}", place=Place(file=str(path))) from None
 
 
 def read_hostfile(path: Path) -> Hosts:
@@ -122,7 +123,7 @@ def read_hostfile(path: Path) -> Hosts:
         text = read_text(path)
     except InvalidConfig as error:
         hint = error.hint or "Write it with `dstrain gen-config`, or leave `--hostfile` out to use this machine."
-        raise InvalidConfig(error.problem, hint=hint) from None
+        raise InvalidConfig(error.text, place=error.place, hint=hint) from None
     return hostfile.parse(text, str(path))
 
 

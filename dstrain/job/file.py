@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dstrain.errors import InvalidConfig
+from dstrain.errors import InvalidConfig, Place
 from dstrain.job.schema import SYNONYMS, Job
 from dstrain.job.yaml_source import parse_yaml
-from dstrain.records import Locator, Place, from_data
+from dstrain.records import Keys, Locator, from_data
 
 TEXTS = frozenset({"env"})
 """Keys whose own values are text, however they are written."""
@@ -23,7 +23,7 @@ class JobFile:
     job: Job
     """The job, with overrides applied and local paths absolute."""
     locate: Locator
-    """Says where a key was written: `job.yaml:3:1`, or `--set key`."""
+    """Says where a key is written: in the file, or in `--set key`."""
 
 
 def read_job(path: Path, overrides: Sequence[str] = ()) -> JobFile:
@@ -44,31 +44,31 @@ def read_job(path: Path, overrides: Sequence[str] = ()) -> JobFile:
         raise InvalidConfig(f"{path}: a job is a list of `key: value` lines", hint="Compare the examples in launch/.")
     given = [_override(data, item) for item in overrides]
 
-    def locate(place: Place) -> str:
+    def locate(keys: Keys) -> Place:
         for option in given:
-            if place[: len(option)] == option:
-                return f"--set {'.'.join(map(str, option))}"
-        return locate_in_file(place)
+            if keys[: len(option)] == option:
+                return Place(file=f"--set {'.'.join(map(str, option))}")
+        return locate_in_file(keys)
 
     job = from_data(Job, data, locate=locate, synonyms=SYNONYMS)
     return JobFile(job=_absolute(job, path.resolve().parent, locate), locate=locate)
 
 
-def _override(data: dict[str, Any], item: str) -> Place:
-    """Writes one `key=value` into `data`; returns its place."""
+def _override(data: dict[str, Any], item: str) -> Keys:
+    """Writes one `key=value` into `data`; returns the keys that lead to it."""
     key, separator, value = item.partition("=")
-    place = tuple(key.strip().split("."))
-    if not separator or not all(place):
+    keys = tuple(key.strip().split("."))
+    if not separator or not all(keys):
         raise InvalidConfig(f'--set "{item}" is not key=value', hint="Write --set learning_rate=1e-5.")
     node = data
-    for part in place[:-1]:
+    for part in keys[:-1]:
         inner = node.setdefault(part, {})
         if not isinstance(inner, dict):
             raise InvalidConfig(f'--set "{item}": {part} has no keys of its own')
         node = inner
-    is_text = len(place) == 2 and place[0] in TEXTS and not value.startswith(('"', "'"))
-    node[place[-1]] = value if is_text else parse_yaml(value, f"--set {key}")[0]
-    return place
+    is_text = len(keys) == 2 and keys[0] in TEXTS and not value.startswith(('"', "'"))
+    node[keys[-1]] = value if is_text else parse_yaml(value, f"--set {key}")[0]
+    return keys
 
 
 def _absolute(job: Job, folder: Path, locate: Locator) -> Job:

@@ -14,8 +14,8 @@ from ruamel.yaml.constructor import ConstructorError, DuplicateKeyError, RoundTr
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode
 
-from dstrain.errors import InvalidConfig, merge_hint
-from dstrain.records import Locator, Place
+from dstrain.errors import InvalidConfig, Place, merge_hint
+from dstrain.records import Keys, Locator
 
 
 class _Constructor(RoundTripConstructor):
@@ -62,9 +62,9 @@ def parse_yaml(text: str, name: str, *, texts: frozenset[str] = frozenset()) -> 
         plain = _plain(document, budget=itertools.count())
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        where = f"{name}:{mark.line + 1}:{mark.column + 1}" if mark else name
+        place = Place(file=name, line=mark.line + 1, column=mark.column + 1) if mark else Place(file=name)
         problem = (error.problem or "not valid YAML").split("\n")[0]
-        raise InvalidConfig(f"{where}: {problem}", hint=_hint(text, error)) from None
+        raise InvalidConfig(problem, place=place, hint=_hint(text, error)) from None
     except YAMLError as error:
         problem = str(error).split("\n")[0]
         raise InvalidConfig(f"{name}: {problem}", hint="Save the file as plain text, in UTF-8.") from None
@@ -76,9 +76,9 @@ def parse_yaml(text: str, name: str, *, texts: frozenset[str] = frozenset()) -> 
         problem = f"its aliases (*name) stand for more than {_MOST_VALUES:,} values"
         raise InvalidConfig(f"{name}: {problem}", hint="Write the values themselves.") from None
 
-    def locate(place: Place) -> str:
-        line, column = _mark(document, place)
-        return f"{name}:{line + 1}:{column + 1}"
+    def locate(keys: Keys) -> Place:
+        line, column = _mark(document, keys)
+        return Place(file=name, line=line + 1, column=column + 1)
 
     return plain, locate
 
@@ -112,10 +112,10 @@ def compose_yaml(text: str) -> Node | None:
     return node
 
 
-def _mark(node: Any, place: Place) -> tuple[int, int]:
-    """Returns the zero-based line and column of the deepest existing key on the way to `place`."""
+def _mark(node: Any, keys: Keys) -> tuple[int, int]:
+    """Returns the zero-based line and column of the last of these keys that exists."""
     mark = (0, 0)
-    for key in place:
+    for key in keys:
         try:
             if isinstance(node, CommentedMap):
                 mark = node.lc.key(key)

@@ -61,7 +61,7 @@ def test_a_mistake_is_named_with_its_place(text: str, problem: str) -> None:
 
 def test_every_key_knows_its_place() -> None:
     document = parse('{\n  "zero": {\n    "stage": "3"\n  }\n}', "c.json")
-    assert document.where(("zero", "stage")) == "c.json:3:5"
+    assert str(document.place(("zero", "stage"))) == "c.json:3:5"
 
 
 def test_a_whole_number_beyond_every_float_is_refused_with_its_place() -> None:

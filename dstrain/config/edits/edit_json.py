@@ -49,7 +49,7 @@ def _renamed(text: str, name: str, pointer: Pointer, key: str) -> str:
         return text
     other = (*pointer[:-1], key)
     if other in document.spans:
-        raise ValueError(f"{document.where(other)}: {key} stands there already")
+        raise ValueError(f"{document.place(other)}: {key} stands there already")
     span = document.spans[pointer]
     renamed = text[: span.key] + json.dumps(key, ensure_ascii=False) + text[_end_of_string(text, span.key) :]
     return _changed(renamed, name, Change(pointer=pointer, value=REMOVED))
@@ -140,7 +140,7 @@ def _added(document: Document, change: Change) -> str:
         value, key, parent, after = {key: value}, parent[-1], parent[:-1], None
     span = document.spans[parent]
     if document.text[span.start] != "{":
-        raise ValueError(f"{document.where(parent)}: is no object, so {key} cannot be added")
+        raise ValueError(f"{document.place(parent)}: is no object, so {key} cannot be added")
     members = _children(document, parent)
     known = dict(members)
     if after is None:

@@ -32,6 +32,7 @@ from dstrain.config.lint.rules import (
     zenflow,
 )
 from dstrain.config.lint.subject import Subject
+from dstrain.errors import Place
 from dstrain.job.file import JobFile
 
 if TYPE_CHECKING:
@@ -66,21 +67,18 @@ def read(text: str, name: str) -> tuple[Document | None, list[Finding]]:
     try:
         document = jsonc.read(text, name)
     except SyntaxProblem as error:
-        return None, [_unreadable(syntax.SYNTAX, name, error.line, error.column, error.bare)]
+        return None, [_unreadable(syntax.SYNTAX, error.place or Place(file=name), error.text)]
     if isinstance(document.value, dict):
         return document, []
     problem = "a DeepSpeed configuration is an object in braces"
-    return None, [_unreadable(syntax.NO_OBJECT, name, *document.place(()), problem)]
+    return None, [_unreadable(syntax.NO_OBJECT, document.place(()), problem)]
 
 
-def _unreadable(rule: str, name: str, line: int, column: int, problem: str) -> Finding:
+def _unreadable(rule: str, place: Place, problem: str) -> Finding:
     return Finding(
         rule=rule,
         severity=Severity.ERROR,
-        pointer="",
-        file=name,
-        line=line,
-        column=column,
+        place=place,
         problem=problem,
         effect="the Trainer stops at it; DeepSpeed's own reader may take it for something else, and say nothing",
         fix="mend this place: JSON has double quotes, true, false, null, and commas between values",
@@ -90,35 +88,23 @@ def _unreadable(rule: str, name: str, line: int, column: int, problem: str) -> F
 def check(subject: Subject, *, ignored: Sequence[str] = ()) -> list[Finding]:
     """Returns what is wrong with a configuration, in the order of the file; `ignored` are ids of rules."""
     found = [_placed(subject, rule, fault) for rule in RULES if rule.id not in ignored for fault in rule.find(subject)]
-    return sorted(found, key=lambda finding: (finding.line, finding.column, finding.rule))
+    return sorted(found, key=lambda finding: (finding.place.line or 1, finding.place.column or 1, finding.rule))
 
 
 def _placed(subject: Subject, rule: Rule, fault: Fault) -> Finding:
     document = subject.document
-    name = document.name
-    line, column = document.place(fault.pointer) if fault.at is None else jsonc.line_column(document.text, fault.at)
-    if fault.place is not None:
-        name, line, column = _parsed_place(fault.place)
+    at = fault.at
+    here = document.place(fault.pointer) if at is None else jsonc.place_of(document.text, at, document.name)
     return Finding(
         rule=rule.id,
         severity=fault.severity or rule.severity,
         pointer=json_pointer(fault.pointer),
-        file=name,
-        line=line,
-        column=column,
+        place=fault.place or here,
         problem=fault.problem,
         effect=fault.effect,
         fix=fault.fix,
         changes=fault.changes,
     )
-
-
-def _parsed_place(place: str) -> tuple[str, int, int]:
-    """Returns file, line and column of `file:line:column`; an option that set a key has neither line nor column."""
-    name, *numbers = place.rsplit(":", 2)
-    if len(numbers) == 2 and all(number.isdigit() for number in numbers):
-        return name, int(numbers[0]), int(numbers[1])
-    return place, 1, 1
 
 
 def errors(findings: Sequence[Finding]) -> list[Finding]:
@@ -174,7 +160,7 @@ def remarks(
     """Returns what the rules say of one key of a configuration, or of what is inside it; errors first."""
     document, findings = read(json.dumps(config), "ds_config.json")
     if document is not None:
-        file = JobFile(job=job, locate=lambda place: "job.yaml") if job is not None else None
+        file = JobFile(job=job, locate=lambda keys: Place(file="job.yaml")) if job is not None else None
         findings = check(Subject(document=document, is_trainers=True, job=file, model=model, cluster=cluster))
     place = json_pointer(pointer)
     return sorted(

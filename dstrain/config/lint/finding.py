@@ -10,6 +10,7 @@ from typing import Any
 
 from dstrain.config.document import Change
 from dstrain.config.jsonc import Pointer
+from dstrain.errors import Place
 
 
 class Severity(StrEnum):
@@ -41,8 +42,8 @@ class Fault:
     """Offset in the text, where the pointer does not say it."""
     severity: Severity | None = None
     """Its severity, where it is not the rule's."""
-    place: str | None = None
-    """`file:line:column` in another file."""
+    place: Place | None = None
+    """Its place, where it is in another file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,14 +54,10 @@ class Finding:
     """Id of the rule, such as DS101."""
     severity: Severity
     """How much it matters."""
-    pointer: str
-    """JSON pointer of the key, such as /zero_optimization/stage."""
-    file: str
-    """The file, as people should see it."""
-    line: int
-    """Line, from 1."""
-    column: int
-    """Column, from 1."""
+    pointer: str = ""
+    """JSON pointer of the key, such as /zero_optimization/stage; empty for the whole file, or another one."""
+    place: Place
+    """Where it is written."""
     problem: str
     """What stands there."""
     effect: str
@@ -70,15 +67,12 @@ class Finding:
     changes: tuple[Change, ...] = ()
     """The fix as changes of the file, where it has one safe answer."""
 
-    @property
-    def where(self) -> str:
-        """`file:line:column`."""
-        return f"{self.file}:{self.line}:{self.column}"
-
     def document(self) -> dict[str, Any]:
-        """Returns the finding as `--json` prints it."""
-        names = ("rule", "severity", "pointer", "file", "line", "column", "problem", "effect", "fix")
-        return {name: getattr(self, name) for name in names}
+        """Returns the finding as `--json` prints it; an option is line 1, column 1 of itself."""
+        place = {"file": self.place.file, "line": self.place.line or 1, "column": self.place.column or 1}
+        names = ("problem", "effect", "fix")
+        head = {"rule": self.rule, "severity": self.severity, "pointer": self.pointer}
+        return head | place | {name: getattr(self, name) for name in names}
 
 
 def lines(finding: Finding, *, with_severity: bool = True) -> list[str]:
@@ -86,7 +80,7 @@ def lines(finding: Finding, *, with_severity: bool = True) -> list[str]:
     to write, in lines of up to 80 columns."""
     kind = f"{finding.severity.value} " if with_severity else ""
     pointer = f" {finding.pointer}" if finding.pointer else ""
-    found = [printable(f"{finding.where}: {kind}{finding.rule}{pointer}: {finding.problem}")]
+    found = [printable(f"{finding.place}: {kind}{finding.rule}{pointer}: {finding.problem}")]
     wrapper = textwrap.TextWrapper(
         80, initial_indent="  ", subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
     )

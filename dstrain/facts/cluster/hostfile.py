@@ -10,8 +10,9 @@ from __future__ import annotations
 import itertools
 import re
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from dstrain.errors import InvalidConfig
+from dstrain.errors import InvalidConfig, Place
 
 PLACEHOLDER = "CHANGE-ME"
 """How the names of hosts begin that nobody has filled in yet."""
@@ -72,10 +73,11 @@ def parse(text: str, name: str) -> Hosts:
     >>> [host.slots for host in parse("# two nodes\\ngpu01 slots=8\\ngpu02 slots=8\\n", "hostfile").hosts]
     [8, 8]
     """
-    problems: list[str] = []
+    problems: list[InvalidConfig] = []
+    start = Place(file=name, line=1, column=1)
     if text.startswith("\ufeff"):
         problem = "starts with a byte order mark, which would become part of the first host's name"
-        problems.append(f'{name}:1:1: {problem}; save it as "UTF-8 without BOM"')
+        problems.append(InvalidConfig(problem, hint='save it as "UTF-8 without BOM"', place=start))
         text = text[1:]
     hosts: dict[str, Host] = {}
     for number, raw in enumerate(re.split(r"\r\n|\r|\n", text), start=1):
@@ -85,54 +87,67 @@ def parse(text: str, name: str) -> Hosts:
         match = re.fullmatch(r"(\S+)\s+slots=([0-9]+)", line)
         fault = _fault(line) if match is None else _entry_fault(match, hosts)
         if fault is not None:
-            column = len(raw) - len(raw.lstrip()) + fault[0] + 1
-            problems.append(f"{name}:{number}:{column}: {fault[1]}")
+            column = len(raw) - len(raw.lstrip()) + fault.column + 1
+            place = Place(file=name, line=number, column=column)
+            problems.append(InvalidConfig(fault.problem, hint=fault.fix, place=place))
         elif match is not None:
             hosts[match[1]] = Host(name=match[1], slots=int(match[2]), line=number)
     if not hosts and not problems:
-        problems.append(f"{name}:1:1: names no host; write one line `HOST slots=8` for each node")
+        fix = "write one line `HOST slots=8` for each node"
+        problems.append(InvalidConfig("names no host", hint=fix, place=start))
     if problems:
         raise InvalidConfig(
-            "\n".join(problems),
+            "\n".join(f"{each.problem}; {each.hint}" for each in problems),
             hint="A line is `HOST slots=N` and nothing else, blank, or a comment that starts with #.",
+            parts=problems,
         )
     return Hosts(hosts=tuple(hosts.values()), name=name)
 
 
-def _entry_fault(match: re.Match[str], known: dict[str, Host]) -> tuple[int, str] | None:
-    """Returns the column and the problem of a line of the right form, or None where it is good."""
+class _Fault(NamedTuple):
+    """What is wrong with a line, or with a host's name."""
+
+    problem: str
+    """What stands there."""
+    fix: str
+    """What to write."""
+    column: int = 0
+    """Where in the line, from 0."""
+
+
+def _entry_fault(match: re.Match[str], known: dict[str, Host]) -> _Fault | None:
+    """Returns what is wrong with a line of the right form, or None where it is good."""
     host, slots = match[1], int(match[2][:9])
-    complaint = _name_complaint(host)
-    if complaint is not None:
-        return 0, complaint
+    if (fault := _name_fault(host)) is not None:
+        return fault
     if host in known:
-        earlier = known[host]
-        return 0, f'"{host}" stands on line {earlier.line} already; remove one of the two lines'
+        return _Fault(f'"{host}" stands on line {known[host].line} already', "remove one of the two lines")
+    fix = f"write `{host} slots=8` where it has 8"
     if slots == 0:
-        return match.start(2), f'"{host}" has no slots; remove the line, or write `{host} slots=8` where it has 8'
+        return _Fault(f'"{host}" has no slots', f"remove the line, or {fix}", match.start(2))
     if slots > MAX_SLOTS:
-        return match.start(2), f"slots={match[2]} is more than any node has; write `{host} slots=8` where it has 8 GPUs"
+        return _Fault(f"slots={match[2]} is more than any node has", f"{fix} GPUs", match.start(2))
     return None
 
 
-def _name_complaint(host: str) -> str | None:
+def _name_fault(host: str) -> _Fault | None:
     """Returns what is wrong with a host's name, or None; ssh and a shell read it, so odd characters end here."""
     if re.fullmatch(r"([A-Za-z0-9_][\w.-]*@)?[A-Za-z0-9_][A-Za-z0-9_.-]*", host, re.ASCII):
         return None
     if re.fullmatch(r"(\w[\w.-]*@)?[0-9A-Fa-f]*:[0-9A-Fa-f:]*:[0-9A-Fa-f:.]*(%\w+)?", host, re.ASCII):
         return None
     if re.fullmatch(r"[\w.@-]+:\d+", host, re.ASCII):
-        return f'"{host}" has a number after its name; write `{host.rpartition(":")[0]} slots=N`'
+        return _Fault(f'"{host}" has a number after its name', f"write `{host.rpartition(':')[0]} slots=N`")
     if re.fullmatch(r"[\w.@-]+[:,;]", host, re.ASCII):
-        return f'"{host}" ends with "{host[-1]}"; write `{host[:-1]} slots=N`'
-    return f'"{host}" is not a host name or address; use letters, digits, dots and dashes'
+        return _Fault(f'"{host}" ends with "{host[-1]}"', f"write `{host[:-1]} slots=N`")
+    return _Fault(f'"{host}" is not a host name or address', "use letters, digits, dots and dashes")
 
 
-def _fault(line: str) -> tuple[int, str]:
-    """Returns the column (from 0) and the problem of a line that is not `HOST slots=N`, with what to type."""
+def _fault(line: str) -> _Fault:
+    """Returns what is wrong with a line that is not `HOST slots=N`."""
     host, *others = line.split(maxsplit=1)
     if re.match(r"slots\s*=", host, re.IGNORECASE):
-        return 0, f"no host stands before `{host}`; write `HOST {host}`"
+        return _Fault(f"no host stands before `{host}`", f"write `HOST {host}`")
     if not others:
         return _fault_of_one_word(host)
     rest = others[0]
@@ -141,26 +156,27 @@ def _fault(line: str) -> tuple[int, str]:
     if counted is not None:
         tail = rest[counted.end() :].lstrip()
         problem = "a comment needs a line of its own" if tail.startswith("#") else f"`{tail}` follows the number"
-        return len(line) - len(tail), f"{problem}; write `{host} slots={counted[1]}`"
+        return _Fault(problem, f"write `{host} slots={counted[1]}`", len(line) - len(tail))
     misspelt = re.fullmatch(r"([A-Za-z_-]*)\s*[=:]?\s*([0-9]{1,4})", rest)
     if misspelt is not None:
-        return column, f"`{rest}` is not `slots={misspelt[2]}`; write `{host} slots={misspelt[2]}`"
+        return _Fault(f"`{rest}` is not `slots={misspelt[2]}`", f"write `{host} slots={misspelt[2]}`", column)
     assigned = re.fullmatch(r"slots\s*=\s*(.*)", rest, re.IGNORECASE)
     if assigned is None:
-        return column, f"`{rest}` is not `slots=N`; write `{host} slots=8`"
+        return _Fault(f"`{rest}` is not `slots=N`", f"write `{host} slots=8`", column)
     if not assigned[1]:
-        return column, f"the number of slots is missing; write `{host} slots=8`"
+        return _Fault("the number of slots is missing", f"write `{host} slots=8`", column)
     digits = re.match(r"[0-9]{1,4}", assigned[1])
     number = digits[0] if digits else "8"
-    return column, f"`{assigned[1]}` is not a whole number; write `{host} slots={number}`"
+    return _Fault(f"`{assigned[1]}` is not a whole number", f"write `{host} slots={number}`", column)
 
 
-def _fault_of_one_word(word: str) -> tuple[int, str]:
-    """Returns the column and the problem of a line that is one word."""
+def _fault_of_one_word(word: str) -> _Fault:
+    """Returns what is wrong with a line that is one word."""
     counted = re.fullmatch(r"([^:,=]+)[:,=]([0-9]+)", word)
     if counted is not None:
-        return len(counted[1]), f'"{word}" is not how slots are given; write `{counted[1]} slots={counted[2]}`'
-    return len(word), f'"{word}" has no slots; write `{word} slots=8` where it has 8 GPUs'
+        problem = f'"{word}" is not how slots are given'
+        return _Fault(problem, f"write `{counted[1]} slots={counted[2]}`", len(counted[1]))
+    return _Fault(f'"{word}" has no slots', f"write `{word} slots=8` where it has 8 GPUs", len(word))
 
 
 def expand(text: str, slots: int | None, name: str = "--hosts") -> Hosts:
@@ -212,9 +228,8 @@ def _expand_item(item: str, slots: int | None) -> list[Host]:
     for host in found:
         if "[" in host.name or "]" in host.name:
             raise InvalidConfig(f'"{item}" has a bracket without its partner')
-        complaint = _name_complaint(host.name)
-        if complaint is not None:
-            raise InvalidConfig(complaint)
+        if (fault := _name_fault(host.name)) is not None:
+            raise InvalidConfig(f"{fault.problem}; {fault.fix}")
     return found
 
 

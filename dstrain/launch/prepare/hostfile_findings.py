@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import re
-from dataclasses import replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING
 
 from dstrain.config.lint.finding import Finding, Severity
 from dstrain.config.lint.rules.syntax import NO_OBJECT, SYNTAX
-from dstrain.errors import DstrainError, InvalidConfig
-
-if TYPE_CHECKING:
-    pass
-
+from dstrain.errors import DstrainError, InvalidConfig, Place
 
 HOSTFILE = "DS805"
 """The rule about hostfiles, which are another file."""
@@ -41,37 +34,26 @@ OUTSIDE = MappingProxyType(
 
 def of_hostfile(error: InvalidConfig) -> list[Finding]:
     """Returns what the reader of hostfiles says as findings, one for each line."""
-    found = []
-    for said in error.problem.split("\n"):
-        match = re.match(r"(.*?):(\d+):(?:(\d+):)? (.*)", said)
-        name, line, column, problem = match.groups() if match else ("hostfile", "1", "1", said)
-        problem, _, way = problem.rpartition("; ") if "; " in problem else (problem, "", "")
-        effect = "DeepSpeed stops, or trains on other machines than you mean"
-        fix = way or error.hint or "write lines such as `node1 slots=8`"
-        finding = hostfile_finding(HOSTFILE, name, int(line), problem, effect, fix)
-        found.append(replace(finding, severity=Severity.ERROR, column=int(column or 1)))
-    return found
+    return [
+        Finding(
+            rule=HOSTFILE,
+            severity=Severity.ERROR,
+            place=part.place or Place(file="hostfile", line=1, column=1),
+            problem=part.text,
+            effect="DeepSpeed stops, or trains on other machines than you mean",
+            fix=part.hint or "write lines such as `node1 slots=8`",
+        )
+        for part in error.parts or (error,)
+    ]
 
 
-def of_job(error: DstrainError, where: str) -> Finding:
-    """Returns what is wrong with a line of the job, which stands at `where`, as a finding."""
-    match = re.fullmatch(r"(.*):(\d+):(\d+)", where)
-    name, line, column = (match[1], int(match[2]), int(match[3])) if match else (where, 1, 1)
-    problem = error.problem.removeprefix(f"{where}: ").replace("\n", "; ")
-    found = hostfile_finding(DATA, name, line, problem, "dstrain run refuses it", error.hint or "mend the file")
-    return replace(found, severity=Severity.ERROR, column=column)
-
-
-def hostfile_finding(rule: str, name: str, line: int, problem: str, effect: str, fix: str) -> Finding:
-    """Returns a warning about a line of a hostfile."""
+def of_job(error: DstrainError, place: Place) -> Finding:
+    """Returns what is wrong with the key of the job that is written at a place, as a finding."""
     return Finding(
-        rule=rule,
-        severity=Severity.WARNING,
-        pointer="",
-        file=name,
-        line=line,
-        column=1,
-        problem=problem,
-        effect=effect,
-        fix=fix,
+        rule=DATA,
+        severity=Severity.ERROR,
+        place=place,
+        problem=error.text.replace("\n", "; "),
+        effect="dstrain run refuses it",
+        fix=error.hint or "mend the file",
     )

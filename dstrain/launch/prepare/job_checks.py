@@ -19,7 +19,7 @@ from dstrain.job.file import JobFile, looks_local
 from dstrain.job.schema import Job
 from dstrain.launch.prepare.hostfile_findings import of_job
 from dstrain.paths import shown
-from dstrain.records import Place
+from dstrain.records import Keys
 
 CHECKED_DATA_BYTES = 64 * 2**20
 """How much of a data file is read before anything is launched; the ranks check the rest."""
@@ -37,46 +37,50 @@ def check(file: JobFile, *, on_cpu: bool) -> list[str]:
 
 
 def _check_model(file: JobFile) -> None:
-    job, where = file.job, file.locate(("model",))
+    job, place = file.job, file.locate(("model",))
     folder = Path(job.model)
     if looks_local(job.model) and not folder.exists():
         raise InvalidConfig(
-            f'{where}: model is "{job.model}", and there is no such folder',
+            f'model is "{job.model}", and there is no such folder',
+            place=place,
             hint="Name a folder with config.json and weights, or an id such as Qwen/Qwen3-8B.",
         )
     if not folder.is_dir():
         return
     if not (folder / "config.json").is_file():
         raise InvalidConfig(
-            f"{where}: {shown(job.model)} holds no config.json",
+            f"{shown(job.model)} holds no config.json",
+            place=place,
             hint="Name the folder that save_pretrained or hf download wrote.",
         )
     if not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
         raise InvalidConfig(
-            f"{where}: {shown(job.model)} holds no weights (*.safetensors)",
+            f"{shown(job.model)} holds no weights (*.safetensors)",
+            place=place,
             hint="Training starts from weights; a config.json alone is enough for gen-config only.",
         )
     try:
         model_files.read(folder)
     except InvalidConfig as error:
-        raise InvalidConfig(f"{where}: model: {error.problem}", hint=error.hint) from None
+        raise InvalidConfig(f"model: {error.problem}", place=place, hint=error.hint) from None
     if not model_files.has_tokenizer(folder):
         raise InvalidConfig(
-            f"{where}: {shown(job.model)} holds no tokenizer", hint="Copy the tokenizer's files into it."
+            f"{shown(job.model)} holds no tokenizer", place=place, hint="Copy the tokenizer's files into it."
         )
 
 
 def _check_attention(file: JobFile, *, on_cpu: bool) -> None:
-    job, where = file.job, file.locate(("attn",))
+    job, place = file.job, file.locate(("attn",))
     if job.attn is not Attention.FLASH_ATTENTION_2:
         return
     if on_cpu:
         raise InvalidConfig(
-            f"{where}: flash_attention_2 needs a GPU, and this job trains on the CPU", hint="attn: sdpa"
+            "flash_attention_2 needs a GPU, and this job trains on the CPU", place=place, hint="attn: sdpa"
         )
     if job.precision is Precision.FP32:
         raise InvalidConfig(
-            f"{where}: flash_attention_2 computes in bf16 and fp16, and precision is fp32",
+            "flash_attention_2 computes in bf16 and fp16, and precision is fp32",
+            place=place,
             hint="attn: sdpa, or precision: bf16",
         )
 
@@ -86,7 +90,7 @@ def check_gpu(file: JobFile, cluster: Cluster) -> None:
     is_known = cluster.gpu_origin is Origin.MEASURED and cluster.gpu.fp16_flops_per_s > 0
     if file.job.attn is Attention.FLASH_ATTENTION_2 and is_known and not cluster.gpu.has_flash_attention_2:
         raise InvalidConfig(
-            f"{file.locate(('attn',))}: flash_attention_2 does not run on {cluster.gpu.name}", hint="attn: sdpa"
+            f"flash_attention_2 does not run on {cluster.gpu.name}", place=file.locate(("attn",)), hint="attn: sdpa"
         )
 
 
@@ -94,7 +98,7 @@ def check_gpu(file: JobFile, cluster: Cluster) -> None:
 class _Package:
     """A package that only some jobs need."""
 
-    key: Place
+    key: Keys
     """The key of the job that asks for it."""
     value: str
     """What stands there."""
@@ -177,7 +181,8 @@ def check_evaluation(file: JobFile) -> None:
     """Raises InvalidConfig for evaluations without anything to evaluate on."""
     if file.job.eval_steps is not None and file.job.eval_data is None:
         raise InvalidConfig(
-            f"{file.locate(('eval_steps',))}: eval_steps is {file.job.eval_steps}, and there is no eval_data",
+            f"eval_steps is {file.job.eval_steps}, and there is no eval_data",
+            place=file.locate(("eval_steps",)),
             hint="Name the data to evaluate on in eval_data, or remove eval_steps.",
         )
 
@@ -186,7 +191,8 @@ def check_data(file: JobFile) -> list[str]:
     """Returns what nobody reads in the data files of a job. Raises InvalidConfig where none are named."""
     if file.job.data is None:
         raise InvalidConfig(
-            f"{file.locate(('data',))}: data is not set",
+            "data is not set",
+            place=file.locate(("data",)),
             hint="Write the training data there: a .jsonl, .json or .parquet file, or a data set id on the hub.",
         )
     return [note for key in DATA_KEYS if (note := check_data_file(file, key)) is not None]
@@ -205,7 +211,7 @@ def check_data_file(file: JobFile, key: str) -> str | None:
             Path(name), file.job.data_format, limit_bytes=CHECKED_DATA_BYTES, skip=file.job.on_bad_row is OnBadRow.SKIP
         )
     except InvalidConfig as error:
-        raise InvalidConfig(f"{file.locate((key,))}: {key}: {error.problem}", hint=error.hint) from None
+        raise InvalidConfig(f"{key}: {error.problem}", place=file.locate((key,)), hint=error.hint) from None
     return f"{shown(name)}: {report.note}" if report.note else None
 
 

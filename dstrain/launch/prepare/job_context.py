@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from dstrain.config.edits.lock import read_lock
 from dstrain.config.lint.finding import Finding, Severity
-from dstrain.errors import EnvironmentProblem, InvalidConfig
+from dstrain.errors import EnvironmentProblem, InvalidConfig, Place
 from dstrain.facts import probe
 from dstrain.facts.cluster import cluster as clusters
 from dstrain.facts.cluster import gpus
@@ -21,7 +21,7 @@ from dstrain.facts.this_machine import names as machine_names
 from dstrain.job.file import JobFile
 from dstrain.job.schema import Job
 from dstrain.launch.prepare import job_checks
-from dstrain.launch.prepare.hostfile_findings import HOSTFILE, SLOTS, hostfile_finding, of_hostfile
+from dstrain.launch.prepare.hostfile_findings import HOSTFILE, SLOTS, of_hostfile
 from dstrain.paths import shown
 from dstrain.plan.request import Request
 
@@ -64,13 +64,14 @@ def known(file: JobFile, folder: Path) -> JobContext:
 
 def _no_hostfile(file: JobFile) -> Finding:
     """Returns what to say of a hostfile that the job names and that is not there."""
-    name, *place = file.locate(("hostfile",)).rsplit(":", 2)
-    problem = f"hostfile {shown(str(file.job.hostfile))}: no such file"
-    effect = "dstrain run refuses it; DeepSpeed would train on this machine alone"
-    fix = "write the file (dstrain hostfile write), or remove the line"
-    found = hostfile_finding(HOSTFILE, name, 1, problem, effect, fix)
-    line, column = (int(each) for each in place) if len(place) == 2 else (1, 1)
-    return replace(found, severity=Severity.ERROR, line=line, column=column)
+    return Finding(
+        rule=HOSTFILE,
+        severity=Severity.ERROR,
+        place=file.locate(("hostfile",)),
+        problem=f"hostfile {shown(str(file.job.hostfile))}: no such file",
+        effect="dstrain run refuses it; DeepSpeed would train on this machine alone",
+        fix="write the file (dstrain hostfile write), or remove the line",
+    )
 
 
 def of_hosts(hosts: Hosts, num_planned: int | None, num_here: int, *, is_local: bool) -> list[Finding]:
@@ -78,22 +79,27 @@ def of_hosts(hosts: Hosts, num_planned: int | None, num_here: int, *, is_local: 
     found = []
     if hosts.placeholder_lines:
         problem = f"{hosts.hosts[0].name} is a placeholder, not a host"
-        found.append(
-            (HOSTFILE, hosts.placeholder_lines[0], problem, "dstrain run refuses it", "write your nodes there")
-        )
+        line, effect = hosts.placeholder_lines[0], "dstrain run refuses it"
+        found.append(_of_line(HOSTFILE, hosts, line, problem, effect, "write your nodes there"))
     elif num_planned is not None and hosts.num_slots != num_planned:
         problem = f"{_counted(hosts.num_slots, 'slot')} in all, and the plan is for {_counted(num_planned, 'GPU')}"
         effect = "the samples of a step change with the ranks"
-        found.append((SLOTS, 1, problem, effect, f"dstrain gen-config --gpus {hosts.num_slots} plans for these"))
+        fix = f"dstrain gen-config --gpus {hosts.num_slots} plans for these"
+        found.append(_of_line(SLOTS, hosts, 1, problem, effect, fix))
     first = hosts.hosts[0]
     if is_local and 0 < num_here < first.slots:
         problem = (
             f"{first.name} has {_counted(first.slots, 'slot')}, and this machine shows {_counted(num_here, 'GPU')}"
         )
         effect = "dstrain run refuses it; DeepSpeed would start ranks without a GPU"
-        found.append((SLOTS, first.line or 1, problem, effect, f"write slots={num_here}"))
-    warnings = [hostfile_finding(rule, hosts.name, line, said, why, fix) for rule, line, said, why, fix in found]
-    return [*warnings, *_same_machines(hosts)]
+        found.append(_of_line(SLOTS, hosts, first.line or 1, problem, effect, f"write slots={num_here}"))
+    return [*found, *_same_machines(hosts)]
+
+
+def _of_line(rule: str, hosts: Hosts, line: int, problem: str, effect: str, fix: str) -> Finding:
+    """Returns a warning about a line of a hostfile."""
+    place = Place(file=hosts.name, line=line, column=1)
+    return Finding(rule=rule, severity=Severity.WARNING, place=place, problem=problem, effect=effect, fix=fix)
 
 
 def _same_machines(hosts: Hosts) -> list[Finding]:
@@ -108,8 +114,7 @@ def _same_machines(hosts: Hosts) -> list[Finding]:
         if first != name and (is_here or first.startswith(f"{name}.") or name.startswith(f"{first}.")):
             problem = f"{host.name} and {first} are two names of one machine"
             effect = "two sets of ranks share its GPUs: the run stops, or each has half of the memory"
-            line = host.line or order
-            finding = hostfile_finding(HOSTFILE, hosts.name, line, problem, effect, "remove one of the two lines")
+            finding = _of_line(HOSTFILE, hosts, host.line or order, problem, effect, "remove one of the two lines")
             findings.append(replace(finding, severity=Severity.ERROR))
     return findings
 

@@ -124,7 +124,8 @@ def _check_resume(file: JobFile) -> None:
     if problem is not None:
         state = problem if Path(wanted).is_dir() else "does not exist"
         raise InvalidConfig(
-            f"{file.locate(('resume',))}: checkpoint {shown(wanted)} {state}",
+            f"checkpoint {shown(wanted)} {state}",
+            place=file.locate(("resume",)),
             hint="Write resume: auto to go on from the newest whole checkpoint of output_dir.",
         )
 
@@ -136,7 +137,8 @@ def _hosts(file: JobFile) -> Hosts:
         path = Path(name)
         if not path.exists():
             raise InvalidConfig(
-                f"{file.locate(('hostfile',))}: hostfile {shown(name)}: no such file",
+                f"hostfile {shown(name)}: no such file",
+                place=file.locate(("hostfile",)),
                 hint="DeepSpeed would train on this machine alone. Write the file, or remove the line to mean that.",
             )
         found = hostfile.parse(probe.read_text(path), shown(name))
@@ -169,9 +171,10 @@ def _check_targets(file: JobFile, model: ModelFacts | None) -> None:
     """Raises InvalidConfig for LoRA targets that the model does not have."""
     job = file.job
     if model is not None and job.method is not Method.FULL and not adapted(model, job.lora):
-        where, targets = file.locate(("lora", "targets")), ", ".join(job.lora.targets)
+        place, targets = file.locate(("lora", "targets")), ", ".join(job.lora.targets)
         raise InvalidConfig(
-            f"{where}: no linear layer of {model.name} is named {targets}",
+            f"no linear layer of {model.name} is named {targets}",
+            place=place,
             hint=f"Its linear layers: {', '.join(linear_names(model))}.",
         )
 
@@ -180,7 +183,7 @@ def _note(finding: Finding) -> str | None:
     """Returns a warning of lint in one line; notes are for `dstrain lint`."""
     if finding.severity is not Severity.WARNING:
         return None
-    return f"{finding.where}: {finding.rule}: {finding.problem}; {finding.fix}"
+    return f"{finding.place}: {finding.rule}: {finding.problem}; {finding.fix}"
 
 
 def cpu_threads(num_ranks: int) -> int:

@@ -27,7 +27,7 @@ def findings(case: Case) -> list[Finding]:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_it_is_found_in_its_place_with_its_fix(case: Case) -> None:
     said = [finding for finding in findings(case) if finding.rule == case.rule]
-    assert [(each.line, each.column) for each in said] == [case.place], findings(case)
+    assert [(each.place.line, each.place.column) for each in said] == [case.place], findings(case)
     assert case.fix in said[0].fix
 
 

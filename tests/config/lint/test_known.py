@@ -12,7 +12,7 @@ import pytest
 from dstrain.config.lint.engine import check, read
 from dstrain.config.lint.finding import Finding, Severity
 from dstrain.config.lint.subject import Subject
-from dstrain.errors import InvalidConfig
+from dstrain.errors import InvalidConfig, Place
 from dstrain.facts import probe
 from dstrain.facts.cluster import cluster as clusters
 from dstrain.facts.cluster import gpus, hostfile
@@ -74,7 +74,7 @@ def test_what_contradicts_the_job_names_both_places(tmp_path: Path, key: str, li
     document, _ = read(f"{text} {key},\n{ZERO2}", "x.json")
     assert document is not None
     said = one("DS410", check(Subject(document=document, is_trainers=True, job=job(tmp_path), hosts=hosts)))
-    assert said.line == 2
+    assert said.place.line == 2
     assert f"job.yaml:{line}" in said.problem
     assert wanted in said.problem
 
@@ -200,7 +200,7 @@ def test_a_drive_that_is_too_small_is_told(tmp_path: Path) -> None:
 
 def test_a_checkpoint_that_does_not_fit_the_disk_is_told_at_output_dir(tmp_path: Path) -> None:
     said = with_estimate(tmp_path, cluster(count=8), ' "zero_optimization": {"stage": 3}}', free_disk_bytes=10**9)
-    place = one("DS804", said)
+    place = one("DS804", said).place
     assert (Path(place.file).name, place.line) == ("job.yaml", 2)
 
 
@@ -265,7 +265,7 @@ def test_a_lower_end_above_the_jobs_learning_rate_is_told(tmp_path: Path) -> Non
 )
 def test_what_is_wrong_in_the_job_is_told_in_its_line(tmp_path: Path, lines: str, rule: str, line: int) -> None:
     said = one(rule, found(ZERO2, job=job(tmp_path, lines), model=model("qwen3-8b"), cluster=cluster("v100-32g")))
-    assert (Path(said.file).name, said.line, said.severity) == ("job.yaml", line, Severity.WARNING)
+    assert (Path(said.place.file).name, said.place.line, said.severity) == ("job.yaml", line, Severity.WARNING)
 
 
 @pytest.mark.parametrize(
@@ -283,7 +283,7 @@ def test_two_names_of_one_machine_are_found(names: tuple[str, ...], count: int) 
     hosts = hostfile.parse("".join(f"{name} slots=1\n" for name in names), "hostfile")
     said = [each for each in of_hosts(hosts, None, 0, is_local=False) if "two names" in each.problem]
     assert len(said) == count
-    assert all(each.severity is Severity.ERROR and each.line == 2 for each in said)
+    assert all(each.severity is Severity.ERROR and each.place.line == 2 for each in said)
 
 
 def test_slots_are_counted_in_words_that_agree() -> None:
@@ -294,7 +294,9 @@ def test_slots_are_counted_in_words_that_agree() -> None:
 def test_a_line_of_a_hostfile_that_is_wrong_is_mended_by_the_line_to_write(tmp_path: Path) -> None:
     with pytest.raises(InvalidConfig) as error:
         hostfile.parse("node1 slot=8\n", "hostfile")
-    assert [each.fix for each in of_hostfile(error.value)] == ["write `node1 slots=8`"]
+    finding = of_hostfile(error.value)[0]
+    assert finding.place == Place(file="hostfile", line=1, column=7)
+    assert (finding.problem, finding.fix) == ("`slot=8` is not `slots=8`", "write `node1 slots=8`")
 
 
 def test_a_hostfile_that_cannot_be_read_makes_no_machine(tmp_path: Path) -> None:

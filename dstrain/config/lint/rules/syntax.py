@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from dstrain.config.document import lookup
-from dstrain.config.jsonc import line_column
+from dstrain.config.jsonc import place_of
 from dstrain.config.lint.finding import Fault, Severity
 from dstrain.config.lint.rule import Rule
 from dstrain.config.lint.subject import ABSENT, Subject, shown
@@ -17,7 +17,7 @@ SYNTAX, NO_OBJECT = "DS001", "DS003"
 def _repeated(subject: Subject) -> Iterator[Fault]:
     document = subject.document
     for each in document.repeated:
-        line, _ = line_column(document.text, each.first)
+        line = place_of(document.text, each.first, document.name).line
         value = lookup(document.value, each.pointer)
         last = "" if value is ABSENT else f", {shown(value)},"  # an outer key may stand again, and hide it
         yield Fault(
