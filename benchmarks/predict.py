@@ -60,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--csv", type=Path, default=PUBLISHED / "published_runs.csv", help="table of published runs")
     parser.add_argument("--json", type=Path, help="write score and every comparison there")
-    parser.add_argument("--markdown", action="store_true", help="print the README's table")
+    parser.add_argument("--markdown", action="store_true", help="print the table of docs/accuracy.md")
     parser.add_argument("--worst", type=int, metavar="N", help="print the N comparisons that are furthest off")
     parser.add_argument("--explain", metavar="ID", help="print one row: what was asked, what was said, what is true")
     parser.add_argument("--write-scope", type=Path, metavar="FILE", help="write what cannot be asked, with the reasons")

@@ -1,4 +1,4 @@
-"""The generated parts of the READMEs are what the code says, and both READMEs keep step."""
+"""The generated parts of the pages are what the code says, links lead somewhere, and both READMEs keep step."""
 
 from __future__ import annotations
 
@@ -20,10 +20,12 @@ import pytest
 from benchmarks.published import report
 from benchmarks.published.answers import Answer
 from benchmarks.published.score import score
+from docs import pictures
 from dstrain.cli.main import cli
 
 ROOT = Path(__file__).parent.parent
 README, CHINESE = ROOT / "README.md", ROOT / "README.zh-CN.md"
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 
 
 def module_map() -> str:
@@ -105,10 +107,15 @@ def gen_config_output() -> str:
     return f"```\n{done.stderr.rstrip()}\n```"
 
 
-def plan_output() -> str:
+@cache
+def plan_text() -> str:
     """Returns what `dstrain plan` prints."""
-    done = _run("-m", "dstrain.cli", "plan", "--gpus", "8", "--gpu", "h100", "--model", "qwen3-8b", "--top", "3")
-    return f"```\n{done.stdout.rstrip()}\n```"
+    return _run("-m", "dstrain.cli", *pictures.PLAN_WORDS).stdout.rstrip()
+
+
+def plan_output() -> str:
+    """Returns what `dstrain plan` prints, as a block."""
+    return f"```\n{plan_text()}\n```"
 
 
 @cache
@@ -152,31 +159,127 @@ def published_table(answers: tuple[Answer, ...]) -> str:
     return report.markdown(score(answers)).rstrip()
 
 
-SECTIONS: dict[str, Callable[[], str]] = {
-    "module map": module_map,
-    "job": job_reference,
-    "command line": cli_reference,
-    "gen-config": gen_config_output,
-    "plan": plan_output,
-    "edits": edits_output,
+def published_figures(answers: tuple[Answer, ...]) -> str:
+    """Returns the three figures that stand for all of them: memory, fit and throughput."""
+    result = score(answers)
+    allocated = next(group.errors for group in result.bases if group.name == "allocated")
+    speed, verdicts = result.speed.errors, result.verdicts
+    assert allocated is not None
+    assert speed is not None
+    return "\n".join(
+        [
+            "| figure | mean error | runs |",
+            "|---|---:|---:|",
+            f"| memory of tensors at the peak | {100 * allocated.mean:.1f} % | {allocated.count} |",
+            f"| fits or not | {100 - 100 * verdicts.right_ratio:.1f} % wrong | {verdicts.count} |",
+            f"| tokens/s | {100 * speed.mean:.1f} % | {speed.count} |",
+        ]
+    )
+
+
+SECTIONS: dict[str, dict[str, Callable[[], str]]] = {
+    "architecture.md": {"module map": module_map},
+    "job.md": {"job": job_reference},
+    "cli.md": {"command line": cli_reference},
+    "plan.md": {"gen-config": gen_config_output, "plan": plan_output},
+    "hand-edits.md": {"edits": edits_output},
 }
+"""The page below docs/ → its generated parts."""
+PUBLISHED: dict[str, dict[str, Callable[[tuple[Answer, ...]], str]]] = {
+    "docs/accuracy.md": {"published": published_table},
+    "README.md": {"published figures": published_figures},
+    "README.zh-CN.md": {"published figures": published_figures},
+}
+"""The page → its parts that need the answers to all published runs."""
 
 
-@pytest.mark.parametrize(
-    ("readme", "name"),
-    [*((README, name) for name in (*SECTIONS, "published")), (CHINESE, "gen-config"), (CHINESE, "edits")],
-    ids=lambda value: value.name if isinstance(value, Path) else value,
-)
-def test_a_generated_part_is_what_the_code_says(readme: Path, name: str, request: pytest.FixtureRequest) -> None:
-    text = readme.read_text(encoding="utf-8")
+def compare(page: Path, name: str, wanted: str, *, update: bool) -> None:
+    """Compares a generated part of a page, or replaces it."""
+    text = page.read_text(encoding="utf-8")
     start, end = f"<!-- generated: {name} -->\n", f"\n<!-- end: {name} -->"
     before, rest = text.split(start)
     present, after = rest.split(end)
-    wanted = SECTIONS[name]() if name in SECTIONS else published_table(request.getfixturevalue("answers"))
-    if request.config.getoption("--update"):
-        readme.write_text(before + start + wanted + end + after, encoding="utf-8")
+    if update:
+        page.write_text(before + start + wanted + end + after, encoding="utf-8")
     else:
         assert present == wanted, "run pytest --update"
+
+
+@pytest.mark.parametrize(("page", "name"), [(page, name) for page, parts in SECTIONS.items() for name in parts])
+def test_a_generated_part_is_what_the_code_says(page: str, name: str, request: pytest.FixtureRequest) -> None:
+    compare(ROOT / "docs" / page, name, SECTIONS[page][name](), update=request.config.getoption("--update"))
+
+
+@pytest.mark.parametrize(("page", "name"), [(page, name) for page, parts in PUBLISHED.items() for name in parts])
+def test_figures_of_published_runs_are_what_the_planner_reaches(
+    page: str, name: str, answers: tuple[Answer, ...], request: pytest.FixtureRequest
+) -> None:
+    compare(ROOT / page, name, PUBLISHED[page][name](answers), update=request.config.getoption("--update"))
+
+
+@pytest.mark.parametrize("name", ["plan", "packages"])
+def test_a_picture_is_what_its_command_draws(name: str, request: pytest.FixtureRequest) -> None:
+    drawn = pictures.terminal(pictures.PLAN_WORDS, plan_text()) if name == "plan" else pictures.packages()
+    path = pictures.IMAGES / f"{name}.svg"
+    if request.config.getoption("--update"):
+        path.write_text(drawn, encoding="utf-8")
+    else:
+        assert path.read_text(encoding="utf-8") == drawn, "run pytest --update"
+
+
+def without_code(text: str) -> str:
+    """Returns a Markdown text without its code."""
+    return re.sub(r"```.*?```|`[^`\n]*`", "", text, flags=re.DOTALL)
+
+
+def anchors(page: Path) -> set[str]:
+    """Returns the anchors that a forge gives the headings of a page."""
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    titles = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_link_leads_to_a_file_and_a_heading(page: Path) -> None:
+    links = re.findall(r"\]\(([^)\s]+)\)", without_code(page.read_text(encoding="utf-8")))
+    for link in links:
+        if link.startswith(("http://", "https://")):
+            continue
+        name, _, anchor = link.partition("#")
+        target = (page.parent / name).resolve() if name else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+def typed_commands(text: str) -> list[list[str]]:
+    """Returns the words of every dstrain command in a page, in blocks and in sentences."""
+    blocks = "\n".join(re.findall(r"```(?:sh|bash)\n(.*?)```", text, re.DOTALL))
+    lines = [line.partition(" #")[0].strip() for line in blocks.replace("\\\n", " ").splitlines()]
+    prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    lines += [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", prose)]
+    return [line.split()[1:] for line in lines if line.startswith("dstrain ")]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_command_in_a_page_exists_with_its_options(page: Path) -> None:
+    present = dict(commands())
+    for words in typed_commands(page.read_text(encoding="utf-8")):
+        name = "dstrain"
+        for word in words:
+            if f"{name} {word.partition('|')[0]}" not in present:
+                break
+            name = f"{name} {word.partition('|')[0]}"
+        options = {
+            option for parameter in present[name].params for option in (*parameter.opts, *parameter.secondary_opts)
+        }
+        first = words[0]
+        assert name != "dstrain" or first.startswith("-") or not first.isalpha() or first.isupper(), words
+        used = {word.partition("=")[0] for word in words if re.match(r"--?[a-z]", word)}
+        assert used <= options | {"--help", "-h"}, words
+
+
+def test_the_first_page_is_short() -> None:
+    assert all(len(page.read_text(encoding="utf-8").splitlines()) <= 200 for page in (README, CHINESE))
 
 
 def code_blocks(text: str) -> list[str]:
@@ -187,9 +290,8 @@ def code_blocks(text: str) -> list[str]:
 
 def test_the_chinese_first_pages_have_the_same_commands() -> None:
     english, chinese = README.read_text(encoding="utf-8"), CHINESE.read_text(encoding="utf-8")
-    pages = english.split("<!-- end of the first pages -->")[0]
-    assert code_blocks(pages) == code_blocks(chinese)
-    assert len(re.findall(r"^## ", pages, re.MULTILINE)) == len(re.findall(r"^## ", chinese, re.MULTILINE))
+    assert code_blocks(english) == code_blocks(chinese)
+    assert len(re.findall(r"^## ", english, re.MULTILINE)) == len(re.findall(r"^## ", chinese, re.MULTILINE))
 
 
 @pytest.mark.parametrize("name", [name for name, _ in commands()])

@@ -125,7 +125,7 @@ def bars(score: Score) -> list[tuple[str, bool]]:
 
 
 def markdown(score: Score) -> str:
-    """Returns the README's table: memory by basis, verdicts, throughput by table."""
+    """Returns the table of docs/accuracy.md: memory by basis, verdicts, throughput by table."""
     head = ["What is compared", "Published", "Asked", "Mean error", "Worst", "Bias", "Rank correlation"]
     lines = []
     for group in score.bases:

@@ -10,7 +10,7 @@ from dstrain.config.lint.subject import Subject
 from dstrain.units import format_bytes
 
 SURELY_MORE = 1.1
-"""Need over capacity from which it is an error. The estimate is within 11 % of every published run (README)."""
+"""Need over capacity from which it is an error. Estimates are within 11 % of every published run (docs/accuracy.md)."""
 
 
 def _divides(subject: Subject) -> Iterator[Fault]:
