@@ -24,6 +24,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+BARE = ("-c", "pass")
+"""The interpreter alone, with what its environment makes it import."""
+HELP = ("--help",)
+HELP_BAR = 8
+"""How many times a bare interpreter the help may take."""
 BAR_S = 0.5
 """What a plan may take."""
 PLAN = ("plan", "--model", "qwen3-32b", "--gpus", "16")
@@ -72,16 +77,20 @@ def environment(cache: Path) -> dict[str, str]:
     return kept | {"CUDA_VISIBLE_DEVICES": "", "COLUMNS": "80", "PYTHONPYCACHEPREFIX": str(cache)}
 
 
-def program() -> list[str]:
-    """Returns the installed `dstrain`, or the module where there is none."""
+def program(words: tuple[str, ...]) -> list[str]:
+    """Returns the installed `dstrain`, or the module where there is none; the interpreter for `BARE`."""
     script = Path(sys.executable).with_name("dstrain")
+    if words == BARE:
+        return [sys.executable]
     return [str(script)] if script.exists() else [sys.executable, "-m", "dstrain.cli"]
 
 
 def run(words: tuple[str, ...], cache: Path) -> tuple[float, float, subprocess.CompletedProcess[str]]:
     """Returns the seconds and the processor seconds that one command takes, and how it ended."""
     started, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = subprocess.run([*program(), *words], capture_output=True, text=True, env=environment(cache), check=False)
+    done = subprocess.run(
+        [*program(words), *words], capture_output=True, text=True, env=environment(cache), check=False
+    )
     seconds, after = time.perf_counter() - started, resource.getrusage(resource.RUSAGE_CHILDREN)
     return seconds, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, done
 
@@ -104,7 +113,7 @@ def long_config(folder: Path) -> Path:
 
 def measure(repeat: int, cache: Path) -> list[Latency]:
     """Returns a line for every command."""
-    commands: tuple[tuple[str, ...], ...] = (("--help",), ("lint", str(long_config(cache))), GEN_CONFIG, PLAN)
+    commands: tuple[tuple[str, ...], ...] = (BARE, HELP, ("lint", str(long_config(cache))), GEN_CONFIG, PLAN)
     taken: dict[tuple[str, ...], list[tuple[float, float]]] = {words: [] for words in commands}
     codes = {words: run(words, cache)[2].returncode for words in commands}
     for _ in range(repeat):
@@ -113,7 +122,7 @@ def measure(repeat: int, cache: Path) -> list[Latency]:
                 taken[words].append(run(words, cache)[:2])
     return [
         Latency(
-            command=f"dstrain {' '.join(Path(word).name if '/' in word else word for word in words)}",
+            command=command_text(words),
             median_s=statistics.median(wall for wall, _ in turns) if turns else None,
             min_s=min(wall for wall, _ in turns) if turns else None,
             min_cpu_s=min(cpu for _, cpu in turns) if turns else None,
@@ -121,6 +130,12 @@ def measure(repeat: int, cache: Path) -> list[Latency]:
         )
         for words, turns in taken.items()
     ]
+
+
+def command_text(words: tuple[str, ...]) -> str:
+    """Returns what was typed, files without their folders."""
+    typed = [Path(word).name if "/" in word else word for word in words]
+    return " ".join(["python" if words == BARE else "dstrain", *typed])
 
 
 def import_times(words: tuple[str, ...], cache: Path) -> list[ImportTime]:
@@ -184,7 +199,11 @@ def tell(lines: list[Latency], imports: list[ImportTime], looked_at: dict[str, A
         else:
             note = f"  exit {line.exit_code}" if line.exit_code else ""
             print(f"{line.command:{width}}{line.median_s:10.3f}{line.min_s:8.3f}{line.min_cpu_s:11.3f}{note}")
-    lint, plan = lines[1], lines[-1]
+    bare, help_, lint, plan = lines[0], lines[1], lines[2], lines[-1]
+    if bare.min_cpu_s and help_.min_cpu_s:
+        times = help_.min_cpu_s / bare.min_cpu_s
+        verdict = "within" if times <= HELP_BAR else "OVER"
+        print(f"help takes {times:.1f} times the processor time of a bare interpreter, {verdict} the bar of {HELP_BAR}")
     if lint.median_s is not None:
         print(f"lint is {'within' if lint.median_s <= LINT_BAR_S else 'OVER'} the bar of {LINT_BAR_S} s")
     if plan.median_s is not None and looked_at is not None:

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from itertools import chain, pairwise
 from pathlib import Path
 
@@ -19,18 +20,51 @@ PACKAGE = ROOT / "dstrain"
 HEAVY = ("torch", "transformers", "deepspeed", "swanlab", "accelerate", "peft", "datasets", "numpy")
 
 
-@pytest.mark.parametrize(
-    "arguments", [["--help"], ["gen-config", "--gpus", "16", "--model", "qwen3-32b", "--dry-run"], ["run", "--help"]]
-)
-def test_answering_imports_nothing_heavy(arguments: list[str]) -> None:
+LAUNCHER = ("dstrain.launch", "dstrain.doctor")
+GEN_CONFIG = ("gen-config", "--gpus", "16", "--model", "qwen3-32b")
+LIGHT = ("dstrain", "dstrain.cli", "dstrain.cli.main", "dstrain.errors")
+"""All of dstrain that its help needs."""
+
+
+def imported(arguments: Sequence[str], cwd: Path) -> list[str]:
+    """Returns the names of the modules that a process has imported when it has carried out a command."""
     code = (
         "import sys\nfrom dstrain.cli.main import main\n"
-        f"try:\n    main({arguments!r})\nexcept SystemExit:\n    pass\n"
-        f"print([m for m in {HEAVY!r} if m in sys.modules], file=sys.stderr)"
+        f"try:\n    main({list(arguments)!r})\nexcept SystemExit as end:\n    assert not end.code\n"
+        "print(*sys.modules, file=sys.stderr)"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
-    assert done.stderr.strip().endswith("[]")
+    command = [sys.executable, "-P", "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=cwd, check=True)
+    return done.stderr.splitlines()[-1].split()
+
+
+@pytest.mark.parametrize("arguments", [[*GEN_CONFIG, "--dry-run"], ["run", "--help"]])
+def test_answering_imports_nothing_heavy(arguments: list[str], tmp_path: Path) -> None:
+    assert not set(HEAVY).intersection(imported(arguments, tmp_path))
+
+
+def test_help_imports_no_verb_and_no_third_party_module_but_click(tmp_path: Path) -> None:
+    modules = imported(["--help"], tmp_path)
+    assert {name for name in modules if name.partition(".")[0] == "dstrain"} == set(LIGHT)
+    roots = {name.partition(".")[0] for name in modules} - {"dstrain", "__main__"} - sys.stdlib_module_names
+    assert {name for name in roots if not name.startswith(("__editable__", "_"))} <= {"click", "typing_extensions"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "foreign"),
+    [
+        (GEN_CONFIG, LAUNCHER),
+        (("plan", *GEN_CONFIG[1:]), (*LAUNCHER, "dstrain.config.lint", "dstrain.config.edits")),
+        (("templates", "list"), (*LAUNCHER, "dstrain.facts", "dstrain.plan")),
+        (("schema",), (*LAUNCHER, "dstrain.plan")),
+        (("completion", "fish"), (*LAUNCHER, "dstrain.facts", "dstrain.plan", "dstrain.config")),
+    ],
+    ids=lambda words: words[0],
+)
+def test_a_verb_imports_what_it_needs(arguments: tuple[str, ...], foreign: tuple[str, ...], tmp_path: Path) -> None:
+    strange = [name for name in imported(arguments, tmp_path) if f"{name}.".startswith(tuple(f"{n}." for n in foreign))]
+    assert strange == []
 
 
 @pytest.mark.parametrize("path", sorted(PACKAGE.rglob("__init__.py")), ids=lambda path: str(path.relative_to(ROOT)))
@@ -42,7 +76,7 @@ def test_a_package_holds_a_docstring_and_nothing_else(path: Path) -> None:
     assert isinstance(body[0], ast.Expr)
 
 
-@pytest.mark.parametrize("verb", ["demo", "export", "gen_config", "run", "templates"])
+@pytest.mark.parametrize("verb", ["completion", "demo", "export", "gen_config", "run", "templates"])
 def test_a_verb_is_a_file_and_has_its_tests(verb: str) -> None:
     assert (PACKAGE / "cli" / f"{verb}.py").is_file()
     assert (ROOT / "tests" / "cli" / f"test_{verb}.py").is_file()

@@ -9,20 +9,37 @@ from collections.abc import Sequence
 from importlib import import_module
 
 import click
+from click.shell_completion import CompletionItem
 
 from dstrain import __version__
-from dstrain.cli.console import complain
 from dstrain.errors import DstrainError, EnvironmentProblem, did_you_mean
 
-VERBS = (
-    *("gen-config", "adopt", "diff", "plan", "lint", "doctor", "run", "status", "logs", "stop", "export"),
-    *("explain", "schema", "hostfile", "script", "templates", "demo"),
-)
-"""Verbs in the order of their use; `dstrain <verb>` is the module of that name."""
+VERBS = {
+    "gen-config": "Decide how to train, say why, write the files.",
+    "adopt": "Let files that dstrain did not write count as generated.",
+    "diff": "List your edits, and what each does to memory and speed.",
+    "plan": "Say what training needs, how fast it is, and why.",
+    "lint": "Check a DeepSpeed configuration.",
+    "doctor": "Find what stands in the way of training.",
+    "run": "Train as a job file says.",
+    "status": "Say how a run stands.",
+    "logs": "Print what a run wrote.",
+    "stop": "End a run.",
+    "export": "Merge an adapter, or gather a ZeRO checkpoint.",
+    "explain": "Explain a key of ds_config.json, or a whole file.",
+    "schema": "Print the JSON schema of ds_config.json or job.yaml.",
+    "hostfile": "Write, check or show a hostfile.",
+    "script": "Write a script for SLURM, Kubernetes and others.",
+    "templates": "List the DeepSpeed templates, or copy them out.",
+    "demo": "Train a tiny model: the smoke test of an installation.",
+    "completion": "Print the Tab completion of bash, zsh or fish.",
+}
+"""Verbs in the order of their use, with their summaries; `dstrain <verb>` is the module of that name, which is imported
+only when the verb is typed."""
 
 
 class Verbs(click.Group):
-    """A group that imports the module of a verb when it is asked for, so that none waits for what others need."""
+    """A group that imports the module of the verb that is typed, and of no other."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Returns the names of all verbs."""
@@ -35,12 +52,22 @@ class Verbs(click.Group):
         command: click.Command = import_module(f"dstrain.cli.{cmd_name.replace('-', '_')}").command
         return command
 
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Writes the verbs and their summaries."""
+        with formatter.section("Commands"):
+            formatter.write_dl(sorted(VERBS.items()))
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Returns the verbs that begin with `incomplete`, or the options of `dstrain`."""
+        verbs = [CompletionItem(name, help=summary) for name, summary in VERBS.items() if name.startswith(incomplete)]
+        return [*verbs, *click.Command.shell_complete(self, ctx, incomplete)]
+
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Returns the verb and its arguments. Raises UsageError for an unknown verb and suggests the closest."""
         if args and args[0] not in VERBS and not args[0].startswith("-"):
-            raise click.UsageError(f"No such command '{args[0]}'. {did_you_mean(args[0], VERBS)}", ctx)
+            raise click.UsageError(f"No such command '{args[0]}'. {did_you_mean(args[0], list(VERBS))}", ctx)
         return super().resolve_command(ctx, args)
 
 
@@ -54,10 +81,6 @@ def cli() -> None:
       dstrain plan --gpus 16 --model qwen3-32b
       dstrain gen-config --gpus 16 --model qwen3-32b --data train.jsonl
       dstrain run
-
-    \b
-    The Tab key completes verbs, options, models and GPUs after this (zsh_source, fish_source in those shells):
-      eval "$(_DSTRAIN_COMPLETE=bash_source dstrain)"
     """
 
 
@@ -74,7 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         error.show()
         sys.exit(error.exit_code)
     except DstrainError as error:
-        complain(error)
+        _complain(error)
         sys.exit(error.exit_code)
     except (KeyboardInterrupt, click.Abort):
         sys.exit(130)
@@ -85,6 +108,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        complain(EnvironmentProblem(f"the output cannot be written: {error.strerror}"))
+        _complain(EnvironmentProblem(f"the output cannot be written: {error.strerror}"))
         sys.stdout = None  # else Python tries once more at its end
         sys.exit(EnvironmentProblem.exit_code)
+
+
+def _complain(error: DstrainError) -> None:
+    from dstrain.cli.console import complain  # imports Rich, which help does not need
+
+    complain(error)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from click.shell_completion import ShellComplete
 
-from dstrain.cli.main import cli
+from dstrain.cli.main import VERBS, cli
 
 Type = Callable[..., Any]
 ROOT = Path(__file__).parents[2]
@@ -95,3 +95,11 @@ def test_the_tab_key_completes_names(typed: str, offered: str) -> None:
 def test_a_model_that_no_table_has_is_completed_as_a_path() -> None:
     items = ShellComplete(cli, {}, "dstrain", "_DSTRAIN_COMPLETE").get_completions(["plan", "--model"], "./mo")
     assert [item.type for item in items] == ["file"]
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_summary_is_what_the_verb_says_of_itself(verb: str) -> None:
+    with cli.make_context("dstrain", [], resilient_parsing=True) as ctx:
+        command = cli.get_command(ctx, verb)
+    assert command is not None
+    assert command.get_short_help_str(limit=80) == VERBS[verb]
