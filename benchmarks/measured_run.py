@@ -27,6 +27,17 @@ from torch.utils._pytree import tree_leaves
 
 BLOCK_BYTES = 512
 """What the CUDA allocator rounds every tensor up to; the plan counts so, and the CPU's count too."""
+PRODUCTS = frozenset({torch.ops.aten.mm.default, torch.ops.aten.bmm.default})
+"""Products of matrices."""
+
+
+def in_fp32(product: Any, factors: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """Returns a product of matrices on a CPU, computed in fp32: in bf16 it can take forty times as long.
+
+    The copies live only while the product is computed and are not counted: a GPU makes none.
+    """
+    out: torch.Tensor = product(*(factor.float() for factor in factors)).to(factors[0].dtype)
+    return out
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -39,7 +50,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.peak = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
+        out = in_fp32(func, args) if func in PRODUCTS else func(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):
             if isinstance(leaf, torch.Tensor) and not leaf.is_meta and leaf.layout is torch.strided:
                 self._add(leaf.untyped_storage())
@@ -143,7 +154,7 @@ def train(spec: dict[str, Any], device: torch.device) -> dict[str, Any]:
         else:
             torch.cuda.reset_peak_memory_stats()
         losses = [step(engine, ids, spec) for _ in range(2)]
-    seconds = [timed(engine, ids, spec, device) for _ in range(spec["steps"])]
+        seconds = [timed(engine, ids, spec, device) for _ in range(spec["steps"])]
     found = {"init_bytes": init_bytes, "step_s": statistics.median(seconds), "steps_s": seconds, "losses": losses}
     if counter:
         return found | {"live_bytes": counter.peak, "steady_bytes": counter.live}

@@ -21,6 +21,8 @@ from torch.autograd.graph import _engine_run_backward
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from benchmarks.measured_run import PRODUCTS, in_fp32
+
 _true_to = torch._C.TensorBase.to
 _true_device = torch._C.TensorBase.device.__get__  # type: ignore[attr-defined]
 
@@ -154,7 +156,7 @@ class CountStorages(TorchDispatchMode):
         self._ledger = ledger
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
+        out = in_fp32(func, args) if func in PRODUCTS else func(*args, **(kwargs or {}))
         new = list(tensors_in(out))
         if new:
             place = self._ledger.place_for((args, kwargs))
