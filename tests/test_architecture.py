@@ -150,3 +150,71 @@ def test_what_has_a_mark_is_there() -> None:
     for place in chain(*MARKS.values(), SAMPLED):
         file, _, test = place.partition("::")
         assert not test or f"def {test.partition('[')[0]}(" in (ROOT / file).read_text(encoding="utf-8"), place
+
+
+_WORDS = {"problem", "hint", "effect", "fix", "title", "reason", "reasons", "place", "meaning"}
+_READS = {"split", "rsplit", "partition", "rpartition", "splitlines", "startswith", "endswith"}
+_READS |= {"removeprefix", "removesuffix", "find", "index"}
+_MATCHES = {"match", "search", "fullmatch", "findall", "finditer", "split", "sub"}
+_MAY_READ = {
+    "dstrain/job/yaml_source.py": "ruamel's messages",
+    "dstrain/doctor/checks/online.py": "OpenSSL's messages",
+    "dstrain/config/explain/file.py": "the stage that a key's meaning begins with",
+    "dstrain/config/key_text.py": "the verb that a key's meaning begins with",
+    "dstrain/cli/output/explain_file.py": "the full stop of a key's meaning",
+}
+"""Modules that may look into a text of these names → what they read there."""
+
+
+def _own_errors() -> set[str]:
+    """Returns the names of the errors of the package."""
+    names, classes = (
+        {"DstrainError"},
+        [
+            node
+            for path in PACKAGE.rglob("*.py")
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+            if isinstance(node, ast.ClassDef)
+        ],
+    )
+    while True:
+        more = {node.name for node in classes for base in node.bases if isinstance(base, ast.Name) and base.id in names}
+        if more <= names:
+            return names
+        names |= more
+
+
+def _quotes(node: ast.AST, caught: set[str]) -> bool:
+    """Returns whether an expression is made of a message of the package, or of the text of an error in `caught`."""
+    for part in ast.walk(node):
+        if isinstance(part, ast.Attribute) and part.attr in _WORDS:
+            return True
+        if isinstance(part, ast.Call) and isinstance(part.func, ast.Name) and part.func.id == "str":
+            return any(isinstance(argument, ast.Name) and argument.id in caught for argument in part.args)
+    return False
+
+
+def _reads_words(node: ast.AST, caught: set[str]) -> bool:
+    """Returns whether a node looks for something in a message."""
+    if isinstance(node, ast.Compare):
+        pairs = zip(node.ops, node.comparators, strict=True)
+        return any(isinstance(operator, ast.In | ast.NotIn) and _quotes(right, caught) for operator, right in pairs)
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+        return False
+    is_read = node.func.attr in _READS and _quotes(node.func.value, caught)
+    return is_read or (node.func.attr in _MATCHES and any(_quotes(argument, caught) for argument in node.args))
+
+
+def test_no_message_is_read_back() -> None:
+    """What code decides by is data: the place of an error, the topic of a reason, the exit code of a rank."""
+    own, readers = _own_errors(), set()
+    for path in PACKAGE.rglob("*.py"):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        handlers = [node for node in ast.walk(tree) if isinstance(node, ast.ExceptHandler) and node.name]
+        scopes: list[tuple[ast.AST, set[str]]] = [(tree, set())]
+        for handler in handlers:
+            kinds = {part.id for part in ast.walk(handler.type or handler) if isinstance(part, ast.Name)}
+            scopes += [(handler, {str(handler.name)})] if kinds & own else []
+        if any(_reads_words(node, caught) for scope, caught in scopes for node in ast.walk(scope)):
+            readers.add(path.relative_to(ROOT).as_posix())
+    assert readers == set(_MAY_READ)

@@ -50,9 +50,6 @@ def say(text: str = "", *, style: str | None = None) -> None:
 
 def complain(error: DstrainError) -> None:
     """Prints an error: what happened, then what to do."""
-    lines = error.problem.split("\n")
-    say(f"error: {lines[0]}", style="red")
-    for line in lines[1:]:
-        say(f"       {line}", style="red")
+    say(f"error: {error.problem}".replace("\n", "\n       "), style="red")
     if error.hint is not None:
         say(error.hint)

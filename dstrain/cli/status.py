@@ -84,7 +84,7 @@ def _lines(found: dict[str, Any]) -> list[str]:
         rows.append(("start", found["start"]))
     last = found["last"]
     if last is not None:
-        rows.append(("step", metrics_words(last).removeprefix("step ")))
+        rows.append(("step", metrics_words(last)))
     if found["checkpoint_step"] is not None:
         rows.append(("checkpoint", f"step {found['checkpoint_step']}"))
     rows += [("skipped", problem) for problem in found["damaged"]]

@@ -25,7 +25,6 @@ from dstrain.heartbeat import Phase
 from dstrain.launch import environment
 from dstrain.launch.command import chosen_devices, master
 from dstrain.launch.environment import python_path
-from dstrain.launch.failure.first_failure import advice
 from dstrain.launch.failure.outcome import Outcome
 from dstrain.launch.failure.report import explain
 from dstrain.launch.nodes import handshake, launchers
@@ -136,9 +135,13 @@ def measure(site: Site, tell: Callable[[str], None]) -> Answer:
         return Answer(network=network, interfaces={n.host: h.interface for n, h in hellos.items() if h.interface})
 
 
+class NoResult(EnvironmentProblem):
+    """Ranks that failed, or took too long; their logs are kept, and the message names the folder."""
+
+
 @contextmanager
 def _folder() -> Iterator[RunDir]:
-    """Yields a folder for logs; it stays where an error points there."""
+    """Yields a folder for logs; it stays where there is no result."""
     at = FOLDERS if os.access(FOLDERS, os.W_OK) else None
     path = Path(tempfile.mkdtemp(prefix="dstrain-network-", dir=at))
     path.chmod(0o700)
@@ -146,7 +149,7 @@ def _folder() -> Iterator[RunDir]:
     try:
         yield RunDir(path)
     except DstrainError as error:
-        if str(path) not in error.problem:
+        if not isinstance(error, NoResult):
             shutil.rmtree(path, ignore_errors=True)
         raise
     shutil.rmtree(path, ignore_errors=True)
@@ -213,17 +216,16 @@ def interface_variables(
 
 
 def result(outcome: Outcome, listener: Listener, site: Site, run_dir: RunDir) -> Network:
-    """Returns what was measured. Raises what a signal means, or EnvironmentProblem with what the ranks said."""
+    """Returns what was measured. Raises what a signal means, or NoResult with what the ranks said."""
     if listener.network is not None and outcome.stopped_by in {None, TIME_IS_UP}:
         return listener.network
     if outcome.stopped_by == TIME_IS_UP:
         problem = f"no result within {LIMIT_S:.0f} s; the ranks came as far as: {listener.doing}"
-        raise EnvironmentProblem(f"{problem}\nLogs: {run_dir.logs}", hint=_TRY)
-    error = explain(outcome, hosts=site.hosts, run_dir=run_dir)
+        raise NoResult(f"{problem}\nLogs: {run_dir.logs}", hint=_TRY)
+    error = explain(outcome, hosts=site.hosts, run_dir=run_dir, again=_TRY)
     if outcome.stopped_by is not None:
         raise type(error)(error.problem)
-    words = advice(error.problem)
-    raise EnvironmentProblem(error.problem, hint=f"{words}\n{_TRY}" if words else _TRY)
+    raise NoResult(error.problem, hint=error.hint)
 
 
 def _clear(folder: Path, hellos: Mapping[Node, Hello], names: frozenset[str]) -> None:

@@ -101,13 +101,17 @@ class Configuration:
     @property
     def title(self) -> str:
         """Returns the choice in a few words, such as `ZeRO-3 + optimizer offload, checkpointing, micro-batch 1`."""
+        return ", ".join(self.title_parts)
+
+    @property
+    def title_parts(self) -> list[str]:
+        """Returns the parts of the title: ZeRO and offload, checkpointing, micro-batch."""
         parts = [f"ZeRO-{self.zero_stage}"]
         if self.offload is not Offload.NONE:
             parts[0] += f" + {OFFLOAD_WORDS[self.offload]}"
         if self.grad_ckpt:
             parts.append("checkpointing")
-        parts.append(f"micro-batch {self.micro_batch}")
-        return ", ".join(parts)
+        return [*parts, f"micro-batch {self.micro_batch}"]
 
 
 OFFLOAD_WORDS = {

@@ -87,6 +87,41 @@ class Estimate:
         return f"{format_bytes(needed)} {where}, {format_bytes(usable)} usable"
 
 
+class Topic(StrEnum):
+    """What a reason is about; a choice goes by the name of its field in a configuration."""
+
+    SPEED = "speed"
+    """What a step takes, and what it waits for."""
+    ZERO_STAGE = "zero_stage"
+    OFFLOAD = "offload"
+    GRAD_CKPT = "grad_ckpt"
+    MICRO_BATCH = "micro_batch"
+    HPZ = "hpz"
+    MODEL_STATES = "model_states"
+    """What trains, and its states on each GPU."""
+    PEAK = "peak"
+    """The peak of GPU memory."""
+    HOST_RAM = "host_ram"
+    BATCH = "batch"
+    """The arithmetic of the batch."""
+    BUFFERS = "buffers"
+    """The engine's buffers, before ZeRO-3."""
+    ZERO3_BUFFERS = "zero3_buffers"
+    """The engine's buffers, those of ZeRO-3 among them."""
+    FIRST_PLAN = "first_plan"
+    """How a plan compares to the first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reason:
+    """One sentence on why a plan is as it is."""
+
+    topic: Topic
+    """What it is about."""
+    text: str
+    """The sentence, with numbers."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """The chosen configuration, with reasons."""
@@ -103,7 +138,7 @@ class Plan:
     """Samples of one optimizer step over all GPUs."""
     learning_rate: float
     """Suggested peak learning rate."""
-    reasons: tuple[str, ...]
+    reasons: tuple[Reason, ...]
     """Why, in sentences with numbers."""
     notes: tuple[str, ...]
     """What was assumed, and what to know before training."""

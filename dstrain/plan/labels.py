@@ -17,8 +17,9 @@ def label(configuration: Configuration) -> str:
     'ZeRO-3, checkpointing, micro-batch 1, SP 4, hpZ 8'
     """
     each = configuration
-    share = "" if each.offload_ratio == 1 else f" of {100 * each.offload_ratio:.0f} %"
-    words = [each.title.replace("optimizer offload", f"optimizer offload{share}")]
+    words = each.title_parts
+    if each.offload is Offload.OPTIMIZER and each.offload_ratio != 1:
+        words[0] += f" of {100 * each.offload_ratio:.0f} %"
     words += [f"{name} {value}" for name, value in (("SP", each.sp), ("TP", each.tp), ("hpZ", each.hpz)) if value > 1]
     if each.offload is not Offload.NONE and not each.pin_memory:
         words.append("pageable memory")

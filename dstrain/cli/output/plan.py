@@ -76,7 +76,7 @@ def chosen_line(found: Survey) -> str:
 
 def reason_lines(found: Survey) -> list[str]:
     """Returns why, what was looked at, and what to know."""
-    lines = ["why", *(f"  - {reason}" for reason in found.proposals[0].reasons)]
+    lines = ["why", *(f"  - {reason.text}" for reason in found.proposals[0].reasons)]
     if found.num_estimated + found.num_excluded > 1:
         lines.append(f"  - {considered(found)}")
     if found.notes:
@@ -177,5 +177,5 @@ def _entry(proposal: Proposal) -> dict[str, Any]:
         "fits": estimate.fits,
         "memory": {name: memory[name] for name in _MEMORY},
         "speed": {name: speed.get(name) for name in _SPEED},
-        "reasons": list(proposal.reasons),
+        "reasons": [reason.text for reason in proposal.reasons],
     }

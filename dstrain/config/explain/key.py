@@ -24,7 +24,7 @@ from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.plan.configuration import Configuration
 from dstrain.plan.effect import Effect, effect
 from dstrain.plan.estimate import assess, effective
-from dstrain.plan.estimate_records import Estimate
+from dstrain.plan.estimate_records import Estimate, Reason, Topic
 from dstrain.plan.request import Request
 from dstrain.plan.search.decide import plan_of, survey
 
@@ -54,18 +54,18 @@ _INSTEAD = {
     "zero_optimization": _ZERO + "stage",
 }
 """Objects that matter by one of their keys."""
-_ABOUT: Mapping[str, tuple[str, ...]] = {
-    _ZERO + "stage": (" over ZeRO-", ", ZeRO-", "model states"),
-    _ZERO + "offload_optimizer.device": ("offload", "host RAM:"),
-    _ZERO + "offload_param.device": ("offload", "host RAM:"),
-    "train_micro_batch_size_per_gpu": ("micro-batch",),
-    "gradient_accumulation_steps": ("accumulated",),
-    "train_batch_size": ("accumulated",),
-    _ZERO + "reduce_bucket_size": ("reduce bucket",),
-    _ZERO + "stage3_max_reuse_distance": ("stay gathered", "stays gathered"),
-    _ZERO + "sub_group_size": ("sub-groups of",),
+_TOPICS: Mapping[str, tuple[Topic, ...]] = {
+    _ZERO + "stage": (Topic.ZERO_STAGE, Topic.MODEL_STATES),
+    _ZERO + "offload_optimizer.device": (Topic.OFFLOAD, Topic.HOST_RAM),
+    _ZERO + "offload_param.device": (Topic.OFFLOAD, Topic.HOST_RAM),
+    "train_micro_batch_size_per_gpu": (Topic.MICRO_BATCH, Topic.BATCH),
+    "gradient_accumulation_steps": (Topic.BATCH,),
+    "train_batch_size": (Topic.BATCH,),
+    _ZERO + "reduce_bucket_size": (Topic.BUFFERS, Topic.ZERO3_BUFFERS),
+    _ZERO + "stage3_max_reuse_distance": (Topic.ZERO3_BUFFERS,),
+    _ZERO + "sub_group_size": (Topic.ZERO3_BUFFERS,),
 }
-"""Words by which a reason of the plan is about a key."""
+"""What the reasons for the value of a key are about."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +91,7 @@ class Chosen:
     """The configuration."""
     configuration: Configuration
     """The plan."""
-    reasons: tuple[str, ...]
+    reasons: tuple[Reason, ...]
     """Why, in sentences."""
     written_because: Mapping[str, str]
     """Why the template writes a key, by its last name."""
@@ -142,8 +142,7 @@ def why(key: Key, chosen: Chosen) -> list[str]:
     """Returns why dstrain writes what it writes for a key: what the template says, then what the plan does."""
     path = _INSTEAD.get(key.path, key.path)
     said = [chosen.written_because[name]] if (name := key.path.rsplit(".", 1)[-1]) in chosen.written_because else []
-    about = _ABOUT.get(path, ())
-    said += [reason for reason in chosen.reasons if any(word in reason for word in about)]
+    said += [reason.text for reason in chosen.reasons if reason.topic in _TOPICS.get(path, ())]
     if not said and lookup(chosen.config, tuple(key.path.split("."))) == "auto":
         said = ["the Trainer fills it in from the job, so that the number stands in one place"]
     return said

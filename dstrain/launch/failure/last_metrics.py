@@ -22,10 +22,10 @@ def last_metrics(run_dir: RunDir) -> dict[str, Any] | None:
 
 
 def metrics_words(found: Mapping[str, Any]) -> str:
-    """Returns a line of the metrics in words.
+    """Returns a line of the metrics in words, which begin with the number of its step.
 
     >>> metrics_words({"step": 7, "loss": 2.5, "tokens_per_s": 1234.5})
-    'step 7, loss 2.5000, 1,234 tokens/s'
+    '7, loss 2.5000, 1,234 tokens/s'
     """
     speed = f", {found['tokens_per_s']:,.0f} tokens/s" if found.get("tokens_per_s") else ""
-    return f"step {found['step']}, loss {found['loss']:.4f}{speed}"
+    return f"{found['step']}, loss {found['loss']:.4f}{speed}"

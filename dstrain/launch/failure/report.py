@@ -27,26 +27,24 @@ from dstrain.rundir import RunDir
 _SHOWN_LINES = 25
 
 
-def explain(outcome: Outcome, *, hosts: Hosts, run_dir: RunDir) -> DstrainError:
-    """Returns the error to raise for a run that did not succeed."""
+def explain(outcome: Outcome, *, hosts: Hosts, run_dir: RunDir, again: str | None = None) -> DstrainError:
+    """Returns the error to raise for a run that did not succeed; `again` says how to try again, if not by a resume."""
+    again = again or _resumed(run_dir)
     if outcome.stopped_by is not None:
         problem = f"stopped ({outcome.stopped_by}); no rank is left running"
         if outcome.lost:
             problem = f"stopped ({outcome.stopped_by}); {', '.join(map(_lost_words, outcome.lost))}"
         kind = Interrupted if outcome.is_interrupt else RunFailed
-        return kind(problem, hint=_next_step(run_dir, None))
+        return kind(problem, hint=again)
     texts = {rank: tail_of(path) for rank, path in outcome.rank_logs.items()}
     cause = _cause(outcome, texts, hosts)
     lines = list(cause.lines)
     last = last_metrics(run_dir)
     if last is not None:
-        lines.append(f"Last metrics: {metrics_words(last)}")
+        lines.append(f"Last metrics: step {metrics_words(last)}")
     lines.append(f"Logs: {run_dir.logs} (above: {cause.log.name})")
-    return RunFailed(
-        "\n".join(lines),
-        hint=_next_step(run_dir, advice("\n".join(lines)) or advice(cause.text)),
-        rank_exit_code=cause.code,
-    )
+    words = advice("\n".join(lines)) or advice(cause.text)
+    return RunFailed("\n".join(lines), hint=f"{words}\n{again}" if words else again, rank_exit_code=cause.code)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,14 +175,12 @@ def _launcher_sentence(outcome: Outcome, *, started: bool) -> str:
     return f"the launcher failed{when}: {decode(outcome.code)}"
 
 
-def _next_step(run_dir: RunDir, words: str | None) -> str:
+def _resumed(run_dir: RunDir) -> str:
+    """Returns how to start again from the newest checkpoint."""
     newest = run_dir.newest_checkpoint()
-    again = (
-        f"`dstrain run --set resume=auto` goes on from step {newest.step}."
-        if newest.folder
-        else "There is no whole checkpoint yet: `dstrain run` starts again."
-    )
-    return f"{words}\n{again}" if words else again
+    if newest.folder:
+        return f"`dstrain run --set resume=auto` goes on from step {newest.step}."
+    return "There is no whole checkpoint yet: `dstrain run` starts again."
 
 
 def _mtime(path: Path) -> float:

@@ -12,7 +12,7 @@ from dstrain.facts.cluster.cluster import Cluster, Origin
 from dstrain.facts.model.model_facts import Kind, ModelFacts
 from dstrain.plan.configuration import Configuration
 from dstrain.plan.estimate import USABLE_GPU_RATIO, assess, moved
-from dstrain.plan.estimate_records import Estimate, Plan
+from dstrain.plan.estimate_records import Estimate, Plan, Reason
 from dstrain.plan.memory.params import adapted, linear_names
 from dstrain.plan.request import Request
 from dstrain.plan.search.buffer_sizes import TIGHT, least_offloaded, sized, sized_to_room
@@ -35,7 +35,7 @@ class Proposal:
 
     estimate: Estimate
     """What it is and needs."""
-    reasons: tuple[str, ...]
+    reasons: tuple[Reason, ...]
     """Why, in sentences with numbers; of all but the first, how it stands to the first."""
 
 

@@ -9,7 +9,7 @@ from dstrain.choices import Offload
 from dstrain.facts.cluster.cluster import Cluster
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.plan.configuration import OFFLOAD_WORDS, Configuration
-from dstrain.plan.estimate_records import Estimate, Speed
+from dstrain.plan.estimate_records import Estimate, Reason, Speed, Topic
 from dstrain.plan.labels import OPTIMIZER_WORDS
 from dstrain.plan.memory.params import trained
 from dstrain.plan.request import Request
@@ -31,8 +31,8 @@ class Neighbour:
     """The choice as it is: `ZeRO-3`."""
     other: str
     """The choice as it could be: `ZeRO-2`."""
-    field: str
-    """The field of a configuration that differs."""
+    topic: Topic
+    """The choice that differs."""
     estimate: Estimate
     """What it would need."""
 
@@ -50,39 +50,39 @@ def neighbours(
     Choices that the request fixes are among them, so that it can be said what they cost.
     """
     found = []
-    for field, mine, other, configuration in _flips(request, chosen.configuration):
+    for topic, mine, other, configuration in _flips(request, chosen.configuration):
         if broken(model, cluster, configuration, writable=request.writable):
             continue
         estimate = assess(configuration)
         if not estimate.fits:
             estimate = assess(sized(model, configuration, TIGHT))
-        found.append(Neighbour(chosen=mine, other=other, field=field, estimate=estimate))
+        found.append(Neighbour(chosen=mine, other=other, topic=topic, estimate=estimate))
     return found
 
 
-def _flips(request: Request, chosen: Configuration) -> Iterator[tuple[str, str, str, Configuration]]:
-    """Yields field, the choice as it is and as it could be in words, and the configuration that it would make."""
+def _flips(request: Request, chosen: Configuration) -> Iterator[tuple[Topic, str, str, Configuration]]:
+    """Yields topic, the choice as it is and as it could be in words, and the configuration that it would make."""
     for stage in (0, 1, 2, 3):
         if stage != chosen.zero_stage:
             ratio = chosen.offload_ratio if stage == 3 else 1.0
             other = replace(chosen, zero_stage=stage, hpz=chosen.hpz if stage == 3 else 1, offload_ratio=ratio)
-            yield "zero_stage", f"ZeRO-{chosen.zero_stage}", f"ZeRO-{stage}", other
+            yield Topic.ZERO_STAGE, f"ZeRO-{chosen.zero_stage}", f"ZeRO-{stage}", other
     for offload in Offload:
         if offload is not chosen.offload:
             other = replace(chosen, offload=offload, offload_ratio=1.0)
-            yield "offload", _offload_words(chosen.offload), _offload_words(offload), other
+            yield Topic.OFFLOAD, _offload_words(chosen.offload), _offload_words(offload), other
     words = ("checkpointing", "no checkpointing")
     mine, theirs = words if chosen.grad_ckpt else words[::-1]
-    yield "grad_ckpt", mine, theirs, replace(chosen, grad_ckpt=not chosen.grad_ckpt)
+    yield Topic.GRAD_CKPT, mine, theirs, replace(chosen, grad_ckpt=not chosen.grad_ckpt)
     mine = f"micro-batch {chosen.micro_batch}"
     if chosen.grad_accum % 2 == 0:
         twice, half = 2 * chosen.micro_batch, chosen.grad_accum // 2
-        yield "micro_batch", mine, f"micro-batch {twice}", replace(chosen, micro_batch=twice, grad_accum=half)
+        yield Topic.MICRO_BATCH, mine, f"micro-batch {twice}", replace(chosen, micro_batch=twice, grad_accum=half)
     if chosen.micro_batch % 2 == 0:
         half, twice = chosen.micro_batch // 2, 2 * chosen.grad_accum
-        yield "micro_batch", mine, f"micro-batch {half}", replace(chosen, micro_batch=half, grad_accum=twice)
+        yield Topic.MICRO_BATCH, mine, f"micro-batch {half}", replace(chosen, micro_batch=half, grad_accum=twice)
     if chosen.hpz > 1:
-        yield "hpz", f"hpZ {chosen.hpz}", "no hpZ", replace(chosen, hpz=1)
+        yield Topic.HPZ, f"hpZ {chosen.hpz}", "no hpZ", replace(chosen, hpz=1)
 
 
 def _offload_words(offload: Offload) -> str:
@@ -107,9 +107,8 @@ def faster_but_too_large(cluster: Cluster, chosen: Estimate, others: list[Neighb
 
 def _would_be_faster(cluster: Cluster, chosen: Estimate, other: Neighbour) -> bool:
     gain = gain_ratio(cluster, other.estimate, chosen)
-    if gain is None:
-        return other.estimate.memory.device_bytes_per_gpu > chosen.memory.device_bytes_per_gpu
-    return gain > TIE_RATIO
+    more_bytes = other.estimate.memory.device_bytes_per_gpu - chosen.memory.device_bytes_per_gpu
+    return more_bytes > 0 if gain is None else gain > TIE_RATIO
 
 
 def gain_ratio(cluster: Cluster, one: Estimate, other: Estimate) -> float | None:
@@ -143,7 +142,7 @@ def reasons(
     *,
     rung: int | None,
     others: list[Neighbour],
-) -> tuple[str, ...]:
+) -> tuple[Reason, ...]:
     """Returns why, in sentences: speed and its limit, what was chosen over what, what would change it, the states, the
     peak, host RAM, the batch, the engine's buffers."""
     return (
@@ -156,16 +155,18 @@ def reasons(
     )
 
 
-def compared(cluster: Cluster, one: Estimate, best: Estimate) -> tuple[str, ...]:
+def compared(cluster: Cluster, one: Estimate, best: Estimate) -> tuple[Reason, ...]:
     """Returns how a plan stands to the best one, in one sentence."""
     gain = gain_ratio(cluster, one, best)
     more = _more_bytes(one, best)
     if not one.fits:
-        return (f"does not fit: {one.shortage}",)
-    if gain is None:
-        return (f"{more} than plan 1" if "per" in more else f"{more} as plan 1",)
-    pace = "as fast as plan 1" if abs(gain) <= TIE_RATIO else f"{_percent(gain)} than plan 1"
-    return (f"{pace}, {more}", *_speed(one))
+        text = f"does not fit: {one.shortage}"
+    elif gain is None:
+        is_same = one.memory.device_bytes_per_gpu == best.memory.device_bytes_per_gpu
+        text = f"{more} {'as' if is_same else 'than'} plan 1"
+    else:
+        text = f"{'as fast as' if abs(gain) <= TIE_RATIO else f'{_percent(gain)} than'} plan 1, {more}"
+    return (Reason(topic=Topic.FIRST_PLAN, text=text), *(_speed(one) if one.fits else ()))
 
 
 def _percent(gain: float) -> str:
@@ -195,21 +196,22 @@ def _more_bytes(one: Estimate, other: Estimate) -> str:
     return f"{format_bytes(abs(difference))} {'more' if difference > 0 else 'less'} per GPU"
 
 
-def _speed(chosen: Estimate) -> list[str]:
+def _speed(chosen: Estimate) -> list[Reason]:
     """Returns what a step takes and what it waits for."""
     if chosen.speed is None:
         return []
     known = chosen.speed
     parts = sorted(known.parts_s.items(), key=lambda part: -part[1])[:MOST_SENTENCES]
     most = ", ".join(f"{name} {percent(seconds / known.step_s)}" for name, seconds in parts if seconds > 0)
-    return [
+    text = (
         f"a step takes {format_seconds(known.step_s)} (± {percent(known.uncertainty_ratio)}):"
         f" {known.tokens_per_s_per_gpu:,.0f} tokens a second on each GPU, MFU {percent(known.mfu_ratio)}; it waits most"
         f" for {known.limited_by}{f' ({most})' if most else ''}"
-    ]
+    )
+    return [Reason(topic=Topic.SPEED, text=text)]
 
 
-def _over(cluster: Cluster, request: Request, chosen: Estimate, others: list[Neighbour]) -> list[str]:
+def _over(cluster: Cluster, request: Request, chosen: Estimate, others: list[Neighbour]) -> list[Reason]:
     """Returns what was chosen over what, by how much; the closest decisions first."""
     said = []
     for each in others:
@@ -218,16 +220,16 @@ def _over(cluster: Cluster, request: Request, chosen: Estimate, others: list[Nei
             continue
         memory = _more_bytes(chosen, each.estimate)
         if gain > TIE_RATIO:
-            said.append((gain, f"{each.chosen} over {each.other}: {_percent(gain)}, {memory}"))
+            said.append((gain, f"{each.chosen} over {each.other}: {_percent(gain)}, {memory}", each.topic))
         elif gain >= -TIE_RATIO:
-            said.append((abs(gain), f"{each.chosen} over {each.other}: as fast, {memory}"))
-        elif getattr(request, each.field, None) is not None:
+            said.append((abs(gain), f"{each.chosen} over {each.other}: as fast, {memory}", each.topic))
+        elif getattr(request, each.topic, None) is not None:
             faster = _percent(1 / (1 + gain) - 1)
-            said.append((0.0, f"{each.chosen}, as asked; {each.other} would be {faster} and fits too"))
-    return [sentence for _, sentence in sorted(said)[:MOST_SENTENCES]]
+            said.append((0.0, f"{each.chosen}, as asked; {each.other} would be {faster} and fits too", each.topic))
+    return [Reason(topic=topic, text=text) for _, text, topic in sorted(said)[:MOST_SENTENCES]]
 
 
-def _with_more(cluster: Cluster, chosen: Estimate, others: list[Neighbour]) -> list[str]:
+def _with_more(cluster: Cluster, chosen: Estimate, others: list[Neighbour]) -> list[Reason]:
     """Returns what more memory would change: the nearest change, and those that need more and bring more."""
     said, best = [], 0.0
     for each in faster_but_too_large(cluster, chosen, others):
@@ -237,43 +239,45 @@ def _with_more(cluster: Cluster, chosen: Estimate, others: list[Neighbour]) -> l
         best = gain or 0.0
         where = "per GPU" if not each.estimate.fits_gpu else "of host RAM on each node"
         would = "would fit" if gain is None else f"would be {_percent(gain)}"
-        said.append(f"with {format_bytes(_missing_bytes(each.estimate))} more {where}, {each.other} {would}")
+        text = f"with {format_bytes(_missing_bytes(each.estimate))} more {where}, {each.other} {would}"
+        said.append(Reason(topic=each.topic, text=text))
     return said[:MOST_SENTENCES]
 
 
-def _memory(model: ModelFacts, cluster: Cluster, chosen: Estimate) -> list[str]:
+def _memory(model: ModelFacts, cluster: Cluster, chosen: Estimate) -> list[Reason]:
     """Returns what trains, the states on each GPU, the peak, and host RAM."""
     configuration, needs, states = chosen.configuration, chosen.memory, chosen.memory.states
-    counts = trained(model, configuration.method, configuration.lora)
-    share = "all" if counts.trainable == model.num_params else f"{format_count(counts.trainable)} of"
+    trainable = trained(model, configuration.method, configuration.lora).trainable
+    share = "all" if trainable == model.num_params else f"{format_count(trainable)} of"
     parts = needs.breakdown_bytes
-    said = [
+    trains = (
         f"{share} {format_count(model.num_params)} parameters train; in {configuration.precision} with"
         f" {OPTIMIZER_WORDS[configuration.optimizer]} that is"
         f" {format_bytes(states.device)} of model states on each GPU (parameters {format_bytes(states.params)},"
-        f" gradients {format_bytes(states.grads)}, optimizer {format_bytes(states.optimizer)})",
+        f" gradients {format_bytes(states.grads)}, optimizer {format_bytes(states.optimizer)})"
+    )
+    peak = (
         f"the peak is at {needs.peak_instant}: {format_bytes(needs.device_bytes_per_gpu)} of"
         f" {format_bytes(cluster.gpu.memory_bytes)}, of which {format_bytes(parts.activations)} activations and"
-        f" {format_bytes(parts.logits)} logits",
-    ]
+        f" {format_bytes(parts.logits)} logits"
+    )
+    said = [(Topic.MODEL_STATES, trains), (Topic.PEAK, peak)]
     if configuration.offload is not Offload.NONE:
         needed, there = format_bytes(needs.host_bytes_per_node), format_bytes(cluster.host_memory_bytes)
-        said.append(f"host RAM: {needed} of {there} on each node")
-    return said
+        said.append((Topic.HOST_RAM, f"host RAM: {needed} of {there} on each node"))
+    return [Reason(topic=topic, text=text) for topic, text in said]
 
 
-def _batch(cluster: Cluster, configuration: Configuration) -> str:
+def _batch(cluster: Cluster, configuration: Configuration) -> Reason:
     """Returns the arithmetic of the batch."""
     gpus = "1 GPU" if cluster.num_gpus == 1 else f"{cluster.num_gpus} GPUs"
     ranks = data_parallel_ranks(cluster, configuration)
     divided = "" if ranks == cluster.num_gpus else f" / {cluster.num_gpus // ranks} in parallel on each sample"
-    return (
-        f"{gpus}{divided} × micro-batch {configuration.micro_batch} × {configuration.grad_accum} accumulated"
-        f" = {global_batch(cluster, configuration)} samples a step"
-    )
+    parts = f"{gpus}{divided} × micro-batch {configuration.micro_batch} × {configuration.grad_accum} accumulated"
+    return Reason(topic=Topic.BATCH, text=f"{parts} = {global_batch(cluster, configuration)} samples a step")
 
 
-def _buffers(chosen: Estimate, rung: int | None) -> list[str]:
+def _buffers(chosen: Estimate, rung: int | None) -> list[Reason]:
     """Returns the sizes of the engine's buffers and what they were sized by."""
     each = chosen.configuration
     if each.zero_stage == 0:
@@ -285,9 +289,12 @@ def _buffers(chosen: Estimate, rung: int | None) -> list[str]:
         bucket += f", {kept}, sub-groups of {format_count(each.sub_group_size)}"
     if each.offload_ratio < 1:
         bucket += f", {percent(each.offload_ratio)} of the optimizer on the CPU"
-    left = format_bytes(max(0, chosen.usable_bytes_per_gpu - chosen.memory.device_bytes_per_gpu))
     if rung is None:
-        return [f'engine buffers as Transformers fills "auto": {bucket}']
-    if rung == TIGHT:
-        return [f"{'small engine buffers make it fit' if chosen.fits else 'the smallest engine buffers'}: {bucket}"]
-    return [f"engine buffers sized to the memory left, {left} after them: {bucket}"]
+        basis = 'engine buffers as Transformers fills "auto"'
+    elif rung == TIGHT:
+        basis = "small engine buffers make it fit" if chosen.fits else "the smallest engine buffers"
+    else:
+        left = format_bytes(max(0, chosen.usable_bytes_per_gpu - chosen.memory.device_bytes_per_gpu))
+        basis = f"engine buffers sized to the memory left, {left} after them"
+    topic = Topic.ZERO3_BUFFERS if each.zero_stage == 3 else Topic.BUFFERS
+    return [Reason(topic=topic, text=f"{basis}: {bucket}")]

@@ -25,6 +25,7 @@ from dstrain.errors import InvalidConfig
 from dstrain.launch.prepare.job_context import JobContext
 from dstrain.plan.configuration import DEFAULTS
 from dstrain.plan.estimate import effective
+from dstrain.plan.estimate_records import Reason, Topic
 
 WHOLE: dict[str, Any] = {
     "data_types": {"grad_accum_dtype": "fp32"},
@@ -87,9 +88,11 @@ def test_another_name_of_a_key_is_estimated_as_the_key() -> None:
 
 
 def test_a_reason_is_about_the_key_that_is_explained() -> None:
-    reasons = ("engine buffers sized to the memory left: reduce bucket 200.0 M elements",)
-    chosen = Chosen(config={}, configuration=DEFAULTS, reasons=reasons, written_because={}, fits=True)
-    assert why(KEYS["zero_optimization", "reduce_bucket_size"], chosen) == list(reasons)
+    buffers = Reason(
+        topic=Topic.BUFFERS, text="engine buffers sized to the memory left: reduce bucket 200.0 M elements"
+    )
+    chosen = Chosen(config={}, configuration=DEFAULTS, reasons=(buffers,), written_because={}, fits=True)
+    assert why(KEYS["zero_optimization", "reduce_bucket_size"], chosen) == [buffers.text]
     assert why(KEYS["zero_optimization", "sub_group_size"], chosen) == []
 
 

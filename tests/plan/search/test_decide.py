@@ -38,7 +38,7 @@ def test_a_vision_tower_is_said_to_be_frozen() -> None:
 
 
 def test_reasons_carry_the_batch_identity() -> None:
-    assert any("= 64 samples a step" in reason for reason in plan(model="qwen3-8b", gpus=8).reasons)
+    assert any("= 64 samples a step" in reason.text for reason in plan(model="qwen3-8b", gpus=8).reasons)
 
 
 def test_a_cpu_trains_in_fp32() -> None:
@@ -57,7 +57,7 @@ def surveyed(wishes: dict[str, Any] | None = None, **options: Any) -> Survey:
 
 def said(found: Survey, pattern: str) -> list[str]:
     """Returns the reasons for the choice that match."""
-    return [reason for reason in found.proposals[0].reasons if re.search(pattern, reason)]
+    return [reason.text for reason in found.proposals[0].reasons if re.search(pattern, reason.text)]
 
 
 def test_reasons_say_what_was_chosen_over_what_and_by_how_much() -> None:
@@ -99,7 +99,7 @@ def test_reasons_name_the_sizes_of_buffers() -> None:
 def test_the_other_plans_are_compared_with_the_first() -> None:
     others = surveyed(model="qwen3-8b", gpus=8, gpu="h100").proposals[1:]
     assert all(
-        re.match(r"(as fast as|\d+ % (slower|faster) than) plan 1, (.* per GPU|the same memory)", each.reasons[0])
+        re.match(r"(as fast as|\d+ % (slower|faster) than) plan 1, (.* per GPU|the same memory)", each.reasons[0].text)
         for each in others
     )
 

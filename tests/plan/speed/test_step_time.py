@@ -281,4 +281,4 @@ def test_what_is_planned_for_a_cpu_says_that_its_speed_is_not_known() -> None:
     found = plan(model="qwen3-0.6b", gpus=2, gpu="cpu", seq_len=512, host_memory=2**38)
     assert found.chosen.speed is None
     assert "the speed of cpu was not measured, so no time is given" in found.notes
-    assert not any("a step takes" in reason or "faster" in reason for reason in found.reasons)
+    assert not any("a step takes" in reason.text or "faster" in reason.text for reason in found.reasons)

@@ -70,7 +70,7 @@ def _micro_batch(subject: Subject) -> Iterator[Fault]:
     yield Fault(
         problem="neither train_batch_size nor train_micro_batch_size_per_gpu is given",
         effect="DeepSpeed refuses the configuration",
-        fix=f'write "train_micro_batch_size_per_gpu": {"auto" if subject.is_trainers else 1}'.replace("auto", '"auto"'),
+        fix='write "train_micro_batch_size_per_gpu": ' + ('"auto"' if subject.is_trainers else "1"),
     )
 
 
