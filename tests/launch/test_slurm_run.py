@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from dstrain.rundir import RunDir, is_whole
-from tests.launch.hosts import DSTRAIN, ROOT, losses, write_job
+from tests.launch.hosts import DSTRAIN, PATIENCE_S, ROOT, Job, losses, write_job
 from tests.launch.slurm import KILL_WAIT_S, Slurm
 
 LONG = "save_steps=100000"
@@ -41,55 +41,39 @@ def said(place: RunDir) -> str:
     return "\n".join(path.read_text() for path in place.logs.glob("slurm-*.out"))
 
 
-def by_hand(place: RunDir, *words: str) -> None:
-    """Runs the same job on this machine, as two ranks."""
-    folder = place.path.parent
-    (folder / "hostfile").write_text("localhost slots=2\n")
-    line = [*DSTRAIN, "run", "--set", "hostfile=hostfile", *words]
-    done = subprocess.run(line, cwd=folder, env=environment(), capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-
-
-def wait_for_steps(place: RunDir, number: int, timeout_s: float = 90) -> None:
-    until = time.monotonic() + timeout_s
+def wait_for_steps(place: RunDir, number: int) -> None:
+    until = time.monotonic() + PATIENCE_S
     while max(losses(place), default=0) < number:
         assert time.monotonic() < until, said(place)
         time.sleep(0.1)
 
 
-def test_a_submitted_job_ends_with_the_loss_of_the_run_started_by_hand(slurm: Slurm, place: RunDir) -> None:
-    number = submit(slurm, place, "--set", "max_steps=5")
-    assert slurm.wait(number, "COMPLETED", "FAILED", timeout_s=120) == "COMPLETED", said(place)
-    hand = RunDir(place.path.parent / "hand")
-    by_hand(place, "--set", "max_steps=5", "--set", "output_dir=hand")
-    assert losses(place) == pytest.approx(losses(hand), rel=1e-5)
-    assert len(losses(place)) == 5
-
-
-def test_a_cancelled_job_leaves_a_checkpoint_to_go_on_from(slurm: Slurm, place: RunDir) -> None:
+def test_a_job_goes_on_where_it_was_preempted_and_cancelled_and_ends_with_the_losses_of_the_run_by_hand(
+    slurm: Slurm, place: RunDir, usual: Job
+) -> None:
     number = submit(slurm, place, "--set", LONG)
     wait_for_steps(place, 3)
+    other = slurm.submit("--partition=high", "-N2", "--gpus-per-node=2", "--wrap=sleep 1", cwd=place.path.parent)
+    slurm.wait(number, "PENDING", timeout_s=PATIENCE_S)
+    ((step, folder),) = place.checkpoints()
+    assert is_whole(folder), said(place)
+    slurm.wait(other, "COMPLETED", timeout_s=PATIENCE_S)
+    slurm.hurry(number)
+    wait_for_steps(place, step + 3)
+    assert f"going on from checkpoint-{step}" in said(place)
     slurm.run("scancel", str(number))
     slurm.wait(number, "CANCELLED", timeout_s=KILL_WAIT_S + 30)
     until = time.monotonic() + KILL_WAIT_S + 10
-    while not place.checkpoints() and time.monotonic() < until:
+    while len(place.checkpoints()) < 2 and time.monotonic() < until:
         time.sleep(0.2)
     time.sleep(1)
-    ((step, folder),) = place.checkpoints()
+    _, (last, folder) = place.checkpoints()
     assert is_whole(folder), said(place)
-    by_hand(place, "--set", f"max_steps={step + 2}", "--set", "resume=auto")
-    assert max(losses(place)) == step + 2
-
-
-def test_a_preempted_job_goes_on_where_it_was(slurm: Slurm, place: RunDir) -> None:
-    number = submit(slurm, place, "--set", LONG, "--set", "max_steps=150")
-    wait_for_steps(place, 3)
-    other = slurm.submit("--partition=high", "-N2", "--gpus-per-node=2", "--wrap=sleep 1", cwd=place.path.parent)
-    slurm.wait(number, "PENDING", timeout_s=80)
-    ((step, folder),) = place.checkpoints()
-    assert is_whole(folder), said(place)
-    slurm.wait(other, "COMPLETED", timeout_s=30)
-    slurm.hurry(number)
-    assert slurm.wait(number, "COMPLETED", "FAILED", timeout_s=120) == "COMPLETED", said(place)
-    assert f"going on from checkpoint-{step}" in said(place)
-    assert max(losses(place)) == 150
+    again = submit(slurm, place, "--force", "--set", f"max_steps={last + 2}")
+    assert slurm.wait(again, "COMPLETED", "FAILED", timeout_s=PATIENCE_S) == "COMPLETED", said(place)
+    assert f"going on from checkpoint-{last}" in said(place)
+    assert sorted(losses(place)) == list(range(1, last + 3))
+    expected = usual.losses()
+    alike = [at for at in losses(place) if at in expected]
+    assert len(alike) > 3
+    assert {at: losses(place)[at] for at in alike} == pytest.approx({at: expected[at] for at in alike}, rel=1e-5)
