@@ -192,7 +192,7 @@ def test_hosts_of_different_versions_are_not_measured() -> None:
 
 
 def outcome(**changes: Any) -> Outcome:
-    given: dict[str, Any] = {"succeeded": False, "code": 0, "rank_logs": {}, "launcher_logs": (), "wall_s": 1.0}
+    given: dict[str, Any] = {"succeeded": False, "code": 0, "rank_logs": {}, "launcher_logs": ()}
     return Outcome(**(given | changes))
 
 

@@ -17,7 +17,7 @@ from annotated_types import Ge, Gt, Le
 
 from dstrain.errors import InvalidConfig
 from dstrain.facts.cluster.gpus import GPUS, gpu
-from dstrain.records import from_data, to_data, type_config
+from dstrain.records import from_data, type_config
 
 SCHEMA = 1
 """Version of the file format."""
@@ -148,15 +148,6 @@ def _entry(key: str, data: object, where: str) -> Measured:
     if not isinstance(data, Mapping):
         raise InvalidConfig(f"{where}: is not an object")
     return from_data(Measured, data, locate=lambda place: "/".join((where, *map(str, place))))
-
-
-def as_text(calibration: Calibration) -> str:
-    """Returns the text of the file, without what was not measured; `parse` reads the same calibration from it."""
-    gpus = {
-        name: {key: value for key, value in to_data(measured).items() if value is not None}
-        for name, measured in calibration.gpus.items()
-    }
-    return json.dumps({"schema": calibration.schema, "gpus": gpus}, indent=2, ensure_ascii=False) + "\n"
 
 
 def read(path: str | None = None) -> Calibration:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,19 +77,8 @@ class Outcome:
     """The log file of each rank."""
     launcher_logs: tuple[Path, ...]
     """What the launchers themselves wrote."""
-    wall_s: float
-    """How long it took, in seconds."""
 
     @property
     def launcher_log(self) -> Path:
         """The launcher's log that tells most: of the node that failed, or the first."""
         return self.launcher_logs[0]
-
-
-def signal_name(number: int) -> str:
-    """Returns the name of a signal.
-
-    >>> signal_name(15)
-    'SIGTERM'
-    """
-    return signal.Signals(number).name

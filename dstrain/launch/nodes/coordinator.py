@@ -83,7 +83,6 @@ class Coordinator:
 
         Raises EnvironmentProblem when a node does not answer or cannot start its part.
         """
-        begin = time.time()
         earlier = files(self._score.run_dir.logs)
         self._wishes.is_heeded = True
         self._party = Members(self._score)
@@ -99,7 +98,7 @@ class Coordinator:
             self._party.close()
             self._wishes.is_heeded = False
         sweep(self._score, [part.node for part in self._party.parts if part.lost is not None])
-        return self._outcome(begin, earlier)
+        return self._outcome(earlier)
 
     def _meet(self) -> bool:
         """Returns when every node has answered, or False where somebody stopped the run first."""
@@ -260,7 +259,7 @@ class Coordinator:
         self._give_up = time.monotonic() + grace_s + self._timeouts.ending_s
         self._party.tell(End(grace_s=grace_s), but_for or ())
 
-    def _outcome(self, begin: float, earlier: frozenset[Path]) -> Outcome:
+    def _outcome(self, earlier: frozenset[Path]) -> Outcome:
         parts, stop = self._party.parts, self._wishes.stop
         problems = [(part.node.host, part.problem) for part in parts if part.problem is not None]
         if problems:
@@ -290,5 +289,4 @@ class Coordinator:
             left_at=self._left_at,
             rank_logs=rank_logs(self._score.run_dir.logs, earlier),
             launcher_logs=tuple(sorted(logs)) or (self._score.run_dir.logs,),
-            wall_s=time.time() - begin,
         )

@@ -28,8 +28,6 @@ class Replayed:
     """Largest number of bytes taken from the driver: torch's max_memory_reserved."""
     live_bytes: int
     """Largest number of bytes in blocks that were handed out: torch's max_memory_allocated."""
-    fragmentation_ratio: float
-    """Reserved over live, less one."""
     out_of_memory: bool
     """Whether an allocation failed, even after everything cached had gone back to the driver."""
     retries: int
@@ -121,11 +119,9 @@ def replay(
     allocator = Allocator(expandable_segments=expandable_segments, capacity_bytes=capacity_bytes)
     resident: list[Event] = [(_RESIDENT, resident_bytes)] if resident_bytes else []
     is_enough = allocator.feed(chain(resident, events))
-    reserved, live = allocator.driver.peak_bytes, allocator.live_bytes
     return Replayed(
-        reserved_bytes=reserved,
-        live_bytes=live,
-        fragmentation_ratio=reserved / live - 1 if live else 0.0,
+        reserved_bytes=allocator.driver.peak_bytes,
+        live_bytes=allocator.live_bytes,
         out_of_memory=not is_enough,
         retries=allocator.retries,
     )

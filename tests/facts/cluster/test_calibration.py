@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dstrain.errors import InvalidConfig
-from dstrain.facts.cluster.calibration import NOTHING, Calibration, Measured, as_text, parse, read
+from dstrain.facts.cluster.calibration import NOTHING, Calibration, parse, read
 
 
 def _file(inside: str) -> str:
@@ -23,16 +23,6 @@ def test_what_was_measured_is_read_and_the_rest_is_left_open() -> None:
 
 def test_a_gpu_that_is_not_in_the_file_has_no_measurements() -> None:
     assert parse(_file('"gemm_ratio": 0.61'), "c.json").of("a100-80g") == NOTHING
-
-
-def test_what_is_written_is_read_again() -> None:
-    written = Calibration(gpus={"a100-80g": Measured(hbm_ratio=0.9, launch_s=8e-6, source="eight of ours")})
-
-    assert parse(as_text(written), "c.json") == written
-
-
-def test_what_was_not_measured_is_not_written() -> None:
-    assert "null" not in as_text(Calibration(gpus={"a100-80g": Measured(hbm_ratio=0.9)}))
 
 
 @pytest.mark.parametrize(

@@ -86,7 +86,6 @@ def outcome(folder: Path, logs: dict[int, str], *, deaths: tuple[Death, ...] = (
         deaths=deaths,
         rank_logs=paths,
         launcher_logs=(launcher,),
-        wall_s=1.0,
         **values,  # type: ignore[arg-type]
     )
 

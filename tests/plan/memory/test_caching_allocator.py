@@ -143,13 +143,12 @@ def test_out_of_memory_ends_the_replay_after_one_retry(expandable: bool) -> None
 def test_resident_bytes_live_from_the_start(expandable: bool) -> None:
     found = replay([("a", 10 * MIB)], expandable_segments=expandable, resident_bytes=70 * MIB)
     assert (found.live_bytes, found.reserved_bytes) == (80 * MIB, 80 * MIB)
-    assert found.fragmentation_ratio == 0
 
 
 @BOTH
 def test_an_empty_tensor_takes_nothing(expandable: bool) -> None:
     found = replay([("empty", 0), ("empty", 0)], expandable_segments=expandable)
-    assert (found.live_bytes, found.reserved_bytes, found.fragmentation_ratio) == (0, 0, 0)
+    assert (found.live_bytes, found.reserved_bytes) == (0, 0)
 
 
 def test_an_id_cannot_allocate_twice() -> None:
@@ -216,7 +215,8 @@ def two_steps(name: str, tokens: int, *, expandable: bool) -> Replayed:
 
 @pytest.mark.parametrize(("name", "tokens"), CASES)
 def test_training_steps_fragment_expandable_segments_by_less_than_8_percent(name: str, tokens: int) -> None:
-    assert 0 <= two_steps(name, tokens, expandable=True).fragmentation_ratio <= 0.08
+    replayed = two_steps(name, tokens, expandable=True)
+    assert replayed.live_bytes <= replayed.reserved_bytes <= 1.08 * replayed.live_bytes
 
 
 @pytest.mark.parametrize("expandable", [False, True], ids=["default", "expandable"])

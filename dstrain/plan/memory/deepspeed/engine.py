@@ -182,17 +182,6 @@ def engine_of(model: ModelFacts, configuration: Configuration, num_ranks: int) -
     return _engine(model, _engine_part(configuration), num_ranks, played(model, configuration).kinds)
 
 
-def floor(model: ModelFacts, configuration: Configuration, num_ranks: int) -> int:
-    """Returns bytes that no rank can do with less than: what is resident, and the tape's largest moment.
-
-    A bound for a search, at a small part of the cost of `peak`: it leaves out all that the engine adds.
-    """
-    tape = played(model, configuration)
-    missing = sum((depth - count) * kept for (_, depth, count), kept in zip(tape.kinds, tape.kept, strict=True))
-    most = max(sum(each.peak) + (missing if each.key[0] in _ABOVE_LAYERS else 0) for each in tape.played)
-    return _held(model, _resident_part(_engine_part(configuration)), num_ranks).total + most
-
-
 def _resident_part(part: Configuration) -> Configuration:
     """Returns a configuration in which all is the same that does not matter for what is resident."""
     return replace(

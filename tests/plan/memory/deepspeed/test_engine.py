@@ -111,12 +111,11 @@ WAYS = [
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: f"{way.title}, {way.grad_accum}, {way.method}")
 @pytest.mark.parametrize("config", [LLAMA, TIED, SPARSE], ids=["llama", "tied", "sparse"])
-def test_the_parts_sum_to_the_peak_and_the_floor_is_below(config: dict[str, object], way: Configuration) -> None:
+def test_the_parts_sum_to_the_peak(config: dict[str, object], way: Configuration) -> None:
     model = from_config(config, name="model", source="model")
     found = engine.peak(model, way, 4)
     most = max(each.total for each in engine.instants(model, way, 4))
     assert found.total == most + engine.engine_of(model, way, 4).held.total
-    assert engine.floor(model, way, 4) <= found.total
 
 
 @pytest.mark.parametrize("seq_len", [16, 512])
