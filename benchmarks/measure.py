@@ -77,7 +77,7 @@ class Result:
 def machine_cluster() -> Cluster:
     """Returns one GPU of this machine as a cluster, or one CPU rank."""
     local = probe.local_gpus()
-    gpu = gpus.from_nvml_name(local[0].name, local[0].memory_mib) if local else gpus.gpu("cpu")
+    gpu = gpus.from_nvml(local[0].name, local[0].memory_mib) if local else gpus.gpu("cpu")
     return clusters.describe(
         gpu=gpu,
         gpu_origin=Origin.MEASURED,

@@ -20,6 +20,9 @@ from benchmarks import predict
 from benchmarks.published.answers import Answer, answer
 from benchmarks.published.rows import read
 from tests.draws import Draw
+from tests.nvml import machine, nvml_library
+
+__all__ = ["machine", "nvml_library"]
 
 GOLDEN = Path(__file__).parent / "golden"
 SHARED_MEMORY = Path("/dev/shm")

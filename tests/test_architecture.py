@@ -120,7 +120,7 @@ LONG_FUNCTIONS = {
     "facts/model/families.py:from_config": 42,
     "job/file.py:_absolute": 41,
     "launch/launch.py:plan_launch": 44,
-    "launch/prepare/prepare.py:prepare": 43,
+    "launch/prepare/prepare.py:prepare": 42,
     "plan/estimate.py:_effective": 41,
     "plan/memory/memory.py:memory": 51,
     "plan/memory/pytorch_sharding.py:peak": 42,

@@ -22,8 +22,8 @@ from dstrain.doctor.gather import LIMIT_S, gather
 from dstrain.doctor.requirements import Needs
 from dstrain.doctor.run_probes import Seen, all_at_once
 from dstrain.errors import EnvironmentProblem
-from dstrain.facts import probe
 from dstrain.facts.cluster.hostfile import Hosts
+from dstrain.facts.cluster.machines import resolve_hosts
 from dstrain.facts.network_interface import environment_of
 from dstrain.facts.this_machine import is_this_machine
 from dstrain.job.file import JobFile, read_job
@@ -89,7 +89,7 @@ def _job(job: Path | None, hostfile: Path | None) -> JobFile | None:
 def _hosts(file: JobFile | None, hostfile: Path | None) -> tuple[Hosts | None, list[Finding]]:
     """Returns the hosts to look at; None is this machine."""
     if hostfile is not None:
-        return probe.read_hostfile(hostfile), []
+        return resolve_hosts(hostfile), []
     return jobs.hosts_of(file) if file is not None else (None, [])
 
 

@@ -16,14 +16,12 @@ from dstrain.config.edits.lock import read_lock
 from dstrain.doctor.finding import count_text
 from dstrain.doctor.network_judge import figures, findings, gpu_of
 from dstrain.doctor.network_measure import Answer, Site, measure, this_machine
-from dstrain.errors import DstrainError, InvalidConfig
+from dstrain.errors import DstrainError
 from dstrain.facts import probe
-from dstrain.facts.cluster import measured_links
+from dstrain.facts.cluster import machines, measured_links
 from dstrain.facts.cluster.cluster import Cluster
-from dstrain.facts.cluster.hostfile import Hosts
 from dstrain.facts.this_machine import ACCELERATOR
 from dstrain.job.file import JobFile
-from dstrain.paths import shown
 
 
 def examine(file: JobFile | None, hostfile: Path | None, *, saves: bool, as_json: bool) -> None:
@@ -51,23 +49,13 @@ def _site(file: JobFile | None, hostfile: Path | None) -> Site:
     """Returns where to measure: the hosts of the option or the job, else this machine with its GPUs."""
     job = file.job if file is not None else None
     variables = dict(job.env) if job else {}
-    named = hostfile or (Path(job.hostfile) if job and job.hostfile else None)
+    path = hostfile or (Path(job.hostfile) if job and job.hostfile else None)
     on_cpu = {**os.environ, **variables}.get(ACCELERATOR) == "cpu"
-    if named is None:
+    if path is None:
         hosts = this_machine(1 if on_cpu else len(probe.local_gpus()))
     else:
-        hosts = _real(probe.read_hostfile(named))
+        hosts = machines.named(machines.resolve_hosts(path))
     return Site(hosts=hosts, on_cpu=on_cpu, variables=variables)
-
-
-def _real(hosts: Hosts) -> Hosts:
-    """Returns hosts that somebody has filled in. Raises InvalidConfig for placeholders."""
-    if hosts.placeholder_lines:
-        problem = (
-            f"{shown(hosts.name)}:{hosts.placeholder_lines[0]}: {hosts.hosts[0].name} is a placeholder, not a host"
-        )
-        raise InvalidConfig(problem, hint="dstrain hostfile write 'gpu[01-02]:8'")
-    return hosts
 
 
 def _planned(file: JobFile | None) -> Cluster | None:

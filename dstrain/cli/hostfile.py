@@ -18,6 +18,7 @@ from dstrain.facts import probe
 from dstrain.facts.cluster import host_sources, hostfile
 from dstrain.facts.cluster.host_sources import SOURCES, HostQuery
 from dstrain.facts.cluster.hostfile import MAX_SLOTS, Hosts
+from dstrain.facts.cluster.machines import resolve_hosts
 from dstrain.facts.this_machine import ACCELERATOR
 from dstrain.facts.this_machine import names as machine_names
 from dstrain.paths import write_atomic
@@ -141,7 +142,7 @@ def check(path: Path, equal: bool, reach: bool, job: Path | None, timeout: float
       dstrain hostfile check
       dstrain hostfile check --reach --job job.yaml
     """
-    hosts = probe.read_hostfile(path)
+    hosts = resolve_hosts(path)
     problems = [
         f"{path}:{line}:1: {hosts.hosts[0].name.rpartition('-')[0]} stands for a host that nobody has named yet"
         for line in hosts.placeholder_lines
@@ -207,7 +208,7 @@ def show(path: Path, as_json: bool) -> None:
     Example:
       dstrain hostfile show
     """
-    hosts = probe.read_hostfile(path)
+    hosts = resolve_hosts(path)
     if as_json:
         answer_json(_document(hosts))
         return

@@ -16,6 +16,7 @@ from dstrain.doctor.requirements import Needs
 from dstrain.errors import DstrainError, InvalidConfig
 from dstrain.facts import probe
 from dstrain.facts.cluster.hostfile import Hosts
+from dstrain.facts.cluster.machines import resolve_hosts
 from dstrain.job.file import JobFile
 from dstrain.paths import shown
 
@@ -29,7 +30,7 @@ def hosts_of(file: JobFile) -> tuple[Hosts | None, list[Finding]]:
     if name is None:
         return None, []
     try:
-        found = probe.read_hostfile(Path(name))
+        found = resolve_hosts(Path(name), place=file.locate(("hostfile",)))
     except InvalidConfig as error:
         notes.bad(error.problem.replace("\n", "; "), error.hint)
         return None, notes.findings

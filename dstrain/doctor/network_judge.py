@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from dstrain.doctor.finding import Finding, Notes
-from dstrain.errors import InvalidConfig
 from dstrain.facts.cluster import gpus
 from dstrain.facts.cluster.cluster import Cluster, Origin, link_assumed_between_nodes
 from dstrain.facts.cluster.gpus import Gpu
@@ -47,12 +46,7 @@ class Figures:
 
 def gpu_of(network: Network) -> Gpu:
     """Returns the GPU that took part."""
-    if network.gpu is None:
-        return gpus.gpu("cpu")
-    try:
-        return gpus.from_nvml_name(network.gpu, network.gpu_memory_mib)
-    except InvalidConfig:
-        return gpus.unlisted(network.gpu, network.gpu_memory_mib)
+    return gpus.gpu(gpus.CPU) if network.gpu is None else gpus.from_nvml(network.gpu, network.gpu_memory_mib)
 
 
 def figures(gpu: Gpu, planned: Cluster | None) -> Figures:

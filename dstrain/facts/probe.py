@@ -9,11 +9,11 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from dstrain.choices import Hub
 from dstrain.errors import InvalidConfig, Place, nearest
-from dstrain.facts.cluster import hostfile
-from dstrain.facts.cluster.hostfile import Hosts
+from dstrain.facts.cluster.gpus import Chip
 from dstrain.facts.model import aliases, families
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.facts.model.trace_records import Question, Subject
@@ -32,6 +32,8 @@ class LocalGpu:
     """Its number in nvidia-smi."""
     uuid: str
     """Its lasting name, `GPU-…`."""
+    chip: Chip | None = None
+    """Its cores and clocks; None where NVML does not say."""
 
 
 def local_gpus() -> list[LocalGpu]:
@@ -61,12 +63,27 @@ def _nvml_gpus() -> list[LocalGpu]:
             except pynvml.NVMLError:  # GPUs that share the RAM have no memory of their own
                 memory_mib = 0
             name, uuid = pynvml.nvmlDeviceGetName(handle), pynvml.nvmlDeviceGetUUID(handle)
-            found.append(LocalGpu(name=str(name), memory_mib=memory_mib, index=index, uuid=str(uuid)))
+            chip = _chip(pynvml, handle)
+            found.append(LocalGpu(name=str(name), memory_mib=memory_mib, index=index, uuid=str(uuid), chip=chip))
     except pynvml.NVMLError:  # a GPU fell off the bus: what was found before it still stands
         pass
     finally:
         pynvml.nvmlShutdown()
     return found
+
+
+def _chip(nvml: Any, handle: Any) -> Chip | None:
+    """Returns the cores and clocks of a GPU; None where it, as a virtual GPU, or its driver keeps one to itself."""
+    try:
+        return Chip(
+            num_cores=nvml.nvmlDeviceGetNumGpuCores(handle),
+            sm_clock_mhz=nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_SM),
+            memory_clock_mhz=nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_MEM),
+            memory_bus_bits=nvml.nvmlDeviceGetMemoryBusWidth(handle),
+            compute_capability=nvml.nvmlDeviceGetCudaComputeCapability(handle),
+        )
+    except nvml.NVMLError:
+        return None
 
 
 def _visible(gpus: list[LocalGpu], wanted: str | None) -> list[LocalGpu]:
@@ -112,19 +129,6 @@ def read_text(path: Path) -> str:
         raise InvalidConfig("not UTF-8 text", place=place, hint="Save it as UTF-8.") from None
     except OSError as error:
         raise InvalidConfig(f"cannot be read: {error.strerror or error}", place=Place(file=str(path))) from None
-
-
-def read_hostfile(path: Path) -> Hosts:
-    """Returns the hosts in a hostfile.
-
-    Raises InvalidConfig when it is wrong or missing; DeepSpeed would go on without it, on this machine alone.
-    """
-    try:
-        text = read_text(path)
-    except InvalidConfig as error:
-        hint = error.hint or "Write it with `dstrain gen-config`, or leave `--hostfile` out to use this machine."
-        raise InvalidConfig(error.text, place=error.place, hint=hint) from None
-    return hostfile.parse(text, str(path))
 
 
 def read_model(

@@ -58,7 +58,7 @@ class Hardware:
 
 
 def hardware(model: ModelFacts, gpu: Gpu, *, method: Method, precision: Precision) -> Hardware | None:
-    """Returns what MFU needs, or None where the GPU's peak is not known (no guess is made).
+    """Returns what MFU needs, or None where the GPU's peak is not known: a guess from its clocks does not count.
 
     The FLOPs are `plan.flops`, which grow linearly with the sample's length. Recomputation is not counted (with it, the
     figure would be HFU).
@@ -69,7 +69,7 @@ def hardware(model: ModelFacts, gpu: Gpu, *, method: Method, precision: Precisio
         Precision.FP32: gpu.fp32_flops_per_s,
     }
     peak = peaks[precision]
-    if not peak:
+    if not peak or not gpu.is_listed:
         return None
     without_attention = flops_per_token(model, method=method, seq_len=0)
     return Hardware(

@@ -47,7 +47,7 @@ def test_no_save_without_a_measurement_is_a_slip(dstrain: Type) -> None:
 def test_placeholders_cannot_be_measured(dstrain: Type, tmp_path: Path) -> None:
     (tmp_path / "hostfile").write_text("CHANGE-ME-1 slots=8\nCHANGE-ME-2 slots=8\n")
     done = dstrain("doctor", "--network", "--hostfile", "hostfile", **CPU)
-    assert (done.returncode, "hostfile:1: CHANGE-ME-1 is a placeholder" in done.stderr) == (3, True)
+    assert (done.returncode, "hostfile:1:1: CHANGE-ME-1 is a placeholder" in done.stderr) == (3, True)
 
 
 def test_slots_without_gpus_are_told(dstrain: Type, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from cases import TINY_CONFIG as CONFIG
 
 from dstrain.choices import Hub
 from dstrain.errors import InvalidConfig
-from dstrain.facts.probe import LocalGpu, _visible, host_memory_bytes, local_gpus, read_hostfile, read_model, read_text
+from dstrain.facts.probe import LocalGpu, _visible, host_memory_bytes, local_gpus, read_model, read_text
 from dstrain.units import GIB
 
 GPUS = [LocalGpu(name="NVIDIA H200", memory_mib=143771, index=n, uuid=f"GPU-{n}abc-{n}") for n in range(4)]
@@ -138,31 +138,6 @@ def test_a_name_that_means_nothing_says_what_would(name: str) -> None:
         read_model(name)
 
     assert caught.value.hint is not None
-
-
-def test_a_hostfile_is_read_with_its_name(tmp_path: Path) -> None:
-    file = tmp_path / "hostfile"
-    file.write_bytes(b"a slots=8\r\nb slots=8\r\n")
-
-    hosts = read_hostfile(file)
-
-    assert (hosts.name, hosts.num_slots) == (str(file), 16)
-
-
-def test_a_missing_hostfile_is_an_error_not_a_run_on_one_node(tmp_path: Path) -> None:
-    with pytest.raises(InvalidConfig, match="no such file") as caught:
-        read_hostfile(tmp_path / "hostfile")
-
-    assert caught.value.hint is not None
-    assert "dstrain gen-config" in caught.value.hint
-
-
-def test_a_byte_order_mark_is_kept_for_the_parser_to_name(tmp_path: Path) -> None:
-    file = tmp_path / "hostfile"
-    file.write_bytes(b"\xef\xbb\xbfa slots=8\n")
-
-    with pytest.raises(InvalidConfig, match="1:1: starts with a byte order mark"):
-        read_hostfile(file)
 
 
 def test_text_of_another_encoding_is_refused_with_its_place(tmp_path: Path) -> None:

@@ -9,9 +9,9 @@ from typing import Any
 
 from dstrain.choices import Attention, LossKernel, Precision
 from dstrain.cli.console import say_lines
-from dstrain.errors import InvalidConfig
+from dstrain.errors import InvalidConfig, Place
 from dstrain.facts import probe
-from dstrain.facts.cluster import calibration, gpus, hostfile, links, measured_links
+from dstrain.facts.cluster import calibration, gpus, hostfile, links, machines, measured_links
 from dstrain.facts.cluster import cluster as clusters
 from dstrain.facts.cluster.calibration import Calibration
 from dstrain.facts.cluster.cluster import Cluster, Origin
@@ -105,7 +105,7 @@ def _named_hosts(options: dict[str, Any]) -> Hosts | None:
     if options["hosts"] and options["hostfile"]:
         raise InvalidConfig("--hosts and --hostfile both name hosts", hint="Give one of them.")
     if options["hostfile"]:
-        return probe.read_hostfile(options["hostfile"])
+        return machines.resolve_hosts(options["hostfile"], place=Place(file="--hostfile"))
     return _expanded(options) if options["hosts"] else None
 
 
@@ -129,15 +129,10 @@ def _cluster(options: dict[str, Any], hosts: Hosts | None, last: Cluster | None)
     local = probe.local_gpus()
     known = last if uses_last(options, last) else None
     count, per_node = options["gpus"], options["gpus_per_node"]
-    if options["gpu"] is not None:
-        gpu, origin = gpus.gpu(options["gpu"]), Origin.GIVEN
-    elif local:
-        smallest = min(local, key=lambda each: each.memory_mib)
-        gpu, origin = gpus.from_nvml_name(smallest.name, smallest.memory_mib), Origin.MEASURED
-    elif known:
-        gpu, origin = known.gpu, Origin.MEASURED
-    else:
-        gpu, origin = gpus.gpu("a100-80g"), Origin.ASSUMED
+    planned = (known.gpu, Origin.MEASURED) if known else None
+    gpu, origin = machines.resolve_gpu(given=options["gpu"], planned=planned)
+    if hosts is not None and not gpu.is_cpu and (lack := machines.shortage(hosts)) is not None:
+        say_lines([f"note: {lack.problem}; dstrain run refuses it: {lack.hint}"])
     if count is None and hosts is None:
         count = known.num_gpus if known else len(local) or None
         per_node = known.gpus_per_node if known and per_node is None else per_node

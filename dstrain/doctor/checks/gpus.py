@@ -11,6 +11,7 @@ from dstrain.doctor.finding import Finding, Mark, Notes, listed
 from dstrain.doctor.gpu_facts import Gpus, GpuState
 from dstrain.doctor.reach import BUSY_BYTES
 from dstrain.doctor.requirements import Needs
+from dstrain.facts.cluster.machines import shortage_of
 from dstrain.units import MIB
 
 _RESET = "sudo nvidia-smi --gpu-reset -i {gpus}  (with nothing running on them), or: sudo reboot"
@@ -162,7 +163,8 @@ def _names(found: Gpus, needs: Needs, notes: Notes) -> None:
         notes.ok(told)
     count = len(found.gpus)
     if needs.slots is not None and not needs.on_cpu and count < needs.slots:
-        notes.bad(f"{needs.slots} slots, and there are {count} GPUs", f"write slots={count} into the hostfile")
+        lack = shortage_of(needs.slots, count)
+        notes.bad(lack.problem, lack.hint)
 
 
 def _used(gpus: Sequence[GpuState], needs: Needs) -> frozenset[int]:

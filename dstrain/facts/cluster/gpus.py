@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -51,11 +52,18 @@ class Gpu:
         return self.name == CPU
 
     @property
+    def is_listed(self) -> bool:
+        """Whether it is a row of the table; the speed of any other GPU is a guess from its cores and clocks."""
+        return self.source != _NVML
+
+    @property
     def has_bf16(self) -> bool:
         """Whether matrix products run in bf16."""
         return self.bf16_flops_per_s > 0
 
 
+_NVML = "NVML"
+"""The source of a GPU that is not in the table."""
 _SMI = "memory as nvidia-smi prints it"
 _AMPERE = "https://images.nvidia.com/aem-dam/en-zz/Solutions/data-center/nvidia-ampere-architecture-whitepaper.pdf"
 _A100 = "https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/a100/pdf/nvidia-a100-datasheet-us-nvidia-1758950-r4-web.pdf"
@@ -181,38 +189,72 @@ def gpu(name: str) -> Gpu:
     raise InvalidConfig(f'--gpu: "{name}" is not a GPU that dstrain knows', hint=hint)
 
 
-def unlisted(name: str, memory_mib: int) -> Gpu:
-    """Returns a GPU that is not in the table: its memory is known, its speeds are not."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chip:
+    """What NVML says about the speed of a GPU."""
+
+    num_cores: int
+    """CUDA cores of all SMs together."""
+    sm_clock_mhz: int
+    """Highest clock of the SMs."""
+    memory_clock_mhz: int
+    """Highest clock of the memory, which moves two bits per pin in each cycle."""
+    memory_bus_bits: int
+    """Width of the memory bus."""
+    compute_capability: tuple[int, int]
+    """CUDA compute capability."""
+
+
+def from_nvml(name: str, memory_mib: int, chip: Chip | None = None) -> Gpu:
+    """Returns the GPU that NVML calls `name`: its row with the measured memory (0: the table's), else a guess.
+
+    Only a whole name counts: an `RTX 4090 Laptop GPU` is not the card that its name begins with. What is not in the
+    table has no speed without `chip`.
+
+    >>> from_nvml("NVIDIA A100-SXM4-80GB", 81920).name, from_nvml("Tesla V100-SXM2-32GB", 32510).memory_mib
+    ('a100-80g', 32510)
+    """
+    row = _BY_FOLDED.get(_folded(name))
+    return _unlisted(name, memory_mib, chip) if row is None else replace(row, memory_mib=memory_mib or row.memory_mib)
+
+
+def is_called(reported: str, name: str) -> bool:
+    """Returns whether `name` means the GPU that NVML reports.
+
+    >>> is_called("NVIDIA GeForce RTX 5070", "rtx-5070"), is_called("NVIDIA GeForce RTX 5070", "rtx-5090")
+    (True, False)
+    """
+    return _folded(reported) == _folded(name)
+
+
+def _unlisted(name: str, memory_mib: int, chip: Chip | None) -> Gpu:
+    """Returns a GPU that is not in the table; its speed follows from its cores and clocks.
+
+    For each FLOP of its CUDA cores, its tensor cores do as many as those of the relative: the row of its own generation
+    whose name is nearest. GPUs older than all rows have none that PyTorch trains on.
+    """
+    capability = chip.compute_capability if chip is not None else (0, 0)
+    relative = _relative(name, capability)
+    fp32 = 2e6 * chip.num_cores * chip.sm_clock_mhz if chip is not None else 0.0  # a multiply-add of a core is two
+    half = fp32 * relative.fp16_flops_per_s / relative.fp32_flops_per_s if relative is not None else 0.0
     return Gpu(
         name=name,
         aliases=(),
         memory_mib=memory_mib,
-        bf16_flops_per_s=0,
-        fp16_flops_per_s=0,
-        fp32_flops_per_s=0,
-        hbm_bytes_per_s=0,
-        link="pcie4",
-        compute_capability=(0, 0),
-        has_flash_attention_2=False,
-        source="NVML",
+        bf16_flops_per_s=half if capability >= (8, 0) else 0.0,
+        fp16_flops_per_s=half,
+        fp32_flops_per_s=fp32,
+        hbm_bytes_per_s=2e6 * chip.memory_clock_mhz * chip.memory_bus_bits / 8 if chip is not None else 0.0,
+        link=relative.link if relative is not None and relative.link.startswith("pcie") else "pcie4",
+        compute_capability=capability,
+        has_flash_attention_2=capability >= (8, 0),
+        source=_NVML,
     )
 
 
-def from_nvml_name(name: str, memory_mib: int) -> Gpu:
-    """Returns the row of the GPU that NVML calls `name`, with the measured memory (0: the table's).
-
-    Only a whole name counts: an `RTX 4090 Laptop GPU` or a MIG slice is not the card that its name begins with. Raises
-    InvalidConfig for a GPU that is not in the table: its speeds are unknown, and a guess would spoil every number.
-
-    >>> from_nvml_name("NVIDIA A100-SXM4-80GB", 81920).name, from_nvml_name("Tesla V100-SXM2-32GB", 32510).memory_mib
-    ('a100-80g', 32510)
-    """
-    row = _BY_FOLDED.get(_folded(name))
-    if row is not None:
-        return replace(row, memory_mib=memory_mib or row.memory_mib)
-    near = nearest(_folded(name), _BY_FOLDED)
-    example = _BY_FOLDED[near].name if near else "a100-80g"
-    raise InvalidConfig(
-        f'the GPU of this machine, "{name}" with {memory_mib} MiB, is not in the table',
-        hint=f"Name the one that is most like it, such as `--gpu {example}`. Known: {', '.join(GPUS)}",
-    )
+def _relative(name: str, capability: tuple[int, int]) -> Gpu | None:
+    """Returns the row with the nearest name among those of this compute capability, or of the next lower one."""
+    near = max((row.compute_capability for row in _ROWS if (0, 0) < row.compute_capability <= capability), default=None)
+    rows = {folded: row for folded, row in _BY_FOLDED.items() if row.compute_capability == near}
+    closest = difflib.get_close_matches(_folded(name), rows, n=1, cutoff=0)
+    return rows[closest[0]] if closest else None

@@ -12,9 +12,10 @@ from dstrain.config.lint.finding import Finding, Severity
 from dstrain.errors import EnvironmentProblem, InvalidConfig, Place
 from dstrain.facts import probe
 from dstrain.facts.cluster import cluster as clusters
-from dstrain.facts.cluster import gpus
 from dstrain.facts.cluster.cluster import Cluster, Origin
-from dstrain.facts.cluster.hostfile import Host, Hosts
+from dstrain.facts.cluster.gpus import CPU
+from dstrain.facts.cluster.hostfile import Hosts
+from dstrain.facts.cluster.machines import is_local, resolve_gpu, resolve_hosts, shortage
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.facts.this_machine import ACCELERATOR, is_this_machine
 from dstrain.facts.this_machine import names as machine_names
@@ -22,7 +23,6 @@ from dstrain.job.file import JobFile
 from dstrain.job.schema import Job
 from dstrain.launch.prepare import job_checks
 from dstrain.launch.prepare.hostfile_findings import HOSTFILE, SLOTS, of_hostfile
-from dstrain.paths import shown
 from dstrain.plan.request import Request
 
 if TYPE_CHECKING:
@@ -42,40 +42,27 @@ def known(file: JobFile, folder: Path) -> JobContext:
     lock = read_lock(folder)
     planned = lock.cluster if lock is not None else None
     findings: list[Finding] = []
-    hosts = Hosts(hosts=(Host(name="localhost", slots=max(1, len(probe.local_gpus()))),), name="this machine")
+    try:
+        hosts = hosts_of(file)
+    except InvalidConfig as error:
+        findings = [*of_hostfile(error), *job_checks.findings(file)]
+        return JobContext(job=file, model=model, findings=tuple(findings))  # on what it trains nobody knows
     if job.hostfile is not None:
-        try:
-            hosts = probe.read_hostfile(Path(job.hostfile))
-        except InvalidConfig as error:
-            findings = of_hostfile(error)
-            if not Path(job.hostfile).exists():
-                findings = [_no_hostfile(file)]
-            findings += job_checks.findings(file)
-            return JobContext(job=file, model=model, findings=tuple(findings))  # on what it trains nobody knows
+        findings = of_hosts(hosts, planned.num_gpus if planned else None)
     on_cpu = {**os.environ, **job.env}.get(ACCELERATOR) == "cpu"
-    is_local = len(hosts.hosts) == 1 and is_this_machine(hosts.hosts[0].name, machine_names())
-    if job.hostfile is not None:
-        num_planned = planned.num_gpus if planned else None
-        findings = of_hosts(hosts, num_planned, len(probe.local_gpus()), is_local=is_local)
-    found = machines(hosts, on_cpu=on_cpu, is_local=is_local, planned=planned)
+    found = describe(hosts, on_cpu=on_cpu, planned=planned)
     findings = [*findings, *job_checks.findings(file)]
     return JobContext(job=file, hosts=hosts, model=model, cluster=found, findings=tuple(findings))
 
 
-def _no_hostfile(file: JobFile) -> Finding:
-    """Returns what to say of a hostfile that the job names and that is not there."""
-    return Finding(
-        rule=HOSTFILE,
-        severity=Severity.ERROR,
-        place=file.locate(("hostfile",)),
-        problem=f"hostfile {shown(str(file.job.hostfile))}: no such file",
-        effect="dstrain run refuses it; DeepSpeed would train on this machine alone",
-        fix="write the file (dstrain hostfile write), or remove the line",
-    )
+def hosts_of(file: JobFile) -> Hosts:
+    """Returns the hosts of a job. Raises InvalidConfig where its hostfile is wrong or missing."""
+    name = file.job.hostfile
+    return resolve_hosts(None if name is None else Path(name), place=file.locate(("hostfile",)))
 
 
-def of_hosts(hosts: Hosts, num_planned: int | None, num_here: int, *, is_local: bool) -> list[Finding]:
-    """Returns what is wrong with the slots of a hostfile that can be read; `num_here` GPUs are in this machine."""
+def of_hosts(hosts: Hosts, num_planned: int | None) -> list[Finding]:
+    """Returns what is wrong with the slots of a hostfile that can be read."""
     found = []
     if hosts.placeholder_lines:
         problem = f"{hosts.hosts[0].name} is a placeholder, not a host"
@@ -86,13 +73,9 @@ def of_hosts(hosts: Hosts, num_planned: int | None, num_here: int, *, is_local: 
         effect = "the samples of a step change with the ranks"
         fix = f"dstrain gen-config --gpus {hosts.num_slots} plans for these"
         found.append(_of_line(SLOTS, hosts, 1, problem, effect, fix))
-    first = hosts.hosts[0]
-    if is_local and 0 < num_here < first.slots:
-        problem = (
-            f"{first.name} has {_counted(first.slots, 'slot')}, and this machine shows {_counted(num_here, 'GPU')}"
-        )
+    if (lack := shortage(hosts)) is not None:
         effect = "dstrain run refuses it; DeepSpeed would start ranks without a GPU"
-        found.append(_of_line(SLOTS, hosts, first.line or 1, problem, effect, f"write slots={num_here}"))
+        found.append(_of_line(SLOTS, hosts, hosts.hosts[0].line or 1, lack.text, effect, lack.hint or ""))
     return [*found, *_same_machines(hosts)]
 
 
@@ -136,25 +119,14 @@ def model_of(job: Job) -> tuple[ModelFacts | None, list[str]]:
         return None, [f"no estimate of memory: {error.problem}"]
 
 
-def machines(hosts: Hosts, *, on_cpu: bool, is_local: bool, planned: Cluster | None = None) -> Cluster:
-    """Returns the machines as far as this one tells: its smallest GPU stands for all; where it has none, what was
-    `planned` for does."""
-    local = probe.local_gpus()
-    if on_cpu:
-        gpu, origin = gpus.gpu("cpu"), Origin.GIVEN
-    elif local:
-        smallest = min(local, key=lambda each: each.memory_mib)
-        try:
-            gpu = gpus.from_nvml_name(smallest.name, smallest.memory_mib)
-        except InvalidConfig:
-            gpu = gpus.unlisted(smallest.name, smallest.memory_mib)
-        origin = Origin.MEASURED
-    elif planned is not None:
-        gpu, origin = planned.gpu, Origin.GIVEN  # whatever it was then: the plan is for these
-    else:
-        gpu, origin = gpus.gpu("a100-80g"), Origin.ASSUMED
-    memory, memory_origin = probe.host_memory_bytes() if is_local else None, Origin.MEASURED
-    if planned is not None and not local and not on_cpu:
+def describe(hosts: Hosts, *, on_cpu: bool, planned: Cluster | None = None) -> Cluster:
+    """Describes the cluster from this machine, or from the plan when this machine has no GPU."""
+    gpu, origin = resolve_gpu(
+        given=CPU if on_cpu else None,
+        planned=(planned.gpu, Origin.GIVEN) if planned is not None else None,  # whatever it was then
+    )
+    memory, memory_origin = probe.host_memory_bytes() if is_local(hosts) else None, Origin.MEASURED
+    if planned is not None and not on_cpu and origin is not Origin.MEASURED:
         memory, memory_origin = planned.host_memory_bytes, planned.host_memory_origin
     return clusters.describe(
         gpu=gpu,

@@ -15,16 +15,15 @@ from dstrain.config.lint.finding import Finding, Severity
 from dstrain.config.resolve_auto import for_trainer
 from dstrain.errors import EnvironmentProblem, InvalidConfig
 from dstrain.facts import probe
-from dstrain.facts.cluster import hostfile
+from dstrain.facts.cluster import machines
 from dstrain.facts.cluster.cluster import Cluster, Origin
-from dstrain.facts.cluster.hostfile import Host, Hosts
+from dstrain.facts.cluster.hostfile import Hosts
 from dstrain.facts.model.model_facts import ModelFacts
-from dstrain.facts.this_machine import ACCELERATOR, is_this_machine, visible_devices
-from dstrain.facts.this_machine import names as machine_names
+from dstrain.facts.this_machine import ACCELERATOR, visible_devices
 from dstrain.job.file import JobFile
 from dstrain.job.schema import Job
 from dstrain.launch.prepare import job_checks, resize_checkpoint
-from dstrain.launch.prepare.job_context import JobContext, machines, model_of
+from dstrain.launch.prepare.job_context import JobContext, describe, hosts_of, model_of
 from dstrain.launch.prepare.lint_job import lint_job, refused
 from dstrain.launch.prepare.resize_checkpoint import Resize
 from dstrain.paths import shown
@@ -73,18 +72,17 @@ def prepare(
     on_cpu = merged.get(ACCELERATOR) == "cpu"
     data_notes = job_checks.check(file, on_cpu=on_cpu)
     _check_resume(file)
-    hosts = hosts or _hosts(file)
+    hosts = machines.named(hosts or hosts_of(file))
     resuming = resize_checkpoint.resuming(file.job, num_ranks=hosts.num_slots)
     job, file = resuming.job, replace(file, job=resuming.job)
-    is_local = len(hosts.hosts) == 1 and is_this_machine(hosts.hosts[0].name, machine_names())
-    _check_gpus(file, hosts, is_local=is_local, on_cpu=on_cpu)
+    if (is_local := machines.is_local(hosts)) and not on_cpu:
+        _check_gpus(hosts)
     model, unknown = model_of(job)
-    cluster = machines(hosts, on_cpu=on_cpu, is_local=is_local)
+    cluster = describe(hosts, on_cpu=on_cpu)
     job_checks.check_gpu(file, cluster)
     _check_targets(file, model)
-    linted = lint_job(
-        JobContext(job=file, hosts=hosts, model=model, cluster=cluster), Path(job.ds_config), ignored=ignored
-    )
+    context = JobContext(job=file, hosts=hosts, model=model, cluster=cluster)
+    linted = lint_job(context, Path(job.ds_config), ignored=ignored)
     if linted.subject is None or errors(linted.findings):
         raise resuming.explained(refused(linted.findings))
     job_checks.check_engine_packages(linted.subject.config, shown(job.ds_config))
@@ -130,41 +128,15 @@ def _check_resume(file: JobFile) -> None:
         )
 
 
-def _hosts(file: JobFile) -> Hosts:
-    """Returns the hosts of the hostfile, or this machine's GPUs where none is named."""
-    name = file.job.hostfile
-    if name is not None:
-        path = Path(name)
-        if not path.exists():
-            raise InvalidConfig(
-                f"hostfile {shown(name)}: no such file",
-                place=file.locate(("hostfile",)),
-                hint="DeepSpeed would train on this machine alone. Write the file, or remove the line to mean that.",
-            )
-        found = hostfile.parse(probe.read_text(path), shown(name))
-        if found.placeholder_lines:
-            lines = ", ".join(f"{shown(name)}:{line}" for line in found.placeholder_lines)
-            raise InvalidConfig(f"{lines}: a placeholder, not a host", hint="Write the names of your nodes there.")
-        return found
-    count = len(probe.local_gpus())
-    return Hosts(hosts=(Host(name="localhost", slots=max(1, count)),), name="this machine")
-
-
-def _check_gpus(file: JobFile, hosts: Hosts, *, is_local: bool, on_cpu: bool) -> None:
+def _check_gpus(hosts: Hosts) -> None:
     """Raises EnvironmentProblem when this machine has fewer GPUs than slots."""
-    if not is_local or on_cpu:
-        return
-    count, slots = len(probe.local_gpus()), hosts.num_slots
-    if count == 0:
+    if not probe.local_gpus():
         raise EnvironmentProblem(
-            f"{hosts.name} asks for {slots} GPUs, and NVML finds none on this machine",
+            f"{hosts.name} asks for {hosts.num_slots} GPUs, and NVML finds none on this machine",
             hint="Check nvidia-smi. To train on the CPU all the same: dstrain run --set env.DS_ACCELERATOR=cpu",
         )
-    if slots > count:
-        raise EnvironmentProblem(
-            f"{hosts.name} asks for {slots} GPUs, and this machine shows {count}",
-            hint=f"Write slots={count}, or check CUDA_VISIBLE_DEVICES and nvidia-smi.",
-        )
+    if (lack := machines.shortage(hosts)) is not None:
+        raise lack
 
 
 def _check_targets(file: JobFile, model: ModelFacts | None) -> None:

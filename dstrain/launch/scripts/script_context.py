@@ -11,6 +11,7 @@ from dstrain.config.edits.lock import read_lock
 from dstrain.errors import InvalidConfig
 from dstrain.facts import probe
 from dstrain.facts.cluster.hostfile import Hosts
+from dstrain.facts.cluster.machines import resolve_hosts
 from dstrain.job.file import JobFile
 from dstrain.launch.environment import SAFE_PATH, is_forwarded, is_secret, python_path, refuse_secrets
 from dstrain.launch.environment import secrets as known_secrets
@@ -75,7 +76,7 @@ def describe(
         one_line(what, value)
     for override in overrides:
         one_line("--set", override)
-    hosts = _known_hosts(file)
+    hosts = _hosts(file, is_said=nodes is not None or gpus is not None)
     num_nodes, per_node = _shape(hosts, nodes, gpus) if hosts else _planned(path.parent, nodes, gpus)
     named = hosts is not None and len(hosts.hosts) == num_nodes and not hosts.placeholder_lines
     return ScriptContext(
@@ -93,10 +94,13 @@ def describe(
     )
 
 
-def _known_hosts(file: JobFile) -> Hosts | None:
-    """Returns the hosts of the job's hostfile; None where the job has none, or none that is there."""
-    name = file.job.hostfile
-    return probe.read_hostfile(Path(name)) if name is not None and Path(name).is_file() else None
+def _hosts(file: JobFile, *, is_said: bool) -> Hosts | None:
+    """Returns the hosts of the job's hostfile; None where the job has none, and where it `is_said` what stands in for
+    one that is missing."""
+    path = Path(file.job.hostfile) if file.job.hostfile is not None else None
+    if path is None or (is_said and not path.exists()):
+        return None
+    return resolve_hosts(path, place=file.locate(("hostfile",)))
 
 
 def _shape(hosts: Hosts, nodes: int | None, gpus: int | None) -> tuple[int, int]:

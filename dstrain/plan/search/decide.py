@@ -17,7 +17,7 @@ from dstrain.plan.memory.params import adapted, linear_names
 from dstrain.plan.request import Request
 from dstrain.plan.search.buffer_sizes import TIGHT, least_offloaded, sized, sized_to_room
 from dstrain.plan.search.evaluator import estimated, usable_ratio
-from dstrain.plan.search.infeasible import does_not_fit, gpu_assumed, ram_assumed
+from dstrain.plan.search.infeasible import does_not_fit, gpu_assumed, gpu_guessed, ram_assumed
 from dstrain.plan.search.reasons import compared, faster_but_too_large, neighbours, percent, reasons
 from dstrain.plan.search.rules import broken
 from dstrain.plan.search.search import DEFAULT_TOP, Ranking, search
@@ -189,6 +189,8 @@ def _assumptions(cluster: Cluster, request: Request, chosen: Estimate) -> list[s
     notes = []
     if cluster.gpu_origin is Origin.ASSUMED:
         notes.append(gpu_assumed(cluster))
+    if not cluster.gpu.is_listed and chosen.speed is not None:
+        notes.append(gpu_guessed(cluster))
     if cluster.host_memory_origin is Origin.ASSUMED and configuration.offload is not Offload.NONE:
         notes.append(ram_assumed(cluster))
     if request.global_batch is None and request.micro_batch is None:

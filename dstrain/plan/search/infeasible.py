@@ -45,6 +45,11 @@ def ram_assumed(cluster: Cluster) -> str:
     return f"assumed: {format_bytes(cluster.host_memory_bytes)} of RAM on each node; say otherwise with --host-memory"
 
 
+def gpu_guessed(cluster: Cluster) -> str:
+    """Returns that the speed of the GPU is a guess."""
+    return f"{cluster.gpu.name} is not in the table of GPUs: its speed is a guess from its cores and clocks"
+
+
 def gpu_assumed(cluster: Cluster) -> str:
     """Returns which GPU was assumed, and the option that says otherwise."""
     gpu = cluster.gpu

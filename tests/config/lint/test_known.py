@@ -281,14 +281,14 @@ def test_what_is_wrong_in_the_job_is_told_in_its_line(tmp_path: Path, lines: str
 )
 def test_two_names_of_one_machine_are_found(names: tuple[str, ...], count: int) -> None:
     hosts = hostfile.parse("".join(f"{name} slots=1\n" for name in names), "hostfile")
-    said = [each for each in of_hosts(hosts, None, 0, is_local=False) if "two names" in each.problem]
+    said = [each for each in of_hosts(hosts, None) if "two names" in each.problem]
     assert len(said) == count
     assert all(each.severity is Severity.ERROR and each.place.line == 2 for each in said)
 
 
 def test_slots_are_counted_in_words_that_agree() -> None:
     hosts = hostfile.parse("node1 slots=1\n", "hostfile")
-    assert of_hosts(hosts, 8, 0, is_local=False)[0].problem == "1 slot in all, and the plan is for 8 GPUs"
+    assert of_hosts(hosts, 8)[0].problem == "1 slot in all, and the plan is for 8 GPUs"
 
 
 def test_a_line_of_a_hostfile_that_is_wrong_is_mended_by_the_line_to_write(tmp_path: Path) -> None:

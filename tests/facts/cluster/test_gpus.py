@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from dstrain.errors import InvalidConfig
-from dstrain.facts.cluster.gpus import GPUS, from_nvml_name, gpu, unlisted
+from dstrain.facts.cluster.gpus import GPUS, Chip, from_nvml, gpu
 from dstrain.facts.cluster.links import LINKS
 
 
@@ -131,15 +133,15 @@ def test_a_strange_gpu_gets_all_of_them(typed: str) -> None:
     ],
 )
 def test_reported_names_find_their_row(reported: str, name: str) -> None:
-    assert from_nvml_name(reported, 12345).name == name
+    assert from_nvml(reported, 12345).name == name
 
 
 def test_measured_memory_replaces_the_tables() -> None:
-    assert from_nvml_name("NVIDIA A10", 24564).memory_mib == 24564  # with ECC off
+    assert from_nvml("NVIDIA A10", 24564).memory_mib == 24564  # with ECC off
 
 
 def test_unmeasured_memory_is_the_tables() -> None:
-    assert from_nvml_name("NVIDIA A10", 0).memory_mib == 23028
+    assert from_nvml("NVIDIA A10", 0).memory_mib == 23028
 
 
 @pytest.mark.parametrize(
@@ -147,13 +149,53 @@ def test_unmeasured_memory_is_the_tables() -> None:
     ["NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA L20X", "GRID A100X-40C", "NVIDIA A100-SXM4-80GB MIG 1g.10gb"],
 )
 def test_a_card_of_another_kind_is_not_taken_for_its_namesake(reported: str) -> None:
-    with pytest.raises(InvalidConfig, match=f'"{reported}" with 16376 MiB, is not in the table') as caught:
-        from_nvml_name(reported, 16376)
+    found = from_nvml(reported, 16376)
 
-    assert caught.value.hint is not None
-    assert "`--gpu " in caught.value.hint
+    assert (found.name, found.memory_mib, found.is_listed) == (reported, 16376, False)
 
 
 def test_a_gpu_that_is_not_in_the_table_has_its_memory_and_no_invented_speed() -> None:
-    found = unlisted("NVIDIA Future X", 100_000)
+    found = from_nvml("NVIDIA Future X", 100_000)
     assert (found.memory_mib, found.bf16_flops_per_s, found.has_bf16) == (100_000, 0, False)
+
+
+@pytest.mark.parametrize(
+    ("row", "chip"),
+    [
+        ("a100-80g", (6912, 1410, 1593, 5120)),
+        ("v100-32g", (5120, 1530, 877, 4096)),
+        ("t4", (2560, 1590, 5001, 256)),
+        ("a10", (9216, 1695, 6251, 384)),
+        ("rtx-3090", (10496, 1695, 9751, 384)),
+        ("rtx-4090", (16384, 2520, 10501, 384)),
+        ("rtx-5090", (21760, 2407, 14001, 512)),
+    ],
+)
+def test_speed_from_cores_and_clocks_is_that_of_the_data_sheets(row: str, chip: tuple[int, int, int, int]) -> None:
+    listed, (cores, clock, memory, bus) = gpu(row), chip
+    figures = Chip(
+        num_cores=cores,
+        sm_clock_mhz=clock,
+        memory_clock_mhz=memory,
+        memory_bus_bits=bus,
+        compute_capability=listed.compute_capability,
+    )
+
+    found = from_nvml(f"{row} Ti", listed.memory_mib, figures)
+
+    assert not found.is_listed
+    for name in ("fp32_flops_per_s", "fp16_flops_per_s", "bf16_flops_per_s", "hbm_bytes_per_s"):
+        assert getattr(found, name) == pytest.approx(getattr(listed, name), rel=0.02), name
+    assert (found.has_bf16, found.has_flash_attention_2) == (listed.has_bf16, listed.has_flash_attention_2)
+
+
+def test_a_gpu_of_a_later_generation_is_like_the_last_of_the_table_and_an_older_one_has_no_tensor_cores() -> None:
+    chip = Chip(
+        num_cores=2560, sm_clock_mhz=1733, memory_clock_mhz=5005, memory_bus_bits=256, compute_capability=(6, 1)
+    )
+    older = from_nvml("NVIDIA GeForce GTX 1080", 8192, chip)
+    later = from_nvml("NVIDIA GeForce RTX 6090", 49152, replace(chip, compute_capability=(13, 0)))
+
+    assert older.fp16_flops_per_s == 0
+    assert older.fp32_flops_per_s == pytest.approx(8.87e12, rel=0.01)
+    assert later.bf16_flops_per_s == pytest.approx(2 * later.fp32_flops_per_s, rel=0.01)

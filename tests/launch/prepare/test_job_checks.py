@@ -17,4 +17,4 @@ def test_flash_attention_is_refused_on_gpus_that_were_found_and_are_too_old() ->
     with pytest.raises(InvalidConfig, match=r"job\.yaml:1:1: flash_attention_2 does not run on v100-32g"):
         check_gpu(file, describe(gpu=gpus.gpu("v100-32g"), gpu_origin=Origin.MEASURED, gpus=1))
     check_gpu(file, describe(gpu=gpus.gpu("a100-80g"), gpu_origin=Origin.MEASURED, gpus=1))
-    check_gpu(file, describe(gpu=gpus.unlisted("new", 1000), gpu_origin=Origin.MEASURED, gpus=1))
+    check_gpu(file, describe(gpu=gpus.from_nvml("new", 1000), gpu_origin=Origin.MEASURED, gpus=1))

@@ -85,7 +85,7 @@ def test_the_parts_are_the_step() -> None:
 
 
 def test_a_gpu_whose_speed_is_unknown_has_no_step_time() -> None:
-    cluster = replace(_cluster(), gpu=gpus.unlisted("Laptop GPU", 16384))
+    cluster = replace(_cluster(), gpu=gpus.from_nvml("Laptop GPU", 16384))
 
     assert speed(QWEN3_8B, cluster, BASE) is None
     assert speed(QWEN3_8B, _cluster(gpu="v100-32g"), BASE) is None  # no bf16

@@ -1,0 +1,95 @@
+"""The machines of a job: its GPU and its hosts, decided here for every verb."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from dstrain.errors import EnvironmentProblem, InvalidConfig, Place
+from dstrain.facts import probe, this_machine
+from dstrain.facts.cluster import gpus, hostfile
+from dstrain.facts.cluster.cluster import Origin
+from dstrain.facts.cluster.gpus import Gpu
+from dstrain.facts.cluster.hostfile import Host, Hosts
+from dstrain.facts.probe import LocalGpu
+from dstrain.paths import shown
+from dstrain.units import MIB
+
+ASSUMED_GPU = "a100-80g"
+"""The GPU that is planned for where none is named, found or planned for before."""
+
+
+def resolve_gpu(*, given: str | None = None, planned: tuple[Gpu, Origin] | None = None) -> tuple[Gpu, Origin]:
+    """Returns the GPU and where it is from: as given, else the smallest one here, else as planned, else assumed.
+
+    `given` may name a GPU that is not in the table when there is one here. Raises InvalidConfig for any other name.
+    """
+    local = [_gpu(gpu) for gpu in probe.local_gpus()]
+    if given is not None:
+        unlisted = [gpu for gpu in local if not gpu.is_listed and gpus.is_called(gpu.name, given)]
+        return unlisted[0] if unlisted else gpus.gpu(given), Origin.GIVEN
+    if local:
+        return min(local, key=lambda gpu: gpu.memory_mib), Origin.MEASURED
+    return planned or (gpus.gpu(ASSUMED_GPU), Origin.ASSUMED)
+
+
+def _gpu(local: LocalGpu) -> Gpu:
+    """Returns what is known of a GPU of this machine; one without memory of its own has the RAM."""
+    gpu = gpus.from_nvml(local.name, local.memory_mib, local.chip)
+    return gpu if gpu.memory_mib else replace(gpu, memory_mib=probe.host_memory_bytes() // MIB)
+
+
+def resolve_hosts(path: Path | None, *, place: Place | None = None) -> Hosts:
+    """Returns the hosts of a hostfile, or this machine with its GPUs where none is named.
+
+    `place` is where the file is named. Raises InvalidConfig when the file is wrong or missing:
+    DeepSpeed would go on without it, on this machine alone.
+    """
+    if path is None:
+        slots = max(1, len(probe.local_gpus()))
+        return Hosts(hosts=(Host(name=this_machine.LOCAL, slots=slots),), name="this machine")
+    name = shown(str(path))
+    if not path.exists():
+        raise InvalidConfig(
+            f"hostfile {name}: no such file",
+            place=place,
+            hint="Write it with `dstrain hostfile write`, or do not name it: this machine alone then trains.",
+        )
+    return hostfile.parse(probe.read_text(path), name)
+
+
+def named(hosts: Hosts) -> Hosts:
+    """Returns hosts whose names somebody has filled in. Raises InvalidConfig for placeholders."""
+    unnamed = [host.name for host in hosts.hosts if host.name.startswith(hostfile.PLACEHOLDER)]
+    numbered = zip(hosts.placeholder_lines, unnamed, strict=True)
+    lines = [f"{hosts.name}:{line}:1: {name} is a placeholder, not a host" for line, name in numbered]
+    if lines:
+        raise InvalidConfig("\n".join(lines), hint="Write the names of your nodes there.")
+    return hosts
+
+
+def is_local(hosts: Hosts) -> bool:
+    """Returns whether all ranks run on this machine."""
+    return len(hosts.hosts) == 1 and this_machine.is_this_machine(hosts.hosts[0].name, this_machine.names())
+
+
+def shortage(hosts: Hosts) -> EnvironmentProblem | None:
+    """Returns what is wrong where this machine is the only host and shows fewer GPUs than it has slots.
+
+    None where it shows no GPU: what is planned here is then for other machines, or for the CPU.
+    """
+    count = len(probe.local_gpus())
+    if not 0 < count < hosts.num_slots or not is_local(hosts):
+        return None
+    return shortage_of(hosts.num_slots, count, Place(file=hosts.name, line=hosts.hosts[0].line or 1, column=1))
+
+
+def shortage_of(slots: int, count: int, place: Place | None = None) -> EnvironmentProblem:
+    """Returns what is wrong with a host that has more slots than GPUs.
+
+    >>> shortage_of(8, 1).problem
+    '8 slots, and there is 1 GPU'
+    """
+    there = "is 1 GPU" if count == 1 else f"are {count} GPUs"
+    problem = f"{slots} slot{'' if slots == 1 else 's'}, and there {there}"
+    return EnvironmentProblem(problem, place=place, hint=f"write slots={count} into the hostfile")
