@@ -13,7 +13,7 @@ def label(configuration: Configuration) -> str:
 
     >>> from dataclasses import replace
     >>> from dstrain.plan.configuration import DEFAULTS
-    >>> titled(replace(DEFAULTS, zero_stage=3, grad_ckpt=True, sp=4, hpz=8))
+    >>> label(replace(DEFAULTS, zero_stage=3, grad_ckpt=True, sp=4, hpz=8))
     'ZeRO-3, checkpointing, micro-batch 1, SP 4, hpZ 8'
     """
     each = configuration
@@ -32,9 +32,9 @@ def short_label(configuration: Configuration) -> str:
 
     >>> from dataclasses import replace
     >>> from dstrain.plan.configuration import DEFAULTS
-    >>> abbreviated(replace(DEFAULTS, zero_stage=3, offload=Offload.OPTIMIZER, grad_ckpt=True, grad_accum=4, tp=2))
+    >>> short_label(replace(DEFAULTS, zero_stage=3, offload=Offload.OPTIMIZER, grad_ckpt=True, grad_accum=4, tp=2))
     'ZeRO-3+opt ckpt 1×4 tp2'
-    >>> abbreviated(replace(DEFAULTS, zero_stage=3, offload=Offload.OPTIMIZER, offload_ratio=0.5, pin_memory=False))
+    >>> short_label(replace(DEFAULTS, zero_stage=3, offload=Offload.OPTIMIZER, offload_ratio=0.5, pin_memory=False))
     'ZeRO-3+opt50% 1×1 pageable'
     """
     each = configuration
