@@ -61,7 +61,7 @@ def cli_reference() -> str:
     for name, command in commands():
         settings = {**cli.context_settings, "terminal_width": 100}
         context = click.Context(command, info_name=name, **settings)  # type: ignore[arg-type]
-        parts.append(f"#### `{name}`\n\n```\n{command.get_help(context)}\n```")
+        parts.append(f"## `{name}`\n\n```\n{command.get_help(context)}\n```")
     return "\n\n".join(parts)
 
 

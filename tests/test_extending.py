@@ -1,0 +1,77 @@
+"""The pages that say how to add something name files and symbols that exist, and their examples work."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+
+from dstrain.config.lint import engine
+from dstrain.config.lint.rule import Rule
+from dstrain.config.lint.rules import no_effect
+from dstrain.config.lint.subject import Subject
+from dstrain.facts.cluster import gpus, links
+from dstrain.monitor.sinks.registry import Guarded
+from dstrain.monitor.sinks.sink import End
+
+ROOT = Path(__file__).parent.parent
+PAGES = ROOT / "docs" / "extending"
+EXAMPLES = {"tests/cli/test_hello.py", "tests/cli/test_<verb>.py", "dstrain/cli/<verb>.py"}
+"""Files that a reader of the pages makes."""
+
+
+def example(page: str) -> str:
+    """Returns the first Python block of a page."""
+    text = (PAGES / page).read_text(encoding="utf-8")
+    match = re.search(r"^( *)```python\n(.*?)^ *```", text, re.DOTALL | re.MULTILINE)
+    assert match is not None
+    return "\n".join(line.removeprefix(match[1]) for line in match[2].splitlines()).strip()
+
+
+@pytest.mark.parametrize("page", sorted(PAGES.glob("*.md")), ids=lambda page: page.stem)
+def test_the_steps_name_files_and_symbols_that_exist(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    paths = re.findall(r"`((?:dstrain|tests|docs|benchmarks|launch|ds_templates)/[^`\s]*)`", text)
+    assert [path for path in paths if path not in EXAMPLES and not (ROOT / path).exists()] == []
+    named = re.findall(r"`([A-Za-z_]+)` (?:in|of)\s+`((?:dstrain|tests)/[^`\s]*\.py)`", text)
+    missing = [(name, path) for name, path in named if name not in (ROOT / path).read_text(encoding="utf-8")]
+    assert missing == []
+
+
+def test_the_gpu_of_the_page_is_a_row() -> None:
+    gpu = eval(example("gpu.md"), vars(gpus))
+    assert isinstance(gpu, gpus.Gpu)
+    assert gpu.link in links.LINKS
+
+
+def test_the_rule_of_the_page_finds_its_mistake() -> None:
+    rule = eval(example("lint-rule.md"), vars(no_effect))
+    assert isinstance(rule, Rule)
+    assert rule.id not in {present.id for present in engine.RULES}
+    document, _ = engine.read('{"zero_optimization": {"stage": 2, "reduce_bucket_size": 1}}', "ds_config.json")
+    assert document is not None
+    [fault] = rule.find(Subject(document=document, is_trainers=False))
+    assert fault.problem == "reduce_bucket_size is 1"
+
+
+def test_the_sink_of_the_page_draws_points(capsys: pytest.CaptureFixture[str]) -> None:
+    names: dict[str, Any] = {}
+    exec(example("sink.md"), names)
+    messages: list[str] = []
+    sink = Guarded("print", names["open_sink"](None, messages.append), messages.append)
+    sink.log({"loss": 1.0}, 3)
+    sink.finish(End.SUCCESS)
+    assert capsys.readouterr().out == "3 {'loss': 1.0}\n"
+    assert messages == []
+
+
+def test_the_verb_of_the_page_answers(capsys: pytest.CaptureFixture[str]) -> None:
+    names: dict[str, Any] = {}
+    exec(example("verb.md"), names)
+    command: click.Command = names["command"]
+    assert "Example:" in (command.help or "")
+    command.main([], standalone_mode=False)
+    assert capsys.readouterr().out == "hello\n"
