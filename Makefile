@@ -8,7 +8,7 @@ WORKERS := $(shell echo $$(($$(nproc) > 3 ? $$(nproc) : 3)))
 # DeepSpeed compiles its ops on first use; they are kept here
 export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/.cache/torch_extensions
 
-.PHONY: demo test suite fast sweep check update servers clean
+.PHONY: demo test suite fast sweep check update docs servers clean
 
 demo: $(VENV)/.installed
 	$(BIN)/dstrain demo $(DEMO)
@@ -35,6 +35,17 @@ check: $(VENV)/.installed
 
 update: $(VENV)/.installed
 	$(BIN)/pytest --update
+
+# the pages of docs/ as a site with search that needs no network: build/site/index.html
+docs: $(VENV)/.docs
+	$(BIN)/sphinx-build -q -W --keep-going docs build/site/en
+	$(BIN)/sphinx-build -q -W --keep-going -t zh docs build/site/zh
+	cp docs/languages.html build/site/index.html
+	! grep -rlE '(src|<link[^>]* href)="https?:' --include=*.html build/site
+
+$(VENV)/.docs: $(VENV)/.installed
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	touch $@
 
 # what editors run to complete and check ds_config.json and job.yaml; without them their tests are skipped
 servers: $(SERVERS)/.installed
