@@ -8,7 +8,7 @@ WORKERS := $(shell echo $$(($$(nproc) > 3 ? $$(nproc) : 3)))
 # DeepSpeed compiles its ops on first use; they are kept here
 export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/.cache/torch_extensions
 
-.PHONY: demo test suite fast sweep check update docs servers clean
+.PHONY: demo test suite fast sweep ops check update docs servers clean
 
 demo: $(VENV)/.installed
 	$(BIN)/dstrain demo $(DEMO)
@@ -26,6 +26,10 @@ fast: $(VENV)/.installed
 # every draw of the tests of which `make test` takes a sample
 sweep: $(VENV)/.installed
 	$(BIN)/pytest -m sweep --all-draws -n auto --dist loadgroup --no-loadscope-reorder
+
+# the extensions that training on a CPU needs, built before several tests ask for them at once
+ops: $(VENV)/.installed
+	DS_ACCELERATOR=cpu $(BIN)/python -P -m dstrain.train.build_ops deepspeed_shm_comm cpu_adam
 
 check: $(VENV)/.installed
 	$(BIN)/ruff check .

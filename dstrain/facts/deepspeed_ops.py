@@ -99,7 +99,7 @@ def is_built(folder: Path) -> bool:
     torch = torch_folder()
     with suppress(OSError):
         rules = (folder / "build.ninja").read_text(encoding="utf-8", errors="replace")
-        built = max(path.stat().st_mtime for path in folder.glob("*.so"))
+        built = max((path.stat().st_mtime for path in folder.glob("*.so")), default=0.0)
         needed = [folder / "build.ninja", *([torch / "version.py"] if torch else [])]
         is_new = all(built >= path.stat().st_mtime for path in needed)
         return is_new and (torch is None or f"{torch / 'include'}" in rules)

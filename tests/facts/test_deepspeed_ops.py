@@ -57,6 +57,11 @@ def test_a_built_extension_is_not_missing(tmp_path: Path) -> None:
     assert missing_ops(["cpu_adam", "async_io"], {"TORCH_EXTENSIONS_DIR": str(tmp_path)}) == ["async_io"]
 
 
+def test_an_extension_whose_build_has_only_begun_is_missing(tmp_path: Path) -> None:
+    build(tmp_path / "cpu_adam").unlink()
+    assert missing_ops(["cpu_adam"], {"TORCH_EXTENSIONS_DIR": str(tmp_path)}) == ["cpu_adam"]
+
+
 def test_an_extension_of_another_environment_is_missing(tmp_path: Path) -> None:
     cache = tmp_path / "torch_extensions"
     environment = {"XDG_CACHE_HOME": str(tmp_path)}
