@@ -3,8 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 SERVERS := .cache/language_servers
-# one for the engine, one for the cluster, whose tests mostly wait, and the cores that are left for the rest
-WORKERS := $(shell echo $$(($$(nproc) > 3 ? $$(nproc) : 3)))
+# one worker runs all tests of the engine and one all of a cluster; a third would make their ranks wait for a core
+WORKERS := $(shell nproc | awk '{print $$1 > 2 ? $$1 : 2}')
 # DeepSpeed compiles its ops on first use; they are kept here
 export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/.cache/torch_extensions
 

@@ -97,8 +97,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     terminalreporter.write_line(f"sweeps: {draws}")
 
 
-@pytest.hookimpl(tryfirst=True)  # before -m selects, and before a worker of xdist reads the groups
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True)  # before -m selects, and before a worker of xdist reads the groups
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Generator[None]:
     """Marks the tests; those of a file, all of the engine and all of a cluster are for one worker.
 
     Of the tests in SAMPLED as many are left as are written there."""
@@ -114,6 +114,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left = set(cases) - set(draw_of(config)(cases, size))
         config.hook.pytest_deselected(items=[item for item in cases if item in left])
         items[:] = [item for item in items if item not in left]
+    yield
 
 
 @pytest.hookimpl(wrapper=True)
