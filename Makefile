@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 SERVERS := .cache/language_servers
 # one worker runs all tests of the engine and one all of a cluster; a third would make their ranks wait for a core
-WORKERS := $(shell nproc | awk '{print $$1 > 2 ? $$1 : 2}')
+WORKERS := $(shell echo $$(($$(nproc) > 2 ? $$(nproc) : 2)))
 # DeepSpeed compiles its ops on first use; they are kept here
 export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/.cache/torch_extensions
 
