@@ -47,7 +47,9 @@ def apart(job: Job, *numbers: int, with_data: bool = True) -> Iterator[None]:
 def names(folder: Path) -> set[str]:
     """Returns the files of a checkpoint, but for the number of its step."""
     step = folder.name.rpartition("-")[2]
-    return {str(path.relative_to(folder)).replace(step, "N") for path in folder.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(folder)).replace(f"step{step}", "stepN") for path in folder.rglob("*") if path.is_file()
+    }
 
 
 def test_a_run_is_killed_and_goes_on_with_another_host_in_place_of_one(usual: Job, demo: Path, tmp_path: Path) -> None:
