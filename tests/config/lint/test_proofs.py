@@ -46,7 +46,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     given += [{**sound, "name": name, "config": json.loads(text)} for name, text in SOUND]
     given.sort(key=_makes_groups)  # what AutoTP makes in a process stays there
     cases.write_text(json.dumps(given))
-    launch(folder, [str(CHECKOUT / "tests" / "lint" / "ranks.py"), str(cases)], timeout_s=560)
+    launch(folder, [str(CHECKOUT / "tests" / "config" / "lint" / "ranks.py"), str(cases)], timeout_s=560)
     ranks = [json.loads(Path(f"{cases}.{rank}").read_text()) for rank in (0, 1)]
     return {one["name"]: [rank[one["name"]] for rank in ranks] for one in given}
 
