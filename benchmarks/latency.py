@@ -78,7 +78,7 @@ def environment(cache: Path) -> dict[str, str]:
 
 
 def program(words: tuple[str, ...]) -> list[str]:
-    """Returns the installed `dstrain`, or the module where there is none; the interpreter for `BARE`."""
+    """Returns the installed `dstrain` script, or the module if it is not installed; the interpreter for `BARE`."""
     script = Path(sys.executable).with_name("dstrain")
     if words == BARE:
         return [sys.executable]

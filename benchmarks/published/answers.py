@@ -136,7 +136,7 @@ def answer(row: Row) -> Answer:
 def table_of(row: Row) -> str:
     """Returns the name of the table that a row is from: project, and title or file; swift's scripts are one table.
 
-    The project is the repository, or where there is none the word after the last slash.
+    The project is the repository, or the word after the last slash if the row names no repository.
     """
     if row.source.endswith(".sh"):
         return "ms-swift scripts"

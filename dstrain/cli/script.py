@@ -27,7 +27,7 @@ from dstrain.rundir import RunDir
 
 
 class Kinds(click.Group):
-    """A group that names the nearest kind for one that there is not."""
+    """A group that suggests the closest match for an unknown kind."""
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]

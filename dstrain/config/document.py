@@ -12,7 +12,7 @@ from dstrain.config.jsonc import Pointer
 
 
 class Mark(Enum):
-    """What stands in the place of a value where there is none."""
+    """A marker in place of a value."""
 
     REMOVED = "removed"
     """The key is not there, or is to go."""
@@ -21,8 +21,6 @@ class Mark(Enum):
 
 
 REMOVED: Final[Literal[Mark.REMOVED]] = Mark.REMOVED
-
-
 UNCHANGED: Final[Literal[Mark.UNCHANGED]] = Mark.UNCHANGED
 
 

@@ -10,8 +10,6 @@ from dstrain.errors import EnvironmentProblem, InvalidConfig
 
 DEFAULT_PORT = 29500
 """The port that is taken where nobody named one and it is free. Source: deepspeed constants.py"""
-
-
 _BACKLOG = 4096
 
 

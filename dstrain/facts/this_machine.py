@@ -13,10 +13,10 @@ import psutil
 import dstrain
 from dstrain.errors import EnvironmentProblem
 
+LOCAL = "localhost"
+"""The one host of a local run's hostfile."""
 ACCELERATOR = "DS_ACCELERATOR"
 """DeepSpeed's own switch: `cpu` trains without GPUs."""
-
-
 SAME_PACKAGES = ("torch", "deepspeed", "transformers", "dstrain")
 """What must be the same on every node of a run."""
 
@@ -42,10 +42,6 @@ def names() -> frozenset[str]:
             if address.family in {socket.AF_INET, socket.AF_INET6}:
                 found.add(address.address.partition("%")[0])
     return frozenset(found)
-
-
-LOCAL = "localhost"
-"""The one host of a local run's hostfile."""
 
 
 def is_this_machine(host: str, names: Collection[str]) -> bool:

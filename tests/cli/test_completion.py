@@ -79,10 +79,11 @@ def terminal(command: list[str], environment: dict[str, str]) -> Iterator[Termin
 
 
 @pytest.mark.parametrize("shell", SHELLS)
-def test_the_tab_key_completes_what_is_typed(shell: str, environment: dict[str, str]) -> None:
+def test_the_tab_key_completes_what_is_typed(
+    shell: str, environment: dict[str, str], need: Callable[[object, str], None]
+) -> None:
     command, profile = SHELLS[shell]
-    if shutil.which(shell) is None:
-        pytest.skip(f"{shell} is not installed")
+    need(shutil.which(shell), f"{shell} is not installed")
     with terminal(command, environment) as shown:
         shown.type(f"{profile}; echo re''ady\n")
         shown.wait_for("ready\r\n")
@@ -92,9 +93,11 @@ def test_the_tab_key_completes_what_is_typed(shell: str, environment: dict[str, 
             shown.type("\x15")  # Ctrl-U empties the line
 
 
-@pytest.mark.skipif(shutil.which("fish") is None, reason="fish is not installed")
 @pytest.mark.parametrize(("typed", "completed"), TYPED)
-def test_fish_completes_what_is_typed(typed: str, completed: str, environment: dict[str, str]) -> None:
+def test_fish_completes_what_is_typed(
+    typed: str, completed: str, environment: dict[str, str], need: Callable[[object, str], None]
+) -> None:
+    need(shutil.which("fish"), "fish is not installed")
     code = f"dstrain completion fish | source; complete -C '{typed}'"
     done = subprocess.run(
         ["fish", "--no-config", "-c", code], env=environment, capture_output=True, text=True, check=True

@@ -55,6 +55,7 @@ MODEL = ModelFacts(
     vocab_size=10,
     max_position_embeddings=64,
     tie_word_embeddings=False,
+    has_qk_norm=False,
     dtype="bfloat16",
     moe=None,
     vision=None,

@@ -23,9 +23,9 @@ class Edit:
     pointer: Pointer
     """The key."""
     base: Any
-    """What was generated, or REMOVED for a key that was added."""
+    """The generated value, or REMOVED for a key that was added."""
     yours: Any
-    """What stands there, or REMOVED for a key that was removed."""
+    """The current value, or REMOVED for a key that was removed."""
 
 
 def edits_in(name: str, base: str, yours: str, *, shown: str | None = None) -> list[Edit]:

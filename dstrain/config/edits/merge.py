@@ -17,11 +17,11 @@ class Clash:
     pointer: Pointer
     """The key."""
     base: Any
-    """What dstrain wrote before, or REMOVED where it did not."""
+    """The value last generated, or REMOVED if there was none."""
     yours: Any
-    """What stands there now, or REMOVED."""
+    """The current value, or REMOVED."""
     new: Any
-    """What dstrain would write now, or REMOVED."""
+    """The newly generated value, or REMOVED."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -72,11 +72,11 @@ class Standing:
     shown: str
     """The name as people should see it."""
     base: str | None
-    """What dstrain last generated, or None."""
+    """The text last generated, or None."""
     yours: str | None
-    """What stands there, or None."""
+    """The current text, or None if there is no file."""
     new: str
-    """What dstrain would write."""
+    """The newly generated text."""
     is_adopted: bool = False
     """Whether `base` is somebody's own text, which dstrain never wrote."""
     unsettled: Collection[Unsettled] = ()

@@ -61,10 +61,13 @@ def resolve_hosts(path: Path | None, *, place: Place | None = None) -> Hosts:
 def named(hosts: Hosts) -> Hosts:
     """Returns hosts whose names somebody has filled in. Raises InvalidConfig for placeholders."""
     unnamed = [host.name for host in hosts.hosts if host.name.startswith(hostfile.PLACEHOLDER)]
-    numbered = zip(hosts.placeholder_lines, unnamed, strict=True)
-    lines = [f"{hosts.name}:{line}:1: {name} is a placeholder, not a host" for line, name in numbered]
-    if lines:
-        raise InvalidConfig("\n".join(lines), hint="Write the names of your nodes there.")
+    problems = [
+        InvalidConfig(f"{name} is a placeholder, not a host", place=Place(file=hosts.name, line=line, column=1))
+        for line, name in zip(hosts.placeholder_lines, unnamed, strict=True)
+    ]
+    if problems:
+        text = "\n".join(problem.problem for problem in problems)
+        raise InvalidConfig(text, hint="Write the names of your nodes there.", parts=problems)
     return hosts
 
 

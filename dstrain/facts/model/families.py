@@ -164,6 +164,7 @@ def from_config(config: Mapping[str, object], *, name: str, source: str) -> Mode
         sliding_window=sliding_window,
         num_windowed_layers=num_windowed_layers,
         tie_word_embeddings=whole.flag("tie_word_embeddings"),
+        has_qk_norm=_first(tensors, "self_attn.q_norm.weight") is not None,
         dtype=_dtype(whole, text),
         moe=_moe(text, family, tensors),
         vision=vision,

@@ -115,6 +115,8 @@ class ModelFacts:
     """Longest sequence the model was made for."""
     tie_word_embeddings: bool
     """Whether the head is the embedding."""
+    has_qk_norm: bool
+    """Whether queries and keys are normalised per head."""
     dtype: str
     """The dtype the weights were trained and are stored in: `bfloat16`, `float16` or `float32`."""
     moe: Moe | None

@@ -47,6 +47,7 @@ def from_description(description: Description, *, name: str, source: str) -> Mod
         vocab_size=sizes.get("vocab_size") or max(group.shape[0] for group in groups if group.kind is Kind.EMBEDDING),
         max_position_embeddings=sizes.get("max_position_embeddings", NO_LIMIT),
         tie_word_embeddings=description.tie_word_embeddings,
+        has_qk_norm=any(re.search(r"\bq_?(layer)?norm\.weight$", group.name) for group in groups),
         dtype=description.dtype if description.dtype in _DTYPES else "float32",
         moe=_moe(description, groups),
         vision=_vision(description),

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import MappingProxyType
 
 from dstrain.config.lint.finding import Finding, Severity
 from dstrain.config.lint.rules.syntax import NO_OBJECT, SYNTAX
 from dstrain.errors import DstrainError, InvalidConfig, Place
+from dstrain.facts.cluster.hostfile import Hosts
+from dstrain.facts.cluster.machines import shortage
+from dstrain.facts.this_machine import is_this_machine
+from dstrain.facts.this_machine import names as machine_names
 
 HOSTFILE = "DS805"
 """The rule about hostfiles, which are another file."""
-
-
 SLOTS = "DS806"
 """The rule about their slots and the GPUs that there are."""
-
-
 DATA = "DS808"
 """The rule about the data of the job."""
-
-
 OUTSIDE = MappingProxyType(
     {
         SYNTAX: "a text that cannot be read",
@@ -57,3 +56,53 @@ def of_job(error: DstrainError, place: Place) -> Finding:
         effect="dstrain run refuses it",
         fix=error.hint or "mend the file",
     )
+
+
+def of_hosts(hosts: Hosts, num_planned: int | None) -> list[Finding]:
+    """Returns what is wrong with the slots of a hostfile that can be read."""
+    found = []
+    if hosts.placeholder_lines:
+        problem = f"{hosts.hosts[0].name} is a placeholder, not a host"
+        line, effect = hosts.placeholder_lines[0], "dstrain run refuses it"
+        found.append(_of_line(HOSTFILE, hosts, line, problem, effect, "write your nodes there"))
+    elif num_planned is not None and hosts.num_slots != num_planned:
+        problem = f"{_counted(hosts.num_slots, 'slot')} in all, and the plan is for {_counted(num_planned, 'GPU')}"
+        effect = "the samples of a step change with the ranks"
+        fix = f"dstrain gen-config --gpus {hosts.num_slots} plans for these"
+        found.append(_of_line(SLOTS, hosts, 1, problem, effect, fix))
+    if (lack := shortage(hosts)) is not None:
+        effect = "dstrain run refuses it; DeepSpeed would start ranks without a GPU"
+        found.append(_of_line(SLOTS, hosts, hosts.hosts[0].line or 1, lack.text, effect, lack.hint or ""))
+    return [*found, *_same_machines(hosts)]
+
+
+def _of_line(rule: str, hosts: Hosts, line: int, problem: str, effect: str, fix: str) -> Finding:
+    """Returns a warning about a line of a hostfile."""
+    place = Place(file=hosts.name, line=line, column=1)
+    return Finding(rule=rule, severity=Severity.WARNING, place=place, problem=problem, effect=effect, fix=fix)
+
+
+def _same_machines(hosts: Hosts) -> list[Finding]:
+    """Returns what is wrong with hosts that are two names of one machine, as far as the names tell."""
+    here, known, findings = machine_names(), dict[str, str](), list[Finding]()
+    for order, host in enumerate(hosts.hosts, start=1):
+        name = host.name.rpartition("@")[2].lower()
+        is_address = ":" in name or name.replace(".", "").isdigit()
+        is_here = is_this_machine(name, here) and not (name.startswith("127.") and name != "127.0.0.1")
+        machine = "" if is_here else name if is_address else name.partition(".")[0]
+        first = known.setdefault(machine, name)
+        if first != name and (is_here or first.startswith(f"{name}.") or name.startswith(f"{first}.")):
+            problem = f"{host.name} and {first} are two names of one machine"
+            effect = "two sets of ranks share its GPUs: the run stops, or each has half of the memory"
+            finding = _of_line(HOSTFILE, hosts, host.line or order, problem, effect, "remove one of the two lines")
+            findings.append(replace(finding, severity=Severity.ERROR))
+    return findings
+
+
+def _counted(count: int, noun: str) -> str:
+    """Returns a number with its noun.
+
+    >>> _counted(1, "slot"), _counted(8, "GPU")
+    ('1 slot', '8 GPUs')
+    """
+    return f"{count} {noun}" + ("" if count == 1 else "s")

@@ -19,8 +19,8 @@ from dstrain.facts.cluster import gpus, hostfile
 from dstrain.facts.cluster.cluster import Cluster, Origin
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.job.file import JobFile, read_job
-from dstrain.launch.prepare.hostfile_findings import of_hostfile
-from dstrain.launch.prepare.job_context import known, of_hosts, request_of
+from dstrain.launch.prepare.hostfile_findings import of_hostfile, of_hosts
+from dstrain.launch.prepare.job_context import known, request_of
 from dstrain.plan.estimate import estimate
 
 HEAD = (

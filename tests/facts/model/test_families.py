@@ -243,6 +243,11 @@ def test_qwen3_235b_a22b_activates_22_billion() -> None:
     assert facts("qwen3-235b-a22b").num_active_params == 22_190_763_520
 
 
+@pytest.mark.parametrize(("name", "has_qk_norm"), [("qwen3-8b", True), ("gemma-3-4b", True), ("llama-3.1-8b", False)])
+def test_normed_queries_and_keys(name: str, has_qk_norm: bool) -> None:
+    assert facts(name).has_qk_norm is has_qk_norm
+
+
 @pytest.mark.parametrize(("name", "merge"), [("gemma-3-4b", 4), ("qwen3-vl-8b", 2)])
 def test_patches_merged_into_one_token(name: str, merge: int) -> None:
     vision = facts(name).vision
