@@ -115,6 +115,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=[item for item in cases if item in left])
         items[:] = [item for item in items if item not in left]
     yield
+    if getattr(config.option, "loadgroup", False) and not all("@" in item.nodeid for item in items):
+        raise pytest.UsageError("this pytest-xdist does not group tests under this pytest; see setup.cfg")
 
 
 @pytest.hookimpl(wrapper=True)
