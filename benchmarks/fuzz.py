@@ -214,7 +214,7 @@ class Readers:
     def __init__(self, folder: Path) -> None:
         """Reads the corpus; `folder` is where files are written."""
         self._folder = folder
-        self._cluster = ask(model="qwen3-8b", gpus=16).cluster
+        self._cluster = ask(model="qwen3-8b", gpus=16).workload.cluster
         golden = [path.parent for path in sorted((ROOT / "tests" / "golden").glob("*/job.yaml"))]
         self._cases = [
             {"hostfile": HOSTS, **{name: (path / name).read_text("utf-8") for name in ("ds_config.json", "job.yaml")}}

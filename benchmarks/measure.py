@@ -38,6 +38,7 @@ from dstrain.facts.cluster import cluster as clusters
 from dstrain.facts.cluster import gpus
 from dstrain.facts.cluster.cluster import Cluster, Origin
 from dstrain.facts.model import families
+from dstrain.facts.workload import Workload
 from dstrain.plan.estimate import assess
 from dstrain.plan.estimate_records import Estimate
 from dstrain.units import format_bytes
@@ -90,7 +91,7 @@ def machine_cluster() -> Cluster:
 def plan_of(case: Case, cluster: Cluster) -> Estimate:
     """Returns the plan's estimate of a case."""
     model = families.from_config(SHAPES[case.shape], name=case.shape, source=case.shape)
-    return assess(model, cluster, case.configuration())
+    return assess(Workload(model=model, cluster=cluster), case.configuration())
 
 
 def planned(estimate: Estimate) -> dict[str, float | None]:

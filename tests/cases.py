@@ -42,15 +42,21 @@ def ask(**options: Any) -> PlanInputs:
 def plan(**options: Any) -> Plan:
     """Returns the plan for these options."""
     asked = ask(**options)
-    return decide(asked.model, asked.cluster, asked.request)
+    return decide(asked.workload, asked.request)
 
 
 def files(**options: Any) -> dict[str, str]:
     """Returns the generated files for these options."""
     asked = ask(**options)
-    chosen = decide(asked.model, asked.cluster, asked.request)
-    job = {"model": asked.model.source, "data": "train.jsonl", "eval_data": None, "hub": "hf", "output_dir": "output"}
-    return generated(chosen, asked.model, asked.cluster, asked.hosts, template_dir=None, job=job)
+    chosen = decide(asked.workload, asked.request)
+    job = {
+        "model": asked.workload.model.source,
+        "data": "train.jsonl",
+        "eval_data": None,
+        "hub": "hf",
+        "output_dir": "output",
+    }
+    return generated(chosen, asked.workload, asked.hosts, template_dir=None, job=job)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from benchmarks.published.rows import Basis, Outcome, Publisher, Row, is_time
 from benchmarks.published.scope import Scope, has_memory, has_speed, scope
 from benchmarks.published.shelf import find_gpu, gpus_at_work
 from dstrain.errors import DstrainError
+from dstrain.facts.workload import Workload
 from dstrain.plan.estimate import assess
 from dstrain.plan.estimate_records import Estimate
 
@@ -117,7 +118,8 @@ def answer(row: Row) -> Answer:
     if asked:
         question = ask(row)
         try:
-            estimate = assess(question.model, question.cluster, question.configuration)
+            workload = Workload(model=question.model, cluster=question.cluster)
+            estimate = assess(workload, question.configuration)
         except DstrainError as error:
             refusal = str(error)
     keeps = estimate is not None and out.memory is None

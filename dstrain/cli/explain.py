@@ -92,6 +92,7 @@ def _here(job: Path | None) -> tuple[Here | None, str | None]:
     from dstrain.config import jsonc
     from dstrain.config.explain.key import Here
     from dstrain.facts.cluster import calibration
+    from dstrain.facts.workload import Workload
     from dstrain.launch.prepare.job_context import request_of
     from dstrain.launch.prepare.lint_job import read_text
 
@@ -111,9 +112,7 @@ def _here(job: Path | None) -> tuple[Here | None, str | None]:
         Here(
             config=config,
             request=request_of(known.job.job),
-            model=known.model,
-            cluster=known.cluster,
-            calibration=calibration.read(),
+            workload=Workload(model=known.model, cluster=known.cluster, calibration=calibration.read()),
         ),
         None,
     )

@@ -124,12 +124,12 @@ def _planned(asked: ResolvedOptions, before: Lock | None) -> _Planned:
     facts = plan_inputs(dict(asked.options), last=last)
     if last and uses_last(dict(asked.options), last):
         say(f"no GPUs are found here: planning for the {last.num_gpus} × {last.gpu.name} of the last time")
-    found = survey(facts.model, facts.cluster, facts.request, calibration=facts.calibration)
+    found = survey(facts.workload, facts.request)
     if not found.fits:
-        raise does_not_fit(facts.model, facts.cluster, facts.request, found.first, calibration=facts.calibration)
-    say_lines(plan_lines(found, facts.model, facts.cluster))
-    document = {**plan_document(found, facts.model, facts.cluster), "notes": list(found.notes)}
-    return _Planned(asked=facts, plan=plan_of(found, facts.cluster, facts.request), document=document)
+        raise does_not_fit(facts.workload, facts.request, found.first)
+    say_lines(plan_lines(found, facts.workload))
+    document = {**plan_document(found, facts.workload), "notes": list(found.notes)}
+    return _Planned(asked=facts, plan=plan_of(found, facts.workload.cluster, facts.request), document=document)
 
 
 def _say_repeated(asked: ResolvedOptions, before: Lock | None) -> None:
@@ -146,13 +146,13 @@ def _lock(asked: ResolvedOptions, planned: _Planned, out: Path) -> Lock:
     options, facts, plan = asked.options, planned.asked, planned.plan
     template, template_dir = template_of(plan.chosen.configuration), options["template_dir"]
     job = {
-        "model": _model(facts.model.source, out),
+        "model": _model(facts.workload.model.source, out),
         "data": remembered.relative(options["data"], out),
         "eval_data": remembered.relative(options["eval_data"], out),
         "hub": options["hub"],
         "output_dir": options["output_dir"],
     }
-    files = generated(plan, facts.model, facts.cluster, facts.hosts, template_dir=template_dir, job=job)
+    files = generated(plan, facts.workload, facts.hosts, template_dir=template_dir, job=job)
     if options["hostfile"] and options["hostfile"].resolve() == (out / "hostfile").resolve():
         del files["hostfile"]  # it is the user's own, comments and all
     return Lock(
@@ -161,7 +161,7 @@ def _lock(asked: ResolvedOptions, planned: _Planned, out: Path) -> Lock:
         template=template,
         template_sha256=template_hash(template, override=template_dir),
         inputs=asked.inputs,
-        cluster=facts.cluster,
+        cluster=facts.workload.cluster,
         base=files,
     )
 

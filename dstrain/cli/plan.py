@@ -46,13 +46,13 @@ def command(top: int, as_json: bool, **options: Any) -> None:
       dstrain plan --gpus 8 --gpu h100 --model qwen3-8b --zero-stage 2 --json
     """
     asked = plan_inputs(options)
-    found = survey(asked.model, asked.cluster, asked.request, top=top, calibration=asked.calibration)
+    found = survey(asked.workload, asked.request, top=top)
     if as_json:
-        answer_json(plan_document(found, asked.model, asked.cluster))
+        answer_json(plan_document(found, asked.workload))
     else:
         _print(found, asked)
     if not found.fits:
-        raise does_not_fit(asked.model, asked.cluster, asked.request, found.first, calibration=asked.calibration)
+        raise does_not_fit(asked.workload, asked.request, found.first)
 
 
 def _print(found: Survey, asked: PlanInputs) -> None:
@@ -60,8 +60,8 @@ def _print(found: Survey, asked: PlanInputs) -> None:
     page = Console(file=sys.stdout, highlight=False, soft_wrap=True, emoji=False)
     width = min(page.width, 100) if page.is_terminal else COLUMNS
     in_colour = page.is_terminal and not page.no_color
-    lines: list[Text | str] = [*subject_lines(asked.model, asked.cluster), wrapped(chosen_line(found), width), ""]
-    lines += [*bar_lines(found, asked.cluster, in_colour=in_colour), "", *table_lines(found), ""]
+    lines: list[Text | str] = [*subject_lines(asked.workload), wrapped(chosen_line(found), width), ""]
+    lines += [*bar_lines(found, asked.workload.cluster, in_colour=in_colour), "", *table_lines(found), ""]
     lines += [wrapped(line, width) for line in reason_lines(found)]
     for line in lines:
         page.print(line, markup=False)

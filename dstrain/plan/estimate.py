@@ -8,9 +8,9 @@ from typing import Any, TypeVar
 
 from dstrain.choices import Offload, Precision
 from dstrain.errors import InvalidConfig
-from dstrain.facts.cluster.calibration import Calibration
 from dstrain.facts.cluster.cluster import Cluster
 from dstrain.facts.model.model_facts import ModelFacts
+from dstrain.facts.workload import Workload
 from dstrain.plan.configuration import DEFAULTS, Configuration
 from dstrain.plan.estimate_records import Estimate
 from dstrain.plan.memory.memory import Detail, memory
@@ -33,11 +33,9 @@ USABLE_HOST_RATIO = 0.90
 
 
 def assess(
-    model: ModelFacts,
-    cluster: Cluster,
+    workload: Workload,
     configuration: Configuration,
     *,
-    calibration: Calibration | None = None,
     detail: Detail = Detail.REPLAYED,
     usable_gpu_ratio: float = USABLE_GPU_RATIO,
 ) -> Estimate:
@@ -45,8 +43,8 @@ def assess(
 
     A search asks first for quick estimates, in which closed forms stand for the engine's and the allocator's bytes.
     """
-    measured = calibration.of(cluster.gpu.name) if calibration is not None else None
-    needs = memory(model, cluster, configuration, detail=detail, measured=measured)
+    model, cluster = workload.model, workload.cluster
+    needs = memory(workload, configuration, detail=detail)
     usable_gpu = round(usable_gpu_ratio * cluster.gpu.memory_bytes)
     usable_host = round(USABLE_HOST_RATIO * cluster.host_memory_bytes)
     return Estimate(
@@ -56,7 +54,7 @@ def assess(
         usable_bytes_per_host=usable_host,
         fits_gpu=needs.device_bytes_per_gpu <= usable_gpu,
         fits_host=needs.host_bytes_per_node <= usable_host,
-        speed=speed(model, cluster, configuration, calibration=calibration),
+        speed=speed(workload, configuration),
         flops_per_token=flops_per_token(model, method=configuration.method, seq_len=configuration.seq_len),
         num_params=model.num_params,
         num_active_params=model.num_active_params,
@@ -78,16 +76,9 @@ def moved(found: Estimate, count: int) -> Estimate:
     return replace(found, memory=needs, fits_gpu=needs.device_bytes_per_gpu <= found.usable_bytes_per_gpu)
 
 
-def estimate(
-    model: ModelFacts,
-    cluster: Cluster,
-    request: Request,
-    ds_config: Mapping[str, Any],
-    *,
-    calibration: Calibration | None = None,
-) -> Estimate:
+def estimate(workload: Workload, request: Request, ds_config: Mapping[str, Any]) -> Estimate:
     """Returns the estimate of any DeepSpeed configuration under a complete request, ours or not."""
-    return assess(model, cluster, effective(model, request, ds_config), calibration=calibration)
+    return assess(workload, effective(workload.model, request, ds_config))
 
 
 _ASKED = (

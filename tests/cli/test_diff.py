@@ -13,6 +13,7 @@ from dstrain.cli.output.effects import effect_text
 from dstrain.config.edits.lock import read_lock
 from dstrain.config.jsonc import read
 from dstrain.facts import probe
+from dstrain.facts.workload import Workload
 from dstrain.job.file import read_job
 from dstrain.launch.prepare.job_context import request_of
 from dstrain.plan.effect import Effect, effect
@@ -35,7 +36,7 @@ def estimated(folder: Path) -> Any:
     assert lock.cluster is not None
     config = read((folder / "ds_config.json").read_text(), "x").value
     job = read_job(folder / "job.yaml").job
-    return estimate(probe.read_model("qwen3-32b"), lock.cluster, request_of(job), config)
+    return estimate(Workload(model=probe.read_model("qwen3-32b"), cluster=lock.cluster), request_of(job), config)
 
 
 def test_without_edits_it_says_so(dstrain: Type) -> None:

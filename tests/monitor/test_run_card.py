@@ -21,8 +21,10 @@ CONFIG = {"zero_optimization": {"stage": 2}}
 
 def test_a_run_is_named_by_what_it_is_and_has_what_people_filter_by() -> None:
     asked = ask(model="qwen3-8b", gpus=4, gpu="4090", seq_len=1024)
-    needs = estimate(asked.model, asked.cluster, request_of(JOB), CONFIG)
-    found = run_card(JOB, CONFIG, num_ranks=4, model=asked.model, cluster=asked.cluster, estimate=needs)
+    needs = estimate(asked.workload, request_of(JOB), CONFIG)
+    found = run_card(
+        JOB, CONFIG, num_ranks=4, model=asked.workload.model, cluster=asked.workload.cluster, estimate=needs
+    )
     assert found.name == "qwen3-8b-lora-4x4090-zero2"
     assert found.tags == ("qwen3-8b", "lora", "4x4090", "zero2", "bf16")
     config = found.config

@@ -19,7 +19,7 @@ ASKED = ask(model="qwen3-8b", gpus=8, gpu="h100")
 
 
 def read(request: Request | None = None, **ds_config: Any) -> Configuration:
-    return effective(ASKED.model, request or Request(), ds_config)
+    return effective(ASKED.workload.model, request or Request(), ds_config)
 
 
 def test_an_empty_configuration_is_deepspeeds_defaults() -> None:
@@ -36,7 +36,7 @@ def test_what_a_configuration_says_of_zero_is_read() -> None:
     }
     found = read(zero_optimization=zero)
     assert (found.zero_stage, found.hpz, found.offload, found.offload_ratio) == (3, 8, Offload.OPTIMIZER, 0.4)
-    assert (found.pin_memory, found.reduce_bucket_size) == (False, ASKED.model.hidden_size**2)
+    assert (found.pin_memory, found.reduce_bucket_size) == (False, ASKED.workload.model.hidden_size**2)
     assert found.max_reuse_distance == 100_000_000
 
 
@@ -61,7 +61,7 @@ def test_what_was_measured_takes_the_place_of_constants() -> None:
     measured = Measured(context_bytes=2 * GIB, nccl_bytes=GIB, reserved_ratio=1.25)
     calibration = Calibration(schema=SCHEMA, gpus={"h100-sxm": measured})
     configuration = replace(DEFAULTS, zero_stage=2, micro_batch=1, grad_ckpt=True)
-    needs = assess(ASKED.model, ASKED.cluster, configuration, calibration=calibration).memory
+    needs = assess(replace(ASKED.workload, calibration=calibration), configuration).memory
     assert needs.breakdown_bytes.context == 3 * GIB
     assert needs.reserved_bytes_per_gpu == pytest.approx(1.25 * needs.live_bytes_per_gpu, abs=1)
     assert needs.device_bytes_per_gpu == needs.reserved_bytes_per_gpu + 3 * GIB

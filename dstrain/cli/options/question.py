@@ -13,11 +13,10 @@ from dstrain.errors import InvalidConfig, Place
 from dstrain.facts import probe
 from dstrain.facts.cluster import calibration, gpus, hostfile, links, machines, measured_links
 from dstrain.facts.cluster import cluster as clusters
-from dstrain.facts.cluster.calibration import Calibration
 from dstrain.facts.cluster.cluster import Cluster, Origin
 from dstrain.facts.cluster.hostfile import Hosts
 from dstrain.facts.model import trace_records
-from dstrain.facts.model.model_facts import ModelFacts
+from dstrain.facts.workload import Workload
 from dstrain.job.schema import Lora
 from dstrain.plan.request import Request
 from dstrain.plan.search.search_space import DEFAULT_SEQ_LEN
@@ -27,15 +26,10 @@ from dstrain.plan.search.search_space import DEFAULT_SEQ_LEN
 class PlanInputs:
     """What was asked, with the facts found."""
 
-    model: ModelFacts
-    cluster: Cluster
-    """The machines."""
+    workload: Workload
     hosts: Hosts
-    """Their names; placeholders where none were given."""
+    """Names of the machines; placeholders if none were given."""
     request: Request
-    """The wish."""
-    calibration: Calibration
-    """What was measured on machines like these; empty where nothing was."""
 
 
 def plan_inputs(options: dict[str, Any], *, last: Cluster | None = None) -> PlanInputs:
@@ -56,7 +50,8 @@ def plan_inputs(options: dict[str, Any], *, last: Cluster | None = None) -> Plan
             else hostfile.placeholders(cluster.num_nodes, cluster.gpus_per_node)
         )
     rates = measured_links.with_rates(calibration.read(), cluster)
-    return PlanInputs(model=model, cluster=cluster, hosts=hosts, request=request, calibration=rates)
+    workload = Workload(model=model, cluster=cluster, calibration=rates)
+    return PlanInputs(workload=workload, hosts=hosts, request=request)
 
 
 def _way(request: Request) -> trace_records.Question:

@@ -16,8 +16,7 @@ from dstrain.config.explain.key import remark_text
 from dstrain.config.lint.engine import remarks
 from dstrain.errors import DstrainError, InvalidConfig
 from dstrain.facts import probe
-from dstrain.facts.cluster.cluster import Cluster
-from dstrain.facts.model.model_facts import ModelFacts
+from dstrain.facts.workload import Workload
 from dstrain.job.file import looks_local
 from dstrain.job.schema import Job
 from dstrain.launch.prepare.job_context import request_of
@@ -64,8 +63,7 @@ class Effects:
 class _Subject:
     """What is trained, and where."""
 
-    model: ModelFacts
-    cluster: Cluster
+    workload: Workload
     values: Mapping[str, Any]
     """What was generated: file name to its value."""
 
@@ -91,14 +89,14 @@ class _Subject:
         if each.file != CONFIG:
             return None
         config = applied(self.values[CONFIG], [Change(pointer=each.pointer, value=each.yours)])
-        found = remarks(config, each.pointer, job=_job(self.values[JOB]), model=self.model, cluster=self.cluster)
+        found = remarks(config, each.pointer, self.workload, job=_job(self.values[JOB]))
         return remark_text(found[0]) if found else None
 
     def _configuration(self, values: Mapping[str, Any]) -> object:
-        return effective(self.model, request_of(_job(values[JOB])), values[CONFIG])
+        return effective(self.workload.model, request_of(_job(values[JOB])), values[CONFIG])
 
     def _estimate(self, values: Mapping[str, Any]) -> Estimate:
-        return estimate(self.model, self.cluster, request_of(_job(values[JOB])), values[CONFIG])
+        return estimate(self.workload, request_of(_job(values[JOB])), values[CONFIG])
 
 
 def effects(folder: Path, lock: Lock, edits: Sequence[Edit]) -> Effects:
@@ -145,7 +143,7 @@ def _subject(folder: Path, lock: Lock) -> _Subject:
     if looks_local(name) or (folder / name).exists():
         name = str(folder / name)
     model = probe.read_model(name, hub=_job(values[JOB]).hub or Hub.HF)
-    return _Subject(model=model, cluster=lock.cluster, values=values)
+    return _Subject(workload=Workload(model=model, cluster=lock.cluster), values=values)
 
 
 def _job(values: Mapping[str, Any]) -> Job:

@@ -19,6 +19,7 @@ from dstrain.config.lint.finding import json_pointer
 from dstrain.config.lint.subject import ABSENT
 from dstrain.config.resolve_auto import filled
 from dstrain.facts.cluster import calibration
+from dstrain.facts.workload import Workload
 from dstrain.launch.prepare.job_context import JobContext, request_of
 from dstrain.plan.estimate_records import Estimate
 from dstrain.plan.labels import label
@@ -60,9 +61,7 @@ def explained(path: Path, config: Mapping[str, Any], known: JobContext | None, m
             here = Here(
                 config=config,
                 request=request_of(known.job.job),
-                model=known.model,
-                cluster=known.cluster,
-                calibration=calibration.read(),
+                workload=Workload(model=known.model, cluster=known.cluster, calibration=calibration.read()),
             )
             found = estimate_of(here)
     job = known.job.job if known and known.job else None
@@ -96,7 +95,7 @@ def _head(found: Explained) -> Iterator[str]:
     """Yields the whole in a few lines."""
     estimate, known = found.estimate, found.known
     if known is not None and known.model is not None and known.cluster is not None:
-        yield from subject_lines(known.model, known.cluster)
+        yield from subject_lines(Workload(model=known.model, cluster=known.cluster))
     yield f"file     {found.path}"
     if estimate is None:
         yield f"No estimate: {found.missing}. Sizes below are of the numbers alone."

@@ -100,9 +100,10 @@ def _here_lines(found: Explained) -> list[str]:
             f"No numbers: {found.missing}.",
             "With a job whose model is known: what dstrain would choose, and what each value costs.",
         ]
-    by = scale(here.config, here.request, here.model, num_ranks=here.cluster.num_gpus)
+    model, cluster = here.workload.model, here.workload.cluster
+    by = scale(here.config, here.request, model, num_ranks=cluster.num_gpus)
     path = tuple(key.path.split(".")) if "*" not in key.path else found.pointer
-    text = [*(f"{line}" for line in subject_lines(here.model, here.cluster)), ""]
+    text = [*(f"{line}" for line in subject_lines(here.workload)), ""]
     stage = stage_of(here.config)
     idle = f"; nothing reads it under ZeRO-{stage}" if is_idle(key, stage) else ""
     text.append(f"  here      {_said(lookup(here.config, path), here.config, key, by)}{idle}")
@@ -179,11 +180,11 @@ def document(found: Explained) -> dict[str, Any]:
 
 def _here_document(found: Explained, here: Here) -> dict[str, Any]:
     path = tuple(found.key.path.split(".")) if "*" not in found.key.path else found.pointer
-    chosen = found.chosen
+    chosen, cluster = found.chosen, here.workload.cluster
     return {
-        "model": here.model.name,
-        "gpus": here.cluster.num_gpus,
-        "gpu": here.cluster.gpu.name,
+        "model": here.workload.model.name,
+        "gpus": cluster.num_gpus,
+        "gpu": cluster.gpu.name,
         "is_written": lookup(here.config, path) is not ABSENT,
         "value": _plain(lookup(here.config, path)),
         "dstrain": None

@@ -9,7 +9,7 @@ from typing import Any
 
 from dstrain.facts.cluster.cluster import Cluster, Origin
 from dstrain.facts.cluster.network_measurement import rate_text
-from dstrain.facts.model.model_facts import ModelFacts
+from dstrain.facts.workload import Workload
 from dstrain.plan.estimate_records import Estimate, Limit
 from dstrain.plan.labels import label, short_label
 from dstrain.plan.search.decide import Proposal, Survey
@@ -35,14 +35,14 @@ LIMITS = {
 """What a step waits for, as it stands in a table."""
 
 
-def plan_lines(found: Survey, model: ModelFacts, cluster: Cluster) -> list[str]:
+def plan_lines(found: Survey, workload: Workload) -> list[str]:
     """Returns what was chosen and why, in lines."""
-    return [*subject_lines(model, cluster), chosen_line(found), "", *reason_lines(found)]
+    return [*subject_lines(workload), chosen_line(found), "", *reason_lines(found)]
 
 
-def subject_lines(model: ModelFacts, cluster: Cluster) -> list[str]:
+def subject_lines(workload: Workload) -> list[str]:
     """Returns model and machines, one line each, and where links were measured, a line about them."""
-    gpu = cluster.gpu
+    model, cluster, gpu = workload.model, workload.cluster, workload.cluster.gpu
     origin = {Origin.GIVEN: "", Origin.MEASURED: ", found here", Origin.ASSUMED: ", assumed"}[cluster.gpu_origin]
     active = f", {format_count(model.num_active_params)} active" if model.moe else ""
     nodes = f"{cluster.num_nodes} node{'s' if cluster.num_nodes > 1 else ''} of {cluster.gpus_per_node}"
@@ -138,8 +138,9 @@ def _row(number: int, each: Estimate) -> tuple[str, ...]:
     return (str(number), short_label(each.configuration), device, host, *figures)
 
 
-def plan_document(found: Survey, model: ModelFacts, cluster: Cluster) -> dict[str, Any]:
+def plan_document(found: Survey, workload: Workload) -> dict[str, Any]:
     """Returns the answer as JSON-ready data; what is not known is None. Units are in the names."""
+    model = workload.model
     return {
         "schema": 1,
         "model": {
@@ -148,7 +149,7 @@ def plan_document(found: Survey, model: ModelFacts, cluster: Cluster) -> dict[st
             "num_active_params": model.num_active_params,
             "num_trainable_params": found.first.num_trainable_params,
         },
-        "cluster": asdict(cluster),
+        "cluster": asdict(workload.cluster),
         "plans": [_entry(each) for each in found.proposals],
         "chosen": 0 if found.fits else None,
         "considered": {"estimated": found.num_estimated, "excluded_by_bound": found.num_excluded},

@@ -18,9 +18,7 @@ from dstrain.config.lint.subject import ABSENT
 from dstrain.config.templates.templates import reasons_in, render_json
 from dstrain.config.templates.values import config_values, template_of
 from dstrain.errors import InvalidConfig
-from dstrain.facts.cluster.calibration import Calibration
-from dstrain.facts.cluster.cluster import Cluster
-from dstrain.facts.model.model_facts import ModelFacts
+from dstrain.facts.workload import Workload
 from dstrain.plan.configuration import Configuration
 from dstrain.plan.effect import Effect, effect
 from dstrain.plan.estimate import assess, effective
@@ -76,11 +74,7 @@ class Here:
     """The configuration as it stands."""
     request: Request
     """The job."""
-    model: ModelFacts
-    cluster: Cluster
-    """Its machines."""
-    calibration: Calibration | None = None
-    """What was measured on machines like these."""
+    workload: Workload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,14 +117,14 @@ def choose(key: Key, here: Here) -> Chosen:
     """Returns what dstrain would write for a job; how the samples of a step are cut up is open where that is asked."""
     request = here.request
     if key.path in _BATCH:
-        ranks = here.cluster.num_gpus
+        ranks = here.workload.cluster.num_gpus
         samples = (request.micro_batch or 1) * (request.grad_accum or 1) * ranks
         request = replace(request, micro_batch=None, grad_accum=None, global_batch=samples)
-    found = survey(here.model, here.cluster, request, calibration=here.calibration)
-    plan = plan_of(found, here.cluster, request)
+    found = survey(here.workload, request)
+    plan = plan_of(found, here.workload.cluster, request)
     template = template_of(plan.chosen.configuration)
     return Chosen(
-        config=render_json(template, config_values(plan, here.model, here.cluster)),
+        config=render_json(template, config_values(plan, here.workload)),
         configuration=plan.chosen.configuration,
         reasons=plan.reasons,
         written_because=reasons_in(template),
@@ -166,7 +160,7 @@ def ways(key: Key, here: Here, chosen: Chosen | None) -> list[Way]:
         changed = applied(here.config, [Change(pointer=place, value=value)])
         is_here = value == now and type(value) is type(now)
         way = _way(here, before, changed, value, is_here=is_here, is_chosen=bool(chosen) and value == theirs)
-        said = remarks(changed, place, job=None, model=here.model, cluster=here.cluster)
+        said = remarks(changed, place, here.workload)
         found.append(replace(way, remark=remark_text(said[0]) if said else None))
     return found
 
@@ -196,13 +190,13 @@ def _values(row: Key, here: Here, now: Any, theirs: Any) -> list[Any]:
     elif row.path == _ZERO + "stage":
         values = [0, 1, 2, 3, now]
     elif row.path == _ZERO + "zero_hpz_partition_size":
-        values.append(here.cluster.gpus_per_node)
+        values.append(here.workload.cluster.gpus_per_node)
     elif row.path == "tensor_parallel.autotp_size":
         values.append(2)
     elif row.path.endswith(".ratio"):
         values.append(0.5)
     elif row.kind is Kind.TEXT:
-        values += [word for word in _words(row) if word != "nvme" or here.cluster.nvme_path]
+        values += [word for word in _words(row) if word != "nvme" or here.workload.cluster.nvme_path]
     elif row.filled is not None:
         values.append("auto")
     found: list[Any] = []
@@ -244,10 +238,10 @@ def _way(
 def _estimate(here: Here, config: Mapping[str, Any]) -> Estimate | str:
     """Returns what a configuration needs, or why nobody knows."""
     try:
-        made = effective(here.model, here.request, config)
+        made = effective(here.workload.model, here.request, config)
     except InvalidConfig as error:
         return f"{error.problem}; dstrain lint says where"
-    return assess(here.model, here.cluster, made, calibration=here.calibration)
+    return assess(here.workload, made)
 
 
 def estimate_of(here: Here) -> Estimate | str:

@@ -36,8 +36,7 @@ from dstrain.errors import Place
 from dstrain.job.file import JobFile
 
 if TYPE_CHECKING:
-    from dstrain.facts.cluster.cluster import Cluster
-    from dstrain.facts.model.model_facts import ModelFacts
+    from dstrain.facts.workload import Workload
     from dstrain.job.schema import Job
 
 RULES: tuple[Rule, ...] = (
@@ -155,13 +154,14 @@ def _score(findings: Sequence[Finding]) -> tuple[int, int, int]:
 
 
 def remarks(
-    config: Mapping[str, Any], pointer: Pointer, *, job: Job | None, model: ModelFacts | None, cluster: Cluster | None
+    config: Mapping[str, Any], pointer: Pointer, workload: Workload, *, job: Job | None = None
 ) -> list[Finding]:
     """Returns what the rules say of one key of a configuration, or of what is inside it; errors first."""
     document, findings = read(json.dumps(config), "ds_config.json")
     if document is not None:
         file = JobFile(job=job, locate=lambda keys: Place(file="job.yaml")) if job is not None else None
-        findings = check(Subject(document=document, is_trainers=True, job=file, model=model, cluster=cluster))
+        subject = Subject(document=document, is_trainers=True, job=file, model=workload.model, cluster=workload.cluster)
+        findings = check(subject)
     place = json_pointer(pointer)
     return sorted(
         (each for each in findings if f"{each.pointer}/".startswith(f"{place}/")),

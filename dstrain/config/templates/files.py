@@ -13,9 +13,9 @@ from dstrain.config.templates.templates import render_json, render_yaml
 from dstrain.config.templates.values import config_values, job_values, template_of
 from dstrain.errors import InvalidConfig
 from dstrain.facts.cluster import hostfile
-from dstrain.facts.cluster.cluster import Cluster
 from dstrain.facts.cluster.hostfile import Hosts
 from dstrain.facts.model.model_facts import ModelFacts
+from dstrain.facts.workload import Workload
 from dstrain.plan.estimate import effective
 from dstrain.plan.estimate_records import Plan
 from dstrain.plan.request import Request
@@ -51,15 +51,15 @@ def _require_sound(template: str, config: dict[str, Any]) -> None:
 
 
 def generated(
-    plan: Plan, model: ModelFacts, cluster: Cluster, hosts: Hosts, *, template_dir: Path | None, job: dict[str, Any]
+    plan: Plan, workload: Workload, hosts: Hosts, *, template_dir: Path | None, job: dict[str, Any]
 ) -> dict[str, str]:
     """Returns file names and texts; `job` holds what the user said about model, data, hub and output."""
     template = template_of(plan.chosen.configuration)
-    config = render_json(template, config_values(plan, model, cluster), override=template_dir)
-    _require_planned(template, config, plan, model)
+    config = render_json(template, config_values(plan, workload), override=template_dir)
+    _require_planned(template, config, plan, workload.model)
     _require_sound(template, config)
     return {
         "ds_config.json": config_text({SCHEMA_KEY: f"./{CONFIG_SCHEMA}", **config}),
-        "job.yaml": render_yaml("job.yaml.j2", job_values(plan, cluster, **job)),
+        "job.yaml": render_yaml("job.yaml.j2", job_values(plan, workload.cluster, **job)),
         "hostfile": hostfile.render(hosts),
     }

@@ -6,7 +6,7 @@ from typing import Any
 
 from dstrain.choices import Method, Offload
 from dstrain.facts.cluster.cluster import Cluster
-from dstrain.facts.model.model_facts import ModelFacts
+from dstrain.facts.workload import Workload
 from dstrain.plan.configuration import Configuration
 from dstrain.plan.estimate_records import Plan
 
@@ -27,9 +27,9 @@ def template_of(configuration: Configuration) -> str:
     return _TEMPLATES[configuration.zero_stage, configuration.offload]
 
 
-def config_values(plan: Plan, model: ModelFacts, cluster: Cluster) -> dict[str, Any]:
+def config_values(plan: Plan, workload: Workload) -> dict[str, Any]:
     """Returns what DeepSpeed templates may name."""
-    configuration = plan.chosen.configuration
+    configuration, model, cluster = plan.chosen.configuration, workload.model, workload.cluster
     moe_block = model.moe.block_class if model.moe and configuration.zero_stage == 3 else None
     return {
         "overlap_comm": configuration.overlap_comm,
@@ -42,17 +42,17 @@ def config_values(plan: Plan, model: ModelFacts, cluster: Cluster) -> dict[str, 
         "pin_memory": configuration.pin_memory,
         "moe_block_class": moe_block,
         "nvme_path": cluster.nvme_path,
-        "nvme_buffer_size": _nvme_buffer_size(model, cluster),
+        "nvme_buffer_size": _nvme_buffer_size(workload),
         "fp16": configuration.precision == "fp16",
     }
 
 
-def _nvme_buffer_size(model: ModelFacts, cluster: Cluster) -> int:
+def _nvme_buffer_size(workload: Workload) -> int:
     """Returns elements of one swap buffer: the largest parameter's share, rounded up to a power of two.
 
     Source: deepspeed 0.19.8 runtime/swap_tensor/partitioned_param_swapper.py: a buffer must hold a whole partition.
     """
-    share = -(-model.largest_tensor_numel // cluster.num_gpus)
+    share = -(-workload.model.largest_tensor_numel // workload.cluster.num_gpus)
     return int(max(2**20, 1 << (share - 1).bit_length()))
 
 

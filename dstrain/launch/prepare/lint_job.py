@@ -105,11 +105,12 @@ def _estimate(subject: Subject) -> Estimate | None:
     if subject.job is None or subject.model is None or subject.cluster is None:
         return None
     from dstrain.facts.cluster import calibration
+    from dstrain.facts.workload import Workload
     from dstrain.launch.prepare.job_context import request_of
     from dstrain.plan.estimate import estimate
 
-    request = request_of(subject.job.job)
-    return estimate(subject.model, subject.cluster, request, subject.config, calibration=calibration.read())
+    workload = Workload(model=subject.model, cluster=subject.cluster, calibration=calibration.read())
+    return estimate(workload, request_of(subject.job.job), subject.config)
 
 
 def _with_estimate(subject: Subject, needs: Estimate) -> Subject:

@@ -6,9 +6,10 @@ from dataclasses import dataclass, fields
 from enum import IntEnum
 
 from dstrain.choices import Method, Offload, StateDtypes
-from dstrain.facts.cluster.calibration import Measured
+from dstrain.facts.cluster.calibration import NOTHING, Measured
 from dstrain.facts.cluster.cluster import Cluster
 from dstrain.facts.model.model_facts import ModelFacts
+from dstrain.facts.workload import Workload
 from dstrain.plan.configuration import Configuration
 from dstrain.plan.memory import closed_form, pytorch_sharding
 from dstrain.plan.memory.deepspeed import engine
@@ -87,32 +88,26 @@ class Memory:
     """Model states of one rank."""
 
 
-def memory(
-    model: ModelFacts,
-    cluster: Cluster,
-    configuration: Configuration,
-    *,
-    detail: Detail = Detail.REPLAYED,
-    measured: Measured | None = None,
-) -> Memory:
-    """Returns what a configuration needs on `cluster`, as finely as `detail` says.
+def memory(workload: Workload, configuration: Configuration, *, detail: Detail = Detail.REPLAYED) -> Memory:
+    """Returns what a configuration needs, as finely as `detail` says.
 
-    What was `measured` on such a machine takes the place of the replayed allocator and of the constants for CUDA's
+    What was measured on such a machine takes the place of the replayed allocator and of the constants for CUDA's
     context and NCCL.
 
     The peak is the largest of: loss backward, layer backward, embedding backward, optimizer step; each holds the
     resident model states and what lives at that instant, so that nothing is added that does not coexist.
     """
+    model, cluster, measured = workload.model, workload.cluster, workload.measured
     counts = trained(model, configuration.method, configuration.lora)
     held = states(counts, configuration, cluster.num_gpus)
     if configuration.state_dtypes is not StateDtypes.MIXED:
         held = pytorch_sharding.states(model, configuration, _ranks(cluster, configuration))
-    peak = _peak(model, cluster, configuration, detail)
+    peak = _peak(workload, configuration, detail)
     on_gpu = not cluster.gpu.is_cpu
     workspace = _workspace_bytes(cluster) if on_gpu else 0
     live = peak.total + workspace
-    most, settled = _held_by_allocator(model, cluster, configuration, peak, detail) if on_gpu else (live, live)
-    if measured is not None and measured.reserved_ratio is not None:
+    most, settled = _held_by_allocator(workload, configuration, peak, detail) if on_gpu else (live, live)
+    if measured.reserved_ratio is not None:
         most = settled = round(measured.reserved_ratio * live)
     context = _outside_bytes(cluster, measured) if on_gpu else 0
     parts = Breakdown(
@@ -133,20 +128,19 @@ def memory(
         device_bytes_per_gpu=parts.total,
         peak_instant=peak.name,
         breakdown_bytes=parts,
-        host_bytes_per_node=_host_bytes(model, cluster, configuration, held, detail),
-        nvme_bytes_per_node=_nvme_bytes(model, cluster, configuration, held, detail),
+        host_bytes_per_node=_host_bytes(workload, configuration, held, detail),
+        nvme_bytes_per_node=_nvme_bytes(workload, configuration, held, detail),
         checkpoint_bytes=_checkpoint_bytes(model, configuration),
         states=held,
     )
 
 
-def _held_by_allocator(
-    model: ModelFacts, cluster: Cluster, configuration: Configuration, peak: Peak, detail: Detail
-) -> tuple[int, int]:
+def _held_by_allocator(workload: Workload, configuration: Configuration, peak: Peak, detail: Detail) -> tuple[int, int]:
     """Returns what the allocator reserves at most, and in the steps after the first: replayed, or from above.
 
     Where the replay runs out of memory it is done again without a limit, to say how much it would take.
     """
+    model, cluster = workload.model, workload.cluster
     ranks, workspace = _ranks(cluster, configuration), _workspace_bytes(cluster)
     live = peak.total + workspace
     is_engine = configuration.state_dtypes is StateDtypes.MIXED
@@ -173,19 +167,20 @@ def _ranks(cluster: Cluster, configuration: Configuration) -> int:
     return max(1, cluster.num_gpus // configuration.tp)
 
 
-def _outside_bytes(cluster: Cluster, measured: Measured | None = None) -> int:
+def _outside_bytes(cluster: Cluster, measured: Measured = NOTHING) -> int:
     """Returns what lies outside of PyTorch: CUDA context and NCCL."""
-    context = measured.context_bytes if measured else None
-    nccl = (measured.nccl_bytes if measured else None) if cluster.num_gpus > 1 else 0
+    context = measured.context_bytes
+    nccl = measured.nccl_bytes if cluster.num_gpus > 1 else 0
     return (CONTEXT_BYTES if context is None else context) + (NCCL_BYTES if nccl is None else nccl)
 
 
-def _peak(model: ModelFacts, cluster: Cluster, configuration: Configuration, detail: Detail) -> Peak:
+def _peak(workload: Workload, configuration: Configuration, detail: Detail) -> Peak:
     """Returns the peak of live bytes by who holds the states: DeepSpeed, or PyTorch itself.
 
     DeepSpeed's engine is played parameter by parameter, which takes some 50 ms; the closed forms that stand for it in a
     search are within 10 % of that. A model whose layer code was traced has no parameters to play it with.
     """
+    model, cluster = workload.model, workload.cluster
     ranks = _ranks(cluster, configuration)
     if configuration.state_dtypes is not StateDtypes.MIXED:
         return pytorch_sharding.peak(model, configuration, ranks)
@@ -202,12 +197,13 @@ def _workspace_bytes(cluster: Cluster) -> int:
     return 2 * (32 * MIB if cluster.gpu.compute_capability >= (9, 0) else round(8.125 * MIB))
 
 
-def _host_bytes(model: ModelFacts, cluster: Cluster, configuration: Configuration, held: States, detail: Detail) -> int:
+def _host_bytes(workload: Workload, configuration: Configuration, held: States, detail: Detail) -> int:
     """Returns host RAM of one node: the processes, the offloaded states with pinned rounding, or loading if larger.
 
     Without ZeRO-3 every rank loads the whole model; with it rank 0 alone holds the whole checkpoint.
     Source: Transformers 5.23 integrations/deepspeed.py: _load_state_dict_into_zero3_model.
     """
+    model, cluster = workload.model, workload.cluster
     s = configuration.precision.num_bytes
     ranks = cluster.gpus_per_node
     whole = s * model.num_params
@@ -219,8 +215,9 @@ def _host_bytes(model: ModelFacts, cluster: Cluster, configuration: Configuratio
     return ranks * BASELINE_HOST_BYTES_PER_RANK + max(loading, ranks * offloaded)
 
 
-def _nvme_bytes(model: ModelFacts, cluster: Cluster, configuration: Configuration, held: States, detail: Detail) -> int:
+def _nvme_bytes(workload: Workload, configuration: Configuration, held: States, detail: Detail) -> int:
     """Returns the bytes of one node's files on NVMe."""
+    model, cluster = workload.model, workload.cluster
     if detail is Detail.QUICK or configuration.state_dtypes is not StateDtypes.MIXED or not has_layer_code(model):
         return held.nvme * cluster.gpus_per_node
     return engine.host_of(model, configuration, _ranks(cluster, configuration)).nvme * cluster.gpus_per_node

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from dstrain.choices import LossKernel, Method, Offload, Optimizer, Precision, StateDtypes
-from dstrain.facts.cluster.calibration import Calibration
 from dstrain.facts.cluster.cluster import Cluster
 from dstrain.facts.model.model_facts import ModelFacts
+from dstrain.facts.workload import Workload
 from dstrain.plan.configuration import Configuration
 from dstrain.plan.memory.params import NF4_BYTES_PER_PARAM, trained
 from dstrain.plan.speed.compute import passes, setting
@@ -76,7 +76,7 @@ class Bound:
         return max(self.fixed_bytes + micro_batch * self.sample_bytes, self.step_bytes)
 
 
-def bound(model: ModelFacts, cluster: Cluster, way: Configuration, *, calibration: Calibration | None = None) -> Bound:
+def bound(workload: Workload, way: Configuration) -> Bound:
     """Returns the bound of a way to train.
 
     On the GPU: parameters and optimizer states of this rank; with them, at the loss, the layers' inputs (checkpointing)
@@ -84,6 +84,7 @@ def bound(model: ModelFacts, cluster: Cluster, way: Configuration, *, calibratio
     estimate: context, workspaces, buckets, gathered layers, fragmentation, a layer's working set, smaller tensors. In
     host RAM: master copy and moments. In time: what a step takes beside its passes.
     """
+    model, cluster = workload.model, workload.cluster
     counts = trained(model, way.method, way.lora)
     ranks = max(1, cluster.num_gpus // way.tp)
     s = 4 if way.state_dtypes is StateDtypes.AUTOCAST else way.precision.num_bytes
@@ -98,34 +99,29 @@ def bound(model: ModelFacts, cluster: Cluster, way: Configuration, *, calibratio
         sample_bytes=int(_activation_bytes(model, way) + _logits_bytes(model, way)),
         step_bytes=int(fixed + (grads if is_here else 0.0)),
         host_bytes=int(_host_bytes(cluster, way, states, weights / ranks)),
-        step_s=_step_s(model, cluster, way, calibration),
+        step_s=_step_s(workload, way),
     )
 
 
-def passes_s(
-    model: ModelFacts,
-    cluster: Cluster,
-    way: Configuration,
-    micro_batch: int,
-    *,
-    calibration: Calibration | None = None,
-) -> float:
+def passes_s(workload: Workload, way: Configuration, micro_batch: int) -> float:
     """Returns the seconds of one forward and one backward pass on the GPU alone, if it waited for nothing.
 
     With those of a step's end (`Bound.step_s`) it is the least that a step can take: what links add is left out.
     """
+    cluster = workload.cluster
     peak = peak_flops_per_s(cluster.gpu, way.precision)
     chosen = setting(replace(way, micro_batch=micro_batch), peak, cluster.gpu.has_flash_attention_2)
-    forward, backward = passes(work(model, way), efficiency(cluster, calibration), chosen)
+    forward, backward = passes(work(workload.model, way), efficiency(cluster, workload.measured), chosen)
     return forward.total + backward.total
 
 
-def _step_s(model: ModelFacts, cluster: Cluster, way: Configuration, calibration: Calibration | None) -> float:
+def _step_s(workload: Workload, way: Configuration) -> float:
     """Returns the seconds of optimizer and offloading after the last backward pass; 0 where speeds are not known."""
+    cluster = workload.cluster
     if peak_flops_per_s(cluster.gpu, way.precision) <= 0 or cluster.gpu.hbm_bytes_per_s <= 0:
         return 0.0
-    rates = efficiency(cluster, calibration)
-    found = stepping(cluster, replace(way, micro_batch=1, grad_accum=1), work(model, way), rates)
+    rates = efficiency(cluster, workload.measured)
+    found = stepping(cluster, replace(way, micro_batch=1, grad_accum=1), work(workload.model, way), rates)
     return found.optimizer + found.cpu_optimizer + found.nvme + found.pcie_step
 
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from dstrain.choices import Attention, Method, Offload, Precision
 from dstrain.errors import InvalidConfig
-from dstrain.facts.cluster.calibration import Calibration
 from dstrain.facts.cluster.cluster import Cluster, Origin
 from dstrain.facts.model.model_facts import Kind, ModelFacts
+from dstrain.facts.workload import Workload
 from dstrain.plan.configuration import Configuration
 from dstrain.plan.estimate import USABLE_GPU_RATIO, assess, moved
 from dstrain.plan.estimate_records import Estimate, Plan, Reason
@@ -62,16 +62,16 @@ class Survey:
         return self.proposals[0].estimate
 
 
-def decide(model: ModelFacts, cluster: Cluster, request: Request, *, calibration: Calibration | None = None) -> Plan:
+def decide(workload: Workload, request: Request) -> Plan:
     """Returns the fastest plan that fits.
 
     Raises DoesNotFit with the nearest thing that would, and InvalidConfig where the request contradicts itself or the
     GPU.
     """
-    found = survey(model, cluster, request, calibration=calibration)
+    found = survey(workload, request)
     if not found.fits:
-        raise does_not_fit(model, cluster, request, found.first, calibration=calibration)
-    return plan_of(found, cluster, request)
+        raise does_not_fit(workload, request, found.first)
+    return plan_of(found, workload.cluster, request)
 
 
 def plan_of(found: Survey, cluster: Cluster, request: Request) -> Plan:
@@ -87,32 +87,24 @@ def plan_of(found: Survey, cluster: Cluster, request: Request) -> Plan:
     )
 
 
-def survey(
-    model: ModelFacts,
-    cluster: Cluster,
-    request: Request,
-    *,
-    top: int = DEFAULT_TOP,
-    calibration: Calibration | None = None,
-) -> Survey:
+def survey(workload: Workload, request: Request, *, top: int = DEFAULT_TOP) -> Survey:
     """Returns the `top` best ways to train, with reasons; raises InvalidConfig where the request contradicts itself."""
-    check(model, cluster, request)
-    found = search(model, cluster, request, top=top, calibration=calibration)
-
-    ratio = usable_ratio(request)
+    check(workload, request)
+    found = search(workload, request, top=top)
+    cluster, ratio = workload.cluster, usable_ratio(request)
 
     def assessed(configuration: Configuration) -> Estimate:
-        return estimated(model, cluster, configuration, calibration=calibration, usable_gpu_ratio=ratio)
+        return estimated(workload, configuration, usable_gpu_ratio=ratio)
 
-    sketch, rung = _settled(model, request, found, assess=assessed)
-    first = assess(model, cluster, sketch.configuration, calibration=calibration, usable_gpu_ratio=ratio)
+    sketch, rung = _settled(workload.model, request, found, assess=assessed)
+    first = assess(workload, sketch.configuration, usable_gpu_ratio=ratio)
     if sketch.fits and not first.fits:
         sketch = first = found.plans[0]
         rung = found.rungs[0]
     error = first.memory.device_bytes_per_gpu - assessed(first.configuration).memory.device_bytes_per_gpu
-    others = neighbours(model, cluster, request, first, assess=lambda each: moved(assessed(each), error))
+    others = neighbours(workload, request, first, assess=lambda each: moved(assessed(each), error))
     others = others if first.fits else []
-    why = reasons(model, cluster, request, first, rung=rung, others=others)
+    why = reasons(workload, request, first, rung=rung, others=others)
     rest = [Proposal(estimate=each, reasons=compared(cluster, each, first)) for each in found.plans[1:]]
     return Survey(
         proposals=(Proposal(estimate=first, reasons=why), *rest),
@@ -120,7 +112,7 @@ def survey(
         rejected=tuple(each.estimate for each in faster_but_too_large(cluster, first, others)),
         num_estimated=found.num_estimated,
         num_excluded=found.num_excluded,
-        notes=_notes(model, cluster, request, first),
+        notes=_notes(workload, request, first),
     )
 
 
@@ -141,9 +133,9 @@ def _settled(
     return sized_to_room(model, least_offloaded(first, assess=assess), rung, assess=assess)
 
 
-def check(model: ModelFacts, cluster: Cluster, request: Request) -> None:
+def check(workload: Workload, request: Request) -> None:
     """Raises InvalidConfig for what the GPU or the model cannot do."""
-    gpu = cluster.gpu
+    model, cluster, gpu = workload.model, workload.cluster, workload.cluster.gpu
     if request.precision is Precision.BF16 and not gpu.has_bf16 and gpu.fp16_flops_per_s > 0:
         raise InvalidConfig(f"--precision bf16: {gpu.name} has no bf16", hint="Write --precision fp16.")
     if request.attn is Attention.FLASH_ATTENTION_2 and not gpu.has_flash_attention_2:
@@ -160,9 +152,10 @@ def check(model: ModelFacts, cluster: Cluster, request: Request) -> None:
         raise InvalidConfig("--offload nvme needs a folder on an NVMe drive", hint="Add --nvme /path/on/nvme.")
 
 
-def _notes(model: ModelFacts, cluster: Cluster, request: Request, chosen: Estimate) -> tuple[str, ...]:
+def _notes(workload: Workload, request: Request, chosen: Estimate) -> tuple[str, ...]:
     """Returns what was assumed, and what to know before training."""
-    notes = [*_assumptions(cluster, request, chosen), *_precision_notes(model, cluster, chosen)]
+    model, cluster = workload.model, workload.cluster
+    notes = [*_assumptions(cluster, request, chosen), *_precision_notes(workload, chosen)]
     if chosen.speed is None:
         notes.append(f"the speed of {cluster.gpu.name} was not measured, so no time is given")
     if model.traced is not None:
@@ -178,7 +171,7 @@ def _notes(model: ModelFacts, cluster: Cluster, request: Request, chosen: Estima
         notes.append(f"a vision-language model trains on text here; its vision tower ({frozen} parameters) is frozen")
     if model.moe is not None and request.method is not Method.FULL:
         notes.append("experts are 3-D tensors in Transformers 5: adapters go to the linear layers of attention")
-    unwritable = broken(model, cluster, chosen.configuration, writable=True) if not request.writable else []
+    unwritable = broken(workload, chosen.configuration, writable=True) if not request.writable else []
     notes += [f"{rule.says}, so gen-config chooses otherwise" for rule in unwritable]
     return tuple(notes)
 
@@ -199,8 +192,9 @@ def _assumptions(cluster: Cluster, request: Request, chosen: Estimate) -> list[s
     return notes
 
 
-def _precision_notes(model: ModelFacts, cluster: Cluster, chosen: Estimate) -> list[str]:
+def _precision_notes(workload: Workload, chosen: Estimate) -> list[str]:
     """Returns what half precision without bf16 means."""
+    model, cluster = workload.model, workload.cluster
     notes = []
     if chosen.configuration.precision is Precision.FP16 and not cluster.gpu.has_bf16:
         notes.append(

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from dstrain.facts.cluster.calibration import Calibration
-from dstrain.facts.cluster.cluster import Cluster
-from dstrain.facts.model.model_facts import ModelFacts
+from dstrain.facts.workload import Workload
 from dstrain.plan.configuration import Configuration
 from dstrain.plan.estimate import ASKED_GPU_RATIO, USABLE_GPU_RATIO, USABLE_HOST_RATIO, assess
 from dstrain.plan.estimate_records import Estimate
@@ -28,9 +26,7 @@ Key = tuple[float, ...]
 class Evaluator:
     """The search's working table: what is known of each candidate so far."""
 
-    model: ModelFacts
-    cluster: Cluster
-    calibration: Calibration | None
+    workload: Workload
     usable_ratio: float
     bounds: dict[int, Bound] = field(default_factory=dict)
     passes: dict[tuple[object, ...], float] = field(default_factory=dict)
@@ -41,7 +37,7 @@ class Evaluator:
         """Returns the bound of a candidate's way, computed once."""
         key = id(candidate.way)
         if key not in self.bounds:
-            self.bounds[key] = bound(self.model, self.cluster, candidate.way, calibration=self.calibration)
+            self.bounds[key] = bound(self.workload, candidate.way)
         return self.bounds[key]
 
     def least_time(self, candidate: Candidate) -> Key:
@@ -49,26 +45,25 @@ class Evaluator:
         way, micro_batch = candidate.way, candidate.micro_batch
         key = (way.sp, way.tp, way.grad_ckpt, way.zero_stage == 3, micro_batch)
         if key not in self.passes:
-            self.passes[key] = passes_s(self.model, self.cluster, way, micro_batch, calibration=self.calibration)
+            self.passes[key] = passes_s(self.workload, way, micro_batch)
         step_s = candidate.grad_accum * self.passes[key] + self.bound(candidate).step_s
         return (step_s / self.samples(candidate),)
 
     def time(self, candidate: Candidate) -> Key | None:
         """Returns the seconds of one sample of a step, by which plans of different batches compare; None where the
         GPU's speed is not known."""
-        configuration = candidate.configuration(self.model)
-        known = speed(self.model, self.cluster, configuration, calibration=self.calibration)
+        known = speed(self.workload, candidate.configuration(self.workload.model))
         return None if known is None else (known.step_s / self.samples(candidate),)
 
     def samples(self, candidate: Candidate) -> int:
         """Returns the samples of a step."""
-        return data_parallel_ranks(self.cluster, candidate.way) * candidate.micro_batch * candidate.grad_accum
+        return data_parallel_ranks(self.workload.cluster, candidate.way) * candidate.micro_batch * candidate.grad_accum
 
     def may_fit(self, candidate: Candidate) -> bool:
         """Returns whether the bound leaves room: what it excludes needs no estimate."""
-        least = self.bound(candidate)
-        fits_gpu = least.device_bytes(candidate.micro_batch) <= self.usable_ratio * self.cluster.gpu.memory_bytes
-        return fits_gpu and least.host_bytes <= USABLE_HOST_RATIO * self.cluster.host_memory_bytes
+        least, cluster = self.bound(candidate), self.workload.cluster
+        fits_gpu = least.device_bytes(candidate.micro_batch) <= self.usable_ratio * cluster.gpu.memory_bytes
+        return fits_gpu and least.host_bytes <= USABLE_HOST_RATIO * cluster.host_memory_bytes
 
     def seems_to_fit(self, candidate: Candidate) -> bool:
         """Returns whether it fits or, before it is verified, may do so."""
@@ -89,10 +84,8 @@ class Evaluator:
             self.exact.add(candidate)
             for detail in (Detail.ENGINE, Detail.REPLAYED):
                 self.estimates[candidate] = assess(
-                    self.model,
-                    self.cluster,
-                    candidate.configuration(self.model),
-                    calibration=self.calibration,
+                    self.workload,
+                    candidate.configuration(self.workload.model),
                     detail=detail,
                     usable_gpu_ratio=self.usable_ratio,
                 )
@@ -103,14 +96,8 @@ class Evaluator:
     def estimate(self, candidate: Candidate) -> Estimate:
         """Returns the estimate, made once."""
         if candidate not in self.estimates:
-            configuration = candidate.configuration(self.model)
-            self.estimates[candidate] = estimated(
-                self.model,
-                self.cluster,
-                configuration,
-                calibration=self.calibration,
-                usable_gpu_ratio=self.usable_ratio,
-            )
+            configuration = candidate.configuration(self.workload.model)
+            self.estimates[candidate] = estimated(self.workload, configuration, usable_gpu_ratio=self.usable_ratio)
         return self.estimates[candidate]
 
 
@@ -121,22 +108,10 @@ def _is_live_room(found: Estimate) -> bool:
 
 
 def estimated(
-    model: ModelFacts,
-    cluster: Cluster,
-    configuration: Configuration,
-    *,
-    calibration: Calibration | None = None,
-    usable_gpu_ratio: float = USABLE_GPU_RATIO,
+    workload: Workload, configuration: Configuration, *, usable_gpu_ratio: float = USABLE_GPU_RATIO
 ) -> Estimate:
     """Returns the estimate that is quick, and within a few percent."""
-    return assess(
-        model,
-        cluster,
-        configuration,
-        calibration=calibration,
-        detail=Detail.QUICK,
-        usable_gpu_ratio=usable_gpu_ratio,
-    )
+    return assess(workload, configuration, detail=Detail.QUICK, usable_gpu_ratio=usable_gpu_ratio)
 
 
 def usable_ratio(request: Request) -> float:

@@ -8,9 +8,8 @@ from dataclasses import replace
 
 from dstrain.choices import Method
 from dstrain.errors import DoesNotFit, InvalidConfig
-from dstrain.facts.cluster.calibration import Calibration
 from dstrain.facts.cluster.cluster import Cluster, Origin
-from dstrain.facts.model.model_facts import ModelFacts
+from dstrain.facts.workload import Workload
 from dstrain.plan.estimate_records import Estimate
 from dstrain.plan.labels import label
 from dstrain.plan.request import Request
@@ -19,18 +18,12 @@ from dstrain.plan.search.search_space import DEFAULT_SEQ_LEN
 from dstrain.units import GIB, format_bytes
 
 
-def does_not_fit(
-    model: ModelFacts,
-    cluster: Cluster,
-    request: Request,
-    nearest: Estimate,
-    *,
-    calibration: Calibration | None = None,
-) -> DoesNotFit:
+def does_not_fit(workload: Workload, request: Request, nearest: Estimate) -> DoesNotFit:
     """Returns the error of a search that found nothing: the most frugal way in numbers, and what would fit."""
+    model, cluster = workload.model, workload.cluster
     is_assumed = cluster.host_memory_origin is Origin.ASSUMED and nearest.fits_gpu
     ways = _with_more_ram(cluster, nearest) if is_assumed else []
-    ways += nearest_that_fits(model, cluster, request, calibration=calibration)
+    ways += nearest_that_fits(workload, request)
     hint = "What would fit:\n" + "\n".join(f"  {way}" for way in ways) if ways else "Nothing near would fit either."
     title = label(nearest.configuration)
     the_way = f"{title} needs" if request.is_one_configuration else f"the most frugal way, {title}, needs"
@@ -64,18 +57,15 @@ def _with_more_ram(cluster: Cluster, nearest: Estimate) -> list[str]:
     return [f"--host-memory {1 << (needed - 1).bit_length()}GiB: {label(nearest.configuration)}"]
 
 
-def nearest_that_fits(
-    model: ModelFacts, cluster: Cluster, request: Request, *, calibration: Calibration | None = None
-) -> list[str]:
+def nearest_that_fits(workload: Workload, request: Request) -> list[str]:
     """Returns what would fit, each as one sentence in numbers: a smaller micro-batch than the one asked for, more GPUs,
     an adapter, a shorter sequence."""
-
     said: dict[str, str] = {}
-    for kind, option, changed, machines in _changes(model, cluster, request):
+    for kind, option, changed, cluster in _changes(workload, request):
         if kind in said:
             continue
         try:
-            found = fastest(model, machines, changed, calibration=calibration)
+            found = fastest(replace(workload, cluster=cluster), changed)
         except InvalidConfig:  # the options contradict each other there
             continue
         if found is not None:
@@ -83,8 +73,9 @@ def nearest_that_fits(
     return list(said.values())
 
 
-def _changes(model: ModelFacts, cluster: Cluster, request: Request) -> Iterator[tuple[str, str, Request, Cluster]]:
+def _changes(workload: Workload, request: Request) -> Iterator[tuple[str, str, Request, Cluster]]:
     """Yields kinds of change, each from the smallest on: its name, the option, the request and the machines."""
+    cluster = workload.cluster
     micro_batch = (request.micro_batch or 1) // 2
     while micro_batch:  # accumulation makes up for it
         changed = replace(request, micro_batch=micro_batch, grad_accum=None)
@@ -97,7 +88,7 @@ def _changes(model: ModelFacts, cluster: Cluster, request: Request) -> Iterator[
     if request.method is Method.FULL:
         for method in (Method.LORA, Method.QLORA):
             yield "method", f"--method {method}", replace(request, method=method), cluster
-    seq_len = request.seq_len or min(DEFAULT_SEQ_LEN, model.max_position_embeddings)
+    seq_len = request.seq_len or min(DEFAULT_SEQ_LEN, workload.model.max_position_embeddings)
     while seq_len > 256:
         seq_len //= 2
         yield "seq-len", f"--seq-len {seq_len}", replace(request, seq_len=seq_len), cluster

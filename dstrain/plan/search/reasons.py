@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from dstrain.choices import Offload
 from dstrain.facts.cluster.cluster import Cluster
-from dstrain.facts.model.model_facts import ModelFacts
+from dstrain.facts.workload import Workload
 from dstrain.plan.configuration import OFFLOAD_WORDS, Configuration
 from dstrain.plan.estimate_records import Estimate, Reason, Speed, Topic
 from dstrain.plan.labels import OPTIMIZER_WORDS
@@ -38,12 +38,7 @@ class Neighbour:
 
 
 def neighbours(
-    model: ModelFacts,
-    cluster: Cluster,
-    request: Request,
-    chosen: Estimate,
-    *,
-    assess: Callable[[Configuration], Estimate],
+    workload: Workload, request: Request, chosen: Estimate, *, assess: Callable[[Configuration], Estimate]
 ) -> list[Neighbour]:
     """Returns the estimates with one choice taken otherwise, where rules allow; with small buffers where they need to.
 
@@ -51,11 +46,11 @@ def neighbours(
     """
     found = []
     for topic, mine, other, configuration in _flips(request, chosen.configuration):
-        if broken(model, cluster, configuration, writable=request.writable):
+        if broken(workload, configuration, writable=request.writable):
             continue
         estimate = assess(configuration)
         if not estimate.fits:
-            estimate = assess(sized(model, configuration, TIGHT))
+            estimate = assess(sized(workload.model, configuration, TIGHT))
         found.append(Neighbour(chosen=mine, other=other, topic=topic, estimate=estimate))
     return found
 
@@ -135,21 +130,16 @@ def _present_bytes(estimate: Estimate) -> int:
 
 
 def reasons(
-    model: ModelFacts,
-    cluster: Cluster,
-    request: Request,
-    chosen: Estimate,
-    *,
-    rung: int | None,
-    others: list[Neighbour],
+    workload: Workload, request: Request, chosen: Estimate, *, rung: int | None, others: list[Neighbour]
 ) -> tuple[Reason, ...]:
     """Returns why, in sentences: speed and its limit, what was chosen over what, what would change it, the states, the
     peak, host RAM, the batch, the engine's buffers."""
+    cluster = workload.cluster
     return (
         *_speed(chosen),
         *_over(cluster, request, chosen, others),
         *_with_more(cluster, chosen, others),
-        *_memory(model, cluster, chosen),
+        *_memory(workload, chosen),
         _batch(cluster, chosen.configuration),
         *_buffers(chosen, rung),
     )
@@ -244,8 +234,9 @@ def _with_more(cluster: Cluster, chosen: Estimate, others: list[Neighbour]) -> l
     return said[:MOST_SENTENCES]
 
 
-def _memory(model: ModelFacts, cluster: Cluster, chosen: Estimate) -> list[Reason]:
+def _memory(workload: Workload, chosen: Estimate) -> list[Reason]:
     """Returns what trains, the states on each GPU, the peak, and host RAM."""
+    model, cluster = workload.model, workload.cluster
     configuration, needs, states = chosen.configuration, chosen.memory, chosen.memory.states
     trainable = trained(model, configuration.method, configuration.lora).trainable
     share = "all" if trainable == model.num_params else f"{format_count(trainable)} of"

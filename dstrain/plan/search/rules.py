@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from dstrain.choices import Attention, Method, Offload, Optimizer, StateDtypes
 from dstrain.facts.cluster.cluster import Cluster
 from dstrain.facts.model.model_facts import ModelFacts
+from dstrain.facts.workload import Workload
 from dstrain.plan.configuration import Configuration
 
 
@@ -170,7 +171,7 @@ WRITABLE: tuple[Rule, ...] = (
 # fmt: on
 
 
-def broken(model: ModelFacts, cluster: Cluster, configuration: Configuration, *, writable: bool = False) -> list[Rule]:
+def broken(workload: Workload, configuration: Configuration, *, writable: bool = False) -> list[Rule]:
     """Returns the rules that a configuration breaks; with `writable` those of gen-config too."""
     rules = RULES + WRITABLE if writable else RULES
-    return [rule for rule in rules if rule.breaks(model, cluster, configuration)]
+    return [rule for rule in rules if rule.breaks(workload.model, workload.cluster, configuration)]

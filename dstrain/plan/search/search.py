@@ -8,9 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from dstrain.choices import Offload
-from dstrain.facts.cluster.calibration import Calibration
-from dstrain.facts.cluster.cluster import Cluster
-from dstrain.facts.model.model_facts import ModelFacts
+from dstrain.facts.workload import Workload
 from dstrain.plan.estimate_records import Estimate
 from dstrain.plan.request import Request
 from dstrain.plan.search.buffer_sizes import TIGHT
@@ -40,23 +38,15 @@ class Ranking:
     """Configurations that a bound excluded; with those estimated, the whole space."""
 
 
-def search(
-    model: ModelFacts,
-    cluster: Cluster,
-    request: Request,
-    *,
-    top: int = DEFAULT_TOP,
-    calibration: Calibration | None = None,
-    exhaustive: bool = False,
-) -> Ranking:
+def search(workload: Workload, request: Request, *, top: int = DEFAULT_TOP, exhaustive: bool = False) -> Ranking:
     """Returns the `top` best ways to train that fit or, where none does, the nearest.
 
     Best first by time: a candidate enters with a bound below its time, comes back with its time, and is estimated only
     when nothing faster is left. What the memory bound rules out never enters; the search ends when enough is known.
     `exhaustive` estimates everything instead, and must find the same.
     """
-    candidates = space(model, cluster, request)
-    evaluator = Evaluator(model, cluster, calibration, usable_ratio(request))
+    candidates = space(workload, request)
+    evaluator = Evaluator(workload, usable_ratio(request))
     possible = candidates if exhaustive else [each for each in candidates if evaluator.may_fit(each)]
     if exhaustive:
         for candidate in candidates:
@@ -83,12 +73,10 @@ def _verified(evaluator: Evaluator, candidates: list[Candidate], top: int) -> li
             return found
 
 
-def fastest(
-    model: ModelFacts, cluster: Cluster, request: Request, *, calibration: Calibration | None = None
-) -> Estimate | None:
+def fastest(workload: Workload, request: Request) -> Estimate | None:
     """Returns the best way to train that fits, or None."""
-    evaluator = Evaluator(model, cluster, calibration, usable_ratio(request))
-    found = _verified(evaluator, [each for each in space(model, cluster, request) if evaluator.may_fit(each)], 1)
+    evaluator = Evaluator(workload, usable_ratio(request))
+    found = _verified(evaluator, [each for each in space(workload, request) if evaluator.may_fit(each)], 1)
     return evaluator.estimate(found[0]) if found else None
 
 
@@ -150,7 +138,7 @@ def _by_time(evaluator: Evaluator, candidates: list[Candidate]) -> Iterator[tupl
     if not candidates:
         return
     if evaluator.time(candidates[0]) is None:
-        keyed = [(lost_speed(evaluator.cluster, each), each) for each in candidates]
+        keyed = [(lost_speed(evaluator.workload.cluster, each), each) for each in candidates]
         yield from sorted(keyed, key=lambda each: each[0])
         return
     waiting = [(evaluator.least_time(each), order, False) for order, each in enumerate(candidates)]
@@ -193,7 +181,7 @@ def _least_shortage(evaluator: Evaluator, candidate: Candidate) -> tuple[bool, i
     """Returns the bound of `distance`."""
     least = evaluator.bound(candidate)
     device = least.device_bytes(candidate.micro_batch)
-    fits_gpu = device <= evaluator.usable_ratio * evaluator.cluster.gpu.memory_bytes
+    fits_gpu = device <= evaluator.usable_ratio * evaluator.workload.cluster.gpu.memory_bytes
     return not fits_gpu, least.host_bytes if fits_gpu else device
 
 

@@ -10,6 +10,7 @@ from dstrain.choices import Attention, Offload, StateDtypes
 from dstrain.errors import InvalidConfig
 from dstrain.facts.cluster.cluster import Cluster
 from dstrain.facts.model.model_facts import ModelFacts
+from dstrain.facts.workload import Workload
 from dstrain.plan.configuration import DEFAULTS, Configuration
 from dstrain.plan.estimate import supported_precision
 from dstrain.plan.request import Request
@@ -62,14 +63,15 @@ class Strategies:
     """The others, with the rules they break."""
 
 
-def space(model: ModelFacts, cluster: Cluster, request: Request) -> list[Candidate]:
+def space(workload: Workload, request: Request) -> list[Candidate]:
     """Returns every candidate.
 
     stage × offload (with its ratio) × checkpointing × hpZ × SP × TP, less what `rules` forbid, × every micro-batch and
     accumulation that keep the global batch × buffers. What the request fixes does not vary. Raises InvalidConfig where
     nothing is left, with the options that contradict each other.
     """
-    found = ways(model, cluster, request)
+    cluster = workload.cluster
+    found = ways(workload, request)
     if not found.allowed:
         raise _contradiction(request, found)
     sizes_of_dp = {data_parallel_ranks(cluster, way) for way in found.allowed}
@@ -116,20 +118,20 @@ def mechanisms(configuration: Configuration) -> int:
     return each.zero_stage + list(Offload).index(each.offload) + sum(extras)
 
 
-def ways(model: ModelFacts, cluster: Cluster, request: Request) -> Strategies:
+def ways(workload: Workload, request: Request) -> Strategies:
     """Returns every combination of mechanisms, sorted into allowed and forbidden."""
-    start = with_defaults(model, cluster, request)
+    start, cluster = with_defaults(workload, request), workload.cluster
     allowed: list[Configuration] = []
     forbidden: list[tuple[Configuration, tuple[Rule, ...]]] = []
     for sp, tp in _parallel(cluster, request):
         parallel = replace(start, sp=sp, tp=tp)
-        wrong = broken(model, cluster, parallel, writable=request.writable)
+        wrong = broken(workload, parallel, writable=request.writable)
         wrong = [rule for rule in wrong if "sp" in rule.options or "tp" in rule.options]
         if wrong:
             forbidden.append((parallel, tuple(wrong)))
             continue
         for way in _mechanisms(cluster, request, parallel):
-            wrong = broken(model, cluster, way, writable=request.writable)
+            wrong = broken(workload, way, writable=request.writable)
             if wrong:
                 forbidden.append((way, tuple(wrong)))
             else:
@@ -137,8 +139,9 @@ def ways(model: ModelFacts, cluster: Cluster, request: Request) -> Strategies:
     return Strategies(allowed=tuple(allowed), forbidden=tuple(forbidden))
 
 
-def with_defaults(model: ModelFacts, cluster: Cluster, request: Request) -> Configuration:
+def with_defaults(workload: Workload, request: Request) -> Configuration:
     """Returns the start of the search: all that does not vary."""
+    model, cluster = workload.model, workload.cluster
     seq_len = request.seq_len or min(DEFAULT_SEQ_LEN, model.max_position_embeddings)
     if seq_len > model.max_position_embeddings:
         raise InvalidConfig(

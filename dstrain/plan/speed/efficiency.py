@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from types import MappingProxyType
 
-from dstrain.facts.cluster.calibration import NOTHING, Calibration, Measured
+from dstrain.facts.cluster.calibration import NOTHING, Measured
 from dstrain.facts.cluster.cluster import Cluster
 from dstrain.facts.cluster.gpus import Gpu
 from dstrain.facts.cluster.links import LINKS, Link
@@ -228,9 +228,8 @@ class Efficiency:
     """Fields of the calibration that stand here in place of a prior."""
 
 
-def efficiency(cluster: Cluster, calibration: Calibration | None = None) -> Efficiency:
-    """Returns the rates that a cluster reaches: as the calibration measured them, else data sheet × prior."""
-    measured = calibration.of(cluster.gpu.name) if calibration else NOTHING
+def efficiency(cluster: Cluster, measured: Measured = NOTHING) -> Efficiency:
+    """Returns the rates that a cluster reaches: as they were measured, else data sheet × prior."""
     return _efficiency(cluster.gpu, cluster.intra_link, cluster.inter_link, cluster.gpus_per_node, measured)
 
 

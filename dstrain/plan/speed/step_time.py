@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from dstrain.facts.cluster.calibration import Calibration
 from dstrain.facts.cluster.cluster import Cluster
-from dstrain.facts.model.model_facts import ModelFacts
+from dstrain.facts.workload import Workload
 from dstrain.plan.configuration import Configuration
 from dstrain.plan.estimate_records import Limit, Speed
 from dstrain.plan.speed.collectives import Collective, Phase, collectives
@@ -42,9 +41,7 @@ _PRODUCTS_MEASURED = "gemm_ratio"
 """The measurement without which nothing is known of a CPU: its row of the table is no data sheet's."""
 
 
-def speed(
-    model: ModelFacts, cluster: Cluster, configuration: Configuration, *, calibration: Calibration | None = None
-) -> Speed | None:
+def speed(workload: Workload, configuration: Configuration) -> Speed | None:
     """Returns how fast a configuration runs, or None where the speed of the GPU, or of a CPU, was never measured.
 
     Step = accumulation × (forward + backward) + what collectives and copies show beyond what computation hides +
@@ -52,14 +49,14 @@ def speed(
     which it slows the computation down. Tokens of padding count as tokens.
     Source of the form: Calculon (SC'23); distance from published runs: `benchmarks/predict.py`.
     """
-    c, gpu = configuration, cluster.gpu
+    c, cluster, gpu = configuration, workload.cluster, workload.cluster.gpu
     peak = peak_flops_per_s(gpu, c.precision)
     if peak <= 0 or gpu.hbm_bytes_per_s <= 0:
         return None
-    rates = efficiency(cluster, calibration)
+    rates = efficiency(cluster, workload.measured)
     if gpu.is_cpu and _PRODUCTS_MEASURED not in rates.calibrated:
         return None
-    done = work(model, c)
+    done = work(workload.model, c)
     parts = _parts(cluster, c, done, rates, peak)
     step_s = sum(parts.values())
     tokens = c.tokens_per_micro_batch * c.grad_accum / (c.sp * c.tp)

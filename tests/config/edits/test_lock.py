@@ -21,7 +21,7 @@ def lock(text: str) -> Lock:
         template="t",
         template_sha256="",
         inputs={"model": "m"},
-        cluster=ask(model="qwen3-8b", gpus=8).cluster,
+        cluster=ask(model="qwen3-8b", gpus=8).workload.cluster,
         base={"job.yaml": text},
     )
 

@@ -69,19 +69,19 @@ def configs(draw: st.DrawFn) -> dict[str, Any]:
 
 def test_the_planner_reads_exactly_the_keys_that_are_counted() -> None:
     asked = ask(model="qwen3-8b", gpus=8)
-    before = effective(asked.model, asked.request, WHOLE)
+    before = effective(asked.workload.model, asked.request, WHOLE)
     for key in ROWS:
         if key.kind is Kind.OBJECT or "*" in key.path or key.removed is not None or key.path in OF_JOB:
             continue
         value = OTHER.get(key.path, not key.default if key.kind is Kind.BOOL else 7)
         changed = applied(WHOLE, [Change(pointer=tuple(key.path.split(".")), value=value)])
         is_counted = (key.alias_of or key.path) in COUNTED
-        assert (effective(asked.model, asked.request, changed) != before) == is_counted, key.path
+        assert (effective(asked.workload.model, asked.request, changed) != before) == is_counted, key.path
 
 
 def test_another_name_of_a_key_is_estimated_as_the_key() -> None:
     asked = ask(model="qwen3-8b", gpus=8, zero_stage=3, seq_len=2048, micro_batch=1)
-    here = Here(config=WHOLE, request=asked.request, model=asked.model, cluster=asked.cluster)
+    here = Here(config=WHOLE, request=asked.request, workload=asked.workload)
     found = ways(KEYS["zero_optimization", "prefetch_bucket_size"], here, None)
     assert found == ways(KEYS["zero_optimization", "stage3_prefetch_bucket_size"], here, None)
     assert len(found) > 1
@@ -148,7 +148,7 @@ def test_a_template_says_why_it_writes_a_size() -> None:
 @settings(max_examples=300, deadline=None)
 def test_no_configuration_that_is_json_breaks_an_explanation(config: dict[str, Any]) -> None:
     asked = ask(model="qwen3-0.6b", gpus=8, zero_stage=3, seq_len=512, micro_batch=1)
-    known = JobContext(model=asked.model, cluster=asked.cluster, hosts=asked.hosts)
+    known = JobContext(model=asked.workload.model, cluster=asked.workload.cluster, hosts=asked.hosts)
     assert file_text.lines(file_text.explained(Path("ds_config.json"), config, known, None))
-    here = Here(config=config, request=asked.request, model=asked.model, cluster=asked.cluster)
+    here = Here(config=config, request=asked.request, workload=asked.workload)
     assert estimate_of(here)

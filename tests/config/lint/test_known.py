@@ -18,6 +18,7 @@ from dstrain.facts.cluster import cluster as clusters
 from dstrain.facts.cluster import gpus, hostfile
 from dstrain.facts.cluster.cluster import Cluster, Origin
 from dstrain.facts.model.model_facts import ModelFacts
+from dstrain.facts.workload import Workload
 from dstrain.job.file import JobFile, read_job
 from dstrain.launch.prepare.hostfile_findings import of_hostfile, of_hosts
 from dstrain.launch.prepare.job_context import known, request_of
@@ -169,7 +170,7 @@ def test_hpz_must_divide_the_gpus_of_a_node() -> None:
 
 def with_estimate(folder: Path, machines: Cluster, body: str, name: str = "qwen3-32b", **more: Any) -> list[Finding]:
     facts, file = model(name), job(folder, "grad_ckpt: true\n")
-    needs = estimate(facts, machines, request_of(file.job), json.loads(HEAD + body))
+    needs = estimate(Workload(model=facts, cluster=machines), request_of(file.job), json.loads(HEAD + body))
     return found(body, model=facts, job=file, cluster=machines, estimate=needs, **more)
 
 

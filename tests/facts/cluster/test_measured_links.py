@@ -143,7 +143,7 @@ def test_a_link_that_was_given_stays() -> None:
 
 def test_the_planner_counts_with_what_was_measured_and_takes_no_share_of_it() -> None:
     measured = with_links(cluster(), ENTRY)
-    rates = efficiency(measured, with_rates(Calibration(), measured))
+    rates = efficiency(measured, with_rates(Calibration(), measured).of(measured.gpu.name))
     assert (rates.inter_bus_bytes_per_s * 8, rates.intra_bus_bytes_per_s) == (240e9, 330e9)
     assert {"inter_bus_bytes_per_s", "intra_bus_bytes_per_s"} <= rates.calibrated
 

@@ -21,7 +21,9 @@ from dstrain.plan.memory.reserved import reserved
 from dstrain.units import GIB
 from tests.draws import Draw
 
-MODELS = tuple(ask(model=name, gpus=8).model for name in ("qwen3-0.6b", "qwen3-8b", "llama-3.1-8b", "qwen3-30b-a3b"))
+MODELS = tuple(
+    ask(model=name, gpus=8).workload.model for name in ("qwen3-0.6b", "qwen3-8b", "llama-3.1-8b", "qwen3-30b-a3b")
+)
 DRAWN = 30
 """Configurations for each kind of states."""
 SAMPLE = 8

@@ -36,7 +36,7 @@ def peak(
     )
     auto = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
     zero = {"stage": stage, **dict.fromkeys(auto, "auto")}
-    return estimate(asked.model, asked.cluster, request, {"zero_optimization": zero})
+    return estimate(asked.workload, request, {"zero_optimization": zero})
 
 
 @pytest.mark.parametrize(

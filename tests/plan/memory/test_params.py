@@ -9,13 +9,13 @@ from dstrain.plan.memory.params import adapted, lora_params, trained
 
 
 def test_full_training_trains_every_parameter_of_a_language_model() -> None:
-    model = ask(model="qwen3-8b", gpus=8).model
+    model = ask(model="qwen3-8b", gpus=8).workload.model
     counts = trained(model, Method.FULL, Lora())
     assert (counts.trainable, counts.frozen) == (8_190_735_360, 0)
 
 
 def test_the_vision_tower_is_frozen() -> None:
-    model = ask(model="qwen3-vl-8b", gpus=8).model
+    model = ask(model="qwen3-vl-8b", gpus=8).workload.model
     counts = trained(model, Method.FULL, Lora())
     assert counts.frozen == model.num_params_of(Kind.VISION) > 0
     assert counts.trainable + counts.frozen == model.num_params
@@ -23,18 +23,18 @@ def test_the_vision_tower_is_frozen() -> None:
 
 def test_all_linear_lora_of_llama_3_8b_is_the_published_41_943_040() -> None:
     # rank 16 over q 4096→4096, k and v 4096→1024, o, gate and up 4096→14336, down: 16 × 81,920 × 32 layers
-    model = ask(model="llama-3.1-8b", gpus=1).model
+    model = ask(model="llama-3.1-8b", gpus=1).workload.model
     assert lora_params(model, Lora(rank=16)) == 41_943_040
 
 
 def test_named_targets_are_adapted_alone() -> None:
-    model = ask(model="llama-3.1-8b", gpus=1).model
+    model = ask(model="llama-3.1-8b", gpus=1).workload.model
     names = {group.name for group in adapted(model, Lora(targets=("q_proj", "v_proj")))}
     assert names == {"self_attn.q_proj.weight", "self_attn.v_proj.weight"}
 
 
 def test_qlora_keeps_embedding_and_head_unquantized() -> None:
-    model = ask(model="qwen3-8b", gpus=1).model
+    model = ask(model="qwen3-8b", gpus=1).workload.model
     counts = trained(model, Method.QLORA, Lora())
     kept = model.num_params_of(Kind.EMBEDDING, Kind.HEAD, Kind.NORM)
     assert counts.quantized == model.num_params - kept

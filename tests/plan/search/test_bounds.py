@@ -43,23 +43,23 @@ DRAWN = 10
 @pytest.mark.parametrize(("options", "wishes"), QUESTIONS, ids=lambda each: "-".join(str(v) for v in each.values()))
 def test_no_estimate_is_below_its_bound(options: dict[str, Any], wishes: dict[str, Any], draw: Draw) -> None:
     asked = ask(**options)
-    model, cluster = asked.model, asked.cluster
+    workload = asked.workload
     request = Request(method=asked.request.method, writable=False, sp=None, tp=None, **wishes)
-    candidates = space(model, cluster, request)
+    candidates = space(workload, request)
     for each in draw(random.Random(0).sample(candidates, min(SAMPLES, len(candidates))), DRAWN):
-        configuration = each.configuration(model)
-        least, memory = bound(model, cluster, each.way), assess(model, cluster, configuration).memory
-        known = speed(model, cluster, configuration)
+        configuration = each.configuration(workload.model)
+        least, memory = bound(workload, each.way), assess(workload, configuration).memory
+        known = speed(workload, configuration)
         assert least.device_bytes(each.micro_batch) <= memory.device_bytes_per_gpu, configuration
         assert least.host_bytes <= memory.host_bytes_per_node, configuration
         assert known is not None
-        least_s = each.grad_accum * passes_s(model, cluster, each.way, each.micro_batch) + least.step_s
+        least_s = each.grad_accum * passes_s(workload, each.way, each.micro_batch) + least.step_s
         assert least_s <= known.step_s * (1 + 1e-9), configuration
 
 
 def test_bounds_are_near_enough_to_exclude(draw: Draw) -> None:
     asked = ask(model="qwen3-32b", gpus=16)
-    candidates = space(asked.model, asked.cluster, asked.request)
+    candidates = space(asked.workload, asked.request)
     for each in draw(candidates, SAMPLES):
-        found = assess(asked.model, asked.cluster, each.configuration(asked.model)).memory.device_bytes_per_gpu
-        assert bound(asked.model, asked.cluster, each.way).device_bytes(each.micro_batch) > 0.3 * found
+        found = assess(asked.workload, each.configuration(asked.workload.model)).memory.device_bytes_per_gpu
+        assert bound(asked.workload, each.way).device_bytes(each.micro_batch) > 0.3 * found

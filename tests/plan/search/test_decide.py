@@ -52,7 +52,7 @@ def surveyed(wishes: dict[str, Any] | None = None, **options: Any) -> Survey:
     """Returns the survey of a question with all that DeepSpeed can do left open."""
     asked = ask(**options)
     request = replace(asked.request, writable=False, sp=None, tp=None, **(wishes or {}))
-    return survey(asked.model, asked.cluster, request)
+    return survey(asked.workload, request)
 
 
 def said(found: Survey, pattern: str) -> list[str]:
@@ -72,14 +72,15 @@ def test_reasons_say_what_more_memory_would_change() -> None:
 
 def test_what_more_memory_would_change_is_true() -> None:
     asked = ask(model="qwen3-8b", gpus=8)
-    found = survey(asked.model, asked.cluster, asked.request)
+    found = survey(asked.workload, asked.request)
     first, other = found.first, found.rejected[0]
     missing = other.memory.device_bytes_per_gpu - other.usable_bytes_per_gpu
     assert missing > 0
-    mib = asked.cluster.gpu.memory_mib + 1 + round(missing / 2**20 / 0.9)
-    larger = replace(asked.cluster, gpu=replace(asked.cluster.gpu, memory_mib=mib))
-    assert assess(asked.model, larger, other.configuration).fits
-    known = speed(asked.model, larger, other.configuration)
+    mib = asked.workload.cluster.gpu.memory_mib + 1 + round(missing / 2**20 / 0.9)
+    cluster = asked.workload.cluster
+    larger = replace(asked.workload, cluster=replace(cluster, gpu=replace(cluster.gpu, memory_mib=mib)))
+    assert assess(larger, other.configuration).fits
+    known = speed(larger, other.configuration)
     assert known is not None
     assert first.speed is not None
     assert known.step_s < first.speed.step_s

@@ -49,8 +49,8 @@ def everything(**options: Any) -> tuple[Any, Request]:
 def test_bounds_lose_nothing(options: dict[str, Any], wishes: dict[str, Any]) -> None:
     asked, request = everything(**options)
     request = replace(request, **wishes)
-    bounded = search(asked.model, asked.cluster, request)
-    whole = search(asked.model, asked.cluster, request, exhaustive=True)
+    bounded = search(asked.workload, request)
+    whole = search(asked.workload, request, exhaustive=True)
     assert bounded.fits == whole.fits
     assert bounded.plans == whole.plans
     assert whole.num_excluded == 0
@@ -60,8 +60,8 @@ def test_bounds_lose_nothing(options: dict[str, Any], wishes: dict[str, Any]) ->
 
 def test_the_whole_space_is_estimated_or_excluded() -> None:
     asked, request = everything(model="qwen3-32b", gpus=16)
-    found = search(asked.model, asked.cluster, request)
-    assert found.num_estimated + found.num_excluded == len(space(asked.model, asked.cluster, request))
+    found = search(asked.workload, request)
+    assert found.num_estimated + found.num_excluded == len(space(asked.workload, request))
 
 
 def sample_s(found: Ranking, cluster: Cluster) -> list[float]:
@@ -73,8 +73,8 @@ def sample_s(found: Ranking, cluster: Cluster) -> list[float]:
 
 def test_plans_are_ranked_by_time_and_equals_by_simplicity() -> None:
     asked, request = everything(model="qwen3-8b", gpus=16, gpu="h100")
-    found = search(asked.model, asked.cluster, request, top=12)
-    times = sample_s(found, asked.cluster)
+    found = search(asked.workload, request, top=12)
+    times = sample_s(found, asked.workload.cluster)
     assert len(times) == 12
     for (one, former), (other, latter) in pairwise(zip(found.plans, times, strict=True)):
         is_simpler = mechanisms(one.configuration) <= mechanisms(other.configuration)
@@ -83,15 +83,15 @@ def test_plans_are_ranked_by_time_and_equals_by_simplicity() -> None:
 
 def test_each_way_is_listed_once() -> None:
     asked, request = everything(model="qwen3-8b", gpus=8, gpu="h100")
-    found = search(asked.model, asked.cluster, request, top=10)
+    found = search(asked.workload, request, top=10)
     assert len({strategy_key(each.configuration) for each in found.plans}) == len(found.plans)
 
 
 def test_the_choice_does_not_depend_on_how_many_are_shown() -> None:
     asked, request = everything(model="qwen3-8b", gpus=8, gpu="h100")
-    many = search(asked.model, asked.cluster, request, top=7)
-    assert search(asked.model, asked.cluster, request, top=1).plans == many.plans[:1]
-    assert search(asked.model, asked.cluster, request, top=3).plans == many.plans[:3]
+    many = search(asked.workload, request, top=7)
+    assert search(asked.workload, request, top=1).plans == many.plans[:1]
+    assert search(asked.workload, request, top=3).plans == many.plans[:3]
 
 
 def test_simplicity_counts_mechanisms() -> None:
@@ -103,7 +103,7 @@ def test_simplicity_counts_mechanisms() -> None:
 
 def test_where_nothing_fits_the_nearest_come_first() -> None:
     asked, request = everything(model="llama-3.1-405b", gpus=8, gpu="h100")
-    found = search(asked.model, asked.cluster, request, top=4)
+    found = search(asked.workload, request, top=4)
     assert (found.fits, len(found.plans)) == (False, 4)
     keys = [(not each.fits_gpu, each.memory.host_bytes_per_node) for each in found.plans if each.fits_gpu]
     assert keys == sorted(keys)
@@ -114,41 +114,42 @@ def test_more_memory_is_never_slower() -> None:
     asked, request = everything(model="qwen3-8b", gpus=4)
     times = []
     for gib in (24, 40, 80, 141):
-        cluster = replace(asked.cluster, gpu=replace(asked.cluster.gpu, memory_mib=gib * 1024))
-        times.append(sample_s(search(asked.model, cluster, request, top=1), cluster)[0])
+        cluster = replace(asked.workload.cluster, gpu=replace(asked.workload.cluster.gpu, memory_mib=gib * 1024))
+        times.append(sample_s(search(replace(asked.workload, cluster=cluster), request, top=1), cluster)[0])
     assert all(less <= more * (1 + TIE_RATIO) for more, less in pairwise(times))
 
 
 def test_without_speeds_offload_comes_after_everything_else() -> None:
     asked = ask(model="qwen3-8b", gpus=8, seq_len=1024)
-    candidates = space(asked.model, asked.cluster, asked.request)
-    ordered = sorted(candidates, key=lambda each: lost_speed(asked.cluster, each))
+    candidates = space(asked.workload, asked.request)
+    ordered = sorted(candidates, key=lambda each: lost_speed(asked.workload.cluster, each))
     order = [each.way.offload for each in ordered]
     assert order == sorted(order, key=list(Offload).index)
 
 
 def test_without_speeds_smaller_micro_batches_come_after_checkpointing() -> None:
     asked = ask(model="qwen3-8b", gpus=16, seq_len=1024, offload="none", zero_stage=3)
-    candidates = [each for each in space(asked.model, asked.cluster, asked.request) if each.rung]
+    candidates = [each for each in space(asked.workload, asked.request) if each.rung]
     order = [
         (each.micro_batch, each.way.grad_ckpt)
-        for each in sorted(candidates, key=lambda each: lost_speed(asked.cluster, each))
+        for each in sorted(candidates, key=lambda each: lost_speed(asked.workload.cluster, each))
     ]
     assert order == [(4, False), (4, True), (2, False), (2, True), (1, False), (1, True)]
 
 
 def test_without_speeds_the_first_in_the_order_of_lost_speed_is_chosen() -> None:
     asked = ask(model="qwen3-8b", gpus=8, gpu="h100")
-    cluster = without_speed(asked.cluster)
-    candidates = space(asked.model, cluster, asked.request)
+    cluster = without_speed(asked.workload.cluster)
+    workload = replace(asked.workload, cluster=cluster)
+    candidates = space(workload, asked.request)
     estimates = (
-        assess(asked.model, cluster, each.configuration(asked.model))
+        assess(workload, each.configuration(asked.workload.model))
         for each in sorted(candidates, key=lambda each: lost_speed(cluster, each))
     )
     first = next(each for each in estimates if each.fits)
-    found = search(asked.model, cluster, asked.request)
+    found = search(workload, asked.request)
     assert found.plans[0].configuration == first.configuration
-    assert found.plans == search(asked.model, cluster, asked.request, exhaustive=True).plans
+    assert found.plans == search(workload, asked.request, exhaustive=True).plans
 
 
 def test_a_choice_that_is_given_is_kept() -> None:

@@ -56,7 +56,7 @@ OF_GEN_CONFIG = {rule.name for rule in WRITABLE}
 @pytest.mark.parametrize(("name", "model", "changes"), BROKEN, ids=[name for name, _, _ in BROKEN])
 def test_a_rule_alone_forbids_what_breaks_it(name: str, model: str, changes: dict[str, Any]) -> None:
     asked = ask(model=model, gpus=16)
-    found = broken(asked.model, asked.cluster, replace(DEFAULTS, **changes), writable=name in OF_GEN_CONFIG)
+    found = broken(asked.workload, replace(DEFAULTS, **changes), writable=name in OF_GEN_CONFIG)
     assert [rule.name for rule in found] == [name]
 
 
@@ -70,14 +70,14 @@ def test_every_rule_says_who_says_so() -> None:
 
 def test_what_is_plain_breaks_no_rule() -> None:
     asked = ask(model="qwen3-8b", gpus=16)
-    assert broken(asked.model, asked.cluster, replace(DEFAULTS, zero_stage=1), writable=True) == []
+    assert broken(asked.workload, replace(DEFAULTS, zero_stage=1), writable=True) == []
 
 
 def test_no_candidate_breaks_a_rule() -> None:
     asked = ask(model="qwen3-8b", gpus=16, nvme="/nvme")
     request = replace(asked.request, writable=False, sp=None, tp=None)
-    found = ways(asked.model, asked.cluster, request).allowed
-    assert all(not broken(asked.model, asked.cluster, way) for way in found)
+    found = ways(asked.workload, request).allowed
+    assert all(not broken(asked.workload, way) for way in found)
     assert {way.offload for way in found} == set(Offload)
     assert {way.zero_stage for way in found} == {0, 1, 2, 3}
     assert {way.sp for way in found} == {1, 2, 4, 8, 16}
@@ -88,7 +88,7 @@ def test_no_candidate_breaks_a_rule() -> None:
 
 def test_gen_config_is_offered_what_it_can_write() -> None:
     asked = ask(model="qwen3-8b", gpus=16)
-    found = ways(asked.model, asked.cluster, asked.request).allowed
+    found = ways(asked.workload, asked.request).allowed
     assert {(way.zero_stage, way.offload) for way in found} == {
         (1, Offload.NONE), (2, Offload.NONE), (3, Offload.NONE),
         (2, Offload.OPTIMIZER), (3, Offload.OPTIMIZER), (3, Offload.PARAMS),
@@ -99,8 +99,8 @@ def test_gen_config_is_offered_what_it_can_write() -> None:
 def test_every_candidate_keeps_the_global_batch() -> None:
     asked = ask(model="qwen3-8b", gpus=16, global_batch=96)
     request = replace(asked.request, writable=False, sp=None, tp=None)
-    found = space(asked.model, asked.cluster, request)
-    assert {global_batch(asked.cluster, each.configuration(asked.model)) for each in found} == {96}
+    found = space(asked.workload, request)
+    assert {global_batch(asked.workload.cluster, each.configuration(asked.workload.model)) for each in found} == {96}
 
 
 def test_micro_batches_are_the_divisors_of_a_ranks_share() -> None:
@@ -120,7 +120,7 @@ def test_a_batch_that_is_given_whole_is_kept() -> None:
 def test_a_global_batch_that_gpus_do_not_divide_can_be_kept_with_sequence_parallelism() -> None:
     asked = ask(model="qwen3-8b", gpus=8, global_batch=4)
     request = replace(asked.request, writable=False, sp=None, tp=1)
-    assert {each.way.sp for each in space(asked.model, asked.cluster, request)} == {2, 4, 8}
+    assert {each.way.sp for each in space(asked.workload, request)} == {2, 4, 8}
 
 
 def test_every_choice_given_is_one_configuration() -> None:
@@ -135,10 +135,10 @@ def test_every_choice_given_is_one_configuration() -> None:
         tp=None,
         writable=False,
     )
-    (only,) = space(asked.model, asked.cluster, request)
-    configuration = only.configuration(asked.model)
+    (only,) = space(asked.workload, request)
+    configuration = only.configuration(asked.workload.model)
     assert (configuration.sp, configuration.tp, configuration.hpz) == (1, 1, 1)
-    assert configuration.reduce_bucket_size == asked.model.hidden_size**2  # as Transformers fills "auto"
+    assert configuration.reduce_bucket_size == asked.workload.model.hidden_size**2  # as Transformers fills "auto"
 
 
 @pytest.mark.parametrize(
@@ -161,5 +161,5 @@ def test_every_choice_given_is_one_configuration() -> None:
 def test_options_that_contradict_each_other_are_named(options: dict[str, Any], said: str) -> None:
     asked = ask(model="qwen3-8b", gpus=8)
     with pytest.raises(InvalidConfig) as caught:
-        space(asked.model, asked.cluster, Request(**{"writable": False, "sp": None, "tp": None, **options}))
+        space(asked.workload, Request(**{"writable": False, "sp": None, "tp": None, **options}))
     assert said in caught.value.problem

@@ -8,7 +8,7 @@ import pytest
 
 from dstrain.facts.cluster import cluster as clusters
 from dstrain.facts.cluster import gpus, links
-from dstrain.facts.cluster.calibration import Calibration, Measured
+from dstrain.facts.cluster.calibration import Measured
 from dstrain.facts.cluster.cluster import Cluster, Origin
 from dstrain.plan.speed.efficiency import KERNELS, efficiency, host_link
 
@@ -42,7 +42,7 @@ def test_every_rate_that_was_measured_replaces_its_prior() -> None:
         nvme_read_bytes_per_s=2e10, nvme_write_bytes_per_s=1e10,
     )  # fmt: skip
 
-    rates = efficiency(_cluster(), Calibration(gpus={"h100-sxm": measured}))
+    rates = efficiency(_cluster(), measured)
 
     assert (rates.gemm_ratio, rates.attention_ratio, rates.launch_s, rates.overlap_slowdown) == (0.5, 0.25, 5e-6, 0.1)
     assert (rates.intra_bus_bytes_per_s, rates.pcie_bytes_per_s, rates.cpu_adam_bytes_per_s) == (1e11, 2e10, 1e11)

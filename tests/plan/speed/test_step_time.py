@@ -14,6 +14,7 @@ from dstrain.facts.cluster import gpus, links
 from dstrain.facts.cluster.calibration import Calibration, Measured
 from dstrain.facts.cluster.cluster import Cluster, Origin
 from dstrain.facts.model import families
+from dstrain.facts.workload import Workload
 from dstrain.job.schema import Lora
 from dstrain.plan.configuration import DEFAULTS, Configuration
 from dstrain.plan.estimate_records import Limit, Speed
@@ -34,8 +35,14 @@ def _cluster(num_gpus: int = 8, gpu: str = "h100-sxm", inter: str = "ib400") -> 
     return clusters.describe(gpu=gpus.gpu(gpu), gpu_origin=Origin.GIVEN, gpus=num_gpus, inter_link=links.link(inter))
 
 
+def _workload(
+    cluster: Cluster | None = None, model: Any = QWEN3_8B, calibration: Calibration | None = None
+) -> Workload:
+    return Workload(model=model, cluster=cluster or _cluster(), calibration=calibration or Calibration())
+
+
 def _speed(configuration: Configuration = BASE, model: Any = QWEN3_8B, **cluster: Any) -> Speed:
-    found = speed(model, _cluster(**cluster), configuration)
+    found = speed(_workload(_cluster(**cluster), model), configuration)
     assert found is not None
     return found
 
@@ -87,8 +94,8 @@ def test_the_parts_are_the_step() -> None:
 def test_a_gpu_whose_speed_is_unknown_has_no_step_time() -> None:
     cluster = replace(_cluster(), gpu=gpus.from_nvml("Laptop GPU", 16384))
 
-    assert speed(QWEN3_8B, cluster, BASE) is None
-    assert speed(QWEN3_8B, _cluster(gpu="v100-32g"), BASE) is None  # no bf16
+    assert speed(_workload(cluster), BASE) is None
+    assert speed(_workload(_cluster(gpu="v100-32g")), BASE) is None  # no bf16
 
 
 @pytest.mark.parametrize("name", [name for name in gpus.GPUS if name != gpus.CPU])
@@ -96,7 +103,7 @@ def test_every_gpu_of_the_table_has_a_step_time_in_a_precision_it_has(name: str)
     gpu = gpus.gpu(name)
     precision = Precision.BF16 if gpu.has_bf16 else Precision.FP16 if gpu.fp16_flops_per_s else Precision.FP32
     cluster = clusters.describe(gpu=gpu, gpu_origin=Origin.GIVEN, gpus=8, gpus_per_node=8)
-    found = speed(QWEN3_8B, cluster, replace(BASE, precision=precision))
+    found = speed(_workload(cluster), replace(BASE, precision=precision))
 
     assert found is not None
     assert 0 < found.mfu_ratio < 1
@@ -241,7 +248,7 @@ def test_images_cost_their_patches() -> None:
 def test_a_calibration_replaces_the_prior_and_narrows_the_range() -> None:
     calibration = Calibration(gpus={"h100-sxm": Measured(gemm_ratio=0.28)})
 
-    prior, measured = _speed(), speed(QWEN3_8B, _cluster(), BASE, calibration=calibration)
+    prior, measured = _speed(), speed(_workload(calibration=calibration), BASE)
 
     assert measured is not None
     assert measured.parts_s[PRODUCTS] == pytest.approx(2 * prior.parts_s[PRODUCTS], rel=0.05)
@@ -251,7 +258,7 @@ def test_a_calibration_replaces_the_prior_and_narrows_the_range() -> None:
 def test_a_calibration_of_another_gpu_changes_nothing() -> None:
     calibration = Calibration(gpus={"a100-80g": Measured(gemm_ratio=0.28)})
 
-    assert speed(QWEN3_8B, _cluster(), BASE, calibration=calibration) == _speed()
+    assert speed(_workload(calibration=calibration), BASE) == _speed()
 
 
 def test_the_range_is_wider_where_less_was_compared() -> None:
@@ -273,8 +280,8 @@ def test_a_cpu_that_was_not_measured_has_no_speed() -> None:
     cluster = _cluster(num_gpus=2, gpu="cpu", inter="eth10")
     measured = Calibration(gpus={"cpu": Measured(gemm_ratio=0.5)})
     configuration = replace(BASE, precision=Precision.FP32, attn=Attention.SDPA)
-    assert speed(QWEN3_8B, cluster, configuration) is None
-    assert speed(QWEN3_8B, cluster, configuration, calibration=measured) is not None
+    assert speed(_workload(cluster), configuration) is None
+    assert speed(_workload(cluster, calibration=measured), configuration) is not None
 
 
 def test_what_is_planned_for_a_cpu_says_that_its_speed_is_not_known() -> None:
