@@ -4,22 +4,13 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping, Sequence
-from enum import StrEnum
 from pathlib import Path
 
+from dstrain.choices import SwanLabMode
 from dstrain.errors import InvalidConfig, did_you_mean
 
 
-class Mode(StrEnum):
-    """Where SwanLab's data go."""
-
-    ONLINE = "online"
-    OFFLINE = "offline"
-    LOCAL = "local"
-    DISABLED = "disabled"
-
-
-def decide_mode(wanted: str | None, environment: Mapping[str, str], *, logged_in: bool) -> Mode:
+def decide_mode(wanted: str | None, environment: Mapping[str, str], *, logged_in: bool) -> SwanLabMode:
     """Returns the mode: the job's, else `SWANLAB_MODE`, else online with a key or a login, else offline.
 
     Raises InvalidConfig for a word that is no mode.
@@ -34,16 +25,16 @@ def decide_mode(wanted: str | None, environment: Mapping[str, str], *, logged_in
     for source, word in (("monitor: mode", wanted), ("SWANLAB_MODE", environment.get("SWANLAB_MODE"))):
         if word:
             return _parse(source, word)
-    return Mode.ONLINE if environment.get("SWANLAB_API_KEY") or logged_in else Mode.OFFLINE
+    return SwanLabMode.ONLINE if environment.get("SWANLAB_API_KEY") or logged_in else SwanLabMode.OFFLINE
 
 
-def _parse(source: str, word: str) -> Mode:
+def _parse(source: str, word: str) -> SwanLabMode:
     folded = word.strip().lower()
     if folded == "cloud":  # what SwanLab called it before 0.8
-        return Mode.ONLINE
-    if folded not in set(Mode):
-        raise InvalidConfig(f'{source} is "{word}"', hint=did_you_mean(word, [str(mode) for mode in Mode]))
-    return Mode(folded)
+        return SwanLabMode.ONLINE
+    if folded not in set(SwanLabMode):
+        raise InvalidConfig(f'{source} is "{word}"', hint=did_you_mean(word, [str(mode) for mode in SwanLabMode]))
+    return SwanLabMode(folded)
 
 
 def has_login(home: Path) -> bool:

@@ -7,47 +7,33 @@ from collections.abc import Mapping
 from typing import Any
 
 from transformers import TrainingArguments
-from transformers.trainer_utils import SchedulerType
 
 from dstrain.choices import Method, Precision
-from dstrain.errors import InvalidConfig, did_you_mean
 from dstrain.job.schema import Job
-
-_NEEDS_MORE = {
-    "reduce_lr_on_plateau",
-    "greedy",
-    "cosine_with_min_lr",
-    "cosine_warmup_with_min_lr",
-    "warmup_stable_decay",
-}
-"""Schedules of Transformers that need arguments or evaluations which a job does not have."""
 
 
 def zero_stage(ds_config: Mapping[str, Any]) -> int:
-    """Returns the ZeRO stage of a configuration; 0 where it names none."""
+    """Returns the ZeRO stage of a configuration, by default 0."""
     stage = (ds_config.get("zero_optimization") or {}).get("stage", 0)
     return stage if isinstance(stage, int) else 0
 
 
 def checkpointing_kwargs(job: Job, ds_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns how activations are recomputed: without re-entering, except for adapters under ZeRO-3.
+    """Returns the form of activation checkpointing: non-reentrant, except for adapters under ZeRO-3.
 
-    There the non-reentrant form compares the metadata of saved tensors, and a frozen parameter that ZeRO-3 has
-    partitioned in between does not match: CheckpointError. Source: transformers#47254, trl#2514.
+    The non-reentrant form compares the metadata of saved tensors; a frozen parameter that ZeRO-3 has partitioned in
+    the meantime does not match and raises CheckpointError. Source: transformers#47254, trl#2514.
     """
     return {"use_reentrant": job.method is not Method.FULL and zero_stage(ds_config) == 3}
 
 
 def training_arguments(job: Job, ds_config: Mapping[str, Any], *, on_gpu: bool, has_eval: bool) -> TrainingArguments:
-    """Returns the arguments of this run. They must outlive the model: ZeRO-3 loading looks at them through a weak link.
-
-    Raises InvalidConfig for a schedule that Transformers does not have, or that a job cannot describe.
-    """
+    """Returns the arguments of this run. They must outlive the model: ZeRO-3 reads them through a weak reference."""
     return TrainingArguments(
         **_from_job(job),
         **_fixed(on_gpu=on_gpu),
         deepspeed=copy.deepcopy(dict(ds_config)),
-        lr_scheduler_type=_schedule(job.lr_scheduler_type),
+        lr_scheduler_type=str(job.lr_scheduler_type),
         bf16=job.precision is Precision.BF16,
         fp16=job.precision is Precision.FP16,
         activation_checkpointing=job.grad_ckpt,
@@ -58,7 +44,7 @@ def training_arguments(job: Job, ds_config: Mapping[str, Any], *, on_gpu: bool, 
 
 
 def _from_job(job: Job) -> dict[str, Any]:
-    """Returns what the job says, under Transformers' names."""
+    """Returns the settings of the job under their Transformers names."""
     return {
         "output_dir": job.output_dir,
         "per_device_train_batch_size": job.micro_batch,
@@ -67,7 +53,9 @@ def _from_job(job: Job) -> dict[str, Any]:
         "num_train_epochs": job.num_train_epochs,
         "max_steps": job.max_steps if job.max_steps is not None else -1,
         "learning_rate": job.learning_rate,
-        "warmup_steps": job.warmup_ratio if job.warmup_ratio < 1 else 0.999999,  # below 1 it is a share of the steps
+        "warmup_steps": job.warmup_ratio
+        if job.warmup_ratio < 1
+        else 0.999999,  # a value below 1 is a share of the steps
         "weight_decay": job.weight_decay,
         "adam_beta1": job.adam_beta1,
         "adam_beta2": job.adam_beta2,
@@ -83,25 +71,18 @@ def _from_job(job: Job) -> dict[str, Any]:
 
 
 def _fixed(*, on_gpu: bool) -> dict[str, Any]:
-    """Returns what is the same for every job, each with its reason."""
+    """Returns the settings that are the same for every job, each with its reason."""
     return {
-        "use_cpu": not on_gpu,  # else accelerate finds no backend for gloo and sees one process
-        "report_to": "none",  # Transformers' SwanLab callback fails with SwanLab 0.8 and later; ours writes everywhere
-        "logging_nan_inf_filter": False,  # else a NaN loss is logged as 0.0, and every micro-batch waits for the device
+        "use_cpu": not on_gpu,  # otherwise accelerate finds no backend for gloo and sees one process
+        "report_to": "none",  # Transformers' SwanLab callback fails with SwanLab 0.8; MetricsCallback has sinks
+        "logging_nan_inf_filter": False,  # True logs a NaN loss as 0.0 and waits for the device in every micro-batch
         "logging_first_step": True,
         "save_strategy": "steps",
-        "save_total_limit": None,  # the rotation of Transformers does not know which checkpoints are whole
-        "average_tokens_across_devices": True,  # the loss is per token over all ranks, however uneven their samples
+        "save_total_limit": None,  # Transformers' rotation does not know which checkpoints are complete
+        "average_tokens_across_devices": True,  # the loss is a mean over the tokens of all ranks
         "remove_unused_columns": False,
         "prediction_loss_only": True,
         "disable_tqdm": True,
         "dataloader_pin_memory": on_gpu,
         "log_level": "warning",
     }
-
-
-def _schedule(name: str) -> str:
-    legal = sorted(str(kind.value) for kind in SchedulerType if kind.value not in _NEEDS_MORE)
-    if name not in legal:
-        raise InvalidConfig(f'lr_scheduler_type is "{name}"', hint=did_you_mean(name, legal))
-    return name

@@ -9,20 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn import Linear
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils.logging import set_tqdm_hook
 
-from dstrain.choices import Hub, Method, Precision
+from dstrain.choices import Hub, Method
 from dstrain.errors import EnvironmentProblem, InvalidConfig
 from dstrain.facts.model.model_files import has_tokenizer
-from dstrain.job.schema import Job
+from dstrain.job.schema import Job, Lora
 from dstrain.train.arguments import zero_stage
-from dstrain.train.checkpoints.saved_model import family_of
-
-_DTYPES = {Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16, Precision.FP32: torch.float32}
+from dstrain.train.checkpoints.saved_model import DTYPES, family_of
 
 _VISION = {"visual", "vision_tower", "vision_model"}
-"""Names that Transformers gives the vision tower of a vision-language model."""
+"""Module names of the vision tower in Transformers' vision-language models."""
 
 
 def source_of(job: Job) -> str:
@@ -73,7 +72,7 @@ def load_model(
     that are loaded and all of them; nothing is heard of those that ZeRO-3 partitions.
     """
     options: dict[str, Any] = {
-        "dtype": _DTYPES[job.precision],
+        "dtype": DTYPES[job.precision],
         "attn_implementation": str(job.attn),
         "trust_remote_code": job.trust_remote_code,
     }
@@ -89,7 +88,14 @@ def load_model(
     freeze_vision(model)
     if job.method is Method.FULL:
         return model
-    return _with_adapter(job, model, ds_config)
+    if job.method is Method.QLORA:
+        from peft import prepare_model_for_kbit_training
+
+        model = prepare_model_for_kbit_training(  # type: ignore[no-untyped-call]
+            model, use_gradient_checkpointing=False
+        )
+    dtype = DTYPES[job.precision] if zero_stage(ds_config) < 3 else None  # ZeRO-3 has partitioned the matrices
+    return with_adapter(model, job.lora, grad_ckpt=job.grad_ckpt, dtype=dtype)
 
 
 @contextmanager
@@ -112,11 +118,16 @@ def _counting(report: Callable[[int, int], None]) -> Iterator[None]:
         set_tqdm_hook(previous)
 
 
+def is_vision(name: str) -> bool:
+    """Returns whether a module or parameter belongs to a vision tower."""
+    return not _VISION.isdisjoint(name.split("."))
+
+
 def freeze_vision(model: Any) -> list[str]:
     """Takes the vision tower out of training, and returns the names of what it froze; nothing in a language model."""
     frozen = []
     for name, parameter in model.named_parameters():
-        if _VISION & set(name.split(".")):
+        if is_vision(name):
             parameter.requires_grad_(False)
             frozen.append(name)
     return frozen
@@ -142,7 +153,7 @@ def _quantization(job: Job) -> Any:
         )
     from transformers import BitsAndBytesConfig
 
-    dtype = _DTYPES[job.precision]
+    dtype = DTYPES[job.precision]
     return BitsAndBytesConfig(  # type: ignore[no-untyped-call]
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
@@ -152,51 +163,45 @@ def _quantization(job: Job) -> Any:
     )
 
 
-def _adapter_targets(job: Job, model: Any) -> str | list[str]:
-    """Returns the modules that get an adapter; of a mixture of experts, `all-linear` means those of attention.
+def _adapter_targets(lora: Lora, model: Any) -> str | list[str]:
+    """Returns the modules that get an adapter; in a mixture of experts, `all-linear` means those of attention.
 
-    There PEFT 0.21 would add adapters to the experts and their router too, where the family is one that it rewrites
-    for Transformers 5 (75 times the parameters in Qwen3-30B-A3B), and could not drop out.
+    PEFT 0.21 would also adapt the experts and their router in families that it rewrites for Transformers 5 (75 times
+    the parameters in Qwen3-30B-A3B), without dropout.
     """
-    from torch.nn import Linear
-
-    if job.lora.targets != ("all-linear",):
-        return list(job.lora.targets)
+    if lora.targets != ("all-linear",):
+        return list(lora.targets)
     if not any(".experts." in name and parameter.ndim == 3 for name, parameter in model.named_parameters()):
         return "all-linear"
     names = (name for name, module in model.named_modules() if isinstance(module, Linear) and ".self_attn." in name)
     return sorted({name.rpartition(".")[2] for name in names})
 
 
-def _with_adapter(job: Job, model: Any, ds_config: Mapping[str, Any]) -> Any:
-    """Returns the model with LoRA matrices around its linear layers, everything else frozen."""
+def with_adapter(model: Any, lora: Lora, *, grad_ckpt: bool, dtype: torch.dtype | None, **options: Any) -> Any:
+    """Returns the model with LoRA matrices around its linear layers, everything else frozen.
+
+    The matrices get `dtype` (None: as PEFT makes them); PEFT's `get_peft_model` takes `options`.
+    """
     from peft import LoraConfig, get_peft_model
 
-    if job.method is Method.QLORA:
-        from peft import prepare_model_for_kbit_training
-
-        model = prepare_model_for_kbit_training(  # type: ignore[no-untyped-call]
-            model, use_gradient_checkpointing=False
-        )
     adapter = LoraConfig(
-        r=job.lora.rank,
-        lora_alpha=job.lora.alpha,
-        lora_dropout=job.lora.dropout,
-        target_modules=_adapter_targets(job, model),
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        target_modules=_adapter_targets(lora, model),
         exclude_modules=rf".*\.({'|'.join(sorted(_VISION))})\..*" if hasattr(model.config, "vision_config") else None,
         task_type="CAUSAL_LM",
     )
-    if job.grad_ckpt:
+    if grad_ckpt:
         model.enable_input_require_grads()  # recomputed layers get no gradient from frozen embeddings otherwise
     try:
         # adapters in the model's dtype: DeepSpeed keeps their fp32 masters
-        adapted = get_peft_model(model, adapter, autocast_adapter_dtype=False)
+        adapted = get_peft_model(model, adapter, autocast_adapter_dtype=False, **options)
     except ValueError as error:
-        names = ", ".join(job.lora.targets)
+        names = ", ".join(lora.targets)
         reason = str(error).split(". ")[0]
         raise InvalidConfig(f'lora: targets is "{names}": {reason}', hint="targets: [all-linear]") from error
-    if zero_stage(ds_config) < 3:
-        dtype = _DTYPES[job.precision]
+    if dtype is not None:
         for parameter in adapted.parameters():
             if parameter.requires_grad:
                 parameter.data = parameter.data.to(dtype)

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import deepspeed  # type: ignore[import-untyped]
 import torch
@@ -37,6 +37,9 @@ from dstrain.train.model import load_model, load_tokenizer, source_of
 from dstrain.train.rank import Rank
 from dstrain.train.trainer import Trainer
 
+if TYPE_CHECKING:
+    from dstrain.train.__main__ import Inputs
+
 
 @dataclass(kw_only=True)
 class TrainingSetup:
@@ -44,44 +47,30 @@ class TrainingSetup:
 
     job: Job
     run_dir: RunDir
-    """Where files go."""
     rank: Rank
-    """Which rank this is."""
     arguments: TrainingArguments
-    """Must outlive the model, since ZeRO-3 looks at them through a weak link."""
+    """They must outlive the model: ZeRO-3 reads them through a weak reference."""
     group: Any
     """A gloo group of all ranks, for small gathers that touch no GPU; None with one rank."""
     tokenizer: Any
     train_data: PreparedData
-    """Training data in tokens."""
     eval_data: PreparedData | None
-    """Evaluation data in tokens."""
     model: Any
-    """The model, partitioned already under ZeRO-3."""
+    """The model; ZeRO-3 has partitioned it already."""
     base: Mapping[str, Any]
-    """The configuration of the model that training starts from."""
+    """The configuration of the base model."""
     against: Hardware | None
-    """What MFU is measured against."""
+    """Model FLOPs and peak FLOP/s, for MFU."""
     metrics: MetricsCallback | None = None
-    """What was measured so far."""
 
     @classmethod
-    def prepare(
-        cls,
-        job: Job,
-        ds_config: Mapping[str, Any],
-        run_dir: RunDir,
-        rank: Rank,
-        heartbeat: Sender,
-        *,
-        model: ModelFacts | None,
-        cluster: Cluster | None,
-    ) -> TrainingSetup:
+    def prepare(cls, inputs: Inputs, rank: Rank, heartbeat: Sender) -> TrainingSetup:
         """Returns a rank that is ready to train.
 
-        The process group comes first (else ZeRO-3 sees one rank), then the arguments (else it does not partition),
-        then data, whose faults show in seconds, and the model last.
+        The process group comes first (otherwise ZeRO-3 sees one rank), then the arguments (otherwise ZeRO-3 does not
+        partition), then the data, whose errors show within seconds, and the model last.
         """
+        job, ds_config = inputs.job, inputs.ds_config
         on_gpu = torch.cuda.is_available()
         ranks.quieten(on_terminal=rank.is_first and sys.stderr.isatty())
         group = _connect(rank, job, ds_config, heartbeat, on_gpu=on_gpu)
@@ -101,7 +90,7 @@ class TrainingSetup:
         heartbeat.send(0, Phase.LOADING)
         return cls(
             job=job,
-            run_dir=run_dir,
+            run_dir=inputs.run_dir,
             rank=rank,
             arguments=arguments,
             group=group,
@@ -110,21 +99,16 @@ class TrainingSetup:
             eval_data=eval_data,
             model=loaded,
             base=base_config(source, trust_remote_code=job.trust_remote_code),
-            against=_against(job, model, cluster) if on_gpu else None,
+            against=_against(job, inputs.model, inputs.cluster) if on_gpu else None,
         )
 
-    @property
-    def has_eval(self) -> bool:
-        """Whether there is something to evaluate on."""
-        return self.eval_data is not None
-
     def was_evaluated(self, trainer: Trainer) -> bool:
-        """Returns whether the last step has an evaluation already."""
+        """Returns whether the model was evaluated after the last step."""
         step = trainer.state.global_step
         return any("eval_loss" in logged and logged["step"] == step for logged in trainer.state.log_history)
 
     def trainer(self, sinks: Sequence[Guarded], heartbeat: Sender) -> Trainer:
-        """Returns the Trainer, with metrics and model-state measurements; `heartbeat` goes to the agent."""
+        """Returns the Trainer, with callbacks for metrics and for bytes of model states."""
         first = self.rank.is_first
         self.metrics = MetricsCallback(
             Meter(),
@@ -163,9 +147,9 @@ class TrainingSetup:
         return trainer
 
     def summary(self, trainer: Trainer) -> dict[str, Any]:
-        """Returns what the run came to, for `summary.json`."""
-        found = self.metrics
-        assert found is not None
+        """Returns the content of `summary.json`."""
+        metrics = self.metrics
+        assert metrics is not None
         trained = next((line for line in trainer.state.log_history[::-1] if "train_runtime" in line), {})
         train_s = trained.get("train_runtime")
         logged = current_steps(read_jsonl(self.run_dir.metrics))
@@ -173,12 +157,12 @@ class TrainingSetup:
             "steps": trainer.state.global_step,
             "skipped_steps": trainer.skipped_steps,
             "first_loss": next((line["loss"] for line in logged if "loss" in line), None),
-            "last_loss": found.last_loss,
-            "eval_loss": found.eval_loss,
-            "tokens": found.total_tokens,
+            "last_loss": metrics.last_loss,
+            "eval_loss": metrics.eval_loss,
+            "tokens": metrics.total_tokens,
             "train_s": train_s,
-            "tokens_per_s": found.total_tokens / train_s if train_s else None,
-            "peak_bytes_per_gpu": found.peak_bytes,
+            "tokens_per_s": metrics.total_tokens / train_s if train_s else None,
+            "peak_bytes_per_gpu": metrics.peak_bytes,
             "ranks": self.rank.world_size,
         }
 
@@ -190,16 +174,16 @@ def _against(job: Job, model: ModelFacts | None, cluster: Cluster | None) -> Har
 
 
 def _connect(rank: Rank, job: Job, ds_config: Mapping[str, Any], heartbeat: Sender, *, on_gpu: bool) -> Any:
-    """Brings up DeepSpeed's process group; returns a gloo group of all ranks, or None for a single one.
+    """Starts DeepSpeed's process group; returns a gloo group of all ranks, or None for a single one.
 
-    Raises EnvironmentProblem where this node has fewer GPUs than ranks, or they cannot compute in the job's precision.
+    Raises EnvironmentProblem if this node has fewer GPUs than ranks, or if they do not support the job's precision.
     """
     accelerator = deepspeed.accelerator.get_accelerator()
     computes = {Precision.BF16: accelerator.is_bf16_supported, Precision.FP16: accelerator.is_fp16_supported}
     if job.precision in computes and not computes[job.precision]():
         other = "fp32" if not on_gpu else "fp16" if job.precision is Precision.BF16 else "bf16"
         raise EnvironmentProblem(
-            f"precision is {job.precision}, which this {'GPU' if on_gpu else 'CPU'} does not compute in",
+            f"precision is {job.precision}, which this {'GPU' if on_gpu else 'CPU'} does not support",
             hint=f"precision: {other}",
         )
     if on_gpu:
@@ -207,7 +191,7 @@ def _connect(rank: Rank, job: Job, ds_config: Mapping[str, Any], heartbeat: Send
         if rank.local_index >= visible:
             raise EnvironmentProblem(
                 f"local rank {rank.local_index} has no GPU: {visible} are visible on this node",
-                hint="Write as many slots in the hostfile as the node has GPUs.",
+                hint=f"Write slots={visible} for this node in the hostfile.",
             )
         torch.cuda.set_device(rank.local_index)
     ranks.announce_builds(rank, ds_config, os.environ, on_gpu=on_gpu)

@@ -19,9 +19,9 @@ from dataclasses import replace
 from typing import Any
 
 from dstrain.errors import DstrainError
-from dstrain.facts.model.trace_protocol import Answer, Answers, Failure, Questions
 from dstrain.facts.model.trace_records import Question, Trace, Wanted
 from dstrain.facts.model.traced_activations import BATCHES, ActivationProfile, depths, fit
+from dstrain.facts.model.tracer import Answer, Answers, Failure, Questions
 from dstrain.records import from_data, to_data
 
 

@@ -75,7 +75,7 @@ def train(place: RunDir, job: Job, rank: Rank, peers: Peers, leaving: Leaving, h
     newest = place.newest_checkpoint()
     step = newest.step if job.resume == "auto" else 0
     if step:
-        rank.say(f"going on from checkpoint-{step}")
+        rank.say(f"resuming from checkpoint-{step}")
     assert job.max_steps is not None
     while step < job.max_steps:
         time.sleep(STEP_S)

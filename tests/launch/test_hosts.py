@@ -29,7 +29,7 @@ def test_a_run_saves_at_sigusr1_leaves_with_75_and_goes_on_over_pdsh_started_fro
     assert f"checkpoint-{step} and left, as asked" in ended.said
     done = light_job.goes_on(head=2)
     assert done.code == 0, done.said
-    assert f"going on from checkpoint-{step}" in done.said
+    assert f"resuming from checkpoint-{step}" in done.said
     assert f"step {step + 3}/{step + 3}" in done.said
     logs = sorted(path.name.split("_")[1:3] for path in light_job.place.logs.glob("*_node_node*.log"))
     assert logs == [["node", "node0"], ["node", "node1"]]

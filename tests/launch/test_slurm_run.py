@@ -60,7 +60,7 @@ def test_a_job_goes_on_where_it_was_preempted_and_cancelled_and_ends_with_the_lo
     slurm.wait(other, "COMPLETED", timeout_s=PATIENCE_S)
     slurm.hurry(number)
     wait_for_steps(place, step + 3)
-    assert f"going on from checkpoint-{step}" in said(place)
+    assert f"resuming from checkpoint-{step}" in said(place)
     slurm.run("scancel", str(number))
     slurm.wait(number, "CANCELLED", timeout_s=KILL_WAIT_S + 30)
     until = time.monotonic() + KILL_WAIT_S + 10
@@ -71,7 +71,7 @@ def test_a_job_goes_on_where_it_was_preempted_and_cancelled_and_ends_with_the_lo
     assert is_whole(folder), said(place)
     again = submit(slurm, place, "--force", "--set", f"max_steps={last + 2}")
     assert slurm.wait(again, "COMPLETED", "FAILED", timeout_s=PATIENCE_S) == "COMPLETED", said(place)
-    assert f"going on from checkpoint-{last}" in said(place)
+    assert f"resuming from checkpoint-{last}" in said(place)
     assert sorted(losses(place)) == list(range(1, last + 3))
     expected = usual.losses()
     alike = [at for at in losses(place) if at in expected]

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from dstrain.facts.model.trace_protocol import Questions
 from dstrain.facts.model.trace_records import Question
+from dstrain.facts.model.tracer import Questions
 from dstrain.records import from_data
 from dstrain.train.tracing.building import prepare
 

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from dstrain.choices import Method, Precision
-from dstrain.errors import InvalidConfig
 from dstrain.job.schema import Job
 from dstrain.train.arguments import checkpointing_kwargs, training_arguments, zero_stage
 
@@ -83,18 +82,6 @@ def test_an_evaluation_needs_both_data_and_an_interval(tmp_path: Path) -> None:
     assert made(tmp_path, has_eval=True, eval_steps=5).eval_strategy == "steps"
     assert made(tmp_path, has_eval=True).eval_strategy == "no"
     assert made(tmp_path, eval_steps=5).eval_strategy == "no"
-
-
-@pytest.mark.parametrize(("word", "near"), [("cosin", "cosine"), ("konstant", "constant"), ("lineer", "linear")])
-def test_an_unknown_schedule_names_the_nearest(tmp_path: Path, word: str, near: str) -> None:
-    with pytest.raises(InvalidConfig, match=word) as caught:
-        made(tmp_path, lr_scheduler_type=word)
-    assert caught.value.hint == f'Did you mean "{near}"?'
-
-
-def test_a_schedule_that_needs_evaluations_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InvalidConfig, match="reduce_lr_on_plateau"):
-        made(tmp_path, lr_scheduler_type="reduce_lr_on_plateau")
 
 
 def test_recomputation_enters_again_only_for_adapters_under_zero_3() -> None:

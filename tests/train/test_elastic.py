@@ -137,7 +137,7 @@ def test_the_same_number_of_ranks_goes_on_from_the_ordinary_shards(runs: Path) -
     record = json.loads((runs / "zero2-elastic" / f"checkpoint-{STEPS}" / "complete.json").read_text())
     assert (record["world_size"], record["micro_batch"], record["grad_accum"]) == (2, 2, 1)
     assert codes(runs / "zero2-elastic")[-1] == [0, 0]
-    assert said(runs / "zero2-elastic").count("going on from checkpoint-12") == 1
+    assert said(runs / "zero2-elastic").count("resuming from checkpoint-12") == 1
 
 
 # What DeepSpeed's loading of a copy gets wrong

@@ -259,12 +259,12 @@ def test_a_resume_at_the_last_step_trains_no_further(runs: Path) -> None:
 
 
 def test_a_resume_on_other_samples_says_so_once(runs: Path) -> None:
-    assert said(runs / "again").count("checkpoint-3 was trained on other samples, or in another order") == 1
+    assert said(runs / "again").count("checkpoint-3 was trained on different samples or in a different order") == 1
 
 
 def test_a_half_written_checkpoint_is_skipped_and_named(runs: Path) -> None:
     assert "checkpoint-9 was not written to its end (no complete.json): skipped" in said(runs / "half")
-    assert "going on from" not in said(runs / "half")
+    assert "resuming from" not in said(runs / "half")
     assert (runs / "half" / "checkpoint-9").exists()
 
 

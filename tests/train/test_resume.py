@@ -60,7 +60,7 @@ def test_a_resumed_run_says_in_the_metrics_where_it_went_on(exact: Path, name: s
 def test_a_truncated_checkpoint_is_named_and_the_one_before_is_taken(exact: Path) -> None:
     text = said(exact / "zero2-cut")
     assert "warning: checkpoint-6 is damaged (global_step6/" in text
-    assert "going on from checkpoint-3" in text
+    assert "resuming from checkpoint-3" in text
 
 
 @pytest.mark.parametrize("name", EXACT)

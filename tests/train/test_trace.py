@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 
 from dstrain.choices import Attention, Method, Precision
-from dstrain.facts.model.trace_protocol import Answer, Failure, Questions
 from dstrain.facts.model.trace_records import Question, Subject, Trace
-from dstrain.facts.model.tracer import ask
+from dstrain.facts.model.tracer import Answer, Failure, Questions, ask
 from dstrain.job.schema import Lora
 from dstrain.records import to_data
 
@@ -191,7 +190,7 @@ def test_a_trained_tower_keeps_of_a_patch_what_the_closed_form_says(traces: dict
         ("wrong", "Transformers cannot read the config"),
         ("images", "images of llama cannot be traced"),
         ("odd patches", "7 image patches are no multiple of the 4"),
-        ("targets", 'lora targets "nothing"'),
+        ("targets", 'lora: targets is "nothing"'),
     ],
 )
 def test_what_cannot_be_traced_is_said(answers: dict[str, Answer], name: str, says: str) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dstrain.choices import SwanLabMode
 from dstrain.doctor.facts import Endpoint, Facts, Online
 from dstrain.doctor.finding import Finding, Notes
 from dstrain.doctor.requirements import Needs
 from dstrain.errors import InvalidConfig
-from dstrain.monitor.mode import Mode, decide_mode
+from dstrain.monitor.mode import decide_mode
 from dstrain.units import GIB, format_bytes
 
 _SMALL = 20 * GIB
@@ -70,11 +71,11 @@ def _swanlab(online: Online, needs: Needs, notes: Notes) -> None:
     except InvalidConfig as error:
         notes.bad(f"SwanLab: {error.problem}", error.hint)
         return
-    if mode is Mode.ONLINE and not has_key:
+    if mode is SwanLabMode.ONLINE and not has_key:
         notes.bad("SwanLab is to be online, and has no key", "swanlab login; or: export SWANLAB_MODE=offline")
         return
     endpoint = online.endpoints.get("SwanLab")
-    if mode is not Mode.ONLINE:
+    if mode is not SwanLabMode.ONLINE:
         why = "" if has_key else ", without a key: `swanlab login`, or SWANLAB_API_KEY, would upload the curves"
         notes.ok(f"SwanLab runs {mode}{why}")
     elif endpoint is not None and endpoint.took_s is not None:

@@ -10,7 +10,13 @@ from dstrain.errors import InvalidConfig, did_you_mean
 from dstrain.facts.model import parameter_tensors, vision_towers
 from dstrain.facts.model.config_fields import Fields
 from dstrain.facts.model.model_facts import Kind, ModelFacts, Moe, TensorGroup, Vision
-from dstrain.facts.model.sliding_windows import windows
+from dstrain.facts.model.sliding_windows import (
+    WindowRule,
+    but_every_sixth,
+    every_second_lower_layer,
+    upper_layers,
+    windows,
+)
 
 _DTYPES = ("bfloat16", "float16", "float32")
 _SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
@@ -18,16 +24,18 @@ _SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermedia
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """What a `model_type` stands for."""
+    """One `model_type` of Transformers."""
 
     tensors: parameter_tensors.Inventory
-    """Gives every parameter tensor."""
+    """Returns every parameter tensor."""
     defaults: Mapping[str, object]
-    """What the config class of Transformers 5.23 says where config.json does not, where that is not false or none."""
+    """Values of Transformers 5.23's config class for keys that config.json lacks; false and None are left out."""
     moe_block: str | None = None
     """Class name of its MoE block, in Transformers' `models/<model_type>/modeling_<model_type>.py`."""
     vision: Callable[[Fields], Vision] | None = None
-    """Gives the facts of its vision tower; the decoder is then under `text_config`."""
+    """Returns the facts of the vision tower; the decoder is then under `text_config`."""
+    windows: WindowRule | None = None
+    """Which layers use sliding-window attention."""
 
 
 _GEMMA3_TEXT = {
@@ -91,27 +99,51 @@ _QWEN2 = {"num_key_value_heads": 32, "max_position_embeddings": 32768}
 _SMOLLM3 = {"num_key_value_heads": 4, "max_position_embeddings": 32768, "tie_word_embeddings": True}
 _LLAMA = {"max_position_embeddings": 2048}
 
+_GEMMA3_WINDOWS = WindowRule(count=but_every_sixth)
+_QWEN_WINDOWS = WindowRule(count=upper_layers, is_switched=True)
+_OPTIONAL_WINDOW = WindowRule(default=None, reads_layer_types=False)
+
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
         "deepseek_v2": Family(tensors=parameter_tensors.deepseek_v2, defaults=_DEEPSEEK_V2, moe_block="DeepseekV2Moe"),
         "deepseek_v3": Family(tensors=parameter_tensors.deepseek_v3, defaults=_DEEPSEEK_V3, moe_block="DeepseekV3MoE"),
-        "gemma3": Family(tensors=parameter_tensors.gemma3, defaults=_GEMMA3, vision=vision_towers.siglip_vision),
-        "gemma3_text": Family(tensors=parameter_tensors.gemma3_text, defaults=_GEMMA3_TEXT),
+        "gemma3": Family(
+            tensors=parameter_tensors.gemma3,
+            defaults=_GEMMA3,
+            vision=vision_towers.siglip_vision,
+            windows=_GEMMA3_WINDOWS,
+        ),
+        "gemma3_text": Family(tensors=parameter_tensors.gemma3_text, defaults=_GEMMA3_TEXT, windows=_GEMMA3_WINDOWS),
         "glm": Family(tensors=parameter_tensors.glm, defaults=_GLM),
         "glm4": Family(tensors=parameter_tensors.glm4, defaults=_GLM),
         "granite": Family(tensors=parameter_tensors.llama, defaults=_LLAMA),
         "llama": Family(tensors=parameter_tensors.llama, defaults=_LLAMA),
-        "ministral": Family(tensors=parameter_tensors.mistral, defaults=_MISTRAL),
-        "mistral": Family(tensors=parameter_tensors.mistral, defaults=_MISTRAL),
-        "mixtral": Family(tensors=parameter_tensors.mixtral, defaults=_MIXTRAL, moe_block="MixtralSparseMoeBlock"),
-        "phi3": Family(tensors=parameter_tensors.phi3, defaults={"max_position_embeddings": 4096}),
-        "qwen2": Family(tensors=parameter_tensors.qwen2, defaults=_QWEN2),
-        "qwen2_moe": Family(
-            tensors=parameter_tensors.qwen2_moe, defaults=_QWEN2_MOE, moe_block="Qwen2MoeSparseMoeBlock"
+        "ministral": Family(tensors=parameter_tensors.mistral, defaults=_MISTRAL, windows=WindowRule()),
+        "mistral": Family(
+            tensors=parameter_tensors.mistral, defaults=_MISTRAL, windows=WindowRule(reads_layer_types=False)
         ),
-        "qwen3": Family(tensors=parameter_tensors.qwen3, defaults={**_QWEN2, "head_dim": 128}),
+        "mixtral": Family(
+            tensors=parameter_tensors.mixtral,
+            defaults=_MIXTRAL,
+            moe_block="MixtralSparseMoeBlock",
+            windows=_OPTIONAL_WINDOW,
+        ),
+        "phi3": Family(
+            tensors=parameter_tensors.phi3, defaults={"max_position_embeddings": 4096}, windows=_OPTIONAL_WINDOW
+        ),
+        "qwen2": Family(tensors=parameter_tensors.qwen2, defaults=_QWEN2, windows=_QWEN_WINDOWS),
+        "qwen2_moe": Family(
+            tensors=parameter_tensors.qwen2_moe,
+            defaults=_QWEN2_MOE,
+            moe_block="Qwen2MoeSparseMoeBlock",
+            windows=WindowRule(count=every_second_lower_layer, is_switched=True),
+        ),
+        "qwen3": Family(tensors=parameter_tensors.qwen3, defaults={**_QWEN2, "head_dim": 128}, windows=_QWEN_WINDOWS),
         "qwen3_moe": Family(
-            tensors=parameter_tensors.qwen3_moe, defaults=_QWEN3_MOE, moe_block="Qwen3MoeSparseMoeBlock"
+            tensors=parameter_tensors.qwen3_moe,
+            defaults=_QWEN3_MOE,
+            moe_block="Qwen3MoeSparseMoeBlock",
+            windows=WindowRule(reads_layer_types=False, is_switched=True),
         ),
         "qwen3_vl": Family(
             tensors=parameter_tensors.qwen3_vl, defaults=_QWEN3_VL, vision=vision_towers.qwen3_vl_vision
@@ -122,7 +154,11 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             moe_block="Qwen3VLMoeTextSparseMoeBlock",
             vision=vision_towers.qwen3_vl_vision,
         ),
-        "smollm3": Family(tensors=parameter_tensors.llama, defaults=_SMOLLM3),
+        "smollm3": Family(
+            tensors=parameter_tensors.llama,
+            defaults=_SMOLLM3,
+            windows=WindowRule(default=None, count=lambda text: 0, is_switched=True),
+        ),
     }
 )
 """What dstrain can count, by `model_type`. To add a family: a function in `inventory`, and a row here."""
@@ -146,7 +182,7 @@ def from_config(config: Mapping[str, object], *, name: str, source: str) -> Mode
     vision = family.vision(whole) if family.vision else None
     tensors = tuple(family.tensors(whole))
     key_value_heads, key_width, value_width = _heads(text, tensors)
-    sliding_window, num_windowed_layers = windows(text, str(config["model_type"]))
+    sliding_window, num_windowed_layers = windows(text, family.windows)
     return ModelFacts(
         name=name,
         source=source,

@@ -1,6 +1,6 @@
-"""Runs the meta-tensor tracer in a child process that imports PyTorch and Transformers, and caches its answers.
+"""Asks the meta-tensor tracer, a child process that imports PyTorch and Transformers, and caches its answers.
 
-With `probe` and `hubs`, a part of `facts` that looks outside the process.
+The child reads `Questions` and writes `Answers` as JSON, in the same order.
 """
 
 from __future__ import annotations
@@ -10,37 +10,71 @@ import json
 import os
 import subprocess
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from dstrain.errors import EnvironmentProblem, InvalidConfig
 from dstrain.facts.model.model_facts import ModelFacts
-from dstrain.facts.model.trace_protocol import Answer, Answers, Failure, Questions
-from dstrain.facts.model.trace_records import Description, Question, Subject, Wanted
+from dstrain.facts.model.trace_records import Description, Question, Subject, Trace, Wanted
 from dstrain.facts.model.traced_activations import ActivationProfile, Traced
 from dstrain.facts.model.traced_model import from_description
 from dstrain.paths import python, write_atomic
-from dstrain.records import from_data, load_json, to_data, to_json
+from dstrain.records import from_data, load_json, to_data, to_json, type_config
 
 TIMEOUT_S = 600.0
-"""Seconds that the tracer may take: importing takes 5 to 20, a pass of a few layers a tenth."""
+"""Time limit of the tracer: imports take 5 to 20 s, a pass of a few layers 0.1 s."""
 
 _PACKAGES = ("torch", "transformers", "peft")
 """Packages whose code the tracer runs."""
 
+_SOURCES = ("train/trace.py", "train/model.py", "train/tracing/*.py", "facts/model/trac*.py")
+"""The tracer's own code, below the package."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """Why a question has no answer."""
+
+    __pydantic_config__ = type_config
+
+    problem: str
+    hint: str | None = None
+
+
+Answer = Trace | Description | ActivationProfile | Failure
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Questions:
+    """The tracer's standard input."""
+
+    __pydantic_config__ = type_config
+
+    questions: tuple[Question, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answers:
+    """The tracer's standard output, and a file of the cache."""
+
+    __pydantic_config__ = type_config
+
+    answers: tuple[Answer, ...]
+    """In the order of the questions."""
+
 
 def trace_model(subject: Subject, way: Question, *, name: str, source: str, timeout_s: float = TIMEOUT_S) -> ModelFacts:
-    """Returns the facts of a model and its activations, for a way of training whose subject is of no account.
+    """Returns the facts of a model and its activations when trained as `way` says; its own `subject` is ignored.
 
-    Raises InvalidConfig where Transformers cannot build or run the model, EnvironmentProblem where the tracer cannot
-    run here.
+    Raises InvalidConfig if Transformers cannot build or run the model, EnvironmentProblem if the tracer cannot run
+    here.
     """
-    about = Question(subject=subject, wanted=Wanted.DESCRIPTION)
+    description_question = Question(subject=subject, wanted=Wanted.DESCRIPTION)
     way = replace(way, subject=subject, wanted=Wanted.PROFILE)
-    asked = (about, replace(way, has_padding=False), replace(way, has_padding=not way.is_packed))
-    answers = ask(asked, folder=cache_folder(), timeout_s=timeout_s)
+    questions = (description_question, replace(way, has_padding=False), replace(way, has_padding=not way.is_packed))
+    answers = ask(questions, folder=cache_folder(), timeout_s=timeout_s)
     for answer in answers:
         if isinstance(answer, Failure):
             raise InvalidConfig(f"{name}: {answer.problem}", hint=answer.hint)
@@ -61,51 +95,54 @@ def ask(
 ) -> tuple[Answer, ...]:
     """Returns the answers in the order of the questions, all from one child process.
 
-    What was answered before, with the same packages and the same tracer, is read from `folder`, unless the model
-    brings its own code; failures are asked again. Raises EnvironmentProblem where the tracer cannot run.
+    Answers by the same packages and the same tracer are cached in `folder`, unless the model brings its own code;
+    failures are not cached. Raises EnvironmentProblem if the tracer cannot run.
     """
     files = [_file(question, folder) for question in questions]
-    known = {index: answer for index, file in enumerate(files) if (answer := _remembered(file)) is not None}
-    missing = [index for index in range(len(questions)) if index not in known]
+    answers = {index: answer for index, file in enumerate(files) if (answer := _cached(file)) is not None}
+    missing = [index for index in range(len(questions)) if index not in answers]
     if missing:
         fresh = _run([questions[index] for index in missing], timeout_s)
         for index, answer in zip(missing, fresh, strict=True):
-            known[index] = answer
+            answers[index] = answer
             file = files[index]
             if file is not None and not isinstance(answer, Failure):
                 write_atomic(file, to_json(Answers(answers=(answer,))))
-    return tuple(known[index] for index in range(len(questions)))
+    return tuple(answers[index] for index in range(len(questions)))
 
 
 def cache_folder() -> Path:
-    """Returns where answers are kept: `dstrain/traces` below $XDG_CACHE_HOME, or else below ~/.cache."""
+    """Returns the folder of the cache: `dstrain/traces` below $XDG_CACHE_HOME, or else below ~/.cache."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dstrain" / "traces"
 
 
 def _file(question: Question, folder: Path | None) -> Path | None:
     if folder is None or question.subject.trust_remote_code:
         return None
-    asked = json.dumps(to_data(question), sort_keys=True)
-    key = hashlib.sha256(f"{_fingerprint()}\n{asked}".encode()).hexdigest()
+    text = json.dumps(to_data(question), sort_keys=True)
+    key = hashlib.sha256(f"{_fingerprint()}\n{text}".encode()).hexdigest()
     return folder / f"{key}.json"
 
 
-def _remembered(file: Path | None) -> Answer | None:
+def _cached(file: Path | None) -> Answer | None:
     if file is None or not file.exists():
         return None
     try:
         return load_json(Answers, file).answers[0]
-    except (InvalidConfig, IndexError):  # damaged, or from another version: asked again and overwritten
+    except (InvalidConfig, IndexError):  # damaged, or written by another version: asked again and overwritten
         return None
 
 
 @cache
 def _fingerprint() -> str:
     """Returns what answers depend on besides the question: the packages' versions and the tracer's own code."""
-    package = Path(__file__).resolve().parent.parent
-    sources = [*sorted((package / "train" / "tracing").glob("*.py")), *sorted((package / "facts").glob("traced*.py"))]
-    digest = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
+    digest = hashlib.sha256(b"".join(source.read_bytes() for source in _sources())).hexdigest()
     return " ".join([*(f"{name}={_version(name)}" for name in _PACKAGES), digest])
+
+
+def _sources() -> list[Path]:
+    package = Path(__file__).resolve().parents[2]
+    return sorted(source for pattern in _SOURCES for source in package.glob(pattern))
 
 
 def _version(package: str) -> str:
@@ -116,7 +153,7 @@ def _version(package: str) -> str:
 
 
 def _run(questions: Sequence[Question], timeout_s: float) -> tuple[Answer, ...]:
-    """Returns the answers of a child process, which sees no GPU and asks no hub unless a model brings its own code."""
+    """Returns the answers of a child process without GPUs; it is offline unless a model brings its own code."""
     remote = any(question.subject.trust_remote_code for question in questions)
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""} | ({} if remote else {"HF_HUB_OFFLINE": "1"})
     try:
@@ -130,7 +167,7 @@ def _run(questions: Sequence[Question], timeout_s: float) -> tuple[Answer, ...]:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        hint = "Trace fewer layers, or give the tracer more time."
+        hint = "Run it again on a less busy machine."
         raise EnvironmentProblem(f"the tracer took more than {timeout_s:.0f} s", hint=hint) from None
     if child.returncode != 0:
         raise _broken(child.returncode, child.stderr.splitlines())
@@ -139,9 +176,9 @@ def _run(questions: Sequence[Question], timeout_s: float) -> tuple[Answer, ...]:
 
 
 def _broken(returncode: int, lines: Iterable[str]) -> EnvironmentProblem:
-    """Returns the error of a child that ended badly: what it said last, and what to install where something misses."""
+    """Returns the error of a child that failed: its last line, or the missing package and how to install it."""
     last = next((line.strip() for line in reversed(list(lines)) if line.strip()), f"exit code {returncode}")
     module = last.removeprefix("ModuleNotFoundError: No module named ").strip("'\"")
     if module != last:
         return EnvironmentProblem(f"the tracer needs {module}, which is not installed", hint=f"pip install {module}")
-    return EnvironmentProblem(f"the tracer failed: {last}", hint="It is `python -m dstrain.train.trace`.")
+    return EnvironmentProblem(f"the tracer failed: {last}", hint="The tracer is `python -m dstrain.train.trace`.")

@@ -83,7 +83,7 @@ def resuming(job: Job, *, num_ranks: int) -> Resuming:
     if saved is None:
         return Resuming(job=job, notes=_skipped(job, "training begins anew"))
     kept = keep_batch(job, saved, num_ranks=num_ranks)
-    notes = _skipped(job, f"going on from {saved.folder.name}") + _notes(job, kept, saved, num_ranks=num_ranks)
+    notes = _skipped(job, f"resuming from {saved.folder.name}") + _notes(job, kept, saved, num_ranks=num_ranks)
     return Resuming(job=kept, saved=saved, notes=notes)
 
 

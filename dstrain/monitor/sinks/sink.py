@@ -8,7 +8,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, Protocol
 
-from dstrain.monitor.mode import Mode
+from dstrain.choices import SwanLabMode
 
 Say = Callable[[str], None]
 
@@ -29,7 +29,7 @@ class Setup:
     """Project name."""
     name: str
     """Name of the run."""
-    mode: Mode
+    mode: SwanLabMode
     """SwanLab's mode."""
     run_dir: Path
     """The run directory; a sink keeps its files inside."""

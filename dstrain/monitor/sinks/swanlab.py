@@ -10,8 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dstrain.choices import SwanLabMode
 from dstrain.errors import EnvironmentProblem
-from dstrain.monitor.mode import Mode, upload_command
+from dstrain.monitor.mode import upload_command
 from dstrain.paths import write_atomic
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ of those of its parts that were written offline."""
 class SwanlabSink:
     """One SwanLab run."""
 
-    def __init__(self, swanlab: Any, *, mode: Mode, folder: Path, run_id: str, to_upload: Sequence[str]) -> None:
+    def __init__(self, swanlab: Any, *, mode: SwanLabMode, folder: Path, run_id: str, to_upload: Sequence[str]) -> None:
         """Takes the module with an active run; `to_upload` are the folders of all its parts that are offline."""
         self._swanlab = swanlab
         self._mode = mode
@@ -37,7 +38,7 @@ class SwanlabSink:
     def place(self) -> str:
         """Says where the curves are."""
         where = f"{self._mode} in {self._folder}"
-        if self._mode is Mode.ONLINE:
+        if self._mode is SwanLabMode.ONLINE:
             where = getattr(self._swanlab.get_run(), "url", None) or "online"
         return f"SwanLab: {where}{f'; to upload: {upload_command(self._to_upload)}' if self._to_upload else ''}"
 
@@ -78,7 +79,7 @@ def open_sink(setup: Setup, say: Callable[[str], None]) -> SwanlabSink | None:
 
     The mode is always passed and nothing is ever asked. Each failure is said in one line.
     """
-    if setup.mode is Mode.DISABLED:
+    if setup.mode is SwanLabMode.DISABLED:
         return None
     os.environ["SWANLAB_INTERACTIVE"] = "false"
     try:
@@ -89,22 +90,26 @@ def open_sink(setup: Setup, say: Callable[[str], None]) -> SwanlabSink | None:
         ) from None
     run_id = _run_id(setup)
     folder = setup.run_dir / "swanlog"
-    for mode in dict.fromkeys((setup.mode, Mode.OFFLINE)):
+    for mode in dict.fromkeys((setup.mode, SwanLabMode.OFFLINE)):
         try:
             folder.mkdir(parents=True, exist_ok=True)
             _init(swanlab, setup, mode, folder, run_id)
             made = sorted(folder.glob(f"run-*{run_id}*"))  # named by time; a resumed run has one for each part
             part = made[-1] if made else folder
-            to_upload = _note_part(setup, part.name if mode is Mode.OFFLINE else None)
+            to_upload = _note_part(setup, part.name if mode is SwanLabMode.OFFLINE else None)
             return SwanlabSink(swanlab, mode=mode, folder=part, run_id=run_id, to_upload=to_upload)
         except Exception as error:
             reason = f"{type(error).__name__}: {error}".split("\n")[0]
-            rest = "going on offline" if mode is not Mode.OFFLINE else "going on without it, metrics.jsonl has it all"
+            rest = (
+                "going on offline"
+                if mode is not SwanLabMode.OFFLINE
+                else "going on without it, metrics.jsonl has it all"
+            )
             say(f"SwanLab: {mode} did not start ({reason}); {rest}")
     return None
 
 
-def _init(swanlab: Any, setup: Setup, mode: Mode, folder: Path, run_id: str) -> None:
+def _init(swanlab: Any, setup: Setup, mode: SwanLabMode, folder: Path, run_id: str) -> None:
     if swanlab.has_run():
         swanlab.finish()
     swanlab.init(

@@ -20,10 +20,8 @@ from dstrain.choices import Precision
 from dstrain.errors import Conflict, DstrainError, EnvironmentProblem, InvalidConfig
 from dstrain.rundir import RunDir
 from dstrain.train.checkpoints.checkpoints import refuse_damaged
-from dstrain.train.checkpoints.saved_model import converted, family_of, require_whole_model
+from dstrain.train.checkpoints.saved_model import DTYPES, converted, family_of, require_whole_model
 from dstrain.train.rank import quieten
-
-_DTYPES = {Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16, Precision.FP32: torch.float32}
 
 
 def export(source: Path, out: Path, *, precision: Precision | None = None) -> Path:
@@ -93,7 +91,7 @@ def _merged(folder: Path, precision: Precision | None) -> Any:
 
     base = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))["base_model_name_or_path"]
     config = _config(base)
-    model = family_of(config).from_pretrained(base, dtype=_DTYPES[precision] if precision else "auto")
+    model = family_of(config).from_pretrained(base, dtype=DTYPES[precision] if precision else "auto")
     return PeftModel.from_pretrained(model, str(folder)).merge_and_unload()
 
 
@@ -102,7 +100,7 @@ def _gathered(folder: Path, precision: Precision | None) -> Any:
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint  # type: ignore[import-untyped]
 
     config = _config(folder)
-    dtype = _DTYPES[precision] if precision else getattr(config, "dtype", None) or torch.float32
+    dtype = DTYPES[precision] if precision else getattr(config, "dtype", None) or torch.float32
     try:
         state = get_fp32_state_dict_from_zero_checkpoint(str(folder))
     except (ValueError, FileNotFoundError, KeyError) as error:  # shards of tensor or sequence parallelism, for one
@@ -125,7 +123,7 @@ def _gathered(folder: Path, precision: Precision | None) -> Any:
 
 def _loaded(folder: Path, precision: Precision | None) -> Any:
     config = _config(folder)
-    return family_of(config).from_pretrained(folder, dtype=_DTYPES[precision] if precision else "auto")
+    return family_of(config).from_pretrained(folder, dtype=DTYPES[precision] if precision else "auto")
 
 
 def _save_tokenizer(folder: Path, out: Path) -> None:

@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch.distributed as dist
-
 from dstrain.heartbeat import MARK
 from dstrain.rundir import RunDir
 from dstrain.train.rank import Rank
@@ -48,6 +46,8 @@ def shared(run_dir: RunDir, rank: Rank, environment: Mapping[str, str], group: A
     own = number_of(run_dir, environment)
     numbers: list[int | None] = [own] * rank.world_size
     if group is not None:
+        import torch.distributed as dist  # here: a rank reports that it starts before it loads PyTorch
+
         dist.all_gather_object(numbers, own, group=group)
     return Disk(
         ranks=tuple(index for index, number in enumerate(numbers) if number == own),

@@ -12,12 +12,13 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
+from dstrain.choices import Precision
 from dstrain.errors import InvalidConfig, RunFailed
 from dstrain.facts.model.model_files import ADAPTER, Tensor, read
 from dstrain.paths import write_atomic
 
-DTYPE_NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
-"""What safetensors calls the dtypes of training."""
+DTYPES = {Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16, Precision.FP32: torch.float32}
+_SAFETENSORS_NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 _KEPT = ("use_cache", "dtype")
 """Keys of config.json that training changes in memory, and a saved model must not have changed."""
 
@@ -104,8 +105,8 @@ def require_whole_model(folder: Path, *, trust_remote_code: bool = False) -> Non
 
 def _other_dtypes(tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> list[str]:
     """Returns the tensors whose dtype is neither that of the configuration nor fp32, which some families keep."""
-    names = set(DTYPE_NAMES.values())
-    wanted = DTYPE_NAMES.get(dtype) if dtype is not None else None
+    names = set(_SAFETENSORS_NAMES.values())
+    wanted = _SAFETENSORS_NAMES.get(dtype) if dtype is not None else None
     others = [name for name, tensor in tensors.items() if tensor.dtype in names - {wanted, "F32"}]
     if wanted is not None and tensors and all(tensor.dtype != wanted for tensor in tensors.values()):
         others = list(tensors)

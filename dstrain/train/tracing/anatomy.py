@@ -8,8 +8,7 @@ from typing import Any
 from torch import nn
 
 from dstrain.errors import InvalidConfig
-
-_VISION = ("visual", "vision_tower", "vision_model")
+from dstrain.train.model import is_vision
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +42,7 @@ def dissect(model: Any) -> Anatomy:
     if not lists:
         raise InvalidConfig(f"no list of {wanted} layers in Transformers' {type(base).__name__}")
     root, layers = max(lists, key=lambda item: sum(parameter.numel() for parameter in item[1].parameters()))
-    towers = (module for name, module in base.named_modules() if name.split(".")[-1] in _VISION)
+    towers = (module for name, module in base.named_modules() if is_vision(name.rpartition(".")[2]))
     return Anatomy(
         layers_root=root,
         layers=tuple(layers),
@@ -51,8 +50,3 @@ def dissect(model: Any) -> Anatomy:
         head=base.get_output_embeddings(),
         vision=next(towers, None),
     )
-
-
-def is_vision(name: str) -> bool:
-    """Returns whether a module or parameter belongs to a vision tower."""
-    return any(part in _VISION for part in name.split("."))

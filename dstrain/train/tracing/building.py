@@ -11,9 +11,8 @@ from transformers.initialization import no_init_weights
 from dstrain.choices import Attention, Method, Precision
 from dstrain.errors import DstrainError, InvalidConfig
 from dstrain.facts.model.trace_records import Question, Subject
-from dstrain.train.model import freeze_vision
-
-_DTYPES = {Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16, Precision.FP32: torch.float32}
+from dstrain.train.checkpoints.saved_model import DTYPES
+from dstrain.train.model import freeze_vision, with_adapter
 
 
 def load_config(subject: Subject, num_hidden_layers: int | None = None) -> Any:
@@ -57,7 +56,7 @@ def per_layer_lists(text: Any) -> dict[str, list[Any]]:
 def build(config: Any, subject: Subject, precision: Precision = Precision.BF16) -> Any:
     """Returns the model that the config describes, on the meta device, as `train.model` would load it."""
     family = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
-    options: dict[str, Any] = {"dtype": _DTYPES[precision], "attn_implementation": "eager"}
+    options: dict[str, Any] = {"dtype": DTYPES[precision], "attn_implementation": "eager"}
     try:
         with torch.device("meta"), no_init_weights():
             options |= {"trust_remote_code": subject.trust_remote_code}
@@ -80,7 +79,11 @@ def prepare(question: Question) -> Any:
     if not question.trains_vision:
         freeze_vision(model)
     if question.method is Method.LORA:
-        model = _with_adapter(model, question)
+        dtype = DTYPES[question.precision]
+        with torch.device("meta"):
+            model = with_adapter(
+                model, question.lora, grad_ckpt=question.grad_ckpt, dtype=dtype, low_cpu_mem_usage=True
+            )
     if question.grad_ckpt:
         _recompute(model, question)
     model.train()
@@ -100,35 +103,6 @@ def _set_attention(model: Any, attn: Attention) -> None:
     for config in {id(config): config for config in configs}.values():
         if hasattr(config, "_attn_implementation_internal"):
             config._attn_implementation_internal = attn.value
-
-
-def _with_adapter(model: Any, question: Question) -> Any:
-    """Returns the model with adapters in its own dtype, as `train.model` makes them."""
-    from peft import LoraConfig, get_peft_model
-
-    lora = question.lora
-    targets: str | list[str] = "all-linear" if lora.targets == ("all-linear",) else list(lora.targets)
-    has_vision = hasattr(model.config, "vision_config")
-    adapter = LoraConfig(
-        r=lora.rank,
-        lora_alpha=lora.alpha,
-        lora_dropout=lora.dropout,
-        target_modules=targets,
-        exclude_modules=r".*\.(visual|vision_tower|vision_model)\..*" if has_vision else None,
-        task_type="CAUSAL_LM",
-    )
-    if question.grad_ckpt:
-        model.enable_input_require_grads()
-    try:
-        with torch.device("meta"):
-            adapted = get_peft_model(model, adapter, autocast_adapter_dtype=False, low_cpu_mem_usage=True)
-    except ValueError as error:
-        names = ", ".join(lora.targets)
-        raise InvalidConfig(f'lora targets "{names}": {first_line(error)}', hint="targets: [all-linear]") from error
-    for parameter in adapted.parameters():
-        if parameter.requires_grad:
-            parameter.data = parameter.data.to(_DTYPES[question.precision])
-    return adapted
 
 
 def _recompute(model: Any, question: Question) -> None:

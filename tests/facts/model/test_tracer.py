@@ -14,11 +14,10 @@ from dstrain.choices import Attention
 from dstrain.errors import EnvironmentProblem, InvalidConfig
 from dstrain.facts.model import tracer
 from dstrain.facts.model.families import from_config
-from dstrain.facts.model.trace_protocol import Answer
 from dstrain.facts.model.trace_records import Description, Question, Subject, Trace, Wanted
 from dstrain.facts.model.traced_activations import ActivationProfile
 from dstrain.facts.model.traced_model import from_description
-from dstrain.facts.model.tracer import ask, trace_model
+from dstrain.facts.model.tracer import Answer, ask, trace_model
 from tests.plan.memory.layers.shapes import FAMILIES, config_of
 
 LLAMA = {
@@ -103,6 +102,11 @@ def test_a_model_is_traced_once_and_remembered(tmp_path: Path, monkeypatch: pyte
     assert 'model_type "gpt2" is not known to dstrain' in first.traced.note
     assert len(list((tmp_path / "dstrain" / "traces").glob("*.json"))) == 3
     assert trace_model(subject, way, name="small", source="some/small", timeout_s=0.01) == first
+
+
+def test_answers_depend_on_all_code_of_the_tracer() -> None:
+    names = {path.name for path in tracer._sources()}
+    assert {"trace.py", "model.py", "passes.py", "kernels.py", "traced_activations.py", "trace_records.py"} <= names
 
 
 def test_a_damaged_answer_is_asked_again(tmp_path: Path) -> None:

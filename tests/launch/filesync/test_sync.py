@@ -66,7 +66,7 @@ def test_a_run_is_killed_and_goes_on_with_another_host_in_place_of_one(usual: Jo
         (job.folder / "hostfile").write_text("node0 slots=1\nnode2 slots=1\n")
         again = job.call("run", "--launcher", "ssh", "--sync", "--set", "resume=auto", "--set", f"max_steps={last + 4}")
     assert again.code == 0, again.said
-    assert f"going on from checkpoint-{last}" in again.said
+    assert f"resuming from checkpoint-{last}" in again.said
     assert last >= step
     assert max(job.losses()) == last + 4
     expected = usual.losses()
@@ -84,7 +84,7 @@ def test_zero_3_over_pdsh_from_a_machine_without_ranks_brings_everything_there(
         assert done.code == 0, done.said
         again = job.call("run", "--sync", "--set", "max_steps=8", "--set", "resume=auto", head=2)
         assert again.code == 0, again.said
-    assert "going on from checkpoint-6" in again.said
+    assert "resuming from checkpoint-6" in again.said
     expected = usual.losses()
     assert job.losses() == pytest.approx({at: expected[at] for at in range(1, 9)}, rel=1e-4)
     assert is_whole(job.place.path / "checkpoint-8")

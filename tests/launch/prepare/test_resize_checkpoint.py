@@ -91,7 +91,7 @@ def test_a_damaged_checkpoint_is_said_before_the_launch(tmp_path: Path) -> None:
     assert found.saved is not None
     assert found.saved.folder == older
     assert found.notes == (
-        "warning: checkpoint-10 is damaged (latest: No such file or directory): going on from checkpoint-4",
+        "warning: checkpoint-10 is damaged (latest: No such file or directory): resuming from checkpoint-4",
     )
 
 

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
+from dstrain.choices import SwanLabMode
 from dstrain.errors import EnvironmentProblem, InvalidConfig
-from dstrain.monitor.mode import Mode
 from dstrain.monitor.sinks import registry
 from dstrain.monitor.sinks.registry import Guarded, open_sinks
 from dstrain.monitor.sinks.sink import End, Say, Setup
 
 
 def setup(folder: Path) -> Setup:
-    return Setup(project="p", name="n", mode=Mode.OFFLINE, run_dir=folder, config={}, is_resumed=False)
+    return Setup(project="p", name="n", mode=SwanLabMode.OFFLINE, run_dir=folder, config={}, is_resumed=False)
 
 
 class Broken:

@@ -11,10 +11,10 @@ from pathlib import Path
 PROGRAM = """
 import sys
 from pathlib import Path
-from dstrain.monitor.mode import Mode
+from dstrain.choices import SwanLabMode
 from dstrain.monitor.sinks.registry import End, Setup, open_sinks
 
-folder, mode, resumed = Path(sys.argv[1]), Mode(sys.argv[2]), sys.argv[3] == "resumed"
+folder, mode, resumed = Path(sys.argv[1]), SwanLabMode(sys.argv[2]), sys.argv[3] == "resumed"
 named = {"name": "qwen3-8b-lora-4x4090-zero2", "description": "8.19 B parameters", "tags": ("lora", "4x4090")}
 config = {"a": {"b": 1}, "num_gpus": 4}
 setup = Setup(project="p", mode=mode, run_dir=folder, config=config, is_resumed=resumed, **named)

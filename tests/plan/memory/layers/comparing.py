@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from dstrain.facts.model.trace_protocol import Failure
 from dstrain.facts.model.trace_records import Trace
-from dstrain.facts.model.tracer import ask
+from dstrain.facts.model.tracer import Failure, ask
 from dstrain.plan.memory.layers.activations import Instant, has_layer_code, of_variant
 from dstrain.plan.memory.layers.context import variant_of
 from tests.plan.memory.layers.shapes import Case
