@@ -16,7 +16,6 @@ from dstrain.config.lint import engine
 from dstrain.config.lint.finding import lines
 from dstrain.errors import InvalidConfig
 from dstrain.job.file import read_job
-from dstrain.launch.prepare.job_context import JobContext, known
 from dstrain.launch.prepare.lint_job import lint_job, refused
 from dstrain.paths import alone
 
@@ -75,7 +74,7 @@ def _lint(folder: Path) -> None:
     path, job = folder / "ds_config.json", folder / "job.yaml"
     if not path.is_file():
         return
-    linted = lint_job(known(read_job(job), folder) if job.is_file() else JobContext(), path)
+    linted = lint_job(read_job(job) if job.is_file() else None, path)
     if engine.errors(linted.findings):
         raise refused(linted.findings)
     for finding in linted.findings:

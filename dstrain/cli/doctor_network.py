@@ -12,15 +12,15 @@ from pathlib import Path
 
 from dstrain.cli.console import answer, answer_json, say, say_lines, talk
 from dstrain.cli.output.doctor import grouped, network_document, printable
-from dstrain.config.edits.lock import read_lock
+from dstrain.config.edits.lock import planned_cluster
 from dstrain.doctor.finding import count_text
 from dstrain.doctor.network_judge import figures, findings, gpu_of
-from dstrain.doctor.network_measure import Answer, Site, measure, this_machine
+from dstrain.doctor.network_measure import Answer, Site, measure
 from dstrain.errors import DstrainError
 from dstrain.facts import probe
 from dstrain.facts.cluster import machines, measured_links
 from dstrain.facts.cluster.cluster import Cluster
-from dstrain.facts.this_machine import ACCELERATOR
+from dstrain.facts.this_machine import trains_on_cpu
 from dstrain.job.file import JobFile
 
 
@@ -50,9 +50,9 @@ def _site(file: JobFile | None, hostfile: Path | None) -> Site:
     job = file.job if file is not None else None
     variables = dict(job.env) if job else {}
     path = hostfile or (Path(job.hostfile) if job and job.hostfile else None)
-    on_cpu = {**os.environ, **variables}.get(ACCELERATOR) == "cpu"
+    on_cpu = trains_on_cpu(os.environ, variables)
     if path is None:
-        hosts = this_machine(1 if on_cpu else len(probe.local_gpus()))
+        hosts = machines.local_host(1 if on_cpu else len(probe.local_gpus()))
     else:
         hosts = machines.named(machines.resolve_hosts(path))
     return Site(hosts=hosts, on_cpu=on_cpu, variables=variables)
@@ -61,8 +61,7 @@ def _site(file: JobFile | None, hostfile: Path | None) -> Site:
 def _planned(file: JobFile | None) -> Cluster | None:
     """Returns the machines of the plan beside a job, which may say what link is between them."""
     with suppress(DstrainError):
-        lock = read_lock(Path(file.job.ds_config).parent) if file is not None else None
-        return lock.cluster if lock is not None else None
+        return planned_cluster(Path(file.job.ds_config).parent) if file is not None else None
     return None
 
 

@@ -13,7 +13,7 @@ from dstrain.errors import DstrainError, InvalidConfig
 
 if TYPE_CHECKING:
     from dstrain.config.explain.key import Here
-    from dstrain.launch.prepare.job_context import JobContext
+    from dstrain.config.lint.subject import JobContext
 
 CONFIG, JOB = "ds_config.json", "job.yaml"
 
@@ -48,11 +48,11 @@ def _explain_key(subject: str, job: Path | None, *, as_json: bool) -> None:
 
     pointer, key = named(subject)
     here, missing = _here(job)
-    found = text.explained(pointer, key, here, missing)
+    explained = text.explained(pointer, key, here, missing)
     if as_json:
-        answer_json(text.document(found))
+        answer_json(text.document(explained))
     else:
-        answer("\n".join(text.lines(found)))
+        answer("\n".join(text.lines(explained)))
 
 
 def _explain_file(path: Path, job: Path | None, *, as_json: bool) -> None:
@@ -63,18 +63,19 @@ def _explain_file(path: Path, job: Path | None, *, as_json: bool) -> None:
     document = jsonc.parse(read_text(path), str(path))
     if not isinstance(document.value, dict):
         raise InvalidConfig("a configuration is an object in braces", place=document.place(()))
-    known, missing = _known(job, path)
-    found = text.explained(path, document.value, known, missing)
+    context, missing = _context(job, path)
+    explained = text.explained(path, document.value, context, missing)
     if as_json:
-        answer_json(text.document(found))
+        answer_json(text.document(explained))
     else:
-        answer("\n".join(text.lines(found)))
+        answer("\n".join(text.lines(explained)))
 
 
-def _known(job: Path | None, config: Path | None) -> tuple[JobContext | None, str | None]:
-    """Returns what is known of the job of a configuration, or None and what is missing."""
+def _context(job: Path | None, config: Path | None) -> tuple[JobContext | None, str | None]:
+    """Returns the context of the job of a configuration, or None and what is missing."""
+    from dstrain.config.edits.lock import planned_cluster
     from dstrain.job.file import read_job
-    from dstrain.launch.prepare.job_context import known
+    from dstrain.launch.prepare.job_context import job_context
 
     path = job or (config.parent if config else Path()) / JOB
     if job is None and not path.is_file():
@@ -83,7 +84,7 @@ def _known(job: Path | None, config: Path | None) -> tuple[JobContext | None, st
     theirs = Path(file.job.ds_config)
     if job is None and config is not None and config.resolve() != theirs:
         return None, f"{path} is about another configuration ({theirs.name})"
-    return known(file, theirs.parent), None
+    return job_context(file, planned_cluster(theirs.parent)), None
 
 
 def _here(job: Path | None) -> tuple[Here | None, str | None]:
@@ -91,28 +92,20 @@ def _here(job: Path | None) -> tuple[Here | None, str | None]:
     from dstrain.cli.output.explain import unknown_model
     from dstrain.config import jsonc
     from dstrain.config.explain.key import Here
-    from dstrain.facts.cluster import calibration
-    from dstrain.facts.workload import Workload
-    from dstrain.launch.prepare.job_context import request_of
+    from dstrain.launch.prepare.job_context import request_of, workload_of
     from dstrain.launch.prepare.lint_job import read_text
 
-    known, missing = _known(job, None)
-    if known is None or known.job is None:
+    context, missing = _context(job, None)
+    if context is None or context.job is None:
         return None, missing
-    if known.model is None or known.cluster is None:
-        return None, unknown_model(known.job.job.model)
+    workload = workload_of(context)
+    if workload is None:
+        return None, unknown_model(context.job.job.model)
     try:
-        path = Path(known.job.job.ds_config)
+        path = Path(context.job.job.ds_config)
         config = jsonc.parse(read_text(path), path.name).value
     except DstrainError as error:
         return None, error.problem
     if not isinstance(config, dict):
         return None, f"{path.name} is no object"
-    return (
-        Here(
-            config=config,
-            request=request_of(known.job.job),
-            workload=Workload(model=known.model, cluster=known.cluster, calibration=calibration.read()),
-        ),
-        None,
-    )
+    return Here(config=config, request=request_of(context.job.job), workload=workload), None

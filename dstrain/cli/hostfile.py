@@ -18,7 +18,7 @@ from dstrain.facts import probe
 from dstrain.facts.cluster import host_sources, hostfile
 from dstrain.facts.cluster.host_sources import SOURCES, HostQuery
 from dstrain.facts.cluster.hostfile import MAX_SLOTS, Hosts
-from dstrain.facts.cluster.machines import resolve_hosts
+from dstrain.facts.cluster.machines import placeholders, resolve_hosts
 from dstrain.facts.this_machine import ACCELERATOR
 from dstrain.facts.this_machine import names as machine_names
 from dstrain.paths import write_atomic
@@ -143,10 +143,7 @@ def check(path: Path, equal: bool, reach: bool, job: Path | None, timeout: float
       dstrain hostfile check --reach --job job.yaml
     """
     hosts = resolve_hosts(path)
-    problems = [
-        f"{path}:{line}:1: {hosts.hosts[0].name.rpartition('-')[0]} stands for a host that nobody has named yet"
-        for line in hosts.placeholder_lines
-    ]
+    problems = [placeholder.problem for placeholder in placeholders(hosts)]
     counts = {host.slots for host in hosts.hosts}
     if equal and len(counts) > 1:
         most = max(counts, key=lambda count: sum(host.slots == count for host in hosts.hosts))

@@ -13,7 +13,6 @@ from dstrain.cli.console import answer, answer_json, say
 from dstrain.config.lint import engine
 from dstrain.config.lint.finding import Severity, count_text, lines
 from dstrain.errors import InvalidConfig
-from dstrain.launch.prepare.job_context import JobContext
 from dstrain.launch.prepare.lint_job import LintResult, check_rules, lint_job
 from dstrain.paths import shown, write_atomic
 
@@ -63,9 +62,8 @@ def command(
     if dry_run and not fix:
         raise click.UsageError("-n is about --fix; lint alone writes nothing.")
     path, file = _files(config, job, hostfile)
-    known = JobContext() if file is None else _known(file, path)
     try:
-        linted = lint_job(known, path, is_trainers=trainer, ignored=ignored, fix=fix)
+        linted = lint_job(file, path, is_trainers=trainer, ignored=ignored, fix=fix)
     except InvalidConfig as error:
         if as_json:
             answer_json({"schema": 1, "findings": [], "error": error.problem})
@@ -110,12 +108,6 @@ def _beside(config: Path | None) -> Path | None:
     """Returns the job file beside a configuration, where there is one."""
     found = (config or Path("ds_config.json")).parent / JOB
     return found if found.is_file() else None
-
-
-def _known(file: JobFile, path: Path) -> JobContext:
-    from dstrain.launch.prepare.job_context import known
-
-    return known(file, path.parent)
 
 
 def _say_mended(linted: LintResult, *, dry_run: bool) -> None:

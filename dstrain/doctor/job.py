@@ -64,14 +64,11 @@ def all_needs(file: JobFile, hosts: Hosts | None) -> tuple[Needs, list[Finding]]
     May ask the hub for the model, which takes as long as it takes.
     """
     from dstrain.config.lint import engine
-    from dstrain.launch.prepare.job_context import (
-        known,  # these bring the planner with them, which takes a quarter of a second
-    )
-    from dstrain.launch.prepare.lint_job import lint_job
+    from dstrain.launch.prepare.lint_job import lint_job  # brings the planner, a quarter of a second
 
     notes, name = Notes("job"), shown(file.job.ds_config)
     try:
-        linted = lint_job(known(file, Path(file.job.ds_config).parent), Path(file.job.ds_config))
+        linted = lint_job(file, Path(file.job.ds_config))
     except DstrainError as error:
         notes.bad(error.problem.replace("\n", "; "), error.hint)
         return first_needs(file, hosts), notes.findings

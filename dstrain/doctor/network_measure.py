@@ -18,7 +18,7 @@ from dstrain.doctor.hosts import own_names
 from dstrain.doctor.reach import send
 from dstrain.errors import DstrainError, EnvironmentProblem
 from dstrain.facts import network_interface, ports
-from dstrain.facts.cluster.hostfile import Host, Hosts
+from dstrain.facts.cluster.hostfile import Hosts
 from dstrain.facts.cluster.network_measurement import Network
 from dstrain.facts.this_machine import is_this_machine, visible_devices
 from dstrain.heartbeat import Phase
@@ -234,8 +234,3 @@ def _clear(folder: Path, hellos: Mapping[Node, Hello], names: frozenset[str]) ->
     if apart:
         with ThreadPoolExecutor(max_workers=min(64, len(apart))) as pool:
             list(pool.map(lambda node: send(node.host, ["rm", "-rf", str(folder)], names, timeout_s=_REMOVE_S), apart))
-
-
-def this_machine(num_gpus: int) -> Hosts:
-    """Returns the hosts where nobody named any."""
-    return Hosts(hosts=(Host(name="localhost", slots=num_gpus),), name="this machine")

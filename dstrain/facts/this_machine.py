@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import re
 import socket
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from importlib import metadata
 
 import psutil
@@ -42,6 +42,11 @@ def names() -> frozenset[str]:
             if address.family in {socket.AF_INET, socket.AF_INET6}:
                 found.add(address.address.partition("%")[0])
     return frozenset(found)
+
+
+def trains_on_cpu(environment: Mapping[str, str], job_env: Mapping[str, str] | None = None) -> bool:
+    """Returns whether ranks train on the CPU, given this environment and the `env` of a job, which wins."""
+    return {**environment, **(job_env or {})}.get(ACCELERATOR) == "cpu"
 
 
 def is_this_machine(host: str, names: Collection[str]) -> bool:

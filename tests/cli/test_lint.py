@@ -75,7 +75,7 @@ def test_strict_fails_for_warnings(dstrain: Type, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--ignore", "DS999"), '--ignore "DS999" is no rule'),
+        (("--ignore", "DS999"), '--ignore "DS999": unknown rule'),
         (("nowhere.json",), "nowhere.json: no such file"),
         ((".",), "cannot be read"),
     ],

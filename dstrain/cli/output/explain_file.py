@@ -16,11 +16,10 @@ from dstrain.config.explain.key import Here, estimate_of
 from dstrain.config.key_bytes import scale
 from dstrain.config.key_text import meaning
 from dstrain.config.lint.finding import json_pointer
-from dstrain.config.lint.subject import ABSENT
+from dstrain.config.lint.subject import ABSENT, JobContext
 from dstrain.config.resolve_auto import filled
-from dstrain.facts.cluster import calibration
 from dstrain.facts.workload import Workload
-from dstrain.launch.prepare.job_context import JobContext, request_of
+from dstrain.launch.prepare.job_context import request_of, workload_of
 from dstrain.plan.estimate_records import Estimate
 from dstrain.plan.labels import label
 from dstrain.units import format_bytes, format_seconds
@@ -44,6 +43,8 @@ class Explained:
     """The configuration."""
     known: JobContext | None
     """The job that it belongs to."""
+    workload: Workload | None
+    """Its model and cluster; None if one of them is unknown."""
     estimate: Estimate | None
     """What it needs."""
     missing: str | None
@@ -55,15 +56,11 @@ class Explained:
 def explained(path: Path, config: Mapping[str, Any], known: JobContext | None, missing: str | None) -> Explained:
     """Returns all that is known of a configuration."""
     found: Estimate | str = missing or "no job is known"
+    workload = workload_of(known) if known is not None else None
     if known is not None and known.job is not None:
         found = unknown_model(known.job.job.model)
-        if known.model is not None and known.cluster is not None:
-            here = Here(
-                config=config,
-                request=request_of(known.job.job),
-                workload=Workload(model=known.model, cluster=known.cluster, calibration=calibration.read()),
-            )
-            found = estimate_of(here)
+        if workload is not None:
+            found = estimate_of(Here(config=config, request=request_of(known.job.job), workload=workload))
     job = known.job.job if known and known.job else None
     model = known.model if known else None
     num_ranks = known.hosts.num_slots if known and known.hosts else None
@@ -74,6 +71,7 @@ def explained(path: Path, config: Mapping[str, Any], known: JobContext | None, m
         path=path,
         config=config,
         known=known,
+        workload=workload,
         estimate=estimate,
         missing=None if isinstance(found, Estimate) else found,
         sections=tuple(sections(config, filled=fills, by=by, estimate=estimate)),
@@ -93,9 +91,9 @@ def lines(found: Explained) -> list[str]:
 
 def _head(found: Explained) -> Iterator[str]:
     """Yields the whole in a few lines."""
-    estimate, known = found.estimate, found.known
-    if known is not None and known.model is not None and known.cluster is not None:
-        yield from subject_lines(Workload(model=known.model, cluster=known.cluster))
+    estimate = found.estimate
+    if found.workload is not None:
+        yield from subject_lines(found.workload)
     yield f"file     {found.path}"
     if estimate is None:
         yield f"No estimate: {found.missing}. Sizes below are of the numbers alone."

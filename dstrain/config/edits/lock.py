@@ -83,6 +83,12 @@ def read_lock(folder: Path) -> Lock | None:
         raise InvalidConfig(error.problem, hint=error.hint or hint) from None
 
 
+def planned_cluster(folder: Path) -> Cluster | None:
+    """Returns the cluster that the files of a folder were generated for; None if unknown."""
+    lock = read_lock(folder)
+    return lock.cluster if lock is not None else None
+
+
 def _upgraded(data: Any) -> Any:
     """Returns the data of a lock of schema 1, whose open conflicts are bare keys, as of one of today."""
     if not (isinstance(data, dict) and data.get("schema") == 1 and isinstance(data.get("unsettled", {}), dict)):

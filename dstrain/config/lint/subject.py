@@ -24,21 +24,23 @@ ABSENT: Any = REMOVED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Subject:
-    """A configuration with everything that rules may ask. What is not known is None, and rules about it are silent."""
+class JobContext:
+    """A job with its hosts, model and cluster; unknown parts are None."""
+
+    job: JobFile | None = None
+    hosts: Hosts | None = None
+    model: ModelFacts | None = None
+    cluster: Cluster | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject(JobContext):
+    """A configuration in the context of its job. Rules about unknown parts of the context report nothing."""
 
     document: Document
     """The configuration; its value is an object."""
     is_trainers: bool
     """Whether the Hugging Face Trainer reads it; else `deepspeed.initialize` does."""
-    job: JobFile | None = None
-    """The job that it belongs to."""
-    hosts: Hosts | None = None
-    """The machines of its hostfile."""
-    model: ModelFacts | None = None
-    """The model of the job."""
-    cluster: Cluster | None = None
-    """The machines."""
     estimate: Estimate | None = None
     """What the configuration needs; None also where it cannot be understood."""
     free_disk_bytes: int | None = None

@@ -46,8 +46,7 @@ def resolve_hosts(path: Path | None, *, place: Place | None = None) -> Hosts:
     DeepSpeed would go on without it, on this machine alone.
     """
     if path is None:
-        slots = max(1, len(probe.local_gpus()))
-        return Hosts(hosts=(Host(name=this_machine.LOCAL, slots=slots),), name="this machine")
+        return local_host(max(1, len(probe.local_gpus())))
     name = shown(str(path))
     if not path.exists():
         raise InvalidConfig(
@@ -58,17 +57,26 @@ def resolve_hosts(path: Path | None, *, place: Place | None = None) -> Hosts:
     return hostfile.parse(probe.read_text(path), name)
 
 
+def local_host(slots: int) -> Hosts:
+    """Returns this machine as the only host."""
+    return Hosts(hosts=(Host(name=this_machine.LOCAL, slots=slots),), name="this machine")
+
+
 def named(hosts: Hosts) -> Hosts:
-    """Returns hosts whose names somebody has filled in. Raises InvalidConfig for placeholders."""
-    unnamed = [host.name for host in hosts.hosts if host.name.startswith(hostfile.PLACEHOLDER)]
-    problems = [
-        InvalidConfig(f"{name} is a placeholder, not a host", place=Place(file=hosts.name, line=line, column=1))
-        for line, name in zip(hosts.placeholder_lines, unnamed, strict=True)
-    ]
-    if problems:
+    """Returns the hosts. Raises InvalidConfig for placeholders."""
+    if problems := placeholders(hosts):
         text = "\n".join(problem.problem for problem in problems)
         raise InvalidConfig(text, hint="Write the names of your nodes there.", parts=problems)
     return hosts
+
+
+def placeholders(hosts: Hosts) -> list[InvalidConfig]:
+    """Returns one problem for each host that is still a placeholder."""
+    names = [host.name for host in hosts.hosts if host.name.startswith(hostfile.PLACEHOLDER)]
+    return [
+        InvalidConfig(f"{name} is a placeholder, not a host", place=Place(file=hosts.name, line=line, column=1))
+        for line, name in zip(hosts.placeholder_lines, names, strict=True)
+    ]
 
 
 def is_local(hosts: Hosts) -> bool:

@@ -8,10 +8,13 @@ from types import MappingProxyType
 from dstrain.config.lint.finding import Finding, Severity
 from dstrain.config.lint.rules.syntax import NO_OBJECT, SYNTAX
 from dstrain.errors import DstrainError, InvalidConfig, Place
+from dstrain.facts.cluster.cluster import Cluster
 from dstrain.facts.cluster.hostfile import Hosts
-from dstrain.facts.cluster.machines import shortage
+from dstrain.facts.cluster.machines import placeholders, shortage
 from dstrain.facts.this_machine import is_this_machine
 from dstrain.facts.this_machine import names as machine_names
+from dstrain.job.file import JobFile
+from dstrain.launch.prepare.job_context import hosts_of
 
 HOSTFILE = "DS805"
 """The rule about hostfiles, which are another file."""
@@ -31,8 +34,19 @@ OUTSIDE = MappingProxyType(
 """Rules that are about more than a configuration that can be read: id and title."""
 
 
+def findings(file: JobFile, planned: Cluster | None) -> list[Finding]:
+    """Returns the findings about the hostfile of a job; `planned` is the cluster of its plan."""
+    if file.job.hostfile is None:
+        return []
+    try:
+        hosts = hosts_of(file)
+    except InvalidConfig as error:
+        return of_hostfile(error)
+    return of_hosts(hosts, planned.num_gpus if planned else None)
+
+
 def of_hostfile(error: InvalidConfig) -> list[Finding]:
-    """Returns what the reader of hostfiles says as findings, one for each line."""
+    """Returns the problems of a hostfile as findings, one for each line."""
     return [
         Finding(
             rule=HOSTFILE,
@@ -47,7 +61,7 @@ def of_hostfile(error: InvalidConfig) -> list[Finding]:
 
 
 def of_job(error: DstrainError, place: Place) -> Finding:
-    """Returns what is wrong with the key of the job that is written at a place, as a finding."""
+    """Returns a problem with a key of the job as a finding; `place` is where the key is written."""
     return Finding(
         rule=DATA,
         severity=Severity.ERROR,
@@ -59,12 +73,11 @@ def of_job(error: DstrainError, place: Place) -> Finding:
 
 
 def of_hosts(hosts: Hosts, num_planned: int | None) -> list[Finding]:
-    """Returns what is wrong with the slots of a hostfile that can be read."""
+    """Returns the findings about the hosts and slots of a hostfile; `num_planned` is the GPUs of the plan."""
     found = []
-    if hosts.placeholder_lines:
-        problem = f"{hosts.hosts[0].name} is a placeholder, not a host"
+    if unnamed := placeholders(hosts):
         line, effect = hosts.placeholder_lines[0], "dstrain run refuses it"
-        found.append(_of_line(HOSTFILE, hosts, line, problem, effect, "write your nodes there"))
+        found.append(_of_line(HOSTFILE, hosts, line, unnamed[0].text, effect, "write your nodes there"))
     elif num_planned is not None and hosts.num_slots != num_planned:
         problem = f"{_counted(hosts.num_slots, 'slot')} in all, and the plan is for {_counted(num_planned, 'GPU')}"
         effect = "the samples of a step change with the ranks"

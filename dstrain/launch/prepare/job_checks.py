@@ -12,14 +12,20 @@ from typing import Any
 from dstrain.choices import Attention, Hub, Method, OnBadRow, Precision, SinkName, SwanLabMode
 from dstrain.config.lint.finding import Finding
 from dstrain.errors import DstrainError, EnvironmentProblem, InvalidConfig
+from dstrain.facts import probe
+from dstrain.facts.cluster import machines
 from dstrain.facts.cluster.cluster import Cluster, Origin
+from dstrain.facts.cluster.hostfile import Hosts
 from dstrain.facts.data import datafile
 from dstrain.facts.model import model_files
+from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.job.file import JobFile, looks_local
 from dstrain.job.schema import Job
 from dstrain.launch.prepare.hostfile_findings import of_job
 from dstrain.paths import shown
+from dstrain.plan.memory.params import adapted, linear_names
 from dstrain.records import Keys
+from dstrain.rundir import damage
 
 CHECKED_DATA_BYTES = 64 * 2**20
 """How much of a data file is read before anything is launched; the ranks check the rest."""
@@ -33,7 +39,9 @@ def check(file: JobFile, *, on_cpu: bool) -> list[str]:
     _check_attention(file, on_cpu=on_cpu)
     _check_packages(file)
     check_evaluation(file)
-    return check_data(file)
+    notes = check_data(file)
+    _check_resume(file)
+    return notes
 
 
 def _check_model(file: JobFile) -> None:
@@ -85,12 +93,54 @@ def _check_attention(file: JobFile, *, on_cpu: bool) -> None:
         )
 
 
+def check_machines(file: JobFile, hosts: Hosts, cluster: Cluster, *, needs_gpus: bool) -> None:
+    """Raises EnvironmentProblem or InvalidConfig if this machine or its GPUs cannot run a job."""
+    if needs_gpus:
+        _check_gpus(hosts)
+    check_gpu(file, cluster)
+
+
+def _check_gpus(hosts: Hosts) -> None:
+    """Raises EnvironmentProblem if this machine has fewer GPUs than slots."""
+    if not probe.local_gpus():
+        raise EnvironmentProblem(
+            f"{hosts.name} asks for {hosts.num_slots} GPUs, and NVML finds none on this machine",
+            hint="Check nvidia-smi. To train on the CPU instead: dstrain run --set env.DS_ACCELERATOR=cpu",
+        )
+    if (lack := machines.shortage(hosts)) is not None:
+        raise lack
+
+
 def check_gpu(file: JobFile, cluster: Cluster) -> None:
     """Raises InvalidConfig for flash attention on GPUs that were found here and are too old for it."""
     is_known = cluster.gpu_origin is Origin.MEASURED and cluster.gpu.fp16_flops_per_s > 0
     if file.job.attn is Attention.FLASH_ATTENTION_2 and is_known and not cluster.gpu.has_flash_attention_2:
         raise InvalidConfig(
             f"flash_attention_2 does not run on {cluster.gpu.name}", place=file.locate(("attn",)), hint="attn: sdpa"
+        )
+
+
+def check_targets(file: JobFile, model: ModelFacts | None) -> None:
+    """Raises InvalidConfig if the model has none of the LoRA targets."""
+    job = file.job
+    if model is not None and job.method is not Method.FULL and not adapted(model, job.lora):
+        place, targets = file.locate(("lora", "targets")), ", ".join(job.lora.targets)
+        raise InvalidConfig(
+            f"no linear layer of {model.name} is named {targets}",
+            place=place,
+            hint=f"Its linear layers: {', '.join(linear_names(model))}.",
+        )
+
+
+def _check_resume(file: JobFile) -> None:
+    resume = file.job.resume
+    problem = None if resume in ("never", "auto") else damage(Path(resume))
+    if problem is not None:
+        state = problem if Path(resume).is_dir() else "does not exist"
+        raise InvalidConfig(
+            f"checkpoint {shown(resume)} {state}",
+            place=file.locate(("resume",)),
+            hint="Write resume: auto to continue from the newest complete checkpoint of output_dir.",
         )
 
 

@@ -8,14 +8,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dstrain.config.edits.lock import planned_cluster
 from dstrain.config.jsonc import Pointer
 from dstrain.config.keys.table import key_of
 from dstrain.config.lint import engine
 from dstrain.config.lint.finding import Finding, lines
-from dstrain.config.lint.subject import Subject
+from dstrain.config.lint.subject import JobContext, Subject
 from dstrain.errors import InvalidConfig, did_you_mean
+from dstrain.job.file import JobFile
+from dstrain.launch.prepare import hostfile_findings, job_checks
 from dstrain.launch.prepare.hostfile_findings import OUTSIDE
-from dstrain.launch.prepare.job_context import JobContext
+from dstrain.launch.prepare.job_context import job_context, request_of, workload_of
 from dstrain.paths import shown
 
 if TYPE_CHECKING:
@@ -24,69 +27,88 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LintResult:
-    """A configuration with what is wrong with it."""
+    """A configuration and its findings."""
 
     subject: Subject | None
-    """The configuration; None where it cannot be read."""
+    """The configuration; None if it cannot be read."""
     findings: list[Finding]
-    """What is wrong, in the order of the file."""
+    """In the order of the file, then those about the job."""
     mended: list[Finding]
-    """What safe fixes have mended."""
+    """The findings that safe fixes have removed."""
 
 
 def lint_job(
-    known: JobContext,
+    file: JobFile | None,
     path: Path,
     *,
     is_trainers: bool | None = None,
     ignored: Sequence[str] = (),
     fix: bool = False,
 ) -> LintResult:
-    """Returns what is wrong with a file, and with `fix` its text after every safe fix; nothing is written.
+    """Lints a configuration with its job, if it has one: the hostfile and the data of the job too.
 
-    Raises InvalidConfig where there is no such file. `is_trainers` None: the Trainer reads it where there is a job or
-    an "auto" in it.
+    With `fix`, applies every safe fix to the text that is returned; nothing is written. If `is_trainers` is None, the
+    Trainer reads a configuration that has a job or an "auto". Raises InvalidConfig if the configuration does not exist.
     """
-    document, found = engine.read(read_text(path), shown(str(path)))
+    if file is None:
+        return lint(JobContext(), path, is_trainers=is_trainers, ignored=ignored, fix=fix)
+    planned = planned_cluster(path.parent)
+    context = job_context(file, planned)
+    findings = [*hostfile_findings.findings(file, planned), *job_checks.findings(file)]
+    result = lint(context, path, is_trainers=is_trainers, ignored=ignored, fix=fix)
+    if result.subject is None:
+        return result
+    return replace(result, findings=[*result.findings, *(f for f in findings if f.rule not in ignored)])
+
+
+def lint(
+    context: JobContext,
+    path: Path,
+    *,
+    is_trainers: bool | None = None,
+    ignored: Sequence[str] = (),
+    fix: bool = False,
+) -> LintResult:
+    """Lints a configuration as `lint_job` does, without the hostfile and the data of the job."""
+    document, problems = engine.read(read_text(path), shown(str(path)))
     if document is None:
-        return LintResult(subject=None, findings=found, mended=[])
+        return LintResult(subject=None, findings=problems, mended=[])
     subject = Subject(
         document=document,
         is_trainers=True if is_trainers is None else is_trainers,
-        job=known.job,
-        hosts=known.hosts,
-        model=known.model,
-        cluster=known.cluster,
+        job=context.job,
+        hosts=context.hosts,
+        model=context.model,
+        cluster=context.cluster,
     )
-    if is_trainers is None and known.job is None:
-        subject = replace(subject, is_trainers=any(_is_filled(*each) for each in subject.walk()))
+    if is_trainers is None and context.job is None:
+        subject = replace(subject, is_trainers=any(_is_filled(*item) for item in subject.walk()))
     mended: list[Finding] = []
     if fix:
         subject, mended = engine.fixed(subject, ignored=ignored)
     findings = engine.check(subject, ignored=ignored)
-    if not engine.errors(findings) and (needs := _estimate(subject)) is not None:
-        subject = _with_estimate(subject, needs)
+    if not engine.errors(findings) and (estimate := _estimate(subject)) is not None:
+        subject = _with_estimate(subject, estimate)
         findings = engine.check(subject, ignored=ignored)
-    findings += [each for each in known.findings if each.rule not in ignored]
     return LintResult(subject=subject, findings=findings, mended=mended)
 
 
 def _is_filled(pointer: Pointer, value: Any) -> bool:
-    """Returns whether an "auto" is one that only the Trainer understands."""
+    """Returns whether a value is an "auto" that only the Trainer understands."""
     row = key_of(pointer)
     return value == "auto" and row is not None and row.filled is not None
 
 
 def check_rules(ignored: Sequence[str]) -> None:
-    """Raises InvalidConfig for a rule that there is not."""
+    """Raises InvalidConfig if a rule does not exist."""
     legal = [*OUTSIDE, *(rule.id for rule in engine.RULES)]
     for name in ignored:
         if name not in legal:
-            raise InvalidConfig(f'--ignore "{name}" is no rule', hint=did_you_mean(name, sorted(legal)))
+            raise InvalidConfig(f'--ignore "{name}": unknown rule', hint=did_you_mean(name, sorted(legal)))
 
 
 def read_text(path: Path) -> str:
-    """Returns the text of a configuration. Raises InvalidConfig where there is none."""
+    """Returns the text of a configuration. Raises InvalidConfig if it cannot be read."""
     try:
         with path.open(encoding="utf-8", newline="") as file:  # line ends as they are
             return file.read()
@@ -101,28 +123,24 @@ def read_text(path: Path) -> str:
 
 
 def _estimate(subject: Subject) -> Estimate | None:
-    """Returns what a sound configuration needs, where model and machines are known."""
-    if subject.job is None or subject.model is None or subject.cluster is None:
+    """Returns the estimate of a configuration without errors; None if its job, model or cluster is unknown."""
+    if subject.job is None or (workload := workload_of(subject)) is None:
         return None
-    from dstrain.facts.cluster import calibration
-    from dstrain.facts.workload import Workload
-    from dstrain.launch.prepare.job_context import request_of
-    from dstrain.plan.estimate import estimate
+    from dstrain.plan.estimate import estimate  # the planner takes a quarter of a second to import
 
-    workload = Workload(model=subject.model, cluster=subject.cluster, calibration=calibration.read())
     return estimate(workload, request_of(subject.job.job), subject.config)
 
 
-def _with_estimate(subject: Subject, needs: Estimate) -> Subject:
-    """Returns the subject with what it needs, and what is free where it writes."""
+def _with_estimate(subject: Subject, estimate: Estimate) -> Subject:
+    """Returns the subject with its estimate and the free bytes of the folders it writes to."""
     output = subject.job.job.output_dir if subject.job is not None else None
     nvme = subject.at("zero_optimization.offload_optimizer.nvme_path", None)
     free, free_nvme = _free_bytes(subject, output), _free_bytes(subject, nvme)
-    return replace(subject, estimate=needs, free_disk_bytes=free, free_nvme_bytes=free_nvme)
+    return replace(subject, estimate=estimate, free_disk_bytes=free, free_nvme_bytes=free_nvme)
 
 
 def _free_bytes(subject: Subject, name: str | None) -> int | None:
-    """Returns what is free where a folder is, or will be, when it is this machine that trains."""
+    """Returns the free bytes on the disk of a folder, which may not exist yet; None unless this machine trains."""
     if not isinstance(name, str) or subject.cluster is None or subject.cluster.gpu_origin != "measured":
         return None
     folder = Path(name)
@@ -135,7 +153,7 @@ def _free_bytes(subject: Subject, name: str | None) -> int | None:
 
 
 def refused(findings: Sequence[Finding]) -> InvalidConfig:
-    """Returns the error that says every error of lint."""
-    said = [line for finding in engine.errors(findings) for line in lines(finding, with_severity=False)]
+    """Returns one error for all errors among the findings."""
+    text = [line for finding in engine.errors(findings) for line in lines(finding, with_severity=False)]
     can_mend = any(finding.changes for finding in engine.errors(findings))
-    return InvalidConfig("\n".join(said), hint="dstrain lint --fix mends slips of a letter." if can_mend else None)
+    return InvalidConfig("\n".join(text), hint="dstrain lint --fix mends slips of a letter." if can_mend else None)

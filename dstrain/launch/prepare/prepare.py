@@ -1,4 +1,4 @@
-"""Prepares a run from a job file: checks it, and decides what the run directory holds."""
+"""Prepares a run from a job file: checks the job, its machines and its configuration."""
 
 from __future__ import annotations
 
@@ -9,153 +9,125 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dstrain.choices import Method
 from dstrain.config.lint.engine import errors
-from dstrain.config.lint.finding import Finding, Severity
+from dstrain.config.lint.finding import Severity
+from dstrain.config.lint.subject import JobContext, Subject
 from dstrain.config.resolve_auto import for_trainer
-from dstrain.errors import EnvironmentProblem, InvalidConfig
-from dstrain.facts import probe
 from dstrain.facts.cluster import machines
 from dstrain.facts.cluster.cluster import Cluster, Origin
 from dstrain.facts.cluster.hostfile import Hosts
 from dstrain.facts.model.model_facts import ModelFacts
-from dstrain.facts.this_machine import ACCELERATOR, visible_devices
+from dstrain.facts.this_machine import trains_on_cpu, visible_devices
 from dstrain.job.file import JobFile
 from dstrain.job.schema import Job
 from dstrain.launch.prepare import job_checks, resize_checkpoint
-from dstrain.launch.prepare.job_context import JobContext, describe, hosts_of, model_of
-from dstrain.launch.prepare.lint_job import lint_job, refused
-from dstrain.launch.prepare.resize_checkpoint import Resize
+from dstrain.launch.prepare.job_context import describe, hosts_of, model_of
+from dstrain.launch.prepare.lint_job import lint, refused
+from dstrain.launch.prepare.resize_checkpoint import Resize, Resuming
 from dstrain.paths import shown
 from dstrain.plan.estimate_records import Estimate
-from dstrain.plan.memory.params import adapted, linear_names
 from dstrain.records import to_data
-from dstrain.rundir import RunDir, damage
+from dstrain.rundir import RunDir
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedRun:
-    """Everything known before the launch. Nothing is written yet."""
+    """A checked run, ready to launch. Nothing is written yet."""
 
     job: Job
-    run_dir: RunDir
-    """Where the run will be."""
     hosts: Hosts
-    """The machines."""
     is_local: bool
-    """Whether all ranks run here."""
-    devices: tuple[int, ...] | None
-    """The GPUs that CUDA_VISIBLE_DEVICES leaves, or None for all."""
+    """Whether all ranks run on this machine."""
     on_cpu: bool
     """Whether ranks train on the CPU."""
+    devices: tuple[int, ...] | None
+    """The GPUs in CUDA_VISIBLE_DEVICES, or None for all."""
     ds_config: dict[str, Any]
-    """The configuration that the Trainer is given."""
+    """The configuration that the Trainer gets."""
     model: ModelFacts | None
-    """Facts about the model; None where its family is not known."""
+    """None if its family is unknown."""
     cluster: Cluster
-    """Facts about the machines."""
     estimate: Estimate | None
-    """What the configuration needs."""
+    """None if the model is unknown."""
     notes: tuple[str, ...]
-    """What to say before the launch."""
+    """Lines to print before the launch."""
     elastic: Resize | None = None
-    """The checkpoint that has to be converted before the launch, for another number of ranks."""
+    """The checkpoint to convert before the launch, for another number of ranks."""
+
+    @property
+    def run_dir(self) -> RunDir:
+        """The run directory."""
+        return RunDir(Path(self.job.output_dir))
 
 
 def prepare(
     file: JobFile, environment: Mapping[str, str], *, ignored: Sequence[str] = (), hosts: Hosts | None = None
 ) -> PreparedRun:
-    """Returns the checked run; `ignored` are ids of lint's rules, `hosts` stand in for the job's hostfile.
+    """Returns the checked run; `ignored` are ids of lint rules, `hosts` replace the job's hostfile.
 
-    Raises InvalidConfig or EnvironmentProblem, with the line to edit, before anything is written or started."""
-    merged = {**environment, **file.job.env}
-    on_cpu = merged.get(ACCELERATOR) == "cpu"
+    Raises InvalidConfig or EnvironmentProblem, with the line to edit, before anything is written or started.
+    """
+    on_cpu = trains_on_cpu(environment, file.job.env)
     data_notes = job_checks.check(file, on_cpu=on_cpu)
-    _check_resume(file)
     hosts = machines.named(hosts or hosts_of(file))
     resuming = resize_checkpoint.resuming(file.job, num_ranks=hosts.num_slots)
-    job, file = resuming.job, replace(file, job=resuming.job)
-    if (is_local := machines.is_local(hosts)) and not on_cpu:
-        _check_gpus(hosts)
-    model, unknown = model_of(job)
+    file = replace(file, job=resuming.job)
+    model, model_notes = model_of(file.job)
     cluster = describe(hosts, on_cpu=on_cpu)
-    job_checks.check_gpu(file, cluster)
-    _check_targets(file, model)
+    is_local = machines.is_local(hosts)
+    job_checks.check_machines(file, hosts, cluster, needs_gpus=is_local and not on_cpu)
+    job_checks.check_targets(file, model)
     context = JobContext(job=file, hosts=hosts, model=model, cluster=cluster)
-    linted = lint_job(context, Path(job.ds_config), ignored=ignored)
-    if linted.subject is None or errors(linted.findings):
-        raise resuming.explained(refused(linted.findings))
-    job_checks.check_engine_packages(linted.subject.config, shown(job.ds_config))
-    config = for_trainer(linted.subject.config, job, model, num_ranks=hosts.num_slots)
-    notes = [*resuming.notes, *(note for finding in linted.findings if (note := _note(finding)))]
-    if not is_local and "CUDA_VISIBLE_DEVICES" in environment:
-        notes.append("CUDA_VISIBLE_DEVICES is not used on several nodes: the slots of the hostfile count from GPU 0")
+    subject, lint_notes = _linted(context, file, resuming, ignored)
+    ds_config = for_trainer(subject.config, file.job, model, num_ranks=hosts.num_slots)
+    devices, device_notes = _devices(environment, file.job, is_local=is_local, on_cpu=on_cpu)
     return PreparedRun(
-        job=job,
-        run_dir=RunDir(Path(job.output_dir)),
+        job=file.job,
         hosts=hosts,
         is_local=is_local,
-        devices=visible_devices(merged.get("CUDA_VISIBLE_DEVICES")) if is_local and not on_cpu else None,
         on_cpu=on_cpu,
-        ds_config=config,
+        devices=devices,
+        ds_config=ds_config,
         model=model,
         cluster=cluster,
-        estimate=linted.subject.estimate,
-        notes=(*notes, *unknown, *data_notes),
-        elastic=resize_checkpoint.decide(resuming.saved, config, num_ranks=hosts.num_slots),
+        estimate=subject.estimate,
+        notes=(*resuming.notes, *lint_notes, *device_notes, *model_notes, *data_notes),
+        elastic=resize_checkpoint.decide(resuming.saved, ds_config, num_ranks=hosts.num_slots),
     )
 
 
+def _linted(
+    context: JobContext, file: JobFile, resuming: Resuming, ignored: Sequence[str]
+) -> tuple[Subject, list[str]]:
+    """Returns the configuration of a job and lint's warnings, one line each. Raises InvalidConfig for errors."""
+    path = file.job.ds_config
+    result = lint(context, Path(path), ignored=ignored)
+    if result.subject is None or errors(result.findings):
+        raise resuming.explained(refused(result.findings))
+    job_checks.check_engine_packages(result.subject.config, shown(path))
+    warnings = [finding for finding in result.findings if finding.severity is Severity.WARNING]
+    return result.subject, [f"{each.place}: {each.rule}: {each.problem}; {each.fix}" for each in warnings]
+
+
+def _devices(
+    environment: Mapping[str, str], job: Job, *, is_local: bool, on_cpu: bool
+) -> tuple[tuple[int, ...] | None, list[str]]:
+    """Returns the GPUs in CUDA_VISIBLE_DEVICES, and a note if the variable has no effect."""
+    name = "CUDA_VISIBLE_DEVICES"
+    if is_local:
+        return None if on_cpu else visible_devices({**environment, **job.env}.get(name)), []
+    note = f"{name} has no effect on several nodes: the slots of the hostfile count from GPU 0"
+    return None, [note] if name in environment else []
+
+
 def facts_text(prepared: PreparedRun) -> str:
-    """Returns the text of facts.json; an assumed GPU is not a fact, and the ranks must not compute MFU from it."""
-    known = prepared.cluster.gpu_origin is not Origin.ASSUMED
+    """Returns the text of facts.json. Leaves out an assumed GPU: the ranks must not compute MFU from it."""
+    is_known = prepared.cluster.gpu_origin is not Origin.ASSUMED
     facts = {
         "model": to_data(prepared.model) if prepared.model else None,
-        "cluster": to_data(prepared.cluster) if known else None,
+        "cluster": to_data(prepared.cluster) if is_known else None,
     }
     return json.dumps(facts, indent=2) + "\n"
-
-
-def _check_resume(file: JobFile) -> None:
-    wanted = file.job.resume
-    problem = None if wanted in ("never", "auto") else damage(Path(wanted))
-    if problem is not None:
-        state = problem if Path(wanted).is_dir() else "does not exist"
-        raise InvalidConfig(
-            f"checkpoint {shown(wanted)} {state}",
-            place=file.locate(("resume",)),
-            hint="Write resume: auto to go on from the newest whole checkpoint of output_dir.",
-        )
-
-
-def _check_gpus(hosts: Hosts) -> None:
-    """Raises EnvironmentProblem when this machine has fewer GPUs than slots."""
-    if not probe.local_gpus():
-        raise EnvironmentProblem(
-            f"{hosts.name} asks for {hosts.num_slots} GPUs, and NVML finds none on this machine",
-            hint="Check nvidia-smi. To train on the CPU all the same: dstrain run --set env.DS_ACCELERATOR=cpu",
-        )
-    if (lack := machines.shortage(hosts)) is not None:
-        raise lack
-
-
-def _check_targets(file: JobFile, model: ModelFacts | None) -> None:
-    """Raises InvalidConfig for LoRA targets that the model does not have."""
-    job = file.job
-    if model is not None and job.method is not Method.FULL and not adapted(model, job.lora):
-        place, targets = file.locate(("lora", "targets")), ", ".join(job.lora.targets)
-        raise InvalidConfig(
-            f"no linear layer of {model.name} is named {targets}",
-            place=place,
-            hint=f"Its linear layers: {', '.join(linear_names(model))}.",
-        )
-
-
-def _note(finding: Finding) -> str | None:
-    """Returns a warning of lint in one line; notes are for `dstrain lint`."""
-    if finding.severity is not Severity.WARNING:
-        return None
-    return f"{finding.place}: {finding.rule}: {finding.problem}; {finding.fix}"
 
 
 def cpu_threads(num_ranks: int) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from dstrain.config.edits.lock import read_lock
+from dstrain.config.edits.lock import planned_cluster
 from dstrain.errors import InvalidConfig
 from dstrain.facts import probe
 from dstrain.facts.cluster.hostfile import Hosts
@@ -120,9 +120,8 @@ def _planned(folder: Path, nodes: int | None, gpus: int | None) -> tuple[int, in
     """Returns nodes and GPUs of each without a hostfile: as said, as planned, or as found on this machine."""
     if nodes is not None or gpus is not None:
         return _divided(nodes, gpus, per_node=MAX_GPUS_PER_NODE)
-    lock = read_lock(folder)
-    if lock is not None and lock.cluster is not None:
-        return lock.cluster.num_nodes, lock.cluster.gpus_per_node
+    if (cluster := planned_cluster(folder)) is not None:
+        return cluster.num_nodes, cluster.gpus_per_node
     local = len(probe.local_gpus())
     if not local:
         raise InvalidConfig(

@@ -20,9 +20,9 @@ from dstrain.config.find_key import named
 from dstrain.config.key_bytes import Scale, cost
 from dstrain.config.keys.key import Kind
 from dstrain.config.keys.table import KEYS, ROWS
+from dstrain.config.lint.subject import JobContext
 from dstrain.config.templates.templates import reasons_in, template_names
 from dstrain.errors import InvalidConfig
-from dstrain.launch.prepare.job_context import JobContext
 from dstrain.plan.configuration import DEFAULTS
 from dstrain.plan.estimate import effective
 from dstrain.plan.estimate_records import Reason, Topic

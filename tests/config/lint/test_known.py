@@ -20,8 +20,9 @@ from dstrain.facts.cluster.cluster import Cluster, Origin
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.facts.workload import Workload
 from dstrain.job.file import JobFile, read_job
+from dstrain.launch.prepare import hostfile_findings
 from dstrain.launch.prepare.hostfile_findings import of_hostfile, of_hosts
-from dstrain.launch.prepare.job_context import known, request_of
+from dstrain.launch.prepare.job_context import job_context, request_of
 from dstrain.plan.estimate import estimate
 
 HEAD = (
@@ -302,5 +303,7 @@ def test_a_line_of_a_hostfile_that_is_wrong_is_mended_by_the_line_to_write(tmp_p
 
 def test_a_hostfile_that_cannot_be_read_makes_no_machine(tmp_path: Path) -> None:
     (tmp_path / "hostfile").write_text("node1 slot=8\n")
-    said = known(job(tmp_path, "hostfile: hostfile\n"), tmp_path)
-    assert (said.hosts, said.cluster, [each.rule for each in said.findings]) == (None, None, ["DS805"])
+    file = job(tmp_path, "hostfile: hostfile\n")
+    context = job_context(file, None)
+    assert (context.hosts, context.cluster) == (None, None)
+    assert [finding.rule for finding in hostfile_findings.findings(file, None)] == ["DS805"]
