@@ -1,4 +1,4 @@
-"""Runs a long child process, reports its progress, and kills its process group if interrupted."""
+"""Runs child processes in groups of their own: short ones with a time limit, long ones with progress reports."""
 
 from __future__ import annotations
 
@@ -8,20 +8,70 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 
 from dstrain.units import format_seconds
 
-_END_S = 3.0
+_TERM_S = 3.0
+_KILL_S = 0.2
 TELL_EVERY_S = 15.0
-"""Seconds between two words about it."""
+"""Seconds between two progress reports."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completed:
+    """Output and exit code of a command."""
+
+    out: str = ""
+    err: str = ""
+    code: int | None = None
+    """None if it was killed at its time limit."""
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the command exceeded its time limit."""
+        return self.code is None
+
+    @property
+    def last_line(self) -> str:
+        """The last line of its output, stderr after stdout; empty if there is none."""
+        lines = [line.strip() for line in f"{self.out}\n{self.err}".splitlines() if line.strip()]
+        return lines[-1] if lines else ""
+
+
+def run(
+    command: Sequence[str], environment: Mapping[str, str], limit_s: float, *, stdin: str | None = None
+) -> Completed:
+    """Returns what a command wrote. After `limit_s` seconds it is killed with its children.
+
+    Raises FileNotFoundError if the program does not exist.
+    """
+    child = subprocess.Popen(
+        list(command),
+        stdin=subprocess.DEVNULL if stdin is None else subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=dict(environment),
+        start_new_session=True,
+    )
+    try:
+        out, err = child.communicate(None if stdin is None else stdin.encode(), timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        end(child, kill_s=_KILL_S)
+        for pipe in (child.stdin, child.stdout, child.stderr):
+            with suppress(BrokenPipeError):
+                if pipe is not None:
+                    pipe.close()
+        return Completed()
+    return Completed(out=out.decode(errors="replace"), err=err.decode(errors="replace"), code=child.returncode)
 
 
 def run_reporting(
     command: Sequence[str], environment: Mapping[str, str], tell: Callable[[str], None], what: str
 ) -> tuple[int, str]:
-    """Returns the exit code and the output; says every few seconds that it is still `what`, such as "building X".
+    """Returns the exit code and the output; reports every few seconds that it is still `what`, such as "building X".
 
-    When this is interrupted, the child and its own children are ended first, and killed where they do not end.
+    If interrupted, ends the child with its process group before it raises.
     """
     begin = time.monotonic()
     child = subprocess.Popen(
@@ -42,8 +92,21 @@ def run_reporting(
             else:
                 return child.returncode, output or ""
     except BaseException:
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            with suppress(ProcessLookupError, subprocess.TimeoutExpired):
-                os.killpg(child.pid, number)
-                child.wait(_END_S)
+        end(child, term_s=_TERM_S, kill_s=_TERM_S)
         raise
+
+
+def end(
+    child: subprocess.Popen[bytes] | subprocess.Popen[str], *, term_s: float = 0.0, kill_s: float | None = None
+) -> None:
+    """Ends a child that leads its process group: SIGTERM if `term_s` seconds are given, then SIGKILL.
+
+    A process that waits in a driver outlives SIGKILL: `kill_s` limits the wait for it.
+    """
+    if child.poll() is not None:
+        return
+    signals: list[tuple[signal.Signals, float | None]] = [(signal.SIGTERM, term_s)] if term_s else []
+    for number, seconds in [*signals, (signal.SIGKILL, kill_s)]:
+        with suppress(ProcessLookupError, PermissionError, subprocess.TimeoutExpired):
+            os.killpg(child.pid, number)
+            child.wait(seconds)

@@ -11,16 +11,12 @@ from dstrain.cli.console import answer, answer_json, say
 from dstrain.cli.types import Named
 from dstrain.config.document import REMOVED, Change
 from dstrain.config.edits import edit_hostfile
-from dstrain.doctor import reach as reaching
-from dstrain.doctor.reach import TIMEOUT_S
 from dstrain.errors import EnvironmentProblem, InvalidConfig, did_you_mean
 from dstrain.facts import probe
 from dstrain.facts.cluster import host_sources, hostfile
 from dstrain.facts.cluster.host_sources import SOURCES, HostQuery
 from dstrain.facts.cluster.hostfile import MAX_SLOTS, Hosts
 from dstrain.facts.cluster.machines import placeholders, resolve_hosts
-from dstrain.facts.this_machine import ACCELERATOR
-from dstrain.facts.this_machine import names as machine_names
 from dstrain.paths import write_atomic
 
 DEFAULT = Path("hostfile")
@@ -129,7 +125,7 @@ def _merged(out: Path, hosts: Hosts) -> str:
 @click.option("--equal", is_flag=True, help="Ask for as many slots on every host, as openmpi, mpich and slurm need.")
 @click.option("--reach", is_flag=True, help="Ask every host over ssh: versions, GPUs, clock, paths, disk.")
 @click.option("--job", type=click.Path(path_type=Path), help="With --reach: the job whose paths the hosts must read.")
-@click.option("--timeout", type=click.FloatRange(1, 600), default=TIMEOUT_S, show_default=True, help="Seconds a host.")
+@click.option("--timeout", type=click.FloatRange(1, 600), default=8.0, show_default=True, help="Seconds a host.")
 @click.option("--json", "as_json", is_flag=True, help="Print the hosts as JSON to stdout.")
 def check(path: Path, equal: bool, reach: bool, job: Path | None, timeout: float, as_json: bool) -> None:
     """Find every fault of a hostfile, also those that DeepSpeed passes over. Exits with 3 when there is one.
@@ -167,9 +163,17 @@ def check(path: Path, equal: bool, reach: bool, job: Path | None, timeout: float
 
 
 def _reached(hosts: Hosts, job: Path | None, timeout_s: float) -> dict[str, list[str]]:
-    """Returns what is wrong with the hosts, by name, after asking them."""
-    wanted = _wanted(job)
-    return reaching.judged(reaching.ask(hosts, wanted, machine_names(), timeout_s=timeout_s), wanted)
+    """Returns by host what makes it unfit: the doctor's quick checks of all hosts."""
+    from dstrain.doctor import hosts as doctor  # these bring the probes with them, which the other commands do not need
+    from dstrain.doctor import job as jobs
+    from dstrain.doctor import requirements
+    from dstrain.job.file import read_job
+
+    if job is None:
+        needs = requirements.bare(os.environ, hosts, is_quick=True)
+    else:
+        needs = jobs.first_needs(read_job(job), hosts, is_quick=True)
+    return doctor.unfit(doctor.ask(needs, hosts, doctor.own_names(), timeout_s=timeout_s), needs)
 
 
 def _reach_lines(found: dict[str, list[str]]) -> list[str]:
@@ -179,20 +183,6 @@ def _reach_lines(found: dict[str, list[str]]) -> list[str]:
         lines.append(f"{'✗' if problems else '✓'} {name:<{width}}  {problems[0] if problems else 'fit'}")
         lines += [f"  {'':<{width}}  {problem}" for problem in problems[1:]]
     return lines
-
-
-def _wanted(job: Path | None) -> reaching.Wanted:
-    """Returns what the hosts must read and write for a job."""
-    on_cpu = os.environ.get(ACCELERATOR) == "cpu"
-    if job is None:
-        return reaching.Wanted(on_cpu=on_cpu)
-    from dstrain.job.file import looks_local, read_job
-
-    asked = read_job(job).job
-    on_cpu = asked.env.get(ACCELERATOR, "cpu" if on_cpu else "") == "cpu"
-    named = [name for name in (asked.model, asked.data, asked.eval_data) if name is not None]
-    paths = tuple(name for name in named if looks_local(name) or Path(name).exists())
-    return reaching.Wanted(paths=paths, output=asked.output_dir, on_cpu=on_cpu)
 
 
 @command.command("show", short_help="Print the hosts and ranks of a hostfile.")

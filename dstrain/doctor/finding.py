@@ -37,36 +37,47 @@ class Finding:
     fix: str | None = None
     """What to type, or to do."""
     drawing: tuple[str, ...] = ()
-    """Lines of a picture that goes with it."""
+    """Lines of a picture that illustrates it."""
+    is_unfit: bool = False
+    """Whether it makes the host unfit for a run with the others, which `hostfile check --reach` asks."""
 
     def document(self) -> dict[str, Any]:
         """Returns the finding as JSON-ready data."""
-        found: dict[str, Any] = {"mark": str(self.mark), "subject": self.subject, "what": self.what, "fix": self.fix}
-        return found | ({"drawing": list(self.drawing)} if self.drawing else {})
+        data: dict[str, Any] = {"mark": str(self.mark), "subject": self.subject, "what": self.what, "fix": self.fix}
+        return data | ({"drawing": list(self.drawing)} if self.drawing else {})
 
 
 class Notes:
-    """Findings about one subject, taken down one after the other."""
+    """Collects the findings about one subject."""
 
     def __init__(self, subject: str) -> None:
         self.findings: list[Finding] = []
-        """What was taken down."""
         self._subject = subject
 
     def ok(self, what: str, drawing: Iterable[str] = ()) -> None:
-        """Takes down what is as it should be."""
-        self._add(Mark.OK, what, None, tuple(drawing))
+        """Adds what is as it should be."""
+        self.add(Mark.OK, what, drawing=tuple(drawing))
 
-    def warn(self, what: str, fix: str | None) -> None:
-        """Takes down what makes training worse."""
-        self._add(Mark.WARNING, what, fix)
+    def warn(self, what: str, fix: str | None, *, is_unfit: bool = False) -> None:
+        """Adds what makes training worse."""
+        self.add(Mark.WARNING, what, fix, is_unfit=is_unfit)
 
-    def bad(self, what: str, fix: str | None) -> None:
-        """Takes down what makes training fail."""
-        self._add(Mark.ERROR, what, fix)
+    def bad(self, what: str, fix: str | None, *, is_unfit: bool = False) -> None:
+        """Adds what makes training fail."""
+        self.add(Mark.ERROR, what, fix, is_unfit=is_unfit)
 
-    def _add(self, mark: Mark, what: str, fix: str | None, drawing: tuple[str, ...] = ()) -> None:
-        self.findings.append(Finding(mark=mark, subject=self._subject, what=what, fix=fix, drawing=drawing))
+    def add(
+        self,
+        mark: Mark,
+        what: str,
+        fix: str | None = None,
+        *,
+        drawing: tuple[str, ...] = (),
+        is_unfit: bool = False,
+    ) -> None:
+        """Adds a finding."""
+        finding = Finding(mark=mark, subject=self._subject, what=what, fix=fix, drawing=drawing, is_unfit=is_unfit)
+        self.findings.append(finding)
 
 
 def errors(findings: Iterable[Finding]) -> list[Finding]:

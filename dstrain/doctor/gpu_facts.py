@@ -56,8 +56,10 @@ class Gpus:
 
     has_driver: bool
     """Whether a driver of NVIDIA, or nvidia-smi, is there."""
+    has_tool: bool = True
+    """Whether nvidia-smi is installed."""
     problem: str | None = None
-    """What nvidia-smi says in place of an answer."""
+    """The error message of nvidia-smi."""
     is_late: bool = False
     """Whether it has not answered in time."""
     driver: str | None = None

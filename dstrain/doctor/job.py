@@ -41,13 +41,13 @@ def hosts_of(file: JobFile) -> tuple[Hosts | None, list[Finding]]:
     return found, []
 
 
-def first_needs(file: JobFile, hosts: Hosts | None) -> Needs:
-    """Returns what can be known of a job at once, without its model: enough to ask the machines."""
+def first_needs(file: JobFile, hosts: Hosts | None, *, is_quick: bool = False) -> Needs:
+    """Returns the needs of a job that are known without its model: enough to query the machines."""
     config: dict[str, Any] = {}
     with suppress(DstrainError):
-        found = jsonc.read(probe.read_text(Path(file.job.ds_config)), file.job.ds_config).value
-        config = found if isinstance(found, dict) else {}
-    return _for(file, hosts, config, None)
+        value = jsonc.read(probe.read_text(Path(file.job.ds_config)), file.job.ds_config).value
+        config = value if isinstance(value, dict) else {}
+    return replace(_for(file, hosts, config, None), is_quick=is_quick)
 
 
 def _for(file: JobFile, hosts: Hosts | None, config: Mapping[str, Any], estimate: Estimate | None) -> Needs:

@@ -15,14 +15,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from dstrain.doctor.hosts import own_names
-from dstrain.doctor.reach import send
 from dstrain.errors import DstrainError, EnvironmentProblem
 from dstrain.facts import network_interface, ports
 from dstrain.facts.cluster.hostfile import Hosts
 from dstrain.facts.cluster.network_measurement import Network
 from dstrain.facts.this_machine import is_this_machine, visible_devices
 from dstrain.heartbeat import Phase
-from dstrain.launch import environment
+from dstrain.launch import environment, remote
 from dstrain.launch.command import chosen_devices, master
 from dstrain.launch.environment import python_path
 from dstrain.launch.failure.outcome import Outcome
@@ -230,7 +229,8 @@ def result(outcome: Outcome, listener: Listener, site: Site, run_dir: RunDir) ->
 
 def _clear(folder: Path, hellos: Mapping[Node, Hello], names: frozenset[str]) -> None:
     """Removes the folder of logs on hosts that have their own; its text has come here."""
-    apart = [node for node, hello in hellos.items() if not hello.shares_run_dir and not node.is_here]
-    if apart:
-        with ThreadPoolExecutor(max_workers=min(64, len(apart))) as pool:
-            list(pool.map(lambda node: send(node.host, ["rm", "-rf", str(folder)], names, timeout_s=_REMOVE_S), apart))
+    hosts = [node.host for node, hello in hellos.items() if not hello.shares_run_dir and not node.is_here]
+    if hosts:
+        command = ["rm", "-rf", str(folder)]
+        with ThreadPoolExecutor(max_workers=min(64, len(hosts))) as pool:
+            list(pool.map(lambda host: remote.ask(host, command, names, timeout_s=_REMOVE_S), hosts))

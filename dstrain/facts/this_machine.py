@@ -5,7 +5,8 @@ from __future__ import annotations
 import platform
 import re
 import socket
-from collections.abc import Collection, Mapping
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from importlib import metadata
 
 import psutil
@@ -31,6 +32,25 @@ def versions() -> dict[str, str | None]:
             found[name] = None
     found["dstrain"] = dstrain.__version__  # of a checkout too
     return found
+
+
+def usual_versions(machines: Sequence[Mapping[str, str | None]]) -> dict[str, str | None]:
+    """Returns the version of each thing that most machines have; of equals, the first machine's."""
+    things = dict.fromkeys(name for versions in machines for name in versions)
+    return {name: Counter(versions.get(name) for versions in machines).most_common(1)[0][0] for name in things}
+
+
+def version_problems(versions: Mapping[str, str | None], usual: Mapping[str, str | None]) -> list[str]:
+    """Returns how the versions of one machine differ from those of most.
+
+    >>> version_problems({"torch": "2.12.0"}, {"torch": "2.13.0"})
+    ['torch is 2.12.0; most hosts have 2.13.0']
+    """
+    return [
+        f"{name} is {versions.get(name) or 'missing'}; most hosts have {version or 'none'}"
+        for name, version in usual.items()
+        if versions.get(name) != version
+    ]
 
 
 def names() -> frozenset[str]:

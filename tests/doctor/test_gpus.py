@@ -101,8 +101,8 @@ def test_gpus_of_several_kinds_are_told() -> None:
 @pytest.mark.parametrize(
     ("found", "needs", "line"),
     [
-        (Gpus(has_driver=False, problem="nvidia-smi is not there"), NEEDS, "! no NVIDIA GPU here"),
-        (Gpus(has_driver=False, problem="nvidia-smi is not there"), Needs(has_job=True), "✗ no NVIDIA GPU here"),
+        (Gpus(has_driver=False, has_tool=False), NEEDS, "! no NVIDIA GPU here"),
+        (Gpus(has_driver=False, has_tool=False), Needs(has_job=True), "✗ no NVIDIA GPU here"),
         (Gpus(has_driver=False), Needs(on_cpu=True), "✓ training is on the CPU"),
         (Gpus(has_driver=True, is_late=True, problem="no answer"), NEEDS, "✗ no answer: the driver hangs"),
         (

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
+
+import pytest
 
 from dstrain.cli.output.doctor import of_hosts
-from dstrain.doctor.facts import Facts
+from dstrain.doctor.facts import Facts, Folder
 from dstrain.doctor.finding import Mark
 from dstrain.doctor.gpu_facts import Gpus
-from dstrain.doctor.hosts import Answer, interfaces, judged
+from dstrain.doctor.hosts import Answer, interfaces, judged, unfit
+from dstrain.doctor.nvidia_smi import parse
 from dstrain.doctor.requirements import bare
 from dstrain.facts.cluster.hostfile import Hosts, expand
+from dstrain.launch.remote import Obstacle, Refusal, refusal
 from tests.doctor import samples
+from tests.doctor.machines import smi_xml
 from tests.doctor.samples import facts, said
 
 HOSTS: Hosts = expand("node[0-2]:8", None)
 NEEDS = bare({}, HOSTS)
+BUSY = {"fb_memory_usage/used": "22437 MiB"}
+OUTPUT = Folder(path="/out", free_bytes=9 * 2**30, is_writable=True)
 WAYS = {each.name: "10.0.0.1" for each in HOSTS.hosts}
 
 
@@ -23,11 +31,14 @@ def alike() -> Facts:
     return facts(network=samples.network(routes=WAYS))
 
 
-def answers(*found: Facts | str, skew_s: float = 0.0) -> list[Answer]:
+def answers(*found: Facts | Refusal, skew_s: float = 0.0) -> list[Answer]:
     return [
-        Answer(host=host, problem=each) if isinstance(each, str) else Answer(host=host, facts=each, skew_s=skew_s)
+        Answer(host=host, refusal=each) if isinstance(each, Refusal) else Answer(host=host, facts=each, skew_s=skew_s)
         for host, each in zip(HOSTS.hosts, found, strict=True)
     ]
+
+
+SILENT = Refusal(obstacle=Obstacle.TIMEOUT, text="no answer within 7 s")
 
 
 def worse(found: list[Answer], host: str) -> list[str]:
@@ -73,9 +84,9 @@ def test_another_interface_is_told_with_what_to_type() -> None:
 
 
 def test_a_host_that_cannot_be_asked_says_what_to_type() -> None:
-    found = answers(alike(), "no answer within 7 s", "me@node2: Permission denied (publickey).")
+    found = answers(alike(), SILENT, refusal(255, "me@node2: Permission denied (publickey)."))
     assert worse(found, "node1") == [
-        "✗ no answer within 7 s → ssh node1 true  shows what is wrong; or take its line out of the hostfile"
+        "✗ no answer within 7 s → ssh node1 true  shows what is wrong; or remove its line from the hostfile"
     ]
     assert worse(found, "node2")[0].endswith("→ ssh-copy-id node2")
 
@@ -95,6 +106,52 @@ def test_what_all_hosts_have_is_told_once() -> None:
 
 def test_a_silent_host_does_not_hide_what_the_others_have_in_common() -> None:
     small = replace(alike(), limits=samples.limits(open_files=512, open_files_hard=4096))
-    told = of_hosts(judged(answers(small, "no answer within 7 s", small), NEEDS), {})
+    told = of_hosts(judged(answers(small, SILENT, small), NEEDS), {})
     assert "every host that answers" in told
     assert "\n".join(told).count("512 open files are allowed") == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({}, []),
+        ({"gpus": Gpus(has_driver=False, has_tool=False)}, ["no NVIDIA GPU here"]),
+        ({"gpus": Gpus(has_driver=True, has_tool=False)}, ["nvidia-smi is not installed"]),
+        ({"gpus": parse(smi_xml(*[{}] * 7))}, ["8 slots, and there are 7 GPUs"]),
+        ({"gpus": parse(smi_xml(*[{}] * 8, BUSY))}, []),  # a ninth GPU, which the run does not use
+        ({"gpus": parse(smi_xml(*[{}] * 7, BUSY))}, ["GPU 7: in use"]),
+        ({"gpus": parse(smi_xml(*[{}] * 7, {"ecc_mode/current_ecc": "Disabled"}))}, []),
+        ({"software": samples.software(same={"Python": "3.12.4", "torch": "2.12.0", "dstrain": "0.1"})}, ["torch is"]),
+        ({"space": samples.space(unreadable=("/data",))}, ["/data cannot be read"]),
+        ({"space": samples.space(folders={"output": OUTPUT})}, ["/out: only 9"]),
+    ],
+)
+def test_a_host_is_unfit_if_it_cannot_take_its_part(change: dict[str, Any], words: list[str]) -> None:
+    problems = unfit(answers(alike(), alike(), replace(alike(), **change)), NEEDS)
+    assert problems["node0"] == problems["node1"] == []
+    assert len(problems["node2"]) == len(words), problems
+    assert all(problem.startswith(start) for problem, start in zip(problems["node2"], words, strict=True)), problems
+
+
+def test_a_host_with_another_clock_or_without_an_answer_is_unfit() -> None:
+    late = answers(alike(), alike(), SILENT)
+    late[1] = replace(late[1], skew_s=42.0)
+    expected = {"node0": [], "node1": ["its clock is +42 s off"], "node2": ["no answer within 7 s"]}
+    assert unfit(late, NEEDS) == expected
+
+
+@pytest.mark.parametrize(
+    ("code", "errors", "obstacle", "fix"),
+    [
+        (255, "ssh: Could not resolve hostname node2: Name or service not known", Obstacle.NAME, "write node2 into"),
+        (255, "Host key verification failed.", Obstacle.HOST_KEY, "ssh-keyscan -H node2 >>"),
+        (127, "env: /x/python: No such file or directory", Obstacle.PYTHON, "ssh node2 true"),
+        (1, "ModuleNotFoundError: No module named 'dstrain.doctor'", Obstacle.DSTRAIN, "install the same dstrain"),
+        (1, "Warning: Permanently added 'node2'.\n", Obstacle.OTHER, "ssh node2 true"),
+    ],
+)
+def test_the_fix_follows_from_why_a_host_refused(code: int, errors: str, obstacle: Obstacle, fix: str) -> None:
+    reason = refusal(code, errors)
+    assert reason.obstacle is obstacle
+    (line,) = worse(answers(alike(), alike(), reason), "node2")
+    assert line.startswith(f"✗ {reason.text} → {fix}")

@@ -187,7 +187,7 @@ def test_each_host_is_told_its_own_interface_but_for_what_the_user_says() -> Non
 
 
 def test_hosts_of_different_versions_are_not_measured() -> None:
-    with pytest.raises(EnvironmentProblem, match="me@node1: torch is 3, and 2 on most nodes"):
+    with pytest.raises(EnvironmentProblem, match="me@node1: torch is 3; most hosts have 2"):
         met(hello("eth0"), hello("eth0", versions={"torch": "3"}))
 
 

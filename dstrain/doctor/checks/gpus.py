@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from dstrain.doctor.facts import Facts
 from dstrain.doctor.finding import Finding, Mark, Notes, listed
 from dstrain.doctor.gpu_facts import Gpus, GpuState
-from dstrain.doctor.reach import BUSY_BYTES
 from dstrain.doctor.requirements import Needs
 from dstrain.facts.cluster.machines import shortage_of
 from dstrain.units import MIB
 
+BUSY_BYTES = 500 * MIB
+"""GPU memory in use above which another program runs there; an idle GPU holds less."""
 _RESET = "sudo nvidia-smi --gpu-reset -i {gpus}  (with nothing running on them), or: sudo reboot"
 _REPLACE = "take them out of the run, and have them replaced: nvidia-smi -q -i {gpus} is what support asks for"
 _DATA_CENTRE = re.compile(r"\b([AHV][18]00|H20|[BH][23]00|G[BH][23]00|A[1-4]0G?|L4|L20|L40S?|T4|P100)\b")
@@ -34,6 +36,8 @@ class Fault:
     """What to type; `{gpus}` stands for the GPUs' numbers, `{gpu}` for the first of them."""
     each: Callable[[GpuState], str] = lambda gpu: ""
     """What differs from GPU to GPU."""
+    is_unfit: bool = False
+    """Whether it makes the host unfit if one of the run's GPUs has it."""
 
 
 FAULTS: tuple[Fault, ...] = (
@@ -130,55 +134,62 @@ FAULTS: tuple[Fault, ...] = (
         what="in use: {each}",
         fix="nvidia-smi shows by whom; or leave them out: export CUDA_VISIBLE_DEVICES=…",
         each=lambda gpu: f"{(gpu.used_mib or 0) / 1024:.1f} GiB" + (f" by {', '.join(gpu.users)}" if gpu.users else ""),
+        is_unfit=True,
     ),
 )
 """What may be wrong with a GPU, one row a fault."""
 
 
 def check(facts: Facts, needs: Needs) -> list[Finding]:
-    """Returns what is to be said about GPUs and driver."""
-    found = facts.gpus
-    if found is None:
+    """Returns findings about GPUs and their driver."""
+    smi = facts.gpus
+    if smi is None:
         return []
     notes = Notes("gpus")
-    if found.gpus:
-        _names(found, needs, notes)
-        faults(found.gpus, _used(found.gpus, needs), notes)
+    if smi.gpus:
+        _names(smi, needs, notes)
+        _faults(smi.gpus, needs, notes)
     elif needs.on_cpu:
-        notes.ok("training is on the CPU (DS_ACCELERATOR=cpu); no GPU is asked for")
-    elif not found.has_driver:
-        _no_gpu(needs, notes)
+        notes.ok("training is on the CPU (DS_ACCELERATOR=cpu); no GPU is needed")
+    elif not smi.has_driver:
+        what = "no NVIDIA GPU here: neither a driver nor nvidia-smi"
+        fix = "install the driver; or to train on the CPU: export DS_ACCELERATOR=cpu"
+        notes.add(Mark.ERROR if needs.has_job else Mark.WARNING, what, fix, is_unfit=True)
     else:
-        _no_answer(found, needs, notes)
+        _no_answer(smi, needs, notes)
     return notes.findings
 
 
-def _names(found: Gpus, needs: Needs, notes: Notes) -> None:
-    kinds = list(dict.fromkeys(gpu.name for gpu in found.gpus))
-    counted = ", ".join(f"{sum(gpu.name == kind for gpu in found.gpus)} × {kind}" for kind in kinds)
-    told = f"{counted}, driver {found.driver} (CUDA up to {found.cuda})"
-    if len(kinds) > 1:
-        notes.warn(f"{told}: the slowest sets the pace", "export CUDA_VISIBLE_DEVICES=…  with GPUs of one kind")
+def _names(smi: Gpus, needs: Needs, notes: Notes) -> None:
+    counts = Counter(gpu.name for gpu in smi.gpus)
+    kinds = ", ".join(f"{count} × {name}" for name, count in counts.items())
+    what = f"{kinds}, driver {smi.driver} (CUDA up to {smi.cuda})"
+    if len(counts) > 1:
+        notes.warn(f"{what}: the slowest sets the pace", "export CUDA_VISIBLE_DEVICES=…  with GPUs of one kind")
     else:
-        notes.ok(told)
-    count = len(found.gpus)
+        notes.ok(what)
+    count = len(smi.gpus)
     if needs.slots is not None and not needs.on_cpu and count < needs.slots:
         lack = shortage_of(needs.slots, count)
-        notes.bad(lack.problem, lack.hint)
+        notes.bad(lack.problem, lack.hint, is_unfit=True)
 
 
-def _used(gpus: Sequence[GpuState], needs: Needs) -> frozenset[int]:
+def _used(count: int, needs: Needs) -> frozenset[int]:
     """Returns the numbers of the GPUs that a run would use: on one host those that CUDA_VISIBLE_DEVICES leaves."""
     words = [word.strip() for word in needs.environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if word.strip()]
     if needs.num_hosts > 1 or not words or not all(word.isdigit() for word in words):
-        return frozenset(range(len(gpus)))
+        return frozenset(range(count))
     return frozenset(map(int, words))
 
 
-def faults(gpus: Sequence[GpuState], used: Collection[int], notes: Notes) -> None:
-    """Takes down the faults of GPUs; GPUs with the same fault share a line, and faults with the same fix do. GPUs that
-    no run uses stop none."""
-    found: dict[tuple[str, str, bool], list[str]] = {}
+def _faults(gpus: Sequence[GpuState], needs: Needs, notes: Notes) -> None:
+    """Adds the faults of GPUs. GPUs with the same fault share a line, as do faults with the same fix.
+
+    A GPU that no run uses never causes an error.
+    """
+    used = _used(len(gpus), needs)
+    slots = 0 if needs.on_cpu else needs.slots or 0
+    lines: dict[tuple[str, str, bool, bool], list[str]] = {}
     for fault in FAULTS:
         by_text: dict[tuple[str, bool], list[int]] = {}
         for number, gpu in enumerate(gpus):
@@ -188,34 +199,23 @@ def faults(gpus: Sequence[GpuState], used: Collection[int], notes: Notes) -> Non
         for (text, is_bad), numbers in by_text.items():
             who = "every GPU" if len(numbers) == len(gpus) > 1 else f"GPU {listed(numbers)}"
             fix = fault.fix.format(gpus=",".join(map(str, numbers)), gpu=gpus[numbers[0]])
-            found.setdefault((who, fix, is_bad), []).append(text)
-    for (who, fix, is_bad), texts in found.items():
-        (notes.bad if is_bad else notes.warn)(f"{who}: {'; '.join(texts)}", fix)
+            is_unfit = fault.is_unfit and min(numbers) < slots
+            lines.setdefault((who, fix, is_bad, is_unfit), []).append(text)
+    for (who, fix, is_bad, is_unfit), texts in lines.items():
+        notes.add(Mark.ERROR if is_bad else Mark.WARNING, f"{who}: {'; '.join(texts)}", fix, is_unfit=is_unfit)
 
 
-def _no_gpu(needs: Needs, notes: Notes) -> None:
-    what = "no NVIDIA GPU here: neither a driver nor nvidia-smi"
-    fix = "install the driver; or to train on the CPU: export DS_ACCELERATOR=cpu"
-    if needs.has_job:
-        notes.bad(what, fix)
-    else:
-        notes.warn(what, fix)
-
-
-def _no_answer(found: Gpus, needs: Needs, notes: Notes) -> None:
-    """Takes down why nvidia-smi does not answer. Right before a launch a slow one is no reason to stop: NVML did."""
-    if found.is_late:
-        fix = "sudo nvidia-smi -pm 1, and once more; where it hangs: sudo dmesg | grep -i xid, and sudo reboot"
-        what = f"{found.problem}: the driver hangs, or is loaded anew for each question"
-        if needs.is_quick:
-            notes.warn(what, fix)
-        else:
-            notes.bad(what, fix)
-        return
-    problem = found.problem or "nvidia-smi shows no GPU"
-    fix = "nvidia-smi; sudo dmesg | grep -i nvrm"
-    if "version mismatch" in problem:
-        fix = "sudo reboot  (the driver was updated while an older one is loaded)"
-    elif "not there" in problem:
+def _no_answer(smi: Gpus, needs: Needs, notes: Notes) -> None:
+    """Adds why nvidia-smi shows no GPU. Before a launch a slow one is only a warning, since NVML has answered."""
+    problem = smi.problem or "nvidia-smi shows no GPU"
+    mark, fix = Mark.ERROR, "nvidia-smi; sudo dmesg | grep -i nvrm"
+    if smi.is_late:
+        mark = Mark.WARNING if needs.is_quick else Mark.ERROR
+        problem = f"{problem}: the driver hangs, or is reloaded for each query"
+        fix = "sudo nvidia-smi -pm 1, and try again; if it hangs: sudo dmesg | grep -i xid, and sudo reboot"
+    elif not smi.has_tool:
+        problem = "nvidia-smi is not installed"
         fix = "apt-get install nvidia-utils-…, of the driver's version: cat /proc/driver/nvidia/version"
-    notes.bad(problem, fix)
+    elif "version mismatch" in problem:
+        fix = "sudo reboot  (the driver was updated while an older one is loaded)"
+    notes.add(mark, problem, fix, is_unfit=True)

@@ -5,7 +5,10 @@ from __future__ import annotations
 from dstrain.doctor.facts import Facts, Folder, Space
 from dstrain.doctor.finding import Finding, Notes
 from dstrain.doctor.requirements import Needs
-from dstrain.units import format_bytes
+from dstrain.units import GIB, format_bytes
+
+LEAST_FREE = 10 * GIB
+"""Free space below which a run directory is likely to fill up."""
 
 
 def check(facts: Facts, needs: Needs) -> list[Finding]:
@@ -16,7 +19,9 @@ def check(facts: Facts, needs: Needs) -> list[Finding]:
     if needs.host_bytes is not None:
         _ram(space, needs.host_bytes, notes)
     for path in space.unreadable:
-        notes.bad(f"{path} cannot be read here, and every rank reads it", f"ls -ld {path}; share or copy it")
+        notes.bad(
+            f"{path} cannot be read here, and every rank reads it", f"ls -ld {path}; share or copy it", is_unfit=True
+        )
     output, nvme = space.folders.get("output"), space.folders.get("nvme")
     if output is not None:
         _output(output, needs, notes)
@@ -43,6 +48,9 @@ def _output(folder: Folder, needs: Needs, notes: Notes) -> None:
         notes.bad(f"{folder.path} cannot be written", "name another output_dir, or: sudo chown $USER on its parent")
         return
     if needs.checkpoint_bytes is None:
+        if folder.free_bytes < LEAST_FREE:
+            what = f"{folder.path}: only {format_bytes(folder.free_bytes)} free, and the size of checkpoints is unknown"
+            notes.warn(what, "name an output_dir on a larger disk", is_unfit=True)
         return
     one = needs.checkpoint_bytes if needs.is_first else needs.checkpoint_bytes // needs.num_hosts
     free, size = format_bytes(folder.free_bytes), format_bytes(one)

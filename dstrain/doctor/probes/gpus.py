@@ -24,7 +24,7 @@ def look(question: Question, environment: Mapping[str, str]) -> Gpus:
     """Returns the GPUs and their state."""
     tool = shutil.which("nvidia-smi", path=environment.get("PATH"))
     if tool is None:
-        return Gpus(has_driver=any(Path(each).exists() for each in _DRIVERS), problem="nvidia-smi is not there")
+        return Gpus(has_driver=any(Path(path).exists() for path in _DRIVERS), has_tool=False)
     said = run([tool, "-q", "-x"], environment, SMI_S)
     if said.is_late:
         return Gpus(has_driver=True, is_late=True, problem=f"no answer from nvidia-smi within {SMI_S:g} s")

@@ -10,11 +10,12 @@ from importlib import metadata
 from pathlib import Path
 
 from dstrain.doctor.facts import Question, Software
-from dstrain.doctor.reach import PACKAGES
 from dstrain.doctor.run_probes import run
 from dstrain.facts.deepspeed_ops import torch_build
+from dstrain.facts.this_machine import versions
 
 _NVCC_S = 2.0
+_NCCL = ("nvidia-nccl-cu12", "nvidia-nccl-cu13")
 
 
 def look(question: Question, environment: Mapping[str, str]) -> Software:
@@ -26,7 +27,7 @@ def look(question: Question, environment: Mapping[str, str]) -> Software:
         tested_pythons=_tested_pythons(),
         packages={name: _version(name) for name in ranges},
         ranges=ranges,
-        same={"Python": platform.python_version()} | {name: _version(name) for name in PACKAGES},
+        same=versions() | {name: _version(name) for name in _NCCL},
         torch_cuda=torch_build("cuda"),
         nvcc=None if nvcc is None else _release(nvcc, environment),
         nvcc_path=nvcc,

@@ -18,8 +18,8 @@ from pathlib import Path
 
 from dstrain.errors import DstrainError, EnvironmentProblem
 from dstrain.launch.filesync import remote_end
-from dstrain.launch.filesync.remote import Calls
 from dstrain.launch.filesync.sync import TRACKED, Disk, at_once, push, push_checkpoint
+from dstrain.launch.filesync.transfers import Transfers
 from dstrain.launch.launch import Launch
 from dstrain.launch.prepare.resize_checkpoint import find
 from dstrain.paths import flush
@@ -42,7 +42,7 @@ def distribute(launch: Launch, tell: Callable[[str], None]) -> Iterator[Checkpoi
     if not launch.syncs or prepared.is_local:
         yield None
         return
-    calls = Calls(launch.launcher or "ssh")
+    calls = Transfers(launch.launcher or "ssh")
     try:
         disks = push(launch.nodes, prepared.run_dir, launch.mark, calls, tell)
         saved = find(prepared.job)
@@ -62,7 +62,7 @@ class CheckpointGatherer:
         run_dir: RunDir,
         mark: str,
         disks: Sequence[Disk],
-        calls: Calls,
+        calls: Transfers,
         tell: Callable[[str], None],
         *,
         limit: int | None,

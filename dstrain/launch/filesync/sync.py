@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import dstrain
 from dstrain.errors import Conflict, EnvironmentProblem
 from dstrain.launch.filesync import remote_end
-from dstrain.launch.filesync.remote import CallFailed, Calls
+from dstrain.launch.filesync.transfers import TransferFailed, Transfers
 from dstrain.launch.nodes.layout import Node
 from dstrain.launch.nodes.members import Unreachable
 from dstrain.paths import write_atomic
@@ -71,7 +71,7 @@ def _checkout() -> Path | None:
 
 
 def push(
-    nodes: Sequence[Node], run_dir: RunDir, mark: str, calls: Calls, tell: Callable[[str], None]
+    nodes: Sequence[Node], run_dir: RunDir, mark: str, calls: Transfers, tell: Callable[[str], None]
 ) -> tuple[Disk, ...]:
     """Copies what a start needs to every node that does not see this machine's run directory; returns their disks.
 
@@ -115,13 +115,13 @@ def _names(said: Iterable[object]) -> str:
     return ", ".join(map(str, said))
 
 
-def at_once(do: Callable[[Place], Found], places: Sequence[Place], calls: Calls, *, most: int) -> list[Found]:
+def at_once(do: Callable[[Place], Found], places: Sequence[Place], calls: Transfers, *, most: int) -> list[Found]:
     """Returns what was done at each place. Raises what went wrong at any of them, together."""
 
-    def attempt(place: Place) -> Found | CallFailed:
+    def attempt(place: Place) -> Found | TransferFailed:
         try:
             return do(place)
-        except CallFailed as error:
+        except TransferFailed as error:
             return error
 
     with ThreadPoolExecutor(max_workers=max(1, min(most, len(places)))) as pool:
@@ -131,12 +131,12 @@ def at_once(do: Callable[[Place], Found], places: Sequence[Place], calls: Calls,
         except BaseException:
             calls.close()
             raise
-    failures = [each for each in found if isinstance(each, CallFailed)]
+    failures = [each for each in found if isinstance(each, TransferFailed)]
     if failures and all(failure.is_lost for failure in failures):
         raise Unreachable({failure.host: failure.said for failure in failures})
     if failures:
         raise EnvironmentProblem("\n".join(failure.problem for failure in failures))
-    return [each for each in found if not isinstance(each, CallFailed)]
+    return [each for each in found if not isinstance(each, TransferFailed)]
 
 
 def _archive(run_dir: RunDir) -> bytes:
@@ -159,7 +159,13 @@ def _archive(run_dir: RunDir) -> bytes:
 
 
 def push_checkpoint(
-    folder: Path, run_dir: RunDir, disks: Sequence[Disk], calls: Calls, tell: Callable[[str], None], *, num_ranks: int
+    folder: Path,
+    run_dir: RunDir,
+    disks: Sequence[Disk],
+    calls: Transfers,
+    tell: Callable[[str], None],
+    *,
+    num_ranks: int,
 ) -> None:
     """Copies a whole checkpoint to other disks, without what is there and what no rank there reads.
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
-import signal
 import subprocess
 import tempfile
 import threading
@@ -13,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from dstrain.errors import EnvironmentProblem
+from dstrain import child_process
+from dstrain.launch import remote
 from dstrain.launch.nodes.protocol import Lines, Order, decode, encode
 from dstrain.launch.timeouts import TIMEOUTS
 from dstrain.paths import python
@@ -22,32 +21,14 @@ _AGENT = "dstrain.launch.nodes.agent"
 _MOST_BYTES = 2**20
 
 
+def agent(word: str, python_path: str) -> list[str]:
+    """Returns the command of the agent on another host; `word` says which node it is (`agent.node_number`)."""
+    return ["env", f"PYTHONPATH={python_path}", *python("-m", _AGENT, word)]
+
+
 def here(node: int) -> list[str]:
     """Returns the command of the agent on this machine."""
     return python("-m", _AGENT, str(node))
-
-
-def by_ssh(host: str, node: int, python_path: str) -> list[str]:
-    """Returns the command that starts the agent on a host. A session that breaks is noticed by both ends."""
-    return [*ssh(host), f"cd / && PYTHONPATH={shlex.quote(python_path)} exec {shlex.join(here(node))}"]
-
-
-def ssh(host: str) -> list[str]:
-    """Returns the words before a command for a host: no password is asked for, and a silent host is given up."""
-    alive = ("-o", "ServerAliveInterval=5", "-o", f"ServerAliveCountMax={int(TIMEOUTS.silence_s / 5)}")
-    return ["ssh", "-T", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={TIMEOUTS.connect_s:.0f}", *alive, host]
-
-
-def by_srun(hosts: Mapping[str, int], python_path: str) -> list[str]:
-    """Returns the command that starts an agent on nodes of a SLURM allocation (name → number); all get every order.
-
-    An agent ends its ranks itself, and the node's GPUs and cores are all for the ranks; a step may overlap another one.
-    """
-    count = len(hosts)
-    srun = ["srun", f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1", f"--nodelist={','.join(hosts)}"]
-    srun += ["--overlap", "--kill-on-bad-exit=0", "--wait=0", "--unbuffered", "--cpu-bind=none", "--chdir=/"]
-    numbers = ",".join(f"{host}={number}" for host, number in hosts.items())
-    return [*srun, "env", f"PYTHONPATH={python_path}", *python("-m", _AGENT, numbers)]
 
 
 class Channel:
@@ -64,19 +45,7 @@ class Channel:
         self._lock = threading.Lock()
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the channel
         self._noise: list[str] = []
-        try:
-            self._process = subprocess.Popen(
-                command,
-                env=dict(env),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=self._errors,
-                start_new_session=True,
-            )
-        except OSError as error:
-            self._errors.close()
-            hint = "apt-get install openssh-client" if command[0] == "ssh" else None
-            raise EnvironmentProblem(f"cannot start {command[0]}: {error.strerror}", hint=hint) from error
+        self._process = remote.start(command, self._errors, env)
         assert self._process.stdin is not None and self._process.stdout is not None
         self._in, self._out = self._process.stdin.fileno(), self._process.stdout.fileno()
         os.set_blocking(self._in, False)
@@ -119,12 +88,10 @@ class Channel:
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(0.5 if self.is_closed else 0)
         self._errors.seek(0)
-        said = self._errors.read().decode(errors="replace").strip().splitlines() or self._noise
-        lines = [line.strip() for line in said if line.strip() and not line.startswith("Warning: Permanently added")]
-        if lines:
-            return lines[-1]
+        errors = self._errors.read().decode(errors="replace")
         code = self._process.poll()
-        return "no answer" if code is None else f"the connection ended with code {code}"
+        ending = "no answer" if code is None else f"the connection ended with code {code}"
+        return remote.last_line(errors) or remote.last_line("\n".join(self._noise)) or ending
 
     def close(self) -> None:
         """Ends the connection, which ends what the agents still have, and the process."""
@@ -136,10 +103,7 @@ class Channel:
             with suppress(OSError):  # an agent with much to say could not end otherwise
                 os.read(self._out, 2**20)
             time.sleep(0.02)
-        if self._process.poll() is None:
-            with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
+        child_process.end(self._process)
         self._process.stdout.close()  # type: ignore[union-attr]
         self._errors.close()
 

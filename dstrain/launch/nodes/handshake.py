@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
 from dstrain.errors import EnvironmentProblem
+from dstrain.facts.this_machine import usual_versions, version_problems
 from dstrain.job.schema import Job
 from dstrain.launch.nodes.layout import Node
 from dstrain.launch.nodes.protocol import Hello
@@ -58,11 +58,11 @@ def require_compatible(
 
 def _unfit(hellos: Mapping[Node, Hello], port: int, *, on_cpu: bool) -> list[str]:
     """Returns what of the nodes themselves is in the way."""
+    usual = usual_versions([hello.versions for hello in hellos.values()])
     problems = [
-        f"{node.host}: {name} is {version or 'missing'}, and {usual or 'missing'} on most nodes"
-        for name, usual in _usual(list(hellos.values())).items()
+        f"{node.host}: {problem}"
         for node, hello in hellos.items()
-        if (version := hello.versions.get(name)) != usual
+        for problem in version_problems(hello.versions, usual)
     ]
     problems += [
         f"{node.host}: port {port}, for rank 0, is in use there"
@@ -85,9 +85,3 @@ def _differing(hello: Hello, files: Mapping[str, int]) -> Iterator[str]:
         if name in files and folder not in seen:
             seen.add(folder)
             yield f"{name} cannot be read" if found is None else f"{name} has {found:,} bytes, and {files[name]:,} here"
-
-
-def _usual(hellos: list[Hello]) -> dict[str, str | None]:
-    """Returns the version that most nodes have of each thing; of equals, the first node's."""
-    names = dict.fromkeys(name for hello in hellos for name in hello.versions)
-    return {name: Counter(hello.versions.get(name) for hello in hellos).most_common(1)[0][0] for name in names}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 import shutil
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -12,8 +11,8 @@ from types import MappingProxyType
 
 from dstrain.errors import EnvironmentProblem, InvalidConfig, did_you_mean
 from dstrain.facts.cluster.hostfile import Hosts
-from dstrain.launch import command
-from dstrain.launch.nodes.connection import Channel, by_srun, by_ssh, here, ssh
+from dstrain.launch import command, remote
+from dstrain.launch.nodes.connection import Channel, agent, here
 from dstrain.launch.nodes.layout import Node, from_one_launcher, per_node
 from dstrain.rundir import RunDir
 
@@ -148,23 +147,17 @@ def check_hosts(name: str, hosts: Hosts) -> None:
 
 
 def connect(name: str, nodes: Sequence[Node], environment: Mapping[str, str], python_path: str) -> list[Channel]:
-    """Opens the connections to the agents of some nodes."""
+    """Opens the connections to the agents of some nodes; srun has one for all of them."""
     if name == "slurm":
         numbers = {node.host: node.number for node in nodes}
-        return [Channel(by_srun(numbers, python_path), environment, list(numbers.values()))]
+        word = ",".join(f"{host}={number}" for host, number in numbers.items())
+        line = remote.srun(list(numbers), agent(word, python_path))
+        return [Channel(line, environment, list(numbers.values()))]
     return [
         Channel(
-            here(node.number) if node.is_here else by_ssh(node.host, node.number, python_path),
+            here(node.number) if node.is_here else remote.on_host(node.host, agent(str(node.number), python_path)),
             environment if node.is_here else os.environ,
             [node.number],
         )
         for node in nodes
     ]
-
-
-def remotely(name: str, host: str, command: Sequence[str]) -> list[str]:
-    """Returns the command line that runs a command on another host, with stdin and stdout from here."""
-    if name == "slurm":
-        step = ["srun", "--nodes=1", "--ntasks=1", f"--nodelist={host}", "--overlap", "--unbuffered"]
-        return [*step, "--cpu-bind=none", "--chdir=/", *command]
-    return [*ssh(host), f"cd / && exec {shlex.join(command)}"]

@@ -17,10 +17,11 @@ import pytest
 
 from dstrain import rundir
 from dstrain.errors import Conflict, EnvironmentProblem
-from dstrain.launch.filesync import remote, remote_end
+from dstrain.launch import remote
+from dstrain.launch.filesync import remote_end
 from dstrain.launch.filesync.gather_checkpoints import CheckpointGatherer
-from dstrain.launch.filesync.remote import CallFailed, Calls
 from dstrain.launch.filesync.sync import Disk, push, push_checkpoint
+from dstrain.launch.filesync.transfers import TransferFailed, Transfers
 from dstrain.launch.nodes.layout import Node
 from dstrain.launch.nodes.log_mirror import Mirror
 from dstrain.launch.nodes.members import Unreachable
@@ -39,10 +40,10 @@ def node(number: int, *, is_here: bool = False) -> Node:
 def head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     """The run directory of `run`; on a host `nodeN` its path leads to a folder `nodeN` beside it."""
 
-    def remotely(launcher: str, host: str, command: Sequence[str]) -> list[str]:
+    def on_host(host: str, command: Sequence[str], **options: object) -> list[str]:
         return [word.replace(str(tmp_path / "head"), str(tmp_path / host)) for word in command]
 
-    monkeypatch.setattr(remote, "remotely", remotely)
+    monkeypatch.setattr(remote, "on_host", on_host)
     SAID.clear()
     place = RunDir(tmp_path / "head" / "output")
     place.path.mkdir(parents=True)
@@ -58,7 +59,7 @@ def on(head: RunDir, host: str) -> Path:
 
 
 def send(head: RunDir, *numbers: int) -> tuple[Disk, ...]:
-    return push([node(0, is_here=True), *map(node, numbers)], head, MARK, Calls("ssh"), SAID.append)
+    return push([node(0, is_here=True), *map(node, numbers)], head, MARK, Transfers("ssh"), SAID.append)
 
 
 def part(folder: Path, step: int, rank: int, *, start: str = MARK, text: str = "states") -> Path:
@@ -74,7 +75,7 @@ def part(folder: Path, step: int, rank: int, *, start: str = MARK, text: str = "
 
 def gathering(head: RunDir, *, limit: int | None = 2) -> CheckpointGatherer:
     disks = [Disk(host="node1", ranks=frozenset({1}))]
-    return CheckpointGatherer(head, MARK, disks, Calls("ssh"), SAID.append, limit=limit)
+    return CheckpointGatherer(head, MARK, disks, Transfers("ssh"), SAID.append, limit=limit)
 
 
 def wait_for(is_so: Callable[[], bool]) -> None:
@@ -142,7 +143,7 @@ def test_checkpoints_of_a_run_that_was_started_there_are_not_touched(head: RunDi
 
 def test_a_host_that_does_not_answer_is_named(head: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     line = [sys.executable, "-c", "import sys; print('ssh: no route', file=sys.stderr); sys.exit(255)"]
-    monkeypatch.setattr(remote, "remotely", lambda *arguments: line)
+    monkeypatch.setattr(remote, "on_host", lambda *arguments, **options: line)
     with pytest.raises(Unreachable, match="node1: ssh: no route") as caught:
         send(head, 1, 2)
     assert caught.value.hosts == ("node1", "node2")
@@ -155,17 +156,17 @@ def test_a_disk_that_takes_nothing_is_named(head: RunDir) -> None:
 
 
 def test_a_python_that_is_not_there_is_named(head: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "remotely", lambda *arguments: ["sh", "-c", "exec /no/python"])
-    with pytest.raises(EnvironmentProblem, match="is not there: the ranks start with the same Python as here"):
+    monkeypatch.setattr(remote, "on_host", lambda *arguments, **options: ["sh", "-c", "exec /no/python"])
+    with pytest.raises(EnvironmentProblem, match="does not exist there; ranks start with the same Python as here"):
         send(head, 1)
 
 
 def test_what_is_under_way_can_be_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "remotely", lambda *arguments: ["sleep", "60"])
-    under_way = Calls("ssh")
+    monkeypatch.setattr(remote, "on_host", lambda *arguments, **options: ["sleep", "60"])
+    under_way = Transfers("ssh")
     threading.Timer(0.5, under_way.close).start()
     began = time.monotonic()
-    with pytest.raises(CallFailed, match="node1"), under_way.to("node1", "give") as (_, stdout):
+    with pytest.raises(TransferFailed, match="node1"), under_way.to("node1", "give") as (_, stdout):
         stdout.read()
     assert time.monotonic() - began < 10
 
@@ -228,7 +229,7 @@ def test_an_answer_that_is_none_is_told_with_its_host(
     head: RunDir, monkeypatch: pytest.MonkeyPatch, said: str, tmp_path: Path
 ) -> None:
     (tmp_path / "said").write_text(f"{said}\n")
-    monkeypatch.setattr(remote, "remotely", lambda *arguments: ["sh", "-c", f"exec <&-; cat {tmp_path}/said"])
+    monkeypatch.setattr(remote, "on_host", lambda *arguments, **options: ["sh", "-c", f"exec <&-; cat {tmp_path}/said"])
     with pytest.raises(EnvironmentProblem, match="node1: its answer cannot be read"):
         send(head, 1)
 
@@ -270,7 +271,7 @@ def whole(head: RunDir, step: int) -> Path:
 def give(head: RunDir, folder: Path, *, num_ranks: int = 2) -> Path:
     """Copies a checkpoint to `node1` and returns where it is there."""
     disk = Disk(host="node1", ranks=frozenset({1}))
-    push_checkpoint(folder, head, [disk], Calls("ssh"), SAID.append, num_ranks=num_ranks)
+    push_checkpoint(folder, head, [disk], Transfers("ssh"), SAID.append, num_ranks=num_ranks)
     return on(head, "node1") / folder.name
 
 
@@ -358,7 +359,7 @@ def test_the_model_comes_from_the_disk_of_rank_0(head: RunDir) -> None:
     (head.final).mkdir()
     (head.final / "old.safetensors").touch()
     disks = [Disk(host="node1", ranks=frozenset({0, 1}))]
-    CheckpointGatherer(head, MARK, disks, Calls("ssh"), SAID.append, limit=2).finish(lambda: None, has_trained=True)
+    CheckpointGatherer(head, MARK, disks, Transfers("ssh"), SAID.append, limit=2).finish(lambda: None, has_trained=True)
     assert [path.name for path in head.final.iterdir()] == ["model.safetensors"]
 
 

@@ -15,17 +15,17 @@ from os import killpg
 from pathlib import Path
 from typing import IO, Any
 
+from dstrain import child_process
 from dstrain.errors import EnvironmentProblem
+from dstrain.launch import remote
 from dstrain.launch.filesync import remote_end
-from dstrain.launch.nodes.launchers import remotely
 from dstrain.launch.nodes.protocol import LONGEST
 
 _SSH_FAILED = 255
-_NO_PROGRAM = frozenset({126, 127})
 _LAST_WORDS_S = 5.0
 
 
-class CallFailed(EnvironmentProblem):
+class TransferFailed(EnvironmentProblem):
     """A host on which something could not be done."""
 
     def __init__(self, host: str, said: str, *, is_lost: bool) -> None:
@@ -36,12 +36,12 @@ class CallFailed(EnvironmentProblem):
         self.is_lost = is_lost
 
 
-class Calls:
+class Transfers:
     """What is under way on other hosts."""
 
     def __init__(self, launcher: str) -> None:
-        """`launcher` says how hosts are reached: by srun in a SLURM allocation, by ssh otherwise."""
-        self._launcher = launcher
+        """`launcher` "slurm" reaches hosts by srun, any other by ssh."""
+        self._by_srun = launcher == "slurm"
         self._text = Path(remote_end.__file__).read_text(encoding="utf-8")
         self._running: set[subprocess.Popen[bytes]] = set()
         self._lock = threading.Lock()
@@ -50,8 +50,9 @@ class Calls:
 
     @contextmanager
     def to(self, host: str, verb: str, *words: str) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
-        """Yields stdin and stdout of a verb of the far end; waits for its end. Raises CallFailed where it fails."""
-        line = remotely(self._launcher, host, [sys.executable, "-I", "-c", self._text, verb, *words])
+        """Yields stdin and stdout of a verb of the far end; waits for its end. Raises TransferFailed where it fails."""
+        program = [sys.executable, "-I", "-c", self._text, verb, *words]
+        line = remote.on_host(host, program, by_srun=self._by_srun)
         with tempfile.TemporaryFile() as errors:
             process = self._start(line, errors)
             assert process.stdin is not None and process.stdout is not None
@@ -63,7 +64,7 @@ class Calls:
                 broken = error
             except OSError as error:
                 self._end(process)
-                raise CallFailed("here", f"{error.filename}: {error.strerror}", is_lost=False) from error
+                raise TransferFailed("here", f"{error.filename}: {error.strerror}", is_lost=False) from error
             except BaseException:
                 self._end(process)
                 raise
@@ -88,24 +89,15 @@ class Calls:
         """Starts a process in a session of its own: Ctrl-C is for `run`, which decides what to do."""
         with self._lock:
             if self.is_over:
-                raise CallFailed("here", "ended", is_lost=False)
-            try:
-                process = subprocess.Popen(
-                    line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, start_new_session=True
-                )
-            except OSError as error:
-                hint = "apt-get install openssh-client" if line[0] == "ssh" else None
-                raise EnvironmentProblem(f"cannot start {line[0]}: {error.strerror}", hint=hint) from error
+                raise TransferFailed("here", "ended", is_lost=False)
+            process = remote.start(line, errors)
             self._running.add(process)
         return process
 
     def _end(self, process: subprocess.Popen[bytes]) -> None:
         with self._lock:
             self._running.discard(process)
-        if process.poll() is None:
-            with suppress(ProcessLookupError):
-                killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        child_process.end(process)
         if process.stdout is not None:
             process.stdout.close()
 
@@ -118,10 +110,7 @@ class Calls:
                     killpg(process.pid, signal.SIGKILL)
 
 
-def _failure(host: str, code: int, errors: IO[bytes], broken: Exception | None) -> CallFailed:
+def _failure(host: str, code: int, errors: IO[bytes], broken: Exception | None) -> TransferFailed:
     errors.seek(0)
-    lines = [line for line in errors.read().decode(errors="replace").strip().splitlines() if line.strip()]
-    said = lines[-1] if lines else str(broken) if broken is not None else f"ended with {code}"
-    if code in _NO_PROGRAM:
-        said = f"{sys.executable} is not there: the ranks start with the same Python as here"
-    return CallFailed(host, said, is_lost=code == _SSH_FAILED or code < 0)
+    refusal = remote.refusal(code, f"{broken or ''}\n{errors.read().decode(errors='replace')}")
+    return TransferFailed(host, refusal.text, is_lost=code == _SSH_FAILED or code < 0)
