@@ -21,8 +21,9 @@ from dstrain.records import from_data
         ("a: !!bool foo", "f:1:4: foo is no valid bool; in quotes it is text"),
         ("a: [1, 2024-02-30]", "f:1:8: 2024-02-30 is no valid timestamp"),
         ("a: " + "9" * 5000, "f:1:4: 9999"),
-        ("[" * 5000, "f: is nested too deeply"),
+        ("[" * 900, "f: is nested too deeply"),
     ],
+    ids=range(7),
 )
 def test_a_scalar_that_is_no_value_is_refused_with_its_place(text: str, problem: str) -> None:
     with pytest.raises(InvalidConfig) as caught:

@@ -22,7 +22,7 @@ from tests.cli.conftest import lay_traps
 Type = Callable[..., Any]
 ROOT = Path(__file__).parents[2]
 PLAN = ("plan", "--gpus", "16", "--model", "qwen3-32b")
-NOTHING_FITS = ("plan", "--gpus", "1", "--gpu", "4090", "--model", "qwen3-8b", "--host-memory", "64GiB")
+NOTHING_FITS = ("plan", "--gpus", "1", "--gpu", "t4", "--model", "qwen3-8b", "--host-memory", "64GiB")
 ONE: tuple[str, ...] = (
     *("plan", "--gpus", "8", "--gpu", "h100", "--model", "qwen3-8b", "--zero-stage", "2", "--offload", "none"),
     *("--micro-batch", "2", "--grad-accum", "3", "--grad-ckpt"),
