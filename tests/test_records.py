@@ -15,11 +15,11 @@ from dstrain.records import from_data
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("model: m\nseed: 2024-13-45", "f:2:7: 2024-13-45 is no valid timestamp (month must be in 1..12)"),
-        ("a: !!int foo", "f:1:4: foo is no valid int"),
-        ("a: !!float foo", "f:1:4: foo is no valid float"),
-        ("a: !!bool foo", "f:1:4: foo is no valid bool; in quotes it is text"),
-        ("a: [1, 2024-02-30]", "f:1:8: 2024-02-30 is no valid timestamp"),
+        ("model: m\nseed: 2024-13-45", "f:2:7: 2024-13-45 is not a valid timestamp (month must be in 1..12)"),
+        ("a: !!int foo", "f:1:4: foo is not a valid int"),
+        ("a: !!float foo", "f:1:4: foo is not a valid float"),
+        ("a: !!bool foo", "f:1:4: foo is not a valid bool; in quotes it is text"),
+        ("a: [1, 2024-02-30]", "f:1:8: 2024-02-30 is not a valid timestamp"),
         ("a: " + "9" * 5000, "f:1:4: 9999"),
         ("[" * 900, "f: is nested too deeply"),
     ],

@@ -1,4 +1,4 @@
-"""`dstrain adopt`: treats files that dstrain did not write as generated from now on."""
+"""`dstrain adopt`: treats existing files as generated."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from dstrain.launch.prepare.lint_job import lint_job, refused
 from dstrain.paths import alone
 
 
-@click.command("adopt", short_help="Let files that dstrain did not write count as generated.")
+@click.command("adopt")
 @click.argument("folder", type=click.Path(path_type=Path, file_okay=False), default=".")
-@click.option("-n", "--dry-run", is_flag=True, help="Check the files, say what would be adopted, and write nothing.")
-@click.option("--json", "as_json", is_flag=True, help="Print what was adopted as JSON to stdout.")
+@click.option("-n", "--dry-run", is_flag=True, help="Check the files and list what would be adopted; write nothing.")
+@click.option("--json", "as_json", is_flag=True, help="Print the adopted files as JSON to stdout.")
 def command(folder: Path, dry_run: bool, as_json: bool) -> None:
-    """Let ds_config.json, job.yaml and hostfile of a folder count as generated, as they stand there now.
+    """Treat ds_config.json, job.yaml and hostfile of a folder as generated, in their current state.
 
-    The files are not changed; .dstrain/lock.json remembers them. The next gen-config lists every value that it would
-    write otherwise, as conflicts: yours stand until you decide, and what it replaces then is kept as .bak. Files that
-    dstrain generated already are left as they are: your edits in them stay edits.
+    Records the files in .dstrain/lock.json and does not change them. The next gen-config lists every value that it
+    would change as a conflict: your value stays until you decide, and a replaced one is kept as .bak. Files generated
+    by dstrain keep their record, so your edits in them stay edits.
 
     \b
     Example:
@@ -46,14 +46,14 @@ def command(folder: Path, dry_run: bool, as_json: bool) -> None:
 
 
 def _adopted(folder: Path, *, dry_run: bool) -> list[str]:
-    """Writes the lock; returns the names of the files that it knows from now on."""
+    """Writes the lock; returns the names of the adopted files."""
     before = read_lock(folder)
     base = before.base if before else {}
     files = {name: text for name, text in standing(folder, GENERATED).items() if name not in base}
     if not files and not base:
         raise InvalidConfig(
-            f"{folder}: none of {', '.join(GENERATED)} is there",
-            hint="dstrain gen-config --model NAME writes them; or name the folder that has them.",
+            f"{folder}: has none of {', '.join(GENERATED)}",
+            hint="dstrain gen-config --model NAME writes them; or name another folder.",
         )
     _lint(folder)
     if files and not dry_run:
@@ -62,7 +62,7 @@ def _adopted(folder: Path, *, dry_run: bool) -> list[str]:
 
 
 def _lint(folder: Path) -> None:
-    """Says what lint finds. Raises InvalidConfig for errors, and for a file that cannot be read."""
+    """Prints the findings of lint. Raises InvalidConfig for errors, and for a file that cannot be read."""
     problems = []
     for name, text in standing(folder, GENERATED).items():
         try:
@@ -70,34 +70,33 @@ def _lint(folder: Path) -> None:
         except InvalidConfig as error:
             problems.append(error.problem)
     if problems:
-        raise InvalidConfig("\n".join(problems), hint="Mend the files, then adopt them.")
+        raise InvalidConfig("\n".join(problems), hint="Correct the files, then adopt them.")
     path, job = folder / "ds_config.json", folder / "job.yaml"
     if not path.is_file():
         return
-    linted = lint_job(read_job(job) if job.is_file() else None, path)
-    if engine.errors(linted.findings):
-        raise refused(linted.findings)
-    for finding in linted.findings:
+    result = lint_job(read_job(job) if job.is_file() else None, path)
+    if engine.errors(result.findings):
+        raise refused(result.findings)
+    for finding in result.findings:
         say("\n".join(lines(finding)))
 
 
 def _lock(before: Lock | None, files: dict[str, str]) -> Lock:
-    """Returns the lock with the files as base; what it knew already stays."""
+    """Returns the lock with the files added to its base."""
     if before is not None:
         return replace(before, base={**before.base, **files}, adopted=(*before.adopted, *files))
     return Lock(dstrain=__version__, deepspeed=installed("deepspeed"), base=files, adopted=tuple(files))
 
 
 def _tell(folder: Path, names: list[str], *, dry_run: bool) -> None:
-    """Says what was adopted and what that means."""
+    """Prints the adopted files and the next command."""
     if not names:
-        say("nothing to adopt: dstrain knows these files already")
+        say("nothing to adopt: the files are recorded already")
         return
     verb = "would adopt" if dry_run else "adopted"
     say(f"{verb} {', '.join(str(folder / name) for name in names)}")
     if dry_run:
         return
-    say(f"They are known from now on ({folder / LOCK}), and what stands in them stays.")
-    say("The next gen-config lists every value that it would write otherwise; yours stand until you decide.")
+    say(f"recorded in {folder / LOCK}: the next gen-config lists what it would change; yours stay until you decide")
     place = "" if folder == Path() else f" -o {folder}"
     say(f"next: dstrain gen-config{place} --model NAME --diff")

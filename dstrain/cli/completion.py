@@ -1,4 +1,4 @@
-"""`dstrain completion`: the script that makes a shell complete dstrain's words."""
+"""`dstrain completion`: prints the completion script of a shell."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class Shell(StrEnum):
 _WRITERS = {Shell.BASH: BashComplete, Shell.ZSH: ZshComplete, Shell.FISH: FishComplete}
 
 
-@click.command("completion", short_help="Print the Tab completion of bash, zsh or fish.")
+@click.command("completion")
 @click.argument("shell", type=Choice(Shell))
 @click.pass_context
 def command(ctx: click.Context, shell: Shell) -> None:
-    """Print the script that makes the Tab key complete verbs, options, models and GPUs in bash, zsh or fish.
+    """Print the script that completes commands, options, models and GPUs in bash, zsh or fish.
 
     \b
     Example:

@@ -29,7 +29,7 @@ SETTINGS = {
 """What the demo overrides in its job, so that a tiny model learns something in a minute."""
 
 
-@click.command("demo", short_help="Train a tiny model: the smoke test of an installation.")
+@click.command("demo")
 @click.argument("folder", type=click.Path(path_type=Path, file_okay=False), default="dstrain-demo")
 @click.option("--zero-stage", type=click.IntRange(1, 3), default=2, show_default=True, help="ZeRO stage.")
 @click.option("--offload", type=click.Choice(["none", "optimizer", "params"]), help="What leaves GPU memory.")
@@ -41,8 +41,8 @@ def command(
 ) -> None:
     """Train a tiny model on this machine: no network and no GPU needed, about two minutes.
 
-    Builds a Qwen3 model of a few million random weights and an instruction data set from the docstrings of Python's
-    standard library in FOLDER, then types what a user types: gen-config, run.
+    Builds a Qwen3 model of a few million random weights in FOLDER, and an instruction data set from the docstrings of
+    Python's standard library. Then runs the commands of a user: gen-config, run.
 
     \b
     Example:
@@ -67,7 +67,7 @@ def command(
 
 
 def _free_name(folder: Path, name: str) -> str:
-    """Returns the name, with a number where an earlier demo has taken it."""
+    """Returns the name, with a number if an earlier demo has it."""
     number, free = 1, name
     while (folder / free).exists():
         number += 1
@@ -76,7 +76,7 @@ def _free_name(folder: Path, name: str) -> str:
 
 
 def _build(folder: Path) -> dict[str, Any]:
-    """Returns what was built: model, data, and the entropy to beat."""
+    """Builds model and data; returns their sizes and the entropy to beat."""
     say(f"building a tiny Qwen3 model and data from Python's standard library in {folder}")
     done = subprocess.run(python("-m", "dstrain.train.demo", str(folder)), capture_output=True, text=True, check=False)
     if done.returncode != 0:
@@ -90,26 +90,28 @@ def _build(folder: Path) -> dict[str, Any]:
 
 
 def _type(words: list[str], folder: Path) -> None:
-    """Types a dstrain command in the demo's folder, as a user would; its output goes to stderr."""
+    """Runs a dstrain command in the demo's folder, as a user would; its output goes to stderr."""
     say()
     say(f"$ dstrain {shlex.join(words)}", style="bold")
     done = subprocess.run(python("-m", "dstrain.cli", *words), cwd=folder, check=False, stdout=sys.stderr)
     if done.returncode == 130:
         raise KeyboardInterrupt
     if done.returncode != 0:
-        failure = RunFailed(f"dstrain {words[0]} ended with code {done.returncode}", hint=f"Its files are in {folder}.")
+        failure = RunFailed(
+            f"dstrain {words[0]} ended with exit code {done.returncode}", hint=f"Its files are in {folder}."
+        )
         failure.exit_code = done.returncode
         raise failure
 
 
 def _tell(made: dict[str, Any], run_dir: RunDir, folder: Path, *, as_json: bool) -> None:
-    """Prints the table, and raises RunFailed when the model learned nothing."""
-    found = summary(run_dir)
+    """Prints the table. Raises RunFailed if the model learned nothing."""
+    figures = summary(run_dir)
     entropy = made["unigram_entropy"]
-    beaten = found["eval_loss"] is not None and found["eval_loss"] < entropy
+    beaten = figures["eval_loss"] is not None and figures["eval_loss"] < entropy
     if as_json:
-        answer_json({**found, "unigram_entropy": entropy, "is_entropy_beaten": beaten})
-    rows = summary_rows(found)
+        answer_json({**figures, "unigram_entropy": entropy, "is_entropy_beaten": beaten})
+    rows = summary_rows(figures)
     place = next(index for index, (name, _) in enumerate(rows) if name == "evaluation loss") + 1
     verdict = "beaten" if beaten else "NOT beaten"
     rows.insert(place, ("unigram entropy of its answers", f"{entropy:.3f} ({verdict})"))
@@ -119,7 +121,7 @@ def _tell(made: dict[str, Any], run_dir: RunDir, folder: Path, *, as_json: bool)
     for name, value in rows:
         say(f"  {name:<{width}}  {value}")
     if not beaten:
-        raise RunFailed("the model did not learn: its evaluation loss is no better than counting tokens")
+        raise RunFailed("the model did not learn: its evaluation loss is not below the unigram entropy")
     say()
     here = os.path.relpath(folder)
     say(f"next: look at {here}/ds_config.json and {here}/job.yaml, then plan a model of your own:")

@@ -19,14 +19,14 @@ from dstrain.config.edits.manual_edits import manual_edits
 from dstrain.errors import InvalidConfig
 
 
-@click.command("diff", short_help="List your edits, and what each does to memory and speed.")
+@click.command("diff")
 @click.argument("folder", type=click.Path(path_type=Path, file_okay=False), default=".")
 @click.option("--json", "as_json", is_flag=True, help="Print the edits as JSON.")
 def command(folder: Path, as_json: bool) -> None:
-    """List what you edited since the files of a folder were generated, and what each edit does to memory and speed.
+    """List your edits since the files of a folder were generated, with their effect on memory and speed.
 
-    Each edit alone is estimated beside the files as they were generated, for the model and the machines of that time,
-    and then all edits together. Writes nothing.
+    Compares each edit alone, then all edits together, with the generated files, on the model and the cluster they were
+    generated for. Writes nothing.
 
     \b
     Example:
@@ -36,8 +36,8 @@ def command(folder: Path, as_json: bool) -> None:
     lock = read_lock(folder)
     if lock is None:
         raise InvalidConfig(
-            f"{folder / LOCK}: no such file, so nobody knows what was generated",
-            hint="dstrain gen-config writes it with the files; dstrain adopt for files of your own.",
+            f"{folder / LOCK}: no such file, so edits are unknown",
+            hint="dstrain gen-config writes it; for your own files, dstrain adopt does.",
         )
     edits = manual_edits(folder, lock)
     gone = [name for name in lock.base if name not in standing(folder, lock.base)]
@@ -46,9 +46,9 @@ def command(folder: Path, as_json: bool) -> None:
         answer_json(_document(folder, found, gone))
         return
     for name in gone:
-        answer(f"{folder / name}: removed by you; gen-config writes it again")
+        answer(f"{folder / name}: removed; gen-config writes it again")
     if not edits and not gone:
-        answer("no edits: the files are as they were generated")
+        answer("no edits since the files were generated")
         return
     for line in _lines(folder, found):
         answer(line)
@@ -57,7 +57,7 @@ def command(folder: Path, as_json: bool) -> None:
 
 
 def _lines(folder: Path, found: Effects) -> list[str]:
-    """Returns the edits by file, what each does, and what all of them do."""
+    """Returns the edits by file with their effects, and the effect of all edits together."""
     rows = [
         (each, f"{dotted(each.edit.pointer)} {shown(each.edit.base)} → {shown(each.edit.yours)}")
         for each in found.edits

@@ -31,7 +31,7 @@ from dstrain.job.file import JobFile, read_job
 JOB = Path("job.yaml")
 
 
-@click.command("doctor", short_help="Find what stands in the way of training.")
+@click.command("doctor")
 @click.argument("job", type=click.Path(path_type=Path), required=False)
 @click.option("--hostfile", type=click.Path(path_type=Path), help="Look at every host of it, over ssh, all at once.")
 @click.option("--network", is_flag=True, help="Measure the network between hosts and GPUs in place of looking.")

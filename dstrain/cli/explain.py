@@ -18,15 +18,15 @@ if TYPE_CHECKING:
 CONFIG, JOB = "ds_config.json", "job.yaml"
 
 
-@click.command("explain", short_help="Explain a key of ds_config.json, or a whole file.")
+@click.command("explain")
 @click.argument("subject", metavar="[KEY | FILE]", default=CONFIG)
 @click.option("--job", type=click.Path(path_type=Path), help="Job file.  [default: job.yaml here, or beside FILE]")
 @click.option("--json", "as_json", is_flag=True, help="Print the answer as JSON.")
 def command(subject: str, job: Path | None, as_json: bool) -> None:
-    """Explain a key of a DeepSpeed configuration, or a whole file; without either, ds_config.json here.
+    """Explain a key of a DeepSpeed configuration, or a whole file; by default, ds_config.json.
 
-    A key may be a path (zero_optimization.overlap_comm), a JSON pointer, or the end of a path where that is the only
-    one. Where there is a job, what dstrain would choose for it, and what each value costs beside the file as it stands.
+    A key is a path (zero_optimization.overlap_comm), a JSON pointer, or the unambiguous end of a path. With a job, also
+    shows the value that dstrain would choose, and what each value costs compared with the current file.
 
     \b
     Example:
@@ -62,7 +62,7 @@ def _explain_file(path: Path, job: Path | None, *, as_json: bool) -> None:
 
     document = jsonc.parse(read_text(path), str(path))
     if not isinstance(document.value, dict):
-        raise InvalidConfig("a configuration is an object in braces", place=document.place(()))
+        raise InvalidConfig("a configuration is a JSON object", place=document.place(()))
     context, missing = _context(job, path)
     explained = text.explained(path, document.value, context, missing)
     if as_json:
@@ -79,16 +79,16 @@ def _context(job: Path | None, config: Path | None) -> tuple[JobContext | None, 
 
     path = job or (config.parent if config else Path()) / JOB
     if job is None and not path.is_file():
-        return None, f"there is no {path}; dstrain gen-config writes one, or name yours with --job"
+        return None, f"{path} does not exist; dstrain gen-config writes one, or name yours with --job"
     file = read_job(path)
     theirs = Path(file.job.ds_config)
     if job is None and config is not None and config.resolve() != theirs:
-        return None, f"{path} is about another configuration ({theirs.name})"
+        return None, f"{path} uses another configuration ({theirs.name})"
     return job_context(file, planned_cluster(theirs.parent)), None
 
 
 def _here(job: Path | None) -> tuple[Here | None, str | None]:
-    """Returns the job here with its configuration, or None and what is missing for numbers."""
+    """Returns the job here with its configuration, or None and what is missing for an estimate."""
     from dstrain.cli.output.explain import unknown_model
     from dstrain.config import jsonc
     from dstrain.config.explain.key import Here
@@ -107,5 +107,5 @@ def _here(job: Path | None) -> tuple[Here | None, str | None]:
     except DstrainError as error:
         return None, error.problem
     if not isinstance(config, dict):
-        return None, f"{path.name} is no object"
+        return None, f"{path.name} is not a JSON object"
     return Here(config=config, request=request_of(context.job.job), workload=workload), None

@@ -15,16 +15,16 @@ from dstrain.errors import InvalidConfig
 from dstrain.paths import python
 
 
-@click.command("export", short_help="Merge an adapter, or gather a ZeRO checkpoint.")
+@click.command("export")
 @click.argument("source", type=click.Path(path_type=Path))
 @click.argument("out", type=click.Path(path_type=Path))
 @click.option("--precision", type=Choice(Precision), help="Dtype of the weights.  [default: as the base model]")
-@click.option("-n", "--dry-run", is_flag=True, help="Say what would be read and written, and write nothing.")
+@click.option("-n", "--dry-run", is_flag=True, help="Print what would be read and written; write nothing.")
 def command(source: Path, out: Path, precision: Precision | None, dry_run: bool) -> None:
     """Merge an adapter into its base, or gather a ZeRO checkpoint, into a folder that from_pretrained loads.
 
-    SOURCE is a run directory (its newest whole checkpoint, or its final model), a checkpoint, or an adapter. OUT is a
-    new folder. One process on the CPU does it; the weights must fit in RAM.
+    SOURCE is a run directory (its newest complete checkpoint, or its final model), a checkpoint, or an adapter. OUT is
+    a new folder. Runs in one process on the CPU; the weights must fit into RAM.
 
     \b
     Example:

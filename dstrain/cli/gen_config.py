@@ -36,7 +36,7 @@ from dstrain.plan.search.decide import plan_of, survey
 from dstrain.plan.search.infeasible import does_not_fit
 
 
-@click.command("gen-config", short_help="Decide how to train, say why, write the files.")
+@click.command("gen-config")
 @facts_options
 @click.option("--data", metavar="FILE", help="Training data: .jsonl, .json, .parquet or a data set id.")
 @click.option("--eval-data", metavar="FILE", help="Evaluation data.")

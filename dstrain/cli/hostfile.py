@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from dstrain.cli.console import answer, answer_json, say
+from dstrain.cli.group import Group
 from dstrain.cli.types import Named
 from dstrain.config.document import REMOVED, Change
 from dstrain.config.edits import edit_hostfile
@@ -21,10 +22,10 @@ from dstrain.paths import write_atomic
 
 DEFAULT = Path("hostfile")
 SLOTS_OF_JOBS = ("pbs", "lsf")
-"""Sources that count the slots of a job, which are processes and need not be GPUs."""
+"""Sources that count the processes of a job, which may differ from its GPUs."""
 
 
-@click.group("hostfile", short_help="Write, check or show a hostfile.")
+@click.group("hostfile", cls=Group)
 def command() -> None:
     """Write, check or show the hosts of a run, in DeepSpeed's format.
 
@@ -42,13 +43,15 @@ def command() -> None:
     "source",
     type=Named(lambda: SOURCES),
     metavar="SOURCE",
-    help=f"Where the hosts are from: {', '.join(SOURCES)}.",
+    help=f"Source of the hosts: {', '.join(SOURCES)}.",
 )
-@click.option("--from-file", type=click.Path(path_type=Path), help="A file of hosts: that of --from, else a hostfile.")
-@click.option("--slots", type=click.IntRange(1, MAX_SLOTS), help="GPUs of every host.  [default: as the source says]")
-@click.option("--match", metavar="PATTERN", help="With ssh-config: only hosts such as 'gpu*'.")
+@click.option(
+    "--from-file", type=click.Path(path_type=Path), help="File to read hosts from: one of --from, or a hostfile."
+)
+@click.option("--slots", type=click.IntRange(1, MAX_SLOTS), help="GPUs per host.  [default: as the source says]")
+@click.option("--match", metavar="PATTERN", help="With ssh-config: take only hosts such as 'gpu*'.")
 @click.option("-o", "--out", type=click.Path(path_type=Path), default=DEFAULT, show_default=True, help="File to write.")
-@click.option("-n", "--dry-run", is_flag=True, help="Print the file, write nothing.")
+@click.option("-n", "--dry-run", is_flag=True, help="Print the file and write nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print the hosts as JSON to stdout.")
 def write(
     names: str | None,
@@ -62,7 +65,7 @@ def write(
 ) -> None:
     """Write a hostfile from names and ranges, a scheduler, or another tool's file.
 
-    In a hostfile that is there already, comments and the order of its hosts stay.
+    An existing hostfile keeps its comments and the order of its hosts.
 
     \b
     Example:
@@ -71,7 +74,7 @@ def write(
       dstrain hostfile write --from slurm
     """
     hosts = _asked_for(names, source, from_file, slots, match)
-    hostfile.parse(hostfile.render(hosts), hosts.name)  # what a source names must be names that ssh can take
+    hostfile.parse(hostfile.render(hosts), hosts.name)  # checks that ssh can take the names
     text = _merged(out, hosts)
     changed = False if dry_run else write_atomic(out, text)
     if as_json:
@@ -79,7 +82,7 @@ def write(
     elif dry_run:
         answer(text)
     if source in SLOTS_OF_JOBS and slots is None:
-        say(f"note: {source} counts the slots of the job; where a host has another number of GPUs, add --slots")
+        say(f"note: {source} counts the processes of the job; add --slots if a host has another number of GPUs")
     if not dry_run:
         say(f"{'wrote' if changed else 'nothing changed in'} {out}: {_total(hosts)}")
 
@@ -87,48 +90,48 @@ def write(
 def _asked_for(
     names: str | None, source: str | None, from_file: Path | None, slots: int | None, match: str | None
 ) -> Hosts:
-    """Returns the hosts that were asked for."""
+    """Returns the hosts of the options."""
     if names is not None and (source is not None or from_file is not None):
-        raise click.UsageError("Names and --from or --from-file both say hosts; give one of them.")
+        raise click.UsageError("NAMES excludes --from and --from-file; give one of them.")
     if names is not None:
         return hostfile.expand(names, slots, "NAMES")
-    asked = HostQuery(environment=os.environ, read=probe.read_text, file=from_file, slots=slots, match=match)
+    query = HostQuery(environment=os.environ, read=probe.read_text, file=from_file, slots=slots, match=match)
     if source is not None:
         if source not in SOURCES:
             raise click.UsageError(f'--from "{source}": {did_you_mean(source, list(SOURCES))}')
-        return SOURCES[source](asked)
+        return SOURCES[source](query)
     if from_file is None:
-        raise click.UsageError("Say which hosts: names such as 'gpu[01-16]:8', --from slurm, or --from-file FILE.")
-    return host_sources.openmpi(asked)
+        raise click.UsageError("Give the hosts: names such as 'gpu[01-16]:8', --from slurm, or --from-file FILE.")
+    return host_sources.openmpi(query)
 
 
 def _merged(out: Path, hosts: Hosts) -> str:
-    """Returns the text to write: hosts that are there stay where they are, with their comments."""
+    """Returns the text to write: existing hosts keep their lines and comments."""
     if not out.is_file():
         return hostfile.render(hosts)
     text = probe.read_text(out)
     try:
-        there = {host.name for host in hostfile.parse(text, str(out)).hosts}
+        present = {host.name for host in hostfile.parse(text, str(out)).hosts}
     except InvalidConfig:
         raise InvalidConfig(
-            f"{out} is there, and is no hostfile that can be changed in place",
-            hint=f"dstrain hostfile check {out} says why; or move it away: mv {out} {out}.old",
+            f"{out} exists and is not a valid hostfile",
+            hint=f"dstrain hostfile check {out} says why; or move it: mv {out} {out}.old",
         ) from None
-    gone = sorted(there - {host.name for host in hosts.hosts})
+    gone = sorted(present - {host.name for host in hosts.hosts})
     changes = [Change(pointer=(name,), value=REMOVED) for name in gone]
     changes += [Change(pointer=(host.name,), value=host.slots) for host in hosts.hosts]
     return edit_hostfile.apply(text, changes)
 
 
-@command.command("check", short_help="Find every fault of a hostfile.")
+@command.command("check", short_help="Find all errors of a hostfile.")
 @click.argument("path", metavar="[HOSTFILE]", type=click.Path(path_type=Path), default=DEFAULT)
-@click.option("--equal", is_flag=True, help="Ask for as many slots on every host, as openmpi, mpich and slurm need.")
+@click.option("--equal", is_flag=True, help="Require the same slots on every host, as openmpi, mpich and slurm do.")
 @click.option("--reach", is_flag=True, help="Ask every host over ssh: versions, GPUs, clock, paths, disk.")
 @click.option("--job", type=click.Path(path_type=Path), help="With --reach: the job whose paths the hosts must read.")
 @click.option("--timeout", type=click.FloatRange(1, 600), default=8.0, show_default=True, help="Seconds a host.")
 @click.option("--json", "as_json", is_flag=True, help="Print the hosts as JSON to stdout.")
 def check(path: Path, equal: bool, reach: bool, job: Path | None, timeout: float, as_json: bool) -> None:
-    """Find every fault of a hostfile, also those that DeepSpeed passes over. Exits with 3 when there is one.
+    """Find all errors of a hostfile, including those that DeepSpeed ignores. Exits with 3 on errors.
 
     With --reach every host is asked over ssh, all at once: whether it answers, has the same versions, as many idle GPUs
     as slots, this clock, and can read what the job reads. Exits with 5 when one is not fit.
@@ -144,12 +147,12 @@ def check(path: Path, equal: bool, reach: bool, job: Path | None, timeout: float
     if equal and len(counts) > 1:
         most = max(counts, key=lambda count: sum(host.slots == count for host in hosts.hosts))
         problems += [
-            f"{path}:{host.line}:1: {host.name} has {host.slots} slots, and most hosts have {most}"
+            f"{path}:{host.line}:1: {host.name} has {host.slots} slots, but most hosts have {most}"
             for host in hosts.hosts
             if host.slots != most
         ]
     if problems:
-        raise InvalidConfig("\n".join(problems), hint="Mend these lines.")
+        raise InvalidConfig("\n".join(problems), hint="Correct these lines.")
     found = _reached(hosts, job, timeout) if reach else {}
     if as_json:
         answer_json(_document(hosts) | ({"problems": found} if reach else {}))
@@ -159,7 +162,7 @@ def check(path: Path, equal: bool, reach: bool, job: Path | None, timeout: float
     unfit = [name for name, problems in found.items() if problems]
     if unfit:
         problem = f"{len(unfit)} of {len(found)} hosts not fit: {', '.join(unfit)}"
-        raise EnvironmentProblem(problem, hint="Mend them, or take their lines out.")
+        raise EnvironmentProblem(problem, hint="Repair them, or remove their lines.")
 
 
 def _reached(hosts: Hosts, job: Path | None, timeout_s: float) -> dict[str, list[str]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,20 +21,20 @@ if TYPE_CHECKING:
 JOB = "job.yaml"
 
 
-@click.command("lint", short_help="Check a DeepSpeed configuration.")
+@click.command("lint")
 @click.argument("config", type=click.Path(path_type=Path), required=False)
 @click.option("--job", type=click.Path(path_type=Path), help="Job file.  [default: job.yaml beside the configuration]")
-@click.option("--hostfile", type=click.Path(path_type=Path), help="Hostfile to use in place of the job's.")
+@click.option("--hostfile", type=click.Path(path_type=Path), help="Hostfile that replaces the job's.")
 @click.option(
     "--trainer/--no-trainer",
     default=None,
-    help="Whether the Hugging Face Trainer reads it, or deepspeed.initialize.  [default: the Trainer, where there is"
-    ' a job or an "auto" in it]',
+    help="Whether the Hugging Face Trainer reads it, or deepspeed.initialize.  [default: the Trainer, if it has"
+    ' a job or an "auto"]',
 )
-@click.option("--ignore", "ignored", multiple=True, metavar="RULE", help="A rule to leave out, such as DS701.")
-@click.option("--fix", is_flag=True, help="Mend what has one safe answer; every other byte stays.")
-@click.option("-n", "--dry-run", is_flag=True, help="With --fix: print the mended text, write nothing.")
-@click.option("--strict", is_flag=True, help="Exit with 3 for warnings too.")
+@click.option("--ignore", "ignored", multiple=True, metavar="RULE", help="Rule to skip, such as DS701.")
+@click.option("--fix", is_flag=True, help="Apply safe fixes; every other byte stays.")
+@click.option("-n", "--dry-run", is_flag=True, help="With --fix: print the fixed text and write nothing.")
+@click.option("--strict", is_flag=True, help="Exit with 3 on warnings too.")
 @click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON to stdout.")
 def command(
     config: Path | None,
@@ -48,10 +47,10 @@ def command(
     strict: bool,
     as_json: bool,
 ) -> None:
-    """Check a DeepSpeed configuration, ours or any other.
+    """Check a DeepSpeed configuration, generated or not.
 
-    Reads what people write: comments and trailing commas are fine. With a job it also says what contradicts the job,
-    and what does not fit. Exits with 3 when there are errors.
+    Accepts comments and trailing commas. With a job, also reports what contradicts the job and what does not fit into
+    memory. Exits with 3 on errors.
 
     \b
     Example:
@@ -60,67 +59,69 @@ def command(
     """
     check_rules(ignored)
     if dry_run and not fix:
-        raise click.UsageError("-n is about --fix; lint alone writes nothing.")
+        raise click.UsageError("-n goes with --fix; without it, lint writes nothing.")
     path, file = _files(config, job, hostfile)
     try:
-        linted = lint_job(file, path, is_trainers=trainer, ignored=ignored, fix=fix)
+        result = lint_job(file, path, is_trainers=trainer, ignored=ignored, fix=fix)
     except InvalidConfig as error:
         if as_json:
             answer_json({"schema": 1, "findings": [], "error": error.problem})
         raise
-    text = linted.subject.document.text if linted.subject is not None else None
-    if not dry_run and text is not None and linted.mended:
-        write_atomic(path, text)
-    _say_mended(linted, dry_run=dry_run)
+    text = _fixed(path, result, dry_run=dry_run)
     if as_json:
-        found = {"schema": 1, "findings": [finding.document() for finding in linted.findings]}
-        answer_json(found | ({"text": text} if fix else {}))
-    elif fix and dry_run and text is not None:
-        answer(text)
-        _print(path, linted, say)
+        document = {"schema": 1, "findings": [finding.document() for finding in result.findings]}
+        answer_json(document | ({"text": text} if fix else {}))
     else:
-        _print(path, linted, answer)
-    if any(finding.severity in _failing(strict=strict) for finding in linted.findings):
+        _print(path, result, text if dry_run else None)
+    failing = (Severity.ERROR, Severity.WARNING) if strict else (Severity.ERROR,)
+    if any(finding.severity in failing for finding in result.findings):
         sys.exit(InvalidConfig.exit_code)
 
 
-def _failing(*, strict: bool) -> tuple[Severity, ...]:
-    return (Severity.ERROR, Severity.WARNING) if strict else (Severity.ERROR,)
+def _fixed(path: Path, result: LintResult, *, dry_run: bool) -> str | None:
+    """Writes the fixed text and prints the fixes, if there are any; returns the text, or None if it is unreadable."""
+    text = result.subject.document.text if result.subject is not None else None
+    if not dry_run and text is not None and result.mended:
+        write_atomic(path, text)
+    for finding in result.mended:
+        say(f"{'would fix' if dry_run else 'fixed'} {finding.place}: {finding.rule}: {finding.problem}; {finding.fix}")
+    return text
 
 
 def _files(config: Path | None, job: Path | None, hostfile: Path | None) -> tuple[Path, JobFile | None]:
-    """Returns the configuration to lint, and the job that it belongs to where there is one."""
+    """Returns the configuration to lint, and its job if it has one."""
     named = job or _beside(config)
     if named is None:
         if hostfile is not None:
-            raise click.UsageError("--hostfile is about a job, and there is none; name it with --job.")
+            raise click.UsageError("--hostfile needs a job; name one with --job.")
         return config or Path("ds_config.json"), None
     from dstrain.job.file import read_job
 
     file = read_job(named, [f"hostfile={hostfile.resolve()}"] if hostfile else [])
     theirs = Path(file.job.ds_config)
     if job is None and config is not None and config.resolve() != theirs:
-        return config, None  # the job beside it is about another file
+        return config, None  # the job beside it uses another configuration
     return config or theirs, file
 
 
 def _beside(config: Path | None) -> Path | None:
-    """Returns the job file beside a configuration, where there is one."""
-    found = (config or Path("ds_config.json")).parent / JOB
-    return found if found.is_file() else None
+    """Returns the job file beside a configuration, if it exists."""
+    path = (config or Path("ds_config.json")).parent / JOB
+    return path if path.is_file() else None
 
 
-def _say_mended(linted: LintResult, *, dry_run: bool) -> None:
-    for finding in linted.mended:
-        verb = "would mend" if dry_run else "mended"
-        say(f"{verb} {finding.place}: {finding.rule}: {finding.problem}; {finding.fix}")
-
-
-def _print(path: Path, linted: LintResult, write: Callable[[str], None]) -> None:
-    for finding in linted.findings:
+def _print(path: Path, result: LintResult, text: str | None) -> None:
+    """Prints the findings: to stdout, or to stderr after the fixed text if that is the answer."""
+    if text is not None:
+        answer(text)
+    write = answer if text is None else say
+    for finding in result.findings:
         write("\n".join(lines(finding)))
-    if not linted.findings:
+    if not result.findings:
         say(f"{shown(str(path))}: no problems")
         return
-    can_mend = len(engine.fixed(linted.subject)[1]) if linted.subject is not None else 0
-    say(f"{shown(str(path))}: {count_text(linted.findings)}" + (f"; --fix mends {can_mend}" if can_mend else ""))
+    num_fixable = len(engine.fixed(result.subject)[1]) if result.subject is not None else 0
+    say(
+        f"{shown(str(path))}: {count_text(result.findings)}"
+        + (f"; {num_fixable} fixable with --fix" if num_fixable else "")
+    )

@@ -1,4 +1,4 @@
-"""The `dstrain` command: its subcommands, and the one place where errors become text."""
+"""The `dstrain` command: its verbs, and the one place where errors become text."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ import click
 from click.shell_completion import CompletionItem
 
 from dstrain import __version__
-from dstrain.errors import DstrainError, EnvironmentProblem, did_you_mean
+from dstrain.cli.group import Group
+from dstrain.errors import DstrainError, EnvironmentProblem
 
 VERBS = {
-    "gen-config": "Decide how to train, say why, write the files.",
-    "adopt": "Let files that dstrain did not write count as generated.",
-    "diff": "List your edits, and what each does to memory and speed.",
-    "plan": "Say what training needs, how fast it is, and why.",
+    "gen-config": "Choose a configuration, explain it, write the files.",
+    "adopt": "Treat existing files as generated.",
+    "diff": "List your edits and their effect on memory and speed.",
+    "plan": "Estimate memory and speed, and explain the choice.",
     "lint": "Check a DeepSpeed configuration.",
-    "doctor": "Find what stands in the way of training.",
-    "run": "Train as a job file says.",
-    "status": "Say how a run stands.",
-    "logs": "Print what a run wrote.",
+    "doctor": "Find problems of this machine that block training.",
+    "run": "Train as a job file describes.",
+    "status": "Show the state of a run.",
+    "logs": "Print the logs of a run.",
     "stop": "End a run.",
     "export": "Merge an adapter, or gather a ZeRO checkpoint.",
     "explain": "Explain a key of ds_config.json, or a whole file.",
@@ -34,12 +35,12 @@ VERBS = {
     "demo": "Train a tiny model: the smoke test of an installation.",
     "completion": "Print the Tab completion of bash, zsh or fish.",
 }
-"""Verbs in the order of their use, with their summaries; `dstrain <verb>` is the module of that name, which is imported
-only when the verb is typed."""
+"""Verbs in the order of their use, with their summaries. `dstrain <verb>` is the module of that name, imported only
+when the verb is typed."""
 
 
-class Verbs(click.Group):
-    """A group that imports the module of the verb that is typed, and of no other."""
+class Verbs(Group):
+    """A group that imports only the module of the verb that is typed."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Returns the names of all verbs."""
@@ -62,14 +63,6 @@ class Verbs(click.Group):
         verbs = [CompletionItem(name, help=summary) for name, summary in VERBS.items() if name.startswith(incomplete)]
         return [*verbs, *click.Command.shell_complete(self, ctx, incomplete)]
 
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Returns the verb and its arguments. Raises UsageError for an unknown verb and suggests the closest."""
-        if args and args[0] not in VERBS and not args[0].startswith("-"):
-            raise click.UsageError(f"No such command '{args[0]}'. {did_you_mean(args[0], list(VERBS))}", ctx)
-        return super().resolve_command(ctx, args)
-
 
 @click.group(cls=Verbs, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(__version__, prog_name="dstrain")
@@ -89,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     traceback."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a terminal that is not UTF-8 shows what it can
+            stream.reconfigure(errors="replace")  # for terminals that are not UTF-8
     try:
         code = cli.main(arguments, prog_name="dstrain", standalone_mode=False)
         sys.exit(code if isinstance(code, int) else 0)
@@ -102,14 +95,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except (KeyboardInterrupt, click.Abort):
         sys.exit(130)
     except BrokenPipeError:
-        # whoever read our output has left: nothing to say, and no one to say it to
-        sys.stderr.close()
+        sys.stderr.close()  # the reader of the output is gone
         sys.exit(1)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         _complain(EnvironmentProblem(f"the output cannot be written: {error.strerror}"))
-        sys.stdout = None  # else Python tries once more at its end
+        sys.stdout = None  # otherwise Python writes again at exit
         sys.exit(EnvironmentProblem.exit_code)
 
 

@@ -27,7 +27,7 @@ from dstrain.plan.search.infeasible import does_not_fit
 from dstrain.plan.search.search import DEFAULT_TOP
 
 
-@click.command("plan", short_help="Say what training needs, how fast it is, and why.")
+@click.command("plan")
 @plan_options
 @click.option(
     "--top", type=click.IntRange(min=1), default=DEFAULT_TOP, show_default=True, metavar="K", help="Plans to show."

@@ -39,7 +39,7 @@ from dstrain.launch.timeouts import TIMEOUTS, VARIABLE
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What was typed; every field is the option of its name."""
+    """The options, by name."""
 
     job: Path
     overrides: tuple[str, ...]
@@ -59,65 +59,67 @@ class Options:
     as_json: bool
 
 
-@click.command("run", short_help="Train as a job file says.")
+@click.command("run")
 @click.argument("job", type=click.Path(path_type=Path), default="job.yaml")
 @click.option(
     "--set",
     "overrides",
     multiple=True,
     metavar="KEY=VALUE",
-    help="Override a line of the job, such as learning_rate=1e-5.",
+    help="Override a key of the job, such as learning_rate=1e-5.",
 )
-@click.option("--hostfile", type=click.Path(path_type=Path), help="Hostfile to use in place of the job's.")
+@click.option("--hostfile", type=click.Path(path_type=Path), help="Hostfile that replaces the job's.")
 @click.option(
     "--launcher",
     type=Named(lambda: LAUNCHERS),
     metavar="NAME",
-    help=f"How ranks of several nodes are started: {', '.join(LAUNCHERS)}.  [default: pdsh, else ssh]",
+    help=f"Launcher for several nodes: {', '.join(LAUNCHERS)}.  [default: pdsh, else ssh]",
 )
 @click.option("--master-port", type=click.IntRange(1, 65535), help="Port of rank 0.  [default: 29500, or a free one]")
-@click.option("--ignore", "ignored", multiple=True, metavar="RULE", help="A rule of lint to leave out, such as DS802.")
+@click.option("--ignore", "ignored", multiple=True, metavar="RULE", help="Rule of lint to skip, such as DS802.")
 @click.option(
     "--max-restarts",
     type=click.IntRange(0),
     default=0,
     show_default=True,
-    help="How often a run that failed is started again, from its newest checkpoint.",
+    help="Restarts of a failed run, from its newest checkpoint.",
 )
-@click.option("--spare", "spares", metavar="HOSTS", help="Hosts that replace lost ones at a restart: gpu17,gpu18.")
+@click.option(
+    "--spare", "spares", metavar="HOSTS", help="Hosts that replace lost ones at a restart, such as gpu17,gpu18."
+)
 @click.option(
     "--hang-after",
     type=click.FloatRange(0),
     default=TIMEOUTS.hang_s,
     show_default=True,
-    help="Seconds without a step, and five times the median, that are a hang; 0 for never.",
+    help="Seconds without a step, and at least five times the median, that count as a hang; 0 for never.",
 )
 @click.option(
     "--start-timeout",
     type=click.FloatRange(0),
     default=TIMEOUTS.start_s,
     show_default=True,
-    help="Seconds without progress before the first step that are a hang; 0 for never.",
+    help="Seconds without progress before the first step that count as a hang; 0 for never.",
 )
-@click.option("--save-on-term", is_flag=True, help="At SIGTERM save a checkpoint and leave, as at SIGUSR1.")
-@click.option("--sync", is_flag=True, help="Copy dstrain and the run directory to nodes that do not see them.")
-@click.option("--no-doctor", is_flag=True, help="Do not look first at what of this machine is in the way.")
-@click.option("--detach", "detached", is_flag=True, help="Go on in the background; see status, logs and stop.")
-@click.option("-n", "--dry-run", is_flag=True, help="Check everything, print the command, start nothing.")
+@click.option("--save-on-term", is_flag=True, help="On SIGTERM, save a checkpoint and exit, as on SIGUSR1.")
+@click.option("--sync", is_flag=True, help="Copy dstrain and the run directory to nodes without access to them.")
+@click.option("--no-doctor", is_flag=True, help="Skip the check of this machine before the launch.")
+@click.option("--detach", "detached", is_flag=True, help="Run in the background; see status, logs and stop.")
+@click.option("-n", "--dry-run", is_flag=True, help="Check everything, print the command and start nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON to stdout.")
 def command(**typed: Any) -> None:
-    """Train as a job file says, on this machine or over its hostfile.
+    """Train as a job file describes, on this machine or on the hosts of its hostfile.
 
-    Lints the configuration first, and starts nothing where it finds an error. Precedence, strongest first: --set and
+    Lints the configuration first, and starts nothing if it finds an error. Precedence, highest first: --set and
     --hostfile, the job file, the defaults. The job's output_dir is the run directory; `bash OUTPUT_DIR/start.sh` starts
     the same run again by hand.
 
-    When a rank dies, a node is lost or nothing moves, everything on all nodes is ended and told in one report. A login
-    that drops does not end a run. SIGUSR1 saves a checkpoint and leaves with exit code 75.
+    If a rank dies, a node is lost or the run hangs, dstrain ends all processes on all nodes and prints one report. A
+    lost login does not end a run. SIGUSR1 saves a checkpoint and exits with code 75.
 
-    --sync is for nodes without a file system in common: the run directory, and dstrain where it runs from a checkout,
-    are copied to them over ssh, and what their ranks write of a checkpoint is copied back while training goes on.
-    Python with its packages, the model and the data must be on every node, under the same paths.
+    --sync is for nodes without a shared file system. It copies the run directory, and dstrain if it runs from a
+    checkout, to them over ssh, and copies their parts of checkpoints back during training. Every node needs Python with
+    its packages, the model and the data under the same paths.
 
     \b
     Example:
@@ -129,11 +131,11 @@ def command(**typed: Any) -> None:
 
 
 def _run(options: Options) -> None:
-    """Does what was typed."""
+    """Carries out the command."""
     check_rules(options.ignored)
     refuse_secrets(options.overrides, "every user can read command lines")
     hosts = _allocated() if options.launcher == "slurm" and options.hostfile is None else None
-    launch = _plan(options, hosts, goes_on=False)
+    launch = _plan(options, hosts, resumes=False)
     prepared = launch.prepared
     say_lines(before_lines(prepared))
     if launch.note is not None:
@@ -151,27 +153,26 @@ def _run(options: Options) -> None:
         return
     with state.only_one(prepared.run_dir):
         _train(options, launch, hosts)
-    found = summary(prepared.run_dir)
-    say(summary_text(found, prepared.run_dir))
+    figures = summary(prepared.run_dir)
+    say(summary_text(figures, prepared.run_dir))
     if options.as_json:
-        answer_json(found)
+        answer_json(figures)
 
 
 def _examine(launch: Launch) -> None:
-    """Says what of this machine is not as it should be. Raises EnvironmentProblem for what is in the way."""
-    found = quick(launch.prepared, launch.environment)
-    for finding in found:
+    """Prints warnings about this machine. Raises EnvironmentProblem for errors."""
+    findings = quick(launch.prepared, launch.environment)
+    for finding in findings:
         if finding.mark is Mark.WARNING:
             for line in finding_lines(finding):
                 say(line)
-    in_the_way = errors(found)
-    if in_the_way:
-        rows = [f"{finding.what}{f' → {finding.fix}' if finding.fix else ''}" for finding in in_the_way]
-        raise EnvironmentProblem("\n".join(rows), hint="`dstrain doctor` says more; --no-doctor starts all the same.")
+    if blocking := errors(findings):
+        rows = [f"{finding.what}{f' → {finding.fix}' if finding.fix else ''}" for finding in blocking]
+        raise EnvironmentProblem("\n".join(rows), hint="`dstrain doctor` says more; --no-doctor starts the run anyway.")
 
 
 def _train(options: Options, launch: Launch, hosts: Hosts | None) -> None:
-    """Runs to the end, through restarts."""
+    """Runs the job to its end, restarts included."""
     run_dir = launch.prepared.run_dir
     spares = tuple(host.name for host in expand(options.spares, 1, "--spare").hosts) if options.spares else ()
     timeouts = replace(TIMEOUTS, hang_s=options.hang_after, start_s=options.start_timeout).changed(os.environ)
@@ -183,7 +184,7 @@ def _train(options: Options, launch: Launch, hosts: Hosts | None) -> None:
         Screen() as screen,
     ):
         run = Supervisor(
-            lambda changed, goes_on: _plan(options, changed or hosts, goes_on=goes_on),
+            lambda changed, resumes: _plan(options, changed or hosts, resumes=resumes),
             stop_requests,
             policy,
             Reporter(say=screen.say, pass_on=screen.pass_on, progress=screen.progress),
@@ -192,12 +193,12 @@ def _train(options: Options, launch: Launch, hosts: Hosts | None) -> None:
         run.drive(launch)
 
 
-def _plan(options: Options, hosts: Hosts | None, *, goes_on: bool) -> Launch:
-    """Returns the checked launch; one that goes on takes the newest whole checkpoint."""
-    given = [*options.overrides, *([f"hostfile={options.hostfile.resolve()}"] if options.hostfile else [])]
-    if goes_on:
-        given.append("resume=auto")
-    prepared = prepare(read_job(options.job, given), os.environ, ignored=options.ignored, hosts=hosts)
+def _plan(options: Options, hosts: Hosts | None, *, resumes: bool) -> Launch:
+    """Returns the checked launch; one that `resumes` starts from the newest complete checkpoint."""
+    overrides = [*options.overrides, *([f"hostfile={options.hostfile.resolve()}"] if options.hostfile else [])]
+    if resumes:
+        overrides.append("resume=auto")
+    prepared = prepare(read_job(options.job, overrides), os.environ, ignored=options.ignored, hosts=hosts)
     port, named = ports.wanted_port(options.master_port, os.environ)
     if prepared.is_local:
         port = ports.port(options.master_port, os.environ)
@@ -212,7 +213,7 @@ def _plan(options: Options, hosts: Hosts | None, *, goes_on: bool) -> Launch:
 
 
 def _allocated() -> Hosts | None:
-    """Returns the hosts of the SLURM allocation; None outside of one, which the launcher tells."""
+    """Returns the hosts of the SLURM allocation; None outside of one, which the launcher reports."""
     if "SLURM_JOB_ID" not in os.environ:
         return None
     return SOURCES["slurm"](HostQuery(environment=os.environ, read=probe.read_text, file=None, slots=None, match=None))
@@ -227,17 +228,17 @@ def _answer_dry(launch: Launch, *, as_json: bool) -> None:
 
 
 def _edits(path: Path, launch: Launch) -> list[Edit] | None:
-    """Returns what was edited by hand in the files of the run; None where that is not known."""
+    """Returns the hand edits in the files of the run; None if they are unknown."""
     job = launch.prepared.job
     names = [str(path), job.ds_config, *([job.hostfile] if job.hostfile else [])]
     try:
         return of_run([Path(name).resolve() for name in names])
     except DstrainError as error:
-        say(f"hand edits are not on record: {error.problem}")
+        say(f"hand edits are not recorded: {error.problem}")
         return None
 
 
 def _checkpoint_bytes(launch: Launch) -> int:
-    """Returns the disk that one more checkpoint takes."""
-    needs = launch.prepared.estimate
-    return needs.memory.checkpoint_bytes if needs else 0
+    """Returns the size of one checkpoint; 0 if unknown."""
+    estimate = launch.prepared.estimate
+    return estimate.memory.checkpoint_bytes if estimate else 0

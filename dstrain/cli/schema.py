@@ -8,13 +8,13 @@ from dstrain.cli.console import answer
 from dstrain.config import schema
 
 
-@click.command("schema", short_help="Print the JSON schema of ds_config.json or job.yaml.")
-@click.option("--job", "of_job", is_flag=True, help="That of job.yaml instead.")
+@click.command("schema")
+@click.option("--job", "of_job", is_flag=True, help="Print the schema of job.yaml instead.")
 def command(of_job: bool) -> None:
     """Print the JSON schema of ds_config.json, or with --job that of job.yaml: keys, types, defaults, meanings.
 
-    gen-config writes both below .dstrain/, and its files name them, so an editor finds them by itself. Into files of
-    your own, write these first lines:
+    gen-config writes both into .dstrain/ and refers to them in its files, where editors find them. In your own files,
+    write these first lines:
 
     \b
       "$schema": "./.dstrain/ds_config.schema.json",

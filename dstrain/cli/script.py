@@ -11,9 +11,9 @@ from typing import Any
 import click
 
 from dstrain.cli.console import say, say_lines
+from dstrain.cli.group import Group
 from dstrain.cli.options.script import BATCH, COMMON, JOB, MACHINES, PODS, PORT, SET, options
 from dstrain.cli.script_file import Script, finish
-from dstrain.errors import did_you_mean
 from dstrain.job.file import JobFile, read_job
 from dstrain.launch import environment
 from dstrain.launch.prepare.prepare import prepare as check_job
@@ -26,24 +26,12 @@ from dstrain.launch.scripts.script_context import ScriptContext, describe
 from dstrain.rundir import RunDir
 
 
-class Kinds(click.Group):
-    """A group that suggests the closest match for an unknown kind."""
-
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Returns the kind and its arguments."""
-        if args and args[0] not in self.commands and not args[0].startswith("-"):
-            raise click.UsageError(f"No such script '{args[0]}'. {did_you_mean(args[0], list(self.commands))}", ctx)
-        return super().resolve_command(ctx, args)
-
-
-@click.group("script", cls=Kinds, short_help="Write a script for SLURM, Kubernetes and others.")
+@click.group("script", cls=Group)
 def command() -> None:
-    """Write a script that starts a job elsewhere: to read, to edit and to submit.
+    """Write a script that starts a job elsewhere, to read, edit and submit.
 
-    It goes on from the newest checkpoint whenever it is started, and names the secrets that the job needs without
-    holding any.
+    The script resumes from the newest checkpoint at every start. It names the secrets that the job needs, without their
+    values.
 
     \b
     Example:
@@ -54,8 +42,8 @@ def command() -> None:
 
 def _batch(kind: str, submit: str, typed: dict[str, Any]) -> None:
     """Writes a script for a batch scheduler."""
-    file, asked = _asked(typed)
-    wish = Batch(
+    file, context = _context(typed)
+    limits = Batch(
         time_s=parse_time(typed["time"]),
         cpus=typed["cpus"],
         memory_bytes=typed["memory"],
@@ -64,15 +52,15 @@ def _batch(kind: str, submit: str, typed: dict[str, Any]) -> None:
         qos=typed["qos"],
         reservation=typed["reservation"],
     )
-    text = batches.BATCH[kind](asked, wish)
+    text = batches.BATCH[kind](context, limits)
     ending = {"slurm": "sbatch"}.get(kind, kind)
     script = Script(kind=kind, ending=ending, submit=submit, text=text)
-    if not finish(script, asked, typed):
+    if not finish(script, context, typed):
         return
-    batches.logs(asked).mkdir(parents=True, exist_ok=True)
+    batches.logs(context).mkdir(parents=True, exist_ok=True)
     secrets = environment.secrets(os.environ, file.job.env)
     if kind == "pbs" and secrets:
-        place = RunDir(asked.run_dir)
+        place = RunDir(context.run_dir)
         environment.write_secrets(place, secrets)
         say(f"wrote {place.secrets}, for you alone: {', '.join(sorted(secrets))}")
 
@@ -80,7 +68,7 @@ def _batch(kind: str, submit: str, typed: dict[str, Any]) -> None:
 @command.command("slurm", short_help="For sbatch.")
 @options(*COMMON, *BATCH)
 def slurm(**typed: Any) -> None:
-    """Write a script for SLURM's sbatch: safe in arrays, queued again with a checkpoint when its nodes are taken.
+    """Write a script for SLURM's sbatch: safe in arrays; saves and requeues when preempted.
 
     \b
     Example:
@@ -93,7 +81,7 @@ def slurm(**typed: Any) -> None:
 @command.command("pbs", short_help="For qsub.")
 @options(*COMMON, *BATCH)
 def pbs(**typed: Any) -> None:
-    """Write a script for qsub of PBS Professional or OpenPBS; the nodes are reached over ssh.
+    """Write a script for qsub of PBS Professional or OpenPBS; starts the nodes over ssh.
 
     \b
     Example:
@@ -106,7 +94,7 @@ def pbs(**typed: Any) -> None:
 @command.command("lsf", short_help="For bsub.")
 @options(*COMMON, *BATCH)
 def lsf(**typed: Any) -> None:
-    """Write a script for LSF's bsub; the nodes are reached over ssh.
+    """Write a script for LSF's bsub; starts the nodes over ssh.
 
     \b
     Example:
@@ -116,35 +104,35 @@ def lsf(**typed: Any) -> None:
     _batch("lsf", "bsub < {}", typed)
 
 
-@command.command("bash", short_help="For nodes that are started by hand.")
+@command.command("bash", short_help="For nodes started by hand.")
 @options(*COMMON, PORT)
 def bash(**typed: Any) -> None:
-    """Write a script that starts every node of the hostfile: by hand on each, or from one over ssh.
+    """Write a script that starts every node of the hostfile: by hand on each, or over ssh from one.
 
     \b
     Example:
       dstrain script bash job.yaml
       bash job.sh
     """
-    _, asked = _asked(typed)
-    text = shell.bash(asked, typed["port"])
-    finish(Script(kind="bash", ending="sh", submit="bash {}", text=text), asked, typed)
+    _, context = _context(typed)
+    text = shell.bash(context, typed["port"])
+    finish(Script(kind="bash", ending="sh", submit="bash {}", text=text), context, typed)
 
 
-@command.command("torchrun", short_help="For torchrun in place of DeepSpeed's launcher.")
+@command.command("torchrun", short_help="For torchrun instead of DeepSpeed's launcher.")
 @options(*COMMON, PORT)
 def torchrun(**typed: Any) -> None:
-    """Write a script that starts one node with torchrun; the nodes find each other by c10d.
+    """Write a script that starts one node with torchrun; the nodes meet over c10d.
 
     \b
     Example:
       dstrain script torchrun job.yaml
       bash job.torchrun.sh prepare && bash job.torchrun.sh
     """
-    _, asked = _asked(typed)
-    text = shell.torchrun(asked, typed["port"])
+    _, context = _context(typed)
+    text = shell.torchrun(context, typed["port"])
     submit = "bash {0} prepare, then on every node bash {0}"
-    finish(Script(kind="torchrun", ending="torchrun.sh", submit=submit, text=text), asked, typed)
+    finish(Script(kind="torchrun", ending="torchrun.sh", submit=submit, text=text), context, typed)
 
 
 @command.command("k8s", short_help="For Kubernetes: Kubeflow or Volcano.")
@@ -157,31 +145,31 @@ def k8s(**typed: Any) -> None:
       dstrain script k8s job.yaml --image registry/train:1 --pvc training:/shared
       kubectl apply -f job.pytorchjob.yaml
     """
-    file, asked = _asked({**typed, "python": typed["python"] or "python3"})
+    file, context = _context({**typed, "python": typed["python"] or "python3"})
     if typed["name"] is None:
-        asked = replace(asked, name=label(asked.name))
+        context = replace(context, name=label(context.name))
     names = ("image", "namespace", "secret", "shm", "cpus", "memory", "gpu_resource", "runtime", "queue")
     pods = Pods(claims=tuple(map(parse_claim, typed["claims"])), **{name: typed[name] for name in names})
     kind: Kind = typed["kind"]
-    missing = manifests.outside(asked, file.job, pods.claims)
-    notes = (f"note: on no --pvc, so the image must hold it or it goes with the pod: {', '.join(missing)}",)
+    missing = manifests.outside(context, file.job, pods.claims)
+    notes = (f"note: not on a --pvc, so it must be in the image, or is lost with the pod: {', '.join(missing)}",)
     script = Script(
         kind=kind.value,
         ending=f"{kind.value}.yaml",
         submit="kubectl apply -f {}",
-        text=manifests.manifest(asked, pods, kind),
+        text=manifests.manifest(context, pods, kind),
         is_program=False,
         notes=notes if missing else (),
     )
-    finish(script, asked, typed)
+    finish(script, context, typed)
 
 
-@command.command("prepare", short_help="Write what ranks read, and start nothing.")
+@command.command("prepare", short_help="Write the run directory and start nothing.")
 @options(JOB, *MACHINES, SET)
 def prepare(job: Path, nodes: int | None, gpus: int | None, overrides: tuple[str, ...]) -> None:
-    """Check a job and write its run directory, for ranks that something else starts: torchrun, or an operator's pods.
+    """Check a job and write its run directory, for ranks started by torchrun or the pods of an operator.
 
-    With --nodes or --gpus the job's hostfile is not read.
+    With --nodes or --gpus, the job's hostfile is ignored.
 
     \b
     Example:
@@ -190,19 +178,19 @@ def prepare(job: Path, nodes: int | None, gpus: int | None, overrides: tuple[str
     file = read_job(job, list(overrides))
     hosts = None
     if nodes is not None or gpus is not None:
-        asked = describe(file, job, environment={}, python=sys.executable, nodes=nodes, gpus=gpus)
-        hosts = ready.stand_ins(asked.nodes, asked.gpus)
+        context = describe(file, job, environment={}, python=sys.executable, nodes=nodes, gpus=gpus)
+        hosts = ready.stand_ins(context.nodes, context.gpus)
     prepared = check_job(file, os.environ, hosts=hosts)
     ready.write(prepared, os.environ)
     say_lines(prepared.notes)
     say(f"prepared {prepared.run_dir.path} for {prepared.hosts.num_slots} ranks")
 
 
-def _asked(typed: dict[str, Any]) -> tuple[JobFile, ScriptContext]:
-    """Returns the job and what its scripts are filled with."""
+def _context(typed: dict[str, Any]) -> tuple[JobFile, ScriptContext]:
+    """Returns the job and the context of its scripts."""
     path: Path = typed["job"]
     file = read_job(path, list(typed["overrides"]))
-    asked = describe(
+    context = describe(
         file,
         path,
         environment=os.environ,
@@ -212,4 +200,4 @@ def _asked(typed: dict[str, Any]) -> tuple[JobFile, ScriptContext]:
         name=typed["name"],
         overrides=typed["overrides"],
     )
-    return file, asked
+    return file, context

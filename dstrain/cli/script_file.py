@@ -16,45 +16,47 @@ from dstrain.paths import write_atomic, write_together
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Script:
-    """A script that is about to be written."""
+    """A script to write."""
 
     kind: str
-    """What it is for."""
+    """The scheduler or tool that runs it."""
     ending: str
-    """How its file name ends."""
+    """The suffix of its file name."""
     submit: str
-    """What to type to start it; `{}` is the file."""
+    """The command that starts it; `{}` is the file."""
     text: str
-    """The script."""
     is_program: bool = True
-    """Whether the file may be executed."""
+    """Whether the file is executable."""
     notes: tuple[str, ...] = ()
-    """What to say about it."""
+    """Lines to print about it."""
 
 
-def finish(script: Script, asked: ScriptContext, typed: dict[str, Any]) -> bool:
-    """Writes or prints a script, and says what to type next; returns whether it was written."""
+def finish(script: Script, context: ScriptContext, typed: dict[str, Any]) -> bool:
+    """Writes or prints a script, and prints the next command; returns whether it was written."""
     job: Path = typed["job"]
     out: Path = typed["out"] or job.with_name(f"{job.stem}.{script.ending}")
     submit = script.submit.format(shlex.quote(str(out)))
     if not typed["dry_run"]:
         _write(out, script, force=typed["force"])
     if typed["as_json"]:
-        what = {"schema": 1, "kind": script.kind, "path": str(out), "submit": submit, "text": script.text}
-        answer_json({**what, "nodes": asked.nodes, "gpus_per_node": asked.gpus, "secrets": list(asked.secrets)})
+        document = {"schema": 1, "kind": script.kind, "path": str(out), "submit": submit, "text": script.text}
+        answer_json(
+            {**document, "nodes": context.nodes, "gpus_per_node": context.gpus, "secrets": list(context.secrets)}
+        )
     elif typed["dry_run"]:
         answer(script.text)
     say_lines(script.notes)
     if typed["dry_run"]:
         return False
-    count = f"{asked.nodes} node{'s' if asked.nodes > 1 else ''} of {asked.gpus} GPU{'s' if asked.gpus > 1 else ''}"
+    nodes, gpus = context.nodes, context.gpus
+    count = f"{nodes} node{'s' if nodes > 1 else ''} of {gpus} GPU{'s' if gpus > 1 else ''}"
     say(f"wrote {out}: {count}")
     say(f"next: read it, then {submit}")
     return True
 
 
 def _write(out: Path, script: Script, *, force: bool) -> None:
-    """Writes the file; raises Conflict where another one stands there, which somebody may have edited."""
+    """Writes the file. Raises Conflict if a different one exists, which may have been edited."""
     mode = 0o755 if script.is_program else 0o644
     try:
         present = out.read_text(encoding="utf-8", errors="surrogateescape") if out.exists() else script.text
@@ -64,8 +66,8 @@ def _write(out: Path, script: Script, *, force: bool) -> None:
         if not force:
             raise Conflict(
                 f"{out} exists already and differs; nothing was written",
-                hint="--force writes it and keeps yours as .bak; --dry-run prints the new one.",
+                hint="--force replaces it and keeps yours as .bak; --dry-run prints the new one.",
             )
-        kept = beside_unused(out.parent, {f"{out.name}.bak": present})
-        write_together({}, backups={out.parent / name: text for name, text in kept.items()})
+        backups = beside_unused(out.parent, {f"{out.name}.bak": present})
+        write_together({}, backups={out.parent / name: text for name, text in backups.items()})
     write_atomic(out, script.text, mode=mode)

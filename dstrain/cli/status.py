@@ -17,14 +17,14 @@ from dstrain.rundir import RunDir
 from dstrain.units import format_seconds
 
 NOT_ALIVE = "gone"
-"""What is said of a run whose process is not there any more, though it never said how it ended."""
+"""Stage of a run whose process ended without recording its exit."""
 
 
-@click.command("status", short_help="Say how a run stands.")
+@click.command("status")
 @click.argument("run_dir", type=click.Path(path_type=Path), default="output")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(run_dir: Path, as_json: bool) -> None:
-    """Say how a run stands: where it is, its newest step, checkpoint and error. Exits with 1 when it failed.
+    """Show the stage of a run, its newest step, checkpoint and error. Exits with 1 if it failed.
 
     \b
     Example:
@@ -41,7 +41,7 @@ def command(run_dir: Path, as_json: bool) -> None:
 
 
 def document(run_dir: RunDir, found: State) -> dict[str, Any]:
-    """Returns what is known of a run, ready for JSON."""
+    """Returns the status of a run as JSON-ready data."""
     is_gone = found.stage in LIVING and not state.is_alive(found, run_dir)
     newest = run_dir.newest_checkpoint()
     failure = run_dir.failure.read_text(encoding="utf-8") if run_dir.failure.exists() else None
@@ -94,5 +94,5 @@ def _lines(found: dict[str, Any]) -> list[str]:
     if found["failure"]:
         lines += ["", found["failure"].rstrip()]
     elif found["stage"] == NOT_ALIVE:
-        lines += ["", "`dstrain run --set resume=auto` goes on from the newest checkpoint."]
+        lines += ["", "`dstrain run --set resume=auto` resumes from the newest checkpoint."]
     return lines

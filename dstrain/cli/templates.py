@@ -7,12 +7,13 @@ from pathlib import Path
 import click
 
 from dstrain.cli.console import answer, answer_json, say
+from dstrain.cli.group import Group
 from dstrain.config.templates.templates import template_names, template_texts
 from dstrain.errors import Conflict, InvalidConfig, did_you_mean
 from dstrain.paths import shipped, write_together
 
 
-@click.group("templates", short_help="List the DeepSpeed templates, or copy them out.")
+@click.group("templates", cls=Group)
 def command() -> None:
     """List the DeepSpeed templates, or copy them out to change them.
 
@@ -26,7 +27,7 @@ def command() -> None:
 @command.command("list")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def list_(as_json: bool) -> None:
-    """List the templates: a name, and what it is for.
+    """List the templates with their purpose.
 
     \b
     Example:
@@ -55,7 +56,7 @@ def _purpose(name: str) -> str:
     show_default=True,
     help="Folder to copy into.",
 )
-@click.option("-n", "--dry-run", is_flag=True, help="Say what would be copied, and copy nothing.")
+@click.option("-n", "--dry-run", is_flag=True, help="Print what would be copied; copy nothing.")
 def eject(names: tuple[str, ...], folder: Path, dry_run: bool) -> None:
     """Copy templates, with the partials they include, to a folder; without names, all of them.
 
@@ -66,7 +67,7 @@ def eject(names: tuple[str, ...], folder: Path, dry_run: bool) -> None:
     legal = template_names()
     for name in names:
         if name not in legal:
-            raise InvalidConfig(f'there is no template "{name}"', hint=did_you_mean(name, legal))
+            raise InvalidConfig(f'unknown template "{name}"', hint=did_you_mean(name, legal))
     texts = template_texts(names or legal)
     present = [name for name, text in texts.items() if _differs(folder / name, text)]
     if present:
@@ -82,5 +83,5 @@ def eject(names: tuple[str, ...], folder: Path, dry_run: bool) -> None:
 
 
 def _differs(path: Path, text: str) -> bool:
-    """Returns whether something else than `text` stands at `path`."""
+    """Returns whether `path` exists with another content than `text`."""
     return path.exists() and (not path.is_file() or path.read_text(encoding="utf-8", errors="replace") != text)

@@ -37,7 +37,7 @@ class Choice(click.ParamType[Enum]):
         self.choices = choices
 
     def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
-        """Returns the values, as they stand in help."""
+        """Returns the values for the help text."""
         return "|".join(str(member.value) for member in self.choices)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Enum:
@@ -51,22 +51,22 @@ class Choice(click.ParamType[Enum]):
         return self.fail(f'"{value}": {f"did you mean {near}?" if near else "legal: " + ", ".join(legal)}', param, ctx)
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-        """Returns the values that begin so."""
+        """Returns the values that start with `incomplete`."""
         return _beginning((str(member.value) for member in self.choices), incomplete)
 
 
 class Named(click.ParamType[str]):
-    """A name of a table, or something else that the verb understands, such as a file."""
+    """A name from a table, or another value that the verb accepts, such as a file."""
 
     name = "text"
 
     def __init__(self, names: Callable[[], Iterable[str]], *, or_file: bool = False) -> None:
-        """Takes the names of the table; `or_file`: a path may stand there too."""
+        """`names` returns the names of the table; with `or_file`, a path is legal too."""
         self.names = names
         self.or_file = or_file
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-        """Returns the names that begin so, else leaves it to the shell to complete a path."""
+        """Returns the names that start with `incomplete`; without any, the shell completes a path."""
         items = _beginning(self.names(), incomplete)
         return items or ([CompletionItem(incomplete, type="file")] if self.or_file else [])
 

@@ -1,4 +1,4 @@
-"""Reads a job file: applies overrides, makes paths absolute, and records where each value was written."""
+"""Reads a job file: applies overrides, makes paths absolute, and records the place of each value."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dstrain.job.yaml_source import parse_yaml
 from dstrain.records import Keys, Locator, from_data
 
 TEXTS = frozenset({"env"})
-"""Keys whose own values are text, however they are written."""
+"""Keys whose values are mappings of text: `4` is "4"."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,9 +21,9 @@ class JobFile:
     """A job with its source."""
 
     job: Job
-    """The job, with overrides applied and local paths absolute."""
+    """With overrides applied and local paths absolute."""
     locate: Locator
-    """Says where a key is written: in the file, or in `--set key`."""
+    """Returns the place of a key: in the file, or `--set key`."""
 
 
 def read_job(path: Path, overrides: Sequence[str] = ()) -> JobFile:
@@ -41,11 +41,11 @@ def read_job(path: Path, overrides: Sequence[str] = ()) -> JobFile:
         raise InvalidConfig(f"{path}: cannot be read: {error}") from None
     data, locate_in_file = parse_yaml(text, str(path), texts=TEXTS)
     if not isinstance(data, dict):
-        raise InvalidConfig(f"{path}: a job is a list of `key: value` lines", hint="Compare the examples in launch/.")
-    given = [_override(data, item) for item in overrides]
+        raise InvalidConfig(f"{path}: is not a list of `key: value` lines", hint="Compare the examples in launch/.")
+    options = [_override(data, item) for item in overrides]
 
     def locate(keys: Keys) -> Place:
-        for option in given:
+        for option in options:
             if keys[: len(option)] == option:
                 return Place(file=f"--set {'.'.join(map(str, option))}")
         return locate_in_file(keys)
@@ -72,9 +72,9 @@ def _override(data: dict[str, Any], item: str) -> Keys:
 
 
 def _absolute(job: Job, folder: Path, locate: Locator) -> Job:
-    """Returns the job with local paths absolute; what is no file here may be an id on the hub and stays.
+    """Returns the job with local paths absolute; names of missing files stay, as they may be ids on the hub.
 
-    Raises InvalidConfig with every path that cannot be one.
+    Raises InvalidConfig with every illegal path.
     """
     problems = []
 
@@ -115,9 +115,9 @@ def _absolute(job: Job, folder: Path, locate: Locator) -> Job:
 
 
 def _resolved(folder: Path, name: str) -> tuple[Path, str | None]:
-    """Returns a path from a job, absolute, and why it cannot be one; it need not exist.
+    """Returns a path from a job as an absolute one, and a problem if it is illegal; it need not exist.
 
-    `~nobody-here` and loops of links give a RuntimeError, a NUL a ValueError, and an OSError names what it is.
+    `~unknown-user` and loops of links raise a RuntimeError, a NUL a ValueError.
     """
     try:
         path = (folder / Path(name).expanduser()).resolve()
@@ -130,7 +130,7 @@ def _resolved(folder: Path, name: str) -> tuple[Path, str | None]:
 
 
 def _exists(path: Path) -> bool:
-    """Returns whether there is something; raises OSError where nobody can know (a folder that may not be entered)."""
+    """Returns whether a path exists. Raises OSError if that cannot be determined, as below a folder without access."""
     try:
         path.stat()
     except (FileNotFoundError, NotADirectoryError):
@@ -139,7 +139,7 @@ def _exists(path: Path) -> bool:
 
 
 def _shortened(name: str) -> str:
-    """Returns a name in quotes, its middle left out where it is long."""
+    """Returns a name in quotes, without the middle of a long one."""
     return f'"{name}"' if len(name) <= 80 else f'"{name[:40]}…{name[-20:]}" ({len(name)} characters)'
 
 

@@ -1,7 +1,7 @@
-"""The job file: the model, the data, the hyper-parameters, and where the results go.
+"""The schema of the job file: model, data, hyper-parameters and output folder.
 
-Names that Transformers' TrainingArguments has (`learning_rate`, `save_steps` …) are kept; what dstrain plans has
-dstrain's names (`micro_batch`, `grad_accum`, `grad_ckpt`).
+Keys of Transformers' TrainingArguments keep their names (`learning_rate`, `save_steps` …); choices of the planner have
+dstrain's (`micro_batch`, `grad_accum`, `grad_ckpt`).
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Lora:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Monitor:
-    """Where metrics go beside `metrics.jsonl`, which is always written."""
+    """Destinations of metrics besides `metrics.jsonl`, which is always written."""
 
     __pydantic_config__ = type_config
 
@@ -217,4 +217,4 @@ SYNONYMS = MappingProxyType(
         "swanlab": "monitor",
     }
 )
-"""What other tools call our keys: Transformers, LLaMA-Factory and TRL."""
+"""Names of keys in other tools (Transformers, LLaMA-Factory, TRL) → ours."""

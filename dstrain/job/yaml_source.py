@@ -19,7 +19,7 @@ from dstrain.records import Keys, Locator
 
 
 class _Constructor(RoundTripConstructor):
-    """ruamel's own, with a place for scalars that no Python value can be made of, such as the date 2024-13-45."""
+    """ruamel's constructor, with the place of scalars that have no Python value, such as the date 2024-13-45."""
 
     texts: frozenset[str] = frozenset()
 
@@ -38,7 +38,7 @@ class _Constructor(RoundTripConstructor):
             shown = str(node.value)[:40] if isinstance(node, ScalarNode) else "this"
             kind = str(node.tag).removeprefix(_TAG)
             reason = "" if isinstance(error, KeyError) else f" ({error})"
-            problem = f"{shown} is no valid {kind}{reason}; in quotes it is text"
+            problem = f"{shown} is not a valid {kind}{reason}; in quotes it is text"
             raise ConstructorError(None, None, problem, node.start_mark) from None
 
 
@@ -48,13 +48,13 @@ _TAG = "tag:yaml.org,2002:"
 
 
 def parse_yaml(text: str, name: str, *, texts: frozenset[str] = frozenset()) -> tuple[Any, Locator]:
-    """Returns the plain value of a YAML 1.2 text (`1e-5` is a number) and a function that says where its keys stand.
+    """Returns the plain value of a YAML 1.2 text (`1e-5` is a number) and a function that returns the place of a key.
 
     Scalars directly below the top-level keys in `texts` are text, exactly as written (`4` is "4"). Raises InvalidConfig
-    with `name:line:column` for a syntax error, a duplicate key, or a value that is none (the date 2024-13-45).
+    with its place for a syntax error, a duplicate key, or an illegal value (the date 2024-13-45).
     """
     if len(text) > _MOST_CHARACTERS:
-        raise InvalidConfig(f"{name}: has {len(text):,} characters; the most is {_MOST_CHARACTERS:,}")
+        raise InvalidConfig(f"{name}: has {len(text):,} characters; the limit is {_MOST_CHARACTERS:,}")
     reader = YAML(typ="rt", pure=True)
     reader.Constructor = type("_Constructor", (_Constructor,), {"texts": texts})
     try:
@@ -73,7 +73,7 @@ def parse_yaml(text: str, name: str, *, texts: frozenset[str] = frozenset()) -> 
     except RecursionError:
         raise InvalidConfig(f"{name}: is nested too deeply") from None
     except OverflowError:
-        problem = f"its aliases (*name) stand for more than {_MOST_VALUES:,} values"
+        problem = f"its aliases (*name) expand to more than {_MOST_VALUES:,} values"
         raise InvalidConfig(f"{name}: {problem}", hint="Write the values themselves.") from None
 
     def locate(keys: Keys) -> Place:
@@ -84,26 +84,26 @@ def parse_yaml(text: str, name: str, *, texts: frozenset[str] = frozenset()) -> 
 
 
 def _hint(text: str, error: MarkedYAMLError) -> str:
-    """Returns what to do about a text that is no YAML."""
+    """Returns the hint for a text that is not YAML."""
     merging = merge_hint(text)
     if merging is not None:
         return merging
     if isinstance(error, DuplicateKeyError):
         return "Remove one of the two lines."
     if isinstance(error, ComposerError):
-        return "Keep one document: remove the line --- and what belongs to the other." if "\n---" in text else _FORM
+        return "Keep one document: remove the line --- and the other document." if "\n---" in text else _FORM
     mark = error.problem_mark
     line = text.split("\n")[mark.line] if mark is not None and mark.line < text.count("\n") + 1 else ""
-    return "Put spaces in the place of the tab." if "\t" in line else _FORM
+    return "Replace the tab by spaces." if "\t" in line else _FORM
 
 
-_FORM = "A line is `key: value`; a value with a colon, a # or brackets in it stands in quotes."
+_FORM = "A line is `key: value`; quote values with a colon, a # or brackets."
 
 
 def compose_yaml(text: str) -> Node | None:
-    """Returns the nodes of a YAML text, with their offsets in it; None where it holds no value.
+    """Returns the nodes of a YAML text, with their offsets in it; None if it is empty.
 
-    Raises InvalidConfig for one that does not parse, as after an edit that takes an anchor away.
+    Raises InvalidConfig if it does not parse, as after an edit that removes an anchor.
     """
     try:
         node: Node | None = YAML(typ="safe", pure=True).compose(io.StringIO(text))
@@ -128,7 +128,7 @@ def _mark(node: Any, keys: Keys) -> tuple[int, int]:
 
 
 def _plain(node: Any, budget: Iterator[int]) -> Any:
-    """Returns a plain value. Raises OverflowError where aliases make more of it than anybody writes."""
+    """Returns a plain value. Raises OverflowError if aliases expand to more than `_MOST_VALUES` values."""
     if next(budget) > _MOST_VALUES:
         raise OverflowError
     if isinstance(node, Mapping):

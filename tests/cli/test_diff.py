@@ -41,7 +41,7 @@ def estimated(folder: Path) -> Any:
 
 def test_without_edits_it_says_so(dstrain: Type) -> None:
     dstrain(*PLAN)
-    assert dstrain("diff").stdout == "no edits: the files are as they were generated\n"
+    assert dstrain("diff").stdout == "no edits since the files were generated\n"
 
 
 def test_without_a_lock_nobody_knows(dstrain: Type) -> None:
@@ -97,7 +97,7 @@ def test_an_edit_that_makes_no_sense_is_named_and_the_others_are_estimated(dstra
 def test_a_removed_file_is_listed(dstrain: Type, tmp_path: Path) -> None:
     dstrain(*PLAN)
     (tmp_path / "hostfile").unlink()
-    assert dstrain("diff").stdout == "hostfile: removed by you; gen-config writes it again\n"
+    assert dstrain("diff").stdout == "hostfile: removed; gen-config writes it again\n"
 
 
 def test_what_is_not_counted_is_said_in_lints_words(dstrain: Type, tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ def test_a_key_is_explained_without_a_job_and_says_what_numbers_need(dstrain: Ty
     assert done.returncode == 0
     for said in ("zero_optimization.overlap_comm", "Reduces gradients while", "type      true or false, or null",
                  "default   true with stage 3, else false", "deepspeed/runtime/zero/config.py",
-                 "No numbers: there is no job.yaml;"):  # fmt: skip
+                 "No numbers: job.yaml does not exist;"):  # fmt: skip
         assert said in done.stdout
 
 
@@ -134,7 +134,7 @@ def test_a_file_without_a_job_has_the_bytes_of_its_numbers(dstrain: Type, tmp_pa
     config = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 3, "reduce_bucket_size": 5e8}, "bff16": 1}
     (tmp_path / "mine.json").write_text(json.dumps(config), encoding="utf-8")
     text = dstrain("explain", "mine.json").stdout
-    assert "No estimate: there is no job.yaml;" in text
+    assert "No estimate: job.yaml does not exist;" in text
     assert "reduce_bucket_size: 500000000.0 (1.86 GiB of each GPU at most: the bucket" in text
     assert "not written: overlap_comm is true with stage 3, else false; sub_group_size is" in " ".join(text.split())
     assert "No key of DeepSpeed" in text

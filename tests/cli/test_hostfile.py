@@ -36,7 +36,7 @@ def test_another_tools_file_is_converted(dstrain: Type, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [
-        ((), 2, "Say which hosts"),
+        ((), 2, "Give the hosts"),
         (("a", "--from", "slurm"), 2, "give one of them"),
         (("--from", "slrum"), 2, 'Did you mean "slurm"'),
         (("--from", "pbs"), 3, "PBS_NODEFILE: not set here"),
@@ -71,7 +71,7 @@ def test_check_asks_for_equal_slots_where_the_launcher_needs_them(dstrain: Type,
     (tmp_path / "hostfile").write_text("a slots=8\nb slots=8\nc slots=4\n")
     assert dstrain("hostfile", "check").returncode == 0
     done = dstrain("hostfile", "check", "--equal")
-    assert "hostfile:3:1: c has 4 slots, and most hosts have 8" in done.stderr
+    assert "hostfile:3:1: c has 4 slots, but most hosts have 8" in done.stderr
 
 
 def test_show_says_where_each_rank_runs(dstrain: Type, tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ def test_an_error_exits_with_3_and_says_where_what_and_the_fix(dstrain: Type, tm
         in done.stdout
     )
     assert 'fix: did you mean "overlap_comm"?' in done.stdout
-    assert "1 error, 1 note; --fix mends 1" in done.stderr
+    assert "1 error, 1 note; 1 fixable with --fix" in done.stderr
 
 
 def test_json_has_what_an_editor_needs(dstrain: Type, tmp_path: Path) -> None:
@@ -55,7 +55,7 @@ def test_fix_mends_the_file_and_keeps_the_rest(dstrain: Type, tmp_path: Path) ->
     assert done.returncode == 0
     assert path.read_text() == TYPO.replace("overlap_com", "overlap_comm")
     assert path.stat().st_mode & 0o777 == 0o640
-    assert "mended ds_config.json:4:36" in done.stderr
+    assert "fixed ds_config.json:4:36" in done.stderr
 
 
 def test_a_dry_run_of_fix_prints_the_mended_text_and_writes_nothing(dstrain: Type, tmp_path: Path) -> None:
@@ -128,4 +128,4 @@ def test_placeholders_and_slots_that_are_not_the_plans_are_told(dstrain: Type, t
     assert "hostfile:1:1: warning DS805: CHANGE-ME-1 is a placeholder" in done.stdout
     (tmp_path / "hostfile").write_text("node1 slots=8\n")
     done = dstrain("lint")
-    assert "hostfile:1:1: warning DS806: 8 slots in all, and the plan is for 16 GPUs" in done.stdout
+    assert "hostfile:1:1: warning DS806: 8 slots in total, but the plan is for 16 GPUs" in done.stdout

@@ -98,8 +98,9 @@ def test_a_model_that_no_table_has_is_completed_as_a_path() -> None:
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_a_summary_is_what_the_verb_says_of_itself(verb: str) -> None:
+def test_a_verb_is_the_command_of_its_module(verb: str) -> None:
     with cli.make_context("dstrain", [], resilient_parsing=True) as ctx:
         command = cli.get_command(ctx, verb)
     assert command is not None
-    assert command.get_short_help_str(limit=80) == VERBS[verb]
+    assert command.name == verb
+    assert len(VERBS[verb]) <= 60

@@ -115,7 +115,7 @@ def test_two_hosts_are_launched_by_pdsh(dstrain: Type, job: Path) -> None:
         ('method: "full"', 'method: "qlora"', "bitsandbytes"),
         ("sinks: [swanlab]", "sinks: [wandb, swanlab]", "wandb needs wandb, which is not installed"),
         ('attn: "sdpa"', 'attn: "flash_attention_2"', "flash_attention_2 needs a GPU"),
-        ("save_steps: ", "eval_steps: 5\nsave_steps: ", "eval_steps is 5, and there is no eval_data"),
+        ("save_steps: ", "eval_steps: 5\nsave_steps: ", "eval_steps is 5, but eval_data is not set"),
         ("eval_data: null", "eval_data: eval.jsonl", "job.yaml:8:1: eval_data: "),
     ],
 )
@@ -150,7 +150,7 @@ def test_columns_that_nobody_reads_are_noted(dstrain: Type, job: Path) -> None:
 def test_a_file_of_the_model_that_is_missing_is_named(dstrain: Type, job: Path, name: str) -> None:
     (job.parent / "model" / name).unlink()
     done = dstrain("run", "-n")
-    assert (done.returncode, f"holds no {name.partition('.')[0].replace('model', 'weights')}" in done.stderr) == (
+    assert (done.returncode, f"has no {name.partition('.')[0].replace('model', 'weights')}" in done.stderr) == (
         3,
         True,
     )

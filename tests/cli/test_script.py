@@ -135,7 +135,7 @@ def test_what_pods_would_not_find_is_said(dstrain: Type, job: Path) -> None:
     done = dstrain("script", "k8s", "--image", "train:1", "--pvc", f"training:{job.parent}")
     assert "note" not in done.stderr
     done = dstrain("script", "k8s", "--image", "train:1", "--pvc", "training:/elsewhere", "--force")
-    assert "on no --pvc" in done.stderr
+    assert "not on a --pvc" in done.stderr
 
 
 def test_a_script_is_json_for_programs(dstrain: Type, job: Path) -> None:

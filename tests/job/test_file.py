@@ -141,7 +141,7 @@ def test_choices_are_those_of_the_code_that_takes_them() -> None:
 
 
 def test_a_value_that_is_none_is_refused_with_the_option(tmp_path: Path) -> None:
-    with pytest.raises(InvalidConfig, match=r"--set monitor\.name.*: 2024-13-45 is no valid timestamp"):
+    with pytest.raises(InvalidConfig, match=r"--set monitor\.name.*: 2024-13-45 is not a valid timestamp"):
         read_job(write(tmp_path, JOB), ["monitor.name=2024-13-45"])
 
 
@@ -199,7 +199,7 @@ def test_resume_stays_a_path(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "hint"),
     [
-        ("a: 1\n\tb: 2\n", "Put spaces in the place of the tab."),
+        ("a: 1\n\tb: 2\n", "Replace the tab by spaces."),
         ("a: 1\na: 2\n", "Remove one of the two lines."),
         ("a: 1\n---\nb: 2\n", "Keep one document"),
         ("a: 1\x00\n", "Save the file as plain text"),

@@ -17,21 +17,21 @@ from dstrain.job.file import JobFile
 from dstrain.launch.prepare.job_context import hosts_of
 
 HOSTFILE = "DS805"
-"""The rule about hostfiles, which are another file."""
+"""The rule about hostfiles."""
 SLOTS = "DS806"
-"""The rule about their slots and the GPUs that there are."""
+"""The rule about the slots of a hostfile."""
 DATA = "DS808"
-"""The rule about the data of the job."""
+"""The rule about the data of a job."""
 OUTSIDE = MappingProxyType(
     {
-        SYNTAX: "a text that cannot be read",
-        NO_OBJECT: "a text that is no object",
-        HOSTFILE: "a line of the hostfile that is wrong, or a placeholder",
-        SLOTS: "slots of the hostfile that are not the GPUs that there are, or that were planned for",
-        DATA: "data of the job that cannot be read or trained on, or evaluations without data",
+        SYNTAX: "a file that cannot be parsed",
+        NO_OBJECT: "a file that is not a JSON object",
+        HOSTFILE: "an invalid line of the hostfile, or a placeholder",
+        SLOTS: "slots of the hostfile that differ from the GPUs of the machine or of the plan",
+        DATA: "data of the job that cannot be read or trained on, or eval_steps without eval_data",
     }
 )
-"""Rules that are about more than a configuration that can be read: id and title."""
+"""Rules that apply without a parsable ds_config.json: id → title."""
 
 
 def findings(file: JobFile, planned: Cluster | None) -> list[Finding]:
@@ -53,7 +53,7 @@ def of_hostfile(error: InvalidConfig) -> list[Finding]:
             severity=Severity.ERROR,
             place=part.place or Place(file="hostfile", line=1, column=1),
             problem=part.text,
-            effect="DeepSpeed stops, or trains on other machines than you mean",
+            effect="DeepSpeed stops, or trains on other machines than intended",
             fix=part.hint or "write lines such as `node1 slots=8`",
         )
         for part in error.parts or (error,)
@@ -74,19 +74,19 @@ def of_job(error: DstrainError, place: Place) -> Finding:
 
 def of_hosts(hosts: Hosts, num_planned: int | None) -> list[Finding]:
     """Returns the findings about the hosts and slots of a hostfile; `num_planned` is the GPUs of the plan."""
-    found = []
+    findings = []
     if unnamed := placeholders(hosts):
         line, effect = hosts.placeholder_lines[0], "dstrain run refuses it"
-        found.append(_of_line(HOSTFILE, hosts, line, unnamed[0].text, effect, "write your nodes there"))
+        findings.append(_of_line(HOSTFILE, hosts, line, unnamed[0].text, effect, "write your nodes there"))
     elif num_planned is not None and hosts.num_slots != num_planned:
-        problem = f"{_counted(hosts.num_slots, 'slot')} in all, and the plan is for {_counted(num_planned, 'GPU')}"
-        effect = "the samples of a step change with the ranks"
+        problem = f"{_counted(hosts.num_slots, 'slot')} in total, but the plan is for {_counted(num_planned, 'GPU')}"
+        effect = "the global batch changes with the number of ranks"
         fix = f"dstrain gen-config --gpus {hosts.num_slots} plans for these"
-        found.append(_of_line(SLOTS, hosts, 1, problem, effect, fix))
+        findings.append(_of_line(SLOTS, hosts, 1, problem, effect, fix))
     if (lack := shortage(hosts)) is not None:
         effect = "dstrain run refuses it; DeepSpeed would start ranks without a GPU"
-        found.append(_of_line(SLOTS, hosts, hosts.hosts[0].line or 1, lack.text, effect, lack.hint or ""))
-    return [*found, *_same_machines(hosts)]
+        findings.append(_of_line(SLOTS, hosts, hosts.hosts[0].line or 1, lack.text, effect, lack.hint or ""))
+    return [*findings, *_same_machines(hosts)]
 
 
 def _of_line(rule: str, hosts: Hosts, line: int, problem: str, effect: str, fix: str) -> Finding:
@@ -96,17 +96,17 @@ def _of_line(rule: str, hosts: Hosts, line: int, problem: str, effect: str, fix:
 
 
 def _same_machines(hosts: Hosts) -> list[Finding]:
-    """Returns what is wrong with hosts that are two names of one machine, as far as the names tell."""
-    here, known, findings = machine_names(), dict[str, str](), list[Finding]()
+    """Returns a finding for each host that, by its name, is the machine of an earlier host."""
+    here, names, findings = machine_names(), dict[str, str](), list[Finding]()
     for order, host in enumerate(hosts.hosts, start=1):
         name = host.name.rpartition("@")[2].lower()
         is_address = ":" in name or name.replace(".", "").isdigit()
         is_here = is_this_machine(name, here) and not (name.startswith("127.") and name != "127.0.0.1")
         machine = "" if is_here else name if is_address else name.partition(".")[0]
-        first = known.setdefault(machine, name)
+        first = names.setdefault(machine, name)
         if first != name and (is_here or first.startswith(f"{name}.") or name.startswith(f"{first}.")):
             problem = f"{host.name} and {first} are two names of one machine"
-            effect = "two sets of ranks share its GPUs: the run stops, or each has half of the memory"
+            effect = "two sets of ranks share its GPUs: the run stops, or each set has half of the memory"
             finding = _of_line(HOSTFILE, hosts, host.line or order, problem, effect, "remove one of the two lines")
             findings.append(replace(finding, severity=Severity.ERROR))
     return findings

@@ -1,4 +1,4 @@
-"""Checks a job before the launch: its files, its packages, and data that the ranks would refuse."""
+"""Checks a job before the launch: its files, its packages, its data, and the machines it runs on."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from dstrain.records import Keys
 from dstrain.rundir import damage
 
 CHECKED_DATA_BYTES = 64 * 2**20
-"""How much of a data file is read before anything is launched; the ranks check the rest."""
+"""Bytes of a data file that are checked before the launch; the ranks check the rest."""
 DATA_KEYS = ("data", "eval_data")
-"""Keys of a job that name data."""
+"""Keys of a job that name data files."""
 
 
 def check(file: JobFile, *, on_cpu: bool) -> list[str]:
-    """Returns what to know of a job's data. Raises InvalidConfig or EnvironmentProblem for what cannot be trained."""
+    """Returns notes about a job's data. Raises InvalidConfig or EnvironmentProblem if the job cannot run."""
     _check_model(file)
     _check_attention(file, on_cpu=on_cpu)
     _check_packages(file)
@@ -49,23 +49,23 @@ def _check_model(file: JobFile) -> None:
     folder = Path(job.model)
     if looks_local(job.model) and not folder.exists():
         raise InvalidConfig(
-            f'model is "{job.model}", and there is no such folder',
+            f'model is "{job.model}", which does not exist',
             place=place,
-            hint="Name a folder with config.json and weights, or an id such as Qwen/Qwen3-8B.",
+            hint="Set a folder with config.json and weights, or an id such as Qwen/Qwen3-8B.",
         )
     if not folder.is_dir():
         return
     if not (folder / "config.json").is_file():
         raise InvalidConfig(
-            f"{shown(job.model)} holds no config.json",
+            f"{shown(job.model)} has no config.json",
             place=place,
-            hint="Name the folder that save_pretrained or hf download wrote.",
+            hint="Set the folder that save_pretrained or hf download wrote.",
         )
     if not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
         raise InvalidConfig(
-            f"{shown(job.model)} holds no weights (*.safetensors)",
+            f"{shown(job.model)} has no weights (*.safetensors)",
             place=place,
-            hint="Training starts from weights; a config.json alone is enough for gen-config only.",
+            hint="Training needs weights; a config.json alone is enough for gen-config only.",
         )
     try:
         model_files.read(folder)
@@ -73,7 +73,7 @@ def _check_model(file: JobFile) -> None:
         raise InvalidConfig(f"model: {error.problem}", place=place, hint=error.hint) from None
     if not model_files.has_tokenizer(folder):
         raise InvalidConfig(
-            f"{shown(job.model)} holds no tokenizer", place=place, hint="Copy the tokenizer's files into it."
+            f"{shown(job.model)} has no tokenizer", place=place, hint="Copy the files of the tokenizer into it."
         )
 
 
@@ -82,12 +82,10 @@ def _check_attention(file: JobFile, *, on_cpu: bool) -> None:
     if job.attn is not Attention.FLASH_ATTENTION_2:
         return
     if on_cpu:
-        raise InvalidConfig(
-            "flash_attention_2 needs a GPU, and this job trains on the CPU", place=place, hint="attn: sdpa"
-        )
+        raise InvalidConfig("flash_attention_2 needs a GPU; this job trains on the CPU", place=place, hint="attn: sdpa")
     if job.precision is Precision.FP32:
         raise InvalidConfig(
-            "flash_attention_2 computes in bf16 and fp16, and precision is fp32",
+            "flash_attention_2 needs bf16 or fp16; precision is fp32",
             place=place,
             hint="attn: sdpa, or precision: bf16",
         )
@@ -104,7 +102,7 @@ def _check_gpus(hosts: Hosts) -> None:
     """Raises EnvironmentProblem if this machine has fewer GPUs than slots."""
     if not probe.local_gpus():
         raise EnvironmentProblem(
-            f"{hosts.name} asks for {hosts.num_slots} GPUs, and NVML finds none on this machine",
+            f"{hosts.name} asks for {hosts.num_slots} GPUs, but NVML finds none on this machine",
             hint="Check nvidia-smi. To train on the CPU instead: dstrain run --set env.DS_ACCELERATOR=cpu",
         )
     if (lack := machines.shortage(hosts)) is not None:
@@ -112,7 +110,7 @@ def _check_gpus(hosts: Hosts) -> None:
 
 
 def check_gpu(file: JobFile, cluster: Cluster) -> None:
-    """Raises InvalidConfig for flash attention on GPUs that were found here and are too old for it."""
+    """Raises InvalidConfig for flash attention on local GPUs that are too old for it."""
     is_known = cluster.gpu_origin is Origin.MEASURED and cluster.gpu.fp16_flops_per_s > 0
     if file.job.attn is Attention.FLASH_ATTENTION_2 and is_known and not cluster.gpu.has_flash_attention_2:
         raise InvalidConfig(
@@ -149,15 +147,14 @@ class _Package:
     """A package that only some jobs need."""
 
     key: Keys
-    """The key of the job that asks for it."""
+    """The key of the job that needs it."""
     value: str
-    """What stands there."""
+    """The value of the key that needs it."""
     modules: tuple[str, ...]
-    """What it is imported as; any of them will do."""
+    """Modules that provide it; one is enough."""
     name: str
-    """What it is called."""
     install: str
-    """What to type."""
+    """The command that installs it."""
     is_wanted: Callable[[Job], bool]
     """Whether a job needs it."""
 
@@ -196,7 +193,7 @@ _PACKAGES = (
     _sink(SinkName.WANDB, "pip install 'dstrain[wandb]'"),
 )  # fmt: skip
 _OF_ENGINE = {"tensorboard": "tensorboard", "wandb": "wandb", "comet": "comet_ml"}
-"""Monitors of DeepSpeed itself → their package. Source: deepspeed 0.19.8 monitor/utils.py."""
+"""DeepSpeed's own monitors → their packages. Source: deepspeed 0.19.8 monitor/utils.py."""
 
 
 def is_installed(*modules: str) -> bool:
@@ -205,7 +202,7 @@ def is_installed(*modules: str) -> bool:
 
 
 def _check_packages(file: JobFile) -> None:
-    """Raises EnvironmentProblem with every package that the job needs and that is not installed."""
+    """Raises EnvironmentProblem with every package that the job needs and is not installed."""
     missing = [row for row in _PACKAGES if row.is_wanted(file.job) and not is_installed(*row.modules)]
     if missing:
         raise EnvironmentProblem(
@@ -217,41 +214,41 @@ def _check_packages(file: JobFile) -> None:
 
 
 def check_engine_packages(ds_config: Mapping[str, Any], name: str) -> None:
-    """Raises EnvironmentProblem for a monitor of DeepSpeed whose package is not installed; `name` is the file's."""
+    """Raises EnvironmentProblem if a monitor of DeepSpeed lacks its package; `name` is the configuration file."""
     for key, package in _OF_ENGINE.items():
         section = ds_config.get(key)
         if isinstance(section, Mapping) and section.get("enabled") is True and not is_installed(package):
             raise EnvironmentProblem(
                 f"{name}: {key} needs {package}, which is not installed",
-                hint=f"pip install {package}, or remove {key}: metrics.jsonl and the sinks of the job have more",
+                hint=f"pip install {package}, or remove {key}: metrics.jsonl and the sinks of the job hold more",
             )
 
 
 def check_evaluation(file: JobFile) -> None:
-    """Raises InvalidConfig for evaluations without anything to evaluate on."""
+    """Raises InvalidConfig for eval_steps without eval_data."""
     if file.job.eval_steps is not None and file.job.eval_data is None:
         raise InvalidConfig(
-            f"eval_steps is {file.job.eval_steps}, and there is no eval_data",
+            f"eval_steps is {file.job.eval_steps}, but eval_data is not set",
             place=file.locate(("eval_steps",)),
-            hint="Name the data to evaluate on in eval_data, or remove eval_steps.",
+            hint="Set eval_data to the evaluation data, or remove eval_steps.",
         )
 
 
 def check_data(file: JobFile) -> list[str]:
-    """Returns what nobody reads in the data files of a job. Raises InvalidConfig where none are named."""
+    """Returns notes about columns of the data that are ignored. Raises InvalidConfig if no data is set."""
     if file.job.data is None:
         raise InvalidConfig(
             "data is not set",
             place=file.locate(("data",)),
-            hint="Write the training data there: a .jsonl, .json or .parquet file, or a data set id on the hub.",
+            hint="Set data to a .jsonl, .json or .parquet file, or a data set id on the hub.",
         )
     return [note for key in DATA_KEYS if (note := check_data_file(file, key)) is not None]
 
 
 def check_data_file(file: JobFile, key: str) -> str | None:
-    """Returns what nobody reads in the data file that a key of the job names; None where there is nothing to say.
+    """Returns a note about ignored columns of the data file that a key of the job names, if it has any.
 
-    Raises InvalidConfig for what cannot be read or trained on, within its first `CHECKED_DATA_BYTES`.
+    Raises InvalidConfig if its first `CHECKED_DATA_BYTES` cannot be read or trained on.
     """
     name = getattr(file.job, key)
     if name is None or not (looks_local(name) or Path(name).exists()):
@@ -266,8 +263,8 @@ def check_data_file(file: JobFile, key: str) -> str | None:
 
 
 def findings(file: JobFile) -> list[Finding]:
-    """Returns what is wrong with the data that a job names, as far as they are here, for lint."""
-    found = []
+    """Returns lint's findings about the data files of a job that exist on this machine."""
+    findings = []
     checks: dict[str, Callable[[], object]] = {"eval_steps": lambda: check_evaluation(file)}
     for key in DATA_KEYS:
         if getattr(file.job, key) is not None and Path(getattr(file.job, key)).is_file():
@@ -276,5 +273,5 @@ def findings(file: JobFile) -> list[Finding]:
         try:
             check_one()
         except DstrainError as error:
-            found.append(of_job(error, file.locate((key,))))
-    return found
+            findings.append(of_job(error, file.locate((key,))))
+    return findings

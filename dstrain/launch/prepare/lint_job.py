@@ -155,5 +155,5 @@ def _free_bytes(subject: Subject, name: str | None) -> int | None:
 def refused(findings: Sequence[Finding]) -> InvalidConfig:
     """Returns one error for all errors among the findings."""
     text = [line for finding in engine.errors(findings) for line in lines(finding, with_severity=False)]
-    can_mend = any(finding.changes for finding in engine.errors(findings))
-    return InvalidConfig("\n".join(text), hint="dstrain lint --fix mends slips of a letter." if can_mend else None)
+    is_fixable = any(finding.changes for finding in engine.errors(findings))
+    return InvalidConfig("\n".join(text), hint="dstrain lint --fix corrects misspelt keys." if is_fixable else None)

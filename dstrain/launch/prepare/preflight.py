@@ -12,14 +12,14 @@ from dstrain.units import format_bytes
 
 
 def check(run_dir: RunDir, *, resume: str, needed_bytes: int) -> None:
-    """Raises the right DstrainError when the run directory cannot take this run; creates the folder."""
+    """Creates the run directory. Raises Conflict or EnvironmentProblem if this run cannot use it."""
     check_checkpoints(run_dir, resume=resume)
     check_writable(run_dir.path)
     check_disk(run_dir.path, needed_bytes=needed_bytes)
 
 
 def check_dry(run_dir: RunDir, *, resume: str, needed_bytes: int) -> None:
-    """Raises what `check` would, as far as that can be known without creating the folder."""
+    """Raises the errors of `check` that can be detected without creating the folder."""
     check_checkpoints(run_dir, resume=resume)
     folder = run_dir.path
     while not folder.exists():
@@ -29,19 +29,19 @@ def check_dry(run_dir: RunDir, *, resume: str, needed_bytes: int) -> None:
 
 
 def check_checkpoints(run_dir: RunDir, *, resume: str) -> None:
-    """Raises Conflict when checkpoints of an earlier run lie there and this one would not go on from them."""
-    found = run_dir.checkpoints()
-    if found and resume == "never":
+    """Raises Conflict if there are checkpoints of an earlier run that this one does not resume from."""
+    checkpoints = run_dir.checkpoints()
+    if checkpoints and resume == "never":
         raise Conflict(
-            f"{run_dir.path} holds checkpoints up to step {found[-1][0]} of an earlier run",
-            hint="To go on from there: dstrain run --set resume=auto. To start anew, name another output_dir.",
+            f"{run_dir.path} holds checkpoints up to step {checkpoints[-1][0]} of an earlier run",
+            hint="To resume from there: dstrain run --set resume=auto. To start over: another output_dir.",
         )
 
 
 def check_writable(folder: Path, *, name: Path | None = None) -> None:
-    """Creates the folder; raises EnvironmentProblem when that, or writing into it, is not possible.
+    """Creates the folder. Raises EnvironmentProblem if it cannot be created or written to.
 
-    `name` is what is to be made in it, where that is not the folder itself.
+    `name` is the folder that the error names, if it is another one.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -49,15 +49,15 @@ def check_writable(folder: Path, *, name: Path | None = None) -> None:
             pass
     except OSError as error:
         reason = error.strerror or str(error)
-        hint = "Name another output_dir, or change the folder's owner or mode."
+        hint = "Set another output_dir, or change the owner or mode of the folder."
         raise EnvironmentProblem(f"output_dir {name or folder} cannot be written: {reason}", hint=hint) from error
 
 
 def check_disk(folder: Path, *, needed_bytes: int) -> None:
-    """Raises EnvironmentProblem when a checkpoint of `needed_bytes` does not fit the disk."""
+    """Raises EnvironmentProblem if a checkpoint of `needed_bytes` does not fit on the disk."""
     free_bytes = shutil.disk_usage(folder).free
     if free_bytes < needed_bytes:
         raise EnvironmentProblem(
-            f"{folder}: {format_bytes(free_bytes)} are free, and one checkpoint takes {format_bytes(needed_bytes)}",
-            hint="Free some space, or name an output_dir on a larger disk.",
+            f"{folder}: {format_bytes(free_bytes)} free; one checkpoint needs {format_bytes(needed_bytes)}",
+            hint="Free some space, or set an output_dir on a larger disk.",
         )

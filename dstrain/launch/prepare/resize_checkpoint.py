@@ -1,7 +1,8 @@
 """Resumes from a checkpoint on another number of GPUs: keeps the global batch, and converts the shards once.
 
-DeepSpeed loads shards on as many ranks as wrote them. Its universal checkpoint, a copy with one file for each weight,
-loads on any number; `train.checkpoints.universal_checkpoint` makes it, and the ranks read it where the numbers differ.
+DeepSpeed loads shards only on the number of ranks that wrote them. Its universal checkpoint, a copy with one file per
+weight, loads on any number: `train.checkpoints.universal_checkpoint` writes it, and the ranks read it if the numbers
+differ.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 
 from dstrain import child_process
 from dstrain.errors import EnvironmentProblem, InvalidConfig
+from dstrain.facts.this_machine import ACCELERATOR
 from dstrain.job.schema import Job
 from dstrain.paths import python, shown
 from dstrain.rundir import UNIVERSAL, UNIVERSAL_PART, RunDir, damage, read_record
@@ -25,16 +27,14 @@ from dstrain.units import format_bytes, format_seconds
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedCheckpoint:
-    """The checkpoint that a run goes on from, as it says itself."""
+    """The checkpoint that a run resumes from, as its own record describes it."""
 
     folder: Path
-    """Where it is."""
     world_size: int
     """The ranks that wrote it."""
     zero_stage: int
-    """The ZeRO stage of its shards."""
     micro_batch: int
-    """Samples in one forward of one rank."""
+    """Samples in one forward pass of one rank."""
     grad_accum: int
     """Micro-batches per step."""
 
@@ -46,49 +46,46 @@ class SavedCheckpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resuming:
-    """A job, and what it goes on from."""
+    """A job, and the checkpoint it resumes from."""
 
     job: Job
-    """The job, with the global batch of the checkpoint."""
+    """With the global batch of the checkpoint."""
     saved: SavedCheckpoint | None = None
-    """The checkpoint; None for a run that begins."""
+    """None for a new run."""
     notes: tuple[str, ...] = ()
-    """What to say of it."""
+    """Lines to print before the launch."""
 
     def explained(self, error: InvalidConfig) -> InvalidConfig:
-        """Returns an error about the changed job that says how it came to be."""
+        """Returns an error about the changed job, with the reason for the change in its hint."""
         hint = "\n".join([*self.notes, *([error.hint] if error.hint else [])])
         return InvalidConfig(error.problem, hint=hint or None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resize:
-    """A checkpoint that has to be converted before the launch."""
+    """A checkpoint to convert before the launch."""
 
     checkpoint: Path
-    """Where it is."""
     from_ranks: int
-    """The ranks that wrote it."""
     to_ranks: int
-    """The ranks that will load it."""
 
 
 def resuming(job: Job, *, num_ranks: int) -> Resuming:
-    """Returns the job with the global batch of the checkpoint it goes on from, whatever the number of ranks.
+    """Returns the job with the global batch of the checkpoint it resumes from, on any number of ranks.
 
-    Then a step takes the same samples as it would have taken, and the schedule has as many steps. Raises InvalidConfig
-    where so many ranks cannot share that batch.
+    A step then takes the same samples as before, and the schedule has the same number of steps. Raises InvalidConfig if
+    that batch does not divide by the number of ranks.
     """
     saved = find(job)
     if saved is None:
-        return Resuming(job=job, notes=_skipped(job, "training begins anew"))
+        return Resuming(job=job, notes=_skipped(job, "training starts over"))
     kept = keep_batch(job, saved, num_ranks=num_ranks)
     notes = _skipped(job, f"resuming from {saved.folder.name}") + _notes(job, kept, saved, num_ranks=num_ranks)
     return Resuming(job=kept, saved=saved, notes=notes)
 
 
 def _skipped(job: Job, instead: str) -> tuple[str, ...]:
-    """Returns what to say of newer checkpoints that `resume: auto` cannot take."""
+    """Returns a warning for each newer checkpoint that `resume: auto` cannot use."""
     if job.resume != "auto":
         return ()
     newest = RunDir(Path(job.output_dir)).newest_checkpoint()
@@ -96,9 +93,9 @@ def _skipped(job: Job, instead: str) -> tuple[str, ...]:
 
 
 def find(job: Job) -> SavedCheckpoint | None:
-    """Returns the checkpoint that the job's `resume` means: none, the newest whole one, or a folder.
+    """Returns the checkpoint that the job's `resume` selects: none, the newest complete one, or a folder.
 
-    One that does not say its batch was trained with the job's. Raises InvalidConfig where it cannot be read.
+    A checkpoint without a recorded batch gets the job's. Raises InvalidConfig if it cannot be read.
     """
     if job.resume == "never":
         return None
@@ -119,9 +116,9 @@ def find(job: Job) -> SavedCheckpoint | None:
 
 
 def keep_batch(job: Job, saved: SavedCheckpoint, *, num_ranks: int) -> Job:
-    """Returns the job with the checkpoint's global batch: its micro-batch where that divides, else a smaller one.
+    """Returns the job with the checkpoint's global batch: with its own micro-batch if that divides, else a smaller one.
 
-    Raises InvalidConfig where the ranks cannot share the batch, with the numbers of GPUs that can.
+    Raises InvalidConfig, with the possible numbers of GPUs, if the batch does not divide by the number of ranks.
     """
     total = saved.global_batch
     if job.micro_batch * job.grad_accum * num_ranks == total:
@@ -130,16 +127,16 @@ def keep_batch(job: Job, saved: SavedCheckpoint, *, num_ranks: int) -> Job:
         nearby = range(1, 2 * max(saved.world_size, num_ranks) + 1)
         legal = ", ".join(str(count) for count in nearby if total % count == 0)
         raise InvalidConfig(
-            f"{shown(str(saved.folder))} was trained with a global batch of {total}: {num_ranks} GPUs cannot share it",
+            f"{shown(str(saved.folder))} was trained with a global batch of {total}; {num_ranks} GPUs cannot share it",
             hint=f"Numbers of GPUs that can: {legal}.",
         )
-    each = total // num_ranks
-    micro_batch = next(size for size in range(min(job.micro_batch, each), 0, -1) if each % size == 0)
-    return replace(job, micro_batch=micro_batch, grad_accum=each // micro_batch)
+    share = total // num_ranks
+    micro_batch = next(size for size in range(min(job.micro_batch, share), 0, -1) if share % size == 0)
+    return replace(job, micro_batch=micro_batch, grad_accum=share // micro_batch)
 
 
 def _notes(job: Job, kept: Job, saved: SavedCheckpoint, *, num_ranks: int) -> tuple[str, ...]:
-    """Returns what to say where the ranks or the job are not those of the checkpoint."""
+    """Returns a note if the ranks or the batch differ from those of the checkpoint."""
     changes = [
         f"{name} {getattr(job, name)} → {getattr(kept, name)}"
         for name in ("micro_batch", "grad_accum")
@@ -181,14 +178,14 @@ _REFUSED: Mapping[str, Callable[[Any], bool]] = MappingProxyType(
         "checkpoint.use_node_local_storage": bool,
     }
 )
-"""Key → whether with this value a universal checkpoint cannot be made or read, in DeepSpeed 0.19.8 with our Trainer."""
+"""Key → whether its value rules out a universal checkpoint, in DeepSpeed 0.19.8 with our Trainer."""
 
 
 def decide(saved: SavedCheckpoint | None, config: Mapping[str, Any], *, num_ranks: int) -> Resize | None:
-    """Returns what has to be converted before so many ranks go on with this configuration; None for nothing.
+    """Returns the conversion that this number of ranks needs before it resumes; None if it needs none.
 
-    Raises InvalidConfig for what DeepSpeed cannot go on with: shards of another ZeRO stage, or a feature without a
-    universal form.
+    Raises InvalidConfig for a checkpoint that DeepSpeed cannot resume from: shards of another ZeRO stage, or a feature
+    that universal checkpoints do not support.
     """
     if saved is None:
         return None
@@ -196,8 +193,8 @@ def decide(saved: SavedCheckpoint | None, config: Mapping[str, Any], *, num_rank
     stage = (config.get("zero_optimization") or {}).get("stage", 0)
     if _FAMILY.get(stage) != _FAMILY.get(saved.zero_stage):
         raise InvalidConfig(
-            f"{name} was written under ZeRO-{saved.zero_stage}, and ZeRO-{stage} cannot load its shards",
-            hint=f"Write stage {saved.zero_stage} again, or {_weights(name)}.",
+            f"{name} was written under ZeRO-{saved.zero_stage}; ZeRO-{stage} cannot load its shards",
+            hint=f"Set stage back to {saved.zero_stage}, or {_weights(name)}.",
         )
     if saved.world_size == num_ranks or not saved.zero_stage:
         return None
@@ -208,7 +205,7 @@ def decide(saved: SavedCheckpoint | None, config: Mapping[str, Any], *, num_rank
     ]
     if broken:
         raise InvalidConfig(
-            f"{name} was written by {saved.world_size} ranks, and DeepSpeed cannot bring it to {num_ranks} with "
+            f"{name} was written by {saved.world_size} ranks; DeepSpeed cannot convert it for {num_ranks} with "
             + ", ".join(broken),
             hint=f"Run on {saved.world_size} GPUs, or {_weights(name)}.",
         )
@@ -216,63 +213,60 @@ def decide(saved: SavedCheckpoint | None, config: Mapping[str, Any], *, num_rank
 
 
 def _weights(name: str) -> str:
-    """Returns what always works in place of a resume."""
-    return f"begin from its weights: dstrain export {name} WEIGHTS, then model: WEIGHTS and another output_dir"
+    """Returns the alternative to resuming, which always works."""
+    return f"start from its weights: dstrain export {name} WEIGHTS, then model: WEIGHTS and another output_dir"
 
 
 def _at(config: Mapping[str, Any], key: str) -> Any:
-    """Returns the value of a dotted key; None where there is none."""
-    found: Any = config
+    """Returns the value of a dotted key, or None."""
+    value: Any = config
     for part in key.split("."):
-        found = found.get(part) if isinstance(found, Mapping) else None
-    return found
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
 
 
-def convert(needed: Resize, environment: Mapping[str, str], tell: Callable[[str], None]) -> None:
-    """Makes the universal copy of a checkpoint in a child process, telling how long it takes; one that is there stays.
+def convert(resize: Resize, environment: Mapping[str, str], tell: Callable[[str], None]) -> None:
+    """Writes the universal copy of a checkpoint in a child process, unless it exists, and reports progress.
 
-    Raises EnvironmentProblem where the disk is too small or the conversion fails, and InvalidConfig for what cannot be
-    converted, both with its last lines.
+    Raises EnvironmentProblem if the disk is too small or the conversion fails, and InvalidConfig for a checkpoint that
+    cannot be converted, both with the last lines of output.
     """
-    folder = needed.checkpoint
+    folder = resize.checkpoint
     if (folder / UNIVERSAL).is_file():
         return
     _check_disk(folder)
-    tell(f"converting {folder.name} of {needed.from_ranks} ranks for {needed.to_ranks}, once")
+    tell(f"converting {folder.name} of {resize.from_ranks} ranks for {resize.to_ranks}, once")
     begin = time.monotonic()
-    # it needs no GPU
-    line, env = (
-        python("-m", "dstrain.train.checkpoints.universal_checkpoint", str(folder)),
-        {**environment, "DS_ACCELERATOR": "cpu"},
-    )
+    line = python("-m", "dstrain.train.checkpoints.universal_checkpoint", str(folder))
+    on_cpu = {**environment, ACCELERATOR: "cpu"}
     try:
-        code, output = child_process.run_reporting(line, env, tell, f"converting {folder.name}")
+        code, output = child_process.run_reporting(line, on_cpu, tell, f"converting {folder.name}")
     except BaseException:
         shutil.rmtree(folder / UNIVERSAL_PART, ignore_errors=True)
         raise
     if code != 0:
-        raise _failed(needed, code, output)
+        raise _failed(resize, code, output)
     tell(f"converted {folder.name} in {format_seconds(time.monotonic() - begin)}")
 
 
 def _check_disk(folder: Path) -> None:
-    """Raises EnvironmentProblem where a copy does not fit: as large as the shards, and pieces as large again."""
+    """Raises EnvironmentProblem if the disk is too small for the copy and for pieces of the same size."""
     shards = sum(file.stat().st_size for file in folder.glob("global_step*/*_optim_states.pt"))
     free_bytes = shutil.disk_usage(folder).free
     if free_bytes < 2 * shards:
         raise EnvironmentProblem(
-            f"{shown(str(folder))}: {format_bytes(free_bytes)} are free, and to convert it for another number of GPUs "
-            f"takes {format_bytes(2 * shards)}, half of it for good",
+            f"{shown(str(folder))}: {format_bytes(free_bytes)} free; converting it for another number of GPUs needs "
+            f"{format_bytes(2 * shards)}, and keeps half of that",
             hint="Free some space, or delete older checkpoints.",
         )
 
 
-def _failed(needed: Resize, code: int, output: str) -> EnvironmentProblem | InvalidConfig:
-    """Returns what is said of a conversion that failed."""
-    name = shown(str(needed.checkpoint))
-    hint = f"Run on {needed.from_ranks} GPUs, or {_weights(name)}."
+def _failed(resize: Resize, code: int, output: str) -> EnvironmentProblem | InvalidConfig:
+    """Returns the error of a failed conversion."""
+    name = shown(str(resize.checkpoint))
+    hint = f"Run on {resize.from_ranks} GPUs, or {_weights(name)}."
     kind = InvalidConfig if code == InvalidConfig.exit_code else EnvironmentProblem
-    lines = output.strip().splitlines() or [f"it ended with {code}"]
+    lines = output.strip().splitlines() or [f"it ended with exit code {code}"]
     ours = next((number for number, line in enumerate(lines) if line.startswith("Error: ")), None)
-    said = lines[-10:] if ours is None else lines[ours:]
-    return kind("\n".join([f"{name} cannot be converted for {needed.to_ranks} ranks:", *said]), hint=hint)
+    last = lines[-10:] if ours is None else lines[ours:]
+    return kind("\n".join([f"{name} cannot be converted for {resize.to_ranks} ranks:", *last]), hint=hint)

@@ -290,7 +290,7 @@ def test_two_names_of_one_machine_are_found(names: tuple[str, ...], count: int) 
 
 def test_slots_are_counted_in_words_that_agree() -> None:
     hosts = hostfile.parse("node1 slots=1\n", "hostfile")
-    assert of_hosts(hosts, 8)[0].problem == "1 slot in all, and the plan is for 8 GPUs"
+    assert of_hosts(hosts, 8)[0].problem == "1 slot in total, but the plan is for 8 GPUs"
 
 
 def test_a_line_of_a_hostfile_that_is_wrong_is_mended_by_the_line_to_write(tmp_path: Path) -> None:

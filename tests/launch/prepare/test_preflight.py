@@ -29,7 +29,7 @@ def test_an_output_dir_that_cannot_be_made_is_named(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_that_does_not_fit_the_disk_is_refused_in_numbers(tmp_path: Path) -> None:
-    with pytest.raises(EnvironmentProblem, match=r"one checkpoint takes 1048576 TiB"):
+    with pytest.raises(EnvironmentProblem, match=r"one checkpoint needs 1048576 TiB"):
         check(RunDir(tmp_path), resume="never", needed_bytes=2**60)
 
 

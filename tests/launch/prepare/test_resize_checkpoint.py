@@ -81,7 +81,7 @@ def test_a_damaged_record_is_named(tmp_path: Path, text: str) -> None:
     anew = resuming(job(tmp_path), num_ranks=2)
     assert anew.saved is None
     assert anew.notes[0].startswith("warning: checkpoint-4 is damaged (complete.json: ")
-    assert anew.notes[0].endswith("): training begins anew")
+    assert anew.notes[0].endswith("): training starts over")
 
 
 def test_a_damaged_checkpoint_is_said_before_the_launch(tmp_path: Path) -> None:
@@ -118,7 +118,7 @@ def test_a_micro_batch_never_grows(tmp_path: Path) -> None:
 
 def test_a_batch_that_the_ranks_cannot_share_names_the_numbers_that_can(tmp_path: Path) -> None:
     checkpoint(tmp_path)
-    with pytest.raises(InvalidConfig, match="global batch of 16: 3 GPUs cannot share it") as caught:
+    with pytest.raises(InvalidConfig, match="global batch of 16; 3 GPUs cannot share it") as caught:
         resuming(job(tmp_path), num_ranks=3)
     assert caught.value.hint == "Numbers of GPUs that can: 1, 2, 4."
 
@@ -183,10 +183,10 @@ def test_without_zero_nothing_is_sharded(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("stage", "written"), [(3, 2), (2, 3), (0, 2), (1, 0), (3, 1)])
 def test_another_zero_stage_is_refused_with_a_way_out(tmp_path: Path, stage: int, written: int, num_ranks: int) -> None:
     found = saved(tmp_path, zero_stage=written)
-    problem = f"written under ZeRO-{written}, and ZeRO-{stage} cannot load its shards"
+    problem = f"written under ZeRO-{written}; ZeRO-{stage} cannot load its shards"
     with pytest.raises(InvalidConfig, match=problem) as caught:
         decide(found, {"zero_optimization": {"stage": stage}}, num_ranks=num_ranks)
-    assert f"Write stage {written} again, or begin from its weights: dstrain export" in str(caught.value.hint)
+    assert f"Set stage back to {written}, or start from its weights: dstrain export" in str(caught.value.hint)
 
 
 @pytest.mark.parametrize(
@@ -206,7 +206,7 @@ def test_what_deepspeed_cannot_convert_is_refused(tmp_path: Path, change: dict[s
     found = saved(tmp_path)
     with pytest.raises(InvalidConfig) as caught:
         decide(found, {**TWO, **change}, num_ranks=1)
-    assert "cannot bring it to 1 with" in caught.value.problem
+    assert "cannot convert it for 1 with" in caught.value.problem
     assert caught.value.problem.endswith(said)
     assert decide(found, {**TWO, **change}, num_ranks=2) is None
 
@@ -241,5 +241,5 @@ def test_a_disk_that_is_too_small_is_said_before(tmp_path: Path, monkeypatch: py
     shard.write_bytes(bytes(2**20))
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage(2**30, 2**30, 2**20))
-    with pytest.raises(EnvironmentProblem, match=r"1\.00 MiB are free, and to convert it .* takes 2\.00 MiB"):
+    with pytest.raises(EnvironmentProblem, match=r"1\.00 MiB free; converting it .* needs 2\.00 MiB"):
         convert(Resize(checkpoint=made, from_ranks=2, to_ranks=1), {}, lambda text: None)
