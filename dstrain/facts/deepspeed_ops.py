@@ -23,7 +23,7 @@ OPS: Mapping[str, str] = MappingProxyType(
         "async_io": "DeepSpeed's NVMe reader",
     }
 )
-"""Extension that is built on first use → what it is, for people."""
+"""Extension that DeepSpeed builds on first use → its name in messages."""
 
 
 def needed_ops(ds_config: Mapping[str, Any], *, on_gpu: bool) -> list[str]:
@@ -45,9 +45,9 @@ def needed_ops(ds_config: Mapping[str, Any], *, on_gpu: bool) -> list[str]:
 
 
 def _section(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """Returns the object under a key; an empty one if the key is missing or holds anything else."""
-    found = config.get(key)
-    return found if isinstance(found, Mapping) else {}
+    """Returns the object under a key; an empty one if it is missing or not an object."""
+    section = config.get(key)
+    return section if isinstance(section, Mapping) else {}
 
 
 def torch_folder() -> Path | None:
@@ -56,12 +56,16 @@ def torch_folder() -> Path | None:
     >>> torch_folder().name
     'torch'
     """
-    found = util.find_spec("torch")
-    return None if found is None or found.origin is None else Path(found.origin).parent
+    return _package_folder("torch")
+
+
+def _package_folder(name: str) -> Path | None:
+    spec = util.find_spec(name)
+    return None if spec is None or spec.origin is None else Path(spec.origin).parent
 
 
 def torch_build(name: str) -> str | None:
-    """Returns a line of `torch/version.py`, such as `cuda` or `hip`; None where PyTorch was built without it."""
+    """Returns a value of `torch/version.py`, such as `cuda` or `hip`; None if PyTorch was built without it."""
     folder = torch_folder()
     with suppress(OSError, AttributeError):
         text = (folder / "version.py").read_text(encoding="utf-8", errors="replace")  # type: ignore[operator]
@@ -71,13 +75,12 @@ def torch_build(name: str) -> str | None:
 
 
 def extension_folder(environment: Mapping[str, str]) -> Path:
-    """Returns the folder in which the PyTorch of this Python keeps extensions that were built on first use.
+    """Returns the folder of the extensions that the installed PyTorch has built on first use.
 
     Source: torch 2.13 utils/cpp_extension.py: _get_build_directory, get_default_build_root.
     """
-    given = environment.get("TORCH_EXTENSIONS_DIR")
-    if given:
-        return Path(given)
+    if environment.get("TORCH_EXTENSIONS_DIR"):
+        return Path(environment["TORCH_EXTENSIONS_DIR"])
     home = Path(environment.get("HOME") or Path.home())
     cache = Path(environment.get("XDG_CACHE_HOME") or home / ".cache") / "torch_extensions"
     hip, cuda = torch_build("hip"), torch_build("cuda")
@@ -86,15 +89,15 @@ def extension_folder(environment: Mapping[str, str]) -> Path:
 
 
 def missing_ops(ops: Iterable[str], environment: Mapping[str, str]) -> list[str]:
-    """Returns those of the extensions that the ranks would build: not there, or built against another PyTorch."""
+    """Returns the extensions that the ranks would build: those that are missing or built against another PyTorch."""
     folder, shipped = extension_folder(environment), _shipped()
     return [op for op in ops if op not in shipped and not is_built(folder / op)]
 
 
 def is_built(folder: Path) -> bool:
-    """Returns whether the extension in a folder is one that this PyTorch loads without building it again.
+    """Returns whether PyTorch loads the extension in a folder without a rebuild.
 
-    ninja builds again what is older than its rules or than PyTorch's headers, and what was built with other paths.
+    ninja rebuilds extensions that are older than its rules or PyTorch's headers, or that were built with other paths.
     """
     torch = torch_folder()
     with suppress(OSError):
@@ -108,62 +111,61 @@ def is_built(folder: Path) -> bool:
 
 def _shipped() -> frozenset[str]:
     """Returns the extensions that DeepSpeed was installed with. Source: deepspeed 0.19.8 git_version_info.py."""
-    found = util.find_spec("deepspeed")
-    if found is None or found.origin is None:
+    folder = _package_folder("deepspeed")
+    if folder is None:
         return frozenset()
     with suppress(OSError, ValueError, SyntaxError):
-        text = (Path(found.origin).parent / "git_version_info_installed.py").read_text(encoding="utf-8")
+        text = (folder / "git_version_info_installed.py").read_text(encoding="utf-8")
         match = re.search(r"^installed_ops\s*=\s*(\{.*\})", text, re.MULTILINE)
-        listed = ast.literal_eval(match[1]) if match else {}
-        return frozenset(name for name, is_there in listed.items() if is_there)
+        installed = ast.literal_eval(match[1]) if match else {}
+        return frozenset(name for name, is_installed in installed.items() if is_installed)
     return frozenset()
 
 
 LOAD_S = 60.0
-"""Seconds after which nobody is still loading an extension that is built: that takes its lock for a second."""
+"""Seconds after which the lock of a built extension is abandoned: loading takes about one."""
 BUILD_S = 300.0
-"""Seconds without a new file after which nobody is still building one."""
+"""Seconds without a new file after which a build has died."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lock:
-    """A lock of an extension that no process holds, as far as can be seen from here.
+    """A lock file of an extension that no visible process holds.
 
-    Processes of other containers and of other machines that share the folder cannot be seen.
+    Processes of other containers, and of other machines that share the folder, are not visible.
     """
 
     path: str
-    """Where it lies."""
     idle_s: float
-    """Seconds since anything was written in its folder."""
+    """Seconds since the last write in its folder."""
     is_built: bool
-    """Whether the extension is built, so that the lock was taken to load it."""
+    """Whether the extension is built; the lock was then taken to load it."""
 
     @property
     def cure(self) -> str:
-        """What removes it."""
+        """The command that removes the lock."""
         return f"rm {shlex.quote(self.path)}"
 
     @property
     def is_abandoned(self) -> bool:
-        """Whether nobody needs it any more: the extension is there, and nobody loads for so long."""
+        """Whether it is a leftover: the extension is built, and loading takes less time."""
         return self.is_built and self.idle_s >= LOAD_S
 
     @property
     def is_stale(self) -> bool:
-        """Whether ranks would most likely wait for it forever: no build goes this long without writing a file."""
+        """Whether ranks would most likely wait for it forever: the build has stopped writing files."""
         return not self.is_built and self.idle_s >= BUILD_S
 
 
 def unheld_locks(ops: Iterable[str], environment: Mapping[str, str]) -> list[Lock]:
-    """Returns the locks of extensions that no process holds; building and loading wait for them, however long.
+    """Returns the locks of extensions that no visible process holds; builds and loads wait for them without a limit.
 
-    A process that builds or loads keeps its lock open. Source: torch 2.13 utils/file_baton.py.
+    A process that builds or loads keeps its lock file open. Source: torch 2.13 utils/file_baton.py.
     """
     folder = extension_folder(environment)
-    present = [folder / op / "lock" for op in ops if (folder / op / "lock").exists()]
-    open_files = held_locks() if present else frozenset()
-    return [_lock(path) for path in present if path.resolve() not in open_files]
+    locks = [folder / op / "lock" for op in ops if (folder / op / "lock").exists()]
+    open_files = held_locks() if locks else frozenset()
+    return [_lock(path) for path in locks if path.resolve() not in open_files]
 
 
 def _lock(path: Path) -> Lock:
@@ -175,12 +177,12 @@ def _lock(path: Path) -> Lock:
 
 
 def held_locks(processes: Iterable[int] | None = None) -> frozenset[Path]:
-    """Returns the locks of extensions that some processes have open; of all processes, as far as this user may see."""
+    """Returns the lock files that these processes have open; by default all processes visible to this user."""
     folders = ["[0-9]*"] if processes is None else map(str, processes)
-    found = set()
+    targets = set()
     for link in (link for folder in folders for link in Path("/proc").glob(f"{folder}/fd/*")):
         with suppress(OSError):
             target = link.readlink()
             if target.name == "lock":
-                found.add(target)
-    return frozenset(found)
+                targets.add(target)
+    return frozenset(targets)

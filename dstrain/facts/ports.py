@@ -9,14 +9,14 @@ from contextlib import suppress
 from dstrain.errors import EnvironmentProblem, InvalidConfig
 
 DEFAULT_PORT = 29500
-"""The port that is taken where nobody named one and it is free. Source: deepspeed constants.py"""
+"""The default port. Source: deepspeed constants.py"""
 _BACKLOG = 4096
 
 
 def wanted_port(named: int | None, environment: Mapping[str, str]) -> tuple[int, str | None]:
-    """Returns the port that the option or MASTER_PORT names for rank 0, and which of them does; 29500 where none does.
+    """Returns the port for rank 0 and its source: the option, else MASTER_PORT, else (29500, None).
 
-    Raises InvalidConfig where MASTER_PORT is no port.
+    Raises InvalidConfig if MASTER_PORT is not a port.
     """
     if named is not None:
         return named, "--master-port"
@@ -29,9 +29,9 @@ def wanted_port(named: int | None, environment: Mapping[str, str]) -> tuple[int,
 
 
 def port(named: int | None, environment: Mapping[str, str]) -> int:
-    """Returns the port of a rank 0 on this machine: the one that is named, else 29500, else any free one.
+    """Returns the port of rank 0 on this machine: as requested, else 29500, else any free port.
 
-    Raises EnvironmentProblem when the named one is in use.
+    Raises EnvironmentProblem if the requested port is in use.
     """
     number, where = wanted_port(named, environment)
     if is_free(number):
@@ -43,20 +43,20 @@ def port(named: int | None, environment: Mapping[str, str]) -> int:
 
 
 def in_use_hint(number: int) -> str:
-    """Returns what to do where a port is in use."""
-    return f"`ss -ltnp | grep :{number}` shows by whom; name another port, or none."
+    """Returns the hint for a port that is in use."""
+    return f"`ss -ltnp | grep :{number}` shows the process; choose another port, or none."
 
 
 def is_free(number: int) -> bool:
     """Returns whether rank 0 could listen on a port of this machine; closing connections do not count."""
-    found = listener(number)
-    if found is not None:
-        found.close()
-    return found is not None
+    server = listener(number)
+    if server is not None:
+        server.close()
+    return server is not None
 
 
 def listener(number: int) -> socket.socket | None:
-    """Returns a socket that listens on a port of this machine, as rank 0 will (0: any); None where it is in use."""
+    """Returns a socket that listens on a port (0: any) as rank 0 will, or None if the port is in use."""
     for family in (socket.AF_INET6, socket.AF_INET):
         with suppress(OSError, ValueError):  # there may be no IPv6
             is_dual = family == socket.AF_INET6

@@ -1,7 +1,4 @@
-"""Reads this machine's GPUs, RAM and files, and a model's config.json through `hub_config`.
-
-With `hubs`, the only part of `facts` that looks outside the process.
-"""
+"""Reads this machine's GPUs, RAM and files, and a model's config.json."""
 
 from __future__ import annotations
 
@@ -25,36 +22,36 @@ class LocalGpu:
     """One GPU that this process may use."""
 
     name: str
-    """What NVML calls it: `NVIDIA A100-SXM4-80GB`."""
+    """Its NVML name: `NVIDIA A100-SXM4-80GB`."""
     memory_mib: int
-    """Total memory in MiB, as nvidia-smi shows it; 0 where NVML does not say."""
+    """Total memory in MiB, as nvidia-smi shows it; 0 if NVML does not report it."""
     index: int
     """Its number in nvidia-smi."""
     uuid: str
-    """Its lasting name, `GPU-…`."""
+    """`GPU-…`."""
     chip: Chip | None = None
-    """Its cores and clocks; None where NVML does not say."""
+    """Its cores and clocks; None if NVML does not report them."""
 
 
 def local_gpus() -> list[LocalGpu]:
-    """Returns the NVIDIA GPUs that CUDA_VISIBLE_DEVICES leaves, in its order; none without a driver. Never raises."""
+    """Returns the NVIDIA GPUs in CUDA_VISIBLE_DEVICES, in its order; none without a driver. Never raises."""
     return _visible(_nvml_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
 _DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/nvhost-gpu")
-"""Files by which a driver of NVIDIA shows itself: Linux, Windows' Linux, Jetson."""
+"""Device files of the NVIDIA driver: Linux, WSL, Jetson."""
 
 
 def _nvml_gpus() -> list[LocalGpu]:
-    if not any(Path(each).exists() for each in _DRIVERS):
+    if not any(Path(file).exists() for file in _DRIVERS):
         return []
     try:
         import pynvml  # type: ignore[import-untyped]  # here: reading a plan on a laptop must not need a driver
 
         pynvml.nvmlInit()
-    except Exception:  # a missing or broken driver shows itself in many ways, and each means: no GPU to be had
+    except Exception:  # a missing or broken driver fails in many ways, and each means that no GPU can be used
         return []
-    found = []
+    gpus = []
     try:
         for index in range(pynvml.nvmlDeviceGetCount()):
             handle = pynvml.nvmlDeviceGetHandleByIndex(index)
@@ -64,16 +61,16 @@ def _nvml_gpus() -> list[LocalGpu]:
                 memory_mib = 0
             name, uuid = pynvml.nvmlDeviceGetName(handle), pynvml.nvmlDeviceGetUUID(handle)
             chip = _chip(pynvml, handle)
-            found.append(LocalGpu(name=str(name), memory_mib=memory_mib, index=index, uuid=str(uuid), chip=chip))
-    except pynvml.NVMLError:  # a GPU fell off the bus: what was found before it still stands
+            gpus.append(LocalGpu(name=str(name), memory_mib=memory_mib, index=index, uuid=str(uuid), chip=chip))
+    except pynvml.NVMLError:  # a GPU fell off the bus: those before it still work
         pass
     finally:
         pynvml.nvmlShutdown()
-    return found
+    return gpus
 
 
 def _chip(nvml: Any, handle: Any) -> Chip | None:
-    """Returns the cores and clocks of a GPU; None where it, as a virtual GPU, or its driver keeps one to itself."""
+    """Returns the cores and clocks of a GPU; None if one is not reported, as for virtual GPUs."""
     try:
         return Chip(
             num_cores=nvml.nvmlDeviceGetNumGpuCores(handle),
@@ -87,7 +84,7 @@ def _chip(nvml: Any, handle: Any) -> Chip | None:
 
 
 def _visible(gpus: list[LocalGpu], wanted: str | None) -> list[LocalGpu]:
-    """Returns the GPUs that `wanted` lists by number or by the beginning of a UUID, up to the first that is not there.
+    """Returns the GPUs that `wanted` lists by number or UUID prefix, up to the first unknown one.
 
     Source: CUDA C++ programming guide, environment variables: CUDA_VISIBLE_DEVICES
     """
@@ -99,14 +96,14 @@ def _visible(gpus: list[LocalGpu], wanted: str | None) -> list[LocalGpu]:
         matches = by_uuid or [gpu for gpu in gpus if word == str(gpu.index)]
         if len(matches) != 1:
             break
-        if matches[0] in chosen:  # CUDA shows no GPU at all where one is listed twice
+        if matches[0] in chosen:  # CUDA shows no GPU at all if one is listed twice
             return []
         chosen += matches
     return chosen
 
 
 def host_memory_bytes() -> int:
-    """Returns the RAM that this process may use: the machine's, or the container's limit where that is less."""
+    """Returns the RAM that this process may use: the machine's, or the container's limit if that is lower."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         try:
@@ -117,7 +114,7 @@ def host_memory_bytes() -> int:
 
 
 def read_text(path: Path) -> str:
-    """Returns the text of a file that the user named. Raises InvalidConfig when it is missing or not text."""
+    """Returns the text of a user's file. Raises InvalidConfig if it is missing or not text."""
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -136,8 +133,8 @@ def read_model(
 ) -> ModelFacts:
     """Returns the facts of the model `name`: a local folder or config.json, else an alias, else an id on the hub.
 
-    A family that is not known is traced for the `way` it is to be trained, where one is given. Raises InvalidConfig for
-    a name that nothing answers to, EnvironmentProblem when the hub cannot be asked or the tracer cannot run.
+    With `way`, an unknown family is traced as trained in that way. Raises InvalidConfig for an unknown name,
+    EnvironmentProblem if the hub cannot be reached or the tracer cannot run.
     """
     alias = aliases.resolve(name)
     path = _existing(name)
@@ -146,11 +143,11 @@ def read_model(
     if alias is not None:
         return _known_model(name, hub, *alias)
     if name.startswith((".", "/", "~")) or name.endswith(".json"):
-        raise InvalidConfig(f"{name}: no such folder or file", hint="Name a folder that holds config.json.")
+        raise InvalidConfig(f"{name}: no such folder or file", hint="Give a folder that contains config.json.")
     from dstrain.facts.model import hub_config
 
     if not hub_config.is_hub_id(name):
-        raise InvalidConfig(f'"{name}" is not a model that dstrain knows, nor a folder', hint=_meant(name))
+        raise InvalidConfig(f'"{name}" is neither a known model nor a folder', hint=_meant(name))
     try:
         config = hub_config.fetch_config(name, hub, timeout_s=timeout_s or hub_config.TIMEOUT_S)
     except InvalidConfig as error:
@@ -159,7 +156,7 @@ def read_model(
 
 
 def _facts(config: Mapping[str, object], *, name: str, source: str, way: Question | None) -> ModelFacts:
-    """Returns the facts of a known family from its row, of any other from a trace of Transformers' own code."""
+    """Returns facts from the family's row, or for an unknown family from a trace of Transformers' own code."""
     family = config.get("model_type")
     if way is None or not isinstance(family, str) or family in families.FAMILIES:
         return families.from_config(config, name=name, source=source)
@@ -172,17 +169,17 @@ def _existing(name: str) -> Path | None:
     try:
         path = Path(name).expanduser()
         return path if path.exists() else None
-    except (OSError, RuntimeError):  # a name too long for a path, a home of nobody
+    except (OSError, RuntimeError):  # the name is too long for a path, or the home directory is unknown
         return None
 
 
 def _known_model(name: str, hub: Hub, alias: str, entry: aliases.Entry) -> ModelFacts:
-    """Returns the facts of a shipped model, to be loaded from its id on the hub."""
+    """Returns the facts of a shipped model; its source is the id on the hub."""
     model_id = entry.hub_id if hub is Hub.HF else entry.modelscope_id
     if model_id is None and "/" not in name:
         raise InvalidConfig(
-            f'"{name}" has no id on {hub.value} that dstrain knows',
-            hint=f"Give the id itself, or `--hub hf` for {entry.hub_id}.",
+            f'"{name}" has no known id on {hub.value}',
+            hint=f"Give the id, or `--hub hf` for {entry.hub_id}.",
         )
     own = aliases.resolve(alias)
     label = alias if own is not None and own[1] == entry else entry.hub_id
@@ -194,8 +191,8 @@ def _read_local(path: Path, way: Question | None) -> ModelFacts:
     file = folder / "config.json" if path.is_dir() else path
     if not file.is_file():
         raise InvalidConfig(
-            f"{folder}: the folder holds no config.json",
-            hint="Name the folder that `save_pretrained` or `hf download` wrote.",
+            f"{folder}: no config.json in this folder",
+            hint="Give a folder written by `save_pretrained` or `hf download`.",
         )
     from dstrain.facts.model import hub_config
 
@@ -204,6 +201,6 @@ def _read_local(path: Path, way: Question | None) -> ModelFacts:
 
 
 def _meant(name: str) -> str:
-    """Returns the nearest alias or hub id as a hint, or how to find out."""
+    """Returns a hint: the closest alias, or the kinds of legal names."""
     near = nearest(name, aliases.known())
     return f'Did you mean "{near}"?' if near else "Give a local folder, a hub id such as Qwen/Qwen3-8B, or an alias."

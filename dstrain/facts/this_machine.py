@@ -15,23 +15,23 @@ import dstrain
 from dstrain.errors import EnvironmentProblem
 
 LOCAL = "localhost"
-"""The one host of a local run's hostfile."""
+"""The host in the hostfile of a local run."""
 ACCELERATOR = "DS_ACCELERATOR"
 """DeepSpeed's own switch: `cpu` trains without GPUs."""
 SAME_PACKAGES = ("torch", "deepspeed", "transformers", "dstrain")
-"""What must be the same on every node of a run."""
+"""Packages whose versions must agree on all nodes of a run."""
 
 
 def versions() -> dict[str, str | None]:
-    """Returns the versions of Python and of `SAME_PACKAGES`; None for what is not installed."""
-    found: dict[str, str | None] = {"Python": platform.python_version()}
+    """Returns the versions of Python and of `SAME_PACKAGES`; None for packages that are not installed."""
+    installed: dict[str, str | None] = {"Python": platform.python_version()}
     for name in SAME_PACKAGES:
         try:
-            found[name] = metadata.version(name)
+            installed[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
-            found[name] = None
-    found["dstrain"] = dstrain.__version__  # of a checkout too
-    return found
+            installed[name] = None
+    installed["dstrain"] = dstrain.__version__  # a checkout has no metadata
+    return installed
 
 
 def usual_versions(machines: Sequence[Mapping[str, str | None]]) -> dict[str, str | None]:
@@ -56,12 +56,12 @@ def version_problems(versions: Mapping[str, str | None], usual: Mapping[str, str
 def names() -> frozenset[str]:
     """Returns the names and addresses under which a hostfile may mean this machine."""
     host = socket.gethostname()
-    found = {host, host.partition(".")[0], socket.getfqdn()}
+    known = {host, host.partition(".")[0], socket.getfqdn()}
     for addresses in psutil.net_if_addrs().values():
         for address in addresses:
             if address.family in {socket.AF_INET, socket.AF_INET6}:
-                found.add(address.address.partition("%")[0])
-    return frozenset(found)
+                known.add(address.address.partition("%")[0])
+    return frozenset(known)
 
 
 def trains_on_cpu(environment: Mapping[str, str], job_env: Mapping[str, str] | None = None) -> bool:
@@ -82,9 +82,9 @@ def is_this_machine(host: str, names: Collection[str]) -> bool:
 
 
 def visible_devices(visible: str | None) -> tuple[int, ...] | None:
-    """Returns the GPU numbers that a value of CUDA_VISIBLE_DEVICES names, or None where the variable is not set.
+    """Returns the GPU numbers in a value of CUDA_VISIBLE_DEVICES, or None if the variable is not set.
 
-    Raises EnvironmentProblem for what DeepSpeed's `--include` cannot say: UUIDs, MIG slices, no GPU at all.
+    Raises EnvironmentProblem for values that DeepSpeed's `--include` cannot express: UUIDs, MIG slices, no GPU at all.
 
     >>> visible_devices("2,3"), visible_devices(None)
     ((2, 3), None)
@@ -96,13 +96,13 @@ def visible_devices(visible: str | None) -> tuple[int, ...] | None:
     if all(word.isascii() and word.isdigit() for word in words):
         ids = tuple(int(word) for word in words)
         if len(set(ids)) < len(ids):
-            raise EnvironmentProblem(f"{quoted}, which names a GPU twice", hint="Name every GPU once.")
+            raise EnvironmentProblem(f"{quoted}, which lists a GPU twice", hint="List every GPU once.")
         return ids
     if any(word.startswith("MIG-") for word in words):
-        hint = "`unset CUDA_VISIBLE_DEVICES`, or name whole GPUs by number: `export CUDA_VISIBLE_DEVICES=0`."
+        hint = "`unset CUDA_VISIBLE_DEVICES`, or list whole GPUs by number: `export CUDA_VISIBLE_DEVICES=0`."
         raise EnvironmentProblem(f"{quoted}; DeepSpeed's launcher cannot start ranks on MIG slices", hint=hint)
     if any(word.startswith("GPU-") for word in words):
         hint = "`nvidia-smi -L` shows the number of each UUID; then `export CUDA_VISIBLE_DEVICES=0,1`, for example."
         raise EnvironmentProblem(f"{quoted}; DeepSpeed's launcher takes numbers, not UUIDs", hint=hint)
-    hint = "`unset CUDA_VISIBLE_DEVICES`, or name GPUs by number: `export CUDA_VISIBLE_DEVICES=0,1`."
-    raise EnvironmentProblem(f"{quoted}, which leaves no GPU to train on", hint=hint)
+    hint = "`unset CUDA_VISIBLE_DEVICES`, or list GPUs by number: `export CUDA_VISIBLE_DEVICES=0,1`."
+    raise EnvironmentProblem(f"{quoted}, which hides every GPU", hint=hint)

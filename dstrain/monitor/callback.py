@@ -1,4 +1,4 @@
-"""Measures every logging window on every rank, and sends the result to the sinks (a Transformers callback)."""
+"""Measures every logging window on every rank, and sends the metrics to the sinks (a Transformers callback)."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from dstrain.monitor.sinks.sink import Say
 
 _NAN = float("nan")
 COUNTS = "dstrain_counts"
-"""Key of a micro-batch that holds its counts until the Trainer takes them."""
+"""Key of the counts in a micro-batch; the Trainer removes it."""
 
 
 class Meter:
-    """Counts tokens and waiting in this rank's current window, without a device synchronisation until it closes."""
+    """Counts tokens and waiting time in this rank's window, without device synchronization until it closes."""
 
     def __init__(self) -> None:
         """Starts with an empty window."""
         self.restart()
 
     def restart(self) -> None:
-        """Begins a new window now."""
+        """Starts a new window."""
         self._started = time.monotonic()
         self._tokens = 0
         self._padding = 0
@@ -44,7 +44,7 @@ class Meter:
             torch.cuda.reset_peak_memory_stats()
 
     def timed(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yields the batches, counting the time each of them was waited for."""
+        """Yields the batches and counts the time spent waiting for them."""
         while True:
             before = time.monotonic()
             try:
@@ -55,14 +55,14 @@ class Meter:
             yield batch
 
     def count(self, batch: Any) -> None:
-        """Takes the counts of one micro-batch, which `CountingCollator` made on the host."""
+        """Adds the counts that `CountingCollator` put into a micro-batch, and removes them."""
         tokens, padding, squared = batch.pop(COUNTS)
         self._tokens += tokens
         self._padding += padding
         self._squared += squared
 
     def close(self) -> Reading:
-        """Returns this rank's reading of the window and begins the next."""
+        """Returns the counters of the window and starts the next one."""
         on_gpu = torch.cuda.is_available()
         stats = torch.cuda.memory_stats() if on_gpu else {}
         reading = Reading(
@@ -83,9 +83,10 @@ class Meter:
 
 
 def _counts(batch: dict[str, Any]) -> tuple[int, int, int]:
-    """Returns the tokens, the padding, and the sum of length² over the samples of a micro-batch.
+    """Returns the tokens, the padding and the sum of length² over the samples of a micro-batch.
 
-    In packed rows a sample begins where the position is 0, and one without a label is the filling at the end.
+    `input_ids`, `labels`, `position_ids` and `attention_mask`: (batch, seq). In packed rows a sample begins at
+    position 0, and the padding at the end is a sample without labels.
     """
     inputs = batch["input_ids"]
     if "position_ids" in batch:
@@ -101,14 +102,14 @@ def _counts(batch: dict[str, Any]) -> tuple[int, int, int]:
 
 
 class CountingCollator:
-    """A collator that counts each micro-batch where it is made: on the host, in the data loader's process."""
+    """Counts the tokens of each micro-batch on the host, in the data loader's process."""
 
     def __init__(self, collator: Callable[[Any], dict[str, Any]]) -> None:
-        """Takes the collator that makes the tensors."""
+        """Wraps the collator that builds the tensors."""
         self.collator = collator
 
     def __call__(self, rows: Any) -> dict[str, Any]:
-        """Returns the micro-batch, with its counts under a key that the Trainer takes out again."""
+        """Returns the micro-batch with its counts under the key `COUNTS`."""
         batch = self.collator(rows)
         batch[COUNTS] = _counts(batch)
         return batch
@@ -116,7 +117,7 @@ class CountingCollator:
 
 def _nvml(read: Callable[[], float]) -> float:
     if torch.cuda.is_available():
-        with suppress(Exception):  # NVML's errors are many, and none of them matters to training
+        with suppress(Exception):  # NVML has many errors, and none matters to training
             return float(read())
     return _NAN
 
@@ -128,7 +129,7 @@ def _resident_bytes() -> float:
 
 
 class MetricsCallback(TrainerCallback):
-    """Runs on every rank; gathers on a gloo group at logging steps only, and writes on rank 0."""
+    """Runs on every rank; gathers over a gloo group at logging steps only, and writes on rank 0."""
 
     def __init__(
         self,
@@ -141,7 +142,7 @@ class MetricsCallback(TrainerCallback):
         sinks: Sequence[Guarded],
         say: Say,
     ) -> None:
-        """`group` is a gloo group of all ranks; `metrics`, `health` and `sinks` are of rank 0 only."""
+        """`group` is a gloo group of all ranks; only rank 0 has `metrics`, `health` and `sinks`."""
         self.meter = meter
         self._group = group
         self._against = against
@@ -152,7 +153,7 @@ class MetricsCallback(TrainerCallback):
         self._last_step = 0
         self._began = 0.0
         self._has_failed = False
-        self._ill: set[str] = set()
+        self._unhealthy: set[str] = set()
         self._window: dict[str, Any] = {}
         self.last_loss: float | None = None
         self.eval_loss: float | None = None
@@ -163,7 +164,7 @@ class MetricsCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Begins the first window."""
+        """Starts the first window."""
         self._last_step = state.global_step
         self._began = time.monotonic()
         if self._metrics is not None:
@@ -173,7 +174,7 @@ class MetricsCallback(TrainerCallback):
         self.meter.restart()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Gathers every rank's reading when this step will be logged."""
+        """Gathers the readings of all ranks if this step is logged."""
         if not control.should_log:
             return
         steps, self._last_step = state.global_step - self._last_step, state.global_step
@@ -186,7 +187,7 @@ class MetricsCallback(TrainerCallback):
             self.peak_bytes = max(self.peak_bytes or 0, peak)
 
     def drain(self) -> dict[str, Any]:
-        """Returns what was measured in the window that is being logged, once."""
+        """Returns the metrics of the window that is being logged, and clears them."""
         window, self._window = self._window, {}
         return window
 
@@ -194,9 +195,9 @@ class MetricsCallback(TrainerCallback):
         if self._group is None:
             return [reading]
         mine = torch.tensor(reading.numbers(), dtype=torch.float64)
-        every = [torch.empty_like(mine) for _ in range(dist.get_world_size(self._group))]
-        dist.all_gather(every, mine, group=self._group)
-        return [Reading(**dict(zip(Reading.__slots__, one.tolist(), strict=True))) for one in every]
+        gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(self._group))]
+        dist.all_gather(gathered, mine, group=self._group)
+        return [Reading(**dict(zip(Reading.__slots__, numbers.tolist(), strict=True))) for numbers in gathered]
 
     def on_log(
         self,
@@ -206,30 +207,30 @@ class MetricsCallback(TrainerCallback):
         logs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Writes one step to `metrics.jsonl` and the sinks, and says it in words."""
+        """Writes one step to `metrics.jsonl` and the sinks, and prints a progress line."""
         if not logs or self._metrics is None or "train_runtime" in logs:
             return
         step = int(state.global_step)
         self._write(self._metrics, {"step": step, "time_s": round(time.time(), 3), **logs})
         self._remember(logs)
         findings = check(step, logs)
-        for found in findings:
+        for finding in findings:
             if self._health is not None:
-                self._write(self._health, asdict(found))
-            if found.rule not in self._ill:
-                self._say(f"WARNING: {found.message}")
-        self._ill = {found.rule for found in findings}
+                self._write(self._health, asdict(finding))
+            if finding.rule not in self._unhealthy:
+                self._say(f"WARNING: {finding.message}")
+        self._unhealthy = {finding.rule for finding in findings}
         for sink in self._sinks:
             sink.log(scalars(logs), step)
         self._say(self._line(step, state, logs))
 
     def _write(self, file: JsonlFile, record: dict[str, Any]) -> None:
-        """Adds a line; a full disk is said once and does not end the training."""
+        """Appends a line; a full disk is reported once and does not end training."""
         try:
             file.append(record)
         except OSError as error:
             if not self._has_failed:
-                self._say(f"{file.path} cannot be written ({error.strerror or error}); going on")
+                self._say(f"{file.path} cannot be written ({error.strerror or error}); training continues")
             self._has_failed = True
 
     def _remember(self, logs: dict[str, Any]) -> None:
@@ -239,7 +240,7 @@ class MetricsCallback(TrainerCallback):
 
     def _line(self, step: int, state: TrainerState, logs: dict[str, Any]) -> str:
         parts = [f"step {step}/{state.max_steps}"]
-        for name, form in _SAID.items():
+        for name, form in _PROGRESS.items():
             if isinstance(logs.get(name), int | float):
                 parts.append(form(logs[name]))
         done = step - self._first_step
@@ -255,14 +256,14 @@ def _clock(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
 
 
-_SAID: dict[str, Callable[[float], str]] = {
+_PROGRESS: dict[str, Callable[[float], str]] = {
     "loss": lambda v: f"loss {v:.4f}",
     "eval_loss": lambda v: f"evaluation loss {v:.4f}",
     "grad_norm": lambda v: f"gradient norm {v:.3g}",
     "learning_rate": lambda v: f"learning rate {v:.2e}",
     "tokens_per_s": lambda v: f"{v:,.0f} tokens/s",
     "mfu": lambda v: f"MFU {v:.0%}",
-    "data_wait_share": lambda v: f"waiting for data {v:.0%}" if v >= 0.05 and math.isfinite(v) else "data in time",
+    "data_wait_share": lambda v: f"waiting for data {v:.0%}" if v >= 0.05 and math.isfinite(v) else "data on time",
     "peak_bytes_per_gpu": lambda v: f"peak {v / 2**30:.1f} GiB",
 }
-"""Quantity → how it is said in the progress line."""
+"""Metric → its text in the progress line."""

@@ -10,46 +10,44 @@ from typing import Any
 from dstrain.errors import RunFailed
 
 _ADVICE = {
-    "loss": "The weights are most likely lost: go back to the last checkpoint with a lower learning_rate, "
+    "loss": "The weights are most likely lost: resume from the last checkpoint with a lower learning_rate, "
     "and with bf16 instead of fp16.",
-    "grad_norm": "DeepSpeed leaves out such a step, and with fp16's loss scaling a few are normal; more of them mean a "
+    "grad_norm": "DeepSpeed skips such a step. With fp16 loss scaling a few are normal; more of them mean a "
     "learning_rate that is too high, or a bad sample.",
-    "eval_loss": "The weights are most likely lost: go back to an earlier checkpoint.",
+    "eval_loss": "The weights are most likely lost: resume from an earlier checkpoint.",
 }
-"""Quantity → what to do when it is not finite."""
+"""Metric → advice if it is not finite."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One thing that looks wrong."""
+    """One warning about a step."""
 
     rule: str
-    """What was looked at, such as `nonfinite_loss`."""
+    """Id, such as `nonfinite_loss`."""
     step: int
-    """The step that was logged."""
     value: str
-    """What was found."""
     message: str
-    """What it is, and what to do."""
+    """Problem and advice."""
 
 
 def check(step: int, values: Mapping[str, Any]) -> list[Finding]:
-    """Returns what looks wrong in the values of one logged step.
+    """Returns warnings about the metrics of one logged step.
 
-    >>> [found.rule for found in check(7, {"loss": float("inf"), "grad_norm": 1.0})]
+    >>> [finding.rule for finding in check(7, {"loss": float("inf"), "grad_norm": 1.0})]
     ['nonfinite_loss']
     """
-    found = []
+    findings = []
     for name, advice in _ADVICE.items():
         value = values.get(name)
         if isinstance(value, float) and not math.isfinite(value):
             message = f"{name} is {value} at step {step}. {advice}"
-            found.append(Finding(rule=f"nonfinite_{name}", step=step, value=str(value), message=message))
-    return found
+            findings.append(Finding(rule=f"nonfinite_{name}", step=step, value=str(value), message=message))
+    return findings
 
 
 class Nonfinite:
-    """Counts steps in a row that taught nothing because a quantity of theirs is not finite.
+    """Counts consecutive steps with a quantity that is not finite, and ends the run after too many.
 
     >>> gradients = Nonfinite("gradients", limit=3)
     >>> for step, is_finite in enumerate([False, False, True, False, False], start=1):
@@ -61,16 +59,16 @@ class Nonfinite:
     """
 
     def __init__(self, quantity: str, *, limit: int) -> None:
-        """`limit` is the number of steps that ends a run; 0: none does."""
+        """`limit` is the number of steps that ends the run; 0: unlimited."""
         self._quantity = quantity
         self._limit = limit
         self._in_a_row = 0
         self._step = 0
 
     def note(self, step: int, *, is_finite: bool) -> None:
-        """Takes what is known of the steps since the last call, a single one when it was finite then.
+        """Counts the steps since the last call; only one step if that call was finite.
 
-        Raises RunFailed when there are too many in a row.
+        Raises RunFailed after `limit` consecutive steps.
         """
         if step == self._step:
             return
@@ -81,6 +79,6 @@ class Nonfinite:
             raise RunFailed(
                 f"the {self._quantity} of {self._in_a_row} steps in a row, up to step {step}, are not finite "
                 f"(stop_on_nonfinite: {self._limit})",
-                hint="Go on from the last checkpoint with a lower learning_rate, and with bf16 instead of fp16; "
+                hint="Resume from the last checkpoint with a lower learning_rate, and with bf16 instead of fp16; "
                 "stop_on_nonfinite: 0 never ends a run.",
             )

@@ -13,7 +13,7 @@ from dstrain.errors import InvalidConfig, did_you_mean
 def decide_mode(wanted: str | None, environment: Mapping[str, str], *, logged_in: bool) -> SwanLabMode:
     """Returns the mode: the job's, else `SWANLAB_MODE`, else online with a key or a login, else offline.
 
-    Raises InvalidConfig for a word that is no mode.
+    Raises InvalidConfig for an unknown mode.
 
     >>> str(decide_mode(None, {}, logged_in=False))
     'offline'
@@ -30,7 +30,7 @@ def decide_mode(wanted: str | None, environment: Mapping[str, str], *, logged_in
 
 def _parse(source: str, word: str) -> SwanLabMode:
     folded = word.strip().lower()
-    if folded == "cloud":  # what SwanLab called it before 0.8
+    if folded == "cloud":  # its name before SwanLab 0.8
         return SwanLabMode.ONLINE
     if folded not in set(SwanLabMode):
         raise InvalidConfig(f'{source} is "{word}"', hint=did_you_mean(word, [str(mode) for mode in SwanLabMode]))
@@ -38,12 +38,12 @@ def _parse(source: str, word: str) -> SwanLabMode:
 
 
 def has_login(home: Path) -> bool:
-    """Returns whether `swanlab login` left a key in `home`."""
+    """Returns whether `swanlab login` has stored a key in `home`."""
     return (home / ".swanlab" / ".netrc").is_file()
 
 
 def upload_command(folders: Sequence[str]) -> str:
-    """Returns what uploads the parts of a run; all go to one experiment, since they have one id.
+    """Returns the command that uploads the parts of a run to one experiment.
 
     >>> upload_command(["output/swanlog/run-1", "output/swanlog/run-2"])
     'swanlab sync output/swanlog/run-1 output/swanlog/run-2'

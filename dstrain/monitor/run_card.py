@@ -1,4 +1,4 @@
-"""A run's name, and what is recorded of it besides its curves: model, machines, batch, data, prediction."""
+"""Describes a run for experiment trackers: name, tags, model, machines, batch, data, prediction."""
 
 from __future__ import annotations
 
@@ -19,16 +19,15 @@ from dstrain.units import format_bytes, format_count, format_seconds
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunCard:
-    """A run, for people who have many."""
+    """The description of a run in experiment trackers."""
 
     name: str
-    """Its name: `qwen3-8b-lora-4x4090-zero2`."""
+    """Such as `qwen3-8b-lora-4x4090-zero2`."""
     description: str
-    """What is trained, on what, and what was predicted, in a few sentences."""
+    """Model, data, machines and prediction in a few sentences."""
     tags: tuple[str, ...]
-    """Words to filter by."""
     config: Mapping[str, Any]
-    """The same as values to sort and filter by; what is not known is None."""
+    """The same as values to sort and filter by; None if unknown."""
 
 
 def run_card(
@@ -40,7 +39,7 @@ def run_card(
     cluster: Cluster | None,
     estimate: Estimate | None,
 ) -> RunCard:
-    """Returns what a run is called and what is to be known of it. A name in the job wins."""
+    """Returns the description of a run; the job's own name takes precedence."""
     name = _word(model.name if model is not None else Path(job.model).name)
     gpu = _word(cluster.gpu.name.removeprefix("rtx-")) if cluster is not None else "gpu"
     stage = _stage(ds_config)
@@ -62,21 +61,21 @@ def run_card(
         "eval_data": job.eval_data,
         "predicted": _predicted(estimate, cluster),
     }
-    said = _description(job, config, machines)
-    return RunCard(name=job.monitor.name or "-".join(tags[:4]), description=said, tags=tags, config=config)
+    name = job.monitor.name or "-".join(tags[:4])
+    return RunCard(name=name, description=_description(job, config, machines), tags=tags, config=config)
 
 
 def without_secrets(value: Any, name: str = "") -> Any:
-    """Returns JSON data in which values under the name of a secret, or with a password in an address, are left out.
+    """Returns JSON data without secrets: values whose key names a secret, and addresses with a password.
 
     >>> without_secrets({"comet": {"api_key": "x", "project": "p"}, "proxy": "http://me:pw@host"})
     {'comet': {'api_key': '(secret)', 'project': 'p'}, 'proxy': '(secret)'}
     """
     if isinstance(value, Mapping):
         is_hidden = is_secret(name.rpartition(".")[2])  # an edit of a secret: its values before and after
-        return {key: without_secrets(each, name if is_hidden else str(key)) for key, each in value.items()}
+        return {key: without_secrets(item, name if is_hidden else str(key)) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [without_secrets(each, name) for each in value]
+        return [without_secrets(item, name) for item in value]
     is_hidden = (
         value not in (None, "") and not isinstance(value, bool) and is_secret(name.rpartition(".")[2], str(value))
     )
@@ -84,7 +83,7 @@ def without_secrets(value: Any, name: str = "") -> Any:
 
 
 def _word(name: str) -> str:
-    """Returns a name as a part of another: `Qwen/Qwen3 8B` is `qwen3-8b`."""
+    """Returns a name in the form of a tag: `Qwen/Qwen3 8B` becomes `qwen3-8b`."""
     return re.sub(r"[^a-z0-9.]+", "-", name.lower().rstrip("/").rpartition("/")[2]).strip("-.") or "model"
 
 
@@ -95,7 +94,7 @@ def _stage(ds_config: Mapping[str, Any]) -> int:
 
 
 def _size(data: str | None) -> int | None:
-    """Returns the bytes of a local data file."""
+    """Returns the bytes of a local data file, or None."""
     try:
         return Path(data).stat().st_size if data is not None else None
     except OSError:
@@ -103,7 +102,7 @@ def _size(data: str | None) -> int | None:
 
 
 def _predicted(estimate: Estimate | None, cluster: Cluster | None) -> dict[str, Any] | None:
-    """Returns the plan's prediction; no time for a CPU, whose speed is not known."""
+    """Returns the plan's prediction; without times on a CPU, whose speed is unknown."""
     if estimate is None:
         return None
     speed = estimate.speed if cluster is not None and cluster.gpu.name != "cpu" else None
@@ -121,17 +120,17 @@ def _description(job: Job, config: Mapping[str, Any], machines: str) -> str:
     size = f" ({format_count(config['num_params'])} parameters)" if config["num_params"] else ""
     trained = config["num_trainable_params"]
     part = f", {format_count(trained)} of them trained" if trained and job.method is not Method.FULL else ""
-    said = [
+    sentences = [
         f"{config['model_name']}{size}, {job.method.value}{part}, on {Path(job.data or '').name or 'no data'}",
-        f"{machines}, ZeRO-{config['zero_stage']}, {config['global_batch']} samples of {job.seq_len} tokens a step",
+        f"{machines}, ZeRO-{config['zero_stage']}, {config['global_batch']} samples of {job.seq_len} tokens per step",
     ]
     predicted = config["predicted"]
     if predicted is not None:
         pace = ""
         if predicted["step_s"] is not None:
             spread = f"{100 * predicted['uncertainty_ratio']:.0f} %"
-            pace = f", {format_seconds(predicted['step_s'])} a step (± {spread})"
-        said.append(
-            f"predicted: {format_bytes(predicted['device_bytes_per_gpu'])} of each GPU{pace}; {predicted['plan']}"
+            pace = f", {format_seconds(predicted['step_s'])} per step (± {spread})"
+        sentences.append(
+            f"predicted: {format_bytes(predicted['device_bytes_per_gpu'])} per GPU{pace}; {predicted['plan']}"
         )
-    return ". ".join(said)
+    return ". ".join(sentences)

@@ -1,7 +1,7 @@
 """Handles SIGTERM in a rank: it exits within seconds, even when blocked in a collective, with its metrics on disk.
 
-Python runs a signal handler between two bytecodes of the main thread; a rank that waits in NCCL or gloo runs none. The
-C-level handler does run, and writes the signal's number to the wake-up descriptor, on which a thread waits.
+Python runs signal handlers between bytecodes of the main thread, so not while a rank waits in NCCL or gloo. The C-level
+handler does run, and writes the signal's number to the wake-up descriptor, on which a thread waits.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from collections.abc import Callable
 
 EXIT_CODE = 128 + signal.SIGTERM
 FINISH_S = 4.0
-"""Seconds that `finish` may take before the process leaves anyway."""
+"""Time limit of `finish` before the process exits anyway."""
 
 
 def leave_on_sigterm(finish: Callable[[], None]) -> None:
-    """Makes SIGTERM call `finish` from another thread and then end this process with code 143.
+    """Makes SIGTERM call `finish` from another thread and then exit with code 143.
 
-    Must be called from the main thread. Children that are forked later (data loaders) die of SIGTERM as usual.
+    Must be called from the main thread. Processes forked later (data loaders) are killed by SIGTERM as usual.
     """
     read_end, write_end = os.pipe()
     os.set_blocking(write_end, False)
@@ -32,7 +32,7 @@ def leave_on_sigterm(finish: Callable[[], None]) -> None:
 
 
 def _forget() -> None:
-    """Gives a forked child the default SIGTERM; through the shared pipe it would end its parent."""
+    """Restores SIGTERM in a forked child, which would otherwise end its parent through the shared pipe."""
     with contextlib.suppress(ValueError):
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -12,11 +12,11 @@ _BUILDERS = {
     "fused_adam": "FusedAdamBuilder",
     "async_io": "AsyncIOBuilder",
 }
-"""Extension → its builder in deepspeed.ops.op_builder."""
+"""Extension → its class in deepspeed.ops.op_builder."""
 
 
 def main(names: Sequence[str]) -> int:
-    """Returns 0 when every named extension is built and loads; the compiler's own words go to stderr.
+    """Returns 0 if every extension is built and loads; the compiler writes to stderr.
 
     Raises SystemExit at SIGTERM, so that PyTorch removes its lock.
     """

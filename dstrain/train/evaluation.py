@@ -17,21 +17,20 @@ from dstrain.train.rank import Rank
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """One rank's share of the rows. All ranks have as many, since under ZeRO-3 each forward takes all of them.
+    """One rank's share of the rows, equally many on all ranks, since ZeRO-3 runs each forward on all ranks.
 
-    What a rank lacks is filled with rows that carry no loss.
+    A shorter share is filled with rows without targets.
     """
 
     rows: Any
-    """All rows: something with a length, whose items have `labels`."""
+    """All rows: a sequence of samples with `labels`."""
     rank: Rank
-    """Whose share it is."""
 
     def __len__(self) -> int:
         return math.ceil(len(self.rows) / self.rank.world_size)
 
     def __getitem__(self, index: int) -> Mapping[str, Any]:
-        """Returns a row of this rank; past the end of the data the first row, without a target."""
+        """Returns a row of this rank; past the end of the data, the first row without targets."""
         if index >= len(self):
             raise IndexError(index)
         number = index * self.rank.world_size + self.rank.index
@@ -43,9 +42,10 @@ class Share:
 
 
 def loss_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Returns the sum of the losses of a micro-batch, and its targets, in float64; a token predicts the next one.
+    """Returns the sum of the losses and the number of targets of a micro-batch: (2,), float64.
 
-    Row after row, so that no more than one row's logits are there in float32.
+    `logits`: (batch, seq, vocab); `labels`: (batch, seq); token i predicts label i + 1. One row at a time, so that only
+    one row's logits exist in float32.
     """
     totals = torch.zeros(2, dtype=torch.float64, device=logits.device)
     for row, targets in zip(logits, labels, strict=True):
@@ -58,9 +58,9 @@ def loss_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 def mean_loss(
     logits_of: Callable[[Mapping[str, Any]], torch.Tensor], batches: Iterable[dict[str, Any]], group: Any
 ) -> tuple[float, int]:
-    """Returns the mean loss of a target over the micro-batches of all ranks, and the number of targets.
+    """Returns the mean loss per target over the micro-batches of all ranks, and the number of targets.
 
-    `group` is a gloo group of all ranks; None for a single one. NaN where there is no target.
+    `group` is a gloo group of all ranks; None for a single one. The loss is NaN without targets.
     """
     totals = torch.zeros(2, dtype=torch.float64)
     for batch in batches:

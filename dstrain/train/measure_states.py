@@ -17,24 +17,24 @@ from dstrain.rundir import RunDir
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateBytes:
-    """What one rank holds right before an optimizer step."""
+    """Bytes of model states on one rank, right before an optimizer step."""
 
     params: int
-    """Bytes of parameters on the device: full ones, and the partitions of ZeRO-3."""
+    """Parameters on the device: full ones, and the partitions of ZeRO-3."""
     grads: int
-    """Bytes of gradients that the step will use, on the device."""
+    """Gradients for the step, on the device."""
     optimizer: int
-    """Bytes of fp32 master weights and Adam's moments, on the device."""
+    """Fp32 master weights and Adam's moments, on the device."""
     host: int
-    """Bytes of all of these that offloading keeps in RAM."""
+    """All of these that are offloaded to RAM."""
     trainable: int
-    """Parameters that are trained, over all ranks."""
+    """Number of trainable parameters, over all ranks."""
     frozen: int
-    """Parameters that are not, over all ranks."""
+    """Number of frozen parameters, over all ranks."""
 
 
 class _Counter:
-    """Counts each storage once, by the place it lies in."""
+    """Counts each storage once, on the device or on the host."""
 
     def __init__(self, *, on_gpu: bool) -> None:
         self._seen: set[int] = set()
@@ -42,8 +42,8 @@ class _Counter:
         self.host = 0
 
     def count(self, tensors: Iterator[Any], *, is_offloaded: bool) -> int:
-        """Returns the bytes on the device, and adds what is offloaded to `host` (on a CPU all devices are the host)."""
-        found = 0
+        """Returns the bytes on the device, and adds offloaded bytes to `host`; without a GPU the device is the CPU."""
+        on_device = 0
         for tensor in tensors:
             if not isinstance(tensor, torch.Tensor) or tensor.is_meta:
                 continue
@@ -55,12 +55,12 @@ class _Counter:
             if on_host:
                 self.host += storage.nbytes()
             else:
-                found += storage.nbytes()
-        return found
+                on_device += storage.nbytes()
+        return on_device
 
 
 def model_state_bytes(engine: Any) -> StateBytes:
-    """Returns what this rank holds; call it after the backward pass, before the step, once Adam has its moments."""
+    """Returns the bytes of this rank; call it between backward pass and step, once Adam has its moments."""
     zero = engine._config.zero_config
     offloads_optimizer = _is_offloaded(zero.offload_optimizer)
     counter = _Counter(on_gpu=torch.cuda.is_available())
@@ -99,7 +99,7 @@ _MASTERS = (
     "fp32_groups_flat",  # ZeRO-0
     "fp32_groups",
 )
-"""Where DeepSpeed's optimizers keep fp32 weights. Source: deepspeed 0.19.8 runtime/zero, bf16_optimizer, fp16."""
+"""Attributes of DeepSpeed's optimizers with fp32 weights. Source: deepspeed 0.19.8 runtime/zero, bf16_optimizer."""
 
 
 def _optimizer_states(optimizer: Any) -> Iterator[Any]:
@@ -113,7 +113,7 @@ def _optimizer_states(optimizer: Any) -> Iterator[Any]:
 
 
 def _gradients(optimizer: Any, parameters: list[Any]) -> Iterator[Any]:
-    """Yields the partition buffers, and gradients that still hang on parameters or on the offloaded masters."""
+    """Yields the partition buffers, and gradients of parameters and of offloaded master weights."""
     yield getattr(optimizer, "grad_partitions_flat_buffer", None)
     for name in ("averaged_gradients", "all_grad_tensors"):
         for group in (getattr(optimizer, name, None) or {}).values():
@@ -127,7 +127,7 @@ def _gradients(optimizer: Any, parameters: list[Any]) -> Iterator[Any]:
 
 
 def _or_none(engine: Any) -> dict[str, int] | None:
-    """Returns the measurement, or None from an engine that is built differently: it must not end the training."""
+    """Returns the measurement, or None for an engine of another structure, which must not end training."""
     try:
         return asdict(model_state_bytes(engine))
     except (AttributeError, TypeError, RuntimeError):
@@ -147,7 +147,7 @@ class MeasureCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Puts itself before the engine's step, as Transformers has no event between backward and step."""
+        """Wraps the engine's step, since Transformers has no event between backward and step."""
         engine = self._engine()
         original, calls = engine.step, 0
 
@@ -155,16 +155,16 @@ class MeasureCallback(TrainerCallback):
             nonlocal calls
             calls += 1
             if calls == 2:
-                del engine.step  # the method of the class is in force again
+                del engine.step  # restores the method of the class
                 self._write(_or_none(engine))
             return original(*arguments, **options)
 
         engine.step = step
 
     def _write(self, mine: dict[str, int] | None) -> None:
-        every = [mine]
+        ranks = [mine]
         if self._group is not None:
-            every = [None] * dist.get_world_size(self._group)
-            dist.all_gather_object(every, mine, group=self._group)
-        if self._is_first and None not in every:
-            write_atomic(self._run_dir.states, json.dumps({"ranks": every}, indent=2) + "\n")
+            ranks = [None] * dist.get_world_size(self._group)
+            dist.all_gather_object(ranks, mine, group=self._group)
+        if self._is_first and None not in ranks:
+            write_atomic(self._run_dir.states, json.dumps({"ranks": ranks}, indent=2) + "\n")

@@ -25,15 +25,15 @@ _VISION = {"visual", "vision_tower", "vision_model"}
 
 
 def source_of(job: Job) -> str:
-    """Returns what `from_pretrained` is given: a folder, or an id on the Hugging Face hub.
+    """Returns the argument of `from_pretrained`: a folder, or an id on the Hugging Face hub.
 
-    Raises EnvironmentProblem where the job's hub is ModelScope and its package is missing.
+    Raises EnvironmentProblem if the hub is ModelScope and its package is missing.
     """
     if job.hub is not Hub.MODELSCOPE or Path(job.model).is_dir():
         return job.model
     if find_spec("modelscope") is None:
         raise EnvironmentProblem(
-            f'model "{job.model}" is on ModelScope (hub: modelscope), and its package is not installed',
+            f'model "{job.model}" is on ModelScope (hub: modelscope), but modelscope is not installed',
             hint="pip install modelscope",
         )
     from modelscope import snapshot_download  # type: ignore[import-not-found, unused-ignore]
@@ -42,11 +42,11 @@ def source_of(job: Job) -> str:
 
 
 def load_tokenizer(job: Job, source: str) -> PreTrainedTokenizerBase:
-    """Returns the tokenizer, with the job's chat template, and a padding token: its own, else what ends a text."""
+    """Returns the tokenizer with the job's chat template; without a padding token, it pads with eos_token."""
     folder = Path(source)
     if folder.is_dir() and not has_tokenizer(folder):
-        # Transformers 5 makes an empty tokenizer of config.json alone, without a word
-        raise InvalidConfig(f"model: {folder} has no tokenizer", hint="Copy the tokenizer's files into it.")
+        # Transformers 5 silently makes an empty tokenizer from config.json alone
+        raise InvalidConfig(f"model: {folder} has no tokenizer", hint="Copy the tokenizer files into it.")
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=job.trust_remote_code)
     except (OSError, ValueError) as error:
@@ -67,9 +67,9 @@ def load_model(
 ) -> Any:
     """Returns the model in the job's dtype, ready for training; with an adapter for `lora` and `qlora`.
 
-    Under ZeRO-3 the TrainingArguments must exist already and DeepSpeed's process group must be up: Transformers then
-    partitions every weight as it loads. Without them each rank would hold the whole model. `report` takes the tensors
-    that are loaded and all of them; nothing is heard of those that ZeRO-3 partitions.
+    Under ZeRO-3 the TrainingArguments and DeepSpeed's process group must exist already: Transformers then partitions
+    every weight as it loads; otherwise each rank would hold the whole model. `report` is called with the number of
+    loaded tensors and of all tensors, except under ZeRO-3.
     """
     options: dict[str, Any] = {
         "dtype": DTYPES[job.precision],
@@ -100,7 +100,7 @@ def load_model(
 
 @contextmanager
 def _counting(report: Callable[[int, int], None]) -> Iterator[None]:
-    """Lets `report` hear of what Transformers goes through under a progress bar, whether the bar is shown or not."""
+    """Calls `report` with the progress of Transformers' progress bars, shown or not."""
 
     def hook(factory: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
         bar = factory(*arguments, **options)
@@ -124,7 +124,7 @@ def is_vision(name: str) -> bool:
 
 
 def freeze_vision(model: Any) -> list[str]:
-    """Takes the vision tower out of training, and returns the names of what it froze; nothing in a language model."""
+    """Freezes the vision tower, and returns the names of its parameters; none in a language model."""
     frozen = []
     for name, parameter in model.named_parameters():
         if is_vision(name):
@@ -137,16 +137,16 @@ def _cannot_load(what: str, job: Job, error: Exception) -> InvalidConfig:
     lines = [line for line in str(error).split("\n") if line.strip()]
     hint = None
     if "trust_remote_code" in str(error):
-        hint = "The model brings its own code; if you trust it: trust_remote_code: true"
+        hint = "The model has its own code; if you trust it: trust_remote_code: true"
     elif not Path(job.model).exists():
-        hint = "Give a local folder, or an id on the hub that can be reached from every node."
+        hint = "Give a local folder, or an id on a hub that every node can reach."
     return InvalidConfig(
         f'model: the {what} of "{job.model}" cannot be loaded: {lines[0] if lines else error}', hint=hint
     )
 
 
 def _quantization(job: Job) -> Any:
-    """Returns the 4-bit settings; the storage dtype is the compute dtype, without which ZeRO-3 cannot partition it."""
+    """Returns the 4-bit settings; ZeRO-3 needs the compute dtype as storage dtype."""
     if find_spec("bitsandbytes") is None:
         raise EnvironmentProblem(
             "method: qlora needs bitsandbytes, which is not installed", hint="pip install 'dstrain[qlora]'"

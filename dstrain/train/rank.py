@@ -1,4 +1,4 @@
-"""This process among the ranks: its index, what it prints, its secrets, and slow builds that it announces."""
+"""The rank of this process: its index, messages, secrets, signals and environment."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from dstrain.heartbeat import SAVE_ON_TERM
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rank:
-    """What the launcher said through the environment."""
+    """The numbers that the launcher sets in the environment."""
 
     index: int
-    """The rank, 0 to world_size - 1."""
+    """0 to world_size - 1."""
     world_size: int
     """Number of ranks."""
     local_index: int
-    """The rank on this node."""
+    """Index among the ranks of this node, from 0."""
 
     @property
     def is_first(self) -> bool:
-        """Whether this is rank 0, which writes and talks."""
+        """Whether this is rank 0, which writes files and prints."""
         return self.index == 0
 
     def say(self, text: str) -> None:
@@ -45,7 +45,7 @@ class Rank:
 
 
 def from_environment(environment: Mapping[str, str]) -> Rank:
-    """Returns the place that RANK, WORLD_SIZE and LOCAL_RANK give; one process alone without them."""
+    """Returns the rank from RANK, WORLD_SIZE and LOCAL_RANK; by default a single one."""
     return Rank(
         index=int(environment.get("RANK", "0")),
         world_size=int(environment.get("WORLD_SIZE", "1")),
@@ -54,15 +54,15 @@ def from_environment(environment: Mapping[str, str]) -> Rank:
 
 
 class Leaving:
-    """Whether somebody wants this rank to save a checkpoint and leave."""
+    """Whether this rank was asked to save a checkpoint and leave."""
 
     def __init__(self) -> None:
-        """Listens to SIGUSR1, and to SIGTERM where the run says so; SIGUSR2 writes every thread's stack to stderr."""
+        """Handles SIGUSR1, and SIGTERM with `SAVE_ON_TERM`; SIGUSR2 writes every thread's stack to stderr."""
         self.is_wanted = False
         signal.signal(signal.SIGUSR1, self._note)
         if SAVE_ON_TERM in os.environ:
             signal.signal(signal.SIGTERM, self._note)
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # which is blocked in the launchers
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # the launchers block it
         faulthandler.enable()
         faulthandler.register(signal.SIGUSR2, all_threads=True)
 
@@ -78,14 +78,14 @@ MPI_NAMES = MappingProxyType(
         "LOCAL_SIZE": ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"),
     }
 )
-"""What OpenMPI and MPICH's hydra call what DeepSpeed's own launcher sets."""
+"""Variable of DeepSpeed's launcher → those of OpenMPI and of MPICH's hydra."""
 
 
 def adopt_mpi(environment: MutableMapping[str, str]) -> bool:
-    """Sets what DeepSpeed's launcher would have set where MPI started this rank, and returns whether it did.
+    """Sets the variables of DeepSpeed's launcher if MPI started this rank, and returns whether it did.
 
-    >>> started = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
-    >>> adopt_mpi(started), started["RANK"], started["WORLD_SIZE"], started["LOCAL_RANK"]
+    >>> variables = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
+    >>> adopt_mpi(variables), variables["RANK"], variables["WORLD_SIZE"], variables["LOCAL_RANK"]
     (True, '1', '2', '0')
     """
     if not any(name in environment for name in MPI_NAMES["RANK"]):
@@ -98,7 +98,7 @@ def adopt_mpi(environment: MutableMapping[str, str]) -> bool:
 
 
 def write_to_log(folder: Path, index: int) -> None:
-    """Lets this process write into a log of its own, as DeepSpeed's launcher does for each rank and MPI does not."""
+    """Redirects this process to its own log file, as DeepSpeed's launcher does and MPI does not."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{time.strftime('%Y%m%d%H%M%S')}_rank{index}.log"
     handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
@@ -108,7 +108,7 @@ def write_to_log(folder: Path, index: int) -> None:
 
 
 def read_secrets(path: Path) -> dict[str, str]:
-    """Returns the `NAME=value` lines of a file; empty where there is none."""
+    """Returns the `NAME=value` lines of a file; none if it is missing."""
     try:
         text = path.read_bytes().decode("utf-8", errors="surrogateescape")
     except FileNotFoundError:
@@ -118,14 +118,14 @@ def read_secrets(path: Path) -> dict[str, str]:
 
 
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""What PyTorch's caching allocator reads, by its present and its older name. Source: torch 2.13 cuda/memory.py."""
+"""The variable of PyTorch's caching allocator, and its older name. Source: torch 2.13 cuda/memory.py."""
 
 
 def prefer_expandable_segments(environment: MutableMapping[str, str]) -> None:
-    """Lets the caching allocator grow its segments, unless the user has settings of his own.
+    """Enables expandable segments in the caching allocator, unless the user has configured it.
 
-    Without it a training step leaves holes that later tensors do not fit: published runs reserve up to 1.7 times what
-    they use. PyTorch reads the variable when it is imported.
+    Otherwise freed blocks fragment the memory: published runs reserve up to 1.7 times the allocated bytes. Must be
+    called before PyTorch is imported.
     """
     if not any(name in environment for name in ALLOCATOR_VARIABLES):
         environment[ALLOCATOR_VARIABLES[0]] = "expandable_segments:True"
@@ -143,19 +143,19 @@ def without_garbage_collection() -> Iterator[None]:
 
 
 def announce_builds(rank: Rank, ds_config: Mapping[str, Any], environment: Mapping[str, str], *, on_gpu: bool) -> None:
-    """Says which extensions DeepSpeed is about to build, and names a lock that nobody is seen to hold.
+    """Prints which extensions DeepSpeed is about to build, and locks that no visible process holds.
 
-    `dstrain run` has seen to both; this is for ranks that something else starts.
+    `dstrain run` handles both; this is for ranks that were started otherwise.
     """
     needed = needed_ops(ds_config, on_gpu=on_gpu)
     for op in missing_ops(needed, environment):
-        rank.say(f"building {OPS[op]}, about a minute, once")
-    for lock in unheld_locks(needed, environment):  # loading takes the lock too, so a built extension can be stuck
-        rank.say(f"{lock.path} is held by no process seen here; if nobody builds or loads, {lock.cure}")
+        rank.say(f"building {OPS[op]}: about a minute, once")
+    for lock in unheld_locks(needed, environment):  # loading takes the lock too, so a built extension can hang
+        rank.say(f"no process on this machine holds {lock.path}; if no other machine builds or loads it: {lock.cure}")
 
 
 def is_port_taken(environment: Mapping[str, str]) -> bool:
-    """Returns whether somebody else listens on the port on which rank 0 shall."""
+    """Returns whether another process listens on the port of rank 0."""
     try:
         socket.create_server(("", int(environment["MASTER_PORT"]))).close()
     except OSError as error:
@@ -164,16 +164,16 @@ def is_port_taken(environment: Mapping[str, str]) -> bool:
 
 
 def environment_with(secrets: Mapping[str, str]) -> None:
-    """Puts the secrets into this process's environment; what is there already stays."""
+    """Adds the secrets to this process's environment; existing variables stay."""
     for name, value in secrets.items():
         os.environ.setdefault(name, value)
 
 
 def quieten(*, on_terminal: bool) -> None:
-    """Leaves progress bars to terminals, and out of log files what no user of dstrain can mend."""
+    """Keeps progress bars, and warnings that no user can fix, out of log files."""
     from transformers.utils.logging import disable_progress_bar
 
     if not on_terminal:
         disable_progress_bar()  # type: ignore[no-untyped-call]
-    # of DeepSpeed and PEFT, which call PyTorch and Transformers by names that will change
+    # DeepSpeed and PEFT use deprecated names of PyTorch and Transformers
     warnings.filterwarnings("ignore", category=FutureWarning)

@@ -1,11 +1,11 @@
-"""The meta-tensor tracer program: answers questions about models with the bytes alive in a training pass.
+"""The meta-tensor tracer: answers questions about models with the live bytes of a training pass.
 
     echo '{"questions": [{"subject": {"config": {…}}, "seq_len": 4096}]}' | python -m dstrain.train.trace
 
-reads `Questions` of `facts.traced_answers` as JSON and writes `Answers`, in the same order. It needs neither weights
-nor a GPU: Transformers' own code runs forward, loss and backward on tensors without data, with CUDA's choice of
-kernels, and every storage is counted while it lives. What kernels allocate for themselves is not seen: cuBLAS and
-attention workspaces, the sorting inside of embedding gradients.
+reads `Questions` of `facts.model.tracer` as JSON and writes `Answers`, in the same order. It needs neither weights nor
+a GPU: Transformers' own code runs forward, loss and backward on meta tensors, with CUDA's choice of kernels, and every
+storage is counted while it is alive. Allocations inside kernels are invisible: cuBLAS and attention workspaces, the
+sorting in embedding gradients.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from dstrain.records import from_data, to_data
 
 
 def answer(question: Question) -> Answer:
-    """Returns the answer to one question; what goes wrong is an answer too."""
+    """Returns the answer to one question; errors are answers too."""
     from dstrain.train.tracing.describing import describe
     from dstrain.train.tracing.passes import trace
 
@@ -44,7 +44,7 @@ def answer(question: Question) -> Answer:
 
 
 def profile(question: Question) -> ActivationProfile:
-    """Returns the profile of a way to train: one or two depths, each with two micro-batches, recomputing or not."""
+    """Returns the profile of a way to train: one or two depths, two micro-batches, with and without checkpointing."""
     from dstrain.train.tracing.describing import describe
     from dstrain.train.tracing.passes import trace
 
@@ -52,21 +52,21 @@ def profile(question: Question) -> ActivationProfile:
     corners = [(layers, samples) for layers in sorted({depth.few, depth.more}) for samples in BATCHES]
 
     def traced(layers: int, samples: int, grad_ckpt: bool) -> Trace:
-        asked = {"num_hidden_layers": layers, "micro_batch": samples, "grad_ckpt": grad_ckpt, "every_moment": True}
-        return trace(replace(question, wanted=Wanted.TRACE, **asked))  # type: ignore[arg-type]
+        fields = {"num_hidden_layers": layers, "micro_batch": samples, "grad_ckpt": grad_ckpt, "every_moment": True}
+        return trace(replace(question, wanted=Wanted.TRACE, **fields))  # type: ignore[arg-type]
 
     kept, recomputed = ({at: traced(*at, grad_ckpt) for at in corners} for grad_ckpt in (False, True))
     return fit(depth, kept=kept, recomputed=recomputed)
 
 
 def main() -> None:
-    """Answers what is asked on standard input; whatever libraries print goes to standard error."""
-    os.environ["TRANSFORMERS_DISABLE_TORCH_CHECK"] = "1"  # checks that look into tensors
+    """Answers the questions on standard input; output of libraries goes to standard error."""
+    os.environ["TRANSFORMERS_DISABLE_TORCH_CHECK"] = "1"  # these checks read the data of tensors
     out, sys.stdout = sys.stdout, sys.stderr
     warnings.simplefilter("ignore")
     data: Any = json.load(sys.stdin)
-    asked = from_data(Questions, data, locate=lambda place: "/".join(map(str, place)))
-    answers = Answers(answers=tuple(answer(question) for question in asked.questions))
+    batch = from_data(Questions, data, locate=lambda place: "/".join(map(str, place)))
+    answers = Answers(answers=tuple(answer(question) for question in batch.questions))
     json.dump(to_data(answers), out)
 
 

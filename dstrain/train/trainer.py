@@ -31,7 +31,7 @@ from dstrain.train.rank import Rank
 
 
 class Trainer(transformers.Trainer):
-    """Runs on every rank."""
+    """The Trainer of one rank."""
 
     def __init__(
         self,
@@ -49,9 +49,9 @@ class Trainer(transformers.Trainer):
         data_digest: str,
         **options: Any,
     ) -> None:
-        """Takes what Transformers' Trainer takes, where files are, the configuration of the base, and `group`.
+        """`base` is the configuration of the base model, `group` a gloo group of all ranks or None with one rank.
 
-        That is a gloo group of all ranks, None with one.
+        `options` are those of Transformers' Trainer.
         """
         super().__init__(**options, callbacks=[metrics])
         self.remove_callback(transformers.PrinterCallback)
@@ -59,7 +59,7 @@ class Trainer(transformers.Trainer):
         self._rank = rank
         self._disk = disk
         self._keep = save_total_limit
-        self._has_masks = False  # of packed rows, for models that make none of positions
+        self._has_masks = False  # whether packed rows need explicit masks, see `Trial`
         self._gradients = Nonfinite("gradients", limit=stop_on_nonfinite)
         self._losses = Nonfinite("losses", limit=stop_on_nonfinite)
         self._metrics = metrics
@@ -76,14 +76,14 @@ class Trainer(transformers.Trainer):
         return self._metrics.meter
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> tuple[list[Any], Any]:
-        """Returns the micro-batches of one step, timed and counted."""
+        """Returns the micro-batches of one step, and counts their tokens and the waiting time."""
         batches, items = super().get_batch_samples(self.meter.timed(epoch_iterator), num_batches, device)
         for batch in batches:
             self.meter.count(batch)
         return batches, items
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Returns the inputs of the model, without the counts that an evaluation has no use for."""
+        """Returns the inputs of the model, without the token counts of an evaluation batch."""
         inputs.pop(COUNTS, None)
         inputs = super()._prepare_inputs(inputs)
         if self._has_masks:
@@ -91,17 +91,17 @@ class Trainer(transformers.Trainer):
         return inputs
 
     def _get_train_sampler(self, train_dataset: Any = None) -> RandomSampler:
-        """Returns the sampler of an epoch, filled up to whole steps with samples that are drawn once more.
+        """Returns the sampler of an epoch, padded to whole steps with samples that are drawn again.
 
-        So each step takes the same samples on any number of ranks. Accelerate fills up too, but to one micro-batch for
-        each rank, and with the epoch's first.
+        Thus each step has the same samples on any number of ranks. Accelerate pads as well, but to one micro-batch per
+        rank, and with the first samples of the epoch.
         """
         data: Any = self.train_dataset if train_dataset is None else train_dataset
         batch = self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps * self._rank.world_size
         return RandomSampler(data, num_samples=math.ceil(len(data) / batch) * batch)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
-        """Returns the micro-batches of this rank; every sample is in one of them, once."""
+        """Returns the micro-batches of this rank; the ranks together evaluate every sample once."""
         rows = self.eval_dataset if eval_dataset is None else eval_dataset
         return DataLoader(
             Share(rows=rows, rank=self._rank),  # type: ignore[arg-type]
@@ -114,7 +114,7 @@ class Trainer(transformers.Trainer):
     def evaluation_loop(
         self, dataloader: Any, description: str, *_: Any, metric_key_prefix: str = "eval", **__: Any
     ) -> EvalLoopOutput:
-        """Returns the mean loss of a token. Transformers' own loop takes means of micro-batches, and drops ranks."""
+        """Returns the mean loss per token over all ranks; Transformers' own loop averages over micro-batches."""
         engine: Any = self.model_wrapped
         engine.eval()
 
@@ -130,15 +130,15 @@ class Trainer(transformers.Trainer):
         return EvalLoopOutput(predictions=np.empty(0), label_ids=None, metrics=metrics, num_samples=num_samples)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Logs, with what was measured in the same window; so trainer_state.json, the sinks and the file agree."""
+        """Logs together with the metrics of the window, so that trainer_state.json, sinks and metrics.jsonl agree."""
         if "loss" in logs:
             logs.update(self._metrics.drain())
         super().log(logs, start_time)
-        if "loss" in logs and "grad_norm" not in logs:  # without ZeRO and with fp32 the engine tells no norm
+        if "loss" in logs and "grad_norm" not in logs:  # the engine has no norm without ZeRO and with fp32
             self._losses.note(self.state.global_step, is_finite=math.isfinite(logs["loss"]))
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *arguments: Any, **options: Any) -> Any:
-        """Trains; a checkpoint of another number of ranks is read from its universal copy."""
+        """Trains; a checkpoint of another number of ranks is loaded from its universal copy."""
         self._is_universal = isinstance(resume_from_checkpoint, str) and checkpoints.reads_universal(
             Path(resume_from_checkpoint), world_size=self._rank.world_size
         )
@@ -147,7 +147,7 @@ class Trainer(transformers.Trainer):
         return super().train(resume_from_checkpoint, *arguments, **options)
 
     def _prepare_for_training(self, *arguments: Any, **options: Any) -> Any:
-        """Returns the engine and its data. Raises InvalidConfig where it does not keep the samples of a row apart."""
+        """Returns the engine and its data. Raises InvalidConfig if the model mixes the samples of a packed row."""
         prepared = super()._prepare_for_training(*arguments, **options)  # type: ignore[no-untyped-call]
         self._skipped = self.skipped_steps
         rows: Any = self.train_dataset
@@ -163,14 +163,14 @@ class Trainer(transformers.Trainer):
         return prepared
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Loads what DeepSpeed has not, and mends what it loaded wrongly from a universal copy."""
+        """Loads the remaining states, and repairs those that DeepSpeed loads wrongly from a universal copy."""
         super()._load_optimizer_and_scheduler(checkpoint)
         if self._is_universal:
             engine: Any = self.model_wrapped
             universal_checkpoint.mend(engine.optimizer.optimizer)
 
     def _run_epoch(self, *arguments: Any, **options: Any) -> None:
-        """Trains for an epoch; a run that was resumed at its last step has nothing to do, and takes no extra step."""
+        """Trains for an epoch; a run that is resumed at its last step takes no extra step."""
         if self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True
         else:
@@ -178,14 +178,14 @@ class Trainer(transformers.Trainer):
 
     @property
     def skipped_steps(self) -> int:
-        """Steps that DeepSpeed has left out since the training began, because their gradients were not finite."""
+        """Steps that DeepSpeed has skipped since training began, because their gradients were not finite."""
         engine: Any = self.model_wrapped
         return int(engine.skipped_steps)
 
     def _maybe_log_save_evaluate(self, tr_loss: Any, grad_norm: Any, *arguments: Any, **options: Any) -> None:
-        """Does it, and takes an evaluation's or a checkpoint's time out of the window.
+        """Logs, saves and evaluates; the time of a checkpoint or an evaluation does not count in the metrics.
 
-        Raises RunFailed after too many steps in a row without finite gradients; every rank has the same norm.
+        Raises RunFailed after too many consecutive steps without finite gradients; all ranks have the same norm.
         """
         skipped, self._skipped = self._skipped, self.skipped_steps
         is_finite = skipped == self._skipped and (grad_norm is None or math.isfinite(grad_norm))
@@ -211,7 +211,7 @@ class Trainer(transformers.Trainer):
         )
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """Writes a checkpoint; rank 0 marks it as whole when every rank has written its part."""
+        """Writes a checkpoint; rank 0 marks it as complete after all ranks have written their parts."""
         folder = self._run_dir.path / f"checkpoint-{self.state.global_step}"
         if self._rank.index == self._disk.ranks[0]:
             checkpoints.begin(folder)
@@ -228,7 +228,7 @@ class Trainer(transformers.Trainer):
             rotate(self._run_dir, self._keep)
 
     def _mark_part(self, folder: Path) -> None:
-        """Marks what lies on each disk; where rank 0's part is marked, all are, and `run` may put them together."""
+        """Marks the part on each disk, rank 0's last: then `dstrain run` may gather all parts."""
         for is_turn in (not self._rank.is_first, self._rank.is_first):
             if is_turn and self._rank.index == self._disk.ranks[0]:
                 of_ranks = len(self._disk.ranks)
@@ -236,11 +236,11 @@ class Trainer(transformers.Trainer):
             self._wait()
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Saves weights for `from_pretrained`; under ZeRO-3 only where the configuration allows gathering them."""
+        """Saves weights for `from_pretrained`; under ZeRO-3 only if the configuration allows gathering them."""
         if self._can_gather():
             super().save_model(output_dir, _internal_call)
         elif self._rank.is_first:
-            # Transformers would save the whole sharded state here, and then once more
+            # Transformers would save the whole sharded state here, and later again
             folder = str(output_dir or self.args.output_dir)
             model: Any = self.model
             tokenizer: Any = self.processing_class
@@ -249,7 +249,7 @@ class Trainer(transformers.Trainer):
             saved_model.restore_config(Path(folder), self._base)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """Writes the weights in the dtype of the base, and config.json with what the base had."""
+        """Writes the weights in the dtype of the base model, and config.json with the base's values."""
         dtype = saved_model.base_dtype(self._base)
         model: Any = self.model
         if self.args.should_save and state_dict and dtype is not None and not self._is_adapter():
@@ -268,15 +268,15 @@ class Trainer(transformers.Trainer):
         return bool(engine.zero_gather_16bit_weights_on_model_save())
 
     def save_final(self) -> Path | None:
-        """Saves the trained model or adapter and its tokenizer; returns where, or None after saying how to get it.
+        """Saves the trained model or adapter and its tokenizer; returns the folder, or None if weights stay sharded.
 
-        Raises RunFailed on rank 0 where what was written is not the whole model.
+        Raises RunFailed on rank 0 if the saved model is incomplete.
         """
         final = self._run_dir.final
         if not self._can_gather():
             self._rank.say(
-                "stage3_gather_16bit_weights_on_model_save is false, so no rank may hold the whole model: "
-                f"to get it, python -m dstrain.train.checkpoints.export {self._run_dir.path} OUT"
+                "stage3_gather_16bit_weights_on_model_save is false, so the final model is not gathered; "
+                f"to get it: python -m dstrain.train.checkpoints.export {self._run_dir.path} OUT"
             )
             return None
         if self._rank.is_first and final.exists():

@@ -118,4 +118,4 @@ def test_a_file_that_cannot_be_read_is_said_and_breaks_nothing(dstrain: Type, tm
     (tmp_path / ".dstrain" / "links.json").write_text('{"schema": 9}')
     done = dstrain(*PLAN, "--json", HOME=str(tmp_path))
     assert (done.returncode, json.loads(done.stdout)) == (0, before)
-    assert "note: ~/.dstrain/links.json is left out: schema is 9; this version reads 1" in done.stderr
+    assert "note: ~/.dstrain/links.json is ignored: schema is 9; this version reads 1" in done.stderr

@@ -98,5 +98,5 @@ def test_more_slots_than_gpus_are_said_alike_by_every_verb(said: Said, machine: 
 
     ended, text = said(*words.get(verb, (verb,)))
 
-    said_alike = "3 slots, and there are 2 GPUs" in text, "write slots=2 into the hostfile" in text
+    said_alike = "3 slots, but only 2 GPUs" in text, "write slots=2 into the hostfile" in text
     assert (ended, *said_alike) == (code, True, True), text

@@ -135,15 +135,15 @@ def test_images_are_refused_by_run_and_lint_before_anything_starts(dstrain: Type
     data = job.parent / "train.jsonl"
     data.write_text(SAMPLE + SAMPLE.replace("]}", '], "images": ["a.png"]}'))
     done = dstrain("run", "-n")
-    assert (done.returncode, f'{data}:2: "images" names images' in done.stderr.replace("\n", " ")) == (3, True)
+    assert (done.returncode, f'{data}:2: "images" holds images' in done.stderr.replace("\n", " ")) == (3, True)
     done = dstrain("lint")
     assert done.returncode == 3
-    assert f'job.yaml:7:1: error DS808: data: {data}:2: "images" names images' in done.stdout
+    assert f'job.yaml:7:1: error DS808: data: {data}:2: "images" holds images' in done.stdout
 
 
 def test_columns_that_nobody_reads_are_noted(dstrain: Type, job: Path) -> None:
     (job.parent / "train.jsonl").write_text(SAMPLE.replace("]}", '], "source": "web"}') * 3)
-    assert "train.jsonl: not trained on: source (3 samples)" in dstrain("run", "-n").stderr
+    assert "train.jsonl: unused columns: source (3 samples)" in dstrain("run", "-n").stderr
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "config.json", "model.safetensors"])
@@ -160,7 +160,7 @@ def test_a_download_that_broke_off_is_named(dstrain: Type, job: Path) -> None:
     model = job.parent / "model" / "model.safetensors"
     model.write_bytes(EMPTY_WEIGHTS[:-1])
     done = dstrain("run", "-n")
-    assert (done.returncode, "is no whole safetensors file" in done.stderr) == (3, True)
+    assert (done.returncode, "not a complete safetensors file" in done.stderr) == (3, True)
     index = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
     model.rename(model.with_name("model-00001-of-00002.safetensors")).write_bytes(EMPTY_WEIGHTS)
     model.with_name("model.safetensors.index.json").write_text(json.dumps(index))

@@ -90,7 +90,7 @@ def test_programs_on_a_gpu_are_named_and_the_screen_is_not() -> None:
 
 def test_fewer_gpus_than_slots_is_an_error() -> None:
     found = judged(*[{}] * 7, needs=Needs(hosts=HOSTS, slots=8))
-    assert "✗ 8 slots, and there are 7 GPUs → write slots=7 into the hostfile" in found
+    assert "✗ 8 slots, but only 7 GPUs → write slots=7 into the hostfile" in found
 
 
 def test_gpus_of_several_kinds_are_told() -> None:

@@ -117,7 +117,7 @@ def test_a_silent_host_does_not_hide_what_the_others_have_in_common() -> None:
         ({}, []),
         ({"gpus": Gpus(has_driver=False, has_tool=False)}, ["no NVIDIA GPU here"]),
         ({"gpus": Gpus(has_driver=True, has_tool=False)}, ["nvidia-smi is not installed"]),
-        ({"gpus": parse(smi_xml(*[{}] * 7))}, ["8 slots, and there are 7 GPUs"]),
+        ({"gpus": parse(smi_xml(*[{}] * 7))}, ["8 slots, but only 7 GPUs"]),
         ({"gpus": parse(smi_xml(*[{}] * 8, BUSY))}, []),  # a ninth GPU, which the run does not use
         ({"gpus": parse(smi_xml(*[{}] * 7, BUSY))}, ["GPU 7: in use"]),
         ({"gpus": parse(smi_xml(*[{}] * 7, {"ecc_mode/current_ecc": "Disabled"}))}, []),

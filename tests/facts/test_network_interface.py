@@ -72,7 +72,7 @@ def test_one_host_or_hosts_that_differ_get_nothing() -> None:
 def test_hosts_that_differ_are_told_with_what_to_type() -> None:
     told = disagreement({"a": "eth0", "b": "eth0", "c": "ens3"})
     assert told is not None
-    assert told[0].startswith("the hosts reach each other through eth0, and through ens3 on c")
+    assert told[0].startswith("the hosts use different interfaces: mostly eth0, but ens3 on c")
     assert told[1].endswith("export NCCL_SOCKET_IFNAME==eth0,ens3")
     assert disagreement({"a": "eth0", "b": "eth0"}) is None
     assert disagreement({"a": "eth0"}) is None

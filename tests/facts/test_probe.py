@@ -78,7 +78,7 @@ def test_a_relative_folder_is_named_by_its_own_name(folder: Path, monkeypatch: p
 
 
 def test_a_folder_without_config_says_so(tmp_path: Path) -> None:
-    with pytest.raises(InvalidConfig, match=r"the folder holds no config\.json"):
+    with pytest.raises(InvalidConfig, match=r"no config\.json in this folder"):
         read_model(str(tmp_path))
 
 
@@ -126,7 +126,7 @@ def test_an_output_folder_of_the_same_name_does_not_hide_an_alias(
 
 @pytest.mark.parametrize("name", ["qwen3-8bb", "quen3-8b"])
 def test_a_misspelt_alias_gets_the_nearest(name: str) -> None:
-    with pytest.raises(InvalidConfig, match=f'"{name}" is not a model') as caught:
+    with pytest.raises(InvalidConfig, match=f'"{name}" is neither a known model') as caught:
         read_model(name)
 
     assert caught.value.hint == 'Did you mean "qwen3-8b"?'

@@ -340,7 +340,7 @@ def test_no_secret_reaches_swanlabs_files(runs: Path) -> None:
 
 
 def test_a_swanlab_that_cannot_start_online_goes_on_offline(runs: Path) -> None:
-    assert said(runs / "online").count("SwanLab: online did not start") == 1
+    assert said(runs / "online").count("SwanLab: online failed to start") == 1
     assert _summary(runs / "online")["swanlab_mode"] == "offline"
 
 

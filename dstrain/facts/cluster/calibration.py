@@ -2,7 +2,7 @@
 
     {"schema": 1, "gpus": {"h100-sxm": {"gemm_ratio": 0.61, "cpu_adam_bytes_per_s": 1.3e11, "source": "8 x H100, …"}}}
 
-A GPU goes by its name in `gpus`; what was not measured is left out, and the prior stands.
+Keys of `gpus` are names in dstrain's table of GPUs; priors apply to figures that are missing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SCHEMA = 1
 """Version of the file format."""
 
 DEFAULT_PATH = "~/.dstrain/calibration.json"
-"""Where the file is unless somebody says otherwise."""
+"""The default path of the file."""
 
 Share = Annotated[float, Gt(0), Le(1)]
 Rate = Annotated[float, Gt(0)]
@@ -33,17 +33,17 @@ Size = Annotated[int, Ge(0)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """What was measured with one kind of GPU; each field may be missing."""
+    """Measurements with one kind of GPU; each field may be missing."""
 
     __pydantic_config__ = type_config
 
     source: str | None = None
-    """On which machine, with which versions, and when, in words."""
+    """Machine, versions and date of the measurement, as free text."""
 
     gemm_ratio: Share | None = None
     """FLOP/s of large matrix products during training, over the dense peak of the data sheet."""
     attention_ratio: Share | None = None
-    """FLOP/s of attention, forward and backward together, over the same peak; the causal half counts."""
+    """FLOP/s of attention, forward and backward together, over the same peak; only the causal half counts."""
     hbm_ratio: Share | None = None
     """Bytes per second of elementwise kernels, over the memory bandwidth of the data sheet."""
     launch_s: Rate | None = None
@@ -52,9 +52,9 @@ class Measured:
     intra_bus_bytes_per_s: Rate | None = None
     """Bus bandwidth of a large all-gather inside one node, as nccl-tests counts it."""
     inter_bus_bytes_per_s: Rate | None = None
-    """Bus bandwidth of a large all-gather over several nodes, all GPUs of a node taking part."""
+    """Bus bandwidth of a large all-gather over several nodes with all their GPUs."""
     overlap_slowdown_ratio: Share | None = None
-    """Share of the time of a hidden collective by which it slows the computation that hides it."""
+    """Slowdown of a computation by an overlapping collective, as a share of the collective's time."""
 
     pcie_bytes_per_s: Rate | None = None
     """Bytes per second between one GPU and pinned host memory, in one direction, all GPUs of the node at once."""
@@ -68,7 +68,7 @@ class Measured:
     context_bytes: Size | None = None
     """Memory of one GPU outside torch with one rank alone: context and kernel modules."""
     nccl_bytes: Size | None = None
-    """What NCCL adds to it with two ranks or more."""
+    """Additional memory with NCCL, from two ranks on."""
     reserved_ratio: Factor | None = None
     """Bytes reserved by the caching allocator over predicted live bytes, at the peak."""
 
@@ -82,22 +82,22 @@ class Calibration:
     schema: int = SCHEMA
     """Version of the file format."""
     gpus: Mapping[str, Measured] = field(default_factory=dict)
-    """What was measured, by the GPU's name in dstrain's table."""
+    """Measurements by the GPU's name in dstrain's table."""
 
     def of(self, gpu_name: str) -> Measured:
-        """Returns what was measured with that GPU: nothing, where it is not in the file."""
+        """Returns the measurements with that GPU, by default none."""
         return self.gpus.get(gpu_name, NOTHING)
 
 
 NOTHING = Measured()
-"""No measurement: every prior stands."""
+"""No measurement: all priors apply."""
 
 
 def parse(text: str, name: str) -> Calibration:
     """Returns the calibration in the text of a file called `name`.
 
-    Raises InvalidConfig with every problem in its place, for text that is not JSON, a later schema, an unknown key or
-    GPU, and a figure that cannot be.
+    Raises InvalidConfig with the place of every problem: invalid JSON, a newer schema, an unknown key or GPU, an
+    impossible figure.
 
     >>> parse('{"schema": 1, "gpus": {"a100-80g": {"gemm_ratio": 0.7}}}', "calibration.json").of("a100-80g").gemm_ratio
     0.7
@@ -107,9 +107,9 @@ def parse(text: str, name: str) -> Calibration:
     except json.JSONDecodeError as error:
         raise InvalidConfig(f"{name}:{error.lineno}:{error.colno}: not JSON: {error.msg}") from None
     except RecursionError:
-        raise InvalidConfig(f"{name}: is nested too deeply") from None
+        raise InvalidConfig(f"{name}: nested too deeply") from None
     if not isinstance(data, Mapping):
-        raise InvalidConfig(f"{name}: is not an object", hint=f'Begin with {{"schema": {SCHEMA}, "gpus": {{…}}}}.')
+        raise InvalidConfig(f"{name}: not an object", hint=f'Begin with {{"schema": {SCHEMA}, "gpus": {{…}}}}.')
     schema = data.get("schema")
     if schema != SCHEMA or isinstance(schema, bool):
         problem = '"schema" is missing' if schema is None else f"schema is {json.dumps(schema)}"
@@ -123,21 +123,21 @@ def parse(text: str, name: str) -> Calibration:
 def _entries(data: object, name: str) -> dict[str, Measured]:
     """Returns the measurements by GPU. Raises InvalidConfig with the problems of all of them together."""
     if not isinstance(data, Mapping):
-        raise InvalidConfig(f"{name}: /gpus: is not an object", hint='Write {"h100-sxm": {…}}.')
-    found: dict[str, Measured] = {}
+        raise InvalidConfig(f"{name}: /gpus: not an object", hint='Write {"h100-sxm": {…}}.')
+    entries: dict[str, Measured] = {}
     problems = []
     for key, value in data.items():
         try:
-            found[key] = _entry(key, value, f"{name}: /gpus/{key}")
+            entries[key] = _entry(key, value, f"{name}: /gpus/{key}")
         except InvalidConfig as error:
             problems.append(error.problem)
     if problems:
         raise InvalidConfig("\n".join(problems))
-    return found
+    return entries
 
 
 def _entry(key: str, data: object, where: str) -> Measured:
-    """Returns the measurements of one GPU; one that the table has not, or under another name, would never be read."""
+    """Returns the measurements of one GPU. Raises InvalidConfig unless the key is its name in the table."""
     if key not in GPUS:
         try:
             meant = f'write "{gpu(key).name}"'
@@ -146,14 +146,14 @@ def _entry(key: str, data: object, where: str) -> Measured:
             meant = meant[:1].lower() + meant[1:]
         raise InvalidConfig(f'{where}: "{key}" is not the name of a GPU; {meant}')
     if not isinstance(data, Mapping):
-        raise InvalidConfig(f"{where}: is not an object")
+        raise InvalidConfig(f"{where}: not an object")
     return from_data(Measured, data, locate=lambda place: "/".join((where, *map(str, place))))
 
 
 def read(path: str | None = None) -> Calibration:
-    """Returns the calibration in a file, by default the user's own; an empty one where that does not exist.
+    """Returns the calibration in a file; by default the user's own, which may be missing.
 
-    Raises InvalidConfig where a file that was named is missing, or any is damaged.
+    Raises InvalidConfig if the given file is missing, or if a file is damaged.
     """
     file = Path(path or DEFAULT_PATH).expanduser()
     try:
@@ -161,7 +161,7 @@ def read(path: str | None = None) -> Calibration:
     except FileNotFoundError:
         if path is None:
             return Calibration()
-        raise InvalidConfig(f"{path}: no such file", hint="Leave it out to plan with the priors.") from None
+        raise InvalidConfig(f"{path}: no such file", hint="Leave it out to plan with priors.") from None
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidConfig(f"{file}: cannot be read: {error}") from None
     return parse(text, str(file))

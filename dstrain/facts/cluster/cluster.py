@@ -15,7 +15,7 @@ from dstrain.records import type_config
 from dstrain.units import GIB, MIB
 
 DEFAULT_GPUS_PER_NODE = 8
-"""GPUs of one node where neither a hostfile nor `--gpus-per-node` says: what servers with NVLink have."""
+"""GPUs per node without a hostfile and `--gpus-per-node`: as in servers with NVLink."""
 
 ASSUMED_INTER_LINKS: Mapping[str, str] = MappingProxyType(
     {
@@ -32,17 +32,17 @@ ASSUMED_INTER_LINKS: Mapping[str, str] = MappingProxyType(
         "loopback": "eth10",
     }
 )
-"""The link between nodes that is assumed where none is given, by the GPU's link; of the PCIe ones a cautious guess."""
+"""Link of the GPU → default link between nodes; for PCIe a cautious guess."""
 
 ASSUMED_HOST_BYTES_PER_GPU = 128 * GIB
-"""RAM assumed for each GPU with NVLink: 1 TiB for eight, the smaller DGX A100; never less than the GPU's own memory."""
+"""Assumed RAM per GPU with NVLink, but at least the GPU's memory: 1 TiB for eight, as in the smaller DGX A100."""
 
 ASSUMED_CPU_HOST_BYTES = 16 * GIB
 """RAM assumed for a node without GPUs whose RAM was not measured."""
 
 
 class Origin(StrEnum):
-    """Where a fact is from."""
+    """The origin of a fact."""
 
     GIVEN = "given"
     MEASURED = "measured"
@@ -60,19 +60,17 @@ class Cluster:
     """GPUs used on each node."""
     gpu: Gpu
     gpu_origin: Origin
-    """Whether the GPU was named, read through NVML, or assumed."""
+    """Given, measured by NVML, or assumed."""
     intra_link: Link
     """The link between GPUs of one node."""
     intra_link_origin: Origin = Origin.ASSUMED
-    """Whether the link between GPUs was measured, or is that of the GPU's data sheet."""
+    """Measured, or assumed from the GPU's data sheet."""
     inter_link: Link
     """The link between nodes, per GPU."""
     inter_link_origin: Origin
-    """Whether the link between nodes was given, measured or assumed."""
     host_memory_bytes: int
     """RAM of one node that training may use."""
     host_memory_origin: Origin
-    """Where the figure of the RAM is from."""
     nvme_path: str | None
     """Folder on a local NVMe drive of each node, or None."""
 
@@ -94,10 +92,10 @@ def describe(
     host_memory_origin: Origin = Origin.GIVEN,
     nvme_path: str | None = None,
 ) -> Cluster:
-    """Returns the cluster that the options and the hosts describe; what is None is assumed and marked so.
+    """Returns the cluster of these options and hosts; defaults for None have the origin `assumed`.
 
-    `gpus` may be None where hosts say how many. A CPU's memory is the node's RAM, shared by its ranks. Raises
-    InvalidConfig when the numbers contradict each other.
+    `gpus` may be None if `hosts` is given. A CPU's memory is the node's RAM, divided by its ranks. Raises
+    InvalidConfig if the numbers contradict each other.
     """
     for option, value in (("--gpus", gpus), ("--gpus-per-node", gpus_per_node)):
         if value is not None and value <= 0:
@@ -107,7 +105,7 @@ def describe(
     elif gpus is not None:
         num_nodes, per_node = _shape_of_count(gpus, gpus_per_node)
     else:
-        raise InvalidConfig("the number of GPUs is not known", hint="Give `--gpus 8`, or `--hostfile FILE`.")
+        raise InvalidConfig("the number of GPUs is unknown", hint="Give `--gpus 8`, or `--hostfile FILE`.")
     host_bytes = host_memory_bytes
     if host_bytes is None:
         host_bytes, host_memory_origin = assumed_host_memory_bytes(gpu, per_node), Origin.ASSUMED
@@ -128,7 +126,7 @@ def describe(
 
 
 def _shape_of_count(gpus: int, gpus_per_node: int | None) -> tuple[int, int]:
-    """Returns nodes and GPUs per node of a bare number of GPUs. Raises InvalidConfig where they do not divide."""
+    """Returns (nodes, GPUs per node) for a number of GPUs. Raises InvalidConfig if it does not fill the nodes."""
     per_node = gpus_per_node or DEFAULT_GPUS_PER_NODE
     if gpus <= per_node:
         return 1, gpus
@@ -145,7 +143,7 @@ def _shape_of_count(gpus: int, gpus_per_node: int | None) -> tuple[int, int]:
 
 
 def _shape_of_hosts(hosts: Hosts, *, gpus: int | None, gpus_per_node: int | None) -> tuple[int, int]:
-    """Returns nodes and GPUs per node of the hosts. Raises InvalidConfig where the options say something else."""
+    """Returns (nodes, GPUs per node) of the hosts. Raises InvalidConfig if the options disagree."""
     slots = sorted({host.slots for host in hosts.hosts})
     count = len(hosts.hosts)
     if len(slots) > 1:
@@ -154,22 +152,24 @@ def _shape_of_hosts(hosts: Hosts, *, gpus: int | None, gpus_per_node: int | None
         )
         raise InvalidConfig(
             f"{hosts.name}: the hosts have different numbers of slots; dstrain plans for equal nodes\n{rows}",
-            hint=f"Give each of them {slots[0]} slots, or leave the others out.",
+            hint=f"Write slots={slots[0]} for every host, or leave out the others.",
         )
     per_node = slots[0]
-    named = f"{hosts.name} names {'one host' if count == 1 else f'{count} hosts'} with slots={per_node}"
+    contents = f"{hosts.name} has {'one host' if count == 1 else f'{count} hosts'} with slots={per_node}"
     if gpus_per_node is not None and gpus_per_node != per_node:
         raise InvalidConfig(
-            f"--gpus-per-node {gpus_per_node}, but {named}", hint=f"Leave it out, or write slots={gpus_per_node} there."
+            f"--gpus-per-node {gpus_per_node}, but {contents}",
+            hint=f"Leave it out, or write slots={gpus_per_node} there.",
         )
     if gpus is not None and gpus != hosts.num_slots:
-        ways = [f"`--gpus {hosts.num_slots}`"]
+        fixes = [f"`--gpus {hosts.num_slots}`"]
         if gpus % per_node == 0:
             needed = gpus // per_node
-            ways.append(f"a list of {needed} host{'s' if needed > 1 else ''}")
+            fixes.append(f"a list of {needed} host{'s' if needed > 1 else ''}")
         elif gpus % count == 0:
-            ways.append(f"slots={gpus // count}")
-        raise InvalidConfig(f"--gpus {gpus}, but {named}: {hosts.num_slots} GPUs", hint=f"Give {' or '.join(ways)}.")
+            fixes.append(f"slots={gpus // count}")
+        problem = f"--gpus {gpus}, but {contents}: {hosts.num_slots} GPUs"
+        raise InvalidConfig(problem, hint=f"Give {' or '.join(fixes)}.")
     return count, per_node
 
 
@@ -179,12 +179,12 @@ def _place(hosts: Hosts, order: int) -> str:
 
 
 def link_assumed_between_nodes(gpu: Gpu) -> Link:
-    """Returns the link between nodes that servers with this GPU usually have, per GPU (`ASSUMED_INTER_LINKS`)."""
+    """Returns the default link between nodes, per GPU (`ASSUMED_INTER_LINKS`)."""
     return link(ASSUMED_INTER_LINKS[gpu.link])
 
 
 def assumed_host_memory_bytes(gpu: Gpu, gpus_per_node: int) -> int:
-    """Returns the RAM assumed for one node: for each GPU its own memory, with NVLink at least 128 GiB."""
+    """Returns the assumed RAM of one node: per GPU its own memory, with NVLink at least 128 GiB."""
     if gpu.is_cpu:
         return gpu.memory_bytes * gpus_per_node or ASSUMED_CPU_HOST_BYTES
     has_fabric = gpu.link.startswith(("nvlink", "infinity"))

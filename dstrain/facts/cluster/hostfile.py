@@ -1,8 +1,8 @@
 """Parses hostfiles in DeepSpeed's format, and host ranges such as `gpu[01-16]`.
 
-A line is `HOST slots=N`, blank, or a comment that starts with `#`. DeepSpeed ignores what follows the number, takes a
-byte order mark into the name and runs a host with no slots; here each of these is an error, and whatever is accepted
-means what it means to DeepSpeed. Source: deepspeed 0.19.8 launcher/runner.py: _parse_hostfile
+A line is `HOST slots=N`, blank, or a comment that starts with `#`. DeepSpeed ignores text after the number, makes a
+byte order mark part of the name and accepts hosts with 0 slots; these are errors here, and every accepted file means
+the same to DeepSpeed. Source: deepspeed 0.19.8 launcher/runner.py: _parse_hostfile
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import NamedTuple
 from dstrain.errors import InvalidConfig, Place
 
 PLACEHOLDER = "CHANGE-ME"
-"""How the names of hosts begin that nobody has filled in yet."""
+"""Prefix of placeholders for host names."""
 
 MAX_SLOTS = 1024
-"""Slots of one host above which the number must be a slip."""
+"""Largest plausible number of slots of a host."""
 
 MAX_HOSTS = 4096
-"""Hosts above which a range must be a slip."""
+"""Largest plausible number of hosts in a range."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,9 +29,9 @@ class Host:
     """One line of a hostfile."""
 
     name: str
-    """Host name or address, with `user@` where it has one."""
+    """Host name or address, possibly with `user@`."""
     slots: int
-    """GPUs that may be used on it."""
+    """Number of GPUs to use."""
     line: int | None = None
     """Line of the hostfile, from 1."""
 
@@ -51,7 +51,7 @@ class Hosts:
         return sum(host.slots for host in self.hosts)
 
     def of_rank(self, rank: int) -> str:
-        """Returns the host on which a rank runs: the launcher numbers ranks by host, in this order."""
+        """Returns the host of a rank; the launcher numbers ranks by host, in this order."""
         for host in self.hosts:
             if rank < host.slots:
                 return host.name
@@ -60,7 +60,7 @@ class Hosts:
 
     @property
     def placeholder_lines(self) -> tuple[int, ...]:
-        """Lines whose host nobody has filled in yet."""
+        """Lines whose host is a placeholder."""
         numbered = enumerate(self.hosts, start=1)
         return tuple(host.line or order for order, host in numbered if host.name.startswith(PLACEHOLDER))
 
@@ -68,7 +68,7 @@ class Hosts:
 def parse(text: str, name: str) -> Hosts:
     """Returns the hosts of a hostfile's text; `name` is the file's, for messages.
 
-    Raises InvalidConfig with every problem of the file, one a line, each with file:line:column and what to type.
+    Raises InvalidConfig with every problem of the file, one per line, each with file:line:column and a fix.
 
     >>> [host.slots for host in parse("# two nodes\\ngpu01 slots=8\\ngpu02 slots=8\\n", "hostfile").hosts]
     [8, 8]
@@ -97,32 +97,30 @@ def parse(text: str, name: str) -> Hosts:
         problems.append(InvalidConfig("names no host", hint=fix, place=start))
     if problems:
         raise InvalidConfig(
-            "\n".join(f"{each.problem}; {each.hint}" for each in problems),
-            hint="A line is `HOST slots=N` and nothing else, blank, or a comment that starts with #.",
+            "\n".join(f"{problem.problem}; {problem.hint}" for problem in problems),
+            hint="Every line is `HOST slots=N`, a comment that starts with #, or blank.",
             parts=problems,
         )
     return Hosts(hosts=tuple(hosts.values()), name=name)
 
 
 class _Fault(NamedTuple):
-    """What is wrong with a line, or with a host's name."""
+    """An error in a line or a host name."""
 
     problem: str
-    """What stands there."""
     fix: str
-    """What to write."""
     column: int = 0
-    """Where in the line, from 0."""
+    """Offset in the line, from 0."""
 
 
 def _entry_fault(match: re.Match[str], known: dict[str, Host]) -> _Fault | None:
-    """Returns what is wrong with a line of the right form, or None where it is good."""
+    """Returns the error in a line of the form `HOST slots=N`, or None."""
     host, slots = match[1], int(match[2][:9])
     if (fault := _name_fault(host)) is not None:
         return fault
     if host in known:
-        return _Fault(f'"{host}" stands on line {known[host].line} already', "remove one of the two lines")
-    fix = f"write `{host} slots=8` where it has 8"
+        return _Fault(f'"{host}" is already on line {known[host].line}', "remove one of the two lines")
+    fix = f"write `{host} slots=8` if it has 8"
     if slots == 0:
         return _Fault(f'"{host}" has no slots', f"remove the line, or {fix}", match.start(2))
     if slots > MAX_SLOTS:
@@ -131,7 +129,7 @@ def _entry_fault(match: re.Match[str], known: dict[str, Host]) -> _Fault | None:
 
 
 def _name_fault(host: str) -> _Fault | None:
-    """Returns what is wrong with a host's name, or None; ssh and a shell read it, so odd characters end here."""
+    """Returns the error in a host name, or None; ssh and a shell read it, so special characters are refused."""
     if re.fullmatch(r"([A-Za-z0-9_][\w.-]*@)?[A-Za-z0-9_][A-Za-z0-9_.-]*", host, re.ASCII):
         return None
     if re.fullmatch(r"(\w[\w.-]*@)?[0-9A-Fa-f]*:[0-9A-Fa-f:]*:[0-9A-Fa-f:.]*(%\w+)?", host, re.ASCII):
@@ -144,10 +142,10 @@ def _name_fault(host: str) -> _Fault | None:
 
 
 def _fault(line: str) -> _Fault:
-    """Returns what is wrong with a line that is not `HOST slots=N`."""
+    """Returns the error in a line that is not `HOST slots=N`."""
     host, *others = line.split(maxsplit=1)
     if re.match(r"slots\s*=", host, re.IGNORECASE):
-        return _Fault(f"no host stands before `{host}`", f"write `HOST {host}`")
+        return _Fault(f"the host before `{host}` is missing", f"write `HOST {host}`")
     if not others:
         return _fault_of_one_word(host)
     rest = others[0]
@@ -171,20 +169,19 @@ def _fault(line: str) -> _Fault:
 
 
 def _fault_of_one_word(word: str) -> _Fault:
-    """Returns what is wrong with a line that is one word."""
+    """Returns the error in a line of one word."""
     counted = re.fullmatch(r"([^:,=]+)[:,=]([0-9]+)", word)
     if counted is not None:
-        problem = f'"{word}" is not how slots are given'
+        problem = f'"{word}" is not `HOST slots=N`'
         return _Fault(problem, f"write `{counted[1]} slots={counted[2]}`", len(counted[1]))
-    return _Fault(f'"{word}" has no slots', f"write `{word} slots=8` where it has 8 GPUs", len(word))
+    return _Fault(f'"{word}" has no slots', f"write `{word} slots=8` if it has 8 GPUs", len(word))
 
 
 def expand(text: str, slots: int | None, name: str = "--hosts") -> Hosts:
     """Returns the hosts of a list such as `gpu[01-16]`, `gpu[01-02,05]:8` or `10.0.0.1,10.0.0.2`.
 
-    Zeros at the front are kept, as SLURM writes them; `slots` holds for hosts without `:N`; `name` is where the list is
-    from, for messages. Raises InvalidConfig that names every item with a range that runs backwards or is malformed, and
-    hosts that come twice.
+    Leading zeros are kept, as in SLURM; `slots` is for hosts without `:N`; `name` is the source of the list, for
+    messages. Raises InvalidConfig with every malformed or descending range and every repeated host.
 
     >>> [host.name for host in expand("gpu[08-10],login", 8).hosts]
     ['gpu08', 'gpu09', 'gpu10', 'login']
@@ -193,18 +190,18 @@ def expand(text: str, slots: int | None, name: str = "--hosts") -> Hosts:
     hosts: dict[str, Host] = {}
     for item in re.split(r",(?![^\[]*\])", text):
         try:
-            found = _expand_item(item.strip(), slots)
+            expanded = _expand_item(item.strip(), slots)
         except InvalidConfig as error:
             problems.append(f"{name}: {error.problem}")
             continue
         if len(hosts) > MAX_HOSTS:
             break
-        for host in found:
+        for host in expanded:
             if host.name in hosts:
-                problems.append(f'{name}: "{host.name}" comes twice')
+                problems.append(f'{name}: "{host.name}" appears twice')
             hosts[host.name] = host
     if not problems and len(hosts) > MAX_HOSTS:
-        problems.append(f"{name}: {len(hosts)} hosts; the most is {MAX_HOSTS}")
+        problems.append(f"{name}: more than {MAX_HOSTS} hosts")
     if problems:
         raise InvalidConfig(
             "\n".join(dict.fromkeys(problems)), hint='Write hosts as "gpu[01-16]:8" or "10.0.0.1,10.0.0.2".'
@@ -213,33 +210,29 @@ def expand(text: str, slots: int | None, name: str = "--hosts") -> Hosts:
 
 
 def _expand_item(item: str, slots: int | None) -> list[Host]:
-    """Returns the hosts of one item, which may hold several ranges. Raises InvalidConfig."""
+    """Returns the hosts of one item, which may contain several ranges. Raises InvalidConfig."""
     counted = re.fullmatch(r"(.*[^:]):([0-9]{1,6})", item)
     pattern, count = (counted[1], int(counted[2])) if counted else (item, slots)
     if not pattern:
         raise InvalidConfig("a name is missing between two commas" if not item else f'"{item}" has no name')
     if count is None:
-        raise InvalidConfig(f'"{item}" has no slots; write "{item}:8" where it has 8 GPUs')
+        raise InvalidConfig(f'"{item}" has no slots; write "{item}:8" if it has 8 GPUs')
     if not 0 < count <= MAX_SLOTS:
         raise InvalidConfig(f'"{item}": {count} is not a number of GPUs')
     parts = re.split(r"\[([^\[\]]*)\]", pattern)
-    names = itertools.product(*([part] if even else _numbers(part) for part, even in _alternating(parts)))
-    found = [Host(name="".join(name), slots=count) for name in itertools.islice(names, MAX_HOSTS + 1)]
-    for host in found:
+    ranges = (_numbers(part) if order % 2 else [part] for order, part in enumerate(parts))  # odd parts are in brackets
+    names = itertools.product(*ranges)
+    hosts = [Host(name="".join(name), slots=count) for name in itertools.islice(names, MAX_HOSTS + 1)]
+    for host in hosts:
         if "[" in host.name or "]" in host.name:
-            raise InvalidConfig(f'"{item}" has a bracket without its partner')
+            raise InvalidConfig(f'"{item}" has an unmatched bracket')
         if (fault := _name_fault(host.name)) is not None:
             raise InvalidConfig(f"{fault.problem}; {fault.fix}")
-    return found
-
-
-def _alternating(parts: list[str]) -> list[tuple[str, bool]]:
-    """Returns each part with whether it stands outside brackets."""
-    return [(part, order % 2 == 0) for order, part in enumerate(parts)]
+    return hosts
 
 
 def _numbers(ranges: str) -> list[str]:
-    """Returns the numbers of `01-03,07` as text, zeros kept. Raises InvalidConfig."""
+    """Returns the numbers of `01-03,07` as text with leading zeros. Raises InvalidConfig."""
     numbers: list[str] = []
     for part in ranges.split(","):
         match = re.fullmatch(r"\s*([0-9]{1,9})(?:-([0-9]{1,9}))?\s*", part)
@@ -247,9 +240,11 @@ def _numbers(ranges: str) -> list[str]:
             raise InvalidConfig(f'"[{ranges}]" is not a range; write it as [01-16] or [1,4-7]')
         first, last = match[1], match[2] or match[1]
         if int(first) > int(last):
-            raise InvalidConfig(f'the range "[{ranges}]" runs backwards; write [{last}-{first}]')
+            raise InvalidConfig(f'the range "[{ranges}]" is descending; write [{last}-{first}]')
         if len(first) != len(last) and last.startswith("0"):
-            raise InvalidConfig(f'the range "[{ranges}]" has uneven zeros; write [{first.zfill(len(last))}-{last}]')
+            raise InvalidConfig(
+                f'the range "[{ranges}]" has inconsistent leading zeros; write [{first.zfill(len(last))}-{last}]'
+            )
         if len(numbers) + int(last) - int(first) >= MAX_HOSTS:
             raise InvalidConfig(f'the range "[{ranges}]" is longer than {MAX_HOSTS} hosts')
         numbers += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
@@ -257,14 +252,14 @@ def _numbers(ranges: str) -> list[str]:
 
 
 def placeholders(num_nodes: int, slots: int) -> Hosts:
-    """Returns hosts whose names are to be filled in: `CHANGE-ME-1`, `CHANGE-ME-2` …"""
+    """Returns placeholders for hosts: `CHANGE-ME-1`, `CHANGE-ME-2` …"""
     names = [f"{PLACEHOLDER}-{number}" for number in range(1, num_nodes + 1)]
     hosts = tuple(Host(name=name, slots=slots, line=line) for line, name in enumerate(names, start=1))
     return Hosts(hosts=hosts, name="placeholders")
 
 
 def render(hosts: Hosts) -> str:
-    """Returns the text of a hostfile: one line `HOST slots=N` a host.
+    """Returns the text of a hostfile: one line `HOST slots=N` per host.
 
     >>> render(expand("gpu[1-2]", 8))
     'gpu1 slots=8\\ngpu2 slots=8\\n'

@@ -1,7 +1,7 @@
 """Links between GPUs, inside a node and between nodes, in bytes per second of one GPU in one direction.
 
-Every figure is a peak of the wire; what collectives reach of it (about 0.7…0.9) is the planner's business. Links between
-nodes assume one adapter for each GPU, as in every 8-GPU server with NVLink; `eth25/8` says that 8 GPUs share one.
+Every figure is the peak of the wire, of which collectives reach about 0.7 to 0.9; the planner accounts for that. Links
+between nodes assume one adapter per GPU, as in every 8-GPU server with NVLink; in `eth25/8`, 8 GPUs share one.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from dstrain.errors import InvalidConfig, nearest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """A way for bytes to go from one GPU to another."""
+    """A connection between GPUs."""
 
     name: str
-    """What people call it: `nvlink4`, `ib400` …"""
+    """`nvlink4`, `ib400` …"""
     bytes_per_s: float
     """Peak bytes per second of one GPU, in one direction."""
     source: str
-    """Where the figure is from."""
+    """The source of the figure."""
 
 
 _PCIE = "PCI-SIG: {0} GT/s × 16 lanes × 128/130 / 8 bits"
@@ -61,7 +61,7 @@ LINKS: Mapping[str, Link] = MappingProxyType({row.name: row for row in _ROWS})
 
 
 def link(name: str) -> Link:
-    """Returns the link of that name (case forgiven); `NAME/N` is one adapter that N GPUs share.
+    """Returns the link of that name, ignoring case; `NAME/N` is one adapter shared by N GPUs.
 
     Raises InvalidConfig for an unknown name.
 
@@ -77,7 +77,7 @@ def link(name: str) -> Link:
     if not slash:
         return row
     if re.fullmatch(r"[1-9][0-9]{0,3}", sharers) is None:
-        problem = f'"{name}" is not a link: after the slash stands how many GPUs share one adapter'
-        raise InvalidConfig(problem, hint=f'Write "{word}/8" where 8 GPUs share one.')
+        problem = f'"{name}" is not a link: the number after the slash is that of GPUs that share one adapter'
+        raise InvalidConfig(problem, hint=f'Write "{word}/8" if 8 GPUs share one.')
     shared = f"{row.source}, here shared by {sharers}"
     return replace(row, name=f"{word}/{sharers}", bytes_per_s=row.bytes_per_s / int(sharers), source=shared)

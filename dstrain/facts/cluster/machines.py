@@ -16,13 +16,13 @@ from dstrain.paths import shown
 from dstrain.units import MIB
 
 ASSUMED_GPU = "a100-80g"
-"""The GPU that is planned for where none is named, found or planned for before."""
+"""The GPU of a plan if none is given, present or planned for before."""
 
 
 def resolve_gpu(*, given: str | None = None, planned: tuple[Gpu, Origin] | None = None) -> tuple[Gpu, Origin]:
-    """Returns the GPU and where it is from: as given, else the smallest one here, else as planned, else assumed.
+    """Returns the GPU and its origin: as given, else the smallest one here, else as planned, else assumed.
 
-    `given` may name a GPU that is not in the table when there is one here. Raises InvalidConfig for any other name.
+    `given` may be a GPU outside the table if this machine has it. Raises InvalidConfig for any other unknown name.
     """
     local = [_gpu(gpu) for gpu in probe.local_gpus()]
     if given is not None:
@@ -34,16 +34,16 @@ def resolve_gpu(*, given: str | None = None, planned: tuple[Gpu, Origin] | None 
 
 
 def _gpu(local: LocalGpu) -> Gpu:
-    """Returns what is known of a GPU of this machine; one without memory of its own has the RAM."""
+    """Returns a GPU of this machine; the memory of an integrated one is the RAM."""
     gpu = gpus.from_nvml(local.name, local.memory_mib, local.chip)
     return gpu if gpu.memory_mib else replace(gpu, memory_mib=probe.host_memory_bytes() // MIB)
 
 
 def resolve_hosts(path: Path | None, *, place: Place | None = None) -> Hosts:
-    """Returns the hosts of a hostfile, or this machine with its GPUs where none is named.
+    """Returns the hosts of a hostfile, or this machine with its GPUs if `path` is None.
 
-    `place` is where the file is named. Raises InvalidConfig when the file is wrong or missing:
-    DeepSpeed would go on without it, on this machine alone.
+    `place` is where the path was given. Raises InvalidConfig if the file is wrong or missing: DeepSpeed would silently
+    train on this machine alone.
     """
     if path is None:
         return local_host(max(1, len(probe.local_gpus())))
@@ -52,7 +52,7 @@ def resolve_hosts(path: Path | None, *, place: Place | None = None) -> Hosts:
         raise InvalidConfig(
             f"hostfile {name}: no such file",
             place=place,
-            hint="Write it with `dstrain hostfile write`, or do not name it: this machine alone then trains.",
+            hint="Write it with `dstrain hostfile write`, or leave it out to train on this machine alone.",
         )
     return hostfile.parse(probe.read_text(path), name)
 
@@ -63,10 +63,10 @@ def local_host(slots: int) -> Hosts:
 
 
 def named(hosts: Hosts) -> Hosts:
-    """Returns the hosts. Raises InvalidConfig for placeholders."""
+    """Returns `hosts`. Raises InvalidConfig if any of them is a placeholder."""
     if problems := placeholders(hosts):
         text = "\n".join(problem.problem for problem in problems)
-        raise InvalidConfig(text, hint="Write the names of your nodes there.", parts=problems)
+        raise InvalidConfig(text, hint="Replace it with the name of a node.", parts=problems)
     return hosts
 
 
@@ -85,9 +85,9 @@ def is_local(hosts: Hosts) -> bool:
 
 
 def shortage(hosts: Hosts) -> EnvironmentProblem | None:
-    """Returns what is wrong where this machine is the only host and shows fewer GPUs than it has slots.
+    """Returns an error if this machine is the only host and has fewer visible GPUs than slots, else None.
 
-    None where it shows no GPU: what is planned here is then for other machines, or for the CPU.
+    Without visible GPUs the plan is for other machines or for the CPU.
     """
     count = len(probe.local_gpus())
     if not 0 < count < hosts.num_slots or not is_local(hosts):
@@ -96,11 +96,10 @@ def shortage(hosts: Hosts) -> EnvironmentProblem | None:
 
 
 def shortage_of(slots: int, count: int, place: Place | None = None) -> EnvironmentProblem:
-    """Returns what is wrong with a host that has more slots than GPUs.
+    """Returns the error for a host with more slots than GPUs.
 
     >>> shortage_of(8, 1).problem
-    '8 slots, and there is 1 GPU'
+    '8 slots, but only 1 GPU'
     """
-    there = "is 1 GPU" if count == 1 else f"are {count} GPUs"
-    problem = f"{slots} slot{'' if slots == 1 else 's'}, and there {there}"
+    problem = f"{slots} slots, but only {count} GPU{'' if count == 1 else 's'}"
     return EnvironmentProblem(problem, place=place, hint=f"write slots={count} into the hostfile")

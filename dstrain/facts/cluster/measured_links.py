@@ -1,10 +1,10 @@
-"""Stores what `dstrain doctor --network` measured, one entry per set of hosts, for later plans.
+"""Stores the results of `dstrain doctor --network`, one entry per set of hosts, for later plans.
 
     {"schema": 1, "measured": [{"hosts": ["gpu01", "gpu02"], "gpu": "h100-sxm", "gpus_per_node": 8, "backend": "nccl",
       "date": "2026-11-22", "inter_bus_bytes_per_s": 3.4e11, "intra_bus_bytes_per_s": 3.6e11, "latency_s": 4e-5}]}
 
-An entry holds for the hosts that it names, all of them and no other, with the GPUs that it names. Nothing in this file
-can stop a plan: what cannot be read is left out, and said. To forget a measurement, take it out or delete the file.
+An entry applies to exactly its hosts with its GPUs. Errors in this file never stop a plan: unreadable entries are
+skipped and reported. To discard a measurement, remove its entry or delete the file.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ SCHEMA = 1
 """Version of the file format."""
 
 DEFAULT_PATH = "~/.dstrain/links.json"
-"""Where the file is."""
 
 _SUFFIX = " (measured)"
 _LOOPBACK = frozenset({"localhost", "localhost.localdomain", "127.0.0.1", "::1"})
@@ -45,25 +44,25 @@ class MeasuredLinks:
     __pydantic_config__ = type_config
 
     hosts: tuple[str, ...]
-    """Names of the hosts, as `names` folds them."""
+    """Host names, as returned by `names`."""
     gpu: str
-    """The GPU by its name in dstrain's table; `cpu` where there was none."""
+    """Name of the GPU in dstrain's table; `cpu` without GPUs."""
     gpus_per_node: Count
-    """GPUs of each host that took part."""
+    """Participating GPUs of each host."""
     backend: str
     """`nccl` or `gloo`."""
     date: str
     """The day, as 2026-11-22."""
     inter_bus_bytes_per_s: Rate | None = None
-    """Bus bandwidth of a large all-gather over all hosts, all GPUs taking part; None for one host."""
+    """Bus bandwidth of a large all-gather over all GPUs of all hosts; None for one host."""
     intra_bus_bytes_per_s: Rate | None = None
-    """The same inside the slowest host; None where each has one GPU."""
+    """The same inside the slowest host; None if every host has one GPU."""
     latency_s: Rate | None = None
-    """Time of the smallest all-reduce over all of them. The planner has no use for it yet."""
+    """Time of the smallest all-reduce over all ranks; the planner does not use it."""
 
     @property
     def source(self) -> str:
-        """When and by what it was measured, in words."""
+        """Date and command of the measurement, for people."""
         return f"measured on {self.date} by dstrain doctor --network"
 
     @property
@@ -72,8 +71,7 @@ class MeasuredLinks:
 
 
 def names(hosts: Iterable[str], own: str) -> tuple[str, ...]:
-    """Returns names of hosts by which a set of them is known again: no user, no case; `own` is this machine's name,
-    of which the first part will do.
+    """Returns host names in canonical form: without user and case, and the first part of `own` for this machine.
 
     >>> names(["me@GPU02", "localhost"], "gpu01.cluster")
     ('gpu01', 'gpu02')
@@ -85,7 +83,7 @@ def names(hosts: Iterable[str], own: str) -> tuple[str, ...]:
 
 
 def of_network(network: Network, gpu: str, *, date: str, own: str) -> MeasuredLinks | None:
-    """Returns the entry for a measurement; None where hosts differ in their slots, since plans are for equal nodes."""
+    """Returns the entry for a measurement; None if hosts differ in their slots, since plans are for equal nodes."""
     if len(set(network.slots)) > 1:
         return None
     return MeasuredLinks(
@@ -103,13 +101,13 @@ def of_network(network: Network, gpu: str, *, date: str, own: str) -> MeasuredLi
 def find(
     entries: Sequence[MeasuredLinks], hosts: Sequence[str], *, gpu: str, gpus_per_node: int
 ) -> MeasuredLinks | None:
-    """Returns what was measured on these hosts with these GPUs; `hosts` are as `names` gives them."""
-    found = [each for each in entries if each._key == (frozenset(hosts), gpu, gpus_per_node)]
-    return found[-1] if found else None
+    """Returns the newest measurement of these hosts with these GPUs; `hosts` are in canonical form (`names`)."""
+    matches = [entry for entry in entries if entry._key == (frozenset(hosts), gpu, gpus_per_node)]
+    return matches[-1] if matches else None
 
 
 def parse(text: str) -> tuple[list[MeasuredLinks], str | None]:
-    """Returns the entries of a file's text that can be read, and what is wrong with the rest, or None.
+    """Returns the readable entries of a file's text, and the problems of the others, or None.
 
     >>> parse('{"schema": 2}')
     ([], 'schema is 2; this version reads 1')
@@ -122,13 +120,13 @@ def parse(text: str) -> tuple[list[MeasuredLinks], str | None]:
         return [], "not what dstrain doctor --network writes"
     if data.get("schema") != SCHEMA or isinstance(data["schema"], bool):
         return [], f"schema is {json.dumps(data.get('schema'))}; this version reads {SCHEMA}"
-    found, problems = [], []
+    entries, problems = [], []
     for number, entry in enumerate(data.get("measured", [])):
         try:
-            found.append(_entry(entry, number))
+            entries.append(_entry(entry, number))
         except InvalidConfig as error:
             problems.append(error.problem.replace("\n", "; "))
-    return found, "; ".join(problems) or None
+    return entries, "; ".join(problems) or None
 
 
 def _entry(data: Any, number: int) -> MeasuredLinks:
@@ -136,26 +134,26 @@ def _entry(data: Any, number: int) -> MeasuredLinks:
 
 
 def read(path: str = DEFAULT_PATH) -> tuple[list[MeasuredLinks], str | None]:
-    """Returns the entries of the file, and a line about what of it cannot be read, or None. Never raises."""
+    """Returns the readable entries of the file, and a line about the problems of the others, or None. Never raises."""
     try:
         text = Path(path).expanduser().read_text(encoding="utf-8")
     except FileNotFoundError:
         return [], None
-    except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: nobody knows where home is
-        return [], f"{path} is left out: {error}"
-    found, problem = parse(text)
-    return found, f"{path} is left out{' in part' if found else ''}: {problem}" if problem else None
+    except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: the home directory is unknown
+        return [], f"{path} is ignored: {error}"
+    entries, problem = parse(text)
+    return entries, f"{path} is ignored{' in part' if entries else ''}: {problem}" if problem else None
 
 
 def save(entry: MeasuredLinks, path: str = DEFAULT_PATH) -> Path:
-    """Puts an entry into the file, in place of an earlier one of the same hosts and GPUs; returns where the file is.
+    """Writes an entry to the file, in place of an earlier one of the same hosts and GPUs; returns the file.
 
-    Where something of the file cannot be read, as of a newer dstrain, the whole of it is kept as `.bak`. Raises
-    EnvironmentProblem when it cannot be written.
+    A file with unreadable parts, such as that of a newer dstrain, is copied to `.bak` first. Raises EnvironmentProblem
+    if the file cannot be written.
     """
-    found, problem = read(path)
-    kept = [each for each in found if each._key != entry._key]
-    entries = [{key: value for key, value in to_data(each).items() if value is not None} for each in (*kept, entry)]
+    present, problem = read(path)
+    kept = [other for other in present if other._key != entry._key]
+    entries = [{key: value for key, value in to_data(item).items() if value is not None} for item in (*kept, entry)]
     file = Path(path).expanduser()
     backups = {}
     if problem is not None and file.is_file():
@@ -165,30 +163,30 @@ def save(entry: MeasuredLinks, path: str = DEFAULT_PATH) -> Path:
     return file
 
 
-def with_links(cluster: Cluster, found: MeasuredLinks) -> Cluster:
-    """Returns the machines with links as they were measured; a link between nodes that was given stays."""
-    if found.intra_bus_bytes_per_s is not None:
-        link = _link(cluster.intra_link, found.intra_bus_bytes_per_s, found)
+def with_links(cluster: Cluster, measured: MeasuredLinks) -> Cluster:
+    """Returns the cluster with measured links; a given link between nodes stays."""
+    if measured.intra_bus_bytes_per_s is not None:
+        link = _link(cluster.intra_link, measured.intra_bus_bytes_per_s, measured)
         cluster = replace(cluster, intra_link=link, intra_link_origin=Origin.MEASURED)
-    if found.inter_bus_bytes_per_s is not None and cluster.inter_link_origin is not Origin.GIVEN:
-        link = _link(cluster.inter_link, found.inter_bus_bytes_per_s / found.gpus_per_node, found)
+    if measured.inter_bus_bytes_per_s is not None and cluster.inter_link_origin is not Origin.GIVEN:
+        link = _link(cluster.inter_link, measured.inter_bus_bytes_per_s / measured.gpus_per_node, measured)
         cluster = replace(cluster, inter_link=link, inter_link_origin=Origin.MEASURED)
     return cluster
 
 
-def _link(link: Link, bytes_per_s: float, found: MeasuredLinks) -> Link:
-    return Link(name=nominal_name(link) + _SUFFIX, bytes_per_s=bytes_per_s, source=found.source)
+def _link(link: Link, bytes_per_s: float, measured: MeasuredLinks) -> Link:
+    return Link(name=nominal_name(link) + _SUFFIX, bytes_per_s=bytes_per_s, source=measured.source)
 
 
 def nominal_name(link: Link) -> str:
-    """Returns the name of the link that was measured, which is in the table of links."""
+    """Returns the name of a measured link in the table of links."""
     return link.name.removesuffix(_SUFFIX)
 
 
 def with_rates(calibration: Calibration, cluster: Cluster) -> Calibration:
     """Returns the calibration with the bus bandwidths of a cluster whose links were measured.
 
-    A measured link is what collectives reach, not the peak of a wire, of which the planner would take a share.
+    A measured rate is that of collectives; the planner would otherwise take it for the peak of the wire.
     """
     rates: dict[str, Any] = {}
     if cluster.intra_link_origin is Origin.MEASURED:

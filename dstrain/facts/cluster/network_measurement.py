@@ -1,7 +1,7 @@
 """Results of a network measurement: collective times, bandwidth of pairs of hosts, NCCL's transports.
 
-Bus bandwidth is what nccl-tests means by it: the rate at which each link of a ring is used, whatever the collective and
-however many ranks, so that it can be held against the link's own figure. Source: nccl-tests doc/PERFORMANCE.md
+Bus bandwidth is that of nccl-tests: the rate on each link of a ring, independent of collective and number of ranks, and
+so comparable with the link's own figure. Source: nccl-tests doc/PERFORMANCE.md
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from statistics import median
 from dstrain.records import type_config
 
 ALL_REDUCE, ALL_GATHER = "all_reduce", "all_gather"
-"""Names of what is timed."""
+"""Names of the collectives."""
 
 _VIA = re.compile(r" via (NET/\w+|P2P|SHM|direct shared memory)(\S*)")
 
@@ -28,93 +28,89 @@ class Timing:
     name: str
     """`all_reduce` or `all_gather`."""
     num_bytes: int
-    """Bytes of the whole tensor: what is reduced, or what every rank has after gathering."""
+    """Bytes of the whole tensor: the reduced or the gathered one."""
     seconds: float
-    """Time of one call, the slowest rank's; the median of several."""
+    """Time of one call on the slowest rank, the median of several."""
     bus_bytes_per_s: float
-    """Bus bandwidth."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair:
-    """Two hosts that sent each other something, one GPU of each, both ways at once."""
+    """Simultaneous transfers in both directions between one GPU each of two hosts."""
 
     __pydantic_config__ = type_config
 
     first: int
-    """Number of one host, in the hostfile's order."""
+    """Index of one host in the hostfile, from 0."""
     second: int
-    """Number of the other one."""
     bytes_per_s: float
-    """Bytes per second in each direction."""
+    """Rate in each direction."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inside:
-    """The GPUs of one host among themselves, while those of the others do the same."""
+    """A collective among the GPUs of one host, while all other hosts run the same."""
 
     __pydantic_config__ = type_config
 
     host: int
-    """Number of the host, in the hostfile's order."""
+    """Index of the host in the hostfile, from 0."""
     bus_bytes_per_s: float
     """Bus bandwidth of a large all-gather."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Network:
-    """What was measured."""
+    """A measurement of all hosts."""
 
     __pydantic_config__ = type_config
 
     backend: str
     """`nccl` or `gloo`."""
     hosts: tuple[str, ...]
-    """The hosts by name."""
     slots: tuple[int, ...]
     """Ranks on each of them."""
     gpu: str | None
-    """What NVML calls the GPU of rank 0; None on the CPU."""
+    """NVML's name of rank 0's GPU; None on the CPU."""
     gpu_memory_mib: int
     """Its memory, 0 on the CPU."""
     latency_s: float
     """Time of the smallest all-reduce of all ranks."""
     timings: tuple[Timing, ...]
-    """Collectives of all ranks, by name and size."""
+    """Collectives of all ranks."""
     inside: tuple[Inside, ...]
-    """GPUs of one host among themselves; nothing where each has one."""
+    """Collectives inside each host; none if every host has one GPU."""
     pairs: tuple[Pair, ...]
-    """Pairs of hosts."""
     ways: tuple[str, ...]
-    """The transports that NCCL took: `NET/IB/GDRDMA`, `NET/Socket`, `P2P`, `SHM`; nothing where that is not known."""
+    """NCCL's transports: `NET/IB/GDRDMA`, `NET/Socket`, `P2P`, `SHM`; none if unknown."""
     seconds: float
-    """How long measuring took."""
+    """Duration of the measurement."""
 
     @property
     def num_pairs(self) -> int:
-        """Pairs that there are, measured or not."""
+        """Number of pairs of hosts, measured or not."""
         return len(self.hosts) * (len(self.hosts) - 1) // 2
 
     def largest(self, name: str) -> Timing:
         """Returns the timing of a collective at the largest size."""
-        return max((each for each in self.timings if each.name == name), key=lambda each: each.num_bytes)
+        return max((timing for timing in self.timings if timing.name == name), key=lambda timing: timing.num_bytes)
 
     @property
     def inside_bus_bytes_per_s(self) -> float | None:
-        """Bus bandwidth inside a host, of the slowest one; None where each host has one rank."""
+        """Bus bandwidth inside the slowest host; None if every host has one rank."""
         if len(self.hosts) == 1:
             return self.largest(ALL_GATHER).bus_bytes_per_s
-        return min((each.bus_bytes_per_s for each in self.inside), default=None)
+        return min((inside.bus_bytes_per_s for inside in self.inside), default=None)
 
     @property
     def between_bus_bytes_per_s(self) -> float | None:
-        """Bus bandwidth over all hosts, all GPUs taking part; None for one host."""
+        """Bus bandwidth over all GPUs of all hosts; None for one host."""
         return self.largest(ALL_GATHER).bus_bytes_per_s if len(self.hosts) > 1 else None
 
     @property
     def usual_pair_bytes_per_s(self) -> float | None:
-        """What a pair should reach: the median; with up to four hosts, where one bad host spoils half of the pairs, the
-        fastest."""
+        """Expected rate of a pair: the median, or the fastest with up to four hosts, where one bad host slows half of
+        the pairs."""
         rates = [pair.bytes_per_s for pair in self.pairs]
         if not rates:
             return None
@@ -122,7 +118,7 @@ class Network:
 
 
 MEDIAN_FROM_HOSTS = 5
-"""Hosts from which most pairs are sound though one host is not."""
+"""Smallest number of hosts with which one bad host slows a minority of pairs."""
 
 
 def bus_bytes_per_s(name: str, num_bytes: float, seconds: float, num_ranks: int) -> float:
@@ -138,9 +134,7 @@ def bus_bytes_per_s(name: str, num_bytes: float, seconds: float, num_ranks: int)
 
 
 def rounds(count: int) -> list[list[tuple[int, int]]]:
-    """Returns the rounds of a tournament: in each of them everybody meets at most one other, in all everybody once.
-
-    The circle method: number 0 stays, the others move on by one place.
+    """Returns the rounds of a round-robin tournament by the circle method: 0 keeps its place, the others rotate.
 
     >>> rounds(4)
     [[(0, 3), (1, 2)], [(0, 2), (1, 3)], [(0, 1), (2, 3)]]
@@ -148,32 +142,31 @@ def rounds(count: int) -> list[list[tuple[int, int]]]:
     [[(1, 2)], [(0, 2)], [(0, 1)]]
     """
     places = [*range(count), *([-1] if count % 2 else [])]
-    found = []
+    schedule = []
     for _ in range(len(places) - 1):
         facing = zip(places[: len(places) // 2], reversed(places), strict=False)
-        met = [(min(pair), max(pair)) for pair in facing if -1 not in pair]
-        found.append(sorted(met))
+        schedule.append(sorted((min(pair), max(pair)) for pair in facing if -1 not in pair))
         places = [places[0], places[-1], *places[1:-1]]
-    return found
+    return schedule
 
 
 def nccl_ways(text: str) -> list[str]:
-    """Returns the transports that NCCL's log of its start names.
+    """Returns the transports in NCCL's startup log.
 
     >>> nccl_ways("[0] NCCL INFO Channel 00/0 : 8[0] -> 0[0] [receive] via NET/IB/0/GDRDMA")
     ['NET/IB/GDRDMA']
     >>> nccl_ways("[1] NCCL INFO Channel 00 : 0[1b000] -> 7[41000] via direct shared memory")
     ['SHM']
     """
-    found = set()
+    transports = set()
     for kind, rest in _VIA.findall(text):
         name = "SHM" if kind.startswith("direct") else kind
-        found.add(f"{name}/GDRDMA" if "GDRDMA" in rest else name)
-    return sorted(found)
+        transports.add(f"{name}/GDRDMA" if "GDRDMA" in rest else name)
+    return sorted(transports)
 
 
 def rate_text(bytes_per_s: float) -> str:
-    """Returns a rate as people write that of a link, in decimal units.
+    """Returns a rate in decimal units, as is usual for links.
 
     >>> rate_text(42.13e9), rate_text(5.96e6), rate_text(312e9)
     ('42.1 GB/s', '5.96 MB/s', '312 GB/s')
@@ -187,7 +180,7 @@ _UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 
 
 def slow_hosts(network: Network, ratio: float) -> list[int]:
-    """Returns the hosts of which every pair is slower than `ratio` times the usual one; never all hosts."""
+    """Returns the hosts whose pairs are all slower than `ratio` times the expected rate; never all hosts."""
     usual = network.usual_pair_bytes_per_s
     if usual is None or len(network.hosts) < 3:
         return []

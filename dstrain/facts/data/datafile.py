@@ -1,4 +1,4 @@
-"""Streams data files and checks them before a launch: JSON lines, JSON lists and Parquet."""
+"""Reads and checks data files: JSON lines, JSON lists and Parquet."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from dstrain.errors import EnvironmentProblem, InvalidConfig, did_you_mean, near
 from dstrain.facts.data.sample_formats import require, to_messages, unused, unused_text
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
-"""Endings of the files that can be read; what a JSON file holds is seen from its first byte, not from its name."""
+"""File name extensions; the first byte of a JSON file decides whether it holds lines or a list."""
 
 Refuse = Callable[[InvalidConfig], None]
-"""Takes a row that cannot be used: raises what is wrong with it, or the row is left out."""
+"""Called with the error of an unusable row: raises it, or returns to skip the row."""
 
 _SHOWN_PROBLEMS = 5
 _BATCH_ROWS = 1024
@@ -33,27 +33,27 @@ class Sample:
     where: str
     """`file:line`, or `file: row N` (from 1) in Parquet."""
     row: dict[str, Any]
-    """Its columns."""
+    """Column → value."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataReport:
-    """What a check found in a data file that has nothing wrong."""
+    """The contents of a valid data file."""
 
     format: DataFormat
-    """How a sample is written; never `auto`."""
+    """Never `auto`."""
     columns: tuple[str, ...]
-    """Names of the columns, in the order in which they appear."""
+    """Column names, in order of appearance."""
     rows_checked: int
-    """Rows that were read and turned into conversations."""
+    """Number of rows that were parsed as conversations."""
     complete: bool
-    """Whether that is the whole file."""
+    """Whether these are all rows."""
     unused: Mapping[str, int]
-    """What nobody reads, such as `source`, or `messages.name` in turns → the rows checked that hold it."""
+    """Unused column, such as `source`, or `messages.name` in turns → number of checked rows with it."""
 
     @property
     def note(self) -> str | None:
-        """What to say about it; None where everything is read."""
+        """A line about unused columns, or None."""
         if not self.unused:
             return None
         scope = "" if self.complete else f", of the first {self.rows_checked:,}"
@@ -61,7 +61,7 @@ class DataReport:
 
 
 def is_file_name(data: str) -> bool:
-    """Returns whether `data` of a job is meant as a file, not as a data set id on a hub.
+    """Returns whether `data` of a job is a file rather than the id of a data set on a hub.
 
     >>> is_file_name("data/train.jsonl"), is_file_name("tatsu-lab/alpaca")
     (True, False)
@@ -72,10 +72,10 @@ def is_file_name(data: str) -> bool:
 def check(
     path: str | Path, data_format: DataFormat, *, limit_bytes: int | None = None, skip: bool = False
 ) -> DataReport:
-    """Returns what the data file holds, after turning its rows (those in the first `limit_bytes`) into conversations.
+    """Returns the contents of a data file, after parsing the rows in its first `limit_bytes` as conversations.
 
-    Raises InvalidConfig with up to five problems, one a line, each with file and line; with `skip` only where no row
-    can be used.
+    Raises InvalidConfig with up to five problems, one per line, each with file and line; with `skip` only if no row is
+    usable.
     """
     source = Path(path)
     columns: dict[str, None] = {}
@@ -104,7 +104,7 @@ def check(
         more = [f"{source}: stopped after {_SHOWN_PROBLEMS} problems"] if len(problems) == _SHOWN_PROBLEMS else []
         raise InvalidConfig("\n".join(problems + more), hint="\n".join(dict.fromkeys(hints)) or None)
     if rows_checked == 0:
-        raise InvalidConfig(f"{source}: holds no samples")
+        raise InvalidConfig(f"{source}: no samples")
     complete = limit_bytes is None or source.stat().st_size <= limit_bytes
     return DataReport(
         format=data_format, columns=tuple(columns), rows_checked=rows_checked, complete=complete, unused=dict(ignored)
@@ -112,12 +112,12 @@ def check(
 
 
 def stop(error: InvalidConfig) -> None:
-    """Raises what is wrong with a row."""
+    """Raises the error of a row."""
     raise error
 
 
 def samples(path: str | Path, refuse: Refuse = stop) -> Iterator[Sample]:
-    """Yields every row of a data file in its order; one that cannot be read goes to `refuse`."""
+    """Yields every row of a data file in order; errors of unreadable rows go to `refuse`."""
     empty = True
     for entry in _entries(Path(path), None):
         if isinstance(entry, InvalidConfig):
@@ -126,11 +126,11 @@ def samples(path: str | Path, refuse: Refuse = stop) -> Iterator[Sample]:
         empty = False
         yield entry
     if empty:
-        raise InvalidConfig(f"{path}: holds no samples")
+        raise InvalidConfig(f"{path}: no samples")
 
 
 def num_rows(path: str | Path) -> int:
-    """Returns about how many rows a file has, without reading them; 0 where that takes reading it, as a JSON list."""
+    """Returns the approximate number of rows, without parsing them; 0 for a JSON list."""
     source = Path(path)
     if source.suffix.lower() == ".parquet":
         import pyarrow.parquet  # type: ignore[import-untyped]
@@ -143,7 +143,7 @@ def num_rows(path: str | Path) -> int:
 
 
 def to_conversation(sample: Sample, data_format: DataFormat) -> list[dict[str, str]] | str:
-    """Returns `samples.to_messages` of a row. Raises InvalidConfig with file and line in front."""
+    """Returns `sample_formats.to_messages` of a row. Raises InvalidConfig with file and line."""
     try:
         return to_messages(sample.row, data_format)
     except InvalidConfig as error:
@@ -151,7 +151,7 @@ def to_conversation(sample: Sample, data_format: DataFormat) -> list[dict[str, s
 
 
 def format_of(name: str, columns: list[str], data_format: DataFormat) -> DataFormat:
-    """Returns the format, detected where it is `auto`. Raises InvalidConfig, with the file's name in front."""
+    """Returns the format, detected if it is `auto`. Raises InvalidConfig with the file's name."""
     try:
         return require(columns, data_format)
     except InvalidConfig as error:
@@ -159,7 +159,7 @@ def format_of(name: str, columns: list[str], data_format: DataFormat) -> DataFor
 
 
 def _entries(path: Path, limit_bytes: int | None) -> Iterator[Sample | InvalidConfig]:
-    """Yields rows, an error in place of each broken one. Raises InvalidConfig where the file as a whole is wrong."""
+    """Yields rows, and an error for each invalid one. Raises InvalidConfig if the file as a whole is wrong."""
     _require_file(path)
     try:
         if path.suffix.lower() == ".parquet":
@@ -175,7 +175,7 @@ def _entries(path: Path, limit_bytes: int | None) -> Iterator[Sample | InvalidCo
 def _require_file(path: Path) -> None:
     if path.is_dir():
         raise InvalidConfig(
-            f"{path}: is a folder; data has to be one file", hint=f"Name a {', '.join(SUFFIXES)} file in it."
+            f"{path}: is a folder; data must be one file", hint=f"Give a {', '.join(SUFFIXES)} file in it."
         )
     if not path.exists():
         beside = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
@@ -183,14 +183,14 @@ def _require_file(path: Path) -> None:
         raise InvalidConfig(f"{path}: no such file", hint=f'Did you mean "{path.parent / near}"?' if near else None)
     if path.suffix.lower() not in SUFFIXES:
         raise InvalidConfig(
-            f'{path}: "{path.suffix}" is not an ending of a data file', hint=did_you_mean(path.suffix.lower(), SUFFIXES)
+            f'{path}: unknown file name extension "{path.suffix}"', hint=did_you_mean(path.suffix.lower(), SUFFIXES)
         )
     if path.stat().st_size == 0:
-        raise InvalidConfig(f"{path}: is empty")
+        raise InvalidConfig(f"{path}: the file is empty")
 
 
 def _holds_list(path: Path) -> bool:
-    """Returns whether the first byte that is not white space opens a JSON list."""
+    """Returns whether the first character other than white space opens a JSON list."""
     with path.open("rb") as file:
         while block := file.read(4096).removeprefix(b"\xef\xbb\xbf"):
             if text := block.lstrip(_SPACE):
@@ -216,11 +216,11 @@ def _line(where: str, line: bytes) -> Sample | InvalidConfig:
     try:
         value = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
-        return InvalidConfig(f"{where}:{error.start + 1}: is not UTF-8", hint="Save the file as UTF-8.")
+        return InvalidConfig(f"{where}:{error.start + 1}: not UTF-8", hint="Save the file as UTF-8.")
     except json.JSONDecodeError as error:
         return InvalidConfig(f"{where}:{error.colno}: {error.msg[:1].lower()}{error.msg[1:]}")
     except RecursionError:
-        return InvalidConfig(f"{where}:1: is nested too deeply")
+        return InvalidConfig(f"{where}:1: nested too deeply")
     return _object(where, value)
 
 
@@ -228,7 +228,7 @@ def _object(where: str, value: Any) -> Sample | InvalidConfig:
     if isinstance(value, dict):
         return Sample(where=where, row=value)
     kinds = {list: "a list", str: "a string", bool: "a boolean", int: "a number", float: "a number"}
-    return InvalidConfig(f"{where}: is {kinds.get(type(value), 'null')}; a sample has to be an object")
+    return InvalidConfig(f"{where}: is {kinds.get(type(value), 'null')}; a sample must be an object")
 
 
 def _list_items(path: Path, limit_bytes: int | None) -> Iterator[Sample | InvalidConfig]:
@@ -239,7 +239,7 @@ def _list_items(path: Path, limit_bytes: int | None) -> Iterator[Sample | Invali
         text = raw.decode("utf-8-sig", errors="ignore" if cut else "strict")
     except UnicodeDecodeError as error:
         line = raw.count(b"\n", 0, error.start) + 1
-        raise InvalidConfig(f"{path}:{line}: is not UTF-8", hint="Save the file as UTF-8.") from None
+        raise InvalidConfig(f"{path}:{line}: not UTF-8", hint="Save the file as UTF-8.") from None
     decoder = json.JSONDecoder()
     line, counted = 1, 0
     position = _skip(text, text.index("[") + 1)
@@ -268,7 +268,7 @@ def _skip(text: str, position: int) -> int:
 
 
 def _at_end(error: json.JSONDecodeError) -> bool:
-    """Returns whether an item is broken only because the reading stopped in its middle."""
+    """Returns whether an item is invalid only because reading stopped in the middle of it."""
     return error.msg.startswith("Unterminated string") or error.pos >= len(error.doc) - len("false\\u00")
 
 
@@ -277,7 +277,7 @@ def _parquet(path: Path, limit_bytes: int | None) -> Iterator[Sample | InvalidCo
         opening = file.read(4)
         file.seek(max(0, path.stat().st_size - 4))
         if opening != b"PAR1" or file.read(4) != b"PAR1":
-            raise InvalidConfig(f"{path}: is not a whole Parquet file (it has to begin and end with PAR1)")
+            raise InvalidConfig(f"{path}: not a complete Parquet file (it must begin and end with PAR1)")
     import pyarrow
     import pyarrow.parquet
 

@@ -1,4 +1,4 @@
-"""Refuses columns that cannot be trained on yet, because dropping them would change the meaning of a row."""
+"""Refuses columns that are not supported and whose loss would change the meaning of a row."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from dstrain.errors import InvalidConfig
 
 
 def is_given(value: Any) -> bool:
-    """Returns whether a value says anything; files fill absent ones with null, NaN or what is empty."""
+    """Returns whether a value is set; files fill missing ones with null, NaN or something empty."""
     if isinstance(value, float) and isnan(value):
         return False
     return value is not None and value not in ("", "[]", "{}", "null") and value != [] and value != {}
 
 
 def _weighs(value: Any) -> bool:
-    """Returns whether a weight or a mask asks for anything but what is done anyway: everything counts once."""
+    """Returns whether a weight or a mask differs from the default, in which every token counts once."""
     return any(map(_weighs, value)) if isinstance(value, list) else is_given(value) and value != 1
 
 
@@ -29,30 +29,29 @@ class Untrained:
     """Columns, or keys of a turn, whose meaning would be lost."""
 
     names: tuple[str, ...]
-    """What the formats of LLaMA-Factory, ms-swift, TRL, axolotl and OpenAI call them."""
+    """Their names in the formats of LLaMA-Factory, ms-swift, TRL, axolotl and OpenAI."""
     says: str
-    """What they say."""
+    """Their meaning, as the predicate of a message."""
     hint: str
-    """What to do."""
     matters: Callable[[Any], bool] = is_given
-    """Whether a value of theirs does say so."""
+    """Returns whether a value has this meaning."""
 
 
-_WEIGHTS = "weighs or masks what is learned"
-_PREFERENCE = "says which answer is the better one"
-_PREFERRED = "Keep the better answers alone, as messages or as instruction and output."
-_COUNTED = "Leave out what is not to be learned; loss_on says which tokens count in the loss."
+_WEIGHTS = "weights or masks tokens in the loss"
+_PREFERENCE = "marks the preferred answer"
+_PREFERRED = "Keep only the preferred answers, as messages or as instruction and output."
+_COUNTED = "Remove text that should not be learned; loss_on selects the tokens that count in the loss."
 _MEDIA = Untrained(
     names=("image", "images", "video", "videos", "audio", "audios"),
-    says="names images, video or sound",
-    hint="Leave these samples out: without what they are about, their text teaches wrong answers.",
+    says="holds images, video or audio",
+    hint="Leave these samples out: their text alone teaches wrong answers.",
 )
 _ANYWHERE = (
     _MEDIA,
     Untrained(
         names=("tools", "functions", "tool_calls", "function_call"),
-        says="is about tools",
-        hint="Leave these samples out; where no tool is called, remove the column.",
+        says="describes tools",
+        hint="Leave these samples out; if no tool is called, remove the column.",
     ),
     Untrained(names=("weight", "loss_mask", "loss_scale"), says=_WEIGHTS, hint=_COUNTED, matters=_weighs),
 )
@@ -70,10 +69,10 @@ _IN_ROWS = (
 )
 _IN_TURNS = (
     *_ANYWHERE,
-    Untrained(names=("tool_call_id",), says="is about tools", hint=_ANYWHERE[1].hint),
+    Untrained(names=("tool_call_id",), says="describes tools", hint=_ANYWHERE[1].hint),
     Untrained(names=("loss", "train", "train_detail"), says=_WEIGHTS, hint=_COUNTED, matters=_weighs),
     Untrained(names=("mask",), says=_WEIGHTS, hint=_COUNTED, matters=lambda value: value is True),
-    Untrained(names=("thinking", "reasoning"), says="holds thoughts", hint="Call it reasoning_content."),
+    Untrained(names=("thinking", "reasoning"), says="holds thoughts", hint="Rename it to reasoning_content."),
 )
 COLUMNS, KEYS = (
     MappingProxyType({name: kind for kind in kinds for name in kind.names}) for kinds in (_IN_ROWS, _IN_TURNS)
@@ -81,11 +80,11 @@ COLUMNS, KEYS = (
 """Name → kind, of columns and of the keys of a turn."""
 
 _PLACEHOLDER = re.compile(r"(?<!`)<(\|?)(image|video|audio)(?:_pad|_\d+)?\1>(?!`)(?!.*</\2>)", re.DOTALL)
-"""Where an image, a video or sound stands in a text; `<video>` between backticks or with its `</video>` is HTML."""
+"""Placeholders of images, video and audio; `<video>` between backticks or with `</video>` is HTML."""
 
 
 def refuse(row: Mapping[str, Any], kinds: Mapping[str, Untrained], place: str = "") -> None:
-    """Raises InvalidConfig where a row or a turn, which stands at `place`, holds something of one of these kinds."""
+    """Raises InvalidConfig if a row or a turn at `place` holds a value of one of these kinds."""
     for name, value in row.items():
         kind = kinds.get(name)
         if kind is not None and kind.matters(value):
@@ -93,17 +92,17 @@ def refuse(row: Mapping[str, Any], kinds: Mapping[str, Untrained], place: str = 
 
 
 def refuse_name(column: str) -> None:
-    """Raises InvalidConfig for a column of one of these kinds, where no format is known to have it."""
+    """Raises InvalidConfig for a column of one of these kinds."""
     if column in COLUMNS:
         raise _refused(column, COLUMNS[column])
 
 
 def refuse_placeholder(text: str, place: str) -> None:
-    """Raises InvalidConfig where a text holds a placeholder such as `<image>`."""
+    """Raises InvalidConfig if a text contains a placeholder such as `<image>`."""
     placeholder = _PLACEHOLDER.search(text)
     if placeholder is not None:
         raise _refused(placeholder[0], _MEDIA, place)
 
 
 def _refused(name: str, kind: Untrained, place: str = "") -> InvalidConfig:
-    return InvalidConfig(f'{place}"{name}" {kind.says}, which cannot be trained on yet', hint=kind.hint)
+    return InvalidConfig(f'{place}"{name}" {kind.says}, which is not supported', hint=kind.hint)

@@ -19,11 +19,11 @@ class Entry:
     hub_id: str
     """Its id on the Hugging Face hub."""
     modelscope_id: str | None
-    """Its id on ModelScope, or None where it has none that is known."""
+    """Its id on ModelScope, or None if unknown."""
     source: str
-    """Where the config is published."""
+    """URL of the config."""
     config: Mapping[str, Any]
-    """The fields of its config.json that `models.from_config` reads."""
+    """The fields of its config.json that `families.from_config` reads."""
 
 
 def known() -> list[str]:
@@ -32,11 +32,11 @@ def known() -> list[str]:
 
 
 def resolve(name: str) -> tuple[str, Entry] | None:
-    """Returns the alias and the checkpoint that a name means, or None where it means none of the shipped ones.
+    """Returns the alias and the checkpoint of a name, or None if it is not a shipped model.
 
-    A name is an alias or a hub's id, with or without the organisation; case, dashes, underscores and spaces do not
-    matter, nor a dot where a dash could stand. The id of a variant, such as the instruction-tuned one, gives the alias
-    of its shape and the variant's own ids. Another organisation's id is another model, whatever it is called.
+    A name is an alias or a hub id, with or without the organisation; case, dashes, dots, underscores and spaces do not
+    matter. The id of a variant, such as the instruction-tuned one, gives the alias of its shape and the variant's own
+    ids. An id of another organisation never matches.
 
     >>> alias, entry = resolve("qwen/qwen2_5-7b-instruct")
     >>> alias, entry.hub_id
@@ -46,7 +46,7 @@ def resolve(name: str) -> tuple[str, Entry] | None:
 
 
 def _folded(name: str) -> str:
-    """Returns the name without what people spell differently; two numbers stay two numbers.
+    """Returns the name without case and separators, except between two numbers.
 
     >>> _folded("Llama-3.1_8B") == _folded("llama3-1 8b") != _folded("llama-318b")
     True
@@ -57,7 +57,7 @@ def _folded(name: str) -> str:
 
 @cache
 def _table() -> Mapping[str, Mapping[str, Any]]:
-    """Returns the shipped table: alias → ids, source, config, and the variants with what their config differs in."""
+    """Returns the shipped table: alias → ids, source, config, and variants with the keys that differ."""
     text = Path(__file__).with_name("aliases.json").read_text(encoding="utf-8")
     table: dict[str, Mapping[str, Any]] = json.loads(text)
     return MappingProxyType(table)
@@ -65,7 +65,7 @@ def _table() -> Mapping[str, Mapping[str, Any]]:
 
 @cache
 def _index() -> Mapping[str, tuple[str, Entry]]:
-    """Returns every folded name; an alias wins over a variant, and a row over the rows below it."""
+    """Returns folded name → (alias, checkpoint); aliases win over variants, and upper rows over lower ones."""
     index: dict[str, tuple[str, Entry]] = {}
     for alias in _table():
         index[_folded(alias)] = (alias, _entries(alias)[0])
@@ -79,15 +79,15 @@ def _index() -> Mapping[str, tuple[str, Entry]]:
 
 @cache
 def _entries(alias: str) -> tuple[Entry, ...]:
-    """Returns the checkpoint that the alias means, and then its variants."""
+    """Returns the checkpoint of an alias, followed by its variants."""
     row = _table()[alias]
     ids = {row["hub_id"]: {"modelscope_id": row["modelscope_id"]}, **row["variants"]}
     return tuple(
         Entry(
             hub_id=hub_id,
-            modelscope_id=differs.get("modelscope_id", hub_id),
+            modelscope_id=variant.get("modelscope_id", hub_id),
             source=row["source"],
-            config=MappingProxyType({**row["config"], **differs.get("config", {})}),
+            config=MappingProxyType({**row["config"], **variant.get("config", {})}),
         )
-        for hub_id, differs in ids.items()
+        for hub_id, variant in ids.items()
     )

@@ -1,6 +1,6 @@
 """Reads a model's config.json from the local cache, the Hugging Face hub or ModelScope.
 
-Only config.json is read, with the standard library: importing huggingface_hub would cost more than the whole answer.
+It uses the standard library: importing huggingface_hub takes longer than the whole answer.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ TIMEOUT_S = 10.0
 MAX_BYTES = 8 * 2**20
 _MOST = 2**48
 _MOST_PARTS = 2**14
-"""Layers of a model, or experts of a layer, above which the number must be a slip."""
+"""Largest plausible number of layers, or of experts per layer."""
 _PARTS = re.compile(r"(^|_)(layers?|depths?|blocks|experts)$")
 
 _DOWNLOADS = {Hub.HF: "hf download {0} config.json", Hub.MODELSCOPE: "modelscope download --model {0} config.json"}
@@ -30,14 +30,14 @@ _OTHER = {Hub.HF: "modelscope", Hub.MODELSCOPE: "hf"}
 
 
 def is_hub_id(name: str) -> bool:
-    """Says whether the name has the form `org/name`."""
+    """Returns whether the name has the form `org/name`."""
     return re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", name, re.ASCII) is not None
 
 
 def fetch_config(model_id: str, hub: Hub, *, timeout_s: float = TIMEOUT_S) -> dict[str, Any]:
     """Returns the config.json of `org/name`, from the hub's cache on this machine or from the hub.
 
-    Raises InvalidConfig when the hub has no such model, EnvironmentProblem when it cannot be asked.
+    Raises InvalidConfig if the hub has no such model, EnvironmentProblem if the hub cannot be reached.
     """
     cached = cached_config(model_id, hub)
     if cached is not None:
@@ -45,8 +45,8 @@ def fetch_config(model_id: str, hub: Hub, *, timeout_s: float = TIMEOUT_S) -> di
     download = _DOWNLOADS[hub].format(model_id)
     if hub is Hub.HF and _is_offline():
         raise EnvironmentProblem(
-            f'"{model_id}" is not in the cache, and HF_HUB_OFFLINE forbids asking the hub',
-            hint=f"Type `unset HF_HUB_OFFLINE`, or where there is a network `{download}`.",
+            f'"{model_id}" is not in the cache, and HF_HUB_OFFLINE is set',
+            hint=f"Type `unset HF_HUB_OFFLINE`, or with a network connection `{download}`.",
         )
     url = _url(model_id, hub)
     try:
@@ -58,40 +58,40 @@ def fetch_config(model_id: str, hub: Hub, *, timeout_s: float = TIMEOUT_S) -> di
         reason = getattr(error, "reason", None) or error
         variable = "HF_ENDPOINT" if hub is Hub.HF else "MODELSCOPE_ENDPOINT"
         raise EnvironmentProblem(
-            f"{url}: cannot be reached: {reason}",
-            hint=f"Name a local folder, set {variable} to a mirror, or give `--hub {_OTHER[hub]}`.",
+            f"{url}: connection failed: {reason}",
+            hint=f"Give a local folder, set {variable} to a mirror, or use `--hub {_OTHER[hub]}`.",
         ) from None
     try:
         return parse_config(body.decode("utf-8"), url)
     except (InvalidConfig, UnicodeDecodeError):
         raise EnvironmentProblem(
-            f"{url}: the answer is not a config.json (a proxy's or a login page?): {body[:60]!r}",
-            hint=f"Look at it with `curl -L {url}`, or name a local folder.",
+            f"{url}: the response is not a config.json (a proxy or a login page?): {body[:60]!r}",
+            hint=f"See `curl -L {url}`, or give a local folder.",
         ) from None
 
 
 def parse_config(text: str, name: str) -> dict[str, Any]:
-    """Returns the object in a config.json's text. Raises InvalidConfig with file:line:column, or with the key of a
-    number that no model has."""
+    """Returns the object in a config.json's text. Raises InvalidConfig with file:line:column, or with the key of an
+    implausible number."""
     try:
         config = json.loads(text.removeprefix("\ufeff"))
         _require_sizes(config, name)
     except json.JSONDecodeError as error:
         raise InvalidConfig(
             f"{name}:{error.lineno}:{error.colno}: not valid JSON: {error.msg[:1].lower()}{error.msg[1:]}",
-            hint="A download that broke off looks like this; fetch it again.",
+            hint="The download may be incomplete; repeat it.",
         ) from None
     except ValueError as error:  # Python converts no more than 4300 digits
         raise InvalidConfig(f"{name}:1:1: {error}") from None
     except RecursionError:
-        raise InvalidConfig(f"{name}:1:1: nested too deep for a config.json") from None
+        raise InvalidConfig(f"{name}:1:1: nested too deeply for a config.json") from None
     if not isinstance(config, dict):
-        raise InvalidConfig(f"{name}:1:1: a config.json is an object in braces, not {type(config).__name__}")
+        raise InvalidConfig(f"{name}:1:1: not a JSON object, but {type(config).__name__}")
     return config
 
 
 def _require_sizes(value: object, name: str, key: str = "") -> None:
-    """Raises InvalidConfig for a whole number that is no size, or for more layers or experts than can be counted."""
+    """Raises InvalidConfig for an implausibly large number of anything."""
     if isinstance(value, dict):
         for inner, item in value.items():
             _require_sizes(item, name, inner)
@@ -99,9 +99,9 @@ def _require_sizes(value: object, name: str, key: str = "") -> None:
         for item in value:
             _require_sizes(item, name, key)
     elif isinstance(value, int):
-        most = _MOST_PARTS if _PARTS.search(key) else _MOST
-        if abs(value) > most:
-            raise InvalidConfig(f'{name}: "{key}" is {value:,}; the most is {most:,}'[:400])
+        limit = _MOST_PARTS if _PARTS.search(key) else _MOST
+        if abs(value) > limit:
+            raise InvalidConfig(f'{name}: "{key}" is {value:,}; the limit is {limit:,}'[:400])
 
 
 def cached_config(model_id: str, hub: Hub) -> Path | None:
@@ -111,7 +111,7 @@ def cached_config(model_id: str, hub: Hub) -> Path | None:
 
 
 def _hf_cached(model_id: str) -> list[Path]:
-    """Returns where the config may lie: the commit that `main` names, then any other, the newest first."""
+    """Returns candidate paths: the commit of `main`, then all others, newest first."""
     root = _variable("HF_HUB_CACHE") or str(_hf_home() / "hub")
     model = Path(root).expanduser() / f"models--{model_id.replace('/', '--')}"
     others = sorted((model / "snapshots").glob("*/config.json"), key=lambda path: path.stat().st_mtime, reverse=True)
@@ -127,7 +127,7 @@ def _hf_home() -> Path:
 
 
 def _modelscope_cached(model_id: str) -> list[Path]:
-    """Returns where ModelScope's versions have put models; dots in a name become `___`."""
+    """Returns candidate paths of all ModelScope versions; dots in a name become `___`."""
     org, _, name = model_id.partition("/")
     given = _variable("MODELSCOPE_CACHE")
     roots = [Path(given).expanduser()] if given else []
@@ -138,7 +138,7 @@ def _modelscope_cached(model_id: str) -> list[Path]:
 
 
 def _variable(name: str) -> str | None:
-    """Returns an environment variable, None where it is unset or empty."""
+    """Returns an environment variable, or None if it is unset or empty."""
     return os.environ.get(name, "").strip() or None
 
 
@@ -160,7 +160,7 @@ def _url(model_id: str, hub: Hub) -> str:
 
 
 class _Redirects(urllib.request.HTTPRedirectHandler):
-    """Follows redirects; the token goes only to the host that it was meant for."""
+    """Follows redirects; the token goes to the original host only."""
 
     def redirect_request(
         self,
@@ -171,7 +171,7 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
         headers: http.client.HTTPMessage,
         newurl: str,
     ) -> urllib.request.Request | None:
-        """Returns the next request, without the token where it leads to another host."""
+        """Returns the next request, without the token if it goes to another host."""
         following = super().redirect_request(req, fp, code, msg, headers, newurl)
         if following is not None and urllib.parse.urlsplit(newurl)[:2] != urllib.parse.urlsplit(req.full_url)[:2]:
             following.remove_header("Authorization")
@@ -189,7 +189,7 @@ def _download(url: str, hub: Hub, timeout_s: float) -> bytes:
 
 
 def _hf_token() -> str | None:
-    """Returns HF_TOKEN, or what `hf auth login` has stored."""
+    """Returns HF_TOKEN, or the token stored by `hf auth login`."""
     token = _variable("HF_TOKEN")
     if token is not None:
         return token
@@ -201,25 +201,25 @@ def _hf_token() -> str | None:
 
 
 def _refusal(error: urllib.error.HTTPError, model_id: str, hub: Hub) -> DstrainError:
-    """Returns what an HTTP status means.
+    """Returns the error for an HTTP status.
 
-    The Hugging Face hub answers 401 for a gated model and for one that does not exist, so as not to leak private names;
-    the header X-Error-Code tells them apart where it is sent.
+    The Hugging Face hub answers 401 for gated and for unknown models, to hide private names; the header X-Error-Code,
+    if it is sent, tells them apart.
     """
     endpoint, why = _endpoint(hub), error.headers.get("X-Error-Code", "")
     if why == "EntryNotFound":
         return InvalidConfig(
             f'"{model_id}" on {endpoint} has no config.json',
-            hint="It may hold only an adapter or GGUF files; name the model that it was made from.",
+            hint="It may hold only an adapter or GGUF files; give its base model.",
         )
     if why == "RepoNotFound" or error.code == 404:
         return InvalidConfig(f'"{model_id}" is not a model on {endpoint}')
     if error.code in (401, 403):
         return EnvironmentProblem(
-            f'"{model_id}" on {endpoint} is gated, private, or misspelt: the hub answered {error.code}',
-            hint=f"Ask for access at {endpoint}/{model_id}, then type `export HF_TOKEN=hf_…` (or `hf auth login`).",
+            f'"{model_id}" on {endpoint} is gated, private or misspelled: the hub answered {error.code}',
+            hint=f"Request access at {endpoint}/{model_id}, then type `export HF_TOKEN=hf_…` (or `hf auth login`).",
         )
     return EnvironmentProblem(
         f"{error.url}: the hub answered {error.code} {error.reason}",
-        hint=f"Try again later, name a local folder, or give `--hub {_OTHER[hub]}`.",
+        hint=f"Try again later, give a local folder, or use `--hub {_OTHER[hub]}`.",
     )

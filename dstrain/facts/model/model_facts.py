@@ -10,7 +10,7 @@ from dstrain.records import type_config
 
 
 class Kind(StrEnum):
-    """What a parameter tensor belongs to."""
+    """The part of a model that a parameter tensor belongs to."""
 
     EMBEDDING = "embedding"
     ATTENTION = "attention"
@@ -24,18 +24,16 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorGroup:
-    """`count` parameter tensors of the same name and shape, one in each layer that has them."""
+    """`count` parameter tensors with the same name and shape, in different layers."""
 
     name: str
-    """The name below the layer, such as `self_attn.q_proj.weight`; outside the layers, the full name."""
+    """The name relative to the layer, such as `self_attn.q_proj.weight`; outside layers, the full name."""
     kind: Kind
-    """What it belongs to."""
     shape: tuple[int, ...]
-    """Its shape, as Transformers 5 stores it (the experts of one layer are one 3-D tensor)."""
+    """Shape in Transformers 5; the experts of one layer are one 3-D tensor: (experts, out, in)."""
     count: int
-    """How many such tensors the model has."""
     is_linear: bool
-    """Whether it is the weight of a `torch.nn.Linear`, which an adapter can wrap: shape (out, in)."""
+    """Whether it is the weight of a `torch.nn.Linear`, shape (out, in), which an adapter can wrap."""
 
     @property
     def numel(self) -> int:
@@ -51,17 +49,17 @@ class Moe:
     """A mixture of experts."""
 
     num_experts: int
-    """Routed experts in one MoE layer."""
+    """Routed experts per MoE layer."""
     experts_per_token: int
-    """Routed experts that each token visits."""
+    """Routed experts per token (top-k)."""
     intermediate_size: int
     """Inner width of one routed expert."""
     shared_intermediate_size: int
-    """Summed inner width of the experts that every token visits; 0 where there are none."""
+    """Total inner width of the shared experts; 0 without them."""
     num_moe_layers: int
-    """Layers with experts; the others are dense."""
+    """Number of layers with experts; the others are dense."""
     block_class: str
-    """Class name of the MoE block in Transformers, which ZeRO-3 must gather as one leaf module."""
+    """Class of the MoE block in Transformers, a leaf module for ZeRO-3."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,68 +67,63 @@ class Vision:
     """The vision tower of a vision-language model."""
 
     hidden_size: int
-    """Width of the tower."""
     num_layers: int
-    """Blocks in the tower."""
     num_heads: int
-    """Attention heads of each block."""
     intermediate_size: int
-    """Inner width of each block's MLP."""
+    """Inner width of the MLP."""
     patch_size: int
-    """Pixels on the side of one patch."""
+    """Side of a patch, in pixels."""
     spatial_merge_size: int
-    """Patches on each side that are merged into one token of the language model."""
+    """Side of the square of patches that becomes one token of the language model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """A model, as far as memory and speed depend on it."""
+    """The properties of a model that memory and speed depend on."""
 
     __pydantic_config__ = type_config
 
     name: str
-    """What people call it: an alias, a hub id, or the folder's name."""
+    """Display name: an alias, a hub id, or the folder's name."""
     source: str
-    """What `from_pretrained` is given: a hub id or a local folder."""
+    """Argument of `from_pretrained`: a hub id or a local folder."""
     model_type: str
     """`model_type` of config.json."""
     hidden_size: int
     """Width of the residual stream."""
     num_hidden_layers: int
-    """Decoder layers."""
     num_attention_heads: int
     """Query heads."""
     num_key_value_heads: int
     head_dim: int
-    """Elements of one query head."""
+    """Width of a query and key head."""
     v_head_dim: int
-    """Elements of one value head; differs from `head_dim` for multi-head latent attention."""
+    """Width of a value head; differs from `head_dim` in multi-head latent attention."""
     rotary_dim: int
-    """Elements of one query head that are rotated by position."""
+    """Elements of a query head with rotary position embedding."""
     intermediate_size: int
     """Inner width of a dense MLP."""
     vocab_size: int
     """Rows of the embedding."""
     max_position_embeddings: int
-    """Longest sequence the model was made for."""
+    """Longest sequence the model supports, in tokens."""
     tie_word_embeddings: bool
-    """Whether the head is the embedding."""
+    """Whether the head shares the embedding's weights."""
     has_qk_norm: bool
-    """Whether queries and keys are normalised per head."""
+    """Whether queries and keys are normalized per head."""
     dtype: str
-    """The dtype the weights were trained and are stored in: `bfloat16`, `float16` or `float32`."""
+    """The dtype of the checkpoint: `bfloat16`, `float16` or `float32`."""
     moe: Moe | None
-    """The experts, or None for a dense model."""
+    """None for a dense model."""
     vision: Vision | None
-    """The vision tower, or None for a language model."""
+    """None for a language model."""
     tensors: tuple[TensorGroup, ...]
     """Every parameter tensor; tied ones once."""
     sliding_window: int | None = None
-    """Tokens that a layer with a window looks back, or None where no layer has one."""
+    """Window in tokens of the layers with sliding-window attention, or None."""
     num_windowed_layers: int = 0
-    """Decoder layers with a window."""
     traced: Traced | None = None
-    """What a trace of Transformers' own code found, where the family is not known."""
+    """Activations from a trace of Transformers' own code, if the family is unknown."""
 
     @property
     def num_params(self) -> int:
@@ -143,7 +136,7 @@ class ModelFacts:
 
     @property
     def num_active_params(self) -> int:
-        """Parameters that one text token meets: of the routed experts, only those it visits; no vision tower."""
+        """Parameters used by one text token: only the routed experts of its top-k, and no vision tower."""
         experts = self.num_params_of(Kind.EXPERT)
         if self.moe is not None:
             experts = experts * self.moe.experts_per_token // self.moe.num_experts
@@ -151,5 +144,5 @@ class ModelFacts:
 
     @property
     def largest_tensor_numel(self) -> int:
-        """Elements of the largest parameter tensor, which ZeRO gathers and reduces whole."""
+        """Elements of the largest parameter tensor; ZeRO gathers and reduces it as a whole."""
         return max(group.numel for group in self.tensors)

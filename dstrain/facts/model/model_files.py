@@ -1,7 +1,7 @@
 """Reads a model folder: whether it has a tokenizer, and the names, shapes and dtypes of its weights.
 
-A safetensors file begins with the length of its header (8 bytes, little-endian), then come the header as JSON and the
-data. Source: https://github.com/huggingface/safetensors, "Format".
+A safetensors file consists of the length of its header (8 bytes, little-endian), the header as JSON, and the data.
+Source: https://github.com/huggingface/safetensors, "Format".
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from pathlib import Path
 from dstrain.errors import InvalidConfig
 
 MODEL, ADAPTER = "model.safetensors", "adapter_model.safetensors"
-"""What Transformers and PEFT call the file; `NAME.index.json` stands beside shards."""
+"""File names of Transformers and PEFT; shards come with `NAME.index.json`."""
 INDEX = ".index.json"
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
-"""What files of a tokenizer are called."""
+"""Patterns of the names of tokenizer files."""
 
 _LENGTH_BYTES = 8
 _AGAIN = "Download or save the model again."
@@ -28,24 +28,24 @@ class Tensor:
     """One tensor of a file."""
 
     dtype: str
-    """Its dtype, as safetensors calls it: `BF16`, `F32` …"""
+    """The dtype in safetensors' notation: `BF16`, `F32` …"""
     shape: tuple[int, ...]
 
     @property
     def num_elements(self) -> int:
-        """How many numbers it holds."""
+        """Number of elements."""
         return prod(self.shape)
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Returns whether a folder holds files of a tokenizer."""
+    """Returns whether a folder contains tokenizer files."""
     return any(file for kind in TOKENIZER_FILES for file in folder.glob(kind))
 
 
 def read(folder: Path, name: str = MODEL) -> dict[str, Tensor]:
-    """Returns the tensors of a model or an adapter, in one file or in shards; none where there is neither.
+    """Returns the tensors of a model or an adapter, in one file or in shards; none if there are no such files.
 
-    Raises InvalidConfig for a shard that is missing and for a file that is not whole.
+    Raises InvalidConfig for missing shards and damaged files.
     """
     index = folder / f"{name}{INDEX}"
     if (folder / name).is_file():
@@ -55,11 +55,11 @@ def read(folder: Path, name: str = MODEL) -> dict[str, Tensor]:
     try:
         files = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
     except (ValueError, KeyError, AttributeError) as error:
-        raise InvalidConfig(f"{index}: is no index of weights", hint=_AGAIN) from error
+        raise InvalidConfig(f"{index}: not an index of weights", hint=_AGAIN) from error
     missing = sorted(file for file in files if not (folder / file).is_file())
     if missing:
         rest = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise InvalidConfig(f"{folder}: {missing[0]}{rest} is missing, which {index.name} names", hint=_AGAIN)
+        raise InvalidConfig(f"{folder}: {missing[0]}{rest} missing, listed in {index.name}", hint=_AGAIN)
     tensors: dict[str, Tensor] = {}
     for file in sorted(files):
         tensors |= _header(folder / file)
@@ -67,20 +67,20 @@ def read(folder: Path, name: str = MODEL) -> dict[str, Tensor]:
 
 
 def _header(path: Path) -> dict[str, Tensor]:
-    """Returns the tensors of one file. Raises InvalidConfig where its size is not what the header says."""
+    """Returns the tensors of one file. Raises InvalidConfig if its size disagrees with its header."""
     size = path.stat().st_size
     try:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
             if length > size:
-                raise ValueError("the header is cut off")
+                raise ValueError("the header is truncated")
             header = json.loads(file.read(length))
         header.pop("__metadata__", None)
         tensors = {name: Tensor(dtype=row["dtype"], shape=tuple(row["shape"])) for name, row in header.items()}
         ends = {name: row["data_offsets"] for name, row in header.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InvalidConfig(f"{path}: is no whole safetensors file: {error}", hint=_AGAIN) from None
-    wanted = _LENGTH_BYTES + length + max((end for _, end in ends.values()), default=0)
-    if size != wanted:
-        raise InvalidConfig(f"{path}: has {size:,} bytes, and its header speaks of {wanted:,}", hint=_AGAIN)
+        raise InvalidConfig(f"{path}: not a complete safetensors file: {error}", hint=_AGAIN) from None
+    expected = _LENGTH_BYTES + length + max((end for _, end in ends.values()), default=0)
+    if size != expected:
+        raise InvalidConfig(f"{path}: has {size:,} bytes instead of the {expected:,} in its header", hint=_AGAIN)
     return tensors

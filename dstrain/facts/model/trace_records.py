@@ -1,4 +1,4 @@
-"""Questions to and answers of the meta-tensor tracer: the records that both processes share."""
+"""Questions and answers of the meta-tensor tracer: the records that both processes share."""
 
 from __future__ import annotations
 
@@ -21,13 +21,12 @@ class Subject:
     config: Mapping[str, Any]
     """Its config.json."""
     source: str | None = None
-    """The folder or hub id that brings its code, where Transformers has none."""
+    """The folder or hub id of the model's own code, if Transformers has none."""
     trust_remote_code: bool = False
-    """Whether that code may run."""
 
 
 class Wanted(StrEnum):
-    """What is asked about a model."""
+    """The kind of answer."""
 
     DESCRIPTION = "description"
     TRACE = "trace"
@@ -36,74 +35,68 @@ class Wanted(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """A way to train a model, and what is wanted of it.
+    """A way to train a model, and the kind of answer.
 
-    A `Description` needs the model alone. A `Trace` is one forward and backward pass. An `ActivationProfile` holds for
-    every micro-batch and depth, with and without checkpointing, so that it has no use for these three fields.
+    A `Description` depends on the model alone. A `Trace` is one forward and backward pass. An `ActivationProfile`
+    covers every micro-batch and depth, with and without checkpointing, and ignores these three fields.
     """
 
     __pydantic_config__ = type_config
 
     subject: Subject
-    """The model."""
     wanted: Wanted = Wanted.TRACE
-    """What is asked."""
     num_hidden_layers: int | None = None
-    """Decoder layers, the first so many of the model's; None: all."""
+    """The number of leading decoder layers to keep; None: all."""
     micro_batch: int = 1
-    """Samples."""
+    """Batch size of `input_ids`: (micro_batch, seq_len)."""
     seq_len: int = 1024
-    """Tokens of each sample."""
     method: Method = Method.FULL
-    """What is trained; 4-bit weights cannot be traced."""
+    """4-bit weights cannot be traced."""
     lora: Lora = field(default_factory=Lora)
-    """The adapter, for LoRA."""
     attn: Attention = Attention.SDPA
-    """Attention implementation."""
     has_padding: bool = False
-    """Whether there is an attention mask with padding in it."""
+    """Whether the attention mask contains padding."""
     is_packed: bool = False
-    """Whether rows hold several samples: positions are given, and begin anew within a row."""
+    """Whether rows hold several samples, with `position_ids` that restart within a row."""
     grad_ckpt: bool = False
-    """Whether activations are recomputed."""
     is_reentrant: bool = False
-    """Whether they are recomputed by the older, re-entrant form of checkpointing."""
+    """Whether checkpointing uses its older, reentrant form."""
     precision: Precision = Precision.BF16
     """Dtype of parameters and activations."""
     image_patches: int = 0
-    """Patches of the one image in each sample."""
+    """Patches of the single image of each sample."""
     trains_vision: bool = False
     """Whether the vision tower trains too; dstrain freezes it."""
     holds_outputs: bool = False
-    """Whether the model's outputs, logits among them, live on through the backward pass; the Trainer drops them."""
+    """Whether outputs such as logits stay alive during the backward pass; the Trainer drops them."""
     round_bytes: int = 512
-    """Every storage is rounded up to a multiple of it: 512 in the CUDA caching allocator, 1 for plain bytes."""
+    """Granularity of storages: 512 in the CUDA caching allocator, 1 for plain bytes."""
     every_moment: bool = False
-    """Whether each segment gives all its local maxima instead of the highest alone."""
+    """Whether segments contain all local maxima instead of the highest one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moment:
-    """What is alive at one moment beside parameters and buffers, in bytes."""
+    """Live bytes at one moment besides parameters and buffers."""
 
     __pydantic_config__ = type_config
 
     activations: int
     """Inputs, activations and their gradients."""
     logits: int
-    """What the head and the loss allocated: logits, their copies and gradients."""
+    """Allocations of head and loss: logits, their copies and gradients."""
     grads: int
     """Gradients of parameters."""
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """Sum of all kinds."""
         return self.activations + self.logits + self.grads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """A named stretch of the pass: an instant of the plan, in one layer or outside the layers."""
+    """A named part of the pass, in one layer or outside the layers."""
 
     __pydantic_config__ = type_config
 
@@ -113,45 +106,45 @@ class Segment:
     layer: int | None
     """The layer, from 0, or None outside the layers."""
     moments: tuple[Moment, ...]
-    """Moments before something is freed, in order."""
+    """Moments right before storage is freed, in order."""
 
     @property
     def highest(self) -> Moment:
-        """The moment with most bytes."""
+        """The moment with the most live bytes."""
         return max(self.moments, key=lambda moment: moment.total)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
-    """What one pass needs beyond parameters and buffers."""
+    """Live bytes of one pass besides parameters and buffers."""
 
     __pydantic_config__ = type_config
 
     segments: tuple[Segment, ...]
-    """The pass from beginning to end."""
+    """The whole pass, in order."""
     saved_bytes: tuple[int, ...]
-    """What each layer but the last leaves for the backward pass: the growth of live bytes from its beginning to that of
-    the next. The first layer's input, held by the model's frame, counts as its own."""
+    """Bytes that each layer but the last saves for the backward pass: the growth of live bytes until the next layer
+    begins. The input of the first layer counts as saved by it."""
     params_bytes: int
-    """Bytes of parameters, tied ones once."""
+    """Bytes of parameters; tied ones count once."""
     trainable_bytes: int
-    """Bytes of those that train."""
+    """Bytes of trainable parameters."""
     inputs_bytes: int
-    """Bytes of token ids, labels, masks and pixels, which are part of every moment's activations."""
+    """Bytes of token ids, labels, masks and pixels, included in the activations of every moment."""
 
     @property
     def highest(self) -> Segment:
-        """The segment in which most bytes are alive."""
+        """The segment with the most live bytes."""
         return max(self.segments, key=lambda segment: segment.highest.total)
 
     @property
     def peak_bytes(self) -> int:
-        """Most bytes that are alive at once, gradients of parameters included."""
+        """Peak of live bytes, gradients of parameters included."""
         return self.highest.highest.total
 
     @property
     def peak_instant(self) -> str:
-        """The name of that instant."""
+        """Name of the segment with the peak."""
         return self.highest.name
 
 
@@ -165,7 +158,7 @@ class Parameter:
     """Its full name, such as `model.layers.0.self_attn.q_proj.weight`."""
     shape: tuple[int, ...]
     layer: int | None
-    """The decoder layer it is in, or None."""
+    """Index of the decoder layer, or None outside the layers."""
     role: str
     """`embedding`, `head`, `norm`, `vision` or `other`."""
     is_linear: bool
@@ -179,22 +172,20 @@ class Description:
     __pydantic_config__ = type_config
 
     model_type: str
-    """`model_type` of its config."""
     sizes: Mapping[str, int]
-    """The usual sizes, by the names of ModelFacts, as far as its config has them."""
+    """Field of ModelFacts → its value, for fields that the config has."""
     vision_sizes: Mapping[str, int]
-    """Sizes of its vision tower, by the names of Vision, as far as the config has them; empty for a language model."""
+    """The same for Vision; empty for a language model."""
     rotary_ratio: float
-    """Share of a head that is rotated by position, 0…1."""
+    """Share of a head with rotary position embedding, 0…1."""
     tie_word_embeddings: bool
-    """Whether the head is the embedding."""
     dtype: str
-    """The dtype its config says."""
+    """The dtype in the config."""
     layers_root: str
-    """The name before a layer's number, such as `model.layers`."""
+    """The prefix of layer names, such as `model.layers`."""
     layer_kinds: tuple[int, ...]
-    """One number for each layer; layers of the same number are alike."""
+    """One number per layer; layers with equal numbers are identical."""
     moe_block: str | None
-    """The class name of the module that holds router and experts, or None."""
+    """Class of the module with router and experts, or None."""
     parameters: tuple[Parameter, ...]
-    """Every parameter tensor, tied ones once."""
+    """Every parameter tensor; tied ones once."""

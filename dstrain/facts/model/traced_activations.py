@@ -1,4 +1,4 @@
-"""Extrapolates a few traces to every depth and micro-batch; live bytes grow linearly with both."""
+"""Extrapolates a few traces to every depth and micro-batch: live bytes grow linearly with both."""
 
 from __future__ import annotations
 
@@ -16,19 +16,18 @@ BATCHES = (1, 2)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Depths:
-    """Numbers of layers to trace, from which that of the whole model follows."""
+    """The two depths to trace, in layers, from which the whole model is extrapolated."""
 
     few: int
-    """The smaller number."""
     more: int
-    """The larger number, or the same where the model is too short for two."""
+    """Equal to `few` if the model is too short for two depths."""
     different: int = 0
-    """Layers at the beginning that are none of the period."""
+    """Leading layers that are not part of the period."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plane:
-    """Bytes as base + per_layer·l + per_sample·b + per_both·l·b, for l layers and b samples more than at its origin."""
+    """Bytes as base + per_layer·l + per_sample·b + per_both·l·b, for l layers and b samples beyond its origin."""
 
     __pydantic_config__ = type_config
 
@@ -42,11 +41,11 @@ class Plane:
     """Bytes of a sample in a layer."""
 
     def at(self, layers: int, samples: int) -> int:
-        """Returns the bytes so far from the origin."""
+        """Returns the bytes at this distance from the origin."""
         return round(self.base + self.per_layer * layers + (self.per_sample + self.per_both * layers) * samples)
 
     def never_exceeds(self, other: Plane) -> bool:
-        """Returns whether it is at most the other one, at the origin and everywhere beyond it."""
+        """Returns whether this plane is at most the other one, at the origin and everywhere beyond it."""
         return (
             self.base <= other.base
             and self.per_layer <= other.per_layer
@@ -65,50 +64,47 @@ class Plane:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Course:
-    """A moment of the pass, for any depth and micro-batch."""
+    """A `Moment` as a function of depth and micro-batch."""
 
     __pydantic_config__ = type_config
 
     name: str
     """The name of its segment."""
     activations: Plane
-    """Inputs, activations and their gradients."""
     logits: Plane
-    """What head and loss allocated."""
     grads: Plane
-    """Gradients of parameters."""
 
     def never_exceeds(self, other: Course) -> bool:
-        """Returns whether the other moment is never lower, whether or not gradients of parameters count."""
+        """Returns whether the other moment is never lower, with and without gradients of parameters."""
         mine, others = self.activations + self.logits, other.activations + other.logits
         return mine.never_exceeds(others) and (mine + self.grads).never_exceeds(others + other.grads)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peak(Moment):
-    """The moment of one instant at which most bytes are alive; no gradient is reduced or partitioned yet."""
+    """The highest moment of a segment; no gradient is reduced or partitioned yet."""
 
     name: str
-    """The instant."""
+    """The name of the segment."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActivationProfile:
-    """What a model keeps alive in a training pass of one length and one method, for any micro-batch."""
+    """Live bytes of a training pass, for one sequence length and one method and any micro-batch."""
 
     __pydantic_config__ = type_config
 
     num_layers: int
-    """Layers at the origin of its planes."""
+    """Layers at the origin of the planes."""
     is_for_any_depth: bool
-    """Whether other numbers of layers can be asked; not where the model is too short or irregular for two traces."""
+    """Whether it covers other depths; False if the model is too short or irregular for two traces."""
     kept: tuple[Course, ...]
-    """Moments without checkpointing that can be the highest of their name."""
+    """Moments without checkpointing that can be the highest of their segment."""
     recomputed: tuple[Course, ...]
-    """The same with checkpointing."""
+    """The same with activation checkpointing."""
 
     def moments(self, *, num_layers: int, micro_batch: int, grad_ckpt: bool) -> tuple[Peak, ...]:
-        """Returns every moment that can be the highest of its instant, with or without gradients of parameters.
+        """Returns every moment that can be the highest of its segment, with or without gradients of parameters.
 
         Raises InvalidConfig for a depth that the profile does not cover.
         """
@@ -127,7 +123,7 @@ class ActivationProfile:
         )
 
     def peaks(self, *, num_layers: int, micro_batch: int, grad_ckpt: bool) -> tuple[Peak, ...]:
-        """Returns the highest moment of each instant, gradients of parameters included, in the order of the pass."""
+        """Returns the highest moment of each segment, gradients of parameters included, in the order of the pass."""
         highest: dict[str, Peak] = {}
         for peak in self.moments(num_layers=num_layers, micro_batch=micro_batch, grad_ckpt=grad_ckpt):
             if peak.name not in highest or peak.total > highest[peak.name].total:
@@ -137,23 +133,23 @@ class ActivationProfile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traced:
-    """How a model whose layer code the tape does not know uses memory, for one way of training it."""
+    """Memory use of a model without a layer model of dstrain's, for one way of training."""
 
     __pydantic_config__ = type_config
 
     note: str
-    """How this came about, for people."""
+    """The origin of these figures, for people."""
     plain: ActivationProfile
-    """Without a padding mask, which is how single samples go."""
+    """Without a padding mask, as for single samples."""
     padded: ActivationProfile
-    """With one."""
+    """With a padding mask."""
 
 
 def depths(layer_kinds: Sequence[int]) -> Depths:
-    """Returns how many of a model's layers to trace: all that begin it, and one or two periods of the rest.
+    """Returns the depths to trace: the different leading layers plus one and two periods of the others.
 
-    Layers are of a kind, or kinds follow each other in a period, after some that are different. The two numbers lie
-    one period apart, and the whole model lies whole periods further, so that the last layers are always the same ones.
+    After the leading layers, kinds repeat with a period (1 if all layers are identical). The two depths are one period
+    apart, and the whole model is a multiple of the period deeper, so that the last layers are always the same.
 
     >>> depths([0] * 32), depths([0, 0, 0] + [1] * 58), depths(([0] * 5 + [1]) * 4 + [0] * 2)
     (Depths(few=2, more=3, different=0), Depths(few=4, more=5, different=3), Depths(few=8, more=14, different=0))
@@ -170,7 +166,7 @@ def depths(layer_kinds: Sequence[int]) -> Depths:
 
 
 def _first_of_period(kinds: Sequence[int], period: int) -> int:
-    """Returns the first layer from which on kinds repeat."""
+    """Returns the first layer from which kinds repeat."""
     first = max(len(kinds) - period, 0)
     while first and kinds[first - 1] == kinds[first - 1 + period]:
         first -= 1
@@ -199,7 +195,7 @@ _Key = tuple[str, int | None, int]
 
 
 def _courses(traces: Corners, depth: Depths) -> tuple[Course, ...]:
-    """Returns the moments of all segments that can be the highest of their name."""
+    """Returns the moments that can be the highest of their segment."""
     corners = [
         _segments(traces[layers, samples], layers, depth) for layers in (depth.few, depth.more) for samples in BATCHES
     ]
@@ -214,9 +210,9 @@ def _courses(traces: Corners, depth: Depths) -> tuple[Course, ...]:
 def _segments(trace: Trace, num_layers: int, depth: Depths) -> dict[_Key, Segment]:
     """Returns the segments by name, place and occurrence.
 
-    A layer's place is its number from the first, and from the last as well, where it is one of the period.
+    A layer's place is its index, and for layers of the period also its index from the end.
     """
-    found: dict[_Key, Segment] = {}
+    segments: dict[_Key, Segment] = {}
     seen: Counter[tuple[str, int | None]] = Counter()
     for segment in trace.segments:
         places: list[int | None] = [None]
@@ -224,13 +220,13 @@ def _segments(trace: Trace, num_layers: int, depth: Depths) -> dict[_Key, Segmen
             both = (segment.layer, segment.layer - num_layers)
             places = [place for place in both if depth.different - depth.few <= place < depth.few]
         for place in places:
-            found[segment.name, place, seen[segment.name, place]] = segment
+            segments[segment.name, place, seen[segment.name, place]] = segment
             seen[segment.name, place] += 1
-    return found
+    return segments
 
 
 def _aligned(name: str, corners: Sequence[Sequence[Moment]], layers: int) -> list[Course]:
-    """Returns the courses through moments of equal number in each corner, or through the highest where they differ."""
+    """Returns a course per moment if all corners have the same number of moments, else one through the highest."""
     if len({len(moments) for moments in corners}) > 1:
         corners = [[max(moments, key=lambda moment: moment.total)] for moments in corners]
     return [
@@ -257,7 +253,7 @@ def _plane(values: Sequence[int], layers: int) -> Plane:
 
 
 def _highest(courses: list[Course]) -> list[Course]:
-    """Returns the courses without those that another one never falls below."""
+    """Returns the courses that no other one always exceeds."""
     left: list[Course] = []
     for course in courses:
         if not any(course.never_exceeds(other) for other in left):

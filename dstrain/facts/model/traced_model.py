@@ -1,4 +1,4 @@
-"""Derives the facts of a model of an unknown family from what Transformers builds of its config."""
+"""Derives the facts of a model of an unknown family from the modules that Transformers builds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dstrain.facts.model.model_facts import Kind, ModelFacts, Moe, TensorGroup, 
 from dstrain.facts.model.trace_records import Description, Parameter
 
 NO_LIMIT = 2**31 - 1
-"""Longest sequence of a model whose config names none."""
+"""`max_position_embeddings` of a model whose config has no such limit."""
 
 _DTYPES = ("bfloat16", "float16", "float32")
 _ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})
@@ -19,11 +19,11 @@ _ATTENTION = re.compile(r"attn|attention|mixer")
 
 
 def from_description(description: Description, *, name: str, source: str) -> ModelFacts:
-    """Returns the facts that a description gives.
+    """Returns the facts in a description.
 
-    Heads, widths and the vocabulary are those of the config under its usual names; parameters are exact. A mixture of
-    experts is known as one where Transformers keeps its experts in 3-D parameters and the config says how many a token
-    visits. Raises InvalidConfig where the config names no sizes.
+    Heads, widths and the vocabulary come from the usual keys of the config; parameters are exact. A mixture of experts
+    is recognized if Transformers keeps its experts in 3-D parameters and the config has `num_experts_per_tok`. Raises
+    InvalidConfig if the config lacks the basic sizes.
     """
     sizes = description.sizes
     missing = [key for key in ("hidden_size", "num_hidden_layers") if key not in sizes]
@@ -56,7 +56,7 @@ def from_description(description: Description, *, name: str, source: str) -> Mod
 
 
 def _head_widths(description: Description, heads: int) -> tuple[int, int]:
-    """Returns the widths of a query head and of a value head; latent attention has its own names for them."""
+    """Returns the widths of a query head and of a value head; latent attention has its own keys for them."""
     sizes = description.sizes
     width = sizes.get("head_dim") or sizes["hidden_size"] // heads
     latent = [sizes.get(key, 0) for key in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")]
@@ -64,7 +64,7 @@ def _head_widths(description: Description, heads: int) -> tuple[int, int]:
 
 
 def _groups(description: Description) -> tuple[TensorGroup, ...]:
-    """Returns the parameters by name, kind and shape; numbers in names outside the decoder layers become stars."""
+    """Returns the parameters by name, kind and shape; indices in names become stars."""
     counts: dict[tuple[str, Kind, tuple[int, ...], bool], int] = {}
     for parameter in description.parameters:
         kind = _kind(parameter)
@@ -81,7 +81,7 @@ def _groups(description: Description) -> tuple[TensorGroup, ...]:
 
 
 def _kind(parameter: Parameter) -> Kind:
-    """Returns what a parameter belongs to, by its role and the parts of its name."""
+    """Returns the kind of a parameter, by its role and the parts of its name."""
     by_role = {"embedding": Kind.EMBEDDING, "head": Kind.HEAD, "norm": Kind.NORM, "vision": Kind.VISION}
     if parameter.role in by_role:
         return by_role[parameter.role]
@@ -94,7 +94,7 @@ def _kind(parameter: Parameter) -> Kind:
 
 
 def _widest_mlp(groups: Sequence[TensorGroup], hidden_size: int) -> int:
-    """Returns the inner width of the MLP, as its matrices have it; the hidden size where there is none."""
+    """Returns the inner width of the MLP from its matrices, by default the hidden size."""
     return max((max(group.shape) for group in groups if group.kind is Kind.MLP), default=hidden_size)
 
 

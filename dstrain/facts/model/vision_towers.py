@@ -1,7 +1,6 @@
 """Vision towers of vision-language models: their facts, and their parameter tensors.
 
-A tensor that each block has is named in full, with a star for the number of the block, so that it cannot be taken for
-one of the same name in a decoder layer.
+Names of tensors are full names with a star for the block's index, so that none equals a name in a decoder layer.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ def qwen3_vl_vision(config: Fields) -> Vision:
 
 
 def siglip_vision(config: Fields) -> Vision:
-    """Returns the facts of Gemma 3's SigLIP tower, whose patches are averaged down to `mm_tokens_per_image`."""
+    """Returns the facts of Gemma 3's SigLIP tower, whose patches are pooled to `mm_tokens_per_image`."""
     tower = config.section("vision_config")
     tower.divided("hidden_size", "num_attention_heads")
     patches_per_side = tower.size("image_size") // tower.size("patch_size")
@@ -65,7 +64,7 @@ def qwen3_vl_tower(config: Fields) -> Groups:
         *_linear(f"{block}.mlp.linear_fc2", (width, inner), depth),
         *_affine(f"{root}.merger.norm", (width,), 1),
         *_merger_mlp(f"{root}.merger", merged, tower.size("out_hidden_size"), 1),
-        # a deepstack merger normalises after it has put the patches together, the last merger before
+        # a deepstack merger normalizes merged patches, the last merger single ones
         *_affine(f"{root}.deepstack_merger_list.*.norm", (merged,), levels),
         *_merger_mlp(f"{root}.deepstack_merger_list.*", merged, tower.size("out_hidden_size"), levels),
     ]
@@ -93,14 +92,14 @@ def siglip_tower(config: Fields) -> Groups:
         *_linear(f"{layer}.mlp.fc2", (width, inner), depth),
         *_affine(f"{root}.post_layernorm", (width,), 1),
         *(_siglip_head(f"{root}.head", width, inner) if tower.flag("vision_use_head") else []),
-        # multiplied as it is, (in, out): no Linear
+        # (in, out), multiplied as it is: not a Linear
         _tensor(f"{projector}.mm_input_projection_weight", (width, text_width), 1),
         _tensor(f"{projector}.mm_soft_emb_norm.weight", (width,), 1),
     ]
 
 
 def _siglip_head(root: str, width: int, inner: int) -> Groups:
-    """Returns the attention pooling that SigLIP ends in, which Gemma 3's own checkpoints switch off."""
+    """Returns SigLIP's attention pooling, which Gemma 3's own checkpoints switch off."""
     return [
         _tensor(f"{root}.probe", (1, 1, width), 1),
         _tensor(f"{root}.attention.in_proj_weight", (3 * width, width), 1),

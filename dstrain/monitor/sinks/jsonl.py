@@ -12,18 +12,18 @@ from dstrain.monitor.metrics import without_nonfinite
 
 
 class JsonlFile:
-    """A file that grows by whole lines."""
+    """A file of JSON lines that is only appended to."""
 
     def __init__(self, path: Path) -> None:
-        """Takes the file; it is made with the first line."""
+        """The file is created with the first line."""
         self.path = path
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Adds one line; what is not finite is written as null beside its name, as JSON has no NaN."""
+        """Appends one line; NaN and infinities are written as null (`without_nonfinite`)."""
         line = json.dumps(without_nonfinite(record), ensure_ascii=False, allow_nan=False) + "\n"
         with self.path.open("ab") as file:
             if file.tell() and not self._ends_whole():
-                file.write(b"\n")  # a line that a kill cut short stays alone
+                file.write(b"\n")  # ends a line that was truncated by a kill
             file.write(line.encode())
 
     def _ends_whole(self) -> bool:
@@ -33,8 +33,8 @@ class JsonlFile:
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """Returns the whole lines of a file, without those that a kill cut short; none where there is no file."""
-    found = []
+    """Returns the records of a file without truncated lines; none if the file is missing."""
+    records = []
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
@@ -45,12 +45,12 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
         except ValueError:
             continue
         if isinstance(record, dict):
-            found.append(record)
-    return found
+            records.append(record)
+    return records
 
 
 def current_steps(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the logged steps of a run without those that a resume went back behind.
+    """Returns the logged steps of a run without those that were repeated after a resume.
 
     >>> current_steps([{"step": 1}, {"step": 2}, {"event": "resume", "from_step": 1}, {"step": 2, "loss": 3}])
     [{'step': 1}, {'step': 2, 'loss': 3}]

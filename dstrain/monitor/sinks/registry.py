@@ -1,4 +1,4 @@
-"""The table of sinks besides `metrics.jsonl`, and a guard that keeps their errors from training."""
+"""The table of sinks besides `metrics.jsonl`, and a guard that keeps their errors away from training."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ SINKS: Mapping[str, Opener] = MappingProxyType(
         "wandb": wandb.open_sink,
     }
 )
-"""The word in `monitor: sinks` → what opens it."""
+"""Name in `monitor: sinks` → the function that opens the sink."""
 
 
 class Guarded:
-    """A sink whose failures are said once and never reach training."""
+    """A sink whose first failure is reported, and no failure reaches training."""
 
     def __init__(self, name: str, sink: Sink, say: Say) -> None:
-        """Takes the sink and its name in messages."""
+        """`name` is for messages."""
         self.name = name
         self.sink = sink
         self._say = say
         self._has_failed = False
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        """Draws one point in each curve, unless the sink failed before."""
+        """Adds one point to each curve, unless the sink has failed before."""
         self._try("log", lambda: self.sink.log(values, step))
 
     def finish(self, end: End, error: str | None = None) -> None:
-        """Writes what is left."""
+        """Flushes and closes the sink."""
         self._try("finish", lambda: self.sink.finish(str(end), error))
 
     def _try(self, what: str, act: Callable[[], None]) -> None:
@@ -45,14 +45,14 @@ class Guarded:
         except Exception as error:
             self._has_failed = True
             reason = f"{type(error).__name__}: {error}".split("\n")[0]
-            self._say(f"{self.name}: {what} failed ({reason}); going on without it, metrics.jsonl has everything")
+            self._say(f"{self.name}: {what} failed ({reason}); training continues without it, see metrics.jsonl")
 
 
 def open_sinks(names: Sequence[str], setup: Setup, say: Say) -> list[Guarded]:
-    """Returns the opened sinks; one that fails to open is said and left out.
+    """Returns the opened sinks; failures to open are reported.
 
-    Raises InvalidConfig for a name that is no sink, and DstrainError of a sink that a person must mend (a package that
-    is missing), before anything slow starts.
+    Raises InvalidConfig for an unknown sink, and DstrainError for problems that the user must fix (a missing package),
+    before anything slow starts.
     """
     unknown = [name for name in names if name not in SINKS]
     if unknown:
@@ -65,7 +65,7 @@ def open_sinks(names: Sequence[str], setup: Setup, say: Say) -> list[Guarded]:
             raise
         except Exception as error:
             reason = f"{type(error).__name__}: {error}".split("\n")[0]
-            say(f"{name}: did not start ({reason}); going on without it, metrics.jsonl has everything")
+            say(f"{name}: failed to start ({reason}); training continues without it, see metrics.jsonl")
             continue
         if sink is not None:
             say(sink.place)

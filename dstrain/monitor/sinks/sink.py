@@ -1,4 +1,4 @@
-"""The protocol of a sink, which keeps the metrics of a run."""
+"""The protocol of a sink, which stores the metrics of a run."""
 
 from __future__ import annotations
 
@@ -23,46 +23,44 @@ class End(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """What a sink is opened with."""
+    """The arguments of a sink."""
 
     project: str
-    """Project name."""
     name: str
     """Name of the run."""
     mode: SwanLabMode
     """SwanLab's mode."""
     run_dir: Path
-    """The run directory; a sink keeps its files inside."""
+    """The run directory, for the sink's files."""
     config: Mapping[str, Any]
-    """What the run was asked to do; no secrets."""
+    """Job and configuration, without secrets."""
     description: str = ""
-    """The run in a few sentences."""
+    """Model, data and machines in a few sentences."""
     tags: tuple[str, ...] = ()
-    """Words to filter runs by."""
     is_resumed: bool
-    """Whether an earlier part of this run exists, which the sink should go on with."""
+    """Whether the sink continues an earlier part of this run."""
 
 
 class Sink(Protocol):
-    """A place that draws curves."""
+    """Stores or shows curves."""
 
     @property
     def place(self) -> str:
-        """Says where the curves are, for people."""
+        """Where to find the curves, for people."""
 
     @property
     def facts(self) -> Mapping[str, Any]:
-        """What the summary should say about it, such as its folder."""
+        """Entries for `summary.json`, such as the sink's folder."""
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        """Draws one point in each curve."""
+        """Adds one point to each curve."""
 
     def finish(self, end: str, error: str | None) -> None:
-        """Writes what is left."""
+        """Flushes and closes; `end` is a value of `End`."""
 
 
 class Opener(Protocol):
-    """Opens a sink; raises DstrainError where a person must act, and anything else where it just failed."""
+    """Opens a sink; raises DstrainError if the user must act, and anything else if it merely failed."""
 
     def __call__(self, setup: Any, say: Say) -> Sink | None:
-        """Returns the sink, or None after saying why there is none."""
+        """Returns the sink, or None after printing the reason."""

@@ -19,15 +19,15 @@ if TYPE_CHECKING:
     from dstrain.monitor.sinks.sink import Setup
 
 RUN_RECORD = ".dstrain-run.json"
-"""File in the run directory that holds the run's id, so that a resumed run goes on in the same curves, and the folders
-of those of its parts that were written offline."""
+"""File in the run directory with the run's id, so that a resumed run continues its curves, and with the folders of its
+offline parts."""
 
 
 class SwanlabSink:
     """One SwanLab run."""
 
     def __init__(self, swanlab: Any, *, mode: SwanLabMode, folder: Path, run_id: str, to_upload: Sequence[str]) -> None:
-        """Takes the module with an active run; `to_upload` are the folders of all its parts that are offline."""
+        """`swanlab` is the module with an active run; `to_upload` are the folders of all offline parts."""
         self._swanlab = swanlab
         self._mode = mode
         self._folder = folder
@@ -36,7 +36,7 @@ class SwanlabSink:
 
     @property
     def place(self) -> str:
-        """Says where the curves are."""
+        """Where to find the curves."""
         where = f"{self._mode} in {self._folder}"
         if self._mode is SwanLabMode.ONLINE:
             where = getattr(self._swanlab.get_run(), "url", None) or "online"
@@ -44,7 +44,7 @@ class SwanlabSink:
 
     @property
     def facts(self) -> Mapping[str, Any]:
-        """The mode, the folder, the id, and the folders that are to be uploaded."""
+        """Mode, folder, id, and the folders to upload."""
         return {
             "swanlab_mode": str(self._mode),
             "swanlab_dir": str(self._folder),
@@ -53,17 +53,17 @@ class SwanlabSink:
         }
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        """Draws one point in each curve."""
+        """Adds one point to each curve."""
         named = {name if "/" in name else f"{_section(name)}/{name}": value for name, value in values.items()}
         self._swanlab.log(named, step=int(step))
 
     def finish(self, end: str, error: str | None) -> None:
-        """Writes what is left: SwanLab flushes its file only when it is closed."""
+        """Closes the run: SwanLab flushes its file only then."""
         if self._swanlab.has_run():
             try:
                 self._swanlab.finish(state=end, error=error if end == "crashed" else None)
             except ValueError:
-                # the last thing it does is to restore a signal handler, which only the main thread may
+                # finally it restores a signal handler, which only the main thread may do
                 if threading.current_thread() is threading.main_thread():
                     raise
 
@@ -75,9 +75,9 @@ def _section(name: str) -> str:
 
 
 def open_sink(setup: Setup, say: Callable[[str], None]) -> SwanlabSink | None:
-    """Returns a SwanLab run in the mode of `setup`; when that fails in `offline`; and when that fails None.
+    """Returns a SwanLab run in the mode of `setup`, else in `offline`, else None.
 
-    The mode is always passed and nothing is ever asked. Each failure is said in one line.
+    The mode is always passed, so SwanLab never prompts. Each failure is one line.
     """
     if setup.mode is SwanLabMode.DISABLED:
         return None
@@ -94,18 +94,18 @@ def open_sink(setup: Setup, say: Callable[[str], None]) -> SwanlabSink | None:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             _init(swanlab, setup, mode, folder, run_id)
-            made = sorted(folder.glob(f"run-*{run_id}*"))  # named by time; a resumed run has one for each part
+            made = sorted(folder.glob(f"run-*{run_id}*"))  # named by time; one per part of a resumed run
             part = made[-1] if made else folder
             to_upload = _note_part(setup, part.name if mode is SwanLabMode.OFFLINE else None)
             return SwanlabSink(swanlab, mode=mode, folder=part, run_id=run_id, to_upload=to_upload)
         except Exception as error:
             reason = f"{type(error).__name__}: {error}".split("\n")[0]
             rest = (
-                "going on offline"
+                "continuing offline"
                 if mode is not SwanLabMode.OFFLINE
-                else "going on without it, metrics.jsonl has it all"
+                else "training continues without it, see metrics.jsonl"
             )
-            say(f"SwanLab: {mode} did not start ({reason}); {rest}")
+            say(f"SwanLab: {mode} failed to start ({reason}); {rest}")
     return None
 
 
@@ -127,7 +127,7 @@ def _init(swanlab: Any, setup: Setup, mode: SwanLabMode, folder: Path, run_id: s
 
 
 def _run_id(setup: Setup) -> str:
-    """Returns the id of the earlier part of a resumed run, else a new one, which is then on record."""
+    """Returns the id of the earlier part of a resumed run, else a new one, which is recorded."""
     known = _record(setup).get("swanlab_id") if setup.is_resumed else None
     if isinstance(known, str) and known:
         return known
@@ -137,7 +137,7 @@ def _run_id(setup: Setup) -> str:
 
 
 def _note_part(setup: Setup, name: str | None) -> list[str]:
-    """Puts a part that is written offline on record; returns the folders of all that are still there."""
+    """Records an offline part; returns the existing folders of all parts."""
     record = _record(setup)
     names = [*record.get("offline", []), *([name] if name else [])]
     write_atomic(setup.run_dir / RUN_RECORD, json.dumps({**record, "offline": names}) + "\n")
@@ -146,7 +146,7 @@ def _note_part(setup: Setup, name: str | None) -> list[str]:
 
 
 def _record(setup: Setup) -> dict[str, Any]:
-    """Returns what is on record of this run's parts; nothing where there is none, or it cannot be read."""
+    """Returns the record of this run's parts; an empty one if it is missing or damaged."""
     try:
         record = json.loads((setup.run_dir / RUN_RECORD).read_text(encoding="utf-8"))
     except (OSError, ValueError):

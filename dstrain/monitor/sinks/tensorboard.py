@@ -16,13 +16,13 @@ class TensorboardSink:
     """One writer of event files."""
 
     def __init__(self, writer: Any, folder: str) -> None:
-        """Takes an open writer."""
+        """`folder` is for messages."""
         self._writer = writer
         self._folder = folder
 
     @property
     def place(self) -> str:
-        """Says how to look at it."""
+        """How to view the curves."""
         return f"TensorBoard: tensorboard --logdir {self._folder}"
 
     @property
@@ -31,7 +31,7 @@ class TensorboardSink:
         return {"tensorboard_dir": self._folder}
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        """Draws one point in each curve."""
+        """Adds one point to each curve."""
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
 

@@ -16,12 +16,12 @@ class WandbSink:
     """One W&B run."""
 
     def __init__(self, run: Any) -> None:
-        """Takes an active run."""
+        """`run` is an active run."""
         self._run = run
 
     @property
     def place(self) -> str:
-        """Says where the curves are."""
+        """Where to find the curves."""
         return f"W&B: {getattr(self._run, 'url', None) or 'offline, ' + str(self._run.dir)}"
 
     @property
@@ -30,11 +30,11 @@ class WandbSink:
         return {"wandb_dir": str(self._run.dir)}
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        """Draws one point in each curve."""
+        """Adds one point to each curve."""
         self._run.log(dict(values), step=step)
 
     def finish(self, end: str, error: str | None) -> None:
-        """Uploads what is left."""
+        """Uploads the rest and closes the run."""
         self._run.finish(exit_code=0 if end == "success" else 1)
 
 

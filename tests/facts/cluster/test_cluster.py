@@ -70,7 +70,7 @@ def test_numbers_below_one_are_refused(number: int) -> None:
 
 
 def test_without_any_number_it_asks_for_one() -> None:
-    assert error().problem == "the number of GPUs is not known"
+    assert error().problem == "the number of GPUs is unknown"
 
 
 def test_hosts_say_how_many_gpus_there_are() -> None:
@@ -88,14 +88,14 @@ def test_options_that_agree_with_the_hosts_change_nothing() -> None:
 def test_more_gpus_than_the_hosts_have_names_both() -> None:
     found = error(gpus=16, hosts=parse("gpu1 slots=8\n", "hostfile"))
 
-    assert found.problem == "--gpus 16, but hostfile names one host with slots=8: 8 GPUs"
+    assert found.problem == "--gpus 16, but hostfile has one host with slots=8: 8 GPUs"
     assert found.hint == "Give `--gpus 8` or a list of 2 hosts."
 
 
 def test_fewer_gpus_than_the_hosts_have_names_both() -> None:
     found = error(gpus=8, hosts=expand("gpu[1-4]:8", None))
 
-    assert found.problem == "--gpus 8, but --hosts names 4 hosts with slots=8: 32 GPUs"
+    assert found.problem == "--gpus 8, but --hosts has 4 hosts with slots=8: 32 GPUs"
     assert found.hint == "Give `--gpus 32` or a list of 1 host."
 
 
@@ -106,14 +106,14 @@ def test_fewer_gpus_than_one_host_has_suggests_its_slots() -> None:
 def test_another_number_per_node_than_the_hosts_names_both() -> None:
     found = error(gpus_per_node=4, hosts=expand("gpu[1-2]:8", None))
 
-    assert found.problem == "--gpus-per-node 4, but --hosts names 2 hosts with slots=8"
+    assert found.problem == "--gpus-per-node 4, but --hosts has 2 hosts with slots=8"
 
 
 def test_unequal_hosts_are_listed_with_their_lines() -> None:
     found = error(hosts=parse("# mixed\na slots=8\nb slots=4\n", "hostfile"))
 
     assert found.problem.split("\n")[1:] == ["hostfile:2: a has 8 slots", "hostfile:3: b has 4 slots"]
-    assert found.hint == "Give each of them 4 slots, or leave the others out."
+    assert found.hint == "Write slots=4 for every host, or leave out the others."
 
 
 @pytest.mark.parametrize(

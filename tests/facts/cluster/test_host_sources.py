@@ -95,5 +95,5 @@ def test_outside_of_its_jobs_a_source_says_so(source: str) -> None:
 
 @pytest.mark.parametrize("source", ["ssh-config", "openmpi", "k8s"])
 def test_hosts_without_slots_ask_for_them(source: str) -> None:
-    with pytest.raises(InvalidConfig, match="says nothing of GPUs"):
+    with pytest.raises(InvalidConfig, match="does not count GPUs"):
         hosts(source, text="Host a\n" if source == "ssh-config" else "a\n", file=Path("f"))

@@ -74,7 +74,7 @@ def test_names_and_addresses_are_taken(name: str) -> None:
         ("w slots=8 max_slots=8", "1:11", "`max_slots=8` follows the number; write `w slots=8`"),
         ("  w slots=8  # the first", "1:14", "a comment needs a line of its own; write `w slots=8`"),
         ("w gpu=1 slots=8", "1:3", "`w slots=8`"),
-        ("slots=8", "1:1", "no host stands before `slots=8`; write `HOST slots=8`"),
+        ("slots=8", "1:1", "the host before `slots=8` is missing; write `HOST slots=8`"),
         ("w:8 slots=8", "1:1", "write `w slots=N`"),
         ("a;b slots=8", "1:1", '"a;b" is not a host name'),
         ("$(id) slots=8", "1:1", "is not a host name"),
@@ -100,7 +100,7 @@ def test_the_problems_of_the_whole_file_come_together() -> None:
         "hostfile:5:9:",
     ]
     assert "byte order mark" in found[0]
-    assert '"a" stands on line 1 already' in found[2]
+    assert '"a" is already on line 1' in found[2]
 
 
 @pytest.mark.parametrize("text", ["", "\n\n", "# only a comment\n"])
@@ -215,19 +215,19 @@ def test_slots_of_an_item_win_over_the_common_ones() -> None:
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("gpu[16-01]", 'the range "[16-01]" runs backwards; write [01-16]'),
+        ("gpu[16-01]", 'the range "[16-01]" is descending; write [01-16]'),
         ("gpu[1-]", '"[1-]" is not a range'),
         ("gpu[]", '"[]" is not a range'),
         ("gpu[a-b]", '"[a-b]" is not a range'),
-        ("gpu[1-016]", 'the range "[1-016]" has uneven zeros; write [001-016]'),
+        ("gpu[1-016]", 'the range "[1-016]" has inconsistent leading zeros; write [001-016]'),
         ("gpu[0-999999999]", "is longer than 4096 hosts"),
-        ("gpu[1-100]x[1-100]", "the most is 4096"),
-        ("gpu[1-2", '"gpu[1-2" has a bracket without its partner'),
-        ("gpu1-2]", "bracket without its partner"),
+        ("gpu[1-100]x[1-100]", "more than 4096 hosts"),
+        ("gpu[1-2", '"gpu[1-2" has an unmatched bracket'),
+        ("gpu1-2]", "unmatched bracket"),
         ("gpu1,,gpu2", "a name is missing between two commas"),
         ("", "a name is missing"),
-        ("gpu1,gpu1", '"gpu1" comes twice'),
-        ("gpu[1-2,2]", '"gpu2" comes twice'),
+        ("gpu1,gpu1", '"gpu1" appears twice'),
+        ("gpu[1-2,2]", '"gpu2" appears twice'),
         ("gpu1:0", "0 is not a number of GPUs"),
         ("gpu1:x", "is not a host name"),
         ("a b", "is not a host name"),
@@ -243,7 +243,7 @@ def test_the_problems_of_a_list_come_together() -> None:
 
 
 def test_without_a_number_of_slots_the_list_says_how_to_give_one() -> None:
-    assert problem_of_hosts("gpu1", None) == '--hosts: "gpu1" has no slots; write "gpu1:8" where it has 8 GPUs'
+    assert problem_of_hosts("gpu1", None) == '--hosts: "gpu1" has no slots; write "gpu1:8" if it has 8 GPUs'
 
 
 @given(st.text(alphabet="ab01-[],:. ", max_size=20))

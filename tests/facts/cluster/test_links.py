@@ -47,7 +47,7 @@ def test_a_share_that_is_no_count_is_refused(name: str) -> None:
     with pytest.raises(InvalidConfig, match="after the slash") as caught:
         link(name)
 
-    assert caught.value.hint == 'Write "ib400/8" where 8 GPUs share one.'
+    assert caught.value.hint == 'Write "ib400/8" if 8 GPUs share one.'
 
 
 def test_a_misspelt_link_gets_the_nearest() -> None:

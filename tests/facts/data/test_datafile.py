@@ -33,16 +33,16 @@ def test_what_nobody_reads_is_counted_by_name(tmp_path: Path) -> None:
     turns = [{"role": "user", "content": "a", "name": "Ann"}, {"role": "assistant", "content": "b", "name": None}]
     rows = [{"messages": turns, "source": "web", "id": 0}, {"messages": turns[1:], "source": ""}]
     path = write(tmp_path / "train.jsonl", *rows)
-    note = "not trained on: source (1 sample), id (1 sample), messages.name (1 sample)"
+    note = "unused columns: source (1 sample), id (1 sample), messages.name (1 sample)"
     assert check(path, DataFormat.AUTO).note == note
     assert str(check(path, DataFormat.AUTO, limit_bytes=9).note).endswith(", of the first 1")
 
 
 def test_a_column_whose_meaning_would_be_lost_is_refused_with_its_line(tmp_path: Path) -> None:
     path = write(tmp_path / "train.jsonl", GOOD, GOOD | {"images": ["a.png"]})
-    assert problem_of(path).problem.startswith(f'{path}:2: "images" names images, video or sound')
+    assert problem_of(path).problem.startswith(f'{path}:2: "images" holds images, video or audio')
     path = write(tmp_path / "train.jsonl", {"prompt": "a", "chosen": "b", "rejected": "c"})
-    assert problem_of(path).problem.startswith(f'{path}: "chosen" says which answer is the better one')
+    assert problem_of(path).problem.startswith(f'{path}: "chosen" marks the preferred answer')
 
 
 def test_limit_ends_the_check_early(tmp_path: Path) -> None:
@@ -56,14 +56,14 @@ def test_limit_may_cut_a_list_anywhere(tmp_path: Path, cut: int) -> None:
     rows = [{"text": 'a "quoted" \u00e9\n'}, {"text": "b", "n": 1.5, "flag": False}] * 20
     path = write(tmp_path / "train.json", text=json.dumps(rows))
     if cut < 30:
-        assert "holds no samples" in problem_of(path, limit_bytes=cut).problem
+        assert "no samples" in problem_of(path, limit_bytes=cut).problem
     else:
         assert not check(path, DataFormat.AUTO, limit_bytes=cut).complete
 
 
 def test_json_list_counts_lines(tmp_path: Path) -> None:
     path = write(tmp_path / "train.json", text=json.dumps([GOOD, GOOD | {"output": 3}], indent=2))
-    assert problem_of(path).problem == f'{path}:7: "output" is 3; it has to be a string'
+    assert problem_of(path).problem == f'{path}:7: "output" is 3; it must be a string'
 
 
 def test_json_file_may_hold_lines(tmp_path: Path) -> None:
@@ -89,7 +89,7 @@ def test_parquet_is_read(tmp_path: Path) -> None:
 def test_half_a_parquet_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "train.parquet"
     path.write_bytes(b"PAR1 and no more")
-    assert "not a whole Parquet file" in problem_of(path).problem
+    assert "not a complete Parquet file" in problem_of(path).problem
 
 
 def test_missing_file_gets_the_nearest_name(tmp_path: Path) -> None:
@@ -100,18 +100,18 @@ def test_missing_file_gets_the_nearest_name(tmp_path: Path) -> None:
 
 
 def test_folder_is_refused(tmp_path: Path) -> None:
-    assert problem_of(tmp_path).problem == f"{tmp_path}: is a folder; data has to be one file"
+    assert problem_of(tmp_path).problem == f"{tmp_path}: is a folder; data must be one file"
 
 
 def test_empty_file_is_refused(tmp_path: Path) -> None:
-    assert problem_of(write(tmp_path / "train.jsonl")).problem.endswith("train.jsonl: is empty")
-    assert problem_of(write(tmp_path / "train.jsonl", text="\n \n")).problem.endswith("holds no samples")
-    assert problem_of(write(tmp_path / "train.json", text="[]")).problem.endswith("holds no samples")
+    assert problem_of(write(tmp_path / "train.jsonl")).problem.endswith("train.jsonl: the file is empty")
+    assert problem_of(write(tmp_path / "train.jsonl", text="\n \n")).problem.endswith("no samples")
+    assert problem_of(write(tmp_path / "train.json", text="[]")).problem.endswith("no samples")
 
 
 def test_unknown_ending_gets_the_nearest(tmp_path: Path) -> None:
     assert problem_of(write(tmp_path / "train.jsnol", GOOD)).hint == 'Did you mean ".jsonl"?'
-    assert problem_of(write(tmp_path / "train.csv", GOOD)).problem.endswith('".csv" is not an ending of a data file')
+    assert problem_of(write(tmp_path / "train.csv", GOOD)).problem.endswith('unknown file name extension ".csv"')
 
 
 def test_broken_line_is_named_with_line_and_column(tmp_path: Path) -> None:
@@ -130,16 +130,16 @@ def test_broken_list_is_named_with_line_and_column(tmp_path: Path) -> None:
 def test_line_that_is_no_object_is_named(tmp_path: Path) -> None:
     path = write(tmp_path / "train.jsonl", GOOD, "text", [1], None)
     assert problem_of(path).problem.splitlines() == [
-        f"{path}:2: is a string; a sample has to be an object",
-        f"{path}:3: is a list; a sample has to be an object",
-        f"{path}:4: is null; a sample has to be an object",
+        f"{path}:2: is a string; a sample must be an object",
+        f"{path}:3: is a list; a sample must be an object",
+        f"{path}:4: is null; a sample must be an object",
     ]
 
 
 def test_other_encoding_is_named(tmp_path: Path) -> None:
     path = tmp_path / "train.jsonl"
     path.write_bytes(b'{"text": "caf\xe9"}\n')
-    assert problem_of(path).problem == f"{path}:1:14: is not UTF-8"
+    assert problem_of(path).problem == f"{path}:1:14: not UTF-8"
 
 
 def test_unknown_columns_are_named_once(tmp_path: Path) -> None:

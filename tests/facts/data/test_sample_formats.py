@@ -90,24 +90,24 @@ def test_text_is_returned_as_it_is() -> None:
     ("row", "data_format", "problem"),
     [
         ({"instruction": "a"}, ALPACA, '"output" is missing'),
-        ({"instruction": "a", "output": 2}, ALPACA, '"output" is 2; it has to be a string'),
+        ({"instruction": "a", "output": 2}, ALPACA, '"output" is 2; it must be a string'),
         ({"instruction": "", "output": "x"}, ALPACA, '"instruction" is empty'),
         ({"instruction": "a", "output": "x", "history": [["q"]]}, ALPACA, '"history" 1 is ["q"]'),
         ({"instruction": "a", "output": "x", "history": "q"}, ALPACA, '"history" is "q"'),
         ({"messages": []}, MESSAGES, '"messages" is empty'),
-        ({"messages": "hello"}, MESSAGES, '"messages" is "hello"; it has to be a list'),
+        ({"messages": "hello"}, MESSAGES, '"messages" is "hello"; it must be a list'),
         ({"other": 1}, MESSAGES, '"messages" is missing'),
         ({"messages": ["hello"]}, MESSAGES, 'messages 1 is "hello"'),
         ({"messages": [{"role": "user"}]}, MESSAGES, 'messages 1: "content" is missing'),
         ({"messages": [{"content": "a"}]}, MESSAGES, 'messages 1: "role" is missing'),
         ({"messages": [user("a")]}, MESSAGES, '"messages" ends with the user'),
         ({"messages": [{"role": "asistant", "content": "a"}]}, MESSAGES, 'messages 1: role is "asistant"'),
-        ({"messages": [assistant("") | {"tool_calls": [{}]}]}, MESSAGES, 'messages 1: "tool_calls" is about tools'),
-        ({"messages": [assistant("a") | {"loss": False}]}, MESSAGES, 'messages 1: "loss" weighs or masks'),
-        ({"messages": [assistant("a") | {"weight": 0}]}, MESSAGES, 'messages 1: "weight" weighs or masks'),
+        ({"messages": [assistant("") | {"tool_calls": [{}]}]}, MESSAGES, 'messages 1: "tool_calls" describes tools'),
+        ({"messages": [assistant("a") | {"loss": False}]}, MESSAGES, 'messages 1: "loss" weights or masks'),
+        ({"messages": [assistant("a") | {"weight": 0}]}, MESSAGES, 'messages 1: "weight" weights or masks'),
         ({"messages": [assistant("a") | {"thinking": "hm"}]}, MESSAGES, 'messages 1: "thinking" holds thoughts'),
-        ({"messages": [user("a <image>"), assistant("b")]}, MESSAGES, 'turn 1, of the user: "<image>" names images'),
-        ({"instruction": "<|image_pad|>", "output": "b"}, ALPACA, '"<|image_pad|>" names images'),
+        ({"messages": [user("a <image>"), assistant("b")]}, MESSAGES, 'turn 1, of the user: "<image>" holds images'),
+        ({"instruction": "<|image_pad|>", "output": "b"}, ALPACA, '"<|image_pad|>" holds images'),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, MESSAGES, "parts that are not text"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image", "text": "a", "image": "a.png"}]}]},
@@ -126,7 +126,7 @@ def test_what_is_wrong_with_a_row_is_said(row: dict[str, object], data_format: D
 @pytest.mark.parametrize("name", ["image", "images", "video", "videos", "audio", "audios", "tools", "functions"])
 def test_media_and_tools_are_refused_by_name(name: str) -> None:
     for row, data_format in (({"text": "a"}, TEXT), ({"messages": [user("a"), assistant("b")]}, MESSAGES)):
-        with pytest.raises(InvalidConfig, match=f'^"{name}" .* cannot be trained on yet'):
+        with pytest.raises(InvalidConfig, match=f'^"{name}" .* is not supported'):
             to_messages(row | {name: ["a.png"]}, data_format)
         assert to_messages(row | {name: []}, data_format) == to_messages(row, data_format)
 
@@ -166,8 +166,8 @@ def test_a_system_column_beside_a_system_turn_is_not_read() -> None:
 @pytest.mark.parametrize(
     ("columns", "hint"),
     [
-        (["prompt", "completion"], 'Call "prompt" instruction and "completion" output.'),
-        (["query", "response"], 'Call "query" instruction and "response" output.'),
+        (["prompt", "completion"], 'Rename "prompt" to instruction and "completion" to output.'),
+        (["query", "response"], 'Rename "query" to instruction and "response" to output.'),
         (["completion"], "Rename the columns to those of one of the formats."),
         (["mesages"], '"mesages": did you mean "messages"?'),
     ],

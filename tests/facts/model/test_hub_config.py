@@ -171,7 +171,7 @@ def test_a_model_without_a_config_is_told_from_one_that_does_not_exist(hub: Serv
 def test_a_gated_model_says_how_to_get_access(hub: Server, status: int) -> None:
     hub.answers[PATH] = Answer(status=status, headers={"X-Error-Code": "GatedRepo"})
 
-    with pytest.raises(EnvironmentProblem, match=f"gated, private, or misspelt: the hub answered {status}") as caught:
+    with pytest.raises(EnvironmentProblem, match=f"gated, private or misspelled: the hub answered {status}") as caught:
         fetch_config("org/model", Hub.HF)
 
     assert caught.value.hint is not None
@@ -197,7 +197,7 @@ def test_a_hub_in_trouble_is_named_with_its_status(hub: Server) -> None:
 def test_an_answer_that_is_no_config_is_shown(hub: Server, body: bytes) -> None:
     hub.answers[PATH] = Answer(body=body)
 
-    with pytest.raises(EnvironmentProblem, match=r"the answer is not a config\.json") as caught:
+    with pytest.raises(EnvironmentProblem, match=r"the response is not a config\.json") as caught:
         fetch_config("org/model", Hub.HF)
 
     assert repr(body[:60]) in caught.value.problem
@@ -208,16 +208,16 @@ def test_a_hub_that_does_not_listen_is_unreachable(own_home: Path, monkeypatch: 
         closed.bind(("127.0.0.1", 0))
         monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{closed.getsockname()[1]}")
 
-        with pytest.raises(EnvironmentProblem, match=r"cannot be reached: .*refused") as caught:
+        with pytest.raises(EnvironmentProblem, match=r"connection failed: .*refused") as caught:
             fetch_config("org/model", Hub.HF)
 
-    assert caught.value.hint == "Name a local folder, set HF_ENDPOINT to a mirror, or give `--hub modelscope`."
+    assert caught.value.hint == "Give a local folder, set HF_ENDPOINT to a mirror, or use `--hub modelscope`."
 
 
 def test_a_hub_that_does_not_answer_is_given_up(hub: Server) -> None:
     hub.answers[PATH] = Answer(body=b"{}", delay_s=1.0)
 
-    with pytest.raises(EnvironmentProblem, match="cannot be reached: timed out"):
+    with pytest.raises(EnvironmentProblem, match="connection failed: timed out"):
         fetch_config("org/model", Hub.HF, timeout_s=0.1)
 
 
@@ -227,7 +227,7 @@ def test_an_endpoint_that_is_no_address_is_unreachable(
 ) -> None:
     monkeypatch.setenv("HF_ENDPOINT", endpoint)
 
-    with pytest.raises(EnvironmentProblem, match="cannot be reached"):
+    with pytest.raises(EnvironmentProblem, match="connection failed"):
         fetch_config("org/model", Hub.HF)
 
 
@@ -235,7 +235,7 @@ def test_an_endpoint_that_is_no_address_is_unreachable(
 def test_offline_asks_nobody(hub: Server, monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
     monkeypatch.setenv(variable, "1")
 
-    with pytest.raises(EnvironmentProblem, match="HF_HUB_OFFLINE forbids") as caught:
+    with pytest.raises(EnvironmentProblem, match="HF_HUB_OFFLINE is set") as caught:
         fetch_config("org/model", Hub.HF)
 
     assert hub.requests == []
@@ -305,7 +305,7 @@ def test_anything_else_is_no_id(name: str) -> None:
 
 
 def test_a_config_is_an_object() -> None:
-    with pytest.raises(InvalidConfig, match=r"config\.json:1:1: a config\.json is an object in braces, not list"):
+    with pytest.raises(InvalidConfig, match=r"config\.json:1:1: not a JSON object, but list"):
         parse_config("[]", "config.json")
 
 

@@ -74,14 +74,14 @@ def test_a_resumed_run_keeps_its_id_and_a_new_one_does_not(tmp_path: Path) -> No
 
 def test_online_without_a_key_goes_on_offline_with_one_line(tmp_path: Path) -> None:
     output = run(tmp_path, "online")
-    assert output.count("did not start") == 1
+    assert output.count("failed to start") == 1
     assert "OPENED 1" in output
 
 
 def test_a_folder_that_cannot_be_written_goes_on_without_it(tmp_path: Path) -> None:
     (tmp_path / "swanlog").write_text("a file is in the way")
     output = run(tmp_path, "offline")
-    assert output.count("did not start") == 1
+    assert output.count("failed to start") == 1
     assert "OPENED 0" in output
 
 

@@ -157,7 +157,7 @@ def test_rows_that_cannot_be_used_are_skipped_and_named(
     found = prepared(tmp_path, tokenizer, rows, on_bad_row=OnBadRow.SKIP)
     assert (found.num_samples, found.num_dropped) == (2, 0)
     assert "2 rows cannot be used and were skipped (on_bad_row: skip), the first:" in found.notes[1]
-    assert re.fullmatch(r'  .*train\.jsonl:2: "output" is 3; it has to be a string', found.notes[2])
+    assert re.fullmatch(r'  .*train\.jsonl:2: "output" is 3; it must be a string', found.notes[2])
     assert re.fullmatch(r"  .*train\.jsonl:3: the chat template does not accept .*: no, please", found.notes[3])
     with pytest.raises(InvalidConfig, match=r"none of 0 samples (.|\n)*train\.jsonl:2"):
         prepared(tmp_path, tokenizer, rows[2:3] + rows[1:2], on_bad_row=OnBadRow.SKIP)
@@ -286,11 +286,11 @@ def test_what_nobody_reads_is_named_with_its_count_each_time(tmp_path: Path, tok
     ]
     for _ in range(2):  # the second time from the cache
         notes = prepared(tmp_path, tokenizer, rows).notes
-        assert notes[-1].endswith("train.jsonl: not trained on: source (2 samples), id (1 sample)")
+        assert notes[-1].endswith("train.jsonl: unused columns: source (2 samples), id (1 sample)")
 
 
 def test_images_are_refused_by_every_rank(tmp_path: Path, tokenizer: Any) -> None:
-    with pytest.raises(InvalidConfig, match=r'train\.jsonl:2: "images" names images'):
+    with pytest.raises(InvalidConfig, match=r'train\.jsonl:2: "images" holds images'):
         prepared(tmp_path, tokenizer, [{"messages": TALK}, {"messages": TALK, "images": ["a.png"]}])
 
 
