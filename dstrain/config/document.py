@@ -15,7 +15,7 @@ class Mark(Enum):
     """A marker in place of a value."""
 
     REMOVED = "removed"
-    """The key is not there, or is to go."""
+    """The key is missing, or is to be removed."""
     UNCHANGED = "unchanged"
     """The value stays as it is."""
 
@@ -26,23 +26,23 @@ UNCHANGED: Final[Literal[Mark.UNCHANGED]] = Mark.UNCHANGED
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """One thing to do to a text; several may come together, as a new name and a new value."""
+    """A change of one key: a new value, a new name, a new comment, or several of these."""
 
     pointer: Pointer
-    """The key. One that is not there yet is added, with the objects around it."""
+    """The key; a missing one is added, with the objects around it."""
     value: Any = UNCHANGED
     """The new value, or REMOVED."""
     after: tuple[str, ...] | None = None
-    """For a key that is added: the keys that stand before it where it comes from, in their order. It is put after the
-    last of them that is there, or first where none is; None puts it last."""
+    """For an added key: the keys that precede it in its source, in order. It is inserted after the last of them that
+    exists, or first if none does; None appends it."""
     renamed: str | None = None
-    """The key's new name; no other key of its object may have it."""
+    """The key's new name, which no other key of its object may have."""
     comment: str | None = None
-    """The comment at the end of its line, without `#`; "" for none, None for the one that is there. Only for YAML."""
+    """The comment at the end of its line, without `#`; "" removes it, None keeps it. Only for YAML."""
 
 
 def same(one: Any, other: Any) -> bool:
-    """Returns whether two values mean the same; 1 and 1.0 do, 1 and true do not.
+    """Returns whether two JSON values are equal; 1 equals 1.0, 1 does not equal true.
 
     >>> same({"a": [1]}, {"a": [1.0]}), same(1, True)
     (True, False)
@@ -55,7 +55,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 def lookup(value: Any, pointer: Pointer, default: Any = REMOVED) -> Any:
-    """Returns what stands at a pointer, or `default`."""
+    """Returns the value at a pointer, or `default`."""
     for key in pointer:
         try:
             value = value[key]
@@ -65,7 +65,7 @@ def lookup(value: Any, pointer: Pointer, default: Any = REMOVED) -> Any:
 
 
 def applied(value: Any, changes: Sequence[Change]) -> Any:
-    """Returns a value with changes made to it; the value itself stays as it is."""
+    """Returns a changed copy of a value."""
     top = [copy.deepcopy(value)]
     for change in changes:
         if lookup(top[0], change.pointer) is not REMOVED or not isinstance(change.value, Mark):
@@ -76,7 +76,7 @@ def applied(value: Any, changes: Sequence[Change]) -> Any:
 def _set(top: Any, pointer: Pointer, change: Change) -> None:
     for key in pointer[:-1]:
         if isinstance(top, dict) and not isinstance(top.get(key), dict | list):
-            top[key] = {}  # what is no object, such as null, cannot hold the key
+            top[key] = {}  # other values, such as null, cannot contain the key
         top = top[key]
     last: Any = pointer[-1]
     if change.value is REMOVED:
@@ -85,13 +85,13 @@ def _set(top: Any, pointer: Pointer, change: Change) -> None:
     if change.value is not UNCHANGED:
         top[last] = copy.deepcopy(change.value)
     if change.renamed is not None:
-        kept = [(change.renamed if key == last else key, value) for key, value in top.items()]
+        items = [(change.renamed if key == last else key, value) for key, value in top.items()]
         top.clear()
-        top.update(kept)
+        top.update(items)
 
 
 def dotted(pointer: Pointer) -> str:
-    """Returns a pointer as people write it.
+    """Returns a pointer in dotted form.
 
     >>> dotted(("zero_optimization", "stage"))
     'zero_optimization.stage'

@@ -23,63 +23,60 @@ _WORD = re.compile(r"\w*")
 _WORDS = {"true": True, "false": False, "null": None}
 _MOST_CHARACTERS = 2**22
 _MAX_DEPTH = 100
-"""Levels of nesting; no configuration has ten, and Python's own stack ends at a thousand."""
+"""Levels of nesting; no configuration has ten, and Python's stack ends at a thousand."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Where one value stands in a text, as offsets."""
+    """Offsets of one value in a text."""
 
     key: int
-    """The start of its key; of the value itself for list items and the whole document."""
+    """The start of its key; for list items and the whole document, of the value itself."""
     start: int
-    """The start of the value."""
     end: int
     """One past its last character."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repeated:
-    """A key that stands a second time in its object."""
+    """A second occurrence of a key in its object."""
 
     pointer: Pointer
-    """The key; its value is the last one, as Python's json takes it."""
+    """The key; the last value applies, as in Python's json."""
     first: int
-    """Offset of the one before."""
+    """Offset of the previous occurrence."""
     at: int
-    """Offset of the later one."""
+    """Offset of this occurrence."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Document:
-    """A parsed file: its value, and where each key and value stands."""
+    """A parsed file: its value, and the position of each key and value."""
 
     value: Any
     """Dicts, lists, strings, numbers, booleans and None."""
     name: str
-    """The file, as people should see it."""
+    """The file's name in messages."""
     text: str
-    """The whole text."""
     spans: Mapping[Pointer, Span]
-    """The place of every value."""
     repeated: tuple[Repeated, ...]
-    """Keys that stand twice, in the order of the text."""
+    """In the order of the text."""
     extras: Mapping[str, int]
-    """What plain JSON does not have (`a BOM`, `a comment`, `a trailing comma`): the offset of the first of each."""
+    """Extensions of plain JSON (`a BOM`, `a comment`, `a trailing comma`): the offset of the first of each."""
 
     def place(self, pointer: Pointer) -> Place:
-        """Returns the place of the deepest part of the pointer that exists."""
+        """Returns the place of the deepest existing part of a pointer."""
         while pointer and pointer not in self.spans:
             pointer = pointer[:-1]
         return place_of(self.text, self.spans[pointer].key, self.name)
 
 
 class SyntaxProblem(InvalidConfig):
-    """A text that cannot be read; it always has a place."""
+    """An unreadable text; it always has a place."""
 
 
 def newline_of(text: str) -> str:
-    """Returns how the lines of a text end."""
+    """Returns the line ending of a text."""
     return "\r\n" if "\r\n" in text else "\n"
 
 
@@ -104,7 +101,7 @@ class _Parser:
         return SyntaxProblem(problem, place=place_of(self.text, self.at if at is None else at, self.name), hint=hint)
 
     def skip(self) -> str:
-        """Moves past white space and comments; returns the next character, or "" at the end."""
+        """Skips white space and comments; returns the next character, or "" at the end."""
         match = SPACE.match(self.text, self.at)
         if match and match[0] and (comment := _COMMENT.search(match[0])):
             self.extras.setdefault("a comment", self.at + comment.start())
@@ -112,15 +109,15 @@ class _Parser:
         return self.text[self.at : self.at + 1]
 
     def value(self, pointer: Pointer, key: int | None = None) -> Any:
-        """Returns the value that follows, and keeps its place; `key` is where its key began."""
+        """Returns the next value and records its place; `key` is the offset of its key."""
         head = self.skip()
         if len(pointer) > _MAX_DEPTH:
-            raise self.fail(f"this is nested more than {_MAX_DEPTH} levels deep")
+            raise self.fail(f"this value is nested more than {_MAX_DEPTH} levels deep")
         start = self.at
-        found = self.bare_value(pointer, head)
+        value = self.bare_value(pointer, head)
         self.spans[pointer] = Span(start if key is None else key, start, self.at)
         self.order.append(pointer)
-        return found
+        return value
 
     def bare_value(self, pointer: Pointer, head: str) -> Any:
         if head == "{":
@@ -136,18 +133,14 @@ class _Parser:
             self.at += len(word[0])
             return _WORDS[word[0]]
         if not head:
-            raise self.fail("the file ends here; a value is missing")
-        shown = word[0] if word and word[0] else head
-        raise self.fail(f"{shown!r} is not a JSON value; strings need double quotes")
+            raise self.fail("the file ends here, but a value is missing")
+        raise self.fail(f"{word[0] if word and word[0] else head!r} is not a JSON value; strings need double quotes")
 
     def number(self, match: re.Match[str]) -> int | float:
         try:
             number: int | float = json.loads(match[0])
             float(number)
-        except (
-            ValueError,
-            OverflowError,
-        ):  # Python converts no more than 4300 digits, and a float has no more than 308
+        except (ValueError, OverflowError):  # Python converts at most 4300 digits, and a float has at most 308
             number = math.inf
         if isinstance(number, float) and not math.isfinite(number):
             raise self.fail("this number is too large")
@@ -157,51 +150,51 @@ class _Parser:
     def string(self) -> str:
         match = STRING.match(self.text, self.at)
         if match is None:
-            raise self.fail("this string has no end on its line")
+            raise self.fail("this string is not closed on its line")
         try:
             decoded: str = json.loads(match[0])
         except ValueError:
-            raise self.fail("this string has an escape that JSON does not know") from None
+            raise self.fail("this string has an invalid escape sequence") from None
         if any("\ud800" <= letter <= "\udfff" for letter in decoded):
-            raise self.fail("this string has half of a character (a lone surrogate)")
+            raise self.fail("this string contains a lone surrogate")
         self.at = match.end()
         return decoded
 
     def object(self, pointer: Pointer) -> dict[str, Any]:
         self.at += 1
-        found: dict[str, Any] = {}
+        members: dict[str, Any] = {}
         inside: dict[str, slice] = {}
         while (head := self.skip()) != "}":
             if head != '"':
-                raise self.fail("a key in double quotes, or }, is expected here")
+                raise self.fail("expected a key in double quotes, or }")
             start = self.at
             key = self.string()
             here = (*pointer, key)
-            if key in found:
+            if key in members:
                 self.repeated.append(Repeated(pointer=here, first=self.spans[here].key, at=start))
-                for inner in self.order[inside[key]]:  # the value does not count
+                for inner in self.order[inside[key]]:  # the later value replaces this one
                     self.spans.pop(inner, None)
             if self.skip() != ":":
-                raise self.fail(f'a colon is missing after "{key}"')
+                raise self.fail(f'missing colon after "{key}"')
             self.at += 1
             first = len(self.order)
-            found[key] = self.value(here, start)
+            members[key] = self.value(here, start)
             inside[key] = slice(first, len(self.order))
             self.separator("}")
         self.at += 1
-        return found
+        return members
 
     def array(self, pointer: Pointer) -> list[Any]:
         self.at += 1
-        found: list[Any] = []
+        items: list[Any] = []
         while self.skip() != "]":
-            found.append(self.value((*pointer, len(found))))
+            items.append(self.value((*pointer, len(items))))
             self.separator("]")
         self.at += 1
-        return found
+        return items
 
     def separator(self, end: str) -> None:
-        """Moves past one comma, which may be missing before the end."""
+        """Skips one comma, which is optional before the end."""
         head = self.skip()
         if head == ",":
             comma = self.at
@@ -209,22 +202,21 @@ class _Parser:
             if self.skip() == end:
                 self.extras.setdefault("a trailing comma", comma)
         elif head != end:
-            raise self.fail(f"a comma or {end} is missing here" if head else f"the file ends here; {end} is missing")
+            raise self.fail(f"missing comma or {end}" if head else f"the file ends here, but {end} is missing")
 
 
 def read(text: str, name: str) -> Document:
-    """Returns the parsed text, keys that stand twice included. Raises SyntaxProblem for anything that is not JSON, even
-    tolerantly read.
+    """Returns the parsed text; keys may be repeated. Raises SyntaxProblem if the text is not even tolerant JSON.
 
     >>> read('{"a": 1, "a": 2, // two\\n}', "x.json").value
     {'a': 2}
     """
     parser = _Parser(text, name)
     if len(text) > _MOST_CHARACTERS:
-        raise parser.fail(f"there are {len(text):,} characters here; the most is {_MOST_CHARACTERS:,}")
+        raise parser.fail(f"the file has {len(text):,} characters; the maximum is {_MOST_CHARACTERS:,}")
     value = parser.value(())
     if parser.skip():
-        raise parser.fail("the value has ended; nothing more may stand here")
+        raise parser.fail("unexpected text after the end of the value")
     return Document(
         value=value,
         name=name,
@@ -236,14 +228,14 @@ def read(text: str, name: str) -> Document:
 
 
 def parse(text: str, name: str) -> Document:
-    """Returns the parsed text as `read`, and raises InvalidConfig for a key that stands twice too.
+    """Returns the parsed text as `read` does; raises SyntaxProblem also for repeated keys.
 
     >>> parse('{"a": [1, 2,], // two\\n}', "x.json").value
     {'a': [1, 2]}
     """
     document = read(text, name)
-    for each in document.repeated:
-        first = place_of(text, each.first, name).line
-        problem = f'the key "{each.pointer[-1]}" stands here again (first on line {first})'
-        raise SyntaxProblem(problem, place=place_of(text, each.at, name))
+    for key in document.repeated:
+        first = place_of(text, key.first, name).line
+        problem = f'the key "{key.pointer[-1]}" is repeated (first on line {first})'
+        raise SyntaxProblem(problem, place=place_of(text, key.at, name))
     return document

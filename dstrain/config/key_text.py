@@ -9,15 +9,15 @@ from dstrain.config.keys.table import KEYS
 
 
 def description(key: Key) -> str:
-    """Returns what editors show for a key: its meaning, then a line for each further fact.
+    """Returns the description shown by editors: the meaning, then a line for each further fact.
 
     >>> from dstrain.config.keys.table import KEYS
     >>> print(description(KEYS["gradient_clipping",]))
-    Largest global L2 norm of the gradients; larger ones are scaled down. 0 turns clipping off.
+    Maximum global L2 norm of the gradients; larger gradients are scaled down. 0 disables clipping.
     Default: 1.0 since 0.19.3; 0.0 before.
     "auto": the Trainer fills in max_grad_norm.
     """
-    lines = [key.meaning]
+    lines = [summary(key)]
     if (default := default_text(key)) is not None:
         lines.append(f"Default: {default}.")
     if key.filled is not None:
@@ -29,28 +29,39 @@ def description(key: Key) -> str:
     return "\n".join(lines)
 
 
+def summary(key: Key) -> str:
+    """Returns the meaning of a key, with the ZeRO stages that read it.
+
+    >>> from dstrain.config.keys.table import KEYS
+    >>> summary(KEYS["zero_optimization", "stage3_max_live_parameters"])
+    'Gathered elements kept per GPU before any is released. Stage 3 only.'
+    """
+    if not key.stages:
+        return key.meaning
+    stages = listed([str(stage) for stage in key.stages], "and")
+    return f"{key.meaning} Stage{'s' if len(key.stages) > 1 else ''} {stages} only."
+
+
 def meaning(key: Key) -> str:
-    """Returns what a key does; of a switch also what its section does, which it turns on.
+    """Returns the meaning of a key; for a switch, the meaning of its section too.
 
     >>> from dstrain.config.keys.table import KEYS
     >>> meaning(KEYS["timers", "throughput", "enabled"])
-    'Turns it on: The timer behind the samples per second that are printed.'
+    'Enables the section. The timer behind the reported samples per second.'
     """
-    above = KEYS.get(tuple(key.path.split(".")[:-1]))
-    if above is None or not key.path.endswith(".enabled") or not key.meaning.startswith("Turns"):
-        return key.meaning
-    return f"{key.meaning.removesuffix('.')}: {above.meaning}"
+    text = summary(key)
+    return f"{text} {summary(KEYS[tuple(key.path.split('.')[:-1])])}" if key.is_switch else text
 
 
 def default_text(key: Key) -> str | None:
-    """Returns the default as people read it; None where there is none."""
+    """Returns the default for display, or None."""
     if key.default_note is not None:
         return key.default_note
     return None if key.default is None else json.dumps(key.default, ensure_ascii=False)
 
 
 def kind_text(key: Key) -> str:
-    """Returns the type with its range and its words.
+    """Returns the type with its range and its legal words.
 
     >>> from dstrain.config.keys.table import KEYS
     >>> kind_text(KEYS["zero_optimization", "stage"])
@@ -67,15 +78,15 @@ def kind_text(key: Key) -> str:
 
 
 def spoken_words(key: Key) -> list[str]:
-    """Returns the legal words, each once where only its letters' case differs."""
-    found: dict[str, str] = {}
+    """Returns the legal words without those that differ only in case."""
+    words: dict[str, str] = {}
     for word in key.words:
-        found.setdefault(word.lower(), word)
-    return list(found.values())
+        words.setdefault(word.lower(), word)
+    return list(words.values())
 
 
 def listed(words: list[str], last: str = "or") -> str:
-    """Returns words as a list.
+    """Returns words as an enumeration.
 
     >>> listed(["a", "b", "c"])
     'a, b or c'

@@ -16,10 +16,10 @@ _PRECISIONS = ("bf16", "fp16")
 
 
 def for_trainer(config: Mapping[str, Any], job: Job, model: ModelFacts | None, *, num_ranks: int) -> dict[str, Any]:
-    """Returns the configuration without `$schema` and parked blocks, with what the Trainer fills where it stands only.
+    """Returns the configuration without `$schema` and notes, with the keys that the Trainer fills only if they exist.
 
-    Without the added keys DeepSpeed clips at its own 1.0, counts one accumulation step, and trains in fp32. What
-    depends on the number of steps stays "auto": only the ranks know the length of the data.
+    Without these keys DeepSpeed clips at its own 1.0, counts one accumulation step, and trains in fp32. Values that
+    depend on the number of steps stay "auto": only the ranks know the length of the data.
     """
     effective = {key: copy.deepcopy(value) for key, value in config.items() if not key.startswith(("$", "_", "x-"))}
     for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"):
@@ -34,7 +34,7 @@ def for_trainer(config: Mapping[str, Any], job: Job, model: ModelFacts | None, *
 
 
 def _fill(config: dict[str, Any], pointer: Pointer, value: Any) -> None:
-    """Puts a value where "auto" stands."""
+    """Replaces "auto" by a value."""
     node: Any = config
     for part in pointer[:-1]:
         node = node.get(part) if isinstance(node, dict) else None
@@ -43,7 +43,7 @@ def _fill(config: dict[str, Any], pointer: Pointer, value: Any) -> None:
 
 
 def filled(job: Job, model: ModelFacts | None, *, num_ranks: int | None) -> dict[Pointer, Any]:
-    """Returns what the Trainer puts for "auto" before it knows the number of steps.
+    """Returns the Trainer's values for "auto", except those that depend on the number of steps.
 
     Source: Transformers 5.23 integrations/deepspeed.py: trainer_config_process, trainer_config_finalize.
     """

@@ -13,17 +13,17 @@ from dstrain.job.schema import Job
 from dstrain.records import json_schema
 
 DRAFT = "http://json-schema.org/draft-07/schema#"
-"""The newest draft that the JSON and YAML servers of editors know whole."""
+"""The newest draft that editors' JSON and YAML language servers fully support."""
 CONFIG_SCHEMA = ".dstrain/ds_config.schema.json"
-"""Where the schema of ds_config.json stands, from the folder of the generated files."""
+"""The path of the schema of ds_config.json, relative to the generated files."""
 JOB_SCHEMA = ".dstrain/job.schema.json"
-"""Where the schema of job.yaml stands."""
+"""The path of the schema of job.yaml, relative to the generated files."""
 SCHEMA_KEY = "$schema"
-"""The key by which a JSON file names its schema to editors; DeepSpeed ignores it."""
+"""The key that tells editors the schema of a JSON file; DeepSpeed ignores it."""
 
 _TYPES = {
     Kind.BOOL: "boolean",
-    Kind.INT: "integer",  # draft 7 counts 5e8 as one
+    Kind.INT: "integer",  # draft 7 accepts 5e8
     Kind.NUMBER: "number",
     Kind.TEXT: "string",
     Kind.OBJECT: "object",
@@ -33,34 +33,34 @@ _AUTO = "auto"
 
 
 def schema_files() -> dict[str, str]:
-    """Returns the schemas that stand beside generated files: relative path and text."""
+    """Returns the schemas written next to the generated files, by relative path."""
     return {CONFIG_SCHEMA: text(config_schema()), JOB_SCHEMA: text(job_schema())}
 
 
 def text(schema: Mapping[str, Any]) -> str:
-    """Returns a schema as a file."""
+    """Returns the text of a schema file."""
     return json.dumps(schema, indent=1, ensure_ascii=False) + "\n"
 
 
 def config_schema() -> dict[str, Any]:
-    """Returns the schema of a DeepSpeed configuration that the Trainer is given.
+    """Returns the schema of a DeepSpeed configuration for the Trainer.
 
-    Names that the engine refuses or ignores are errors: both are typos. Removed keys are not there.
+    Names that the engine refuses or ignores are errors: both are typos. Removed keys are omitted.
 
     >>> config_schema()["properties"]["bf16"]["properties"]["enabled"]["anyOf"]
     [{'type': 'boolean'}, {'enum': ['auto']}]
     """
     named = {
-        SCHEMA_KEY: {"type": "string", "description": "Where editors find this schema; DeepSpeed ignores it."},
+        SCHEMA_KEY: {"type": "string", "description": "The path of this schema, for editors; DeepSpeed ignores it."},
         **_properties(()),
     }
     return {
         "$schema": DRAFT,
-        "title": "DeepSpeed configuration, as 0.19.8 reads it",
-        "description": "Everything that the engine reads. A name that begins with _ or x- is a note of your own.",
+        "title": "DeepSpeed configuration (0.19.8)",
+        "description": "All keys that the engine reads. Names that begin with _ or x- are your own notes.",
         "type": "object",
         "properties": named,
-        "patternProperties": {"^(_|x-)": {"description": "A note of your own; the engine ignores it."}},
+        "patternProperties": {"^(_|x-)": {"description": "Your own note; the engine ignores it."}},
         "additionalProperties": False,
     }
 
@@ -75,61 +75,61 @@ def _named(path: tuple[str, ...]) -> Iterable[tuple[str, Key]]:
 
 
 def _value(path: tuple[str, ...], key: Key) -> dict[str, Any]:
-    """Returns the schema of what may stand at a path, with all that is known of it."""
+    """Returns the schema of the value at a path, with its description and default."""
     own = _own(path, key)
     words = key.words if key.kind is not Kind.TEXT else ()
     words = (*words, _AUTO) if key.filled is not None and _AUTO not in words else words
-    found: dict[str, Any] = {"anyOf": [own, {"enum": list(words)}]} if words else own
-    found["description"] = description(key)
+    schema: dict[str, Any] = {"anyOf": [own, {"enum": list(words)}]} if words else own
+    schema["description"] = description(key)
     if key.default is not None:
-        found["default"] = key.default
+        schema["default"] = key.default
     if key.instead is not None:
-        found |= {"deprecated": True, "deprecationMessage": f"Deprecated: {key.instead}."}
-    return found
+        schema |= {"deprecated": True, "deprecationMessage": f"Deprecated: {key.instead}."}
+    return schema
 
 
 def _own(path: tuple[str, ...], key: Key) -> dict[str, Any]:
     """Returns the schema of a value of the key's own kind."""
-    found: dict[str, Any] = {}
+    schema: dict[str, Any] = {}
     if key.kind in _TYPES:
-        found["type"] = [_TYPES[key.kind], "null"] if key.is_nullable else _TYPES[key.kind]
+        schema["type"] = [_TYPES[key.kind], "null"] if key.is_nullable else _TYPES[key.kind]
     bounds = {"minimum": key.least, "maximum": key.most, "exclusiveMinimum": key.above, "exclusiveMaximum": key.below}
-    found |= {name: bound for name, bound in bounds.items() if bound is not None}
+    schema |= {name: bound for name, bound in bounds.items() if bound is not None}
     if key.kind is Kind.TEXT and key.words:
-        found["enum"] = [*key.words, *([None] if key.is_nullable else [])]
-    below = dict(_named(path))
-    if key.kind is Kind.LIST and "*" in below:
-        found["items"] = _value((*path, "*"), below["*"])
+        schema["enum"] = [*key.words, *([None] if key.is_nullable else [])]
+    inner = dict(_named(path))
+    if key.kind is Kind.LIST and "*" in inner:
+        schema["items"] = _value((*path, "*"), inner["*"])
     if key.kind is Kind.OBJECT:
-        found["properties"] = _properties(path)
-        if "*" in below:
-            found["additionalProperties"] = _value((*path, "*"), below["*"])
+        schema["properties"] = _properties(path)
+        if "*" in inner:
+            schema["additionalProperties"] = _value((*path, "*"), inner["*"])
         elif key.names is not Names.FREE:
-            found["additionalProperties"] = False
-    return found
+            schema["additionalProperties"] = False
+    return schema
 
 
 def job_schema() -> dict[str, Any]:
-    """Returns the schema of a job file, with the docstrings of its fields.
+    """Returns the schema of a job file; descriptions are the docstrings of its fields.
 
     >>> job_schema()["properties"]["seq_len"]["exclusiveMinimum"]
     0
     """
-    made = json_schema(Job)
-    found: dict[str, Any] = _inlined(made, made.get("$defs", {}))
-    found["properties"]["env"]["additionalProperties"] = {"type": ["string", "number", "boolean"]}  # read as text
-    return {"$schema": DRAFT, **found, "title": "Job of dstrain", "description": (Job.__doc__ or "").strip()}
+    raw = json_schema(Job)
+    schema: dict[str, Any] = _inlined(raw, raw.get("$defs", {}))
+    schema["properties"]["env"]["additionalProperties"] = {"type": ["string", "number", "boolean"]}  # read as text
+    return {"$schema": DRAFT, **schema, "title": "dstrain job", "description": (Job.__doc__ or "").strip()}
 
 
 def _inlined(schema: Any, definitions: Mapping[str, Any]) -> Any:
-    """Returns a schema with the definitions in the places that name them: in draft 7 nothing counts beside a $ref."""
+    """Returns a schema with definitions inlined: draft 7 ignores the siblings of a $ref."""
     if isinstance(schema, list):
-        return [_inlined(each, definitions) for each in schema]
+        return [_inlined(item, definitions) for item in schema]
     if not isinstance(schema, dict):
         return schema
-    found = {name: _inlined(value, definitions) for name, value in schema.items() if name not in ("$ref", "$defs")}
+    inlined = {name: _inlined(value, definitions) for name, value in schema.items() if name not in ("$ref", "$defs")}
     if "$ref" in schema:
-        found = {**_inlined(definitions[schema["$ref"].rsplit("/", 1)[-1]], definitions), **found}
-    if isinstance(found.get("title"), str):
-        del found["title"]  # the name of the field again
-    return found
+        inlined = {**_inlined(definitions[schema["$ref"].rsplit("/", 1)[-1]], definitions), **inlined}
+    if isinstance(inlined.get("title"), str):
+        del inlined["title"]  # it repeats the name of the field
+    return inlined

@@ -119,7 +119,7 @@ def test_lint_diff_and_explain_have_one_number_for_a_bucket(dstrain: Type, tmp_p
     dstrain("gen-config", "--gpus", "8", "--gpu", "a100", "--model", "qwen3-8b", "--zero-stage", "2")
     edit(tmp_path / "ds_config.json", '"reduce_bucket_size": 200000000', '"reduce_bucket_size": 1000000000')
     assert "200000000 → 1000000000: +4.5 GiB" in dstrain("diff").stdout  # 8e8 elements, 2 bytes, three copies
-    assert "write 200000000: 4.47 GiB less" in dstrain("lint").stdout
+    assert "write 200000000, which takes 4.47 GiB less" in dstrain("lint").stdout
     explained = " ".join(dstrain("explain", "reduce_bucket_size").stdout.split())
     assert "1000000000 (5.59 GiB of each GPU at most: two buckets and the copy that is reduced)" in explained
     assert "200000000 −4.5 GiB" in explained

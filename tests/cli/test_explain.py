@@ -40,7 +40,7 @@ def edit(folder: Path, old: str, new: str) -> None:
 def test_a_key_is_explained_without_a_job_and_says_what_numbers_need(dstrain: Type) -> None:
     done = dstrain("explain", "overlap_comm")
     assert done.returncode == 0
-    for said in ("zero_optimization.overlap_comm", "Reduces gradients while", "type      true or false, or null",
+    for said in ("zero_optimization.overlap_comm", "Reduces gradients during", "type      true or false, or null",
                  "default   true with stage 3, else false", "deepspeed/runtime/zero/config.py",
                  "No numbers: job.yaml does not exist;"):  # fmt: skip
         assert said in done.stdout

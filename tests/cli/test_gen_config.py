@@ -386,7 +386,7 @@ def test_a_lock_names_no_files_of_others(dstrain: Type, tmp_path: Path) -> None:
     lock.write_text(lock.read_text().replace('"hostfile":', '"../hostfile":'))
     for verb in ("gen-config", "diff"):
         done = dstrain(verb)
-        assert (done.returncode, '"../hostfile" is no file that dstrain generates' in done.stderr) == (3, True)
+        assert (done.returncode, '"../hostfile" is not a file that dstrain generates' in done.stderr) == (3, True)
 
 
 @pytest.mark.parametrize(

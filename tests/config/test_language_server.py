@@ -111,7 +111,7 @@ def test_a_misspelt_key_a_wrong_number_and_an_old_key_are_underlined(json_editor
 def test_a_key_is_explained_under_the_pointer(json_editor: Editor, folder: Path) -> None:
     json_editor.open(folder / "ds_config.json", CONFIG)
     said = json_editor.hover(folder / "ds_config.json", *place(CONFIG, "gradient_clipping")).replace("\\", "")
-    assert "Largest global L2 norm of the gradients" in said
+    assert "Maximum global L2 norm of the gradients" in said
     assert "Default: 1.0 since 0.19.3; 0.0 before." in said
     assert '"auto": the Trainer fills in max_grad_norm.' in said
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dstrain.config.key_text import default_text, kind_text
+from dstrain.config.key_text import default_text, kind_text, summary
 from dstrain.config.keys.key import Key, Kind
 from dstrain.config.keys.table import ROWS
 
@@ -28,7 +28,7 @@ def reference() -> str:
         text = f"## `{section.path}`\n\n{_meaning(section)}"
         parts.append(f"{text}\n\n{_table(rows, f'{section.path}.')}" if rows else text)
     gone = [
-        _row(f"`{key.path}`", key.removed or "", key.instead or "", key.meaning)
+        _row(f"`{key.path}`", key.removed or "", key.instead or "", summary(key))
         for key in ROWS
         if key.removed is not None
     ]
@@ -51,7 +51,7 @@ def _table(keys: Iterable[Key], prefix: str) -> str:
 
 
 def _meaning(key: Key) -> str:
-    return key.meaning + (f" Deprecated: {key.instead}." if key.instead else "")
+    return summary(key) + (f" Deprecated: {key.instead}." if key.instead else "")
 
 
 def _row(*cells: str) -> str:

@@ -14,7 +14,7 @@ from dstrain.config.document import dotted, lookup
 from dstrain.config.explain.file import BATCH, OTHER, PRECISION, ZERO, Entry, Section, rest_bytes, sections, stage_of
 from dstrain.config.explain.key import Here, estimate_of
 from dstrain.config.key_bytes import scale
-from dstrain.config.key_text import meaning
+from dstrain.config.key_text import meaning, summary
 from dstrain.config.lint.finding import json_pointer
 from dstrain.config.lint.subject import ABSENT, JobContext
 from dstrain.config.resolve_auto import filled
@@ -174,7 +174,7 @@ def _entry(entry: Entry, section: Section) -> Iterator[str]:
     else:
         gone = f" Gone since DeepSpeed {entry.key.removed}." if entry.key.removed else ""
         instead = f" Better: {entry.key.instead}." if entry.key.instead else ""
-        does = entry.key.meaning if entry.pointer[:-1] == (section.name,) else meaning(entry.key)
+        does = summary(entry.key) if entry.pointer[:-1] == (section.name,) else meaning(entry.key)
         yield f"      {does}{gone}{instead}"
 
 

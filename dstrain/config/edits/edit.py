@@ -1,4 +1,4 @@
-"""Edits generated files in place and keeps everything a person wrote around a value."""
+"""Edits generated files in place and keeps comments and formatting."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _BOM = "\ufeff"
 
 
 def read(text: str, name: str) -> Any:
-    """Returns the value of a ds_config, a job or a hostfile, by the ending of its name; of a hostfile slots by host.
+    """Returns the value of a ds_config, a job or a hostfile (slots by host); the suffix of `name` tells the format.
 
-    Raises InvalidConfig with file:line:column for what cannot be read.
+    Raises InvalidConfig with file:line:column if the text is unreadable.
 
     >>> read("gpu01 slots=8\\n", "hostfile")
     {'gpu01': 8}
@@ -35,10 +35,10 @@ def read(text: str, name: str) -> Any:
 
 
 def apply(text: str, name: str, changes: Sequence[Change]) -> str:
-    """Returns the text with the changes made, one after another; `name` tells the format by its ending.
+    """Returns the text after the changes, which are applied in order; the suffix of `name` tells the format.
 
-    Raises InvalidConfig for a text that cannot be read, and for one that says the value in a way that cannot be changed
-    in place, such as a YAML anchor that two keys share: what comes out is read again and compared.
+    Raises InvalidConfig if the text is unreadable, or if a value cannot be changed in place, such as a YAML anchor that
+    two keys share: the result is read again and compared.
     """
     if not changes:
         return text
@@ -51,8 +51,8 @@ def apply(text: str, name: str, changes: Sequence[Change]) -> str:
     if not is_right:
         keys = ", ".join(dict.fromkeys(dotted(change.pointer) for change in changes))
         raise InvalidConfig(
-            f"{name}: {keys} cannot be changed here without changing more",
-            hint="Write the file without anchors and unusual syntax, or let dstrain replace it: --force.",
+            f"{name}: {keys} cannot be changed without changing other keys",
+            hint="Remove anchors and unusual syntax from the file, or let dstrain replace the file with --force.",
         )
     return edited
 

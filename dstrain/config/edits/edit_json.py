@@ -15,7 +15,7 @@ _BLANK = " \t\ufeff"
 
 
 def apply(text: str, name: str, changes: Sequence[Change]) -> str:
-    """Returns the text with the changes made, one after another. Raises SyntaxProblem where it is not JSON.
+    """Returns the text after the changes, which are applied in order. Raises SyntaxProblem if it is not JSON.
 
     >>> apply('{"a": 1, // one\\n "b": 2}', "x.json", [Change(pointer=("b",), value=REMOVED)])
     '{"a": 1 // one\\n }'
@@ -29,7 +29,7 @@ def _changed(text: str, name: str, change: Change) -> str:
     document = read(text, name)
     pointer = change.pointer
     if change.value is REMOVED:
-        while pointer in document.spans:  # a key that stands twice comes back once
+        while pointer in document.spans:  # a repeated key has further occurrences
             document = read(_removed(document, pointer), name)
         return document.text
     if change.value is not UNCHANGED:
@@ -43,13 +43,13 @@ def _changed(text: str, name: str, change: Change) -> str:
 
 
 def _renamed(text: str, name: str, pointer: Pointer, key: str) -> str:
-    """Returns the text with a key renamed; those of its name that do not count are removed."""
+    """Returns the text with a key renamed and its earlier occurrences removed."""
     document = read(text, name)
     if pointer not in document.spans or pointer[-1] == key:
         return text
     other = (*pointer[:-1], key)
     if other in document.spans:
-        raise ValueError(f"{document.place(other)}: {key} stands there already")
+        raise ValueError(f"{document.place(other)}: {key} already exists")
     span = document.spans[pointer]
     renamed = text[: span.key] + json.dumps(key, ensure_ascii=False) + text[_end_of_string(text, span.key) :]
     return _changed(renamed, name, Change(pointer=pointer, value=REMOVED))
@@ -62,7 +62,7 @@ def _end_of_string(text: str, start: int) -> int:
 
 
 def _skipped(text: str, at: int) -> int:
-    """Returns the offset of what follows white space and comments."""
+    """Returns the offset after white space and comments."""
     match = SPACE.match(text, at)
     return match.end() if match else at
 
@@ -77,7 +77,7 @@ def _children(document: Document, pointer: Pointer) -> list[tuple[str | int, Spa
     """Returns the members of an object or a list in the order of the text."""
     depth = len(pointer)
     inner = [
-        (each[-1], span) for each, span in document.spans.items() if len(each) == depth + 1 and each[:depth] == pointer
+        (path[-1], span) for path, span in document.spans.items() if len(path) == depth + 1 and path[:depth] == pointer
     ]
     return sorted(inner, key=lambda pair: pair[1].key)
 
@@ -86,7 +86,7 @@ def _children(document: Document, pointer: Pointer) -> list[tuple[str | int, Spa
 
 
 def _removed(document: Document, pointer: Pointer) -> str:
-    """Returns the text without a member, its comma, and the line that it alone stood on; comments around it stay."""
+    """Returns the text without a member, its comma, and its line if that becomes empty; comments around it stay."""
     text, span = document.text, document.spans[pointer]
     comma = _comma(text, span.end)
     if comma is not None:
@@ -103,17 +103,17 @@ def _removed(document: Document, pointer: Pointer) -> str:
 
 
 def _comma_before(document: Document, pointer: Pointer) -> int | None:
-    """Returns the offset of the last comma before a member, or None where it is the first."""
-    at, found = document.spans[pointer[:-1]].start + 1, None
+    """Returns the offset of the last comma before a member, or None if it is the first."""
+    at, comma = document.spans[pointer[:-1]].start + 1, None
     while (at := _skipped(document.text, at)) < document.spans[pointer].key:
         if document.text[at] == ",":
-            found = at
+            comma = at
         at = _end_of_string(document.text, at) if document.text[at] == '"' else at + 1
-    return found
+    return comma
 
 
 def _with_blanks(text: str, start: int, end: int, *, is_followed: bool) -> tuple[int, int]:
-    """Returns a range that is to go with the blanks that would be left over: its whole line where that is empty."""
+    """Returns a range to remove, extended by adjacent blanks, or to the whole line if nothing else is on it."""
     left = start
     while left > 0 and text[left - 1] in " \t":
         left -= 1
@@ -121,7 +121,7 @@ def _with_blanks(text: str, start: int, end: int, *, is_followed: bool) -> tuple
     while right < len(text) and text[right] in " \t":
         right += 1
     begins_line = left == 0 or text[left - 1] == "\n"
-    newline = next((each for each in ("\r\n", "\n") if text.startswith(each, right)), None)
+    newline = next((ending for ending in ("\r\n", "\n") if text.startswith(ending, right)), None)
     if begins_line and newline is not None:
         return left, right + len(newline)
     if begins_line or is_followed:
@@ -133,14 +133,14 @@ def _with_blanks(text: str, start: int, end: int, *, is_followed: bool) -> tuple
 
 
 def _added(document: Document, change: Change) -> str:
-    """Returns the text with a key added, in the objects around it that are missing too."""
+    """Returns the text with a key added, including missing objects around it."""
     parent, value = change.pointer[:-1], change.value
     key, after = change.pointer[-1], change.after
     while parent not in document.spans:
         value, key, parent, after = {key: value}, parent[-1], parent[:-1], None
     span = document.spans[parent]
     if document.text[span.start] != "{":
-        raise ValueError(f"{document.place(parent)}: is no object, so {key} cannot be added")
+        raise ValueError(f"{document.place(parent)}: {key} cannot be added to a value that is not an object")
     members = _children(document, parent)
     known = dict(members)
     if after is None:
@@ -178,7 +178,7 @@ def _added_first(document: Document, parent: Pointer, first: Span, member: tuple
 
 
 def _added_alone(document: Document, parent: Pointer, member: tuple[Any, Any]) -> str:
-    """Returns the text with a member in an object that has none; comments in it stay before the member."""
+    """Returns the text with a member added to an empty object, after the object's comments."""
     text, span = document.text, document.spans[parent]
     inside = text[span.start + 1 : span.end - 1]
     is_on_one_line = bool(parent) and _is_on_one_line(document, parent[:-1])
@@ -192,7 +192,7 @@ def _added_alone(document: Document, parent: Pointer, member: tuple[Any, Any]) -
 
 
 def _end_of_line(text: str, at: int) -> int | None:
-    """Returns where the line ends, past comments that begin on it; None where something else stands on it."""
+    """Returns the end of the line, after comments that begin on it; None if it contains anything else."""
     match = _REST_OF_LINE.match(text, at)
     end = match.end() if match else at
     if text[end : end + 1] == "\n":
@@ -210,7 +210,7 @@ def _entry(document: Document, parent: Pointer, member: tuple[Any, Any], *, is_o
 
 
 def _value_text(document: Document, pointer: Pointer, value: Any) -> str:
-    """Returns a value to stand in the place of another; on one line where the other, or what it is in, was on one."""
+    """Returns the text of a value that replaces another; on one line if the other, or its object, is on one line."""
     span = document.spans[pointer]
     old = document.text[span.start : span.end]
     is_short = "\n" not in old and old[:1] in ("{", "[") and old not in ("{}", "[]")
@@ -220,7 +220,7 @@ def _value_text(document: Document, pointer: Pointer, value: Any) -> str:
 
 
 def _dumped(document: Document, value: Any, indent: str | None) -> str:
-    """Returns a value as JSON: on one line, or over several with `indent` before each but the first."""
+    """Returns a value as JSON: on one line, or on several with `indent` before all but the first."""
     if indent is None:
         return json.dumps(value, ensure_ascii=False)
     lines = json.dumps(value, ensure_ascii=False, indent=_unit(document)).split("\n")
@@ -228,7 +228,7 @@ def _dumped(document: Document, value: Any, indent: str | None) -> str:
 
 
 def _line_indent(text: str, at: int) -> str:
-    """Returns the white space at the start of the line of an offset."""
+    """Returns the indentation of the line of an offset."""
     start = text.rfind("\n", 0, at) + 1
     line = text[start:at].lstrip("\ufeff")
     return line[: len(line) - len(line.lstrip(" \t"))]
@@ -240,7 +240,7 @@ def _begins_line(text: str, at: int) -> bool:
 
 
 def _indent(document: Document, parent: Pointer) -> str:
-    """Returns what stands before the members of an object: as its members have it, else one level more than it."""
+    """Returns the indentation of an object's members: the existing one, or one level more than the object's."""
     text = document.text
     for _, span in _children(document, parent):
         if _begins_line(text, span.key):
@@ -249,7 +249,7 @@ def _indent(document: Document, parent: Pointer) -> str:
 
 
 def _unit(document: Document) -> str:
-    """Returns one level of indent, as the first member of the document has it; two spaces where none shows."""
+    """Returns one level of indentation: that of the document's first member, or two spaces."""
     for _, span in _children(document, ()):
         if _begins_line(document.text, span.key):
             return _line_indent(document.text, span.key) or "  "
@@ -257,6 +257,6 @@ def _unit(document: Document) -> str:
 
 
 def _is_on_one_line(document: Document, pointer: Pointer) -> bool:
-    """Returns whether the members of an object stand on the line that it begins on."""
+    """Returns whether the members of an object begin on its first line."""
     members = _children(document, pointer)
     return bool(members) and "\n" not in document.text[document.spans[pointer].start : members[0][1].key]

@@ -22,7 +22,7 @@ _GAP = re.compile(r"(?:[ \t\r\n]+|(?<=\s)#[^\n]*)*")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
-    """Where one key and its value stand, as offsets."""
+    """Offsets of one key and its value."""
 
     key: int
     """The start of the key."""
@@ -31,17 +31,17 @@ class Member:
     colon: int
     """One past the colon."""
     start: int
-    """The start of the value; `colon` where nothing is written there, which is null."""
+    """The start of the value; `colon` for an empty value, which is null."""
     end: int
     """One past the last character of the value."""
     is_block: bool
-    """Whether the value is a mapping or a list over lines, without brackets."""
+    """Whether the value is a mapping or a list in block style, without brackets."""
     is_in_braces: bool
-    """Whether it stands in `{}`."""
+    """Whether the key is in a mapping in flow style."""
 
 
 def apply(text: str, name: str, changes: Sequence[Change]) -> str:
-    """Returns the text, without a BOM, with the changes made, one after another.
+    """Returns the text, which has no BOM, after the changes, which are applied in order.
 
     >>> apply("a: 1  # one\\nb: 2\\n", "job.yaml", [Change(pointer=("a",), value=3, comment="three")])
     'a: 3  # three\\nb: 2\\n'
@@ -57,16 +57,12 @@ def comments(text: str) -> dict[Pointer, str]:
     >>> comments("a: 1  # one\\nb: # two\\n  c: 3\\n")
     {('a',): 'one', ('b',): 'two'}
     """
-    found = {}
-    for pointer, member in members(text).items():
-        match = _comment(text, member)
-        if match is not None:
-            found[pointer] = match[2].strip()
-    return found
+    matches = {pointer: _comment(text, member) for pointer, member in members(text).items()}
+    return {pointer: match[2].strip() for pointer, match in matches.items() if match is not None}
 
 
 def members(text: str) -> dict[Pointer, Member]:
-    """Returns the place of every key of the mappings in a text, in its order; lists are values without keys."""
+    """Returns the offsets of every mapping key in a text, in its order; lists are values."""
     node = compose_yaml(text)
     return dict(_members(text, node, ())) if isinstance(node, MappingNode) else {}
 
@@ -101,7 +97,7 @@ def _member(text: str, key: Node, value: Node, *, is_in_braces: bool) -> Member:
 
 
 def _end(text: str, node: Node) -> int:
-    """Returns where a value ends, without the comments and blank lines that the parser counts to it."""
+    """Returns the end of a value, without the comments and blank lines that the parser includes."""
     if isinstance(node, ScalarNode) and node.style in ("|", ">"):
         whole = text[node.start_mark.index : node.end_mark.index]
         return int(node.start_mark.index + len(whole.rstrip()))
@@ -113,7 +109,7 @@ def _end(text: str, node: Node) -> int:
 
 
 def _comment(text: str, member: Member) -> re.Match[str] | None:
-    """Returns the comment at the end of a member's line; of one whose value is a block, that of its key's line."""
+    """Returns the comment at the end of a member's line; if the value is a block, of the key's line."""
     if member.is_in_braces:
         return None
     return _COMMENT.match(text, member.colon if member.is_block else member.end)
@@ -126,7 +122,7 @@ def _changed(text: str, name: str, change: Change) -> str:
         return _removed(text, known, pointer) if pointer in known else text
     if change.value is not UNCHANGED:
         if not pointer:
-            raise InvalidConfig(f"{name}: is not a mapping of keys, so it cannot be edited")
+            raise InvalidConfig(f"{name} is not a mapping of keys, so it cannot be edited")
         replaced = pointer in known
         text = _replaced(text, known[pointer], change.value) if replaced else _added(text, name, known, change)
     if change.comment is not None:
@@ -138,7 +134,7 @@ def _changed(text: str, name: str, change: Change) -> str:
 
 
 def _commented(text: str, member: Member, comment: str) -> str:
-    """Returns the text with another comment at the end of a member's line, or with none where it is empty."""
+    """Returns the text with another comment at the end of a member's line; "" removes it."""
     match = _comment(text, member)
     if member.is_in_braces:
         return text
@@ -149,7 +145,7 @@ def _commented(text: str, member: Member, comment: str) -> str:
 
 
 def _replaced(text: str, member: Member, value: Any) -> str:
-    """Returns the text with another value, on the key's line; a comment between the two comes after it."""
+    """Returns the text with another value on the key's line; a comment between the two moves after the value."""
     new = json.dumps(value, ensure_ascii=False)
     if not member.is_block:
         lead = " " if member.start == member.colon else ""
@@ -159,11 +155,11 @@ def _replaced(text: str, member: Member, value: Any) -> str:
 
 
 def _removed(text: str, known: Mapping[Pointer, Member], pointer: Pointer) -> str:
-    """Returns the text without a key; a comment at the end of its line becomes a line of its own."""
+    """Returns the text without a key; a comment at the end of its line becomes a separate line."""
     member = known[pointer]
     if member.is_in_braces:
         return _removed_in_braces(text, member)
-    siblings = [each for each in known if len(each) == len(pointer) and each[:-1] == pointer[:-1]]
+    siblings = [path for path in known if path[:-1] == pointer[:-1]]
     if len(siblings) == 1 and pointer[:-1]:
         return _replaced(text, known[pointer[:-1]], {})
     start = text.rfind("\n", 0, member.key) + 1
@@ -185,18 +181,16 @@ def _removed_in_braces(text: str, member: Member) -> str:
 
 
 def _added(text: str, name: str, known: Mapping[Pointer, Member], change: Change) -> str:
-    """Returns the text with a key added to a mapping, in the mappings around it that are missing too."""
+    """Returns the text with a key added, including missing mappings around it."""
     parent, key, value, after = change.pointer[:-1], change.pointer[-1], change.value, change.after
     while parent and parent not in known:
         value, key, parent, after = {key: value}, parent[-1], parent[:-1], None
-    depth = len(parent)
-    inner = {str(each[-1]): member for each, member in known.items() if len(each) == depth + 1 and each[:-1] == parent}
-    order = list(inner) if after is None else [each for each in after if each in inner]
+    inner = {str(path[-1]): member for path, member in known.items() if path[:-1] == parent}
+    order = list(inner) if after is None else [sibling for sibling in after if sibling in inner]
     neighbour = inner[order[-1]] if order else None
     if parent and not known[parent].is_block:
-        return _added_in_braces(
-            text, name, known[parent], neighbour, f"{_key(key)}: {json.dumps(value, ensure_ascii=False)}"
-        )
+        entry = f"{_key(key)}: {json.dumps(value, ensure_ascii=False)}"
+        return _added_in_braces(text, name, known[parent], neighbour, entry)
     newline = newline_of(text)
     if neighbour is not None:
         lines = _lines(key, value, _column(text, neighbour.key), newline)
@@ -218,7 +212,7 @@ def _after_line(text: str, at: int, lines: str, newline: str) -> str:
 
 def _added_in_braces(text: str, name: str, parent: Member, neighbour: Member | None, entry: str) -> str:
     if text[parent.start : parent.start + 1] != "{":
-        raise InvalidConfig(f"{name}: {text[parent.key : parent.key_end]} has no keys of its own")
+        raise InvalidConfig(f"{name}: {text[parent.key : parent.key_end]} is not a mapping")
     if neighbour is not None:
         return text[: neighbour.end] + ", " + entry + text[neighbour.end :]
     at = parent.start + 1
@@ -227,10 +221,10 @@ def _added_in_braces(text: str, name: str, parent: Member, neighbour: Member | N
 
 
 def _lines(key: Any, value: Any, column: int, newline: str) -> str:
-    """Returns a key and its value: a mapping over lines, everything else on one."""
+    """Returns a key and its value: a mapping on several lines, everything else on one."""
     lead = " " * column + _key(key) + ":"
     if isinstance(value, Mapping) and value:
-        inner = [_lines(each, item, column + 2, newline) for each, item in value.items()]
+        inner = [_lines(name, item, column + 2, newline) for name, item in value.items()]
         return newline.join([lead, *inner])
     return f"{lead} {json.dumps(value, ensure_ascii=False)}"
 

@@ -1,4 +1,4 @@
-"""`.dstrain/lock.json`: what dstrain last generated, and from which inputs, so that hand edits are recognised."""
+"""`.dstrain/lock.json`: the last generated files and their inputs, from which hand edits are detected."""
 
 from __future__ import annotations
 
@@ -17,30 +17,27 @@ from dstrain.paths import write_together
 from dstrain.records import load_json, to_json, type_config
 
 LOCK = Path(".dstrain") / "lock.json"
-"""Where the lock stands, below the folder of the generated files."""
+"""The path of the lock, relative to the generated files."""
 GENERATED = ("ds_config.json", "job.yaml", "hostfile")
 """The files that are generated, and may be adopted."""
-
-
 SCHEMA = 2
-"""Version of the lock's record; 2 knows adopted files and what stood where a conflict is open."""
+"""Version of the lock's record; 2 adds adopted files and the previous values of open conflicts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unsettled:
-    """A conflict that was shown and not decided; your value stands there."""
+    """A reported, undecided conflict; the file has your value."""
 
     __pydantic_config__ = type_config
 
     pointer: Pointer
-    """The key."""
     base: tuple[Any, ...] = ()
-    """The value that was there before you and dstrain changed it; empty where there was none."""
+    """The value before you and dstrain changed it; empty if there was none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lock:
-    """What was generated, or adopted. Machine-owned; commit it beside the files."""
+    """The record of generated or adopted files. Owned by dstrain; commit it with the files."""
 
     __pydantic_config__ = type_config
 
@@ -49,25 +46,25 @@ class Lock:
     dstrain: str
     """Version of dstrain that generated the files."""
     deepspeed: str
-    """Version of DeepSpeed installed then, or `none`."""
+    """Version of DeepSpeed installed at that time, or `none`."""
     template: str | None = None
-    """DeepSpeed template; None for files that were adopted."""
+    """DeepSpeed template; None for adopted files."""
     template_sha256: str | None = None
-    """SHA-256 of the template's text; None for files that were adopted."""
+    """SHA-256 of the template's text; None for adopted files."""
     inputs: Mapping[str, Any] = field(default_factory=dict)
-    """The options of gen-config that were typed; paths are relative to the generated files."""
+    """The given options of gen-config; paths are relative to the generated files."""
     cluster: Cluster | None = None
-    """The machines as they were found or assumed then; None for files that were adopted."""
+    """The machines, as detected or assumed at that time; None for adopted files."""
     base: Mapping[str, str]
-    """File name to the exact text that was generated: what hand edits are told from."""
+    """File name → the exact generated text, from which hand edits are detected."""
     unsettled: Mapping[str, tuple[Unsettled, ...]] = field(default_factory=dict)
-    """File name to its conflicts that are open."""
+    """File name → open conflicts."""
     adopted: tuple[str, ...] = ()
-    """Files whose text in `base` is somebody's own: the first generation over them changes nothing unasked."""
+    """Files whose text in `base` dstrain did not write: the first generation asks before each change."""
 
 
 def read_lock(folder: Path) -> Lock | None:
-    """Returns the lock of a folder, or None where dstrain has generated nothing."""
+    """Returns the lock of a folder, or None if dstrain has generated nothing there."""
     path = folder / LOCK
     if not path.exists():
         return None
@@ -75,11 +72,11 @@ def read_lock(folder: Path) -> Lock | None:
         lock = load_json(Lock, path, upgrade=_upgraded)
         others = sorted({*lock.base, *lock.unsettled, *lock.adopted} - {*GENERATED})
         if others:
-            raise InvalidConfig(f'{path}: "{others[0]}" is no file that dstrain generates')
+            raise InvalidConfig(f'{path}: "{others[0]}" is not a file that dstrain generates')
         return lock
     except InvalidConfig as error:
         place = "" if folder == Path() else f" {folder}"
-        hint = f"Take it from version control; or: mv {path} {path}.old && dstrain adopt{place}"
+        hint = f"Restore it from version control, or: mv {path} {path}.old && dstrain adopt{place}"
         raise InvalidConfig(error.problem, hint=error.hint or hint) from None
 
 
@@ -90,40 +87,40 @@ def planned_cluster(folder: Path) -> Cluster | None:
 
 
 def _upgraded(data: Any) -> Any:
-    """Returns the data of a lock of schema 1, whose open conflicts are bare keys, as of one of today."""
+    """Returns the data of a lock, converted from schema 1, whose open conflicts are bare keys."""
     if not (isinstance(data, dict) and data.get("schema") == 1 and isinstance(data.get("unsettled", {}), dict)):
         return data
-    opened = {name: [{"pointer": pointer} for pointer in keys] for name, keys in data.get("unsettled", {}).items()}
-    return {**data, "schema": SCHEMA, "unsettled": opened}
+    unsettled = {name: [{"pointer": pointer} for pointer in keys] for name, keys in data.get("unsettled", {}).items()}
+    return {**data, "schema": SCHEMA, "unsettled": unsettled}
 
 
 def standing(folder: Path, names: Iterable[str]) -> dict[str, str]:
-    """Returns the texts of those files that are there, line ends and BOM as they are.
+    """Returns the texts of the existing files, with their line ends and BOM.
 
-    Raises InvalidConfig with file:line:column for one that is not UTF-8, Conflict for what is no file.
+    Raises InvalidConfig with file:line:column if a text is not UTF-8, Conflict if a path is not a file.
     """
-    found = {}
+    texts = {}
     for name in names:
         path = folder / name
         if not path.exists():
             continue
         if not path.is_file():
-            raise Conflict(f"{path}: is not a file; nothing was changed", hint=f"mv {path} {path}.mine")
+            raise Conflict(f"{path} is not a file; nothing was changed", hint=f"mv {path} {path}.mine")
         raw = path.read_bytes()
         try:
-            found[name] = raw.decode()
+            texts[name] = raw.decode()
         except UnicodeDecodeError as error:
             before = raw[: error.start].decode(errors="replace")
             line, column = before.count("\n") + 1, len(before) - (before.rfind("\n") + 1) + 1
             raise InvalidConfig(f"{path}:{line}:{column}: is not UTF-8", hint="Save the file as UTF-8.") from None
-    return found
+    return texts
 
 
 def beside_unused(folder: Path, beside: Mapping[str, str], *, ours: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Returns the texts beside the files under names that take nothing of yours: `.bak`, then `.bak2`, `.bak3` …
+    """Returns the additional files under names that overwrite none of yours: `.bak`, then `.bak2`, `.bak3` …
 
-    A name is free where nothing stands, or a file that holds the text already or, byte for byte, what dstrain wrote
-    there before, which is in `ours` by file name.
+    A name is free if no file has it, or if the file already has the text or, byte for byte, the text that dstrain wrote
+    before (`ours`, by file name).
     """
     named = {}
     for name, text in beside.items():
@@ -135,14 +132,14 @@ def beside_unused(folder: Path, beside: Mapping[str, str], *, ours: Mapping[str,
 
 
 def _is_one_of(path: Path, texts: Iterable[str | None]) -> bool:
-    """Returns whether nothing stands at `path`, or a file with one of the texts."""
+    """Returns whether `path` does not exist or is a file with one of the texts."""
     if not os.path.lexists(path):
         return True
     return path.is_file() and path.read_bytes() in [text.encode() for text in texts if text is not None]
 
 
 def new_files(folder: Path, base: Mapping[str, str]) -> list[Path]:
-    """Returns the `NAME.new`, `NAME.new2` … that hold, byte for byte, what dstrain wrote: `base` by NAME."""
+    """Returns the files `NAME.new`, `NAME.new2` … that still have the text that dstrain wrote (`base`, by NAME)."""
     paths = [path for name in base for path in folder.glob(f"{name}.new*")]
     return sorted(path for path in paths if path.is_file() and path.read_bytes() == base.get(path.stem, "").encode())
 
@@ -150,11 +147,11 @@ def new_files(folder: Path, base: Mapping[str, str]) -> list[Path]:
 def write_files(
     folder: Path, lock: Lock, files: Mapping[str, str], beside: Mapping[str, str], *, before: Lock | None = None
 ) -> list[str]:
-    """Writes what stands `beside` the files (`.new` and `.bak`), the files, the schemas for editors and the lock, all
-    or none, copies of yours first and the lock last; returns the names of the files that changed.
+    """Writes the additional files (`.new` and `.bak`), the files, the schemas for editors and the lock, all or none:
+    copies of your files first, the lock last. Returns the names of the changed files.
 
-    A `.new` file that `before` wrote follows while a conflict is open, and goes then; one of yours is left alone.
-    Whoever may not read a file may not read copies of its text either: they have its mode, the lock that of the job.
+    A `.new` file from `before` is updated while its conflict is open and then deleted; one of yours is kept. Copies
+    have the mode of their file, and the lock that of the job, so that nobody can read more than before.
     """
     ours = before.base if before else {}
     earlier = new_files(folder, ours)

@@ -12,10 +12,9 @@ from dstrain.config.jsonc import Pointer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Clash:
-    """A key that both sides changed, each in another way."""
+    """A key that both sides changed differently."""
 
     pointer: Pointer
-    """The key."""
     base: Any
     """The value last generated, or REMOVED if there was none."""
     yours: Any
@@ -26,23 +25,23 @@ class Clash:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Merged:
-    """What is to be done to your value, and what nobody but you can decide."""
+    """The changes of your value, and the conflicts that you must decide."""
 
     changes: tuple[Change, ...]
     """In the order in which they must be applied."""
     conflicts: tuple[Clash, ...]
-    """Keys that stay as you have them until you decide."""
+    """Keys that keep your value until you decide."""
 
 
 def merge(
     base: Any, yours: Any, new: Any, *, unsettled: Mapping[Pointer, Any] | None = None, reopens: bool = True
 ) -> Merged:
-    """Returns the merge of three values; objects are merged key by key, lists are taken whole.
+    """Returns the merge of three values; objects are merged key by key, lists as a whole.
 
-    What you did not touch follows `new`, what only you touched stays, and what both changed is a conflict. An object
-    that one side removed while the other changed something in it is one conflict, for half a block means nothing.
-    `unsettled` are keys of earlier conflicts with what stood there before them; where you alone differ in one of them,
-    it is a conflict again if `reopens`.
+    Keys that you did not change follow `new`, keys that only you changed stay, and keys that both changed are
+    conflicts. An object that one side removed and the other changed is a single conflict. `unsettled` maps keys of
+    earlier conflicts to their values before the conflict; if only you differ in one of them, it is a conflict again if
+    `reopens`.
 
     >>> merge({"a": 1, "b": 1}, {"a": 1, "b": 2}, {"a": 3, "b": 1}).changes[0]
     Change(pointer=('a',), value=3, after=(), renamed=None, comment=None)
@@ -50,17 +49,17 @@ def merge(
     changes: list[Change] = []
     conflicts: list[Clash] = []
     earlier = unsettled or {}
-    for found in _walk((), base, yours, new, earlier if reopens else {}, after=()):
-        if isinstance(found, Change):
-            changes.append(found)
+    for difference in _walk((), base, yours, new, earlier if reopens else {}, after=()):
+        if isinstance(difference, Change):
+            changes.append(difference)
         else:
-            conflicts.append(replace(found, base=earlier.get(found.pointer, found.base)))
+            conflicts.append(replace(difference, base=earlier.get(difference.pointer, difference.base)))
     return Merged(changes=tuple(changes), conflicts=tuple(conflicts))
 
 
 def over_adopted(yours: Any, new: Any) -> Merged:
-    """Returns the merge with values that dstrain never wrote: all that it would write otherwise is a conflict, what you
-    alone have stays, and only keys for editors (`$schema`) are added unasked.
+    """Returns the merge with values that dstrain never wrote: each key that it would write differently is a conflict,
+    keys that only you have stay, and only keys for editors (`$schema`) are added without asking.
 
     >>> [clash.pointer for clash in over_adopted({"a": 1, "b": 1}, {"a": 1, "b": 2, "c": 3}).conflicts]
     [('b',), ('c',)]
@@ -83,8 +82,8 @@ def _walk(
         order = list(new)
         for key in dict.fromkeys((*new, *yours, *inner)):
             before = tuple(order[: order.index(key)]) if key in new else ()
-            was, has, gets = (each.get(key, REMOVED) for each in (inner, yours, new))
-            yield from _walk((*pointer, key), was, has, gets, unsettled, after=before)
+            one, two, three = (side.get(key, REMOVED) for side in (inner, yours, new))
+            yield from _walk((*pointer, key), one, two, three, unsettled, after=before)
     elif same(yours, new):
         return
     elif same(yours, base):
@@ -94,7 +93,7 @@ def _walk(
 
 
 def settled(clash: Clash, new: Any) -> Change:
-    """Returns the change that gives a conflict dstrain's value; `new` is the whole of what dstrain would write."""
+    """Returns the change that resolves a conflict with dstrain's value; `new` is the whole generated value."""
     siblings = lookup(new, clash.pointer[:-1])
     order = list(siblings) if isinstance(siblings, Mapping) else []
     key = clash.pointer[-1] if clash.pointer else None

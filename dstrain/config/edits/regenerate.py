@@ -15,48 +15,46 @@ from dstrain.facts.cluster.hostfile import PLACEHOLDER
 
 
 class Decision(StrEnum):
-    """What is done about a key that both sides changed."""
+    """The resolution of a conflict."""
 
     OPEN = "open"
-    """Your value stays, and you are told."""
+    """Your value stays, and the conflict is reported."""
     KEEP = "keep"
     """Your value stays."""
     NEW = "new"
-    """dstrain's value takes its place."""
+    """dstrain's value replaces yours."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conflicting:
-    """A conflict, and what was decided."""
+    """A conflict and its resolution."""
 
     file: str
-    """The name of the file."""
     clash: Clash
     """The key and its three values."""
     decision: Decision
-    """Whose value stands now."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Regenerated:
-    """What the files become."""
+    """The new texts of the files."""
 
     files: Mapping[str, str]
-    """File name to its text."""
+    """File name → text."""
     beside: Mapping[str, str]
-    """What is written beside them: `NAME.new` with all that dstrain would write, where a conflict is open, `NAME.bak`
-    with what stood there, where a value of yours or the whole file is replaced."""
+    """Additional files: `NAME.new` with the generated text if a conflict is open, `NAME.bak` with the previous text if
+    one of your values or the whole file is replaced."""
     conflicts: tuple[Conflicting, ...]
-    """What both sides changed, decided or not."""
+    """All conflicts, decided or not."""
     unsettled: Mapping[str, tuple[Unsettled, ...]]
-    """File name to what is open, of this time and of earlier ones."""
+    """File name → open conflicts, new and earlier ones."""
     foreign: tuple[str, ...]
-    """Files that are there and dstrain knows nothing of; they must not be written."""
+    """Existing files that dstrain never generated; they must not be overwritten."""
 
     @property
     def open(self) -> tuple[Conflicting, ...]:
-        """Conflicts that nobody has decided."""
-        return tuple(each for each in self.conflicts if each.decision is Decision.OPEN)
+        """Undecided conflicts."""
+        return tuple(conflict for conflict in self.conflicts if conflict.decision is Decision.OPEN)
 
 
 Decide = Callable[[str, Clash], Decision]
@@ -65,12 +63,12 @@ Decide = Callable[[str, Clash], Decision]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Standing:
-    """What is known of one file."""
+    """One file: its generated, current and newly generated text."""
 
     name: str
-    """Its name: `ds_config.json`, `job.yaml` or `hostfile`."""
+    """`ds_config.json`, `job.yaml` or `hostfile`."""
     shown: str
-    """The name as people should see it."""
+    """The file's name in messages."""
     base: str | None
     """The text last generated, or None."""
     yours: str | None
@@ -78,49 +76,49 @@ class Standing:
     new: str
     """The newly generated text."""
     is_adopted: bool = False
-    """Whether `base` is somebody's own text, which dstrain never wrote."""
+    """Whether `base` is a text that dstrain never wrote."""
     unsettled: Collection[Unsettled] = ()
-    """Earlier conflicts that are open."""
+    """Earlier conflicts that are still open."""
     reopens: bool = False
-    """Whether `decide` is to be asked about them again."""
+    """Whether to ask `decide` about them again."""
 
 
 def regenerate(files: Collection[Standing], decide: Decide) -> Regenerated:
-    """Returns what the files become; raises InvalidConfig for one of yours that cannot be read.
+    """Returns the new texts of the files; raises InvalidConfig if one of yours is unreadable.
 
-    A file that you did not touch, or removed, is written as new; one that was never generated is foreign.
+    A file that you did not change, or removed, gets the new text; one that was never generated is foreign.
     """
     texts: dict[str, str] = {}
     beside: dict[str, str] = {}
     conflicts: list[Conflicting] = []
     unsettled: dict[str, tuple[Unsettled, ...]] = {}
     foreign = []
-    for each in files:
-        if each.yours is None or not _is_edited(each):
-            texts[each.name] = each.new
-        elif each.base is None:
-            foreign.append(each.name)
+    for file in files:
+        if file.yours is None or not _is_edited(file):
+            texts[file.name] = file.new
+        elif file.base is None:
+            foreign.append(file.name)
         else:
-            merged = _merged(each, each.base, each.yours, decide)
-            texts[each.name] = merged.text
+            merged = _merged(file, file.base, file.yours, decide)
+            texts[file.name] = merged.text
             conflicts += merged.conflicts
-            decisions = {one.decision for one in merged.conflicts}
+            decisions = {conflict.decision for conflict in merged.conflicts}
             if Decision.OPEN in decisions:
-                beside[f"{each.name}.new"] = each.new
+                beside[f"{file.name}.new"] = file.new
             if Decision.NEW in decisions:
-                beside[f"{each.name}.bak"] = each.yours
+                beside[f"{file.name}.bak"] = file.yours
             if merged.unsettled:
-                unsettled[each.name] = merged.unsettled
+                unsettled[file.name] = merged.unsettled
     return Regenerated(
         files=texts, beside=beside, conflicts=tuple(conflicts), unsettled=unsettled, foreign=tuple(foreign)
     )
 
 
 def replaced(files: Collection[Standing]) -> Regenerated:
-    """Returns the files as dstrain would write them; what you edited is kept beside them as `.bak`."""
+    """Returns the newly generated files; edited ones are kept as `.bak`."""
     return Regenerated(
-        files={each.name: each.new for each in files},
-        beside={f"{each.name}.bak": each.yours for each in files if each.yours is not None and _is_edited(each)},
+        files={file.name: file.new for file in files},
+        beside={f"{file.name}.bak": file.yours for file in files if file.yours is not None and _is_edited(file)},
         conflicts=(),
         unsettled={},
         foreign=(),
@@ -128,7 +126,7 @@ def replaced(files: Collection[Standing]) -> Regenerated:
 
 
 def _is_edited(file: Standing) -> bool:
-    """Returns whether what stands there is yours: neither generated earlier nor what would be written now."""
+    """Returns whether the current text differs from the last generated one and from the new one."""
     return file.yours != file.new and (file.is_adopted or file.yours != file.base)
 
 
@@ -137,11 +135,9 @@ class _OneMerged:
     """One edited file with dstrain's changes."""
 
     text: str
-    """What it becomes."""
     conflicts: list[Conflicting]
-    """What both sides changed."""
     unsettled: tuple[Unsettled, ...]
-    """What is open then, earlier conflicts included."""
+    """Conflicts that remain open, including earlier ones."""
 
 
 def _merged(file: Standing, base: str, yours: str, decide: Decide) -> _OneMerged:
@@ -152,11 +148,11 @@ def _merged(file: Standing, base: str, yours: str, decide: Decide) -> _OneMerged
         Conflicting(file=file.name, clash=clash, decision=decide(file.name, clash)) for clash in merged.conflicts
     ]
     unsettled = _unsettled(file, conflicts, has, gets)
-    taken = [each.clash for each in conflicts if each.decision is Decision.NEW]
-    if any(not clash.pointer for clash in taken):
+    overruled = [conflict.clash for conflict in conflicts if conflict.decision is Decision.NEW]
+    if any(not clash.pointer for clash in overruled):
         return _OneMerged(text=file.new, conflicts=conflicts, unsettled=unsettled)
-    changes = [*merged.changes, *(settled(clash, gets) for clash in taken)]
-    if file.name == "hostfile" and any(each.decision is not Decision.NEW for each in conflicts):
+    changes = [*merged.changes, *(settled(clash, gets) for clash in overruled)]
+    if file.name == "hostfile" and len(overruled) < len(conflicts):
         changes = []
     if file.name.endswith(".yaml") and not file.is_adopted:
         changes = _with_comments(changes, (base, yours, file.new), applied(has, changes), gets)
@@ -165,55 +161,57 @@ def _merged(file: Standing, base: str, yours: str, decide: Decide) -> _OneMerged
 
 def _over_generated(file: Standing, base: str, has: Any, gets: Any) -> Merged:
     was = edit.read(base, file.shown)
-    earlier = {each.pointer: each.base[0] if each.base else REMOVED for each in file.unsettled}
+    earlier = {conflict.pointer: conflict.base[0] if conflict.base else REMOVED for conflict in file.unsettled}
     merged = merge(was, has, gets, unsettled=earlier, reopens=file.reopens)
     return _of_hosts(merged, was, has, gets) if file.name == "hostfile" else merged
 
 
 def _unsettled(file: Standing, conflicts: Collection[Conflicting], has: Any, gets: Any) -> tuple[Unsettled, ...]:
-    """Returns the open conflicts: those found now, and earlier ones that were not asked about and still differ."""
-    asked = {each.clash.pointer for each in conflicts}
-    clashes = [each.clash for each in conflicts if each.decision is Decision.OPEN]
-    opened = [Unsettled(pointer=each.pointer, base=() if each.base is REMOVED else (each.base,)) for each in clashes]
-    for each in file.unsettled:
-        if each.pointer not in asked and not same(lookup(has, each.pointer), lookup(gets, each.pointer)):
-            opened.append(each)
-    return tuple(sorted(opened, key=str))
+    """Returns the open conflicts: new ones, and earlier ones that were not asked about and still differ."""
+    asked = {conflict.clash.pointer for conflict in conflicts}
+    clashes = [conflict.clash for conflict in conflicts if conflict.decision is Decision.OPEN]
+    unsettled = [
+        Unsettled(pointer=clash.pointer, base=() if clash.base is REMOVED else (clash.base,)) for clash in clashes
+    ]
+    unsettled += [
+        earlier
+        for earlier in file.unsettled
+        if earlier.pointer not in asked and not same(lookup(has, earlier.pointer), lookup(gets, earlier.pointer))
+    ]
+    return tuple(sorted(unsettled, key=str))
 
 
 def _of_hosts(merged: Merged, base: Mapping[str, Any], yours: Mapping[str, int], new: Mapping[str, int]) -> Merged:
-    """Returns the merge of a hostfile, which is one list of machines: a host that dstrain would add to hosts that you
-    put in is a conflict, for nobody has said that the two belong together. Placeholders are there to be filled in: as
-    many are added as hosts are missing, and none where your hosts have the slots already."""
+    """Returns the merge of a hostfile, which lists the machines of one cluster.
+
+    A host that dstrain would add to your own hosts is a conflict, because they may not belong together. Placeholders
+    are added for missing hosts, unless your hosts have all the slots.
+    """
     if not set(yours) - set(base):
         return merged
-    added = [each for each in merged.changes if each.pointer[0] not in yours]
-    blanks = [each for each in added if str(each.pointer[0]).startswith(PLACEHOLDER)]
-    wanted = blanks[: max(0, len(new) - len(yours))]
-    is_full = blanks == added and sum(yours.values()) == sum(new.values())
-    doubtful = [] if is_full else [each for each in added if each not in wanted]
-    clashes = [Clash(pointer=each.pointer, base=REMOVED, yours=REMOVED, new=each.value) for each in doubtful]
-    left_out = added if is_full else doubtful
-    changes = tuple(each for each in merged.changes if each not in left_out)
+    added = [change for change in merged.changes if change.pointer[0] not in yours]
+    placeholders = [change for change in added if str(change.pointer[0]).startswith(PLACEHOLDER)]
+    needed = placeholders[: max(0, len(new) - len(yours))]
+    is_full = placeholders == added and sum(yours.values()) == sum(new.values())
+    doubtful = [] if is_full else [change for change in added if change not in needed]
+    clashes = [Clash(pointer=change.pointer, base=REMOVED, yours=REMOVED, new=change.value) for change in doubtful]
+    omitted = added if is_full else doubtful
+    changes = tuple(change for change in merged.changes if change not in omitted)
     return Merged(changes=changes, conflicts=(*merged.conflicts, *clashes))
 
 
 def _with_comments(changes: list[Change], texts: tuple[str, str, str], value: Any, gets: Any) -> list[Change]:
-    """Returns the changes of a YAML text with those of comments at the ends of lines that you did not touch: they
-    follow the new text where the line's value does (`grad_accum: 8  # 64 samples a step`), and go with its key."""
+    """Returns the changes of a YAML text and of its line-end comments that you did not edit: a comment follows the new
+    text if the value does (`grad_accum: 8  # 64 samples a step`), and is removed with its key."""
     base, yours, new = (edit_yaml.comments(text.removeprefix("\ufeff")) for text in texts)
-    gone = [each.pointer for each in changes if each.value is REMOVED]
+    removed = [change.pointer for change in changes if change.value is REMOVED]
     before, after = [], []
     for pointer in dict.fromkeys((*base, *new)):
-        was, has, gets_ = (each.get(pointer, "") for each in (base, yours, new))
-        if has != was:
+        comment, current = new.get(pointer, ""), lookup(value, pointer)
+        if yours.get(pointer, "") != base.get(pointer, ""):
             continue
-        if any(pointer[: len(each)] == each for each in gone):
+        if any(pointer[: len(outer)] == outer for outer in removed):
             before.append(Change(pointer=pointer, comment=""))
-        elif (
-            gets_ != was
-            and lookup(value, pointer) is not REMOVED
-            and same(lookup(value, pointer), lookup(gets, pointer))
-        ):
-            after.append(Change(pointer=pointer, comment=gets_))
+        elif comment != base.get(pointer, "") and current is not REMOVED and same(current, lookup(gets, pointer)):
+            after.append(Change(pointer=pointer, comment=comment))
     return [*before, *changes, *after]

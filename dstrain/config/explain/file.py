@@ -10,7 +10,7 @@ from dstrain.config.document import lookup
 from dstrain.config.explain.key import COUNTED
 from dstrain.config.jsonc import Pointer
 from dstrain.config.key_bytes import Cost, Scale, cost
-from dstrain.config.key_text import default_text
+from dstrain.config.key_text import default_text, summary
 from dstrain.config.keys.key import Key
 from dstrain.config.keys.table import KEYS, key_of
 from dstrain.config.lint.subject import ABSENT
@@ -24,8 +24,6 @@ _BATCH_KEYS = (
 _PRECISION_KEYS = ("bf16", "bfloat16", "fp16", "torch_autocast", "data_types", "communication_data_type")
 _MATTERS = (*COUNTED, "gradient_clipping", "gradient_accumulation_steps", "zero_optimization.contiguous_gradients")
 """Keys whose defaults are said where they hold."""
-_STAGES = {"Stage 3": (3,), "Stages 1 and 2": (1, 2), "Stage 2": (2,)}
-"""How the meaning of a key begins that other stages do not read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +71,7 @@ def sections(
     return [
         Section(
             name=group,
-            meaning=KEYS[(group,)].meaning if (group,) in KEYS else None,
+            meaning=summary(KEYS[(group,)]) if (group,) in KEYS else None,
             parts_bytes=_parts(group, estimate),
             entries=tuple(entry for name in names for entry in _entries((name,), config[name], config, filled, by)),
             silent=tuple(_silent(group, config)),
@@ -153,8 +151,7 @@ def _entries(
 
 def is_idle(key: Key, stage: int) -> bool:
     """Returns whether a stage does not read a key."""
-    words = key.meaning.partition(":")[0].removesuffix(" with CPU offload")
-    return words in _STAGES and stage not in _STAGES[words]
+    return bool(key.stages) and stage not in key.stages
 
 
 def _silent(group: str, config: Mapping[str, Any]) -> Iterator[tuple[Key, str]]:

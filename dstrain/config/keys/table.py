@@ -35,42 +35,40 @@ ROWS: tuple[Key, ...] = (
 )
 KEYS: Mapping[tuple[str, ...], Key] = MappingProxyType({tuple(key.path.split(".")): key for key in ROWS})
 _BELOW: dict[tuple[str, ...], tuple[Key, ...]] = {}
-"""Rows by the path of the object they stand in."""
+"""The rows directly inside each object, by the object's path."""
 for _path, _key in KEYS.items():
     _BELOW[_path[:-1]] = (*_BELOW.get(_path[:-1], ()), _key)
 
 
 def key_of(pointer: tuple[str | int, ...]) -> Key | None:
-    """The row of a place in a document; below another name of an object, the rows of the object itself.
+    """Returns the row of a place in a document; an object's aliases share its rows.
 
     >>> key_of(("bfloat16", "enabled")).path
     'bf16.enabled'
     >>> key_of(("tensor_parallel", "partition_config", "layer_specs", 0, "shape")).path
     'tensor_parallel.partition_config.layer_specs.*.shape'
     """
-    found: Key | None = None
+    key: Key | None = None
     for part in pointer:
-        above = _inside(found)
-        found = (KEYS.get((*above, part)) if isinstance(part, str) else None) or KEYS.get((*above, "*"))
-        if found is None:
+        above = _inside(key)
+        key = (KEYS.get((*above, part)) if isinstance(part, str) else None) or KEYS.get((*above, "*"))
+        if key is None:
             return None
-    return found
+    return key
 
 
 def children(pointer: tuple[str | int, ...]) -> tuple[Key, ...]:
-    """The rows directly below a place; () is the top.
+    """Returns the rows directly inside a place; () is the whole file.
 
     >>> [key.path for key in children(("timers",))]
     ['timers.throughput']
     """
-    found = key_of(pointer)
-    if pointer and found is None:
-        return ()
-    return _BELOW.get(_inside(found), ())
+    key = key_of(pointer)
+    return () if pointer and key is None else _BELOW.get(_inside(key), ())
 
 
 def _inside(key: Key | None) -> tuple[str, ...]:
-    """The path under which the rows below a row stand; None is the top."""
+    """Returns the path that contains the rows of an object; None is the whole file."""
     if key is None:
         return ()
     path = key.alias_of if key.alias_of and key.kind is Kind.OBJECT else key.path

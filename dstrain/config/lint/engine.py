@@ -62,14 +62,14 @@ RULES: tuple[Rule, ...] = (
 
 
 def read(text: str, name: str) -> tuple[Document | None, list[Finding]]:
-    """Returns the configuration in a text, or None and the one finding that says why there is none."""
+    """Returns the configuration in a text, or None and a finding with the reason."""
     try:
         document = jsonc.read(text, name)
     except SyntaxProblem as error:
         return None, [_unreadable(syntax.SYNTAX, error.place or Place(file=name), error.text)]
     if isinstance(document.value, dict):
         return document, []
-    problem = "a DeepSpeed configuration is an object in braces"
+    problem = "a DeepSpeed configuration must be an object in braces"
     return None, [_unreadable(syntax.NO_OBJECT, document.place(()), problem)]
 
 
@@ -79,15 +79,16 @@ def _unreadable(rule: str, place: Place, problem: str) -> Finding:
         severity=Severity.ERROR,
         place=place,
         problem=problem,
-        effect="the Trainer stops at it; DeepSpeed's own reader may take it for something else, and say nothing",
-        fix="mend this place: JSON has double quotes, true, false, null, and commas between values",
+        effect="the Trainer stops at it; DeepSpeed's own reader may misread it without a warning",
+        fix="correct this place: JSON has double quotes, true, false, null, and commas between values",
     )
 
 
 def check(subject: Subject, *, ignored: Sequence[str] = ()) -> list[Finding]:
-    """Returns what is wrong with a configuration, in the order of the file; `ignored` are ids of rules."""
-    found = [_placed(subject, rule, fault) for rule in RULES if rule.id not in ignored for fault in rule.find(subject)]
-    return sorted(found, key=lambda finding: (finding.place.line or 1, finding.place.column or 1, finding.rule))
+    """Returns the findings of a configuration, in the order of the file; `ignored` are ids of rules."""
+    rules = [rule for rule in RULES if rule.id not in ignored]
+    findings = [_placed(subject, rule, fault) for rule in rules for fault in rule.find(subject)]
+    return sorted(findings, key=lambda finding: (finding.place.line or 1, finding.place.column or 1, finding.rule))
 
 
 def _placed(subject: Subject, rule: Rule, fault: Fault) -> Finding:
@@ -107,29 +108,29 @@ def _placed(subject: Subject, rule: Rule, fault: Fault) -> Finding:
 
 
 def errors(findings: Sequence[Finding]) -> list[Finding]:
-    """Returns the findings that end a run or make it another one."""
+    """Returns the findings that are errors."""
     return [finding for finding in findings if finding.severity is Severity.ERROR]
 
 
 def fixed(subject: Subject, *, ignored: Sequence[str] = ()) -> tuple[Subject, list[Finding]]:
-    """Returns the configuration with every safe fix made, and the findings that were mended.
+    """Returns the configuration with every safe fix applied, and the findings that were fixed.
 
-    One fix is made at a time, because a key that got its name may be wrong in another way; a fix after which the file
-    is worse (more errors, or no file) is not made.
+    Fixes are applied one at a time, because a renamed key may have another fault; a fix that makes the file worse (more
+    errors, or unreadable) is skipped.
     """
-    mended: list[Finding] = []
-    first = {(found.rule, found.pointer): found for found in check(subject, ignored=ignored)}
+    done: list[Finding] = []
+    first = {(finding.rule, finding.pointer): finding for finding in check(subject, ignored=ignored)}
     while True:
         before = check(subject, ignored=ignored)
         step = next(_steps(subject, before, ignored), None)
         if step is None:
-            return subject, mended
+            return subject, done
         subject, finding = step
-        mended.append(first.get((finding.rule, finding.pointer), finding))  # where it stood, before other fixes
+        done.append(first.get((finding.rule, finding.pointer), finding))  # with its place before other fixes
 
 
 def _steps(subject: Subject, before: list[Finding], ignored: Sequence[str]) -> Iterator[tuple[Subject, Finding]]:
-    """Yields the fixes that make the file better, each with the configuration after it."""
+    """Yields the fixes that improve the file, each with the resulting configuration."""
     name = subject.document.name
     for finding in sorted(before, key=_order):
         if not finding.changes:
@@ -143,12 +144,12 @@ def _steps(subject: Subject, before: list[Finding], ignored: Sequence[str]) -> I
 
 
 def _order(finding: Finding) -> tuple[bool, bool]:
-    """Returns when a fix is made: a name is mended before its value, and before it is added as missing."""
+    """Returns the priority of a fix: a name is fixed before its value, and before a key is added as missing."""
     return not any(change.renamed for change in finding.changes), not finding.pointer
 
 
 def _score(findings: Sequence[Finding]) -> tuple[int, int, int]:
-    """Returns errors, warnings and notes; fewer errors are better than any number of the others."""
+    """Returns the numbers of errors, warnings and notes; fewer errors outweigh the others."""
     counts = [sum(finding.severity is severity for finding in findings) for severity in Severity]
     return counts[0], counts[1], counts[2]
 
@@ -156,7 +157,7 @@ def _score(findings: Sequence[Finding]) -> tuple[int, int, int]:
 def remarks(
     config: Mapping[str, Any], pointer: Pointer, workload: Workload, *, job: Job | None = None
 ) -> list[Finding]:
-    """Returns what the rules say of one key of a configuration, or of what is inside it; errors first."""
+    """Returns the findings about one key of a configuration or its contents, errors first."""
     document, findings = read(json.dumps(config), "ds_config.json")
     if document is not None:
         file = JobFile(job=job, locate=lambda keys: Place(file="job.yaml")) if job is not None else None
@@ -164,6 +165,6 @@ def remarks(
         findings = check(subject)
     place = json_pointer(pointer)
     return sorted(
-        (each for each in findings if f"{each.pointer}/".startswith(f"{place}/")),
+        (finding for finding in findings if f"{finding.pointer}/".startswith(f"{place}/")),
         key=lambda finding: list(Severity).index(finding.severity),
     )

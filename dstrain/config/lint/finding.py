@@ -17,55 +17,53 @@ class Severity(StrEnum):
     """How much a finding matters."""
 
     ERROR = "error"
-    """The run ends, or does something else than the file says."""
+    """The run fails, or does something other than the file says."""
     WARNING = "warning"
-    """It runs, worse than it could, or not as somebody may think."""
+    """The run works, but worse than it could or differently than expected."""
     INFO = "info"
-    """Worth knowing."""
+    """A note."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """What a rule found, before it has a line and a column."""
+    """The result of a rule, before it has a place."""
 
     pointer: Pointer = ()
-    """The key that is at fault; a missing one names its object."""
+    """The key at fault; a missing key is placed at its object."""
     problem: str
-    """What stands there."""
+    """What is wrong with the file."""
     effect: str
-    """What happens at run time."""
+    """The consequence at run time."""
     fix: str
-    """What to write."""
+    """The advice."""
     changes: tuple[Change, ...] = ()
-    """The fix as changes of the file, where it has one safe answer."""
+    """The fix as changes of the file, if there is one safe fix."""
     at: int | None = None
-    """Offset in the text, where the pointer does not say it."""
+    """Offset in the text, if the pointer does not determine it."""
     severity: Severity | None = None
-    """Its severity, where it is not the rule's."""
+    """The severity, if it differs from the rule's."""
     place: Place | None = None
-    """Its place, where it is in another file."""
+    """The place, if it is in another file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One thing that is wrong."""
+    """A fault with its rule and place."""
 
     rule: str
     """Id of the rule, such as DS101."""
     severity: Severity
-    """How much it matters."""
     pointer: str = ""
     """JSON pointer of the key, such as /zero_optimization/stage; empty for the whole file, or another one."""
     place: Place
-    """Where it is written."""
     problem: str
-    """What stands there."""
+    """What is wrong with the file."""
     effect: str
-    """What happens at run time."""
+    """The consequence at run time."""
     fix: str
-    """What to write."""
+    """The advice."""
     changes: tuple[Change, ...] = ()
-    """The fix as changes of the file, where it has one safe answer."""
+    """The fix as changes of the file, if there is one safe fix."""
 
     def document(self) -> dict[str, Any]:
         """Returns the finding as `--json` prints it; an option is line 1, column 1 of itself."""
@@ -76,28 +74,28 @@ class Finding:
 
 
 def lines(finding: Finding, *, with_severity: bool = True) -> list[str]:
-    """Returns a finding as people read it: place and problem on a line that tools can read, then what happens and what
-    to write, in lines of up to 80 columns."""
+    """Returns a finding for display: place and problem on one machine-readable line, then effect and fix, wrapped to 80
+    columns."""
     kind = f"{finding.severity.value} " if with_severity else ""
     pointer = f" {finding.pointer}" if finding.pointer else ""
-    found = [printable(f"{finding.place}: {kind}{finding.rule}{pointer}: {finding.problem}")]
+    head = printable(f"{finding.place}: {kind}{finding.rule}{pointer}: {finding.problem}")
     wrapper = textwrap.TextWrapper(
         80, initial_indent="  ", subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
     )
-    return [*found, *wrapper.wrap(printable(finding.effect)), *wrapper.wrap(printable(f"fix: {finding.fix}"))]
+    return [head, *wrapper.wrap(printable(finding.effect)), *wrapper.wrap(printable(f"fix: {finding.fix}"))]
 
 
 def printable(text: str) -> str:
-    """Returns a text in which control characters are spelled out: what a file holds must not steer a terminal.
+    """Returns a text with control characters escaped, so that the contents of a file cannot control the terminal.
 
     >>> printable("a\\x1b[31m")
     'a\\\\x1b[31m'
     """
-    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
 def json_pointer(pointer: Pointer) -> str:
-    """Returns a pointer as RFC 6901 writes it.
+    """Returns a pointer in the form of RFC 6901.
 
     >>> json_pointer(("zero_optimization", "a/b"))
     '/zero_optimization/a~1b'
@@ -106,7 +104,7 @@ def json_pointer(pointer: Pointer) -> str:
 
 
 def count_text(findings: Sequence[Finding]) -> str:
-    """Returns how many findings there are of each severity: `2 errors, 1 warning`."""
+    """Returns the number of findings of each severity: `2 errors, 1 warning`."""
     parts = []
     for severity in Severity:
         count = sum(finding.severity is severity for finding in findings)

@@ -1,44 +1,65 @@
-"""A lint rule, and a short way to write one about a single key."""
+"""A lint rule, and checks of single keys as data."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from dstrain.config.lint.finding import Fault, Severity
 from dstrain.config.lint.subject import Subject, shown
 
 Find = Callable[[Subject], Iterable[Fault]]
+Breaks = Callable[[Subject], bool]
+STOPS = "the run stops when the engine starts"
+REFUSES = "DeepSpeed refuses the configuration"
+REMOVE_ONE = "remove one of them"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """One thing that can be wrong."""
+    """A check and its description."""
 
     id: str
     """`DS` and three digits, which never change their meaning."""
     severity: Severity
-    """How much it matters, where a fault does not say otherwise."""
+    """Default severity; a fault may have its own."""
     title: str
-    """What it is about, in a few words."""
+    """The subject in a few words."""
     find: Find
-    """Yields what it finds."""
+    """Yields the faults of a configuration."""
     source: str
-    """Who says so: a file and symbol of the engine, or how it was seen."""
+    """Evidence: a file and symbol of the engine, or a measurement."""
 
 
-def when(path: str, breaks: Callable[[Subject], bool], *, problem: str, effect: str, fix: str) -> Find:
-    """Returns a check that finds `path` at fault where `breaks` says so; `{value}` and `{stage}` stand for what is
-    there. A path that is missing is reported where its object stands."""
+def when(path: str, breaks: Breaks, *, problem: str, effect: str = STOPS, fix: str) -> Find:
+    """Returns a check that reports `path` if `breaks` is true. A missing key is reported at its object."""
+    return each_of({path: breaks}, problem=problem, effect=effect, fix=fix)
+
+
+def each_of(
+    paths: Mapping[str, Breaks],
+    given: Breaks = lambda subject: True,
+    *,
+    problem: str,
+    effect: str = STOPS,
+    fix: str = REMOVE_ONE,
+) -> Find:
+    """Returns a check that reports every path whose condition is true, if the `given` one is.
+
+    The texts may contain `{path}`, `{name}` (its last part), `{value}` (the value in the file) and `{stage}`.
+    """
 
     def find(subject: Subject) -> Iterable[Fault]:
-        if breaks(subject):
-            words = {"value": shown(subject.at(path, None)), "stage": subject.stage}
-            yield Fault(
-                pointer=tuple(path.split(".")),
-                problem=problem.format_map(words),
-                effect=effect.format_map(words),
-                fix=fix,
-            )
+        for path, breaks in paths.items():
+            if given(subject) and breaks(subject):
+                parts = tuple(path.split("."))
+                value = shown(subject.at(path, None))
+                words = {"path": path, "name": parts[-1], "value": value, "stage": subject.stage}
+                yield Fault(
+                    pointer=parts,
+                    problem=problem.format_map(words),
+                    effect=effect.format_map(words),
+                    fix=fix.format_map(words),
+                )
 
     return find

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _OTHER_NAMES = {row.path: row.alias_of for row in ROWS if row.alias_of is not None}
 ABSENT: Any = REMOVED
-"""What a look-up gives where nothing stands."""
+"""The result of a look-up for a missing key."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,11 +42,11 @@ class Subject(JobContext):
     is_trainers: bool
     """Whether the Hugging Face Trainer reads it; else `deepspeed.initialize` does."""
     estimate: Estimate | None = None
-    """What the configuration needs; None also where it cannot be understood."""
+    """Its estimated needs; None also if it cannot be estimated."""
     free_disk_bytes: int | None = None
-    """What is free where the job writes checkpoints."""
+    """Free bytes in the folder of the job's checkpoints."""
     free_nvme_bytes: int | None = None
-    """What is free where states are offloaded to."""
+    """Free bytes in the folder of offloaded states."""
 
     @property
     def config(self) -> dict[str, Any]:
@@ -55,14 +55,14 @@ class Subject(JobContext):
         return value
 
     def at(self, path: str, default: Any = ABSENT) -> Any:
-        """Returns the value at a dotted path, also under other names of its keys, or `default` where nothing stands."""
-        found = lookup(self.config, tuple(path.split(".")))
-        if found is ABSENT and (other := _other_name(path)) is not None:
-            found = lookup(self.config, tuple(other.split(".")))
-        return default if found is ABSENT else found
+        """Returns the value at a dotted path or one of its aliases, or `default`."""
+        value = lookup(self.config, tuple(path.split(".")))
+        if value is ABSENT and (other := _other_name(path)) is not None:
+            value = lookup(self.config, tuple(other.split(".")))
+        return default if value is ABSENT else value
 
     def has(self, path: str) -> bool:
-        """Returns whether something stands at a dotted path."""
+        """Returns whether the configuration has a dotted path."""
         return self.at(path) is not ABSENT
 
     def is_true(self, path: str, default: bool = False) -> bool:
@@ -71,14 +71,14 @@ class Subject(JobContext):
 
     @property
     def stage(self) -> int:
-        """The ZeRO stage that the engine runs; "3" is 3 to it, and anything that is none is 0."""
+        """The ZeRO stage that the engine runs; it reads "3" as 3, and any illegal value as 0."""
         stage = self.at("zero_optimization.stage", 0)
         if isinstance(stage, str) and stage.strip() in ("0", "1", "2", "3"):
             return int(stage)
         return stage if isinstance(stage, int) and not isinstance(stage, bool) else 0
 
     def device(self, section: str) -> str:
-        """Returns where `offload_optimizer` or `offload_param` keeps things: `cpu`, `nvme` or `none`."""
+        """Returns the device of `offload_optimizer` or `offload_param`: `cpu`, `nvme` or `none`."""
         old = {"offload_optimizer": "cpu_offload", "offload_param": "cpu_offload_param"}[section]
         before = "cpu" if self.at(f"zero_optimization.{old}", None) is True else "none"
         device = self.at(f"zero_optimization.{section}.device", before)
@@ -90,14 +90,13 @@ class Subject(JobContext):
         return self.stage > 0 and self.device("offload_optimizer") != "none"
 
     def number(self, path: str, default: float) -> float:
-        """Returns a number at a path, or the default where none stands, or one that no float holds."""
+        """Returns the number at a path, or the default for anything else, including numbers beyond 64 bits."""
         value = self.at(path, default)
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        return value if is_number and abs(value) < 2**63 else default
+        return value if is_number(value) and abs(value) < 2**63 else default
 
     @property
     def num_ranks(self) -> int | None:
-        """Ranks of the run, where the machines are known."""
+        """Ranks of the run, or None if the machines are unknown."""
         return self.hosts.num_slots if self.hosts is not None else None
 
     def walk(self) -> Iterator[tuple[Pointer, Any]]:
@@ -115,13 +114,40 @@ def _other_name(path: str) -> str | None:
 
 def _walk(pointer: Pointer, value: Any) -> Iterator[tuple[Pointer, Any]]:
     inner = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
-    for key, each in inner:
-        yield (*pointer, key), each
-        yield from _walk((*pointer, key), each)
+    for key, item in inner:
+        yield (*pointer, key), item
+        yield from _walk((*pointer, key), item)
+
+
+def is_number(value: Any) -> bool:
+    """Returns whether a value is a number; true is not."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def is_count(value: Any) -> bool:
+    """Returns whether a value is a whole number above 0."""
+    return isinstance(value, int) and is_number(value) and value > 0
+
+
+def type_of(subject: Subject, section: str) -> str | None:
+    """Returns the type that `optimizer` or `scheduler` names."""
+    name = subject.at(f"{section}.type", None)
+    return name if isinstance(name, str) else None
+
+
+def params_of(subject: Subject, section: str) -> dict[str, Any]:
+    """Returns the parameters of `optimizer` or `scheduler`; empty unless they are an object."""
+    params = subject.at(f"{section}.params", None)
+    return params if isinstance(params, dict) else {}
+
+
+def has_zenflow(subject: Subject) -> bool:
+    """Returns whether the ZenFlow section is present, which alone enables it."""
+    return isinstance(subject.at("zero_optimization.zenflow"), dict)
 
 
 def shown(value: Any) -> str:
-    """Returns a value as it stands in the file, its end left out where it is long.
+    """Returns a value as JSON, truncated to 60 characters.
 
     >>> shown("x"), shown(True)
     ('"x"', 'true')

@@ -272,6 +272,6 @@ def test_machines_that_you_named_are_not_joined_by_placeholders(slots: int) -> N
 
 def test_an_anchor_that_two_keys_share_is_no_place_for_an_edit() -> None:
     yours = "seq_len: &s 4096\nsave_steps: *s\n"
-    with pytest.raises(InvalidConfig, match="cannot be changed here without changing more") as caught:
+    with pytest.raises(InvalidConfig, match="cannot be changed without changing other keys") as caught:
         of("seq_len: 4096\nsave_steps: 500\n", yours, "seq_len: 1024\nsave_steps: 500\n")
     assert "--force" in str(caught.value.hint)

@@ -64,7 +64,7 @@ NO_EFFECT: tuple[Case, ...] = (
 )
 
 CONFLICTS: tuple[Case, ...] = (
-    Case(name="fp16 and bf16", rule="DS301", fix="keep one", is_trainers=False,
+    Case(name="fp16 and bf16", rule="DS301", fix="disable one", is_trainers=False,
          text=top('"fp16": {⟦"enabled": true}', head=RAW), proof=Raises(words="Error")),
     Case(name="an odd bucket", rule="DS302", fix="remove", text=zero(2, '⟦"allgather_bucket_size": 500000001'),
          proof=Raises(words="allgather_bucket_size must be a multiple")),
@@ -311,7 +311,7 @@ OPTIMIZERS: tuple[Case, ...] = (
          arguments={"lr_scheduler_type": "constant"}, proof=Becomes(facts={"lr": 0.001})),
     Case(name="an optimizer without params", rule="DS510", fix='"lr": "auto"', text=top('⟦"optimizer": {"type": "AdamW"}'),
          arguments={"lr_scheduler_type": "constant"}, proof=Becomes(facts={"lr": 0.001})),
-    Case(name="no learning rate without the Trainer", rule="DS510", fix="the one that you mean", is_trainers=False,
+    Case(name="no learning rate without the Trainer", rule="DS510", fix="the one that you want", is_trainers=False,
          text=top('"optimizer": {"type": "AdamW", ⟦"params": {"eps": 1e-8}}', head=RAW)),
     Case(name="a learning rate beside the type", rule="DS102", fix="optimizer.params.lr",
          text=top('"optimizer": {"type": "AdamW", ⟦"lr": 1e-5, "params": {"weight_decay": "auto"}}'),

@@ -98,7 +98,7 @@ def test_an_undefined_name_is_named(tmp_path: Path) -> None:
 
 def test_a_key_that_stands_twice_is_refused(tmp_path: Path) -> None:
     (tmp_path / "zero2.json.j2").write_text('{"a": 1,\n "a": 2}')
-    with pytest.raises(InvalidConfig, match=r"zero2.json.j2:2:2: the key \"a\" stands here again"):
+    with pytest.raises(InvalidConfig, match=r"zero2.json.j2:2:2: the key \"a\" is repeated"):
         render_json("zero2.json.j2", {}, override=tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""Rules about "auto": the Trainer fills some values, and accelerate stops the run at any other."""
+"""Rules about "auto": the Trainer fills some values, and accelerate ends the run at any other."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _FILLED_BY_ACCELERATE: dict[Pointer, str] = {
     ("zero_optimization", "offload_param", "nvme_path"): '"none"',
     ("zero_optimization", "stage3_gather_16bit_weights_on_model_save"): "false",
 }
-"""What accelerate puts for an "auto" that the Trainer knows nothing of, while no environment variable says otherwise.
+"""accelerate's values for an "auto" that the Trainer does not fill, unless environment variables override them.
 
 Source: accelerate 1.15 utils/dataclasses.py: DeepSpeedPlugin.__post_init__ (plugin_to_config_mapping).
 """
 
 
 def _autos(subject: Subject) -> Iterator[Fault]:
-    """Under the Trainer: accelerate goes through every value, and ends the run at an "auto" that it cannot fill."""
+    """Reports each "auto" at which accelerate, which checks every value, ends the run under the Trainer."""
     if not subject.is_trainers:
         return
     for pointer, value in subject.walk():
@@ -44,22 +44,22 @@ def _autos(subject: Subject) -> Iterator[Fault]:
         yield Fault(
             pointer=pointer,
             severity=Severity.WARNING if filled else None,
-            problem=f'{dotted(pointer)} is "auto", and the Trainer does not fill this one',
-            effect=f"accelerate makes it {filled}, unless accelerate launch says otherwise" if filled else effect,
+            problem=f'{dotted(pointer)} is "auto", but the Trainer does not fill this key',
+            effect=f"accelerate sets {filled}, unless accelerate launch sets another value" if filled else effect,
             fix="remove the line" + (f": DeepSpeed's default is {shown(default)}" if default is not None else ""),
             changes=(Change(pointer=pointer, value=REMOVED),) if filled is None else (),
         )
 
 
 def _is_unread(subject: Subject, pointer: Pointer, row: Key | None) -> bool:
-    """Returns whether nobody comes across a value, or another rule speaks of its key: a misspelt or removed one."""
+    """Returns whether nothing reads a value, or another rule reports its key as misspelled or removed."""
     if row is not None:
         return row.removed is not None
     outer = key_of(pointer[:1])
     if outer is not None and outer.removed is not None:
         return True
     if is_parked(pointer[:1]):
-        return subject.job is not None  # dstrain run leaves parked blocks out
+        return subject.job is not None  # dstrain run removes notes
     unknown = next(pointer[:end] for end in range(1, len(pointer) + 1) if key_of(pointer[:end]) is None)
     return near_name(unknown) is not None or elsewhere(unknown) is not None
 
@@ -70,30 +70,21 @@ def _raw_autos(subject: Subject) -> Iterator[Fault]:
     for pointer, value, row in rows(subject):
         if value != "auto" or "auto" in row.words or pointer == STAGE:
             continue
-        checked = is_pydantic(pointer)
-        takes = f"DeepSpeed takes its default, {shown(row.default)}" if checked else "DeepSpeed stops, or uses the text"
+        default = f"DeepSpeed uses its default, {shown(row.default)}"
         yield Fault(
             pointer=pointer,
             problem=f'{dotted(pointer)} is "auto", which only the Hugging Face Trainer fills',
-            effect=takes,
+            effect=default if is_pydantic(pointer) else "DeepSpeed stops, or uses the text",
             fix=f"write {example(row)}",
         )
 
 
+# fmt: off
 RULES = (
-    Rule(
-        id="DS120",
-        severity=Severity.ERROR,
-        title='"auto" that nothing fills',
-        find=_autos,
-        source="accelerate 1.15 utils/dataclasses.py: DeepSpeedPlugin.fill_match, deepspeed_config_process",
-    ),
-    Rule(
-        id="DS121",
-        severity=Severity.ERROR,
-        title='"auto" without the Trainer',
-        find=_raw_autos,
-        source="deepspeed 0.19.8 runtime/config_utils.py: DeepSpeedConfigModel.__init__ drops it",
-    ),
+    Rule(id="DS120", severity=Severity.ERROR, title='"auto" that nothing fills', find=_autos,
+         source="accelerate 1.15 utils/dataclasses.py: DeepSpeedPlugin.fill_match, deepspeed_config_process"),
+    Rule(id="DS121", severity=Severity.ERROR, title='"auto" without the Trainer', find=_raw_autos,
+         source="deepspeed 0.19.8 runtime/config_utils.py: DeepSpeedConfigModel.__init__ drops it"),
 )
 """Rules about "auto"."""
+# fmt: on

@@ -1,4 +1,4 @@
-"""Rules about buffers that cost more memory than the speed they bring is worth."""
+"""Rules about buffers that take memory without making the run faster."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dstrain.config.lint.subject import Subject, shown
 from dstrain.units import format_bytes, format_count
 
 LARGE_BUCKET = 500_000_000
-"""DeepSpeed's default, in elements: 1 GB in bf16, far beyond where a collective reaches the bandwidth of its link."""
+"""DeepSpeed's default, in elements: 1 GB in bf16, far more than a collective needs to reach its link's bandwidth."""
 LARGE_SUB_GROUP = 2_000_000_000
 """Twice DeepSpeed's default, in elements."""
 
@@ -20,8 +20,8 @@ def _bytes(subject: Subject, key: str, value: float) -> int:
     """Returns the bytes that a size takes, as `dstrain explain` counts them."""
     job = subject.job.job if subject.job is not None else None
     by = scale(subject.config, job, subject.model, num_ranks=subject.num_ranks)
-    took = cost(f"zero_optimization.{key}", value, subject.config, by)
-    return took.count_bytes if took is not None else 0
+    memory = cost(f"zero_optimization.{key}", value, subject.config, by)
+    return memory.count_bytes if memory is not None else 0
 
 
 def _buckets(subject: Subject) -> Iterator[Fault]:
@@ -36,13 +36,13 @@ def _buckets(subject: Subject) -> Iterator[Fault]:
     yield Fault(
         pointer=("zero_optimization", "reduce_bucket_size"),
         problem=f"reduce_bucket_size is {shown(subject.at('zero_optimization.reduce_bucket_size'))}{larger}",
-        effect=f"its buffers take up to {format_bytes(needed)} of each GPU, and are no faster than smaller ones",
-        fix=f"write {least}: {format_bytes(saved)} less",
+        effect=f"its buffers take up to {format_bytes(needed)} of each GPU without being faster than smaller ones",
+        fix=f"write {least}, which takes {format_bytes(saved)} less",
     )
 
 
 def _live(subject: Subject) -> Iterator[Fault]:
-    """Prefetching more than may be live does nothing but wait."""
+    """Reports a prefetch bucket beyond max_live_parameters, which bounds prefetching."""
     prefetch = subject.number("zero_optimization.stage3_prefetch_bucket_size", 50_000_000)
     live = subject.number("zero_optimization.stage3_max_live_parameters", 1_000_000_000)
     is_written = isinstance(subject.at("zero_optimization.stage3_prefetch_bucket_size", None), int | float)
@@ -50,8 +50,8 @@ def _live(subject: Subject) -> Iterator[Fault]:
         yield Fault(
             pointer=("zero_optimization", "stage3_prefetch_bucket_size"),
             problem=f"stage3_prefetch_bucket_size ({prefetch:g}) is more than stage3_max_live_parameters ({live:g})",
-            effect="no more is prefetched than may be live",
-            fix="raise stage3_max_live_parameters, or lower this",
+            effect="prefetching stops at stage3_max_live_parameters",
+            fix="raise stage3_max_live_parameters, or lower this value",
         )
 
 
@@ -69,18 +69,18 @@ def _sub_groups(subject: Subject) -> Iterator[Fault]:
     yield Fault(
         pointer=("zero_optimization", "sub_group_size"),
         problem=f"sub_group_size is {shown(subject.at('zero_optimization.sub_group_size'))}",
-        effect=f"so much is stepped at once: the step takes {extra} beside the states",
-        fix="write 1000000000, DeepSpeed's default: the step is as fast",
+        effect=f"the optimizer updates that many elements at once, which takes {extra} on top of the states",
+        fix="write 1000000000, DeepSpeed's default, which is as fast",
     )
 
 
 # fmt: off
 RULES = (
-    Rule(id="DS701", severity=Severity.WARNING, title="a reduce bucket that costs more than it brings", find=_buckets,
+    Rule(id="DS701", severity=Severity.WARNING, title="reduce bucket larger than useful", find=_buckets,
          source="deepspeed 0.19.8 runtime/zero/stage_1_and_2.py: setup_buckets, stage3.py: __init__"),
-    Rule(id="DS702", severity=Severity.INFO, title="more prefetched than may be live", find=_live,
+    Rule(id="DS702", severity=Severity.INFO, title="prefetch bucket larger than the live parameters", find=_live,
          source="deepspeed 0.19.8 runtime/zero/partitioned_param_coordinator.py: fetch_sub_module"),
-    Rule(id="DS703", severity=Severity.WARNING, title="a sub-group that costs more than it brings", find=_sub_groups,
+    Rule(id="DS703", severity=Severity.WARNING, title="sub-group larger than useful", find=_sub_groups,
          source="deepspeed 0.19.8 runtime/zero/stage3.py: _prepare_sub_group"),
 )
 """Rules about buffers."""

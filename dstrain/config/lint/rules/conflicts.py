@@ -5,28 +5,27 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from dstrain.config.lint.finding import Fault, Severity
-from dstrain.config.lint.rule import Rule, when
-from dstrain.config.lint.rules.zenflow import has_zenflow
-from dstrain.config.lint.subject import Subject
+from dstrain.config.lint.rule import REFUSES, STOPS, Rule, when
+from dstrain.config.lint.subject import Subject, has_zenflow, type_of
 
 _DS = "deepspeed 0.19.8 "
 _ZERO = "zero_optimization."
+_OFFLOAD = _ZERO + "offload_optimizer."
 _E, _W = Severity.ERROR, Severity.WARNING
 
 
 def _optimizer(s: Subject) -> str:
-    name = s.at("optimizer.type", "")
-    return name.lower() if isinstance(name, str) else ""
+    return (type_of(s, "optimizer") or "").lower()
+
+
+def _sums(s: Subject) -> bool:
+    return str(s.at("gradient_allreduce_op", "mean")).lower() == "sum"
 
 
 def _reduces_by_scatter(s: Subject) -> bool:
-    if s.stage == 2 and _not_mean(s):
-        return False  # nothing is divided there, and the engine does not ask
+    if s.stage == 2 and _sums(s):
+        return False  # the engine divides nothing and does not check
     return s.stage in (2, 3) and s.is_true(_ZERO + "reduce_scatter", default=True)
-
-
-def _is_odd(s: Subject) -> bool:
-    return s.number(_ZERO + "allgather_bucket_size", 0) % 2 == 1
 
 
 def _clips(s: Subject) -> bool:
@@ -36,12 +35,23 @@ def _clips(s: Subject) -> bool:
     return bool(given != 0)
 
 
+def _needs_grad_norm(s: Subject) -> bool:
+    is_summed_in_fp32 = s.stage == 1 and s.at("data_types.grad_accum_dtype", None) == "fp32"
+    return s.stage not in (1, 2) or _clips(s) or has_zenflow(s) or s.offloads_optimizer or is_summed_in_fp32
+
+
+def _unmanaged(s: Subject) -> bool:
+    is_overlapped = s.stage < 2 and s.is_true(_ZERO + "overlap_comm")
+    is_managed = s.at("managed_gradient_accumulation", True) is not False
+    return not is_managed and (s.is_true("compile.deepcompile") or is_overlapped)
+
+
 def _old_and_new_offload(subject: Subject) -> Iterator[Fault]:
     for old, new in (("cpu_offload", "offload_optimizer"), ("cpu_offload_param", "offload_param")):
         if subject.at(_ZERO + old, None) is not None and subject.has(_ZERO + new):
             yield Fault(
                 pointer=("zero_optimization", old),
-                problem=f"{old} beside {new}",
+                problem=f"{old} together with {new}",
                 effect="DeepSpeed refuses the old and the new name together",
                 fix=f"remove {old}",
             )
@@ -53,46 +63,39 @@ def _nvme_without_path(subject: Subject) -> Iterator[Fault]:
         if subject.stage == 3 and subject.device(section) == "nvme" and not isinstance(path, str):
             yield Fault(
                 pointer=("zero_optimization", section, "device"),
-                problem=f"{section} on NVMe, and nvme_path is missing",
+                problem=f"{section} on NVMe without nvme_path",
                 effect="the run stops with a TypeError when the engine starts",
                 fix='write "nvme_path": "/a/folder/on/the/drive"',
             )
 
 
 def _low_precision_states(subject: Subject) -> Iterator[Fault]:
-    for section, master in (("bf16", "bf16_master_weights_and_grads"), ("fp16", "fp16_master_weights_and_grads")):
-        if subject.is_true(f"{section}.{master}") and subject.stage == 0:
-            yield Fault(
-                pointer=(section, master),
-                problem=f"{master} with ZeRO-0",
-                effect="DeepSpeed refuses it: the copies are ZeRO's",
-                fix='write "stage": 1 or more, or remove the line',
-            )
-    masters = subject.is_true("bf16.bf16_master_weights_and_grads") and subject.stage > 0
-    if masters and not subject.is_true("bf16.bf16_optimizer_states") and subject.device("offload_optimizer") == "none":
-        yield Fault(
-            pointer=("bf16", "bf16_master_weights_and_grads"),
-            problem="bf16_master_weights_and_grads with fp32 states on the GPU",
-            effect="the run stops when the engine starts: such states are made for an optimizer on the CPU",
-            fix='write "bf16_optimizer_states": true too, or offload the optimizer',
-        )
-    both = all(subject.is_true(f"{name}.{name}_master_weights_and_grads") for name in ("bf16", "fp16"))
-    needs_cpu = subject.is_true("fp16.fp16_master_weights_and_grads") and subject.stage > 0
-    if both or (needs_cpu and subject.device("offload_optimizer") == "none"):
-        yield Fault(
-            pointer=("fp16", "fp16_master_weights_and_grads"),
-            problem="fp16_master_weights_and_grads "
-            + ("beside those of bf16" if both else "without an offloaded optimizer"),
-            effect="the run stops when the engine starts",
-            fix="remove one of them" if both else "offload the optimizer, or remove the line",
-        )
-    if subject.is_true("bf16.bf16_optimizer_states") and not subject.is_true("bf16.bf16_master_weights_and_grads"):
-        yield Fault(
-            pointer=("bf16", "bf16_optimizer_states"),
-            problem="bf16_optimizer_states without bf16_master_weights_and_grads",
-            effect="DeepSpeed refuses it",
-            fix='write "bf16_master_weights_and_grads": true too, or remove the line',
-        )
+    masters = {name: subject.is_true(f"{name}.{name}_master_weights_and_grads") for name in ("bf16", "fp16")}
+    has_bf16_states, is_on_gpu = subject.is_true("bf16.bf16_optimizer_states"), not subject.offloads_optimizer
+    for name, is_on in masters.items():
+        key = f"{name}_master_weights_and_grads"
+        if is_on and subject.stage == 0:
+            fix = 'write "stage": 1 or higher, or remove the line'
+            yield _refused(name, key, f"{key} with ZeRO-0", "DeepSpeed refuses it: only ZeRO has such copies", fix)
+    if masters["bf16"] and subject.stage > 0 and is_on_gpu and not has_bf16_states:
+        problem = "bf16_master_weights_and_grads with fp32 states on the GPU"
+        effect = f"{STOPS}: this combination needs an optimizer on the CPU"
+        fix = 'also write "bf16_optimizer_states": true, or offload the optimizer'
+        yield _refused("bf16", "bf16_master_weights_and_grads", problem, effect, fix)
+    key = "fp16_master_weights_and_grads"
+    if all(masters.values()):
+        yield _refused("fp16", key, f"{key} together with that of bf16", STOPS, "remove one of them")
+    elif masters["fp16"] and subject.stage > 0 and is_on_gpu:
+        fix = "offload the optimizer, or remove the line"
+        yield _refused("fp16", key, f"{key} without an offloaded optimizer", STOPS, fix)
+    if has_bf16_states and not masters["bf16"]:
+        problem = "bf16_optimizer_states without bf16_master_weights_and_grads"
+        fix = 'also write "bf16_master_weights_and_grads": true, or remove the line'
+        yield _refused("bf16", "bf16_optimizer_states", problem, REFUSES, fix)
+
+
+def _refused(section: str, key: str, problem: str, effect: str, fix: str) -> Fault:
+    return Fault(pointer=(section, key), problem=problem, effect=effect, fix=fix)
 
 
 _DTYPES = {"fp32": "fp32", "float32": "fp32", "fp16": "fp16", "float16": "fp16", "half": "fp16", "bf16": "bf16",
@@ -100,134 +103,122 @@ _DTYPES = {"fp32": "fp32", "float32": "fp32", "fp16": "fp16", "float16": "fp16",
 
 
 def _param_dtype(subject: Subject) -> Iterator[Fault]:
-    named = subject.at("data_types.param_dtype", None)
+    dtype = subject.at("data_types.param_dtype", None)
     sections = [subject.at(f"{name}.enabled", False) for name in ("bf16", "fp16")]
-    if not isinstance(named, str) or "auto" in sections or named.lower() not in _DTYPES:
+    if not isinstance(dtype, str) or "auto" in sections or dtype.lower() not in _DTYPES:
         return
     trained = "fp16" if sections[1] is True else "bf16" if sections[0] is True else "fp32"
-    if _DTYPES[named.lower()] != trained:
+    if _DTYPES[dtype.lower()] != trained:
         yield Fault(
             pointer=("data_types", "param_dtype"),
-            problem=f'data_types.param_dtype is "{named}", and the model trains in {trained}',
-            effect="the run stops when the engine starts",
-            fix="remove the line: the bf16 and fp16 sections say it",
+            problem=f'data_types.param_dtype is "{dtype}", but the model trains in {trained}',
+            effect=STOPS,
+            fix="remove the line: the bf16 and fp16 sections set the data type",
         )
 
 
 _MIXED_SUMS = (("fp32", True, False), ("fp32", False, True), ("bf16", False, True), ("fp16", True, False))
-"""Dtype of the sums, bf16 on, fp16 on: what ZeRO-0 does not mix."""
+"""Combinations of accumulation dtype, bf16 and fp16 that ZeRO-0 does not support."""
 
 
-def _not_mean(s: Subject) -> bool:
-    return str(s.at("gradient_allreduce_op", "mean")).lower() == "sum"
+def _mixes_sums(s: Subject) -> bool:
+    dtype = s.at("data_types.grad_accum_dtype", None)
+    return s.stage == 0 and (dtype, s.is_true("bf16.enabled"), s.is_true("fp16.enabled")) in _MIXED_SUMS
 
 
 # fmt: off
 RULES = (
     Rule(id="DS301", severity=_E, title="fp16 and bf16",
          find=when("fp16.enabled", lambda s: s.is_true("fp16.enabled") and s.is_true("bf16.enabled"),
-                   problem="fp16 and bf16 are both on",
-                   effect="DeepSpeed refuses it", fix="keep one of them on"),
+                   problem="fp16 and bf16 are both enabled", effect=REFUSES, fix="disable one of them"),
          source=_DS + "runtime/config.py, accelerate 1.15 utils/dataclasses.py: set_mixed_precision"),
-    Rule(id="DS302", severity=_E, title="an odd allgather_bucket_size",
-         find=when(_ZERO + "allgather_bucket_size", lambda s: s.stage in (1, 2) and _is_odd(s),
+    Rule(id="DS302", severity=_E, title="odd allgather_bucket_size",
+         find=when(_ZERO + "allgather_bucket_size",
+                   lambda s: s.stage in (1, 2) and s.number(_ZERO + "allgather_bucket_size", 0) % 2 == 1,
                    problem="allgather_bucket_size is {value}, an odd number",
-                   effect="the run stops when the engine starts", fix="remove the line: nothing else reads it"),
+                   fix="remove the line: nothing else reads it"),
          source=_DS + "runtime/zero/stage_1_and_2.py: nccl_start_alignment_factor"),
-    Rule(id="DS303", severity=_E, title="Muon and reduce_scatter under ZeRO-3",
+    Rule(id="DS303", severity=_E, title="Muon with reduce_scatter under ZeRO-3",
          find=when(_ZERO + "reduce_scatter",
                    lambda s: _optimizer(s) == "muon" and s.stage == 3 and _reduces_by_scatter(s),
-                   problem="Muon under ZeRO-3 with reduce_scatter",
-                   effect="the run stops when the engine starts", fix='write "reduce_scatter": false'),
+                   problem="Muon under ZeRO-3 with reduce_scatter", fix='write "reduce_scatter": false'),
          source=_DS + "runtime/zero/stage3.py: Muon and reduce scatter cannot be used together"),
-    Rule(id="DS304", severity=_E, title="scaling before reduce_scatter",
+    Rule(id="DS304", severity=_E, title="prescale_gradients with reduce_scatter",
          find=when("prescale_gradients", lambda s: s.is_true("prescale_gradients") and _reduces_by_scatter(s),
                    problem="prescale_gradients with reduce_scatter",
-                   effect="the run stops when the engine starts",
                    fix='remove the line, or write "reduce_scatter": false'),
          source=_DS + "runtime/zero/stage_1_and_2.py, stage3.py: postscale_gradients"),
-    Rule(id="DS305", severity=_E, title="dividing before reduce_scatter",
+    Rule(id="DS305", severity=_E, title="gradient_predivide_factor with reduce_scatter",
          find=when("gradient_predivide_factor",
                    lambda s: s.number("gradient_predivide_factor", 1.0) != 1.0 and _reduces_by_scatter(s),
                    problem="gradient_predivide_factor is {value} with reduce_scatter",
-                   effect="the run stops when the engine starts",
                    fix='remove the line, or write "reduce_scatter": false'),
          source=_DS + "runtime/zero/stage_1_and_2.py, stage3.py: gradient_predivide_factor"),
-    Rule(id="DS306", severity=_E, title="low-precision states without what they need", find=_low_precision_states,
+    Rule(id="DS306", severity=_E, title="low-precision states without their requirements", find=_low_precision_states,
          source=_DS + "runtime/config.py: _do_error_check"),
-    Rule(id="DS311", severity=_E, title="NVMe without a path", find=_nvme_without_path,
+    Rule(id="DS311", severity=_E, title="NVMe offload without a path", find=_nvme_without_path,
          source=_DS + "runtime/swap_tensor: os.path.join(nvme_path, …)"),
     Rule(id="DS312", severity=_E, title="old and new names of offload", find=_old_and_new_offload,
          source=_DS + "runtime/config_utils.py: _process_deprecated_field"),
-    Rule(id="DS313", severity=_E, title="the old ZeRO-1",
+    Rule(id="DS313", severity=_E, title="the old ZeRO-1 implementation",
          find=when(_ZERO + "legacy_stage1", lambda s: s.stage > 0 and s.is_true(_ZERO + "legacy_stage1"),
-                   problem="legacy_stage1 is on", effect="the run stops when the engine starts",
-                   fix="remove the line"),
+                   problem="legacy_stage1 is enabled", fix="remove the line"),
          source=_DS + "runtime/engine.py: _configure_zero_optimizer"),
     Rule(id="DS314", severity=_E, title="summed gradients",
          find=when("gradient_allreduce_op",
-                   lambda s: _not_mean(s) and (s.stage == 3 or has_zenflow(s) or s.is_true("compile.deepcompile")),
+                   lambda s: _sums(s) and (s.stage == 3 or has_zenflow(s) or s.is_true("compile.deepcompile")),
                    problem='gradient_allreduce_op is "sum" under ZeRO-3, ZenFlow or DeepCompile',
-                   effect="DeepSpeed refuses it", fix='write "mean", or remove the line'),
+                   effect=REFUSES, fix='write "mean", or remove the line'),
          source=_DS + "runtime/config.py: _do_error_check"),
-    Rule(id="DS315", severity=_E, title="no gradient norm, and clipping",
+    Rule(id="DS315", severity=_E, title="compute_grad_norm disabled but needed",
          find=when(_ZERO + "compute_grad_norm",
-                   lambda s: s.at(_ZERO + "compute_grad_norm", True) is False
-                   and (s.stage not in (1, 2) or _clips(s) or has_zenflow(s) or s.offloads_optimizer
-                        or (s.stage == 1 and s.at("data_types.grad_accum_dtype", None) == "fp32")),
-                   problem="compute_grad_norm is false with ZeRO-{stage}, clipping, ZenFlow, fp32 sums or an offloaded "
-                           "optimizer",
-                   effect="the run stops when the engine starts",
+                   lambda s: s.at(_ZERO + "compute_grad_norm", True) is False and _needs_grad_norm(s),
+                   problem="compute_grad_norm is false with ZeRO-{stage}, clipping, ZenFlow, fp32 accumulation or an "
+                           "offloaded optimizer",
                    fix='remove the line, or write "gradient_clipping": 0 and keep the optimizer on the GPU'),
          source=_DS + "runtime/zero/stage_1_and_2.py: compute_grad_norm"),
-    Rule(id="DS316", severity=_E, title="unmanaged accumulation",
-         find=when("managed_gradient_accumulation",
-                   lambda s: s.at("managed_gradient_accumulation", True) is False
-                   and (s.is_true("compile.deepcompile")
-                        or (s.stage < 2 and s.is_true(_ZERO + "overlap_comm"))),
-                   problem="managed_gradient_accumulation is false beside DeepCompile, or beside overlap_comm "
-                           "with ZeRO-{stage}",
-                   effect="the run stops when the engine starts", fix='remove the line, or "overlap_comm": false'),
+    Rule(id="DS316", severity=_E, title="unmanaged gradient accumulation",
+         find=when("managed_gradient_accumulation", _unmanaged,
+                   problem="managed_gradient_accumulation is false with DeepCompile, or with overlap_comm under "
+                           "ZeRO-{stage}",
+                   fix='remove the line, or write "overlap_comm": false'),
          source=_DS + "runtime/engine.py: _do_sanity_check"),
-    Rule(id="DS317", severity=_E, title="quantised gradients without reduce_scatter",
+    Rule(id="DS317", severity=_E, title="quantized gradients without reduce_scatter",
          find=when(_ZERO + "zero_quantized_gradients",
                    lambda s: s.stage == 3 and s.is_true(_ZERO + "zero_quantized_gradients")
                    and (s.at(_ZERO + "reduce_scatter", True) is False or _optimizer(s) == "muon"),
                    problem="zero_quantized_gradients without reduce_scatter, or with Muon",
-                   effect="the run stops when the engine starts", fix='write "reduce_scatter": true, with AdamW'),
+                   fix='write "reduce_scatter": true, and use AdamW'),
          source=_DS + "runtime/zero/stage3.py: all2all_process_group"),
-    Rule(id="DS318", severity=_W, title="SuperOffload and NVMe",
-         find=when(_ZERO + "offload_optimizer.super_offload",
-                   lambda s: s.stage == 3 and s.is_true(_ZERO + "offload_optimizer.super_offload")
+    Rule(id="DS318", severity=_W, title="SuperOffload with NVMe",
+         find=when(_OFFLOAD + "super_offload",
+                   lambda s: s.stage == 3 and s.is_true(_OFFLOAD + "super_offload")
                    and s.device("offload_optimizer") == "nvme",
                    problem="super_offload with an optimizer on NVMe",
-                   effect="SuperOffload steps in host RAM, and does not read the drive",
+                   effect="SuperOffload updates in host RAM and does not read the drive",
                    fix='write "device": "cpu"'),
          source=_DS + "runtime/superoffload/superoffload_stage3.py"),
-    Rule(id="DS325", severity=_E, title="sums of gradients in another dtype without ZeRO",
-         find=when("data_types.grad_accum_dtype",
-                   lambda s: s.stage == 0 and (s.at("data_types.grad_accum_dtype", None), s.is_true("bf16.enabled"),
-                                               s.is_true("fp16.enabled")) in _MIXED_SUMS,
+    Rule(id="DS325", severity=_E, title="gradient accumulation in another dtype without ZeRO",
+         find=when("data_types.grad_accum_dtype", _mixes_sums,
                    problem="data_types.grad_accum_dtype is {value} with ZeRO-0",
-                   effect="the run stops when the engine starts (NotImplementedError)",
-                   fix='write "stage": 1 or more, or remove the line'),
+                   effect=f"{STOPS} (NotImplementedError)",
+                   fix='write "stage": 1 or higher, or remove the line'),
          source=_DS + "runtime/engine.py: _do_optimizer_sanity_check"),
-    Rule(id="DS328", severity=_E, title="autocast and quantised weights",
+    Rule(id="DS328", severity=_E, title="autocast with quantized weights",
          find=when("torch_autocast.enabled",
                    lambda s: s.stage == 3 and s.is_true("torch_autocast.enabled")
                    and s.is_true(_ZERO + "zero_quantized_weights"),
-                   problem="torch_autocast beside zero_quantized_weights",
-                   effect="the run stops when the engine starts", fix="keep one of them"),
+                   problem="torch_autocast with zero_quantized_weights", fix="keep one of them"),
          source=_DS + "runtime/torch_autocast.py: Cannot enable both torch autocast and zero quantized weights"),
-    Rule(id="DS329", severity=_E, title="a dtype of parameters beside another precision", find=_param_dtype,
+    Rule(id="DS329", severity=_E, title="param_dtype that contradicts the precision", find=_param_dtype,
          source=_DS + "runtime/engine.py: _assert_valid_mixed_precision_config"),
-    Rule(id="DS330", severity=_E, title="a partial offload with another optimizer than Adam",
-         find=when(_ZERO + "offload_optimizer.ratio",
-                   lambda s: s.stage == 3 and s.number(_ZERO + "offload_optimizer.ratio", 1.0) < 1
+    Rule(id="DS330", severity=_E, title="partial offload with an optimizer other than Adam",
+         find=when(_OFFLOAD + "ratio",
+                   lambda s: s.stage == 3 and s.number(_OFFLOAD + "ratio", 1.0) < 1
                    and _optimizer(s) not in ("", "adam", "adamw"),
-                   problem="offload_optimizer.ratio is {value} with another optimizer than Adam",
-                   effect="the run stops when the engine starts", fix='write "AdamW", or remove the line'),
+                   problem="offload_optimizer.ratio is {value} with an optimizer other than Adam",
+                   fix='write "AdamW", or remove the line'),
          source=_DS + "runtime/zero/stage3.py: Hybrid Optimizer Only Supports DeepSpeedCPUAdam"),
 )
-"""Rules about choices that exclude each other."""
+"""Rules about settings that exclude each other."""
 # fmt: on

@@ -1,4 +1,4 @@
-"""Rules about numbers that are valid alone and contradict each other, or exceed the length of the run."""
+"""Rules about numbers that contradict each other or the length of the run."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from types import MappingProxyType
 
 from dstrain.config.document import dotted, lookup
 from dstrain.config.jsonc import Pointer
-from dstrain.config.keys.table import KEYS, key_of
+from dstrain.config.keys.table import key_of
 from dstrain.config.lint.finding import Fault, Severity
 from dstrain.config.lint.rule import Rule
-from dstrain.config.lint.rules.batch import is_count
-from dstrain.config.lint.rules.optimizers import params_of, type_of
-from dstrain.config.lint.subject import Subject
+from dstrain.config.lint.rules.batch import FOLLOW_JOB, TRAINER_STOPS
+from dstrain.config.lint.subject import Subject, is_count, is_number, params_of, type_of
 from dstrain.config.resolve_auto import filled
 
 _SAMPLING = "data_efficiency.data_sampling."
@@ -36,39 +35,35 @@ _ORDERED: Mapping[str, str] = MappingProxyType(
         _LTD + "random_ltd_schedule.min_value": "max_value",
     }
 )
-"""A lower end → the name beside it of the upper end."""
+"""The path of a lower bound → the name of its upper bound in the same object."""
 _EFFECTS: Mapping[str, str] = MappingProxyType(
     {
-        "warmup_num_steps": "the schedule ends before the warm-up does: the learning rate is never reached",
-        "warmup_min_lr": "the learning rate falls in the warm-up and does not rise",
-        "cycle_min_lr": "the cycle stands on its head: the learning rate falls first, and rises then",
-        "base_lr": "the cycle stands on its head: the learning rate falls first, and rises then",
+        "warmup_num_steps": "the schedule ends before the warm-up, so the run never reaches the learning rate",
+        "warmup_min_lr": "the learning rate falls during the warm-up instead of rising",
+        "cycle_min_lr": "the cycle is inverted: the learning rate falls first and then rises",
+        "base_lr": "the cycle is inverted: the learning rate falls first and then rises",
     }
 )
 _LENGTHS: Mapping[str, str] = MappingProxyType(
-    {
-        "CosineAnnealingLR": "T_max",
-        "OneCycleLR": "total_steps",
-        "PolynomialLR": "total_iters",
-    }
+    {"CosineAnnealingLR": "T_max", "OneCycleLR": "total_steps", "PolynomialLR": "total_iters"}
 )
-"""Schedule → the parameter that says after how many steps it has ended."""
+"""Schedule → the parameter with its length in steps."""
 _AFTER_END: Mapping[str, str] = MappingProxyType(
     {
-        "CosineAnnealingLR": "the learning rate rises again from then on",
-        "OneCycleLR": "the run stops there with a ValueError",
+        "CosineAnnealingLR": "the learning rate then rises again",
+        "OneCycleLR": "the run then stops with a ValueError",
     }
 )
 
 
 def _number(subject: Subject, pointer: Pointer) -> float | None:
-    """Returns the number at a place: what stands there, the job's for "auto", or the engine's default."""
+    """Returns the number at a place: the written one, the job's for "auto", or the engine's default."""
     value, row = lookup(subject.config, pointer), key_of(pointer)
     if value == "auto" and subject.job is not None:
         value = filled(subject.job.job, None, num_ranks=subject.num_ranks).get(pointer)
     elif not subject.has(dotted(pointer)) and row is not None:
         value = row.default
-    return value if isinstance(value, int | float) and not isinstance(value, bool) else None
+    return value if is_number(value) else None
 
 
 def _inverted(subject: Subject) -> Iterator[Fault]:
@@ -84,35 +79,34 @@ def _inverted(subject: Subject) -> Iterator[Fault]:
                 yield Fault(
                     pointer=(*outer, given[0]),
                     severity=None if lower in _EFFECTS else Severity.WARNING,
-                    problem=f"{lower} is {low:g}, and {upper} is {high:g}",
-                    effect=_EFFECTS.get(lower, "the lower end is above the upper one: nothing lies between them"),
+                    problem=f"{lower} is {low:g}, but {upper} is {high:g}",
+                    effect=_EFFECTS.get(lower, "the range is empty: its lower bound is above its upper bound"),
                     fix=f"write a {lower} of at most {upper}",
                 )
 
 
 def _is_taken(subject: Subject, outer: Pointer, names: list[str]) -> bool:
-    """Returns whether these are parameters of the schedule or the optimizer that is asked for."""
-    legal = KEYS if outer[-1:] != ("params",) else params_of(subject, str(outer[0]))
-    return outer[-1:] != ("params",) or all(name in legal for name in names)
+    """Returns whether the schedule or optimizer has these parameters."""
+    return outer[-1:] != ("params",) or params_of(subject, str(outer[0])).keys() >= {*names}
 
 
 def _longer_than_the_run(subject: Subject) -> Iterator[Fault]:
-    """What the job ends by max_steps, against the lengths that a schedule says: the Trainer compares two of them."""
+    """Reports lengths of a schedule that contradict max_steps of the job; the Trainer compares two of them."""
     if subject.job is None or subject.job.job.max_steps is None:
         return
     steps, place = subject.job.job.max_steps, subject.job.locate(("max_steps",))
     name, params = type_of(subject, "scheduler") or "", params_of(subject, "scheduler")
     ratio = subject.job.job.warmup_ratio
-    wanted = {"warmup_num_steps": max(1, math.ceil(steps * ratio)), "total_num_steps": steps}
-    for key, count in wanted.items():
+    counts = {"warmup_num_steps": max(1, math.ceil(steps * ratio)), "total_num_steps": steps}
+    for key, count in counts.items():
         value = params.get(key)
         if is_count(value) and value != count and subject.is_trainers:
-            said = f"{place}: max_steps is {steps}" + (f" (warmup_ratio {ratio:g})" if key[0] == "w" else "")
+            source = f"{place}: max_steps is {steps}" + (f" (warmup_ratio {ratio:g})" if key[0] == "w" else "")
             yield Fault(
                 pointer=("scheduler", "params", key),
-                problem=f"{key} is {value}, and {said} makes it {count}",
-                effect="the Trainer ends the run after the model was loaded",
-                fix='write "auto" here to mean the job, or change the job',
+                problem=f"{key} is {value}, but {source} makes it {count}",
+                effect=TRAINER_STOPS,
+                fix=FOLLOW_JOB,
             )
     key = _LENGTHS.get(name, "")
     length = params.get(key)
@@ -120,8 +114,8 @@ def _longer_than_the_run(subject: Subject) -> Iterator[Fault]:
         yield Fault(
             pointer=("scheduler", "params", key),
             severity=Severity.WARNING if name == "CosineAnnealingLR" else None,
-            problem=f"{name} ends after {length} steps, and {place}: max_steps is {steps}",
-            effect=_AFTER_END.get(name, "the learning rate is 0 from then on"),
+            problem=f"{name} ends after {length} steps, but {place}: max_steps is {steps}",
+            effect=_AFTER_END.get(name, "the learning rate is then 0"),
             fix=f"write {steps}",
         )
 
@@ -130,8 +124,8 @@ _CURVES = "deepspeed 0.19.8 runtime/lr_schedules.py; torch 2.13 optim/lr_schedul
 
 # fmt: off
 RULES = (
-    Rule(id="DS420", severity=Severity.ERROR, title="a lower end above the upper one", find=_inverted, source=_CURVES),
-    Rule(id="DS421", severity=Severity.ERROR, title="a schedule of another length than the run",
+    Rule(id="DS420", severity=Severity.ERROR, title="lower bound above upper bound", find=_inverted, source=_CURVES),
+    Rule(id="DS421", severity=Severity.ERROR, title="schedule with another length than the run",
          find=_longer_than_the_run, source=_CURVES),
 )
 """Rules about numbers that contradict each other."""

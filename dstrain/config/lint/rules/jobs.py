@@ -1,84 +1,75 @@
-"""Rules about what dstrain's trainer does not support, and about a job's model, data and machines."""
+"""Rules about features that dstrain's trainer does not support, and about a job's model, data and GPU."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from dstrain.choices import Method, Precision
 from dstrain.config.lint.finding import Fault, Severity
-from dstrain.config.lint.rule import Rule
-from dstrain.config.lint.rules.no_effect import has_pass
+from dstrain.config.lint.rule import Breaks, Rule
+from dstrain.config.lint.rules.no_effect import above, has_pass, is_on
 from dstrain.config.lint.subject import Subject, shown
 from dstrain.job.schema import Job
 
 _GATHER = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
 
 
-def _above_one(path: str) -> Callable[[Subject], bool]:
-    return lambda subject: subject.number(path, 0) > 1
-
-
-def _is_on(path: str) -> Callable[[Subject], bool]:
-    return lambda subject: subject.is_true(path)
-
-
-_NO_WEIGHTS = "each rank holds a part of the model, and the final model has no weights that can be loaded"
-_WHOLE_SEQUENCES = "sequences are not cut: every rank trains on whole ones"
-_UNREAD = "the Trainer has its own, and nothing reads it"
-_NOT_RUN: dict[str, tuple[Callable[[Subject], bool], str]] = {
-    "tensor_parallel.autotp_size": (_above_one("tensor_parallel.autotp_size"), _NO_WEIGHTS),
-    "tensor_parallel.tp.tp_size": (_above_one("tensor_parallel.tp.tp_size"), _NO_WEIGHTS),
+_TP = "tensor_parallel.autotp_size"
+_SPLIT_MODEL = "each rank holds a part of the model, and the final model has no weights that can be loaded"
+_NOT_RUN: dict[str, tuple[Breaks, str]] = {
+    _TP: (above(_TP, 1), _SPLIT_MODEL),
+    "tensor_parallel.tp.tp_size": (above("tensor_parallel.tp.tp_size", 1), _SPLIT_MODEL),
     "sequence_parallel_size": (
-        lambda subject: _above_one("sequence_parallel_size")(subject) and has_pass(subject, "autosp"), _WHOLE_SEQUENCES
+        lambda subject: above("sequence_parallel_size", 1)(subject) and has_pass(subject, "autosp"),
+        "sequences are not split: every rank trains on whole ones",
     ),
     "compile.passes": (
         lambda subject: has_pass(subject, "autosp") or has_pass(subject, "autotp"),
-        "the passes run in engine.compile(), which nobody calls",
+        "the passes run in engine.compile(), which is never called",
     ),
-    "expert_parallel.enabled": (_is_on("expert_parallel.enabled"), _NO_WEIGHTS),
-    "pipeline.stages": (_above_one("pipeline.stages"), "the model is no pipeline of DeepSpeed: it is not split"),
-    "hybrid_engine.enabled": (_is_on("hybrid_engine.enabled"), "the engine is one for generation, and not tried here"),
-    "data_efficiency.enabled": (_is_on("data_efficiency.enabled"), f"data comes from the Trainer: {_UNREAD}"),
-    "autotuning.enabled": (_is_on("autotuning.enabled"), "only DeepSpeed's own launcher tunes"),
+    "expert_parallel.enabled": (is_on("expert_parallel.enabled"), _SPLIT_MODEL),
+    "pipeline.stages": (above("pipeline.stages", 1), "the model is not a DeepSpeed pipeline, and is not split"),
+    "hybrid_engine.enabled": (is_on("hybrid_engine.enabled"), "the engine for generation is untested here"),
+    "data_efficiency.enabled": (is_on("data_efficiency.enabled"), "nothing reads it: the Trainer loads the data"),
+    "autotuning.enabled": (is_on("autotuning.enabled"), "only DeepSpeed's own launcher tunes"),
 }  # fmt: skip
-"""What dstrain's trainer does not run or save → whether a configuration asks for it, and what would happen."""
+"""Features that dstrain's trainer does not run or save → the condition that a configuration enables them, and the
+effect."""
 
 
 def _not_run(subject: Subject) -> Iterator[Fault]:
-    for path, (asks, effect) in _NOT_RUN.items():
-        if subject.job is not None and asks(subject):
-            yield Fault(
-                pointer=tuple(path.split(".")),
-                problem=f"{path} is {shown(subject.at(path, None))}, and dstrain run does not do that yet",
-                effect=effect,
-                fix="remove it",
-            )
+    for path, (is_enabled, effect) in _NOT_RUN.items():
+        if subject.job is not None and is_enabled(subject):
+            yield _unsupported(subject, path, effect, "remove it")
+
+
+def _unsupported(subject: Subject, path: str, effect: str, fix: str) -> Fault:
+    problem = f"{path} is {shown(subject.at(path, None))}, which dstrain run does not support yet"
+    return Fault(pointer=tuple(path.split(".")), problem=problem, effect=effect, fix=fix)
 
 
 def _unsaved(subject: Subject) -> Iterator[Fault]:
-    """Another program's Trainer splits the model, and saves it only where it may gather."""
-    path = "tensor_parallel.autotp_size"
-    if subject.job is None and subject.is_trainers and subject.number(path, 0) > 1 and not subject.is_true(_GATHER):
-        yield Fault(
-            pointer=tuple(path.split(".")),
-            problem=f"{path} is {shown(subject.at(path))}, and dstrain run does not do that yet",
-            effect="save_model writes no weights: accelerate gathers the parts of tensor parallelism only where "
-            "stage3_gather_16bit_weights_on_model_save is true, at any stage",
-            fix='remove it, or write "stage3_gather_16bit_weights_on_model_save": true for a Trainer of your own',
+    """Reports tensor parallelism in another program's Trainer, which saves the model only if it may gather."""
+    if subject.job is None and subject.is_trainers and above(_TP, 1)(subject) and not subject.is_true(_GATHER):
+        effect = (
+            "save_model writes no weights: accelerate gathers the parts of tensor parallelism only if "
+            "stage3_gather_16bit_weights_on_model_save is true, at any stage"
         )
+        fix = 'remove it, or write "stage3_gather_16bit_weights_on_model_save": true for your own Trainer'
+        yield _unsupported(subject, _TP, effect, fix)
 
 
 def _in_job(subject: Subject, key: str, problem: str, effect: str, fix: str) -> Fault:
-    """Returns what to say of a key of the job."""
+    """Returns a fault at a key of the job."""
     assert subject.job is not None
     return Fault(place=subject.job.locate((key,)), problem=problem, effect=effect, fix=fix)
 
 
 def _steps_of(job: Job) -> Iterator[tuple[str, int, str]]:
-    """Yields the keys that say after how many steps something happens, with what never happens where they are large."""
+    """Yields keys with intervals in steps, and the effect of an interval longer than the run."""
     if job.eval_steps is not None and job.eval_data is not None:
-        yield "eval_steps", job.eval_steps, "the model is evaluated at the end only"
-    yield "logging_steps", job.logging_steps, "metrics have one line, at the end"
+        yield "eval_steps", job.eval_steps, "the model is evaluated only at the end"
+    yield "logging_steps", job.logging_steps, "the metrics have a single line, at the end"
 
 
 def _never_reached(subject: Subject) -> Iterator[Fault]:
@@ -87,7 +78,7 @@ def _never_reached(subject: Subject) -> Iterator[Fault]:
         return
     for key, steps, effect in _steps_of(job):
         if steps > job.max_steps > 1:
-            problem = f"{key} is {steps}, and max_steps is {job.max_steps}"
+            problem = f"{key} is {steps}, but max_steps is {job.max_steps}"
             yield _in_job(subject, key, problem, effect, f"write a {key} of at most {job.max_steps}")
 
 
@@ -95,46 +86,46 @@ def _its_own_data(subject: Subject) -> Iterator[Fault]:
     job = subject.job.job if subject.job is not None else None
     if job is not None and job.eval_data is not None and job.eval_data == job.data:
         yield _in_job(subject, "eval_data", "eval_data is the training data",
-                      "eval_loss says how well it was learned by heart", "name other data")  # fmt: skip
+                      "eval_loss measures memorization", "use other data")  # fmt: skip
 
 
 def _too_long(subject: Subject) -> Iterator[Fault]:
     model, job = subject.model, subject.job.job if subject.job is not None else None
     if model is None or job is None or not 0 < model.max_position_embeddings < job.seq_len:
         return
-    problem = f"seq_len is {job.seq_len}, and {model.name} has positions for {model.max_position_embeddings}"
-    effect = "what lies beyond was never trained: the loss is wrong there, or an index is out of range"
+    problem = f"seq_len is {job.seq_len}, but {model.name} has {model.max_position_embeddings} positions"
+    effect = "positions beyond were never trained: the loss is wrong there, or an index is out of range"
     yield _in_job(subject, "seq_len", problem, effect, f"write seq_len: {model.max_position_embeddings}")
 
 
 def _not_on_gpu(subject: Subject) -> Iterator[Fault]:
-    """What the GPU does not have; one that was assumed is not asked."""
+    """Reports settings that a known GPU does not support."""
     job = subject.job.job if subject.job is not None else None
     cluster = subject.cluster
     if job is None or cluster is None or cluster.gpu_origin == "assumed":
         return
     gpu = cluster.gpu
     if job.precision is Precision.BF16 and not gpu.has_bf16 and gpu.name != "cpu":
-        yield _in_job(subject, "precision", f"precision is bf16, and {gpu.name} computes no bf16",
-                      "products are made in fp32, at a fraction of the speed", "write precision: fp16")  # fmt: skip
+        yield _in_job(subject, "precision", f"precision is bf16, but {gpu.name} does not support it",
+                      "matrix products run in fp32, at a fraction of the speed", "write precision: fp16")  # fmt: skip
     if gpu.name == "cpu" and job.method is Method.QLORA:
-        yield _in_job(subject, "method", "method is qlora, and the ranks train on the CPU",
-                      "4-bit weights are made for a GPU", "write method: lora")  # fmt: skip
+        yield _in_job(subject, "method", "method is qlora, but the ranks train on the CPU",
+                      "4-bit weights need a GPU", "write method: lora")  # fmt: skip
 
 
 # fmt: off
 RULES = (
-    Rule(id="DS221", severity=Severity.ERROR, title="what dstrain's trainer does not run or save", find=_not_run,
+    Rule(id="DS221", severity=Severity.ERROR, title="feature that dstrain run does not support", find=_not_run,
          source="dstrain/train"),
-    Rule(id="DS222", severity=Severity.ERROR, title="tensor parallelism that is not saved", find=_unsaved,
+    Rule(id="DS222", severity=Severity.ERROR, title="tensor parallelism that cannot be saved", find=_unsaved,
          source="accelerate 1.15 accelerator.py: get_state_dict"),
-    Rule(id="DS901", severity=Severity.WARNING, title="steps that the run does not have", find=_never_reached,
+    Rule(id="DS901", severity=Severity.WARNING, title="interval longer than the run", find=_never_reached,
          source="dstrain/job/schema.py"),
-    Rule(id="DS902", severity=Severity.WARNING, title="an evaluation on the training data", find=_its_own_data,
+    Rule(id="DS902", severity=Severity.WARNING, title="evaluation on the training data", find=_its_own_data,
          source="dstrain/train/arguments.py"),
     Rule(id="DS903", severity=Severity.WARNING, title="samples longer than the model's positions", find=_too_long,
          source="config.json: max_position_embeddings"),
-    Rule(id="DS904", severity=Severity.WARNING, title="what the GPU does not have", find=_not_on_gpu,
+    Rule(id="DS904", severity=Severity.WARNING, title="setting that the GPU does not support", find=_not_on_gpu,
          source="dstrain/facts/cluster/gpus.py"),
 )
 """Rules about the job."""

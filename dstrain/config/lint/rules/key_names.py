@@ -1,4 +1,4 @@
-"""Rules about key names: misspelt, misplaced, unknown, removed, renamed."""
+"""Rules about key names: misspelled, misplaced, unknown, removed, renamed."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from dstrain.config.jsonc import Pointer
 from dstrain.config.keys.key import Key, Kind, Names
 from dstrain.config.keys.table import KEYS, children, key_of
 from dstrain.config.lint.finding import Fault, Severity
-from dstrain.config.lint.rule import Rule
+from dstrain.config.lint.rule import REFUSES, Rule
 from dstrain.config.lint.subject import ABSENT, Subject
 from dstrain.errors import nearest
 
-_REFUSES = "DeepSpeed refuses it when the engine starts, after the model was loaded"
-_IGNORES = "DeepSpeed does not read it and says nothing"
+_REFUSES = "DeepSpeed refuses it when the engine starts, after loading the model"
+_IGNORES = "DeepSpeed ignores it without a warning"
 _DIGIT = re.compile(r"\d")
 
 
 PARAMS: tuple[Pointer, ...] = (("optimizer", "params"), ("scheduler", "params"))
-"""Objects whose legal names depend on a type beside them."""
+"""Objects whose legal names depend on their `type`."""
 
 
 def is_parked(pointer: Pointer) -> bool:
-    """Returns whether a name at the top says itself that it is nobody's: `$schema`, `_comment`, `x-note`."""
+    """Returns whether a top-level name is a note: `$schema`, `_comment`, `x-note`."""
     name = str(pointer[-1])
     return len(pointer) == 1 and (name == "$schema" or name.startswith(("_", "x-")))
 
 
 def _unknown(subject: Subject) -> Iterator[tuple[Pointer, Key | None]]:
-    """Yields every name that the table does not have, outermost only, with the row of its object."""
+    """Yields every outermost unknown name with the row of its object."""
     hidden: set[Pointer] = set()
     for pointer, _ in subject.walk():
         outside = pointer[:-1]
@@ -60,27 +60,27 @@ MEANT_AT_TOP: Mapping[str, str] = MappingProxyType(
         "train_batch": "train_batch_size",
     }
 )
-"""What people of other tools call keys at the top."""
+"""Top-level names of other tools → DeepSpeed's."""
 SURE_RATIO = 0.88
-"""Likeness (difflib) from which one name is a slip of the other: a letter or two. Below, only a person knows."""
+"""Similarity (difflib) above which one name is a typo of the other: a letter or two. Below, the fix needs a person."""
 NEAR_ENOUGH = 0.8
-"""Likeness from which one name is worth offering for another, where the run ends anyway."""
+"""Similarity above which one name is suggested for another if the run stops anyway."""
 _NEAR_RATIO = {Names.REFUSED: NEAR_ENOUGH, Names.IGNORED: 0.84, Names.FREE: SURE_RATIO}
-"""Likeness from which a name is offered, by what the engine does with the unknown one: where it reads on, the name may
-as well be a note (`comment` is no `comet`)."""
+"""Similarity above which a name is suggested, by what the engine does with an unknown one: if it ignores the name, the
+name may be a note (`comment` is not `comet`)."""
 _AT_HOME = ("stage", "betas")
-"""Single words that name one key only; others (`seed`, `epochs`, `offload`) mean something else elsewhere."""
+"""Single words that name one key only; others (`seed`, `epochs`, `offload`) have other meanings elsewhere."""
 
 
 def likeness(name: str, meant: str) -> float:
-    """Returns how alike two names are, 0…1, in any case of letters."""
+    """Returns the case-insensitive similarity of two names, 0…1."""
     return SequenceMatcher(None, name.lower(), meant.lower()).ratio()
 
 
 def slip_of(name: str, legal: Iterable[str]) -> str | None:
-    """Returns the legal name that a name is with a letter wrong, missing or too many; None where two are as near.
+    """Returns the legal name that differs by one wrong, missing or extra letter; None if several do.
 
-    Another digit is no slip: it tells one thing from another.
+    Another digit is not a typo: it names something else.
 
     >>> slip_of("overlap_com", ["overlap_comm", "offload_param"]), slip_of("gpu", ["cpu", "nvme"])
     ('overlap_comm', None)
@@ -98,13 +98,13 @@ def slip_of(name: str, legal: Iterable[str]) -> str | None:
 
 
 def _names_in(pointer: Pointer) -> list[str]:
-    """Returns the names that are legal in an object."""
+    """Returns the legal names in an object."""
     names = [row.path.rsplit(".", 1)[-1] for row in children(pointer) if row.removed is None]
     return [name for name in names if name != "*"]
 
 
 def near_name(pointer: Pointer) -> str | None:
-    """Returns the legal name beside an unknown one that it most likely meant."""
+    """Returns the legal name in the same object that an unknown name most likely means."""
     name = str(pointer[-1])
     if len(pointer) == 1 and name in MEANT_AT_TOP:
         return MEANT_AT_TOP[name]
@@ -120,7 +120,7 @@ def _is_at_home(name: str, outside: Pointer) -> bool:
 
 
 def elsewhere(pointer: Pointer) -> str | None:
-    """Returns the path where a name that is unknown here belongs, or None where none has it.
+    """Returns the path of a key with the same name elsewhere, or None.
 
     >>> elsewhere(("overlap_comm",)), elsewhere(("optimizer", "lr")), elsewhere(("seed",))
     ('zero_optimization.overlap_comm', 'optimizer.params.lr', None)
@@ -135,11 +135,15 @@ def elsewhere(pointer: Pointer) -> str | None:
     return ".".join(same[0]) if same and same[0][:-1] != pointer[:-1] else None
 
 
+def _refuses(parent: Key | None) -> bool:
+    return parent is not None and parent.names is Names.REFUSED
+
+
 def _effect(parent: Key | None) -> str:
-    return _REFUSES if parent is not None and parent.names is Names.REFUSED else _IGNORES
+    return _REFUSES if _refuses(parent) else _IGNORES
 
 
-def _misspelt(subject: Subject) -> Iterator[Fault]:
+def _misspelled(subject: Subject) -> Iterator[Fault]:
     for pointer, parent in _unknown(subject):
         meant = near_name(pointer)
         if meant is None:
@@ -149,47 +153,41 @@ def _misspelt(subject: Subject) -> Iterator[Fault]:
         is_safe = is_slip and not subject.has(dotted(target))
         yield Fault(
             pointer=pointer,
-            problem=f'"{pointer[-1]}" is no key{_inside(parent)}',
+            problem=_problem(pointer, parent),
             effect=_effect(parent),
             fix=f'did you mean "{meant}"?',
             changes=(Change(pointer=pointer, renamed=meant),) if is_safe else (),
         )
 
 
-def _inside(parent: Key | None) -> str:
-    return f" of {parent.path}" if parent is not None else " of DeepSpeed"
+def _problem(pointer: Pointer, parent: Key | None) -> str:
+    return f'"{pointer[-1]}" is not a key of {parent.path if parent is not None else "DeepSpeed"}'
 
 
 def _misplaced(subject: Subject) -> Iterator[Fault]:
     for pointer, parent in _unknown(subject):
         if near_name(pointer) is None and (home := elsewhere(pointer)) is not None:
-            yield Fault(
-                pointer=pointer,
-                problem=f'"{pointer[-1]}" is no key{_inside(parent)}',
-                effect=_effect(parent),
-                fix=f"it belongs to {home}" if "." in home else "move it to the top of the file",
-            )
+            fix = f"it belongs to {home}" if "." in home else "move it to the top of the file"
+            yield Fault(pointer=pointer, problem=_problem(pointer, parent), effect=_effect(parent), fix=fix)
 
 
-def _unheard(subject: Subject) -> Iterator[Fault]:
+def _meaningless(subject: Subject) -> Iterator[Fault]:
     for pointer, parent in _unknown(subject):
         if near_name(pointer) is not None or elsewhere(pointer) is not None:
             continue
-        is_refused = parent is not None and parent.names is Names.REFUSED
-        is_note = str(pointer[-1]).startswith("_") and not is_refused
-        if is_note:
-            continue
-        yield Fault(
-            pointer=pointer,
-            severity=Severity.ERROR if is_refused else Severity.WARNING,
-            problem=f'"{pointer[-1]}" is no key{_inside(parent)}',
-            effect=_effect(parent),
-            fix="remove it" + ("" if pointer[:-1] else '; a block that waits for later may be named "_…" or "x-…"'),
-        )
+        refused = _refuses(parent)
+        if refused or not str(pointer[-1]).startswith("_"):
+            yield Fault(
+                pointer=pointer,
+                severity=Severity.ERROR if refused else Severity.WARNING,
+                problem=_problem(pointer, parent),
+                effect=_effect(parent),
+                fix="remove it" + ("" if pointer[:-1] else '; to keep it as a note, name it "_…" or "x-…"'),
+            )
 
 
 def is_refused(row: Key) -> bool:
-    """Returns whether the engine raises for a key that it no longer has; elsewhere it passes it over."""
+    """Returns whether the engine raises for a removed key instead of ignoring it."""
     return "_REMOVED_" in row.source
 
 
@@ -202,8 +200,8 @@ def _removed(subject: Subject) -> Iterator[Fault]:
         yield Fault(
             pointer=pointer,
             severity=None if refused else Severity.WARNING,
-            problem=f'"{row.path}" is gone since DeepSpeed {row.removed}',
-            effect="DeepSpeed refuses the configuration" if refused else _IGNORES,
+            problem=f'DeepSpeed {row.removed} removed "{row.path}"',
+            effect=REFUSES if refused else _IGNORES,
             fix=row.instead or "remove it",
         )
 
@@ -212,12 +210,12 @@ def _deprecated(subject: Subject) -> Iterator[Fault]:
     for pointer, _ in subject.walk():
         row = key_of(pointer)
         if row is None or pointer[:-1] in PARAMS:
-            continue  # parameters of optimizers have rules of their own
+            continue  # parameters of optimizers have their own rules
         if row.removed is None and row.instead is not None and row.alias_of is None:
             yield Fault(
                 pointer=pointer,
                 problem=f'"{row.path}" is deprecated',
-                effect="DeepSpeed still reads it, and warns that a later release will not",
+                effect="DeepSpeed still reads it, but warns that a later release will not",
                 fix=row.instead,
             )
 
@@ -225,56 +223,46 @@ def _deprecated(subject: Subject) -> Iterator[Fault]:
 def _twice_named(subject: Subject) -> Iterator[Fault]:
     for pointer, _ in subject.walk():
         row = key_of(pointer)
-        if row is not None and row.alias_of is not None and _stands(subject, row.alias_of):
-            is_refused = (parent := key_of(pointer[:-1])) is not None and parent.names is Names.REFUSED
-            is_same = lookup(subject.config, pointer) == lookup(subject.config, tuple(row.alias_of.split(".")))
+        if row is None or row.alias_of is None:
+            continue
+        other = lookup(subject.config, tuple(row.alias_of.split(".")))
+        if other is not ABSENT:
+            refused = _refuses(key_of(pointer[:-1]))
+            is_safe = not refused and lookup(subject.config, pointer) == other
             yield Fault(
                 pointer=pointer,
                 problem=f'"{row.path}" and "{row.alias_of}" are two names of one key',
-                effect=_REFUSES if is_refused else f"DeepSpeed reads {row.alias_of} and not this one",
+                effect=_REFUSES if refused else f"DeepSpeed reads {row.alias_of} and ignores this one",
                 fix="keep one of them",
-                changes=() if is_refused or not is_same else (Change(pointer=pointer, value=REMOVED),),
+                changes=(Change(pointer=pointer, value=REMOVED),) if is_safe else (),
             )
 
 
-def _stands(subject: Subject, path: str) -> bool:
-    """Returns whether a key stands there under this very name."""
-    return lookup(subject.config, tuple(path.split("."))) is not ABSENT
-
-
 def _alias(subject: Subject) -> Iterator[Fault]:
-    """bfloat16: DeepSpeed's other name of bf16, which Transformers and accelerate do not know."""
+    """Reports bfloat16, DeepSpeed's other name of bf16, which Transformers and accelerate do not know."""
     if "bfloat16" in subject.config and "bf16" not in subject.config and subject.is_trainers:
         yield Fault(
             pointer=("bfloat16",),
-            problem='"bfloat16" is a name of bf16 that the Trainer does not know',
-            effect="the Trainer adds a bf16 section of its own, and DeepSpeed then reads that one and not this",
+            problem='the Trainer does not know "bfloat16", DeepSpeed\'s other name of bf16',
+            effect="the Trainer adds its own bf16 section, and DeepSpeed reads that section instead of this one",
             fix='write "bf16"',
             changes=(Change(pointer=("bfloat16",), renamed="bf16"),),
         )
 
 
 _TABLE = "deepspeed 0.19.8, section by section: dstrain/config/keys"
+_E, _W = Severity.ERROR, Severity.WARNING
 
+# fmt: off
 RULES = (
-    Rule(id="DS101", severity=Severity.ERROR, title="a misspelt key", find=_misspelt, source=_TABLE),
-    Rule(id="DS102", severity=Severity.ERROR, title="a key in the wrong place", find=_misplaced, source=_TABLE),
-    Rule(id="DS103", severity=Severity.WARNING, title="an unknown key", find=_unheard, source=_TABLE),
-    Rule(
-        id="DS104",
-        severity=Severity.ERROR,
-        title="a key that DeepSpeed no longer has",
-        find=_removed,
-        source="deepspeed 0.19.8 runtime/config.py",
-    ),
-    Rule(id="DS105", severity=Severity.WARNING, title="a deprecated key", find=_deprecated, source=_TABLE),
-    Rule(id="DS106", severity=Severity.ERROR, title="two names of one key", find=_twice_named, source=_TABLE),
-    Rule(
-        id="DS107",
-        severity=Severity.ERROR,
-        title="bfloat16 under the Trainer",
-        find=_alias,
-        source="accelerate 1.15 utils/dataclasses.py: DeepSpeedPlugin.set_mixed_precision",
-    ),
+    Rule(id="DS101", severity=_E, title="misspelled key", find=_misspelled, source=_TABLE),
+    Rule(id="DS102", severity=_E, title="key in the wrong place", find=_misplaced, source=_TABLE),
+    Rule(id="DS103", severity=_W, title="unknown key", find=_meaningless, source=_TABLE),
+    Rule(id="DS104", severity=_E, title="removed key", find=_removed, source="deepspeed 0.19.8 runtime/config.py"),
+    Rule(id="DS105", severity=_W, title="deprecated key", find=_deprecated, source=_TABLE),
+    Rule(id="DS106", severity=_E, title="two names of one key", find=_twice_named, source=_TABLE),
+    Rule(id="DS107", severity=_E, title="bfloat16 under the Trainer", find=_alias,
+         source="accelerate 1.15 utils/dataclasses.py: DeepSpeedPlugin.set_mixed_precision"),
 )
 """Rules about names."""
+# fmt: on

@@ -1,16 +1,17 @@
-"""Rules about the machines: what must divide the number of GPUs, and what does not fit GPU, host RAM or disk."""
+"""Rules about the machines: group sizes that must divide the number of GPUs; GPU memory, host RAM and disks."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from dstrain.config.lint.finding import Fault, Severity
-from dstrain.config.lint.rule import Rule
+from dstrain.config.lint.rule import STOPS, Rule
 from dstrain.config.lint.subject import Subject
 from dstrain.units import format_bytes
 
 SURELY_MORE = 1.1
-"""Need over capacity from which it is an error. Estimates are within 11 % of every published run (docs/accuracy.md)."""
+"""Ratio of need to capacity above which a finding is an error. Estimates are within 11 % of every published run
+(docs/accuracy.md)."""
 
 
 def _divides(subject: Subject) -> Iterator[Fault]:
@@ -23,7 +24,7 @@ def _divides(subject: Subject) -> Iterator[Fault]:
             pointer=("zero_optimization", "zero_hpz_partition_size"),
             severity=None if subject.hosts.num_slots % share else Severity.WARNING,
             problem=f"zero_hpz_partition_size is {share:g}, which does not divide the {slots} GPUs of a node",
-            effect="the second copy would be shared across nodes, or DeepSpeed takes another number in silence",
+            effect="the second copy is shared across nodes, or DeepSpeed uses another number without a warning",
             fix=f"write {slots}: the GPUs of a node",
         )
     size = subject.number("tensor_parallel.autotp_size", 0)
@@ -31,7 +32,7 @@ def _divides(subject: Subject) -> Iterator[Fault]:
         yield Fault(
             pointer=("tensor_parallel", "autotp_size"),
             problem=f"autotp_size is {size:g}, which does not divide {subject.hosts.num_slots} GPUs",
-            effect="the run stops when the groups are made",
+            effect="the run stops when the groups are created",
             fix=f"write a number that divides {slots}, the GPUs of a node",
         )
 
@@ -47,7 +48,7 @@ def _gpu(subject: Subject) -> Iterator[Fault]:
         severity=Severity.ERROR if surely else Severity.WARNING,
         problem=f"{needs.configuration.title} needs {format_bytes(needed)} on each GPU; {cluster.gpu.name} has "
         f"{format_bytes(there)}",
-        effect="it runs out of memory" if surely else "it is so close that it may run out of memory",
+        effect="the run runs out of memory" if surely else "the run may run out of memory",
         fix="dstrain plan shows what fits",
     )
 
@@ -62,7 +63,7 @@ def _host(subject: Subject) -> Iterator[Fault]:
         severity=Severity.ERROR if needed > SURELY_MORE * there else Severity.WARNING,
         problem=f"{needs.configuration.title} needs {format_bytes(needed)} of RAM on each node, which has "
         f"{format_bytes(there)}",
-        effect="the kernel ends a rank (exit code -9)",
+        effect="the kernel kills a rank (exit code -9)",
         fix="offload less, or use more nodes: dstrain plan shows what fits",
     )
 
@@ -74,10 +75,10 @@ def _disk(subject: Subject) -> Iterator[Fault]:
     if needed > subject.free_disk_bytes:
         yield Fault(
             place=subject.job.locate(("output_dir",)),
-            problem=f"one checkpoint takes {format_bytes(needed)}; where output_dir is, "
-            f"{format_bytes(subject.free_disk_bytes)} are free",
-            effect="the run stops when the first checkpoint is written",
-            fix="free some space, or name an output_dir on a larger disk",
+            problem=f"one checkpoint takes {format_bytes(needed)}; the disk of output_dir has "
+            f"{format_bytes(subject.free_disk_bytes)} free",
+            effect="the run stops when it writes the first checkpoint",
+            fix="free some space, or choose an output_dir on a larger disk",
         )
 
 
@@ -88,21 +89,21 @@ def _nvme(subject: Subject) -> Iterator[Fault]:
     if needed > subject.free_nvme_bytes:
         yield Fault(
             pointer=("zero_optimization", "offload_optimizer", "nvme_path"),
-            problem=f"what goes to NVMe takes {format_bytes(needed)} on each node; there "
-            f"{format_bytes(subject.free_nvme_bytes)} are free",
-            effect="the run stops when the engine starts",
-            fix="free some space, or name a folder on a larger drive",
+            problem=f"offloading to NVMe takes {format_bytes(needed)} on each node; the drive has "
+            f"{format_bytes(subject.free_nvme_bytes)} free",
+            effect=STOPS,
+            fix="free some space, or choose a folder on a larger drive",
         )
 
 
 def _is_a_guess(subject: Subject) -> bool:
-    """Returns whether nobody knows the GPU: nothing is said to fit or not to fit one that was assumed."""
+    """Returns whether the GPU is unknown or assumed; whether a run fits it is then not checked."""
     return subject.cluster is None or subject.cluster.gpu_origin == "assumed" or subject.cluster.gpu.is_cpu
 
 
 # fmt: off
 RULES = (
-    Rule(id="DS801", severity=Severity.ERROR, title="a group that does not divide the GPUs", find=_divides,
+    Rule(id="DS801", severity=Severity.ERROR, title="group that does not divide the GPUs", find=_divides,
          source="deepspeed 0.19.8 utils/groups.py: _create_zero_param_parallel_group"),
     Rule(id="DS802", severity=Severity.ERROR, title="does not fit the GPU", find=_gpu, source="dstrain.plan.estimate"),
     Rule(id="DS803", severity=Severity.ERROR, title="does not fit the RAM", find=_host, source="dstrain.plan.estimate"),

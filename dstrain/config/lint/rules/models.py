@@ -17,14 +17,14 @@ _BY_HIDDEN_SIZE = ("stage3_prefetch_bucket_size", "stage3_param_persistence_thre
 
 def _saving(subject: Subject) -> Iterator[Fault]:
     zero = subject.at("zero_optimization", {})
-    is_set = any(subject.is_true(f"zero_optimization.{name}") for name in (_GATHER, _OLD_GATHER))
-    if subject.stage != 3 or not subject.is_trainers or is_set or not isinstance(zero, dict):
+    gathers = any(subject.is_true(f"zero_optimization.{name}") for name in (_GATHER, _OLD_GATHER))
+    if subject.stage != 3 or not subject.is_trainers or gathers or not isinstance(zero, dict):
         return
     pointer = ("zero_optimization", _GATHER)
     yield Fault(
         pointer=pointer if _GATHER in zero else ("zero_optimization",),
         problem=f"ZeRO-3 without {_GATHER}",
-        effect="save_model writes no weights, only a folder from which zero_to_fp32.py makes some",
+        effect="save_model writes no weights, only a folder that zero_to_fp32.py converts to weights",
         fix=f'write "{_GATHER}": true',
     )
 
@@ -42,22 +42,23 @@ def _leaves(subject: Subject) -> Iterator[Fault]:
         return
     yield Fault(
         pointer=("zero_optimization", "leaf_module", "classes"),
-        problem=f"the experts of {subject.model.name} ({moe.block_class}) are no leaf module",
-        effect="ranks whose tokens visit other experts gather in another order, and wait for each other for ever",
+        problem=f"the experts of {subject.model.name} ({moe.block_class}) are not a leaf module",
+        effect="ranks that route tokens to different experts issue all-gathers in different orders and deadlock",
         fix=f'write "leaf_module": {{"classes": ["{moe.block_class}"]}}',
     )
 
 
 def _composite(subject: Subject) -> Iterator[Fault]:
-    """Below ZeRO-3 Transformers leaves these two, and accelerate looks for hidden_size at the top of config.json."""
+    """Reports sizes that neither Transformers nor accelerate fills below ZeRO-3: hidden_size is not at the top of
+    config.json."""
     if subject.model is None or subject.model.vision is None or not subject.is_trainers or subject.stage == 3:
         return
     for name in _BY_HIDDEN_SIZE:
         if subject.at(f"zero_optimization.{name}", None) == "auto":
             yield Fault(
                 pointer=("zero_optimization", name),
-                problem=f'{name} is "auto", and config.json of {subject.model.name} has no hidden_size at its top',
-                effect="accelerate ends the run: it cannot compute the value",
+                problem=f'{name} is "auto", but config.json of {subject.model.name} has no top-level hidden_size',
+                effect="accelerate ends the run because it cannot compute the value",
                 fix="remove the line: nothing reads it below ZeRO-3",
             )
 
@@ -71,13 +72,14 @@ def _fp16(subject: Subject) -> Iterator[Fault]:
     yield Fault(
         pointer=("fp16", "enabled"),
         problem=f"fp16 for {subject.model.name}, which was trained in bf16",
-        effect="its activations may be larger than fp16 holds: overflows, a falling loss scale, NaN",
-        fix="write precision: bf16 in job.yaml" if by_job else 'use bf16: "bf16": {"enabled": true}',
+        effect="its activations may exceed the range of fp16: overflows, a falling loss scale, NaN",
+        fix="write precision: bf16 in job.yaml" if by_job else 'write "bf16": {"enabled": true}',
     )
 
 
 def _reentrant(subject: Subject) -> Iterator[Fault]:
-    """Without re-entering, recomputing compares the saved tensors' shapes, and ZeRO-3 has emptied frozen parameters."""
+    """Reports non-reentrant checkpointing, which fails: it compares shapes of saved tensors, and ZeRO-3 empties frozen
+    parameters."""
     if subject.job is None or subject.stage != 3:
         return
     job = subject.job.job
@@ -85,8 +87,8 @@ def _reentrant(subject: Subject) -> Iterator[Fault]:
         yield Fault(
             pointer=("zero_optimization", "stage"),
             problem=f"{job.method} under ZeRO-3 with grad_ckpt ({subject.job.locate(('grad_ckpt',))})",
-            effect="recomputing without re-entering ends in a CheckpointError; dstrain run re-enters here by itself",
-            fix="nothing for dstrain run; a script of your own sets use_reentrant in its checkpointing arguments",
+            effect="non-reentrant checkpointing raises a CheckpointError here; dstrain run uses the reentrant kind",
+            fix="nothing for dstrain run; your own script must set use_reentrant in its checkpointing arguments",
         )
 
 
@@ -94,9 +96,9 @@ def _reentrant(subject: Subject) -> Iterator[Fault]:
 RULES = (
     Rule(id="DS601", severity=Severity.WARNING, title="ZeRO-3 that saves no weights", find=_saving,
          source="Transformers 5.23 trainer.py: save_model"),
-    Rule(id="DS602", severity=Severity.WARNING, title="experts that are no leaf module", find=_leaves,
+    Rule(id="DS602", severity=Severity.WARNING, title="experts that are not a leaf module", find=_leaves,
          source="deepspeed 0.19.8 runtime/zero/leaf_module_config.py; ms-swift#5875, DeepSpeed#7461"),
-    Rule(id="DS603", severity=Severity.ERROR, title="a size that cannot be computed", find=_composite,
+    Rule(id="DS603", severity=Severity.ERROR, title="size that cannot be computed", find=_composite,
          source="accelerate 1.15 accelerator.py: _prepare_deepspeed, hidden_size_based_keys"),
     Rule(id="DS605", severity=Severity.INFO, title="adapters under ZeRO-3 with checkpointing", find=_reentrant,
          source="transformers#47254, trl#2514; dstrain/train/arguments.py: checkpointing_kwargs"),

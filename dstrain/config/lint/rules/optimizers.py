@@ -11,40 +11,27 @@ from dstrain.config.jsonc import Pointer
 from dstrain.config.keys.optimizers import OWN_OPTIMIZERS, TORCH_OPTIMIZERS, parameters
 from dstrain.config.keys.schedulers import OWN_SCHEDULES, TORCH_SCHEDULES
 from dstrain.config.lint.finding import Fault, Severity
-from dstrain.config.lint.rule import Rule
+from dstrain.config.lint.rule import STOPS, Rule
 from dstrain.config.lint.rules.batch import JOB_KEYS, agrees, auto_fix
 from dstrain.config.lint.rules.key_names import NEAR_ENOUGH, likeness, slip_of
-from dstrain.config.lint.subject import Subject, shown
+from dstrain.config.lint.subject import Subject, params_of, shown, type_of
 from dstrain.config.resolve_auto import filled
 from dstrain.errors import nearest
 from dstrain.job.schema import Job
 
 TESTED = ("adam", "adamw", "adagrad", "lion", "muon")
-"""Optimizers that ZeRO takes without being told to. Source: deepspeed 0.19.8 runtime/zero/utils.py:
-ZERO_SUPPORTED_OPTIMIZERS."""
+"""Optimizers that ZeRO accepts. Source: deepspeed 0.19.8 runtime/zero/utils.py: ZERO_SUPPORTED_OPTIMIZERS."""
 GONE_OPTIMIZERS = ("onebitadam", "zerooneadam", "onebitlamb")
-"""Source: deepspeed 0.19.8, where they were removed."""
+"""Optimizers that deepspeed 0.19.8 no longer has."""
 _LEGAL = ("AdamW", "Adam", "Adagrad", "Lamb", "Lion", "Muon", *(name for name in TORCH_OPTIMIZERS if "Ada" not in name),
           "Adadelta", "Adafactor", "Adamax")  # fmt: skip
 _EXAMPLES = {"betas": [0.9, 0.999], "etas": [0.5, 1.2], "step_sizes": [1e-6, 50]}
 SHARED = ("betas", "eps", "weight_decay")
-"""Parameters that the job says too, beside the learning rate."""
+"""Parameters that the job also sets, apart from the learning rate."""
 
 
-def type_of(subject: Subject, section: str) -> str | None:
-    """Returns the type that `optimizer` or `scheduler` names."""
-    name = subject.at(f"{section}.type", None)
-    return name if isinstance(name, str) else None
-
-
-def params_of(subject: Subject, section: str) -> dict[str, Any]:
-    """Returns the parameters of `optimizer` or `scheduler`; nothing where they are no object."""
-    params = subject.at(f"{section}.params", None)
-    return params if isinstance(params, dict) else {}
-
-
-def _taken(subject: Subject) -> Mapping[str, Any] | None:
-    """Returns what the optimizer takes, with its defaults; None where nobody knows."""
+def _legal_params(subject: Subject) -> Mapping[str, Any] | None:
+    """Returns the optimizer's parameters with their defaults, or None if they are unknown."""
     name = type_of(subject, "optimizer")
     is_offloaded = subject.device("offload_optimizer") != "none"
     return None if name is None else parameters(name, params_of(subject, "optimizer"), is_offloaded=is_offloaded)
@@ -55,27 +42,27 @@ def _wrong_type(subject: Subject) -> Iterator[Fault]:
     if name is None or name.lower() in OWN_OPTIMIZERS or name in TORCH_OPTIMIZERS:
         return
     meant = slip_of(name, _LEGAL)
-    fix = f'did you mean "{meant}"?' if meant else 'write "AdamW", another of DeepSpeed, or a class of torch.optim'
+    fix = f'did you mean "{meant}"?' if meant else 'write "AdamW", another one of DeepSpeed, or a class of torch.optim'
     if name.lower() in GONE_OPTIMIZERS:
         meant, fix = None, 'write "AdamW": DeepSpeed 0.19.8 has no 1-bit optimizers'
     yield type_fault("optimizer", name, meant, fix)
 
 
 def type_fault(section: str, name: str, meant: str | None, fix: str) -> Fault:
-    """Returns what to say of a type that there is not; `meant` is the type that it is with a slip in it."""
+    """Returns the fault of an unknown type; `meant` is the type of which it is a typo."""
     pointer = (section, "type")
     return Fault(
         pointer=pointer,
         problem=f"DeepSpeed has no {section} {shown(name)}",
-        effect="the run stops when the engine starts",
+        effect=STOPS,
         fix=fix,
         changes=(Change(pointer=pointer, value=meant),) if meant else (),
     )
 
 
 def _nameless(subject: Subject) -> Iterator[Fault]:
-    stops = "nobody builds one, and the run stops when the engine starts"
-    silent = "DeepSpeed builds no schedule from it, and says nothing"
+    stops = "DeepSpeed builds no optimizer from it, and the run stops when the engine starts"
+    silent = "DeepSpeed builds no schedule from it, without a warning"
     for section, example, effect in (("optimizer", "AdamW", stops), ("scheduler", "WarmupLR", silent)):
         value = subject.at(section)
         if isinstance(value, dict) and "type" not in value:
@@ -88,16 +75,16 @@ def _nameless(subject: Subject) -> Iterator[Fault]:
 
 
 def _wrong_params(subject: Subject) -> Iterator[Fault]:
-    name, legal, params = type_of(subject, "optimizer"), _taken(subject), params_of(subject, "optimizer")
+    name, legal, params = type_of(subject, "optimizer"), _legal_params(subject), params_of(subject, "optimizer")
     if legal is None or name is None:
         return
     for key in params:
         if key == "max_grad_norm":
             yield Fault(
                 pointer=("optimizer", "params", key),
-                problem="max_grad_norm is no parameter of an optimizer",
+                problem="max_grad_norm is not a parameter of an optimizer",
                 effect="DeepSpeed stops with a ValueError",
-                fix='remove it, and write "gradient_clipping"',
+                fix='remove it, and write "gradient_clipping" at the top of the file',
             )
         elif key not in legal:
             yield param_fault("optimizer", name, key, legal, params)
@@ -105,31 +92,31 @@ def _wrong_params(subject: Subject) -> Iterator[Fault]:
     if params.get("amsgrad") is True and is_own and subject.device("offload_optimizer") == "none":
         yield Fault(
             pointer=("optimizer", "params", "amsgrad"),
-            problem=f"amsgrad is true, and DeepSpeed's {name} has none",
+            problem=f"amsgrad is true, but DeepSpeed's {name} does not support it",
             effect="the run stops with a RuntimeError when the engine starts",
             fix="remove the line" + ("" if name.lower() == "lamb" else ', or write "torch_adam": true'),
         )
 
 
 def _pairs(subject: Subject) -> Iterator[Fault]:
-    """Two numbers each, the smaller one first where there is one."""
+    """Reports pairs of numbers with another length, order or range."""
     params = params_of(subject, "optimizer")
-    for key in _EXAMPLES:
+    for key, example in _EXAMPLES.items():
         value = params.get(key)
-        if not isinstance(value, list) or not all(isinstance(each, int | float) for each in value):
+        if not isinstance(value, list) or not all(isinstance(item, int | float) for item in value):
             continue
         is_pair = len(value) == 2 and (key == "betas" or value[0] <= value[1])
         if not is_pair or (key == "etas" and not 0 < value[0] < 1 < value[1]):
             yield Fault(
                 pointer=("optimizer", "params", key),
                 problem=f"{key} is {shown(value)}",
-                effect="the run stops when the engine starts",
-                fix=f"write two numbers, such as {shown(_EXAMPLES[key])}",
+                effect=STOPS,
+                fix=f"write two numbers, such as {shown(example)}",
             )
 
 
 def param_fault(section: str, name: str, key: str, legal: Iterable[str], params: Mapping[str, object]) -> Fault:
-    """Returns what to say of a parameter that an optimizer or a schedule does not take."""
+    """Returns the fault of a parameter that an optimizer or a schedule does not have."""
     names = [*legal]
     slip = slip_of(key, names)
     meant = "lr" if key == "learning_rate" and "lr" in names else slip or nearest(key, names)
@@ -137,21 +124,25 @@ def param_fault(section: str, name: str, key: str, legal: Iterable[str], params:
     is_muon = name.lower() == "muon"
     return Fault(
         pointer=pointer,
-        problem=f'{name} takes no "{key}"',
-        effect="it is passed over in silence" if is_muon else "the run stops with a TypeError when the engine starts",
+        problem=f'{name} has no parameter "{key}"',
+        effect="it is ignored without a warning"
+        if is_muon
+        else "the run stops with a TypeError when the engine starts",
         fix=_param_fix(section, key, meant, names),
         changes=(Change(pointer=pointer, renamed=slip),) if slip is not None and slip not in params else (),
     )
 
 
 def _param_fix(section: str, key: str, meant: str | None, legal: Sequence[str]) -> str:
-    """Returns what to write for a parameter that is not taken: the type that takes it, or the nearest name."""
+    """Returns the fix of an unknown parameter: the type that has it, or the nearest name."""
     schedules = {**OWN_SCHEDULES, **TORCH_SCHEDULES}
-    takers = [name for name, takes in schedules.items() if key in takes] if section == "scheduler" else []
-    if takers and len(takers) < 4:
-        return f"remove it, or write the type that takes it: {' or '.join(takers)}"
-    near = meant is not None and likeness(key, meant) >= NEAR_ENOUGH
-    return f'did you mean "{meant}"?' if near or meant == "lr" else "remove it; it takes " + ", ".join(legal[:8])
+    owners = [name for name, params in schedules.items() if key in params] if section == "scheduler" else []
+    if owners and len(owners) < 4:
+        return f"remove it, or write the type that has it: {' or '.join(owners)}"
+    is_near = meant is not None and likeness(key, meant) >= NEAR_ENOUGH
+    if is_near or meant == "lr":
+        return f'did you mean "{meant}"?'
+    return "remove it; the parameters are " + ", ".join(legal[:8]) + (" …" if len(legal) > 8 else "")
 
 
 def _is_set_by_schedule(subject: Subject) -> bool:
@@ -163,25 +154,25 @@ def _is_set_by_schedule(subject: Subject) -> bool:
 
 
 def _no_rate(subject: Subject) -> Iterator[Fault]:
-    """Without lr the engine takes the optimizer's own default, and the Trainer's learning rate is read by nobody."""
-    legal, params, section = _taken(subject), params_of(subject, "optimizer"), subject.at("optimizer")
+    """Reports a missing lr: the engine uses the optimizer's default and ignores the Trainer's learning rate."""
+    legal, params, section = _legal_params(subject), params_of(subject, "optimizer"), subject.at("optimizer")
     is_chosen = params.get("lr") is not None or {"muon_lr", "adam_lr"} <= params.keys() or _is_set_by_schedule(subject)
     if legal is None or is_chosen or "lr" in section or not params.keys() <= legal.keys():
-        return  # beside the type, or with a name that is not taken: rules of their own
+        return  # other rules report a misplaced or unknown parameter
     default = "0.02 and 0.0003" if "muon_lr" in legal else f"{legal['lr']:g}"
     yield Fault(
         pointer=("optimizer", "params") if "params" in section else ("optimizer",),
         severity=None if subject.is_trainers else Severity.WARNING,
         problem="optimizer.params has no lr",
         effect=f"the engine trains with its own default, {default}"
-        + (", whatever learning_rate says" if subject.is_trainers else ""),
-        fix=auto_fix(subject, "lr", "learning_rate") if subject.is_trainers else "write the one that you mean",
+        + (", and ignores learning_rate" if subject.is_trainers else ""),
+        fix=auto_fix(subject, "lr", "learning_rate") if subject.is_trainers else "write the one that you want",
     )
 
 
 def _not_the_jobs(subject: Subject) -> Iterator[Fault]:
-    """A hyper-parameter that the job writes, and that the optimizer section leaves to the engine's default."""
-    legal, params = _taken(subject), params_of(subject, "optimizer")
+    """Reports hyper-parameters of the job that the optimizer section omits, so that the engine's default applies."""
+    legal, params = _legal_params(subject), params_of(subject, "optimizer")
     if legal is None or subject.job is None:
         return
     values = filled(subject.job.job, None, num_ranks=None)
@@ -192,20 +183,20 @@ def _not_the_jobs(subject: Subject) -> Iterator[Fault]:
             continue
         yield Fault(
             pointer=("optimizer", "params") if subject.has("optimizer.params") else ("optimizer",),
-            problem=f"optimizer.params has no {name}, and {subject.job.locate((key,))}: {key} makes it {shown(wanted)}",
-            effect=f"the engine takes its own default, {shown(legal[name])}",
+            problem=f"optimizer.params has no {name}, but {subject.job.locate((key,))}: {key} makes it {shown(wanted)}",
+            effect=f"the engine uses its own default, {shown(legal[name])}",
             fix=f'write "{name}": "auto"',
         )
 
 
 def _is_chosen(job: Job, key: str) -> bool:
-    """Returns whether a job has another value than the default of its key, or of the beta beside it."""
+    """Returns whether a job changes a key, or one of the two betas, from the default."""
     keys = ("adam_beta1", "adam_beta2") if key == "adam_beta1" else (key,)
     return any(getattr(job, field.name) != field.default for field in fields(Job) if field.name in keys)
 
 
 def _not_on_cpu(subject: Subject) -> Iterator[Fault]:
-    """DeepSpeed's CPU has Adam, Adagrad and Lion; others step there as torch has them."""
+    """Reports offloaded optimizers other than Adam, Adagrad and Lion, which DeepSpeed has for the CPU."""
     name = type_of(subject, "optimizer")
     allowed = subject.is_true("zero_allow_untested_optimizer")
     if subject.device("offload_optimizer") == "none" or subject.stage == 0 or name is None or not allowed:
@@ -214,7 +205,7 @@ def _not_on_cpu(subject: Subject) -> Iterator[Fault]:
         yield Fault(
             pointer=("optimizer", "type"),
             problem=f"an offloaded {name}",
-            effect="DeepSpeed has no such optimizer for the CPU: torch's steps there, several times slower",
+            effect="DeepSpeed has no such optimizer for the CPU: torch's is used, which is several times slower",
             fix='write "AdamW", or keep the optimizer on the GPU',
         )
 
@@ -228,7 +219,7 @@ def _untested(subject: Subject) -> Iterator[Fault]:
         yield Fault(
             pointer=("optimizer", "type"),
             problem=f"{name} under ZeRO-{subject.stage}",
-            effect="DeepSpeed refuses an optimizer that it has not been tested with",
+            effect="DeepSpeed refuses optimizers that ZeRO has not been tested with",
             fix='write "zero_allow_untested_optimizer": true at the top, or "AdamW"',
         )
 
@@ -237,8 +228,8 @@ def _nobodys(subject: Subject) -> Iterator[Fault]:
     if not subject.is_trainers and subject.stage > 0 and not subject.has("optimizer"):
         yield Fault(
             problem="no optimizer section",
-            effect="ZeRO stops unless the script hands an optimizer to deepspeed.initialize",
-            fix='hand one over, or write "optimizer": {"type": "AdamW", "params": {"lr": 1e-5}}',
+            effect="ZeRO stops unless the script passes an optimizer to deepspeed.initialize",
+            fix='pass one, or write "optimizer": {"type": "AdamW", "params": {"lr": 1e-5}}',
         )
 
 
@@ -247,25 +238,25 @@ _E, _W = Severity.ERROR, Severity.WARNING
 
 # fmt: off
 RULES = (
-    Rule(id="DS501", severity=_E, title="an optimizer that DeepSpeed does not have", find=_wrong_type,
+    Rule(id="DS501", severity=_E, title="unknown optimizer", find=_wrong_type,
          source=_ENGINE + "_is_supported_optimizer"),
-    Rule(id="DS502", severity=_E, title="a parameter that the optimizer does not take", find=_wrong_params,
+    Rule(id="DS502", severity=_E, title="unknown parameter of the optimizer", find=_wrong_params,
          source=_ENGINE + "_configure_basic_optimizer"),
-    Rule(id="DS514", severity=_E, title="a pair of numbers that is none", find=_pairs,
+    Rule(id="DS514", severity=_E, title="illegal pair of numbers", find=_pairs,
          source="torch 2.13 optim: the checks of Adam and Rprop; deepspeed 0.19.8 ops/adam"),
-    Rule(id="DS505", severity=_E, title="an optimizer or a schedule without a type", find=_nameless,
+    Rule(id="DS505", severity=_E, title="optimizer or schedule without a type", find=_nameless,
          source="deepspeed 0.19.8 runtime/config.py: get_optimizer_name, get_scheduler_name"),
-    Rule(id="DS510", severity=_E, title="no learning rate", find=_no_rate,
+    Rule(id="DS510", severity=_E, title="missing learning rate", find=_no_rate,
          source=_ENGINE + "_configure_basic_optimizer takes the signature's default; Transformers 5.23 "
          "integrations/deepspeed.py: fill_match fills keys that are there"),
-    Rule(id="DS511", severity=_E, title="a default in the place of the job's value", find=_not_the_jobs,
+    Rule(id="DS511", severity=_E, title="default instead of the job's value", find=_not_the_jobs,
          source=_ENGINE + "_configure_basic_optimizer"),
-    Rule(id="DS509", severity=_E, title="an optimizer that ZeRO was not tested with", find=_untested,
+    Rule(id="DS509", severity=_E, title="optimizer that ZeRO was not tested with", find=_untested,
          source=_ENGINE + "_do_optimizer_sanity_check"),
-    Rule(id="DS508", severity=Severity.INFO, title="nobody's optimizer", find=_nobodys,
+    Rule(id="DS508", severity=Severity.INFO, title="missing optimizer", find=_nobodys,
          source=_ENGINE + "_configure_zero_optimizer: zero stage … requires an optimizer"),
-    Rule(id="DS507", severity=_W, title="an offloaded optimizer that the CPU does not have", find=_not_on_cpu,
+    Rule(id="DS507", severity=_W, title="offloaded optimizer without a CPU implementation", find=_not_on_cpu,
          source=_ENGINE + "_configure_optimizer, zero_force_ds_cpu_optimizer"),
 )
-"""Rules about optimizers and schedules."""
+"""Rules about optimizers."""
 # fmt: on

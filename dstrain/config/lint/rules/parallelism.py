@@ -2,141 +2,113 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from dstrain.config.lint.finding import Fault, Severity
-from dstrain.config.lint.rule import Rule, when
+from dstrain.config.lint.rule import REFUSES, REMOVE_ONE, Breaks, Rule, each_of, when
+from dstrain.config.lint.rules.no_effect import above, has_pass, is_on
 from dstrain.config.lint.subject import Subject, shown
 
 _DS = "deepspeed 0.19.8 "
-_ZERO = "zero_optimization."
+_FOLDING = _DS + "module_inject/auto_ep_folding.py: validate_folding_global"
+_AUTOEP = _DS + "module_inject/auto_ep_config.py: validate_autoep_config"
+_COMPILE = _DS + "runtime/engine.py: compile"
+_EP, _ZERO, _TP = "expert_parallel.", "zero_optimization.", "tensor_parallel."
+_OFFLOADS = ("offload_optimizer", "offload_param")
+_STOPS_COMPILING = "the run stops when the model is compiled"
 _E = Severity.ERROR
 
-
-def _tp(s: Subject) -> float:
-    return s.number("tensor_parallel.autotp_size", 0)
-
-
-def _autoep(s: Subject) -> bool:
-    return s.is_true("expert_parallel.enabled")
+_has_tp = above(_TP + "autotp_size", 1)
+_has_sp = above("sequence_parallel_size", 1)
+_has_autoep = is_on(_EP + "enabled")
 
 
-_AUTOEP_ZERO3: dict[str, Callable[[Subject], bool]] = {
-    "sequence_parallel_size": lambda s: s.number("sequence_parallel_size", 1) > 1,
-    "zero_optimization.offload_optimizer.device": lambda s: s.device("offload_optimizer") == "nvme",
-    "zero_optimization.zero_quantized_gradients": lambda s: s.is_true(_ZERO + "zero_quantized_gradients"),
-    "zero_optimization.zero_hpz_partition_size": lambda s: s.number(_ZERO + "zero_hpz_partition_size", 1) > 1,
-}
+def _has_section(path: str) -> Breaks:
+    return lambda subject: isinstance(subject.at(path), dict)
 
 
-_FOLDED: dict[str, Callable[[Subject], bool]] = {
-    "compile.deepcompile": lambda s: s.is_true("compile.deepcompile"),
-    "zero_optimization.offload_optimizer": lambda s: isinstance(s.at(_ZERO + "offload_optimizer"), dict),
-    "zero_optimization.offload_param": lambda s: isinstance(s.at(_ZERO + "offload_param"), dict),
-    "expert_parallel.autoep_size": lambda s: s.number("expert_parallel.autoep_size", 1) == 1,
-    "expert_parallel.async_split_plan": lambda s: s.is_true("expert_parallel.async_split_plan"),
-    "use_data_before_expert_parallelism": lambda s: s.is_true("use_data_before_expert_parallelism"),
-}
-"""What AutoEP does not go with beside AutoTP. Source: deepspeed 0.19.8 module_inject/auto_ep_folding.py:
-validate_folding_global; auto_ep_config.py: validate_autoep_config."""
+def _offloads(section: str) -> Breaks:
+    return lambda subject: subject.device(section) != "none"
+
+
+def _uses_deepep(s: Subject) -> bool:
+    return bool(s.at(_EP + "comm_backend", "comm") == "deepep")
+
+
+def _has_autoep_and_tp(s: Subject) -> bool:
+    return _has_autoep(s) and _has_tp(s)
+
+
+_with_autoep_and_tp = each_of(
+    {path: is_on(path) for path in ("compile.deepcompile", "use_data_before_expert_parallelism")}
+    | {_EP + "async_split_plan": is_on(_EP + "async_split_plan")}
+    | {_ZERO + section: _has_section(_ZERO + section) for section in _OFFLOADS},
+    _has_autoep_and_tp,
+    problem="AutoEP and AutoTP together with {name}",
+    effect="the run stops when the groups are created",
+)
 
 
 def _folded(subject: Subject) -> Iterator[Fault]:
-    for path, breaks in _FOLDED.items():
-        if _autoep(subject) and _tp(subject) > 1 and breaks(subject):
-            yield Fault(
-                pointer=tuple(path.split(".")),
-                problem=f"AutoEP beside AutoTP with {path.rsplit('.', 1)[-1]}",
-                effect="the run stops when the groups are made",
-                fix="remove one of them" if not path.endswith("autoep_size") else "write an autoep_size above 1",
-            )
-
-
-_NON_MOE: dict[str, Callable[[Subject], bool]] = {
-    "compile.deepcompile": lambda s: s.is_true("compile.deepcompile"),
-    "expert_parallel.comm_backend": lambda s: s.at("expert_parallel.comm_backend", "comm") != "comm",
-    "tensor_parallel.autotp_size": lambda s: _tp(s) > 1,
-    "sequence_parallel_size": lambda s: s.number("sequence_parallel_size", 1) > 1,
-    "zero_optimization.stage": lambda s: s.stage == 3,
-    "zero_optimization.offload_optimizer": lambda s: s.device("offload_optimizer") != "none",
-    "zero_optimization.offload_param": lambda s: s.device("offload_param") != "none",
-}
-"""What compiling around the experts does not go with. Source: deepspeed 0.19.8 runtime/engine.py: compile."""
-
-
-def _non_moe(subject: Subject) -> Iterator[Fault]:
-    for path, breaks in _NON_MOE.items():
-        if subject.is_true("compile.autoep_non_moe") and breaks(subject):
-            yield Fault(
-                pointer=tuple(path.split(".")),
-                problem=f"compile.autoep_non_moe with {path.rsplit('.', 1)[-1]}",
-                effect="the run stops when the model is compiled",
-                fix="remove one of them",
-            )
-
-
-def _passes(subject: Subject) -> Iterator[Fault]:
-    named = subject.at("compile.passes", [])
-    others = {"z1", "z3", "autosp"}
-    if isinstance(named, list) and "autotp" in named and others & {str(each) for each in named}:
+    yield from _with_autoep_and_tp(subject)
+    if _has_autoep_and_tp(subject) and subject.number(_EP + "autoep_size", 1) == 1:
         yield Fault(
-            pointer=("compile", "passes"),
-            problem="the compile pass autotp beside another",
-            effect="the run stops when the model is compiled (NotImplementedError)",
-            fix="keep one of them",
+            pointer=("expert_parallel", "autoep_size"),
+            problem="AutoEP and AutoTP together with an autoep_size of 1",
+            effect="the run stops when the groups are created",
+            fix="write an autoep_size above 1",
         )
 
 
+def _combines_autotp_pass(s: Subject) -> bool:
+    return has_pass(s, "autotp") and any(has_pass(s, name) for name in ("z1", "z3", "autosp"))
+
+
+def _exceeds_groups(s: Subject) -> bool:
+    groups, limited = (s.at(_EP + name, None) for name in ("num_expert_groups", "num_limited_groups"))
+    return isinstance(groups, int) and isinstance(limited, int) and limited > groups
+
+
 def _fused_routing(subject: Subject) -> Iterator[Fault]:
-    prefix = "expert_parallel."
-    is_deepep = subject.at(prefix + "comm_backend", "comm") == "deepep"
-    groups, limited = (subject.at(prefix + name, None) for name in ("num_expert_groups", "num_limited_groups"))
-    both = all(isinstance(each, int) for each in (groups, limited))
-    checks = {
-        "row_weighting_impl": subject.at(prefix + "row_weighting_impl", None) == "fused" and not is_deepep,
-        "gate_up_impl": subject.at(prefix + "gate_up_impl", None) == "fused"
-        and not subject.is_true(prefix + "use_grouped_mm", default=True),
-        "num_limited_groups": both and limited > groups,
+    is_fused = {name: subject.at(_EP + name, None) == "fused" for name in ("row_weighting_impl", "gate_up_impl")}
+    is_grouped = subject.is_true(_EP + "use_grouped_mm", default=True)
+    broken = {
+        "row_weighting_impl": (
+            is_fused["row_weighting_impl"] and not _uses_deepep(subject),
+            'it needs "comm_backend": "deepep"',
+        ),
+        "gate_up_impl": (is_fused["gate_up_impl"] and not is_grouped, 'it needs "use_grouped_mm": true'),
+        "num_limited_groups": (_exceeds_groups(subject), "it must be at most num_expert_groups"),
     }
-    wanted = {
-        "row_weighting_impl": 'it needs "comm_backend": "deepep"',
-        "gate_up_impl": 'it needs "use_grouped_mm": true',
-        "num_limited_groups": "it may not be above num_expert_groups",
-    }
-    for name, breaks in checks.items():
-        if breaks and _autoep(subject):
+    for name, (is_broken, requirement) in broken.items():
+        if is_broken and _has_autoep(subject):
             yield Fault(
                 pointer=("expert_parallel", name),
-                problem=f"expert_parallel.{name} is {shown(subject.at(prefix + name))}; {wanted[name]}",
-                effect="DeepSpeed refuses it",
+                problem=f"expert_parallel.{name} is {shown(subject.at(_EP + name))}; {requirement}",
+                effect=REFUSES,
                 fix="remove the line",
             )
 
 
-_ONE_TARGET = ("offload_activation", "offload_parameters", "offload_opt_states")
-"""Passes of DeepCompile that plan with the whole memory each. Source: deepspeed 0.19.8 compile/init_z3.py."""
+_WHOLE_MEMORY = ("offload_activation", "offload_parameters", "offload_opt_states")
+"""Passes of DeepCompile that each plan with the whole memory. Source: deepspeed 0.19.8 compile/init_z3.py."""
 
 
 def _two_passes(subject: Subject) -> Iterator[Fault]:
-    found = [name for name in _ONE_TARGET if subject.is_true(f"compile.{name}")]
-    if subject.is_true("compile.deepcompile") and subject.stage == 3 and len(found) > 1:
+    passes = [name for name in _WHOLE_MEMORY if subject.is_true(f"compile.{name}")]
+    if subject.is_true("compile.deepcompile") and subject.stage == 3 and len(passes) > 1:
         yield Fault(
-            pointer=("compile", found[0]),
-            problem=f"compile.{found[0]} beside {' and '.join(found[1:])}",
-            effect="the run stops when the model is compiled",
-            fix="remove one of them",
+            pointer=("compile", passes[0]),
+            problem=f"compile.{passes[0]} together with {' and '.join(passes[1:])}",
+            effect=_STOPS_COMPILING,
+            fix=REMOVE_ONE,
         )
 
 
-def _autoep_zero3(subject: Subject) -> Iterator[Fault]:
-    for path, breaks in _AUTOEP_ZERO3.items():
-        if _autoep(subject) and subject.stage == 3 and breaks(subject):
-            yield Fault(
-                pointer=tuple(path.split(".")),
-                problem=f"AutoEP under ZeRO-3 with {path.rsplit('.', 1)[-1]}",
-                effect="the run stops when the engine starts",
-                fix="remove one of them",
-            )
+def _fuses_sum(s: Subject) -> bool:
+    is_deepep = _uses_deepep(s) and s.number(_EP + "autoep_size", 1) > 1
+    is_fused = s.at(_EP + "combine_impl", None) == "fused_weighted_sum"
+    return _has_autoep(s) and is_fused and (_has_tp(s) or is_deepep)
 
 
 # fmt: off
@@ -145,62 +117,69 @@ RULES = (
          find=when("compile.offload_opt_states",
                    lambda s: s.is_true("compile.deepcompile") and s.is_true("compile.offload_opt_states")
                    and s.stage == 3 and s.offloads_optimizer,
-                   problem="compile.offload_opt_states beside offload_optimizer",
-                   effect="the run stops when the model is compiled", fix="remove one of them"),
+                   problem="compile.offload_opt_states together with offload_optimizer",
+                   effect=_STOPS_COMPILING, fix=REMOVE_ONE),
          source=_DS + "compile/init_z3.py"),
     Rule(id="DS320", severity=_E, title="two offload passes", find=_two_passes,
          source=_DS + "compile/init_z3.py"),
-    Rule(id="DS321", severity=_E, title="AutoEP under ZeRO-3", find=_autoep_zero3,
+    Rule(id="DS321", severity=_E, title="AutoEP under ZeRO-3",
+         find=each_of({"sequence_parallel_size": _has_sp,
+                       _ZERO + "offload_optimizer.device": lambda s: s.device("offload_optimizer") == "nvme",
+                       _ZERO + "zero_quantized_gradients": is_on(_ZERO + "zero_quantized_gradients"),
+                       _ZERO + "zero_hpz_partition_size": above(_ZERO + "zero_hpz_partition_size", 1)},
+                      lambda s: _has_autoep(s) and s.stage == 3,
+                      problem="AutoEP under ZeRO-3 with {name}"),
          source=_DS + "runtime/engine.py: _validate_zero3_moe (AutoEP with ZeRO Stage 3 does not support …)"),
     Rule(id="DS322", severity=_E, title="AutoEP's load balancing",
-         find=when("expert_parallel.load_balance_coeff",
-                   lambda s: s.at("expert_parallel.load_balance_coeff", None) is not None,
+         find=when(_EP + "load_balance_coeff", lambda s: s.at(_EP + "load_balance_coeff", None) is not None,
                    problem="expert_parallel.load_balance_coeff is {value}",
-                   effect="DeepSpeed refuses it: it is not there yet", fix="remove the line"),
+                   effect="DeepSpeed refuses it: it is not implemented yet", fix="remove the line"),
          source=_DS + "module_inject/auto_ep_config.py"),
     Rule(id="DS323", severity=_E, title="DeepEP's buffers",
-         find=when("expert_parallel.comm_backend",
-                   lambda s: _autoep(s) and s.at("expert_parallel.comm_backend", "comm") == "deepep"
-                   and s.number("expert_parallel.comm_max_tokens_per_rank", 0) <= 0,
-                   problem="comm_backend is deepep, and comm_max_tokens_per_rank is not given",
-                   effect="DeepSpeed refuses it", fix='write "comm_max_tokens_per_rank": micro-batch × seq_len'),
+         find=when(_EP + "comm_backend",
+                   lambda s: _has_autoep(s) and _uses_deepep(s) and not above(_EP + "comm_max_tokens_per_rank", 0)(s),
+                   problem="comm_backend is deepep, but comm_max_tokens_per_rank is missing",
+                   effect=REFUSES, fix='write "comm_max_tokens_per_rank": micro-batch × seq_len'),
          source=_DS + "module_inject/auto_ep_config.py"),
     Rule(id="DS324", severity=Severity.WARNING, title="tensor and sequence parallelism",
-         find=when("tensor_parallel.autotp_size",
-                   lambda s: s.number("tensor_parallel.autotp_size", 0) > 1
-                   and s.number("sequence_parallel_size", 1) > 1,
-                   problem="tensor_parallel beside sequence_parallel_size",
-                   effect="they exclude each other: AutoTP replaces the groups that SP comes with",
-                   fix="remove one of them"),
+         find=when(_TP + "autotp_size", lambda s: _has_tp(s) and _has_sp(s),
+                   problem="tensor_parallel together with sequence_parallel_size",
+                   effect="they exclude each other: AutoTP replaces the groups of sequence parallelism",
+                   fix=REMOVE_ONE),
          source=_DS + "runtime/engine.py: _configure_tensor_parallel_states"),
-    Rule(id="DS340", severity=_E, title="AutoEP beside AutoTP", find=_folded,
-         source=_DS + "module_inject/auto_ep_folding.py: validate_folding_global"),
-    Rule(id="DS341", severity=_E, title="compiling around the experts", find=_non_moe,
-         source=_DS + "runtime/engine.py: compile (autoep_non_moe)"),
+    Rule(id="DS340", severity=_E, title="AutoEP with AutoTP", find=_folded, source=_FOLDING),
+    Rule(id="DS341", severity=_E, title="compiling around the experts",
+         find=each_of({"compile.deepcompile": is_on("compile.deepcompile"),
+                       _EP + "comm_backend": lambda s: s.at(_EP + "comm_backend", "comm") != "comm",
+                       _TP + "autotp_size": _has_tp,
+                       "sequence_parallel_size": _has_sp,
+                       _ZERO + "stage": lambda s: s.stage == 3,
+                       **{_ZERO + section: _offloads(section) for section in _OFFLOADS}},
+                      is_on("compile.autoep_non_moe"),
+                      problem="compile.autoep_non_moe with {name}", effect=_STOPS_COMPILING),
+         source=_COMPILE + " (autoep_non_moe)"),
     Rule(id="DS342", severity=_E, title="AutoEP's fused sum",
-         find=when("expert_parallel.combine_impl",
-                   lambda s: _autoep(s) and s.at("expert_parallel.combine_impl", None) == "fused_weighted_sum"
-                   and (_tp(s) > 1 or (s.at("expert_parallel.comm_backend", "comm") == "deepep"
-                                       and s.number("expert_parallel.autoep_size", 1) > 1)),
-                   problem="combine_impl is fused_weighted_sum beside deepep or AutoTP",
-                   effect="DeepSpeed refuses it", fix="remove the line"),
-         source=_DS + "module_inject/auto_ep_config.py: validate_autoep_config"),
-    Rule(id="DS343", severity=_E, title="AutoEP inside an expert",
-         find=when("expert_parallel.expert_tensor_parallel_size",
-                   lambda s: _autoep(s) and s.number("expert_parallel.expert_tensor_parallel_size", 1) != 1,
+         find=when(_EP + "combine_impl", _fuses_sum,
+                   problem="combine_impl is fused_weighted_sum together with deepep or AutoTP",
+                   effect=REFUSES, fix="remove the line"),
+         source=_AUTOEP),
+    Rule(id="DS343", severity=_E, title="tensor parallelism inside an expert",
+         find=when(_EP + "expert_tensor_parallel_size",
+                   lambda s: _has_autoep(s) and s.number(_EP + "expert_tensor_parallel_size", 1) != 1,
                    problem="expert_parallel.expert_tensor_parallel_size is {value}",
                    effect="DeepSpeed refuses it: the key is reserved", fix="write 1, or remove the line"),
-         source=_DS + "module_inject/auto_ep_folding.py: validate_folding_global"),
-    Rule(id="DS344", severity=_E, title="a dtype that JSON cannot say",
-         find=when("tensor_parallel.dtype", lambda s: s.has("tensor_parallel.dtype"),
-                   problem="tensor_parallel.dtype is {value}",
-                   effect="DeepSpeed refuses it: it takes a torch.dtype, which no JSON value is",
-                   fix="remove the line; the bf16 and fp16 sections say it"),
+         source=_FOLDING),
+    Rule(id="DS344", severity=_E, title="dtype that JSON cannot express",
+         find=when(_TP + "dtype", lambda s: s.has(_TP + "dtype"), problem="tensor_parallel.dtype is {value}",
+                   effect="DeepSpeed refuses it: it expects a torch.dtype, which JSON cannot express",
+                   fix="remove the line; the bf16 and fp16 sections set the data type"),
          source=_DS + "runtime/tensor_parallel/config.py: TPTrainingConfig"),
-    Rule(id="DS345", severity=_E, title="passes of the compiler", find=_passes,
-         source=_DS + "runtime/engine.py: compile (The AutoTP compile pass cannot yet be combined)"),
-    Rule(id="DS346", severity=_E, title="AutoEP's fused routing", find=_fused_routing,
-         source=_DS + "module_inject/auto_ep_config.py: validate_autoep_config"),
+    Rule(id="DS345", severity=_E, title="compile passes that cannot be combined",
+         find=when("compile.passes", _combines_autotp_pass,
+                   problem="the compile pass autotp together with another one",
+                   effect=f"{_STOPS_COMPILING} (NotImplementedError)", fix="keep one of them"),
+         source=_COMPILE + " (The AutoTP compile pass cannot yet be combined)"),
+    Rule(id="DS346", severity=_E, title="AutoEP's fused routing", find=_fused_routing, source=_AUTOEP),
 )
 """Rules about parallelism and compilation."""
 # fmt: on

@@ -10,11 +10,11 @@ from dstrain.choices import Precision, Schedule
 from dstrain.config.jsonc import Pointer
 from dstrain.config.keys.schedulers import OWN_SCHEDULES, PYTHON_SCHEDULES, TORCH_SCHEDULES
 from dstrain.config.lint.finding import Fault, Severity
-from dstrain.config.lint.rule import Rule
+from dstrain.config.lint.rule import STOPS, Rule
 from dstrain.config.lint.rules.batch import auto_fix
 from dstrain.config.lint.rules.key_names import NEAR_ENOUGH, likeness, slip_of
-from dstrain.config.lint.rules.optimizers import param_fault, params_of, type_fault, type_of
-from dstrain.config.lint.subject import Subject
+from dstrain.config.lint.rules.optimizers import param_fault, type_fault
+from dstrain.config.lint.subject import Subject, params_of, type_of
 from dstrain.errors import nearest
 
 _ALL: Mapping[str, Mapping[str, Any]] = MappingProxyType({**OWN_SCHEDULES, **TORCH_SCHEDULES})
@@ -28,7 +28,7 @@ _NO_END: Mapping[str, Mapping[str, str]] = MappingProxyType(
         "ConstantLR": {"total_iters": ""},
     }
 )
-"""Schedule → the parameters that say where it goes, and whose defaults nobody chose, with the job's key for each."""
+"""Schedule → the parameters of its shape whose defaults suit no run, with the job's key for each."""
 
 
 def _wrong_schedule(subject: Subject) -> Iterator[Fault]:
@@ -39,7 +39,7 @@ def _wrong_schedule(subject: Subject) -> Iterator[Fault]:
 
 
 def _schedule_fix(name: str, params: Mapping[str, Any]) -> str:
-    """Returns what to write for a schedule that there is not; parameters of a warm-up say more than the name."""
+    """Returns the fix of an unknown schedule; parameters of a warm-up tell more than the name."""
     fitting = [own for own, taken in OWN_SCHEDULES.items() if params and params.keys() <= taken.keys()]
     if any(str(key).startswith("warmup") for key in params):
         fitting = ["WarmupCosineLR"] if "cos" in name.lower() else fitting or ["WarmupLR"]
@@ -56,9 +56,8 @@ def _schedule_fix(name: str, params: Mapping[str, Any]) -> str:
 def _schedule_params(subject: Subject) -> Iterator[Fault]:
     name, params = type_of(subject, "scheduler"), params_of(subject, "scheduler")
     if name in PYTHON_SCHEDULES:
-        yield _unbuildable(
-            ("scheduler", "type"), f"{name} takes functions or schedules of Python", "remove the section"
-        )
+        problem = f"{name} needs Python functions or schedules, which JSON cannot express"
+        yield _unbuildable(("scheduler", "type"), problem, "remove the section")
     legal = _ALL.get(name or "")
     if legal is None or name is None:
         return
@@ -66,25 +65,21 @@ def _schedule_params(subject: Subject) -> Iterator[Fault]:
         if key not in legal:
             yield param_fault("scheduler", name, key, legal, params)
     if list(subject.at("scheduler")) == ["type"]:
-        problem = f"scheduler has no params, and {name} is built from them"
-        yield _unbuildable(("scheduler",), problem, 'write "params": {}')
-    missing = [
-        key
-        for key, default in legal.items()
-        if default is ... and key not in params and subject.has("scheduler.params")
-    ]
+        yield _unbuildable(("scheduler",), f"scheduler has no params, which {name} needs", 'write "params": {}')
+    if not subject.has("scheduler.params"):
+        return
+    missing = [key for key, default in legal.items() if default is ... and key not in params]
+    has_length = params.get("total_steps") is not None or {"epochs", "steps_per_epoch"} <= params.keys()
+    if name == "OneCycleLR" and not has_length:
+        missing.append("total_steps")
     for key in missing:
         example = '"auto"' if key == "total_num_steps" and subject.is_trainers else "…"
         yield _unbuildable(("scheduler", "params"), f"{name} needs {key}", f'write "{key}": {example}')
-    is_open = params.get("total_steps") is None and not {"epochs", "steps_per_epoch"} <= params.keys()
-    if name == "OneCycleLR" and is_open and subject.has("scheduler.params"):
-        yield _unbuildable(("scheduler", "params"), f"{name} needs total_steps", 'write "total_steps": …')
 
 
 def _unbuildable(pointer: Pointer, problem: str, fix: str) -> Fault:
-    """Returns what to say of a schedule that cannot be built."""
-    effect = "the run stops when the engine starts, after the model was loaded"
-    return Fault(pointer=pointer, problem=problem, effect=effect, fix=fix)
+    """Returns the fault of a schedule that cannot be built."""
+    return Fault(pointer=pointer, problem=problem, effect=f"{STOPS}, after loading the model", fix=fix)
 
 
 def _no_end(subject: Subject) -> Iterator[Fault]:
@@ -101,9 +96,9 @@ def _no_end(subject: Subject) -> Iterator[Fault]:
             pointer=("scheduler", "params"),
             severity=Severity.WARNING if is_safe else None,
             problem=f"{name} has no {key}",
-            effect=f"the engine takes its own default, {default:g}"
-            + (f", in the place of the job's {unit}" if of_job else " steps")
-            + (": the learning rate is 0 from then on" if name == "PolynomialLR" else ""),
+            effect=f"the engine uses its own default, {default:g}"
+            + (f", instead of the job's {unit}" if of_job else " steps")
+            + (": the learning rate is then 0" if name == "PolynomialLR" else ""),
             fix=auto_fix(subject, key, of_job) if of_job and subject.is_trainers else f'write "{key}": …',
         )
 
@@ -112,15 +107,15 @@ def _plateau(subject: Subject) -> Iterator[Fault]:
     if type_of(subject, "scheduler") == "ReduceLROnPlateau":
         yield Fault(
             pointer=("scheduler", "type"),
-            problem="ReduceLROnPlateau waits for a metric",
-            effect="the engine has none and hands it train_batch_size, which never changes: the learning rate is cut "
-            "again and again",
+            problem="ReduceLROnPlateau needs a metric",
+            effect="the engine has none and passes train_batch_size, which never changes: the learning rate is reduced "
+            "repeatedly",
             fix="write another schedule, or remove the section",
         )
 
 
 def _under_a_wrapper(subject: Subject) -> Iterator[Fault]:
-    """torch's schedules ask for one of torch's optimizers; what ZeRO and low precision wrap around it is none."""
+    """Reports torch's schedules, which need one of torch's optimizers, under the wrappers of ZeRO and low precision."""
     name = type_of(subject, "scheduler")
     is_low = any(subject.is_true(f"{section}.enabled") for section in ("bf16", "fp16"))
     if subject.job is not None:
@@ -130,9 +125,8 @@ def _under_a_wrapper(subject: Subject) -> Iterator[Fault]:
             pointer=("scheduler", "type"),
             problem=f"{name} is a schedule of torch"
             + (f", under ZeRO-{subject.stage}" if subject.stage else ", in low precision"),
-            effect="the run stops when the engine starts (TypeError: … is not an Optimizer): the schedule is made of "
-            "DeepSpeed's wrapper",
-            fix="remove the section, and choose lr_scheduler_type, or write one of " + ", ".join(OWN_SCHEDULES),
+            effect=f"{STOPS} (TypeError: … is not an Optimizer): the schedule receives DeepSpeed's wrapper",
+            fix="remove the section and set lr_scheduler_type, or write one of " + ", ".join(OWN_SCHEDULES),
         )
 
 
@@ -141,9 +135,9 @@ def _overruled(subject: Subject) -> Iterator[Fault]:
         schedule = subject.job.job.lr_scheduler_type
         yield Fault(
             pointer=("scheduler",),
-            problem=f"a schedule here, and lr_scheduler_type ({schedule}) at "
+            problem=f"a schedule here and lr_scheduler_type ({schedule}) at "
             f"{subject.job.locate(('lr_scheduler_type',))}",
-            effect=f"the one of {subject.document.name} is used; the job's is not",
+            effect=f"the run uses the schedule of {subject.document.name}, not the job's",
             fix="remove one of them",
         )
 
@@ -153,17 +147,17 @@ _E = Severity.ERROR
 
 # fmt: off
 RULES = (
-    Rule(id="DS503", severity=_E, title="a schedule that DeepSpeed does not have", find=_wrong_schedule,
+    Rule(id="DS503", severity=_E, title="unknown schedule", find=_wrong_schedule,
          source=_ENGINE + "_scheduler_from_config"),
-    Rule(id="DS504", severity=_E, title="the parameters of a schedule", find=_schedule_params,
+    Rule(id="DS504", severity=_E, title="parameters of a schedule", find=_schedule_params,
          source="the signatures in deepspeed 0.19.8 runtime/lr_schedules.py and torch 2.13 optim/lr_scheduler.py"),
     Rule(id="DS506", severity=Severity.INFO, title="two schedules", find=_overruled,
          source="Transformers 5.23 integrations/deepspeed.py: deepspeed_optim_sched"),
-    Rule(id="DS512", severity=_E, title="a schedule whose end nobody chose", find=_no_end,
+    Rule(id="DS512", severity=_E, title="schedule without a length or learning rate", find=_no_end,
          source="deepspeed 0.19.8 runtime/lr_schedules.py: WarmupDecayLR; torch 2.13 optim/lr_scheduler.py"),
-    Rule(id="DS515", severity=_E, title="a schedule of torch around DeepSpeed's wrapper", find=_under_a_wrapper,
+    Rule(id="DS515", severity=_E, title="schedule of torch with DeepSpeed's optimizer wrapper", find=_under_a_wrapper,
          source=_ENGINE + "_configure_lr_scheduler; torch 2.13 optim/lr_scheduler.py: LRScheduler.__init__"),
-    Rule(id="DS513", severity=_E, title="a schedule that waits for a metric", find=_plateau,
+    Rule(id="DS513", severity=_E, title="schedule that needs a metric", find=_plateau,
          source=_ENGINE + "_take_model_step: lr_scheduler.step(self.train_batch_size())"),
 )
 """Rules about schedules."""

@@ -11,20 +11,20 @@ from dstrain.config.lint.rule import Rule
 from dstrain.config.lint.subject import ABSENT, Subject, shown
 
 SYNTAX, NO_OBJECT = "DS001", "DS003"
-"""Rules that `check` applies itself, because nothing else can be said of such a file."""
+"""Rules that `read` applies to files without a configuration."""
 
 
 def _repeated(subject: Subject) -> Iterator[Fault]:
     document = subject.document
-    for each in document.repeated:
-        line = place_of(document.text, each.first, document.name).line
-        value = lookup(document.value, each.pointer)
-        last = "" if value is ABSENT else f", {shown(value)},"  # an outer key may stand again, and hide it
+    for key in document.repeated:
+        line = place_of(document.text, key.first, document.name).line
+        value = lookup(document.value, key.pointer)
+        last = "" if value is ABSENT else f", {shown(value)},"  # absent if an outer key is repeated too
         yield Fault(
-            pointer=each.pointer,
-            at=each.at,
-            problem=f'"{each.pointer[-1]}" stands here again (first on line {line})',
-            effect=f"the Trainer takes the last{last} and says nothing; DeepSpeed itself refuses the file",
+            pointer=key.pointer,
+            at=key.at,
+            problem=f'"{key.pointer[-1]}" is repeated (first on line {line})',
+            effect=f"the Trainer uses the last value{last} without a warning; DeepSpeed itself refuses the file",
             fix="keep one of them",
         )
 
@@ -35,27 +35,19 @@ def _extras(subject: Subject) -> Iterator[Fault]:
     for what, offset in subject.document.extras.items():
         yield Fault(
             at=offset,
-            problem=f"{what} stands here, which plain JSON does not have",
-            effect="dstrain and DeepSpeed read it; a Trainer that is given the file's path does not, and stops",
-            fix="leave it for dstrain run; take it out for other tools",
+            problem=f"{what} is not plain JSON",
+            effect="dstrain and DeepSpeed accept it; a Trainer that reads the file by its path stops",
+            fix="leave it for dstrain run; remove it for other tools",
         )
 
 
+_JSON_LOAD = "accelerate 1.15 utils/deepspeed.py: HfDeepSpeedConfig (json.load)"
+
+# fmt: off
 RULES = (
-    Rule(
-        id="DS002",
-        severity=Severity.ERROR,
-        title="a key stands twice",
-        find=_repeated,
-        source="accelerate 1.15 utils/deepspeed.py: HfDeepSpeedConfig (json.load); "
-        "deepspeed 0.19.8 runtime/config_utils.py: dict_raise_error_on_duplicate_keys",
-    ),
-    Rule(
-        id="DS004",
-        severity=Severity.INFO,
-        title="comments, trailing commas, a BOM",
-        find=_extras,
-        source="accelerate 1.15 utils/deepspeed.py: HfDeepSpeedConfig (json.load)",
-    ),
+    Rule(id="DS002", severity=Severity.ERROR, title="repeated key", find=_repeated,
+         source=_JSON_LOAD + "; deepspeed 0.19.8 runtime/config_utils.py: dict_raise_error_on_duplicate_keys"),
+    Rule(id="DS004", severity=Severity.INFO, title="comments, trailing commas, BOM", find=_extras, source=_JSON_LOAD),
 )
 """Rules about the text."""
+# fmt: on

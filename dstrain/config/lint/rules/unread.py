@@ -15,11 +15,12 @@ from dstrain.config.lint.subject import Subject
 
 _DS = "deepspeed 0.19.8 "
 _ZERO = "zero_optimization."
+_OLD_NAMES = {"offload_optimizer": "cpu_offload", "offload_param": "cpu_offload_param"}
 
 
 def _deviceless(subject: Subject) -> Iterator[Fault]:
-    for section in ("offload_optimizer", "offload_param"):
-        value, old = subject.at(_ZERO + section), "cpu_offload" + ("_param" if section == "offload_param" else "")
+    for section, old in _OLD_NAMES.items():
+        value = subject.at(_ZERO + section)
         if isinstance(value, dict) and "device" not in value and not subject.has(_ZERO + old):
             yield Fault(
                 pointer=("zero_optimization", section),
@@ -34,46 +35,45 @@ _OF_NVME = {
     "offload_param": ("nvme_path", "buffer_count", "buffer_size", "max_in_cpu"),
 }
 _OF_DYNAMIC_SCALE = (
-    "loss_scale_window",
-    "initial_scale_power",
-    "hysteresis",
-    "min_loss_scale",
+    *("loss_scale_window", "initial_scale_power", "hysteresis", "min_loss_scale"),
     "consecutive_hysteresis",
 )
+_OTHER_RULES = ("stage", *QUANTIZED, "zero_hpz_partition_size", "cpu_offload", "cpu_offload_param", "legacy_stage1",
+                "compute_grad_norm", "allgather_bucket_size", "overlap_comm", "ignore_unused_parameters")  # fmt: skip
+"""Keys that have their own rules, and keys that ZeRO-0 reads or reports."""
 
 
 def _unread(subject: Subject) -> Iterator[Fault]:
-    """Yields keys that nothing reads because of another one, as far as no rule of its own speaks of them."""
+    for pointer, reason in _unread_keys(subject):
+        yield Fault(
+            pointer=pointer,
+            problem=f"{dotted(pointer)} has no effect here",
+            effect=f"nothing reads it: {reason}",
+            fix="leave it or remove it",
+        )
+
+
+def _unread_keys(subject: Subject) -> Iterator[tuple[Pointer, str]]:
+    """Yields keys that nothing reads because of another key, with the reason, unless another rule reports them."""
     for section, names in _OF_NVME.items():
         device = subject.at(f"{_ZERO}{section}.device", None)
         for name in names if device in ("cpu", "none") else ():
             if subject.at(f"{_ZERO}{section}.{name}", None) is not None:
-                pointer = ("zero_optimization", section, name)
-                yield _unread_fault(pointer, f'{section}.device is "{device}", and only "nvme" reads it')
+                yield ("zero_optimization", section, name), f'{section}.device is "{device}", and only "nvme" uses it'
     if subject.is_true("fp16.enabled") and subject.number("fp16.loss_scale", 0) > 0:
         for name in _OF_DYNAMIC_SCALE:
             if subject.has(f"fp16.{name}"):
-                yield _unread_fault(("fp16", name), "fp16.loss_scale is fixed, and only a dynamic one (0) reads it")
+                yield ("fp16", name), "fp16.loss_scale is fixed, and only the dynamic scale (0) uses it"
     zero = subject.at("zero_optimization", {})
     for name in zero if subject.stage == 0 and isinstance(zero, dict) else ():
         row = key_of(("zero_optimization", name))
         is_plain = row is not None and row.removed is None and row.kind is not Kind.OBJECT
-        if is_plain and not name.startswith("stage3_") and name not in _SPOKEN_OF:
-            yield _unread_fault(("zero_optimization", name), "nothing of this section is read at ZeRO-0")
-
-
-_SPOKEN_OF = ("stage", *QUANTIZED, "zero_hpz_partition_size", "cpu_offload", "cpu_offload_param", "legacy_stage1",
-              "compute_grad_norm", "allgather_bucket_size", "overlap_comm", "ignore_unused_parameters")  # fmt: skip
-"""Keys with rules of their own, and those that ZeRO-0 reads or reports."""
-
-
-def _unread_fault(pointer: Pointer, why: str) -> Fault:
-    problem = f"{dotted(pointer)} has no effect here"
-    return Fault(pointer=pointer, problem=problem, effect=f"nothing reads it: {why}", fix="leave it or remove it")
+        if is_plain and not name.startswith("stage3_") and name not in _OTHER_RULES:
+            yield ("zero_optimization", name), "ZeRO-0 ignores this section"
 
 
 def _never_on(subject: Subject) -> Iterator[Fault]:
-    """A section with settings whose switch is missing, and that is off without it."""
+    """Yields sections with settings but without their switch, which is off by default."""
     for pointer, value in subject.walk():
         row = key_of((*pointer, "enabled"))
         is_switched = row is not None and row.path.endswith(".enabled") and row.default is False
@@ -82,7 +82,7 @@ def _never_on(subject: Subject) -> Iterator[Fault]:
         if pointer[0] in ("bf16", "bfloat16", "fp16") and subject.job is not None:
             continue  # dstrain run adds it
         outer = [pointer[:end] for end in range(1, len(pointer))]
-        if not any(lookup(subject.config, (*each, "enabled")) is False for each in outer):
+        if not any(lookup(subject.config, (*section, "enabled")) is False for section in outer):
             yield Fault(
                 pointer=pointer,
                 problem=f'{dotted(pointer)} has no "enabled"',
@@ -95,10 +95,10 @@ def _never_on(subject: Subject) -> Iterator[Fault]:
 RULES = (
     Rule(id="DS218", severity=Severity.ERROR, title="offload without a device", find=_deviceless,
          source=_DS + "runtime/zero/offload_config.py: OffloadDeviceEnum.none is the default"),
-    Rule(id="DS219", severity=Severity.INFO, title="a setting that another one leaves unread", find=_unread,
+    Rule(id="DS219", severity=Severity.INFO, title="setting that another one makes unused", find=_unread,
          source=_DS + "runtime/zero/stage3.py, runtime/swap_tensor, runtime/fp16/loss_scaler.py, runtime/engine.py"),
-    Rule(id="DS220", severity=Severity.WARNING, title="a section that is never turned on", find=_never_on,
+    Rule(id="DS220", severity=Severity.WARNING, title="section that is never enabled", find=_never_on,
          source=_DS + "section by section: dstrain/config/keys"),
 )
-"""Rules about what is unread."""
+"""Rules about settings that nothing reads."""
 # fmt: on

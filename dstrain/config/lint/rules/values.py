@@ -12,22 +12,20 @@ from dstrain.config.jsonc import Pointer
 from dstrain.config.keys.key import Key, Kind, Names
 from dstrain.config.keys.table import key_of
 from dstrain.config.lint.finding import Fault, Severity
-from dstrain.config.lint.rule import Rule
+from dstrain.config.lint.rule import STOPS, Rule
 from dstrain.config.lint.rules.key_names import PARAMS, slip_of
-from dstrain.config.lint.subject import Subject, shown
+from dstrain.config.lint.subject import Subject, is_number, shown
 
 STAGE = ("zero_optimization", "stage")
-_RULES_OF_THEIR_OWN: tuple[Pointer, ...] = (
-    ("optimizer", "type"),
-    ("scheduler", "type"),
-    ("tensor_parallel", "preset_model"),
-)
+_OTHER_RULES: tuple[Pointer, ...] = (("optimizer", "type"), ("scheduler", "type"), ("tensor_parallel", "preset_model"))
+"""Words that other rules check."""
+_UNCHECKED = "DeepSpeed does not check it: the run stops where it is used, or "
 _NUMBER = re.compile(r"\s*[+-]?\d+(\.\d*)?([eE][+-]?\d+)?\s*", re.ASCII)
 _SWITCHES = {"true": True, "false": False, "yes": True, "no": False, "on": True, "off": False}
 
 
 def rows(subject: Subject) -> Iterator[tuple[Pointer, Any, Key]]:
-    """Yields every value whose key is in the table and not gone."""
+    """Yields every value whose key is known and not removed."""
     for pointer, value in subject.walk():
         row = key_of(pointer)
         if row is not None and row.removed is None:
@@ -35,28 +33,24 @@ def rows(subject: Subject) -> Iterator[tuple[Pointer, Any, Key]]:
 
 
 def has_kind(value: Any, kind: Kind) -> bool:
-    """Returns whether a value is of a kind; 5e8 is a whole number, true is none."""
+    """Returns whether a value has a kind; 5e8 is a whole number, true is not."""
     if kind is Kind.BOOL:
         return isinstance(value, bool)
     if kind in (Kind.INT, Kind.NUMBER):
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        return is_number and (kind is Kind.NUMBER or not math.isfinite(value) or value == int(value))
+        return is_number(value) and (kind is Kind.NUMBER or not math.isfinite(value) or value == int(value))
     types = {Kind.TEXT: str, Kind.OBJECT: dict, Kind.LIST: list, Kind.ANY: object}
     return isinstance(value, types[kind])
 
 
 def _is_legal(value: Any, row: Key) -> bool:
-    if (
-        isinstance(value, list)
-        and row.kind is Kind.NUMBER
-        and row.path.startswith(("scheduler.", "optimizer.params.eps"))
-    ):
-        return all(each is None or _is_number(each) for each in value)  # one for each group of parameters
+    takes_list = row.kind is Kind.NUMBER and row.path.startswith(("scheduler.", "optimizer.params.eps"))
+    if takes_list and isinstance(value, list):
+        return all(item is None or is_number(item) for item in value)  # one per parameter group
     return has_kind(value, row.kind) or (isinstance(value, str) and value in row.words)
 
 
 def converted(value: Any, kind: Kind) -> Any:
-    """Returns what a value of another type plainly means, or None: the text "5e8" is a number, "true" a switch.
+    """Returns the value that another type clearly stands for, or None: "5e8" is a number, "true" is a boolean.
 
     >>> converted("5e8", Kind.INT), converted("no", Kind.BOOL), converted("many", Kind.INT)
     (500000000, False, None)
@@ -78,7 +72,7 @@ def converted(value: Any, kind: Kind) -> Any:
 
 
 def is_pydantic(pointer: Pointer) -> bool:
-    """Returns whether the engine reads the object around a key with a model that checks and converts."""
+    """Returns whether the engine reads the object around a key with a pydantic model, which checks and converts."""
     parent = key_of(pointer[:-1]) if len(pointer) > 1 and pointer[:-1] not in PARAMS else None
     return parent is not None and parent.names is Names.REFUSED
 
@@ -95,7 +89,7 @@ def _types(subject: Subject) -> Iterator[Fault]:
         yield Fault(
             pointer=pointer,
             severity=Severity.WARNING if converts else None,
-            problem=f"{dotted(pointer)} is {shown(value)}, and takes {_wanted(row)}",
+            problem=f"{dotted(pointer)} is {shown(value)}, but must be {_wanted(row)}",
             effect=_type_effect(pointer, converts=converts, checked=checked, row=row),
             fix=f"write {shown(meant)}" if meant is not None else f"write {example(row)}",
             changes=(Change(pointer=pointer, value=meant),) if meant is not None else (),
@@ -103,34 +97,34 @@ def _types(subject: Subject) -> Iterator[Fault]:
 
 
 def _old_form(value: bool) -> Fault:
-    """Returns what to say of `"zero_optimization": true`, which DeepSpeed took before there were stages."""
+    """Returns the fault of `"zero_optimization": true`, the form that predates stages."""
     stage = int(value)
     pointer = ("zero_optimization",)
     return Fault(
         pointer=pointer,
         severity=Severity.WARNING,
-        problem=f"zero_optimization is {shown(value)}, its form of before there were stages",
-        effect=f"DeepSpeed takes it for ZeRO-{stage}",
+        problem=f"zero_optimization is {shown(value)}, an old form that predates stages",
+        effect=f"DeepSpeed reads it as ZeRO-{stage}",
         fix=f'write {{"stage": {stage}}}',
         changes=(Change(pointer=pointer, value={"stage": stage}),),
     )
 
 
 def _engine_converts(value: Any, kind: Kind) -> bool:
-    """Returns whether pydantic makes of a value what it plainly means: of "5e8" it makes no whole number."""
+    """Returns whether pydantic converts a value as `converted` does; it does not convert "5e8" to a whole number."""
     return kind is not Kind.INT or not isinstance(value, str) or "e" not in value.lower()
 
 
 def _type_effect(pointer: Pointer, *, converts: bool, checked: bool, row: Key) -> str:
     if converts:
-        return "DeepSpeed converts it; what else reads the file (Transformers, accelerate) compares it as it stands"
+        return "DeepSpeed converts it; other readers of the file (Transformers, accelerate) compare it unconverted"
     if checked:
-        return "DeepSpeed refuses it when the engine starts, after the model was loaded"
+        return "DeepSpeed refuses it when the engine starts, after loading the model"
     if row.kind is Kind.BOOL:
         return "DeepSpeed does not check it: any text counts as true"
     if pointer[:-1] in PARAMS:
-        return "it is handed on as it stands, and the run stops when the engine starts"
-    return "DeepSpeed does not check it: the run stops where it is used, or counts with something else"
+        return "it is passed on unchanged, and the run stops when the engine starts"
+    return _UNCHECKED + "uses another value"
 
 
 def _wanted(row: Key) -> str:
@@ -155,10 +149,10 @@ def _stage(subject: Subject) -> Iterator[Fault]:
     is_one = meant in (0, 1, 2, 3)
     effect = "DeepSpeed refuses it: the stages are 0, 1, 2 and 3"
     if stage == "auto":
-        effect = "without the Trainer it is stage 0, under it accelerate makes it 2"
+        effect = "without the Trainer it means stage 0, with it accelerate sets 2"
     elif is_one or isinstance(stage, bool):
         effect = (
-            "DeepSpeed takes it for the number, and Transformers does not: under ZeRO-3 it then loads the whole model "
+            "DeepSpeed reads it as the number, but Transformers does not: under ZeRO-3 it then loads the whole model "
             "on every rank"
         )
     yield Fault(
@@ -172,37 +166,30 @@ def _stage(subject: Subject) -> Iterator[Fault]:
 
 def _ranges(subject: Subject) -> Iterator[Fault]:
     for pointer, value, row in rows(subject):
-        if pointer == STAGE or row.kind not in (Kind.INT, Kind.NUMBER) or not _is_number(value):
+        if pointer == STAGE or row.kind not in (Kind.INT, Kind.NUMBER) or not is_number(value):
             continue
         bound = _broken_bound(value, row)
         if bound is not None:
-            checked = is_pydantic(pointer)
             yield Fault(
                 pointer=pointer,
-                problem=f"{dotted(pointer)} is {shown(value)}, and must be {bound}",
-                effect="DeepSpeed refuses it"
-                if checked
-                else "DeepSpeed does not check it: the run stops where it is used, or trains something else",
-                fix=f"write a number {bound}" + (f", such as {shown(row.default)}" if row.default else ""),
+                problem=f"{dotted(pointer)} is {shown(value)}, but must be {bound}",
+                effect="DeepSpeed refuses it" if is_pydantic(pointer) else _UNCHECKED + "trains with another value",
+                fix=f"write a number that is {bound}" + (f", such as {shown(row.default)}" if row.default else ""),
             )
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
 def _broken_bound(value: float, row: Key) -> str | None:
-    """Returns the bound of a key that a number does not keep, in words."""
+    """Returns the bound that a number violates, in words."""
     if row.least is not None and value < row.least:
-        return f"of at least {row.least:g}"
+        return f"at least {row.least:g}"
     if row.above is not None and value <= row.above:
         return f"above {row.above:g}"
     if row.below is not None and value >= row.below:
         return f"below {row.below:g}"
     if row.most is not None and value > row.most:
-        return f"of at most {row.most:g}"
+        return f"at most {row.most:g}"
     if not abs(value) < 2**63:
-        return f"of at most {2**63 - 1:g}" if value > 0 else f"of at least {-(2**63):g}"
+        return f"at most {2**63 - 1:g}" if value > 0 else f"at least {-(2**63):g}"
     return None
 
 
@@ -210,10 +197,10 @@ def _words(subject: Subject) -> Iterator[Fault]:
     for pointer, value, row in rows(subject):
         if row.kind is not Kind.TEXT or value is None or value == "auto":
             continue
-        if pointer in _RULES_OF_THEIR_OWN and isinstance(value, str):
-            continue  # optimizers, schedules and presets have rules of their own
+        if pointer in _OTHER_RULES and isinstance(value, str):
+            continue
         if not isinstance(value, str):
-            legal = " or ".join(f'"{word}"' for word in row.words[:4]) or "it in double quotes"
+            legal = " or ".join(f'"{word}"' for word in row.words[:4]) or "a text in double quotes"
             yield _word_fault(pointer, value, f"write {legal}", None)
         elif row.words and value not in row.words and not _is_folded(pointer, value, row):
             meant = slip_of(value, row.words)
@@ -222,7 +209,7 @@ def _words(subject: Subject) -> Iterator[Fault]:
 
 
 def _is_folded(pointer: Pointer, value: str, row: Key) -> bool:
-    """Returns whether a word is legal in other letters, where the engine folds case."""
+    """Returns whether a word is legal because the engine ignores its case."""
     folds = pointer[0] == "checkpoint" or pointer[-1] in ("partition_type", "gradient_allreduce_op")
     return folds and value.lower() in (word.lower() for word in row.words)
 
@@ -239,12 +226,12 @@ def _word_fault(pointer: Pointer, value: Any, fix: str, meant: str | None) -> Fa
 
 
 def _unknown_word(pointer: Pointer) -> str:
-    """Returns what happens with a word that the engine does not know and that no model of it checks."""
+    """Returns the effect of an unknown word that the engine does not check when it reads the configuration."""
     if pointer == ("scheduler", "params", "warmup_type"):
-        return 'DeepSpeed takes "log" in its place'
+        return 'DeepSpeed uses "log" instead'
     if pointer[0] in ("optimizer", "scheduler", "data_types", "checkpoint") or pointer[-1] == "type":
-        return "the run stops when the engine starts"
-    return "DeepSpeed does not check it: the run stops where it is used, or goes on as if it were not there"
+        return STOPS
+    return _UNCHECKED + "continues without it"
 
 
 def _nulls(subject: Subject) -> Iterator[Fault]:
@@ -256,9 +243,9 @@ def _nulls(subject: Subject) -> Iterator[Fault]:
             continue
         checked = is_pydantic(pointer) and not row.is_nullable
         is_param = pointer[:-1] in PARAMS
-        effect = "DeepSpeed refuses it" if checked else "DeepSpeed takes its own default"
+        effect = "DeepSpeed refuses it" if checked else "DeepSpeed uses its own default"
         if is_param:
-            effect = "it is handed on as None, and the run stops"
+            effect = "it is passed on as None, and the run stops"
         if is_section:
             effect = "the Trainer reads keys from it, and stops" if subject.is_trainers else "the run stops"
         yield Fault(
@@ -272,24 +259,17 @@ def _nulls(subject: Subject) -> Iterator[Fault]:
 
 
 _CONFIG = "deepspeed 0.19.8 runtime/config_utils.py: DeepSpeedConfigModel; runtime/config.py"
+_E = Severity.ERROR
 
+# fmt: off
 RULES = (
-    Rule(id="DS110", severity=Severity.ERROR, title="a value of the wrong type", find=_types, source=_CONFIG),
-    Rule(
-        id="DS111",
-        severity=Severity.ERROR,
-        title="a stage that only looks like one",
-        find=_stage,
-        source="Transformers 5.23 integrations/deepspeed.py, accelerate 1.15 utils/deepspeed.py: is_zero3",
-    ),
-    Rule(id="DS112", severity=Severity.ERROR, title="a number out of its range", find=_ranges, source=_CONFIG),
-    Rule(id="DS113", severity=Severity.ERROR, title="a word that is not legal", find=_words, source=_CONFIG),
-    Rule(
-        id="DS114",
-        severity=Severity.ERROR,
-        title="null",
-        find=_nulls,
-        source='accelerate 1.15 accelerator.py: .get("offload_optimizer", {}).get("device") is None.get; ' + _CONFIG,
-    ),
+    Rule(id="DS110", severity=_E, title="value of the wrong type", find=_types, source=_CONFIG),
+    Rule(id="DS111", severity=_E, title="illegal stage", find=_stage,
+         source="Transformers 5.23 integrations/deepspeed.py, accelerate 1.15 utils/deepspeed.py: is_zero3"),
+    Rule(id="DS112", severity=_E, title="number out of range", find=_ranges, source=_CONFIG),
+    Rule(id="DS113", severity=_E, title="illegal word", find=_words, source=_CONFIG),
+    Rule(id="DS114", severity=_E, title="null", find=_nulls,
+         source='accelerate 1.15 accelerator.py: .get("offload_optimizer", {}).get("device") is None.get; ' + _CONFIG),
 )
 """Rules about values."""
+# fmt: on
