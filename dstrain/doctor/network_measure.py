@@ -16,7 +16,7 @@ from pathlib import Path
 
 from dstrain.doctor.hosts import own_names
 from dstrain.errors import DstrainError, EnvironmentProblem
-from dstrain.facts import network_interface, ports
+from dstrain.facts import ports
 from dstrain.facts.cluster.hostfile import Hosts
 from dstrain.facts.cluster.network_measurement import Network
 from dstrain.facts.this_machine import is_this_machine, visible_devices
@@ -207,11 +207,7 @@ def interface_variables(
     """
     alone = {node: replace(hello, shares_run_dir=True) for node, hello in hellos.items()}
     handshake.require_compatible(alone, run_dir, score.master_port, on_cpu=site.on_cpu)
-    own = {
-        node: {} if hello.interface is None else network_interface.interface_environment(hello.interface)
-        for node, hello in hellos.items()
-    }
-    return {node: {name: env[name] for name in env if name not in score.exports} for node, env in own.items()}
+    return handshake.own_interfaces(hellos, score.exports.keys())
 
 
 def result(outcome: Outcome, listener: Listener, site: Site, run_dir: RunDir) -> Network:

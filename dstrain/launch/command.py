@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from dstrain import paths
 from dstrain.errors import EnvironmentProblem, InvalidConfig
@@ -12,9 +13,24 @@ from dstrain.facts.this_machine import LOCAL
 from dstrain.rundir import RunDir
 
 MODULE = "dstrain.train"
-"""What every rank runs."""
+"""The program of every rank."""
 
 _SAFE_WORD = re.compile(r"[\w@+=:,./-]+", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchSite:
+    """Where ranks are started, and with what."""
+
+    hosts: Hosts
+    run_dir: RunDir
+    python: str
+    """The interpreter, at the same path on every node."""
+    master_port: int
+    here: tuple[bool, ...] = ()
+    """Which hosts are this machine."""
+    module: str = MODULE
+    """The program of every rank."""
 
 
 def chosen_devices(hosts: Hosts, ids: Sequence[int] | None) -> tuple[int, ...] | None:
@@ -44,57 +60,40 @@ def launch_hostfile(hosts: Hosts, *, ids: Sequence[int] | None, is_local: bool) 
     return render(Hosts(hosts=(Host(name=LOCAL, slots=slots),), name="local"))
 
 
-def local(
-    *,
-    hosts: Hosts,
-    run_dir: RunDir,
-    device_ids: Sequence[int] | None,
-    python: str,
-    master_port: int,
-    module: str = MODULE,
-) -> list[str]:
+def local(site: LaunchSite, device_ids: Sequence[int] | None) -> list[str]:
     """Returns the launcher's command line for ranks on this machine; it reads `RUN_DIR/hostfile` and writes one log a
     rank to `RUN_DIR/logs`.
 
-    The launcher is named as a module, so that PATH cannot pick the one of another environment. `--no_ssh` with a
+    The launcher is named as a module, so that PATH cannot select that of another environment. `--no_ssh` with a
     hostfile of one host takes the launcher's local path without asking ssh for an address.
     Source: deepspeed 0.19.8 launcher/runner.py: main
     """
-    words = [*_runner(python, run_dir), "--no_ssh", "--node_rank", "0", "--master_addr", "127.0.0.1"]
-    chosen = chosen_devices(hosts, device_ids)
-    if chosen is not None:
-        words += ["--include", f"{LOCAL}:{','.join(map(str, chosen))}"]
-    return [*words, *_port_and_logs(master_port, run_dir), *_module(module, run_dir)]
+    chosen = chosen_devices(site.hosts, device_ids)
+    include = [] if chosen is None else ["--include", f"{LOCAL}:{','.join(map(str, chosen))}"]
+    return _line(site, "--no_ssh", "--node_rank", "0", "--master_addr", "127.0.0.1", *include)
 
 
-def of_node(
-    number: int, *, hosts: Hosts, run_dir: RunDir, python: str, master_port: int, module: str = MODULE
-) -> list[str]:
+def of_node(site: LaunchSite, number: int) -> list[str]:
     """Returns the launcher's command line for one of several nodes, each of which starts its own ranks."""
-    words = [*_runner(python, run_dir), "--no_ssh", "--node_rank", str(number), *_master(hosts)]
-    return [*words, *_port_and_logs(master_port, run_dir), *_module(module, run_dir)]
+    return _line(site, "--no_ssh", "--node_rank", str(number), "--master_addr", master(site.hosts))
 
 
-def pdsh(*, hosts: Hosts, run_dir: RunDir, python: str, master_port: int, module: str = MODULE) -> list[str]:
+def pdsh(site: LaunchSite) -> list[str]:
     """Returns the command line of a launcher that starts the ranks of all nodes over pdsh."""
-    _require_safe(run_dir, python)
+    _require_safe(site)
     # without --force_multi a single host of the hostfile would mean this machine
-    words = [*_runner(python, run_dir), "--force_multi", "--launcher", "pdsh", *_master(hosts)]
-    return [*words, *_port_and_logs(master_port, run_dir), *_module(module, run_dir)]
+    return _line(site, "--force_multi", "--launcher", "pdsh", "--master_addr", master(site.hosts))
 
 
-def mpi(kind: str, *, hosts: Hosts, run_dir: RunDir, python: str, master_port: int) -> list[str]:
+def mpi(site: LaunchSite, kind: str) -> list[str]:
     """Returns the command line of a launcher that starts all ranks by `mpirun`, of OpenMPI or MPICH.
 
-    MPICH is given a file instead of a module, because the launcher puts a file of its own between `-m` and the module.
+    MPICH gets a file instead of a module, because the launcher inserts a file of its own between `-m` and the module.
     Source: deepspeed 0.19.8 launcher/multinode_runner.py
     """
-    _require_safe(run_dir, python)
-    words = [*_runner(python, run_dir), "--force_multi", "--no_ssh_check", "--launcher", kind, *_master(hosts)]
-    words += ["--master_port", str(master_port), "--no_local_rank"]
-    if kind == "mpich":
-        return [*words, str(run_dir.rank_program), str(run_dir.path)]
-    return [*words, "--module", MODULE, str(run_dir.path)]
+    _require_safe(site)
+    options = ["--force_multi", "--no_ssh_check", "--launcher", kind, "--master_addr", master(site.hosts)]
+    return _line(site, *options, logs=False, program=str(site.run_dir.rank_program) if kind == "mpich" else None)
 
 
 def master(hosts: Hosts) -> str:
@@ -102,25 +101,17 @@ def master(hosts: Hosts) -> str:
     return hosts.hosts[0].name.rpartition("@")[2]
 
 
-def _runner(python: str, run_dir: RunDir) -> list[str]:
-    return paths.python("-m", "deepspeed.launcher.runner", "--hostfile", str(run_dir.hostfile), program=python)
+def _line(site: LaunchSite, *options: str, logs: bool = True, program: str | None = None) -> list[str]:
+    hostfile = ["--hostfile", str(site.run_dir.hostfile)]
+    words = paths.python("-m", "deepspeed.launcher.runner", *hostfile, *options, program=site.python)
+    words += ["--master_port", str(site.master_port)]
+    words += ["--enable_each_rank_log", str(site.run_dir.logs)] if logs else []
+    return [*words, "--no_local_rank", *([program] if program else ["--module", site.module]), str(site.run_dir.path)]
 
 
-def _master(hosts: Hosts) -> list[str]:
-    return ["--master_addr", master(hosts)]
-
-
-def _port_and_logs(master_port: int, run_dir: RunDir) -> list[str]:
-    return ["--master_port", str(master_port), "--enable_each_rank_log", str(run_dir.logs)]
-
-
-def _module(module: str, run_dir: RunDir) -> list[str]:
-    return ["--no_local_rank", "--module", module, str(run_dir.path)]
-
-
-def _require_safe(run_dir: RunDir, python: str) -> None:
-    """Raises InvalidConfig for paths that the remote shell would take apart: the launcher does not quote them."""
-    for what, word in (("output_dir", str(run_dir.path)), ("the Python interpreter", python)):
+def _require_safe(site: LaunchSite) -> None:
+    """Raises InvalidConfig for paths that the remote shell would split: the launcher does not quote them."""
+    for what, word in (("output_dir", str(site.run_dir.path)), ("the Python interpreter", site.python)):
         if not _SAFE_WORD.fullmatch(word):
             problem = f'{what} is "{word}"; the launcher does not quote paths for the other nodes'
             raise InvalidConfig(problem, hint="Use a path of ASCII letters, digits and . _ - / only.")

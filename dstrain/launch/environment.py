@@ -166,9 +166,24 @@ def launcher_environment(
 def python_path(env: Mapping[str, str]) -> str:
     """Returns the PYTHONPATH of the ranks, which run in the run directory: absolute, and with a checkout's root."""
     given = [str(Path(entry).absolute()) for entry in env.get("PYTHONPATH", "").split(":") if entry]
+    root = checkout()
+    return ":".join(dict.fromkeys([*([str(root)] if root else []), *given]))
+
+
+def synced_python_path(run_dir: RunDir, path: str) -> str:
+    """Returns the PYTHONPATH of a run that copies a checkout to its nodes; this machine has no such copy.
+
+    >>> synced_python_path(RunDir(Path("/run")), "/of/the/user")
+    '/of/the/user'
+    """
+    root = checkout()
+    return f"{run_dir.code}:{path}" if root is not None and str(root) in path.split(":") else path
+
+
+def checkout() -> Path | None:
+    """Returns the checkout that contains this code; None if dstrain is installed."""
     root = Path(dstrain.__file__).resolve().parents[1]
-    own = [] if root.name in {"site-packages", "dist-packages"} else [str(root)]
-    return ":".join(dict.fromkeys([*own, *given]))
+    return None if root.name in {"site-packages", "dist-packages"} else root
 
 
 def read_user_files(env: Mapping[str, str], *, home: Path, folder: Path) -> str:

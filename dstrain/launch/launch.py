@@ -14,11 +14,11 @@ from dstrain.config.edits.manual_edits import Edit
 from dstrain.facts.this_machine import is_this_machine
 from dstrain.facts.this_machine import names as machine_names
 from dstrain.heartbeat import MARK, SAVE_ON_TERM
+from dstrain.job.schema import Job
 from dstrain.launch import environment
-from dstrain.launch.command import launch_hostfile, local, master
-from dstrain.launch.filesync import sync
+from dstrain.launch.command import LaunchSite, launch_hostfile, local, master
 from dstrain.launch.nodes import launchers
-from dstrain.launch.nodes.launchers import LAUNCHERS, Where
+from dstrain.launch.nodes.launchers import LAUNCHERS
 from dstrain.launch.nodes.layout import Node, per_node
 from dstrain.launch.nodes.spec import new_mark
 from dstrain.launch.prepare import resize_checkpoint
@@ -97,7 +97,9 @@ def plan_launch(
     user = "" if prepared.is_local else _user_lines()  # DeepSpeed reads .deepspeed_env for other nodes only
     python_path = environment.python_path(os.environ)
     exported = environment.exports(
-        job_env, prepared.run_dir, sync.python_path(prepared.run_dir, python_path) if syncs else python_path
+        job_env,
+        prepared.run_dir,
+        environment.synced_python_path(prepared.run_dir, python_path) if syncs else python_path,
     )
     texts = environment.for_nodes({**os.environ, **exported}, travelling, user)
     carried = environment.secrets(os.environ, job_env, user)
@@ -134,18 +136,15 @@ class _Way:
 
 def _way(prepared: PreparedRun, launcher: str | None, master_port: int) -> _Way:
     """Returns how the ranks are started; on this machine alone no launcher for several nodes is needed."""
+    site = LaunchSite(hosts=prepared.hosts, run_dir=prepared.run_dir, python=sys.executable, master_port=master_port)
     if prepared.is_local:
-        line = local(
-            hosts=prepared.hosts,
-            run_dir=prepared.run_dir,
-            device_ids=prepared.devices,
-            python=sys.executable,
-            master_port=master_port,
-        )
+        line = local(site, prepared.devices)
         return _Way(launcher=None, note=None, nodes=per_node(prepared.hosts, [line], [True]))
     name, note = launchers.choose(launcher, os.environ)
     launchers.check_hosts(name, prepared.hosts)
-    return _Way(launcher=name, note=note, nodes=LAUNCHERS[name].nodes(_where(prepared, master_port)))
+    names = machine_names()
+    here = tuple(is_this_machine(host.name, names) for host in prepared.hosts.hosts)
+    return _Way(launcher=name, note=note, nodes=LAUNCHERS[name].nodes(replace(site, here=here)))
 
 
 def _job_environment(prepared: PreparedRun, way: _Way, *, saves_on_term: bool) -> dict[str, str]:
@@ -168,17 +167,6 @@ def _user_lines() -> str:
     return f"PATH={Path(sys.executable).parent}:$PATH\n{own}"
 
 
-def _where(prepared: PreparedRun, master_port: int) -> Where:
-    names = machine_names()
-    return Where(
-        hosts=prepared.hosts,
-        here=tuple(is_this_machine(host.name, names) for host in prepared.hosts.hosts),
-        run_dir=prepared.run_dir,
-        python=sys.executable,
-        master_port=master_port,
-    )
-
-
 def _for_other_nodes(prepared: PreparedRun, way: _Way, mark: str, master_port: int) -> dict[str, str]:
     """Returns what the ranks of other nodes need beside the job's own: the mark by which their agent finds them, and
     for MPI, which tells them their number alone, where rank 0 is."""
@@ -199,20 +187,26 @@ def write_run_dir(launch: Launch, edits: Sequence[Edit] | None = None) -> None:
     prepared = launch.prepared
     place = prepared.run_dir
     hostfile = launch_hostfile(prepared.hosts, ids=prepared.devices, is_local=prepared.is_local)
-    place.summary.unlink(missing_ok=True)
-    write_atomic(place.request, to_json(_for_ranks(launch)))
-    write_atomic(place.facts, facts_text(prepared))
-    write_atomic(place.ds_config, json.dumps(prepared.ds_config, indent=2) + "\n")
+    write_inputs(prepared, job=_for_ranks(launch), hostfile=hostfile, secrets=launch.secrets)
     if edits is None:
         place.edits.unlink(missing_ok=True)
     else:
         listed = manual_edits.document(manual_edits.without_secrets(edits, launch.secrets))
         write_atomic(place.edits, json.dumps(listed, indent=2, ensure_ascii=False, default=str) + "\n")
-    write_atomic(place.hostfile, hostfile)
     write_start(launch)
-    environment.write_secrets(place, launch.secrets)
     if launch.launcher == "mpich":
         write_atomic(place.rank_program, _RANK_PROGRAM)
+
+
+def write_inputs(prepared: PreparedRun, *, job: Job, hostfile: str, secrets: Mapping[str, str]) -> None:
+    """Writes what ranks read: request, facts, configuration, estimate, hostfile, and secrets with mode 0600."""
+    place = prepared.run_dir
+    place.summary.unlink(missing_ok=True)
+    write_atomic(place.request, to_json(job))
+    write_atomic(place.facts, facts_text(prepared))
+    write_atomic(place.ds_config, json.dumps(prepared.ds_config, indent=2) + "\n")
+    write_atomic(place.hostfile, hostfile)
+    environment.write_secrets(place, secrets)
     if prepared.estimate is None:
         place.plan.unlink(missing_ok=True)
     else:
@@ -233,7 +227,7 @@ def write_start(launch: Launch) -> None:
     write_atomic(place.environment, environment.file_text(launch.for_nodes), mode=0o600)
 
 
-def _for_ranks(launch: Launch) -> object:
+def _for_ranks(launch: Launch) -> Job:
     """Returns the job whose environment holds no secret: request.json is for everyone.
 
     Where nodes have disks of their own it names the checkpoint, which they could not choose alike.

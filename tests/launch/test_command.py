@@ -10,7 +10,7 @@ import pytest
 from dstrain.errors import EnvironmentProblem, InvalidConfig
 from dstrain.facts.cluster.hostfile import Host, Hosts
 from dstrain.facts.this_machine import is_this_machine, visible_devices
-from dstrain.launch.command import launch_hostfile, local, mpi, of_node, pdsh
+from dstrain.launch.command import LaunchSite, launch_hostfile, local, mpi, of_node, pdsh
 from dstrain.launch.start_script import start_script
 from dstrain.rundir import RunDir
 
@@ -19,10 +19,11 @@ TWO = Hosts(hosts=(Host(name="me@gpu01", slots=8), Host(name="gpu02", slots=8)),
 
 
 def line(hosts: Hosts, *, is_local: bool, ids: tuple[int, ...] | None = None, folder: str = "/run") -> list[str]:
-    run_dir, python = RunDir(Path(folder)), "/venv/bin/python"
-    if is_local:
-        return local(hosts=hosts, run_dir=run_dir, device_ids=ids, python=python, master_port=29500)
-    return pdsh(hosts=hosts, run_dir=run_dir, python=python, master_port=29500)
+    return local(site(hosts, folder), ids) if is_local else pdsh(site(hosts, folder))
+
+
+def site(hosts: Hosts, folder: str = "/run") -> LaunchSite:
+    return LaunchSite(hosts=hosts, run_dir=RunDir(Path(folder)), python="/venv/bin/python", master_port=29500)
 
 
 def after(words: list[str], option: str) -> str:
@@ -64,16 +65,16 @@ def test_a_path_that_the_remote_shell_would_take_apart_is_refused() -> None:
 
 
 def test_node_by_node_each_launcher_starts_its_own_ranks_and_knows_rank_0() -> None:
-    words = of_node(1, hosts=TWO, run_dir=RunDir(Path("/my run")), python="/venv/bin/python", master_port=29501)
+    words = of_node(site(TWO, "/my run"), 1)
     assert "--no_ssh" in words
     assert (after(words, "--node_rank"), after(words, "--master_addr")) == ("1", "gpu01")
     assert words[-3:] == ["--module", "dstrain.train", "/my run"]
 
 
 def test_mpich_gets_a_file_because_its_launcher_breaks_modules() -> None:
-    words = mpi("mpich", hosts=TWO, run_dir=RunDir(Path("/run")), python="/venv/bin/python", master_port=29501)
+    words = mpi(site(TWO), "mpich")
     assert words[-2:] == ["/run/rank.py", "/run"]
-    words = mpi("openmpi", hosts=TWO, run_dir=RunDir(Path("/run")), python="/venv/bin/python", master_port=29501)
+    words = mpi(site(TWO), "openmpi")
     assert words[-3:] == ["--module", "dstrain.train", "/run"]
 
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from dstrain.errors import InvalidConfig
 from dstrain.facts.cluster.hostfile import Host, Hosts, render
-from dstrain.launch.command import pdsh
+from dstrain.launch.command import LaunchSite, pdsh
 from dstrain.launch.environment import (
     expanded,
     exports,
@@ -280,16 +280,12 @@ def test_two_nodes_get_the_environment_and_each_rank_logs_to_its_own_file(tmp_pa
     exported = exports({}, run_dir, python_path(os.environ))
     shell = {**os.environ, "HF_NASTY": NASTY, "HF_TOKEN": "hf_secret", "DS_ACCELERATOR": "cpu"}
     run_dir.environment.write_text(file_text(for_nodes({**shell, **exported}, {})))
-    line = pdsh(
-        hosts=hosts,
-        run_dir=run_dir,
-        python=sys.executable,
-        master_port=29511,
-        module="tests.launch.ranks",
+    site = LaunchSite(
+        hosts=hosts, run_dir=run_dir, python=sys.executable, master_port=29511, module="tests.launch.ranks"
     )
     env = launcher_environment(shell, exported, secrets(shell, {}))
     env["PATH"] = f"{tools}:{env['PATH']}"
-    done = subprocess.run(line, env=env, cwd=run_dir.path, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(pdsh(site), env=env, cwd=run_dir.path, capture_output=True, text=True, timeout=60)
     said = done.stdout + done.stderr
     assert done.returncode == 0, said
     seen = json.loads((run_dir.path / "environment-1.json").read_text())

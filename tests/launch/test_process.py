@@ -18,7 +18,7 @@ from pathlib import Path
 from dstrain.facts.cluster.hostfile import Host, Hosts
 from dstrain.facts.ports import port
 from dstrain.heartbeat import MARK, Phase, Receiver
-from dstrain.launch.command import launch_hostfile, local
+from dstrain.launch.command import LaunchSite, launch_hostfile, local
 from dstrain.launch.environment import launcher_environment, python_path
 from dstrain.launch.failure.outcome import Outcome
 from dstrain.launch.failure.report import explain
@@ -67,13 +67,8 @@ def launch(
     (folder / "behaviour").write_text(behaviour)
     run_dir.hostfile.write_text(launch_hostfile(HOSTS, ids=None, is_local=True))
     master_port = port(None, {})
-    line = local(
-        hosts=HOSTS,
-        run_dir=run_dir,
-        device_ids=None,
-        python=sys.executable,
-        master_port=master_port,
-        module="tests.launch.ranks",
+    site = LaunchSite(
+        hosts=HOSTS, run_dir=run_dir, python=sys.executable, master_port=master_port, module="tests.launch.ranks"
     )
     exported = {"DS_ACCELERATOR": "cpu", "PYTHONPATH": python_path(os.environ), **variables}
     env = launcher_environment(os.environ, exported, {})
@@ -83,7 +78,7 @@ def launch(
         thread.start()
     begin = time.monotonic()
     score = LaunchSpec(
-        nodes=per_node(HOSTS, [line], [True]),
+        nodes=per_node(HOSTS, [local(site, None)], [True]),
         run_dir=run_dir,
         mark=new_mark(),
         open=lambda nodes: connect("ssh", nodes, env, ""),

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-import dstrain
 from dstrain.errors import Conflict, EnvironmentProblem
+from dstrain.launch.environment import checkout
 from dstrain.launch.filesync import remote_end
 from dstrain.launch.filesync.transfers import TransferFailed, Transfers
 from dstrain.launch.nodes.layout import Node
@@ -54,22 +54,6 @@ class Disk:
     """The ranks that write there."""
 
 
-def python_path(run_dir: RunDir, path: str) -> str:
-    """Returns the PYTHONPATH of a run whose nodes may have been given a checkout's code; here is no such folder.
-
-    >>> python_path(RunDir(Path("/run")), "/of/the/user")
-    '/of/the/user'
-    """
-    root = _checkout()
-    return f"{run_dir.code}:{path}" if root is not None and str(root) in path.split(":") else path
-
-
-def _checkout() -> Path | None:
-    """Returns the checkout that this code is in; None where dstrain is installed."""
-    root = Path(dstrain.__file__).resolve().parents[1]
-    return None if root.name in {"site-packages", "dist-packages"} else root
-
-
 def push(
     nodes: Sequence[Node], run_dir: RunDir, mark: str, calls: Transfers, tell: Callable[[str], None]
 ) -> tuple[Disk, ...]:
@@ -103,16 +87,12 @@ def push(
         raise Conflict("\n".join(whole), hint="A run that was started there wrote that. Move it, or start there.")
     apart = {node: said["disk"] for node, said in answers if said["disk"] is not None}
     if apart:
-        what = "the run directory and dstrain" if _checkout() else "the run directory"
+        what = "the run directory and dstrain" if checkout() else "the run directory"
         tell(f"copied {what} to {', '.join(node.host for node in apart)} ({format_bytes(len(archive))} each)")
     groups = [[node for node in apart if apart[node] == number] for number in dict.fromkeys(apart.values())]
     return tuple(
         Disk(host=group[0].host, ranks=frozenset(rank for node in group for rank in node.ranks)) for group in groups
     )
-
-
-def _names(said: Iterable[object]) -> str:
-    return ", ".join(map(str, said))
 
 
 def at_once(do: Callable[[Place], Found], places: Sequence[Place], calls: Transfers, *, most: int) -> list[Found]:
@@ -147,7 +127,7 @@ def _archive(run_dir: RunDir) -> bytes:
         *(run_dir.metrics, run_dir.health, *(run_dir.path / name for name in TRACKED)),
     )
     files = {path.name: path for path in paths if path.is_file()}
-    root = _checkout()
+    root = checkout()
     for folder in _CODE if root is not None else ():
         assert root is not None
         files |= {

@@ -20,6 +20,7 @@ from types import FrameType
 from dstrain.facts import network_interface, probe
 from dstrain.facts.ports import listener
 from dstrain.facts.this_machine import versions
+from dstrain.launch.nodes.connection import Inbox
 from dstrain.launch.nodes.node_runner import NodeRunner, environment_of_ranks, saves_on_term
 from dstrain.launch.nodes.process_tree import adopting_orphans
 from dstrain.launch.nodes.protocol import (
@@ -29,14 +30,12 @@ from dstrain.launch.nodes.protocol import (
     Event,
     Go,
     Hello,
-    Lines,
     Look,
     Problem,
     Ready,
     Save,
     Stacks,
     Wrote,
-    decode,
     encode,
 )
 from dstrain.launch.nodes.ready import Readying
@@ -91,10 +90,8 @@ class Agent:
 
     def __init__(self, node: int, orders: int, events: int) -> None:
         """Reads orders from one file descriptor and writes events to another."""
-        os.set_blocking(orders, False)
         self._node = node
-        self._orders = orders
-        self._lines = Lines()
+        self._inbox = Inbox(orders)
         self._outbox = Outbox(events, node)
         self._listener: socket.socket | None = None
         self._readying: Readying | None = None
@@ -143,7 +140,7 @@ class Agent:
         if self._node_runner is not None:
             self._node_runner.wait(_POLL_S)
         else:
-            select.select([self._orders], [], [], _POLL_S)
+            select.select([self._inbox.handle], [], [], _POLL_S)
 
     def _tick(self) -> None:
         now = time.monotonic()
@@ -157,21 +154,14 @@ class Agent:
             self._outbox.put(self._node_runner.alive() if self._node_runner is not None else Alive(steps={}))
 
     def _take_orders(self) -> None:
-        while self._lost is None:
-            try:
-                raw = os.read(self._orders, 65536)
-            except BlockingIOError:
-                return
-            except OSError:
-                raw = b""
-            if not raw:
-                self._give_up("the connection to dstrain run has ended")
-                return
+        orders = self._inbox.receive() if self._lost is None else []
+        if orders:
             self._heard = time.monotonic()
-            for line in self._lines.feed(raw):
-                found = decode(line)
-                if found is not None and found[0] in {None, self._node}:
-                    self._obey(found[1])
+        for node, order in orders:
+            if self._lost is None and node in {None, self._node}:
+                self._obey(order)
+        if self._lost is None and self._inbox.is_closed:
+            self._give_up("the connection to dstrain run has ended")
 
     def _obey(self, order: object) -> None:
         node_runner = self._node_runner

@@ -29,16 +29,9 @@ def _sweep(score: LaunchSpec, node: Node) -> None:
             host=node.host,
             run_dir=str(score.run_dir.path),
             mark=score.mark_of(node),
-            command=None,
-            environment={},
-            unset=[],
-            exports={},
-            hosts=[],
             first_rank=node.first_rank,
             num_ranks=0,
             master_port=score.master_port,
-            mirror=False,
-            timeouts={},
         )
         for order in (begin, Go(), End(grace_s=0)):
             channel.send(order, node.number)

@@ -31,30 +31,64 @@ def here(node: int) -> list[str]:
     return python("-m", _AGENT, str(node))
 
 
+class Inbox:
+    """Messages that arrive on a pipe; reading never blocks."""
+
+    def __init__(self, handle: int) -> None:
+        os.set_blocking(handle, False)
+        self.handle = handle
+        """The pipe's file descriptor."""
+        self.is_closed = False
+        """Whether nothing more will come."""
+        self.noise: list[str] = []
+        """The last lines that are no messages, such as a shell's greeting."""
+        self._lines = Lines()
+
+    def receive(self) -> list[tuple[int | None, Any]]:
+        """Returns the messages that have arrived, with the nodes that they are from or for."""
+        messages = []
+        while not self.is_closed:
+            try:
+                raw = os.read(self.handle, 2**16)
+            except BlockingIOError:
+                break
+            except OSError:
+                raw = b""
+            self.is_closed = not raw
+            for line in self._lines.feed(raw):
+                message = decode(line)
+                if message is None:
+                    self.noise = [*self.noise[-9:], line.decode(errors="replace")]
+                else:
+                    messages.append(message)
+        return messages
+
+
 class Channel:
-    """Orders go in, events come out; nothing here waits."""
+    """The connection to the agents of some nodes: orders go in, events come out; nothing here blocks."""
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str], nodes: Sequence[int]) -> None:
         """Starts the process, in a session of its own: Ctrl-C is for `run`, which decides what to do."""
         self.nodes = tuple(nodes)
-        """The nodes it leads to."""
-        self.is_closed = False
-        """Whether nothing will come any more."""
-        self._lines = Lines()
+        """The numbers of the nodes."""
         self._waiting = b""
         self._lock = threading.Lock()
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the channel
-        self._noise: list[str] = []
         self._process = remote.start(command, self._errors, env)
         assert self._process.stdin is not None and self._process.stdout is not None
-        self._in, self._out = self._process.stdin.fileno(), self._process.stdout.fileno()
+        self._in = self._process.stdin.fileno()
         os.set_blocking(self._in, False)
-        os.set_blocking(self._out, False)
+        self._inbox = Inbox(self._process.stdout.fileno())
 
     @property
     def handle(self) -> int:
         """The file descriptor on which events come."""
-        return self._out
+        return self._inbox.handle
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether nothing more will come."""
+        return self._inbox.is_closed
 
     def send(self, order: Order, node: int | None = None) -> None:
         """Sends an order to one of the nodes, or to all."""
@@ -66,22 +100,8 @@ class Channel:
                 self._waiting = self._waiting[os.write(self._in, self._waiting) :]
 
     def receive(self) -> list[tuple[int, Any]]:
-        """Returns what the agents said, as node and event."""
-        found: list[tuple[int, Any]] = []
-        while not self.is_closed:
-            try:
-                raw = os.read(self._out, 2**16)
-            except BlockingIOError:
-                break
-            if not raw:
-                self.is_closed = True
-            for line in self._lines.feed(raw):
-                message = decode(line)
-                if message is None:
-                    self._noise = [*self._noise[-9:], line.decode(errors="replace")]
-                elif message[0] in self.nodes:
-                    found.append((int(message[0]), message[1]))
-        return found
+        """Returns the agents' events, with the node of each."""
+        return [(node, event) for node, event in self._inbox.receive() if node is not None and node in self.nodes]
 
     def last_words(self) -> str:
         """Returns what ssh or srun said last, or how it ended."""
@@ -91,17 +111,17 @@ class Channel:
         errors = self._errors.read().decode(errors="replace")
         code = self._process.poll()
         ending = "no answer" if code is None else f"the connection ended with code {code}"
-        return remote.last_line(errors) or remote.last_line("\n".join(self._noise)) or ending
+        return remote.last_line(errors) or remote.last_line("\n".join(self._inbox.noise)) or ending
 
     def close(self) -> None:
         """Ends the connection, which ends what the agents still have, and the process."""
-        self.is_closed = True
+        self._inbox.is_closed = True
         with suppress(OSError):
             self._process.stdin.close()  # type: ignore[union-attr]
         give_up = time.monotonic() + TIMEOUTS.close_s
         while self._process.poll() is None and time.monotonic() < give_up:
             with suppress(OSError):  # an agent with much to say could not end otherwise
-                os.read(self._out, 2**20)
+                os.read(self._inbox.handle, 2**20)
             time.sleep(0.02)
         child_process.end(self._process)
         self._process.stdout.close()  # type: ignore[union-attr]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
 from dstrain.errors import EnvironmentProblem
+from dstrain.facts.network_interface import interface_environment
 from dstrain.facts.this_machine import usual_versions, version_problems
 from dstrain.job.schema import Job
 from dstrain.launch.nodes.layout import Node
@@ -85,3 +86,13 @@ def _differing(hello: Hello, files: Mapping[str, int]) -> Iterator[str]:
         if name in files and folder not in seen:
             seen.add(folder)
             yield f"{name} cannot be read" if found is None else f"{name} has {found:,} bytes, and {files[name]:,} here"
+
+
+def own_interfaces(hellos: Mapping[Node, Hello], named: Collection[str]) -> dict[Node, dict[str, str]]:
+    """Returns the variables by which each node's ranks use the interface that leads to the others, but those `named`
+    by the user."""
+    variables = {
+        node: {} if hello.interface is None else interface_environment(hello.interface)
+        for node, hello in hellos.items()
+    }
+    return {node: {name: own[name] for name in own if name not in named} for node, own in variables.items()}

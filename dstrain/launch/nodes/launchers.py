@@ -12,25 +12,9 @@ from types import MappingProxyType
 from dstrain.errors import EnvironmentProblem, InvalidConfig, did_you_mean
 from dstrain.facts.cluster.hostfile import Hosts
 from dstrain.launch import command, remote
+from dstrain.launch.command import LaunchSite
 from dstrain.launch.nodes.connection import Channel, agent, here
 from dstrain.launch.nodes.layout import Node, from_one_launcher, per_node
-from dstrain.rundir import RunDir
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Where:
-    """What a launcher's commands are made of."""
-
-    hosts: Hosts
-    """The nodes."""
-    here: tuple[bool, ...]
-    """Which of them is this machine."""
-    run_dir: RunDir
-    """The run directory."""
-    python: str
-    """The interpreter, which is the same on every node."""
-    master_port: int
-    """The port of rank 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +25,7 @@ class Launcher:
     """The program that it needs on this machine."""
     package: str
     """The Debian package that has it."""
-    nodes: Callable[[Where], tuple[Node, ...]]
+    nodes: Callable[[LaunchSite], tuple[Node, ...]]
     """Returns who starts what."""
     equal_slots: bool = False
     """Whether every node must have as many slots."""
@@ -51,41 +35,24 @@ class Launcher:
     """Whether the ranks of all nodes get the same variables."""
 
 
-def _pdsh(where: Where) -> tuple[Node, ...]:
-    line = command.pdsh(hosts=where.hosts, run_dir=where.run_dir, python=where.python, master_port=where.master_port)
-    return from_one_launcher(where.hosts, line, where.here)
+def _node_by_node(site: LaunchSite) -> tuple[Node, ...]:
+    lines = [command.of_node(site, number) for number in range(len(site.hosts.hosts))]
+    return per_node(site.hosts, lines, site.here)
 
 
-def _node_by_node(where: Where) -> tuple[Node, ...]:
-    lines = [
-        command.of_node(
-            number, hosts=where.hosts, run_dir=where.run_dir, python=where.python, master_port=where.master_port
-        )
-        for number in range(len(where.hosts.hosts))
-    ]
-    return per_node(where.hosts, lines, where.here)
+def _from_here(line: Callable[[LaunchSite], list[str]]) -> Callable[[LaunchSite], tuple[Node, ...]]:
+    return lambda site: from_one_launcher(site.hosts, line(site), site.here)
 
 
-def _mpi(kind: str) -> Callable[[Where], tuple[Node, ...]]:
-    def nodes(where: Where) -> tuple[Node, ...]:
-        line = command.mpi(
-            kind,
-            hosts=where.hosts,
-            run_dir=where.run_dir,
-            python=where.python,
-            master_port=where.master_port,
-        )
-        return from_one_launcher(where.hosts, line, where.here)
-
-    return nodes
-
-
+_PDSH = _from_here(command.pdsh)
+_OPENMPI = _from_here(lambda site: command.mpi(site, "openmpi"))
+_MPICH = _from_here(lambda site: command.mpi(site, "mpich"))
 LAUNCHERS: Mapping[str, Launcher] = MappingProxyType(
     {
-        "pdsh": Launcher(needs="pdsh", package="pdsh", nodes=_pdsh),
+        "pdsh": Launcher(needs="pdsh", package="pdsh", nodes=_PDSH),
         "ssh": Launcher(needs="ssh", package="openssh-client", nodes=_node_by_node, has_one_environment=False),
-        "openmpi": Launcher(needs="ompi_info", package="openmpi-bin", nodes=_mpi("openmpi"), is_mpi=True),
-        "mpich": Launcher(needs="mpirun", package="mpich", nodes=_mpi("mpich"), equal_slots=True, is_mpi=True),
+        "openmpi": Launcher(needs="ompi_info", package="openmpi-bin", nodes=_OPENMPI, is_mpi=True),
+        "mpich": Launcher(needs="mpirun", package="mpich", nodes=_MPICH, equal_slots=True, is_mpi=True),
         "slurm": Launcher(needs="srun", package="slurm-client", nodes=_node_by_node, has_one_environment=False),
     }
 )

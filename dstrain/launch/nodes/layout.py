@@ -34,39 +34,28 @@ class Node:
         return range(self.first_rank, self.first_rank + self.num_ranks)
 
 
-def per_node(hosts: Hosts, commands: Sequence[Sequence[str]], here: Sequence[bool]) -> tuple[Node, ...]:
-    """Returns the nodes of a run in which each starts its own ranks; `commands` and `here` go by the hosts' order."""
+def per_node(hosts: Hosts, commands: Sequence[Sequence[str] | None], here: Sequence[bool]) -> tuple[Node, ...]:
+    """Returns the nodes of a run; `commands` and `here` are in the order of the hosts."""
     return tuple(
         Node(
             number=number,
             host=host.name,
             is_here=here[number],
-            command=tuple(commands[number]),
+            command=None if command is None else tuple(command),
             first_rank=first,
             num_ranks=host.slots,
         )
-        for number, (host, first) in enumerate(zip(hosts.hosts, first_ranks(hosts), strict=True))
+        for number, (host, command, first) in enumerate(zip(hosts.hosts, commands, first_ranks(hosts), strict=True))
     )
 
 
 def from_one_launcher(hosts: Hosts, command: Sequence[str], here: Sequence[bool]) -> tuple[Node, ...]:
     """Returns the nodes of a run in which one launcher on this machine starts all ranks."""
-    nodes = [
-        Node(
-            number=number,
-            host=host.name,
-            is_here=here[number],
-            command=tuple(command) if here[number] else None,
-            first_rank=first,
-            num_ranks=host.slots,
-        )
-        for number, (host, first) in enumerate(zip(hosts.hosts, first_ranks(hosts), strict=True))
-    ]
-    if not any(here):
-        nodes.append(
-            Node(number=HEAD, host="launcher", is_here=True, command=tuple(command), first_rank=0, num_ranks=0)
-        )
-    return tuple(nodes)
+    nodes = per_node(hosts, [command if is_here else None for is_here in here], here)
+    if any(here):
+        return nodes
+    head = Node(number=HEAD, host="launcher", is_here=True, command=tuple(command), first_rank=0, num_ranks=0)
+    return (*nodes, head)
 
 
 def first_ranks(hosts: Hosts) -> list[int]:

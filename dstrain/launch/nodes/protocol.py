@@ -40,31 +40,28 @@ class Begin:
     host: str
     """The node's name in the hostfile."""
     run_dir: str
-    """The run directory."""
     mark: str
-    """Value of the variable that every process of this start has."""
-    command: list[str] | None
-    """What to start; None where another node's launcher starts the ranks, and they are watched only."""
-    environment: dict[str, str]
-    """What the command's environment has beside the agent's own."""
-    unset: list[str]
-    """What it does not have."""
-    exports: dict[str, str]
-    """Further environment: name → text in which `$NAME` is the node's own value (`environment.expanded`)."""
-    hosts: list[str]
-    """Names of all nodes of which the launcher's log may speak."""
+    """Value of the variable that marks every process of this start."""
     first_rank: int
-    """Number of this node's first rank."""
     num_ranks: int
-    """How many ranks run on this node."""
     master_port: int
     """The port of rank 0."""
-    mirror: bool
-    """Whether `run` has no file system in common with this node, and is sent what is written there."""
-    timeouts: dict[str, float]
-    """The limits of this start that are not the usual ones, by their names in `Timeouts`."""
+    command: list[str] | None = None
+    """The launcher to start; None if another node's launcher starts the ranks and this one only watches them."""
+    environment: dict[str, str] = field(default_factory=dict)
+    """Variables of the launcher, in addition to the agent's own."""
+    unset: list[str] = field(default_factory=list)
+    """Variables of the agent that the launcher does not get."""
+    exports: dict[str, str] = field(default_factory=dict)
+    """Further variables: name → text in which `$NAME` is the node's own value (`environment.expanded`)."""
+    hosts: list[str] = field(default_factory=list)
+    """Names of all nodes that the launcher's log may mention."""
+    mirror: bool = False
+    """Whether this node shares no file system with `run`, and sends what is written there."""
+    timeouts: dict[str, float] = field(default_factory=dict)
+    """The limits of this start that differ from the defaults, by their names in `Timeouts`."""
     master: str | None = None
-    """The host of rank 0, as its ranks are told it; None where nobody has to find it."""
+    """The host of rank 0 as the ranks get it; None if no node has to find it."""
     ops: list[str] = field(default_factory=list)
     """DeepSpeed's extensions that its ranks load."""
 

@@ -16,14 +16,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from dstrain import child_process
 from dstrain.errors import EnvironmentProblem
 from dstrain.facts.deepspeed_ops import OPS, Lock, missing_ops, unheld_locks
-from dstrain.launch.nodes.protocol import Begin, Event, Lines, Problem, Reached, Ready, Told, decode, encode
+from dstrain.launch.nodes.connection import Inbox
+from dstrain.launch.nodes.protocol import Begin, Event, Problem, Reached, Ready, Told, encode
 from dstrain.launch.timeouts import TIMEOUTS, Timeouts
 from dstrain.paths import python
 from dstrain.units import format_seconds
@@ -117,12 +117,10 @@ def _settled(ops: Sequence[str], environment: Mapping[str, str], tell: Callable[
 
 
 class Readying:
-    """What makes a node ready, as its agent sees it."""
+    """The process that makes a node ready, as its agent sees it."""
 
     def __init__(self, begin: Begin, environment: Mapping[str, str]) -> None:
-        """Starts it. Raises OSError when that is not possible."""
-        self._said: list[str] = []
-        self._lines = Lines()
+        """Starts the process. Raises OSError if that fails."""
         words = [json.dumps(begin.timeouts), begin.master or "", str(begin.master_port), *begin.ops]
         self._process = subprocess.Popen(
             python("-m", "dstrain.launch.nodes.ready", *words),
@@ -133,40 +131,20 @@ class Readying:
             start_new_session=True,
         )
         assert self._process.stdout is not None
-        self._out = self._process.stdout.fileno()
-        os.set_blocking(self._out, False)
-        self.is_over = False
-        """Whether it has ended."""
+        self._inbox = Inbox(self._process.stdout.fileno())
 
     def poll(self) -> list[Event]:
-        """Returns what it said since the last call; in the end that the node is ready, or why not."""
-        events: list[Event] = []
-        while not self.is_over:
-            try:
-                raw = os.read(self._out, 65536)
-            except BlockingIOError:
-                break
-            for line in self._lines.feed(raw):
-                message = decode(line)
-                if message is None:
-                    self._said = [*self._said[-9:], line.decode(errors="replace")]
-                else:
-                    events.append(message[1])
-            if not raw:
-                self.is_over = True
-                if self._process.wait() not in {0, EnvironmentProblem.exit_code}:
-                    last = "\n".join(self._said) or f"code {self._process.returncode}"
-                    events.append(Problem(text=f"it could not be made ready: {last}"))
+        """Returns its events since the last call; the last one says that the node is ready, or why not."""
+        was_closed = self._inbox.is_closed
+        events: list[Event] = [event for _, event in self._inbox.receive()]
+        if self._inbox.is_closed and not was_closed and self._process.wait() not in {0, EnvironmentProblem.exit_code}:
+            last = "\n".join(self._inbox.noise) or f"code {self._process.returncode}"
+            events.append(Problem(text=f"it could not be made ready: {last}"))
         return events
 
     def end(self) -> None:
-        """Ends it, with what it builds."""
-        with suppress(ProcessLookupError, subprocess.TimeoutExpired):
-            self._process.terminate()
-            self._process.wait(_END_S)
-        if self._process.poll() is None:
-            os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
+        """Ends the process and what it builds."""
+        child_process.end(self._process, term_s=_END_S)
 
 
 def main(words: Sequence[str]) -> int:

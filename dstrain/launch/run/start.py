@@ -81,13 +81,11 @@ def _meet(launch: Launch, hellos: Mapping[Node, Hello]) -> dict[Node, dict[str, 
         files=handshake.files_of(prepared.job),
         may_be_apart=launch.syncs,
     )
-    chosen = {node: hello.interface for node, hello in hellos.items() if node.num_ranks}
+    with_ranks = {node: hello for node, hello in hellos.items() if node.num_ranks}
     if launch.launcher is not None and not LAUNCHERS[launch.launcher].has_one_environment:
-        own = {
-            node: {} if name is None else network_interface.interface_environment(name) for node, name in chosen.items()
-        }
-        return {node: {key: env[key] for key in env if key not in launch.for_nodes} for node, env in own.items()}
-    named = network_interface.environment_of({node.host: name for node, name in chosen.items()}, launch.for_nodes)
+        return handshake.own_interfaces(with_ranks, launch.for_nodes.keys())
+    interfaces = {node.host: hello.interface for node, hello in with_ranks.items()}
+    named = network_interface.environment_of(interfaces, launch.for_nodes)
     texts = {name: environment.between_quotes(value) for name, value in named.items()}
     write_atomic(prepared.run_dir.environment, environment.file_text({**launch.for_nodes, **texts}), mode=0o600)
     return dict.fromkeys(hellos, named)

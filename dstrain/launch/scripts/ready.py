@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 
 from dstrain.facts.cluster.hostfile import Host, Hosts, render
 from dstrain.launch import environment
+from dstrain.launch.launch import write_inputs
 from dstrain.launch.prepare import preflight
-from dstrain.launch.prepare.prepare import PreparedRun, facts_text
-from dstrain.paths import write_atomic
-from dstrain.records import to_json
+from dstrain.launch.prepare.prepare import PreparedRun
 
 
 def stand_ins(nodes: int, gpus: int) -> Hosts:
@@ -23,22 +21,12 @@ def stand_ins(nodes: int, gpus: int) -> Hosts:
 
 
 def write(prepared: PreparedRun, variables: Mapping[str, str]) -> None:
-    """Writes what the ranks read: request, facts, configuration, estimate, hostfile, and secrets with mode 0600.
+    """Writes what the ranks read. All nodes may do this at once, since a file that holds its text is not touched.
 
-    Each file is written whole, and a file that holds its text already is not touched: all nodes may do this at once.
-    Raises Conflict where checkpoints of another run lie there.
+    Raises Conflict if the folder holds checkpoints of another run.
     """
-    place, job = prepared.run_dir, prepared.job
-    preflight.check(place, resume=job.resume, needed_bytes=0)
+    job = prepared.job
+    preflight.check(prepared.run_dir, resume=job.resume, needed_bytes=0)
     secrets = environment.secrets(variables, job.env)
     open_env = {name: value for name, value in job.env.items() if name not in secrets}
-    place.summary.unlink(missing_ok=True)
-    write_atomic(place.request, to_json(replace(job, env=open_env)))
-    write_atomic(place.facts, facts_text(prepared))
-    write_atomic(place.ds_config, json.dumps(prepared.ds_config, indent=2) + "\n")
-    write_atomic(place.hostfile, render(prepared.hosts))
-    environment.write_secrets(place, secrets)
-    if prepared.estimate is None:
-        place.plan.unlink(missing_ok=True)
-    else:
-        write_atomic(place.plan, to_json(prepared.estimate))
+    write_inputs(prepared, job=replace(job, env=open_env), hostfile=render(prepared.hosts), secrets=secrets)

@@ -8,7 +8,8 @@ import pytest
 
 from dstrain.errors import EnvironmentProblem, InvalidConfig
 from dstrain.facts.cluster.hostfile import Host, Hosts
-from dstrain.launch.nodes.launchers import LAUNCHERS, Where, check_hosts, choose
+from dstrain.launch.command import LaunchSite
+from dstrain.launch.nodes.launchers import LAUNCHERS, check_hosts, choose
 from dstrain.launch.nodes.layout import HEAD
 from dstrain.rundir import RunDir
 
@@ -22,8 +23,8 @@ def with_programs(folder: Path, *names: str) -> dict[str, str]:
     return {"PATH": str(folder)}
 
 
-def where(*, here: tuple[bool, bool]) -> Where:
-    return Where(hosts=TWO, here=here, run_dir=RunDir(Path("/run")), python="/venv/bin/python", master_port=29500)
+def where(*, here: tuple[bool, bool]) -> LaunchSite:
+    return LaunchSite(hosts=TWO, here=here, run_dir=RunDir(Path("/run")), python="/venv/bin/python", master_port=29500)
 
 
 def test_pdsh_is_taken_where_it_is_installed(tmp_path: Path) -> None:
