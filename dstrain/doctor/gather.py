@@ -50,12 +50,12 @@ def gather(question: Question, base: Mapping[str, str] = os.environ, limit_s: fl
         for name, look in LOOKS.items()
         if not (question.is_quick and name in SLOW)
     }
-    seen = all_at_once(looks, limit_s)
+    results = all_at_once(looks, limit_s)
     return Facts(
         host=socket.gethostname(),
         time_s=time.time(),
-        failed={name: each.problem for name, each in seen.items() if each.problem is not None},
-        **{name: each.value for name, each in seen.items()},
+        failed={name: result.problem for name, result in results.items() if result.problem is not None},
+        **{name: result.value for name, result in results.items()},
     )
 
 

@@ -30,15 +30,15 @@ def hosts_of(file: JobFile) -> tuple[Hosts | None, list[Finding]]:
     if name is None:
         return None, []
     try:
-        found = resolve_hosts(Path(name), place=file.locate(("hostfile",)))
+        hosts = resolve_hosts(Path(name), place=file.locate(("hostfile",)))
     except InvalidConfig as error:
         notes.bad(error.problem.replace("\n", "; "), error.hint)
         return None, notes.findings
-    if found.placeholder_lines:
-        what = f"{shown(name)}: {found.hosts[0].name} is a placeholder, so only this machine is looked at"
+    if hosts.placeholder_lines:
+        what = f"{shown(name)}: {hosts.hosts[0].name} is a placeholder, so only this machine is looked at"
         notes.warn(what, "dstrain hostfile write 'gpu[01-02]:8'")
         return None, notes.findings
-    return found, []
+    return hosts, []
 
 
 def first_needs(file: JobFile, hosts: Hosts | None, *, is_quick: bool = False) -> Needs:
@@ -52,10 +52,10 @@ def first_needs(file: JobFile, hosts: Hosts | None, *, is_quick: bool = False) -
 
 def _for(file: JobFile, hosts: Hosts | None, config: Mapping[str, Any], estimate: Estimate | None) -> Needs:
     """Returns the needs of a job; where its hosts are not known yet, RAM and disk are theirs and not this machine's."""
-    found = wanted.of_job(file.job, os.environ, hosts, config, estimate)
+    needs = wanted.of_job(file.job, os.environ, hosts, config, estimate)
     if file.job.hostfile is None or hosts is not None:
-        return found
-    return replace(found, host_bytes=None, checkpoint_bytes=None, nvme_bytes=0, folders={}, paths=())
+        return needs
+    return replace(needs, host_bytes=None, checkpoint_bytes=None, nvme_bytes=0, folders={}, paths=())
 
 
 def all_needs(file: JobFile, hosts: Hosts | None) -> tuple[Needs, list[Finding]]:

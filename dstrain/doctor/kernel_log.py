@@ -74,7 +74,7 @@ def parse(text: str, uptime_s: float | None) -> tuple[Xid, ...]:
     >>> parse(line, 680171.6)[0].code
     63
     """
-    found: dict[tuple[str | None, int], Xid] = {}
+    xids: dict[tuple[str | None, int], Xid] = {}
     for line in text.splitlines():
         match = _XID.search(line)
         if match is None and _OFF_THE_BUS.search(line) is None:
@@ -82,8 +82,8 @@ def parse(text: str, uptime_s: float | None) -> tuple[Xid, ...]:
         bus, code = (address(match[1]), int(match[2])) if match else (None, 79)
         time = _TIME.match(line)
         age = max(0.0, uptime_s - float(time[1])) if time is not None and uptime_s is not None else None
-        before = found.get((bus, code))
-        found[bus, code] = Xid(bus=bus, code=code, count=1 + (before.count if before else 0), age_s=age)
-    if any(code == 79 and bus is not None for bus, code in found):
-        found.pop((None, 79), None)  # newer drivers say it once more, in several lines
-    return tuple(found.values())
+        before = xids.get((bus, code))
+        xids[bus, code] = Xid(bus=bus, code=code, count=1 + (before.count if before else 0), age_s=age)
+    if any(code == 79 and bus is not None for bus, code in xids):
+        xids.pop((None, 79), None)  # newer drivers say it once more, in several lines
+    return tuple(xids.values())

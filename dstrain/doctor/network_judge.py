@@ -74,23 +74,24 @@ def findings(network: Network, figures: Figures, interfaces: Mapping[str, str]) 
 def _where(network: Network) -> str:
     """Returns what was measured, in words."""
     count, slots = len(network.hosts), sorted(set(network.slots))
-    each = "-".join(map(str, slots[:1] + slots[-1:] if len(slots) > 1 else slots))
+    per_host = "-".join(map(str, slots[:1] + slots[-1:] if len(slots) > 1 else slots))
     what = "GPU" if network.backend == "nccl" else "rank"
     many = "s" if slots[-1] > 1 else ""
-    place = f"{count} hosts of {each} {what}{many}" if count > 1 else f"{each} {what}{many} of {network.hosts[0]}"
+    place = f"{per_host} {what}{many}"
+    place = f"{count} hosts of {place}" if count > 1 else f"{place} of {network.hosts[0]}"
     return f"{place}, {'NCCL' if network.backend == 'nccl' else 'Gloo'}"
 
 
 def table(network: Network) -> list[str]:
     """Returns times and bus bandwidths by size, one line each."""
-    timed = {(each.name, each.num_bytes): each for each in network.timings}
+    timed = {(timing.name, timing.num_bytes): timing for timing in network.timings}
     sizes = sorted({num_bytes for _, num_bytes in timed})
     lines = [f"{'size':>9}  {'all-reduce':>22}  {'all-gather':>22}"]
     for num_bytes in sizes:
         cells = [f"{format_bytes(num_bytes):>9}"]
         for name in (ALL_REDUCE, ALL_GATHER):
-            found = timed.get((name, num_bytes))
-            cells.append(f"{_ms(found.seconds):>11}{rate_text(found.bus_bytes_per_s):>11}" if found else " " * 22)
+            timing = timed.get((name, num_bytes))
+            cells.append(f"{_ms(timing.seconds):>11}{rate_text(timing.bus_bytes_per_s):>11}" if timing else " " * 22)
         lines.append("  ".join(cells).rstrip())
     return [*lines, f"the smallest all-reduce takes {_ms(network.latency_s)}"]
 
@@ -141,7 +142,7 @@ def _inside(network: Network, bus_bytes_per_s: float, figures: Figures, notes: N
     share = bus_bytes_per_s / figures.inside.bytes_per_s
     where = "inside the host"
     if network.inside:
-        slowest = min(network.inside, key=lambda each: each.bus_bytes_per_s)
+        slowest = min(network.inside, key=lambda host: host.bus_bytes_per_s)
         where = f"inside {network.hosts[slowest.host]}, the slowest,"
     what = f"{where} {rate_text(bus_bytes_per_s)}, {percent(share)} of {figures.inside.name}"
     what += f" ({rate_text(figures.inside.bytes_per_s)})"
@@ -172,7 +173,7 @@ def _slowest(network: Network, interfaces: Mapping[str, str], notes: Notes) -> N
     """Names the slowest pair, and the host whose pairs are all slow."""
     slowest = min(network.pairs, key=lambda pair: pair.bytes_per_s)
     usual = network.usual_pair_bytes_per_s or slowest.bytes_per_s
-    told = f"slowest pair: {_named(network, slowest)}, {rate_text(slowest.bytes_per_s)}"
+    text = f"slowest pair: {_named(network, slowest)}, {rate_text(slowest.bytes_per_s)}"
     if len(network.pairs) == 1:
         notes.ok(
             f"the one pair: {_named(network, slowest)}, {rate_text(slowest.bytes_per_s)} with one {_unit(network)}"
@@ -180,7 +181,7 @@ def _slowest(network: Network, interfaces: Mapping[str, str], notes: Notes) -> N
         return
     seen = f" ({len(network.pairs)} of {network.num_pairs} measured)" if len(network.pairs) < network.num_pairs else ""
     against = "fastest" if len(network.hosts) < MEDIAN_FROM_HOSTS else "median"
-    what = f"{told}, {percent(slowest.bytes_per_s / usual)} of the {against} one ({rate_text(usual)}){seen}"
+    what = f"{text}, {percent(slowest.bytes_per_s / usual)} of the {against} one ({rate_text(usual)}){seen}"
     if slowest.bytes_per_s >= SLOW_PAIR * usual:
         notes.ok(what)
         return

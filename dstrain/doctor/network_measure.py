@@ -110,7 +110,7 @@ def measure(site: Site, tell: Callable[[str], None]) -> Answer:
         launchers.require("ssh", os.environ)
         launchers.check_hosts("ssh", site.hosts)
     with _folder() as run_dir, noting_signals(run_dir.path / "screen.log") as stop_requests:
-        score = _score(site, here, run_dir)
+        spec = _spec(site, here, run_dir)
         listener, hellos = Listener(tell), dict[Node, Hello]()
         until = time.monotonic() + LIMIT_S
 
@@ -118,16 +118,16 @@ def measure(site: Site, tell: Callable[[str], None]) -> Answer:
             if time.monotonic() > until and not stop_requests.stop:
                 stop_requests.stop.append(TIME_IS_UP)
 
-        def check(found: Mapping[Node, Hello]) -> tuple[LaunchSpec, dict[int, dict[str, str]]]:
-            hellos.update(found)
-            port = next((hello.port for node, hello in found.items() if node.number == 0), None)
-            nodes = per_node(site.hosts, commands(site, here, run_dir, port or score.master_port), here)
-            played = replace(score, nodes=nodes, master_port=port or score.master_port)
-            variables = interface_variables(site, found, run_dir, played)
-            return played, {node.number: own for node, own in variables.items()}
+        def check(replies: Mapping[Node, Hello]) -> tuple[LaunchSpec, dict[int, dict[str, str]]]:
+            hellos.update(replies)
+            port = next((hello.port for node, hello in replies.items() if node.number == 0), None)
+            nodes = per_node(site.hosts, commands(site, here, run_dir, port or spec.master_port), here)
+            final = replace(spec, nodes=nodes, master_port=port or spec.master_port)
+            variables = interface_variables(site, replies, run_dir, final)
+            return final, {node.number: own for node, own in variables.items()}
 
         try:
-            outcome = Coordinator(score, stop_requests, listener.hear, tick).run(check)
+            outcome = Coordinator(spec, stop_requests, listener.hear, tick).run(check)
         finally:
             _clear(run_dir.path, hellos, names)
         network = result(outcome, listener, site, run_dir)
@@ -154,7 +154,7 @@ def _folder() -> Iterator[RunDir]:
     shutil.rmtree(path, ignore_errors=True)
 
 
-def _score(site: Site, here: Sequence[bool], run_dir: RunDir) -> LaunchSpec:
+def _spec(site: Site, here: Sequence[bool], run_dir: RunDir) -> LaunchSpec:
     """Returns what the agents do."""
     own = dict(site.variables)
     if site.on_cpu and "OMP_NUM_THREADS" not in os.environ:
@@ -199,15 +199,15 @@ def commands(site: Site, here: Sequence[bool], run_dir: RunDir, port: int) -> li
 
 
 def interface_variables(
-    site: Site, hellos: Mapping[Node, Hello], run_dir: RunDir, score: LaunchSpec
+    site: Site, hellos: Mapping[Node, Hello], run_dir: RunDir, spec: LaunchSpec
 ) -> dict[Node, dict[str, str]]:
     """Returns the variables by which each host's ranks use the interface that leads to the others, as a run sets them.
 
     Raises EnvironmentProblem where the hosts cannot run together; they need no file system in common.
     """
     alone = {node: replace(hello, shares_run_dir=True) for node, hello in hellos.items()}
-    handshake.require_compatible(alone, run_dir, score.master_port, on_cpu=site.on_cpu)
-    return handshake.own_interfaces(hellos, score.exports.keys())
+    handshake.require_compatible(alone, run_dir, spec.master_port, on_cpu=site.on_cpu)
+    return handshake.own_interfaces(hellos, spec.exports.keys())
 
 
 def result(outcome: Outcome, listener: Listener, site: Site, run_dir: RunDir) -> Network:

@@ -109,21 +109,21 @@ def _uncorrectable(gpu: Element, period: str) -> int:
 
 def _recovery(gpu: Element) -> str | None:
     """Returns what the driver wants done, such as `Reset` (elements of drivers 535 and 570)."""
-    said = _text(gpu, "gpu_recovery_action")
-    if said is None and _text(gpu, "gpu_reset_status/reset_required") == "Yes":
+    action = _text(gpu, "gpu_recovery_action")
+    if action is None and _text(gpu, "gpu_reset_status/reset_required") == "Yes":
         return "Reset"
-    return said
+    return action
 
 
 def _slowdowns(gpu: Element) -> tuple[str, ...]:
     """Returns why the clocks are low; `clocks_throttle_reasons` was the element's name before driver 535."""
-    found = []
+    names = []
     for name in ("clocks_event_reasons", "clocks_throttle_reasons"):
         for reason in _children(gpu.find(name)):
             short = reason.tag.removeprefix(f"{name.removesuffix('s')}_")
             if (reason.text or "").strip() == "Active" and short not in _HARMLESS_REASONS:
-                found.append(short.replace("_", " "))
-    return tuple(found)
+                names.append(short.replace("_", " "))
+    return tuple(names)
 
 
 def _power(gpu: Element, names: Iterable[str]) -> float | None:
@@ -133,12 +133,12 @@ def _power(gpu: Element, names: Iterable[str]) -> float | None:
 
 def _users(gpu: Element) -> tuple[str, ...]:
     """Returns programs that hold memory on the GPU, without those that draw the screen."""
-    found = []
+    users = []
     for process in gpu.findall("processes/process_info"):
         if "C" in (process.findtext("type") or ""):
             name = (process.findtext("process_name") or "?").split("/")[-1].split(" ")[0]
-            found.append(f"{name} ({(process.findtext('pid') or '?').strip()})")
-    return tuple(found)
+            users.append(f"{name} ({(process.findtext('pid') or '?').strip()})")
+    return tuple(users)
 
 
 def _children(parent: Element | None) -> list[Element]:

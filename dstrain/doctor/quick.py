@@ -27,5 +27,5 @@ def quick(prepared: PreparedRun, environment: Mapping[str, str]) -> list[Finding
     own = names()
     here = [host for host in prepared.hosts.hosts if is_this_machine(host.name, own)]
     needs = of_prepared(prepared, environment, here[0] if here else prepared.hosts.hosts[0])
-    found = findings(gather(question(needs), environment), needs)
-    return found if here else [finding for finding in found if finding.subject in _WITHOUT_RANKS]
+    results = findings(gather(question(needs), environment), needs)
+    return results if here else [finding for finding in results if finding.subject in _WITHOUT_RANKS]

@@ -149,7 +149,7 @@ def of_prepared(prepared: PreparedRun, environment: Mapping[str, str], host: Hos
 
 def question(needs: Needs, host: str | None = None) -> Question:
     """Returns what a host is asked; None is this machine, on its own."""
-    names = [each.name for each in needs.hosts.hosts] if needs.hosts and host is not None else []
+    names = [other.name for other in needs.hosts.hosts] if needs.hosts and host is not None else []
     sent = {name: value for name, value in needs.environment.items() if is_forwarded(name) and not is_secret(name)}
     return Question(
         is_quick=needs.is_quick,
@@ -196,9 +196,10 @@ def _nvme_path(ds_config: Mapping[str, Any]) -> str | None:
     """Returns where offloaded states go on NVMe."""
     zero = ds_config.get("zero_optimization") or {}
     for key in ("offload_optimizer", "offload_param"):
-        found = zero.get(key) or {}
-        if isinstance(found, Mapping) and found.get("device") == "nvme" and isinstance(found.get("nvme_path"), str):
-            return str(found["nvme_path"])
+        offload = zero.get(key) or {}
+        path = offload.get("nvme_path") if isinstance(offload, Mapping) and offload.get("device") == "nvme" else None
+        if isinstance(path, str):
+            return path
     return None
 
 

@@ -27,9 +27,9 @@ def all_at_once(looks: Mapping[str, Callable[[], Any]], limit_s: float) -> dict[
 
     Each runs in a thread that nothing waits for: the resolver of names and a driver that hangs cannot be interrupted.
     """
-    found: dict[str, Seen] = {}
+    results: dict[str, Seen] = {}
     threads = [
-        threading.Thread(target=_look, args=(name, look, found), name=f"look {name}", daemon=True)
+        threading.Thread(target=_look, args=(name, look, results), name=f"look {name}", daemon=True)
         for name, look in looks.items()
     ]
     end = time.monotonic() + limit_s
@@ -38,14 +38,14 @@ def all_at_once(looks: Mapping[str, Callable[[], Any]], limit_s: float) -> dict[
     for thread in threads:
         thread.join(max(0.0, end - time.monotonic()))
     late = Seen(problem=f"no answer within {limit_s:g} s")
-    return {name: found.get(name, late) for name in looks}
+    return {name: results.get(name, late) for name in looks}
 
 
-def _look(name: str, look: Callable[[], Any], found: dict[str, Seen]) -> None:
+def _look(name: str, look: Callable[[], Any], results: dict[str, Seen]) -> None:
     try:
-        found[name] = Seen(value=look())
+        results[name] = Seen(value=look())
     except Exception as error:  # whatever goes wrong while looking is a finding, not the end of the others
-        found[name] = Seen(problem=f"{type(error).__name__}: {error}".rstrip(": "))
+        results[name] = Seen(problem=f"{type(error).__name__}: {error}".rstrip(": "))
 
 
 def run(command: Sequence[str], environment: Mapping[str, str], limit_s: float) -> Completed:

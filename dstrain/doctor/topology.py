@@ -32,12 +32,12 @@ def parse(matrix: str, p2p: str = "") -> Topology | None:
 
 def _rows(lines: list[str], columns: list[str]) -> dict[str, list[str]]:
     """Returns the cells of each row, by the device's name."""
-    found = {}
+    rows = {}
     for line in lines:
         words = line.split()
         if words and words[0] in columns and len(words) > len(columns) and "X" in words[1 : len(columns) + 1]:
-            found[words[0]] = words[1:]
-    return found
+            rows[words[0]] = words[1:]
+    return rows
 
 
 def _numa(rest: list[str]) -> str:

@@ -80,13 +80,13 @@ def _from_one(gpu: int, members: Sequence[int], links: dict[tuple[int, int], int
 
 def nvlinks(topology: Topology) -> dict[tuple[int, int], int]:
     """Returns for each pair of GPUs that NVLinks join how many there are, in both orders."""
-    found = {}
+    counts = {}
     for row in range(topology.num_gpus):
         for column in range(topology.num_gpus):
             match = re.fullmatch(r"NV(\d+)", topology.links[row][column])
             if match is not None:
-                found[row, column] = int(match[1])
-    return found
+                counts[row, column] = int(match[1])
+    return counts
 
 
 def switches(topology: Topology) -> list[list[int]]:
@@ -104,7 +104,7 @@ def _components(members: Iterable[int], joined: Iterable[tuple[int, int]]) -> li
             group[a] |= group[b]
             for member in group[b]:
                 group[member] = group[a]
-    return sorted({id(each): sorted(each) for each in group.values()}.values())
+    return sorted({id(joined_members): sorted(joined_members) for joined_members in group.values()}.values())
 
 
 def _node(group: Sequence[int], groups: Sequence[Sequence[int]], topology: Topology) -> str:

@@ -62,7 +62,7 @@ def refuse_secrets(overrides: Iterable[str], why: str) -> None:
         name = key.strip().rpartition(".")[2]
         value = parse_yaml(text, "--set")[0] if name == "env" else None
         given = value if isinstance(value, Mapping) else {name: text}
-        for secret in (each for each, worth in given.items() if is_secret(each, str(worth))):
+        for secret in (name for name, worth in given.items() if is_secret(name, str(worth))):
             raise InvalidConfig(
                 f"--set {key}: {secret} is a secret, and {why}",
                 hint=f"export {secret}=… in this shell, or write it under `env:` in the job file.",
@@ -140,12 +140,12 @@ def secrets(env: Mapping[str, str], job_env: Mapping[str, str], user_file_text: 
     """Returns the secrets that the ranks need, by name. Raises InvalidConfig for one with a line break."""
     _require_names(job_env)
     prefixes = (*FORWARDED_PREFIXES, *_LAUNCHER_EXPORTS)
-    found = {name: value for name, value in env.items() if name.startswith(prefixes) and is_secret(name, value)}
-    found.update({name: _literal(raw) for name, raw in _user_lines(user_file_text) if is_secret(name, raw)})
-    found.update({name: value for name, value in job_env.items() if is_secret(name, value)})
-    for name, value in found.items():
+    values = {name: value for name, value in env.items() if name.startswith(prefixes) and is_secret(name, value)}
+    values.update({name: _literal(raw) for name, raw in _user_lines(user_file_text) if is_secret(name, raw)})
+    values.update({name: value for name, value in job_env.items() if is_secret(name, value)})
+    for name, value in values.items():
         _require_one_line(name, value)
-    return found
+    return values
 
 
 def exports(job_env: Mapping[str, str], run_dir: RunDir, python_path: str) -> dict[str, str]:

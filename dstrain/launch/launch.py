@@ -149,15 +149,15 @@ def _way(prepared: PreparedRun, launcher: str | None, master_port: int) -> _Way:
 
 def _job_environment(prepared: PreparedRun, way: _Way, *, saves_on_term: bool) -> dict[str, str]:
     """Returns the job's own variables, and what the options and the launcher add to them."""
-    found = dict(prepared.job.env)
+    variables = dict(prepared.job.env)
     if prepared.on_cpu and "OMP_NUM_THREADS" not in os.environ:
         most = max(host.slots for host in prepared.hosts.hosts)
-        found.setdefault("OMP_NUM_THREADS", str(cpu_threads(most)))
+        variables.setdefault("OMP_NUM_THREADS", str(cpu_threads(most)))
     if saves_on_term:
-        found[SAVE_ON_TERM] = "1"
+        variables[SAVE_ON_TERM] = "1"
     if way.launcher == "openmpi" and os.geteuid() == 0:
-        found |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    return found
+        variables |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    return variables
 
 
 def _user_lines() -> str:
@@ -173,10 +173,10 @@ def _for_other_nodes(prepared: PreparedRun, way: _Way, mark: str, master_port: i
     if way.launcher is None:
         return {}
     launcher = LAUNCHERS[way.launcher]
-    found = {MARK: mark} if launcher.has_one_environment else {}
+    variables = {MARK: mark} if launcher.has_one_environment else {}
     if launcher.is_mpi:
-        found |= {"MASTER_ADDR": master(prepared.hosts), "MASTER_PORT": str(master_port)}
-    return found
+        variables |= {"MASTER_ADDR": master(prepared.hosts), "MASTER_PORT": str(master_port)}
+    return variables
 
 
 def write_run_dir(launch: Launch, edits: Sequence[Edit] | None = None) -> None:

@@ -31,10 +31,10 @@ _LOOK_OF = {"ops": "toolchain"}
 
 def findings(facts: Facts, needs: Needs) -> list[Finding]:
     """Returns everything that is to be said about one machine."""
-    found: list[Finding] = []
+    collected: list[Finding] = []
     for subject, check in CHECKS.items():
         problem = facts.failed.get(_LOOK_OF.get(subject, subject))
         if problem is not None:
-            found.append(Finding(mark=Mark.WARNING, subject=subject, what=f"{subject}: {problem}"))
-        found += check(facts, needs)
-    return found
+            collected.append(Finding(mark=Mark.WARNING, subject=subject, what=f"{subject}: {problem}"))
+        collected += check(facts, needs)
+    return collected

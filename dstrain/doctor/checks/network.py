@@ -36,7 +36,7 @@ def check(facts: Facts, needs: Needs) -> list[Finding]:
 def interface(net: Network) -> Interface | None:
     """Returns the interface that NCCL and Gloo should use on this host."""
     name = choose_interface(net.interfaces, net.routes, net.default_address)
-    return next((each for each in net.interfaces if each.name == name), None)
+    return next((card for card in net.interfaces if card.name == name), None)
 
 
 def _described(chosen: Interface) -> str:
@@ -46,7 +46,7 @@ def _described(chosen: Interface) -> str:
 
 def _variables(net: Network, chosen: Interface | None, needs: Needs, notes: Notes) -> None:
     """Takes down variables of the user's that match no interface: ranks would not find each other."""
-    names = [each.name for each in net.interfaces if each.is_up]
+    names = [card.name for card in net.interfaces if card.is_up]
     for variable in (NCCL, GLOO):
         value = needs.environment.get(variable)
         if value and not matches(variable, value, names):
@@ -65,7 +65,7 @@ def matches(variable: str, value: str, names: Sequence[str]) -> bool:
     is_not, is_exact = value.startswith("^"), value.lstrip("^").startswith("=")
     wanted = [word for word in value.lstrip("^=").split(",") if word]
     hit = [any(name == word if is_exact else name.startswith(word) for word in wanted) for name in names]
-    return any(found != is_not for found in hit)
+    return any(is_hit != is_not for is_hit in hit)
 
 
 def _ways(net: Network, chosen: Interface | None, needs: Needs, notes: Notes) -> None:
@@ -114,7 +114,7 @@ def _rdma(net: Network, chosen: Interface | None, needs: Needs, notes: Notes) ->
         notes.warn(f"RDMA ports down: {', '.join(folded(down))}", f"ibstat {down[0]}; check the cable")
     if needs.environment.get("NCCL_IB_DISABLE") == "1":
         notes.warn("NCCL_IB_DISABLE=1 is set, and keeps NCCL off RDMA", "unset NCCL_IB_DISABLE")
-    mtus = {each.name: each.mtu for each in net.interfaces}
+    mtus = {card.name: card.mtu for card in net.interfaces}
     low = [
         p.interface
         for p in up

@@ -86,8 +86,8 @@ def _swanlab(online: Online, needs: Needs, notes: Notes) -> None:
 
 
 def _proxies(online: Online, needs: Needs, notes: Notes) -> None:
-    told = ", ".join(f"{name}={value}" for name, value in online.proxies.items())
+    proxies = ", ".join(f"{name}={value}" for name, value in online.proxies.items())
     if needs.num_hosts > 1 and needs.is_first and "no_proxy" not in online.proxies:
-        notes.warn(f"{told}: also between the hosts", "export no_proxy=localhost,127.0.0.1,10.0.0.0/8  (your hosts)")
+        notes.warn(f"{proxies}: also between the hosts", "export no_proxy=localhost,127.0.0.1,10.0.0.0/8  (your hosts)")
     else:
-        notes.ok(told)
+        notes.ok(proxies)

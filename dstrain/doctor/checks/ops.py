@@ -47,12 +47,12 @@ def check(facts: Facts, needs: Needs) -> list[Finding]:
     missing = {op: lacks(op, tools, on_cpu=needs.on_cpu) for op in relevant if op not in tools.built}
     built = [op for op in relevant if op in tools.built]
     possible = [op for op, parts in missing.items() if not parts]
-    told = [f"{', '.join(built)} built"] if built else []
-    told += [f"{', '.join(possible)} can be, on first use"] if possible else []
-    if told:
-        notes.ok("; ".join(told))
+    texts = [f"{', '.join(built)} built"] if built else []
+    texts += [f"{', '.join(possible)} can be, on first use"] if possible else []
+    if texts:
+        notes.ok("; ".join(texts))
     for parts in dict.fromkeys(parts for parts in missing.values() if parts):
-        ops = [op for op, each in missing.items() if each == parts]
+        ops = [op for op, lacking in missing.items() if lacking == parts]
         what = f"{', '.join(ops)} cannot be built: no {', no '.join(parts)}"
         needed = [op for op in ops if op in needs.ops]
         fix = cure(parts, tools.installer)

@@ -59,9 +59,9 @@ def _p2p(topology: Topology, notes: Notes) -> None:
             if a < b and state not in {"OK", "X"}:
                 pairs.setdefault(state, []).append((a, b))
     linked = set(topology_drawing.nvlinks(topology))
-    for state, found in pairs.items():
-        broken = [pair for pair in found if pair in linked]
-        who = pairs_text(broken or found)
+    for state, unreachable in pairs.items():
+        broken = [pair for pair in unreachable if pair in linked]
+        who = pairs_text(broken or unreachable)
         if broken:
             notes.bad(
                 f"{who}: NVLinks, and no P2P ({state})", "sudo systemctl status nvidia-fabricmanager; sudo reboot"

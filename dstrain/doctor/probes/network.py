@@ -24,12 +24,12 @@ def look(question: Question, environment: Mapping[str, str]) -> Network:
     """Returns the network as this machine sees it; nothing is sent."""
     asked = () if question.is_quick else (*question.others, *([question.master] if question.master else []))
     looks = {host: partial(network_interface.source_address, host) for host in asked}
-    found = all_at_once(looks, _NAMES_S)
+    sources = all_at_once(looks, _NAMES_S)
     return Network(
         interfaces=network_interface.interfaces(),
-        routes={host: found[host].value for host in asked if host != question.master or host in question.others},
+        routes={host: sources[host].value for host in asked if host != question.master or host in question.others},
         default_address=network_interface.default_address(),
-        master_is_known=question.master is None or question.is_quick or found[question.master].value is not None,
+        master_is_known=question.master is None or question.is_quick or sources[question.master].value is not None,
         rdma=rdma_ports(_RDMA),
         port_user=None if question.port is None else _user(question.port),
     )
@@ -37,21 +37,21 @@ def look(question: Question, environment: Mapping[str, str]) -> Network:
 
 def rdma_ports(root: Path) -> tuple[RdmaPort, ...]:
     """Returns the ports of RDMA devices below `/sys/class/infiniband`."""
-    found = []
+    ports = []
     for port in sorted(root.glob("*/ports/*"), key=lambda path: (_natural(path.parts[-3]), path.name)):
         device = port.parent.parent
         rate = re.match(r"[\d.]+", _read(port / "rate"))
-        found.append(
+        ports.append(
             RdmaPort(
                 device=device.name,
                 port=int(port.name) if port.name.isdigit() else 0,
                 state=_read(port / "state").rpartition(":")[2].strip(),
                 gbits_per_s=float(rate[0]) if rate else 0.0,
                 link_layer=_read(port / "link_layer"),
-                interface=next((each.name for each in sorted((device / "device" / "net").glob("*"))), None),
+                interface=next((card.name for card in sorted((device / "device" / "net").glob("*"))), None),
             )
         )
-    return tuple(found)
+    return tuple(ports)
 
 
 def _natural(name: str) -> list[int | str]:
@@ -70,7 +70,8 @@ def _user(port: int) -> str | None:
     if is_free(port):
         return None
     with suppress(psutil.Error, OSError):
-        for each in psutil.net_connections("tcp"):
-            if each.status == psutil.CONN_LISTEN and each.laddr and each.laddr.port == port and each.pid:
-                return f"{psutil.Process(each.pid).name()} ({each.pid})"
+        listening = [item for item in psutil.net_connections("tcp") if item.status == psutil.CONN_LISTEN and item.laddr]
+        for connection in listening:
+            if connection.laddr.port == port and connection.pid:
+                return f"{psutil.Process(connection.pid).name()} ({connection.pid})"
     return "another user's program"

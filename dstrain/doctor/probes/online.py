@@ -99,5 +99,5 @@ def _caches(environment: Mapping[str, str]) -> dict[str, Folder]:
 
 def _proxies(environment: Mapping[str, str]) -> dict[str, str]:
     """Returns the proxies that Python's libraries would use; small letters win, as they do there."""
-    found = {name: environment.get(name) or environment.get(name.upper()) for name in _PROXIES}
-    return {name: value for name, value in found.items() if value}
+    values = {name: environment.get(name) or environment.get(name.upper()) for name in _PROXIES}
+    return {name: value for name, value in values.items() if value}

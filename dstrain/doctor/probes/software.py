@@ -40,12 +40,12 @@ def _ranges() -> dict[str, str]:
         required = metadata.requires("dstrain") or []
     except metadata.PackageNotFoundError:
         return {}
-    found = {}
+    ranges = {}
     for line in required:
         match = re.match(r"([A-Za-z0-9._-]+)\s*\(?([^;)]*)", line)
         if match is not None and "extra ==" not in line:
-            found[match[1]] = match[2].replace(" ", "")
-    return found
+            ranges[match[1]] = match[2].replace(" ", "")
+    return ranges
 
 
 def _tested_pythons() -> tuple[str, ...]:

@@ -69,9 +69,9 @@ def _is_chained(between: Sequence[str]) -> bool:
 def first_traceback(rank_logs: Mapping[int, str], order: Iterable[int]) -> tuple[int, str] | None:
     """Returns the first rank in `order` whose log ends with a traceback, and that traceback."""
     for rank in order:
-        found = traceback_of(rank_logs.get(rank, ""))
-        if found is not None:
-            return rank, found
+        traceback = traceback_of(rank_logs.get(rank, ""))
+        if traceback is not None:
+            return rank, traceback
     return None
 
 

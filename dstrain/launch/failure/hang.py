@@ -21,17 +21,17 @@ def stacks(text: str) -> list[list[str]]:
 
     Source: Python's faulthandler, whose form this is.
     """
-    found: list[list[str]] = []
+    threads: list[list[str]] = []
     inside = False
     for line in text.splitlines():
         if _THREAD.match(line):
-            found.append([])
+            threads.append([])
             inside = True
         elif inside and _FRAME.match(line):
-            found[-1].append(line)
+            threads[-1].append(line)
         else:
             inside = False
-    return found
+    return threads
 
 
 def main_stack(text: str) -> list[str]:
@@ -48,9 +48,9 @@ def hang_lines(hang: Hang, texts: Mapping[int, str], hosts: Hosts) -> tuple[list
     else:
         lines = [f"the start made no progress for {waited} (--start-timeout)"]
         lines.append(start_line(hang.start, hosts))
-    found = {rank: main_stack(text) for rank, text in texts.items()}
+    stacks_of = {rank: main_stack(text) for rank, text in texts.items()}
     places: dict[str, list[int]] = {}
-    for rank, stack in sorted(found.items()):
+    for rank, stack in sorted(stacks_of.items()):
         places.setdefault(_place(stack), []).append(rank)
     behind = min(hang.steps.values(), default=0)
     slow = [rank for rank, step in sorted(hang.steps.items()) if step == behind]
@@ -62,7 +62,7 @@ def hang_lines(hang: Hang, texts: Mapping[int, str], hosts: Hosts) -> tuple[list
     shown = slow[0] if slow and len(slow) < len(hang.steps) else odd
     if hang.start is not None:
         shown = min(hang.start.phases, key=lambda rank: (_order(hang.start, rank), rank))
-    said = found.get(shown) or texts.get(shown, "").strip().splitlines()[-_SHOWN_FRAMES:] or ["It wrote nothing."]
+    said = stacks_of.get(shown) or texts.get(shown, "").strip().splitlines()[-_SHOWN_FRAMES:] or ["It wrote nothing."]
     lines += [f"rank {shown}:", *said[:_SHOWN_FRAMES], "The stacks of every rank are in its log."]
     return lines, shown
 

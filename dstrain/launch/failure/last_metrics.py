@@ -15,17 +15,17 @@ def last_metrics(run_dir: RunDir) -> dict[str, Any] | None:
     """Returns the newest line of the metrics that has a loss; a line that is being written is not one yet."""
     for line in reversed(tail_of(run_dir.metrics).splitlines()):
         with suppress(ValueError):
-            found = json.loads(line)
-            if "step" in found and isinstance(found.get("loss"), int | float):
-                return dict(found)
+            record = json.loads(line)
+            if "step" in record and isinstance(record.get("loss"), int | float):
+                return dict(record)
     return None
 
 
-def metrics_words(found: Mapping[str, Any]) -> str:
+def metrics_words(record: Mapping[str, Any]) -> str:
     """Returns a line of the metrics in words, which begin with the number of its step.
 
     >>> metrics_words({"step": 7, "loss": 2.5, "tokens_per_s": 1234.5})
     '7, loss 2.5000, 1,234 tokens/s'
     """
-    speed = f", {found['tokens_per_s']:,.0f} tokens/s" if found.get("tokens_per_s") else ""
-    return f"{found['step']}, loss {found['loss']:.4f}{speed}"
+    speed = f", {record['tokens_per_s']:,.0f} tokens/s" if record.get("tokens_per_s") else ""
+    return f"{record['step']}, loss {record['loss']:.4f}{speed}"

@@ -70,12 +70,12 @@ def files(folder: Path) -> frozenset[Path]:
 
 def rank_logs(folder: Path, earlier: Collection[Path]) -> dict[int, Path]:
     """Returns the log file of each rank, without those of earlier starts."""
-    found = {}
+    logs = {}
     for path in sorted(folder.glob("*_rank*.log")):
         match = _LOG.fullmatch(path.name)
         if match is not None and path not in earlier:
-            found[int(match[1])] = path
-    return found
+            logs[int(match[1])] = path
+    return logs
 
 
 class Output:

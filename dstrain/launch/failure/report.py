@@ -123,9 +123,9 @@ def _lost_lines(outcome: Outcome, hosts: Hosts, texts: Mapping[int, str]) -> lis
 
 def _first(outcome: Outcome, texts: Mapping[int, str]) -> int | None:
     """Returns the rank that failed first, or None where no rank is known to have failed."""
-    found = {rank: traceback for rank, text in texts.items() if (traceback := traceback_of(text)) is not None}
-    times = {rank: _mtime(outcome.rank_logs[rank]) for rank in found}
-    order = failing_order(outcome.deaths, times, [rank for rank, text in found.items() if is_consequence(text)])
+    tracebacks = {rank: traceback for rank, text in texts.items() if (traceback := traceback_of(text)) is not None}
+    times = {rank: _mtime(outcome.rank_logs[rank]) for rank in tracebacks}
+    order = failing_order(outcome.deaths, times, [rank for rank, text in tracebacks.items() if is_consequence(text)])
     return order[0] if order else None
 
 
@@ -153,9 +153,9 @@ def _is_traceback_first(rank: int, deaths: tuple[Death, ...]) -> bool:
 
 
 def _evidence(rank: int, outcome: Outcome, texts: Mapping[int, str]) -> list[str]:
-    found = first_traceback(texts, [rank])
-    if found is not None:
-        lines = found[1].split("\n")
+    traceback = first_traceback(texts, [rank])
+    if traceback is not None:
+        lines = traceback[1].split("\n")
         return lines if len(lines) <= _SHOWN_LINES else ["…", *lines[-_SHOWN_LINES:]]
     return _last_lines(texts.get(rank, "")) or ["Its log is empty."]
 

@@ -86,8 +86,8 @@ def _read(path: Path) -> str:
 def _start_of(checkpoint: Path) -> str | None:
     """Returns the mark of the start that wrote a part."""
     with suppress(ValueError, AttributeError):
-        found = json.loads(_read(checkpoint / PART)).get("start")
-        return str(found) if found else None
+        start = json.loads(_read(checkpoint / PART)).get("start")
+        return str(start) if start else None
     return None
 
 

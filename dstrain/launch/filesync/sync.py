@@ -107,16 +107,16 @@ def at_once(do: Callable[[Place], Found], places: Sequence[Place], calls: Transf
     with ThreadPoolExecutor(max_workers=max(1, min(most, len(places)))) as pool:
         futures = [pool.submit(attempt, place) for place in places]
         try:
-            found = [future.result() for future in futures]
+            results = [future.result() for future in futures]
         except BaseException:
             calls.close()
             raise
-    failures = [each for each in found if isinstance(each, TransferFailed)]
+    failures = [result for result in results if isinstance(result, TransferFailed)]
     if failures and all(failure.is_lost for failure in failures):
         raise Unreachable({failure.host: failure.said for failure in failures})
     if failures:
         raise EnvironmentProblem("\n".join(failure.problem for failure in failures))
-    return [each for each in found if not isinstance(each, TransferFailed)]
+    return [result for result in results if not isinstance(result, TransferFailed)]
 
 
 def _archive(run_dir: RunDir) -> bytes:

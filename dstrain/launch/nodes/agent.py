@@ -218,7 +218,7 @@ class Agent:
             interface=_interface(look.others),
             num_gpus=len(probe.local_gpus()),
             port=self._listener.getsockname()[1] if self._listener is not None else None,
-            unlike={name: found for name, size in look.files.items() if (found := _bytes(name)) != size},
+            unlike={name: actual for name, size in look.files.items() if (actual := _bytes(name)) != size},
             clock=time.time(),
         )
 

@@ -15,27 +15,27 @@ from dstrain.launch.nodes.spec import LaunchSpec
 _POLL_S = 0.1
 
 
-def sweep(score: LaunchSpec, nodes: Sequence[Node]) -> None:
+def sweep(spec: LaunchSpec, nodes: Sequence[Node]) -> None:
     """Kills whatever has a node's mark on each of the nodes; those that cannot be reached are left to themselves."""
     if nodes:
         with ThreadPoolExecutor(max_workers=min(64, len(nodes))) as pool:
-            list(pool.map(lambda node: _sweep(score, node), nodes))
+            list(pool.map(lambda node: _sweep(spec, node), nodes))
 
 
-def _sweep(score: LaunchSpec, node: Node) -> None:
+def _sweep(spec: LaunchSpec, node: Node) -> None:
     with suppress(EnvironmentProblem):
-        (channel,) = score.open([node])
+        (channel,) = spec.open([node])
         begin = Begin(
             host=node.host,
-            run_dir=str(score.run_dir.path),
-            mark=score.mark_of(node),
+            run_dir=str(spec.run_dir.path),
+            mark=spec.mark_of(node),
             first_rank=node.first_rank,
             num_ranks=0,
-            master_port=score.master_port,
+            master_port=spec.master_port,
         )
         for order in (begin, Go(), End(grace_s=0)):
             channel.send(order, node.number)
-        until = time.monotonic() + score.timeouts.sweep_s
+        until = time.monotonic() + spec.timeouts.sweep_s
         while time.monotonic() < until and not channel.is_closed:
             if any(isinstance(event, Ended) for _, event in channel.receive()):
                 break

@@ -34,10 +34,10 @@ from dstrain.launch.nodes.protocol import (
 from dstrain.launch.nodes.spec import LaunchSpec, StopRequests
 
 Check = Callable[[Mapping[Node, Hello]], tuple[LaunchSpec, Mapping[int, Mapping[str, str]]]]
-"""Is shown what every node says of itself, and returns what is played, with the port that rank 0 gets, and what each
-node's environment gets beside the rest; raises where they cannot run together."""
+"""Gets every node's first message; returns the final specification, with rank 0's port, and each node's additional
+variables. Raises if the nodes cannot run together."""
 COUNTS = tuple(COUNTED)
-"""The phases that count something before the first step, in their order."""
+"""The phases that count something before the first step, in order."""
 
 
 class Coordinator:
@@ -45,29 +45,29 @@ class Coordinator:
 
     def __init__(
         self,
-        score: LaunchSpec,
-        stop_requests: StopRequests,
+        spec: LaunchSpec,
+        requests: StopRequests,
         on_output: Callable[[str], None],
         on_tick: Callable[[Phase, int | None, int], None] = lambda phase, done, total: None,
         say: Callable[[str], None] = lambda text: None,
         on_start: Callable[[Start], None] = lambda start: None,
     ) -> None:
-        """`on_output` gets what rank 0 writes; `on_tick` is called several times a second, with `Phase.STEP`, the steps
-        done and those of the whole run (0: not known), or with a phase that counts something else and how far it is.
-        `say` is told what is done before ranks start, and `on_start`, every few seconds, how far they are up to then.
+        """`on_output` gets the output of rank 0. `on_tick` is called several times a second with `Phase.STEP`, the
+        steps done and those of the whole run (0: unknown), or with another phase that counts something.
+        `say` gets progress messages before ranks start, and `on_start` the state of the start every few seconds.
 
-        `wishes` may change at any time.
+        `requests` may change at any time.
         """
-        self._score = score
-        self._timeouts = score.timeouts
-        self._wishes = stop_requests
+        self._spec = spec
+        self._timeouts = spec.timeouts
+        self._requests = requests
         self._on_output = on_output
         self._on_tick = on_tick
         self._say = say
         self._on_start = on_start
-        self._told: dict[str, list[str]] = {}
+        self._progress: dict[str, list[str]] = {}
         self._deaths: dict[int, Death] = {}
-        self._pace = HangDetector(score.num_ranks, score.timeouts.hang_s, score.timeouts.start_s)
+        self._detector = HangDetector(spec.num_ranks, spec.timeouts.hang_s, spec.timeouts.start_s)
         self._hang: Hang | None = None
         self._left_at: int | None = None
         self._is_port_taken = False
@@ -81,106 +81,109 @@ class Coordinator:
     def run(self, check: Check) -> Outcome:
         """Returns how the run ended; no process of it is left on any node that can be reached.
 
-        Raises EnvironmentProblem when a node does not answer or cannot start its part.
+        Raises EnvironmentProblem when a node does not answer or cannot start its state.
         """
-        earlier = files(self._score.run_dir.logs)
-        self._wishes.is_heeded = True
-        self._party = Members(self._score)
+        earlier = files(self._spec.run_dir.logs)
+        self._requests.is_heeded = True
+        self._members = Members(self._spec)
         try:
             if self._meet():
-                self._score, extra = check({part.node: part.hello for part in self._party.parts if part.hello})
-                self._party.begin(self._score, extra)
+                self._spec, extra = check({state.node: state.hello for state in self._members.states if state.hello})
+                self._members.begin(self._spec, extra)
                 if self._make_ready():
-                    self._party.go()
+                    self._members.go()
                     self._begin_start()
                     self._follow()
         finally:
-            self._party.close()
-            self._wishes.is_heeded = False
-        sweep(self._score, [part.node for part in self._party.parts if part.lost is not None])
+            self._members.close()
+            self._requests.is_heeded = False
+        sweep(self._spec, [state.node for state in self._members.states if state.lost is not None])
         return self._outcome(earlier)
 
     def _meet(self) -> bool:
-        """Returns when every node has answered, or False where somebody stopped the run first."""
-        self._party.ask()
+        """Waits until every node has answered; returns False if the run was stopped before."""
+        self._members.ask()
         until = time.monotonic() + self._timeouts.hello_s
-        while not self._party.require_answers(until):
-            if self._wishes.stop:
+        while not self._members.require_answers(until):
+            if self._requests.stop:
                 return False
             self._hear()
         return True
 
     def _make_ready(self) -> bool:
-        """Returns whether every node is ready for its ranks; False where one cannot be, or somebody stopped the run."""
-        parts, until, give_up = self._party.parts, time.monotonic() + self._timeouts.reached_s, float("inf")
-        while not all(part.is_ready for part in parts):
+        """Waits until every node is ready for its ranks; returns False if one cannot be, or the run was stopped."""
+        states, until, give_up = self._members.states, time.monotonic() + self._timeouts.reached_s, float("inf")
+        while not all(state.is_ready for state in states):
             self._hear()
             self._tell()
-            self._party.notice_silence()
-            self._party.require_reached(until)
-            if any(part.is_over for part in parts):
-                # most often others have the same to say
+            self._members.notice_silence()
+            self._members.require_reached(until)
+            if any(state.is_over for state in states):
+                # other nodes often report the same problem
                 give_up = min(give_up, time.monotonic() + self._timeouts.others_s)
-            if self._wishes.stop or all(part.is_over for part in parts) or time.monotonic() > give_up:
+            if self._requests.stop or all(state.is_over for state in states) or time.monotonic() > give_up:
                 return False
         self._tell()
         return True
 
     def _begin_start(self) -> None:
         now = time.monotonic()
-        self._pace.begin(now)
+        self._detector.begin(now)
         self._next_word = now + self._timeouts.start_word_s
 
     def _tell(self) -> None:
-        """Says what nodes do to become ready, once for all that do the same."""
-        told, self._told = self._told, {}
-        for text, hosts in told.items():
-            self._say(f"{', '.join(hosts)}: {text}" if len(self._party.parts) > 1 else text)
+        """Reports what nodes do to become ready, once for all nodes that do the same."""
+        progress, self._progress = self._progress, {}
+        for text, hosts in progress.items():
+            self._say(f"{', '.join(hosts)}: {text}" if len(self._members.states) > 1 else text)
 
     def _follow(self) -> None:
-        """Returns when every node has ended or is lost."""
-        parts = self._party.parts
-        while not all(part.is_over for part in parts):
+        """Waits until every node has ended or is lost."""
+        states = self._members.states
+        while not all(state.is_over for state in states):
             self._hear()
             self._heed()
-            self._party.notice_silence()
+            self._members.notice_silence()
             self._notice_hang()
             if self._give_up is None and self._is_failing():
                 self._end(self._timeouts.grace_s, but_for=self._ending_themselves())
-            elif self._give_up is None and all(part.is_over for part in parts if part.node.command is not None):
-                self._end(self._timeouts.grace_s)  # those who only watched
+            elif self._give_up is None and all(state.is_over for state in states if state.node.command is not None):
+                self._end(self._timeouts.grace_s)  # nodes that only watch
             if self._give_up is not None and time.monotonic() > self._give_up:
-                for part in parts:
-                    part.lose(f"did not end within {self._timeouts.grace_s + self._timeouts.ending_s:.0f} s")
+                for state in states:
+                    state.lose(f"did not end within {self._timeouts.grace_s + self._timeouts.ending_s:.0f} s")
 
     def _hear(self) -> None:
-        steps = Phase.STEP, min(self._pace.steps.values(), default=None), self._total
-        self._on_tick(*min(self._counting.values(), key=lambda each: (COUNTS.index(each[0]), each[1]), default=steps))
-        self._party.hear(self._take)
+        steps = Phase.STEP, min(self._detector.steps.values(), default=None), self._total
+        furthest_behind = min(
+            self._counting.values(), key=lambda count: (COUNTS.index(count[0]), count[1]), default=steps
+        )
+        self._on_tick(*furthest_behind)
+        self._members.hear(self._take)
 
-    def _take(self, part: NodeState, event: Any, at: float) -> None:
+    def _take(self, state: NodeState, event: Any, at: float) -> None:
         match event:
             case Hello():
-                part.hello = event
+                state.hello = event
             case Alive():
                 self._note_steps(event)
             case Died():
                 if event.rank not in self._deaths or self._deaths[event.rank].code is None:
                     self._deaths[event.rank] = Death(rank=event.rank, code=event.code, at=at)
             case Orphaned():
-                part.is_orphaned = True
+                state.is_orphaned = True
             case Wrote():
-                self._note_text(part, event)
+                self._note_text(state, event)
             case Told():
-                self._told.setdefault(event.text, []).append(part.node.host)
+                self._progress.setdefault(event.text, []).append(state.node.host)
             case Reached():
-                part.has_reached = True
+                state.has_reached = True
             case Ready():
-                part.has_reached = part.is_ready = True
+                state.has_reached = state.is_ready = True
             case Problem():
-                part.problem = event
+                state.problem = event
             case Ended():
-                part.ended = event
+                state.ended = event
 
     def _note_steps(self, event: Alive) -> None:
         now = time.monotonic()
@@ -191,17 +194,17 @@ class Coordinator:
                 self._counting[int(rank)] = (Phase(phase), int(step), int(total))
                 count, step, total = int(step), 0, 0
             self._total = int(total) or self._total
-            self._pace.note(int(rank), int(step), Phase(phase), now, count=count)
+            self._detector.note(int(rank), int(step), Phase(phase), now, count=count)
             self._is_port_taken = self._is_port_taken or phase == Phase.PORT_TAKEN
             if phase == Phase.LEFT:
                 self._left_at = int(step)
 
-    def _note_text(self, part: NodeState, event: Wrote) -> None:
-        """Writes what a node without our run directory wrote, and passes on what rank 0 says."""
-        if part.node.number in self._party.mirrored:
-            path = self._score.run_dir.sent(event.name)
+    def _note_text(self, state: NodeState, event: Wrote) -> None:
+        """Writes the output of nodes that do not share the run directory, and passes on that of rank 0."""
+        if state.node.number in self._members.mirrored:
+            path = self._spec.run_dir.sent(event.name)
             if path is None:
-                part.problem = Problem(text=f"sent {event.name[:80]!r}, which is no file of a run")
+                state.problem = Problem(text=f"sent {event.name[:80]!r}, which is no file of a run")
                 return
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("w" if event.is_whole else "a", encoding="utf-8", newline="") as file:
@@ -210,30 +213,30 @@ class Coordinator:
             self._on_output(event.text)
 
     def _heed(self) -> None:
-        """Does what somebody outside wishes."""
-        stop_requests = self._wishes
-        if stop_requests.save and not self._has_saved and not stop_requests.stop:
+        """Handles stop and save requests."""
+        requests = self._requests
+        if requests.save and not self._has_saved and not requests.stop:
             self._has_saved = True
-            self._party.tell(Save())
-        if len(stop_requests.stop) > 1 and not self._is_killing:
+            self._members.tell(Save())
+        if len(requests.stop) > 1 and not self._is_killing:
             self._is_killing = True
             self._end(0)
-        elif stop_requests.stop and self._give_up is None:
+        elif requests.stop and self._give_up is None:
             self._end(self._timeouts.grace_s)
 
     def _notice_hang(self) -> None:
-        """Says how far a start is; asks for stacks and ends the run when it has stood still for too long."""
+        """Reports how far a start is; asks for stacks and ends the run if it hangs."""
         now = time.monotonic()
-        start = self._pace.start(now)
+        start = self._detector.start(now)
         if start is not None and now >= self._next_word and not self._counting:
             self._next_word = now + self._timeouts.start_word_s
             self._on_start(start)
-        seconds = self._pace.stood_still_s(now)
+        seconds = self._detector.stood_still_s(now)
         if seconds is None or self._give_up is not None:
             return
-        median_s, steps = self._pace.median_s or 0.0, dict(self._pace.steps)
+        median_s, steps = self._detector.median_s or 0.0, dict(self._detector.steps)
         self._hang = Hang(seconds=seconds, median_s=median_s, steps=steps, start=start)
-        self._party.tell(Stacks())
+        self._members.tell(Stacks())
         until = time.monotonic() + self._timeouts.stacks_s
         while time.monotonic() < until:
             self._hear()
@@ -242,51 +245,51 @@ class Coordinator:
         return (
             self._hang is not None
             or any(death.code is not None for death in self._deaths.values())
-            or any(part.is_orphaned or part.lost or part.problem for part in self._party.parts)
-            or any(part.ended and (part.ended.code or part.ended.reported) for part in self._party.parts)
+            or any(state.is_orphaned or state.lost or state.problem for state in self._members.states)
+            or any(state.ended and (state.ended.code or state.ended.reported) for state in self._members.states)
         )
 
     def _ending_themselves(self) -> set[int]:
-        """Returns the nodes whose own launcher ends what is left there, with time for the other ranks' last words."""
+        """Returns nodes whose launcher is already stopping the surviving ranks, so that their logs can be flushed."""
         ranks = {rank for rank, death in self._deaths.items() if death.code is not None}
         return {
-            part.node.number
-            for part in self._party.parts
-            if part.node.command is not None and ranks & set(part.node.ranks) and self._hang is None
+            state.node.number
+            for state in self._members.states
+            if state.node.command is not None and ranks & set(state.node.ranks) and self._hang is None
         }
 
     def _end(self, grace_s: float, but_for: set[int] | None = None) -> None:
         self._give_up = time.monotonic() + grace_s + self._timeouts.ending_s
-        self._party.tell(End(grace_s=grace_s), but_for or ())
+        self._members.tell(End(grace_s=grace_s), but_for or ())
 
     def _outcome(self, earlier: frozenset[Path]) -> Outcome:
-        parts, stop = self._party.parts, self._wishes.stop
-        problems = [(part.node.host, part.problem) for part in parts if part.problem is not None]
+        states, stop = self._members.states, self._requests.stop
+        problems = [(state.node.host, state.problem) for state in states if state.problem is not None]
         if problems:
             hints = dict.fromkeys(problem.hint for _, problem in problems if problem.hint)
-            rows = [f"{host}: {problem.text}" if len(parts) > 1 else problem.text for host, problem in problems]
+            rows = [f"{host}: {problem.text}" if len(states) > 1 else problem.text for host, problem in problems]
             raise EnvironmentProblem("\n".join(rows), hint="\n".join(hints) or None)
-        ended = [part.ended for part in parts if part.ended is not None]
-        finished = max(sum(each.num_finished for each in ended), sum(each.num_done for each in ended))
-        if finished >= self._score.num_ranks and all(death.code is None for death in self._deaths.values()):
+        ended = [state.ended for state in states if state.ended is not None]
+        finished = max(sum(event.num_finished for event in ended), sum(event.num_done for event in ended))
+        if finished >= self._spec.num_ranks and all(death.code is None for death in self._deaths.values()):
             self._deaths.clear()
-        bad = [each.code for each in ended if each.code]
-        lost = sorted((part.lost for part in parts if part.lost is not None), key=lambda each: each.at)
-        orphaned = tuple(part.node.host for part in parts if part.is_orphaned)
-        logs = [path for path in files(self._score.run_dir.logs) - earlier if self._score.mark[:6] in path.name]
+        bad = [event.code for event in ended if event.code]
+        lost = sorted((state.lost for state in states if state.lost is not None), key=lambda event: event.at)
+        orphaned = tuple(state.node.host for state in states if state.is_orphaned)
+        logs = [path for path in files(self._spec.run_dir.logs) - earlier if self._spec.mark[:6] in path.name]
         has_failed = bool(bad or lost or orphaned or self._deaths or self._hang or stop)
         return Outcome(
-            succeeded=not has_failed and finished >= self._score.num_ranks,
+            succeeded=not has_failed and finished >= self._spec.num_ranks,
             code=bad[0] if bad else 0,
             stopped_by=stop[0] if stop else None,
-            is_interrupt=self._wishes.is_interrupt,
+            is_interrupt=self._requests.is_interrupt,
             deaths=tuple(sorted(self._deaths.values(), key=lambda death: (death.at, death.code is None))),
-            reported=next(((each.reported[0], int(each.reported[1])) for each in ended if each.reported), None),
+            reported=next(((event.reported[0], int(event.reported[1])) for event in ended if event.reported), None),
             lost=tuple(lost),
             orphaned=orphaned,
             hang=self._hang,
             is_port_taken=self._is_port_taken,
             left_at=self._left_at,
-            rank_logs=rank_logs(self._score.run_dir.logs, earlier),
-            launcher_logs=tuple(sorted(logs)) or (self._score.run_dir.logs,),
+            rank_logs=rank_logs(self._spec.run_dir.logs, earlier),
+            launcher_logs=tuple(sorted(logs)) or (self._spec.run_dir.logs,),
         )

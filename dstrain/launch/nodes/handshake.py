@@ -81,11 +81,11 @@ def _unfit(hellos: Mapping[Node, Hello], port: int, *, on_cpu: bool) -> list[str
 def _differing(hello: Hello, files: Mapping[str, int]) -> Iterator[str]:
     """Yields in what a node's files are not those here; of many files of a folder the first one."""
     seen = set()
-    for name, found in hello.unlike.items():
+    for name, size in hello.unlike.items():
         folder = str(Path(name).parent)
         if name in files and folder not in seen:
             seen.add(folder)
-            yield f"{name} cannot be read" if found is None else f"{name} has {found:,} bytes, and {files[name]:,} here"
+            yield f"{name} cannot be read" if size is None else f"{name} has {size:,} bytes, and {files[name]:,} here"
 
 
 def own_interfaces(hellos: Mapping[Node, Hello], named: Collection[str]) -> dict[Node, dict[str, str]]:

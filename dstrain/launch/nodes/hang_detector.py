@@ -60,7 +60,7 @@ class HangDetector:
         self.steps[rank], self._phases[rank] = step, phase
         if len(self.steps) < self._num_ranks:
             return
-        others = [each for each in self._phases.values() if each is not Phase.STEP]
+        others = [other for other in self._phases.values() if other is not Phase.STEP]
         self._phase = others[0] if others else Phase.STEP
         gained = min(self.steps.values()) - before
         if gained <= 0 and self._phase is was:

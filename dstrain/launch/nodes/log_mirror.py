@@ -33,12 +33,12 @@ class Mirror:
     def poll(self) -> list[Event]:
         """Returns what metrics and health have gained, and the marks of checkpoints that every rank has written."""
         added = [(tail.path.name, tail.read()) for tail in self._tails]
-        found: list[Event] = [Wrote(name=name, text=text, on_screen=False) for name, text in added if text]
+        events: list[Event] = [Wrote(name=name, text=text, on_screen=False) for name, text in added if text]
         now = time.monotonic()
         if self._has_first and now >= self._next_look:
             self._next_look = now + _LOOK_S
-            found += self._new_marks()
-        return found
+            events += self._new_marks()
+        return events
 
     def _new_marks(self) -> Iterator[Event]:
         for path in self._run_dir.path.glob(f"checkpoint-*/{PART}"):

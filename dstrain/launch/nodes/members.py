@@ -24,7 +24,7 @@ class Unreachable(EnvironmentProblem):
     """Nodes that do not answer."""
 
     def __init__(self, words: Mapping[str, str]) -> None:
-        """`words` is what the connection to each node said last."""
+        """`words` holds the last message of the connection to each node."""
         rows = "\n".join(f"{host}: {said}" for host, said in words.items())
         super().__init__(rows, hint="`dstrain hostfile check --reach` asks every host; try `ssh HOST hostname`.")
         self.hosts = tuple(words)
@@ -32,27 +32,26 @@ class Unreachable(EnvironmentProblem):
 
 @dataclass
 class NodeState:
-    """What is known of one node."""
+    """The state of one node, as far as it is known."""
 
     node: Node
     channel: Channel
     """The connection to it."""
     heard: float
-    """When it was last heard of, by the monotonic clock."""
+    """When its last message arrived, by the monotonic clock."""
     heard_at: float
     """The same, in seconds since the epoch."""
     hello: Hello | None = None
-    """What it said of itself."""
     ended: Ended | None = None
-    """Its last words, once nothing is left there."""
+    """Its last message, once nothing is left there."""
     lost: Lost | None = None
-    """That it went silent."""
+    """Set if it stopped responding."""
     has_reached: bool = False
     """Whether its ranks will find rank 0."""
     is_ready: bool = False
     """Whether its ranks can start."""
     problem: Problem | None = None
-    """Why its part could not be started."""
+    """Why its ranks could not be started."""
     is_orphaned: bool = False
     """Whether its launcher was killed and left its ranks."""
 
@@ -62,7 +61,7 @@ class NodeState:
         return self.ended is not None or self.lost is not None or self.problem is not None
 
     def lose(self, why: str) -> None:
-        """Takes the node for lost, unless it has ended."""
+        """Marks the node as lost, unless it has ended."""
         if not self.is_over:
             self.lost = Lost(host=self.node.host, why=why, at=self.heard_at)
 
@@ -70,25 +69,25 @@ class NodeState:
 class Members:
     """All nodes of one start."""
 
-    def __init__(self, score: LaunchSpec) -> None:
-        """Opens the connections. Raises EnvironmentProblem where ssh or srun cannot be started."""
-        self._score = score
-        write_atomic(score.run_dir.token, score.mark)
-        self._channels = score.open(score.nodes)
+    def __init__(self, spec: LaunchSpec) -> None:
+        """Opens the connections. Raises EnvironmentProblem if ssh or srun cannot be started."""
+        self._spec = spec
+        write_atomic(spec.run_dir.token, spec.mark)
+        self._channels = spec.open(spec.nodes)
         now, at = time.monotonic(), time.time()
-        found = [
+        states = [
             NodeState(node=node, channel=channel, heard=now, heard_at=at)
             for channel in self._channels
-            for node in score.nodes
+            for node in spec.nodes
             if node.number in channel.nodes
         ]
-        self.parts = sorted(found, key=lambda part: score.nodes.index(part.node))
-        """The nodes, in the order of the score."""
-        self._by_number = {part.node.number: part for part in self.parts}
-        self._heart = Heart(self._channels, Beat(), score.timeouts.beat_s)
+        self.states = sorted(states, key=lambda state: spec.nodes.index(state.node))
+        """The nodes, in the order of the specification."""
+        self._by_number = {state.node.number: state for state in self.states}
+        self._heart = Heart(self._channels, Beat(), spec.timeouts.beat_s)
 
     def close(self) -> None:
-        """Ends the connections, and by that what agents may still have."""
+        """Closes the connections, which makes agents end their ranks."""
         self._heart.stop()
         for channel in self._channels:
             channel.close()
@@ -96,75 +95,79 @@ class Members:
     @property
     def mirrored(self) -> set[int]:
         """The nodes whose run directory is not the one here."""
-        return {part.node.number for part in self.parts if part.hello is not None and not part.hello.shares_run_dir}
+        return {
+            state.node.number for state in self.states if state.hello is not None and not state.hello.shares_run_dir
+        }
 
     def ask(self) -> None:
-        """Asks every node what it is."""
-        score = self._score
-        for part in self.parts:
-            port = score.master_port if part.node.number == 0 else None
-            others = [node.host for node in score.nodes if node.num_ranks and node is not part.node]
-            files = dict(score.files) if part.node.num_ranks and not part.node.is_here else {}
+        """Asks every node whether it can take part."""
+        spec = self._spec
+        for state in self.states:
+            port = spec.master_port if state.node.number == 0 else None
+            others = [node.host for node in spec.nodes if node.num_ranks and node is not state.node]
+            files = dict(spec.files) if state.node.num_ranks and not state.node.is_here else {}
             look = Look(
-                run_dir=str(score.run_dir.path),
-                token=score.mark,
+                run_dir=str(spec.run_dir.path),
+                token=spec.mark,
                 others=others,
                 files=files,
                 port=port,
-                takes_another=score.takes_another_port,
+                takes_another=spec.takes_another_port,
             )
-            part.channel.send(look, part.node.number)
+            state.channel.send(look, state.node.number)
 
     def require_answers(self, until: float) -> bool:
-        """Returns whether every node has answered. Raises Unreachable when the others cannot any more, or are late."""
-        silent = [part for part in self.parts if part.hello is None]
-        if silent and (all(part.channel.is_closed for part in silent) or time.monotonic() > until):
-            raise Unreachable({part.node.host: part.channel.last_words() for part in silent})
+        """Returns whether every node has answered. Raises Unreachable if the others are late or disconnected."""
+        silent = [state for state in self.states if state.hello is None]
+        if silent and (all(state.channel.is_closed for state in silent) or time.monotonic() > until):
+            raise Unreachable({state.node.host: state.channel.last_words() for state in silent})
         return not silent
 
-    def begin(self, score: LaunchSpec, extra: Mapping[int, Mapping[str, str]]) -> None:
-        """Gives every node its part, with its own additional environment by its number, and lets it make itself ready.
+    def begin(self, spec: LaunchSpec, extra: Mapping[int, Mapping[str, str]]) -> None:
+        """Sends every node its orders, with additional variables by its number, and makes it prepare itself.
 
-        `score` may have other commands than before, for another port.
+        `spec` may have other commands than before, for another port.
         """
-        self._score, mirrored = score, self.mirrored
-        nodes = {node.number: node for node in score.nodes}
-        for part in self.parts:
-            node = nodes[part.node.number]
+        self._spec, mirrored = spec, self.mirrored
+        nodes = {node.number: node for node in spec.nodes}
+        for state in self.states:
+            node = nodes[state.node.number]
             begin = Begin(
                 host=node.host,
-                run_dir=str(score.run_dir.path),
-                mark=score.mark_of(node),
+                run_dir=str(spec.run_dir.path),
+                mark=spec.mark_of(node),
                 command=list(node.command) if node.command else None,
-                environment={**({} if node.is_here else score.environment), **extra.get(node.number, {})},
-                unset=[] if node.is_here else list(score.unset),
-                exports={} if node.is_here else dict(score.exports),
-                hosts=[each.host for each in score.nodes] if len(score.nodes) > 1 else [],
+                environment={**({} if node.is_here else spec.environment), **extra.get(node.number, {})},
+                unset=[] if node.is_here else list(spec.unset),
+                exports={} if node.is_here else dict(spec.exports),
+                hosts=[other.host for other in spec.nodes] if len(spec.nodes) > 1 else [],
                 first_rank=node.first_rank,
                 num_ranks=node.num_ranks,
-                master_port=score.master_port,
-                master=score.master if node.num_ranks else None,
-                ops=list(score.ops) if node.num_ranks else [],
+                master_port=spec.master_port,
+                master=spec.master if node.num_ranks else None,
+                ops=list(spec.ops) if node.num_ranks else [],
                 mirror=node.number in mirrored,
-                timeouts=score.timeouts.unusual(),
+                timeouts=spec.timeouts.unusual(),
             )
-            part.channel.send(begin, node.number)
+            state.channel.send(begin, node.number)
 
     def go(self) -> None:
-        """Starts every node's part: those who only watch come first."""
-        for part in sorted(self.parts, key=lambda part: part.node.command is not None):
-            part.channel.send(Go(), part.node.number)
+        """Starts the ranks of every node; nodes that only watch come first."""
+        for state in sorted(self.states, key=lambda state: state.node.command is not None):
+            state.channel.send(Go(), state.node.number)
 
     def require_reached(self, until: float) -> None:
-        """Takes nodes for unfit from which nothing was heard of rank 0 in time."""
-        silent = [part for part in self.parts if part.problem is None and not part.has_reached]
-        if self._score.master is not None and time.monotonic() > until:
-            for part in silent:
-                where = f"{self._score.master}, port {self._score.master_port}"
-                part.problem = Problem(text=f"no word of a connection to {where}, where rank 0 will listen, in time")
+        """Marks nodes as unfit that have not reported a connection to rank 0 in time."""
+        silent = [state for state in self.states if state.problem is None and not state.has_reached]
+        if self._spec.master is not None and time.monotonic() > until:
+            for state in silent:
+                where = f"{self._spec.master}, port {self._spec.master_port}"
+                state.problem = Problem(
+                    text=f"no connection to {where}, where rank 0 will listen, was reported in time"
+                )
 
     def hear(self, take: Callable[[NodeState, Any, float], None]) -> None:
-        """Gives `take` what came, with the time since the epoch; waits a moment where nothing has."""
+        """Passes new messages to `take`, with the time since the epoch; waits a moment if there are none."""
         handles = [channel.handle for channel in self._channels if not channel.is_closed]
         with suppress(InterruptedError):
             select.select(handles, [], [], _POLL_S)
@@ -173,23 +176,23 @@ class Members:
         now, at = time.monotonic(), time.time()
         for channel in self._channels:
             for number, event in channel.receive():
-                part = self._by_number[number]
-                part.heard, part.heard_at = now, at
-                take(part, event, at)
+                state = self._by_number[number]
+                state.heard, state.heard_at = now, at
+                take(state, event, at)
 
     def notice_silence(self) -> None:
-        """Takes nodes for lost whose connection has ended, or that have said nothing for too long."""
+        """Marks nodes as lost whose connection has ended, or that have been silent for too long."""
         now = time.monotonic()
-        for part in self.parts:
-            if part.is_over:
+        for state in self.states:
+            if state.is_over:
                 continue
-            if part.channel.is_closed:
-                part.lose(part.channel.last_words())
-            elif now - part.heard > self._score.timeouts.silence_s:
-                part.lose(f"silent for {now - part.heard:.0f} s")
+            if state.channel.is_closed:
+                state.lose(state.channel.last_words())
+            elif now - state.heard > self._spec.timeouts.silence_s:
+                state.lose(f"silent for {now - state.heard:.0f} s")
 
     def tell(self, order: Save | Stacks | End, but_for: Collection[int] = ()) -> None:
-        """Sends an order to every node that has not ended, but for some."""
-        for part in self.parts:
-            if not part.is_over and part.node.number not in but_for:
-                part.channel.send(order, part.node.number)
+        """Sends an order to every running node except `but_for`."""
+        for state in self.states:
+            if not state.is_over and state.node.number not in but_for:
+                state.channel.send(order, state.node.number)

@@ -215,13 +215,13 @@ class NodeRunner:
 
     def _deaths(self, *, with_unseen: bool) -> list[Event]:
         """Returns the deaths not told yet; of those that nobody saw the launcher may still say that all was well."""
-        found: list[Event] = [Died(rank=rank, code=code) for rank, code in self._output.killed.items()]
+        events: list[Event] = [Died(rank=rank, code=code) for rank, code in self._output.killed.items()]
         self._output.killed.clear()
         for rank, death in sorted(self._watch.deaths.items(), key=lambda item: item[1].at):
             if rank not in self._told and (with_unseen or death.code is not None):
                 self._told.add(rank)
-                found.append(Died(rank=rank, code=death.code))
-        return found
+                events.append(Died(rank=rank, code=death.code))
+        return events
 
     def _is_wanted(self, piece: Piece) -> bool:
         return piece.rank == 0 or self._begin.mirror

@@ -87,10 +87,10 @@ class ProcessTree:
 
     def alive(self) -> list[int]:
         """Returns the processes of this run that have not ended: by mark, or by session where they descend from us."""
-        found = [process for pid in _pids() if (process := look(pid)) is not None]
-        parents = {process.pid: process.parent for process in found}
+        processes = [process for pid in _pids() if (process := look(pid)) is not None]
+        parents = {process.pid: process.parent for process in processes}
         living = []
-        for process in found:
+        for process in processes:
             if self._is_ours(process, parents):
                 self._known[process.pid] = process.start
                 living.append(process.pid)
@@ -121,16 +121,16 @@ class ProcessTree:
 
     def ranks(self) -> dict[int, Process]:
         """Returns the ranks among the living: of the processes that carry a rank's number, the one that was first."""
-        found: dict[int, Process] = {}
+        first_processes: dict[int, Process] = {}
         for pid in self.alive():
             rank = environment_of(pid).get("RANK", "")
             process = look(pid)
             if process is None or not rank.isdigit():
                 continue
-            first = found.get(int(rank))
+            first = first_processes.get(int(rank))
             if first is None or (process.start, pid) < (first.start, first.pid):
-                found[int(rank)] = process
-        return found
+                first_processes[int(rank)] = process
+        return first_processes
 
 
 def _pids() -> list[int]:

@@ -33,18 +33,18 @@ _END_S = 8.0
 
 def reach(host: str, port: int, timeouts: Timeouts = TIMEOUTS) -> None:
     """Opens one connection to where rank 0 will listen, as every rank will. Raises EnvironmentProblem without one."""
-    found: list[Any] = []
-    resolver = threading.Thread(target=_resolve, args=(host, port, found), daemon=True)
+    results: list[Any] = []
+    resolver = threading.Thread(target=_resolve, args=(host, port, results), daemon=True)
     resolver.start()
     resolver.join(timeouts.resolve_s)
-    if not found or isinstance(found[0], OSError):
-        why = found[0].strerror if found else f"its name servers have not answered for {timeouts.resolve_s:.0f} s"
+    if not results or isinstance(results[0], OSError):
+        why = results[0].strerror if results else f"its name servers have not answered for {timeouts.resolve_s:.0f} s"
         raise EnvironmentProblem(
             f"it does not know {host}, the host of rank 0: {why}",
             hint=f"Write {host} into /etc/hosts there, or an address that every host knows into the hostfile.",
         )
-    failures, limit_s = [], timeouts.reach_s / len(found[0])
-    for family, kind, _, _, address in found[0]:
+    failures, limit_s = [], timeouts.reach_s / len(results[0])
+    for family, kind, _, _, address in results[0]:
         with socket.socket(family, kind) as probe:
             probe.settimeout(limit_s)
             try:
@@ -60,11 +60,11 @@ def reach(host: str, port: int, timeouts: Timeouts = TIMEOUTS) -> None:
     )
 
 
-def _resolve(host: str, port: int, found: list[Any]) -> None:
+def _resolve(host: str, port: int, results: list[Any]) -> None:
     try:
-        found.append(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
+        results.append(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
     except OSError as error:
-        found.append(error)
+        results.append(error)
 
 
 def build(ops: Sequence[str], environment: Mapping[str, str], tell: Callable[[str], None]) -> None:

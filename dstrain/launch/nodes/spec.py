@@ -50,7 +50,7 @@ class LaunchSpec:
 
     def mark_of(self, node: Node) -> str:
         """Returns the mark of a node's processes; one launcher can give the ranks of all nodes the same one only."""
-        is_shared = sum(each.command is not None for each in self.nodes) == 1
+        is_shared = sum(other.command is not None for other in self.nodes) == 1
         return self.mark if is_shared else f"{self.mark}-{node.number}"
 
 

@@ -89,37 +89,38 @@ def stop(run_dir: RunDir, *, at_once: bool) -> Stage:
 
     Raises RunFailed if no run is alive in the folder, or if it has not ended after `stop_s` seconds.
     """
-    found = _living(run_dir)
+    living = _living(run_dir)
     for _ in range(2 if at_once else 1):
         run_dir.stop_wish.touch()
         _wait(lambda: not run_dir.stop_wish.exists(), TIMEOUTS.stop_s)
-    return _ended(run_dir, found, TIMEOUTS.stop_s)
+    return _ended(run_dir, living, TIMEOUTS.stop_s)
 
 
 def save_and_leave(run_dir: RunDir) -> Stage:
     """Asks a run on this machine to save a checkpoint and leave, and returns how it ended."""
-    found = _living(run_dir)
-    if found.host != socket.gethostname():
+    living = _living(run_dir)
+    if living.host != socket.gethostname():
         raise EnvironmentProblem(
-            f"{run_dir.path}: `dstrain run` runs on {found.host}", hint=f"ssh {found.host} kill -USR1 {found.pid}"
+            f"{run_dir.path}: `dstrain run` runs on {living.host}",
+            hint=f"ssh {living.host} kill -USR1 {living.pid}",
         )
-    os.kill(found.pid, SAVE_SIGNAL)
-    return _ended(run_dir, found, TIMEOUTS.save_s)
+    os.kill(living.pid, SAVE_SIGNAL)
+    return _ended(run_dir, living, TIMEOUTS.save_s)
 
 
 def _living(run_dir: RunDir) -> State:
-    found = state.read(run_dir)
-    if not state.is_alive(found, run_dir):
-        problem = f"{run_dir.path}: no run goes on there ({found.stage.value})"
+    current = state.read(run_dir)
+    if not state.is_alive(current, run_dir):
+        problem = f"{run_dir.path}: no run goes on there ({current.stage.value})"
         raise RunFailed(problem, hint=f"dstrain status {shown(str(run_dir.path))}")
-    return found
+    return current
 
 
-def _ended(run_dir: RunDir, found: State, seconds: float) -> Stage:
-    if _wait(lambda: state.read(run_dir).stage not in LIVING and not state.has_process(found), seconds):
+def _ended(run_dir: RunDir, living: State, seconds: float) -> Stage:
+    if _wait(lambda: state.read(run_dir).stage not in LIVING and not state.has_process(living), seconds):
         return state.read(run_dir).stage
     problem = f"{run_dir.path}: still there after {seconds:.0f} s"
-    raise RunFailed(problem, hint=f"On {found.host}: kill -KILL {found.pid}; its agents end what is left.")
+    raise RunFailed(problem, hint=f"On {living.host}: kill -KILL {living.pid}; its agents end what is left.")
 
 
 def _wait(is_so: Callable[[], bool], seconds: float) -> bool:

@@ -21,7 +21,7 @@ from dstrain.launch.timeouts import TIMEOUTS, Timeouts
 from dstrain.paths import write_atomic
 
 
-def score(launch: Launch, *, timeouts: Timeouts = TIMEOUTS) -> LaunchSpec:
+def launch_spec(launch: Launch, *, timeouts: Timeouts = TIMEOUTS) -> LaunchSpec:
     """Returns what the coordinator plays, within these limits."""
     prepared = launch.prepared
     python_path = launch.exported.get("PYTHONPATH", "")
@@ -42,14 +42,14 @@ def score(launch: Launch, *, timeouts: Timeouts = TIMEOUTS) -> LaunchSpec:
     )
 
 
-def start(launch: Launch, coordinator: Coordinator, played: LaunchSpec) -> Outcome:
+def start(launch: Launch, coordinator: Coordinator, spec: LaunchSpec) -> Outcome:
     """Runs the launch to its end; no process of it is left behind on any node that can be reached."""
 
     def check(hellos: Mapping[Node, Hello]) -> tuple[LaunchSpec, dict[int, dict[str, str]]]:
         port = next((hello.port for node, hello in hellos.items() if node.number == 0), None)
         last = launch if port in {None, launch.master_port} else _on_port(launch, port or 0)
         variables = _meet(last, hellos)
-        final = replace(played, nodes=last.nodes, exports=last.for_nodes, master_port=last.master_port)
+        final = replace(spec, nodes=last.nodes, exports=last.for_nodes, master_port=last.master_port)
         return final, {node.number: own for node, own in variables.items()}
 
     return coordinator.run(check)

@@ -108,8 +108,8 @@ def read(run_dir: RunDir) -> State:
         ) from None
     except ValueError as error:
         raise InvalidConfig(f"{run_dir.state}: {error}") from None
-    found: State = from_data(State, data, locate=lambda place: f"{run_dir.state}: {'/'.join(map(str, place))}")
-    return found
+    state: State = from_data(State, data, locate=lambda place: f"{run_dir.state}: {'/'.join(map(str, place))}")
+    return state
 
 
 def is_alive(state: State, run_dir: RunDir) -> bool:
@@ -172,11 +172,11 @@ def _taken(run_dir: RunDir, by: str = "") -> Conflict:
 
 def watch_words(run_dir: RunDir, since: float) -> list[str]:
     """Returns what the agents of the nodes wrote on their own since a time, such as that `run` was gone."""
-    found = []
+    lines = []
     for path in sorted(run_dir.logs.glob("watch_*.log")):
         if path.stat().st_mtime >= since:
-            found += path.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1:]
-    return found
+            lines += path.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1:]
+    return lines
 
 
 def run_log(run_dir: RunDir) -> Path:

@@ -20,12 +20,12 @@ from dstrain.launch.nodes.coordinator import Coordinator
 from dstrain.launch.nodes.members import Unreachable
 from dstrain.launch.nodes.spec import StopRequests
 from dstrain.launch.prepare import resize_checkpoint
-from dstrain.launch.run.start import score, start
+from dstrain.launch.run.start import launch_spec, start
 from dstrain.launch.run.state import Stage, StateWriter
 from dstrain.launch.timeouts import TIMEOUTS, Timeouts
 from dstrain.rundir import RunDir
 
-_WISH_S = 1.0
+_POLL_S = 1.0
 _MOST_PORTS = 3
 _OWN_FAULT = frozenset({2, 3, 4, 5, 6})
 """Exit codes of ranks that another start would end with again. Source: dstrain.errors"""
@@ -38,7 +38,7 @@ class Policy:
     max_restarts: int = 0
     """How often it is started again."""
     spares: tuple[str, ...] = ()
-    """Hosts that take the place of lost ones."""
+    """Hosts that take the run_dir of lost ones."""
     timeouts: Timeouts = TIMEOUTS
     """Time limits."""
 
@@ -61,16 +61,16 @@ class Supervisor:
     def __init__(
         self,
         plan: Callable[[Hosts | None, bool], Launch],
-        stop_requests: StopRequests,
+        requests: StopRequests,
         policy: Policy,
-        voice: Reporter,
+        reporter: Reporter,
         edits: Sequence[Edit] | None,
     ) -> None:
         """`plan` prepares a start: on these hosts (None: the job's), going on from the newest checkpoint or not."""
         self._plan = plan
-        self._wishes = stop_requests
+        self._requests = requests
         self._policy = policy
-        self._voice = voice
+        self._reporter = reporter
         self._edits = edits
         self._spares = list(policy.spares)
         self._next_look = 0.0
@@ -78,58 +78,58 @@ class Supervisor:
 
     def drive(self, launch: Launch) -> None:
         """Runs to the end. Raises RunFailed, Interrupted or SavedAndLeft where that is not a finished training."""
-        place = launch.prepared.run_dir
-        node_runner = StateWriter(place)
-        place.failure.unlink(missing_ok=True)
-        place.stop_wish.unlink(missing_ok=True)
+        run_dir = launch.prepared.run_dir
+        writer = StateWriter(run_dir)
+        run_dir.failure.unlink(missing_ok=True)
+        run_dir.stop_wish.unlink(missing_ok=True)
         try:
-            self._drive(launch, node_runner)
+            self._drive(launch, writer)
         except SavedAndLeft as error:
-            node_runner.write(stage=Stage.SAVED, exit_code=error.exit_code)
+            writer.write(stage=Stage.SAVED, exit_code=error.exit_code)
             raise
         except DstrainError as error:
-            node_runner.write(stage=Stage.STOPPED if self._wishes.stop else Stage.FAILED, exit_code=error.exit_code)
+            writer.write(stage=Stage.STOPPED if self._requests.stop else Stage.FAILED, exit_code=error.exit_code)
             with suppress(OSError):
-                place.failure.write_text(f"{error}\n", encoding="utf-8")
+                run_dir.failure.write_text(f"{error}\n", encoding="utf-8")
             raise
-        node_runner.write(stage=Stage.ENDED, exit_code=0)
+        writer.write(stage=Stage.ENDED, exit_code=0)
 
-    def _drive(self, launch: Launch, node_runner: StateWriter) -> None:
+    def _drive(self, launch: Launch, writer: StateWriter) -> None:
         attempt = 1
         while True:
             hosts = launch.prepared.hosts
             nodes = tuple(host.name for host in hosts.hosts)
-            node_runner.write(stage=Stage.STARTING, attempt=attempt, nodes=nodes, start=None)
-            gone, error = self._start(launch, node_runner)
+            writer.write(stage=Stage.STARTING, attempt=attempt, nodes=nodes, start=None)
+            gone, error = self._start(launch, writer)
             if error is None:
                 return
             if attempt > self._policy.max_restarts or not self._is_worth_it(error):
                 raise error
-            self._voice.say(f"start {attempt} of {self._policy.max_restarts + 1} failed: {error.problem}")
+            self._reporter.say(f"start {attempt} of {self._policy.max_restarts + 1} failed: {error.problem}")
             time.sleep(self._policy.timeouts.pause_s)  # ports and memory of the ranks that were killed become free
             attempt += 1
             launch = self._again(hosts, gone, error)
 
-    def _start(self, launch: Launch, node_runner: StateWriter) -> tuple[tuple[str, ...], DstrainError | None]:
+    def _start(self, launch: Launch, writer: StateWriter) -> tuple[tuple[str, ...], DstrainError | None]:
         """Returns the hosts that were lost, and the error with which the start ended, if it did."""
         prepared = launch.prepared
         write_run_dir(launch, self._edits)
         if prepared.elastic is not None:
-            resize_checkpoint.convert(prepared.elastic, launch.environment, self._voice.say)
-        played = score(launch, timeouts=self._policy.timeouts)
+            resize_checkpoint.convert(prepared.elastic, launch.environment, self._reporter.say)
+        spec = launch_spec(launch, timeouts=self._policy.timeouts)
         coordinator = Coordinator(
-            played,
-            self._wishes,
-            self._voice.pass_on,
-            lambda phase, done, total: self._tick(prepared.run_dir, node_runner, phase, done, total),
-            self._voice.say,
-            lambda begun: self._tell_start(start_line(begun, prepared.hosts), node_runner),
+            spec,
+            self._requests,
+            self._reporter.pass_on,
+            lambda phase, done, total: self._tick(prepared.run_dir, writer, phase, done, total),
+            self._reporter.say,
+            lambda begun: self._tell_start(start_line(begun, prepared.hosts), writer),
         )
         try:
-            with distribute(launch, self._voice.say) as parts:
-                outcome = start(launch, coordinator, played)
-                if parts is not None:
-                    parts.finish(lambda: node_runner.beat(node_runner.step), has_trained=outcome.succeeded)
+            with distribute(launch, self._reporter.say) as gatherer:
+                outcome = start(launch, coordinator, spec)
+                if gatherer is not None:
+                    gatherer.finish(lambda: writer.beat(writer.step), has_trained=outcome.succeeded)
         except Unreachable as error:
             return error.hosts, error
         if outcome.left_at is not None and outcome.stopped_by is None and not outcome.deaths:
@@ -138,33 +138,33 @@ class Supervisor:
             return (), None
         if outcome.is_port_taken and launch.takes_another_port and self._ports < _MOST_PORTS:
             self._ports += 1
-            self._voice.say("another process took the port of rank 0 before it; starting again with another one")
-            return self._start(launch, node_runner)
-        lost = tuple(each.host for each in outcome.lost)
+            self._reporter.say("another process took the port of rank 0 before it; starting again with another one")
+            return self._start(launch, writer)
+        lost = tuple(node.host for node in outcome.lost)
         return lost, explain(outcome, hosts=prepared.hosts, run_dir=prepared.run_dir)
 
-    def _tell_start(self, line: str, node_runner: StateWriter) -> None:
-        self._voice.say(line)
-        node_runner.write(start=line)
+    def _tell_start(self, line: str, writer: StateWriter) -> None:
+        self._reporter.say(line)
+        writer.write(start=line)
 
-    def _tick(self, run_dir: RunDir, node_runner: StateWriter, phase: Phase, done: int | None, total: int) -> None:
+    def _tick(self, run_dir: RunDir, writer: StateWriter, phase: Phase, done: int | None, total: int) -> None:
         now = time.monotonic()
         if now < self._next_look:
             return
-        self._next_look = now + _WISH_S
+        self._next_look = now + _POLL_S
         step = done if phase is Phase.STEP else None
-        if step is not None and node_runner.state.stage is Stage.STARTING:
-            node_runner.write(stage=Stage.RUNNING)
-        node_runner.beat(step)
-        self._voice.progress(phase, done, total)
+        if step is not None and writer.state.stage is Stage.STARTING:
+            writer.write(stage=Stage.RUNNING)
+        writer.beat(step)
+        self._reporter.progress(phase, done, total)
         if run_dir.stop_wish.exists():
-            self._wishes.stop.append("dstrain stop")
+            self._requests.stop.append("dstrain stop")
             run_dir.stop_wish.unlink(missing_ok=True)
 
     def _is_worth_it(self, error: DstrainError) -> bool:
         if isinstance(error, RunFailed):
-            return not self._wishes.stop and error.rank_exit_code not in _OWN_FAULT
-        return not self._wishes.stop and isinstance(error, Unreachable)
+            return not self._requests.stop and error.rank_exit_code not in _OWN_FAULT
+        return not self._requests.stop and isinstance(error, Unreachable)
 
     def _again(self, hosts: Hosts, gone: Sequence[str], error: DstrainError) -> Launch:
         """Returns the next start: spares for hosts that were lost, without them fewer hosts."""
@@ -175,9 +175,9 @@ class Supervisor:
         launch = self._plan(after.hosts if changes else None, True)
         newest = launch.prepared.run_dir.newest_checkpoint()
         where = f"from step {newest.step}" if newest.folder else "from the beginning"
-        self._voice.say(f"starting again {where}{', ' if changes else ''}{', '.join(changes)}")
+        self._reporter.say(f"starting again {where}{', ' if changes else ''}{', '.join(changes)}")
         for note in launch.prepared.notes:
-            self._voice.say(f"note     {note}")
+            self._reporter.say(f"note     {note}")
         return launch
 
 
@@ -187,12 +187,12 @@ class Replaced:
 
     hosts: Hosts
     changes: dict[str, str]
-    """Lost host → what takes its place."""
+    """Lost host → what takes its run_dir."""
 
 
 def replaced(hosts: Hosts, gone: Sequence[str], spares: list[str]) -> Replaced | None:
-    """Returns the hosts without those that are gone: a spare takes a lost one's place while there is one, and is taken
-    out of `spares`. None where no host is left."""
+    """Returns the hosts without those that are gone: a spare replaces a lost one while there is one, and is removed
+    from `spares`. None if no host is left."""
     kept: list[Host] = []
     changes: dict[str, str] = {}
     for host in hosts.hosts:

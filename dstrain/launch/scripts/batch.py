@@ -50,17 +50,17 @@ def parse_time(text: str, what: str = "--time") -> int:
     words = re.fullmatch(r"(?:\d{1,5}[dhms])+", text)
     if clock:
         days, hours, minutes, seconds = (int(part or 0) for part in clock.groups())
-        found = days * 86400 + hours * 3600 + minutes * 60 + seconds
+        total_s = days * 86400 + hours * 3600 + minutes * 60 + seconds
     elif words:
-        found = sum(int(number) * _UNITS[unit] for number, unit in re.findall(r"(\d+)([dhms])", text))
+        total_s = sum(int(number) * _UNITS[unit] for number, unit in re.findall(r"(\d+)([dhms])", text))
     else:
         raise InvalidConfig(f'{what} "{text}" is no time', hint="Write 24h, 90m, 1d12h or 04:00:00.")
-    if found < 2 * WARNING_S:
+    if total_s < 2 * WARNING_S:
         raise InvalidConfig(
             f"{what} {text}: a job is told to save {WARNING_S} s before its end",
             hint=f"Give it {4 * WARNING_S}s or more.",
         )
-    return found
+    return total_s
 
 
 def slurm(asked: ScriptContext, batch: Batch) -> str:

@@ -154,15 +154,15 @@ def _default_name(file: JobFile, path: Path) -> str:
 def _exports(environment: Mapping[str, str], job_env: Mapping[str, str]) -> dict[str, str]:
     """Returns what goes from this shell and the job to the ranks, without secrets."""
     path = python_path(environment)
-    found = {**({"PYTHONPATH": path} if path else {}), **SAFE_PATH}
+    variables = {**({"PYTHONPATH": path} if path else {}), **SAFE_PATH}
     for name, value in environment.items():
         if is_forwarded(name) and _NAME.fullmatch(name) and not is_secret(name, value) and value.isprintable():
-            found[name] = value
+            variables[name] = value
     for name, value in job_env.items():
         if not is_secret(name, value):
             one_line(f"env.{name}", value)
-            found[name] = value
-    return found
+            variables[name] = value
+    return variables
 
 
 def one_line(what: str, value: str) -> str:

@@ -26,7 +26,7 @@ def test_a_node_that_writes_elsewhere_is_named_and_writes_nothing(tmp_path: Path
     )  # fmt: skip
     coordinator, part = Coordinator(score, StopRequests(), lambda text: None), SimpleNamespace(node=node, problem=None)
     own: Any = coordinator
-    own._party = SimpleNamespace(mirrored={1})
+    own._members = SimpleNamespace(mirrored={1})
     own._take(part, Wrote(name="logs/1_rank1.log", text="words", on_screen=False), 0.0)
     own._take(part, Wrote(name=name, text="words", on_screen=False), 0.0)
     assert part.problem.text == f"sent {name!r}, which is no file of a run"
