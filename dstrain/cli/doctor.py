@@ -113,7 +113,7 @@ def _here(file: JobFile | None, hosts: Hosts | None) -> tuple[dict[str, list[Fin
     )
     facts = seen["facts"]
     if facts.value is None:
-        raise EnvironmentProblem(f"this machine cannot be looked at: {facts.problem}")
+        raise EnvironmentProblem(f"this machine cannot be checked: {facts.problem}")
     needs, told = _needs_seen(file, first, seen["job"])
     needs = wanted.on_host(needs, hosts.hosts[0]) if hosts is not None else needs
     return {socket.gethostname(): told + findings(facts.value, needs)}, {}
@@ -160,7 +160,7 @@ def _conclude(found: dict[str, list[Finding]], file: JobFile | None) -> None:
     if errors(everything):
         raise EnvironmentProblem(
             f"{problem_text(found)} ({count_text(everything)})",
-            hint="Type what stands after → for each ✗, and `dstrain doctor` again.",
+            hint="Type the command after → for each ✗, then run `dstrain doctor` again.",
         )
     say(count_text(everything))
     say(f"next: dstrain {'run' if file is not None else 'gen-config --model MODEL --data DATA'}")

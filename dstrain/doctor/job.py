@@ -35,7 +35,7 @@ def hosts_of(file: JobFile) -> tuple[Hosts | None, list[Finding]]:
         notes.bad(error.problem.replace("\n", "; "), error.hint)
         return None, notes.findings
     if hosts.placeholder_lines:
-        what = f"{shown(name)}: {hosts.hosts[0].name} is a placeholder, so only this machine is looked at"
+        what = f"{shown(name)}: {hosts.hosts[0].name} is a placeholder, so only this machine is checked"
         notes.warn(what, "dstrain hostfile write 'gpu[01-02]:8'")
         return None, notes.findings
     return hosts, []
@@ -90,5 +90,5 @@ def no_estimate(file: JobFile) -> str:
 def late(file: JobFile, limit_s: float) -> list[Finding]:
     """Returns what to say where the estimate took longer than `limit_s`."""
     notes = Notes("job")
-    notes.warn(f"no estimate of RAM and disk within {limit_s:g} s: the hub is silent", no_estimate(file))
+    notes.warn(f"no estimate of RAM and disk within {limit_s:g} s: the hub does not answer", no_estimate(file))
     return notes.findings

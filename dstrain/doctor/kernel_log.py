@@ -34,15 +34,15 @@ class XidKind:
 
 
 _ROWS = (
-    (13, "a kernel's fault (often an index out of range)", Cure.PROGRAM),
-    (31, "a kernel read or wrote where it may not", Cure.PROGRAM),
+    (13, "a kernel faulted, often by an index out of range", Cure.PROGRAM),
+    (31, "a kernel accessed invalid memory", Cure.PROGRAM),
     (32, "a corrupted stream of commands", Cure.PROGRAM),
     (43, "a program stopped by its own fault", Cure.PROGRAM),
-    (45, "a program's work removed after an error, or at its end", Cure.PROGRAM),
+    (45, "a program's work was removed after an error or at its end", Cure.PROGRAM),
     (46, "the GPU stopped", Cure.RESET),
     (48, "uncorrectable memory error", Cure.RESET),
-    (62, "its micro-controller halted", Cure.RESET),
-    (63, "a bad row of memory was replaced; the next reset makes it so", Cure.PROGRAM),
+    (62, "its microcontroller halted", Cure.RESET),
+    (63, "a bad row of memory will be replaced at the next reset", Cure.PROGRAM),
     (64, "a bad row of memory could not be replaced", Cure.RESET),
     (74, "NVLink error", Cure.RESET),
     (79, "it has fallen off the bus", Cure.REBOOT),
@@ -57,7 +57,7 @@ _ROWS = (
     (140, "uncorrectable memory error", Cure.RESET),
     (143, "it could not be started", Cure.RESET),
     (155, "NVLink went down", Cure.RESET),
-    (158, "it does not answer any more", Cure.RESET),
+    (158, "it stopped responding", Cure.RESET),
 )
 XIDS: Mapping[int, XidKind] = MappingProxyType({code: XidKind(what=what, cure=cure) for code, what, cure in _ROWS})
 """NVIDIA's number → what it means. Source: https://docs.nvidia.com/deploy/xid-errors/analyzing-xid-catalog.html"""

@@ -129,9 +129,9 @@ def _between_fix(network: Network, figures: Figures, interfaces: Mapping[str, st
         tries.append(f"NCCL went over TCP through {names}: unset NCCL_IB_DISABLE; rdma link; export NCCL_IB_HCA=mlx5")
         tries.append("without RDMA: ip link set NAME mtu 9000; export NCCL_SOCKET_NTHREADS=4 NCCL_NSOCKS_PERTHREAD=4")
     else:
-        tries.append("ibstat (rate, errors); export NCCL_IB_HCA=mlx5, so that all adapters are used; MTU 9000 for RoCE")
+        tries.append("ibstat (rate, errors); export NCCL_IB_HCA=mlx5, to use all adapters; MTU 9000 for RoCE")
     if network.backend == "nccl":
-        tries.append("NCCL_DEBUG=INFO dstrain doctor --network  shows what NCCL takes")
+        tries.append("NCCL_DEBUG=INFO dstrain doctor --network  shows which transports NCCL uses")
     if figures.is_assumed:
         tries.append("or it is another link: dstrain gen-config --interconnect NAME")
     return "; ".join(tries)

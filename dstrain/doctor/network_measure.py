@@ -47,7 +47,7 @@ _TIMEOUTS = Timeouts(grace_s=3.0, hang_s=0, start_s=0)
 _REMOVE_S = 5.0
 TIME_IS_UP = "time limit"
 """Who stops ranks that are stuck."""
-_TRY = "`dstrain doctor --hostfile HOSTFILE` looks at each host; NCCL_DEBUG=INFO lets NCCL say what it does."
+_TRY = "`dstrain doctor --hostfile HOSTFILE` checks each host; NCCL_DEBUG=INFO makes NCCL log its choices."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,7 +215,7 @@ def result(outcome: Outcome, listener: Listener, site: Site, run_dir: RunDir) ->
     if listener.network is not None and outcome.stopped_by in {None, TIME_IS_UP}:
         return listener.network
     if outcome.stopped_by == TIME_IS_UP:
-        problem = f"no result within {LIMIT_S:.0f} s; the ranks came as far as: {listener.doing}"
+        problem = f"no result within {LIMIT_S:.0f} s; last step of the ranks: {listener.doing}"
         raise NoResult(f"{problem}\nLogs: {run_dir.logs}", hint=_TRY)
     error = explain(outcome, hosts=site.hosts, run_dir=run_dir, again=_TRY)
     if outcome.stopped_by is not None:

@@ -202,7 +202,9 @@ def write_secrets(run_dir: RunDir, values: Mapping[str, str]) -> None:
 def _require_names(job_env: Mapping[str, str]) -> None:
     wrong = [name for name in job_env if not _NAME.fullmatch(name)]
     if wrong:
-        raise InvalidConfig("\n".join(f'env: "{name}" is not a name of an environment variable' for name in wrong))
+        raise InvalidConfig(
+            "\n".join(f'env: "{name}" is not a valid name of an environment variable' for name in wrong)
+        )
 
 
 def _require_one_line(name: str, value: str) -> None:
@@ -242,7 +244,7 @@ def _user_lines(text: str) -> Iterator[tuple[str, str]]:
             raise InvalidConfig(f"{where}{shown} is not NAME=value", hint="Correct or remove the line.")
         if command := _COMMAND.search(value) if _has_dollars(name.strip(), value.strip()) else None:
             raise InvalidConfig(
-                f"{where}{name.strip()} holds {command[1]}, which only a shell could fill in",
+                f"{where}{name.strip()} holds {command[1]}, which only a shell could expand",
                 hint="Write the value itself. $NAME is the node's own variable; \\$ and \\` stand for themselves.",
             )
         yield name.strip(), value.strip()

@@ -100,14 +100,14 @@ def test_a_job_that_is_not_there_is_a_wrong_job(dstrain: Type) -> None:
 def test_a_placeholder_leaves_this_machine_to_be_looked_at(dstrain: Type, tmp_path: Path) -> None:
     dstrain("gen-config", "--gpus", "16", "--gpu", "h100", "--model", "qwen3-0.6b", "--data", "train.jsonl")
     done = dstrain("doctor", **CPU, TORCH_EXTENSIONS_DIR=str(tmp_path))
-    assert "CHANGE-ME-1 is a placeholder, so only this machine is looked at" in " ".join(done.stdout.split())
+    assert "CHANGE-ME-1 is a placeholder, so only this machine is checked" in " ".join(done.stdout.split())
     assert "RAM" not in done.stdout.replace("limits, RAM, disk", "")  # whose it would be is not known yet
 
 
 def test_a_hostfile_of_this_machine_is_no_network(dstrain: Type, tmp_path: Path) -> None:
     (tmp_path / "hostfile").write_text("localhost slots=2\n")
     done = dstrain("doctor", "--hostfile", "hostfile", **CPU, TORCH_EXTENSIONS_DIR=str(tmp_path))
-    assert "on one host nothing has to be set" in " ".join(done.stdout.split())
+    assert "on one host no variable is needed" in " ".join(done.stdout.split())
 
 
 def test_a_terminal_without_utf_8_gets_plain_signs(dstrain: Type, tmp_path: Path) -> None:

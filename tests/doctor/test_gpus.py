@@ -31,9 +31,9 @@ def test_healthy_gpus_are_one_line() -> None:
         ({"ecc_errors/volatile/sram_uncorrectable_parity": "1"}, "✗ GPU 1: 1 uncorrectable memory errors since"),
         ({"ecc_errors/volatile/double_bit/total": "3"}, "✓"),  # where the newer counts are, they hold
         ({"ecc_errors/aggregate/dram_uncorrectable": "71"}, "! GPU 1: uncorrectable memory errors in their life (71)"),
-        ({"remapped_rows/remapped_row_pending": "Yes"}, "✗ GPU 1: bad memory is repaired at the next reset"),
+        ({"remapped_rows/remapped_row_pending": "Yes"}, "✗ GPU 1: bad memory that the next reset repairs"),
         ({"remapped_rows/remapped_row_failure": "Yes"}, "✗ GPU 1: bad memory that cannot be repaired"),
-        ({"retired_pages/pending_retirement": "Yes"}, "✗ GPU 1: bad memory is repaired at the next reset"),
+        ({"retired_pages/pending_retirement": "Yes"}, "✗ GPU 1: bad memory that the next reset repairs"),
         ({"gpu_recovery_action": "Drain and Reset"}, '✗ GPU 1: the driver asks for "Drain and Reset"'),
         ({"gpu_reset_status/reset_required": "Yes"}, '✗ GPU 1: the driver asks for "Reset"'),
         ({"fabric/state": "In Progress"}, '✗ GPU 1: the NVSwitch fabric is "In Progress"'),

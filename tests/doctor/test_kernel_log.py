@@ -37,7 +37,7 @@ def test_an_error_that_asks_for_a_reset_names_the_gpu() -> None:
 
 def test_a_programs_own_fault_is_a_warning_and_counted() -> None:
     found = judged(f"{PAGE_FAULT}\n{PAGE_FAULT}\n{PAGE_FAULT.replace(':10:', ':11:')}")
-    assert found[0].startswith("! GPU 0-1: Xid 31 (a kernel read or wrote where it may not), 3 times, last 3 min")
+    assert found[0].startswith("! GPU 0-1: Xid 31 (a kernel accessed invalid memory), 3 times, last 3 min")
 
 
 def test_an_old_error_does_not_stand_in_the_way() -> None:
@@ -48,7 +48,7 @@ def test_an_old_error_does_not_stand_in_the_way() -> None:
 def test_a_gpu_that_is_gone_asks_for_a_reboot() -> None:
     found = judged(OFF_THE_BUS, uptime_s=2000.0)
     assert found == [
-        "✗ a GPU at 0000:44:00 that is not there now: Xid 79 (it has fallen off the bus), 2 min 37 s ago → sudo reboot"
+        "✗ a GPU at 0000:44:00 that is now missing: Xid 79 (it has fallen off the bus), 2 min 37 s ago → sudo reboot"
     ]
 
 
@@ -62,12 +62,12 @@ def test_before_a_launch_a_gpu_that_answers_is_let_through() -> None:
 
 
 def test_a_row_that_was_replaced_is_a_warning() -> None:
-    assert judged(REMAPPED)[0].startswith("! GPU 3: Xid 63 (a bad row of memory was replaced")
+    assert judged(REMAPPED)[0].startswith("! GPU 3: Xid 63 (a bad row of memory will be replaced")
 
 
 def test_a_log_that_cannot_be_read_is_told() -> None:
     found = KernelLog(problem="dmesg: read kernel buffer failed: Operation not permitted", xids=())
-    assert said(check.check(facts(kernel_log=found), Needs()))[0].startswith("! Xid errors cannot be looked up: dmesg")
+    assert said(check.check(facts(kernel_log=found), Needs()))[0].startswith("! Xid errors cannot be read: dmesg")
     assert check.check(facts(kernel_log=found), Needs(is_quick=True)) == []
 
 

@@ -211,7 +211,7 @@ def test_ranks_that_are_stuck_say_how_far_they_came(tmp_path: Path) -> None:
     site, place = Site(hosts=HOSTS, on_cpu=True), RunDir(tmp_path)
     with pytest.raises(EnvironmentProblem) as raised:
         network_measure.result(outcome(stopped_by=TIME_IS_UP), listener, site, place)
-    assert "no result within 180 s; the ranks came as far as: waiting for all ranks" in raised.value.problem
+    assert "no result within 180 s; last step of the ranks: waiting for all ranks" in raised.value.problem
     assert str(place.logs) in raised.value.problem
     with pytest.raises(Interrupted):
         network_measure.result(outcome(stopped_by="SIGINT", is_interrupt=True), listener, site, place)

@@ -76,7 +76,7 @@ def judged(table: str, p2p: str = "", needs: Needs | None = None) -> list[str]:
 
 
 def test_a_whole_machine_is_one_line() -> None:
-    assert judged(machines.HGX_H100, machines.p2p(8, lambda a, b: "OK")) == ["✓ the 8 GPUs are joined by NVLink"]
+    assert judged(machines.HGX_H100, machines.p2p(8, lambda a, b: "OK")) == ["✓ the 8 GPUs are connected by NVLink"]
 
 
 def test_links_that_are_down_are_an_error() -> None:
@@ -104,7 +104,7 @@ def test_a_chipset_that_forbids_p2p_is_a_warning_with_a_fix() -> None:
 
 def test_a_variable_that_turns_nvlink_off_is_told() -> None:
     found = judged(machines.HGX_H100, needs=Needs(environment={"NCCL_P2P_DISABLE": "1"}))
-    assert "! NCCL_P2P_DISABLE=1 is set, and keeps NCCL off the NVLinks → unset NCCL_P2P_DISABLE" in found
+    assert "! NCCL_P2P_DISABLE=1 keeps NCCL from using NVLink → unset NCCL_P2P_DISABLE" in found
 
 
 def test_one_gpu_has_no_topology() -> None:

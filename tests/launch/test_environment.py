@@ -170,7 +170,7 @@ def test_for_mpi_a_value_with_spaces_goes_by_file_and_a_path_is_filled_in_here()
 
 
 def test_a_job_variable_needs_a_legal_name() -> None:
-    with pytest.raises(InvalidConfig, match='"A B" is not a name'):
+    with pytest.raises(InvalidConfig, match='"A B" is not a valid name'):
         for_nodes({}, {"A B": "1"})
 
 
@@ -214,7 +214,7 @@ def test_the_users_file_may_have_comments_blank_lines_and_export() -> None:
     "raw", ["$(id)", '"a $(id)"', "`id`", "${A:-x}", "\\\\$(id)", "x`id", "${A"]
 )  # fmt: skip
 def test_the_users_file_holds_no_command(raw: str) -> None:
-    with pytest.raises(InvalidConfig, match=r"\.deepspeed_env:2: A holds (\$|`).* only a shell could fill in"):
+    with pytest.raises(InvalidConfig, match=r"\.deepspeed_env:2: A holds (\$|`).* only a shell could expand"):
         for_nodes({}, {}, f"B=1\nA={raw}\n")
 
 

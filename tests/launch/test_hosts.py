@@ -68,7 +68,7 @@ def test_a_killed_rank_is_named_with_its_host_and_the_run_goes_on_from_its_check
     assert "rank 1 on node1 failed first" in ended.said
     assert "SIGKILL): killed, likely because the host ran out of memory" in ended.said
     assert "Last metrics: step" in ended.said
-    assert f"`dstrain run --set resume=auto` goes on from step {step}" in ended.said or step % 4 == 0
+    assert f"`dstrain run --set resume=auto` continues from step {step}" in ended.said or step % 4 == 0
     assert light_job.place.failure.read_text().startswith("rank 1 on node1 failed first")
     assert light_job.left_over() == []
     assert light_job.goes_on().code == 0
@@ -207,7 +207,7 @@ def test_a_disk_that_fills_up_is_named_and_the_older_checkpoint_stays(
     ended = job.end_of(process)
     assert ended.code == 1
     assert "A disk is full" in ended.said, ended.said
-    assert "goes on from step" in ended.said
+    assert "continues from step" in ended.said
     assert job.left_over() == []
 
 
@@ -252,7 +252,7 @@ def test_a_run_in_the_background_survives_its_login_and_is_stopped_by_name(light
     assert "dstrain stop output" in started.said
     again = light_job.call("run")
     assert again.code == 6
-    assert "a run goes on there" in again.said
+    assert "a run is active there" in again.said
     light_job.wait_for_step(None, 1)
     assert "running, for" in light_job.call("status", "output").said
     assert "step 1/" in light_job.call("logs", "output").said

@@ -17,7 +17,7 @@ from dstrain.units import MIB
 BUSY_BYTES = 500 * MIB
 """GPU memory in use above which another program runs there; an idle GPU holds less."""
 _RESET = "sudo nvidia-smi --gpu-reset -i {gpus}  (with nothing running on them), or: sudo reboot"
-_REPLACE = "take them out of the run, and have them replaced: nvidia-smi -q -i {gpus} is what support asks for"
+_REPLACE = "exclude them, and have them replaced: support asks for nvidia-smi -q -i {gpus}"
 _DATA_CENTRE = re.compile(r"\b([AHV][18]00|H20|[BH][23]00|G[BH][23]00|A[1-4]0G?|L4|L20|L40S?|T4|P100)\b")
 _FAILED_REPAIRS = {"remapped_row_failure", "unrepairable_memory", "sram_threshold_exceeded"}
 
@@ -44,7 +44,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         has=lambda gpu: gpu.uncorrectable_now > 0,
         mark=Mark.ERROR,
-        what="{each} uncorrectable memory errors since the driver was loaded: what they compute cannot be trusted",
+        what="{each} uncorrectable memory errors since the driver was loaded: their results cannot be trusted",
         fix=_RESET,
         each=lambda gpu: str(gpu.uncorrectable_now),
     ),
@@ -58,7 +58,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         has=lambda gpu: bool(set(gpu.repairs) - _FAILED_REPAIRS),
         mark=Mark.ERROR,
-        what="bad memory is repaired at the next reset ({each})",
+        what="bad memory that the next reset repairs ({each})",
         fix=_RESET,
         each=lambda gpu: ", ".join(sorted(set(gpu.repairs) - _FAILED_REPAIRS)),
     ),
@@ -79,7 +79,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         has=lambda gpu: gpu.compute_mode == "Prohibited",
         mark=Mark.ERROR,
-        what="the compute mode prohibits every program",
+        what="the compute mode prohibits all programs",
         fix="sudo nvidia-smi -i {gpus} -c DEFAULT",
     ),
     Fault(
@@ -98,7 +98,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         has=lambda gpu: gpu.has_ecc is False and _DATA_CENTRE.search(gpu.name) is not None,
         mark=Mark.WARNING,
-        what="ECC is off: an error of memory goes unseen into the weights",
+        what="ECC is off: memory errors corrupt weights unnoticed",
         fix="sudo nvidia-smi -i {gpus} -e 1 && sudo reboot",
     ),
     Fault(
@@ -125,14 +125,14 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         has=lambda gpu: gpu.is_persistent is False,
         mark=Mark.WARNING,
-        what="persistence mode is off: every start loads the driver anew, which takes seconds",
+        what="persistence mode is off: every start reloads the driver, which takes seconds",
         fix="sudo nvidia-smi -pm 1",
     ),
     Fault(
         has=lambda gpu: (gpu.used_mib or 0) * MIB > BUSY_BYTES,
         mark=Mark.WARNING,
         what="in use: {each}",
-        fix="nvidia-smi shows by whom; or leave them out: export CUDA_VISIBLE_DEVICES=…",
+        fix="nvidia-smi shows the programs; or exclude these GPUs: export CUDA_VISIBLE_DEVICES=…",
         each=lambda gpu: f"{(gpu.used_mib or 0) / 1024:.1f} GiB" + (f" by {', '.join(gpu.users)}" if gpu.users else ""),
         is_unfit=True,
     ),

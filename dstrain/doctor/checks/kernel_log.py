@@ -24,7 +24,7 @@ def check(facts: Facts, needs: Needs) -> list[Finding]:
     notes = Notes("kernel_log")
     if log.problem is not None:
         if not needs.is_quick:
-            notes.warn(f"Xid errors cannot be looked up: {log.problem}", _READ)
+            notes.warn(f"Xid errors cannot be read: {log.problem}", _READ)
         return notes.findings
     codes = dict.fromkeys(xid.code for xid in log.xids)
     for code in codes:
@@ -53,14 +53,14 @@ def _take_down(code: int, xids: Sequence[Xid], gpus: Gpus, needs: Needs, notes: 
     ages = [xid.age_s for xid in xids if xid.age_s is not None]
     is_old = bool(ages) and min(ages) > RECENT_S
     if is_old or (needs.is_quick and not lost):
-        notes.warn(what, f"{fix}  (where that was not done since)")
+        notes.warn(what, f"{fix}  (unless that was done since)")
     else:
         notes.bad(what, fix)
 
 
 def _who(numbers: Collection[int], lost: Sequence[Xid]) -> str:
     named = [f"GPU {listed(numbers)}"] if numbers else []
-    named += [f"a GPU at {xid.bus} that is not there now" if xid.bus else "a GPU" for xid in lost]
+    named += [f"a GPU at {xid.bus} that is now missing" if xid.bus else "a GPU" for xid in lost]
     return ", ".join(named)
 
 

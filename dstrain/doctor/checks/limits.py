@@ -39,7 +39,7 @@ def check(facts: Facts, needs: Needs) -> list[Finding]:
 
 def _shm(limits: Limits, ranks: int, needs: Needs, notes: Notes) -> list[str]:
     if limits.shm_bytes is None or limits.shm_free_bytes is None:
-        notes.bad("/dev/shm is not there", "mount -t tmpfs -o size=50% tmpfs /dev/shm")
+        notes.bad("/dev/shm is not mounted", "mount -t tmpfs -o size=50% tmpfs /dev/shm")
         return []
     fix = f"sudo mount -o remount,size={'50%' if limits.shm_bytes < SHM_COMFORTABLE else '80%'} /dev/shm"
     if limits.is_container:
@@ -50,7 +50,7 @@ def _shm(limits: Limits, ranks: int, needs: Needs, notes: Notes) -> list[str]:
     if limits.shm_free_bytes < wanted:
         who = f"{ranks} ranks want" if ranks > 1 else "a rank wants"
         what = f"/dev/shm has {free} free of {size}, and {who} {format_bytes(wanted)}: they die of SIGBUS"
-        notes.bad(what, fix if limits.shm_bytes < 2 * wanted else "ls -lS /dev/shm  shows what is left over; remove it")
+        notes.bad(what, fix if limits.shm_bytes < 2 * wanted else "ls -lS /dev/shm  shows leftover files; remove them")
     elif limits.shm_bytes < SHM_COMFORTABLE:
         notes.warn(f"/dev/shm is small, {size}", fix)
     else:
@@ -69,7 +69,7 @@ def _files(limits: Limits, needs: Needs, notes: Notes) -> list[str]:
     if most < wanted:
         raised = "echo '* - nofile 65536' | sudo tee -a /etc/security/limits.conf, and log in again"
         fix = "docker run --ulimit nofile=65536 …" if limits.is_container else raised
-    what = f"{soft} open files are allowed, and a rank may want {wanted}"
+    what = f"{soft} open files are allowed; a rank may need {wanted}"
     if soft < FEWEST_FILES:
         notes.bad(what, fix)
     else:
@@ -82,7 +82,7 @@ def _memlock(limits: Limits, needs: Needs, notes: Notes, *, has_rdma: bool) -> l
     if allowed is None:
         return ["unlimited locked memory"]
     if has_rdma and needs.num_hosts > 1 and allowed < MEMLOCK_FOR_RDMA:
-        what = f"{format_bytes(allowed)} of locked memory are allowed: RDMA cannot register its buffers"
+        what = f"{format_bytes(allowed)} of locked memory is allowed: RDMA cannot register its buffers"
         fix = "echo '* - memlock unlimited' | sudo tee -a /etc/security/limits.conf, and log in again"
         notes.bad(what, "docker run --ulimit memlock=-1 …" if limits.is_container else fix)
         return []

@@ -25,9 +25,9 @@ def check(facts: Facts, needs: Needs) -> list[Finding]:
         _ways(net, chosen, needs, notes)
         _rdma(net, chosen, needs, notes)
     elif not needs.is_quick:
-        way = f"{_described(chosen)} leads out" if chosen else "no interface leads out"
+        way = f"{_described(chosen)} leads to the internet" if chosen else "no interface has a route to the internet"
         ports = _up(net)
-        notes.ok(way + (f"; RDMA: {_ports(ports)}" if ports else "") + "; on one host nothing has to be set")
+        notes.ok(way + (f"; RDMA: {_ports(ports)}" if ports else "") + "; on one host no variable is needed")
     if needs.is_first:
         _port(net, needs, notes)
     return notes.findings
@@ -72,11 +72,11 @@ def _ways(net: Network, chosen: Interface | None, needs: Needs, notes: Notes) ->
     hosts = needs.hosts.hosts if needs.hosts else ()
     if not net.master_is_known:
         name = hosts[0].name.rpartition("@")[2]
-        notes.bad(f"{name}, where rank 0 runs, is not known here by name", f"echo ADDRESS {name} >> /etc/hosts")
+        notes.bad(f"{name}, the host of rank 0, cannot be resolved here", f"echo ADDRESS {name} >> /etc/hosts")
     unknown = [host for host, address in net.routes.items() if address is None and host != hosts[0].name]
     if unknown:
         notes.warn(
-            f"not known here by name: {', '.join(unknown)}", "write them into /etc/hosts, or their addresses here"
+            f"cannot be resolved here: {', '.join(unknown)}", "write them into /etc/hosts, or their addresses here"
         )
     if chosen is not None:
         notes.ok(f"{_described(chosen)} leads to the other hosts")
@@ -113,7 +113,7 @@ def _rdma(net: Network, chosen: Interface | None, needs: Needs, notes: Notes) ->
     if down:
         notes.warn(f"RDMA ports down: {', '.join(folded(down))}", f"ibstat {down[0]}; check the cable")
     if needs.environment.get("NCCL_IB_DISABLE") == "1":
-        notes.warn("NCCL_IB_DISABLE=1 is set, and keeps NCCL off RDMA", "unset NCCL_IB_DISABLE")
+        notes.warn("NCCL_IB_DISABLE=1 keeps NCCL from using RDMA", "unset NCCL_IB_DISABLE")
     mtus = {card.name: card.mtu for card in net.interfaces}
     low = [
         p.interface
@@ -121,7 +121,7 @@ def _rdma(net: Network, chosen: Interface | None, needs: Needs, notes: Notes) ->
         if p.link_layer == "Ethernet" and p.interface and mtus.get(p.interface, 9000) < _ROCE_MTU
     ]
     if low:
-        what = f"MTU {mtus[low[0]]} on {', '.join(low)}: RDMA over it sends small packets"
+        what = f"MTU {mtus[low[0]]} on {', '.join(low)}: RDMA sends small packets over it"
         notes.warn(what, f"sudo ip link set {low[0]} mtu 9000  (on every host and switch alike)")
 
 
@@ -131,4 +131,4 @@ def _port(net: Network, needs: Needs, notes: Notes) -> None:
     elif "MASTER_PORT" in needs.environment:
         notes.bad(f"port {needs.port} (MASTER_PORT) is used by {net.port_user}", "unset MASTER_PORT")
     else:
-        notes.warn(f"port {needs.port} is used by {net.port_user}; dstrain run takes another one", None)
+        notes.warn(f"port {needs.port} is used by {net.port_user}; dstrain run selects another one", None)

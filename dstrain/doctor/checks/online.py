@@ -25,7 +25,7 @@ def check(facts: Facts, needs: Needs) -> list[Finding]:
     if online is None:
         return []
     if needs.has_job and not needs.hubs:
-        notes.ok("model and data are local; no hub is asked")
+        notes.ok("model and data are local; no hub is needed")
     for name in needs.hubs:
         _hub(name, online, notes)
     if needs.wants_swanlab and needs.is_first:
@@ -39,7 +39,7 @@ def _hub(name: str, online: Online, notes: Notes) -> None:
     cache, endpoint = online.caches.get(name), online.endpoints.get(name)
     kept = f"; {cache.path}: {format_bytes(cache.free_bytes)} free" if cache else ""
     if name == "Hugging Face" and online.is_offline:
-        notes.ok(f"{name} is not asked (HF_HUB_OFFLINE), only its cache{kept}")
+        notes.ok(f"{name} is offline (HF_HUB_OFFLINE); only its cache is used{kept}")
         return
     if endpoint is not None and endpoint.took_s is not None:
         notes.ok(f"{endpoint.url} answers in {endpoint.took_s:.1f} s{kept}")
@@ -53,7 +53,7 @@ def _hub(name: str, online: Online, notes: Notes) -> None:
 
 def _silent(endpoint: Endpoint, online: Online) -> str:
     through = f" through {online.proxies['https_proxy']}" if "https_proxy" in online.proxies else ""
-    return f"{endpoint.url} is not reached{through}: {endpoint.problem}"
+    return f"{endpoint.url} cannot be reached{through}: {endpoint.problem}"
 
 
 def _fix(endpoint: Endpoint, otherwise: str) -> str:
@@ -72,7 +72,7 @@ def _swanlab(online: Online, needs: Needs, notes: Notes) -> None:
         notes.bad(f"SwanLab: {error.problem}", error.hint)
         return
     if mode is SwanLabMode.ONLINE and not has_key:
-        notes.bad("SwanLab is to be online, and has no key", "swanlab login; or: export SWANLAB_MODE=offline")
+        notes.bad("SwanLab is set to online, but has no key", "swanlab login; or: export SWANLAB_MODE=offline")
         return
     endpoint = online.endpoints.get("SwanLab")
     if mode is not SwanLabMode.ONLINE:

@@ -36,13 +36,13 @@ def check(facts: Facts, needs: Needs) -> list[Finding]:
     for lock in tools.locks:
         if lock.is_stale:
             idle = format_seconds(lock.idle_s)
-            what = f"{lock.path} is held by no process seen here, and nothing was written beside it for {idle}"
+            what = f"{lock.path} is held by no visible process, and its folder has not changed for {idle}"
             notes.bad(
                 f"{what}: ranks would wait for it forever, unless another container or host is building", lock.cure
             )
         elif not lock.is_abandoned:  # that one `dstrain run` removes itself
-            what = f"{lock.path} is held by no process seen here; another container or host may be building"
-            notes.warn(what, f"if nobody does: {lock.cure}")
+            what = f"{lock.path} is held by no visible process; another container or host may be building"
+            notes.warn(what, f"if none is: {lock.cure}")
     relevant = [op for op in OPS if needs.on_cpu or op != _CPU_ONLY]
     missing = {op: lacks(op, tools, on_cpu=needs.on_cpu) for op in relevant if op not in tools.built}
     built = [op for op in relevant if op in tools.built]

@@ -63,12 +63,12 @@ def check(facts: Facts, needs: Needs) -> list[Finding]:
 
 def _ranges(software: Software, notes: Notes) -> None:
     if not software.ranges:
-        notes.warn("dstrain was never installed here, so its tested versions are not known", "pip install -e .")
+        notes.warn("dstrain is not installed as a package here, so its tested versions are unknown", "pip install -e .")
         return
     minor = ".".join(software.python.split(".")[:2])
     if minor not in software.tested_pythons:
         tested = f"{software.tested_pythons[0]} to {software.tested_pythons[-1]}"
-        notes.warn(f"Python {software.python} is outside of what is tested, {tested}", f"python{tested[-4:]} -m venv")
+        notes.warn(f"Python {software.python} is outside the tested range, {tested}", f"python{tested[-4:]} -m venv")
     missing = [name for name, version in software.packages.items() if version is None]
     if missing:
         wanted = " ".join(f"'{name}{software.ranges[name]}'" for name in missing)
@@ -80,7 +80,7 @@ def _ranges(software: Software, notes: Notes) -> None:
     }
     for name, version in outside.items():
         spec = software.ranges[name]
-        notes.warn(f"{name} {version} is outside of the supported range {spec}", f"pip install '{name}{spec}'")
+        notes.warn(f"{name} {version} is outside the supported range {spec}", f"pip install '{name}{spec}'")
     if not missing and not outside:
         named = ", ".join(f"{name} {software.packages[name]}" for name in _LEADING if name in software.packages)
         number = len(software.packages) - len(_LEADING)
@@ -94,7 +94,7 @@ def _as_tested(software: Software) -> str:
         for name, version in software.packages.items()
         if name in TESTED and version is not None and version.partition("+")[0] != TESTED[name]
     ]
-    return f"in the supported ranges; the tests ran {', '.join(others)}" if others else "as tested"
+    return f"in the supported ranges; tested with {', '.join(others)}" if others else "as tested"
 
 
 def is_in_range(version: str, spec: str) -> bool:
@@ -142,11 +142,9 @@ def _nvcc(torch_cuda: str, software: Software, needs: Needs, notes: Notes) -> No
         return  # what that means is told with the extensions
     here, there = _release(software.nvcc)[:2], _release(torch_cuda)[:2]
     if here == there or (here[0] == there[0] and here[0] in _MINORS_MIX):
-        notes.ok(f"nvcc {software.nvcc} goes with torch's CUDA {torch_cuda}")
+        notes.ok(f"nvcc {software.nvcc} matches torch's CUDA {torch_cuda}")
         return
-    what = (
-        f"{software.nvcc_path} is of CUDA {software.nvcc}, and torch of {torch_cuda}: DeepSpeed builds nothing with it"
-    )
+    what = f"{software.nvcc_path} is of CUDA {software.nvcc}, torch of {torch_cuda}: DeepSpeed refuses to build with it"
     fix = f"export CUDA_HOME=/usr/local/cuda-{torch_cuda}  (with that toolkit installed)"
     if here[0] == there[0]:
         fix += ", or: export DS_SKIP_CUDA_CHECK=1"

@@ -32,7 +32,7 @@ def check(facts: Facts, needs: Needs) -> list[Finding]:
 
 def _ram(space: Space, wanted: int, notes: Notes) -> None:
     has, free, need = format_bytes(space.ram_bytes), format_bytes(space.available_bytes), format_bytes(wanted)
-    fix = "dstrain plan shows what needs less: less offload, ZeRO-3, fewer ranks on a host"
+    fix = "dstrain plan shows configurations that need less: less offload, ZeRO-3, fewer ranks on a host"
     if wanted > space.ram_bytes:
         notes.bad(f"the job needs {need} of RAM on this host, which has {has}", fix)
     elif wanted > space.available_bytes:
@@ -59,7 +59,7 @@ def _output(folder: Folder, needs: Needs, notes: Notes) -> None:
         notes.bad(f"{folder.path}: {free} free, and one checkpoint takes {size}", "name an output_dir on a larger disk")
     elif count is None:
         fits = folder.free_bytes // one if one else 0
-        what = f"{folder.path}: every checkpoint of {size} is kept, and {fits} fit into the {free} that are free"
+        what = f"{folder.path}: every checkpoint of {size} is kept, and {fits} fit into the {free} of free space"
         notes.warn(what, "dstrain run --set save_total_limit=2")
     elif folder.free_bytes < one * count:
         what = f"{folder.path}: {free} free, and {count} checkpoints of {size} will be written"

@@ -19,7 +19,7 @@ _NO_P2P: Mapping[str, tuple[str, str]] = MappingProxyType(
         "TNS": ("they are too far apart on PCIe", "put them behind one CPU, or leave it: NCCL goes through RAM"),
         "NS": ("not supported", "nvidia-smi topo -p2p r; update the driver; turn off IOMMU in the BIOS"),
         "DR": ("turned off in the driver's registry", "remove RMForceP2PType from /etc/modprobe.d/*nvidia*"),
-        "U": ("nobody knows why", "nvidia-smi topo -p2p r"),
+        "U": ("for an unknown reason", "nvidia-smi topo -p2p r"),
     }
 )
 """nvidia-smi's word → why a pair of GPUs has no P2P, and what to do."""
@@ -31,14 +31,14 @@ def check(facts: Facts, needs: Needs) -> list[Finding]:
     if topology is None or topology.num_gpus < 2 or needs.on_cpu:
         return []
     links = topology_drawing.nvlinks(topology)
-    notes.ok(f"the {topology.num_gpus} GPUs are joined {_how(topology)}", topology_drawing.draw(topology))
+    notes.ok(f"the {topology.num_gpus} GPUs are connected {_how(topology)}", topology_drawing.draw(topology))
     counts = set(links.values())
     if max(counts, default=0) >= _SWITCHED and len(counts) > 1:
         fewer = [(a, b) for (a, b), count in sorted(links.items()) if a < b and count < max(counts)]
         what = f"{pairs_text(fewer)}: {min(counts)} NVLinks, elsewhere {max(counts)}: links are down"
         notes.bad(what, "nvidia-smi nvlink -s; sudo reboot")
     if links and needs.environment.get("NCCL_P2P_DISABLE") == "1":
-        notes.warn("NCCL_P2P_DISABLE=1 is set, and keeps NCCL off the NVLinks", "unset NCCL_P2P_DISABLE")
+        notes.warn("NCCL_P2P_DISABLE=1 keeps NCCL from using NVLink", "unset NCCL_P2P_DISABLE")
     _p2p(topology, notes)
     return notes.findings
 

@@ -111,7 +111,7 @@ def _lost_lines(outcome: Outcome, hosts: Hosts, texts: Mapping[int, str]) -> lis
     lines = [
         f"{_lost_words(lost)}, with {'rank' if len(ranks) == 1 else 'ranks'} {', '.join(ranks) or 'none'};"
         f" last heard of at {last}",
-        "It lost power or its network, or the connection to it was ended. What still runs there ends by itself within"
+        "It lost power or network, or its connection was closed. Anything still running there ends by itself within"
         " 45 s.",
     ]
     lines += [f"{_lost_words(other)} too" for other in outcome.lost[1:]]
@@ -134,7 +134,7 @@ def _rank_sentence(rank: int, outcome: Outcome, hosts: Hosts) -> str:
     where = f" on {hosts.of_rank(rank)}" if len(hosts.hosts) > 1 else ""
     others = len([death for death in outcome.deaths if death.rank != rank])
     after = f" ({others} more ended after it)" if others else ""
-    how = "ended without telling why" if code is None else decode(code)
+    how = "ended for an unknown reason" if code is None else decode(code)
     return f"rank {rank}{where} failed first{after}: {how}"
 
 
@@ -167,7 +167,7 @@ def _last_lines(text: str) -> list[str]:
 
 def _launcher_sentence(outcome: Outcome, *, started: bool) -> str:
     if outcome.code == 0:
-        return "the launcher ended without saying that every rank had ended well; it was probably killed"
+        return "the launcher ended without reporting that every rank finished; it was probably killed"
     if outcome.reported is not None:
         host, code = outcome.reported
         return f"a rank{f' on {host}' if host else ''} failed: {decode(code)}"
@@ -179,8 +179,8 @@ def _resumed(run_dir: RunDir) -> str:
     """Returns how to start again from the newest checkpoint."""
     newest = run_dir.newest_checkpoint()
     if newest.folder:
-        return f"`dstrain run --set resume=auto` goes on from step {newest.step}."
-    return "There is no whole checkpoint yet: `dstrain run` starts again."
+        return f"`dstrain run --set resume=auto` continues from step {newest.step}."
+    return "No complete checkpoint exists yet: `dstrain run` starts over."
 
 
 def _mtime(path: Path) -> float:

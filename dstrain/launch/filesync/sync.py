@@ -84,7 +84,9 @@ def push(
         if said["whole"]
     ]
     if whole:
-        raise Conflict("\n".join(whole), hint="A run that was started there wrote that. Move it, or start there.")
+        raise Conflict(
+            "\n".join(whole), hint="A run that was started there wrote them. Move them, or start the run there."
+        )
     apart = {node: said["disk"] for node, said in answers if said["disk"] is not None}
     if apart:
         what = "the run directory and dstrain" if checkout() else "the run directory"

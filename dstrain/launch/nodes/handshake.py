@@ -41,13 +41,15 @@ def require_compatible(
     """
     problems = _unfit(hellos, port, on_cpu=on_cpu)
     if problems:
-        hint = "Versions must be the same everywhere, slots as many as GPUs; --master-port names another port."
+        hint = (
+            "Install the same versions everywhere, give no more slots than GPUs, or name another port: --master-port."
+        )
         raise EnvironmentProblem("\n".join(problems), hint=hint)
     differ = [f"{node.host}: {said}" for node, hello in hellos.items() for said in _differing(hello, files)]
     if differ:
         raise EnvironmentProblem(
             "\n".join(differ),
-            hint="Model and data must be on every node, under the same paths; nothing copies them.",
+            hint="Copy model and data to every node, to the same paths.",
         )
     apart = [node.host for node, hello in hellos.items() if not hello.shares_run_dir]
     if apart and not may_be_apart:
@@ -66,7 +68,7 @@ def _unfit(hellos: Mapping[Node, Hello], port: int, *, on_cpu: bool) -> list[str
         for problem in version_problems(hello.versions, usual)
     ]
     problems += [
-        f"{node.host}: port {port}, for rank 0, is in use there"
+        f"{node.host}: port {port} for rank 0 is in use"
         for node, hello in hellos.items()
         if node.number == 0 and hello.port is None
     ]

@@ -70,7 +70,7 @@ def choose(name: str | None, environment: Mapping[str, str]) -> tuple[str, str |
         require("ssh", environment)
         return "ssh", "pdsh is not installed; the nodes are started over plain ssh (--launcher ssh)"
     if name not in LAUNCHERS:
-        raise InvalidConfig(f'--launcher "{name}": there is no such launcher', hint=did_you_mean(name, list(LAUNCHERS)))
+        raise InvalidConfig(f'--launcher "{name}": no such launcher', hint=did_you_mean(name, list(LAUNCHERS)))
     require(name, environment)
     if name == "slurm" and "SLURM_JOB_ID" not in environment:
         raise EnvironmentProblem(
@@ -100,7 +100,7 @@ def check_hosts(name: str, hosts: Hosts) -> None:
     first = hosts.hosts[0].name
     if len(hosts.hosts) > 1 and (first.startswith(("localhost", "127.")) or first == "::1"):
         raise InvalidConfig(
-            f"{hosts.name}: rank 0 is on {first}, which other nodes take for themselves",
+            f"{hosts.name}: rank 0 is on {first}, which on other nodes means themselves",
             hint="Write this machine's name or address there, as the other nodes know it.",
         )
     counts = Counter(host.slots for host in hosts.hosts)

@@ -38,9 +38,9 @@ def reach(host: str, port: int, timeouts: Timeouts = TIMEOUTS) -> None:
     resolver.start()
     resolver.join(timeouts.resolve_s)
     if not results or isinstance(results[0], OSError):
-        why = results[0].strerror if results else f"its name servers have not answered for {timeouts.resolve_s:.0f} s"
+        why = results[0].strerror if results else f"its name servers did not answer within {timeouts.resolve_s:.0f} s"
         raise EnvironmentProblem(
-            f"it does not know {host}, the host of rank 0: {why}",
+            f"it cannot resolve {host}, the host of rank 0: {why}",
             hint=f"Write {host} into /etc/hosts there, or an address that every host knows into the hostfile.",
         )
     failures, limit_s = [], timeouts.reach_s / len(results[0])
@@ -55,8 +55,8 @@ def reach(host: str, port: int, timeouts: Timeouts = TIMEOUTS) -> None:
                 return
     raise EnvironmentProblem(
         f"it cannot connect to {host}, port {port}, where rank 0 will listen ({'; '.join(failures)})",
-        hint=f"Does {host} mean the same machine there? A firewall must pass all ports between the hosts; --master-port"
-        " names another one for rank 0.",
+        hint=f"Check that {host} is the same machine there, and that firewalls pass all ports between the hosts;"
+        " --master-port names another one for rank 0.",
     )
 
 
@@ -80,7 +80,7 @@ def build(ops: Sequence[str], environment: Mapping[str, str], tell: Callable[[st
 
         def go_on(text: str, op: str = op) -> None:
             for lock in _settled([op], environment, tell):
-                tell(f"  {lock.path} is held by no process seen here; if nobody is building: {lock.cure}")
+                tell(f"  {lock.path} is held by no visible process; if no other host is building: {lock.cure}")
             tell(text)
 
         if op in missing:
@@ -102,11 +102,11 @@ def _settled(ops: Sequence[str], environment: Mapping[str, str], tell: Callable[
     for lock in unheld_locks(ops, environment):
         if lock.is_abandoned:
             Path(lock.path).unlink(missing_ok=True)
-            tell(f"removed {lock.path}: the extension is built, and no process seen here loads it")
+            tell(f"removed {lock.path}: the extension is built, and no visible process loads it")
         elif lock.is_stale:
             idle = format_seconds(lock.idle_s)
             raise EnvironmentProblem(
-                f"{lock.path} is held by no process seen here, and nothing was written beside it for {idle}; ranks"
+                f"{lock.path} is held by no visible process, and its folder has not changed for {idle}; ranks"
                 " would wait for it forever",
                 hint="A build that was killed leaves such a lock. Unless another container or host builds there,"
                 f" type on that host: {lock.cure}",

@@ -57,12 +57,12 @@ def detach(run_dir: RunDir, arguments: Sequence[str], say: Callable[[str], None]
         raise failure
     folder = shown(str(run_dir.path))
     if _stage(run_dir, child.pid) in {None, Stage.STARTING} and child.poll() is None:
-        say(f"still starting after {TIMEOUTS.detach_s:.0f} s; a failure from here on is in `dstrain status`")
-    say(f"in the background as process {child.pid}, writing to {shown(str(log))}")
-    for verb, what in (("status", "how it stands"), ("logs -f", "what it says"), ("stop", "end it")):
+        say(f"still starting after {TIMEOUTS.detach_s:.0f} s; `dstrain status` reports a later failure")
+    say(f"running in the background as process {child.pid}, writing to {shown(str(log))}")
+    for verb, what in (("status", "its state"), ("logs -f", "its output"), ("stop", "stop it")):
         say(f"  dstrain {verb} {folder}  # {what}")
     if _is_killed_at_logout():
-        say("note     systemd ends your processes at logout here: `loginctl enable-linger` keeps them")
+        say("note     systemd ends your processes at logout; `loginctl enable-linger` keeps them")
     child.returncode = 0  # it is not ours to wait for
 
 
@@ -111,7 +111,7 @@ def save_and_leave(run_dir: RunDir) -> Stage:
 def _living(run_dir: RunDir) -> State:
     current = state.read(run_dir)
     if not state.is_alive(current, run_dir):
-        problem = f"{run_dir.path}: no run goes on there ({current.stage.value})"
+        problem = f"{run_dir.path}: no run is active there ({current.stage.value})"
         raise RunFailed(problem, hint=f"dstrain status {shown(str(run_dir.path))}")
     return current
 
@@ -120,7 +120,7 @@ def _ended(run_dir: RunDir, living: State, seconds: float) -> Stage:
     if _wait(lambda: state.read(run_dir).stage not in LIVING and not state.has_process(living), seconds):
         return state.read(run_dir).stage
     problem = f"{run_dir.path}: still there after {seconds:.0f} s"
-    raise RunFailed(problem, hint=f"On {living.host}: kill -KILL {living.pid}; its agents end what is left.")
+    raise RunFailed(problem, hint=f"On {living.host}: kill -KILL {living.pid}; its agents end the ranks.")
 
 
 def _wait(is_so: Callable[[], bool], seconds: float) -> bool:

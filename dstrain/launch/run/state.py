@@ -165,7 +165,7 @@ def refuse_living(run_dir: RunDir) -> None:
 
 def _taken(run_dir: RunDir, by: str = "") -> Conflict:
     return Conflict(
-        f"{run_dir.path}: a run goes on there{by}",
+        f"{run_dir.path}: a run is active there{by}",
         hint=f"dstrain status {shown(str(run_dir.path))}; `dstrain stop` ends it. Or name another output_dir.",
     )
 

@@ -210,5 +210,5 @@ def replaced(hosts: Hosts, gone: Sequence[str], spares: list[str]) -> Replaced |
 def _left(outcome: Outcome, run_dir: RunDir) -> SavedAndLeft:
     return SavedAndLeft(
         f"saved {run_dir.path / f'checkpoint-{outcome.left_at}'} and left, as asked",
-        hint="`dstrain run --set resume=auto` goes on from there.",
+        hint="`dstrain run --set resume=auto` continues from there.",
     )

@@ -15,7 +15,7 @@ from dstrain.launch.scripts.script_context import ScriptContext, directive, dire
 from dstrain.rundir import RunDir
 
 WARNING_S = 180
-"""How long before the end of its time a job is told to save and leave."""
+"""How long before the end of its time a job is asked to save and leave."""
 CPUS_PER_GPU = 8
 """CPU cores that a job asks for with each GPU, where nobody said: a rank, its data loaders, and offloaded Adam."""
 _UNITS = MappingProxyType({"d": 86400, "h": 3600, "m": 60, "s": 1})
@@ -57,7 +57,7 @@ def parse_time(text: str, what: str = "--time") -> int:
         raise InvalidConfig(f'{what} "{text}" is no time', hint="Write 24h, 90m, 1d12h or 04:00:00.")
     if total_s < 2 * WARNING_S:
         raise InvalidConfig(
-            f"{what} {text}: a job is told to save {WARNING_S} s before its end",
+            f"{what} {text}: a job is asked to save {WARNING_S} s before its end",
             hint=f"Give it {4 * WARNING_S}s or more.",
         )
     return total_s
@@ -143,7 +143,7 @@ def _refuse(batch: Batch, kind: str, *names: str) -> None:
     """Raises InvalidConfig for what a scheduler does not have."""
     given = [f"--{name}" for name in names if getattr(batch, name) is not None]
     if given:
-        raise InvalidConfig(f"{' and '.join(given)}: {kind} has no such thing", hint="Leave it out.")
+        raise InvalidConfig(f"{' and '.join(given)}: {kind} has no such option", hint="Leave it out.")
 
 
 def _clock(seconds: int) -> str:

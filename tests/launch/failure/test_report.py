@@ -105,7 +105,7 @@ def test_a_failure_names_rank_host_code_evidence_logs_and_the_next_step(tmp_path
     assert f"Logs: {run_dir.logs} (above: 20260101000000_rank2.log)" in error.problem
     assert error.hint is not None
     assert "A disk is full" in error.hint
-    assert "`dstrain run --set resume=auto` goes on from step 20." in error.hint
+    assert "`dstrain run --set resume=auto` continues from step 20." in error.hint
     assert isinstance(error, RunFailed)
     assert error.rank_exit_code == -9
 

@@ -100,4 +100,4 @@ def test_data_that_is_not_there_is_told_before_anything_starts(network: Network,
         refused = job.call("run", "--sync")
     assert refused.code == 5
     assert f"node1: {job.folder}/demo/train.jsonl cannot be read" in refused.said
-    assert "nothing copies them" in refused.said
+    assert "to the same paths" in refused.said

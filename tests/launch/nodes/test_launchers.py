@@ -80,5 +80,5 @@ def test_mpich_needs_as_many_slots_everywhere() -> None:
 
 def test_localhost_first_of_several_hosts_is_refused() -> None:
     hosts = Hosts(hosts=(Host(name="localhost", slots=8), Host(name="gpu02", slots=8)), name="hostfile")
-    with pytest.raises(InvalidConfig, match="rank 0 is on localhost, which other nodes take for themselves"):
+    with pytest.raises(InvalidConfig, match="rank 0 is on localhost, which on other nodes means themselves"):
         check_hosts("ssh", hosts)

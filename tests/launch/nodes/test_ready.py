@@ -34,12 +34,12 @@ def test_a_lock_that_nobody_needs_is_removed(tmp_path: Path) -> None:
     said: list[str] = []
     build(["cpu_adam"], {"TORCH_EXTENSIONS_DIR": str(tmp_path)}, said.append)
     assert not lock.exists()
-    assert said == [f"removed {lock}: the extension is built, and no process seen here loads it"]
+    assert said == [f"removed {lock}: the extension is built, and no visible process loads it"]
 
 
 def test_a_stale_lock_is_named_with_its_age_and_stays(tmp_path: Path) -> None:
     lock = locked(tmp_path / "cpu_adam", is_built=False)
-    with pytest.raises(EnvironmentProblem, match="nothing was written beside it for 16 min") as raised:
+    with pytest.raises(EnvironmentProblem, match="its folder has not changed for 16 min") as raised:
         build(["cpu_adam"], {"TORCH_EXTENSIONS_DIR": str(tmp_path)}, print)
     assert lock.exists()
     assert f"rm {lock}" in str(raised.value.hint)
@@ -54,5 +54,5 @@ def test_a_port_on_which_nobody_listens_is_named_with_host_and_address() -> None
 
 
 def test_a_name_that_this_host_does_not_know_is_named() -> None:
-    with pytest.raises(EnvironmentProblem, match=r"it does not know no-such-host\.invalid, the host of rank 0"):
+    with pytest.raises(EnvironmentProblem, match=r"it cannot resolve no-such-host\.invalid, the host of rank 0"):
         reach("no-such-host.invalid", 29500)

@@ -22,7 +22,7 @@ def test_a_host_that_does_not_know_rank_0s_is_named_before_anything_starts(job: 
     finally:
         job.network.know(1, range(3))
     assert (refused.code, refused.wall_s < LOUD_S) == (5, True), refused
-    assert "node1: it does not know node0, the host of rank 0: " in refused.said
+    assert "node1: it cannot resolve node0, the host of rank 0: " in refused.said
     assert "Write node0 into /etc/hosts there" in refused.said
     assert not job.place.logs.exists()
 
@@ -48,7 +48,7 @@ def test_a_stale_lock_on_the_far_host_is_named_and_the_build_on_the_near_one_end
         for node in (0, 1):
             subprocess.run(job.network.on(node, "rm", "-rf", extensions), check=True)
     assert (refused.code, refused.wall_s < LOUD_S) == (5, True), refused
-    assert f"node1: {lock} is held by no process seen here, and nothing was written beside it for 1 h" in refused.said
+    assert f"node1: {lock} is held by no visible process, and its folder has not changed for 1 h" in refused.said
     assert f"rm {lock}" in refused.said
     assert "lock" not in near.stdout.split()
     assert job.left_over(within_s=5) == []

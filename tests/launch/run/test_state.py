@@ -35,7 +35,7 @@ def test_a_second_run_in_the_same_moment_is_refused_until_the_first_is_gone(tmp_
         try:
             assert first.stdout is not None
             assert first.stdout.readline() == "held\n"
-            with pytest.raises(Conflict, match="a run goes on there"), only_one(RunDir(tmp_path)):
+            with pytest.raises(Conflict, match="a run is active there"), only_one(RunDir(tmp_path)):
                 pass
         finally:
             first.send_signal(signal.SIGKILL)
