@@ -32,7 +32,7 @@ class Question:
     paths: tuple[str, ...] = ()
     """Files and folders that every rank reads."""
     endpoints: Mapping[str, str] = field(default_factory=dict)
-    """Addresses on the internet to try, by name."""
+    """Internet addresses to try: name → URL."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +40,6 @@ class Software:
     """Versions."""
 
     python: str
-    """Version of Python."""
     tested_pythons: tuple[str, ...]
     """Pythons that dstrain is tested with, such as `3.11`; empty where dstrain itself is not installed."""
     packages: Mapping[str, str | None]
@@ -54,7 +53,6 @@ class Software:
     nvcc: str | None
     """The release of nvcc, such as `12.8`; None if it is not installed."""
     nvcc_path: str | None
-    """Where it is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,19 +62,13 @@ class Toolchain:
     compiler: str | None
     """The C++ compiler that PyTorch would use; None where it is not there."""
     has_ninja: bool
-    """Whether ninja is there."""
     has_python_headers: bool
-    """Whether Python.h is there."""
     has_libaio: bool
-    """Whether libaio's header and library are there."""
     has_cuda_toolkit: bool
-    """Whether nvcc is there."""
     installer: str | None
     """The system's package manager: `apt-get`, `dnf` …"""
     folder: str
-    """The folder in which extensions are built and kept."""
     built: tuple[str, ...]
-    """Extensions that are built, or came with DeepSpeed."""
     locks: tuple[Lock, ...]
     """Locks of extensions that no process of this machine is seen to hold."""
 
@@ -91,11 +83,10 @@ class RdmaPort:
     state: str
     """Such as `ACTIVE` or `DOWN`."""
     gbits_per_s: float
-    """Its rate."""
     link_layer: str
     """`InfiniBand` or `Ethernet`."""
     interface: str | None
-    """The network interface of the same hardware."""
+    """The network interface of the same hardware; None if there is none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +94,6 @@ class Network:
     """Interfaces, ways to the other hosts, RDMA devices, and the port of rank 0."""
 
     interfaces: tuple[Interface, ...]
-    """All interfaces."""
     routes: Mapping[str, str | None]
     """Other host → the own address from which it is reached; None where its name is not known here."""
     default_address: str | None
@@ -111,7 +101,6 @@ class Network:
     master_is_known: bool
     """Whether the host of rank 0 is found by its name."""
     rdma: tuple[RdmaPort, ...]
-    """Ports of RDMA devices."""
     port_user: str | None
     """Who listens on the port of rank 0; None where it is free, or was not asked for."""
 
@@ -123,7 +112,6 @@ class Limits:
     shm_bytes: int | None
     """Size of /dev/shm; None if it is not mounted."""
     shm_free_bytes: int | None
-    """What is free there."""
     memlock_bytes: int | None
     """Memory that a process may lock; None is unlimited."""
     open_files: int | None
@@ -131,7 +119,6 @@ class Limits:
     open_files_hard: int | None
     """The most it may raise that to; None is unlimited."""
     is_container: bool
-    """Whether this is a container."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,11 +126,8 @@ class Folder:
     """A folder that the run writes, or its nearest parent that is there."""
 
     path: str
-    """The folder."""
     free_bytes: int
-    """What is free there."""
     is_writable: bool
-    """Whether this user may write there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,11 +137,9 @@ class Space:
     ram_bytes: int
     """RAM that this machine, or its container, has."""
     available_bytes: int
-    """RAM that is not in use."""
     folders: Mapping[str, Folder]
-    """Folders by what they are for."""
     unreadable: tuple[str, ...]
-    """What ranks read, and cannot be read here."""
+    """Paths that ranks read but this user cannot."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,9 +149,8 @@ class Endpoint:
     url: str
     """The address; a password in it is masked."""
     took_s: float | None
-    """Seconds until it answered; None where it did not."""
+    """Seconds until it answered; None if it did not."""
     problem: str | None
-    """Why not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,13 +158,13 @@ class Online:
     """Hubs, caches and proxies."""
 
     endpoints: Mapping[str, Endpoint]
-    """What was tried, by name."""
+    """The result of each attempt, by name."""
     is_offline: bool
     """Whether HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE forbids asking Hugging Face."""
     caches: Mapping[str, Folder]
     """Where hubs keep what was downloaded, by the hub's name."""
     has_swanlab_login: bool
-    """Whether `swanlab login` left a key."""
+    """Whether `swanlab login` stored a key."""
     proxies: Mapping[str, str]
     """Variable → proxy; a password in it is masked."""
 
@@ -195,26 +176,19 @@ class Facts:
     __pydantic_config__ = type_config
 
     host: str
-    """What the machine calls itself."""
+    """Its own hostname."""
     time_s: float
     """Its clock, in seconds since the epoch."""
     failed: Mapping[str, str] = field(default_factory=dict)
-    """Subject → why its look failed."""
+    """Subject → why its probe failed."""
     software: Software | None = None
-    """Versions."""
     toolchain: Toolchain | None = None
-    """Compilers and DeepSpeed's extensions."""
     gpus: Gpus | None = None
-    """What nvidia-smi says."""
     kernel_log: KernelLog | None = None
     """What the driver of NVIDIA wrote into the kernel's log."""
     topology: Topology | None = None
-    """How GPUs and network adapters are joined."""
+    """How GPUs and network adapters are connected."""
     network: Network | None = None
-    """Interfaces and ways to other hosts."""
     limits: Limits | None = None
-    """What the system allows a process."""
     space: Space | None = None
-    """RAM and disks."""
     online: Online | None = None
-    """Hubs, caches and proxies."""

@@ -29,13 +29,11 @@ class Finding:
     """One thing that was looked at."""
 
     mark: Mark
-    """How much it matters."""
     subject: str
     """The check that it is from, a key of `checks.CHECKS`, or `hosts`, or `job`."""
     what: str
-    """What was found."""
     fix: str | None = None
-    """What to type, or to do."""
+    """The command to type."""
     drawing: tuple[str, ...] = ()
     """Lines of a picture that illustrates it."""
     is_unfit: bool = False

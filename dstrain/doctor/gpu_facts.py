@@ -12,17 +12,14 @@ class GpuState:
     bus: str
     """Its address, such as `0000:1b:00`."""
     name: str
-    """What NVML calls it."""
+    """Its name in NVML."""
     used_mib: int | None = None
     """Memory in use, in MiB."""
     users: tuple[str, ...] = ()
     """Programs that use it."""
     is_persistent: bool | None = None
-    """Whether persistence mode is on."""
     has_ecc: bool | None = None
-    """Whether ECC is on."""
     ecc_after_reboot: bool | None = None
-    """Whether it will be on after the next reboot."""
     uncorrectable_now: int = 0
     """Uncorrectable memory errors since the driver was loaded."""
     uncorrectable_ever: int = 0
@@ -34,12 +31,10 @@ class GpuState:
     slowdowns: tuple[str, ...] = ()
     """Why its clocks are lower than they could be, without idleness and ordinary power capping."""
     celsius: int | None = None
-    """Its temperature."""
     power_limit_w: float | None = None
     default_power_limit_w: float | None = None
-    """The limit that it came with."""
     has_mig: bool = False
-    """Whether it is cut into slices."""
+    """Whether it is partitioned into MIG instances."""
     compute_mode: str | None = None
     """Who may use it: `Default`, `Exclusive_Process`, `Prohibited`."""
     link_width: int | None = None
@@ -55,19 +50,16 @@ class Gpus:
     """What nvidia-smi says."""
 
     has_driver: bool
-    """Whether a driver of NVIDIA, or nvidia-smi, is there."""
+    """Whether an NVIDIA driver or nvidia-smi is installed."""
     has_tool: bool = True
-    """Whether nvidia-smi is installed."""
     problem: str | None = None
     """The error message of nvidia-smi."""
     is_late: bool = False
-    """Whether it has not answered in time."""
+    """Whether nvidia-smi did not answer in time."""
     driver: str | None = None
-    """Version of the driver."""
     cuda: str | None = None
     """The newest CUDA that the driver runs."""
     gpus: tuple[GpuState, ...] = ()
-    """The GPUs, in nvidia-smi's order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,9 +69,8 @@ class Xid:
     bus: str | None
     """The GPU's address; None where the line does not say."""
     code: int
-    """NVIDIA's number."""
+    """NVIDIA's number of the error."""
     count: int
-    """How often."""
     age_s: float | None
     """Seconds since the last one; None where the log has no times."""
 
@@ -91,7 +82,6 @@ class KernelLog:
     problem: str | None
     """Why it cannot be read."""
     xids: tuple[Xid, ...]
-    """What the driver wrote into it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,9 +16,8 @@ class Cure(Enum):
     """What helps against an error."""
 
     PROGRAM = "the program that ran then was at fault, or its GPU"
-    """Nothing has to be done to the machine."""
+    """The machine needs no repair."""
     RESET = "sudo nvidia-smi --gpu-reset -i {gpus}"
-    """The GPU must be reset."""
     REBOOT = "sudo reboot"
     """The machine must be started again; seen again, the hardware is to be replaced."""
 
@@ -28,9 +27,7 @@ class XidKind:
     """What a number means."""
 
     what: str
-    """In words."""
     cure: Cure
-    """What helps."""
 
 
 _ROWS = (

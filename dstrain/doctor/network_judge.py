@@ -34,7 +34,7 @@ class Figures:
     between: Link
     """The link between hosts, for each GPU."""
     is_assumed: bool
-    """Whether nobody said which link that is."""
+    """Whether the link is assumed because none was given."""
     inside: Link
     """The link between the GPUs of one host."""
 

@@ -55,9 +55,8 @@ class Site:
     """Where is measured, and with what."""
 
     hosts: Hosts
-    """The hosts, with a rank for each slot."""
+    """The hosts; every slot gets a rank."""
     on_cpu: bool
-    """Whether there are no GPUs to use."""
     variables: Mapping[str, str] = field(default_factory=dict)
     """What the ranks get in their environment, beside this shell's."""
 
@@ -67,7 +66,6 @@ class Answer:
     """What came of it."""
 
     network: Network
-    """What was measured."""
     interfaces: Mapping[str, str]
     """The interface through which each host reached the others, where there are others and one was chosen."""
 
@@ -80,9 +78,9 @@ class Listener:
         self._tell = tell
         self._rest = ""
         self.doing = "starting"
-        """What the ranks did last."""
+        """The last step that the ranks reported."""
         self.network: Network | None = None
-        """What was measured, once it has come."""
+        """The measurement, once it has arrived."""
 
     def hear(self, text: str) -> None:
         """Takes a piece of text; what is not ours, as of NCCL, is passed over."""

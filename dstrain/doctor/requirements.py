@@ -40,11 +40,9 @@ class Needs:
     """What a run wants; without a job it is what every run wants."""
 
     has_job: bool = False
-    """Whether there is a job."""
     is_quick: bool = False
-    """Whether only what matters before a launch is judged."""
+    """Whether only the checks before a launch are made."""
     on_cpu: bool = False
-    """Whether ranks train on the CPU."""
     hosts: Hosts | None = None
     """The hosts of the run; None where nobody named any."""
     slots: int | None = None
@@ -52,28 +50,24 @@ class Needs:
     is_first: bool = True
     """Whether the host that is looked at has rank 0."""
     workers: int = 0
-    """Data loader's processes of each rank."""
+    """Data loader processes of each rank."""
     ops: tuple[str, ...] = ()
-    """DeepSpeed's extensions that the configuration needs."""
     host_bytes: int | None = None
     """RAM of one host; None where that is not known."""
     checkpoint_bytes: int | None = None
-    """One checkpoint on disk, all ranks together."""
+    """Size of one checkpoint of all ranks together."""
     num_checkpoints: int | None = None
     """Checkpoints that will be written beside those that are there; None where all are kept and nobody knows how many.
     """
     nvme_bytes: int = 0
-    """What one host writes to NVMe."""
+    """Bytes that one host writes to NVMe."""
     folders: Mapping[str, str] = field(default_factory=dict)
     """Folders that the run writes: `output`, `nvme`."""
     paths: tuple[str, ...] = ()
-    """Files and folders that every rank reads."""
     hubs: tuple[str, ...] = tuple(HUBS.values())
     """Hubs from which model or data come; all of them where there is no job."""
     wants_swanlab: bool = True
-    """Whether SwanLab is written to."""
     swanlab_mode: str | None = None
-    """SwanLab's mode, where the job names one."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """What the ranks have in their environment: this shell's, and the job's on top. Secrets are blanked."""
 

@@ -17,7 +17,7 @@ class Seen:
     """What came of one look."""
 
     value: Any = None
-    """What was found; None where nothing was."""
+    """None if nothing was found."""
     problem: str | None = None
     """Why nothing was found."""
 

@@ -39,21 +39,18 @@ class Launch:
     """A run ready to start: its commands, and what goes into the run directory."""
 
     prepared: PreparedRun
-    """What was checked."""
+    """The checked job."""
     launcher: str | None
     """The way to start ranks on several nodes; None on this machine alone."""
     nodes: tuple[Node, ...]
-    """Which node starts what."""
     mark: str
-    """What every process of this start is marked with."""
+    """The mark of every process of this start."""
     note: str | None
-    """What to say about the launcher."""
     exported: Mapping[str, str]
-    """What the launcher's environment has beside this shell's own."""
+    """Variables of the launcher, in addition to this shell's."""
     secrets: Mapping[str, str]
     """Secrets that the ranks read from a file."""
     master_port: int
-    """The port of rank 0."""
     for_nodes: Mapping[str, str]
     """What goes to the other nodes: name → text as it stands between a shell's double quotes."""
     takes_another_port: bool = False
@@ -61,7 +58,7 @@ class Launch:
     saves_on_term: bool = False
     """Whether SIGTERM lets the ranks save a checkpoint before they leave."""
     syncs: bool = False
-    """Whether nodes without this file system are given copies."""
+    """Whether nodes without this file system get copies."""
 
     @property
     def command(self) -> list[str]:
@@ -127,11 +124,9 @@ class _Way:
     """How ranks are started."""
 
     launcher: str | None
-    """By which launcher; None on this machine alone."""
+    """None on this machine alone."""
     note: str | None
-    """What to say about that."""
     nodes: tuple[Node, ...]
-    """Which node starts what."""
 
 
 def _way(prepared: PreparedRun, launcher: str | None, master_port: int) -> _Way:

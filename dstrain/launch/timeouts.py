@@ -22,7 +22,7 @@ class Timeouts:
     hello_s: float = 20.0
     """For every node to answer the first question."""
     beat_s: float = 2.0
-    """Between two signs of life, in both directions."""
+    """Between two heartbeats, in both directions."""
     silence_s: float = 30.0
     """Without a sign of life, until the other side is taken for lost."""
     flush_s: float = 5.0

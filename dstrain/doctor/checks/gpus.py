@@ -29,13 +29,12 @@ class Fault:
     has: Callable[[GpuState], bool]
     """Whether a GPU has it."""
     mark: Mark
-    """How much it matters."""
     what: str
     """What it is; `{each}` stands for what differs from GPU to GPU."""
     fix: str
     """What to type; `{gpus}` stands for the GPUs' numbers, `{gpu}` for the first of them."""
     each: Callable[[GpuState], str] = lambda gpu: ""
-    """What differs from GPU to GPU."""
+    """The part of `what` that differs between GPUs."""
     is_unfit: bool = False
     """Whether it makes the host unfit if one of the run's GPUs has it."""
 

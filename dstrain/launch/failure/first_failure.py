@@ -18,7 +18,6 @@ class Death:
     """A rank that ended badly."""
 
     rank: int
-    """Its number among all ranks."""
     code: int | None
     """Its exit code, negative for a signal; None where nobody saw it."""
     at: float

@@ -42,9 +42,8 @@ class Piece:
     """What a file has gained."""
 
     path: Path
-    """The file."""
     text: str
-    """What was added."""
+    """The text that was added."""
     rank: int | None
     """The rank that wrote it; None for the launcher."""
 

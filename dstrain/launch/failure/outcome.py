@@ -27,7 +27,7 @@ class Start:
     """How far a start is, before every rank has done its first step."""
 
     seconds: float
-    """For how long it has gone on."""
+    """Duration so far."""
     phases: Mapping[int, Phase | None]
     """Rank → what it does; None where it has not been heard of."""
 
@@ -37,11 +37,10 @@ class Hang:
     """A run that stood still."""
 
     seconds: float
-    """For how long."""
+    """How long it has made no progress."""
     median_s: float
-    """What a step took before."""
+    """The median step time before."""
     steps: Mapping[int, int]
-    """Rank → steps done."""
     start: Start | None = None
     """How far it was, where it had not come to its first step."""
 
@@ -64,19 +63,18 @@ class Outcome:
     reported: tuple[str | None, int] | None = None
     """The first failure in a launcher's own log: the node (None: that of the launcher) and the rank's code."""
     lost: tuple[Lost, ...] = ()
-    """The nodes that went silent, first one first."""
+    """The nodes that stopped responding, first one first."""
     orphaned: tuple[str, ...] = ()
     """The nodes on which the launcher was killed while its ranks lived on."""
     hang: Hang | None = None
-    """That it stood still, if it did."""
+    """The hang, if one was detected."""
     is_port_taken: bool = False
     """Whether rank 0 could not listen on its port."""
     left_at: int | None = None
     """The step after which it saved a checkpoint and left because it was asked to; None where it was not."""
     rank_logs: Mapping[int, Path]
-    """The log file of each rank."""
     launcher_logs: tuple[Path, ...]
-    """What the launchers themselves wrote."""
+    """The logs of the launchers themselves."""
 
     @property
     def launcher_log(self) -> Path:

@@ -52,11 +52,10 @@ class _Cause:
     """What a run failed of."""
 
     lines: Sequence[str]
-    """What to say."""
+    """The lines of the report."""
     log: Path
-    """The log that is quoted."""
     text: str = ""
-    """The log's text, in which to look for advice."""
+    """The log's text, to look for advice in."""
     code: int | None = None
     """The exit code of the rank or launcher that failed first; None for a lost node, a killed launcher or a hang."""
 

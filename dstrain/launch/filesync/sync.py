@@ -51,7 +51,6 @@ class Disk:
     host: str
     """The first of these nodes."""
     ranks: frozenset[int]
-    """The ranks that write there."""
 
 
 def push(

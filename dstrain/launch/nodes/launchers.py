@@ -22,15 +22,15 @@ class Launcher:
     """One way to start ranks on several nodes."""
 
     needs: str
-    """The program that it needs on this machine."""
+    """The program that must be installed on this machine."""
     package: str
-    """The Debian package that has it."""
+    """The Debian package that contains it."""
     nodes: Callable[[LaunchSite], tuple[Node, ...]]
-    """Returns who starts what."""
+    """Returns the nodes and their commands."""
     equal_slots: bool = False
-    """Whether every node must have as many slots."""
+    """Whether all nodes must have the same number of slots."""
     is_mpi: bool = False
-    """Whether ranks learn their number from MPI."""
+    """Whether ranks get their number from MPI."""
     has_one_environment: bool = True
     """Whether the ranks of all nodes get the same variables."""
 

@@ -18,15 +18,12 @@ class Node:
     number: int
     """Its place in the hostfile; `HEAD` for one that is not in it."""
     host: str
-    """Its name there."""
+    """Its name in the hostfile."""
     is_here: bool
-    """Whether it is this machine."""
     command: tuple[str, ...] | None
     """The launcher that it starts; None where another one starts its ranks."""
     first_rank: int
-    """Number of its first rank."""
     num_ranks: int
-    """How many ranks it has."""
 
     @property
     def ranks(self) -> range:

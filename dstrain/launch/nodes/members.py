@@ -36,7 +36,6 @@ class NodeState:
 
     node: Node
     channel: Channel
-    """The connection to it."""
     heard: float
     """When its last message arrived, by the monotonic clock."""
     heard_at: float

@@ -27,7 +27,7 @@ class Process:
     state: str
     """One letter; `Z` has ended and waits to be collected."""
     parent: int
-    """Number of the process that it belongs to now."""
+    """Process number of its current parent."""
     session: int
     """Number of its session's leader."""
     start: int

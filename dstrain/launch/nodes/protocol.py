@@ -20,7 +20,6 @@ class Look:
     """Order: say whether this node can take part."""
 
     run_dir: str
-    """The run directory."""
     token: str
     """What stands in the run directory's token file, if this node shares it."""
     others: list[str]
@@ -45,7 +44,6 @@ class Begin:
     first_rank: int
     num_ranks: int
     master_port: int
-    """The port of rank 0."""
     command: list[str] | None = None
     """The launcher to start; None if another node's launcher starts the ranks and this one only watches them."""
     environment: dict[str, str] = field(default_factory=dict)
@@ -63,7 +61,6 @@ class Begin:
     master: str | None = None
     """The host of rank 0 as the ranks get it; None if no node has to find it."""
     ops: list[str] = field(default_factory=list)
-    """DeepSpeed's extensions that its ranks load."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +96,7 @@ class Hello:
     """Event: the answer to Look."""
 
     host: str
-    """What the node calls itself."""
+    """The node's own hostname."""
     versions: dict[str, str | None]
     """Versions of Python and the packages that must be the same everywhere."""
     shares_run_dir: bool
@@ -107,13 +104,12 @@ class Hello:
     interface: str | None
     """The network interface that leads to the other nodes; None where there is not one for all."""
     num_gpus: int
-    """GPUs that NVML shows there."""
+    """GPUs that NVML reports."""
     port: int | None
     """The port that is kept for rank 0; None where the one of Look is in use, and on other nodes."""
     unlike: dict[str, int | None]
     """Files of Look that have another size here → their bytes; None where they cannot be read."""
     clock: float
-    """This node's clock, in seconds since the epoch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,7 +122,6 @@ class Told:
     """Event: what is being done to make this node ready."""
 
     text: str
-    """In words."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,7 +158,6 @@ class Orphaned:
     """Event: ranks live on though the launcher that started them on this node is gone."""
 
     ranks: list[int]
-    """Their numbers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,9 +169,9 @@ class Wrote:
     text: str
     """What was added, or the whole text of a file that is not a log."""
     on_screen: bool
-    """Whether rank 0 wrote it for people to see."""
+    """Whether it is output of rank 0 for the screen."""
     is_whole: bool = False
-    """Whether `text` is all that the file holds."""
+    """Whether `text` is the whole content of the file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,9 +179,7 @@ class Problem:
     """Event: this node's part could not be started."""
 
     text: str
-    """Why."""
     hint: str | None = None
-    """What to do about it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,7 +191,7 @@ class Ended:
     num_finished: int
     """Ranks of which this node's launcher said that they ended well."""
     num_done: int
-    """Ranks of this node that said so themselves."""
+    """Ranks of this node that reported so themselves."""
     reported: list[Any] | None
     """The first failure in the launcher's log: node (or None) and code."""
 

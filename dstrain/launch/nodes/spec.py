@@ -17,31 +17,25 @@ class LaunchSpec:
     """What is to be run."""
 
     nodes: tuple[Node, ...]
-    """Who does what."""
+    """The nodes and their commands."""
     run_dir: RunDir
-    """Where."""
     mark: str
-    """The mark of this start."""
     open: Callable[[Sequence[Node]], list[Channel]]
-    """Opens the connections to nodes."""
     environment: Mapping[str, str]
     """What the environment of launchers on other machines has beside that of their agent."""
     unset: tuple[str, ...]
-    """What it does not have."""
+    """Variables that launchers on other machines must not have."""
     exports: Mapping[str, str]
     """What they get beside that: name → text as it stands between a shell's double quotes."""
     master_port: int
-    """The port of rank 0."""
     takes_another_port: bool = False
     """Whether rank 0 may listen on another one where that is in use."""
     master: str | None = None
     """The host of rank 0, as ranks are told it; None where all ranks are on one node."""
     ops: tuple[str, ...] = ()
-    """DeepSpeed's extensions that ranks load."""
     files: Mapping[str, int] = field(default_factory=dict)
     """Files that every rank reads → their bytes here."""
     timeouts: Timeouts = TIMEOUTS
-    """Time limits."""
 
     @property
     def num_ranks(self) -> int:
@@ -61,9 +55,9 @@ class StopRequests:
     stop: list[str] = field(default_factory=list)
     """Who wants it to stop; a second entry means at once."""
     save: bool = False
-    """Whether it shall save a checkpoint and leave."""
+    """Whether to save a checkpoint and leave."""
     is_interrupt: bool = False
-    """Whether the first to stop it was Ctrl-C."""
+    """Whether the first stop request was Ctrl-C."""
     is_heeded: bool = False
     """Whether somebody looks here now; before and after that a signal ends what is being done."""
 

@@ -44,7 +44,6 @@ class State:
     __pydantic_config__ = type_config
 
     stage: Stage
-    """Where it is."""
     host: str
     """The machine on which `dstrain run` runs."""
     pid: int
@@ -54,7 +53,6 @@ class State:
     began: float
     """When the run began, in seconds since the epoch."""
     beat: float
-    """When this was written."""
     attempt: int = 1
     """1 for the first start, more after restarts."""
     step: int | None = None
@@ -63,7 +61,7 @@ class State:
     start: str | None = None
     """How far the ranks are that have not come to their first step; None where nothing was said of that yet."""
     exit_code: int | None = None
-    """What `dstrain run` ended with."""
+    """Exit code of `dstrain run`."""
 
 
 class StateWriter:

@@ -36,11 +36,9 @@ class Policy:
     """What is done when a run fails."""
 
     max_restarts: int = 0
-    """How often it is started again."""
     spares: tuple[str, ...] = ()
-    """Hosts that take the run_dir of lost ones."""
+    """Hosts that replace lost ones."""
     timeouts: Timeouts = TIMEOUTS
-    """Time limits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,9 +46,9 @@ class Reporter:
     """Where a run's words go."""
 
     say: Callable[[str], None]
-    """What `run` itself has to say."""
+    """Prints a message of `run` itself."""
     pass_on: Callable[[str], None]
-    """What rank 0 writes."""
+    """Prints output of rank 0."""
     progress: Callable[[Phase, int | None, int], None] = lambda phase, done, total: None
     """A phase that counts something, how far it is, and all of it (0: not known), about once a second."""
 
@@ -187,7 +185,7 @@ class Replaced:
 
     hosts: Hosts
     changes: dict[str, str]
-    """Lost host → what takes its run_dir."""
+    """Lost host → its replacement."""
 
 
 def replaced(hosts: Hosts, gone: Sequence[str], spares: list[str]) -> Replaced | None:

@@ -26,17 +26,13 @@ class Batch:
     """What a job asks of a scheduler, beside nodes and GPUs."""
 
     time_s: int
-    """The most time it takes."""
+    """Time limit of the job."""
     cpus: int | None = None
-    """CPU cores of each node."""
     memory_bytes: int | None = None
-    """RAM of each node."""
     partition: str | None = None
     """Partition or queue."""
     account: str | None = None
-    """Account or project."""
     qos: str | None = None
-    """Quality of service."""
     reservation: str | None = None
 
 

@@ -43,7 +43,6 @@ class Claim:
     """A PersistentVolumeClaim and where it is mounted."""
 
     name: str
-    """The claim."""
     path: str
     """The mount path, absolute."""
 
@@ -57,17 +56,15 @@ class Pods:
     namespace: str | None = None
     """The namespace; not given: that of kubectl's context."""
     claims: tuple[Claim, ...] = ()
-    """Volumes that all pods share."""
+    """Volumes shared by all pods."""
     secret: str = "dstrain"
     """The Secret in which the job's secrets are, by the names of their variables."""
     shm: str = "16Gi"
-    """The most shared memory of a pod."""
+    """Limit of a pod's shared memory."""
     cpus: str | None = None
-    """CPU cores of each node."""
     memory: str | None = None
-    """RAM of each node."""
     gpu_resource: str = "nvidia.com/gpu"
-    """What a GPU is called."""
+    """The resource name of a GPU."""
     runtime: str = "torch-distributed"
     """The ClusterTrainingRuntime of a TrainJob."""
     queue: str = "default"

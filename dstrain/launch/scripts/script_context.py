@@ -33,7 +33,6 @@ class ScriptContext:
     """What the job is called where it runs: letters, digits, dots, dashes and underscores."""
     nodes: int
     gpus: int
-    """GPUs of each node."""
     hosts: tuple[str, ...]
     """The nodes by name; empty where nobody has named as many as there are."""
     python: str
@@ -45,7 +44,7 @@ class ScriptContext:
     exports: Mapping[str, str]
     """What else the ranks find in their environment, where no launcher brings it."""
     job_env: Mapping[str, str]
-    """The job's own part of that."""
+    """The part of it that the job defines."""
 
     @property
     def words(self) -> list[str]:
