@@ -294,7 +294,7 @@ def test_the_way_to_the_other_hosts_is_named() -> None:
 
 def test_one_host_needs_no_interface() -> None:
     assert about_network(NEEDS)[0].endswith(
-        "leads out; RDMA: mlx5_0-7, 400 Gb/s InfiniBand; on one host no variable is needed"
+        "leads to the internet; RDMA: mlx5_0-7, 400 Gb/s InfiniBand; on one host no variable is needed"
     )
 
 
