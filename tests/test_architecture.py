@@ -119,7 +119,7 @@ LONG_FUNCTIONS = {
     "facts/cluster/cluster.py:describe": 43,
     "facts/model/families.py:from_config": 42,
     "job/file.py:_absolute": 41,
-    "launch/launch.py:plan_launch": 44,
+    "launch/launch.py:plan_launch": 42,
     "launch/prepare/prepare.py:prepare": 42,
     "plan/estimate.py:_effective": 41,
     "plan/memory/memory.py:memory": 51,

@@ -83,21 +83,17 @@ def plan_launch(
 ) -> Launch:
     """Returns the launch of a checked run; nothing is written or started.
 
-    `takes_another_port` where nobody has named `master_port`; `mark` is that of this start, where it has one already;
-    `launcher` is the way to start ranks on several nodes (None: pdsh, or ssh where that is missing); `saves_on_term`
-    lets SIGTERM save a checkpoint before the ranks leave; `syncs` copies what nodes without this file system need.
+    `launcher` None selects pdsh, or ssh if pdsh is missing; `mark` is that of this start, if it has one already. The
+    other options are fields of `Launch`.
     """
     way = _way(prepared, launcher, master_port)
     job_env = _job_environment(prepared, way, saves_on_term=saves_on_term)
     mark = mark or new_mark()
     travelling = job_env | _for_other_nodes(prepared, way, mark, master_port)
     user = "" if prepared.is_local else _user_lines()  # DeepSpeed reads .deepspeed_env for other nodes only
-    python_path = environment.python_path(os.environ)
-    exported = environment.exports(
-        job_env,
-        prepared.run_dir,
-        environment.synced_python_path(prepared.run_dir, python_path) if syncs else python_path,
-    )
+    path = environment.python_path(os.environ)
+    path = environment.synced_python_path(prepared.run_dir, path) if syncs else path
+    exported = environment.exports(job_env, prepared.run_dir, path)
     texts = environment.for_nodes({**os.environ, **exported}, travelling, user)
     carried = environment.secrets(os.environ, job_env, user)
     if way.launcher is not None and LAUNCHERS[way.launcher].is_mpi:

@@ -77,15 +77,11 @@ def push(
             return node, said
 
     answers = at_once(take, [node for node in nodes if not node.is_here], calls, most=_MOST_HOSTS)
-    whole = [
-        f"{node.host}: {run_dir.path} holds {', '.join(map(str, said['whole']))}"
-        for node, said in answers
-        if said["whole"]
-    ]
+    whole = {node.host: ", ".join(map(str, said["whole"])) for node, said in answers if said["whole"]}
     if whole:
-        raise Conflict(
-            "\n".join(whole), hint="A run that was started there wrote them. Move them, or start the run there."
-        )
+        rows = [f"{host}: {run_dir.path} holds {names}" for host, names in whole.items()]
+        hint = "A run that was started there wrote them. Move them, or start the run there."
+        raise Conflict("\n".join(rows), hint=hint)
     apart = {node: said["disk"] for node, said in answers if said["disk"] is not None}
     if apart:
         what = "the run directory and dstrain" if checkout() else "the run directory"
