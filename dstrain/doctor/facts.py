@@ -13,22 +13,22 @@ from dstrain.records import type_config
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """What a machine is asked."""
+    """A query to a machine."""
 
     __pydantic_config__ = type_config
 
     is_quick: bool = False
-    """Whether only what matters before a launch is looked at: no hub, no topology, no route."""
+    """Whether to probe only what matters before a launch: no hub, no topology, no route."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """What the environment of the ranks has beside the machine's own; no secrets."""
+    """Variables of the ranks in addition to the machine's own; no secrets."""
     others: tuple[str, ...] = ()
     """The other hosts of the run, as the hostfile names them."""
     master: str | None = None
-    """The host of rank 0, which every other host must find by this name; None on a single host."""
+    """The host of rank 0, whose name every other host must resolve; None on a single host."""
     port: int | None = None
     """The port on which rank 0 will listen, on its own host."""
     folders: Mapping[str, str] = field(default_factory=dict)
-    """Folders that the run writes, by what they are for: `output`, `nvme`."""
+    """Folders that the run writes, by purpose: `output`, `nvme`."""
     paths: tuple[str, ...] = ()
     """Files and folders that every rank reads."""
     endpoints: Mapping[str, str] = field(default_factory=dict)
@@ -41,13 +41,13 @@ class Software:
 
     python: str
     tested_pythons: tuple[str, ...]
-    """Pythons that dstrain is tested with, such as `3.11`; empty where dstrain itself is not installed."""
+    """Versions of Python that dstrain is tested with, such as `3.11`; empty if dstrain is not installed."""
     packages: Mapping[str, str | None]
-    """Version of each package that dstrain needs; None where it is not installed."""
+    """Version of each package that dstrain needs; None if it is not installed."""
     ranges: Mapping[str, str]
     """Package → the versions that dstrain is tested with, such as `<0.20,>=0.19.8`."""
     same: Mapping[str, str | None]
-    """Version of what must be the same on every host."""
+    """Versions that must be the same on every host."""
     torch_cuda: str | None
     """The CUDA that torch was built for, such as `12.8`; None for a torch without CUDA, or without torch."""
     nvcc: str | None
@@ -57,10 +57,10 @@ class Software:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Toolchain:
-    """What DeepSpeed's extensions are built with, and which of them are built."""
+    """The tools that build DeepSpeed's extensions, and the extensions that are built."""
 
     compiler: str | None
-    """The C++ compiler that PyTorch would use; None where it is not there."""
+    """The C++ compiler that PyTorch would use; None if it is missing."""
     has_ninja: bool
     has_python_headers: bool
     has_libaio: bool
@@ -70,7 +70,7 @@ class Toolchain:
     folder: str
     built: tuple[str, ...]
     locks: tuple[Lock, ...]
-    """Locks of extensions that no process of this machine is seen to hold."""
+    """Locks of extensions that no visible process holds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,23 +91,23 @@ class RdmaPort:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Network:
-    """Interfaces, ways to the other hosts, RDMA devices, and the port of rank 0."""
+    """Interfaces, routes to the other hosts, RDMA devices, and the port of rank 0."""
 
     interfaces: tuple[Interface, ...]
     routes: Mapping[str, str | None]
-    """Other host → the own address from which it is reached; None where its name is not known here."""
+    """Other host → this machine's address that reaches it; None if its name cannot be resolved."""
     default_address: str | None
-    """The own address from which the internet would be reached."""
+    """This machine's address for the default route."""
     master_is_known: bool
-    """Whether the host of rank 0 is found by its name."""
+    """Whether the name of rank 0's host can be resolved."""
     rdma: tuple[RdmaPort, ...]
     port_user: str | None
-    """Who listens on the port of rank 0; None where it is free, or was not asked for."""
+    """The program that listens on the port of rank 0; None if it is free, or was not checked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What the system allows a process."""
+    """The system's limits for a process."""
 
     shm_bytes: int | None
     """Size of /dev/shm; None if it is not mounted."""
@@ -117,13 +117,13 @@ class Limits:
     open_files: int | None
     """Files that a process may have open; None is unlimited."""
     open_files_hard: int | None
-    """The most it may raise that to; None is unlimited."""
+    """The hard limit; None is unlimited."""
     is_container: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Folder:
-    """A folder that the run writes, or its nearest parent that is there."""
+    """A folder that the run writes, or its nearest existing parent."""
 
     path: str
     free_bytes: int
@@ -144,7 +144,7 @@ class Space:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoint:
-    """An address on the internet that was tried."""
+    """An internet address that was tried."""
 
     url: str
     """The address; a password in it is masked."""
@@ -162,7 +162,7 @@ class Online:
     is_offline: bool
     """Whether HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE forbids asking Hugging Face."""
     caches: Mapping[str, Folder]
-    """Where hubs keep what was downloaded, by the hub's name."""
+    """The download cache of each hub."""
     has_swanlab_login: bool
     """Whether `swanlab login` stored a key."""
     proxies: Mapping[str, str]
@@ -171,7 +171,7 @@ class Online:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """What one machine says; a subject is None where it was not looked at, or the look failed."""
+    """The facts of one machine; a subject is None if it was not probed, or its probe failed."""
 
     __pydantic_config__ = type_config
 
@@ -185,7 +185,7 @@ class Facts:
     toolchain: Toolchain | None = None
     gpus: Gpus | None = None
     kernel_log: KernelLog | None = None
-    """What the driver of NVIDIA wrote into the kernel's log."""
+    """Errors of NVIDIA's driver in the kernel log."""
     topology: Topology | None = None
     """How GPUs and network adapters are connected."""
     network: Network | None = None

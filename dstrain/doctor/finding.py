@@ -10,23 +10,23 @@ from typing import Any
 
 
 class Mark(StrEnum):
-    """How much a finding matters."""
+    """The severity of a finding."""
 
     OK = "ok"
     """As it should be."""
     WARNING = "warning"
-    """Training runs, worse than it could, or until something else happens."""
+    """Training runs, but slower or at risk."""
     ERROR = "error"
     """Training fails, or cannot be trusted."""
 
 
 SIGNS = {Mark.OK: "✓", Mark.WARNING: "!", Mark.ERROR: "✗"}
-"""How a mark is printed."""
+"""The printed sign of each mark."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One thing that was looked at."""
+    """The result of one check."""
 
     mark: Mark
     subject: str
@@ -79,12 +79,12 @@ class Notes:
 
 
 def errors(findings: Iterable[Finding]) -> list[Finding]:
-    """Returns the findings that stand in the way of training."""
+    """Returns the findings that block training."""
     return [finding for finding in findings if finding.mark is Mark.ERROR]
 
 
 def count_text(findings: Iterable[Finding]) -> str:
-    """Returns how many findings there are of each mark.
+    """Returns the number of findings of each mark.
 
     >>> count_text([Finding(mark=Mark.OK, subject="gpus", what="8 of them")])
     '1 ✓, 0 !, 0 ✗'
@@ -94,7 +94,7 @@ def count_text(findings: Iterable[Finding]) -> str:
 
 
 def listed(numbers: Iterable[int]) -> str:
-    """Returns numbers in order, runs of them folded.
+    """Returns numbers in order, with ranges folded.
 
     >>> listed([3, 0, 1, 2, 7])
     '0-3,7'

@@ -21,7 +21,7 @@ from dstrain.doctor.run_probes import all_at_once
 from dstrain.records import from_data, to_data
 
 LIMIT_S = 3.6
-"""How long all looks together may take; each of them gives up sooner where it can."""
+"""Time limit of all probes together in seconds; most give up sooner."""
 
 Look = Callable[[Question, Mapping[str, str]], Any]
 LOOKS: Mapping[str, Look] = MappingProxyType(
@@ -37,13 +37,13 @@ LOOKS: Mapping[str, Look] = MappingProxyType(
         "online": online.look,
     }
 )
-"""Subject → what looks at it; the field of `Facts` of that name takes what is found."""
+"""Subject → its probe, which fills the field of `Facts` of that name."""
 SLOW = frozenset({"topology", "online"})
-"""Looks that a quick question leaves out."""
+"""Probes that a quick query skips."""
 
 
 def gather(question: Question, base: Mapping[str, str] = os.environ, limit_s: float = LIMIT_S) -> Facts:
-    """Returns what this machine says; `base` is its environment, which the question's goes on top of."""
+    """Returns the facts of this machine; `base` is its environment, which the query's variables extend."""
     environment = {**base, **question.environment}
     looks = {
         name: partial(look, question, environment)
@@ -60,7 +60,7 @@ def gather(question: Question, base: Mapping[str, str] = os.environ, limit_s: fl
 
 
 def main() -> int:
-    """Answers one question."""
+    """Answers one query."""
     question = from_data(Question, json.load(sys.stdin), locate=lambda place: f"question: {'.'.join(map(str, place))}")
     sys.stdout.write(json.dumps(to_data(gather(question))) + "\n")
     sys.stdout.flush()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuState:
-    """One GPU as `nvidia-smi -q -x` shows it; None is what it does not say."""
+    """One GPU as `nvidia-smi -q -x` shows it; None stands for what it does not report."""
 
     bus: str
     """Its address, such as `0000:1b:00`."""
@@ -25,11 +25,11 @@ class GpuState:
     uncorrectable_ever: int = 0
     """The same over the GPU's life."""
     repairs: tuple[str, ...] = ()
-    """Repairs of memory that are due or failed: names of the elements that say so."""
+    """Memory repairs that are due or failed, by the names of their XML elements."""
     recovery: str | None = None
-    """What the driver asks for, such as `Reset` or `Reboot`."""
+    """The recovery that the driver requests, such as `Reset` or `Reboot`."""
     slowdowns: tuple[str, ...] = ()
-    """Why its clocks are lower than they could be, without idleness and ordinary power capping."""
+    """Why its clocks are reduced, without idleness and ordinary power capping."""
     celsius: int | None = None
     power_limit_w: float | None = None
     default_power_limit_w: float | None = None
@@ -42,12 +42,12 @@ class GpuState:
     max_link_width: int | None = None
     """PCIe lanes of GPU and slot."""
     fabric: str | None = None
-    """State of its NVSwitch fabric, such as `Completed` or `In Progress`; None where it has none."""
+    """State of its NVSwitch fabric, such as `Completed` or `In Progress`; None if it has none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpus:
-    """What nvidia-smi says."""
+    """The output of nvidia-smi."""
 
     has_driver: bool
     """Whether an NVIDIA driver or nvidia-smi is installed."""
@@ -64,15 +64,15 @@ class Gpus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Xid:
-    """One kind of error that the driver wrote into the kernel's log for one GPU."""
+    """One kind of driver error in the kernel log, for one GPU."""
 
     bus: str | None
-    """The GPU's address; None where the line does not say."""
+    """The GPU's address; None if the line does not name it."""
     code: int
     """NVIDIA's number of the error."""
     count: int
     age_s: float | None
-    """Seconds since the last one; None where the log has no times."""
+    """Seconds since the last one; None if the log has no times."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,16 +86,16 @@ class KernelLog:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Topology:
-    """What `nvidia-smi topo -m` and `-p2p r` show."""
+    """The output of `nvidia-smi topo -m` and `-p2p r`."""
 
     devices: tuple[str, ...]
     """GPUs (`GPU0`, `GPU1` …), then network adapters by their RDMA names."""
     links: tuple[tuple[str, ...], ...]
-    """For each device its way to every other one: `NV18`, `PIX`, `PXB`, `PHB`, `NODE`, `SYS`."""
+    """For each device its connection to every other one: `NV18`, `PIX`, `PXB`, `PHB`, `NODE`, `SYS`."""
     numa: tuple[str, ...]
-    """The NUMA node of each GPU; empty where it is not said."""
+    """The NUMA node of each GPU; empty if it is not reported."""
     p2p: tuple[tuple[str, ...], ...]
-    """For each GPU whether it can read every other one: `OK`, `CNS`, `GNS` …; nothing where it is not said."""
+    """For each GPU whether it can read every other one: `OK`, `CNS`, `GNS` …; empty if it is not reported."""
 
     @property
     def num_gpus(self) -> int:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def hosts_of(file: JobFile) -> tuple[Hosts | None, list[Finding]]:
-    """Returns the hosts that a job names; None where it names none, or where they cannot be asked yet."""
+    """Returns the hosts of a job; None if it names none, or if they cannot be queried yet."""
     notes, name = Notes("job"), file.job.hostfile
     if name is None:
         return None, []
@@ -51,7 +51,7 @@ def first_needs(file: JobFile, hosts: Hosts | None, *, is_quick: bool = False) -
 
 
 def _for(file: JobFile, hosts: Hosts | None, config: Mapping[str, Any], estimate: Estimate | None) -> Needs:
-    """Returns the needs of a job; where its hosts are not known yet, RAM and disk are theirs and not this machine's."""
+    """Returns the needs of a job, without those of RAM and disk if its hosts are not known yet."""
     needs = wanted.of_job(file.job, os.environ, hosts, config, estimate)
     if file.job.hostfile is None or hosts is not None:
         return needs
@@ -59,9 +59,9 @@ def _for(file: JobFile, hosts: Hosts | None, config: Mapping[str, Any], estimate
 
 
 def all_needs(file: JobFile, hosts: Hosts | None) -> tuple[Needs, list[Finding]]:
-    """Returns what a job wants, with its estimate where there can be one, and findings that say why there is none.
+    """Returns the needs of a job with its estimate, and findings that say why there is none.
 
-    May ask the hub for the model, which takes as long as it takes.
+    May query the hub for the model, without a time limit.
     """
     from dstrain.config.lint import engine
     from dstrain.launch.prepare.lint_job import lint_job  # brings the planner, a quarter of a second
@@ -83,12 +83,12 @@ def all_needs(file: JobFile, hosts: Hosts | None) -> tuple[Needs, list[Finding]]
 
 
 def no_estimate(file: JobFile) -> str:
-    """Returns what to type where a model is not known."""
+    """Returns the fix for an unknown model."""
     return f"hf download {file.job.model} config.json; or name a local folder"
 
 
 def late(file: JobFile, limit_s: float) -> list[Finding]:
-    """Returns what to say where the estimate took longer than `limit_s`."""
+    """Returns the finding for an estimate that took longer than `limit_s`."""
     notes = Notes("job")
     notes.warn(f"no estimate of RAM and disk within {limit_s:g} s: the hub does not answer", no_estimate(file))
     return notes.findings

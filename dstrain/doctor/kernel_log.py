@@ -13,18 +13,18 @@ from dstrain.doctor.nvidia_smi import address
 
 
 class Cure(Enum):
-    """What helps against an error."""
+    """The cure of an error."""
 
     PROGRAM = "the program that ran then was at fault, or its GPU"
     """The machine needs no repair."""
     RESET = "sudo nvidia-smi --gpu-reset -i {gpus}"
     REBOOT = "sudo reboot"
-    """The machine must be started again; seen again, the hardware is to be replaced."""
+    """The machine must be rebooted; if the error returns, the hardware must be replaced."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class XidKind:
-    """What a number means."""
+    """The meaning of a number."""
 
     what: str
     cure: Cure
@@ -65,7 +65,7 @@ _OFF_THE_BUS = re.compile(r"NVRM: .*fallen off the bus")
 
 
 def parse(text: str, uptime_s: float | None) -> tuple[Xid, ...]:
-    """Returns the errors in the output of `dmesg`, one for each GPU and number.
+    """Returns the errors in the output of `dmesg`, one per GPU and number.
 
     >>> line = "[680111.646286] NVRM: Xid (PCI:0000:10:1c): 63, pid=1850, Row Remapper: New row marked for remapping"
     >>> parse(line, 680171.6)[0].code
@@ -82,5 +82,5 @@ def parse(text: str, uptime_s: float | None) -> tuple[Xid, ...]:
         before = xids.get((bus, code))
         xids[bus, code] = Xid(bus=bus, code=code, count=1 + (before.count if before else 0), age_s=age)
     if any(code == 79 and bus is not None for bus, code in xids):
-        xids.pop((None, 79), None)  # newer drivers say it once more, in several lines
+        xids.pop((None, 79), None)  # newer drivers repeat it in several lines
     return tuple(xids.values())

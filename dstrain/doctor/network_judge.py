@@ -29,7 +29,7 @@ SLOW_PAIR = 0.7
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """What the links should carry."""
+    """The expected bandwidth of the links."""
 
     between: Link
     """The link between hosts, for each GPU."""
@@ -40,7 +40,7 @@ class Figures:
 
     @property
     def links(self) -> dict[str, Link]:
-        """Both by where they are."""
+        """Both links by place."""
         return {"between": self.between, "inside": self.inside}
 
 
@@ -50,7 +50,7 @@ def gpu_of(network: Network) -> Gpu:
 
 
 def figures(gpu: Gpu, planned: Cluster | None) -> Figures:
-    """Returns what the links should carry: as a plan was told for these GPUs, else what servers with them have."""
+    """Returns the expected bandwidth: of the link given to a plan for these GPUs, else of typical servers with them."""
     between, is_given = link_assumed_between_nodes(gpu), False
     if planned is not None and planned.gpu.name == gpu.name and planned.inter_link_origin is Origin.GIVEN:
         between, is_given = planned.inter_link, True
@@ -58,7 +58,7 @@ def figures(gpu: Gpu, planned: Cluster | None) -> Figures:
 
 
 def findings(network: Network, figures: Figures, interfaces: Mapping[str, str]) -> list[Finding]:
-    """Returns what is to be said; `interfaces` are those through which hosts reached each other."""
+    """Returns findings; `interfaces` are those through which hosts reached each other."""
     notes = Notes("network")
     notes.ok(f"{_where(network)}: time and bus bandwidth", drawing=table(network))
     if network.between_bus_bytes_per_s is not None:
@@ -104,7 +104,7 @@ def _ms(seconds: float) -> str:
 def _between(
     network: Network, bus_bytes_per_s: float, figures: Figures, interfaces: Mapping[str, str], notes: Notes
 ) -> None:
-    """Holds the bandwidth between hosts against the link's figure; a ring crosses on the adapters of all GPUs."""
+    """Compares the bandwidth between hosts with the link's; a ring crosses on the adapters of all GPUs."""
     per_gpu = bus_bytes_per_s / min(network.slots)
     share = per_gpu / figures.between.bytes_per_s
     assumed = "assumed " if figures.is_assumed else ""
@@ -120,7 +120,7 @@ def _between(
 
 
 def _between_fix(network: Network, figures: Figures, interfaces: Mapping[str, str]) -> str:
-    """Returns what to try where the network is far slower than its link."""
+    """Returns what to try if the network is far slower than its link."""
     names = ",".join(dict.fromkeys(interfaces.values())) or "NAME"
     tries = []
     if network.backend == "gloo":
@@ -138,7 +138,7 @@ def _between_fix(network: Network, figures: Figures, interfaces: Mapping[str, st
 
 
 def _inside(network: Network, bus_bytes_per_s: float, figures: Figures, notes: Notes) -> None:
-    """Holds the bandwidth inside the slowest host against the link between its GPUs."""
+    """Compares the bandwidth inside the slowest host with the link between its GPUs."""
     share = bus_bytes_per_s / figures.inside.bytes_per_s
     where = "inside the host"
     if network.inside:
@@ -156,7 +156,7 @@ def _inside(network: Network, bus_bytes_per_s: float, figures: Figures, notes: N
 
 
 def _ways(network: Network, notes: Notes) -> None:
-    """Says which transports NCCL took, and whether adapters read GPU memory."""
+    """Reports the transports that NCCL used, and whether adapters read GPU memory."""
     if not network.ways:
         return
     nets = [way for way in network.ways if way.startswith("NET/")]
@@ -201,7 +201,7 @@ def _named(network: Network, pair: Pair) -> str:
 
 
 def percent(share: float) -> str:
-    """Returns a share as people write it; of what is hardly there one more figure.
+    """Returns a share in percent, with one more digit below 10 %.
 
     >>> percent(0.84), percent(0.0096)
     ('84 %', '1.0 %')

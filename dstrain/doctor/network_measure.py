@@ -40,41 +40,41 @@ from dstrain.rundir import RunDir
 MODULE = "dstrain.train.network_benchmark"
 """What every rank runs."""
 LIMIT_S = 180.0
-"""Seconds after which the ranks are taken for stuck: they measure for 20 at the most, and may be slow to start."""
+"""Seconds after which ranks count as stuck: they measure for at most 20, and may be slow to start."""
 FOLDERS = "/tmp"
-"""Where a folder for logs is made, of the same name on every host."""
+"""Parent of the folder for logs, which has the same name on every host."""
 _TIMEOUTS = Timeouts(grace_s=3.0, hang_s=0, start_s=0)
 _REMOVE_S = 5.0
 TIME_IS_UP = "time limit"
-"""Who stops ranks that are stuck."""
+"""The stop request of ranks that are stuck."""
 _TRY = "`dstrain doctor --hostfile HOSTFILE` checks each host; NCCL_DEBUG=INFO makes NCCL log its choices."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Site:
-    """Where is measured, and with what."""
+    """Where to measure, and with what."""
 
     hosts: Hosts
     """The hosts; every slot gets a rank."""
     on_cpu: bool
     variables: Mapping[str, str] = field(default_factory=dict)
-    """What the ranks get in their environment, beside this shell's."""
+    """Variables of the ranks in addition to this shell's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What came of it."""
+    """The result of a measurement."""
 
     network: Network
     interfaces: Mapping[str, str]
-    """The interface through which each host reached the others, where there are others and one was chosen."""
+    """The interface through which each host reached the others, if one was chosen."""
 
 
 class Listener:
-    """Takes in what rank 0 writes, line by line."""
+    """Reads the output of rank 0 line by line."""
 
     def __init__(self, tell: Callable[[str], None]) -> None:
-        """`tell` gets what is being done."""
+        """`tell` gets progress messages."""
         self._tell = tell
         self._rest = ""
         self.doing = "starting"
@@ -83,7 +83,7 @@ class Listener:
         """The measurement, once it has arrived."""
 
     def hear(self, text: str) -> None:
-        """Takes a piece of text; what is not ours, as of NCCL, is passed over."""
+        """Takes a piece of text; lines of other programs, such as NCCL, are ignored."""
         *lines, self._rest = (self._rest + text).split("\n")
         for line in lines:
             try:
@@ -98,9 +98,9 @@ class Listener:
 
 
 def measure(site: Site, tell: Callable[[str], None]) -> Answer:
-    """Returns what was measured; nothing is left on any host, unless it failed: then the logs stay on this machine.
+    """Returns the measurement. Leaves nothing on any host, except logs on this machine if it failed.
 
-    Raises EnvironmentProblem where hosts cannot be reached or ranks do not find each other, Interrupted at Ctrl-C.
+    Raises EnvironmentProblem if hosts cannot be reached or ranks do not find each other, Interrupted at Ctrl-C.
     """
     names = own_names()
     here = tuple(is_this_machine(host.name, names) for host in site.hosts.hosts)
@@ -133,12 +133,12 @@ def measure(site: Site, tell: Callable[[str], None]) -> Answer:
 
 
 class NoResult(EnvironmentProblem):
-    """Ranks that failed, or took too long; their logs are kept, and the message names the folder."""
+    """Ranks failed or took too long; their logs are kept, and the message names the folder."""
 
 
 @contextmanager
 def _folder() -> Iterator[RunDir]:
-    """Yields a folder for logs; it stays where there is no result."""
+    """Yields a folder for logs, which is kept if there is no result."""
     at = FOLDERS if os.access(FOLDERS, os.W_OK) else None
     path = Path(tempfile.mkdtemp(prefix="dstrain-network-", dir=at))
     path.chmod(0o700)
@@ -153,7 +153,7 @@ def _folder() -> Iterator[RunDir]:
 
 
 def _spec(site: Site, here: Sequence[bool], run_dir: RunDir) -> LaunchSpec:
-    """Returns what the agents do."""
+    """Returns the specification of the launch."""
     own = dict(site.variables)
     if site.on_cpu and "OMP_NUM_THREADS" not in os.environ:
         own.setdefault("OMP_NUM_THREADS", "1")
@@ -209,7 +209,7 @@ def interface_variables(
 
 
 def result(outcome: Outcome, listener: Listener, site: Site, run_dir: RunDir) -> Network:
-    """Returns what was measured. Raises what a signal means, or NoResult with what the ranks said."""
+    """Returns the measurement. Raises the error of a signal, or NoResult with the ranks' output."""
     if listener.network is not None and outcome.stopped_by in {None, TIME_IS_UP}:
         return listener.network
     if outcome.stopped_by == TIME_IS_UP:
@@ -222,7 +222,7 @@ def result(outcome: Outcome, listener: Listener, site: Site, run_dir: RunDir) ->
 
 
 def _clear(folder: Path, hellos: Mapping[Node, Hello], names: frozenset[str]) -> None:
-    """Removes the folder of logs on hosts that have their own; its text has come here."""
+    """Removes the folder of logs on hosts that have their own; this machine has a copy."""
     hosts = [node.host for node, hello in hellos.items() if not hello.shares_run_dir and not node.is_here]
     if hosts:
         command = ["rm", "-rf", str(folder)]

@@ -21,11 +21,11 @@ _REPAIRS = (
     "ecc_errors/tpc_repair_pending",
     "ecc_errors/aggregate/sram_threshold_exceeded",
 )
-"""Elements that say `Yes` where memory is due for repair, or cannot be repaired."""
+"""Elements that are `Yes` if memory is due for repair, or cannot be repaired."""
 
 
 def parse(text: str) -> Gpus | None:
-    """Returns what nvidia-smi's XML says, or None where it is none."""
+    """Returns the content of nvidia-smi's XML, or None if the text is no such XML."""
     start = text.find("<?xml")
     try:
         root = ElementTree.fromstring(text[max(start, 0) :])
@@ -78,7 +78,7 @@ def _gpu(gpu: Element) -> GpuState:
 
 
 def _text(parent: Element, path: str) -> str | None:
-    """Returns an element's text, or None where it is missing or says nothing."""
+    """Returns an element's text, or None if it is missing or empty."""
     text = (parent.findtext(path) or "").strip()
     return None if text in {"", "N/A", "[N/A]", "None", "Unknown Error"} or "deprecated" in text else text
 
@@ -108,7 +108,7 @@ def _uncorrectable(gpu: Element, period: str) -> int:
 
 
 def _recovery(gpu: Element) -> str | None:
-    """Returns what the driver wants done, such as `Reset` (elements of drivers 535 and 570)."""
+    """Returns the recovery that the driver requests, such as `Reset` (elements of drivers 535 and 570)."""
     action = _text(gpu, "gpu_recovery_action")
     if action is None and _text(gpu, "gpu_reset_status/reset_required") == "Yes":
         return "Reset"
@@ -132,7 +132,7 @@ def _power(gpu: Element, names: Iterable[str]) -> float | None:
 
 
 def _users(gpu: Element) -> tuple[str, ...]:
-    """Returns programs that hold memory on the GPU, without those that draw the screen."""
+    """Returns compute programs that hold memory on the GPU."""
     users = []
     for process in gpu.findall("processes/process_info"):
         if "C" in (process.findtext("type") or ""):

@@ -18,11 +18,11 @@ _WITHOUT_RANKS = ("software", "space")
 
 
 def quick(prepared: PreparedRun, environment: Mapping[str, str]) -> list[Finding]:
-    """Returns what matters on this machine before a launch, within 5 s: errors stop the run, warnings are told.
+    """Returns the findings about this machine before a launch, within 5 s: errors stop the run, warnings are printed.
 
-    Looked at are versions, stale locks, GPUs with their ECC and Xid errors, limits, RAM and disk against the estimate,
-    and the port of rank 0. `environment` is what the launcher will have. A machine that has no rank needs the software
-    alone, and the disk.
+    It checks versions, stale locks, GPUs with their ECC and Xid errors, limits, RAM and disk against the estimate,
+    and the port of rank 0. `environment` is that of the launcher. A machine without ranks needs only
+    the software and the disk.
     """
     own = names()
     here = [host for host in prepared.hosts.hosts if is_this_machine(host.name, own)]

@@ -37,23 +37,23 @@ HUBS = {Hub.HF: "Hugging Face", Hub.MODELSCOPE: "ModelScope"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needs:
-    """What a run wants; without a job it is what every run wants."""
+    """The needs of a run; without a job those that every run has."""
 
     has_job: bool = False
     is_quick: bool = False
     """Whether only the checks before a launch are made."""
     on_cpu: bool = False
     hosts: Hosts | None = None
-    """The hosts of the run; None where nobody named any."""
+    """The hosts of the run; None if none are given."""
     slots: int | None = None
-    """Ranks of the host that is looked at; None where nobody said."""
+    """Ranks of the checked host; None if unknown."""
     is_first: bool = True
-    """Whether the host that is looked at has rank 0."""
+    """Whether the checked host has rank 0."""
     workers: int = 0
     """Data loader processes of each rank."""
     ops: tuple[str, ...] = ()
     host_bytes: int | None = None
-    """RAM of one host; None where that is not known."""
+    """RAM that one host needs; None if unknown."""
     checkpoint_bytes: int | None = None
     """Size of one checkpoint of all ranks together."""
     num_checkpoints: int | None = None
@@ -65,11 +65,11 @@ class Needs:
     """Folders that the run writes: `output`, `nvme`."""
     paths: tuple[str, ...] = ()
     hubs: tuple[str, ...] = tuple(HUBS.values())
-    """Hubs from which model or data come; all of them where there is no job."""
+    """Hubs of model or data; all of them without a job."""
     wants_swanlab: bool = True
     swanlab_mode: str | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
-    """What the ranks have in their environment: this shell's, and the job's on top. Secrets are blanked."""
+    """Variables of the ranks: this shell's, extended by the job's. Secrets are blanked."""
 
     @property
     def num_hosts(self) -> int:
@@ -84,7 +84,7 @@ class Needs:
 
 
 def bare(environment: Mapping[str, str], hosts: Hosts | None = None, *, is_quick: bool = False) -> Needs:
-    """Returns what every run wants."""
+    """Returns the needs of every run."""
     return Needs(
         is_quick=is_quick,
         on_cpu=environment.get(ACCELERATOR) == "cpu",
@@ -102,7 +102,7 @@ def of_job(
     *,
     is_quick: bool = False,
 ) -> Needs:
-    """Returns what a job wants; `estimate` is that of its configuration, where there is one."""
+    """Returns the needs of a job; `estimate` is that of its configuration, if there is one."""
     merged = {**environment, **job.env}
     on_cpu = merged.get(ACCELERATOR) == "cpu"
     memory = estimate.memory if estimate else None
@@ -129,20 +129,20 @@ def of_job(
 
 
 def on_host(needs: Needs, host: Host) -> Needs:
-    """Returns what the run wants of one host."""
+    """Returns the needs of the run on one host."""
     first = needs.hosts.hosts[0].name if needs.hosts else host.name
     return replace(needs, slots=host.slots, is_first=host.name == first)
 
 
 def of_prepared(prepared: PreparedRun, environment: Mapping[str, str], host: Host) -> Needs:
-    """Returns what a checked run wants of one host, for the quick look before its launch."""
+    """Returns the needs of a checked run on one host, for the quick checks before its launch."""
     job, config, estimate = prepared.job, prepared.ds_config, prepared.estimate
     needs = of_job(job, environment, prepared.hosts, config, estimate, is_quick=True)
     return on_host(needs, host)
 
 
 def question(needs: Needs, host: str | None = None) -> Question:
-    """Returns what a host is asked; None is this machine, on its own."""
+    """Returns the query to a host; None is this machine alone."""
     names = [other.name for other in needs.hosts.hosts] if needs.hosts and host is not None else []
     sent = {name: value for name, value in needs.environment.items() if is_forwarded(name) and not is_secret(name)}
     return Question(
@@ -169,7 +169,7 @@ def _url(environment: Mapping[str, str], variable: str, otherwise: str) -> str:
 
 
 def _without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
-    """Returns an environment in which only the presence of secrets is seen, and no password in an address."""
+    """Returns an environment with secrets blanked and passwords removed from addresses."""
     return {
         name: "***" if is_secret(name) else _PASSWORD.sub("://", value) if is_secret(name, value) else value
         for name, value in environment.items()
@@ -187,7 +187,7 @@ def _num_checkpoints(job: Job) -> int | None:
 
 
 def _nvme_path(ds_config: Mapping[str, Any]) -> str | None:
-    """Returns where offloaded states go on NVMe."""
+    """Returns the NVMe folder of offloaded states."""
     zero = ds_config.get("zero_optimization") or {}
     for key in ("offload_optimizer", "offload_param"):
         offload = zero.get(key) or {}

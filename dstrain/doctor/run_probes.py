@@ -14,7 +14,7 @@ from dstrain.child_process import Completed
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """What came of one look."""
+    """The result of one probe."""
 
     value: Any = None
     """None if nothing was found."""
@@ -23,9 +23,9 @@ class Seen:
 
 
 def all_at_once(looks: Mapping[str, Callable[[], Any]], limit_s: float) -> dict[str, Seen]:
-    """Returns what came of every look within `limit_s`; one that takes longer is left behind.
+    """Returns the result of every probe within `limit_s`; slower ones are abandoned.
 
-    Each runs in a thread that nothing waits for: the resolver of names and a driver that hangs cannot be interrupted.
+    Each runs in a daemon thread, since neither name resolution nor a hanging driver can be interrupted.
     """
     results: dict[str, Seen] = {}
     threads = [
@@ -44,7 +44,7 @@ def all_at_once(looks: Mapping[str, Callable[[], Any]], limit_s: float) -> dict[
 def _look(name: str, look: Callable[[], Any], results: dict[str, Seen]) -> None:
     try:
         results[name] = Seen(value=look())
-    except Exception as error:  # whatever goes wrong while looking is a finding, not the end of the others
+    except Exception as error:  # a failed probe is a finding and does not stop the others
         results[name] = Seen(problem=f"{type(error).__name__}: {error}".rstrip(": "))
 
 

@@ -11,7 +11,7 @@ _RANGE = re.compile(r"[\d,-]+|N/A")
 
 
 def parse(matrix: str, p2p: str = "") -> Topology | None:
-    """Returns how GPUs and network adapters are joined, or None where the text is no such table."""
+    """Returns how GPUs and network adapters are connected, or None if the text is no such table."""
     lines = _COLOUR.sub("", matrix).splitlines()
     head = next((line for line in lines if re.match(r"\s+GPU0\b", line)), None)
     if head is None:
@@ -41,7 +41,7 @@ def _rows(lines: list[str], columns: list[str]) -> dict[str, list[str]]:
 
 
 def _numa(rest: list[str]) -> str:
-    """Returns the NUMA node, which stands after the cores; nothing where it is not said."""
+    """Returns the NUMA node, which follows the cores; empty if it is not reported."""
     cells = [word for word in rest if _RANGE.fullmatch(word)]
     return cells[1] if len(cells) > 1 and cells[1] != "N/A" else ""
 

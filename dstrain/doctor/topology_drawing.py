@@ -42,7 +42,7 @@ def draw(topology: Topology) -> list[str]:
 
 
 def nvlink_text(topology: Topology) -> str:
-    """Returns which GPUs NVLinks join, and how many.
+    """Returns which GPUs NVLinks connect, and how many there are.
 
     >>> links = (("X", "NV4"), ("NV4", "X"))
     >>> nvlink_text(Topology(devices=("GPU0", "GPU1"), links=links, numa=("0", "0"), p2p=()))
@@ -79,7 +79,7 @@ def _from_one(gpu: int, members: Sequence[int], links: dict[tuple[int, int], int
 
 
 def nvlinks(topology: Topology) -> dict[tuple[int, int], int]:
-    """Returns for each pair of GPUs that NVLinks join how many there are, in both orders."""
+    """Returns the number of NVLinks of each connected pair of GPUs, in both orders."""
     counts = {}
     for row in range(topology.num_gpus):
         for column in range(topology.num_gpus):
@@ -97,7 +97,7 @@ def switches(topology: Topology) -> list[list[int]]:
 
 
 def _components(members: Iterable[int], joined: Iterable[tuple[int, int]]) -> list[list[int]]:
-    """Returns groups of members that are joined, directly or through others."""
+    """Returns groups of members that are connected, directly or through others."""
     group = {member: {member} for member in members}
     for a, b in joined:
         if group[a] is not group[b]:

@@ -24,13 +24,13 @@ CHECKS: Mapping[str, Check] = MappingProxyType(
         "online": online.check,
     }
 )
-"""Subject → what judges it: facts and needs in, findings out."""
+"""Subject → its check: facts and needs in, findings out."""
 _LOOK_OF = {"ops": "toolchain"}
-"""Checks whose facts have another name."""
+"""Checks whose probe has another name."""
 
 
 def findings(facts: Facts, needs: Needs) -> list[Finding]:
-    """Returns everything that is to be said about one machine."""
+    """Returns all findings about one machine."""
     collected: list[Finding] = []
     for subject, check in CHECKS.items():
         problem = facts.failed.get(_LOOK_OF.get(subject, subject))

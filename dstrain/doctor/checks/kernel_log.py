@@ -12,12 +12,12 @@ from dstrain.doctor.requirements import Needs
 from dstrain.units import format_seconds
 
 RECENT_S = 24 * 3600.0
-"""Age up to which an error that asks for a reset stands in the way; what happened after an older one is not known."""
+"""Age up to which an error that asks for a reset is an error; the GPU may have been reset since an older one."""
 _READ = "sudo dmesg | grep -i xid"
 
 
 def check(facts: Facts, needs: Needs) -> list[Finding]:
-    """Returns what is to be said about Xid errors."""
+    """Returns findings about Xid errors."""
     log, gpus = facts.kernel_log, facts.gpus
     if log is None or gpus is None or not gpus.has_driver or needs.on_cpu:
         return []
@@ -35,10 +35,10 @@ def check(facts: Facts, needs: Needs) -> list[Finding]:
 
 
 def _take_down(code: int, xids: Sequence[Xid], gpus: Gpus, needs: Needs, notes: Notes) -> None:
-    """Takes down one kind of error of all GPUs.
+    """Adds one kind of error of all GPUs.
 
-    Right before a launch a program's own fault says nothing, and a GPU that answers again is let through: nobody knows
-    what was done since.
+    Before a launch, faults of programs are ignored, and a GPU that responds again is only a warning: it may have been
+    reset since.
     """
     kind = XIDS.get(code, XidKind(what="see NVIDIA's list of Xid errors", cure=Cure.PROGRAM))
     numbers = {order for order, gpu in enumerate(gpus.gpus) for xid in xids if xid.bus == gpu.bus}

@@ -24,7 +24,7 @@ MEMLOCK_FOR_RDMA = 64 * MIB
 
 
 def check(facts: Facts, needs: Needs) -> list[Finding]:
-    """Returns what is to be said about the system's limits."""
+    """Returns findings about the system's limits."""
     limits, notes = facts.limits, Notes("limits")
     if limits is None:
         return []

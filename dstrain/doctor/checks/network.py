@@ -15,7 +15,7 @@ _ROCE_MTU = 4200
 
 
 def check(facts: Facts, needs: Needs) -> list[Finding]:
-    """Returns what is to be said about the network."""
+    """Returns findings about the network."""
     net, notes = facts.network, Notes("network")
     if net is None:
         return []
@@ -45,7 +45,7 @@ def _described(chosen: Interface) -> str:
 
 
 def _variables(net: Network, chosen: Interface | None, needs: Needs, notes: Notes) -> None:
-    """Takes down variables of the user's that match no interface: ranks would not find each other."""
+    """Adds variables of the user that match no interface: ranks would not find each other."""
     names = [card.name for card in net.interfaces if card.is_up]
     for variable in (NCCL, GLOO):
         value = needs.environment.get(variable)
@@ -55,7 +55,7 @@ def _variables(net: Network, chosen: Interface | None, needs: Needs, notes: Note
 
 
 def matches(variable: str, value: str, names: Sequence[str]) -> bool:
-    """Returns whether what a variable says leaves an interface. Source: NCCL user guide, NCCL_SOCKET_IFNAME.
+    """Returns whether a variable's value matches an interface. Source: NCCL user guide, NCCL_SOCKET_IFNAME.
 
     >>> matches(NCCL, "=eth", ["eth0"]), matches(NCCL, "eth,ib", ["eth0"]), matches(NCCL, "^eth", ["eth0", "ib0"])
     (False, True, True)

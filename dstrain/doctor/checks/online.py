@@ -20,7 +20,7 @@ _CERTIFICATE = "export SSL_CERT_FILE=/path/to/ca.pem REQUESTS_CA_BUNDLE=/path/to
 
 
 def check(facts: Facts, needs: Needs) -> list[Finding]:
-    """Returns what is to be said about the world outside."""
+    """Returns findings about hubs, SwanLab and proxies."""
     online, notes = facts.online, Notes("online")
     if online is None:
         return []

@@ -25,11 +25,11 @@ _INSTALL: Mapping[str, str] = MappingProxyType(
 """Package manager → how it installs."""
 _RED_HAT = {"dnf", "yum", "zypper"}
 COMPILER, NINJA, HEADERS, LIBAIO, CUDA = "C++ compiler", "ninja", "Python.h", "libaio", "nvcc"
-"""What a build may lack."""
+"""Requirements of a build."""
 
 
 def check(facts: Facts, needs: Needs) -> list[Finding]:
-    """Returns what is to be said about DeepSpeed's extensions."""
+    """Returns findings about DeepSpeed's extensions."""
     notes, tools = Notes("ops"), facts.toolchain
     if tools is None:
         return []
@@ -64,7 +64,7 @@ def check(facts: Facts, needs: Needs) -> list[Finding]:
 
 
 def lacks(op: str, tools: Toolchain, *, on_cpu: bool) -> tuple[str, ...]:
-    """Returns what is missing to build an extension. Source: deepspeed 0.19.8 op_builder: async_io, fused_adam, cpu."""
+    """Returns what an extension lacks. Source: deepspeed 0.19.8 op_builder: async_io, fused_adam, cpu."""
     needed = {COMPILER: tools.compiler is not None, NINJA: tools.has_ninja, HEADERS: tools.has_python_headers}
     if op == "async_io":
         needed[LIBAIO] = tools.has_libaio
@@ -74,7 +74,7 @@ def lacks(op: str, tools: Toolchain, *, on_cpu: bool) -> tuple[str, ...]:
 
 
 def cure(parts: Iterable[str], installer: str | None) -> str:
-    """Returns what to type to have the missing parts.
+    """Returns the command that installs the missing parts.
 
     >>> cure([COMPILER, LIBAIO], "apt-get")
     'apt-get install g++ libaio-dev'

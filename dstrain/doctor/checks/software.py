@@ -15,7 +15,7 @@ from dstrain.doctor.gpu_facts import Gpus
 from dstrain.doctor.requirements import Needs
 
 _LEADING = ("torch", "deepspeed", "transformers")
-"""Packages that are named even where all is well."""
+"""Packages that are named even if all versions are fine."""
 TESTED: Mapping[str, str] = MappingProxyType(
     {
         "accelerate": "1.15.0",
@@ -48,7 +48,7 @@ _OLDEST_DRIVERS: Mapping[int, str] = MappingProxyType({11: "450", 12: "525", 13:
 
 
 def check(facts: Facts, needs: Needs) -> list[Finding]:
-    """Returns what is to be said about versions."""
+    """Returns findings about versions."""
     notes, software = Notes("software"), facts.software
     if software is None:
         return []
@@ -88,7 +88,7 @@ def _ranges(software: Software, notes: Notes) -> None:
 
 
 def _as_tested(software: Software) -> str:
-    """Returns whether packages that are in their ranges are what the tests ran, and which are not."""
+    """Returns whether packages in their ranges have the tested versions, and which do not."""
     others = [
         f"{name} {TESTED[name]}"
         for name, version in software.packages.items()
@@ -139,7 +139,7 @@ def _driver(torch_cuda: str, gpus: Gpus | None, notes: Notes) -> None:
 
 def _nvcc(torch_cuda: str, software: Software, needs: Needs, notes: Notes) -> None:
     if software.nvcc is None:
-        return  # what that means is told with the extensions
+        return  # the check of extensions reports it
     here, there = _release(software.nvcc)[:2], _release(torch_cuda)[:2]
     if here == there or (here[0] == there[0] and here[0] in _MINORS_MIX):
         notes.ok(f"nvcc {software.nvcc} matches torch's CUDA {torch_cuda}")

@@ -12,7 +12,7 @@ LEAST_FREE = 10 * GIB
 
 
 def check(facts: Facts, needs: Needs) -> list[Finding]:
-    """Returns what is to be said about RAM and disks; nothing without a job."""
+    """Returns findings about RAM and disks; none without a job."""
     space, notes = facts.space, Notes("space")
     if space is None:
         return []

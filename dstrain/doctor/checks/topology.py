@@ -22,11 +22,11 @@ _NO_P2P: Mapping[str, tuple[str, str]] = MappingProxyType(
         "U": ("for an unknown reason", "nvidia-smi topo -p2p r"),
     }
 )
-"""nvidia-smi's word → why a pair of GPUs has no P2P, and what to do."""
+"""nvidia-smi's abbreviation → why a pair of GPUs has no P2P, and what to do."""
 
 
 def check(facts: Facts, needs: Needs) -> list[Finding]:
-    """Returns what is to be said about the ways between GPUs."""
+    """Returns findings about the connections between GPUs."""
     topology, notes = facts.topology, Notes("topology")
     if topology is None or topology.num_gpus < 2 or needs.on_cpu:
         return []
@@ -52,7 +52,7 @@ def _how(topology: Topology) -> str:
 
 
 def _p2p(topology: Topology, notes: Notes) -> None:
-    """Takes down pairs of GPUs that cannot read each other's memory."""
+    """Adds pairs of GPUs that cannot read each other's memory."""
     pairs: dict[str, list[tuple[int, int]]] = {}
     for a, row in enumerate(topology.p2p):
         for b, state in enumerate(row):
@@ -74,7 +74,7 @@ def _p2p(topology: Topology, notes: Notes) -> None:
 
 
 def pairs_text(pairs: Sequence[tuple[int, int]]) -> str:
-    """Returns pairs of GPUs, folded where they are all of some, or all with one.
+    """Returns pairs of GPUs, folded if they are all pairs of some GPUs, or all pairs with one.
 
     >>> pairs_text([(0, 1), (0, 2), (1, 2)]), pairs_text([(0, 3), (1, 3), (3, 4)]), pairs_text([(0, 1), (2, 3)])
     ('GPU 0-2', 'GPU 3 with 0-1,4', 'GPU 0 with 1, 2 with 3')

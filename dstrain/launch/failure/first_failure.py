@@ -15,11 +15,11 @@ _MESSAGE_LINES = 12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Death:
-    """A rank that ended badly."""
+    """A rank that failed."""
 
     rank: int
     code: int | None
-    """Its exit code, negative for a signal; None where nobody saw it."""
+    """Its exit code, negative for a signal; None if it was not observed."""
     at: float
     """When it was noticed, in seconds since the epoch."""
 

@@ -1,4 +1,4 @@
-"""Finds where the ranks of a hanging run are, from the stacks in their logs."""
+"""Locates the ranks of a hanging run from the stacks in their logs."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ _LOG = re.compile(r"\d{14}_rank(\d+)\.log")
 
 
 class Tail:
-    """A growing file, read piece by piece."""
+    """Reads a growing file piece by piece."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -39,7 +39,7 @@ class Tail:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What a file has gained."""
+    """Text added to a file."""
 
     path: Path
     text: str
@@ -52,7 +52,7 @@ _TAIL_BYTES = 64 * 1024
 
 
 def tail_of(path: Path) -> str:
-    """Returns the last 64 KiB of a file; nothing where it cannot be read."""
+    """Returns the last 64 KiB of a file; empty if it cannot be read."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, 2)
@@ -63,7 +63,7 @@ def tail_of(path: Path) -> str:
 
 
 def files(folder: Path) -> frozenset[Path]:
-    """Returns what lies in a folder; nothing where there is none."""
+    """Returns the files of a folder; none if it does not exist."""
     return frozenset(folder.iterdir()) if folder.is_dir() else frozenset()
 
 
@@ -93,16 +93,16 @@ class Output:
         self._tails: dict[int, Tail] = {}
         self._split = split
         self.finished: set[int] = set()
-        """Process numbers of ranks on this machine of which the launcher said that they ended well."""
+        """Process numbers of ranks on this machine that succeeded, according to the launcher."""
         self.num_finished = 0
-        """How many ranks ended well on all nodes of this launcher."""
+        """Ranks that succeeded on all nodes of this launcher."""
         self.failed: tuple[str | None, int] | None = None
         """The node (None: this machine) and the code of the first failure that the launcher reported."""
         self.killed: dict[int, int] = {}
-        """Rank → negative number of the signal that ended it, where Open MPI says so: it collects ranks at once."""
+        """Rank → negative number of the signal that ended it, as Open MPI reports, which collects ranks at once."""
 
     def poll(self) -> list[Piece]:
-        """Returns what is new."""
+        """Returns the text added since the last call."""
         text = self._launcher.read()
         pieces = [Piece(self._launcher.path, text, None)] if text else []
         lines = (self._partial + text).split("\n")

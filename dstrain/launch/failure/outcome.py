@@ -12,29 +12,29 @@ from dstrain.launch.failure.first_failure import Death
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lost:
-    """A node from which nothing came any more."""
+    """A node that stopped responding."""
 
     host: str
     """Its name in the hostfile."""
     why: str
-    """What the connection said last, or for how long it was silent."""
+    """The last message of the connection, or how long it was silent."""
     at: float
     """When it was last heard of, in seconds since the epoch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """How far a start is, before every rank has done its first step."""
+    """The progress of a start before every rank has done its first step."""
 
     seconds: float
     """Duration so far."""
     phases: Mapping[int, Phase | None]
-    """Rank → what it does; None where it has not been heard of."""
+    """Rank → its phase; None if it has not reported yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hang:
-    """A run that stood still."""
+    """A run that made no progress."""
 
     seconds: float
     """How long it has made no progress."""
@@ -42,7 +42,7 @@ class Hang:
     """The median step time before."""
     steps: Mapping[int, int]
     start: Start | None = None
-    """How far it was, where it had not come to its first step."""
+    """The progress of the start, if the first step was not reached."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,11 +55,11 @@ class Outcome:
     """The launcher's exit code, negative for a signal; of several the first bad one. 0 alone proves nothing: it is 0
     when `launch` was killed."""
     stopped_by: str | None = None
-    """Who stopped dstrain: a signal's name or `dstrain stop`; None where nobody did."""
+    """What stopped dstrain: a signal's name or `dstrain stop`; None if nothing did."""
     is_interrupt: bool = False
     """Whether it was Ctrl-C."""
     deaths: tuple[Death, ...] = ()
-    """The ranks that ended badly, in the order in which it was noticed."""
+    """The ranks that failed, in the order in which it was noticed."""
     reported: tuple[str | None, int] | None = None
     """The first failure in a launcher's own log: the node (None: that of the launcher) and the rank's code."""
     lost: tuple[Lost, ...] = ()
@@ -71,12 +71,12 @@ class Outcome:
     is_port_taken: bool = False
     """Whether rank 0 could not listen on its port."""
     left_at: int | None = None
-    """The step after which it saved a checkpoint and left because it was asked to; None where it was not."""
+    """The step after which it saved a checkpoint and left as requested; None if it did not."""
     rank_logs: Mapping[int, Path]
     launcher_logs: tuple[Path, ...]
     """The logs of the launchers themselves."""
 
     @property
     def launcher_log(self) -> Path:
-        """The launcher's log that tells most: of the node that failed, or the first."""
+        """The launcher's log of the node that failed, or the first."""
         return self.launcher_logs[0]

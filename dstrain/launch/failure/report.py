@@ -49,7 +49,7 @@ def explain(outcome: Outcome, *, hosts: Hosts, run_dir: RunDir, again: str | Non
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Cause:
-    """What a run failed of."""
+    """The cause of a failed run."""
 
     lines: Sequence[str]
     """The lines of the report."""

@@ -34,9 +34,9 @@ _MOST_DISKS = 8
 
 @contextmanager
 def distribute(launch: Launch, tell: Callable[[str], None]) -> Iterator[CheckpointGatherer | None]:
-    """Copies to other nodes what a start needs, the checkpoint too; yields None where they all see this file system.
+    """Copies to other nodes what a start needs, including the checkpoint; yields None if all share this file system.
 
-    Raises EnvironmentProblem with host and reason where that fails. Nothing is under way any more at the end.
+    Raises EnvironmentProblem with host and reason if that fails. All transfers have ended at the end.
     """
     prepared = launch.prepared
     if not launch.syncs or prepared.is_local:
@@ -55,7 +55,7 @@ def distribute(launch: Launch, tell: Callable[[str], None]) -> Iterator[Checkpoi
 
 
 class CheckpointGatherer:
-    """Puts the checkpoints of one start together, in threads of its own; a failure is told once and ends nothing."""
+    """Gathers the checkpoints of one start in threads of its own; a failure is reported once and ends nothing."""
 
     def __init__(
         self,
@@ -79,9 +79,9 @@ class CheckpointGatherer:
         self._thread.start()
 
     def finish(self, tick: Callable[[], None], *, has_trained: bool) -> None:
-        """Returns when the newest checkpoint is here, after a finished training the model too, or cannot be had.
+        """Waits until the newest checkpoint, and after a finished training the model, is copied or cannot be copied.
 
-        `tick` is called again and again meanwhile.
+        `tick` is called repeatedly meanwhile.
         """
         self._has_trained = has_trained
         self._ends_at = time.monotonic()
@@ -136,7 +136,7 @@ class CheckpointGatherer:
         self._tell(f"{folder.name} is whole here: {format_bytes(total)} copied from {hosts} in {seconds}")
 
     def _tidy(self, newest: Path, copying: Path) -> None:
-        """Lets the disks keep three checkpoints only."""
+        """Removes all but three checkpoints from the disks."""
         whole = [folder for _, folder in self._run_dir.whole_checkpoints()][-1:]
         kept = {folder.name for folder in (newest, copying, *whole)}
         if kept == self._kept:
@@ -154,7 +154,7 @@ class CheckpointGatherer:
             self._tell_once("older checkpoints", error)
 
     def _fetch(self) -> None:
-        """Copies what rank 0 leaves beside its checkpoints: what trackers wrote, and the model."""
+        """Copies what rank 0 writes beside its checkpoints: files of trackers, and the model."""
         names = [*TRACKED, *([self._run_dir.final.name] if self._has_trained else [])]
         if self._has_trained and any(0 in disk.ranks for disk in self._disks):
             shutil.rmtree(self._run_dir.final, ignore_errors=True)
@@ -167,7 +167,7 @@ class CheckpointGatherer:
                     self._tell_once(", ".join(names), error)
 
     def _tell_once(self, what: str, error: DstrainError | OSError) -> None:
-        """Says that copying failed, the first time it fails so."""
+        """Reports a failed copy, once for each reason."""
         problem = error.problem if isinstance(error, DstrainError) else str(error)
         if problem not in self._told and not self._calls.is_over:
             self._told.add(problem)
@@ -186,7 +186,7 @@ def start_of(checkpoint: Path) -> str | None:
 
 
 def _complete(folder: Path) -> None:
-    """Marks a checkpoint as whole, last of all. Raises EnvironmentProblem where a shard is missing."""
+    """Marks a checkpoint as complete. Raises EnvironmentProblem if a shard is missing."""
     record = read_record(folder, PART)
     shards = list(folder.glob("global_step*/*zero_pp_rank_*_optim_states.pt"))
     if record["zero_stage"] and len(shards) < record["world_size"]:

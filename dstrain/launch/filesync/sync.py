@@ -31,14 +31,14 @@ TRACKED = ("swanlog", "tensorboard", "wandb", ".dstrain-run.json")
 """What trackers keep in the run directory of rank 0; the file names SwanLab's run, for a run that goes on."""
 _MOST_HOSTS = 64
 _MOST_CHECKPOINTS = 8
-"""To how many disks at once: a checkpoint fills the line of this machine."""
+"""Disks that are written at once: a checkpoint saturates this machine's link."""
 _SHARD = re.compile(r"(?:zero_pp_rank_|offloaded_tensors/rank)(\d+)")
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json")
-"""Weights in a checkpoint that are for people: ranks that go on read DeepSpeed's."""
+"""Weights in a checkpoint for other programs: resuming ranks read DeepSpeed's."""
 _CODE = ("dstrain", "ds_templates", "launch", "hostfiles")
-"""What dstrain is in a checkout."""
+"""The folders of a checkout that contain dstrain."""
 _WORTH_SAYING = 256 * 2**20
-"""Bytes of a copy that may take long."""
+"""Bytes of a copy that is worth a message."""
 
 Place = TypeVar("Place")
 Found = TypeVar("Found")
@@ -62,7 +62,7 @@ def push(
     Conflict where a disk holds whole checkpoints: those of a run that was started from there.
     """
     write_atomic(run_dir.token, mark)
-    shutil.rmtree(run_dir.code, ignore_errors=True)  # where this machine was a node of another one's run
+    shutil.rmtree(run_dir.code, ignore_errors=True)  # left if this machine was a node of another one's run
     archive = _archive(run_dir)
     gone = [path.name for path in (run_dir.summary, run_dir.states, run_dir.plan, run_dir.edits)]
 
@@ -93,7 +93,7 @@ def push(
 
 
 def at_once(do: Callable[[Place], Found], places: Sequence[Place], calls: Transfers, *, most: int) -> list[Found]:
-    """Returns what was done at each place. Raises what went wrong at any of them, together."""
+    """Returns the result of each place. Raises one error for all places that failed."""
 
     def attempt(place: Place) -> Found | TransferFailed:
         try:
@@ -117,7 +117,7 @@ def at_once(do: Callable[[Place], Found], places: Sequence[Place], calls: Transf
 
 
 def _archive(run_dir: RunDir) -> bytes:
-    """Returns what launchers and ranks read, and the metrics so far, at whose end they go on."""
+    """Returns an archive of what launchers and ranks read, with the metrics so far, which they extend."""
     paths = (
         *(run_dir.request, run_dir.facts, run_dir.plan, run_dir.ds_config, run_dir.hostfile, run_dir.environment),
         *(run_dir.secrets, run_dir.rank_program, run_dir.start_script, run_dir.edits),
@@ -144,12 +144,12 @@ def push_checkpoint(
     *,
     num_ranks: int,
 ) -> None:
-    """Copies a whole checkpoint to other disks, without what is there and what no rank there reads.
+    """Copies a complete checkpoint to other disks, skipping files already there or not read by their ranks.
 
     Raises EnvironmentProblem with host and reason where that fails.
     """
     record = json.loads((folder / COMPLETE).read_text(encoding="utf-8"))
-    start = str(record.get("start", "")) if folder.parent == run_dir.path else ""  # elsewhere it may not be ours
+    start = str(record.get("start", "")) if folder.parent == run_dir.path else ""  # elsewhere it may be of another run
     files = {name: path for name, path in remote_end.files_in(folder).items() if name != COMPLETE}
     sizes = {name: path.stat().st_size for name, path in files.items()}
 
@@ -173,7 +173,7 @@ def push_checkpoint(
 
 
 def needed(files: Iterable[str], ranks: Collection[int], *, written_by: int, num_ranks: int) -> list[str]:
-    """Returns the files of a checkpoint that some of `num_ranks` ranks read when they go on from it.
+    """Returns the files of a checkpoint that some of `num_ranks` ranks read when they resume from it.
 
     Another number than `written_by` reads the universal copy, and of the shards rank 0's model states alone. Source:
     deepspeed 0.19.8 runtime/engine.py: _get_all_ckpt_names, _get_all_zero_checkpoint_state_dicts

@@ -26,10 +26,10 @@ _LAST_WORDS_S = 5.0
 
 
 class TransferFailed(EnvironmentProblem):
-    """A host on which something could not be done."""
+    """A transfer to or from a host failed."""
 
     def __init__(self, host: str, said: str, *, is_lost: bool) -> None:
-        """`said` is its reason; `is_lost` where it could not be reached, or not to the end."""
+        """`said` is the reason; `is_lost` if the host could not be reached, or the connection broke."""
         super().__init__(f"{host}: {said}")
         self.host = host
         self.said = said
@@ -37,7 +37,7 @@ class TransferFailed(EnvironmentProblem):
 
 
 class Transfers:
-    """What is under way on other hosts."""
+    """The transfers in progress."""
 
     def __init__(self, launcher: str) -> None:
         """`launcher` "slurm" reaches hosts by srun, any other by ssh."""
@@ -50,7 +50,7 @@ class Transfers:
 
     @contextmanager
     def to(self, host: str, verb: str, *words: str) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
-        """Yields stdin and stdout of a verb of the far end; waits for its end. Raises TransferFailed where it fails."""
+        """Yields stdin and stdout of a command of `remote_end`, and waits for its end. Raises TransferFailed."""
         program = [sys.executable, "-I", "-c", self._text, verb, *words]
         line = remote.on_host(host, program, by_srun=self._by_srun)
         with tempfile.TemporaryFile() as errors:
@@ -60,7 +60,11 @@ class Transfers:
             try:
                 with process.stdin:
                     yield process.stdin, process.stdout
-            except (BrokenPipeError, tarfile.TarError, ValueError) as error:  # what the other end says tells more
+            except (
+                BrokenPipeError,
+                tarfile.TarError,
+                ValueError,
+            ) as error:  # the error message of the other end says more
                 broken = error
             except OSError as error:
                 self._end(process)
@@ -76,7 +80,7 @@ class Transfers:
 
     @staticmethod
     def answer(stdout: IO[bytes], kind: Any) -> Any:
-        """Returns the line of JSON that the far end says. Raises ValueError where it is none, or of another type."""
+        """Returns the JSON line of the remote end. Raises ValueError if it is invalid or has another type."""
         try:
             said = json.loads(stdout.readline(LONGEST))
         except RecursionError:
@@ -86,7 +90,7 @@ class Transfers:
         return said
 
     def _start(self, line: list[str], errors: IO[bytes]) -> subprocess.Popen[bytes]:
-        """Starts a process in a session of its own: Ctrl-C is for `run`, which decides what to do."""
+        """Starts a process, unless `close` was called."""
         with self._lock:
             if self.is_over:
                 raise TransferFailed("here", "ended", is_lost=False)
@@ -102,7 +106,7 @@ class Transfers:
             process.stdout.close()
 
     def close(self) -> None:
-        """Ends what is under way; nothing can be started any more."""
+        """Ends all transfers; no more can be started."""
         with self._lock:
             self.is_over = True
             for process in self._running:

@@ -47,7 +47,7 @@ _MOST_BYTES = 16 * 2**20
 
 
 class Outbox:
-    """Events on their way to `run`; a connection that does not take them never holds the agent up."""
+    """Buffers events for `run`, so that a blocked connection never blocks the agent."""
 
     def __init__(self, handle: int, node: int) -> None:
         os.set_blocking(handle, False)
@@ -57,7 +57,7 @@ class Outbox:
         self._num_bytes = 0
 
     def put(self, event: Event) -> None:
-        """Takes an event; text is dropped where too much is waiting."""
+        """Adds an event; text is dropped if too much is waiting."""
         line = encode(event, self._node)
         if isinstance(event, Wrote) and self._num_bytes > _MOST_BYTES:
             return
@@ -65,7 +65,7 @@ class Outbox:
         self._num_bytes += len(line)
 
     def push(self) -> None:
-        """Sends what the connection takes."""
+        """Sends as much as the connection accepts."""
         while self._waiting:
             line = self._waiting.popleft()
             try:
@@ -86,7 +86,7 @@ class Outbox:
 
 
 class Agent:
-    """Takes orders, keeps the node's part of the run, and tells what happens."""
+    """Executes orders, runs the node's ranks, and reports events."""
 
     def __init__(self, node: int, orders: int, events: int) -> None:
         """Reads orders from one file descriptor and writes events to another."""
@@ -104,7 +104,7 @@ class Agent:
         self._term = False
 
     def run(self) -> None:
-        """Returns when nothing of the run is left on this node, or when nothing was ever started."""
+        """Runs until nothing of the run is left on this node, or until the connection ends before a start."""
         for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
             signal.signal(number, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, self._note_term)
@@ -127,7 +127,7 @@ class Agent:
         self._term = True
 
     def _heed_term(self) -> None:
-        """A scheduler ends the job: ranks that save at SIGTERM are told, all others end."""
+        """Passes a scheduler's SIGTERM on to ranks that save at it, and ends all others."""
         self._term = False
         if self._node_runner is None:
             self._lost = "SIGTERM"
@@ -223,7 +223,7 @@ class Agent:
         )
 
     def _give_up(self, why: str) -> None:
-        """Ends this node's part because `run` is not there any more, and leaves a note of it."""
+        """Ends this node's ranks because `run` is gone, and logs it."""
         self._lost = why
         if self._node_runner is None or self._begin is None:
             return

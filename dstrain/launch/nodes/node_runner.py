@@ -26,10 +26,10 @@ _LOOK_S = 0.5
 
 
 class NodeRunner:
-    """Keeps one node's part from its start to its end; `tick` is called several times a second."""
+    """Runs the ranks of one node from start to end; `tick` is called several times a second."""
 
     def __init__(self, begin: Begin) -> None:
-        """Starts the launcher, where this node has one. Raises OSError when that is not possible."""
+        """Starts the launcher, if this node has one. Raises OSError if that fails."""
         self._begin = begin
         self._timeouts = Timeouts(**begin.timeouts)
         self._run_dir = RunDir(Path(begin.run_dir))
@@ -79,7 +79,7 @@ class NodeRunner:
             )
 
     def tick(self) -> list[Event]:
-        """Looks at everything once and returns what `run` should know."""
+        """Checks ranks and logs once and returns events for `run`."""
         self._watch.poll()
         self._look_for_locks()
         events: list[Event] = []
@@ -99,7 +99,7 @@ class NodeRunner:
         return events
 
     def _look_for_locks(self) -> None:
-        """Remembers the locks of extensions that ranks hold while they start; one that is killed leaves its own."""
+        """Notes the locks of extensions that starting ranks hold, since a killed rank leaves its lock."""
         now = time.monotonic()
         if now >= self._next_look and len(self._stepping) < self._begin.num_ranks:
             self._next_look = now + _LOOK_S
@@ -121,7 +121,7 @@ class NodeRunner:
                 self._done.add(heartbeat.rank)
 
     def alive(self) -> Alive:
-        """Returns a sign of life with the steps since the last one."""
+        """Returns a heartbeat with the steps since the last one."""
         steps, self._steps = self._steps, {}
         return Alive(steps=steps)
 
@@ -130,7 +130,7 @@ class NodeRunner:
         self._watch.wait(seconds)
 
     def send(self, number: signal.Signals) -> None:
-        """Sends a signal to every rank on this node, to one that does not heed signals yet as soon as it does."""
+        """Sends a signal to every rank on this node, to a starting one as soon as it handles signals."""
         self._wanted.append(number)
         self._signal(number, self._listening)
 
@@ -170,12 +170,12 @@ class NodeRunner:
         elif self._deadline is None and self._launcher is not None:
             went_well = self._launcher.returncode == 0 and not self._has_failure()
             if went_well and not self._family.ranks():
-                self._deadline = now + self._timeouts.grace_s  # what a rank left behind may end by itself
+                self._deadline = now + self._timeouts.grace_s  # leftover processes may end by themselves
             else:
                 self.end(self._timeouts.grace_s)
 
     def _kill(self, now: float) -> None:
-        """A process may fork between look and kill, so this is done until there is nobody."""
+        """Kills repeatedly until no process is left, since a process may fork in between."""
         assert self._give_up is not None
         if self._family.alive() and now < self._give_up:
             self._family.send(signal.SIGKILL)
@@ -205,7 +205,7 @@ class NodeRunner:
             if self._watch.deaths[rank].code is None:
                 del self._watch.deaths[rank]
         yield from self._deaths(with_unseen=True)
-        yield self.alive()  # a rank that has left said so just now
+        yield self.alive()  # a rank that has left reports it just now
         yield Ended(
             code=self._launcher.returncode if self._launcher is not None else None,
             num_finished=self._output.num_finished,
@@ -214,7 +214,7 @@ class NodeRunner:
         )
 
     def _deaths(self, *, with_unseen: bool) -> list[Event]:
-        """Returns the deaths not told yet; of those that nobody saw the launcher may still say that all was well."""
+        """Returns new deaths; unobserved ones only `with_unseen`, since the launcher may still report success."""
         events: list[Event] = [Died(rank=rank, code=code) for rank, code in self._output.killed.items()]
         self._output.killed.clear()
         for rank, death in sorted(self._watch.deaths.items(), key=lambda item: item[1].at):

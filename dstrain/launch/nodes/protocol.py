@@ -150,7 +150,7 @@ class Died:
 
     rank: int
     code: int | None
-    """Its exit code, negative for a signal; None where nobody saw it."""
+    """Its exit code, negative for a signal; None if it was not observed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from dstrain.rundir import RunDir
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchSpec:
-    """What is to be run."""
+    """The specification of one launch."""
 
     nodes: tuple[Node, ...]
     """The nodes and their commands."""
@@ -22,16 +22,16 @@ class LaunchSpec:
     mark: str
     open: Callable[[Sequence[Node]], list[Channel]]
     environment: Mapping[str, str]
-    """What the environment of launchers on other machines has beside that of their agent."""
+    """Variables of launchers on other machines, in addition to those of their agent."""
     unset: tuple[str, ...]
     """Variables that launchers on other machines must not have."""
     exports: Mapping[str, str]
-    """What they get beside that: name → text as it stands between a shell's double quotes."""
+    """Further variables: name → text between a shell's double quotes."""
     master_port: int
     takes_another_port: bool = False
-    """Whether rank 0 may listen on another one where that is in use."""
+    """Whether rank 0 may listen on another port if that one is in use."""
     master: str | None = None
-    """The host of rank 0, as ranks are told it; None where all ranks are on one node."""
+    """The host of rank 0 as the ranks get it; None if all ranks are on one node."""
     ops: tuple[str, ...] = ()
     files: Mapping[str, int] = field(default_factory=dict)
     """Files that every rank reads → their bytes here."""
@@ -50,16 +50,16 @@ class LaunchSpec:
 
 @dataclass
 class StopRequests:
-    """What somebody outside wants of a run, as signal handlers and `dstrain stop` put it down."""
+    """Requests of signal handlers and `dstrain stop` to a run."""
 
     stop: list[str] = field(default_factory=list)
-    """Who wants it to stop; a second entry means at once."""
+    """Sources of stop requests; a second entry means at once."""
     save: bool = False
     """Whether to save a checkpoint and leave."""
     is_interrupt: bool = False
     """Whether the first stop request was Ctrl-C."""
     is_heeded: bool = False
-    """Whether somebody looks here now; before and after that a signal ends what is being done."""
+    """Whether the requests are read now; before and after that a signal ends `run` directly."""
 
 
 def new_mark() -> str:

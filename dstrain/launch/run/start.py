@@ -22,7 +22,7 @@ from dstrain.paths import write_atomic
 
 
 def launch_spec(launch: Launch, *, timeouts: Timeouts = TIMEOUTS) -> LaunchSpec:
-    """Returns what the coordinator plays, within these limits."""
+    """Returns the specification of a launch, with these time limits."""
     prepared = launch.prepared
     python_path = launch.exported.get("PYTHONPATH", "")
     return LaunchSpec(

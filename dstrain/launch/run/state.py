@@ -23,7 +23,7 @@ from dstrain.rundir import RunDir
 
 
 class Stage(StrEnum):
-    """Where a run is."""
+    """The stage of a run."""
 
     STARTING = "starting"
     RUNNING = "running"
@@ -34,12 +34,12 @@ class Stage(StrEnum):
 
 
 LIVING = frozenset({Stage.STARTING, Stage.RUNNING})
-"""The stages of a run that goes on."""
+"""The stages of an active run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class State:
-    """How a run stands."""
+    """The state of a run."""
 
     __pydantic_config__ = type_config
 
@@ -89,14 +89,14 @@ class StateWriter:
             write_atomic(self._run_dir.state, json.dumps(to_data(self.state)) + "\n")
 
     def beat(self, step: int | None) -> None:
-        """Writes it again when it has become old."""
+        """Rewrites the state when it has become old."""
         self.step = step
         if time.time() - self.state.beat > TIMEOUTS.record_s:
             self.write()
 
 
 def read(run_dir: RunDir) -> State:
-    """Returns the state of a run. Raises InvalidConfig where there is none."""
+    """Returns the state of a run. Raises InvalidConfig if there is none."""
     try:
         data = json.loads(run_dir.state.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -111,7 +111,7 @@ def read(run_dir: RunDir) -> State:
 
 
 def is_alive(state: State, run_dir: RunDir) -> bool:
-    """Returns whether the process that wrote this goes on; of another machine's, whether it wrote lately."""
+    """Returns whether the process that wrote this is alive; on another machine, whether it wrote recently."""
     if state.stage not in LIVING:
         return False
     if state.host == socket.gethostname():
@@ -132,7 +132,7 @@ def _age_s(state: State, run_dir: RunDir) -> float:
 def only_one(run_dir: RunDir) -> Iterator[None]:
     """Keeps other runs out of a folder that exists; the lock ends with this process, whatever ends it.
 
-    Raises Conflict where a run goes on there.
+    Raises Conflict if a run is active there.
     """
     refuse_living(run_dir)
     with run_dir.lock.open("a") as file:
@@ -140,7 +140,7 @@ def only_one(run_dir: RunDir) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise _taken(run_dir) from None
-        except OSError:  # a file system without locks: the state is all there is
+        except OSError:  # a file system without locks: rely on the state
             pass
         yield
 
@@ -152,7 +152,7 @@ def has_process(state: State) -> bool:
 
 
 def refuse_living(run_dir: RunDir) -> None:
-    """Raises Conflict where a run goes on in this folder."""
+    """Raises Conflict if a run is active in this folder."""
     try:
         state = read(run_dir)
     except InvalidConfig:

@@ -33,7 +33,7 @@ _OWN_FAULT = frozenset({2, 3, 4, 5, 6})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """What is done when a run fails."""
+    """What to do if a run fails."""
 
     max_restarts: int = 0
     spares: tuple[str, ...] = ()
@@ -43,7 +43,7 @@ class Policy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reporter:
-    """Where a run's words go."""
+    """The outputs of a run."""
 
     say: Callable[[str], None]
     """Prints a message of `run` itself."""
@@ -64,7 +64,7 @@ class Supervisor:
         reporter: Reporter,
         edits: Sequence[Edit] | None,
     ) -> None:
-        """`plan` prepares a start: on these hosts (None: the job's), going on from the newest checkpoint or not."""
+        """`plan` prepares a start: on these hosts (None: the job's), from the newest checkpoint or not."""
         self._plan = plan
         self._requests = requests
         self._policy = policy
@@ -75,7 +75,7 @@ class Supervisor:
         self._ports = 0
 
     def drive(self, launch: Launch) -> None:
-        """Runs to the end. Raises RunFailed, Interrupted or SavedAndLeft where that is not a finished training."""
+        """Runs to the end. Raises RunFailed, Interrupted or SavedAndLeft if the training did not finish."""
         run_dir = launch.prepared.run_dir
         writer = StateWriter(run_dir)
         run_dir.failure.unlink(missing_ok=True)
