@@ -45,7 +45,12 @@ def test_a_host_with_another_version_is_told(network: Network, tmp_path: Path) -
     other = tmp_path / "site" / "deepspeed-0.18.0.dist-info"
     other.mkdir(parents=True)
     (other / "METADATA").write_text("Metadata-Version: 2.1\nName: deepspeed\nVersion: 0.18.0\n")
-    network.configure_sshd(2, f"SetEnv PYTHONPATH={tmp_path / 'site'}")
+    command = tmp_path / "command"
+    command.write_text(
+        f'#!/bin/sh\nexec sh -c "$(printf %s "$SSH_ORIGINAL_COMMAND" | sed \'s#PYTHONPATH=#&{tmp_path / "site"}:#\')"\n'
+    )
+    command.chmod(0o755)
+    network.configure_sshd(2, f"ForceCommand {command}")
     network.restart_sshd(2)
     try:
         code, said, _ = check(network, tmp_path)
