@@ -41,7 +41,7 @@ def compared(case: Case, real: Measured) -> dict[str, Any]:
     """Returns one line of the results; errors are the plan's over the measurement, less one."""
     plan = predicted(case)
     phases = {name: plan.phases[name] / count - 1 for name, count in real.phases.items() if name in plan.phases}
-    if case.configuration.offload.value != "none":
+    if case.configuration.zero.offload.value != "none":
         phases.pop("step", None)  # the host's
     worst = max(phases, key=lambda name: abs(phases[name]))
     return {

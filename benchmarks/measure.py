@@ -147,7 +147,7 @@ def device_bytes(found: dict[str, float], *, on_gpu: bool) -> Iterator[None]:
 def spec_of(case: Case) -> dict[str, Any]:
     """Returns what the child is told."""
     configuration = case.configuration()
-    lora = configuration.lora
+    lora = configuration.model.lora
     adapter = {"r": lora.rank, "lora_alpha": lora.alpha, "lora_dropout": lora.dropout, "target_modules": "all-linear"}
     return {
         "config": dict(SHAPES[case.shape]),
@@ -156,7 +156,7 @@ def spec_of(case: Case) -> dict[str, Any]:
         "micro_batch": case.micro_batch,
         "grad_accum": case.grad_accum,
         "grad_ckpt": case.grad_ckpt,
-        "attn": str(configuration.attn),
+        "attn": str(configuration.kernels.attn),
         "liger": case.liger,
         "ds_config": ds_config(configuration),
         "steps": TIMED_STEPS,

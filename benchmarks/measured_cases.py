@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from dstrain.choices import LossKernel, Method, Offload
-from dstrain.plan.configuration import DEFAULTS, Configuration
+from dstrain.plan.configuration import DEFAULTS, Configuration, changed
 
 TIMED_STEPS = 3
 NUM_QUICK = 4
@@ -74,7 +74,7 @@ class Case:
         names = ("seq_len", "micro_batch", "grad_accum", "grad_ckpt", "offload", "liger")
         fields: dict[str, Any] = {name: getattr(self, name) for name in names}
         fields |= {"reduce_bucket_size": 50_000_000, **self.changes}
-        return replace(
+        return changed(
             DEFAULTS,
             **fields,
             method=Method.LORA if self.lora else Method.FULL,
@@ -129,27 +129,27 @@ CPU_CASES = (
 def ds_config(configuration: Configuration) -> dict[str, Any]:
     """Returns the DeepSpeed configuration of a configuration."""
     zero: dict[str, Any] = {
-        "stage": configuration.zero_stage,
-        "overlap_comm": configuration.overlap_comm,
+        "stage": configuration.zero.stage,
+        "overlap_comm": configuration.zero.overlap_comm,
         "contiguous_gradients": True,
-        "reduce_bucket_size": configuration.reduce_bucket_size,
+        "reduce_bucket_size": configuration.zero.reduce_bucket_size,
     }
-    if configuration.zero_stage == 3:
+    if configuration.zero.stage == 3:
         zero |= {
-            "stage3_prefetch_bucket_size": configuration.prefetch_bucket_size,
-            "stage3_param_persistence_threshold": configuration.param_persistence_threshold,
-            "stage3_max_live_parameters": configuration.max_live_parameters,
-            "stage3_max_reuse_distance": configuration.max_reuse_distance,
-            "sub_group_size": configuration.sub_group_size,
+            "stage3_prefetch_bucket_size": configuration.zero.prefetch_bucket_size,
+            "stage3_param_persistence_threshold": configuration.zero.param_persistence_threshold,
+            "stage3_max_live_parameters": configuration.zero.max_live_parameters,
+            "stage3_max_reuse_distance": configuration.zero.max_reuse_distance,
+            "sub_group_size": configuration.zero.sub_group_size,
         }
-    place = {"device": "cpu", "pin_memory": configuration.pin_memory}
-    if configuration.offload is not Offload.NONE:
+    place = {"device": "cpu", "pin_memory": configuration.zero.pin_memory}
+    if configuration.zero.offload is not Offload.NONE:
         zero["offload_optimizer"] = place
-    if configuration.offload is Offload.PARAMS:
+    if configuration.zero.offload is Offload.PARAMS:
         zero["offload_param"] = place
     return {
-        "train_micro_batch_size_per_gpu": configuration.micro_batch,
-        "gradient_accumulation_steps": configuration.grad_accum,
+        "train_micro_batch_size_per_gpu": configuration.batch.micro_batch,
+        "gradient_accumulation_steps": configuration.step.grad_accum,
         "gradient_clipping": 1.0,
         "bf16": {"enabled": True},
         "zero_allow_untested_optimizer": True,

@@ -153,10 +153,11 @@ def test_what_is_in_scope() -> None:
 
 def test_fms_baseline_is_transformers_4_with_fp32_adapters_and_dropout() -> None:
     asked = ask(made()).configuration
-    assert (asked.method, asked.stack, asked.loss) == (Method.LORA, Stack.TRANSFORMERS_4, LossKernel.FULL)
-    assert (asked.lora.rank, asked.lora.dropout) == (16, 0.1)
-    assert asked.lora.targets == ("q_proj", "k_proj", "v_proj", "o_proj")
-    assert asked.state_dtypes is StateDtypes.PURE_BF16
+    assert (asked.model.method, asked.kernels.loss) == (Method.LORA, LossKernel.FULL)
+    assert asked.code.stack is Stack.TRANSFORMERS_4
+    assert (asked.model.lora.rank, asked.model.lora.dropout) == (16, 0.1)
+    assert asked.model.lora.targets == ("q_proj", "k_proj", "v_proj", "o_proj")
+    assert asked.model.state_dtypes is StateDtypes.PURE_BF16
 
 
 @pytest.mark.parametrize(
@@ -171,26 +172,26 @@ def test_fms_baseline_is_transformers_4_with_fp32_adapters_and_dropout() -> None
 )
 def test_fms_kernels_are_told_by_the_notes(words: str, unsloth: bool, loss: LossKernel) -> None:
     asked = ask(made(notes=f"q=A; {words}")).configuration
-    assert (asked.unsloth, asked.loss, asked.liger) == (unsloth, loss, False)
+    assert (asked.code.unsloth, asked.kernels.loss, asked.kernels.liger) == (unsloth, loss, False)
 
 
 def test_fms_tables_of_2024_ran_transformers_4_45() -> None:
     source = "foundation-model-stack/fms-acceleration scripts/benchmarks/refs/a100_80gb_liger.csv"
-    assert ask(made(source=source)).configuration.stack is Stack.TRANSFORMERS_4_45
+    assert ask(made(source=source)).configuration.code.stack is Stack.TRANSFORMERS_4_45
 
 
 def test_fsdp_under_autocast_keeps_fp32_shards_and_one_gpu_does_not() -> None:
     autocast = {"method": "full", "precision": "bfloat16 autocast"}
     alone = ask(made(**autocast)).configuration
     sharded = ask(made(**autocast, zero_stage="3 (FSDP)", n_gpus="4")).configuration
-    assert (alone.state_dtypes, alone.zero_stage) == (StateDtypes.PURE_BF16, 0)
-    assert (sharded.state_dtypes, sharded.zero_stage) == (StateDtypes.AUTOCAST, 3)
+    assert (alone.model.state_dtypes, alone.zero.stage) == (StateDtypes.PURE_BF16, 0)
+    assert (sharded.model.state_dtypes, sharded.zero.stage) == (StateDtypes.AUTOCAST, 3)
 
 
 def test_trl_makes_norms_fp32_beside_a_quantised_base_of_one_gpu() -> None:
     columns = {"method": "qlora-nf4-bnb", "notes": "q=A; QLoRA bnb nf4 baseline (no fms accel)"}
-    assert ask(made(**columns)).configuration.fp32_norms
-    assert not ask(made(**columns, zero_stage="3 (FSDP)", n_gpus="2")).configuration.fp32_norms
+    assert ask(made(**columns)).configuration.code.fp32_norms
+    assert not ask(made(**columns, zero_stage="3 (FSDP)", n_gpus="2")).configuration.code.fp32_norms
 
 
 def test_litgpts_table_counts_the_gpus_of_the_machine() -> None:

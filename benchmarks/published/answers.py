@@ -212,7 +212,7 @@ def _speed(row: Row, question: Question, estimate: Estimate) -> Comparison | Non
 
 def _rows_are_full(row: Row, question: Question) -> bool:
     """Returns whether samples are packed into rows of the stated length, so that it is no upper bound."""
-    return row.publisher is Publisher.SWIFT and question.configuration.packing
+    return row.publisher is Publisher.SWIFT and question.configuration.batch.packing
 
 
 def tokens_per_s_per_gpu(row: Row) -> float | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from benchmarks.published import variants
 from benchmarks.published.rows import Publisher, Row
@@ -13,7 +13,7 @@ from dstrain.choices import Attention, Method, Offload, Precision, StateDtypes
 from dstrain.facts.cluster.cluster import Cluster
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.job.schema import Lora
-from dstrain.plan.configuration import DEFAULTS, Configuration
+from dstrain.plan.configuration import DEFAULTS, Configuration, changed
 from dstrain.plan.memory.params import linear_names
 
 DEFAULT_SEQ_LEN = 2048
@@ -48,7 +48,7 @@ def ask(row: Row) -> Question:
         raise ValueError(f"{row.id} cannot be asked")
     model = found.model
     liger, unsloth, loss = variants.kernels(row)
-    configuration = replace(
+    configuration = changed(
         DEFAULTS,
         method=kind,
         lora=_lora(row, model),
@@ -89,13 +89,13 @@ def _like_the_trainer(configuration: Configuration, row: Row, model: ModelFacts)
     leave these `auto`, with overlap_comm on.
     """
     trainers = (Publisher.SWIFT, Publisher.OTHER)
-    if row.publisher not in trainers or configuration.state_dtypes is not StateDtypes.MIXED:
+    if row.publisher not in trainers or configuration.model.state_dtypes is not StateDtypes.MIXED:
         return configuration
     h = model.hidden_size
-    return replace(
+    return changed(
         configuration,
         overlap_comm=True,
-        reduce_bucket_size=h * h if configuration.zero_stage == 3 else 200_000_000,
+        reduce_bucket_size=h * h if configuration.zero.stage == 3 else 200_000_000,
         prefetch_bucket_size=round(0.9 * h * h),
         param_persistence_threshold=10 * h,
     )

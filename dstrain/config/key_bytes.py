@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from dstrain.choices import Method, Offload, Precision
 from dstrain.config.document import lookup
-from dstrain.plan.configuration import DEFAULTS, Configuration
+from dstrain.plan.configuration import Configuration, TrainedModel, Zero
 from dstrain.plan.memory.params import trained
 from dstrain.plan.memory.zero import bucket_bytes, num_buckets, prefetch_bytes, sub_group_bytes
 
@@ -92,15 +92,13 @@ def _way(config: Mapping[str, Any], by: Scale, **sizes: Any) -> Configuration:
     """Returns what of a configuration the sizes of buffers depend on."""
     stage = _zero(config, "stage", 0)
     is_offloaded = lookup(config, ("zero_optimization", "offload_optimizer", "device"), "none") in ("cpu", "nvme")
-    return replace(
-        DEFAULTS,
-        zero_stage=int(stage) if str(stage) in ("1", "2", "3") else 0,
+    zero = Zero(
+        stage=int(stage) if str(stage) in ("1", "2", "3") else 0,
         overlap_comm=_zero(config, "overlap_comm", False) is True,
-        precision=by.precision,
         offload=Offload.OPTIMIZER if is_offloaded else Offload.NONE,
         max_live_parameters=_LARGEST,
-        **sizes,
     )
+    return Configuration(model=TrainedModel(precision=by.precision), zero=replace(zero, **sizes))
 
 
 def _capped(value: float, by: Scale) -> int:
@@ -109,23 +107,23 @@ def _capped(value: float, by: Scale) -> int:
 
 def _reduce(value: float, config: Mapping[str, Any], by: Scale) -> Cost | None:
     way = _way(config, by, reduce_bucket_size=round(value))
-    if way.zero_stage == 0:
+    if way.zero.stage == 0:
         return None
-    buckets = "two buckets" if num_buckets(way) == 2 else "the bucket"
+    buckets = "two buckets" if num_buckets(way.zero) == 2 else "the bucket"
     where = f"of each GPU at most: {buckets} and the copy that is reduced"
     return Cost(count_bytes=bucket_bytes(way, by.num_trainable or by.num_params), where=where)
 
 
 def _prefetch(value: float, config: Mapping[str, Any], by: Scale) -> Cost | None:
     way = _way(config, by, prefetch_bucket_size=_capped(value, by))
-    if way.zero_stage != 3 or not value:
+    if way.zero.stage != 3 or not value:
         return None
     return Cost(count_bytes=prefetch_bytes(way), where="of each GPU at most: gathered ahead, then copied")
 
 
 def _gathered(words: str, *, share: float = 1.0) -> Callable[[float, Mapping[str, Any], Scale], Cost | None]:
     def row(value: float, config: Mapping[str, Any], by: Scale) -> Cost | None:
-        if _way(config, by).zero_stage != 3 or not value:
+        if _way(config, by).zero.stage != 3 or not value:
             return None
         return Cost(count_bytes=_capped(share * value, by) * by.precision.num_bytes, where=words)
 
@@ -134,12 +132,12 @@ def _gathered(words: str, *, share: float = 1.0) -> Callable[[float, Mapping[str
 
 def _sub_group(value: float, config: Mapping[str, Any], by: Scale) -> Cost | None:
     way = _way(config, by, sub_group_size=round(value))
-    if way.zero_stage != 3:
+    if way.zero.stage != 3:
         return None
     elements = by.num_trainable or by.num_params
     partition = elements / (by.num_ranks or 1) if elements is not None else None
     where = "of each GPU at the step, at most"
-    if way.offload is not Offload.NONE:
+    if way.zero.is_offloaded:
         where = "of host RAM at most: the fp32 gradients of one sub-group, which every sub-group has"
     return Cost(count_bytes=sub_group_bytes(way, partition), where=where)
 

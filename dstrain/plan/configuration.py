@@ -1,8 +1,11 @@
-"""One complete training configuration: everything that the Trainer and the engine are told and memory depends on."""
+"""One complete training configuration, in parts: a part is what some computation depends on, and a key of its cache."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from functools import cache
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 from dstrain.choices import (
     Attention,
@@ -16,87 +19,184 @@ from dstrain.choices import (
 )
 from dstrain.job.schema import Lora
 
+if TYPE_CHECKING:
+    from pydantic import GetCoreSchemaHandler
+    from pydantic_core import CoreSchema
+
+
+def _named(name: str, default: Any) -> Any:
+    """Returns a field that requests, jobs and JSON know by another name."""
+    return field(default=default, metadata={"name": name})
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Configuration:
-    """A configuration as DeepSpeed 0.19 and Transformers 5 understand it. Sizes of buckets are in elements."""
+class TrainedModel:
+    """Which weights train, and the dtypes of their copies."""
 
-    method: Method
+    method: Method = Method.FULL
     """What is trained."""
-    lora: Lora
+    lora: Lora = field(default_factory=Lora)
     """The adapter, for LoRA and QLoRA."""
-    seq_len: int
-    """Longest sample in tokens."""
-    micro_batch: int
-    """Samples of one forward of one GPU."""
-    grad_accum: int
-    """Micro-batches of one optimizer step."""
-    grad_ckpt: bool
-    """Whether activations are recomputed."""
-    precision: Precision
+    precision: Precision = Precision.BF16
     """Dtype of forward and backward."""
-    attn: Attention
-    """Attention implementation."""
-    packing: bool
-    """Whether samples share rows, so that there is no padding mask."""
+    state_dtypes: StateDtypes = StateDtypes.MIXED
+    """Which copies of a parameter exist, and so whether DeepSpeed or PyTorch's own sharding holds them."""
+    double_quant: bool = True
+    """Whether QLoRA's scales are quantised too."""
 
-    zero_stage: int
-    """ZeRO stage, 0…3."""
-    offload: Offload
-    """What leaves GPU memory."""
-    overlap_comm: bool
-    """Whether gradient reduction overlaps the backward pass (twice the bucket)."""
-    reduce_bucket_size: int
-    """Elements of gradient reduced at once."""
-    sub_group_size: int
-    """Partitioned elements that ZeRO-3 steps at once."""
-    prefetch_bucket_size: int
-    """Elements that ZeRO-3 gathers ahead."""
-    param_persistence_threshold: int
-    """Parameters of up to so many elements stay gathered under ZeRO-3."""
-    max_live_parameters: int
-    """Gathered elements above which ZeRO-3 stops prefetching."""
-    max_reuse_distance: int
-    """ZeRO-3 keeps a parameter gathered when it is used again within so many elements."""
-    pin_memory: bool
-    """Whether offloaded states are in page-locked memory."""
+    @property
+    def is_full(self) -> bool:
+        """Whether every weight trains, not an adapter."""
+        return self.method is Method.FULL
+
+    @property
+    def is_deepspeed(self) -> bool:
+        """Whether DeepSpeed holds the states, not PyTorch's own sharding."""
+        return self.state_dtypes is StateDtypes.MIXED
+
+    @property
+    def item(self) -> int:
+        """Bytes of one element in the training precision."""
+        return self.precision.num_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatch:
+    """The input of one forward pass of one GPU."""
+
+    seq_len: int = 4096
+    """Longest sample in tokens."""
+    micro_batch: int = 1
+    """Samples of one forward pass of one GPU."""
+    packing: bool = False
+    """Whether samples share rows, so that no row has padding."""
+    image_patches: int = 0
+    """Patches of all images of one sample that the vision tower sees."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one forward pass of one GPU, at most."""
+        return self.micro_batch * self.seq_len
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether attention is told which tokens are padding."""
+        return not self.packing and self.micro_batch > 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerStep:
+    """How gradients become new weights."""
 
     optimizer: Optimizer = Optimizer.ADAMW
-    state_dtypes: StateDtypes = StateDtypes.MIXED
-    """Which copies of a parameter there are, and so whether DeepSpeed or PyTorch's own sharding holds them."""
+    grad_accum: int = 1
+    """Micro-batches of one optimizer step."""
     grad_accum_dtype: Precision | None = None
     """Dtype in which DeepSpeed accumulates gradients; None: that of the gradients."""
-    offload_ratio: float = 1.0
-    """Share of the optimizer's sub-groups that is offloaded, 0…1 (ZeRO-3 only)."""
-    hpz: int = 1
-    """Ranks that share ZeRO++'s secondary copy of the parameters; 1: no such copy."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kernels:
+    """The implementations of a layer's parts."""
+
+    attn: Attention = Attention.SDPA
+    """Attention implementation."""
+    liger: bool = False
+    """Whether Liger's kernels replace norms, rotary embedding and gated MLP."""
+    loss: LossKernel = LossKernel.FULL
+    """How the loss is computed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpointing:
+    """Which activations are recomputed in the backward pass."""
+
+    enabled: bool = _named("grad_ckpt", False)
+    """Whether layers keep their input alone."""
+    offload: bool = _named("activation_offload", False)
+    """Whether these inputs wait in host RAM."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parallel:
+    """Ranks that share the work on one sample."""
+
     sp: int = 1
     """Ulysses sequence-parallel ranks: each has 1/sp of a sequence and, inside attention, of the heads."""
     tp: int = 1
     """AutoTP tensor-parallel ranks: each has 1/tp of every sharded weight."""
-    liger: bool = False
-    """Whether Liger's kernels replace norms, rotary embedding and gated MLP."""
-    unsloth: bool = False
-    """Whether Unsloth's kernels replace norms and rotary embedding, as some published measurements were made."""
-    loss: LossKernel = LossKernel.FULL
-    """How the loss is computed."""
-    fp32_norms: bool = False
-    """Whether norms, and so the residual stream, are fp32 beside a quantised base, as TRL makes them."""
-    activation_offload: bool = False
-    """Whether checkpointed layer inputs wait in host RAM."""
-    double_quant: bool = True
-    """Whether QLoRA's scales are quantised too."""
-    image_patches: int = 0
-    """Patches of all images of one sample that the vision tower sees."""
-    expandable_segments: bool = True
-    """Whether PyTorch's caching allocator may grow its segments, as `dstrain run` lets it."""
-    stack: Stack = Stack.TRANSFORMERS_5
-    """Whose layer code runs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Zero:
+    """ZeRO's settings, with DeepSpeed's defaults. Sizes of buffers are in elements.
+
+    Source: deepspeed 0.19.8 runtime/zero/config.py and offload_config.py; overlap_comm is true by default under ZeRO-3.
+    """
+
+    stage: int = _named("zero_stage", 0)
+    """ZeRO stage, 0…3."""
+    offload: Offload = Offload.NONE
+    """What leaves GPU memory."""
+    offload_ratio: float = 1.0
+    """Share of the optimizer's sub-groups that is offloaded, 0…1 (ZeRO-3 only)."""
+    pin_memory: bool = True
+    """Whether offloaded states are in page-locked memory."""
+    overlap_comm: bool = False
+    """Whether gradient reduction overlaps the backward pass (twice the bucket)."""
+    reduce_bucket_size: int = 500_000_000
+    """Elements of gradient reduced at once."""
+    sub_group_size: int = 1_000_000_000
+    """Partitioned elements that ZeRO-3 steps at once."""
+    prefetch_bucket_size: int = 50_000_000
+    """Elements that ZeRO-3 gathers ahead."""
+    param_persistence_threshold: int = 100_000
+    """Parameters of up to that many elements stay gathered under ZeRO-3."""
+    max_live_parameters: int = 1_000_000_000
+    """Gathered elements above which ZeRO-3 stops prefetching."""
+    max_reuse_distance: int = 1_000_000_000
+    """ZeRO-3 keeps a parameter gathered if it is used again within that many elements."""
+    hpz: int = 1
+    """Ranks that share ZeRO++'s secondary copy of the parameters; 1: no such copy."""
 
     @property
-    def tokens_per_micro_batch(self) -> int:
-        """Tokens of one forward of one GPU, at most."""
-        return self.micro_batch * self.seq_len
+    def is_offloaded(self) -> bool:
+        """Whether anything leaves GPU memory."""
+        return self.offload is not Offload.NONE
+
+    @property
+    def offloads_params(self) -> bool:
+        """Whether parameters leave GPU memory too."""
+        return self.offload in (Offload.PARAMS, Offload.NVME)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingCode:
+    """Whose layer code runs."""
+
+    stack: Stack = Stack.TRANSFORMERS_5
+    """Whose layer code runs."""
+    unsloth: bool = False
+    """Whether Unsloth's kernels replace norms and rotary embedding, as some published measurements were made."""
+    fp32_norms: bool = False
+    """Whether norms, and so the residual stream, are fp32 beside a quantised base, as TRL makes them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Configuration:
+    """A configuration as DeepSpeed 0.19 and Transformers 5 understand it."""
+
+    model: TrainedModel = TrainedModel()
+    batch: MicroBatch = MicroBatch()
+    step: OptimizerStep = OptimizerStep()
+    kernels: Kernels = Kernels()
+    checkpointing: Checkpointing = Checkpointing()
+    parallel: Parallel = Parallel()
+    zero: Zero = Zero()
+    expandable_segments: bool = True
+    """Whether PyTorch's caching allocator may grow its segments, as `dstrain run` lets it."""
+    code: TrainingCode = TrainingCode()
+    """How the training code computes."""
 
     @property
     def title(self) -> str:
@@ -106,12 +206,29 @@ class Configuration:
     @property
     def title_parts(self) -> list[str]:
         """Returns the parts of the title: ZeRO and offload, checkpointing, micro-batch."""
-        parts = [f"ZeRO-{self.zero_stage}"]
-        if self.offload is not Offload.NONE:
-            parts[0] += f" + {OFFLOAD_WORDS[self.offload]}"
-        if self.grad_ckpt:
+        parts = [f"ZeRO-{self.zero.stage}"]
+        if self.zero.is_offloaded:
+            parts[0] += f" + {OFFLOAD_WORDS[self.zero.offload]}"
+        if self.checkpointing.enabled:
             parts.append("checkpointing")
-        return [*parts, f"micro-batch {self.micro_batch}"]
+        return [*parts, f"micro-batch {self.batch.micro_batch}"]
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """Makes records write a configuration as `flat` has it, and read it back."""
+        from pydantic_core import core_schema
+
+        kinds = {part.name: get_type_hints(type(getattr(DEFAULTS, part.name))) for part in fields(cls)}
+        kinds[""] = get_type_hints(cls)
+        legal = {
+            name: core_schema.typed_dict_field(handler.generate_schema(kinds[part][choice]))
+            for name, (part, choice) in choices().items()
+        }
+        return core_schema.no_info_after_validator_function(
+            lambda values: changed(DEFAULTS, **values),
+            core_schema.typed_dict_schema(legal, config=core_schema.CoreConfig(strict=True)),
+            serialization=core_schema.plain_serializer_function_ser_schema(flat),
+        )
 
 
 OFFLOAD_WORDS = {
@@ -119,29 +236,47 @@ OFFLOAD_WORDS = {
     Offload.PARAMS: "optimizer and parameter offload",
     Offload.NVME: "NVMe offload",
 }
-"""How each offload is spoken of."""
+"""Display name of each offload."""
+
+DEFAULTS = Configuration()
+"""What DeepSpeed does if a configuration is silent."""
 
 
-DEFAULTS = Configuration(
-    method=Method.FULL,
-    lora=Lora(),
-    seq_len=4096,
-    micro_batch=1,
-    grad_accum=1,
-    grad_ckpt=False,
-    precision=Precision.BF16,
-    attn=Attention.SDPA,
-    packing=False,
-    zero_stage=0,
-    offload=Offload.NONE,
-    overlap_comm=False,
-    reduce_bucket_size=500_000_000,
-    sub_group_size=1_000_000_000,
-    prefetch_bucket_size=50_000_000,
-    param_persistence_threshold=100_000,
-    max_live_parameters=1_000_000_000,
-    max_reuse_distance=1_000_000_000,
-    pin_memory=True,
-)
-"""What DeepSpeed takes where a configuration is silent. Source: deepspeed 0.19.8 runtime/zero/config.py and
-offload_config.py; overlap_comm is true by default under ZeRO-3."""
+@cache
+def choices() -> Mapping[str, tuple[str, str]]:
+    """Returns every choice by the name that requests, jobs and JSON use → its part, and its name there.
+
+    >>> choices()["zero_stage"], choices()["expandable_segments"]
+    (('zero', 'stage'), ('', 'expandable_segments'))
+    """
+    found: dict[str, tuple[str, str]] = {}
+    for part in fields(Configuration):
+        if part.name == "expandable_segments":
+            found[part.name] = "", part.name
+            continue
+        for choice in fields(getattr(DEFAULTS, part.name)):
+            found[choice.metadata.get("name", choice.name)] = part.name, choice.name
+    return found
+
+
+def changed(configuration: Configuration, **values: Any) -> Configuration:
+    """Returns the configuration with some choices made otherwise, by the names of `choices`.
+
+    >>> changed(DEFAULTS, zero_stage=3, micro_batch=2).title
+    'ZeRO-3, micro-batch 2'
+    """
+    by_part: dict[str, dict[str, Any]] = {}
+    for name, value in values.items():
+        part, choice = choices()[name]
+        by_part.setdefault(part, {})[choice] = value
+    own = by_part.pop("", {})
+    parts = {part: replace(getattr(configuration, part), **chosen) for part, chosen in by_part.items()}
+    return replace(configuration, **parts, **own)
+
+
+def flat(configuration: Configuration) -> dict[str, Any]:
+    """Returns every choice by the names of `choices`."""
+    return {
+        name: getattr(getattr(configuration, part) if part else configuration, choice)
+        for name, (part, choice) in choices().items()
+    }

@@ -11,7 +11,7 @@ from dstrain.errors import InvalidConfig
 from dstrain.facts.cluster.cluster import Cluster
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.facts.workload import Workload
-from dstrain.plan.configuration import DEFAULTS, Configuration
+from dstrain.plan.configuration import DEFAULTS, Configuration, Zero
 from dstrain.plan.estimate_records import Estimate
 from dstrain.plan.memory.memory import Detail, memory
 from dstrain.plan.memory.params import trained
@@ -55,10 +55,10 @@ def assess(
         fits_gpu=needs.device_bytes_per_gpu <= usable_gpu,
         fits_host=needs.host_bytes_per_node <= usable_host,
         speed=speed(workload, configuration),
-        flops_per_token=flops_per_token(model, method=configuration.method, seq_len=configuration.seq_len),
+        flops_per_token=flops_per_token(model, method=configuration.model.method, seq_len=configuration.batch.seq_len),
         num_params=model.num_params,
         num_active_params=model.num_active_params,
-        num_trainable_params=trained(model, configuration.method, configuration.lora).trainable,
+        num_trainable_params=trained(model, configuration.model.method, configuration.model.lora).trainable,
     )
 
 
@@ -79,24 +79,6 @@ def moved(found: Estimate, count: int) -> Estimate:
 def estimate(workload: Workload, request: Request, ds_config: Mapping[str, Any]) -> Estimate:
     """Returns the estimate of any DeepSpeed configuration under a complete request, ours or not."""
     return assess(workload, effective(workload.model, request, ds_config))
-
-
-_ASKED = (
-    *(
-        "method",
-        "lora",
-        "seq_len",
-        "micro_batch",
-        "grad_accum",
-        "grad_ckpt",
-        "precision",
-        "attn",
-        "packing",
-        "optimizer",
-    ),
-    *("state_dtypes", "sp", "liger", "loss", "activation_offload", "double_quant", "image_patches"),
-)
-"""What the request says and the DeepSpeed configuration does not."""
 
 
 _LARGEST = 2**62
@@ -120,44 +102,46 @@ def effective(model: ModelFacts, request: Request, ds_config: Mapping[str, Any])
 
 def _effective(model: ModelFacts, request: Request, ds_config: Mapping[str, Any]) -> Configuration:
     zero = ds_config.get("zero_optimization") or {}
-    stage = _within("zero_optimization.stage", int(zero.get("stage", 0)), 0, 3)
-    h = model.hidden_size
-    asked = {name: getattr(request, name) for name in _ASKED}
-    optimizer = zero.get("offload_optimizer") or {}
-
-    overlaps = zero.get("overlap_comm")
-
-    def number(key: str, default: int, auto: int) -> int:
-        value = zero.get(key, zero.get(key.removeprefix("stage3_"), default))  # the engine takes either name
-        return auto if value == "auto" else round(_within(key, float(value), 0, _LARGEST))
-
+    tp = int((ds_config.get("tensor_parallel") or {}).get("autotp_size") or 1)
+    asked = request.configuration
     return replace(
-        DEFAULTS,
-        **{key: value for key, value in asked.items() if value is not None},
-        zero_stage=stage,
-        offload=_offload(zero, stage),
-        offload_ratio=_within("offload_optimizer.ratio", float(optimizer.get("ratio", 1.0)), 0, 1)
-        if stage == 3
-        else 1.0,
-        hpz=max(1, _within("zero_hpz_partition_size", int(zero.get("zero_hpz_partition_size", 1)), 0, _LARGEST))
-        if stage == 3
-        else 1,
-        tp=_within("autotp_size", int((ds_config.get("tensor_parallel") or {}).get("autotp_size") or 1), 1, _LARGEST),
-        grad_accum_dtype=_accumulation(ds_config),
+        asked,
+        step=replace(asked.step, grad_accum_dtype=_accumulation(ds_config)),
+        parallel=replace(asked.parallel, tp=_within("autotp_size", tp, 1, _LARGEST)),
+        zero=_zero(model, zero),
+    )
+
+
+def _zero(model: ModelFacts, section: Mapping[str, Any]) -> Zero:
+    """Returns ZeRO's settings from the section `zero_optimization`."""
+    stage = _within("zero_optimization.stage", int(section.get("stage", 0)), 0, 3)
+    h, default = model.hidden_size, DEFAULTS.zero
+    optimizer = section.get("offload_optimizer") or {}
+    overlaps = section.get("overlap_comm")
+    ratio = _within("offload_optimizer.ratio", float(optimizer.get("ratio", 1.0)), 0, 1) if stage == 3 else 1.0
+    hpz = int(section.get("zero_hpz_partition_size", 1)) if stage == 3 else 1
+
+    def number(key: str, default: int, auto: int | None = None) -> int:
+        value = section.get(key, section.get(key.removeprefix("stage3_"), default))  # the engine takes either name
+        if value == "auto":
+            return default if auto is None else auto
+        return round(_within(key, float(value), 0, _LARGEST))
+
+    return Zero(
+        stage=stage,
+        offload=_offload(section, stage),
+        offload_ratio=ratio,
+        hpz=max(1, _within("zero_hpz_partition_size", hpz, 0, _LARGEST)),
         overlap_comm=stage == 3 if overlaps is None else bool(overlaps),
         pin_memory=bool(optimizer.get("pin_memory", True)),
-        reduce_bucket_size=number("reduce_bucket_size", DEFAULTS.reduce_bucket_size, h * h),
-        sub_group_size=number("sub_group_size", DEFAULTS.sub_group_size, DEFAULTS.sub_group_size),
-        prefetch_bucket_size=number("stage3_prefetch_bucket_size", DEFAULTS.prefetch_bucket_size, round(0.9 * h * h)),
+        reduce_bucket_size=number("reduce_bucket_size", default.reduce_bucket_size, h * h),
+        sub_group_size=number("sub_group_size", default.sub_group_size),
+        prefetch_bucket_size=number("stage3_prefetch_bucket_size", default.prefetch_bucket_size, round(0.9 * h * h)),
         param_persistence_threshold=number(
-            "stage3_param_persistence_threshold", DEFAULTS.param_persistence_threshold, 10 * h
+            "stage3_param_persistence_threshold", default.param_persistence_threshold, 10 * h
         ),
-        max_live_parameters=number(
-            "stage3_max_live_parameters", DEFAULTS.max_live_parameters, DEFAULTS.max_live_parameters
-        ),
-        max_reuse_distance=number(
-            "stage3_max_reuse_distance", DEFAULTS.max_reuse_distance, DEFAULTS.max_reuse_distance
-        ),
+        max_live_parameters=number("stage3_max_live_parameters", default.max_live_parameters),
+        max_reuse_distance=number("stage3_max_reuse_distance", default.max_reuse_distance),
     )
 
 

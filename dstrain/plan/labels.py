@@ -11,17 +11,15 @@ _OFFLOADED = {Offload.OPTIMIZER: "+opt", Offload.PARAMS: "+params", Offload.NVME
 def label(configuration: Configuration) -> str:
     """Returns the title with every mechanism.
 
-    >>> from dataclasses import replace
-    >>> from dstrain.plan.configuration import DEFAULTS
-    >>> label(replace(DEFAULTS, zero_stage=3, grad_ckpt=True, sp=4, hpz=8))
+    >>> from dstrain.plan.configuration import DEFAULTS, changed
+    >>> label(changed(DEFAULTS, zero_stage=3, grad_ckpt=True, sp=4, hpz=8))
     'ZeRO-3, checkpointing, micro-batch 1, SP 4, hpZ 8'
     """
-    each = configuration
-    words = each.title_parts
-    if each.offload is Offload.OPTIMIZER and each.offload_ratio != 1:
-        words[0] += f" of {100 * each.offload_ratio:.0f} %"
-    words += [f"{name} {value}" for name, value in (("SP", each.sp), ("TP", each.tp), ("hpZ", each.hpz)) if value > 1]
-    if each.offload is not Offload.NONE and not each.pin_memory:
+    zero, words = configuration.zero, configuration.title_parts
+    if zero.offload is Offload.OPTIMIZER and zero.offload_ratio != 1:
+        words[0] += f" of {100 * zero.offload_ratio:.0f} %"
+    words += [f"{name} {value}" for name, value in _degrees(configuration) if value > 1]
+    if zero.is_offloaded and not zero.pin_memory:
         words.append("pageable memory")
     return ", ".join(words)
 
@@ -30,21 +28,26 @@ def short_label(configuration: Configuration) -> str:
     """Returns the title as it stands in a table: micro-batch × accumulation after the mechanisms; every mechanism that
     `label` names has its mark.
 
-    >>> from dataclasses import replace
-    >>> from dstrain.plan.configuration import DEFAULTS
-    >>> short_label(replace(DEFAULTS, zero_stage=3, offload=Offload.OPTIMIZER, grad_ckpt=True, grad_accum=4, tp=2))
+    >>> from dstrain.plan.configuration import DEFAULTS, changed
+    >>> short_label(changed(DEFAULTS, zero_stage=3, offload=Offload.OPTIMIZER, grad_ckpt=True, grad_accum=4, tp=2))
     'ZeRO-3+opt ckpt 1×4 tp2'
-    >>> short_label(replace(DEFAULTS, zero_stage=3, offload=Offload.OPTIMIZER, offload_ratio=0.5, pin_memory=False))
+    >>> short_label(changed(DEFAULTS, zero_stage=3, offload=Offload.OPTIMIZER, offload_ratio=0.5, pin_memory=False))
     'ZeRO-3+opt50% 1×1 pageable'
     """
-    each = configuration
-    share = "" if each.offload_ratio == 1 else f"{100 * each.offload_ratio:.0f}%"
-    words = [f"ZeRO-{each.zero_stage}{_OFFLOADED.get(each.offload, '')}{share}"]
-    words += ["ckpt"] if each.grad_ckpt else []
-    words.append(f"{each.micro_batch}×{each.grad_accum}")
-    words += [f"{name}{value}" for name, value in (("sp", each.sp), ("tp", each.tp), ("hpz", each.hpz)) if value > 1]
-    words += ["pageable"] if each.offload is not Offload.NONE and not each.pin_memory else []
+    zero = configuration.zero
+    share = "" if zero.offload_ratio == 1 else f"{100 * zero.offload_ratio:.0f}%"
+    words = [f"ZeRO-{zero.stage}{_OFFLOADED.get(zero.offload, '')}{share}"]
+    words += ["ckpt"] if configuration.checkpointing.enabled else []
+    words.append(f"{configuration.batch.micro_batch}×{configuration.step.grad_accum}")
+    words += [f"{name.lower()}{value}" for name, value in _degrees(configuration) if value > 1]
+    words += ["pageable"] if zero.is_offloaded and not zero.pin_memory else []
     return " ".join(words)
+
+
+def _degrees(configuration: Configuration) -> tuple[tuple[str, int], ...]:
+    """Returns the degrees of parallelism with their names."""
+    parallel = configuration.parallel
+    return ("SP", parallel.sp), ("TP", parallel.tp), ("hpZ", configuration.zero.hpz)
 
 
 OPTIMIZER_WORDS = {

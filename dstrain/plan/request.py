@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from dstrain.choices import Attention, LossKernel, Method, Offload, Optimizer, Precision, StateDtypes
 from dstrain.errors import InvalidConfig
 from dstrain.job.schema import Lora
+from dstrain.plan.configuration import DEFAULTS, Configuration, changed, choices
 from dstrain.records import type_config
 
 
@@ -70,6 +71,12 @@ class Request:
             raise InvalidConfig(f"--zero-stage is {self.zero_stage}", hint="ZeRO has the stages 0, 1, 2 and 3.")
         if self.image_patches < 0:
             raise InvalidConfig(f"--image-patches is {self.image_patches}", hint="Write 0 or more.")
+
+    @property
+    def configuration(self) -> Configuration:
+        """DeepSpeed's defaults with every choice that the request makes."""
+        given = {name: getattr(self, name, None) for name in choices()}
+        return changed(DEFAULTS, **{name: value for name, value in given.items() if value is not None})
 
     @property
     def is_one_configuration(self) -> bool:

@@ -8,14 +8,13 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dstrain.choices import Offload
-from dstrain.plan.configuration import DEFAULTS, Configuration
+from dstrain.plan.configuration import DEFAULTS, Configuration, changed, choices
 from dstrain.plan.labels import label, short_label
 from tests.cli.conftest import lay_traps
 
@@ -29,7 +28,7 @@ ONE: tuple[str, ...] = (
 )
 
 TOP_KEYS = {"schema", "model", "cluster", "plans", "chosen", "considered"}
-PLAN_KEYS = {"title", *(each.name for each in fields(Configuration)), "fits", "memory", "speed", "reasons"}
+PLAN_KEYS = {"title", *choices(), "fits", "memory", "speed", "reasons"}
 MEMORY_KEYS = {
     *("live_bytes_per_gpu", "reserved_bytes_per_gpu", "device_bytes_per_gpu", "peak_instant", "breakdown_bytes"),
     *("host_bytes_per_node", "nvme_bytes_per_node", "checkpoint_bytes"),
@@ -220,8 +219,8 @@ VARIED = ("zero_stage", "offload", "micro_batch", "grad_ckpt", "sp", "tp", "hpz"
 @pytest.mark.parametrize("text", [label, short_label])
 def test_plans_that_differ_print_differently(text: Callable[[Configuration], str], field: str) -> None:
     other = {"offload": Offload.PARAMS, "offload_ratio": 0.5, "grad_ckpt": True, "pin_memory": False}.get(field, 2)
-    plan = replace(DEFAULTS, zero_stage=3, offload=Offload.OPTIMIZER)
-    assert text(replace(plan, **{field: other})) != text(plan)  # type: ignore[arg-type]
+    plan = changed(DEFAULTS, zero_stage=3, offload=Offload.OPTIMIZER)
+    assert text(changed(plan, **{field: other})) != text(plan)  # type: ignore[arg-type]
 
 
 def test_the_space_considered_is_said(dstrain: Type) -> None:

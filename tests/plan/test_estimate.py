@@ -10,7 +10,7 @@ from cases import ask
 
 from dstrain.choices import Offload, Optimizer, Precision
 from dstrain.facts.cluster.calibration import SCHEMA, Calibration, Measured
-from dstrain.plan.configuration import DEFAULTS, Configuration
+from dstrain.plan.configuration import DEFAULTS, Configuration, changed
 from dstrain.plan.estimate import assess, effective
 from dstrain.plan.request import Request
 from dstrain.units import GIB
@@ -35,32 +35,37 @@ def test_what_a_configuration_says_of_zero_is_read() -> None:
         "stage3_max_reuse_distance": 1e8,
     }
     found = read(zero_optimization=zero)
-    assert (found.zero_stage, found.hpz, found.offload, found.offload_ratio) == (3, 8, Offload.OPTIMIZER, 0.4)
-    assert (found.pin_memory, found.reduce_bucket_size) == (False, ASKED.workload.model.hidden_size**2)
-    assert found.max_reuse_distance == 100_000_000
+    assert (found.zero.stage, found.zero.hpz, found.zero.offload, found.zero.offload_ratio) == (
+        3,
+        8,
+        Offload.OPTIMIZER,
+        0.4,
+    )
+    assert (found.zero.pin_memory, found.zero.reduce_bucket_size) == (False, ASKED.workload.model.hidden_size**2)
+    assert found.zero.max_reuse_distance == 100_000_000
 
 
 def test_what_only_stage_3_knows_means_nothing_below() -> None:
     zero = {"stage": 2, "zero_hpz_partition_size": 8, "offload_optimizer": {"device": "cpu", "ratio": 0.4}}
     found = read(zero_optimization=zero)
-    assert (found.hpz, found.offload_ratio) == (1, 1.0)
+    assert (found.zero.hpz, found.zero.offload_ratio) == (1, 1.0)
 
 
 def test_tensor_parallelism_and_the_dtype_of_sums_are_read() -> None:
     found = read(tensor_parallel={"autotp_size": 2}, data_types={"grad_accum_dtype": "fp32"})
-    assert (found.tp, found.grad_accum_dtype) == (2, Precision.FP32)
+    assert (found.parallel.tp, found.step.grad_accum_dtype) == (2, Precision.FP32)
 
 
 def test_the_rest_is_the_requests() -> None:
     asked = Request(optimizer=Optimizer.LION, micro_batch=3, sp=2)
     found = read(asked)
-    assert (found.optimizer, found.micro_batch, found.sp) == (Optimizer.LION, 3, 2)
+    assert (found.step.optimizer, found.batch.micro_batch, found.parallel.sp) == (Optimizer.LION, 3, 2)
 
 
 def test_what_was_measured_takes_the_place_of_constants() -> None:
     measured = Measured(context_bytes=2 * GIB, nccl_bytes=GIB, reserved_ratio=1.25)
     calibration = Calibration(schema=SCHEMA, gpus={"h100-sxm": measured})
-    configuration = replace(DEFAULTS, zero_stage=2, micro_batch=1, grad_ckpt=True)
+    configuration = changed(DEFAULTS, zero_stage=2, micro_batch=1, grad_ckpt=True)
     needs = assess(replace(ASKED.workload, calibration=calibration), configuration).memory
     assert needs.breakdown_bytes.context == 3 * GIB
     assert needs.reserved_bytes_per_gpu == pytest.approx(1.25 * needs.live_bytes_per_gpu, abs=1)
@@ -70,6 +75,6 @@ def test_what_was_measured_takes_the_place_of_constants() -> None:
 def test_other_names_and_old_forms_are_read_as_the_engine_reads_them() -> None:
     zero = {"stage": 3, "overlap_comm": None, "prefetch_bucket_size": 7, "cpu_offload": True}
     found = read(zero_optimization=zero)
-    assert found.overlap_comm is True
-    assert found.prefetch_bucket_size == 7
-    assert found.offload is Offload.OPTIMIZER
+    assert found.zero.overlap_comm is True
+    assert found.zero.prefetch_bucket_size == 7
+    assert found.zero.offload is Offload.OPTIMIZER

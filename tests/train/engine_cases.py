@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from dstrain.choices import Method, Offload, Precision
 from dstrain.facts.model.families import from_config
 from dstrain.job.schema import Lora
-from dstrain.plan.configuration import DEFAULTS, Configuration
+from dstrain.plan.configuration import DEFAULTS, Configuration, changed
 from dstrain.plan.memory.deepspeed import engine
+from dstrain.plan.memory.deepspeed.settings import settings_of
 from tests.train.launching import CHECKOUT, command, end_group, environment
 
 STEPS = 2
@@ -90,16 +91,16 @@ class Measured:
     """What was left when the engine was gone; of all ranks."""
 
 
-BASE = replace(DEFAULTS, seq_len=256, reduce_bucket_size=700_000, param_persistence_threshold=1000)
+BASE = changed(DEFAULTS, seq_len=256, reduce_bucket_size=700_000, param_persistence_threshold=1000)
 
 
 def case(name: str, stage: int, *, ranks: int = 2, model: Mapping[str, Any] = LLAMA, **options: Any) -> Case:
     """Returns a case; ZeRO-3 overlaps communication by default."""
-    configuration = replace(BASE, zero_stage=stage, **{"overlap_comm": stage == 3, **options})
+    configuration = changed(BASE, zero_stage=stage, **{"overlap_comm": stage == 3, **options})
     return Case(name=f"ZeRO-{stage}, {name}", ranks=ranks, model=model, configuration=configuration)
 
 
-def gathers(prefetch: int, reuse: int, live: int = DEFAULTS.max_live_parameters) -> dict[str, Any]:
+def gathers(prefetch: int, reuse: int, live: int = DEFAULTS.zero.max_live_parameters) -> dict[str, Any]:
     """Returns how ZeRO-3 gathers."""
     return {"prefetch_bucket_size": prefetch, "max_reuse_distance": reuse, "max_live_parameters": live}
 
@@ -159,51 +160,53 @@ last, because its groups stay."""
 def ds_config(configuration: Configuration) -> dict[str, Any]:
     """Returns the configuration in DeepSpeed's words."""
     zero: dict[str, Any] = {
-        "stage": configuration.zero_stage,
-        "overlap_comm": configuration.overlap_comm,
-        "reduce_bucket_size": configuration.reduce_bucket_size,
-        "sub_group_size": configuration.sub_group_size,
-        "stage3_prefetch_bucket_size": configuration.prefetch_bucket_size,
-        "stage3_param_persistence_threshold": configuration.param_persistence_threshold,
-        "stage3_max_live_parameters": configuration.max_live_parameters,
-        "stage3_max_reuse_distance": configuration.max_reuse_distance,
-        "zero_hpz_partition_size": configuration.hpz,
+        "stage": configuration.zero.stage,
+        "overlap_comm": configuration.zero.overlap_comm,
+        "reduce_bucket_size": configuration.zero.reduce_bucket_size,
+        "sub_group_size": configuration.zero.sub_group_size,
+        "stage3_prefetch_bucket_size": configuration.zero.prefetch_bucket_size,
+        "stage3_param_persistence_threshold": configuration.zero.param_persistence_threshold,
+        "stage3_max_live_parameters": configuration.zero.max_live_parameters,
+        "stage3_max_reuse_distance": configuration.zero.max_reuse_distance,
+        "zero_hpz_partition_size": configuration.zero.hpz,
     }
-    if configuration.offload is not Offload.NONE:
-        zero["offload_optimizer"] = {"device": "cpu", "ratio": configuration.offload_ratio}
-    if configuration.offload is Offload.PARAMS:
+    if configuration.zero.offload is not Offload.NONE:
+        zero["offload_optimizer"] = {"device": "cpu", "ratio": configuration.zero.offload_ratio}
+    if configuration.zero.offload is Offload.PARAMS:
         zero["offload_param"] = {"device": "cpu"}
     found = {
-        "train_micro_batch_size_per_gpu": configuration.micro_batch,
-        "gradient_accumulation_steps": configuration.grad_accum,
+        "train_micro_batch_size_per_gpu": configuration.batch.micro_batch,
+        "gradient_accumulation_steps": configuration.step.grad_accum,
         "gradient_clipping": 1.0,
         "bf16": {"enabled": True},
         "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,
         "steps_per_print": 1_000_000,
     }
-    if configuration.tp > 1:
-        found["tensor_parallel"] = {"autotp_size": configuration.tp}
-    if configuration.grad_accum_dtype:
-        found["data_types"] = {"grad_accum_dtype": configuration.grad_accum_dtype.value}
+    if configuration.parallel.tp > 1:
+        found["tensor_parallel"] = {"autotp_size": configuration.parallel.tp}
+    if configuration.step.grad_accum_dtype:
+        found["data_types"] = {"grad_accum_dtype": configuration.step.grad_accum_dtype.value}
     return found
 
 
 def described(case: Case) -> dict[str, Any]:
     """Returns what `tracked.py` needs to run a case."""
-    configuration, lora = case.configuration, case.configuration.lora
+    configuration, lora = case.configuration, case.configuration.model.lora
     targets: str | list[str] = "all-linear" if lora.targets == ("all-linear",) else list(lora.targets)
     adapter = {"r": lora.rank, "lora_alpha": lora.alpha, "lora_dropout": lora.dropout, "target_modules": targets}
     return {
         "name": case.name,
         "config": dict(case.model),
         "ds_config": ds_config(configuration),
-        "seq_len": configuration.seq_len,
-        "micro_batch": configuration.micro_batch,
-        "grad_accum": configuration.grad_accum,
+        "seq_len": configuration.batch.seq_len,
+        "micro_batch": configuration.batch.micro_batch,
+        "grad_accum": configuration.step.grad_accum,
         "steps": STEPS,
-        "grad_ckpt": {"use_reentrant": engine.is_reentrant(configuration)} if configuration.grad_ckpt else None,
-        "lora": adapter if configuration.method is Method.LORA else None,
+        "grad_ckpt": {"use_reentrant": settings_of(configuration).is_reentrant}
+        if configuration.checkpointing.enabled
+        else None,
+        "lora": adapter if configuration.model.method is Method.LORA else None,
     }
 
 
@@ -251,7 +254,7 @@ def _measured(rows: Sequence[Mapping[str, Any]]) -> Measured:
 def predicted(case: Case) -> Measured:
     """Returns what the plan says of a case."""
     model, way = from_config(case.model, name=case.name, source=case.name), case.configuration
-    ranks = case.ranks // way.tp
+    ranks = case.ranks // way.parallel.tp
     played = engine.engine_of(model, way, ranks)
     steady = played.held.total
     phases: dict[str, int] = {}

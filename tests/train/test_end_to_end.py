@@ -18,7 +18,7 @@ from dstrain.choices import Method
 from dstrain.facts.probe import read_model
 from dstrain.job.schema import Lora
 from dstrain.monitor.sinks.jsonl import read_jsonl
-from dstrain.plan.configuration import DEFAULTS
+from dstrain.plan.configuration import DEFAULTS, changed
 from dstrain.plan.memory.params import trained
 from dstrain.plan.memory.zero import states as plan_states
 from dstrain.rundir import RunDir
@@ -299,7 +299,7 @@ def test_model_states_of_zero_1_and_2_are_the_plans_on_each_rank(runs: Path, dem
 @pytest.mark.parametrize(("name", "stage"), [("zero1", 1), ("zero2", 2), ("zero3", 3)])
 def test_the_plan_says_the_model_states_of_the_fullest_rank(runs: Path, demo: Path, name: str, stage: int) -> None:
     counts = trained(read_model(str(demo / "model")), Method.FULL, Lora())
-    planned = plan_states(counts, replace(DEFAULTS, zero_stage=stage), RANKS).device
+    planned = plan_states(counts, changed(DEFAULTS, zero_stage=stage), RANKS).device
     measured = [states["params"] + states["optimizer"] + states["grads"] for states in _states(runs / name)]
     assert max(measured) == pytest.approx(planned, rel=5e-3)
 

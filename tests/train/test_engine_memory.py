@@ -36,7 +36,7 @@ def test_every_phase_of_the_step_is_the_plans(case: Case, measured: dict[str, Me
     real, plan = measured[case.name], predicted(case)
     common = plan.phases.keys() & real.phases.keys()  # a frozen embedding has no backward pass
     expected = {"forward", "loss backward", "backward"}
-    if case.configuration.offload is Offload.NONE:
+    if case.configuration.zero.offload is Offload.NONE:
         expected.add("step")
     else:
         common -= {"step"}  # the host's

@@ -127,7 +127,7 @@ def _measured(subject: _Subject, before: Estimate, each: Edit) -> Measured:
         return Measured(edit=each, effect=None, note=subject.remark(each) or _WITHOUT_EFFECT[each.file])
     note = None
     if each.file == JOB and each.pointer == ("packing",) and each.yours is True:
-        note = _PACKED + (_MASKED if before.configuration.attn is Attention.SDPA else "")
+        note = _PACKED + (_MASKED if before.configuration.kernels.attn is Attention.SDPA else "")
     return Measured(edit=each, effect=effect(before, after), note=note)
 
 

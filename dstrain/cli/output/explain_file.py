@@ -98,7 +98,7 @@ def _head(found: Explained) -> Iterator[str]:
     if estimate is None:
         yield f"No estimate: {found.missing}. Sizes below are of the numbers alone."
         return
-    yield f"way      {label(estimate.configuration)}, {estimate.configuration.precision}"
+    yield f"way      {label(estimate.configuration)}, {estimate.configuration.model.precision}"
     needs = estimate.memory
     fits = "" if estimate.fits else f"; does not fit: {estimate.shortage}"
     yield (
@@ -132,7 +132,7 @@ def _words(section: Section, found: Explained) -> Iterator[str]:
         yield _SHARED[stage_of(found.config)]
         yield from _offload_words(found)
     elif section.name == PRECISION and found.estimate is not None:
-        each = found.estimate.configuration.precision
+        each = found.estimate.configuration.model.precision
         yield f"Forward and backward in {each}, {each.num_bytes} bytes a parameter"
     elif section.name == BATCH and found.known is not None and found.known.job is not None:
         job, hosts = found.known.job.job, found.known.hosts

@@ -31,7 +31,7 @@ def next_lines(out: Path, files: Mapping[str, str], asked: PlanInputs, plan: Pla
     hosts = hostfile.parse(files["hostfile"], "hostfile") if "hostfile" in files else asked.hosts
     if hosts.placeholder_lines:
         steps.append(f"put the names of your nodes into {where}hostfile")
-    if plan.chosen.configuration.method is Method.QLORA:
+    if plan.chosen.configuration.model.method is Method.QLORA:
         steps.append("pip install 'dstrain[qlora]'")
     if "\ndata: null" in files["job.yaml"]:
         steps.append(f"name your training data in {where}job.yaml")

@@ -10,6 +10,7 @@ from typing import Any
 from dstrain.facts.cluster.cluster import Cluster, Origin
 from dstrain.facts.cluster.network_measurement import rate_text
 from dstrain.facts.workload import Workload
+from dstrain.plan.configuration import flat
 from dstrain.plan.estimate_records import Estimate, Limit
 from dstrain.plan.labels import label, short_label
 from dstrain.plan.search.decide import Proposal, Survey
@@ -71,7 +72,7 @@ def chosen_line(found: Survey) -> str:
     """Returns the choice or, where nothing fits, what comes nearest."""
     configuration = found.first.configuration
     verdict = "chosen " if found.fits else "nearest"
-    return f"{verdict}  {label(configuration)}, {configuration.precision}, {configuration.seq_len} tokens"
+    return f"{verdict}  {label(configuration)}, {configuration.model.precision}, {configuration.batch.seq_len} tokens"
 
 
 def reason_lines(found: Survey) -> list[str]:
@@ -174,7 +175,7 @@ def _entry(proposal: Proposal) -> dict[str, Any]:
     memory, speed = asdict(estimate.memory), asdict(estimate.speed) if estimate.speed else {}
     return {
         "title": label(estimate.configuration),
-        **asdict(estimate.configuration),
+        **flat(estimate.configuration),
         "fits": estimate.fits,
         "memory": {name: memory[name] for name in _MEMORY},
         "speed": {name: speed.get(name) for name in _SPEED},

@@ -30,12 +30,12 @@ def _require_planned(template: str, config: dict[str, Any], plan: Plan, model: M
     """Raises InvalidConfig when a template, somebody's own perhaps, makes another ZeRO than the plan's."""
     chosen = plan.chosen.configuration
     try:
-        made = effective(model, Request(), config)
+        made = effective(model, Request(), config).zero
     except InvalidConfig as error:
         raise InvalidConfig(f"{template}: {error.problem}", hint="Mend the template.") from None
-    if (made.zero_stage, made.offload) != (chosen.zero_stage, chosen.offload):
+    if (made.stage, made.offload) != (chosen.zero.stage, chosen.zero.offload):
         raise InvalidConfig(
-            f"{template}: makes ZeRO-{made.zero_stage} with offload {made.offload}, and the plan is {chosen.title}",
+            f"{template}: makes ZeRO-{made.stage} with offload {made.offload}, and the plan is {chosen.title}",
             hint="Mend the template, or ask for that way with --zero-stage and --offload.",
         )
 

@@ -24,26 +24,26 @@ _TEMPLATES = {
 
 def template_of(configuration: Configuration) -> str:
     """Returns the name of the template for a configuration."""
-    return _TEMPLATES[configuration.zero_stage, configuration.offload]
+    return _TEMPLATES[configuration.zero.stage, configuration.zero.offload]
 
 
 def config_values(plan: Plan, workload: Workload) -> dict[str, Any]:
     """Returns what DeepSpeed templates may name."""
     configuration, model, cluster = plan.chosen.configuration, workload.model, workload.cluster
-    moe_block = model.moe.block_class if model.moe and configuration.zero_stage == 3 else None
+    moe_block = model.moe.block_class if model.moe and configuration.zero.stage == 3 else None
     return {
-        "overlap_comm": configuration.overlap_comm,
-        "reduce_bucket_size": configuration.reduce_bucket_size,
-        "prefetch_bucket_size": configuration.prefetch_bucket_size,
-        "param_persistence_threshold": configuration.param_persistence_threshold,
-        "max_live_parameters": configuration.max_live_parameters,
-        "max_reuse_distance": configuration.max_reuse_distance,
-        "sub_group_size": configuration.sub_group_size,
-        "pin_memory": configuration.pin_memory,
+        "overlap_comm": configuration.zero.overlap_comm,
+        "reduce_bucket_size": configuration.zero.reduce_bucket_size,
+        "prefetch_bucket_size": configuration.zero.prefetch_bucket_size,
+        "param_persistence_threshold": configuration.zero.param_persistence_threshold,
+        "max_live_parameters": configuration.zero.max_live_parameters,
+        "max_reuse_distance": configuration.zero.max_reuse_distance,
+        "sub_group_size": configuration.zero.sub_group_size,
+        "pin_memory": configuration.zero.pin_memory,
         "moe_block_class": moe_block,
         "nvme_path": cluster.nvme_path,
         "nvme_buffer_size": _nvme_buffer_size(workload),
-        "fp16": configuration.precision == "fp16",
+        "fp16": configuration.model.precision == "fp16",
     }
 
 
@@ -60,16 +60,16 @@ def job_values(plan: Plan, cluster: Cluster, **given: Any) -> dict[str, Any]:
     """Returns what the job template names; `given` holds model, data, hub and output folder as the user asked."""
     configuration = plan.chosen.configuration
     return {
-        "method": configuration.method,
-        "is_adapter": configuration.method is not Method.FULL,
-        "lora": configuration.lora,
-        "precision": configuration.precision,
-        "attn": configuration.attn,
-        "seq_len": configuration.seq_len,
-        "packing": configuration.packing,
-        "micro_batch": configuration.micro_batch,
-        "grad_accum": configuration.grad_accum,
-        "grad_ckpt": configuration.grad_ckpt,
+        "method": configuration.model.method,
+        "is_adapter": configuration.model.method is not Method.FULL,
+        "lora": configuration.model.lora,
+        "precision": configuration.model.precision,
+        "attn": configuration.kernels.attn,
+        "seq_len": configuration.batch.seq_len,
+        "packing": configuration.batch.packing,
+        "micro_batch": configuration.batch.micro_batch,
+        "grad_accum": configuration.step.grad_accum,
+        "grad_ckpt": configuration.checkpointing.enabled,
         "learning_rate": plan.learning_rate,
         "global_batch": plan.global_batch,
         "env": {"DS_ACCELERATOR": "cpu"} if cluster.gpu.is_cpu else {},

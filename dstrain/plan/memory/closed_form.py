@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from dstrain.choices import Method, Offload
+from dstrain.choices import Offload
 from dstrain.facts.model.model_facts import Kind, ModelFacts
 from dstrain.plan.configuration import Configuration
 from dstrain.plan.memory.layers.activations import Instant, profile
@@ -22,7 +22,7 @@ AFTER_GRADIENTS = ("layer backward", "embedding backward")
 
 def peak(model: ModelFacts, configuration: Configuration, ranks: int) -> Peak:
     """Returns the peak of one rank: the tape's instants, or a trace's, each with the engine's bytes in closed form."""
-    counts = trained(model, configuration.method, configuration.lora)
+    counts = trained(model, configuration.model.method, configuration.model.lora)
     held = states(counts, configuration, ranks)
     resident = engine_buffers(counts, configuration, ranks).resident
     top = max(_instants(model, configuration, ranks), key=lambda instant: instant.total)
@@ -31,7 +31,7 @@ def peak(model: ModelFacts, configuration: Configuration, ranks: int) -> Peak:
 
 def _instants(model: ModelFacts, configuration: Configuration, ranks: int) -> Iterator[Peak]:
     """Yields what is live at each instant beyond parameters, optimizer states and resident buffers."""
-    counts = trained(model, configuration.method, configuration.lora)
+    counts = trained(model, configuration.model.method, configuration.model.lora)
     engine = engine_buffers(counts, configuration, ranks)
     unit = {"layer backward": _largest_unit(model)}
     for instant in profile(model, configuration):
@@ -65,21 +65,22 @@ def _grads(model: ModelFacts, configuration: Configuration, ranks: int, instant:
     The engine has all of it where micro-batches add up or ZeRO-3 holds it flat; else the buffer of ZeRO-1 and 2 appears
     with the first gradient. Of a single micro-batch ZeRO-1 keeps whole, layer by layer, what no bucket can hold.
     """
-    stage = configuration.zero_stage
+    stage = configuration.zero.stage
     if stage == 0:
         return instant.grads
-    counts = trained(model, configuration.method, configuration.lora)
-    partition = states(counts, replace(configuration, offload=Offload.NONE), ranks).grads
-    taken = partition if configuration.offload is Offload.NONE else 0
-    if configuration.grad_accum > 1 or stage == 3:
+    counts = trained(model, configuration.model.method, configuration.model.lora)
+    on_gpu = replace(configuration, zero=replace(configuration.zero, offload=Offload.NONE))
+    partition = states(counts, on_gpu, ranks).grads
+    taken = partition if not configuration.zero.is_offloaded else 0
+    if configuration.step.grad_accum > 1 or stage == 3:
         return taken + engine_buffers(counts, configuration, ranks).backward_grads
     if instant.name not in AFTER_GRADIENTS:
         return 0
-    if stage == 2 or configuration.method is not Method.FULL:
+    if stage == 2 or not configuration.model.is_full:
         return taken
-    large = sum(g.numel * g.count for g in model.tensors if g.numel > configuration.reduce_bucket_size)
+    large = sum(g.numel * g.count for g in model.tensors if g.numel > configuration.zero.reduce_bucket_size)
     done = instant.layers_done / model.num_hidden_layers
-    return taken + round(configuration.precision.num_bytes * large * done)
+    return taken + round(configuration.model.item * large * done)
 
 
 def _largest_unit(model: ModelFacts) -> int:

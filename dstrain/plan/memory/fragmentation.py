@@ -7,7 +7,7 @@ is large where little is live, and a few percent where a GPU is full.
 
 from __future__ import annotations
 
-from dstrain.choices import LossKernel, Method, Offload, StateDtypes
+from dstrain.choices import LossKernel, StateDtypes
 from dstrain.facts.model.model_facts import Kind, ModelFacts
 from dstrain.plan.configuration import Configuration
 from dstrain.plan.memory.params import trained
@@ -50,23 +50,23 @@ def quick_ratio(model: ModelFacts, configuration: Configuration, num_ranks: int,
     alone and 2 of 100 where segments cannot grow, nearly all with less than 10 GiB live; it is on average 8 %, 8 % and
     18 % above the replay.
     """
-    item = configuration.precision.num_bytes
+    item = configuration.model.item
     kind = _kind(configuration)
-    holder = "engine" if configuration.state_dtypes is StateDtypes.MIXED else "pytorch"
+    holder = "engine" if configuration.model.is_deepspeed else "pytorch"
     base = float(peak.total)
     if kind == "sharded":
         most = _engine_streams if holder == "engine" else _fsdp_streams
         base += most(model, configuration, num_ranks, peak)
-    elif configuration.overlap_comm and holder == "engine":
+    elif configuration.zero.overlap_comm and holder == "engine":
         base += _bucket(model, configuration)
     share, logits = HOLES[holder, kind], FULL_LOGITS
-    if configuration.method is not Method.FULL and (kind != "sharded" or holder == "pytorch"):
+    if not configuration.model.is_full and (kind != "sharded" or holder == "pytorch"):
         logits = ADAPTER_LOGITS
     if not configuration.expandable_segments:
         share, logits = share + FIXED_HOLES, FIXED_LOGITS
     held = base * (1 + share)
-    if configuration.loss is LossKernel.FULL:
-        held += logits * item * model.vocab_size * configuration.tokens_per_micro_batch / configuration.sp
+    if configuration.kernels.loss is LossKernel.FULL:
+        held += logits * item * model.vocab_size * configuration.batch.tokens / configuration.parallel.sp
     if kind != "sharded":
         held += 0.5 * item * model.vocab_size * model.hidden_size
         held += _step_copies(model, configuration, num_ranks, peak)
@@ -74,28 +74,28 @@ def quick_ratio(model: ModelFacts, configuration: Configuration, num_ranks: int,
 
 
 def _kind(configuration: Configuration) -> str:
-    if configuration.zero_stage == 3:
+    if configuration.zero.stage == 3:
         return "sharded"
-    if configuration.method is not Method.FULL:
+    if not configuration.model.is_full:
         return "adapter"
-    return "resting" if configuration.grad_accum > 1 or not configuration.grad_ckpt else "full"
+    return "resting" if configuration.step.grad_accum > 1 or not configuration.checkpointing.enabled else "full"
 
 
 def _step_copies(model: ModelFacts, configuration: Configuration, num_ranks: int, peak: Peak) -> float:
     """Returns what ZeRO-1 and 2's copies of a partition's gradient find no hole for: half of the 2 + 4 bytes each."""
-    is_partitioned = configuration.state_dtypes is StateDtypes.MIXED and configuration.zero_stage in (1, 2)
-    if not is_partitioned or configuration.offload is not Offload.NONE or configuration.method is not Method.FULL:
+    is_partitioned = configuration.model.is_deepspeed and configuration.zero.stage in (1, 2)
+    if not is_partitioned or configuration.zero.is_offloaded or not configuration.model.is_full:
         return 0.0
     return 3 * model.num_params / num_ranks if peak.name == "optimizer step" else 0.0
 
 
 def _engine_streams(model: ModelFacts, configuration: Configuration, num_ranks: int, peak: Peak) -> float:
     """Returns what ZeRO-3's streams for gathering and reducing have beyond what they have at the peak."""
-    item = configuration.precision.num_bytes
+    item = configuration.model.item
     unit = max(group.numel for group in model.tensors if group.kind is not Kind.VISION)
     if model.moe is not None:
         unit = max(unit, _experts(model) // model.moe.num_moe_layers)
-    counts = trained(model, configuration.method, configuration.lora)
+    counts = trained(model, configuration.model.method, configuration.model.lora)
     most = gathered_bytes(counts, configuration, unit)
     whole = GATHERED_UNITS * item * min(unit, model.num_params / 3)
     return max(0, most - peak.gathered) + whole + _bucket(model, configuration)
@@ -103,8 +103,8 @@ def _engine_streams(model: ModelFacts, configuration: Configuration, num_ranks: 
 
 def _bucket(model: ModelFacts, configuration: Configuration) -> int:
     """Returns the copy of a bucket of gradients that is reduced in its own stream."""
-    counts = trained(model, configuration.method, configuration.lora)
-    return configuration.precision.num_bytes * min(configuration.reduce_bucket_size, counts.trainable)
+    counts = trained(model, configuration.model.method, configuration.model.lora)
+    return configuration.model.item * min(configuration.zero.reduce_bucket_size, counts.trainable)
 
 
 def _experts(model: ModelFacts) -> int:
@@ -113,11 +113,11 @@ def _experts(model: ModelFacts) -> int:
 
 def _fsdp_streams(model: ModelFacts, configuration: Configuration, num_ranks: int, peak: Peak) -> float:
     """Returns the same of FSDP: root and two layers gathered, gradient shards, and what making the units left."""
-    item = configuration.precision.num_bytes
+    item = configuration.model.item
     root = item * model.num_params_of(Kind.EMBEDDING, Kind.HEAD)
     layer = item * model.num_params / model.num_hidden_layers
     beyond = WHOLE_ROOTS * root + max(0.0, root + 2 * layer - peak.gathered)
-    if configuration.method is Method.FULL:
-        wide = 4 if configuration.state_dtypes is StateDtypes.AUTOCAST else item
+    if configuration.model.is_full:
+        wide = 4 if configuration.model.state_dtypes is StateDtypes.AUTOCAST else item
         beyond += wide * model.num_params / num_ranks
     return beyond

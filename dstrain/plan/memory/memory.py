@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from enum import IntEnum
 
-from dstrain.choices import Method, Offload, StateDtypes
 from dstrain.facts.cluster.calibration import NOTHING, Measured
 from dstrain.facts.cluster.cluster import Cluster
 from dstrain.facts.model.model_facts import ModelFacts
@@ -98,9 +97,9 @@ def memory(workload: Workload, configuration: Configuration, *, detail: Detail =
     resident model states and what lives at that instant, so that nothing is added that does not coexist.
     """
     model, cluster, measured = workload.model, workload.cluster, workload.measured
-    counts = trained(model, configuration.method, configuration.lora)
+    counts = trained(model, configuration.model.method, configuration.model.lora)
     held = states(counts, configuration, cluster.num_gpus)
-    if configuration.state_dtypes is not StateDtypes.MIXED:
+    if not configuration.model.is_deepspeed:
         held = pytorch_sharding.states(model, configuration, _ranks(cluster, configuration))
     peak = _peak(workload, configuration, detail)
     on_gpu = not cluster.gpu.is_cpu
@@ -143,8 +142,8 @@ def _held_by_allocator(workload: Workload, configuration: Configuration, peak: P
     model, cluster = workload.model, workload.cluster
     ranks, workspace = _ranks(cluster, configuration), _workspace_bytes(cluster)
     live = peak.total + workspace
-    is_engine = configuration.state_dtypes is StateDtypes.MIXED
-    is_scripted = is_engine or configuration.offload is Offload.NONE
+    is_engine = configuration.model.is_deepspeed
+    is_scripted = is_engine or not configuration.zero.is_offloaded
     if detail is not Detail.REPLAYED or not has_layer_code(model) or not is_scripted:
         most = round(quick_ratio(model, configuration, ranks, peak) * live)
         return most, most
@@ -164,7 +163,7 @@ def _held_by_allocator(workload: Workload, configuration: Configuration, peak: P
 
 def _ranks(cluster: Cluster, configuration: Configuration) -> int:
     """Returns how many ranks share states: sequence-parallel ones as data-parallel ones do."""
-    return max(1, cluster.num_gpus // configuration.tp)
+    return max(1, cluster.num_gpus // configuration.parallel.tp)
 
 
 def _outside_bytes(cluster: Cluster, measured: Measured = NOTHING) -> int:
@@ -182,7 +181,7 @@ def _peak(workload: Workload, configuration: Configuration, detail: Detail) -> P
     """
     model, cluster = workload.model, workload.cluster
     ranks = _ranks(cluster, configuration)
-    if configuration.state_dtypes is not StateDtypes.MIXED:
+    if not configuration.model.is_deepspeed:
         return pytorch_sharding.peak(model, configuration, ranks)
     if detail is not Detail.QUICK and has_layer_code(model):
         return engine.peak(model, configuration, ranks, kernel_workspaces=not cluster.gpu.is_cpu)
@@ -204,13 +203,13 @@ def _host_bytes(workload: Workload, configuration: Configuration, held: States, 
     Source: Transformers 5.23 integrations/deepspeed.py: _load_state_dict_into_zero3_model.
     """
     model, cluster = workload.model, workload.cluster
-    s = configuration.precision.num_bytes
+    s = configuration.model.item
     ranks = cluster.gpus_per_node
     whole = s * model.num_params
-    loading = whole if configuration.zero_stage == 3 else whole * ranks
-    counts = trained(model, configuration.method, configuration.lora)
+    loading = whole if configuration.zero.stage == 3 else whole * ranks
+    counts = trained(model, configuration.model.method, configuration.model.lora)
     offloaded = held.host + held.staging + pinned_waste(counts, configuration, cluster.num_gpus)
-    if detail is not Detail.QUICK and configuration.state_dtypes is StateDtypes.MIXED and has_layer_code(model):
+    if detail is not Detail.QUICK and configuration.model.is_deepspeed and has_layer_code(model):
         offloaded = engine.host_of(model, configuration, _ranks(cluster, configuration)).taken
     return ranks * BASELINE_HOST_BYTES_PER_RANK + max(loading, ranks * offloaded)
 
@@ -218,7 +217,7 @@ def _host_bytes(workload: Workload, configuration: Configuration, held: States, 
 def _nvme_bytes(workload: Workload, configuration: Configuration, held: States, detail: Detail) -> int:
     """Returns the bytes of one node's files on NVMe."""
     model, cluster = workload.model, workload.cluster
-    if detail is Detail.QUICK or configuration.state_dtypes is not StateDtypes.MIXED or not has_layer_code(model):
+    if detail is Detail.QUICK or not configuration.model.is_deepspeed or not has_layer_code(model):
         return held.nvme * cluster.gpus_per_node
     return engine.host_of(model, configuration, _ranks(cluster, configuration)).nvme * cluster.gpus_per_node
 
@@ -229,9 +228,9 @@ def _checkpoint_bytes(model: ModelFacts, configuration: Configuration) -> int:
     Frozen weights are left out under an adapter, which has the dtype of training.
     Source: deepspeed 0.19.8 runtime/engine.py: save_checkpoint; Transformers 5.23 trainer.py: _save_checkpoint.
     """
-    s = configuration.precision.num_bytes
-    counts = trained(model, configuration.method, configuration.lora)
-    if configuration.method is not Method.FULL:
+    s = configuration.model.item
+    counts = trained(model, configuration.model.method, configuration.model.lora)
+    if not configuration.model.is_full:
         return 2 * s * counts.trainable + 12 * counts.trainable
     base = 4 if model.dtype == "float32" else 2
     return (s + base) * (counts.trainable + counts.frozen) + 12 * counts.trainable

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dstrain.choices import Method, Offload, Optimizer, Stack, StateDtypes
+from dstrain.choices import Method, Optimizer, Stack, StateDtypes
 from dstrain.facts.model.model_facts import Kind, ModelFacts
 from dstrain.plan.configuration import Configuration
 from dstrain.plan.memory.layers.activations import Instant, profile
@@ -43,16 +43,16 @@ def peak(model: ModelFacts, configuration: Configuration, num_ranks: int) -> Pea
     Source: torch 2.13 optim/adamw.py: _multi_tensor_adamw; distributed/fsdp/_flat_param.py. Published peaks of full
     training on A100 stand at exactly 10·P and 20·P/N.
     """
-    counts = trained(model, configuration.method, configuration.lora)
+    counts = trained(model, configuration.model.method, configuration.model.lora)
     sizes = _sizes(configuration)
-    share = num_ranks if configuration.zero_stage == 3 else 1
-    state_share = num_ranks if configuration.zero_stage >= 1 else 1
+    share = num_ranks if configuration.zero.stage == 3 else 1
+    state_share = num_ranks if configuration.zero.stage >= 1 else 1
     params = 0
-    if configuration.offload not in (Offload.PARAMS, Offload.NVME):
+    if not configuration.zero.offloads_params:
         params = round((sizes.param * counts.trainable + _frozen_bytes(model, configuration, counts)) / share)
-    states = 0 if configuration.offload is not Offload.NONE else round(sizes.states * counts.trainable / state_share)
+    states = 0 if configuration.zero.is_offloaded else round(sizes.states * counts.trainable / state_share)
     instants = [_during(model, configuration, counts, each, share, num_ranks) for each in profile(model, configuration)]
-    hosted = configuration.offload is not Offload.NONE
+    hosted = configuration.zero.is_offloaded
     instants.append(
         Peak(
             name="optimizer step",
@@ -81,30 +81,30 @@ def peak(model: ModelFacts, configuration: Configuration, num_ranks: int) -> Pea
 def _frozen_bytes(model: ModelFacts, configuration: Configuration, counts: Trained) -> float:
     """Returns the bytes of the base under an adapter; Transformers 4 has experts as linears, which 4 bits hold too."""
     frozen, quantized = counts.frozen, counts.quantized
-    if configuration.method is Method.QLORA and configuration.stack is not Stack.TRANSFORMERS_5:
+    if configuration.model.method is Method.QLORA and configuration.code.stack is not Stack.TRANSFORMERS_5:
         experts = model.num_params_of(Kind.EXPERT, Kind.ROUTER)
         frozen, quantized = frozen - experts, quantized + experts
-    per_quantized = quantized_bytes_per_param(configuration.double_quant)
-    return configuration.precision.num_bytes * frozen + per_quantized * quantized
+    per_quantized = quantized_bytes_per_param(configuration.model.double_quant)
+    return configuration.model.item * frozen + per_quantized * quantized
 
 
 def states(model: ModelFacts, configuration: Configuration, num_ranks: int) -> States:
     """Returns the model states of one rank when the optimizer steps."""
-    counts, sizes = trained(model, configuration.method, configuration.lora), _sizes(configuration)
-    share = num_ranks if configuration.zero_stage == 3 else 1
-    part = counts.trainable / (num_ranks if configuration.zero_stage >= 1 else 1)
+    counts, sizes = trained(model, configuration.model.method, configuration.model.lora), _sizes(configuration)
+    share = num_ranks if configuration.zero.stage == 3 else 1
+    part = counts.trainable / (num_ranks if configuration.zero.stage >= 1 else 1)
     whole = sizes.param * counts.trainable + _frozen_bytes(model, configuration, counts)
-    if configuration.offload is not Offload.NONE:
+    if configuration.zero.is_offloaded:
         return States(params=round(whole / share), grads=0, optimizer=0, host=round((sizes.grad + sizes.states) * part))
     return States(params=round(whole / share), grads=round(sizes.grad * part), optimizer=round(sizes.states * part))
 
 
 def _sizes(configuration: Configuration) -> _Sizes:
     """Returns the bytes of one element of each kind; adapters are fp32 whatever the rest is (PEFT)."""
-    compute = configuration.precision.num_bytes
-    is_own = configuration.stack in (Stack.TORCHTUNE, Stack.LITGPT)
-    is_adapter = configuration.method is not Method.FULL
-    wide = (is_adapter and not is_own) or (configuration.state_dtypes is StateDtypes.AUTOCAST and not is_adapter)
+    compute = configuration.model.item
+    is_own = configuration.code.stack in (Stack.TORCHTUNE, Stack.LITGPT)
+    is_adapter = not configuration.model.is_full
+    wide = (is_adapter and not is_own) or (configuration.model.state_dtypes is StateDtypes.AUTOCAST and not is_adapter)
     param = FP32 if wide else compute
     moments = {
         Optimizer.ADAMW: 2.0 * param,
@@ -113,8 +113,8 @@ def _sizes(configuration: Configuration) -> _Sizes:
         Optimizer.ADAFACTOR: 0.0,
         Optimizer.LION: 1.0 * param,
         Optimizer.SGD: 0.0,
-    }[configuration.optimizer]
-    step = param if configuration.optimizer in (Optimizer.ADAMW, Optimizer.ADAFACTOR) else 0
+    }[configuration.step.optimizer]
+    step = param if configuration.step.optimizer in (Optimizer.ADAMW, Optimizer.ADAFACTOR) else 0
     return _Sizes(compute=compute, param=param, grad=param, states=moments, step=step)
 
 
@@ -125,13 +125,13 @@ def _during(
     sizes = _sizes(configuration)
     grads, buffers, gathered = instant.grads * sizes.grad // sizes.compute if share == 1 else instant.grads, 0, 0
     done = instant.layers_done / model.num_hidden_layers
-    kept = 0.0 if configuration.offload is not Offload.NONE else sizes.grad * counts.trainable / share
+    kept = 0.0 if configuration.zero.is_offloaded else sizes.grad * counts.trainable / share
     if share > 1:
-        grads += round(kept * (1.0 if configuration.grad_accum > 1 else done))
+        grads += round(kept * (1.0 if configuration.step.grad_accum > 1 else done))
         gathered = _gathered(model, configuration, instant)
-    elif configuration.grad_accum > 1:
+    elif configuration.step.grad_accum > 1:
         grads += round(kept)
-    if configuration.zero_stage < 3 and num_ranks > 1:
+    if configuration.zero.stage < 3 and num_ranks > 1:
         buffers = round(sizes.grad * counts.trainable)  # DDP's buckets are copies of the gradients
     return Peak(
         name=instant.name,
@@ -147,15 +147,15 @@ def _during(
 
 def _gathered(model: ModelFacts, configuration: Configuration, instant: Instant) -> int:
     """Returns the bytes of the units that FSDP holds whole: the root always, a layer while it works."""
-    compute = configuration.precision.num_bytes
+    compute = configuration.model.item
     root = (Kind.EMBEDDING, Kind.HEAD, Kind.VISION)
     whole = compute * (model.num_params_of(*root) + model.hidden_size)
     if instant.name in ("forward", "layer backward"):
         inner = [group for group in model.tensors if group.kind not in root and not group.name.startswith("model.")]
         per_linear: float = compute
-        if configuration.method is Method.QLORA:
-            per_linear = quantized_bytes_per_param(configuration.double_quant)
-        are_linears = configuration.stack is not Stack.TRANSFORMERS_5
+        if configuration.model.method is Method.QLORA:
+            per_linear = quantized_bytes_per_param(configuration.model.double_quant)
+        are_linears = configuration.code.stack is not Stack.TRANSFORMERS_5
         layer = sum(
             g.numel * g.count * (per_linear if g.is_linear or (are_linears and g.kind is Kind.EXPERT) else compute)
             for g in inner

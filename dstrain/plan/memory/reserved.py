@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 
-from dstrain.choices import StateDtypes
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.plan.configuration import Configuration
 from dstrain.plan.memory.caching_allocator import Allocator, Event
@@ -67,7 +66,7 @@ def reserved(
     GPUs. The model's layer code has to be on the tape.
     """
     allocator = Allocator(expandable_segments=expandable_segments, capacity_bytes=capacity_bytes)
-    is_sharded_engine = configuration.state_dtypes is StateDtypes.MIXED and configuration.zero_stage == 3
+    is_sharded_engine = configuration.model.is_deepspeed and configuration.zero.stage == 3
     count = SHARDED_STEPS_REPLAYED if is_sharded_engine else STEPS_REPLAYED
     is_enough, highest, settled = True, 0, 0
     for index, events in enumerate(
@@ -90,8 +89,8 @@ def _steps(
     model: ModelFacts, configuration: Configuration, num_ranks: int, workspace_bytes: int
 ) -> Iterator[list[Event]]:
     """Yields what happens before the first step, then step after step, by who holds the states."""
-    if configuration.state_dtypes is StateDtypes.MIXED:
+    if configuration.model.is_deepspeed:
         return deepspeed.steps(model, configuration, num_ranks, workspace_bytes)
-    if configuration.zero_stage == 3:
+    if configuration.zero.stage == 3:
         return fsdp.steps(model, configuration, num_ranks, workspace_bytes)
     return unsharded.steps(model, configuration, num_ranks, workspace_bytes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dstrain.choices import Offload
-from dstrain.plan.configuration import Configuration
+from dstrain.plan.configuration import Configuration, Zero
 from dstrain.plan.memory.params import NF4_BYTES_PER_PARAM, Trained
 
 
@@ -46,14 +46,13 @@ def states(counts: Trained, configuration: Configuration, num_ranks: int) -> Sta
     16P/N in host RAM (master 4, gradient 4, moments 8) and sP/N of staging; parameters on the CPU another sP/N.
     Source: ZeRO (arXiv 1910.02054), table 1; the engine's own tensors on 2 CPU ranks are compared with it in the tests.
 
-    >>> from dataclasses import replace
-    >>> from dstrain.plan.configuration import DEFAULTS
+    >>> from dstrain.plan.configuration import DEFAULTS, changed
     >>> qwen3_8b = Trained(trainable=8_190_735_360, frozen=0, quantized=0, largest_trainable=0)
-    >>> states(qwen3_8b, replace(DEFAULTS, zero_stage=3), 8).device == 16 * 8_190_735_360 // 8
+    >>> states(qwen3_8b, changed(DEFAULTS, zero_stage=3), 8).device == 16 * 8_190_735_360 // 8
     True
     """
-    s = configuration.precision.num_bytes
-    stage, offload = configuration.zero_stage, configuration.offload
+    s = configuration.model.item
+    stage, offload = configuration.zero.stage, configuration.zero.offload
     share = num_ranks if stage == 3 else 1
     held = round((s * (counts.trainable + counts.frozen) + NF4_BYTES_PER_PARAM * counts.quantized) / share)
     partition = counts.trainable / (num_ranks if stage else 1)
@@ -63,10 +62,10 @@ def states(counts: Trained, configuration: Configuration, num_ranks: int) -> Sta
         return States(params=held, grads=round(s * kept), optimizer=optimizer)
     if offload is Offload.NVME:
         # files hold master, gradient, moments and parameters; RAM the flat gradient and four sub-groups in work
-        work = s * partition + 4 * 16 * min(partition, configuration.sub_group_size)
+        work = s * partition + 4 * 16 * min(partition, configuration.zero.sub_group_size)
         return States(params=0, grads=0, optimizer=0, staging=round(work), nvme=round(16 * partition) + held)
     host = round((OPTIMIZER_BYTES_PER_PARAM + 4) * partition)
-    copies = 2 if stage < 3 and configuration.grad_accum > 1 else 1
+    copies = 2 if stage < 3 and configuration.step.grad_accum > 1 else 1
     staging = round(copies * s * partition)
     if offload is Offload.PARAMS:
         return States(params=0, grads=0, optimizer=0, host=host + held, staging=staging)
@@ -78,17 +77,17 @@ def prefetch_bytes(configuration: Configuration) -> int:
 
     Source: deepspeed 0.19.8 runtime/zero/partition_parameters.py: AllGatherCoalescedHandle.wait.
     """
-    elements = min(configuration.prefetch_bucket_size, configuration.max_live_parameters)
-    return 2 * configuration.precision.num_bytes * elements
+    elements = min(configuration.zero.prefetch_bucket_size, configuration.zero.max_live_parameters)
+    return 2 * configuration.model.item * elements
 
 
-def num_buckets(configuration: Configuration) -> int:
+def num_buckets(zero: Zero) -> int:
     """Returns how many buffers of `reduce_bucket_size` elements the engine allocates, whatever the model has: two under
     ZeRO-1 and 2 where communication overlaps, else one.
 
     Source: deepspeed 0.19.8 runtime/zero/stage_1_and_2.py: setup_buckets; stage3.py: _setup_for_real_optimizer.
     """
-    return 2 if configuration.zero_stage in (1, 2) and configuration.overlap_comm else 1
+    return 2 if zero.stage in (1, 2) and zero.overlap_comm else 1
 
 
 def bucket_bytes(configuration: Configuration, trainable: int | None) -> int:
@@ -98,17 +97,16 @@ def bucket_bytes(configuration: Configuration, trainable: int | None) -> int:
     Source: deepspeed 0.19.8 runtime/zero/stage_1_and_2.py: allreduce_bucket (flatten); stage3.py: __avg_scatter_grads;
     compared with the replay of the engine in the tests.
 
-    >>> from dataclasses import replace
-    >>> from dstrain.plan.configuration import DEFAULTS
-    >>> bucket_bytes(replace(DEFAULTS, zero_stage=2, overlap_comm=True, reduce_bucket_size=100), None)
+    >>> from dstrain.plan.configuration import DEFAULTS, changed
+    >>> bucket_bytes(changed(DEFAULTS, zero_stage=2, overlap_comm=True, reduce_bucket_size=100), None)
     600
     """
-    elements = configuration.reduce_bucket_size
+    elements = configuration.zero.reduce_bucket_size
     copied = elements if trainable is None else min(elements, trainable)
     return (
-        configuration.precision.num_bytes
-        * (num_buckets(configuration) * elements + copied)
-        * bool(configuration.zero_stage)
+        configuration.model.item
+        * (num_buckets(configuration.zero) * elements + copied)
+        * bool(configuration.zero.stage)
     )
 
 
@@ -118,8 +116,8 @@ def sub_group_bytes(configuration: Configuration, partition: float | None) -> in
 
     Source: deepspeed 0.19.8 runtime/zero/stage3.py: _prepare_sub_group, _create_fp32_partitions.
     """
-    elements = configuration.sub_group_size
-    item = configuration.precision.num_bytes if configuration.offload is Offload.NONE else 0
+    elements = configuration.zero.sub_group_size
+    item = configuration.model.item if not configuration.zero.is_offloaded else 0
     return round((item + 4) * (elements if partition is None else min(elements, partition)))
 
 
@@ -146,15 +144,15 @@ def engine_buffers(counts: Trained, configuration: Configuration, num_ranks: int
     Source: deepspeed 0.19.8 runtime/zero/stage_1_and_2.py: setup_buckets, step; runtime/zero/stage3.py: __init__,
     _prepare_sub_group; counted from live tensors of the engine on CPU ranks.
     """
-    s, stage = configuration.precision.num_bytes, configuration.zero_stage
+    s, stage = configuration.model.item, configuration.zero.stage
     partition = counts.trainable / (num_ranks if stage else 1)
     bucket = bucket_bytes(configuration, counts.trainable)
-    offloaded = configuration.offload is not Offload.NONE
+    offloaded = configuration.zero.is_offloaded
     largest = s * counts.largest_trainable
     if stage == 0:
         return EngineBuffers(resident=0, backward_grads=0, backward=0, step=round(4 * counts.trainable))
     if stage == 3:
-        resident = s * configuration.reduce_bucket_size
+        resident = s * configuration.zero.reduce_bucket_size
         step = 0 if offloaded else sub_group_bytes(configuration, partition)
         return EngineBuffers(resident=resident, backward_grads=0, backward=bucket - resident + 2 * largest, step=step)
     full = round(s * counts.trainable)
@@ -164,7 +162,7 @@ def engine_buffers(counts: Trained, configuration: Configuration, num_ranks: int
     step = round(4 * partition)
     if stage == 1:
         return EngineBuffers(resident=0, backward_grads=full, backward=bucket, step=step)
-    again = round(s * partition) if configuration.grad_accum > 1 else 0
+    again = round(s * partition) if configuration.step.grad_accum > 1 else 0
     return EngineBuffers(resident=0, backward_grads=again, backward=bucket + largest, step=step)
 
 
@@ -175,11 +173,11 @@ def gathered_bytes(counts: Trained, configuration: Configuration, unit_numel: in
     backward, the last max_reuse_distance / 2 elements, which are used again that soon; never more than the model.
     Source: deepspeed 0.19.8 runtime/zero/partitioned_param_coordinator.py: __params_to_release, fetch_sub_module.
     """
-    if configuration.zero_stage != 3:
+    if configuration.zero.stage != 3:
         return 0
     total = counts.trainable + counts.frozen + counts.quantized
-    kept = configuration.max_reuse_distance // 2
-    item = configuration.precision.num_bytes
+    kept = configuration.zero.max_reuse_distance // 2
+    item = configuration.model.item
     return min(item * total, item * (unit_numel + kept) + prefetch_bytes(configuration))
 
 
@@ -190,17 +188,17 @@ def pinned_waste(counts: Trained, configuration: Configuration, num_ranks: int) 
     sub-group; offloaded parameters are pinned whatever `pin_memory` says.
     Source: deepspeed 0.19.8 runtime/zero/stage_1_and_2.py and stage3.py: __init__, pin_memory.
     """
-    s, stage = configuration.precision.num_bytes, configuration.zero_stage
+    s, stage = configuration.model.item, configuration.zero.stage
     partition = counts.trainable / num_ranks
     sizes: list[float] = []
-    if configuration.offload is Offload.NONE:
+    if not configuration.zero.is_offloaded:
         return 0
-    if configuration.pin_memory and stage < 3:
+    if configuration.zero.pin_memory and stage < 3:
         sizes += [4 * partition, 4 * partition, s * partition]
-    elif configuration.pin_memory:
-        step = min(partition, configuration.sub_group_size)
+    elif configuration.zero.pin_memory:
+        step = min(partition, configuration.zero.sub_group_size)
         sizes += [s * partition, *[4 * step] * round(partition // step if step else 0)]
-    if configuration.offload is Offload.PARAMS:
+    if configuration.zero.offload is Offload.PARAMS:
         sizes.append(s * (counts.trainable + counts.frozen) / num_ranks)
     return sum(pinned(size) - round(size) for size in sizes)
 

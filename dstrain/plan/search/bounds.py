@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from dstrain.choices import LossKernel, Method, Offload, Optimizer, Precision, StateDtypes
+from dstrain.choices import LossKernel, Offload, Optimizer, Precision, StateDtypes
 from dstrain.facts.cluster.cluster import Cluster
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.facts.workload import Workload
@@ -85,14 +85,14 @@ def bound(workload: Workload, way: Configuration) -> Bound:
     host RAM: master copy and moments. In time: what a step takes beside its passes.
     """
     model, cluster = workload.model, workload.cluster
-    counts = trained(model, way.method, way.lora)
-    ranks = max(1, cluster.num_gpus // way.tp)
-    s = 4 if way.state_dtypes is StateDtypes.AUTOCAST else way.precision.num_bytes
-    weights = (s * (counts.trainable + counts.frozen) + NF4_BYTES_PER_PARAM * counts.quantized) / way.tp
-    params = 0.0 if way.offload in (Offload.PARAMS, Offload.NVME) else weights / (ranks if way.zero_stage == 3 else 1)
-    states = _optimizer_bytes(way) * counts.trainable / way.tp / (ranks if way.zero_stage else 1)
-    grads = way.precision.num_bytes * counts.trainable / way.tp / (1 if way.zero_stage <= 1 else ranks)
-    is_here = way.offload is Offload.NONE
+    counts = trained(model, way.model.method, way.model.lora)
+    ranks = max(1, cluster.num_gpus // way.parallel.tp)
+    s = 4 if way.model.state_dtypes is StateDtypes.AUTOCAST else way.model.item
+    weights = (s * (counts.trainable + counts.frozen) + NF4_BYTES_PER_PARAM * counts.quantized) / way.parallel.tp
+    params = 0.0 if way.zero.offloads_params else weights / (ranks if way.zero.stage == 3 else 1)
+    states = _optimizer_bytes(way) * counts.trainable / way.parallel.tp / (ranks if way.zero.stage else 1)
+    grads = way.model.item * counts.trainable / way.parallel.tp / (1 if way.zero.stage <= 1 else ranks)
+    is_here = not way.zero.is_offloaded
     fixed = params + (states if is_here else 0.0)
     return Bound(
         fixed_bytes=int(fixed),
@@ -109,8 +109,9 @@ def passes_s(workload: Workload, way: Configuration, micro_batch: int) -> float:
     With those of a step's end (`Bound.step_s`) it is the least that a step can take: what links add is left out.
     """
     cluster = workload.cluster
-    peak = peak_flops_per_s(cluster.gpu, way.precision)
-    chosen = setting(replace(way, micro_batch=micro_batch), peak, cluster.gpu.has_flash_attention_2)
+    peak = peak_flops_per_s(cluster.gpu, way.model.precision)
+    sized = replace(way, batch=replace(way.batch, micro_batch=micro_batch))
+    chosen = setting(sized, peak, cluster.gpu.has_flash_attention_2)
     forward, backward = passes(work(workload.model, way), efficiency(cluster, workload.measured), chosen)
     return forward.total + backward.total
 
@@ -118,17 +119,18 @@ def passes_s(workload: Workload, way: Configuration, micro_batch: int) -> float:
 def _step_s(workload: Workload, way: Configuration) -> float:
     """Returns the seconds of optimizer and offloading after the last backward pass; 0 where speeds are not known."""
     cluster = workload.cluster
-    if peak_flops_per_s(cluster.gpu, way.precision) <= 0 or cluster.gpu.hbm_bytes_per_s <= 0:
+    if peak_flops_per_s(cluster.gpu, way.model.precision) <= 0 or cluster.gpu.hbm_bytes_per_s <= 0:
         return 0.0
     rates = efficiency(cluster, workload.measured)
-    found = stepping(cluster, replace(way, micro_batch=1, grad_accum=1), work(workload.model, way), rates)
-    return found.optimizer + found.cpu_optimizer + found.nvme + found.pcie_step
+    single = replace(way, batch=replace(way.batch, micro_batch=1), step=replace(way.step, grad_accum=1))
+    seconds = stepping(cluster, single, work(workload.model, way), rates)
+    return seconds.optimizer + seconds.cpu_optimizer + seconds.nvme + seconds.pcie_step
 
 
 def _optimizer_bytes(way: Configuration) -> int:
     """Returns bytes of master copy and moments for each trained parameter."""
-    master = 4 if way.state_dtypes is StateDtypes.MIXED and way.precision is not Precision.FP32 else 0
-    return master + MOMENT_BYTES_PER_PARAM[way.state_dtypes][way.optimizer]
+    master = 4 if way.model.is_deepspeed and way.model.precision is not Precision.FP32 else 0
+    return master + MOMENT_BYTES_PER_PARAM[way.model.state_dtypes][way.step.optimizer]
 
 
 def _activation_bytes(model: ModelFacts, way: Configuration) -> float:
@@ -136,15 +138,15 @@ def _activation_bytes(model: ModelFacts, way: Configuration) -> float:
 
     With checkpointing h of each token in half precision; without, `LAYER_BYTES` and queries and outputs of attention.
     """
-    if way.activation_offload:
+    if way.checkpointing.offload:
         return 0.0
-    tokens = way.seq_len / way.sp
+    tokens = way.batch.seq_len / way.parallel.sp
     per_token: float = 2 * model.hidden_size
-    if not way.grad_ckpt:
-        kernels = "fused" if way.liger else "eager" if way.method is Method.FULL else "adapted"
+    if not way.checkpointing.enabled:
+        kernels = "fused" if way.kernels.liger else "eager" if way.model.is_full else "adapted"
         hidden, inner = LAYER_BYTES[kernels]
         attention = 4 * model.num_attention_heads * model.v_head_dim
-        per_token = hidden * model.hidden_size + (attention + inner * _mlp_width(model)) / way.tp
+        per_token = hidden * model.hidden_size + (attention + inner * _mlp_width(model)) / way.parallel.tp
     return (model.num_hidden_layers - 1) * tokens * per_token
 
 
@@ -158,16 +160,16 @@ def _mlp_width(model: ModelFacts) -> int:
 
 
 def _logits_bytes(model: ModelFacts, way: Configuration) -> float:
-    if way.loss is not LossKernel.FULL:
+    if way.kernels.loss is not LossKernel.FULL:
         return 0.0
-    each = LOGITS_BYTES + (0 if way.precision is Precision.FP32 else way.precision.num_bytes)
-    return each * way.seq_len / way.sp * model.vocab_size / way.tp
+    each = LOGITS_BYTES + (0 if way.model.precision is Precision.FP32 else way.model.item)
+    return each * way.batch.seq_len / way.parallel.sp * model.vocab_size / way.parallel.tp
 
 
 def _host_bytes(cluster: Cluster, way: Configuration, states: float, weights: float) -> float:
     """Returns offloaded optimizer states, and parameters, of the ranks of one node."""
-    if way.offload is Offload.OPTIMIZER:
-        return cluster.gpus_per_node * states * way.offload_ratio
-    if way.offload is Offload.PARAMS:
+    if way.zero.offload is Offload.OPTIMIZER:
+        return cluster.gpus_per_node * states * way.zero.offload_ratio
+    if way.zero.offload is Offload.PARAMS:
         return cluster.gpus_per_node * (states + weights)
     return 0.0

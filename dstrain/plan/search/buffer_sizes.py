@@ -39,7 +39,7 @@ def sizes(model: ModelFacts, rung: int) -> Mapping[str, Any]:
     layer = sum(g.numel * g.count for g in model.tensors) // max(1, model.num_hidden_layers)
     bucket = _SMALLEST_BUCKET if rung == TIGHT else min(_LARGEST_BUCKET, max(_SMALLEST_BUCKET, layer))
     bucket = max(2, min(bucket, model.num_params) // 2 * 2)
-    reuse = 0 if rung == TIGHT else round(DEFAULTS.max_reuse_distance * 2.0 ** (rung - ROOMY))
+    reuse = 0 if rung == TIGHT else round(DEFAULTS.zero.max_reuse_distance * 2.0 ** (rung - ROOMY))
     return {
         "reduce_bucket_size": bucket,
         "prefetch_bucket_size": bucket // 4 if rung == TIGHT else bucket,
@@ -66,12 +66,12 @@ def sizes_of_transformers(model: ModelFacts) -> Mapping[str, Any]:
 
 def sized(model: ModelFacts, configuration: Configuration, rung: int) -> Configuration:
     """Returns the configuration with the engine's buffers of one rung."""
-    return replace(configuration, **sizes(model, rung))
+    return replace(configuration, zero=replace(configuration.zero, **sizes(model, rung)))
 
 
 def top_rung(model: ModelFacts) -> int:
     """Returns the rung on which the whole model stays gathered: a reuse distance of twice its parameters."""
-    ratio = 2 * model.num_params / DEFAULTS.max_reuse_distance
+    ratio = 2 * model.num_params / DEFAULTS.zero.max_reuse_distance
     return max(_LARGEST_SUB_GROUP_RUNG, ROOMY + math.ceil(math.log2(max(1.0, ratio))))
 
 
@@ -86,7 +86,7 @@ def sized_to_room(
     limit = found.memory.device_bytes_per_gpu + SHARE_OF_ROOM * (
         found.usable_bytes_per_gpu - found.memory.device_bytes_per_gpu
     )
-    low, high = rung, top_rung(model) if found.configuration.zero_stage == 3 else max(rung, ROOMY)
+    low, high = rung, top_rung(model) if found.configuration.zero.stage == 3 else max(rung, ROOMY)
     while low < high:
         middle = (low + high + 1) // 2
         larger = assess(sized(model, found.configuration, middle))
@@ -109,9 +109,10 @@ def least_offloaded(found: Estimate, *, assess: Callable[[Configuration], Estima
     Source: deepspeed 0.19.8 runtime/zero/stage3.py: subgroup_to_device.
     """
     configuration = found.configuration
-    while configuration.offload is Offload.OPTIMIZER and configuration.offload_ratio < 1:
-        lower = round(configuration.offload_ratio - RATIO_STEP, 2)
-        less = assess(replace(configuration, offload_ratio=lower)) if lower > 0 else None
+    while configuration.zero.offload is Offload.OPTIMIZER and configuration.zero.offload_ratio < 1:
+        lower = round(configuration.zero.offload_ratio - RATIO_STEP, 2)
+        zero = replace(configuration.zero, offload_ratio=lower)
+        less = assess(replace(configuration, zero=zero)) if lower > 0 else None
         if less is None or not less.fits or _is_slower(less, found):
             break
         found, configuration = less, less.configuration

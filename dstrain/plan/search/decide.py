@@ -184,7 +184,7 @@ def _assumptions(cluster: Cluster, request: Request, chosen: Estimate) -> list[s
         notes.append(gpu_assumed(cluster))
     if not cluster.gpu.is_listed and chosen.speed is not None:
         notes.append(gpu_guessed(cluster))
-    if cluster.host_memory_origin is Origin.ASSUMED and configuration.offload is not Offload.NONE:
+    if cluster.host_memory_origin is Origin.ASSUMED and configuration.zero.is_offloaded:
         notes.append(ram_assumed(cluster))
     if request.global_batch is None and request.micro_batch is None:
         samples = global_batch(cluster, configuration)
@@ -196,10 +196,10 @@ def _precision_notes(workload: Workload, chosen: Estimate) -> list[str]:
     """Returns what half precision without bf16 means."""
     model, cluster = workload.model, workload.cluster
     notes = []
-    if chosen.configuration.precision is Precision.FP16 and not cluster.gpu.has_bf16:
+    if chosen.configuration.model.precision is Precision.FP16 and not cluster.gpu.has_bf16:
         notes.append(
             f"{cluster.gpu.name} has neither bf16 nor FlashAttention-2: fp16 with loss scaling and sdpa are used"
         )
-    if chosen.configuration.precision is Precision.FP16 and model.dtype == "bfloat16":
+    if chosen.configuration.model.precision is Precision.FP16 and model.dtype == "bfloat16":
         notes.append(f"{model.name} was trained in bf16: fp16 may overflow; watch the loss scale")
     return notes

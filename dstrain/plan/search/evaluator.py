@@ -43,7 +43,7 @@ class Evaluator:
     def least_time(self, candidate: Candidate) -> Key:
         """Returns a bound of `time`; the passes depend on few choices, and are computed once for each."""
         way, micro_batch = candidate.way, candidate.micro_batch
-        key = (way.sp, way.tp, way.grad_ckpt, way.zero_stage == 3, micro_batch)
+        key = (way.parallel, way.checkpointing, way.zero.stage == 3, micro_batch)
         if key not in self.passes:
             self.passes[key] = passes_s(self.workload, way, micro_batch)
         step_s = candidate.grad_accum * self.passes[key] + self.bound(candidate).step_s

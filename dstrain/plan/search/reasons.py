@@ -16,7 +16,7 @@ from dstrain.plan.request import Request
 from dstrain.plan.search.buffer_sizes import TIGHT, sized
 from dstrain.plan.search.rules import broken
 from dstrain.plan.search.search import TIE_RATIO
-from dstrain.plan.search.search_space import data_parallel_ranks, global_batch
+from dstrain.plan.search.search_space import data_parallel_ranks, global_batch, with_batch
 from dstrain.units import format_bytes, format_count, format_seconds
 
 MOST_SENTENCES = 3
@@ -57,27 +57,29 @@ def neighbours(
 
 def _flips(request: Request, chosen: Configuration) -> Iterator[tuple[Topic, str, str, Configuration]]:
     """Yields topic, the choice as it is and as it could be in words, and the configuration that it would make."""
+    zero = chosen.zero
     for stage in (0, 1, 2, 3):
-        if stage != chosen.zero_stage:
-            ratio = chosen.offload_ratio if stage == 3 else 1.0
-            other = replace(chosen, zero_stage=stage, hpz=chosen.hpz if stage == 3 else 1, offload_ratio=ratio)
-            yield Topic.ZERO_STAGE, f"ZeRO-{chosen.zero_stage}", f"ZeRO-{stage}", other
+        if stage != zero.stage:
+            hpz, ratio = (zero.hpz, zero.offload_ratio) if stage == 3 else (1, 1.0)
+            other = replace(chosen, zero=replace(zero, stage=stage, hpz=hpz, offload_ratio=ratio))
+            yield Topic.ZERO_STAGE, f"ZeRO-{zero.stage}", f"ZeRO-{stage}", other
     for offload in Offload:
-        if offload is not chosen.offload:
-            other = replace(chosen, offload=offload, offload_ratio=1.0)
-            yield Topic.OFFLOAD, _offload_words(chosen.offload), _offload_words(offload), other
+        if offload is not zero.offload:
+            other = replace(chosen, zero=replace(zero, offload=offload, offload_ratio=1.0))
+            yield Topic.OFFLOAD, _offload_words(zero.offload), _offload_words(offload), other
     words = ("checkpointing", "no checkpointing")
-    mine, theirs = words if chosen.grad_ckpt else words[::-1]
-    yield Topic.GRAD_CKPT, mine, theirs, replace(chosen, grad_ckpt=not chosen.grad_ckpt)
-    mine = f"micro-batch {chosen.micro_batch}"
-    if chosen.grad_accum % 2 == 0:
-        twice, half = 2 * chosen.micro_batch, chosen.grad_accum // 2
-        yield Topic.MICRO_BATCH, mine, f"micro-batch {twice}", replace(chosen, micro_batch=twice, grad_accum=half)
-    if chosen.micro_batch % 2 == 0:
-        half, twice = chosen.micro_batch // 2, 2 * chosen.grad_accum
-        yield Topic.MICRO_BATCH, mine, f"micro-batch {half}", replace(chosen, micro_batch=half, grad_accum=twice)
-    if chosen.hpz > 1:
-        yield Topic.HPZ, f"hpZ {chosen.hpz}", "no hpZ", replace(chosen, hpz=1)
+    is_enabled = chosen.checkpointing.enabled
+    mine, theirs = words if is_enabled else words[::-1]
+    other = replace(chosen, checkpointing=replace(chosen.checkpointing, enabled=not is_enabled))
+    yield Topic.GRAD_CKPT, mine, theirs, other
+    micro_batch, grad_accum = chosen.batch.micro_batch, chosen.step.grad_accum
+    batches = [(2 * micro_batch, grad_accum // 2)] if grad_accum % 2 == 0 else []
+    batches += [(micro_batch // 2, 2 * grad_accum)] if micro_batch % 2 == 0 else []
+    for count, accum in batches:
+        other = with_batch(chosen, count, accum)
+        yield Topic.MICRO_BATCH, f"micro-batch {micro_batch}", f"micro-batch {count}", other
+    if zero.hpz > 1:
+        yield Topic.HPZ, f"hpZ {zero.hpz}", "no hpZ", replace(chosen, zero=replace(zero, hpz=1))
 
 
 def _offload_words(offload: Offload) -> str:
@@ -238,12 +240,12 @@ def _memory(workload: Workload, chosen: Estimate) -> list[Reason]:
     """Returns what trains, the states on each GPU, the peak, and host RAM."""
     model, cluster = workload.model, workload.cluster
     configuration, needs, states = chosen.configuration, chosen.memory, chosen.memory.states
-    trainable = trained(model, configuration.method, configuration.lora).trainable
+    trainable = trained(model, configuration.model.method, configuration.model.lora).trainable
     share = "all" if trainable == model.num_params else f"{format_count(trainable)} of"
     parts = needs.breakdown_bytes
     trains = (
-        f"{share} {format_count(model.num_params)} parameters train; in {configuration.precision} with"
-        f" {OPTIMIZER_WORDS[configuration.optimizer]} that is"
+        f"{share} {format_count(model.num_params)} parameters train; in {configuration.model.precision} with"
+        f" {OPTIMIZER_WORDS[configuration.step.optimizer]} that is"
         f" {format_bytes(states.device)} of model states on each GPU (parameters {format_bytes(states.params)},"
         f" gradients {format_bytes(states.grads)}, optimizer {format_bytes(states.optimizer)})"
     )
@@ -253,7 +255,7 @@ def _memory(workload: Workload, chosen: Estimate) -> list[Reason]:
         f" {format_bytes(parts.logits)} logits"
     )
     said = [(Topic.MODEL_STATES, trains), (Topic.PEAK, peak)]
-    if configuration.offload is not Offload.NONE:
+    if configuration.zero.is_offloaded:
         needed, there = format_bytes(needs.host_bytes_per_node), format_bytes(cluster.host_memory_bytes)
         said.append((Topic.HOST_RAM, f"host RAM: {needed} of {there} on each node"))
     return [Reason(topic=topic, text=text) for topic, text in said]
@@ -264,22 +266,23 @@ def _batch(cluster: Cluster, configuration: Configuration) -> Reason:
     gpus = "1 GPU" if cluster.num_gpus == 1 else f"{cluster.num_gpus} GPUs"
     ranks = data_parallel_ranks(cluster, configuration)
     divided = "" if ranks == cluster.num_gpus else f" / {cluster.num_gpus // ranks} in parallel on each sample"
-    parts = f"{gpus}{divided} × micro-batch {configuration.micro_batch} × {configuration.grad_accum} accumulated"
+    micro_batch, grad_accum = configuration.batch.micro_batch, configuration.step.grad_accum
+    parts = f"{gpus}{divided} × micro-batch {micro_batch} × {grad_accum} accumulated"
     return Reason(topic=Topic.BATCH, text=f"{parts} = {global_batch(cluster, configuration)} samples a step")
 
 
 def _buffers(chosen: Estimate, rung: int | None) -> list[Reason]:
     """Returns the sizes of the engine's buffers and what they were sized by."""
-    each = chosen.configuration
-    if each.zero_stage == 0:
+    zero = chosen.configuration.zero
+    if zero.stage == 0:
         return []
-    bucket = f"reduce bucket {format_count(each.reduce_bucket_size)} elements"
-    if each.zero_stage == 3:
-        reuse = each.max_reuse_distance
+    bucket = f"reduce bucket {format_count(zero.reduce_bucket_size)} elements"
+    if zero.stage == 3:
+        reuse = zero.max_reuse_distance
         kept = f"layers stay gathered within {format_count(reuse)}" if reuse else "no layer stays gathered"
-        bucket += f", {kept}, sub-groups of {format_count(each.sub_group_size)}"
-    if each.offload_ratio < 1:
-        bucket += f", {percent(each.offload_ratio)} of the optimizer on the CPU"
+        bucket += f", {kept}, sub-groups of {format_count(zero.sub_group_size)}"
+    if zero.offload_ratio < 1:
+        bucket += f", {percent(zero.offload_ratio)} of the optimizer on the CPU"
     if rung is None:
         basis = 'engine buffers as Transformers fills "auto"'
     elif rung == TIGHT:
@@ -287,5 +290,5 @@ def _buffers(chosen: Estimate, rung: int | None) -> list[Reason]:
     else:
         left = format_bytes(max(0, chosen.usable_bytes_per_gpu - chosen.memory.device_bytes_per_gpu))
         basis = f"engine buffers sized to the memory left, {left} after them"
-    topic = Topic.ZERO3_BUFFERS if each.zero_stage == 3 else Topic.BUFFERS
+    topic = Topic.ZERO3_BUFFERS if zero.stage == 3 else Topic.BUFFERS
     return [Reason(topic=topic, text=f"{basis}: {bucket}")]

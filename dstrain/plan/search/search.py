@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from dstrain.choices import Offload
 from dstrain.facts.workload import Workload
 from dstrain.plan.estimate_records import Estimate
 from dstrain.plan.request import Request
@@ -126,7 +125,7 @@ def _simplest_first(tied: list[_Tied]) -> list[Candidate]:
 
 
 def _complexity(candidate: Candidate) -> int:
-    return mechanisms(candidate.way) + (candidate.way.offload is not Offload.NONE and not candidate.pin_memory)
+    return mechanisms(candidate.way) + (candidate.way.zero.is_offloaded and not candidate.pin_memory)
 
 
 def _by_time(evaluator: Evaluator, candidates: list[Candidate]) -> Iterator[tuple[Key, Candidate | None]]:

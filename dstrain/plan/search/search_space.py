@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeVar
 
-from dstrain.choices import Attention, Offload, StateDtypes
+from dstrain.choices import Offload
 from dstrain.errors import InvalidConfig
 from dstrain.facts.cluster.cluster import Cluster
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.facts.workload import Workload
-from dstrain.plan.configuration import DEFAULTS, Configuration
+from dstrain.plan.configuration import Configuration, Parallel, Zero
 from dstrain.plan.estimate import supported_precision
 from dstrain.plan.request import Request
 from dstrain.plan.search.buffer_sizes import ROOMY, TIGHT, sizes, sizes_of_transformers
@@ -44,13 +44,14 @@ class Candidate(NamedTuple):
     def configuration(self, model: ModelFacts) -> Configuration:
         """Returns the whole configuration."""
         buffers = sizes_of_transformers(model) if self.rung is None else sizes(model, self.rung)
-        return replace(
-            self.way,
-            micro_batch=self.micro_batch,
-            grad_accum=self.grad_accum,
-            pin_memory=self.pin_memory,
-            **buffers,
-        )
+        zero = replace(self.way.zero, pin_memory=self.pin_memory, **buffers)
+        return replace(with_batch(self.way, self.micro_batch, self.grad_accum), zero=zero)
+
+
+def with_batch(configuration: Configuration, micro_batch: int, grad_accum: int) -> Configuration:
+    """Returns the configuration with another micro-batch and accumulation."""
+    batch = replace(configuration.batch, micro_batch=micro_batch)
+    return replace(configuration, batch=batch, step=replace(configuration.step, grad_accum=grad_accum))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +90,7 @@ def space(workload: Workload, request: Request) -> list[Candidate]:
 
 def data_parallel_ranks(cluster: Cluster, configuration: Configuration) -> int:
     """Returns over how many groups of GPUs a batch is shared out: N / (SP · TP)."""
-    return max(1, cluster.num_gpus // (configuration.sp * configuration.tp))
+    return max(1, cluster.num_gpus // (configuration.parallel.sp * configuration.parallel.tp))
 
 
 def global_batch(cluster: Cluster, configuration: Configuration) -> int:
@@ -97,13 +98,13 @@ def global_batch(cluster: Cluster, configuration: Configuration) -> int:
 
     Source: deepspeed 0.19.8 runtime/config.py: _batch_assertion, with the data-parallel world.
     """
-    return data_parallel_ranks(cluster, configuration) * configuration.micro_batch * configuration.grad_accum
+    return data_parallel_ranks(cluster, configuration) * configuration.batch.micro_batch * configuration.step.grad_accum
 
 
 def strategy_key(configuration: Configuration) -> tuple[object, ...]:
     """Returns what tells one way to train from another; batches and buffers do not."""
-    each = configuration
-    return each.zero_stage, each.offload, each.grad_ckpt, each.sp, each.tp, each.hpz
+    zero = configuration.zero
+    return zero.stage, zero.offload, zero.hpz, configuration.checkpointing, configuration.parallel
 
 
 def mechanisms(configuration: Configuration) -> int:
@@ -112,10 +113,11 @@ def mechanisms(configuration: Configuration) -> int:
     One for each part that ZeRO shares out (its stage), each step that states go away from the GPU (optimizer,
     parameters, NVMe), and for checkpointing, SP, TP, hpZ, a divided optimizer and pageable memory.
     """
-    each = configuration
-    is_pageable = each.offload is not Offload.NONE and not each.pin_memory
-    extras = (each.grad_ckpt, each.sp > 1, each.tp > 1, each.hpz > 1, each.offload_ratio < 1, is_pageable)
-    return each.zero_stage + list(Offload).index(each.offload) + sum(extras)
+    zero, parallel = configuration.zero, configuration.parallel
+    is_pageable = zero.is_offloaded and not zero.pin_memory
+    has_parallel = (parallel.sp > 1, parallel.tp > 1, zero.hpz > 1)
+    extras = (configuration.checkpointing.enabled, *has_parallel, zero.offload_ratio < 1, is_pageable)
+    return zero.stage + list(Offload).index(zero.offload) + sum(extras)
 
 
 def ways(workload: Workload, request: Request) -> Strategies:
@@ -124,7 +126,7 @@ def ways(workload: Workload, request: Request) -> Strategies:
     allowed: list[Configuration] = []
     forbidden: list[tuple[Configuration, tuple[Rule, ...]]] = []
     for sp, tp in _parallel(cluster, request):
-        parallel = replace(start, sp=sp, tp=tp)
+        parallel = replace(start, parallel=Parallel(sp=sp, tp=tp))
         wrong = broken(workload, parallel, writable=request.writable)
         wrong = [rule for rule in wrong if "sp" in rule.options or "tp" in rule.options]
         if wrong:
@@ -148,24 +150,13 @@ def with_defaults(workload: Workload, request: Request) -> Configuration:
             f"--seq-len {seq_len} is longer than {model.name} was made for ({model.max_position_embeddings})",
             hint=f"Write --seq-len {model.max_position_embeddings} or less.",
         )
+    asked = request.configuration
     return replace(
-        DEFAULTS,
-        method=request.method,
-        lora=request.lora,
-        seq_len=seq_len,
-        precision=request.precision or supported_precision(cluster),
-        # PyTorch's own: a flash kernel where there is one, and no package to install
-        attn=request.attn or Attention.SDPA,
-        packing=request.packing,
-        overlap_comm=cluster.num_gpus > 1,
-        optimizer=request.optimizer,
-        state_dtypes=request.state_dtypes,
-        expandable_segments=request.state_dtypes is StateDtypes.MIXED,  # `dstrain run` sets it, PyTorch alone does not
-        liger=request.liger,
-        loss=request.loss,
-        activation_offload=request.activation_offload,
-        double_quant=request.double_quant,
-        image_patches=request.image_patches,
+        asked,
+        model=replace(asked.model, precision=request.precision or supported_precision(cluster)),
+        batch=replace(asked.batch, seq_len=seq_len),
+        zero=Zero(overlap_comm=cluster.num_gpus > 1),
+        expandable_segments=asked.model.is_deepspeed,  # `dstrain run` sets it, PyTorch alone does not
     )
 
 
@@ -195,14 +186,9 @@ def _mechanisms(cluster: Cluster, request: Request, start: Configuration) -> Ite
             for ratio in ratios:
                 for hpz in dict.fromkeys(copies):
                     for grad_ckpt in _given(request.grad_ckpt, (False, True)):
-                        yield replace(
-                            start,
-                            zero_stage=stage,
-                            offload=offload,
-                            offload_ratio=ratio,
-                            hpz=hpz,
-                            grad_ckpt=grad_ckpt,
-                        )
+                        zero = replace(start.zero, stage=stage, offload=offload, offload_ratio=ratio, hpz=hpz)
+                        checkpointing = replace(start.checkpointing, enabled=grad_ckpt)
+                        yield replace(start, zero=zero, checkpointing=checkpointing)
 
 
 def _buffers(request: Request, way: Configuration) -> tuple[tuple[int | None, bool], ...]:
@@ -210,7 +196,7 @@ def _buffers(request: Request, way: Configuration) -> tuple[tuple[int | None, bo
     if request.is_one_configuration:
         return ((None, True),)
     sizes: tuple[tuple[int | None, bool], ...] = ((ROOMY, True), (TIGHT, True))
-    return sizes if way.offload is Offload.NONE else (*sizes, (TIGHT, False))
+    return (*sizes, (TIGHT, False)) if way.zero.is_offloaded else sizes
 
 
 def batches(request: Request, ranks: int) -> list[tuple[int, int]]:

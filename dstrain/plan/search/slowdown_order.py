@@ -24,18 +24,18 @@ def lost_speed(cluster: Cluster, candidate: Candidate) -> tuple[float, ...]:
     tight buffers; then larger micro-batches, up to `LARGEST_TOKENS`.
     """
     way = candidate.way
-    tokens = way.seq_len / way.sp
+    tokens = way.batch.seq_len / way.parallel.sp
     saturating = 2 ** max(0, math.ceil(math.log2(SATURATING_TOKENS / tokens)))
     stages = (1, 2, 3, 0) if candidate.grad_accum > 1 and cluster.num_gpus > 1 else (2, 1, 3, 0)
     return (
         candidate.micro_batch * tokens > LARGEST_TOKENS and candidate.micro_batch > 1,
-        list(Offload).index(way.offload),
-        way.sp * way.tp,
+        list(Offload).index(way.zero.offload),
+        way.parallel.sp * way.parallel.tp,
         -min(candidate.micro_batch, saturating),
-        way.grad_ckpt,
-        stages.index(way.zero_stage),
-        way.hpz,
-        way.offload_ratio,
+        way.checkpointing.enabled,
+        stages.index(way.zero.stage),
+        way.zero.hpz,
+        way.zero.offload_ratio,
         candidate.rung == TIGHT,
         not candidate.pin_memory,
         -candidate.micro_batch,

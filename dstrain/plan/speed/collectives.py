@@ -66,13 +66,13 @@ class Collective:
 def collectives(cluster: Cluster, configuration: Configuration, work: Work) -> list[Collective]:
     """Returns what the ranks send each other in a step of `configuration`."""
     c, counts = configuration, work.counts
-    ranks = max(1, cluster.num_gpus // c.tp)
+    ranks = max(1, cluster.num_gpus // c.parallel.tp)
     found: list[Collective] = []
     if ranks > 1:
-        found += _sharded(c, counts, work, ranks) if c.zero_stage == 3 else _replicated(c, counts, work, ranks)
-    if c.sp > 1:
+        found += _sharded(c, counts, work, ranks) if c.zero.stage == 3 else _replicated(c, counts, work, ranks)
+    if c.parallel.sp > 1:
         found += _sequence_parallel(c, work)
-    if c.tp > 1:
+    if c.parallel.tp > 1:
         found += _tensor_parallel(c, work)
     return found
 
@@ -86,34 +86,36 @@ def _replicated(c: Configuration, counts: Trained, work: Work, ranks: int) -> li
     runtime/engine.py: allreduce_gradients. PyTorch's DDP reduces during the last backward pass; its sharding of
     gradients and states alone gathers parameters before the forward pass and scatters gradients in the backward pass.
     """
-    is_deepspeed, stage = c.state_dtypes is StateDtypes.MIXED, c.zero_stage
-    size = (
-        (4 if c.state_dtypes is StateDtypes.AUTOCAST and stage == 0 else c.precision.num_bytes)
-        * counts.trainable
-        / c.tp
-    )
+    tp = c.parallel.tp
+    is_deepspeed, stage = c.model.is_deepspeed, c.zero.stage
+    size = (4 if c.model.state_dtypes is StateDtypes.AUTOCAST and stage == 0 else c.model.item) * counts.trainable / tp
     if not is_deepspeed and stage > 0:
-        params = c.precision.num_bytes * (counts.trainable + counts.frozen) / c.tp
+        params = c.model.item * (counts.trainable + counts.frozen) / tp
         layers = work.num_layers + 1
         return [
             Collective(
-                phase=Phase.FORWARD, num_bytes=params, messages=layers, ranks=ranks, stride=c.tp, is_hidden=True
+                phase=Phase.FORWARD,
+                num_bytes=params,
+                messages=layers,
+                ranks=ranks,
+                stride=tp,
+                is_hidden=True,
             ),
-            Collective(phase=Phase.BACKWARD, num_bytes=size, messages=layers, ranks=ranks, stride=c.tp, is_hidden=True),
+            Collective(phase=Phase.BACKWARD, num_bytes=size, messages=layers, ranks=ranks, stride=tp, is_hidden=True),
         ]
     if not is_deepspeed:
         when, is_hidden = Phase.LAST_BACKWARD, True
     elif stage == 2:
-        when, is_hidden = Phase.BACKWARD, c.overlap_comm
-    elif stage == 1 and c.overlap_comm:
+        when, is_hidden = Phase.BACKWARD, c.zero.overlap_comm
+    elif stage == 1 and c.zero.overlap_comm:
         when, is_hidden = Phase.LAST_BACKWARD, True
     else:
         when, is_hidden = Phase.STEP, False
-    messages = 1 + counts.trainable / c.tp / max(1, c.reduce_bucket_size)
+    messages = 1 + counts.trainable / tp / max(1, c.zero.reduce_bucket_size)
     reduced = Collective(
-        phase=when, num_bytes=size, messages=messages, ranks=ranks, passes=2, stride=c.tp, is_hidden=is_hidden
+        phase=when, num_bytes=size, messages=messages, ranks=ranks, passes=2, stride=tp, is_hidden=is_hidden
     )
-    gathered = Collective(phase=Phase.STEP, num_bytes=size, messages=1, ranks=ranks, stride=c.tp)
+    gathered = Collective(phase=Phase.STEP, num_bytes=size, messages=1, ranks=ranks, stride=tp)
     return [reduced, gathered] if is_deepspeed and stage > 0 else [reduced]
 
 
@@ -125,32 +127,38 @@ def _sharded(c: Configuration, counts: Trained, work: Work, ranks: int) -> list[
     gathers inside groups of `hpz` ranks. Source: ZeRO (arXiv 1910.02054), 7.2.2; deepspeed 0.19.8
     runtime/zero/partitioned_param_coordinator.py: __params_to_release; ZeRO++ (arXiv 2306.10209), 3.2.
     """
-    is_deepspeed = c.state_dtypes is StateDtypes.MIXED
-    is_hidden = c.overlap_comm or not is_deepspeed
-    numel = (counts.trainable + counts.frozen) / c.tp
-    size = c.precision.num_bytes * numel + NF4_BYTES_PER_PARAM * counts.quantized / c.tp
+    tp = c.parallel.tp
+    is_deepspeed = c.model.is_deepspeed
+    is_hidden = c.zero.overlap_comm or not is_deepspeed
+    numel = (counts.trainable + counts.frozen) / tp
+    size = c.model.item * numel + NF4_BYTES_PER_PARAM * counts.quantized / tp
     per_layer = 1.0
     again = 1.0
     if is_deepspeed:
-        elements = numel + counts.quantized / c.tp
-        per_layer = min(9.0, max(1.0, elements / work.num_layers / max(1, c.prefetch_bucket_size)))
-        again = 1 - min(1.0, c.max_reuse_distance / 2 / max(1.0, elements))
+        elements = numel + counts.quantized / tp
+        per_layer = min(9.0, max(1.0, elements / work.num_layers / max(1, c.zero.prefetch_bucket_size)))
+        again = 1 - min(1.0, c.zero.max_reuse_distance / 2 / max(1.0, elements))
     messages = 1 + per_layer * work.num_layers
-    group, hidden = (c.hpz if 1 < c.hpz < ranks else ranks), is_hidden
-    reduced = c.precision.num_bytes * counts.trainable / c.tp
-    scatters = 1 + (counts.trainable / c.tp / max(1, c.reduce_bucket_size) if is_deepspeed else work.num_layers)
+    group, hidden = (c.zero.hpz if 1 < c.zero.hpz < ranks else ranks), is_hidden
+    reduced = c.model.item * counts.trainable / tp
+    scatters = 1 + (counts.trainable / tp / max(1, c.zero.reduce_bucket_size) if is_deepspeed else work.num_layers)
     return [
-        Collective(phase=Phase.FORWARD, num_bytes=size, messages=messages, ranks=ranks, stride=c.tp, is_hidden=hidden),
+        Collective(phase=Phase.FORWARD, num_bytes=size, messages=messages, ranks=ranks, stride=tp, is_hidden=hidden),
         Collective(
             phase=Phase.BACKWARD,
             num_bytes=again * size,
             messages=again * messages,
             ranks=group,
-            stride=c.tp,
+            stride=tp,
             is_hidden=hidden,
         ),
         Collective(
-            phase=Phase.BACKWARD, num_bytes=reduced, messages=scatters, ranks=ranks, stride=c.tp, is_hidden=hidden
+            phase=Phase.BACKWARD,
+            num_bytes=reduced,
+            messages=scatters,
+            ranks=ranks,
+            stride=tp,
+            is_hidden=hidden,
         ),
     ]
 
@@ -161,17 +169,25 @@ def _sequence_parallel(c: Configuration, work: Work) -> list[Collective]:
 
     Source: DeepSpeed-Ulysses (arXiv 2309.14509), 3.2; deepspeed 0.19.8 sequence/layer.py: _SeqAllToAll.
     """
-    size = c.precision.num_bytes * c.tokens_per_micro_batch / c.sp * 2 * (work.query_width + work.key_width) / c.tp
-    times = 2 if c.grad_ckpt else 1
+    tp = c.parallel.tp
+    size = c.model.item * c.batch.tokens / c.parallel.sp * 2 * (work.query_width + work.key_width) / tp
+    times = 2 if c.checkpointing.enabled else 1
     messages = 4 * work.num_layers
     return [
-        Collective(phase=Phase.FORWARD, num_bytes=size, messages=messages, ranks=c.sp, stride=c.tp, is_ring=False),
+        Collective(
+            phase=Phase.FORWARD,
+            num_bytes=size,
+            messages=messages,
+            ranks=c.parallel.sp,
+            stride=tp,
+            is_ring=False,
+        ),
         Collective(
             phase=Phase.BACKWARD,
             num_bytes=times * size,
             messages=times * messages,
-            ranks=c.sp,
-            stride=c.tp,
+            ranks=c.parallel.sp,
+            stride=tp,
             is_ring=False,
         ),
     ]
@@ -183,11 +199,16 @@ def _tensor_parallel(c: Configuration, work: Work) -> list[Collective]:
 
     Source: Megatron-LM (arXiv 1909.08053), section 3; deepspeed 0.19.8 module_inject/layers.py.
     """
-    size = c.precision.num_bytes * c.tokens_per_micro_batch / c.sp * work.layer_width
-    times = 3 if c.grad_ckpt else 2
+    tp = c.parallel.tp
+    size = c.model.item * c.batch.tokens / c.parallel.sp * work.layer_width
+    times = 3 if c.checkpointing.enabled else 2
     return [
-        Collective(phase=Phase.FORWARD, num_bytes=2 * size, messages=2 * work.num_layers, ranks=c.tp, passes=2),
+        Collective(phase=Phase.FORWARD, num_bytes=2 * size, messages=2 * work.num_layers, ranks=tp, passes=2),
         Collective(
-            phase=Phase.BACKWARD, num_bytes=times * size, messages=times * work.num_layers, ranks=c.tp, passes=2
+            phase=Phase.BACKWARD,
+            num_bytes=times * size,
+            messages=times * work.num_layers,
+            ranks=tp,
+            passes=2,
         ),
     ]

@@ -7,8 +7,16 @@ from dataclasses import dataclass
 from functools import lru_cache
 from types import MappingProxyType
 
-from dstrain.choices import Attention, LossKernel, Method, Precision, Stack, StateDtypes
-from dstrain.plan.configuration import Configuration
+from dstrain.choices import Attention, LossKernel, Precision, Stack
+from dstrain.plan.configuration import (
+    Checkpointing,
+    Configuration,
+    Kernels,
+    MicroBatch,
+    Parallel,
+    TrainedModel,
+    TrainingCode,
+)
 from dstrain.plan.memory.params import NF4_BYTES_PER_PARAM
 from dstrain.plan.speed.efficiency import (
     GROUPED_RATIO,
@@ -58,42 +66,40 @@ LOOP_MODULES = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What of a configuration the computation of a micro-batch depends on; a key of the cache."""
+    """What the computation of a micro-batch depends on; a key of the cache."""
 
     peak_flops_per_s: float
     """Data sheet's dense FLOP/s of the GPU in the precision."""
     has_flash: bool
     """Whether flash attention runs on the GPU."""
-    element_bytes: int
-    """Bytes of an activation."""
-    tokens: int
-    """Tokens of this rank's micro-batch."""
-    seq_len: int
-    """Positions of a whole sequence."""
-    patches: int
-    """Patches of this rank's micro-batch in the vision tower."""
-    patches_per_sample: int
-    """Patches of one sample, which see each other at most."""
-    is_trained: bool
-    """Whether weights have gradients (full training)."""
-    grad_ckpt: bool
-    """Whether layers are computed again in the backward pass."""
-    is_reentrant: bool
-    """Whether all of a layer is: with the reentrant form of checkpointing."""
-    attn: Attention
-    """Attention implementation."""
-    is_masked: bool
-    """Whether attention gets a mask that flash attention does not take: of padding, or of packed samples."""
-    loss: LossKernel
-    """How the loss is computed."""
-    stack: Stack
-    """Whose layer code runs."""
-    tp: int
-    """Tensor-parallel ranks."""
+    model: TrainedModel
+    batch: MicroBatch
+    kernels: Kernels
+    checkpointing: Checkpointing
+    parallel: Parallel
+    code: TrainingCode
     zero_stage: int
     """ZeRO stage, or as much of PyTorch's own sharding."""
-    is_deepspeed: bool
-    """Whether DeepSpeed shards, not PyTorch."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of this rank's micro-batch."""
+        return max(1, self.batch.tokens // self.parallel.sp)
+
+    @property
+    def is_reentrant(self) -> bool:
+        """Whether checkpointing computes all of a layer again, as its reentrant form does.
+
+        Transformers 4 does so by default, and dstrain for adapters under ZeRO-3.
+        """
+        adapter_under_zero3 = not self.model.is_full and self.zero_stage == 3 and self.model.is_deepspeed
+        return self.code.stack in OLD_STACKS or adapter_under_zero3
+
+    @property
+    def is_masked(self) -> bool:
+        """Whether attention gets a mask that flash attention does not take: of padding, or of packed samples."""
+        is_told = self.code.stack is Stack.TRANSFORMERS_5 if self.batch.packing else self.batch.is_padded
+        return self.kernels.attn is Attention.SDPA and is_told
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,30 +121,17 @@ class Times:
 
 
 def setting(configuration: Configuration, peak_flops_per_s: float, has_flash: bool) -> Setting:
-    """Returns what the computation of a micro-batch depends on.
-
-    Transformers 4 checkpoints in the reentrant form by default, and dstrain does for adapters under ZeRO-3.
-    """
-    c = configuration
-    adapter_under_zero3 = c.method is not Method.FULL and c.zero_stage == 3 and c.state_dtypes is StateDtypes.MIXED
+    """Returns what the computation of a micro-batch depends on."""
     return Setting(
         peak_flops_per_s=peak_flops_per_s,
-        has_flash=has_flash and c.precision is not Precision.FP32,
-        element_bytes=c.precision.num_bytes,
-        tokens=max(1, c.tokens_per_micro_batch // c.sp),
-        seq_len=c.seq_len,
-        patches=c.micro_batch * c.image_patches,
-        patches_per_sample=c.image_patches,
-        is_trained=c.method is Method.FULL,
-        grad_ckpt=c.grad_ckpt,
-        is_reentrant=c.stack in OLD_STACKS or adapter_under_zero3,
-        attn=c.attn,
-        is_masked=c.attn is Attention.SDPA and (c.stack is Stack.TRANSFORMERS_5 if c.packing else c.micro_batch > 1),
-        loss=c.loss,
-        stack=c.stack,
-        tp=c.tp,
-        zero_stage=c.zero_stage,
-        is_deepspeed=c.state_dtypes is StateDtypes.MIXED,
+        has_flash=has_flash and configuration.model.precision is not Precision.FP32,
+        model=configuration.model,
+        batch=configuration.batch,
+        kernels=configuration.kernels,
+        checkpointing=configuration.checkpointing,
+        parallel=configuration.parallel,
+        code=configuration.code,
+        zero_stage=configuration.zero.stage,
     )
 
 
@@ -162,7 +155,7 @@ def passes(work: Work, rates: Efficiency, chosen: Setting) -> tuple[Times, Times
     bytes_forward, bytes_backward = _bytes_forward(work, s), _bytes_backward(work, s, recomputed)
     launched, launched_back, launched_again = _launched(work, rates, s, recomputed)
     through = 2.5 * attention
-    if s.grad_ckpt:
+    if s.checkpointing.enabled:
         launched_back += launched_again
         backward += again
         through += attention
@@ -179,14 +172,14 @@ def _times(products: float, attention: float, elementwise: float, launched: floa
 
 def _loops(work: Work, s: Setting) -> bool:
     """Returns whether the CPU asks the GPU at every expert which tokens visit it, and so can launch nothing ahead."""
-    return work.num_experts > 0 and s.stack in OLD_STACKS
+    return work.num_experts > 0 and s.code.stack in OLD_STACKS
 
 
 def _launched(work: Work, rates: Efficiency, s: Setting, recomputed: Pass) -> tuple[float, float, float]:
     """Returns the CPU time of launching a forward pass, a backward pass, and what is computed again."""
     looped = work.num_experts if _loops(work, s) else 0
     hooked, hooks = work.num_modules + LOOP_MODULES * looped, HOOK_S[s.zero_stage]
-    if not s.is_deepspeed:
+    if not s.model.is_deepspeed:
         hooked, hooks = work.num_layers + 1 + 2 * work.num_adapters, UNIT_S if s.zero_stage == 3 else HOOK_S[0]
     forward = rates.launch_s * (work.forward.kernels + LOOP_KERNELS[0] * looped) + hooks[0] * hooked
     backward = rates.launch_s * (work.backward.kernels + LOOP_KERNELS[1] * looped) + hooks[1] * hooked
@@ -201,23 +194,23 @@ def _product_seconds(product: Product, rates: Efficiency, s: Setting) -> tuple[f
     the result over the memory bandwidth, where that takes longer. Trained weights have two products in the backward
     pass, frozen ones one.
     """
-    tp = s.tp if product.is_sharded else 1
+    tp = s.parallel.tp if product.is_sharded else 1
     inputs, outputs = product.inputs, product.outputs / tp
     rows = s.tokens * product.rows_per_token
     rate, experts = s.peak_flops_per_s * rates.gemm_ratio, product.experts
     if experts > 1:
         per_expert = rows / experts
-        rate *= per_expert / (per_expert + HALF_TILE) * (1.0 if s.stack in OLD_STACKS else GROUPED_RATIO)
+        rate *= per_expert / (per_expert + HALF_TILE) * (1.0 if s.code.stack in OLD_STACKS else GROUPED_RATIO)
     flops = 2 * rows * inputs * outputs
     weights = inputs * outputs * experts
-    moved = s.element_bytes * (rows * (inputs + outputs) + weights) / rates.hbm_bytes_per_s
-    together = experts if s.stack in OLD_STACKS else 1
+    moved = s.model.item * (rows * (inputs + outputs) + weights) / rates.hbm_bytes_per_s
+    together = experts if s.code.stack in OLD_STACKS else 1
 
     def seconds(results: float) -> float:
         return max(flops / rate * (1 + HALF_WAVE * together / results), moved)
 
     forward, through = seconds(rows * outputs), seconds(rows * inputs)
-    gradients = through + (seconds(weights) if s.is_trained else 0.0)
+    gradients = through + (seconds(weights) if s.model.is_full else 0.0)
     return product.count * forward, product.count * gradients
 
 
@@ -228,10 +221,10 @@ def _attention_seconds(work: Work, rates: Efficiency, s: Setting) -> float:
     holds the scores, does not, and a mask rules out flash attention. Attention's speed rises with the length of the
     sequence.
     """
-    flops = s.tokens * s.seq_len * work.attention_width / s.tp
-    if s.attn is Attention.EAGER:
+    flops = s.tokens * s.batch.seq_len * work.attention_width / s.parallel.tp
+    if s.kernels.attn is Attention.EAGER:
         return 2 * flops / (s.peak_flops_per_s * rates.gemm_ratio)
-    rate = s.peak_flops_per_s * rates.attention_ratio * s.seq_len / (s.seq_len + SHORT_SEQUENCE)
+    rate = s.peak_flops_per_s * rates.attention_ratio * s.batch.seq_len / (s.batch.seq_len + SHORT_SEQUENCE)
     if s.is_masked:
         return 2 * flops / (rate * (MASKED_ATTENTION_RATIO if s.has_flash else 1.0))
     return flops / rate
@@ -239,40 +232,41 @@ def _attention_seconds(work: Work, rates: Efficiency, s: Setting) -> float:
 
 def _vision_seconds(work: Work, rates: Efficiency, s: Setting) -> float:
     """Returns the seconds of the frozen vision tower, which runs forward only."""
-    if not s.patches:
+    patches = s.batch.micro_batch * s.batch.image_patches
+    if not patches:
         return 0.0
-    flops = sum(2 * p.inputs * p.outputs * p.count * p.rows_per_token for p in work.vision_products) * s.patches
-    attention = 2 * s.patches * s.patches_per_sample * work.vision_width
+    flops = sum(2 * p.inputs * p.outputs * p.count * p.rows_per_token for p in work.vision_products) * patches
+    attention = 2 * patches * s.batch.image_patches * work.vision_width
     peak = s.peak_flops_per_s
     return flops / (peak * rates.gemm_ratio) + attention / (peak * rates.attention_ratio)
 
 
 def _moved(part: Pass, s: Setting) -> float:
     """Returns the bytes of a pass over all layers."""
-    return s.tokens * (part.bytes_per_token + part.sharded_bytes_per_token / s.tp)
+    return s.tokens * (part.bytes_per_token + part.sharded_bytes_per_token / s.parallel.tp)
 
 
 def _bytes_forward(work: Work, s: Setting) -> float:
     """Returns the bytes that kernels beside products and flash attention move in the forward pass."""
     logits = s.tokens * float(work.vocab_size)
-    per_logit = LOSS_BYTES_PER_LOGIT[s.loss]
-    if s.stack in OLD_STACKS and s.loss is LossKernel.FULL:
+    per_logit = LOSS_BYTES_PER_LOGIT[s.kernels.loss]
+    if s.code.stack in OLD_STACKS and s.kernels.loss is LossKernel.FULL:
         per_logit += OLD_LOSS_BYTES_PER_LOGIT
     total = _moved(work.forward, s) + logits * per_logit
-    if s.loss is LossKernel.FUSED and s.is_trained:
+    if s.kernels.loss is LossKernel.FUSED and s.model.is_full:
         chunks = min(s.tokens, -(-work.vocab_size // work.hidden_size))
         total += FUSED_HEAD_BYTES_PER_WEIGHT * chunks * work.vocab_size * work.hidden_size
-    if s.attn is Attention.EAGER:
-        total += EAGER_ATTENTION_BYTES[0] * s.tokens * s.seq_len * work.num_heads / s.tp
+    if s.kernels.attn is Attention.EAGER:
+        total += EAGER_ATTENTION_BYTES[0] * s.tokens * s.batch.seq_len * work.num_heads / s.parallel.tp
     return total + DEQUANTISE_BYTES_PER_PARAM * work.num_quantized_params
 
 
 def _bytes_backward(work: Work, s: Setting, recomputed: Pass) -> float:
     """Returns the same of the backward pass; the loss is counted with the forward pass."""
     total = _moved(work.backward, s) + DEQUANTISE_BYTES_PER_PARAM * work.num_quantized_params
-    scores = s.tokens * s.seq_len * work.num_heads / s.tp if s.attn is Attention.EAGER else 0.0
+    scores = s.tokens * s.batch.seq_len * work.num_heads / s.parallel.tp if s.kernels.attn is Attention.EAGER else 0.0
     total += EAGER_ATTENTION_BYTES[1] * scores
-    if s.grad_ckpt:
+    if s.checkpointing.enabled:
         total += _moved(recomputed, s) + DEQUANTISE_BYTES_PER_PARAM * work.num_quantized_params
         total += EAGER_ATTENTION_BYTES[0] * scores
     return total

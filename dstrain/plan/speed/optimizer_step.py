@@ -84,20 +84,20 @@ def stepping(cluster: Cluster, configuration: Configuration, work: Work, rates: 
     async_inplace_copy_grad_to_fp32_buffer_from_gpu.
     """
     c, counts = configuration, work.counts
-    ranks = max(1, cluster.num_gpus // c.tp)
-    share = counts.trainable / c.tp / (ranks if c.zero_stage else 1)
-    offloaded = share * (c.offload_ratio if c.zero_stage == 3 else 1.0) if c.offload is not Offload.NONE else 0.0
-    shards = c.precision.num_bytes * (counts.trainable + counts.frozen) / c.tp / ranks
-    pcie = rates.pcie_bytes_per_s * (1.0 if c.pin_memory else PAGEABLE_RATIO)
-    checkpoints = c.tokens_per_micro_batch / c.sp * work.layer_width * c.precision.num_bytes
-    forward = checkpoints if c.activation_offload and c.grad_ckpt else 0.0
-    backward = forward + (offloaded * (4 + 2 * (c.grad_accum - 1)) / c.grad_accum)
-    up = offloaded * c.precision.num_bytes
-    if c.offload in (Offload.PARAMS, Offload.NVME):
+    ranks = max(1, cluster.num_gpus // c.parallel.tp)
+    share = counts.trainable / c.parallel.tp / (ranks if c.zero.stage else 1)
+    offloaded = share * (c.zero.offload_ratio if c.zero.stage == 3 else 1.0) if c.zero.is_offloaded else 0.0
+    shards = c.model.item * (counts.trainable + counts.frozen) / c.parallel.tp / ranks
+    pcie = rates.pcie_bytes_per_s * (1.0 if c.zero.pin_memory else PAGEABLE_RATIO)
+    checkpoints = c.batch.tokens / c.parallel.sp * work.layer_width * c.model.item
+    forward = checkpoints if c.checkpointing.offload and c.checkpointing.enabled else 0.0
+    backward = forward + (offloaded * (4 + 2 * (c.step.grad_accum - 1)) / c.step.grad_accum)
+    up = offloaded * c.model.item
+    if c.zero.offloads_params:
         forward, backward, up = forward + shards, backward + shards, 0.0
     per_node = offloaded * cluster.gpus_per_node
-    on_drives = c.offload is Offload.NVME
-    params_read = 2 * c.grad_accum * shards * cluster.gpus_per_node if on_drives else 0.0
+    on_drives = c.zero.offload is Offload.NVME
+    params_read = 2 * c.step.grad_accum * shards * cluster.gpus_per_node if on_drives else 0.0
     read = NVME_READ_BYTES_PER_PARAM * per_node + params_read if on_drives else 0.0
     written = NVME_WRITE_BYTES_PER_PARAM * per_node if on_drives else 0.0
     return Stepping(
@@ -107,14 +107,14 @@ def stepping(cluster: Cluster, configuration: Configuration, work: Work, rates: 
         pcie_step=up / pcie,
         pcie_forward=forward / pcie,
         pcie_backward=backward / pcie,
-        is_pcie_hidden=c.pin_memory and (c.overlap_comm or c.offload is Offload.NONE),
+        is_pcie_hidden=c.zero.pin_memory and (c.zero.overlap_comm or not c.zero.is_offloaded),
     )
 
 
 def _cpu_bytes_per_param(c: Configuration) -> float:
     """Returns the DRAM traffic of a parameter's step on the CPU: CPU Adam's, less with fewer or smaller states."""
-    ratio = KERNEL_BYTES_PER_PARAM[c.optimizer] / KERNEL_BYTES_PER_PARAM[Optimizer.ADAMW]
-    return CPU_ADAM_BYTES_PER_PARAM * ratio * (0.5 if c.state_dtypes is StateDtypes.PURE_BF16 else 1.0)
+    ratio = KERNEL_BYTES_PER_PARAM[c.step.optimizer] / KERNEL_BYTES_PER_PARAM[Optimizer.ADAMW]
+    return CPU_ADAM_BYTES_PER_PARAM * ratio * (0.5 if c.model.state_dtypes is StateDtypes.PURE_BF16 else 1.0)
 
 
 def _gpu_bytes(c: Configuration, work: Work, stepped: float, ranks: int, slowdown: float) -> float:
@@ -123,28 +123,30 @@ def _gpu_bytes(c: Configuration, work: Work, stepped: float, ranks: int, slowdow
     What the engine copies on streams of its own counts like a hidden collective.
     """
     counts = work.counts
-    kernel = KERNEL_BYTES_PER_PARAM[c.optimizer]
-    if c.state_dtypes is StateDtypes.MIXED:
-        shown = slowdown if c.overlap_comm else 1.0
+    kernel = KERNEL_BYTES_PER_PARAM[c.step.optimizer]
+    if c.model.is_deepspeed:
+        shown = slowdown if c.zero.overlap_comm else 1.0
         return stepped * (kernel + MASTER_COPIES_BYTES_PER_PARAM) + shown * _engine_bytes(c, work)
-    if c.optimizer is Optimizer.ADAMW:
+    if c.step.optimizer is Optimizer.ADAMW:
         kernel *= UNFUSED_FACTOR
-    size = 2 if c.state_dtypes is StateDtypes.PURE_BF16 else 4
-    accumulated = (c.grad_accum - 1) * 1.5 * size * 2 * counts.trainable / c.tp / (ranks if c.zero_stage else 1)
+    size = 2 if c.model.state_dtypes is StateDtypes.PURE_BF16 else 4
+    accumulated = (
+        (c.step.grad_accum - 1) * 1.5 * size * 2 * counts.trainable / c.parallel.tp / (ranks if c.zero.stage else 1)
+    )
     casts = 0.0
-    if c.state_dtypes is StateDtypes.AUTOCAST:
-        cast = (counts.trainable + counts.frozen) / c.tp / (ranks if c.zero_stage else 1)
-        casts = 6.0 * cast * c.grad_accum * (2 if c.grad_ckpt else 1)
+    if c.model.state_dtypes is StateDtypes.AUTOCAST:
+        cast = (counts.trainable + counts.frozen) / c.parallel.tp / (ranks if c.zero.stage else 1)
+        casts = 6.0 * cast * c.step.grad_accum * (2 if c.checkpointing.enabled else 1)
     return stepped * (kernel * size / 4 + CLIPPING_ELEMENTS * size) + accumulated + casts
 
 
 def _engine_bytes(c: Configuration, work: Work) -> float:
     """Returns the bytes that DeepSpeed's buckets and gathers move on the GPU in one step."""
-    trainable = work.counts.trainable / c.tp
-    reduced = BUCKET_BYTES_PER_PARAM[c.zero_stage] * trainable
-    if c.zero_stage < 2:
-        return reduced + (c.grad_accum - 1) * ACCUMULATE_BYTES_PER_PARAM * trainable
+    trainable = work.counts.trainable / c.parallel.tp
+    reduced = BUCKET_BYTES_PER_PARAM[c.zero.stage] * trainable
+    if c.zero.stage < 2:
+        return reduced + (c.step.grad_accum - 1) * ACCUMULATE_BYTES_PER_PARAM * trainable
     gathered = 0.0
-    if c.zero_stage == 3:
-        gathered = 2 * GATHER_BYTES_PER_PARAM * (trainable + work.counts.frozen / c.tp)
-    return c.grad_accum * (reduced + gathered)
+    if c.zero.stage == 3:
+        gathered = 2 * GATHER_BYTES_PER_PARAM * (trainable + work.counts.frozen / c.parallel.tp)
+    return c.step.grad_accum * (reduced + gathered)

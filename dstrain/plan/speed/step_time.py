@@ -50,7 +50,7 @@ def speed(workload: Workload, configuration: Configuration) -> Speed | None:
     Source of the form: Calculon (SC'23); distance from published runs: `benchmarks/predict.py`.
     """
     c, cluster, gpu = configuration, workload.cluster, workload.cluster.gpu
-    peak = peak_flops_per_s(gpu, c.precision)
+    peak = peak_flops_per_s(gpu, c.model.precision)
     if peak <= 0 or gpu.hbm_bytes_per_s <= 0:
         return None
     rates = efficiency(cluster, workload.measured)
@@ -59,8 +59,8 @@ def speed(workload: Workload, configuration: Configuration) -> Speed | None:
     done = work(workload.model, c)
     parts = _parts(cluster, c, done, rates, peak)
     step_s = sum(parts.values())
-    tokens = c.tokens_per_micro_batch * c.grad_accum / (c.sp * c.tp)
-    flops = done.model_flops[0] + done.model_flops[1] * c.seq_len
+    tokens = c.batch.tokens * c.step.grad_accum / (c.parallel.sp * c.parallel.tp)
+    flops = done.model_flops[0] + done.model_flops[1] * c.batch.seq_len
     return Speed(
         step_s=step_s,
         tokens_per_s_per_gpu=tokens / step_s,
@@ -75,7 +75,7 @@ def _parts(cluster: Cluster, c: Configuration, done: Work, rates: Efficiency, pe
     """Returns the seconds of a step by part."""
     forward, backward = passes(done, rates, setting(c, peak, cluster.gpu.has_flash_attention_2))
     copies = stepping(cluster, c, done, rates)
-    again = c.grad_accum
+    again = c.step.grad_accum
     parts = {
         PRODUCTS: again * (forward.products + backward.products),
         ATTENTION: again * (forward.attention + backward.attention),

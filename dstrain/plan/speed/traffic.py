@@ -6,10 +6,9 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Generic, TypeVar
 
-from dstrain.choices import Method, Precision, Stack, StateDtypes
+from dstrain.choices import Method, Precision, Stack
 from dstrain.facts.model.model_facts import Kind, ModelFacts, TensorGroup
-from dstrain.job.schema import Lora
-from dstrain.plan.configuration import Configuration
+from dstrain.plan.configuration import Configuration, TrainedModel, TrainingCode
 from dstrain.plan.memory.params import Trained, adapted, trained
 from dstrain.plan.speed.flops import Product, flops_per_token, products
 from dstrain.plan.speed.kernel_costs import (
@@ -101,28 +100,6 @@ class _Same(Generic[T]):
         return isinstance(other, _Same) and other.value is self.value
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Variant:
-    """What of a configuration the work for one token depends on."""
-
-    method: Method
-    """What is trained."""
-    lora: Lora
-    """The adapter."""
-    liger: bool
-    """Whether Liger's kernels run."""
-    unsloth: bool
-    """Whether Unsloth's do."""
-    is_fp32: bool
-    """Whether everything is fp32."""
-    has_fp32_residual: bool
-    """Whether the residual stream is, between 4-bit linears that compute in bf16."""
-    has_fp32_adapters: bool
-    """Whether the adapters are."""
-    has_fused_adapters: bool
-    """Whether their products are fused into those of the linears, as Unsloth's are on 4-bit weights."""
-
-
 _PEFT_CASTS = (Stack.TRANSFORMERS_5, Stack.TRANSFORMERS_4, Stack.TRANSFORMERS_4_45)
 
 
@@ -132,29 +109,19 @@ def work(model: ModelFacts, configuration: Configuration) -> Work:
     PEFT keeps adapters in fp32 (`autocast_adapter_dtype`); DeepSpeed casts them with the model; torchtune and LitGPT
     have adapters of their own.
     """
-    c = configuration
-    variant = Variant(
-        method=c.method,
-        lora=c.lora,
-        liger=c.liger,
-        unsloth=c.unsloth,
-        is_fp32=c.precision is Precision.FP32,
-        has_fp32_residual=c.fp32_norms and c.method is Method.QLORA,
-        has_fused_adapters=c.unsloth and c.method is Method.QLORA,
-        has_fp32_adapters=c.state_dtypes is not StateDtypes.MIXED and c.stack in _PEFT_CASTS,
-    )
-    return _work(_Same(model), variant)
+    return _work(_Same(model), configuration.model, configuration.kernels.liger, configuration.code)
 
 
 @lru_cache(maxsize=64)
-def _work(key: _Same[ModelFacts], variant: Variant) -> Work:
-    model, vision, method = key.value, key.value.vision, variant.method
+def _work(key: _Same[ModelFacts], trained_model: TrainedModel, liger: bool, code: TrainingCode) -> Work:
+    model, vision, method = key.value, key.value.vision, trained_model.method
+    has_fused_adapters = code.unsloth and method is Method.QLORA
     layers, heads = model.num_hidden_layers, model.num_attention_heads
     multiplied = products(model, method=method)
     decoder = tuple(product for product in multiplied if not product.is_vision)
-    forward, backward, recompute = _passes(model, variant)
+    forward, backward, recompute = _passes(model, trained_model, liger, code)
     launched = sum(product.count for product in decoder if product.is_in_layer) + layers
-    wrapped = [] if method is Method.FULL or variant.has_fused_adapters else adapted(model, variant.lora)
+    wrapped = [] if method is Method.FULL or has_fused_adapters else adapted(model, trained_model.lora)
     apart = flops_per_token(model, method=method, seq_len=0)
     ends = sum(product.count for product in decoder if product.is_last)
     return Work(
@@ -173,7 +140,7 @@ def _work(key: _Same[ModelFacts], variant: Variant) -> Work:
         num_experts=model.moe.num_moe_layers * model.moe.num_experts if model.moe else 0,
         num_adapters=sum(group.count for group in wrapped),
         num_modules=sum(group.count for group in model.tensors if not group.name.endswith("bias")),
-        counts=trained(model, method, variant.lora),
+        counts=trained(model, method, trained_model.lora),
         model_flops=(apart, flops_per_token(model, method=method, seq_len=1) - apart),
         num_quantized_params=sum(product.num_params for product in decoder if product.is_quantized),
         forward=replace(forward, kernels=forward.kernels + launched),
@@ -207,15 +174,16 @@ class _Tally:
         )
 
 
-def _passes(model: ModelFacts, variant: Variant) -> tuple[Pass, Pass, Pass]:
+def _passes(model: ModelFacts, trained_model: TrainedModel, liger: bool, code: TrainingCode) -> tuple[Pass, Pass, Pass]:
     """Returns the forward pass, the backward pass without recomputation, and what checkpointing computes again.
 
     Norms compute in fp32 whatever the precision is. Recomputation ends before the last residual sum.
     """
     layers, hidden, moe = model.num_hidden_layers, model.hidden_size, model.moe
-    is_trained = variant.method is Method.FULL
-    cost = costs(liger=variant.liger, unsloth=variant.unsloth, is_trained=is_trained)
-    tally = _Tally(2.0 if variant.is_fp32 or variant.has_fp32_residual else 1.0)
+    is_trained = trained_model.is_full
+    cost = costs(liger=liger, unsloth=code.unsloth, is_trained=is_trained)
+    has_fp32_residual = code.fp32_norms and trained_model.method is Method.QLORA
+    tally = _Tally(2.0 if trained_model.precision is Precision.FP32 or has_fp32_residual else 1.0)
     width, count = _norm_width(model)
     tally.add(cost.norm, width, count, is_sharded=False, scale=1.0)
     queries, keys = model.num_attention_heads * model.head_dim, model.num_key_value_heads * model.head_dim
@@ -232,8 +200,8 @@ def _passes(model: ModelFacts, variant: Variant) -> tuple[Pass, Pass, Pass]:
         tally.add(JOINED_GRADIENT, visited * moe.intermediate_size, moe.num_moe_layers, is_sharded=True)
         tally.add(cost.experts, visited * hidden, moe.num_moe_layers, is_sharded=False)
     if not is_trained:
-        _add_adapters(tally, adapted(model, variant.lora), variant)
-    if variant.has_fp32_residual:
+        _add_adapters(tally, adapted(model, trained_model.lora), trained_model, code)
+    if has_fp32_residual:
         linears = [group for group in model.tensors if group.is_linear and group.kind in (Kind.ATTENTION, Kind.MLP)]
         width = sum(sum(group.shape) * group.count for group in linears)
         tally.add(CAST, width, 2 * sum(group.count for group in linears), is_sharded=True, scale=1.0)
@@ -260,7 +228,7 @@ def _gated_width(model: ModelFacts) -> tuple[float, int]:
     return sum(group.shape[1] * group.count for group in ends), sum(group.count for group in ends)
 
 
-def _add_adapters(tally: _Tally, groups: list[TensorGroup], variant: Variant) -> None:
+def _add_adapters(tally: _Tally, groups: list[TensorGroup], trained_model: TrainedModel, code: TrainingCode) -> None:
     """Adds the adapters' kernels; their products are so thin that reading and writing is all they cost.
 
     Forward: input 2 (5 more with dropout), output of both products 2, scaled 4, summed 6. Backward: output's gradient
@@ -270,12 +238,11 @@ def _add_adapters(tally: _Tally, groups: list[TensorGroup], variant: Variant) ->
     inputs = sum(group.shape[1] * group.count for group in groups)
     outputs = sum(group.shape[0] * group.count for group in groups)
     count = sum(group.count for group in groups)
-    dropped, also = (5.0, 1) if variant.lora.dropout > 0 else (0.0, 0)
+    dropped, also = (5.0, 1) if trained_model.lora.dropout > 0 else (0.0, 0)
     dropout = Cost(forward=dropped, backward=dropped, forward_kernels=also, backward_kernels=also)
-    into, out = (
-        (FP32_ADAPTER_INPUT, FP32_ADAPTER_OUTPUT) if variant.has_fp32_adapters else (ADAPTER_INPUT, ADAPTER_OUTPUT)
-    )
-    if variant.has_fused_adapters:
+    has_fp32_adapters = not trained_model.is_deepspeed and code.stack in _PEFT_CASTS
+    into, out = (FP32_ADAPTER_INPUT, FP32_ADAPTER_OUTPUT) if has_fp32_adapters else (ADAPTER_INPUT, ADAPTER_OUTPUT)
+    if code.unsloth and trained_model.method is Method.QLORA:
         into, out = FUSED_ADAPTER_INPUT, FUSED_ADAPTER_OUTPUT
     for cost, width in ((into, inputs), (out, outputs), (dropout, inputs)):
-        tally.add(cost, width, count, is_sharded=True, scale=2.0 if variant.is_fp32 else 1.0)
+        tally.add(cost, width, count, is_sharded=True, scale=2.0 if trained_model.precision is Precision.FP32 else 1.0)

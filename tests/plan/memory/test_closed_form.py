@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import product
 
 import pytest
 
 from dstrain.choices import Hub, Method, Offload
 from dstrain.facts import probe
-from dstrain.plan.configuration import DEFAULTS
+from dstrain.plan.configuration import DEFAULTS, changed
 from dstrain.plan.memory import closed_form
 from dstrain.plan.memory.deepspeed import engine
 from dstrain.plan.search.evaluator import QUICK_ERROR_RATIO
@@ -33,7 +32,7 @@ def test_it_is_near_the_engine(name: str, ranks: int, stage: int, offload: Offlo
     model = probe.read_model(name, hub=Hub.HF)
     variants = product((True, False), (1, 4), (Method.FULL, Method.LORA))
     for grad_ckpt, grad_accum, method in variants:
-        configuration = replace(
+        configuration = changed(
             DEFAULTS,
             micro_batch=1,
             seq_len=4096,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pytest
 from cases import ask
@@ -12,7 +11,7 @@ from cases import ask
 from dstrain.choices import LossKernel, Method, Offload, StateDtypes
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.job.schema import Lora
-from dstrain.plan.configuration import DEFAULTS, Configuration
+from dstrain.plan.configuration import DEFAULTS, Configuration, changed
 from dstrain.plan.memory import pytorch_sharding
 from dstrain.plan.memory.deepspeed import engine
 from dstrain.plan.memory.fragmentation import quick_ratio
@@ -36,7 +35,7 @@ def drawn(seed: int, dtypes: StateDtypes, *, expandable: bool) -> Iterator[tuple
     for _ in range(DRAWN):
         model = choose(MODELS)
         stage = choose((0, 1, 2, 3)) if dtypes is StateDtypes.MIXED else choose((0, 3))
-        configuration = replace(
+        configuration = changed(
             DEFAULTS,
             method=choose((Method.FULL, Method.LORA, Method.QLORA)),
             lora=Lora(rank=16, targets=("all-linear",)),
@@ -56,7 +55,7 @@ def drawn(seed: int, dtypes: StateDtypes, *, expandable: bool) -> Iterator[tuple
 
 def live_peak(model: ModelFacts, configuration: Configuration, ranks: int) -> Peak:
     """Returns the live peak by who holds the states."""
-    source = engine if configuration.state_dtypes is StateDtypes.MIXED else pytorch_sharding
+    source = engine if configuration.model.state_dtypes is StateDtypes.MIXED else pytorch_sharding
     peak: Peak = source.peak(model, configuration, ranks)
     return peak
 

@@ -1,12 +1,12 @@
 """Peaks against a finer model of the same machine, which equals published GPU peaks to 0.2 %."""
 
-from dataclasses import fields, replace
+from dataclasses import fields
 
 import pytest
 from cases import ask, plan
 
 from dstrain.choices import Attention, Method, Offload, Precision
-from dstrain.plan.configuration import DEFAULTS
+from dstrain.plan.configuration import DEFAULTS, changed
 from dstrain.plan.estimate import estimate
 from dstrain.plan.estimate_records import Estimate
 from dstrain.plan.memory.params import Trained
@@ -87,6 +87,6 @@ def test_a_cpu_rank_has_no_cuda_context() -> None:
 
 def test_pinned_rounding_of_offloaded_parameters_is_of_the_partition() -> None:
     counts = Trained(trainable=8_190_735_360, frozen=0, quantized=0, largest_trainable=0)
-    way = replace(DEFAULTS, zero_stage=3, offload=Offload.PARAMS, sub_group_size=2**28)
+    way = changed(DEFAULTS, zero_stage=3, offload=Offload.PARAMS, sub_group_size=2**28)
     # the flat gradient and the parameters, 2 B x 1.02e9 each, go up to 2 GiB; sub-groups are powers of two already
     assert pinned_waste(counts, way, 8) == 2 * (2**31 - 2 * 8_190_735_360 // 8)

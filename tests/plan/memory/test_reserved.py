@@ -12,7 +12,7 @@ from dstrain.choices import Attention, LossKernel, Method, Stack, StateDtypes
 from dstrain.facts.model import families
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.job.schema import Lora
-from dstrain.plan.configuration import DEFAULTS, Configuration
+from dstrain.plan.configuration import DEFAULTS, Configuration, changed
 from dstrain.plan.memory import pytorch_sharding
 from dstrain.plan.memory.deepspeed import engine
 from dstrain.plan.memory.layers.context import variant_of
@@ -47,7 +47,7 @@ MISTRAL = shaped("mistral", 32001)
 LLAMA = shaped("llama", 128258)
 """With a padding token and one for the unknown."""
 ADAPTER = Lora(rank=16, dropout=0.1, targets=("q_proj", "k_proj", "v_proj", "o_proj"))
-ONE_GPU = replace(
+ONE_GPU = changed(
     DEFAULTS,
     method=Method.LORA,
     lora=ADAPTER,
@@ -83,13 +83,13 @@ def held(model: ModelFacts, configuration: Configuration, ranks: int = 1) -> Res
 def test_one_gpu_holds_what_nvidia_smi_shows_but_for_the_context(
     model: ModelFacts, micro_batch: int, loss: LossKernel, nvidia_smi_mib: int
 ) -> None:
-    configuration = replace(ONE_GPU, micro_batch=micro_batch, loss=loss)
+    configuration = changed(ONE_GPU, micro_batch=micro_batch, loss=loss)
     outside = nvidia_smi_mib * MIB - held(model, configuration).reserved_bytes
     assert 0.2 * GIB < outside < 0.8 * GIB
 
 
 def test_after_memory_ran_out_once_blocks_lie_closer() -> None:
-    found = held(LLAMA, replace(ONE_GPU, micro_batch=8, loss=LossKernel.IN_PLACE))
+    found = held(LLAMA, changed(ONE_GPU, micro_batch=8, loss=LossKernel.IN_PLACE))
     assert found.retries == 1
     assert not found.out_of_memory
     assert found.reserved_bytes > 1.15 * found.settled_bytes
@@ -108,7 +108,7 @@ def test_after_memory_ran_out_once_blocks_lie_closer() -> None:
 def test_fsdp_holds_what_nvidia_smi_shows(
     ranks: int, micro_batch: int, changes: dict[str, Any], nvidia_smi_mib: int, tolerance: float
 ) -> None:
-    configuration = replace(ONE_GPU, zero_stage=3, micro_batch=micro_batch, **changes)
+    configuration = changed(ONE_GPU, zero_stage=3, micro_batch=micro_batch, **changes)
     found = held(MISTRAL, configuration, ranks).settled_bytes + CONTEXT_BYTES + NCCL_BYTES
     assert found == pytest.approx(nvidia_smi_mib * MIB, rel=tolerance)
 
@@ -133,7 +133,7 @@ def test_repeated_layers_have_the_peak_of_played_ones_and_leave_nothing(
     method: Method, release: GradRelease, grad_ckpt: bool, is_terse: bool
 ) -> None:
     model = replace(MISTRAL, num_hidden_layers=12)
-    configuration = replace(ONE_GPU, method=method, grad_ckpt=grad_ckpt, expandable_segments=is_terse)
+    configuration = changed(ONE_GPU, method=method, grad_ckpt=grad_ckpt, expandable_segments=is_terse)
     passes = Passes(release=release, stops_early=True)
     variant = replace(variant_of(configuration), release=release, gathers=False)
     played = record_pass._played(model, variant, {"dense": 12}, passes)
@@ -150,7 +150,7 @@ def test_repeated_layers_have_the_peak_of_played_ones_and_leave_nothing(
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("method", [Method.FULL, Method.LORA])
 def test_under_deepspeed_more_is_held_than_lives(method: Method, zero_stage: int) -> None:
-    configuration = replace(
+    configuration = changed(
         DEFAULTS, method=method, lora=ADAPTER, grad_ckpt=True, zero_stage=zero_stage, overlap_comm=zero_stage == 3
     )
     peak = engine.peak(MISTRAL, configuration, 8).total
@@ -159,14 +159,14 @@ def test_under_deepspeed_more_is_held_than_lives(method: Method, zero_stage: int
 
 
 def test_segments_that_grow_hold_less() -> None:
-    configuration = replace(ONE_GPU, method=Method.FULL, loss=LossKernel.FULL, state_dtypes=StateDtypes.PURE_BF16)
-    growing = replace(configuration, expandable_segments=True)
+    configuration = changed(ONE_GPU, method=Method.FULL, loss=LossKernel.FULL, state_dtypes=StateDtypes.PURE_BF16)
+    growing = changed(configuration, expandable_segments=True)
     peak = pytorch_sharding.peak(MISTRAL, configuration, 1).total
     assert peak <= held(MISTRAL, growing).reserved_bytes < 1.02 * peak < held(MISTRAL, configuration).reserved_bytes
 
 
 def test_a_run_that_is_too_large_runs_out_of_memory() -> None:
-    configuration = replace(ONE_GPU, method=Method.FULL, micro_batch=4)
+    configuration = changed(ONE_GPU, method=Method.FULL, micro_batch=4)
     found = reserved(MISTRAL, configuration, 1, capacity_bytes=40 * GIB, expandable_segments=False)
     assert found.out_of_memory
     assert found.retries > 0
@@ -174,6 +174,6 @@ def test_a_run_that_is_too_large_runs_out_of_memory() -> None:
 
 
 def test_the_ranks_of_fsdp_share_every_tensor_once() -> None:
-    configuration = replace(ONE_GPU, method=Method.FULL, zero_stage=3)
+    configuration = changed(ONE_GPU, method=Method.FULL, zero_stage=3)
     pieces = [fsdp._Run(MISTRAL, configuration, 4).pieces(rank) for rank in range(4)]
     assert sum(sum(sum(group) for group in groups) for groups in pieces) == MISTRAL.num_params

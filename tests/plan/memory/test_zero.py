@@ -1,11 +1,9 @@
 """Model states against the textbook, by hand."""
 
-from dataclasses import replace
-
 import pytest
 
 from dstrain.choices import Offload, Precision
-from dstrain.plan.configuration import DEFAULTS
+from dstrain.plan.configuration import DEFAULTS, changed
 from dstrain.plan.memory.params import Trained
 from dstrain.plan.memory.zero import engine_buffers, pinned, states
 
@@ -17,40 +15,40 @@ COUNTS = Trained(trainable=P, frozen=0, quantized=0, largest_trainable=50_000_00
     ("stage", "bytes_per_param"), [(0, 16), (1, 2 + 14 / N), (2, 2 + 14 / N), (3, 16 / N)], ids=lambda value: str(value)
 )
 def test_bf16_states_are_the_textbooks(stage: int, bytes_per_param: float) -> None:
-    assert states(COUNTS, replace(DEFAULTS, zero_stage=stage), N).device == round(bytes_per_param * P)
+    assert states(COUNTS, changed(DEFAULTS, zero_stage=stage), N).device == round(bytes_per_param * P)
 
 
 def test_fp32_keeps_a_separate_master_copy() -> None:
-    found = states(COUNTS, replace(DEFAULTS, zero_stage=2, precision=Precision.FP32), N)
+    found = states(COUNTS, changed(DEFAULTS, zero_stage=2, precision=Precision.FP32), N)
     assert (found.params, found.grads, found.optimizer) == (4 * P, 4 * P // N, 12 * P // N)
 
 
 def test_optimizer_offload_leaves_parameters_on_the_gpu_and_18_bytes_a_parameter_on_the_host() -> None:
-    found = states(COUNTS, replace(DEFAULTS, zero_stage=2, offload=Offload.OPTIMIZER), N)
+    found = states(COUNTS, changed(DEFAULTS, zero_stage=2, offload=Offload.OPTIMIZER), N)
     assert (found.device, found.host + found.staging) == (2 * P, 18 * P // N)
 
 
 def test_accumulating_under_offload_costs_the_host_two_bytes_more() -> None:
-    found = states(COUNTS, replace(DEFAULTS, zero_stage=2, offload=Offload.OPTIMIZER, grad_accum=2), N)
+    found = states(COUNTS, changed(DEFAULTS, zero_stage=2, offload=Offload.OPTIMIZER, grad_accum=2), N)
     assert found.host + found.staging == 20 * P // N
 
 
 def test_parameter_offload_leaves_nothing_on_the_gpu() -> None:
-    found = states(COUNTS, replace(DEFAULTS, zero_stage=3, offload=Offload.PARAMS), N)
+    found = states(COUNTS, changed(DEFAULTS, zero_stage=3, offload=Offload.PARAMS), N)
     assert (found.device, found.host + found.staging) == (0, 20 * P // N)
 
 
 def test_frozen_parameters_cost_two_bytes_and_no_states() -> None:
     lora = Trained(trainable=1000, frozen=P, quantized=0, largest_trainable=100)
-    assert states(lora, replace(DEFAULTS, zero_stage=2), 1).device == 2 * P + 16 * 1000
+    assert states(lora, changed(DEFAULTS, zero_stage=2), 1).device == 2 * P + 16 * 1000
 
 
 def test_zero_1_holds_the_full_gradient_in_the_backward_pass() -> None:
-    assert engine_buffers(COUNTS, replace(DEFAULTS, zero_stage=1), N).backward_grads == 2 * P
+    assert engine_buffers(COUNTS, changed(DEFAULTS, zero_stage=1), N).backward_grads == 2 * P
 
 
 def test_a_smaller_sub_group_makes_the_step_smaller_under_zero_3() -> None:
-    small = engine_buffers(COUNTS, replace(DEFAULTS, zero_stage=3, sub_group_size=10_000_000), N)
+    small = engine_buffers(COUNTS, changed(DEFAULTS, zero_stage=3, sub_group_size=10_000_000), N)
     assert small.step == 6 * 10_000_000
 
 

@@ -19,8 +19,8 @@ from dstrain.plan.speed.step_time import speed
 @pytest.mark.parametrize("gpu", ["v100-32g", "t4"])
 def test_before_ampere_fp16_is_chosen_and_said(gpu: str) -> None:
     found = plan(model="qwen3-0.6b", gpus=1, gpu=gpu, seq_len=1024)
-    assert found.chosen.configuration.precision is Precision.FP16
-    assert found.chosen.configuration.attn is Attention.SDPA
+    assert found.chosen.configuration.model.precision is Precision.FP16
+    assert found.chosen.configuration.kernels.attn is Attention.SDPA
     assert any("neither bf16 nor FlashAttention-2" in note for note in found.notes)
 
 
@@ -108,7 +108,7 @@ def test_the_other_plans_are_compared_with_the_first() -> None:
 def test_a_divided_optimizer_is_divided_as_little_as_fits() -> None:
     asked = {"zero_stage": 3, "offload": Offload.OPTIMIZER}
     found = surveyed(asked, model="qwen3-8b", gpus=8, gpu="h200").first
-    assert found.configuration.offload_ratio == 0.05
+    assert found.configuration.zero.offload_ratio == 0.05
 
 
 def test_what_gen_config_cannot_write_is_said() -> None:
@@ -124,7 +124,7 @@ def test_what_was_asked_for_and_costs_speed_is_said() -> None:
 def test_one_configuration_keeps_its_buffers_unless_it_fits_only_with_small_ones() -> None:
     one = {"zero_stage": 3, "offload": Offload.NONE, "micro_batch": 1, "grad_ckpt": True}
     first = surveyed(one, model="qwen3-8b", gpus=8).first.configuration
-    assert (first.reduce_bucket_size, first.max_reuse_distance) == (4096**2, 10**9)
+    assert (first.zero.reduce_bucket_size, first.zero.max_reuse_distance) == (4096**2, 10**9)
 
 
 def test_one_configuration_is_estimated_also_where_it_does_not_fit() -> None:
@@ -132,4 +132,5 @@ def test_one_configuration_is_estimated_also_where_it_does_not_fit() -> None:
     found = surveyed(one, model="qwen3-8b", gpus=8)
     assert (found.fits, len(found.proposals)) == (False, 1)
     configuration = found.first.configuration
-    assert (configuration.zero_stage, configuration.micro_batch, configuration.grad_ckpt) == (0, 8, False)
+    assert (configuration.zero.stage, configuration.batch.micro_batch) == (0, 8)
+    assert not configuration.checkpointing.enabled

@@ -12,7 +12,7 @@ from cases import ask, plan
 from dstrain.choices import Method, Offload
 from dstrain.errors import DoesNotFit, InvalidConfig
 from dstrain.facts.cluster.cluster import Cluster
-from dstrain.plan.configuration import DEFAULTS
+from dstrain.plan.configuration import DEFAULTS, changed
 from dstrain.plan.estimate import assess
 from dstrain.plan.request import Request
 from dstrain.plan.search.search import TIE_RATIO, Ranking, search
@@ -96,9 +96,9 @@ def test_the_choice_does_not_depend_on_how_many_are_shown() -> None:
 
 def test_simplicity_counts_mechanisms() -> None:
     assert mechanisms(DEFAULTS) == 0
-    assert mechanisms(replace(DEFAULTS, zero_stage=2, grad_ckpt=True)) == 3
-    assert mechanisms(replace(DEFAULTS, zero_stage=3, offload=Offload.PARAMS, pin_memory=False)) == 6
-    assert mechanisms(replace(DEFAULTS, zero_stage=3, hpz=8, sp=2)) == 5
+    assert mechanisms(changed(DEFAULTS, zero_stage=2, grad_ckpt=True)) == 3
+    assert mechanisms(changed(DEFAULTS, zero_stage=3, offload=Offload.PARAMS, pin_memory=False)) == 6
+    assert mechanisms(changed(DEFAULTS, zero_stage=3, hpz=8, sp=2)) == 5
 
 
 def test_where_nothing_fits_the_nearest_come_first() -> None:
@@ -123,7 +123,7 @@ def test_without_speeds_offload_comes_after_everything_else() -> None:
     asked = ask(model="qwen3-8b", gpus=8, seq_len=1024)
     candidates = space(asked.workload, asked.request)
     ordered = sorted(candidates, key=lambda each: lost_speed(asked.workload.cluster, each))
-    order = [each.way.offload for each in ordered]
+    order = [each.way.zero.offload for each in ordered]
     assert order == sorted(order, key=list(Offload).index)
 
 
@@ -131,7 +131,7 @@ def test_without_speeds_smaller_micro_batches_come_after_checkpointing() -> None
     asked = ask(model="qwen3-8b", gpus=16, seq_len=1024, offload="none", zero_stage=3)
     candidates = [each for each in space(asked.workload, asked.request) if each.rung]
     order = [
-        (each.micro_batch, each.way.grad_ckpt)
+        (each.micro_batch, each.way.checkpointing.enabled)
         for each in sorted(candidates, key=lambda each: lost_speed(asked.workload.cluster, each))
     ]
     assert order == [(4, False), (4, True), (2, False), (2, True), (1, False), (1, True)]
@@ -154,13 +154,13 @@ def test_without_speeds_the_first_in_the_order_of_lost_speed_is_chosen() -> None
 
 def test_a_choice_that_is_given_is_kept() -> None:
     chosen = plan(model="qwen3-0.6b", gpus=8, zero_stage=3, micro_batch=2, grad_ckpt=True).chosen.configuration
-    assert (chosen.zero_stage, chosen.micro_batch, chosen.grad_ckpt) == (3, 2, True)
+    assert (chosen.zero.stage, chosen.batch.micro_batch, chosen.checkpointing.enabled) == (3, 2, True)
 
 
 def test_a_global_batch_is_kept_exactly() -> None:
     found = plan(model="qwen3-8b", gpus=8, global_batch=48)
     chosen = found.chosen.configuration
-    assert found.global_batch == 8 * chosen.micro_batch * chosen.grad_accum == 48
+    assert found.global_batch == 8 * chosen.batch.micro_batch * chosen.step.grad_accum == 48
 
 
 def test_a_global_batch_that_does_not_divide_is_refused_with_the_nearest() -> None:
@@ -218,13 +218,13 @@ def test_packed_micro_batches_grow_where_memory_allows() -> None:
 
 def test_buffers_grow_into_half_of_the_memory_left() -> None:
     found = plan(model="qwen3-8b", gpus=8, gpu="h200", zero_stage=3, micro_batch=1).chosen
-    assert found.configuration.max_reuse_distance > 10**9
+    assert found.configuration.zero.max_reuse_distance > 10**9
     assert found.usable_bytes_per_gpu - found.memory.device_bytes_per_gpu > 10 * GIB
 
 
 def test_lora_needs_no_offload_where_full_training_does() -> None:
     full = plan(model="qwen3-8b", gpus=1, host_memory=2**40)
     adapter = plan(model="qwen3-8b", gpus=1, method="lora")
-    assert full.chosen.configuration.offload is not Offload.NONE
-    assert adapter.chosen.configuration.offload is Offload.NONE
-    assert adapter.chosen.configuration.method is Method.LORA
+    assert full.chosen.configuration.zero.offload is not Offload.NONE
+    assert adapter.chosen.configuration.zero.offload is Offload.NONE
+    assert adapter.chosen.configuration.model.method is Method.LORA

@@ -10,7 +10,7 @@ from cases import ask
 
 from dstrain.choices import Attention, Method, Offload, Optimizer, Precision, StateDtypes
 from dstrain.errors import InvalidConfig
-from dstrain.plan.configuration import DEFAULTS
+from dstrain.plan.configuration import DEFAULTS, changed
 from dstrain.plan.request import Request
 from dstrain.plan.search.rules import RULES, WRITABLE, broken
 from dstrain.plan.search.search_space import batches, global_batch, space, ways
@@ -56,7 +56,7 @@ OF_GEN_CONFIG = {rule.name for rule in WRITABLE}
 @pytest.mark.parametrize(("name", "model", "changes"), BROKEN, ids=[name for name, _, _ in BROKEN])
 def test_a_rule_alone_forbids_what_breaks_it(name: str, model: str, changes: dict[str, Any]) -> None:
     asked = ask(model=model, gpus=16)
-    found = broken(asked.workload, replace(DEFAULTS, **changes), writable=name in OF_GEN_CONFIG)
+    found = broken(asked.workload, changed(DEFAULTS, **changes), writable=name in OF_GEN_CONFIG)
     assert [rule.name for rule in found] == [name]
 
 
@@ -70,7 +70,7 @@ def test_every_rule_says_who_says_so() -> None:
 
 def test_what_is_plain_breaks_no_rule() -> None:
     asked = ask(model="qwen3-8b", gpus=16)
-    assert broken(asked.workload, replace(DEFAULTS, zero_stage=1), writable=True) == []
+    assert broken(asked.workload, changed(DEFAULTS, zero_stage=1), writable=True) == []
 
 
 def test_no_candidate_breaks_a_rule() -> None:
@@ -78,22 +78,24 @@ def test_no_candidate_breaks_a_rule() -> None:
     request = replace(asked.request, writable=False, sp=None, tp=None)
     found = ways(asked.workload, request).allowed
     assert all(not broken(asked.workload, way) for way in found)
-    assert {way.offload for way in found} == set(Offload)
-    assert {way.zero_stage for way in found} == {0, 1, 2, 3}
-    assert {way.sp for way in found} == {1, 2, 4, 8, 16}
-    assert {way.tp for way in found} == {1, 2, 4, 8}
-    assert {way.hpz for way in found} == {1, 8}
-    assert {way.offload_ratio for way in found} == {1.0, 0.75, 0.5, 0.25}
+    assert {way.zero.offload for way in found} == set(Offload)
+    assert {way.zero.stage for way in found} == {0, 1, 2, 3}
+    assert {way.parallel.sp for way in found} == {1, 2, 4, 8, 16}
+    assert {way.parallel.tp for way in found} == {1, 2, 4, 8}
+    assert {way.zero.hpz for way in found} == {1, 8}
+    assert {way.zero.offload_ratio for way in found} == {1.0, 0.75, 0.5, 0.25}
 
 
 def test_gen_config_is_offered_what_it_can_write() -> None:
     asked = ask(model="qwen3-8b", gpus=16)
     found = ways(asked.workload, asked.request).allowed
-    assert {(way.zero_stage, way.offload) for way in found} == {
+    assert {(way.zero.stage, way.zero.offload) for way in found} == {
         (1, Offload.NONE), (2, Offload.NONE), (3, Offload.NONE),
         (2, Offload.OPTIMIZER), (3, Offload.OPTIMIZER), (3, Offload.PARAMS),
     }  # fmt: skip
-    assert {(way.sp, way.tp, way.hpz, way.offload_ratio) for way in found} == {(1, 1, 1, 1.0)}
+    assert {(way.parallel.sp, way.parallel.tp, way.zero.hpz, way.zero.offload_ratio) for way in found} == {
+        (1, 1, 1, 1.0)
+    }
 
 
 def test_every_candidate_keeps_the_global_batch() -> None:
@@ -120,7 +122,7 @@ def test_a_batch_that_is_given_whole_is_kept() -> None:
 def test_a_global_batch_that_gpus_do_not_divide_can_be_kept_with_sequence_parallelism() -> None:
     asked = ask(model="qwen3-8b", gpus=8, global_batch=4)
     request = replace(asked.request, writable=False, sp=None, tp=1)
-    assert {each.way.sp for each in space(asked.workload, request)} == {2, 4, 8}
+    assert {each.way.parallel.sp for each in space(asked.workload, request)} == {2, 4, 8}
 
 
 def test_every_choice_given_is_one_configuration() -> None:
@@ -137,8 +139,8 @@ def test_every_choice_given_is_one_configuration() -> None:
     )
     (only,) = space(asked.workload, request)
     configuration = only.configuration(asked.workload.model)
-    assert (configuration.sp, configuration.tp, configuration.hpz) == (1, 1, 1)
-    assert configuration.reduce_bucket_size == asked.workload.model.hidden_size**2  # as Transformers fills "auto"
+    assert (configuration.parallel.sp, configuration.parallel.tp, configuration.zero.hpz) == (1, 1, 1)
+    assert configuration.zero.reduce_bucket_size == asked.workload.model.hidden_size**2  # as Transformers fills "auto"
 
 
 @pytest.mark.parametrize(

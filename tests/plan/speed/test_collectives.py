@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from dstrain.choices import Method, Offload, StateDtypes
@@ -12,14 +10,14 @@ from dstrain.facts.cluster import cluster as clusters
 from dstrain.facts.cluster import gpus, links
 from dstrain.facts.cluster.cluster import Cluster, Origin
 from dstrain.job.schema import Lora
-from dstrain.plan.configuration import DEFAULTS, Configuration
+from dstrain.plan.configuration import DEFAULTS, Configuration, changed
 from dstrain.plan.speed.collectives import Collective, Phase, collectives
 from dstrain.plan.speed.efficiency import INTER_RATIO, INTRA_RATIO, efficiency
 from dstrain.plan.speed.traffic import work
 
 MODEL = probe.read_model("llama-3.1-8b")
 PARAMS = MODEL.num_params
-FRUGAL = replace(DEFAULTS, zero_stage=3, overlap_comm=True, max_reuse_distance=0, prefetch_bucket_size=10**9)
+FRUGAL = changed(DEFAULTS, zero_stage=3, overlap_comm=True, max_reuse_distance=0, prefetch_bucket_size=10**9)
 
 
 def _cluster(gpus_: int = 8, gpu: str = "h100-sxm", inter: str = "ib400") -> Cluster:
@@ -32,7 +30,7 @@ def _sent(configuration: Configuration, num_gpus: int = 8) -> list[Collective]:
 
 def _volume(configuration: Configuration, num_gpus: int = 8) -> float:
     """Returns bytes × passes of a step in units of 2Ψ, as ZeRO's paper counts them."""
-    counts = {Phase.FORWARD: configuration.grad_accum, Phase.BACKWARD: configuration.grad_accum}
+    counts = {Phase.FORWARD: configuration.step.grad_accum, Phase.BACKWARD: configuration.step.grad_accum}
     found = _sent(configuration, num_gpus)
     return sum(counts.get(each.phase, 1) * each.passes * each.num_bytes for each in found) / (2 * PARAMS)
 
@@ -44,7 +42,7 @@ def _volume(configuration: Configuration, num_gpus: int = 8) -> float:
 def test_zero_sends_its_gradients_and_parameters_as_often_as_the_engine_does(
     stage: int, accum: int, times: float
 ) -> None:
-    assert _volume(replace(FRUGAL, zero_stage=stage, grad_accum=accum)) == pytest.approx(times)
+    assert _volume(changed(FRUGAL, zero_stage=stage, grad_accum=accum)) == pytest.approx(times)
 
 
 def test_one_gpu_sends_nothing() -> None:
@@ -52,25 +50,25 @@ def test_one_gpu_sends_nothing() -> None:
 
 
 def test_an_adapter_reduces_its_own_gradients_alone() -> None:
-    adapted = replace(FRUGAL, zero_stage=2, method=Method.LORA, lora=Lora(rank=8))
+    adapted = changed(FRUGAL, zero_stage=2, method=Method.LORA, lora=Lora(rank=8))
     trainable = work(MODEL, adapted).counts.trainable
 
     assert _volume(adapted) == pytest.approx(3 * trainable / PARAMS)
 
 
 def test_parameters_that_stay_are_not_gathered_again() -> None:
-    assert _volume(replace(FRUGAL, max_reuse_distance=2 * PARAMS)) == pytest.approx(2)
+    assert _volume(changed(FRUGAL, max_reuse_distance=2 * PARAMS)) == pytest.approx(2)
 
 
 def test_pytorch_scatters_gradients_where_deepspeed_reduces_them_everywhere() -> None:
-    pytorch = replace(FRUGAL, state_dtypes=StateDtypes.PURE_BF16, zero_stage=2)
+    pytorch = changed(FRUGAL, state_dtypes=StateDtypes.PURE_BF16, zero_stage=2)
 
     assert _volume(pytorch) == pytest.approx(2)
     assert all(each.is_hidden for each in _sent(pytorch))
 
 
 def test_hpz_gathers_inside_the_node_in_the_backward_pass() -> None:
-    forward, backward, _ = _sent(replace(FRUGAL, hpz=8), num_gpus=16)
+    forward, backward, _ = _sent(changed(FRUGAL, hpz=8), num_gpus=16)
 
     assert (forward.ranks, backward.ranks) == (16, 8)
     assert not backward.spans_nodes(_cluster(16))
@@ -78,21 +76,21 @@ def test_hpz_gathers_inside_the_node_in_the_backward_pass() -> None:
 
 @pytest.mark.parametrize(("overlap", "hidden"), [(True, True), (False, False)])
 def test_only_overlapped_reduction_is_hidden(overlap: bool, hidden: bool) -> None:
-    found = _sent(replace(FRUGAL, zero_stage=2, overlap_comm=overlap))
+    found = _sent(changed(FRUGAL, zero_stage=2, overlap_comm=overlap))
 
     assert [each.is_hidden for each in found] == [hidden, False]
 
 
 def test_ulysses_sends_queries_keys_values_and_outputs() -> None:
     """For as many key heads as query heads DeepSpeed's paper has 4·h of each token; of a quarter it is 2.5·h."""
-    sent = [each for each in _sent(replace(FRUGAL, sp=4, seq_len=8192)) if not each.is_ring]
+    sent = [each for each in _sent(changed(FRUGAL, sp=4, seq_len=8192)) if not each.is_ring]
 
     assert sent[0].num_bytes == 2 * 8192 / 4 * 2.5 * 4096 * 32
     assert sent[1].num_bytes == sent[0].num_bytes
 
 
 def test_tensor_parallel_ranks_reduce_twice_in_each_layer() -> None:
-    forward = next(each for each in _sent(replace(FRUGAL, tp=2)) if each.phase is Phase.FORWARD and each.ranks == 2)
+    forward = next(each for each in _sent(changed(FRUGAL, tp=2)) if each.phase is Phase.FORWARD and each.ranks == 2)
 
     assert (forward.num_bytes, forward.messages, forward.passes) == (2 * 2 * 4096 * 4096 * 32, 64, 2)
 
@@ -117,4 +115,4 @@ def test_a_ring_inside_a_node_has_the_link_of_its_gpus() -> None:
 
 
 def test_offloading_changes_nothing_between_ranks() -> None:
-    assert _volume(replace(FRUGAL, offload=Offload.PARAMS)) == _volume(FRUGAL)
+    assert _volume(changed(FRUGAL, offload=Offload.PARAMS)) == _volume(FRUGAL)

@@ -16,7 +16,7 @@ from dstrain.facts.cluster.cluster import Cluster, Origin
 from dstrain.facts.model import families
 from dstrain.facts.workload import Workload
 from dstrain.job.schema import Lora
-from dstrain.plan.configuration import DEFAULTS, Configuration
+from dstrain.plan.configuration import DEFAULTS, Configuration, changed
 from dstrain.plan.estimate_records import Limit, Speed
 from dstrain.plan.speed.step_time import CPU, INTER, LAUNCHES, LIMITS, NVME, OPTIMIZER, PCIE, PRODUCTS, speed
 from tests.cases import plan
@@ -26,7 +26,7 @@ LLAMA2_7B = {
     "model_type": "llama", "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008,
     "num_hidden_layers": 32, "num_attention_heads": 32, "max_position_embeddings": 4096, "dtype": "float16",
 }  # fmt: skip
-BASE = replace(
+BASE = changed(
     DEFAULTS, zero_stage=3, overlap_comm=True, grad_ckpt=True, attn=Attention.FLASH_ATTENTION_2, max_reuse_distance=0
 )
 
@@ -51,13 +51,13 @@ def _rate(configuration: Configuration = BASE, **cluster: Any) -> float:
     return _speed(configuration, **cluster).tokens_per_s_per_gpu
 
 
-FMS = replace(
+FMS = changed(
     BASE, state_dtypes=StateDtypes.PURE_BF16, stack=Stack.TRANSFORMERS_4, zero_stage=0, packing=True, micro_batch=8
 )
-FMS_SHARDED = replace(FMS, zero_stage=3, liger=True)
-FMS_LORA = replace(FMS, method=Method.LORA, lora=Lora(dropout=0.1, targets=("q_proj", "k_proj", "v_proj", "o_proj")))
-TITAN = replace(BASE, state_dtypes=StateDtypes.AUTOCAST, seq_len=8192)
-SWIFT = replace(BASE, packing=True, seq_len=8192, grad_accum=2)
+FMS_SHARDED = changed(FMS, zero_stage=3, liger=True)
+FMS_LORA = changed(FMS, method=Method.LORA, lora=Lora(dropout=0.1, targets=("q_proj", "k_proj", "v_proj", "o_proj")))
+TITAN = changed(BASE, state_dtypes=StateDtypes.AUTOCAST, seq_len=8192)
+SWIFT = changed(BASE, packing=True, seq_len=8192, grad_accum=2)
 
 
 @pytest.mark.parametrize(
@@ -67,13 +67,13 @@ SWIFT = replace(BASE, packing=True, seq_len=8192, grad_accum=2)
         ("mistral-7b", "a100-80g", 1, FMS, 3143),
         ("mistral-7b", "a100-80g", 4, FMS_SHARDED, 3456),
         ("mistral-7b", "a100-80g", 1, FMS_LORA, 3354),
-        ("llama-3.1-8b", "a100-80g", 2, replace(FMS_LORA, zero_stage=3, liger=True), 3662),
+        ("llama-3.1-8b", "a100-80g", 2, changed(FMS_LORA, zero_stage=3, liger=True), 3662),
         # pytorch/torchtitan: benchmarks/llama3_h100_202412_torchtitan.md, docs/performance.md
-        ("llama-3.1-8b", "h100-sxm", 8, replace(TITAN, micro_batch=2), 5762),
-        ("llama-3.1-8b", "a100-80g", 64, replace(TITAN, liger=True), 2973),
+        ("llama-3.1-8b", "h100-sxm", 8, changed(TITAN, micro_batch=2), 5762),
+        ("llama-3.1-8b", "a100-80g", 64, changed(TITAN, liger=True), 2973),
         # modelscope/ms-swift docs/source_en/Megatron-SWIFT/Quick-start.md: 16 samples in 10.56 s and in 10.32 s
         ("qwen2.5-14b", "a800-80g", 8, SWIFT, 1552),
-        ("qwen2.5-14b", "a800-80g", 8, replace(SWIFT, zero_stage=2), 1588),
+        ("qwen2.5-14b", "a800-80g", 8, changed(SWIFT, zero_stage=2), 1588),
     ],
 )
 def test_published_runs_are_within_a_fifth(
@@ -85,7 +85,7 @@ def test_published_runs_are_within_a_fifth(
 
 
 def test_the_parts_are_the_step() -> None:
-    found = _speed(replace(BASE, offload=Offload.OPTIMIZER, grad_accum=4), num_gpus=16)
+    found = _speed(changed(BASE, offload=Offload.OPTIMIZER, grad_accum=4), num_gpus=16)
 
     assert sum(found.parts_s.values()) == pytest.approx(found.step_s)
     assert set(found.parts_s) == set(LIMITS)
@@ -103,14 +103,14 @@ def test_every_gpu_of_the_table_has_a_step_time_in_a_precision_it_has(name: str)
     gpu = gpus.gpu(name)
     precision = Precision.BF16 if gpu.has_bf16 else Precision.FP16 if gpu.fp16_flops_per_s else Precision.FP32
     cluster = clusters.describe(gpu=gpu, gpu_origin=Origin.GIVEN, gpus=8, gpus_per_node=8)
-    found = speed(_workload(cluster), replace(BASE, precision=precision))
+    found = speed(_workload(cluster), changed(BASE, precision=precision))
 
     assert found is not None
     assert 0 < found.mfu_ratio < 1
 
 
 def test_tokens_and_flops_agree_with_the_step() -> None:
-    found = _speed(replace(BASE, micro_batch=2, grad_accum=3))
+    found = _speed(changed(BASE, micro_batch=2, grad_accum=3))
 
     assert found.tokens_per_s_per_gpu == pytest.approx(2 * 3 * 4096 / found.step_s)
     flops = 6 * (QWEN3_8B.num_params - 151936 * 4096) + 6 * 36 * 32 * 128 * 4096
@@ -120,7 +120,7 @@ def test_tokens_and_flops_agree_with_the_step() -> None:
 def test_ranks_that_share_a_sequence_or_a_weight_share_its_tokens() -> None:
     shared: list[dict[str, Any]] = [{"sp": 4}, {"tp": 4}]
     for changes in shared:
-        found = _speed(replace(BASE, seq_len=16384, **changes))
+        found = _speed(changed(BASE, seq_len=16384, **changes))
 
         assert found.tokens_per_s_per_gpu == pytest.approx(16384 / 4 / found.step_s)
 
@@ -157,7 +157,7 @@ SLOWER: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def test_what_costs_time_is_slower(name: str) -> None:
     fast, slow = SLOWER[name]
 
-    assert _rate(replace(BASE, **slow)) < _rate(replace(BASE, **fast))
+    assert _rate(changed(BASE, **slow)) < _rate(changed(BASE, **fast))
 
 
 def test_a_slower_network_is_slower_and_at_last_what_limits() -> None:
@@ -169,28 +169,28 @@ def test_a_slower_network_is_slower_and_at_last_what_limits() -> None:
 
 
 def test_hpz_helps_where_the_network_is_slow() -> None:
-    assert _rate(replace(BASE, hpz=8), num_gpus=16, inter="eth25") > 1.2 * _rate(num_gpus=16, inter="eth25")
+    assert _rate(changed(BASE, hpz=8), num_gpus=16, inter="eth25") > 1.2 * _rate(num_gpus=16, inter="eth25")
 
 
 def test_cpu_adam_takes_as_long_as_zenflow_says() -> None:
     """DeepSpeed's ZenFlow blog: the CPU update of Llama-2-7B takes more than 4 s on a node of four A100."""
     model = families.from_config(LLAMA2_7B, name="llama-2-7b", source="meta-llama/Llama-2-7b-hf")
-    found = _speed(replace(BASE, zero_stage=2, offload=Offload.OPTIMIZER), model=model, num_gpus=4, gpu="a100-80g")
+    found = _speed(changed(BASE, zero_stage=2, offload=Offload.OPTIMIZER), model=model, num_gpus=4, gpu="a100-80g")
 
     assert 4.0 < found.parts_s[CPU] < 4.6
     assert found.limited_by is Limit.CPU_OPTIMIZER
 
 
 def test_smaller_states_step_faster_on_the_cpu() -> None:
-    offloaded = replace(BASE, offload=Offload.OPTIMIZER)
+    offloaded = changed(BASE, offload=Offload.OPTIMIZER)
 
-    adam, sgd = _speed(offloaded), _speed(replace(offloaded, optimizer=Optimizer.SGD))
+    adam, sgd = _speed(offloaded), _speed(changed(offloaded, optimizer=Optimizer.SGD))
 
     assert sgd.parts_s[CPU] == pytest.approx(adam.parts_s[CPU] * 12 / 28)
 
 
 def test_drives_read_16_and_write_14_bytes_of_each_parameter() -> None:
-    found = _speed(replace(BASE, offload=Offload.NVME))
+    found = _speed(changed(BASE, offload=Offload.NVME))
 
     state = QWEN3_8B.num_params * (16 / 3.5e9 + 14 / 3.0e9)
     parameters = 2 * 2 * QWEN3_8B.num_params / 3.5e9
@@ -200,31 +200,31 @@ def test_drives_read_16_and_write_14_bytes_of_each_parameter() -> None:
 
 def test_fused_adamw_on_one_gpu_takes_its_bytes() -> None:
     """AdamW on an fp32 master copy moves 28 B of each parameter, DeepSpeed's step 28 more, its buckets 8."""
-    found = _speed(replace(BASE, zero_stage=2, overlap_comm=False), num_gpus=1)
+    found = _speed(changed(BASE, zero_stage=2, overlap_comm=False), num_gpus=1)
 
     expected = QWEN3_8B.num_params * (28 + 28 + 8) / (0.85 * 3.35e12)
     assert found.parts_s[OPTIMIZER] == pytest.approx(expected)
 
 
 def test_short_sequences_wait_for_the_cpu_and_most_of_all_under_zero3() -> None:
-    short = replace(BASE, seq_len=256)
+    short = changed(BASE, seq_len=256)
 
     assert _speed(short).limited_by is Limit.LAUNCHES
-    assert _speed(replace(short, zero_stage=1)).parts_s[LAUNCHES] < 0.5 * _speed(short).parts_s[LAUNCHES]
+    assert _speed(changed(short, zero_stage=1)).parts_s[LAUNCHES] < 0.5 * _speed(short).parts_s[LAUNCHES]
 
 
 def test_a_loop_over_experts_waits_for_the_cpu() -> None:
     model = probe.read_model("qwen3-30b-a3b")
-    grouped, looped = BASE, replace(BASE, stack=Stack.TRANSFORMERS_4)
+    grouped, looped = BASE, changed(BASE, stack=Stack.TRANSFORMERS_4)
 
     assert _speed(looped, model=model, num_gpus=16).limited_by is Limit.LAUNCHES
     assert _rate(grouped, model=model, num_gpus=16) > 5 * _rate(looped, model=model, num_gpus=16)
 
 
 def test_the_units_of_an_adapter_wait_for_the_cpu_under_pytorchs_sharding() -> None:
-    sharded = replace(BASE, state_dtypes=StateDtypes.PURE_BF16, method=Method.LORA, seq_len=512)
+    sharded = changed(BASE, state_dtypes=StateDtypes.PURE_BF16, method=Method.LORA, seq_len=512)
 
-    one, two = _speed(replace(sharded, zero_stage=0), num_gpus=1), _speed(sharded, num_gpus=2)
+    one, two = _speed(changed(sharded, zero_stage=0), num_gpus=1), _speed(sharded, num_gpus=2)
 
     units = 36 + 1 + 2 * 7 * 36
     assert two.parts_s[LAUNCHES] - one.parts_s[LAUNCHES] == pytest.approx(units * (2 * 1.3e-3 + 2.2e-3), rel=0.1)
@@ -234,12 +234,12 @@ def test_the_units_of_an_adapter_wait_for_the_cpu_under_pytorchs_sharding() -> N
 @pytest.mark.parametrize("stack", Stack)
 @pytest.mark.parametrize("optimizer", Optimizer)
 def test_every_choice_has_a_step_time(loss: LossKernel, stack: Stack, optimizer: Optimizer) -> None:
-    assert _speed(replace(BASE, loss=loss, stack=stack, optimizer=optimizer)).step_s > 0
+    assert _speed(changed(BASE, loss=loss, stack=stack, optimizer=optimizer)).step_s > 0
 
 
 def test_images_cost_their_patches() -> None:
     model = probe.read_model("qwen3-vl-8b")
-    with_images = _speed(replace(BASE, image_patches=8192), model=model)
+    with_images = _speed(changed(BASE, image_patches=8192), model=model)
 
     tower = 2 * 27 * (4 * 1152**2 + 2 * 1152 * 4304) * 8192 / (0.56 * 989.4e12)
     assert with_images.parts_s[PRODUCTS] - _speed(model=model).parts_s[PRODUCTS] > tower
@@ -266,12 +266,12 @@ def test_the_range_is_wider_where_less_was_compared() -> None:
 
     assert 0.2 <= dense < 0.3
     assert dense < _speed(num_gpus=16, inter="eth25").uncertainty_ratio
-    assert dense < _speed(replace(BASE, offload=Offload.OPTIMIZER)).uncertainty_ratio
+    assert dense < _speed(changed(BASE, offload=Offload.OPTIMIZER)).uncertainty_ratio
     assert dense < _speed(model=probe.read_model("qwen3-30b-a3b")).uncertainty_ratio
 
 
 def test_what_does_not_happen_takes_no_time() -> None:
-    found = _speed(replace(BASE, zero_stage=2), num_gpus=1)
+    found = _speed(changed(BASE, zero_stage=2), num_gpus=1)
 
     assert [found.parts_s[part] for part in (INTER, CPU, PCIE, NVME)] == [0, 0, 0, 0]
 
@@ -279,7 +279,7 @@ def test_what_does_not_happen_takes_no_time() -> None:
 def test_a_cpu_that_was_not_measured_has_no_speed() -> None:
     cluster = _cluster(num_gpus=2, gpu="cpu", inter="eth10")
     measured = Calibration(gpus={"cpu": Measured(gemm_ratio=0.5)})
-    configuration = replace(BASE, precision=Precision.FP32, attn=Attention.SDPA)
+    configuration = changed(BASE, precision=Precision.FP32, attn=Attention.SDPA)
     assert speed(_workload(cluster), configuration) is None
     assert speed(_workload(cluster, calibration=measured), configuration) is not None
 

@@ -10,7 +10,7 @@ import pytest
 from dstrain.choices import Method, Precision, Stack, StateDtypes
 from dstrain.facts import probe
 from dstrain.job.schema import Lora
-from dstrain.plan.configuration import DEFAULTS, Configuration
+from dstrain.plan.configuration import DEFAULTS, Configuration, changed
 from dstrain.plan.speed.traffic import Pass, work
 
 TRACED = {
@@ -55,7 +55,7 @@ def test_kernels_of_a_layer_are_those_of_the_trace(name: str) -> None:
 @pytest.mark.parametrize("name", ["llama-3.1-8b", "qwen3-8b"])
 def test_liger_moves_about_a_third_of_what_eager_layers_do(name: str) -> None:
     model = probe.read_model(name)
-    eager, fused = work(model, DEFAULTS), work(model, replace(DEFAULTS, liger=True))
+    eager, fused = work(model, DEFAULTS), work(model, changed(DEFAULTS, liger=True))
 
     share = (_bytes(fused.forward) + _bytes(fused.backward)) / (_bytes(eager.forward) + _bytes(eager.backward))
     assert 0.2 < share < 0.4
@@ -64,7 +64,7 @@ def test_liger_moves_about_a_third_of_what_eager_layers_do(name: str) -> None:
 def test_unsloth_replaces_norms_and_rotary_embedding_alone() -> None:
     model = probe.read_model("llama-3.1-8b")
     ways: list[dict[str, Any]] = [{}, {"unsloth": True}, {"liger": True}]
-    eager, unsloth, liger = (_bytes(work(model, replace(DEFAULTS, **kernels)).forward) for kernels in ways)
+    eager, unsloth, liger = (_bytes(work(model, changed(DEFAULTS, **kernels)).forward) for kernels in ways)
 
     gated = 14336 * 32 * (10 - 6)
     assert unsloth == liger + gated < eager
@@ -83,8 +83,8 @@ def test_adapters_add_what_the_trace_of_peft_adds(
     lora: Lora, states: StateDtypes, forward: float, backward: float
 ) -> None:
     model = probe.read_model("llama-3.1-8b")
-    adapted = replace(DEFAULTS, method=Method.LORA, lora=lora, state_dtypes=states)
-    without = replace(adapted, lora=replace(lora, targets=()))
+    adapted = changed(DEFAULTS, method=Method.LORA, lora=lora, state_dtypes=states)
+    without = changed(adapted, lora=replace(lora, targets=()))
 
     with_adapter, bare = work(model, adapted), work(model, without)
 
@@ -94,17 +94,17 @@ def test_adapters_add_what_the_trace_of_peft_adds(
 
 def test_torchtune_keeps_adapters_in_the_models_precision() -> None:
     model = probe.read_model("llama-3.1-8b")
-    adapted = replace(DEFAULTS, method=Method.LORA, lora=ADAPTED, state_dtypes=StateDtypes.PURE_BF16)
+    adapted = changed(DEFAULTS, method=Method.LORA, lora=ADAPTED, state_dtypes=StateDtypes.PURE_BF16)
 
-    tune = work(model, replace(adapted, stack=Stack.TORCHTUNE))
+    tune = work(model, changed(adapted, stack=Stack.TORCHTUNE))
 
-    assert _bytes(tune.forward) == _bytes(work(model, replace(adapted, state_dtypes=StateDtypes.MIXED)).forward)
+    assert _bytes(tune.forward) == _bytes(work(model, changed(adapted, state_dtypes=StateDtypes.MIXED)).forward)
 
 
 def test_fused_adapters_are_no_modules_and_update_in_place() -> None:
     model = probe.read_model("llama-3.1-8b")
-    adapted = replace(DEFAULTS, method=Method.QLORA, lora=ADAPTED, unsloth=True)
-    bare = work(model, replace(adapted, lora=replace(ADAPTED, targets=())))
+    adapted = changed(DEFAULTS, method=Method.QLORA, lora=ADAPTED, unsloth=True)
+    bare = work(model, changed(adapted, lora=replace(ADAPTED, targets=())))
 
     fused = work(model, adapted)
 
@@ -114,8 +114,8 @@ def test_fused_adapters_are_no_modules_and_update_in_place() -> None:
 
 def test_an_fp32_residual_stream_is_twice_as_wide_and_cast_at_every_4_bit_linear() -> None:
     model = probe.read_model("llama-3.1-8b")
-    bf16 = replace(DEFAULTS, method=Method.QLORA, lora=Lora(targets=()))
-    plain, wide = work(model, bf16), work(model, replace(bf16, fp32_norms=True))
+    bf16 = changed(DEFAULTS, method=Method.QLORA, lora=Lora(targets=()))
+    plain, wide = work(model, bf16), work(model, changed(bf16, fp32_norms=True))
 
     norms = 36 * 4096 * 65
     casts = 6 * (4 * 4096 + 2 * 4096 + 2 * 1024 + 3 * (4096 + 14336)) * 32
@@ -124,17 +124,17 @@ def test_an_fp32_residual_stream_is_twice_as_wide_and_cast_at_every_4_bit_linear
 
 def test_a_frozen_model_has_no_gradients_of_norms() -> None:
     model = probe.read_model("llama-3.1-8b")
-    frozen = work(model, replace(DEFAULTS, method=Method.LORA, lora=Lora(targets=())))
+    frozen = work(model, changed(DEFAULTS, method=Method.LORA, lora=Lora(targets=())))
 
     assert _bytes(work(model, DEFAULTS).backward) - _bytes(frozen.backward) == 8 * 4096 * (2 * 32 + 1)
 
 
 @pytest.mark.parametrize(
     "configuration",
-    [DEFAULTS, replace(DEFAULTS, liger=True), replace(DEFAULTS, precision=Precision.FP32)],
+    [DEFAULTS, changed(DEFAULTS, liger=True), changed(DEFAULTS, precision=Precision.FP32)],
     ids=["eager", "liger", "fp32"],
 )
 def test_the_sums_of_a_model_are_computed_once(configuration: Configuration) -> None:
     model = probe.read_model("llama-3.1-8b")
 
-    assert work(model, configuration) is work(model, replace(configuration, micro_batch=7))
+    assert work(model, configuration) is work(model, changed(configuration, micro_batch=7))

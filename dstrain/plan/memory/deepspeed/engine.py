@@ -6,18 +6,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 
-from dstrain.choices import Attention, LossKernel, Method, Stack
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.plan.configuration import Configuration
 from dstrain.plan.memory.deepspeed.byte_account import Parts
 from dstrain.plan.memory.deepspeed.candidate_moments import Candidate, CandidateMoments, course, slots
 from dstrain.plan.memory.deepspeed.host_memory import Host, host
-from dstrain.plan.memory.deepspeed.modules import QUANTIZED_PER_ELEMENT, Shape
-from dstrain.plan.memory.deepspeed.moments import Key, Kinds, Moments, moments
+from dstrain.plan.memory.deepspeed.modules import QUANTIZED_PER_ELEMENT, Modules, Shape
+from dstrain.plan.memory.deepspeed.moments import Anatomy, Key, Moments, moments
 from dstrain.plan.memory.deepspeed.optimizer_step import step_bytes
 from dstrain.plan.memory.deepspeed.program import Passes, Program, program
-from dstrain.plan.memory.deepspeed.replay import MICRO_STEPS_PLAYED, replays
+from dstrain.plan.memory.deepspeed.replay import replays
 from dstrain.plan.memory.deepspeed.resident import Resident, resident
+from dstrain.plan.memory.deepspeed.settings import Settings, settings_of
 from dstrain.plan.memory.deepspeed.shorten_model import shortened
 from dstrain.plan.memory.layers.context import variant_of
 from dstrain.plan.memory.layers.tensor import GradRelease
@@ -131,11 +131,11 @@ def _largest(key: Key, parts: tuple[int, ...], candidates: tuple[Candidate, ...]
 def _short(tape: Moments, key: Key) -> tuple[int, int]:
     """Returns the bytes that layers not played keep below a moment, and what each further layer of its kind adds."""
     what, layer, _ = key
-    missing = [(depth - count) * kept for (_, depth, count), kept in zip(tape.kinds, tape.kept, strict=True)]
+    missing = [(depth - count) * kept for (_, depth, count), kept in zip(tape.anatomy.kinds, tape.kept, strict=True)]
     if layer < 0:
         return (sum(missing) if what in _ABOVE_LAYERS else 0), 0
     start = 0
-    for index, (_, _, count) in enumerate(tape.kinds):
+    for index, (_, _, count) in enumerate(tape.anatomy.kinds):
         if layer < start + count:
             return sum(missing[:index]), tape.kept[index]
         start += count
@@ -146,98 +146,62 @@ def played(model: ModelFacts, configuration: Configuration, *, kernel_workspaces
     """Returns the tape's moments."""
     variant = variant_of(configuration)
     variant = replace(variant, release=GradRelease.AT_ONCE, gathers=False, kernel_workspaces=kernel_workspaces)
-    return moments(model, variant, is_reentrant(configuration), configuration.zero_stage == 3)
-
-
-def is_reentrant(configuration: Configuration) -> bool:
-    """Returns whether recomputation is of the older kind, which adapters under ZeRO-3 need.
-
-    Source: dstrain/train/arguments.py: checkpointing_kwargs; transformers#47254.
-    """
-    return configuration.grad_ckpt and configuration.zero_stage == 3 and configuration.method is not Method.FULL
-
-
-def _engine_part(configuration: Configuration) -> Configuration:
-    """Returns a configuration whose other parts are all the same, so that engines are made once."""
-    return replace(
-        configuration,
-        seq_len=1,
-        micro_batch=1,
-        grad_accum=min(configuration.grad_accum, MICRO_STEPS_PLAYED),
-        attn=Attention.SDPA,
-        packing=False,
-        loss=LossKernel.FULL,
-        liger=False,
-        unsloth=False,
-        fp32_norms=False,
-        activation_offload=False,
-        image_patches=0,
-        stack=Stack.TRANSFORMERS_5,
-        pin_memory=False,
-    )
+    is_reentrant = settings_of(configuration).is_reentrant
+    return moments(model, variant, is_reentrant, configuration.zero.stage == 3)
 
 
 def engine_of(model: ModelFacts, configuration: Configuration, num_ranks: int) -> Engine:
     """Returns what the engine does with a model on ranks that share the optimizer."""
-    return _engine(model, _engine_part(configuration), num_ranks, played(model, configuration).kinds)
-
-
-def _resident_part(part: Configuration) -> Configuration:
-    """Returns a configuration in which all is the same that does not matter for what is resident."""
-    return replace(
-        part, grad_accum=1, prefetch_bucket_size=0, max_reuse_distance=0, max_live_parameters=0, overlap_comm=False
-    )
+    return _engine(model, settings_of(configuration), num_ranks, played(model, configuration).anatomy)
 
 
 @cache
-def _held(model: ModelFacts, configuration: Configuration, ranks: int) -> Resident:
-    held = resident(programmed(model, configuration, played(model, configuration)).modules, configuration, ranks)
-    # scales of quantised weights are no parameters: each rank has them all
-    scales = quantized_bytes_per_param(configuration.double_quant) - 2 / QUANTIZED_PER_ELEMENT
-    quantized = trained(model, configuration.method, configuration.lora).quantized
-    return replace(held, params=held.params + round(scales * quantized))
-
-
-@cache
-def _engine(model: ModelFacts, configuration: Configuration, ranks: int, kinds: Kinds) -> Engine:
-    tape = played(model, configuration)
-    held = _held(model, _resident_part(configuration), ranks)
+def _engine(model: ModelFacts, settings: Settings, ranks: int, anatomy: Anatomy) -> Engine:
+    modules = programmed(model, settings, anatomy).modules
+    held = _held(model, settings, ranks, modules)
     short = model
-    if configuration.zero_stage == 3:
-        _, depth, count = kinds[-1]
-        short = shortened(model, configuration, most=depth - count)
-    found = programmed(short, configuration, tape)
-    played_ranks = replays(found, configuration, ranks)
-    modules = programmed(model, configuration, tape).modules
+    if settings.zero.stage == 3:
+        _, depth, count = anatomy.kinds[-1]
+        short = shortened(model, settings.zero, most=depth - count)
+    program = programmed(short, settings, anatomy)
+    played_ranks = replays(program, settings, ranks)
     # small parameters of ZeRO-3 are given back before the step
     gathered = held.secondary - held.gathered
     step = {
         (grads, buffers, gathered)
         for each in played_ranks
-        for grads, buffers in step_bytes(modules, configuration, ranks, each.rank, each.kept)
+        for grads, buffers in step_bytes(modules, settings, ranks, each.rank, each.kept)
     }
     left_out = model.num_hidden_layers - short.num_hidden_layers
-    return Engine(held, course(played_ranks, slots(found, kinds, left_out)), tuple(step))
+    return Engine(held, course(played_ranks, slots(program, anatomy.kinds, left_out)), tuple(step))
+
+
+def _held(model: ModelFacts, settings: Settings, ranks: int, modules: Modules) -> Resident:
+    """Returns what is resident, with the scales of quantised weights: they are no parameters, so each rank has all."""
+    held = resident(modules, settings, ranks)
+    scales = quantized_bytes_per_param(settings.model.double_quant) - 2 / QUANTIZED_PER_ELEMENT
+    quantized = trained(model, settings.model.method, settings.model.lora).quantized
+    return replace(held, params=held.params + round(scales * quantized))
 
 
 def host_of(model: ModelFacts, configuration: Configuration, num_ranks: int) -> Host:
     """Returns what the rank with most keeps in host RAM and on NVMe."""
-    part = replace(_resident_part(_engine_part(configuration)), pin_memory=configuration.pin_memory)
-    part = replace(part, grad_accum=min(configuration.grad_accum, 2))
-    return _host(model, part, num_ranks)
+    return _host(model, settings_of(configuration), num_ranks, played(model, configuration).anatomy)
 
 
 @cache
-def _host(model: ModelFacts, configuration: Configuration, ranks: int) -> Host:
-    modules = programmed(model, configuration, played(model, configuration)).modules
-    return max((host(modules, configuration, ranks, rank) for rank in {0, ranks - 1}), key=lambda found: found.taken)
+def _host(model: ModelFacts, settings: Settings, ranks: int, anatomy: Anatomy) -> Host:
+    modules = programmed(model, settings, anatomy).modules
+    return max((host(modules, settings, ranks, rank) for rank in {0, ranks - 1}), key=lambda memory: memory.taken)
 
 
-def programmed(model: ModelFacts, configuration: Configuration, tape: Moments) -> Program:
+def programmed(model: ModelFacts, settings: Settings, anatomy: Anatomy) -> Program:
     """Returns the program of a micro-batch."""
-    linears = tuple(tape.linears.items())
-    shape = Shape(method=configuration.method, lora=configuration.lora, linears=linears, tp=configuration.tp)
+    trained_model = settings.model
+    shape = Shape(
+        method=trained_model.method, lora=trained_model.lora, linears=anatomy.linears, tp=settings.parallel.tp
+    )
     passes = Passes(
-        recomputes=configuration.grad_ckpt, is_reentrant=is_reentrant(configuration), detached=tape.detached
+        recomputes=settings.checkpointing.enabled, is_reentrant=settings.is_reentrant, detached=anatomy.detached
     )
     return program(model, shape, passes)

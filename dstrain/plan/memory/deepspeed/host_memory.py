@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dstrain.choices import Offload
-from dstrain.plan.configuration import Configuration
 from dstrain.plan.memory.deepspeed.modules import Modules
 from dstrain.plan.memory.deepspeed.resident import FP32, STATES, accumulation_item, sub_groups
+from dstrain.plan.memory.deepspeed.settings import Settings
 from dstrain.plan.memory.deepspeed.zero12_partitions import layout
 from dstrain.plan.memory.zero import pinned
 
@@ -46,67 +46,67 @@ class Host:
         return sum(pinned(size) for size in self.pinned) + self.pageable + self.locked
 
 
-def host(modules: Modules, configuration: Configuration, ranks: int, rank: int = 0) -> Host:
+def host(modules: Modules, settings: Settings, ranks: int, rank: int = 0) -> Host:
     """Returns what a rank keeps in RAM, with P trainable and F frozen elements of s bytes over N ranks.
 
     ZeRO-1, 2: master 4, gradient 4, staging s and states 8 of P/N, and one largest gradient; when micro-batches add up,
     the gradients that touch its partition too. ZeRO-3: flat gradient s, gradients 4, master 4 and states 8 of P/N;
     offloaded parameters s(P + F)/N. Counted from live tensors of the engine on CPU ranks.
     """
-    if configuration.offload is Offload.NONE:
+    if not settings.zero.is_offloaded:
         return Host()
-    if configuration.zero_stage < 3:
-        return _partitioned(modules, configuration, ranks, rank)
-    if configuration.offload is Offload.NVME:
-        return _nvme(modules, configuration, ranks)
-    return _sharded(modules, configuration, ranks)
+    if settings.zero.stage < 3:
+        return _partitioned(modules, settings, ranks, rank)
+    if settings.zero.offload is Offload.NVME:
+        return _nvme(modules, settings, ranks)
+    return _sharded(modules, settings, ranks)
 
 
 def _of(pins: bool, sizes: list[int], pageable: int) -> Host:
     return Host(pinned=tuple(sizes), pageable=pageable) if pins else Host(pageable=pageable + sum(sizes))
 
 
-def _partitioned(modules: Modules, configuration: Configuration, ranks: int, rank: int) -> Host:
+def _partitioned(modules: Modules, settings: Settings, ranks: int, rank: int) -> Host:
     """Source: deepspeed 0.19.8 runtime/zero/stage_1_and_2.py: __init__, initialize_optimizer_states,
     async_accumulate_grad_in_cpu_via_gpu."""
-    found, item = layout(modules, ranks), configuration.precision.num_bytes
+    found, item = layout(modules, ranks), settings.model.item
     sizes = [size * count for count in found.partitions for size in (FP32, FP32, item)]
     sizes.append(item * max(found.numel, default=0))
-    if configuration.grad_accum > 1:
+    if settings.step.grad_accum > 1:
         sizes += [item * modules.weights[index].numel for index in sorted(found.held(rank))]
-    states = STATES[configuration.optimizer] * FP32 * sum(found.partitions)
-    return _of(configuration.pin_memory, sizes, states)
+    states = STATES[settings.step.optimizer] * FP32 * sum(found.partitions)
+    return _of(settings.zero.pin_memory, sizes, states)
 
 
-def _sharded(modules: Modules, configuration: Configuration, ranks: int) -> Host:
+def _sharded(modules: Modules, settings: Settings, ranks: int) -> Host:
     """Source: deepspeed 0.19.8 runtime/zero/stage3.py: _setup_for_real_optimizer, _create_fp32_partitions,
     initialize_optimizer_states, _create_param_groups_fp16_flat_cpu_memory."""
-    item = configuration.precision.num_bytes
-    groups = [sum(shares) for shares in sub_groups(modules, ranks, configuration.sub_group_size)]
-    away = groups[int((1 - configuration.offload_ratio) * len(groups)) :]
-    flat = accumulation_item(configuration) * sum(groups)
-    states = (1 + STATES[configuration.optimizer]) * FP32 * sum(away)
-    found = _of(configuration.pin_memory, [flat, *(FP32 * size for size in away)], states)
-    if configuration.offload is not Offload.PARAMS:
+    item = settings.model.item
+    groups = [sum(shares) for shares in sub_groups(modules, ranks, settings.zero.sub_group_size)]
+    away = groups[int((1 - settings.zero.offload_ratio) * len(groups)) :]
+    flat = accumulation_item(settings) * sum(groups)
+    states = (1 + STATES[settings.step.optimizer]) * FP32 * sum(away)
+    found = _of(settings.zero.pin_memory, [flat, *(FP32 * size for size in away)], states)
+    if settings.zero.offload is not Offload.PARAMS:
         return found
     whole = [item * sum(-(-modules.weights[i].numel // ranks) for i in group) for group in modules.groups()]
     frozen = [item * -(-weight.numel // ranks) for weight in modules.weights if not weight.trains]
-    pins = frozen if configuration.pin_memory else []
+    pins = frozen if settings.zero.pin_memory else []
     return Host(
         pinned=(*found.pinned, *whole, *pins), pageable=found.pageable + (0 if pins or not frozen else sum(frozen))
     )
 
 
-def _nvme(modules: Modules, configuration: Configuration, ranks: int) -> Host:
+def _nvme(modules: Modules, settings: Settings, ranks: int) -> Host:
     """Master, states, gradients and parameters in files; RAM has the flat gradient, buffers, and some parameters.
 
     Read in the source, not measured. Source: deepspeed 0.19.8 runtime/swap_tensor; stage3.py.
     """
-    item = configuration.precision.num_bytes
-    groups = [sum(shares) for shares in sub_groups(modules, ranks, configuration.sub_group_size)]
+    item = settings.model.item
+    groups = [sum(shares) for shares in sub_groups(modules, ranks, settings.zero.sub_group_size)]
     shares = [-(-weight.numel // ranks) for weight in modules.weights]
     locked = OPTIMIZER_BUFFERS * FP32 * max(groups, default=0) + PARAMETER_BUFFERS * item * max(shares)
-    flat = accumulation_item(configuration) * sum(groups)
+    flat = accumulation_item(settings) * sum(groups)
     kept = item * min(sum(groups), ALWAYS_IN_RAM)
-    files = (2 + STATES[configuration.optimizer]) * FP32 * sum(groups) + item * sum(shares)
+    files = (2 + STATES[settings.step.optimizer]) * FP32 * sum(groups) + item * sum(shares)
     return Host(pinned=(flat, kept), locked=locked, nvme=files)

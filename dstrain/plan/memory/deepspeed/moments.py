@@ -25,6 +25,18 @@ Kinds = tuple[tuple[str, int, int], ...]
 """Kinds of layers: name, layers of the model, layers that were played."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Anatomy:
+    """The layers and linear layers that a micro-batch runs through."""
+
+    kinds: Kinds
+    """The kinds of layers, in order."""
+    linears: tuple[tuple[str, int], ...]
+    """Linear layers inside the decoder layers in order of their first call → elements of the weight on one rank."""
+    detached: frozenset[str]
+    """Linear layers of the first decoder layer whose input needs no gradient, as below the first adapter."""
+
+
 @dataclass(frozen=True, slots=True)
 class Moment:
     """The time from one mark to the next, in bytes by part of the tape."""
@@ -43,14 +55,10 @@ class Moments:
 
     played: tuple[Moment, ...]
     """In order of time, with the layers that were played."""
-    kinds: Kinds
-    """The kinds of layers, in order."""
+    anatomy: Anatomy
+    """What the engine acts on."""
     kept: tuple[int, ...]
     """Bytes that a layer of each kind keeps from forward to backward."""
-    linears: dict[str, int]
-    """Linear layers inside the decoder layers in order of their first call → elements of the weight on one rank."""
-    detached: frozenset[str]
-    """Linear layers of the first decoder layer whose input needs no gradient, as below the first adapter."""
 
 
 class Marks(Ledger):
@@ -98,7 +106,7 @@ class MarkedContext(Context):
             self._layer += name == self._first
         layer, direction = self._layer, "recompute" if again else "forward"
         shape = self.linears[name]
-        self.sizes.setdefault(name, shape.outputs * shape.inputs // (self.variant.tp if shards else 1))
+        self.sizes.setdefault(name, shape.outputs * shape.inputs // (self.variant.parallel.tp if shards else 1))
         self._marks.enter((direction, layer, name))
         result = super().linear(self._marked(x, ("after", layer, name)), name, shards=shards)
         self._marks.enter((f"{direction} end", layer, name))
@@ -121,11 +129,11 @@ class MarkedContext(Context):
 def moments(model: ModelFacts, variant: Variant, is_reentrant: bool, keeps_inputs: bool) -> Moments:
     """Returns a micro-batch's moments; gradients of parameters leave the tape as soon as they are made."""
     depth = layer_kinds(model, variant)
-    most = LAYERS_PLAYED + (OFFLOADED_IN_FLIGHT if variant.activation_offload else 0)
+    most = LAYERS_PLAYED + (OFFLOADED_IN_FLIGHT if variant.checkpointing.offload else 0)
     played = {kind: min(count, most) for kind, count in depth.items()}
     tape = Tape(release=GradRelease.AT_ONCE)
-    tape.offloads_inputs = variant.activation_offload
-    tape.stops_early = variant.stack is Stack.TRANSFORMERS_5 and not is_reentrant
+    tape.offloads_inputs = variant.checkpointing.offload
+    tape.stops_early = variant.code.stack is Stack.TRANSFORMERS_5 and not is_reentrant
     tape.keeps_inputs = keeps_inputs
     marks = Marks()
     tape.ledger = marks
@@ -134,10 +142,12 @@ def moments(model: ModelFacts, variant: Variant, is_reentrant: bool, keeps_input
     found = marks.moments()
     return Moments(
         played=found,
-        kinds=tuple((kind, depth[kind], played[kind]) for kind in depth),
+        anatomy=Anatomy(
+            kinds=tuple((kind, depth[kind], played[kind]) for kind in depth),
+            linears=tuple(run.sizes.items()),
+            detached=_detached(found),
+        ),
         kept=_kept(found, list(played.values())),
-        linears=run.sizes,
-        detached=_detached(found),
     )
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from dstrain.choices import Offload, Optimizer, Precision
-from dstrain.plan.configuration import Configuration
+from dstrain.choices import Optimizer, Precision
 from dstrain.plan.memory.deepspeed.byte_account import rounded
 from dstrain.plan.memory.deepspeed.gradient_buckets import NORM_ITEM
 from dstrain.plan.memory.deepspeed.modules import Modules
 from dstrain.plan.memory.deepspeed.resident import FP32, accumulation_item, is_wide, sub_groups
+from dstrain.plan.memory.deepspeed.settings import Settings
 from dstrain.plan.memory.deepspeed.zero12_partitions import layout
 
 TEMPORARIES: dict[Optimizer, int] = {
@@ -28,45 +28,41 @@ FOREACH_ADAMW = 4
 Source: deepspeed 0.19.8 runtime/zero/stage3.py: backup_optimizer; torch 2.13 optim/adamw.py: _multi_tensor_adamw."""
 
 
-def step_bytes(
-    modules: Modules, configuration: Configuration, ranks: int, rank: int, kept: int
-) -> Iterator[tuple[int, int]]:
+def step_bytes(modules: Modules, settings: Settings, ranks: int, rank: int, kept: int) -> Iterator[tuple[int, int]]:
     """Yields gradients and buffers, beyond what is resident, at the instants of the step on one rank.
 
     `kept` is what the backward pass has left: the gradient partition of ZeRO-1 and 2, all gradients of ZeRO-0.
     """
-    if configuration.zero_stage == 0:
-        yield from _whole(modules, configuration, kept)
-    elif configuration.zero_stage == 3:
-        yield from _sharded(modules, configuration, ranks)
-    elif configuration.offload is Offload.NONE and not is_wide(configuration):
-        yield from _partitioned(modules, configuration, ranks, rank, kept)
+    if settings.zero.stage == 0:
+        yield from _whole(modules, settings, kept)
+    elif settings.zero.stage == 3:
+        yield from _sharded(modules, settings, ranks)
+    elif not settings.zero.is_offloaded and not is_wide(settings):
+        yield from _partitioned(modules, settings, ranks, rank, kept)
     else:
         yield kept, 0
 
 
-def _whole(modules: Modules, configuration: Configuration, kept: int) -> Iterator[tuple[int, int]]:
+def _whole(modules: Modules, settings: Settings, kept: int) -> Iterator[tuple[int, int]]:
     """ZeRO-0: a norm in fp32, then fp32 gradients of everything beside the others.
 
     Source: deepspeed 0.19.8 runtime/fp16/unfused_optimizer.py: step.
     """
     numels = [weight.numel for weight in modules.weights if weight.trains]
-    copies = 0 if configuration.precision is Precision.FP32 else FP32
+    copies = 0 if settings.model.precision is Precision.FP32 else FP32
     wide = sum(rounded(copies * numel) for numel in numels)
     largest = max(numels, default=0)
     yield kept, rounded(FP32 * largest)
-    yield kept, wide + rounded(TEMPORARIES[configuration.optimizer] * largest)
+    yield kept, wide + rounded(TEMPORARIES[settings.step.optimizer] * largest)
 
 
-def _partitioned(
-    modules: Modules, configuration: Configuration, ranks: int, rank: int, kept: int
-) -> Iterator[tuple[int, int]]:
+def _partitioned(modules: Modules, settings: Settings, ranks: int, rank: int, kept: int) -> Iterator[tuple[int, int]]:
     """ZeRO-1 and 2: a norm in fp64 of one tensor at a time; group by group a flat copy, then one in fp32.
 
     Source: runtime/zero/stage_1_and_2.py: get_grad_norm_direct, step.
     """
     found = layout(modules, ranks)
-    item, wide = configuration.precision.num_bytes, accumulation_item(configuration)
+    item, wide = settings.model.item, accumulation_item(settings)
     mine = [numel for slices in found.slices.values() for owner, numel in slices if owner == rank]
     yield kept, rounded(max(mine, default=0) * NORM_ITEM)
     groups = modules.groups()
@@ -75,22 +71,22 @@ def _partitioned(
         flat = rounded(item * size) if tensors > 1 and wide == item else 0
         fp32 = rounded(FP32 * size) if wide == item != FP32 else 0
         yield kept, flat + fp32
-        yield kept, (fp32 or flat) + rounded(TEMPORARIES[configuration.optimizer] * size)
+        yield kept, (fp32 or flat) + rounded(TEMPORARIES[settings.step.optimizer] * size)
 
 
-def _sharded(modules: Modules, configuration: Configuration, ranks: int) -> Iterator[tuple[int, int]]:
+def _sharded(modules: Modules, settings: Settings, ranks: int) -> Iterator[tuple[int, int]]:
     """ZeRO-3: the same for each sub-group. Source: runtime/zero/stage3.py: get_grad_norm_direct, _prepare_sub_group."""
-    groups = sub_groups(modules, ranks, configuration.sub_group_size)
-    if configuration.offload is not Offload.NONE:
-        stay = groups[: int((1 - configuration.offload_ratio) * len(groups))]
+    groups = sub_groups(modules, ranks, settings.zero.sub_group_size)
+    if settings.zero.is_offloaded:
+        stay = groups[: int((1 - settings.zero.offload_ratio) * len(groups))]
         for shares in stay:
             yield 0, rounded(FOREACH_ADAMW * sum(shares))
         return
-    wide = accumulation_item(configuration)
+    wide = accumulation_item(settings)
     yield 0, rounded(max((share for shares in groups for share in shares), default=0) * NORM_ITEM)
     for shares in groups:
         size = sum(shares)
         flat = rounded(wide * size) if len(shares) > 1 else 0
         fp32 = rounded(FP32 * size) if wide != FP32 else 0
         yield 0, flat + fp32
-        yield 0, (fp32 or flat) + rounded(TEMPORARIES[configuration.optimizer] * size)
+        yield 0, (fp32 or flat) + rounded(TEMPORARIES[settings.step.optimizer] * size)

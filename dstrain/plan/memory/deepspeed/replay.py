@@ -5,19 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from dstrain.choices import Offload
-from dstrain.plan.configuration import Configuration
 from dstrain.plan.memory.deepspeed.byte_account import ByteAccount, Parts
 from dstrain.plan.memory.deepspeed.gradient_buckets import Reducer, Reduces, ShardedReducer, WideReducer
 from dstrain.plan.memory.deepspeed.modules import Modules
 from dstrain.plan.memory.deepspeed.program import Event, Program
 from dstrain.plan.memory.deepspeed.resident import accumulation_item, communication_item, is_wide
+from dstrain.plan.memory.deepspeed.settings import Settings
 from dstrain.plan.memory.deepspeed.zero3_gathering import Coordinator, Gathers
 from dstrain.plan.memory.deepspeed.zero12_partitions import PartitionedReducer, layout
 from dstrain.plan.memory.zero import num_buckets
-
-MICRO_STEPS_PLAYED = 3
-"""Micro-batches of a step that differ: the first, one in the middle, the last."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,21 +41,21 @@ class Replay:
     """Bytes of gradient that are left for the step."""
 
 
-def replays(program: Program, configuration: Configuration, ranks: int) -> tuple[Replay, ...]:
+def replays(program: Program, settings: Settings, ranks: int) -> tuple[Replay, ...]:
     """Returns the replays of the ranks that may hold most: the first, the last, and that with the most gradient."""
     candidates = {0}
-    if configuration.zero_stage in (1, 2) and not is_wide(configuration):
+    if settings.zero.stage in (1, 2) and not is_wide(settings):
         held = layout(program.modules, ranks).held_elements(ranks)
         candidates |= {ranks - 1, held.index(max(held))}
-    return tuple(_replay(program, configuration, ranks, rank) for rank in sorted(candidates))
+    return tuple(_replay(program, settings, ranks, rank) for rank in sorted(candidates))
 
 
-def _replay(program: Program, configuration: Configuration, ranks: int, rank: int) -> Replay:
+def _replay(program: Program, settings: Settings, ranks: int, rank: int) -> Replay:
     account = ByteAccount()
-    reducer = reducer_of(program.modules, configuration, ranks, rank, account)
+    reducer = reducer_of(program.modules, settings, ranks, rank, account)
     coordinator = None
-    if configuration.zero_stage == 3:
-        coordinator = Coordinator(program, gathers_of(configuration, ranks), account)
+    if settings.zero.stage == 3:
+        coordinator = Coordinator(program, gathers_of(settings, ranks), account)
     levels = []
     for micro in range(reducer.how.micro_steps):
         if coordinator and micro:
@@ -111,36 +107,36 @@ def _quiet(level: Level) -> Level:
     return Level(level.after, level.after, level.after_total, level.after_total)
 
 
-def reducer_of(modules: Modules, configuration: Configuration, ranks: int, rank: int, account: ByteAccount) -> Reducer:
+def reducer_of(modules: Modules, settings: Settings, ranks: int, rank: int, account: ByteAccount) -> Reducer:
     how = Reduces(
-        stage=configuration.zero_stage,
-        item=configuration.precision.num_bytes,
-        communicated=communication_item(configuration),
-        accumulated=accumulation_item(configuration),
+        stage=settings.zero.stage,
+        item=settings.model.item,
+        communicated=communication_item(settings),
+        accumulated=accumulation_item(settings),
         ranks=ranks,
-        bucket=configuration.reduce_bucket_size,
-        buckets=num_buckets(configuration),
-        overlaps=configuration.overlap_comm,
-        is_offloaded=configuration.offload is not Offload.NONE,
-        micro_steps=min(configuration.grad_accum, MICRO_STEPS_PLAYED),
+        bucket=settings.zero.reduce_bucket_size,
+        buckets=num_buckets(settings.zero),
+        overlaps=settings.zero.overlap_comm,
+        is_offloaded=settings.zero.is_offloaded,
+        micro_steps=settings.step.grad_accum,
     )
-    if configuration.zero_stage == 3:
+    if settings.zero.stage == 3:
         return ShardedReducer(modules, how, account)
-    if is_wide(configuration):
+    if is_wide(settings):
         return WideReducer(modules, how, account, tuple(size * ranks for size in layout(modules, ranks).partitions))
-    if configuration.zero_stage == 0:
+    if settings.zero.stage == 0:
         return Reducer(modules, how, account)
     return PartitionedReducer(modules, how, account, rank)
 
 
-def gathers_of(configuration: Configuration, ranks: int) -> Gathers:
+def gathers_of(settings: Settings, ranks: int) -> Gathers:
     return Gathers(
-        item=configuration.precision.num_bytes,
+        item=settings.model.item,
         ranks=ranks,
-        prefetch=configuration.prefetch_bucket_size,
-        max_live=configuration.max_live_parameters,
-        reuse=configuration.max_reuse_distance,
-        persistence=configuration.param_persistence_threshold,
-        is_offloaded=configuration.offload in (Offload.PARAMS, Offload.NVME),
-        hpz=configuration.hpz,
+        prefetch=settings.zero.prefetch_bucket_size,
+        max_live=settings.zero.max_live_parameters,
+        reuse=settings.zero.max_reuse_distance,
+        persistence=settings.zero.param_persistence_threshold,
+        is_offloaded=settings.zero.offloads_params,
+        hpz=settings.zero.hpz,
     )

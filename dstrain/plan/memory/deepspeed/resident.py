@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dstrain.choices import Offload, Optimizer, Precision
-from dstrain.plan.configuration import Configuration
 from dstrain.plan.memory.deepspeed.byte_account import rounded
 from dstrain.plan.memory.deepspeed.modules import Modules
+from dstrain.plan.memory.deepspeed.settings import Settings
 from dstrain.plan.memory.deepspeed.zero12_partitions import layout
 
 FP32 = 4
@@ -51,26 +51,26 @@ class Resident:
         return self.params + self.grads + self.optimizer + self.buffers + self.gathered
 
 
-def accumulation_item(configuration: Configuration) -> int:
+def accumulation_item(settings: Settings) -> int:
     """Returns the bytes of an element where gradients are added up."""
-    return (configuration.grad_accum_dtype or configuration.precision).num_bytes
+    return (settings.step.grad_accum_dtype or settings.model.precision).num_bytes
 
 
-def communication_item(configuration: Configuration) -> int:
+def communication_item(settings: Settings) -> int:
     """Returns the bytes of an element of a gradient while ranks exchange it: fp32 where they share sequences."""
-    return FP32 if configuration.sp > 1 else configuration.precision.num_bytes
+    return FP32 if settings.parallel.sp > 1 else settings.model.item
 
 
-def is_wide(configuration: Configuration) -> bool:
+def is_wide(settings: Settings) -> bool:
     """Returns whether ZeRO-1 runs on DeepSpeed's BF16_Optimizer, which keeps whole fp32 gradients.
 
     Source: deepspeed 0.19.8 runtime/engine.py: _do_optimizer_sanity_check.
     """
     return (
-        configuration.zero_stage == 1
-        and configuration.precision is Precision.BF16
-        and configuration.grad_accum_dtype is Precision.FP32
-        and configuration.offload is Offload.NONE
+        settings.zero.stage == 1
+        and settings.model.precision is Precision.BF16
+        and settings.step.grad_accum_dtype is Precision.FP32
+        and not settings.zero.is_offloaded
     )
 
 
@@ -104,54 +104,54 @@ def sub_groups(modules: Modules, ranks: int, size: int) -> list[list[int]]:
     return found
 
 
-def resident(modules: Modules, configuration: Configuration, ranks: int) -> Resident:
+def resident(modules: Modules, settings: Settings, ranks: int) -> Resident:
     """Returns what a rank holds between two steps, with P trainable and F frozen elements of s bytes over N ranks.
 
     ZeRO-0: sP + 12P. ZeRO-1, 2: sP + 12P/N. ZeRO-3: (s + 12)P/N, the flat gradient sP/N and the bucket. Frozen: sF, or
     sF/N under ZeRO-3.
     Source: deepspeed 0.19.8 runtime/fp16/unfused_optimizer.py, runtime/zero/stage_1_and_2.py, stage3.py: __init__.
     """
-    if configuration.zero_stage == 3:
-        return _sharded(modules, configuration, ranks)
-    item = configuration.precision.num_bytes
+    if settings.zero.stage == 3:
+        return _sharded(modules, settings, ranks)
+    item = settings.model.item
     weights = modules.weights
     frozen = sum(rounded(item * weight.numel) for weight in weights if not weight.trains)
     trainable = [weight.numel for weight in weights if weight.trains]
-    if configuration.zero_stage == 0:
-        master = 0 if configuration.precision is Precision.FP32 else FP32  # fp32 has no second copy here
-        states = sum(rounded(master * n) + state_bytes(n, configuration.optimizer) for n in trainable)
+    if settings.zero.stage == 0:
+        master = 0 if settings.model.precision is Precision.FP32 else FP32  # fp32 has no second copy here
+        states = sum(rounded(master * n) + state_bytes(n, settings.step.optimizer) for n in trainable)
         return Resident(params=frozen + sum(rounded(item * n) for n in trainable), optimizer=states)
     partitions = layout(modules, ranks).partitions
     params = frozen + sum(rounded(item * size * ranks) for size in partitions)
-    if configuration.offload is not Offload.NONE:
+    if settings.zero.is_offloaded:
         return Resident(params=params, buffers=rounded(item * max(trainable, default=0)))
-    states = sum(rounded(FP32 * size) + state_bytes(size, configuration.optimizer) for size in partitions)
+    states = sum(rounded(FP32 * size) + state_bytes(size, settings.step.optimizer) for size in partitions)
     grads = 0
-    if is_wide(configuration):
+    if is_wide(settings):
         grads = sum(rounded(FP32 * size * ranks) for size in partitions)
     return Resident(params=params, grads=grads, optimizer=states)
 
 
-def _sharded(modules: Modules, configuration: Configuration, ranks: int) -> Resident:
-    item, offload, hpz = configuration.precision.num_bytes, configuration.offload, configuration.hpz
+def _sharded(modules: Modules, settings: Settings, ranks: int) -> Resident:
+    item, offload, hpz = settings.model.item, settings.zero.offload, settings.zero.hpz
     weights = modules.weights
     trainable = sum(-(-weight.numel // ranks) for weight in weights if weight.trains)
     frozen = sum(rounded(-(-weight.numel // ranks) * item) for weight in weights if not weight.trains)
-    persistent = [w.numel for w in weights if w.numel <= configuration.param_persistence_threshold]
+    persistent = [w.numel for w in weights if w.numel <= settings.zero.param_persistence_threshold]
     on_gpu = offload in (Offload.NONE, Offload.OPTIMIZER)
     is_copied = ranks > 1 or not on_gpu
-    groups = [sum(shares) for shares in sub_groups(modules, ranks, configuration.sub_group_size)]
+    groups = [sum(shares) for shares in sub_groups(modules, ranks, settings.zero.sub_group_size)]
     stay = groups if offload is Offload.NONE else []
     if offload in (Offload.OPTIMIZER, Offload.PARAMS):
-        stay = groups[: int((1 - configuration.offload_ratio) * len(groups))]
-    grads = rounded(trainable * accumulation_item(configuration)) if offload is Offload.NONE else 0
+        stay = groups[: int((1 - settings.zero.offload_ratio) * len(groups))]
+    grads = rounded(trainable * accumulation_item(settings)) if offload is Offload.NONE else 0
     if offload is not Offload.NONE:
         grads = sum(rounded(FP32 * size) for size in stay)
     return Resident(
         params=(rounded(trainable * item) + frozen) if on_gpu else 0,
         grads=grads,
-        optimizer=sum(rounded(FP32 * size) + state_bytes(size, configuration.optimizer) for size in stay),
-        buffers=rounded(configuration.reduce_bucket_size * communication_item(configuration)),
+        optimizer=sum(rounded(FP32 * size) + state_bytes(size, settings.step.optimizer) for size in stay),
+        buffers=rounded(settings.zero.reduce_bucket_size * communication_item(settings)),
         gathered=sum(rounded(-(-n // ranks) * ranks * item) for n in persistent) if is_copied else 0,
         secondary=sum(rounded(-(-w.numel // ranks) * ranks * item // hpz) for w in weights) if hpz > 1 else 0,
     )

@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import cache
 
 from dstrain.facts.model.model_facts import ModelFacts
-from dstrain.plan.configuration import Configuration
+from dstrain.plan.configuration import Zero
 from dstrain.plan.memory.params import is_inside
 
 LAYERS_BESIDE = 12
@@ -14,14 +14,12 @@ LAYERS_BESIDE = 12
 be full at many different places of a layer."""
 
 
-def shortened(model: ModelFacts, configuration: Configuration, *, most: int) -> ModelFacts:
+def shortened(model: ModelFacts, zero: Zero, *, most: int) -> ModelFacts:
     """Returns the model without layers in the middle, `most` of them, whose gathering repeats that of others.
 
     The coordinator looks at most `max_live_parameters` ahead, a prefetch bucket more, or `max_reuse_distance`.
     """
-    reach = (
-        max(configuration.max_live_parameters, configuration.max_reuse_distance) + configuration.prefetch_bucket_size
-    )
+    reach = max(zero.max_live_parameters, zero.max_reuse_distance) + zero.prefetch_bucket_size
     return _shortened(model, reach, most)
 
 

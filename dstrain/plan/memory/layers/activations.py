@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
-from dstrain.choices import Attention, Method, Stack
+from dstrain.choices import Attention, Stack
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.facts.model.traced_activations import Traced
 from dstrain.plan.configuration import Configuration
@@ -61,7 +61,11 @@ def _traced(traced: Traced, model: ModelFacts, variant: Variant) -> tuple[Instan
     """Returns the instants that a trace of the model's own code found."""
     profile = traced.padded if variant.has_mask else traced.plain
     keeps = variant.release is GradRelease.AT_STEP
-    peaks = profile.moments(num_layers=model.num_hidden_layers, micro_batch=variant.batch, grad_ckpt=variant.grad_ckpt)
+    peaks = profile.moments(
+        num_layers=model.num_hidden_layers,
+        micro_batch=variant.batch.micro_batch,
+        grad_ckpt=variant.checkpointing.enabled,
+    )
     return tuple(
         Instant(
             name=peak.name,
@@ -80,10 +84,10 @@ def of_variant(model: ModelFacts, variant: Variant) -> tuple[Instant, ...]:
     """Returns the peaks: one tape with a layer of each kind, one more for each kind, extrapolated to the depth."""
     depth = layer_kinds(model, variant)
     short = dict.fromkeys(depth, 1)
-    if variant.method is not Method.FULL or variant.image_patches or not variant.grad_ckpt:
+    if not variant.model.is_full or variant.batch.image_patches or not variant.checkpointing.enabled:
         # the first layer's input is the embedding, which lives on and may need no gradient; image features follow it
-        short[next(iter(short))] = 3 if variant.image_patches else 2
-    if variant.activation_offload:
+        short[next(iter(short))] = 3 if variant.batch.image_patches else 2
+    if variant.checkpointing.offload:
         short[next(reversed(short))] = OFFLOADED_IN_FLIGHT + 1
     short = {kind: min(count, depth[kind]) for kind, count in short.items()}
     base = peaks(model, variant, short)
@@ -107,7 +111,12 @@ def layer_kinds(model: ModelFacts, variant: Variant) -> dict[str, int]:
     sparse = model.moe.num_moe_layers if model.moe else 0
     depth = {"dense": model.num_hidden_layers - sparse, "sparse": sparse}
     window = model.sliding_window
-    if window is not None and window <= variant.seq_len and variant.attn is Attention.SDPA and not variant.has_mask:
+    if (
+        window is not None
+        and window <= variant.seq_len
+        and variant.kernels.attn is Attention.SDPA
+        and not variant.has_mask
+    ):
         left = model.num_windowed_layers
         for kind in ("sparse", "dense"):
             depth[f"{kind}, windowed"] = min(left, depth[kind])
@@ -132,9 +141,9 @@ def peaks(model: ModelFacts, variant: Variant, depth: dict[str, int]) -> dict[st
     goes in a straight line, so one of the two is the largest.
     """
     tape = Tape(release=variant.release, gathers=variant.gathers)
-    tape.offloads_inputs = variant.activation_offload
+    tape.offloads_inputs = variant.checkpointing.offload
     tape.keeps_inputs = variant.gathers
-    tape.stops_early = variant.stack is Stack.TRANSFORMERS_5
+    tape.stops_early = variant.code.stack is Stack.TRANSFORMERS_5
     play(Context(model, variant, tape), depth)
     found = tape.ledger.peaks
     order = [kind for kind, count in depth.items() for _ in range(count)]
@@ -156,7 +165,9 @@ def play(run: Context, depth: dict[str, int]) -> None:
     tape, model = run.tape, run.model
     code = LAYER_CODE[model.model_type]
     tape.ledger.enter("forward")
-    count = 2 + run.variant.has_mask + (3 if run.variant.image_patches else 0)  # ids, labels; mask; three positions
+    count = (
+        2 + run.variant.has_mask + (3 if run.variant.batch.image_patches else 0)
+    )  # ids, labels; mask; three positions
     inputs = tape.new(run.rows * count, INDEX)
     images = vision.pixels(run) if code.tower else None
     loss = _forward(run, code, depth, images)
@@ -169,7 +180,7 @@ def _forward(run: Context, code: LayerCode, depth: dict[str, int], images: Tenso
     """Returns the loss; what the model's forward pass keeps in its frame goes when it returns."""
     tape, model, variant = run.tape, run.model, run.variant
     places = tape.new(variant.seq_len, INDEX)
-    share = variant.tp if model.tie_word_embeddings else 1  # AutoTP cuts an embedding only with its head
+    share = variant.parallel.tp if model.tie_word_embeddings else 1  # AutoTP cuts an embedding only with its head
     table = Param(model.vocab_size * model.hidden_size // share, trains=run.trains, is_root=True)
     hidden = embedding.embedded(run, table, scales=code.scales_in_embedding)
     if code.scales_embedding:
@@ -184,13 +195,13 @@ def _forward(run: Context, code: LayerCode, depth: dict[str, int], images: Tenso
     order = [kind for kind, count in depth.items() for _ in range(count)]
     for index, kind in enumerate(order):
         layer = _layer(run, code, kind)
-        hidden = tape.checkpoint(layer, hidden) if variant.grad_ckpt else layer(hidden)
+        hidden = tape.checkpoint(layer, hidden) if variant.checkpointing.enabled else layer(hidden)
         hidden = output = marked(run, hidden, f"layer backward {index}")
         if seen and seen.levels and index == 0:  # those that follow leave as much behind as layers without
             hidden = vision.deepened(run, hidden, seen.levels[0], seen.mask)
     hidden = code.norm(run, hidden, model.hidden_size)
     del embeddings, seen, output, idle
-    if not variant.grad_ckpt:  # who recomputes a layer calls it again with the mask and the tables
+    if not variant.checkpointing.enabled:  # who recomputes a layer calls it again with the mask and the tables
         run.mask = None
         if not run.kernels.rotary:  # Liger's rotation keeps them
             run.cos = run.sin = None

@@ -5,10 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
-from dstrain.choices import Attention, LossKernel, Method, Offload, Stack, StateDtypes
+from dstrain.choices import Attention, Method, Stack, StateDtypes
 from dstrain.facts.model.model_facts import ModelFacts
-from dstrain.job.schema import Lora
-from dstrain.plan.configuration import Configuration
+from dstrain.plan.configuration import (
+    Checkpointing,
+    Configuration,
+    Kernels,
+    MicroBatch,
+    Parallel,
+    TrainedModel,
+    TrainingCode,
+)
 from dstrain.plan.memory.layers import ops, products
 from dstrain.plan.memory.layers.graph import Tape, Tensors
 from dstrain.plan.memory.layers.kernels import kernels
@@ -17,94 +24,78 @@ from dstrain.plan.memory.layers.tensor import GradRelease, Param, Storage, Tenso
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
-    """What of a configuration the tape depends on, and nothing else."""
+    """What the tape depends on: most parts of a configuration, and how long others keep parameters and gradients."""
 
-    method: Method
-    """What is trained."""
-    lora: Lora
-    """The adapter."""
-    batch: int
-    """Samples of one micro-batch."""
-    seq_len: int
-    """Tokens of a sample that this rank has."""
-    item: int
-    """Bytes of one element in the training precision."""
-    attn: Attention
-    """The attention implementation."""
-    has_mask: bool
-    """Whether attention is told which tokens are padding, or under SDPA which belong to the same packed sample."""
-    packing: bool
-    """Whether positions differ from row to row, as packed samples begin anew."""
-    grad_ckpt: bool
-    """Whether layers are recomputed."""
-    activation_offload: bool
-    """Whether layer inputs leave the GPU until the backward pass."""
-    liger: bool
-    """Whether Liger's kernels run."""
-    unsloth: bool
-    """Whether Unsloth's norms and rotary embedding run."""
-    loss: LossKernel
-    """How the loss is computed."""
-    stack: Stack
-    """Whose layer code runs."""
-    residual_item: int
-    """Bytes of one element of the residual stream."""
-    adapter_item: int
-    """Bytes of one element of an adapter: PyTorch alone keeps adapters in fp32, DeepSpeed casts them with the model."""
-    autocasts: bool
-    """Whether products of fp32 parameters run in the training precision."""
-    tp: int
-    """Ranks that share every sharded weight."""
-    image_patches: int
-    """Patches of one sample."""
+    model: TrainedModel
+    batch: MicroBatch
+    kernels: Kernels
+    checkpointing: Checkpointing
+    parallel: Parallel
+    code: TrainingCode
     release: GradRelease
     """How long autograd keeps parameter gradients."""
-    holds_layers: bool
-    """Whether each layer's input and its gradient stay to the end, as FSDP has it where weights are frozen."""
+    is_sharded: bool
+    """Whether parameters are sharded (ZeRO-3, or as much of PyTorch's own sharding)."""
     gathers: bool
     """Whether parameters are whole only while their module works."""
     kernel_workspaces: bool = True
     """Whether what kernels allocate inside is counted, which a trace does not see."""
 
+    @property
+    def item(self) -> int:
+        """Bytes of one element in the training precision."""
+        return self.model.item
+
+    @property
+    def residual_item(self) -> int:
+        """Bytes of one element of the residual stream."""
+        return 4 if self.code.fp32_norms else self.item
+
+    @property
+    def adapter_item(self) -> int:
+        """Bytes of one element of an adapter: PEFT keeps adapters in fp32, DeepSpeed casts them with the model."""
+        is_own = self.code.stack in (Stack.TORCHTUNE, Stack.LITGPT)
+        return self.item if self.model.is_deepspeed or is_own else 4
+
+    @property
+    def seq_len(self) -> int:
+        """Tokens of a sample that this rank has."""
+        return -(-self.batch.seq_len // self.parallel.sp)
+
+    @property
+    def has_mask(self) -> bool:
+        """Whether attention is told which tokens are padding, or under SDPA which belong to the same packed sample."""
+        return self.batch.is_padded or (self.batch.packing and self.kernels.attn is Attention.SDPA)
+
+    @property
+    def holds_layers(self) -> bool:
+        """Whether each layer's input and its gradient stay to the end, as under FSDP if weights are frozen."""
+        is_own = self.code.stack in (Stack.TORCHTUNE, Stack.LITGPT)
+        return self.is_sharded and not self.model.is_deepspeed and not self.model.is_full and not is_own
+
 
 def variant_of(configuration: Configuration) -> Variant:
     """Returns what the tape depends on."""
-    mixed = configuration.state_dtypes is StateDtypes.MIXED
-    stage = configuration.zero_stage
-    is_own = configuration.stack in (Stack.TORCHTUNE, Stack.LITGPT)
-    padded = not configuration.packing and configuration.micro_batch > 1
+    c = configuration
+    is_sharded = c.zero.stage == 3
     return Variant(
-        method=configuration.method,
-        lora=configuration.lora,
-        batch=configuration.micro_batch,
-        seq_len=-(-configuration.seq_len // configuration.sp),
-        item=configuration.precision.num_bytes,
-        attn=configuration.attn,
-        has_mask=padded or (configuration.packing and configuration.attn is Attention.SDPA),
-        packing=configuration.packing,
-        grad_ckpt=configuration.grad_ckpt,
-        activation_offload=configuration.activation_offload,
-        liger=configuration.liger,
-        unsloth=configuration.unsloth,
-        loss=configuration.loss,
-        stack=configuration.stack,
-        residual_item=4 if configuration.fp32_norms else configuration.precision.num_bytes,
-        adapter_item=configuration.precision.num_bytes if mixed or is_own else 4,
-        autocasts=configuration.state_dtypes is StateDtypes.AUTOCAST,
-        tp=configuration.tp,
-        image_patches=configuration.image_patches,
-        release=_release(configuration),
-        holds_layers=not mixed and stage == 3 and configuration.method is not Method.FULL and not is_own,
-        gathers=mixed and stage == 3,
+        model=c.model,
+        batch=c.batch,
+        kernels=c.kernels,
+        checkpointing=c.checkpointing,
+        parallel=c.parallel,
+        code=c.code,
+        release=_release(c),
+        is_sharded=is_sharded,
+        gathers=is_sharded and c.model.is_deepspeed,
     )
 
 
 def _release(configuration: Configuration) -> GradRelease:
-    """Returns how long autograd keeps gradients; where there are some from the micro-batch before, it adds to them."""
-    if configuration.zero_stage <= 1 and configuration.offload is Offload.NONE:
-        return GradRelease.AT_STEP if configuration.grad_accum == 1 else GradRelease.AT_ONCE
-    is_fsdp = configuration.state_dtypes is not StateDtypes.MIXED
-    return GradRelease.AFTER_LAYER if is_fsdp else GradRelease.AT_ONCE
+    """Returns how long autograd keeps gradients; later micro-batches add to those of the first."""
+    if configuration.zero.stage <= 1 and not configuration.zero.is_offloaded:
+        return GradRelease.AT_STEP if configuration.step.grad_accum == 1 else GradRelease.AT_ONCE
+    return GradRelease.AT_ONCE if configuration.model.is_deepspeed else GradRelease.AFTER_LAYER
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,9 +145,9 @@ class Context:
     def __init__(self, model: ModelFacts, variant: Variant, tape: Tape) -> None:
         self.model, self.variant, self.tape = model, variant, tape
         self.linears = linears(model)
-        self.kernels = kernels(model.model_type, liger=variant.liger, unsloth=variant.unsloth)
-        self.rows = variant.batch * variant.seq_len
-        self.trains = variant.method is Method.FULL
+        self.kernels = kernels(model.model_type, liger=variant.kernels.liger, unsloth=variant.code.unsloth)
+        self.rows = variant.batch.micro_batch * variant.seq_len
+        self.trains = variant.model.is_full
         self.cos: Tensor | None = None
         self.sin: Tensor | None = None
         self.mask: Storage | None = None
@@ -178,8 +169,8 @@ class Context:
         `shards` is `columns` or `rows` where tensor parallelism cuts the weight that way.
         """
         shape = self.linears[name]
-        outputs = shape.outputs // (self.variant.tp if shards == "columns" else 1)
-        inputs = shape.inputs // (self.variant.tp if shards == "rows" else 1)
+        outputs = shape.outputs // (self.variant.parallel.tp if shards == "columns" else 1)
+        inputs = shape.inputs // (self.variant.parallel.tp if shards == "rows" else 1)
         base = self._quantized if self._is_quantized(name) else self._plain
         result = base(x, outputs, inputs, shape.has_bias)
         if self.trains or not self._is_adapted(name):
@@ -188,18 +179,18 @@ class Context:
 
     def product(self, x: Tensor, outputs: int, inputs: int) -> Tensor:
         """A linear layer without bias and adapter."""
-        make = self._quantized if self.variant.method is Method.QLORA else self._plain
+        make = self._quantized if self.variant.model.method is Method.QLORA else self._plain
         return make(x, outputs, inputs, False)
 
     def _is_adapted(self, name: str) -> bool:
-        targets = self.variant.lora.targets
+        targets = self.variant.model.lora.targets
         last = name.split(".")[-1]
         if targets != ("all-linear",):
             return last in targets
         return name.startswith("self_attn.") if self.model.moe is not None else last != "lm_head"
 
     def _is_quantized(self, name: str) -> bool:
-        return self.variant.method is Method.QLORA and name != "lm_head" and not name.startswith("model.visual")
+        return self.variant.model.method is Method.QLORA and name != "lm_head" and not name.startswith("model.visual")
 
     def _plain(self, x: Tensor, outputs: int, inputs: int, has_bias: bool) -> Tensor:
         tape, item = self.tape, self.variant.item
@@ -219,7 +210,7 @@ class Context:
         numel, x_numel = outputs * inputs, x.numel
         if tape.needs(x):
             # LitGPT's bitsandbytes, older than 0.42, keeps the input
-            saved = tape.save(ops.view_without_node(x) if self.variant.stack is Stack.LITGPT else None)
+            saved = tape.save(ops.view_without_node(x) if self.variant.code.stack is Stack.LITGPT else None)
 
             def backward(grad: Tensor) -> Tensors:
                 saved.take()
@@ -236,10 +227,12 @@ class Context:
 
     def _adapted(self, x: Tensor, result: Tensor, outputs: int, inputs: int) -> Tensor:
         """Adds the adapter's two products. Source: peft 0.21 tuners/lora/layer.py: Linear.forward."""
-        tape, lora, rows = self.tape, self.variant.lora, x.numel // inputs
+        tape, lora, rows = self.tape, self.variant.model.lora, x.numel // inputs
         item = self.variant.adapter_item
         down, up = Param(lora.rank * inputs, trains=True), Param(lora.rank * outputs, trains=True)
-        if self.variant.autocasts:  # the input is cast to the adapter's dtype, and back for the product
+        if (
+            self.variant.model.state_dtypes is StateDtypes.AUTOCAST
+        ):  # the input is cast to the adapter's dtype, and back for the product
             dropped = ops.dropout(tape, ops.cast(tape, x, item), lora.dropout)
             item = self.variant.item
             dropped = ops.cast(tape, dropped, item)

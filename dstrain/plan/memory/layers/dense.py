@@ -41,7 +41,7 @@ def gemma3_attention(run: Context, x: Tensor) -> Tensor:
 
 def fused_attention(run: Context, x: Tensor) -> Tensor:
     """Phi-3's attention: one matrix makes queries, keys and values, which are views of its result."""
-    model, tp = run.model, run.variant.tp
+    model, tp = run.model, run.variant.parallel.tp
     both = run.linear(x, "self_attn.qkv_proj", shards="columns")
     queries = run.rows * model.num_attention_heads * model.head_dim // tp
     keys = (both.numel - queries) // 2
@@ -68,7 +68,7 @@ def _by_head(run: Context, x: Tensor, name: str) -> Tensor:
 
 def _output(run: Context, q: Tensor, k: Tensor, v: Tensor, *, is_cat: bool = False) -> Tensor:
     """Attends and projects back."""
-    heads = run.model.num_attention_heads // run.variant.tp
+    heads = run.model.num_attention_heads // run.variant.parallel.tp
     output = attention.self_attention(run, q, k, v, heads, is_cat=is_cat)
     return run.linear(output, "self_attn.o_proj", shards="rows")
 

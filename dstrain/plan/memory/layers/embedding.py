@@ -31,7 +31,7 @@ def embedded(run: Context, table: Param, *, scales: bool) -> Tensor:
     del whole
     if scales:
         result = ops.unary(tape, result)
-    if run.variant.grad_ckpt and not run.trains and run.variant.stack is Stack.TRANSFORMERS_5:
+    if run.variant.checkpointing.enabled and not run.trains and run.variant.code.stack is Stack.TRANSFORMERS_5:
         result.node = _leaf(tape, result)
     if run.variant.residual_item != item:
         return ops.cast(tape, result, run.variant.residual_item)
@@ -59,14 +59,18 @@ def positions(run: Context, *, by_row: bool, by_kind: bool, is_windowed: bool) -
     """
     tape, model, variant = run.tape, run.model, run.variant
     kinds = (model.num_windowed_layers > 0) + (model.num_windowed_layers < model.num_hidden_layers)
-    numel = (run.rows if variant.packing or by_row else variant.seq_len) * model.rotary_dim * (kinds if by_kind else 1)
+    numel = (
+        (run.rows if variant.batch.packing or by_row else variant.seq_len)
+        * model.rotary_dim
+        * (kinds if by_kind else 1)
+    )
     run.cos, run.sin = (tape.new(numel, variant.item) for _ in range(2))
     if is_windowed:
         run.mask = tape.new(variant.seq_len**2, 1).storage
-    elif variant.attn is Attention.EAGER:
-        run.mask = tape.new(kinds * variant.batch * variant.seq_len**2, variant.item).storage
-    elif variant.has_mask and variant.attn is Attention.SDPA:
-        run.mask = tape.new(kinds * variant.batch * variant.seq_len**2, 1).storage
+    elif variant.kernels.attn is Attention.EAGER:
+        run.mask = tape.new(kinds * variant.batch.micro_batch * variant.seq_len**2, variant.item).storage
+    elif variant.has_mask and variant.kernels.attn is Attention.SDPA:
+        run.mask = tape.new(kinds * variant.batch.micro_batch * variant.seq_len**2, 1).storage
 
 
 def idle_mask(run: Context) -> Tensor | None:
@@ -77,7 +81,7 @@ def idle_mask(run: Context) -> Tensor | None:
     variant = run.variant
     if run.model.model_type != "qwen2_moe" or run.model.num_windowed_layers:
         return None
-    rows = variant.batch if variant.has_mask or variant.attn is Attention.EAGER else 1
-    if variant.attn is Attention.FLASH_ATTENTION_2:
+    rows = variant.batch.micro_batch if variant.has_mask or variant.kernels.attn is Attention.EAGER else 1
+    if variant.kernels.attn is Attention.FLASH_ATTENTION_2:
         return None
-    return run.tape.new(rows * variant.seq_len**2, variant.item if variant.attn is Attention.EAGER else 1)
+    return run.tape.new(rows * variant.seq_len**2, variant.item if variant.kernels.attn is Attention.EAGER else 1)

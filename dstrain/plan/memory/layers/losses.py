@@ -15,7 +15,7 @@ INDEX = 8
 def loss(run: Context, hidden: Tensor, table: Param, *, scales: bool) -> Tensor:
     """The loss of the last hidden states; `table` is the embedding, which a tied head shares."""
     model, variant = run.model, run.variant
-    numel = model.vocab_size * model.hidden_size // variant.tp
+    numel = model.vocab_size * model.hidden_size // variant.parallel.tp
     head = table if model.tie_word_embeddings else Param(numel, trains=run.trains, is_root=True)
     tape = run.tape
     hidden = _entered(run, hidden)
@@ -26,7 +26,7 @@ def loss(run: Context, hidden: Tensor, table: Param, *, scales: bool) -> Tensor:
         LossKernel.IN_PLACE: _in_place,
         LossKernel.FUSED: _fused,
         LossKernel.CHUNKED: _chunked,
-    }[run.kernels.loss if variant.liger and variant.loss is LossKernel.FUSED else variant.loss]
+    }[run.kernels.loss if variant.kernels.liger and variant.kernels.loss is LossKernel.FUSED else variant.kernels.loss]
     result = made(run, hidden, head, scales)
     run.held.clear()
     tape.part = outer
@@ -82,7 +82,7 @@ def _wide_logits(run: Context, hidden: Tensor, head: Param, scales: bool) -> Ten
     but the published peaks of its own loss have every row, to 2 KiB (fms-acceleration a100_80gb.csv).
     Source: as `_full`, `_in_place`.
     """
-    tape, stack = run.tape, run.variant.stack
+    tape, stack = run.tape, run.variant.code.stack
     numel = run.rows * run.model.vocab_size
     logits = _headed(run, _product(run, hidden, head))
     if scales:
@@ -91,11 +91,11 @@ def _wide_logits(run: Context, hidden: Tensor, head: Param, scales: bool) -> Ten
     if stack is not Stack.TRANSFORMERS_4_45:
         run.held.append(logits)  # the model's output
     del logits
-    if stack is Stack.TRANSFORMERS_5 or run.variant.batch == 1:
+    if stack is Stack.TRANSFORMERS_5 or run.variant.batch.micro_batch == 1:
         return wide
     run.held.append(wide)
-    if stack is Stack.TRANSFORMERS_4_45 or run.variant.loss is LossKernel.IN_PLACE:
-        numel -= run.variant.batch * run.model.vocab_size
+    if stack is Stack.TRANSFORMERS_4_45 or run.variant.kernels.loss is LossKernel.IN_PLACE:
+        numel -= run.variant.batch.micro_batch * run.model.vocab_size
     return ops.copy(tape, ops.cut(tape, wide, numel))
 
 
@@ -106,7 +106,7 @@ def _product(run: Context, hidden: Tensor, head: Param) -> Tensor:
     """
     tape, item = run.tape, run.variant.item
     whole = hidden.numel // run.model.hidden_size * run.model.vocab_size
-    part = whole // run.variant.tp
+    part = whole // run.variant.parallel.tp
     logits = products.matmul(tape, ops.cast(tape, hidden, item), head, part, item)
     if part == whole:
         return logits
@@ -160,7 +160,7 @@ def _fused(run: Context, hidden: Tensor, head: Param, scales: bool) -> Tensor:
     Source: liger-kernel 0.8.5 ops/fused_linear_cross_entropy.py: fused_linear_cross_entropy_forward.
     """
     tape, model, item = run.tape, run.model, run.variant.item
-    rows, width, vocabulary = run.rows, model.hidden_size, model.vocab_size // run.variant.tp
+    rows, width, vocabulary = run.rows, model.hidden_size, model.vocab_size // run.variant.parallel.tp
     tape.ledger.enter("loss forward")
     grad_input = tape.new(rows * width, item)
     grad_weight = tape.grad(vocabulary * width, item) if head.trains else None
@@ -169,7 +169,7 @@ def _fused(run: Context, hidden: Tensor, head: Param, scales: bool) -> Tensor:
     size = min(1 << (-(-rows // chunks) - 1).bit_length(), rows)
     whole = tape.gathered(vocabulary * width, item)
     logits = tape.new(size * vocabulary, item)
-    if run.variant.stack is not Stack.TRANSFORMERS_5:
+    if run.variant.code.stack is not Stack.TRANSFORMERS_5:
         logits = ops.cast(tape, logits, ops.FP32)
     if head.trains and item == ops.FP32:
         product = tape.grad(vocabulary * width, item)
@@ -208,9 +208,9 @@ def _chunked(run: Context, hidden: Tensor, head: Param, scales: bool) -> Tensor:
 
 
 def _loss_of_chunk(run: Context, logits: Tensor) -> Tensor:
-    if run.variant.stack is Stack.TORCHTUNE:
+    if run.variant.code.stack is Stack.TORCHTUNE:
         return _compiled(run, logits)
-    if run.variant.stack is Stack.LITGPT:
+    if run.variant.code.stack is Stack.LITGPT:
         return _cross_entropy(run, logits)
     return _cross_entropy(run, ops.cast(run.tape, logits, ops.FP32))
 

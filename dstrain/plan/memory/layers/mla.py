@@ -19,7 +19,7 @@ def latent_attention(run: Context, x: Tensor, turn: Turn) -> Tensor:
     Source: Transformers 5.23 modeling_deepseek_v3.py: DeepseekV3Attention.forward.
     """
     tape, model, rows = run.tape, run.model, run.rows
-    heads, rope = model.num_attention_heads // run.variant.tp, model.rotary_dim
+    heads, rope = model.num_attention_heads // run.variant.parallel.tp, model.rotary_dim
     q = blocks.by_head(run, _queries(run, x))
     q_pass, q_turned = ops.split(tape, q, (q.numel - rows * heads * rope, rows * heads * rope))
     compressed = run.linear(x, "self_attn.kv_a_proj_with_mqa")

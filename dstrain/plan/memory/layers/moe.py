@@ -32,7 +32,7 @@ def mixtral(run: Context, x: Tensor) -> Tensor:
 
     Source: Transformers 5.23 modeling_mixtral.py: MixtralTopKRouter.
     """
-    if run.variant.stack is not Stack.TRANSFORMERS_5:
+    if run.variant.code.stack is not Stack.TRANSFORMERS_5:
         return moe_loop.mixtral(run, x)
     logits, weights, indices = softmax_router(run, x, narrows=False)
     output = grouped_experts(run, x, weights, indices)

@@ -32,7 +32,7 @@ class Seen:
 
 def pixels(run: Context) -> Tensor | None:
     """Returns the pixels as the processor gives them, in fp32, or None for samples without images."""
-    if not run.variant.image_patches or run.model.vision is None:
+    if not run.variant.batch.image_patches or run.model.vision is None:
         return None
     return run.tape.new(_num_patches(run) * _patch_numel(run), ops.FP32)
 
@@ -57,7 +57,7 @@ def qwen3_vl(run: Context, hidden: Tensor, images: Tensor) -> Seen:
 
 
 def _num_patches(run: Context) -> int:
-    return run.variant.batch * run.variant.image_patches
+    return run.variant.batch.micro_batch * run.variant.batch.image_patches
 
 
 def _patch_numel(run: Context) -> int:
@@ -124,7 +124,7 @@ def _attention(run: Context, x: Tensor, tables: tuple[Tensor, ...]) -> Tensor:
     q, k, v = (ops.cut(tape, both, x.numel) for _ in range(3))
     q, k = _rotated(run, q, k, tables)
     queries = x.numel // vision.hidden_size * vision.num_heads
-    if run.variant.attn is Attention.FLASH_ATTENTION_2:
+    if run.variant.kernels.attn is Attention.FLASH_ATTENTION_2:
         output = attention.fused(run, q, k, v, queries)
     else:
         output = _by_image(run, q, k, v, queries)
@@ -145,14 +145,14 @@ def _rotated(run: Context, q: Tensor, k: Tensor, tables: tuple[Tensor, ...]) -> 
 
 def _by_image(run: Context, q: Tensor, k: Tensor, v: Tensor, queries: int) -> Tensor:
     """One image after the other, and their results side by side."""
-    tape, count, heads = run.tape, run.variant.batch, _facts(run).num_heads
+    tape, count, heads = run.tape, run.variant.batch.micro_batch, _facts(run).num_heads
     outputs = []
     for _ in range(count):
         parts = [ops.cut(tape, x, x.numel // count) for x in (q, k, v)]
-        if run.variant.attn is Attention.SDPA:
+        if run.variant.kernels.attn is Attention.SDPA:
             outputs.append(attention.fused(run, parts[0], parts[1], parts[2], queries // count))
         else:
-            scores = run.variant.image_patches**2 * heads
+            scores = run.variant.batch.image_patches**2 * heads
             weights = attention.weighed(run, parts[0], parts[1], scores, has_mask=False)
             outputs.append(ops.copy(tape, products.product(tape, weights, parts[2], parts[2].numel)))
             del weights

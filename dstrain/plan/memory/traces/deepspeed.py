@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import replace
 
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.plan.configuration import Configuration
@@ -22,6 +21,7 @@ from dstrain.plan.memory.deepspeed.optimizer_step import step_bytes
 from dstrain.plan.memory.deepspeed.program import Event as EngineEvent
 from dstrain.plan.memory.deepspeed.program import Program
 from dstrain.plan.memory.deepspeed.resident import resident
+from dstrain.plan.memory.deepspeed.settings import Settings, settings_of
 from dstrain.plan.memory.deepspeed.zero3_gathering import Coordinator
 from dstrain.plan.memory.layers.tensor import GradRelease
 from dstrain.plan.memory.traces.event_writer import MAIN, REDUCE, UNSHARD, Script
@@ -42,25 +42,25 @@ def steps(
     model: ModelFacts, configuration: Configuration, num_ranks: int, workspace_bytes: int
 ) -> Iterator[list[Event]]:
     """Yields what happens before the first step, then step after step, on the first rank."""
-    ranks = max(1, num_ranks // configuration.tp)
-    most = 1 if configuration.zero_stage == 3 else MICRO_STEPS
-    configuration = replace(configuration, grad_accum=min(configuration.grad_accum, most))
-    found = engine.programmed(model, configuration, engine.played(model, configuration))
-    held = resident(found.modules, configuration, ranks)
+    ranks = max(1, num_ranks // configuration.parallel.tp)
+    most = 1 if configuration.zero.stage == 3 else MICRO_STEPS
+    settings = settings_of(configuration, micro_steps=most)
+    found = engine.programmed(model, settings, engine.played(model, configuration).anatomy)
+    held = resident(found.modules, settings, ranks)
     script = Script()
     script.allocate_all((held.params, held.grads, held.optimizer, held.buffers, held.gathered))
     script.allocate(workspace_bytes)
     yield script.take()
     passes = Passes(
         release=GradRelease.AT_ONCE,
-        stops_early=not engine.is_reentrant(configuration),
-        keeps_inputs=configuration.zero_stage == 3,
+        stops_early=not settings.is_reentrant,
+        keeps_inputs=configuration.zero.stage == 3,
     )
     recording = record(model, configuration, passes)
     while True:
-        micro_batches = _MicroBatches(script, found, recording, configuration, ranks, workspace_bytes)
+        micro_batches = _MicroBatches(script, found, recording, settings, ranks, workspace_bytes)
         kept = micro_batches.write()
-        for grads, buffers in step_bytes(found.modules, configuration, ranks, 0, kept):
+        for grads, buffers in step_bytes(found.modules, settings, ranks, 0, kept):
             script.free(script.allocate(max(0, grads - kept)), script.allocate(buffers))
         micro_batches.account.close()
         workspace_bytes = 0
@@ -133,17 +133,17 @@ class _MicroBatches:
         script: Script,
         found: Program,
         recording: Recording,
-        configuration: Configuration,
+        settings: Settings,
         ranks: int,
         workspace_bytes: int,
     ) -> None:
         self.script, self.found, self.recording = script, found, recording
         self.workspace_bytes = workspace_bytes
-        self.account = _Written(script, overlaps=configuration.overlap_comm)
-        self.reducer = replay.reducer_of(found.modules, configuration, ranks, 0, self.account)
+        self.account = _Written(script, overlaps=settings.zero.overlap_comm)
+        self.reducer = replay.reducer_of(found.modules, settings, ranks, 0, self.account)
         self.coordinator: Coordinator | None = None
-        if configuration.zero_stage == 3:
-            self.coordinator = Coordinator(found, replay.gathers_of(configuration, ranks), self.account)
+        if settings.zero.stage == 3:
+            self.coordinator = Coordinator(found, replay.gathers_of(settings, ranks), self.account)
         self.places = {key: place for place, key in reversed(recording.marks)}
 
     def write(self) -> int:

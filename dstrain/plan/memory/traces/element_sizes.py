@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dstrain.choices import Method, Offload, Optimizer, Stack, StateDtypes
+from dstrain.choices import Optimizer, Stack, StateDtypes
 from dstrain.plan.configuration import Configuration
 from dstrain.plan.memory.params import quantized_bytes_per_param
 from dstrain.plan.memory.traces.event_writer import Script
@@ -40,10 +40,10 @@ def elements(configuration: Configuration) -> Elements:
     torch's foreach AdamW makes a square root of all second moments of a group at once, the fused one nothing. Source:
     torch 2.13 optim/adamw.py: _multi_tensor_adamw; bitsandbytes 0.49 optim/optimizer.py: Optimizer2State.
     """
-    compute = configuration.precision.num_bytes
-    has_adapter = configuration.method is not Method.FULL
-    is_own = configuration.stack in (Stack.TORCHTUNE, Stack.LITGPT)
-    is_wide = not is_own if has_adapter else configuration.state_dtypes is StateDtypes.AUTOCAST
+    compute = configuration.model.item
+    has_adapter = not configuration.model.is_full
+    is_own = configuration.code.stack in (Stack.TORCHTUNE, Stack.LITGPT)
+    is_wide = not is_own if has_adapter else configuration.model.state_dtypes is StateDtypes.AUTOCAST
     trained = FP32 if is_wide else compute
     states: dict[Optimizer, tuple[float, ...]] = {
         Optimizer.ADAMW: (trained, trained),
@@ -51,13 +51,13 @@ def elements(configuration: Configuration) -> Elements:
         Optimizer.ADAMW_8BIT: (1 + 4 / 256, 1 + 4 / 256),
         Optimizer.LION: (trained,),
     }
-    hosted = configuration.offload is not Offload.NONE
-    foreach = configuration.optimizer in (Optimizer.ADAMW, Optimizer.ADAFACTOR) and not hosted
+    hosted = configuration.zero.is_offloaded
+    foreach = configuration.step.optimizer in (Optimizer.ADAMW, Optimizer.ADAFACTOR) and not hosted
     return Elements(
         compute=compute,
-        quantized=quantized_bytes_per_param(configuration.double_quant),
+        quantized=quantized_bytes_per_param(configuration.model.double_quant),
         trained=trained,
-        states=() if hosted else states.get(configuration.optimizer, ()),
+        states=() if hosted else states.get(configuration.step.optimizer, ()),
         temporary=trained if foreach else 0,
     )
 

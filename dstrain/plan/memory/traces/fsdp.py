@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from dstrain.choices import Method, StateDtypes
+from dstrain.choices import StateDtypes
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.plan.configuration import Configuration
 from dstrain.plan.memory.caching_allocator import Event
@@ -43,7 +43,7 @@ def steps(
     groups = run.pieces(rank)
     is_first = True
     while True:
-        for _ in range(min(configuration.grad_accum, 2)):
+        for _ in range(min(configuration.step.grad_accum, 2)):
             run.micro_batch(recording, workspace_bytes if is_first else 0)
         step(run.script, groups, run.each, is_first=is_first)
         is_first = False
@@ -54,12 +54,12 @@ class _Run:
     """Writes one rank's run down."""
 
     def __init__(self, model: ModelFacts, configuration: Configuration, ranks: int) -> None:
-        self.ranks, self.recomputes = ranks, configuration.grad_ckpt
+        self.ranks, self.recomputes = ranks, configuration.checkpointing.enabled
         self.each = elements(configuration)
-        found = weights(model, configuration.method, configuration.lora, configuration.stack)
+        found = weights(model, configuration.model, configuration.code)
         self.units: list[tuple[Weight, ...]] = [(*found.before, *found.after), *found.layers]
-        self.is_full = configuration.method is Method.FULL
-        self.is_wide = self.is_full and configuration.state_dtypes is StateDtypes.AUTOCAST
+        self.is_full = configuration.model.is_full
+        self.is_wide = self.is_full and configuration.model.state_dtypes is StateDtypes.AUTOCAST
         self.bytes = [self._flat_bytes(unit) for unit in self.units]
         self.script = Script()
         self.whole: dict[int, int] = {}

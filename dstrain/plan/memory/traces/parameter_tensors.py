@@ -7,7 +7,7 @@ from functools import cache
 
 from dstrain.choices import Method, Stack
 from dstrain.facts.model.model_facts import Kind, ModelFacts, TensorGroup
-from dstrain.job.schema import Lora
+from dstrain.plan.configuration import TrainedModel, TrainingCode
 from dstrain.plan.memory.params import adapted, is_in_layer, is_inside
 
 
@@ -43,17 +43,18 @@ class Weights:
 
 
 @cache
-def weights(model: ModelFacts, method: Method, lora: Lora, stack: Stack) -> Weights:
+def weights(model: ModelFacts, trained_model: TrainedModel, code: TrainingCode) -> Weights:
     """Returns the parameter tensors; an adapter's two lie behind the weight they adapt."""
-    names = {group.name for group in adapted(model, lora)} if method is not Method.FULL else set()
+    is_full, lora, stack = trained_model.is_full, trained_model.lora, code.stack
+    names = set() if is_full else {group.name for group in adapted(model, lora)}
     layers = model.num_hidden_layers
     inside = [group for group in model.tensors if is_inside(group)]
     before = [group for group in model.tensors if group.kind in (Kind.VISION, Kind.EMBEDDING)]
     after = [group for group in model.tensors if not is_inside(group) and group not in before]
 
     def expanded(group: TensorGroup) -> list[Weight]:
-        quantized = method is Method.QLORA and _is_quantized(group, stack)
-        trains = method is Method.FULL and group.kind is not Kind.VISION
+        quantized = trained_model.method is Method.QLORA and _is_quantized(group, stack)
+        trains = is_full and group.kind is not Kind.VISION
         decays = group.kind is not Kind.NORM and not group.name.endswith("bias")
         parts = _parts(group, stack)
         found = [Weight(group.numel // parts, trains, quantized, decays)] * parts

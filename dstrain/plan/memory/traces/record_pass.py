@@ -49,7 +49,7 @@ def record(model: ModelFacts, configuration: Configuration, passes: Passes) -> R
 
 def plain_passes(configuration: Configuration, release: GradRelease) -> Passes:
     """Returns how PyTorch alone runs one: Transformers 4 recomputes in the older way, to the end."""
-    return Passes(release=release, stops_early=configuration.stack is Stack.TRANSFORMERS_5)
+    return Passes(release=release, stops_early=configuration.code.stack is Stack.TRANSFORMERS_5)
 
 
 @lru_cache(RECORDINGS_KEPT)
@@ -80,7 +80,7 @@ def _is_sound(found: Recording) -> bool:
 
 def _played(model: ModelFacts, variant: Variant, depth: dict[str, int], passes: Passes) -> Recording:
     tape = Tape(release=variant.release)
-    tape.offloads_inputs = variant.activation_offload
+    tape.offloads_inputs = variant.checkpointing.offload
     tape.stops_early = passes.stops_early
     tape.keeps_inputs = passes.keeps_inputs
     tape.ledger = ledger = MarkedEvents()

@@ -25,7 +25,7 @@ def steps(
     """Yields what happens before the first step, then step after step."""
     each = elements(configuration)
     script = Script()
-    all_weights = weights(model, configuration.method, configuration.lora, configuration.stack).in_order
+    all_weights = weights(model, configuration.model, configuration.code).in_order
     trained = [weight for weight in all_weights if weight.trains]
     script.allocate_all(each.frozen_bytes(weight) for weight in all_weights if not weight.trains)
     script.allocate_all(weight.numel * each.trained for weight in trained)
@@ -33,7 +33,7 @@ def steps(
         script.allocate_all(_buckets(trained, each))
     script.allocate(workspace_bytes)
     yield script.take()
-    share = num_ranks if configuration.zero_stage else 1
+    share = num_ranks if configuration.zero.stage else 1
     groups = [[weight.numel / share for weight in trained if weight.decays is decays] for decays in (True, False)]
     first, later = _micro_batches(model, configuration)
     is_first = True
@@ -51,7 +51,7 @@ def steps(
 def _micro_batches(model: ModelFacts, configuration: Configuration) -> tuple[Recording, Recording | None]:
     """Returns the first micro-batch of a step and, where there are more, another, which adds to its gradients."""
     first = record(model, configuration, plain_passes(configuration, GradRelease.AT_STEP))
-    if configuration.grad_accum == 1:
+    if configuration.step.grad_accum == 1:
         return first, None
     return first, record(model, configuration, plain_passes(configuration, GradRelease.AT_ONCE)).renamed()
 

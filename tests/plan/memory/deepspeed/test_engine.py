@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -13,7 +12,7 @@ from dstrain.choices import Method, Offload, Optimizer, Precision
 from dstrain.config.key_bytes import Scale, cost
 from dstrain.facts.model.families import from_config
 from dstrain.job.schema import Lora
-from dstrain.plan.configuration import DEFAULTS, Configuration
+from dstrain.plan.configuration import DEFAULTS, Configuration, changed
 from dstrain.plan.memory.deepspeed import candidate_moments, engine
 from dstrain.plan.memory.deepspeed.byte_account import ByteAccount, Part
 from dstrain.plan.memory.deepspeed.shorten_model import shortened
@@ -22,11 +21,11 @@ from tests.train.engine_cases import DEEP, LLAMA, SPARSE, TIED
 
 MODEL = from_config(LLAMA, name="llama", source="llama")
 P = MODEL.num_params
-SMALL = replace(DEFAULTS, seq_len=64, reduce_bucket_size=100_000, param_persistence_threshold=0)
+SMALL = changed(DEFAULTS, seq_len=64, reduce_bucket_size=100_000, param_persistence_threshold=0)
 
 
 def held(**options: object) -> int:
-    return engine.engine_of(MODEL, replace(SMALL, **options), 2).held.total  # type: ignore[arg-type]
+    return engine.engine_of(MODEL, changed(SMALL, **options), 2).held.total  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -67,7 +66,7 @@ def test_an_offloaded_ratio_of_sub_groups_leaves_the_others_states_and_gradients
 
 def test_accumulating_doubles_the_gradient_partition_of_zero_2() -> None:
     def grads(**options: object) -> int:
-        way = replace(SMALL, zero_stage=2, **options)  # type: ignore[arg-type]
+        way = changed(SMALL, zero_stage=2, **options)  # type: ignore[arg-type]
         return max(each.engine[Part.GRADS] for each in engine.instants(MODEL, way, 2))
 
     assert grads(grad_accum=2) - grads() == pytest.approx(P, rel=0.15)
@@ -76,7 +75,7 @@ def test_accumulating_doubles_the_gradient_partition_of_zero_2() -> None:
 @pytest.mark.parametrize("reuse", [0, 500_000, 10_000_000])
 def test_zero_3_keeps_no_more_gathered_than_it_may_and_a_module(reuse: int) -> None:
     model = from_config(DEEP, name="deep", source="deep")
-    way = replace(
+    way = changed(
         SMALL, zero_stage=3, prefetch_bucket_size=100_000, max_live_parameters=600_000, max_reuse_distance=reuse
     )
     gathered = max(each.engine[Part.GATHERED] for each in engine.instants(model, way, 2))
@@ -85,31 +84,31 @@ def test_zero_3_keeps_no_more_gathered_than_it_may_and_a_module(reuse: int) -> N
 
 
 def test_one_rank_has_every_parameter_and_gathers_nothing() -> None:
-    way = replace(SMALL, zero_stage=3)
+    way = changed(SMALL, zero_stage=3)
     assert all(each.engine[Part.GATHERED] == 0 for each in engine.instants(MODEL, way, 1))
 
 
 @pytest.mark.parametrize(("stage", "overlaps"), [(1, True), (2, False), (2, True), (3, True)])
 def test_buckets_take_what_explain_and_lint_say_of_them(stage: int, overlaps: bool) -> None:
-    way = replace(SMALL, zero_stage=stage, overlap_comm=overlaps, reduce_bucket_size=3_000_000)
+    way = changed(SMALL, zero_stage=stage, overlap_comm=overlaps, reduce_bucket_size=3_000_000)
     resident = engine.engine_of(MODEL, way, 2).held.buffers
     instants = engine.instants(MODEL, way, 2)
     most = max(each.engine[Part.BUFFERS] for each in instants if each.name == "gradient reduction")
     assert resident + most == pytest.approx(bucket_bytes(way, P), rel=0.05)
     config = {"zero_optimization": {"stage": stage, "overlap_comm": overlaps}}
-    by = Scale(precision=way.precision, num_params=P, num_trainable=P)
-    said = cost("zero_optimization.reduce_bucket_size", way.reduce_bucket_size, config, by)
+    by = Scale(precision=way.model.precision, num_params=P, num_trainable=P)
+    said = cost("zero_optimization.reduce_bucket_size", way.zero.reduce_bucket_size, config, by)
     assert said is not None
     assert said.count_bytes == bucket_bytes(way, P)
 
 
 WAYS = [
-    replace(SMALL, zero_stage=stage, grad_ckpt=ckpt, grad_accum=accum, method=method, lora=Lora(dropout=0.0))
+    changed(SMALL, zero_stage=stage, grad_ckpt=ckpt, grad_accum=accum, method=method, lora=Lora(dropout=0.0))
     for stage, ckpt, accum, method in product(range(4), (False, True), (1, 2), (Method.FULL, Method.LORA))
 ]
 
 
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: f"{way.title}, {way.grad_accum}, {way.method}")
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: f"{way.title}, {way.step.grad_accum}, {way.model.method}")
 @pytest.mark.parametrize("config", [LLAMA, TIED, SPARSE], ids=["llama", "tied", "sparse"])
 def test_the_parts_sum_to_the_peak(config: dict[str, object], way: Configuration) -> None:
     model = from_config(config, name="model", source="model")
@@ -123,7 +122,7 @@ def test_a_deep_model_has_the_same_peak_when_layers_in_the_middle_are_left_out(
     seq_len: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     deep = from_config({**LLAMA, "num_hidden_layers": 60}, name="deep", source="deep")
-    way = replace(
+    way = changed(
         SMALL,
         zero_stage=3,
         grad_ckpt=True,
@@ -132,9 +131,9 @@ def test_a_deep_model_has_the_same_peak_when_layers_in_the_middle_are_left_out(
         max_live_parameters=1_000_000,
         max_reuse_distance=700_000,
     )
-    assert shortened(deep, way, most=57).num_hidden_layers < 30
+    assert shortened(deep, way.zero, most=57).num_hidden_layers < 30
     short = engine.peak(deep, way, 2)
-    monkeypatch.setattr(engine, "shortened", lambda model, configuration, most: model)
+    monkeypatch.setattr(engine, "shortened", lambda model, zero, most: model)
     engine._engine.cache_clear()
     assert engine.peak(deep, way, 2) == short
 

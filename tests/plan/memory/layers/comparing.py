@@ -76,9 +76,10 @@ def compare(asked: Sequence[Case]) -> list[Compared]:
 
 
 def _shape(case: Case) -> str:
-    model, way = case.model, case.configuration
+    model, batch = case.model, case.configuration.batch
     return (
-        f"{way.micro_batch}×{way.seq_len}, L{model.num_hidden_layers} h{model.hidden_size} I{model.intermediate_size} "
+        f"{batch.micro_batch}×{batch.seq_len}, "
+        f"L{model.num_hidden_layers} h{model.hidden_size} I{model.intermediate_size} "
         f"H{model.num_attention_heads}/{model.num_key_value_heads}×{model.head_dim} V{model.vocab_size}"
         f"{' tied' if model.tie_word_embeddings else ''}"
     )

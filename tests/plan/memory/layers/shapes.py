@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import lcm
 from types import MappingProxyType
 from typing import Any
@@ -14,7 +14,7 @@ from dstrain.facts.model import families
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.facts.model.trace_records import Question, Subject
 from dstrain.job.schema import Lora
-from dstrain.plan.configuration import DEFAULTS, Configuration
+from dstrain.plan.configuration import DEFAULTS, Configuration, changed
 from tests.plan.memory.layers.ways import WAYS, Rows, Way
 
 SEED = 20260101
@@ -234,7 +234,7 @@ def _case(family: str, way: Way, draw: random.Random) -> Case:
         seq_len = 8 * draw.randint(16, 96)
     has_images = model.vision is not None and rows is not Rows.PACKED  # positions of images are no positions in a row
     image_patches = 4 * draw.randint(4, seq_len // 16) if has_images else 0
-    configuration = replace(
+    configuration = changed(
         DEFAULTS,
         method=way.method,
         lora=_lora(family, model, way, draw),
@@ -264,14 +264,14 @@ def _question(config: Mapping[str, Any], configuration: Configuration) -> Questi
     """Returns the question that a configuration of the plan stands for."""
     return Question(
         subject=Subject(config=config),
-        micro_batch=configuration.micro_batch,
-        seq_len=configuration.seq_len,
-        method=configuration.method,
-        lora=configuration.lora,
-        attn=configuration.attn,
-        has_padding=configuration.micro_batch > 1 and not configuration.packing,
-        is_packed=configuration.packing,
-        grad_ckpt=configuration.grad_ckpt,
-        precision=configuration.precision,
-        image_patches=configuration.image_patches,
+        micro_batch=configuration.batch.micro_batch,
+        seq_len=configuration.batch.seq_len,
+        method=configuration.model.method,
+        lora=configuration.model.lora,
+        attn=configuration.kernels.attn,
+        has_padding=configuration.batch.micro_batch > 1 and not configuration.batch.packing,
+        is_packed=configuration.batch.packing,
+        grad_ckpt=configuration.checkpointing.enabled,
+        precision=configuration.model.precision,
+        image_patches=configuration.batch.image_patches,
     )

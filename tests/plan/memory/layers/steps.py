@@ -22,7 +22,7 @@ from dstrain.facts.model.families import from_config
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.facts.model.trace_records import Question, Subject
 from dstrain.job.schema import Lora
-from dstrain.plan.configuration import DEFAULTS
+from dstrain.plan.configuration import DEFAULTS, changed
 from dstrain.plan.memory.layers.activations import layer_kinds, play
 from dstrain.plan.memory.layers.context import Context, Variant, variant_of
 from dstrain.plan.memory.layers.graph import Tape
@@ -135,7 +135,7 @@ def main() -> None:
         "attn": options.attn,
         "grad_ckpt": options.grad_ckpt,
     }
-    variant = replace(variant_of(replace(DEFAULTS, **ways)), kernel_workspaces=False)
+    variant = replace(variant_of(changed(DEFAULTS, **ways)), kernel_workspaces=False)
     question = Question(subject=Subject(config=config), has_padding=options.rows > 1, **ways)
     least = options.least_kib * 1024
     for line in side_by_side(in_the_trace(question, least), on_the_tape(model, variant, least)):

@@ -11,7 +11,7 @@ from dstrain.choices import Attention, LossKernel, Method
 from dstrain.facts.model.families import from_config
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.job.schema import Lora
-from dstrain.plan.configuration import DEFAULTS, Configuration
+from dstrain.plan.configuration import DEFAULTS, Configuration, changed
 from dstrain.plan.memory.layers.activations import Instant, of_variant, peaks, profile
 from dstrain.plan.memory.layers.context import variant_of
 from dstrain.plan.memory.layers.families import LAYER_CODE
@@ -26,7 +26,7 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": KV, "head_dim": D, "max_position_embeddings": 4096, "num_experts": E,
     "num_experts_per_tok": K, "moe_intermediate_size": I_E,
 }  # fmt: skip
-WAY = replace(DEFAULTS, seq_len=T, attn=Attention.FLASH_ATTENTION_2)
+WAY = changed(DEFAULTS, seq_len=T, attn=Attention.FLASH_ATTENTION_2)
 LLAMA_LAYER = 16 * h + 8 + 4 * q + 4 * k + 4 * H + 8 * I
 QWEN3_ATTENTION = 16 * h + 8 + 10 * q + 10 * k + 8 * H + 4 * KV
 
@@ -41,7 +41,7 @@ def kept_per_layer(facts: ModelFacts, way: Configuration) -> float:
     variant = variant_of(way)
     kind = "sparse" if facts.moe else "dense"
     fewer, more = (sum(peaks(facts, variant, {kind: count})["loss forward"]) for count in (3, 4))
-    return (more - fewer) / (way.micro_batch * way.seq_len)
+    return (more - fewer) / (way.batch.micro_batch * way.batch.seq_len)
 
 
 def instant(facts: ModelFacts, way: Configuration, name: str) -> Instant:
@@ -66,7 +66,7 @@ def test_a_layer_keeps_what_the_closed_form_says(family: str, num_bytes: int) ->
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
 def test_a_recomputed_layer_keeps_its_input(family: str) -> None:
-    assert kept_per_layer(model(family), replace(WAY, grad_ckpt=True)) == 2 * h
+    assert kept_per_layer(model(family), changed(WAY, grad_ckpt=True)) == 2 * h
 
 
 def test_published_layer_of_llama_3_8b() -> None:
@@ -83,57 +83,57 @@ def test_published_layer_of_llama_3_8b() -> None:
 
 
 def test_the_losss_backward_pass_has_three_copies_in_fp32() -> None:
-    found = instant(model("llama"), replace(WAY, grad_ckpt=True), "loss backward")
+    found = instant(model("llama"), changed(WAY, grad_ckpt=True), "loss backward")
     assert found.logits == pytest.approx(12 * V * T, rel=0.002)
 
 
 def test_a_dropped_input_costs_three_bytes_an_element() -> None:
     lora = Lora(rank=8, dropout=0.0, targets=("o_proj",))
-    kept = replace(WAY, method=Method.LORA, lora=lora)
-    dropped = replace(kept, lora=replace(lora, dropout=0.1))
+    kept = changed(WAY, method=Method.LORA, lora=lora)
+    dropped = changed(kept, lora=replace(lora, dropout=0.1))
     assert kept_per_layer(model("llama"), dropped) - kept_per_layer(model("llama"), kept) == 3 * q
 
 
 def test_frozen_norms_keep_no_normalised_copy_and_frozen_linears_no_input() -> None:
-    lora = replace(WAY, method=Method.LORA, lora=Lora(rank=8, targets=("q_proj",)))
+    lora = changed(WAY, method=Method.LORA, lora=Lora(rank=8, targets=("q_proj",)))
     full, adapted = kept_per_layer(model("llama"), WAY), kept_per_layer(model("llama"), lora)
     # two normalised copies, the output of one norm (the other is the adapter's input), and the MLP's product
     assert full - adapted == 2 * 2 * h + 2 * h + 2 * I - 2 * 8
 
 
 def test_a_padding_mask_under_sdpa_repeats_keys_and_becomes_a_bias() -> None:
-    alone = replace(WAY, attn=Attention.SDPA)
-    padded = replace(alone, micro_batch=2)
+    alone = changed(WAY, attn=Attention.SDPA)
+    padded = changed(alone, micro_batch=2)
     more = kept_per_layer(model("llama"), padded) - kept_per_layer(model("llama"), alone)
     assert more == (4 * q - 4 * k) + 2 * T
 
 
 def test_packed_rows_have_a_mask_under_sdpa_alone() -> None:
-    packed = replace(WAY, packing=True)
+    packed = changed(WAY, packing=True)
     assert kept_per_layer(model("llama"), packed) == LLAMA_LAYER
-    assert kept_per_layer(model("llama"), replace(packed, attn=Attention.SDPA)) == LLAMA_LAYER + 4 * q - 4 * k + 2 * T
+    assert kept_per_layer(model("llama"), changed(packed, attn=Attention.SDPA)) == LLAMA_LAYER + 4 * q - 4 * k + 2 * T
 
 
 def test_a_window_shorter_than_the_row_needs_a_mask_under_sdpa() -> None:
-    windowed, way = model("mistral", sliding_window=T), replace(WAY, attn=Attention.SDPA)
-    highest = {attn: max(each.total for each in profile(windowed, replace(way, attn=attn))) for attn in Attention}
+    windowed, way = model("mistral", sliding_window=T), changed(WAY, attn=Attention.SDPA)
+    highest = {attn: max(each.total for each in profile(windowed, changed(way, attn=attn))) for attn in Attention}
     plain = max(each.total for each in profile(model("mistral", sliding_window=T + 1), way))
     assert highest[Attention.FLASH_ATTENTION_2] == plain < highest[Attention.SDPA] < highest[Attention.EAGER]
 
 
 def test_eager_attention_keeps_its_scores() -> None:
-    eager = kept_per_layer(model("llama"), replace(WAY, attn=Attention.EAGER))
+    eager = kept_per_layer(model("llama"), changed(WAY, attn=Attention.EAGER))
     # softmax in fp32 and its copy for each head; repeated keys and values; what flash keeps of scores is not there
     assert eager == LLAMA_LAYER - 4 * H + 4 * q - 4 * k + (4 + 2) * H * T
 
 
 def test_liger_keeps_a_layers_inputs_and_the_mlps_factors() -> None:
-    liger = replace(WAY, liger=True, loss=LossKernel.FUSED)
+    liger = changed(WAY, liger=True, loss=LossKernel.FUSED)
     assert kept_per_layer(model("llama"), liger) == 8 * h + 8 + 4 * q + 4 * k + 4 * H + 6 * I
 
 
 def test_ligers_experts_keep_nothing_behind_the_activation() -> None:
-    liger = replace(WAY, liger=True, loss=LossKernel.FUSED)
+    liger = changed(WAY, liger=True, loss=LossKernel.FUSED)
     attention = 8 * h + 8 + 4 * q + 4 * k + 4 * H + (2 * q + 4 * H + 2 * k + 4 * KV)
     # gate and up; three 4-byte indices; the weight of each expert; probabilities, normalisation, the picked indices
     assert kept_per_layer(model("qwen3_moe"), liger) == attention + K * 4 * I_E + 12 * K + 2 * K + 4 * E + 12 * K + 4
@@ -142,7 +142,7 @@ def test_ligers_experts_keep_nothing_behind_the_activation() -> None:
 def test_families_that_liger_does_not_know_run_as_they_are() -> None:
     for family in ("qwen2_moe", "glm"):
         facts = model(family, shared_expert_intermediate_size=I_E)
-        assert profile(facts, replace(WAY, liger=True, loss=LossKernel.FUSED)) == profile(facts, WAY)
+        assert profile(facts, changed(WAY, liger=True, loss=LossKernel.FUSED)) == profile(facts, WAY)
 
 
 @pytest.mark.parametrize("method", list(Method))
@@ -151,7 +151,7 @@ def test_families_that_liger_does_not_know_run_as_they_are() -> None:
 def test_depth_is_affine(family: str, method: Method, grad_ckpt: bool) -> None:
     """The plan's tapes are shorter than the model; a tape of the whole model says the same."""
     facts = model(family)
-    variant = variant_of(replace(WAY, method=method, grad_ckpt=grad_ckpt))
+    variant = variant_of(changed(WAY, method=method, grad_ckpt=grad_ckpt))
     whole = peaks(facts, variant, {"sparse" if facts.moe else "dense": 6})
     highest = {name.partition("/")[0]: 0 for name in whole}
     for name, parts in whole.items():
@@ -163,7 +163,7 @@ def test_depth_is_affine(family: str, method: Method, grad_ckpt: bool) -> None:
 
 
 def test_the_same_question_has_the_same_answer() -> None:
-    variant = variant_of(replace(WAY, grad_ckpt=True))
+    variant = variant_of(changed(WAY, grad_ckpt=True))
     first = of_variant(model("qwen3_moe"), variant)
     of_variant.cache_clear()
     assert of_variant(model("qwen3_moe"), variant) == first
@@ -187,7 +187,7 @@ def test_without_images_a_vision_language_model_costs_what_its_decoder_does() ->
 
 def test_a_frozen_tower_leaves_nothing_but_features() -> None:
     """Pixels and positions stay with the inputs; what else the tower made is gone when the loss is there."""
-    seeing = replace(WAY, image_patches=256)
+    seeing = changed(WAY, image_patches=256)
     before, after = (instant(vision_language_model(), way, "loss backward") for way in (WAY, seeing))
     pixels, positions = 4 * 256 * 3 * 2 * 16 * 16, 3 * 8 * T
     assert after.total - before.total == pytest.approx(pixels + positions, abs=8 * T)
