@@ -83,21 +83,6 @@ class LossKernel(StrEnum):
     CHUNKED = "chunked"
 
 
-class Stack(StrEnum):
-    """Whose layer code runs: Transformers 5, or what most published measurements were made with.
-
-    Transformers 4.46 to 4.52 makes the loss of a shifted copy; 4.45 and before besides drops the logits in the training
-    precision earlier, and repeats keys and values before flash attention where the family does so. Torchtune (and
-    torchtitan) and LitGPT have layer code, adapters and losses of their own.
-    """
-
-    TRANSFORMERS_5 = "transformers-5"
-    TRANSFORMERS_4 = "transformers-4"
-    TRANSFORMERS_4_45 = "transformers-4.45"
-    TORCHTUNE = "torchtune"
-    LITGPT = "litgpt"
-
-
 class Hub(StrEnum):
     """Where models and data sets that are not local come from."""
 

@@ -17,7 +17,8 @@ from benchmarks.published.rows import Basis, Outcome, Publisher, Row, parse, rea
 from benchmarks.published.scope import excluded, scope
 from benchmarks.published.score import Score, confusion, score
 from benchmarks.published.shelf import find_cluster, find_gpu, find_model
-from dstrain.choices import LossKernel, Method, Stack, StateDtypes
+from benchmarks.published.training_code import TRANSFORMERS_4, TRANSFORMERS_4_45, UNSLOTH
+from dstrain.choices import LossKernel, Method, StateDtypes
 from dstrain.facts.model.families import from_config
 
 HERE = Path(__file__).parent / "published"
@@ -154,7 +155,7 @@ def test_what_is_in_scope() -> None:
 def test_fms_baseline_is_transformers_4_with_fp32_adapters_and_dropout() -> None:
     asked = ask(made()).configuration
     assert (asked.model.method, asked.kernels.loss) == (Method.LORA, LossKernel.FULL)
-    assert asked.code.stack is Stack.TRANSFORMERS_4
+    assert asked.code == TRANSFORMERS_4
     assert (asked.model.lora.rank, asked.model.lora.dropout) == (16, 0.1)
     assert asked.model.lora.targets == ("q_proj", "k_proj", "v_proj", "o_proj")
     assert asked.model.state_dtypes is StateDtypes.PURE_BF16
@@ -172,12 +173,12 @@ def test_fms_baseline_is_transformers_4_with_fp32_adapters_and_dropout() -> None
 )
 def test_fms_kernels_are_told_by_the_notes(words: str, unsloth: bool, loss: LossKernel) -> None:
     asked = ask(made(notes=f"q=A; {words}")).configuration
-    assert (asked.code.unsloth, asked.kernels.loss, asked.kernels.liger) == (unsloth, loss, False)
+    assert (asked.code.fused == UNSLOTH, asked.kernels.loss, asked.kernels.liger) == (unsloth, loss, False)
 
 
 def test_fms_tables_of_2024_ran_transformers_4_45() -> None:
     source = "foundation-model-stack/fms-acceleration scripts/benchmarks/refs/a100_80gb_liger.csv"
-    assert ask(made(source=source)).configuration.code.stack is Stack.TRANSFORMERS_4_45
+    assert ask(made(source=source)).configuration.code == TRANSFORMERS_4_45
 
 
 def test_fsdp_under_autocast_keeps_fp32_shards_and_one_gpu_does_not() -> None:
@@ -190,8 +191,8 @@ def test_fsdp_under_autocast_keeps_fp32_shards_and_one_gpu_does_not() -> None:
 
 def test_trl_makes_norms_fp32_beside_a_quantised_base_of_one_gpu() -> None:
     columns = {"method": "qlora-nf4-bnb", "notes": "q=A; QLoRA bnb nf4 baseline (no fms accel)"}
-    assert ask(made(**columns)).configuration.code.fp32_norms
-    assert not ask(made(**columns, zero_stage="3 (FSDP)", n_gpus="2")).configuration.code.fp32_norms
+    assert ask(made(**columns)).configuration.code.has_fp32_residual
+    assert not ask(made(**columns, zero_stage="3 (FSDP)", n_gpus="2")).configuration.code.has_fp32_residual
 
 
 def test_litgpts_table_counts_the_gpus_of_the_machine() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from benchmarks.published import variants
 from benchmarks.published.rows import Publisher, Row
@@ -48,6 +48,7 @@ def ask(row: Row) -> Question:
         raise ValueError(f"{row.id} cannot be asked")
     model = found.model
     liger, unsloth, loss = variants.kernels(row)
+    code = variants.code(row, unsloth=unsloth)
     configuration = changed(
         DEFAULTS,
         method=kind,
@@ -65,19 +66,16 @@ def ask(row: Row) -> Question:
         state_dtypes=variants.state_dtypes(row),
         tp=parallel(row, "tp"),
         liger=liger,
-        unsloth=unsloth,
         loss=loss,
-        fp32_norms=variants.has_fp32_norms(row),
         activation_offload=row.offload == "activations",
         double_quant=_double_quant(row),
         expandable_segments=variants.grows_segments(row),
-        stack=variants.stack(row),
     )
     return Question(
         row=row,
         model=model,
         cluster=find_cluster(row),
-        configuration=_like_the_trainer(configuration, row, model),
+        configuration=replace(_like_the_trainer(configuration, row, model), code=code),
         stands_for=found.stands_for,
     )
 

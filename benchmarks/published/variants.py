@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from enum import StrEnum
 
 from benchmarks.published.rows import Publisher, Row
-from dstrain.choices import LossKernel, Method, Optimizer, Stack, StateDtypes
+from benchmarks.published.training_code import (
+    LITGPT,
+    TORCHTUNE,
+    TRANSFORMERS_4,
+    TRANSFORMERS_4_45,
+    UNSLOTH,
+    UNSLOTH_ADAPTER_COSTS,
+)
+from dstrain.choices import LossKernel, Method, Optimizer, StateDtypes
+from dstrain.plan.training_code import TrainingCode
 
 TUNE_STEPS = (
     "Baseline", "Packed Dataset", "Compile", "Chunked Cross Entropy", "Activation Checkpointing",
@@ -88,21 +98,30 @@ def kernels(row: Row) -> tuple[bool, bool, LossKernel]:
     return False, False, LossKernel.FULL
 
 
-def stack(row: Row) -> Stack:
+def code(row: Row, *, unsloth: bool) -> TrainingCode:
+    """Returns the training code, with Unsloth's kernels where they run, and TRL's fp32 norms."""
+    base = _code(row)
+    if unsloth:
+        costs = UNSLOTH_ADAPTER_COSTS if method(row) is Method.QLORA else None
+        base = replace(base, fused=UNSLOTH, adapter_costs=costs)
+    return replace(base, has_fp32_residual=has_fp32_norms(row))
+
+
+def _code(row: Row) -> TrainingCode:
     """Returns whose layer code runs.
 
     Source: fms-acceleration scripts/benchmarks/refs: requirements.txt (4.48.1 for a100_80gb.csv), requirements_granite
     and requirements_liger.txt (4.45.2); swift's release 2.6 is of October 2024.
     """
     if row.publisher is Publisher.FMS:
-        return Stack.TRANSFORMERS_4_45 if re.search(r"_(granite|liger)\.csv", row.source) else Stack.TRANSFORMERS_4
+        return TRANSFORMERS_4_45 if re.search(r"_(granite|liger)\.csv", row.source) else TRANSFORMERS_4
     if row.publisher is Publisher.SWIFT:
-        return Stack.TRANSFORMERS_4_45 if "release/2" in row.source else Stack.TRANSFORMERS_5
+        return TRANSFORMERS_4_45 if "release/2" in row.source else TrainingCode()
     if row.publisher in (Publisher.H2O, Publisher.OTHER):
-        return Stack.TRANSFORMERS_4_45
+        return TRANSFORMERS_4_45
     if row.publisher in (Publisher.TORCHTUNE, Publisher.TORCHTITAN):
-        return Stack.TORCHTUNE
-    return Stack.LITGPT if row.publisher is Publisher.LITGPT else Stack.TRANSFORMERS_5
+        return TORCHTUNE
+    return LITGPT if row.publisher is Publisher.LITGPT else TrainingCode()
 
 
 def state_dtypes(row: Row) -> StateDtypes:

@@ -14,10 +14,10 @@ from dstrain.choices import (
     Offload,
     Optimizer,
     Precision,
-    Stack,
     StateDtypes,
 )
 from dstrain.job.schema import Lora
+from dstrain.plan.training_code import TrainingCode
 
 if TYPE_CHECKING:
     from pydantic import GetCoreSchemaHandler
@@ -171,18 +171,6 @@ class Zero:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainingCode:
-    """Whose layer code runs."""
-
-    stack: Stack = Stack.TRANSFORMERS_5
-    """Whose layer code runs."""
-    unsloth: bool = False
-    """Whether Unsloth's kernels replace norms and rotary embedding, as some published measurements were made."""
-    fp32_norms: bool = False
-    """Whether norms, and so the residual stream, are fp32 beside a quantised base, as TRL makes them."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Configuration:
     """A configuration as DeepSpeed 0.19 and Transformers 5 understand it."""
 
@@ -195,7 +183,7 @@ class Configuration:
     zero: Zero = Zero()
     expandable_segments: bool = True
     """Whether PyTorch's caching allocator may grow its segments, as `dstrain run` lets it."""
-    code: TrainingCode = TrainingCode()
+    code: TrainingCode = field(default_factory=TrainingCode)
     """How the training code computes."""
 
     @property
@@ -253,21 +241,21 @@ def choices() -> Mapping[str, tuple[str, str]]:
     for part in fields(Configuration):
         if part.name == "expandable_segments":
             found[part.name] = "", part.name
-            continue
-        for choice in fields(getattr(DEFAULTS, part.name)):
-            found[choice.metadata.get("name", choice.name)] = part.name, choice.name
+        elif part.name != "code":  # nobody chooses it
+            for choice in fields(getattr(DEFAULTS, part.name)):
+                found[choice.metadata.get("name", choice.name)] = part.name, choice.name
     return found
 
 
 def changed(configuration: Configuration, **values: Any) -> Configuration:
-    """Returns the configuration with some choices made otherwise, by the names of `choices`.
+    """Returns the configuration with some choices made otherwise, by the names of `choices`, or with other parts.
 
     >>> changed(DEFAULTS, zero_stage=3, micro_batch=2).title
     'ZeRO-3, micro-batch 2'
     """
     by_part: dict[str, dict[str, Any]] = {}
     for name, value in values.items():
-        part, choice = choices()[name]
+        part, choice = choices().get(name, ("", name))
         by_part.setdefault(part, {})[choice] = value
     own = by_part.pop("", {})
     parts = {part: replace(getattr(configuration, part), **chosen) for part, chosen in by_part.items()}

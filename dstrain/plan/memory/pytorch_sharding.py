@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dstrain.choices import Method, Optimizer, Stack, StateDtypes
+from dstrain.choices import Method, Optimizer, StateDtypes
 from dstrain.facts.model.model_facts import Kind, ModelFacts
 from dstrain.plan.configuration import Configuration
 from dstrain.plan.memory.layers.activations import Instant, profile
@@ -79,9 +79,9 @@ def peak(model: ModelFacts, configuration: Configuration, num_ranks: int) -> Pea
 
 
 def _frozen_bytes(model: ModelFacts, configuration: Configuration, counts: Trained) -> float:
-    """Returns the bytes of the base under an adapter; Transformers 4 has experts as linears, which 4 bits hold too."""
+    """Returns the bytes of the base under an adapter; 4 bits hold experts too if they are linears."""
     frozen, quantized = counts.frozen, counts.quantized
-    if configuration.model.method is Method.QLORA and configuration.code.stack is not Stack.TRANSFORMERS_5:
+    if configuration.model.method is Method.QLORA and configuration.code.has_linear_experts:
         experts = model.num_params_of(Kind.EXPERT, Kind.ROUTER)
         frozen, quantized = frozen - experts, quantized + experts
     per_quantized = quantized_bytes_per_param(configuration.model.double_quant)
@@ -100,11 +100,12 @@ def states(model: ModelFacts, configuration: Configuration, num_ranks: int) -> S
 
 
 def _sizes(configuration: Configuration) -> _Sizes:
-    """Returns the bytes of one element of each kind; adapters are fp32 whatever the rest is (PEFT)."""
+    """Returns the bytes of one element of each kind; PEFT's adapters are fp32 whatever the rest is."""
     compute = configuration.model.item
-    is_own = configuration.code.stack in (Stack.TORCHTUNE, Stack.LITGPT)
     is_adapter = not configuration.model.is_full
-    wide = (is_adapter and not is_own) or (configuration.model.state_dtypes is StateDtypes.AUTOCAST and not is_adapter)
+    wide = (is_adapter and configuration.code.has_peft) or (
+        configuration.model.state_dtypes is StateDtypes.AUTOCAST and not is_adapter
+    )
     param = FP32 if wide else compute
     moments = {
         Optimizer.ADAMW: 2.0 * param,
@@ -155,7 +156,7 @@ def _gathered(model: ModelFacts, configuration: Configuration, instant: Instant)
         per_linear: float = compute
         if configuration.model.method is Method.QLORA:
             per_linear = quantized_bytes_per_param(configuration.model.double_quant)
-        are_linears = configuration.code.stack is not Stack.TRANSFORMERS_5
+        are_linears = configuration.code.has_linear_experts
         layer = sum(
             g.numel * g.count * (per_linear if g.is_linear or (are_linears and g.kind is Kind.EXPERT) else compute)
             for g in inner

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from types import MappingProxyType
 
-from dstrain.choices import Attention, LossKernel, Precision, Stack
+from dstrain.choices import Attention, LossKernel, Precision
 from dstrain.plan.configuration import (
     Checkpointing,
     Configuration,
@@ -15,7 +15,6 @@ from dstrain.plan.configuration import (
     MicroBatch,
     Parallel,
     TrainedModel,
-    TrainingCode,
 )
 from dstrain.plan.memory.params import NF4_BYTES_PER_PARAM
 from dstrain.plan.speed.efficiency import (
@@ -30,9 +29,7 @@ from dstrain.plan.speed.efficiency import (
 )
 from dstrain.plan.speed.flops import Product
 from dstrain.plan.speed.traffic import Pass, Work
-
-OLD_STACKS = (Stack.TRANSFORMERS_4, Stack.TRANSFORMERS_4_45)
-"""Stacks that checkpoint in the reentrant form unless told otherwise, shift the logits, and loop over experts."""
+from dstrain.plan.training_code import ExpertLoop, TrainingCode
 
 LOSS_BYTES_PER_LOGIT: Mapping[LossKernel, float] = MappingProxyType(
     {LossKernel.FULL: 36.0, LossKernel.IN_PLACE: 6.0, LossKernel.CHUNKED: 36.0, LossKernel.FUSED: 6.0}
@@ -40,10 +37,6 @@ LOSS_BYTES_PER_LOGIT: Mapping[LossKernel, float] = MappingProxyType(
 """Bytes moved for each logit, forward and backward, beside the head's products. All at once or in chunks: fp32 copy 6,
 log-softmax 8, its gradient 12, that of the likelihood and its zeros 4, bf16 gradient 6. In place and fused: two reads
 and a write. Source: Transformers 5.23 loss/loss_utils.py; liger-kernel 0.8.5 ops/cross_entropy.py."""
-
-OLD_LOSS_BYTES_PER_LOGIT = 16.0
-"""What Transformers 4 as of 2024 moves more: a shifted, contiguous fp32 copy, and back. Source: modeling_llama.py of
-Transformers 4.44: LlamaForCausalLM.forward."""
 
 FUSED_HEAD_BYTES_PER_WEIGHT = 4.0
 """Bytes for each weight of the head and each chunk of the fused loss, whose gradient is added to that of the chunk
@@ -56,12 +49,6 @@ its bf16 copy. Source: Transformers 5.23 modeling_llama.py: eager_attention_forw
 DEQUANTISE_BYTES_PER_PARAM = NF4_BYTES_PER_PARAM + 2
 """Bytes to make a bf16 weight of a 4-bit one, at every use. Source: bitsandbytes autograd/_functions.py: MatMul4Bit
 dequantises in its forward and in its backward pass."""
-
-LOOP_KERNELS = (11.0, 20.0)
-"""Kernels of one expert, forward and backward, in Transformers 4, which calls expert after expert: choose, gather,
-three products, activation, two products of elements, add. Source: modeling_mixtral.py of Transformers 4.44."""
-LOOP_MODULES = 3
-"""Linears of one expert there, each a module that ZeRO-3 gathers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,17 +75,14 @@ class Setting:
 
     @property
     def is_reentrant(self) -> bool:
-        """Whether checkpointing computes all of a layer again, as its reentrant form does.
-
-        Transformers 4 does so by default, and dstrain for adapters under ZeRO-3.
-        """
+        """Whether checkpointing computes all of a layer again, as its reentrant form does for adapters under ZeRO-3."""
         adapter_under_zero3 = not self.model.is_full and self.zero_stage == 3 and self.model.is_deepspeed
-        return self.code.stack in OLD_STACKS or adapter_under_zero3
+        return self.code.is_reentrant or adapter_under_zero3
 
     @property
     def is_masked(self) -> bool:
         """Whether attention gets a mask that flash attention does not take: of padding, or of packed samples."""
-        is_told = self.code.stack is Stack.TRANSFORMERS_5 if self.batch.packing else self.batch.is_padded
+        is_told = self.code.masks_packed_rows if self.batch.packing else self.batch.is_padded
         return self.kernels.attn is Attention.SDPA and is_told
 
 
@@ -172,18 +156,18 @@ def _times(products: float, attention: float, elementwise: float, launched: floa
 
 def _loops(work: Work, s: Setting) -> bool:
     """Returns whether the CPU asks the GPU at every expert which tokens visit it, and so can launch nothing ahead."""
-    return work.num_experts > 0 and s.code.stack in OLD_STACKS
+    return work.num_experts > 0 and s.code.expert_loop is not None
 
 
 def _launched(work: Work, rates: Efficiency, s: Setting, recomputed: Pass) -> tuple[float, float, float]:
     """Returns the CPU time of launching a forward pass, a backward pass, and what is computed again."""
-    looped = work.num_experts if _loops(work, s) else 0
-    hooked, hooks = work.num_modules + LOOP_MODULES * looped, HOOK_S[s.zero_stage]
+    loop, looped = s.code.expert_loop or ExpertLoop(kernels=(0.0, 0.0), modules=0), work.num_experts
+    hooked, hooks = work.num_modules + loop.modules * looped, HOOK_S[s.zero_stage]
     if not s.model.is_deepspeed:
         hooked, hooks = work.num_layers + 1 + 2 * work.num_adapters, UNIT_S if s.zero_stage == 3 else HOOK_S[0]
-    forward = rates.launch_s * (work.forward.kernels + LOOP_KERNELS[0] * looped) + hooks[0] * hooked
-    backward = rates.launch_s * (work.backward.kernels + LOOP_KERNELS[1] * looped) + hooks[1] * hooked
-    again = rates.launch_s * (recomputed.kernels + LOOP_KERNELS[0] * looped) + hooks[0] * hooked
+    forward = rates.launch_s * (work.forward.kernels + loop.kernels[0] * looped) + hooks[0] * hooked
+    backward = rates.launch_s * (work.backward.kernels + loop.kernels[1] * looped) + hooks[1] * hooked
+    again = rates.launch_s * (recomputed.kernels + loop.kernels[0] * looped) + hooks[0] * hooked
     return forward, backward, again
 
 
@@ -200,11 +184,11 @@ def _product_seconds(product: Product, rates: Efficiency, s: Setting) -> tuple[f
     rate, experts = s.peak_flops_per_s * rates.gemm_ratio, product.experts
     if experts > 1:
         per_expert = rows / experts
-        rate *= per_expert / (per_expert + HALF_TILE) * (1.0 if s.code.stack in OLD_STACKS else GROUPED_RATIO)
+        rate *= per_expert / (per_expert + HALF_TILE) * (1.0 if s.code.expert_loop else GROUPED_RATIO)
     flops = 2 * rows * inputs * outputs
     weights = inputs * outputs * experts
     moved = s.model.item * (rows * (inputs + outputs) + weights) / rates.hbm_bytes_per_s
-    together = experts if s.code.stack in OLD_STACKS else 1
+    together = experts if s.code.expert_loop else 1
 
     def seconds(results: float) -> float:
         return max(flops / rate * (1 + HALF_WAVE * together / results), moved)
@@ -250,8 +234,8 @@ def _bytes_forward(work: Work, s: Setting) -> float:
     """Returns the bytes that kernels beside products and flash attention move in the forward pass."""
     logits = s.tokens * float(work.vocab_size)
     per_logit = LOSS_BYTES_PER_LOGIT[s.kernels.loss]
-    if s.code.stack in OLD_STACKS and s.kernels.loss is LossKernel.FULL:
-        per_logit += OLD_LOSS_BYTES_PER_LOGIT
+    if s.kernels.loss is LossKernel.FULL:
+        per_logit += s.code.loss_bytes_per_logit
     total = _moved(work.forward, s) + logits * per_logit
     if s.kernels.loss is LossKernel.FUSED and s.model.is_full:
         chunks = min(s.tokens, -(-work.vocab_size // work.hidden_size))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from dstrain.plan.memory.layers.kernels import FusedParts
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
@@ -68,11 +70,6 @@ FP32_ADAPTER_INPUT = Cost(forward=10, backward=20, forward_kernels=6, backward_k
 FP32_ADAPTER_OUTPUT = Cost(forward=28, backward=28, forward_kernels=0, backward_kernels=0)
 """Adapters, for each element of the adapted linears' inputs and outputs (`_add_adapters`)."""
 
-FUSED_ADAPTER_INPUT = Cost(forward=2, backward=6, forward_kernels=2, backward_kernels=4)
-FUSED_ADAPTER_OUTPUT = Cost(forward=4, backward=4, forward_kernels=0, backward_kernels=0)
-"""The same where products add to what is there, as Unsloth's do: input read, output updated in place. Source: unsloth
-kernels/utils.py: matmul_lora; fast_lora.py: LoRA_QKV, LoRA_W."""
-
 NORM_WEIGHT_GRADIENT_BYTES = 8.0
 """Of a norm's backward bytes, those of its weight's gradient, which a frozen model has not."""
 
@@ -80,14 +77,15 @@ CAST = Cost(forward=6, backward=6, forward_kernels=1, backward_kernels=1)
 """One copy between bf16 and fp32, and its gradient's way back."""
 
 
-def costs(*, liger: bool, unsloth: bool, is_trained: bool) -> Costs:
-    """Returns the costs under Liger's kernels, Unsloth's (norms and rotary embedding alone), or none.
+def costs(fused: FusedParts, *, liger: bool, is_trained: bool) -> Costs:
+    """Returns the costs under Liger's kernels, or with the norms and rotary embedding that are fused without them.
 
     A frozen model has no gradients of norms' weights.
     """
-    found = LIGER if liger else EAGER
-    if unsloth and not liger:
-        found = replace(EAGER, norm=LIGER.norm, rotary=LIGER.rotary)
-    if is_trained or found.norm is not EAGER.norm:
-        return found
-    return replace(found, norm=replace(EAGER.norm, backward=EAGER.norm.backward - NORM_WEIGHT_GRADIENT_BYTES))
+    if liger:
+        return LIGER
+    rotary = LIGER.rotary if fused.rotary else EAGER.rotary
+    if fused.norm:
+        return replace(EAGER, norm=LIGER.norm, rotary=rotary)
+    weight_gradient = 0.0 if is_trained else NORM_WEIGHT_GRADIENT_BYTES
+    return replace(EAGER, norm=replace(EAGER.norm, backward=EAGER.norm.backward - weight_gradient), rotary=rotary)

@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Generic, TypeVar
 
-from dstrain.choices import Method, Precision, Stack
+from dstrain.choices import Method, Precision
 from dstrain.facts.model.model_facts import Kind, ModelFacts, TensorGroup
-from dstrain.plan.configuration import Configuration, TrainedModel, TrainingCode
+from dstrain.plan.configuration import Configuration, TrainedModel
 from dstrain.plan.memory.params import Trained, adapted, trained
 from dstrain.plan.speed.flops import Product, flops_per_token, products
 from dstrain.plan.speed.kernel_costs import (
@@ -17,12 +17,11 @@ from dstrain.plan.speed.kernel_costs import (
     CAST,
     FP32_ADAPTER_INPUT,
     FP32_ADAPTER_OUTPUT,
-    FUSED_ADAPTER_INPUT,
-    FUSED_ADAPTER_OUTPUT,
     JOINED_GRADIENT,
     Cost,
     costs,
 )
+from dstrain.plan.training_code import TrainingCode
 
 T = TypeVar("T")
 
@@ -100,14 +99,10 @@ class _Same(Generic[T]):
         return isinstance(other, _Same) and other.value is self.value
 
 
-_PEFT_CASTS = (Stack.TRANSFORMERS_5, Stack.TRANSFORMERS_4, Stack.TRANSFORMERS_4_45)
-
-
 def work(model: ModelFacts, configuration: Configuration) -> Work:
     """Returns what the model does under a configuration's method, adapter, kernels and precision.
 
-    PEFT keeps adapters in fp32 (`autocast_adapter_dtype`); DeepSpeed casts them with the model; torchtune and LitGPT
-    have adapters of their own.
+    PEFT keeps adapters in fp32 (`autocast_adapter_dtype`); DeepSpeed casts them with the model.
     """
     return _work(_Same(model), configuration.model, configuration.kernels.liger, configuration.code)
 
@@ -115,13 +110,12 @@ def work(model: ModelFacts, configuration: Configuration) -> Work:
 @lru_cache(maxsize=64)
 def _work(key: _Same[ModelFacts], trained_model: TrainedModel, liger: bool, code: TrainingCode) -> Work:
     model, vision, method = key.value, key.value.vision, trained_model.method
-    has_fused_adapters = code.unsloth and method is Method.QLORA
     layers, heads = model.num_hidden_layers, model.num_attention_heads
     multiplied = products(model, method=method)
     decoder = tuple(product for product in multiplied if not product.is_vision)
     forward, backward, recompute = _passes(model, trained_model, liger, code)
     launched = sum(product.count for product in decoder if product.is_in_layer) + layers
-    wrapped = [] if method is Method.FULL or has_fused_adapters else adapted(model, trained_model.lora)
+    wrapped = [] if method is Method.FULL or code.adapter_costs is not None else adapted(model, trained_model.lora)
     apart = flops_per_token(model, method=method, seq_len=0)
     ends = sum(product.count for product in decoder if product.is_last)
     return Work(
@@ -181,9 +175,8 @@ def _passes(model: ModelFacts, trained_model: TrainedModel, liger: bool, code: T
     """
     layers, hidden, moe = model.num_hidden_layers, model.hidden_size, model.moe
     is_trained = trained_model.is_full
-    cost = costs(liger=liger, unsloth=code.unsloth, is_trained=is_trained)
-    has_fp32_residual = code.fp32_norms and trained_model.method is Method.QLORA
-    tally = _Tally(2.0 if trained_model.precision is Precision.FP32 or has_fp32_residual else 1.0)
+    cost = costs(code.fused, liger=liger, is_trained=is_trained)
+    tally = _Tally(2.0 if trained_model.precision is Precision.FP32 or code.has_fp32_residual else 1.0)
     width, count = _norm_width(model)
     tally.add(cost.norm, width, count, is_sharded=False, scale=1.0)
     queries, keys = model.num_attention_heads * model.head_dim, model.num_key_value_heads * model.head_dim
@@ -201,7 +194,7 @@ def _passes(model: ModelFacts, trained_model: TrainedModel, liger: bool, code: T
         tally.add(cost.experts, visited * hidden, moe.num_moe_layers, is_sharded=False)
     if not is_trained:
         _add_adapters(tally, adapted(model, trained_model.lora), trained_model, code)
-    if has_fp32_residual:
+    if code.has_fp32_residual:
         linears = [group for group in model.tensors if group.is_linear and group.kind in (Kind.ATTENTION, Kind.MLP)]
         width = sum(sum(group.shape) * group.count for group in linears)
         tally.add(CAST, width, 2 * sum(group.count for group in linears), is_sharded=True, scale=1.0)
@@ -240,9 +233,9 @@ def _add_adapters(tally: _Tally, groups: list[TensorGroup], trained_model: Train
     count = sum(group.count for group in groups)
     dropped, also = (5.0, 1) if trained_model.lora.dropout > 0 else (0.0, 0)
     dropout = Cost(forward=dropped, backward=dropped, forward_kernels=also, backward_kernels=also)
-    has_fp32_adapters = not trained_model.is_deepspeed and code.stack in _PEFT_CASTS
+    has_fp32_adapters = not trained_model.is_deepspeed and code.has_peft
     into, out = (FP32_ADAPTER_INPUT, FP32_ADAPTER_OUTPUT) if has_fp32_adapters else (ADAPTER_INPUT, ADAPTER_OUTPUT)
-    if code.unsloth and trained_model.method is Method.QLORA:
-        into, out = FUSED_ADAPTER_INPUT, FUSED_ADAPTER_OUTPUT
+    if code.adapter_costs is not None:
+        into, out = code.adapter_costs
     for cost, width in ((into, inputs), (out, outputs), (dropout, inputs)):
         tally.add(cost, width, count, is_sharded=True, scale=2.0 if trained_model.precision is Precision.FP32 else 1.0)

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from dstrain.choices import Attention, LossKernel, Method, Stack, StateDtypes
+from benchmarks.published.training_code import TRANSFORMERS_4_45, UNSLOTH
+from dstrain.choices import Attention, LossKernel, Method, StateDtypes
 from dstrain.facts.model import families
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.job.schema import Lora
@@ -55,8 +56,7 @@ ONE_GPU = changed(
     attn=Attention.FLASH_ATTENTION_2,
     packing=True,
     state_dtypes=StateDtypes.AUTOCAST,
-    stack=Stack.TRANSFORMERS_4_45,
-    unsloth=True,
+    code=replace(TRANSFORMERS_4_45, fused=UNSLOTH),
     expandable_segments=False,
 )
 """How fms-acceleration's a100_80gb_liger.csv was measured."""
@@ -101,7 +101,7 @@ def test_after_memory_ran_out_once_blocks_lie_closer() -> None:
     [
         (2, 8, {"loss": LossKernel.IN_PLACE}, 38142, 0.03),
         (4, 8, {"loss": LossKernel.IN_PLACE}, 34897, 0.03),
-        (2, 2, {"method": Method.FULL, "state_dtypes": StateDtypes.PURE_BF16, "unsloth": False}, 44382, 0.06),
+        (2, 2, {"method": Method.FULL, "state_dtypes": StateDtypes.PURE_BF16, "code": TRANSFORMERS_4_45}, 44382, 0.06),
         (4, 4, {"method": Method.FULL, "loss": LossKernel.FUSED}, 47700, 0.06),
     ],
 )

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from dstrain.choices import Attention, LossKernel, Method, Offload, Optimizer, Precision, Stack, StateDtypes
+from benchmarks.published.training_code import LITGPT, TORCHTUNE, TRANSFORMERS_4, TRANSFORMERS_4_45
+from dstrain.choices import Attention, LossKernel, Method, Offload, Optimizer, Precision, StateDtypes
 from dstrain.facts import probe
 from dstrain.facts.cluster import cluster as clusters
 from dstrain.facts.cluster import gpus, links
@@ -19,6 +20,7 @@ from dstrain.job.schema import Lora
 from dstrain.plan.configuration import DEFAULTS, Configuration, changed
 from dstrain.plan.estimate_records import Limit, Speed
 from dstrain.plan.speed.step_time import CPU, INTER, LAUNCHES, LIMITS, NVME, OPTIMIZER, PCIE, PRODUCTS, speed
+from dstrain.plan.training_code import TrainingCode
 from tests.cases import plan
 
 QWEN3_8B = probe.read_model("qwen3-8b")
@@ -51,9 +53,7 @@ def _rate(configuration: Configuration = BASE, **cluster: Any) -> float:
     return _speed(configuration, **cluster).tokens_per_s_per_gpu
 
 
-FMS = changed(
-    BASE, state_dtypes=StateDtypes.PURE_BF16, stack=Stack.TRANSFORMERS_4, zero_stage=0, packing=True, micro_batch=8
-)
+FMS = changed(BASE, state_dtypes=StateDtypes.PURE_BF16, code=TRANSFORMERS_4, zero_stage=0, packing=True, micro_batch=8)
 FMS_SHARDED = changed(FMS, zero_stage=3, liger=True)
 FMS_LORA = changed(FMS, method=Method.LORA, lora=Lora(dropout=0.1, targets=("q_proj", "k_proj", "v_proj", "o_proj")))
 TITAN = changed(BASE, state_dtypes=StateDtypes.AUTOCAST, seq_len=8192)
@@ -148,7 +148,7 @@ SLOWER: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "drives": ({"offload": Offload.PARAMS}, {"offload": Offload.NVME}),
     "full training": ({"method": Method.LORA}, {}),
     "4-bit weights": ({"method": Method.LORA}, {"method": Method.QLORA}),
-    "the whole loss at once on Transformers 4": ({}, {"stack": Stack.TRANSFORMERS_4}),
+    "the whole loss at once on Transformers 4": ({}, {"code": TRANSFORMERS_4}),
     "plain cross entropy with many tokens": ({"micro_batch": 16, "loss": LossKernel.FUSED}, {"micro_batch": 16}),
 }
 
@@ -215,7 +215,7 @@ def test_short_sequences_wait_for_the_cpu_and_most_of_all_under_zero3() -> None:
 
 def test_a_loop_over_experts_waits_for_the_cpu() -> None:
     model = probe.read_model("qwen3-30b-a3b")
-    grouped, looped = BASE, changed(BASE, stack=Stack.TRANSFORMERS_4)
+    grouped, looped = BASE, changed(BASE, code=TRANSFORMERS_4)
 
     assert _speed(looped, model=model, num_gpus=16).limited_by is Limit.LAUNCHES
     assert _rate(grouped, model=model, num_gpus=16) > 5 * _rate(looped, model=model, num_gpus=16)
@@ -231,10 +231,10 @@ def test_the_units_of_an_adapter_wait_for_the_cpu_under_pytorchs_sharding() -> N
 
 
 @pytest.mark.parametrize("loss", LossKernel)
-@pytest.mark.parametrize("stack", Stack)
+@pytest.mark.parametrize("code", [TrainingCode(), TRANSFORMERS_4, TRANSFORMERS_4_45, TORCHTUNE, LITGPT])
 @pytest.mark.parametrize("optimizer", Optimizer)
-def test_every_choice_has_a_step_time(loss: LossKernel, stack: Stack, optimizer: Optimizer) -> None:
-    assert _speed(changed(BASE, loss=loss, stack=stack, optimizer=optimizer)).step_s > 0
+def test_every_choice_has_a_step_time(loss: LossKernel, code: TrainingCode, optimizer: Optimizer) -> None:
+    assert _speed(changed(BASE, loss=loss, code=code, optimizer=optimizer)).step_s > 0
 
 
 def test_images_cost_their_patches() -> None:

@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 
-from dstrain.choices import Method, Precision, Stack, StateDtypes
+from benchmarks.published.training_code import TORCHTUNE, UNSLOTH, UNSLOTH_ADAPTER_COSTS
+from dstrain.choices import Method, Precision, StateDtypes
 from dstrain.facts import probe
 from dstrain.job.schema import Lora
 from dstrain.plan.configuration import DEFAULTS, Configuration, changed
 from dstrain.plan.speed.traffic import Pass, work
+from dstrain.plan.training_code import TrainingCode
 
 TRACED = {
     "llama-3.1-8b": ((591, 1332, 1899), (38, 71, 107)),
@@ -63,7 +65,7 @@ def test_liger_moves_about_a_third_of_what_eager_layers_do(name: str) -> None:
 
 def test_unsloth_replaces_norms_and_rotary_embedding_alone() -> None:
     model = probe.read_model("llama-3.1-8b")
-    ways: list[dict[str, Any]] = [{}, {"unsloth": True}, {"liger": True}]
+    ways: list[dict[str, Any]] = [{}, {"code": TrainingCode(fused=UNSLOTH)}, {"liger": True}]
     eager, unsloth, liger = (_bytes(work(model, changed(DEFAULTS, **kernels)).forward) for kernels in ways)
 
     gated = 14336 * 32 * (10 - 6)
@@ -96,14 +98,15 @@ def test_torchtune_keeps_adapters_in_the_models_precision() -> None:
     model = probe.read_model("llama-3.1-8b")
     adapted = changed(DEFAULTS, method=Method.LORA, lora=ADAPTED, state_dtypes=StateDtypes.PURE_BF16)
 
-    tune = work(model, changed(adapted, stack=Stack.TORCHTUNE))
+    tune = work(model, changed(adapted, code=TORCHTUNE))
 
     assert _bytes(tune.forward) == _bytes(work(model, changed(adapted, state_dtypes=StateDtypes.MIXED)).forward)
 
 
 def test_fused_adapters_are_no_modules_and_update_in_place() -> None:
     model = probe.read_model("llama-3.1-8b")
-    adapted = changed(DEFAULTS, method=Method.QLORA, lora=ADAPTED, unsloth=True)
+    code = TrainingCode(adapter_costs=UNSLOTH_ADAPTER_COSTS)
+    adapted = changed(DEFAULTS, method=Method.QLORA, lora=ADAPTED, code=code)
     bare = work(model, changed(adapted, lora=replace(ADAPTED, targets=())))
 
     fused = work(model, adapted)
@@ -115,7 +118,7 @@ def test_fused_adapters_are_no_modules_and_update_in_place() -> None:
 def test_an_fp32_residual_stream_is_twice_as_wide_and_cast_at_every_4_bit_linear() -> None:
     model = probe.read_model("llama-3.1-8b")
     bf16 = changed(DEFAULTS, method=Method.QLORA, lora=Lora(targets=()))
-    plain, wide = work(model, bf16), work(model, changed(bf16, fp32_norms=True))
+    plain, wide = work(model, bf16), work(model, changed(bf16, code=TrainingCode(has_fp32_residual=True)))
 
     norms = 36 * 4096 * 65
     casts = 6 * (4 * 4096 + 2 * 4096 + 2 * 1024 + 3 * (4096 + 14336)) * 32

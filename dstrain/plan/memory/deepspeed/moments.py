@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
-from dstrain.choices import Stack
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.plan.memory.layers.activations import layer_kinds, play
 from dstrain.plan.memory.layers.context import Context, Variant
@@ -133,7 +132,7 @@ def moments(model: ModelFacts, variant: Variant, is_reentrant: bool, keeps_input
     played = {kind: min(count, most) for kind, count in depth.items()}
     tape = Tape(release=GradRelease.AT_ONCE)
     tape.offloads_inputs = variant.checkpointing.offload
-    tape.stops_early = variant.code.stack is Stack.TRANSFORMERS_5 and not is_reentrant
+    tape.stops_early = variant.code.stops_early and not is_reentrant
     tape.keeps_inputs = keeps_inputs
     marks = Marks()
     tape.ledger = marks

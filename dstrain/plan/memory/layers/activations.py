@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
-from dstrain.choices import Attention, Stack
+from dstrain.choices import Attention
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.facts.model.traced_activations import Traced
 from dstrain.plan.configuration import Configuration
@@ -143,7 +143,7 @@ def peaks(model: ModelFacts, variant: Variant, depth: dict[str, int]) -> dict[st
     tape = Tape(release=variant.release, gathers=variant.gathers)
     tape.offloads_inputs = variant.checkpointing.offload
     tape.keeps_inputs = variant.gathers
-    tape.stops_early = variant.code.stack is Stack.TRANSFORMERS_5
+    tape.stops_early = variant.code.stops_early
     play(Context(model, variant, tape), depth)
     found = tape.ledger.peaks
     order = [kind for kind, count in depth.items() for _ in range(count)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dstrain.choices import Attention, Stack
+from dstrain.choices import Attention
 from dstrain.plan.memory.layers import ops, products
 from dstrain.plan.memory.layers.context import Context
 from dstrain.plan.memory.layers.graph import Tensors
@@ -10,9 +10,6 @@ from dstrain.plan.memory.layers.tensor import Tensor
 
 INDEX = 8
 """Bytes of an index."""
-REPEATED_KEYS = ("mistral", "mixtral")
-"""Families that repeat keys and values before flash attention in Transformers 4.45.
-Source: its modeling_mistral.py, modeling_mixtral.py: …FlashAttention2.forward."""
 WIDEST_FLASH_HEAD = 256
 """Elements of a head above which there is no flash kernel.
 Source: torch 2.13 ATen/native/transformers/cuda/sdp_utils.cpp: check_head_dim_size_flash."""
@@ -31,7 +28,7 @@ def self_attention(run: Context, q: Tensor, k: Tensor, v: Tensor, heads: int, *,
     if variant.kernels.attn is Attention.EAGER:
         return _eager(run, q, k, v, heads, is_cat=is_cat)
     if variant.kernels.attn is Attention.FLASH_ATTENTION_2:
-        if variant.code.stack is Stack.TRANSFORMERS_4_45 and run.model.model_type in REPEATED_KEYS:
+        if run.model.model_type in variant.code.families_that_repeat_keys:
             k, v = repeated(run, k, q.numel, heads), repeated(run, v, values, heads)
         output = _flash_attention_2(run, q, k, v, heads, is_cat=is_cat)
         is_cut, is_flat = v.numel != k.numel, variant.has_mask or _flattens(run)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
-from dstrain.choices import Attention, Method, Stack, StateDtypes
+from dstrain.choices import Attention, Method, StateDtypes
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.plan.configuration import (
     Checkpointing,
@@ -14,12 +14,12 @@ from dstrain.plan.configuration import (
     MicroBatch,
     Parallel,
     TrainedModel,
-    TrainingCode,
 )
 from dstrain.plan.memory.layers import ops, products
 from dstrain.plan.memory.layers.graph import Tape, Tensors
-from dstrain.plan.memory.layers.kernels import kernels
+from dstrain.plan.memory.layers.kernels import LIGER, PLAIN
 from dstrain.plan.memory.layers.tensor import GradRelease, Param, Storage, Tensor
+from dstrain.plan.training_code import TrainingCode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,13 +49,12 @@ class Variant:
     @property
     def residual_item(self) -> int:
         """Bytes of one element of the residual stream."""
-        return 4 if self.code.fp32_norms else self.item
+        return 4 if self.code.has_fp32_residual else self.item
 
     @property
     def adapter_item(self) -> int:
         """Bytes of one element of an adapter: PEFT keeps adapters in fp32, DeepSpeed casts them with the model."""
-        is_own = self.code.stack in (Stack.TORCHTUNE, Stack.LITGPT)
-        return self.item if self.model.is_deepspeed or is_own else 4
+        return self.item if self.model.is_deepspeed or not self.code.has_peft else 4
 
     @property
     def seq_len(self) -> int:
@@ -70,8 +69,7 @@ class Variant:
     @property
     def holds_layers(self) -> bool:
         """Whether each layer's input and its gradient stay to the end, as under FSDP if weights are frozen."""
-        is_own = self.code.stack in (Stack.TORCHTUNE, Stack.LITGPT)
-        return self.is_sharded and not self.model.is_deepspeed and not self.model.is_full and not is_own
+        return self.is_sharded and not self.model.is_deepspeed and not self.model.is_full and self.code.has_peft
 
 
 def variant_of(configuration: Configuration) -> Variant:
@@ -145,7 +143,7 @@ class Context:
     def __init__(self, model: ModelFacts, variant: Variant, tape: Tape) -> None:
         self.model, self.variant, self.tape = model, variant, tape
         self.linears = linears(model)
-        self.kernels = kernels(model.model_type, liger=variant.kernels.liger, unsloth=variant.code.unsloth)
+        self.kernels = LIGER.get(model.model_type, PLAIN) if variant.kernels.liger else variant.code.fused
         self.rows = variant.batch.micro_batch * variant.seq_len
         self.trains = variant.model.is_full
         self.cos: Tensor | None = None
@@ -209,8 +207,7 @@ class Context:
         node = None
         numel, x_numel = outputs * inputs, x.numel
         if tape.needs(x):
-            # LitGPT's bitsandbytes, older than 0.42, keeps the input
-            saved = tape.save(ops.view_without_node(x) if self.variant.code.stack is Stack.LITGPT else None)
+            saved = tape.save(ops.view_without_node(x) if self.variant.code.keeps_quantized_inputs else None)
 
             def backward(grad: Tensor) -> Tensors:
                 saved.take()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dstrain.choices import Attention, Stack
+from dstrain.choices import Attention
 from dstrain.plan.memory.layers import ops
 from dstrain.plan.memory.layers.context import Context
 from dstrain.plan.memory.layers.graph import Tape, Tensors
@@ -31,7 +31,7 @@ def embedded(run: Context, table: Param, *, scales: bool) -> Tensor:
     del whole
     if scales:
         result = ops.unary(tape, result)
-    if run.variant.checkpointing.enabled and not run.trains and run.variant.code.stack is Stack.TRANSFORMERS_5:
+    if run.variant.checkpointing.enabled and not run.trains and run.variant.code.stops_early:
         result.node = _leaf(tape, result)
     if run.variant.residual_item != item:
         return ops.cast(tape, result, run.variant.residual_item)

@@ -1,4 +1,4 @@
-"""Which of a model's parts run on fused kernels: what Liger replaces in each family, and Unsloth in any."""
+"""Which of a model's parts run on fused kernels: what Liger replaces in each family."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dstrain.choices import LossKernel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kernels:
+class FusedParts:
     """What runs on fused kernels."""
 
     norm: bool = True
@@ -25,24 +25,22 @@ class Kernels:
     loss: LossKernel = LossKernel.FUSED
 
 
-PLAIN = Kernels(norm=False, rotary=False, mlp=False, loss=LossKernel.FULL)
+PLAIN = FusedParts(norm=False, rotary=False, mlp=False, loss=LossKernel.FULL)
 """Transformers' own code."""
-UNSLOTH = Kernels(mlp=False, loss=LossKernel.FULL)
-"""Unsloth's norms and rotary embedding, as fms-acceleration patches them into any model."""
 
-_DENSE = Kernels()
-_SPARSE = Kernels(experts=True)
-_LATENT = Kernels(rotary=False, experts=True)
-_GEMMA = Kernels(norm_in_place=False)
+_DENSE = FusedParts()
+_SPARSE = FusedParts(experts=True)
+_LATENT = FusedParts(rotary=False, experts=True)
+_GEMMA = FusedParts(norm_in_place=False)
 
-LIGER: Mapping[str, Kernels] = MappingProxyType(
+LIGER: Mapping[str, FusedParts] = MappingProxyType(
     {
         "deepseek_v2": _LATENT,
         "deepseek_v3": _LATENT,
         "gemma3": _GEMMA,
         "gemma3_text": _GEMMA,
-        "glm4": Kernels(norm_in_place=False, rotary=False),
-        "granite": Kernels(loss=LossKernel.IN_PLACE),
+        "glm4": FusedParts(norm_in_place=False, rotary=False),
+        "granite": FusedParts(loss=LossKernel.IN_PLACE),
         "llama": _DENSE,
         "ministral": _DENSE,
         "mistral": _DENSE,
@@ -51,7 +49,7 @@ LIGER: Mapping[str, Kernels] = MappingProxyType(
         "qwen2": _DENSE,
         "qwen3": _DENSE,
         "qwen3_moe": _SPARSE,
-        "qwen3_vl": Kernels(mlp=False),
+        "qwen3_vl": FusedParts(mlp=False),
         "qwen3_vl_moe": _SPARSE,
         "smollm3": _DENSE,
     }
@@ -62,10 +60,3 @@ Source: liger-kernel 0.8.5 transformers/monkey_patch.py: apply_liger_kernel_to_â
 >>> LIGER["granite"].loss.value, "qwen2_moe" in LIGER, "glm" in LIGER
 ('in-place', False, False)
 """
-
-
-def kernels(model_type: str, *, liger: bool, unsloth: bool) -> Kernels:
-    """Returns what runs on fused kernels."""
-    if liger:
-        return LIGER.get(model_type, PLAIN)
-    return UNSLOTH if unsloth else PLAIN

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dstrain.choices import LossKernel, Stack
+from dstrain.choices import LossKernel
 from dstrain.plan.memory.layers import ops, products
 from dstrain.plan.memory.layers.context import Context
 from dstrain.plan.memory.layers.graph import Tensors
@@ -49,10 +49,9 @@ def _entered(run: Context, hidden: Tensor) -> Tensor:
 def _full(run: Context, hidden: Tensor, head: Param, scales: bool) -> Tensor:
     """All logits at once: in the training precision 2, in fp32 4, log-softmax 4; backward 4 + 4 + 4.
 
-    Transformers 4 has a shifted copy in fp32 beside them, 4 more in the forward pass; 4.45 without the first 2.
-    Source: Transformers 5.23 and 4.46 loss/loss_utils.py: ForCausalLMLoss; 4.45 modeling_llama.py.
+    Source: Transformers 5.23 loss/loss_utils.py: ForCausalLMLoss.
     """
-    return _cross_entropy(run, _wide_logits(run, hidden, head, scales))
+    return cross_entropy(run, _wide_logits(run, hidden, head, scales))
 
 
 def _in_place(run: Context, hidden: Tensor, head: Param, scales: bool) -> Tensor:
@@ -76,27 +75,17 @@ def _in_place(run: Context, hidden: Tensor, head: Param, scales: bool) -> Tensor
 
 
 def _wide_logits(run: Context, hidden: Tensor, head: Param, scales: bool) -> Tensor:
-    """Returns the logits in fp32 as the loss takes them; those in the training precision live as long as the caller.
+    """Returns the logits in fp32; those in the training precision, the model's output, live as long as the caller."""
+    if run.variant.code.wide_logits is not None:
+        return run.variant.code.wide_logits(run, hidden, head, scales)
+    run.held.append(logits(run, hidden, head, scales))
+    return ops.cast(run.tape, run.held[-1], ops.FP32)
 
-    Where the loss shifts them, it copies all but the last row of each sample. Transformers 4.48's source does so too,
-    but the published peaks of its own loss have every row, to 2 KiB (fms-acceleration a100_80gb.csv).
-    Source: as `_full`, `_in_place`.
-    """
-    tape, stack = run.tape, run.variant.code.stack
-    numel = run.rows * run.model.vocab_size
-    logits = _headed(run, _product(run, hidden, head))
-    if scales:
-        logits = ops.unary(tape, logits)
-    wide = ops.cast(tape, logits, ops.FP32)
-    if stack is not Stack.TRANSFORMERS_4_45:
-        run.held.append(logits)  # the model's output
-    del logits
-    if stack is Stack.TRANSFORMERS_5 or run.variant.batch.micro_batch == 1:
-        return wide
-    run.held.append(wide)
-    if stack is Stack.TRANSFORMERS_4_45 or run.variant.kernels.loss is LossKernel.IN_PLACE:
-        numel -= run.variant.batch.micro_batch * run.model.vocab_size
-    return ops.copy(tape, ops.cut(tape, wide, numel))
+
+def logits(run: Context, hidden: Tensor, head: Param, scales: bool) -> Tensor:
+    """Returns the logits in the training precision."""
+    result = _headed(run, _product(run, hidden, head))
+    return ops.unary(run.tape, result) if scales else result
 
 
 def _product(run: Context, hidden: Tensor, head: Param) -> Tensor:
@@ -128,7 +117,7 @@ def _headed(run: Context, logits: Tensor) -> Tensor:
     return Tensor(logits.storage, logits.numel, logits.item, tape.node((logits,), backward))
 
 
-def _cross_entropy(run: Context, logits: Tensor) -> Tensor:
+def cross_entropy(run: Context, logits: Tensor) -> Tensor:
     """Log-softmax, kept, and the negative log-likelihood."""
     tape, numel, item = run.tape, logits.numel, logits.item
     likely = tape.new(numel, item)
@@ -157,7 +146,7 @@ def _fused(run: Context, hidden: Tensor, head: Param, scales: bool) -> Tensor:
 
     Up to 0.4 each chunk was cast to fp32; from 0.6 to 0.8.0 a second gradient of the head and one in fp32 stood beside
     the first, for a moment in each chunk, as they still do in fp32 training.
-    Source: liger-kernel 0.8.5 ops/fused_linear_cross_entropy.py: fused_linear_cross_entropy_forward.
+    Source: liger-kernel 0.8.5 ops/fused_linearcross_entropy.py: fused_linearcross_entropy_forward.
     """
     tape, model, item = run.tape, run.model, run.variant.item
     rows, width, vocabulary = run.rows, model.hidden_size, model.vocab_size // run.variant.parallel.tp
@@ -169,7 +158,7 @@ def _fused(run: Context, hidden: Tensor, head: Param, scales: bool) -> Tensor:
     size = min(1 << (-(-rows // chunks) - 1).bit_length(), rows)
     whole = tape.gathered(vocabulary * width, item)
     logits = tape.new(size * vocabulary, item)
-    if run.variant.code.stack is not Stack.TRANSFORMERS_5:
+    if run.variant.code.widens_fused_logits:
         logits = ops.cast(tape, logits, ops.FP32)
     if head.trains and item == ops.FP32:
         product = tape.grad(vocabulary * width, item)
@@ -193,39 +182,19 @@ def _chunked(run: Context, hidden: Tensor, head: Param, scales: bool) -> Tensor:
 
     Torchtune compiles the loss, which then keeps nothing; LitGPT computes it in the training precision.
     Source: torchtune 0.6 modules/transformer.py: chunked_output, modules/loss/ce_chunked_output_loss.py; litgpt
-    utils.py: chunked_cross_entropy.
+    utils.py: chunkedcross_entropy.
     """
     tape = run.tape
     sizes = [hidden.numel // CHUNKS] * (CHUNKS - 1)
     pieces = ops.split(tape, hidden, (*sizes, hidden.numel - sum(sizes)))
-    logits = [_headed(run, _product(run, piece, head)) for piece in pieces]
+    chunks = [_headed(run, _product(run, piece, head)) for piece in pieces]
     del pieces
-    parts = [_loss_of_chunk(run, each) for each in logits]
+    parts = [(run.variant.code.chunk_loss or _wide_cross_entropy)(run, chunk) for chunk in chunks]
     total = parts[0]
     for part in parts[1:]:
         total = ops.add(tape, total, part)
     return total
 
 
-def _loss_of_chunk(run: Context, logits: Tensor) -> Tensor:
-    if run.variant.code.stack is Stack.TORCHTUNE:
-        return _compiled(run, logits)
-    if run.variant.code.stack is Stack.LITGPT:
-        return _cross_entropy(run, logits)
-    return _cross_entropy(run, ops.cast(run.tape, logits, ops.FP32))
-
-
-def _compiled(run: Context, logits: Tensor) -> Tensor:
-    """A compiled loss: keeps the logits and one number a token, and makes only the gradient."""
-    tape = run.tape
-    numel, item = logits.numel, logits.item
-    saved = tape.save(ops.view_without_node(logits), tape.new(numel // run.model.vocab_size, ops.FP32))
-
-    def backward(grad: Tensor) -> Tensors:
-        tape.part = Part.LOGITS
-        kept = saved.take()
-        result = tape.new(numel, item)
-        del kept
-        return (result,)
-
-    return tape.new(1, ops.FP32, tape.node((logits,), backward))
+def _wide_cross_entropy(run: Context, logits: Tensor) -> Tensor:
+    return cross_entropy(run, ops.cast(run.tape, logits, ops.FP32))

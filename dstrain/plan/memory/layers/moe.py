@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from dstrain.choices import Stack
 from dstrain.facts.model.model_facts import Moe
-from dstrain.plan.memory.layers import blocks, moe_loop, ops, products
+from dstrain.plan.memory.layers import blocks, ops, products
 from dstrain.plan.memory.layers.context import Context
 from dstrain.plan.memory.layers.graph import Tensors
 from dstrain.plan.memory.layers.tensor import Param, Tensor
@@ -32,8 +31,8 @@ def mixtral(run: Context, x: Tensor) -> Tensor:
 
     Source: Transformers 5.23 modeling_mixtral.py: MixtralTopKRouter.
     """
-    if run.variant.code.stack is not Stack.TRANSFORMERS_5:
-        return moe_loop.mixtral(run, x)
+    if run.variant.code.mixtral is not None:
+        return run.variant.code.mixtral(run, x)
     logits, weights, indices = softmax_router(run, x, narrows=False)
     output = grouped_experts(run, x, weights, indices)
     del logits

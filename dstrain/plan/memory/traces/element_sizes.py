@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dstrain.choices import Optimizer, Stack, StateDtypes
+from dstrain.choices import Optimizer, StateDtypes
 from dstrain.plan.configuration import Configuration
 from dstrain.plan.memory.params import quantized_bytes_per_param
 from dstrain.plan.memory.traces.event_writer import Script
@@ -42,8 +42,7 @@ def elements(configuration: Configuration) -> Elements:
     """
     compute = configuration.model.item
     has_adapter = not configuration.model.is_full
-    is_own = configuration.code.stack in (Stack.TORCHTUNE, Stack.LITGPT)
-    is_wide = not is_own if has_adapter else configuration.model.state_dtypes is StateDtypes.AUTOCAST
+    is_wide = configuration.code.has_peft if has_adapter else configuration.model.state_dtypes is StateDtypes.AUTOCAST
     trained = FP32 if is_wide else compute
     states: dict[Optimizer, tuple[float, ...]] = {
         Optimizer.ADAMW: (trained, trained),

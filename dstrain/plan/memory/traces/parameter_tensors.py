@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
-from dstrain.choices import Method, Stack
+from dstrain.choices import Method
 from dstrain.facts.model.model_facts import Kind, ModelFacts, TensorGroup
-from dstrain.plan.configuration import TrainedModel, TrainingCode
+from dstrain.plan.configuration import TrainedModel
 from dstrain.plan.memory.params import adapted, is_in_layer, is_inside
+from dstrain.plan.training_code import TrainingCode
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,7 @@ class Weights:
 @cache
 def weights(model: ModelFacts, trained_model: TrainedModel, code: TrainingCode) -> Weights:
     """Returns the parameter tensors; an adapter's two lie behind the weight they adapt."""
-    is_full, lora, stack = trained_model.is_full, trained_model.lora, code.stack
+    is_full, lora = trained_model.is_full, trained_model.lora
     names = set() if is_full else {group.name for group in adapted(model, lora)}
     layers = model.num_hidden_layers
     inside = [group for group in model.tensors if is_inside(group)]
@@ -53,10 +54,10 @@ def weights(model: ModelFacts, trained_model: TrainedModel, code: TrainingCode) 
     after = [group for group in model.tensors if not is_inside(group) and group not in before]
 
     def expanded(group: TensorGroup) -> list[Weight]:
-        quantized = trained_model.method is Method.QLORA and _is_quantized(group, stack)
+        quantized = trained_model.method is Method.QLORA and _is_quantized(group, code)
         trains = is_full and group.kind is not Kind.VISION
         decays = group.kind is not Kind.NORM and not group.name.endswith("bias")
-        parts = _parts(group, stack)
+        parts = _parts(group, code)
         found = [Weight(group.numel // parts, trains, quantized, decays)] * parts
         if group.name in names:
             found += [Weight(lora.rank * size, True, False, True) for size in reversed(group.shape)]
@@ -72,14 +73,14 @@ def weights(model: ModelFacts, trained_model: TrainedModel, code: TrainingCode) 
     )
 
 
-def _is_quantized(group: TensorGroup, stack: Stack) -> bool:
+def _is_quantized(group: TensorGroup, code: TrainingCode) -> bool:
     outside = group.kind in (Kind.HEAD, Kind.VISION)
-    are_linears = stack is not Stack.TRANSFORMERS_5 and group.kind in (Kind.EXPERT, Kind.ROUTER)
+    are_linears = code.has_linear_experts and group.kind in (Kind.EXPERT, Kind.ROUTER)
     return (group.is_linear and not outside) or are_linears
 
 
-def _parts(group: TensorGroup, stack: Stack) -> int:
-    """Returns how many tensors one of Transformers 5 is in Transformers 4, which has every expert by itself."""
-    if stack is Stack.TRANSFORMERS_5 or group.kind is not Kind.EXPERT or len(group.shape) < 3:
+def _parts(group: TensorGroup, code: TrainingCode) -> int:
+    """Returns how many tensors hold a group: one, unless every expert has linears of its own."""
+    if not code.has_linear_experts or group.kind is not Kind.EXPERT or len(group.shape) < 3:
         return 1
     return group.shape[0] * (2 if "gate_up" in group.name else 1)

@@ -11,7 +11,6 @@ from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from dstrain.choices import Stack
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.plan.configuration import Configuration
 from dstrain.plan.memory.deepspeed.moments import MarkedContext
@@ -48,8 +47,8 @@ def record(model: ModelFacts, configuration: Configuration, passes: Passes) -> R
 
 
 def plain_passes(configuration: Configuration, release: GradRelease) -> Passes:
-    """Returns how PyTorch alone runs one: Transformers 4 recomputes in the older way, to the end."""
-    return Passes(release=release, stops_early=configuration.code.stack is Stack.TRANSFORMERS_5)
+    """Returns how PyTorch alone runs one."""
+    return Passes(release=release, stops_early=configuration.code.stops_early)
 
 
 @lru_cache(RECORDINGS_KEPT)

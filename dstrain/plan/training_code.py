@@ -1,0 +1,62 @@
+"""How the code that trains computes layers, adapters and losses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from dstrain.plan.memory.layers.kernels import PLAIN, FusedParts
+from dstrain.plan.speed.kernel_costs import Cost
+
+if TYPE_CHECKING:
+    from dstrain.plan.memory.layers.context import Context
+    from dstrain.plan.memory.layers.tensor import Param, Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertLoop:
+    """What calling one expert after the other costs the CPU, which launches nothing ahead."""
+
+    kernels: tuple[float, float]
+    """Kernels of one expert, forward and backward."""
+    modules: int
+    """Linears of one expert, each a module that ZeRO-3 gathers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingCode:
+    """The defaults are what dstrain runs, Transformers 5.23 and PEFT 0.21; published runs of other code differ."""
+
+    stops_early: bool = True
+    """Whether a recomputation ends as soon as all that was saved exists again."""
+    is_reentrant: bool = False
+    """Whether checkpointing computes whole layers again, whatever is trained."""
+    has_peft: bool = True
+    """Whether adapters are PEFT's: fp32 unless DeepSpeed casts them. Others have the training precision."""
+    masks_packed_rows: bool = True
+    """Whether SDPA gets a mask of the samples that share a row."""
+    families_that_repeat_keys: tuple[str, ...] = ()
+    """Model types that repeat keys and values before flash attention."""
+    keeps_quantized_inputs: bool = False
+    """Whether 4-bit linears keep their input."""
+    has_fp32_residual: bool = False
+    """Whether norms, and so the residual stream between 4-bit linears, are fp32."""
+    has_linear_experts: bool = False
+    """Whether each expert is made of linears of its own, which 4 bits can hold."""
+    expert_loop: ExpertLoop | None = None
+    """The loop over experts; None: grouped matrix products."""
+    mixtral: Callable[[Context, Tensor], Tensor] | None = None
+    """Mixtral's block of experts; None: grouped matrix products."""
+    wide_logits: Callable[[Context, Tensor, Param, bool], Tensor] | None = None
+    """From hidden states, with the head and whether logits are scaled, to the fp32 logits of the loss."""
+    chunk_loss: Callable[[Context, Tensor], Tensor] | None = None
+    """The loss of one chunk of logits; None: in fp32."""
+    widens_fused_logits: bool = False
+    """Whether the fused loss casts its logits to fp32, as Liger up to 0.4 did."""
+    loss_bytes_per_logit: float = 0.0
+    """Bytes that the plain loss moves for each logit beyond those of Transformers 5."""
+    fused: FusedParts = PLAIN
+    """Parts that run on fused kernels without Liger."""
+    adapter_costs: tuple[Cost, Cost] | None = None
+    """Costs of the adapters' inputs and outputs if their products are fused into those of the linears."""
