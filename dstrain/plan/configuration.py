@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, get_type_hints
 
@@ -206,8 +206,8 @@ class Configuration:
         """Makes records write a configuration as `flat` has it, and read it back."""
         from pydantic_core import core_schema
 
-        kinds = {part.name: get_type_hints(type(getattr(DEFAULTS, part.name))) for part in fields(cls)}
-        kinds[""] = get_type_hints(cls)
+        parts = {part for part, _ in choices().values()}
+        kinds = {part: get_type_hints(type(getattr(DEFAULTS, part)) if part else cls) for part in parts}
         legal = {
             name: core_schema.typed_dict_field(handler.generate_schema(kinds[part][choice]))
             for name, (part, choice) in choices().items()
@@ -263,8 +263,6 @@ def changed(configuration: Configuration, **values: Any) -> Configuration:
 
 
 def flat(configuration: Configuration) -> dict[str, Any]:
-    """Returns every choice by the names of `choices`."""
-    return {
-        name: getattr(getattr(configuration, part) if part else configuration, choice)
-        for name, (part, choice) in choices().items()
-    }
+    """Returns every choice as data, by the names of `choices`."""
+    data = asdict(configuration)
+    return {name: (data[part] if part else data)[choice] for name, (part, choice) in choices().items()}

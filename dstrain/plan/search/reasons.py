@@ -57,7 +57,7 @@ def neighbours(
 
 def _flips(request: Request, chosen: Configuration) -> Iterator[tuple[Topic, str, str, Configuration]]:
     """Yields topic, the choice as it is and as it could be in words, and the configuration that it would make."""
-    zero = chosen.zero
+    zero, is_enabled = chosen.zero, chosen.checkpointing.enabled
     for stage in (0, 1, 2, 3):
         if stage != zero.stage:
             hpz, ratio = (zero.hpz, zero.offload_ratio) if stage == 3 else (1, 1.0)
@@ -67,17 +67,14 @@ def _flips(request: Request, chosen: Configuration) -> Iterator[tuple[Topic, str
         if offload is not zero.offload:
             other = replace(chosen, zero=replace(zero, offload=offload, offload_ratio=1.0))
             yield Topic.OFFLOAD, _offload_words(zero.offload), _offload_words(offload), other
-    words = ("checkpointing", "no checkpointing")
-    is_enabled = chosen.checkpointing.enabled
-    mine, theirs = words if is_enabled else words[::-1]
+    words = ("no checkpointing", "checkpointing")
     other = replace(chosen, checkpointing=replace(chosen.checkpointing, enabled=not is_enabled))
-    yield Topic.GRAD_CKPT, mine, theirs, other
+    yield Topic.GRAD_CKPT, words[is_enabled], words[not is_enabled], other
     micro_batch, grad_accum = chosen.batch.micro_batch, chosen.step.grad_accum
     batches = [(2 * micro_batch, grad_accum // 2)] if grad_accum % 2 == 0 else []
     batches += [(micro_batch // 2, 2 * grad_accum)] if micro_batch % 2 == 0 else []
     for count, accum in batches:
-        other = with_batch(chosen, count, accum)
-        yield Topic.MICRO_BATCH, f"micro-batch {micro_batch}", f"micro-batch {count}", other
+        yield Topic.MICRO_BATCH, f"micro-batch {micro_batch}", f"micro-batch {count}", with_batch(chosen, count, accum)
     if zero.hpz > 1:
         yield Topic.HPZ, f"hpZ {zero.hpz}", "no hpZ", replace(chosen, zero=replace(zero, hpz=1))
 

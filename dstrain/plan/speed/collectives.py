@@ -129,17 +129,16 @@ def _sharded(c: Configuration, counts: Trained, work: Work, ranks: int) -> list[
     """
     tp = c.parallel.tp
     is_deepspeed = c.model.is_deepspeed
-    is_hidden = c.zero.overlap_comm or not is_deepspeed
+    hidden = c.zero.overlap_comm or not is_deepspeed
     numel = (counts.trainable + counts.frozen) / tp
     size = c.model.item * numel + NF4_BYTES_PER_PARAM * counts.quantized / tp
-    per_layer = 1.0
-    again = 1.0
+    per_layer = again = 1.0
     if is_deepspeed:
         elements = numel + counts.quantized / tp
         per_layer = min(9.0, max(1.0, elements / work.num_layers / max(1, c.zero.prefetch_bucket_size)))
         again = 1 - min(1.0, c.zero.max_reuse_distance / 2 / max(1.0, elements))
     messages = 1 + per_layer * work.num_layers
-    group, hidden = (c.zero.hpz if 1 < c.zero.hpz < ranks else ranks), is_hidden
+    group = c.zero.hpz if 1 < c.zero.hpz < ranks else ranks
     reduced = c.model.item * counts.trainable / tp
     scatters = 1 + (counts.trainable / tp / max(1, c.zero.reduce_bucket_size) if is_deepspeed else work.num_layers)
     return [
@@ -153,12 +152,7 @@ def _sharded(c: Configuration, counts: Trained, work: Work, ranks: int) -> list[
             is_hidden=hidden,
         ),
         Collective(
-            phase=Phase.BACKWARD,
-            num_bytes=reduced,
-            messages=scatters,
-            ranks=ranks,
-            stride=tp,
-            is_hidden=hidden,
+            phase=Phase.BACKWARD, num_bytes=reduced, messages=scatters, ranks=ranks, stride=tp, is_hidden=hidden
         ),
     ]
 

@@ -67,10 +67,10 @@ def _filled(config: dict[str, Any], case: Case, folder: Path) -> dict[str, Any]:
     chosen = plan(**case.options).chosen.configuration
     arguments = TrainingArguments(
         output_dir=str(folder),
-        per_device_train_batch_size=chosen.micro_batch,
-        gradient_accumulation_steps=chosen.grad_accum,
+        per_device_train_batch_size=chosen.batch.micro_batch,
+        gradient_accumulation_steps=chosen.step.grad_accum,
         use_cpu=True,
-        bf16=chosen.precision == "bf16",
+        bf16=chosen.model.precision == "bf16",
         report_to="none",
     )
     filler = HfTrainerDeepSpeedConfig(config)

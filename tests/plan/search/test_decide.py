@@ -43,7 +43,7 @@ def test_reasons_carry_the_batch_identity() -> None:
 
 def test_a_cpu_trains_in_fp32() -> None:
     assert (
-        plan(model="qwen3-0.6b", gpus=2, gpu="cpu", seq_len=512, host_memory=2**38).chosen.configuration.precision
+        plan(model="qwen3-0.6b", gpus=2, gpu="cpu", seq_len=512, host_memory=2**38).chosen.configuration.model.precision
         is Precision.FP32
     )
 

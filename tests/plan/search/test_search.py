@@ -213,7 +213,10 @@ def test_a_sequence_longer_than_the_model_is_refused() -> None:
 
 
 def test_packed_micro_batches_grow_where_memory_allows() -> None:
-    assert plan(model="qwen3-0.6b", gpus=8, gpu="h200", packing=True, seq_len=512).chosen.configuration.micro_batch > 1
+    assert (
+        plan(model="qwen3-0.6b", gpus=8, gpu="h200", packing=True, seq_len=512).chosen.configuration.batch.micro_batch
+        > 1
+    )
 
 
 def test_buffers_grow_into_half_of_the_memory_left() -> None:
