@@ -116,6 +116,19 @@ class Checkpointing:
     offload: bool = _named("activation_offload", False)
     """Whether these inputs wait in host RAM."""
 
+    @property
+    def period(self) -> int:
+        """Layers after which the pattern of recomputed layers repeats."""
+        return 1
+
+    def recomputes(self, layer: int) -> bool:
+        """Returns whether a layer is recomputed."""
+        return self.enabled
+
+    def share(self, num_layers: int) -> float:
+        """Returns the share of recomputed layers, 0…1."""
+        return sum(map(self.recomputes, range(num_layers))) / num_layers
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parallel:

@@ -165,7 +165,7 @@ def _sequence_parallel(c: Configuration, work: Work) -> list[Collective]:
     """
     tp = c.parallel.tp
     size = c.model.item * c.batch.tokens / c.parallel.sp * 2 * (work.query_width + work.key_width) / tp
-    times = 2 if c.checkpointing.enabled else 1
+    times = 1 + c.checkpointing.share(work.num_layers)
     messages = 4 * work.num_layers
     return [
         Collective(
@@ -195,7 +195,7 @@ def _tensor_parallel(c: Configuration, work: Work) -> list[Collective]:
     """
     tp = c.parallel.tp
     size = c.model.item * c.batch.tokens / c.parallel.sp * work.layer_width
-    times = 3 if c.checkpointing.enabled else 2
+    times = 2 + c.checkpointing.share(work.num_layers)
     return [
         Collective(phase=Phase.FORWARD, num_bytes=2 * size, messages=2 * work.num_layers, ranks=tp, passes=2),
         Collective(

@@ -139,10 +139,10 @@ def passes(work: Work, rates: Efficiency, chosen: Setting) -> tuple[Times, Times
     bytes_forward, bytes_backward = _bytes_forward(work, s), _bytes_backward(work, s, recomputed)
     launched, launched_back, launched_again = _launched(work, rates, s, recomputed)
     through = 2.5 * attention
-    if s.checkpointing.enabled:
-        launched_back += launched_again
-        backward += again
-        through += attention
+    share = s.checkpointing.share(work.num_layers)
+    launched_back += share * launched_again
+    backward += share * again
+    through += share * attention
     return (
         _times(forward + vision, attention, bytes_forward / rates.hbm_bytes_per_s, launched, _loops(work, s)),
         _times(backward, through, bytes_backward / rates.hbm_bytes_per_s, launched_back, _loops(work, s)),
@@ -250,7 +250,6 @@ def _bytes_backward(work: Work, s: Setting, recomputed: Pass) -> float:
     total = _moved(work.backward, s) + DEQUANTISE_BYTES_PER_PARAM * work.num_quantized_params
     scores = s.tokens * s.batch.seq_len * work.num_heads / s.parallel.tp if s.kernels.attn is Attention.EAGER else 0.0
     total += EAGER_ATTENTION_BYTES[1] * scores
-    if s.checkpointing.enabled:
-        total += _moved(recomputed, s) + DEQUANTISE_BYTES_PER_PARAM * work.num_quantized_params
-        total += EAGER_ATTENTION_BYTES[0] * scores
-    return total
+    again = _moved(recomputed, s) + DEQUANTISE_BYTES_PER_PARAM * work.num_quantized_params
+    again += EAGER_ATTENTION_BYTES[0] * scores
+    return total + s.checkpointing.share(work.num_layers) * again

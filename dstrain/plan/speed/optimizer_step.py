@@ -90,7 +90,7 @@ def stepping(cluster: Cluster, configuration: Configuration, work: Work, rates: 
     shards = c.model.item * (counts.trainable + counts.frozen) / c.parallel.tp / ranks
     pcie = rates.pcie_bytes_per_s * (1.0 if c.zero.pin_memory else PAGEABLE_RATIO)
     checkpoints = c.batch.tokens / c.parallel.sp * work.layer_width * c.model.item
-    forward = checkpoints if c.checkpointing.offload and c.checkpointing.enabled else 0.0
+    forward = checkpoints * c.checkpointing.share(work.num_layers) if c.checkpointing.offload else 0.0
     backward = forward + (offloaded * (4 + 2 * (c.step.grad_accum - 1)) / c.step.grad_accum)
     up = offloaded * c.model.item
     if c.zero.offloads_params:
@@ -136,7 +136,7 @@ def _gpu_bytes(c: Configuration, work: Work, stepped: float, ranks: int, slowdow
     casts = 0.0
     if c.model.state_dtypes is StateDtypes.AUTOCAST:
         cast = (counts.trainable + counts.frozen) / c.parallel.tp / (ranks if c.zero.stage else 1)
-        casts = 6.0 * cast * c.step.grad_accum * (2 if c.checkpointing.enabled else 1)
+        casts = 6.0 * cast * c.step.grad_accum * (1 + c.checkpointing.share(work.num_layers))
     return stepped * (kernel * size / 4 + CLIPPING_ELEMENTS * size) + accumulated + casts
 
 

@@ -201,7 +201,5 @@ def programmed(model: ModelFacts, settings: Settings, anatomy: Anatomy) -> Progr
     shape = Shape(
         method=trained_model.method, lora=trained_model.lora, linears=anatomy.linears, tp=settings.parallel.tp
     )
-    passes = Passes(
-        recomputes=settings.checkpointing.enabled, is_reentrant=settings.is_reentrant, detached=anatomy.detached
-    )
+    passes = Passes(checkpointing=settings.checkpointing, is_reentrant=settings.is_reentrant, detached=anatomy.detached)
     return program(model, shape, passes)

@@ -129,7 +129,8 @@ def moments(model: ModelFacts, variant: Variant, is_reentrant: bool, keeps_input
     """Returns a micro-batch's moments; gradients of parameters leave the tape as soon as they are made."""
     depth = layer_kinds(model, variant)
     most = LAYERS_PLAYED + (OFFLOADED_IN_FLIGHT if variant.checkpointing.offload else 0)
-    played = {kind: min(count, most) for kind, count in depth.items()}
+    is_even = variant.checkpointing.period == 1  # else what layers keep does not grow evenly, and all are played
+    played = {kind: min(count, most) if is_even else count for kind, count in depth.items()}
     tape = Tape(release=GradRelease.AT_ONCE)
     tape.offloads_inputs = variant.checkpointing.offload
     tape.stops_early = variant.code.stops_early and not is_reentrant

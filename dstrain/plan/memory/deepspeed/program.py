@@ -7,6 +7,7 @@ from enum import IntEnum
 from functools import cache
 
 from dstrain.facts.model.model_facts import ModelFacts
+from dstrain.plan.configuration import Checkpointing
 from dstrain.plan.memory.deepspeed.modules import Module, Modules, Shape, modules
 from dstrain.plan.memory.deepspeed.moments import Key
 
@@ -52,8 +53,8 @@ class Program:
 class Passes:
     """How the forward and backward pass go."""
 
-    recomputes: bool
-    """Whether layers are recomputed."""
+    checkpointing: Checkpointing
+    """Which layers are recomputed."""
     is_reentrant: bool
     """Whether in the older way."""
     detached: frozenset[str]
@@ -78,7 +79,7 @@ class _Writer:
 
     def __init__(self, found: Modules, passes: Passes) -> None:
         self.found = found
-        self.recomputes, self.is_reentrant = passes.recomputes, passes.is_reentrant
+        self.checkpointing, self.is_reentrant = passes.checkpointing, passes.is_reentrant
         self.detached = passes.detached
         self.events: list[tuple[Event, int]] = []
         self.marks: list[Key] = []
@@ -105,7 +106,9 @@ class _Writer:
         self.backward_of_loss()
         for index in reversed(range(len(found.layers))):
             self.layer_backward(found.layers[index], index)
-        if self.trains(found.embedding) or self.recomputes:  # else nothing before the first adapter has a gradient
+        if (
+            self.trains(found.embedding) or self.checkpointing.enabled
+        ):  # else nothing before the first adapter has a gradient
             self.put(Event.FETCH_BACK, found.embedding)
             self.mark("embedding backward", -1, "")
             self.grads(found.embedding)
@@ -183,10 +186,10 @@ class _Writer:
         """Writes a layer's backward pass."""
         self.put(Event.FETCH_BACK, layer)
         self.mark("layer backward", index, "")
-        if self.recomputes and self.is_reentrant:
+        if self.checkpointing.recomputes(index) and self.is_reentrant:
             for child in layer.children:
                 self.forward(child, index, "recompute")
-        elif self.recomputes:
+        elif self.checkpointing.recomputes(index):
             self.again = layer
         first = 1 if index == 0 and self.detached else 0  # nothing passes the norm before the first adapter
         for child in reversed(layer.children[first:]):
@@ -214,7 +217,7 @@ class _Writer:
             self.postpone_mark()
         if module.mark or not module.children:
             self.recompute(module, layer)
-        self.finish(module, base)
+        self.finish(module, base, layer)
         if module.mark:
             self.mark("after", layer, module.mark)
 
@@ -224,9 +227,10 @@ class _Writer:
         if again is not None:
             any(self.forward(child, layer, "recompute", until=module) for child in again.children)
 
-    def finish(self, module: Module, base: Module) -> None:
+    def finish(self, module: Module, base: Module, layer: int) -> None:
         """Writes the end of a module's backward pass: what it saved goes, gradients come to rest."""
-        if base.is_linear and self.recomputes and not self.is_reentrant and module.mark:
+        keeps = self.checkpointing.recomputes(layer) and not self.is_reentrant
+        if base.is_linear and keeps and module.mark:
             self.events += [(Event.DROP, index) for index in base.weights]
         self.grads(base)
         if base is not module:

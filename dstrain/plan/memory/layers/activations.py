@@ -82,23 +82,25 @@ def _traced(traced: Traced, model: ModelFacts, variant: Variant) -> tuple[Instan
 @cache
 def of_variant(model: ModelFacts, variant: Variant) -> tuple[Instant, ...]:
     """Returns the peaks: one tape with a layer of each kind, one more for each kind, extrapolated to the depth."""
-    depth = layer_kinds(model, variant)
-    short = dict.fromkeys(depth, 1)
+    depth, period = layer_kinds(model, variant), variant.checkpointing.period
+    least = dict.fromkeys(depth, period)
     if not variant.model.is_full or variant.batch.image_patches or not variant.checkpointing.enabled:
         # the first layer's input is the embedding, which lives on and may need no gradient; image features follow it
-        short[next(iter(short))] = 3 if variant.batch.image_patches else 2
+        first = next(iter(least))
+        least[first] = max(period, 3 if variant.batch.image_patches else 2)
     if variant.checkpointing.offload:
-        short[next(reversed(short))] = OFFLOADED_IN_FLIGHT + 1
+        least[next(reversed(least))] = max(period, OFFLOADED_IN_FLIGHT + 1)
+    short = {kind: count + (depth[kind] - count) % period for kind, count in least.items()}  # in step with the pattern
     short = {kind: min(count, depth[kind]) for kind, count in short.items()}
     base = peaks(model, variant, short)
     values = {name: list(parts) for name, parts in base.items()}
     for kind, count in short.items():
         if depth[kind] == count:
             continue
-        longer = peaks(model, variant, {**short, kind: count + 1})
+        longer = peaks(model, variant, {**short, kind: count + period})
         for name, parts in longer.items():
             for index, (low, high) in enumerate(zip(base[name], parts, strict=True)):
-                values[name][index] += (depth[kind] - count) * (high - low)
+                values[name][index] += (depth[kind] - count) // period * (high - low)
     return tuple(_instant(name, parts, model.num_hidden_layers) for name, parts in values.items())
 
 
@@ -127,18 +129,19 @@ def layer_kinds(model: ModelFacts, variant: Variant) -> dict[str, int]:
 
 def _instant(name: str, parts: list[int], layers: int) -> Instant:
     activations, logits, grads, gathered = parts
-    plain, _, edge = name.partition("/")
-    done = {"": 0, "last": 0, "first": layers - 1}.get(edge.rpartition("/")[2], 0)
-    if plain == "embedding backward":
-        done = layers
+    plain, _, place = name.partition("/")
+    done = layers if plain == "embedding backward" else 0
+    if place:
+        index = int(place.rpartition("/")[2])
+        done = layers - 1 - index if index >= 0 else -1 - index
     return Instant(name=plain, activations=activations, logits=logits, grads=grads, gathered=gathered, layers_done=done)
 
 
 def peaks(model: ModelFacts, variant: Variant, depth: dict[str, int]) -> dict[str, tuple[int, ...]]:
     """Returns the peak of each instant of a model with so many layers of each kind, by part.
 
-    The backward pass of the first and of the last layer of a kind are instants of their own: between them the peak
-    goes in a straight line, so one of the two is the largest.
+    The backward passes of the first and of the last layers of a kind are instants of their own, one for each place in
+    the pattern of recomputed layers: between them the peak follows a straight line, so one of the two is the largest.
     """
     tape = Tape(release=variant.release, gathers=variant.gathers)
     tape.offloads_inputs = variant.checkpointing.offload
@@ -153,8 +156,9 @@ def peaks(model: ModelFacts, variant: Variant, depth: dict[str, int]) -> dict[st
             named[name] = parts
     for kind in depth:
         places = [index for index, each in enumerate(order) if each == kind]
-        for edge, index in (("first", places[0]), ("last", places[-1])):
-            name = f"layer backward {index}"
+        edges = range(min(len(places), variant.checkpointing.period))
+        for edge in (*edges, *(-1 - edge for edge in edges)):
+            name = f"layer backward {places[edge]}"
             if name in found:
                 named[f"layer backward/{kind}/{edge}"] = found[name]
     return named
@@ -195,7 +199,7 @@ def _forward(run: Context, code: LayerCode, depth: dict[str, int], images: Tenso
     order = [kind for kind, count in depth.items() for _ in range(count)]
     for index, kind in enumerate(order):
         layer = _layer(run, code, kind)
-        hidden = tape.checkpoint(layer, hidden) if variant.checkpointing.enabled else layer(hidden)
+        hidden = tape.checkpoint(layer, hidden) if variant.checkpointing.recomputes(index) else layer(hidden)
         hidden = output = marked(run, hidden, f"layer backward {index}")
         if seen and seen.levels and index == 0:  # those that follow leave as much behind as layers without
             hidden = vision.deepened(run, hidden, seen.levels[0], seen.mask)

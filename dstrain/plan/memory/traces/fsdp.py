@@ -54,7 +54,7 @@ class _Run:
     """Writes one rank's run down."""
 
     def __init__(self, model: ModelFacts, configuration: Configuration, ranks: int) -> None:
-        self.ranks, self.recomputes = ranks, configuration.checkpointing.enabled
+        self.ranks, self.checkpointing = ranks, configuration.checkpointing
         self.each = elements(configuration)
         found = weights(model, configuration.model, configuration.code)
         self.units: list[tuple[Weight, ...]] = [(*found.before, *found.after), *found.layers]
@@ -196,7 +196,7 @@ class _Passes:
             self.run.script.allocate(self.workspace_bytes)
         elif what == "layer backward":
             self.end_layer()
-            self.back, self.is_again = layer, self.run.recomputes
+            self.back, self.is_again = layer, self.run.checkpointing.recomputes(layer)
             self.run.gather(layer + 1)
         elif what == "backward" and layer == self.back:
             self.recomputed()

@@ -58,7 +58,7 @@ def _recorded(model: ModelFacts, variant: Variant, passes: Passes, is_terse: boo
     depth = {kind: count for kind, count in depth.items() if count}
     longest = max(depth, key=lambda kind: depth[kind])
     more = depth[longest] - 2 * EDGE
-    if more > 0:
+    if more > 0 and variant.checkpointing.period == 1:
         short = _played(model, variant, {**depth, longest: 2 * EDGE}, passes)
         first = 0 if longest == next(iter(depth)) else model.num_hidden_layers - depth[longest]
         found = repeated(short, first + EDGE - 1, more, is_terse=is_terse)
