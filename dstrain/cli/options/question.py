@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from dstrain.choices import Attention, LossKernel, Precision
@@ -67,17 +67,9 @@ def _way(request: Request) -> trace_records.Question:
     )
 
 
-_FIELDS = (
-    *("method", "seq_len", "global_batch", "micro_batch", "grad_accum", "zero_stage", "offload", "grad_ckpt"),
-    *("precision", "attn", "packing", "optimizer", "sp", "tp", "liger", "activation_offload", "double_quant"),
-    "image_patches",
-)
-"""Options that a request has by the same name."""
-
-
 def _request(options: dict[str, Any]) -> Request:
     """Returns the wish; options of `plan` alone lift what gen-config cannot carry out."""
-    asked = {name: options[name] for name in _FIELDS if name in options}
+    asked = {field.name: options[field.name] for field in fields(Request) if field.name in options}
     if "states" not in options:
         return Request(**asked)
     if options["lora_rank"] < 1:
@@ -87,11 +79,11 @@ def _request(options: dict[str, Any]) -> Request:
     names = tuple(name.strip() for name in options["lora_targets"].split(",") if name.strip())
     if not names:
         raise InvalidConfig("--lora-targets names no layer", hint="Write --lora-targets all-linear, or layers.")
+    asked["loss"] = options["loss"] or (LossKernel.FUSED if options["liger"] else LossKernel.FULL)
     return Request(
         **asked,
         lora=Lora(rank=options["lora_rank"], dropout=options["lora_dropout"], targets=names),
         state_dtypes=options["states"],
-        loss=options["loss"] or (LossKernel.FUSED if options["liger"] else LossKernel.FULL),
         writable=False,
     )
 

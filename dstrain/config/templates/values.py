@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from dstrain.choices import Method, Offload
+from dstrain.choices import Offload
 from dstrain.facts.cluster.cluster import Cluster
 from dstrain.facts.workload import Workload
-from dstrain.plan.configuration import Configuration
+from dstrain.plan.configuration import Configuration, flat
 from dstrain.plan.estimate_records import Plan
 
 _TEMPLATES = {
@@ -60,16 +60,8 @@ def job_values(plan: Plan, cluster: Cluster, **given: Any) -> dict[str, Any]:
     """Returns what the job template names; `given` holds model, data, hub and output folder as the user asked."""
     configuration = plan.chosen.configuration
     return {
-        "method": configuration.model.method,
-        "is_adapter": configuration.model.method is not Method.FULL,
-        "lora": configuration.model.lora,
-        "precision": configuration.model.precision,
-        "attn": configuration.kernels.attn,
-        "seq_len": configuration.batch.seq_len,
-        "packing": configuration.batch.packing,
-        "micro_batch": configuration.batch.micro_batch,
-        "grad_accum": configuration.step.grad_accum,
-        "grad_ckpt": configuration.checkpointing.enabled,
+        **flat(configuration),
+        "is_adapter": not configuration.model.is_full,
         "learning_rate": plan.learning_rate,
         "global_batch": plan.global_batch,
         "env": {"DS_ACCELERATOR": "cpu"} if cluster.gpu.is_cpu else {},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import fields
 from pathlib import Path
 
 from dstrain.config.lint.subject import JobContext
@@ -78,14 +79,4 @@ def workload_of(context: JobContext) -> Workload | None:
 
 def request_of(job: Job) -> Request:
     """Returns the job as a complete request."""
-    return Request(
-        method=job.method,
-        lora=job.lora,
-        seq_len=job.seq_len,
-        micro_batch=job.micro_batch,
-        grad_accum=job.grad_accum,
-        grad_ckpt=job.grad_ckpt,
-        precision=job.precision,
-        attn=job.attn,
-        packing=job.packing,
-    )
+    return Request(**{field.name: getattr(job, field.name) for field in fields(Request) if hasattr(job, field.name)})
