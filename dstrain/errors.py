@@ -1,12 +1,12 @@
 """Errors a person can fix, grouped by who can fix them, each with its exit code.
 
     DstrainError                 what happened, and the next thing to type
-    ├── RunFailed             1  a training run ended badly (the ranks' own codes are in the message)
-    ├── InvalidConfig         3  ds_config.json, job.yaml, a hostfile or data is wrong
-    ├── DoesNotFit            4  no configuration fits the memory that there is
+    ├── RunFailed             1  a training run failed (the message has the exit codes of ranks)
+    ├── InvalidConfig         3  ds_config.json, job.yaml, a hostfile or data is invalid
+    ├── DoesNotFit            4  no configuration fits into memory
     ├── EnvironmentProblem    5  something on this machine is missing, busy or unreachable
-    ├── Conflict              6  hand edits or existing checkpoints stand in the way
-    ├── SavedAndLeft         75  a run was asked to save a checkpoint and leave, and did (EX_TEMPFAIL: go on later)
+    ├── Conflict              6  hand edits or existing checkpoints would be overwritten
+    ├── SavedAndLeft         75  a run saved a checkpoint and left, as asked (EX_TEMPFAIL: resume later)
     └── Interrupted         130  Ctrl-C
 
 Click's own usage errors exit with 2. Anything else is a bug and keeps its traceback.
@@ -22,12 +22,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where something is written."""
+    """A position in a file, or an option."""
 
     file: str
-    """The file, or the option that sets the value, as people should see it."""
+    """The file or option, in the form for messages."""
     line: int | None = None
-    """Line, from 1; None: of the file as a whole, or of an option."""
+    """Line, from 1; None for a whole file or an option."""
     column: int | None = None
     """Column, from 1."""
 
@@ -56,24 +56,24 @@ class DstrainError(Exception):
 
 
 class RunFailed(DstrainError):
-    """A training run that ended badly."""
+    """A training run failed."""
 
     exit_code = 1
 
     def __init__(self, problem: str, *, hint: str | None = None, rank_exit_code: int | None = None) -> None:
-        """`rank_exit_code` is that of the rank or launcher that failed first, where one did."""
+        """`rank_exit_code` is that of the rank or launcher that failed first, if any."""
         super().__init__(problem, hint=hint)
         self.rank_exit_code = rank_exit_code
 
 
 class InvalidConfig(DstrainError):
-    """A config, job, hostfile or data file that is wrong; several problems are joined, one a line."""
+    """A config, job, hostfile or data file is invalid; several problems are joined, one per line."""
 
     exit_code = 3
 
 
 class DoesNotFit(DstrainError):
-    """No configuration fits; the hint names the nearest thing that would."""
+    """No configuration fits into memory; the hint has the closest one that would."""
 
     exit_code = 4
 
@@ -85,39 +85,39 @@ class EnvironmentProblem(DstrainError):
 
 
 class Conflict(DstrainError):
-    """Hand edits, or checkpoints of an earlier run, stand in the way."""
+    """Hand edits, or checkpoints of an earlier run, would be overwritten."""
 
     exit_code = 6
 
 
 class SavedAndLeft(DstrainError):
-    """A run that saved a checkpoint and left, because a scheduler or a person asked for that."""
+    """A run saved a checkpoint and left, as a scheduler or a person asked."""
 
     exit_code = 75
 
 
 class Interrupted(DstrainError):
-    """Somebody pressed Ctrl-C."""
+    """Interrupted by Ctrl-C."""
 
     exit_code = 130
 
 
 def nearest(word: str, legal: Iterable[str]) -> str | None:
-    """Returns the legal word that `word` most likely meant, or None where nothing is near."""
+    """Returns the closest legal word, or None if none is close."""
     folded = {candidate.lower().replace("-", "_"): candidate for candidate in legal}
-    found = difflib.get_close_matches(word.lower().replace("-", "_"), list(folded), n=1, cutoff=0.6)
-    return folded[found[0]] if found else None
+    matches = difflib.get_close_matches(word.lower().replace("-", "_"), list(folded), n=1, cutoff=0.6)
+    return folded[matches[0]] if matches else None
 
 
 def merge_hint(text: str) -> str | None:
-    """Returns what to do about a text with the marks of a merge that git left to a person; None where it has none."""
+    """Returns a hint for text with git's conflict markers, or None."""
     if not re.search(r"^(<{7}|>{7})( |$)", text, re.MULTILINE):
         return None
-    return "A merge is not finished: keep one side, and remove the lines of <<<<<<<, ======= and >>>>>>>."
+    return "Finish the merge: keep one side, and remove the lines of <<<<<<<, ======= and >>>>>>>."
 
 
 def did_you_mean(word: str, legal: Sequence[str]) -> str:
-    """Returns a hint: the nearest legal word, or all of them where nothing is near.
+    """Returns a hint: the closest legal word, or all of them if none is close.
 
     >>> did_you_mean("quen3", ["qwen3", "llama"])
     'Did you mean "qwen3"?'

@@ -18,7 +18,7 @@ _PACKAGE = Path(__file__).resolve().parent
 def shipped(folder: str) -> Path:
     """Returns the folder of shipped text files (`ds_templates`, `launch` or `hostfiles`).
 
-    An installed package carries them in `_data`; a checkout and an editable install have them beside the package.
+    They are in `_data` of an installed package, and next to the package in a checkout or an editable install.
     """
     for candidate in (_PACKAGE / "_data" / folder, _PACKAGE.parent / folder):
         if candidate.is_dir():
@@ -27,7 +27,7 @@ def shipped(folder: str) -> Path:
 
 
 def python(*words: str, program: str = sys.executable) -> list[str]:
-    """Returns the command of a child that is Python itself; it never takes modules from the current folder.
+    """Returns the command of a Python child process, which never imports modules from the current folder.
 
     >>> python("-m", "dstrain.cli", program="/usr/bin/python3")
     ['/usr/bin/python3', '-P', '-m', 'dstrain.cli']
@@ -36,7 +36,7 @@ def python(*words: str, program: str = sys.executable) -> list[str]:
 
 
 def shown(path: str) -> str:
-    """Returns a path as people should see it: relative where it lies below the current folder."""
+    """Returns a path for messages: relative if it is below the current folder."""
     here = Path.cwd()
     return str(Path(path).relative_to(here)) if Path(path).is_relative_to(here) else path
 
@@ -44,8 +44,8 @@ def shown(path: str) -> str:
 def write_atomic(path: Path, text: str, *, mode: int | None = None) -> bool:
     """Writes `text` to `path` by a temporary file and a rename; returns whether the file changed.
 
-    A file that already holds `text` is not touched, and the mode of an existing file is kept unless `mode` is given.
-    Raises EnvironmentProblem when the folder cannot be written or the disk is full; `path` is then as it was.
+    A file that already holds `text` is not touched; an existing file keeps its mode unless `mode` is given. Raises
+    EnvironmentProblem if the folder is not writable or the disk is full; `path` is then unchanged.
     """
     return bool(write_together({path: text}, mode=mode))
 
@@ -57,12 +57,12 @@ def write_together(
     mode: int | None = None,
     like: Mapping[Path, Path] | None = None,
 ) -> list[Path]:
-    """Writes several files: all texts are on the disk before the first is renamed; returns the files that changed.
+    """Writes several files: all texts are on disk before the first rename; returns the files that changed.
 
-    Every one of `backups` is in its place before any of `files` is replaced, so what they keep is never without a name.
-    The mode of an existing file is kept; a file of `like` gets that of the other one, as a copy of it would.
-    Raises EnvironmentProblem when one of them cannot be written: what was replaced by then is put back, and where that
-    fails too, nothing is removed and the message says where every text is.
+    All `backups` are in place before any of `files` is replaced, so their content always has a name. Existing files
+    keep their mode; a file in `like` gets the mode of the other file. Raises EnvironmentProblem if a file cannot be
+    written: replaced files are then restored, and if that fails too, nothing is removed and the message lists all
+    temporary files.
     """
     writing = _Writing()
     phases = (backups or {}, files)
@@ -89,7 +89,7 @@ def write_together(
 
 
 class _Writing:
-    """Files that are being replaced, with what is needed to put them back."""
+    """Files that are being replaced, and their previous contents."""
 
     def __init__(self) -> None:
         self._temporaries: list[Path] = []
@@ -108,7 +108,7 @@ class _Writing:
 
     def replace(self, path: Path, temporary: Path) -> None:
         """Puts a temporary file in the place of `path`."""
-        if path.exists():  # before it is touched: a file that is written in place may end up with half of a text
+        if path.exists():  # before any change: writing in place may leave half of a text
             self._before[path] = path.read_bytes(), path.stat().st_mode & 0o777
         self._put(path, temporary)
         self._before.setdefault(path)
@@ -119,7 +119,7 @@ class _Writing:
         except OSError as error:
             if error.errno != errno.EBUSY:
                 raise
-            # a file that is mounted by itself cannot be renamed over; a copy stands beside it until it is written
+            # a bind-mounted file cannot be replaced by a rename; a copy exists until it is written
             raw = temporary.read_bytes()
             self.beside(path, path.read_bytes(), path.stat().st_mode & 0o777)
             with path.open("r+b") as file:
@@ -129,14 +129,14 @@ class _Writing:
                 os.fsync(file.fileno())
 
     def settle(self) -> None:
-        """Lets the renames reach the disk, where the file system can do that for folders; they are not put back."""
+        """Flushes the renames to disk, if the file system supports it for folders; they are final."""
         for folder in {path.parent for path in self._before}:
             with suppress(OSError):
                 _flush(folder)
         self._before.clear()
 
     def put_back(self) -> list[Path]:
-        """Restores what was replaced; returns the files for which that failed."""
+        """Restores replaced files; returns those for which it failed."""
         stuck = []
         for path, before in self._before.items():
             try:
@@ -156,33 +156,33 @@ class _Writing:
             temporary.unlink(missing_ok=True)
 
     def problem(self, path: Path, error: OSError, stuck: Sequence[Path]) -> EnvironmentProblem:
-        """Returns the error that says what could not be written, and what that leaves."""
+        """Returns the error for a file that cannot be written, with the resulting state."""
         reason = f"{path}: cannot be written: {error.strerror or error}"
         if not stuck:
             is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-            hint = "Free some space, or name another folder." if is_full else "Name another folder."
+            hint = "Free some space, or use another folder." if is_full else "Use another folder."
             return EnvironmentProblem(f"{reason}; nothing was changed", hint=hint)
         texts = ", ".join(str(temporary) for temporary in self._temporaries if temporary.exists())
         return EnvironmentProblem(
-            f"{reason}\nreplaced before that, and cannot be put back: {', '.join(map(str, stuck))}",
-            hint=f"Nothing was removed. Beside the files and their .bak copies, every text is in: {texts}",
+            f"{reason}\nalready replaced, and cannot be restored: {', '.join(map(str, stuck))}",
+            hint=f"Nothing was removed. Besides the files and their .bak copies, all texts are in: {texts}",
         )
 
 
 _TEMPORARY = ".tmp"
-"""How the names of temporary files end; they begin with a dot and the name of the file."""
+"""Suffix of temporary files, which begin with a dot and the file's name."""
 
 
 def leftovers(folder: Path) -> list[Path]:
-    """Returns the temporary files of writers that were killed."""
+    """Returns temporary files of killed writers."""
     return sorted(folder.glob(f".*.????????{_TEMPORARY}"))
 
 
 @contextmanager
 def alone(path: Path, doing: str) -> Iterator[None]:
-    """Keeps other processes out while it lasts, by the file `PATH.lock`, which the system lets go of with the process.
+    """Holds the lock file `PATH.lock`, which the system releases when the process ends.
 
-    Raises Conflict where another process is in already; `doing` says what it does.
+    Raises Conflict if another process holds it; `doing` says what that process does.
     """
     import filelock  # needed only where something is written
 
@@ -193,22 +193,22 @@ def alone(path: Path, doing: str) -> Iterator[None]:
         lock.acquire()
     except filelock.Timeout:
         problem = f"{path.parent.parent}: another dstrain {doing}; nothing was changed"
-        raise Conflict(problem, hint="Type it again when that one has ended.") from None
+        raise Conflict(problem, hint="Repeat the command when the other one has ended.") from None
     except OSError as error:
         reason = error.strerror or str(error)
-        raise EnvironmentProblem(f"{path}: cannot be written: {reason}", hint="Name another folder.") from None
+        raise EnvironmentProblem(f"{path}: cannot be written: {reason}", hint="Use another folder.") from None
     try:
         yield
     finally:
-        Path(lock.lock_file).unlink(missing_ok=True)  # while it is held: the next one looks whether it is still there
+        Path(lock.lock_file).unlink(missing_ok=True)  # while it is held: the next process checks that it still exists
         lock.release()
         with suppress(OSError):
             for folder in made:
-                folder.rmdir()  # where nothing was written
+                folder.rmdir()  # if nothing was written
 
 
 def flush(path: Path) -> None:
-    """Returns when a file, or every file below a folder, is on the disk, with its entry in the folder that holds it.
+    """Flushes a file, or every file below a folder, and its directory entry to disk.
 
     Raises EnvironmentProblem if the disk refuses.
     """
@@ -238,21 +238,21 @@ def _raw(text: str) -> bytes:
 
 
 def _mode(path: Path, like: Mapping[Path, Path] | None) -> int:
-    """Returns the mode of the file that stands there or of the one it is a copy of, else that of a new file."""
-    known = next((each for each in ((like or {}).get(path, path), path) if each.exists()), None)
-    return known.stat().st_mode & 0o777 if known else 0o666 & ~_umask()
+    """Returns the mode of the file to imitate or of the existing file, else that of a new file."""
+    model = next((file for file in ((like or {}).get(path, path), path) if file.exists()), None)
+    return model.stat().st_mode & 0o777 if model else 0o666 & ~_umask()
 
 
 def _real(path: Path) -> Path:
-    """Returns the file that a link stands for: the link stays one. Raises EnvironmentProblem for one to nowhere."""
+    """Returns the target of a link, or the path itself. Raises EnvironmentProblem for a dangling link."""
     if not path.is_symlink():
         return path
     target = Path(os.path.realpath(path))
     if target.is_symlink():
-        raise EnvironmentProblem(f"{path}: is a link that leads back to itself", hint=f"Remove it: rm {path}")
+        raise EnvironmentProblem(f"{path}: a link to itself", hint=f"Remove it: rm {path}")
     if not target.parent.is_dir():
-        problem = f"{path}: is a link to {target}, and there is no folder {target.parent}"
-        raise EnvironmentProblem(problem, hint=f"Make the folder (mkdir -p {target.parent}), or rm {path}")
+        problem = f"{path}: a link to {target}, but {target.parent} does not exist"
+        raise EnvironmentProblem(problem, hint=f"Create the folder (mkdir -p {target.parent}), or rm {path}")
     return target
 
 

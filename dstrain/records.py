@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 type_config: ConfigDict = {
     "extra": "forbid", "strict": True, "allow_inf_nan": False, "use_attribute_docstrings": True,
 }  # fmt: skip
-"""What every record read from a file sets as its `__pydantic_config__`: no unknown key, no silent conversion."""
+"""The `__pydantic_config__` of every record read from a file: no unknown key, no silent conversion."""
 
 Keys = tuple[str | int, ...]
 """The keys and indices that lead to a value."""
 Locator = Callable[[Keys], Place]
-"""Says where the value that keys lead to is written."""
+"""Returns the place of the value at these keys."""
 T = TypeVar("T")
 
 
@@ -31,7 +31,7 @@ _ADAPTERS: dict[Any, TypeAdapter[Any]] = {}
 def _adapter(record: Any) -> TypeAdapter[Any]:
     """Returns the reader and writer of a record type, built once.
 
-    Pydantic is imported with the first of them: a plan that is printed reads and writes no record.
+    Pydantic is imported with the first one, since many commands read and write no record.
     """
     from pydantic import TypeAdapter
 
@@ -51,7 +51,7 @@ def to_json(record: Any) -> str:
 
 
 def json_schema(record: type[Any]) -> dict[str, Any]:
-    """Returns the JSON schema (draft 2020-12) of what `from_data` takes; docstrings under fields are descriptions."""
+    """Returns the JSON schema (draft 2020-12) of a record; docstrings of fields are descriptions."""
     return _adapter(record).json_schema()
 
 
@@ -60,8 +60,8 @@ def from_data(
 ) -> T:
     """Returns `data` as a record of the given type.
 
-    Raises InvalidConfig with every problem on a line of its own, each with its place; an unknown key gets the nearest
-    legal one, where `synonyms` maps words of other tools to ours.
+    Raises InvalidConfig with one problem per line, each with its place; for an unknown key with the closest legal one
+    or that in `synonyms`, which maps names of other tools to ours.
     """
     from pydantic import ValidationError
 
@@ -81,22 +81,22 @@ def _describe(record: Any, fault: Any, locate: Callable[[Keys], Place | str], sy
     if fault["type"] in {"unexpected_keyword_argument", "extra_forbidden"}:
         legal = _legal_keys(record, keys[:-1])
         near = synonyms.get(key) or nearest(key, legal)
-        meant = f'did you mean "{near}"?' if near else "known keys: " + ", ".join(legal)
-        return f'{where}: unknown key "{key}"; {meant}'
+        advice = f'did you mean "{near}"?' if near else "known keys: " + ", ".join(legal)
+        return f'{where}: unknown key "{key}"; {advice}'
     if fault["type"] in {"missing", "missing_argument", "missing_keyword_only_argument"}:
         return f'{where}: "{key}" is missing'
     if fault["type"] == "enum":
         value = str(fault["input"])
         legal = [word.strip(" '") for word in str(fault["ctx"]["expected"]).replace(" or ", ", ").split(",")]
         near = nearest(value, legal)
-        meant = f'did you mean "{near}"? ' if near else ""
-        return f'{where}: {key} is "{value}"; {meant}(legal: {", ".join(legal)})'
+        advice = f'did you mean "{near}"? ' if near else ""
+        return f'{where}: {key} is "{value}"; {advice}(legal: {", ".join(legal)})'
     message = str(fault["msg"])
     return f"{where}: {key} is {json.dumps(fault['input'], default=str)}; {message[:1].lower()}{message[1:]}"
 
 
 def _key(keys: Keys) -> str:
-    """Returns what the last of these keys is called in a message.
+    """Returns the name of the last key for messages.
 
     >>> _key(("seq_len",)), _key(("monitor", "sinks", 0))
     ('seq_len', 'sinks[0]')
@@ -107,7 +107,7 @@ def _key(keys: Keys) -> str:
 
 
 def _legal_keys(record: Any, keys: Keys) -> list[str]:
-    """Returns the field names of the record that `keys` lead to from `record`."""
+    """Returns the field names of the record at `keys`."""
     for key in keys:
         field = next((f for f in dataclasses.fields(record) if f.name == key), None)
         if field is None:
@@ -121,9 +121,9 @@ def _legal_keys(record: Any, keys: Keys) -> list[str]:
 
 
 def load_json(record: type[T], path: Path, *, upgrade: Callable[[Any], Any] = lambda data: data) -> T:
-    """Returns the record in a JSON file that dstrain wrote; `upgrade` turns the data of an older one into today's.
+    """Returns the record in a JSON file that dstrain wrote; `upgrade` converts the data of older versions.
 
-    Raises InvalidConfig when it is missing, damaged, or written by a newer dstrain.
+    Raises InvalidConfig if it is missing, damaged, or written by a newer dstrain.
     """
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
@@ -136,9 +136,9 @@ def load_json(record: type[T], path: Path, *, upgrade: Callable[[Any], Any] = la
 
 
 def _require_known_schema(record: Any, data: Any, path: Path) -> None:
-    """Raises InvalidConfig for a file of a later version than the record's: its keys are no typos."""
-    known = next((field.default for field in dataclasses.fields(record) if field.name == "schema"), None)
+    """Raises InvalidConfig for a file of a newer version than the record's, whose unknown keys are no typos."""
+    supported = next((field.default for field in dataclasses.fields(record) if field.name == "schema"), None)
     schema = data.get("schema") if isinstance(data, dict) else None
-    if isinstance(known, int) and isinstance(schema, int) and schema > known:
-        problem = f"{path}: written by a newer dstrain: its schema is {schema}, and this one reads up to {known}"
+    if isinstance(supported, int) and isinstance(schema, int) and schema > supported:
+        problem = f"{path}: written by a newer dstrain (schema {schema}; this version reads up to {supported})"
         raise InvalidConfig(problem, hint="pip install --upgrade dstrain")

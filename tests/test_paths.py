@@ -88,7 +88,7 @@ def test_where_nothing_can_be_put_back_it_is_said_where_everything_is(
 ) -> None:
     files, backups = edited(tmp_path)
     fail_renames(monkeypatch, 6, 99)
-    with pytest.raises(EnvironmentProblem, match=r"cannot be put back: \S*ds_config.json, \S*job.yaml\n") as caught:
+    with pytest.raises(EnvironmentProblem, match=r"cannot be restored: \S*ds_config.json, \S*job.yaml\n") as caught:
         write_together(files, backups=backups)
     assert [path for path in leftovers(tmp_path) if str(path) not in str(caught.value.hint)] == []
     assert {path: path.read_text() for path in backups} == backups
@@ -157,9 +157,9 @@ def test_a_link_that_leads_nowhere_is_named_with_its_end(tmp_path: Path) -> None
     (tmp_path / "loop").symlink_to("loop")
     (tmp_path / "far").symlink_to(tmp_path / "gone" / "job.yaml")
     (tmp_path / "near").symlink_to("not_yet")
-    with pytest.raises(EnvironmentProblem, match="leads back to itself"):
+    with pytest.raises(EnvironmentProblem, match="a link to itself"):
         write_atomic(tmp_path / "loop", "text")
-    with pytest.raises(EnvironmentProblem, match=r"is a link to \S+/gone/job.yaml, and there is no folder \S+/gone"):
+    with pytest.raises(EnvironmentProblem, match=r"a link to \S+/gone/job.yaml, but \S+/gone does not exist"):
         write_atomic(tmp_path / "far", "text")
     write_atomic(tmp_path / "near", "text")
     assert ((tmp_path / "not_yet").read_text(), (tmp_path / "near").is_symlink()) == ("text", True)

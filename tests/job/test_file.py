@@ -203,7 +203,7 @@ def test_resume_stays_a_path(tmp_path: Path) -> None:
         ("a: 1\na: 2\n", "Remove one of the two lines."),
         ("a: 1\n---\nb: 2\n", "Keep one document"),
         ("a: 1\x00\n", "Save the file as plain text"),
-        ("<<<<<<< HEAD\na: 1\n=======\na: 2\n>>>>>>> theirs\n", "A merge is not finished"),
+        ("<<<<<<< HEAD\na: 1\n=======\na: 2\n>>>>>>> theirs\n", "Finish the merge"),
         ("a: [1\n", "A line is `key: value`"),
     ],
 )
@@ -214,7 +214,7 @@ def test_a_text_that_is_no_yaml_is_refused_with_a_way_out(text: str, hint: str) 
     assert caught.value.problem.startswith("job.yaml:")
 
 
-@pytest.mark.parametrize(("text", "hint"), [("", "Write {}"), ("{\n<<<<<<< HEAD\n", "A merge is not finished")])
+@pytest.mark.parametrize(("text", "hint"), [("", "Write {}"), ("{\n<<<<<<< HEAD\n", "Finish the merge")])
 def test_a_text_that_is_no_json_is_refused_with_a_way_out(text: str, hint: str) -> None:
     with pytest.raises(InvalidConfig) as caught:
         jsonc.parse(text, "ds_config.json")

@@ -1,7 +1,7 @@
 """Makes a folder that `from_pretrained` loads: `python -m dstrain.train.checkpoints.export CHECKPOINT_OR_RUN_DIR OUT`.
 
-An adapter is merged into its base; the shards of a ZeRO checkpoint are gathered by DeepSpeed's own functions. One
-process, no GPU; the RAM it takes is the fp32 weights and once more the weights in the dtype asked for.
+Adapters are merged into their base; DeepSpeed's own functions gather the shards of ZeRO checkpoints. It is one process
+without a GPU, and needs RAM for the fp32 weights and for those in the requested dtype.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from dstrain.train.rank import quieten
 def export(source: Path, out: Path, *, precision: Precision | None = None) -> Path:
     """Writes model, config and tokenizer of `source` to `out`, and returns the folder that was read.
 
-    `precision` not given: the dtype of the model that training started from. Raises InvalidConfig for a half-written
-    checkpoint or a folder that is none, and Conflict where `out` has something in it.
+    `precision` is by default that of the base model. Raises InvalidConfig for an incomplete checkpoint or another kind
+    of folder, and Conflict if `out` is not empty.
     """
     _refuse_full(out)
     folder = locate(source)
@@ -47,7 +47,7 @@ def export(source: Path, out: Path, *, precision: Precision | None = None) -> Pa
             out.rmdir()
         part.rename(out)
     except OSError as error:
-        raise EnvironmentProblem(f"{out}: cannot be written: {error}", hint="Name another folder.") from error
+        raise EnvironmentProblem(f"{out}: cannot be written: {error}", hint="Use another folder.") from error
     finally:
         shutil.rmtree(part, ignore_errors=True)
     return folder
@@ -55,11 +55,11 @@ def export(source: Path, out: Path, *, precision: Precision | None = None) -> Pa
 
 def _refuse_full(out: Path) -> None:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise Conflict(f"{out} is not an empty folder", hint="Name a new folder.")
+        raise Conflict(f"{out} is not an empty folder", hint="Use a new folder.")
 
 
 def locate(source: Path) -> Path:
-    """Returns the folder to read: a checkpoint, a final model, or of a run directory its newest whole checkpoint."""
+    """Returns the folder to read: a checkpoint, a final model, or the newest complete checkpoint of a run directory."""
     run_dir = RunDir(source)
     if not source.is_dir():
         raise InvalidConfig(f"{source}: no such folder")
@@ -76,7 +76,7 @@ def locate(source: Path) -> Path:
         return newest.folder
     if run_dir.summary.exists() and run_dir.final.exists():
         return run_dir.final
-    raise InvalidConfig(f"{source} has no whole checkpoint", hint="Let the run reach save_steps.")
+    raise InvalidConfig(f"{source} has no complete checkpoint", hint="Let the run reach save_steps.")
 
 
 def _config(folder: Path) -> Any:
@@ -86,7 +86,7 @@ def _config(folder: Path) -> Any:
 
 
 def _merged(folder: Path, precision: Precision | None) -> Any:
-    """Returns the base model with the adapter's matrices added to its weights."""
+    """Returns the base model with the adapter merged into its weights."""
     from peft import PeftModel
 
     base = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))["base_model_name_or_path"]
@@ -96,14 +96,14 @@ def _merged(folder: Path, precision: Precision | None) -> Any:
 
 
 def _gathered(folder: Path, precision: Precision | None) -> Any:
-    """Returns the model with the fp32 weights of every rank's shard, in the dtype asked for."""
+    """Returns the model with the gathered fp32 weights of all shards, in the requested dtype."""
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint  # type: ignore[import-untyped]
 
     config = _config(folder)
     dtype = DTYPES[precision] if precision else getattr(config, "dtype", None) or torch.float32
     try:
         state = get_fp32_state_dict_from_zero_checkpoint(str(folder))
-    except (ValueError, FileNotFoundError, KeyError) as error:  # shards of tensor or sequence parallelism, for one
+    except (ValueError, FileNotFoundError, KeyError) as error:  # such as shards of tensor or sequence parallelism
         raise InvalidConfig(
             f"{folder}: DeepSpeed cannot gather its shards: {str(error).partition(chr(10))[0]}"
         ) from error
@@ -115,7 +115,7 @@ def _gathered(folder: Path, precision: Precision | None) -> Any:
     unfilled = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if unfilled or unexpected:
         raise InvalidConfig(
-            f"{folder}: the shards do not fit the model in its config.json: "
+            f"{folder}: the shards do not match the model in its config.json: "
             f"{len(unfilled)} tensors are missing, {len(unexpected)} are unknown ({(unfilled + unexpected)[0]} …)"
         )
     return model
@@ -139,8 +139,8 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("source", type=Path, metavar="CHECKPOINT_OR_RUN_DIR")
     parser.add_argument("out", type=Path, metavar="OUT", help="a new folder")
-    parser.add_argument("--dtype", choices=[str(p) for p in Precision], help="default: as the base model")
-    parser.add_argument("--dry-run", action="store_true", help="say what would be read, and write nothing")
+    parser.add_argument("--dtype", choices=[str(p) for p in Precision], help="default: that of the base model")
+    parser.add_argument("--dry-run", action="store_true", help="print what would be read, and write nothing")
     given = parser.parse_args(arguments)
     quieten(on_terminal=sys.stderr.isatty())
     try:
@@ -152,7 +152,7 @@ def main(arguments: Sequence[str]) -> int:
     except DstrainError as error:
         print(f"Error: {error}", file=sys.stderr)
         return error.exit_code
-    print(f"{folder} {'would go' if given.dry_run else 'went'} to {given.out}", file=sys.stderr)
+    print(f"{folder} {'would be exported' if given.dry_run else 'exported'} to {given.out}", file=sys.stderr)
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Which ranks share a disk: all of them, unless `run --sync` copied the run directory."""
+"""Determines which ranks share a disk: all of them, unless `run --sync` copied the run directory."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ class Disk:
     """The disk that this rank writes to."""
 
     ranks: tuple[int, ...]
-    """All ranks that do."""
+    """All ranks on this disk."""
     is_apart: bool = False
-    """Whether others write elsewhere, or `run` does: then `run` makes whole checkpoints out of their parts."""
+    """Whether the run uses several disks; `dstrain run` then gathers checkpoints from their parts."""
     start: str = ""
-    """The mark of this start, by which a part is known to be one of the others'."""
+    """The mark of this start; parts of one checkpoint have the same."""
 
 
 def start_of(environment: Mapping[str, str]) -> str:
-    """Returns the mark of a start without the node's number; nothing where ranks were started by hand.
+    """Returns the mark of a start without the node's number; empty if ranks were started by hand.
 
     >>> start_of({"DSTRAIN_RUN_ID": "0f3c-1"}), start_of({})
     ('0f3c', '')
@@ -33,7 +33,7 @@ def start_of(environment: Mapping[str, str]) -> str:
 
 
 def number_of(run_dir: RunDir, environment: Mapping[str, str]) -> int | None:
-    """Returns the number of a disk that `run --sync` copied to for this start; None for that of `run`."""
+    """Returns the number of a disk that `run --sync` copied to in this start; None for the disk of `run`."""
     try:
         mark, number = run_dir.synced.read_text(encoding="utf-8").split()
     except (OSError, ValueError):
@@ -42,7 +42,7 @@ def number_of(run_dir: RunDir, environment: Mapping[str, str]) -> int | None:
 
 
 def shared(run_dir: RunDir, rank: Rank, environment: Mapping[str, str], group: Any) -> Disk:
-    """Returns this rank's disk; all ranks call it together. `group` is a gloo group of all, None with one rank."""
+    """Returns this rank's disk; collective over `group`, a gloo group of all ranks, None with one rank."""
     own = number_of(run_dir, environment)
     numbers: list[int | None] = [own] * rank.world_size
     if group is not None:

@@ -13,7 +13,7 @@ from dstrain.train.rank import Leaving
 
 
 class LeavingCallback(TrainerCallback):
-    """After each step asks all ranks whether one of them is to leave: they save and leave together, or not at all."""
+    """Checks after each step whether any rank was asked to leave; all ranks save and leave together."""
 
     def __init__(self, leaving: Leaving, heartbeat: Sender, group: Any) -> None:
         """`group` is a gloo group of all ranks, None with one rank."""
@@ -21,10 +21,10 @@ class LeavingCallback(TrainerCallback):
         self._heartbeat = heartbeat
         self._group = group
         self.has_left = False
-        """Whether the training ends because somebody wanted that."""
+        """Whether training ended because of a request."""
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Tells the agent, and leaves where that is wanted."""
+        """Sends a heartbeat, and ends training if requested."""
         self._heartbeat.send(state.global_step, Phase.STEP, state.max_steps)
         if state.global_step < state.max_steps and self._is_wanted_anywhere():
             self.has_left = True

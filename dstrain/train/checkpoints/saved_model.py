@@ -1,4 +1,4 @@
-"""Makes a saved model complete: files as in its base where training does not change them, verified by reading back."""
+"""Completes a saved model with unchanged values of its base model, and verifies it by reading it back."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ from dstrain.paths import write_atomic
 DTYPES = {Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16, Precision.FP32: torch.float32}
 _SAFETENSORS_NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 _KEPT = ("use_cache", "dtype")
-"""Keys of config.json that training changes in memory, and a saved model must not have changed."""
+"""Keys of config.json that training changes in memory; saved models keep the base's values."""
 
 
 def base_config(source: str, *, trust_remote_code: bool) -> dict[str, Any]:
-    """Returns the configuration of the model that training starts from, as config.json would have it."""
+    """Returns the configuration of the base model, in the form of config.json."""
     config: dict[str, Any] = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code).to_dict()
     return config
 
 
 def base_dtype(base: Mapping[str, Any]) -> torch.dtype | None:
-    """Returns the dtype of the weights that training starts from; None where their configuration does not say."""
+    """Returns the dtype of the base model's weights, or None if unknown."""
     name = base.get("dtype")
     dtype = getattr(torch, str(name).removeprefix("torch."), None) if name is not None else None
     return dtype if isinstance(dtype, torch.dtype) else None
 
 
 def converted(state: Mapping[str, Any], model: Any, trained: torch.dtype, dtype: torch.dtype) -> dict[str, Any]:
-    """Returns weights that were trained in one dtype in another; those that the model's family keeps in fp32 stay so.
+    """Returns the weights of one dtype in another one; weights that the model's family keeps in fp32 are unchanged.
 
-    What has to be converted goes to host memory first: a GPU has no room for a second copy.
+    Conversion happens in host memory, since a GPU has no room for a second copy.
     """
     kept = [re.compile(rf"(^|\.){re.escape(name)}(\.|$)") for name in model._get_dtype_plan(dtype)]
     shared: dict[tuple[Any, ...], Any] = {}  # tied weights stay one tensor
@@ -56,7 +56,7 @@ def converted(state: Mapping[str, Any], model: Any, trained: torch.dtype, dtype:
 
 
 def restore_config(folder: Path, base: Mapping[str, Any]) -> None:
-    """Writes what the base had into the config.json of a saved model, where there is one."""
+    """Restores the base's values in the config.json of a saved model, if it has one."""
     path = folder / "config.json"
     if path.is_file():
         saved = json.loads(path.read_text(encoding="utf-8"))
@@ -79,11 +79,11 @@ def family_of(config: Any) -> Any:
 
 
 def require_whole_model(folder: Path, *, trust_remote_code: bool = False) -> None:
-    """Raises RunFailed unless `from_pretrained` finds every parameter in a folder, in its shape and the right dtype.
+    """Raises RunFailed unless `from_pretrained` finds every parameter in a folder with the right shape and dtype.
 
-    It loads onto the meta device: the headers of the files are read, and no weights.
+    It loads onto the meta device, which reads only the headers of files.
     """
-    unset_hf_deepspeed_config()  # type: ignore[no-untyped-call]  # else ZeRO-3 partitions what is only looked at
+    unset_hf_deepspeed_config()  # type: ignore[no-untyped-call]  # otherwise ZeRO-3 partitions this model
     try:
         tensors = read(folder)
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
@@ -94,7 +94,7 @@ def require_whole_model(folder: Path, *, trust_remote_code: bool = False) -> Non
             ignore_mismatched_sizes=True,
             trust_remote_code=trust_remote_code,
         )
-    except Exception as error:  # the code of a model raises what it likes
+    except Exception as error:  # the code of a model may raise anything
         raise _broken(folder, str(error).partition("\n")[0]) from error
     problems = [f"{name} is missing" for name in sorted(report["missing_keys"])]
     problems += [f"{name[0]} has another shape" for name in sorted(report["mismatched_keys"])]
@@ -104,17 +104,17 @@ def require_whole_model(folder: Path, *, trust_remote_code: bool = False) -> Non
 
 
 def _other_dtypes(tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> list[str]:
-    """Returns the tensors whose dtype is neither that of the configuration nor fp32, which some families keep."""
+    """Returns problems with dtypes other than that of the configuration and fp32, which some families keep."""
     names = set(_SAFETENSORS_NAMES.values())
     wanted = _SAFETENSORS_NAMES.get(dtype) if dtype is not None else None
     others = [name for name, tensor in tensors.items() if tensor.dtype in names - {wanted, "F32"}]
     if wanted is not None and tensors and all(tensor.dtype != wanted for tensor in tensors.values()):
         others = list(tensors)
-    return [f"{name} is {tensors[name].dtype}, and config.json says {dtype}" for name in others] if wanted else []
+    return [f"{name} is {tensors[name].dtype}, but config.json says {dtype}" for name in others] if wanted else []
 
 
 def require_whole_adapter(folder: Path, model: Any) -> None:
-    """Raises RunFailed unless the adapter in a folder holds every parameter that was trained, in its shape."""
+    """Raises RunFailed unless the adapter in a folder has every trained parameter with its shape."""
     try:
         tensors = read(folder, ADAPTER)
     except InvalidConfig as error:
@@ -129,7 +129,7 @@ def require_whole_adapter(folder: Path, model: Any) -> None:
         if tensor is None:
             problems.append(f"{name} is missing")
         elif tensor.shape != shape:
-            problems.append(f"{name} has the shape {tensor.shape}, and was trained as {shape}")
+            problems.append(f"{name} has shape {tensor.shape} instead of {shape}")
     _raise_first(folder, problems)
 
 
@@ -141,5 +141,5 @@ def _raise_first(folder: Path, problems: list[str]) -> None:
 def _broken(folder: Path, problem: str) -> RunFailed:
     return RunFailed(
         f"{folder} does not hold the trained model: {problem}",
-        hint="The newest whole checkpoint may hold it: dstrain export CHECKPOINT OUT",
+        hint="Export the newest complete checkpoint: dstrain export CHECKPOINT OUT",
     )

@@ -1,9 +1,9 @@
-"""Converts a checkpoint to the form that any number of ranks loads.
+"""Converts a checkpoint to the form that any number of ranks can load.
 
 Run as `python -m dstrain.train.checkpoints.universal_checkpoint CHECKPOINT`.
 
-DeepSpeed's own converter does it. Weights that a run does not load from there are left out, and what the loading of
-such a copy gets wrong in DeepSpeed is mended: `_trim` before it, `mend` after it.
+It uses DeepSpeed's own converter, omits weights that are not loaded from such a copy, and works around errors of
+DeepSpeed's loader: `_trim` before loading, `mend` after it.
 """
 
 from __future__ import annotations
@@ -27,20 +27,19 @@ from dstrain.rundir import UNIVERSAL, UNIVERSAL_PART
 from dstrain.train.checkpoints.checkpoints import is_converted, refuse_damaged
 from dstrain.train.rank import quieten
 
-"""Where a copy is made; what is there was cut short."""
 _WORKERS = 4
-"""Most processes that read shards at a time. Source: deepspeed 0.19.8 ds_to_universal.py: parse_arguments"""
+"""Largest number of processes that read shards. Source: deepspeed 0.19.8 ds_to_universal.py: parse_arguments"""
 _UNREAD = ("module", "frozen_param_fragments")
-"""Weights in the files of model states; a universal copy has those that are trained elsewhere. Frozen ones come from
-the model itself. Source: deepspeed 0.19.8 runtime/engine.py: _load_checkpoint"""
+"""Weights in files of model states. In a universal copy, trained ones are in other files; frozen ones come from the
+base model. Source: deepspeed 0.19.8 runtime/engine.py: _load_checkpoint"""
 
 
 def convert(checkpoint: Path) -> Path:
-    """Makes the universal copy of a checkpoint beside its shards, whole or not at all; returns its folder.
+    """Creates the universal copy of a checkpoint next to its shards, and returns its folder.
 
-    A copy that is there is kept. On the disk it takes 12 bytes for each trained parameter (fp32 weights and two
-    moments), and while it is made twice as much. Raises InvalidConfig for a half-written checkpoint or one without
-    shards, and EnvironmentProblem where a file cannot be read or written.
+    An existing copy is kept. A copy takes 12 bytes of disk per trained parameter (fp32 weights and two moments), and
+    twice as much during conversion. Raises InvalidConfig for an incomplete checkpoint or one without shards, and
+    EnvironmentProblem if a file cannot be read or written.
     """
     refuse_damaged(checkpoint)
     latest = checkpoint / "latest"
@@ -62,7 +61,8 @@ def convert(checkpoint: Path) -> Path:
         write_atomic(checkpoint / UNIVERSAL, copy.name)
     except OSError as error:
         raise EnvironmentProblem(
-            f"{checkpoint} cannot be converted: {error}", hint="Is the disk full or read-only, or a shard missing?"
+            f"{checkpoint} cannot be converted: {error}",
+            hint="Check that the disk is writable and not full, and that no shard is missing.",
         ) from error
     finally:
         shutil.rmtree(part, ignore_errors=True)
@@ -70,10 +70,10 @@ def convert(checkpoint: Path) -> Path:
 
 
 def _lighten(shards: Path, to: Path) -> None:
-    """Makes a folder with the shards, in which the files of model states hold no weights.
+    """Creates a folder with the shards, but without the weights in files of model states.
 
-    They are the same on every rank then, so each of them is the first one's. The whole ones would be copied, and read
-    by every rank; and of frozen weights the converter would write a copy in fp32.
+    These files are then equal on all ranks, so all are links to the first one. Otherwise every rank would copy and
+    read the weights, and the converter would write frozen ones in fp32.
     """
     to.mkdir(parents=True)
     for file in shards.glob("*_optim_states.pt"):
@@ -90,15 +90,15 @@ def _lighten(shards: Path, to: Path) -> None:
 
 
 def _load(path: Path) -> dict[str, Any]:
-    """Returns what is in a file of DeepSpeed; tensors stay on the disk until they are used, where its form allows."""
-    found: dict[str, Any] = torch.load(path, map_location="cpu", mmap=is_zipfile(path), weights_only=False)
-    return found
+    """Returns the content of a DeepSpeed file; tensors are memory-mapped if the format allows."""
+    content: dict[str, Any] = torch.load(path, map_location="cpu", mmap=is_zipfile(path), weights_only=False)
+    return content
 
 
 def _refuse_round_robin(shards: Path, config: Any) -> None:
-    """Raises InvalidConfig for shards whose weights DeepSpeed deals out in turn: it notes their places wrongly.
+    """Raises InvalidConfig for shards with round-robin gradients, whose positions DeepSpeed records wrongly.
 
-    Source: deepspeed 0.19.8 runtime/zero/stage_1_and_2.py: _link_all_hp_params, which goes by the order of the groups
+    Source: deepspeed 0.19.8 runtime/zero/stage_1_and_2.py: _link_all_hp_params
     """
     zero = config.get("zero_optimization") if isinstance(config, Mapping) else None
     if isinstance(zero, Mapping) and zero.get("round_robin_gradients"):
@@ -108,7 +108,7 @@ def _refuse_round_robin(shards: Path, config: Any) -> None:
 
 
 def _convert(folder: Path, name: str) -> None:
-    """Runs DeepSpeed's converter; from inside the folder, since in a path "+" or "[" would be a pattern to it."""
+    """Runs DeepSpeed's converter in the folder, since it treats "+" and "[" in paths as patterns."""
     from deepspeed.checkpoint import ds_to_universal  # type: ignore[import-untyped]
 
     workers = _workers(folder / "shards")
@@ -127,17 +127,17 @@ def _convert(folder: Path, name: str) -> None:
 
 
 def _workers(shards: Path) -> int:
-    """Returns how many processes fit the memory that is free: each holds one rank's shard, and a copy in pieces."""
+    """Returns the number of processes that fit into free memory: each holds the shard of one rank twice."""
     largest = max(file.stat().st_size for file in shards.glob("*_optim_states.pt"))
     fit = psutil.virtual_memory().available // (2 * largest)
     return max(1, min(_WORKERS, os.cpu_count() or 1, fit))
 
 
 def _trim(path: Path) -> None:
-    """Leaves in the common optimizer state what is common to all ranks and all groups of parameters.
+    """Reduces the common optimizer state to values shared by all ranks and all parameter groups.
 
-    For ZeRO-3 the converter puts rank 0's whole shard there, which every rank would read; and every group would get
-    the first group's hyper-parameters, so weights without decay would decay: what differs stays as the job has it.
+    For ZeRO-3 the converter stores rank 0's whole shard there, and every rank would read it. Every group would also get
+    the first group's hyper-parameters, including weight decay; differing ones now stay as in the job.
     Source: deepspeed 0.19.8 runtime/zero/stage3.py: load_hp_checkpoint_state_from_checkpoint_dir_stage3
     """
     saved = _load(path)
@@ -154,10 +154,10 @@ def _trim(path: Path) -> None:
 
 
 def mend(optimizer: Any) -> None:
-    """Gives every state of an optimizer that was loaded from a universal copy a step of its own, in its own form.
+    """Gives every optimizer state loaded from a universal copy its own step counter, of the right type.
 
-    DeepSpeed hands all groups of ZeRO-3 the same tensor, which each of them would raise; and DeepSpeed's optimizers
-    count with numbers, PyTorch's with tensors, which lie beside the weights where it is fused.
+    With ZeRO-3, DeepSpeed shares one tensor among all groups, and each of them would increment it. DeepSpeed's
+    optimizers count with numbers, PyTorch's with tensors, which a fused one keeps on the device of the weights.
     """
     counts_with_tensors = isinstance(optimizer, torch.optim.Adam)
     is_beside = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
@@ -182,7 +182,7 @@ def main(arguments: Sequence[str]) -> int:
     except DstrainError as error:
         print(f"Error: {error}", file=sys.stderr)
         return error.exit_code
-    print(f"{copy} is there", file=sys.stderr)
+    print(f"wrote {copy}", file=sys.stderr)
     return 0
 
 

@@ -23,45 +23,43 @@ _EMPTY_THOUGHT = re.compile(r"<think>\s*</think>")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counts:
-    """What the log names about the answers of one conversation."""
+    """Numbers for the log about one conversation."""
 
     empty_answers: int = 0
-    """Answers without a word."""
     lost_thoughts: int = 0
-    """Answers whose thoughts are left out."""
+    """Answers whose thoughts are omitted."""
     empty_thoughts: int = 0
-    """Answers that learn to begin with an empty block of thoughts."""
+    """Answers that begin with an empty block of thoughts, which is learned."""
     lost_prompts: int = 0
-    """System prompts that the template leaves out."""
+    """System prompts that the template omits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
-    """A conversation as text."""
+    """A rendered conversation."""
 
     text: str
-    """The text, special tokens included."""
+    """The text with special tokens."""
     spans: Sequence[Span]
-    """The characters that count in the loss, in order."""
+    """Ranges of characters that count in the loss, in order."""
     counts: Counts
-    """What the log names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """A message of the assistant, its thoughts apart."""
+    """A message of the assistant, split into thoughts and visible text."""
 
     visible: str
-    """What stands after the thoughts."""
+    """The text after the thoughts."""
     thought: str = ""
-    """The thoughts, without the white space around them."""
+    """The thoughts, stripped of white space."""
     block: str = ""
-    """The thoughts with their tags, as the data have them; empty where the data have no block of thoughts."""
+    """The thoughts with their tags as in the data; empty if the data have no such block."""
     cut: bool = False
-    """Whether thoughts were taken away."""
+    """Whether thoughts were removed."""
 
     def message(self, *, splits: bool) -> dict[str, str]:
-        """Returns the message for a template, which may split the text at a tag where it is given no thoughts."""
+        """Returns the message for a template; `splits`: the template splits text at a tag if it gets no thoughts."""
         message = {"role": "assistant", "content": self.visible}
         if self.thought or (splits and "</think>" in self.visible):
             message["reasoning_content"] = self.thought
@@ -70,31 +68,31 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Habits:
-    """What a template writes around every answer."""
+    """The text that a template writes around answers."""
 
     headers: Sequence[str]
     """What prompts an answer, whole and cut after each of its words, the longest first; an answer may leave out what
     the prompt opens. In Mistral's templates, which write nothing there, it is the end of the question."""
     closing: str
-    """What ends an answer when another turn follows; empty where nothing does."""
+    """The end of an answer that another turn follows; empty if there is none."""
     last_closing: str
-    """What ends the last answer; empty where only the next turn does (GLM-4)."""
+    """The end of the last answer; empty if only the next turn ends it (GLM-4)."""
     rewrites: bool
-    """Whether an answer is written otherwise once another turn follows: Qwen3 leaves out its thoughts."""
+    """Whether an answer changes once another turn follows: Qwen3 omits its thoughts."""
     splits: bool
-    """Whether the text before a `</think>` is taken for thoughts wherever it stands."""
+    """Whether text before any `</think>` is treated as thoughts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Stretch:
-    """Where an answer stands in a text."""
+    """The position of an answer in a text."""
 
     before: int
-    """Where the message before it ends."""
+    """End of the message before it."""
     start: int
-    """Where its own words start: after the header, and after thoughts."""
+    """Start of its visible text, after header and thoughts."""
     end: int
-    """Where it ends, with what closes it."""
+    """Its end, including the end of turn."""
 
 
 def answers_of(messages: Conversation, thinking: Thinking) -> tuple[dict[int, Answer], int]:
@@ -122,7 +120,7 @@ def _answer(message: Mapping[str, str]) -> Answer:
 
 
 def learn(template: Template) -> Habits:
-    """Returns the habits of a template, from what it writes of conversations with one letter a message."""
+    """Returns the habits of a template, learned from conversations with one letter per message."""
     question, plain, thoughtful, tagged = (
         {"role": "user", "content": "q"},
         *(answer.message(splits=False) for answer in (Answer(visible="a"), Answer(visible="a", thought="t"))),
@@ -137,7 +135,7 @@ def learn(template: Template) -> Habits:
         last_closing, after = short[places[3] :], long[long_places[3] : long_places[5]]
         lead, long_lead = short[places[1] : places[2]], long[long_places[1] : long_places[2]]
     except KeyError:
-        raise cannot_follow("leaves out questions or answers") from None
+        raise cannot_follow("omits questions or answers") from None
     closing = _common(after, last_closing).strip()
     if not closing and (tag := _TAG.match(after.lstrip())):
         closing = tag[0]
@@ -155,21 +153,18 @@ def learn(template: Template) -> Habits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Follower:
-    """Follows a template that does not say itself where the answers are."""
+    """Renders conversations and locates answers, for templates without `{% generation %}`."""
 
     template: Template
-    """Writes messages as text."""
     habits: Habits
-    """What it writes around answers."""
     thinking: Thinking
-    """Which answers keep their thoughts."""
     end: str
-    """What is appended where nothing ends the last answer."""
+    """Appended if the template does not end the last answer."""
 
     def write(self, messages: Conversation) -> Written:
         """Returns a conversation as text, with the characters of each answer from after its header to what ends it.
 
-        Raises InvalidConfig where the answers cannot be told from the rest.
+        Raises InvalidConfig if the answers cannot be located.
         """
         answers, lost_thoughts = answers_of(messages, self.thinking)
         splits = self.habits.splits
@@ -248,7 +243,7 @@ def _stretch(text: str, places: Places, index: int, habits: Habits, *, after: in
         header = before + _after_header(text[before:limit], habits.headers)
         start = text.find(closing, header, limit) if closing else limit if is_last else -1
         if start < 0:
-            raise cannot_follow(f"writes message {index + 1}, which is empty, without what ends an answer")
+            raise cannot_follow(f"writes the empty message {index + 1} without an end of turn")
         return _Stretch(before=before, start=start, end=start + len(closing))
     end = places[2 * index + 1]
     if not is_last or closing:
@@ -259,7 +254,7 @@ def _stretch(text: str, places: Places, index: int, habits: Habits, *, after: in
         elif tag:
             end = tag.end()
         else:
-            raise cannot_follow("writes nothing that ends an answer")
+            raise cannot_follow("writes no end of turn after an answer")
     return _Stretch(before=before, start=start, end=end)
 
 
@@ -279,7 +274,7 @@ def _after_header(lead: str, headers: Sequence[str]) -> int:
         place = lead.find(header)
         if place >= 0:
             return place + len(header)
-    raise cannot_follow("prompts an answer otherwise than it writes it")
+    raise cannot_follow("writes answers differently from its generation prompt")
 
 
 def _common(text: str, other: str) -> str:

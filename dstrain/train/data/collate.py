@@ -17,23 +17,22 @@ from dstrain.train.data.tokenize import IGNORED
 class Collator:
     """Pads the rows of a micro-batch to the longest of them.
 
-    Samples get an attention mask. Packed rows must not: Transformers builds the mask that keeps samples apart from
-    `position_ids` only where there is neither an attention mask nor a cache (transformers 5.23 masking_utils.py:
-    _preprocess_mask_arguments), so a mask of ones would let samples see each other without a word. What FlashAttention
-    and the kernels of linear attention, convolutions and state spaces keep samples apart by goes with it.
+    Samples get an attention mask. Packed rows must not have one: Transformers separates samples by `position_ids` only
+    without an attention mask and a cache (transformers 5.23 masking_utils.py: _preprocess_mask_arguments), so a mask of
+    ones would silently mix them. Packed rows also get the borders of samples for FlashAttention and for the kernels of
+    linear attention, convolutions and state spaces.
     """
 
     pad_token_id: int
-    """Fills rows at their end."""
     packing: bool
     """Whether rows hold several samples, with `position_ids`."""
     takes: frozenset[str] | None = None
-    """Names of what the model takes; None: anything."""
+    """Arguments of the model's forward; None: any."""
     pad_to_multiple_of: int = 8
-    """Row length is a multiple of it: tensor cores want 8."""
+    """Tensor cores need row lengths that are multiples of 8."""
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Returns the tensors that the model is called with."""
+        """Returns `input_ids`, `labels` and `position_ids` or `attention_mask`, each (batch, seq)."""
         longest = max(len(row["input_ids"]) for row in rows)
         width = -(-longest // self.pad_to_multiple_of) * self.pad_to_multiple_of
         columns = {
@@ -56,7 +55,7 @@ class Collator:
 
 
 def taken_by(model: Any) -> frozenset[str] | None:
-    """Returns the names of what a model's forward takes, or None where it takes any."""
+    """Returns the arguments of a model's forward, or None if it takes any."""
     base = model.get_base_model() if hasattr(model, "peft_config") else model
     parameters = inspect.signature(base.forward).parameters.values()
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
@@ -65,7 +64,7 @@ def taken_by(model: Any) -> frozenset[str] | None:
 
 
 def _borders(position_ids: torch.Tensor) -> dict[str, Any]:
-    """Returns where samples begin and end: the number of each token's sample, and offsets in rows one behind the other.
+    """Returns the borders of samples: `seq_idx` (batch, seq), the sample of each token; `cu_seq_lens` (samples + 1,).
 
     Source: transformers 5.23 utils/generic.py: TransformersKwargs.
     """

@@ -11,13 +11,13 @@ from dstrain.choices import Hub
 from dstrain.errors import EnvironmentProblem, InvalidConfig
 
 EVAL_SPLITS = ("validation", "valid", "dev", "eval", "test")
-"""Splits that evaluation data are taken from, the first that there is."""
+"""Splits for evaluation, in order of preference."""
 
 
 def from_hub(data: str, hub: Hub, *, training: bool) -> tuple[str, datasets.Dataset]:
-    """Returns a split of a data set by its id, with a name for messages: `train` for training, else one to evaluate on.
+    """Returns a split of a data set on a hub, with a name for messages: `train`, or one for evaluation.
 
-    Raises InvalidConfig when there is no such data set or split, EnvironmentProblem when the hub cannot be reached.
+    Raises InvalidConfig for an unknown data set or split, EnvironmentProblem if the hub cannot be reached.
     """
     try:
         splits = _from_modelscope(data) if hub is Hub.MODELSCOPE else datasets.load_dataset(data)
@@ -29,7 +29,7 @@ def from_hub(data: str, hub: Hub, *, training: bool) -> tuple[str, datasets.Data
     except (ConnectionError, TimeoutError) as error:
         raise EnvironmentProblem(
             f'the data set "{data}" cannot be loaded: {_first_line(error)}',
-            hint="Name a local file, or set HF_ENDPOINT to a mirror that can be reached.",
+            hint="Use a local file, or set HF_ENDPOINT to a reachable mirror.",
         ) from error
     except ValueError as error:
         raise InvalidConfig(f'the data set "{data}" cannot be loaded: {_first_line(error)}') from error
@@ -39,16 +39,16 @@ def from_hub(data: str, hub: Hub, *, training: bool) -> tuple[str, datasets.Data
 
 def _choose(data: str, names: list[str], *, training: bool) -> str:
     wanted = ("train",) if training else EVAL_SPLITS
-    found = next((name for name in wanted if name in names), None)
-    if found is None and len(names) == 1 and (training or names != ["train"]):
-        found = names[0]
-    if found is None:
+    split = next((name for name in wanted if name in names), None)
+    if split is None and len(names) == 1 and (training or names != ["train"]):
+        split = names[0]
+    if split is None:
         purpose = "train on" if training else "evaluate on"
         raise InvalidConfig(
             f'the data set "{data}" has no split to {purpose} (one of {", ".join(wanted)}); it has {", ".join(names)}',
-            hint="Save the split that you mean as a JSONL file, and name that.",
+            hint="Save the split as a JSONL file, and use that.",
         )
-    return found
+    return split
 
 
 def _from_modelscope(data: str) -> Mapping[str, datasets.Dataset]:
@@ -56,7 +56,7 @@ def _from_modelscope(data: str) -> Mapping[str, datasets.Dataset]:
         from modelscope.msdatasets import MsDataset  # type: ignore[import-not-found]
     except ImportError as error:
         raise EnvironmentProblem(
-            f'the data set "{data}" is to come from ModelScope, and modelscope cannot be imported: {error}',
+            f'the data set "{data}" needs modelscope, which cannot be imported: {error}',
             hint='pip install "modelscope[datasets]"',
         ) from error
     loaded = MsDataset.load(data)

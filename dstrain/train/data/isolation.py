@@ -15,13 +15,13 @@ from transformers.masking_utils import create_masks_for_generate
 from dstrain.errors import InvalidConfig
 from dstrain.train.data.packing import Row, row_of
 
-_SEEN = "lets the samples of a packed row see each other"
+_SEEN = "mixes the samples of a packed row"
 
 
 def packed_masks(model: Any, position_ids: torch.Tensor) -> Any:
-    """Returns the masks that keep the samples of packed rows apart, for models that make none of positions themselves.
+    """Returns masks that separate the samples of packed rows, for models that do not derive them from positions.
 
-    Of a family with several kinds of attention it is a mask for each kind, by its name.
+    `position_ids`: (batch, seq). A family with several kinds of attention gets a dict with one mask per kind.
     """
     shape_and_dtype = torch.empty((*position_ids.shape, 0), dtype=model.dtype, device=position_ids.device)
     return create_masks_for_generate(
@@ -35,26 +35,26 @@ def packed_masks(model: Any, position_ids: torch.Tensor) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """Rows of three short samples, of which the second one's logits are looked at. Ranks go through it alike.
+    """Compares the second sample's logits in rows of three short samples; all ranks run it together.
 
-    No random number is used up, and each forward has the same ones.
+    It consumes no random numbers, and each forward has the same ones.
     """
 
     model: Any
     """The model, with or without an adapter."""
     engine: Any
-    """What is called: DeepSpeed's engine around the model."""
+    """DeepSpeed's engine around the model."""
     inputs_of: Callable[[Row], dict[str, Any]]
-    """Returns what the engine is called with for a row, as in training."""
+    """Returns the engine's inputs for a row, as in training."""
     tokens: Any
-    """Tokens of the data."""
+    """Token ids of the data: (tokens,)."""
     group: Any
     """A gloo group of all ranks; None with one."""
 
     def needs_masks(self) -> bool:
-        """Returns whether `packed_masks` must go with packed rows: False for most models, which make them themselves.
+        """Returns whether packed rows need `packed_masks`; most models derive them from positions.
 
-        Raises InvalidConfig for a model that lets samples see each other either way, or takes no packed rows at all.
+        Raises InvalidConfig for a model that mixes samples either way, or that does not support packed rows.
         """
         was_training = self.engine.training
         for has_masks in (False, True):
@@ -112,7 +112,7 @@ class Trial:
             try:
                 logits = self.engine(**inputs).logits[-1]
             except refusals as error:
-                raise self._refused(_SEEN if has_masks else f"does not take packed rows: {error}") from error
+                raise self._refused(_SEEN if has_masks else f"does not support packed rows: {error}") from error
         second = slice(len(samples[0]), len(samples[0]) + len(samples[1]))
         kept: torch.Tensor = logits[second].double().nan_to_num()  # what is not finite shows in the loss
         return kept

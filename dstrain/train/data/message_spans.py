@@ -14,13 +14,13 @@ from dstrain.errors import InvalidConfig
 Conversation = Sequence[Mapping[str, str]]
 Places = dict[int, int]
 Template = Callable[..., list[str]]
-"""Writes each of several conversations as text; with `prompt=True` it ends with what prompts an answer."""
+"""Renders each of several conversations; with `prompt=True` followed by the generation prompt."""
 
 _FIRST_MARK, _LAST_MARK = 0x10A000, 0x10FFFD
 _MARK = re.compile(f"([{chr(_FIRST_MARK)}-{chr(_LAST_MARK)}])")
 
-OTHER_TEMPLATE = "Write a template with {% generation %} around the answers, and name it: chat_template: FILE"
-"""The hint where a template cannot be followed."""
+OTHER_TEMPLATE = "Write a template with {% generation %} around the answers, and set chat_template: FILE"
+"""The hint if answers cannot be located in a template's output."""
 
 
 def whole(template: Template, messages: Conversation) -> tuple[str, Places, int]:
@@ -43,7 +43,7 @@ def whole(template: Template, messages: Conversation) -> tuple[str, Places, int]
             return prompt[: prompt_places[asked]] + text[places[asked] :], later | prompt_places, 0
     for mark in lost:
         if messages[mark // 2]["role"] != "system":
-            raise cannot_follow(f"leaves out message {mark // 2 + 1} or a part of it")
+            raise cannot_follow(f"omits message {mark // 2 + 1} or a part of it")
     return text, places, len(lost)
 
 
@@ -85,4 +85,4 @@ def _marked(messages: Conversation) -> Conversation:
 
 
 def cannot_follow(what: str) -> InvalidConfig:
-    return InvalidConfig(f"the chat template {what}, so answers cannot be told from questions", hint=OTHER_TEMPLATE)
+    return InvalidConfig(f"the chat template {what}, so answers cannot be located", hint=OTHER_TEMPLATE)

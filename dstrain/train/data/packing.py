@@ -56,17 +56,17 @@ def best_fit(lengths: Sequence[int], capacity: int, *, seed: int) -> list[list[i
 
 
 Row = dict[str, np.ndarray[Any, Any]]
-"""Tokens, labels and positions of a packed row."""
+"""`input_ids`, `labels` and `position_ids` of a packed row, each (tokens,)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedRows:
-    """Rows of whole samples, put together when they are asked for; has the length and indexing of a data set."""
+    """Rows of whole samples, concatenated on access; a sequence like a data set."""
 
     samples: Any
-    """A data set with `input_ids` and `labels`, in Arrow's format: its columns become NumPy arrays without a copy."""
+    """A data set with `input_ids` and `labels` in Arrow's format, for NumPy arrays without copies."""
     rows: Sequence[Sequence[int]]
-    """Sample numbers of each row."""
+    """Indices of the samples in each row."""
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -80,7 +80,7 @@ class PackedRows:
 
 
 def row_of(input_ids: Any, labels: Any, lengths: Any) -> Row:
-    """Returns samples one behind the other; positions begin at 0 with each of them, whose first token is no target."""
+    """Returns concatenated samples; positions restart at 0 in each sample, whose first token is no target."""
     starts = np.cumsum(lengths) - lengths
     targets = labels.copy()
     targets[starts] = IGNORED

@@ -33,12 +33,12 @@ _SHOWN_PROBLEMS = 5
 _COUNTED = MappingProxyType(
     {
         "empty_answers": "answers are empty: the model learns to say nothing there",
-        "lost_thoughts": "answers lost their thoughts (thinking: {job.thinking})",
-        "empty_thoughts": "answers learn to begin with an empty block of thoughts (thinking: off gives it as prompt)",
-        "lost_prompts": "system prompts are left out by the chat template",
+        "lost_thoughts": "answers are trained without their thoughts (thinking: {job.thinking})",
+        "empty_thoughts": "answers begin with an empty block of thoughts (thinking: off makes it part of the prompt)",
+        "lost_prompts": "system prompts are omitted by the chat template",
     }
 )
-"""What the log says of `chat.Counts`."""
+"""Field of `chat.Counts` → its text in the log."""
 
 _FEATURES = datasets.Features(
     {
@@ -54,49 +54,49 @@ _FEATURES = datasets.Features(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedData:
-    """Data that a Trainer and a `collate.Collator` can take."""
+    """Tokenized data for the Trainer and `collate.Collator`."""
 
     dataset: Any
     """`datasets.Dataset` with `input_ids`, `labels` and `length`, or `PackedRows`."""
     num_samples: int
-    """Samples that are trained on."""
+    """Samples, without dropped ones."""
     num_tokens: int
-    """Their tokens, without padding."""
+    """Tokens, without padding."""
     num_truncated: int
-    """Samples that were longer than `seq_len`."""
+    """Samples longer than `seq_len`."""
     num_dropped: int
-    """Samples that were left out, because no token is left to learn."""
+    """Samples without a token to learn."""
     notes: tuple[str, ...]
-    """What the log says about all this, a line each."""
+    """Lines for the log."""
     digest: str
-    """Changes when a token, a label, or the order in which samples are trained on changes."""
+    """Changes with any token, any label, and the order of samples."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Source:
-    """Rows that can be gone through, and what tells them from other rows."""
+    """The rows of a file or of a data set on a hub."""
 
     name: str
     """File or data set id, for messages."""
     identity: str
-    """Changes when the rows change."""
+    """Changes with the rows."""
     rows: Callable[[Refuse], Iterator[Sample]]
-    """Yields all rows in order; takes what is done with one that cannot be read."""
+    """Yields all rows in order; errors of unreadable ones go to its argument."""
     count: Callable[[], int]
-    """Returns how many there are, about; 0 where nobody knows."""
+    """Returns their approximate number; 0 if unknown."""
 
 
 Report = Callable[[int, int], None]
-"""Takes what is done and all there is, 0 where nobody knows."""
+"""Called with the number of finished samples and the total, 0 if unknown."""
 
 
 def prepare(
     job: Job, tokenizer: Any, *, data: str, training: bool, report: Report = lambda done, total: None
 ) -> PreparedData:
-    """Returns the data of a job in tokens: samples in their order, or rows of `seq_len` when the job packs.
+    """Returns the tokenized data of a job: samples in order, or with packing rows of `seq_len` tokens.
 
-    Ranks call it alike: the first one on a node tokenizes into the cache of `datasets`, the others wait and read the
-    same file; `report` hears of its progress. Raises InvalidConfig with file and line for a row that cannot be used.
+    All ranks call it: the first one on a node tokenizes into the cache of `datasets` and calls `report`, the others
+    wait and read the same file. Raises InvalidConfig with file and line for an unusable row.
     """
     source = _source(job, data, training=training)
     encoder = Encoder(tokenizer=tokenizer, seq_len=job.seq_len, loss_on=job.loss_on, thinking=job.thinking)
@@ -108,7 +108,7 @@ def prepare(
     dropped = len(lengths) - 1 - len(kept)
     remarks = _remarks(source.name, json.loads(encoded[-1]["said"]), job)
     if not len(kept):
-        problem = f"none of {len(lengths) - 1:,} samples has a token of an answer in its first {job.seq_len:,}"
+        problem = f"none of {len(lengths) - 1:,} samples has a token of an answer among its first {job.seq_len:,}"
         raise InvalidConfig("\n".join([f"{source.name}: {problem}", *remarks]), hint="Raise seq_len.")
     dataset: Any = encoded.select(kept).select_columns(["input_ids", "labels", "length"])
     lengths = [int(length) for length in lengths[kept]]
@@ -131,7 +131,7 @@ def prepare(
 
 
 def _digest(crcs: Any, job: Job) -> str:
-    """Returns the digest of samples, given their checksums (uint32, one each), and of what decides on their order."""
+    """Returns the digest of the samples' checksums, (samples,) uint32, and of the settings that decide their order."""
     order = f"{job.seed} {job.packing} {job.seq_len}".encode()
     return hashlib.sha256(crcs.tobytes() + order).hexdigest()[:16]
 
@@ -142,18 +142,20 @@ def _notes(name: str, lengths: list[int], *, seq_len: int, truncated: int, dropp
     notes = [f"{name}: {len(lengths):,} samples, {tokens:,} tokens ({mean:.0f} on average, {max(lengths):,} at most)"]
     if truncated:
         share = truncated / (len(lengths) + dropped)
-        notes.append(f"{name}: {truncated:,} samples ({share:.1%}) are longer than seq_len {seq_len:,} and were cut")
+        notes.append(
+            f"{name}: {truncated:,} samples ({share:.1%}) are longer than seq_len {seq_len:,} and were truncated"
+        )
     if dropped:
-        notes.append(f"{name}: {dropped:,} samples have no token left to learn and were left out")
+        notes.append(f"{name}: {dropped:,} samples have no token to learn and were dropped")
     return notes
 
 
 def _remarks(name: str, said: dict[str, Any], job: Job) -> list[str]:
-    """Returns what the log says about columns that nobody reads, about answers, and about rows that were left out."""
+    """Returns lines for the log about unused columns, answers, and skipped rows."""
     notes = [unused_text(Counter(said["unused"]))] if said["unused"] else []
     notes += [f"{count:,} {_COUNTED[what].format(job=job)}" for what, count in said["counts"].items() if count]
     if said["skipped"]:
-        notes.append(f"{said['num_skipped']:,} rows cannot be used and were skipped (on_bad_row: skip), the first:")
+        notes.append(f"{said['num_skipped']:,} unusable rows were skipped (on_bad_row: skip); the first:")
     return [f"{name}: {note}" for note in notes] + [f"  {problem}" for problem in said["skipped"]]
 
 
@@ -174,13 +176,13 @@ def _source(job: Job, data: str, *, training: bool) -> _Source:
 
 
 def _tokenized(source: _Source, encoder: Encoder, job: Job, report: Report) -> datasets.Dataset:
-    """Returns every sample in tokens, from the cache where it is there; a sample with nothing to learn has none.
+    """Returns the tokens of every sample, possibly from the cache; a sample without a token to learn has none.
 
-    One row more stands at the end, with what there is to say of all.
+    An additional last row holds the counts for the log.
     """
 
     def generate() -> Iterator[dict[str, Any]]:
-        told: Counter[str] = Counter()
+        counts: Counter[str] = Counter()
         columns: Counter[str] = Counter()
         skipped: list[str] = []
 
@@ -193,14 +195,14 @@ def _tokenized(source: _Source, encoder: Encoder, job: Job, report: Report) -> d
         for done, sample in enumerate(encoder.encode(conversations, refuse)):
             total = total if done else source.count()
             report(done, total)
-            told.update({name: getattr(sample.counts, name) for name in _COUNTED})
+            counts.update({name: getattr(sample.counts, name) for name in _COUNTED})
             yield _row(*((sample.input_ids, sample.labels) if sample.teaches else ([], [])), num_cut=sample.num_cut)
-        said = {"unused": columns, "counts": told, "skipped": skipped[:_SHOWN_PROBLEMS], "num_skipped": len(skipped)}
+        said = {"unused": columns, "counts": counts, "skipped": skipped[:_SHOWN_PROBLEMS], "num_skipped": len(skipped)}
         yield _row([], [], num_cut=0, said=json.dumps(said))
 
     try:
         with _quiet_where_no_terminal():
-            found = datasets.Dataset.from_generator(
+            encoded = datasets.Dataset.from_generator(
                 generate, features=_FEATURES, fingerprint=_fingerprint(source, encoder, job)
             )
     except DatasetGenerationError as error:
@@ -213,7 +215,7 @@ def _tokenized(source: _Source, encoder: Encoder, job: Job, report: Report) -> d
                 hint="Free some space, or set HF_DATASETS_CACHE to another folder.",
             ) from error
         raise
-    return found
+    return encoded
 
 
 def _row(ids: list[int], labels: list[int], *, num_cut: int, said: str = "") -> dict[str, Any]:
@@ -224,21 +226,21 @@ def _row(ids: list[int], labels: list[int], *, num_cut: int, said: str = "") -> 
 def _conversations(
     source: _Source, data_format: DataFormat, refuse: Refuse, columns: Counter[str]
 ) -> Iterator[tuple[str, list[dict[str, str]] | str]]:
-    """Yields where each row stands, and its conversation or text; counts the `columns` that nobody reads."""
-    known = None
+    """Yields the place of each row, and its conversation or text; counts unused columns in `columns`."""
+    detected = None
     for sample in source.rows(refuse):
-        known = known or format_of(source.name, list(sample.row), data_format)
+        detected = detected or format_of(source.name, list(sample.row), data_format)
         try:
-            conversation = to_conversation(sample, known)
+            conversation = to_conversation(sample, detected)
         except InvalidConfig as error:
             refuse(error)
             continue
-        columns.update(unused(sample.row, known))
+        columns.update(unused(sample.row, detected))
         yield sample.where, conversation
 
 
 def _fingerprint(source: _Source, encoder: Encoder, job: Job) -> str:
-    """Returns a name for the tokens that is the same on every rank, and another when anything that makes them is."""
+    """Returns the key of the tokens in the cache: equal on all ranks, and different for any other input."""
     tokenizer = encoder.tokenizer
     if tokenizer.is_fast:
         state = json.loads(tokenizer.backend_tokenizer.to_str())

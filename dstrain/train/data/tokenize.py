@@ -33,15 +33,14 @@ class Encoded:
     input_ids: list[int]
     """Token ids."""
     labels: list[int]
-    """The same ids where the token counts in the loss, elsewhere -100."""
+    """Token ids of tokens that count in the loss, otherwise -100: (seq,), as `input_ids`."""
     num_cut: int
-    """Tokens that did not fit."""
+    """Truncated tokens."""
     counts: Counts
-    """What the log names about its answers."""
 
     @property
     def teaches(self) -> bool:
-        """Whether a token is left to learn; the first token is never predicted."""
+        """Whether there is a token to learn; the first token is never predicted."""
         return any(label != IGNORED for label in self.labels[1:])
 
 
@@ -52,16 +51,14 @@ class Encoder:
     tokenizer: Any
     """A tokenizer of Transformers."""
     seq_len: int
-    """Longest sample in tokens."""
+    """Longest sample, in tokens."""
     loss_on: LossOn
-    """Which tokens count in the loss."""
     thinking: Thinking = Thinking.AUTO
-    """Which answers keep their thoughts."""
 
     def encode(self, samples: Iterable[tuple[str, Conversation | str]], refuse: Refuse = stop) -> Iterator[Encoded]:
-        """Yields the tokens of each sample, given as (where it stands, conversation or text), in order.
+        """Yields the tokens of each sample, given as (place, conversation or text), in order.
 
-        A conversation that the chat template cannot write goes to `refuse`, which raises, or the sample is left out.
+        Errors of the chat template go to `refuse`, which raises them or returns to skip the sample.
         """
         remaining = iter(samples)
         while batch := list(islice(remaining, _BATCH_SAMPLES)):  # the tokenizer works on a batch in parallel
@@ -84,7 +81,7 @@ class Encoder:
         self._require_template()
         try:
             write = self._writer()
-        except Exception as error:  # a template is a program of the model's author: it raises what it likes
+        except Exception as error:  # a template is a program of the model's author and may raise anything
             raise _refused(batch[0][0], error) from error
         conversations: list[tuple[str, Written]] = []
         for where, messages in batch:
@@ -105,7 +102,7 @@ class Encoder:
             yield self._cut(ids, _labels(ids, offsets, written.spans), written.counts)
 
     def _writer(self) -> Callable[[Conversation], Written]:
-        """Returns what writes a conversation as text, and says which characters count."""
+        """Returns the function that renders a conversation with the characters that count in the loss."""
         if self.loss_on is LossOn.ALL:
             return partial(as_written, thinking=self.thinking, render=self._whole)
         if _GENERATION_TAG.search(self.tokenizer.get_chat_template()):
@@ -116,13 +113,13 @@ class Encoder:
             end = self.tokenizer.eos_token or ""
         if not (habits.last_closing or end):
             raise InvalidConfig(
-                "the chat template writes nothing that ends an answer, and the tokenizer has no eos_token",
-                hint="Name a template that ends every answer with a token: chat_template: FILE",
+                "the chat template writes no end of turn after answers, and the tokenizer has no eos_token",
+                hint="Set a template that ends every answer with a token: chat_template: FILE",
             )
         return Follower(template=self._template, habits=habits, thinking=self.thinking, end=end).write
 
     def _template(self, *conversations: Conversation, prompt: bool = False) -> list[str]:
-        """Returns conversations as text; with `prompt` each ends with what prompts an answer."""
+        """Returns rendered conversations; with `prompt` each is followed by the generation prompt."""
         options = {"enable_thinking": False} if self.thinking is Thinking.OFF else {}
         return list(
             self.tokenizer.apply_chat_template(
@@ -135,7 +132,7 @@ class Encoder:
         return text, [(0, len(text))]
 
     def _tagged(self, messages: Conversation) -> Text:
-        """Returns the text with the template's own word, `{% generation %}`, on what is the answer."""
+        """Returns the text, with the answers marked by the template's `{% generation %}`."""
         options = {"enable_thinking": False} if self.thinking is Thinking.OFF else {}
         rendered: Any = render_jinja_template(
             [[dict(message) for message in messages]],
@@ -151,21 +148,21 @@ class Encoder:
         return Encoded(input_ids=ids[: self.seq_len], labels=labels[: self.seq_len], num_cut=num_cut, counts=counts)
 
     def _encode_by_prefix(self, where: str, written: Written) -> Encoded:
-        """Returns the tokens for a tokenizer without offsets: the text is tokenized up to each border of an answer."""
+        """Returns the tokens for a tokenizer without offsets, by tokenizing prefixes up to each border of an answer."""
         ids = self._tokens(written.text)["input_ids"]
         labels = [IGNORED] * len(ids)
         for start, end in written.spans:
             before, upto = (self._tokens(written.text[:border])["input_ids"] for border in (start, end))
             if ids[: len(before)] != before or ids[: len(upto)] != upto:
                 raise InvalidConfig(
-                    f"{where}: the tokens of an answer cannot be told from those of the question with this tokenizer",
+                    f"{where}: this tokenizer merges tokens of an answer with those of the question",
                     hint="Use a fast tokenizer (a model folder with tokenizer.json).",
                 )
             labels[len(before) : len(upto)] = ids[len(before) : len(upto)]
         return self._cut(ids, labels, written.counts)
 
     def _tokens(self, text: str | list[str], **options: Any) -> Any:
-        """Returns the tokenizer's output for text that holds its special tokens already."""
+        """Returns the tokenizer's output for text with special tokens."""
         options |= {"return_attention_mask": False, "return_token_type_ids": False, "verbose": False}
         return self.tokenizer(text, add_special_tokens=False, **options)
 
@@ -173,8 +170,8 @@ class Encoder:
         if not getattr(self.tokenizer, "chat_template", None):
             raise InvalidConfig(
                 f"the tokenizer of {self.tokenizer.name_or_path or 'this model'} has no chat template, "
-                "and the data are conversations",
-                hint="Use the instruction-tuned model's tokenizer, name a template (chat_template: FILE), "
+                "but the data are conversations",
+                hint="Use the instruction-tuned model's tokenizer, set a template (chat_template: FILE), "
                 "or write the data as text.",
             )
 
@@ -197,5 +194,5 @@ def _labels(ids: list[int], offsets: Sequence[Span], spans: Sequence[Span]) -> l
 def _refused(where: str, error: Exception) -> InvalidConfig:
     if isinstance(error, InvalidConfig):
         return InvalidConfig(f"{where}: {error.problem}", hint=error.hint)
-    said = str(error) or type(error).__name__
-    return InvalidConfig(f"{where}: the chat template does not accept this conversation: {said}", hint=OTHER_TEMPLATE)
+    reason = str(error) or type(error).__name__
+    return InvalidConfig(f"{where}: the chat template rejects this conversation: {reason}", hint=OTHER_TEMPLATE)

@@ -110,7 +110,7 @@ def test_a_folder_that_is_half_written_is_refused(tmp_path: Path) -> None:
 
 def test_another_number_of_ranks_is_refused_before_deepspeed_fails(tmp_path: Path) -> None:
     checkpoint = make(tmp_path, 1)
-    with pytest.raises(InvalidConfig, match="written by 2 ranks and cannot be loaded by 4 as it is") as caught:
+    with pytest.raises(InvalidConfig, match="written by 2 ranks and must be converted for 4") as caught:
         choose(RunDir(tmp_path), "auto", world_size=4)
     assert f"python -m dstrain.train.checkpoints.universal_checkpoint {checkpoint}" in str(caught.value.hint)
 
@@ -146,7 +146,7 @@ def test_a_checkpoint_says_how_it_was_trained(tmp_path: Path) -> None:
 
 def test_a_missing_shard_leaves_a_checkpoint_unmarked(tmp_path: Path) -> None:
     checkpoint = make(tmp_path, 1, whole=False, ranks=1)
-    with pytest.raises(EnvironmentProblem, match="shards of 1 of 2 ranks"):
+    with pytest.raises(EnvironmentProblem, match="shards of only 1 of 2 ranks"):
         complete(checkpoint, written(1))
     assert not is_whole(checkpoint)
 

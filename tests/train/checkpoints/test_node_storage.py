@@ -54,6 +54,6 @@ def test_a_part_is_not_a_whole_checkpoint(tmp_path: Path) -> None:
 
 def test_a_part_without_its_shards_is_not_marked(tmp_path: Path) -> None:
     made = checkpoint(tmp_path)
-    with pytest.raises(EnvironmentProblem, match="shards of 0 of 1 ranks"):
+    with pytest.raises(EnvironmentProblem, match="shards of only 0 of 1 ranks"):
         complete_part(made, WRITTEN, of_ranks=1, start="0f3c")
     assert not (made / "part.json").exists()

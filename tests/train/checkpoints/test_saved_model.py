@@ -61,8 +61,8 @@ def test_a_whole_model_is_accepted(saved: Path) -> None:
         (lambda state: state.pop(WEIGHT), f"{WEIGHT} is missing"),
         (lambda state: state.update({WEIGHT: torch.empty(0)}), f"{WEIGHT} has another shape"),
         (lambda state: state.update({WEIGHT: state[WEIGHT][:1].clone()}), f"{WEIGHT} has another shape"),
-        (lambda state: state.update({WEIGHT: state[WEIGHT].half()}), f"{WEIGHT} is F16, and config.json says"),
-        (lambda state: state.update({name: state[name].float() for name in state}), " is F32, and config.json says"),
+        (lambda state: state.update({WEIGHT: state[WEIGHT].half()}), f"{WEIGHT} is F16, but config.json says"),
+        (lambda state: state.update({name: state[name].float() for name in state}), " is F32, but config.json says"),
     ],
 )
 def test_a_model_from_which_something_cannot_be_loaded_is_refused(

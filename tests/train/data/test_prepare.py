@@ -131,7 +131,7 @@ def test_template_that_cannot_be_followed_is_refused(
     tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tokenizer, "chat_template", COUNTED)
-    with pytest.raises(InvalidConfig, match=r"train\.jsonl:1: the chat template writes nothing that ends an answer"):
+    with pytest.raises(InvalidConfig, match=r"train\.jsonl:1: the chat template writes no end of turn after an answer"):
         prepared(tmp_path, tokenizer, [{"messages": TALK}])
     everything = prepared(tmp_path, tokenizer, [{"messages": TALK}], loss_on=LossOn.ALL)
     assert everything.dataset[0]["labels"] == everything.dataset[0]["input_ids"]
@@ -156,9 +156,9 @@ def test_rows_that_cannot_be_used_are_skipped_and_named(
         prepared(tmp_path, tokenizer, rows)
     found = prepared(tmp_path, tokenizer, rows, on_bad_row=OnBadRow.SKIP)
     assert (found.num_samples, found.num_dropped) == (2, 0)
-    assert "2 rows cannot be used and were skipped (on_bad_row: skip), the first:" in found.notes[1]
+    assert "2 unusable rows were skipped (on_bad_row: skip); the first:" in found.notes[1]
     assert re.fullmatch(r'  .*train\.jsonl:2: "output" is 3; it must be a string', found.notes[2])
-    assert re.fullmatch(r"  .*train\.jsonl:3: the chat template does not accept .*: no, please", found.notes[3])
+    assert re.fullmatch(r"  .*train\.jsonl:3: the chat template rejects .*: no, please", found.notes[3])
     with pytest.raises(InvalidConfig, match=r"none of 0 samples (.|\n)*train\.jsonl:2"):
         prepared(tmp_path, tokenizer, rows[2:3] + rows[1:2], on_bad_row=OnBadRow.SKIP)
 
@@ -169,7 +169,7 @@ def test_lines_that_are_no_rows_are_skipped_too(tmp_path: Path, tokenizer: Any) 
     job = Job(model="m", output_dir="o", on_bad_row=OnBadRow.SKIP)
     found = prepare(job, tokenizer, data=str(path), training=True)
     assert found.num_samples == 1
-    assert "2 rows cannot be used and were skipped" in found.notes[1]
+    assert "2 unusable rows were skipped" in found.notes[1]
 
 
 def test_empty_answers_and_lost_or_empty_thoughts_are_counted(
@@ -180,14 +180,14 @@ def test_empty_answers_and_lost_or_empty_thoughts_are_counted(
     rows = [{"messages": TALK}, {"messages": empty}]
     assert [note.split(": ", 1)[1] for note in prepared(tmp_path, tokenizer, rows).notes[1:]] == [
         "1 answers are empty: the model learns to say nothing there",
-        "2 answers learn to begin with an empty block of thoughts (thinking: off gives it as prompt)",
+        "2 answers begin with an empty block of thoughts (thinking: off makes it part of the prompt)",
     ]
     assert [
         note.split(": ", 1)[1] for note in prepared(tmp_path, tokenizer, rows, thinking=Thinking.LAST).notes[1:]
     ] == [
         "1 answers are empty: the model learns to say nothing there",
-        "1 answers lost their thoughts (thinking: last)",
-        "2 answers learn to begin with an empty block of thoughts (thinking: off gives it as prompt)",
+        "1 answers are trained without their thoughts (thinking: last)",
+        "2 answers begin with an empty block of thoughts (thinking: off makes it part of the prompt)",
     ]
 
 
@@ -200,7 +200,7 @@ def test_system_prompt_that_the_template_leaves_out_is_counted(
     notes = prepared(
         tmp_path, tokenizer, [{"messages": [{"role": "system", "content": "Brief!"}, *TALK]}], loss_on=loss_on
     ).notes
-    assert notes[1].endswith("1 system prompts are left out by the chat template")
+    assert notes[1].endswith("1 system prompts are omitted by the chat template")
 
 
 def test_tokenizer_without_chat_template_is_refused(
@@ -227,12 +227,12 @@ def test_long_samples_are_cut_and_those_without_answer_left_out(tmp_path: Path, 
     assert found.num_tokens == sum(found.dataset["length"])
     assert max(found.dataset["length"]) == 48
     assert [tokenizer.decode(sample["input_ids"])[17:18] for sample in found.dataset] == ["a", "c", "e"]
-    assert "2 samples (50.0%) are longer than seq_len 48 and were cut" in found.notes[1]
-    assert "1 samples have no token left to learn and were left out" in found.notes[2]
+    assert "2 samples (50.0%) are longer than seq_len 48 and were truncated" in found.notes[1]
+    assert "1 samples have no token to learn and were dropped" in found.notes[2]
 
 
 def test_data_without_any_answer_are_refused(tmp_path: Path, tokenizer: Any) -> None:
-    with pytest.raises(InvalidConfig, match=r"none of 1 samples has a token of an answer in its first 4"):
+    with pytest.raises(InvalidConfig, match=r"none of 1 samples has a token of an answer among its first 4"):
         prepared(tmp_path, tokenizer, [{"messages": TALK}], seq_len=4)
 
 
