@@ -81,11 +81,11 @@ def scope_csv(rows: Sequence[Row]) -> str:
 
 def as_data(answers: Sequence[Answer]) -> dict[str, object]:
     """Returns score and comparisons as plain data."""
-    compared = [each for one in answers for each in (*one.memory, one.speed) if each is not None]
+    compared = [comparison for one in answers for comparison in (*one.memory, one.speed) if comparison is not None]
     return {
         "schema": 1,
         "score": asdict(score(answers)),
-        "comparisons": [{**asdict(each), "error_ratio": each.error_ratio} for each in compared],
+        "comparisons": [{**asdict(comparison), "error_ratio": comparison.error_ratio} for comparison in compared],
         "verdicts": [asdict(one.verdict) for one in answers if one.verdict is not None],
     }
 

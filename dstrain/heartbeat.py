@@ -134,15 +134,15 @@ class Receiver:
 
     def receive(self) -> list[Heartbeat]:
         """Returns what came since the last call."""
-        found: list[Heartbeat] = []
+        heartbeats: list[Heartbeat] = []
         while True:
             try:
                 raw, said, _, _ = self._socket.recvmsg(4096, socket.CMSG_SPACE(_SENDER.size))
             except OSError:
-                return found
+                return heartbeats
             heartbeat = decode(raw) if _is_own(said) else None
             if heartbeat is not None and heartbeat.rank in self._ranks:
-                found.append(heartbeat)
+                heartbeats.append(heartbeat)
 
     def close(self) -> None:
         """Stops listening."""

@@ -118,8 +118,8 @@ class Row:
 
     def noted(self, name: str) -> str | None:
         """Returns the value of `name=value` (or `name value`) in the notes, or None."""
-        found = re.search(rf"(?<![\w-]){re.escape(name)}[= ]([^\s;,]+)", self.notes)
-        return found.group(1) if found else None
+        match = re.search(rf"(?<![\w-]){re.escape(name)}[= ]([^\s;,]+)", self.notes)
+        return match.group(1) if match else None
 
     @property
     def allocated_bytes(self) -> int | None:

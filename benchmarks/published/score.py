@@ -63,12 +63,12 @@ def errors(comparisons: Iterable[Comparison]) -> Errors | None:
     rows = list(comparisons)
     if not rows:
         return None
-    worst = max(rows, key=lambda each: abs(each.counted_error))
+    worst = max(rows, key=lambda comparison: abs(comparison.counted_error))
     return Errors(
         count=len(rows),
-        mean=sum(abs(each.counted_error) for each in rows) / len(rows),
+        mean=sum(abs(comparison.counted_error) for comparison in rows) / len(rows),
         worst=abs(worst.counted_error),
-        bias=sum(each.error_ratio for each in rows) / len(rows),
+        bias=sum(comparison.error_ratio for comparison in rows) / len(rows),
         worst_id=worst.id,
     )
 
@@ -104,14 +104,14 @@ class Confusion:
 def confusion(verdicts: Iterable[Verdict], margin: float = BARS.verdict_margin) -> Confusion:
     """Returns the verdicts, counted."""
     rows = list(verdicts)
-    counted = [each for each in rows if each.counts]
-    said_fits = [each for each in counted if each.says_fits and not each.fitted]
+    counted = [comparison for comparison in rows if comparison.counts]
+    said_fits = [comparison for comparison in counted if comparison.says_fits and not comparison.fitted]
     return Confusion(
-        fits_right=sum(each.says_fits and each.fitted for each in counted),
-        oom_right=sum(not each.says_fits and not each.fitted for each in counted),
-        said_fits=tuple(each.id for each in said_fits),
-        said_oom=tuple(each.id for each in counted if not each.says_fits and each.fitted),
-        far_off=tuple(each.id for each in said_fits if each.predicted_ratio < 1 - margin),
+        fits_right=sum(comparison.says_fits and comparison.fitted for comparison in counted),
+        oom_right=sum(not comparison.says_fits and not comparison.fitted for comparison in counted),
+        said_fits=tuple(comparison.id for comparison in said_fits),
+        said_oom=tuple(comparison.id for comparison in counted if not comparison.says_fits and comparison.fitted),
+        far_off=tuple(comparison.id for comparison in said_fits if comparison.predicted_ratio < 1 - margin),
         unclear=len(rows) - len(counted),
     )
 
@@ -187,26 +187,28 @@ class Score:
 
 def score(answers: Sequence[Answer]) -> Score:
     """Returns the score of answers."""
-    memory = [each for answer in answers for each in answer.memory]
+    memory = [comparison for answer in answers for comparison in answer.memory]
     speeds = [answer.speed for answer in answers if answer.speed is not None]
     published = _published(answers)
     bases = []
     for basis in ("allocated", "reserved", "nvidia-smi", "unknown"):
-        of_basis = [each for each in memory if each.basis == basis]
+        of_basis = [comparison for comparison in memory if comparison.basis == basis]
         for label, chosen in ((f"{basis}, A", "A"), (basis, "ABC")):
-            rows = [each for each in of_basis if each.quality in chosen]
+            rows = [comparison for comparison in of_basis if comparison.quality in chosen]
             count = sum(
                 number for (name, _, quality), number in published.items() if name == basis and quality in chosen
             )
             bases.append(Group(name=label, published=count, errors=errors(rows)))
-        known = [each for each in of_basis if each.side is Side.BOTH]
+        known = [comparison for comparison in of_basis if comparison.side is Side.BOTH]
         bases.append(Group(name=f"{basis}, lengths known", published=len(known), errors=errors(known)))
-    keys = sorted({(each.basis, each.table) for each in memory})
+    keys = sorted({(comparison.basis, comparison.table) for comparison in memory})
     tables = [
         Group(
             name=f"{basis}: {table}",
             published=sum(number for (b, t, _), number in published.items() if (b, t) == (basis, table)),
-            errors=errors(each for each in memory if (each.basis, each.table) == (basis, table)),
+            errors=errors(
+                comparison for comparison in memory if (comparison.basis, comparison.table) == (basis, table)
+            ),
         )
         for basis, table in keys
     ]
@@ -218,15 +220,17 @@ def score(answers: Sequence[Answer]) -> Score:
         tables=tuple(tables),
         verdicts=confusion(answer.verdict for answer in answers if answer.verdict is not None),
         speed=_speed_group("all tables", speeds, sum(answer.row.throughput is not None for answer in answers)),
-        speed_known=_speed_group("lengths known", [each for each in speeds if each.side is Side.BOTH], len(speeds)),
+        speed_known=_speed_group(
+            "lengths known", [comparison for comparison in speeds if comparison.side is Side.BOTH], len(speeds)
+        ),
         speed_tables=tuple(_speed_tables(speeds, published)),
     )
 
 
 def _speed_tables(speeds: Sequence[Comparison], published: dict[tuple[str, str, str], int]) -> Iterable[Group]:
-    for table in sorted({each.table for each in speeds}):
+    for table in sorted({comparison.table for comparison in speeds}):
         count = sum(number for (name, where, _), number in published.items() if (name, where) == ("speed", table))
-        yield _speed_group(table, [each for each in speeds if each.table == table], count)
+        yield _speed_group(table, [comparison for comparison in speeds if comparison.table == table], count)
 
 
 def _speed_group(name: str, rows: Sequence[Comparison], published: int) -> Group:
@@ -234,7 +238,7 @@ def _speed_group(name: str, rows: Sequence[Comparison], published: int) -> Group
         name=name,
         published=published,
         errors=errors(rows),
-        rank_correlation=rank_correlation([(each.measured, each.predicted) for each in rows]),
+        rank_correlation=rank_correlation([(comparison.measured, comparison.predicted) for comparison in rows]),
     )
 
 

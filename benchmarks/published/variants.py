@@ -63,8 +63,8 @@ def checkpointing(row: Row) -> Checkpointing:
 
 def tune_step(row: Row) -> int | None:
     """Returns the place of a row in torchtune's table of flags, or None for another table."""
-    found = re.search(r"this row: (?:\+ )?([^;]+)", row.notes)
-    return TUNE_STEPS.index(found.group(1)) if found and found.group(1) in TUNE_STEPS else None
+    match = re.search(r"this row: (?:\+ )?([^;]+)", row.notes)
+    return TUNE_STEPS.index(match.group(1)) if match and match.group(1) in TUNE_STEPS else None
 
 
 def compiles(row: Row) -> bool:
@@ -193,8 +193,8 @@ def packs(row: Row) -> bool:
 
 def parallel(row: Row, kind: str) -> int:
     """Returns the degree of `tp`, `pp`, `cp` or `ep` in the notes, 1 where they say nothing of it."""
-    found = re.search(rf"(?<![a-z]){kind}\s*[-=]?\s*(\d+)", row.notes, re.IGNORECASE)
-    return int(found.group(1)) if found else 1
+    match = re.search(rf"(?<![a-z]){kind}\s*[-=]?\s*(\d+)", row.notes, re.IGNORECASE)
+    return int(match.group(1)) if match else 1
 
 
 def added_tokens(row: Row) -> int:

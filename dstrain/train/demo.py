@@ -111,9 +111,9 @@ def pairs_of_standard_library() -> list[tuple[str, str]]:
                 if signature not in pairs and answer not in answers:
                     pairs[signature] = answer
                     answers.add(answer)
-    found = list(pairs.items())
-    random.Random(SEED).shuffle(found)
-    return found
+    shuffled = list(pairs.items())
+    random.Random(SEED).shuffle(shuffled)
+    return shuffled
 
 
 def _documented(path: Path) -> Iterator[tuple[str, str]]:

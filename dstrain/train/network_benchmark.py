@@ -93,24 +93,24 @@ class Bench:
 
     def slowest(self, seconds: float, group: Any = None) -> float:
         """Returns the most that any rank of a group says; all of them have come as far as this."""
-        told = torch.tensor([seconds], dtype=torch.float64, device=self._device)
-        dist.all_reduce(told, op=dist.ReduceOp.MAX, group=group)
-        return float(told.item())
+        tensor = torch.tensor([seconds], dtype=torch.float64, device=self._device)
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group)
+        return float(tensor.item())
 
     def ladder(self, name: str, sizes: Sequence[int], budget_s: float, group: Any = None) -> list[Timing]:
         """Returns the timings of a collective from the smallest size on, as far as `budget_s` seconds reach."""
-        began, found = time.perf_counter(), []
+        began, timings = time.perf_counter(), []
         num_ranks = dist.get_world_size(group)
         for asked in sizes:
             num_bytes = max(1, asked // (_WIDTH * num_ranks)) * _WIDTH * num_ranks
             left_s = budget_s - self.slowest(time.perf_counter() - began, group)
             seconds = self._timed(self._call(name, num_bytes, group), left_s, group)
             rate = bus_bytes_per_s(name, num_bytes, seconds, num_ranks)
-            found.append(Timing(name=name, num_bytes=num_bytes, seconds=seconds, bus_bytes_per_s=rate))
+            timings.append(Timing(name=name, num_bytes=num_bytes, seconds=seconds, bus_bytes_per_s=rate))
             left_s = budget_s - self.slowest(time.perf_counter() - began, group)
             if left_s < 3 * _STEP * seconds:
                 break
-        return found
+        return timings
 
     def latency_s(self) -> float:
         """Returns the time of the smallest all-reduce of all ranks."""
@@ -165,7 +165,7 @@ def measure(place: Place, hosts: Sequence[str], say: Callable[[str], None]) -> N
     if not place.rank.is_first:
         return None
     gpu = probe.local_gpus()[0] if on_gpu and probe.local_gpus() else None
-    pairs = [pair for each in gathered for pair in each["pairs"]]
+    pairs = [pair for results in gathered for pair in results["pairs"]]
     return Network(
         backend=str(dist.get_backend()),
         hosts=tuple(hosts),
@@ -174,9 +174,9 @@ def measure(place: Place, hosts: Sequence[str], say: Callable[[str], None]) -> N
         gpu_memory_mib=gpu.memory_mib if gpu else 0,
         latency_s=latency_s,
         timings=tuple(timings),
-        inside=tuple(each["inside"] for each in gathered if each["inside"] is not None),
+        inside=tuple(results["inside"] for results in gathered if results["inside"] is not None),
         pairs=tuple(sorted(pairs, key=lambda pair: (pair.first, pair.second))),
-        ways=tuple(sorted({way for each in gathered for way in each["ways"]})),
+        ways=tuple(sorted({way for results in gathered for way in results["ways"]})),
         seconds=time.perf_counter() - began,
     )
 
@@ -187,15 +187,15 @@ def _inside(place: Place, bench: Bench, say: Callable[[str], None], sizes: Seque
         return None
     say("all_gather inside each host")
     first, count = place.firsts[place.host], place.slots[place.host]
-    found = None
+    timing = None
     if count > 1:
         group = dist.new_group(list(range(first, first + count)), use_local_synchronization=True)
-        found = bench.ladder(ALL_GATHER, sizes, INSIDE_S, group)[-1]
+        timing = bench.ladder(ALL_GATHER, sizes, INSIDE_S, group)[-1]
         dist.destroy_process_group(group)
     bench.slowest(0.0)
-    if found is None or place.local > 0:
+    if timing is None or place.local > 0:
         return None
-    return Inside(host=place.host, bus_bytes_per_s=found.bus_bytes_per_s)
+    return Inside(host=place.host, bus_bytes_per_s=timing.bus_bytes_per_s)
 
 
 def _pairs(place: Place, bench: Bench, say: Callable[[str], None]) -> list[Pair]:
@@ -203,25 +203,25 @@ def _pairs(place: Place, bench: Bench, say: Callable[[str], None]) -> list[Pair]
 
     All pairs of a round are measured at the same time, so that a switch has as much to do as in training.
     """
-    began, found = time.perf_counter(), []
+    began, measured = time.perf_counter(), []
     games = rounds(len(place.slots)) if len(place.slots) > 1 else []
     for number, games_now in enumerate(games[:MOST_ROUNDS], start=1):
         say(f"pairs of hosts, round {number} of {min(len(games), MOST_ROUNDS)}")
         own = next((pair for pair in games_now if place.host in pair), None)
         if own is not None and place.local == 0:
             rate = _pair_bytes_per_s([place.firsts[host] for host in own], bench)
-            found += [Pair(first=own[0], second=own[1], bytes_per_s=rate)] if place.host == own[0] else []
+            measured += [Pair(first=own[0], second=own[1], bytes_per_s=rate)] if place.host == own[0] else []
         if bench.slowest(time.perf_counter() - began) > PAIRS_S:
             break
-    return found
+    return measured
 
 
 def _pair_bytes_per_s(ranks: list[int], bench: Bench) -> float:
     """Returns what two ranks send each other, in each direction: of an all-gather of two that is the bus bandwidth."""
     group = dist.new_group(ranks, use_local_synchronization=True)
-    found = bench.ladder(ALL_GATHER, PAIR_SIZES, PAIR_S, group)[-1]
+    timing = bench.ladder(ALL_GATHER, PAIR_SIZES, PAIR_S, group)[-1]
     dist.destroy_process_group(group)
-    return found.bus_bytes_per_s
+    return timing.bus_bytes_per_s
 
 
 def let_nccl_tell(environment: MutableMapping[str, str]) -> None:
@@ -261,9 +261,9 @@ def main(words: Sequence[str]) -> int:
         torch.cuda.set_device(place.local)
     write(doing="waiting for all ranks")
     dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(seconds=_JOIN_S))
-    found = measure(place, list(hosts), lambda text: write(doing=text))
-    if found is not None:
-        write(network=to_data(found))
+    network = measure(place, list(hosts), lambda text: write(doing=text))
+    if network is not None:
+        write(network=to_data(network))
     dist.destroy_process_group()
     return 0
 

@@ -63,12 +63,12 @@ def describe(subject: Subject) -> Description:
 
 def _whole_numbers(config: Any, names: Mapping[str, tuple[str, ...]]) -> dict[str, int]:
     """Returns what a config says under the first of several names, as far as it is a whole number."""
-    found = {}
+    numbers = {}
     for name, candidates in names.items():
         value = next((value for key in candidates if (value := getattr(config, key, None)) is not None), None)
         if type(value) is int:
-            found[name] = value
-    return found
+            numbers[name] = value
+    return numbers
 
 
 def _vision_sizes(config: Any) -> dict[str, int]:
@@ -90,15 +90,15 @@ def _is_tied(anatomy: Anatomy) -> bool:
 
 def _parameters(model: Any, anatomy: Anatomy) -> list[Parameter]:
     owners = dict(model.named_modules())
-    found = []
+    parameters = []
     for name, tensor in model.named_parameters():
         owner = owners[name.rpartition(".")[0]]
         inside = name.removeprefix(f"{anatomy.layers_root}.")
         layer = int(inside.split(".")[0]) if inside != name else None
         role = _role(name, owner, anatomy)
         is_linear = isinstance(owner, nn.Linear) and tensor.dim() == 2 and role != "embedding"
-        found.append(Parameter(name=name, shape=tuple(tensor.shape), layer=layer, role=role, is_linear=is_linear))
-    return found
+        parameters.append(Parameter(name=name, shape=tuple(tensor.shape), layer=layer, role=role, is_linear=is_linear))
+    return parameters
 
 
 def _role(name: str, owner: Any, anatomy: Anatomy) -> str:

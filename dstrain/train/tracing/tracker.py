@@ -44,8 +44,8 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def number_of(self, tensor: torch.Tensor) -> int | None:
         """Returns the number of a live tensor's storage, or None where it is not counted."""
-        found = self._numbers.get(tensor.untyped_storage()._cdata)
-        return None if found is None else found[0]
+        entry = self._numbers.get(tensor.untyped_storage()._cdata)
+        return None if entry is None else entry[0]
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
