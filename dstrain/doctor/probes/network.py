@@ -70,8 +70,7 @@ def _user(port: int) -> str | None:
     if is_free(port):
         return None
     with suppress(psutil.Error, OSError):
-        listening = [item for item in psutil.net_connections("tcp") if item.status == psutil.CONN_LISTEN and item.laddr]
-        for connection in listening:
-            if connection.laddr.port == port and connection.pid:
-                return f"{psutil.Process(connection.pid).name()} ({connection.pid})"
+        for item in psutil.net_connections("tcp"):
+            if item.status == psutil.CONN_LISTEN and item.laddr and item.laddr.port == port and item.pid:
+                return f"{psutil.Process(item.pid).name()} ({item.pid})"
     return "another user's program"
