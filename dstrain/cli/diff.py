@@ -1,4 +1,4 @@
-"""`dstrain diff`: lists hand edits and what each does to memory and speed."""
+"""`dstrain diff`: lists hand edits and what measured does to memory and speed."""
 
 from __future__ import annotations
 
@@ -41,54 +41,56 @@ def command(folder: Path, as_json: bool) -> None:
         )
     edits = manual_edits(folder, lock)
     gone = [name for name in lock.base if name not in standing(folder, lock.base)]
-    found = effects(folder, lock, edits)
+    result = effects(folder, lock, edits)
     if as_json:
-        answer_json(_document(folder, found, gone))
+        answer_json(_document(folder, result, gone))
         return
     for name in gone:
         answer(f"{folder / name}: removed; gen-config writes it again")
     if not edits and not gone:
         answer("no edits since the files were generated")
         return
-    for line in _lines(folder, found):
+    for line in _lines(folder, result):
         answer(line)
-    if found.reason is not None:
-        say(f"no estimate: {found.reason}")
+    if result.reason is not None:
+        say(f"no estimate: {result.reason}")
 
 
-def _lines(folder: Path, found: Effects) -> list[str]:
+def _lines(folder: Path, result: Effects) -> list[str]:
     """Returns the edits by file with their effects, and the effect of all edits together."""
     rows = [
-        (each, f"{dotted(each.edit.pointer)} {shown(each.edit.base)} → {shown(each.edit.yours)}")
-        for each in found.edits
+        (measured, f"{dotted(measured.edit.pointer)} {shown(measured.edit.base)} → {shown(measured.edit.yours)}")
+        for measured in result.edits
     ]
     lines: list[str] = []
-    for name in dict.fromkeys(each.edit.file for each, _ in rows):
+    for name in dict.fromkeys(measured.edit.file for measured, _ in rows):
         lines.append(str(folder / name))
-        lines += [f"  {text}{_told(each, found)}" for each, text in rows if each.edit.file == name]
-    if found.together is not None:
-        others = [dotted(each.edit.pointer) for each in found.edits if each.effect is None]
+        lines += [f"  {text}{_edit_text(measured, result)}" for measured, text in rows if measured.edit.file == name]
+    if result.together is not None:
+        others = [dotted(measured.edit.pointer) for measured in result.edits if measured.effect is None]
         without = f", without {', '.join(others)}" if others else ""
-        lines.append(f"all together{without}: {effect_text(found.together)}")
+        lines.append(f"all together{without}: {effect_text(result.together)}")
     return lines
 
 
-def _told(each: Measured, found: Effects) -> str:
-    if each.effect is not None:
-        return f": {effect_text(each.effect)}{f' ({each.note})' if each.note else ''}"
-    return "" if each.note is None or found.reason is not None else f": {each.note}"
+def _edit_text(measured: Measured, result: Effects) -> str:
+    if measured.effect is not None:
+        return f": {effect_text(measured.effect)}{f' ({measured.note})' if measured.note else ''}"
+    return "" if measured.note is None or result.reason is not None else f": {measured.note}"
 
 
-def _document(folder: Path, found: Effects, gone: list[str]) -> dict[str, Any]:
+def _document(folder: Path, result: Effects, gone: list[str]) -> dict[str, Any]:
     listed = [
-        {**row, "effect": asdict(each.effect) if each.effect else None, "note": each.note}
-        for row, each in zip(manual_document([each.edit for each in found.edits]), found.edits, strict=True)
+        {**row, "effect": asdict(measured.effect) if measured.effect else None, "note": measured.note}
+        for row, measured in zip(
+            manual_document([measured.edit for measured in result.edits]), result.edits, strict=True
+        )
     ]
     return {
         "schema": 1,
         "folder": str(folder),
         "edits": listed,
         "removed_files": gone,
-        "together": asdict(found.together) if found.together else None,
-        "reason": found.reason,
+        "together": asdict(result.together) if result.together else None,
+        "reason": result.reason,
     }

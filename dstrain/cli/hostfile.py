@@ -153,15 +153,15 @@ def check(path: Path, equal: bool, reach: bool, job: Path | None, timeout: float
         ]
     if problems:
         raise InvalidConfig("\n".join(problems), hint="Correct these lines.")
-    found = _reached(hosts, job, timeout) if reach else {}
+    problems_by_host = _reached(hosts, job, timeout) if reach else {}
     if as_json:
-        answer_json(_document(hosts) | ({"problems": found} if reach else {}))
+        answer_json(_document(hosts) | ({"problems": problems_by_host} if reach else {}))
     elif reach:
-        answer("\n".join(_reach_lines(found)))
+        answer("\n".join(_reach_lines(problems_by_host)))
     say(f"{path}: {_total(hosts)}")
-    unfit = [name for name, problems in found.items() if problems]
+    unfit = [name for name, host_problems in problems_by_host.items() if host_problems]
     if unfit:
-        problem = f"{len(unfit)} of {len(found)} hosts not fit: {', '.join(unfit)}"
+        problem = f"{len(unfit)} of {len(problems_by_host)} hosts not fit: {', '.join(unfit)}"
         raise EnvironmentProblem(problem, hint="Repair them, or remove their lines.")
 
 
@@ -179,10 +179,10 @@ def _reached(hosts: Hosts, job: Path | None, timeout_s: float) -> dict[str, list
     return doctor.unfit(doctor.ask(needs, hosts, doctor.own_names(), timeout_s=timeout_s), needs)
 
 
-def _reach_lines(found: dict[str, list[str]]) -> list[str]:
-    width = max(len(name) for name in found)
+def _reach_lines(problems_by_host: dict[str, list[str]]) -> list[str]:
+    width = max(len(name) for name in problems_by_host)
     lines = []
-    for name, problems in found.items():
+    for name, problems in problems_by_host.items():
         lines.append(f"{'✗' if problems else '✓'} {name:<{width}}  {problems[0] if problems else 'fit'}")
         lines += [f"  {'':<{width}}  {problem}" for problem in problems[1:]]
     return lines

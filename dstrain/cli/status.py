@@ -31,68 +31,68 @@ def command(run_dir: Path, as_json: bool) -> None:
       dstrain status output
     """
     place = state.folder_of(run_dir)
-    found = document(place, state.read(place))
+    status = document(place, state.read(place))
     if as_json:
-        answer_json(found)
+        answer_json(status)
     else:
-        answer("\n".join(_lines(found)))
-    if found["stage"] in {Stage.FAILED.value, NOT_ALIVE}:
+        answer("\n".join(_lines(status)))
+    if status["stage"] in {Stage.FAILED.value, NOT_ALIVE}:
         raise click.exceptions.Exit(1)
 
 
-def document(run_dir: RunDir, found: State) -> dict[str, Any]:
+def document(run_dir: RunDir, run: State) -> dict[str, Any]:
     """Returns the status of a run as JSON-ready data."""
-    is_gone = found.stage in LIVING and not state.is_alive(found, run_dir)
+    is_gone = run.stage in LIVING and not state.is_alive(run, run_dir)
     newest = run_dir.newest_checkpoint()
     failure = run_dir.failure.read_text(encoding="utf-8") if run_dir.failure.exists() else None
     return {
         "schema": 1,
         "run_dir": str(run_dir.path),
-        "stage": NOT_ALIVE if is_gone else found.stage.value,
-        "host": found.host,
-        "pid": found.pid,
-        "nodes": list(found.nodes),
-        "attempt": found.attempt,
-        "start": found.start if found.step in {None, 0} and not is_gone else None,
-        "began": found.began,
-        "beat": found.beat,
-        "exit_code": found.exit_code,
+        "stage": NOT_ALIVE if is_gone else run.stage.value,
+        "host": run.host,
+        "pid": run.pid,
+        "nodes": list(run.nodes),
+        "attempt": run.attempt,
+        "start": run.start if run.step in {None, 0} and not is_gone else None,
+        "began": run.began,
+        "beat": run.beat,
+        "exit_code": run.exit_code,
         "checkpoint_step": newest.step if newest.folder else None,
-        "damaged": [] if state.is_alive(found, run_dir) else list(newest.skipped),
+        "damaged": [] if state.is_alive(run, run_dir) else list(newest.skipped),
         "last": last_metrics(run_dir),
         "failure": failure,
-        "agents": state.watch_words(run_dir, found.began),
+        "agents": state.watch_words(run_dir, run.began),
     }
 
 
-def _lines(found: dict[str, Any]) -> list[str]:
+def _lines(status: dict[str, Any]) -> list[str]:
     """Returns the status as rows of a name and a value."""
-    is_alive = found["stage"] in {stage.value for stage in LIVING}
-    took = format_seconds((time.time() if is_alive else found["beat"]) - found["began"])
-    stage = f"{found['stage']}, {'for' if is_alive else 'after'} {took}"
-    if found["stage"] == NOT_ALIVE:
+    is_alive = status["stage"] in {stage.value for stage in LIVING}
+    took = format_seconds((time.time() if is_alive else status["beat"]) - status["began"])
+    stage = f"{status['stage']}, {'for' if is_alive else 'after'} {took}"
+    if status["stage"] == NOT_ALIVE:
         stage = "gone: `dstrain run` was killed, or its machine went down"
-    elif found["exit_code"]:
-        stage += f", exit code {found['exit_code']}"
-    rows = [("run", shown(found["run_dir"])), ("stage", stage)]
+    elif status["exit_code"]:
+        stage += f", exit code {status['exit_code']}"
+    rows = [("run", shown(status["run_dir"])), ("stage", stage)]
     rows.append(
-        ("on", f"{', '.join(found['nodes']) or found['host']} (dstrain run: {found['pid']} on {found['host']})")
+        ("on", f"{', '.join(status['nodes']) or status['host']} (dstrain run: {status['pid']} on {status['host']})")
     )
-    if found["attempt"] > 1:
-        rows.append(("starts", str(found["attempt"])))
-    if found["start"]:
-        rows.append(("start", found["start"]))
-    last = found["last"]
+    if status["attempt"] > 1:
+        rows.append(("starts", str(status["attempt"])))
+    if status["start"]:
+        rows.append(("start", status["start"]))
+    last = status["last"]
     if last is not None:
         rows.append(("step", metrics_words(last)))
-    if found["checkpoint_step"] is not None:
-        rows.append(("checkpoint", f"step {found['checkpoint_step']}"))
-    rows += [("skipped", problem) for problem in found["damaged"]]
+    if status["checkpoint_step"] is not None:
+        rows.append(("checkpoint", f"step {status['checkpoint_step']}"))
+    rows += [("skipped", problem) for problem in status["damaged"]]
     width = max(len(name) for name, _ in rows)
     lines = [f"{name:<{width}}  {value}" for name, value in rows]
-    lines += [f"{'agent':<{width}}  {line}" for line in found["agents"]]
-    if found["failure"]:
-        lines += ["", found["failure"].rstrip()]
-    elif found["stage"] == NOT_ALIVE:
+    lines += [f"{'agent':<{width}}  {line}" for line in status["agents"]]
+    if status["failure"]:
+        lines += ["", status["failure"].rstrip()]
+    elif status["stage"] == NOT_ALIVE:
         lines += ["", "`dstrain run --set resume=auto` resumes from the newest checkpoint."]
     return lines

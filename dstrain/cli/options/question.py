@@ -24,7 +24,7 @@ from dstrain.plan.search.search_space import DEFAULT_SEQ_LEN
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanInputs:
-    """What was asked, with the facts found."""
+    """The inputs of the planner."""
 
     workload: Workload
     hosts: Hosts
@@ -33,14 +33,14 @@ class PlanInputs:
 
 
 def plan_inputs(options: dict[str, Any], *, last: Cluster | None = None) -> PlanInputs:
-    """Returns model, cluster and request from the shared options; raises what the facts raise.
+    """Returns the inputs of the planner from the shared options.
 
-    `last` are machines that were found when the same was asked before: they stand where none are found here and the
-    options do not say.
+    `last` is the cluster of the last run with the same options: it is used if this machine has no GPU and the options
+    name none.
     """
     hosts = _named_hosts(options)
     request = _request(options)
-    model = probe.read_model(options["model"], hub=options["hub"], way=_way(request))
+    model = probe.read_model(options["model"], hub=options["hub"], way=_trace_question(request))
     cluster = _with_measured_links(_cluster(options, hosts, last), hosts)
     if hosts is None:
         single = cluster.num_nodes == 1
@@ -54,8 +54,8 @@ def plan_inputs(options: dict[str, Any], *, last: Cluster | None = None) -> Plan
     return PlanInputs(workload=workload, hosts=hosts, request=request)
 
 
-def _way(request: Request) -> trace_records.Question:
-    """Returns how a model of an unknown family is traced; it is attention that the length matters to."""
+def _trace_question(request: Request) -> trace_records.Question:
+    """Returns how a model of an unknown family is traced."""
     return trace_records.Question(
         subject=trace_records.Subject(config={}),
         seq_len=request.seq_len or DEFAULT_SEQ_LEN,
@@ -68,20 +68,20 @@ def _way(request: Request) -> trace_records.Question:
 
 
 def _request(options: dict[str, Any]) -> Request:
-    """Returns the wish; options of `plan` alone lift what gen-config cannot carry out."""
-    asked = {field.name: options[field.name] for field in fields(Request) if field.name in options}
+    """Returns the request; options of `plan` alone allow more than gen-config can write."""
+    values = {field.name: options[field.name] for field in fields(Request) if field.name in options}
     if "states" not in options:
-        return Request(**asked)
+        return Request(**values)
     if options["lora_rank"] < 1:
         raise InvalidConfig(f"--lora-rank is {options['lora_rank']}", hint="Write --lora-rank 8 or more.")
     if not 0 <= options["lora_dropout"] < 1:
         raise InvalidConfig(f"--lora-dropout is {options['lora_dropout']}", hint="Write a share, such as 0.05.")
     names = tuple(name.strip() for name in options["lora_targets"].split(",") if name.strip())
     if not names:
-        raise InvalidConfig("--lora-targets names no layer", hint="Write --lora-targets all-linear, or layers.")
-    asked["loss"] = options["loss"] or (LossKernel.FUSED if options["liger"] else LossKernel.FULL)
+        raise InvalidConfig("--lora-targets names no layer", hint="Write --lora-targets all-linear, or layer names.")
+    values["loss"] = options["loss"] or (LossKernel.FUSED if options["liger"] else LossKernel.FULL)
     return Request(
-        **asked,
+        **values,
         lora=Lora(rank=options["lora_rank"], dropout=options["lora_dropout"], targets=names),
         state_dtypes=options["states"],
         writable=False,
@@ -97,7 +97,7 @@ def _named_hosts(options: dict[str, Any]) -> Hosts | None:
 
 
 def _expanded(options: dict[str, Any]) -> Hosts:
-    """Returns the named hosts; those without `:slots` share --gpus, or have 8 each."""
+    """Returns the hosts of --hosts; those without `:slots` share --gpus, or have 8 each."""
     slots = options["gpus_per_node"]
     if slots is None:
         count = len(hostfile.expand(options["hosts"], 1).hosts)
@@ -107,23 +107,23 @@ def _expanded(options: dict[str, Any]) -> Hosts:
 
 
 def uses_last(options: dict[str, Any], last: Cluster | None) -> bool:
-    """Returns whether the GPUs of the last time stand for those that are found here: they were, and now none are."""
+    """Returns whether the cluster of the last run is used: its GPUs were measured, and this machine has none now."""
     return last is not None and last.gpu_origin is Origin.MEASURED and not options["gpu"] and not probe.local_gpus()
 
 
 def _cluster(options: dict[str, Any], hosts: Hosts | None, last: Cluster | None) -> Cluster:
-    """Returns the machines: the GPU as named, else as found here, else as found the last time, else assumed."""
+    """Returns the cluster: its GPU is the named one, else this machine's, else the last one, else assumed."""
     local = probe.local_gpus()
-    known = last if uses_last(options, last) else None
+    previous = last if uses_last(options, last) else None
     count, per_node = options["gpus"], options["gpus_per_node"]
-    planned = (known.gpu, Origin.MEASURED) if known else None
+    planned = (previous.gpu, Origin.MEASURED) if previous else None
     gpu, origin = machines.resolve_gpu(given=options["gpu"], planned=planned)
     if hosts is not None and not gpu.is_cpu and (lack := machines.shortage(hosts)) is not None:
         say_lines([f"note: {lack.problem}; dstrain run refuses it: {lack.hint}"])
     if count is None and hosts is None:
-        count = known.num_gpus if known else len(local) or None
-        per_node = known.gpus_per_node if known and per_node is None else per_node
-    memory, memory_origin = _host_memory(options, gpu, known, is_here=_is_here(hosts, count, local, origin))
+        count = previous.num_gpus if previous else len(local) or None
+        per_node = previous.gpus_per_node if previous and per_node is None else per_node
+    memory, memory_origin = _host_memory(options, gpu, previous, is_here=_is_here(hosts, count, local, origin))
     return clusters.describe(
         gpu=gpu,
         gpu_origin=origin,
@@ -138,8 +138,10 @@ def _cluster(options: dict[str, Any], hosts: Hosts | None, last: Cluster | None)
 
 
 def _with_measured_links(cluster: Cluster, hosts: Hosts | None) -> Cluster:
-    """Returns the machines with the links as `dstrain doctor --network` measured them on these hosts, where it did; a
-    file that cannot be read is passed over, and said."""
+    """Returns the cluster with the links that `dstrain doctor --network` measured on these hosts, if it did.
+
+    Prints a note for an unreadable file, and ignores it.
+    """
     is_here = cluster.num_nodes == 1 and (cluster.gpu_origin is Origin.MEASURED or cluster.gpu.is_cpu)
     if hosts is None and not is_here:
         return cluster
@@ -147,23 +149,23 @@ def _with_measured_links(cluster: Cluster, hosts: Hosts | None) -> Cluster:
     if problem is not None:
         say_lines([f"note: {problem}"])
     names = measured_links.names([host.name for host in hosts.hosts] if hosts else ["localhost"], socket.gethostname())
-    found = measured_links.find(entries, names, gpu=cluster.gpu.name, gpus_per_node=cluster.gpus_per_node)
-    return measured_links.with_links(cluster, found) if found is not None else cluster
+    links_here = measured_links.find(entries, names, gpu=cluster.gpu.name, gpus_per_node=cluster.gpus_per_node)
+    return measured_links.with_links(cluster, links_here) if links_here is not None else cluster
 
 
 def _is_here(hosts: Hosts | None, count: int | None, local: Sequence[Any], origin: Origin) -> bool:
-    """Returns whether this machine alone is meant."""
+    """Returns whether the cluster is this machine alone."""
     return hosts is None and (count or 0) <= max(len(local), 1) and origin is Origin.MEASURED
 
 
 def _host_memory(
-    options: dict[str, Any], gpu: gpus.Gpu, known: Cluster | None, *, is_here: bool
+    options: dict[str, Any], gpu: gpus.Gpu, previous: Cluster | None, *, is_here: bool
 ) -> tuple[int | None, Origin]:
-    """Returns the RAM of a node and where the figure is from: as given, of the last time, or of this machine."""
+    """Returns the RAM of a node and its origin: as given, as in the last run, or this machine's."""
     if options["host_memory"] is not None:
         return options["host_memory"], Origin.GIVEN
-    if known is not None:
-        return known.host_memory_bytes, known.host_memory_origin
+    if previous is not None:
+        return previous.host_memory_bytes, previous.host_memory_origin
     if is_here or gpu.is_cpu:
         return probe.host_memory_bytes(), Origin.MEASURED
     return None, Origin.GIVEN
