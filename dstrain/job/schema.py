@@ -136,6 +136,8 @@ class Job:
     """Micro-batches per optimizer step."""
     grad_ckpt: bool = True
     """Whether activations are recomputed in the backward pass."""
+    grad_ckpt_every_n_layers: Positive = 1
+    """With `grad_ckpt`, one layer of every n is recomputed; more than 1 is faster and needs more memory."""
 
     num_train_epochs: PositiveFloat = 3.0
     """Passes over the data."""

@@ -113,17 +113,25 @@ class Checkpointing:
 
     enabled: bool = _named("grad_ckpt", False)
     """Whether layers keep their input alone."""
+    every_n_layers: int = _named("grad_ckpt_every_n_layers", 1)
+    """Every n-th layer does so, from the first one on; the others keep what the backward pass needs."""
     offload: bool = _named("activation_offload", False)
     """Whether these inputs wait in host RAM."""
 
     @property
     def period(self) -> int:
         """Layers after which the pattern of recomputed layers repeats."""
-        return 1
+        return self.every_n_layers if self.enabled else 1
 
     def recomputes(self, layer: int) -> bool:
-        """Returns whether a layer is recomputed."""
-        return self.enabled
+        """Returns whether a layer is recomputed.
+
+        Source: Transformers 5.23 modeling_utils.py: _set_gradient_checkpointing (every_n_layers).
+
+        >>> [layer for layer in range(7) if Checkpointing(enabled=True, every_n_layers=3).recomputes(layer)]
+        [0, 3, 6]
+        """
+        return self.enabled and layer % self.every_n_layers == 0
 
     def share(self, num_layers: int) -> float:
         """Returns the share of recomputed layers, 0…1."""
@@ -211,7 +219,8 @@ class Configuration:
         if self.zero.is_offloaded:
             parts[0] += f" + {OFFLOAD_WORDS[self.zero.offload]}"
         if self.checkpointing.enabled:
-            parts.append("checkpointing")
+            every = self.checkpointing.every_n_layers
+            parts.append("checkpointing" if every == 1 else f"checkpointing of every {every} layers")
         return [*parts, f"micro-batch {self.batch.micro_batch}"]
 
     @classmethod

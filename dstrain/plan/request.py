@@ -35,6 +35,8 @@ class Request:
     """What leaves GPU memory."""
     grad_ckpt: bool | None = None
     """Whether activations are recomputed."""
+    grad_ckpt_every_n_layers: int = 1
+    """Of how many layers one is recomputed."""
     precision: Precision | None = None
     """Dtype of forward and backward."""
     attn: Attention | None = None
@@ -62,7 +64,7 @@ class Request:
     """Whether only what gen-config can write and the trainer can run may be chosen (`rules.WRITABLE`)."""
 
     def __post_init__(self) -> None:
-        for name in ("seq_len", "global_batch", "micro_batch", "grad_accum", "sp", "tp"):
+        for name in ("seq_len", "global_batch", "micro_batch", "grad_accum", "grad_ckpt_every_n_layers", "sp", "tp"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 option = "--" + name.replace("_", "-")

@@ -24,7 +24,10 @@ def checkpointing_kwargs(job: Job, ds_config: Mapping[str, Any]) -> dict[str, An
     The non-reentrant form compares the metadata of saved tensors; a frozen parameter that ZeRO-3 has partitioned in
     the meantime does not match and raises CheckpointError. Source: transformers#47254, trl#2514.
     """
-    return {"use_reentrant": job.method is not Method.FULL and zero_stage(ds_config) == 3}
+    kwargs: dict[str, Any] = {"use_reentrant": job.method is not Method.FULL and zero_stage(ds_config) == 3}
+    if job.grad_ckpt_every_n_layers > 1:
+        kwargs["every_n_layers"] = job.grad_ckpt_every_n_layers
+    return kwargs
 
 
 def training_arguments(job: Job, ds_config: Mapping[str, Any], *, on_gpu: bool, has_eval: bool) -> TrainingArguments:

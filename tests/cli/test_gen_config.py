@@ -67,6 +67,14 @@ def test_json_holds_the_plan_with_parts_that_sum_up(dstrain: Type) -> None:
     assert json.loads(found["files"]["ds_config.json"])["zero_optimization"]["stage"] == 3
 
 
+def test_recomputing_one_layer_of_every_n_is_planned_and_written(dstrain: Type) -> None:
+    asked = ("--grad-ckpt", "--grad-ckpt-every-n-layers", "2")
+    found = json.loads(dstrain(*PLAN, *asked, "--json", "--dry-run").stdout)
+    assert found["plans"][0]["grad_ckpt_every_n_layers"] == 2
+    assert "checkpointing of every 2 layers" in found["plans"][0]["title"]
+    assert "\ngrad_ckpt: true\ngrad_ckpt_every_n_layers: 2\n" in found["files"]["job.yaml"]
+
+
 def test_json_embeds_the_document_of_plan(dstrain: Type) -> None:
     found = json.loads(dstrain(*PLAN, "--json", "--dry-run").stdout)
     planned = json.loads(dstrain("plan", *PLAN[1:], "--json").stdout)

@@ -91,6 +91,11 @@ def test_recomputation_enters_again_only_for_adapters_under_zero_3() -> None:
     assert checkpointing_kwargs(lora, DS_CONFIG) == {"use_reentrant": False}
 
 
+def test_the_layers_to_recompute_reach_the_trainer(tmp_path: Path) -> None:
+    kwargs = made(tmp_path, grad_ckpt_every_n_layers=2).activation_checkpointing_kwargs
+    assert kwargs == {"use_reentrant": False, "every_n_layers": 2}
+
+
 def test_recomputation_is_off_when_the_job_says_so(tmp_path: Path) -> None:
     assert made(tmp_path, grad_ckpt=False).activation_checkpointing is False
     assert made(tmp_path).activation_checkpointing is True

@@ -48,6 +48,13 @@ _MACHINES = (
 _CHOICES = (
     click.option("--offload", type=Choice(Offload), help="What leaves GPU memory.  [default: chosen]"),
     click.option("--grad-ckpt/--no-grad-ckpt", default=None, help="Recompute activations.  [default: chosen]"),
+    click.option(
+        "--grad-ckpt-every-n-layers",
+        type=click.IntRange(1),
+        default=1,
+        show_default=True,
+        help="With checkpointing, recompute one layer of every N.",
+    ),
     click.option("--precision", type=Choice(Precision), help="Dtype of forward and backward.  [default: by the GPU]"),
     click.option("--attn", type=Choice(Attention), help="Attention implementation.  [default: sdpa]"),
     click.option("--packing/--no-packing", default=False, show_default=True, help="Let short samples share rows."),

@@ -133,6 +133,11 @@ RULES: tuple[Rule, ...] = (
          says="what activation offload moves are checkpoints",
          breaks=lambda m, k, c: c.checkpointing.offload and not c.checkpointing.enabled,
          source=_DS + "runtime/activation_checkpointing/offload_activations.py"),
+    Rule(name="layers are counted in the decoder", options=("grad_ckpt_every_n_layers", "grad_ckpt"),
+         says="one layer of every n is recomputed only if the model has no vision tower, whose layers count too, and"
+              " its layer code is known",
+         breaks=lambda m, k, c: c.checkpointing.period > 1 and (m.vision is not None or m.traced is not None),
+         source="Transformers 5.23 modeling_utils.py: _set_gradient_checkpointing counts the tower's layers too"),
     Rule(name="accumulation dtype needs ZeRO", options=("zero_stage",),
          says="ZeRO-0 accumulates gradients in the training precision",
          breaks=lambda m, k, c: c.zero.stage == 0 and c.step.grad_accum_dtype not in (None, c.model.precision),
