@@ -39,7 +39,7 @@ def test_another_tools_file_is_converted(dstrain: Type, tmp_path: Path) -> None:
         ((), 2, "Give the hosts"),
         (("a", "--from", "slurm"), 2, "give one of them"),
         (("--from", "slrum"), 2, 'Did you mean "slurm"'),
-        (("--from", "pbs"), 3, "PBS_NODEFILE: not set here"),
+        (("--from", "pbs"), 3, "PBS_NODEFILE: not set"),
         (("a b:8",), 3, "is not a host name"),
         (("gpu[01-02]",), 3, "has no slots"),
     ],
