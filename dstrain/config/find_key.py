@@ -1,4 +1,4 @@
-"""Finds the key that is meant by a path, a JSON pointer, or the end of a path."""
+"""Finds the key of a path, a JSON pointer, or the end of a path."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dstrain.errors import InvalidConfig, nearest
 def named(text: str) -> tuple[Pointer, Key]:
     """Returns the place and the row of a key.
 
-    Raises InvalidConfig with the nearest key where there is none, and with all of them where several end so.
+    Raises InvalidConfig, with suggestions, if no key or several keys end with the text.
 
     >>> named("overlap_comm")[0]
     ('zero_optimization', 'overlap_comm')
@@ -23,27 +23,27 @@ def named(text: str) -> tuple[Pointer, Key]:
     pointer = _from_pointer(text) if text.startswith("/") else tuple(text.strip(". ").split("."))
     if (key := key_of(pointer)) is not None:
         return pointer, key
-    found = [path for path in KEYS if path[-len(pointer) :] == pointer]
-    live = [path for path in found if KEYS[path].removed is None] or found
+    matches = [path for path in KEYS if path[-len(pointer) :] == pointer]
+    live = [path for path in matches if KEYS[path].removed is None] or matches
     if len(live) == 1:
         return live[0], KEYS[live[0]]
     if live:
         paths = sorted((".".join(path) for path in live), key=_by_use)
         raise InvalidConfig(
-            f'"{text}" is the end of several keys:\n' + "\n".join(paths),
-            hint=f"Write one of them whole: dstrain explain {paths[0]}",
+            f'several keys end with "{text}":\n' + "\n".join(paths),
+            hint=f"Write the whole path: dstrain explain {paths[0]}",
         )
     raise InvalidConfig(f'DeepSpeed has no key "{text}"', hint=_did_you_mean(".".join(map(str, pointer))))
 
 
 def _from_pointer(text: str) -> Pointer:
-    """Returns the parts of an RFC 6901 pointer; numbers are places in a list."""
+    """Returns the parts of an RFC 6901 pointer; numbers are list indexes."""
     parts = [part.replace("~1", "/").replace("~0", "~") for part in text[1:].split("/")]
     return tuple(int(part) if part.isdigit() else part for part in parts)
 
 
 def _did_you_mean(text: str) -> str:
-    """Returns the nearest path or, for a single name, the paths that end with the nearest name."""
+    """Returns a suggestion: the nearest path or, for a single name, the keys with the nearest name."""
     paths = {".".join(path): path for path in KEYS}
     if "." in text and (near := nearest(text, paths)):
         return f'Did you mean "{near}"?'
@@ -56,5 +56,5 @@ def _did_you_mean(text: str) -> str:
 
 
 def _by_use(path: str) -> tuple[bool, bool, str]:
-    """Returns the place of a path among others: ZeRO's optimizer, then the rest of ZeRO, then other sections."""
+    """Returns the sort key of a path: ZeRO's optimizer offload, then the rest of ZeRO, then other sections."""
     return not path.startswith("zero_optimization."), "offload_optimizer." not in path, path

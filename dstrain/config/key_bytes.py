@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from dstrain.job.schema import Lora
 
 _LARGEST = 2**62
-"""A number beyond this is no size."""
+"""Larger numbers are not sizes."""
 
 
 class Trains(Protocol):
-    """What a job and a request say of training."""
+    """The properties of training that a job and a request share."""
 
     @property
     def precision(self) -> Precision | None:
@@ -39,31 +39,31 @@ class Trains(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scale:
-    """What sizes in elements are measured with."""
+    """The facts that convert elements to bytes; unknown ones are None."""
 
     precision: Precision
     """Dtype of the model in forward and backward."""
     num_params: int | None = None
-    """Elements of the model, which most sizes cannot exceed; None where the model is not known."""
+    """Elements of the model, which most sizes cannot exceed."""
     num_trainable: int | None = None
-    """Elements with gradients; None where that is not known."""
+    """Elements with gradients."""
     num_ranks: int | None = None
-    """Ranks that share them; None where the machines are not known."""
+    """Ranks that share them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """What a number takes."""
+    """The memory that a number takes."""
 
     count_bytes: int
     where: str
-    """Of what, in words that follow the number: `of each GPU`."""
+    """Words that follow the size: `of each GPU`."""
 
 
 def scale(
     config: Mapping[str, Any], job: Trains | None, model: ModelFacts | None, *, num_ranks: int | None = None
 ) -> Scale:
-    """Returns the scale of a configuration; without a job 16 bits where bf16 or fp16 is on or "auto", else 32."""
+    """Returns the scale of a configuration; without a job, 16 bits if bf16 or fp16 is on or "auto", otherwise 32."""
     is_short = any(lookup(config, (name, "enabled"), False) in (True, "auto") for name in ("bf16", "fp16"))
     precision = (job.precision if job is not None else None) or (Precision.BF16 if is_short else Precision.FP32)
     trainable = trained(model, job.method, job.lora).trainable if job is not None and model is not None else None
@@ -72,7 +72,7 @@ def scale(
 
 
 def cost(path: str, value: Any, config: Mapping[str, Any], by: Scale) -> Cost | None:
-    """Returns what a number of a configuration takes, or None for one that takes nothing.
+    """Returns the memory that a number of a configuration takes, or None.
 
     >>> config = {"zero_optimization": {"stage": 3}}
     >>> cost("zero_optimization.reduce_bucket_size", 5e8, config, Scale(precision=Precision.BF16))
@@ -89,7 +89,7 @@ def _zero(config: Mapping[str, Any], name: str, default: Any) -> Any:
 
 
 def _way(config: Mapping[str, Any], by: Scale, **sizes: Any) -> Configuration:
-    """Returns what of a configuration the sizes of buffers depend on."""
+    """Returns the parts of a configuration that buffer sizes depend on."""
     stage = _zero(config, "stage", 0)
     is_offloaded = lookup(config, ("zero_optimization", "offload_optimizer", "device"), "none") in ("cpu", "nvme")
     zero = Zero(
@@ -138,7 +138,7 @@ def _sub_group(value: float, config: Mapping[str, Any], by: Scale) -> Cost | Non
     partition = elements / (by.num_ranks or 1) if elements is not None else None
     where = "of each GPU at the step, at most"
     if way.zero.is_offloaded:
-        where = "of host RAM at most: the fp32 gradients of one sub-group, which every sub-group has"
+        where = "of host RAM at most: the fp32 gradients of one sub-group; every sub-group has them"
     return Cost(count_bytes=sub_group_bytes(way, partition), where=where)
 
 
@@ -150,7 +150,7 @@ def _swap(value: float, config: Mapping[str, Any], by: Scale) -> Cost | None:
     if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count <= _LARGEST:
         return None
     size = round(value * count * by.precision.num_bytes)
-    return Cost(count_bytes=size, where=f"of host RAM a rank, in {count} buffers")
+    return Cost(count_bytes=size, where=f"of host RAM per rank, in {count} buffers")
 
 
 def _plain(value: float, config: Mapping[str, Any], by: Scale) -> Cost | None:
@@ -163,7 +163,9 @@ _COSTS: Mapping[str, Callable[[float, Mapping[str, Any], Scale], Cost | None]] =
         "zero_optimization.stage3_prefetch_bucket_size": _prefetch,
         "zero_optimization.stage3_param_persistence_threshold": _gathered("at most for a parameter that stays whole"),
         "zero_optimization.stage3_max_live_parameters": _gathered("of each GPU at most"),
-        "zero_optimization.stage3_max_reuse_distance": _gathered("of each GPU at most, around the turn", share=0.5),
+        "zero_optimization.stage3_max_reuse_distance": _gathered(
+            "of each GPU at most, between the forward and backward passes", share=0.5
+        ),
         "zero_optimization.sub_group_size": _sub_group,
         "zero_optimization.offload_param.buffer_size": _swap,
         "aio.block_size": _plain,

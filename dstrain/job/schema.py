@@ -64,9 +64,9 @@ class Lora:
     alpha: Positive = 32
     """Scale: the adapter's output is multiplied by alpha / rank."""
     dropout: Ratio = 0.0
-    """Dropout before the adapter, 0…1; any value above 0 costs 3 bytes per input element of every adapted linear."""
+    """Dropout before the adapter, 0…1; any value above 0 costs 3 bytes per input element of each adapted layer."""
     targets: tuple[str, ...] = ("all-linear",)
-    """Module names that get an adapter, or `all-linear` (every linear layer but the head; beside experts attention)."""
+    """Modules that get an adapter, or `all-linear` (all linear layers except the head; in MoE models, attention)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,11 +78,11 @@ class Monitor:
     sinks: tuple[SinkName, ...] = (SinkName.SWANLAB,)
     """Any of `swanlab`, `tensorboard`, `wandb`."""
     mode: SwanLabMode | None = None
-    """SwanLab's mode: `online`, `offline`, `local` or `disabled`; not given: `online` with a key, else `offline`."""
+    """SwanLab's mode: `online`, `offline`, `local` or `disabled`; default: `online` with an API key, else `offline`."""
     project: str = "dstrain"
     """Project name in SwanLab and W&B."""
     name: str | None = None
-    """Name of the run; not given: `MODEL-METHOD-GPUSxGPU-ZEROn`, such as `qwen3-8b-lora-4x4090-zero2`."""
+    """Name of the run; default: `MODEL-METHOD-GPUSxGPU-ZEROn`, such as `qwen3-8b-lora-4x4090-zero2`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,40 +98,40 @@ class Job:
     data: str | None = None
     """Training data: a JSONL, JSON or Parquet file, or a data set id on the hub."""
     eval_data: str | None = None
-    """Evaluation data, in the same forms, for the mean loss of a token; not given: no evaluation."""
+    """Evaluation data, in the same forms, for the mean loss per token; default: no evaluation."""
     data_format: DataFormat = DataFormat.AUTO
     """`alpaca` (instruction, input, output), `messages` (also ShareGPT), `text`, or `auto` (by the columns)."""
     on_bad_row: OnBadRow = OnBadRow.STOP
-    """What a row that cannot be used does: `stop` ends the run, `skip` leaves the row out, and the log names it."""
+    """How to handle unusable rows: `stop` ends the run; `skip` omits them and logs each one."""
     ds_config: str = "ds_config.json"
     """The DeepSpeed configuration."""
     hostfile: str | None = None
-    """The hostfile; not given: this machine."""
+    """The hostfile; default: this machine."""
     hub: Hub = Hub.HF
-    """Where a model or data set id is looked up."""
+    """The hub of model and data set ids."""
     trust_remote_code: bool = False
-    """Whether code that comes with the model may run."""
+    """Whether code from the model's repository may run."""
 
     method: Method = Method.FULL
     """`full`, `lora` or `qlora`."""
     lora: Lora = field(default_factory=Lora)
     """The adapter, for `lora` and `qlora`."""
     precision: Precision = Precision.BF16
-    """`bf16`, `fp16` or `fp32`; what is saved has the dtype of the model that training starts from."""
+    """`bf16`, `fp16` or `fp32`; saved models keep the dtype of the base model."""
     attn: Attention = Attention.SDPA
     """The attention implementation."""
     seq_len: Positive = 2048
-    """Longest sample in tokens; longer ones are cut, and the log says how many."""
+    """Maximum length of a sample in tokens; longer samples are truncated and counted in the log."""
     packing: bool = False
-    """Whether short samples share rows of `seq_len` tokens; a model that would let them see each other is refused."""
+    """Whether short samples share rows of `seq_len` tokens; refused for models that cannot isolate them."""
     loss_on: LossOn = LossOn.ANSWER
-    """Which tokens count in the loss: `answer` or `all`."""
+    """Tokens that count in the loss: `answer` or `all`."""
     thinking: Thinking = Thinking.AUTO
-    """Thoughts that are kept: `all`, of the answers after the `last` question, none (`off`), or `auto` (`all`)."""
+    """Reasoning to keep: `all`, only that after the `last` question, none (`off`), or `auto` (`all`)."""
     chat_template: str | None = None
-    """A chat template, or a file that holds one; not given: the model's own."""
+    """A chat template, or a file with one; default: the model's own."""
     micro_batch: Positive = 1
-    """Samples (rows, when packing) in one forward of one GPU."""
+    """Samples (with packing: rows) per forward pass of one GPU."""
     grad_accum: Positive = 1
     """Micro-batches per optimizer step."""
     grad_ckpt: bool = True
@@ -142,13 +142,13 @@ class Job:
     num_train_epochs: PositiveFloat = 3.0
     """Passes over the data."""
     max_steps: Positive | None = None
-    """Optimizer steps; when given, it ends the run instead of `num_train_epochs`."""
+    """Optimizer steps; if given, it ends the run instead of `num_train_epochs`."""
     learning_rate: PositiveFloat = 1e-5
     """Peak learning rate."""
     lr_scheduler_type: Schedule = Schedule.COSINE
     """A schedule of Transformers: `cosine`, `linear`, `constant_with_warmup` …"""
     warmup_ratio: Ratio = 0.03
-    """Share of the steps in which the learning rate rises from 0; where it is above 0, step 1 changes nothing."""
+    """Fraction of the steps in which the learning rate rises from 0; if above 0, step 1 changes nothing."""
     weight_decay: NonNegative = 0.0
     """AdamW's weight decay."""
     adam_beta1: Beta = 0.9
@@ -158,24 +158,24 @@ class Job:
     adam_epsilon: NonNegative = 1e-8
     """AdamW's epsilon."""
     max_grad_norm: NonNegative = 1.0
-    """Gradient norm at which gradients are clipped; 0 turns clipping off."""
+    """Maximum gradient norm, above which gradients are clipped; 0 disables clipping."""
     seed: Annotated[int, Ge(0), Lt(2**32)] = 42
-    """Seed of shuffling, dropout and adapters."""
+    """Random seed of shuffling, dropout and adapters."""
     full_determinism: bool = False
-    """Whether PyTorch takes deterministic algorithms only; slower, and on GPUs without overlap."""
+    """Whether PyTorch uses only deterministic algorithms; slower, and without overlap on GPUs."""
     stop_on_nonfinite: Annotated[int, Ge(0)] = 20
-    """Steps in a row without finite gradients that end the run; 0: none do. fp16's loss scaling begins with a few."""
+    """Consecutive steps with non-finite gradients that end the run; 0: never. fp16's loss scaling starts with a few."""
 
     logging_steps: Positive = 10
-    """Optimizer steps between two lines of `metrics.jsonl`."""
+    """Optimizer steps between lines of `metrics.jsonl`."""
     eval_steps: Positive | None = None
-    """Optimizer steps between evaluations; not given: at the end of the run only."""
+    """Optimizer steps between evaluations; default: only at the end of the run."""
     save_steps: Positive = 500
     """Optimizer steps between checkpoints."""
     save_total_limit: Positive | None = 2
-    """How many checkpoints are kept."""
+    """Number of checkpoints to keep."""
     resume: str = "never"
-    """`never`, `auto` (from the newest whole checkpoint of `output_dir`), or a checkpoint folder."""
+    """`never`, `auto` (from the newest complete checkpoint in `output_dir`), or a checkpoint folder."""
     dataloader_num_workers: Annotated[int, Ge(0)] = 0
     """Worker processes of each rank's data loader."""
 

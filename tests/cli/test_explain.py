@@ -148,7 +148,7 @@ def test_what_a_stage_does_not_read_is_marked(dstrain: Type, tmp_path: Path) -> 
 
 def test_a_configuration_that_cannot_be_understood_has_no_numbers(dstrain: Type, folder: Path) -> None:
     edit(folder, '"reduce_bucket_size": 200000000', '"reduce_bucket_size": "many"')
-    assert "dstrain lint says where" in dstrain("explain", cwd=folder).stdout
+    assert "dstrain lint shows the place" in dstrain("explain", cwd=folder).stdout
     assert "No numbers: " in dstrain("explain", "overlap_comm", cwd=folder).stdout
 
 

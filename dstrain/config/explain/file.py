@@ -23,7 +23,7 @@ _BATCH_KEYS = (
 )
 _PRECISION_KEYS = ("bf16", "bfloat16", "fp16", "torch_autocast", "data_types", "communication_data_type")
 _MATTERS = (*COUNTED, "gradient_clipping", "gradient_accumulation_steps", "zero_optimization.contiguous_gradients")
-"""Keys whose defaults are said where they hold."""
+"""Keys whose defaults are listed if they apply."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,15 +31,13 @@ class Entry:
     """One key of a file."""
 
     pointer: Pointer
-    """Where it stands."""
     value: Any
-    """What stands there."""
     key: Key | None
-    """What is known of it; None for a name that the engine does not know."""
+    """Its row; None for an unknown name."""
     filled: Any
-    """What the Trainer puts for "auto", or ABSENT."""
+    """The Trainer's value for "auto", or ABSENT."""
     cost: Cost | None
-    """What its number takes."""
+    """The memory that its number takes."""
     is_idle: bool
     """Whether the stage does not read it."""
 
@@ -49,15 +47,15 @@ class Section:
     """Keys that belong together."""
 
     name: str
-    """What it is called: one of this module's names, or the key of the section."""
+    """One of this module's names, or the key of the section."""
     meaning: str | None
-    """What the section is for."""
+    """The purpose of the section."""
     parts_bytes: Mapping[str, int]
-    """What it takes of each GPU when that is fullest, by part; empty where there is no estimate."""
+    """Bytes of each GPU at its peak, by part; empty without an estimate."""
     entries: tuple[Entry, ...]
     """Its keys, in the order of the file."""
     silent: tuple[tuple[Key, str], ...]
-    """Keys that matter and are not written, with the default that holds."""
+    """Important keys that the file omits, with the default that applies."""
 
 
 def sections(
@@ -82,7 +80,7 @@ def sections(
 
 
 def stage_of(config: Mapping[str, Any]) -> int:
-    """Returns the ZeRO stage that a configuration asks for; 0 for what is none.
+    """Returns the ZeRO stage of a configuration; 0 for an illegal value.
 
     >>> stage_of({"zero_optimization": {"stage": 3}}), stage_of({"zero_optimization": True}), stage_of({})
     (3, 1, 0)
@@ -94,12 +92,12 @@ def stage_of(config: Mapping[str, Any]) -> int:
 
 
 def rest_bytes(estimate: Estimate) -> Mapping[str, int]:
-    """Returns what no key asks for and takes memory of each GPU all the same."""
+    """Returns the bytes of each GPU that belong to no key, by part."""
     parts = estimate.memory.breakdown_bytes
     return {
         "CUDA and NCCL": parts.context,
         "cuBLAS workspaces": parts.workspace,
-        "the allocator's unused rest": parts.fragmentation,
+        "unused memory of the allocator": parts.fragmentation,
     }
 
 
@@ -131,19 +129,19 @@ def _parts(group: str, estimate: Estimate | None) -> Mapping[str, int]:
 def _entries(
     pointer: Pointer, value: Any, config: Mapping[str, Any], filled: Mapping[Pointer, Any], by: Scale
 ) -> Iterator[Entry]:
-    """Yields the keys at and below a place that hold something else than an object."""
+    """Yields the keys at and below a place, except objects with keys."""
     if isinstance(value, dict) and value:
         for name, inner in value.items():
             yield from _entries((*pointer, name), inner, config, filled, by)
         return
     key = key_of(pointer)
-    known = filled.get(pointer, ABSENT) if value == "auto" else ABSENT
-    number = value if known is ABSENT else known
+    by_trainer = filled.get(pointer, ABSENT) if value == "auto" else ABSENT
+    number = value if by_trainer is ABSENT else by_trainer
     yield Entry(
         pointer=pointer,
         value=value,
         key=key,
-        filled=known,
+        filled=by_trainer,
         cost=cost(key.alias_of or key.path, number, config, by) if key else None,
         is_idle=key is not None and is_idle(key, stage_of(config)),
     )
@@ -155,21 +153,21 @@ def is_idle(key: Key, stage: int) -> bool:
 
 
 def _silent(group: str, config: Mapping[str, Any]) -> Iterator[tuple[Key, str]]:
-    """Yields the keys of a section that matter, are not written, and have a default that does something here."""
+    """Yields the important keys of a section that the file omits and whose default has an effect here."""
     for path in _MATTERS:
         key = KEYS[tuple(path.split("."))]
         pointer = tuple(path.split("."))
-        if _group(pointer[0], {}) != group or _is_said(path, config):
+        if _group(pointer[0], {}) != group or _has(config, path):
             continue
         if not isinstance(lookup(config, pointer[:-1], {} if len(pointer) == 2 else None), dict):
-            continue  # its section is not there either, or no object
+            continue  # its section is missing, or not an object
         if group == ZERO and path != "zero_optimization.stage" and stage_of(config) == 0:
             continue
         if not is_idle(key, stage_of(config)) and (default := default_text(key)) is not None:
             yield key, default
 
 
-def _is_said(path: str, config: Mapping[str, Any]) -> bool:
-    """Returns whether a key stands in a configuration, by any of its names."""
+def _has(config: Mapping[str, Any], path: str) -> bool:
+    """Returns whether a configuration has a key, under any of its names."""
     names = [path, *(key.path for key in KEYS.values() if key.alias_of == path)]
     return any(lookup(config, tuple(name.split("."))) is not ABSENT for name in names)

@@ -14,7 +14,6 @@ from dstrain.config.keys.key import Key, Kind
 from dstrain.config.keys.table import KEYS
 from dstrain.config.lint.engine import remarks
 from dstrain.config.lint.finding import Finding, Severity
-from dstrain.config.lint.subject import ABSENT
 from dstrain.config.templates.templates import reasons_in, render_json
 from dstrain.config.templates.values import config_values, template_of
 from dstrain.errors import InvalidConfig
@@ -37,21 +36,21 @@ COUNTED = (
     "tensor_parallel.autotp_size",
     "data_types.grad_accum_dtype",
 )  # fmt: skip
-"""Keys that the planner reads in a configuration."""
+"""Keys that the planner reads from a configuration."""
 OF_JOB = {
     "train_micro_batch_size_per_gpu": "micro_batch",
     "gradient_accumulation_steps": "grad_accum",
     "bf16.enabled": "precision",
     "fp16.enabled": "precision",
 }
-"""Keys that the planner takes from the job, and what they are called there."""
+"""Keys that the planner takes from the job → the job's key."""
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 _INSTEAD = {
     _ZERO + "offload_optimizer": _ZERO + "offload_optimizer.device",
     _ZERO + "offload_param": _ZERO + "offload_param.device",
     "zero_optimization": _ZERO + "stage",
 }
-"""Objects that matter by one of their keys."""
+"""Objects → the key that stands for them."""
 _TOPICS: Mapping[str, tuple[Topic, ...]] = {
     _ZERO + "stage": (Topic.ZERO_STAGE, Topic.MODEL_STATES),
     _ZERO + "offload_optimizer.device": (Topic.OFFLOAD, Topic.HOST_RAM),
@@ -63,7 +62,7 @@ _TOPICS: Mapping[str, tuple[Topic, ...]] = {
     _ZERO + "stage3_max_reuse_distance": (Topic.ZERO3_BUFFERS,),
     _ZERO + "sub_group_size": (Topic.ZERO3_BUFFERS,),
 }
-"""What the reasons for the value of a key are about."""
+"""Key → topics of the reasons for its value."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +70,7 @@ class Here:
     """A job with its configuration."""
 
     config: Mapping[str, Any]
-    """The configuration as it stands."""
+    """The current configuration."""
     request: Request
     """The job."""
     workload: Workload
@@ -79,90 +78,87 @@ class Here:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chosen:
-    """What dstrain would write for the job."""
+    """dstrain's choice for the job."""
 
     config: Mapping[str, Any]
-    """The configuration."""
+    """The generated ds_config.json."""
     configuration: Configuration
-    """The plan."""
     reasons: tuple[Reason, ...]
-    """Why, in sentences."""
+    """The plan's reasons."""
     written_because: Mapping[str, str]
-    """Why the template writes a key, by its last name."""
+    """The template's reasons, by the last name of the key."""
     fits: bool
-    """Whether it fits; else it is what comes nearest."""
+    """Whether it fits; otherwise it comes nearest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
-    """One value that the key could have."""
+    """One possible value of the key."""
 
     value: Any
-    """The value; REMOVED: the key is not written."""
+    """The value; REMOVED: the key is omitted."""
     is_here: bool
-    """Whether it stands so now."""
+    """Whether it is the current value."""
     is_chosen: bool
     """Whether dstrain would write it."""
     estimate: Estimate | None
-    """What it needs; None where that cannot be estimated."""
+    """Its needs; None if they cannot be estimated."""
     effect: Effect | None
-    """What it does beside the configuration as it stands; None where one of them cannot be estimated."""
+    """The difference from the current configuration; None if either cannot be estimated."""
     problem: str | None = None
-    """Why it cannot."""
+    """Why it cannot be estimated."""
     remark: str | None = None
-    """What lint says of the value, where it is an error or makes no difference."""
+    """Lint's finding about the value."""
 
 
 def choose(key: Key, here: Here) -> Chosen:
-    """Returns what dstrain would write for a job; how the samples of a step are cut up is open where that is asked."""
+    """Returns dstrain's choice for a job; for the keys of the batch, the split of the samples of a step is open."""
     request = here.request
     if key.path in _BATCH:
         ranks = here.workload.cluster.num_gpus
         samples = (request.micro_batch or 1) * (request.grad_accum or 1) * ranks
         request = replace(request, micro_batch=None, grad_accum=None, global_batch=samples)
-    found = survey(here.workload, request)
-    plan = plan_of(found, here.workload.cluster, request)
+    ranking = survey(here.workload, request)
+    plan = plan_of(ranking, here.workload.cluster, request)
     template = template_of(plan.chosen.configuration)
     return Chosen(
         config=render_json(template, config_values(plan, here.workload)),
         configuration=plan.chosen.configuration,
         reasons=plan.reasons,
         written_because=reasons_in(template),
-        fits=found.fits,
+        fits=ranking.fits,
     )
 
 
 def why(key: Key, chosen: Chosen) -> list[str]:
-    """Returns why dstrain writes what it writes for a key: what the template says, then what the plan does."""
-    path = _INSTEAD.get(key.path, key.path)
-    said = [chosen.written_because[name]] if (name := key.path.rsplit(".", 1)[-1]) in chosen.written_because else []
-    said += [reason.text for reason in chosen.reasons if reason.topic in _TOPICS.get(path, ())]
-    if not said and lookup(chosen.config, tuple(key.path.split("."))) == "auto":
-        said = ["the Trainer fills it in from the job, so that the number stands in one place"]
-    return said
+    """Returns the reasons for dstrain's value of a key: the template's, then the plan's."""
+    path, name = _INSTEAD.get(key.path, key.path), key.path.rsplit(".", 1)[-1]
+    reasons = [chosen.written_because[name]] if name in chosen.written_because else []
+    reasons += [reason.text for reason in chosen.reasons if reason.topic in _TOPICS.get(path, ())]
+    if not reasons and lookup(chosen.config, tuple(key.path.split("."))) == "auto":
+        reasons = ["the Trainer fills it in from the job, so that the value is written only once"]
+    return reasons
 
 
 def ways(key: Key, here: Here, chosen: Chosen | None) -> list[Way]:
-    """Returns the values that a key could have with what each does; nothing where the planner does not count it."""
-    found_row = counted(key)
-    if found_row is None:
+    """Returns the possible values of a key with their effects; none if the planner does not count the key."""
+    counted_row = counted(key)
+    if counted_row is None:
         return []
-    place, row = found_row
+    place, row = counted_row
     if row.path in OF_JOB:
         return _ways_of_job(row.path, here, chosen)
     now = lookup(here.config, place)
-    now = REMOVED if now is ABSENT else now
-    theirs = lookup(chosen.config, place) if chosen else ABSENT
-    theirs = REMOVED if theirs is ABSENT else theirs
-    before = _estimate(here, here.config)
-    found: list[Way] = []
+    theirs = lookup(chosen.config, place) if chosen else REMOVED
+    before = estimate_of(here)
+    ways: list[Way] = []
     for value in _values(row, here, now, theirs if chosen else now):
-        changed = applied(here.config, [Change(pointer=place, value=value)])
+        config = applied(here.config, [Change(pointer=place, value=value)])
         is_here = value == now and type(value) is type(now)
-        way = _way(here, before, changed, value, is_here=is_here, is_chosen=bool(chosen) and value == theirs)
-        said = remarks(changed, place, here.workload)
-        found.append(replace(way, remark=remark_text(said[0]) if said else None))
-    return found
+        way = _way(here, before, config, value, is_here=is_here, is_chosen=bool(chosen) and value == theirs)
+        findings = remarks(config, place, here.workload)
+        ways.append(replace(way, remark=remark_text(findings[0]) if findings else None))
+    return ways
 
 
 def remark_text(finding: Finding) -> str:
@@ -172,7 +168,7 @@ def remark_text(finding: Finding) -> str:
 
 
 def counted(key: Key) -> tuple[Pointer, Key] | None:
-    """Returns the place and the row whose value the planner counts for a key, where it counts any."""
+    """Returns the place and row that the planner reads for a key, or None."""
     path = key.alias_of or key.path
     path = _INSTEAD.get(path, path)
     if path not in COUNTED and path not in OF_JOB:
@@ -182,7 +178,7 @@ def counted(key: Key) -> tuple[Pointer, Key] | None:
 
 
 def _values(row: Key, here: Here, now: Any, theirs: Any) -> list[Any]:
-    """Returns the values to compare: as it stands, dstrain's, the default, and every other where they are few."""
+    """Returns the values to compare: the current one, dstrain's, the default, and all others if they are few."""
     default = REMOVED if row.default is None else row.default
     values = [now, theirs, default]
     if row.kind is Kind.BOOL:
@@ -199,11 +195,11 @@ def _values(row: Key, here: Here, now: Any, theirs: Any) -> list[Any]:
         values += [word for word in _words(row) if word != "nvme" or here.workload.cluster.nvme_path]
     elif row.filled is not None:
         values.append("auto")
-    found: list[Any] = []
+    distinct: list[Any] = []
     for value in values:
-        if not any(value == each and type(value) is type(each) for each in found):
-            found.append(value)
-    return found
+        if not any(value == other and type(value) is type(other) for other in distinct):
+            distinct.append(value)
+    return distinct
 
 
 def _words(row: Key) -> list[str]:
@@ -211,39 +207,34 @@ def _words(row: Key) -> list[str]:
 
 
 def _ways_of_job(path: str, here: Here, chosen: Chosen | None) -> list[Way]:
-    """Returns the ways of what the job says: precision, or half and twice as many."""
+    """Returns the values of a key of the job: every precision, or half and twice the number."""
     name = OF_JOB[path]
     now = getattr(here.request, name)
     theirs = getattr(chosen.configuration, name) if chosen else now
     others = list(Precision) if name == "precision" else [max(1, (now or 1) // 2), 2 * (now or 1)]
-    before = _estimate(here, here.config)
-    found = []
+    before = estimate_of(here)
+    ways = []
     for value in dict.fromkeys([now, theirs, *others]):
         changed = replace(here, request=replace(here.request, **{name: value}))
         is_chosen = chosen is not None and value == theirs
-        found.append(_way(changed, before, here.config, value, is_here=value == now, is_chosen=is_chosen))
-    return found
+        ways.append(_way(changed, before, here.config, value, is_here=value == now, is_chosen=is_chosen))
+    return ways
 
 
 def _way(
     here: Here, before: Estimate | str, config: Mapping[str, Any], value: Any, *, is_here: bool, is_chosen: bool
 ) -> Way:
-    after = before if is_here else _estimate(here, config)
-    problem = next((each for each in (before, after) if isinstance(each, str)), None)
-    known = after if isinstance(after, Estimate) else None
-    does = effect(before, known) if isinstance(before, Estimate) and known else None
-    return Way(value=value, is_here=is_here, is_chosen=is_chosen, estimate=known, effect=does, problem=problem)
-
-
-def _estimate(here: Here, config: Mapping[str, Any]) -> Estimate | str:
-    """Returns what a configuration needs, or why nobody knows."""
-    try:
-        made = effective(here.workload.model, here.request, config)
-    except InvalidConfig as error:
-        return f"{error.problem}; dstrain lint says where"
-    return assess(here.workload, made)
+    after = before if is_here else estimate_of(replace(here, config=config))
+    problem = next((side for side in (before, after) if isinstance(side, str)), None)
+    estimate = after if isinstance(after, Estimate) else None
+    difference = effect(before, estimate) if isinstance(before, Estimate) and estimate else None
+    return Way(value=value, is_here=is_here, is_chosen=is_chosen, estimate=estimate, effect=difference, problem=problem)
 
 
 def estimate_of(here: Here) -> Estimate | str:
-    """Returns what the configuration as it stands needs, or why nobody knows."""
-    return _estimate(here, here.config)
+    """Returns the estimate of a configuration, or the reason why there is none."""
+    try:
+        configuration = effective(here.workload.model, here.request, here.config)
+    except InvalidConfig as error:
+        return f"{error.problem}; dstrain lint shows the place"
+    return assess(here.workload, configuration)

@@ -27,33 +27,33 @@ def config_text(config: dict[str, Any]) -> str:
 
 
 def _require_planned(template: str, config: dict[str, Any], plan: Plan, model: ModelFacts) -> None:
-    """Raises InvalidConfig when a template, somebody's own perhaps, makes another ZeRO than the plan's."""
+    """Raises InvalidConfig if a template, which may be the user's own, does not implement the plan."""
     chosen = plan.chosen.configuration
     try:
         made = effective(model, Request(), config).zero
     except InvalidConfig as error:
-        raise InvalidConfig(f"{template}: {error.problem}", hint="Mend the template.") from None
+        raise InvalidConfig(f"{template}: {error.problem}", hint="Correct the template.") from None
     if (made.stage, made.offload) != (chosen.zero.stage, chosen.zero.offload):
         raise InvalidConfig(
-            f"{template}: makes ZeRO-{made.stage} with offload {made.offload}, and the plan is {chosen.title}",
-            hint="Mend the template, or ask for that way with --zero-stage and --offload.",
+            f"{template} makes ZeRO-{made.stage} with offload {made.offload}, but the plan is {chosen.title}",
+            hint="Correct the template, or request its strategy with --zero-stage and --offload.",
         )
 
 
 def _require_sound(template: str, config: dict[str, Any]) -> None:
-    """Raises InvalidConfig for a template, somebody's own perhaps, that makes what lint calls an error."""
-    document, found = engine.read(config_text(config), template)
+    """Raises InvalidConfig if lint reports errors in the output of a template, which may be the user's own."""
+    document, findings = engine.read(config_text(config), template)
     if document is not None:
-        found = engine.errors(engine.check(Subject(document=document, is_trainers=True)))
-    if found:
-        said = [f"{each.pointer}: {each.rule}: {each.problem}; {each.effect}" for each in found]
-        raise InvalidConfig("\n".join(f"{template}: {line}" for line in said), hint="Mend the template.")
+        findings = engine.errors(engine.check(Subject(document=document, is_trainers=True)))
+    if findings:
+        lines = [f"{template}: {item.pointer}: {item.rule}: {item.problem}; {item.effect}" for item in findings]
+        raise InvalidConfig("\n".join(lines), hint="Correct the template.")
 
 
 def generated(
     plan: Plan, workload: Workload, hosts: Hosts, *, template_dir: Path | None, job: dict[str, Any]
 ) -> dict[str, str]:
-    """Returns file names and texts; `job` holds what the user said about model, data, hub and output."""
+    """Returns file names and texts; `job` has the user's values for model, data, hub and output."""
     template = template_of(plan.chosen.configuration)
     config = render_json(template, config_values(plan, workload), override=template_dir)
     _require_planned(template, config, plan, workload.model)

@@ -1,6 +1,6 @@
 """Renders Jinja templates; the only importer of Jinja. Templates hold structure, and every value is escaped.
 
-They render in Jinja's sandbox: a template may be somebody else's, and reaches nothing but the values it is given.
+They render in Jinja's sandbox: a template may be untrusted, and can access only the values that it receives.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dstrain.errors import InvalidConfig, did_you_mean
 from dstrain.paths import shipped
 
 _REASON = re.compile(r'\{#(?P<why>(?:(?!#\}).)*)#\}\s*"(?P<key>\w+)":', re.DOTALL)
-"""A comment right above a key."""
+"""A comment directly above a key."""
 
 
 def _environment(folders: list[Path], escape: Callable[[Any], str]) -> Environment:
@@ -42,7 +42,7 @@ def _render(name: str, folders: list[Path], values: Mapping[str, Any], escape: C
         return _environment(folders, escape).get_template(name).render(values)
     except TemplateNotFound as error:
         legal = [path.name for folder in folders for path in sorted(folder.glob("*.j2"))]
-        raise InvalidConfig(f'there is no template "{error.name}"', hint=did_you_mean(str(error.name), legal)) from None
+        raise InvalidConfig(f'unknown template "{error.name}"', hint=did_you_mean(str(error.name), legal)) from None
     except UndefinedError as error:
         hint = f"Known values: {', '.join(sorted(values))}"
         raise InvalidConfig(f"{_raised_at(error, name)}: {error.message}", hint=hint) from None
@@ -50,12 +50,12 @@ def _render(name: str, folders: list[Path], values: Mapping[str, Any], escape: C
         line, partial = getattr(error, "lineno", None), getattr(error, "name", None) or name
         raise InvalidConfig(f"{partial}{f':{line}' if line else ''}: {error.message}") from None
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RecursionError) as error:
-        # what a template computes is its author's, who may be the user
+        # the author of the template may be the user, so this is not a bug of dstrain
         raise InvalidConfig(f"{_raised_at(error, name)}: {type(error).__name__}: {error}") from None
 
 
 def _raised_at(error: Exception, name: str) -> str:
-    """Returns the template, `name` or a partial of it, with the line that raised an error."""
+    """Returns the template or partial, with the line, that raised an error; `name` if it is unknown."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename.endswith(".j2")]
     return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else name
 
@@ -71,19 +71,19 @@ def _shell(value: Any) -> str:
 
 
 def config_folders(override: Path | None) -> list[Path]:
-    """Returns the folders in which DeepSpeed templates are looked up: the user's own first."""
+    """Returns the folders that are searched for DeepSpeed templates, the user's own first."""
     if override is not None and not any((override / path.name).is_file() for path in shipped("ds_templates").iterdir()):
         raise InvalidConfig(
-            f"--template-dir {override}: no such folder, or none of its files has a template's name",
+            f"--template-dir {override}: the folder does not exist, or contains no template",
             hint=f"dstrain templates eject --dir {override}",
         )
     return [folder for folder in (override, shipped("ds_templates")) if folder is not None]
 
 
 def render_json(name: str, values: Mapping[str, Any], *, override: Path | None = None) -> dict[str, Any]:
-    """Returns the DeepSpeed configuration that a template makes of `values`.
+    """Returns the DeepSpeed configuration that a template makes from `values`.
 
-    Raises InvalidConfig when a name is not defined, when the result is not JSON, or when a key stands twice.
+    Raises InvalidConfig if a name is undefined, the result is not JSON, or a key is repeated.
     """
     text = _render(name, config_folders(override), values, _json)
     value = jsonc.parse(text, name).value
@@ -104,30 +104,28 @@ def render_script(name: str, values: Mapping[str, Any]) -> str:
 
 def template_texts(names: Iterable[str], *, override: Path | None = None) -> dict[str, str]:
     """Returns the texts of templates and of the partials they include, by name."""
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     waiting = list(names)
     while waiting:
         name = waiting.pop(0)
-        if name in found:
+        if name in texts:
             continue
         path = next((folder / name for folder in config_folders(override) if (folder / name).is_file()), None)
         if path is None:
-            raise InvalidConfig(f'there is no template "{name}"', hint=did_you_mean(name, template_names()))
-        found[name] = path.read_text(encoding="utf-8")
-        waiting += re.findall(r'{%-?\s*include\s+"([^"]+)"', found[name])
-    return found
+            raise InvalidConfig(f'unknown template "{name}"', hint=did_you_mean(name, template_names()))
+        texts[name] = path.read_text(encoding="utf-8")
+        waiting += re.findall(r'{%-?\s*include\s+"([^"]+)"', texts[name])
+    return texts
 
 
 def reasons_in(name: str, *, override: Path | None = None) -> dict[str, str]:
-    """Returns why a template and its partials write a key: key name to the comment right above its line.
+    """Returns why a template and its partials write a key: key name → the comment directly above its line.
 
-    The first comment of a file is about the file.
+    The first comment of a file describes the file.
     """
-    found: dict[str, str] = {}
-    for text in template_texts([name], override=override).values():
-        for match in _REASON.finditer(text, 1):
-            found[match["key"]] = " ".join(match["why"].split())
-    return found
+    texts = template_texts([name], override=override).values()
+    matches = [match for text in texts for match in _REASON.finditer(text, 1)]
+    return {match["key"]: " ".join(match["why"].split()) for match in matches}
 
 
 def template_hash(name: str, *, override: Path | None = None) -> str:
@@ -137,5 +135,5 @@ def template_hash(name: str, *, override: Path | None = None) -> str:
 
 
 def template_names() -> list[str]:
-    """Returns the DeepSpeed templates that ship, without the partials."""
+    """Returns the shipped DeepSpeed templates, without the partials."""
     return sorted(path.name for path in shipped("ds_templates").glob("*.json.j2") if not path.name.startswith("_"))

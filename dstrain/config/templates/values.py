@@ -19,7 +19,7 @@ _TEMPLATES = {
     (3, Offload.PARAMS): "zero3_offload_all.json.j2",
     (3, Offload.NVME): "zero3_nvme.json.j2",
 }
-"""The template of each way of ZeRO."""
+"""The template of each ZeRO stage and offload."""
 
 
 def template_of(configuration: Configuration) -> str:
@@ -28,7 +28,7 @@ def template_of(configuration: Configuration) -> str:
 
 
 def config_values(plan: Plan, workload: Workload) -> dict[str, Any]:
-    """Returns what DeepSpeed templates may name."""
+    """Returns the values of DeepSpeed templates."""
     configuration, model, cluster = plan.chosen.configuration, workload.model, workload.cluster
     moe_block = model.moe.block_class if model.moe and configuration.zero.stage == 3 else None
     return {
@@ -48,7 +48,7 @@ def config_values(plan: Plan, workload: Workload) -> dict[str, Any]:
 
 
 def _nvme_buffer_size(workload: Workload) -> int:
-    """Returns elements of one swap buffer: the largest parameter's share, rounded up to a power of two.
+    """Returns the elements of one swap buffer: the largest parameter's partition, rounded up to a power of two.
 
     Source: deepspeed 0.19.8 runtime/swap_tensor/partitioned_param_swapper.py: a buffer must hold a whole partition.
     """
@@ -57,7 +57,7 @@ def _nvme_buffer_size(workload: Workload) -> int:
 
 
 def job_values(plan: Plan, cluster: Cluster, **given: Any) -> dict[str, Any]:
-    """Returns what the job template names; `given` holds model, data, hub and output folder as the user asked."""
+    """Returns the values of the job template; `given` has the user's model, data, hub and output folder."""
     configuration = plan.chosen.configuration
     return {
         **flat(configuration),

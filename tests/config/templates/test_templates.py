@@ -116,7 +116,7 @@ def test_an_unknown_template_gets_the_nearest_name() -> None:
 
 
 def test_a_script_quotes_every_value() -> None:
-    with pytest.raises(InvalidConfig, match="no template"):
+    with pytest.raises(InvalidConfig, match="unknown template"):
         render_script("no-such.sh.j2", {})
 
 
