@@ -119,7 +119,7 @@ _ADAM: dict[str, Any] = {"lr": 1e-3, "betas": _BETAS, "eps": 1e-8, "weight_decay
 ENGINE_ADAM: Mapping[str, Any] = MappingProxyType(
     {"adam_w_mode": True, "torch_adam": False, "fp32_optimizer_states": True}
 )
-"""What the engine itself reads among the parameters of Adam and AdamW."""
+"""Parameters of Adam and AdamW that the engine itself reads."""
 
 # fmt: off
 TORCH_OPTIMIZERS: Mapping[str, Mapping[str, Any]] = MappingProxyType({
@@ -142,9 +142,9 @@ TORCH_OPTIMIZERS: Mapping[str, Mapping[str, Any]] = MappingProxyType({
     "SGD": {"lr": 1e-3, "momentum": 0, "dampening": 0, **_NO_DECAY, "nesterov": False, "fused": None, **_SWITCHES},
     "SparseAdam": {"lr": 1e-3, "betas": _BETAS, "eps": 1e-8, "maximize": False},
 })
-"""Classes of torch.optim, written exactly so → the parameters that they take, with their defaults.
+"""Classes of torch.optim, spelled exactly → their parameters with defaults.
 
-Source: the signatures of torch 2.13; DeepSpeed's own Adagrad, Adam, AdamW and Muon are asked for by those names.
+Source: the signatures of torch 2.13; the names Adagrad, Adam, AdamW and Muon select DeepSpeed's own.
 """
 _CPU_ADAGRAD: dict[str, Any] = {"lr": 0.01, "eps": 1e-10, "weight_decay": 0, "amsgrad": False,
                                 "fp32_optimizer_states": True}
@@ -161,7 +161,7 @@ OWN_OPTIMIZERS: Mapping[str, Mapping[str, Any] | None] = MappingProxyType({
     "muadamw": None,
     "musgd": None,
 })
-"""DeepSpeed's optimizers, in any case → the parameters that they take, with their defaults; None: those of mup.
+"""DeepSpeed's optimizers, case-insensitive → their parameters with defaults; None: those of mup.
 
 Source: deepspeed 0.19.8 runtime/config.py: DEEPSPEED_OPTIMIZERS, runtime/engine.py: _configure_basic_optimizer.
 """
@@ -171,12 +171,12 @@ CPU_OPTIMIZERS: Mapping[str, Mapping[str, Any]] = MappingProxyType({
     "adagrad": _CPU_ADAGRAD,
     "lion": {**_LION, "fp32_optimizer_states": True},
 })
-"""Those that take other parameters where the optimizer is offloaded. Source: deepspeed 0.19.8 ops."""
+"""Optimizers that have other parameters if offloaded. Source: deepspeed 0.19.8 ops."""
 # fmt: on
 
 
 def parameters(name: str, given: Mapping[str, Any], *, is_offloaded: bool) -> Mapping[str, Any] | None:
-    """Returns what an optimizer takes, with its defaults, as it is asked for; None where nobody knows.
+    """Returns the parameters of an optimizer with their defaults, or None if they are unknown.
 
     >>> parameters("AdamW", {"torch_adam": True}, is_offloaded=False)["weight_decay"]
     0.01

@@ -143,7 +143,7 @@ OWN_SCHEDULES: Mapping[str, Mapping[str, Any]] = MappingProxyType({
     "WarmupDecayLR": {"total_num_steps": ..., "warmup_min_lr": 0.0, "warmup_max_lr": 0.001, **_WARMUP},
     "WarmupCosineLR": {"total_num_steps": ..., "warmup_min_ratio": 0.0, "cos_min_ratio": 0.0001, **_WARMUP},
 })
-"""DeepSpeed's schedules → the parameters that they take, with their defaults; `...` must be given.
+"""DeepSpeed's schedules → their parameters with defaults; `...` marks required ones.
 
 Source: the signatures in deepspeed 0.19.8 runtime/lr_schedules.py.
 """
@@ -165,7 +165,7 @@ TORCH_SCHEDULES: Mapping[str, Mapping[str, Any]] = MappingProxyType({
                           "cooldown": 0, "min_lr": 0, "eps": 1e-8},
     "StepLR": {"step_size": ..., "gamma": 0.1, **_EPOCH},
 })
-"""Classes of torch.optim.lr_scheduler that JSON can ask for, likewise. Source: the signatures of torch 2.13."""
+"""Classes of torch.optim.lr_scheduler that JSON can express, likewise. Source: the signatures of torch 2.13."""
 PYTHON_SCHEDULES = ("ChainedScheduler", "LambdaLR", "MultiplicativeLR", "SequentialLR")
-"""Classes of torch.optim.lr_scheduler that take functions or other schedules, which JSON cannot say."""
+"""Classes of torch.optim.lr_scheduler that need functions or other schedules, which JSON cannot express."""
 # fmt: on
