@@ -15,7 +15,7 @@ from rich.text import Text
 ROOT = Path(__file__).parent.parent
 IMAGES = ROOT / "docs" / "images"
 PLAN_WORDS = ("plan", "--gpus", "8", "--gpu", "h100", "--model", "qwen3-8b", "--top", "3")
-"""The command of the README's picture."""
+"""The command of the pages and, with `-v`, of the README's picture."""
 COLORS = {"P": "blue", "G": "green", "O": "yellow", "B": "cyan", "W": "cyan", "A": "magenta", "L": "red", "x": "white"}
 """Color of each letter of the memory bars."""
 WIDTH, ROW, BOX_WIDTH, BOX_HEIGHT = 760, 74, 104, 34
@@ -28,7 +28,7 @@ def terminal(words: tuple[str, ...], output: str) -> str:
     console.print(Text(f"$ dstrain {' '.join(words)}\n", style="bold"))
     for line in output.splitlines():
         text = Text(line)
-        text.highlight_regex(r"^(model|cluster|chosen|why|know)\b", "bold blue")
+        text.highlight_regex(r"^(model|cluster|chosen|why|note)\b", "bold blue")
         if bar := re.match(r" +([PGOBWALx]{8,})", line):
             for at in range(bar.start(1), bar.end(1)):
                 text.stylize(COLORS[line[at]], at, at + 1)

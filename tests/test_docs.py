@@ -9,7 +9,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -108,14 +108,10 @@ def gen_config_output() -> str:
 
 
 @cache
-def plan_text() -> str:
-    """Returns what `dstrain plan` prints."""
-    return _run("-m", "dstrain.cli", *pictures.PLAN_WORDS).stdout.rstrip()
-
-
 def plan_output() -> str:
-    """Returns what `dstrain plan` prints, as a block."""
-    return f"```\n{plan_text()}\n```"
+    """Returns what `dstrain plan` prints, with the command that it names next."""
+    done = _run("-m", "dstrain.cli", *pictures.PLAN_WORDS)
+    return f"```\n{done.stdout}{done.stderr.rstrip()}\n```"
 
 
 @cache
@@ -177,51 +173,68 @@ def published_figures(answers: tuple[Answer, ...]) -> str:
     )
 
 
-SECTIONS: dict[str, dict[str, Callable[[], str]]] = {
-    "architecture.md": {"module map": module_map},
-    "job.md": {"job": job_reference},
-    "cli.md": {"command line": cli_reference},
-    "plan.md": {"gen-config": gen_config_output, "plan": plan_output},
-    "hand-edits.md": {"edits": edits_output},
-    "zh/plan.md": {"gen-config": gen_config_output},
-    "zh/hand-edits.md": {"edits": edits_output},
+PARTS: dict[str, Callable[[], str]] = {
+    "module map": module_map,
+    "job": job_reference,
+    "command line": cli_reference,
+    "gen-config": gen_config_output,
+    "plan": plan_output,
+    "edits": edits_output,
 }
-"""The page below docs/ → its generated parts."""
-PUBLISHED: dict[str, dict[str, Callable[[tuple[Answer, ...]], str]]] = {
-    "docs/accuracy.md": {"published": published_table},
-    "README.md": {"published figures": published_figures},
-    "README.zh-CN.md": {"published figures": published_figures},
+"""The generated parts of the pages below docs/, by the name in their comment."""
+PUBLISHED: dict[str, Callable[[tuple[Answer, ...]], str]] = {
+    "published": published_table,
+    "published figures": published_figures,
 }
-"""The page → its parts that need the answers to all published runs."""
+"""The generated parts that need the answers to all published runs."""
+ELSEWHERE = {"keys", "rules"}
+"""The generated parts that tests/config tests."""
+
+
+def pages_with(names: Collection[str]) -> list[tuple[Path, str]]:
+    """Returns the pages that have one of the generated parts, with its name."""
+    parts = [(page, re.findall(r"<!-- generated: (.+) -->", page.read_text(encoding="utf-8"))) for page in PAGES]
+    return [(page, name) for page, present in parts for name in present if name in names]
 
 
 def compare(page: Path, name: str, wanted: str, *, update: bool) -> None:
     """Compares a generated part of a page, or replaces it."""
     text = page.read_text(encoding="utf-8")
-    start, end = f"<!-- generated: {name} -->\n", f"\n<!-- end: {name} -->"
+    start, end = f"<!-- generated: {name} -->\n", f"<!-- end: {name} -->"
     before, rest = text.split(start)
     present, after = rest.split(end)
+    wanted += "\n"
     if update:
         page.write_text(before + start + wanted + end + after, encoding="utf-8")
     else:
         assert present == wanted, "run pytest --update"
 
 
-@pytest.mark.parametrize(("page", "name"), [(page, name) for page, parts in SECTIONS.items() for name in parts])
-def test_a_generated_part_is_what_the_code_says(page: str, name: str, request: pytest.FixtureRequest) -> None:
-    compare(ROOT / "docs" / page, name, SECTIONS[page][name](), update=request.config.getoption("--update"))
+@pytest.mark.parametrize(("page", "name"), pages_with(PARTS), ids=str)
+def test_a_generated_part_is_what_the_code_says(page: Path, name: str, request: pytest.FixtureRequest) -> None:
+    compare(page, name, PARTS[name](), update=request.config.getoption("--update"))
 
 
-@pytest.mark.parametrize(("page", "name"), [(page, name) for page, parts in PUBLISHED.items() for name in parts])
+@pytest.mark.parametrize(("page", "name"), pages_with(PUBLISHED), ids=str)
 def test_figures_of_published_runs_are_what_the_planner_reaches(
-    page: str, name: str, answers: tuple[Answer, ...], request: pytest.FixtureRequest
+    page: Path, name: str, answers: tuple[Answer, ...], request: pytest.FixtureRequest
 ) -> None:
-    compare(ROOT / page, name, PUBLISHED[page][name](answers), update=request.config.getoption("--update"))
+    compare(page, name, PUBLISHED[name](answers), update=request.config.getoption("--update"))
+
+
+def test_every_generated_part_is_generated_and_in_both_languages() -> None:
+    text = "".join(page.read_text(encoding="utf-8") for page in PAGES)
+    marked = re.findall(r"<!-- generated: (.+) -->", text)
+    assert set(marked) == PARTS.keys() | PUBLISHED.keys() | ELSEWHERE
+    assert {name for name in marked if marked.count(name) != 2} == {"module map"}  # for developers, in English
 
 
 @pytest.mark.parametrize("name", ["plan", "packages"])
 def test_a_picture_is_what_its_command_draws(name: str, request: pytest.FixtureRequest) -> None:
-    drawn = pictures.terminal(pictures.PLAN_WORDS, plan_text()) if name == "plan" else pictures.packages()
+    words = (pictures.PLAN_WORDS[0], "-v", *pictures.PLAN_WORDS[1:])
+    drawn = pictures.packages()
+    if name == "plan":
+        drawn = pictures.terminal(words, _run("-m", "dstrain.cli", *words).stdout.rstrip())
     path = pictures.IMAGES / f"{name}.svg"
     if request.config.getoption("--update"):
         path.write_text(drawn, encoding="utf-8")
@@ -241,16 +254,38 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
 
 
+def links(page: Path) -> list[tuple[Path, str]]:
+    """Returns the files that a page links to, with the anchor."""
+    targets = re.findall(r"\]\(([^)\s]+)\)", without_code(page.read_text(encoding="utf-8")))
+    local = [target.partition("#") for target in targets if not target.startswith(("http://", "https://"))]
+    return [((page.parent / name).resolve() if name else page, anchor) for name, _, anchor in local]
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_link_leads_to_a_file_and_a_heading(page: Path) -> None:
-    links = re.findall(r"\]\(([^)\s]+)\)", without_code(page.read_text(encoding="utf-8")))
-    for link in links:
-        if link.startswith(("http://", "https://")):
-            continue
-        name, _, anchor = link.partition("#")
-        target = (page.parent / name).resolve() if name else page
-        assert target.exists(), link
-        assert not anchor or anchor in anchors(target), link
+    for target, anchor in links(page):
+        assert target.exists(), target
+        assert not anchor or anchor in anchors(target), (target, anchor)
+
+
+@pytest.mark.parametrize("index", ["docs/index.md", "docs/zh/index.md"])
+def test_the_index_links_to_every_page_of_its_language(index: str) -> None:
+    page = ROOT / index
+    is_chinese = page.parent.name == "zh"
+    pages = {path for path in (ROOT / "docs").rglob("*.md") if ("zh" in path.parts) == is_chinese}
+    assert pages - {target for target, _ in links(page)} == {page}
+
+
+def test_chinese_pages_link_to_chinese_ones() -> None:
+    translated = {english for english, _ in TRANSLATED}
+    for _, page in TRANSLATED:
+        assert {target.name for target, _ in links(page) if target in translated} <= {README.name, "index.md"}, page
+
+
+def test_every_page_for_users_is_in_chinese_too() -> None:
+    for_developers = {"architecture.md", "style.md"}
+    english = {page.name for page in (ROOT / "docs").glob("*.md")} - for_developers
+    assert english == {page.name for page in (ROOT / "docs" / "zh").glob("*.md")}
 
 
 def typed_commands(text: str) -> list[list[str]]:

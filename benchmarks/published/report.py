@@ -126,7 +126,7 @@ def bars(score: Score) -> list[tuple[str, bool]]:
 
 def markdown(score: Score) -> str:
     """Returns the table of docs/accuracy.md: memory by basis, verdicts, throughput by table."""
-    head = ["What is compared", "Published", "Asked", "Mean error", "Worst", "Bias", "Rank correlation"]
+    head = ["What is compared", "Published", "Predicted", "Mean error", "Worst", "Bias", "Rank correlation"]
     lines = []
     for group in score.bases:
         if group.errors is None or not group.published:
@@ -142,9 +142,9 @@ def markdown(score: Score) -> str:
     rows = "\n".join("| " + " | ".join(line) + " |" for line in table)
     verdicts = score.verdicts
     return (
-        f"{rows}\n\nWhether a run fits is told right of {verdicts.fits_right + verdicts.oom_right} of {verdicts.count}"
-        f" ({_percent(verdicts.right_ratio)}); {len(verdicts.said_fits)} said to fit ran out of memory,"
-        f" {len(verdicts.said_oom)} said not to fit ran."
+        f"{rows}\n\nWhether a run fits is predicted correctly for {verdicts.fits_right + verdicts.oom_right} of"
+        f" {verdicts.count} runs ({_percent(verdicts.right_ratio)}); {len(verdicts.said_fits)} were predicted to fit"
+        f" and ran out of memory, {len(verdicts.said_oom)} were predicted not to fit and ran."
     )
 
 

@@ -16,10 +16,13 @@ from dstrain.errors import DstrainError
 talk = Console(stderr=True, highlight=False, soft_wrap=True, emoji=False)
 """Talk: choices, reasons, progress, errors. Plain text where stderr is not a terminal or NO_COLOR is set."""
 
-
-_LEAD = re.compile(r"\w+ {2,}|\s*(- )?")
-"""What stands before the text of a line: a label and its spaces, or an indent and a dash."""
-_QUANTITY = re.compile(r"(\d) ([KMGT]?i?B|[KMT]|%|s|GPUs)\b")
+COLUMNS = 80
+"""Width that output fits where its terminal is not known."""
+_MAX_COLUMNS = 100
+"""Width beyond which text is hard to read, even on a wider terminal."""
+_LEAD = re.compile(r" *(?:\S+(?: \w+)? {2,}|- )?")
+"""An indent, with the label or the dash that precedes a text."""
+_QUANTITY = re.compile(r"(\d) ([KMGT]?i?B|[KMT]|%|s|GPUs?)(?!\w)")
 
 
 def answer(text: str) -> None:
@@ -33,14 +36,28 @@ def answer_json(data: Any) -> None:
 
 
 def say_lines(lines: Iterable[str]) -> None:
-    """Prints lines of talk, long ones wrapped under their own indent at the width of the terminal (80 elsewhere)."""
-    width = min(talk.width, 100) if talk.is_terminal else 80
+    """Prints lines of talk, wrapped at the width of the terminal."""
     for line in lines:
-        lead = _LEAD.match(line)
-        indent = " " * len(lead[0]) if lead else ""
-        whole = _QUANTITY.sub("\\1\xa0\\2", line)  # a number stays with its unit
-        wrapped = textwrap.fill(whole, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
-        say(wrapped.replace("\xa0", " "))
+        say(wrapped(line, width(talk)))
+
+
+def width(console: Console) -> int:
+    """Returns the columns to wrap at."""
+    return min(console.width, _MAX_COLUMNS) if console.is_terminal else COLUMNS
+
+
+def wrapped(line: str, columns: int = COLUMNS) -> str:
+    """Returns a line wrapped under the text after its label or dash; a number stays with its unit.
+
+    >>> print(wrapped("  type      " + "word " * 16))
+      type      word word word word word word word word word word word word word
+                word word word
+    """
+    lead = _LEAD.match(line)
+    indent = " " * len(lead[0]) if lead else ""
+    whole = _QUANTITY.sub("\\1\xa0\\2", line)
+    filled = textwrap.fill(whole, columns, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    return filled.replace("\xa0", " ")
 
 
 def say(text: str = "", *, style: str | None = None) -> None:

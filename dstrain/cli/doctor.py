@@ -36,8 +36,11 @@ JOB = Path("job.yaml")
 @click.option("--hostfile", type=click.Path(path_type=Path), help="Look at every host of it, over ssh, all at once.")
 @click.option("--network", is_flag=True, help="Measure the network between hosts and GPUs in place of looking.")
 @click.option("--no-save", is_flag=True, help="With --network: do not keep the figures for the next plan.")
+@click.option("-v", "--verbose", is_flag=True, help="Print what is fine (✓), too.")
 @click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON to stdout.")
-def command(job: Path | None, hostfile: Path | None, network: bool, no_save: bool, as_json: bool) -> None:
+def command(
+    job: Path | None, hostfile: Path | None, network: bool, no_save: bool, verbose: bool, as_json: bool
+) -> None:
     """Find what stands in the way of training: one line a finding, with the fix to type. Exits with 5 for a ✗.
 
     Looks at versions and CUDA, DeepSpeed's extensions, GPUs and their errors, NVLink and PCIe, network interfaces and
@@ -73,7 +76,7 @@ def command(job: Path | None, hostfile: Path | None, network: bool, no_save: boo
     if as_json:
         answer_json(document(found, variables))
     else:
-        told = grouped(found[host]) if is_local else of_hosts(found, variables)
+        told = grouped(found[host], verbose=verbose) if is_local else of_hosts(found, variables, verbose=verbose)
         answer(printable("\n".join(told)))
     _conclude(found, file)
 

@@ -39,7 +39,7 @@ def examine(file: JobFile | None, hostfile: Path | None, *, saves: bool, as_json
     if as_json:
         answer_json(network_document(found.network, links, found.interfaces, told, kept))
     else:
-        answer(printable("\n".join(grouped(told))))
+        answer(printable("\n".join(grouped(told, verbose=True))))
     say(count_text(told))
     if saves:
         _say_kept(kept, site, hostfile)

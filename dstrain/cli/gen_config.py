@@ -59,9 +59,17 @@ from dstrain.plan.search.infeasible import does_not_fit
 @click.option("--force", is_flag=True, help="Replace the files, hand edits too; yours are kept as .bak.")
 @click.option("-n", "--dry-run", is_flag=True, help="Write nothing; print ds_config.json to stdout.")
 @click.option("--diff", "as_diff", is_flag=True, help="Write nothing; print what would change as a unified diff.")
+@click.option("-v", "--verbose", is_flag=True, help="Print every reason, not just the three that matter most.")
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON to stdout, beside writing the files.")
 def command(
-    out: Path, on_conflict: OnConflict | None, force: bool, dry_run: bool, as_diff: bool, as_json: bool, **options: Any
+    out: Path,
+    on_conflict: OnConflict | None,
+    force: bool,
+    dry_run: bool,
+    as_diff: bool,
+    verbose: bool,
+    as_json: bool,
+    **options: Any,
 ) -> None:
     """Decide how to train a model on these GPUs, and write the files.
 
@@ -84,7 +92,7 @@ def command(
         before = read_lock(out)
         asked = remembered.asked(options, before, out)
         _say_repeated(asked, before)
-        planned = _planned(asked, before)
+        planned = _planned(asked, before, verbose=verbose)
         lock = _lock(asked, planned, out)
         files = _files(out, lock, before, reopens=on_conflict is not None)
         merged = replaced(files) if force else regenerate(files, decide)
@@ -118,7 +126,7 @@ class _Planned:
     """The plan as JSON."""
 
 
-def _planned(asked: ResolvedOptions, before: Lock | None) -> _Planned:
+def _planned(asked: ResolvedOptions, before: Lock | None, *, verbose: bool) -> _Planned:
     """Returns the plan, after saying it."""
     last = before.cluster if before and asked.is_repeated else None
     facts = plan_inputs(dict(asked.options), last=last)
@@ -127,7 +135,7 @@ def _planned(asked: ResolvedOptions, before: Lock | None) -> _Planned:
     found = survey(facts.workload, facts.request)
     if not found.fits:
         raise does_not_fit(facts.workload, facts.request, found.first)
-    say_lines(plan_lines(found, facts.workload))
+    say_lines(plan_lines(found, facts.workload, verbose=verbose))
     document = {**plan_document(found, facts.workload), "notes": list(found.notes)}
     return _Planned(asked=facts, plan=plan_of(found, facts.workload.cluster, facts.request), document=document)
 
@@ -216,11 +224,11 @@ def _other_lines(lock: Lock, merged: Regenerated) -> list[str]:
         yours, planned = (_job_key(text, key) for text in (merged.files.get("job.yaml"), lock.base["job.yaml"]))
         if yours is None:
             found.append(
-                f"note: job.yaml names no {key}, and this plan is for {planned}: write `{key}: {planned}` there"
+                f"note     job.yaml names no {key}, and this plan is for {planned}: write `{key}: {planned}` there"
             )
         elif yours != planned:
             what = f": give --model {yours} to plan that" if key == "model" else ", which it does not read"
-            found.append(f"note: job.yaml names {key} {yours}, and this plan is for {planned}{what}")
+            found.append(f"note     job.yaml names {key} {yours}, and this plan is for {planned}{what}")
     return found
 
 

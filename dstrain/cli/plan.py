@@ -9,19 +9,12 @@ import click
 from rich.console import Console
 from rich.text import Text
 
-from dstrain.cli.console import answer_json
-from dstrain.cli.options.planning import plan_options
+from dstrain.cli.console import answer_json, say_lines, width, wrapped
+from dstrain.cli.options import remembered
+from dstrain.cli.options.planning import GENERATED, plan_options
 from dstrain.cli.options.question import PlanInputs, plan_inputs
 from dstrain.cli.output.memory_bars import bar_lines
-from dstrain.cli.output.plan import (
-    COLUMNS,
-    chosen_line,
-    plan_document,
-    reason_lines,
-    subject_lines,
-    table_lines,
-    wrapped,
-)
+from dstrain.cli.output.plan import chosen_line, note_lines, plan_document, reason_lines, subject_lines, table_lines
 from dstrain.plan.search.decide import Survey, survey
 from dstrain.plan.search.infeasible import does_not_fit
 from dstrain.plan.search.search import DEFAULT_TOP
@@ -32,8 +25,9 @@ from dstrain.plan.search.search import DEFAULT_TOP
 @click.option(
     "--top", type=click.IntRange(min=1), default=DEFAULT_TOP, show_default=True, metavar="K", help="Plans to show."
 )
+@click.option("-v", "--verbose", is_flag=True, help="Print every reason, and the memory of each plan as a bar.")
 @click.option("--json", "as_json", is_flag=True, help="Print the plans as JSON.")
-def command(top: int, as_json: bool, **options: Any) -> None:
+def command(top: int, verbose: bool, as_json: bool, **options: Any) -> None:
     """Say what training a model on these GPUs needs, how fast it is, and why. Writes nothing.
 
     What you give is fixed, the rest is chosen: the fastest way that fits. With stage, offload, micro-batch and
@@ -45,23 +39,33 @@ def command(top: int, as_json: bool, **options: Any) -> None:
       dstrain plan --gpus 16 --model qwen3-32b
       dstrain plan --gpus 8 --gpu h100 --model qwen3-8b --zero-stage 2 --json
     """
-    asked = plan_inputs(options)
-    found = survey(asked.workload, asked.request, top=top)
+    inputs = plan_inputs(options)
+    plans = survey(inputs.workload, inputs.request, top=top)
     if as_json:
-        answer_json(plan_document(found, asked.workload))
+        answer_json(plan_document(plans, inputs.workload))
     else:
-        _print(found, asked)
-    if not found.fits:
-        raise does_not_fit(asked.workload, asked.request, found.first)
+        _print(plans, inputs, verbose=verbose)
+    if not plans.fits:
+        raise does_not_fit(inputs.workload, inputs.request, plans.first)
+    if not as_json:
+        say_lines(_next_lines(options))
 
 
-def _print(found: Survey, asked: PlanInputs) -> None:
-    """Prints bars, table and reasons to stdout: in colour on a terminal, as plain text elsewhere and under NO_COLOR."""
+def _print(plans: Survey, inputs: PlanInputs, *, verbose: bool) -> None:
+    """Prints table and reasons to stdout, and bars if verbose; colors only on a terminal and without NO_COLOR."""
     page = Console(file=sys.stdout, highlight=False, soft_wrap=True, emoji=False)
-    width = min(page.width, 100) if page.is_terminal else COLUMNS
-    in_colour = page.is_terminal and not page.no_color
-    lines: list[Text | str] = [*subject_lines(asked.workload), wrapped(chosen_line(found), width), ""]
-    lines += [*bar_lines(found, asked.workload.cluster, in_colour=in_colour), "", *table_lines(found), ""]
-    lines += [wrapped(line, width) for line in reason_lines(found)]
+    columns, in_colour = width(page), page.is_terminal and not page.no_color
+    bars: list[Text | str] = [*bar_lines(plans, inputs.workload.cluster, in_colour=in_colour), ""] if verbose else []
+    lines = [*subject_lines(inputs.workload), wrapped(chosen_line(plans), columns), "", *bars]
+    lines += [*table_lines(plans), ""]
+    lines += [wrapped(line, columns) for line in (*reason_lines(plans, verbose=verbose), *note_lines(plans))]
     for line in lines:
         page.print(line, markup=False)
+
+
+def _next_lines(options: dict[str, Any]) -> list[str]:
+    """Returns the command that writes the first plan, unless gen-config lacks one of the options."""
+    typed = remembered.typed(options)
+    if not set(typed) <= GENERATED or typed.get("zero_stage") == 0:
+        return []
+    return ["", f"next: dstrain gen-config {remembered.spelled(typed)}"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -18,19 +19,31 @@ from tests.doctor import machines
 from tests.doctor.test_looks import script, smi
 
 Need = Callable[[object, str], None]
+HEADINGS = {"software", "DeepSpeed's extensions", "GPUs", "network", "limits, RAM, disk", "hubs and SwanLab"}
 CPU = {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
 
 
 def test_this_machine_is_told_in_groups_with_a_count(dstrain: Type, tmp_path: Path) -> None:
     (tmp_path / "ext").mkdir()
-    done = dstrain("doctor", **CPU, TORCH_EXTENSIONS_DIR=str(tmp_path / "ext"))
+    done = dstrain("doctor", "-v", **CPU, TORCH_EXTENSIONS_DIR=str(tmp_path / "ext"))
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()
-    for heading in ("software", "DeepSpeed's extensions", "GPUs", "network", "limits, RAM, disk", "hubs and SwanLab"):
+    for heading in HEADINGS:
         assert heading in lines
     assert "  ✓ training is on the CPU (DS_ACCELERATOR=cpu); no GPU is asked for" in lines
     assert " ✓, " in done.stderr
     assert "next: dstrain gen-config" in done.stderr
+
+
+def test_what_is_fine_is_only_counted(dstrain: Type, tmp_path: Path) -> None:
+    done = dstrain("doctor", **CPU, TORCH_EXTENSIONS_DIR=str(tmp_path))
+    lines = done.stdout.splitlines()
+    counts = [re.fullmatch(r"(.+): (\d+) ✓", line) for line in lines if "✓" in line]
+    assert all(counts)
+    assert {count[1] for count in counts if count} <= HEADINGS
+    total = re.search(r"(\d+) ✓", done.stderr)
+    assert total is not None
+    assert sum(int(count[2]) for count in counts if count) == int(total[1])
 
 
 def test_lines_fit_80_columns_but_for_what_is_to_be_typed(dstrain: Type, tmp_path: Path) -> None:
@@ -61,7 +74,7 @@ def test_a_stale_lock_is_an_error_with_the_command_that_removes_it(dstrain: Type
 
 def test_a_gpu_machine_is_drawn(dstrain: Type, tmp_path: Path) -> None:
     smi(tmp_path, xml=machines.smi_xml(*[{}] * 8), topo=machines.HGX_H100, p2p=machines.p2p(8, lambda a, b: "OK"))
-    done = dstrain("doctor", PATH=f"{tmp_path}:{os.environ['PATH']}", HF_HUB_OFFLINE="1")
+    done = dstrain("doctor", "-v", PATH=f"{tmp_path}:{os.environ['PATH']}", HF_HUB_OFFLINE="1")
     assert "  ✓ 8 × NVIDIA H100 80GB HBM3, driver 570.158.01 (CUDA up to 12.8)" in done.stdout.splitlines()
     assert "    NVLink  GPU 0-7, every pair by 18 links" in done.stdout.splitlines()
 
@@ -78,7 +91,7 @@ def test_a_driver_that_hangs_is_told_in_time(dstrain: Type, tmp_path: Path) -> N
 
 def test_a_job_is_held_against_ram_and_disk(dstrain: Type, tmp_path: Path) -> None:
     dstrain("gen-config", "--gpus", "1", "--gpu", "h100", "--model", "qwen3-0.6b", "--data", "train.jsonl")
-    done = dstrain("doctor", **CPU, TORCH_EXTENSIONS_DIR=str(tmp_path))
+    done = dstrain("doctor", "-v", **CPU, TORCH_EXTENSIONS_DIR=str(tmp_path))
     assert "of checkpoints, " in done.stdout
     assert "✓ RAM: " in done.stdout or "! the job needs" in done.stdout
     assert "next: dstrain run" in done.stderr or done.returncode == 5
@@ -106,12 +119,12 @@ def test_a_placeholder_leaves_this_machine_to_be_looked_at(dstrain: Type, tmp_pa
 
 def test_a_hostfile_of_this_machine_is_no_network(dstrain: Type, tmp_path: Path) -> None:
     (tmp_path / "hostfile").write_text("localhost slots=2\n")
-    done = dstrain("doctor", "--hostfile", "hostfile", **CPU, TORCH_EXTENSIONS_DIR=str(tmp_path))
+    done = dstrain("doctor", "--hostfile", "hostfile", "-v", **CPU, TORCH_EXTENSIONS_DIR=str(tmp_path))
     assert "on one host no variable is needed" in " ".join(done.stdout.split())
 
 
 def test_a_terminal_without_utf_8_gets_plain_signs(dstrain: Type, tmp_path: Path) -> None:
-    done = dstrain("doctor", **CPU, TORCH_EXTENSIONS_DIR=str(tmp_path), PYTHONIOENCODING="ascii")
+    done = dstrain("doctor", "-v", **CPU, TORCH_EXTENSIONS_DIR=str(tmp_path), PYTHONIOENCODING="ascii")
     assert "  + Python 3." in done.stdout
     assert "?" not in done.stdout
 

@@ -430,7 +430,7 @@ def test_a_model_that_you_changed_in_the_job_is_told(dstrain: Type, tmp_path: Pa
     job = tmp_path / "job.yaml"
     job.write_text(job.read_text().replace("Qwen/Qwen3-8B", "Qwen/Qwen3-32B"))
     said = dstrain("gen-config").stderr
-    assert "note: job.yaml names model Qwen/Qwen3-32B, and this plan is for Qwen/Qwen3-8B" in said
+    assert "note     job.yaml names model Qwen/Qwen3-32B, and this plan is for Qwen/Qwen3-8B" in said
 
 
 def test_an_open_conflict_is_not_followed_by_what_to_run(dstrain: Type, tmp_path: Path) -> None:

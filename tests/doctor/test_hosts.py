@@ -94,7 +94,7 @@ def test_a_host_that_cannot_be_asked_says_what_to_type() -> None:
 def test_what_all_hosts_have_is_told_once() -> None:
     small = replace(alike(), limits=samples.limits(open_files=512, open_files_hard=4096))
     odd = replace(small, network=samples.network(routes=WAYS, rdma=()))
-    told = of_hosts(judged(answers(small, small, odd), NEEDS), {"NCCL_SOCKET_IFNAME": "=eth0"})
+    told = of_hosts(judged(answers(small, small, odd), NEEDS), {"NCCL_SOCKET_IFNAME": "=eth0"}, verbose=False)
     text = "\n".join(told)
     assert text.count("512 open files are allowed") == 1
     assert told[0].startswith("! node0  ")
@@ -106,7 +106,7 @@ def test_what_all_hosts_have_is_told_once() -> None:
 
 def test_a_silent_host_does_not_hide_what_the_others_have_in_common() -> None:
     small = replace(alike(), limits=samples.limits(open_files=512, open_files_hard=4096))
-    told = of_hosts(judged(answers(small, SILENT, small), NEEDS), {})
+    told = of_hosts(judged(answers(small, SILENT, small), NEEDS), {}, verbose=False)
     assert "every host that answers" in told
     assert "\n".join(told).count("512 open files are allowed") == 1
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from dstrain.cli.output.doctor import COLUMNS, grouped
+from dstrain.cli.console import COLUMNS
+from dstrain.cli.output.doctor import grouped
 from dstrain.doctor.network_judge import Figures, figures, findings, gpu_of, table
 from dstrain.facts.cluster import gpus, links
 from dstrain.facts.cluster.cluster import Origin, describe
@@ -105,9 +106,10 @@ def test_the_table_has_a_line_for_each_size_and_leaves_out_what_was_not_measured
 
 def test_all_but_what_is_to_be_typed_fits_80_columns() -> None:
     rates = {pair: 45e9 for game in rounds(6) for pair in game} | {(1, 4): 20e9}
-    told = grouped(findings(replace(dgx(12e9, ways=("NET/IB",)), pairs=network(6, pairs=rates).pairs,
-                                    hosts=tuple(f"node{each}" for each in range(6))), FIGURES, {}))  # fmt: skip
-    assert [line for line in told if len(line) > COLUMNS and not line.startswith("    → ")] == []
+    pairs, hosts = network(6, pairs=rates).pairs, tuple(f"node{number}" for number in range(6))
+    measured = replace(dgx(12e9, ways=("NET/IB",)), pairs=pairs, hosts=hosts)
+    lines = grouped(findings(measured, FIGURES, {}), verbose=True)
+    assert [line for line in lines if len(line) > COLUMNS and not line.startswith("    → ")] == []
 
 
 def test_the_link_between_hosts_is_the_one_that_the_plan_was_given() -> None:

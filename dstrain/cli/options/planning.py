@@ -131,3 +131,7 @@ def _with(options: tuple[Callable[[F], F], ...], function: F) -> F:
     for option in reversed(options):
         function = option(function)
     return function
+
+
+GENERATED = frozenset(parameter.name for parameter in click.command(facts_options(lambda: None)).params)
+"""Names of the options that gen-config can carry out."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,21 +38,17 @@ def asked(options: Mapping[str, Any], lock: Lock | None, folder: Path) -> Resolv
     options typed now replace those of the same name. Raises UsageError where there is no model in either, InvalidConfig
     where only the lock, which may be somebody else's, names templates."""
     context = click.get_current_context()
-    typed = {
-        name: _as_input(name, value, folder)
-        for name, value in options.items()
-        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE
-    }
+    given = {name: _as_input(name, value, folder) for name, value in typed(options).items()}
     if options["model"] is not None:
-        return ResolvedOptions(options=options, inputs=typed, is_repeated=False)
+        return ResolvedOptions(options=options, inputs=given, is_repeated=False)
     if lock is None or "model" not in lock.inputs:
         why = "has none: its files were adopted" if lock else "is not there to repeat"
         raise click.UsageError(f"Missing option '--model', and {folder / LOCK} {why}.", context)
-    inputs = {**lock.inputs, **typed}
+    inputs = {**lock.inputs, **given}
     for names in _ALTERNATIVES:
-        if any(name in typed for name in names):
-            inputs = {name: value for name, value in inputs.items() if name in typed or name not in names}
-    repeated = {name: value for name, value in inputs.items() if name not in typed and name in options}
+        if any(name in given for name in names):
+            inputs = {name: value for name, value in inputs.items() if name in given or name not in names}
+    repeated = {name: value for name, value in inputs.items() if name not in given and name in options}
     if repeated.get("template_dir"):
         raise InvalidConfig(
             f"{folder / LOCK} names templates of its own: {repeated['template_dir']}",
@@ -65,16 +62,26 @@ def asked(options: Mapping[str, Any], lock: Lock | None, folder: Path) -> Resolv
     )
 
 
+def typed(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the options that were typed on the command line."""
+    source = click.get_current_context().get_parameter_source
+    return {name: value for name, value in options.items() if source(name) is ParameterSource.COMMANDLINE}
+
+
 def spelled(inputs: Mapping[str, Any]) -> str:
     """Returns inputs as they are typed.
 
-    >>> spelled({"model": "qwen3-8b", "grad_ckpt": False, "packing": True})
-    '--model qwen3-8b --no-grad-ckpt --packing'
+    >>> spelled({"model": "qwen3-8b", "grad_ckpt": False, "packing": True, "hosts": "gpu[01-02]"})
+    "--model qwen3-8b --no-grad-ckpt --packing --hosts 'gpu[01-02]'"
     """
     words = []
     for name, value in inputs.items():
         option = name.replace("_", "-")
-        words.append(f"--{'' if value else 'no-'}{option}" if isinstance(value, bool) else f"--{option} {value}")
+        words.append(
+            f"--{'' if value else 'no-'}{option}"
+            if isinstance(value, bool)
+            else f"--{option} {shlex.quote(str(value))}"
+        )
     return " ".join(words)
 
 

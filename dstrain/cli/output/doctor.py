@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dstrain.cli.console import COLUMNS
 from dstrain.doctor.finding import SIGNS, Finding, Mark, count_text, errors
 from dstrain.records import to_data
 
@@ -15,8 +16,6 @@ if TYPE_CHECKING:
     from dstrain.doctor.network_judge import Figures
     from dstrain.facts.cluster.network_measurement import Network
 
-COLUMNS = 80
-"""Columns of a terminal that everything but commands fits into."""
 _GROUPS = {
     "job": "job",
     "hosts": "beside the other hosts",
@@ -30,7 +29,7 @@ _GROUPS = {
     "space": "limits, RAM, disk",
     "online": "hubs and SwanLab",
 }
-"""Subject → the heading under which it is told."""
+"""Subject → the heading of its findings."""
 _PLAIN = str.maketrans({"✓": "+", "✗": "x", "→": ">", "─": "-", "·": "|", "×": "x"})
 
 
@@ -39,42 +38,48 @@ def lines(finding: Finding) -> list[str]:
     text = f"{SIGNS[finding.mark]} {finding.what}"
     if finding.fix is not None and len(text) + len(finding.fix) + 5 <= COLUMNS:
         return [f"  {text} → {finding.fix}"]
-    found = textwrap.wrap(text, COLUMNS - 2, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
-    found += [f"  {line}" for line in finding.drawing]
-    found += [f"  → {finding.fix}"] if finding.fix is not None else []
-    return [f"  {line}" for line in found]
+    rows = textwrap.wrap(text, COLUMNS - 2, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    rows += [f"  {line}" for line in finding.drawing]
+    rows += [f"  → {finding.fix}"] if finding.fix is not None else []
+    return [f"  {row}" for row in rows]
 
 
-def grouped(findings: Sequence[Finding]) -> list[str]:
-    """Returns findings under their headings."""
-    found: list[str] = []
+def grouped(findings: Sequence[Finding], *, verbose: bool) -> list[str]:
+    """Returns findings under their headings; what is fine is only counted unless verbose, except for drawings."""
+    rows: list[str] = []
     for heading in dict.fromkeys(_GROUPS.values()):
         members = [finding for finding in findings if _GROUPS[finding.subject] == heading]
+        shown = _shown(members, verbose=verbose)
         if members:
-            found += [heading, *(line for finding in members for line in lines(finding))]
-    return found
+            num_hidden = len(members) - len(shown)
+            rows += [f"{heading}: {num_hidden} {SIGNS[Mark.OK]}" if num_hidden else heading, *_lines(shown)]
+    return rows
 
 
-def of_hosts(found: Mapping[str, Sequence[Finding]], variables: Mapping[str, str]) -> list[str]:
-    """Returns the findings of several hosts: counts for each; what all that answer have, once; what others have.
+def of_hosts(hosts: Mapping[str, Sequence[Finding]], variables: Mapping[str, str], *, verbose: bool) -> list[str]:
+    """Returns the findings of several hosts: counts per host, then what all hosts that answer share, then the rest.
 
-    What is as it should be is only counted, but for pictures; `variables` are what `dstrain run` sets.
+    What is fine is only counted unless verbose, except for drawings; `variables` are what `dstrain run` sets.
     """
-    width = max(len(host) for host in found)
-    told = [f"{_worst(findings)} {host:<{width}}  {count_text(findings)}" for host, findings in found.items()]
+    width = max(len(host) for host in hosts)
+    rows = [f"{_worst(findings)} {host:<{width}}  {count_text(findings)}" for host, findings in hosts.items()]
     if variables:
-        told += [f"✓ dstrain run sets {' '.join(f'{name}={value}' for name, value in variables.items())}"]
-    shown = {host: [each for each in all_ if each.mark is not Mark.OK or each.drawing] for host, all_ in found.items()}
-    answering = [host for host, findings in found.items() if any(each.subject != "hosts" for each in findings)]
-    common = (
-        [each for each in shown[answering[0]] if all(each in shown[host] for host in answering)] if answering else []
-    )
+        rows += [f"✓ dstrain run sets {' '.join(f'{name}={value}' for name, value in variables.items())}"]
+    shown = {host: _shown(findings, verbose=verbose) for host, findings in hosts.items()}
+    answering = [host for host, findings in hosts.items() if any(finding.subject != "hosts" for finding in findings)]
+    common = [
+        finding for finding in shown[answering[0]] if all(finding in shown[host] for host in answering)
+    ] if answering else []  # fmt: skip
     if common:
-        told += ["", f"every host{' that answers' if len(answering) < len(found) else ''}", *_lines(common)]
+        rows += ["", f"every host{' that answers' if len(answering) < len(hosts) else ''}", *_lines(common)]
     for host, findings in shown.items():
-        own = [each for each in findings if each not in common]
-        told += ["", host, *_lines(own)] if own else []
-    return told
+        own = [finding for finding in findings if finding not in common]
+        rows += ["", host, *_lines(own)] if own else []
+    return rows
+
+
+def _shown(findings: Sequence[Finding], *, verbose: bool) -> list[Finding]:
+    return [finding for finding in findings if verbose or finding.mark is not Mark.OK or finding.drawing]
 
 
 def _lines(findings: Sequence[Finding]) -> list[str]:
@@ -86,15 +91,18 @@ def _worst(findings: Sequence[Finding]) -> str:
     return SIGNS[next(mark for mark in (Mark.ERROR, Mark.WARNING, Mark.OK) if mark in marks or mark is Mark.OK)]
 
 
-def document(found: Mapping[str, Sequence[Finding]], variables: Mapping[str, str]) -> dict[str, Any]:
+def document(hosts: Mapping[str, Sequence[Finding]], variables: Mapping[str, str]) -> dict[str, Any]:
     """Returns the answer as JSON-ready data; `variables` are what `dstrain run` sets for NCCL and Gloo."""
-    everything = [finding for findings in found.values() for finding in findings]
     return {
         "schema": 1,
-        "hosts": {host: [finding.document() for finding in findings] for host, findings in found.items()},
+        "hosts": {host: [finding.document() for finding in findings] for host, findings in hosts.items()},
         "environment": dict(variables),
-        "counts": {str(mark): sum(each.mark is mark for each in everything) for mark in Mark},
+        "counts": _counts([finding for findings in hosts.values() for finding in findings]),
     }
+
+
+def _counts(findings: Sequence[Finding]) -> dict[str, int]:
+    return {str(mark): sum(finding.mark is mark for finding in findings) for mark in Mark}
 
 
 def network_document(
@@ -112,21 +120,21 @@ def network_document(
         "interfaces": dict(interfaces),
         "links": {**links, "between_is_assumed": figures.is_assumed},
         "findings": [finding.document() for finding in findings],
-        "counts": {str(mark): sum(each.mark is mark for each in findings) for mark in Mark},
+        "counts": _counts(findings),
         "kept": str(kept) if kept else None,
     }
 
 
-def problem_text(found: Mapping[str, Sequence[Finding]]) -> str:
-    """Returns how many things stand in the way of training, and where."""
-    counts = {host: len(errors(findings)) for host, findings in found.items()}
+def problem_text(hosts: Mapping[str, Sequence[Finding]]) -> str:
+    """Returns how many findings block training, and on which hosts."""
+    counts = {host: len(errors(findings)) for host, findings in hosts.items()}
     total = sum(counts.values())
     what = f"{total} thing{'s' if total > 1 else ''} stand{'' if total > 1 else 's'} in the way of training"
-    return what if len(found) == 1 else f"{what}, on {', '.join(host for host, count in counts.items() if count)}"
+    return what if len(hosts) == 1 else f"{what}, on {', '.join(host for host, count in counts.items() if count)}"
 
 
 def printable(text: str) -> str:
-    """Returns a text that stdout can show: plain letters for signs where it is not UTF-8."""
+    """Returns a text that stdout can encode: ASCII in place of signs if it is not UTF-8."""
     try:
         "✓✗→─·×".encode(sys.stdout.encoding or "ascii")
     except (UnicodeEncodeError, LookupError):

@@ -8,7 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from dstrain.cli.output.explain import said_bytes, unknown_model, wrapped
+from dstrain.cli.console import wrapped
+from dstrain.cli.output.explain import said_bytes, unknown_model
 from dstrain.cli.output.plan import LIMITS, subject_lines
 from dstrain.config.document import dotted, lookup
 from dstrain.config.explain.file import BATCH, OTHER, PRECISION, ZERO, Entry, Section, rest_bytes, sections, stage_of

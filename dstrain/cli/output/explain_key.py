@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from dstrain.cli.console import wrapped
 from dstrain.cli.output.effects import effect_text
-from dstrain.cli.output.explain import said_bytes, wrapped
+from dstrain.cli.output.explain import said_bytes
 from dstrain.cli.output.plan import subject_lines
 from dstrain.config.document import REMOVED, lookup
 from dstrain.config.explain.file import is_idle, stage_of

@@ -9,11 +9,12 @@ from pathlib import Path
 from dstrain.choices import Method
 from dstrain.cli.options.question import PlanInputs
 from dstrain.facts.cluster import hostfile
+from dstrain.job.yaml_source import parse_yaml
 from dstrain.plan.estimate_records import Plan
 
 
 def diff(out: Path, files: Mapping[str, str]) -> str:
-    """Returns the unified diff from the files that are there to the ones that would be."""
+    """Returns the unified diff from the present files to the new ones."""
     pieces: list[str] = []
     for name, text in files.items():
         path = out / name
@@ -33,7 +34,7 @@ def next_lines(out: Path, files: Mapping[str, str], asked: PlanInputs, plan: Pla
         steps.append(f"put the names of your nodes into {where}hostfile")
     if plan.chosen.configuration.model.method is Method.QLORA:
         steps.append("pip install 'dstrain[qlora]'")
-    if "\ndata: null" in files["job.yaml"]:
+    if parse_yaml(files["job.yaml"], "job.yaml")[0].get("data") is None:
         steps.append(f"name your training data in {where}job.yaml")
     steps.append(f"dstrain run {where}job.yaml" if where else "dstrain run")
     return [f"next: {step}" if len(steps) == 1 else f"next {number}: {step}" for number, step in enumerate(steps, 1)]

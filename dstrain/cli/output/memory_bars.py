@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from rich.text import Text
 
-from dstrain.cli.output.plan import COLUMNS
+from dstrain.cli.console import COLUMNS
 from dstrain.facts.cluster.cluster import Cluster
 from dstrain.plan.estimate_records import Estimate
 from dstrain.plan.labels import label, short_label

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import re
-import textwrap
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from dstrain.cli.console import COLUMNS
 from dstrain.facts.cluster.cluster import Cluster, Origin
 from dstrain.facts.cluster.network_measurement import rate_text
 from dstrain.facts.workload import Workload
 from dstrain.plan.configuration import flat
-from dstrain.plan.estimate_records import Estimate, Limit
+from dstrain.plan.estimate_records import Estimate, Limit, Reason, Topic
 from dstrain.plan.labels import label, short_label
 from dstrain.plan.search.decide import Proposal, Survey
 from dstrain.plan.search.reasons import percent
 from dstrain.units import GIB, format_bytes, format_count
 
-COLUMNS = 80
-"""Columns of a terminal that everything fits into."""
-_LEAD = re.compile(r"\w+ {2,}|\s*(- )?")
-_QUANTITY = re.compile(r"(\d) ([KMGT]?i?B|[KMT]|%|s|GPUs)(?!\w)")
 UNKNOWN = "-"
 """What stands in a table where a figure is not known."""
 LIMITS = {
@@ -36,9 +32,18 @@ LIMITS = {
 """What a step waits for, as it stands in a table."""
 
 
-def plan_lines(found: Survey, workload: Workload) -> list[str]:
-    """Returns what was chosen and why, in lines."""
-    return [*subject_lines(workload), chosen_line(found), "", *reason_lines(found)]
+_LEADING = (
+    frozenset({Topic.SPEED}),
+    frozenset({Topic.ZERO_STAGE, Topic.OFFLOAD, Topic.GRAD_CKPT, Topic.MICRO_BATCH, Topic.HPZ}),
+    frozenset({Topic.PEAK}),
+)
+"""The reasons that matter most: how fast, over what, and how full."""
+
+
+def plan_lines(survey: Survey, workload: Workload, *, verbose: bool) -> list[str]:
+    """Returns what was chosen, why, and what was assumed, in lines."""
+    lines = [*subject_lines(workload), chosen_line(survey), ""]
+    return [*lines, *reason_lines(survey, verbose=verbose), *note_lines(survey)]
 
 
 def subject_lines(workload: Workload) -> list[str]:
@@ -68,48 +73,57 @@ def _link_lines(cluster: Cluster) -> list[str]:
     return [f"links    {', '.join(rates)},", f"         {source}"]
 
 
-def chosen_line(found: Survey) -> str:
+def chosen_line(survey: Survey) -> str:
     """Returns the choice or, where nothing fits, what comes nearest."""
-    configuration = found.first.configuration
-    verdict = "chosen " if found.fits else "nearest"
+    configuration = survey.first.configuration
+    verdict = "chosen " if survey.fits else "nearest"
     return f"{verdict}  {label(configuration)}, {configuration.model.precision}, {configuration.batch.seq_len} tokens"
 
 
-def reason_lines(found: Survey) -> list[str]:
-    """Returns why, what was looked at, and what to know."""
-    lines = ["why", *(f"  - {reason.text}" for reason in found.proposals[0].reasons)]
-    if found.num_estimated + found.num_excluded > 1:
-        lines.append(f"  - {considered(found)}")
-    if found.notes:
-        lines += ["", "know", *(f"  - {note}" for note in found.notes)]
+def reason_lines(survey: Survey, *, verbose: bool) -> list[str]:
+    """Returns why: the leading reasons or, if verbose, all of them and how many configurations were considered.
+
+    If nothing fits, the error that follows says why; the reasons of what comes nearest are then for the verbose.
+    """
+    reasons = survey.proposals[0].reasons
+    if not verbose and not survey.fits:
+        return [f"-v prints the {len(reasons)} figures of the nearest plan"]
+    if not verbose:
+        return [f"why (-v prints all {len(reasons)} reasons)", *(f"  - {reason.text}" for reason in leading(reasons))]
+    lines = ["why", *(f"  - {reason.text}" for reason in reasons)]
+    if survey.num_estimated + survey.num_excluded > 1:
+        lines.append(f"  - {considered(survey)}")
     return lines
 
 
-def wrapped(line: str, width: int) -> str:
-    """Returns a line wrapped under the text after its label or dash; a number stays with its unit."""
-    whole = _QUANTITY.sub("\\1\xa0\\2", line)
-    lead = _LEAD.match(line)
-    indent = " " * len(lead[0]) if lead else ""
-    filled = textwrap.fill(whole, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
-    return filled.replace("\xa0", " ")
+def leading(reasons: Sequence[Reason]) -> list[Reason]:
+    """Returns the three reasons that matter most, in order; others take the place of those that are missing."""
+    first = [next((reason for reason in reasons if reason.topic in topics), None) for topics in _LEADING]
+    by_weight = [*filter(None, first), *(reason for reason in reasons if reason not in first)]
+    return [reason for reason in reasons if reason in by_weight[: len(_LEADING)]]
 
 
-def considered(found: Survey) -> str:
-    """Returns how many configurations were looked at, and how."""
-    whole = found.num_estimated + found.num_excluded
+def note_lines(survey: Survey) -> list[str]:
+    """Returns what was assumed, and what to know before training, after an empty line."""
+    return ["", *(f"note     {note}" for note in survey.notes)] if survey.notes else []
+
+
+def considered(survey: Survey) -> str:
+    """Returns how many configurations were considered, and how."""
+    total = survey.num_estimated + survey.num_excluded
     return (
-        f"{whole:,} configurations considered: {found.num_estimated:,} estimated, {found.num_excluded:,} excluded by"
-        " a bound of their memory or time"
+        f"{total:,} configurations considered: {survey.num_estimated:,} estimated in full, {survey.num_excluded:,}"
+        " ruled out by memory or time bounds"
     )
 
 
-def table_lines(found: Survey) -> list[str]:
+def table_lines(survey: Survey) -> list[str]:
     """Returns the figures of each plan, in columns of `COLUMNS` altogether."""
     heads = (
         ("", "", "GiB/", "host", "step", "tokens/", "", ""),
         ("", "plan", "GPU", "GiB", "s", "s/GPU", "MFU", "limited by"),
     )
-    rows = [*heads, *(_row(number, each.estimate) for number, each in enumerate(found.proposals, 1))]
+    rows = [*heads, *(_row(number, proposal.estimate) for number, proposal in enumerate(survey.proposals, 1))]
     widths = [max(len(row[column]) for row in rows) for column in range(len(heads[0]))]
     widths[1] -= max(0, sum(widths) + 2 * (len(widths) - 1) - COLUMNS)
     is_text = (False, True, *(False,) * 5, True)
@@ -127,19 +141,19 @@ def _cut(text: str, width: int) -> str:
     return text if len(text) <= width else f"{text[: width - 1]}…"
 
 
-def _row(number: int, each: Estimate) -> tuple[str, ...]:
-    known = each.speed
+def _row(number: int, estimate: Estimate) -> tuple[str, ...]:
+    speed = estimate.speed
     figures = (UNKNOWN,) * 4
-    if known is not None:
-        step = f"{known.step_s:.{0 if known.step_s >= 100 else 1 if known.step_s >= 10 else 2}f}"
-        tokens = f"{known.tokens_per_s_per_gpu:.0f}"
-        figures = (step, tokens, percent(known.mfu_ratio), LIMITS[known.limited_by])
-    device = f"{each.memory.device_bytes_per_gpu / GIB:.1f}"
-    host = f"{each.memory.host_bytes_per_node / GIB:.0f}"
-    return (str(number), short_label(each.configuration), device, host, *figures)
+    if speed is not None:
+        step = f"{speed.step_s:.{0 if speed.step_s >= 100 else 1 if speed.step_s >= 10 else 2}f}"
+        tokens = f"{speed.tokens_per_s_per_gpu:.0f}"
+        figures = (step, tokens, percent(speed.mfu_ratio), LIMITS[speed.limited_by])
+    device = f"{estimate.memory.device_bytes_per_gpu / GIB:.1f}"
+    host = f"{estimate.memory.host_bytes_per_node / GIB:.0f}"
+    return (str(number), short_label(estimate.configuration), device, host, *figures)
 
 
-def plan_document(found: Survey, workload: Workload) -> dict[str, Any]:
+def plan_document(survey: Survey, workload: Workload) -> dict[str, Any]:
     """Returns the answer as JSON-ready data; what is not known is None. Units are in the names."""
     model = workload.model
     return {
@@ -148,12 +162,12 @@ def plan_document(found: Survey, workload: Workload) -> dict[str, Any]:
             "name": model.name,
             "num_params": model.num_params,
             "num_active_params": model.num_active_params,
-            "num_trainable_params": found.first.num_trainable_params,
+            "num_trainable_params": survey.first.num_trainable_params,
         },
         "cluster": asdict(workload.cluster),
-        "plans": [_entry(each) for each in found.proposals],
-        "chosen": 0 if found.fits else None,
-        "considered": {"estimated": found.num_estimated, "excluded_by_bound": found.num_excluded},
+        "plans": [_entry(proposal) for proposal in survey.proposals],
+        "chosen": 0 if survey.fits else None,
+        "considered": {"estimated": survey.num_estimated, "excluded_by_bound": survey.num_excluded},
     }
 
 
