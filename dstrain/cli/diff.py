@@ -10,13 +10,13 @@ import click
 
 from dstrain.cli.console import answer, answer_json, say
 from dstrain.cli.output.conflicts import shown
-from dstrain.cli.output.edit_effects import Effects, Measured, effects
 from dstrain.cli.output.effects import effect_text
 from dstrain.config.document import dotted
 from dstrain.config.edits.lock import LOCK, read_lock, standing
 from dstrain.config.edits.manual_edits import document as manual_document
 from dstrain.config.edits.manual_edits import manual_edits
 from dstrain.errors import InvalidConfig
+from dstrain.launch.prepare.edit_effects import Effects, Measured, effects
 
 
 @click.command("diff")

@@ -41,15 +41,14 @@ JOB = Path("job.yaml")
 def command(
     job: Path | None, hostfile: Path | None, network: bool, no_save: bool, verbose: bool, as_json: bool
 ) -> None:
-    """Find what stands in the way of training: one line a finding, with the fix to type. Exits with 5 for a ✗.
+    """Find what stands in the way of training, with the command that fixes it. Exits with 5 for a ✗.
 
-    Looks at versions and CUDA, DeepSpeed's extensions, GPUs and their errors, NVLink and PCIe, network interfaces and
-    RDMA, limits, hubs and SwanLab; with a JOB (job.yaml, where there is one) also at RAM and disk for it, and at every
-    host of its hostfile. Changes nothing; ends within 5 s, with several hosts within 10 s.
+    Checks versions and CUDA, DeepSpeed's extensions, GPUs and their errors, NVLink and PCIe, network interfaces and
+    RDMA, limits, hubs and SwanLab; with a JOB (job.yaml, if there is one) also RAM and disk for it, and every host of
+    its hostfile. Changes nothing; ends within 5 s, with several hosts within 10 s.
 
-    With --network it measures instead, in about half a minute: a real all-reduce and all-gather over all hosts at
-    several sizes, the GPUs of each host, and pairs of hosts. The figures are kept in ~/.dstrain/links.json, where the
-    next plan for the same hosts finds them.
+    With --network it measures instead, in about half a minute: a real all-reduce and all-gather over all hosts, the
+    GPUs of each host, and pairs of hosts. ~/.dstrain/links.json keeps the figures for the next plan of the same hosts.
 
     \b
     Example:
@@ -76,8 +75,8 @@ def command(
     if as_json:
         answer_json(document(found, variables))
     else:
-        told = grouped(found[host], verbose=verbose) if is_local else of_hosts(found, variables, verbose=verbose)
-        answer(printable("\n".join(told)))
+        rows = grouped(found[host], verbose=verbose) if is_local else of_hosts(found, variables, verbose=verbose)
+        answer(printable("\n".join(rows)))
     _conclude(found, file)
 
 

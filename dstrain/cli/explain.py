@@ -48,11 +48,11 @@ def _explain_key(subject: str, job: Path | None, *, as_json: bool) -> None:
 
     pointer, key = named(subject)
     here, missing = _here(job)
-    explained = text.explained(pointer, key, here, missing)
+    explanation = text.explain(pointer, key, here, missing)
     if as_json:
-        answer_json(text.document(explained))
+        answer_json(text.document(explanation))
     else:
-        answer("\n".join(text.lines(explained)))
+        answer("\n".join(text.lines(explanation)))
 
 
 def _explain_file(path: Path, job: Path | None, *, as_json: bool) -> None:
@@ -64,11 +64,11 @@ def _explain_file(path: Path, job: Path | None, *, as_json: bool) -> None:
     if not isinstance(document.value, dict):
         raise InvalidConfig("a configuration is a JSON object", place=document.place(()))
     context, missing = _context(job, path)
-    explained = text.explained(path, document.value, context, missing)
+    explanation = text.explain(path, document.value, context, missing)
     if as_json:
-        answer_json(text.document(explained))
+        answer_json(text.document(explanation))
     else:
-        answer("\n".join(text.lines(explained)))
+        answer("\n".join(text.lines(explanation)))
 
 
 def _context(job: Path | None, config: Path | None) -> tuple[JobContext | None, str | None]:
@@ -89,7 +89,7 @@ def _context(job: Path | None, config: Path | None) -> tuple[JobContext | None, 
 
 def _here(job: Path | None) -> tuple[Here | None, str | None]:
     """Returns the job here with its configuration, or None and what is missing for an estimate."""
-    from dstrain.cli.output.explain import unknown_model
+    from dstrain.cli.output.explain_file import unknown_model
     from dstrain.config import jsonc
     from dstrain.config.explain.key import Here
     from dstrain.launch.prepare.job_context import request_of, workload_of

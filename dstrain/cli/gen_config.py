@@ -17,6 +17,7 @@ from dstrain.cli.options import remembered
 from dstrain.cli.options.planning import facts_options
 from dstrain.cli.options.question import PlanInputs, plan_inputs, uses_last
 from dstrain.cli.options.remembered import ResolvedOptions
+from dstrain.cli.options.typed import spelled
 from dstrain.cli.output import conflicts
 from dstrain.cli.output.conflicts import OnConflict
 from dstrain.cli.output.generated import diff, next_lines
@@ -59,17 +60,10 @@ from dstrain.plan.search.infeasible import does_not_fit
 @click.option("--force", is_flag=True, help="Replace the files, hand edits too; yours are kept as .bak.")
 @click.option("-n", "--dry-run", is_flag=True, help="Write nothing; print ds_config.json to stdout.")
 @click.option("--diff", "as_diff", is_flag=True, help="Write nothing; print what would change as a unified diff.")
-@click.option("-v", "--verbose", is_flag=True, help="Print every reason, not just the three that matter most.")
+@click.option("-v", "--verbose", is_flag=True, help="Print every reason, not only the three that matter most.")
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON to stdout, beside writing the files.")
 def command(
-    out: Path,
-    on_conflict: OnConflict | None,
-    force: bool,
-    dry_run: bool,
-    as_diff: bool,
-    verbose: bool,
-    as_json: bool,
-    **options: Any,
+    out: Path, on_conflict: OnConflict | None, force: bool, dry_run: bool, as_diff: bool, as_json: bool, **options: Any
 ) -> None:
     """Decide how to train a model on these GPUs, and write the files.
 
@@ -86,7 +80,7 @@ def command(
     """
     if force and on_conflict is not None:
         raise click.UsageError("--force replaces every edit; --on-conflict has nothing to decide.")
-    decide = conflicts.decider(on_conflict)
+    decide, verbose = conflicts.decider(on_conflict), options.pop("verbose")
     is_written = not dry_run and not as_diff
     with alone(out / LOCK, "writes into this folder") if is_written else nullcontext():
         before = read_lock(out)
@@ -143,10 +137,8 @@ def _planned(asked: ResolvedOptions, before: Lock | None, *, verbose: bool) -> _
 def _say_repeated(asked: ResolvedOptions, before: Lock | None) -> None:
     if not asked.is_repeated or before is None:
         return
-    changed = remembered.spelled(
-        {name: value for name, value in asked.inputs.items() if before.inputs.get(name) != value}
-    )
-    say(f"as the last time: {remembered.spelled(before.inputs)}{f'; now with {changed}' if changed else ''}")
+    changed = spelled({name: value for name, value in asked.inputs.items() if before.inputs.get(name) != value})
+    say(f"as the last time: {spelled(before.inputs)}{f'; now with {changed}' if changed else ''}")
 
 
 def _lock(asked: ResolvedOptions, planned: _Planned, out: Path) -> Lock:
@@ -262,7 +254,7 @@ def _show_conflicts(
     was = before.inputs if before else {}
     changed = {name: value for name, value in asked.inputs.items() if was.get(name) != value}
     gone = [name for name in was if name not in asked.inputs]
-    cause = [remembered.spelled(changed), *(f"without --{name.replace('_', '-')}" for name in gone)]
+    cause = [spelled(changed), *(f"without --{name.replace('_', '-')}" for name in gone)]
     if any(cause):
         say(f"because this time it is {', '.join(filter(None, cause))}:")
     for line in conflicts.table_lines(merged.conflicts):

@@ -10,9 +10,9 @@ from rich.console import Console
 from rich.text import Text
 
 from dstrain.cli.console import answer_json, say_lines, width, wrapped
-from dstrain.cli.options import remembered
 from dstrain.cli.options.planning import GENERATED, plan_options
 from dstrain.cli.options.question import PlanInputs, plan_inputs
+from dstrain.cli.options.typed import spelled, typed
 from dstrain.cli.output.memory_bars import bar_lines
 from dstrain.cli.output.plan import chosen_line, note_lines, plan_document, reason_lines, subject_lines, table_lines
 from dstrain.plan.search.decide import Survey, survey
@@ -65,7 +65,7 @@ def _print(plans: Survey, inputs: PlanInputs, *, verbose: bool) -> None:
 
 def _next_lines(options: dict[str, Any]) -> list[str]:
     """Returns the command that writes the first plan, unless gen-config lacks one of the options."""
-    typed = remembered.typed(options)
-    if not set(typed) <= GENERATED or typed.get("zero_stage") == 0:
+    given = typed(options)
+    if not set(given) <= GENERATED or given.get("zero_stage") == 0:
         return []
-    return ["", f"next: dstrain gen-config {remembered.spelled(typed)}"]
+    return ["", f"next: dstrain gen-config {spelled(given)}"]

@@ -21,7 +21,7 @@ _WIDTH = 24
 
 
 class OnConflict(StrEnum):
-    """What is to be done about keys that you and dstrain both changed."""
+    """Whose value to take for a key that you and dstrain both changed."""
 
     KEEP = "keep"
     NEW = "new"
@@ -29,7 +29,7 @@ class OnConflict(StrEnum):
 
 
 def decider(chosen: OnConflict | None) -> Decide:
-    """Returns what decides a conflict. Raises UsageError for a question where nobody can answer."""
+    """Returns the function that decides a conflict. Raises UsageError if it would ask and stdin is no terminal."""
     if chosen is OnConflict.ASK:
         if not sys.stdin.isatty():
             raise click.UsageError("--on-conflict ask needs a terminal; write --on-conflict keep or new.")
@@ -39,7 +39,7 @@ def decider(chosen: OnConflict | None) -> Decide:
 
 
 def _ask(file: str, clash: Clash) -> Decision:
-    """Asks on the terminal whose value is to stand."""
+    """Asks on the terminal whose value to take."""
     say(f"{file}: {dotted(clash.pointer)}: yours is {shown(clash.yours)}, dstrain's is {shown(clash.new)}")
     say(f"  {_why(clash)}")
     answer = click.prompt("  keep yours or take the new", type=click.Choice(["keep", "new"]), default="keep", err=True)
@@ -48,37 +48,34 @@ def _ask(file: str, clash: Clash) -> Decision:
 
 def table_lines(conflicts: Sequence[Conflicting]) -> list[str]:
     """Returns the table of conflicts: key, yours, new and why, one file after another."""
+    clashes = [conflict.clash for conflict in conflicts]
     rows = [("key", "yours", "new", "why")]
-    for each in conflicts:
-        clash = each.clash
-        rows.append((dotted(clash.pointer), shown(clash.yours), shown(clash.new), _why(clash)))
-    widths = [max(len(row[column]) for row in rows) for column in range(3)]
-    lines = [
-        "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[3]]) for row in rows
-    ]
-    found: list[str] = []
-    for name in dict.fromkeys(each.file for each in conflicts):
-        own = [line for line, each in zip(lines[1:], conflicts, strict=True) if each.file == name]
-        found += [name, *(f"  {line}" for line in (lines[0], *own))]
-    return found
+    rows += [(dotted(clash.pointer), shown(clash.yours), shown(clash.new), _why(clash)) for clash in clashes]
+    widths = [*(max(len(row[column]) for row in rows) for column in range(3)), 0]
+    head, *lines = ("  ".join(map(str.ljust, row, widths)) for row in rows)
+    table: list[str] = []
+    for name in dict.fromkeys(conflict.file for conflict in conflicts):
+        own = [line for line, conflict in zip(lines, conflicts, strict=True) if conflict.file == name]
+        table += [name, *(f"  {line}" for line in (head, *own))]
+    return table
 
 
 def document(conflicts: Sequence[Conflicting]) -> list[dict[str, Any]]:
-    """Returns conflicts as JSON; a value that is not there has no key."""
+    """Returns conflicts as JSON; a missing value has no key."""
     return [
         {
-            "file": each.file,
-            "key": dotted(each.clash.pointer),
-            "pointer": list(each.clash.pointer),
-            "decision": each.decision,
-            **values(base=each.clash.base, yours=each.clash.yours, new=each.clash.new),
+            "file": conflict.file,
+            "key": dotted(conflict.clash.pointer),
+            "pointer": list(conflict.clash.pointer),
+            "decision": conflict.decision,
+            **values(base=conflict.clash.base, yours=conflict.clash.yours, new=conflict.clash.new),
         }
-        for each in conflicts
+        for conflict in conflicts
     ]
 
 
 def shown(value: Any) -> str:
-    """Returns a value on one line, cut where it is long.
+    """Returns a value on one line, cut if it is long.
 
     >>> shown(REMOVED), shown({"a": [1, 2]}), shown("x" * 30)
     ('(none)', '{"a": [1, 2]}', '"xxxxxxxxxxxxxxxxxxxxxx…')

@@ -34,7 +34,7 @@ _PLAIN = str.maketrans({"✓": "+", "✗": "x", "→": ">", "─": "-", "·": "|
 
 
 def lines(finding: Finding) -> list[str]:
-    """Returns a finding: its mark and what was found, then what to type, which is never broken."""
+    """Returns a finding: its mark and text, then the command that fixes it, which is never broken."""
     text = f"{SIGNS[finding.mark]} {finding.what}"
     if finding.fix is not None and len(text) + len(finding.fix) + 5 <= COLUMNS:
         return [f"  {text} → {finding.fix}"]

@@ -1,27 +1,28 @@
-"""Formats an edit's effect on memory and speed."""
+"""Formats an edit's effect on memory and speed, and the bytes of a number."""
 
 from __future__ import annotations
 
+from dstrain.config.key_bytes import Cost
 from dstrain.plan.effect import Effect
 from dstrain.units import GIB, format_bytes
 
 
-def effect_text(each: Effect) -> str:
-    """Returns an effect as people read it.
+def effect_text(effect: Effect) -> str:
+    """Returns an effect in words.
 
     >>> effect_text(Effect(device_bytes_per_gpu=-429496730, host_bytes_per_node=0, step_ratio=0.06, tokens_ratio=-0.057,
     ...     fits_before=True, fits=True))
     '−0.4 GiB, +6 % step time'
     """
-    parts = [_bytes(each.device_bytes_per_gpu, "")]
-    if each.host_bytes_per_node:
-        parts.append(_bytes(each.host_bytes_per_node, " of RAM a node"))
-    if each.step_ratio is not None and each.tokens_ratio is not None:
-        parts.append(_percent(each.step_ratio, "step time"))
-        if abs((1 + each.step_ratio) * (1 + each.tokens_ratio) - 1) > 5e-3:  # a step has other tokens now
-            parts.append(_percent(each.tokens_ratio, "tokens/s"))
-    if each.fits != each.fits_before:
-        parts.append("fits now" if each.fits else "no longer fits")
+    parts = [_bytes(effect.device_bytes_per_gpu, "")]
+    if effect.host_bytes_per_node:
+        parts.append(_bytes(effect.host_bytes_per_node, " of RAM a node"))
+    if effect.step_ratio is not None and effect.tokens_ratio is not None:
+        parts.append(_percent(effect.step_ratio, "step time"))
+        if abs((1 + effect.step_ratio) * (1 + effect.tokens_ratio) - 1) > 5e-3:  # the tokens of a step changed
+            parts.append(_percent(effect.tokens_ratio, "tokens/s"))
+    if effect.fits != effect.fits_before:
+        parts.append("fits now" if effect.fits else "no longer fits")
     return ", ".join(parts)
 
 
@@ -39,3 +40,8 @@ def _percent(ratio: float, what: str) -> str:
 
 def _sign(number: float) -> str:
     return "+" if number > 0 else "−" if number < 0 else "±"
+
+
+def cost_text(cost: Cost | None) -> str:
+    """Returns the bytes of a number in brackets, or nothing."""
+    return f" ({format_bytes(cost.count_bytes)} {cost.where})" if cost else ""

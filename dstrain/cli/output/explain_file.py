@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dstrain.cli.console import wrapped
-from dstrain.cli.output.explain import said_bytes, unknown_model
+from dstrain.cli.output.effects import cost_text
 from dstrain.cli.output.plan import LIMITS, subject_lines
 from dstrain.config.document import dotted, lookup
 from dstrain.config.explain.file import BATCH, OTHER, PRECISION, ZERO, Entry, Section, rest_bytes, sections, stage_of
@@ -35,69 +35,74 @@ _DEVICES = {"cpu": "in host RAM", "nvme": "on NVMe"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Explained:
-    """A configuration with all that is known of it."""
+class Explanation:
+    """The explanation of a configuration."""
 
     path: Path
     """The file."""
     config: Mapping[str, Any]
     """The configuration."""
-    known: JobContext | None
-    """The job that it belongs to."""
+    context: JobContext | None
+    """The job that it belongs to, if there is one."""
     workload: Workload | None
     """Its model and cluster; None if one of them is unknown."""
     estimate: Estimate | None
-    """What it needs."""
+    """Its memory and speed, if they can be estimated."""
     missing: str | None
     """Why there is no estimate."""
     sections: tuple[Section, ...]
     """Its keys."""
 
 
-def explained(path: Path, config: Mapping[str, Any], known: JobContext | None, missing: str | None) -> Explained:
-    """Returns all that is known of a configuration."""
-    found: Estimate | str = missing or "no job is known"
-    workload = workload_of(known) if known is not None else None
-    if known is not None and known.job is not None:
-        found = unknown_model(known.job.job.model)
+def explain(path: Path, config: Mapping[str, Any], context: JobContext | None, missing: str | None) -> Explanation:
+    """Returns the explanation of a configuration."""
+    answer: Estimate | str = missing or "no job is known"
+    workload = workload_of(context) if context is not None else None
+    if context is not None and context.job is not None:
+        answer = unknown_model(context.job.job.model)
         if workload is not None:
-            found = estimate_of(Here(config=config, request=request_of(known.job.job), workload=workload))
-    job = known.job.job if known and known.job else None
-    model = known.model if known else None
-    num_ranks = known.hosts.num_slots if known and known.hosts else None
+            answer = estimate_of(Here(config=config, request=request_of(context.job.job), workload=workload))
+    job = context.job.job if context and context.job else None
+    model = context.model if context else None
+    num_ranks = context.hosts.num_slots if context and context.hosts else None
     fills = filled(job, model, num_ranks=num_ranks) if job else {}
     by = scale(config, job, model, num_ranks=num_ranks)
-    estimate = found if isinstance(found, Estimate) else None
-    return Explained(
+    estimate = answer if isinstance(answer, Estimate) else None
+    return Explanation(
         path=path,
         config=config,
-        known=known,
+        context=context,
         workload=workload,
         estimate=estimate,
-        missing=None if isinstance(found, Estimate) else found,
+        missing=None if isinstance(answer, Estimate) else answer,
         sections=tuple(sections(config, filled=fills, by=by, estimate=estimate)),
     )
 
 
-def lines(found: Explained) -> list[str]:
-    """Returns a configuration in lines that fit a terminal."""
-    text = [*_head(found), ""]
-    for section in found.sections:
-        text += [*_section(section, found), ""]
-    if found.estimate is not None:
-        parts = rest_bytes(found.estimate)
+def unknown_model(name: str) -> str:
+    """Returns that there are no numbers for a model, and where to ask why."""
+    return f"nothing is known of the model {name}; dstrain plan --model {name} says why"
+
+
+def lines(explanation: Explanation) -> list[str]:
+    """Returns the explanation in lines that fit a terminal."""
+    text = [*_head(explanation), ""]
+    for section in explanation.sections:
+        text += [*_section(section, explanation), ""]
+    if explanation.estimate is not None:
+        parts = rest_bytes(explanation.estimate)
         text += [f"beside the file: {_total(parts)} per GPU", f"  {_listed(parts)}"]
     return [wrapped(line) for line in "\n".join(text).rstrip("\n").split("\n")]
 
 
-def _head(found: Explained) -> Iterator[str]:
-    """Yields the whole in a few lines."""
-    estimate = found.estimate
-    if found.workload is not None:
-        yield from subject_lines(found.workload)
-    yield f"file     {found.path}"
+def _head(explanation: Explanation) -> Iterator[str]:
+    """Yields model, machines, memory and speed."""
+    estimate = explanation.estimate
+    if explanation.workload is not None:
+        yield from subject_lines(explanation.workload)
+    yield f"file     {explanation.path}"
     if estimate is None:
-        yield f"No estimate: {found.missing}. Sizes below are of the numbers alone."
+        yield f"No estimate: {explanation.missing}. Sizes below are of the numbers alone."
         return
     yield f"way      {label(estimate.configuration)}, {estimate.configuration.model.precision}"
     needs = estimate.memory
@@ -111,32 +116,32 @@ def _head(found: Explained) -> Iterator[str]:
         yield f"speed    {step} a step, {estimate.speed.tokens_per_s_per_gpu:,.0f} tokens/s per GPU, limited by {limit}"
 
 
-def _section(section: Section, found: Explained) -> Iterator[str]:
+def _section(section: Section, explanation: Explanation) -> Iterator[str]:
     total = f": {_total(section.parts_bytes)} per GPU" if any(section.parts_bytes.values()) else ""
     yield f"{section.name}{total}"
-    for sentence in _words(section, found):
+    for sentence in _words(section, explanation):
         yield f"  {sentence}."
     if any(section.parts_bytes.values()):
         yield f"  {_listed(section.parts_bytes)}"
     for entry in section.entries:
         yield from _entry(entry, section)
     if section.silent:
-        said = "; ".join(
+        defaults = "; ".join(
             f"{key.path.removeprefix('zero_optimization.')} is {default}" for key, default in section.silent
         )
-        yield f"  not written: {said}"
+        yield f"  not written: {defaults}"
 
 
-def _words(section: Section, found: Explained) -> Iterator[str]:
-    """Yields sentences about a section as a whole."""
+def _words(section: Section, explanation: Explanation) -> Iterator[str]:
+    """Yields sentences about a section."""
     if section.name == ZERO:
-        yield _SHARED[stage_of(found.config)]
-        yield from _offload_words(found)
-    elif section.name == PRECISION and found.estimate is not None:
-        each = found.estimate.configuration.model.precision
-        yield f"Forward and backward in {each}, {each.num_bytes} bytes a parameter"
-    elif section.name == BATCH and found.known is not None and found.known.job is not None:
-        job, hosts = found.known.job.job, found.known.hosts
+        yield _SHARED[stage_of(explanation.config)]
+        yield from _offload_words(explanation)
+    elif section.name == PRECISION and explanation.estimate is not None:
+        precision = explanation.estimate.configuration.model.precision
+        yield f"Forward and backward in {precision}, {precision.num_bytes} bytes a parameter"
+    elif section.name == BATCH and explanation.context is not None and explanation.context.job is not None:
+        job, hosts = explanation.context.job.job, explanation.context.hosts
         ranks = hosts.num_slots if hosts else 1
         yield (
             f"{ranks} GPU{'s' if ranks > 1 else ''} × micro-batch {job.micro_batch} × {job.grad_accum} accumulated"
@@ -146,30 +151,30 @@ def _words(section: Section, found: Explained) -> Iterator[str]:
         yield section.meaning.removesuffix(".")
 
 
-def _offload_words(found: Explained) -> Iterator[str]:
+def _offload_words(explanation: Explanation) -> Iterator[str]:
     for name, what in (("offload_optimizer", "Optimizer states"), ("offload_param", "Parameters")):
-        device = lookup(found.config, ("zero_optimization", name, "device"), "none")
+        device = lookup(explanation.config, ("zero_optimization", name, "device"), "none")
         if isinstance(device, str) and device in _DEVICES:
             yield f"{what} are {_DEVICES[device]}"
-    if found.estimate is not None and (text := _elsewhere(found.estimate)):
+    if explanation.estimate is not None and (text := _elsewhere(explanation.estimate)):
         yield text
 
 
 def _elsewhere(estimate: Estimate) -> str:
-    """Returns what of the states is not on the GPU, in words; nothing where all of them are."""
+    """Returns the sizes of the states that are not on the GPU, or nothing if all of them are."""
     states, node = estimate.memory.states, format_bytes(estimate.memory.host_bytes_per_node)
     parts = {"in host RAM": states.host, "in host buffers on their way": states.staging, "on NVMe": states.nvme}
-    said = [f"{format_bytes(count)} {where}" for where, count in parts.items() if count]
-    return f"Each rank has {', '.join(said)}; a node needs {node} of RAM with its processes" if said else ""
+    sizes = [f"{format_bytes(count)} {where}" for where, count in parts.items() if count]
+    return f"Each rank has {', '.join(sizes)}; a node needs {node} of RAM with its processes" if sizes else ""
 
 
 def _entry(entry: Entry, section: Section) -> Iterator[str]:
-    """Yields a key with its value, and what it does."""
+    """Yields a key with its value and its meaning."""
     value = json.dumps(entry.value, ensure_ascii=False)
     if entry.filled is not ABSENT:
         value += f" = {json.dumps(entry.filled, ensure_ascii=False)} by the job"
     idle = "; not read with this stage" if entry.is_idle else ""
-    yield f"  {dotted(entry.pointer).removeprefix('zero_optimization.')}: {value}{said_bytes(entry.cost)}{idle}"
+    yield f"  {dotted(entry.pointer).removeprefix('zero_optimization.')}: {value}{cost_text(entry.cost)}{idle}"
     if entry.key is None:
         yield "      No key of DeepSpeed: dstrain lint says what may be meant."
     else:
@@ -187,13 +192,13 @@ def _listed(parts: Mapping[str, int]) -> str:
     return ", ".join(f"{name} {format_bytes(count)}" for name, count in parts.items() if count)
 
 
-def document(found: Explained) -> dict[str, Any]:
+def document(explanation: Explanation) -> dict[str, Any]:
     """Returns the answer as JSON-ready data."""
-    estimate = found.estimate
+    estimate = explanation.estimate
     return {
         "schema": 1,
-        "file": str(found.path),
-        "missing": found.missing,
+        "file": str(explanation.path),
+        "missing": explanation.missing,
         "memory": {
             "device_bytes_per_gpu": estimate.memory.device_bytes_per_gpu,
             "host_bytes_per_node": estimate.memory.host_bytes_per_node,
@@ -203,15 +208,15 @@ def document(found: Explained) -> dict[str, Any]:
         if estimate
         else None,
         "step_s": estimate.speed.step_s if estimate and estimate.speed else None,
-        "sections": [_section_document(section, found) for section in found.sections],
+        "sections": [_section_document(section, explanation) for section in explanation.sections],
         "beside_the_file_bytes": rest_bytes(estimate) if estimate else None,
     }
 
 
-def _section_document(section: Section, found: Explained) -> dict[str, Any]:
+def _section_document(section: Section, explanation: Explanation) -> dict[str, Any]:
     return {
         "name": section.name,
-        "words": list(_words(section, found)),
+        "words": list(_words(section, explanation)),
         "parts_bytes_per_gpu": section.parts_bytes,
         "keys": [
             {

@@ -8,8 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from dstrain.cli.console import wrapped
-from dstrain.cli.output.effects import effect_text
-from dstrain.cli.output.explain import said_bytes
+from dstrain.cli.output.effects import cost_text, effect_text
 from dstrain.cli.output.plan import subject_lines
 from dstrain.config.document import REMOVED, lookup
 from dstrain.config.explain.file import is_idle, stage_of
@@ -27,46 +26,48 @@ from dstrain.units import format_bytes, format_seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Explained:
-    """A key with all that is known of it here."""
+class Explanation:
+    """The explanation of a key."""
 
     pointer: Pointer
-    """Where it stands, or would."""
+    """Its place in a configuration."""
     key: Key
-    """Its row."""
+    """Its row in the table of keys."""
     here: Here | None
-    """The job here."""
+    """The job with its configuration, model and machines; None if one of them is missing."""
     missing: str | None
-    """What is missing for numbers."""
+    """What is missing, if something is."""
     chosen: Chosen | None
     """What dstrain would write."""
     unchosen: str | None
-    """Why nobody can say that."""
+    """Why dstrain cannot choose, if it cannot."""
     ways: tuple[Way, ...]
-    """What it could be, with what each does."""
+    """Its possible values, with the effect of each."""
 
 
-def explained(pointer: Pointer, key: Key, here: Here | None, missing: str | None) -> Explained:
-    """Returns all that is known of a key; with a job here this plans once and estimates a few configurations."""
+def explain(pointer: Pointer, key: Key, here: Here | None, missing: str | None) -> Explanation:
+    """Returns the explanation of a key; with a job this plans once and estimates a few configurations."""
     chosen, unchosen = None, None
     if here is not None and key.removed is None:
         try:
             chosen = choose(key, here)
         except DstrainError as error:
             unchosen = error.problem
-    found = tuple(ways(key, here, chosen)) if here is not None and key.removed is None else ()
-    return Explained(pointer=pointer, key=key, here=here, missing=missing, chosen=chosen, unchosen=unchosen, ways=found)
+    values = tuple(ways(key, here, chosen)) if here is not None and key.removed is None else ()
+    return Explanation(
+        pointer=pointer, key=key, here=here, missing=missing, chosen=chosen, unchosen=unchosen, ways=values
+    )
 
 
-def lines(found: Explained) -> list[str]:
-    """Returns a key in lines that fit a terminal."""
-    key = found.key
-    text = [".".join(map(str, found.pointer)), f"  {meaning(key)}", ""]
+def lines(explanation: Explanation) -> list[str]:
+    """Returns the explanation in lines that fit a terminal."""
+    key = explanation.key
+    text = [".".join(map(str, explanation.pointer)), f"  {meaning(key)}", ""]
     text += [f"  {label:<9} {value}" for label, value in _facts(key)]
-    if key.kind is Kind.OBJECT and (inside := [row.path.rsplit(".", 1)[-1] for row in _live(found.pointer)]):
+    if key.kind is Kind.OBJECT and (inside := [row.path.rsplit(".", 1)[-1] for row in _live(explanation.pointer)]):
         text.append(f"  inside    {', '.join(inside)}")
     if key.removed is None:
-        text += ["", *_here_lines(found)]
+        text += ["", *_here_lines(explanation)]
     return [wrapped(line) for line in text]
 
 
@@ -75,7 +76,7 @@ def _live(pointer: Pointer) -> list[Key]:
 
 
 def _facts(key: Key) -> list[tuple[str, str]]:
-    """Returns what is known of a key wherever it stands, with labels."""
+    """Returns the facts about a key that hold for every job, with labels."""
     facts = [("type", kind_text(key))]
     if (default := default_text(key)) is not None:
         facts.append(("default", default))
@@ -93,58 +94,58 @@ def _facts(key: Key) -> list[tuple[str, str]]:
     return [*facts, ("source", f"deepspeed/{key.source}")]
 
 
-def _here_lines(found: Explained) -> list[str]:
-    """Returns what holds here, or what is missing to say so."""
-    key, here = found.key, found.here
+def _here_lines(explanation: Explanation) -> list[str]:
+    """Returns what holds for the job, or what is missing to say so."""
+    key, here = explanation.key, explanation.here
     if here is None:
         return [
-            f"No numbers: {found.missing}.",
+            f"No numbers: {explanation.missing}.",
             "With a job whose model is known: what dstrain would choose, and what each value costs.",
         ]
     model, cluster = here.workload.model, here.workload.cluster
     by = scale(here.config, here.request, model, num_ranks=cluster.num_gpus)
-    path = tuple(key.path.split(".")) if "*" not in key.path else found.pointer
+    path = tuple(key.path.split(".")) if "*" not in key.path else explanation.pointer
     text = [*(f"{line}" for line in subject_lines(here.workload)), ""]
     stage = stage_of(here.config)
     idle = f"; nothing reads it under ZeRO-{stage}" if is_idle(key, stage) else ""
-    text.append(f"  here      {_said(lookup(here.config, path), here.config, key, by)}{idle}")
-    text += _chosen_lines(found, path, by)
-    return [*text, "", *_way_lines(found, by)]
+    text.append(f"  here      {_value_text(lookup(here.config, path), here.config, key, by)}{idle}")
+    text += _chosen_lines(explanation, path, by)
+    return [*text, "", *_way_lines(explanation, by)]
 
 
-def _chosen_lines(found: Explained, path: Pointer, by: Scale) -> list[str]:
-    chosen = found.chosen
+def _chosen_lines(explanation: Explanation, path: Pointer, by: Scale) -> list[str]:
+    chosen = explanation.chosen
     if chosen is None:
-        return [f"  dstrain   cannot say: {found.unchosen}"]
+        return [f"  dstrain   cannot say: {explanation.unchosen}"]
     fits = "" if chosen.fits else ", which comes nearest and does not fit"
-    said = _said(lookup(chosen.config, path), chosen.config, found.key, by)
-    text = [f"  dstrain   {said}, with {chosen.configuration.title}{fits}"]
-    return text + [f"    - {reason}" for reason in why(found.key, chosen)]
+    value = _value_text(lookup(chosen.config, path), chosen.config, explanation.key, by)
+    text = [f"  dstrain   {value}, with {chosen.configuration.title}{fits}"]
+    return text + [f"    - {reason}" for reason in why(explanation.key, chosen)]
 
 
-def _said(value: Any, config: Mapping[str, Any], key: Key, by: Scale) -> str:
-    """Returns a value as it stands in a configuration, with the bytes that it takes."""
+def _value_text(value: Any, config: Mapping[str, Any], key: Key, by: Scale) -> str:
+    """Returns a value as it is written in a configuration, with its bytes."""
     if value is ABSENT or value is REMOVED:
         default = default_text(key)
         return "not written" + (f" ({default})" if default else "")
-    return json.dumps(value, ensure_ascii=False) + said_bytes(cost(key.alias_of or key.path, value, config, by))
+    return json.dumps(value, ensure_ascii=False) + cost_text(cost(key.alias_of or key.path, value, config, by))
 
 
-def _way_lines(found: Explained, by: Scale) -> list[str]:
-    """Returns a line for each value that the key could have."""
-    key = found.key
+def _way_lines(explanation: Explanation, by: Scale) -> list[str]:
+    """Returns a line for each possible value of the key."""
+    key = explanation.key
     path = key.alias_of or key.path
     place = counted(key)
-    if place is None or not found.ways:
+    if place is None or not explanation.ways:
         return ["The planner does not count this key: it estimates memory and speed the same either way."]
-    problem = next((way.problem for way in found.ways if way.problem), None)
-    if problem is not None and not any(way.effect for way in found.ways):
+    problem = next((way.problem for way in explanation.ways if way.problem), None)
+    if problem is not None and not any(way.effect for way in explanation.ways):
         return [f"No numbers: {problem}."]
     what = f"{OF_JOB[path]} of the job" if path in OF_JOB else place[1].path.removeprefix("zero_optimization.")
-    labels = [_label(way) for way in found.ways]
+    labels = [_label(way) for way in explanation.ways]
     width = max(map(len, labels))
     text = [f"Memory and time if only {what} were"]
-    return text + [f"  {label:<{width}}  {_does(way)}" for label, way in zip(labels, found.ways, strict=True)]
+    return text + [f"  {label:<{width}}  {_does(way)}" for label, way in zip(labels, explanation.ways, strict=True)]
 
 
 def _label(way: Way) -> str:
@@ -162,26 +163,31 @@ def _does(way: Way) -> str:
     return f"{format_bytes(way.estimate.memory.device_bytes_per_gpu)} a GPU{step}{name}"
 
 
-def _is_nothing(each: Effect) -> bool:
-    return not each.device_bytes_per_gpu and not each.host_bytes_per_node and not each.step_ratio
+def _is_nothing(effect: Effect) -> bool:
+    return not effect.device_bytes_per_gpu and not effect.host_bytes_per_node and not effect.step_ratio
 
 
-def document(found: Explained) -> dict[str, Any]:
+def document(explanation: Explanation) -> dict[str, Any]:
     """Returns the answer as JSON-ready data."""
-    key = asdict(found.key)
+    key = asdict(explanation.key)
     return {
         "schema": 1,
-        "pointer": json_pointer(found.pointer),
-        "key": {**key, "kind": str(found.key.kind), "names": str(found.key.names), "type": kind_text(found.key)},
-        "here": None if found.here is None else _here_document(found, found.here),
-        "missing": found.missing,
-        "is_counted": counted(found.key) is not None,
+        "pointer": json_pointer(explanation.pointer),
+        "key": {
+            **key,
+            "kind": str(explanation.key.kind),
+            "names": str(explanation.key.names),
+            "type": kind_text(explanation.key),
+        },
+        "here": None if explanation.here is None else _here_document(explanation, explanation.here),
+        "missing": explanation.missing,
+        "is_counted": counted(explanation.key) is not None,
     }
 
 
-def _here_document(found: Explained, here: Here) -> dict[str, Any]:
-    path = tuple(found.key.path.split(".")) if "*" not in found.key.path else found.pointer
-    chosen, cluster = found.chosen, here.workload.cluster
+def _here_document(explanation: Explanation, here: Here) -> dict[str, Any]:
+    path = tuple(explanation.key.path.split(".")) if "*" not in explanation.key.path else explanation.pointer
+    chosen, cluster = explanation.chosen, here.workload.cluster
     return {
         "model": here.workload.model.name,
         "gpus": cluster.num_gpus,
@@ -195,9 +201,9 @@ def _here_document(found: Explained, here: Here) -> dict[str, Any]:
             "value": _plain(lookup(chosen.config, path)),
             "title": chosen.configuration.title,
             "fits": chosen.fits,
-            "reasons": why(found.key, chosen),
+            "reasons": why(explanation.key, chosen),
         },
-        "problem": found.unchosen,
+        "problem": explanation.unchosen,
         "ways": [
             {
                 "is_written": way.value is not REMOVED,
@@ -208,7 +214,7 @@ def _here_document(found: Explained, here: Here) -> dict[str, Any]:
                 "problem": way.problem,
                 "remark": way.remark,
             }
-            for way in found.ways
+            for way in explanation.ways
         ],
     }
 

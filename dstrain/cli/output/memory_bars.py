@@ -22,16 +22,16 @@ INDENT = "   "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """What one colour and one letter stand for."""
+    """A part of the memory of a GPU, with its letter and its color."""
 
     letter: str
-    """What the bar is made of without colour."""
+    """What the bar consists of without colors."""
     name: str
-    """What the legend says."""
+    """Its name in the legend."""
     colour: str
-    """Background in colour."""
+    """Background on a terminal."""
     fields: tuple[str, ...]
-    """The fields of a breakdown that it sums."""
+    """The fields of a breakdown that it adds up."""
 
 
 # fmt: off
@@ -45,29 +45,31 @@ PARTS: tuple[Part, ...] = (
     Part(letter="L", name="logits", colour="red", fields=("logits",)),
     Part(letter="x", name="CUDA, fragments", colour="bright_black", fields=("workspace", "fragmentation", "context")),
 )
-"""From what stays to what comes and goes. `whole layers` are those that ZeRO-3 has gathered."""
+"""Resident parts first, then transient ones. `whole layers` are those that ZeRO-3 has gathered."""
 # fmt: on
 
 
-def bar_lines(found: Survey, cluster: Cluster, *, in_colour: bool) -> list[Text]:
+def bar_lines(survey: Survey, cluster: Cluster, *, in_colour: bool) -> list[Text]:
     """Returns a heading, a title and a bar for each plan, and the legend.
 
-    All bars have one scale. `:` is what a plan may fill, `|` what the GPU has; a bar that crosses `|` does not fit. In
-    colour a part is a patch that begins with its letter, else a run of letters.
+    All bars have the same scale. `:` marks the memory that a plan may fill, `|` the capacity; a bar that crosses `|`
+    does not fit. In color, a part is a patch that starts with its letter, else a run of letters.
     """
-    capacity, usable = cluster.gpu.memory_bytes, found.first.usable_bytes_per_gpu
-    scale = max(capacity, *(each.estimate.memory.device_bytes_per_gpu for each in found.proposals)) / WIDTH
+    capacity, usable = cluster.gpu.memory_bytes, survey.first.usable_bytes_per_gpu
+    scale = max(capacity, *(proposal.estimate.memory.device_bytes_per_gpu for proposal in survey.proposals)) / WIDTH
     marks = {round(usable / scale): ":", round(capacity / scale): "|"}
     head = f"memory of one GPU at its fullest, in GiB    : usable {usable / GIB:.1f}    | capacity {capacity / GIB:.1f}"
     lines = [Text(head)]
-    for number, each in enumerate(found.proposals, 1):
-        fits = "" if each.estimate.fits else " (does not fit)"
-        title = f"{number:>2} {label(each.estimate.configuration)}{fits}"
+    estimates = [proposal.estimate for proposal in survey.proposals]
+    for number, estimate in enumerate(estimates, 1):
+        fits = "" if estimate.fits else " (does not fit)"
+        title = f"{number:>2} {label(estimate.configuration)}{fits}"
         if len(title) > COLUMNS:
-            title = f"{number:>2} {short_label(each.estimate.configuration)}{fits}"
-        lines += [Text(title, style="bold" if number == 1 else ""), _bar(each.estimate, marks, scale, in_colour)]
-    everything = [each.estimate.memory.breakdown_bytes for each in found.proposals]
-    return [*lines, *_legend([part for part in PARTS if any(_part_bytes(each, part) for each in everything)], found)]
+            title = f"{number:>2} {short_label(estimate.configuration)}{fits}"
+        lines += [Text(title, style="bold" if number == 1 else ""), _bar(estimate, marks, scale, in_colour)]
+    breakdowns = [estimate.memory.breakdown_bytes for estimate in estimates]
+    parts = [part for part in PARTS if any(_part_bytes(breakdown, part) for breakdown in breakdowns)]
+    return [*lines, *_legend(parts, survey.first)]
 
 
 def _bar(estimate: Estimate, marks: Mapping[int, str], scale: float, in_colour: bool) -> Text:
@@ -90,11 +92,11 @@ def _part_bytes(parts: Breakdown, part: Part) -> int:
     return sum(getattr(parts, field) for field in part.fields)
 
 
-def _legend(parts: list[Part], found: Survey) -> list[Text]:
+def _legend(parts: list[Part], first: Estimate) -> list[Text]:
     """Returns what letters and colours mean, with the GiB of the first plan, in lines of up to 80 columns."""
     lines = [Text(INDENT)]
     for part in parts:
-        words = f" {part.name} {_part_bytes(found.first.memory.breakdown_bytes, part) / GIB:.1f}"
+        words = f" {part.name} {_part_bytes(first.memory.breakdown_bytes, part) / GIB:.1f}"
         if lines[-1].cell_len + len(INDENT) + 1 + len(words) > COLUMNS:
             lines.append(Text(INDENT))
         space = "" if lines[-1].plain == INDENT else "   "

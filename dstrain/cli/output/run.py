@@ -1,4 +1,4 @@
-"""Prints what a run is about to start, and how it ended."""
+"""Prints what a run starts, and how it ended."""
 
 from __future__ import annotations
 
@@ -16,41 +16,41 @@ from dstrain.units import format_bytes, format_count, format_seconds
 
 
 def before_lines(prepared: PreparedRun) -> list[str]:
-    """Returns what is about to start, and what to know."""
+    """Returns what the run starts, with notes."""
     job, hosts = prepared.job, prepared.hosts
     is_known = prepared.cluster.gpu_origin is not Origin.ASSUMED
-    where = "CPU" if prepared.on_cpu else prepared.cluster.gpu.name if is_known else "GPU"
-    machine = "this machine" if prepared.is_local else f"{len(hosts.hosts)} hosts"
+    device = "CPU" if prepared.on_cpu else prepared.cluster.gpu.name if is_known else "GPU"
+    machines = "this machine" if prepared.is_local else f"{len(hosts.hosts)} hosts"
     stage = prepared.ds_config["zero_optimization"].get("stage", 0)
     lines = [
         f"run      {job.method} training of {shown(job.model)}",
-        f"on       {hosts.num_slots} × {where}, {machine}; ZeRO-{stage}, {job.precision}, micro-batch {job.micro_batch}"
-        f" × {job.grad_accum} accumulated, {job.seq_len} tokens{', packed' if job.packing else ''}",
+        f"on       {hosts.num_slots} × {device}, {machines}; ZeRO-{stage}, {job.precision}, micro-batch"
+        f" {job.micro_batch} × {job.grad_accum} accumulated, {job.seq_len} tokens{', packed' if job.packing else ''}",
         f"into     {shown(str(prepared.run_dir.path))}",
     ]
-    needs = prepared.estimate
-    if needs is not None and is_known and not prepared.on_cpu:
-        fits = "" if needs.fits else "  ← more than there is"
-        lines.append(f"memory   {format_bytes(needs.memory.device_bytes_per_gpu)} per GPU predicted{fits}")
-        if not needs.fits:
-            lines.append(f"         {needs.shortage}; it will probably run out of memory")
+    estimate = prepared.estimate
+    if estimate is not None and is_known and not prepared.on_cpu:
+        fits = "" if estimate.fits else "  ← does not fit"
+        lines.append(f"memory   {format_bytes(estimate.memory.device_bytes_per_gpu)} per GPU predicted{fits}")
+        if not estimate.fits:
+            lines.append(f"         {estimate.shortage}; the run will probably run out of memory")
     lines += [f"note     {note}" for note in prepared.notes]
     return lines
 
 
 def summary(run_dir: RunDir) -> dict[str, Any]:
-    """Returns what the run came to: rank 0's summary, and model states predicted and measured.
+    """Returns rank 0's summary, and the model states predicted and measured.
 
-    Raises RunFailed when rank 0 left no summary.
+    Raises RunFailed if rank 0 wrote no summary.
     """
     if not run_dir.summary.exists():
-        raise RunFailed("every rank ended without an error, and rank 0 left no summary", hint=f"Logs: {run_dir.logs}")
-    found: dict[str, Any] = json.loads(run_dir.summary.read_text(encoding="utf-8"))
-    return {"schema": 1, "run_dir": str(run_dir.path), **found, "states": _states(run_dir)}
+        raise RunFailed("every rank ended without an error, but rank 0 wrote no summary", hint=f"Logs: {run_dir.logs}")
+    written: dict[str, Any] = json.loads(run_dir.summary.read_text(encoding="utf-8"))
+    return {"schema": 1, "run_dir": str(run_dir.path), **written, "states": _states(run_dir)}
 
 
 def _states(run_dir: RunDir) -> dict[str, Any] | None:
-    """Returns bytes of model states of one rank, predicted and measured, or None where either is missing."""
+    """Returns the bytes of model states of one rank, predicted and measured, or None if either is missing."""
     if not run_dir.states.exists() or not run_dir.plan.exists():
         return None
     ranks = json.loads(run_dir.states.read_text(encoding="utf-8"))["ranks"]
@@ -67,26 +67,26 @@ def _states(run_dir: RunDir) -> dict[str, Any] | None:
     }
 
 
-def summary_rows(found: dict[str, Any]) -> list[tuple[str, str]]:
+def summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
     """Returns the summary as rows of a name and a value."""
     rows = []
-    if found.get("first_loss") is not None and found.get("last_loss") is not None:
-        rows.append(("loss, first → last", f"{found['first_loss']:.3f} → {found['last_loss']:.3f}"))
-    if found.get("eval_loss") is not None:
-        rows.append(("evaluation loss", f"{found['eval_loss']:.3f}"))
-    if found.get("skipped_steps"):
-        rows.append(("steps left out", f"{found['skipped_steps']} of {found['steps']}: gradients not finite"))
-    if found.get("tokens_per_s"):
-        took = format_seconds(found["train_s"])
-        rows.append(("tokens/s", f"{found['tokens_per_s']:,.0f} ({format_count(found['tokens'])} tokens in {took})"))
-    rows += _state_rows(found.get("states"))
-    if found.get("peak_bytes_per_gpu"):
-        rows.append(("peak memory per GPU", format_bytes(found["peak_bytes_per_gpu"])))
-    rows.append(("run directory", shown(found["run_dir"])))
-    if found.get("final"):
-        rows.append(("final model", shown(found["final"])))
-    if found.get("swanlab_dir"):
-        rows.append((f"SwanLab ({found.get('swanlab_mode')})", shown(found["swanlab_dir"])))
+    if summary.get("first_loss") is not None and summary.get("last_loss") is not None:
+        rows.append(("loss, first → last", f"{summary['first_loss']:.3f} → {summary['last_loss']:.3f}"))
+    if summary.get("eval_loss") is not None:
+        rows.append(("evaluation loss", f"{summary['eval_loss']:.3f}"))
+    if summary.get("skipped_steps"):
+        rows.append(("steps left out", f"{summary['skipped_steps']} of {summary['steps']}: gradients not finite"))
+    if summary.get("tokens_per_s"):
+        total = f"{format_count(summary['tokens'])} tokens in {format_seconds(summary['train_s'])}"
+        rows.append(("tokens/s", f"{summary['tokens_per_s']:,.0f} ({total})"))
+    rows += _state_rows(summary.get("states"))
+    if summary.get("peak_bytes_per_gpu"):
+        rows.append(("peak memory per GPU", format_bytes(summary["peak_bytes_per_gpu"])))
+    rows.append(("run directory", shown(summary["run_dir"])))
+    if summary.get("final"):
+        rows.append(("final model", shown(summary["final"])))
+    if summary.get("swanlab_dir"):
+        rows.append((f"SwanLab ({summary.get('swanlab_mode')})", shown(summary["swanlab_dir"])))
     return rows
 
 
@@ -105,12 +105,12 @@ def _state_rows(states: dict[str, Any] | None) -> list[tuple[str, str]]:
     return rows
 
 
-def summary_text(found: dict[str, Any], run_dir: RunDir) -> str:
-    """Returns what the run came to, and what to type next."""
-    rows = summary_rows(found)
+def summary_text(summary: dict[str, Any], run_dir: RunDir) -> str:
+    """Returns the result of the run, and what to type next."""
+    rows = summary_rows(summary)
     width = max(len(name) for name, _ in rows)
     lines = ["", *(f"{name:<{width}}  {value}" for name, value in rows)]
-    if found.get("swanlab_to_upload"):
-        command = upload_command([shown(folder) for folder in found["swanlab_to_upload"]])
+    if summary.get("swanlab_to_upload"):
+        command = upload_command([shown(folder) for folder in summary["swanlab_to_upload"]])
         lines += ["", f"next: {command}", "      (uploads the curves, with an API key)"]
     return "\n".join(lines)

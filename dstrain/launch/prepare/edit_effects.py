@@ -9,7 +9,7 @@ from typing import Any
 
 from dstrain.choices import Attention, Hub
 from dstrain.config.document import Change, applied
-from dstrain.config.edits import edit
+from dstrain.config.edits.edit import read
 from dstrain.config.edits.lock import Lock
 from dstrain.config.edits.manual_edits import Edit
 from dstrain.config.explain.key import remark_text
@@ -38,13 +38,13 @@ _MASKED = "; the time is that of sdpa's mask, which flash_attention_2 does witho
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """An edit with what it does alone."""
+    """An edit and its effect alone."""
 
     edit: Edit
     effect: Effect | None
-    """What it does beside the generated files; None where it does nothing or nothing can be said."""
+    """Its effect compared with the generated files; None without an effect or an estimate."""
     note: str | None
-    """Why there is no effect, or how to read it."""
+    """Why it has no effect, or how to read the effect."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,29 +54,29 @@ class Effects:
     edits: tuple[Measured, ...]
     """One after another, by file."""
     together: Effect | None
-    """What all of them do; None where no edit does anything or nothing can be said."""
+    """The effect of all edits; None without an effect or an estimate."""
     reason: str | None
-    """Why nothing can be estimated; None where it can."""
+    """Why nothing can be estimated, if so."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Subject:
-    """What is trained, and where."""
+    """The workload and the values that were generated for it."""
 
     workload: Workload
     values: Mapping[str, Any]
-    """What was generated: file name to its value."""
+    """File name → generated value."""
 
     def estimate(self, edits: Sequence[Edit]) -> Estimate | None:
-        """Returns the estimate of the generated files with some edits; None where the configuration is the same.
+        """Returns the estimate of the generated files with some edits; None if the configuration stays the same.
 
-        Raises InvalidConfig for what cannot be estimated.
+        Raises InvalidConfig if the edits cannot be estimated.
         """
         if not edits:
             return self._estimate(self.values)
         changed = {
             name: applied(
-                value, [Change(pointer=each.pointer, value=each.yours) for each in edits if each.file == name]
+                value, [Change(pointer=edit.pointer, value=edit.yours) for edit in edits if edit.file == name]
             )
             for name, value in self.values.items()
         }
@@ -84,13 +84,13 @@ class _Subject:
             return None
         return self._estimate(changed)
 
-    def remark(self, each: Edit) -> str | None:
-        """Returns what lint says of an edit of the configuration that the planner does not count."""
-        if each.file != CONFIG:
+    def remark(self, edit: Edit) -> str | None:
+        """Returns the remark of lint about an edit of ds_config.json that the planner does not count."""
+        if edit.file != CONFIG:
             return None
-        config = applied(self.values[CONFIG], [Change(pointer=each.pointer, value=each.yours)])
-        found = remarks(config, each.pointer, self.workload, job=_job(self.values[JOB]))
-        return remark_text(found[0]) if found else None
+        config = applied(self.values[CONFIG], [Change(pointer=edit.pointer, value=edit.yours)])
+        findings = remarks(config, edit.pointer, self.workload, job=_job(self.values[JOB]))
+        return remark_text(findings[0]) if findings else None
 
     def _configuration(self, values: Mapping[str, Any]) -> object:
         return effective(self.workload.model, request_of(_job(values[JOB])), values[CONFIG])
@@ -100,43 +100,43 @@ class _Subject:
 
 
 def effects(folder: Path, lock: Lock, edits: Sequence[Edit]) -> Effects:
-    """Returns what each edit does alone and what all do, for the model and the machines of the lock."""
+    """Returns the effect of each edit alone and of all together, for the model and the machines of the lock."""
     try:
         subject = _subject(folder, lock)
         before = subject.estimate([])
     except DstrainError as error:
-        bare = tuple(Measured(edit=each, effect=None, note=None) for each in edits)
+        bare = tuple(Measured(edit=edit, effect=None, note=None) for edit in edits)
         return Effects(edits=bare, together=None, reason=error.problem)
     assert before is not None, "what was generated is always estimated"
-    measured = tuple(_measured(subject, before, each) for each in edits)
-    counted = [each.edit for each in measured if each.effect is not None]
+    measured = tuple(_measured(subject, before, edit) for edit in edits)
+    counted = [row.edit for row in measured if row.effect is not None]
     after = subject.estimate(counted) if counted else None
     return Effects(edits=measured, together=None if after is None else effect(before, after), reason=None)
 
 
-def _measured(subject: _Subject, before: Estimate, each: Edit) -> Measured:
-    if each.file == JOB and each.pointer[:1] == ("model",):
-        return Measured(edit=each, effect=None, note="another model: dstrain plan says what it needs")
-    if each.file not in subject.values:
-        return Measured(edit=each, effect=None, note=_WITHOUT_EFFECT.get(each.file))
+def _measured(subject: _Subject, before: Estimate, edit: Edit) -> Measured:
+    if edit.file == JOB and edit.pointer[:1] == ("model",):
+        return Measured(edit=edit, effect=None, note="another model: dstrain plan says what it needs")
+    if edit.file not in subject.values:
+        return Measured(edit=edit, effect=None, note=_WITHOUT_EFFECT.get(edit.file))
     try:
-        after = subject.estimate([each])
+        after = subject.estimate([edit])
     except DstrainError as error:
-        return Measured(edit=each, effect=None, note=f"no estimate: {error.problem}")
+        return Measured(edit=edit, effect=None, note=f"no estimate: {error.problem}")
     if after is None:
-        return Measured(edit=each, effect=None, note=subject.remark(each) or _WITHOUT_EFFECT[each.file])
+        return Measured(edit=edit, effect=None, note=subject.remark(edit) or _WITHOUT_EFFECT[edit.file])
     note = None
-    if each.file == JOB and each.pointer == ("packing",) and each.yours is True:
+    if edit.file == JOB and edit.pointer == ("packing",) and edit.yours is True:
         note = _PACKED + (_MASKED if before.configuration.kernels.attn is Attention.SDPA else "")
-    return Measured(edit=each, effect=effect(before, after), note=note)
+    return Measured(edit=edit, effect=effect(before, after), note=note)
 
 
 def _subject(folder: Path, lock: Lock) -> _Subject:
-    """Returns model, machines and generated values. Raises DstrainError where one of them is not known."""
+    """Returns model, machines and generated values. Raises DstrainError if one of them is unknown."""
     missing = [name for name in (CONFIG, JOB) if name not in lock.base]
     if missing:
         raise InvalidConfig(f"{missing[0]} was not generated")
-    values = {name: edit.read(lock.base[name], name) for name in (CONFIG, JOB)}
+    values = {name: read(lock.base[name], name) for name in (CONFIG, JOB)}
     if lock.cluster is None:
         raise InvalidConfig("the files were adopted, and for which machines is not known")
     name = str(lock.inputs.get("model", values[JOB].get("model")))
