@@ -14,7 +14,7 @@ from dstrain.cli.options.planning import GENERATED, plan_options
 from dstrain.cli.options.question import PlanInputs, plan_inputs
 from dstrain.cli.options.typed import spelled, typed
 from dstrain.cli.output.memory_bars import bar_lines
-from dstrain.cli.output.plan import chosen_line, note_lines, plan_document, reason_lines, subject_lines, table_lines
+from dstrain.cli.output.plan import chosen_line, closing_lines, plan_document, subject_lines, table_lines
 from dstrain.plan.search.decide import Survey, survey
 from dstrain.plan.search.infeasible import does_not_fit
 from dstrain.plan.search.search import DEFAULT_TOP
@@ -58,7 +58,7 @@ def _print(plans: Survey, inputs: PlanInputs, *, verbose: bool) -> None:
     bars: list[Text | str] = [*bar_lines(plans, inputs.workload.cluster, in_colour=in_colour), ""] if verbose else []
     lines = [*subject_lines(inputs.workload), wrapped(chosen_line(plans), columns), "", *bars]
     lines += [*table_lines(plans), ""]
-    lines += [wrapped(line, columns) for line in (*reason_lines(plans, verbose=verbose), *note_lines(plans))]
+    lines += [wrapped(line, columns) for line in closing_lines(plans, verbose=verbose)]
     for line in lines:
         page.print(line, markup=False)
 

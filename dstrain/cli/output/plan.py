@@ -43,7 +43,7 @@ _LEADING = (
 def plan_lines(survey: Survey, workload: Workload, *, verbose: bool) -> list[str]:
     """Returns what was chosen, why, and what was assumed, in lines."""
     lines = [*subject_lines(workload), chosen_line(survey), ""]
-    return [*lines, *reason_lines(survey, verbose=verbose), *note_lines(survey)]
+    return [*lines, *closing_lines(survey, verbose=verbose)]
 
 
 def subject_lines(workload: Workload) -> list[str]:
@@ -80,14 +80,17 @@ def chosen_line(survey: Survey) -> str:
     return f"{verdict}  {label(configuration)}, {configuration.model.precision}, {configuration.batch.seq_len} tokens"
 
 
-def reason_lines(survey: Survey, *, verbose: bool) -> list[str]:
-    """Returns why: the leading reasons or, if verbose, all of them and how many configurations were considered.
+def closing_lines(survey: Survey, *, verbose: bool) -> list[str]:
+    """Returns reasons and notes. If nothing fits, the error that follows says why, and only -v prints them."""
+    if not survey.fits and not verbose:
+        return ["-v prints the reasons and notes of the nearest plan"]
+    notes = [f"note     {note}" for note in survey.notes]
+    return [*_reason_lines(survey, verbose=verbose), *(["", *notes] if notes else [])]
 
-    If nothing fits, the error that follows says why; the reasons of what comes nearest are then for the verbose.
-    """
+
+def _reason_lines(survey: Survey, *, verbose: bool) -> list[str]:
+    """Returns why: the leading reasons or, if verbose, all of them and how many configurations were considered."""
     reasons = survey.proposals[0].reasons
-    if not verbose and not survey.fits:
-        return [f"-v prints the {len(reasons)} figures of the nearest plan"]
     if not verbose:
         return [f"why (-v prints all {len(reasons)} reasons)", *(f"  - {reason.text}" for reason in leading(reasons))]
     lines = ["why", *(f"  - {reason.text}" for reason in reasons)]
@@ -101,11 +104,6 @@ def leading(reasons: Sequence[Reason]) -> list[Reason]:
     first = [next((reason for reason in reasons if reason.topic in topics), None) for topics in _LEADING]
     by_weight = [*filter(None, first), *(reason for reason in reasons if reason not in first)]
     return [reason for reason in reasons if reason in by_weight[: len(_LEADING)]]
-
-
-def note_lines(survey: Survey) -> list[str]:
-    """Returns what was assumed, and what to know before training, after an empty line."""
-    return ["", *(f"note     {note}" for note in survey.notes)] if survey.notes else []
 
 
 def considered(survey: Survey) -> str:
