@@ -267,7 +267,7 @@ def _of_file(rng: random.Random, name: str, text: str) -> Iterator[tuple[str, Ca
         yield "lint", lambda: _linted(text, is_trainers=rng.random() < 0.7)
         yield "explain", lambda: _explained(text)
         key = rng.choice(_KEY_PLACES)
-        yield "explain a key", lambda: explain_key.lines(explain_key.explained(key, KEYS[key], None, ""))
+        yield "explain a key", lambda: explain_key.lines(explain_key.explain(key, KEYS[key], None, ""))
     elif name == "hostfile":
         yield "hostfile", lambda: hostfile.parse(text, name)
         yield "hosts", lambda: hostfile.expand(text[:200], slots=rng.choice([None, 8]))
@@ -287,7 +287,7 @@ def _linted(text: str, *, is_trainers: bool) -> None:
 def _explained(text: str) -> None:
     value = jsonc.parse(text, "ds_config.json").value
     if isinstance(value, dict):
-        explained = explain_file.explained(Path("ds_config.json"), value, None, "")
+        explained = explain_file.explain(Path("ds_config.json"), value, None, "")
         explain_file.lines(explained)
         json.dumps(explain_file.document(explained))
 

@@ -149,6 +149,6 @@ def test_a_template_says_why_it_writes_a_size() -> None:
 def test_no_configuration_that_is_json_breaks_an_explanation(config: dict[str, Any]) -> None:
     asked = ask(model="qwen3-0.6b", gpus=8, zero_stage=3, seq_len=512, micro_batch=1)
     known = JobContext(model=asked.workload.model, cluster=asked.workload.cluster, hosts=asked.hosts)
-    assert file_text.lines(file_text.explained(Path("ds_config.json"), config, known, None))
+    assert file_text.lines(file_text.explain(Path("ds_config.json"), config, known, None))
     here = Here(config=config, request=asked.request, workload=asked.workload)
     assert estimate_of(here)
