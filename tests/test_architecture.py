@@ -159,8 +159,6 @@ _MATCHES = {"match", "search", "fullmatch", "findall", "finditer", "split", "sub
 _MAY_READ = {
     "dstrain/job/yaml_source.py": "ruamel's messages",
     "dstrain/doctor/checks/online.py": "OpenSSL's messages",
-    "dstrain/config/explain/file.py": "the stage that a key's meaning begins with",
-    "dstrain/config/key_text.py": "the verb that a key's meaning begins with",
     "dstrain/cli/output/explain_file.py": "the full stop of a key's meaning",
 }
 """Modules that may look into a text of these names → what they read there."""
