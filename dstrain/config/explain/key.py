@@ -18,7 +18,7 @@ from dstrain.config.templates.templates import reasons_in, render_json
 from dstrain.config.templates.values import config_values, template_of
 from dstrain.errors import InvalidConfig
 from dstrain.facts.workload import Workload
-from dstrain.plan.configuration import Configuration
+from dstrain.plan.configuration import Configuration, flat
 from dstrain.plan.effect import Effect, effect
 from dstrain.plan.estimate import assess, effective
 from dstrain.plan.estimate_records import Estimate, Reason, Topic
@@ -210,7 +210,7 @@ def _ways_of_job(path: str, here: Here, chosen: Chosen | None) -> list[Way]:
     """Returns the values of a key of the job: every precision, or half and twice the number."""
     name = OF_JOB[path]
     now = getattr(here.request, name)
-    theirs = getattr(chosen.configuration, name) if chosen else now
+    theirs = flat(chosen.configuration)[name] if chosen else now
     others = list(Precision) if name == "precision" else [max(1, (now or 1) // 2), 2 * (now or 1)]
     before = estimate_of(here)
     ways = []
