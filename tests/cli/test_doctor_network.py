@@ -36,7 +36,8 @@ def test_a_machine_alone_has_nothing_to_measure(dstrain: Type) -> None:
     done = dstrain("doctor", "--network", **CPU)
     assert (done.returncode, done.stdout) == (0, "")
     assert "nothing to measure: one rank on this machine; --hostfile FILE names more hosts" in done.stderr
-    assert json.loads(dstrain("doctor", "--network", "--json", **CPU).stdout)["network"] is None
+    answer = json.loads(dstrain("doctor", "--network", "--json", **CPU).stdout)
+    assert answer == {"schema": 1, "network": None, "findings": []}
 
 
 def test_no_save_without_a_measurement_is_a_slip(dstrain: Type) -> None:

@@ -14,6 +14,8 @@ def test_list_names_every_way_of_zero(dstrain: Type) -> None:
     found = json.loads(dstrain("templates", "list", "--json").stdout)["templates"]
     assert len(found) == 7
     assert all(found.values())
+    lines = [line for name, purpose in found.items() for line in (name, f"    {purpose}")]
+    assert dstrain("templates", "list").stdout.splitlines() == lines
 
 
 def test_eject_copies_a_template_with_its_partials(dstrain: Type, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ def job(tmp_path: Path, **changes: object) -> Job:
 
 def test_extensions_and_folders_follow_the_configuration(tmp_path: Path) -> None:
     found = of_job(job(tmp_path), {}, None, NVME, None)
+    assert found.has_job
     assert found.ops == ("cpu_adam", "async_io")
     assert found.folders == {"output": str(tmp_path / "out"), "nvme": "/nvme"}
 

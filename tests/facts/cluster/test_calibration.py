@@ -30,6 +30,7 @@ def test_a_gpu_that_is_not_in_the_file_has_no_measurements() -> None:
     [
         ("{", "c.json:1:2: not JSON"),
         ("[]", "c.json: not an object"),
+        pytest.param("[" * 100_000, "c.json: nested too deeply", id="100,000 brackets"),
         ("{}", 'c.json: /schema: "schema" is missing; this version reads 1'),
         ('{"schema": 2}', "c.json: /schema: schema is 2; this version reads 1"),
         ('{"schema": true}', "c.json: /schema: schema is true; this version reads 1"),

@@ -114,7 +114,7 @@ DESCRIPTION = Description(
             for name, shape, role, is_linear in (
                 ("attn.q.weight", (64, 64), "other", True),
                 ("mlp.gate.weight", (8, 64), "other", False),
-                ("mlp.experts.up_proj", (8, 48, 64), "other", False),
+                ("mlp.experts.gate_up_proj", (8, 96, 64), "other", False),
                 ("mlp.experts.down_proj", (8, 64, 48), "other", False),
                 ("mlp.shared_expert.up_proj.weight", (32, 64), "other", True),
                 ("norm.weight", (64,), "norm", False),
@@ -132,7 +132,7 @@ def test_parameters_are_grouped_by_what_they_belong_to() -> None:
         "model.embed.weight": (Kind.EMBEDDING, 1, False),
         "attn.q.weight": (Kind.ATTENTION, 2, True),
         "mlp.gate.weight": (Kind.ROUTER, 2, False),
-        "mlp.experts.up_proj": (Kind.EXPERT, 2, False),
+        "mlp.experts.gate_up_proj": (Kind.EXPERT, 2, False),
         "mlp.experts.down_proj": (Kind.EXPERT, 2, False),
         "mlp.shared_expert.up_proj.weight": (Kind.MLP, 2, True),
         "norm.weight": (Kind.NORM, 2, False),
