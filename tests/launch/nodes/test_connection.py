@@ -15,5 +15,6 @@ def test_ctrl_c_does_not_reach_the_process_of_a_connection() -> None:
     while not channel.is_closed:
         channel.receive()
         time.sleep(0.01)
-    assert channel.last_words() == "leads its session: True"
+    said = channel.last_words()
     channel.close()
+    assert said == "leads its session: True"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks.published.training_code import TRANSFORMERS_4_45, UNSLOTH
-from dstrain.choices import Attention, LossKernel, Method, StateDtypes
+from dstrain.choices import Attention, LossKernel, Method, Optimizer, StateDtypes
 from dstrain.facts.model import families
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.job.schema import Lora
@@ -163,6 +163,13 @@ def test_segments_that_grow_hold_less() -> None:
     growing = changed(configuration, expandable_segments=True)
     peak = pytorch_sharding.peak(MISTRAL, configuration, 1).total
     assert peak <= held(MISTRAL, growing).reserved_bytes < 1.02 * peak < held(MISTRAL, configuration).reserved_bytes
+
+
+def test_on_one_gpu_gradients_of_almost_all_layers_meet_activations() -> None:
+    configuration = changed(ONE_GPU, method=Method.FULL, optimizer=Optimizer.SGD, state_dtypes=StateDtypes.PURE_BF16)
+    peak = pytorch_sharding.peak(MISTRAL, configuration, 1)
+    assert peak.name == "layer backward"
+    assert peak.grads == pytest.approx(2 * MISTRAL.num_params, rel=0.05)
 
 
 def test_a_run_that_is_too_large_runs_out_of_memory() -> None:

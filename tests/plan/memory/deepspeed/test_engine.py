@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from dstrain.choices import Method, Offload, Optimizer, Precision
 from dstrain.config.key_bytes import Scale, cost
 from dstrain.facts.model.families import from_config
+from dstrain.facts.model.model_facts import Kind
 from dstrain.job.schema import Lora
 from dstrain.plan.configuration import DEFAULTS, Configuration, changed
 from dstrain.plan.memory.deepspeed import candidate_moments, engine
@@ -51,6 +52,12 @@ def test_what_is_held_between_steps_is_the_textbooks_and_a_bucket_under_zero_3(
 def test_optimizers_differ_in_their_states(optimizer: Optimizer, bytes_per_param: float) -> None:
     expected = 2 * P + (4 + bytes_per_param) * P / 2
     assert held(zero_stage=2, optimizer=optimizer) == pytest.approx(expected, rel=5e-3)
+
+
+def test_a_quantized_linear_layer_takes_4_bits_an_element_and_scales() -> None:
+    groups = [group for group in MODEL.tensors if group.is_linear and group.kind is not Kind.HEAD]
+    saved = held(zero_stage=2, method=Method.LORA) - held(zero_stage=2, method=Method.QLORA)
+    assert saved == pytest.approx((2 - 4 / 8 - 1 / 64) * sum(group.numel * group.count for group in groups), rel=1e-3)
 
 
 def test_fp32_accumulation_costs_zero_1_a_whole_fp32_gradient() -> None:
