@@ -256,7 +256,7 @@ def predicted(case: Case) -> Measured:
     model, way = from_config(case.model, name=case.name, source=case.name), case.configuration
     ranks = case.ranks // way.parallel.tp
     played = engine.engine_of(model, way, ranks)
-    steady = played.held.total
+    steady = played.resident.total
     phases: dict[str, int] = {}
     for instant in engine.instants(model, way, ranks, kernel_workspaces=False):
         name = _PHASES.get(instant.name, instant.name)

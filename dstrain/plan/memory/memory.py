@@ -151,7 +151,7 @@ def _held_by_allocator(workload: Workload, configuration: Configuration, peak: P
         found = reserved(
             model,
             configuration,
-            cluster.num_gpus if is_engine else ranks,
+            ranks,
             capacity_bytes=limit,
             expandable_segments=configuration.expandable_segments,
             workspace_bytes=workspace // 2,

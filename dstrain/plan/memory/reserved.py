@@ -13,7 +13,8 @@ from itertools import islice
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.plan.configuration import Configuration
 from dstrain.plan.memory.caching_allocator import Allocator, Event
-from dstrain.plan.memory.traces import deepspeed, fsdp, unsharded
+from dstrain.plan.memory.deepspeed import allocations
+from dstrain.plan.memory.traces import fsdp, unsharded
 from dstrain.units import GIB, MIB
 
 CONTEXT_BYTES = round(0.65 * GIB)
@@ -90,7 +91,7 @@ def _steps(
 ) -> Iterator[list[Event]]:
     """Yields what happens before the first step, then step after step, by who holds the states."""
     if configuration.model.is_deepspeed:
-        return deepspeed.steps(model, configuration, num_ranks, workspace_bytes)
+        return allocations.steps(model, configuration, num_ranks, workspace_bytes)
     if configuration.zero.stage == 3:
         return fsdp.steps(model, configuration, num_ranks, workspace_bytes)
     return unsharded.steps(model, configuration, num_ranks, workspace_bytes)

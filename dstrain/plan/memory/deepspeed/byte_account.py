@@ -1,11 +1,12 @@
-"""Tracks the engine's transient bytes and their peak between two marks."""
+"""Records the engine's transient allocations and frees, and tracks their peak between two marks."""
 
 from __future__ import annotations
 
 from enum import IntEnum
+from typing import NamedTuple
 
-BLOCK_BYTES = 512
-"""Allocations are rounded up to this. Source: torch 2.13 c10/cuda/CUDACachingAllocator.cpp: kMinBlockSize."""
+from dstrain.plan.memory.layers.recording import Key
+from dstrain.plan.memory.layers.tensor import BLOCK_BYTES
 
 
 class Part(IntEnum):
@@ -17,23 +18,37 @@ class Part(IntEnum):
 
 
 Parts = tuple[int, ...]
+EngineEvent = tuple[Part, int]
+"""An allocation `(part, bytes)` or, with negative bytes, a free."""
+
+
+class Action(NamedTuple):
+    """What the engine does at one mark."""
+
+    key: Key
+    """The mark."""
+    events: tuple[EngineEvent, ...]
+    """Allocations and frees, in order."""
+    high: Parts
+    """The most that is live meanwhile, by part."""
+    after: Parts
+    """Live from then on, by part."""
 
 
 class ByteAccount:
-    """Live bytes by part."""
+    """Live bytes by part, and the allocations and frees since the last cut."""
 
-    __slots__ = ("high", "highest", "is_touched", "live", "parts")
+    __slots__ = ("events", "high", "highest", "live", "parts")
 
     def __init__(self) -> None:
         self.live = self.high = 0
         self.parts = [0] * len(Part)
         self.highest: Parts = tuple(self.parts)
-        self.is_touched = False
-        """Whether anything has happened since the last cut."""
+        self.events: list[EngineEvent] = []
 
     def add(self, part: Part, size: int) -> None:
         """Allocates."""
-        self.is_touched = True
+        self.events.append((part, size))
         self.live += size
         self.parts[part] += size
         if self.live > self.high:
@@ -41,7 +56,7 @@ class ByteAccount:
 
     def remove(self, part: Part, size: int) -> None:
         """Frees."""
-        self.is_touched = True
+        self.events.append((part, -size))
         self.live -= size
         self.parts[part] -= size
 
@@ -50,11 +65,12 @@ class ByteAccount:
         self.add(part, size)
         self.remove(part, size)
 
-    def cut(self) -> tuple[Parts, Parts]:
-        """Returns the parts at the most since the last cut, and those that live now; looks for the most anew."""
-        found = self.highest, tuple(self.parts)
-        self.high, self.highest, self.is_touched = self.live, found[1], False
-        return found
+    def cut(self, key: Key) -> Action:
+        """Returns what has happened since the last cut, as what the engine does at a mark."""
+        action = Action(key, tuple(self.events), self.highest, tuple(self.parts))
+        self.high, self.highest = self.live, action.after
+        self.events.clear()
+        return action
 
 
 def rounded(size: int) -> int:

@@ -1,34 +1,38 @@
-"""Live bytes under DeepSpeed: the tape's moments plus the engine's levels."""
+"""Live bytes under DeepSpeed: the tape's moments, and between them what the engine allocates and frees."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
+from operator import attrgetter
+from typing import NamedTuple
 
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.plan.configuration import Configuration
-from dstrain.plan.memory.deepspeed.byte_account import Parts
-from dstrain.plan.memory.deepspeed.candidate_moments import Candidate, CandidateMoments, course, slots
+from dstrain.plan.memory.deepspeed.byte_account import Action, Parts
 from dstrain.plan.memory.deepspeed.host_memory import Host, host
 from dstrain.plan.memory.deepspeed.modules import QUANTIZED_PER_ELEMENT, Modules, Shape
-from dstrain.plan.memory.deepspeed.moments import Anatomy, Key, Moments, moments
 from dstrain.plan.memory.deepspeed.optimizer_step import step_bytes
 from dstrain.plan.memory.deepspeed.program import Passes, Program, program
-from dstrain.plan.memory.deepspeed.replay import replays
+from dstrain.plan.memory.deepspeed.replay import Replay, replays
 from dstrain.plan.memory.deepspeed.resident import Resident, resident
 from dstrain.plan.memory.deepspeed.settings import Settings, settings_of
-from dstrain.plan.memory.deepspeed.shorten_model import shortened
-from dstrain.plan.memory.layers.context import variant_of
+from dstrain.plan.memory.layers import record_pass
+from dstrain.plan.memory.layers.recording import Key, Recording
 from dstrain.plan.memory.layers.tensor import GradRelease
 from dstrain.plan.memory.params import quantized_bytes_per_param, trained
 from dstrain.plan.memory.peak import Peak
 
+STEP: Key = ("optimizer step", -1, "")
+"""The time after the last micro-batch."""
 
-@dataclass(frozen=True, slots=True)
-class Instant:
+
+class Instant(NamedTuple):
     """Live bytes beyond what is resident at one moment."""
 
+    total: int
+    """All parts together."""
     key: Key
     """The moment."""
     tape: tuple[int, ...]
@@ -41,22 +45,17 @@ class Instant:
         """What the moment is called."""
         return NAMES.get(self.key[0], "layer backward")
 
-    @property
-    def total(self) -> int:
-        """All parts together."""
-        return sum(self.tape) + sum(self.engine)
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Engine:
     """What the engine does with a model, whatever a micro-batch is."""
 
-    held: Resident
+    resident: Resident
     """What it holds between steps."""
-    course: CandidateMoments
-    """What it adds in forward and backward."""
-    step: tuple[Parts, ...]
-    """What it adds in the optimizer step."""
+    replays: tuple[Replay, ...]
+    """What it does in forward and backward, on the ranks that may hold most; the first rank first."""
+    steps: tuple[tuple[Parts, ...], ...]
+    """What it has at the instants of the optimizer step, on the same ranks."""
 
 
 def peak(model: ModelFacts, configuration: Configuration, num_ranks: int, *, kernel_workspaces: bool = True) -> Peak:
@@ -66,18 +65,18 @@ def peak(model: ModelFacts, configuration: Configuration, num_ranks: int, *, ker
     `kernel_workspaces` says whether what GPU kernels allocate inside is counted, which CPU ranks do not have.
     Source: live storages of DeepSpeed 0.19.8 on two and four CPU ranks; `benchmarks/engine.py` compares.
     """
-    held = engine_of(model, configuration, num_ranks).held
+    between = engine_of(model, configuration, num_ranks).resident
     found = instants(model, configuration, num_ranks, kernel_workspaces=kernel_workspaces)
-    top = max(found, key=lambda instant: instant.total)
+    top = max(found, key=attrgetter("total"))
     grads, buffers, gathered = top.engine
     activations, logits, made, _ = top.tape
     return Peak(
         name=top.name,
-        params=held.params,
-        grads=held.grads + made + grads,
-        optimizer=held.optimizer,
-        buffers=held.buffers + buffers,
-        gathered=held.gathered + gathered,
+        params=between.params,
+        grads=between.grads + made + grads,
+        optimizer=between.optimizer,
+        buffers=between.buffers + buffers,
+        gathered=between.gathered + gathered,
         activations=activations,
         logits=logits,
     )
@@ -97,109 +96,97 @@ NAMES = {
 """What a moment is called; all others are of a layer's backward pass."""
 
 
-_ABOVE_LAYERS = ("head forward", "loss forward", "loss backward", "head backward")
-"""Moments outside of the layers at which all layers keep what they saved."""
-
-
 def instants(
     model: ModelFacts, configuration: Configuration, num_ranks: int, *, kernel_workspaces: bool = True
 ) -> Iterator[Instant]:
     """Yields the moments of a step that may be the peak."""
-    found = engine_of(model, configuration, num_ranks)
-    tape = played(model, configuration, kernel_workspaces=kernel_workspaces)
-    nothing = (0, 0, 0, 0)
-    now = None
-    for moment in tape.played:
-        at = found.course.at.get(moment.key, now and (now[1], now[1]))
-        if at is None:
-            continue
-        now = at
-        before, kept = _short(tape, moment.key)
-        for parts, candidates in ((moment.begin, at[0]), (moment.peak, at[1])):
-            yield _largest(moment.key, parts, candidates, before, kept)
-    for _, _, parts in found.course.end:
-        yield Instant(("backward end", -1, ""), nothing, parts)
-    for parts in found.step:
-        yield Instant(("optimizer step", -1, ""), nothing, parts)
+    engine = engine_of(model, configuration, num_ranks)
+    recording = recorded(model, configuration, kernel_workspaces=kernel_workspaces)
+    nothing = recording.moments[-1].peak
+    numbers = recording.numbers()
+    totals = [sum(moment.peak) for moment in recording.moments]
+    for replay, step in zip(engine.replays, engine.steps, strict=True):
+        before: Parts = (0, 0, 0)
+        for actions in replay.micro_batches:
+            start, now = 0, sum(before)
+            for action, end in zip(actions, places(numbers, actions), strict=True):
+                for index in range(start, end):
+                    moment = recording.moments[index]
+                    yield Instant(totals[index] + now, moment.key, moment.peak, before)
+                begin = recording.moments[end].begin
+                yield Instant(sum(begin) + sum(action.high), recording.moments[end].key, begin, action.high)
+                start, before, now = end, action.after, sum(action.after)
+        for parts in step:
+            yield Instant(sum(parts), STEP, nothing, parts)
 
 
-def _largest(key: Key, parts: tuple[int, ...], candidates: tuple[Candidate, ...], before: int, kept: int) -> Instant:
-    short, _, engine = max(candidates, key=lambda candidate: candidate[0] * kept + candidate[1])
-    return Instant(key, (parts[0] + before + short * kept, *parts[1:]), engine)
+def places(numbers: Mapping[Key, int], actions: Iterable[Action]) -> Iterator[int]:
+    """Yields the number of the moment at whose beginning each action happens."""
+    number = 0
+    for action in actions:
+        number = max(number, numbers.get(action.key, number))
+        yield number
 
 
-def _short(tape: Moments, key: Key) -> tuple[int, int]:
-    """Returns the bytes that layers not played keep below a moment, and what each further layer of its kind adds."""
-    what, layer, _ = key
-    missing = [(depth - count) * kept for (_, depth, count), kept in zip(tape.anatomy.kinds, tape.kept, strict=True)]
-    if layer < 0:
-        return (sum(missing) if what in _ABOVE_LAYERS else 0), 0
-    start = 0
-    for index, (_, _, count) in enumerate(tape.anatomy.kinds):
-        if layer < start + count:
-            return sum(missing[:index]), tape.kept[index]
-        start += count
-    raise ValueError(key)
-
-
-def played(model: ModelFacts, configuration: Configuration, *, kernel_workspaces: bool = True) -> Moments:
-    """Returns the tape's moments."""
-    variant = variant_of(configuration)
-    variant = replace(variant, release=GradRelease.AT_ONCE, gathers=False, kernel_workspaces=kernel_workspaces)
-    is_reentrant = settings_of(configuration).is_reentrant
-    return moments(model, variant, is_reentrant, configuration.zero.stage == 3)
+def recorded(model: ModelFacts, configuration: Configuration, *, kernel_workspaces: bool = True) -> Recording:
+    """Returns a micro-batch on the tape, whose gradients go as soon as they are made: the engine takes them."""
+    passes = record_pass.Passes(
+        release=GradRelease.AT_ONCE,
+        stops_early=configuration.code.stops_early and not settings_of(configuration).is_reentrant,
+        keeps_inputs=configuration.zero.stage == 3,
+        kernel_workspaces=kernel_workspaces,
+    )
+    return record_pass.record(model, configuration, passes)
 
 
 def engine_of(model: ModelFacts, configuration: Configuration, num_ranks: int) -> Engine:
     """Returns what the engine does with a model on ranks that share the optimizer."""
-    return _engine(model, settings_of(configuration), num_ranks, played(model, configuration).anatomy)
+    return _engine(model, _programmed(model, configuration), settings_of(configuration), num_ranks)
 
 
 @cache
-def _engine(model: ModelFacts, settings: Settings, ranks: int, anatomy: Anatomy) -> Engine:
-    modules = programmed(model, settings, anatomy).modules
-    held = _held(model, settings, ranks, modules)
-    short = model
-    if settings.zero.stage == 3:
-        _, depth, count = anatomy.kinds[-1]
-        short = shortened(model, settings.zero, most=depth - count)
-    program = programmed(short, settings, anatomy)
-    played_ranks = replays(program, settings, ranks)
+def _engine(model: ModelFacts, micro_batch: Program, settings: Settings, ranks: int) -> Engine:
+    modules = micro_batch.modules
+    between = _resident(model, settings, ranks, modules)
+    played = replays(micro_batch, settings, ranks)
     # small parameters of ZeRO-3 are given back before the step
-    gathered = held.secondary - held.gathered
-    step = {
-        (grads, buffers, gathered)
-        for each in played_ranks
-        for grads, buffers in step_bytes(modules, settings, ranks, each.rank, each.kept)
-    }
-    left_out = model.num_hidden_layers - short.num_hidden_layers
-    return Engine(held, course(played_ranks, slots(program, anatomy.kinds, left_out)), tuple(step))
+    gathered = between.secondary - between.gathered
+    steps = tuple(
+        tuple(
+            (grads, buffers, gathered)
+            for grads, buffers in step_bytes(modules, settings, ranks, replay.rank, replay.kept)
+        )
+        for replay in played
+    )
+    return Engine(between, played, steps)
 
 
-def _held(model: ModelFacts, settings: Settings, ranks: int, modules: Modules) -> Resident:
+def _resident(model: ModelFacts, settings: Settings, ranks: int, modules: Modules) -> Resident:
     """Returns what is resident, with the scales of quantised weights: they are no parameters, so each rank has all."""
-    held = resident(modules, settings, ranks)
+    parameters = resident(modules, settings, ranks)
     scales = quantized_bytes_per_param(settings.model.double_quant) - 2 / QUANTIZED_PER_ELEMENT
     quantized = trained(model, settings.model.method, settings.model.lora).quantized
-    return replace(held, params=held.params + round(scales * quantized))
+    return replace(parameters, params=parameters.params + round(scales * quantized))
 
 
 def host_of(model: ModelFacts, configuration: Configuration, num_ranks: int) -> Host:
     """Returns what the rank with most keeps in host RAM and on NVMe."""
-    return _host(model, settings_of(configuration), num_ranks, played(model, configuration).anatomy)
+    modules, settings = _programmed(model, configuration).modules, settings_of(configuration)
+    return max((host(modules, settings, num_ranks, rank) for rank in {0, num_ranks - 1}), key=lambda host: host.taken)
 
 
-@cache
-def _host(model: ModelFacts, settings: Settings, ranks: int, anatomy: Anatomy) -> Host:
-    modules = programmed(model, settings, anatomy).modules
-    return max((host(modules, settings, ranks, rank) for rank in {0, ranks - 1}), key=lambda memory: memory.taken)
-
-
-def programmed(model: ModelFacts, settings: Settings, anatomy: Anatomy) -> Program:
+def _programmed(model: ModelFacts, configuration: Configuration) -> Program:
     """Returns the program of a micro-batch."""
-    trained_model = settings.model
+    recording, trained_model = recorded(model, configuration), configuration.model
     shape = Shape(
-        method=trained_model.method, lora=trained_model.lora, linears=anatomy.linears, tp=settings.parallel.tp
+        method=trained_model.method,
+        lora=trained_model.lora,
+        linears=recording.linears,
+        tp=configuration.parallel.tp,
     )
-    passes = Passes(checkpointing=settings.checkpointing, is_reentrant=settings.is_reentrant, detached=anatomy.detached)
+    passes = Passes(
+        checkpointing=configuration.checkpointing,
+        is_reentrant=settings_of(configuration).is_reentrant,
+        detached=recording.detached,
+    )
     return program(model, shape, passes)

@@ -9,7 +9,7 @@ from functools import cache
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.plan.configuration import Checkpointing
 from dstrain.plan.memory.deepspeed.modules import Module, Modules, Shape, modules
-from dstrain.plan.memory.deepspeed.moments import Key
+from dstrain.plan.memory.layers.recording import Key
 
 
 class Event(IntEnum):
@@ -142,7 +142,7 @@ class _Writer:
 
     def postpone_mark(self) -> None:
         """Moves the last mark to here: what has happened since belongs to the time before it."""
-        last = max(index for index, (event, _) in enumerate(self.events) if event is Event.MARK)
+        last = next(index for index in reversed(range(len(self.events))) if self.events[index][0] is Event.MARK)
         self.events.append(self.events.pop(last))
 
     def trains(self, module: Module) -> bool:

@@ -6,8 +6,9 @@ from dataclasses import dataclass, replace
 
 from dstrain.plan.configuration import Checkpointing, Configuration, OptimizerStep, Parallel, TrainedModel, Zero
 
-MICRO_STEPS_PLAYED = 3
-"""Micro-batches of a step that differ: the first, one in the middle, the last."""
+MICRO_BATCHES_PLAYED = 2
+"""Micro-batches of a step that differ: the first, and the last, which finds gradients. Under ZeRO-3, which has room for
+them from the beginning, only ZeRO++'s secondary partitions make a difference."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,13 +31,14 @@ class Settings:
         return self.checkpointing.enabled and self.zero.stage == 3 and not self.model.is_full
 
 
-def settings_of(configuration: Configuration, *, micro_steps: int = MICRO_STEPS_PLAYED) -> Settings:
-    """Returns the engine's part of a configuration; `micro_steps` limits the micro-batches of a step."""
-    step = configuration.step
+def settings_of(configuration: Configuration) -> Settings:
+    """Returns the engine's part of a configuration."""
+    step, zero = configuration.step, configuration.zero
+    most = MICRO_BATCHES_PLAYED if zero.stage < 3 or zero.hpz > 1 else 1
     return Settings(
         model=configuration.model,
-        step=replace(step, grad_accum=min(step.grad_accum, micro_steps)),
-        zero=configuration.zero,
+        step=replace(step, grad_accum=min(step.grad_accum, most)),
+        zero=zero,
         parallel=configuration.parallel,
         checkpointing=configuration.checkpointing,
     )

@@ -16,13 +16,12 @@ from dstrain.choices import StateDtypes
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.plan.configuration import Configuration
 from dstrain.plan.memory.caching_allocator import Event
-from dstrain.plan.memory.deepspeed.moments import Key
+from dstrain.plan.memory.layers.record_pass import plain_passes, record
+from dstrain.plan.memory.layers.recording import Key, Recording, TapeEvent
 from dstrain.plan.memory.layers.tensor import GradRelease
 from dstrain.plan.memory.traces.element_sizes import FP32, elements, step
 from dstrain.plan.memory.traces.event_writer import PRE_UNSHARD, REDUCE, UNSHARD, Script
 from dstrain.plan.memory.traces.parameter_tensors import Weight, weights
-from dstrain.plan.memory.traces.record_pass import plain_passes, record
-from dstrain.plan.memory.traces.recording import Recording, TapeEvent
 
 IN_FLIGHT = 2
 """Gathered units that may wait to be given back: a third gather waits for the GPU to be done with the first of them.
@@ -167,11 +166,10 @@ class _Passes:
     def write(self) -> None:
         """Writes them."""
         at = 0
-        for place, key in self.recording.marks:
-            self.events(self.recording.events[at:place], key)
-            self.mark(key)
-            at = place
-        self.run.script.events += self.recording.events[at:]
+        for moment in self.recording.moments:
+            self.events(self.recording.events[at : moment.place], moment.key)
+            self.mark(moment.key)
+            at = moment.place
         self.end_layer()
         self.run.script.events += self.reducing
 

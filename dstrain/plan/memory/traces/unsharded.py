@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.plan.configuration import Configuration
 from dstrain.plan.memory.caching_allocator import Event
+from dstrain.plan.memory.layers.record_pass import plain_passes, record
+from dstrain.plan.memory.layers.recording import Recording
 from dstrain.plan.memory.layers.tensor import GradRelease
 from dstrain.plan.memory.traces.element_sizes import Elements, elements, step
 from dstrain.plan.memory.traces.event_writer import Script
 from dstrain.plan.memory.traces.parameter_tensors import Weight, weights
-from dstrain.plan.memory.traces.record_pass import plain_passes, record
-from dstrain.plan.memory.traces.recording import Recording
 from dstrain.units import MIB
 
 DDP_BUCKET_BYTES = 25 * MIB

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from itertools import product
+from collections.abc import Hashable
+from itertools import chain, islice, product
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from dstrain.choices import Method, Offload, Optimizer, Precision
 from dstrain.config.key_bytes import Scale, cost
@@ -14,9 +13,9 @@ from dstrain.facts.model.families import from_config
 from dstrain.facts.model.model_facts import Kind
 from dstrain.job.schema import Lora
 from dstrain.plan.configuration import DEFAULTS, Configuration, changed
-from dstrain.plan.memory.deepspeed import candidate_moments, engine
+from dstrain.plan.memory.deepspeed import allocations, engine
 from dstrain.plan.memory.deepspeed.byte_account import ByteAccount, Part
-from dstrain.plan.memory.deepspeed.shorten_model import shortened
+from dstrain.plan.memory.layers.recording import END
 from dstrain.plan.memory.zero import bucket_bytes
 from tests.train.engine_cases import DEEP, LLAMA, SPARSE, TIED
 
@@ -26,7 +25,7 @@ SMALL = changed(DEFAULTS, seq_len=64, reduce_bucket_size=100_000, param_persiste
 
 
 def held(**options: object) -> int:
-    return engine.engine_of(MODEL, changed(SMALL, **options), 2).held.total  # type: ignore[arg-type]
+    return engine.engine_of(MODEL, changed(SMALL, **options), 2).resident.total  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -98,7 +97,7 @@ def test_one_rank_has_every_parameter_and_gathers_nothing() -> None:
 @pytest.mark.parametrize(("stage", "overlaps"), [(1, True), (2, False), (2, True), (3, True)])
 def test_buckets_take_what_explain_and_lint_say_of_them(stage: int, overlaps: bool) -> None:
     way = changed(SMALL, zero_stage=stage, overlap_comm=overlaps, reduce_bucket_size=3_000_000)
-    resident = engine.engine_of(MODEL, way, 2).held.buffers
+    resident = engine.engine_of(MODEL, way, 2).resident.buffers
     instants = engine.instants(MODEL, way, 2)
     most = max(each.engine[Part.BUFFERS] for each in instants if each.name == "gradient reduction")
     assert resident + most == pytest.approx(bucket_bytes(way, P), rel=0.05)
@@ -121,38 +120,7 @@ def test_the_parts_sum_to_the_peak(config: dict[str, object], way: Configuration
     model = from_config(config, name="model", source="model")
     found = engine.peak(model, way, 4)
     most = max(each.total for each in engine.instants(model, way, 4))
-    assert found.total == most + engine.engine_of(model, way, 4).held.total
-
-
-@pytest.mark.parametrize("seq_len", [16, 512])
-def test_a_deep_model_has_the_same_peak_when_layers_in_the_middle_are_left_out(
-    seq_len: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    deep = from_config({**LLAMA, "num_hidden_layers": 60}, name="deep", source="deep")
-    way = changed(
-        SMALL,
-        zero_stage=3,
-        grad_ckpt=True,
-        seq_len=seq_len,
-        prefetch_bucket_size=200_000,
-        max_live_parameters=1_000_000,
-        max_reuse_distance=700_000,
-    )
-    assert shortened(deep, way.zero, most=57).num_hidden_layers < 30
-    short = engine.peak(deep, way, 2)
-    monkeypatch.setattr(engine, "shortened", lambda model, zero, most: model)
-    engine._engine.cache_clear()
-    assert engine.peak(deep, way, 2) == short
-
-
-@given(
-    found=st.lists(st.tuples(st.integers(0, 20), st.integers(0, 100)), min_size=1),
-    growth=st.integers(0, 50),
-)
-def test_the_hull_has_the_largest_for_every_growth(found: list[tuple[int, int]], growth: int) -> None:
-    candidates: list[tuple[int, int, tuple[int, ...]]] = [(short, size, (size, 0, 0)) for short, size in found]
-    kept = candidate_moments._hull(candidates)
-    assert max(short * growth + size for short, size, _ in kept) == max(short * growth + size for short, size in found)
+    assert found.total == most + engine.engine_of(model, way, 4).resident.total
 
 
 def test_an_account_remembers_the_most_between_two_cuts_with_its_parts() -> None:
@@ -160,5 +128,20 @@ def test_an_account_remembers_the_most_between_two_cuts_with_its_parts() -> None
     account.add(Part.GRADS, 5)
     account.passing(Part.BUFFERS, 3)
     account.remove(Part.GRADS, 1)
-    assert account.cut() == ((5, 3, 0), (4, 0, 0))
-    assert account.cut() == ((4, 0, 0), (4, 0, 0))
+    events = ((Part.GRADS, 5), (Part.BUFFERS, 3), (Part.BUFFERS, -3), (Part.GRADS, -1))
+    assert account.cut(END) == (END, events, (5, 3, 0), (4, 0, 0))
+    assert account.cut(END) == (END, (), (4, 0, 0), (4, 0, 0))
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_what_the_allocator_is_asked_for_has_the_peak_of_live_bytes(stage: int) -> None:
+    way = changed(SMALL, zero_stage=stage, grad_accum=2, expandable_segments=False)
+    most = max(instant.total for instant in engine.instants(MODEL, way, 1))
+    sizes: dict[Hashable, int] = {}
+    live = highest = 0
+    for event in chain.from_iterable(islice(allocations.steps(MODEL, way, 1, 0), 3)):
+        live += event[1] or -sizes.pop(event[0], 0)
+        if event[1]:
+            sizes[event[0]] = event[1]
+        highest = max(highest, live)
+    assert highest == most + engine.engine_of(MODEL, way, 1).resident.total

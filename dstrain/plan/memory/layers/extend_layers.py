@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import replace
+from operator import add
 
-from dstrain.plan.memory.deepspeed.moments import Key
-from dstrain.plan.memory.traces.recording import Recording, TapeEvent
+from dstrain.plan.memory.layers.recording import END, Moment, Recording, TapeEvent
+from dstrain.plan.memory.layers.tensor import Part
 
 Slice = tuple[str, int]
 """`f` or `b` for forward or backward, and the layer; `before`, `between` and `after` have layer -1."""
@@ -13,17 +15,18 @@ Home = tuple[str, int, int]
 """The slice in which a tensor is allocated, and the how many-th of that slice it is."""
 
 
-def repeated(short: Recording, layer: int, more: int, *, is_terse: bool) -> Recording | None:
-    """Returns the recording with `layer` repeated `more` times, or None where it is unlike its neighbours.
+def repeated(short: Recording, copies: Mapping[int, int], *, is_terse: bool) -> Recording | None:
+    """Returns the recording with more `copies` of some layers, or None where one is unlike its neighbours.
 
     A slice of the recording reaches from the first linear of a layer to that of the next, backward from the gradient of
     a layer's output to that of the one before it. Each tensor is known by the slice that allocates it and its place
-    there; what a copy frees of a neighbour is the neighbour's tensor at the same place.
+    there; what a copy frees of a neighbour is the neighbour's tensor at the same place. What lives at a mark grows by
+    the same bytes from copy to copy.
     """
     cut = _Cut(short)
-    if not cut.is_regular(layer):
+    if not all(cut.is_regular(layer) for layer in copies):
         return None
-    return _Writer(short, cut, layer, more, is_terse).write()
+    return _Writer(short, cut, copies, is_terse).write()
 
 
 class _Cut:
@@ -32,7 +35,7 @@ class _Cut:
     def __init__(self, short: Recording) -> None:
         self.order: list[Slice] = []
         self.start: dict[Slice, int] = {}
-        self.marks: dict[Slice, list[tuple[int, Key]]] = {}
+        self.moments: dict[Slice, list[Moment]] = {}
         self.home: dict[Hashable, Home] = {}
         self._find_slices(short)
         ends = [*(self.start[each] for each in self.order[1:]), len(short.events)]
@@ -45,8 +48,9 @@ class _Cut:
 
     def _find_slices(self, short: Recording) -> None:
         self._open(("before", -1), 0)
-        for position, key in short.marks:
-            what, layer, _ = key
+        for moment in short.moments:
+            what, layer, _ = moment.key
+            position = moment.place
             if what == "forward" and layer >= 0 and ("f", layer) not in self.start:
                 self._open(("f", layer), position)
             elif what == "loss forward":
@@ -55,12 +59,12 @@ class _Cut:
                 self._open(("b", layer), position)
             elif what == "embedding backward":
                 self._open(("after", -1), position)
-            self.marks[self.order[-1]].append((position - self.start[self.order[-1]], key))
+            self.moments[self.order[-1]].append(moment)
 
     def _open(self, each: Slice, position: int) -> None:
         self.order.append(each)
         self.start[each] = position
-        self.marks[each] = []
+        self.moments[each] = []
 
     def is_regular(self, layer: int) -> bool:
         """Returns whether a layer can be repeated.
@@ -75,6 +79,12 @@ class _Cut:
             if any(len(each) == 3 and each[1] not in (-1, 0, 1, None) for each in shape):
                 return False
         return True
+
+    def growth(self, each: Slice) -> tuple[int, ...]:
+        """Returns how much more of each part lives when the next slice begins."""
+        following = self.order[self.order.index(each) + 1]
+        begins = [self.moments[slice_][0].begin for slice_ in (each, following)]
+        return tuple(after - before for before, after in zip(*begins, strict=True))
 
     def _made(self, each: Slice) -> list[int]:
         return [size for _, size in self.events.get(each, ()) if size]
@@ -93,47 +103,53 @@ class _Cut:
 class _Writer:
     """Writes the longer recording."""
 
-    def __init__(self, short: Recording, cut: _Cut, layer: int, more: int, is_terse: bool) -> None:
-        self.short, self.cut, self.layer, self.more, self.is_terse = short, cut, layer, more, is_terse
+    def __init__(self, short: Recording, cut: _Cut, copies: Mapping[int, int], is_terse: bool) -> None:
+        self.short, self.cut, self.copies, self.is_terse = short, cut, copies, is_terse
         self.ids: dict[Home, int] = {}
         self.events: list[TapeEvent] = []
-        self.marks: list[tuple[int, Key]] = []
+        self.moments: list[Moment] = []
+        self.grown = (0,) * len(Part)
+        """What lives beyond the short recording's, by part."""
 
     def write(self) -> Recording:
         for each in self.cut.order:
-            if each[1] == self.layer and each[0] == "f":
-                for copy in range(self.more + 1):
-                    self._slice(each, self.layer + copy)
-            elif each[1] == self.layer:
-                for copy in reversed(range(self.more + 1)):
-                    self._slice(each, self.layer + copy)
-            else:
-                self._slice(each, self._moved(each[1]))
-        return Recording(self.events, self.marks, list(self._freed()))
+            layer = self._moved(each[1])
+            numbers = range(layer, layer + self.copies.get(each[1], 0) + 1)
+            for number in numbers if each[0] == "f" else reversed(numbers):
+                is_copy = number != numbers[0] if each[0] == "f" else number != numbers[-1]
+                if is_copy:
+                    self.grown = tuple(map(add, self.grown, self.cut.growth(each)))
+                self._slice(each, number)
+        return replace(self.short, events=self.events, freed=list(self._freed()), moments=self.moments)
 
     def _moved(self, layer: int) -> int:
-        return layer + self.more if layer > self.layer else layer
+        """Returns the number that a layer has in the longer recording."""
+        return layer + sum(count for repeated_, count in self.copies.items() if repeated_ < layer)
 
     def _slice(self, each: Slice, layer: int) -> None:
         """Writes a slice as that of `layer`; a copy without what it gives back itself."""
         template = self.cut.events[each]
-        is_copy = self.is_terse and each[1] == self.layer != layer
+        is_copy = self.is_terse and each[1] in self.copies and self._moved(each[1]) != layer
         own = {key for key, size in template if not size and self.cut.home[key][:2] == each} if is_copy else set()
-        marks = iter(self.cut.marks[each])
-        mark = next(marks, None)
-        for position, (key, size) in enumerate(template):
-            while mark is not None and mark[0] == position:
-                self._mark(mark[1], layer)
-                mark = next(marks, None)
+        moments = iter(self.cut.moments[each])
+        moment = next(moments, None)
+        for position, (key, size) in enumerate(template, self.cut.start[each]):
+            while moment is not None and moment.place == position:
+                self._moment(moment, layer)
+                moment = next(moments, None)
             if key not in own:
                 self.events.append((self._id(self._shifted(self.cut.home[key], each, layer)), size))
-        while mark is not None:
-            self._mark(mark[1], layer)
-            mark = next(marks, None)
+        while moment is not None:
+            self._moment(moment, layer)
+            moment = next(moments, None)
 
-    def _mark(self, key: Key, layer: int) -> None:
-        what, at, name = key
-        self.marks.append((len(self.events), (what, layer if at >= 0 else at, name)))
+    def _moment(self, moment: Moment, layer: int) -> None:
+        what, at, name = key = moment.key
+        if key == END:
+            self.moments.append(moment._replace(place=len(self.events)))
+            return
+        begin, peak = (tuple(map(add, parts, self.grown)) for parts in (moment.begin, moment.peak))
+        self.moments.append(Moment((what, layer if at >= 0 else at, name), len(self.events), begin, peak))
 
     def _shifted(self, home: Home, each: Slice, layer: int) -> Home:
         """Returns the home of a tensor as a slice that stands for `layer` means it."""
@@ -148,9 +164,8 @@ class _Writer:
         return self.ids.setdefault(home, len(self.ids))
 
     def _freed(self) -> Iterator[TapeEvent]:
-        """Yields the frees at the end, those of the repeated layer for every copy."""
+        """Yields the frees at the end, those of a repeated layer for every copy."""
         for key, _ in self.short.freed:
             direction, other, place = self.cut.home[key]
-            copies = range(self.more + 1) if other == self.layer else (0,)
-            for copy in copies:
+            for copy in range(self.copies.get(other, 0) + 1):
                 yield self._id((direction, self._moved(other) + copy, place)), 0

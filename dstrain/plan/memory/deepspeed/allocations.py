@@ -1,0 +1,121 @@
+"""Allocations and frees of a run of DeepSpeed on one rank: the engine's, and the tape's between them.
+
+Gathered parameters come from the stream of all-gathers, and what a reduction makes from its own, where communication
+overlaps; a block that computation has used can be given away again when the GPU has got past it.
+
+Source: deepspeed 0.19.8 runtime/zero/partitioned_param_coordinator.py: fetch_sub_module; partition_parameters.py:
+free_param; stage3.py: reduce_and_partition_stream; stage_1_and_2.py: reduction_stream.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+from dstrain.facts.model.model_facts import ModelFacts
+from dstrain.plan.configuration import Configuration
+from dstrain.plan.memory.caching_allocator import Event
+from dstrain.plan.memory.deepspeed.byte_account import Action, EngineEvent, Part
+from dstrain.plan.memory.deepspeed.engine import engine_of, places, recorded
+from dstrain.plan.memory.layers.recording import Recording
+from dstrain.plan.memory.traces.event_writer import MAIN, REDUCE, UNSHARD, Script
+
+IN_FLIGHT = 2
+"""Gathered blocks given back that computation has yet to get past. The host waits only for gathers, of which two may be
+under way, so that it may run further ahead; nothing has been measured. Source: deepspeed 0.19.8
+runtime/zero/partitioned_param_coordinator.py: __max_ongoing_fetch_events."""
+STREAMS = {Part.GRADS: MAIN, Part.BUFFERS: REDUCE, Part.GATHERED: UNSHARD}
+"""The streams that allocate where communication overlaps."""
+
+
+def steps(
+    model: ModelFacts, configuration: Configuration, num_ranks: int, workspace_bytes: int
+) -> Iterator[list[Event]]:
+    """Yields what happens before the first step, then step after step, on the first rank."""
+    engine, recording = engine_of(model, configuration, num_ranks), recorded(model, configuration)
+    script, between = Script(), engine.resident
+    script.allocate_all((between.params, between.grads, between.optimizer, between.buffers, between.gathered))
+    script.allocate(workspace_bytes)
+    yield script.take()
+    replay, step = engine.replays[0], engine.steps[0]
+    while True:
+        blocks = _Blocks(script, STREAMS if configuration.zero.overlap_comm else {})
+        for actions in replay.micro_batches:
+            _write(script, blocks, recording, actions, workspace_bytes)
+            workspace_bytes = 0
+        for grads, buffers, _ in step:
+            script.free(script.allocate(max(0, grads - replay.kept)), script.allocate(buffers))
+        blocks.close()
+        yield script.take()
+
+
+def _write(
+    script: Script, blocks: _Blocks, recording: Recording, actions: tuple[Action, ...], workspace_bytes: int
+) -> None:
+    """Writes a micro-batch; the thread that goes backward has a workspace of its own, from its first product on."""
+    start, head = 0, recording.place_of("head backward")
+    for action, number in zip(actions, places(recording.numbers(), actions), strict=True):
+        end = recording.moments[number].place
+        script.events += recording.events[start:end]
+        if start <= head < end:
+            script.allocate(workspace_bytes)
+        for event in action.events:
+            blocks.write(event)
+        start = end
+    script.events += recording.freed
+
+
+class _Blocks:
+    """The engine's live blocks."""
+
+    def __init__(self, script: Script, streams: dict[Part, int]) -> None:
+        self._script, self._streams = script, streams
+        self._live: dict[tuple[Part, int], list[int]] = defaultdict(list)
+        self._leaving: list[int] = []
+
+    def write(self, event: EngineEvent) -> None:
+        """Writes an allocation or a free of the engine."""
+        part, size = event
+        if size > 0:
+            if part is Part.GATHERED:
+                self._forget(IN_FLIGHT)
+            self._live[part, size].append(self._script.allocate(size, self._streams.get(part, MAIN)))
+        elif size:
+            self._remove(part, -size)
+
+    def _remove(self, part: Part, size: int) -> None:
+        while size:
+            largest = size if self._live.get((part, size)) else self._largest(part, size)
+            if not largest:
+                self._split(part, size)
+                return
+            self._free(part, self._live[part, largest].pop(0))
+            size -= largest
+
+    def _largest(self, part: Part, size: int) -> int:
+        """Returns the size of the largest block of up to `size`, 0 where there is none."""
+        sizes = (block for (kind, block), keys in self._live.items() if kind is part and keys and block <= size)
+        return max(sizes, default=0)
+
+    def _split(self, part: Part, size: int) -> None:
+        """Takes a part of a block that was allocated as one: the rest goes on as another."""
+        whole = min(block for (kind, block), keys in self._live.items() if kind is part and keys)
+        self._free(part, self._live[part, whole].pop(0))
+        self._live[part, whole - size].append(self._script.allocate(whole - size, self._streams.get(part, MAIN)))
+
+    def _free(self, part: Part, key: int) -> None:
+        if part is Part.GATHERED:
+            self._leaving.append(key)
+        else:
+            self._script.free(key)
+
+    def _forget(self, count: int) -> None:
+        while len(self._leaving) > count:
+            self._script.free(self._leaving.pop(0))
+
+    def close(self) -> None:
+        """Frees everything."""
+        self._forget(0)
+        for keys in self._live.values():
+            self._script.free(*keys)
+            keys.clear()

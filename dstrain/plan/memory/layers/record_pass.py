@@ -1,0 +1,107 @@
+"""Records a micro-batch on the tape.
+
+A few layers of each kind are played. The others are written by repeating one of them: layers in the middle ask for the
+same blocks in the same order. Where the allocator may grow its segments, what such a layer takes and gives back itself
+is left out: it finds the blocks of the layer before it. Without that a hole more or less matters, and nothing is left
+out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from dstrain.facts.model.model_facts import ModelFacts
+from dstrain.plan.configuration import Configuration
+from dstrain.plan.memory.layers.activations import layer_kinds, play
+from dstrain.plan.memory.layers.context import Variant, variant_of
+from dstrain.plan.memory.layers.extend_layers import repeated
+from dstrain.plan.memory.layers.graph import Tape
+from dstrain.plan.memory.layers.recording import MarkedContext, MarkedLedger, Moment, Recording
+from dstrain.plan.memory.layers.tensor import GradRelease
+
+EDGE = 3
+"""Layers at each end of a kind that are written out as they were played. The first is unlike the others where its input
+needs no gradient; the others are there because layers free what their neighbours made."""
+RECORDINGS_KEPT = 8
+"""Recordings that are not made anew; one is about a megabyte."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Passes:
+    """How a micro-batch is run beside what a configuration's variant says."""
+
+    release: GradRelease
+    """How long autograd keeps gradients of parameters."""
+    stops_early: bool
+    """Whether a recomputation ends when all that was saved is there again."""
+    keeps_inputs: bool = False
+    """Whether linear layers keep what they multiply even where the weight is frozen, as ZeRO-3 has it."""
+    kernel_workspaces: bool = True
+    """Whether what GPU kernels allocate inside is counted, which CPU ranks do not have."""
+
+
+def record(model: ModelFacts, configuration: Configuration, passes: Passes) -> Recording:
+    """Returns a micro-batch at the whole depth of the model."""
+    variant = replace(
+        variant_of(configuration),
+        release=passes.release,
+        gathers=False,
+        kernel_workspaces=passes.kernel_workspaces,
+    )
+    return _recorded(model, variant, passes, configuration.expandable_segments)
+
+
+def plain_passes(configuration: Configuration, release: GradRelease) -> Passes:
+    """Returns how PyTorch alone runs one."""
+    return Passes(release=release, stops_early=configuration.code.stops_early)
+
+
+@lru_cache(RECORDINGS_KEPT)
+def _recorded(model: ModelFacts, variant: Variant, passes: Passes, is_terse: bool) -> Recording:
+    depth = layer_kinds(model, variant)
+    short = {kind: min(count, 2 * EDGE) for kind, count in depth.items()}
+    if short == depth or variant.checkpointing.period > 1:
+        return _played(model, variant, depth, passes)
+    copies, first = {}, 0
+    for kind, count in short.items():
+        if depth[kind] > count:
+            copies[first + EDGE - 1] = depth[kind] - count
+        first += count
+    recording = repeated(_played(model, variant, short, passes), copies, is_terse=is_terse)
+    if recording is not None and _is_sound(recording):
+        return recording
+    return _played(model, variant, depth, passes)
+
+
+def _is_sound(recording: Recording) -> bool:
+    """Returns whether nothing is allocated twice: where tensors outlive their layer, layers do not repeat."""
+    live: set[Hashable] = set()
+    for key, size in recording.events:
+        if size and key in live:
+            return False
+        (live.add if size else live.discard)(key)
+    return True
+
+
+def _played(model: ModelFacts, variant: Variant, depth: dict[str, int], passes: Passes) -> Recording:
+    tape = Tape(release=variant.release)
+    tape.offloads_inputs = variant.checkpointing.offload
+    tape.stops_early = passes.stops_early
+    tape.keeps_inputs = passes.keeps_inputs
+    tape.ledger = ledger = MarkedLedger()
+    context = MarkedContext(model, variant, tape, ledger)
+    play(context, depth)
+    linears = tuple(context.sizes.items())
+    del context  # with the tables and masks that it refers to
+    moments, events = ledger.moments(), ledger.take()
+    tape.grads.clear()
+    tape.held.clear()
+    return Recording(events, ledger.take(), moments, linears, _detached(moments))
+
+
+def _detached(moments: list[Moment]) -> frozenset[str]:
+    keys = {moment.key for moment in moments}
+    first = {name for what, layer, name in keys if what == "forward" and layer == 0}
+    return frozenset(name for name in first if ("after", 0, name) not in keys)
