@@ -7,6 +7,8 @@ SERVERS := .cache/language_servers
 WORKERS := $(shell echo $$(($$(nproc) > 2 ? $$(nproc) : 2)))
 # DeepSpeed compiles its ops on first use; they are kept here
 export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/.cache/torch_extensions
+# one ninja for all that builds them: another release does not read its log, and compiles everything again
+export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .PHONY: demo test suite fast sweep ops check update docs servers clean
 

@@ -83,7 +83,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before Hypothesis reads its seed
 def pytest_configure(config: pytest.Config) -> None:
-    """Chooses the seed of this run; workers take the one of the run that started them."""
+    """Chooses the seed of this run; workers take the one of the run that started them.
+
+    Puts the programs of this Python first: ninja compiles again what another release of it has built."""
+    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     worker = getattr(config, "workerinput", {})
     if config.option.seed is None:
         config.option.seed = worker.get("seed", random.SystemRandom().randrange(10**6))
