@@ -1,7 +1,7 @@
 """A model of PyTorch's CUDA caching allocator: the memory it reserves for a sequence of allocations and frees.
 
 Fragmentation is what this counts: a segment that one tensor keeps alive cannot serve a larger request, so that the
-driver is asked for more although enough is free. `pools` has the rules and their source.
+driver is asked for more although enough is free. `block_pools` has the rules and their source.
 """
 
 from __future__ import annotations

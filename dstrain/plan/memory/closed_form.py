@@ -1,6 +1,6 @@
 """Live bytes under DeepSpeed in closed form, for searches over thousands of configurations.
 
-Within 10 % of the engine played parameter by parameter (`plan.engine`), on which the plans that are shown rest.
+Within 10 % of the engine replayed parameter by parameter (`memory.deepspeed.engine`), which shown plans use.
 """
 
 from __future__ import annotations

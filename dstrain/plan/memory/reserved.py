@@ -1,7 +1,7 @@
 """From live bytes to what the caching allocator reserves and nvidia-smi shows.
 
-A replay: `session` writes down what a run allocates and frees in its first steps, on which stream, and `allocator`
-plays it. What lies outside of PyTorch's allocator is a constant of the machine.
+Lists what a run allocates and frees in its first steps, with streams (`deepspeed.allocations`, `traces`), and feeds it
+to `caching_allocator`. What lies outside of PyTorch's allocator is a constant of the machine.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ class Ranking:
     plans: tuple[Estimate, ...]
     """The best ways to train, each with its best batch, the best first; where nothing fits, the nearest ones."""
     rungs: tuple[int | None, ...]
-    """The size of the buffers of each (`sizing.sizes`)."""
+    """The size of the buffers of each (`buffer_sizes.sizes`)."""
     fits: bool
     """Whether they fit."""
     num_estimated: int

@@ -24,7 +24,7 @@ DEFAULT_SEQ_LEN = 4096
 DEFAULT_GLOBAL_BATCH = 64
 """Samples of one step where none are asked for: the usual size of supervised fine-tuning on a few nodes."""
 RATIOS = (1.0, 0.75, 0.5, 0.25)
-"""Shares of an optimizer that are offloaded; the one that is chosen is refined (`sizing.least_offloaded`)."""
+"""Shares of an optimizer that are offloaded; the one that is chosen is refined (`buffer_sizes.least_offloaded`)."""
 
 
 class Candidate(NamedTuple):
@@ -37,7 +37,7 @@ class Candidate(NamedTuple):
     grad_accum: int
     """Micro-batches of one optimizer step."""
     rung: int | None
-    """Size of the engine's buffers (`sizing.sizes`); None: as Transformers fills them in."""
+    """Size of the engine's buffers (`buffer_sizes.sizes`); None: as Transformers fills them in."""
     pin_memory: bool
     """Whether offloaded states are in page-locked memory."""
 

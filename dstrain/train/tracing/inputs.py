@@ -43,7 +43,7 @@ def num_image_tokens(question: Question, config: Any) -> int:
 
 
 def _borders(question: Question) -> dict[str, Any]:
-    """Returns where packed samples begin and end, as `train.collate` tells flash attention; one sample for each row."""
+    """Returns the borders of packed samples as `train.data.collate` gives them to flash attention; one sample a row."""
     borders = torch.empty(question.micro_batch + 1, dtype=torch.int32, device="meta")
     length = question.seq_len
     return {"cu_seq_lens_q": borders, "cu_seq_lens_k": borders, "max_length_q": length, "max_length_k": length}
