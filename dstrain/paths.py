@@ -6,7 +6,7 @@ import errno
 import os
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -33,6 +33,19 @@ def python(*words: str, program: str = sys.executable) -> list[str]:
     ['/usr/bin/python3', '-P', '-m', 'dstrain.cli']
     """
     return [program, "-P", *words]
+
+
+def prefer_own_programs(environ: MutableMapping[str, str]) -> None:
+    """Makes the programs beside this Python, such as ninja, found; those of a virtual environment come first.
+
+    Two releases of ninja do not read each other's log, and each compiles DeepSpeed's extensions anew.
+    """
+    own, entries = str(Path(sys.executable).parent), environ.get("PATH", os.defpath).split(os.pathsep)
+    if sys.prefix != sys.base_prefix:
+        entries = [own, *(entry for entry in entries if entry != own)]
+    elif own not in entries:
+        entries = [own, *entries]
+    environ["PATH"] = os.pathsep.join(entries)
 
 
 def shown(path: str) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from dstrain.errors import Conflict, EnvironmentProblem
-from dstrain.paths import alone, leftovers, write_atomic, write_together
+from dstrain.paths import alone, leftovers, prefer_own_programs, write_atomic, write_together
 
 ROOT = Path(__file__).parent.parent
 NAMES = ("ds_config.json", "job.yaml", "hostfile")
@@ -173,3 +173,18 @@ def test_a_second_one_is_not_let_in_and_nothing_is_left_behind(tmp_path: Path) -
     with alone(lock, "writes here"):
         pass
     assert list(tmp_path.iterdir()) == []
+
+
+def test_programs_of_a_virtual_environment_come_first_and_those_of_a_system_do_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/venv/bin/python")
+    monkeypatch.setattr(sys, "prefix", "/venv")
+    environ = {"PATH": "/usr/bin:/venv/bin:/bin"}
+    prefer_own_programs(environ)
+    assert environ == {"PATH": "/venv/bin:/usr/bin:/bin"}
+    monkeypatch.setattr(sys, "prefix", sys.base_prefix)
+    for given, expected in (("/gcc/bin:/venv/bin", "/gcc/bin:/venv/bin"), ("/gcc/bin", "/venv/bin:/gcc/bin")):
+        environ = {"PATH": given}
+        prefer_own_programs(environ)
+        assert environ["PATH"] == expected

@@ -25,7 +25,7 @@ from dstrain.monitor.signals import leave_on_sigterm
 from dstrain.monitor.sinks.jsonl import JsonlFile
 from dstrain.monitor.sinks.registry import Guarded, open_sinks
 from dstrain.monitor.sinks.sink import End, Setup
-from dstrain.paths import write_atomic
+from dstrain.paths import prefer_own_programs, write_atomic
 from dstrain.records import from_data, load_json, to_data
 from dstrain.rundir import RunDir
 from dstrain.train import rank as ranks
@@ -145,6 +145,7 @@ def main(run_dir: Path) -> None:
     place = RunDir(run_dir.resolve())
     ranks.environment_with(ranks.read_secrets(place.secrets))
     ranks.prefer_expandable_segments(os.environ)
+    prefer_own_programs(os.environ)  # mpirun over ssh gives a rank the PATH of a login
     leaving, heartbeat = Leaving(), Sender(os.environ, rank.index)
     heartbeat.send(0, Phase.START)
     inputs = read(place)

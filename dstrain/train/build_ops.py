@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Sequence
+
+from dstrain.paths import prefer_own_programs
 
 _BUILDERS = {
     "cpu_adam": "CPUAdamBuilder",
@@ -21,6 +24,7 @@ def main(names: Sequence[str]) -> int:
     Raises SystemExit at SIGTERM, so that PyTorch removes its lock.
     """
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    prefer_own_programs(os.environ)
     from deepspeed.accelerator import get_accelerator  # type: ignore[import-untyped]
 
     for name in names:

@@ -6,7 +6,6 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -20,6 +19,7 @@ from dstrain.launch.nodes.process_tree import ProcessTree, RankWatch
 from dstrain.launch.nodes.protocol import Alive, Begin, Died, Ended, Event, Orphaned, Wrote
 from dstrain.launch.nodes.shared_memory import remove_buffers
 from dstrain.launch.timeouts import Timeouts
+from dstrain.paths import prefer_own_programs
 from dstrain.rundir import RunDir
 
 _LOOK_S = 0.5
@@ -237,9 +237,7 @@ class NodeRunner:
 def environment_of_ranks(begin: Begin, own: Mapping[str, str]) -> dict[str, str]:
     """Returns the launcher's environment; the tools beside this Python, such as ninja, are found in it."""
     env = {name: value for name, value in own.items() if name not in begin.unset}
-    beside = str(Path(sys.executable).parent)
-    if beside not in env.get("PATH", "").split(":"):
-        env["PATH"] = f"{beside}:{env.get('PATH', os.defpath)}"
+    prefer_own_programs(env)
     env |= {**SAFE_PATH, **begin.environment, MARK: begin.mark}
     return {**env, **expanded(begin.exports, env)}
 
