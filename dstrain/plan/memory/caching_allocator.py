@@ -43,7 +43,7 @@ class Allocator:
     def __init__(self, *, expandable_segments: bool, capacity_bytes: int | None) -> None:
         self._kind = ExpandablePool if expandable_segments else Pool
         self._pools: dict[tuple[int, bool], Pool] = {}
-        self._held: dict[Hashable, Block] = {}
+        self._blocks: dict[Hashable, Block] = {}
         self._live = 0
         self.driver = Driver(capacity_bytes)
         self.retries = 0
@@ -55,22 +55,22 @@ class Allocator:
 
         Raises ValueError where an id that holds something allocates again.
         """
-        held, live = self._held, self._live
+        blocks, live = self._blocks, self._live
         for event in events:
             key, nbytes = event[0], event[1]
             if not nbytes:
-                if key in held:
-                    block = held.pop(key)
+                if key in blocks:
+                    block = blocks.pop(key)
                     live -= block.size
                     block.pool.free(block)
                 continue
-            if key in held:
+            if key in blocks:
                 raise ValueError(f"{key!r} allocates twice without a free")
-            found = self._allocate(nbytes, event[2] if len(event) == 3 else 0)
-            if found is None:
+            allocated = self._allocate(nbytes, event[2] if len(event) == 3 else 0)
+            if allocated is None:
                 return False
-            held[key] = found
-            live += found.size
+            blocks[key] = allocated
+            live += allocated.size
             if live > self.live_bytes:
                 self.live_bytes = live
         self._live = live
@@ -89,8 +89,8 @@ class Allocator:
             pool = self._pools[stream, is_small] = self._kind(self.driver, is_small=is_small)
         block = pool.allocate(size)
         if block is None:
-            for each in self._pools.values():
-                each.release()
+            for stream_pool in self._pools.values():
+                stream_pool.release()
             self.retries += 1
             block = pool.allocate(size)
         return block

@@ -23,10 +23,10 @@ AFTER_GRADIENTS = ("layer backward", "embedding backward")
 def peak(model: ModelFacts, configuration: Configuration, ranks: int) -> Peak:
     """Returns the peak of one rank: the tape's instants, or a trace's, each with the engine's bytes in closed form."""
     counts = trained(model, configuration.model.method, configuration.model.lora)
-    held = states(counts, configuration, ranks)
+    model_states = states(counts, configuration, ranks)
     resident = engine_buffers(counts, configuration, ranks).resident
     top = max(_instants(model, configuration, ranks), key=lambda instant: instant.total)
-    return replace(top, params=held.params, optimizer=held.optimizer, buffers=top.buffers + resident)
+    return replace(top, params=model_states.params, optimizer=model_states.optimizer, buffers=top.buffers + resident)
 
 
 def _instants(model: ModelFacts, configuration: Configuration, ranks: int) -> Iterator[Peak]:
@@ -46,11 +46,11 @@ def _instants(model: ModelFacts, configuration: Configuration, ranks: int) -> It
             activations=instant.activations,
             logits=instant.logits,
         )
-    held = states(counts, configuration, ranks)
+    model_states = states(counts, configuration, ranks)
     yield Peak(
         name="optimizer step",
         params=0,
-        grads=held.grads,
+        grads=model_states.grads,
         optimizer=0,
         buffers=engine.step,
         gathered=0,

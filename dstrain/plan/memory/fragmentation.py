@@ -64,13 +64,13 @@ def quick_ratio(model: ModelFacts, configuration: Configuration, num_ranks: int,
         logits = ADAPTER_LOGITS
     if not configuration.expandable_segments:
         share, logits = share + FIXED_HOLES, FIXED_LOGITS
-    held = base * (1 + share)
+    reserved = base * (1 + share)
     if configuration.kernels.loss is LossKernel.FULL:
-        held += logits * item * model.vocab_size * configuration.batch.tokens / configuration.parallel.sp
+        reserved += logits * item * model.vocab_size * configuration.batch.tokens / configuration.parallel.sp
     if kind != "sharded":
-        held += 0.5 * item * model.vocab_size * model.hidden_size
-        held += _step_copies(model, configuration, num_ranks, peak)
-    return held / peak.total
+        reserved += 0.5 * item * model.vocab_size * model.hidden_size
+        reserved += _step_copies(model, configuration, num_ranks, peak)
+    return reserved / peak.total
 
 
 def _kind(configuration: Configuration) -> str:

@@ -98,9 +98,9 @@ def memory(workload: Workload, configuration: Configuration, *, detail: Detail =
     """
     model, cluster, measured = workload.model, workload.cluster, workload.measured
     counts = trained(model, configuration.model.method, configuration.model.lora)
-    held = states(counts, configuration, cluster.num_gpus)
+    model_states = states(counts, configuration, cluster.num_gpus)
     if not configuration.model.is_deepspeed:
-        held = pytorch_sharding.states(model, configuration, _ranks(cluster, configuration))
+        model_states = pytorch_sharding.states(model, configuration, _ranks(cluster, configuration))
     peak = _peak(workload, configuration, detail)
     on_gpu = not cluster.gpu.is_cpu
     workspace = _workspace_bytes(cluster) if on_gpu else 0
@@ -127,10 +127,10 @@ def memory(workload: Workload, configuration: Configuration, *, detail: Detail =
         device_bytes_per_gpu=parts.total,
         peak_instant=peak.name,
         breakdown_bytes=parts,
-        host_bytes_per_node=_host_bytes(workload, configuration, held, detail),
-        nvme_bytes_per_node=_nvme_bytes(workload, configuration, held, detail),
+        host_bytes_per_node=_host_bytes(workload, configuration, model_states, detail),
+        nvme_bytes_per_node=_nvme_bytes(workload, configuration, model_states, detail),
         checkpoint_bytes=_checkpoint_bytes(model, configuration),
-        states=held,
+        states=model_states,
     )
 
 
@@ -148,7 +148,7 @@ def _held_by_allocator(workload: Workload, configuration: Configuration, peak: P
         most = round(quick_ratio(model, configuration, ranks, peak) * live)
         return most, most
     for limit in (cluster.gpu.memory_bytes - _outside_bytes(cluster), None):
-        found = reserved(
+        replay = reserved(
             model,
             configuration,
             ranks,
@@ -156,9 +156,9 @@ def _held_by_allocator(workload: Workload, configuration: Configuration, peak: P
             expandable_segments=configuration.expandable_segments,
             workspace_bytes=workspace // 2,
         )
-        if not found.out_of_memory:
+        if not replay.out_of_memory:
             break
-    return max(live, found.reserved_bytes), max(live, found.settled_bytes)
+    return max(live, replay.reserved_bytes), max(live, replay.settled_bytes)
 
 
 def _ranks(cluster: Cluster, configuration: Configuration) -> int:
@@ -196,7 +196,7 @@ def _workspace_bytes(cluster: Cluster) -> int:
     return 2 * (32 * MIB if cluster.gpu.compute_capability >= (9, 0) else round(8.125 * MIB))
 
 
-def _host_bytes(workload: Workload, configuration: Configuration, held: States, detail: Detail) -> int:
+def _host_bytes(workload: Workload, configuration: Configuration, model_states: States, detail: Detail) -> int:
     """Returns host RAM of one node: the processes, the offloaded states with pinned rounding, or loading if larger.
 
     Without ZeRO-3 every rank loads the whole model; with it rank 0 alone holds the whole checkpoint.
@@ -208,17 +208,17 @@ def _host_bytes(workload: Workload, configuration: Configuration, held: States, 
     whole = s * model.num_params
     loading = whole if configuration.zero.stage == 3 else whole * ranks
     counts = trained(model, configuration.model.method, configuration.model.lora)
-    offloaded = held.host + held.staging + pinned_waste(counts, configuration, cluster.num_gpus)
+    offloaded = model_states.host + model_states.staging + pinned_waste(counts, configuration, cluster.num_gpus)
     if detail is not Detail.QUICK and configuration.model.is_deepspeed and has_layer_code(model):
         offloaded = engine.host_of(model, configuration, _ranks(cluster, configuration)).taken
     return ranks * BASELINE_HOST_BYTES_PER_RANK + max(loading, ranks * offloaded)
 
 
-def _nvme_bytes(workload: Workload, configuration: Configuration, held: States, detail: Detail) -> int:
+def _nvme_bytes(workload: Workload, configuration: Configuration, model_states: States, detail: Detail) -> int:
     """Returns the bytes of one node's files on NVMe."""
     model, cluster = workload.model, workload.cluster
     if detail is Detail.QUICK or not configuration.model.is_deepspeed or not has_layer_code(model):
-        return held.nvme * cluster.gpus_per_node
+        return model_states.nvme * cluster.gpus_per_node
     return engine.host_of(model, configuration, _ranks(cluster, configuration)).nvme * cluster.gpus_per_node
 
 

@@ -51,7 +51,9 @@ def peak(model: ModelFacts, configuration: Configuration, num_ranks: int) -> Pea
     if not configuration.zero.offloads_params:
         params = round((sizes.param * counts.trainable + _frozen_bytes(model, configuration, counts)) / share)
     states = 0 if configuration.zero.is_offloaded else round(sizes.states * counts.trainable / state_share)
-    instants = [_during(model, configuration, counts, each, share, num_ranks) for each in profile(model, configuration)]
+    instants = [
+        _during(model, configuration, counts, instant, share, num_ranks) for instant in profile(model, configuration)
+    ]
     hosted = configuration.zero.is_offloaded
     instants.append(
         Peak(
@@ -65,7 +67,7 @@ def peak(model: ModelFacts, configuration: Configuration, num_ranks: int) -> Pea
             logits=0,
         )
     )
-    top = max(instants, key=lambda each: each.total)
+    top = max(instants, key=lambda instant: instant.total)
     return Peak(
         name=top.name,
         params=params,

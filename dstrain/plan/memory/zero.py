@@ -54,22 +54,22 @@ def states(counts: Trained, configuration: Configuration, num_ranks: int) -> Sta
     s = configuration.model.item
     stage, offload = configuration.zero.stage, configuration.zero.offload
     share = num_ranks if stage == 3 else 1
-    held = round((s * (counts.trainable + counts.frozen) + NF4_BYTES_PER_PARAM * counts.quantized) / share)
+    params = round((s * (counts.trainable + counts.frozen) + NF4_BYTES_PER_PARAM * counts.quantized) / share)
     partition = counts.trainable / (num_ranks if stage else 1)
     if offload is Offload.NONE:
         optimizer = round(OPTIMIZER_BYTES_PER_PARAM * partition)
         kept = max(counts.gradient_shares(num_ranks)) if stage in (1, 2) else partition
-        return States(params=held, grads=round(s * kept), optimizer=optimizer)
+        return States(params=params, grads=round(s * kept), optimizer=optimizer)
     if offload is Offload.NVME:
         # files hold master, gradient, moments and parameters; RAM the flat gradient and four sub-groups in work
         work = s * partition + 4 * 16 * min(partition, configuration.zero.sub_group_size)
-        return States(params=0, grads=0, optimizer=0, staging=round(work), nvme=round(16 * partition) + held)
+        return States(params=0, grads=0, optimizer=0, staging=round(work), nvme=round(16 * partition) + params)
     host = round((OPTIMIZER_BYTES_PER_PARAM + 4) * partition)
     copies = 2 if stage < 3 and configuration.step.grad_accum > 1 else 1
     staging = round(copies * s * partition)
     if offload is Offload.PARAMS:
-        return States(params=0, grads=0, optimizer=0, host=host + held, staging=staging)
-    return States(params=held, grads=0, optimizer=0, host=host, staging=staging)
+        return States(params=0, grads=0, optimizer=0, host=host + params, staging=staging)
+    return States(params=params, grads=0, optimizer=0, host=host, staging=staging)
 
 
 def prefetch_bytes(configuration: Configuration) -> int:

@@ -66,8 +66,7 @@ def peak(model: ModelFacts, configuration: Configuration, num_ranks: int, *, ker
     Source: live storages of DeepSpeed 0.19.8 on two and four CPU ranks; `benchmarks/engine.py` compares.
     """
     between = engine_of(model, configuration, num_ranks).resident
-    found = instants(model, configuration, num_ranks, kernel_workspaces=kernel_workspaces)
-    top = max(found, key=attrgetter("total"))
+    top = max(instants(model, configuration, num_ranks, kernel_workspaces=kernel_workspaces), key=attrgetter("total"))
     grads, buffers, gathered = top.engine
     activations, logits, made, _ = top.tape
     return Peak(

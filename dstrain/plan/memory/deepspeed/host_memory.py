@@ -69,12 +69,12 @@ def _of(pins: bool, sizes: list[int], pageable: int) -> Host:
 def _partitioned(modules: Modules, settings: Settings, ranks: int, rank: int) -> Host:
     """Source: deepspeed 0.19.8 runtime/zero/stage_1_and_2.py: __init__, initialize_optimizer_states,
     async_accumulate_grad_in_cpu_via_gpu."""
-    found, item = layout(modules, ranks), settings.model.item
-    sizes = [size * count for count in found.partitions for size in (FP32, FP32, item)]
-    sizes.append(item * max(found.numel, default=0))
+    flat_layout, item = layout(modules, ranks), settings.model.item
+    sizes = [size * count for count in flat_layout.partitions for size in (FP32, FP32, item)]
+    sizes.append(item * max(flat_layout.numel, default=0))
     if settings.step.grad_accum > 1:
-        sizes += [item * modules.weights[index].numel for index in sorted(found.held(rank))]
-    states = STATES[settings.step.optimizer] * FP32 * sum(found.partitions)
+        sizes += [item * modules.weights[index].numel for index in sorted(flat_layout.parameters_of(rank))]
+    states = STATES[settings.step.optimizer] * FP32 * sum(flat_layout.partitions)
     return _of(settings.zero.pin_memory, sizes, states)
 
 
@@ -86,14 +86,14 @@ def _sharded(modules: Modules, settings: Settings, ranks: int) -> Host:
     away = groups[int((1 - settings.zero.offload_ratio) * len(groups)) :]
     flat = accumulation_item(settings) * sum(groups)
     states = (1 + STATES[settings.step.optimizer]) * FP32 * sum(away)
-    found = _of(settings.zero.pin_memory, [flat, *(FP32 * size for size in away)], states)
+    host = _of(settings.zero.pin_memory, [flat, *(FP32 * size for size in away)], states)
     if settings.zero.offload is not Offload.PARAMS:
-        return found
+        return host
     whole = [item * sum(-(-modules.weights[i].numel // ranks) for i in group) for group in modules.groups()]
     frozen = [item * -(-weight.numel // ranks) for weight in modules.weights if not weight.trains]
     pins = frozen if settings.zero.pin_memory else []
     return Host(
-        pinned=(*found.pinned, *whole, *pins), pageable=found.pageable + (0 if pins or not frozen else sum(frozen))
+        pinned=(*host.pinned, *whole, *pins), pageable=host.pageable + (0 if pins or not frozen else sum(frozen))
     )
 
 

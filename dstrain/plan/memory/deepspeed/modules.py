@@ -86,11 +86,11 @@ class Modules:
 
         Source: Transformers 5.23 trainer.py: get_decay_parameter_names (biases and norms are not decayed).
         """
-        found = [
+        groups = [
             tuple(index for index, weight in enumerate(self.weights) if weight.trains and weight.decays is decays)
             for decays in (True, False)
         ]
-        return tuple(group for group in found if group)
+        return tuple(group for group in groups if group)
 
 
 @cache
@@ -141,11 +141,11 @@ class _Builder:
 
     def outside(self, kind: Kind) -> Module:
         """Returns embedding, last norm, head, or vision tower."""
-        found = [g for g in self.model.tensors if g.kind is kind and (kind is not Kind.NORM or not is_inside(g))]
+        groups = [g for g in self.model.tensors if g.kind is kind and (kind is not Kind.NORM or not is_inside(g))]
         trains = self.is_full and kind is not Kind.VISION
         is_shared = kind is Kind.HEAD or (kind is Kind.EMBEDDING and self.model.tie_word_embeddings)
         share = self.shape.tp if is_shared else 1
-        numbers = [self.weight(g.numel // share, trains, decays=_decays(g)) for g in found for _ in range(g.count)]
+        numbers = [self.weight(g.numel // share, trains, decays=_decays(g)) for g in groups for _ in range(g.count)]
         return self.module(numbers, is_linear=kind is Kind.HEAD)
 
     def weight(self, numel: int, trains: bool, *, decays: bool) -> int:
@@ -189,19 +189,19 @@ class _Builder:
         A mixture of experts is a leaf of ZeRO-3: it is gathered whole. Source: Transformers 5.23
         integrations/deepspeed.py: set_z3_leaf_modules.
         """
-        found: list[Module] = []
+        children: list[Module] = []
         while order:
             top = order[0].split(".")[0]
             inside = [path for path in order if path.split(".")[0] == top]
             order = [path for path in order if path not in inside]
             if inside == [top]:
-                found.append(leaves[top])
+                children.append(leaves[top])
             elif gathers_mlp and top == "mlp":
                 inner = sorted(weight for path in inside for weight in _every_weight(leaves[path]))
-                found.append(self.module(inner, is_block=True))
+                children.append(self.module(inner, is_block=True))
             else:
-                found.append(self.module(children=list(self.with_activation(inside, leaves))))
-        return found
+                children.append(self.module(children=list(self.with_activation(inside, leaves))))
+        return children
 
     def with_activation(self, paths: list[str], leaves: dict[str, Module]) -> Iterable[Module]:
         """Yields modules, and the activation function after the gate: it has no parameters, but ZeRO-3 acts at it."""

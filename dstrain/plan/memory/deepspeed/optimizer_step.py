@@ -61,13 +61,13 @@ def _partitioned(modules: Modules, settings: Settings, ranks: int, rank: int, ke
 
     Source: runtime/zero/stage_1_and_2.py: get_grad_norm_direct, step.
     """
-    found = layout(modules, ranks)
+    flat_layout = layout(modules, ranks)
     item, wide = settings.model.item, accumulation_item(settings)
-    mine = [numel for slices in found.slices.values() for owner, numel in slices if owner == rank]
+    mine = [numel for slices in flat_layout.slices.values() for owner, numel in slices if owner == rank]
     yield kept, rounded(max(mine, default=0) * NORM_ITEM)
     groups = modules.groups()
-    for index, size in enumerate(found.partitions):
-        tensors = sum(1 for weight in groups[index] for owner, _ in found.slices[weight] if owner == rank)
+    for index, size in enumerate(flat_layout.partitions):
+        tensors = sum(1 for weight in groups[index] for owner, _ in flat_layout.slices[weight] if owner == rank)
         flat = rounded(item * size) if tensors > 1 and wide == item else 0
         fp32 = rounded(FP32 * size) if wide == item != FP32 else 0
         yield kept, flat + fp32

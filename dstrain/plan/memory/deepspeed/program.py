@@ -77,8 +77,8 @@ def program(model: ModelFacts, shape: Shape, passes: Passes) -> Program:
 class _Writer:
     """Writes a program down."""
 
-    def __init__(self, found: Modules, passes: Passes) -> None:
-        self.found = found
+    def __init__(self, modules: Modules, passes: Passes) -> None:
+        self.modules = modules
         self.checkpointing, self.is_reentrant = passes.checkpointing, passes.is_reentrant
         self.detached = passes.detached
         self.events: list[tuple[Event, int]] = []
@@ -88,47 +88,47 @@ class _Writer:
 
     def write(self) -> Program:
         """Returns the program."""
-        found = self.found
-        for module in found.outer:
+        modules = self.modules
+        for module in modules.outer:
             self.put(Event.FETCH, module)
-        if found.tower.children:
-            self.forward(found.tower, -1, "forward")
-        self.forward(found.embedding, -1, "forward")
+        if modules.tower.children:
+            self.forward(modules.tower, -1, "forward")
+        self.forward(modules.embedding, -1, "forward")
         self.mark("forward", -1, "")
-        self.forward(found.rotary, -1, "forward")
-        for index, layer in enumerate(found.layers):
+        self.forward(modules.rotary, -1, "forward")
+        for index, layer in enumerate(modules.layers):
             self.forward(layer, index, "forward")
-        self.forward(found.norm, -1, "forward")
-        self.put(Event.FETCH, found.head)
+        self.forward(modules.norm, -1, "forward")
+        self.put(Event.FETCH, modules.head)
         self.mark("head forward", -1, "")
-        self.put(Event.RELEASE, found.head)
+        self.put(Event.RELEASE, modules.head)
         self.mark("loss forward", -1, "")
         self.backward_of_loss()
-        for index in reversed(range(len(found.layers))):
-            self.layer_backward(found.layers[index], index)
+        for index in reversed(range(len(modules.layers))):
+            self.layer_backward(modules.layers[index], index)
         if (
-            self.trains(found.embedding) or self.checkpointing.enabled
+            self.trains(modules.embedding) or self.checkpointing.enabled
         ):  # else nothing before the first adapter has a gradient
-            self.put(Event.FETCH_BACK, found.embedding)
+            self.put(Event.FETCH_BACK, modules.embedding)
             self.mark("embedding backward", -1, "")
-            self.grads(found.embedding)
+            self.grads(modules.embedding)
         members = tuple(self.members.get(number, ()) for number in range(1 + max(self.members)))
-        gradients = tuple(each for each in self.events if each[0] in (Event.GRAD, Event.MARK))
-        return Program(found, members, tuple(self.events), gradients, tuple(self.marks))
+        gradients = tuple(event for event in self.events if event[0] in (Event.GRAD, Event.MARK))
+        return Program(modules, members, tuple(self.events), gradients, tuple(self.marks))
 
     def backward_of_loss(self) -> None:
         """Writes the backward pass down to the norm after the last layer."""
-        found = self.found
-        for module in found.outer[:-1]:
+        modules = self.modules
+        for module in modules.outer[:-1]:
             self.put(Event.FETCH_BACK, module)
         self.mark("loss backward", -1, "")
-        self.put(Event.FETCH_BACK, found.head)
+        self.put(Event.FETCH_BACK, modules.head)
         self.mark("head backward", -1, "")
-        if found.head.weights != found.embedding.weights:
-            self.grads(found.head)
-        self.put(Event.RELEASE_BACK, found.head)
-        self.put(Event.FETCH_BACK, found.outer[-1])
-        self.backward(found.norm, -1)
+        if modules.head.weights != modules.embedding.weights:
+            self.grads(modules.head)
+        self.put(Event.RELEASE_BACK, modules.head)
+        self.put(Event.FETCH_BACK, modules.outer[-1])
+        self.backward(modules.norm, -1)
 
     def put(self, event: Event, module: Module) -> None:
         """Writes an event of a module."""
@@ -147,12 +147,12 @@ class _Writer:
 
     def trains(self, module: Module) -> bool:
         """Returns whether a module's own parameters have gradients."""
-        return any(self.found.weights[index].trains for index in module.weights)
+        return any(self.modules.weights[index].trains for index in module.weights)
 
     def grads(self, module: Module) -> None:
         """Writes that a module's gradients come to rest."""
         for index in module.weights:
-            if self.found.weights[index].trains:
+            if self.modules.weights[index].trains:
                 self.events.append((Event.GRAD, index))
 
     def forward(self, module: Module, layer: int, direction: str, *, until: Module | None = None) -> bool:

@@ -32,7 +32,7 @@ def replays(program: Program, settings: Settings, ranks: int) -> tuple[Replay, .
     """Returns the replays of the ranks that may hold most: the first, the last, and that with the most gradient."""
     candidates = {0}
     if settings.zero.stage in (1, 2) and not is_wide(settings):
-        elements = layout(program.modules, ranks).held_elements(ranks)
+        elements = layout(program.modules, ranks).elements_by_rank(ranks)
         candidates |= {ranks - 1, elements.index(max(elements))}
     return tuple(_replay(program, settings, ranks, rank) for rank in sorted(candidates))
 

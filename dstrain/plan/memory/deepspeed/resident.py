@@ -87,21 +87,21 @@ def sub_groups(modules: Modules, ranks: int, size: int) -> list[list[int]]:
     A sub-group is closed by the parameter that reaches `sub_group_size` partitioned elements.
     Source: deepspeed 0.19.8 runtime/zero/stage3.py: _create_fp16_sub_groups.
     """
-    found: list[list[int]] = []
+    groups: list[list[int]] = []
     for group in modules.groups():
         shares = [-(-modules.weights[index].numel // ranks) for index in group]
         if size >= sum(shares):
-            found.append(shares)
+            groups.append(shares)
             continue
         current: list[int] = []
         for share in shares:
             current.append(share)
             if sum(current) >= size:
-                found.append(current)
+                groups.append(current)
                 current = []
         if current:
-            found.append(current)
-    return found
+            groups.append(current)
+    return groups
 
 
 def resident(modules: Modules, settings: Settings, ranks: int) -> Resident:

@@ -27,17 +27,17 @@ class Layout:
     partitions: tuple[int, ...]
     """Elements of one rank's partition of each optimizer group."""
 
-    def held(self, rank: int) -> set[int]:
+    def parameters_of(self, rank: int) -> set[int]:
         """Returns the parameters that touch the partition of a rank."""
         return {weight for weight in self.order if any(owner == rank for owner, _ in self.slices[weight])}
 
-    def held_elements(self, ranks: int) -> list[int]:
+    def elements_by_rank(self, ranks: int) -> list[int]:
         """Returns the elements of the parameters that touch the partition of each rank."""
-        found = [0] * ranks
+        elements = [0] * ranks
         for weight, numel in zip(self.order, self.numel, strict=True):
             for rank, _ in self.slices[weight]:
-                found[rank] += numel
-        return found
+                elements[rank] += numel
+        return elements
 
 
 @cache
@@ -77,7 +77,7 @@ class PartitionedReducer(Reducer):
     def __init__(self, modules: Modules, how: Reduces, account: ByteAccount, rank: int) -> None:
         super().__init__(modules, how, account)
         self.layout, self.rank = layout(modules, how.ranks), rank
-        self.mine = self.layout.held(rank)
+        self.mine = self.layout.parameters_of(rank)
         self.is_wide = how.accumulated != how.item
         self.partition = rounded(sum(self.numel[weight] for weight in self.mine) * how.item)
         if self.is_wide:

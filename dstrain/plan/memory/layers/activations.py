@@ -148,19 +148,19 @@ def peaks(model: ModelFacts, variant: Variant, depth: dict[str, int]) -> dict[st
     tape.keeps_inputs = variant.gathers
     tape.stops_early = variant.code.stops_early
     play(Context(model, variant, tape), depth)
-    found = tape.ledger.peaks
+    tape_peaks = tape.ledger.peaks
     order = [kind for kind, count in depth.items() for _ in range(count)]
     named: dict[str, tuple[int, ...]] = {}
-    for name, parts in found.items():
+    for name, parts in tape_peaks.items():
         if not name.startswith("layer backward"):
             named[name] = parts
     for kind in depth:
-        places = [index for index, each in enumerate(order) if each == kind]
+        places = [index for index, layer_kind in enumerate(order) if layer_kind == kind]
         edges = range(min(len(places), variant.checkpointing.period))
         for edge in (*edges, *(-1 - edge for edge in edges)):
             name = f"layer backward {places[edge]}"
-            if name in found:
-                named[f"layer backward/{kind}/{edge}"] = found[name]
+            if name in tape_peaks:
+                named[f"layer backward/{kind}/{edge}"] = tape_peaks[name]
     return named
 
 
@@ -237,7 +237,7 @@ def marked(run: Context, x: Tensor, name: str) -> Tensor:
     def backward(grad: Tensor) -> tuple[Tensor | None, ...]:
         tape.leave_layer()
         if output is not None:
-            tape.held += [output, ops.view(grad)]
+            tape.kept_tensors += [output, ops.view(grad)]
         tape.ledger.enter(name)
         return (grad,)
 

@@ -112,13 +112,13 @@ class Linear:
 def linears(model: ModelFacts) -> dict[str, Linear]:
     """Returns the linear layers by their name below the decoder layer, vision tower by full name."""
     biases = {group.name.removesuffix(".bias") for group in model.tensors if group.name.endswith(".bias")}
-    found = {}
+    layers = {}
     for group in model.tensors:
         if len(group.shape) == 2 and group.name.endswith("weight"):
             name = group.name.removesuffix(".weight")
             outputs, inputs = group.shape
-            found[name] = Linear(outputs=outputs, inputs=inputs, has_bias=name in biases)
-    return found
+            layers[name] = Linear(outputs=outputs, inputs=inputs, has_bias=name in biases)
+    return layers
 
 
 class Context:
@@ -127,7 +127,7 @@ class Context:
     __slots__ = (
         "cos",
         "has_mask",
-        "held",
+        "kept_tensors",
         "kernels",
         "linears",
         "mask",
@@ -151,7 +151,7 @@ class Context:
         self.mask: Storage | None = None
         self.has_mask = variant.has_mask
         """Whether the layer that runs has a mask."""
-        self.held: list[Tensor] = []
+        self.kept_tensors: list[Tensor] = []
         """What a caller's frame keeps alive until the loss is there."""
 
     @property

@@ -43,13 +43,13 @@ def _leaf(tape: Tape, x: Tensor) -> Node:
 
     Source: Transformers 5.23 modeling_utils.py: enable_input_require_grads; the end of the graph holds x itself.
     """
-    held = ops.view_without_node(x)
+    view = ops.view_without_node(x)
 
     def backward(grad: Tensor) -> Tensors:
-        assert held.numel == grad.numel
+        assert view.numel == grad.numel
         return (None,)
 
-    return tape.node((held,), backward)
+    return tape.node((view,), backward)
 
 
 def positions(run: Context, *, by_row: bool, by_kind: bool, is_windowed: bool) -> None:

@@ -38,13 +38,13 @@ class _Cut:
         self.moments: dict[Slice, list[Moment]] = {}
         self.home: dict[Hashable, Home] = {}
         self._find_slices(short)
-        ends = [*(self.start[each] for each in self.order[1:]), len(short.events)]
+        ends = [*(self.start[slice_] for slice_ in self.order[1:]), len(short.events)]
         self.events: dict[Slice, list[TapeEvent]] = {}
-        for each, end in zip(self.order, ends, strict=True):
-            self.events[each] = short.events[self.start[each] : end]
-            made = (key for key, size in self.events[each] if size)
+        for slice_, end in zip(self.order, ends, strict=True):
+            self.events[slice_] = short.events[self.start[slice_] : end]
+            made = (key for key, size in self.events[slice_] if size)
             for place, key in enumerate(made):
-                self.home[key] = (*each, place)
+                self.home[key] = (*slice_, place)
 
     def _find_slices(self, short: Recording) -> None:
         self._open(("before", -1), 0)
@@ -61,10 +61,10 @@ class _Cut:
                 self._open(("after", -1), position)
             self.moments[self.order[-1]].append(moment)
 
-    def _open(self, each: Slice, position: int) -> None:
-        self.order.append(each)
-        self.start[each] = position
-        self.moments[each] = []
+    def _open(self, slice_: Slice, position: int) -> None:
+        self.order.append(slice_)
+        self.start[slice_] = position
+        self.moments[slice_] = []
 
     def is_regular(self, layer: int) -> bool:
         """Returns whether a layer can be repeated.
@@ -72,28 +72,28 @@ class _Cut:
         The next one must do just the same, both neighbours allocate the same, and neither free what is further away.
         """
         for direction in "fb":
-            shape, following = (self._shape((direction, each)) for each in (layer, layer + 1))
+            shape, following = (self._shape((direction, number)) for number in (layer, layer + 1))
             made = [self._made((direction, layer + step)) for step in (-1, 0, 1)]
             if shape is None or shape != following or made[0] != made[1] or made[1] != made[2]:
                 return False
-            if any(len(each) == 3 and each[1] not in (-1, 0, 1, None) for each in shape):
+            if any(len(event) == 3 and event[1] not in (-1, 0, 1, None) for event in shape):
                 return False
         return True
 
-    def growth(self, each: Slice) -> tuple[int, ...]:
+    def growth(self, slice_: Slice) -> tuple[int, ...]:
         """Returns how much more of each part lives when the next slice begins."""
-        following = self.order[self.order.index(each) + 1]
-        begins = [self.moments[slice_][0].begin for slice_ in (each, following)]
+        following = self.order[self.order.index(slice_) + 1]
+        begins = [self.moments[key][0].begin for key in (slice_, following)]
         return tuple(after - before for before, after in zip(*begins, strict=True))
 
-    def _made(self, each: Slice) -> list[int]:
-        return [size for _, size in self.events.get(each, ()) if size]
+    def _made(self, slice_: Slice) -> list[int]:
+        return [size for _, size in self.events.get(slice_, ()) if size]
 
-    def _shape(self, each: Slice) -> list[tuple[object, ...]] | None:
+    def _shape(self, slice_: Slice) -> list[tuple[object, ...]] | None:
         """Returns a slice with tensors of other slices by how far those are."""
-        if each not in self.events:
+        if slice_ not in self.events:
             return None
-        return [(size,) if size else self._relative(self.home[key], each[1]) for key, size in self.events[each]]
+        return [(size,) if size else self._relative(self.home[key], slice_[1]) for key, size in self.events[slice_]]
 
     def _relative(self, home: Home, layer: int) -> tuple[object, ...]:
         direction, other, place = home
@@ -112,33 +112,33 @@ class _Writer:
         """What lives beyond the short recording's, by part."""
 
     def write(self) -> Recording:
-        for each in self.cut.order:
-            layer = self._moved(each[1])
-            numbers = range(layer, layer + self.copies.get(each[1], 0) + 1)
-            for number in numbers if each[0] == "f" else reversed(numbers):
-                is_copy = number != numbers[0] if each[0] == "f" else number != numbers[-1]
+        for slice_ in self.cut.order:
+            layer = self._moved(slice_[1])
+            numbers = range(layer, layer + self.copies.get(slice_[1], 0) + 1)
+            for number in numbers if slice_[0] == "f" else reversed(numbers):
+                is_copy = number != numbers[0] if slice_[0] == "f" else number != numbers[-1]
                 if is_copy:
-                    self.grown = tuple(map(add, self.grown, self.cut.growth(each)))
-                self._slice(each, number)
+                    self.grown = tuple(map(add, self.grown, self.cut.growth(slice_)))
+                self._slice(slice_, number)
         return replace(self.short, events=self.events, freed=list(self._freed()), moments=self.moments)
 
     def _moved(self, layer: int) -> int:
         """Returns the number that a layer has in the longer recording."""
         return layer + sum(count for repeated_, count in self.copies.items() if repeated_ < layer)
 
-    def _slice(self, each: Slice, layer: int) -> None:
+    def _slice(self, slice_: Slice, layer: int) -> None:
         """Writes a slice as that of `layer`; a copy without what it gives back itself."""
-        template = self.cut.events[each]
-        is_copy = self.is_terse and each[1] in self.copies and self._moved(each[1]) != layer
-        own = {key for key, size in template if not size and self.cut.home[key][:2] == each} if is_copy else set()
-        moments = iter(self.cut.moments[each])
+        template = self.cut.events[slice_]
+        is_copy = self.is_terse and slice_[1] in self.copies and self._moved(slice_[1]) != layer
+        own = {key for key, size in template if not size and self.cut.home[key][:2] == slice_} if is_copy else set()
+        moments = iter(self.cut.moments[slice_])
         moment = next(moments, None)
-        for position, (key, size) in enumerate(template, self.cut.start[each]):
+        for position, (key, size) in enumerate(template, self.cut.start[slice_]):
             while moment is not None and moment.place == position:
                 self._moment(moment, layer)
                 moment = next(moments, None)
             if key not in own:
-                self.events.append((self._id(self._shifted(self.cut.home[key], each, layer)), size))
+                self.events.append((self._id(self._shifted(self.cut.home[key], slice_, layer)), size))
         while moment is not None:
             self._moment(moment, layer)
             moment = next(moments, None)
@@ -151,14 +151,14 @@ class _Writer:
         begin, peak = (tuple(map(add, parts, self.grown)) for parts in (moment.begin, moment.peak))
         self.moments.append(Moment((what, layer if at >= 0 else at, name), len(self.events), begin, peak))
 
-    def _shifted(self, home: Home, each: Slice, layer: int) -> Home:
+    def _shifted(self, home: Home, slice_: Slice, layer: int) -> Home:
         """Returns the home of a tensor as a slice that stands for `layer` means it."""
         direction, other, place = home
         if other < 0:
             return home
-        if each[1] < 0:
+        if slice_[1] < 0:
             return (direction, self._moved(other), place)
-        return (direction, layer + other - each[1], place)
+        return (direction, layer + other - slice_[1], place)
 
     def _id(self, home: Home) -> int:
         return self.ids.setdefault(home, len(self.ids))

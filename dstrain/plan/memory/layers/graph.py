@@ -70,8 +70,8 @@ class Tape:
         "gathers",
         "grad_enabled",
         "grads",
-        "held",
         "keeps_inputs",
+        "kept_tensors",
         "ledger",
         "offloads_inputs",
         "part",
@@ -91,7 +91,7 @@ class Tape:
         self.grad_enabled = True
         self.part = Part.ACTIVATIONS
         self.grads: list[Tensor] = []
-        self.held: list[Tensor] = []
+        self.kept_tensors: list[Tensor] = []
         self._order = 0
         self._recording: Frame | None = None
         self._refilling: Frame | None = None
@@ -117,7 +117,7 @@ class Tape:
         """Returns whether an operation on these is recorded."""
         if not self.grad_enabled:
             return False
-        return any((each.trains if isinstance(each, Param) else each.node is not None) for each in inputs)
+        return any((operand.trains if isinstance(operand, Param) else operand.node is not None) for operand in inputs)
 
     def save(self, *tensors: Tensor | None) -> Saved:
         """Keeps tensors for the backward pass; inside a checkpoint a promise, in its recomputation the tensors."""
@@ -125,7 +125,9 @@ class Tape:
         if frame is not None:
             index = frame.used
             # as PyTorch does: without the history of the recomputation
-            frame.slots[index] = tuple(each and Tensor(each.storage, each.numel, each.item) for each in tensors)
+            frame.slots[index] = tuple(
+                tensor and Tensor(tensor.storage, tensor.numel, tensor.item) for tensor in tensors
+            )
             frame.used += 1
             if frame.used == len(frame.slots) and self.stops_early:
                 raise RecomputedEnough
@@ -140,13 +142,13 @@ class Tape:
         """Records an operation; `backward` gives one gradient, or None, for each input."""
         self._order += 1
         ends: list[Node | None] = []
-        for each in inputs:
-            if isinstance(each, Param):
-                ends.append(each if each.trains else None)
-                if each.trains and self._refilling is None:
-                    each.uses += 1
+        for operand in inputs:
+            if isinstance(operand, Param):
+                ends.append(operand if operand.trains else None)
+                if operand.trains and self._refilling is None:
+                    operand.uses += 1
             else:
-                ends.append(each.node)
+                ends.append(operand.node)
         return Node(self._order, tuple(ends), backward)
 
     def checkpoint(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -240,7 +242,7 @@ class Tape:
         param.pending = grad
         if param.uses == 0:
             if param.is_root and self.release is not GradRelease.AT_ONCE:
-                self.held.append(grad)
+                self.kept_tensors.append(grad)
             elif self.release is not GradRelease.AT_ONCE:
                 self.grads.append(grad)
             param.pending = None

@@ -28,7 +28,7 @@ def loss(run: Context, hidden: Tensor, table: Param, *, scales: bool) -> Tensor:
         LossKernel.CHUNKED: _chunked,
     }[run.kernels.loss if variant.kernels.liger and variant.kernels.loss is LossKernel.FUSED else variant.kernels.loss]
     result = made(run, hidden, head, scales)
-    run.held.clear()
+    run.kept_tensors.clear()
     tape.part = outer
     return result
 
@@ -78,8 +78,8 @@ def _wide_logits(run: Context, hidden: Tensor, head: Param, scales: bool) -> Ten
     """Returns the logits in fp32; those in the training precision, the model's output, live as long as the caller."""
     if run.variant.code.wide_logits is not None:
         return run.variant.code.wide_logits(run, hidden, head, scales)
-    run.held.append(logits(run, hidden, head, scales))
-    return ops.cast(run.tape, run.held[-1], ops.FP32)
+    run.kept_tensors.append(logits(run, hidden, head, scales))
+    return ops.cast(run.tape, run.kept_tensors[-1], ops.FP32)
 
 
 def logits(run: Context, hidden: Tensor, head: Param, scales: bool) -> Tensor:

@@ -203,15 +203,15 @@ def split(tape: Tape, x: Tensor, sizes: tuple[int, ...]) -> tuple[Tensor, ...]:
     whole, item = x.numel, x.item
     meet = tape.node((x,), lambda grad: (grad,))
     waiting = [len(sizes)]
-    held: list[Tensor] = []
+    gradients: list[Tensor] = []
 
     def backward(grad: Tensor) -> Tensors:
         waiting[0] -= 1
-        held.append(grad)
+        gradients.append(grad)
         if waiting[0]:
             return (None,)
         joined = tape.new(whole, item)
-        held.clear()
+        gradients.clear()
         return (joined,)
 
     pieces = []

@@ -97,7 +97,7 @@ def _played(model: ModelFacts, variant: Variant, depth: dict[str, int], passes: 
     del context  # with the tables and masks that it refers to
     moments, events = ledger.moments(), ledger.take()
     tape.grads.clear()
-    tape.held.clear()
+    tape.kept_tensors.clear()
     return Recording(events, ledger.take(), moments, linears, _detached(moments))
 
 

@@ -26,7 +26,7 @@ class Seen:
     """Features of earlier blocks, each added to the output of one of the first decoder layers."""
     mask: Tensor
     """Which tokens are images'."""
-    held: tuple[Tensor, ...]
+    kept_tensors: tuple[Tensor, ...]
     """What else the model's frame keeps until the last decoder layer is done."""
 
 
@@ -53,7 +53,7 @@ def qwen3_vl(run: Context, hidden: Tensor, images: Tensor) -> Seen:
     mask = tape.new(run.rows, 1)
     hidden = _scattered(run, hidden, mask)
     copies = tuple(ops.copy(tape, level) for level in levels)
-    return Seen(hidden=hidden, levels=copies, mask=mask, held=(last, merged, joined, *levels))
+    return Seen(hidden=hidden, levels=copies, mask=mask, kept_tensors=(last, merged, joined, *levels))
 
 
 def _num_patches(run: Context) -> int:

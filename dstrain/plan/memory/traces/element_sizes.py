@@ -61,7 +61,7 @@ def elements(configuration: Configuration) -> Elements:
     )
 
 
-def step(script: Script, groups: Sequence[Sequence[float]], each: Elements, *, is_first: bool) -> None:
+def step(script: Script, groups: Sequence[Sequence[float]], sizes: Elements, *, is_first: bool) -> None:
     """Writes an optimizer step; `groups` are the elements of the tensors by parameter group.
 
     States are made in the first step, each tensor's before the next one's.
@@ -70,5 +70,5 @@ def step(script: Script, groups: Sequence[Sequence[float]], each: Elements, *, i
     for numels in groups:
         if is_first:
             for numel in numels:
-                script.allocate_all(numel * state for state in each.states)
-        script.free(*script.allocate_all(numel * each.temporary for numel in numels))
+                script.allocate_all(numel * state for state in sizes.states)
+        script.free(*script.allocate_all(numel * sizes.temporary for numel in numels))

@@ -44,7 +44,7 @@ def steps(
     while True:
         for _ in range(min(configuration.step.grad_accum, 2)):
             run.micro_batch(recording, workspace_bytes if is_first else 0)
-        step(run.script, groups, run.each, is_first=is_first)
+        step(run.script, groups, run.sizes, is_first=is_first)
         is_first = False
         yield run.script.take()
 
@@ -54,9 +54,9 @@ class _Run:
 
     def __init__(self, model: ModelFacts, configuration: Configuration, ranks: int) -> None:
         self.ranks, self.checkpointing = ranks, configuration.checkpointing
-        self.each = elements(configuration)
-        found = weights(model, configuration.model, configuration.code)
-        self.units: list[tuple[Weight, ...]] = [(*found.before, *found.after), *found.layers]
+        self.sizes = elements(configuration)
+        model_weights = weights(model, configuration.model, configuration.code)
+        self.units: list[tuple[Weight, ...]] = [(*model_weights.before, *model_weights.after), *model_weights.layers]
         self.is_full = configuration.model.is_full
         self.is_wide = self.is_full and configuration.model.state_dtypes is StateDtypes.AUTOCAST
         self.bytes = [self._flat_bytes(unit) for unit in self.units]
@@ -68,8 +68,8 @@ class _Run:
     def _flat_bytes(self, unit: Sequence[Weight]) -> float:
         """Returns the bytes of a gathered unit; an adapter's tensors are units of their own, too small to matter."""
         if self.is_full:
-            return sum(weight.numel for weight in unit) * self.each.compute
-        return sum(self.each.frozen_bytes(weight) for weight in unit if not weight.trains)
+            return sum(weight.numel for weight in unit) * self.sizes.compute
+        return sum(self.sizes.frozen_bytes(weight) for weight in unit if not weight.trains)
 
     def wrap(self) -> None:
         """Writes how units are made: every tensor of one, all of them flat, this rank's shard; then autocast's copies.
@@ -79,16 +79,16 @@ class _Run:
         script, shards = self.script, {}
         for index in (*range(1, len(self.units)), ROOT):
             tensors = script.allocate_all(
-                self.each.frozen_bytes(weight) for weight in self.units[index] if self.is_full or not weight.trains
+                self.sizes.frozen_bytes(weight) for weight in self.units[index] if self.is_full or not weight.trains
             )
             flat = script.allocate(self.bytes[index])
             script.free(*tensors)
             shards[index] = script.allocate(self.bytes[index] / self.ranks)
             script.free(flat)
             if not self.is_full:
-                script.allocate_all(w.numel * self.each.trained / self.ranks for w in self.units[index] if w.trains)
+                script.allocate_all(w.numel * self.sizes.trained / self.ranks for w in self.units[index] if w.trains)
         for index, shard in shards.items() if self.is_wide else ():
-            script.allocate(self.bytes[index] / self.ranks * FP32 / self.each.compute)
+            script.allocate(self.bytes[index] / self.ranks * FP32 / self.sizes.compute)
             script.free(shard)
 
     def micro_batch(self, recording: Recording, workspace_bytes: int) -> None:
@@ -126,7 +126,7 @@ class _Run:
         if self.is_wide:
             narrow, shard = (
                 shard,
-                self.script.allocate(self.bytes[unit] / self.ranks * FP32 / self.each.compute, REDUCE),
+                self.script.allocate(self.bytes[unit] / self.ranks * FP32 / self.sizes.compute, REDUCE),
             )
             self.script.free(narrow)
         self.grads.append(shard)

@@ -58,18 +58,18 @@ def weights(model: ModelFacts, trained_model: TrainedModel, code: TrainingCode) 
         trains = is_full and group.kind is not Kind.VISION
         decays = group.kind is not Kind.NORM and not group.name.endswith("bias")
         parts = _parts(group, code)
-        found = [Weight(group.numel // parts, trains, quantized, decays)] * parts
+        tensors = [Weight(group.numel // parts, trains, quantized, decays)] * parts
         if group.name in names:
-            found += [Weight(lora.rank * size, True, False, True) for size in reversed(group.shape)]
-        return found
+            tensors += [Weight(lora.rank * size, True, False, True) for size in reversed(group.shape)]
+        return tensors
 
     return Weights(
-        before=tuple(each for group in before for _ in range(group.count) for each in expanded(group)),
+        before=tuple(weight for group in before for _ in range(group.count) for weight in expanded(group)),
         layers=tuple(
-            tuple(each for group in inside if is_in_layer(group, index, layers) for each in expanded(group))
+            tuple(weight for group in inside if is_in_layer(group, index, layers) for weight in expanded(group))
             for index in range(layers)
         ),
-        after=tuple(each for group in after for each in expanded(group)),
+        after=tuple(weight for group in after for weight in expanded(group)),
     )
 
 

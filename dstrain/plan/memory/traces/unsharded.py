@@ -23,14 +23,14 @@ def steps(
     model: ModelFacts, configuration: Configuration, num_ranks: int, workspace_bytes: int
 ) -> Iterator[list[Event]]:
     """Yields what happens before the first step, then step after step."""
-    each = elements(configuration)
+    sizes = elements(configuration)
     script = Script()
     all_weights = weights(model, configuration.model, configuration.code).in_order
     trained = [weight for weight in all_weights if weight.trains]
-    script.allocate_all(each.frozen_bytes(weight) for weight in all_weights if not weight.trains)
-    script.allocate_all(weight.numel * each.trained for weight in trained)
+    script.allocate_all(sizes.frozen_bytes(weight) for weight in all_weights if not weight.trains)
+    script.allocate_all(weight.numel * sizes.trained for weight in trained)
     if num_ranks > 1:
-        script.allocate_all(_buckets(trained, each))
+        script.allocate_all(_buckets(trained, sizes))
     script.allocate(workspace_bytes)
     yield script.take()
     share = num_ranks if configuration.zero.stage else 1
@@ -42,7 +42,7 @@ def steps(
         if later is not None:
             script.events += later.events
             script.events += later.freed
-        step(script, groups, each, is_first=is_first)
+        step(script, groups, sizes, is_first=is_first)
         script.events += first.freed
         is_first = False
         yield script.take()
@@ -64,11 +64,11 @@ def _micro_batch(script: Script, recording: Recording, workspace_bytes: int) -> 
     script.events += recording.events[place:]
 
 
-def _buckets(trained: list[Weight], each: Elements) -> Iterator[float]:
+def _buckets(trained: list[Weight], sizes: Elements) -> Iterator[float]:
     """Yields the bytes of DDP's buckets, filled from the last tensor on."""
     filled = 0
     for weight in reversed(trained):
-        filled += weight.numel * each.trained
+        filled += weight.numel * sizes.trained
         if filled >= DDP_BUCKET_BYTES:
             yield filled
             filled = 0
