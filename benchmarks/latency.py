@@ -185,8 +185,8 @@ def considered(cache: Path) -> dict[str, Any] | None:
     *_, done = run((*PLAN, "--json"), cache)
     if done.returncode not in ANSWERED:
         return None
-    found: dict[str, Any] = json.loads(done.stdout)["considered"]
-    return found
+    counts: dict[str, Any] = json.loads(done.stdout)["considered"]
+    return counts
 
 
 def tell(lines: list[Latency], imports: list[ImportTime], looked_at: dict[str, Any] | None) -> None:
@@ -213,8 +213,8 @@ def tell(lines: list[Latency], imports: list[ImportTime], looked_at: dict[str, A
         )
         print(f" and {looked_at['excluded_by_bound']} excluded by a bound")
     print(f"\n{'imports':{width}}{'s':>10}")
-    for each in imports:
-        print(f"{each.name:{width}}{each.seconds:10.3f}")
+    for imported in imports:
+        print(f"{imported.name:{width}}{imported.seconds:10.3f}")
 
 
 def main() -> None:
@@ -231,11 +231,11 @@ def main() -> None:
     tell(lines, imports, looked_at)
     if options.json:
         machine = {"machine": platform.machine(), "cpus": os.cpu_count(), "python": platform.python_version()}
-        found = {
+        report = {
             **machine, "repeat": options.repeat, "considered": looked_at,
-            "measured": [asdict(line) for line in lines], "imports": [asdict(each) for each in imports],
+            "measured": [asdict(line) for line in lines], "imports": [asdict(imported) for imported in imports],
         }  # fmt: skip
-        options.json.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+        options.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
         print(f"written to {options.json}", file=sys.stderr)
 
 

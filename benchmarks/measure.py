@@ -117,8 +117,8 @@ def reason_to_leave_out(case: Case, estimate: Estimate, cluster: Cluster) -> str
 
 
 @contextmanager
-def device_bytes(found: dict[str, float], *, on_gpu: bool) -> Iterator[None]:
-    """Adds to `found` the most memory that NVML shows meanwhile on the first GPU, beyond what it shows before."""
+def device_bytes(quantities: dict[str, float], *, on_gpu: bool) -> Iterator[None]:
+    """Adds to `quantities` the most memory that NVML shows meanwhile on the first GPU, beyond what it shows before."""
     if not on_gpu:
         yield
         return
@@ -141,7 +141,7 @@ def device_bytes(found: dict[str, float], *, on_gpu: bool) -> Iterator[None]:
     finally:
         done.set()
         thread.join()
-        found["device_bytes"] = most - idle
+        quantities["device_bytes"] = most - idle
 
 
 def spec_of(case: Case) -> dict[str, Any]:
@@ -212,18 +212,18 @@ def measure(cases: list[Case], cluster: Cluster, minutes: float) -> Iterator[Res
         for case in cases:
             estimate = plan_of(case, cluster)
             left_s = deadline - time.monotonic()
-            told = reason_to_leave_out(case, estimate, cluster) if left_s > 0 else "no time left"
-            found: dict[str, Any] = {"outcome": "left out", "error": told}
-            if not told:
-                found = run(case, Path(name), on_gpu=on_gpu, timeout_s=min(CASE_TIMEOUT_S, left_s + 60))
+            reason = reason_to_leave_out(case, estimate, cluster) if left_s > 0 else "no time left"
+            answer: dict[str, Any] = {"outcome": "left out", "error": reason}
+            if not reason:
+                answer = run(case, Path(name), on_gpu=on_gpu, timeout_s=min(CASE_TIMEOUT_S, left_s + 60))
             yield Result(
                 name=case.name,
-                outcome=found.pop("outcome"),
-                told=found.pop("error", ""),
-                versions=found.pop("versions", {}),
+                outcome=answer.pop("outcome"),
+                told=answer.pop("error", ""),
+                versions=answer.pop("versions", {}),
                 fits=estimate.fits,
                 planned=planned(estimate),
-                measured=found,
+                measured=answer,
             )
 
 
@@ -284,7 +284,7 @@ def main() -> None:
     target = options.json or (HERE / "results" / f"measure-{machine}.json" if whole else None)
     if target:
         facts = {"machine": machine, "cpus": os.cpu_count(), "python": platform.python_version()}
-        target.write_text(json.dumps({**facts, "results": [asdict(each) for each in results]}, indent=2) + "\n")
+        target.write_text(json.dumps({**facts, "results": [asdict(result) for result in results]}, indent=2) + "\n")
         print(f"written to {target}", file=sys.stderr)
     if not any(result.outcome == "ok" for result in results):
         sys.exit(1)

@@ -155,12 +155,12 @@ def train(spec: dict[str, Any], device: torch.device) -> dict[str, Any]:
             torch.cuda.reset_peak_memory_stats()
         losses = [step(engine, ids, spec) for _ in range(2)]
         seconds = [timed(engine, ids, spec, device) for _ in range(spec["steps"])]
-    found = {"init_bytes": init_bytes, "step_s": statistics.median(seconds), "steps_s": seconds, "losses": losses}
+    figures = {"init_bytes": init_bytes, "step_s": statistics.median(seconds), "steps_s": seconds, "losses": losses}
     if counter:
-        return found | {"live_bytes": counter.peak, "steady_bytes": counter.live}
+        return figures | {"live_bytes": counter.peak, "steady_bytes": counter.live}
     torch.cuda.synchronize()
     stats = torch.cuda.memory_stats()
-    return found | {
+    return figures | {
         "live_bytes": torch.cuda.max_memory_allocated(),
         "reserved_bytes": torch.cuda.max_memory_reserved(),
         "retries": stats["num_alloc_retries"],
@@ -199,14 +199,14 @@ def main(spec_file: Path, answer_file: Path) -> None:
     """Measures, and writes the answer; running out of memory is one."""
     on_gpu = os.environ.get("DS_ACCELERATOR") != "cpu"
     device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
-    found: dict[str, Any] = {"versions": versions(("torch", "transformers", "deepspeed", "peft", "liger-kernel"))}
+    answer: dict[str, Any] = {"versions": versions(("torch", "transformers", "deepspeed", "peft", "liger-kernel"))}
     try:
-        found |= {"outcome": "ok", **train(json.loads(spec_file.read_text(encoding="utf-8")), device)}
+        answer |= {"outcome": "ok", **train(json.loads(spec_file.read_text(encoding="utf-8")), device)}
     except torch.OutOfMemoryError as error:
-        found |= {"outcome": "out of memory", "error": str(error).splitlines()[0]}
-        found["live_bytes"] = torch.cuda.max_memory_allocated()
-        found["reserved_bytes"] = torch.cuda.max_memory_reserved()
-    answer_file.write_text(json.dumps(found), encoding="utf-8")
+        answer |= {"outcome": "out of memory", "error": str(error).splitlines()[0]}
+        answer["live_bytes"] = torch.cuda.max_memory_allocated()
+        answer["reserved_bytes"] = torch.cuda.max_memory_reserved()
+    answer_file.write_text(json.dumps(answer), encoding="utf-8")
 
 
 if __name__ == "__main__":

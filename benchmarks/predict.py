@@ -73,9 +73,9 @@ def scope_csv(rows: Sequence[Row]) -> str:
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(["id", "what", "reason"])
     for row in rows:
-        found = excluded(row)
-        if found is not None:
-            writer.writerow([row.id, *found])
+        exclusion = excluded(row)
+        if exclusion is not None:
+            writer.writerow([row.id, *exclusion])
     return out.getvalue()
 
 

@@ -57,8 +57,8 @@ def main() -> None:
         print(f"          trace {case.trace_bytes} {case.trace_instant}, tape {case.tape_bytes} {case.tape_instant}")
     print(f"\n{len(compared)} cases in {time.monotonic() - begun:.0f} s; not known to the tape: {unknown or 'none'}")
     if options.json:
-        found = [asdict(case) | {"error_ratio": case.error_ratio} for case in compared]
-        options.json.write_text(json.dumps({"cases": found, "unknown": unknown}, indent=2) + "\n", encoding="utf-8")
+        records = [asdict(case) | {"error_ratio": case.error_ratio} for case in compared]
+        options.json.write_text(json.dumps({"cases": records, "unknown": unknown}, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -183,10 +183,10 @@ def main() -> None:
         print(f"{line.mode:8}{line.tokens_per_s:10,.0f}{line.step_s:9.3f}{line.filled:8.1%}{share:10.1%}")
     if target:
         machine = {"machine": platform.machine(), "cpus": os.cpu_count(), "torch": torch.__version__}
-        found = {
+        report = {
             "options": asdict(options), "params": params, **machine, "measured": [asdict(line) for line in lines]
         }  # fmt: skip
-        target.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+        target.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
         print(f"written to {target}", file=sys.stderr)
 
 

@@ -42,11 +42,11 @@ class Question:
 
 def ask(row: Row) -> Question:
     """Returns the question for a row in scope. Raises ValueError for a model that is not known."""
-    found = find_model(row.model, added_tokens=variants.added_tokens(row))
+    shelf = find_model(row.model, added_tokens=variants.added_tokens(row))
     kind = method(row)
-    if found is None or kind is None or row.micro_batch is None:
+    if shelf is None or kind is None or row.micro_batch is None:
         raise ValueError(f"{row.id} cannot be asked")
-    model = found.model
+    model = shelf.model
     liger, unsloth, loss = variants.kernels(row)
     code = variants.code(row, unsloth=unsloth)
     configuration = changed(
@@ -76,7 +76,7 @@ def ask(row: Row) -> Question:
         model=model,
         cluster=find_cluster(row),
         configuration=replace(_like_the_trainer(configuration, row, model), code=code),
-        stands_for=found.stands_for,
+        stands_for=shelf.stands_for,
     )
 
 
@@ -156,8 +156,8 @@ def _fused_targets(known: set[str]) -> tuple[str, ...]:
 
 def _named_targets(row: Row) -> tuple[str, ...] | None:
     """Returns the targets in the notes, or None where they name none."""
-    found = re.search(r"(?:targets|target_modules=|target=)\s*([\w\- ]+)", row.notes)
-    words = found.group(1).split() if found else []
+    match = re.search(r"(?:targets|target_modules=|target=)\s*([\w\- ]+)", row.notes)
+    words = match.group(1).split() if match else []
     if not words:
         if row.says("all layers"):
             return ALL_LINEAR

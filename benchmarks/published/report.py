@@ -14,20 +14,20 @@ def _percent(ratio: float, *, signed: bool = False) -> str:
     return f"{100 * ratio:{'+' if signed else ''}.1f} %"
 
 
-def _cells(name: str, published: int, found: Errors | None) -> list[str]:
+def _cells(name: str, published: int, errors: Errors | None) -> list[str]:
     """Returns the cells of one line: name, published, in scope, coverage, mean, worst, bias, row of the worst."""
-    if found is None:
+    if errors is None:
         return [name, str(published), "0", "0 %", "", "", "", ""]
-    coverage = f"{100 * found.count / published:.0f} %" if published else ""
+    coverage = f"{100 * errors.count / published:.0f} %" if published else ""
     return [
         name,
         str(published),
-        str(found.count),
+        str(errors.count),
         coverage,
-        _percent(found.mean),
-        _percent(found.worst),
-        _percent(found.bias, signed=True),
-        found.worst_id,
+        _percent(errors.mean),
+        _percent(errors.worst),
+        _percent(errors.bias, signed=True),
+        errors.worst_id,
     ]
 
 
@@ -45,7 +45,9 @@ def text(score: Score) -> str:
     ]
     if score.refused:
         parts.append("Refused\n" + "\n".join(f"  {row}: {why}" for row, why in score.refused))
-    parts.append("Bars\n" + "\n".join(f"  {'reached' if held else 'MISSED '}  {line}" for line, held in bars(score)))
+    parts.append(
+        "Bars\n" + "\n".join(f"  {'reached' if is_reached else 'MISSED '}  {line}" for line, is_reached in bars(score))
+    )
     return "\n\n".join(parts)
 
 
@@ -78,17 +80,17 @@ def _columns(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     return "\n".join(rows)
 
 
-def _verdicts(found: Confusion) -> str:
+def _verdicts(confusion: Confusion) -> str:
     """Returns the confusion table in words."""
     lines = [
-        f"  ran, said to fit            {found.fits_right:4d}",
-        f"  out of memory, said so      {found.oom_right:4d}",
-        f"  out of memory, said to fit  {len(found.said_fits):4d}  {' '.join(found.said_fits)}",
-        f"  ran, said not to fit        {len(found.said_oom):4d}  {' '.join(found.said_oom)}",
+        f"  ran, said to fit            {confusion.fits_right:4d}",
+        f"  out of memory, said so      {confusion.oom_right:4d}",
+        f"  out of memory, said to fit  {len(confusion.said_fits):4d}  {' '.join(confusion.said_fits)}",
+        f"  ran, said not to fit        {len(confusion.said_oom):4d}  {' '.join(confusion.said_oom)}",
         f"  said to fit with more than {100 * BARS.verdict_margin:.0f} % to spare, out of memory:"
-        f" {len(found.far_off)}  {' '.join(found.far_off)}",
-        f"  neither (ran with shorter samples than the longest, which would not fit): {found.unclear}",
-        f"  right: {_percent(found.right_ratio)} of {found.count}",
+        f" {len(confusion.far_off)}  {' '.join(confusion.far_off)}",
+        f"  neither (ran with shorter samples than the longest, which would not fit): {confusion.unclear}",
+        f"  right: {_percent(confusion.right_ratio)} of {confusion.count}",
     ]
     return "\n".join(lines)
 
@@ -102,18 +104,20 @@ def bars(score: Score) -> list[tuple[str, bool]]:
         if value is None:
             lines.append((f"{name}: nothing to compare", False))
             return
-        held = value >= limit if least else value <= limit
-        lines.append((f"{name}: {_percent(value)} ({'at least' if least else 'at most'} {_percent(limit)})", held))
+        is_reached = value >= limit if least else value <= limit
+        lines.append(
+            (f"{name}: {_percent(value)} ({'at least' if least else 'at most'} {_percent(limit)})", is_reached)
+        )
 
     for basis, mean, worst in (
         ("allocated, A", BARS.allocated_mean, BARS.allocated_worst),
         ("reserved, A", BARS.reserved_mean, None),
         ("nvidia-smi, A", BARS.nvidia_smi_mean, None),
     ):
-        found = by_name.get(basis)
-        add(f"{basis}, mean error", found.mean if found else None, mean)
+        errors = by_name.get(basis)
+        add(f"{basis}, mean error", errors.mean if errors else None, mean)
         if worst is not None:
-            add(f"{basis}, worst", found.worst if found else None, worst)
+            add(f"{basis}, worst", errors.worst if errors else None, worst)
     add("fits or not, right", score.verdicts.right_ratio, BARS.verdicts_right, least=True)
     far_off = score.verdicts.far_off
     lines.append((f"said to fit with room to spare, out of memory: {len(far_off)} (at most 0)", not far_off))
@@ -149,34 +153,35 @@ def markdown(score: Score) -> str:
 
 
 def _markdown_cells(group: Group) -> list[str]:
-    found = group.errors
-    assert found is not None
+    errors = group.errors
+    assert errors is not None
     return [
         group.name,
         str(group.published),
-        str(found.count),
-        _percent(found.mean),
-        _percent(found.worst),
-        _percent(found.bias, signed=True),
+        str(errors.count),
+        _percent(errors.mean),
+        _percent(errors.worst),
+        _percent(errors.bias, signed=True),
     ]
 
 
 def worst(answers: Sequence[Answer], count: int) -> str:
     """Returns the comparisons that are furthest off, one a line."""
-    found = [each for answer in answers for each in (*answer.memory, answer.speed) if each is not None]
-    found.sort(key=lambda each: -abs(each.counted_error))
-    return "\n".join(_comparison(each) for each in found[:count])
+    comparisons = [
+        comparison for answer in answers for comparison in (*answer.memory, answer.speed) if comparison is not None
+    ]
+    comparisons.sort(key=lambda comparison: -abs(comparison.counted_error))
+    return "\n".join(_comparison(comparison) for comparison in comparisons[:count])
 
 
-def _comparison(each: Comparison) -> str:
-    if each.basis == "tokens/s/GPU":
-        figures = f"{each.measured:10.0f} {each.predicted:10.0f} tokens/s"
+def _comparison(comparison: Comparison) -> str:
+    if comparison.basis == "tokens/s/GPU":
+        figures = f"{comparison.measured:10.0f} {comparison.predicted:10.0f} tokens/s"
     else:
-        figures = f"{each.measured / GIB:9.2f} {each.predicted / GIB:9.2f} GiB"
-    counts = "" if each.counted_error else "  (does not count)" if each.error_ratio else ""
-    return (
-        f"{each.id:44s} {each.basis:12s} {each.quality} {figures} {_percent(each.error_ratio, signed=True):>9s}{counts}"
-    )
+        figures = f"{comparison.measured / GIB:9.2f} {comparison.predicted / GIB:9.2f} GiB"
+    counts = "" if comparison.counted_error else "  (does not count)" if comparison.error_ratio else ""
+    error = _percent(comparison.error_ratio, signed=True)
+    return f"{comparison.id:44s} {comparison.basis:12s} {comparison.quality} {figures} {error:>9s}{counts}"
 
 
 def explain(answer: Answer) -> str:
@@ -191,7 +196,7 @@ def explain(answer: Answer) -> str:
         lines.append(f"  model: {question.model.name} ({question.stands_for or question.model.source})")
         lines.append(f"  cluster: {question.cluster.num_gpus} × {question.cluster.gpu.name}")
         asked = question.configuration
-        lines += [f"    {each.name} = {getattr(asked, each.name)}" for each in fields(asked)]
+        lines += [f"    {field.name} = {getattr(asked, field.name)}" for field in fields(asked)]
     if answer.refusal is not None:
         lines.append(f"  refused: {answer.refusal}")
     if answer.estimate is not None:
@@ -202,7 +207,7 @@ def explain(answer: Answer) -> str:
         if answer.estimate.speed is not None and answer.speed is not None:
             lines.append(f"  step limited by: {answer.estimate.speed.limited_by}")
             lines += [f"    {name:22s} {value:9.4f} s" for name, value in answer.estimate.speed.parts_s.items()]
-    lines += [f"  {_comparison(each)}" for each in (*answer.memory, answer.speed) if each is not None]
+    lines += [f"  {_comparison(comparison)}" for comparison in (*answer.memory, answer.speed) if comparison is not None]
     if answer.verdict is not None:
         lines.append(
             f"  fitted: {answer.verdict.fitted}; predicted {_percent(answer.verdict.predicted_ratio)} of the GPU"

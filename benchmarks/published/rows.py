@@ -142,7 +142,11 @@ class Row:
 
 
 _PUBLISHERS = (
-    *((each.value, each) for each in Publisher if each not in (Publisher.NANOTRON, Publisher.OTHER)),
+    *(
+        (publisher.value, publisher)
+        for publisher in Publisher
+        if publisher not in (Publisher.NANOTRON, Publisher.OTHER)
+    ),
     ("nanotron", Publisher.NANOTRON),
 )
 """What a source contains, and who that is."""

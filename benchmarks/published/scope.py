@@ -48,16 +48,16 @@ def _method_reason(pattern: re.Pattern[str]) -> Callable[[Row], object]:
 
 
 def _unknown_model(row: Row) -> bool:
-    found = find_model(row.model)
-    return found is None or not has_layer_code(found.model)
+    shelf = find_model(row.model)
+    return shelf is None or not has_layer_code(shelf.model)
 
 
 def _has_other_size(row: Row) -> bool:
     """Returns whether the published number of parameters is not that of the shape that the name gives."""
-    found = find_model(row.model)
-    if found is None or row.params is None or row.quality == "C" or found.is_for_speed_alone:
+    shelf = find_model(row.model)
+    if shelf is None or row.params is None or row.quality == "C" or shelf.is_for_speed_alone:
         return False
-    return abs(found.model.num_params / row.params - 1) > SIZE_TOLERANCE
+    return abs(shelf.model.num_params / row.params - 1) > SIZE_TOLERANCE
 
 
 _BOTH: tuple[Rule, ...] = (
@@ -87,8 +87,8 @@ _BOTH: tuple[Rule, ...] = (
 
 
 def _model_is_for_speed(row: Row) -> bool:
-    found = find_model(row.model)
-    return found is not None and found.is_for_speed_alone
+    shelf = find_model(row.model)
+    return shelf is not None and shelf.is_for_speed_alone
 
 
 _MEMORY: tuple[Rule, ...] = (
@@ -173,9 +173,9 @@ def excluded(row: Row) -> tuple[str, str] | None:
 
     A row that publishes nothing at all of one of the two is not out for the lack of it.
     """
-    found = scope(row)
-    memory = found.memory if has_memory(row) else None
-    speed = found.speed if has_speed(row) else None
+    row_scope = scope(row)
+    memory = row_scope.memory if has_memory(row) else None
+    speed = row_scope.speed if has_speed(row) else None
     if memory is not None and speed is not None and memory == speed:
         return "all", memory
     if memory is not None and (speed is not None or not has_speed(row)):

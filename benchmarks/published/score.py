@@ -247,16 +247,16 @@ def _published(answers: Sequence[Answer]) -> dict[tuple[str, str, str], int]:
     counts: dict[tuple[str, str, str], int] = {}
     for answer in answers:
         row = answer.row
-        found = []
+        names = []
         if row.allocated_bytes is not None:
-            found.append("allocated")
+            names.append("allocated")
         if row.nvidia_smi_bytes is not None and row.outcome == "fits":
-            found.append("nvidia-smi")
+            names.append("nvidia-smi")
         if row.basis in ("reserved", "unknown"):
-            found.append(str(row.basis))
+            names.append(str(row.basis))
         if row.throughput is not None:
-            found.append("speed")
-        for name in found:
+            names.append("speed")
+        for name in names:
             key = (name, table_of(row), row.quality)
             counts[key] = counts.get(key, 0) + 1
     return counts

@@ -68,9 +68,9 @@ def find_model(name: str, *, added_tokens: int = 0) -> Shelf | None:
             facts = families.from_config(_grown(entry["config"], added_tokens), name=key, source=entry["source"])
             return Shelf(model=facts, stands_for=entry.get("stands_for"))
     for candidate in (name, plain):
-        found = aliases.resolve(candidate)
-        if found is not None:
-            alias, known = found
+        resolved = aliases.resolve(candidate)
+        if resolved is not None:
+            alias, known = resolved
             facts = families.from_config(_grown(known.config, added_tokens), name=alias, source=known.hub_id)
             return Shelf(model=facts, stands_for=None)
     return None

@@ -28,11 +28,11 @@ def shifted_logits(
     logits = losses.logits(run, hidden, head, scales)
     wide = ops.cast(tape, logits, ops.FP32)
     if is_returned:
-        run.held.append(logits)
+        run.kept_tensors.append(logits)
     del logits
     if samples == 1:
         return wide
-    run.held.append(wide)
+    run.kept_tensors.append(wide)
     numel = run.rows * run.model.vocab_size
     if drops_last or run.variant.kernels.loss is LossKernel.IN_PLACE:
         numel -= samples * run.model.vocab_size
