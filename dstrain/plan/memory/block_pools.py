@@ -31,7 +31,7 @@ LARGE_SEGMENT_BYTES = 20 * MIB
 OWN_SEGMENT_BYTES = 10 * MIB
 """A request from this size on gets a segment of its own. Source: as above, kMinLargeAlloc."""
 SEGMENT_ROUND_BYTES = 2 * MIB
-"""What such a segment is rounded up to. Source: as above, kRoundLarge."""
+"""Such a segment is rounded up to a multiple of this. Source: as above, kRoundLarge."""
 
 _ADDRESS_BITS = 56
 _UNLIMITED_BYTES = 2**48
@@ -50,7 +50,7 @@ class Driver:
         self.peak_bytes = 0
 
     def take(self, count: int) -> bool:
-        """Takes bytes, and returns whether there were as many."""
+        """Takes bytes and returns whether enough were free."""
         taken = self._taken_bytes + count
         if self._capacity_bytes is not None and taken > self._capacity_bytes:
             return False
@@ -59,11 +59,11 @@ class Driver:
         return True
 
     def forget_peak(self) -> None:
-        """Begins to look for the most that is taken anew."""
+        """Restarts the tracking of the peak."""
         self.peak_bytes = self._taken_bytes
 
     def give_back(self, count: int) -> None:
-        """Gives bytes back."""
+        """Returns bytes to the GPU."""
         self._taken_bytes -= count
 
     def new_segment(self, pool: Pool, size: int) -> Block:
@@ -73,7 +73,7 @@ class Driver:
         return block
 
     def expandable_bytes(self, size: int, page: int) -> int:
-        """Returns the addresses of an expandable segment: an eighth more than there is memory, and the request."""
+        """Returns the addresses of an expandable segment: memory plus an eighth, plus the request."""
         room = _UNLIMITED_BYTES if self._capacity_bytes is None else self._capacity_bytes * 9 // 8
         return _rounded(max(room, size), page)
 
@@ -83,7 +83,7 @@ def _rounded(size: int, multiple: int) -> int:
 
 
 class Block:
-    """A run of addresses: handed out or free and, in an expandable segment, perhaps without memory behind it."""
+    """A range of addresses: allocated or free and, in an expandable segment, possibly unmapped."""
 
     __slots__ = ("address", "after", "before", "is_free", "is_mapped", "pool", "size")
 
@@ -139,7 +139,7 @@ class Pool:
         return block
 
     def choose(self, at: int) -> int:
-        """Returns which of the free blocks to use when `at` is the smallest that is large enough."""
+        """Returns the index of the free block to use if `at` is the smallest that is large enough."""
         return at
 
     def grow(self, size: int) -> Block | None:
@@ -157,7 +157,7 @@ class Pool:
         self.add(block)
 
     def merge(self, block: Block) -> None:
-        """Merges a block that is in no list with its free neighbours."""
+        """Merges a block outside all lists with its free neighbours."""
         before, after = block.before, block.after
         if before is not None and before.is_free and before.is_mapped is block.is_mapped:
             self.remove(before)
@@ -174,13 +174,13 @@ class Pool:
                 block.after.before = block
 
     def add(self, block: Block) -> None:
-        """Puts a block among the free ones."""
+        """Adds a block to the free ones."""
         key = block.key
         insort(self._keys, key)
         self._blocks[key] = block
 
     def remove(self, block: Block) -> None:
-        """Takes a block from among the free ones."""
+        """Removes a block from the free ones."""
         key = block.key
         del self._keys[bisect_left(self._keys, key)]
         del self._blocks[key]
@@ -190,7 +190,7 @@ class Pool:
         return [self._blocks[key] for key in self._keys]
 
     def release(self) -> None:
-        """Gives every segment that is one free block back to the driver."""
+        """Returns every segment that is a single free block to the driver."""
         for block in self.free_blocks():
             if block.before is None and block.after is None:
                 self.remove(block)
@@ -232,7 +232,7 @@ class ExpandablePool(Pool):
         return block
 
     def _lowest(self, size: int) -> Block:
-        """Returns the first of such neighbours, in a new segment where there are none."""
+        """Returns the first of such neighbours, in a new segment if none exist."""
         for address in sorted(self._unmapped):
             block = self._unmapped[address]
             if block.before is not None and block.before.is_free:
@@ -251,7 +251,7 @@ class ExpandablePool(Pool):
         return segment
 
     def _map(self, block: Block, size: int) -> bool:
-        """Puts memory behind the first pages of an unmapped block, which becomes free; returns whether there was."""
+        """Maps the first pages of an unmapped block, which becomes free; returns whether memory sufficed."""
         size = _rounded(size, self.page)
         if not self.driver.take(size):
             return False
@@ -265,14 +265,14 @@ class ExpandablePool(Pool):
         return True
 
     def remove(self, block: Block) -> None:
-        """Takes a block from among the free or the unmapped ones."""
+        """Removes a block from the free or the unmapped ones."""
         if block.is_mapped:
             super().remove(block)
         else:
             del self._unmapped[block.address]
 
     def release(self) -> None:
-        """Gives every page that lies in a free block back to the driver."""
+        """Returns every page inside a free block to the driver."""
         for block in self.free_blocks():
             first = _rounded(block.address, self.page)
             last = (block.address + block.size) // self.page * self.page

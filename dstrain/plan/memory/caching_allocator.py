@@ -17,7 +17,7 @@ Event = tuple[Hashable, int] | tuple[Hashable, int, int]
 empty). A third number names the stream that allocates, where it is not the main one."""
 
 _RESIDENT = object()
-"""The id of what lives from the beginning to the end, equal to nobody else's."""
+"""The id of the resident block, which equals no other id."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,13 +29,13 @@ class Replayed:
     live_bytes: int
     """Largest number of bytes in blocks that were handed out: torch's max_memory_allocated."""
     out_of_memory: bool
-    """Whether an allocation failed, even after everything cached had gone back to the driver."""
+    """Whether an allocation failed even after all cached segments were returned to the driver."""
     retries: int
-    """How often everything cached went back to the driver: torch's num_alloc_retries."""
+    """How often all cached segments were returned to the driver: torch's num_alloc_retries."""
 
 
 class Allocator:
-    """All pools of one GPU: a small and a large one for each stream, since no stream is given another's free blocks.
+    """All pools of one GPU: a small and a large one for each stream, since streams never share free blocks.
 
     Source: c10/cuda/CUDACachingAllocator.cpp of pytorch/pytorch: BlockComparatorSize orders by stream first.
     """
@@ -48,12 +48,12 @@ class Allocator:
         self.driver = Driver(capacity_bytes)
         self.retries = 0
         self.live_bytes = 0
-        """Most bytes handed out so far."""
+        """Peak of allocated bytes so far."""
 
     def feed(self, events: Iterable[Event]) -> bool:
-        """Plays events, and returns whether there was memory for all of them.
+        """Plays events and returns whether memory sufficed for all of them.
 
-        Raises ValueError where an id that holds something allocates again.
+        Raises ValueError if an id allocates twice without a free.
         """
         blocks, live = self._blocks, self._live
         for event in events:
@@ -77,7 +77,7 @@ class Allocator:
         return True
 
     def _allocate(self, nbytes: int, stream: int) -> Block | None:
-        """Returns a block of `nbytes` or more, or None when there is no memory for it.
+        """Returns a block of at least `nbytes`, or None if memory does not suffice.
 
         When the driver has nothing left, whole free segments of every stream go back to it and the request is tried
         once more.

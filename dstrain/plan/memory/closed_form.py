@@ -17,7 +17,7 @@ from dstrain.plan.memory.peak import Peak
 from dstrain.plan.memory.zero import engine_buffers, gathered_bytes, states
 
 AFTER_GRADIENTS = ("layer backward", "embedding backward")
-"""Instants at which there are gradients of parameters already."""
+"""Instants at which parameters already have gradients."""
 
 
 def peak(model: ModelFacts, configuration: Configuration, ranks: int) -> Peak:

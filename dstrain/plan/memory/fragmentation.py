@@ -21,7 +21,7 @@ first ones are freed before a larger tensor is asked for. Source, here and below
 ADAPTER_LOGITS = 2.0
 """The same where the base is frozen, except under ZeRO-3."""
 FIXED_LOGITS = 2.5
-"""The same where segments cannot grow."""
+"""The same if segments cannot grow."""
 GATHERED_UNITS = 2.7
 """ZeRO-3: units that were given back, or gathered ahead, while computation has yet to get past others; a unit is the
 embedding, or a block of experts where that is larger."""
@@ -40,7 +40,7 @@ HOLES = {
 """Share of live bytes in other holes by who holds the states and what is trained; `resting`: gradients lie between
 saved tensors, because several micro-batches add to them or nothing is recomputed."""
 FIXED_HOLES = 0.10
-"""More of it where segments cannot grow."""
+"""Additional share if segments cannot grow."""
 
 
 def quick_ratio(model: ModelFacts, configuration: Configuration, num_ranks: int, peak: Peak) -> float:
@@ -90,7 +90,7 @@ def _step_copies(model: ModelFacts, configuration: Configuration, num_ranks: int
 
 
 def _engine_streams(model: ModelFacts, configuration: Configuration, num_ranks: int, peak: Peak) -> float:
-    """Returns what ZeRO-3's streams for gathering and reducing have beyond what they have at the peak."""
+    """Returns the bytes of ZeRO-3's gather and reduce streams beyond those live at the peak."""
     item = configuration.model.item
     unit = max(group.numel for group in model.tensors if group.kind is not Kind.VISION)
     if model.moe is not None:

@@ -25,7 +25,7 @@ BASELINE_HOST_BYTES_PER_RANK = 4 * GIB
 
 
 class Detail(IntEnum):
-    """How finely memory is computed: by closed forms, with the engine played, with the allocator played too."""
+    """How memory is computed: in closed form, with a replay of the engine, or with one of the allocator too."""
 
     QUICK = 0
     ENGINE = 1
@@ -34,7 +34,7 @@ class Detail(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Breakdown:
-    """What the peak consists of, in bytes; the sum is `device_bytes_per_gpu`."""
+    """Parts of the peak in bytes; their sum is `device_bytes_per_gpu`."""
 
     params: int
     """Parameters of this rank's share."""
@@ -65,18 +65,18 @@ class Breakdown:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """What a configuration needs."""
+    """Memory that a configuration needs."""
 
     live_bytes_per_gpu: int
     """Live tensors at the peak (torch's max_memory_allocated)."""
     reserved_bytes_per_gpu: int
     """Held by the caching allocator (torch's max_memory_reserved)."""
     device_bytes_per_gpu: int
-    """What nvidia-smi shows."""
+    """Device memory as nvidia-smi shows it."""
     peak_instant: str
-    """When the peak is."""
+    """The instant of the peak."""
     breakdown_bytes: Breakdown
-    """What the peak consists of."""
+    """Parts of the peak."""
     host_bytes_per_node: int
     """Host RAM of one node."""
     nvme_bytes_per_node: int
@@ -88,7 +88,7 @@ class Memory:
 
 
 def memory(workload: Workload, configuration: Configuration, *, detail: Detail = Detail.REPLAYED) -> Memory:
-    """Returns what a configuration needs, as finely as `detail` says.
+    """Returns the memory that a configuration needs, computed as precisely as `detail` says.
 
     What was measured on such a machine takes the place of the replayed allocator and of the constants for CUDA's
     context and NCCL.
@@ -135,9 +135,9 @@ def memory(workload: Workload, configuration: Configuration, *, detail: Detail =
 
 
 def _held_by_allocator(workload: Workload, configuration: Configuration, peak: Peak, detail: Detail) -> tuple[int, int]:
-    """Returns what the allocator reserves at most, and in the steps after the first: replayed, or from above.
+    """Returns the peak of reserved bytes, and that of the steps after the first: replayed, or estimated from above.
 
-    Where the replay runs out of memory it is done again without a limit, to say how much it would take.
+    If the replay runs out of memory, it runs again without a limit and measures the need.
     """
     model, cluster = workload.model, workload.cluster
     ranks, workspace = _ranks(cluster, configuration), _workspace_bytes(cluster)
@@ -162,19 +162,19 @@ def _held_by_allocator(workload: Workload, configuration: Configuration, peak: P
 
 
 def _ranks(cluster: Cluster, configuration: Configuration) -> int:
-    """Returns how many ranks share states: sequence-parallel ones as data-parallel ones do."""
+    """Returns how many ranks share states, sequence-parallel ranks included."""
     return max(1, cluster.num_gpus // configuration.parallel.tp)
 
 
 def _outside_bytes(cluster: Cluster, measured: Measured = NOTHING) -> int:
-    """Returns what lies outside of PyTorch: CUDA context and NCCL."""
+    """Returns the bytes outside of PyTorch: CUDA context and NCCL."""
     context = measured.context_bytes
     nccl = measured.nccl_bytes if cluster.num_gpus > 1 else 0
     return (CONTEXT_BYTES if context is None else context) + (NCCL_BYTES if nccl is None else nccl)
 
 
 def _peak(workload: Workload, configuration: Configuration, detail: Detail) -> Peak:
-    """Returns the peak of live bytes by who holds the states: DeepSpeed, or PyTorch itself.
+    """Returns the peak of live bytes under DeepSpeed or under PyTorch alone.
 
     DeepSpeed's engine is played parameter by parameter, which takes some 50 ms; the closed forms that stand for it in a
     search are within 10 % of that. A model whose layer code was traced has no parameters to play it with.

@@ -26,9 +26,9 @@ NCCL_BYTES = round(0.6 * GIB)
 """NCCL communicators and their buffers: 0.55-2.0 GiB with two ranks or more. Source: stas00/ml-engineering. In the same
 published runs, FSDP on two and four A100 with NVLink needs 0.3-0.9 GiB more than the replay beside the context."""
 STEPS_REPLAYED = 2
-"""Steps: the second finds the optimizer's states, and workspaces, where there was room in the first."""
+"""Replayed steps: in the second, optimizer states and workspaces occupy memory that was free in the first."""
 STEPS_AFTER_RETRY = 4
-"""The same where memory ran out and everything cached went back, after which blocks lie anew."""
+"""The same if memory ran out: all cached segments were returned, and blocks get new places."""
 SHARDED_STEPS_REPLAYED = 1
 """The same under ZeRO-3, whose states are there from the beginning: a second changes 0.0-0.4 % in a grid of replays."""
 AMPERE_WORKSPACE_BYTES = round(8.125 * MIB)
@@ -40,14 +40,14 @@ class Reserved:
     """What the allocator takes from the driver, up to the end of the replay or the allocation that failed."""
 
     reserved_bytes: int
-    """The most at any time: torch's max_memory_reserved."""
+    """The peak at any time: torch's max_memory_reserved."""
     settled_bytes: int
     """The most in the last step replayed: what a look at nvidia-smi now and then finds, context and NCCL aside. Less
     than the other where memory ran out once and everything cached went back to the driver."""
     retries: int
-    """How often everything cached went back to the driver: torch's num_alloc_retries."""
+    """How often all cached segments were returned to the driver: torch's num_alloc_retries."""
     out_of_memory: bool
-    """Whether an allocation failed, even so."""
+    """Whether an allocation failed nevertheless."""
 
 
 def reserved(
@@ -89,7 +89,7 @@ def reserved(
 def _steps(
     model: ModelFacts, configuration: Configuration, num_ranks: int, workspace_bytes: int
 ) -> Iterator[list[Event]]:
-    """Yields what happens before the first step, then step after step, by who holds the states."""
+    """Yields the events before the first step, then those of each step."""
     if configuration.model.is_deepspeed:
         return allocations.steps(model, configuration, num_ranks, workspace_bytes)
     if configuration.zero.stage == 3:

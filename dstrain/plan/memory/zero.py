@@ -123,10 +123,10 @@ def sub_group_bytes(configuration: Configuration, partition: float | None) -> in
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineBuffers:
-    """What the engine holds on the GPU beside model states, in bytes."""
+    """The engine's bytes on the GPU besides model states."""
 
     resident: int
-    """Held all the time."""
+    """Resident at all times."""
     backward_grads: int
     """Gradients that exist in the backward pass beyond those of `States.grads`."""
     backward: int
@@ -204,7 +204,7 @@ def pinned_waste(counts: Trained, configuration: Configuration, num_ranks: int) 
 
 
 def pinned(count: float) -> int:
-    """Returns the bytes that a pinned allocation really takes: the next power of two.
+    """Returns the actual bytes of a pinned allocation: the next power of two.
 
     Source: torch 2.13 CachingHostAllocator; pytorch#95823, DeepSpeed#7250.
 

@@ -25,13 +25,13 @@ IN_FLIGHT = 2
 under way, so that it may run further ahead; nothing has been measured. Source: deepspeed 0.19.8
 runtime/zero/partitioned_param_coordinator.py: __max_ongoing_fetch_events."""
 STREAMS = {Part.GRADS: MAIN, Part.BUFFERS: REDUCE, Part.GATHERED: UNSHARD}
-"""The streams that allocate where communication overlaps."""
+"""The streams that allocate if communication overlaps."""
 
 
 def steps(
     model: ModelFacts, configuration: Configuration, num_ranks: int, workspace_bytes: int
 ) -> Iterator[list[Event]]:
-    """Yields what happens before the first step, then step after step, on the first rank."""
+    """Yields the events of the first rank before the first step, then those of each step."""
     engine, recording = engine_of(model, configuration, num_ranks), recorded(model, configuration)
     script, between = Script(), engine.resident
     script.allocate_all((between.params, between.grads, between.optimizer, between.buffers, between.gathered))
@@ -93,12 +93,12 @@ class _Blocks:
             size -= largest
 
     def _largest(self, part: Part, size: int) -> int:
-        """Returns the size of the largest block of up to `size`, 0 where there is none."""
+        """Returns the size of the largest block of up to `size`, or 0 if none exists."""
         sizes = (block for (kind, block), keys in self._live.items() if kind is part and keys and block <= size)
         return max(sizes, default=0)
 
     def _split(self, part: Part, size: int) -> None:
-        """Takes a part of a block that was allocated as one: the rest goes on as another."""
+        """Takes a part of a block that was allocated as one; the rest becomes another block."""
         whole = min(block for (kind, block), keys in self._live.items() if kind is part and keys)
         self._free(part, self._live[part, whole].pop(0))
         self._live[part, whole - size].append(self._script.allocate(whole - size, self._streams.get(part, MAIN)))

@@ -10,7 +10,7 @@ from dstrain.plan.memory.layers.tensor import BLOCK_BYTES
 
 
 class Part(IntEnum):
-    """What the engine's bytes are for."""
+    """Purposes of the engine's bytes."""
 
     GRADS = 0
     BUFFERS = 1
@@ -23,16 +23,16 @@ EngineEvent = tuple[Part, int]
 
 
 class Action(NamedTuple):
-    """What the engine does at one mark."""
+    """The engine's allocations and frees at one mark."""
 
     key: Key
     """The mark."""
     events: tuple[EngineEvent, ...]
     """Allocations and frees, in order."""
     high: Parts
-    """The most that is live meanwhile, by part."""
+    """Peak of live bytes until the next mark, by part."""
     after: Parts
-    """Live from then on, by part."""
+    """Live bytes afterwards, by part."""
 
 
 class ByteAccount:
@@ -66,7 +66,7 @@ class ByteAccount:
         self.remove(part, size)
 
     def cut(self, key: Key) -> Action:
-        """Returns what has happened since the last cut, as what the engine does at a mark."""
+        """Returns the allocations and frees since the last cut as those of a mark."""
         action = Action(key, tuple(self.events), self.highest, tuple(self.parts))
         self.high, self.highest = self.live, action.after
         self.events.clear()
@@ -74,5 +74,5 @@ class ByteAccount:
 
 
 def rounded(size: int) -> int:
-    """Returns what an allocation of so many bytes takes."""
+    """Returns the rounded size of an allocation."""
     return -(-size // BLOCK_BYTES) * BLOCK_BYTES

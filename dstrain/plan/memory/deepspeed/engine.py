@@ -29,7 +29,7 @@ STEP: Key = ("optimizer step", -1, "")
 
 
 class Instant(NamedTuple):
-    """Live bytes beyond what is resident at one moment."""
+    """Live bytes of one moment beyond the resident ones."""
 
     total: int
     """All parts together."""
@@ -42,24 +42,24 @@ class Instant(NamedTuple):
 
     @property
     def name(self) -> str:
-        """What the moment is called."""
+        """Name of the moment."""
         return NAMES.get(self.key[0], "layer backward")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Engine:
-    """What the engine does with a model, whatever a micro-batch is."""
+    """The engine's bytes for a model, whatever the micro-batch."""
 
     resident: Resident
-    """What it holds between steps."""
+    """Bytes held between steps."""
     replays: tuple[Replay, ...]
-    """What it does in forward and backward, on the ranks that may hold most; the first rank first."""
+    """Forward and backward on the ranks that may have the highest peak; the first rank comes first."""
     steps: tuple[tuple[Parts, ...], ...]
-    """What it has at the instants of the optimizer step, on the same ranks."""
+    """Bytes at the instants of the optimizer step, on the same ranks."""
 
 
 def peak(model: ModelFacts, configuration: Configuration, num_ranks: int, *, kernel_workspaces: bool = True) -> Peak:
-    """Returns the peak of live bytes of the rank that has most, without workspaces of kernel libraries.
+    """Returns the highest peak of live bytes of any rank, without workspaces of kernel libraries.
 
     `num_ranks` share the optimizer: all GPUs, those that share sequences too, but tensor-parallel ones count once.
     `kernel_workspaces` says whether what GPU kernels allocate inside is counted, which CPU ranks do not have.
@@ -92,7 +92,7 @@ NAMES = {
     "backward end": "gradient reduction",
     "optimizer step": "optimizer step",
 }
-"""What a moment is called; all others are of a layer's backward pass."""
+"""Names of moments; all others belong to the backward pass of a layer."""
 
 
 def instants(
@@ -139,7 +139,7 @@ def recorded(model: ModelFacts, configuration: Configuration, *, kernel_workspac
 
 
 def engine_of(model: ModelFacts, configuration: Configuration, num_ranks: int) -> Engine:
-    """Returns what the engine does with a model on ranks that share the optimizer."""
+    """Returns the engine's bytes for a model on ranks that share the optimizer."""
     return _engine(model, _programmed(model, configuration), settings_of(configuration), num_ranks)
 
 
@@ -169,7 +169,7 @@ def _resident(model: ModelFacts, settings: Settings, ranks: int, modules: Module
 
 
 def host_of(model: ModelFacts, configuration: Configuration, num_ranks: int) -> Host:
-    """Returns what the rank with most keeps in host RAM and on NVMe."""
+    """Returns the host RAM and NVMe bytes of the rank with the most."""
     modules, settings = _programmed(model, configuration).modules, settings_of(configuration)
     return max((host(modules, settings, num_ranks, rank) for rank in {0, num_ranks - 1}), key=lambda host: host.taken)
 

@@ -11,7 +11,7 @@ ALLREDUCE_ELEMENTS = 500_000_000
 """Elements of gradient that ZeRO-0 reduces at once. Source: deepspeed 0.19.8 runtime/engine.py:
 MEMORY_OPT_ALLREDUCE_SIZE."""
 NORM_ITEM = 8
-"""Bytes of an element while a norm is taken: fp64. Source: deepspeed 0.19.8 runtime/zero/utils.py: get_norm_dtype."""
+"""Bytes of an element in a norm: fp64. Source: deepspeed 0.19.8 runtime/zero/utils.py: get_norm_dtype."""
 NORM_ELEMENTS = 250_000_000
 """Elements of which ZeRO-3 takes the norm at once. Source: runtime/zero/stage3.py: _constant_buffered_norm2."""
 FP32 = 4
@@ -19,7 +19,7 @@ FP32 = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reduces:
-    """How gradients are reduced."""
+    """Settings of gradient reduction."""
 
     stage: int
     """ZeRO stage."""
@@ -29,13 +29,13 @@ class Reduces:
     """Bytes of one element while ranks exchange it: fp32 where they share sequences.
     Source: runtime/engine.py: communication_data_type; runtime/constants.py: SEQ_PARALLEL_COMMUNICATION_DATA_TYPE."""
     accumulated: int
-    """Bytes of one element where gradients are added up."""
+    """Bytes of one element of accumulated gradients."""
     ranks: int
     """Ranks that share the optimizer."""
     bucket: int
     """`reduce_bucket_size`."""
     buckets: int
-    """Buffers of that size."""
+    """Number of buffers of that size."""
     overlaps: bool
     """Whether communication overlaps the backward pass, so that ZeRO-1 reduces before the pass is over."""
     is_offloaded: bool
@@ -66,14 +66,14 @@ class Reducer:
         return rounded(self.numel[weight] * self.how.item)
 
     def grad(self, weight: int) -> None:
-        """A gradient comes to rest; those of later micro-batches are added to the first."""
+        """Stores a gradient; those of later micro-batches are added to the first."""
         if self.micro:
             self.account.passing(Part.GRADS, self.size(weight))
         else:
             self.account.add(Part.GRADS, self.size(weight))
 
     def end(self) -> None:
-        """The backward pass is over."""
+        """Ends the backward pass."""
         if self.is_last:
             flat = min(self.total, ALLREDUCE_ELEMENTS + max(self.numel)) * self.how.item
             self.account.passing(Part.BUFFERS, rounded(flat))
@@ -151,7 +151,7 @@ class ShardedReducer(Reducer):
         self.elements = 0
 
     def _to_host(self, share: int) -> None:
-        """Brings a partition of the host's gradient here, takes its norm, and makes it fp32 on its way back."""
+        """Copies a partition of the host's gradient to the GPU, computes its norm, and casts it to fp32."""
         brought = rounded(share * self.how.accumulated)
         self.account.add(Part.BUFFERS, brought)
         if self.is_last:

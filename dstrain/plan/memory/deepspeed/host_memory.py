@@ -24,10 +24,10 @@ runtime/swap_tensor/partitioned_param_swapper.py."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
-    """What one rank has outside of its GPU, in bytes."""
+    """Bytes of one rank outside of its GPU."""
 
     pinned: tuple[int, ...] = ()
-    """Page-locked buffers, each as large as it was asked for."""
+    """Page-locked buffers, each with its requested size."""
     pageable: int = 0
     """Other memory."""
     locked: int = 0
@@ -37,12 +37,12 @@ class Host:
 
     @property
     def asked(self) -> int:
-        """RAM that was asked for."""
+        """Requested RAM."""
         return sum(self.pinned) + self.pageable + self.locked
 
     @property
     def taken(self) -> int:
-        """RAM that is taken: each pinned buffer is rounded up to a power of two."""
+        """Allocated RAM: each pinned buffer is rounded up to a power of two."""
         return sum(pinned(size) for size in self.pinned) + self.pageable + self.locked
 
 

@@ -33,7 +33,7 @@ class Module:
     """A module that is called: its parameters, and the modules inside."""
 
     number: int
-    """Different for each module."""
+    """Unique number of the module."""
     weights: tuple[int, ...]
     """Its own parameters; of a leaf of ZeRO-3, those inside too."""
     children: tuple[Module, ...] = ()
@@ -48,10 +48,10 @@ class Module:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """What the modules of a run depend on."""
+    """Settings that determine the modules of a run."""
 
     method: Method
-    """What is trained."""
+    """Trained parameters: all, or an adapter."""
     lora: Lora
     """The adapter."""
     linears: tuple[tuple[str, int], ...]
@@ -67,9 +67,9 @@ class Modules:
     weights: tuple[Weight, ...]
     """Every parameter tensor, in the model's order; tied ones once."""
     outer: tuple[Module, ...]
-    """Modules around the decoder, without parameters of their own, the outermost first."""
+    """Modules around the decoder, without parameters of their own, outermost first."""
     tower: Module
-    """A vision tower as one module; without parameters where there is none."""
+    """The vision tower as one module; without parameters if the model has none."""
     embedding: Module
     """The embedding of tokens."""
     rotary: Module

@@ -13,24 +13,24 @@ from dstrain.plan.memory.layers.recording import Key
 
 
 class Event(IntEnum):
-    """What happens."""
+    """Kinds of events."""
 
     FETCH = 0
     """A module begins, in the forward pass or in a recomputation."""
     RELEASE = 1
-    """It ends."""
+    """A module ends."""
     FETCH_BACK = 2
     """A module's backward pass begins."""
     RELEASE_BACK = 3
-    """It ends."""
+    """A module's backward pass ends."""
     GRAD = 4
-    """The gradient of a parameter comes to rest."""
+    """The gradient of a parameter is complete."""
     MARK = 5
     """A moment of the tape begins."""
     KEEP = 6
     """A recomputation saves a parameter for the backward pass, as it is now."""
     DROP = 7
-    """That backward pass is over."""
+    """The backward pass that needs the saved parameters is over."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,21 +42,21 @@ class Program:
     members: tuple[tuple[int, ...], ...]
     """Parameters by the number of the module."""
     events: tuple[tuple[Event, int], ...]
-    """What happens, in order of time, with which module, parameter or mark."""
+    """Events in order of time, each with its module, parameter or mark."""
     gradients: tuple[tuple[Event, int], ...]
-    """Those of the events that matter where nothing is gathered: gradients and marks."""
+    """Events that matter if nothing is gathered: gradients and marks."""
     marks: tuple[Key, ...]
     """The moments of the tape, by their number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Passes:
-    """How the forward and backward pass go."""
+    """Settings of the forward and backward pass."""
 
     checkpointing: Checkpointing
     """Which layers are recomputed."""
     is_reentrant: bool
-    """Whether in the older way."""
+    """Whether recomputation is reentrant."""
     detached: frozenset[str]
     """Linear layers of the first decoder layer whose input needs no gradient."""
 
@@ -75,7 +75,7 @@ def program(model: ModelFacts, shape: Shape, passes: Passes) -> Program:
 
 
 class _Writer:
-    """Writes a program down."""
+    """Writes a program."""
 
     def __init__(self, modules: Modules, passes: Passes) -> None:
         self.modules = modules
@@ -117,7 +117,7 @@ class _Writer:
         return Program(modules, members, tuple(self.events), gradients, tuple(self.marks))
 
     def backward_of_loss(self) -> None:
-        """Writes the backward pass down to the norm after the last layer."""
+        """Writes the backward pass from the loss to the norm after the last layer."""
         modules = self.modules
         for module in modules.outer[:-1]:
             self.put(Event.FETCH_BACK, module)
@@ -136,12 +136,12 @@ class _Writer:
         self.events.append((event, module.number))
 
     def mark(self, what: str, layer: int, name: str) -> None:
-        """Writes that a moment of the tape begins."""
+        """Writes the beginning of a moment of the tape."""
         self.marks.append((what, layer, name))
         self.events.append((Event.MARK, len(self.marks) - 1))
 
     def postpone_mark(self) -> None:
-        """Moves the last mark to here: what has happened since belongs to the time before it."""
+        """Moves the last mark to here: later events belong to the time before it."""
         last = next(index for index in reversed(range(len(self.events))) if self.events[index][0] is Event.MARK)
         self.events.append(self.events.pop(last))
 
@@ -150,7 +150,7 @@ class _Writer:
         return any(self.modules.weights[index].trains for index in module.weights)
 
     def grads(self, module: Module) -> None:
-        """Writes that a module's gradients come to rest."""
+        """Writes the gradients of a module."""
         for index in module.weights:
             if self.modules.weights[index].trains:
                 self.events.append((Event.GRAD, index))

@@ -19,17 +19,17 @@ from dstrain.plan.memory.zero import num_buckets
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Replay:
-    """What the engine does on one rank in the forward and backward passes of a step."""
+    """The engine's bytes on one rank in the forward and backward passes of a step."""
 
     rank: int
     micro_batches: tuple[tuple[Action, ...], ...]
     """What it does at the marks of each micro-batch, quiet ones left out; the last is the end."""
     kept: int
-    """Bytes of gradient that are left for the step."""
+    """Bytes of gradient that remain for the step."""
 
 
 def replays(program: Program, settings: Settings, ranks: int) -> tuple[Replay, ...]:
-    """Returns the replays of the ranks that may hold most: the first, the last, and that with the most gradient."""
+    """Returns the replays of the ranks that may peak highest: first, last, and the one with the most gradient."""
     candidates = {0}
     if settings.zero.stage in (1, 2) and not is_wide(settings):
         elements = layout(program.modules, ranks).elements_by_rank(ranks)
@@ -68,7 +68,7 @@ def _micro_batch(
 
 
 def _calls(reducer: Reducer, coordinator: Coordinator | None) -> list[Callable[[int], None] | None]:
-    """Returns what to do at each event; nothing at a mark."""
+    """Returns the action of each event; none at a mark."""
     calls: list[Callable[[int], None] | None] = [None] * len(Event)
     calls[Event.GRAD] = reducer.grad
     if coordinator:

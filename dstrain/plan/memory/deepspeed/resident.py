@@ -35,24 +35,24 @@ class Resident:
     params: int
     """This rank's parameters."""
     grads: int = 0
-    """Gradients, where they are never freed."""
+    """Gradients that are never freed."""
     optimizer: int = 0
     """Master copy and states."""
     buffers: int = 0
     """Buckets and staging buffers."""
     gathered: int = 0
-    """Small parameters that ZeRO-3 gives back for the step only."""
+    """Small parameters that ZeRO-3 releases for the step only."""
     secondary: int = 0
     """ZeRO++'s secondary partitions, which the first forward pass makes and the step's end frees; not in `total`."""
 
     @property
     def total(self) -> int:
-        """All that is held between two steps."""
+        """All bytes held between two steps."""
         return self.params + self.grads + self.optimizer + self.buffers + self.gathered
 
 
 def accumulation_item(settings: Settings) -> int:
-    """Returns the bytes of an element where gradients are added up."""
+    """Returns the bytes of an element of accumulated gradients."""
     return (settings.step.grad_accum_dtype or settings.model.precision).num_bytes
 
 
@@ -75,7 +75,7 @@ def is_wide(settings: Settings) -> bool:
 
 
 def state_bytes(numel: int, optimizer: Optimizer) -> int:
-    """Returns the bytes of the states of so many elements, without the master copy."""
+    """Returns the bytes of the optimizer states of that many elements, without the master copy."""
     if optimizer is Optimizer.ADAMW_8BIT:
         return 2 * rounded(round(EIGHT_BIT_STATE * numel))
     return STATES[optimizer] * rounded(FP32 * numel)

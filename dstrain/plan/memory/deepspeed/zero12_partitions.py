@@ -21,7 +21,7 @@ class Layout:
     order: tuple[int, ...]
     """Trainable parameters, group by group."""
     numel: tuple[int, ...]
-    """Their elements."""
+    """Elements of each."""
     slices: dict[int, tuple[tuple[int, int], ...]]
     """Parameter → the ranks whose partitions it touches, and its elements there."""
     partitions: tuple[int, ...]
@@ -88,7 +88,7 @@ class PartitionedReducer(Reducer):
         self.elements = 0
         self.resting: set[int] = set()
         self.lingering: list[int] = []
-        """Large gradients that nothing clears before the backward pass is over."""
+        """Large gradients that remain until the end of the backward pass."""
 
     def grad(self, weight: int) -> None:
         if not self.has_buckets:
@@ -104,7 +104,7 @@ class PartitionedReducer(Reducer):
             self.resting.add(weight)
 
     def _put(self, weight: int) -> None:
-        """Moves a gradient into the bucket, which is emptied first when it is full."""
+        """Moves a gradient into the bucket, which is reduced first if it is full."""
         self.resting.discard(weight)
         if self.elements + self.numel[weight] > self.how.bucket:
             self._flush()
@@ -116,7 +116,7 @@ class PartitionedReducer(Reducer):
         self.elements += self.numel[weight]
 
     def _flush(self) -> None:
-        """Reduces what is in the bucket, and keeps what belongs to this rank."""
+        """Reduces the bucket and keeps the gradients of this rank."""
         together: list[tuple[int, int]] = []
         pieces = self._pieces()
         for index, piece in enumerate(pieces):
@@ -162,7 +162,7 @@ class PartitionedReducer(Reducer):
         self.account.remove(Part.BUFFERS, flat)
 
     def _settle(self, weight: int) -> None:
-        """A reduced gradient goes to the host, or into the partition, or away."""
+        """Moves a reduced gradient to the host or into the partition, or drops it."""
         is_mine = weight in self.mine
         lingers = not is_mine and self.how.stage == 1
         if is_mine and self.how.is_offloaded:
@@ -179,7 +179,7 @@ class PartitionedReducer(Reducer):
                 self.account.remove(Part.GRADS, self.size(weight))
 
     def _to_host(self, weight: int) -> None:
-        """Takes the norm of this rank's part, and makes it fp32 on its way."""
+        """Computes the norm of this rank's part, and casts it to fp32 on the way to the host."""
         if self.is_last:
             numel = next(numel for rank, numel in self.layout.slices[weight] if rank == self.rank)
             self.account.passing(Part.BUFFERS, rounded(numel * NORM_ITEM))

@@ -22,7 +22,7 @@ _FETCHES = (Event.FETCH, Event.FETCH_BACK)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gathers:
-    """How parameters are gathered."""
+    """Settings of parameter gathering."""
 
     item: int
     """Bytes of one element."""
@@ -37,7 +37,7 @@ class Gathers:
     persistence: int
     """`stage3_param_persistence_threshold`."""
     is_offloaded: bool
-    """Whether the partitions are on the host, so that even one rank has to copy."""
+    """Whether the partitions are on the host; if so, even a single rank copies them."""
     hpz: int
     """`zero_hpz_partition_size`."""
 
@@ -104,7 +104,7 @@ class Coordinator:
         self.next_use = [0] * len(self.numel)
 
     def fetch(self, number: int) -> None:
-        """A module begins."""
+        """Begins a module."""
         needed = self.members[number]
         missing = [weight for weight in needed if not self.whole[weight] and weight not in self.flying]
         if missing:
@@ -140,7 +140,7 @@ class Coordinator:
             self._gather(sorted(ahead))
 
     def _gather(self, weights: list[int]) -> None:
-        """Starts a collective: into the parameter itself when it is one, else a flat buffer; one rank just copies."""
+        """Starts a collective: into a single parameter itself, else into a flat buffer; one rank just copies."""
         self.available += sum(self.numel[weight] for weight in weights)
         flat = 0
         if len(weights) == 1 or self.how.ranks == 1:
@@ -170,7 +170,7 @@ class Coordinator:
             self.account.remove(Part.GATHERED, group.flat)
 
     def release(self, number: int) -> None:
-        """A module ends."""
+        """Ends a module."""
         for weight in self.members[number]:
             active = self.active[weight]
             active.discard(number)
@@ -202,11 +202,11 @@ class Coordinator:
             self.account.add(Part.GATHERED, self.sizes[weight] // self.how.hpz)
 
     def keep(self, weight: int) -> None:
-        """A recomputation saves a parameter."""
+        """Keeps a parameter that a recomputation saves."""
         self.saved.add(weight)
 
     def drop(self, weight: int) -> None:
-        """What a recomputation saved is not needed any more."""
+        """Frees what a recomputation saved."""
         self.saved.discard(weight)
         if weight in self.orphans:
             self.orphans.remove(weight)

@@ -22,7 +22,7 @@ INDEX = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Instant:
-    """The most that is live at one named instant beyond parameters, in bytes, by part."""
+    """Peak of live bytes beyond parameters at one named instant, by part."""
 
     name: str
     """`forward`, `loss forward`, `loss backward`, `head backward`, `layer backward` or `embedding backward`."""
@@ -105,7 +105,7 @@ def of_variant(model: ModelFacts, variant: Variant) -> tuple[Instant, ...]:
 
 
 def layer_kinds(model: ModelFacts, variant: Variant) -> dict[str, int]:
-    """Returns how many layers there are of each kind: with a dense MLP or experts, under a mask of their own or not.
+    """Returns the number of layers of each kind: with a dense MLP or experts, with or without a mask of their own.
 
     A window needs a mask where rows are longer and SDPA has none; other attention takes it without, or has a mask
     anyway. Source: Transformers 5.23 masking_utils.py: _ignore_causal_mask_sdpa.
@@ -138,7 +138,7 @@ def _instant(name: str, parts: list[int], layers: int) -> Instant:
 
 
 def peaks(model: ModelFacts, variant: Variant, depth: dict[str, int]) -> dict[str, tuple[int, ...]]:
-    """Returns the peak of each instant of a model with so many layers of each kind, by part.
+    """Returns the peak of each instant of a model with that many layers of each kind, by part.
 
     The backward passes of the first and of the last layers of a kind are instants of their own, one for each place in
     the pattern of recomputed layers: between them the peak follows a straight line, so one of the two is the largest.

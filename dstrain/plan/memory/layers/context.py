@@ -24,7 +24,7 @@ from dstrain.plan.training_code import TrainingCode
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
-    """What the tape depends on: most parts of a configuration, and how long others keep parameters and gradients."""
+    """Settings of the tape: most parts of a configuration, and how long parameters and gradients stay alive."""
 
     model: TrainedModel
     batch: MicroBatch
@@ -73,7 +73,7 @@ class Variant:
 
 
 def variant_of(configuration: Configuration) -> Variant:
-    """Returns what the tape depends on."""
+    """Returns the settings of the tape."""
     c = configuration
     is_sharded = c.zero.stage == 3
     return Variant(
@@ -150,9 +150,9 @@ class Context:
         self.sin: Tensor | None = None
         self.mask: Storage | None = None
         self.has_mask = variant.has_mask
-        """Whether the layer that runs has a mask."""
+        """Whether the current layer has a mask."""
         self.kept_tensors: list[Tensor] = []
-        """What a caller's frame keeps alive until the loss is there."""
+        """Tensors that a caller's frame keeps alive until the loss exists."""
 
     @property
     def tables(self) -> tuple[Tensor, Tensor]:
@@ -162,7 +162,7 @@ class Context:
         return self.cos, self.sin
 
     def linear(self, x: Tensor, name: str, *, shards: str = "") -> Tensor:
-        """A linear layer of the model, with its adapter where it has one.
+        """A linear layer of the model, with its adapter if it has one.
 
         `shards` is `columns` or `rows` where tensor parallelism cuts the weight that way.
         """

@@ -20,7 +20,7 @@ def plain_attention(run: Context, x: Tensor) -> Tensor:
 
 
 def qwen3_attention(run: Context, x: Tensor) -> Tensor:
-    """Attention whose queries and keys are normalised as soon as they are there."""
+    """Attention that normalises queries and keys directly after their projections."""
     width = run.model.head_dim
     q = blocks.rms_norm(run, _by_head(run, x, "self_attn.q_proj"), width)
     k = blocks.rms_norm(run, _by_head(run, x, "self_attn.k_proj"), width)

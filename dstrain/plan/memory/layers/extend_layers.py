@@ -12,11 +12,11 @@ from dstrain.plan.memory.layers.tensor import Part
 Slice = tuple[str, int]
 """`f` or `b` for forward or backward, and the layer; `before`, `between` and `after` have layer -1."""
 Home = tuple[str, int, int]
-"""The slice in which a tensor is allocated, and the how many-th of that slice it is."""
+"""The slice that allocates a tensor, and its position among the tensors of that slice."""
 
 
 def repeated(short: Recording, copies: Mapping[int, int], *, is_terse: bool) -> Recording | None:
-    """Returns the recording with more `copies` of some layers, or None where one is unlike its neighbours.
+    """Returns the recording with more `copies` of some layers, or None if one differs from its neighbours.
 
     A slice of the recording reaches from the first linear of a layer to that of the next, backward from the gradient of
     a layer's output to that of the one before it. Each tensor is known by the slice that allocates it and its place
@@ -30,7 +30,7 @@ def repeated(short: Recording, copies: Mapping[int, int], *, is_terse: bool) -> 
 
 
 class _Cut:
-    """A recording in slices."""
+    """A recording cut into slices."""
 
     def __init__(self, short: Recording) -> None:
         self.order: list[Slice] = []
@@ -69,7 +69,7 @@ class _Cut:
     def is_regular(self, layer: int) -> bool:
         """Returns whether a layer can be repeated.
 
-        The next one must do just the same, both neighbours allocate the same, and neither free what is further away.
+        The next layer must repeat its events, both neighbours allocate the same, and it frees only their tensors.
         """
         for direction in "fb":
             shape, following = (self._shape((direction, number)) for number in (layer, layer + 1))
@@ -90,7 +90,7 @@ class _Cut:
         return [size for _, size in self.events.get(slice_, ()) if size]
 
     def _shape(self, slice_: Slice) -> list[tuple[object, ...]] | None:
-        """Returns a slice with tensors of other slices by how far those are."""
+        """Returns a slice; tensors of other slices are given by the distance of their slice."""
         if slice_ not in self.events:
             return None
         return [(size,) if size else self._relative(self.home[key], slice_[1]) for key, size in self.events[slice_]]
@@ -109,7 +109,7 @@ class _Writer:
         self.events: list[TapeEvent] = []
         self.moments: list[Moment] = []
         self.grown = (0,) * len(Part)
-        """What lives beyond the short recording's, by part."""
+        """Live bytes beyond those of the short recording, by part."""
 
     def write(self) -> Recording:
         for slice_ in self.cut.order:
@@ -123,7 +123,7 @@ class _Writer:
         return replace(self.short, events=self.events, freed=list(self._freed()), moments=self.moments)
 
     def _moved(self, layer: int) -> int:
-        """Returns the number that a layer has in the longer recording."""
+        """Returns a layer's number in the longer recording."""
         return layer + sum(count for repeated_, count in self.copies.items() if repeated_ < layer)
 
     def _slice(self, slice_: Slice, layer: int) -> None:
@@ -164,7 +164,7 @@ class _Writer:
         return self.ids.setdefault(home, len(self.ids))
 
     def _freed(self) -> Iterator[TapeEvent]:
-        """Yields the frees at the end, those of a repeated layer for every copy."""
+        """Yields the final frees, those of a repeated layer once for every copy."""
         for key, _ in self.short.freed:
             direction, other, place = self.cut.home[key]
             for copy in range(self.copies.get(other, 0) + 1):

@@ -18,7 +18,7 @@ Source: deepspeed 0.19.8 runtime/activation_checkpointing/offload_activations.py
 
 
 class RecomputedEnough(Exception):
-    """Raised in a recomputation when all that was saved is there again: PyTorch's checkpointing stops as early."""
+    """Raised once a recomputation has restored all saved tensors: PyTorch's checkpointing stops there too."""
 
 
 class Frame:
@@ -110,7 +110,7 @@ class Tape:
         return Tensor(Storage(self.ledger, numel * item, Part.GRADS), numel, item)
 
     def gathered(self, numel: int, item: int) -> Storage | None:
-        """Allocates a parameter that is whole as long as the result is held; None where it is whole anyway."""
+        """Allocates a gathered parameter, which lives as long as the result; None if parameters are always whole."""
         return Storage(self.ledger, numel * item, Part.GATHERED) if self.gathers else None
 
     def needs(self, *inputs: Tensor | Param) -> bool:

@@ -25,7 +25,7 @@ EDGE = 3
 """Layers at each end of a kind that are written out as they were played. The first is unlike the others where its input
 needs no gradient; the others are there because layers free what their neighbours made."""
 RECORDINGS_KEPT = 8
-"""Recordings that are not made anew; one is about a megabyte."""
+"""Number of cached recordings; one is about a megabyte."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,9 +28,9 @@ class Moment(NamedTuple):
     place: int
     """Events of the recording before the mark."""
     begin: tuple[int, ...]
-    """Live at the mark."""
+    """Live bytes at the mark."""
     peak: tuple[int, ...]
-    """The most that is live until the next mark."""
+    """Peak of live bytes until the next mark."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,7 +71,7 @@ class MarkedLedger(Ledger):
     def __init__(self) -> None:
         super().__init__(record=True)
         self.layer = -1
-        """The decoder layer at work."""
+        """The current decoder layer."""
         self.marks: list[tuple[Key, int, tuple[int, ...]]] = []
 
     def enter(self, instant: str | Key) -> None:
@@ -92,7 +92,7 @@ class MarkedLedger(Ledger):
         ]
 
     def take(self) -> list[TapeEvent]:
-        """Returns the events so far, and begins anew."""
+        """Returns the events so far and starts a new list."""
         assert self.events is not None
         taken, self.events = self.events, []
         return [*taken]

@@ -17,7 +17,7 @@ Backward = Callable[["Tensor"], tuple["Tensor | None", ...]]
 
 
 class Part(IntEnum):
-    """What a storage is for."""
+    """Purpose of a storage."""
 
     ACTIVATIONS = 0
     LOGITS = 1
@@ -48,7 +48,7 @@ class Ledger:
         self.next_id = 0
 
     def enter(self, instant: str) -> None:
-        """From now on peaks belong to `instant`; entering one again goes on with it."""
+        """Attributes peaks to `instant` from now on; an instant may be entered again."""
         if instant != self.instant or self.peak < 0:
             self.instant = instant
             known = self.peaks.get(instant)
@@ -59,7 +59,7 @@ class Ledger:
 
 
 class Storage:
-    """Bytes that are live as long as somebody refers to them."""
+    """Bytes that are live as long as a reference exists."""
 
     __slots__ = ("id", "ledger", "nbytes", "part")
 

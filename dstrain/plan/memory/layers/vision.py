@@ -18,16 +18,16 @@ ROOT = "model.visual"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """What a tower saw, where the decoder uses it."""
+    """Output of a vision tower, as the decoder uses it."""
 
     hidden: Tensor
     """Embeddings with image features in the place of image tokens."""
     levels: tuple[Tensor, ...]
     """Features of earlier blocks, each added to the output of one of the first decoder layers."""
     mask: Tensor
-    """Which tokens are images'."""
+    """Mask of image tokens."""
     kept_tensors: tuple[Tensor, ...]
-    """What else the model's frame keeps until the last decoder layer is done."""
+    """Other tensors that the model's frame keeps until the last decoder layer ends."""
 
 
 def pixels(run: Context) -> Tensor | None:

@@ -19,7 +19,7 @@ class Elements:
     """Bytes of one element."""
 
     compute: int
-    """Of a frozen parameter, and of what works in forward and backward."""
+    """Of a frozen parameter, and of tensors in forward and backward."""
     quantized: float
     """Of a parameter in 4 bits, with its scales."""
     trained: int
@@ -27,7 +27,7 @@ class Elements:
     states: tuple[float, ...]
     """Of each of the optimizer's states."""
     temporary: int
-    """Of what the optimizer makes of all tensors of a group at once."""
+    """Of temporaries that the optimizer allocates for a whole group at once."""
 
     def frozen_bytes(self, weight: Weight) -> float:
         """Returns the bytes of a weight that does not train."""
@@ -64,7 +64,7 @@ def elements(configuration: Configuration) -> Elements:
 def step(script: Script, groups: Sequence[Sequence[float]], sizes: Elements, *, is_first: bool) -> None:
     """Writes an optimizer step; `groups` are the elements of the tensors by parameter group.
 
-    States are made in the first step, each tensor's before the next one's.
+    The first step allocates the states, tensor by tensor.
     Source: torch 2.13 optim/adamw.py: _init_group, step.
     """
     for numels in groups:

@@ -30,10 +30,10 @@ class Script:
         self.events += [(key, 0) for key in keys]
 
     def take(self) -> list[Event]:
-        """Returns what was written since the last call."""
+        """Returns the events since the last call."""
         taken, self.events = self.events, []
         return taken
 
     def allocate_all(self, sizes: Iterable[float], stream: int = MAIN) -> list[int]:
-        """Allocates one after another."""
+        """Allocates each size in order."""
         return [self.allocate(size, stream) for size in sizes]

@@ -33,7 +33,7 @@ ROOT = 0
 def steps(
     model: ModelFacts, configuration: Configuration, num_ranks: int, workspace_bytes: int, *, rank: int = 0
 ) -> Iterator[list[Event]]:
-    """Yields what happens before the first step, then step after step."""
+    """Yields the events before the first step, then those of each step."""
     run = _Run(model, configuration, num_ranks)
     run.wrap()
     run.script.allocate(workspace_bytes)
@@ -50,7 +50,7 @@ def steps(
 
 
 class _Run:
-    """Writes one rank's run down."""
+    """Writes the events of one rank."""
 
     def __init__(self, model: ModelFacts, configuration: Configuration, ranks: int) -> None:
         self.ranks, self.checkpointing = ranks, configuration.checkpointing
@@ -115,7 +115,7 @@ class _Run:
         self.whole[unit] = self.script.allocate(self.bytes[unit], UNSHARD)
 
     def release(self, unit: int) -> None:
-        """Notes that a unit is not used any more; its block is free when the GPU has got there."""
+        """Marks a unit as unused; its block becomes free once the GPU reaches this point."""
         self.leaving.append(self.whole.pop(unit))
 
     def reduce(self, unit: int) -> None:
@@ -157,14 +157,14 @@ class _Passes:
     def __init__(self, run: _Run, recording: Recording, workspace_bytes: int) -> None:
         self.run, self.recording, self.workspace_bytes = run, recording, workspace_bytes
         self.forward = self.back = -1
-        """The layer at work."""
+        """The current layer."""
         self.is_again = False
-        """Whether it is being recomputed."""
+        """Whether the layer is being recomputed."""
         self.reducing: list[TapeEvent] = []
         """Frees of flat gradients that the stream that reduces them still reads."""
 
     def write(self) -> None:
-        """Writes them."""
+        """Writes both passes."""
         at = 0
         for moment in self.recording.moments:
             self.events(self.recording.events[at : moment.place], moment.key)
@@ -182,7 +182,7 @@ class _Passes:
         self.run.script.events += events
 
     def mark(self, key: Key) -> None:
-        """Writes what FSDP does where something begins."""
+        """Writes what FSDP does at a mark."""
         what, layer, _ = key
         if what == "forward" and layer > self.forward:
             self.end_forward()
@@ -202,7 +202,7 @@ class _Passes:
             self.end_layer()
 
     def recomputed(self) -> None:
-        """Writes that a layer goes backward now; what the layer before left is reduced by then."""
+        """Starts a layer's backward pass; the gradients of the previous layer are reduced by then."""
         if self.is_again:
             self.run.release(self.back + 1)
             self.run.gather(self.back + 1)
@@ -211,12 +211,12 @@ class _Passes:
         self.reducing = []
 
     def end_forward(self) -> None:
-        """Writes that a layer's forward pass is over."""
+        """Ends a layer's forward pass."""
         if self.forward + 1 in self.run.whole and self.forward >= 0:
             self.run.release(self.forward + 1)
 
     def end_layer(self) -> None:
-        """Writes that a layer's backward pass is over."""
+        """Ends a layer's backward pass."""
         if self.back >= 0:
             self.run.release(self.back + 1)
             self.run.reduce(self.back + 1)

@@ -17,13 +17,13 @@ class Weight:
     """One parameter tensor."""
 
     numel: int
-    """Its elements."""
+    """Number of elements."""
     trains: bool
-    """Whether it has a gradient."""
+    """Whether the tensor has a gradient."""
     is_quantized: bool
-    """Whether 4 bits hold it."""
+    """Whether the tensor is quantized to 4 bits."""
     decays: bool
-    """Whether it is in the first of the Trainer's two parameter groups."""
+    """Whether the tensor is in the first of the Trainer's two parameter groups."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,19 +33,19 @@ class Weights:
     before: tuple[Weight, ...]
     """Vision tower and embedding."""
     layers: tuple[tuple[Weight, ...], ...]
-    """Those of each decoder layer."""
+    """Tensors of each decoder layer."""
     after: tuple[Weight, ...]
     """Last norm and head."""
 
     @property
     def in_order(self) -> tuple[Weight, ...]:
-        """All of them in the model's order."""
+        """All tensors in the model's order."""
         return (*self.before, *(weight for layer in self.layers for weight in layer), *self.after)
 
 
 @cache
 def weights(model: ModelFacts, trained_model: TrainedModel, code: TrainingCode) -> Weights:
-    """Returns the parameter tensors; an adapter's two lie behind the weight they adapt."""
+    """Returns the parameter tensors; an adapter's two follow the weight they adapt."""
     is_full, lora = trained_model.is_full, trained_model.lora
     names = set() if is_full else {group.name for group in adapted(model, lora)}
     layers = model.num_hidden_layers

@@ -22,7 +22,7 @@ DDP_BUCKET_BYTES = 25 * MIB
 def steps(
     model: ModelFacts, configuration: Configuration, num_ranks: int, workspace_bytes: int
 ) -> Iterator[list[Event]]:
-    """Yields what happens before the first step, then step after step."""
+    """Yields the events before the first step, then those of each step."""
     sizes = elements(configuration)
     script = Script()
     all_weights = weights(model, configuration.model, configuration.code).in_order
@@ -49,7 +49,7 @@ def steps(
 
 
 def _micro_batches(model: ModelFacts, configuration: Configuration) -> tuple[Recording, Recording | None]:
-    """Returns the first micro-batch of a step and, where there are more, another, which adds to its gradients."""
+    """Returns the first micro-batch of a step and, if a step has more, one that adds to its gradients."""
     first = record(model, configuration, plain_passes(configuration, GradRelease.AT_STEP))
     if configuration.step.grad_accum == 1:
         return first, None
