@@ -26,7 +26,7 @@ MIB = 2**20
 
 
 def measure(ranks: int, folder: Path) -> list[tuple[Case, Measured]]:
-    """Returns the cases of so many ranks with what they had; removes what DeepSpeed leaves in shared memory."""
+    """Returns the measured cases of that many ranks; removes the files of DeepSpeed in shared memory."""
     shared = Path("/dev/shm")
     before = set(shared.glob("deepspeed_allreduce_buffer_*"))
     cases = [case for case in CASES if case.ranks == ranks]
@@ -63,7 +63,7 @@ def compared(case: Case, real: Measured) -> dict[str, Any]:
 def main() -> None:
     """Measures and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write what was measured to FILE")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the measurements to FILE")
     target = parser.parse_args().json
     with tempfile.TemporaryDirectory() as name:
         lines = [compared(*pair) for ranks in (2, 4) for pair in measure(ranks, Path(name))]

@@ -94,7 +94,7 @@ class Crash:
     """An exception that is no DstrainError."""
 
     reader: str
-    """What read the input."""
+    """The reader of the input."""
     signature: str
     """The exception and the line of dstrain that raised it."""
     input: str
@@ -103,16 +103,16 @@ class Crash:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What a number of inputs gave."""
+    """Results of a number of inputs."""
 
     inputs: int
-    """How many inputs."""
+    """Number of inputs."""
     calls: Counter[str]
     """Reader to how often it was called."""
     slowest: dict[str, float]
     """Reader to the seconds of its slowest call."""
     crashes: list[Crash]
-    """Every one."""
+    """All crashes."""
 
 
 # --- mutations
@@ -315,7 +315,7 @@ def _merged(rng: random.Random, name: str, base: str, yours: str, new: str) -> N
 
 
 def run(inputs: int, seed: int) -> Report:
-    """Returns what a number of inputs gave."""
+    """Returns the results of a number of inputs."""
     rng = random.Random(seed)
     report = Report(inputs=inputs, calls=Counter(), slowest={}, crashes=[])
     with tempfile.TemporaryDirectory() as name, chdir(name), warnings.catch_warnings():
@@ -349,11 +349,11 @@ def _batch(given: tuple[int, int]) -> Report:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command and returns its exit status: 1 where something crashed."""
+    """Runs the command and returns its exit status: 1 if any input crashed a reader."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--inputs", type=int, default=10_000, help="How many inputs.")
+    parser.add_argument("--inputs", type=int, default=10_000, help="Number of inputs.")
     parser.add_argument("--seed", type=int, help="Seed of the inputs.  [default: a new one]")
-    parser.add_argument("--processes", type=int, default=1, help="How many processes.")
+    parser.add_argument("--processes", type=int, default=1, help="Number of processes.")
     parser.add_argument("--json", type=Path, help="Write every crash to this file.")
     options = parser.parse_args(arguments)
     seed = random.SystemRandom().randrange(2**31) if options.seed is None else options.seed

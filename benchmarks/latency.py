@@ -25,16 +25,16 @@ from pathlib import Path
 from typing import Any
 
 BARE = ("-c", "pass")
-"""The interpreter alone, with what its environment makes it import."""
+"""The bare interpreter, with the modules that its environment imports."""
 HELP = ("--help",)
 HELP_BAR = 8
-"""How many times a bare interpreter the help may take."""
+"""Limit of the processor time of the help, as a multiple of a bare interpreter."""
 BAR_S = 0.5
-"""What a plan may take."""
+"""Limit of the seconds of a plan."""
 PLAN = ("plan", "--model", "qwen3-32b", "--gpus", "16")
 GEN_CONFIG = ("gen-config", "--gpus", "16", "--model", "qwen3-32b", "-n")
 LINT_BAR_S = 0.3
-"""What lint may take for a file of 200 keys."""
+"""Limit of the seconds of lint for a file of 200 keys."""
 LINTED_KEYS = 200
 USAGE_ERROR = 2
 """Click's exit code for a verb that does not exist."""
@@ -47,20 +47,20 @@ class Latency:
     """One line of the table."""
 
     command: str
-    """What was typed."""
+    """The command line."""
     median_s: float | None
-    """Median seconds, or None where this dstrain has no such verb."""
+    """Median seconds, or None if this dstrain does not know the command."""
     min_s: float | None
-    """Fewest seconds."""
+    """Minimum seconds."""
     min_cpu_s: float | None
-    """Fewest seconds of processor time, which other work on the machine disturbs less."""
+    """Minimum processor seconds, which depend less on other load of the machine."""
     exit_code: int
-    """How it ended."""
+    """Exit code."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImportTime:
-    """What one package costs to import."""
+    """Import time of one package."""
 
     name: str
     """A third-party package with all that it imports first, a standard module that dstrain imports, or `dstrain`."""
@@ -71,7 +71,7 @@ class ImportTime:
 def environment(cache: Path) -> dict[str, str]:
     """Returns the environment of a machine without GPUs, so that all machines answer the same question.
 
-    Compiled modules are kept in `cache`, whatever this shell says of them.
+    Compiled modules are kept in `cache`, whatever the shell's settings.
     """
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     return kept | {"CUDA_VISIBLE_DEVICES": "", "COLUMNS": "80", "PYTHONPYCACHEPREFIX": str(cache)}
@@ -86,7 +86,7 @@ def program(words: tuple[str, ...]) -> list[str]:
 
 
 def run(words: tuple[str, ...], cache: Path) -> tuple[float, float, subprocess.CompletedProcess[str]]:
-    """Returns the seconds and the processor seconds that one command takes, and how it ended."""
+    """Returns the seconds, the processor seconds and the finished process of one command."""
     started, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(
         [*program(words), *words], capture_output=True, text=True, env=environment(cache), check=False
@@ -133,13 +133,13 @@ def measure(repeat: int, cache: Path) -> list[Latency]:
 
 
 def command_text(words: tuple[str, ...]) -> str:
-    """Returns what was typed, files without their folders."""
+    """Returns the command line, with files without their folders."""
     typed = [Path(word).name if "/" in word else word for word in words]
     return " ".join(["python" if words == BARE else "dstrain", *typed])
 
 
 def import_times(words: tuple[str, ...], cache: Path) -> list[ImportTime]:
-    """Returns what the imports of one command cost, the dearest first."""
+    """Returns the import times of one command, the longest first."""
     profiled = [sys.executable, "-X", "importtime", "-m", "dstrain.cli", *words]
     done = subprocess.run(profiled, capture_output=True, text=True, env=environment(cache), check=False)
     return by_package(done.stderr)
@@ -165,7 +165,7 @@ def by_package(profile: str) -> list[ImportTime]:
 
 
 def package(importers: list[str]) -> str:
-    """Returns who pays for a module, given who imports it, from the outermost to itself.
+    """Returns the package that a module counts for, given its importers from the outermost to itself.
 
     >>> package(["dstrain.cli.main", "click", "inspect"]), package(["dstrain.paths", "http.client", "email"])
     ('click', 'http')
@@ -181,7 +181,7 @@ def package(importers: list[str]) -> str:
 
 
 def considered(cache: Path) -> dict[str, Any] | None:
-    """Returns how many configurations a plan looks at, or None where this dstrain answers no plan."""
+    """Returns how many configurations a plan considers, or None if this dstrain cannot plan."""
     *_, done = run((*PLAN, "--json"), cache)
     if done.returncode not in ANSWERED:
         return None
@@ -195,7 +195,7 @@ def tell(lines: list[Latency], imports: list[ImportTime], looked_at: dict[str, A
     print(f"{'':{width}}{'median s':>10}{'min s':>8}{'min cpu s':>11}")
     for line in lines:
         if line.median_s is None or line.min_s is None or line.min_cpu_s is None:
-            print(f"{line.command:{width}}  this dstrain has no such verb (exit {line.exit_code})")
+            print(f"{line.command:{width}}  this dstrain does not know the command (exit {line.exit_code})")
         else:
             note = f"  exit {line.exit_code}" if line.exit_code else ""
             print(f"{line.command:{width}}{line.median_s:10.3f}{line.min_s:8.3f}{line.min_cpu_s:11.3f}{note}")
@@ -220,9 +220,9 @@ def tell(lines: list[Latency], imports: list[ImportTime], looked_at: dict[str, A
 def main() -> None:
     """Measures and prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeat", type=int, default=10, help="turns of every command (default: 10)")
+    parser.add_argument("--repeat", type=int, default=10, help="runs of every command (default: 10)")
     parser.add_argument("--top", type=int, default=10, help="packages to list (default: 10)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write what was measured to FILE")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the measurements to FILE")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         lines = measure(options.repeat, Path(folder))

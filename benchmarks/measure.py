@@ -50,25 +50,25 @@ QUANTITIES = ("live_bytes", "reserved_bytes", "device_bytes", "step_s")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """What was planned and measured of one case."""
+    """Planned and measured quantities of one case."""
 
     name: str
-    """The case in a few words."""
+    """Short description of the case."""
     outcome: str
     """`ok`, `out of memory`, `failed`, or `left out`."""
     fits: bool
     """Whether the plan says that it fits."""
     planned: dict[str, float | None]
-    """What the plan says, by quantity; None where it says nothing."""
+    """Planned values by quantity; None if the plan has no value."""
     measured: dict[str, float]
-    """What was measured, by quantity, and more that the run told."""
+    """Measured values by quantity, and further values that the run reports."""
     told: str = ""
     """Why it failed or was left out."""
     versions: dict[str, str]
-    """Versions of what ran."""
+    """Versions of the packages that ran."""
 
     def error(self, quantity: str) -> float | None:
-        """Returns planned over measured, less one; None where either is missing or the run did not end well."""
+        """Returns planned / measured − 1; None if either is missing or the run failed."""
         planned, measured = self.planned.get(quantity), self.measured.get(quantity)
         if self.outcome != "ok" or planned is None or not measured:
             return None
@@ -95,7 +95,7 @@ def plan_of(case: Case, cluster: Cluster) -> Estimate:
 
 
 def planned(estimate: Estimate) -> dict[str, float | None]:
-    """Returns what the plan says, by quantity."""
+    """Returns the planned values by quantity."""
     needs = estimate.memory
     return {
         "live_bytes": needs.live_bytes_per_gpu,
@@ -106,7 +106,7 @@ def planned(estimate: Estimate) -> dict[str, float | None]:
 
 
 def reason_to_leave_out(case: Case, estimate: Estimate, cluster: Cluster) -> str:
-    """Returns why a case cannot run here, or an empty text; one that just does not fit is tried."""
+    """Returns why a case cannot run here, or an empty text; a case that barely exceeds the GPU still runs."""
     if case.liger and find_spec("liger_kernel") is None:
         return "liger-kernel is not installed"
     if estimate.memory.device_bytes_per_gpu > 1.1 * cluster.gpu.memory_bytes:
@@ -118,7 +118,7 @@ def reason_to_leave_out(case: Case, estimate: Estimate, cluster: Cluster) -> str
 
 @contextmanager
 def device_bytes(quantities: dict[str, float], *, on_gpu: bool) -> Iterator[None]:
-    """Adds to `quantities` the most memory that NVML shows meanwhile on the first GPU, beyond what it shows before."""
+    """Adds to `quantities` the peak of used memory that NVML shows of the first GPU, beyond its use before."""
     if not on_gpu:
         yield
         return
@@ -145,7 +145,7 @@ def device_bytes(quantities: dict[str, float], *, on_gpu: bool) -> Iterator[None
 
 
 def spec_of(case: Case) -> dict[str, Any]:
-    """Returns what the child is told."""
+    """Returns the specification for the child process."""
     configuration = case.configuration()
     lora = configuration.model.lora
     adapter = {"r": lora.rank, "lora_alpha": lora.alpha, "lora_dropout": lora.dropout, "target_modules": "all-linear"}
@@ -164,7 +164,7 @@ def spec_of(case: Case) -> dict[str, Any]:
 
 
 def environment(*, on_gpu: bool, port: int) -> dict[str, str]:
-    """Returns the environment of a child: one rank, and dstrain's own choice of the allocator."""
+    """Returns the environment of a child: one rank, and dstrain's allocator settings."""
     rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     own = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"} if on_gpu else {"DS_ACCELERATOR": "cpu"}
     kept = {name: value for name, value in os.environ.items() if name != "PYTORCH_CUDA_ALLOC_CONF"}
@@ -172,14 +172,14 @@ def environment(*, on_gpu: bool, port: int) -> dict[str, str]:
 
 
 def free_port() -> int:
-    """Returns a port that nobody listens on."""
+    """Returns a free port."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])
 
 
 def run(case: Case, folder: Path, *, on_gpu: bool, timeout_s: float) -> dict[str, Any]:
-    """Returns what the child found; an `outcome` of `failed` with the end of its talk where it found nothing."""
+    """Returns the child's answer, or an `outcome` of `failed` with the end of its output if it wrote none."""
     spec, answer = folder / "spec.json", folder / "answer.json"
     spec.write_text(json.dumps(spec_of(case)), encoding="utf-8")
     answer.unlink(missing_ok=True)
@@ -205,7 +205,7 @@ def run(case: Case, folder: Path, *, on_gpu: bool, timeout_s: float) -> dict[str
 
 
 def measure(cases: list[Case], cluster: Cluster, minutes: float) -> Iterator[Result]:
-    """Yields a result for every case, in order; those that there is no time for are left out."""
+    """Yields a result for every case, in order; cases beyond the time limit are left out."""
     on_gpu = cluster.gpu.name != "cpu"
     deadline = time.monotonic() + 60 * minutes
     with tempfile.TemporaryDirectory() as name:
@@ -259,7 +259,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help=f"the first {NUM_QUICK} configurations only")
     parser.add_argument("--only", metavar="TEXT", default="", help="configurations whose name contains TEXT")
-    parser.add_argument("--minutes", type=float, default=10, help="no configuration starts later (default: 10)")
+    parser.add_argument(
+        "--minutes", type=float, default=10, help="start no configuration after this time (default: 10)"
+    )
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="default: benchmarks/results, unless --quick or --only"
     )
@@ -268,7 +270,7 @@ def main() -> None:
     on_gpu = cluster.gpu.name != "cpu"
     machine = cluster.gpu.name if on_gpu else f"cpu-{os.cpu_count()}-cores"
     if not on_gpu:
-        print("no GPU here: tiny models on the CPU, live bytes counted from tensor storages", file=sys.stderr)
+        print("no GPU found: tiny models on the CPU, live bytes counted from tensor storages", file=sys.stderr)
     wanted = [case for case in (GPU_CASES if on_gpu else CPU_CASES) if options.only in case.name]
     cases = wanted[:NUM_QUICK] if options.quick else wanted
     quantities = list(QUANTITIES) if on_gpu else ["live_bytes", "step_s"]

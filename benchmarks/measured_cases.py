@@ -34,7 +34,7 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One configuration to measure."""
+    """A configuration to measure."""
 
     shape: str
     """A name in SHAPES."""
@@ -51,17 +51,17 @@ class Case:
     lora: bool = False
     """Whether an adapter trains in place of all parameters."""
     offload: Offload = Offload.NONE
-    """What leaves the GPU."""
+    """States that are offloaded."""
     liger: bool = False
     """Whether Liger's kernels are used, its fused loss among them."""
     changes: Mapping[str, int] = field(default_factory=dict)
     """Further fields of the configuration."""
     note: str = ""
-    """What the changes are called."""
+    """Label of the changes."""
 
     @property
     def name(self) -> str:
-        """Returns the case in a few words."""
+        """Returns a short description of the case."""
         parts = [self.shape, "lora" if self.lora else "full", f"z{self.stage}", f"s{self.seq_len}x{self.micro_batch}"]
         parts += [f"ga{self.grad_accum}"] if self.grad_accum > 1 else []
         parts += ["ckpt"] if self.grad_ckpt else []
@@ -70,7 +70,7 @@ class Case:
         return " ".join([*parts, self.note]).strip()
 
     def configuration(self) -> Configuration:
-        """Returns what the plan is asked about; nothing is padded, as when packing."""
+        """Returns the plan's configuration; nothing is padded, as with packing."""
         names = ("seq_len", "micro_batch", "grad_accum", "grad_ckpt", "offload", "liger")
         fields: dict[str, Any] = {name: getattr(self, name) for name in names}
         fields |= {"reduce_bucket_size": 50_000_000, **self.changes}
@@ -110,7 +110,7 @@ GPU_CASES = (
     Case(shape="1.7b", stage=3, seq_len=2048, grad_ckpt=True, offload=_PARAMS),
     Case(shape="4b", stage=2, seq_len=2048, grad_ckpt=True, offload=_OPTIMIZER),
 )
-"""What a GPU is measured with, the most telling first, since time may run out."""
+"""Cases for a GPU, the most informative first, since time may run out."""
 SMALL: Mapping[str, int] = {"reduce_bucket_size": 500_000, "prefetch_bucket_size": 100_000}
 CPU_CASES = (
     Case(shape="9m", stage=2, seq_len=512, micro_batch=2, changes=SMALL),
@@ -123,7 +123,7 @@ CPU_CASES = (
     Case(shape="9m", stage=3, seq_len=1024, changes={**SMALL, "max_reuse_distance": 0}, note="no-reuse"),
     Case(shape="9m", stage=3, seq_len=512, micro_batch=2, grad_ckpt=True, lora=True, changes=SMALL),
 )
-"""What a CPU is measured with; without offloading, since there the device is the host."""
+"""Cases for a CPU; without offloading, since its device is the host."""
 
 
 def ds_config(configuration: Configuration) -> dict[str, Any]:

@@ -26,13 +26,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 BLOCK_BYTES = 512
-"""What the CUDA allocator rounds every tensor up to; the plan counts so, and the CPU's count too."""
+"""The CUDA allocator rounds every tensor up to a multiple of this, as do the plan and the CPU's count."""
 PRODUCTS = frozenset({torch.ops.aten.mm.default, torch.ops.aten.bmm.default})
-"""Products of matrices."""
+"""Matrix products."""
 
 
 def in_fp32(product: Any, factors: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    """Returns a product of matrices on a CPU, computed in fp32: in bf16 it can take forty times as long.
+    """Returns a matrix product on a CPU, computed in fp32: bf16 can take forty times as long.
 
     The copies live only while the product is computed and are not counted: a GPU makes none.
     """
@@ -41,7 +41,7 @@ def in_fp32(product: Any, factors: tuple[torch.Tensor, ...]) -> torch.Tensor:
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts each storage that an operation returns, from then until its last tensor is gone."""
+    """Counts each storage that an operation returns until its last tensor is freed."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -133,7 +133,7 @@ def optimizer(model: Any, spec: dict[str, Any]) -> Any:
 
 
 def train(spec: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """Returns what was measured: bytes over all steps but the first, which makes Adam's moments, and step times."""
+    """Returns the measurements: bytes over all steps but the first, which allocates Adam's moments, and step times."""
     import deepspeed  # type: ignore[import-untyped]
     from transformers.integrations.deepspeed import HfDeepSpeedConfig
 
@@ -196,7 +196,7 @@ def versions(names: Iterable[str]) -> dict[str, str]:
 
 
 def main(spec_file: Path, answer_file: Path) -> None:
-    """Measures, and writes the answer; running out of memory is one."""
+    """Measures, and writes the answer; out of memory is an answer too."""
     on_gpu = os.environ.get("DS_ACCELERATOR") != "cpu"
     device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
     answer: dict[str, Any] = {"versions": versions(("torch", "transformers", "deepspeed", "peft", "liger-kernel"))}

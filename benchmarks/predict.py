@@ -59,16 +59,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--csv", type=Path, default=PUBLISHED / "published_runs.csv", help="table of published runs")
-    parser.add_argument("--json", type=Path, help="write score and every comparison there")
+    parser.add_argument("--json", type=Path, help="write the score and every comparison to this file")
     parser.add_argument("--markdown", action="store_true", help="print the table of docs/accuracy.md")
     parser.add_argument("--worst", type=int, metavar="N", help="print the N comparisons that are furthest off")
-    parser.add_argument("--explain", metavar="ID", help="print one row: what was asked, what was said, what is true")
-    parser.add_argument("--write-scope", type=Path, metavar="FILE", help="write what cannot be asked, with the reasons")
+    parser.add_argument(
+        "--explain", metavar="ID", help="print one row: the question, the prediction and the measurement"
+    )
+    parser.add_argument(
+        "--write-scope", type=Path, metavar="FILE", help="write the rows out of scope, with the reasons"
+    )
     return parser
 
 
 def scope_csv(rows: Sequence[Row]) -> str:
-    """Returns the rows of which something cannot be asked, as CSV: id, what (memory, speed, all), reason."""
+    """Returns the rows that are out of scope, as CSV: id, what (memory, speed, all), reason."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(["id", "what", "reason"])

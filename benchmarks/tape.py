@@ -24,7 +24,7 @@ from tests.plan.memory.layers.shapes import FAMILIES, cases
 
 
 def rows(compared: Iterable[Compared], key: str) -> list[str]:
-    """Returns a line for each value of a field: how many cases, mean and worst error, how many are not allowed."""
+    """Returns a line for each value of a field: number of cases, mean and worst error, number out of tolerance."""
     groups: dict[str, list[Compared]] = {}
     for case in compared:
         groups.setdefault(getattr(case, key), []).append(case)
@@ -41,8 +41,8 @@ def main() -> None:
     """Prints tables by family and by way, and the worst cases."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", type=int, default=1, help="shapes of each family and way [%(default)s]")
-    parser.add_argument("--family", action="append", choices=FAMILIES, help="only this one; may be repeated")
-    parser.add_argument("--worst", type=int, default=10, help="how many of the worst cases to show [%(default)s]")
+    parser.add_argument("--family", action="append", choices=FAMILIES, help="only this family; may be repeated")
+    parser.add_argument("--worst", type=int, default=10, help="number of worst cases to show [%(default)s]")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every case to FILE")
     options = parser.parse_args()
     families = tuple(options.family or FAMILIES)
@@ -55,7 +55,7 @@ def main() -> None:
     for case in sorted(compared, key=lambda case: -abs(case.error_ratio))[: options.worst]:
         print(f"{case.error_ratio:+.4%}  {case.family}; {case.way}; {case.shape}")
         print(f"          trace {case.trace_bytes} {case.trace_instant}, tape {case.tape_bytes} {case.tape_instant}")
-    print(f"\n{len(compared)} cases in {time.monotonic() - begun:.0f} s; not known to the tape: {unknown or 'none'}")
+    print(f"\n{len(compared)} cases in {time.monotonic() - begun:.0f} s; unknown to the tape: {unknown or 'none'}")
     if options.json:
         records = [asdict(case) | {"error_ratio": case.error_ratio} for case in compared]
         options.json.write_text(json.dumps({"cases": records, "unknown": unknown}, indent=2) + "\n", encoding="utf-8")

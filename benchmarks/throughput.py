@@ -40,12 +40,12 @@ MODES = ("padded", "packed", "bound")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What is measured."""
+    """Settings of the measurement."""
 
     ranks: int
     """Processes, of one thread each."""
     steps: int
-    """Optimizer steps that are timed."""
+    """Number of timed optimizer steps."""
     seq_len: int
     """Tokens in a packed row."""
     samples: int
@@ -75,7 +75,7 @@ class Measured:
 
 
 def rows_of(mode: str, options: Options, folder: Path, tokenizer: Any) -> tuple[Any, Collator]:
-    """Returns what a micro-batch is drawn from, and how it becomes tensors."""
+    """Returns the dataset of the micro-batches and the collator."""
     packing = mode == "packed"
     job = Job(
         model=str(folder / "model"),
@@ -105,7 +105,7 @@ def micro_batches(dataset: Any, size: int, *, rank: int, ranks: int) -> Iterator
 
 
 def train(rank: int, options: Options, folder: Path) -> None:
-    """Runs one rank; rank 0 writes what was measured to `measured.json`."""
+    """Runs one rank; rank 0 writes the measurements to `measured.json`."""
     torch.set_num_threads(1)
     distributed.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=options.ranks)
     lines = run_steps(rank, options, folder)
@@ -115,7 +115,7 @@ def train(rank: int, options: Options, folder: Path) -> None:
 
 
 def run_steps(rank: int, options: Options, folder: Path) -> list[Measured]:
-    """Returns a line for every mode. Modes take turns, step by step: what else the machine does slows all alike."""
+    """Returns a line for every mode. Modes take turns, step by step, so other load slows all of them equally."""
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     model = demo.make_model(tokenizer, hidden_size=options.hidden_size, num_hidden_layers=options.layers)
     dtype = torch.bfloat16 if options.precision is Precision.BF16 else torch.float32
@@ -170,7 +170,7 @@ def main() -> None:
     for name, value in defaults.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value, help=f"(default: {value})")
     parser.add_argument("--precision", type=Precision, default=Precision.BF16, help="bf16 or fp32 (default: bf16)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write what was measured to FILE")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the measurements to FILE")
     given = vars(parser.parse_args())
     target = given.pop("json")
     options = Options(**given)

@@ -40,20 +40,20 @@ class Comparison:
     quality: str
     """The row's quality, A, B or C."""
     measured: float
-    """As published."""
+    """The published value."""
     predicted: float
-    """As the planner says."""
+    """The predicted value."""
     side: Side
-    """Which errors count: one side alone where the published length of samples is an upper bound."""
+    """Which errors count: only one side if the published sample length is an upper bound."""
 
     @property
     def error_ratio(self) -> float:
-        """Predicted over measured, less one."""
+        """Predicted / measured − 1."""
         return self.predicted / self.measured - 1
 
     @property
     def counted_error(self) -> float:
-        """The error as it counts: 0 on the side that does not."""
+        """The counted error: 0 on the side that does not count."""
         error = self.error_ratio
         if (self.side is Side.TOO_LOW and error > 0) or (self.side is Side.TOO_HIGH and error < 0):
             return 0.0
@@ -69,20 +69,20 @@ class Verdict:
     table: str
     """The published table."""
     fitted: bool
-    """Whether it ran."""
+    """Whether the run fitted."""
     predicted_ratio: float
-    """Predicted memory of one GPU over what it has: fits up to 1."""
+    """Predicted memory of one GPU over its capacity; a run fits up to 1."""
     side: Side
     """`too low`: the length of samples is an upper bound, so that a run may fit although the prediction does not."""
 
     @property
     def says_fits(self) -> bool:
-        """Whether the planner says that it fits."""
+        """Whether the planner predicts that the run fits."""
         return self.predicted_ratio <= 1
 
     @property
     def counts(self) -> bool:
-        """Whether right and wrong can be told apart."""
+        """Whether the verdict can be judged right or wrong."""
         return self.side is Side.BOTH or self.says_fits or not self.fitted
 
 
@@ -93,23 +93,23 @@ class Answer:
     row: Row
     """The row."""
     scope: Scope
-    """What of it is out."""
+    """Parts of the row that are out of scope."""
     question: Question | None
-    """What was asked, or None where nothing can be."""
+    """The question, or None if the row is out of scope."""
     estimate: Estimate | None
-    """What the planner said, or None where nothing was asked or it refused."""
+    """The estimate, or None without a question or if the planner refused."""
     refusal: str | None
     """Why the planner refused."""
     memory: tuple[Comparison, ...]
-    """Figures of memory."""
+    """Comparisons of memory."""
     speed: Comparison | None
     """Tokens per second of one GPU."""
     verdict: Verdict | None
-    """Whether it fits."""
+    """Verdict on whether the run fits."""
 
 
 def answer(row: Row) -> Answer:
-    """Returns what the planner says of a row."""
+    """Returns the planner's answer to a row."""
     out = scope(row)
     question: Question | None = None
     estimate: Estimate | None = None
@@ -181,7 +181,7 @@ def _memory(row: Row, estimate: Estimate) -> Iterable[Comparison]:
 
 
 def _verdict(row: Row, estimate: Estimate) -> Verdict | None:
-    """Returns the verdict where the GPU is known and the run's end is."""
+    """Returns the verdict, or None if the GPU or the run's outcome is unknown."""
     gpu = find_gpu(row.gpu)
     if gpu is None or gpu.memory_bytes == 0 or row.outcome is Outcome.UNKNOWN:
         return None
@@ -195,7 +195,7 @@ def _verdict(row: Row, estimate: Estimate) -> Verdict | None:
 
 
 def _speed(row: Row, question: Question, estimate: Estimate) -> Comparison | None:
-    """Returns the comparison of speed, or None where the planner does not say any."""
+    """Returns the comparison of speed, or None if the planner predicts none."""
     measured = tokens_per_s_per_gpu(row)
     if estimate.speed is None or measured is None:
         return None

@@ -26,7 +26,7 @@ ATTENTION_INPUTS = ("q_proj", "k_proj", "v_proj")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """What is asked for one row."""
+    """The question of one row."""
 
     row: Row
     """The row."""
@@ -37,11 +37,11 @@ class Question:
     configuration: Configuration
     """The configuration."""
     stands_for: str | None
-    """What the model's shape only stands for, or None for the real one."""
+    """The model that the shape stands in for, or None for the real model."""
 
 
 def ask(row: Row) -> Question:
-    """Returns the question for a row in scope. Raises ValueError for a model that is not known."""
+    """Returns the question for a row in scope. Raises ValueError for an unknown model."""
     shelf = find_model(row.model, added_tokens=variants.added_tokens(row))
     kind = method(row)
     if shelf is None or kind is None or row.micro_batch is None:
@@ -155,7 +155,7 @@ def _fused_targets(known: set[str]) -> tuple[str, ...]:
 
 
 def _named_targets(row: Row) -> tuple[str, ...] | None:
-    """Returns the targets in the notes, or None where they name none."""
+    """Returns the targets in the notes, or None if the notes name none."""
     match = re.search(r"(?:targets|target_modules=|target=)\s*([\w\- ]+)", row.notes)
     words = match.group(1).split() if match else []
     if not words:
@@ -170,7 +170,7 @@ def _named_targets(row: Row) -> tuple[str, ...] | None:
 
 
 def _publisher_lora(row: Row) -> tuple[int, tuple[str, ...], float]:
-    """Returns rank, targets and dropout where the notes are silent.
+    """Returns the publisher's default rank, targets and dropout.
 
     Source: fms-acceleration scripts/benchmarks/scenarios*.yaml; LitGPT config_hub/finetune and finetune/lora.py;
     torchtune recipes/configs/llama3*/*lora*.yaml; swift's arguments of release 2.6 and 3; H2O LLM Studio's

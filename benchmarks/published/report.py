@@ -96,7 +96,7 @@ def _verdicts(confusion: Confusion) -> str:
 
 
 def bars(score: Score) -> list[tuple[str, bool]]:
-    """Returns each bar with what was reached, and whether it is."""
+    """Returns each bar with the value, and whether the value reaches it."""
     by_name = {group.name: group.errors for group in score.bases}
     lines: list[tuple[str, bool]] = []
 
@@ -166,7 +166,7 @@ def _markdown_cells(group: Group) -> list[str]:
 
 
 def worst(answers: Sequence[Answer], count: int) -> str:
-    """Returns the comparisons that are furthest off, one a line."""
+    """Returns the comparisons with the largest errors, one per line."""
     comparisons = [
         comparison for answer in answers for comparison in (*answer.memory, answer.speed) if comparison is not None
     ]
@@ -185,7 +185,7 @@ def _comparison(comparison: Comparison) -> str:
 
 
 def explain(answer: Answer) -> str:
-    """Returns one row: what was asked, the parts of the prediction, and what was measured."""
+    """Returns one row: the question, the parts of the prediction, and the measurements."""
     row = answer.row
     lines = [f"{row.id}: {row.model}, {row.method}, {row.source}", f"  notes: {row.notes}"]
     for name, reason in (("memory", answer.scope.memory), ("speed", answer.scope.speed)):

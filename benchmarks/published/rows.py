@@ -13,7 +13,7 @@ from dstrain.units import GIB, MIB
 
 
 class Basis(StrEnum):
-    """What a published peak counts."""
+    """Kind of memory that a published peak counts."""
 
     ALLOCATED = "allocated"
     ACTIVE = "active"
@@ -48,7 +48,7 @@ class Publisher(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One published run. Text columns are as published; a number that is not there is None."""
+    """One published run. Text columns are as published; a missing number is None."""
 
     id: str
     """Its id in the table."""
@@ -61,13 +61,13 @@ class Row:
     params: float | None
     """Parameters, often rounded."""
     method: str
-    """What was trained, and how."""
+    """The training method."""
     zero_stage: int | None
     """Stage of ZeRO, or the one that FSDP or another optimizer stands for; None: nothing is sharded."""
     sharding: str
     """The column as published, such as `3 (FSDP)`."""
     offload: str
-    """What left the GPU."""
+    """States that are offloaded."""
     num_gpus: int
     """GPUs of the run."""
     gpu: str
@@ -79,7 +79,7 @@ class Row:
     grad_accum: int | None
     """Micro-batches of one step."""
     grad_ckpt: str
-    """How activations are recomputed."""
+    """The recomputation of activations."""
     attn: str
     """Attention implementation."""
     optimizer: str
@@ -87,7 +87,7 @@ class Row:
     precision: str
     """Dtypes, in words."""
     basis: Basis | None
-    """What the peak counts, or None where no peak is published."""
+    """Kind of memory that the peak counts, or None without a published peak."""
     peak_bytes: int | None
     """Published peak of one GPU."""
     throughput: float | None
@@ -103,7 +103,7 @@ class Row:
 
     @property
     def lengths_vary(self) -> bool:
-        """Whether samples are shorter than `seq_len` says, so that it is an upper bound."""
+        """Whether samples may be shorter than `seq_len`, which is then an upper bound."""
         return self.publisher in (Publisher.SWIFT, Publisher.LITGPT, Publisher.H2O)
 
     @property
@@ -149,10 +149,10 @@ _PUBLISHERS = (
     ),
     ("nanotron", Publisher.NANOTRON),
 )
-"""What a source contains, and who that is."""
+"""Text in the source, and its publisher."""
 
 _TIMES = ("train time", "min ", "s/it")
-"""Beginnings of units that are times, not rates."""
+"""Prefixes of units that are times, not rates."""
 
 
 def read(path: Path) -> list[Row]:
@@ -162,7 +162,7 @@ def read(path: Path) -> list[Row]:
 
 
 def parse(record: Mapping[str, str]) -> Row:
-    """Returns one row as a record. Raises KeyError for a missing column, ValueError for a number that is none."""
+    """Returns one row as a record. Raises KeyError for a missing column, ValueError for an invalid number."""
     source, notes = record["source"], record["notes"]
     publisher = next((who for word, who in _PUBLISHERS if word in source), Publisher.OTHER)
     gpus = int(record["n_gpus"] or 1)

@@ -12,21 +12,21 @@ from benchmarks.published.variants import Checkpointing, checkpointing, compiles
 from dstrain.plan.memory.layers.activations import has_layer_code
 
 Rule = tuple[Callable[[Row], object], str]
-"""What holds of a row that is out, and the reason."""
+"""Condition that excludes a row, and the reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scope:
-    """What of one row is out; None where it can be asked."""
+    """Exclusions of one row; None for the parts in scope."""
 
     memory: str | None
-    """Why its memory cannot be asked."""
+    """Why its memory is out of scope."""
     speed: str | None
-    """Why its speed cannot be asked."""
+    """Why its speed is out of scope."""
 
     @property
     def is_out(self) -> bool:
-        """Whether nothing of the row can be asked."""
+        """Whether the whole row is out of scope."""
         return self.memory is not None and self.speed is not None
 
 
@@ -53,7 +53,7 @@ def _unknown_model(row: Row) -> bool:
 
 
 def _has_other_size(row: Row) -> bool:
-    """Returns whether the published number of parameters is not that of the shape that the name gives."""
+    """Returns whether the published number of parameters differs from that of the name's shape."""
     shelf = find_model(row.model)
     if shelf is None or row.params is None or row.quality == "C" or shelf.is_for_speed_alone:
         return False
@@ -83,7 +83,7 @@ _BOTH: tuple[Rule, ...] = (
     (lambda row: row.seq_len is None and not row.says("default SEQ_LEN"), "the length of samples is not stated"),
     (lambda row: row.micro_batch is None, "the micro-batch is not stated"),
 )
-"""What nothing can be asked of, in the order in which it is said."""
+"""Rules that exclude whole rows; the first that applies gives the reason."""
 
 
 def _model_is_for_speed(row: Row) -> bool:
@@ -116,7 +116,7 @@ _MEMORY: tuple[Rule, ...] = (
         "no memory is published",
     ),
 )
-"""What memory cannot be asked of."""
+"""Rules that exclude the memory of a row."""
 
 
 _NOT_STATED = "of one GPU or of all: not stated"
@@ -143,11 +143,11 @@ _SPEED: tuple[Rule, ...] = (
     (lambda row: row.says("single-GPU experiments") and row.zero_stage, _NOT_STATED),
     (lambda row: tune_step(row) == 0, "samples of varying length, not padded to what is stated"),
 )
-"""What speed cannot be asked of."""
+"""Rules that exclude the speed of a row."""
 
 
 def scope(row: Row) -> Scope:
-    """Returns what of a row cannot be asked, with the first reason that holds."""
+    """Returns the exclusions of a row, each with the first reason that applies."""
     both = _first(_BOTH, row)
     if both is not None:
         return Scope(memory=both, speed=both)
@@ -159,19 +159,19 @@ def _first(rules: tuple[Rule, ...], row: Row) -> str | None:
 
 
 def has_memory(row: Row) -> bool:
-    """Returns whether a row says anything of memory: a peak, or how the run ended."""
+    """Returns whether a row publishes anything about memory: a peak, or the outcome of the run."""
     return row.basis is not None or row.nvidia_smi_bytes is not None or "OUTCOME=" in row.notes
 
 
 def has_speed(row: Row) -> bool:
-    """Returns whether a row says anything of speed."""
+    """Returns whether a row publishes a speed."""
     return row.throughput is not None
 
 
 def excluded(row: Row) -> tuple[str, str] | None:
-    """Returns what of a row is out (`memory`, `speed` or `all`), and why; None where all that it says can be asked.
+    """Returns the excluded part of a row (`memory`, `speed` or `all`) and the reason; None if all of it is in scope.
 
-    A row that publishes nothing at all of one of the two is not out for the lack of it.
+    A part that a row does not publish does not count as excluded.
     """
     row_scope = scope(row)
     memory = row_scope.memory if has_memory(row) else None

@@ -11,18 +11,18 @@ from benchmarks.published.answers import Answer, Comparison, Side, Verdict, tabl
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bars:
-    """What the planner is held to."""
+    """Accuracy targets of the planner."""
 
     allocated_mean: float = 0.03
     """Mean error of allocated bytes over rows of quality A."""
     allocated_worst: float = 0.10
-    """Worst of them."""
+    """Worst error of those rows."""
     reserved_mean: float = 0.06
     """Mean error of reserved bytes."""
     nvidia_smi_mean: float = 0.08
-    """Mean error of what nvidia-smi shows."""
+    """Mean error of nvidia-smi figures."""
     verdicts_right: float = 0.95
-    """Share of runs of which it is told right whether they fit."""
+    """Share of runs with a right verdict on whether they fit."""
     verdict_margin: float = 0.05
     """No run that ran out of memory may be said to fit with so much of the GPU to spare."""
     speed_mean: float = 0.20
@@ -41,9 +41,9 @@ class Errors:
     count: int
     """Comparisons."""
     mean: float
-    """Mean absolute error, as it counts."""
+    """Mean absolute counted error."""
     worst: float
-    """Largest absolute error, as it counts."""
+    """Largest absolute counted error."""
     bias: float
     """Mean error with its sign, both sides counted."""
     worst_id: str
@@ -56,8 +56,8 @@ def errors(comparisons: Iterable[Comparison]) -> Errors | None:
     >>> from benchmarks.published.answers import Side
     >>> made = [Comparison(id=str(p), table="t", basis="b", quality="A", measured=100, predicted=p, side=Side.BOTH)
     ...         for p in (98, 104)]
-    >>> found = errors(made)
-    >>> round(found.mean, 3), round(found.worst, 3), round(found.bias, 3), found.worst_id
+    >>> summary = errors(made)
+    >>> round(summary.mean, 3), round(summary.worst, 3), round(summary.bias, 3), summary.worst_id
     (0.03, 0.04, 0.01, '104')
     """
     rows = list(comparisons)
@@ -75,7 +75,7 @@ def errors(comparisons: Iterable[Comparison]) -> Errors | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Confusion:
-    """Verdicts, counted."""
+    """Counts of verdicts."""
 
     fits_right: int
     """Said to fit, and fitted."""
@@ -97,12 +97,12 @@ class Confusion:
 
     @property
     def right_ratio(self) -> float:
-        """Share of right ones, 0…1."""
+        """Share of right verdicts, 0…1."""
         return (self.fits_right + self.oom_right) / self.count if self.count else 0.0
 
 
 def confusion(verdicts: Iterable[Verdict], margin: float = BARS.verdict_margin) -> Confusion:
-    """Returns the verdicts, counted."""
+    """Returns the counts of verdicts."""
     rows = list(verdicts)
     counted = [comparison for comparison in rows if comparison.counts]
     said_fits = [comparison for comparison in counted if comparison.says_fits and not comparison.fitted]
@@ -168,7 +168,7 @@ class Score:
     rows: int
     """Rows of the table."""
     asked: int
-    """Rows of which something was asked."""
+    """Rows with at least one part in scope."""
     refused: tuple[tuple[str, str], ...]
     """Rows in scope that the planner refused, and why."""
     bases: tuple[Group, ...]
@@ -243,7 +243,7 @@ def _speed_group(name: str, rows: Sequence[Comparison], published: int) -> Group
 
 
 def _published(answers: Sequence[Answer]) -> dict[tuple[str, str, str], int]:
-    """Returns how many rows publish what: by basis (or `speed`), table and quality."""
+    """Returns the number of rows by published basis (or `speed`), table and quality."""
     counts: dict[tuple[str, str, str], int] = {}
     for answer in answers:
         row = answer.row

@@ -25,21 +25,21 @@ MODELS = Path(__file__).parents[2] / "tests" / "published" / "models.json"
 `stands_for` what a config only stands for."""
 
 PRECISIONS_IN_NAMES = re.compile(r"-(fp16|fp32|bf16)$")
-"""Endings of a name that say how a checkpoint is stored."""
+"""Suffixes of a name that describe a checkpoint's format."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shelf:
-    """One model that was found."""
+    """A published model."""
 
     model: ModelFacts
-    """Its facts."""
+    """Facts of the model."""
     stands_for: str | None
-    """What the shape only stands for, in words, or None for the real one."""
+    """The model that the shape stands in for, in words, or None for the real model."""
 
     @property
     def is_for_speed_alone(self) -> bool:
-        """Whether the stand-in has the arithmetic of the real model and not what it keeps."""
+        """Whether the stand-in has the arithmetic of the real model but not its memory."""
         return self.stands_for is not None and "for speed alone" in self.stands_for
 
 
@@ -61,7 +61,7 @@ def _table() -> Mapping[str, Mapping[str, Any]]:
 
 @cache
 def find_model(name: str, *, added_tokens: int = 0) -> Shelf | None:
-    """Returns the model of that name, or None where neither table has it; `added_tokens` enlarge its vocabulary."""
+    """Returns the model of that name, or None if neither table has it; `added_tokens` enlarge its vocabulary."""
     plain = folded(name)
     for key, entry in _table().items():
         if re.fullmatch(entry["names"], plain):
@@ -92,7 +92,7 @@ H100_96G = replace(
 
 
 def find_gpu(name: str) -> Gpu | None:
-    """Returns the GPU of that name, or None where it is none that dstrain knows, or one of several.
+    """Returns the GPU of that name, or None if the name is unknown or ambiguous.
 
     >>> find_gpu("8*A100").name, find_gpu("DGX-H100").name, find_gpu("V100, A10, 3090")
     ('a100-80g', 'h100-sxm', None)
@@ -109,7 +109,7 @@ def find_gpu(name: str) -> Gpu | None:
 
 
 def find_cluster(row: Row) -> Cluster:
-    """Returns the machines of a run; where the GPU is not known, an A100 of 80 GB stands for it."""
+    """Returns the machines of a run; an A100 of 80 GB stands in for an unknown GPU."""
     count = gpus_at_work(row)
     per_node = count if count <= 8 else 8
     return describe(
@@ -132,7 +132,7 @@ def gpus_at_work(row: Row) -> int:
 
 
 def _inter_link(row: Row) -> Link | None:
-    """Returns the link between nodes where the notes or the table say, else None."""
+    """Returns the link between nodes if the notes or the table name it, else None."""
     if "4x100Gb RoCE" in row.notes:
         return link("roce100/2")
     if "1600 Gbps" in row.source:

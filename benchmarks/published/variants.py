@@ -26,7 +26,7 @@ TUNE_STEPS = (
 
 
 class Checkpointing(StrEnum):
-    """How much is recomputed."""
+    """Extent of recomputation."""
 
     NONE = "none"
     FULL = "full"
@@ -34,7 +34,7 @@ class Checkpointing(StrEnum):
 
 
 def method(row: Row) -> Method | None:
-    """Returns what is trained, or None where the planner has no such method (`scope` says which)."""
+    """Returns the training method, or None if the planner does not support it (`scope` lists these)."""
     word = row.method.split(" (")[0]
     if word in ("full", "pretrain"):
         return Method.FULL
@@ -46,7 +46,7 @@ def method(row: Row) -> Method | None:
 
 
 def checkpointing(row: Row) -> Checkpointing:
-    """Returns what is recomputed; a silent row of LitGPT, nanotron or torchtune recomputes nothing on one GPU.
+    """Returns the extent of recomputation; a row that does not state it gets the publisher's default.
 
     Source: each one's default. LitGPT finetune/lora.py checkpoints under FSDP alone; torchtune's single-device recipes
     checkpoint; swift's and FMS's Trainer arguments have gradient_checkpointing on.
@@ -125,7 +125,7 @@ def _code(row: Row) -> TrainingCode:
 
 
 def state_dtypes(row: Row) -> StateDtypes:
-    """Returns which copies of a parameter there are.
+    """Returns the copies of a parameter that a run keeps.
 
     DeepSpeed and what shards as it does keep an fp32 master copy. FSDP under mixed precision keeps fp32 shards
     (accelerate 1.0 accelerator.py: prepare_model). On one GPU Transformers loads in bf16 and autocast changes nothing
@@ -192,7 +192,7 @@ def packs(row: Row) -> bool:
 
 
 def parallel(row: Row, kind: str) -> int:
-    """Returns the degree of `tp`, `pp`, `cp` or `ep` in the notes, 1 where they say nothing of it."""
+    """Returns the degree of `tp`, `pp`, `cp` or `ep` in the notes, or 1 without one."""
     match = re.search(rf"(?<![a-z]){kind}\s*[-=]?\s*(\d+)", row.notes, re.IGNORECASE)
     return int(match.group(1)) if match else 1
 
