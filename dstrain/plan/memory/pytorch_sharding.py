@@ -37,11 +37,10 @@ class _Sizes:
 def peak(model: ModelFacts, configuration: Configuration, num_ranks: int) -> Peak:
     """Returns the peak of live bytes of one rank, with P trainable and F frozen parameters over N ranks.
 
-    One GPU and DDP hold everything whole; FSDP's full sharding 1/N of it, the root unit (embedding, head, last norm)
-    whole through forward and backward, and one layer whole while it works. At the optimizer step the states meet the
-    temporaries of torch's foreach implementation: 2 + 2 + 4 + 2 = 10 B a parameter in bf16, 20 in fp32.
-    Source: torch 2.13 optim/adamw.py: _multi_tensor_adamw; distributed/fsdp/_flat_param.py. Published peaks of full
-    training on A100 stand at exactly 10·P and 20·P/N.
+    One GPU and DDP keep all states. FSDP's full sharding keeps 1/N, plus the root unit (embedding, head, last norm) in
+    forward and backward, plus the current layer. The optimizer step adds the temporaries of torch's foreach
+    implementation: 2 + 2 + 4 + 2 = 10 B a parameter in bf16, 20 in fp32; published A100 peaks are 10·P and 20·P/N.
+    Source: torch 2.13 optim/adamw.py: _multi_tensor_adamw; distributed/fsdp/_flat_param.py.
     """
     counts = trained(model, configuration.model.method, configuration.model.lora)
     sizes = _sizes(configuration)
@@ -51,9 +50,8 @@ def peak(model: ModelFacts, configuration: Configuration, num_ranks: int) -> Pea
     if not configuration.zero.offloads_params:
         params = round((sizes.param * counts.trainable + _frozen_bytes(model, configuration, counts)) / share)
     states = 0 if configuration.zero.is_offloaded else round(sizes.states * counts.trainable / state_share)
-    instants = [
-        _during(model, configuration, counts, instant, share, num_ranks) for instant in profile(model, configuration)
-    ]
+    profiled = profile(model, configuration)
+    instants = [_during(model, configuration, counts, instant, share, num_ranks) for instant in profiled]
     hosted = configuration.zero.is_offloaded
     instants.append(
         Peak(
