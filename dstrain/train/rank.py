@@ -151,7 +151,7 @@ def announce_builds(rank: Rank, ds_config: Mapping[str, Any], environment: Mappi
     for op in missing_ops(needed, environment):
         rank.say(f"building {OPS[op]}: about a minute, once")
     for lock in unheld_locks(needed, environment):  # loading takes the lock too, so a built extension can hang
-        rank.say(f"no process on this machine holds {lock.path}; if no other machine builds or loads it: {lock.cure}")
+        rank.say(f"{lock.path} is held by no visible process; if no other host is building: {lock.cure}")
 
 
 def is_port_taken(environment: Mapping[str, str]) -> bool:
