@@ -259,14 +259,14 @@ def choices() -> Mapping[str, tuple[str, str]]:
     >>> choices()["zero_stage"], choices()["expandable_segments"]
     (('zero', 'stage'), ('', 'expandable_segments'))
     """
-    found: dict[str, tuple[str, str]] = {}
+    places: dict[str, tuple[str, str]] = {}
     for part in fields(Configuration):
         if part.name == "expandable_segments":
-            found[part.name] = "", part.name
+            places[part.name] = "", part.name
         elif part.name != "code":  # nobody chooses it
             for choice in fields(getattr(DEFAULTS, part.name)):
-                found[choice.metadata.get("name", choice.name)] = part.name, choice.name
-    return found
+                places[choice.metadata.get("name", choice.name)] = part.name, choice.name
+    return places
 
 
 def changed(configuration: Configuration, **values: Any) -> Configuration:

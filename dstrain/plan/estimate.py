@@ -62,18 +62,18 @@ def assess(
     )
 
 
-def moved(found: Estimate, count: int) -> Estimate:
+def moved(base: Estimate, count: int) -> Estimate:
     """Returns the estimate with `count` bytes more on the GPU: by what the exact one of a neighbour was off.
 
     What closed forms leave out or count too much is nearly the same for two ways that differ in one choice.
     """
     needs = replace(
-        found.memory,
-        live_bytes_per_gpu=found.memory.live_bytes_per_gpu + count,
-        reserved_bytes_per_gpu=found.memory.reserved_bytes_per_gpu + count,
-        device_bytes_per_gpu=found.memory.device_bytes_per_gpu + count,
+        base.memory,
+        live_bytes_per_gpu=base.memory.live_bytes_per_gpu + count,
+        reserved_bytes_per_gpu=base.memory.reserved_bytes_per_gpu + count,
+        device_bytes_per_gpu=base.memory.device_bytes_per_gpu + count,
     )
-    return replace(found, memory=needs, fits_gpu=needs.device_bytes_per_gpu <= found.usable_bytes_per_gpu)
+    return replace(base, memory=needs, fits_gpu=needs.device_bytes_per_gpu <= base.usable_bytes_per_gpu)
 
 
 def estimate(workload: Workload, request: Request, ds_config: Mapping[str, Any]) -> Estimate:

@@ -85,4 +85,4 @@ class Request:
         """Whether every choice is given, so that the answer is an estimate of that and of nothing else."""
         given = (self.zero_stage, self.micro_batch, self.grad_ckpt)
         is_offload_known = self.offload is not None or self.zero_stage == 0
-        return not self.writable and is_offload_known and all(each is not None for each in given)
+        return not self.writable and is_offload_known and all(value is not None for value in given)

@@ -162,8 +162,8 @@ def _mlp_width(model: ModelFacts) -> int:
 def _logits_bytes(model: ModelFacts, way: Configuration) -> float:
     if way.kernels.loss is not LossKernel.FULL:
         return 0.0
-    each = LOGITS_BYTES + (0 if way.model.precision is Precision.FP32 else way.model.item)
-    return each * way.batch.seq_len / way.parallel.sp * model.vocab_size / way.parallel.tp
+    logit_bytes = LOGITS_BYTES + (0 if way.model.precision is Precision.FP32 else way.model.item)
+    return logit_bytes * way.batch.seq_len / way.parallel.sp * model.vocab_size / way.parallel.tp
 
 
 def _host_bytes(cluster: Cluster, way: Configuration, states: float, weights: float) -> float:

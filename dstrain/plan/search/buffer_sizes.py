@@ -76,25 +76,25 @@ def top_rung(model: ModelFacts) -> int:
 
 
 def sized_to_room(
-    model: ModelFacts, found: Estimate, rung: int, *, assess: Callable[[Configuration], Estimate]
+    model: ModelFacts, estimate: Estimate, rung: int, *, assess: Callable[[Configuration], Estimate]
 ) -> tuple[Estimate, int]:
     """Returns the estimate with the largest buffers that the memory left over pays for, and their rung.
 
     Bisects the ladder above `rung`: the new total may take `SHARE_OF_ROOM` of what was left, must fit the host, and
     must not be slower. Below ZeRO-3 nothing above the roomy rung has a meaning.
     """
-    limit = found.memory.device_bytes_per_gpu + SHARE_OF_ROOM * (
-        found.usable_bytes_per_gpu - found.memory.device_bytes_per_gpu
+    limit = estimate.memory.device_bytes_per_gpu + SHARE_OF_ROOM * (
+        estimate.usable_bytes_per_gpu - estimate.memory.device_bytes_per_gpu
     )
-    low, high = rung, top_rung(model) if found.configuration.zero.stage == 3 else max(rung, ROOMY)
+    low, high = rung, top_rung(model) if estimate.configuration.zero.stage == 3 else max(rung, ROOMY)
     while low < high:
         middle = (low + high + 1) // 2
-        larger = assess(sized(model, found.configuration, middle))
-        if larger.fits and larger.memory.device_bytes_per_gpu <= limit and not _is_slower(larger, found):
-            low, found = middle, larger
+        larger = assess(sized(model, estimate.configuration, middle))
+        if larger.fits and larger.memory.device_bytes_per_gpu <= limit and not _is_slower(larger, estimate):
+            low, estimate = middle, larger
         else:
             high = middle - 1
-    return found, low
+    return estimate, low
 
 
 def _is_slower(one: Estimate, other: Estimate) -> bool:
@@ -103,17 +103,17 @@ def _is_slower(one: Estimate, other: Estimate) -> bool:
     return one.speed.step_s > (1 + NO_SLOWER_RATIO) * other.speed.step_s
 
 
-def least_offloaded(found: Estimate, *, assess: Callable[[Configuration], Estimate]) -> Estimate:
+def least_offloaded(estimate: Estimate, *, assess: Callable[[Configuration], Estimate]) -> Estimate:
     """Returns the estimate with as little of the optimizer offloaded as fits, where a part of it is (Twin-Flow).
 
     Source: deepspeed 0.19.8 runtime/zero/stage3.py: subgroup_to_device.
     """
-    configuration = found.configuration
+    configuration = estimate.configuration
     while configuration.zero.offload is Offload.OPTIMIZER and configuration.zero.offload_ratio < 1:
         lower = round(configuration.zero.offload_ratio - RATIO_STEP, 2)
         zero = replace(configuration.zero, offload_ratio=lower)
         less = assess(replace(configuration, zero=zero)) if lower > 0 else None
-        if less is None or not less.fits or _is_slower(less, found):
+        if less is None or not less.fits or _is_slower(less, estimate):
             break
-        found, configuration = less, less.configuration
-    return found
+        estimate, configuration = less, less.configuration
+    return estimate

@@ -68,63 +68,63 @@ def decide(workload: Workload, request: Request) -> Plan:
     Raises DoesNotFit with the nearest thing that would, and InvalidConfig where the request contradicts itself or the
     GPU.
     """
-    found = survey(workload, request)
-    if not found.fits:
-        raise does_not_fit(workload, request, found.first)
-    return plan_of(found, workload.cluster, request)
+    surveyed = survey(workload, request)
+    if not surveyed.fits:
+        raise does_not_fit(workload, request, surveyed.first)
+    return plan_of(surveyed, workload.cluster, request)
 
 
-def plan_of(found: Survey, cluster: Cluster, request: Request) -> Plan:
+def plan_of(surveyed: Survey, cluster: Cluster, request: Request) -> Plan:
     """Returns the first of a survey that fits as a plan."""
     return Plan(
-        chosen=found.first,
-        rejected=found.rejected,
-        num_estimated=found.num_estimated,
-        global_batch=global_batch(cluster, found.first.configuration),
+        chosen=surveyed.first,
+        rejected=surveyed.rejected,
+        num_estimated=surveyed.num_estimated,
+        global_batch=global_batch(cluster, surveyed.first.configuration),
         learning_rate=LEARNING_RATES[request.method],
-        reasons=found.proposals[0].reasons,
-        notes=found.notes,
+        reasons=surveyed.proposals[0].reasons,
+        notes=surveyed.notes,
     )
 
 
 def survey(workload: Workload, request: Request, *, top: int = DEFAULT_TOP) -> Survey:
     """Returns the `top` best ways to train, with reasons; raises InvalidConfig where the request contradicts itself."""
     check(workload, request)
-    found = search(workload, request, top=top)
+    ranking = search(workload, request, top=top)
     cluster, ratio = workload.cluster, usable_ratio(request)
 
     def assessed(configuration: Configuration) -> Estimate:
         return estimated(workload, configuration, usable_gpu_ratio=ratio)
 
-    sketch, rung = _settled(workload.model, request, found, assess=assessed)
+    sketch, rung = _settled(workload.model, request, ranking, assess=assessed)
     first = assess(workload, sketch.configuration, usable_gpu_ratio=ratio)
     if sketch.fits and not first.fits:
-        sketch = first = found.plans[0]
-        rung = found.rungs[0]
+        sketch = first = ranking.plans[0]
+        rung = ranking.rungs[0]
     error = first.memory.device_bytes_per_gpu - assessed(first.configuration).memory.device_bytes_per_gpu
-    others = neighbours(workload, request, first, assess=lambda each: moved(assessed(each), error))
+    others = neighbours(workload, request, first, assess=lambda configuration: moved(assessed(configuration), error))
     others = others if first.fits else []
     why = reasons(workload, request, first, rung=rung, others=others)
-    rest = [Proposal(estimate=each, reasons=compared(cluster, each, first)) for each in found.plans[1:]]
+    rest = [Proposal(estimate=estimate, reasons=compared(cluster, estimate, first)) for estimate in ranking.plans[1:]]
     return Survey(
         proposals=(Proposal(estimate=first, reasons=why), *rest),
         fits=first.fits,
-        rejected=tuple(each.estimate for each in faster_but_too_large(cluster, first, others)),
-        num_estimated=found.num_estimated,
-        num_excluded=found.num_excluded,
+        rejected=tuple(neighbour.estimate for neighbour in faster_but_too_large(cluster, first, others)),
+        num_estimated=ranking.num_estimated,
+        num_excluded=ranking.num_excluded,
         notes=_notes(workload, request, first),
     )
 
 
 def _settled(
-    model: ModelFacts, request: Request, found: Ranking, *, assess: Callable[[Configuration], Estimate]
+    model: ModelFacts, request: Request, ranking: Ranking, *, assess: Callable[[Configuration], Estimate]
 ) -> tuple[Estimate, int | None]:
     """Returns the first of a ranking with its middle settings sized, and the rung of its buffers.
 
     Buffers grow into the memory left, and as little of a divided optimizer is offloaded as fits. One configuration that
     was asked for keeps its buffers, unless it fits only with small ones.
     """
-    first, rung = found.plans[0], found.rungs[0]
+    first, rung = ranking.plans[0], ranking.rungs[0]
     if rung is None:
         small = first if first.fits else assess(sized(model, first.configuration, TIGHT))
         return (first, None) if first.fits or not small.fits else (small, TIGHT)

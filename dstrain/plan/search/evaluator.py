@@ -67,13 +67,13 @@ class Evaluator:
 
     def seems_to_fit(self, candidate: Candidate) -> bool:
         """Returns whether it fits or, before it is verified, may do so."""
-        found = self.estimate(candidate)
+        estimate = self.estimate(candidate)
         if candidate in self.exact:
-            return found.fits
-        needs, most = found.memory, 1 + QUICK_ERROR_RATIO
+            return estimate.fits
+        needs, most = estimate.memory, 1 + QUICK_ERROR_RATIO
         least = needs.device_bytes_per_gpu - needs.breakdown_bytes.fragmentation
-        fits_host = needs.host_bytes_per_node <= most * found.usable_bytes_per_host
-        return fits_host and least <= most * found.usable_bytes_per_gpu
+        fits_host = needs.host_bytes_per_node <= most * estimate.usable_bytes_per_host
+        return fits_host and least <= most * estimate.usable_bytes_per_gpu
 
     def verify(self, candidate: Candidate) -> Estimate:
         """Returns the exact estimate, which from then on is the candidate's.
@@ -101,10 +101,10 @@ class Evaluator:
         return self.estimates[candidate]
 
 
-def _is_live_room(found: Estimate) -> bool:
+def _is_live_room(estimate: Estimate) -> bool:
     """Returns whether it would fit if the allocator held nothing but what lives."""
-    least = found.memory.device_bytes_per_gpu - found.memory.breakdown_bytes.fragmentation
-    return found.fits_host and least <= found.usable_bytes_per_gpu
+    least = estimate.memory.device_bytes_per_gpu - estimate.memory.breakdown_bytes.fragmentation
+    return estimate.fits_host and least <= estimate.usable_bytes_per_gpu
 
 
 def estimated(

@@ -65,11 +65,11 @@ def nearest_that_fits(workload: Workload, request: Request) -> list[str]:
         if kind in said:
             continue
         try:
-            found = fastest(replace(workload, cluster=cluster), changed)
+            estimate = fastest(replace(workload, cluster=cluster), changed)
         except InvalidConfig:  # the options contradict each other there
             continue
-        if found is not None:
-            said[kind] = f"{option}: {label(found.configuration)}"
+        if estimate is not None:
+            said[kind] = f"{option}: {label(estimate.configuration)}"
     return list(said.values())
 
 

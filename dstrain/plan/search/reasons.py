@@ -44,15 +44,15 @@ def neighbours(
 
     Choices that the request fixes are among them, so that it can be said what they cost.
     """
-    found = []
+    alternatives = []
     for topic, mine, other, configuration in _flips(request, chosen.configuration):
         if broken(workload, configuration, writable=request.writable):
             continue
         estimate = assess(configuration)
         if not estimate.fits:
             estimate = assess(sized(workload.model, configuration, TIGHT))
-        found.append(Neighbour(chosen=mine, other=other, topic=topic, estimate=estimate))
-    return found
+        alternatives.append(Neighbour(chosen=mine, other=other, topic=topic, estimate=estimate))
+    return alternatives
 
 
 def _flips(request: Request, chosen: Configuration) -> Iterator[tuple[Topic, str, str, Configuration]]:
@@ -89,14 +89,14 @@ def faster_but_too_large(cluster: Cluster, chosen: Estimate, others: list[Neighb
     What lacks as much as there is was never in reach. Where speed is not known, what leaves more on the GPU counts as
     faster.
     """
-    found = [
-        each
-        for each in others
-        if not each.estimate.fits
-        and _would_be_faster(cluster, chosen, each)
-        and _missing_bytes(each.estimate) < _present_bytes(each.estimate)
+    too_large = [
+        neighbour
+        for neighbour in others
+        if not neighbour.estimate.fits
+        and _would_be_faster(cluster, chosen, neighbour)
+        and _missing_bytes(neighbour.estimate) < _present_bytes(neighbour.estimate)
     ]
-    return tuple(sorted(found, key=lambda each: _missing_bytes(each.estimate)))
+    return tuple(sorted(too_large, key=lambda neighbour: _missing_bytes(neighbour.estimate)))
 
 
 def _would_be_faster(cluster: Cluster, chosen: Estimate, other: Neighbour) -> bool:
@@ -203,33 +203,36 @@ def _speed(chosen: Estimate) -> list[Reason]:
 def _over(cluster: Cluster, request: Request, chosen: Estimate, others: list[Neighbour]) -> list[Reason]:
     """Returns what was chosen over what, by how much; the closest decisions first."""
     said = []
-    for each in others:
-        gain = gain_ratio(cluster, chosen, each.estimate)
-        if gain is None or not each.estimate.fits:
+    for neighbour in others:
+        gain = gain_ratio(cluster, chosen, neighbour.estimate)
+        if gain is None or not neighbour.estimate.fits:
             continue
-        memory = _more_bytes(chosen, each.estimate)
+        memory = _more_bytes(chosen, neighbour.estimate)
         if gain > TIE_RATIO:
-            said.append((gain, f"{each.chosen} over {each.other}: {_percent(gain)}, {memory}", each.topic))
+            text = f"{neighbour.chosen} over {neighbour.other}: {_percent(gain)}, {memory}"
+            said.append((gain, text, neighbour.topic))
         elif gain >= -TIE_RATIO:
-            said.append((abs(gain), f"{each.chosen} over {each.other}: as fast, {memory}", each.topic))
-        elif getattr(request, each.topic, None) is not None:
+            text = f"{neighbour.chosen} over {neighbour.other}: as fast, {memory}"
+            said.append((abs(gain), text, neighbour.topic))
+        elif getattr(request, neighbour.topic, None) is not None:
             faster = _percent(1 / (1 + gain) - 1)
-            said.append((0.0, f"{each.chosen}, as asked; {each.other} would be {faster} and fits too", each.topic))
+            text = f"{neighbour.chosen}, as asked; {neighbour.other} would be {faster} and fits too"
+            said.append((0.0, text, neighbour.topic))
     return [Reason(topic=topic, text=text) for _, text, topic in sorted(said)[:MOST_SENTENCES]]
 
 
 def _with_more(cluster: Cluster, chosen: Estimate, others: list[Neighbour]) -> list[Reason]:
     """Returns what more memory would change: the nearest change, and those that need more and bring more."""
     said, best = [], 0.0
-    for each in faster_but_too_large(cluster, chosen, others):
-        gain = gain_ratio(cluster, each.estimate, chosen)
+    for neighbour in faster_but_too_large(cluster, chosen, others):
+        gain = gain_ratio(cluster, neighbour.estimate, chosen)
         if gain is not None and gain < best + TIE_RATIO:
             continue
         best = gain or 0.0
-        where = "per GPU" if not each.estimate.fits_gpu else "of host RAM on each node"
+        where = "per GPU" if not neighbour.estimate.fits_gpu else "of host RAM on each node"
         would = "would fit" if gain is None else f"would be {_percent(gain)}"
-        text = f"with {format_bytes(_missing_bytes(each.estimate))} more {where}, {each.other} {would}"
-        said.append(Reason(topic=each.topic, text=text))
+        text = f"with {format_bytes(_missing_bytes(neighbour.estimate))} more {where}, {neighbour.other} {would}"
+        said.append(Reason(topic=neighbour.topic, text=text))
     return said[:MOST_SENTENCES]
 
 

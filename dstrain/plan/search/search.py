@@ -46,17 +46,17 @@ def search(workload: Workload, request: Request, *, top: int = DEFAULT_TOP, exha
     """
     candidates = space(workload, request)
     evaluator = Evaluator(workload, usable_ratio(request))
-    possible = candidates if exhaustive else [each for each in candidates if evaluator.may_fit(each)]
+    possible = candidates if exhaustive else [candidate for candidate in candidates if evaluator.may_fit(candidate)]
     if exhaustive:
         for candidate in candidates:
             evaluator.estimate(candidate)
-    found = _verified(evaluator, possible, top)
-    fits = bool(found)
+    best = _verified(evaluator, possible, top)
+    fits = bool(best)
     if not fits:
-        found = _nearest(evaluator, candidates, top)
+        best = _nearest(evaluator, candidates, top)
     return Ranking(
-        plans=tuple(evaluator.estimate(each) for each in found),
-        rungs=tuple(each.rung for each in found),
+        plans=tuple(evaluator.estimate(candidate) for candidate in best),
+        rungs=tuple(candidate.rung for candidate in best),
         fits=fits,
         num_estimated=len(evaluator.estimates),
         num_excluded=len(candidates) - len(evaluator.estimates),
@@ -66,17 +66,19 @@ def search(workload: Workload, request: Request, *, top: int = DEFAULT_TOP, exha
 def _verified(evaluator: Evaluator, candidates: list[Candidate], top: int) -> list[Candidate]:
     """Returns the best candidates that fit exactly too: what is listed is estimated again, until all of it fits."""
     while True:
-        found = _ranked(evaluator, candidates, top)
-        verified = [evaluator.verify(each).fits for each in found]
+        ranked = _ranked(evaluator, candidates, top)
+        verified = [evaluator.verify(candidate).fits for candidate in ranked]
         if all(verified):
-            return found
+            return ranked
 
 
 def fastest(workload: Workload, request: Request) -> Estimate | None:
     """Returns the best way to train that fits, or None."""
     evaluator = Evaluator(workload, usable_ratio(request))
-    found = _verified(evaluator, [each for each in space(workload, request) if evaluator.may_fit(each)], 1)
-    return evaluator.estimate(found[0]) if found else None
+    best = _verified(
+        evaluator, [candidate for candidate in space(workload, request) if evaluator.may_fit(candidate)], 1
+    )
+    return evaluator.estimate(best[0]) if best else None
 
 
 def _ranked(evaluator: Evaluator, candidates: list[Candidate], top: int) -> list[Candidate]:
@@ -93,11 +95,11 @@ def _ranked(evaluator: Evaluator, candidates: list[Candidate], top: int) -> list
             tied = []
         if len(ranked) >= top:
             break
-        if candidate is None or any(strategy_key(each.way) == strategy_key(candidate.way) for each in ranked):
+        if candidate is None or any(strategy_key(other.way) == strategy_key(candidate.way) for other in ranked):
             continue
         new = _Tied(_complexity(candidate), candidate.rung == TIGHT, key, candidate)
         if not any(
-            each[:2] <= new[:2] and strategy_key(each.candidate.way) == strategy_key(candidate.way) for each in tied
+            other[:2] <= new[:2] and strategy_key(other.candidate.way) == strategy_key(candidate.way) for other in tied
         ):
             tied += [new] if evaluator.seems_to_fit(candidate) else []
     return (ranked + _simplest_first(tied))[:top]
@@ -119,8 +121,8 @@ def _is_tie(key: Key, first: Key) -> bool:
 def _simplest_first(tied: list[_Tied]) -> list[Candidate]:
     """Returns one of each way, the simplest first; of equals those with roomy buffers, then the fastest."""
     best: dict[tuple[object, ...], Candidate] = {}
-    for each in sorted(tied, key=lambda each: each[:3]):
-        best.setdefault(strategy_key(each.candidate.way), each.candidate)
+    for tie in sorted(tied, key=lambda tie: tie[:3]):
+        best.setdefault(strategy_key(tie.candidate.way), tie.candidate)
     return list(best.values())
 
 
@@ -137,10 +139,10 @@ def _by_time(evaluator: Evaluator, candidates: list[Candidate]) -> Iterator[tupl
     if not candidates:
         return
     if evaluator.time(candidates[0]) is None:
-        keyed = [(lost_speed(evaluator.workload.cluster, each), each) for each in candidates]
-        yield from sorted(keyed, key=lambda each: each[0])
+        keyed = [(lost_speed(evaluator.workload.cluster, candidate), candidate) for candidate in candidates]
+        yield from sorted(keyed, key=lambda entry: entry[0])
         return
-    waiting = [(evaluator.least_time(each), order, False) for order, each in enumerate(candidates)]
+    waiting = [(evaluator.least_time(candidate), order, False) for order, candidate in enumerate(candidates)]
     heapq.heapify(waiting)
     while waiting:
         key, order, is_time = heapq.heappop(waiting)
@@ -158,22 +160,23 @@ def _nearest(evaluator: Evaluator, candidates: list[Candidate], top: int) -> lis
     search: nothing that is left comes nearer.
     """
     smallest: dict[tuple[object, ...], int] = {}
-    for each in candidates:
-        smallest[strategy_key(each.way)] = min(each.micro_batch, smallest.get(strategy_key(each.way), each.micro_batch))
+    for candidate in candidates:
+        strategy = strategy_key(candidate.way)
+        smallest[strategy] = min(candidate.micro_batch, smallest.get(strategy, candidate.micro_batch))
     frugal = [
-        each
-        for each in candidates
-        if each.rung in (TIGHT, None) and each.micro_batch == smallest[strategy_key(each.way)]
+        candidate
+        for candidate in candidates
+        if candidate.rung in (TIGHT, None) and candidate.micro_batch == smallest[strategy_key(candidate.way)]
     ]
-    found: dict[tuple[object, ...], tuple[tuple[bool, int], Candidate]] = {}
-    for candidate in sorted(frugal, key=lambda each: _least_shortage(evaluator, each)):
-        known = sorted(shortage for shortage, _ in found.values())
+    nearest: dict[tuple[object, ...], tuple[tuple[bool, int], Candidate]] = {}
+    for candidate in sorted(frugal, key=lambda candidate: _least_shortage(evaluator, candidate)):
+        known = sorted(shortage for shortage, _ in nearest.values())
         if len(known) >= top and known[top - 1] <= _least_shortage(evaluator, candidate):
             break
         shortage = distance(evaluator.estimate(candidate))
-        if strategy_key(candidate.way) not in found or shortage < found[strategy_key(candidate.way)][0]:
-            found[strategy_key(candidate.way)] = shortage, candidate
-    return [candidate for _, candidate in sorted(found.values(), key=lambda each: each[0])][:top]
+        if strategy_key(candidate.way) not in nearest or shortage < nearest[strategy_key(candidate.way)][0]:
+            nearest[strategy_key(candidate.way)] = shortage, candidate
+    return [candidate for _, candidate in sorted(nearest.values(), key=lambda entry: entry[0])][:top]
 
 
 def _least_shortage(evaluator: Evaluator, candidate: Candidate) -> tuple[bool, int]:
@@ -184,6 +187,9 @@ def _least_shortage(evaluator: Evaluator, candidate: Candidate) -> tuple[bool, i
     return not fits_gpu, least.host_bytes if fits_gpu else device
 
 
-def distance(each: Estimate) -> tuple[bool, int]:
+def distance(estimate: Estimate) -> tuple[bool, int]:
     """Returns how far an estimate is from fitting: what the GPU could hold is nearer than what it could not."""
-    return not each.fits_gpu, each.memory.host_bytes_per_node if each.fits_gpu else each.memory.device_bytes_per_gpu
+    return (
+        not estimate.fits_gpu,
+        estimate.memory.host_bytes_per_node if estimate.fits_gpu else estimate.memory.device_bytes_per_gpu,
+    )

@@ -72,19 +72,19 @@ def space(workload: Workload, request: Request) -> list[Candidate]:
     nothing is left, with the options that contradict each other.
     """
     cluster = workload.cluster
-    found = ways(workload, request)
-    if not found.allowed:
-        raise _contradiction(request, found)
-    sizes_of_dp = {data_parallel_ranks(cluster, way) for way in found.allowed}
+    strategies = ways(workload, request)
+    if not strategies.allowed:
+        raise _contradiction(request, strategies)
+    sizes_of_dp = {data_parallel_ranks(cluster, way) for way in strategies.allowed}
     by_ranks = {ranks: batches(request, ranks) for ranks in sizes_of_dp}
     candidates = [
         Candidate(way, micro_batch, accum, rung, pinned)
-        for way in found.allowed
+        for way in strategies.allowed
         for micro_batch, accum in by_ranks[data_parallel_ranks(cluster, way)]
         for rung, pinned in _buffers(request, way)
     ]
     if not candidates:
-        raise _no_batch(cluster, request, found.allowed)
+        raise _no_batch(cluster, request, strategies.allowed)
     return candidates
 
 
@@ -215,7 +215,7 @@ def batches(request: Request, ranks: int) -> list[tuple[int, int]]:
         return []
     share = max(1, (request.global_batch or DEFAULT_GLOBAL_BATCH) // ranks)
     sizes = _divisors(share) if exact else sorted({*_divisors(share), *_powers_of_two(share)})
-    found = []
+    pairs = []
     for micro_batch in _given(request.micro_batch, tuple(sizes)):
         accum = request.grad_accum or max(1, share // micro_batch)
         is_free = request.micro_batch is not None or micro_batch == 1
@@ -223,17 +223,17 @@ def batches(request: Request, ranks: int) -> list[tuple[int, int]]:
             continue
         if not exact and micro_batch * accum > share and not is_free:
             continue
-        found.append((micro_batch, accum))
-    return found
+        pairs.append((micro_batch, accum))
+    return pairs
 
 
 def _divisors(count: int) -> list[int]:
     return [size for size in range(1, count + 1) if count % size == 0]
 
 
-def _contradiction(request: Request, found: Strategies) -> InvalidConfig:
+def _contradiction(request: Request, strategies: Strategies) -> InvalidConfig:
     """Returns the error of a request that no way satisfies: the options that the least broken way contradicts."""
-    _, rules = min(found.forbidden, key=lambda each: len(each[1]))
+    _, rules = min(strategies.forbidden, key=lambda pair: len(pair[1]))
     rule = rules[0]
     words = [_option(name, getattr(request, name)) for name in rule.options if _is_given(request, name)]
     said = f"{' and '.join(words)}; {rule.says}" if words else rule.says

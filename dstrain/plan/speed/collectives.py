@@ -67,14 +67,14 @@ def collectives(cluster: Cluster, configuration: Configuration, work: Work) -> l
     """Returns what the ranks send each other in a step of `configuration`."""
     c, counts = configuration, work.counts
     ranks = max(1, cluster.num_gpus // c.parallel.tp)
-    found: list[Collective] = []
+    sent: list[Collective] = []
     if ranks > 1:
-        found += _sharded(c, counts, work, ranks) if c.zero.stage == 3 else _replicated(c, counts, work, ranks)
+        sent += _sharded(c, counts, work, ranks) if c.zero.stage == 3 else _replicated(c, counts, work, ranks)
     if c.parallel.sp > 1:
-        found += _sequence_parallel(c, work)
+        sent += _sequence_parallel(c, work)
     if c.parallel.tp > 1:
-        found += _tensor_parallel(c, work)
-    return found
+        sent += _tensor_parallel(c, work)
+    return sent
 
 
 def _replicated(c: Configuration, counts: Trained, work: Work, ranks: int) -> list[Collective]:

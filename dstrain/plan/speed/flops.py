@@ -77,11 +77,11 @@ def products(model: ModelFacts, *, method: Method) -> tuple[Product, ...]:
     ends with is not computed again. Source: torch 2.13 utils/checkpoint.py: _checkpoint_without_reentrant_generator;
     counted in traces of Transformers 5.23's layers: 13 products of 14 in a dense layer, all in one with experts.
     """
-    found = [_product(model, group, method) for group in model.tensors if _is_multiplied(group)]
+    matrix_products = [_product(model, group, method) for group in model.tensors if _is_multiplied(group)]
     if model.tie_word_embeddings:
         head = Product(inputs=model.hidden_size, outputs=model.vocab_size, count=1, is_sharded=False, is_in_layer=False)
-        found.append(head)
-    return tuple(found)
+        matrix_products.append(head)
+    return tuple(matrix_products)
 
 
 def _is_multiplied(group: TensorGroup) -> bool:

@@ -109,19 +109,19 @@ def _shown(
 
     In the order given, each hides behind the computation that is left.
     """
-    found = []
-    for each in sent:
-        if each.phase is not phase:
+    exposed = []
+    for collective in sent:
+        if collective.phase is not phase:
             continue
-        seconds = each.seconds(cluster, rates)
+        seconds = collective.seconds(cluster, rates)
         shown = seconds
-        if each.is_hidden:
-            first = seconds / max(1.0, each.messages)
+        if collective.is_hidden:
+            first = seconds / max(1.0, collective.messages)
             hidden = min(seconds - first, max(0.0, computing))
             shown = seconds - hidden + rates.overlap_slowdown * hidden
             computing -= hidden
-        found.append((INTER if each.spans_nodes(cluster) else INTRA, shown))
-    return found
+        exposed.append((INTER if collective.spans_nodes(cluster) else INTRA, shown))
+    return exposed
 
 
 def _shown_copies(copies: Stepping, forward_s: float, backward_s: float) -> float:

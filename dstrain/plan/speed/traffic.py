@@ -155,10 +155,10 @@ class _Tally:
     def add(self, cost: Cost, width: float, count: float, *, is_sharded: bool, scale: float | None = None) -> None:
         """Adds `count` parts whose widths sum to `width`."""
         into = self.sharded if is_sharded else self.bytes
-        for way, (each, kernels) in enumerate(
+        for way, (element_bytes, kernels) in enumerate(
             ((cost.forward, cost.forward_kernels), (cost.backward, cost.backward_kernels))
         ):
-            into[way] += (self.scale if scale is None else scale) * each * width
+            into[way] += (self.scale if scale is None else scale) * element_bytes * width
             self.kernels[way] += kernels * count
 
     def passed(self, way: int) -> Pass:
