@@ -69,15 +69,15 @@ def command(
     names = hosts_.own_names() if hosts is not None else frozenset()
     is_local = hosts is None or (len(hosts.hosts) == 1 and is_this_machine(hosts.hosts[0].name, names))
     with _telling(hosts):
-        found, variables = _here(file, hosts) if is_local else _everywhere(file, hosts, names)
-    host = next(iter(found))
-    found[host] = before + found[host]
+        by_host, variables = _here(file, hosts) if is_local else _everywhere(file, hosts, names)
+    host = next(iter(by_host))
+    by_host[host] = before + by_host[host]
     if as_json:
-        answer_json(document(found, variables))
+        answer_json(document(by_host, variables))
     else:
-        rows = grouped(found[host], verbose=verbose) if is_local else of_hosts(found, variables, verbose=verbose)
+        rows = grouped(by_host[host], verbose=verbose) if is_local else of_hosts(by_host, variables, verbose=verbose)
         answer(printable("\n".join(rows)))
-    _conclude(found, file)
+    _conclude(by_host, file)
 
 
 def _job(job: Path | None, hostfile: Path | None) -> JobFile | None:
@@ -116,9 +116,9 @@ def _here(file: JobFile | None, hosts: Hosts | None) -> tuple[dict[str, list[Fin
     facts = seen["facts"]
     if facts.value is None:
         raise EnvironmentProblem(f"this machine cannot be checked: {facts.problem}")
-    needs, told = _needs_seen(file, first, seen["job"])
+    needs, job_findings = _needs_seen(file, first, seen["job"])
     needs = wanted.on_host(needs, hosts.hosts[0]) if hosts is not None else needs
-    return {socket.gethostname(): told + findings(facts.value, needs)}, {}
+    return {socket.gethostname(): job_findings + findings(facts.value, needs)}, {}
 
 
 def _everywhere(
@@ -133,11 +133,11 @@ def _everywhere(
     )
     if seen["answers"].value is None:
         raise EnvironmentProblem(f"the hosts cannot be asked: {seen['answers'].problem}")
-    needs, told = _needs_seen(file, first, seen["job"])
-    found = hosts_.judged(seen["answers"].value, needs)
-    host = next(iter(found))
-    found[host] = told + found[host]
-    return found, environment_of(hosts_.interfaces(seen["answers"].value), needs.environment)
+    needs, job_findings = _needs_seen(file, first, seen["job"])
+    by_host = hosts_.judged(seen["answers"].value, needs)
+    host = next(iter(by_host))
+    by_host[host] = job_findings + by_host[host]
+    return by_host, environment_of(hosts_.interfaces(seen["answers"].value), needs.environment)
 
 
 def _first_needs(file: JobFile | None, hosts: Hosts | None) -> Needs:
@@ -151,17 +151,17 @@ def _all_needs(file: JobFile | None, first: Needs) -> tuple[Needs, list[Finding]
 def _needs_seen(file: JobFile | None, first: Needs, seen: Seen) -> tuple[Needs, list[Finding]]:
     """Returns the needs of the job as far as they are known in time."""
     if seen.value is not None:
-        needs, told = seen.value
-        return needs, told
+        needs, job_findings = seen.value
+        return needs, job_findings
     return first, jobs.late(file, LIMIT_S) if file is not None else []
 
 
-def _conclude(found: dict[str, list[Finding]], file: JobFile | None) -> None:
+def _conclude(by_host: dict[str, list[Finding]], file: JobFile | None) -> None:
     """Says how many findings there are, and what to type next. Raises EnvironmentProblem for errors."""
-    everything = [finding for each in found.values() for finding in each]
+    everything = [finding for host_findings in by_host.values() for finding in host_findings]
     if errors(everything):
         raise EnvironmentProblem(
-            f"{problem_text(found)} ({count_text(everything)})",
+            f"{problem_text(by_host)} ({count_text(everything)})",
             hint="Type the command after → for each ✗, then run `dstrain doctor` again.",
         )
     say(count_text(everything))

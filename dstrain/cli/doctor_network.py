@@ -31,16 +31,16 @@ def examine(file: JobFile | None, hostfile: Path | None, *, saves: bool, as_json
         _say_nothing_to_measure(site, as_json=as_json)
         return
     with _telling() as tell:
-        found = measure(site, tell)
-    gpu = gpu_of(found.network)
+        measurement = measure(site, tell)
+    gpu = gpu_of(measurement.network)
     links = figures(gpu, _planned(file))
-    told = findings(found.network, links, found.interfaces)
-    kept = _keep(found, gpu.name) if saves else None
+    network_findings = findings(measurement.network, links, measurement.interfaces)
+    kept = _keep(measurement, gpu.name) if saves else None
     if as_json:
-        answer_json(network_document(found.network, links, found.interfaces, told, kept))
+        answer_json(network_document(measurement.network, links, measurement.interfaces, network_findings, kept))
     else:
-        answer(printable("\n".join(grouped(told, verbose=True))))
-    say(count_text(told))
+        answer(printable("\n".join(grouped(network_findings, verbose=True))))
+    say(count_text(network_findings))
     if saves:
         _say_kept(kept, site, hostfile)
 
@@ -82,10 +82,10 @@ def _say_nothing_to_measure(site: Site, *, as_json: bool) -> None:
     say_lines([f"nothing to measure: {what} on {site.hosts.name}; --hostfile FILE names more hosts"])
 
 
-def _keep(found: Answer, gpu: str) -> Path | None:
+def _keep(measurement: Answer, gpu: str) -> Path | None:
     """Puts the figures where the next plan finds them; None where no plan could use them."""
     today = time.strftime("%Y-%m-%d")
-    entry = measured_links.of_network(found.network, gpu, date=today, own=socket.gethostname())
+    entry = measured_links.of_network(measurement.network, gpu, date=today, own=socket.gethostname())
     return measured_links.save(entry) if entry is not None else None
 
 

@@ -126,12 +126,12 @@ def _planned(asked: ResolvedOptions, before: Lock | None, *, verbose: bool) -> _
     facts = plan_inputs(dict(asked.options), last=last)
     if last and uses_last(dict(asked.options), last):
         say(f"no GPUs are found here: planning for the {last.num_gpus} × {last.gpu.name} of the last time")
-    found = survey(facts.workload, facts.request)
-    if not found.fits:
-        raise does_not_fit(facts.workload, facts.request, found.first)
-    say_lines(plan_lines(found, facts.workload, verbose=verbose))
-    document = {**plan_document(found, facts.workload), "notes": list(found.notes)}
-    return _Planned(asked=facts, plan=plan_of(found, facts.workload.cluster, facts.request), document=document)
+    surveyed = survey(facts.workload, facts.request)
+    if not surveyed.fits:
+        raise does_not_fit(facts.workload, facts.request, surveyed.first)
+    say_lines(plan_lines(surveyed, facts.workload, verbose=verbose))
+    document = {**plan_document(surveyed, facts.workload), "notes": list(surveyed.notes)}
+    return _Planned(asked=facts, plan=plan_of(surveyed, facts.workload.cluster, facts.request), document=document)
 
 
 def _say_repeated(asked: ResolvedOptions, before: Lock | None) -> None:
@@ -202,8 +202,8 @@ def _refuse_foreign(out: Path, merged: Regenerated) -> None:
 
 def _require_unchanged(out: Path, files: Sequence[Standing]) -> None:
     """Raises Conflict where a file was saved since it was read: what was saved is not in what would be written."""
-    there = standing(out, [each.name for each in files])
-    changed = [each.shown for each in files if there.get(each.name) != each.yours]
+    there = standing(out, [file.name for file in files])
+    changed = [file.shown for file in files if there.get(file.name) != file.yours]
     if changed:
         problem = f"{', '.join(changed)}: changed while this was being planned; nothing was written"
         raise Conflict(problem, hint="Type it again.")
@@ -211,17 +211,17 @@ def _require_unchanged(out: Path, files: Sequence[Standing]) -> None:
 
 def _other_lines(lock: Lock, merged: Regenerated) -> list[str]:
     """Returns what to know where the job, by an edit, is about another model or configuration than this plan."""
-    found = []
+    lines = []
     for key in ("model", "ds_config"):
         yours, planned = (_job_key(text, key) for text in (merged.files.get("job.yaml"), lock.base["job.yaml"]))
         if yours is None:
-            found.append(
+            lines.append(
                 f"note     job.yaml names no {key}, and this plan is for {planned}: write `{key}: {planned}` there"
             )
         elif yours != planned:
             what = f": give --model {yours} to plan that" if key == "model" else ", which it does not read"
-            found.append(f"note     job.yaml names {key} {yours}, and this plan is for {planned}{what}")
-    return found
+            lines.append(f"note     job.yaml names {key} {yours}, and this plan is for {planned}{what}")
+    return lines
 
 
 def _job_key(text: str | None, key: str) -> Any:
@@ -247,7 +247,7 @@ def _show_conflicts(
     """Says what both sides changed. Raises Conflict where something of it is open."""
     if not merged.conflicts:
         for name, opened in merged.unsettled.items():
-            keys = ", ".join(dotted(each.pointer) for each in opened)
+            keys = ", ".join(dotted(clash.pointer) for clash in opened)
             say(f"open since an earlier conflict, yours stands: {keys} ({out / name})")
         return
     say()
@@ -261,10 +261,10 @@ def _show_conflicts(
         say(line)
     if not merged.open:
         return
-    keys = ", ".join(dotted(each.clash.pointer) for each in merged.open)
-    written = new_files(out, {each.file: base[each.file] for each in merged.open}) if base else ()
+    keys = ", ".join(dotted(conflict.clash.pointer) for conflict in merged.open)
+    written = new_files(out, {conflict.file: base[conflict.file] for conflict in merged.open}) if base else ()
     files = ", ".join(map(str, written)) or ", ".join(
-        f"{out / name}.new" for name in dict.fromkeys(each.file for each in merged.open)
+        f"{out / name}.new" for name in dict.fromkeys(conflict.file for conflict in merged.open)
     )
     place = f" -o {out}" if out != Path() else ""
     again = f"dstrain gen-config{place} --on-conflict"

@@ -75,7 +75,7 @@ def _as_input(name: str, value: Any, folder: Path) -> Any:
 
 def _parsed(context: click.Context, name: str, value: Any, folder: Path) -> Any:
     """Returns an input of the lock as Click would give it, a path as it is to be found from here."""
-    parameter = next(each for each in context.command.params if each.name == name)
+    parameter = next(option for option in context.command.params if option.name == name)
     if name in PATHS and (looks_local(value) or (folder / value).exists()):
         value = str(folder / value)
     return parameter.type_cast_value(context, value)
