@@ -80,7 +80,7 @@ class MicroBatch:
 
     @property
     def is_padded(self) -> bool:
-        """Whether attention is told which tokens are padding."""
+        """Whether attention receives a padding mask."""
         return not self.packing and self.micro_batch > 1
 
 

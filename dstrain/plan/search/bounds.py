@@ -42,13 +42,13 @@ MOMENT_BYTES_PER_PARAM = {
         Optimizer.SGD: 0,
     },
 }
-"""Bytes of optimizer state for each trained parameter, at the least: two moments of AdamW, one of Lion, in the dtype of
+"""Bytes of optimizer state for each trained parameter, at least: two moments of AdamW, one of Lion, in the dtype of
 the copy they belong to; Adafactor's rows and columns and 8-bit scales are left out. Source: the optimizers' papers."""
 LOGITS_BYTES = 8
-"""Bytes of each logit that exist at once under the plain loss, at the least: its fp32 copy and the log-softmax; the
+"""Bytes of each logit that exist at once under the plain loss, at least: its fp32 copy and the log-softmax; the
 half-precision logit itself besides. Source: Transformers 5.23 loss/loss_utils.py: ForCausalLMLoss."""
 LAYER_BYTES = {"eager": (14, 8), "adapted": (8, 6), "fused": (4, 4)}
-"""Bytes that a layer keeps of each element of the hidden size, and of the MLP's inner width, at the least.
+"""Bytes that a layer keeps of each element of the hidden size, and of the MLP's inner width, at least.
 
 Two norms, with their fp32 copies but where fused, and with the normalised copies of trained weights; gate, up,
 activation and product, the last not before frozen weights; gate and up alone where fused.
@@ -58,7 +58,7 @@ ops/rms_norm.py and swiglu.py."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bound:
-    """The least that a way to train needs, for any batch and any buffers."""
+    """The minimum that a strategy needs, for any batch and any buffers."""
 
     fixed_bytes: int
     """On the GPU in the backward pass of the loss, whatever the batch."""
@@ -77,7 +77,7 @@ class Bound:
 
 
 def bound(workload: Workload, way: Configuration) -> Bound:
-    """Returns the bound of a way to train.
+    """Returns the bound of a strategy.
 
     On the GPU: parameters and optimizer states of this rank; with them, at the loss, the layers' inputs (checkpointing)
     or most of what they save, and the logits; at the end, the gradients. Left out, so that the bound stays below every
@@ -117,7 +117,7 @@ def passes_s(workload: Workload, way: Configuration, micro_batch: int) -> float:
 
 
 def _step_s(workload: Workload, way: Configuration) -> float:
-    """Returns the seconds of optimizer and offloading after the last backward pass; 0 where speeds are not known."""
+    """Returns the seconds of optimizer and offloading after the last backward pass; 0 if speeds are unknown."""
     cluster = workload.cluster
     if peak_flops_per_s(cluster.gpu, way.model.precision) <= 0 or cluster.gpu.hbm_bytes_per_s <= 0:
         return 0.0

@@ -31,34 +31,34 @@ LEARNING_RATES = {Method.FULL: 1e-5, Method.LORA: 1e-4, Method.QLORA: 2e-4}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proposal:
-    """A way to train, and what speaks for it."""
+    """A plan with its reasons."""
 
     estimate: Estimate
-    """What it is and needs."""
+    """The configuration, its memory and its speed."""
     reasons: tuple[Reason, ...]
-    """Why, in sentences with numbers; of all but the first, how it stands to the first."""
+    """Sentences with numbers; all proposals but the first are compared with the first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Survey:
-    """The best ways to train, the best first; where none fits, the nearest."""
+    """The best plans, best first; if none fits, the nearest."""
 
     proposals: tuple[Proposal, ...]
-    """The ways."""
+    """The plans with their reasons."""
     fits: bool
-    """Whether they fit."""
+    """Whether the first proposal fits."""
     rejected: tuple[Estimate, ...]
-    """What would be faster than the first and does not fit, the nearest to fitting first."""
+    """Estimates that would be faster than the first but do not fit, nearest to fitting first."""
     num_estimated: int
     """Configurations that were estimated."""
     num_excluded: int
-    """Configurations that a bound excluded; with those estimated, the whole space."""
+    """Configurations excluded by a bound; together with the estimated ones, the whole space."""
     notes: tuple[str, ...]
-    """What was assumed, and what to know before training."""
+    """Assumptions, and advice before training."""
 
     @property
     def first(self) -> Estimate:
-        """The choice or, where nothing fits, what comes nearest."""
+        """The choice or, if nothing fits, the nearest estimate."""
         return self.proposals[0].estimate
 
 
@@ -75,7 +75,7 @@ def decide(workload: Workload, request: Request) -> Plan:
 
 
 def plan_of(surveyed: Survey, cluster: Cluster, request: Request) -> Plan:
-    """Returns the first of a survey that fits as a plan."""
+    """Returns the first proposal of a survey as a plan."""
     return Plan(
         chosen=surveyed.first,
         rejected=surveyed.rejected,
@@ -88,7 +88,7 @@ def plan_of(surveyed: Survey, cluster: Cluster, request: Request) -> Plan:
 
 
 def survey(workload: Workload, request: Request, *, top: int = DEFAULT_TOP) -> Survey:
-    """Returns the `top` best ways to train, with reasons; raises InvalidConfig where the request contradicts itself."""
+    """Returns the `top` best plans with reasons; raises InvalidConfig if the request contradicts itself."""
     check(workload, request)
     ranking = search(workload, request, top=top)
     cluster, ratio = workload.cluster, usable_ratio(request)
@@ -134,7 +134,7 @@ def _settled(
 
 
 def check(workload: Workload, request: Request) -> None:
-    """Raises InvalidConfig for what the GPU or the model cannot do."""
+    """Raises InvalidConfig for a request that the GPU or the model cannot satisfy."""
     model, cluster, gpu = workload.model, workload.cluster, workload.cluster.gpu
     if request.precision is Precision.BF16 and not gpu.has_bf16 and gpu.fp16_flops_per_s > 0:
         raise InvalidConfig(f"--precision bf16: {gpu.name} has no bf16", hint="Write --precision fp16.")
@@ -153,7 +153,7 @@ def check(workload: Workload, request: Request) -> None:
 
 
 def _notes(workload: Workload, request: Request, chosen: Estimate) -> tuple[str, ...]:
-    """Returns what was assumed, and what to know before training."""
+    """Returns the assumptions, and advice before training."""
     model, cluster = workload.model, workload.cluster
     notes = [*_assumptions(cluster, request, chosen), *_precision_notes(workload, chosen)]
     if chosen.speed is None:
@@ -177,7 +177,7 @@ def _notes(workload: Workload, request: Request, chosen: Estimate) -> tuple[str,
 
 
 def _assumptions(cluster: Cluster, request: Request, chosen: Estimate) -> list[str]:
-    """Returns what was assumed about machines and batch."""
+    """Returns the assumptions about machines and batch."""
     configuration = chosen.configuration
     notes = []
     if cluster.gpu_origin is Origin.ASSUMED:
@@ -193,7 +193,7 @@ def _assumptions(cluster: Cluster, request: Request, chosen: Estimate) -> list[s
 
 
 def _precision_notes(workload: Workload, chosen: Estimate) -> list[str]:
-    """Returns what half precision without bf16 means."""
+    """Returns the consequences of half precision without bf16."""
     model, cluster = workload.model, workload.cluster
     notes = []
     if chosen.configuration.model.precision is Precision.FP16 and not cluster.gpu.has_bf16:

@@ -19,12 +19,12 @@ QUICK_ERROR_RATIO = 0.10
 from above, and not counted before it is replayed. Source: tests/plan/memory/test_closed_form.py."""
 
 Key = tuple[float, ...]
-"""What candidates are ordered by: seconds of a sample or, where speed is not known, the order of lost speed."""
+"""Sort key of candidates: seconds per sample or, if speed is unknown, the order of lost speed."""
 
 
 @dataclass(slots=True)
 class Evaluator:
-    """The search's working table: what is known of each candidate so far."""
+    """Caches the bounds, times and estimates of the candidates of one search."""
 
     workload: Workload
     usable_ratio: float
@@ -60,13 +60,13 @@ class Evaluator:
         return data_parallel_ranks(self.workload.cluster, candidate.way) * candidate.micro_batch * candidate.grad_accum
 
     def may_fit(self, candidate: Candidate) -> bool:
-        """Returns whether the bound leaves room: what it excludes needs no estimate."""
+        """Returns whether the bound leaves room; an excluded candidate needs no estimate."""
         least, cluster = self.bound(candidate), self.workload.cluster
         fits_gpu = least.device_bytes(candidate.micro_batch) <= self.usable_ratio * cluster.gpu.memory_bytes
         return fits_gpu and least.host_bytes <= USABLE_HOST_RATIO * cluster.host_memory_bytes
 
     def seems_to_fit(self, candidate: Candidate) -> bool:
-        """Returns whether it fits or, before it is verified, may do so."""
+        """Returns whether the candidate fits or, before it is verified, may fit."""
         estimate = self.estimate(candidate)
         if candidate in self.exact:
             return estimate.fits
@@ -110,10 +110,10 @@ def _is_live_room(estimate: Estimate) -> bool:
 def estimated(
     workload: Workload, configuration: Configuration, *, usable_gpu_ratio: float = USABLE_GPU_RATIO
 ) -> Estimate:
-    """Returns the estimate that is quick, and within a few percent."""
+    """Returns the quick estimate, accurate to a few percent."""
     return assess(workload, configuration, detail=Detail.QUICK, usable_gpu_ratio=usable_gpu_ratio)
 
 
 def usable_ratio(request: Request) -> float:
-    """Returns the share of a GPU that a plan may fill: all of it where one configuration is asked about."""
+    """Returns the share of a GPU that a plan may fill: all of it if the request is one configuration."""
     return ASKED_GPU_RATIO if request.is_one_configuration else USABLE_GPU_RATIO

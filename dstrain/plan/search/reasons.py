@@ -20,12 +20,12 @@ from dstrain.plan.search.search_space import data_parallel_ranks, global_batch, 
 from dstrain.units import format_bytes, format_count, format_seconds
 
 MOST_SENTENCES = 3
-"""Sentences of one kind that are said at most."""
+"""Maximum number of sentences of one kind."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Neighbour:
-    """What training would be with one choice taken otherwise."""
+    """An alternative that differs in one choice."""
 
     chosen: str
     """The choice as it is: `ZeRO-3`."""
@@ -34,7 +34,7 @@ class Neighbour:
     topic: Topic
     """The choice that differs."""
     estimate: Estimate
-    """What it would need."""
+    """The estimate of the alternative."""
 
 
 def neighbours(
@@ -106,7 +106,7 @@ def _would_be_faster(cluster: Cluster, chosen: Estimate, other: Neighbour) -> bo
 
 
 def gain_ratio(cluster: Cluster, one: Estimate, other: Estimate) -> float | None:
-    """Returns by what share `one` is faster than `other` for each sample, or None where speed is not known."""
+    """Returns by what share `one` is faster than `other` for each sample, or None if speed is unknown."""
     if one.speed is None or other.speed is None:
         return None
     return _sample_s(cluster, other, other.speed) / _sample_s(cluster, one, one.speed) - 1
@@ -145,7 +145,7 @@ def reasons(
 
 
 def compared(cluster: Cluster, one: Estimate, best: Estimate) -> tuple[Reason, ...]:
-    """Returns how a plan stands to the best one, in one sentence."""
+    """Returns the comparison of a plan with the best one, in one sentence."""
     gain = gain_ratio(cluster, one, best)
     more = _more_bytes(one, best)
     if not one.fits:
@@ -186,7 +186,7 @@ def _more_bytes(one: Estimate, other: Estimate) -> str:
 
 
 def _speed(chosen: Estimate) -> list[Reason]:
-    """Returns what a step takes and what it waits for."""
+    """Returns the step time and its bottlenecks."""
     if chosen.speed is None:
         return []
     known = chosen.speed
@@ -201,7 +201,7 @@ def _speed(chosen: Estimate) -> list[Reason]:
 
 
 def _over(cluster: Cluster, request: Request, chosen: Estimate, others: list[Neighbour]) -> list[Reason]:
-    """Returns what was chosen over what, by how much; the closest decisions first."""
+    """Returns each choice with the alternative it beat and the margin, closest decisions first."""
     said = []
     for neighbour in others:
         gain = gain_ratio(cluster, chosen, neighbour.estimate)
@@ -272,7 +272,7 @@ def _batch(cluster: Cluster, configuration: Configuration) -> Reason:
 
 
 def _buffers(chosen: Estimate, rung: int | None) -> list[Reason]:
-    """Returns the sizes of the engine's buffers and what they were sized by."""
+    """Returns the sizes of the engine's buffers and the rule behind them."""
     zero = chosen.configuration.zero
     if zero.stage == 0:
         return []

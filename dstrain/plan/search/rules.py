@@ -14,18 +14,18 @@ from dstrain.plan.configuration import Configuration
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """A combination that is refused, does nothing, or does something else than it says."""
+    """A combination that is refused, has no effect, or has another effect than its options say."""
 
     name: str
-    """What it is called."""
+    """Short name."""
     says: str
     """The rule, in words."""
     options: tuple[str, ...]
-    """The fields of a request that it is about."""
+    """The fields of a request that the rule concerns."""
     breaks: Callable[[ModelFacts, Cluster, Configuration], bool]
     """Whether a configuration breaks it."""
     source: str
-    """Who says so."""
+    """Where the limit is documented or implemented."""
 
 
 _IN_RAM = (Offload.OPTIMIZER, Offload.PARAMS)
@@ -153,7 +153,7 @@ RULES: tuple[Rule, ...] = (
          source=_DS + "runtime/sequence_parallel/ulysses_sp.py, runtime/zero/config.py"),
 )
 """What DeepSpeed 0.19.8, with Transformers 5.23 and accelerate 1.15, does not do. The batch identity is not here: no
-configuration is made that breaks it (`space.batches`)."""
+configuration is made that breaks it (`search_space.batches`)."""
 
 WRITABLE: tuple[Rule, ...] = (
     Rule(name="ZeRO-0 is not written", options=("zero_stage",),
@@ -173,7 +173,7 @@ WRITABLE: tuple[Rule, ...] = (
          breaks=lambda m, k, c: c.parallel.sp > 1 or c.parallel.tp > 1,
          source="dstrain/train/arguments.py sets no ParallelismConfig"),
 )
-"""What gen-config and the trainer cannot carry out, though DeepSpeed can."""
+"""Combinations that DeepSpeed supports but gen-config or the trainer does not."""
 # fmt: on
 
 

@@ -18,27 +18,27 @@ from dstrain.plan.search.slowdown_order import lost_speed
 TIE_RATIO = 0.02
 """Plans whose times differ by less are as fast as each other: the simpler one comes first."""
 DEFAULT_TOP = 3
-"""Plans that are shown where nobody says how many."""
+"""Number of plans shown by default."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranking:
-    """What a search found."""
+    """The result of a search."""
 
     plans: tuple[Estimate, ...]
-    """The best ways to train, each with its best batch, the best first; where nothing fits, the nearest ones."""
+    """The best strategies, each with its best batch, best first; if nothing fits, the nearest ones."""
     rungs: tuple[int | None, ...]
-    """The size of the buffers of each (`buffer_sizes.sizes`)."""
+    """The buffer rung of each plan (`buffer_sizes.sizes`)."""
     fits: bool
-    """Whether they fit."""
+    """Whether the plans fit."""
     num_estimated: int
     """Configurations that were estimated."""
     num_excluded: int
-    """Configurations that a bound excluded; with those estimated, the whole space."""
+    """Configurations excluded by a bound; together with the estimated ones, the whole space."""
 
 
 def search(workload: Workload, request: Request, *, top: int = DEFAULT_TOP, exhaustive: bool = False) -> Ranking:
-    """Returns the `top` best ways to train that fit or, where none does, the nearest.
+    """Returns the `top` best plans that fit or, if none does, the nearest.
 
     Best first by time: a candidate enters with a bound below its time, comes back with its time, and is estimated only
     when nothing faster is left. What the memory bound rules out never enters; the search ends when enough is known.
@@ -64,7 +64,7 @@ def search(workload: Workload, request: Request, *, top: int = DEFAULT_TOP, exha
 
 
 def _verified(evaluator: Evaluator, candidates: list[Candidate], top: int) -> list[Candidate]:
-    """Returns the best candidates that fit exactly too: what is listed is estimated again, until all of it fits."""
+    """Returns the best candidates whose exact estimates fit too; verifies the list again until every entry fits."""
     while True:
         ranked = _ranked(evaluator, candidates, top)
         verified = [evaluator.verify(candidate).fits for candidate in ranked]
@@ -73,7 +73,7 @@ def _verified(evaluator: Evaluator, candidates: list[Candidate], top: int) -> li
 
 
 def fastest(workload: Workload, request: Request) -> Estimate | None:
-    """Returns the best way to train that fits, or None."""
+    """Returns the best plan that fits, or None."""
     evaluator = Evaluator(workload, usable_ratio(request))
     best = _verified(
         evaluator, [candidate for candidate in space(workload, request) if evaluator.may_fit(candidate)], 1
@@ -82,7 +82,7 @@ def fastest(workload: Workload, request: Request) -> Estimate | None:
 
 
 def _ranked(evaluator: Evaluator, candidates: list[Candidate], top: int) -> list[Candidate]:
-    """Returns the best candidates that fit, one of each way.
+    """Returns the best candidates that fit, one per strategy.
 
     Those within `TIE_RATIO` of the fastest of them are as good as it, and the simplest of them comes first; then those
     within as much of the fastest that is left. What could not come before another of its way is not estimated.
@@ -106,7 +106,7 @@ def _ranked(evaluator: Evaluator, candidates: list[Candidate], top: int) -> list
 
 
 class _Tied(NamedTuple):
-    """A candidate that is as fast as others; they come in the order of these fields."""
+    """A candidate that is as fast as others; ties are ordered by these fields."""
 
     complexity: int
     is_tight: bool
@@ -119,7 +119,7 @@ def _is_tie(key: Key, first: Key) -> bool:
 
 
 def _simplest_first(tied: list[_Tied]) -> list[Candidate]:
-    """Returns one of each way, the simplest first; of equals those with roomy buffers, then the fastest."""
+    """Returns one candidate per strategy, simplest first; of equals, roomy buffers first, then the fastest."""
     best: dict[tuple[object, ...], Candidate] = {}
     for tie in sorted(tied, key=lambda tie: tie[:3]):
         best.setdefault(strategy_key(tie.candidate.way), tie.candidate)
@@ -134,7 +134,7 @@ def _by_time(evaluator: Evaluator, candidates: list[Candidate]) -> Iterator[tupl
     """Yields candidates with their times, the fastest first; and None with the least time of all that are left.
 
     A candidate waits with the bound of its time; when nothing has a lower one, its time is computed, and it waits
-    again. Where the speed of the GPU is not known the order of lost speed takes the place of times.
+    again. If the speed of the GPU is unknown, the order of lost speed replaces times.
     """
     if not candidates:
         return
@@ -180,7 +180,7 @@ def _nearest(evaluator: Evaluator, candidates: list[Candidate], top: int) -> lis
 
 
 def _least_shortage(evaluator: Evaluator, candidate: Candidate) -> tuple[bool, int]:
-    """Returns the bound of `distance`."""
+    """Returns a lower bound of `distance`."""
     least = evaluator.bound(candidate)
     device = least.device_bytes(candidate.micro_batch)
     fits_gpu = device <= evaluator.usable_ratio * evaluator.workload.cluster.gpu.memory_bytes

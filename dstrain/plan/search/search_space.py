@@ -20,9 +20,9 @@ from dstrain.plan.search.rules import Rule, broken
 T = TypeVar("T")
 
 DEFAULT_SEQ_LEN = 4096
-"""Sequence length where none is asked for, and the model reaches so far."""
+"""Default sequence length, if the model supports it."""
 DEFAULT_GLOBAL_BATCH = 64
-"""Samples of one step where none are asked for: the usual size of supervised fine-tuning on a few nodes."""
+"""Default samples per step: the usual size of supervised fine-tuning on a few nodes."""
 RATIOS = (1.0, 0.75, 0.5, 0.25)
 """Shares of an optimizer that are offloaded; the one that is chosen is refined (`buffer_sizes.least_offloaded`)."""
 
@@ -31,7 +31,7 @@ class Candidate(NamedTuple):
     """One configuration in short; `configuration` writes it out."""
 
     way: Configuration
-    """All that is neither batch nor buffers."""
+    """The strategy: everything except batch and buffers."""
     micro_batch: int
     """Samples of one forward of one GPU."""
     grad_accum: int
@@ -56,12 +56,12 @@ def with_batch(configuration: Configuration, micro_batch: int, grad_accum: int) 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Strategies:
-    """The ways that a request leaves open, before batches and buffers."""
+    """The strategies that a request leaves open, before batches and buffers."""
 
     allowed: tuple[Configuration, ...]
-    """Those that break no rule."""
+    """Strategies that break no rule."""
     forbidden: tuple[tuple[Configuration, tuple[Rule, ...]], ...]
-    """The others, with the rules they break."""
+    """The other strategies, with the rules they break."""
 
 
 def space(workload: Workload, request: Request) -> list[Candidate]:
@@ -89,7 +89,7 @@ def space(workload: Workload, request: Request) -> list[Candidate]:
 
 
 def data_parallel_ranks(cluster: Cluster, configuration: Configuration) -> int:
-    """Returns over how many groups of GPUs a batch is shared out: N / (SP · TP)."""
+    """Returns the number of data-parallel ranks: N / (SP · TP)."""
     return max(1, cluster.num_gpus // (configuration.parallel.sp * configuration.parallel.tp))
 
 
@@ -102,7 +102,7 @@ def global_batch(cluster: Cluster, configuration: Configuration) -> int:
 
 
 def strategy_key(configuration: Configuration) -> tuple[object, ...]:
-    """Returns what tells one way to train from another; batches and buffers do not."""
+    """Returns the identity of a strategy, which excludes batches and buffers."""
     zero = configuration.zero
     return zero.stage, zero.offload, zero.hpz, configuration.checkpointing, configuration.parallel
 
@@ -251,7 +251,7 @@ _OPTIONS = {"state_dtypes": "states"}
 
 
 def _option(name: str, value: object) -> str:
-    """Returns an option as it is typed."""
+    """Returns an option as typed on the command line."""
     word = "--" + _OPTIONS.get(name, name).replace("_", "-")
     return word if value is True else f"{word} {value}"
 

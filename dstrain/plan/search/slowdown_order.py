@@ -13,7 +13,7 @@ SATURATING_TOKENS = 4096
 """Tokens of a micro-batch from which matrix products run near their best; a smaller one loses speed first.
 Source: achievable-FLOP/s sweeps of stas00/ml-engineering (2,048 and more for h of 4,096 and more)."""
 LARGEST_TOKENS = 16384
-"""Tokens of a micro-batch beyond which a larger one brings nothing."""
+"""Tokens of a micro-batch beyond which larger ones are no faster."""
 
 
 def lost_speed(cluster: Cluster, candidate: Candidate) -> tuple[float, ...]:
