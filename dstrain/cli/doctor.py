@@ -81,7 +81,7 @@ def command(
 
 
 def _job(job: Path | None, hostfile: Path | None) -> JobFile | None:
-    """Returns the job that was named, or the one that lies here."""
+    """Returns the named job, or job.yaml of this folder if it exists."""
     path = job or (JOB if JOB.is_file() else None)
     if path is None:
         return None
@@ -97,7 +97,7 @@ def _hosts(file: JobFile | None, hostfile: Path | None) -> tuple[Hosts | None, l
 
 @contextlib.contextmanager
 def _telling(hosts: Hosts | None) -> Iterator[None]:
-    """Says on a terminal that it is at work."""
+    """Shows a status line on a terminal."""
     if not talk.is_terminal:
         yield
         return
@@ -107,7 +107,7 @@ def _telling(hosts: Hosts | None) -> Iterator[None]:
 
 
 def _here(file: JobFile | None, hosts: Hosts | None) -> tuple[dict[str, list[Finding]], dict[str, str]]:
-    """Returns the findings of this machine; the machine is looked at while the job is estimated."""
+    """Returns the findings of this machine; probes the machine while estimating the job."""
     first = _first_needs(file, hosts)
     first = wanted.on_host(first, hosts.hosts[0]) if hosts is not None else first
     seen = all_at_once(
@@ -149,7 +149,7 @@ def _all_needs(file: JobFile | None, first: Needs) -> tuple[Needs, list[Finding]
 
 
 def _needs_seen(file: JobFile | None, first: Needs, seen: Seen) -> tuple[Needs, list[Finding]]:
-    """Returns the needs of the job as far as they are known in time."""
+    """Returns the needs of the job, or the first ones with a finding if the estimate is late."""
     if seen.value is not None:
         needs, job_findings = seen.value
         return needs, job_findings
@@ -157,7 +157,7 @@ def _needs_seen(file: JobFile | None, first: Needs, seen: Seen) -> tuple[Needs, 
 
 
 def _conclude(by_host: dict[str, list[Finding]], file: JobFile | None) -> None:
-    """Says how many findings there are, and what to type next. Raises EnvironmentProblem for errors."""
+    """Prints the number of findings and the next command. Raises EnvironmentProblem for errors."""
     everything = [finding for host_findings in by_host.values() for finding in host_findings]
     if errors(everything):
         raise EnvironmentProblem(

@@ -25,7 +25,7 @@ from dstrain.job.file import JobFile
 
 
 def examine(file: JobFile | None, hostfile: Path | None, *, saves: bool, as_json: bool) -> None:
-    """Measures, prints the answer, and keeps the figures unless told not to."""
+    """Measures, prints the answer, and keeps the figures if `saves`."""
     site = _site(file, hostfile)
     if site.hosts.num_slots < 2:
         _say_nothing_to_measure(site, as_json=as_json)
@@ -67,7 +67,7 @@ def _planned(file: JobFile | None) -> Cluster | None:
 
 @contextlib.contextmanager
 def _telling() -> Iterator[Callable[[str], None]]:
-    """Yields what says on a terminal what is being done."""
+    """Yields a function that shows progress on a terminal."""
     if not talk.is_terminal:
         yield lambda text: None
         return
@@ -83,14 +83,14 @@ def _say_nothing_to_measure(site: Site, *, as_json: bool) -> None:
 
 
 def _keep(measurement: Answer, gpu: str) -> Path | None:
-    """Puts the figures where the next plan finds them; None where no plan could use them."""
+    """Saves the figures for the next plan and returns the path; None if no plan could use them."""
     today = time.strftime("%Y-%m-%d")
     entry = measured_links.of_network(measurement.network, gpu, date=today, own=socket.gethostname())
     return measured_links.save(entry) if entry is not None else None
 
 
 def _say_kept(kept: Path | None, site: Site, hostfile: Path | None) -> None:
-    """Says where the figures are and what to type next."""
+    """Prints where the figures are and the next command."""
     if kept is None:
         say_lines(["not kept: the hosts have different numbers of slots, and plans are for equal ones"])
         return

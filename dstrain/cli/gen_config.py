@@ -111,7 +111,7 @@ def command(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Planned:
-    """A plan with what it is an answer to."""
+    """A plan with its inputs."""
 
     asked: PlanInputs
     """Model, machines and request."""
@@ -121,7 +121,7 @@ class _Planned:
 
 
 def _planned(asked: ResolvedOptions, before: Lock | None, *, verbose: bool) -> _Planned:
-    """Returns the plan, after saying it."""
+    """Makes, prints and returns the plan."""
     last = before.cluster if before and asked.is_repeated else None
     facts = plan_inputs(dict(asked.options), last=last)
     if last and uses_last(dict(asked.options), last):
@@ -142,7 +142,7 @@ def _say_repeated(asked: ResolvedOptions, before: Lock | None) -> None:
 
 
 def _lock(asked: ResolvedOptions, planned: _Planned, out: Path) -> Lock:
-    """Returns the generated files with what they were made from."""
+    """Returns the generated files with their inputs."""
     options, facts, plan = asked.options, planned.asked, planned.plan
     template, template_dir = template_of(plan.chosen.configuration), options["template_dir"]
     job = {
@@ -191,7 +191,7 @@ def _files(out: Path, lock: Lock, before: Lock | None, *, reopens: bool) -> list
 
 
 def _refuse_foreign(out: Path, merged: Regenerated) -> None:
-    """Raises Conflict where a file is there that dstrain never generated."""
+    """Raises Conflict if dstrain did not generate an existing file."""
     if merged.foreign:
         names = ", ".join(str(out / name) for name in merged.foreign)
         raise Conflict(
@@ -210,7 +210,7 @@ def _require_unchanged(out: Path, files: Sequence[Standing]) -> None:
 
 
 def _other_lines(lock: Lock, merged: Regenerated) -> list[str]:
-    """Returns what to know where the job, by an edit, is about another model or configuration than this plan."""
+    """Returns notes on an edited job that names another model or configuration than this plan."""
     lines = []
     for key in ("model", "ds_config"):
         yours, planned = (_job_key(text, key) for text in (merged.files.get("job.yaml"), lock.base["job.yaml"]))
@@ -229,7 +229,7 @@ def _job_key(text: str | None, key: str) -> Any:
 
 
 def _write(out: Path, lock: Lock, before: Lock | None, merged: Regenerated) -> None:
-    """Writes the files, and says which changed."""
+    """Writes the files, and prints which changed."""
     left = [str(path) for folder in (out, out / LOCK.parent) for path in leftovers(folder)]
     if left:
         say(f"left by a dstrain that was killed while it wrote: rm {' '.join(map(shlex.quote, left))}")
@@ -244,7 +244,7 @@ def _write(out: Path, lock: Lock, before: Lock | None, merged: Regenerated) -> N
 def _show_conflicts(
     out: Path, merged: Regenerated, asked: ResolvedOptions, before: Lock | None, base: Mapping[str, str] | None
 ) -> None:
-    """Says what both sides changed. Raises Conflict where something of it is open."""
+    """Prints the keys that both sides changed. Raises Conflict if one of them is unresolved."""
     if not merged.conflicts:
         for name, opened in merged.unsettled.items():
             keys = ", ".join(dotted(clash.pointer) for clash in opened)
