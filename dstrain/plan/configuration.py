@@ -249,7 +249,7 @@ OFFLOAD_WORDS = {
 """Display name of each offload."""
 
 DEFAULTS = Configuration()
-"""What DeepSpeed does if a configuration is silent."""
+"""DeepSpeed's defaults."""
 
 
 @cache

@@ -16,7 +16,7 @@ class Effect:
     host_bytes_per_node: int
     """Bytes of RAM of a node more."""
     step_ratio: float | None
-    """Time of a step more, as a share of the time before; None where no speed is known."""
+    """Time of a step more, as a share of the time before; None if no speed is known."""
     tokens_ratio: float | None
     """Tokens a second more, as a share of those before; differs from the step's where a step has other samples."""
     fits_before: bool

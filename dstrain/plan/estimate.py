@@ -146,14 +146,14 @@ def _zero(model: ModelFacts, section: Mapping[str, Any]) -> Zero:
 
 
 def _within(name: str, value: N, least: float, most: float) -> N:
-    """Returns the value. Raises ValueError where it is outside of its range, or no number."""
+    """Returns the value. Raises ValueError if it is out of range or not a number."""
     if not least <= value <= most:
         raise ValueError(f"{name} is {value:g}")
     return value
 
 
 def _accumulation(ds_config: Mapping[str, Any]) -> Precision | None:
-    """Returns the dtype in which gradients are summed, where the configuration names one."""
+    """Returns the dtype in which gradients are summed, if the configuration names one."""
     named = (ds_config.get("data_types") or {}).get("grad_accum_dtype")
     return Precision(named) if named in tuple(Precision) else None
 
@@ -176,7 +176,7 @@ def _offload(zero: Mapping[str, Any], stage: int) -> Offload:
 
 
 def supported_precision(cluster: Cluster) -> Precision:
-    """Returns the precision a GPU trains in: bf16 where it has it, fp16 before Ampere, fp32 on a CPU."""
+    """Returns the precision a GPU trains in: bf16 if supported, fp16 before Ampere, fp32 on a CPU."""
     if cluster.gpu.has_bf16:
         return Precision.BF16
     return Precision.FP16 if cluster.gpu.fp16_flops_per_s > 0 else Precision.FP32

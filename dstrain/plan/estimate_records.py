@@ -13,7 +13,7 @@ from dstrain.units import format_bytes
 
 
 class Limit(StrEnum):
-    """What a step waits for most."""
+    """The main bottleneck of a step."""
 
     COMPUTE = "compute"
     MEMORY_BANDWIDTH = "memory bandwidth"
@@ -27,7 +27,7 @@ class Limit(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speed:
-    """How fast a configuration runs."""
+    """The predicted speed of a configuration."""
 
     step_s: float
     """Seconds of one optimizer step."""
@@ -36,7 +36,7 @@ class Speed:
     mfu_ratio: float
     """Model FLOPs of that over the GPU's peak, 0…1."""
     limited_by: Limit
-    """What the step waits for most."""
+    """The main bottleneck of the step."""
     uncertainty_ratio: float
     """Half the width of the range that the true step time is expected in, over `step_s`."""
     parts_s: Mapping[str, float]
@@ -50,19 +50,19 @@ class Estimate:
     __pydantic_config__ = type_config
 
     configuration: Configuration
-    """What is estimated."""
+    """The estimated configuration."""
     memory: Memory
-    """What it needs."""
+    """The memory it needs."""
     usable_bytes_per_gpu: int
-    """What of the GPU's memory a plan may fill."""
+    """GPU memory that a plan may fill."""
     usable_bytes_per_host: int
-    """What of a node's RAM a plan may fill."""
+    """RAM of a node that a plan may fill."""
     fits_gpu: bool
     """Whether it fits the GPU."""
     fits_host: bool
     """Whether it fits the node's RAM."""
     speed: Speed | None
-    """How fast it is, or None where the GPU's speed is not known."""
+    """The predicted speed, or None if the GPU's speed is unknown."""
     flops_per_token: float
     """Model FLOPs of one trained token."""
     num_params: int
@@ -79,7 +79,7 @@ class Estimate:
 
     @property
     def shortage(self) -> str:
-        """What it needs and what may be used, where it does not fit, in words."""
+        """The needed and the usable memory in words, if it does not fit."""
         if not self.fits_gpu:
             needed, usable, where = self.memory.device_bytes_per_gpu, self.usable_bytes_per_gpu, "per GPU"
         else:
@@ -88,7 +88,7 @@ class Estimate:
 
 
 class Topic(StrEnum):
-    """What a reason is about; a choice goes by the name of its field in a configuration."""
+    """The subject of a reason; a choice has the name of its field in a configuration."""
 
     SPEED = "speed"
     """What a step takes, and what it waits for."""
@@ -117,7 +117,7 @@ class Reason:
     """One sentence on why a plan is as it is."""
 
     topic: Topic
-    """What it is about."""
+    """The subject."""
     text: str
     """The sentence, with numbers."""
 
@@ -131,7 +131,7 @@ class Plan:
     chosen: Estimate
     """The choice."""
     rejected: tuple[Estimate, ...]
-    """What would have been faster and does not fit, in order of preference."""
+    """Faster estimates that do not fit, in order of preference."""
     num_estimated: int
     """Configurations that were estimated."""
     global_batch: int
@@ -141,4 +141,4 @@ class Plan:
     reasons: tuple[Reason, ...]
     """Why, in sentences with numbers."""
     notes: tuple[str, ...]
-    """What was assumed, and what to know before training."""
+    """Assumptions, and advice before training."""

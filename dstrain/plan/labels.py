@@ -58,4 +58,4 @@ OPTIMIZER_WORDS = {
     Optimizer.LION: "Lion",
     Optimizer.SGD: "SGD",
 }
-"""How each optimizer is spoken of."""
+"""Display name of each optimizer."""

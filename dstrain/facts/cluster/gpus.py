@@ -11,7 +11,7 @@ from types import MappingProxyType
 from dstrain.errors import InvalidConfig, nearest
 
 CPU = "cpu"
-"""What the row for machines without a GPU is called."""
+"""Name of the row for machines without a GPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +25,7 @@ class Gpu:
     memory_mib: int
     """Total memory in MiB, as nvidia-smi shows it; 0 for `cpu`, where a cluster fills in each rank's share of the RAM."""
     bf16_flops_per_s: float
-    """Dense bf16 tensor-core FLOP/s; 0 where the GPU has no bf16."""
+    """Dense bf16 tensor-core FLOP/s; 0 if the GPU has no bf16."""
     fp16_flops_per_s: float
     """Dense fp16 tensor-core FLOP/s with fp32 accumulation."""
     fp32_flops_per_s: float
@@ -39,7 +39,7 @@ class Gpu:
     has_flash_attention_2: bool
     """Whether FlashAttention-2 runs on it (compute capability 8.0 and up, and MI300X)."""
     source: str
-    """Where the figures are from."""
+    """Source of the figures."""
 
     @property
     def memory_bytes(self) -> int:
@@ -176,7 +176,7 @@ _BY_FOLDED: Mapping[str, Gpu] = MappingProxyType(
 def gpu(name: str) -> Gpu:
     """Returns the GPU of that name or alias; case, dashes, spaces and makers' words do not count.
 
-    Raises InvalidConfig with the nearest name, or with all of them where nothing is near.
+    Raises InvalidConfig with the nearest name, or with all of them if none is near.
 
     >>> gpu("A100 80GB").name, gpu("NVIDIA H100").name, gpu("4090").memory_mib
     ('a100-80g', 'h100-sxm', 24564)
@@ -191,7 +191,7 @@ def gpu(name: str) -> Gpu:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chip:
-    """What NVML says about the speed of a GPU."""
+    """The speed of a GPU as NVML reports it."""
 
     num_cores: int
     """CUDA cores of all SMs together."""

@@ -265,7 +265,7 @@ def _moe(text: Fields, family: Family, tensors: tuple[TensorGroup, ...]) -> Moe 
 
 
 def _dtype(whole: Fields, text: Fields) -> str:
-    """Returns the dtype of the weights; float32 where nobody says, as for a checkpoint older than the field."""
+    """Returns the dtype of the weights; float32 if the config names none, as for a checkpoint older than the field."""
     dtype = (whole.text("dtype") or text.text("dtype") or "float32").removeprefix("torch.")
     if dtype not in _DTYPES:
         raise whole.problem("dtype", f'is "{dtype}"; known: {", ".join(_DTYPES)}')

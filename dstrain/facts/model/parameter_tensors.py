@@ -178,7 +178,7 @@ def attention(config: Fields, *, qkv_bias: bool = False, out_bias: bool = False)
 
 
 def latent_attention(config: Fields) -> Groups:
-    """Returns the projections of multi-head latent attention; queries go through a latent only where it has a rank."""
+    """Returns the projections of multi-head latent attention; queries go through a latent only if it has a rank."""
     hidden, layers = config.size("hidden_size"), config.size("num_hidden_layers")
     heads, rank = config.size("num_attention_heads"), config.size("kv_lora_rank")
     q_rank = config.optional_size("q_lora_rank")

@@ -31,7 +31,7 @@ class Collective:
     num_bytes: float
     """Bytes of the whole tensors that are gathered, scattered or reduced; all that one rank has, of an all-to-all."""
     messages: float
-    """How many collectives these are."""
+    """Number of collectives."""
     ranks: int
     """Ranks that take part."""
     passes: int = 1

@@ -26,7 +26,7 @@ def flops_per_token(model: ModelFacts, *, method: Method, seq_len: int) -> float
 
 
 def peak_flops_per_s(gpu: Gpu, precision: Precision) -> float:
-    """Returns the data sheet's dense FLOP/s of matrix products in a precision; 0 where it is not known.
+    """Returns the data sheet's dense FLOP/s of matrix products in a precision; 0 if unknown.
 
     fp16 stands in for bf16 where a GPU has none: PyTorch then computes in fp32 what it stores in bf16, which nobody
     asks for on purpose.
@@ -45,7 +45,7 @@ class Product:
     outputs: int
     """Width of a row that comes out."""
     count: int
-    """How often the model has it."""
+    """Number of such products in the model."""
     experts: int = 1
     """Weights of this shape in each of them, among which the rows are shared."""
     rows_per_token: float = 1.0

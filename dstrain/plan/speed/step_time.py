@@ -42,7 +42,7 @@ _PRODUCTS_MEASURED = "gemm_ratio"
 
 
 def speed(workload: Workload, configuration: Configuration) -> Speed | None:
-    """Returns how fast a configuration runs, or None where the speed of the GPU, or of a CPU, was never measured.
+    """Returns how fast a configuration runs, or None if the speed of the GPU or the CPU was never measured.
 
     Step = accumulation × (forward + backward) + what collectives and copies show beyond what computation hides +
     optimizer. A hidden collective shows its first message, what outlasts the computation, and a share of the rest by
@@ -105,7 +105,7 @@ def _parts(cluster: Cluster, c: Configuration, done: Work, rates: Efficiency, pe
 def _shown(
     sent: list[Collective], phase: Phase, computing: float, cluster: Cluster, rates: Efficiency
 ) -> list[tuple[str, float]]:
-    """Returns what the collectives of a phase add to it, by link, where the GPU computes for `computing` seconds.
+    """Returns what the collectives of a phase add to it, by link, while the GPU computes for `computing` seconds.
 
     In the order given, each hides behind the computation that is left.
     """

@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pass:
-    """What one pass over all decoder layers costs beside its matrix products and attention."""
+    """The cost of one pass over all decoder layers beside its matrix products and attention."""
 
     sharded_bytes_per_token: float
     """Bytes for each token that AutoTP divides among ranks."""
@@ -39,12 +39,12 @@ class Pass:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Work:
-    """What a model does, summed over its layers; computed once for each model, compared by identity."""
+    """The work of a model, summed over its layers; computed once for each model, compared by identity."""
 
     products: tuple[Product, ...]
     """The matrix products of the decoder and its head."""
     vision_products: tuple[Product, ...]
-    """Those of the vision tower."""
+    """The matrix products of the vision tower."""
     attention_width: float
     """Widths of query and value heads together, over all layers: FLOPs of a token and position, forward."""
     vision_width: float
@@ -74,14 +74,14 @@ class Work:
     num_quantized_params: int
     """Elements of weights in 4 bits."""
     counts: Trained
-    """What trains and what does not."""
+    """Counts of trained and frozen parameters."""
     model_flops: tuple[float, float]
     """Model FLOPs of a trained token: without attention, and for each position of the sequence."""
     forward: Pass
     backward: Pass
     """The backward pass, without recomputation."""
     recompute: Pass
-    """What checkpointing computes again."""
+    """The recomputation under checkpointing."""
 
 
 class _Same(Generic[T]):

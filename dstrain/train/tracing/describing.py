@@ -38,7 +38,7 @@ _VISION_SIZES = {
     "patch_size": ("patch_size",),
     "spatial_merge_size": ("spatial_merge_size",),
 }
-"""What towers call the sizes of Vision."""
+"""Names of the sizes of Vision in the configs of towers."""
 
 
 def describe(subject: Subject) -> Description:

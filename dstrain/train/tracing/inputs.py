@@ -73,7 +73,7 @@ def _images(question: Question, config: Any) -> dict[str, Any]:
 def _tower_config(config: Any) -> Any:
     """Returns the config of the vision tower.
 
-    Raises InvalidConfig where there is none, or none of the kind of Qwen 3 VL's.
+    Raises InvalidConfig if it is missing, or is not of the kind of Qwen 3 VL's.
     """
     tower = getattr(config, "vision_config", None)
     if not hasattr(tower, "deepstack_visual_indexes"):

@@ -24,7 +24,7 @@ _AT_THE_HEAD = ("head backward", "embedding backward", "vision backward")
 
 
 def trace(question: Question) -> Trace:
-    """Returns what the pass of a question needs. Raises DstrainError where the model cannot run without data."""
+    """Returns what the pass of a question needs. Raises DstrainError if the model cannot run without data."""
     model = prepare(question)
     anatomy = dissect(model)
     parameters = list(model.parameters())

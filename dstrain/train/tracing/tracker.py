@@ -43,7 +43,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.phases.append((len(self.events), name, layer))
 
     def number_of(self, tensor: torch.Tensor) -> int | None:
-        """Returns the number of a live tensor's storage, or None where it is not counted."""
+        """Returns the number of a live tensor's storage, or None if it is not counted."""
         entry = self._numbers.get(tensor.untyped_storage()._cdata)
         return None if entry is None else entry[0]
 
