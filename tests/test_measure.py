@@ -16,6 +16,7 @@ from dstrain.facts.cluster import cluster as clusters
 from dstrain.facts.cluster import gpus
 from dstrain.facts.cluster.cluster import Origin
 from dstrain.facts.model import families
+from dstrain.plan.configuration import flat
 from dstrain.plan.estimate import effective
 from dstrain.plan.request import Request
 from tests.train.launching import CHECKOUT, environment
@@ -32,7 +33,8 @@ def test_the_engine_is_told_what_the_plan_is_asked_about(case: Case) -> None:
     if case.stage == 3:
         names += ["prefetch_bucket_size", "param_persistence_threshold", "max_live_parameters", "max_reuse_distance"]
         names += ["sub_group_size"]
-    assert {name: getattr(found, name) for name in names} == {name: getattr(configuration, name) for name in names}
+    engine, asked = flat(found), flat(configuration)
+    assert {name: engine[name] for name in names} == {name: asked[name] for name in names}
 
 
 def test_no_two_cases_have_one_name() -> None:

@@ -30,7 +30,7 @@ def test_this_machine_is_told_in_groups_with_a_count(dstrain: Type, tmp_path: Pa
     lines = done.stdout.splitlines()
     for heading in HEADINGS:
         assert heading in lines
-    assert "  ✓ training is on the CPU (DS_ACCELERATOR=cpu); no GPU is asked for" in lines
+    assert "  ✓ training is on the CPU (DS_ACCELERATOR=cpu); no GPU is needed" in lines
     assert " ✓, " in done.stderr
     assert "next: dstrain gen-config" in done.stderr
 

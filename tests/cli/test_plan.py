@@ -192,14 +192,14 @@ def test_no_line_is_wider_than_80_columns_when_piped(dstrain: Type, words: tuple
 
 
 def test_piped_bars_are_letters_against_the_line_of_the_capacity(dstrain: Type) -> None:
-    lines = dstrain(*PLAN, "--top", "1").stdout.splitlines()
+    lines = dstrain(*PLAN, "--top", "1", "-v").stdout.splitlines()
     bar = lines[lines.index(next(line for line in lines if line.startswith(" 1 "))) + 1]
     assert re.fullmatch(r"   P+G+O+B*W*A+L*x+ +: +\| +[\d.]+", bar)
     assert "\x1b" not in "".join(lines)
 
 
 def test_a_bar_that_does_not_fit_crosses_the_line(dstrain: Type) -> None:
-    lines = dstrain(*ONE[:-5], "--micro-batch", "64", "--no-grad-ckpt").stdout.splitlines()
+    lines = dstrain(*ONE[:-5], "--micro-batch", "64", "--no-grad-ckpt", "-v").stdout.splitlines()
     bar = next(line for line in lines if "|" in line and "capacity" not in line)
     assert re.search(r"[A-Z]\|[A-Zx]", bar)
 
@@ -225,15 +225,15 @@ def test_plans_that_differ_print_differently(text: Callable[[Configuration], str
 
 def test_the_space_considered_is_said(dstrain: Type) -> None:
     found = document(dstrain, *PLAN)["considered"]
-    said = f"{found['estimated']:,} estimated, {found['excluded_by_bound']:,} excluded"
-    assert said in " ".join(dstrain(*PLAN).stdout.split())
+    said = f"{found['estimated']:,} estimated in full, {found['excluded_by_bound']:,} ruled out"
+    assert said in " ".join(dstrain(*PLAN, "-v").stdout.split())
 
 
 def on_a_terminal(tmp_path: Path, **variables: str) -> str:
     """Returns what the command prints to a terminal of 80 columns."""
     reader, writer = os.openpty()
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm-256color", "COLUMNS": "80", **variables}
-    command = [sys.executable, "-m", "dstrain.cli", *PLAN, "--top", "1"]
+    command = [sys.executable, "-m", "dstrain.cli", *PLAN, "--top", "1", "-v"]
     child = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=writer, stderr=writer)
     os.close(writer)
     pieces = []

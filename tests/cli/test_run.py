@@ -164,7 +164,7 @@ def test_a_download_that_broke_off_is_named(dstrain: Type, job: Path) -> None:
     index = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
     model.rename(model.with_name("model-00001-of-00002.safetensors")).write_bytes(EMPTY_WEIGHTS)
     model.with_name("model.safetensors.index.json").write_text(json.dumps(index))
-    assert "model-00002-of-00002.safetensors is missing" in dstrain("run", "-n").stderr
+    assert "model-00002-of-00002.safetensors missing, listed in" in dstrain("run", "-n").stderr
 
 
 def test_a_monitor_of_deepspeed_needs_its_package_too(dstrain: Type, job: Path) -> None:

@@ -93,8 +93,8 @@ def test_other_machines_are_other_machines(host: str) -> None:
     [
         ("GPU-8932f937", "not UUIDs"),
         ("MIG-GPU-1/0/0", "MIG slices"),
-        ("", "no GPU"),
-        ("-1", "no GPU"),
+        ("", "hides every GPU"),
+        ("-1", "hides every GPU"),
         ("0,0", "twice"),
         ("0,GPU-1", "not UUIDs"),
     ],

@@ -13,7 +13,7 @@ from dstrain.doctor.facts import Question
 from dstrain.doctor.gpu_facts import Gpus, KernelLog, Topology
 from dstrain.doctor.run_probes import all_at_once, run
 
-SMI_S = 5.0
+SMI_S = 3.0
 """How long nvidia-smi may take; without persistence mode it loads the driver first."""
 _LOG_S = 1.5
 _DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/proc/driver/nvidia")
