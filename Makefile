@@ -31,7 +31,7 @@ sweep: $(VENV)/.installed
 
 # the extensions that training on a CPU needs, built before several tests ask for them at once
 ops: $(VENV)/.installed
-	DS_ACCELERATOR=cpu $(BIN)/python -P -m dstrain.train.build_ops deepspeed_shm_comm cpu_adam
+	DS_ACCELERATOR=cpu $(BIN)/python -P -m dstrain.train.build_ops deepspeed_shm_comm cpu_adam fused_adam
 
 check: $(VENV)/.installed
 	$(BIN)/ruff check .
