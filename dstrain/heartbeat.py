@@ -89,7 +89,7 @@ class Sender:
     """The rank's end."""
 
     def __init__(self, environment: Mapping[str, str], rank: int) -> None:
-        """Sends to the agent of the run that the environment is marked with; to nobody where there is no mark."""
+        """Sends to the agent of the run whose mark is in the environment; without a mark, sends nothing."""
         mark = environment.get(MARK)
         self._address = address(mark) if mark else None
         self._rank = rank

@@ -68,7 +68,7 @@ def _links(count: int) -> str:
 
 
 def _from_one(gpu: int, members: Sequence[int], links: dict[tuple[int, int], int]) -> str:
-    """Returns the links of one GPU to those that come after it, such as `0→1-2×1 3×2`; nothing where there are none."""
+    """Returns the links of one GPU to those that come after it, such as `0→1-2×1 3×2`; empty if it has none."""
     by_width: dict[int, list[int]] = {}
     for other in members:
         width = links.get((gpu, other), 0)

@@ -42,7 +42,7 @@ class Request:
     attn: Attention | None = None
     """Attention implementation."""
     packing: bool = False
-    """Whether samples share rows, so that there is no padding mask."""
+    """Whether samples share rows, which need no padding mask."""
     optimizer: Optimizer = Optimizer.ADAMW
     state_dtypes: StateDtypes = StateDtypes.MIXED
     """Which copies of a parameter there are."""

@@ -1,4 +1,4 @@
-"""The screen of a run, where there is no terminal."""
+"""The screen of a run without a terminal."""
 
 import itertools
 

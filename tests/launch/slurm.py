@@ -185,7 +185,7 @@ class Slurm:
         return found[1]
 
     def wait(self, job: int | str, *states: str, timeout_s: float) -> str:
-        """Returns the first of these states that a job is seen in; raises AssertionError where there is none in time.
+        """Returns the first of these states that a job is seen in; raises AssertionError if none comes in time.
 
         A job that is requeued is PENDING, for about two minutes of `BeginTime`; `hurry` ends them.
         """

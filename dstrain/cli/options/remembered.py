@@ -34,7 +34,7 @@ class ResolvedOptions:
 
 def asked(options: Mapping[str, Any], lock: Lock | None, folder: Path) -> ResolvedOptions:
     """Returns what is asked. A model typed now makes a new question; without one the inputs of the last time hold, and
-    options typed now replace those of the same name. Raises UsageError where there is no model in either, InvalidConfig
+    options typed now replace those of the same name. Raises UsageError if neither names a model, InvalidConfig
     where only the lock, which may be somebody else's, names templates."""
     context = click.get_current_context()
     given = {name: _as_input(name, value, folder) for name, value in typed(options).items()}

@@ -21,7 +21,7 @@ from dstrain.cli.console import say, talk
 from dstrain.heartbeat import COUNTED, Phase
 
 LINE_S = 5.0
-"""Seconds between two lines about a phase, where there is no terminal."""
+"""Seconds between two lines about a phase if stderr is not a terminal."""
 
 
 class Screen:

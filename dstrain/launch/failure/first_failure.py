@@ -25,7 +25,7 @@ class Death:
 
 
 def traceback_of(text: str) -> str | None:
-    """Returns the traceback with which a log ends, with those that it names as its cause; None where there is none.
+    """Returns the traceback at the end of a log, preceded by its chained causes, or None if the log ends otherwise.
 
     Tracebacks that a program caught, printed and went on from lie far above the end, and are not it.
     """

@@ -37,7 +37,7 @@ class Process:
 
 
 def look(pid: int) -> Process | None:
-    """Returns a process, or None where there is none of that number. Source: proc(5), /proc/PID/stat."""
+    """Returns the process with this id, or None if it does not exist. Source: proc(5), /proc/PID/stat."""
     try:
         text = (_PROC / str(pid) / "stat").read_bytes()
     except OSError:

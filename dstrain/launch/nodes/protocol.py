@@ -102,7 +102,7 @@ class Hello:
     shares_run_dir: bool
     """Whether the run directory here is the one of `run`."""
     interface: str | None
-    """The network interface that leads to the other nodes; None where there is not one for all."""
+    """The network interface that reaches the other nodes; None if no single one reaches them all."""
     num_gpus: int
     """GPUs that NVML reports."""
     port: int | None
@@ -187,7 +187,7 @@ class Ended:
     """Event, the last one: nothing of the run is left on this node."""
 
     code: int | None
-    """The launcher's exit code; None where there was none here."""
+    """The launcher's exit code; None if no launcher ran on this node."""
     num_finished: int
     """Ranks of which this node's launcher said that they ended well."""
     num_done: int

@@ -34,7 +34,7 @@ NO_EFFECT: tuple[Case, ...] = (
     Case(name="activation checkpointing of DeepSpeed", rule="DS207", fix="grad_ckpt",
          text=top('⟦"activation_checkpointing": {"partition_activations": true}')),
     Case(name="DeepCompile that nobody calls", rule="DS208", fix="remove", text=top('"compile": {⟦"deepcompile": true}')),
-    Case(name="a preset that there is not", rule="DS209", fix="llama",
+    Case(name="an unknown preset", rule="DS209", fix="llama",
          text=top('"tensor_parallel": {"autotp_size": 1, ⟦"preset_model": "lama3"}')),
     Case(name="sequence parallelism by a key alone", rule="DS211", fix="ParallelismConfig",
          text='{"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto",\n'
@@ -228,7 +228,7 @@ REVIEWED: tuple[Case, ...] = (
     Case(name="a load balance that is off", rule="DS322", fix="remove",
          text=top('"expert_parallel": {"enabled": false, ⟦"load_balance_coeff": 0.01}'),
          proof=Raises(words="load_balance_coeff")),
-    Case(name="a writer that there is not", rule="DS113", fix='"fast"', is_trainers=False,
+    Case(name="an unknown writer", rule="DS113", fix='"fast"', is_trainers=False,
          text=top('"checkpoint": {"writer": {⟦"type": "FASTT"}}', head=RAW), proof=Raises(words="Error")),
     Case(name="a dtype in capitals", rule="DS113", fix='"bf16"', is_trainers=False,
          text=top('"data_types": {⟦"grad_accum_dtype": "BF16"}', head=RAW), proof=Raises(words="Error")),
@@ -281,7 +281,7 @@ BATCH: tuple[Case, ...] = (
 )
 
 OPTIMIZERS: tuple[Case, ...] = (
-    Case(name="an optimizer that there is not", rule="DS501", fix='"AdamW"',
+    Case(name="an unknown optimizer", rule="DS501", fix='"AdamW"',
          text=top('"optimizer": {⟦"type": "AdamWW", "params": {"lr": "auto"}}'), proof=Raises(words="AdamWW")),
     Case(name="a 1-bit optimizer", rule="DS501", fix="1-bit",
          text=top('"optimizer": {⟦"type": "OneBitAdam", "params": {"lr": "auto"}}'), proof=Raises(words="Error")),
@@ -291,7 +291,7 @@ OPTIMIZERS: tuple[Case, ...] = (
     Case(name="clipping by the optimizer", rule="DS502", fix="gradient_clipping",
          text=top('"optimizer": {"type": "AdamW", "params": {"lr": "auto", ⟦"max_grad_norm": 1.0}}'),
          proof=Raises(words="max_grad_norm")),
-    Case(name="a schedule that there is not", rule="DS503", fix='"WarmupDecayLR"',
+    Case(name="an unknown schedule", rule="DS503", fix='"WarmupDecayLR"',
          text=top(ADAMW, '"scheduler": {⟦"type": "WarmupDecay", "params": {"total_num_steps": "auto"}}'),
          proof=Raises(words="WarmupDecay")),
     Case(name="a schedule without its length", rule="DS504", fix='"total_num_steps"',
