@@ -33,11 +33,13 @@ def short_label(configuration: Configuration) -> str:
     'ZeRO-3+opt ckpt 1×4 tp2'
     >>> short_label(changed(DEFAULTS, zero_stage=3, offload=Offload.OPTIMIZER, offload_ratio=0.5, pin_memory=False))
     'ZeRO-3+opt50% 1×1 pageable'
+    >>> short_label(changed(DEFAULTS, grad_ckpt=True, grad_ckpt_every_n_layers=2))
+    'ZeRO-0 ckpt/2 1×1'
     """
-    zero = configuration.zero
+    zero, checkpointing = configuration.zero, configuration.checkpointing
     share = "" if zero.offload_ratio == 1 else f"{100 * zero.offload_ratio:.0f}%"
     words = [f"ZeRO-{zero.stage}{_OFFLOADED.get(zero.offload, '')}{share}"]
-    words += ["ckpt"] if configuration.checkpointing.enabled else []
+    words += ["ckpt" if checkpointing.period == 1 else f"ckpt/{checkpointing.period}"] if checkpointing.enabled else []
     words.append(f"{configuration.batch.micro_batch}×{configuration.step.grad_accum}")
     words += [f"{name.lower()}{value}" for name, value in _degrees(configuration) if value > 1]
     words += ["pageable"] if zero.is_offloaded and not zero.pin_memory else []

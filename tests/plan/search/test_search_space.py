@@ -41,6 +41,7 @@ BROKEN: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("TP and experts", "qwen3-30b-a3b", {"tp": 2}),
     ("TP and adapters", "qwen3-8b", {"tp": 2, "method": Method.LORA}),
     ("activation offload needs checkpoints", "qwen3-8b", {"activation_offload": True}),
+    ("every n-th layer needs checkpoints", "qwen3-8b", {"grad_ckpt_every_n_layers": 2}),
     ("layers are counted in the decoder", "qwen3-vl-8b", {"grad_ckpt": True, "grad_ckpt_every_n_layers": 2}),
     ("accumulation dtype needs ZeRO", "qwen3-8b", {"grad_accum_dtype": Precision.FP32}),
     ("PyTorch offloads parameters", "qwen3-8b", {**OFFLOADED, "state_dtypes": StateDtypes.PURE_BF16}),
