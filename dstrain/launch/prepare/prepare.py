@@ -105,8 +105,8 @@ def _linted(
     if result.subject is None or errors(result.findings):
         raise resuming.explained(refused(result.findings))
     job_checks.check_engine_packages(result.subject.config, shown(path))
-    warnings = [finding for finding in result.findings if finding.severity is Severity.WARNING]
-    return result.subject, [f"{each.place}: {each.rule}: {each.problem}; {each.fix}" for each in warnings]
+    warnings = (finding for finding in result.findings if finding.severity is Severity.WARNING)
+    return result.subject, [f"{item.place}: {item.rule}: {item.problem}; {item.fix}" for item in warnings]
 
 
 def _devices(
