@@ -72,6 +72,7 @@ class TrainingSetup:
         """
         job, ds_config = inputs.job, inputs.ds_config
         on_gpu = torch.cuda.is_available()
+        ranks.import_muon(ds_config)
         ranks.quieten(on_terminal=rank.is_first and sys.stderr.isatty())
         group = _connect(rank, job, ds_config, heartbeat, on_gpu=on_gpu)
         transformers.set_seed(job.seed)  # adapters are drawn before the Trainer seeds

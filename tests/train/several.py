@@ -81,7 +81,15 @@ def _wait(child: int, metrics: Path, kill_at: int | None) -> int:
 
 
 if __name__ == "__main__":
-    import dstrain.train.setup  # noqa: F401  everything slow, before the forks
+    # everything slow, before the forks
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+    import dstrain.train.setup  # noqa: F401
+    from dstrain.train.rank import import_muon
+
+    import_muon({})
+    assert "torch._inductor.compile_fx" not in sys.modules, "a rank compiles Muon again"
+    get_checkpoint_conversion_mapping("qwen3")
 
     for number, action in enumerate(sys.argv[1:]):
         act(number, action)

@@ -229,6 +229,8 @@ ON_A_CPU = {
         config,
         method=method,
         grad_ckpt=grad_ckpt,
+        micro_batch=1,
+        seq_len=96,
         attn=Attention.EAGER,  # the one that CPUs and GPUs have alike
         lora=Lora(rank=8, targets=("o_proj",)),
     )

@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from dstrain.train.rank import import_muon
+
 WIDTH, VOCABULARY, LENGTH = 32, 64, 8
 
 
@@ -146,6 +148,10 @@ def main() -> None:
     import deepspeed
     import torch.distributed as dist
 
+    from dstrain.train import setup  # noqa: F401  all that a case may need, before the freeze
+
+    import_muon({})
+    gc.freeze()  # garbage is collected twice a case
     deepspeed.init_distributed()
     cases = json.loads(Path(sys.argv[1]).read_text())
     found = {}
