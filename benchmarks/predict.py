@@ -21,12 +21,13 @@ if __package__ in (None, ""):
 
 from benchmarks.published import report
 from benchmarks.published.answers import Answer, answer
+from benchmarks.published.figures import predicted
 from benchmarks.published.rows import Row, read
 from benchmarks.published.scope import excluded
 from benchmarks.published.score import score
 
 PUBLISHED = Path(__file__).parents[1] / "tests" / "published"
-"""Where the table, the models' shapes and the scope are."""
+"""Where the table, the models' shapes, the scope and the stored predictions are."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -42,9 +43,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not chosen:
             print(f"{options.csv} has no row {options.explain}", file=sys.stderr)
             return 2
-        print(report.explain(answer(chosen[0])))
+        print(report.explain(chosen[0]))
         return 0
-    answers = [answer(row) for row in rows]
+    answers = [answer(row, predicted(row)) for row in rows]
     if options.json:
         options.json.write_text(json.dumps(as_data(answers), indent=1) + "\n", encoding="utf-8")
     if options.worst:

@@ -1,4 +1,4 @@
-"""What the planner answers to published runs, beside what was measured."""
+"""What is predicted of published runs, beside what was measured."""
 
 from __future__ import annotations
 
@@ -6,14 +6,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
-from benchmarks.published.question import Question, ask
+from benchmarks.published.figures import Figures, Prediction
 from benchmarks.published.rows import Basis, Outcome, Publisher, Row, is_time
-from benchmarks.published.scope import Scope, has_memory, has_speed, scope
+from benchmarks.published.scope import Scope, scope
 from benchmarks.published.shelf import find_gpu, gpus_at_work
-from dstrain.errors import DstrainError
-from dstrain.facts.workload import Workload
-from dstrain.plan.estimate import assess
-from dstrain.plan.estimate_records import Estimate
+from benchmarks.published.variants import packs
 
 ALPACA_SAMPLES = 2000
 """Samples of one epoch of LitGPT's Alpaca2k. Source: litgpt/data/alpaca_2k.py."""
@@ -94,12 +91,8 @@ class Answer:
     """The row."""
     scope: Scope
     """Parts of the row that are out of scope."""
-    question: Question | None
-    """The question, or None if the row is out of scope."""
-    estimate: Estimate | None
-    """The estimate, or None without a question or if the planner refused."""
-    refusal: str | None
-    """Why the planner refused."""
+    prediction: Prediction | None
+    """Figures, or why the planner refused; None if the row is out of scope."""
     memory: tuple[Comparison, ...]
     """Comparisons of memory."""
     speed: Comparison | None
@@ -108,30 +101,17 @@ class Answer:
     """Verdict on whether the run fits."""
 
 
-def answer(row: Row) -> Answer:
-    """Returns the planner's answer to a row."""
+def answer(row: Row, prediction: Prediction | None) -> Answer:
+    """Returns a row's measurements beside a prediction; None if the row is out of scope."""
     out = scope(row)
-    question: Question | None = None
-    estimate: Estimate | None = None
-    refusal: str | None = None
-    asked = (has_memory(row) and out.memory is None) or (has_speed(row) and out.speed is None)
-    if asked:
-        question = ask(row)
-        try:
-            workload = Workload(model=question.model, cluster=question.cluster)
-            estimate = assess(workload, question.configuration)
-        except DstrainError as error:
-            refusal = str(error)
-    keeps = estimate is not None and out.memory is None
+    figures = prediction if isinstance(prediction, Figures) else None
     return Answer(
         row=row,
         scope=out,
-        question=question,
-        estimate=estimate,
-        refusal=refusal,
-        memory=tuple(_memory(row, estimate)) if keeps and estimate else (),
-        speed=_speed(row, question, estimate) if estimate and question and out.speed is None else None,
-        verdict=_verdict(row, estimate) if keeps and estimate else None,
+        prediction=prediction,
+        memory=tuple(_memory(row, figures)) if figures and out.memory is None else (),
+        speed=_speed(row, figures) if figures and out.speed is None else None,
+        verdict=_verdict(row, figures) if figures and out.memory is None else None,
     )
 
 
@@ -153,17 +133,16 @@ def table_of(row: Row) -> str:
     return " ".join(filter(None, (project, after or file.removesuffix(".md"))))
 
 
-def _memory(row: Row, estimate: Estimate) -> Iterable[Comparison]:
+def _memory(row: Row, figures: Figures) -> Iterable[Comparison]:
     """Yields a comparison for every peak that a row publishes."""
-    needs = estimate.memory
-    unknown = needs.reserved_bytes_per_gpu if row.publisher is Publisher.TORCHTUNE else needs.device_bytes_per_gpu
+    unknown = figures.reserved_bytes_per_gpu if row.publisher is Publisher.TORCHTUNE else figures.device_bytes_per_gpu
     published = (
-        (Basis.ALLOCATED, row.allocated_bytes, needs.live_bytes_per_gpu),
-        (Basis.RESERVED, row.peak_bytes if row.basis is Basis.RESERVED else None, needs.reserved_bytes_per_gpu),
+        (Basis.ALLOCATED, row.allocated_bytes, figures.live_bytes_per_gpu),
+        (Basis.RESERVED, row.peak_bytes if row.basis is Basis.RESERVED else None, figures.reserved_bytes_per_gpu),
         (
             Basis.NVIDIA_SMI,
             row.nvidia_smi_bytes if row.outcome is Outcome.FITS else None,
-            needs.device_bytes_per_gpu,
+            figures.device_bytes_per_gpu,
         ),
         (Basis.UNKNOWN, row.peak_bytes if row.basis is Basis.UNKNOWN else None, unknown),
     )
@@ -180,7 +159,7 @@ def _memory(row: Row, estimate: Estimate) -> Iterable[Comparison]:
             )
 
 
-def _verdict(row: Row, estimate: Estimate) -> Verdict | None:
+def _verdict(row: Row, figures: Figures) -> Verdict | None:
     """Returns the verdict, or None if the GPU or the run's outcome is unknown."""
     gpu = find_gpu(row.gpu)
     if gpu is None or gpu.memory_bytes == 0 or row.outcome is Outcome.UNKNOWN:
@@ -189,15 +168,15 @@ def _verdict(row: Row, estimate: Estimate) -> Verdict | None:
         id=row.id,
         table=table_of(row),
         fitted=row.outcome is Outcome.FITS,
-        predicted_ratio=estimate.memory.device_bytes_per_gpu / gpu.memory_bytes,
+        predicted_ratio=figures.device_bytes_per_gpu / gpu.memory_bytes,
         side=Side.TOO_LOW if row.lengths_vary else Side.BOTH,
     )
 
 
-def _speed(row: Row, question: Question, estimate: Estimate) -> Comparison | None:
+def _speed(row: Row, figures: Figures) -> Comparison | None:
     """Returns the comparison of speed, or None if the planner predicts none."""
     measured = tokens_per_s_per_gpu(row)
-    if estimate.speed is None or measured is None:
+    if figures.tokens_per_s_per_gpu is None or measured is None:
         return None
     return Comparison(
         id=row.id,
@@ -205,14 +184,14 @@ def _speed(row: Row, question: Question, estimate: Estimate) -> Comparison | Non
         basis="tokens/s/GPU",
         quality=row.quality,
         measured=measured,
-        predicted=estimate.speed.tokens_per_s_per_gpu,
-        side=Side.TOO_HIGH if row.lengths_vary and not _rows_are_full(row, question) else Side.BOTH,
+        predicted=figures.tokens_per_s_per_gpu,
+        side=Side.TOO_HIGH if row.lengths_vary and not _rows_are_full(row) else Side.BOTH,
     )
 
 
-def _rows_are_full(row: Row, question: Question) -> bool:
+def _rows_are_full(row: Row) -> bool:
     """Returns whether samples are packed into rows of the stated length, so that it is no upper bound."""
-    return row.publisher is Publisher.SWIFT and question.configuration.batch.packing
+    return row.publisher is Publisher.SWIFT and packs(row)
 
 
 def tokens_per_s_per_gpu(row: Row) -> float | None:

@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, fields
 
-from benchmarks.published.answers import Answer, Comparison
+from benchmarks.published.answers import Answer, Comparison, answer
+from benchmarks.published.figures import Figures, estimate, predicted
+from benchmarks.published.question import ask
+from benchmarks.published.rows import Row
 from benchmarks.published.score import BARS, Confusion, Errors, Group, Score
+from dstrain.plan.estimate_records import Estimate
 from dstrain.units import GIB
 
 
@@ -184,32 +188,35 @@ def _comparison(comparison: Comparison) -> str:
     return f"{comparison.id:44s} {comparison.basis:12s} {comparison.quality} {figures} {error:>9s}{counts}"
 
 
-def explain(answer: Answer) -> str:
-    """Returns one row: the question, the parts of the prediction, and the measurements."""
-    row = answer.row
+def explain(row: Row) -> str:
+    """Returns one row: the question, the parts of the planner's prediction, and the measurements."""
+    said = answer(row, predicted(row))
     lines = [f"{row.id}: {row.model}, {row.method}, {row.source}", f"  notes: {row.notes}"]
-    for name, reason in (("memory", answer.scope.memory), ("speed", answer.scope.speed)):
+    for name, reason in (("memory", said.scope.memory), ("speed", said.scope.speed)):
         if reason is not None:
             lines.append(f"  {name} cannot be asked: {reason}")
-    if answer.question is not None:
-        question = answer.question
+    if said.prediction is not None:
+        question = ask(row)
         lines.append(f"  model: {question.model.name} ({question.stands_for or question.model.source})")
         lines.append(f"  cluster: {question.cluster.num_gpus} × {question.cluster.gpu.name}")
         asked = question.configuration
         lines += [f"    {field.name} = {getattr(asked, field.name)}" for field in fields(asked)]
-    if answer.refusal is not None:
-        lines.append(f"  refused: {answer.refusal}")
-    if answer.estimate is not None:
-        memory = answer.estimate.memory
-        lines.append(f"  peak at: {memory.peak_instant}")
-        parts = asdict(memory.breakdown_bytes)
-        lines += [f"    {name:14s} {value / GIB:9.3f} GiB" for name, value in parts.items() if value]
-        if answer.estimate.speed is not None and answer.speed is not None:
-            lines.append(f"  step limited by: {answer.estimate.speed.limited_by}")
-            lines += [f"    {name:22s} {value:9.4f} s" for name, value in answer.estimate.speed.parts_s.items()]
-    lines += [f"  {_comparison(comparison)}" for comparison in (*answer.memory, answer.speed) if comparison is not None]
-    if answer.verdict is not None:
-        lines.append(
-            f"  fitted: {answer.verdict.fitted}; predicted {_percent(answer.verdict.predicted_ratio)} of the GPU"
-        )
+        if isinstance(said.prediction, Figures):
+            lines += _parts(estimate(question), has_speed=said.speed is not None)
+        else:
+            lines.append(f"  refused: {said.prediction}")
+    lines += [f"  {_comparison(comparison)}" for comparison in (*said.memory, said.speed) if comparison is not None]
+    if said.verdict is not None:
+        lines.append(f"  fitted: {said.verdict.fitted}; predicted {_percent(said.verdict.predicted_ratio)} of the GPU")
     return "\n".join(lines)
+
+
+def _parts(found: Estimate, *, has_speed: bool) -> Iterable[str]:
+    """Yields the parts of memory and, if it is compared, of the step's time."""
+    yield f"  peak at: {found.memory.peak_instant}"
+    for name, value in asdict(found.memory.breakdown_bytes).items():
+        if value:
+            yield f"    {name:14s} {value / GIB:9.3f} GiB"
+    if found.speed is not None and has_speed:
+        yield f"  step limited by: {found.speed.limited_by}"
+        yield from (f"    {name:22s} {value:9.4f} s" for name, value in found.speed.parts_s.items())

@@ -24,11 +24,6 @@ class Scope:
     speed: str | None
     """Why its speed is out of scope."""
 
-    @property
-    def is_out(self) -> bool:
-        """Whether the whole row is out of scope."""
-        return self.memory is not None and self.speed is not None
-
 
 SIZE_TOLERANCE = 0.03
 """How far a published number of parameters may be from the counted one: a name such as `gemma-2b` means two models. Of
@@ -166,6 +161,12 @@ def has_memory(row: Row) -> bool:
 def has_speed(row: Row) -> bool:
     """Returns whether a row publishes a speed."""
     return row.throughput is not None
+
+
+def is_asked(row: Row) -> bool:
+    """Returns whether memory or speed is published and in scope."""
+    row_scope = scope(row)
+    return (has_memory(row) and row_scope.memory is None) or (has_speed(row) and row_scope.speed is None)
 
 
 def excluded(row: Row) -> tuple[str, str] | None:

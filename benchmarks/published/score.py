@@ -214,8 +214,8 @@ def score(answers: Sequence[Answer]) -> Score:
     ]
     return Score(
         rows=len(answers),
-        asked=sum(answer.question is not None for answer in answers),
-        refused=tuple((answer.row.id, answer.refusal) for answer in answers if answer.refusal is not None),
+        asked=sum(answer.prediction is not None for answer in answers),
+        refused=tuple((each.row.id, each.prediction) for each in answers if isinstance(each.prediction, str)),
         bases=tuple(bases),
         tables=tuple(tables),
         verdicts=confusion(answer.verdict for answer in answers if answer.verdict is not None),
