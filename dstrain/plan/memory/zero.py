@@ -185,7 +185,8 @@ def pinned_waste(counts: Trained, configuration: Configuration, num_ranks: int) 
     """Returns the bytes that rounding of page-locked memory adds to the host states of one rank.
 
     ZeRO-2 pins master, gradient and staging copy whole; ZeRO-3 the flat gradient, and one fp32 gradient for each
-    sub-group; offloaded parameters are pinned whatever `pin_memory` says.
+    sub-group; trained parameters that are offloaded are pinned whatever `pin_memory` says. What rounding
+    adds to frozen ones, which are pinned one by one, is not counted.
     Source: deepspeed 0.19.8 runtime/zero/stage_1_and_2.py and stage3.py: __init__, pin_memory.
     """
     s, stage = configuration.model.item, configuration.zero.stage
@@ -199,7 +200,7 @@ def pinned_waste(counts: Trained, configuration: Configuration, num_ranks: int) 
         step = min(partition, configuration.zero.sub_group_size)
         sizes += [s * partition, *[4 * step] * round(partition // step if step else 0)]
     if configuration.zero.offload is Offload.PARAMS:
-        sizes.append(s * (counts.trainable + counts.frozen) / num_ranks)
+        sizes.append(s * partition)
     return sum(pinned(size) - round(size) for size in sizes)
 
 

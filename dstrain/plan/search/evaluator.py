@@ -30,6 +30,7 @@ class Evaluator:
     usable_ratio: float
     bounds: dict[int, Bound] = field(default_factory=dict)
     passes: dict[tuple[object, ...], float] = field(default_factory=dict)
+    times: dict[Candidate, Key | None] = field(default_factory=dict)
     estimates: dict[Candidate, Estimate] = field(default_factory=dict)
     exact: set[Candidate] = field(default_factory=set)
 
@@ -52,8 +53,10 @@ class Evaluator:
     def time(self, candidate: Candidate) -> Key | None:
         """Returns the seconds of one sample of a step, by which plans of different batches compare; None where the
         GPU's speed is not known."""
-        known = speed(self.workload, candidate.configuration(self.workload.model))
-        return None if known is None else (known.step_s / self.samples(candidate),)
+        if candidate not in self.times:
+            known = speed(self.workload, candidate.configuration(self.workload.model))
+            self.times[candidate] = None if known is None else (known.step_s / self.samples(candidate),)
+        return self.times[candidate]
 
     def samples(self, candidate: Candidate) -> int:
         """Returns the samples of a step."""

@@ -1,4 +1,4 @@
-"""The quick estimate of live bytes against the engine played parameter by parameter."""
+"""The quick estimates of live bytes and of RAM against the engine played parameter by parameter."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from dstrain.facts import probe
 from dstrain.plan.configuration import DEFAULTS, changed
 from dstrain.plan.memory import closed_form
 from dstrain.plan.memory.deepspeed import engine
+from dstrain.plan.memory.params import trained
+from dstrain.plan.memory.zero import pinned_waste, states
 from dstrain.plan.search.evaluator import QUICK_ERROR_RATIO
 
 STAGES = [(0, Offload.NONE), (1, Offload.OPTIMIZER), (2, Offload.NONE), (3, Offload.NONE), (3, Offload.PARAMS)]
@@ -47,3 +49,21 @@ def test_it_is_near_the_engine(name: str, ranks: int, stage: int, offload: Offlo
         played = engine.peak(model, configuration, ranks).total
         found = closed_form.peak(model, configuration, ranks).total
         assert found / played == pytest.approx(1, abs=QUICK_ERROR_RATIO), configuration
+
+
+@pytest.mark.parametrize("pin_memory", [True, False])
+@pytest.mark.parametrize("method", Method)
+@pytest.mark.parametrize(("stage", "offload"), [each for each in STAGES if each[1] is not Offload.NONE])
+@pytest.mark.parametrize(("name", "ranks"), [("qwen3-0.6b", 4), ("llama-3.1-70b", 8)])
+def test_ram_is_not_above_the_engines(
+    name: str, ranks: int, stage: int, offload: Offload, method: Method, pin_memory: bool
+) -> None:
+    """A search drops a way whose quick estimate is above the bar, so that it must not be too high."""
+    model = probe.read_model(name, hub=Hub.HF)
+    configuration = changed(
+        DEFAULTS, zero_stage=stage, offload=offload, method=method, pin_memory=pin_memory, grad_ckpt=True
+    )
+    counts = trained(model, method, configuration.model.lora)
+    quick = states(counts, configuration, ranks)
+    ram = quick.host + quick.staging + pinned_waste(counts, configuration, ranks)
+    assert ram <= (1 + QUICK_ERROR_RATIO) * engine.host_of(model, configuration, ranks).taken
