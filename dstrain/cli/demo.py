@@ -21,8 +21,6 @@ from dstrain.rundir import RunDir
 
 RANKS = 2
 """Ranks where the machine has no GPU."""
-SAMPLES = 2
-"""Samples of an optimizer step per rank; with 4 or 8 the loss after as many steps is the same."""
 SETTINGS = {
     "learning_rate": "5e-3",
     "logging_steps": "10",
@@ -60,7 +58,7 @@ def command(
         where += ["--gpu", "cpu"]
     choice = ["--zero-stage", str(zero_stage), *(["--offload", offload] if offload else [])]
     data = ["--data", "train.jsonl", "--eval-data", "eval.jsonl", "--output-dir", output]
-    sizes = ["--seq-len", "256", "--global-batch", str(SAMPLES * (gpus or RANKS)), "--packing"]
+    sizes = ["--seq-len", "256", "--global-batch", str(8 * (gpus or RANKS)), "--packing"]
     _type(["gen-config", "--model", "./model", *where, *choice, *sizes, *data], folder)
     half = {"save_steps": max(1, steps // 2), "eval_steps": max(1, steps // 2)}
     settings = {**SETTINGS, "max_steps": steps, **half}
