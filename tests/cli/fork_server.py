@@ -14,11 +14,13 @@ import runpy
 import sys
 from importlib import import_module
 
-from cases import plan
-
 import dstrain.cli
+from dstrain.cli.options.question import plan_inputs
+from dstrain.cli.plan import command
+from dstrain.plan.search.decide import survey
 
-ASKED = ({"model": "qwen3-32b", "gpus": 16}, {"model": "qwen3-8b", "gpus": 8, "gpu": "h100"})
+USUAL = ("--gpus", "16", "--model", "qwen3-32b")
+ASKED = (USUAL, (*USUAL, "--seq-len", "2048"), ("--gpus", "8", "--gpu", "h100", "--model", "qwen3-8b"))
 """What most tests ask; the planner remembers what it has worked out."""
 
 
@@ -55,8 +57,10 @@ def main() -> None:
     for module in pkgutil.iter_modules(dstrain.cli.__path__):
         if module.name != "__main__":
             import_module(f"dstrain.cli.{module.name}")
-    for question in ASKED:
-        plan(**question)
+    for words in ASKED:
+        options = command.make_context("plan", list(words)).params
+        inputs = plan_inputs({name: options[name] for name in options.keys() - {"top", "verbose", "as_json"}})
+        survey(inputs.workload, inputs.request)
     gc.disable()  # commands are short
     request = serve()
     if request is not None:
