@@ -2,7 +2,7 @@
 
 Example: python benchmarks/engine.py --json benchmarks/results/engine-cpu.json
 
-Real models, collectives and optimizers, two launches of some minutes. What CPU kernels save is what GPU kernels save,
+Real models, collectives and optimizers; takes some minutes. What CPU kernels save is what GPU kernels save,
 except for dropout's mask; workspaces of GPU kernels are left out of the plan.
 """
 
@@ -20,21 +20,16 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from tests.train.engine import Engine
 from tests.train.engine_cases import CASES, Case, Measured, predicted, run
 
 MIB = 2**20
 
 
-def measure(ranks: int, folder: Path) -> list[tuple[Case, Measured]]:
-    """Returns the measured cases of that many ranks; removes the files of DeepSpeed in shared memory."""
-    shared = Path("/dev/shm")
-    before = set(shared.glob("deepspeed_allreduce_buffer_*"))
+def measure(engine: Engine, ranks: int, folder: Path) -> list[tuple[Case, Measured]]:
+    """Returns the measured cases of that many ranks."""
     cases = [case for case in CASES if case.ranks == ranks]
-    try:
-        return list(zip(cases, run(cases, folder / str(ranks), timeout_s=1800), strict=True))
-    finally:
-        for buffer in set(shared.glob("deepspeed_allreduce_buffer_*")) - before:
-            buffer.unlink(missing_ok=True)
+    return list(zip(cases, run(engine, cases, folder / str(ranks), timeout_s=1800), strict=True))
 
 
 def compared(case: Case, real: Measured) -> dict[str, Any]:
@@ -65,8 +60,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the measurements to FILE")
     target = parser.parse_args().json
-    with tempfile.TemporaryDirectory() as name:
-        lines = [compared(*pair) for ranks in (2, 4) for pair in measure(ranks, Path(name))]
+    with tempfile.TemporaryDirectory() as name, Engine(Path(name)) as engine:
+        lines = [compared(*pair) for ranks in (2, 4) for pair in measure(engine, ranks, Path(name))]
     print(f"{'':56}{'ranks':>5}{'peak MiB':>10}{'plan':>10}{'error':>9}  {'at':20}{'worst phase':>12}")
     for line in lines:
         peak, plan = line["peak_bytes"] / MIB, line["planned_peak_bytes"] / MIB

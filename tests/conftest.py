@@ -7,7 +7,7 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -21,6 +21,7 @@ from benchmarks.published.figures import read_csv
 from benchmarks.published.rows import read
 from tests.draws import Draw
 from tests.nvml import machine, nvml_library
+from tests.train.engine import Engine
 
 __all__ = ["machine", "nvml_library"]
 
@@ -235,3 +236,10 @@ def need() -> Callable[[object, str], None]:
         pytest.skip(missing)
 
     return require
+
+
+@pytest.fixture(scope="session")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    """Starts ranks on the CPU."""
+    with Engine(tmp_path_factory.mktemp("engine")) as engine:
+        yield engine

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,35 +12,35 @@ from dstrain.choices import Method, Offload, Precision
 from dstrain.facts.model.families import from_config
 from dstrain.job.schema import Lora
 from dstrain.plan.configuration import DEFAULTS, Configuration, changed
-from dstrain.plan.memory.deepspeed import engine
+from dstrain.plan.memory.deepspeed import engine as planned_engine
 from dstrain.plan.memory.deepspeed.settings import settings_of
-from tests.train.launching import CHECKOUT, command, end_group, environment
+from tests.train.engine import Engine
 
 STEPS = 2
 """Steps of each case; the last is measured. ZeRO-3 knows the order of modules, and Adam has its states, after one."""
 
 LLAMA: Mapping[str, Any] = {
     "model_type": "llama",
-    "vocab_size": 4096,
+    "vocab_size": 2048,
     "hidden_size": 256,
     "intermediate_size": 768,
-    "num_hidden_layers": 6,
+    "num_hidden_layers": 4,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 64,
     "tie_word_embeddings": False,
 }
-"""6.8 million parameters."""
+"""4.2 million parameters."""
 DEEP = {
     **LLAMA,
     "vocab_size": 2000,
     "hidden_size": 192,
     "intermediate_size": 640,
-    "num_hidden_layers": 12,
+    "num_hidden_layers": 8,
     "head_dim": 48,
 }
 """The same with more layers than are worth keeping gathered."""
-TIED = {**LLAMA, "model_type": "qwen3", "vocab_size": 6000, "num_hidden_layers": 4, "tie_word_embeddings": True}
+TIED = {**LLAMA, "model_type": "qwen3", "vocab_size": 3000, "num_hidden_layers": 3, "tie_word_embeddings": True}
 """Its head is its embedding, and queries and keys are normalised."""
 SPARSE = {
     **LLAMA,
@@ -91,7 +90,7 @@ class Measured:
     """What was left when the engine was gone; of all ranks."""
 
 
-BASE = changed(DEFAULTS, seq_len=256, reduce_bucket_size=700_000, param_persistence_threshold=1000)
+BASE = changed(DEFAULTS, seq_len=128, reduce_bucket_size=700_000, param_persistence_threshold=1000)
 
 
 def case(name: str, stage: int, *, ranks: int = 2, model: Mapping[str, Any] = LLAMA, **options: Any) -> Case:
@@ -114,28 +113,28 @@ SOME_LORA: dict[str, Any] = {
     "method": Method.LORA,
     "lora": Lora(rank=16, dropout=0.0, targets=("q_proj", "v_proj", "down_proj")),
 }
-NARROW: dict[str, Any] = {"model": DEEP, "seq_len": 128}
+NARROW: dict[str, Any] = {"model": DEEP}
 CASES = (
     case("plain", 0),
     case("accumulating, checkpointing", 0, model=TIED, grad_accum=2, **CKPT),
     case("adapters", 0, **SOME_LORA),
     case("plain", 1),
     case("accumulating, overlapping", 1, grad_accum=2, overlap_comm=True),
-    case("checkpointing, tied", 1, model=TIED, seq_len=128, **CKPT),
+    case("checkpointing, tied", 1, model=TIED, **CKPT),
     case("fp32 accumulation", 1, grad_accum=2, seq_len=64, **FP32),
     case("plain", 2),
-    case("overlapping, checkpointing, large bucket", 2, overlap_comm=True, reduce_bucket_size=5_000_000, **CKPT),
+    case("overlapping, checkpointing, large bucket", 2, overlap_comm=True, reduce_bucket_size=3_000_000, **CKPT),
     case("accumulating, tiny bucket", 2, grad_accum=3, seq_len=64, reduce_bucket_size=100_000),
-    case("fp32 accumulation", 2, seq_len=128, **FP32),
-    case("mixture of experts", 2, model=SPARSE, seq_len=128),
+    case("fp32 accumulation", 2, **FP32),
+    case("mixture of experts", 2, model=SPARSE),
     case("adapters, checkpointing", 2, **FULL_LORA, **CKPT),
     case("optimizer on the host", 2, seq_len=64, **CPU),
-    case("optimizer on the host, accumulating", 2, seq_len=128, grad_accum=2, **CPU),
+    case("optimizer on the host, accumulating", 2, grad_accum=2, **CPU),
     case("everything kept gathered", 3),
     case("prefetching up to a limit", 3, **NARROW, **gathers(300_000, 500_000, 2_000_000)),
     case("nothing gathered ahead or kept", 3, **gathers(0, 0)),
     case("checkpointing, nothing kept", 3, **NARROW, **CKPT, **gathers(200_000, 0, 1_500_000)),
-    case("checkpointing, tied, accumulating", 3, model=TIED, seq_len=128, grad_accum=2, **CKPT),
+    case("checkpointing, tied, accumulating", 3, model=TIED, grad_accum=2, **CKPT),
     case("fp32, small sub-groups", 3, **NARROW, sub_group_size=500_000, **gathers(50_000_000, 0, 100_000), **FP32),
     case("mixture of experts, checkpointing", 3, model=SPARSE, **CKPT, **gathers(0, 0)),
     case("adapters", 3, **SOME_LORA),
@@ -151,7 +150,7 @@ CASES = (
     case("four ranks, checkpointing", 3, ranks=4, **NARROW, **CKPT, **gathers(200_000, 0, 1_500_000)),
     case("four ranks, accumulating, fp32", 3, ranks=4, seq_len=64, grad_accum=3, **FP32),
     case("four ranks, secondary partitions", 3, ranks=4, **NARROW, hpz=2, **gathers(0, 0)),
-    case("four ranks, two of them tensor-parallel", 2, ranks=4, tp=2, seq_len=128, grad_accum=2, **CKPT),
+    case("four ranks, two of them tensor-parallel", 2, ranks=4, tp=2, grad_accum=2, **CKPT),
 )
 """What is measured. Adapters have no dropout: a CPU keeps its mask in bf16, a GPU in one byte. Tensor parallelism is
 last, because its groups stay."""
@@ -210,27 +209,14 @@ def described(case: Case) -> dict[str, Any]:
     }
 
 
-def run(cases: Sequence[Case], folder: Path, *, timeout_s: float) -> list[Measured]:
-    """Returns what each case had, trained one after another under one launcher; all have the same ranks."""
+def run(engine: Engine, cases: Sequence[Case], folder: Path, *, timeout_s: float) -> list[Measured]:
+    """Returns what each case had, trained one after another by the same ranks; all have as many."""
     ranks = cases[0].ranks
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir()
     path = folder / f"cases-{ranks}.json"
     path.write_text(json.dumps([described(case) for case in cases]))
-    process = subprocess.Popen(
-        command(folder, [str(CHECKOUT / "tests" / "train" / "tracked.py"), str(path)], ranks=ranks),
-        cwd=folder,
-        env=environment(folder),
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        stdin=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-    try:
-        output, _ = process.communicate(timeout=timeout_s)
-    finally:
-        end_group(process)
-    assert process.returncode == 0, output[-4000:]
+    codes = engine.run("tests.train.tracked", path, log=folder / "log", ranks=ranks, timeout_s=timeout_s)
+    assert not any(codes), (folder / f"log.{codes.index(max(codes, key=abs))}").read_text()[-4000:]
     found = [json.loads(Path(f"{path}.{rank}").read_text()) for rank in range(ranks)]
     return [_measured(rows) for rows in zip(*found, strict=True)]
 
@@ -255,13 +241,13 @@ def predicted(case: Case) -> Measured:
     """Returns what the plan says of a case."""
     model, way = from_config(case.model, name=case.name, source=case.name), case.configuration
     ranks = case.ranks // way.parallel.tp
-    played = engine.engine_of(model, way, ranks)
+    played = planned_engine.engine_of(model, way, ranks)
     steady = played.resident.total
     phases: dict[str, int] = {}
-    for instant in engine.instants(model, way, ranks, kernel_workspaces=False):
+    for instant in planned_engine.instants(model, way, ranks, kernel_workspaces=False):
         name = _PHASES.get(instant.name, instant.name)
         phases[name] = max(phases.get(name, 0), steady + instant.total)
-    host = engine.host_of(model, way, ranks)
+    host = planned_engine.host_of(model, way, ranks)
     return Measured(
         peak=max(phases.values()), steady=steady, phases=phases, host=host.asked, pinned=tuple(sorted(host.pinned))
     )

@@ -1,17 +1,13 @@
-"""Evaluates one model on one, two and three gloo ranks: `python tests/train/evaluating.py FOLDER`, a JSON file a rank.
-
-Ranks are forked when the imports, most of what they cost, are done.
-"""
+"""Evaluates one model on one, two and three gloo ranks: `tests.train.evaluating FOLDER`, a JSON file for each rank."""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
-import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import datasets
 import numpy as np
@@ -82,21 +78,5 @@ def run(index: int, folder: Path) -> None:
     dist.barrier()
 
 
-def run_and_leave(index: int, folder: Path) -> NoReturn:
-    """Runs one rank in a process that has been forked for it."""
-    try:
-        run(index, folder)
-    except BaseException:
-        traceback.print_exc()
-        os._exit(1)
-    os._exit(0)
-
-
 if __name__ == "__main__":
-    children = []
-    for number in range(RANKS):
-        child = os.fork()
-        if child == 0:
-            run_and_leave(number, Path(sys.argv[1]))
-        children.append(child)
-    sys.exit(any(os.waitpid(child, 0)[1] for child in children))
+    run(int(os.environ["RANK"]), Path(sys.argv[1]))

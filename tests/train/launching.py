@@ -1,4 +1,4 @@
-"""Run directories for tests, and the real launcher on two CPU ranks."""
+"""Run directories for tests, ranks on the CPU for them, and the real launcher."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 CHECKOUT = Path(__file__).resolve().parents[2]
-SEVERAL = str(CHECKOUT / "tests" / "train" / "several.py")
 
 
 def make_run(
@@ -80,10 +79,10 @@ def environment(home: Path) -> dict[str, str]:
     }
 
 
-def command(home: Path, program: Sequence[str], *, ranks: int = 2) -> list[str]:
-    """Returns the launcher's command line for this machine."""
+def command(home: Path, program: Sequence[str]) -> list[str]:
+    """Returns the launcher's command line for two ranks on this machine."""
     hostfile = home / "hostfile"
-    hostfile.write_text(f"localhost slots={ranks}\n")
+    hostfile.write_text("localhost slots=2\n")
     return [
         *(sys.executable, "-m", "deepspeed.launcher.runner", "--hostfile", str(hostfile), "--no_ssh"),
         *("--node_rank", "0", "--master_addr", "127.0.0.1", "--master_port", str(free_port()), "--no_local_rank"),
@@ -114,17 +113,6 @@ def start(home: Path, program: Sequence[str], **options: Any) -> subprocess.Pope
     )
 
 
-def launch(home: Path, program: Sequence[str], *, timeout_s: float = 280) -> str:
-    """Returns what the launcher and the ranks printed; everything it started is gone then."""
-    process = start(home, program)
-    try:
-        output, _ = process.communicate(timeout=timeout_s)
-    finally:
-        end_group(process)
-    assert process.returncode == 0, output[-4000:]
-    return output
-
-
 def end_group(process: subprocess.Popen[str]) -> None:
     """Kills whatever is left of the group that `start` made."""
     with contextlib.suppress(ProcessLookupError):
@@ -140,6 +128,13 @@ def losses(folder: Path) -> dict[int, float | None]:
     }
 
 
+def truncate_newest(folder: Path) -> None:
+    """Halves an optimizer shard of the newest checkpoint, as a power cut may."""
+    newest = max(folder.glob("checkpoint-*"), key=lambda path: int(path.name.rpartition("-")[2]))
+    shard = next(newest.glob("global_step*/*optim_states.pt"))
+    os.truncate(shard, shard.stat().st_size // 2)
+
+
 def copy_half(checkpoint: Path, to: Path) -> None:
     """Makes a checkpoint that looks as if a kill had cut its writing short."""
     shutil.copytree(checkpoint, to)
@@ -147,15 +142,12 @@ def copy_half(checkpoint: Path, to: Path) -> None:
 
 
 def codes(folder: Path) -> list[list[int]]:
-    """Returns the exit codes of every action that `several.py` did on a run directory: a list of ranks for each."""
-    found: dict[int, list[int]] = {}
-    for file in sorted(folder.parent.glob(f"{folder.name}.[0-9]*")):
-        found.setdefault(int(file.name.split(".")[-2]), []).append(int(file.read_text()))
-    return [found[number] for number in sorted(found)]
+    """Returns the exit codes of all starts of `Engine.train` on a run directory: those of the ranks for each."""
+    return [json.loads(line) for line in Path(f"{folder}.codes").read_text().splitlines()]
 
 
 def said(folder: Path, rank: int = 0) -> str:
-    """Returns what a rank printed in all actions of `several.py` on a run directory."""
+    """Returns what a rank printed in all starts of `Engine.train` on a run directory."""
     return Path(f"{folder}.log.{rank}").read_text()
 
 
@@ -173,9 +165,3 @@ def lines(folder: Path) -> list[dict[str, Any]]:
     from dstrain.monitor.sinks.jsonl import read_jsonl
 
     return [line for line in read_jsonl(folder / "metrics.jsonl") if "loss" in line]
-
-
-def export(*arguments: str, home: Path) -> subprocess.CompletedProcess[str]:
-    """Runs the export program to its end."""
-    program = [sys.executable, "-m", "dstrain.train.checkpoints.export", *arguments]
-    return subprocess.run(program, env=environment(home), capture_output=True, text=True, check=False)

@@ -1,11 +1,9 @@
-"""From two ranks to one and back, on the real launcher: the loss goes on as if nothing had changed."""
+"""From two ranks to one and back: the loss goes on as if nothing had changed."""
 
 from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +16,8 @@ from dstrain.launch.prepare import resize_checkpoint
 from dstrain.records import load_json
 from dstrain.rundir import RunDir
 from dstrain.train.checkpoints import universal_checkpoint
-from tests.train.launching import (
-    SEVERAL,
-    change_job,
-    codes,
-    command,
-    environment,
-    lines,
-    losses,
-    make_run,
-    said,
-    tensors,
-)
+from tests.train.engine import Engine
+from tests.train.launching import change_job, codes, environment, lines, losses, make_run, said, tensors
 
 NAMES = ["zero2", "zero3"]
 STEPS = 12
@@ -39,7 +27,7 @@ should not, or a step that is counted twice, is some 1e-3."""
 
 
 @pytest.fixture(scope="module")
-def runs(root: Path, demo: Path) -> Path:
+def runs(root: Path, demo: Path, engine: Engine) -> Path:
     """For each stage a run that nothing disturbs, and one that goes on after step 4 on one rank and after 8 on two."""
     folder = root / "elastic"
     job: dict[str, Any] = {
@@ -54,16 +42,14 @@ def runs(root: Path, demo: Path) -> Path:
     }
     for name in NAMES:
         zero = {"stage": int(name[4])}
-        for kind in ("whole", "elastic"):
-            make_run(folder / f"{name}-{kind}", demo, zero=zero, **job)
-    changed = [folder / f"{name}-elastic" for name in NAMES]
-    _launch(root / "home", [*(folder / f"{name}-whole" for name in NAMES), *_cut(changed, 5)], ranks=2)
-    for run in changed:
-        _go_on(run, ranks=1)
-    _launch(root / "home", _cut(changed, 9), ranks=1)
-    for run in changed:
-        _go_on(run, ranks=2)
-    _launch(root / "home", [*changed, changed[0]], ranks=2)
+        engine.train(make_run(folder / f"{name}-whole", demo, zero=zero, **job))
+        run = make_run(folder / f"{name}-elastic", demo, zero=zero, **job)
+        engine.train(run, kill_at=5)
+        _go_on(run, engine, ranks=1, in_child=name == "zero2")
+        engine.train(run, ranks=1, kill_at=9)
+        _go_on(run, engine, ranks=2)
+        engine.train(run)
+    engine.train(folder / "zero2-elastic")
     return folder
 
 
@@ -74,31 +60,20 @@ def _without_dropout(model: Path, to: Path) -> Path:
     return to
 
 
-def _cut(runs: Sequence[Path], step: int) -> list[str]:
-    return [f"{run}@kill={step}" for run in runs]
-
-
-def _launch(home: Path, actions: Sequence[Path | str], *, ranks: int) -> None:
-    home.mkdir(parents=True, exist_ok=True)
-    program = command(home, [SEVERAL, *map(str, actions)], ranks=ranks)
-    done = subprocess.run(
-        program, cwd=home, env=environment(home), capture_output=True, text=True, check=False, timeout=280
-    )
-    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
-
-
-def _go_on(run: Path, *, ranks: int) -> None:
-    """Does what `dstrain run` does before the launch."""
+def _go_on(run: Path, engine: Engine, *, ranks: int, in_child: bool = False) -> None:
+    """Does what `dstrain run` does before the launch; without `in_child` the copy is there already."""
     job = load_json(Job, run / "request.json")
     resuming = resize_checkpoint.resuming(job, num_ranks=ranks)
     config = json.loads((run / "ds_config.resolved.json").read_text())
     needed = resize_checkpoint.decide(resuming.saved, config, num_ranks=ranks)
     assert needed is not None
+    if not in_child:
+        program = ("dstrain.train.checkpoints.universal_checkpoint", needed.checkpoint)
+        assert engine.run(*program, log=Path(f"{run}.log"), ranks=1) == [0], said(run)
     told: list[str] = []
-    resize_checkpoint.convert(needed, environment(run.parent), told.append)
-    assert [text.split()[0] for text in told] == ["converting", "converted"]
-    resize_checkpoint.convert(needed, environment(run.parent), told.append)
-    assert len(told) == 2  # it is there
+    for _ in range(2):  # of which the second finds the copy
+        resize_checkpoint.convert(needed, environment(run.parent), told.append)
+    assert [text.split()[0] for text in told] == (["converting", "converted"] if in_child else [])
     change_job(run, grad_accum=resuming.job.grad_accum)
 
 

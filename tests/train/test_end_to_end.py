@@ -1,4 +1,4 @@
-"""The real launcher, DeepSpeed and Trainer on two CPU ranks: what a run leaves behind."""
+"""DeepSpeed and Trainer on two CPU ranks: what a run leaves behind."""
 
 from __future__ import annotations
 
@@ -23,12 +23,11 @@ from dstrain.plan.memory.params import trained
 from dstrain.plan.memory.zero import states as plan_states
 from dstrain.rundir import RunDir
 from dstrain.train.__main__ import read
+from tests.train.engine import Engine
 from tests.train.launching import (
-    SEVERAL,
+    change_job,
     codes,
     end_group,
-    export,
-    launch,
     lines,
     losses,
     make_run,
@@ -41,7 +40,7 @@ RANKS = 2
 
 
 @pytest.fixture(scope="module")
-def runs(root: Path, demo: Path) -> Path:
+def runs(root: Path, demo: Path, engine: Engine) -> Path:
     """One short run for each thing to look at."""
     folder = root / "several"
     broken = root / "broken"
@@ -73,7 +72,10 @@ def runs(root: Path, demo: Path) -> Path:
     (half / ".secrets").write_text("SWANLAB_API_KEY=do-not-tell\n")
     (half / "checkpoint-9").mkdir()
     (half / "checkpoint-9" / "latest").write_text("global_step9")
-    launch(root / "home", [SEVERAL, *map(str, made), str(half), str(again), str(again), f"{again}@seed=7"])
+    for run in (*made, half, again, again):
+        engine.train(run)
+    change_job(again, seed=7)
+    engine.train(again)
     return folder
 
 
@@ -325,10 +327,10 @@ def test_an_adapter_has_gradients_and_optimizer_states_only_for_itself(runs: Pat
 # SwanLab
 
 
-def test_two_ranks_make_one_swanlab_run_in_the_run_directory(runs: Path) -> None:
+def test_two_ranks_make_one_swanlab_run_in_the_run_directory(runs: Path, engine: Engine) -> None:
     assert len(list((runs / "half" / "swanlog").glob("run-*/*.swanlab"))) == 1
     assert _summary(runs / "half")["swanlab_mode"] == "offline"
-    assert not any(runs.parent.glob("home/swanlog"))
+    assert not (engine.home / "swanlog").exists()
 
 
 def test_no_secret_reaches_swanlabs_files(runs: Path) -> None:
@@ -384,10 +386,9 @@ def _rank_processes(process: subprocess.Popen[str]) -> dict[int, psutil.Process]
 # Export
 
 
-def test_an_exported_adapter_is_merged_into_its_base(runs: Path, root: Path, demo: Path) -> None:
+def test_an_exported_adapter_is_merged_into_its_base(runs: Path, root: Path, demo: Path, engine: Engine) -> None:
     out = root / "merged"
-    made = export(str(runs / "lora3"), str(out), "--dtype", "fp32", home=root)
-    assert made.returncode == 0, made.stderr
+    assert engine.export(runs / "lora3", out, "--dtype", "fp32") == 0, said(out)
     merged, base = tensors(out), tensors(demo / "model")
     assert merged.keys() == base.keys()
     assert not merged["model.layers.0.mlp.up_proj.weight"].equal(base["model.layers.0.mlp.up_proj.weight"])

@@ -7,19 +7,20 @@ from pathlib import Path
 import pytest
 
 from dstrain.choices import Offload
+from tests.train.engine import Engine
 from tests.train.engine_cases import CASES, Case, Measured, predicted, run
 
 IDS = [f"{case.name} x{case.ranks}" for case in CASES]
 
 
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Measured]:
-    """Two launches, which train all cases one after another."""
+def measured(tmp_path_factory: pytest.TempPathFactory, engine: Engine) -> dict[str, Measured]:
+    """What two ranks made of their cases, and four of theirs."""
     folder: Path = tmp_path_factory.mktemp("engine")
     found: dict[str, Measured] = {}
     for ranks in (2, 4):
         cases = [case for case in CASES if case.ranks == ranks]
-        results = run(cases, folder / str(ranks), timeout_s=560)
+        results = run(engine, cases, folder / str(ranks), timeout_s=560)
         found |= {case.name: result for case, result in zip(cases, results, strict=True)}
     return found
 

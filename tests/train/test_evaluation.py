@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,15 +12,15 @@ torch = pytest.importorskip("torch")
 from dstrain.train import demo  # noqa: E402
 from dstrain.train.evaluation import loss_of, mean_loss  # noqa: E402
 from tests.train import evaluating  # noqa: E402
-from tests.train.launching import environment  # noqa: E402
+from tests.train.engine import Engine  # noqa: E402
 
 
 @pytest.fixture(scope="module")
-def lines(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+def lines(tmp_path_factory: pytest.TempPathFactory, engine: Engine) -> list[Any]:
     """What every rank measured: ranks, packing, micro-batch, loss, targets, forwards."""
     folder = tmp_path_factory.mktemp("evaluating")
-    program = [sys.executable, "-m", "tests.train.evaluating", str(folder)]
-    subprocess.run(program, check=True, env=environment(folder), cwd=Path(__file__).parents[2])
+    codes = engine.run("tests.train.evaluating", folder, log=folder / "log", ranks=evaluating.RANKS)
+    assert codes == [0] * evaluating.RANKS, (folder / "log.0").read_text()[-4000:]
     return [line for file in sorted(folder.glob("rank*.json")) for line in json.loads(file.read_text())]
 
 

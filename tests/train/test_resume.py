@@ -1,4 +1,4 @@
-"""Killed and resumed, on the real launcher and two CPU ranks: as if nothing had happened, to the last bit."""
+"""Killed and resumed, on two CPU ranks: as if nothing had happened, to the last bit."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from typing import Any
 import pytest
 
 from dstrain.monitor.sinks.jsonl import read_jsonl
-from tests.train.launching import SEVERAL, codes, copy_half, export, launch, lines, losses, make_run, said, tensors
+from tests.train.engine import Engine
+from tests.train.launching import codes, copy_half, lines, losses, make_run, said, tensors, truncate_newest
 
 EXACT = ["zero2", "zero2_packed", "zero3", "zero3_packed", "zero3_lora_packed"]
 
 
 @pytest.fixture(scope="module")
-def exact(root: Path, demo: Path) -> Path:
+def exact(root: Path, demo: Path, engine: Engine) -> Path:
     """For each configuration a run that nothing disturbs, and one that is killed and goes on."""
-    folder, actions = root / "exact", []
+    folder = root / "exact"
     for name in EXACT:
         packs = name.endswith("packed")
         job: dict[str, Any] = {
@@ -32,11 +33,12 @@ def exact(root: Path, demo: Path) -> Path:
         if "lora" in name:
             job |= {"method": "lora", "lora": {"dropout": 0.2}}
         zero = {"stage": int(name[4])}
-        actions.append(str(make_run(folder / f"{name}-whole", demo, zero=zero, **job)))
+        engine.train(make_run(folder / f"{name}-whole", demo, zero=zero, **job))
         cut = make_run(folder / f"{name}-cut", demo, zero=zero, **job)
-        damage = "@truncate" if name == "zero2" else ""
-        actions += [f"{cut}@kill={5 if packs else 7}{damage}", str(cut)]
-    launch(root / "home", [SEVERAL, *actions])
+        engine.train(cut, kill_at=5 if packs else 7)
+        if name == "zero2":
+            truncate_newest(cut)
+        engine.train(cut)
     return folder
 
 
@@ -82,10 +84,9 @@ def test_packed_rows_count_padding_apart_from_tokens(exact: Path) -> None:
     assert rows <= 512
 
 
-def test_an_exported_zero_3_checkpoint_is_the_trained_model(exact: Path, root: Path) -> None:
+def test_an_exported_zero_3_checkpoint_is_the_trained_model(exact: Path, root: Path, engine: Engine) -> None:
     out = root / "exported"
-    made = export(str(exact / "zero3-whole" / "checkpoint-8"), str(out), home=root)
-    assert made.returncode == 0, made.stderr
+    assert engine.export(exact / "zero3-whole" / "checkpoint-8", out) == 0, said(out)
     exported, final = tensors(out), tensors(exact / "zero3-whole" / "final")
     assert exported.keys() == final.keys()
     # the base is in fp32: the export has the optimizer's weights, the final model those that bf16 has computed with
@@ -93,9 +94,8 @@ def test_an_exported_zero_3_checkpoint_is_the_trained_model(exact: Path, root: P
     assert (out / "tokenizer.json").exists()
 
 
-def test_a_half_written_checkpoint_is_not_exported(exact: Path, root: Path) -> None:
+def test_a_half_written_checkpoint_is_not_exported(exact: Path, root: Path, engine: Engine) -> None:
     copy_half(exact / "zero2-whole" / "checkpoint-8", root / "checkpoint-8")
-    made = export(str(root / "checkpoint-8"), str(root / "nothing"), home=root)
-    assert made.returncode == 3
-    assert "was not written to its end" in made.stderr
+    assert engine.export(root / "checkpoint-8", root / "nothing") == 3
+    assert "was not written to its end" in said(root / "nothing")
     assert not (root / "nothing").exists()

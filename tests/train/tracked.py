@@ -1,4 +1,4 @@
-"""Trains one configuration after another on this rank and writes what lived: `deepspeed tests/train/tracked.py CASES`.
+"""Trains one configuration after another on this rank and writes what lived: `tests.train.tracked CASES`.
 
 CASES is a JSON file: a list of objects with `name`, `config` (of the model), `ds_config`, `seq_len`, `micro_batch`,
 `grad_accum`, `steps`, `grad_ckpt` (null, or its keywords) and `lora` (null, or the keywords of LoraConfig). Each rank
@@ -139,13 +139,11 @@ def _forget_globals(caches: list[Any]) -> None:
 
 def _import_everything() -> list[Any]:
     """Imports what cases need, keeps it from the garbage collector, and returns DeepSpeed's caches of methods."""
-    import deepspeed.ops.adam  # noqa: F401
-    import peft  # noqa: F401
-    from transformers import AutoModelForCausalLM, Trainer  # noqa: F401
     from transformers.models.llama import modeling_llama  # noqa: F401
     from transformers.models.qwen3 import modeling_qwen3  # noqa: F401
     from transformers.models.qwen3_moe import modeling_qwen3_moe  # noqa: F401
 
+    gc.unfreeze()
     kind = type(functools.cache(len))
     found = [each for each in gc.get_objects() if type(each) is kind and each.__module__.startswith("deepspeed")]
     gc.collect()

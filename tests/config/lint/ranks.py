@@ -1,4 +1,4 @@
-"""Gives one configuration after another to the real engine on this rank: `deepspeed tests/config/lint/ranks.py CASES`.
+"""Gives one configuration after another to the real engine on this rank: `tests.config.lint.ranks CASES`.
 
 CASES is a JSON file: a list of objects with `name`, `config`, `is_trainers` and `arguments` (of TrainingArguments).
 Each rank writes what happened to `CASES.RANK`: for each name an error, or what the engine made of the configuration.
@@ -16,8 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
-from dstrain.train.rank import import_muon
 
 WIDTH, VOCABULARY, LENGTH = 32, 64, 8
 
@@ -148,10 +146,6 @@ def main() -> None:
     import deepspeed
     import torch.distributed as dist
 
-    from dstrain.train import setup  # noqa: F401  all that a case may need, before the freeze
-
-    import_muon({})
-    gc.freeze()  # garbage is collected twice a case
     deepspeed.init_distributed()
     cases = json.loads(Path(sys.argv[1]).read_text())
     found = {}

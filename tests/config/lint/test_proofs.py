@@ -1,7 +1,7 @@
 """What rules say happens, happens: each error of the corpus against the real engine.
 
-What the parser refuses is given to DeepSpeedConfig; what shows in a run is trained by two ranks, all configurations in
-one launch; what needs CUDA is read in the engine's source.
+What the parser refuses is given to DeepSpeedConfig; what shows in a run is trained by two ranks, one
+configuration after another; what needs CUDA is read in the engine's source.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from dstrain.job.schema import Job
 from tests.config.lint.case import Becomes, Case, Raises, Says
 from tests.config.lint.cases_engine import ENGINE_CASES, KNOWLEDGE, SOUND
 from tests.config.lint.cases_text import TEXT_CASES
-from tests.train.launching import CHECKOUT, launch
+from tests.train.engine import Engine
 
 CASES = [case for case in (*TEXT_CASES, *ENGINE_CASES, *KNOWLEDGE) if case.proof is not None]
 TRAINED = [case for case in CASES if isinstance(case.proof, Becomes) or getattr(case.proof, "by", "") == "ranks"]
@@ -36,7 +36,7 @@ READ = [case for case in CASES if isinstance(case.proof, Says)]
 
 
 @pytest.fixture(scope="session")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+def trained(tmp_path_factory: pytest.TempPathFactory, engine: Engine) -> dict[str, list[Any]]:
     """What two ranks made of every configuration, by the name of the case."""
     folder = tmp_path_factory.mktemp("lint")
     cases = folder / "cases.json"
@@ -46,7 +46,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     given += [{**sound, "name": name, "config": json.loads(text)} for name, text in SOUND]
     given.sort(key=_makes_groups)  # what AutoTP makes in a process stays there
     cases.write_text(json.dumps(given))
-    launch(folder, [str(CHECKOUT / "tests" / "config" / "lint" / "ranks.py"), str(cases)], timeout_s=560)
+    codes = engine.run("tests.config.lint.ranks", cases, log=folder / "log", timeout_s=560)
+    assert codes == [0, 0], (folder / "log.0").read_text()[-4000:]
     ranks = [json.loads(Path(f"{cases}.{rank}").read_text()) for rank in (0, 1)]
     return {one["name"]: [rank[one["name"]] for rank in ranks] for one in given}
 

@@ -19,7 +19,7 @@ from dstrain.plan.memory.layers.recording import END
 from dstrain.plan.memory.zero import bucket_bytes
 from tests.train.engine_cases import DEEP, LLAMA, SPARSE, TIED
 
-MODEL = from_config(LLAMA, name="llama", source="llama")
+MODEL = from_config({**LLAMA, "vocab_size": 4096, "num_hidden_layers": 6}, name="llama", source="llama")
 P = MODEL.num_params
 SMALL = changed(DEFAULTS, seq_len=64, reduce_bucket_size=100_000, param_persistence_threshold=0)
 

@@ -1,0 +1,92 @@
+"""Runs programs as ranks for tests, each in a process of its own, forked after the imports that are most of its cost.
+
+Reads a line of JSON for each request: a module with its arguments, the number of ranks and where each rank writes its
+log. Answers with two lines: the process ids of the ranks, and their exit codes, negative for a signal.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import os
+import runpy
+import signal
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from tests.train.launching import free_port
+
+PR_SET_PDEATHSIG = 1
+
+
+def import_everything() -> None:
+    """Imports what programs need, and loads DeepSpeed's extensions for a CPU."""
+    import peft  # noqa: F401
+    from deepspeed.ops.op_builder.cpu import CPUAdamBuilder, ShareMemCommBuilder
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+    import dstrain.monitor.run_card
+    import dstrain.train.setup  # noqa: F401
+    from dstrain.train.rank import import_muon
+
+    import_muon({})
+    assert "torch._inductor.compile_fx" not in sys.modules, "a rank compiles Muon again"
+    get_checkpoint_conversion_mapping("qwen3")
+    for builder in (CPUAdamBuilder, ShareMemCommBuilder):
+        builder().load(verbose=False)
+
+
+def die_with_parent() -> None:
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def become(rank: int, program: Sequence[str], *, ranks: int, port: int, log: str) -> NoReturn:
+    """Makes this process a rank as DeepSpeed's launcher starts it, and ends it with its program."""
+    die_with_parent()
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_SIZE": ranks, "MASTER_PORT": port}
+    os.environ |= {name: str(number) for name, number in numbers.items()} | {"MASTER_ADDR": "127.0.0.1"}
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    out = os.open(f"{log}.{rank}", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    os.dup2(out, 1)
+    os.dup2(out, 2)
+    sys.argv[1:] = program[1:]
+    code = 0
+    try:
+        runpy.run_module(program[0], run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        code = int(end.code or 0)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def main() -> None:
+    die_with_parent()
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # DeepSpeed prints
+    import_everything()
+    gc.collect()
+    gc.freeze()
+    for line in sys.stdin.buffer:
+        request, port, children = json.loads(line), free_port(), []
+        for rank in range(request["ranks"]):
+            child = os.fork()
+            if child == 0:
+                become(rank, port=port, **request)
+            children.append(child)
+        print(json.dumps(children), file=answers)
+        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+        for buffer in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{port}_*"):
+            buffer.unlink()  # 66 MiB of RAM for each rank, which DeepSpeed leaves
+        print(json.dumps(codes), file=answers)
+
+
+if __name__ == "__main__":
+    main()
