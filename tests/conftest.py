@@ -64,7 +64,7 @@ MARKS = {
 """What a test needs that takes long, by the beginning of its node id; a test of none of these is fast."""
 SAMPLED = {
     "tests/plan/search/test_search.py::test_bounds_lose_nothing": 4,
-    "tests/plan/memory/test_closed_form.py::test_it_is_near": 15,
+    "tests/plan/memory/test_closed_form.py::test_it_is_near_the_engine": 15,
 }
 """Of how many of these tests a sample consists; other sweeps draw inside of theirs."""
 
