@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,9 @@ def test_ctrl_c_is_130(tmp_path: Path) -> None:
         command = [sys.executable, "-m", "dstrain.cli", "gen-config", "--gpus", "8", "--model", "a/b"]
         port = server.getsockname()[1]
         environment = {**os.environ, "HF_ENDPOINT": f"http://127.0.0.1:{port}", "PYTHONPATH": str(ROOT)}
-        child = subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True)
+        heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a background job ignores it
+        options: dict[str, Any] = {"stderr": subprocess.PIPE, "text": True, "preexec_fn": heed}
+        child = subprocess.Popen(command, cwd=tmp_path, env=environment, **options)
         connection, _ = server.accept()
         child.send_signal(signal.SIGINT)
         _, said = child.communicate(timeout=20)
