@@ -131,10 +131,6 @@ def prefer_expandable_segments(environment: MutableMapping[str, str]) -> None:
         environment[ALLOCATOR_VARIABLES[0]] = "expandable_segments:True"
 
 
-DYNAMO_OFF = "TORCHDYNAMO_DISABLE"
-"""The variable with which torch.compile returns what it is given. Source: torch 2.13 _dynamo/eval_frame.py."""
-
-
 @contextmanager
 def without_garbage_collection() -> Iterator[None]:
     """Imports made within it take a tenth less time, and later collections skip the objects that they made."""
@@ -146,13 +142,17 @@ def without_garbage_collection() -> Iterator[None]:
         gc.enable()
 
 
+DYNAMO_OFF = "TORCHDYNAMO_DISABLE"
+"""The variable with which torch.compile returns what it is given. Source: torch 2.13 _dynamo/eval_frame.py."""
+
+
 def import_muon(ds_config: Mapping[str, Any]) -> None:
     """Imports DeepSpeed's Muon without compiling it, unless the run trains with it or compiles nothing anyway.
 
     Every engine compares its optimizer with Muon, whose decorators load TorchInductor: 4 CPU seconds of each rank.
     Source: deepspeed 0.19.8 runtime/zero/utils.py is_zero_supported_optimizer, original_muon.py.
     """
-    if str(ds_config.get("optimizer", {}).get("type", "")).lower() == "muon" or DYNAMO_OFF in os.environ:
+    if str((ds_config.get("optimizer") or {}).get("type")).lower() == "muon" or DYNAMO_OFF in os.environ:
         return
     os.environ[DYNAMO_OFF] = "1"
     try:
