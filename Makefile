@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# Python compiles what is imported, which is a small part of torch and transformers
+PIP := $(BIN)/pip --quiet --disable-pip-version-check install --no-compile -c constraints.txt
 SERVERS := .cache/language_servers
 # one worker runs all tests of the engine and one all of a cluster; a third would make their ranks wait for a core
 WORKERS := $(shell echo $$(($$(nproc) > 2 ? $$(nproc) : 2)))
@@ -50,7 +52,7 @@ docs: $(VENV)/.docs
 	! grep -rlE '(src|<link[^>]* href)="https?:' --include=*.html build/site
 
 $(VENV)/.docs: $(VENV)/.installed
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	$(PIP) -e '.[docs]'
 	touch $@
 
 # what editors run to complete and check ds_config.json and job.yaml; without them their tests are skipped
@@ -64,8 +66,8 @@ $(SERVERS)/.installed: tests/config/package.json tests/config/package-lock.json
 
 $(VENV)/.installed: setup.cfg pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
+	$(PIP) torch
+	$(PIP) -e '.[test]'
 	touch $@
 
 clean:

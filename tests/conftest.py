@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from filelock import FileLock
@@ -65,8 +66,15 @@ MARKS = {
 SAMPLED = {
     "tests/plan/search/test_search.py::test_bounds_lose_nothing": 4,
     "tests/plan/memory/test_closed_form.py::test_it_is_near_the_engine": 15,
+    "tests/config/lint/test_proofs.py::test_two_ranks_fail_or_become_another_run_as_it_says": 40,
+    "tests/train/test_engine_memory.py": 12,
+    "tests/train/test_trace.py::test_a_trace_equals_what_pytorch_allocates": 8,
+    "tests/facts/model/test_tracer.py::test_a_known_family_is_described_as_it_is_known": 5,
+    "tests/facts/model/test_tracer.py::test_a_profile_equals_the_trace_of_the_whole_model": 6,
+    "tests/cli/test_options.py::test_every_value_of_every_option_has_a_documented_end": 150,
+    "tests/cli/test_bombs.py::test_a_bomb_does_not_go_off": 8,
 }
-"""Of how many of these tests a sample consists; other sweeps draw inside of theirs."""
+"""How many of the cases of these tests a sample has; all of them are also a sweep. Other sweeps draw inside theirs."""
 
 pytest_plugins = ["tests.launch.fixtures"]
 settings.register_profile("dstrain", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -106,7 +114,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Generator[None]:
     """Marks the tests; those of a file, all of the engine and all of a cluster are for one worker.
 
-    Of the tests in SAMPLED as many are left as are written there."""
+    Of the cases of SAMPLED as many are left as are written there, the same ones for all tests of a file."""
     for item in items:
         mark = next((mark for mark, places in MARKS.items() if item.nodeid.startswith(places)), None)
         if mark is not None:
@@ -115,9 +123,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         item.add_marker(pytest.mark.xdist_group(group))
     items.sort(key=lambda item: [item.get_closest_marker(mark) is None for mark in MARKS])
     for place, size in SAMPLED.items():
-        cases = [item for item in items if item.nodeid.startswith(place)]
-        left = set(cases) - set(draw_of(config)(cases, size))
-        config.hook.pytest_deselected(items=[item for item in cases if item in left])
+        tests = [item for item in items if item.nodeid.startswith(place)]
+        drawn = set(draw_of(config)(list(dict.fromkeys(map(case_of, tests))), size))
+        left = {item for item in tests if case_of(item) not in drawn}
+        for item in tests:
+            item.add_marker("sweep")
+        config.hook.pytest_deselected(items=[item for item in tests if item in left])
         items[:] = [item for item in items if item not in left]
     yield
     if getattr(config.option, "loadgroup", False) and not all("@" in item.nodeid for item in items):
@@ -169,6 +180,17 @@ def buffers() -> set[Path]:
 
 BUFFERS = pytest.StashKey[set[Path]]()
 """Buffers that were there before this run."""
+
+
+def case_of(item: pytest.Item) -> str:
+    """Returns the id of a test's parameters."""
+    return item.nodeid.partition("[")[2]
+
+
+def asked_for(request: pytest.FixtureRequest, parameter: str) -> list[Any]:
+    """Returns the values of a parameter that are left in the fixture's module, for which alone it has to work."""
+    calls = [getattr(item, "callspec", None) for item in request.session.items if item.path == request.path]
+    return [call.params[parameter] for call in calls if call is not None and parameter in call.params]
 
 
 def draw_of(config: pytest.Config) -> Draw:

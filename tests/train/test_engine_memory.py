@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from dstrain.choices import Offload
+from tests.conftest import asked_for
 from tests.train.engine import Engine
 from tests.train.engine_cases import CASES, Case, Measured, predicted, run
 
@@ -14,12 +15,15 @@ IDS = [f"{case.name} x{case.ranks}" for case in CASES]
 
 
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory, engine: Engine) -> dict[str, Measured]:
+def measured(
+    tmp_path_factory: pytest.TempPathFactory, engine: Engine, request: pytest.FixtureRequest
+) -> dict[str, Measured]:
     """What two ranks made of their cases, and four of theirs."""
+    asked = asked_for(request, "case")
     folder: Path = tmp_path_factory.mktemp("engine")
     found: dict[str, Measured] = {}
     for ranks in (2, 4):
-        cases = [case for case in CASES if case.ranks == ranks]
+        cases = [case for case in CASES if case.ranks == ranks and case in asked]
         results = run(engine, cases, folder / str(ranks), timeout_s=560)
         found |= {case.name: result for case, result in zip(cases, results, strict=True)}
     return found

@@ -16,6 +16,7 @@ from dstrain.facts.model.trace_records import Question, Subject, Trace
 from dstrain.facts.model.tracer import Answer, Failure, Questions, ask
 from dstrain.job.schema import Lora
 from dstrain.records import to_data
+from tests.conftest import asked_for
 
 B, S, L, V = 2, 128, 3, 2000
 H, INNER, HEADS, KV, D = 256, 384, 8, 2, 32
@@ -247,9 +248,10 @@ ON_A_CPU = {
 
 
 @pytest.fixture(scope="module")
-def on_a_cpu() -> dict[str, tuple[int, int]]:
+def on_a_cpu(request: pytest.FixtureRequest) -> dict[str, tuple[int, int]]:
     """Returns what was traced and what was allocated."""
-    asked = tuple(ON_A_CPU.values())
+    names = [name for name in asked_for(request, "name") if name in ON_A_CPU]
+    asked = tuple(ON_A_CPU[name] for name in names)
     done = subprocess.run(
         [sys.executable, "-m", "tests.train.allocating"],
         input=json.dumps(to_data(Questions(questions=asked))),
@@ -259,7 +261,7 @@ def on_a_cpu() -> dict[str, tuple[int, int]]:
         cwd=Path(__file__).parents[2],
     )
     traced = [answer.peak_bytes if isinstance(answer, Trace) else 0 for answer in ask(asked)]
-    return dict(zip(ON_A_CPU, zip(traced, json.loads(done.stdout), strict=True), strict=True))
+    return dict(zip(names, zip(traced, json.loads(done.stdout), strict=True), strict=True))
 
 
 @pytest.mark.parametrize("name", ON_A_CPU)

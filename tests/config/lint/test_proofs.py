@@ -27,6 +27,7 @@ from dstrain.job.schema import Job
 from tests.config.lint.case import Becomes, Case, Raises, Says
 from tests.config.lint.cases_engine import ENGINE_CASES, KNOWLEDGE, SOUND
 from tests.config.lint.cases_text import TEXT_CASES
+from tests.conftest import asked_for
 from tests.train.engine import Engine
 
 CASES = [case for case in (*TEXT_CASES, *ENGINE_CASES, *KNOWLEDGE) if case.proof is not None]
@@ -35,13 +36,17 @@ PARSED = [case for case in CASES if getattr(case.proof, "by", "") == "config"]
 READ = [case for case in CASES if isinstance(case.proof, Says)]
 
 
-@pytest.fixture(scope="session")
-def trained(tmp_path_factory: pytest.TempPathFactory, engine: Engine) -> dict[str, list[Any]]:
-    """What two ranks made of every configuration, by the name of the case."""
+@pytest.fixture(scope="module")
+def trained(
+    tmp_path_factory: pytest.TempPathFactory, engine: Engine, request: pytest.FixtureRequest
+) -> dict[str, list[Any]]:
+    """What two ranks made of the configurations, by the name of the case."""
+    asked = asked_for(request, "case")
+    chosen = [case for case in TRAINED if case in asked]
     folder = tmp_path_factory.mktemp("lint")
     cases = folder / "cases.json"
     fields = ("name", "is_trainers", "is_composite", "arguments")
-    given = [{name: getattr(case, name) for name in fields} | {"config": value(case)} for case in TRAINED]
+    given = [{name: getattr(case, name) for name in fields} | {"config": value(case)} for case in chosen]
     sound = {"is_trainers": False, "is_composite": False, "arguments": {}}
     given += [{**sound, "name": name, "config": json.loads(text)} for name, text in SOUND]
     given.sort(key=_makes_groups)  # what AutoTP makes in a process stays there

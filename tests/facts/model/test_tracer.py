@@ -18,6 +18,7 @@ from dstrain.facts.model.trace_records import Description, Question, Subject, Tr
 from dstrain.facts.model.traced_activations import ActivationProfile
 from dstrain.facts.model.traced_model import from_description
 from dstrain.facts.model.tracer import Answer, ask, trace_model
+from tests.conftest import asked_for
 from tests.plan.memory.layers.shapes import FAMILIES, config_of
 
 LLAMA = {
@@ -48,13 +49,16 @@ def drawn(family: str) -> dict[str, object]:
 
 
 @pytest.fixture(scope="module")
-def answers() -> dict[tuple[str, int, bool], Answer]:
+def answers(request: pytest.FixtureRequest) -> dict[tuple[str, int, bool], Answer]:
     """Descriptions of known families, and of irregular ones a profile (0 samples) and what it is compared with."""
+    families, names = asked_for(request, "family"), asked_for(request, "name")
     asked = {
         (family, 0, False): Question(subject=Subject(config=drawn(family)), wanted=Wanted.DESCRIPTION)
-        for family in FAMILIES
+        for family in families
     }
     for name, config in IRREGULAR.items():
+        if name not in names:
+            continue
         way = Question(subject=Subject(config=config), seq_len=128, has_padding=True)
         asked[f"{name} profile", 0, False] = replace(way, wanted=Wanted.PROFILE)
         for samples in (1, 5):

@@ -9,7 +9,7 @@ from tests.plan.memory.layers.comparing import Compared, compare
 from tests.plan.memory.layers.shapes import FAMILIES, Case, cases
 from tests.plan.memory.layers.ways import WAYS
 
-DRAWN = 6
+DRAWN = 2
 """Ways of each family that a sample tries."""
 
 
