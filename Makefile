@@ -2,7 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# Python compiles what is imported, which is a small part of torch and transformers
+# Python compiles what is imported, which is a small part of torch and transformers, and keeps it for the next process
+unexport PYTHONDONTWRITEBYTECODE
 PIP := $(BIN)/pip --quiet --disable-pip-version-check install --no-compile -c constraints.txt
 SERVERS := .cache/language_servers
 # one worker runs all tests of the engine and one all of a cluster; a third would make their ranks wait for a core
@@ -23,9 +24,9 @@ test: check suite
 suite: $(VENV)/.installed
 	$(BIN)/pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
 
-# what needs no engine, no cluster, no sweep and no editor, on all cores
+# what needs no engine, no cluster, no sweep, no editor and no whole command, on all cores
 fast: $(VENV)/.installed
-	$(BIN)/pytest -m "not (engine or cluster or sweep or editors)" -n auto --dist loadgroup
+	$(BIN)/pytest -m "not (engine or cluster or sweep or editors or commands)" -n auto --dist loadgroup
 
 # every draw of the tests of which `make test` takes a sample
 sweep: $(VENV)/.installed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 from dstrain.cli.options.question import PlanInputs, plan_inputs
@@ -39,16 +40,21 @@ def ask(**options: Any) -> PlanInputs:
     return plan_inputs({k: types[k](v) if k in types and v is not None else v for k, v in merged.items()})
 
 
+@cache
+def _decided(options: tuple[tuple[str, Any], ...]) -> tuple[PlanInputs, Plan]:
+    """Returns what these options ask, and the plan."""
+    asked = ask(**dict(options))
+    return asked, decide(asked.workload, asked.request)
+
+
 def plan(**options: Any) -> Plan:
     """Returns the plan for these options."""
-    asked = ask(**options)
-    return decide(asked.workload, asked.request)
+    return _decided(tuple(options.items()))[1]
 
 
 def files(**options: Any) -> dict[str, str]:
     """Returns the generated files for these options."""
-    asked = ask(**options)
-    chosen = decide(asked.workload, asked.request)
+    asked, chosen = _decided(tuple(options.items()))
     job = {
         "model": asked.workload.model.source,
         "data": "train.jsonl",

@@ -39,6 +39,7 @@ MARKS = {
         *("tests/train/test_resume.py", "tests/train/test_elastic.py", "tests/train/test_evaluation.py"),
         *("tests/train/test_trace.py", "tests/cli/test_demo.py", "tests/launch/test_process.py"),
         *("tests/train/test_demo.py", "tests/monitor/sinks/test_swanlab.py", "tests/train/data/test_packing"),
+        "tests/plan/memory/layers/test_every_n_layers.py::test_the_peak_is_that_of_transformers",
         "tests/config/templates/test_templates.py::test_deepspeed_accepts_what_transformers_fills_in",
         "tests/cli/test_run.py::test_hand_edits_are_on_record_with_the_run",
         "tests/cli/test_plan.py::test_a_model_of_an_unknown_family_is_traced_and_says_so",
@@ -53,6 +54,9 @@ MARKS = {
         *("tests/plan/memory/test_closed_form.py", "tests/plan/memory/layers/test_against_trace.py"),
         *("tests/facts/model/test_tracer.py", "tests/config/lint/test_properties.py"),
         *("tests/cli/test_options.py", "tests/cli/test_bombs.py", "tests/test_fuzz.py"),
+        "tests/config/explain/test_explain.py::test_no_configuration_that_is_json_breaks_an_explanation",
+        "tests/facts/cluster/test_hostfile.py::test_any_text_gives_hosts_or_problems_with_places",
+        "tests/launch/nodes/test_protocol.py::test_a_message_has_the_types_of_its_fields",
         "tests/plan/search/test_search.py::test_bounds_lose_nothing",
         "tests/test_published.py::test_the_planner_still_gives_the_stored_figures",
     ),
@@ -60,6 +64,10 @@ MARKS = {
         *("tests/config/test_language_server.py", "tests/launch/scripts/test_script_k8s"),
         "tests/cli/test_completion.py",
         "tests/test_packaging.py",
+    ),
+    "commands": (
+        *("tests/cli/", "tests/test_docs.py", "tests/facts/model/test_hub_config.py"),
+        "tests/launch/filesync/test_gather_checkpoints.py",
     ),
 }
 """What a test needs that takes long, by the beginning of its node id; a test of none of these is fast."""
@@ -72,6 +80,7 @@ SAMPLED = {
     "tests/facts/model/test_tracer.py::test_a_known_family_is_described_as_it_is_known": 5,
     "tests/facts/model/test_tracer.py::test_a_profile_equals_the_trace_of_the_whole_model": 6,
     "tests/cli/test_options.py::test_every_value_of_every_option_has_a_documented_end": 150,
+    "tests/facts/model/test_families.py::test_every_tensor_is_the_one_that_transformers_builds": 12,
     "tests/cli/test_bombs.py::test_a_bomb_does_not_go_off": 8,
 }
 """How many of the cases of these tests a sample has; all of them are also a sweep. Other sweeps draw inside theirs."""

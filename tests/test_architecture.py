@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Sequence
+from functools import cache
 from itertools import chain, pairwise
 from pathlib import Path
 
@@ -67,11 +68,16 @@ def test_a_verb_imports_what_it_needs(arguments: tuple[str, ...], foreign: tuple
     assert strange == []
 
 
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
 @pytest.mark.parametrize("path", sorted(PACKAGE.rglob("__init__.py")), ids=lambda path: str(path.relative_to(ROOT)))
 def test_a_package_holds_a_docstring_and_nothing_else(path: Path) -> None:
     if path == PACKAGE / "__init__.py":
         return
-    body = ast.parse(path.read_text(encoding="utf-8")).body
+    body = tree_of(path).body
     assert len(body) == 1
     assert isinstance(body[0], ast.Expr)
 
@@ -86,7 +92,7 @@ def test_a_verb_is_a_file_and_has_its_tests(verb: str) -> None:
 def test_a_giant_is_imported_in_one_place(module: str) -> None:
     importers = set()
     for path in PACKAGE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(tree_of(path)):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             if isinstance(node, ast.ImportFrom) and node.level == 0:
                 names = [node.module or ""]
@@ -99,7 +105,7 @@ def test_a_child_that_is_python_takes_no_modules_from_the_current_folder() -> No
     """In every list of words `-P` or `-I` stands behind this interpreter, and one of them before `-m` or `-c`."""
     unsafe = []
     for path in sorted(PACKAGE.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(tree_of(path)):
             if not isinstance(node, ast.List | ast.Tuple):
                 continue
             words = [ast.unparse(word).strip("'") for word in node.elts]
@@ -140,7 +146,7 @@ def test_modules_have_at_most_300_lines() -> None:
 def test_functions_have_at_most_40_lines() -> None:
     sizes = {}
     for path in PACKAGE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 sizes[f"{path.relative_to(PACKAGE)}:{node.name}"] = (node.end_lineno or 0) - node.lineno + 1
     assert {name: size for name, size in sizes.items() if size > LONG_FUNCTIONS.get(name, 40)} == {}
@@ -171,7 +177,7 @@ def _own_errors() -> set[str]:
         [
             node
             for path in PACKAGE.rglob("*.py")
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+            for node in ast.walk(tree_of(path))
             if isinstance(node, ast.ClassDef)
         ],
     )
@@ -207,7 +213,7 @@ def test_no_message_is_read_back() -> None:
     """What code decides by is data: the place of an error, the topic of a reason, the exit code of a rank."""
     own, readers = _own_errors(), set()
     for path in PACKAGE.rglob("*.py"):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
+        tree = tree_of(path)
         handlers = [node for node in ast.walk(tree) if isinstance(node, ast.ExceptHandler) and node.name]
         scopes: list[tuple[ast.AST, set[str]]] = [(tree, set())]
         for handler in handlers:
