@@ -174,12 +174,7 @@ def _own_errors() -> set[str]:
     """Returns the names of the errors of the package."""
     names, classes = (
         {"DstrainError"},
-        [
-            node
-            for path in PACKAGE.rglob("*.py")
-            for node in ast.walk(tree_of(path))
-            if isinstance(node, ast.ClassDef)
-        ],
+        [node for path in PACKAGE.rglob("*.py") for node in ast.walk(tree_of(path)) if isinstance(node, ast.ClassDef)],
     )
     while True:
         more = {node.name for node in classes for base in node.bases if isinstance(base, ast.Name) and base.id in names}
