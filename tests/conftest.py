@@ -36,7 +36,12 @@ MARKS = {
     ),
     "engine": (
         *("tests/config/lint/test_proofs.py", "tests/train/test_engine_memory.py", "tests/train/test_end_to_end.py"),
-        *("tests/train/test_resume.py", "tests/train/test_elastic.py", "tests/train/test_evaluation.py"),
+        *(
+            "tests/train/test_space.py",
+            "tests/train/test_resume.py",
+            "tests/train/test_elastic.py",
+            "tests/train/test_evaluation.py",
+        ),
         *("tests/train/test_trace.py", "tests/cli/test_demo.py", "tests/launch/test_process.py"),
         *("tests/train/test_demo.py", "tests/monitor/sinks/test_swanlab.py", "tests/train/data/test_packing"),
         "tests/plan/memory/layers/test_every_n_layers.py::test_the_peak_is_that_of_transformers",
@@ -76,6 +81,7 @@ SAMPLED = {
     "tests/plan/memory/test_closed_form.py::test_it_is_near_the_engine": 15,
     "tests/config/lint/test_proofs.py::test_two_ranks_fail_or_become_another_run_as_it_says": 40,
     "tests/train/test_engine_memory.py": 12,
+    "tests/train/test_space.py": 20,
     "tests/train/test_trace.py::test_a_trace_equals_what_pytorch_allocates": 8,
     "tests/facts/model/test_tracer.py::test_a_known_family_is_described_as_it_is_known": 5,
     "tests/facts/model/test_tracer.py::test_a_profile_equals_the_trace_of_the_whole_model": 6,

@@ -252,8 +252,10 @@ class Trainer(transformers.Trainer):
         """Writes the weights in the dtype of the base model, and config.json with the base's values."""
         dtype = saved_model.base_dtype(self._base)
         model: Any = self.model
-        if self.args.should_save and state_dict and dtype is not None and not self._is_adapter():
-            state_dict = saved_model.converted(state_dict, model, model.dtype, dtype)
+        if self.args.should_save and state_dict and not self._is_adapter():
+            state_dict = saved_model.without_copies(state_dict, model)
+            if dtype is not None:
+                state_dict = saved_model.converted(state_dict, model, model.dtype, dtype)
         super()._save(output_dir, state_dict)
         if self.args.should_save:
             saved_model.restore_config(Path(output_dir or str(self.args.output_dir)), self._base)

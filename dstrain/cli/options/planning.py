@@ -46,6 +46,7 @@ _MACHINES = (
     click.option("--micro-batch", type=int, help="Samples of one forward of one GPU.  [default: chosen]"),
 )
 _CHOICES = (
+    click.option("--zero-stage", type=click.IntRange(0, 3), help="ZeRO stage.  [default: chosen]"),
     click.option("--offload", type=Choice(Offload), help="What leaves GPU memory.  [default: chosen]"),
     click.option("--grad-ckpt/--no-grad-ckpt", default=None, help="Recompute activations.  [default: chosen]"),
     click.option(
@@ -107,12 +108,12 @@ _BEYOND = (
 def facts_options(function: F) -> F:
     """Adds the options that describe model, machines and request, as far as gen-config can carry them out; it may take
     the model from the last time."""
-    return _with((_model(required=False), *_MACHINES, _zero_stage(least=1), *_CHOICES), function)
+    return _with((_model(required=False), *_MACHINES, *_CHOICES), function)
 
 
 def plan_options(function: F) -> F:
     """Adds the options of `facts_options`, and those that gen-config cannot carry out."""
-    return _with((_model(required=True), *_MACHINES, _zero_stage(least=0), *_CHOICES, *_BEYOND), function)
+    return _with((_model(required=True), *_MACHINES, *_CHOICES, *_BEYOND), function)
 
 
 def _model(*, required: bool) -> Callable[[F], F]:
@@ -121,10 +122,6 @@ def _model(*, required: bool) -> Callable[[F], F]:
     return click.option(
         "--model", type=Named(aliases.known, or_file=True), required=required, metavar="NAME", help=text
     )
-
-
-def _zero_stage(*, least: int) -> Callable[[F], F]:
-    return click.option("--zero-stage", type=click.IntRange(least, 3), help="ZeRO stage.  [default: chosen]")
 
 
 def _with(options: tuple[Callable[[F], F], ...], function: F) -> F:

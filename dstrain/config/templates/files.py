@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,17 @@ from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.facts.workload import Workload
 from dstrain.plan.estimate import effective
 from dstrain.plan.estimate_records import Plan
+from dstrain.plan.labels import label
 from dstrain.plan.request import Request
 
 
 def config_text(config: dict[str, Any]) -> str:
     """Returns a DeepSpeed configuration as strict JSON: two spaces, the template's order, UTF-8."""
     return json.dumps(config, indent=2, ensure_ascii=False) + "\n"
+
+
+_STRATEGY = ("stage", "offload", "offload_ratio", "hpz")
+"""What a template must make of ZeRO as planned; sizes of buffers are its own."""
 
 
 def _require_planned(template: str, config: dict[str, Any], plan: Plan, model: ModelFacts) -> None:
@@ -33,9 +39,9 @@ def _require_planned(template: str, config: dict[str, Any], plan: Plan, model: M
         made = effective(model, Request(), config).zero
     except InvalidConfig as error:
         raise InvalidConfig(f"{template}: {error.problem}", hint="Correct the template.") from None
-    if (made.stage, made.offload) != (chosen.zero.stage, chosen.zero.offload):
+    if any(getattr(made, name) != getattr(chosen.zero, name) for name in _STRATEGY):
         raise InvalidConfig(
-            f"{template} makes ZeRO-{made.stage} with offload {made.offload}, but the plan is {chosen.title}",
+            f"{template} makes {label(replace(chosen, zero=made))}, but the plan is {label(chosen)}",
             hint="Correct the template, or request its strategy with --zero-stage and --offload.",
         )
 

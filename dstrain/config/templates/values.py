@@ -11,9 +11,11 @@ from dstrain.plan.configuration import Configuration, flat
 from dstrain.plan.estimate_records import Plan
 
 _TEMPLATES = {
+    (0, Offload.NONE): "zero0.json.j2",
     (1, Offload.NONE): "zero1.json.j2",
     (2, Offload.NONE): "zero2.json.j2",
     (3, Offload.NONE): "zero3.json.j2",
+    (1, Offload.OPTIMIZER): "zero1_offload_optimizer.json.j2",
     (2, Offload.OPTIMIZER): "zero2_offload_optimizer.json.j2",
     (3, Offload.OPTIMIZER): "zero3_offload_optimizer.json.j2",
     (3, Offload.PARAMS): "zero3_offload_all.json.j2",
@@ -39,6 +41,8 @@ def config_values(plan: Plan, workload: Workload) -> dict[str, Any]:
         "max_live_parameters": configuration.zero.max_live_parameters,
         "max_reuse_distance": configuration.zero.max_reuse_distance,
         "sub_group_size": configuration.zero.sub_group_size,
+        "hpz": configuration.zero.hpz,
+        "offload_ratio": configuration.zero.offload_ratio,
         "pin_memory": configuration.zero.pin_memory,
         "moe_block_class": moe_block,
         "nvme_path": cluster.nvme_path,

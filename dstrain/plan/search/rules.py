@@ -160,18 +160,6 @@ RULES: tuple[Rule, ...] = (
 configuration is made that breaks it (`search_space.batches`)."""
 
 WRITABLE: tuple[Rule, ...] = (
-    Rule(name="ZeRO-0 is not written", options=("zero_stage",),
-         says="gen-config writes ZeRO-1 to 3",
-         breaks=lambda m, k, c: c.zero.stage == 0,
-         source="ds_templates: ZeRO-0 has no template"),
-    Rule(name="ZeRO-1 with offload is not written", options=("zero_stage", "offload"),
-         says="an optimizer is offloaded under ZeRO-2 and 3, parameters and NVMe under ZeRO-3 only",
-         breaks=lambda m, k, c: (c.zero.stage, c.zero.offload) == (1, Offload.OPTIMIZER),
-         source="ds_templates: ZeRO-1 with offload has no template"),
-    Rule(name="hpZ and ratio are not written", options=(),
-         says="gen-config writes neither hpZ nor partial offload yet",
-         breaks=lambda m, k, c: c.zero.hpz > 1 or c.zero.offload_ratio < 1,
-         source="ds_templates/_zero3.json.j2, ds_templates/_offload_optimizer.json.j2"),
     Rule(name="SP and TP are not run", options=("sp", "tp"),
          says="the trainer does not run sequence or tensor parallelism yet",
          breaks=lambda m, k, c: c.parallel.sp > 1 or c.parallel.tp > 1,

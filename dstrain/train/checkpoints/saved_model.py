@@ -55,6 +55,11 @@ def converted(state: Mapping[str, Any], model: Any, trained: torch.dtype, dtype:
     return {name: convert(name, tensor) for name, tensor in state.items()} if trained is not dtype else dict(state)
 
 
+def without_copies(state: Mapping[str, Any], model: Any) -> dict[str, Any]:
+    """Returns the weights without those that are tied to another of them: ZeRO-3 gathers each name on its own."""
+    return {name: tensor for name, tensor in state.items() if model.all_tied_weights_keys.get(name) not in state}
+
+
 def restore_config(folder: Path, base: Mapping[str, Any]) -> None:
     """Restores the base's values in the config.json of a saved model, if it has one."""
     path = folder / "config.json"
