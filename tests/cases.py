@@ -75,6 +75,8 @@ class Case:
 
 
 CASES = (
+    Case("qwen3-0.6b-1xh100", "zero0.json.j2", {"model": "qwen3-0.6b", "gpus": 1, "gpu": "h100"}),
+    Case("qwen3-8b-2xh100-zero1", "zero1_offload_optimizer.json.j2", {"model": "qwen3-8b", "gpus": 2, "gpu": "h100", "zero_stage": 1, "offload": "optimizer", "host_memory": 2**40}),
     Case("qwen3-8b-8xh200", "zero1.json.j2", {"model": "qwen3-8b", "gpus": 8, "gpu": "h200"}),
     Case("qwen3-8b-8xh100", "zero2.json.j2", {"model": "qwen3-8b", "gpus": 8, "gpu": "h100", "zero_stage": 2}),
     Case("qwen3-32b-16xa100", "zero3.json.j2", {"model": "qwen3-32b", "gpus": 16}),

@@ -178,6 +178,7 @@ def main(run_dir: Path) -> None:
         finish(End.CRASHED, f"{type(error).__name__}: {error}")
         raise AlreadyReported from error
     finish(End.ABORTED if has_left else End.SUCCESS)
+    leaving.settle()
 
 
 class AlreadyReported(Exception):

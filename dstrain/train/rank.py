@@ -66,6 +66,12 @@ class Leaving:
         faulthandler.enable()
         faulthandler.register(signal.SIGUSR2, all_threads=True)
 
+    def settle(self) -> None:
+        """Ignores the signals from now on: one that arrives while Python ends would kill a rank that has left well."""
+        for number in (signal.SIGUSR1, signal.SIGTERM):
+            if signal.getsignal(number) == self._note:
+                signal.signal(number, signal.SIG_IGN)  # Python resets handlers at its end, but not this
+
     def _note(self, number: int, frame: Any) -> None:
         self.is_wanted = True
 

@@ -91,6 +91,7 @@ def train(place: RunDir, job: Job, rank: Rank, peers: Peers, leaving: Leaving, h
         if is_leaving:
             rank.say(f"saved checkpoint-{step} and left, as asked")
             heartbeat.send(step, Phase.LEFT)
+            leaving.settle()
             return Phase.LEFT
     heartbeat.send(step, Phase.DONE)
     return Phase.DONE

@@ -32,5 +32,5 @@ def demo(root: Path, made_demo: Path) -> Path:
     (folder / "train.jsonl").write_text("".join(lines[:400]))
     (folder / "few.jsonl").write_text("".join(lines[:17]))
     (folder / "some.jsonl").write_text("".join(lines[:40]))
-    (folder / "eval.jsonl").write_text("".join(lines[40:52]))
+    (folder / "eval.jsonl").write_text("".join(sorted(lines[40:60], key=len)[:11]))
     return folder

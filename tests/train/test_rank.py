@@ -28,6 +28,19 @@ def test_garbage_is_collected_again_after_imports() -> None:
         gc.unfreeze()
 
 
+def test_a_signal_that_comes_late_does_not_kill_a_rank_that_has_left() -> None:
+    program = (
+        "import os, subprocess\n"
+        "from dstrain.train.rank import Leaving\n"
+        "leaving = Leaving()\n"
+        "loop = f'while kill -USR1 {os.getpid()} 2>/dev/null; do :; done'\n"
+        "subprocess.Popen(['sh', '-c', loop], stderr=subprocess.DEVNULL)\n"
+        "while not leaving.is_wanted: pass\n"
+        "leaving.settle()"
+    )
+    assert subprocess.run(python("-c", program), check=False).returncode == 0
+
+
 def test_the_allocator_may_grow_its_segments() -> None:
     environment: dict[str, str] = {}
     prefer_expandable_segments(environment)
