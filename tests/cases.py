@@ -87,6 +87,6 @@ CASES = (
     Case("llama-3.1-70b-8xa100", "zero3_offload_all.json.j2", {"model": "llama-3.1-70b", "gpus": 8, "offload": "params", "host_memory": 4 * 2**40}),
     Case("llama-3.1-70b-8x4090-nvme", "zero3_nvme.json.j2", {"model": "llama-3.1-70b", "gpus": 8, "gpu": "4090", "nvme": "/nvme", "offload": "nvme", "seq_len": 1024, "host_memory": 2**40}),
     Case("qwen2.5-1.5b-8xv100", "zero2.json.j2", {"model": "qwen2.5-1.5b", "gpus": 8, "gpu": "v100-32g", "zero_stage": 2}),
-    Case("qwen3-8b-lora-1x4090", "zero1.json.j2", {"model": "qwen3-8b", "gpus": 1, "gpu": "4090", "method": "lora", "seq_len": 1024}),
+    Case("qwen3-8b-lora-1x4090", "zero0.json.j2", {"model": "qwen3-8b", "gpus": 1, "gpu": "4090", "method": "lora", "seq_len": 1024}),
     Case("mixtral-8x7b-lora-4xh100", "zero3.json.j2", {"model": "mixtral-8x7b", "gpus": 4, "gpu": "h100", "method": "lora"}),
 )  # fmt: skip

@@ -97,6 +97,8 @@ class Topic(StrEnum):
     GRAD_CKPT = "grad_ckpt"
     MICRO_BATCH = "micro_batch"
     HPZ = "hpz"
+    SIMPLER = "simpler"
+    """What a faster plan with more mechanisms would gain."""
     MODEL_STATES = "model_states"
     """What trains, and its states on each GPU."""
     PEAK = "peak"

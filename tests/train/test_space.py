@@ -22,9 +22,10 @@ from dstrain.job.file import read_job
 from dstrain.launch.launch import write_inputs
 from dstrain.launch.prepare.prepare import prepare
 from dstrain.plan.configuration import DEFAULTS, Configuration, changed
-from dstrain.plan.estimate import Detail, assess
+from dstrain.plan.estimate import assess
 from dstrain.plan.estimate_records import Plan
 from dstrain.plan.labels import label
+from dstrain.plan.memory.memory import Detail
 from dstrain.plan.request import Request
 from dstrain.plan.search.search_space import global_batch, space
 from tests.conftest import asked_for
@@ -128,7 +129,8 @@ def trained(root: Path, demo: Path, plain: Path, engine: Engine, request: pytest
     folder = root / "space"
     folder.mkdir()
     model, data = probe.read_model(str(plain)), demo / "train.jsonl"
-    points, references = {}, {}
+    points: dict[int, tuple[Point, Path]] = {}
+    references: dict[Kind, Path] = {}
     for number in asked_for(request, "number"):
         drawn = point(model, number)
         place = write(drawn, folder / str(number), plain, data)

@@ -34,7 +34,7 @@ LIMITS = {
 
 _LEADING = (
     frozenset({Topic.SPEED}),
-    frozenset({Topic.ZERO_STAGE, Topic.OFFLOAD, Topic.GRAD_CKPT, Topic.MICRO_BATCH, Topic.HPZ}),
+    frozenset({Topic.SIMPLER, Topic.ZERO_STAGE, Topic.OFFLOAD, Topic.GRAD_CKPT, Topic.MICRO_BATCH, Topic.HPZ}),
     frozenset({Topic.PEAK}),
 )
 """The reasons that matter most: how fast, over what, and how full."""

@@ -15,10 +15,11 @@ from dstrain.plan.estimate import USABLE_GPU_RATIO, assess, moved
 from dstrain.plan.estimate_records import Estimate, Plan, Reason
 from dstrain.plan.memory.params import adapted, linear_names
 from dstrain.plan.request import Request
+from dstrain.plan.search.alternatives import faster_but_too_large, neighbours
 from dstrain.plan.search.buffer_sizes import TIGHT, least_offloaded, sized, sized_to_room
 from dstrain.plan.search.evaluator import estimated, usable_ratio
 from dstrain.plan.search.infeasible import does_not_fit, gpu_assumed, gpu_guessed, ram_assumed
-from dstrain.plan.search.reasons import compared, faster_but_too_large, neighbours, percent, reasons
+from dstrain.plan.search.reasons import compared, percent, reasons, simpler
 from dstrain.plan.search.rules import broken
 from dstrain.plan.search.search import DEFAULT_TOP, Ranking, search
 from dstrain.plan.search.search_space import global_batch
@@ -105,6 +106,7 @@ def survey(workload: Workload, request: Request, *, top: int = DEFAULT_TOP) -> S
     others = neighbours(workload, request, first, assess=lambda configuration: moved(assessed(configuration), error))
     others = others if first.fits else []
     why = reasons(workload, request, first, rung=rung, others=others)
+    why = (*why[:1], *simpler(cluster, ranking), *why[1:])
     rest = [Proposal(estimate=estimate, reasons=compared(cluster, estimate, first)) for estimate in ranking.plans[1:]]
     return Survey(
         proposals=(Proposal(estimate=first, reasons=why), *rest),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from dstrain.facts.workload import Workload
@@ -12,7 +13,8 @@ from dstrain.plan.memory.memory import Detail
 from dstrain.plan.request import Request
 from dstrain.plan.search.bounds import Bound, bound, passes_s
 from dstrain.plan.search.search_space import Candidate, data_parallel_ranks
-from dstrain.plan.speed.step_time import speed
+from dstrain.plan.speed.efficiency import efficiency
+from dstrain.plan.speed.step_time import difference_error_s, speed
 
 QUICK_ERROR_RATIO = 0.10
 """Most by which quick estimates of live bytes are above exact ones; what the allocator holds beside them is estimated
@@ -31,6 +33,7 @@ class Evaluator:
     bounds: dict[int, Bound] = field(default_factory=dict)
     passes: dict[tuple[object, ...], float] = field(default_factory=dict)
     times: dict[Candidate, Key | None] = field(default_factory=dict)
+    parts: dict[Candidate, Mapping[str, float]] = field(default_factory=dict)
     estimates: dict[Candidate, Estimate] = field(default_factory=dict)
     exact: set[Candidate] = field(default_factory=set)
 
@@ -55,8 +58,17 @@ class Evaluator:
         GPU's speed is not known."""
         if candidate not in self.times:
             known = speed(self.workload, candidate.configuration(self.workload.model))
-            self.times[candidate] = None if known is None else (known.step_s / self.samples(candidate),)
+            self.times[candidate] = None
+            if known is not None:
+                samples = self.samples(candidate)
+                self.times[candidate] = (known.step_s / samples,)
+                self.parts[candidate] = {part: seconds / samples for part, seconds in known.parts_s.items()}
         return self.times[candidate]
+
+    def difference_error_s(self, first: Candidate, second: Candidate) -> float:
+        """Returns how far the difference of two candidates' seconds per sample may be off."""
+        rates = efficiency(self.workload.cluster, self.workload.measured)
+        return difference_error_s(self.parts[first], self.parts[second], rates)
 
     def samples(self, candidate: Candidate) -> int:
         """Returns the samples of a step."""

@@ -2,130 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-
-from dstrain.choices import Offload
 from dstrain.facts.cluster.cluster import Cluster
 from dstrain.facts.workload import Workload
-from dstrain.plan.configuration import OFFLOAD_WORDS, Configuration
-from dstrain.plan.estimate_records import Estimate, Reason, Speed, Topic
-from dstrain.plan.labels import OPTIMIZER_WORDS
+from dstrain.plan.configuration import Configuration
+from dstrain.plan.estimate_records import Estimate, Reason, Topic
+from dstrain.plan.labels import OPTIMIZER_WORDS, label
 from dstrain.plan.memory.params import trained
 from dstrain.plan.request import Request
-from dstrain.plan.search.buffer_sizes import TIGHT, sized
-from dstrain.plan.search.rules import broken
-from dstrain.plan.search.search import TIE_RATIO
-from dstrain.plan.search.search_space import data_parallel_ranks, global_batch, with_batch
+from dstrain.plan.search.alternatives import Neighbour, faster_but_too_large, gain_ratio, missing_bytes
+from dstrain.plan.search.buffer_sizes import TIGHT
+from dstrain.plan.search.search import TIE_RATIO, Ranking
+from dstrain.plan.search.search_space import data_parallel_ranks, global_batch
 from dstrain.units import format_bytes, format_count, format_seconds
 
 MOST_SENTENCES = 3
 """Maximum number of sentences of one kind."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Neighbour:
-    """An alternative that differs in one choice."""
-
-    chosen: str
-    """The choice as it is: `ZeRO-3`."""
-    other: str
-    """The choice as it could be: `ZeRO-2`."""
-    topic: Topic
-    """The choice that differs."""
-    estimate: Estimate
-    """The estimate of the alternative."""
-
-
-def neighbours(
-    workload: Workload, request: Request, chosen: Estimate, *, assess: Callable[[Configuration], Estimate]
-) -> list[Neighbour]:
-    """Returns the estimates with one choice taken otherwise, where rules allow; with small buffers where they need to.
-
-    Choices that the request fixes are among them, so that it can be said what they cost.
-    """
-    alternatives = []
-    for topic, mine, other, configuration in _flips(request, chosen.configuration):
-        if broken(workload, configuration, writable=request.writable):
-            continue
-        estimate = assess(configuration)
-        if not estimate.fits:
-            estimate = assess(sized(workload.model, configuration, TIGHT))
-        alternatives.append(Neighbour(chosen=mine, other=other, topic=topic, estimate=estimate))
-    return alternatives
-
-
-def _flips(request: Request, chosen: Configuration) -> Iterator[tuple[Topic, str, str, Configuration]]:
-    """Yields topic, the choice as it is and as it could be in words, and the configuration that it would make."""
-    zero, is_enabled = chosen.zero, chosen.checkpointing.enabled
-    for stage in (0, 1, 2, 3):
-        if stage != zero.stage:
-            hpz, ratio = (zero.hpz, zero.offload_ratio) if stage == 3 else (1, 1.0)
-            other = replace(chosen, zero=replace(zero, stage=stage, hpz=hpz, offload_ratio=ratio))
-            yield Topic.ZERO_STAGE, f"ZeRO-{zero.stage}", f"ZeRO-{stage}", other
-    for offload in Offload:
-        if offload is not zero.offload:
-            other = replace(chosen, zero=replace(zero, offload=offload, offload_ratio=1.0))
-            yield Topic.OFFLOAD, _offload_words(zero.offload), _offload_words(offload), other
-    words = ("no checkpointing", "checkpointing")
-    other = replace(chosen, checkpointing=replace(chosen.checkpointing, enabled=not is_enabled))
-    yield Topic.GRAD_CKPT, words[is_enabled], words[not is_enabled], other
-    micro_batch, grad_accum = chosen.batch.micro_batch, chosen.step.grad_accum
-    batches = [(2 * micro_batch, grad_accum // 2)] if grad_accum % 2 == 0 else []
-    batches += [(micro_batch // 2, 2 * grad_accum)] if micro_batch % 2 == 0 else []
-    for count, accum in batches:
-        yield Topic.MICRO_BATCH, f"micro-batch {micro_batch}", f"micro-batch {count}", with_batch(chosen, count, accum)
-    if zero.hpz > 1:
-        yield Topic.HPZ, f"hpZ {zero.hpz}", "no hpZ", replace(chosen, zero=replace(zero, hpz=1))
-
-
-def _offload_words(offload: Offload) -> str:
-    return "no offload" if offload is Offload.NONE else OFFLOAD_WORDS[offload]
-
-
-def faster_but_too_large(cluster: Cluster, chosen: Estimate, others: list[Neighbour]) -> tuple[Neighbour, ...]:
-    """Returns the neighbours that would be faster and do not fit, the nearest to fitting first.
-
-    What lacks as much as there is was never in reach. Where speed is not known, what leaves more on the GPU counts as
-    faster.
-    """
-    too_large = [
-        neighbour
-        for neighbour in others
-        if not neighbour.estimate.fits
-        and _would_be_faster(cluster, chosen, neighbour)
-        and _missing_bytes(neighbour.estimate) < _present_bytes(neighbour.estimate)
-    ]
-    return tuple(sorted(too_large, key=lambda neighbour: _missing_bytes(neighbour.estimate)))
-
-
-def _would_be_faster(cluster: Cluster, chosen: Estimate, other: Neighbour) -> bool:
-    gain = gain_ratio(cluster, other.estimate, chosen)
-    more_bytes = other.estimate.memory.device_bytes_per_gpu - chosen.memory.device_bytes_per_gpu
-    return more_bytes > 0 if gain is None else gain > TIE_RATIO
-
-
-def gain_ratio(cluster: Cluster, one: Estimate, other: Estimate) -> float | None:
-    """Returns by what share `one` is faster than `other` for each sample, or None if speed is unknown."""
-    if one.speed is None or other.speed is None:
-        return None
-    return _sample_s(cluster, other, other.speed) / _sample_s(cluster, one, one.speed) - 1
-
-
-def _sample_s(cluster: Cluster, estimate: Estimate, speed: Speed) -> float:
-    return speed.step_s / global_batch(cluster, estimate.configuration)
-
-
-def _missing_bytes(estimate: Estimate) -> int:
-    """Returns the bytes that an estimate lacks, on the GPU or, where that fits, in host RAM."""
-    if not estimate.fits_gpu:
-        return estimate.memory.device_bytes_per_gpu - estimate.usable_bytes_per_gpu
-    return estimate.memory.host_bytes_per_node - estimate.usable_bytes_per_host
-
-
-def _present_bytes(estimate: Estimate) -> int:
-    """Returns what may be used of what an estimate lacks."""
-    return estimate.usable_bytes_per_host if estimate.fits_gpu else estimate.usable_bytes_per_gpu
 
 
 def reasons(
@@ -156,6 +47,16 @@ def compared(cluster: Cluster, one: Estimate, best: Estimate) -> tuple[Reason, .
     else:
         text = f"{'as fast as' if abs(gain) <= TIE_RATIO else f'{_percent(gain)} than'} plan 1, {more}"
     return (Reason(topic=Topic.FIRST_PLAN, text=text), *(_speed(one) if one.fits else ()))
+
+
+def simpler(cluster: Cluster, ranking: Ranking) -> tuple[Reason, ...]:
+    """Returns why the first of a ranking comes before the fastest, if it is slower by more than a tie."""
+    gain = gain_ratio(cluster, ranking.fastest, ranking.plans[0])
+    if not ranking.fits or gain is None or gain <= TIE_RATIO:
+        return ()
+    worth = percent(ranking.difference_error_ratio)
+    text = f"simpler than {label(ranking.fastest.configuration)}, which would gain {percent(gain)} (± {worth})"
+    return (Reason(topic=Topic.SIMPLER, text=text),)
 
 
 def _percent(gain: float) -> str:
@@ -231,7 +132,7 @@ def _with_more(cluster: Cluster, chosen: Estimate, others: list[Neighbour]) -> l
         best = gain or 0.0
         where = "per GPU" if not neighbour.estimate.fits_gpu else "of host RAM on each node"
         would = "would fit" if gain is None else f"would be {_percent(gain)}"
-        text = f"with {format_bytes(_missing_bytes(neighbour.estimate))} more {where}, {neighbour.other} {would}"
+        text = f"with {format_bytes(missing_bytes(neighbour.estimate))} more {where}, {neighbour.other} {would}"
         said.append(Reason(topic=neighbour.topic, text=text))
     return said[:MOST_SENTENCES]
 

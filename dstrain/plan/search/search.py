@@ -17,6 +17,8 @@ from dstrain.plan.search.slowdown_order import lost_speed
 
 TIE_RATIO = 0.02
 """Plans whose times differ by less are as fast as each other: the simpler one comes first."""
+MOST_TIE_RATIO = 0.15
+"""A gain of more is worth a mechanism more, though the prediction of the difference may be off by as much."""
 DEFAULT_TOP = 3
 """Number of plans shown by default."""
 
@@ -31,6 +33,10 @@ class Ranking:
     """The buffer rung of each plan (`buffer_sizes.sizes`)."""
     fits: bool
     """Whether the plans fit."""
+    fastest: Estimate
+    """The fastest of them: the first, or one that uses more mechanisms for a gain that may be an error."""
+    difference_error_ratio: float
+    """How far the gain of `fastest` over the first may be off, over the time of `fastest`."""
     num_estimated: int
     """Configurations that were estimated."""
     num_excluded: int
@@ -50,11 +56,15 @@ def search(workload: Workload, request: Request, *, top: int = DEFAULT_TOP, exha
     if exhaustive:
         for candidate in candidates:
             evaluator.estimate(candidate)
-    best = _verified(evaluator, possible, top)
+    best, fastest = _verified(evaluator, possible, top)
     fits = bool(best)
     if not fits:
         best = _nearest(evaluator, candidates, top)
+    fastest = fastest or best[0]
+    key = evaluator.time(fastest)
     return Ranking(
+        fastest=evaluator.estimate(fastest),
+        difference_error_ratio=evaluator.difference_error_s(fastest, best[0]) / key[0] if key else 0.0,
         plans=tuple(evaluator.estimate(candidate) for candidate in best),
         rungs=tuple(candidate.rung for candidate in best),
         fits=fits,
@@ -63,46 +73,59 @@ def search(workload: Workload, request: Request, *, top: int = DEFAULT_TOP, exha
     )
 
 
-def _verified(evaluator: Evaluator, candidates: list[Candidate], top: int) -> list[Candidate]:
-    """Returns the best candidates whose exact estimates fit too; verifies the list again until every entry fits."""
+def _verified(evaluator: Evaluator, candidates: list[Candidate], top: int) -> tuple[list[Candidate], Candidate | None]:
+    """Returns the best candidates, and the fastest, whose exact estimates fit too; verifies until every one fits."""
     while True:
-        ranked = _ranked(evaluator, candidates, top)
-        verified = [evaluator.verify(candidate).fits for candidate in ranked]
+        ranked, fastest = _ranked(evaluator, candidates, top)
+        verified = [evaluator.verify(candidate).fits for candidate in (fastest, *ranked) if candidate is not None]
         if all(verified):
-            return ranked
+            return ranked, fastest
 
 
 def fastest(workload: Workload, request: Request) -> Estimate | None:
     """Returns the best plan that fits, or None."""
     evaluator = Evaluator(workload, usable_ratio(request))
-    best = _verified(
+    best, _ = _verified(
         evaluator, [candidate for candidate in space(workload, request) if evaluator.may_fit(candidate)], 1
     )
     return evaluator.estimate(best[0]) if best else None
 
 
-def _ranked(evaluator: Evaluator, candidates: list[Candidate], top: int) -> list[Candidate]:
-    """Returns the best candidates that fit, one per strategy.
+def _ranked(evaluator: Evaluator, candidates: list[Candidate], top: int) -> tuple[list[Candidate], Candidate | None]:
+    """Returns the best candidates that fit, one per strategy, and the fastest of all.
 
-    Those within `TIE_RATIO` of the fastest of them are as good as it, and the simplest of them comes first; then those
-    within as much of the fastest that is left. What could not come before another of its way is not estimated.
+    Those that are slower than the fastest by no more than the prediction is worth (`_is_tie`) are as good as it, and
+    the simplest of them comes first; then those of the fastest that is left. What could not come before another of its
+    way is not estimated.
     """
     ranked: list[Candidate] = []
-    tied: list[_Tied] = []
+    waiting: list[_Tied] = []
+    fastest: Candidate | None = None
     for key, candidate in _by_time(evaluator, candidates):
-        if tied and not _is_tie(key, tied[0].key):
-            ranked += _simplest_first(tied)
-            tied = []
+        while waiting and not _may_tie(key, waiting[0].key) and len(ranked) < top:
+            waiting = _move_ties(evaluator, waiting, ranked)
         if len(ranked) >= top:
             break
         if candidate is None or any(strategy_key(other.way) == strategy_key(candidate.way) for other in ranked):
             continue
         new = _Tied(_complexity(candidate), candidate.rung == TIGHT, key, candidate)
         if not any(
-            other[:2] <= new[:2] and strategy_key(other.candidate.way) == strategy_key(candidate.way) for other in tied
+            other[:2] <= new[:2] and strategy_key(other.candidate.way) == strategy_key(candidate.way)
+            for other in waiting
         ):
-            tied += [new] if evaluator.seems_to_fit(candidate) else []
-    return (ranked + _simplest_first(tied))[:top]
+            waiting += [new] if evaluator.seems_to_fit(candidate) else []
+            fastest = fastest or (waiting[0].candidate if waiting else None)
+    while waiting and len(ranked) < top:
+        waiting = _move_ties(evaluator, waiting, ranked)
+    return ranked[:top], fastest
+
+
+def _move_ties(evaluator: Evaluator, waiting: list[_Tied], ranked: list[Candidate]) -> list[_Tied]:
+    """Moves what ties with the first that waits to the ranking, the simplest first; returns what is left."""
+    ties = [other for other in waiting if _is_tie(evaluator, waiting[0], other)]
+    ranked += _simplest_first(ties)
+    taken = {strategy_key(tie.candidate.way) for tie in ties}
+    return [other for other in waiting if strategy_key(other.candidate.way) not in taken]
 
 
 class _Tied(NamedTuple):
@@ -114,8 +137,20 @@ class _Tied(NamedTuple):
     candidate: Candidate
 
 
-def _is_tie(key: Key, first: Key) -> bool:
-    return key == first if len(key) > 1 else key[0] <= first[0] * (1 + TIE_RATIO)
+def _may_tie(key: Key, first: Key) -> bool:
+    return key == first if len(key) > 1 else key[0] <= first[0] * (1 + MOST_TIE_RATIO)
+
+
+def _is_tie(evaluator: Evaluator, first: _Tied, other: _Tied) -> bool:
+    """Returns whether the first is faster by less than the prediction of the difference may be off."""
+    if len(first.key) > 1:
+        return first.key == other.key
+    slower_s = other.key[0] - first.key[0]
+    if slower_s <= TIE_RATIO * first.key[0]:
+        return True
+    return slower_s <= min(
+        MOST_TIE_RATIO * first.key[0], evaluator.difference_error_s(first.candidate, other.candidate)
+    )
 
 
 def _simplest_first(tied: list[_Tied]) -> list[Candidate]:

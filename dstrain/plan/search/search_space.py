@@ -110,14 +110,15 @@ def strategy_key(configuration: Configuration) -> tuple[object, ...]:
 def mechanisms(configuration: Configuration) -> int:
     """Returns how many mechanisms a configuration uses: the measure of simplicity.
 
-    One for each part that ZeRO shares out (its stage), each step that states go away from the GPU (optimizer,
-    parameters, NVMe), and for checkpointing, SP, TP, hpZ, a divided optimizer and pageable memory.
+    One for each part that ZeRO shares out (its stage), for checkpointing, SP, TP, hpZ, a divided optimizer and pageable
+    memory; two for each step that states go away from the GPU (optimizer, parameters, NVMe), which makes the run depend
+    on the RAM, CPU and disk of every node.
     """
     zero, parallel = configuration.zero, configuration.parallel
     is_pageable = zero.is_offloaded and not zero.pin_memory
     has_parallel = (parallel.sp > 1, parallel.tp > 1, zero.hpz > 1)
     extras = (configuration.checkpointing.enabled, *has_parallel, zero.offload_ratio < 1, is_pageable)
-    return zero.stage + list(Offload).index(zero.offload) + sum(extras)
+    return zero.stage + 2 * list(Offload).index(zero.offload) + sum(extras)
 
 
 def ways(workload: Workload, request: Request) -> Strategies:

@@ -164,12 +164,24 @@ _ETHERNET_FACTOR = 1.5
 
 def _uncertainty(parts: Mapping[str, float], step_s: float, rates: Efficiency, *, is_moe: bool) -> float:
     """Returns half the width of the range of the step time: each part's own, weighted by its share of the step."""
-    total = 0.0
-    for part, seconds in parts.items():
-        ratio, measurement = _PRIOR_UNCERTAINTY[part]
-        if measurement in rates.calibrated:
-            ratio /= 2
-        elif part == INTER and rates.is_ethernet:
-            ratio *= _ETHERNET_FACTOR
-        total += ratio * seconds
+    total = sum(_part_error(part, rates) * seconds for part, seconds in parts.items())
     return total / step_s + (_EXPERTS_UNCERTAINTY if is_moe else 0.0)
+
+
+def _part_error(part: str, rates: Efficiency) -> float:
+    """Returns how far a part may be off, over itself."""
+    ratio, measurement = _PRIOR_UNCERTAINTY[part]
+    if measurement in rates.calibrated:
+        return ratio / 2
+    return ratio * _ETHERNET_FACTOR if part == INTER and rates.is_ethernet else ratio
+
+
+def difference_error_s(first: Mapping[str, float], second: Mapping[str, float], rates: Efficiency) -> float:
+    """Returns how far the difference of two plans' times may be off: of each part, the seconds in which they differ.
+
+    What both have in common is off in both alike.
+
+    >>> difference_error_s({PCIE: 1.0, ATTENTION: 5.0}, {PCIE: 0.5, ATTENTION: 5.0}, Efficiency())
+    0.2
+    """
+    return sum(_part_error(part, rates) * abs(seconds - second[part]) for part, seconds in first.items())

@@ -136,7 +136,7 @@ def test_any_object_has_sections(config: dict[str, Any]) -> None:
 
 
 def test_a_template_says_why_it_writes_a_size() -> None:
-    for name in template_names():
+    for name in set(template_names()) - {"zero0.json.j2"}:  # it has no buffers
         assert {"overlap_comm", "reduce_bucket_size"} <= set(reasons_in(name)), name
 
 

@@ -15,7 +15,7 @@ from dstrain.facts.cluster.cluster import Cluster
 from dstrain.plan.configuration import DEFAULTS, changed
 from dstrain.plan.estimate import assess
 from dstrain.plan.request import Request
-from dstrain.plan.search.search import TIE_RATIO, Ranking, search
+from dstrain.plan.search.search import MOST_TIE_RATIO, TIE_RATIO, Ranking, search
 from dstrain.plan.search.search_space import global_batch, mechanisms, space, strategy_key
 from dstrain.plan.search.slowdown_order import lost_speed
 from dstrain.units import GIB
@@ -76,9 +76,20 @@ def test_plans_are_ranked_by_time_and_equals_by_simplicity() -> None:
     found = search(asked.workload, request, top=12)
     times = sample_s(found, asked.workload.cluster)
     assert len(times) == 12
-    for (one, former), (other, latter) in pairwise(zip(found.plans, times, strict=True)):
-        is_simpler = mechanisms(one.configuration) <= mechanisms(other.configuration)
-        assert former <= latter or (is_simpler and former <= latter * (1 + TIE_RATIO))
+    fastest = min(times)
+    assert times[0] <= fastest * (1 + MOST_TIE_RATIO)
+    as_fast = [plan for plan, time in zip(found.plans, times, strict=True) if time <= fastest * (1 + TIE_RATIO)]
+    simplest = mechanisms(found.plans[0].configuration)
+    assert all(simplest <= mechanisms(plan.configuration) for plan in as_fast)
+
+
+def test_a_gain_that_may_be_an_error_is_not_worth_a_mechanism() -> None:
+    asked, request = everything(model="qwen3-32b", gpus=16, gpu="a100-80g", seq_len=32768)
+    found = search(asked.workload, request)
+    first, fastest = found.plans[0].configuration, found.fastest.configuration
+    assert (first.parallel.sp, first.zero.offload, first.checkpointing.enabled) == (4, Offload.NONE, True)
+    assert (fastest.parallel.sp, fastest.zero.offload) == (16, Offload.OPTIMIZER)
+    assert 0.05 < found.difference_error_ratio < 0.15
 
 
 def test_each_way_is_listed_once() -> None:
@@ -97,7 +108,7 @@ def test_the_choice_does_not_depend_on_how_many_are_shown() -> None:
 def test_simplicity_counts_mechanisms() -> None:
     assert mechanisms(DEFAULTS) == 0
     assert mechanisms(changed(DEFAULTS, zero_stage=2, grad_ckpt=True)) == 3
-    assert mechanisms(changed(DEFAULTS, zero_stage=3, offload=Offload.PARAMS, pin_memory=False)) == 6
+    assert mechanisms(changed(DEFAULTS, zero_stage=3, offload=Offload.PARAMS, pin_memory=False)) == 8
     assert mechanisms(changed(DEFAULTS, zero_stage=3, hpz=8, sp=2)) == 5
 
 
@@ -129,7 +140,7 @@ def test_without_speeds_offload_comes_after_everything_else() -> None:
 
 def test_without_speeds_smaller_micro_batches_come_after_checkpointing() -> None:
     asked = ask(model="qwen3-8b", gpus=16, seq_len=1024, offload="none", zero_stage=3)
-    candidates = [each for each in space(asked.workload, asked.request) if each.rung]
+    candidates = [each for each in space(asked.workload, asked.request) if each.rung and each.way.zero.hpz == 1]
     order = [
         (each.micro_batch, each.way.checkpointing.enabled)
         for each in sorted(candidates, key=lambda each: lost_speed(asked.workload.cluster, each))
