@@ -59,8 +59,10 @@ def test_no_estimate_is_below_its_bound(options: dict[str, Any], wishes: dict[st
 
 def test_bounds_are_near_enough_to_exclude(draw: Draw) -> None:
     asked = ask(model="qwen3-32b", gpus=16)
-    candidates = space(asked.workload, asked.request)
-    for each in draw(candidates, SAMPLES):
+    # bounds know neither hpZ's second copy nor the part of a divided optimizer that stays
+    whole = [
+        each for each in space(asked.workload, asked.request) if each.way.zero.hpz == each.way.zero.offload_ratio == 1
+    ]
+    for each in draw(whole, SAMPLES):
         found = assess(asked.workload, each.configuration(asked.workload.model)).memory.device_bytes_per_gpu
-        # hpZ's second copy is not in the bound
-        assert bound(asked.workload, each.way).device_bytes(each.micro_batch) > 0.25 * found
+        assert bound(asked.workload, each.way).device_bytes(each.micro_batch) > 0.3 * found
