@@ -70,8 +70,7 @@ def _grads(model: ModelFacts, configuration: Configuration, ranks: int, instant:
         return instant.grads
     counts = trained(model, configuration.model.method, configuration.model.lora)
     on_gpu = replace(configuration, zero=replace(configuration.zero, offload=Offload.NONE))
-    partition = states(counts, on_gpu, ranks).grads
-    taken = partition if not configuration.zero.is_offloaded else 0
+    taken = states(counts, on_gpu if not configuration.zero.is_offloaded else configuration, ranks).grads
     if configuration.step.grad_accum > 1 or stage == 3:
         return taken + engine_buffers(counts, configuration, ranks).backward_grads
     if instant.name not in AFTER_GRADIENTS:

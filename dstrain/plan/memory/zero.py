@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from dstrain.choices import Offload
@@ -43,7 +44,8 @@ def states(counts: Trained, configuration: Configuration, num_ranks: int) -> Sta
     ZeRO-0: sP + sP + 12P. ZeRO-1 and 2: sP + sP/N + 12P/N when the optimizer steps. ZeRO-3: (s + s + 12)P/N.
     Under ZeRO-1 and 2 a gradient that lies across two partitions is whole on both ranks; the largest share is returned.
     Frozen parameters cost sF, sF/N under ZeRO-3. An optimizer on the CPU takes gradients and optimizer states there:
-    16P/N in host RAM (master 4, gradient 4, moments 8) and sP/N of staging; parameters on the CPU another sP/N.
+    16P/N in host RAM (master 4, gradient 4, moments 8) and sP/N of staging; parameters on the CPU another sP/N. What
+    `staying` leaves on the GPU has 12 bytes and an fp32 gradient there.
     Source: ZeRO (arXiv 1910.02054), table 1; the engine's own tensors on 2 CPU ranks are compared with it in the tests.
 
     >>> from dstrain.plan.configuration import DEFAULTS, changed
@@ -64,12 +66,30 @@ def states(counts: Trained, configuration: Configuration, num_ranks: int) -> Sta
         # files hold master, gradient, moments and parameters; RAM the flat gradient and four sub-groups in work
         work = s * partition + 4 * 16 * min(partition, configuration.zero.sub_group_size)
         return States(params=0, grads=0, optimizer=0, staging=round(work), nvme=round(16 * partition) + params)
-    host = round((OPTIMIZER_BYTES_PER_PARAM + 4) * partition)
+    stays = staying(configuration, partition)
+    host = round((OPTIMIZER_BYTES_PER_PARAM + 4) * (partition - stays))
     copies = 2 if stage < 3 and configuration.step.grad_accum > 1 else 1
     staging = round(copies * s * partition)
     if offload is Offload.PARAMS:
         return States(params=0, grads=0, optimizer=0, host=host + params, staging=staging)
-    return States(params=params, grads=0, optimizer=0, host=host, staging=staging)
+    on_gpu = {"grads": round(4 * stays), "optimizer": round(OPTIMIZER_BYTES_PER_PARAM * stays)}
+    return States(params=params, **on_gpu, host=host, staging=staging)
+
+
+def staying(configuration: Configuration, partition: float) -> float:
+    """Returns the elements of a rank's partition that the GPU steps although the optimizer is offloaded: the first
+    sub-groups, as many as `offload_ratio` leaves there. Weights without decay are one more, small group at the end.
+
+    Source: deepspeed 0.19.8 runtime/zero/stage3.py: subgroup_to_device, _create_fp16_sub_groups.
+
+    >>> from dstrain.plan.configuration import DEFAULTS, changed
+    >>> quarter = changed(DEFAULTS, zero_stage=3, offload=Offload.OPTIMIZER, offload_ratio=0.25, sub_group_size=100)
+    >>> staying(quarter, 1050)
+    900
+    """
+    size = configuration.zero.sub_group_size
+    num_groups = math.ceil(partition / size) + configuration.model.is_full if size else 1
+    return min(partition, int((1 - configuration.zero.offload_ratio) * num_groups) * size)
 
 
 def prefetch_bytes(configuration: Configuration) -> int:
@@ -197,8 +217,11 @@ def pinned_waste(counts: Trained, configuration: Configuration, num_ranks: int) 
     if configuration.zero.pin_memory and stage < 3:
         sizes += [4 * partition, 4 * partition, s * partition]
     elif configuration.zero.pin_memory:
-        step = min(partition, configuration.zero.sub_group_size)
-        sizes += [s * partition, *[4 * step] * round(partition // step if step else 0)]
+        step, away = (
+            min(partition, configuration.zero.sub_group_size),
+            partition - staying(configuration, partition),
+        )
+        sizes += [s * partition, *[4 * step] * round(away // step if step else 0)]
     if configuration.zero.offload is Offload.PARAMS:
         sizes.append(s * partition)
     return sum(pinned(size) - round(size) for size in sizes)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 
 from dstrain.choices import Method
 from dstrain.errors import DoesNotFit, InvalidConfig
@@ -21,9 +21,8 @@ from dstrain.units import GIB, format_bytes
 def does_not_fit(workload: Workload, request: Request, nearest: Estimate) -> DoesNotFit:
     """Returns the error of a search that found nothing: the most frugal way in numbers, and what would fit."""
     model, cluster = workload.model, workload.cluster
-    is_assumed = cluster.host_memory_origin is Origin.ASSUMED and nearest.fits_gpu
-    ways = _with_more_ram(cluster, nearest) if is_assumed else []
-    ways += nearest_that_fits(workload, request)
+    is_assumed = cluster.host_memory_origin is Origin.ASSUMED and not nearest.fits_host
+    ways = nearest_that_fits(workload, request)
     hint = "What would fit:\n" + "\n".join(f"  {way}" for way in ways) if ways else "Nothing near would fit either."
     title = label(nearest.configuration)
     the_way = f"{title} needs" if request.is_one_configuration else f"the most frugal way, {title}, needs"
@@ -50,16 +49,9 @@ def gpu_assumed(cluster: Cluster) -> str:
     return f"assumed: GPUs of type {gpu.name} ({size}); none was found here, name yours with --gpu"
 
 
-def _with_more_ram(cluster: Cluster, nearest: Estimate) -> list[str]:
-    """Returns the RAM with which the nearest way fits: the next power of two in GiB."""
-    ratio = cluster.host_memory_bytes / nearest.usable_bytes_per_host
-    needed = math.ceil(nearest.memory.host_bytes_per_node * ratio / GIB)
-    return [f"--host-memory {1 << (needed - 1).bit_length()}GiB: {label(nearest.configuration)}"]
-
-
 def nearest_that_fits(workload: Workload, request: Request) -> list[str]:
-    """Returns what would fit, each as one sentence in numbers: a smaller micro-batch than the one asked for, more GPUs,
-    an adapter, a shorter sequence."""
+    """Returns what would fit, each as one sentence in numbers: more RAM than was assumed, a smaller micro-batch than
+    the one asked for, more GPUs, an adapter, a shorter sequence."""
     said: dict[str, str] = {}
     for kind, option, changed, cluster in _changes(workload, request):
         if kind in said:
@@ -76,15 +68,20 @@ def nearest_that_fits(workload: Workload, request: Request) -> list[str]:
 def _changes(workload: Workload, request: Request) -> Iterator[tuple[str, str, Request, Cluster]]:
     """Yields kinds of change, each from the smallest on: its name, the option, the request and the machines."""
     cluster = workload.cluster
+    alone = replace(request, sp=request.sp or 1, tp=request.tp or 1)  # less with groups of ranks is slow
+    if cluster.host_memory_origin is Origin.ASSUMED:
+        least = 1 << (cluster.host_memory_bytes // GIB).bit_length()
+        for changed, gib in product((alone, request), (least, 2 * least, 4 * least, 8 * least)):
+            yield "host-memory", f"--host-memory {gib}GiB", changed, replace(cluster, host_memory_bytes=gib * GIB)
     micro_batch = (request.micro_batch or 1) // 2
     while micro_batch:  # accumulation makes up for it
         changed = replace(request, micro_batch=micro_batch, grad_accum=None)
         yield "micro-batch", f"--micro-batch {micro_batch}", changed, cluster
         micro_batch //= 2
-    for factor in (2, 4, 8, 16, 32, 64):
+    for changed, factor in (*product((alone,), (2, 4, 8, 16)), *product((request,), (2, 4, 8, 16, 32, 64))):
         more = replace(cluster, num_nodes=cluster.num_nodes * factor)
         nodes = "" if more.gpus_per_node == 8 else f" --gpus-per-node {more.gpus_per_node}"
-        yield "gpus", f"--gpus {more.num_gpus}{nodes}", replace(request, global_batch=None), more
+        yield "gpus", f"--gpus {more.num_gpus}{nodes}", replace(changed, global_batch=None), more
     if request.method is Method.FULL:
         for method in (Method.LORA, Method.QLORA):
             yield "method", f"--method {method}", replace(request, method=method), cluster

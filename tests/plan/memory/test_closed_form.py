@@ -15,7 +15,16 @@ from dstrain.plan.memory.params import trained
 from dstrain.plan.memory.zero import pinned_waste, states
 from dstrain.plan.search.evaluator import QUICK_ERROR_RATIO
 
-STAGES = [(0, Offload.NONE), (1, Offload.OPTIMIZER), (2, Offload.NONE), (3, Offload.NONE), (3, Offload.PARAMS)]
+STAGES = [
+    (0, Offload.NONE, 1.0),
+    (1, Offload.OPTIMIZER, 1.0),
+    (2, Offload.NONE, 1.0),
+    (3, Offload.NONE, 1.0),
+    (3, Offload.OPTIMIZER, 0.75),
+    (3, Offload.OPTIMIZER, 0.25),
+    (3, Offload.PARAMS, 1.0),
+]
+"""Stage, offload and its ratio."""
 BUCKETS = {
     "roomy": {"reduce_bucket_size": 200_000_000, "prefetch_bucket_size": 100_000_000},
     "tight": {
@@ -28,9 +37,9 @@ BUCKETS = {
 
 
 @pytest.mark.parametrize("buckets", BUCKETS)
-@pytest.mark.parametrize(("stage", "offload"), STAGES)
+@pytest.mark.parametrize(("stage", "offload", "ratio"), STAGES)
 @pytest.mark.parametrize(("name", "ranks"), [("qwen3-0.6b", 4), ("qwen3-8b", 8), ("qwen3-32b", 16)])
-def test_it_is_near_the_engine(name: str, ranks: int, stage: int, offload: Offload, buckets: str) -> None:
+def test_it_is_near_the_engine(name: str, ranks: int, stage: int, offload: Offload, ratio: float, buckets: str) -> None:
     model = probe.read_model(name, hub=Hub.HF)
     variants = product((True, False), (1, 4), (Method.FULL, Method.LORA))
     for grad_ckpt, grad_accum, method in variants:
@@ -43,6 +52,8 @@ def test_it_is_near_the_engine(name: str, ranks: int, stage: int, offload: Offlo
             zero_stage=stage,
             overlap_comm=True,
             offload=offload,
+            offload_ratio=ratio,
+            sub_group_size=2**27,
             method=method,
             **BUCKETS[buckets],  # type: ignore[arg-type]  # four fields of int
         )
@@ -53,15 +64,22 @@ def test_it_is_near_the_engine(name: str, ranks: int, stage: int, offload: Offlo
 
 @pytest.mark.parametrize("pin_memory", [True, False])
 @pytest.mark.parametrize("method", Method)
-@pytest.mark.parametrize(("stage", "offload"), [each for each in STAGES if each[1] is not Offload.NONE])
+@pytest.mark.parametrize(("stage", "offload", "ratio"), [each for each in STAGES if each[1] is not Offload.NONE])
 @pytest.mark.parametrize(("name", "ranks"), [("qwen3-0.6b", 4), ("llama-3.1-70b", 8)])
 def test_ram_is_not_above_the_engines(
-    name: str, ranks: int, stage: int, offload: Offload, method: Method, pin_memory: bool
+    name: str, ranks: int, stage: int, offload: Offload, ratio: float, method: Method, pin_memory: bool
 ) -> None:
     """A search drops a way whose quick estimate is above the bar, so that it must not be too high."""
     model = probe.read_model(name, hub=Hub.HF)
     configuration = changed(
-        DEFAULTS, zero_stage=stage, offload=offload, method=method, pin_memory=pin_memory, grad_ckpt=True
+        DEFAULTS,
+        zero_stage=stage,
+        offload=offload,
+        offload_ratio=ratio,
+        sub_group_size=2**27,
+        method=method,
+        pin_memory=pin_memory,
+        grad_ckpt=True,
     )
     counts = trained(model, method, configuration.model.lora)
     quick = states(counts, configuration, ranks)
