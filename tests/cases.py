@@ -24,7 +24,7 @@ TINY_CONFIG = {
 """A config.json of a model that nobody ships."""
 
 _BLANK: dict[str, Any] = {
-    "gpus": None, "gpu": "a100-80g", "gpus_per_node": None, "hosts": None, "hostfile": None, "host_memory": None,
+    "gpus": None, "gpu": "a100-80g", "gpu_memory_limit": None, "gpus_per_node": None, "hosts": None, "hostfile": None, "host_memory": None,
     "nvme": None, "interconnect": None, "hub": "hf", "method": "full", "seq_len": None, "global_batch": None,
     "micro_batch": None, "zero_stage": None, "offload": None, "grad_ckpt": None, "precision": None, "attn": None,
     "packing": False,

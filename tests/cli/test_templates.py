@@ -12,7 +12,7 @@ Type = Callable[..., Any]
 
 def test_list_names_every_way_of_zero(dstrain: Type) -> None:
     found = json.loads(dstrain("templates", "list", "--json").stdout)["templates"]
-    assert len(found) == 7
+    assert len(found) == 9
     assert all(found.values())
     lines = [line for name, purpose in found.items() for line in (name, f"    {purpose}")]
     assert dstrain("templates", "list").stdout.splitlines() == lines

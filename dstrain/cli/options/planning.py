@@ -26,6 +26,12 @@ _MACHINES = (
         metavar="NAME",
         help="GPU model, such as h100 or 4090.  [default: read from this machine]",
     ),
+    click.option(
+        "--gpu-memory-limit",
+        type=SIZE,
+        metavar="SIZE",
+        help="GPU memory that training may use, such as 60GiB.  [default: all of it]",
+    ),
     click.option("--gpus-per-node", type=int, help="GPUs in each node.  [default: 8, or fewer when --gpus is fewer]"),
     click.option("--hosts", metavar="NAMES", help="Host names, such as gpu[01-02] or 10.0.0.1,10.0.0.2."),
     click.option("--hostfile", type=click.Path(path_type=Path), help="Hostfile in DeepSpeed's format."),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from dstrain.choices import Attention, LossKernel, Precision
@@ -20,6 +20,7 @@ from dstrain.facts.workload import Workload
 from dstrain.job.schema import Lora
 from dstrain.plan.request import Request
 from dstrain.plan.search.search_space import DEFAULT_SEQ_LEN
+from dstrain.units import MIB, format_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,6 +119,8 @@ def _cluster(options: dict[str, Any], hosts: Hosts | None, last: Cluster | None)
     count, per_node = options["gpus"], options["gpus_per_node"]
     planned = (previous.gpu, Origin.MEASURED) if previous else None
     gpu, origin = machines.resolve_gpu(given=options["gpu"], planned=planned)
+    if (limit := options.get("gpu_memory_limit")) is not None:  # a lock may be older than the option
+        gpu = _limited(gpu, limit)
     if hosts is not None and not gpu.is_cpu and (lack := machines.shortage(hosts)) is not None:
         say_lines([f"note: {lack.problem}; dstrain run refuses it: {lack.hint}"])
     if count is None and hosts is None:
@@ -135,6 +138,18 @@ def _cluster(options: dict[str, Any], hosts: Hosts | None, last: Cluster | None)
         host_memory_origin=memory_origin,
         nvme_path=options["nvme"],
     )
+
+
+def _limited(gpu: gpus.Gpu, limit_bytes: int) -> gpus.Gpu:
+    """Returns the GPU with as much memory as training may use. Raises InvalidConfig for more than it has."""
+    if gpu.is_cpu:
+        raise InvalidConfig("--gpu-memory-limit: a CPU has no GPU memory", hint="Use --host-memory.")
+    if not 0 < limit_bytes <= gpu.memory_bytes:
+        has = format_bytes(gpu.memory_bytes)
+        raise InvalidConfig(
+            f"--gpu-memory-limit is {format_bytes(limit_bytes)}; {gpu.name} has {has}", hint=f"Write less than {has}."
+        )
+    return replace(gpu, memory_mib=limit_bytes // MIB)
 
 
 def _with_measured_links(cluster: Cluster, hosts: Hosts | None) -> Cluster:

@@ -180,8 +180,5 @@ def difference_error_s(first: Mapping[str, float], second: Mapping[str, float], 
     """Returns how far the difference of two plans' times may be off: of each part, the seconds in which they differ.
 
     What both have in common is off in both alike.
-
-    >>> difference_error_s({PCIE: 1.0, ATTENTION: 5.0}, {PCIE: 0.5, ATTENTION: 5.0}, Efficiency())
-    0.2
     """
     return sum(_part_error(part, rates) * abs(seconds - second[part]) for part, seconds in first.items())
