@@ -2,8 +2,9 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# Python compiles what is imported, which is a small part of torch and transformers, and keeps it for the next process
+# what a process has compiled is there for the next one
 unexport PYTHONDONTWRITEBYTECODE
+# only what is imported is compiled, which is a small part of torch and transformers
 PIP := $(BIN)/pip --quiet --disable-pip-version-check install --no-compile -c constraints.txt
 SERVERS := .cache/language_servers
 # one worker runs all tests of the engine and one all of a cluster; a third would make their ranks wait for a core

@@ -98,19 +98,8 @@ def test_a_job_is_held_against_ram_and_disk(dstrain: Type, tmp_path: Path) -> No
 
 
 def test_a_configuration_with_errors_points_at_lint(dstrain: Type, tmp_path: Path) -> None:
-    dstrain(
-        "gen-config",
-        "--gpus",
-        "1",
-        "--gpu",
-        "h100",
-        "--model",
-        "qwen3-0.6b",
-        "--data",
-        "train.jsonl",
-        "--zero-stage",
-        "2",
-    )
+    one = ("--gpus", "1", "--gpu", "h100", "--model", "qwen3-0.6b", "--data", "train.jsonl")
+    dstrain("gen-config", *one, "--zero-stage", "2")
     config = tmp_path / "ds_config.json"
     config.write_text(config.read_text().replace('"overlap_comm"', '"overlap_com"'))
     done = dstrain("doctor", **CPU, TORCH_EXTENSIONS_DIR=str(tmp_path))

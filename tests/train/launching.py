@@ -62,6 +62,14 @@ def change_job(folder: Path, **job: Any) -> None:
     request.write_text(json.dumps(json.loads(request.read_text()) | job))
 
 
+def without_dropout(model: Path, to: Path) -> Path:
+    """Copies a model so that its losses do not depend on random states, and returns the copy."""
+    shutil.copytree(model, to)
+    config = to / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"attention_dropout": 0.0}))
+    return to
+
+
 def environment(home: Path) -> dict[str, str]:
     """Returns the environment of ranks: CPU, offline, and nobody's SwanLab login."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("SWANLAB_", "WANDB_"))}

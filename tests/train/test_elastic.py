@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,17 @@ from dstrain.records import load_json
 from dstrain.rundir import RunDir
 from dstrain.train.checkpoints import universal_checkpoint
 from tests.train.engine import Engine
-from tests.train.launching import change_job, codes, environment, lines, losses, make_run, said, tensors
+from tests.train.launching import (
+    change_job,
+    codes,
+    environment,
+    lines,
+    losses,
+    make_run,
+    said,
+    tensors,
+    without_dropout,
+)
 
 NAMES = ["zero2", "zero3"]
 STEPS = 12
@@ -31,7 +40,7 @@ def runs(root: Path, demo: Path, engine: Engine) -> Path:
     """For each stage a run that nothing disturbs, and one that goes on after step 4 on one rank and after 8 on two."""
     folder = root / "elastic"
     job: dict[str, Any] = {
-        "model": str(_without_dropout(demo / "model", folder / "model")),
+        "model": str(without_dropout(demo / "model", folder / "model")),
         "data": str(demo / "few.jsonl"),  # 17 samples: an epoch ends at step 5, with a part of a step
         "precision": "fp32",
         "weight_decay": 2.0,
@@ -51,13 +60,6 @@ def runs(root: Path, demo: Path, engine: Engine) -> Path:
         engine.train(run)
     engine.train(folder / "zero2-elastic")
     return folder
-
-
-def _without_dropout(model: Path, to: Path) -> Path:
-    shutil.copytree(model, to)
-    config = to / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"attention_dropout": 0.0}))
-    return to
 
 
 def _go_on(run: Path, engine: Engine, *, ranks: int, in_child: bool = False) -> None:

@@ -119,8 +119,8 @@ def _cluster(options: dict[str, Any], hosts: Hosts | None, last: Cluster | None)
     count, per_node = options["gpus"], options["gpus_per_node"]
     planned = (previous.gpu, Origin.MEASURED) if previous else None
     gpu, origin = machines.resolve_gpu(given=options["gpu"], planned=planned)
-    if (limit := options.get("gpu_memory_limit")) is not None:  # a lock may be older than the option
-        gpu = _limited(gpu, limit)
+    if options["gpu_memory_limit"] is not None:
+        gpu = _limited(gpu, options["gpu_memory_limit"])
     if hosts is not None and not gpu.is_cpu and (lack := machines.shortage(hosts)) is not None:
         say_lines([f"note: {lack.problem}; dstrain run refuses it: {lack.hint}"])
     if count is None and hosts is None:

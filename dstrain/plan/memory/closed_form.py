@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from dstrain.choices import Offload
 from dstrain.facts.model.model_facts import Kind, ModelFacts
 from dstrain.plan.configuration import Configuration
 from dstrain.plan.memory.layers.activations import Instant, profile
@@ -69,8 +68,7 @@ def _grads(model: ModelFacts, configuration: Configuration, ranks: int, instant:
     if stage == 0:
         return instant.grads
     counts = trained(model, configuration.model.method, configuration.model.lora)
-    on_gpu = replace(configuration, zero=replace(configuration.zero, offload=Offload.NONE))
-    taken = states(counts, on_gpu if not configuration.zero.is_offloaded else configuration, ranks).grads
+    taken = states(counts, configuration, ranks).grads
     if configuration.step.grad_accum > 1 or stage == 3:
         return taken + engine_buffers(counts, configuration, ranks).backward_grads
     if instant.name not in AFTER_GRADIENTS:

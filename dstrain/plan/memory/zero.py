@@ -217,10 +217,8 @@ def pinned_waste(counts: Trained, configuration: Configuration, num_ranks: int) 
     if configuration.zero.pin_memory and stage < 3:
         sizes += [4 * partition, 4 * partition, s * partition]
     elif configuration.zero.pin_memory:
-        step, away = (
-            min(partition, configuration.zero.sub_group_size),
-            partition - staying(configuration, partition),
-        )
+        step = min(partition, configuration.zero.sub_group_size)
+        away = partition - staying(configuration, partition)
         sizes += [s * partition, *[4 * step] * round(away // step if step else 0)]
     if configuration.zero.offload is Offload.PARAMS:
         sizes.append(s * partition)

@@ -19,7 +19,7 @@ from dstrain.plan.search.alternatives import faster_but_too_large, neighbours
 from dstrain.plan.search.buffer_sizes import TIGHT, least_offloaded, sized, sized_to_room
 from dstrain.plan.search.evaluator import estimated, usable_ratio
 from dstrain.plan.search.infeasible import does_not_fit, gpu_assumed, gpu_guessed, ram_assumed
-from dstrain.plan.search.reasons import compared, percent, reasons, simpler
+from dstrain.plan.search.reasons import compared, percent, reasons
 from dstrain.plan.search.rules import broken
 from dstrain.plan.search.search import DEFAULT_TOP, Ranking, search
 from dstrain.plan.search.search_space import global_batch
@@ -105,8 +105,7 @@ def survey(workload: Workload, request: Request, *, top: int = DEFAULT_TOP) -> S
     error = first.memory.device_bytes_per_gpu - assessed(first.configuration).memory.device_bytes_per_gpu
     others = neighbours(workload, request, first, assess=lambda configuration: moved(assessed(configuration), error))
     others = others if first.fits else []
-    why = reasons(workload, request, first, rung=rung, others=others)
-    why = (*why[:1], *simpler(cluster, ranking), *why[1:])
+    why = reasons(workload, request, first, ranking=ranking, rung=rung, others=others)
     rest = [Proposal(estimate=estimate, reasons=compared(cluster, estimate, first)) for estimate in ranking.plans[1:]]
     return Survey(
         proposals=(Proposal(estimate=first, reasons=why), *rest),

@@ -68,7 +68,7 @@ def nearest_that_fits(workload: Workload, request: Request) -> list[str]:
 def _changes(workload: Workload, request: Request) -> Iterator[tuple[str, str, Request, Cluster]]:
     """Yields kinds of change, each from the smallest on: its name, the option, the request and the machines."""
     cluster = workload.cluster
-    alone = replace(request, sp=request.sp or 1, tp=request.tp or 1)  # less with groups of ranks is slow
+    alone = replace(request, sp=request.sp or 1, tp=request.tp or 1)  # sequence parallelism needs less, and is slow
     if cluster.host_memory_origin is Origin.ASSUMED:
         least = 1 << (cluster.host_memory_bytes // GIB).bit_length()
         for changed, gib in product((alone, request), (least, 2 * least, 4 * least, 8 * least)):

@@ -20,13 +20,20 @@ MOST_SENTENCES = 3
 
 
 def reasons(
-    workload: Workload, request: Request, chosen: Estimate, *, rung: int | None, others: list[Neighbour]
+    workload: Workload,
+    request: Request,
+    chosen: Estimate,
+    *,
+    ranking: Ranking,
+    rung: int | None,
+    others: list[Neighbour],
 ) -> tuple[Reason, ...]:
-    """Returns why, in sentences: speed and its limit, what was chosen over what, what would change it, the states, the
-    peak, host RAM, the batch, the engine's buffers."""
+    """Returns why, in sentences: speed and its limit, a faster plan that was passed over, what was chosen over what,
+    what would change it, the states, the peak, host RAM, the batch, the engine's buffers."""
     cluster = workload.cluster
     return (
         *_speed(chosen),
+        *_simpler(cluster, ranking),
         *_over(cluster, request, chosen, others),
         *_with_more(cluster, chosen, others),
         *_memory(workload, chosen),
@@ -49,7 +56,7 @@ def compared(cluster: Cluster, one: Estimate, best: Estimate) -> tuple[Reason, .
     return (Reason(topic=Topic.FIRST_PLAN, text=text), *(_speed(one) if one.fits else ()))
 
 
-def simpler(cluster: Cluster, ranking: Ranking) -> tuple[Reason, ...]:
+def _simpler(cluster: Cluster, ranking: Ranking) -> tuple[Reason, ...]:
     """Returns why the first of a ranking comes before the fastest, if it is slower by more than a tie."""
     gain = gain_ratio(cluster, ranking.fastest, ranking.plans[0])
     if not ranking.fits or gain is None or gain <= TIE_RATIO:
