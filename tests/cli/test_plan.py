@@ -111,8 +111,9 @@ def test_where_nothing_fits_the_nearest_are_listed_and_the_code_is_4(dstrain: Ty
 def test_a_limit_of_gpu_memory_is_planned_with(dstrain: Type) -> None:
     half = ("--gpus", "1", "--gpu", "h100", "--model", "qwen3-0.6b", "--gpu-memory-limit", "40GiB")
     assert "1 × h100-sxm (40.0 GiB)" in dstrain("plan", *half).stdout
-    refused = dstrain("plan", *half[:-1], "100GiB")
-    assert (refused.returncode, "h100-sxm has 79.6 GiB" in refused.stderr) == (3, True)
+    for size in ("100GiB", "1KiB"):
+        refused = dstrain("plan", *half[:-1], size)
+        assert (refused.returncode, "h100-sxm has 79.6 GiB" in refused.stderr) == (3, True)
 
 
 def test_where_assumed_ram_is_what_lacks_the_assumption_and_the_option_are_named(dstrain: Type) -> None:

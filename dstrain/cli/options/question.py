@@ -141,13 +141,13 @@ def _cluster(options: dict[str, Any], hosts: Hosts | None, last: Cluster | None)
 
 
 def _limited(gpu: gpus.Gpu, limit_bytes: int) -> gpus.Gpu:
-    """Returns the GPU with as much memory as training may use. Raises InvalidConfig for more than it has."""
+    """Returns the GPU with as much memory as training may use. Raises InvalidConfig for more than it has, or none."""
     if gpu.is_cpu:
         raise InvalidConfig("--gpu-memory-limit: a CPU has no GPU memory", hint="Use --host-memory.")
-    if not 0 < limit_bytes <= gpu.memory_bytes:
+    if not MIB <= limit_bytes <= gpu.memory_bytes:
         has = format_bytes(gpu.memory_bytes)
         raise InvalidConfig(
-            f"--gpu-memory-limit is {format_bytes(limit_bytes)}; {gpu.name} has {has}", hint=f"Write less than {has}."
+            f"--gpu-memory-limit is {format_bytes(limit_bytes)}; {gpu.name} has {has}", hint=f"Write {has} or less."
         )
     return replace(gpu, memory_mib=limit_bytes // MIB)
 

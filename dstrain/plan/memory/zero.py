@@ -190,7 +190,8 @@ def gathered_bytes(counts: Trained, configuration: Configuration, unit_numel: in
     """Returns the bytes of parameters that ZeRO-3 holds whole while the largest unit of `unit_numel` elements works.
 
     The unit itself, twice the prefetch bucket (gathered buffer, then its copies) and, around the turn from forward to
-    backward, the last max_reuse_distance / 2 elements, which are used again that soon; never more than the model.
+    backward, the last max_reuse_distance / 2 elements, which are used again that soon; never more than the model. hpZ
+    adds its second copy, whole from the end of the first forward pass on: 1/hpZ of the model.
     Source: deepspeed 0.19.8 runtime/zero/partitioned_param_coordinator.py: __params_to_release, fetch_sub_module.
     """
     if configuration.zero.stage != 3:
@@ -198,7 +199,8 @@ def gathered_bytes(counts: Trained, configuration: Configuration, unit_numel: in
     total = counts.trainable + counts.frozen + counts.quantized
     kept = configuration.zero.max_reuse_distance // 2
     item = configuration.model.item
-    return min(item * total, item * (unit_numel + kept) + prefetch_bytes(configuration))
+    copy = item * total // configuration.zero.hpz if configuration.zero.hpz > 1 else 0
+    return copy + min(item * total, item * (unit_numel + kept) + prefetch_bytes(configuration))
 
 
 def pinned_waste(counts: Trained, configuration: Configuration, num_ranks: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
+from typing import Any
 
 import pytest
 
@@ -15,16 +16,23 @@ from dstrain.plan.memory.params import trained
 from dstrain.plan.memory.zero import pinned_waste, states
 from dstrain.plan.search.evaluator import QUICK_ERROR_RATIO
 
-STAGES = [
-    (0, Offload.NONE, 1.0),
-    (1, Offload.OPTIMIZER, 1.0),
-    (2, Offload.NONE, 1.0),
-    (3, Offload.NONE, 1.0),
-    (3, Offload.OPTIMIZER, 0.75),
-    (3, Offload.OPTIMIZER, 0.25),
-    (3, Offload.PARAMS, 1.0),
-]
-"""Stage, offload and its ratio."""
+WAYS: tuple[dict[str, Any], ...] = (
+    {"zero_stage": 0},
+    {"zero_stage": 1, "offload": Offload.OPTIMIZER},
+    {"zero_stage": 2},
+    {"zero_stage": 3},
+    {"zero_stage": 3, "hpz": 4},
+    {"zero_stage": 3, "offload": Offload.OPTIMIZER, "offload_ratio": 0.75},
+    {"zero_stage": 3, "offload": Offload.OPTIMIZER, "offload_ratio": 0.25},
+    {"zero_stage": 3, "offload": Offload.OPTIMIZER, "hpz": 2},
+    {"zero_stage": 3, "offload": Offload.PARAMS},
+)
+
+
+def shown(way: object) -> str | None:
+    return "-".join(map(str, way.values())) if isinstance(way, dict) else None
+
+
 BUCKETS = {
     "roomy": {"reduce_bucket_size": 200_000_000, "prefetch_bucket_size": 100_000_000},
     "tight": {
@@ -37,9 +45,9 @@ BUCKETS = {
 
 
 @pytest.mark.parametrize("buckets", BUCKETS)
-@pytest.mark.parametrize(("stage", "offload", "ratio"), STAGES)
+@pytest.mark.parametrize("way", WAYS, ids=shown)
 @pytest.mark.parametrize(("name", "ranks"), [("qwen3-0.6b", 4), ("qwen3-8b", 8), ("qwen3-32b", 16)])
-def test_it_is_near_the_engine(name: str, ranks: int, stage: int, offload: Offload, ratio: float, buckets: str) -> None:
+def test_it_is_near_the_engine(name: str, ranks: int, way: dict[str, Any], buckets: str) -> None:
     model = probe.read_model(name, hub=Hub.HF)
     variants = product((True, False), (1, 4), (Method.FULL, Method.LORA))
     for grad_ckpt, grad_accum, method in variants:
@@ -49,10 +57,8 @@ def test_it_is_near_the_engine(name: str, ranks: int, stage: int, offload: Offlo
             seq_len=4096,
             grad_ckpt=grad_ckpt,
             grad_accum=grad_accum,
-            zero_stage=stage,
+            **way,
             overlap_comm=True,
-            offload=offload,
-            offload_ratio=ratio,
             sub_group_size=2**27,
             method=method,
             **BUCKETS[buckets],  # type: ignore[arg-type]  # four fields of int
@@ -64,18 +70,16 @@ def test_it_is_near_the_engine(name: str, ranks: int, stage: int, offload: Offlo
 
 @pytest.mark.parametrize("pin_memory", [True, False])
 @pytest.mark.parametrize("method", Method)
-@pytest.mark.parametrize(("stage", "offload", "ratio"), [each for each in STAGES if each[1] is not Offload.NONE])
+@pytest.mark.parametrize("way", [way for way in WAYS if "offload" in way], ids=shown)
 @pytest.mark.parametrize(("name", "ranks"), [("qwen3-0.6b", 4), ("llama-3.1-70b", 8)])
 def test_ram_is_not_above_the_engines(
-    name: str, ranks: int, stage: int, offload: Offload, ratio: float, method: Method, pin_memory: bool
+    name: str, ranks: int, way: dict[str, Any], method: Method, pin_memory: bool
 ) -> None:
     """A search drops a way whose quick estimate is above the bar, so that it must not be too high."""
     model = probe.read_model(name, hub=Hub.HF)
     configuration = changed(
         DEFAULTS,
-        zero_stage=stage,
-        offload=offload,
-        offload_ratio=ratio,
+        **way,
         sub_group_size=2**27,
         method=method,
         pin_memory=pin_memory,
