@@ -38,6 +38,7 @@ MARKS = {
         *("tests/config/lint/test_proofs.py", "tests/train/test_engine_memory.py", "tests/train/test_end_to_end.py"),
         *(
             "tests/train/test_space.py",
+            "tests/train/test_sequence_parallel.py",
             "tests/train/test_resume.py",
             "tests/train/test_elastic.py",
             "tests/train/test_evaluation.py",

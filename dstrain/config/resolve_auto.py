@@ -30,6 +30,8 @@ def for_trainer(config: Mapping[str, Any], job: Job, model: ModelFacts | None, *
             effective[section] = {**given, "enabled": "auto"}
     for pointer, value in filled(job, model, num_ranks=num_ranks).items():
         _fill(effective, pointer, value)
+    if job.sp > 1 and "train_batch_size" in effective:
+        effective["train_batch_size"] = "auto"  # Transformers counts every rank, and accelerate corrects that
     return effective
 
 
@@ -61,7 +63,7 @@ def filled(job: Job, model: ModelFacts | None, *, num_ranks: int | None) -> dict
         ("scheduler", "params", "warmup_max_lr"): job.learning_rate,
     }
     if num_ranks is not None:
-        values[("train_batch_size",)] = job.micro_batch * job.grad_accum * num_ranks
+        values[("train_batch_size",)] = job.samples_per_step(num_ranks)
     if model is not None:
         h = model.hidden_size
         values |= {

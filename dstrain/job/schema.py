@@ -134,6 +134,8 @@ class Job:
     """Samples (with packing: rows) per forward pass of one GPU."""
     grad_accum: Positive = 1
     """Micro-batches per optimizer step."""
+    sp: Positive = 1
+    """Sequence-parallel ranks (Ulysses), which share the tokens of each row; they divide GPUs and attention heads."""
     grad_ckpt: bool = True
     """Whether activations are recomputed in the backward pass."""
     grad_ckpt_every_n_layers: Positive = 1
@@ -184,12 +186,22 @@ class Job:
     env: Mapping[str, str] = field(default_factory=dict)
     """Environment variables of every rank; put secrets in your own environment, not here."""
 
+    def data_parallel(self, num_ranks: int) -> int:
+        """Returns how many micro-batches the ranks train on at once: one for each sequence-parallel group."""
+        return max(1, num_ranks // self.sp)
+
+    def samples_per_step(self, num_ranks: int) -> int:
+        """Returns the samples of one step."""
+        return self.micro_batch * self.grad_accum * self.data_parallel(num_ranks)
+
 
 SYNONYMS = MappingProxyType(
     {
         "per_device_train_batch_size": "micro_batch",
         "train_micro_batch_size_per_gpu": "micro_batch",
         "gradient_accumulation_steps": "grad_accum",
+        "sequence_parallel_size": "sp",
+        "sp_size": "sp",
         "gradient_checkpointing": "grad_ckpt",
         "model_name_or_path": "model",
         "model_path": "model",

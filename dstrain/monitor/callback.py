@@ -89,12 +89,12 @@ def _counts(batch: dict[str, Any]) -> tuple[int, int, int]:
     position 0, and the padding at the end is a sample without labels.
     """
     inputs = batch["input_ids"]
-    if "position_ids" in batch:
+    if "attention_mask" in batch:
+        lengths = batch["attention_mask"].sum(dim=1)
+    elif "position_ids" in batch:
         sample = (batch["position_ids"].reshape(-1) == 0).cumsum(0) - 1
         teaches = torch.bincount(sample, weights=(batch["labels"].reshape(-1) != -100).double()) > 0
         lengths = torch.bincount(sample)[teaches]
-    elif "attention_mask" in batch:
-        lengths = batch["attention_mask"].sum(dim=1)
     else:
         lengths = torch.full((inputs.shape[0],), inputs.shape[-1])
     tokens = int(lengths.sum())

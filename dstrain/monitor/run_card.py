@@ -55,7 +55,7 @@ def run_card(
         "num_gpus": num_ranks,
         "num_nodes": cluster.num_nodes if cluster is not None else None,
         "zero_stage": stage,
-        "global_batch": num_ranks * job.micro_batch * job.grad_accum,
+        "global_batch": job.samples_per_step(num_ranks),
         "data": job.data,
         "data_bytes": _size(job.data),
         "eval_data": job.eval_data,

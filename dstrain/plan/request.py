@@ -46,10 +46,10 @@ class Request:
     optimizer: Optimizer = Optimizer.ADAMW
     state_dtypes: StateDtypes = StateDtypes.MIXED
     """Which copies of a parameter there are."""
-    sp: int | None = 1
+    sp: int | None = None
     """Ulysses sequence-parallel ranks; None: chosen."""
     tp: int | None = 1
-    """AutoTP tensor-parallel ranks; None: chosen."""
+    """AutoTP tensor-parallel ranks, which the trainer does not run yet; None: chosen."""
     liger: bool = False
     """Whether Liger's kernels are used."""
     loss: LossKernel = LossKernel.FULL
@@ -60,8 +60,6 @@ class Request:
     """Whether QLoRA's scales are quantised too."""
     image_patches: int = 0
     """Patches of all images of one sample."""
-    writable: bool = True
-    """Whether only what gen-config can write and the trainer can run may be chosen (`rules.WRITABLE`)."""
 
     def __post_init__(self) -> None:
         for name in ("seq_len", "global_batch", "micro_batch", "grad_accum", "grad_ckpt_every_n_layers", "sp", "tp"):
@@ -85,4 +83,4 @@ class Request:
         """Whether every choice is given, so that the answer is an estimate of that and of nothing else."""
         given = (self.zero_stage, self.micro_batch, self.grad_ckpt)
         is_offload_known = self.offload is not None or self.zero_stage == 0
-        return not self.writable and is_offload_known and all(value is not None for value in given)
+        return is_offload_known and all(value is not None for value in given)

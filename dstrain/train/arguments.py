@@ -6,6 +6,8 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
+from accelerate import ParallelismConfig  # type: ignore[import-untyped]
+from accelerate.utils import DeepSpeedSequenceParallelConfig  # type: ignore[import-untyped]
 from transformers import TrainingArguments
 
 from dstrain.choices import Method, Precision
@@ -30,9 +32,12 @@ def checkpointing_kwargs(job: Job, ds_config: Mapping[str, Any]) -> dict[str, An
     return kwargs
 
 
-def training_arguments(job: Job, ds_config: Mapping[str, Any], *, on_gpu: bool, has_eval: bool) -> TrainingArguments:
+def training_arguments(
+    job: Job, ds_config: Mapping[str, Any], *, num_ranks: int, on_gpu: bool, has_eval: bool
+) -> TrainingArguments:
     """Returns the arguments of this run. They must outlive the model: ZeRO-3 reads them through a weak reference."""
     return TrainingArguments(
+        parallelism_config=_parallelism(job, num_ranks),
         **_from_job(job),
         **_fixed(on_gpu=on_gpu),
         deepspeed=copy.deepcopy(dict(ds_config)),
@@ -43,6 +48,19 @@ def training_arguments(job: Job, ds_config: Mapping[str, Any], *, on_gpu: bool, 
         activation_checkpointing_kwargs=checkpointing_kwargs(job, ds_config) if job.grad_ckpt else None,
         eval_strategy="steps" if has_eval and job.eval_steps else "no",
         eval_steps=job.eval_steps if has_eval else None,
+    )
+
+
+def _parallelism(job: Job, num_ranks: int) -> ParallelismConfig | None:
+    """Returns accelerate's configuration of the ranks; None without sequence parallelism."""
+    if job.sp == 1:
+        return None
+    handler = DeepSpeedSequenceParallelConfig(sp_seq_length_is_variable=True, sp_attn_implementation=str(job.attn))
+    return ParallelismConfig(
+        sp_backend="deepspeed",
+        sp_size=job.sp,
+        sp_handler=handler,
+        dp_replicate_size=job.data_parallel(num_ranks),
     )
 
 

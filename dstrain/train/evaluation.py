@@ -11,29 +11,34 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 
+from dstrain.train.data.slices import shift
 from dstrain.train.data.tokenize import IGNORED
-from dstrain.train.rank import Rank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """One rank's share of the rows, equally many on all ranks, since ZeRO-3 runs each forward on all ranks.
+    """One rank's share of the rows, whole micro-batches and equally many on all ranks.
 
-    A shorter share is filled with rows without targets.
+    ZeRO-3 runs each forward on all ranks, and sequence parallelism expects the size of a micro-batch. A shorter share
+    is filled with rows without targets.
     """
 
     rows: Any
     """All rows: a sequence of samples with `labels`."""
-    rank: Rank
+    index: int
+    """Index of the share: the rank's, or that of its sequence-parallel group."""
+    count: int
+    """Number of shares."""
+    micro_batch: int = 1
 
     def __len__(self) -> int:
-        return math.ceil(len(self.rows) / self.rank.world_size)
+        return math.ceil(len(self.rows) / (self.count * self.micro_batch)) * self.micro_batch
 
     def __getitem__(self, index: int) -> Mapping[str, Any]:
         """Returns a row of this rank; past the end of the data, the first row without targets."""
         if index >= len(self):
             raise IndexError(index)
-        number = index * self.rank.world_size + self.rank.index
+        number = index * self.count + self.index
         if number < len(self.rows):
             row: Mapping[str, Any] = self.rows[number]
             return row
@@ -41,17 +46,17 @@ class Share:
         return {**filling, "labels": [IGNORED] * len(filling["labels"])}
 
 
-def loss_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Returns the sum of the losses and the number of targets of a micro-batch: (2,), float64.
 
-    `logits`: (batch, seq, vocab); `labels`: (batch, seq); token i predicts label i + 1. One row at a time, so that only
-    one row's logits exist in float32.
+    `logits`: (batch, seq, vocab); `targets`: (batch, seq). One row at a time, so that only one row's logits exist in
+    float32.
     """
     totals = torch.zeros(2, dtype=torch.float64, device=logits.device)
-    for row, targets in zip(logits, labels, strict=True):
-        losses = cross_entropy(row[:-1].float(), targets[1:], ignore_index=IGNORED, reduction="none")
+    for row, labels in zip(logits, targets, strict=True):
+        losses = cross_entropy(row.float(), labels, ignore_index=IGNORED, reduction="none")
         totals[0] += losses.double().sum()
-        totals[1] += (targets[1:] != IGNORED).sum()
+        totals[1] += (labels != IGNORED).sum()
     return totals
 
 
@@ -64,9 +69,10 @@ def mean_loss(
     """
     totals = torch.zeros(2, dtype=torch.float64)
     for batch in batches:
-        labels = batch.pop("labels")
+        labels, shifted = batch.pop("labels"), batch.pop("shift_labels", None)
         logits = logits_of(batch)
-        totals = totals.to(logits.device) + loss_of(logits, labels.to(logits.device))
+        targets = shift(labels) if shifted is None else shifted
+        totals = totals.to(logits.device) + loss_of(logits, targets.to(logits.device))
     totals = totals.cpu()
     if group is not None:
         dist.all_reduce(totals, group=group)

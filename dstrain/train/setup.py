@@ -35,6 +35,7 @@ from dstrain.train.data.prepare import PreparedData, prepare
 from dstrain.train.measure_states import MeasureCallback
 from dstrain.train.model import load_model, load_tokenizer, source_of
 from dstrain.train.rank import Rank
+from dstrain.train.sequence_parallel import SequenceParallelTrainer
 from dstrain.train.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -76,7 +77,9 @@ class TrainingSetup:
         ranks.quieten(on_terminal=rank.is_first and sys.stderr.isatty())
         group = _connect(rank, job, ds_config, heartbeat, on_gpu=on_gpu)
         transformers.set_seed(job.seed)  # adapters are drawn before the Trainer seeds
-        arguments = training_arguments(job, ds_config, on_gpu=on_gpu, has_eval=job.eval_data is not None)
+        arguments = training_arguments(
+            job, ds_config, num_ranks=rank.world_size, on_gpu=on_gpu, has_eval=job.eval_data is not None
+        )
         source = source_of(job)
         tokenizer = load_tokenizer(job, source)
         tokens = partial(prepare, job, tokenizer, report=partial(heartbeat.count, Phase.TOKENIZING))
@@ -120,10 +123,8 @@ class TrainingSetup:
             sinks=sinks,
             say=self.rank.say,
         )
-        collator = Collator(
-            pad_token_id=int(self.tokenizer.pad_token_id), packing=self.job.packing, takes=taken_by(self.model)
-        )
-        trainer = Trainer(
+        kind = partial(SequenceParallelTrainer, attn=self.job.attn) if self.job.sp > 1 else Trainer
+        trainer = kind(
             run_dir=self.run_dir,
             rank=self.rank,
             disk=shared(self.run_dir, self.rank, os.environ, self.group),
@@ -131,6 +132,7 @@ class TrainingSetup:
             stop_on_nonfinite=self.job.stop_on_nonfinite,
             metrics=self.metrics,
             heartbeat=heartbeat,
+            sp=self.job.sp,
             base=self.base,
             trust_remote_code=self.job.trust_remote_code,
             group=self.group,
@@ -139,13 +141,21 @@ class TrainingSetup:
             args=self.arguments,
             train_dataset=self.train_data.dataset,
             eval_dataset=self.eval_data.dataset if self.eval_data else None,
-            data_collator=CountingCollator(collator),
+            data_collator=CountingCollator(self._collator()),
             processing_class=self.tokenizer,
         )
         trainer.add_callback(
             MeasureCallback(lambda: trainer.model_wrapped, self.run_dir, group=self.group, is_first=first)
         )
         return trainer
+
+    def _collator(self) -> Collator:
+        return Collator(
+            pad_token_id=int(self.tokenizer.pad_token_id),
+            packing=self.job.packing,
+            takes=taken_by(self.model),
+            slices=self.job.sp,
+        )
 
     def summary(self, trainer: Trainer) -> dict[str, Any]:
         """Returns the content of `summary.json`."""

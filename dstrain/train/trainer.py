@@ -1,16 +1,14 @@
-"""Transformers' Trainer with complete checkpoints, exact resuming, and consistent metrics."""
+"""The Trainer of a rank: exact resuming, losses per token, and consistent metrics."""
 
 from __future__ import annotations
 
 import math
-import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 import transformers
 from torch.utils.data import DataLoader, RandomSampler
 from transformers.trainer_utils import EvalLoopOutput
@@ -18,57 +16,46 @@ from transformers.trainer_utils import EvalLoopOutput
 from dstrain.heartbeat import Phase, Sender
 from dstrain.monitor.callback import COUNTS, Meter, MetricsCallback
 from dstrain.monitor.health import Nonfinite
-from dstrain.paths import flush
-from dstrain.rundir import RunDir, rotate
-from dstrain.train.arguments import zero_stage
-from dstrain.train.checkpoints import checkpoints, saved_model, universal_checkpoint
-from dstrain.train.checkpoints.checkpoints import Written
-from dstrain.train.checkpoints.node_storage import Disk
+from dstrain.train.checkpoints import checkpoints, universal_checkpoint
 from dstrain.train.data.isolation import Trial, packed_masks
-from dstrain.train.data.packing import PackedRows
+from dstrain.train.data.packing import PackedRows, row_of
 from dstrain.train.evaluation import Share, mean_loss
+from dstrain.train.loss import takes_targets
 from dstrain.train.rank import Rank
+from dstrain.train.saving import SavingTrainer
+
+_TRIED_TOKENS = 16
+"""Tokens of the row on which the loss is tried."""
 
 
-class Trainer(transformers.Trainer):
+class Trainer(SavingTrainer):
     """The Trainer of one rank."""
 
     def __init__(
         self,
         *,
-        run_dir: RunDir,
         rank: Rank,
-        disk: Disk,
-        save_total_limit: int | None,
         stop_on_nonfinite: int,
         metrics: MetricsCallback,
         heartbeat: Sender,
-        base: Mapping[str, Any],
-        trust_remote_code: bool,
+        sp: int,
         group: Any,
-        data_digest: str,
         **options: Any,
     ) -> None:
-        """`base` is the configuration of the base model, `group` a gloo group of all ranks or None with one rank.
+        """`group` is a gloo group of all ranks or None with one rank; `sp` ranks share a micro-batch.
 
-        `options` are those of Transformers' Trainer.
+        `options` are those of `SavingTrainer`.
         """
-        super().__init__(**options, callbacks=[metrics])
+        super().__init__(rank=rank, sp=sp, **options, callbacks=[metrics])
         self.remove_callback(transformers.PrinterCallback)
-        self._run_dir = run_dir
-        self._rank = rank
-        self._disk = disk
-        self._keep = save_total_limit
         self._has_masks = False  # whether packed rows need explicit masks, see `Trial`
         self._gradients = Nonfinite("gradients", limit=stop_on_nonfinite)
         self._losses = Nonfinite("losses", limit=stop_on_nonfinite)
         self._metrics = metrics
         self._heartbeat = heartbeat
-        self._base = base
-        self._trusts = trust_remote_code
+        self._num_shares = rank.world_size // sp
+        self._share = rank.index // sp
         self._group = group
-        self._data_digest = data_digest
-        self._stage = zero_stage(self.args.hf_deepspeed_config.config)
 
     @property
     def meter(self) -> Meter:
@@ -97,15 +84,15 @@ class Trainer(transformers.Trainer):
         rank, and with the first samples of the epoch.
         """
         data: Any = self.train_dataset if train_dataset is None else train_dataset
-        batch = self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps * self._rank.world_size
+        batch = self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps * self._num_shares
         return RandomSampler(data, num_samples=math.ceil(len(data) / batch) * batch)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
         """Returns the micro-batches of this rank; the ranks together evaluate every sample once."""
-        rows = self.eval_dataset if eval_dataset is None else eval_dataset
+        rows, size = self.eval_dataset if eval_dataset is None else eval_dataset, self.args.per_device_eval_batch_size
         return DataLoader(
-            Share(rows=rows, rank=self._rank),  # type: ignore[arg-type]
-            batch_size=self.args.per_device_eval_batch_size,
+            Share(rows=rows, index=self._share, count=self._num_shares, micro_batch=size),  # type: ignore[arg-type]
+            batch_size=size,
             collate_fn=self.data_collator,
             num_workers=self.args.dataloader_num_workers,
             pin_memory=self.args.dataloader_pin_memory,
@@ -151,16 +138,30 @@ class Trainer(transformers.Trainer):
         prepared = super()._prepare_for_training(*arguments, **options)  # type: ignore[no-untyped-call]
         self._skipped = self.skipped_steps
         rows: Any = self.train_dataset
+        size = self._trial_size()
+        if not self.model_accepts_loss_kwargs:
+            tokens = np.asarray(rows[0]["input_ids"])[:_TRIED_TOKENS]
+            row = row_of(tokens, tokens, np.array([len(tokens)]))
+            inputs = self._prepare_inputs(self.data_collator([row] * size))
+            self.model_accepts_loss_kwargs = takes_targets(self.model_wrapped, inputs)
         if isinstance(rows, PackedRows):
-            size = min(self.args.per_device_train_batch_size, 2)
             self._has_masks = Trial(
                 model=self.model,
                 engine=self.model_wrapped,
                 inputs_of=lambda row: self._prepare_inputs(self.data_collator([row] * size)),
                 tokens=rows[0]["input_ids"],
+                whole=self._whole_rows,
                 group=self._group,
             ).needs_masks()
         return prepared
+
+    def _trial_size(self) -> int:
+        """Returns the rows of a micro-batch on which isolation is tested."""
+        return min(self.args.per_device_train_batch_size, 2)
+
+    def _whole_rows(self, logits: torch.Tensor) -> torch.Tensor:
+        """Returns logits (batch, seq, vocab) of whole rows."""
+        return logits
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Loads the remaining states, and repairs those that DeepSpeed loads wrongly from a universal copy."""
@@ -199,101 +200,3 @@ class Trainer(transformers.Trainer):
         if is_long:
             self.meter.restart()
             self._heartbeat.send(self.state.global_step, Phase.STEP)
-
-    def _written(self) -> Written:
-        return Written(
-            step=self.state.global_step,
-            world_size=self._rank.world_size,
-            zero_stage=self._stage,
-            micro_batch=self.args.per_device_train_batch_size,
-            grad_accum=self.args.gradient_accumulation_steps,
-            data=self._data_digest,
-        )
-
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """Writes a checkpoint; rank 0 marks it as complete after all ranks have written their parts."""
-        folder = self._run_dir.path / f"checkpoint-{self.state.global_step}"
-        if self._rank.index == self._disk.ranks[0]:
-            checkpoints.begin(folder)
-        self._wait()
-        super()._save_checkpoint(model, trial)
-        self._wait()
-        if self._rank.local_index == 0:
-            flush(folder)
-        self._wait()
-        if self._disk.is_apart:
-            self._mark_part(folder)
-        elif self._rank.is_first:
-            checkpoints.complete(folder, self._written())
-            rotate(self._run_dir, self._keep)
-
-    def _mark_part(self, folder: Path) -> None:
-        """Marks the part on each disk, rank 0's last: then `dstrain run` may gather all parts."""
-        for is_turn in (not self._rank.is_first, self._rank.is_first):
-            if is_turn and self._rank.index == self._disk.ranks[0]:
-                of_ranks = len(self._disk.ranks)
-                checkpoints.complete_part(folder, self._written(), of_ranks=of_ranks, start=self._disk.start)
-            self._wait()
-
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Saves weights for `from_pretrained`; under ZeRO-3 only if the configuration allows gathering them."""
-        if self._can_gather():
-            super().save_model(output_dir, _internal_call)
-        elif self._rank.is_first:
-            # Transformers would save the whole sharded state here, and later again
-            folder = str(output_dir or self.args.output_dir)
-            model: Any = self.model
-            tokenizer: Any = self.processing_class
-            model.config.save_pretrained(folder)
-            tokenizer.save_pretrained(folder)
-            saved_model.restore_config(Path(folder), self._base)
-
-    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """Writes the weights in the dtype of the base model, and config.json with the base's values."""
-        dtype = saved_model.base_dtype(self._base)
-        model: Any = self.model
-        if self.args.should_save and state_dict and not self._is_adapter():
-            state_dict = saved_model.without_copies(state_dict, model)
-            if dtype is not None:
-                state_dict = saved_model.converted(state_dict, model, model.dtype, dtype)
-        super()._save(output_dir, state_dict)
-        if self.args.should_save:
-            saved_model.restore_config(Path(output_dir or str(self.args.output_dir)), self._base)
-
-    def _is_adapter(self) -> bool:
-        return hasattr(self.model, "peft_config")
-
-    def _can_gather(self) -> bool:
-        if self._stage != 3 or self._is_adapter():
-            return True
-        engine: Any = self.model_wrapped
-        return bool(engine.zero_gather_16bit_weights_on_model_save())
-
-    def save_final(self) -> Path | None:
-        """Saves the trained model or adapter and its tokenizer; returns the folder, or None if weights stay sharded.
-
-        Raises RunFailed on rank 0 if the saved model is incomplete.
-        """
-        final = self._run_dir.final
-        if not self._can_gather():
-            self._rank.say(
-                "stage3_gather_16bit_weights_on_model_save is false, so the final model is not gathered; "
-                f"to get it: python -m dstrain.train.checkpoints.export {self._run_dir.path} OUT"
-            )
-            return None
-        if self._rank.is_first and final.exists():
-            shutil.rmtree(final)
-        self._wait()
-        self.save_model(str(final))
-        if self._rank.is_first:
-            (final / "training_args.bin").unlink(missing_ok=True)  # a pickle with this machine's paths
-        self._wait()
-        if self._rank.is_first and self._is_adapter():
-            saved_model.require_whole_adapter(final, self.model)
-        elif self._rank.is_first:
-            saved_model.require_whole_model(final, trust_remote_code=self._trusts)
-        return final
-
-    def _wait(self) -> None:
-        if dist.is_initialized() and self._rank.world_size > 1:
-            dist.barrier()

@@ -142,6 +142,8 @@ CASES = (
     case("optimizer on the host", 3, seq_len=64, grad_accum=2, **CPU),
     case("half of the optimizer on the host", 3, **NARROW, sub_group_size=500_000, offload_ratio=0.5, **CPU),
     case("parameters on the host, checkpointing", 3, **NARROW, **CKPT, **gathers(300_000, 500_000), **BOTH),
+    case("two sequence-parallel ranks", 2, sp=2),
+    case("two sequence-parallel ranks, checkpointing", 3, sp=2, **NARROW, **CKPT, **gathers(200_000, 0, 1_500_000)),
     case("two tensor-parallel ranks", 1, tp=2, seq_len=64),
     case("four ranks", 1, ranks=4),
     case("four ranks, accumulating", 2, ranks=4, grad_accum=2),
@@ -150,6 +152,7 @@ CASES = (
     case("four ranks, checkpointing", 3, ranks=4, **NARROW, **CKPT, **gathers(200_000, 0, 1_500_000)),
     case("four ranks, accumulating, fp32", 3, ranks=4, seq_len=64, grad_accum=3, **FP32),
     case("four ranks, secondary partitions", 3, ranks=4, **NARROW, hpz=2, **gathers(0, 0)),
+    case("four ranks, two and two share rows", 1, ranks=4, sp=2, grad_accum=2),
     case("four ranks, two of them tensor-parallel", 2, ranks=4, tp=2, grad_accum=2, **CKPT),
 )
 """What is measured. Adapters have no dropout: a CPU keeps its mask in bf16, a GPU in one byte. Tensor parallelism is
@@ -201,6 +204,7 @@ def described(case: Case) -> dict[str, Any]:
         "seq_len": configuration.batch.seq_len,
         "micro_batch": configuration.batch.micro_batch,
         "grad_accum": configuration.step.grad_accum,
+        "sp": configuration.parallel.sp,
         "steps": STEPS,
         "grad_ckpt": {"use_reentrant": settings_of(configuration).is_reentrant}
         if configuration.checkpointing.enabled

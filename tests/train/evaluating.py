@@ -57,7 +57,7 @@ def measured(model: Any, index: int, world_size: int, group: Any) -> Iterator[tu
     for packing in (False, True):
         for size in MICRO_BATCHES:
             collate = Collator(pad_token_id=0, packing=packing)
-            share: Any = Share(rows=rows_of(packing), rank=rank)
+            share: Any = Share(rows=rows_of(packing), index=rank.index, count=rank.world_size)
             loader: DataLoader[Any] = DataLoader(share, batch_size=size, collate_fn=collate)
             with torch.no_grad():
                 loss, targets = mean_loss(lambda batch: model(**batch).logits, loader, group)

@@ -25,7 +25,7 @@ ZERO3: dict[str, Any] = {"zero_optimization": {"stage": 3}}
 
 def made(folder: Path, has_eval: bool = False, **fields: Any) -> Any:
     job = Job(model="m", output_dir=str(folder), data="d", **fields)
-    return training_arguments(job, DS_CONFIG, on_gpu=False, has_eval=has_eval)
+    return training_arguments(job, DS_CONFIG, num_ranks=2, on_gpu=False, has_eval=has_eval)
 
 
 def test_a_nan_loss_is_not_filtered(tmp_path: Path) -> None:

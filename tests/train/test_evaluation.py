@@ -10,6 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from dstrain.train import demo  # noqa: E402
+from dstrain.train.data.slices import shift  # noqa: E402
 from dstrain.train.evaluation import loss_of, mean_loss  # noqa: E402
 from tests.train import evaluating  # noqa: E402
 from tests.train.engine import Engine  # noqa: E402
@@ -47,7 +48,7 @@ def test_every_rank_does_as_many_forwards(lines: list[Any]) -> None:
 
 def test_a_first_token_is_no_target() -> None:
     logits = torch.zeros(1, 3, 4)
-    loss, targets = loss_of(logits, torch.tensor([[1, -100, 2]])).tolist()
+    loss, targets = loss_of(logits, shift(torch.tensor([[1, -100, 2]]))).tolist()
     assert (loss, targets) == (pytest.approx(1.3862943611198906), 1)
 
 

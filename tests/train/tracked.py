@@ -1,8 +1,8 @@
 """Trains one configuration after another on this rank and writes what lived: `tests.train.tracked CASES`.
 
 CASES is a JSON file: a list of objects with `name`, `config` (of the model), `ds_config`, `seq_len`, `micro_batch`,
-`grad_accum`, `steps`, `grad_ckpt` (null, or its keywords) and `lora` (null, or the keywords of LoraConfig). Each rank
-writes a list of what it measured to `CASES.RANK`.
+`grad_accum`, `sp`, `steps`, `grad_ckpt` (null, or its keywords) and `lora` (null, or the keywords of LoraConfig). Each
+rank writes a list of what it measured to `CASES.RANK`.
 """
 
 from __future__ import annotations
@@ -85,11 +85,19 @@ def measure(case: dict[str, Any], ledger: Ledger, caches: list[Any]) -> dict[str
     began, before = time.monotonic(), dict(ledger.bytes)
     model = build(case)
     mark_instants(model, ledger)
-    engine, _, _, _ = deepspeed.initialize(model=model, optimizer=optimizer_for(model, case), config=case["ds_config"])
+    engine, _, _, _ = deepspeed.initialize(
+        model=model, optimizer=optimizer_for(model, case), config=case["ds_config"], mpu=share_rows(model, case)
+    )
     del model
     gc.collect()
     found: dict[str, Any] = {"name": case["name"], "init_peak": max(ledger.peaks.values())}
-    ids = torch.randint(0, case["config"]["vocab_size"], (case["micro_batch"], case["seq_len"]), device="cpu:0")
+    width = case["seq_len"] // case["sp"]
+    ids = torch.randint(0, case["config"]["vocab_size"], (case["micro_batch"], width), device="cpu:0")
+    batch: dict[str, Any] = {"input_ids": ids, "labels": ids}
+    if case["sp"] > 1:
+        begin = width * (int(os.environ["RANK"]) % case["sp"])
+        batch["position_ids"] = torch.arange(begin, begin + width, device="cpu:0").repeat(case["micro_batch"], 1)
+        batch["shift_labels"] = ids
     for step in range(case["steps"]):
         if step == case["steps"] - 1:
             ledger.enter("between")
@@ -97,20 +105,32 @@ def measure(case: dict[str, Any], ledger: Ledger, caches: list[Any]) -> dict[str
             found |= {"steady": ledger.bytes[DEVICE], "host_steady": ledger.bytes[HOST]}
             found["pinned"] = sorted(ledger.pinned.values())
         for _ in range(case["grad_accum"]):
-            found["loss"] = train(engine, ids, ledger)
+            found["loss"] = train(engine, batch, ledger)
     found |= {"peaks": dict(ledger.peaks), "peak": max(ledger.peaks.values()), "host_peak": ledger.host_peak}
     engine.destroy()
-    del engine, ids
+    del engine, ids, batch
     _forget_globals(caches)
     found |= {"left": ledger.bytes[DEVICE] - before[DEVICE], "host_left": ledger.bytes[HOST] - before[HOST]}
     found["wall_s"] = time.monotonic() - began
     return found
 
 
-def train(engine: Any, ids: torch.Tensor, ledger: Ledger) -> float:
+def share_rows(model: Any, case: dict[str, Any]) -> Any:
+    """Makes attention exchange slices of rows, as accelerate does; returns the groups of the ranks, None without."""
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+
+    return UlyssesSPAttentionHF.register_with_transformers(
+        model,
+        core_attn_implementation="sdpa",
+        sequence_parallel_size=case["sp"],
+        micro_batch_size=case["micro_batch"],
+    )
+
+
+def train(engine: Any, batch: dict[str, Any], ledger: Ledger) -> float:
     """Trains one micro-batch as the Trainer does, which drops the model's outputs, and returns the loss."""
     ledger.enter("forward")
-    loss = engine(input_ids=ids, labels=ids, use_cache=False).loss
+    loss = engine(**batch, use_cache=False).loss
     ledger.enter("loss backward")
     engine.backward(loss)
     ledger.enter("step")
@@ -121,12 +141,19 @@ def train(engine: Any, ids: torch.Tensor, ledger: Ledger) -> float:
 def _forget_globals(caches: list[Any]) -> None:
     """Drops what DeepSpeed keeps of an engine that is gone.
 
-    That is a stack of modules, the groups of ZeRO++, its own `linear`, and caches of methods, which hold `self`.
+    That is a stack of modules, the groups of ZeRO++ and of Ulysses, its own attention and `linear`, and caches of
+    methods, which hold `self`.
     """
+    from deepspeed.runtime.sequence_parallel import parallel_state_sp
     from deepspeed.runtime.zero import parameter_offload
     from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToModuleSubClasses
     from deepspeed.utils import groups
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+    ALL_ATTENTION_FUNCTIONS["sdpa"] = sdpa_attention_forward
+    groups.mpu = None
+    parallel_state_sp._release_sequence_parallel_groups()
     parameter_offload.FWD_MODULE_STACK.clear()
     groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
     own = torch.nn.functional.linear

@@ -85,7 +85,6 @@ def _request(options: dict[str, Any]) -> Request:
         **values,
         lora=Lora(rank=options["lora_rank"], dropout=options["lora_dropout"], targets=names),
         state_dtypes=options["states"],
-        writable=False,
     )
 
 

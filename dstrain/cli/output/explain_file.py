@@ -143,9 +143,10 @@ def _words(section: Section, explanation: Explanation) -> Iterator[str]:
     elif section.name == BATCH and explanation.context is not None and explanation.context.job is not None:
         job, hosts = explanation.context.job.job, explanation.context.hosts
         ranks = hosts.num_slots if hosts else 1
+        shared = ("s" if ranks > 1 else "") + (f" ÷ SP {job.sp}" if job.sp > 1 else "")
         yield (
-            f"{ranks} GPU{'s' if ranks > 1 else ''} × micro-batch {job.micro_batch} × {job.grad_accum} accumulated"
-            f" = {ranks * job.micro_batch * job.grad_accum} samples a step, of up to {job.seq_len} tokens"
+            f"{ranks} GPU{shared} × micro-batch {job.micro_batch} × {job.grad_accum} accumulated"
+            f" = {job.samples_per_step(ranks)} samples a step, of up to {job.seq_len} tokens"
         )
     elif section.meaning is not None and section.name not in (OTHER, BATCH, PRECISION):
         yield section.meaning.removesuffix(".")

@@ -25,7 +25,8 @@ def before_lines(prepared: PreparedRun) -> list[str]:
     lines = [
         f"run      {job.method} training of {shown(job.model)}",
         f"on       {hosts.num_slots} × {device}, {machines}; ZeRO-{stage}, {job.precision}, micro-batch"
-        f" {job.micro_batch} × {job.grad_accum} accumulated, {job.seq_len} tokens{', packed' if job.packing else ''}",
+        f" {job.micro_batch} × {job.grad_accum} accumulated, {job.seq_len} tokens"
+        f"{', packed' if job.packing else ''}{f', over SP {job.sp}' if job.sp > 1 else ''}",
         f"into     {shown(str(prepared.run_dir.path))}",
     ]
     estimate = prepared.estimate

@@ -11,6 +11,7 @@ from typing import Any
 
 from dstrain.choices import Attention, Hub, Method, OnBadRow, Precision, SinkName, SwanLabMode
 from dstrain.config.lint.finding import Finding
+from dstrain.config.lint.subject import JobContext
 from dstrain.errors import DstrainError, EnvironmentProblem, InvalidConfig
 from dstrain.facts import probe
 from dstrain.facts.cluster import machines
@@ -19,11 +20,14 @@ from dstrain.facts.cluster.hostfile import Hosts
 from dstrain.facts.data import datafile
 from dstrain.facts.model import model_files
 from dstrain.facts.model.model_facts import ModelFacts
+from dstrain.facts.workload import Workload
 from dstrain.job.file import JobFile, looks_local
 from dstrain.job.schema import Job
 from dstrain.launch.prepare.hostfile_findings import of_job
+from dstrain.launch.prepare.job_context import request_of
 from dstrain.paths import shown
 from dstrain.plan.memory.params import adapted, linear_names
+from dstrain.plan.search.rules import broken
 from dstrain.records import Keys
 from dstrain.rundir import damage
 
@@ -127,6 +131,18 @@ def check_targets(file: JobFile, model: ModelFacts | None) -> None:
             f"no linear layer of {model.name} is named {targets}",
             place=place,
             hint=f"Its linear layers: {', '.join(linear_names(model))}.",
+        )
+
+
+def check_parallel(file: JobFile, model: ModelFacts | None, cluster: Cluster) -> None:
+    """Raises InvalidConfig if sequence parallelism does not work for a model, its cluster or other keys of the job."""
+    if file.job.sp == 1 or model is None:
+        return
+    workload = Workload(model=model, cluster=cluster)
+    wrong = [rule.says for rule in broken(workload, request_of(file.job).configuration) if "sp" in rule.options]
+    if wrong:
+        raise InvalidConfig(
+            f"sp is {file.job.sp}, but {'; '.join(wrong)}", place=file.locate(("sp",)), hint="sp: 1 turns it off."
         )
 
 
@@ -262,10 +278,12 @@ def check_data_file(file: JobFile, key: str) -> str | None:
     return f"{shown(name)}: {report.note}" if report.note else None
 
 
-def findings(file: JobFile) -> list[Finding]:
-    """Returns lint's findings about the data files of a job that exist on this machine."""
+def findings(file: JobFile, context: JobContext) -> list[Finding]:
+    """Returns lint's findings about keys of a job, and about its data files that exist on this machine."""
     findings = []
     checks: dict[str, Callable[[], object]] = {"eval_steps": lambda: check_evaluation(file)}
+    if (cluster := context.cluster) is not None:
+        checks["sp"] = lambda: check_parallel(file, context.model, cluster)
     for key in DATA_KEYS:
         if getattr(file.job, key) is not None and Path(getattr(file.job, key)).is_file():
             checks[key] = partial(check_data_file, file, key)

@@ -54,7 +54,7 @@ def lint_job(
         return lint(JobContext(), path, is_trainers=is_trainers, ignored=ignored, fix=fix)
     planned = planned_cluster(path.parent)
     context = job_context(file, planned)
-    findings = [*hostfile_findings.findings(file, planned), *job_checks.findings(file)]
+    findings = [*hostfile_findings.findings(file, planned), *job_checks.findings(file, context)]
     result = lint(context, path, is_trainers=is_trainers, ignored=ignored, fix=fix)
     if result.subject is None:
         return result

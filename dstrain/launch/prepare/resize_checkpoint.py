@@ -37,11 +37,13 @@ class SavedCheckpoint:
     """Samples in one forward pass of one rank."""
     grad_accum: int
     """Micro-batches per step."""
+    sp: int
+    """Ranks that share a micro-batch."""
 
     @property
     def global_batch(self) -> int:
         """Samples of one step."""
-        return self.micro_batch * self.grad_accum * self.world_size
+        return self.micro_batch * self.grad_accum * (self.world_size // self.sp)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +114,7 @@ def find(job: Job) -> SavedCheckpoint | None:
         zero_stage=record["zero_stage"],
         micro_batch=record.get("micro_batch", job.micro_batch),
         grad_accum=record.get("grad_accum", job.grad_accum),
+        sp=record.get("sp", 1),
     )
 
 
@@ -121,16 +124,17 @@ def keep_batch(job: Job, saved: SavedCheckpoint, *, num_ranks: int) -> Job:
     Raises InvalidConfig, with the possible numbers of GPUs, if the batch does not divide by the number of ranks.
     """
     total = saved.global_batch
-    if job.micro_batch * job.grad_accum * num_ranks == total:
+    if job.samples_per_step(num_ranks) == total:
         return job
-    if total % num_ranks:
-        nearby = range(1, 2 * max(saved.world_size, num_ranks) + 1)
-        legal = ", ".join(str(count) for count in nearby if total % count == 0)
+    groups = job.data_parallel(num_ranks)
+    if total % groups:
+        nearby = range(job.sp, 2 * max(saved.world_size, num_ranks) + 1, job.sp)
+        legal = ", ".join(str(count) for count in nearby if total % (count // job.sp) == 0)
         raise InvalidConfig(
             f"{shown(str(saved.folder))} was trained with a global batch of {total}; {num_ranks} GPUs cannot share it",
             hint=f"Numbers of GPUs that can: {legal}.",
         )
-    share = total // num_ranks
+    share = total // groups
     micro_batch = next(size for size in range(min(job.micro_batch, share), 0, -1) if share % size == 0)
     return replace(job, micro_batch=micro_batch, grad_accum=share // micro_batch)
 

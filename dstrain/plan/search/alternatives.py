@@ -40,7 +40,7 @@ def neighbours(
     """
     alternatives = []
     for topic, mine, other, configuration in _flips(request, chosen.configuration):
-        if broken(workload, configuration, writable=request.writable):
+        if broken(workload, configuration):
             continue
         estimate = assess(configuration)
         if not estimate.fits:

@@ -20,7 +20,6 @@ from dstrain.plan.search.buffer_sizes import TIGHT, least_offloaded, sized, size
 from dstrain.plan.search.evaluator import estimated, usable_ratio
 from dstrain.plan.search.infeasible import does_not_fit, gpu_assumed, gpu_guessed, ram_assumed
 from dstrain.plan.search.reasons import compared, percent, reasons
-from dstrain.plan.search.rules import broken
 from dstrain.plan.search.search import DEFAULT_TOP, Ranking, search
 from dstrain.plan.search.search_space import global_batch
 from dstrain.units import format_count
@@ -172,8 +171,8 @@ def _notes(workload: Workload, request: Request, chosen: Estimate) -> tuple[str,
         notes.append(f"a vision-language model trains on text here; its vision tower ({frozen} parameters) is frozen")
     if model.moe is not None and request.method is not Method.FULL:
         notes.append("experts are 3-D tensors in Transformers 5: adapters go to the linear layers of attention")
-    unwritable = broken(workload, chosen.configuration, writable=True) if not request.writable else []
-    notes += [f"{rule.says}, so gen-config chooses otherwise" for rule in unwritable]
+    if chosen.configuration.parallel.tp > 1:
+        notes.append("dstrain run does not train with tensor parallelism yet")
     return tuple(notes)
 
 

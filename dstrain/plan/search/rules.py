@@ -37,6 +37,10 @@ def _is_deepspeed(configuration: Configuration) -> bool:
     return configuration.model.is_deepspeed
 
 
+def _drops_masks(configuration: Configuration) -> bool:
+    return configuration.parallel.sp > 1 and configuration.kernels.attn is not Attention.FLASH_ATTENTION_2
+
+
 # fmt: off
 RULES: tuple[Rule, ...] = (
     Rule(name="offload needs ZeRO", options=("zero_stage", "offload"),
@@ -85,19 +89,19 @@ RULES: tuple[Rule, ...] = (
          breaks=lambda m, k, c: c.parallel.sp > 1 and c.parallel.tp > 1,
          source=_DS + "runtime/engine.py: _configure_tensor_parallel_states replaces the mpu that SP comes with"),
     Rule(name="SP divides the GPUs", options=("sp",),
-         says="--sp divides the GPUs",
+         says="SP divides the GPUs",
          breaks=lambda m, k, c: k.num_gpus % c.parallel.sp != 0,
          source=_DS + "runtime/sequence_parallel/parallel_state_sp.py: initialize_sequence_parallel"),
     Rule(name="SP divides the heads", options=("sp",),
-         says="--sp divides the attention heads",
+         says="SP divides the attention heads",
          breaks=lambda m, k, c: m.num_attention_heads % c.parallel.sp != 0,
          source=_DS + "runtime/sequence_parallel/ulysses_sp.py: UlyssesSPAttentionHF.__init__"),
     Rule(name="SP and key-value heads", options=("sp",),
-         says="--sp divides the key-value heads, or they divide it",
+         says="SP divides the key-value heads, or they divide it",
          breaks=lambda m, k, c: bool(m.num_key_value_heads % c.parallel.sp and c.parallel.sp % m.num_key_value_heads),
          source=_DS + "runtime/sequence_parallel/ulysses_sp.py: UlyssesSPAttentionHF.__init__"),
     Rule(name="SP divides the sequence", options=("sp", "seq_len"),
-         says="--sp divides --seq-len",
+         says="SP divides the sequence length",
          breaks=lambda m, k, c: c.batch.seq_len % c.parallel.sp != 0,
          source=_DS + "runtime/sequence_parallel/ulysses_sp.py: local_seq_length"),
     Rule(name="SP needs a kernel without mask", options=("sp", "attn"),
@@ -108,6 +112,15 @@ RULES: tuple[Rule, ...] = (
          says="sequence parallelism needs keys and values of one width, which latent attention has not",
          breaks=lambda m, k, c: c.parallel.sp > 1 and m.head_dim != m.v_head_dim,
          source=_DS + "runtime/sequence_parallel/ulysses_sp.py: forward, key.shape == value.shape"),
+    Rule(name="SP and packed rows", options=("sp", "packing", "attn"),
+         says="sequence parallelism keeps packed samples apart with flash_attention_2 only",
+         breaks=lambda m, k, c: _drops_masks(c) and c.batch.packing,
+         source=_DS + "runtime/sequence_parallel/ulysses_sp.py: uattn_wrapper drops masks"),
+    Rule(name="SP and windows", options=("sp", "seq_len", "attn"),
+         says="sequence parallelism limits attention to a window with flash_attention_2 only",
+         breaks=lambda m, k, c: _drops_masks(c) and m.num_windowed_layers > 0
+         and m.sliding_window is not None and m.sliding_window < c.batch.seq_len,
+         source=_DS + "runtime/sequence_parallel/ulysses_sp.py: uattn_wrapper drops masks"),
     Rule(name="SP and images", options=("sp", "image_patches"),
          says="sequence parallelism replaces the vision tower's attention too, which has no position ids",
          breaks=lambda m, k, c: c.parallel.sp > 1 and c.batch.image_patches > 0,
@@ -158,18 +171,9 @@ RULES: tuple[Rule, ...] = (
 )
 """What DeepSpeed 0.19.8, with Transformers 5.23 and accelerate 1.15, does not do. The batch identity is not here: no
 configuration is made that breaks it (`search_space.batches`)."""
-
-WRITABLE: tuple[Rule, ...] = (
-    Rule(name="SP and TP are not run", options=("sp", "tp"),
-         says="the trainer does not run sequence or tensor parallelism yet",
-         breaks=lambda m, k, c: c.parallel.sp > 1 or c.parallel.tp > 1,
-         source="dstrain/train/arguments.py sets no ParallelismConfig"),
-)
-"""Combinations that DeepSpeed supports but gen-config or the trainer does not."""
 # fmt: on
 
 
-def broken(workload: Workload, configuration: Configuration, *, writable: bool = False) -> list[Rule]:
-    """Returns the rules that a configuration breaks; with `writable` those of gen-config too."""
-    rules = RULES + WRITABLE if writable else RULES
-    return [rule for rule in rules if rule.breaks(workload.model, workload.cluster, configuration)]
+def broken(workload: Workload, configuration: Configuration) -> list[Rule]:
+    """Returns the rules that a configuration breaks."""
+    return [rule for rule in RULES if rule.breaks(workload.model, workload.cluster, configuration)]

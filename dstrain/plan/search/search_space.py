@@ -110,15 +110,14 @@ def strategy_key(configuration: Configuration) -> tuple[object, ...]:
 def mechanisms(configuration: Configuration) -> int:
     """Returns how many mechanisms a configuration uses: the measure of simplicity.
 
-    One for each part that ZeRO shares out (its stage), for checkpointing, SP, TP, hpZ, a divided optimizer and pageable
-    memory; two for each step that states go away from the GPU (optimizer, parameters, NVMe), which makes the run depend
-    on the RAM, CPU and disk of every node.
+    One for each part that ZeRO shares out (its stage), for checkpointing, TP, hpZ, a divided optimizer and pageable
+    memory; two for SP, which depends on the model's attention and on links in every layer, and for each step that
+    states go away from the GPU (optimizer, parameters, NVMe), which depends on the RAM, CPU and disk of every node.
     """
     zero, parallel = configuration.zero, configuration.parallel
     is_pageable = zero.is_offloaded and not zero.pin_memory
-    has_parallel = (parallel.sp > 1, parallel.tp > 1, zero.hpz > 1)
-    extras = (configuration.checkpointing.enabled, *has_parallel, zero.offload_ratio < 1, is_pageable)
-    return zero.stage + 2 * list(Offload).index(zero.offload) + sum(extras)
+    extras = (configuration.checkpointing.enabled, parallel.tp > 1, zero.hpz > 1, zero.offload_ratio < 1, is_pageable)
+    return zero.stage + 2 * (list(Offload).index(zero.offload) + (parallel.sp > 1)) + sum(extras)
 
 
 def ways(workload: Workload, request: Request) -> Strategies:
@@ -128,13 +127,13 @@ def ways(workload: Workload, request: Request) -> Strategies:
     forbidden: list[tuple[Configuration, tuple[Rule, ...]]] = []
     for sp, tp in _parallel(cluster, request):
         parallel = replace(start, parallel=Parallel(sp=sp, tp=tp))
-        wrong = broken(workload, parallel, writable=request.writable)
+        wrong = broken(workload, parallel)
         wrong = [rule for rule in wrong if "sp" in rule.options or "tp" in rule.options]
         if wrong:
             forbidden.append((parallel, tuple(wrong)))
             continue
         for way in _mechanisms(cluster, request, parallel):
-            wrong = broken(workload, way, writable=request.writable)
+            wrong = broken(workload, way)
             if wrong:
                 forbidden.append((way, tuple(wrong)))
             else:
@@ -168,7 +167,9 @@ def _given(value: T | None, otherwise: tuple[T, ...]) -> tuple[T, ...]:
 def _parallel(cluster: Cluster, request: Request) -> Iterator[tuple[int, int]]:
     """Yields sequence- and tensor-parallel degrees: powers of two, over all GPUs and inside a node."""
     one = (1,) if request.is_one_configuration else None
-    for sp in _given(request.sp, one or _powers_of_two(cluster.num_gpus)):
+    batch, gpus = request.global_batch, cluster.num_gpus
+    odd = (1,) if batch is not None and batch % gpus and gpus % batch else None  # no reason to share rows
+    for sp in _given(request.sp, one or odd or _powers_of_two(gpus)):
         for tp in _given(request.tp, one or _powers_of_two(cluster.gpus_per_node)):
             yield sp, tp
 

@@ -97,7 +97,9 @@ class Written:
     micro_batch: int
     """Samples per forward of a rank."""
     grad_accum: int
-    """Micro-batches per step; world_size · micro_batch · grad_accum, the global batch, is kept by a resumed run."""
+    """Micro-batches per step; a resumed run keeps the global batch, world_size / sp · micro_batch · grad_accum."""
+    sp: int
+    """Ranks that share a micro-batch."""
     data: str
     """Digest of the training data and its order."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,13 +29,19 @@ class Collator:
     """Whether rows hold several samples, with `position_ids`."""
     takes: frozenset[str] | None = None
     """Arguments of the model's forward; None: any."""
+    slices: int = 1
+    """Equal slices into which rows are cut afterwards, see `slices.Slice`."""
     pad_to_multiple_of: int = 8
     """Tensor cores need row lengths that are multiples of 8."""
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Returns `input_ids`, `labels` and `position_ids` or `attention_mask`, each (batch, seq)."""
+        """Returns `input_ids`, `labels` and `position_ids` or `attention_mask`, each (batch, seq).
+
+        Rows that are to be cut have both.
+        """
         longest = max(len(row["input_ids"]) for row in rows)
-        width = -(-longest // self.pad_to_multiple_of) * self.pad_to_multiple_of
+        multiple = math.lcm(self.pad_to_multiple_of, self.slices)
+        width = -(-longest // multiple) * multiple
         columns = {
             "input_ids": np.full((len(rows), width), self.pad_token_id),
             "labels": np.full((len(rows), width), IGNORED),
@@ -49,6 +56,8 @@ class Collator:
         if self.packing:
             borders = {"use_cache": False, **_borders(batch["position_ids"])}
             return batch | {name: value for name, value in borders.items() if self.takes is None or name in self.takes}
+        if self.slices > 1:
+            batch["position_ids"] = torch.arange(width).repeat(len(rows), 1)
         lengths = np.array([[len(row["input_ids"])] for row in rows])
         batch["attention_mask"] = torch.from_numpy((np.arange(width) < lengths).astype(np.int64))
         return batch

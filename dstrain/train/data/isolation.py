@@ -48,6 +48,8 @@ class Trial:
     """Returns the engine's inputs for a row, as in training."""
     tokens: Any
     """Token ids of the data: (tokens,)."""
+    whole: Callable[[torch.Tensor], torch.Tensor] = lambda logits: logits
+    """Returns the logits of whole rows, if the engine has slices of them."""
     group: Any
     """A gloo group of all ranks; None with one."""
 
@@ -102,7 +104,8 @@ class Trial:
     def _logits(self, *samples: Any, has_masks: bool) -> torch.Tensor:
         tokens = np.concatenate(samples)
         inputs = self.inputs_of(row_of(tokens, tokens, np.array([len(sample) for sample in samples])))
-        del inputs["labels"]
+        for name in ("labels", "shift_labels"):
+            inputs.pop(name, None)
         if has_masks:
             inputs["attention_mask"] = packed_masks(self.model, inputs["position_ids"])
         devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
@@ -110,7 +113,7 @@ class Trial:
         with torch.random.fork_rng(devices), torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # checkpointing says that there will be no gradients
             try:
-                logits = self.engine(**inputs).logits[-1]
+                logits = self.whole(self.engine(**inputs).logits)[-1]
             except refusals as error:
                 raise self._refused(_SEEN if has_masks else f"does not support packed rows: {error}") from error
         second = slice(len(samples[0]), len(samples[0]) + len(samples[1]))

@@ -81,6 +81,21 @@ def test_what_contradicts_the_job_names_both_places(tmp_path: Path, key: str, li
     assert wanted in said.problem
 
 
+def test_ranks_that_share_rows_count_once_in_the_batch(tmp_path: Path) -> None:
+    known: dict[str, Any] = {"job": job(tmp_path, "sp: 2\n"), "hosts": hostfile.expand("localhost:4", None)}
+    assert found(f' "train_batch_size": 16,\n{ZERO2}', **known) == []
+    assert "2 × 4 × 4 GPUs ÷ sp 2 = 16" in one("DS410", found(f' "train_batch_size": 32,\n{ZERO2}', **known)).problem
+
+
+def test_sequence_parallelism_under_zero_3_needs_reduce_scatter(tmp_path: Path) -> None:
+    gathers = '"stage3_gather_16bit_weights_on_model_save": true'
+    body = f' "zero_optimization": {{"stage": 3, "reduce_scatter": false, {gathers}}}}}'
+    said = one("DS223", found(body, job=job(tmp_path, "sp: 2\n")))
+    assert (said.severity, said.place.line) == (Severity.ERROR, 2)
+    assert found(body, job=job(tmp_path)) == []
+    assert found(body.replace("false", "true"), job=job(tmp_path, "sp: 2\n")) == []
+
+
 def test_auto_and_equal_literals_agree(tmp_path: Path) -> None:
     body = ' "optimizer": {"type": "AdamW", "params": {"lr": 1e-5, "eps": "auto"}},\n' + ZERO2
     assert found(body, job=job(tmp_path)) == []

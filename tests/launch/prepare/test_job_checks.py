@@ -1,14 +1,17 @@
 """What a job asks for that its machines cannot do."""
 
+from typing import Any
+
 import pytest
 
 from dstrain.choices import Attention
 from dstrain.errors import InvalidConfig, Place
+from dstrain.facts import probe
 from dstrain.facts.cluster import gpus
 from dstrain.facts.cluster.cluster import Origin, describe
 from dstrain.job.file import JobFile
 from dstrain.job.schema import Job
-from dstrain.launch.prepare.job_checks import check_gpu
+from dstrain.launch.prepare.job_checks import check_gpu, check_parallel
 
 
 def test_flash_attention_is_refused_on_gpus_that_were_found_and_are_too_old() -> None:
@@ -18,3 +21,33 @@ def test_flash_attention_is_refused_on_gpus_that_were_found_and_are_too_old() ->
         check_gpu(file, describe(gpu=gpus.gpu("v100-32g"), gpu_origin=Origin.MEASURED, gpus=1))
     check_gpu(file, describe(gpu=gpus.gpu("a100-80g"), gpu_origin=Origin.MEASURED, gpus=1))
     check_gpu(file, describe(gpu=gpus.from_nvml("new", 1000), gpu_origin=Origin.MEASURED, gpus=1))
+
+
+@pytest.mark.parametrize(
+    ("model", "job", "said"),
+    [
+        ("qwen3-8b", {"sp": 3}, "sp is 3, but SP divides the GPUs"),
+        ("qwen2.5-7b", {"sp": 8}, "SP divides the attention heads"),
+        ("qwen3-8b", {"sp": 4, "packing": True}, "keeps packed samples apart with flash_attention_2 only"),
+        ("gemma-3-27b", {"sp": 4, "seq_len": 8192}, "limits attention to a window with flash_attention_2 only"),
+        ("qwen3-8b", {"sp": 4, "attn": Attention.EAGER}, "sp is 4, but "),
+    ],
+)
+def test_sequence_parallelism_that_does_not_work_is_refused_at_its_line(
+    model: str, job: dict[str, Any], said: str
+) -> None:
+    file = JobFile(
+        job=Job(model=model, output_dir="o", **job), locate=lambda keys: Place(file="job.yaml", line=9, column=5)
+    )
+    cluster = describe(gpu=gpus.gpu("a100-80g"), gpu_origin=Origin.GIVEN, gpus=8)
+    with pytest.raises(InvalidConfig) as caught:
+        check_parallel(file, probe.read_model(model), cluster)
+    assert said in caught.value.problem
+    assert str(caught.value).startswith("job.yaml:9:5: sp is ")
+
+
+@pytest.mark.parametrize("job", [{}, {"sp": 8}, {"sp": 4, "packing": True, "attn": Attention.FLASH_ATTENTION_2}])
+def test_sequence_parallelism_that_works_is_not(job: dict[str, Any]) -> None:
+    file = JobFile(job=Job(model="m", output_dir="o", **job), locate=lambda keys: Place(file="job.yaml"))
+    cluster = describe(gpu=gpus.gpu("a100-80g"), gpu_origin=Origin.GIVEN, gpus=8)
+    check_parallel(file, probe.read_model("qwen3-8b"), cluster)

@@ -123,6 +123,14 @@ def test_a_batch_that_the_ranks_cannot_share_names_the_numbers_that_can(tmp_path
     assert caught.value.hint == "Numbers of GPUs that can: 1, 2, 4."
 
 
+def test_ranks_that_share_rows_count_once(tmp_path: Path) -> None:
+    checkpoint(tmp_path)  # 16 samples a step
+    assert batch(resuming(job(tmp_path, sp=2), num_ranks=4)) == (2, 4)
+    with pytest.raises(InvalidConfig) as caught:
+        resuming(job(tmp_path, sp=2), num_ranks=6)
+    assert caught.value.hint == "Numbers of GPUs that can: 2, 4, 8."
+
+
 def test_a_resume_after_one_on_fewer_ranks_keeps_the_batch_too(tmp_path: Path) -> None:
     checkpoint(tmp_path, world_size=1, grad_accum=8)  # by a job that still says 4
     found = resuming(job(tmp_path), num_ranks=1)

@@ -44,7 +44,7 @@ DRAWN = 10
 def test_no_estimate_is_below_its_bound(options: dict[str, Any], wishes: dict[str, Any], draw: Draw) -> None:
     asked = ask(**options)
     workload = asked.workload
-    request = Request(method=asked.request.method, writable=False, sp=None, tp=None, **wishes)
+    request = Request(method=asked.request.method, sp=None, tp=None, **wishes)
     candidates = space(workload, request)
     for each in draw(random.Random(0).sample(candidates, min(SAMPLES, len(candidates))), DRAWN):
         configuration = each.configuration(workload.model)

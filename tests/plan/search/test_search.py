@@ -42,7 +42,7 @@ def without_speed(cluster: Cluster) -> Cluster:
 def everything(**options: Any) -> tuple[Any, Request]:
     """Returns a question with all that DeepSpeed can do left open."""
     asked = ask(**options)
-    return asked, replace(asked.request, writable=False, sp=None, tp=None)
+    return asked, replace(asked.request, sp=None, tp=None)
 
 
 @pytest.mark.parametrize(("options", "wishes"), QUESTIONS, ids=lambda each: "-".join(str(v) for v in each.values()))
@@ -109,7 +109,7 @@ def test_simplicity_counts_mechanisms() -> None:
     assert mechanisms(DEFAULTS) == 0
     assert mechanisms(changed(DEFAULTS, zero_stage=2, grad_ckpt=True)) == 3
     assert mechanisms(changed(DEFAULTS, zero_stage=3, offload=Offload.PARAMS, pin_memory=False)) == 8
-    assert mechanisms(changed(DEFAULTS, zero_stage=3, hpz=8, sp=2)) == 5
+    assert mechanisms(changed(DEFAULTS, zero_stage=3, hpz=8, sp=2)) == 6
 
 
 def test_where_nothing_fits_the_nearest_come_first() -> None:
@@ -139,7 +139,7 @@ def test_without_speeds_offload_comes_after_everything_else() -> None:
 
 
 def test_without_speeds_smaller_micro_batches_come_after_checkpointing() -> None:
-    asked = ask(model="qwen3-8b", gpus=16, seq_len=1024, offload="none", zero_stage=3)
+    asked = ask(model="qwen3-8b", gpus=16, seq_len=1024, offload="none", zero_stage=3, sp=1)
     candidates = [each for each in space(asked.workload, asked.request) if each.rung and each.way.zero.hpz == 1]
     order = [
         (each.micro_batch, each.way.checkpointing.enabled)
@@ -189,7 +189,7 @@ def test_what_does_not_fit_names_what_would() -> None:
 
 def test_a_micro_batch_that_does_not_fit_names_a_smaller_one() -> None:
     with pytest.raises(DoesNotFit) as caught:
-        plan(model="qwen3-8b", gpus=8, offload="none", micro_batch=32)
+        plan(model="qwen3-8b", gpus=8, offload="none", micro_batch=32, sp=1)
     assert "--micro-batch " in str(caught.value.hint)
 
 

@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
 from dstrain.errors import InvalidConfig  # noqa: E402
 from dstrain.train.data.collate import Collator, taken_by  # noqa: E402
 from dstrain.train.data.isolation import Trial, packed_masks  # noqa: E402
+from dstrain.train.data.slices import shift  # noqa: E402
 from dstrain.train.evaluation import loss_of  # noqa: E402
 from tests.train.data.test_packing import packed  # noqa: E402
 
@@ -149,7 +150,7 @@ def test_the_loss_of_packed_samples_is_that_of_the_same_alone_or_packing_is_refu
     if has_masks:
         batch["attention_mask"] = packed_masks(model, batch["position_ids"])
     without_dropout(model)
-    together = loss_of(model(**batch).logits, labels)
+    together = loss_of(model(**batch).logits, shift(labels))
     texts = [torch.tensor([sample]) for sample in samples]
-    alone = torch.stack([loss_of(model(input_ids=ids).logits, ids) for ids in texts]).sum(dim=0)
+    alone = torch.stack([loss_of(model(input_ids=ids).logits, shift(ids)) for ids in texts]).sum(dim=0)
     assert together.tolist() == pytest.approx(alone.tolist(), rel=1e-6)

@@ -104,7 +104,8 @@ def _identity(subject: Subject) -> Iterator[Fault]:
 def _data_ranks(subject: Subject) -> int | None:
     if subject.num_ranks is None:
         return None
-    return max(1, subject.num_ranks // max(1, int(subject.number("sequence_parallel_size", 1))))
+    sp = subject.job.job.sp if subject.job is not None else int(subject.number("sequence_parallel_size", 1))
+    return max(1, subject.num_ranks // max(1, sp))
 
 
 def _counts_tp_ranks(s: Subject) -> bool:
@@ -140,7 +141,8 @@ def _disagreements(subject: Subject) -> Iterator[Fault]:
         text = shown(wanted) + (" (with adam_beta2)" if pointer[-1] == "betas" else "")
         if pointer == ("train_batch_size",):
             job = subject.job.job
-            text = f"{job.micro_batch} × {job.grad_accum} × {subject.num_ranks} GPUs = {wanted}"
+            shared = f" ÷ sp {job.sp}" if job.sp > 1 else ""
+            text = f"{job.micro_batch} × {job.grad_accum} × {subject.num_ranks} GPUs{shared} = {wanted}"
         yield Fault(
             pointer=pointer,
             problem=f"{dotted(pointer)} is {shown(value)}, but {subject.job.locate((key,))}: {key} makes it {text}",

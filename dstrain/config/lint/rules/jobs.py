@@ -6,14 +6,13 @@ from collections.abc import Iterator
 
 from dstrain.choices import Method, Precision
 from dstrain.config.lint.finding import Fault, Severity
-from dstrain.config.lint.rule import Breaks, Rule
+from dstrain.config.lint.rule import Breaks, Rule, when
 from dstrain.config.lint.rules.no_effect import above, has_pass, is_on
 from dstrain.config.lint.subject import Subject, shown
 from dstrain.job.schema import Job
 
 _GATHER = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
-
-
+_SCATTER = "zero_optimization.reduce_scatter"
 _TP = "tensor_parallel.autotp_size"
 _SPLIT_MODEL = "each rank holds a part of the model, and the final model has no weights that can be loaded"
 _NOT_RUN: dict[str, tuple[Breaks, str]] = {
@@ -63,6 +62,12 @@ def _in_job(subject: Subject, key: str, problem: str, effect: str, fix: str) -> 
     """Returns a fault at a key of the job."""
     assert subject.job is not None
     return Fault(place=subject.job.locate((key,)), problem=problem, effect=effect, fix=fix)
+
+
+def _mixes_averages(subject: Subject) -> bool:
+    """Returns whether ZeRO-3 divides gradients of some parameters by all ranks, and others by the groups of `sp`."""
+    scatters = subject.is_true(_SCATTER, default=True)
+    return subject.job is not None and subject.job.job.sp > 1 and subject.stage == 3 and not scatters
 
 
 def _steps_of(job: Job) -> Iterator[tuple[str, int, str]]:
@@ -119,6 +124,12 @@ RULES = (
          source="dstrain/train"),
     Rule(id="DS222", severity=Severity.ERROR, title="tensor parallelism that cannot be saved", find=_unsaved,
          source="accelerate 1.15 accelerator.py: get_state_dict"),
+    Rule(id="DS223", severity=Severity.ERROR, title="sequence parallelism without reduce_scatter",
+         find=when(_SCATTER, _mixes_averages,
+                   problem="reduce_scatter is {value} under ZeRO-3, and sp in job.yaml is above 1",
+                   effect="gradients are multiplied by sp, except for those larger than reduce_bucket_size",
+                   fix="remove the line"),
+         source="deepspeed 0.19.8 runtime/zero/stage3.py: __avg_scatter_contiguous_grads, __avg_scatter_grads"),
     Rule(id="DS901", severity=Severity.WARNING, title="interval longer than the run", find=_never_reached,
          source="dstrain/job/schema.py"),
     Rule(id="DS902", severity=Severity.WARNING, title="evaluation on the training data", find=_its_own_data,

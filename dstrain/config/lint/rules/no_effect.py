@@ -182,7 +182,7 @@ RULES = (
                    problem="sequence_parallel_size is {value}",
                    effect="under the Trainer it changes only the batch check: sequences are not split, and "
                           "every rank trains on whole ones",
-                   fix="remove it; accelerate's ParallelismConfig(sp_size=…) enables Ulysses"),
+                   fix="remove it; in job.yaml: sp (in your own Trainer: accelerate's ParallelismConfig)"),
          source=_DS + "runtime/config.py: world_size / sequence_parallel_size"),
     Rule(id="DS212", severity=W, title="enabled profilers", find=_profilers,
          source=_DS + "utils/comms_logging.py, utils/timer.py; measured: DeepSpeed#617"),

@@ -1,0 +1,147 @@
+"""Transformers' Trainer with complete checkpoints and a complete final model."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+import transformers
+
+from dstrain.paths import flush
+from dstrain.rundir import RunDir, rotate
+from dstrain.train.arguments import zero_stage
+from dstrain.train.checkpoints import checkpoints, saved_model
+from dstrain.train.checkpoints.checkpoints import Written
+from dstrain.train.checkpoints.node_storage import Disk
+from dstrain.train.rank import Rank
+
+
+class SavingTrainer(transformers.Trainer):
+    """What a rank writes."""
+
+    def __init__(
+        self,
+        *,
+        run_dir: RunDir,
+        rank: Rank,
+        disk: Disk,
+        sp: int,
+        save_total_limit: int | None,
+        base: Mapping[str, Any],
+        trust_remote_code: bool,
+        data_digest: str,
+        **options: Any,
+    ) -> None:
+        """`base` is the configuration of the base model; `options` are those of Transformers' Trainer."""
+        super().__init__(**options)
+        self._run_dir = run_dir
+        self._rank = rank
+        self._disk = disk
+        self._sp = sp
+        self._keep = save_total_limit
+        self._base = base
+        self._trusts = trust_remote_code
+        self._data_digest = data_digest
+        self._stage = zero_stage(self.args.hf_deepspeed_config.config)
+
+    def _written(self) -> Written:
+        return Written(
+            step=self.state.global_step,
+            world_size=self._rank.world_size,
+            zero_stage=self._stage,
+            micro_batch=self.args.per_device_train_batch_size,
+            grad_accum=self.args.gradient_accumulation_steps,
+            sp=self._sp,
+            data=self._data_digest,
+        )
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """Writes a checkpoint; rank 0 marks it as complete after all ranks have written their parts."""
+        folder = self._run_dir.path / f"checkpoint-{self.state.global_step}"
+        if self._rank.index == self._disk.ranks[0]:
+            checkpoints.begin(folder)
+        self._wait()
+        super()._save_checkpoint(model, trial)
+        self._wait()
+        if self._rank.local_index == 0:
+            flush(folder)
+        self._wait()
+        if self._disk.is_apart:
+            self._mark_part(folder)
+        elif self._rank.is_first:
+            checkpoints.complete(folder, self._written())
+            rotate(self._run_dir, self._keep)
+
+    def _mark_part(self, folder: Path) -> None:
+        """Marks the part on each disk, rank 0's last: then `dstrain run` may gather all parts."""
+        for is_turn in (not self._rank.is_first, self._rank.is_first):
+            if is_turn and self._rank.index == self._disk.ranks[0]:
+                of_ranks = len(self._disk.ranks)
+                checkpoints.complete_part(folder, self._written(), of_ranks=of_ranks, start=self._disk.start)
+            self._wait()
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Saves weights for `from_pretrained`; under ZeRO-3 only if the configuration allows gathering them."""
+        if self._can_gather():
+            super().save_model(output_dir, _internal_call)
+        elif self._rank.is_first:
+            # Transformers would save the whole sharded state here, and later again
+            folder = str(output_dir or self.args.output_dir)
+            model: Any = self.model
+            tokenizer: Any = self.processing_class
+            model.config.save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
+            saved_model.restore_config(Path(folder), self._base)
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        """Writes the weights in the dtype of the base model, and config.json with the base's values."""
+        dtype = saved_model.base_dtype(self._base)
+        model: Any = self.model
+        if self.args.should_save and state_dict and not self._is_adapter():
+            state_dict = saved_model.without_copies(state_dict, model)
+            if dtype is not None:
+                state_dict = saved_model.converted(state_dict, model, model.dtype, dtype)
+        super()._save(output_dir, state_dict)
+        if self.args.should_save:
+            saved_model.restore_config(Path(output_dir or str(self.args.output_dir)), self._base)
+
+    def _is_adapter(self) -> bool:
+        return hasattr(self.model, "peft_config")
+
+    def _can_gather(self) -> bool:
+        if self._stage != 3 or self._is_adapter():
+            return True
+        engine: Any = self.model_wrapped
+        return bool(engine.zero_gather_16bit_weights_on_model_save())
+
+    def save_final(self) -> Path | None:
+        """Saves the trained model or adapter and its tokenizer; returns the folder, or None if weights stay sharded.
+
+        Raises RunFailed on rank 0 if the saved model is incomplete.
+        """
+        final = self._run_dir.final
+        if not self._can_gather():
+            self._rank.say(
+                "stage3_gather_16bit_weights_on_model_save is false, so the final model is not gathered; "
+                f"to get it: python -m dstrain.train.checkpoints.export {self._run_dir.path} OUT"
+            )
+            return None
+        if self._rank.is_first and final.exists():
+            shutil.rmtree(final)
+        self._wait()
+        self.save_model(str(final))
+        if self._rank.is_first:
+            (final / "training_args.bin").unlink(missing_ok=True)  # a pickle with this machine's paths
+        self._wait()
+        if self._rank.is_first and self._is_adapter():
+            saved_model.require_whole_adapter(final, self.model)
+        elif self._rank.is_first:
+            saved_model.require_whole_model(final, trust_remote_code=self._trusts)
+        return final
+
+    def _wait(self) -> None:
+        if dist.is_initialized() and self._rank.world_size > 1:
+            dist.barrier()

@@ -1,0 +1,129 @@
+"""Ulysses sequence parallelism: the ranks of a group train on slices of the same micro-batch.
+
+Each rank reads the whole rows and keeps its slice, so micro-batches, steps and resuming are those of a run with one
+rank per group; accelerate's adapter for data loaders, which deals out the rows of all ranks in turn, is not needed.
+Source: accelerate 1.15 accelerator.py: _prepare_deepspeed; deepspeed 0.19.8 runtime/sequence_parallel/ulysses_sp.py.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.utils import groups  # type: ignore[import-untyped]
+from torch.utils.data import DataLoader
+from transformers import TrainingArguments
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from dstrain.choices import Attention
+from dstrain.errors import InvalidConfig
+from dstrain.monitor.callback import COUNTS, CountingCollator
+from dstrain.train.data.slices import Slice
+from dstrain.train.rank import Rank
+from dstrain.train.trainer import Trainer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlicingCollator:
+    """Cuts this rank's slice out of the rows of its group; the tokens of a row are counted on one rank of the group."""
+
+    collator: CountingCollator
+    part: Slice
+
+    def __call__(self, rows: Any) -> dict[str, Any]:
+        """Returns the tensors of the slice, (batch, seq / ranks of the group), and the counts of the whole rows."""
+        batch = self.collator(rows)
+        counts = batch[COUNTS] if self.part.index == 0 else (0, 0, 0)
+        return {**self.part.cut(batch), COUNTS: counts}
+
+
+class SequenceParallelTrainer(Trainer):
+    """The Trainer of a rank that trains on slices of rows."""
+
+    def __init__(
+        self, *, rank: Rank, sp: int, attn: Attention, data_collator: CountingCollator, **options: Any
+    ) -> None:
+        """`data_collator` makes whole rows; `options` are those of `Trainer`."""
+        collator = SlicingCollator(collator=data_collator, part=Slice(index=rank.index % sp, count=sp))
+        super().__init__(rank=rank, sp=sp, data_collator=collator, **options)
+        self._attn = attn
+        accelerator: Any = self.accelerator
+        accelerator.deepspeed_ulysses_dl_adapter = self._adapted
+
+    def _adapted(self, batches: Any, engine: Any) -> Any:
+        """Returns the data loader as it is, since its micro-batches are slices already.
+
+        Attention has just been registered to exchange slices; accelerate turned that off in evaluations, for whole
+        rows on every rank.
+        """
+        registered = ALL_ATTENTION_FUNCTIONS[str(self._attn)]
+        inspect.getclosurevars(registered).nonlocals["uattn"].disable_in_eval = False
+        return batches
+
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        """Returns the micro-batches of this rank; all ranks of a sequence-parallel group have the same."""
+        batches = super().get_train_dataloader()
+        shard: Any = batches.batch_sampler
+        shard.num_processes, shard.process_index = self._num_shares, self._share
+        return batches
+
+    def get_sp_size(self) -> int:
+        """Returns 1: Transformers multiplies the micro-batches of a data loader by it, and divides their tokens."""
+        return 1
+
+    def get_total_train_batch_size(self, args: TrainingArguments) -> int:
+        """Returns the samples of one step."""
+        return super().get_total_train_batch_size(args) // self._sp
+
+    def compute_loss(
+        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """Returns the loss of the whole rows; the mean over all ranks and micro-batches is that per token of the step.
+
+        `num_items_in_batch`: targets of the step on all ranks.
+        """
+        outputs = model(**inputs, num_items_in_batch=num_items_in_batch)
+        loss = group_sum(outputs.loss * self._num_shares, self._gradient_scale)
+        return (loss, outputs) if return_outputs else loss
+
+    @property
+    def _gradient_scale(self) -> int:
+        """The factor that gradients of slices need: the engine sums them and divides by the groups, or by the ranks.
+
+        Source: deepspeed 0.19.8 runtime/zero/stage_1_and_2.py, runtime/engine.py: world size / sequence_parallel_size;
+        runtime/comm/coalesced_collectives.py, which ZeRO-3 reduces with: world size.
+        """
+        return self._sp if self._stage == 3 else 1
+
+    def _prepare_for_training(self, *arguments: Any, **options: Any) -> Any:
+        """Returns the engine and its data. Raises InvalidConfig if the model's loss would shift labels of slices."""
+        prepared = super()._prepare_for_training(*arguments, **options)
+        if not self.model_accepts_loss_kwargs:
+            name = type(self.model).__name__
+            raise InvalidConfig(f"sp is {self._sp}, but the loss of {name} does not take shifted labels", hint="sp: 1")
+        return prepared
+
+    def _trial_size(self) -> int:
+        return self.args.per_device_train_batch_size  # Ulysses knows one size
+
+    def _whole_rows(self, logits: torch.Tensor) -> torch.Tensor:
+        return whole_rows(logits)
+
+
+def group_sum(loss: torch.Tensor, scale: int) -> torch.Tensor:
+    """Returns the sum of a loss over the ranks of a group; its gradient is that of this rank's part times `scale`."""
+    total = loss.detach().clone()
+    dist.all_reduce(total, group=groups._get_sequence_parallel_group())
+    part = loss * scale
+    return part + (total - part.detach())
+
+
+def whole_rows(part: torch.Tensor) -> torch.Tensor:
+    """Returns rows of all slices: (batch, seq / ranks of the group, …) becomes (batch, seq, …)."""
+    group = groups._get_sequence_parallel_group()
+    parts = [torch.empty_like(part) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, part.contiguous(), group=group)
+    return torch.cat(parts, dim=1)

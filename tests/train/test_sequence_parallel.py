@@ -1,0 +1,106 @@
+"""Sequence parallelism on real ranks: its losses, gradients, evaluations, weights and resumes are those of one rank."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from dstrain.monitor.sinks.jsonl import current_steps, read_jsonl
+from dstrain.train.demo import make_model
+from tests.train.engine import Engine
+from tests.train.launching import change_job, codes, losses, make_run, said, tensors
+
+STEPS = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """Ranks of which `sp` share each row; `job` and `zero` change the job and ZeRO's section."""
+
+    ranks: int
+    sp: int
+    job: dict[str, Any] = field(default_factory=dict)
+    zero: dict[str, Any] = field(default_factory=dict)
+
+
+CASES = {
+    "two ranks, ZeRO-0": Case(ranks=2, sp=2, zero={"stage": 0}),
+    "two ranks, ZeRO-1, checkpoints": Case(ranks=2, sp=2, zero={"stage": 1}, job={"grad_ckpt": True}),
+    "two groups, ZeRO-2": Case(ranks=4, sp=2, zero={"stage": 2}),
+    "two groups, ZeRO-3": Case(ranks=4, sp=2, zero={"stage": 3}),
+    "four ranks share two key-value heads": Case(ranks=4, sp=4, zero={"stage": 2}),
+    "adapters, ZeRO-3": Case(ranks=2, sp=2, zero={"stage": 3}, job={"method": "lora"}),
+}
+
+
+def start(folder: Path, demo: Path, engine: Engine, case: Case) -> Path:
+    """Trains `STEPS` steps of 8 samples, evaluates and saves after the second."""
+    batch = {"micro_batch": 2, "grad_accum": 4 * case.sp // case.ranks}
+    shape = {"seq_len": 96, "max_steps": STEPS, "eval_steps": 2, "save_steps": 2, "precision": "fp32", "sp": case.sp}
+    data = {"eval_data": str(demo / "eval.jsonl"), "model": str(demo.parent / "steady")}
+    make_run(folder, demo, zero=case.zero, **{"grad_ckpt": False, **batch, **shape, **data, **case.job})
+    engine.train(folder, ranks=case.ranks)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def steady(root: Path, demo: Path) -> Path:
+    """A model of four query heads and two key-value heads, whose losses do not depend on random states."""
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(demo / "model")
+    shutil.copytree(demo / "model", root / "steady")
+    make_model(tokenizer, hidden_size=128, num_hidden_layers=2).save_pretrained(root / "steady")
+    return root / "steady"
+
+
+@pytest.fixture(scope="module", params=CASES)
+def pair(request: pytest.FixtureRequest, root: Path, demo: Path, engine: Engine, steady: Path) -> tuple[Path, Path]:
+    """The run directories of a case, and of one rank that does the same."""
+    case = CASES[request.param]
+    method = case.job.get("method", "full")
+    alone = root / f"alone {method}"
+    if not alone.exists():
+        start(alone, demo, engine, Case(ranks=1, sp=1, zero={"stage": 2}, job={"method": method}))
+    return start(root / request.param, demo, engine, case), alone
+
+
+def metrics(folder: Path, key: str) -> dict[int, Any]:
+    return {line["step"]: line[key] for line in current_steps(read_jsonl(folder / "metrics.jsonl")) if key in line}
+
+
+def test_every_loss_norm_and_evaluation_is_that_of_one_rank(pair: tuple[Path, Path]) -> None:
+    parallel, alone = pair
+    assert set(codes(parallel)[0]) == {0}, said(parallel)[-3000:]
+    assert losses(parallel) == pytest.approx(losses(alone), rel=1e-4)
+    assert len(losses(parallel)) == STEPS
+    if "ZeRO-0" not in parallel.name:  # the engine reports no norm then
+        assert metrics(parallel, "grad_norm") == pytest.approx(metrics(alone, "grad_norm"), rel=1e-3)
+    assert metrics(parallel, "eval_loss") == pytest.approx(metrics(alone, "eval_loss"), rel=1e-4)
+    assert metrics(parallel, "eval_tokens") == metrics(alone, "eval_tokens")
+
+
+def test_tokens_are_counted_once(pair: tuple[Path, Path]) -> None:
+    parallel, alone = pair
+    totals = [json.loads((folder / "summary.json").read_text())["tokens"] for folder in (parallel, alone)]
+    assert totals[0] == totals[1]
+
+
+def test_the_final_weights_are_those_of_one_rank(pair: tuple[Path, Path]) -> None:
+    whole, expected = tensors(pair[0] / "final"), tensors(pair[1] / "final")
+    assert set(whole) == set(expected)
+    for key, weight in whole.items():
+        assert weight.allclose(expected[key], rtol=1e-2, atol=1e-4), key
+
+
+def test_a_resumed_run_has_the_same_losses(pair: tuple[Path, Path], engine: Engine) -> None:
+    parallel, _ = pair
+    before, number = losses(parallel), int(json.loads((parallel / "summary.json").read_text())["ranks"])
+    change_job(parallel, resume=str(parallel / "checkpoint-2"))
+    engine.train(parallel, ranks=number)
+    assert "resuming from checkpoint-2" in said(parallel)
+    assert losses(parallel) == pytest.approx(before, rel=1e-5)
