@@ -207,6 +207,8 @@ def decide(saved: SavedCheckpoint | None, config: Mapping[str, Any], *, num_rank
         for key, is_broken in _REFUSED.items()
         if (value := _at(config, key)) is not None and is_broken(value)
     ]
+    if saved.sp > 1 and saved.zero_stage < 3:  # its files count as those of tensor-parallel ranks
+        broken.append(f"sp {saved.sp} under ZeRO-{saved.zero_stage}")
     if broken:
         raise InvalidConfig(
             f"{name} was written by {saved.world_size} ranks; DeepSpeed cannot convert it for {num_ranks} with "

@@ -12,7 +12,7 @@ import pytest
 
 from dstrain.errors import EnvironmentProblem, InvalidConfig
 from dstrain.job.schema import Job
-from dstrain.launch.prepare.resize_checkpoint import Resize, Resuming, convert, decide, resuming
+from dstrain.launch.prepare.resize_checkpoint import Resize, Resuming, convert, decide, find, resuming
 
 RECORD = {"step": 4, "world_size": 2, "zero_stage": 2, "micro_batch": 2, "grad_accum": 4}
 TWO = {"zero_optimization": {"stage": 2}}
@@ -232,6 +232,17 @@ def test_what_it_can_convert_is_not(tmp_path: Path, change: dict[str, Any]) -> N
 
 
 # The conversion
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_ranks_that_shared_rows_are_converted_under_zero_3_alone(tmp_path: Path, stage: int) -> None:
+    checkpoint(tmp_path, zero_stage=stage, sp=2)
+    saved, config = find(job(tmp_path)), {"zero_optimization": {"stage": stage}}
+    if stage == 3:
+        assert decide(saved, config, num_ranks=4) is not None
+        return
+    with pytest.raises(InvalidConfig, match=f"with sp 2 under ZeRO-{stage}"):
+        decide(saved, config, num_ranks=4)
 
 
 def test_a_copy_that_is_there_is_not_made_again(tmp_path: Path) -> None:
