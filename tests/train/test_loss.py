@@ -24,8 +24,8 @@ TEXT: dict[str, Any] = {
     "head_dim": 16,
     "vocab_size": 64,
 }
-VISION = {"hidden_size": 16, "intermediate_size": 32}
-TOKENS = {"image_token_id": 5, "video_token_id": 6, "vision_start_token_id": 7, "vision_end_token_id": 8}
+VISION: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 32}
+TOKENS: dict[str, Any] = {"image_token_id": 5, "video_token_id": 6, "vision_start_token_id": 7, "vision_end_token_id": 8}
 
 
 def qwen3() -> Any:
