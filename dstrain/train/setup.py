@@ -124,15 +124,13 @@ class TrainingSetup:
             pad_token_id=int(self.tokenizer.pad_token_id), packing=self.job.packing, takes=taken_by(self.model)
         )
         trainer = Trainer(
+            job=self.job,
             run_dir=self.run_dir,
             rank=self.rank,
             disk=shared(self.run_dir, self.rank, os.environ, self.group),
-            save_total_limit=self.job.save_total_limit,
-            stop_on_nonfinite=self.job.stop_on_nonfinite,
             metrics=self.metrics,
             heartbeat=heartbeat,
             base=self.base,
-            trust_remote_code=self.job.trust_remote_code,
             group=self.group,
             data_digest=self.train_data.digest,
             model=self.model,

@@ -16,10 +16,12 @@ from torch.utils.data import DataLoader, RandomSampler
 from transformers.trainer_utils import EvalLoopOutput
 
 from dstrain.heartbeat import Phase, Sender
+from dstrain.job.schema import Job
 from dstrain.monitor.callback import COUNTS, Meter, MetricsCallback
 from dstrain.monitor.health import Nonfinite
 from dstrain.paths import flush
 from dstrain.rundir import RunDir, rotate
+from dstrain.train import rope_scaling
 from dstrain.train.arguments import zero_stage
 from dstrain.train.checkpoints import checkpoints, saved_model, universal_checkpoint
 from dstrain.train.checkpoints.checkpoints import Written
@@ -36,36 +38,31 @@ class Trainer(transformers.Trainer):
     def __init__(
         self,
         *,
+        job: Job,
         run_dir: RunDir,
         rank: Rank,
         disk: Disk,
-        save_total_limit: int | None,
-        stop_on_nonfinite: int,
         metrics: MetricsCallback,
         heartbeat: Sender,
         base: Mapping[str, Any],
-        trust_remote_code: bool,
         group: Any,
         data_digest: str,
         **options: Any,
     ) -> None:
-        """`base` is the configuration of the base model, `group` a gloo group of all ranks or None with one rank.
-
-        `options` are those of Transformers' Trainer.
-        """
+        """`base` is the configuration of the base model, `group` a gloo group of all ranks or None with one rank,
+        `options` are those of Transformers' Trainer."""
         super().__init__(**options, callbacks=[metrics])
         self.remove_callback(transformers.PrinterCallback)
+        self._job = job
         self._run_dir = run_dir
         self._rank = rank
         self._disk = disk
-        self._keep = save_total_limit
         self._has_masks = False  # whether packed rows need explicit masks, see `Trial`
-        self._gradients = Nonfinite("gradients", limit=stop_on_nonfinite)
-        self._losses = Nonfinite("losses", limit=stop_on_nonfinite)
+        self._gradients = Nonfinite("gradients", limit=job.stop_on_nonfinite)
+        self._losses = Nonfinite("losses", limit=job.stop_on_nonfinite)
         self._metrics = metrics
         self._heartbeat = heartbeat
         self._base = base
-        self._trusts = trust_remote_code
         self._group = group
         self._data_digest = data_digest
         self._stage = zero_stage(self.args.hf_deepspeed_config.config)
@@ -208,6 +205,7 @@ class Trainer(transformers.Trainer):
             micro_batch=self.args.per_device_train_batch_size,
             grad_accum=self.args.gradient_accumulation_steps,
             data=self._data_digest,
+            rope_scaling=self._job.rope_scaling,
         )
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
@@ -225,7 +223,7 @@ class Trainer(transformers.Trainer):
             self._mark_part(folder)
         elif self._rank.is_first:
             checkpoints.complete(folder, self._written())
-            rotate(self._run_dir, self._keep)
+            rotate(self._run_dir, self._job.save_total_limit)
 
     def _mark_part(self, folder: Path) -> None:
         """Marks the part on each disk, rank 0's last: then `dstrain run` may gather all parts."""
@@ -258,7 +256,9 @@ class Trainer(transformers.Trainer):
                 state_dict = saved_model.converted(state_dict, model, model.dtype, dtype)
         super()._save(output_dir, state_dict)
         if self.args.should_save:
-            saved_model.restore_config(Path(output_dir or str(self.args.output_dir)), self._base)
+            folder = Path(output_dir or str(self.args.output_dir))
+            saved_model.restore_config(folder, self._base)
+            rope_scaling.write_beside_adapter(folder, self._job)
 
     def _is_adapter(self) -> bool:
         return hasattr(self.model, "peft_config")
@@ -291,7 +291,7 @@ class Trainer(transformers.Trainer):
         if self._rank.is_first and self._is_adapter():
             saved_model.require_whole_adapter(final, self.model)
         elif self._rank.is_first:
-            saved_model.require_whole_model(final, trust_remote_code=self._trusts)
+            saved_model.require_whole_model(final, trust_remote_code=self._job.trust_remote_code)
         return final
 
     def _wait(self) -> None:

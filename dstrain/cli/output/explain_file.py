@@ -146,6 +146,7 @@ def _words(section: Section, explanation: Explanation) -> Iterator[str]:
         yield (
             f"{ranks} GPU{'s' if ranks > 1 else ''} × micro-batch {job.micro_batch} × {job.grad_accum} accumulated"
             f" = {ranks * job.micro_batch * job.grad_accum} samples a step, of up to {job.seq_len} tokens"
+            + (f"; positions stretched: {job.rope_scaling}" if job.rope_scaling else "")
         )
     elif section.meaning is not None and section.name not in (OTHER, BATCH, PRECISION):
         yield section.meaning.removesuffix(".")

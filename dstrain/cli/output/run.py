@@ -25,7 +25,8 @@ def before_lines(prepared: PreparedRun) -> list[str]:
     lines = [
         f"run      {job.method} training of {shown(job.model)}",
         f"on       {hosts.num_slots} × {device}, {machines}; ZeRO-{stage}, {job.precision}, micro-batch"
-        f" {job.micro_batch} × {job.grad_accum} accumulated, {job.seq_len} tokens{', packed' if job.packing else ''}",
+        f" {job.micro_batch} × {job.grad_accum} accumulated, {job.seq_len} tokens{', packed' if job.packing else ''}"
+        + (f", {job.rope_scaling}" if job.rope_scaling else ""),
         f"into     {shown(str(prepared.run_dir.path))}",
     ]
     estimate = prepared.estimate
