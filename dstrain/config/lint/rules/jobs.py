@@ -10,6 +10,7 @@ from dstrain.config.lint.finding import Fault, Severity
 from dstrain.config.lint.rule import Breaks, Rule
 from dstrain.config.lint.rules.no_effect import above, has_pass, is_on
 from dstrain.config.lint.subject import Subject, shown
+from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.job.schema import Job
 from dstrain.plan import rope_scaling
 
@@ -97,12 +98,17 @@ def _too_long(subject: Subject) -> Iterator[Fault]:
         return
     problem = f"seq_len is {job.seq_len}, but {model.name} has {model.max_position_embeddings} positions"
     effect = "positions beyond were never trained: the loss is wrong there, or an index is out of range"
+    yield _in_job(subject, "seq_len", problem, effect, _shorter_or_scaled(model, RopeType.YARN, job.seq_len))
+
+
+def _shorter_or_scaled(model: ModelFacts, rope_type: RopeType, seq_len: int) -> str:
+    """Returns what to write for a length beyond a model's own."""
     fix = f"write seq_len: {model.max_position_embeddings}"
-    scaling = rope_scaling.reaching(model, RopeType.YARN, job.seq_len)
-    if scaling is not None and rope_scaling.fault(model, scaling, job.seq_len) is None:
-        values = ", ".join(f"{key}: {value}" for key, value in asdict(scaling).items())
-        fix += f", or rope_scaling: {{{values}}}"
-    yield _in_job(subject, "seq_len", problem, effect, fix)
+    scaling = rope_scaling.reaching(model, rope_type, seq_len)
+    if scaling is None or rope_scaling.fault(model, scaling, seq_len) is not None:
+        return fix
+    values = ", ".join(f"{key}: {value}" for key, value in asdict(scaling).items())
+    return f"{fix}, or rope_scaling: {{{values}}}"
 
 
 def _cannot_scale(subject: Subject) -> Iterator[Fault]:
@@ -110,9 +116,10 @@ def _cannot_scale(subject: Subject) -> Iterator[Fault]:
     if model is None or job is None or job.rope_scaling is None:
         return
     if (problem := rope_scaling.fault(model, job.rope_scaling, job.seq_len)) is not None:
-        own = model.max_position_embeddings
-        fix = f"remove rope_scaling and write a seq_len of at most {own}, or change it"
-        yield _in_job(subject, "rope_scaling", problem, "the model is not loaded, or trains on wrong positions", fix)
+        fix = "remove rope_scaling"
+        if job.seq_len > model.max_position_embeddings:
+            fix += f" and {_shorter_or_scaled(model, job.rope_scaling.rope_type, job.seq_len)}"
+        yield _in_job(subject, "rope_scaling", problem, "the model is refused, or trains on untrained positions", fix)
 
 
 def _not_on_gpu(subject: Subject) -> Iterator[Fault]:
