@@ -43,6 +43,18 @@ class Attention(StrEnum):
     EAGER = "eager"
 
 
+class RopeType(StrEnum):
+    """How rotary positions are stretched beyond a model's own length, by Transformers' names.
+
+    `longrope` and `llama3` need factors that their makers searched or trained for, so a config.json may have them, and
+    nobody chooses them.
+    """
+
+    YARN = "yarn"
+    LINEAR = "linear"
+    DYNAMIC = "dynamic"
+
+
 class Optimizer(StrEnum):
     """The optimizer, by the names of Transformers' `optim`; its states are what memory depends on.
 

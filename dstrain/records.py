@@ -92,6 +92,8 @@ def _describe(record: Any, fault: Any, locate: Callable[[Keys], Place | str], sy
         advice = f'did you mean "{near}"? ' if near else ""
         return f'{where}: {key} is "{value}"; {advice}(legal: {", ".join(legal)})'
     message = str(fault["msg"])
+    if fault["type"] == "dataclass_type":
+        message += f" with the keys {', '.join(_legal_keys(record, keys))}"
     return f"{where}: {key} is {json.dumps(fault['input'], default=str)}; {message[:1].lower()}{message[1:]}"
 
 

@@ -22,6 +22,7 @@ from dstrain.choices import (
     Method,
     OnBadRow,
     Precision,
+    RopeType,
     Schedule,
     SinkName,
     SwanLabMode,
@@ -67,6 +68,23 @@ class Lora:
     """Dropout before the adapter, 0…1; any value above 0 costs 3 bytes per input element of each adapted layer."""
     targets: tuple[str, ...] = ("all-linear",)
     """Modules that get an adapter, or `all-linear` (all linear layers except the head; in MoE models, attention)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeScaling:
+    """Rotary positions for more tokens than the model has, by the keys of Transformers and of model cards."""
+
+    __pydantic_config__ = type_config
+
+    rope_type: RopeType
+    """`yarn`, `linear` or `dynamic` (NTK)."""
+    factor: Annotated[float, Gt(1)]
+    """Positions afterwards / original ones; choose the smallest that `seq_len` needs."""
+    original_max_position_embeddings: Positive | None = None
+    """Positions of the pretrained model; default: `max_position_embeddings` of its config.json."""
+
+    def __str__(self) -> str:
+        return f"{self.rope_type} × {self.factor:g}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,6 +140,8 @@ class Job:
     """The attention implementation."""
     seq_len: Positive = 2048
     """Maximum length of a sample in tokens; longer samples are truncated and counted in the log."""
+    rope_scaling: RopeScaling | None = None
+    """Stretches the model's positions to a longer `seq_len`, in its config.json too: `rope_type` and `factor`."""
     packing: bool = False
     """Whether short samples share rows of `seq_len` tokens; refused for models that cannot isolate them."""
     loss_on: LossOn = LossOn.ANSWER
@@ -211,6 +231,7 @@ SYNONYMS = MappingProxyType(
         "cutoff_len": "seq_len",
         "max_seq_length": "seq_len",
         "max_length": "seq_len",
+        "rope_parameters": "rope_scaling",
         "finetuning_type": "method",
         "template": "chat_template",
         "chat_template_path": "chat_template",

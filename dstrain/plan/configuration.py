@@ -16,7 +16,7 @@ from dstrain.choices import (
     Precision,
     StateDtypes,
 )
-from dstrain.job.schema import Lora
+from dstrain.job.schema import Lora, RopeScaling
 from dstrain.plan.training_code import TrainingCode
 
 if TYPE_CHECKING:
@@ -66,6 +66,8 @@ class MicroBatch:
 
     seq_len: int = 4096
     """Longest sample in tokens."""
+    rope_scaling: RopeScaling | None = None
+    """How positions reach that length, beyond the model's own; costs neither memory nor time."""
     micro_batch: int = 1
     """Samples of one forward pass of one GPU."""
     packing: bool = False

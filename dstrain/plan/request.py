@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from dstrain.choices import Attention, LossKernel, Method, Offload, Optimizer, Precision, StateDtypes
+from dstrain.choices import Attention, LossKernel, Method, Offload, Optimizer, Precision, RopeType, StateDtypes
 from dstrain.errors import InvalidConfig
-from dstrain.job.schema import Lora
+from dstrain.job.schema import Lora, RopeScaling
 from dstrain.plan.configuration import DEFAULTS, Configuration, changed, choices
 from dstrain.records import type_config
 
@@ -23,6 +23,8 @@ class Request:
     """The adapter, for LoRA and QLoRA."""
     seq_len: int | None = None
     """Longest sample in tokens."""
+    rope_scaling: RopeScaling | RopeType | None = None
+    """How positions are stretched; of a type alone, the factor is chosen."""
     global_batch: int | None = None
     """Samples of one optimizer step over all GPUs."""
     micro_batch: int | None = None

@@ -29,6 +29,7 @@ from dstrain.paths import prefer_own_programs, write_atomic
 from dstrain.records import from_data, load_json, to_data
 from dstrain.rundir import RunDir
 from dstrain.train import rank as ranks
+from dstrain.train import rope_scaling
 from dstrain.train.checkpoints.checkpoints import Resume, choose
 from dstrain.train.checkpoints.node_storage import number_of, start_of
 from dstrain.train.rank import Leaving, Rank
@@ -220,6 +221,8 @@ def _train(
         for sink in sinks:
             summary |= sink.sink.facts
         write_atomic(inputs.run_dir.summary, json.dumps(without_nonfinite(summary), indent=2) + "\n")
+        if final is not None and rope_scaling.read_beside_adapter(final) is not None:
+            rank.say(rope_scaling.BESIDE_ADAPTER)
         rank.say(f"done: {final or inputs.run_dir.path}")
     heartbeat.send(trainer.state.global_step, Phase.DONE)
     return False

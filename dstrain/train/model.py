@@ -17,6 +17,7 @@ from dstrain.choices import Hub, Method
 from dstrain.errors import EnvironmentProblem, InvalidConfig
 from dstrain.facts.model.model_files import has_tokenizer
 from dstrain.job.schema import Job, Lora
+from dstrain.train import rope_scaling
 from dstrain.train.arguments import zero_stage
 from dstrain.train.checkpoints.saved_model import DTYPES, family_of
 
@@ -80,8 +81,9 @@ def load_model(
         options["quantization_config"] = _quantization(job)
     try:
         config = AutoConfig.from_pretrained(source, trust_remote_code=job.trust_remote_code)
+        rope_scaling.scale(config, job.rope_scaling)
         with _counting(report):
-            model = family_of(config).from_pretrained(source, **options)
+            model = family_of(config).from_pretrained(source, config=config, **options)
     except (OSError, ValueError, ImportError) as error:
         raise _cannot_load("model", job, error) from error
     model.config.use_cache = False

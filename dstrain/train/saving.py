@@ -10,8 +10,10 @@ from typing import Any
 import torch.distributed as dist
 import transformers
 
+from dstrain.job.schema import Job
 from dstrain.paths import flush
 from dstrain.rundir import RunDir, rotate
+from dstrain.train import rope_scaling
 from dstrain.train.arguments import zero_stage
 from dstrain.train.checkpoints import checkpoints, saved_model
 from dstrain.train.checkpoints.checkpoints import Written
@@ -25,25 +27,21 @@ class SavingTrainer(transformers.Trainer):
     def __init__(
         self,
         *,
+        job: Job,
         run_dir: RunDir,
         rank: Rank,
         disk: Disk,
-        sp: int,
-        save_total_limit: int | None,
         base: Mapping[str, Any],
-        trust_remote_code: bool,
         data_digest: str,
         **options: Any,
     ) -> None:
         """`base` is the configuration of the base model; `options` are those of Transformers' Trainer."""
         super().__init__(**options)
+        self._job = job
         self._run_dir = run_dir
         self._rank = rank
         self._disk = disk
-        self._sp = sp
-        self._keep = save_total_limit
         self._base = base
-        self._trusts = trust_remote_code
         self._data_digest = data_digest
         self._stage = zero_stage(self.args.hf_deepspeed_config.config)
 
@@ -54,8 +52,9 @@ class SavingTrainer(transformers.Trainer):
             zero_stage=self._stage,
             micro_batch=self.args.per_device_train_batch_size,
             grad_accum=self.args.gradient_accumulation_steps,
-            sp=self._sp,
+            sp=self._job.sp,
             data=self._data_digest,
+            rope_scaling=self._job.rope_scaling,
         )
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
@@ -73,7 +72,7 @@ class SavingTrainer(transformers.Trainer):
             self._mark_part(folder)
         elif self._rank.is_first:
             checkpoints.complete(folder, self._written())
-            rotate(self._run_dir, self._keep)
+            rotate(self._run_dir, self._job.save_total_limit)
 
     def _mark_part(self, folder: Path) -> None:
         """Marks the part on each disk, rank 0's last: then `dstrain run` may gather all parts."""
@@ -106,7 +105,9 @@ class SavingTrainer(transformers.Trainer):
                 state_dict = saved_model.converted(state_dict, model, model.dtype, dtype)
         super()._save(output_dir, state_dict)
         if self.args.should_save:
-            saved_model.restore_config(Path(output_dir or str(self.args.output_dir)), self._base)
+            folder = Path(output_dir or str(self.args.output_dir))
+            saved_model.restore_config(folder, self._base)
+            rope_scaling.write_beside_adapter(folder, self._job)
 
     def _is_adapter(self) -> bool:
         return hasattr(self.model, "peft_config")
@@ -139,7 +140,7 @@ class SavingTrainer(transformers.Trainer):
         if self._rank.is_first and self._is_adapter():
             saved_model.require_whole_adapter(final, self.model)
         elif self._rank.is_first:
-            saved_model.require_whole_model(final, trust_remote_code=self._trusts)
+            saved_model.require_whole_model(final, trust_remote_code=self._job.trust_remote_code)
         return final
 
     def _wait(self) -> None:

@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader
 from transformers import TrainingArguments
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from dstrain.choices import Attention
 from dstrain.errors import InvalidConfig
+from dstrain.job.schema import Job
 from dstrain.monitor.callback import COUNTS, CountingCollator
 from dstrain.train.data.slices import Slice
 from dstrain.train.rank import Rank
@@ -43,13 +43,10 @@ class SlicingCollator:
 class SequenceParallelTrainer(Trainer):
     """The Trainer of a rank that trains on slices of rows."""
 
-    def __init__(
-        self, *, rank: Rank, sp: int, attn: Attention, data_collator: CountingCollator, **options: Any
-    ) -> None:
+    def __init__(self, *, job: Job, rank: Rank, data_collator: CountingCollator, **options: Any) -> None:
         """`data_collator` makes whole rows; `options` are those of `Trainer`."""
-        collator = SlicingCollator(collator=data_collator, part=Slice(index=rank.index % sp, count=sp))
-        super().__init__(rank=rank, sp=sp, data_collator=collator, **options)
-        self._attn = attn
+        collator = SlicingCollator(collator=data_collator, part=Slice(index=rank.index % job.sp, count=job.sp))
+        super().__init__(job=job, rank=rank, data_collator=collator, **options)
         accelerator: Any = self.accelerator
         accelerator.deepspeed_ulysses_dl_adapter = self._adapted
 
@@ -59,7 +56,7 @@ class SequenceParallelTrainer(Trainer):
         Attention has just been registered to exchange slices; accelerate turned that off in evaluations, for whole
         rows on every rank.
         """
-        registered = ALL_ATTENTION_FUNCTIONS[str(self._attn)]
+        registered = ALL_ATTENTION_FUNCTIONS[str(self._job.attn)]
         inspect.getclosurevars(registered).nonlocals["uattn"].disable_in_eval = False
         return batches
 
@@ -76,7 +73,7 @@ class SequenceParallelTrainer(Trainer):
 
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
         """Returns the samples of one step."""
-        return super().get_total_train_batch_size(args) // self._sp
+        return super().get_total_train_batch_size(args) // self._job.sp
 
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
@@ -96,14 +93,14 @@ class SequenceParallelTrainer(Trainer):
         Source: deepspeed 0.19.8 runtime/zero/stage_1_and_2.py, runtime/engine.py: world size / sequence_parallel_size;
         runtime/comm/coalesced_collectives.py, which ZeRO-3 reduces with: world size.
         """
-        return self._sp if self._stage == 3 else 1
+        return self._job.sp if self._stage == 3 else 1
 
     def _prepare_for_training(self, *arguments: Any, **options: Any) -> Any:
         """Returns the engine and its data. Raises InvalidConfig if the model's loss would shift labels of slices."""
         prepared = super()._prepare_for_training(*arguments, **options)
         if not self.model_accepts_loss_kwargs:
-            name = type(self.model).__name__
-            raise InvalidConfig(f"sp is {self._sp}, but the loss of {name} does not take shifted labels", hint="sp: 1")
+            problem = f"sp is {self._job.sp}, but the loss of {type(self.model).__name__} does not take shifted labels"
+            raise InvalidConfig(problem, hint="sp: 1")
         return prepared
 
     def _trial_size(self) -> int:

@@ -123,18 +123,15 @@ class TrainingSetup:
             sinks=sinks,
             say=self.rank.say,
         )
-        kind = partial(SequenceParallelTrainer, attn=self.job.attn) if self.job.sp > 1 else Trainer
+        kind = SequenceParallelTrainer if self.job.sp > 1 else Trainer
         trainer = kind(
+            job=self.job,
             run_dir=self.run_dir,
             rank=self.rank,
             disk=shared(self.run_dir, self.rank, os.environ, self.group),
-            save_total_limit=self.job.save_total_limit,
-            stop_on_nonfinite=self.job.stop_on_nonfinite,
             metrics=self.metrics,
             heartbeat=heartbeat,
-            sp=self.job.sp,
             base=self.base,
-            trust_remote_code=self.job.trust_remote_code,
             group=self.group,
             data_digest=self.train_data.digest,
             model=self.model,

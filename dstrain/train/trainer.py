@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, RandomSampler
 from transformers.trainer_utils import EvalLoopOutput
 
 from dstrain.heartbeat import Phase, Sender
+from dstrain.job.schema import Job
 from dstrain.monitor.callback import COUNTS, Meter, MetricsCallback
 from dstrain.monitor.health import Nonfinite
 from dstrain.train.checkpoints import checkpoints, universal_checkpoint
@@ -34,27 +35,23 @@ class Trainer(SavingTrainer):
     def __init__(
         self,
         *,
+        job: Job,
         rank: Rank,
-        stop_on_nonfinite: int,
         metrics: MetricsCallback,
         heartbeat: Sender,
-        sp: int,
         group: Any,
         **options: Any,
     ) -> None:
-        """`group` is a gloo group of all ranks or None with one rank; `sp` ranks share a micro-batch.
-
-        `options` are those of `SavingTrainer`.
-        """
-        super().__init__(rank=rank, sp=sp, **options, callbacks=[metrics])
+        """`group` is a gloo group of all ranks or None with one rank; `options` are those of `SavingTrainer`."""
+        super().__init__(job=job, rank=rank, **options, callbacks=[metrics])
         self.remove_callback(transformers.PrinterCallback)
         self._has_masks = False  # whether packed rows need explicit masks, see `Trial`
-        self._gradients = Nonfinite("gradients", limit=stop_on_nonfinite)
-        self._losses = Nonfinite("losses", limit=stop_on_nonfinite)
+        self._gradients = Nonfinite("gradients", limit=job.stop_on_nonfinite)
+        self._losses = Nonfinite("losses", limit=job.stop_on_nonfinite)
         self._metrics = metrics
         self._heartbeat = heartbeat
-        self._num_shares = rank.world_size // sp
-        self._share = rank.index // sp
+        self._num_shares = job.data_parallel(rank.world_size)
+        self._share = rank.index // job.sp
         self._group = group
 
     @property

@@ -25,7 +25,12 @@ TEXT: dict[str, Any] = {
     "vocab_size": 64,
 }
 VISION: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 32}
-TOKENS: dict[str, Any] = {"image_token_id": 5, "video_token_id": 6, "vision_start_token_id": 7, "vision_end_token_id": 8}
+TOKENS: dict[str, Any] = {
+    "image_token_id": 5,
+    "video_token_id": 6,
+    "vision_start_token_id": 7,
+    "vision_end_token_id": 8,
+}
 
 
 def qwen3() -> Any:

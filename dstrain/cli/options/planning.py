@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import click
 
-from dstrain.choices import Attention, Hub, LossKernel, Method, Offload, Optimizer, Precision, StateDtypes
+from dstrain.choices import Attention, Hub, LossKernel, Method, Offload, Optimizer, Precision, RopeType, StateDtypes
 from dstrain.cli.types import SIZE, Choice, Named
 from dstrain.facts.cluster import gpus, links
 from dstrain.facts.model import aliases
@@ -64,6 +64,11 @@ _CHOICES = (
     ),
     click.option("--precision", type=Choice(Precision), help="Dtype of forward and backward.  [default: by the GPU]"),
     click.option("--attn", type=Choice(Attention), help="Attention implementation.  [default: sdpa]"),
+    click.option(
+        "--rope-scaling",
+        type=Choice(RopeType),
+        help="Positions beyond the model's length.  [default: yarn where its makers document it]",
+    ),
     click.option("--packing/--no-packing", default=False, show_default=True, help="Let short samples share rows."),
     click.option("--sp", type=int, help="Ulysses sequence-parallel ranks.  [default: chosen]"),
 )

@@ -147,6 +147,7 @@ def _words(section: Section, explanation: Explanation) -> Iterator[str]:
         yield (
             f"{ranks} GPU{shared} × micro-batch {job.micro_batch} × {job.grad_accum} accumulated"
             f" = {job.samples_per_step(ranks)} samples a step, of up to {job.seq_len} tokens"
+            + (f"; positions stretched: {job.rope_scaling}" if job.rope_scaling else "")
         )
     elif section.meaning is not None and section.name not in (OTHER, BATCH, PRECISION):
         yield section.meaning.removesuffix(".")

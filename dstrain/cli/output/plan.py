@@ -77,7 +77,9 @@ def chosen_line(survey: Survey) -> str:
     """Returns the choice or, where nothing fits, what comes nearest."""
     configuration = survey.first.configuration
     verdict = "chosen " if survey.fits else "nearest"
-    return f"{verdict}  {label(configuration)}, {configuration.model.precision}, {configuration.batch.seq_len} tokens"
+    batch = configuration.batch
+    stretched = f", {batch.rope_scaling}" if batch.rope_scaling else ""
+    return f"{verdict}  {label(configuration)}, {configuration.model.precision}, {batch.seq_len} tokens{stretched}"
 
 
 def closing_lines(survey: Survey, *, verbose: bool) -> list[str]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from dstrain.errors import InvalidConfig, did_you_mean
-from dstrain.facts.model import parameter_tensors, vision_towers
+from dstrain.facts.model import parameter_tensors, rope_scaling, vision_towers
 from dstrain.facts.model.config_fields import Fields
 from dstrain.facts.model.model_facts import Kind, ModelFacts, Moe, TensorGroup, Vision
 from dstrain.facts.model.sliding_windows import (
@@ -179,7 +179,6 @@ def from_config(config: Mapping[str, object], *, name: str, source: str) -> Mode
     whole = Fields(name=name, values=config, defaults=family.defaults)
     text = whole.section("text_config") if family.vision else whole
     text.require(*_SIZES, "max_position_embeddings")
-    vision = family.vision(whole) if family.vision else None
     tensors = tuple(family.tensors(whole))
     key_value_heads, key_width, value_width = _heads(text, tensors)
     sliding_window, num_windowed_layers = windows(text, family.windows)
@@ -196,15 +195,16 @@ def from_config(config: Mapping[str, object], *, name: str, source: str) -> Mode
         rotary_dim=_rotary_dim(text, key_width),
         intermediate_size=text.size("intermediate_size"),
         vocab_size=text.size("vocab_size"),
-        max_position_embeddings=text.size("max_position_embeddings"),
+        max_position_embeddings=rope_scaling.positions(text),
         sliding_window=sliding_window,
         num_windowed_layers=num_windowed_layers,
         tie_word_embeddings=whole.flag("tie_word_embeddings"),
         has_qk_norm=_first(tensors, "self_attn.q_norm.weight") is not None,
         dtype=_dtype(whole, text),
         moe=_moe(text, family, tensors),
-        vision=vision,
+        vision=family.vision(whole) if family.vision else None,
         tensors=tensors,
+        rope_type=rope_scaling.rope_type(text),
     )
 
 

@@ -106,7 +106,7 @@ class ModelFacts:
     vocab_size: int
     """Rows of the embedding."""
     max_position_embeddings: int
-    """Longest sequence the model supports, in tokens."""
+    """Longest sequence the model supports, in tokens, with the scaling in its config.json."""
     tie_word_embeddings: bool
     """Whether the head shares the embedding's weights."""
     has_qk_norm: bool
@@ -122,6 +122,8 @@ class ModelFacts:
     sliding_window: int | None = None
     """Window in tokens of the layers with sliding-window attention, or None."""
     num_windowed_layers: int = 0
+    rope_type: str = "default"
+    """How config.json scales rotary positions already (`llama3`, `yarn`, …), or `default`."""
     traced: Traced | None = None
     """Activations from a trace of Transformers' own code, if the family is unknown."""
 

@@ -11,7 +11,7 @@ import json
 import shutil
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -39,6 +39,8 @@ class SavedCheckpoint:
     """Micro-batches per step."""
     sp: int
     """Ranks that share a micro-batch."""
+    rope_scaling: Mapping[str, Any] | None
+    """How positions were stretched."""
 
     @property
     def global_batch(self) -> int:
@@ -76,14 +78,26 @@ def resuming(job: Job, *, num_ranks: int) -> Resuming:
     """Returns the job with the global batch of the checkpoint it resumes from, on any number of ranks.
 
     A step then takes the same samples as before, and the schedule has the same number of steps. Raises InvalidConfig if
-    that batch does not divide by the number of ranks.
+    that batch does not divide by the number of ranks, or if its positions were stretched otherwise.
     """
     saved = find(job)
     if saved is None:
         return Resuming(job=job, notes=_skipped(job, "training starts over"))
+    _require_positions(job, saved)
     kept = keep_batch(job, saved, num_ranks=num_ranks)
     notes = _skipped(job, f"resuming from {saved.folder.name}") + _notes(job, kept, saved, num_ranks=num_ranks)
     return Resuming(job=kept, saved=saved, notes=notes)
+
+
+def _require_positions(job: Job, saved: SavedCheckpoint) -> None:
+    """Raises InvalidConfig if the job stretches positions otherwise than the checkpoint it resumes from."""
+    scaling = asdict(job.rope_scaling) if job.rope_scaling else None
+    if scaling != saved.rope_scaling:
+        name, was, now = shown(str(saved.folder)), json.dumps(saved.rope_scaling), json.dumps(scaling)
+        raise InvalidConfig(
+            f"{name} was trained with rope_scaling {was}; the job has {now}",
+            hint=f"Write rope_scaling: {was}, or {_weights(name)}.",
+        )
 
 
 def _skipped(job: Job, instead: str) -> tuple[str, ...]:
@@ -115,6 +129,7 @@ def find(job: Job) -> SavedCheckpoint | None:
         micro_batch=record.get("micro_batch", job.micro_batch),
         grad_accum=record.get("grad_accum", job.grad_accum),
         sp=record.get("sp", 1),
+        rope_scaling=record.get("rope_scaling"),
     )
 
 

@@ -10,6 +10,7 @@ from dstrain.errors import InvalidConfig
 from dstrain.facts.cluster.cluster import Cluster, Origin
 from dstrain.facts.model.model_facts import Kind, ModelFacts
 from dstrain.facts.workload import Workload
+from dstrain.plan import rope_scaling
 from dstrain.plan.configuration import Configuration
 from dstrain.plan.estimate import USABLE_GPU_RATIO, assess, moved
 from dstrain.plan.estimate_records import Estimate, Plan, Reason
@@ -155,7 +156,7 @@ def check(workload: Workload, request: Request) -> None:
 def _notes(workload: Workload, request: Request, chosen: Estimate) -> tuple[str, ...]:
     """Returns the assumptions, and advice before training."""
     model, cluster = workload.model, workload.cluster
-    notes = [*_assumptions(cluster, request, chosen), *_precision_notes(workload, chosen)]
+    notes = [*_assumptions(workload, request, chosen), *_precision_notes(workload, chosen)]
     if chosen.speed is None:
         notes.append(f"the speed of {cluster.gpu.name} was not measured, so no time is given")
     if model.traced is not None:
@@ -176,9 +177,9 @@ def _notes(workload: Workload, request: Request, chosen: Estimate) -> tuple[str,
     return tuple(notes)
 
 
-def _assumptions(cluster: Cluster, request: Request, chosen: Estimate) -> list[str]:
-    """Returns the assumptions about machines and batch."""
-    configuration = chosen.configuration
+def _assumptions(workload: Workload, request: Request, chosen: Estimate) -> list[str]:
+    """Returns the assumptions about machines, positions and batch."""
+    model, cluster, configuration = workload.model, workload.cluster, chosen.configuration
     notes = []
     if cluster.gpu_origin is Origin.ASSUMED:
         notes.append(gpu_assumed(cluster))
@@ -186,6 +187,8 @@ def _assumptions(cluster: Cluster, request: Request, chosen: Estimate) -> list[s
         notes.append(gpu_guessed(cluster))
     if cluster.host_memory_origin is Origin.ASSUMED and configuration.zero.is_offloaded:
         notes.append(ram_assumed(cluster))
+    if (scaling := configuration.batch.rope_scaling) is not None:
+        notes += rope_scaling.notes(model, request.rope_scaling, scaling)
     if request.global_batch is None and request.micro_batch is None:
         samples = global_batch(cluster, configuration)
         notes.append(f"assumed: {samples} samples a step; say otherwise with --global-batch")

@@ -41,6 +41,11 @@ def _drops_masks(configuration: Configuration) -> bool:
     return configuration.parallel.sp > 1 and configuration.kernels.attn is not Attention.FLASH_ATTENTION_2
 
 
+def _scales_by_length(model: ModelFacts, configuration: Configuration) -> bool:
+    scaling = configuration.batch.rope_scaling
+    return (scaling.rope_type if scaling is not None else model.rope_type) in ("dynamic", "longrope")
+
+
 # fmt: off
 RULES: tuple[Rule, ...] = (
     Rule(name="offload needs ZeRO", options=("zero_stage", "offload"),
@@ -121,6 +126,10 @@ RULES: tuple[Rule, ...] = (
          breaks=lambda m, k, c: _drops_masks(c) and m.num_windowed_layers > 0
          and m.sliding_window is not None and m.sliding_window < c.batch.seq_len,
          source=_DS + "runtime/sequence_parallel/ulysses_sp.py: uattn_wrapper drops masks"),
+    Rule(name="SP and lengths", options=("sp", "rope_scaling"),
+         says="positions that depend on the length of a row (dynamic, longrope) are not those of its slices",
+         breaks=lambda m, k, c: c.parallel.sp > 1 and _scales_by_length(m, c),
+         source="Transformers 5.23 modeling_rope_utils.py: dynamic_rope_update takes the largest position_id"),
     Rule(name="SP and images", options=("sp", "image_patches"),
          says="sequence parallelism replaces the vision tower's attention too, which has no position ids",
          breaks=lambda m, k, c: c.parallel.sp > 1 and c.batch.image_patches > 0,

@@ -11,6 +11,7 @@ from dstrain.errors import InvalidConfig
 from dstrain.facts.cluster.cluster import Cluster
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.facts.workload import Workload
+from dstrain.plan import rope_scaling
 from dstrain.plan.configuration import Configuration, Parallel, Zero
 from dstrain.plan.estimate import supported_precision
 from dstrain.plan.request import Request
@@ -145,16 +146,12 @@ def with_defaults(workload: Workload, request: Request) -> Configuration:
     """Returns the start of the search: all that does not vary."""
     model, cluster = workload.model, workload.cluster
     seq_len = request.seq_len or min(DEFAULT_SEQ_LEN, model.max_position_embeddings)
-    if seq_len > model.max_position_embeddings:
-        raise InvalidConfig(
-            f"--seq-len {seq_len} is longer than {model.name} was made for ({model.max_position_embeddings})",
-            hint=f"Write --seq-len {model.max_position_embeddings} or less.",
-        )
+    scaling = rope_scaling.chosen(model, request.rope_scaling, seq_len)
     asked = request.configuration
     return replace(
         asked,
         model=replace(asked.model, precision=request.precision or supported_precision(cluster)),
-        batch=replace(asked.batch, seq_len=seq_len),
+        batch=replace(asked.batch, seq_len=seq_len, rope_scaling=scaling),
         zero=Zero(overlap_comm=cluster.num_gpus > 1),
         expandable_segments=asked.model.is_deepspeed,  # `dstrain run` sets it, PyTorch alone does not
     )

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dstrain.errors import EnvironmentProblem, InvalidConfig
+from dstrain.job.schema import RopeScaling
 from dstrain.paths import write_atomic
 from dstrain.rundir import COMPLETE, PART, UNIVERSAL, RunDir, damage, is_whole, mark_whole, read_record
 
@@ -102,6 +103,8 @@ class Written:
     """Ranks that share a micro-batch."""
     data: str
     """Digest of the training data and its order."""
+    rope_scaling: RopeScaling | None = None
+    """The job's, which a resumed run keeps."""
 
 
 def complete(folder: Path, written: Written) -> None:

@@ -19,6 +19,7 @@ import torch
 from dstrain.choices import Precision
 from dstrain.errors import Conflict, DstrainError, EnvironmentProblem, InvalidConfig
 from dstrain.rundir import RunDir
+from dstrain.train import rope_scaling
 from dstrain.train.checkpoints.checkpoints import refuse_damaged
 from dstrain.train.checkpoints.saved_model import DTYPES, converted, family_of, require_whole_model
 from dstrain.train.rank import quieten
@@ -91,7 +92,8 @@ def _merged(folder: Path, precision: Precision | None) -> Any:
 
     base = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))["base_model_name_or_path"]
     config = _config(base)
-    model = family_of(config).from_pretrained(base, dtype=DTYPES[precision] if precision else "auto")
+    rope_scaling.scale(config, rope_scaling.read_beside_adapter(folder))
+    model = family_of(config).from_pretrained(base, config=config, dtype=DTYPES[precision] if precision else "auto")
     return PeftModel.from_pretrained(model, str(folder)).merge_and_unload()
 
 

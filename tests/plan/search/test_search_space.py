@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from cases import ask
 
-from dstrain.choices import Attention, Method, Offload, Optimizer, Precision, StateDtypes
+from dstrain.choices import Attention, Method, Offload, Optimizer, Precision, RopeType, StateDtypes
 from dstrain.errors import InvalidConfig
+from dstrain.job.schema import RopeScaling
 from dstrain.plan.configuration import DEFAULTS, changed
 from dstrain.plan.request import Request
 from dstrain.plan.search.rules import RULES, broken
@@ -37,6 +38,7 @@ BROKEN: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("SP and latent attention", "deepseek-v2-lite", {"sp": 2}),
     ("SP and packed rows", "qwen3-8b", {"sp": 2, "packing": True}),
     ("SP and windows", "gemma-3-27b", {"sp": 2, "seq_len": 8192}),
+    ("SP and lengths", "qwen3-8b", {"sp": 2, "rope_scaling": RopeScaling(rope_type=RopeType.DYNAMIC, factor=2.0)}),
     ("SP and images", "qwen3-vl-8b", {"sp": 2, "image_patches": 1024}),
     ("TP inside a node", "gemma-3-27b", {"tp": 16}),
     ("TP divides the key-value heads", "qwen2.5-7b", {"tp": 8}),

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import asdict
 
-from dstrain.choices import Method, Precision
+from dstrain.choices import Method, Precision, RopeType
 from dstrain.config.lint.finding import Fault, Severity
 from dstrain.config.lint.rule import Breaks, Rule, when
 from dstrain.config.lint.rules.no_effect import above, has_pass, is_on
 from dstrain.config.lint.subject import Subject, shown
+from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.job.schema import Job
+from dstrain.plan import rope_scaling
 
 _GATHER = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
 _SCATTER = "zero_optimization.reduce_scatter"
@@ -96,11 +99,32 @@ def _its_own_data(subject: Subject) -> Iterator[Fault]:
 
 def _too_long(subject: Subject) -> Iterator[Fault]:
     model, job = subject.model, subject.job.job if subject.job is not None else None
-    if model is None or job is None or not 0 < model.max_position_embeddings < job.seq_len:
+    if model is None or job is None or job.rope_scaling or not 0 < model.max_position_embeddings < job.seq_len:
         return
     problem = f"seq_len is {job.seq_len}, but {model.name} has {model.max_position_embeddings} positions"
     effect = "positions beyond were never trained: the loss is wrong there, or an index is out of range"
-    yield _in_job(subject, "seq_len", problem, effect, f"write seq_len: {model.max_position_embeddings}")
+    yield _in_job(subject, "seq_len", problem, effect, _shorter_or_scaled(model, RopeType.YARN, job.seq_len))
+
+
+def _shorter_or_scaled(model: ModelFacts, rope_type: RopeType, seq_len: int) -> str:
+    """Returns what to write for a length beyond a model's own."""
+    fix = f"write seq_len: {model.max_position_embeddings}"
+    scaling = rope_scaling.reaching(model, rope_type, seq_len)
+    if scaling is None or rope_scaling.fault(model, scaling, seq_len) is not None:
+        return fix
+    values = ", ".join(f"{key}: {value}" for key, value in asdict(scaling).items())
+    return f"{fix}, or rope_scaling: {{{values}}}"
+
+
+def _cannot_scale(subject: Subject) -> Iterator[Fault]:
+    model, job = subject.model, subject.job.job if subject.job is not None else None
+    if model is None or job is None or job.rope_scaling is None:
+        return
+    if (problem := rope_scaling.fault(model, job.rope_scaling, job.seq_len)) is not None:
+        fix = "remove rope_scaling"
+        if job.seq_len > model.max_position_embeddings:
+            fix += f" and {_shorter_or_scaled(model, job.rope_scaling.rope_type, job.seq_len)}"
+        yield _in_job(subject, "rope_scaling", problem, "the model is refused, or trains on untrained positions", fix)
 
 
 def _not_on_gpu(subject: Subject) -> Iterator[Fault]:
@@ -138,6 +162,8 @@ RULES = (
          source="config.json: max_position_embeddings"),
     Rule(id="DS904", severity=Severity.WARNING, title="setting that the GPU does not support", find=_not_on_gpu,
          source="dstrain/facts/cluster/gpus.py"),
+    Rule(id="DS905", severity=Severity.ERROR, title="rope scaling that the model cannot have", find=_cannot_scale,
+         source="Transformers 5.23 modeling_rope_utils.py; dstrain/plan/rope_scaling.py"),
 )
 """Rules about the job."""
 # fmt: on
