@@ -52,7 +52,7 @@ def assess(
         memory=needs,
         usable_bytes_per_gpu=usable_gpu,
         usable_bytes_per_host=usable_host,
-        fits_gpu=needs.device_bytes_per_gpu <= usable_gpu,
+        fits_gpu=needs.load.fits_gpu and needs.device_bytes_per_gpu <= usable_gpu,
         fits_host=needs.host_bytes_per_node <= usable_host,
         speed=speed(workload, configuration),
         flops_per_token=flops_per_token(model, method=configuration.model.method, seq_len=configuration.batch.seq_len),
@@ -73,7 +73,8 @@ def moved(base: Estimate, count: int) -> Estimate:
         reserved_bytes_per_gpu=base.memory.reserved_bytes_per_gpu + count,
         device_bytes_per_gpu=base.memory.device_bytes_per_gpu + count,
     )
-    return replace(base, memory=needs, fits_gpu=needs.device_bytes_per_gpu <= base.usable_bytes_per_gpu)
+    fits_gpu = needs.load.fits_gpu and needs.device_bytes_per_gpu <= base.usable_bytes_per_gpu
+    return replace(base, memory=needs, fits_gpu=fits_gpu)
 
 
 def estimate(workload: Workload, request: Request, ds_config: Mapping[str, Any]) -> Estimate:

@@ -81,7 +81,8 @@ class Estimate:
     def shortage(self) -> str:
         """The needed and the usable memory in words, if it does not fit."""
         if not self.fits_gpu:
-            needed, usable, where = self.memory.device_bytes_per_gpu, self.usable_bytes_per_gpu, "per GPU"
+            where = "per GPU" if self.memory.load.fits_gpu else "per GPU while the model is loaded"
+            needed, usable = self.memory.needed_bytes_per_gpu, self.usable_bytes_per_gpu
         else:
             needed, usable, where = self.memory.host_bytes_per_node, self.usable_bytes_per_host, "of host RAM per node"
         return f"{format_bytes(needed)} {where}, {format_bytes(usable)} usable"

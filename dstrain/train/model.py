@@ -90,12 +90,6 @@ def load_model(
     freeze_vision(model)
     if job.method is Method.FULL:
         return model
-    if job.method is Method.QLORA:
-        from peft import prepare_model_for_kbit_training
-
-        model = prepare_model_for_kbit_training(  # type: ignore[no-untyped-call]
-            model, use_gradient_checkpointing=False
-        )
     dtype = DTYPES[job.precision] if zero_stage(ds_config) < 3 else None  # ZeRO-3 has partitioned the matrices
     return with_adapter(model, job.lora, grad_ckpt=job.grad_ckpt, dtype=dtype)
 

@@ -31,7 +31,7 @@ TOP_KEYS = {"schema", "model", "cluster", "plans", "chosen", "considered"}
 PLAN_KEYS = {"title", *choices(), "fits", "memory", "speed", "reasons"}
 MEMORY_KEYS = {
     *("live_bytes_per_gpu", "reserved_bytes_per_gpu", "device_bytes_per_gpu", "peak_instant", "breakdown_bytes"),
-    *("host_bytes_per_node", "nvme_bytes_per_node", "checkpoint_bytes"),
+    *("host_bytes_per_node", "nvme_bytes_per_node", "checkpoint_bytes", "load"),
 }
 BREAKDOWN_KEYS = {
     *("params", "grads", "optimizer", "buffers", "gathered", "activations", "logits", "workspace", "fragmentation"),
@@ -117,7 +117,7 @@ def test_a_limit_of_gpu_memory_is_planned_with(dstrain: Type) -> None:
 
 
 def test_where_assumed_ram_is_what_lacks_the_assumption_and_the_option_are_named(dstrain: Type) -> None:
-    short = ("gen-config", "-n", "--gpus", "2", "--gpu", "3090", "--model", "qwen3-32b", "--method", "qlora")
+    short = ("gen-config", "-n", "--gpus", "2", "--gpu", "3090", "--model", "qwen3-8b")
     done = dstrain(*short, "--seq-len", "1024")
     assert done.returncode == 4
     assert "assumed: 48.0 GiB of RAM on each node; say otherwise with --host-memory" in done.stderr

@@ -180,6 +180,7 @@ _MEMORY = (
     "host_bytes_per_node",
     "nvme_bytes_per_node",
     "checkpoint_bytes",
+    "load",
 )
 _SPEED = ("step_s", "tokens_per_s_per_gpu", "mfu_ratio", "limited_by", "uncertainty_ratio")
 

@@ -145,6 +145,8 @@ def _entry(key: str, data: object, where: str) -> Measured:
             meant = (error.hint or "").rstrip(".")
             meant = meant[:1].lower() + meant[1:]
         raise InvalidConfig(f'{where}: "{key}" is not the name of a GPU; {meant}')
+    if GPUS[key].is_cpu:
+        raise InvalidConfig(f"{where}: no time is predicted for a CPU; remove it")
     if not isinstance(data, Mapping):
         raise InvalidConfig(f"{where}: not an object")
     return from_data(Measured, data, locate=lambda place: "/".join((where, *map(str, place))))

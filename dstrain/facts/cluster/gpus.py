@@ -150,7 +150,7 @@ _ROWS = (
     _row("v100-16g-pcie", "v100-pcie", "v100-pcie-16gb", mib=16384, bf16=0, fp16=112, fp32=14, hbm=900, link="pcie3", cc=(7, 0), source=f"{_VOLTA}; memory as the SXM2 card's"),
     _row("t4", mib=15360, bf16=0, fp16=65, fp32=8.1, hbm=320, link="pcie3", cc=(7, 5), source=f"https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/tesla-t4/t4-tensor-core-datasheet-951643.pdf; {_SMI} (15109 with drivers before 515)"),
     _row("mi300x", "mi300x-oam", mib=196592, bf16=1307.4, fp16=1307.4, fp32=163.4, hbm=5300, link="infinity-fabric", cc=(0, 0), source="https://www.amd.com/content/dam/amd/en/documents/instinct-tech-docs/data-sheets/amd-instinct-mi300x-data-sheet.pdf; memory as rocm-smi prints it"),
-    _row(CPU, "none", "no-gpu", mib=0, bf16=0, fp16=0, fp32=0.1, hbm=20, link="loopback", cc=(0, 0), source="no GPU, for trying things out: a rough figure for one rank on four cores with AVX2; PyTorch's bf16 on most CPUs is slower than fp32, so it counts as having none"),
+    _row(CPU, "none", "no-gpu", mib=0, bf16=0, fp16=0, fp32=0, hbm=0, link="loopback", cc=(0, 0), source="no GPU, for trying things out: no speed, so that no time is predicted; PyTorch's bf16 on most CPUs is slower than fp32, so it counts as having none"),
 )
 # fmt: on
 

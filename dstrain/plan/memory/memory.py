@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from enum import IntEnum
 
 from dstrain.facts.cluster.calibration import NOTHING, Measured
@@ -14,7 +14,8 @@ from dstrain.plan.memory import closed_form, pytorch_sharding
 from dstrain.plan.memory.deepspeed import engine
 from dstrain.plan.memory.fragmentation import quick_ratio
 from dstrain.plan.memory.layers.activations import has_layer_code
-from dstrain.plan.memory.params import trained
+from dstrain.plan.memory.loading import Loading, Machine, loading
+from dstrain.plan.memory.params import Trained, trained
 from dstrain.plan.memory.peak import Peak
 from dstrain.plan.memory.reserved import CONTEXT_BYTES, NCCL_BYTES, reserved
 from dstrain.plan.memory.zero import States, pinned_waste, states
@@ -78,13 +79,20 @@ class Memory:
     breakdown_bytes: Breakdown
     """Parts of the peak."""
     host_bytes_per_node: int
-    """Host RAM of one node."""
+    """Host RAM of one node, while training or loading, whichever takes more."""
     nvme_bytes_per_node: int
     """NVMe of one node."""
     checkpoint_bytes: int
     """One checkpoint on disk, all ranks together."""
     states: States
     """Model states of one rank."""
+    load: Loading
+    """Memory while the model is loaded."""
+
+    @property
+    def needed_bytes_per_gpu(self) -> int:
+        """Device memory of the fuller of the two: training, or a load that does not fit."""
+        return self.device_bytes_per_gpu if self.load.fits_gpu else self.load.device_bytes_per_gpu
 
 
 def memory(workload: Workload, configuration: Configuration, *, detail: Detail = Detail.REPLAYED) -> Memory:
@@ -121,17 +129,33 @@ def memory(workload: Workload, configuration: Configuration, *, detail: Detail =
         fragmentation=settled - live,
         context=context,
     )
+    load = _load(workload, configuration, counts)
     return Memory(
         live_bytes_per_gpu=live,
         reserved_bytes_per_gpu=most,
         device_bytes_per_gpu=parts.total,
         peak_instant=peak.name,
         breakdown_bytes=parts,
-        host_bytes_per_node=_host_bytes(workload, configuration, model_states, detail),
+        host_bytes_per_node=max(load.host_bytes_per_node, _host_bytes(workload, configuration, model_states, detail)),
         nvme_bytes_per_node=_nvme_bytes(workload, configuration, model_states, detail),
         checkpoint_bytes=_checkpoint_bytes(model, configuration),
         states=model_states,
+        load=load,
     )
+
+
+def _load(workload: Workload, configuration: Configuration, counts: Trained) -> Loading:
+    """Returns the peak while the model is loaded, with the processes of the node's ranks."""
+    cluster = workload.cluster
+    machine = Machine(
+        num_ranks=_ranks(cluster, configuration),
+        ranks_per_node=cluster.gpus_per_node,
+        gpu_bytes=cluster.gpu.memory_bytes,
+        outside_bytes=0 if cluster.gpu.is_cpu else _outside_bytes(cluster, workload.measured),
+    )
+    load = loading(workload.model, counts, configuration, machine)
+    baseline = cluster.gpus_per_node * BASELINE_HOST_BYTES_PER_RANK
+    return replace(load, host_bytes_per_node=baseline + load.host_bytes_per_node)
 
 
 def _held_by_allocator(workload: Workload, configuration: Configuration, peak: Peak, detail: Detail) -> tuple[int, int]:
@@ -197,21 +221,14 @@ def _workspace_bytes(cluster: Cluster) -> int:
 
 
 def _host_bytes(workload: Workload, configuration: Configuration, model_states: States, detail: Detail) -> int:
-    """Returns host RAM of one node: the processes, the offloaded states with pinned rounding, or loading if larger.
-
-    Without ZeRO-3 every rank loads the whole model; with it rank 0 alone holds the whole checkpoint.
-    Source: Transformers 5.23 integrations/deepspeed.py: _load_state_dict_into_zero3_model.
-    """
+    """Returns host RAM of one node while it trains: the processes, and the offloaded states with pinned rounding."""
     model, cluster = workload.model, workload.cluster
-    s = configuration.model.item
     ranks = cluster.gpus_per_node
-    whole = s * model.num_params
-    loading = whole if configuration.zero.stage == 3 else whole * ranks
     counts = trained(model, configuration.model.method, configuration.model.lora)
     offloaded = model_states.host + model_states.staging + pinned_waste(counts, configuration, cluster.num_gpus)
     if detail is not Detail.QUICK and configuration.model.is_deepspeed and has_layer_code(model):
         offloaded = engine.host_of(model, configuration, _ranks(cluster, configuration)).taken
-    return ranks * BASELINE_HOST_BYTES_PER_RANK + max(loading, ranks * offloaded)
+    return ranks * BASELINE_HOST_BYTES_PER_RANK + ranks * offloaded
 
 
 def _nvme_bytes(workload: Workload, configuration: Configuration, model_states: States, detail: Detail) -> int:

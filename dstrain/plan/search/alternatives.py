@@ -113,7 +113,7 @@ def _sample_s(cluster: Cluster, estimate: Estimate, speed: Speed) -> float:
 def missing_bytes(estimate: Estimate) -> int:
     """Returns the bytes that an estimate lacks, on the GPU or, where that fits, in host RAM."""
     if not estimate.fits_gpu:
-        return estimate.memory.device_bytes_per_gpu - estimate.usable_bytes_per_gpu
+        return estimate.memory.needed_bytes_per_gpu - estimate.usable_bytes_per_gpu
     return estimate.memory.host_bytes_per_node - estimate.usable_bytes_per_host
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from dstrain.choices import LossKernel, Offload, Optimizer, Precision, StateDtypes
+from dstrain.choices import LossKernel, Method, Offload, Optimizer, Precision, StateDtypes
 from dstrain.facts.cluster.cluster import Cluster
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.facts.workload import Workload
@@ -66,6 +66,8 @@ class Bound:
     """On the GPU at the same instant, for each sample of a micro-batch."""
     step_bytes: int
     """On the GPU when the optimizer steps or the last gradient arrives."""
+    load_bytes: int
+    """On the GPU while the model is loaded, if 4-bit weights are loaded whole."""
     host_bytes: int
     """In the RAM of one node."""
     step_s: float
@@ -98,6 +100,7 @@ def bound(workload: Workload, way: Configuration) -> Bound:
         fixed_bytes=int(fixed),
         sample_bytes=int(_activation_bytes(model, way) + _logits_bytes(model, way)),
         step_bytes=int(fixed + (grads if is_here else 0.0)),
+        load_bytes=int(weights) if way.model.is_deepspeed and way.model.method is Method.QLORA else 0,
         host_bytes=int(_host_bytes(cluster, way, states, weights / ranks)),
         step_s=_step_s(workload, way),
     )

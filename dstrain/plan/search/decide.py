@@ -158,7 +158,7 @@ def _notes(workload: Workload, request: Request, chosen: Estimate) -> tuple[str,
     model, cluster = workload.model, workload.cluster
     notes = [*_assumptions(workload, request, chosen), *_precision_notes(workload, chosen)]
     if chosen.speed is None:
-        notes.append(f"the speed of {cluster.gpu.name} was not measured, so no time is given")
+        notes.append(f"the speed of {cluster.gpu.name} is unknown, so no time is given")
     if model.traced is not None:
         notes.append(model.traced.note)
     share = chosen.memory.device_bytes_per_gpu / cluster.gpu.memory_bytes if cluster.gpu.memory_bytes else 0

@@ -78,6 +78,7 @@ class Evaluator:
         """Returns whether the bound leaves room; an excluded candidate needs no estimate."""
         least, cluster = self.bound(candidate), self.workload.cluster
         fits_gpu = least.device_bytes(candidate.micro_batch) <= self.usable_ratio * cluster.gpu.memory_bytes
+        fits_gpu = fits_gpu and least.load_bytes <= cluster.gpu.memory_bytes
         return fits_gpu and least.host_bytes <= USABLE_HOST_RATIO * cluster.host_memory_bytes
 
     def seems_to_fit(self, candidate: Candidate) -> bool:
@@ -88,7 +89,7 @@ class Evaluator:
         needs, most = estimate.memory, 1 + QUICK_ERROR_RATIO
         least = needs.device_bytes_per_gpu - needs.breakdown_bytes.fragmentation
         fits_host = needs.host_bytes_per_node <= most * estimate.usable_bytes_per_host
-        return fits_host and least <= most * estimate.usable_bytes_per_gpu
+        return needs.load.fits_gpu and fits_host and least <= most * estimate.usable_bytes_per_gpu
 
     def verify(self, candidate: Candidate) -> Estimate:
         """Returns the exact estimate, which from then on is the candidate's.
@@ -119,7 +120,7 @@ class Evaluator:
 def _is_live_room(estimate: Estimate) -> bool:
     """Returns whether it would fit if the allocator held nothing but what lives."""
     least = estimate.memory.device_bytes_per_gpu - estimate.memory.breakdown_bytes.fragmentation
-    return estimate.fits_host and least <= estimate.usable_bytes_per_gpu
+    return estimate.memory.load.fits_gpu and estimate.fits_host and least <= estimate.usable_bytes_per_gpu
 
 
 def estimated(

@@ -226,5 +226,5 @@ def distance(estimate: Estimate) -> tuple[bool, int]:
     """Returns how far an estimate is from fitting: what the GPU could hold is nearer than what it could not."""
     return (
         not estimate.fits_gpu,
-        estimate.memory.host_bytes_per_node if estimate.fits_gpu else estimate.memory.device_bytes_per_gpu,
+        estimate.memory.host_bytes_per_node if estimate.fits_gpu else estimate.memory.needed_bytes_per_gpu,
     )

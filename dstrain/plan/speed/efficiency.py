@@ -110,7 +110,6 @@ KERNELS = (
         attention=0.20,
         source=f"{_MAMF}: 668 of 1307, the rest as on the H100; attention from memory",
     ),
-    Kernels(gpus=("cpu",), gemm=0.50, attention=0.30, source="a rough figure, for trying things out"),
 )
 """One row for GPUs of one make."""
 

@@ -39,6 +39,7 @@ def test_a_gpu_that_is_not_in_the_file_has_no_measurements() -> None:
         ('{"schema": 1, "gpus": {"h100-sxm": 7}}', "c.json: /gpus/h100-sxm: not an object"),
         ('{"schema": 1, "gpus": {"h100": {}}}', '"h100" is not the name of a GPU; write "h100-sxm"'),
         ('{"schema": 1, "gpus": {"h100-smx": {}}}', 'c.json: /gpus/h100-smx: "h100-smx" is not the name of a GPU'),
+        ('{"schema": 1, "gpus": {"cpu": {}}}', "c.json: /gpus/cpu: no time is predicted for a CPU; remove it"),
         (_file('"gemm_rato": 0.6'), '/gpus/h100-sxm/gemm_rato: unknown key "gemm_rato"; did you mean "gemm_ratio"?'),
         (_file('"gemm_ratio": 61'), "c.json: /gpus/h100-sxm/gemm_ratio: gemm_ratio is 61; input should be less than"),
         (_file('"gemm_ratio": 0'), "gemm_ratio is 0; input should be greater than 0"),

@@ -9,6 +9,7 @@ from dstrain.choices import Attention, Method, Offload, Precision
 from dstrain.plan.configuration import DEFAULTS, changed
 from dstrain.plan.estimate import estimate
 from dstrain.plan.estimate_records import Estimate
+from dstrain.plan.memory.memory import BASELINE_HOST_BYTES_PER_RANK
 from dstrain.plan.memory.params import Trained
 from dstrain.plan.memory.zero import pinned_waste
 from dstrain.plan.request import Request
@@ -67,10 +68,35 @@ def test_the_parts_sum_to_the_device_total_and_those_inside_torch_to_live() -> N
     assert sum(parts.values()) == memory.live_bytes_per_gpu == memory.device_bytes_per_gpu - outside
 
 
-def test_zero_3_loads_the_checkpoint_once_a_node_and_zero_2_once_a_rank() -> None:
+PROCESSES = 8 * BASELINE_HOST_BYTES_PER_RANK
+
+
+def test_zero_3_moves_the_shares_of_a_node_through_ram_and_zero_2_maps_the_weights() -> None:
     whole = 2 * 8_190_735_360
-    difference = peak("qwen3-8b", 8, 2).memory.host_bytes_per_node - peak("qwen3-8b", 8, 3).memory.host_bytes_per_node
-    assert difference == 7 * whole
+    assert peak("qwen3-8b", 8, 3).memory.load.host_bytes_per_node == PROCESSES + whole
+    assert peak("qwen3-8b", 16, 3).memory.load.host_bytes_per_node == PROCESSES + whole // 2
+    assert peak("qwen3-8b", 8, 2).memory.load.host_bytes_per_node == PROCESSES
+
+
+def test_zero_2_holds_the_weights_and_their_flat_copy_on_the_gpu_or_both_in_ram() -> None:
+    small, large = peak("qwen3-8b", 16, 2).memory, peak("qwen3-32b", 16, 2).memory
+    assert small.load.device_bytes_per_gpu - small.breakdown_bytes.context == 4 * 8_190_735_360
+    assert large.load.host_bytes_per_node == PROCESSES + 8 * 4 * 32_762_123_264
+    assert large.host_bytes_per_node == large.load.host_bytes_per_node
+
+
+def test_weights_in_another_dtype_and_merged_experts_are_copied_by_every_rank() -> None:
+    cast = peak("qwen3-8b", 8, 2, precision=Precision.FP32).memory.load
+    experts, gate_up = 48 * 128 * 3 * 768 * 2048, 128 * 2 * 768 * 2048
+    merged = peak("qwen3-30b-a3b", 8, 2, method=Method.LORA).memory.load
+    assert cast.host_bytes_per_node == PROCESSES + 8 * 4 * 8_190_735_360
+    assert merged.host_bytes_per_node == PROCESSES + 8 * 2 * (experts + gate_up)
+
+
+def test_zero_3_of_4_bit_weights_that_no_gpu_holds_whole_does_not_fit() -> None:
+    found = plan(model="qwen2.5-72b", gpus=8, gpu="4090", method=Method.QLORA, seq_len=512, host_memory=2**40)
+    assert not found.chosen.fits
+    assert "40.0 GiB per GPU while the model is loaded" in found.chosen.shortage
 
 
 def test_a_checkpoint_holds_states_and_the_gathered_model() -> None:

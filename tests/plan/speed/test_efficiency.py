@@ -19,10 +19,10 @@ def _cluster(gpu: str = "h100-sxm") -> Cluster:
     )
 
 
-def test_every_gpu_of_the_table_has_one_row() -> None:
+def test_every_gpu_of_the_table_but_the_cpu_has_one_row() -> None:
     named = [name for row in KERNELS for name in row.gpus]
 
-    assert sorted(named) == sorted(gpus.GPUS)
+    assert sorted(named) == sorted({*gpus.GPUS} - {gpus.CPU})
 
 
 @pytest.mark.parametrize("row", KERNELS, ids=lambda row: row.gpus[0])

@@ -41,7 +41,7 @@ def _gpu(subject: Subject) -> Iterator[Fault]:
     needs, cluster = subject.estimate, subject.cluster
     if needs is None or cluster is None or needs.fits_gpu or _is_a_guess(subject):
         return
-    needed, there = needs.memory.device_bytes_per_gpu, cluster.gpu.memory_bytes
+    needed, there = needs.memory.needed_bytes_per_gpu, cluster.gpu.memory_bytes
     surely = needed > SURELY_MORE * there
     yield Fault(
         pointer=("zero_optimization",),

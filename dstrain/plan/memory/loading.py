@@ -1,0 +1,91 @@
+"""Memory while the model is loaded and the engine is set up, before the first step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dstrain.choices import Method, Precision
+from dstrain.facts.model.model_facts import Kind, ModelFacts
+from dstrain.plan.configuration import Configuration
+from dstrain.plan.memory.params import Trained, quantized_bytes_per_param
+
+_DTYPES = {Precision.BF16: "bfloat16", Precision.FP16: "float16", Precision.FP32: "float32"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loading:
+    """Memory at its fullest before the first step."""
+
+    device_bytes_per_gpu: int
+    """On each GPU, CUDA context and NCCL included."""
+    host_bytes_per_node: int
+    """In the RAM of one node. Pages of weight files do not count: the kernel drops them at need."""
+    fits_gpu: bool
+    """Whether the GPU holds it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """Where a model is loaded."""
+
+    num_ranks: int
+    """Ranks that share states."""
+    ranks_per_node: int
+    gpu_bytes: int
+    """Memory of one GPU."""
+    outside_bytes: int
+    """Memory of one GPU outside of PyTorch."""
+
+
+def loading(model: ModelFacts, counts: Trained, configuration: Configuration, machine: Machine) -> Loading:
+    """Returns the peak at load, with P trainable and F frozen parameters of s bytes, Q in 4 bits, over N ranks.
+
+    GPU: s(P + F) and Q, without ZeRO-3 and under QLoRA with it too, because 4-bit weights are loaded whole and
+    partitioned later; ZeRO-1 and 2 add a flat copy sP. If that does not fit, both copies are in RAM: 2sP for each rank.
+    RAM without ZeRO-3: weights are mapped files, unless their dtype changes (s(P + F) for each rank) or experts are
+    merged (those, and the tensor being merged, for each rank). ZeRO-3: rank 0 merges one tensor at a time (twice the
+    merged one), and each rank's share sP/N passes through RAM. 4-bit loading sends weight after weight to the GPU.
+    PyTorch's own sharding is taken to load the whole model into RAM, ZeRO-0 on every rank.
+    Source: Transformers 5.23 core_model_loading.py: convert_and_load_state_dict_in_model; integrations/deepspeed.py:
+    _load_state_dict_into_zero3_model; quantizers/quantizer_bnb_4bit.py: update_device_map; deepspeed 0.19.8
+    runtime/zero/stage_1_and_2.py: __init__ (flatten_on_accelerator); runtime/zero/utils.py: defragment.
+    Distance: within 3 % on two CPU ranks (`tests/train/test_loading.py`); the copies beside the GPU are only read.
+
+    >>> from dstrain.facts.model import aliases, families
+    >>> from dstrain.plan.configuration import DEFAULTS, changed
+    >>> qwen3_8b = families.from_config(aliases.resolve("qwen3-8b")[1].config, name="qwen3-8b", source="qwen3-8b")
+    >>> counts = Trained(trainable=qwen3_8b.num_params, frozen=0, quantized=0, largest_trainable=0)
+    >>> small = Machine(num_ranks=8, ranks_per_node=8, gpu_bytes=24 * 2**30, outside_bytes=0)
+    >>> found = loading(qwen3_8b, counts, changed(DEFAULTS, zero_stage=2), small)
+    >>> found.device_bytes_per_gpu == 2 * 8_190_735_360, found.host_bytes_per_node == 8 * 2 * 2 * 8_190_735_360
+    (True, True)
+    """
+    s, zero, tp = configuration.model.item, configuration.zero, configuration.parallel.tp
+    is_quantized = configuration.model.method is Method.QLORA
+    weights, flat = _weights(counts, configuration), s * counts.trainable // tp
+    merged = s * max((group.numel for group in model.tensors if group.kind is Kind.EXPERT), default=0)
+    if not configuration.model.is_deepspeed:
+        return _loading(0, weights * (1 if zero.stage == 3 else machine.ranks_per_node), machine)
+    if zero.stage == 3 and not is_quantized:
+        share = 0 if zero.offloads_params else flat // machine.num_ranks
+        on_gpu = 0 if zero.offloads_params else weights // machine.num_ranks
+        return _loading(on_gpu, max(2 * merged, machine.ranks_per_node * share), machine)
+    is_cast = model.dtype != _DTYPES[configuration.model.precision] or tp > 1
+    copied = weights if is_cast else merged + s * model.num_params_of(Kind.EXPERT)
+    copied = 0 if is_quantized else copied
+    is_flattened = zero.stage in (1, 2)
+    if is_flattened and machine.outside_bytes + weights + flat > machine.gpu_bytes:
+        return _loading(weights, machine.ranks_per_node * max(copied, 2 * flat), machine)
+    return _loading(weights + is_flattened * flat, machine.ranks_per_node * copied, machine)
+
+
+def _weights(counts: Trained, configuration: Configuration) -> int:
+    """Returns the bytes of the weights that one rank loads whole; tensor parallelism cuts them in RAM."""
+    four_bit = quantized_bytes_per_param(configuration.model.double_quant) * counts.quantized
+    whole = configuration.model.item * (counts.trainable + counts.frozen) + four_bit
+    return round(whole / configuration.parallel.tp)
+
+
+def _loading(on_gpu: int, in_ram: int, machine: Machine) -> Loading:
+    device = machine.outside_bytes + on_gpu
+    return Loading(device_bytes_per_gpu=device, host_bytes_per_node=in_ram, fits_gpu=device <= machine.gpu_bytes)

@@ -1,0 +1,81 @@
+"""RAM while a model is loaded: the plan's formula against Transformers and DeepSpeed on two CPU ranks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from dstrain.choices import Method, Precision
+from dstrain.facts.probe import read_model
+from dstrain.plan.configuration import DEFAULTS, changed
+from dstrain.plan.memory.loading import Machine, loading
+from dstrain.plan.memory.params import trained
+from tests.train.engine import Engine
+
+SHAPE: Any = {
+    "hidden_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+}
+TOLERANCE = 0.03
+"""Error of the formula over the bytes of the whole model: Python objects and the heap's rounding."""
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A dense model of 52 M parameters and one with experts of 79 M, in bf16."""
+    root = tmp_path_factory.mktemp("models")
+    dense = Qwen3Config(**SHAPE, vocab_size=16384, intermediate_size=4096, tie_word_embeddings=False)
+    experts: Any = {"num_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 512, "intermediate_size": 512}
+    sparse = Qwen3MoeConfig(**SHAPE, **experts, vocab_size=16384, tie_word_embeddings=False)
+    models: dict[str, Any] = {"dense": Qwen3ForCausalLM(dense), "experts": Qwen3MoeForCausalLM(sparse)}
+    for name, model in models.items():
+        model.to(torch.bfloat16).save_pretrained(root / name)
+    return {name: root / name for name in models}
+
+
+def measured(engine: Engine, model: Path, dtype: str, stage: int, folder: Path) -> list[int]:
+    """Returns the peak of each rank's own RAM while it loads the model."""
+    program = ("tests.train.loading_rank", model, dtype, stage, folder)
+    codes = engine.run(*program, log=folder / "log", timeout_s=120)
+    assert codes == [0, 0], (folder / "log.0").read_text()[-2000:]
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "dtype", "share"),
+    [
+        ("dense", Precision.BF16, "bfloat16", 0.0),
+        ("dense", Precision.FP32, "float32", 1.0),
+        ("experts", Precision.BF16, "bfloat16", 0.75),
+    ],
+)
+def test_each_rank_copies_what_is_cast_or_merged_and_maps_the_rest(
+    name: str, precision: Precision, dtype: str, share: float, folders: dict[str, Path], engine: Engine, tmp_path: Path
+) -> None:
+    facts = read_model(str(folders[name]))
+    configuration = changed(DEFAULTS, zero_stage=2, precision=precision)
+    machine = Machine(num_ranks=2, ranks_per_node=1, gpu_bytes=2**40, outside_bytes=0)
+    counts = trained(facts, Method.FULL, configuration.model.lora)
+    planned = loading(facts, counts, configuration, machine).host_bytes_per_node
+    whole = configuration.model.item * facts.num_params
+    assert planned / whole == pytest.approx(share, abs=0.1)
+    for peak in measured(engine, folders[name], dtype, 2, tmp_path):
+        assert abs(peak - planned) < TOLERANCE * whole
+
+
+@pytest.mark.parametrize("name", ["dense", "experts"])
+def test_rank_0_of_zero_3_maps_the_checkpoint_instead_of_copying_it(
+    name: str, folders: dict[str, Path], engine: Engine, tmp_path: Path
+) -> None:
+    facts = read_model(str(folders[name]))
+    merged = max((2 * group.numel for group in facts.tensors if len(group.shape) == 3), default=0)
+    first, second = measured(engine, folders[name], "bfloat16", 3, tmp_path)
+    assert first - second < 2 * merged + TOLERANCE * 2 * facts.num_params
