@@ -31,7 +31,7 @@ from dstrain.plan.search.search import DEFAULT_TOP
 @HTML
 @click.option("--json", "as_json", is_flag=True, help="Print the plans as JSON.")
 def command(top: int, verbose: bool, html: Path | None, as_json: bool, **options: Any) -> None:
-    """Say what training a model on these GPUs needs, how fast it is, and why. Writes nothing but --html.
+    """Say what training a model on these GPUs needs, how fast it is, and why. Writes nothing but the page of --html.
 
     What you give is fixed, the rest is chosen: the fastest way that fits. With stage, offload, micro-batch and
     checkpointing given the answer is an estimate of that, whether it fits or not. Exit code 4 where nothing fits; the
