@@ -14,11 +14,11 @@ import click
 from dstrain import __version__
 from dstrain.cli.console import answer, answer_json, say, say_lines
 from dstrain.cli.options import remembered
-from dstrain.cli.options.planning import facts_options
+from dstrain.cli.options.planning import HTML, facts_options
 from dstrain.cli.options.question import PlanInputs, plan_inputs, uses_last
 from dstrain.cli.options.remembered import ResolvedOptions
 from dstrain.cli.options.typed import spelled
-from dstrain.cli.output import conflicts
+from dstrain.cli.output import conflicts, page
 from dstrain.cli.output.conflicts import OnConflict
 from dstrain.cli.output.generated import diff, next_lines
 from dstrain.cli.output.plan import plan_document, plan_lines
@@ -60,6 +60,7 @@ from dstrain.plan.search.infeasible import does_not_fit
 @click.option("--force", is_flag=True, help="Replace the files, hand edits too; yours are kept as .bak.")
 @click.option("-n", "--dry-run", is_flag=True, help="Write nothing; print ds_config.json to stdout.")
 @click.option("--diff", "as_diff", is_flag=True, help="Write nothing; print what would change as a unified diff.")
+@HTML
 @click.option("-v", "--verbose", is_flag=True, help="Print every reason, not only the three that matter most.")
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON to stdout, beside writing the files.")
 def command(
@@ -80,13 +81,13 @@ def command(
     """
     if force and on_conflict is not None:
         raise click.UsageError("--force replaces every edit; --on-conflict has nothing to decide.")
-    decide, verbose = conflicts.decider(on_conflict), options.pop("verbose")
-    is_written = not dry_run and not as_diff
+    decide, verbose, is_written = conflicts.decider(on_conflict), options.pop("verbose"), not dry_run and not as_diff
+    html = _html(options, is_written=is_written)
     with alone(out / LOCK, "writes into this folder") if is_written else nullcontext():
         before = read_lock(out)
         asked = remembered.asked(options, before, out)
         _say_repeated(asked, before)
-        planned = _planned(asked, before, verbose=verbose)
+        planned = _planned(asked, before, verbose=verbose, html=html)
         lock = _lock(asked, planned, out)
         files = _files(out, lock, before, reopens=on_conflict is not None)
         merged = replaced(files) if force else regenerate(files, decide)
@@ -101,7 +102,7 @@ def command(
         _refuse_foreign(out, merged)
         if is_written:
             _require_unchanged(out, files)
-            _write(out, replace(lock, unsettled=merged.unsettled), before, merged)
+            _write(out, replace(lock, unsettled=merged.unsettled), before, merged, planned.page)
     if is_written:
         say_lines(_other_lines(lock, merged))
         if not merged.open:
@@ -118,10 +119,22 @@ class _Planned:
     plan: Plan
     document: dict[str, Any]
     """The plan as JSON."""
+    page: tuple[Path, str] | None
+    """The file of `--html` and its text."""
 
 
-def _planned(asked: ResolvedOptions, before: Lock | None, *, verbose: bool) -> _Planned:
-    """Makes, prints and returns the plan."""
+def _html(options: dict[str, Any], *, is_written: bool) -> Path | None:
+    """Takes the file of `--html` out of the options. Raises UsageError if nothing is to be written."""
+    html: Path | None = options.pop("html")
+    if html is not None and not is_written:
+        raise click.UsageError("--html writes a page, and --dry-run and --diff write nothing; see dstrain plan --html.")
+    if html is not None:
+        page.check(html)
+    return html
+
+
+def _planned(asked: ResolvedOptions, before: Lock | None, *, verbose: bool, html: Path | None) -> _Planned:
+    """Makes, prints and returns the plan, and its page."""
     last = before.cluster if before and asked.is_repeated else None
     facts = plan_inputs(dict(asked.options), last=last)
     if last and uses_last(dict(asked.options), last):
@@ -131,7 +144,13 @@ def _planned(asked: ResolvedOptions, before: Lock | None, *, verbose: bool) -> _
         raise does_not_fit(facts.workload, facts.request, surveyed.first)
     say_lines(plan_lines(surveyed, facts.workload, verbose=verbose))
     document = {**plan_document(surveyed, facts.workload), "notes": list(surveyed.notes)}
-    return _Planned(asked=facts, plan=plan_of(surveyed, facts.workload.cluster, facts.request), document=document)
+    question = page.Question(verb="gen-config", typed=asked.inputs, inputs=facts)
+    return _Planned(
+        asked=facts,
+        plan=plan_of(surveyed, facts.workload.cluster, facts.request),
+        document=document,
+        page=(html, page.page(surveyed, question, name=html.name)) if html is not None else None,
+    )
 
 
 def _say_repeated(asked: ResolvedOptions, before: Lock | None) -> None:
@@ -228,8 +247,8 @@ def _job_key(text: str | None, key: str) -> Any:
     return parse_yaml(text, "job.yaml")[0].get(key) if text else None
 
 
-def _write(out: Path, lock: Lock, before: Lock | None, merged: Regenerated) -> None:
-    """Writes the files, and prints which changed."""
+def _write(out: Path, lock: Lock, before: Lock | None, merged: Regenerated, html: tuple[Path, str] | None) -> None:
+    """Writes the files, and prints which changed; then the page."""
     left = [str(path) for folder in (out, out / LOCK.parent) for path in leftovers(folder)]
     if left:
         say(f"left by a dstrain that was killed while it wrote: rm {' '.join(map(shlex.quote, left))}")
@@ -239,6 +258,8 @@ def _write(out: Path, lock: Lock, before: Lock | None, merged: Regenerated) -> N
     for name in before.unsettled if before else ():
         if name not in lock.unsettled and (out / f"{name}.new").exists():
             say(f"kept: {out / name}.new, which is not as dstrain wrote it")
+    if html is not None:
+        page.write(*html)
 
 
 def _show_conflicts(

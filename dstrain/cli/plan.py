@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Any
 
 import click
@@ -10,9 +11,10 @@ from rich.console import Console
 from rich.text import Text
 
 from dstrain.cli.console import answer_json, say_lines, width, wrapped
-from dstrain.cli.options.planning import GENERATED, plan_options
+from dstrain.cli.options.planning import GENERATED, HTML, plan_options
 from dstrain.cli.options.question import PlanInputs, plan_inputs
 from dstrain.cli.options.typed import spelled, typed
+from dstrain.cli.output import page
 from dstrain.cli.output.memory_bars import bar_lines
 from dstrain.cli.output.plan import chosen_line, closing_lines, plan_document, subject_lines, table_lines
 from dstrain.plan.search.decide import Survey, survey
@@ -26,9 +28,10 @@ from dstrain.plan.search.search import DEFAULT_TOP
     "--top", type=click.IntRange(min=1), default=DEFAULT_TOP, show_default=True, metavar="K", help="Plans to show."
 )
 @click.option("-v", "--verbose", is_flag=True, help="Print every reason, and the memory of each plan as a bar.")
+@HTML
 @click.option("--json", "as_json", is_flag=True, help="Print the plans as JSON.")
-def command(top: int, verbose: bool, as_json: bool, **options: Any) -> None:
-    """Say what training a model on these GPUs needs, how fast it is, and why. Writes nothing.
+def command(top: int, verbose: bool, html: Path | None, as_json: bool, **options: Any) -> None:
+    """Say what training a model on these GPUs needs, how fast it is, and why. Writes nothing but the page of --html.
 
     What you give is fixed, the rest is chosen: the fastest way that fits. With stage, offload, micro-batch and
     checkpointing given the answer is an estimate of that, whether it fits or not. Exit code 4 where nothing fits; the
@@ -39,12 +42,17 @@ def command(top: int, verbose: bool, as_json: bool, **options: Any) -> None:
       dstrain plan --gpus 16 --model qwen3-32b
       dstrain plan --gpus 8 --gpu h100 --model qwen3-8b --zero-stage 2 --json
     """
+    if html is not None:
+        page.check(html)
     inputs = plan_inputs(options)
     plans = survey(inputs.workload, inputs.request, top=top)
     if as_json:
         answer_json(plan_document(plans, inputs.workload))
     else:
         _print(plans, inputs, verbose=verbose)
+    if html is not None:
+        asked = page.Question(verb="plan", typed=typed(options), inputs=inputs)
+        page.write(html, page.page(plans, asked, name=html.name))
     if not plans.fits:
         raise does_not_fit(inputs.workload, inputs.request, plans.first)
     if not as_json:

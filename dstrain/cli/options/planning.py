@@ -141,5 +141,13 @@ def _with(options: tuple[Callable[[F], F], ...], function: F) -> F:
     return function
 
 
+HTML = click.option(
+    "--html",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="Write the plan as one HTML page too, with sliders for GPUs, tokens and micro-batch.",
+)
+
+
 GENERATED = frozenset(parameter.name for parameter in click.command(facts_options(lambda: None)).params)
 """Names of the options that gen-config can carry out."""

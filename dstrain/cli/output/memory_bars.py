@@ -68,7 +68,7 @@ def bar_lines(survey: Survey, cluster: Cluster, *, in_colour: bool) -> list[Text
             title = f"{number:>2} {short_label(estimate.configuration)}{fits}"
         lines += [Text(title, style="bold" if number == 1 else ""), _bar(estimate, marks, scale, in_colour)]
     breakdowns = [estimate.memory.breakdown_bytes for estimate in estimates]
-    parts = [part for part in PARTS if any(_part_bytes(breakdown, part) for breakdown in breakdowns)]
+    parts = [part for part in PARTS if any(part_bytes(breakdown, part) for breakdown in breakdowns)]
     return [*lines, *_legend(parts, survey.first)]
 
 
@@ -77,7 +77,7 @@ def _bar(estimate: Estimate, marks: Mapping[int, str], scale: float, in_colour: 
     bar = Text(INDENT)
     cell, total = 0, 0
     for part in PARTS:
-        total += _part_bytes(estimate.memory.breakdown_bytes, part)
+        total += part_bytes(estimate.memory.breakdown_bytes, part)
         end = round(total / scale)
         for position in range(cell, end):
             letter = part.letter if position == cell or not in_colour else " "
@@ -88,7 +88,8 @@ def _bar(estimate: Estimate, marks: Mapping[int, str], scale: float, in_colour: 
     return bar.append(f"{total / GIB:6.1f}")
 
 
-def _part_bytes(parts: Breakdown, part: Part) -> int:
+def part_bytes(parts: Breakdown, part: Part) -> int:
+    """Returns the bytes of a part."""
     return sum(getattr(parts, field) for field in part.fields)
 
 
@@ -96,7 +97,7 @@ def _legend(parts: list[Part], first: Estimate) -> list[Text]:
     """Returns what letters and colours mean, with the GiB of the first plan, in lines of up to 80 columns."""
     lines = [Text(INDENT)]
     for part in parts:
-        words = f" {part.name} {_part_bytes(first.memory.breakdown_bytes, part) / GIB:.1f}"
+        words = f" {part.name} {part_bytes(first.memory.breakdown_bytes, part) / GIB:.1f}"
         if lines[-1].cell_len + len(INDENT) + 1 + len(words) > COLUMNS:
             lines.append(Text(INDENT))
         space = "" if lines[-1].plain == INDENT else "   "

@@ -123,7 +123,7 @@ def table_lines(survey: Survey) -> list[str]:
         ("", "", "GiB/", "host", "step", "tokens/", "", ""),
         ("", "plan", "GPU", "GiB", "s", "s/GPU", "MFU", "limited by"),
     )
-    rows = [*heads, *(_row(number, proposal.estimate) for number, proposal in enumerate(survey.proposals, 1))]
+    rows = [*heads, *(table_row(number, proposal.estimate) for number, proposal in enumerate(survey.proposals, 1))]
     widths = [max(len(row[column]) for row in rows) for column in range(len(heads[0]))]
     widths[1] -= max(0, sum(widths) + 2 * (len(widths) - 1) - COLUMNS)
     is_text = (False, True, *(False,) * 5, True)
@@ -141,7 +141,8 @@ def _cut(text: str, width: int) -> str:
     return text if len(text) <= width else f"{text[: width - 1]}…"
 
 
-def _row(number: int, estimate: Estimate) -> tuple[str, ...]:
+def table_row(number: int, estimate: Estimate) -> tuple[str, ...]:
+    """Returns the figures of a plan as they stand in a table."""
     speed = estimate.speed
     figures = (UNKNOWN,) * 4
     if speed is not None:

@@ -25,7 +25,7 @@ _REASON = re.compile(r'\{#(?P<why>(?:(?!#\}).)*)#\}\s*"(?P<key>\w+)":', re.DOTAL
 """A comment directly above a key."""
 
 
-def _environment(folders: list[Path], escape: Callable[[Any], str]) -> Environment:
+def _environment(folders: list[Path], escape: Callable[[Any], str] | None) -> Environment:
     return ImmutableSandboxedEnvironment(
         loader=FileSystemLoader(folders),
         undefined=StrictUndefined,
@@ -33,11 +33,12 @@ def _environment(folders: list[Path], escape: Callable[[Any], str]) -> Environme
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
-        autoescape=False,
+        autoescape=escape is None,
     )
 
 
-def _render(name: str, folders: list[Path], values: Mapping[str, Any], escape: Callable[[Any], str]) -> str:
+def _render(name: str, folders: list[Path], values: Mapping[str, Any], escape: Callable[[Any], str] | None) -> str:
+    """Returns the text of a template; without `escape` every value is escaped as HTML."""
     try:
         return _environment(folders, escape).get_template(name).render(values)
     except TemplateNotFound as error:
@@ -100,6 +101,11 @@ def render_yaml(name: str, values: Mapping[str, Any]) -> str:
 def render_script(name: str, values: Mapping[str, Any]) -> str:
     """Returns the text of a shell script; every value is quoted for the shell."""
     return _render(name, [shipped("launch")], values, _shell)
+
+
+def render_page(template: Path, values: Mapping[str, Any]) -> str:
+    """Returns the text of an HTML page; every value is escaped for HTML."""
+    return _render(template.name, [template.parent], values, None)
 
 
 def template_texts(names: Iterable[str], *, override: Path | None = None) -> dict[str, str]:

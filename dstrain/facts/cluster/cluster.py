@@ -125,6 +125,29 @@ def describe(
     )
 
 
+def resized(cluster: Cluster, gpus: int, *, gpus_per_node: int | None = None) -> Cluster:
+    """Returns a cluster of another number of the same GPUs, in nodes of `gpus_per_node`, of several nodes' size, or as
+    `describe` assumes. RAM stays if it was given, or measured on as many GPUs; else it is assumed again. Raises
+    InvalidConfig if the number does not fill the nodes."""
+    num_nodes, per_node = _shape_of_count(
+        gpus, gpus_per_node or (cluster.gpus_per_node if cluster.num_nodes > 1 else None)
+    )
+    gpu, host_bytes, origin = cluster.gpu, cluster.host_memory_bytes, cluster.host_memory_origin
+    is_measured_here = origin is Origin.MEASURED and (gpu.is_cpu or gpus <= cluster.num_gpus)
+    if not is_measured_here and origin is not Origin.GIVEN:
+        host_bytes, origin = assumed_host_memory_bytes(gpu, per_node), Origin.ASSUMED
+    if gpu.is_cpu:
+        gpu = replace(gpu, memory_mib=host_bytes // per_node // MIB)
+    return replace(
+        cluster,
+        num_nodes=num_nodes,
+        gpus_per_node=per_node,
+        gpu=gpu,
+        host_memory_bytes=host_bytes,
+        host_memory_origin=origin,
+    )
+
+
 def _shape_of_count(gpus: int, gpus_per_node: int | None) -> tuple[int, int]:
     """Returns (nodes, GPUs per node) for a number of GPUs. Raises InvalidConfig if it does not fill the nodes."""
     per_node = gpus_per_node or DEFAULT_GPUS_PER_NODE

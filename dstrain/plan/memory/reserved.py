@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import islice
 
 from dstrain.facts.model.model_facts import ModelFacts
@@ -50,6 +51,7 @@ class Reserved:
     """Whether an allocation failed nevertheless."""
 
 
+@lru_cache(256)
 def reserved(
     model: ModelFacts,
     configuration: Configuration,

@@ -92,16 +92,8 @@ def survey(workload: Workload, request: Request, *, top: int = DEFAULT_TOP) -> S
     """Returns the `top` best plans with reasons; raises InvalidConfig if the request contradicts itself."""
     check(workload, request)
     ranking = search(workload, request, top=top)
-    cluster, ratio = workload.cluster, usable_ratio(request)
-
-    def assessed(configuration: Configuration) -> Estimate:
-        return estimated(workload, configuration, usable_gpu_ratio=ratio)
-
-    sketch, rung = _settled(workload.model, request, ranking, assess=assessed)
-    first = assess(workload, sketch.configuration, usable_gpu_ratio=ratio)
-    if sketch.fits and not first.fits:
-        sketch = first = ranking.plans[0]
-        rung = ranking.rungs[0]
+    first, rung, assessed = _first(workload, request, ranking)
+    cluster = workload.cluster
     error = first.memory.device_bytes_per_gpu - assessed(first.configuration).memory.device_bytes_per_gpu
     others = neighbours(workload, request, first, assess=lambda configuration: moved(assessed(configuration), error))
     others = others if first.fits else []
@@ -115,6 +107,29 @@ def survey(workload: Workload, request: Request, *, top: int = DEFAULT_TOP) -> S
         num_excluded=ranking.num_excluded,
         notes=_notes(workload, request, first),
     )
+
+
+def choice(workload: Workload, request: Request) -> Estimate:
+    """Returns the first plan of a survey without reasons; if nothing fits, a quick estimate of the nearest."""
+    check(workload, request)
+    ranking = search(workload, request, top=1)
+    return _first(workload, request, ranking)[0] if ranking.fits else ranking.plans[0]
+
+
+def _first(
+    workload: Workload, request: Request, ranking: Ranking
+) -> tuple[Estimate, int | None, Callable[[Configuration], Estimate]]:
+    """Returns the first plan of a ranking in full, the rung of its buffers, and what estimates others like it."""
+    ratio = usable_ratio(request)
+
+    def assessed(configuration: Configuration) -> Estimate:
+        return estimated(workload, configuration, usable_gpu_ratio=ratio)
+
+    sketch, rung = _settled(workload.model, request, ranking, assess=assessed)
+    first = assess(workload, sketch.configuration, usable_gpu_ratio=ratio)
+    if sketch.fits and not first.fits:
+        return ranking.plans[0], ranking.rungs[0], assessed
+    return first, rung, assessed
 
 
 def _settled(
