@@ -68,7 +68,7 @@ def space(workload: Workload, request: Request) -> list[Candidate]:
     """Returns every candidate.
 
     stage × offload (with its ratio) × checkpointing × hpZ × SP × TP, less what `rules` forbid, × every micro-batch and
-    accumulation that keep the global batch × buffers. What the request fixes does not vary. Raises InvalidConfig where
+    accumulation that keep the global batch × buffers. What the request fixes does not vary. Raises InvalidConfig if
     nothing is left, with the options that contradict each other.
     """
     cluster = workload.cluster
@@ -110,7 +110,7 @@ def strategy_key(configuration: Configuration) -> tuple[object, ...]:
 def mechanisms(configuration: Configuration) -> int:
     """Returns how many mechanisms a configuration uses: the measure of simplicity.
 
-    One for each part that ZeRO shares out (its stage), for checkpointing, SP, TP, hpZ, a divided optimizer and pageable
+    One for each part that ZeRO shards (its stage), for checkpointing, SP, TP, hpZ, a divided optimizer and pageable
     memory; two for each step that states go away from the GPU (optimizer, parameters, NVMe), which makes the run depend
     on the RAM, CPU and disk of every node.
     """
@@ -148,7 +148,7 @@ def with_defaults(workload: Workload, request: Request) -> Configuration:
     seq_len = request.seq_len or min(DEFAULT_SEQ_LEN, model.max_position_embeddings)
     if seq_len > model.max_position_embeddings:
         raise InvalidConfig(
-            f"--seq-len {seq_len} is longer than {model.name} was made for ({model.max_position_embeddings})",
+            f"--seq-len {seq_len} is longer than the maximum of {model.name} ({model.max_position_embeddings})",
             hint=f"Write --seq-len {model.max_position_embeddings} or less.",
         )
     asked = request.configuration
@@ -240,7 +240,7 @@ def _contradiction(request: Request, strategies: Strategies) -> InvalidConfig:
     said = f"{' and '.join(words)}; {rule.says}" if words else rule.says
     if len(words) < 2:
         return InvalidConfig(f"{said[0].lower() if not words else said[0]}{said[1:]}", hint="Choose another value.")
-    return InvalidConfig(f"the options contradict each other: {said}", hint="Leave one of them out.")
+    return InvalidConfig(f"the options contradict each other: {said}", hint="Remove one of them.")
 
 
 def _is_given(request: Request, name: str) -> bool:
@@ -270,7 +270,7 @@ def _no_batch(cluster: Cluster, request: Request, allowed: tuple[Configuration, 
     parts = [groups]
     parts += [f"micro-batch {request.micro_batch}"] if request.micro_batch else []
     parts += [f"{request.grad_accum} accumulated"] if request.grad_accum else []
-    verb = "is not" if request.micro_batch and request.grad_accum else "is no multiple of"
+    verb = "is not" if request.micro_batch and request.grad_accum else "is not a multiple of"
     return InvalidConfig(
         f"the options contradict each other: --global-batch {wanted} {verb} {' × '.join(parts)}", hint=hint
     )

@@ -35,18 +35,18 @@ LIMITS: Mapping[str, Limit] = MappingProxyType(
         NVME: Limit.NVME,
     }
 )
-"""What a part of the step waits for."""
+"""The limit of each part of a step."""
 
 _PRODUCTS_MEASURED = "gemm_ratio"
-"""The measurement without which nothing is known of a CPU: its row of the table is no data sheet's."""
+"""The measurement that the speed of a CPU requires: no data sheet has it."""
 
 
 def speed(workload: Workload, configuration: Configuration) -> Speed | None:
     """Returns how fast a configuration runs, or None if the speed of the GPU or the CPU was never measured.
 
-    Step = accumulation × (forward + backward) + what collectives and copies show beyond what computation hides +
-    optimizer. A hidden collective shows its first message, what outlasts the computation, and a share of the rest by
-    which it slows the computation down. Tokens of padding count as tokens.
+    Step = accumulation × (forward + backward) + exposed time of collectives and copies + optimizer. A hidden collective
+    exposes its first message, the part that outlasts the computation, and a share of the rest by which it slows the
+    computation down. Tokens of padding count as tokens.
     Source of the form: Calculon (SC'23); distance from published runs: `benchmarks/predict.py`.
     """
     c, cluster, gpu = configuration, workload.cluster, workload.cluster.gpu
@@ -157,9 +157,9 @@ _PRIOR_UNCERTAINTY: Mapping[str, tuple[float, str]] = MappingProxyType(
 about published runs where there are any (products, attention, links inside a node), a judgement for the others."""
 
 _EXPERTS_UNCERTAINTY = 0.20
-"""What experts add: how tokens spread over them, and how their products are grouped."""
+"""Added by experts: the spread of tokens over them, and the grouping of their products."""
 _ETHERNET_FACTOR = 1.5
-"""What Ethernet without RDMA makes of the part on links between nodes: congestion, and sockets that nobody tuned."""
+"""The part on links between nodes over Ethernet without RDMA: congestion and untuned sockets."""
 
 
 def _uncertainty(parts: Mapping[str, float], step_s: float, rates: Efficiency, *, is_moe: bool) -> float:
@@ -179,6 +179,6 @@ def _part_error(part: str, rates: Efficiency) -> float:
 def difference_error_s(first: Mapping[str, float], second: Mapping[str, float], rates: Efficiency) -> float:
     """Returns how far the difference of two plans' times may be off: of each part, the seconds in which they differ.
 
-    What both have in common is off in both alike.
+    Their common parts have the same error.
     """
     return sum(_part_error(part, rates) * abs(seconds - second[part]) for part, seconds in first.items())
