@@ -1,4 +1,4 @@
-"""`dstrain diff`: lists hand edits and what measured does to memory and speed."""
+"""`dstrain diff`: lists hand edits and what each one does to memory and speed."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ JOB = Path("job.yaml")
 def command(
     job: Path | None, hostfile: Path | None, network: bool, no_save: bool, verbose: bool, as_json: bool
 ) -> None:
-    """Find what stands in the way of training, with the command that fixes it. Exits with 5 for a ✗.
+    """Find what blocks training, with the command that fixes it. Exits with 5 for a ✗.
 
     Checks versions and CUDA, DeepSpeed's extensions, GPUs and their errors, NVLink and PCIe, network interfaces and
     RDMA, limits, hubs and SwanLab; with a JOB (job.yaml, if there is one) also RAM and disk for it, and every host of

@@ -35,7 +35,7 @@ def versions() -> dict[str, str | None]:
 
 
 def usual_versions(machines: Sequence[Mapping[str, str | None]]) -> dict[str, str | None]:
-    """Returns the version of each thing that most machines have; of equals, the first machine's."""
+    """Returns the most common version of each package; in a tie, the first machine's."""
     things = dict.fromkeys(name for versions in machines for name in versions)
     return {name: Counter(versions.get(name) for versions in machines).most_common(1)[0][0] for name in things}
 

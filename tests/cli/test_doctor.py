@@ -69,7 +69,7 @@ def test_a_stale_lock_is_an_error_with_the_command_that_removes_it(dstrain: Type
     done = dstrain("doctor", **CPU, TORCH_EXTENSIONS_DIR=str(tmp_path / "ext"))
     assert done.returncode == 5
     assert f"    → rm {lock}" in done.stdout.splitlines()
-    assert "error: 1 thing stands in the way of training" in done.stderr
+    assert "error: 1 problem blocks training" in done.stderr
 
 
 def test_a_gpu_machine_is_drawn(dstrain: Type, tmp_path: Path) -> None:

@@ -409,7 +409,7 @@ def test_a_lock_names_no_files_of_others(dstrain: Type, tmp_path: Path) -> None:
         (("--gpus", "8", "--model", "broken.json"), 3, "broken.json:1:"),
         (("--gpus", "8", "--model", "qwen3-8b", "-o", "/proc/nowhere"), 5, "cannot be written"),
         (("--gpus", "8", "--model", "qwen3-8b", "--method", "lara"), 2, "did you mean lora?"),
-        (("--gpus", "8", "--model", "llama-3.1-405b"), 4, "What would fit"),
+        (("--gpus", "8", "--model", "llama-3.1-405b"), 4, "These options fit"),
         (("--gpus", "8", "--model", "qwen3-8b", "--hostfile", "none"), 3, "none"),
         (("--gpus", "8", "--model", "org/unknown"), 5, "Give a local folder"),
     ],

@@ -105,7 +105,7 @@ def test_where_nothing_fits_the_nearest_are_listed_and_the_code_is_4(dstrain: Ty
     assert (done.returncode, found["chosen"], len(found["plans"])) == (4, None, 3)
     assert not any(each["fits"] for each in found["plans"])
     assert "does not fit" in done.stderr
-    assert "What would fit" in done.stderr
+    assert "These options fit" in done.stderr
 
 
 def test_a_limit_of_gpu_memory_is_planned_with(dstrain: Type) -> None:
@@ -120,8 +120,8 @@ def test_where_assumed_ram_is_what_lacks_the_assumption_and_the_option_are_named
     short = ("gen-config", "-n", "--gpus", "2", "--gpu", "3090", "--model", "qwen3-8b")
     done = dstrain(*short, "--seq-len", "1024")
     assert done.returncode == 4
-    assert "assumed: 48.0 GiB of RAM on each node; say otherwise with --host-memory" in done.stderr
-    offered = re.search(r"What would fit:\n +--host-memory (\d+GiB): ", done.stderr)
+    assert "assumed: 48.0 GiB of RAM on each node; change it with --host-memory" in done.stderr
+    offered = re.search(r"These options fit:\n +--host-memory (\d+GiB): ", done.stderr)
     assert offered
     assert dstrain(*short, "--seq-len", "1024", "--host-memory", offered[1]).returncode == 0
 

@@ -129,7 +129,7 @@ def problem_text(hosts: Mapping[str, Sequence[Finding]]) -> str:
     """Returns how many findings block training, and on which hosts."""
     counts = {host: len(errors(findings)) for host, findings in hosts.items()}
     total = sum(counts.values())
-    what = f"{total} thing{'s' if total > 1 else ''} stand{'' if total > 1 else 's'} in the way of training"
+    what = f"{total} problem{'s' if total > 1 else ''} block{'' if total > 1 else 's'} training"
     return what if len(hosts) == 1 else f"{what}, on {', '.join(host for host, count in counts.items() if count)}"
 
 

@@ -26,10 +26,10 @@ from dstrain.plan.labels import label
 from dstrain.units import format_bytes, format_seconds
 
 _SHARED = {
-    0: "Every GPU has parameters, gradients and optimizer states whole",
-    1: "Optimizer states are shared out over the GPUs; each has all parameters and gradients",
-    2: "Gradients and optimizer states are shared out over the GPUs; each has all parameters",
-    3: "Parameters, gradients and optimizer states are shared out over the GPUs; layers are gathered when they work",
+    0: "Every GPU has all parameters, gradients and optimizer states",
+    1: "Optimizer states are sharded over the GPUs; each has all parameters and gradients",
+    2: "Gradients and optimizer states are sharded over the GPUs; each has all parameters",
+    3: "Parameters, gradients and optimizer states are sharded over the GPUs; layers are gathered for use",
 }
 _DEVICES = {"cpu": "in host RAM", "nvme": "on NVMe"}
 
@@ -56,7 +56,7 @@ class Explanation:
 
 def explain(path: Path, config: Mapping[str, Any], context: JobContext | None, missing: str | None) -> Explanation:
     """Returns the explanation of a configuration."""
-    answer: Estimate | str = missing or "no job is known"
+    answer: Estimate | str = missing or "no job was found"
     workload = workload_of(context) if context is not None else None
     if context is not None and context.job is not None:
         answer = unknown_model(context.job.job.model)
@@ -80,8 +80,8 @@ def explain(path: Path, config: Mapping[str, Any], context: JobContext | None, m
 
 
 def unknown_model(name: str) -> str:
-    """Returns that there are no numbers for a model, and where to ask why."""
-    return f"nothing is known of the model {name}; dstrain plan --model {name} says why"
+    """Returns a line for an unknown model, with the command that says why."""
+    return f"the model {name} is unknown; dstrain plan --model {name} says why"
 
 
 def lines(explanation: Explanation) -> list[str]:
@@ -91,7 +91,7 @@ def lines(explanation: Explanation) -> list[str]:
         text += [*_section(section, explanation), ""]
     if explanation.estimate is not None:
         parts = rest_bytes(explanation.estimate)
-        text += [f"beside the file: {_total(parts)} per GPU", f"  {_listed(parts)}"]
+        text += [f"not set by the file: {_total(parts)} per GPU", f"  {_listed(parts)}"]
     return [wrapped(line) for line in "\n".join(text).rstrip("\n").split("\n")]
 
 
@@ -102,13 +102,13 @@ def _head(explanation: Explanation) -> Iterator[str]:
         yield from subject_lines(explanation.workload)
     yield f"file     {explanation.path}"
     if estimate is None:
-        yield f"No estimate: {explanation.missing}. Sizes below are of the numbers alone."
+        yield f"No estimate: {explanation.missing}. Sizes below are of single keys."
         return
-    yield f"way      {label(estimate.configuration)}, {estimate.configuration.model.precision}"
+    yield f"config   {label(estimate.configuration)}, {estimate.configuration.model.precision}"
     needs = estimate.memory
     fits = "" if estimate.fits else f"; does not fit: {estimate.shortage}"
     yield (
-        f"memory   {format_bytes(needs.device_bytes_per_gpu)} per GPU at its fullest, {needs.peak_instant};"
+        f"memory   {format_bytes(needs.device_bytes_per_gpu)} per GPU at the peak, {needs.peak_instant};"
         f" {format_bytes(needs.host_bytes_per_node)} of host RAM per node{fits}"
     )
     if estimate.speed is not None:
@@ -165,7 +165,7 @@ def _offload_words(explanation: Explanation) -> Iterator[str]:
 def _elsewhere(estimate: Estimate) -> str:
     """Returns the sizes of the states that are not on the GPU, or nothing if all of them are."""
     states, node = estimate.memory.states, format_bytes(estimate.memory.host_bytes_per_node)
-    parts = {"in host RAM": states.host, "in host buffers on their way": states.staging, "on NVMe": states.nvme}
+    parts = {"in host RAM": states.host, "in host staging buffers": states.staging, "on NVMe": states.nvme}
     sizes = [f"{format_bytes(count)} {where}" for where, count in parts.items() if count]
     return f"Each rank has {', '.join(sizes)}; a node needs {node} of RAM with its processes" if sizes else ""
 
@@ -174,14 +174,14 @@ def _entry(entry: Entry, section: Section) -> Iterator[str]:
     """Yields a key with its value and its meaning."""
     value = json.dumps(entry.value, ensure_ascii=False)
     if entry.filled is not ABSENT:
-        value += f" = {json.dumps(entry.filled, ensure_ascii=False)} by the job"
-    idle = "; not read with this stage" if entry.is_idle else ""
+        value += f" = {json.dumps(entry.filled, ensure_ascii=False)} from the job"
+    idle = "; not read at this stage" if entry.is_idle else ""
     yield f"  {dotted(entry.pointer).removeprefix('zero_optimization.')}: {value}{cost_text(entry.cost)}{idle}"
     if entry.key is None:
-        yield "      No key of DeepSpeed: dstrain lint says what may be meant."
+        yield "      Not a key of DeepSpeed: see dstrain lint."
     else:
         gone = f" Gone since DeepSpeed {entry.key.removed}." if entry.key.removed else ""
-        instead = f" Better: {entry.key.instead}." if entry.key.instead else ""
+        instead = f" Instead: {entry.key.instead}." if entry.key.instead else ""
         does = summary(entry.key) if entry.pointer[:-1] == (section.name,) else meaning(entry.key)
         yield f"      {does}{gone}{instead}"
 

@@ -81,7 +81,7 @@ def _facts(key: Key) -> list[tuple[str, str]]:
     if (default := default_text(key)) is not None:
         facts.append(("default", default))
     if key.kind is not Kind.OBJECT and key.removed is None:
-        nobody = "nothing fills it in, and the Trainer ends the run"
+        nobody = "not filled in; the Trainer ends the run"
         facts.append(('"auto"', f"the Trainer fills in {key.filled}" if key.filled else nobody))
     if key.alias_of is not None:
         facts.append(("same as", key.alias_of))
@@ -100,14 +100,14 @@ def _here_lines(explanation: Explanation) -> list[str]:
     if here is None:
         return [
             f"No numbers: {explanation.missing}.",
-            "With a job whose model is known: what dstrain would choose, and what each value costs.",
+            "With a job and a known model, this shows the choice of dstrain and the cost of each value.",
         ]
     model, cluster = here.workload.model, here.workload.cluster
     by = scale(here.config, here.request, model, num_ranks=cluster.num_gpus)
     path = tuple(key.path.split(".")) if "*" not in key.path else explanation.pointer
     text = [*(f"{line}" for line in subject_lines(here.workload)), ""]
     stage = stage_of(here.config)
-    idle = f"; nothing reads it under ZeRO-{stage}" if is_idle(key, stage) else ""
+    idle = f"; not read under ZeRO-{stage}" if is_idle(key, stage) else ""
     text.append(f"  here      {_value_text(lookup(here.config, path), here.config, key, by)}{idle}")
     text += _chosen_lines(explanation, path, by)
     return [*text, "", *_way_lines(explanation, by)]
@@ -116,8 +116,8 @@ def _here_lines(explanation: Explanation) -> list[str]:
 def _chosen_lines(explanation: Explanation, path: Pointer, by: Scale) -> list[str]:
     chosen = explanation.chosen
     if chosen is None:
-        return [f"  dstrain   cannot say: {explanation.unchosen}"]
-    fits = "" if chosen.fits else ", which comes nearest and does not fit"
+        return [f"  dstrain   unknown: {explanation.unchosen}"]
+    fits = "" if chosen.fits else " (the closest; does not fit)"
     value = _value_text(lookup(chosen.config, path), chosen.config, explanation.key, by)
     text = [f"  dstrain   {value}, with {chosen.configuration.title}{fits}"]
     return text + [f"    - {reason}" for reason in why(explanation.key, chosen)]
@@ -137,14 +137,14 @@ def _way_lines(explanation: Explanation, by: Scale) -> list[str]:
     path = key.alias_of or key.path
     place = counted(key)
     if place is None or not explanation.ways:
-        return ["The planner does not count this key: it estimates memory and speed the same either way."]
+        return ["The planner ignores this key: its estimates do not depend on the value."]
     problem = next((way.problem for way in explanation.ways if way.problem), None)
     if problem is not None and not any(way.effect for way in explanation.ways):
         return [f"No numbers: {problem}."]
     what = f"{OF_JOB[path]} of the job" if path in OF_JOB else place[1].path.removeprefix("zero_optimization.")
     labels = [_label(way) for way in explanation.ways]
     width = max(map(len, labels))
-    text = [f"Memory and time if only {what} were"]
+    text = [f"Memory and time if only {what} changes"]
     return text + [f"  {label:<{width}}  {_does(way)}" for label, way in zip(labels, explanation.ways, strict=True)]
 
 
@@ -153,7 +153,7 @@ def _label(way: Way) -> str:
 
 
 def _does(way: Way) -> str:
-    marks = [name for name, is_so in (("as here", way.is_here), ("dstrain's", way.is_chosen)) if is_so]
+    marks = [name for name, is_so in (("current", way.is_here), ("dstrain's", way.is_chosen)) if is_so]
     name = f" ({', '.join(marks)})" if marks else ""
     if way.effect is None or way.estimate is None:
         return f"cannot be estimated: {way.problem}{name}"

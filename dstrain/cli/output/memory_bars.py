@@ -58,7 +58,7 @@ def bar_lines(survey: Survey, cluster: Cluster, *, in_colour: bool) -> list[Text
     capacity, usable = cluster.gpu.memory_bytes, survey.first.usable_bytes_per_gpu
     scale = max(capacity, *(proposal.estimate.memory.device_bytes_per_gpu for proposal in survey.proposals)) / WIDTH
     marks = {round(usable / scale): ":", round(capacity / scale): "|"}
-    head = f"memory of one GPU at its fullest, in GiB    : usable {usable / GIB:.1f}    | capacity {capacity / GIB:.1f}"
+    head = f"peak memory of one GPU, in GiB    : usable {usable / GIB:.1f}    | capacity {capacity / GIB:.1f}"
     lines = [Text(head)]
     estimates = [proposal.estimate for proposal in survey.proposals]
     for number, estimate in enumerate(estimates, 1):

@@ -18,7 +18,7 @@ from dstrain.plan.search.reasons import percent
 from dstrain.units import GIB, format_bytes, format_count
 
 UNKNOWN = "-"
-"""What stands in a table where a figure is not known."""
+"""The cell of an unknown figure."""
 LIMITS = {
     Limit.COMPUTE: "compute",
     Limit.MEMORY_BANDWIDTH: "GPU memory",
@@ -29,7 +29,7 @@ LIMITS = {
     Limit.PCIE: "PCIe",
     Limit.NVME: "NVMe",
 }
-"""What a step waits for, as it stands in a table."""
+"""The limit of a step, as tables show it."""
 
 
 _LEADING = (
@@ -37,11 +37,11 @@ _LEADING = (
     frozenset({Topic.SIMPLER, Topic.ZERO_STAGE, Topic.OFFLOAD, Topic.GRAD_CKPT, Topic.MICRO_BATCH, Topic.HPZ}),
     frozenset({Topic.PEAK}),
 )
-"""The reasons that matter most: how fast, over what, and how full."""
+"""The reasons that matter most: speed, the closest alternative, the peak."""
 
 
 def plan_lines(survey: Survey, workload: Workload, *, verbose: bool) -> list[str]:
-    """Returns what was chosen, why, and what was assumed, in lines."""
+    """Returns the choice, its reasons and the assumptions, in lines."""
     lines = [*subject_lines(workload), chosen_line(survey), ""]
     return [*lines, *closing_lines(survey, verbose=verbose)]
 
@@ -155,7 +155,7 @@ def table_row(number: int, estimate: Estimate) -> tuple[str, ...]:
 
 
 def plan_document(survey: Survey, workload: Workload) -> dict[str, Any]:
-    """Returns the answer as JSON-ready data; what is not known is None. Units are in the names."""
+    """Returns the answer as JSON-ready data; unknown values are None. Units are in the names."""
     model = workload.model
     return {
         "schema": 1,

@@ -43,7 +43,7 @@ class Screen:
         self._end_bar()
 
     def say(self, text: str) -> None:
-        """Prints a piece of dstrain's own talk."""
+        """Prints a message of dstrain."""
         with suppress(OSError):
             say(text)
 

@@ -77,7 +77,7 @@ def summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
     if summary.get("eval_loss") is not None:
         rows.append(("evaluation loss", f"{summary['eval_loss']:.3f}"))
     if summary.get("skipped_steps"):
-        rows.append(("steps left out", f"{summary['skipped_steps']} of {summary['steps']}: gradients not finite"))
+        rows.append(("skipped steps", f"{summary['skipped_steps']} of {summary['steps']}: gradients not finite"))
     if summary.get("tokens_per_s"):
         total = f"{format_count(summary['tokens'])} tokens in {format_seconds(summary['train_s'])}"
         rows.append(("tokens/s", f"{summary['tokens_per_s']:,.0f} ({total})"))

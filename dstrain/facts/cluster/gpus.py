@@ -29,13 +29,13 @@ class Gpu:
     fp16_flops_per_s: float
     """Dense fp16 tensor-core FLOP/s with fp32 accumulation."""
     fp32_flops_per_s: float
-    """FLOP/s of fp32 without TF32, which is how PyTorch multiplies fp32 matrices unless told otherwise."""
+    """FLOP/s of fp32 without TF32, which is how PyTorch multiplies fp32 matrices by default."""
     hbm_bytes_per_s: float
     """Memory bandwidth."""
     link: str
     """The link between GPUs of one node, a name in `links`."""
     compute_capability: tuple[int, int]
-    """CUDA compute capability; (0, 0) for what is not NVIDIA's."""
+    """CUDA compute capability; (0, 0) if it is not from NVIDIA."""
     has_flash_attention_2: bool
     """Whether FlashAttention-2 runs on it (compute capability 8.0 and up, and MI300X)."""
     source: str
@@ -48,7 +48,7 @@ class Gpu:
 
     @property
     def is_cpu(self) -> bool:
-        """Whether it is no GPU: the figures of its row are nobody's data sheet."""
+        """Whether the row stands for a CPU, whose figures come from no data sheet."""
         return self.name == CPU
 
     @property
@@ -208,7 +208,7 @@ class Chip:
 def from_nvml(name: str, memory_mib: int, chip: Chip | None = None) -> Gpu:
     """Returns the GPU that NVML calls `name`: its row with the measured memory (0: the table's), else a guess.
 
-    Only a whole name counts: an `RTX 4090 Laptop GPU` is not the card that its name begins with. What is not in the
+    Only a whole name counts: an `RTX 4090 Laptop GPU` is not the card that its name begins with. A GPU outside the
     table has no speed without `chip`.
 
     >>> from_nvml("NVIDIA A100-SXM4-80GB", 81920).name, from_nvml("Tesla V100-SXM2-32GB", 32510).memory_mib

@@ -77,7 +77,7 @@ def link(name: str) -> Link:
     if not slash:
         return row
     if re.fullmatch(r"[1-9][0-9]{0,3}", sharers) is None:
-        problem = f'"{name}" is not a link: the number after the slash is that of GPUs that share one adapter'
+        problem = f'"{name}" is not a link: the number after the slash counts the GPUs that share one adapter'
         raise InvalidConfig(problem, hint=f'Write "{word}/8" if 8 GPUs share one.')
     shared = f"{row.source}, here shared by {sharers}"
     return replace(row, name=f"{word}/{sharers}", bytes_per_s=row.bytes_per_s / int(sharers), source=shared)

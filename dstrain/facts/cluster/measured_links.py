@@ -117,7 +117,7 @@ def parse(text: str) -> tuple[list[MeasuredLinks], str | None]:
     except (ValueError, RecursionError) as error:
         return [], f"not JSON: {error}"
     if not isinstance(data, dict) or not isinstance(data.get("measured", []), list):
-        return [], "not what dstrain doctor --network writes"
+        return [], "not written by dstrain doctor --network"
     if data.get("schema") != SCHEMA or isinstance(data["schema"], bool):
         return [], f"schema is {json.dumps(data.get('schema'))}; this version reads {SCHEMA}"
     entries, problems = [], []

@@ -79,13 +79,13 @@ class Fields:
             except InvalidConfig as error:
                 problems.append(error.problem)
         if problems:
-            raise InvalidConfig("\n".join(problems), hint="Is it the config.json of a Transformers model?")
+            raise InvalidConfig("\n".join(problems), hint="Give the config.json of a Transformers model.")
 
     def divided(self, key: str, by: str) -> int:
         """Returns the quotient of two sizes. Raises InvalidConfig if it is not whole."""
         total, parts = self.size(key), self.size(by)
         if total % parts:
-            raise self.problem(key, f"is {total}, which {by} {parts} does not divide")
+            raise self.problem(key, f"is {total}, not a multiple of {by} {parts}")
         return total // parts
 
     def problem(self, key: str, says: str) -> InvalidConfig:
@@ -95,7 +95,7 @@ class Fields:
     def _whole_number(self, key: str, *, smallest: int) -> int | None:
         number = self._typed(key, int, "a whole number")
         if number is not None and number < smallest:
-            raise self.problem(self._find(key)[0], f"is {number}, not a number from {smallest}")
+            raise self.problem(self._find(key)[0], f"is {number}; the minimum is {smallest}")
         return number
 
     def _typed(self, key: str, kind: type[T], name: str) -> T | None:

@@ -161,14 +161,14 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         ),
     }
 )
-"""What dstrain can count, by `model_type`. To add a family: a function in `inventory`, and a row here."""
+"""The supported families, by `model_type`. To add one: a function in `parameter_tensors`, and a row here."""
 
 
 def from_config(config: Mapping[str, object], *, name: str, source: str) -> ModelFacts:
     """Returns the facts of the model that Transformers 5.23 builds from a config.json, of Transformers 4 or 5.
 
     Built by AutoModelForCausalLM, or for a vision-language model by AutoModelForImageTextToText; the counts are exact.
-    Raises InvalidConfig that names the key for a family that is not known, and for what is missing or cannot be.
+    Raises InvalidConfig, with the key, for an unknown family and for missing or impossible values.
 
     >>> qwen3_8b = {"model_type": "qwen3", "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288,
     ...             "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "dtype": "bfloat16"}
@@ -212,7 +212,7 @@ def _family(config: Mapping[str, object], name: str) -> Family:
     model_type = config.get("model_type")
     if not isinstance(model_type, str):
         problem = "is missing" if model_type is None else f"is {model_type!r}, not a string"
-        raise InvalidConfig(f'{name}: "model_type" {problem}', hint="Is it the config.json of a Transformers model?")
+        raise InvalidConfig(f'{name}: "model_type" {problem}', hint="Give the config.json of a Transformers model.")
     if model_type not in FAMILIES:
         raise InvalidConfig(
             f'{name}: model_type "{model_type}" is not known; known: {", ".join(FAMILIES)}',
@@ -222,7 +222,7 @@ def _family(config: Mapping[str, object], name: str) -> Family:
 
 
 def _heads(text: Fields, tensors: tuple[TensorGroup, ...]) -> tuple[int, int, int]:
-    """Returns how many heads keys and values have, the width of one query or key head, and of one value head."""
+    """Returns the number of key-value heads, the width of a query or key head, and that of a value head."""
     if _first(tensors, "self_attn.kv_b_proj.weight") is None:
         width = parameter_tensors.head_dim(text)
         return parameter_tensors.num_key_value_heads(text), width, width
@@ -232,7 +232,7 @@ def _heads(text: Fields, tensors: tuple[TensorGroup, ...]) -> tuple[int, int, in
 
 
 def _rotary_dim(text: Fields, head_width: int) -> int:
-    """Returns how many elements of a head are rotated: Transformers 5 writes the share into `rope_parameters`."""
+    """Returns the number of rotated elements of a head: Transformers 5 writes the share into `rope_parameters`."""
     if text.values.get("qk_rope_head_dim") is not None:
         return text.size("qk_rope_head_dim")
     rope = text.values.get("rope_parameters")

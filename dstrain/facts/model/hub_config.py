@@ -1,6 +1,6 @@
 """Reads a model's config.json from the local cache, the Hugging Face hub or ModelScope.
 
-It uses the standard library: importing huggingface_hub takes longer than the whole answer.
+It uses the standard library: importing huggingface_hub takes longer than everything else here.
 """
 
 from __future__ import annotations

@@ -17,14 +17,14 @@ _GLM4_NORMS = (*_PRE_NORMS, "post_self_attn_layernorm", "post_mlp_layernorm")
 
 
 class Inventory(Protocol):
-    """What a family is: its config gives every parameter tensor of the model."""
+    """The signature of a family's function: its config in, every parameter tensor out."""
 
     def __call__(self, config: Fields) -> Groups:
         """Returns every parameter tensor; tied ones once."""
 
 
 def llama(config: Fields) -> Groups:
-    """Returns the tensors of Llama, and of those that differ from it only in what they compute with them."""
+    """Returns the tensors of Llama, and of families with the same tensors and other arithmetic."""
     has_bias = config.flag("attention_bias")
     layers = [*attention(config, qkv_bias=has_bias, out_bias=has_bias), *mlp(config, bias=config.flag("mlp_bias"))]
     return decoder(config, layers)
@@ -46,7 +46,7 @@ def qwen3(config: Fields) -> Groups:
 
 
 def gemma3_text(config: Fields) -> Groups:
-    """Returns the tensors of Gemma 3 without its eyes: four norms a layer."""
+    """Returns the tensors of Gemma 3 without its vision tower: four norms a layer."""
     return decoder(config, [*_normed_attention(config), *mlp(config)], norms=_GEMMA3_NORMS)
 
 
@@ -100,7 +100,7 @@ def deepseek_v2(config: Fields) -> Groups:
 def deepseek_v3(config: Fields) -> Groups:
     """Returns the tensors of DeepSeek V3, whose multi-token-prediction layer Transformers does not build.
 
-    Nor is the router's `e_score_correction_bias` among them: a buffer, moved by rule and not by gradient.
+    The router's `e_score_correction_bias` is not among them either: it is a buffer, updated without gradients.
     """
     return decoder(config, [*latent_attention(config), *_deepseek_mlp(config, bias=False)])
 
@@ -202,7 +202,7 @@ def latent_attention(config: Fields) -> Groups:
 def mlp(
     config: Fields, *, part: str = "mlp", count: int | None = None, width: int | None = None, bias: bool = False
 ) -> Groups:
-    """Returns the three matrices of a gated MLP; without more said, that of every layer."""
+    """Returns the three matrices of a gated MLP; by default that of every layer."""
     hidden, inner = config.size("hidden_size"), width or config.size("intermediate_size")
     layers = config.size("num_hidden_layers") if count is None else count
     return [

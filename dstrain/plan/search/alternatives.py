@@ -34,9 +34,9 @@ class Neighbour:
 def neighbours(
     workload: Workload, request: Request, chosen: Estimate, *, assess: Callable[[Configuration], Estimate]
 ) -> list[Neighbour]:
-    """Returns the estimates with one choice taken otherwise, where rules allow; with small buffers where they need to.
+    """Returns the estimates with one choice changed, if the rules allow it; with small buffers if needed.
 
-    Choices that the request fixes are among them, so that it can be said what they cost.
+    Choices that the request fixes are among them, so that reasons can state their cost.
     """
     alternatives = []
     for topic, mine, other, configuration in _flips(request, chosen.configuration):
@@ -80,8 +80,8 @@ def _offload_words(offload: Offload) -> str:
 def faster_but_too_large(cluster: Cluster, chosen: Estimate, others: list[Neighbour]) -> tuple[Neighbour, ...]:
     """Returns the neighbours that would be faster and do not fit, the nearest to fitting first.
 
-    What lacks as much as there is was never in reach. Where speed is not known, what leaves more on the GPU counts as
-    faster.
+    Those that lack as much memory as there is are left out. If speed is unknown, those that leave more on the GPU count
+    as faster.
     """
     too_large = [
         neighbour
@@ -100,7 +100,7 @@ def _would_be_faster(cluster: Cluster, chosen: Estimate, other: Neighbour) -> bo
 
 
 def gain_ratio(cluster: Cluster, one: Estimate, other: Estimate) -> float | None:
-    """Returns by what share `one` is faster than `other` for each sample, or None if speed is unknown."""
+    """Returns how much faster `one` is than `other` for each sample, as a ratio, or None if speed is unknown."""
     if one.speed is None or other.speed is None:
         return None
     return _sample_s(cluster, other, other.speed) / _sample_s(cluster, one, one.speed) - 1

@@ -109,7 +109,7 @@ def bound(workload: Workload, way: Configuration) -> Bound:
 def passes_s(workload: Workload, way: Configuration, micro_batch: int) -> float:
     """Returns the seconds of one forward and one backward pass on the GPU alone, if it waited for nothing.
 
-    With those of a step's end (`Bound.step_s`) it is the least that a step can take: what links add is left out.
+    With those of a step's end (`Bound.step_s`) it is the minimum of a step: the time of links is left out.
     """
     cluster = workload.cluster
     peak = peak_flops_per_s(cluster.gpu, way.model.precision)

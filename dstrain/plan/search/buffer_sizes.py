@@ -18,7 +18,8 @@ TIGHT, ROOMY = 0, 2
 SHARE_OF_ROOM = 0.5
 """Share of the memory left over that larger buffers may take; the rest stays for longer samples and fragments."""
 NO_SLOWER_RATIO = 0.005
-"""What larger buffers may cost in time: of a hidden collective the first message shows, which they make longer."""
+"""The slowdown that larger buffers may cause: they lengthen the first message of a hidden collective, which is
+exposed."""
 RATIO_STEP = 0.05
 """Step in which the offloaded share of an optimizer is lowered."""
 

@@ -66,8 +66,8 @@ class Survey:
 def decide(workload: Workload, request: Request) -> Plan:
     """Returns the fastest plan that fits.
 
-    Raises DoesNotFit with the nearest thing that would, and InvalidConfig where the request contradicts itself or the
-    GPU.
+    Raises DoesNotFit with the nearest changes that would fit, and InvalidConfig if the request contradicts itself or
+    the GPU.
     """
     surveyed = survey(workload, request)
     if not surveyed.fits:
@@ -156,13 +156,13 @@ def check(workload: Workload, request: Request) -> None:
         raise InvalidConfig(f"--precision bf16: {gpu.name} has no bf16", hint="Write --precision fp16.")
     if request.attn is Attention.FLASH_ATTENTION_2 and not gpu.has_flash_attention_2:
         raise InvalidConfig(
-            f"--attn flash_attention_2: {gpu.name} is older than what FlashAttention-2 runs on",
+            f"--attn flash_attention_2: {gpu.name} is too old for FlashAttention-2",
             hint="Write --attn sdpa.",
         )
     if request.method is not Method.FULL and not adapted(model, request.lora):
         raise InvalidConfig(
             f"no linear layer of {model.name} is named {', '.join(request.lora.targets)}",
-            hint=f"Its linear layers: {', '.join(linear_names(model))}; all-linear is all that an adapter can go to.",
+            hint=f"Its linear layers: {', '.join(linear_names(model))}; all-linear selects all that take one.",
         )
     if request.offload is Offload.NVME and cluster.nvme_path is None:
         raise InvalidConfig("--offload nvme needs a folder on an NVMe drive", hint="Add --nvme /path/on/nvme.")
@@ -179,7 +179,7 @@ def _notes(workload: Workload, request: Request, chosen: Estimate) -> tuple[str,
     share = chosen.memory.device_bytes_per_gpu / cluster.gpu.memory_bytes if cluster.gpu.memory_bytes else 0
     if chosen.fits and share > USABLE_GPU_RATIO:
         left = percent(1 - USABLE_GPU_RATIO)
-        notes.append(f"it fills {percent(share)} of the GPU; what dstrain chooses itself leaves {left}")
+        notes.append(f"it fills {percent(share)} of the GPU; dstrain's own choices leave {left}")
     if request.method is Method.QLORA:
         notes.append("qlora needs bitsandbytes on the machine that trains: pip install 'dstrain[qlora]'")
     if model.vision is not None and not request.image_patches:
@@ -206,7 +206,7 @@ def _assumptions(workload: Workload, request: Request, chosen: Estimate) -> list
         notes += rope_scaling.notes(model, request.rope_scaling, scaling)
     if request.global_batch is None and request.micro_batch is None:
         samples = global_batch(cluster, configuration)
-        notes.append(f"assumed: {samples} samples a step; say otherwise with --global-batch")
+        notes.append(f"assumed: {samples} samples a step; change it with --global-batch")
     return notes
 
 

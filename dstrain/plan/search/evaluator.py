@@ -17,8 +17,8 @@ from dstrain.plan.speed.efficiency import efficiency
 from dstrain.plan.speed.step_time import difference_error_s, speed
 
 QUICK_ERROR_RATIO = 0.10
-"""Most by which quick estimates of live bytes are above exact ones; what the allocator holds beside them is estimated
-from above, and not counted before it is replayed. Source: tests/plan/memory/test_closed_form.py."""
+"""The most by which quick estimates of live bytes exceed exact ones. The bytes that the allocator holds besides are
+bounded from above, and count only once they are replayed. Source: tests/plan/memory/test_closed_form.py."""
 
 Key = tuple[float, ...]
 """Sort key of candidates: seconds per sample or, if speed is unknown, the order of lost speed."""
@@ -54,8 +54,8 @@ class Evaluator:
         return (step_s / self.samples(candidate),)
 
     def time(self, candidate: Candidate) -> Key | None:
-        """Returns the seconds of one sample of a step, by which plans of different batches compare; None where the
-        GPU's speed is not known."""
+        """Returns the seconds of one sample of a step, by which plans of different batches compare; None if the GPU's
+        speed is unknown."""
         if candidate not in self.times:
             known = speed(self.workload, candidate.configuration(self.workload.model))
             self.times[candidate] = None
@@ -94,7 +94,7 @@ class Evaluator:
     def verify(self, candidate: Candidate) -> Estimate:
         """Returns the exact estimate, which from then on is the candidate's.
 
-        What the allocator holds is replayed only where the bound of it leaves no room, and what is live does.
+        Replays the allocator only if its upper bound does not fit and the live bytes do.
         """
         if candidate not in self.exact:
             self.exact.add(candidate)
@@ -118,7 +118,7 @@ class Evaluator:
 
 
 def _is_live_room(estimate: Estimate) -> bool:
-    """Returns whether it would fit if the allocator held nothing but what lives."""
+    """Returns whether it would fit if the allocator held only live bytes."""
     least = estimate.memory.device_bytes_per_gpu - estimate.memory.breakdown_bytes.fragmentation
     return estimate.memory.load.fits_gpu and estimate.fits_host and least <= estimate.usable_bytes_per_gpu
 

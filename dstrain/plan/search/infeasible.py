@@ -19,13 +19,17 @@ from dstrain.units import GIB, format_bytes
 
 
 def does_not_fit(workload: Workload, request: Request, nearest: Estimate) -> DoesNotFit:
-    """Returns the error of a search that found nothing: the most frugal way in numbers, and what would fit."""
+    """Returns the error of a search that found nothing: the closest configuration in numbers, and changes that fit."""
     model, cluster = workload.model, workload.cluster
     is_assumed = cluster.host_memory_origin is Origin.ASSUMED and not nearest.fits_host
     ways = nearest_that_fits(workload, request)
-    hint = "What would fit:\n" + "\n".join(f"  {way}" for way in ways) if ways else "Nothing near would fit either."
+    hint = (
+        "These options fit:\n" + "\n".join(f"  {way}" for way in ways)
+        if ways
+        else "No similar configuration fits either."
+    )
     title = label(nearest.configuration)
-    the_way = f"{title} needs" if request.is_one_configuration else f"the most frugal way, {title}, needs"
+    the_way = f"{title} needs" if request.is_one_configuration else f"the closest configuration, {title}, needs"
     problem = f"{model.name} does not fit on {cluster.num_gpus} × {cluster.gpu.name}: {the_way} {nearest.shortage}"
     assumed = [ram_assumed(cluster)] if is_assumed else []
     assumed += [gpu_assumed(cluster)] if cluster.gpu_origin is Origin.ASSUMED else []
@@ -33,24 +37,24 @@ def does_not_fit(workload: Workload, request: Request, nearest: Estimate) -> Doe
 
 
 def ram_assumed(cluster: Cluster) -> str:
-    """Returns which RAM was assumed, and the option that says otherwise."""
-    return f"assumed: {format_bytes(cluster.host_memory_bytes)} of RAM on each node; say otherwise with --host-memory"
+    """Returns which RAM was assumed, and the option that sets it."""
+    return f"assumed: {format_bytes(cluster.host_memory_bytes)} of RAM on each node; change it with --host-memory"
 
 
 def gpu_guessed(cluster: Cluster) -> str:
-    """Returns that the speed of the GPU is a guess."""
+    """Returns a note that the speed of the GPU is a guess."""
     return f"{cluster.gpu.name} is not in the table of GPUs: its speed is a guess from its cores and clocks"
 
 
 def gpu_assumed(cluster: Cluster) -> str:
-    """Returns which GPU was assumed, and the option that says otherwise."""
+    """Returns which GPU was assumed, and the option that sets it."""
     gpu = cluster.gpu
     size = format_bytes(gpu.memory_bytes)
-    return f"assumed: GPUs of type {gpu.name} ({size}); none was found here, name yours with --gpu"
+    return f"assumed: GPUs of type {gpu.name} ({size}); none was found here; name yours with --gpu"
 
 
 def nearest_that_fits(workload: Workload, request: Request) -> list[str]:
-    """Returns what would fit, each as one sentence in numbers: more RAM than was assumed, a smaller micro-batch than
+    """Returns changes that fit, each as one sentence in numbers: more RAM than was assumed, a smaller micro-batch than
     the one asked for, more GPUs, an adapter, a shorter sequence."""
     said: dict[str, str] = {}
     for kind, option, changed, cluster in _changes(workload, request):

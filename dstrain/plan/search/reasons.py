@@ -102,8 +102,8 @@ def _speed(chosen: Estimate) -> list[Reason]:
     most = ", ".join(f"{name} {percent(seconds / known.step_s)}" for name, seconds in parts if seconds > 0)
     text = (
         f"a step takes {format_seconds(known.step_s)} (± {percent(known.uncertainty_ratio)}):"
-        f" {known.tokens_per_s_per_gpu:,.0f} tokens a second on each GPU, MFU {percent(known.mfu_ratio)}; it waits most"
-        f" for {known.limited_by}{f' ({most})' if most else ''}"
+        f" {known.tokens_per_s_per_gpu:,.0f} tokens a second on each GPU, MFU {percent(known.mfu_ratio)}; limited"
+        f" by {known.limited_by}{f' ({most})' if most else ''}"
     )
     return [Reason(topic=Topic.SPEED, text=text)]
 
@@ -197,6 +197,6 @@ def _buffers(chosen: Estimate, rung: int | None) -> list[Reason]:
         basis = "small engine buffers make it fit" if chosen.fits else "the smallest engine buffers"
     else:
         left = format_bytes(max(0, chosen.usable_bytes_per_gpu - chosen.memory.device_bytes_per_gpu))
-        basis = f"engine buffers sized to the memory left, {left} after them"
+        basis = f"engine buffers sized to the free memory, of which {left} remain"
     topic = Topic.ZERO3_BUFFERS if zero.stage == 3 else Topic.BUFFERS
     return [Reason(topic=topic, text=f"{basis}: {bucket}")]

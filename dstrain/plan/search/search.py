@@ -16,7 +16,7 @@ from dstrain.plan.search.search_space import Candidate, mechanisms, space, strat
 from dstrain.plan.search.slowdown_order import lost_speed
 
 TIE_RATIO = 0.02
-"""Plans whose times differ by less are as fast as each other: the simpler one comes first."""
+"""Plans whose times differ by less count as equally fast: the simpler one comes first."""
 MOST_TIE_RATIO = 0.15
 """A gain of more is worth a mechanism more, though the prediction of the difference may be off by as much."""
 DEFAULT_TOP = 3

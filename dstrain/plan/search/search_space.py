@@ -69,7 +69,7 @@ def space(workload: Workload, request: Request) -> list[Candidate]:
     """Returns every candidate.
 
     stage × offload (with its ratio) × checkpointing × hpZ × SP × TP, less what `rules` forbid, × every micro-batch and
-    accumulation that keep the global batch × buffers. What the request fixes does not vary. Raises InvalidConfig where
+    accumulation that keep the global batch × buffers. What the request fixes does not vary. Raises InvalidConfig if
     nothing is left, with the options that contradict each other.
     """
     cluster = workload.cluster
@@ -238,7 +238,7 @@ def _contradiction(request: Request, strategies: Strategies) -> InvalidConfig:
     said = f"{' and '.join(words)}; {rule.says}" if words else rule.says
     if len(words) < 2:
         return InvalidConfig(f"{said[0].lower() if not words else said[0]}{said[1:]}", hint="Choose another value.")
-    return InvalidConfig(f"the options contradict each other: {said}", hint="Leave one of them out.")
+    return InvalidConfig(f"the options contradict each other: {said}", hint="Remove one of them.")
 
 
 def _is_given(request: Request, name: str) -> bool:
@@ -268,7 +268,7 @@ def _no_batch(cluster: Cluster, request: Request, allowed: tuple[Configuration, 
     parts = [groups]
     parts += [f"micro-batch {request.micro_batch}"] if request.micro_batch else []
     parts += [f"{request.grad_accum} accumulated"] if request.grad_accum else []
-    verb = "is not" if request.micro_batch and request.grad_accum else "is no multiple of"
+    verb = "is not" if request.micro_batch and request.grad_accum else "is not a multiple of"
     return InvalidConfig(
         f"the options contradict each other: --global-batch {wanted} {verb} {' × '.join(parts)}", hint=hint
     )

@@ -14,7 +14,7 @@ from dstrain.plan.speed.traffic import Work
 
 
 class Phase(StrEnum):
-    """When in a step."""
+    """The phase of a step."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -29,7 +29,7 @@ class Collective:
     phase: Phase
     """When: in every forward or backward pass, in the last backward pass of a step, or after it."""
     num_bytes: float
-    """Bytes of the whole tensors that are gathered, scattered or reduced; all that one rank has, of an all-to-all."""
+    """Bytes of the whole tensors that are gathered, scattered or reduced; for an all-to-all, all that one rank has."""
     messages: float
     """Number of collectives."""
     ranks: int
@@ -39,9 +39,9 @@ class Collective:
     stride: int = 1
     """Distance of neighbours in the numbering of ranks."""
     is_hidden: bool = False
-    """Whether computation goes on meanwhile."""
+    """Whether computation continues meanwhile."""
     is_ring: bool = True
-    """Whether the ranks of a node share their adapters; in an all-to-all each has its own alone."""
+    """Whether the ranks of a node share their adapters; in an all-to-all each uses only its own."""
 
     def spans_nodes(self, cluster: Cluster) -> bool:
         """Returns whether the ranks are on more than one node."""
@@ -51,7 +51,7 @@ class Collective:
         """Returns how long they take: passes × bytes × (n − 1) / n over the bus bandwidth, and latency.
 
         A ring that spans nodes crosses between two of them on as many adapters as it has ranks in each, so its bus
-        bandwidth is theirs together, or that inside the node where it is less. Source: nccl-tests doc/PERFORMANCE.md.
+        bandwidth is their sum, or that inside the node if it is lower. Source: nccl-tests doc/PERFORMANCE.md.
         """
         bus = rates.intra_bus_bytes_per_s
         latency = LATENCY_S + HOP_LATENCY_S * self.ranks
@@ -64,7 +64,7 @@ class Collective:
 
 
 def collectives(cluster: Cluster, configuration: Configuration, work: Work) -> list[Collective]:
-    """Returns what the ranks send each other in a step of `configuration`."""
+    """Returns the collectives of a step of `configuration`."""
     c, counts = configuration, work.counts
     ranks = max(1, cluster.num_gpus // c.parallel.tp)
     sent: list[Collective] = []

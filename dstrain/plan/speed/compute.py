@@ -96,11 +96,11 @@ class Times:
     elementwise: float
     """Kernels that only move bytes, the loss included."""
     launches: float
-    """What the CPU needs longer to launch it all."""
+    """Additional time if the CPU takes longer to launch the kernels."""
 
     @property
     def total(self) -> float:
-        """All of it."""
+        """The sum."""
         return self.products + self.attention + self.elementwise + self.launches
 
 

@@ -18,7 +18,7 @@ from dstrain.facts.cluster.links import LINKS, Link
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernels:
-    """What kernels reach on some GPUs in a long run, over the data sheet's dense peak in bf16."""
+    """Sustained speed of kernels on some GPUs, over the data sheet's dense peak in bf16."""
 
     gpus: tuple[str, ...]
     """Names in the table of GPUs."""
@@ -27,7 +27,7 @@ class Kernels:
     attention: float
     """Attention without a mask, forward and backward together, on long causal sequences with heads of 128."""
     source: str
-    """Where the figures are from."""
+    """The source of the figures."""
 
 
 _MAMF = "stas00/ml-engineering compute/accelerator, maximum achievable matmul FLOPS"
@@ -169,9 +169,9 @@ nccl-tests#119: 85 of 100 GB/s on average."""
 LATENCY_S = 20e-6
 """Time of the smallest collective inside a node. Source: nccl-tests on eight A100, from memory."""
 NODE_LATENCY_S = 5e-6
-"""What each further node of a ring adds. Source: InfiniBand and NCCL's proxy, from memory."""
+"""Added by each further node of a ring. Source: InfiniBand and NCCL's proxy, from memory."""
 HOP_LATENCY_S = 0.6e-6
-"""What each further GPU of a ring adds. Source: NVLink with the low-latency protocol, from memory."""
+"""Added by each further GPU of a ring. Source: NVLink with the low-latency protocol, from memory."""
 
 OVERLAP_SLOWDOWN = 0.189
 """Share of a hidden collective's time by which it slows the computation that hides it: it takes multiprocessors and
@@ -224,11 +224,11 @@ class Efficiency:
     is_ethernet: bool
     """Whether nodes are joined by Ethernet without RDMA."""
     calibrated: frozenset[str]
-    """Fields of the calibration that stand here in place of a prior."""
+    """Fields of the calibration that replace a prior here."""
 
 
 def efficiency(cluster: Cluster, measured: Measured = NOTHING) -> Efficiency:
-    """Returns the rates that a cluster reaches: as they were measured, else data sheet × prior."""
+    """Returns the rates that a cluster reaches: measured, else data sheet × prior."""
     return _efficiency(cluster.gpu, cluster.intra_link, cluster.inter_link, cluster.gpus_per_node, measured)
 
 

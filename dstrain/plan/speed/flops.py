@@ -29,7 +29,7 @@ def peak_flops_per_s(gpu: Gpu, precision: Precision) -> float:
     """Returns the data sheet's dense FLOP/s of matrix products in a precision; 0 if unknown.
 
     fp16 stands in for bf16 where a GPU has none: PyTorch then computes in fp32 what it stores in bf16, which nobody
-    asks for on purpose.
+    wants.
     """
     if precision is Precision.FP32:
         return gpu.fp32_flops_per_s
@@ -41,9 +41,9 @@ class Product:
     """Equal matrix products of the forward pass: rows × inputs by inputs × outputs, `count` times."""
 
     inputs: int
-    """Width of a row that goes in."""
+    """Input width of a row."""
     outputs: int
-    """Width of a row that comes out."""
+    """Output width of a row."""
     count: int
     """Number of such products in the model."""
     experts: int = 1

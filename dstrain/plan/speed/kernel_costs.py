@@ -71,7 +71,7 @@ FP32_ADAPTER_OUTPUT = Cost(forward=28, backward=28, forward_kernels=0, backward_
 """Adapters, for each element of the adapted linears' inputs and outputs (`_add_adapters`)."""
 
 NORM_WEIGHT_GRADIENT_BYTES = 8.0
-"""Of a norm's backward bytes, those of its weight's gradient, which a frozen model has not."""
+"""Of a norm's backward bytes, those of its weight's gradient, which a frozen model lacks."""
 
 CAST = Cost(forward=6, backward=6, forward_kernels=1, backward_kernels=1)
 """One copy between bf16 and fp32, and its gradient's way back."""

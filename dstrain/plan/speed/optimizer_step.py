@@ -30,22 +30,23 @@ UNFUSED_FACTOR = 3.0
 a fused one of its own. Source: torch 2.13 optim/adamw.py: _multi_tensor_adamw."""
 
 MASTER_COPIES_BYTES_PER_PARAM = 28.0
-"""What DeepSpeed's step moves beside it: gradient flattened 4, to fp32 6, its norm 4, scaled 8, new weight to bf16 6.
+"""Bytes that DeepSpeed's step moves besides: gradient flattened 4, to fp32 6, its norm 4, scaled 8, new weight to bf16
+6.
 Source: deepspeed 0.19.8 runtime/zero/stage_1_and_2.py: step."""
 
 CLIPPING_ELEMENTS = 4.0
 """Elements moved for each gradient that PyTorch clips: norm and scaling. Source: torch nn/utils/clip_grad.py."""
 
 BUCKET_BYTES_PER_PARAM: Mapping[int, float] = MappingProxyType({0: 8.0, 1: 8.0, 2: 8.0, 3: 12.0})
-"""What reducing a gradient moves on the GPU: copied into the bucket 4, divided 4, under ZeRO-3 put in order 4.
+"""Bytes moved on the GPU to reduce a gradient: copied into the bucket 4, divided 4, under ZeRO-3 put in order 4.
 Source: deepspeed 0.19.8 runtime/zero/stage_1_and_2.py: copy_grads_in_partition, average_tensor;
 runtime/comm/coalesced_collectives.py: reduce_scatter_coalesced."""
 
 ACCUMULATE_BYTES_PER_PARAM = 6.0
-"""What adding a gradient to that of the micro-batch before moves."""
+"""Bytes moved to add a gradient to that of the previous micro-batch."""
 
 GATHER_BYTES_PER_PARAM = 4.0
-"""What putting gathered shards together moves. Source: deepspeed 0.19.8 runtime/zero/partition_parameters.py:
+"""Bytes moved to put gathered shards together. Source: deepspeed 0.19.8 runtime/zero/partition_parameters.py:
 AllGatherCoalescedHandle.wait."""
 
 NVME_READ_BYTES_PER_PARAM = 16.0
@@ -71,7 +72,7 @@ class Stepping:
     pcie_backward: float
     """Copies in every backward pass."""
     is_pcie_hidden: bool
-    """Whether copies in a pass go on beside computation."""
+    """Whether copies in a pass overlap with computation."""
 
 
 def stepping(cluster: Cluster, configuration: Configuration, work: Work, rates: Efficiency) -> Stepping:

@@ -35,7 +35,7 @@ LIMITS: Mapping[str, Limit] = MappingProxyType(
         NVME: Limit.NVME,
     }
 )
-"""What a part of the step waits for."""
+"""The limit of each part of a step."""
 
 
 def speed(workload: Workload, configuration: Configuration) -> Speed | None:
@@ -154,9 +154,9 @@ _PRIOR_UNCERTAINTY: Mapping[str, tuple[float, str]] = MappingProxyType(
 about published runs where there are any (products, attention, links inside a node), a judgement for the others."""
 
 _EXPERTS_UNCERTAINTY = 0.20
-"""What experts add: how tokens spread over them, and how their products are grouped."""
+"""Added by experts: the spread of tokens over them, and the grouping of their products."""
 _ETHERNET_FACTOR = 1.5
-"""What Ethernet without RDMA makes of the part on links between nodes: congestion, and sockets that nobody tuned."""
+"""The part on links between nodes over Ethernet without RDMA: congestion and untuned sockets."""
 
 
 def _uncertainty(parts: Mapping[str, float], step_s: float, rates: Efficiency, *, is_moe: bool) -> float:
@@ -176,6 +176,6 @@ def _part_error(part: str, rates: Efficiency) -> float:
 def difference_error_s(first: Mapping[str, float], second: Mapping[str, float], rates: Efficiency) -> float:
     """Returns how far the difference of two plans' times may be off: of each part, the seconds in which they differ.
 
-    What both have in common is off in both alike.
+    Their common parts have the same error.
     """
     return sum(_part_error(part, rates) * abs(seconds - second[part]) for part, seconds in first.items())

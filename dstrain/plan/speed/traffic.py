@@ -100,7 +100,7 @@ class _Same(Generic[T]):
 
 
 def work(model: ModelFacts, configuration: Configuration) -> Work:
-    """Returns what the model does under a configuration's method, adapter, kernels and precision.
+    """Returns the work of the model under a configuration's method, adapter, kernels and precision.
 
     PEFT keeps adapters in fp32 (`autocast_adapter_dtype`); DeepSpeed casts them with the model.
     """

@@ -89,7 +89,7 @@ def test_another_name_of_a_key_is_estimated_as_the_key() -> None:
 
 def test_a_reason_is_about_the_key_that_is_explained() -> None:
     buffers = Reason(
-        topic=Topic.BUFFERS, text="engine buffers sized to the memory left: reduce bucket 200.0 M elements"
+        topic=Topic.BUFFERS, text="engine buffers sized to the free memory: reduce bucket 200.0 M elements"
     )
     chosen = Chosen(config={}, configuration=DEFAULTS, reasons=(buffers,), written_because={}, fits=True)
     assert why(KEYS["zero_optimization", "reduce_bucket_size"], chosen) == [buffers.text]

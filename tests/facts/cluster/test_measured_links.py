@@ -80,8 +80,8 @@ def test_a_new_measurement_replaces_the_old_one_and_leaves_the_others(tmp_path: 
     ("text", "problem"),
     [
         ("{", "not JSON"),
-        ("[]", "not what dstrain doctor --network writes"),
-        ('{"schema": 1, "measured": 3}', "not what dstrain doctor --network writes"),
+        ("[]", "not written by dstrain doctor --network"),
+        ('{"schema": 1, "measured": 3}', "not written by dstrain doctor --network"),
         ('{"schema": 2, "measured": []}', "schema is 2; this version reads 1"),
         ("{}", "schema is null; this version reads 1"),
         ('{"schema": 1, "measured": [{}]}', '/measured/0/hosts: "hosts" is missing'),

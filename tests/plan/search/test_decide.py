@@ -87,14 +87,12 @@ def test_what_more_memory_would_change_is_true() -> None:
 
 
 def test_reasons_name_what_a_step_waits_for() -> None:
-    assert said(
-        surveyed(model="qwen3-32b", gpus=16), r"a step takes .* \(± \d+ %\).* MFU \d+ %; it waits most for compute"
-    )
+    assert said(surveyed(model="qwen3-32b", gpus=16), r"a step takes .* \(± \d+ %\).* MFU \d+ %; limited by compute")
 
 
 def test_reasons_name_the_sizes_of_buffers() -> None:
     asked = {"zero_stage": 3, "offload": Offload.NONE}
-    assert said(surveyed(asked, model="qwen3-8b", gpus=8), r"engine buffers sized to the memory left.*sub-groups of")
+    assert said(surveyed(asked, model="qwen3-8b", gpus=8), r"engine buffers sized to the free memory.*sub-groups of")
 
 
 def test_the_other_plans_are_compared_with_the_first() -> None:

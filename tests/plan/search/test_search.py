@@ -199,7 +199,7 @@ def test_parameter_offload_under_zero_2_is_refused() -> None:
 
 
 def test_a_micro_batch_that_does_not_divide_the_global_batch_is_refused() -> None:
-    with pytest.raises(InvalidConfig, match="no multiple of 2 GPUs × micro-batch 3"):
+    with pytest.raises(InvalidConfig, match="not a multiple of 2 GPUs × micro-batch 3"):
         plan(model="qwen3-0.6b", gpus=2, micro_batch=3, global_batch=16)
 
 

@@ -147,10 +147,10 @@ def test_every_choice_given_is_one_configuration() -> None:
     [
         ({"zero_stage": 2, "offload": Offload.PARAMS}, "--zero-stage 2 and --offload params; an optimizer"),
         ({"sp": 2, "tp": 2}, "--sp 2 and --tp 2; sequence and tensor parallelism exclude each other"),
-        ({"sp": 3}, "--sp 3; SP divides the GPUs"),
-        ({"tp": 3}, "--tp 3; --tp divides the GPUs of a node"),
+        ({"sp": 3}, "--sp 3; SP must divide the GPUs"),
+        ({"tp": 3}, "--tp 3; --tp must divide the GPUs of a node"),
         ({"activation_offload": True, "grad_ckpt": False}, "--activation-offload and --grad-ckpt False"),
-        ({"global_batch": 16, "micro_batch": 3, "sp": 1, "tp": 1}, "no multiple of 8 GPUs × micro-batch 3"),
+        ({"global_batch": 16, "micro_batch": 3, "sp": 1, "tp": 1}, "not a multiple of 8 GPUs × micro-batch 3"),
         ({"global_batch": 50, "sp": 1, "tp": 1}, "--global-batch 50 cannot be shared by 8 GPUs"),
         (
             {"global_batch": 64, "micro_batch": 2, "grad_accum": 2, "sp": 1, "tp": 1},
