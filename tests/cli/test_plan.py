@@ -212,6 +212,26 @@ def test_a_bar_that_does_not_fit_crosses_the_line(dstrain: Type) -> None:
     assert re.search(r"[A-Z]\|[A-Zx]", bar)
 
 
+def test_a_large_load_has_a_bar_of_its_own(dstrain: Type) -> None:
+    words = (
+        *ONE[:1],
+        "--gpus",
+        "8",
+        "--gpu",
+        "4090",
+        "--model",
+        "qwen2.5-72b",
+        "--method",
+        "qlora",
+        "--zero-stage",
+        "3",
+    )
+    done = dstrain(*words, "--top", "1", "-v")
+    assert re.search(r"^   l+:l*\|l+ +40\.0$", done.stdout, re.MULTILINE)
+    assert "l at load 40.0" in done.stdout
+    assert "needs 40.0 GiB per GPU while the model is loaded" in done.stderr
+
+
 def test_the_table_has_what_the_json_has(dstrain: Type) -> None:
     found = document(dstrain, *PLAN)["plans"][0]
     (row,) = [line for line in dstrain(*PLAN).stdout.splitlines() if re.match(r"1  ZeRO", line)]

@@ -17,6 +17,8 @@ from dstrain.units import format_bytes, format_count, format_seconds
 
 MOST_SENTENCES = 3
 """Maximum number of sentences of one kind."""
+LOAD_IN_RAM_RATIO = 0.25
+"""A reason gives the host RAM of a plan without offload if it is more than this share of the node's."""
 
 
 def reasons(
@@ -163,9 +165,11 @@ def _memory(workload: Workload, chosen: Estimate) -> list[Reason]:
         f" {format_bytes(parts.logits)} logits"
     )
     said = [(Topic.MODEL_STATES, trains), (Topic.PEAK, peak)]
-    if configuration.zero.is_offloaded:
+    is_at_load = needs.load.host_bytes_per_node == needs.host_bytes_per_node
+    if configuration.zero.is_offloaded or needs.host_bytes_per_node > LOAD_IN_RAM_RATIO * cluster.host_memory_bytes:
         needed, there = format_bytes(needs.host_bytes_per_node), format_bytes(cluster.host_memory_bytes)
-        said.append((Topic.HOST_RAM, f"host RAM: {needed} of {there} on each node"))
+        when = ", while the model is loaded" if is_at_load else ""
+        said.append((Topic.HOST_RAM, f"host RAM: {needed} of {there} on each node{when}"))
     return [Reason(topic=topic, text=text) for topic, text in said]
 
 

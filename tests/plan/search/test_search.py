@@ -219,8 +219,14 @@ def test_nvme_needs_a_folder() -> None:
 
 
 def test_a_sequence_longer_than_the_model_is_refused() -> None:
-    with pytest.raises(InvalidConfig, match="40960"):
-        plan(model="qwen3-8b", gpus=8, seq_len=50_000)
+    with pytest.raises(InvalidConfig, match="32768"):
+        plan(model="mistral-7b", gpus=8, seq_len=50_000)
+
+
+def test_qwen3_reaches_longer_sequences_by_yarn() -> None:
+    chosen = plan(model="qwen3-8b", gpus=8, seq_len=65_536).chosen.configuration
+    assert chosen.batch.rope_scaling is not None
+    assert (chosen.batch.rope_scaling.rope_type, chosen.batch.rope_scaling.factor) == ("yarn", 2.0)
 
 
 def test_packed_micro_batches_grow_where_memory_allows() -> None:
