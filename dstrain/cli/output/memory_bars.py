@@ -10,7 +10,7 @@ from rich.text import Text
 from dstrain.cli.console import COLUMNS
 from dstrain.facts.cluster.cluster import Cluster
 from dstrain.plan.labels import label, short_label
-from dstrain.plan.memory.memory import Memory
+from dstrain.plan.memory.memory import Breakdown, Memory
 from dstrain.plan.search.decide import Survey
 from dstrain.units import GIB
 
