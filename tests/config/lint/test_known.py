@@ -96,6 +96,14 @@ def test_sequence_parallelism_under_zero_3_needs_reduce_scatter(tmp_path: Path) 
     assert found(body.replace("false", "true"), job=job(tmp_path, "sp: 2\n")) == []
 
 
+def test_a_scaling_that_the_model_cannot_have_is_an_error(tmp_path: Path) -> None:
+    scaling = "seq_len: 8192\nrope_scaling: {rope_type: yarn, factor: 4.0}\n"
+    known: dict[str, Any] = {"job": job(tmp_path, scaling), "model": model("llama-3.1-8b")}
+    said = one("DS905", found(ZERO2, **known))
+    assert (said.severity, "llama3" in said.problem, said.fix) == (Severity.ERROR, True, "remove rope_scaling")
+    assert [each.rule for each in found(ZERO2, **known | {"model": model("qwen3-8b")}) if each.rule == "DS905"] == []
+
+
 def test_auto_and_equal_literals_agree(tmp_path: Path) -> None:
     body = ' "optimizer": {"type": "AdamW", "params": {"lr": 1e-5, "eps": "auto"}},\n' + ZERO2
     assert found(body, job=job(tmp_path)) == []
