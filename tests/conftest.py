@@ -83,6 +83,7 @@ SAMPLED = {
     "tests/config/lint/test_proofs.py::test_two_ranks_fail_or_become_another_run_as_it_says": 40,
     "tests/train/test_engine_memory.py": 12,
     "tests/train/test_space.py": 20,
+    "tests/train/test_sequence_parallel.py": 3,
     "tests/train/test_trace.py::test_a_trace_equals_what_pytorch_allocates": 8,
     "tests/facts/model/test_tracer.py::test_a_known_family_is_described_as_it_is_known": 5,
     "tests/facts/model/test_tracer.py::test_a_profile_equals_the_trace_of_the_whole_model": 6,
