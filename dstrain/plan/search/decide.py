@@ -113,7 +113,9 @@ def choice(workload: Workload, request: Request) -> Estimate:
     """Returns the first plan of a survey without reasons; if nothing fits, a quick estimate of the nearest."""
     check(workload, request)
     ranking = search(workload, request, top=1)
-    return _first(workload, request, ranking)[0] if ranking.fits else ranking.plans[0]
+    if not ranking.fits and ranking.rungs[0] is not None:
+        return ranking.plans[0]
+    return _first(workload, request, ranking)[0]  # one configuration may fit with small buffers
 
 
 def _first(

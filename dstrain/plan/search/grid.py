@@ -15,14 +15,15 @@ from dstrain.plan.search.decide import choice
 
 FACTORS = (0.5, 1.0, 2.0, 4.0, 8.0)
 """Multiples of the GPUs and of the sequence length that were asked for; the first few that are possible count."""
-VALUES = 4
-"""How many values GPUs and sequence length have."""
+NUM_CLUSTERS, NUM_SEQ_LENS = 4, 3
+"""How many values GPUs and sequence length have: a point takes about a second of one core."""
 MICRO_BATCHES = (1, 2, 4)
+"""Beside the one that was asked for, and the planner's own choice."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Axes:
-    """Values whose combinations are planned: at most 4 × 4 × 5."""
+    """Values whose combinations are planned: at most 4 × 3 × 5."""
 
     seq_len: tuple[int, ...]
     """Tokens of the longest sample."""
@@ -47,15 +48,16 @@ def axes(workload: Workload, request: Request, asked: Estimate, *, gpus_per_node
     """Returns values around the question whose answer is `asked`: GPUs that fill nodes of `gpus_per_node` (None: of the
     same size, or as `--gpus` alone means them), and no more tokens than the model can read."""
     cluster, longest = workload.cluster, workload.model.max_position_embeddings
+    seq_lens = _multiples(asked.configuration.batch.seq_len)
     clusters = []
     for gpus in _multiples(cluster.num_gpus):
         with suppress(InvalidConfig):
             is_same = gpus == cluster.num_gpus
             clusters.append(cluster if is_same else resized(cluster, gpus, gpus_per_node=gpus_per_node))
     return Axes(
-        seq_len=tuple(tokens for tokens in _multiples(asked.configuration.batch.seq_len) if tokens <= longest)[:VALUES],
+        seq_len=tuple(tokens for tokens in seq_lens if tokens <= longest)[:NUM_SEQ_LENS],
         micro_batch=(None, *sorted({*MICRO_BATCHES, request.micro_batch or 1})),
-        clusters=tuple(clusters[:VALUES]),
+        clusters=tuple(clusters[:NUM_CLUSTERS]),
     )
 
 
