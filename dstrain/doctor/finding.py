@@ -53,15 +53,15 @@ class Notes:
         self._subject = subject
 
     def ok(self, what: str, drawing: Iterable[str] = ()) -> None:
-        """Adds what is as it should be."""
+        """Adds a finding without a problem."""
         self.add(Mark.OK, what, drawing=tuple(drawing))
 
     def warn(self, what: str, fix: str | None, *, is_unfit: bool = False) -> None:
-        """Adds what makes training worse."""
+        """Adds a problem that makes training worse."""
         self.add(Mark.WARNING, what, fix, is_unfit=is_unfit)
 
     def bad(self, what: str, fix: str | None, *, is_unfit: bool = False) -> None:
-        """Adds what makes training fail."""
+        """Adds a problem that makes training fail."""
         self.add(Mark.ERROR, what, fix, is_unfit=is_unfit)
 
     def add(

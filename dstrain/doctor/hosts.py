@@ -60,7 +60,7 @@ def ask(needs: Needs, hosts: Hosts, names: Collection[str], *, timeout_s: float 
         try:
             facts = from_data(Facts, json.loads(reply.text or ""), locate=lambda place: ".".join(map(str, place)))
         except (ValueError, RecursionError, InvalidConfig):
-            other = f"its answer cannot be read, as of another dstrain: {(reply.text or '')[:60]}"
+            other = f"unreadable answer, perhaps from another dstrain: {(reply.text or '')[:60]}"
             return Answer(host=host, refusal=reply.refusal or Refusal(obstacle=Obstacle.DSTRAIN, text=other))
         return Answer(host=host, facts=facts, skew_s=facts.time_s - reply.asked_at_s)
 
@@ -130,7 +130,7 @@ def _differences(
 ) -> None:
     if facts.software is not None:
         for problem in version_problems(facts.software.same, usual):
-            notes.bad(problem, f"install the same there, with {sys.executable} -m pip", is_unfit=True)
+            notes.bad(problem, f"install the same versions there, with {sys.executable} -m pip", is_unfit=True)
     if abs(skew_s) > MAX_SKEW_S:
         notes.warn(f"its clock is {skew_s:+.0f} s off", "sudo timedatectl set-ntp true  (on that host)", is_unfit=True)
     for what, value in _ALIKE.items():

@@ -133,7 +133,7 @@ def _between_fix(network: Network, figures: Figures, interfaces: Mapping[str, st
     if network.backend == "nccl":
         tries.append("NCCL_DEBUG=INFO dstrain doctor --network  shows which transports NCCL uses")
     if figures.is_assumed:
-        tries.append("or it is another link: dstrain gen-config --interconnect NAME")
+        tries.append("or, if it is another link: dstrain gen-config --interconnect NAME")
     return "; ".join(tries)
 
 
@@ -176,7 +176,7 @@ def _slowest(network: Network, interfaces: Mapping[str, str], notes: Notes) -> N
     text = f"slowest pair: {_named(network, slowest)}, {rate_text(slowest.bytes_per_s)}"
     if len(network.pairs) == 1:
         notes.ok(
-            f"the one pair: {_named(network, slowest)}, {rate_text(slowest.bytes_per_s)} with one {_unit(network)}"
+            f"the only pair: {_named(network, slowest)}, {rate_text(slowest.bytes_per_s)} with one {_unit(network)}"
         )
         return
     seen = f" ({len(network.pairs)} of {network.num_pairs} measured)" if len(network.pairs) < network.num_pairs else ""
@@ -192,7 +192,7 @@ def _slowest(network: Network, interfaces: Mapping[str, str], notes: Notes) -> N
         rdma = "; ibstat" if network.backend == "nccl" else ""
         fix = f"ssh {guilty[0]} 'ethtool {name}; ip -s link show {name}{rdma}'  (speed, errors, MTU, cable)"
     else:
-        fix = "the way between these two: cable, port and route of the switch; ibdiagnet, or ping -M do -s 8972 HOST"
+        fix = "check the path between these two: cable, switch port, route; ibdiagnet, or ping -M do -s 8972 HOST"
     notes.warn(what, fix)
 
 

@@ -38,7 +38,7 @@ from dstrain.records import from_data
 from dstrain.rundir import RunDir
 
 MODULE = "dstrain.train.network_benchmark"
-"""What every rank runs."""
+"""The program of every rank."""
 LIMIT_S = 180.0
 """Seconds after which ranks count as stuck: they measure for at most 20, and may be slow to start."""
 FOLDERS = "/tmp"
@@ -201,7 +201,7 @@ def interface_variables(
 ) -> dict[Node, dict[str, str]]:
     """Returns the variables by which each host's ranks use the interface that leads to the others, as a run sets them.
 
-    Raises EnvironmentProblem where the hosts cannot run together; they need no file system in common.
+    Raises EnvironmentProblem if the hosts cannot run together; they need no file system in common.
     """
     alone = {node: replace(hello, shares_run_dir=True) for node, hello in hellos.items()}
     handshake.require_compatible(alone, run_dir, spec.master_port, on_cpu=site.on_cpu)

@@ -57,7 +57,7 @@ class Needs:
     checkpoint_bytes: int | None = None
     """Size of one checkpoint of all ranks together."""
     num_checkpoints: int | None = None
-    """Checkpoints that will be written beside those that are there; None where all are kept and nobody knows how many.
+    """Checkpoints that will be written beside the existing ones; None if all are kept and their number is unknown.
     """
     nvme_bytes: int = 0
     """Bytes that one host writes to NVMe."""
@@ -177,8 +177,8 @@ def _without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _num_checkpoints(job: Job) -> int | None:
-    """Returns how many checkpoints a job writes beside those that are there: one more than are kept at the end, since
-    the oldest is removed after the newest was written."""
+    """Returns how many checkpoints a job writes beside the existing ones: one more than are kept at the end, since the
+    oldest is removed after the newest was written."""
     ever = math.ceil(job.max_steps / job.save_steps) if job.max_steps else None
     there = len(RunDir(Path(job.output_dir)).checkpoints())
     kept = None if job.save_total_limit is None else max(1, job.save_total_limit + 1 - there)

@@ -1,12 +1,12 @@
 """Decides which environment variables reach the ranks: environment files for most, a 0600 file for secrets.
 
 The launcher reads its environment file line by line as `NAME=value`, puts the value between double quotes where it
-holds anything unusual, and sends `export NAME="value";` through pdsh to a shell on each node. Nothing inside is
-escaped on the way, so what stands in the file is already what belongs between those quotes. It exports some variables
-of its own environment too, unescaped, unless the file has them.
+holds anything unusual, and sends `export NAME="value";` through pdsh to a shell on each node. Nothing inside is escaped
+on the way, so the file must hold the text that belongs between those quotes. It exports some variables of its own
+environment too, unescaped, unless the file has them.
 Source: deepspeed 0.19.8 launcher/runner.py: main; launcher/multinode_runner.py: add_export
 
-Agents get the same texts and put them into the environment themselves (`expanded`): no shell is on that way.
+Agents get the same texts and put them into the environment themselves (`expanded`), without a shell.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FORWARDED_PREFIXES = (
     "HF_", "HUGGINGFACE_", "TRANSFORMERS_", "MODELSCOPE_", "SWANLAB_", "WANDB_", "MLFLOW_", "AWS_",
     "NCCL_", "GLOO_", "UCX_", "OMP_", "TORCH_", "PYTORCH_", "DS_", "DEEPSPEED_",
 )  # fmt: skip
-"""Variables that begin like this go from this shell to every node; the secret ones by way of the secrets file."""
+"""Prefixes of the variables that go from this shell to every node; secret ones go through the secrets file."""
 
 FORWARDED_NAMES = frozenset(
     {"CUDA_HOME", "CUDA_LAUNCH_BLOCKING", "CUDA_DEVICE_MAX_CONNECTIONS", "TOKENIZERS_PARALLELISM"}
@@ -47,16 +47,16 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _LINE_BREAKS = {"\"$'\\n'\"": "\n", "\"$'\\r'\"": "\r"}
 _APART = str.maketrans({"%": '%""', **{value: text for text, value in _LINE_BREAKS.items()}})
 _COMMAND = re.compile(r"(?:^|[^\\])(?:\\\\)*(\$\(.*\)?|`[^`]*`?|\$\{(?![A-Za-z_]\w*\}).*?(?:\}|$))", re.ASCII)
-"""What only a shell could fill in."""
+"""Expansions that only a shell can do."""
 _PARTS = re.compile(r'\\([\\$`"])|\$(?:([A-Za-z_]\w*)|{([A-Za-z_]\w*)})|"(?:\$\'\\[nr]\')?"', re.ASCII)
-"""What means something else than itself between double quotes, in the texts that this module makes."""
+"""Characters with a special meaning between double quotes, in the texts that this module makes."""
 
 SAFE_PATH = {"PYTHONSAFEPATH": "1"}
-"""Keeps the current folder out of where Python and what it starts look for modules."""
+"""Keeps the current folder out of the module path of Python and its children."""
 
 
 def refuse_secrets(overrides: Iterable[str], why: str) -> None:
-    """Raises InvalidConfig where a `key=value` of the command line is a secret, or holds some."""
+    """Raises InvalidConfig if a `key=value` of the command line is or holds a secret."""
     for override in overrides:
         key, _, text = override.partition("=")
         name = key.strip().rpartition(".")[2]
@@ -75,7 +75,7 @@ def is_forwarded(name: str) -> bool:
 
 
 def for_nodes(env: Mapping[str, str], job_env: Mapping[str, str], user_file_text: str = "") -> dict[str, str]:
-    """Returns what every node gets, no secrets: name → text as it stands between double quotes in a shell.
+    """Returns the variables of every node, without secrets: name → text between double quotes in a shell.
 
     The job wins over the user's `.deepspeed_env`, which wins over the launcher's environment `env`. In the user's file
     `$NAME` still means the node's own value, as it does when the launcher reads it.
@@ -123,9 +123,10 @@ def _value(part: re.Match[str], values: Mapping[str, str]) -> str:
 
 
 def for_mpi(texts: Mapping[str, str], own: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
-    """Returns what MPI's launchers take, and what ranks must read from a file instead, with this machine's values.
+    """Returns the variables that MPI's launchers take, and those that ranks must read from a file, with this machine's
+    values.
 
-    No shell is on that way: the launcher's quotes around an unusual value would become part of it.
+    No shell is involved: the launcher's quotes around an unusual value would become part of it.
     Source: deepspeed 0.19.8 launcher/multinode_runner.py: add_export
     """
     values = expanded(texts, own)
@@ -149,7 +150,7 @@ def secrets(env: Mapping[str, str], job_env: Mapping[str, str], user_file_text: 
 
 
 def exports(job_env: Mapping[str, str], run_dir: RunDir, python_path: str) -> dict[str, str]:
-    """Returns what the launcher's environment has beside the shell's own: the same for `run` and for `start.sh`."""
+    """Returns the launcher's variables beside the shell's own: the same for `run` and for `start.sh`."""
     plain = {name: value for name, value in job_env.items() if not is_secret(name, value)}
     extra = {"PYTHONPATH": python_path} if python_path else {}
     return {**extra, **SAFE_PATH, **plain, "DS_ENV_FILE": str(run_dir.environment)}
@@ -209,7 +210,7 @@ def _require_names(job_env: Mapping[str, str]) -> None:
 
 def _require_one_line(name: str, value: str) -> None:
     if "\n" in value or "\r" in value:
-        problem = f"the environment variable {name} holds a line break, which cannot travel to the ranks"
+        problem = f"the environment variable {name} holds a line break, which cannot be passed to the ranks"
         raise InvalidConfig(problem, hint=f"Put it into a file and let the variable name the file, or `unset {name}`.")
 
 

@@ -52,9 +52,9 @@ class Launch:
     """Secrets that the ranks read from a file."""
     master_port: int
     for_nodes: Mapping[str, str]
-    """What goes to the other nodes: name → text as it stands between a shell's double quotes."""
+    """Variables of the other nodes: name → text between a shell's double quotes."""
     takes_another_port: bool = False
-    """Whether nobody has named that port, so that rank 0 may have another one."""
+    """Whether rank 0 may have another port, since the user named none."""
     saves_on_term: bool = False
     """Whether SIGTERM lets the ranks save a checkpoint before they leave."""
     syncs: bool = False
@@ -173,7 +173,7 @@ def _for_other_nodes(prepared: PreparedRun, way: _Way, mark: str, master_port: i
 def write_run_dir(launch: Launch, edits: Sequence[Edit] | None = None) -> None:
     """Writes everything that launcher and ranks read, each file whole; secrets and environment with mode 0600.
 
-    `edits` are those by hand; None where nobody knows what was generated.
+    `edits` are those by hand; None if the generated files are unknown.
     """
     prepared = launch.prepared
     place = prepared.run_dir

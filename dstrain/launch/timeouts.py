@@ -55,18 +55,18 @@ class Timeouts:
     """Between a start that failed and the next one, in which ports and memory of killed ranks become free."""
 
     record_s: float = 10.0
-    """Between two writings of the state file of a run that goes on."""
+    """Between two writings of the state file of an active run."""
     stale_s: float = 60.0
     """Age of that file from which a run on another machine is taken for dead."""
     detach_s: float = 60.0
-    """For which the start of a run in the background is watched; one that takes longer goes on starting."""
+    """For a run in the background to start before the command returns; a slower one continues to start."""
     stop_s: float = 90.0
     """For a run that was asked to stop to end."""
     save_s: float = 3600.0
     """For a run that was asked to save and leave to do so."""
 
     def changed(self, environment: Mapping[str, str]) -> Timeouts:
-        """Returns these limits with those that `DSTRAIN_TIMEOUTS` names. Raises EnvironmentProblem for what is none.
+        """Returns these limits with those that `DSTRAIN_TIMEOUTS` names. Raises EnvironmentProblem for invalid ones.
 
         >>> Timeouts().changed({"DSTRAIN_TIMEOUTS": "silence_s=5,sweep_s=2.5"}).sweep_s
         2.5
@@ -82,9 +82,9 @@ class Timeouts:
         return replace(self, **changes)
 
     def unusual(self) -> dict[str, float]:
-        """Returns the limits that are not the usual ones, by name."""
+        """Returns the limits that differ from the defaults, by name."""
         return {name: value for name, value in asdict(self).items() if value != getattr(TIMEOUTS, name)}
 
 
 TIMEOUTS = Timeouts()
-"""The limits where nothing else is said."""
+"""The default limits."""

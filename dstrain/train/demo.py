@@ -29,7 +29,7 @@ from dstrain.paths import write_atomic
 from dstrain.train.data.tokenize import IGNORED
 
 QUESTION = "Write the docstring of this Python function."
-"""What every sample asks for, before the signature."""
+"""The request of every sample, before the signature."""
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -52,7 +52,7 @@ _FEWEST_PAIRS = 1000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demo:
-    """What was made, and where."""
+    """The demo's files and figures."""
 
     model: str
     """Folder of the model and its tokenizer."""
@@ -101,7 +101,8 @@ def build(folder: Path) -> Demo:
 
 
 def pairs_of_standard_library() -> list[tuple[str, str]]:
-    """Returns (signature, first paragraph of the docstring) of functions, without doubles, in an order from a seed."""
+    """Returns (signature, first paragraph of the docstring) of functions, without duplicates, in an order from a
+    seed."""
     root = Path(sysconfig.get_path("stdlib"))
     pairs: dict[str, str] = {}
     answers: set[str] = set()
@@ -172,7 +173,7 @@ def make_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
 
 
 def make_model(tokenizer: Any, *, hidden_size: int = 128, num_hidden_layers: int = 4) -> Qwen3ForCausalLM:
-    """Returns a Qwen3 with random weights, the same every time; other random numbers go on as if it had not been."""
+    """Returns a Qwen3 with random weights, the same every time; leaves the state of other random numbers as it was."""
     config = Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=hidden_size,

@@ -64,7 +64,7 @@ class Place:
     """Where this rank is."""
 
     rank: Rank
-    """Its number among all."""
+    """Its number among all ranks."""
     slots: tuple[int, ...]
     """Ranks on each host."""
 
@@ -75,7 +75,7 @@ class Place:
 
     @property
     def host(self) -> int:
-        """The host that it is on."""
+        """The number of its host."""
         return max(host for host, first in enumerate(self.firsts) if first <= self.rank.index)
 
     @property
@@ -85,20 +85,20 @@ class Place:
 
 
 class Bench:
-    """Times collectives; all ranks of a group take the same decisions, by the slowest one's clock."""
+    """Times collectives; all ranks of a group make the same decisions, by the slowest one's clock."""
 
     def __init__(self, device: torch.device) -> None:
         """`device` has the tensors."""
         self._device = device
 
     def slowest(self, seconds: float, group: Any = None) -> float:
-        """Returns the most that any rank of a group says; all of them have come as far as this."""
+        """Returns the maximum over all ranks of a group, and waits for all of them."""
         tensor = torch.tensor([seconds], dtype=torch.float64, device=self._device)
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group)
         return float(tensor.item())
 
     def ladder(self, name: str, sizes: Sequence[int], budget_s: float, group: Any = None) -> list[Timing]:
-        """Returns the timings of a collective from the smallest size on, as far as `budget_s` seconds reach."""
+        """Returns the timings of a collective from the smallest size on, for about `budget_s` seconds."""
         began, timings = time.perf_counter(), []
         num_ranks = dist.get_world_size(group)
         for asked in sizes:
@@ -147,7 +147,7 @@ class Bench:
 
 
 def measure(place: Place, hosts: Sequence[str], say: Callable[[str], None]) -> Network | None:
-    """Returns what was measured, on rank 0; None on the others. The process group must be there."""
+    """Returns what was measured, on rank 0; None on the others. The process group must exist."""
     began = time.perf_counter()
     on_gpu = dist.get_backend() == "nccl"
     device = torch.device("cuda", place.local) if on_gpu else torch.device("cpu")
@@ -225,14 +225,14 @@ def _pair_bytes_per_s(ranks: list[int], bench: Bench) -> float:
 
 
 def let_nccl_tell(environment: MutableMapping[str, str]) -> None:
-    """Lets NCCL write down which transports it takes, unless the user reads its log himself."""
+    """Has NCCL log the transports that it takes, unless the user has configured its log."""
     if environment.get(_NCCL_DEBUG, "VERSION").upper() in {"VERSION", "WARN"}:
         environment[_NCCL_DEBUG] = "INFO"
         environment[_NCCL_FILE] = str(Path(tempfile.gettempdir()) / f"dstrain-nccl-{os.getpid()}.log")
 
 
 def ways_taken(environment: Mapping[str, str]) -> list[str]:
-    """Returns what NCCL wrote down, and removes it."""
+    """Returns the transports in NCCL's log, and removes the log."""
     path = Path(environment.get(_NCCL_FILE, ""))
     if path.name != f"dstrain-nccl-{os.getpid()}.log":
         return []
@@ -255,7 +255,7 @@ def main(words: Sequence[str]) -> int:
 
     on_gpu = os.environ.get("DS_ACCELERATOR") != "cpu"
     if on_gpu and not torch.cuda.is_available():
-        raise EnvironmentProblem(f"torch {torch.__version__} finds no GPU; DS_ACCELERATOR=cpu measures without")
+        raise EnvironmentProblem(f"torch {torch.__version__} finds no GPU; DS_ACCELERATOR=cpu measures on the CPU")
     if on_gpu:
         let_nccl_tell(os.environ)
         torch.cuda.set_device(place.local)

@@ -149,7 +149,7 @@ def without_garbage_collection() -> Iterator[None]:
 
 
 DYNAMO_OFF = "TORCHDYNAMO_DISABLE"
-"""The variable with which torch.compile returns what it is given. Source: torch 2.13 _dynamo/eval_frame.py."""
+"""The variable with which torch.compile returns its argument unchanged. Source: torch 2.13 _dynamo/eval_frame.py."""
 
 
 def import_muon(ds_config: Mapping[str, Any]) -> None:

@@ -109,9 +109,9 @@ def test_what_is_not_counted_is_said_in_lints_words(dstrain: Type, tmp_path: Pat
     edit(tmp_path / "hostfile", "localhost slots=8", "localhost slots=4")
     shown = dstrain("diff").stdout
     assert 'zero_optimization.offload_param (none) → {"device": "cpu"}: an error, DS201: ' in shown
-    assert "no effect that the planner counts" not in shown
+    assert "no effect that the planner estimates" not in shown
     assert "packing false → true: " in shown
-    assert "so an epoch has fewer steps; the time is that of sdpa's mask" in shown
+    assert "so an epoch has fewer steps; the time includes sdpa's mask" in shown
     assert "localhost 8 → 4: changes the machines: run dstrain gen-config to plan for them" in shown
 
 

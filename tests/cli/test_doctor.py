@@ -145,7 +145,7 @@ def test_dockers_64_mib_of_shared_memory_are_an_error(need: Need, tmp_path: Path
     (tmp_path / "hostfile").write_text("localhost slots=2\n")
     done = mounted(need, tmp_path, "64m", "/dev/shm", "--hostfile", "hostfile")
     assert done.returncode == 5, done.stderr
-    assert "✗ /dev/shm has 64.0 MiB free of 64.0 MiB, and 2 ranks want 132.0 MiB" in " ".join(done.stdout.split())
+    assert "✗ /dev/shm has 64.0 MiB free of 64.0 MiB, and 2 ranks need 132.0 MiB" in " ".join(done.stdout.split())
 
 
 def test_a_disk_too_small_for_a_checkpoint_is_an_error(need: Need, dstrain: Type, tmp_path: Path) -> None:

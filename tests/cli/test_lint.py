@@ -90,7 +90,7 @@ def test_bytes_that_are_no_text_are_refused(dstrain: Type, tmp_path: Path) -> No
     (tmp_path / "ds_config.json").write_bytes(b'{"a": "\xff"}')
     done = dstrain("lint")
     assert done.returncode == 3
-    assert "byte 7 is no UTF-8" in done.stderr
+    assert "byte 7 is not UTF-8" in done.stderr
 
 
 def test_the_job_beside_it_is_asked(dstrain: Type, tmp_path: Path) -> None:

@@ -97,9 +97,9 @@ def test_an_edited_script_stays(dstrain: Type, job: Path) -> None:
     [
         (("script", "slrum"), 2, 'Did you mean "slurm"'),
         (("script", "slurm", "nowhere.yaml"), 3, "nowhere.yaml: no such file"),
-        (("script", "slurm", "--time", "soon"), 3, '--time "soon" is no time'),
+        (("script", "slurm", "--time", "soon"), 3, '--time "soon" is not a time'),
         (("script", "slurm", "--partition", "a b"), 3, '--partition is "a b"'),
-        (("script", "slurm", "--nodes", "2", "--gpus", "7"), 3, "7 GPUs do not divide among 2 nodes"),
+        (("script", "slurm", "--nodes", "2", "--gpus", "7"), 3, "7 GPUs do not divide evenly among 2 nodes"),
         (("script", "slurm", "--set", "env.HF_TOKEN=x"), 3, "HF_TOKEN is a secret"),
         (("script", "slurm", "--set", "learnin_rate=1"), 3, "learning_rate"),
         (("script", "bash", "--nodes", "3"), 3, "the names of the 3 nodes are not known"),
@@ -121,7 +121,7 @@ def test_a_wrong_wish_is_one_clear_error(
 def test_machines_that_nobody_named_are_asked_for(dstrain: Type, tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text("model: a/b\noutput_dir: out\n")
     done = dstrain("script", "slurm")
-    assert (done.returncode, "Say it: --nodes 2 --gpus 16" in done.stderr) == (3, True)
+    assert (done.returncode, "Give it: --nodes 2 --gpus 16" in done.stderr) == (3, True)
     assert dstrain("script", "slurm", "--nodes", "2", "--gpus", "16").returncode == 0
 
 

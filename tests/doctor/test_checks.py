@@ -179,7 +179,7 @@ def about_limits(needs: Needs = NEEDS, **changes: object) -> list[str]:
 
 def test_dockers_shared_memory_is_an_error_for_several_gpus() -> None:
     found = about_limits(shm_bytes=64 * MIB, shm_free_bytes=64 * MIB, is_container=True)
-    assert found[0].startswith("✗ /dev/shm has 64.0 MiB free of 64.0 MiB, and 8 ranks want 264.0 MiB")
+    assert found[0].startswith("✗ /dev/shm has 64.0 MiB free of 64.0 MiB, and 8 ranks need 264.0 MiB")
     assert "docker run --ipc=host" in found[0]
 
 
@@ -195,7 +195,7 @@ def test_shared_memory_that_is_full_says_what_to_look_at() -> None:
 
 def test_ranks_on_the_cpu_want_deepspeeds_buffers() -> None:
     found = about_limits(Needs(on_cpu=True, slots=2), shm_bytes=100 * MIB, shm_free_bytes=100 * MIB)
-    assert "2 ranks want 132.0 MiB" in found[0]
+    assert "2 ranks need 132.0 MiB" in found[0]
 
 
 def test_open_files_follow_the_data_loaders() -> None:

@@ -30,7 +30,7 @@ def test_healthy_gpus_are_one_line() -> None:
         ({"ecc_errors/volatile/dram_uncorrectable": "2"}, "✗ GPU 1: 2 uncorrectable memory errors since the driver"),
         ({"ecc_errors/volatile/sram_uncorrectable_parity": "1"}, "✗ GPU 1: 1 uncorrectable memory errors since"),
         ({"ecc_errors/volatile/double_bit/total": "3"}, "✓"),  # where the newer counts are, they hold
-        ({"ecc_errors/aggregate/dram_uncorrectable": "71"}, "! GPU 1: uncorrectable memory errors in their life (71)"),
+        ({"ecc_errors/aggregate/dram_uncorrectable": "71"}, "! GPU 1: uncorrectable memory errors in the past (71)"),
         ({"remapped_rows/remapped_row_pending": "Yes"}, "✗ GPU 1: bad memory that the next reset repairs"),
         ({"remapped_rows/remapped_row_failure": "Yes"}, "✗ GPU 1: bad memory that cannot be repaired"),
         ({"retired_pages/pending_retirement": "Yes"}, "✗ GPU 1: bad memory that the next reset repairs"),

@@ -35,7 +35,7 @@ def test_a_sound_network_is_said_with_its_share_of_the_links_figures() -> None:
         "✓ between hosts 42.5 GB/s for each GPU, 85 % of ib400 (50.0 GB/s)",
         "✓ inside node0, the slowest, 360 GB/s, 80 % of nvlink4 (450 GB/s)",
         "✓ NCCL went over NET/IB/GDRDMA, P2P",
-        "✓ the one pair: node0 and node1, 46.0 GB/s with one GPU",
+        "✓ the only pair: node0 and node1, 46.0 GB/s with one GPU",
     ]
 
 
@@ -85,7 +85,7 @@ def test_the_slowest_pair_is_named_with_the_host_that_makes_it_slow() -> None:
 def test_a_pair_that_alone_is_slow_is_the_switchs_fault() -> None:
     rates = {pair: 45e9 for game in rounds(6) for pair in game} | {(1, 4): 20e9}
     found = said(findings(network(6, pairs=rates), FIGURES, {}))[-1]
-    assert found.startswith("! slowest pair: node1 and node4, 20.0 GB/s, 44 % of the median one (45.0 GB/s) → the way")
+    assert found.startswith("! slowest pair: node1 and node4, 20.0 GB/s, 44 % of the median one (45.0 GB/s) → check")
 
 
 def test_pairs_that_are_alike_are_as_they_should_be() -> None:

@@ -190,7 +190,7 @@ def test_a_trained_tower_keeps_of_a_patch_what_the_closed_form_says(traces: dict
         ("unknown", 'no code for model_type "nobody"'),
         ("wrong", "Transformers cannot read the config"),
         ("images", "images of llama cannot be traced"),
-        ("odd patches", "7 image patches are no multiple of the 4"),
+        ("odd patches", "7 image patches are not a multiple of the 4"),
         ("targets", 'lora: targets is "nothing"'),
     ],
 )
@@ -204,7 +204,7 @@ def test_only_the_answers_are_on_standard_output() -> None:
     asked = json.dumps(to_data(Questions(questions=(QUESTIONS["qlora"],))))
     program = [sys.executable, "-m", "dstrain.train.trace"]
     done = subprocess.run(program, input=asked, capture_output=True, text=True, check=True)
-    assert json.loads(done.stdout)["answers"][0]["hint"] == "Ask for lora."
+    assert json.loads(done.stdout)["answers"][0]["hint"] == "Use method lora."
 
 
 RNG_STATE_BYTES = 5056 + 64

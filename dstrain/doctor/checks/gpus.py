@@ -90,7 +90,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         has=lambda gpu: gpu.uncorrectable_now == 0 and gpu.uncorrectable_ever > 0,
         mark=Mark.WARNING,
-        what="uncorrectable memory errors in their life ({each}), none since the driver was loaded",
+        what="uncorrectable memory errors in the past ({each}), none since the driver was loaded",
         fix="watch them: nvidia-smi -q -d ECC,ROW_REMAPPER -i {gpus}",
         each=lambda gpu: str(gpu.uncorrectable_ever),
     ),
@@ -111,7 +111,7 @@ FAULTS: tuple[Fault, ...] = (
         has=lambda gpu: (gpu.power_limit_w or 0) < 0.95 * (gpu.default_power_limit_w or 0) and bool(gpu.power_limit_w),
         mark=Mark.WARNING,
         what="power limit {each}",
-        fix="sudo nvidia-smi -i {gpus} -pl {gpu.default_power_limit_w:.0f}  (where cooling and power supply allow it)",
+        fix="sudo nvidia-smi -i {gpus} -pl {gpu.default_power_limit_w:.0f}  (if cooling and power supply allow it)",
         each=lambda gpu: f"{gpu.power_limit_w:.0f} W, by default {gpu.default_power_limit_w:.0f} W",
     ),
     Fault(
@@ -136,7 +136,7 @@ FAULTS: tuple[Fault, ...] = (
         is_unfit=True,
     ),
 )
-"""What may be wrong with a GPU, one row a fault."""
+"""Faults of a GPU, one per row."""
 
 
 def check(facts: Facts, needs: Needs) -> list[Finding]:

@@ -8,11 +8,11 @@ from dstrain.doctor.requirements import Needs
 from dstrain.units import GIB, MIB, format_bytes
 
 SHM_PER_CPU_RANK = 66 * MIB
-"""What DeepSpeed's collectives on the CPU take for each rank. Source: deepspeed 0.19.8 csrc/cpu/comm/shm.cpp."""
+"""Shared memory of DeepSpeed's CPU collectives for each rank. Source: deepspeed 0.19.8 csrc/cpu/comm/shm.cpp."""
 SHM_PER_GPU_RANK = 33 * MIB
-"""What NCCL takes for each GPU that talks through shared memory, roughly: 4 MiB a channel and peer."""
+"""Shared memory of NCCL for each GPU that uses it, roughly: 4 MiB per channel and peer."""
 SHM_PER_WORKER = 64 * MIB
-"""What a data loader's process may hold in batches that are on their way."""
+"""Shared memory of a data loader's process for batches in flight."""
 SHM_COMFORTABLE = GIB
 """Shared memory below which NVIDIA advises `docker run --shm-size=1g`. Source: NCCL user guide, troubleshooting."""
 FILES, FILES_PER_RANK, FILES_PER_WORKER = 1024, 8, 1024
@@ -48,7 +48,7 @@ def _shm(limits: Limits, ranks: int, needs: Needs, notes: Notes) -> list[str]:
     wanted = ranks * (per_rank + needs.workers * SHM_PER_WORKER)
     free, size = format_bytes(limits.shm_free_bytes), format_bytes(limits.shm_bytes)
     if limits.shm_free_bytes < wanted:
-        who = f"{ranks} ranks want" if ranks > 1 else "a rank wants"
+        who = f"{ranks} ranks need" if ranks > 1 else "a rank needs"
         what = f"/dev/shm has {free} free of {size}, and {who} {format_bytes(wanted)}: they die of SIGBUS"
         notes.bad(what, fix if limits.shm_bytes < 2 * wanted else "ls -lS /dev/shm  shows leftover files; remove them")
     elif limits.shm_bytes < SHM_COMFORTABLE:

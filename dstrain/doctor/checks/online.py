@@ -13,7 +13,7 @@ from dstrain.units import GIB, format_bytes
 _SMALL = 20 * GIB
 """Free space of a cache below which an ordinary model does not fit."""
 _MIRRORS = {
-    "Hugging Face": "export HF_ENDPOINT=https://hf-mirror.com; or with all in the cache: export HF_HUB_OFFLINE=1",
+    "Hugging Face": "export HF_ENDPOINT=https://hf-mirror.com; or if the cache has everything: export HF_HUB_OFFLINE=1",
     "ModelScope": "needed with hub: modelscope only; elsewhere name local folders",
 }
 _CERTIFICATE = "export SSL_CERT_FILE=/path/to/ca.pem REQUESTS_CA_BUNDLE=/path/to/ca.pem  (your proxy's certificate)"

@@ -1,5 +1,4 @@
-"""Versions against the ranges that dstrain asks for and against what its tests ran; torch's CUDA against the driver's
-and nvcc's."""
+"""Checks versions against the supported and the tested ones, and torch's CUDA against the driver's and nvcc's."""
 
 from __future__ import annotations
 

@@ -42,8 +42,8 @@ def _ram(space: Space, wanted: int, notes: Notes) -> None:
 
 
 def _output(folder: Folder, needs: Needs, notes: Notes) -> None:
-    """Takes down whether checkpoints fit. On all hosts but the first a share of each is taken: where the folder is not
-    the same one everywhere, every host writes its own ranks' part."""
+    """Adds whether checkpoints fit. All hosts but the first need a share of each: if the folder is not shared, every
+    host writes its own ranks' part."""
     if not folder.is_writable:
         notes.bad(f"{folder.path} cannot be written", "name another output_dir, or: sudo chown $USER on its parent")
         return

@@ -12,7 +12,7 @@ from dstrain.doctor.gpu_facts import Topology
 from dstrain.doctor.requirements import Needs
 
 _SWITCHED = 6
-"""NVLinks of a pair from which it must be an NVSwitch that joins them, and all pairs alike."""
+"""NVLinks of a pair from which an NVSwitch must join them, with all pairs alike."""
 _NO_P2P: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "CNS": ("the chipset does not pass it on", "turn off IOMMU and ACS in the BIOS; lspci -vv | grep ACSCtl"),

@@ -51,7 +51,7 @@ def look_topology(question: Question, environment: Mapping[str, str]) -> Topolog
 
 def look_kernel_log(question: Question, environment: Mapping[str, str]) -> KernelLog:
     """Returns the driver's errors since boot."""
-    problem = "neither dmesg nor journalctl is there"
+    problem = "neither dmesg nor journalctl is installed"
     for command in _LOGS:
         if shutil.which(command[0], path=environment.get("PATH")) is None:
             continue

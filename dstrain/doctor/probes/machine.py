@@ -36,7 +36,7 @@ def _limited(number: int) -> int | None:
 
 
 def look_space(question: Question, environment: Mapping[str, str]) -> Space:
-    """Returns RAM, and what is free where the run writes."""
+    """Returns RAM, and the free space of the folders that the run writes."""
     ram = host_memory_bytes()
     return Space(
         ram_bytes=ram,

@@ -25,7 +25,7 @@ _TRUE = {"1", "ON", "YES", "TRUE"}
 
 
 def look(question: Question, environment: Mapping[str, str]) -> Online:
-    """Returns what of the internet can be reached, and the caches."""
+    """Returns which internet addresses can be reached, and the caches."""
     proxies = _proxies(environment)
     is_offline = any(environment.get(name, "").upper() in _TRUE for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"))
     asked = {name: url for name, url in question.endpoints.items() if not (is_offline and name == "Hugging Face")}
@@ -43,7 +43,7 @@ def look(question: Question, environment: Mapping[str, str]) -> Online:
 
 
 def reach(url: str, proxies: Mapping[str, str], limit_s: float = REACH_S) -> Endpoint:
-    """Returns whether an address answers, by whatever status, through the proxies."""
+    """Returns whether an address answers through the proxies, with any status."""
     request = urllib.request.Request(url, method="HEAD", headers={"User-Agent": "dstrain"})
     started, problem = time.monotonic(), None
     try:

@@ -16,7 +16,7 @@ _OF_SIGNALS = MappingProxyType(
         signal.SIGTERM: "terminated from outside",
         signal.SIGINT: "stopped by Ctrl-C",
         signal.SIGHUP: "stopped because the terminal was closed",
-        signal.SIGPIPE: "the reader of its output went away",
+        signal.SIGPIPE: "the reader of its output closed the pipe",
     }
 )
 

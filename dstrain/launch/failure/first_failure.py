@@ -27,7 +27,7 @@ class Death:
 def traceback_of(text: str) -> str | None:
     """Returns the traceback at the end of a log, preceded by its chained causes, or None if the log ends otherwise.
 
-    Tracebacks that a program caught, printed and went on from lie far above the end, and are not it.
+    A traceback that the program printed and survived lies far above the end and does not count.
     """
     lines = [_RANK_PREFIX.sub("", line.rstrip()) for line in re.split(r"\r\n|\n|\r", text.rstrip())]
     blocks = _blocks(lines)
@@ -91,8 +91,8 @@ def failing_order(
 ) -> list[int]:
     """Returns the ranks that failed, first one first: by when a traceback was written, or else by when they died.
 
-    A rank that was terminated, or that nobody saw die, comes after others of the same moment; one that failed because
-    another one had gone (`consequences`) comes after all that did not.
+    A rank that was terminated, or whose death was not observed, comes after others of the same moment; one that failed
+    because another one had gone (`consequences`) comes after all that did not.
     """
     events = {death.rank: (death.at, death.code in {None, -15}) for death in deaths}
     for rank, at in traceback_times.items():
@@ -110,14 +110,14 @@ _ADVICE = (
      "/dev/shm is too small: set `dataloader_num_workers: 0`, or start the container with `--shm-size=16g`."),
     (r"Address already in use|EADDRINUSE", "The port is taken: run again, or name another one with `--master-port`."),
     (r"Watchdog caught collective operation timeout|collective operation timeout",
-     "A rank waited for another one that never came: look at the logs of the ranks that are silent."),
+     "A rank waited for another one that never arrived: look at the logs of the silent ranks."),
     (r"ncclSystemError|ncclUnhandledCudaError|ncclRemoteError|NCCL error",
      "NCCL failed: run again with NCCL_DEBUG=INFO; on several networks name one with NCCL_SOCKET_IFNAME."),
     (r"device-side assert triggered",
      "A kernel's assertion failed, often a token id beyond the vocabulary: run again with CUDA_LAUNCH_BLOCKING=1."),
     (r"no kernel image is available", "This PyTorch has no code for this GPU: install a build for its architecture."),
     (r"Cannot allocate memory|DefaultCPUAllocator: can't allocate memory",
-     "The host ran out of memory: use fewer offloaded states, or more nodes."),
+     "The host ran out of memory: offload less, or use more nodes."),
     (r"Too many open files", "Raise the limit of open files: `ulimit -n 65536`."),
     (r"libaio|async_io.*(not compatible|requires)", "Offload to NVMe needs libaio: `apt-get install libaio-dev`."),
     (r"CUDA_HOME|MissingCUDAException|nvcc.*not found",
@@ -131,7 +131,7 @@ _ADVICE = (
 
 
 def advice(text: str) -> str | None:
-    """Returns what to do about an error that a log's text names, or None.
+    """Returns advice about an error that a log's text names, or None.
 
     >>> advice("OSError: [Errno 28] No space left on device")
     'A disk is full: free some space, or lower `save_total_limit`.'

@@ -19,7 +19,7 @@ _SHOWN_FRAMES = 8
 def stacks(text: str) -> list[list[str]]:
     """Returns the last stacks that a rank's log holds: one list of frames for each thread, innermost first.
 
-    Source: Python's faulthandler, whose form this is.
+    Source: the format of Python's faulthandler.
     """
     threads: list[list[str]] = []
     inside = False
@@ -41,10 +41,10 @@ def main_stack(text: str) -> list[str]:
 
 
 def hang_lines(hang: Hang, texts: Mapping[int, str], hosts: Hosts) -> tuple[list[str], int]:
-    """Returns what to say about a hang, and the rank whose stack is shown: one that is behind, or stands elsewhere."""
+    """Returns the report of a hang, and the rank whose stack it shows: one that is behind or in another place."""
     waited = format_seconds(hang.seconds)
     if hang.start is None:
-        lines = [f"no step for {waited}, where the median was {hang.median_s:.2g} s: the run hangs"]
+        lines = [f"no step for {waited} (median {hang.median_s:.2g} s): the run hangs"]
     else:
         lines = [f"the start made no progress for {waited} (--start-timeout)"]
         lines.append(start_line(hang.start, hosts))
@@ -63,13 +63,13 @@ def hang_lines(hang: Hang, texts: Mapping[int, str], hosts: Hosts) -> tuple[list
     if hang.start is not None:
         shown = min(hang.start.phases, key=lambda rank: (_order(hang.start, rank), rank))
     said = stacks_of.get(shown) or texts.get(shown, "").strip().splitlines()[-_SHOWN_FRAMES:] or ["It wrote nothing."]
-    lines += [f"rank {shown}:", *said[:_SHOWN_FRAMES], "The stacks of every rank are in its log."]
+    lines += [f"rank {shown}:", *said[:_SHOWN_FRAMES], "The stacks of each rank are in its log."]
     return lines, shown
 
 
 _WORDS: Mapping[Phase | None, str] = MappingProxyType(
     {
-        None: "not heard of",
+        None: "not reporting",
         Phase.START: "importing",
         Phase.CONNECTING: "waiting for the others",
         Phase.PORT_TAKEN: "without a port",
@@ -81,13 +81,13 @@ _WORDS: Mapping[Phase | None, str] = MappingProxyType(
 
 
 def _order(start: Start | None, rank: int) -> int:
-    """Returns how far a rank has come: 0 where it was not heard of."""
+    """Returns the progress of a rank: 0 if it has not reported."""
     phase = start.phases[rank] if start is not None else None
     return list(_WORDS).index(phase) if phase in _WORDS else len(_WORDS)
 
 
 def start_line(start: Start, hosts: Hosts) -> str:
-    """Returns in words how far a start is, those that are behind first."""
+    """Returns the progress of a start in words, the ranks that are behind first."""
     doing: dict[Phase | None, list[int]] = {}
     for rank, phase in sorted(start.phases.items()):
         doing.setdefault(phase, []).append(rank)

@@ -12,7 +12,7 @@ from dstrain.rundir import RunDir
 
 
 def last_metrics(run_dir: RunDir) -> dict[str, Any] | None:
-    """Returns the newest line of the metrics that has a loss; a line that is being written is not one yet."""
+    """Returns the newest line of the metrics that has a loss; a line that is still being written does not count."""
     for line in reversed(tail_of(run_dir.metrics).splitlines()):
         with suppress(ValueError):
             record = json.loads(line)

@@ -109,14 +109,14 @@ def _lost_lines(outcome: Outcome, hosts: Hosts, texts: Mapping[int, str]) -> lis
     last = time.strftime("%H:%M:%S", time.localtime(lost.at))
     lines = [
         f"{_lost_words(lost)}, with {'rank' if len(ranks) == 1 else 'ranks'} {', '.join(ranks) or 'none'};"
-        f" last heard of at {last}",
+        f" last heard from at {last}",
         "It lost power or network, or its connection was closed. Anything still running there ends by itself within"
         " 45 s.",
     ]
     lines += [f"{_lost_words(other)} too" for other in outcome.lost[1:]]
     rank = _first(outcome, texts)
     if rank is not None:
-        lines.append(f"what followed: {_rank_sentence(rank, outcome, hosts)}")
+        lines.append(f"after that: {_rank_sentence(rank, outcome, hosts)}")
     return lines
 
 

@@ -1,8 +1,8 @@
 """Gathers checkpoints whose parts lie on the disks of several nodes, while training continues.
 
-Where the part of rank 0 is marked all parts are there. The newest checkpoint is copied next: where that takes longer
-than training from one to the next, those in between are left out. Nodes keep the newest that is whole here, the one
-that is being copied, and the newest of all.
+If the part of rank 0 is marked, all parts exist. The newest checkpoint is copied next: if that takes longer than
+training from one to the next, those in between are skipped. Nodes keep the newest that is complete here, the one being
+copied, and the newest of all.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ def distribute(launch: Launch, tell: Callable[[str], None]) -> Iterator[Checkpoi
 
 
 class CheckpointGatherer:
-    """Gathers the checkpoints of one start in threads of its own; a failure is reported once and ends nothing."""
+    """Gathers the checkpoints of one start in threads of its own; a failure is reported once and does not end the
+    run."""
 
     def __init__(
         self,
@@ -133,7 +134,7 @@ class CheckpointGatherer:
             self._tell_once(folder.name, error)
             return
         hosts, seconds = ", ".join(disk.host for disk in self._disks), format_seconds(time.monotonic() - began)
-        self._tell(f"{folder.name} is whole here: {format_bytes(total)} copied from {hosts} in {seconds}")
+        self._tell(f"{folder.name} is complete here: {format_bytes(total)} copied from {hosts} in {seconds}")
 
     def _tidy(self, newest: Path, copying: Path) -> None:
         """Removes all but three checkpoints from the disks."""

@@ -1,4 +1,4 @@
-"""What `run --sync` starts on other nodes as `python -I -c TEXT VERB …`, this file's text: no dstrain is there yet.
+"""The program of `run --sync` on other nodes, which may lack dstrain: `python -I -c TEXT VERB …`, this file's text.
 
 Files travel as one tar stream on stdin or stdout; each is written beside its place and renamed.
 """
@@ -34,7 +34,7 @@ def pack(files: Mapping[str, Path], out: IO[bytes]) -> None:
 def unpack(source: IO[bytes], folder: Path, is_wanted: Callable[[str], bool] = lambda name: True) -> int:
     """Writes the files of a tar stream below a folder, with their modes; returns their bytes.
 
-    Raises ValueError for anything that is not wanted, is no file, or would come to lie elsewhere.
+    Raises ValueError for anything that is not wanted, is not a file, or lies outside the folder.
     """
     total, root = 0, folder.resolve()
     with tarfile.open(fileobj=source, mode="r|", bufsize=_BLOCK) as tar:
@@ -43,7 +43,7 @@ def unpack(source: IO[bytes], folder: Path, is_wanted: Callable[[str], bool] = l
             place = folder / member.name
             is_inside = ".." not in Path(member.name).parts and place.parent.resolve().is_relative_to(root)
             if content is None or not is_inside or not is_wanted(member.name):
-                raise ValueError(f"{member.name[:80]!r} is no file that belongs below {folder}")
+                raise ValueError(f"{member.name[:80]!r} is not a file that belongs below {folder}")
             place.parent.mkdir(parents=True, exist_ok=True)
             beside = place.with_name(f".{place.name}.new")
             try:
@@ -59,12 +59,12 @@ def unpack(source: IO[bytes], folder: Path, is_wanted: Callable[[str], bool] = l
 
 
 def _created(path: Path) -> IO[bytes]:
-    """Returns a new file, open for writing; whatever stands there, a link too, is an error."""
+    """Returns a new file, open for writing; an existing file or link is an error."""
     return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb")
 
 
 def files_in(folder: Path) -> dict[str, Path]:
-    """Returns all files below a folder, by their path there; without what Python compiled."""
+    """Returns all files below a folder, by their path in it, without compiled Python."""
     every = sorted(path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
     return {str(path.relative_to(folder)): path for path in every}
 
@@ -98,7 +98,7 @@ def _say(answer: object) -> None:
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Lets nodes that share this disk in one after the other."""
+    """Admits nodes that share this disk one at a time."""
     with os.fdopen(os.open(folder / ".sync.lock", os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600), "w") as file:
         with suppress(OSError):  # a network file system without locks
             fcntl.flock(file, fcntl.LOCK_EX)
@@ -106,9 +106,10 @@ def _alone(folder: Path) -> Iterator[None]:
 
 
 def _take(folder: str, mark: str, number: str, *gone: str) -> None:
-    """Takes a run's files, unless this is the disk of `run` or was given them by way of another node.
+    """Takes a run's files, unless this is the disk of `run` or another node has brought them.
 
-    Says the number of the node that took them, None for the disk of `run`, and which whole checkpoints are in the way.
+    Reports the number of the node that took them, None for the disk of `run`, and which whole checkpoints are in the
+    way.
     """
     run_dir = Path(folder)
     run_dir.mkdir(parents=True, exist_ok=True)
@@ -133,10 +134,10 @@ def _take(folder: str, mark: str, number: str, *gone: str) -> None:
 
 
 def _put(folder: str, start: str) -> None:
-    """Says which files of a checkpoint are here and how large they are, and takes others.
+    """Reports the files of a checkpoint that are here, with their sizes, and takes others.
 
-    Those of another start are not the same, whatever their names; None is said of a whole checkpoint, which stays.
-    Without a start nobody knows whose they are: they are replaced one by one.
+    Those of another start are not the same, whatever their names; a complete checkpoint is reported as None and stays.
+    Without a start their origin is unknown: they are replaced one by one.
     """
     checkpoint = Path(folder)
     if (checkpoint / COMPLETE).exists():
@@ -150,7 +151,7 @@ def _put(folder: str, start: str) -> None:
 
 
 def _give(folder: str, start: str) -> None:
-    """Gives this disk's part of a checkpoint, if a start wrote it."""
+    """Sends this disk's part of a checkpoint, if a start wrote it."""
     checkpoint = Path(folder)
     if _start_of(checkpoint) != start:
         sys.exit(f"{folder}: no part of this run's checkpoint is there")
@@ -158,7 +159,7 @@ def _give(folder: str, start: str) -> None:
 
 
 def _fetch(folder: str, *names: str) -> None:
-    """Gives files and folders, those that are there."""
+    """Sends files and folders, those that exist."""
     files = files_in(Path(folder))
     pack({name: path for name, path in files.items() if name.split("/")[0] in names}, sys.stdout.buffer)
 

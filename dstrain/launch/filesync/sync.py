@@ -28,7 +28,7 @@ from dstrain.rundir import COMPLETE, PART, RunDir
 from dstrain.units import format_bytes, format_seconds
 
 TRACKED = ("swanlog", "tensorboard", "wandb", ".dstrain-run.json")
-"""What trackers keep in the run directory of rank 0; the file names SwanLab's run, for a run that goes on."""
+"""Files of trackers in the run directory of rank 0; the last one names SwanLab's run, for a resumed run."""
 _MOST_HOSTS = 64
 _MOST_CHECKPOINTS = 8
 """Disks that are written at once: a checkpoint saturates this machine's link."""
@@ -58,8 +58,8 @@ def push(
 ) -> tuple[Disk, ...]:
     """Copies what a start needs to every node that does not see this machine's run directory; returns their disks.
 
-    Raises EnvironmentProblem with host and reason where that fails, Unreachable for hosts that do not answer, and
-    Conflict where a disk holds whole checkpoints: those of a run that was started from there.
+    Raises EnvironmentProblem with host and reason if that fails, Unreachable for hosts that do not answer, and Conflict
+    if a disk holds complete checkpoints: those of a run that was started from there.
     """
     write_atomic(run_dir.token, mark)
     shutil.rmtree(run_dir.code, ignore_errors=True)  # left if this machine was a node of another one's run

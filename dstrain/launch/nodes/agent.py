@@ -1,4 +1,4 @@
-"""What runs on every node of a run: `python -m dstrain.launch.nodes.agent NODE`, orders on stdin, events on stdout.
+"""The agent on every node of a run: `python -m dstrain.launch.nodes.agent NODE`, orders on stdin, events on stdout.
 
 It ends its node's ranks when 30 s pass without a word from `run`, or at once when their connection ends: a login that
 drops, a `run` that was killed and a network that is cut leave no rank behind.
@@ -172,7 +172,7 @@ class Agent:
         elif isinstance(order, Go) and node_runner is None and self._begin is not None:
             self._start(self._begin)
         elif isinstance(order, End) and node_runner is None:
-            self._lost = "told to end"
+            self._lost = "asked to end"
         elif isinstance(order, End) and node_runner is not None:
             node_runner.end(order.grace_s)
         elif isinstance(order, Save) and node_runner is not None:
@@ -189,7 +189,7 @@ class Agent:
         try:
             self._readying = Readying(begin, environment_of_ranks(begin, os.environ))
         except OSError as error:
-            self._refuse(f"cannot be made ready: {error}")
+            self._refuse(f"cannot be prepared: {error}")
 
     def _start(self, begin: Begin) -> None:
         if self._listener is not None:

@@ -16,7 +16,7 @@ _POLL_S = 0.1
 
 
 def sweep(spec: LaunchSpec, nodes: Sequence[Node]) -> None:
-    """Kills whatever has a node's mark on each of the nodes; those that cannot be reached are left to themselves."""
+    """Kills whatever has a node's mark on each of the nodes; skips those that cannot be reached."""
     if nodes:
         with ThreadPoolExecutor(max_workers=min(64, len(nodes))) as pool:
             list(pool.map(lambda node: _sweep(spec, node), nodes))

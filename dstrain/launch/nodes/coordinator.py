@@ -204,7 +204,7 @@ class Coordinator:
         if state.node.number in self._members.mirrored:
             path = self._spec.run_dir.sent(event.name)
             if path is None:
-                state.problem = Problem(text=f"sent {event.name[:80]!r}, which is no file of a run")
+                state.problem = Problem(text=f"sent {event.name[:80]!r}, which is not a file of a run")
                 return
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("w" if event.is_whole else "a", encoding="utf-8", newline="") as file:

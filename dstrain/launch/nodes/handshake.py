@@ -15,7 +15,7 @@ from dstrain.launch.nodes.protocol import Hello
 from dstrain.rundir import RunDir
 
 _OF_A_MODEL = frozenset({".json", ".safetensors", ".bin", ".model", ".txt", ".jinja", ".py"})
-"""How names of files end that are read with a model."""
+"""Endings of the names of files that are read with a model."""
 
 
 def files_of(job: Job) -> dict[str, int]:
@@ -35,7 +35,7 @@ def require_compatible(
     files: Mapping[str, int] = MappingProxyType({}),
     may_be_apart: bool = False,
 ) -> None:
-    """Raises EnvironmentProblem, with every reason at once, where the nodes cannot run together.
+    """Raises EnvironmentProblem, with every reason at once, if the nodes cannot run together.
 
     `files` is what ranks read, with the bytes here; `may_be_apart` where the run directory was copied to other nodes.
     """
@@ -60,7 +60,7 @@ def require_compatible(
 
 
 def _unfit(hellos: Mapping[Node, Hello], port: int, *, on_cpu: bool) -> list[str]:
-    """Returns what of the nodes themselves is in the way."""
+    """Returns the problems of the nodes themselves."""
     usual = usual_versions([hello.versions for hello in hellos.values()])
     problems = [
         f"{node.host}: {problem}"
@@ -73,7 +73,7 @@ def _unfit(hellos: Mapping[Node, Hello], port: int, *, on_cpu: bool) -> list[str
         if node.number == 0 and hello.port is None
     ]
     problems += [
-        f"{node.host}: {node.num_ranks} slots in the hostfile, and {hello.num_gpus} GPUs there"
+        f"{node.host}: {node.num_ranks} slots in the hostfile, but {hello.num_gpus} GPUs there"
         for node, hello in hellos.items()
         if not on_cpu and node.num_ranks > hello.num_gpus
     ]
@@ -81,7 +81,7 @@ def _unfit(hellos: Mapping[Node, Hello], port: int, *, on_cpu: bool) -> list[str
 
 
 def _differing(hello: Hello, files: Mapping[str, int]) -> Iterator[str]:
-    """Yields in what a node's files are not those here; of many files of a folder the first one."""
+    """Yields how a node's files differ from those here; of many files of a folder the first one."""
     seen = set()
     for name, size in hello.unlike.items():
         folder = str(Path(name).parent)

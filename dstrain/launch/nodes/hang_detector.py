@@ -12,7 +12,7 @@ from dstrain.launch.timeouts import TIMEOUTS
 TIMES = 5
 """A run hangs when it takes this many times its median step, or its longest evaluation or checkpoint."""
 LONG_TIMES = 10
-"""An evaluation or a checkpoint has at least this many times as long: disks that are shared may be slow at times."""
+"""An evaluation or a checkpoint may take at least this many times as long: shared disks are slow at times."""
 _LEAST_STEPS = 3
 _KEPT = 100
 _LONG = frozenset({Phase.SAVING, Phase.EVALUATING})
@@ -22,8 +22,8 @@ class HangDetector:
     """The steps of a run, as its slowest rank does them."""
 
     def __init__(self, num_ranks: int, least_s: float = TIMEOUTS.hang_s, start_s: float = 0.0) -> None:
-        """Watches `num_ranks` ranks; a run hangs after `least_s` seconds at the earliest, never where that is 0: a step
-        of a tenth of a second may well be followed by one of two.
+        """Watches `num_ranks` ranks; a run hangs after `least_s` seconds at the earliest (0: never), since a step of
+        0.1 s may well be followed by one of 2 s.
 
         Before their first step, ranks may take `start_s` seconds from one phase or count to the next; 0 for any time.
         """
@@ -42,18 +42,19 @@ class HangDetector:
         """Rank → steps done."""
 
     def begin(self, now: float) -> None:
-        """Takes the moment in which ranks are started."""
+        """Records when ranks are started."""
         self._began = self._news_at = now
 
     def start(self, now: float) -> Start | None:
-        """Returns how far the start is; None before it, and once every rank has done its first step."""
+        """Returns the progress of the start; None before it, and once every rank has done its first step."""
         phases = {rank: self._phases.get(rank) for rank in range(self._num_ranks)}
         if self._began is None or all(phase is not None and phase not in STARTING for phase in phases.values()):
             return None
         return Start(seconds=now - self._began, phases=phases)
 
     def note(self, rank: int, step: int, phase: Phase, now: float, *, count: int = 0) -> None:
-        """Takes what a rank said at a time in seconds; `count` is how far a phase is that counts something else."""
+        """Records the report of a rank at a time in seconds; `count` is the progress of a phase that counts something
+        else."""
         if self._heard.get(rank) != (phase, count):
             self._heard[rank], self._news_at = (phase, count), now
         before, was = min(self.steps.values(), default=0), self._phase
@@ -73,7 +74,7 @@ class HangDetector:
 
     @property
     def limit_s(self) -> float | None:
-        """Seconds without news after which the run hangs; None while that is not known.
+        """Seconds without news after which the run hangs; None while that is unknown.
 
         A first evaluation and a first checkpoint may take any time, as may what comes before and after the steps.
         """
@@ -91,7 +92,7 @@ class HangDetector:
         return median(self._steps_s) if self._steps_s else None
 
     def stood_still_s(self, now: float) -> float | None:
-        """Returns for how long nothing has moved, once that is too long; None otherwise."""
+        """Returns the time without progress, once that is too long; None otherwise."""
         start = self.start(now)
         if start is not None:
             return now - self._news_at if 0 < self._start_s < now - self._news_at else None

@@ -62,7 +62,7 @@ LAUNCHERS: Mapping[str, Launcher] = MappingProxyType(
 def choose(name: str | None, environment: Mapping[str, str]) -> tuple[str, str | None]:
     """Returns the launcher to use and what to say about the choice, or None.
 
-    Raises InvalidConfig for a name that is none, EnvironmentProblem where its program is missing.
+    Raises InvalidConfig for an unknown name, EnvironmentProblem if its program is missing.
     """
     if name is None:
         if _has("pdsh", environment):
@@ -85,7 +85,7 @@ def require(name: str, environment: Mapping[str, str]) -> None:
     launcher = LAUNCHERS[name]
     if not _has(launcher.needs, environment):
         others = [other for other in ("ssh", "pdsh") if other != name and _has(LAUNCHERS[other].needs, environment)]
-        instead = f", or take --launcher {others[0]}" if others else ""
+        instead = f", or use --launcher {others[0]}" if others else ""
         raise EnvironmentProblem(
             f"--launcher {name}: {launcher.needs} is not installed", hint=f"apt-get install {launcher.package}{instead}"
         )
@@ -100,7 +100,7 @@ def check_hosts(name: str, hosts: Hosts) -> None:
     first = hosts.hosts[0].name
     if len(hosts.hosts) > 1 and (first.startswith(("localhost", "127.")) or first == "::1"):
         raise InvalidConfig(
-            f"{hosts.name}: rank 0 is on {first}, which on other nodes means themselves",
+            f"{hosts.name}: rank 0 is on {first}, which every node resolves to itself",
             hint="Write this machine's name or address there, as the other nodes know it.",
         )
     counts = Counter(host.slots for host in hosts.hosts)
@@ -109,7 +109,7 @@ def check_hosts(name: str, hosts: Hosts) -> None:
         rows = [f"{host.name} has {host.slots} slots" for host in hosts.hosts if host.slots != usual]
         raise InvalidConfig(
             f"{hosts.name}: --launcher {name} needs {usual} slots on every host; {', '.join(rows)}",
-            hint="Make them equal, or take --launcher pdsh or ssh.",
+            hint="Make them equal, or use --launcher pdsh or ssh.",
         )
 
 

@@ -16,7 +16,7 @@ _LOOK_S = 2.0
 
 
 class Mirror:
-    """Files of rank 0; the logs of ranks and launcher are sent anyway. Files of earlier starts are at hand there."""
+    """Files of rank 0; the logs of ranks and launcher are sent anyway. Files of earlier starts are already there."""
 
     def __init__(self, run_dir: RunDir, start: str, *, has_first: bool) -> None:
         """`start` is the mark of this start on this node, `has_first` whether rank 0 writes here."""

@@ -21,7 +21,7 @@ class Look:
 
     run_dir: str
     token: str
-    """What stands in the run directory's token file, if this node shares it."""
+    """The content of the run directory's token file, if this node shares it."""
     others: list[str]
     """The other nodes, to which a network interface must lead."""
     files: dict[str, int]
@@ -29,7 +29,7 @@ class Look:
     port: int | None = None
     """Port for rank 0, to be kept until the ranks start; None on other nodes."""
     takes_another: bool = False
-    """Whether any other port will do where that one is in use."""
+    """Whether any other port will do if that one is in use."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,10 +134,10 @@ class Alive:
     """Event: a sign of life, and how far the ranks are."""
 
     steps: dict[str, list[Any]]
-    """Rank → step, phase and steps of the whole run (0: not known), where something came since the last one."""
+    """Rank → step, phase and steps of the whole run (0: not known), for ranks that reported since the last one."""
 
     def __post_init__(self) -> None:
-        """Raises ValueError where it does not say that."""
+        """Raises ValueError for other contents."""
         for rank, (step, phase, total) in self.steps.items():
             numbers = (int(rank), step, total)
             if not (Phase(phase) and all(type(number) is int and 0 <= number < 2**63 for number in numbers)):
@@ -196,7 +196,7 @@ class Ended:
     """The first failure in the launcher's log: node (or None) and code."""
 
     def __post_init__(self) -> None:
-        """Raises ValueError where `reported` is not that."""
+        """Raises ValueError if `reported` is not that."""
         if self.reported is not None and not (len(self.reported) == 2 and type(self.reported[1]) is int):
             raise ValueError(self.reported)
 
@@ -238,7 +238,7 @@ def _fits(value: object, hint: Any) -> bool:
 
 
 class Lines:
-    """Whole lines out of pieces of them."""
+    """Joins pieces into whole lines."""
 
     def __init__(self, longest: int = LONGEST) -> None:
         """Lines of more than `longest` bytes are left out."""

@@ -1,8 +1,8 @@
 """Prepares a node for its ranks: checks that they reach rank 0, and builds missing extensions.
 
 `python -m dstrain.launch.nodes.ready TIMEOUTS HOST PORT OP …` is what the node's agent starts; it writes events.
-TIMEOUTS is the JSON object of Begin; HOST is where rank 0 will listen, as the ranks are told it; empty where nobody has
-to find it.
+TIMEOUTS is the JSON object of Begin; HOST is where rank 0 will listen, as the ranks get it; empty if no node has to
+find it.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def reach(host: str, port: int, timeouts: Timeouts = TIMEOUTS) -> None:
                 return
     raise EnvironmentProblem(
         f"it cannot connect to {host}, port {port}, where rank 0 will listen ({'; '.join(failures)})",
-        hint=f"Check that {host} is the same machine there, and that firewalls pass all ports between the hosts;"
+        hint=f"Check that {host} is the same machine there, and that firewalls allow all ports between the hosts;"
         " --master-port names another one for rank 0.",
     )
 
@@ -68,7 +68,8 @@ def _resolve(host: str, port: int, results: list[Any]) -> None:
 
 
 def build(ops: Sequence[str], environment: Mapping[str, str], tell: Callable[[str], None]) -> None:
-    """Builds what is missing of some extensions, telling how long it takes; waits for whoever builds or loads one now.
+    """Builds the missing ones of some extensions and reports the time; waits for any process that builds or loads one
+    now.
 
     Removes locks that nobody needs. Raises EnvironmentProblem for a build that fails, or a lock that nobody releases.
     """
@@ -139,7 +140,7 @@ class Readying:
         events: list[Event] = [event for _, event in self._inbox.receive()]
         if self._inbox.is_closed and not was_closed and self._process.wait() not in {0, EnvironmentProblem.exit_code}:
             last = "\n".join(self._inbox.noise) or f"code {self._process.returncode}"
-            events.append(Problem(text=f"it could not be made ready: {last}"))
+            events.append(Problem(text=f"it could not be prepared: {last}"))
         return events
 
     def end(self) -> None:

@@ -27,13 +27,13 @@ from dstrain.records import from_data
 
 CONFIG, JOB = "ds_config.json", "job.yaml"
 _WITHOUT_EFFECT = {
-    CONFIG: "no effect that the planner counts",
+    CONFIG: "no effect that the planner estimates",
     JOB: "no effect on memory or speed",
     "hostfile": "changes the machines: run dstrain gen-config to plan for them",
 }
 
 _PACKED = "a packed row holds several samples, so an epoch has fewer steps"
-_MASKED = "; the time is that of sdpa's mask, which flash_attention_2 does without"
+_MASKED = "; the time includes sdpa's mask, which flash_attention_2 does not need"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +116,7 @@ def effects(folder: Path, lock: Lock, edits: Sequence[Edit]) -> Effects:
 
 def _measured(subject: _Subject, before: Estimate, edit: Edit) -> Measured:
     if edit.file == JOB and edit.pointer[:1] == ("model",):
-        return Measured(edit=edit, effect=None, note="another model: dstrain plan says what it needs")
+        return Measured(edit=edit, effect=None, note="another model: dstrain plan shows its needs")
     if edit.file not in subject.values:
         return Measured(edit=edit, effect=None, note=_WITHOUT_EFFECT.get(edit.file))
     try:
@@ -138,7 +138,7 @@ def _subject(folder: Path, lock: Lock) -> _Subject:
         raise InvalidConfig(f"{missing[0]} was not generated")
     values = {name: read(lock.base[name], name) for name in (CONFIG, JOB)}
     if lock.cluster is None:
-        raise InvalidConfig("the files were adopted, and for which machines is not known")
+        raise InvalidConfig("the files were adopted, so their machines are unknown")
     name = str(lock.inputs.get("model", values[JOB].get("model")))
     if looks_local(name) or (folder / name).exists():
         name = str(folder / name)

@@ -68,7 +68,7 @@ def of_job(error: DstrainError, place: Place) -> Finding:
         place=place,
         problem=error.text.replace("\n", "; "),
         effect="dstrain run refuses it",
-        fix=error.hint or "mend the file",
+        fix=error.hint or "correct the file",
     )
 
 

@@ -116,7 +116,7 @@ def read_text(path: Path) -> str:
         raise InvalidConfig(f"{shown(str(path))}: no such file", hint="dstrain gen-config writes one.") from None
     except UnicodeDecodeError as error:
         raise InvalidConfig(
-            f"{shown(str(path))}: byte {error.start} is no UTF-8", hint="Save the file as UTF-8."
+            f"{shown(str(path))}: byte {error.start} is not UTF-8", hint="Save the file as UTF-8."
         ) from None
     except OSError as error:
         raise InvalidConfig(f"{shown(str(path))}: cannot be read: {error.strerror}") from None

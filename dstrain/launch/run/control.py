@@ -20,12 +20,12 @@ SAVE_SIGNAL = signal.SIGUSR1
 
 @contextlib.contextmanager
 def noting_signals(screen_log: Path, *, saves_on_term: bool = False) -> Iterator[StopRequests]:
-    """Yields what signals wish of the run; outside the main thread signals are left alone.
+    """Yields the requests of signals; outside the main thread signals are left alone.
 
     SIGINT and SIGTERM stop it, a second one at once; where no rank runs they raise Interrupted or RunFailed. With
     `saves_on_term` the first SIGTERM saves and leaves instead, as SIGUSR1 always does. SIGHUP, a login that dropped,
-    ends nothing: from there on the screen is `screen_log`. Ctrl-Z is passed over, since agents end their ranks when
-    `run` falls silent.
+    ends nothing: from then on output goes to `screen_log`. Ctrl-Z is ignored, since agents end their ranks if `run` is
+    silent.
     """
     stop_requests = StopRequests()
     if threading.current_thread() is not threading.main_thread():
@@ -59,7 +59,7 @@ def noting_signals(screen_log: Path, *, saves_on_term: bool = False) -> Iterator
 
 
 def _write_to(path: Path) -> None:
-    """Lets what this process prints go to a file from now on."""
+    """Redirects the output of this process to a file."""
     handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError, AttributeError):

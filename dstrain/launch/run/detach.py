@@ -22,13 +22,12 @@ from dstrain.rundir import RunDir
 
 _POLL_S = 0.2
 _CHILD = "import json, sys; from dstrain.cli.main import main; main(json.load(sys.stdin))"
-"""What runs in the background: its arguments come by stdin, since everybody sees command lines."""
+"""The program in the background: its arguments come on stdin, since everybody can see command lines."""
 
 
 def detach(run_dir: RunDir, arguments: Sequence[str], say: Callable[[str], None]) -> None:
-    """Starts `dstrain` with the same arguments in the background; returns once a rank trains, or `detach_s` are over.
-
-    What it says until then is said here. Raises RunFailed, with its own exit code, when it ends before.
+    """Starts `dstrain` with the same arguments in the background; returns once a rank trains, or after `detach_s`. Its
+    messages until then are printed here. Raises RunFailed, with its own exit code, if it ends before.
     """
     log = state.run_log(run_dir)
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -119,7 +118,7 @@ def _living(run_dir: RunDir) -> State:
 def _ended(run_dir: RunDir, living: State, seconds: float) -> Stage:
     if _wait(lambda: state.read(run_dir).stage not in LIVING and not state.has_process(living), seconds):
         return state.read(run_dir).stage
-    problem = f"{run_dir.path}: still there after {seconds:.0f} s"
+    problem = f"{run_dir.path}: still running after {seconds:.0f} s"
     raise RunFailed(problem, hint=f"On {living.host}: kill -KILL {living.pid}; its agents end the ranks.")
 
 

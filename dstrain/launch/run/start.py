@@ -70,8 +70,8 @@ def _on_port(launch: Launch, port: int) -> Launch:
 
 
 def _meet(launch: Launch, hellos: Mapping[Node, Hello]) -> dict[Node, dict[str, str]]:
-    """Returns the variables by which each node's ranks use the network interface that leads to the others, where
-    nobody has named one. Raises EnvironmentProblem where the nodes cannot run together."""
+    """Returns the variables by which each node's ranks use the network interface that leads to the others, unless the
+    user has named one. Raises EnvironmentProblem if the nodes cannot run together."""
     prepared = launch.prepared
     handshake.require_compatible(
         hellos,

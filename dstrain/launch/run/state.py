@@ -59,7 +59,7 @@ class State:
     """Optimizer steps done."""
     nodes: tuple[str, ...] = ()
     start: str | None = None
-    """How far the ranks are that have not come to their first step; None where nothing was said of that yet."""
+    """Progress of the ranks before their first step; None if nothing was reported yet."""
     exit_code: int | None = None
     """Exit code of `dstrain run`."""
 
@@ -101,7 +101,7 @@ def read(run_dir: RunDir) -> State:
         data = json.loads(run_dir.state.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise InvalidConfig(
-            f"{run_dir.path} is no run directory: it has no {run_dir.state.name}",
+            f"{run_dir.path} is not a run directory: it has no {run_dir.state.name}",
             hint="Name the output_dir of a job that `dstrain run` has started.",
         ) from None
     except ValueError as error:
@@ -169,7 +169,7 @@ def _taken(run_dir: RunDir, by: str = "") -> Conflict:
 
 
 def watch_words(run_dir: RunDir, since: float) -> list[str]:
-    """Returns what the agents of the nodes wrote on their own since a time, such as that `run` was gone."""
+    """Returns the messages that agents wrote on their own since a time, such as that `run` was gone."""
     lines = []
     for path in sorted(run_dir.logs.glob("watch_*.log")):
         if path.stat().st_mtime >= since:

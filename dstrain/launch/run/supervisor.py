@@ -28,7 +28,7 @@ from dstrain.rundir import RunDir
 _POLL_S = 1.0
 _MOST_PORTS = 3
 _OWN_FAULT = frozenset({2, 3, 4, 5, 6})
-"""Exit codes of ranks that another start would end with again. Source: dstrain.errors"""
+"""Exit codes of ranks that another start would repeat. Source: dstrain.errors"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +50,7 @@ class Reporter:
     pass_on: Callable[[str], None]
     """Prints output of rank 0."""
     progress: Callable[[Phase, int | None, int], None] = lambda phase, done, total: None
-    """A phase that counts something, how far it is, and all of it (0: not known), about once a second."""
+    """A phase that counts something, its progress and its total (0: unknown), about once a second."""
 
 
 class Supervisor:

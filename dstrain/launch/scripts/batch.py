@@ -17,7 +17,7 @@ from dstrain.rundir import RunDir
 WARNING_S = 180
 """How long before the end of its time a job is asked to save and leave."""
 CPUS_PER_GPU = 8
-"""CPU cores that a job asks for with each GPU, where nobody said: a rank, its data loaders, and offloaded Adam."""
+"""CPU cores that a job asks for with each GPU by default: a rank, its data loaders, and offloaded Adam."""
 _UNITS = MappingProxyType({"d": 86400, "h": 3600, "m": 60, "s": 1})
 
 
@@ -37,7 +37,7 @@ class Batch:
 
 
 def parse_time(text: str, what: str = "--time") -> int:
-    """Returns seconds. Raises InvalidConfig for what is no time, or too short for a run to save before its end.
+    """Returns seconds. Raises InvalidConfig for an invalid time, or one too short for a run to save before its end.
 
     >>> parse_time("1d12h"), parse_time("90m"), parse_time("04:00:00"), parse_time("2-00:00:00")
     (129600, 5400, 14400, 172800)
@@ -50,7 +50,7 @@ def parse_time(text: str, what: str = "--time") -> int:
     elif words:
         total_s = sum(int(number) * _UNITS[unit] for number, unit in re.findall(r"(\d+)([dhms])", text))
     else:
-        raise InvalidConfig(f'{what} "{text}" is no time', hint="Write 24h, 90m, 1d12h or 04:00:00.")
+        raise InvalidConfig(f'{what} "{text}" is not a time', hint="Write 24h, 90m, 1d12h or 04:00:00.")
     if total_s < 2 * WARNING_S:
         raise InvalidConfig(
             f"{what} {text}: a job is asked to save {WARNING_S} s before its end",
@@ -92,7 +92,7 @@ BATCH: Mapping[str, Callable[[ScriptContext, Batch], str]] = MappingProxyType({"
 
 
 def logs(asked: ScriptContext) -> Path:
-    """Returns the folder of a scheduler's own output files; SLURM and PBS end a job at once where it is missing."""
+    """Returns the folder of a scheduler's own output files; SLURM and PBS end a job at once if it is missing."""
     return RunDir(asked.run_dir).logs
 
 
@@ -136,7 +136,7 @@ _WORDS = MappingProxyType(
 
 
 def _refuse(batch: Batch, kind: str, *names: str) -> None:
-    """Raises InvalidConfig for what a scheduler does not have."""
+    """Raises InvalidConfig for options that a scheduler lacks."""
     given = [f"--{name}" for name in names if getattr(batch, name) is not None]
     if given:
         raise InvalidConfig(f"{' and '.join(given)}: {kind} has no such option", hint="Leave it out.")

@@ -107,7 +107,7 @@ def manifest(asked: ScriptContext, pods: Pods, kind: Kind) -> str:
 def _checked_pods(pods: Pods) -> dict[str, Any]:
     """Returns what was said about the pods; raises InvalidConfig for what the API server would refuse."""
     if not re.fullmatch(r"[A-Za-z0-9][\w./:@-]*", pods.image, re.ASCII):
-        raise InvalidConfig(f'--image "{pods.image}" is no image', hint="Write it as registry/name:tag.")
+        raise InvalidConfig(f'--image "{pods.image}" is not an image', hint="Write it as registry/name:tag.")
     for what, quantity in (("--shm", pods.shm), ("--cpus", pods.cpus), ("--memory", pods.memory)):
         if quantity is not None:
             _checked(what, quantity, _QUANTITY, 32)
@@ -170,10 +170,10 @@ def _checked(what: str, value: str, pattern: re.Pattern[str], longest: int) -> s
     """Returns a name as Kubernetes takes it; raises InvalidConfig for others."""
     if pattern.fullmatch(value) is None:
         raise InvalidConfig(
-            f'{what} is "{value}", which Kubernetes does not take', hint="Lower-case letters, digits and dashes."
+            f'{what} is "{value}", which Kubernetes refuses', hint="Use lower-case letters, digits and dashes."
         )
     if len(value) > longest:
-        raise InvalidConfig(f'{what} is "{value}", {len(value)} characters long; {longest} is the most')
+        raise InvalidConfig(f'{what} is "{value}", {len(value)} characters long; the limit is {longest}')
     return value
 
 

@@ -13,7 +13,7 @@ from dstrain.launch.prepare.prepare import PreparedRun
 
 
 def stand_ins(nodes: int, gpus: int) -> Hosts:
-    """Returns hosts for a number of nodes with so many GPUs each, where names do not matter."""
+    """Returns hosts with any names, for a number of nodes with that many GPUs each."""
     if nodes == 1:
         return Hosts(hosts=(Host(name="localhost", slots=gpus),), name="--nodes and --gpus")
     hosts = tuple(Host(name=f"node-{number}", slots=gpus) for number in range(nodes))
@@ -21,7 +21,8 @@ def stand_ins(nodes: int, gpus: int) -> Hosts:
 
 
 def write(prepared: PreparedRun, variables: Mapping[str, str]) -> None:
-    """Writes what the ranks read. All nodes may do this at once, since a file that holds its text is not touched.
+    """Writes what the ranks read. All nodes may do this at once, since a file that already holds its text is not
+    touched.
 
     Raises Conflict if the folder holds checkpoints of another run.
     """

@@ -17,7 +17,7 @@ from dstrain.launch.environment import SAFE_PATH, is_forwarded, is_secret, pytho
 from dstrain.launch.environment import secrets as known_secrets
 
 MAX_GPUS_PER_NODE = 8
-"""How many GPUs a node is taken to have where only their sum is known."""
+"""Assumed GPUs of a node if only their sum is known."""
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -30,11 +30,11 @@ class ScriptContext:
     run_dir: Path
     """The job's output folder, absolute."""
     name: str
-    """What the job is called where it runs: letters, digits, dots, dashes and underscores."""
+    """The name of the job where it runs: letters, digits, dots, dashes and underscores."""
     nodes: int
     gpus: int
     hosts: tuple[str, ...]
-    """The nodes by name; empty where nobody has named as many as there are."""
+    """The nodes by name; empty if fewer names are known."""
     python: str
     """The interpreter on the nodes."""
     overrides: tuple[str, ...]
@@ -42,7 +42,7 @@ class ScriptContext:
     secrets: tuple[str, ...]
     """Names of the secrets that the job may need; their values are in no script."""
     exports: Mapping[str, str]
-    """What else the ranks find in their environment, where no launcher brings it."""
+    """Further variables of the ranks, if no launcher brings them."""
     job_env: Mapping[str, str]
     """The part of it that the job defines."""
 
@@ -63,10 +63,10 @@ def describe(
     name: str | None = None,
     overrides: Sequence[str] = (),
 ) -> ScriptContext:
-    """Returns what the scripts of a job are filled with; `nodes` and `gpus` (altogether) win over the job's hostfile.
+    """Returns the values that fill the scripts of a job; `nodes` and `gpus` (altogether) win over the job's hostfile.
 
-    Raises InvalidConfig where the machines are not known, do not share the GPUs evenly, or where a value has a line
-    break or is a secret.
+    Raises InvalidConfig if the machines are unknown or do not share the GPUs evenly, or if a value has a line break or
+    is a secret.
     """
     job = file.job
     run_dir = Path(job.output_dir)
@@ -108,8 +108,8 @@ def _shape(hosts: Hosts, nodes: int | None, gpus: int | None) -> tuple[int, int]
         counts = {host.slots for host in hosts.hosts}
         if len(counts) > 1:
             raise InvalidConfig(
-                f"{hosts.name}: hosts have {', '.join(map(str, sorted(counts)))} slots; a script asks for equal nodes",
-                hint="Say --nodes and --gpus, or make the slots equal.",
+                f"{hosts.name}: hosts have {', '.join(map(str, sorted(counts)))} slots; a script needs equal nodes",
+                hint="Give --nodes and --gpus, or make the slots equal.",
             )
         return len(hosts.hosts), hosts.hosts[0].slots
     return _divided(nodes, gpus, per_node=hosts.hosts[0].slots)
@@ -124,8 +124,8 @@ def _planned(folder: Path, nodes: int | None, gpus: int | None) -> tuple[int, in
     local = len(probe.local_gpus())
     if not local:
         raise InvalidConfig(
-            "how many GPUs the job shall have is not known: it has no hostfile, and this machine has no GPU",
-            hint="Say it: --nodes 2 --gpus 16 (GPUs altogether).",
+            "the number of GPUs is unknown: the job has no hostfile, and this machine has no GPU",
+            hint="Give it: --nodes 2 --gpus 16 (GPUs in total).",
         )
     return 1, local
 
@@ -137,7 +137,8 @@ def _divided(nodes: int | None, gpus: int | None, *, per_node: int) -> tuple[int
     count = nodes or max(1, -(-gpus // per_node))
     if gpus % count:
         raise InvalidConfig(
-            f"{gpus} GPUs do not divide among {count} nodes", hint=f"Say --gpus {count * max(1, gpus // count)}."
+            f"{gpus} GPUs do not divide evenly among {count} nodes",
+            hint=f"Give --gpus {count * max(1, gpus // count)}.",
         )
     return count, gpus // count
 
@@ -186,7 +187,7 @@ def directive(what: str, value: str) -> str:
     if _WORD.fullmatch(value) is None:
         raise InvalidConfig(
             f'{what} is "{value}"; a scheduler\'s line takes letters, digits and _ . : / @ + , = - only',
-            hint="Name it without spaces, quotes and the like.",
+            hint="Use a name without spaces and quotes.",
         )
     return value
 

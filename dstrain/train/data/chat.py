@@ -71,7 +71,7 @@ class Habits:
     """The text that a template writes around answers."""
 
     headers: Sequence[str]
-    """What prompts an answer, whole and cut after each of its words, the longest first; an answer may leave out what
+    """The prompt of an answer, whole and cut after each of its words, the longest first; an answer may leave out what
     the prompt opens. In Mistral's templates, which write nothing there, it is the end of the question."""
     closing: str
     """The end of an answer that another turn follows; empty if there is none."""
@@ -195,7 +195,7 @@ class Follower:
     def _lead(self, lead: str, messages: Conversation, index: int, answer: Answer, places: Places) -> str:
         """Returns what comes between the message before an answer and its own words, thoughts included.
 
-        Where the template writes earlier answers otherwise, it is what the template writes when nothing follows.
+        If the template writes earlier answers differently, it is the text of an answer that nothing follows.
         """
         anchored = 2 * index - 1 in places
         if self.habits.rewrites and self.thinking is not Thinking.LAST and index < len(messages) - 1 and anchored:

@@ -1,7 +1,7 @@
 """Finds the spans of messages in the output of a chat template, by marking each one and locating the marks.
 
 A template is a program: what it writes before, in and after a message depends on the other messages. Without its marks
-the text has to be the one that the template writes of the conversation itself.
+the text must equal the output for the conversation itself.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def whole(template: Template, messages: Conversation) -> tuple[str, Places, int]
     marked, plain = template(_marked(messages), messages)
     text, places = _unmarked(marked)
     if text != plain:
-        raise cannot_follow("writes this conversation otherwise when a message is longer")
+        raise cannot_follow("changes this conversation if a message is longer")
     lost = [mark for index, message in enumerate(messages) for mark in _marks(message, index) if mark not in places]
     asked = 2 * len(messages) - 3
     if lost and asked in places:

@@ -16,7 +16,7 @@ from dstrain.train.model import freeze_vision, with_adapter
 
 
 def load_config(subject: Subject, num_hidden_layers: int | None = None) -> Any:
-    """Returns the config as Transformers reads it, shortened to its first layers where a number is given.
+    """Returns the config as Transformers reads it, shortened to its first layers if a number is given.
 
     A list with one entry a layer is shortened too, so that the layers left are those that the whole model begins with.
     """
@@ -70,7 +70,7 @@ def build(config: Any, subject: Subject, precision: Precision = Precision.BF16) 
 def prepare(question: Question) -> Any:
     """Returns the model of a question, ready for a training pass: attention, adapter, checkpointing."""
     if question.method is Method.QLORA:
-        raise DstrainError("4-bit weights cannot be traced: bitsandbytes runs on GPUs alone", hint="Ask for lora.")
+        raise DstrainError("4-bit weights cannot be traced: bitsandbytes needs a GPU", hint="Use method lora.")
     subject = question.subject
     model = build(load_config(subject, question.num_hidden_layers), subject, question.precision)
     _set_attention(model, question.attn)
@@ -98,7 +98,7 @@ def _set_attention(model: Any, attn: Attention) -> None:
     supports = {Attention.FLASH_ATTENTION_2: "_supports_flash_attn", Attention.SDPA: "_supports_sdpa"}
     if attn in supports and not getattr(model, supports[attn], False):
         name = type(model).__name__
-        raise InvalidConfig(f"Transformers' {name} does not support {attn.value}", hint="Ask for eager.")
+        raise InvalidConfig(f"Transformers' {name} does not support {attn.value}", hint="Use attn eager.")
     configs = [model.config, *(m.config for m in model.modules() if hasattr(m, "config"))]
     for config in {id(config): config for config in configs}.values():
         if hasattr(config, "_attn_implementation_internal"):
@@ -115,6 +115,6 @@ def _recompute(model: Any, question: Question) -> None:
 
 
 def first_line(error: BaseException) -> str:
-    """Returns the first line of an error that says something, with its type where it has no words."""
+    """Returns the first line of an error that is not blank, or its type if it has no message."""
     lines = [line.strip() for line in str(error).split("\n") if line.strip()]
     return lines[0] if lines else type(error).__name__

@@ -79,20 +79,20 @@ def _tower_config(config: Any) -> Any:
     if not hasattr(tower, "deepstack_visual_indexes"):
         raise InvalidConfig(
             f"images of {config.model_type} cannot be traced, only those of Qwen 3 VL",
-            hint="Ask without image patches: the language model alone.",
+            hint="Leave out the image patches: the language model alone can be traced.",
         )
     return tower
 
 
 def grid(patches: int, merge: int) -> tuple[int, int]:
-    """Returns the most square grid of so many patches whose sides are multiples of `merge`.
+    """Returns the most square grid of that many patches whose sides are multiples of `merge`.
 
     >>> grid(1024, 2), grid(24, 2)
     ((32, 32), (4, 6))
     """
     blocks, rest = divmod(patches, merge**2)
     if rest or not blocks:
-        raise InvalidConfig(f"{patches} image patches are no multiple of the {merge**2} that become one token")
+        raise InvalidConfig(f"{patches} image patches are not a multiple of the {merge**2} that become one token")
     height = next(side for side in range(isqrt(blocks), 0, -1) if blocks % side == 0)
     return height * merge, blocks // height * merge
 

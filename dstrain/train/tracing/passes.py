@@ -67,7 +67,7 @@ def _run(model: Any, question: Question, tracker: StorageTracker, anatomy: Anato
 
 @contextmanager
 def _without_collecting() -> Iterator[None]:
-    """Within it no garbage is collected, so that the same question always has the same answer."""
+    """Turns garbage collection off within it, so that the same question always has the same answer."""
     gc.disable()
     try:
         yield

@@ -39,7 +39,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._known = {tensor.untyped_storage()._cdata for tensor in known}
 
     def enter_phase(self, name: str, layer: int | None = None) -> None:
-        """Gives what follows a name."""
+        """Begins a phase with a name."""
         self.phases.append((len(self.events), name, layer))
 
     def number_of(self, tensor: torch.Tensor) -> int | None:

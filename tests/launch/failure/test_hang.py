@@ -40,7 +40,7 @@ def test_the_rank_that_is_behind_is_named_and_shown() -> None:
     hang = Hang(seconds=312, median_s=4.2, steps={0: 8, 1: 8, 2: 7})
     texts = {0: dump("all_reduce"), 1: dump("all_reduce"), 2: dump("read")}
     lines, shown = hang_lines(hang, texts, HOSTS)
-    assert lines[0] == "no step for 5 min 12 s, where the median was 4.2 s: the run hangs"
+    assert lines[0] == "no step for 5 min 12 s (median 4.2 s): the run hangs"
     assert lines[1] == "rank 2 on gpu02 did 7 steps, the others 8"
     assert lines[2].startswith("rank 2 on gpu02 in read (")
     assert lines[3].startswith("ranks 0, 1 on gpu01 in all_reduce (")
@@ -57,7 +57,7 @@ def test_a_rank_without_a_stack_is_told_as_such() -> None:
 def test_a_start_is_told_with_those_that_are_behind_first() -> None:
     start = Start(seconds=45, phases={0: Phase.LOADING, 1: Phase.CONNECTING, 2: None})
     assert start_line(start, HOSTS) == (
-        "starting for 45 s: 1 of 3 ranks connected; rank 2 on gpu02 not heard of;"
+        "starting for 45 s: 1 of 3 ranks connected; rank 2 on gpu02 not reporting;"
         " rank 1 on gpu01 waiting for the others; rank 0 on gpu01 connected, loading or in the first step"
     )
 

@@ -139,8 +139,8 @@ def test_a_lost_node_is_named_before_the_ranks_that_failed_because_of_it(tmp_pat
     logs = {0: "Traceback (most recent call last):\nRuntimeError: Connection closed by peer\n"}
     deaths = (Death(rank=0, code=1, at=2.0),)
     message = str(explain(outcome(tmp_path, logs, deaths=deaths, lost=lost), hosts=HOSTS, run_dir=RunDir(tmp_path)))
-    assert message.startswith("gpu02 was lost (silent for 31 s), with ranks 2, 3; last heard of at ")
-    assert "what followed: rank 0 on gpu01 failed first" in message
+    assert message.startswith("gpu02 was lost (silent for 31 s), with ranks 2, 3; last heard from at ")
+    assert "after that: rank 0 on gpu01 failed first" in message
 
 
 def test_a_rank_that_died_on_its_node_comes_before_the_nodes_loss(tmp_path: Path) -> None:

@@ -198,7 +198,7 @@ def test_what_leads_out_of_a_folder_or_is_no_file_is_refused(tmp_path: Path, str
     folder.mkdir()
     (tmp_path / "elsewhere").mkdir()
     (folder / "linked").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(ValueError, match="no file that belongs below"):
+    with pytest.raises(ValueError, match="not a file that belongs below"):
         remote_end.unpack(stream, folder, lambda name: name != "complete.json")
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["elsewhere", "in", "linked"]
 
@@ -305,7 +305,7 @@ def test_parts_become_a_whole_checkpoint(head: RunDir) -> None:
     assert is_whole(folder)
     assert not (folder / "part.json").exists()
     assert len(list(folder.glob("global_step4/*"))) == 2
-    assert SAID[0].startswith("checkpoint-4 is whole here: 7 B copied from node1")
+    assert SAID[0].startswith("checkpoint-4 is complete here: 7 B copied from node1")
 
 
 def test_older_checkpoints_go_here_and_older_parts_there(head: RunDir) -> None:

@@ -29,5 +29,5 @@ def test_a_node_that_writes_elsewhere_is_named_and_writes_nothing(tmp_path: Path
     own._members = SimpleNamespace(mirrored={1})
     own._take(part, Wrote(name="logs/1_rank1.log", text="words", on_screen=False), 0.0)
     own._take(part, Wrote(name=name, text="words", on_screen=False), 0.0)
-    assert part.problem.text == f"sent {name!r}, which is no file of a run"
+    assert part.problem.text == f"sent {name!r}, which is not a file of a run"
     assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["1_rank1.log"]

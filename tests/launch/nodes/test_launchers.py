@@ -40,7 +40,7 @@ def test_ssh_stands_in_for_pdsh_and_says_so(tmp_path: Path) -> None:
 def test_a_launcher_that_is_not_installed_says_how_to_get_it(tmp_path: Path) -> None:
     with pytest.raises(EnvironmentProblem, match="--launcher pdsh: pdsh is not installed") as caught:
         choose("pdsh", with_programs(tmp_path, "ssh"))
-    assert caught.value.hint == "apt-get install pdsh, or take --launcher ssh"
+    assert caught.value.hint == "apt-get install pdsh, or use --launcher ssh"
 
 
 def test_a_launcher_that_does_not_exist_is_guessed(tmp_path: Path) -> None:
@@ -80,5 +80,5 @@ def test_mpich_needs_as_many_slots_everywhere() -> None:
 
 def test_localhost_first_of_several_hosts_is_refused() -> None:
     hosts = Hosts(hosts=(Host(name="localhost", slots=8), Host(name="gpu02", slots=8)), name="hostfile")
-    with pytest.raises(InvalidConfig, match="rank 0 is on localhost, which on other nodes means themselves"):
+    with pytest.raises(InvalidConfig, match="rank 0 is on localhost, which every node resolves to itself"):
         check_hosts("ssh", hosts)

@@ -195,7 +195,7 @@ def test_nodes_and_gpus_are_said_or_those_of_the_hostfile(
     ("hostfile", "words", "said"),
     [
         ("a slots=8\nb slots=4\n", {}, "4, 8 slots"),
-        ("", {"nodes": 3, "gpus": 8}, "8 GPUs do not divide among 3 nodes"),
+        ("", {"nodes": 3, "gpus": 8}, "8 GPUs do not divide evenly among 3 nodes"),
         ("", {"nodes": 1, "overrides": ("env.HF_TOKEN=abc",)}, "--set env.HF_TOKEN: HF_TOKEN is a secret, and others"),
         ("", {"nodes": 1, "overrides": ("monitor.name=a\nb",)}, "line breaks"),
         ("", {"nodes": 1, "python": "/a\nb/python"}, "line breaks"),
