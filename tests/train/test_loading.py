@@ -11,6 +11,7 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from dstrain.choices import Method, Precision
+from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.facts.probe import read_model
 from dstrain.plan.configuration import DEFAULTS, changed
 from dstrain.plan.memory.loading import Machine, loading
@@ -41,6 +42,11 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: root / name for name in models}
 
 
+def merged_bytes(facts: ModelFacts) -> int:
+    """Returns the bytes of the largest tensor that is merged from experts, in bf16."""
+    return max((2 * group.numel for group in facts.tensors if len(group.shape) == 3), default=0)
+
+
 def measured(engine: Engine, model: Path, dtype: str, stage: int, folder: Path) -> list[int]:
     """Returns the peak of each rank's own RAM while it loads the model."""
     program = ("tests.train.loading_rank", model, dtype, stage, folder)
@@ -68,7 +74,8 @@ def test_each_rank_copies_what_is_cast_or_merged_and_maps_the_rest(
     whole = configuration.model.item * facts.num_params
     assert planned / whole == pytest.approx(share, abs=0.1)
     for peak in measured(engine, folders[name], dtype, 2, tmp_path):
-        assert abs(peak - planned) < TOLERANCE * whole
+        assert -merged_bytes(facts) < peak - planned + TOLERANCE * whole  # samples on busy cores may miss a merge
+        assert peak - planned < TOLERANCE * whole
 
 
 @pytest.mark.parametrize("name", ["dense", "experts"])
@@ -76,6 +83,5 @@ def test_rank_0_of_zero_3_maps_the_checkpoint_instead_of_copying_it(
     name: str, folders: dict[str, Path], engine: Engine, tmp_path: Path
 ) -> None:
     facts = read_model(str(folders[name]))
-    merged = max((2 * group.numel for group in facts.tensors if len(group.shape) == 3), default=0)
     first, second = measured(engine, folders[name], "bfloat16", 3, tmp_path)
-    assert first - second < 2 * merged + TOLERANCE * 2 * facts.num_params
+    assert first - second < 2 * merged_bytes(facts) + TOLERANCE * 2 * facts.num_params

@@ -49,7 +49,7 @@ def loading(model: ModelFacts, counts: Trained, configuration: Configuration, ma
     Source: Transformers 5.23 core_model_loading.py: convert_and_load_state_dict_in_model; integrations/deepspeed.py:
     _load_state_dict_into_zero3_model; quantizers/quantizer_bnb_4bit.py: update_device_map; deepspeed 0.19.8
     runtime/zero/stage_1_and_2.py: __init__ (flatten_on_accelerator); runtime/zero/utils.py: defragment.
-    Distance: within 3 % on two CPU ranks (`tests/train/test_loading.py`); the copies beside the GPU are only read.
+    Distance: `docs/accuracy.md`; the flat copies in RAM and 4-bit loading are only read in the source.
 
     >>> from dstrain.facts.model import aliases, families
     >>> from dstrain.plan.configuration import DEFAULTS, changed
