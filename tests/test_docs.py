@@ -68,7 +68,7 @@ def cli_reference() -> str:
 def job_reference() -> str:
     """Returns a row for every key of a job file: name, default and the docstring under its field."""
     rows = ["| key | default | meaning |", "|---|---|---|"]
-    prefixes = {"Job": "", "Lora": "lora.", "Monitor": "monitor."}
+    prefixes = {"Job": "", "Lora": "lora.", "RopeScaling": "rope_scaling.", "Monitor": "monitor."}
     classes = {node.name: node for node in ast.parse((ROOT / "dstrain/job/schema.py").read_text(encoding="utf-8")).body
                if isinstance(node, ast.ClassDef)}  # fmt: skip
     for name, prefix in prefixes.items():

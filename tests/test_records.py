@@ -51,6 +51,10 @@ def test_texts_are_what_was_written() -> None:
         ({"monitor": {"mode": 3}}, 'x: mode is "3"; (legal: online, offline, local, disabled)'),
         ({"lr_scheduler_type": "cosin"}, 'x: lr_scheduler_type is "cosin"; did you mean "cosine"?'),
         ({"lora": {"targets": ["q_proj", 1]}}, "x: targets[1] is 1; input should be a valid string"),
+        (
+            {"rope_scaling": "yarn"},
+            'x: rope_scaling is "yarn"; input should be an object with the keys rope_type, factor,',
+        ),
     ],
 )
 def test_a_word_that_is_no_choice_names_the_nearest(more: dict[str, Any], problem: str) -> None:

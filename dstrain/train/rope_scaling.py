@@ -15,8 +15,8 @@ _FILE = "rope_scaling.json"
 """The scaling in the folder of an adapter: PEFT stores nothing of the base model's configuration but its name, and
 Transformers takes a folder with a config.json for a whole model."""
 BESIDE_ADAPTER = (
-    f"the adapter needs its base model with the rope_scaling in {_FILE} beside it, which PEFT does not store: load the "
-    "base with it, or merge both with dstrain export"
+    f"the adapter needs its base model with the rope_scaling in {_FILE} beside it, which PEFT does not store: merge "
+    "both with dstrain export, or write it into the config.json of the base"
 )
 """The line that ends the training of an adapter on stretched positions."""
 

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from dstrain.config.edits.lock import LOCK
+from dstrain.job.yaml_source import parse_yaml
 from dstrain.paths import alone
 
 Type = Callable[..., Any]
@@ -123,6 +124,17 @@ def test_edits_stay_and_the_rest_follows(dstrain: Type, tmp_path: Path) -> None:
     assert '"overlap_comm": false,  // mine' in (tmp_path / "ds_config.json").read_text()
     job = (tmp_path / "job.yaml").read_text()
     assert ("seed: 7  # mine" in job, "seq_len: 2048" in job) == (True, True)
+
+
+def test_positions_beyond_the_models_own_come_and_go_with_the_length(dstrain: Type, tmp_path: Path) -> None:
+    words = ("gen-config", "--gpus", "8", "--gpu", "h200", "--model", "qwen3-0.6b")
+    done = dstrain(*words, "--seq-len", "45056")
+    assert "assumed: yarn × 2 over 32768 positions" in done.stderr
+    scaling = parse_yaml((tmp_path / "job.yaml").read_text(), "job.yaml")[0]["rope_scaling"]
+    assert scaling == {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32768}
+    assert dstrain("lint", "ds_config.json").returncode == 0
+    dstrain(*words, "--seq-len", "4096")
+    assert "rope" not in (tmp_path / "job.yaml").read_text()
 
 
 def conflict(dstrain: Type, tmp_path: Path, *words: str) -> Any:

@@ -94,9 +94,9 @@ def _require_positions(job: Job, saved: SavedCheckpoint) -> None:
     scaling = asdict(job.rope_scaling) if job.rope_scaling else None
     if scaling != saved.rope_scaling:
         name, was, now = shown(str(saved.folder)), json.dumps(saved.rope_scaling), json.dumps(scaling)
+        anew = "" if saved.rope_scaling else f", or {_weights(name)}"  # exported positions are not stretched again
         raise InvalidConfig(
-            f"{name} was trained with rope_scaling {was}; the job has {now}",
-            hint=f"Write rope_scaling: {was}, or {_weights(name)}.",
+            f"{name} was trained with rope_scaling {was}; the job has {now}", hint=f"Write rope_scaling: {was}{anew}."
         )
 
 

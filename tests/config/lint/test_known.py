@@ -293,6 +293,35 @@ def test_what_is_wrong_in_the_job_is_told_in_its_line(tmp_path: Path, lines: str
     assert (Path(said.place.file).name, said.place.line, said.severity) == ("job.yaml", line, Severity.WARNING)
 
 
+YARN = "rope_scaling: {rope_type: yarn, factor: 2.0, original_max_position_embeddings: 32768}\n"
+
+
+def test_positions_that_reach_the_length_are_in_order(tmp_path: Path) -> None:
+    assert not found(ZERO2, job=job(tmp_path, f"seq_len: 65536\n{YARN}"), model=model("qwen3-8b"))
+
+
+@pytest.mark.parametrize(
+    ("seq_len", "name", "problem", "fix"),
+    [
+        (65537, "qwen3-8b", "reaches 65536 tokens, and seq_len is 65537", "rope_scaling and write seq_len: 40960, or"),
+        (65536, "llama-3.1-8b", "already has rope_type llama3", "remove rope_scaling"),
+        (32768, "phi-4", "takes no rope_type but longrope", "remove rope_scaling and write seq_len: 16384"),
+    ],
+)
+def test_positions_that_cannot_be_are_an_error_in_their_line(
+    tmp_path: Path, seq_len: int, name: str, problem: str, fix: str
+) -> None:
+    said = one("DS905", found(ZERO2, job=job(tmp_path, f"seq_len: {seq_len}\n{YARN}"), model=model(name)))
+    assert (said.place.line, said.severity) == (7, Severity.ERROR)
+    assert problem in said.problem
+    assert fix in str(said.fix)
+
+
+def test_a_length_beyond_says_which_line_to_write(tmp_path: Path) -> None:
+    said = one("DS903", found(ZERO2, job=job(tmp_path, "seq_len: 65536\n"), model=model("qwen3-8b")))
+    assert str(said.fix).endswith(YARN.strip())
+
+
 @pytest.mark.parametrize(
     ("names", "count"),
     [

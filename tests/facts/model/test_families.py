@@ -204,6 +204,27 @@ def test_the_fields_of_transformers_4_and_5_mean_the_same() -> None:
     assert from_config(old, name="m", source="m") == from_config(new, name="m", source="m")
 
 
+_YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 300}
+
+
+@pytest.mark.parametrize(
+    ("config", "length", "rope_type"),
+    [
+        ({}, 512, "default"),
+        ({"rope_scaling": _YARN}, 1200, "yarn"),
+        ({"rope_parameters": {**_YARN, "rope_type": "yarn", "rope_theta": 1e4}}, 1200, "yarn"),
+        ({"rope_scaling": _YARN | {"factor": 1.5}}, 512, "yarn"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, 1024, "dynamic"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 8.0}}, 512, "linear"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": "many"}}, 512, "yarn"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "linear"}, "sliding_attention": {}}}, 512, "linear"),
+    ],
+)
+def test_scaled_positions_make_a_model_longer(config: dict[str, Any], length: int, rope_type: str) -> None:
+    found = from_config({"model_type": "llama", **_SMALL, **config}, name="m", source="m")
+    assert (found.max_position_embeddings, found.rope_type) == (length, rope_type)
+
+
 def test_the_dtype_of_a_vision_language_model_may_stand_in_its_text_config() -> None:
     assert facts("qwen3-vl-8b").dtype == "bfloat16"
 

@@ -13,6 +13,7 @@ import pytest
 from dstrain.errors import EnvironmentProblem, InvalidConfig
 from dstrain.job.schema import Job
 from dstrain.launch.prepare.resize_checkpoint import Resize, Resuming, convert, decide, find, resuming
+from dstrain.records import from_data
 
 RECORD = {"step": 4, "world_size": 2, "zero_stage": 2, "micro_batch": 2, "grad_accum": 4}
 TWO = {"zero_optimization": {"stage": 2}}
@@ -185,6 +186,25 @@ def test_the_same_number_of_ranks_needs_none(tmp_path: Path, stage: int, written
 
 def test_without_zero_nothing_is_sharded(tmp_path: Path) -> None:
     assert decide(saved(tmp_path, zero_stage=0), {}, num_ranks=1) is None
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+
+
+@pytest.mark.parametrize(("was", "now"), [(YARN, None), (None, YARN), (YARN, YARN | {"factor": 8.0})])
+def test_positions_stay_as_they_were_stretched(tmp_path: Path, was: Any, now: Any) -> None:
+    checkpoint(tmp_path, rope_scaling=was)
+
+    def resumed(scaling: Any) -> Resuming:
+        data = {"model": "m", "output_dir": str(tmp_path), "resume": "auto", "rope_scaling": scaling}
+        return resuming(from_data(Job, data, locate=str), num_ranks=2)
+
+    assert resumed(was).saved is not None
+    with pytest.raises(InvalidConfig, match="was trained with rope_scaling") as caught:
+        resumed(now)
+    hint = str(caught.value.hint)
+    assert hint.startswith(f"Write rope_scaling: {json.dumps(was)}")
+    assert ("start from its weights" in hint) == (was is None)  # which have no positions of their own yet
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
