@@ -170,7 +170,15 @@ def test_a_checkpoint_is_marked_whole_and_old_ones_go(runs: Path) -> None:
     folder = checkpoints[-1][1]
     record = json.loads((folder / "complete.json").read_text())
     files, data = record.pop("files"), record.pop("data")
-    assert record == {"step": 3, "world_size": 2, "zero_stage": 2, "micro_batch": 2, "grad_accum": 1}
+    assert record == {
+        "step": 3,
+        "world_size": 2,
+        "zero_stage": 2,
+        "micro_batch": 2,
+        "grad_accum": 1,
+        "sp": 1,
+        "rope_scaling": None,
+    }
     assert files == {
         path.relative_to(folder).as_posix(): path.stat().st_size
         for path in folder.rglob("*")
