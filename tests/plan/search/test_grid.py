@@ -48,13 +48,13 @@ def test_the_machines_are_those_of_such_a_question() -> None:
 
 
 def test_a_point_is_an_answer_or_a_contradiction() -> None:
-    inputs = ask(model="qwen3-0.6b", gpus=2, global_batch=2, zero_stage=1, grad_ckpt=False)
+    inputs = ask(model="qwen3-0.6b", gpus=2, global_batch=6, zero_stage=1, grad_ckpt=False)
     first = survey(inputs.workload, inputs.request).first
     values = axes(inputs.workload, inputs.request, first, gpus_per_node=None)
     grid = points(inputs.workload, inputs.request, first, replace(values, seq_len=(4096,), micro_batch=(None, 1)))
     answers = {(point.cluster.num_gpus, point.micro_batch): point.answer for point in grid}
     assert answers[2, None] is first
-    one = ask(model="qwen3-0.6b", gpus=1, global_batch=2, zero_stage=1, grad_ckpt=False, micro_batch=1)
+    one = ask(model="qwen3-0.6b", gpus=1, global_batch=6, zero_stage=1, grad_ckpt=False, micro_batch=1)
     assert answers[1, 1] == survey(one.workload, one.request).first
     assert isinstance(answers[4, None], InvalidConfig)
     assert isinstance(answers[1, None], Estimate)
