@@ -32,7 +32,7 @@ if __package__ in (None, ""):
 
 from benchmarks.mutations import KEY_PLACES, mutated
 from dstrain import heartbeat
-from dstrain.cli import diff, explain, lint
+from dstrain.cli.main import cli
 from dstrain.cli.output import explain_file, explain_key
 from dstrain.config import jsonc
 from dstrain.config.edits.lock import LOCK, Lock
@@ -142,9 +142,9 @@ class Readers:
             yield f"merge {name}", lambda: _merged(rng, name, case[name], text, new)
             if rng.random() < SHARE_PLANNED:
                 self._write({**case, name: raw}, case)
-                yield "dstrain lint", lambda: _typed(lint.command, *rng.choice([[], ["--fix", "-n"], ["--json"]]))
-                yield "dstrain diff", lambda: _typed(diff.command, *rng.choice([[], ["--json"]]))
-                yield "dstrain explain", lambda: _typed(explain.command, rng.choice(["ds_config.json", "stage"]))
+                yield "dstrain lint", lambda: _typed("lint", *rng.choice([[], ["--fix", "-n"], ["--json"]]))
+                yield "dstrain diff", lambda: _typed("diff", *rng.choice([[], ["--json"]]))
+                yield "dstrain explain", lambda: _typed("explain", rng.choice(["ds_config.json", "stage"]))
                 yield "job file", lambda: read_job(Path("job.yaml"), [text[:40]] if name == "hostfile" else [])
 
     def _write(self, texts: Mapping[str, str | bytes], base: Mapping[str, str]) -> None:
@@ -190,10 +190,10 @@ def _job(text: str, name: str) -> None:
     from_data(Job, data, locate=locate, synonyms=SYNONYMS)
 
 
-def _typed(command: click.Command, *words: str) -> None:
-    """Runs a command as it is typed, in the current folder."""
+def _typed(*words: str) -> None:
+    """Runs `dstrain` with these words in the current folder."""
     with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()), suppress(SystemExit, click.ClickException):
-        command.main(list(words), standalone_mode=False)
+        cli.main(list(words), prog_name="dstrain", standalone_mode=False)
 
 
 def _merged(rng: random.Random, name: str, base: str, yours: str, new: str) -> None:

@@ -30,6 +30,7 @@ class Share:
     count: int
     """Number of shares."""
     micro_batch: int = 1
+    """Rows of a micro-batch: the share is a multiple of it."""
 
     def __len__(self) -> int:
         return math.ceil(len(self.rows) / (self.count * self.micro_batch)) * self.micro_batch

@@ -153,7 +153,7 @@ class Trainer(SavingTrainer):
         return prepared
 
     def _trial_size(self) -> int:
-        """Returns the rows of a micro-batch on which isolation is tested."""
+        """Returns the rows of the micro-batch on which the loss and isolation are tried."""
         return min(self.args.per_device_train_batch_size, 2)
 
     def _whole_rows(self, logits: torch.Tensor) -> torch.Tensor:

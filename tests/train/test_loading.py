@@ -84,4 +84,5 @@ def test_rank_0_of_zero_3_maps_the_checkpoint_instead_of_copying_it(
 ) -> None:
     facts = read_model(str(folders[name]))
     first, second = measured(engine, folders[name], "bfloat16", 3, tmp_path)
-    assert first - second < 2 * merged_bytes(facts) + TOLERANCE * 2 * facts.num_params
+    whole = 2 * facts.num_params  # what a copy would take
+    assert first - second < 2 * merged_bytes(facts) + 0.1 * whole  # the peaks are sampled: 4.5 % apart on busy cores

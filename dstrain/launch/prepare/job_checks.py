@@ -135,14 +135,21 @@ def check_targets(file: JobFile, model: ModelFacts | None) -> None:
 
 
 def check_parallel(file: JobFile, model: ModelFacts | None, cluster: Cluster) -> None:
-    """Raises InvalidConfig if sequence parallelism does not work for a model, its cluster or other keys of the job."""
-    if file.job.sp == 1 or model is None:
+    """Raises InvalidConfig if sequence parallelism does not work for a model, its cluster or other keys of the job.
+
+    Of a model whose facts are unknown, only the number of GPUs is checked.
+    """
+    sp = file.job.sp
+    if sp == 1:
         return
-    workload = Workload(model=model, cluster=cluster)
-    wrong = [rule.says for rule in broken(workload, request_of(file.job).configuration) if "sp" in rule.options]
+    if model is not None:
+        workload = Workload(model=model, cluster=cluster)
+        wrong = [rule.says for rule in broken(workload, request_of(file.job).configuration) if "sp" in rule.options]
+    else:
+        wrong = [f"it does not divide the {cluster.num_gpus} GPUs"] if cluster.num_gpus % sp else []
     if wrong:
         raise InvalidConfig(
-            f"sp is {file.job.sp}, but {'; '.join(wrong)}", place=file.locate(("sp",)), hint="sp: 1 turns it off."
+            f"sp is {sp}, but {'; '.join(wrong)}", place=file.locate(("sp",)), hint="sp: 1 turns it off."
         )
 
 

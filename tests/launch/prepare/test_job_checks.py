@@ -1,5 +1,6 @@
 """What a job asks for that its machines cannot do."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -44,6 +45,14 @@ def test_sequence_parallelism_that_does_not_work_is_refused_at_its_line(
         check_parallel(file, probe.read_model(model), cluster)
     assert said in caught.value.problem
     assert str(caught.value).startswith("job.yaml:9:5: sp is ")
+
+
+def test_sequence_parallelism_that_does_not_divide_the_gpus_is_refused_for_any_model() -> None:
+    cluster = describe(gpu=gpus.gpu("a100-80g"), gpu_origin=Origin.GIVEN, gpus=8)
+    for sp, is_right in [(3, False), (4, True)]:
+        file = JobFile(job=Job(model="m", output_dir="o", sp=sp), locate=lambda keys: Place(file="job.yaml"))
+        with nullcontext() if is_right else pytest.raises(InvalidConfig, match="does not divide the 8 GPUs"):
+            check_parallel(file, None, cluster)
 
 
 @pytest.mark.parametrize("job", [{}, {"sp": 8}, {"sp": 4, "packing": True, "attn": Attention.FLASH_ATTENTION_2}])

@@ -63,6 +63,10 @@ def test_bounds_are_near_enough_to_exclude(draw: Draw) -> None:
     whole = [
         each for each in space(asked.workload, asked.request) if each.way.zero.hpz == each.way.zero.offload_ratio == 1
     ]
+    compared = 0
     for each in draw(whole, SAMPLES):
         found = assess(asked.workload, each.configuration(asked.workload.model)).memory.device_bytes_per_gpu
-        assert bound(asked.workload, each.way).device_bytes(each.micro_batch) > 0.3 * found
+        if found > asked.workload.cluster.gpu.memory_bytes / 4:  # below that, buckets and gathered layers prevail
+            assert bound(asked.workload, each.way).device_bytes(each.micro_batch) > 0.3 * found
+            compared += 1
+    assert compared > SAMPLES / 2
