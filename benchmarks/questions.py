@@ -1,0 +1,146 @@
+"""Thirty questions, from one card to 256, and what an expert says of each choice; gen-config must write what plan says.
+
+Examples: python benchmarks/questions.py
+          python benchmarks/questions.py --only 17,18
+
+Exits with 1 if the files of gen-config are not, byte for byte, those of the plan.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import shlex
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import chdir, redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from dstrain.cli.main import cli
+from dstrain.cli.options.question import plan_inputs
+from dstrain.cli.plan import command
+from dstrain.config.templates.files import generated
+from dstrain.errors import DoesNotFit, DstrainError
+from dstrain.plan.labels import label
+from dstrain.plan.search.decide import decide
+
+JOB = {"data": "train.jsonl", "eval_data": None, "hub": "hf", "output_dir": "output"}
+"""What gen-config adds to a plan, for a job file."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """A question, and a verdict on the choice."""
+
+    words: str
+    """Options of plan and gen-config."""
+    is_signed: bool
+    """Whether an expert would sign the choice."""
+    why: str
+    """Why, or what the expert would do instead."""
+
+
+def _yes(words: str, why: str) -> Question:
+    return Question(words=words, is_signed=True, why=why)
+
+
+def _no(words: str, why: str) -> Question:
+    return Question(words=words, is_signed=False, why=why)
+
+
+QUESTIONS = (
+    _yes("--model qwen3-0.6b --gpus 1 --gpu 4090 --seq-len 2048", "states and activations fit: nothing to divide"),
+    _no("--model qwen3-8b --gpus 1 --gpu 4090 --method lora", "a fused loss needs no offload: 2,118 tokens/s for 525"),
+    _yes("--model qwen3-8b --gpus 1 --gpu 4090 --method qlora", "the standard recipe of this card"),
+    _yes("--model qwen3-14b --gpus 1 --gpu 4090 --method qlora", "fits whole with checkpointing, 3 GiB to spare"),
+    _no("--model qwen3-8b --gpus 2 --gpu 3090 --method lora", "SP 2 halves logits that a fused loss never makes"),
+    _yes("--model qwen3-32b --gpus 2 --gpu 3090 --method qlora", "18 GiB of 4-bit weights and logits exceed one card"),
+    _yes("--model qwen3-8b --gpus 1 --gpu a100-80g", "even with 8-bit AdamW 87 GiB: some states go to RAM"),
+    _yes("--model qwen3-4b --gpus 4 --gpu 4090", "8-bit AdamW needs no offload but SP 2: 1,688 tokens/s/GPU for 2,086"),
+    _yes("--model qwen3-14b --gpus 8 --gpu 4090", "236 GB of states exceed the GPUs; the wall, assumed RAM, is named"),
+    _yes("--model qwen2.5-7b --gpus 8 --gpu l40s", "over PCIe ZeRO-2 sends less than ZeRO-3, and fits"),
+    _yes("--model llama-3.1-8b --gpus 8 --gpu a100-40g", "plain ZeRO-3 with checkpointing, no offload"),
+    _no(
+        "--model llama-3.1-8b --gpus 8 --gpu a100-80g --seq-len 8192",
+        "SP 2 under ZeRO-2 is as fast with fewer ranks a sample",
+    ),
+    _yes("--model qwen3-8b --gpus 8 --gpu h100-sxm", "states divided by 8 leave room for all activations"),
+    _yes("--model qwen3-8b --gpus 8 --gpu h100-sxm --seq-len 65536", "long sequences inside the node, YaRN said"),
+    _no("--model qwen3-32b --gpus 8 --gpu h100-sxm", "8-bit AdamW without offload: 1,496 tokens/s/GPU for 1,215"),
+    _no("--model qwen3-32b --gpus 8 --gpu h200", "checkpointing every other layer avoids SP on 4,096 tokens"),
+    _yes("--model qwen3-32b --gpus 16", "plain ZeRO-3 with checkpointing; hpZ gains nothing beyond the error"),
+    _yes("--model qwen3-32b --gpus 16 --seq-len 32768", "SP inside the node, no offload"),
+    _yes(
+        "--model qwen3-32b --gpus 32 --gpu h100-sxm --seq-len 131072", "SP over a whole node, checkpointing, YaRN said"
+    ),
+    _yes("--model qwen3-32b --gpus 8 --gpu a100-80g --method lora", "SP 2 in place of recomputation: a third faster"),
+    _yes("--model llama-3.1-70b --gpus 8 --gpu h100-sxm --method lora", "divided frozen weights, SP inside the node"),
+    _no(
+        "--model llama-3.1-70b --gpus 8 --gpu h100-sxm --method qlora --seq-len 8192",
+        "checkpointing without SP: 887 tokens/s/GPU for 990, and no ranks that wait for each other",
+    ),
+    _yes("--model llama-3.1-70b --gpus 32 --gpu h100-sxm", "plain ZeRO-3 with checkpointing"),
+    _yes("--model llama-3.1-70b --gpus 256 --gpu h100-sxm", "plain ZeRO-3, one sample a GPU"),
+    _yes(
+        "--model llama-3.1-70b --gpus 16 --gpu a100-80g --interconnect eth25", "large micro-batches pay for slow links"
+    ),
+    _yes("--model qwen3-30b-a3b --gpus 16 --gpu a800-80g", "plain ZeRO-3 with checkpointing; hpZ gains nothing"),
+    _yes("--model mixtral-8x7b --gpus 16 --gpu h100-sxm", "plain ZeRO-3 with checkpointing"),
+    _yes("--model qwen3-vl-30b-a3b --gpus 8 --gpu h200", "memory that is there replaces recomputation"),
+    _yes("--model qwen3-vl-8b --gpus 4 --gpu a100-80g --method lora", "frozen weights fit whole"),
+    _no(
+        "--model deepseek-v3 --gpus 256 --gpu h100-sxm",
+        "expert parallelism, which is not planned, is how it is trained",
+    ),
+)
+"""Methods, lengths, families and links as unlike as can be. Verdicts: the developers', on the plan of each question."""
+
+
+def planned(words: Sequence[str]) -> tuple[str, dict[str, str] | None]:
+    """Returns the label of the plan, and its files; None if nothing fits."""
+    options = command.make_context("plan", list(words), **cli.context_settings).params
+    asked = plan_inputs({name: options[name] for name in options.keys() - {"top", "verbose", "as_json", "html"}})
+    try:
+        plan = decide(asked.workload, asked.request)
+    except DoesNotFit:
+        return "does not fit", None
+    job = {"model": asked.workload.model.source, **JOB}
+    return label(plan.chosen.configuration), generated(plan, asked.workload, asked.hosts, template_dir=None, job=job)
+
+
+def written(words: Sequence[str]) -> dict[str, str] | None:
+    """Returns the files that gen-config writes, None if it writes none."""
+    with tempfile.TemporaryDirectory() as folder, chdir(folder):
+        try:
+            with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+                cli.main(["gen-config", *words, "--data", "train.jsonl"], prog_name="dstrain", standalone_mode=False)
+        except DstrainError:
+            return None
+        return {path.name: path.read_text(encoding="utf-8") for path in Path().iterdir() if path.is_file()}
+
+
+def main() -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", metavar="N,…", help="numbers of the questions")
+    only = parser.parse_args().only
+    numbers = [int(number) for number in only.split(",")] if only else range(1, len(QUESTIONS) + 1)
+    differing = []
+    for number in numbers:
+        question = QUESTIONS[number - 1]
+        words = shlex.split(question.words)
+        name, files = planned(words)
+        if files != written(words):
+            differing.append(str(number))
+        verdict = "signed" if question.is_signed else "not signed"
+        print(f"{number:2} {question.words}\n   {name}\n   {verdict}: {question.why}")
+    print(f"{len(numbers)} questions; gen-config differs from plan in {len(differing)} {' '.join(differing)}".rstrip())
+    sys.exit(1 if differing else 0)
+
+
+if __name__ == "__main__":
+    main()
