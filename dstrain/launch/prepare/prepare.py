@@ -20,7 +20,7 @@ from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.facts.this_machine import trains_on_cpu, visible_devices
 from dstrain.job.file import JobFile
 from dstrain.job.schema import Job
-from dstrain.launch.prepare import job_checks, resize_checkpoint
+from dstrain.launch.prepare import job_checks, packages, resize_checkpoint
 from dstrain.launch.prepare.job_context import describe, hosts_of, model_of
 from dstrain.launch.prepare.lint_job import lint, refused
 from dstrain.launch.prepare.resize_checkpoint import Resize, Resuming
@@ -105,7 +105,7 @@ def _linted(
     result = lint(context, Path(path), ignored=ignored)
     if result.subject is None or errors(result.findings):
         raise resuming.explained(refused(result.findings))
-    job_checks.check_engine_packages(result.subject.config, shown(path))
+    packages.check_engine_packages(result.subject.config, shown(path))
     warnings = (finding for finding in result.findings if finding.severity is Severity.WARNING)
     return result.subject, [f"{item.place}: {item.rule}: {item.problem}; {item.fix}" for item in warnings]
 

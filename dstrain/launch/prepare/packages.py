@@ -1,0 +1,97 @@
+"""The packages that only some jobs need: found before the launch, without importing them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from dstrain.choices import Attention, Hub, Method, SinkName, SwanLabMode
+from dstrain.errors import EnvironmentProblem
+from dstrain.job.file import JobFile, looks_local
+from dstrain.job.schema import Job
+from dstrain.records import Keys
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Package:
+    """A package that only some jobs need."""
+
+    key: Keys
+    """The key of the job that needs it."""
+    value: str
+    """The value of the key that needs it."""
+    modules: tuple[str, ...]
+    """Modules that provide it; one is enough."""
+    name: str
+    install: str
+    """The command that installs it."""
+    is_wanted: Callable[[Job], bool]
+    """Whether a job needs it."""
+
+
+def _sink(name: SinkName, install: str) -> _Package:
+    return _Package(
+        key=("monitor", "sinks"),
+        value=name,
+        modules=(name,),
+        name=name,
+        install=install,
+        is_wanted=lambda job: name in job.monitor.sinks and not _is_silent(job, name),
+    )
+
+
+def _is_silent(job: Job, name: SinkName) -> bool:
+    return name is SinkName.SWANLAB and job.monitor.mode is SwanLabMode.DISABLED
+
+
+def _is_on_modelscope(name: str | None) -> bool:
+    return name is not None and not looks_local(name) and not Path(name).exists()
+
+
+_PACKAGES = (
+    _Package(key=("method",), value="qlora", modules=("bitsandbytes",), name="bitsandbytes",
+        install="pip install 'dstrain[qlora]'", is_wanted=lambda job: job.method is Method.QLORA),
+    _Package(key=("attn",), value="flash_attention_2", modules=("flash_attn", "kernels"), name="flash-attn",
+        install="pip install flash-attn --no-build-isolation, or set attn: sdpa",
+        is_wanted=lambda job: job.attn is Attention.FLASH_ATTENTION_2),
+    _Package(key=("hub",), value="modelscope", modules=("modelscope",), name="modelscope",
+        install='pip install "modelscope[datasets]"',
+        is_wanted=lambda job: job.hub is Hub.MODELSCOPE
+        and any(map(_is_on_modelscope, (job.model, job.data, job.eval_data)))),
+    _sink(SinkName.SWANLAB, "pip install 'swanlab>=0.10,<0.11'"),
+    _sink(SinkName.TENSORBOARD, "pip install 'dstrain[tensorboard]'"),
+    _sink(SinkName.WANDB, "pip install 'dstrain[wandb]'"),
+)  # fmt: skip
+_OF_ENGINE = {"tensorboard": "tensorboard", "wandb": "wandb", "comet": "comet_ml"}
+"""DeepSpeed's own monitors → their packages. Source: deepspeed 0.19.8 monitor/utils.py."""
+
+
+def is_installed(*modules: str) -> bool:
+    """Returns whether one of the modules can be found, without importing it."""
+    return any(find_spec(module) is not None for module in modules)
+
+
+def check_packages(file: JobFile) -> None:
+    """Raises EnvironmentProblem with every package that the job needs and is not installed."""
+    missing = [row for row in _PACKAGES if row.is_wanted(file.job) and not is_installed(*row.modules)]
+    if missing:
+        raise EnvironmentProblem(
+            "\n".join(
+                f"{file.locate(row.key)}: {row.value} needs {row.name}, which is not installed" for row in missing
+            ),
+            hint="\n".join(dict.fromkeys(row.install for row in missing)),
+        )
+
+
+def check_engine_packages(ds_config: Mapping[str, Any], name: str) -> None:
+    """Raises EnvironmentProblem if a monitor of DeepSpeed lacks its package; `name` is the configuration file."""
+    for key, package in _OF_ENGINE.items():
+        section = ds_config.get(key)
+        if isinstance(section, Mapping) and section.get("enabled") is True and not is_installed(package):
+            raise EnvironmentProblem(
+                f"{name}: {key} needs {package}, which is not installed",
+                hint=f"pip install {package}, or remove {key}: metrics.jsonl and the sinks of the job hold more",
+            )
