@@ -1,7 +1,7 @@
 """Thirty questions, from one card to 256, and what an expert says of each choice; gen-config must write what plan says.
 
 Examples: python benchmarks/questions.py
-          python benchmarks/questions.py --only 17,18
+          python benchmarks/questions.py --only 17 18
 
 Exits with 1 if the files of gen-config are not, byte for byte, those of the plan.
 """
@@ -24,7 +24,7 @@ from dstrain.cli.main import cli
 from dstrain.cli.options.question import plan_inputs
 from dstrain.cli.plan import command
 from dstrain.config.templates.files import generated
-from dstrain.errors import DoesNotFit, DstrainError
+from dstrain.errors import DoesNotFit
 from dstrain.plan.labels import label
 from dstrain.plan.search.decide import decide
 
@@ -118,7 +118,7 @@ def written(words: Sequence[str]) -> dict[str, str] | None:
         try:
             with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
                 cli.main(["gen-config", *words, "--data", "train.jsonl"], prog_name="dstrain", standalone_mode=False)
-        except DstrainError:
+        except DoesNotFit:
             return None
         return {path.name: path.read_text(encoding="utf-8") for path in Path().iterdir() if path.is_file()}
 
@@ -126,9 +126,9 @@ def written(words: Sequence[str]) -> dict[str, str] | None:
 def main() -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", metavar="N,…", help="numbers of the questions")
-    only = parser.parse_args().only
-    numbers = [int(number) for number in only.split(",")] if only else range(1, len(QUESTIONS) + 1)
+    everything = range(1, len(QUESTIONS) + 1)
+    parser.add_argument("--only", type=int, nargs="+", choices=everything, metavar="N", help="numbers of the questions")
+    numbers = parser.parse_args().only or everything
     differing = []
     for number in numbers:
         question = QUESTIONS[number - 1]

@@ -142,7 +142,7 @@ def check_parallel(file: JobFile, model: ModelFacts | None, cluster: Cluster) ->
         workload = Workload(model=model, cluster=cluster)
         wrong = [rule.says for rule in broken(workload, request_of(file.job).configuration) if "sp" in rule.options]
     else:
-        wrong = [f"it does not divide the {cluster.num_gpus} GPUs"] if cluster.num_gpus % sp else []
+        wrong = [f"it does not divide the number of GPUs, {cluster.num_gpus}"] if cluster.num_gpus % sp else []
     if wrong:
         raise InvalidConfig(
             f"sp is {sp}, but {'; '.join(wrong)}", place=file.locate(("sp",)), hint="sp: 1 turns it off."

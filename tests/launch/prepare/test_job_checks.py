@@ -51,7 +51,7 @@ def test_sequence_parallelism_that_does_not_divide_the_gpus_is_refused_for_any_m
     cluster = describe(gpu=gpus.gpu("a100-80g"), gpu_origin=Origin.GIVEN, gpus=8)
     for sp, is_right in [(3, False), (4, True)]:
         file = JobFile(job=Job(model="m", output_dir="o", sp=sp), locate=lambda keys: Place(file="job.yaml"))
-        with nullcontext() if is_right else pytest.raises(InvalidConfig, match="does not divide the 8 GPUs"):
+        with nullcontext() if is_right else pytest.raises(InvalidConfig, match="does not divide the number of GPUs, 8"):
             check_parallel(file, None, cluster)
 
 
