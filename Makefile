@@ -7,6 +7,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # only what is imported is compiled, which is a small part of torch and transformers
 PIP := $(BIN)/pip --quiet --disable-pip-version-check install --no-compile -c constraints.txt
 SERVERS := .cache/language_servers
+QLORA := .cache/qlora
 # one worker runs all tests of the engine and one all of a cluster; a third would make their ranks wait for a core
 WORKERS := $(shell echo $$(($$(nproc) > 2 ? $$(nproc) : 2)))
 # DeepSpeed compiles its ops on first use; they are kept here
@@ -14,7 +15,7 @@ export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/.cache/torch_extensions
 # one ninja for all that builds them: another release does not read its log, and compiles everything again
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: demo test suite fast sweep ops check update docs servers clean
+.PHONY: demo test suite fast sweep ops check update docs servers qlora clean
 
 demo: $(VENV)/.installed
 	$(BIN)/dstrain demo $(DEMO)
@@ -64,6 +65,13 @@ $(SERVERS)/.installed: tests/config/package.json tests/config/package-lock.json
 	mkdir -p $(SERVERS)
 	cp tests/config/package.json tests/config/package-lock.json $(SERVERS)
 	npm ci --prefix $(SERVERS) --ignore-scripts --no-audit --no-fund --loglevel=error
+	touch $@
+
+# bitsandbytes, apart from .venv: every rank that finds it imports it, 5 s of CPU; without it QLoRA's tests are skipped
+qlora: $(QLORA)/.installed
+
+$(QLORA)/.installed: constraints.txt | $(VENV)/.installed
+	$(PIP) --no-deps --target $(QLORA) --upgrade bitsandbytes
 	touch $@
 
 $(VENV)/.installed: setup.cfg pyproject.toml constraints.txt

@@ -21,7 +21,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from dstrain.cli.main import cli
-from dstrain.cli.options.question import plan_inputs
+from dstrain.cli.options.question import PlanInputs, plan_inputs
 from dstrain.cli.plan import command
 from dstrain.config.templates.files import generated
 from dstrain.errors import DoesNotFit
@@ -100,16 +100,22 @@ QUESTIONS = (
 """Methods, lengths, families and links as unlike as can be. Verdicts: the developers', on the plan of each question."""
 
 
+def asked(words: Sequence[str]) -> PlanInputs:
+    """Returns what `dstrain plan` understands by its options."""
+    options = command.make_context("plan", list(words), **cli.context_settings).params
+    return plan_inputs({name: options[name] for name in options.keys() - {"top", "verbose", "as_json", "html"}})
+
+
 def planned(words: Sequence[str]) -> tuple[str, dict[str, str] | None]:
     """Returns the label of the plan, and its files; None if nothing fits."""
-    options = command.make_context("plan", list(words), **cli.context_settings).params
-    asked = plan_inputs({name: options[name] for name in options.keys() - {"top", "verbose", "as_json", "html"}})
+    question = asked(words)
     try:
-        plan = decide(asked.workload, asked.request)
+        plan = decide(question.workload, question.request)
     except DoesNotFit:
         return "does not fit", None
-    job = {"model": asked.workload.model.source, **JOB}
-    return label(plan.chosen.configuration), generated(plan, asked.workload, asked.hosts, template_dir=None, job=job)
+    job = {"model": question.workload.model.source, **JOB}
+    files = generated(plan, question.workload, question.hosts, template_dir=None, job=job)
+    return label(plan.chosen.configuration), files
 
 
 def written(words: Sequence[str]) -> dict[str, str] | None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.nn import Linear
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
+from transformers.core_model_loading import Transpose
 from transformers.utils.logging import set_tqdm_hook
 
 from dstrain.choices import Hub, Method
@@ -19,7 +20,7 @@ from dstrain.facts.model.model_files import has_tokenizer
 from dstrain.job.schema import Job, Lora
 from dstrain.train import rope_scaling
 from dstrain.train.arguments import zero_stage
-from dstrain.train.checkpoints.saved_model import DTYPES, family_of
+from dstrain.train.checkpoints.saved_model import DTYPES, family_of, shape_of
 
 _VISION = {"visual", "vision_tower", "vision_model"}
 """Module names of the vision tower in Transformers' vision-language models."""
@@ -82,10 +83,11 @@ def load_model(
     try:
         config = AutoConfig.from_pretrained(source, trust_remote_code=job.trust_remote_code)
         rope_scaling.scale(config, job.rope_scaling)
-        with _counting(report):
+        with _counting(report), _shapes_before_partitioning():
             model = family_of(config).from_pretrained(source, config=config, **options)
     except (OSError, ValueError, ImportError) as error:
         raise _cannot_load("model", job, error) from error
+    _forget_unused_conversions(model)
     model.config.use_cache = False
     freeze_vision(model)
     if job.method is Method.FULL:
@@ -112,6 +114,46 @@ def _counting(report: Callable[[int, int], None]) -> Iterator[None]:
         yield
     finally:
         set_tqdm_hook(previous)
+
+
+class _Shapes:
+    """A model as Transformers' conversion of weights asks for it: by the shapes of its parameters."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def get_parameter(self, name: str) -> torch.Tensor:
+        return torch.empty(shape_of(self._model.get_parameter(name)), device="meta")
+
+
+@contextmanager
+def _shapes_before_partitioning() -> Iterator[None]:
+    """Lets Transformers load experts that are stored as they are used, under ZeRO-3 too.
+
+    It transposes them unless they have the parameter's shape already, which ZeRO-3 has made (0,).
+    Source: Transformers 5.23 core_model_loading.py: Transpose.convert (check_dims), Qwen3-VL's experts.
+    """
+    convert = Transpose.convert
+
+    def convert_with_shapes(self: Any, *arguments: Any, **context: Any) -> Any:
+        return convert(self, *arguments, **context | {"model": _Shapes(context.get("model"))})
+
+    Transpose.convert = convert_with_shapes  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        Transpose.convert = convert  # type: ignore[method-assign]
+
+
+def _forget_unused_conversions(model: Any) -> None:
+    """Makes a save undo only those conversions of weights that loading has done.
+
+    Transformers 5.23 sees to that without ZeRO-3. With it, Qwen3-VL's weights would be saved under names that no other
+    program knows. Source: core_model_loading.py: convert_and_load_state_dict_in_model; integrations/deepspeed.py:
+    _load_state_dict_into_zero3_model.
+    """
+    if (conversions := getattr(model, "_weight_conversions", None)) is not None:
+        model._weight_conversions = [conversion for conversion in conversions if conversion.was_used()]
 
 
 def is_vision(name: str) -> bool:
@@ -167,7 +209,7 @@ def _adapter_targets(lora: Lora, model: Any) -> str | list[str]:
     """
     if lora.targets != ("all-linear",):
         return list(lora.targets)
-    if not any(".experts." in name and parameter.ndim == 3 for name, parameter in model.named_parameters()):
+    if not any(".experts." in name and len(shape_of(value)) == 3 for name, value in model.named_parameters()):
         return "all-linear"
     names = (name for name, module in model.named_modules() if isinstance(module, Linear) and ".self_attn." in name)
     return sorted({name.rpartition(".")[2] for name in names})

@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any
 
 from dstrain.monitor.sinks.jsonl import read_jsonl
-from tests.train.launching import environment
+from tests.train.launching import CHECKOUT, QLORA, environment
 
 
 class Engine:
@@ -25,8 +25,9 @@ class Engine:
     def __init__(self, home: Path) -> None:
         self.home = home
         """Home and current folder of all ranks."""
+        paths = {"PYTHONPATH": os.pathsep.join(map(str, (CHECKOUT, QLORA)))}
         line = [sys.executable, "-m", "tests.train.forked_ranks"]
-        options: dict[str, Any] = {"cwd": home, "env": environment(home), "start_new_session": True}
+        options: dict[str, Any] = {"cwd": home, "env": environment(home) | paths, "start_new_session": True}
         with (home / "log").open("w") as log:
             self._server = subprocess.Popen(
                 line, bufsize=0, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, **options

@@ -25,16 +25,17 @@ PR_SET_PDEATHSIG = 1
 
 def import_everything() -> None:
     """Imports what programs need, and loads DeepSpeed's extensions for a CPU."""
-    import peft  # noqa: F401
+    from dstrain.train.rank import import_muon
+
+    import_muon({})
+    assert "torch._inductor.compile_fx" not in sys.modules, "a rank compiles Muon again"
+    import peft  # noqa: F401  # loads bitsandbytes, and that the compiler
     from deepspeed.ops.op_builder.cpu import CPUAdamBuilder, ShareMemCommBuilder
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
     import dstrain.monitor.run_card
     import dstrain.train.setup  # noqa: F401
-    from dstrain.train.rank import import_muon
 
-    import_muon({})
-    assert "torch._inductor.compile_fx" not in sys.modules, "a rank compiles Muon again"
     get_checkpoint_conversion_mapping("qwen3")
     for builder in (CPUAdamBuilder, ShareMemCommBuilder):
         builder().load(verbose=False)

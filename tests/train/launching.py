@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 CHECKOUT = Path(__file__).resolve().parents[2]
+QLORA = CHECKOUT / ".cache" / "qlora"
+"""Where `make qlora` installs bitsandbytes."""
 
 
 def make_run(

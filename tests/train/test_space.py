@@ -1,153 +1,106 @@
-"""Points of the planner's space: gen-config's files for each train on CPU ranks, and leave trained weights."""
+"""What the planner may choose, and what it chooses: gen-config's files train on CPU ranks and leave trained weights."""
 
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+import shlex
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from dstrain.choices import Method, Offload, Precision
-from dstrain.config.templates.files import generated
-from dstrain.facts import probe
-from dstrain.facts.cluster import cluster as clusters
-from dstrain.facts.cluster import gpus, hostfile
-from dstrain.facts.cluster.cluster import Origin
-from dstrain.facts.model.model_facts import ModelFacts
-from dstrain.facts.workload import Workload
-from dstrain.job.file import read_job
-from dstrain.launch.launch import write_inputs
-from dstrain.launch.prepare.prepare import prepare
-from dstrain.plan.configuration import DEFAULTS, Configuration, changed
-from dstrain.plan.estimate import assess
-from dstrain.plan.estimate_records import Plan
-from dstrain.plan.labels import label
-from dstrain.plan.memory.memory import Detail
+from benchmarks.questions import QUESTIONS, asked
+from dstrain.choices import Attention, Method, Offload, Precision
+from dstrain.errors import DoesNotFit
+from dstrain.plan.configuration import DEFAULTS, changed
 from dstrain.plan.request import Request
-from dstrain.plan.search.search_space import global_batch, space
-from tests.conftest import asked_for
+from dstrain.plan.search.decide import decide
+from dstrain.plan.search.search_space import space
 from tests.train.engine import Engine
-from tests.train.launching import codes, losses, said, tensors, without_dropout
+from tests.train.points import Point, Space, needs_bitsandbytes, workload_of
 
 DRAWS = 200
-STEPS = 3
 SHAPES = ((1, 1), (1, 2), (1, 4), (2, 2))
 """Nodes and their ranks."""
+MODELS = ("qwen3-8b", "qwen3-8b", "llama-3.1-8b", "qwen3-30b-a3b", "deepseek-v3", "qwen3-vl-8b")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Point:
-    """A configuration for the ranks of a machine that plays several nodes."""
-
-    workload: Workload
-    configuration: Configuration
-
-
-def workload_of(model: ModelFacts, nodes: int, per_node: int) -> Workload:
-    cluster = clusters.describe(
-        gpu=gpus.gpu(gpus.CPU),
-        gpu_origin=Origin.GIVEN,
-        gpus=nodes * per_node,
-        gpus_per_node=per_node,
-        host_memory_bytes=2**36,
-    )
-    return Workload(model=model, cluster=cluster)
+@pytest.fixture(scope="module")
+def tiny(root: Path, demo: Path, engine: Engine) -> Space:
+    folder = root / "space"
+    folder.mkdir()
+    return Space(folder=folder, demo=demo, engine=engine)
 
 
-def point(model: ModelFacts, number: int) -> Point:
-    """Returns a draw: first shape and method, then a strategy, then its batch and buffers, so that none is rare."""
+def drawn(tiny: Space, number: int) -> Point:
+    """Returns a draw: first model, shape and method, then a strategy, then its batch and buffers; none is rare."""
     dice = random.Random(number)
+    alias = dice.choice(MODELS)
+    model = tiny.model(alias)
     workload = workload_of(model, *dice.choice(SHAPES))
     request = Request(
-        method=dice.choice((Method.FULL, Method.LORA)),
+        method=dice.choice(tuple(Method)),
         seq_len=dice.choice((64, 128)),
         global_batch=8,
         packing=dice.random() < 0.3,
     )
     candidates = [candidate for candidate in space(workload, request) if candidate.way.zero.offload is not Offload.NVME]
-    ways = list(dict.fromkeys(candidate.way for candidate in candidates))
-    way = dice.choice(ways)
+    way = dice.choice(list(dict.fromkeys(candidate.way for candidate in candidates)))
     chosen = dice.choice([candidate for candidate in candidates if candidate.way == way])
-    return Point(workload=workload, configuration=chosen.configuration(model))
-
-
-def write(point: Point, folder: Path, model: Path, data: Path) -> Path:
-    """Writes the files of a point as gen-config does and its run directory as `dstrain run` does; returns that."""
-    folder.mkdir()
-    workload, configuration = point.workload, point.configuration
-    plan = Plan(
-        chosen=assess(workload, configuration, detail=Detail.QUICK),
-        rejected=(),
-        num_estimated=1,
-        global_batch=global_batch(workload.cluster, configuration),
-        learning_rate=1e-3,
-        reasons=(),
-        notes=(),
-    )
-    hosts = hostfile.expand(f"localhost:{workload.cluster.num_gpus}", None)
-    job = {"model": str(model), "data": str(data), "eval_data": None, "hub": "hf", "output_dir": "output"}
-    for name, text in generated(plan, workload, hosts, template_dir=None, job=job).items():
-        (folder / name).write_text(text)
-    file = read_job(folder / "job.yaml", [f"max_steps={STEPS}", "logging_steps=1", "monitor.sinks=[]"])
-    prepared = prepare(file, {"DS_ACCELERATOR": "cpu"})
-    prepared.run_dir.path.mkdir()
-    write_inputs(prepared, job=prepared.job, hostfile=(folder / "hostfile").read_text(), secrets={})
-    return prepared.run_dir.path
-
-
-Kind = tuple[Method, int, bool]
-
-
-def kind_of(configuration: Configuration) -> Kind:
-    """Returns what losses depend on: everything else is how they are computed."""
-    return configuration.model.method, configuration.batch.seq_len, configuration.batch.packing
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Trained:
-    """The run directories of the drawn points, and of one rank without ZeRO for each kind."""
-
-    points: dict[int, tuple[Point, Path]]
-    references: dict[Kind, Path]
-
-
-@pytest.fixture(scope="module")
-def trained(root: Path, demo: Path, engine: Engine, request: pytest.FixtureRequest) -> Trained:
-    folder = root / "space"
-    folder.mkdir()
-    plain = without_dropout(demo / "model", folder / "model")
-    model, data = probe.read_model(str(plain)), demo / "train.jsonl"
-    points: dict[int, tuple[Point, Path]] = {}
-    references: dict[Kind, Path] = {}
-    for number in asked_for(request, "number"):
-        drawn = point(model, number)
-        place = write(drawn, folder / str(number), plain, data)
-        engine.train(place, ranks=drawn.workload.cluster.num_gpus)
-        points[number] = drawn, place
-        kind = kind_of(drawn.configuration)
-        if kind not in references:
-            alone = Point(workload=workload_of(model, 1, 1), configuration=_alone(kind))
-            references[kind] = write(alone, folder / f"alone {len(references)}", plain, data)
-            engine.train(references[kind], ranks=1)
-    return Trained(points=points, references=references)
-
-
-def _alone(kind: Kind) -> Configuration:
-    """Returns ZeRO-0 with micro-batches of one sample."""
-    method, seq_len, packing = kind
-    batch = {"seq_len": seq_len, "packing": packing, "micro_batch": 1, "grad_accum": 8}
-    return changed(DEFAULTS, method=method, precision=Precision.FP32, zero_stage=0, grad_ckpt=False, **batch)
+    return Point(alias=alias, workload=workload, configuration=chosen.configuration(model))
 
 
 @pytest.mark.parametrize("number", range(DRAWS))
-def test_a_point_trains_as_one_rank_without_zero_does(trained: Trained, number: int) -> None:
-    drawn, place = trained.points[number]
-    name = f"{label(drawn.configuration)} on {drawn.workload.cluster.num_gpus} ranks"
-    assert codes(place) == [[0] * drawn.workload.cluster.num_gpus], f"{name}\n{said(place)[-3000:]}"
-    alone = trained.references[kind_of(drawn.configuration)]
-    assert losses(place) == pytest.approx(losses(alone), rel=1e-4), name
-    whole, expected = tensors(place / "final"), tensors(alone / "final")
-    assert set(whole) == set(expected), name
-    for key, weight in whole.items():
-        assert weight.float().allclose(expected[key].float(), rtol=1e-2, atol=1e-3), f"{name}: {key}"
+def test_a_point_trains_as_one_rank_without_zero_does(
+    tiny: Space, need: Callable[[object, str], None], number: int
+) -> None:
+    point = drawn(tiny, number)
+    if point.configuration.model.method is Method.QLORA:
+        needs_bitsandbytes(need)
+    tiny.trains_as_one_rank_does(point, str(number))
+
+
+@pytest.mark.parametrize(("alias", "method"), [("qwen3-30b-a3b", Method.LORA), ("qwen3-vl-30b-a3b", Method.FULL)])
+def test_zero_3_trains_and_saves_what_other_stages_do(tiny: Space, alias: str, method: Method) -> None:
+    configuration = changed(DEFAULTS, zero_stage=3, method=method, precision=Precision.FP32, seq_len=64, grad_accum=4)
+    point = Point(alias=alias, workload=workload_of(tiny.model(alias), 1, 2), configuration=configuration)
+    tiny.trains_as_one_rank_does(point, f"ZeRO-3 {alias}")
+
+
+def shrunk(tiny: Space, words: str) -> Point | None:
+    """Returns the choice for a question on up to four ranks with a tiny model; None if nothing fits."""
+    question = asked(shlex.split(words))
+    try:
+        configuration = decide(question.workload, question.request).chosen.configuration
+    except DoesNotFit:
+        return None
+    cluster, zero = question.workload.cluster, configuration.zero
+    per_node = min(cluster.gpus_per_node, 4 if cluster.num_nodes == 1 else 2)
+    nodes = min(cluster.num_nodes, 2)
+    sp = min(configuration.parallel.sp, nodes * per_node)
+    alias = shlex.split(words)[1]
+    chosen = changed(
+        configuration,
+        precision=Precision.FP32,
+        attn=Attention.SDPA,
+        sp=sp,
+        hpz=min(zero.hpz, per_node),
+        seq_len=128 if configuration.batch.seq_len > 4096 else 64,
+        micro_batch=min(configuration.batch.micro_batch, 2),
+        grad_accum=2 * sp,
+        reduce_bucket_size=100_000,
+        sub_group_size=20_000,
+        prefetch_bucket_size=20_000,
+    )
+    return Point(alias=alias, workload=workload_of(tiny.model(alias), nodes, per_node), configuration=chosen)
+
+
+@pytest.mark.parametrize("number", range(1, len(QUESTIONS) + 1))
+def test_the_choice_for_a_question_trains(tiny: Space, need: Callable[[object, str], None], number: int) -> None:
+    words = QUESTIONS[number - 1].words
+    point = shrunk(tiny, words)
+    if point is None:
+        return  # benchmarks/questions.py sees that neither plan nor gen-config offers anything
+    if point.configuration.model.method is Method.QLORA:
+        needs_bitsandbytes(need)
+    tiny.trains_as_one_rank_does(point, f"question {number}")

@@ -118,6 +118,11 @@ def _other_dtypes(tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> l
     return [f"{name} is {tensors[name].dtype}, but config.json says {dtype}" for name in others] if wanted else []
 
 
+def shape_of(parameter: Any) -> tuple[int, ...]:
+    """Returns the shape of a parameter, also of one that ZeRO-3 has partitioned, which is empty itself."""
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
 def require_whole_adapter(folder: Path, model: Any) -> None:
     """Raises RunFailed unless the adapter in a folder has every trained parameter with its shape."""
     try:
@@ -130,7 +135,7 @@ def require_whole_adapter(folder: Path, model: Any) -> None:
         if not parameter.requires_grad:
             continue
         tensor = tensors.get(name.replace(adapter, ""))
-        shape = tuple(getattr(parameter, "ds_shape", parameter.shape))  # ZeRO-3 leaves an empty tensor in its place
+        shape = shape_of(parameter)
         if tensor is None:
             problems.append(f"{name} is missing")
         elif tensor.shape != shape:
