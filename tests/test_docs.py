@@ -22,6 +22,7 @@ from benchmarks.published.answers import Answer
 from benchmarks.published.score import score
 from docs import pictures
 from dstrain.cli.main import cli
+from dstrain.facts.cluster.cpu import CPU_LIMITS
 
 ROOT = Path(__file__).parent.parent
 README, CHINESE = ROOT / "README.md", ROOT / "README.zh-CN.md"
@@ -173,6 +174,15 @@ def published_figures(answers: tuple[Answer, ...]) -> str:
     )
 
 
+def cpu_table() -> str:
+    """Returns what a CPU does not run."""
+    rows = [
+        f"| `{limit.key}` | `{limit.value}` | {limit.why} | {limit.unless or 'never'} | `{limit.instead}` |"
+        for limit in CPU_LIMITS
+    ]
+    return "\n".join(["| setting | value | why not | runs if | write |", "|---|---|---|---|---|", *rows])
+
+
 PARTS: dict[str, Callable[[], str]] = {
     "module map": module_map,
     "job": job_reference,
@@ -180,6 +190,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "gen-config": gen_config_output,
     "plan": plan_output,
     "edits": edits_output,
+    "cpu": cpu_table,
 }
 """The generated parts of the pages below docs/, by the name in their comment."""
 PUBLISHED: dict[str, Callable[[tuple[Answer, ...]], str]] = {

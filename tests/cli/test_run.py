@@ -114,7 +114,7 @@ def test_two_hosts_are_launched_by_pdsh(dstrain: Type, job: Path) -> None:
         ("ds_config: ds_config.json", "ds_config: ds.json", "no such file"),
         ('method: "full"', 'method: "qlora"', "bitsandbytes"),
         ("sinks: [swanlab]", "sinks: [wandb, swanlab]", "wandb needs wandb, which is not installed"),
-        ('attn: "sdpa"', 'attn: "flash_attention_2"', "flash_attention_2 needs a GPU"),
+        ('attn: "sdpa"', 'attn: "flash_attention_2"', "FlashAttention has no kernels for a CPU"),
         ("save_steps: ", "eval_steps: 5\nsave_steps: ", "eval_steps is 5, but eval_data is not set"),
         ("eval_data: null", "eval_data: eval.jsonl", "job.yaml:8:1: eval_data: "),
     ],

@@ -13,6 +13,7 @@ from dstrain.errors import DstrainError, EnvironmentProblem, InvalidConfig
 from dstrain.facts import probe
 from dstrain.facts.cluster import machines
 from dstrain.facts.cluster.cluster import Cluster, Origin
+from dstrain.facts.cluster.cpu import limits_of
 from dstrain.facts.cluster.hostfile import Hosts
 from dstrain.facts.data import datafile
 from dstrain.facts.model import model_files
@@ -81,8 +82,12 @@ def _check_attention(file: JobFile, *, on_cpu: bool) -> None:
     job, place = file.job, file.locate(("attn",))
     if job.attn is not Attention.FLASH_ATTENTION_2:
         return
-    if on_cpu:
-        raise InvalidConfig("flash_attention_2 needs a GPU; this job trains on the CPU", place=place, hint="attn: sdpa")
+    for limit in limits_of({"attn": job.attn}) if on_cpu else ():
+        raise InvalidConfig(
+            f"{limit.key} is {limit.value}, but this job trains on the CPU: {limit.why}",
+            place=place,
+            hint=f"{limit.key}: {limit.instead}",
+        )
     if job.precision is Precision.FP32:
         raise InvalidConfig(
             "flash_attention_2 needs bf16 or fp16; precision is fp32",

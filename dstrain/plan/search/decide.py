@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from dstrain.choices import Attention, Method, Offload, Precision
 from dstrain.errors import InvalidConfig
 from dstrain.facts.cluster.cluster import Cluster, Origin
+from dstrain.facts.cluster.cpu import limits_of
 from dstrain.facts.model.model_facts import Kind, ModelFacts
 from dstrain.facts.workload import Workload
 from dstrain.plan import rope_scaling
-from dstrain.plan.configuration import Configuration
+from dstrain.plan.configuration import Configuration, flat
 from dstrain.plan.estimate import USABLE_GPU_RATIO, assess, moved
 from dstrain.plan.estimate_records import Estimate, Plan, Reason
 from dstrain.plan.memory.params import adapted, linear_names
@@ -156,6 +157,11 @@ def check(workload: Workload, request: Request) -> None:
     model, cluster, gpu = workload.model, workload.cluster, workload.cluster.gpu
     if request.precision is Precision.BF16 and not gpu.has_bf16 and gpu.fp16_flops_per_s > 0:
         raise InvalidConfig(f"--precision bf16: {gpu.name} has no bf16", hint="Write --precision fp16.")
+    asked = {"attn": request.attn, "precision": request.precision, "offload": request.offload}
+    for limit in limits_of(asked) if gpu.is_cpu else ():
+        if not limit.unless:
+            words = f"--{limit.key} {limit.value}"
+            raise InvalidConfig(f"{words}: {limit.why}", hint=f"Write --{limit.key} {limit.instead}.")
     if request.attn is Attention.FLASH_ATTENTION_2 and not gpu.has_flash_attention_2:
         raise InvalidConfig(
             f"--attn flash_attention_2: {gpu.name} is too old for FlashAttention-2",
@@ -182,6 +188,8 @@ def _notes(workload: Workload, request: Request, chosen: Estimate) -> tuple[str,
     if chosen.fits and share > USABLE_GPU_RATIO:
         left = percent(1 - USABLE_GPU_RATIO)
         notes.append(f"it fills {percent(share)} of the GPU; dstrain's own choices leave {left}")
+    for limit in limits_of(flat(chosen.configuration)) if cluster.gpu.is_cpu else ():
+        notes.append(f"{limit.key} {limit.value} trains on a CPU only if {limit.unless}: {limit.why}")
     if request.method is Method.QLORA:
         notes.append("qlora needs bitsandbytes on the machine that trains: pip install 'dstrain[qlora]'")
     if model.vision is not None and not request.image_patches:

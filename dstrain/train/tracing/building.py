@@ -70,9 +70,7 @@ def build(config: Any, subject: Subject, precision: Precision = Precision.BF16) 
 def prepare(question: Question) -> Any:
     """Returns the model of a question, ready for a training pass: attention, adapter, checkpointing."""
     if question.method is Method.QLORA:
-        raise DstrainError(
-            "4-bit weights cannot be traced: a trace has none to quantise", hint="Use method lora."
-        )
+        raise DstrainError("4-bit weights cannot be traced: a trace has none to quantise", hint="Use method lora.")
     subject = question.subject
     model = build(load_config(subject, question.num_hidden_layers), subject, question.precision)
     _set_attention(model, question.attn)

@@ -17,6 +17,7 @@ from dstrain.facts import probe
 from dstrain.facts.cluster import cluster as clusters
 from dstrain.facts.cluster import gpus, hostfile
 from dstrain.facts.cluster.cluster import Cluster, Origin
+from dstrain.facts.cluster.cpu import CPU_LIMITS, CpuLimit
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.facts.workload import Workload
 from dstrain.job.file import JobFile, read_job
@@ -291,6 +292,24 @@ def test_a_lower_end_above_the_jobs_learning_rate_is_told(tmp_path: Path) -> Non
 def test_what_is_wrong_in_the_job_is_told_in_its_line(tmp_path: Path, lines: str, rule: str, line: int) -> None:
     said = one(rule, found(ZERO2, job=job(tmp_path, lines), model=model("qwen3-8b"), cluster=cluster("v100-32g")))
     assert (Path(said.place.file).name, said.place.line, said.severity) == ("job.yaml", line, Severity.WARNING)
+
+
+@pytest.mark.parametrize(
+    "limit", [limit for limit in CPU_LIMITS if limit.key != "offload"], ids=lambda limit: limit.value
+)
+def test_what_a_cpu_does_not_run_is_told(tmp_path: Path, limit: CpuLimit) -> None:
+    asked = job(tmp_path, f"{limit.key}: {limit.value}\n")
+    said = one(
+        "DS904", found(ZERO2, job=asked, model=model("qwen3-0.6b"), cluster=cluster("cpu", 2, host_memory_bytes=2**38))
+    )
+    assert limit.why in said.effect
+    assert said.fix == f"write {limit.key}: {limit.instead}"
+
+
+def test_qlora_trains_on_a_cpu(tmp_path: Path) -> None:
+    asked = job(tmp_path, "method: qlora\nprecision: fp32\n")
+    known = cluster("cpu", 2, host_memory_bytes=2**38)
+    assert "DS904" not in {each.rule for each in found(ZERO2, job=asked, model=model("qwen3-0.6b"), cluster=known)}
 
 
 YARN = "rope_scaling: {rope_type: yarn, factor: 2.0, original_max_position_embeddings: 32768}\n"

@@ -11,6 +11,7 @@ from cases import ask, plan
 
 from dstrain.choices import Attention, Offload, Precision
 from dstrain.errors import InvalidConfig
+from dstrain.facts.cluster.cpu import CPU_LIMITS, CpuLimit
 from dstrain.plan.estimate import assess
 from dstrain.plan.search.decide import Survey, survey
 from dstrain.plan.speed.step_time import speed
@@ -46,6 +47,20 @@ def test_a_cpu_trains_in_fp32() -> None:
         plan(model="qwen3-0.6b", gpus=2, gpu="cpu", seq_len=512, host_memory=2**38).chosen.configuration.model.precision
         is Precision.FP32
     )
+
+
+@pytest.mark.parametrize("limit", CPU_LIMITS, ids=lambda limit: limit.value)
+def test_what_a_cpu_does_not_run_is_refused_or_said(limit: CpuLimit) -> None:
+    options: dict[str, Any] = {limit.key: limit.value}
+    if limit.key == "offload":
+        options |= {"zero_stage": 3, "nvme": "/nvme"}
+    options |= {"model": "qwen3-0.6b", "gpus": 2, "gpu": "cpu", "seq_len": 512, "host_memory": 2**38}
+    if limit.unless:
+        (note,) = [note for note in plan(**options).notes if limit.why in note]
+        assert limit.unless in note
+    else:
+        with pytest.raises(InvalidConfig, match=limit.why):
+            plan(**options)
 
 
 def surveyed(wishes: dict[str, Any] | None = None, **options: Any) -> Survey:

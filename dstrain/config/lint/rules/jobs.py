@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict
 
-from dstrain.choices import Method, Precision, RopeType
+from dstrain.choices import Precision, RopeType
 from dstrain.config.lint.finding import Fault, Severity
 from dstrain.config.lint.rule import Breaks, Rule, when
 from dstrain.config.lint.rules.no_effect import above, has_pass, is_on
 from dstrain.config.lint.subject import Subject, shown
+from dstrain.facts.cluster.cpu import limits_of
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.job.schema import Job
 from dstrain.plan import rope_scaling
@@ -134,12 +135,13 @@ def _not_on_gpu(subject: Subject) -> Iterator[Fault]:
     if job is None or cluster is None or cluster.gpu_origin == "assumed":
         return
     gpu = cluster.gpu
-    if job.precision is Precision.BF16 and not gpu.has_bf16 and gpu.name != "cpu":
+    if job.precision is Precision.BF16 and not gpu.has_bf16 and not gpu.is_cpu:
         yield _in_job(subject, "precision", f"precision is bf16, but {gpu.name} does not support it",
                       "matrix products run in fp32, at a fraction of the speed", "write precision: fp16")  # fmt: skip
-    if gpu.name == "cpu" and job.method is Method.QLORA:
-        yield _in_job(subject, "method", "method is qlora, but the ranks train on the CPU",
-                      "4-bit weights need a GPU", "write method: lora")  # fmt: skip
+    for limit in limits_of({"attn": job.attn, "precision": job.precision}) if gpu.is_cpu else ():
+        problem = f"{limit.key} is {limit.value}, but the ranks train on the CPU"
+        effect = f"the run stops{f', unless {limit.unless}' if limit.unless else ''}: {limit.why}"
+        yield _in_job(subject, limit.key, problem, effect, f"write {limit.key}: {limit.instead}")
 
 
 # fmt: off

@@ -1,0 +1,62 @@
+"""What ranks on a CPU do not run: one table for the planner, lint, `dstrain run` and the pages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CpuLimit:
+    """A value of an option or job key that a CPU does not run, always or mostly."""
+
+    key: str
+    """Name in requests, configurations and, where the job has it, in job.yaml."""
+    value: str
+    """The value."""
+    why: str
+    """What a CPU lacks."""
+    instead: str
+    """The value to write."""
+    unless: str = ""
+    """What makes it run all the same; empty: nothing does."""
+    source: str
+    """Where the limit is implemented."""
+
+
+CPU_LIMITS = (
+    CpuLimit(
+        key="attn",
+        value="flash_attention_2",
+        why="FlashAttention has no kernels for a CPU",
+        instead="sdpa",
+        source="flash-attn 2, which is built with nvcc or hipcc",
+    ),
+    CpuLimit(
+        key="precision",
+        value="fp16",
+        why="most CPUs multiply no fp16 matrices",
+        instead="fp32",
+        unless="the CPU has AVX512-FP16 or AMX-FP16",
+        source="deepspeed 0.19.8 accelerator/cpu_accelerator.py: is_fp16_supported",
+    ),
+    CpuLimit(
+        key="offload",
+        value="nvme",
+        why="DeepSpeed builds async_io with the headers of libaio only",
+        instead="params",
+        unless="libaio-dev is installed",
+        source="deepspeed 0.19.8 ops/op_builder/async_io.py: is_compatible",
+    ),
+)
+"""Everything else that dstrain plans trains on a CPU too, in 4 bits with bitsandbytes 0.49 or later."""
+
+
+def limits_of(values: Mapping[str, Any]) -> list[CpuLimit]:
+    """Returns the limits that values of keys meet.
+
+    >>> [limit.instead for limit in limits_of({"attn": "flash_attention_2", "precision": "bf16"})]
+    ['sdpa']
+    """
+    return [limit for limit in CPU_LIMITS if values.get(limit.key) == limit.value]
