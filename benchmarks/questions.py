@@ -64,9 +64,9 @@ QUESTIONS = (
     _yes("--model qwen3-14b --gpus 8 --gpu 4090", "236 GB of states exceed the GPUs; the wall, assumed RAM, is named"),
     _yes("--model qwen2.5-7b --gpus 8 --gpu l40s", "over PCIe ZeRO-2 sends less than ZeRO-3, and fits"),
     _yes("--model llama-3.1-8b --gpus 8 --gpu a100-40g", "plain ZeRO-3 with checkpointing, no offload"),
-    _no(
+    _yes(
         "--model llama-3.1-8b --gpus 8 --gpu a100-80g --seq-len 8192",
-        "SP 2 under ZeRO-2 is as fast with fewer ranks a sample",
+        "SP 2 in place of recomputation: 18 % faster, and no more ranks a sample than that takes",
     ),
     _yes("--model qwen3-8b --gpus 8 --gpu h100-sxm", "states divided by 8 leave room for all activations"),
     _yes("--model qwen3-8b --gpus 8 --gpu h100-sxm --seq-len 65536", "long sequences inside the node, YaRN said"),

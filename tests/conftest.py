@@ -61,6 +61,7 @@ MARKS = {
         *("tests/facts/model/test_tracer.py", "tests/config/lint/test_properties.py"),
         *("tests/cli/test_options.py", "tests/cli/test_bombs.py", "tests/test_fuzz.py"),
         "tests/config/explain/test_explain.py::test_no_configuration_that_is_json_breaks_an_explanation",
+        "tests/test_docs.py::test_the_page_of_a_model_has_the_plan",
         "tests/facts/cluster/test_hostfile.py::test_any_text_gives_hosts_or_problems_with_places",
         "tests/launch/nodes/test_protocol.py::test_a_message_has_the_types_of_its_fields",
         "tests/plan/search/test_search.py::test_bounds_lose_nothing",
@@ -91,6 +92,7 @@ SAMPLED = {
     "tests/cli/test_options.py::test_every_value_of_every_option_has_a_documented_end": 150,
     "tests/facts/model/test_families.py::test_every_tensor_is_the_one_that_transformers_builds": 12,
     "tests/cli/test_bombs.py::test_a_bomb_does_not_go_off": 8,
+    "tests/test_docs.py::test_the_page_of_a_model_has_the_plan": 3,
 }
 """How many of the cases of these tests a sample has; all of them are also a sweep. Other sweeps draw inside theirs."""
 

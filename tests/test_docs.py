@@ -20,9 +20,11 @@ import pytest
 from benchmarks.published import report
 from benchmarks.published.answers import Answer
 from benchmarks.published.score import score
-from docs import pictures
+from docs import model_pages, pictures
+from dstrain.choices import Method
 from dstrain.cli.main import cli
 from dstrain.facts.cluster.cpu import CPU_LIMITS
+from dstrain.facts.model import aliases
 
 ROOT = Path(__file__).parent.parent
 README, CHINESE = ROOT / "README.md", ROOT / "README.zh-CN.md"
@@ -284,7 +286,23 @@ def test_the_index_links_to_every_page_of_its_language(index: str) -> None:
     page = ROOT / index
     is_chinese = page.parent.name == "zh"
     pages = {path for path in (ROOT / "docs").rglob("*.md") if ("zh" in path.parts) == is_chinese}
-    assert pages - {target for target, _ in links(page)} == {page}
+    linked = {target for target, _ in links(page)}
+    assert model_pages.FOLDER / "index.md" in linked  # in both languages, and leads to those of models
+    assert pages - linked - set(model_pages.FOLDER.iterdir()) == {page}
+
+
+def test_every_known_model_has_a_page() -> None:
+    index = (model_pages.FOLDER / "index.md").read_text(encoding="utf-8")
+    assert index == model_pages.index()
+    assert {path.stem for path in model_pages.FOLDER.iterdir()} == {"index", *aliases.known()}
+
+
+@pytest.mark.parametrize("method", model_pages.METHODS)
+@pytest.mark.parametrize("cluster", model_pages.CLUSTERS)
+@pytest.mark.parametrize("name", aliases.known())
+def test_the_page_of_a_model_has_the_plan(name: str, cluster: str, method: Method) -> None:
+    lines = (model_pages.FOLDER / f"{name}.md").read_text(encoding="utf-8").splitlines()
+    assert model_pages.row(name, cluster, method) in lines, f"run python -m docs.model_pages {name}"
 
 
 def test_chinese_pages_link_to_chinese_ones() -> None:

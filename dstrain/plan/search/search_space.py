@@ -112,13 +112,15 @@ def mechanisms(configuration: Configuration) -> int:
     """Returns how many mechanisms a configuration uses: the measure of simplicity.
 
     One for each part that ZeRO shares out (its stage), for checkpointing, TP, hpZ, a divided optimizer and pageable
-    memory; two for SP, which depends on the model's attention and on links in every layer, and for each step that
-    states go away from the GPU (optimizer, parameters, NVMe), which depends on the RAM, CPU and disk of every node.
+    memory; two for each step that states go away from the GPU (optimizer, parameters, NVMe), which depends on the RAM,
+    CPU and disk of every node. SP depends on the model's attention and on links in every layer: two for SP 2, and one
+    more each time that twice as many ranks wait for each other.
     """
     zero, parallel = configuration.zero, configuration.parallel
     is_pageable = zero.is_offloaded and not zero.pin_memory
     extras = (configuration.checkpointing.enabled, parallel.tp > 1, zero.hpz > 1, zero.offload_ratio < 1, is_pageable)
-    return zero.stage + 2 * (list(Offload).index(zero.offload) + (parallel.sp > 1)) + sum(extras)
+    sequence_parallel = parallel.sp.bit_length() if parallel.sp > 1 else 0
+    return zero.stage + 2 * list(Offload).index(zero.offload) + sequence_parallel + sum(extras)
 
 
 def ways(workload: Workload, request: Request) -> Strategies:
