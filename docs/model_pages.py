@@ -36,9 +36,11 @@ METHODS = {Method.FULL: "Full fine-tuning · 全参数微调", Method.LORA: "LoR
 HEAD = "| options 选项 | plan 方案 | GPU GiB 显存 | host GiB/node 内存 | tokens/s/GPU 吞吐 |\n|---|---|--:|--:|--:|"
 FOOT = """\
 Sequences of 4,096 tokens; host RAM as dstrain assumes it for such GPUs (`--host-memory` says what is there);
-predictions, with errors as [measured](../accuracy.md). A row as files: `dstrain gen-config --model {name}` with its options.
+predictions, with errors as [measured](../accuracy.md). A row as files: `dstrain gen-config --model {name}` with its
+options.
 
-序列长 4096；主机内存为 dstrain 对这类 GPU 的假定值（用 `--host-memory` 给出实际值）；数字是预测，误差见[准确度](../zh/accuracy.md)。
+序列长 4096；主机内存为 dstrain 对这类 GPU 的假定值（用 `--host-memory` 给出实际值）；
+数字是预测，误差见[准确度](../zh/accuracy.md)。
 要得到某一行的文件：`dstrain gen-config --model {name}` 加上该行的选项。
 """
 INDEX = """# Models · 模型
