@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import AutoConfig
 
 from dstrain.choices import Method, Precision
@@ -89,6 +90,7 @@ def tiny_model(alias: str, tokenizer: Path, to: Path) -> Path:
         known["vision_config"] |= {key: value for key, value in VISION.items() if key in known["vision_config"]}
         known |= {"image_token_id": 5, "video_token_id": 6, "vision_start_token_id": 7, "vision_end_token_id": 8}
     config = AutoConfig.for_model(**known)
+    torch.manual_seed(0)
     family_of(config).from_config(config).float().save_pretrained(to)
     return to
 
@@ -196,7 +198,9 @@ class Space:
         assert codes(place) == [[0] * point.workload.cluster.num_gpus], f"{point.title}\n{said(place)[-3000:]}"
         kind = (point.kind, global_batch(point.workload.cluster, point.configuration))
         if kind not in self.alone:
-            self.alone[kind] = self.train(point.alone, f"alone {len(self.alone)}")
+            alone = self.train(point.alone, f"alone {len(self.alone)}")
+            assert codes(alone) == [[0]], f"{point.alone.title}\n{said(alone)[-3000:]}"
+            self.alone[kind] = alone
         assert losses(place) == pytest.approx(losses(self.alone[kind]), rel=1e-4), (
             f"{point.title}: {losses(place)} {losses(self.alone[kind])}"
         )

@@ -94,13 +94,13 @@ FAMILIES = (
 CASES = [pytest.param(family, attn, id=f"{family.name} {attn}") for family in FAMILIES for attn in family.attn]
 
 
-def make(family: Family, attn: str) -> Any:
+def make(family: Family, attn: str, seed: int = 0) -> Any:
     base = {name: value for name, value in LLAMA.items() if name not in {"head_dim", "num_key_value_heads"}}
     if family.name in {"gpt2", "bloom", "mpt"}:
         base = {"vocab_size": 512, "n_layer": 4, "n_head": 4} | ({} if family.name == "mpt" else {"hidden_size": 64})
     elif family.name != "opt":
         base = dict(LLAMA)
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     config = AutoConfig.for_model(family.name, **{**base, **family.config})
     return AutoModelForCausalLM.from_config(config, attn_implementation=attn, dtype=torch.float32)
 
@@ -154,3 +154,12 @@ def test_the_loss_of_packed_samples_is_that_of_the_same_alone_or_packing_is_refu
     texts = [torch.tensor([sample]) for sample in samples]
     alone = torch.stack([loss_of(model(input_ids=ids).logits, shift(ids)) for ids in texts]).sum(dim=0)
     assert together.tolist() == pytest.approx(alone.tolist(), rel=1e-6)
+
+
+def test_rounding_of_experts_is_not_taken_for_a_sample_that_sees_another() -> None:
+    (family,) = [family for family in FAMILIES if family.name == "qwen3_moe"]
+    collate = Collator(pad_token_id=0, packing=True, takes=taken_by(make(family, "sdpa")))
+    for seed in range(12):
+        model = make(family, "sdpa", seed).train()
+        trial = Trial(model=model, engine=model, inputs_of=lambda row: collate([row]), tokens=range(3, 200), group=None)
+        assert not trial.needs_masks()
