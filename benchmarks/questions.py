@@ -66,7 +66,7 @@ QUESTIONS = (
     _yes("--model llama-3.1-8b --gpus 8 --gpu a100-40g", "plain ZeRO-3 with checkpointing, no offload"),
     _yes(
         "--model llama-3.1-8b --gpus 8 --gpu a100-80g --seq-len 8192",
-        "SP 2 in place of recomputation: 18 % faster, and no more ranks a sample than that takes",
+        "SP 2 in place of recomputation is 18 % faster; SP 4 would gain nothing more",
     ),
     _yes("--model qwen3-8b --gpus 8 --gpu h100-sxm", "states divided by 8 leave room for all activations"),
     _yes("--model qwen3-8b --gpus 8 --gpu h100-sxm --seq-len 65536", "long sequences inside the node, YaRN said"),

@@ -187,7 +187,7 @@ class Space:
         """Returns the run directory of a point whose ranks have ended."""
         with pytest.MonkeyPatch.context() as patch:
             if point.configuration.model.method is Method.QLORA:
-                patch.setattr(sys, "path", [*sys.path, str(QLORA)])
+                patch.setattr(sys, "path", [*sys.path, str(QLORA)])  # the checks before a launch look for bitsandbytes
             place = write(point, self.folder / name, self.demo / "train.jsonl")
         self.engine.train(place, ranks=point.workload.cluster.num_gpus)
         return place

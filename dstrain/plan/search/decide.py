@@ -224,7 +224,8 @@ def _precision_notes(workload: Workload, chosen: Estimate) -> list[str]:
     """Returns the consequences of half precision without bf16."""
     model, cluster = workload.model, workload.cluster
     notes = []
-    if chosen.configuration.model.precision is Precision.FP16 and not cluster.gpu.has_bf16:
+    is_old = not cluster.gpu.has_bf16 and not cluster.gpu.is_cpu
+    if chosen.configuration.model.precision is Precision.FP16 and is_old:
         notes.append(
             f"{cluster.gpu.name} has neither bf16 nor FlashAttention-2: fp16 with loss scaling and sdpa are used"
         )

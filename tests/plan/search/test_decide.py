@@ -56,8 +56,10 @@ def test_what_a_cpu_does_not_run_is_refused_or_said(limit: CpuLimit) -> None:
         options |= {"zero_stage": 3, "nvme": "/nvme"}
     options |= {"model": "qwen3-0.6b", "gpus": 2, "gpu": "cpu", "seq_len": 512, "host_memory": 2**38}
     if limit.unless:
-        (note,) = [note for note in plan(**options).notes if limit.why in note]
+        notes = plan(**options).notes
+        (note,) = [note for note in notes if limit.why in note]
         assert limit.unless in note
+        assert not any("has neither bf16" in note for note in notes)  # a CPU trains in bf16
     else:
         with pytest.raises(InvalidConfig, match=limit.why):
             plan(**options)
