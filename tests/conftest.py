@@ -38,7 +38,7 @@ MARKS = {
         *("tests/config/lint/test_proofs.py", "tests/train/test_engine_memory.py", "tests/train/test_end_to_end.py"),
         *(
             "tests/train/test_space.py",
-            "tests/train/test_sequence_parallel.py",
+            "tests/train/test_model_parallel.py",
             "tests/train/test_resume.py",
             "tests/train/test_elastic.py",
             "tests/train/test_evaluation.py",
@@ -85,7 +85,7 @@ SAMPLED = {
     "tests/train/test_engine_memory.py": 12,
     "tests/train/test_space.py::test_a_point_trains_as_one_rank_without_zero_does": 16,
     "tests/train/test_space.py::test_the_choice_for_a_question_trains": 3,
-    "tests/train/test_sequence_parallel.py": 3,
+    "tests/train/test_model_parallel.py": 3,
     "tests/train/test_trace.py::test_a_trace_equals_what_pytorch_allocates": 8,
     "tests/facts/model/test_tracer.py::test_a_known_family_is_described_as_it_is_known": 5,
     "tests/facts/model/test_tracer.py::test_a_profile_equals_the_trace_of_the_whole_model": 6,

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from dstrain.job.schema import Job
 
 _PRECISIONS = ("bf16", "fp16")
+GATHERS = "stage3_gather_16bit_weights_on_model_save"
+"""Key of `zero_optimization`: accelerate gathers weights by it under ZeRO-3, and those of tensor-parallel ranks."""
 
 
 def for_trainer(config: Mapping[str, Any], job: Job, model: ModelFacts | None, *, num_ranks: int) -> dict[str, Any]:
@@ -30,8 +32,11 @@ def for_trainer(config: Mapping[str, Any], job: Job, model: ModelFacts | None, *
             effective[section] = {**given, "enabled": "auto"}
     for pointer, value in filled(job, model, num_ranks=num_ranks).items():
         _fill(effective, pointer, value)
-    if job.sp > 1 and "train_batch_size" in effective:
+    if job.ranks_per_batch > 1 and "train_batch_size" in effective:
         effective["train_batch_size"] = "auto"  # Transformers counts every rank, and accelerate corrects that
+    if job.tp > 1:
+        effective.setdefault("tensor_parallel", {})["autotp_size"] = job.tp
+        effective.setdefault("zero_optimization", {}).setdefault(GATHERS, True)
     return effective
 
 

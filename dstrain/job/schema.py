@@ -156,6 +156,8 @@ class Job:
     """Micro-batches per optimizer step."""
     sp: Positive = 1
     """Sequence-parallel ranks (Ulysses), which share the tokens of each row; they divide GPUs and attention heads."""
+    tp: Positive = 1
+    """Tensor-parallel ranks (DeepSpeed's AutoTP), which share each weight; they divide GPUs and key-value heads."""
     grad_ckpt: bool = True
     """Whether activations are recomputed in the backward pass."""
     grad_ckpt_every_n_layers: Positive = 1
@@ -207,8 +209,13 @@ class Job:
     """Environment variables of every rank; put secrets in your own environment, not here."""
 
     def data_parallel(self, num_ranks: int) -> int:
-        """Returns how many micro-batches the ranks train on at once: one for each sequence-parallel group."""
-        return max(1, num_ranks // self.sp)
+        """Returns how many micro-batches the ranks train on at once."""
+        return max(1, num_ranks // self.ranks_per_batch)
+
+    @property
+    def ranks_per_batch(self) -> int:
+        """Ranks that train on the same micro-batch: those of a sequence- or tensor-parallel group."""
+        return self.sp * self.tp
 
     def samples_per_step(self, num_ranks: int) -> int:
         """Returns the samples of one step."""
@@ -222,6 +229,9 @@ SYNONYMS = MappingProxyType(
         "gradient_accumulation_steps": "grad_accum",
         "sequence_parallel_size": "sp",
         "sp_size": "sp",
+        "tensor_parallel_size": "tp",
+        "tp_size": "tp",
+        "autotp_size": "tp",
         "gradient_checkpointing": "grad_ckpt",
         "model_name_or_path": "model",
         "model_path": "model",

@@ -103,8 +103,8 @@ def effective(model: ModelFacts, request: Request, ds_config: Mapping[str, Any])
 
 def _effective(model: ModelFacts, request: Request, ds_config: Mapping[str, Any]) -> Configuration:
     zero = ds_config.get("zero_optimization") or {}
-    tp = int((ds_config.get("tensor_parallel") or {}).get("autotp_size") or 1)
     asked = request.configuration
+    tp = int((ds_config.get("tensor_parallel") or {}).get("autotp_size") or asked.parallel.tp)
     return replace(
         asked,
         step=replace(asked.step, grad_accum_dtype=_accumulation(ds_config)),

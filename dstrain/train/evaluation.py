@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 
-from dstrain.train.data.slices import shift
 from dstrain.train.data.tokenize import IGNORED
 
 
@@ -62,18 +61,17 @@ def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 def mean_loss(
-    logits_of: Callable[[Mapping[str, Any]], torch.Tensor], batches: Iterable[dict[str, Any]], group: Any
+    totals_of: Callable[[Mapping[str, Any]], torch.Tensor], batches: Iterable[Mapping[str, Any]], group: Any
 ) -> tuple[float, int]:
     """Returns the mean loss per target over the micro-batches of all ranks, and the number of targets.
 
-    `group` is a gloo group of all ranks; None for a single one. The loss is NaN without targets.
+    `totals_of` returns the sum of the losses and the number of targets of a micro-batch: (2,), float64. `group` is a
+    gloo group of all ranks; None for a single one. The loss is NaN without targets.
     """
     totals = torch.zeros(2, dtype=torch.float64)
     for batch in batches:
-        labels, shifted = batch.pop("labels"), batch.pop("shift_labels", None)
-        logits = logits_of(batch)
-        targets = shift(labels) if shifted is None else shifted
-        totals = totals.to(logits.device) + loss_of(logits, targets.to(logits.device))
+        counted = totals_of(batch)
+        totals = totals.to(counted.device) + counted
     totals = totals.cpu()
     if group is not None:
         dist.all_reduce(totals, group=group)

@@ -12,6 +12,7 @@ import torch
 from torch.nn import Linear
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.core_model_loading import Transpose
+from transformers.integrations.deepspeed import deepspeed_config
 from transformers.utils.logging import set_tqdm_hook
 
 from dstrain.choices import Hub, Method
@@ -83,7 +84,7 @@ def load_model(
     try:
         config = AutoConfig.from_pretrained(source, trust_remote_code=job.trust_remote_code)
         rope_scaling.scale(config, job.rope_scaling)
-        with _counting(report), _shapes_before_partitioning():
+        with _counting(report), _shapes_before_partitioning(), _whole_while_loading():
             model = family_of(config).from_pretrained(source, config=config, **options)
     except (OSError, ValueError, ImportError) as error:
         raise _cannot_load("model", job, error) from error
@@ -143,6 +144,22 @@ def _shapes_before_partitioning() -> Iterator[None]:
         yield
     finally:
         Transpose.convert = convert  # type: ignore[method-assign]
+
+
+@contextmanager
+def _whole_while_loading() -> Iterator[None]:
+    """Lets Transformers load a model under ZeRO-3, which the engine splits over tensor-parallel ranks later.
+
+    Transformers refuses to convert weights for such ranks, also where a checkpoint has none to convert. Source:
+    Transformers 5.23 integrations/deepspeed.py: _apply_weight_conversions_to_state_dict.
+    """
+    config: Any = deepspeed_config()  # type: ignore[no-untyped-call]
+    section = config.pop("tensor_parallel", None) if config else None
+    try:
+        yield
+    finally:
+        if section is not None:
+            config["tensor_parallel"] = section
 
 
 def _forget_unused_conversions(model: Any) -> None:

@@ -53,6 +53,7 @@ class SavingTrainer(transformers.Trainer):
             micro_batch=self.args.per_device_train_batch_size,
             grad_accum=self.args.gradient_accumulation_steps,
             sp=self._job.sp,
+            tp=self._job.tp,
             data=self._data_digest,
             rope_scaling=self._job.rope_scaling,
         )
@@ -83,7 +84,7 @@ class SavingTrainer(transformers.Trainer):
             self._wait()
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Saves weights for `from_pretrained`; under ZeRO-3 only if the configuration allows gathering them."""
+        """Saves weights for `from_pretrained`; shared ones only where the configuration allows gathering them."""
         if self._can_gather():
             super().save_model(output_dir, _internal_call)
         elif self._rank.is_first:
@@ -113,7 +114,7 @@ class SavingTrainer(transformers.Trainer):
         return hasattr(self.model, "peft_config")
 
     def _can_gather(self) -> bool:
-        if self._stage != 3 or self._is_adapter():
+        if (self._stage != 3 and self._job.tp == 1) or self._is_adapter():
             return True
         engine: Any = self.model_wrapped
         return bool(engine.zero_gather_16bit_weights_on_model_save())

@@ -28,7 +28,7 @@ from dstrain.train.trainer import Trainer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlicingCollator:
-    """Cuts this rank's slice out of the rows of its group; the tokens of a row are counted on one rank of the group."""
+    """Cuts this rank's slice out of the rows of its group."""
 
     collator: CountingCollator
     part: Slice
@@ -36,8 +36,7 @@ class SlicingCollator:
     def __call__(self, rows: Any) -> dict[str, Any]:
         """Returns the tensors of the slice, (batch, seq / ranks of the group), and the counts of the whole rows."""
         batch = self.collator(rows)
-        counts = batch[COUNTS] if self.part.index == 0 else (0, 0, 0)
-        return {**self.part.cut(batch), COUNTS: counts}
+        return {**self.part.cut(batch), COUNTS: batch[COUNTS]}
 
 
 class SequenceParallelTrainer(Trainer):

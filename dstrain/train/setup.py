@@ -36,6 +36,7 @@ from dstrain.train.measure_states import MeasureCallback
 from dstrain.train.model import load_model, load_tokenizer, source_of
 from dstrain.train.rank import Rank
 from dstrain.train.sequence_parallel import SequenceParallelTrainer
+from dstrain.train.tensor_parallel import TensorParallelTrainer
 from dstrain.train.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -123,7 +124,7 @@ class TrainingSetup:
             sinks=sinks,
             say=self.rank.say,
         )
-        kind = SequenceParallelTrainer if self.job.sp > 1 else Trainer
+        kind = SequenceParallelTrainer if self.job.sp > 1 else TensorParallelTrainer if self.job.tp > 1 else Trainer
         trainer = kind(
             job=self.job,
             run_dir=self.run_dir,

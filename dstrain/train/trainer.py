@@ -20,7 +20,8 @@ from dstrain.monitor.health import Nonfinite
 from dstrain.train.checkpoints import checkpoints, universal_checkpoint
 from dstrain.train.data.isolation import Trial, packed_masks
 from dstrain.train.data.packing import PackedRows, row_of
-from dstrain.train.evaluation import Share, mean_loss
+from dstrain.train.data.slices import shift
+from dstrain.train.evaluation import Share, loss_of, mean_loss
 from dstrain.train.loss import takes_targets
 from dstrain.train.rank import Rank
 from dstrain.train.saving import SavingTrainer
@@ -51,7 +52,8 @@ class Trainer(SavingTrainer):
         self._metrics = metrics
         self._heartbeat = heartbeat
         self._num_shares = job.data_parallel(rank.world_size)
-        self._share = rank.index // job.sp
+        self._share, index_in_group = divmod(rank.index, job.ranks_per_batch)
+        self._counts_rows = index_in_group == 0  # the other ranks of the group have the same ones
         self._group = group
 
     @property
@@ -63,6 +65,8 @@ class Trainer(SavingTrainer):
         """Returns the micro-batches of one step, and counts their tokens and the waiting time."""
         batches, items = super().get_batch_samples(self.meter.timed(epoch_iterator), num_batches, device)
         for batch in batches:
+            if not self._counts_rows:
+                batch[COUNTS] = (0, 0, 0)
             self.meter.count(batch)
         return batches, items
 
@@ -102,16 +106,20 @@ class Trainer(SavingTrainer):
         engine: Any = self.model_wrapped
         engine.eval()
 
-        def logits_of(batch: Mapping[str, Any]) -> torch.Tensor:
+        def totals_of(batch: Mapping[str, Any]) -> torch.Tensor:
             self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
             with torch.no_grad(), self.compute_loss_context_manager():
-                logits: torch.Tensor = engine(**self._prepare_inputs(dict(batch))).logits
-            return logits
+                return self._totals(engine, self._prepare_inputs(dict(batch)))
 
-        loss, targets = mean_loss(logits_of, dataloader, self._group)
+        loss, targets = mean_loss(totals_of, dataloader, self._group)
         metrics = {f"{metric_key_prefix}_loss": loss, f"{metric_key_prefix}_tokens": targets}
         num_samples = len(dataloader.dataset.rows)
         return EvalLoopOutput(predictions=np.empty(0), label_ids=None, metrics=metrics, num_samples=num_samples)
+
+    def _totals(self, engine: Any, inputs: dict[str, Any]) -> torch.Tensor:
+        """Returns the sum of the losses and the number of targets of this rank's micro-batch: (2,), float64."""
+        labels, shifted = inputs.pop("labels"), inputs.pop("shift_labels", None)
+        return loss_of(engine(**inputs).logits, shift(labels) if shifted is None else shifted)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Logs together with the metrics of the window, so that trainer_state.json, sinks and metrics.jsonl agree."""

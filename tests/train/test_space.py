@@ -33,7 +33,7 @@ def tiny(root: Path, demo: Path, engine: Engine) -> Space:
 
 
 def drawn(tiny: Space, number: int) -> Point:
-    """Returns a draw: first model, shape and method, then a strategy, then its batch and buffers; none is rare."""
+    """Returns a draw: model, shape and method, then SP and TP, then ZeRO, then batch and buffers; none is rare."""
     dice = random.Random(number)
     alias = dice.choice(MODELS)
     model = tiny.model(alias)
@@ -43,8 +43,11 @@ def drawn(tiny: Space, number: int) -> Point:
         seq_len=dice.choice((64, 128)),
         global_batch=8,
         packing=dice.random() < 0.3,
+        tp=None,
     )
     candidates = [candidate for candidate in space(workload, request) if candidate.way.zero.offload is not Offload.NVME]
+    parallel = dice.choice(list(dict.fromkeys(candidate.way.parallel for candidate in candidates)))
+    candidates = [candidate for candidate in candidates if candidate.way.parallel == parallel]
     way = dice.choice(list(dict.fromkeys(candidate.way for candidate in candidates)))
     chosen = dice.choice([candidate for candidate in candidates if candidate.way == way])
     return Point(alias=alias, workload=workload, configuration=chosen.configuration(model))

@@ -71,10 +71,10 @@ _CHOICES = (
     ),
     click.option("--packing/--no-packing", default=False, show_default=True, help="Let short samples share rows."),
     click.option("--sp", type=int, help="Ulysses sequence-parallel ranks.  [default: chosen]"),
+    click.option("--tp", type=int, default=1, show_default=True, help="AutoTP tensor-parallel ranks."),
 )
 _BEYOND = (
     click.option("--grad-accum", type=int, help="Micro-batches of one optimizer step.  [default: chosen]"),
-    click.option("--tp", type=int, default=1, show_default=True, help="AutoTP ranks, to estimate only."),
     click.option(
         "--optimizer", type=Choice(Optimizer), default=Optimizer.ADAMW.value, show_default=True, help="Optimizer."
     ),

@@ -144,6 +144,7 @@ def _words(section: Section, explanation: Explanation) -> Iterator[str]:
         job, hosts = explanation.context.job.job, explanation.context.hosts
         ranks = hosts.num_slots if hosts else 1
         shared = ("s" if ranks > 1 else "") + (f" ÷ SP {job.sp}" if job.sp > 1 else "")
+        shared += f" ÷ TP {job.tp}" if job.tp > 1 else ""
         yield (
             f"{ranks} GPU{shared} × micro-batch {job.micro_batch} × {job.grad_accum} accumulated"
             f" = {job.samples_per_step(ranks)} samples a step, of up to {job.seq_len} tokens"

@@ -115,7 +115,7 @@ def choose(key: Key, here: Here) -> Chosen:
     """Returns dstrain's choice for a job; for the keys of the batch, the split of the samples of a step is open."""
     request = here.request
     if key.path in _BATCH:
-        ranks = here.workload.cluster.num_gpus // (request.sp or 1)
+        ranks = here.workload.cluster.num_gpus // ((request.sp or 1) * (request.tp or 1))
         samples = (request.micro_batch or 1) * (request.grad_accum or 1) * ranks
         request = replace(request, micro_batch=None, grad_accum=None, global_batch=samples)
     ranking = survey(here.workload, request)

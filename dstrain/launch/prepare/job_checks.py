@@ -136,22 +136,23 @@ def check_targets(file: JobFile, model: ModelFacts | None) -> None:
 
 
 def check_parallel(file: JobFile, model: ModelFacts | None, cluster: Cluster) -> None:
-    """Raises InvalidConfig if sequence parallelism does not work for a model, its cluster or other keys of the job.
+    """Raises InvalidConfig if sequence or tensor parallelism does not work for a model, its cluster or its job.
 
-    Of a model whose facts are unknown, only the number of GPUs is checked.
+    Of a model whose facts are unknown, only the number of GPUs is checked. What depends on ZeRO's stage is lint's.
     """
-    sp = file.job.sp
-    if sp == 1:
-        return
-    if model is not None:
-        workload = Workload(model=model, cluster=cluster)
-        wrong = [rule.says for rule in broken(workload, request_of(file.job).configuration) if "sp" in rule.options]
-    else:
-        wrong = [f"it does not divide the number of GPUs, {cluster.num_gpus}"] if cluster.num_gpus % sp else []
-    if wrong:
-        raise InvalidConfig(
-            f"sp is {sp}, but {'; '.join(wrong)}", place=file.locate(("sp",)), hint="sp: 1 turns it off."
-        )
+    for key in ("sp", "tp"):
+        size = getattr(file.job, key)
+        if size == 1:
+            continue
+        if model is not None:
+            workload = Workload(model=model, cluster=cluster)
+            rules = broken(workload, request_of(file.job).configuration)
+            wrong = [rule.says for rule in rules if key in rule.options and rule.is_of_parallelism]
+        else:
+            wrong = [f"it does not divide the number of GPUs, {cluster.num_gpus}"] if cluster.num_gpus % size else []
+        if wrong:
+            place, hint = file.locate((key,)), f"{key}: 1 turns it off."
+            raise InvalidConfig(f"{key} is {size}, but {'; '.join(wrong)}", place=place, hint=hint)
 
 
 def _check_resume(file: JobFile) -> None:
@@ -209,7 +210,7 @@ def findings(file: JobFile, context: JobContext) -> list[Finding]:
     findings = []
     checks: dict[str, Callable[[], object]] = {"eval_steps": lambda: check_evaluation(file)}
     if (cluster := context.cluster) is not None:
-        checks["sp"] = lambda: check_parallel(file, context.model, cluster)
+        checks["tp" if file.job.tp > 1 else "sp"] = lambda: check_parallel(file, context.model, cluster)
     for key in DATA_KEYS:
         if getattr(file.job, key) is not None and Path(getattr(file.job, key)).is_file():
             checks[key] = partial(check_data_file, file, key)

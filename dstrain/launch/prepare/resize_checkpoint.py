@@ -38,14 +38,16 @@ class SavedCheckpoint:
     grad_accum: int
     """Micro-batches per step."""
     sp: int
-    """Ranks that share a micro-batch."""
+    """Sequence-parallel ranks, which share a micro-batch."""
+    tp: int
+    """Tensor-parallel ranks, which share each weight."""
     rope_scaling: Mapping[str, Any] | None
     """How positions were stretched."""
 
     @property
     def global_batch(self) -> int:
         """Samples of one step."""
-        return self.micro_batch * self.grad_accum * (self.world_size // self.sp)
+        return self.micro_batch * self.grad_accum * (self.world_size // (self.sp * self.tp))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,6 +131,7 @@ def find(job: Job) -> SavedCheckpoint | None:
         micro_batch=record.get("micro_batch", job.micro_batch),
         grad_accum=record.get("grad_accum", job.grad_accum),
         sp=record.get("sp", 1),
+        tp=record.get("tp", 1),
         rope_scaling=record.get("rope_scaling"),
     )
 
@@ -143,8 +146,8 @@ def keep_batch(job: Job, saved: SavedCheckpoint, *, num_ranks: int) -> Job:
         return job
     groups = job.data_parallel(num_ranks)
     if total % groups:
-        nearby = range(job.sp, 2 * max(saved.world_size, num_ranks) + 1, job.sp)
-        legal = ", ".join(str(count) for count in nearby if total % (count // job.sp) == 0)
+        nearby = range(job.ranks_per_batch, 2 * max(saved.world_size, num_ranks) + 1, job.ranks_per_batch)
+        legal = ", ".join(str(count) for count in nearby if total % job.data_parallel(count) == 0)
         raise InvalidConfig(
             f"{shown(str(saved.folder))} was trained with a global batch of {total}; {num_ranks} GPUs cannot share it",
             hint=f"Numbers of GPUs that can: {legal}.",
@@ -215,6 +218,9 @@ def decide(saved: SavedCheckpoint | None, config: Mapping[str, Any], *, num_rank
             f"{name} was written under ZeRO-{saved.zero_stage}; ZeRO-{stage} cannot load its shards",
             hint=f"Set stage back to {saved.zero_stage}, or {_weights(name)}.",
         )
+    if (tp := _at(config, "tensor_parallel.autotp_size") or 1) != saved.tp:
+        problem = f"{name} was written with tp {saved.tp}, and the job has tp {tp}"
+        raise InvalidConfig(problem, hint=f"Write tp: {saved.tp}, or {_weights(name)}.")
     if saved.world_size == num_ranks or not saved.zero_stage:
         return None
     broken = [

@@ -197,8 +197,6 @@ def _notes(workload: Workload, request: Request, chosen: Estimate) -> tuple[str,
         notes.append(f"a vision-language model trains on text here; its vision tower ({frozen} parameters) is frozen")
     if model.moe is not None and request.method is not Method.FULL:
         notes.append("experts are 3-D tensors in Transformers 5: adapters go to the linear layers of attention")
-    if chosen.configuration.parallel.tp > 1:
-        notes.append("dstrain run does not train with tensor parallelism yet")
     return tuple(notes)
 
 

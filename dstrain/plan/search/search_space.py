@@ -130,8 +130,7 @@ def ways(workload: Workload, request: Request) -> Strategies:
     forbidden: list[tuple[Configuration, tuple[Rule, ...]]] = []
     for sp, tp in _parallel(cluster, request):
         parallel = replace(start, parallel=Parallel(sp=sp, tp=tp))
-        wrong = broken(workload, parallel)
-        wrong = [rule for rule in wrong if "sp" in rule.options or "tp" in rule.options]
+        wrong = [rule for rule in broken(workload, parallel) if rule.is_of_parallelism]
         if wrong:
             forbidden.append((parallel, tuple(wrong)))
             continue

@@ -98,9 +98,11 @@ class Written:
     micro_batch: int
     """Samples per forward of a rank."""
     grad_accum: int
-    """Micro-batches per step; a resumed run keeps the global batch, world_size / sp · micro_batch · grad_accum."""
+    """Micro-batches per step; a resumed run keeps world_size / (sp · tp) · micro_batch · grad_accum."""
     sp: int
-    """Ranks that share a micro-batch."""
+    """Sequence-parallel ranks, which share a micro-batch."""
+    tp: int
+    """Tensor-parallel ranks, which share each weight."""
     data: str
     """Digest of the training data and its order."""
     rope_scaling: RopeScaling | None = None

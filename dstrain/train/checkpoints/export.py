@@ -17,8 +17,9 @@ from typing import Any
 import torch
 
 from dstrain.choices import Precision
+from dstrain.config.resolve_auto import GATHERS
 from dstrain.errors import Conflict, DstrainError, EnvironmentProblem, InvalidConfig
-from dstrain.rundir import RunDir
+from dstrain.rundir import RunDir, read_record
 from dstrain.train import rope_scaling
 from dstrain.train.checkpoints.checkpoints import refuse_damaged
 from dstrain.train.checkpoints.saved_model import DTYPES, converted, family_of, require_whole_model
@@ -35,7 +36,7 @@ def export(source: Path, out: Path, *, precision: Precision | None = None) -> Pa
     folder = locate(source)
     if (folder / "adapter_config.json").is_file():
         model = _merged(folder, precision)
-    elif any(folder.glob("global_step*")):
+    elif any(folder.glob("global_step*")) and not _is_shared_out(folder):
         model = _gathered(folder, precision)
     else:
         model = _loaded(folder, precision)
@@ -123,7 +124,21 @@ def _gathered(folder: Path, precision: Precision | None) -> Any:
     return model
 
 
+def _is_shared_out(folder: Path) -> bool:
+    """Returns whether DeepSpeed cannot gather the shards of a checkpoint, those of tensor-parallel ranks.
+
+    With sequence parallelism under ZeRO-1 and 2, files are named as if they were. The weights that were saved with the
+    checkpoint, in the dtype of the base model, are whole. Source: deepspeed 0.19.8 utils/zero_to_fp32.py.
+    """
+    record = read_record(folder)
+    return bool(record.get("tp", 1) > 1 or (record.get("sp", 1) > 1 and record["zero_stage"] < 3))
+
+
 def _loaded(folder: Path, precision: Precision | None) -> Any:
+    """Returns the model of the weights in a folder. Raises InvalidConfig for a checkpoint without gathered weights."""
+    if not any(folder.glob("model*.safetensors")):
+        problem = f"{folder} has the weights of tensor-parallel ranks, which nobody has gathered"
+        raise InvalidConfig(problem, hint=f'Resume from it with "{GATHERS}": true, and export the final model.')
     config = _config(folder)
     return family_of(config).from_pretrained(folder, dtype=DTYPES[precision] if precision else "auto")
 

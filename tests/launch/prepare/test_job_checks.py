@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from dstrain.choices import Attention
+from dstrain.choices import Attention, Method
 from dstrain.errors import InvalidConfig, Place
 from dstrain.facts import probe
 from dstrain.facts.cluster import gpus
@@ -32,11 +32,12 @@ def test_flash_attention_is_refused_on_gpus_that_were_found_and_are_too_old() ->
         ("qwen3-8b", {"sp": 4, "packing": True}, "keeps packed samples apart with flash_attention_2 only"),
         ("gemma-3-27b", {"sp": 4, "seq_len": 8192}, "limits attention to a window with flash_attention_2 only"),
         ("qwen3-8b", {"sp": 4, "attn": Attention.EAGER}, "sp is 4, but "),
+        ("qwen2.5-7b", {"tp": 8}, "tp is 8, but TP must divide the key-value heads"),
+        ("qwen3-30b-a3b", {"tp": 2}, "AutoTP refuses the experts"),
+        ("qwen3-8b", {"tp": 2, "method": Method.LORA}, "tp is 2, but AutoTP does not find linears"),
     ],
 )
-def test_sequence_parallelism_that_does_not_work_is_refused_at_its_line(
-    model: str, job: dict[str, Any], said: str
-) -> None:
+def test_parallelism_that_does_not_work_is_refused_at_its_line(model: str, job: dict[str, Any], said: str) -> None:
     file = JobFile(
         job=Job(model=model, output_dir="o", **job), locate=lambda keys: Place(file="job.yaml", line=9, column=5)
     )
@@ -44,19 +45,22 @@ def test_sequence_parallelism_that_does_not_work_is_refused_at_its_line(
     with pytest.raises(InvalidConfig) as caught:
         check_parallel(file, probe.read_model(model), cluster)
     assert said in caught.value.problem
-    assert str(caught.value).startswith("job.yaml:9:5: sp is ")
+    assert str(caught.value).startswith(("job.yaml:9:5: sp is ", "job.yaml:9:5: tp is "))
 
 
-def test_sequence_parallelism_that_does_not_divide_the_gpus_is_refused_for_any_model() -> None:
+def test_parallelism_that_does_not_divide_the_gpus_is_refused_for_any_model() -> None:
     cluster = describe(gpu=gpus.gpu("a100-80g"), gpu_origin=Origin.GIVEN, gpus=8)
-    for sp, is_right in [(3, False), (4, True)]:
-        file = JobFile(job=Job(model="m", output_dir="o", sp=sp), locate=lambda keys: Place(file="job.yaml"))
+    for key, size, is_right in [("sp", 3, False), ("sp", 4, True), ("tp", 3, False)]:
+        job = Job(model="m", output_dir="o", **{key: size})  # type: ignore[arg-type]
+        file = JobFile(job=job, locate=lambda keys: Place(file="job.yaml"))
         with nullcontext() if is_right else pytest.raises(InvalidConfig, match="does not divide the number of GPUs, 8"):
             check_parallel(file, None, cluster)
 
 
-@pytest.mark.parametrize("job", [{}, {"sp": 8}, {"sp": 4, "packing": True, "attn": Attention.FLASH_ATTENTION_2}])
-def test_sequence_parallelism_that_works_is_not(job: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "job", [{}, {"sp": 8}, {"tp": 4}, {"sp": 4, "packing": True, "attn": Attention.FLASH_ATTENTION_2}]
+)
+def test_parallelism_that_works_is_not(job: dict[str, Any]) -> None:
     file = JobFile(job=Job(model="m", output_dir="o", **job), locate=lambda keys: Place(file="job.yaml"))
     cluster = describe(gpu=gpus.gpu("a100-80g"), gpu_origin=Origin.GIVEN, gpus=8)
     check_parallel(file, probe.read_model("qwen3-8b"), cluster)

@@ -227,7 +227,6 @@ def test_another_zero_stage_is_refused_with_a_way_out(tmp_path: Path, stage: int
             'offload_optimizer.device "nvme"',
         ),
         ({"zero_optimization": {"stage": 2, "zenflow": {"topk_ratio": 0.1}}}, "zero_optimization.zenflow"),
-        ({"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel.autotp_size 2"),
     ],
 )
 def test_what_deepspeed_cannot_convert_is_refused(tmp_path: Path, change: dict[str, Any], said: str) -> None:
@@ -237,6 +236,17 @@ def test_what_deepspeed_cannot_convert_is_refused(tmp_path: Path, change: dict[s
     assert "cannot convert it for 1 with" in caught.value.problem
     assert caught.value.problem.endswith(said)
     assert decide(found, {**TWO, **change}, num_ranks=2) is None
+
+
+def test_ranks_that_share_weights_are_not_converted_and_keep_their_number(tmp_path: Path) -> None:
+    checkpoint(tmp_path, tp=2)
+    shared = {**TWO, "tensor_parallel": {"autotp_size": 2}}
+    assert decide(find(job(tmp_path)), shared, num_ranks=2) is None
+    with pytest.raises(InvalidConfig, match=r"cannot convert it for 4 with tensor_parallel\.autotp_size 2"):
+        decide(find(job(tmp_path)), shared, num_ranks=4)
+    with pytest.raises(InvalidConfig, match="was written with tp 2, and the job has tp 1") as caught:
+        decide(find(job(tmp_path)), TWO, num_ranks=2)
+    assert str(caught.value.hint).startswith("Write tp: 2, or start from its weights: dstrain export")
 
 
 @pytest.mark.parametrize(

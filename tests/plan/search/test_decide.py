@@ -126,11 +126,6 @@ def test_a_divided_optimizer_is_divided_as_little_as_fits() -> None:
     assert found.configuration.zero.offload_ratio == 0.05
 
 
-def test_what_the_trainer_does_not_run_is_said() -> None:
-    found = surveyed({"tp": 2}, model="qwen3-0.6b", gpus=2)
-    assert "dstrain run does not train with tensor parallelism yet" in found.notes
-
-
 def test_what_was_asked_for_and_costs_speed_is_said() -> None:
     found = surveyed({"grad_ckpt": True, "micro_batch": 1}, model="qwen3-0.6b", gpus=8, gpu="h200")
     assert said(found, r"^checkpointing, as asked; no checkpointing would be \d+ % faster and fits too")

@@ -104,8 +104,9 @@ def _identity(subject: Subject) -> Iterator[Fault]:
 def _data_ranks(subject: Subject) -> int | None:
     if subject.num_ranks is None:
         return None
-    sp = subject.job.job.sp if subject.job is not None else int(subject.number("sequence_parallel_size", 1))
-    return max(1, subject.num_ranks // max(1, sp))
+    if subject.job is not None:
+        return subject.job.job.data_parallel(subject.num_ranks)
+    return max(1, subject.num_ranks // max(1, int(subject.number("sequence_parallel_size", 1))))
 
 
 def _counts_tp_ranks(s: Subject) -> bool:
@@ -141,7 +142,7 @@ def _disagreements(subject: Subject) -> Iterator[Fault]:
         text = shown(wanted) + (" (with adam_beta2)" if pointer[-1] == "betas" else "")
         if pointer == ("train_batch_size",):
             job = subject.job.job
-            shared = f" ÷ sp {job.sp}" if job.sp > 1 else ""
+            shared = "".join(f" ÷ {key} {size}" for key, size in (("sp", job.sp), ("tp", job.tp)) if size > 1)
             text = f"{job.micro_batch} × {job.grad_accum} × {subject.num_ranks} GPUs{shared} = {wanted}"
         yield Fault(
             pointer=pointer,

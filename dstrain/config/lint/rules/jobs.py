@@ -16,11 +16,12 @@ from dstrain.job.schema import Job
 from dstrain.plan import rope_scaling
 
 _GATHER = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
+_HPZ = "zero_optimization.zero_hpz_partition_size"
 _SCATTER = "zero_optimization.reduce_scatter"
 _TP = "tensor_parallel.autotp_size"
 _SPLIT_MODEL = "each rank holds a part of the model, and the final model has no weights that can be loaded"
+_JOB_TP = "the Trainer counts samples and gathers weights by tp in job.yaml"
 _NOT_RUN: dict[str, tuple[Breaks, str]] = {
-    _TP: (above(_TP, 1), _SPLIT_MODEL),
     "tensor_parallel.tp.tp_size": (above("tensor_parallel.tp.tp_size", 1), _SPLIT_MODEL),
     "sequence_parallel_size": (
         lambda subject: above("sequence_parallel_size", 1)(subject) and has_pass(subject, "autosp"),
@@ -60,6 +61,29 @@ def _unsaved(subject: Subject) -> Iterator[Fault]:
         )
         fix = 'remove it, or write "stage3_gather_16bit_weights_on_model_save": true for your own Trainer'
         yield _unsupported(subject, _TP, effect, fix)
+
+
+def _shared_weights(subject: Subject) -> Iterator[Fault]:
+    """Reports keys that are at odds with the job's tensor parallelism."""
+    if subject.job is None:
+        return
+    size, wanted = subject.number(_TP, 1), subject.job.job.tp
+    if size not in (1, wanted):
+        problem = f"{_TP} is {shown(subject.at(_TP, None))}, but {subject.job.locate(('tp',))}: tp is {wanted}"
+        fix = f"remove it; in job.yaml: tp: {size:g}"
+        yield Fault(pointer=tuple(_TP.split(".")), problem=problem, effect=_JOB_TP, fix=fix)
+    if wanted == 1:
+        return
+    if subject.stage == 0:
+        effect = "in bf16 and fp16, gradients are clipped by a norm that lacks the parts of other ranks"
+        yield _in_job(subject, "tp", f"tp is {wanted} without ZeRO", effect, 'write "stage": 1 in ds_config.json')
+    if subject.stage == 3 and subject.number(_HPZ, 1) > 1:
+        effect = "hpZ takes consecutive ranks, which are tensor-parallel here, for data-parallel ones"
+        yield Fault(pointer=tuple(_HPZ.split(".")), problem=f"{_HPZ} with tp {wanted}", effect=effect, fix="remove it")
+    if not subject.is_true(_GATHER, default=True):
+        effect = "no checkpoint holds whole weights, and no program makes them of the parts"
+        problem = f"{_GATHER} is false with tp {wanted}"
+        yield Fault(pointer=tuple(_GATHER.split(".")), problem=problem, effect=effect, fix="remove it")
 
 
 def _in_job(subject: Subject, key: str, problem: str, effect: str, fix: str) -> Fault:
@@ -156,6 +180,8 @@ RULES = (
                    effect="gradients are multiplied by sp, except for those larger than reduce_bucket_size",
                    fix="remove the line"),
          source="deepspeed 0.19.8 runtime/zero/stage3.py: __avg_scatter_contiguous_grads, __avg_scatter_grads"),
+    Rule(id="DS224", severity=Severity.ERROR, title="tensor parallelism at odds with the job", find=_shared_weights,
+         source="dstrain/train/tensor_parallel.py; a norm of 3.71 in place of 4.78 on CPU ranks, deepspeed 0.19.8"),
     Rule(id="DS901", severity=Severity.WARNING, title="interval longer than the run", find=_never_reached,
          source="dstrain/job/schema.py"),
     Rule(id="DS902", severity=Severity.WARNING, title="evaluation on the training data", find=_its_own_data,

@@ -1,4 +1,4 @@
-"""Sequence parallelism on real ranks: its losses, gradients, evaluations, weights and resumes are those of one rank."""
+"""Sequence and tensor parallelism on real ranks: losses, norms, evaluations, weights, resumes are those of one rank."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import PreTrainedTokenizerFast
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from dstrain.config.resolve_auto import GATHERS
 from dstrain.monitor.sinks.jsonl import current_steps, read_jsonl
 from dstrain.train.demo import make_model
 from tests.train.engine import Engine
@@ -21,10 +23,11 @@ STEPS = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """Ranks of which `sp` share each row; `job` and `zero` change the job and ZeRO's section."""
+    """Ranks of which `sp` share each row or `tp` each weight; `job` and `zero` change the job and ZeRO's section."""
 
     ranks: int
-    sp: int
+    sp: int = 1
+    tp: int = 1
     job: dict[str, Any] = field(default_factory=dict)
     zero: dict[str, Any] = field(default_factory=dict)
 
@@ -36,15 +39,23 @@ CASES = {
     "two groups, ZeRO-3": Case(ranks=4, sp=2, zero={"stage": 3}),
     "four ranks share two key-value heads": Case(ranks=4, sp=4, zero={"stage": 2}),
     "adapters, ZeRO-3": Case(ranks=2, sp=2, zero={"stage": 3}, job={"method": "lora"}),
+    "two tensor-parallel ranks, ZeRO-1": Case(ranks=2, tp=2, zero={"stage": 1}),
+    "two tensor-parallel groups, ZeRO-2, checkpoints": Case(ranks=4, tp=2, zero={"stage": 2}, job={"grad_ckpt": True}),
+    "two tensor-parallel groups, ZeRO-3": Case(ranks=4, tp=2, zero={"stage": 3}),
+    "two tensor-parallel ranks, ZeRO-3, all offloaded": Case(
+        ranks=2, tp=2, zero={"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
+    ),
 }
 
 
 def start(folder: Path, demo: Path, engine: Engine, case: Case) -> Path:
     """Trains `STEPS` steps of 8 samples, evaluates and saves after the second."""
-    batch = {"micro_batch": 2, "grad_accum": 4 * case.sp // case.ranks}
-    shape = {"seq_len": 96, "max_steps": STEPS, "eval_steps": 2, "save_steps": 2, "precision": "fp32", "sp": case.sp}
+    batch = {"micro_batch": 2, "grad_accum": 4 * case.sp * case.tp // case.ranks, "sp": case.sp, "tp": case.tp}
+    shape = {"seq_len": 96, "max_steps": STEPS, "eval_steps": 2, "save_steps": 2, "precision": "fp32"}
     data = {"eval_data": str(demo / "eval.jsonl"), "model": str(demo.parent / "steady")}
-    make_run(folder, demo, zero=case.zero, **{"grad_ckpt": False, **batch, **shape, **data, **case.job})
+    shared = {"tensor_parallel": {"autotp_size": case.tp}} if case.tp > 1 else {}
+    zero = {**case.zero, **({GATHERS: True} if case.tp > 1 else {})}
+    make_run(folder, demo, zero=zero, engine=shared, **{"grad_ckpt": False, **batch, **shape, **data, **case.job})
     engine.train(folder, ranks=case.ranks)
     return folder
 
@@ -65,7 +76,7 @@ def pair(request: pytest.FixtureRequest, root: Path, demo: Path, engine: Engine,
     method = case.job.get("method", "full")
     alone = root / f"alone {method}"
     if not alone.exists():
-        start(alone, demo, engine, Case(ranks=1, sp=1, zero={"stage": 2}, job={"method": method}))
+        start(alone, demo, engine, Case(ranks=1, zero={"stage": 2}, job={"method": method}))
     return start(root / request.param, demo, engine, case), alone
 
 
@@ -95,6 +106,28 @@ def test_the_final_weights_are_those_of_one_rank(pair: tuple[Path, Path]) -> Non
     assert set(whole) == set(expected)
     for key, weight in whole.items():
         assert weight.allclose(expected[key], rtol=1e-2, atol=1e-4), key
+
+
+def test_the_final_model_and_an_exported_checkpoint_have_the_logits_of_one_rank(
+    pair: tuple[Path, Path], root: Path, engine: Engine
+) -> None:
+    parallel, alone = pair
+    exported = [root / f"{folder.name} exported" for folder in pair]
+    for folder, out in zip(pair, exported, strict=True):
+        if not out.exists():
+            assert engine.export(folder / f"checkpoint-{STEPS}", out) == 0, said(out)
+    expected = logits(exported[1])
+    assert logits(exported[0]).allclose(expected, atol=1e-3)
+    if (alone / "final" / "config.json").exists():  # else there is an adapter
+        assert logits(parallel / "final").allclose(expected, atol=1e-3)
+
+
+def logits(folder: Path) -> torch.Tensor:
+    """Returns the logits of some tokens, (1, 16, vocab)."""
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        values: torch.Tensor = model(torch.arange(16).unsqueeze(0)).logits
+    return values
 
 
 def test_a_resumed_run_has_the_same_losses(pair: tuple[Path, Path], engine: Engine) -> None:

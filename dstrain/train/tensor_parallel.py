@@ -1,0 +1,40 @@
+"""Tensor parallelism (DeepSpeed's AutoTP): the ranks of a group share each weight and train on the same micro-batch.
+
+Transformers splits the model before the engine starts, by the `tp_plan` of its family; accelerate deals out the rows to
+groups, and gathers the weights of a saved model. Source: Transformers 5.23 integrations/deepspeed.py: deepspeed_init;
+accelerate 1.15 accelerator.py: _prepare_deepspeed, get_state_dict; deepspeed 0.19.8 runtime/engine.py:
+_apply_autotp_partitioning, _replace_module_consolidated_state_dict.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from dstrain.errors import InvalidConfig
+from dstrain.train.data.slices import shift
+from dstrain.train.data.tokenize import IGNORED
+from dstrain.train.trainer import Trainer
+
+
+class TensorParallelTrainer(Trainer):
+    """The Trainer of a rank that holds a part of each weight."""
+
+    def _totals(self, engine: Any, inputs: dict[str, Any]) -> torch.Tensor:
+        """Returns the totals of a micro-batch on the first rank of its group, and zeros on the others: (2,), float64.
+
+        The loss is the model's own, since a rank may have the logits of a part of the vocabulary.
+        """
+        loss = engine(**inputs, num_items_in_batch=torch.ones((), device=engine.device)).loss
+        targets = (shift(inputs["labels"]) != IGNORED).sum()
+        totals = torch.stack([loss.double(), targets.double()])
+        return totals if self._counts_rows else torch.zeros_like(totals)
+
+    def _prepare_for_training(self, *arguments: Any, **options: Any) -> Any:
+        """Returns the engine and its data. Raises InvalidConfig if the model's loss is a mean over a micro-batch."""
+        prepared = super()._prepare_for_training(*arguments, **options)
+        if not self.model_accepts_loss_kwargs:
+            problem = f"tp is {self._job.tp}, but the loss of {type(self.model).__name__} does not take token counts"
+            raise InvalidConfig(problem, hint="tp: 1")
+        return prepared
