@@ -11,7 +11,7 @@ from dataclasses import replace
 from dstrain.facts.model.model_facts import Kind, ModelFacts
 from dstrain.plan.configuration import Configuration
 from dstrain.plan.memory.layers.activations import Instant, profile
-from dstrain.plan.memory.params import trained
+from dstrain.plan.memory.params import shard, trained_on_rank
 from dstrain.plan.memory.peak import Peak
 from dstrain.plan.memory.zero import engine_buffers, gathered_bytes, states
 
@@ -21,7 +21,7 @@ AFTER_GRADIENTS = ("layer backward", "embedding backward")
 
 def peak(model: ModelFacts, configuration: Configuration, ranks: int) -> Peak:
     """Returns the peak of one rank: the tape's instants, or a trace's, each with the engine's bytes in closed form."""
-    counts = trained(model, configuration.model.method, configuration.model.lora)
+    counts = trained_on_rank(model, configuration)
     model_states = states(counts, configuration, ranks)
     resident = engine_buffers(counts, configuration, ranks).resident
     top = max(_instants(model, configuration, ranks), key=lambda instant: instant.total)
@@ -30,9 +30,9 @@ def peak(model: ModelFacts, configuration: Configuration, ranks: int) -> Peak:
 
 def _instants(model: ModelFacts, configuration: Configuration, ranks: int) -> Iterator[Peak]:
     """Yields what is live at each instant beyond parameters, optimizer states and resident buffers."""
-    counts = trained(model, configuration.model.method, configuration.model.lora)
+    counts = trained_on_rank(model, configuration)
     engine = engine_buffers(counts, configuration, ranks)
-    unit = {"layer backward": _largest_unit(model)}
+    unit = {"layer backward": _largest_unit(shard(model, configuration.parallel.tp))}
     for instant in profile(model, configuration):
         numel = unit.get(instant.name, model.vocab_size * model.hidden_size)
         yield Peak(
@@ -67,7 +67,7 @@ def _grads(model: ModelFacts, configuration: Configuration, ranks: int, instant:
     stage = configuration.zero.stage
     if stage == 0:
         return instant.grads
-    counts = trained(model, configuration.model.method, configuration.model.lora)
+    counts = trained_on_rank(model, configuration)
     taken = states(counts, configuration, ranks).grads
     if configuration.step.grad_accum > 1 or stage == 3:
         return taken + engine_buffers(counts, configuration, ranks).backward_grads
@@ -75,7 +75,8 @@ def _grads(model: ModelFacts, configuration: Configuration, ranks: int, instant:
         return 0
     if stage == 2 or not configuration.model.is_full:
         return taken
-    large = sum(g.numel * g.count for g in model.tensors if g.numel > configuration.zero.reduce_bucket_size)
+    tensors = shard(model, configuration.parallel.tp).tensors
+    large = sum(g.numel * g.count for g in tensors if g.numel > configuration.zero.reduce_bucket_size)
     done = instant.layers_done / model.num_hidden_layers
     return taken + round(configuration.model.item * large * done)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dstrain.choices import LossKernel, StateDtypes
 from dstrain.facts.model.model_facts import Kind, ModelFacts
 from dstrain.plan.configuration import Configuration
-from dstrain.plan.memory.params import trained
+from dstrain.plan.memory.params import trained_on_rank
 from dstrain.plan.memory.peak import Peak
 from dstrain.plan.memory.zero import gathered_bytes
 
@@ -95,7 +95,7 @@ def _engine_streams(model: ModelFacts, configuration: Configuration, num_ranks: 
     unit = max(group.numel for group in model.tensors if group.kind is not Kind.VISION)
     if model.moe is not None:
         unit = max(unit, _experts(model) // model.moe.num_moe_layers)
-    counts = trained(model, configuration.model.method, configuration.model.lora)
+    counts = trained_on_rank(model, configuration)
     most = gathered_bytes(counts, configuration, unit)
     whole = GATHERED_UNITS * item * min(unit, model.num_params / 3)
     return max(0, most - peak.gathered) + whole + _bucket(model, configuration)
@@ -103,7 +103,7 @@ def _engine_streams(model: ModelFacts, configuration: Configuration, num_ranks: 
 
 def _bucket(model: ModelFacts, configuration: Configuration) -> int:
     """Returns the copy of a bucket of gradients that is reduced in its own stream."""
-    counts = trained(model, configuration.model.method, configuration.model.lora)
+    counts = trained_on_rank(model, configuration)
     return configuration.model.item * min(configuration.zero.reduce_bucket_size, counts.trainable)
 
 

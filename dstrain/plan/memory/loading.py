@@ -60,9 +60,9 @@ def loading(model: ModelFacts, counts: Trained, configuration: Configuration, ma
     >>> found.device_bytes_per_gpu == 2 * 8_190_735_360, found.host_bytes_per_node == 8 * 2 * 2 * 8_190_735_360
     (True, True)
     """
-    s, zero, tp = configuration.model.item, configuration.zero, configuration.parallel.tp
+    s, zero = configuration.model.item, configuration.zero
     is_quantized = configuration.model.method is Method.QLORA
-    weights, flat = _weights(counts, configuration), s * counts.trainable // tp
+    weights, flat = _weights(counts, configuration), s * counts.trainable
     merged = s * max((group.numel for group in model.tensors if group.kind is Kind.EXPERT), default=0)
     if not configuration.model.is_deepspeed:
         return _loading(0, weights * (1 if zero.stage == 3 else machine.ranks_per_node), machine)
@@ -70,7 +70,7 @@ def loading(model: ModelFacts, counts: Trained, configuration: Configuration, ma
         share = 0 if zero.offloads_params else flat // machine.num_ranks
         on_gpu = 0 if zero.offloads_params else weights // machine.num_ranks
         return _loading(on_gpu, max(2 * merged, machine.ranks_per_node * share), machine)
-    is_cast = model.dtype != _DTYPES[configuration.model.precision] or tp > 1
+    is_cast = model.dtype != _DTYPES[configuration.model.precision] or configuration.parallel.tp > 1
     copied = weights if is_cast else merged + s * model.num_params_of(Kind.EXPERT)
     copied = 0 if is_quantized else copied
     is_flattened = zero.stage in (1, 2)
@@ -80,10 +80,9 @@ def loading(model: ModelFacts, counts: Trained, configuration: Configuration, ma
 
 
 def _weights(counts: Trained, configuration: Configuration) -> int:
-    """Returns the bytes of the weights that one rank loads whole; tensor parallelism cuts them in RAM."""
+    """Returns the bytes of the weights that one rank loads, of which tensor parallelism has cut its part in RAM."""
     four_bit = quantized_bytes_per_param(configuration.model.double_quant) * counts.quantized
-    whole = configuration.model.item * (counts.trainable + counts.frozen) + four_bit
-    return round(whole / configuration.parallel.tp)
+    return round(configuration.model.item * (counts.trainable + counts.frozen) + four_bit)
 
 
 def _loading(on_gpu: int, in_ram: int, machine: Machine) -> Loading:

@@ -15,7 +15,7 @@ from dstrain.plan.memory.deepspeed import engine
 from dstrain.plan.memory.fragmentation import quick_ratio
 from dstrain.plan.memory.layers.activations import has_layer_code
 from dstrain.plan.memory.loading import Loading, Machine, loading
-from dstrain.plan.memory.params import Trained, trained
+from dstrain.plan.memory.params import Trained, trained, trained_on_rank
 from dstrain.plan.memory.peak import Peak
 from dstrain.plan.memory.reserved import CONTEXT_BYTES, NCCL_BYTES, reserved
 from dstrain.plan.memory.zero import States, pinned_waste, states
@@ -105,8 +105,8 @@ def memory(workload: Workload, configuration: Configuration, *, detail: Detail =
     resident model states and what lives at that instant, so that nothing is added that does not coexist.
     """
     model, cluster, measured = workload.model, workload.cluster, workload.measured
-    counts = trained(model, configuration.model.method, configuration.model.lora)
-    model_states = states(counts, configuration, cluster.num_gpus)
+    counts = trained_on_rank(model, configuration)
+    model_states = states(counts, configuration, _ranks(cluster, configuration))
     if not configuration.model.is_deepspeed:
         model_states = pytorch_sharding.states(model, configuration, _ranks(cluster, configuration))
     peak = _peak(workload, configuration, detail)
@@ -224,8 +224,10 @@ def _host_bytes(workload: Workload, configuration: Configuration, model_states: 
     """Returns host RAM of one node while it trains: the processes, and the offloaded states with pinned rounding."""
     model, cluster = workload.model, workload.cluster
     ranks = cluster.gpus_per_node
-    counts = trained(model, configuration.model.method, configuration.model.lora)
-    offloaded = model_states.host + model_states.staging + pinned_waste(counts, configuration, cluster.num_gpus)
+    counts = trained_on_rank(model, configuration)
+    offloaded = (
+        model_states.host + model_states.staging + pinned_waste(counts, configuration, _ranks(cluster, configuration))
+    )
     if detail is not Detail.QUICK and configuration.model.is_deepspeed and has_layer_code(model):
         offloaded = engine.host_of(model, configuration, _ranks(cluster, configuration)).taken
     return ranks * BASELINE_HOST_BYTES_PER_RANK + ranks * offloaded

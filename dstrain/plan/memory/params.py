@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from dstrain.choices import Method
 from dstrain.facts.model.model_facts import Kind, ModelFacts, TensorGroup
 from dstrain.job.schema import Lora
+from dstrain.plan.configuration import Configuration
 
 NF4_BYTES_PER_PARAM = 0.5 + 1 / 64 + 4 / (64 * 256)
 """NF4 with double quantisation: 4 bits, one 8-bit scale for 64 weights, one fp32 scale for 256 of those.
@@ -116,6 +117,28 @@ def is_in_layer(group: TensorGroup, layer: int, num_layers: int) -> bool:
     """Returns whether a layer has the tensor: the first ones are dense where only some have experts."""
     is_late = group.kind in (Kind.EXPERT, Kind.ROUTER) or "shared_expert" in group.name
     return layer >= num_layers - group.count if is_late else layer < group.count
+
+
+@cache
+def shard(model: ModelFacts, tp: int) -> ModelFacts:
+    """Returns the part of a dense model that one of `tp` tensor-parallel ranks holds: its linears, its head, and an
+    embedding tied to that are cut. Source: deepspeed 0.19.8 module_inject/tp_plan_converter.py: convert.
+    """
+    if tp == 1:
+        return model
+
+    def cut(group: TensorGroup) -> TensorGroup:
+        tied = group.kind is Kind.EMBEDDING and model.tie_word_embeddings
+        if group.kind is Kind.VISION or not (group.is_linear or group.kind is Kind.HEAD or tied):
+            return group
+        return replace(group, shape=(group.shape[0] // tp, *group.shape[1:]))
+
+    return replace(model, tensors=tuple(map(cut, model.tensors)))
+
+
+def trained_on_rank(model: ModelFacts, configuration: Configuration) -> Trained:
+    """Returns what trains and what does not, of the part that one tensor-parallel rank holds."""
+    return trained(shard(model, configuration.parallel.tp), configuration.model.method, configuration.model.lora)
 
 
 @cache

@@ -9,7 +9,7 @@ from dstrain.facts.cluster.cluster import Cluster
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.facts.workload import Workload
 from dstrain.plan.configuration import Configuration
-from dstrain.plan.memory.params import NF4_BYTES_PER_PARAM, trained
+from dstrain.plan.memory.params import NF4_BYTES_PER_PARAM, trained_on_rank
 from dstrain.plan.speed.compute import passes, setting
 from dstrain.plan.speed.efficiency import efficiency
 from dstrain.plan.speed.flops import peak_flops_per_s
@@ -87,13 +87,13 @@ def bound(workload: Workload, way: Configuration) -> Bound:
     host RAM: master copy and moments. In time: what a step takes beside its passes.
     """
     model, cluster = workload.model, workload.cluster
-    counts = trained(model, way.model.method, way.model.lora)
+    counts = trained_on_rank(model, way)
     ranks = max(1, cluster.num_gpus // way.parallel.tp)
     s = 4 if way.model.state_dtypes is StateDtypes.AUTOCAST else way.model.item
-    weights = (s * (counts.trainable + counts.frozen) + NF4_BYTES_PER_PARAM * counts.quantized) / way.parallel.tp
+    weights = s * (counts.trainable + counts.frozen) + NF4_BYTES_PER_PARAM * counts.quantized
     params = 0.0 if way.zero.offloads_params else weights / (ranks if way.zero.stage == 3 else 1)
-    states = _optimizer_bytes(way) * counts.trainable / way.parallel.tp / (ranks if way.zero.stage else 1)
-    grads = way.model.item * counts.trainable / way.parallel.tp / (1 if way.zero.stage <= 1 else ranks)
+    states = _optimizer_bytes(way) * counts.trainable / (ranks if way.zero.stage else 1)
+    grads = way.model.item * counts.trainable / (1 if way.zero.stage <= 1 else ranks)
     is_here = not way.zero.is_offloaded
     fixed = params + (states if is_here else 0.0)
     return Bound(

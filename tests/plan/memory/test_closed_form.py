@@ -26,6 +26,8 @@ WAYS: tuple[dict[str, Any], ...] = (
     {"zero_stage": 3, "offload": Offload.OPTIMIZER, "offload_ratio": 0.25},
     {"zero_stage": 3, "offload": Offload.OPTIMIZER, "hpz": 2},
     {"zero_stage": 3, "offload": Offload.PARAMS},
+    {"zero_stage": 2, "tp": 2},
+    {"zero_stage": 3, "tp": 4},
 )
 
 
@@ -49,7 +51,8 @@ BUCKETS = {
 @pytest.mark.parametrize(("name", "ranks"), [("qwen3-0.6b", 4), ("qwen3-8b", 8), ("qwen3-32b", 16)])
 def test_it_is_near_the_engine(name: str, ranks: int, way: dict[str, Any], buckets: str) -> None:
     model = probe.read_model(name, hub=Hub.HF)
-    variants = product((True, False), (1, 4), (Method.FULL, Method.LORA))
+    methods = (Method.FULL, Method.LORA) if "tp" not in way else (Method.FULL,)
+    variants = product((True, False), (1, 4), methods)
     for grad_ckpt, grad_accum, method in variants:
         configuration = changed(
             DEFAULTS,
@@ -63,8 +66,9 @@ def test_it_is_near_the_engine(name: str, ranks: int, way: dict[str, Any], bucke
             method=method,
             **BUCKETS[buckets],  # type: ignore[arg-type]  # four fields of int
         )
-        played = engine.peak(model, configuration, ranks).total
-        found = closed_form.peak(model, configuration, ranks).total
+        groups = ranks // configuration.parallel.tp
+        played = engine.peak(model, configuration, groups).total
+        found = closed_form.peak(model, configuration, groups).total
         assert found / played == pytest.approx(1, abs=QUICK_ERROR_RATIO), configuration
 
 

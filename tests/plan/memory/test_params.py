@@ -1,17 +1,29 @@
 """What trains, in elements."""
 
+import pytest
 from cases import ask
 
 from dstrain.choices import Method
 from dstrain.facts.model.model_facts import Kind
 from dstrain.job.schema import Lora
-from dstrain.plan.memory.params import adapted, lora_params, trained
+from dstrain.plan.configuration import DEFAULTS, changed
+from dstrain.plan.memory.params import adapted, lora_params, trained, trained_on_rank
 
 
 def test_full_training_trains_every_parameter_of_a_language_model() -> None:
     model = ask(model="qwen3-8b", gpus=8).workload.model
     counts = trained(model, Method.FULL, Lora())
     assert (counts.trainable, counts.frozen) == (8_190_735_360, 0)
+
+
+@pytest.mark.parametrize(("name", "whole"), [("qwen3-0.6b", 0), ("qwen3-8b", 151_936 * 4096)])
+def test_a_tensor_parallel_rank_trains_its_part(name: str, whole: int) -> None:
+    # an embedding is cut only with a head that is tied to it; norms are whole
+    model = ask(model=name, gpus=8).workload.model
+    norms = model.num_params_of(Kind.NORM)
+    counts = trained_on_rank(model, changed(DEFAULTS, tp=4))
+    assert counts.trainable == (model.num_params - whole - norms) // 4 + whole + norms
+    assert counts.trainable == sum(map(sum, counts.flat_groups))
 
 
 def test_the_vision_tower_is_frozen() -> None:

@@ -20,6 +20,10 @@ INDEX = 8
 """Bytes of a token id."""
 
 
+_GATHERED = 3
+"""Place of the gathered bytes in the parts of a peak: activations, logits, gradients, gathered."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Instant:
     """Peak of live bytes beyond parameters at one named instant, by part."""
@@ -92,7 +96,7 @@ def of_variant(model: ModelFacts, variant: Variant) -> tuple[Instant, ...]:
         least[next(reversed(least))] = max(period, OFFLOADED_IN_FLIGHT + 1)
     short = {kind: count + (depth[kind] - count) % period for kind, count in least.items()}  # in step with the pattern
     short = {kind: min(count, depth[kind]) for kind, count in short.items()}
-    base = peaks(model, variant, short)
+    base = _beyond_embedding(model, variant, short, depth)
     values = {name: list(parts) for name, parts in base.items()}
     for kind, count in short.items():
         if depth[kind] == count:
@@ -102,6 +106,24 @@ def of_variant(model: ModelFacts, variant: Variant) -> tuple[Instant, ...]:
             for index, (low, high) in enumerate(zip(base[name], parts, strict=True)):
                 values[name][index] += (depth[kind] - count) // period * (high - low)
     return tuple(_instant(name, parts, model.num_hidden_layers) for name, parts in values.items())
+
+
+def _beyond_embedding(
+    model: ModelFacts, variant: Variant, short: dict[str, int], depth: dict[str, int]
+) -> dict[str, tuple[int, ...]]:
+    """Returns the peaks of a model so deep that its forward peak lies in the layers; changes `short` to that depth.
+
+    With few layers it may be where ZeRO-3 gathers the embedding, which says nothing of a deeper model.
+    """
+    kind, period = next(iter(short)), variant.checkpointing.period
+    base = peaks(model, variant, short)
+    while short[kind] + period <= depth[kind]:
+        longer = peaks(model, variant, {**short, kind: short[kind] + period})
+        if longer["forward"][_GATHERED] >= base["forward"][_GATHERED]:
+            break
+        short[kind] += period
+        base = longer
+    return base
 
 
 def layer_kinds(model: ModelFacts, variant: Variant) -> dict[str, int]:
