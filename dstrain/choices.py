@@ -86,13 +86,15 @@ class StateDtypes(StrEnum):
 class LossKernel(StrEnum):
     """How the loss gets from hidden states to a number.
 
-    All logits at once; at once, with the gradient written over them (Unsloth); fused into the head (Liger); in chunks.
+    All logits at once, and in fp32; in the training precision, with rows in fp32 a chunk at a time (DeepSpeed); at
+    once, with the gradient written over them (Unsloth); fused into the head (Liger); in tiles with it (torchtune).
     """
 
     FULL = "full"
+    CHUNKED = "chunked"
     IN_PLACE = "in-place"
     FUSED = "fused"
-    CHUNKED = "chunked"
+    TILED = "tiled"
 
 
 class Hub(StrEnum):

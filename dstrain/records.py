@@ -85,9 +85,9 @@ def _describe(record: Any, fault: Any, locate: Callable[[Keys], Place | str], sy
         return f'{where}: unknown key "{key}"; {advice}'
     if fault["type"] in {"missing", "missing_argument", "missing_keyword_only_argument"}:
         return f'{where}: "{key}" is missing'
-    if fault["type"] == "enum":
+    if fault["type"] in {"enum", "literal_error"}:
         value = str(fault["input"])
-        legal = [word.strip(" '") for word in str(fault["ctx"]["expected"]).replace(" or ", ", ").split(",")]
+        legal = str(fault["ctx"]["expected"]).split("'")[1::2]  # in quotes: 'full' or <LossKernel.FULL: 'full'>
         near = nearest(value, legal)
         advice = f'did you mean "{near}"? ' if near else ""
         return f'{where}: {key} is "{value}"; {advice}(legal: {", ".join(legal)})'

@@ -90,9 +90,9 @@ def kernels(row: Row) -> tuple[bool, bool, LossKernel]:
     if row.publisher is Publisher.TORCHTUNE:
         step = tune_step(row)
         chunked = row.says("chunked loss") or (step is not None and step >= TUNE_STEPS.index("Chunked Cross Entropy"))
-        return False, False, LossKernel.CHUNKED if chunked else LossKernel.FULL
+        return False, False, LossKernel.TILED if chunked else LossKernel.FULL
     if row.publisher is Publisher.LITGPT:
-        return False, False, LossKernel.CHUNKED
+        return False, False, LossKernel.TILED
     if row.says("use_liger_kernel=true") and not row.says("not using use_liger_kernel"):
         return True, False, LossKernel.FUSED
     return False, False, LossKernel.FULL

@@ -29,30 +29,30 @@ class Size(click.ParamType[int]):
 
 
 class Choice(click.ParamType[Enum]):
-    """One member of an Enum by its value, with did-you-mean."""
+    """One of several members of an Enum by its value, with did-you-mean."""
 
     name = "choice"
 
-    def __init__(self, choices: type[Enum]) -> None:
-        self.choices = choices
+    def __init__(self, choices: Iterable[Enum]) -> None:
+        self.choices = {str(member.value): member for member in choices}
 
     def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
         """Returns the values for the help text."""
-        return "|".join(str(member.value) for member in self.choices)
+        return "|".join(self.choices)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Enum:
         """Returns the member."""
         if isinstance(value, Enum):
             return value
-        legal = [str(member.value) for member in self.choices]
-        if str(value).lower() in legal:
-            return self.choices(str(value).lower())
-        near = nearest(str(value), legal)
-        return self.fail(f'"{value}": {f"did you mean {near}?" if near else "legal: " + ", ".join(legal)}', param, ctx)
+        if (member := self.choices.get(str(value).lower())) is not None:
+            return member
+        near = nearest(str(value), list(self.choices))
+        legal = ", ".join(self.choices)
+        return self.fail(f'"{value}": {f"did you mean {near}?" if near else f"legal: {legal}"}', param, ctx)
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
         """Returns the values that start with `incomplete`."""
-        return _beginning((str(member.value) for member in self.choices), incomplete)
+        return _beginning(self.choices, incomplete)
 
 
 class Named(click.ParamType[str]):

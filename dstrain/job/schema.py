@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Annotated
+from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
 
@@ -18,6 +18,7 @@ from dstrain.choices import (
     Attention,
     DataFormat,
     Hub,
+    LossKernel,
     LossOn,
     Method,
     OnBadRow,
@@ -158,6 +159,8 @@ class Job:
     """Sequence-parallel ranks (Ulysses), which share the tokens of each row; they divide GPUs and attention heads."""
     tp: Positive = 1
     """Tensor-parallel ranks (DeepSpeed's AutoTP), which share each weight; they divide GPUs and key-value heads."""
+    loss: Literal[LossKernel.FULL, LossKernel.CHUNKED] = LossKernel.FULL
+    """`chunked` computes the loss in fp32 for a part of the tokens at a time: less memory, the same loss."""
     grad_ckpt: bool = True
     """Whether activations are recomputed in the backward pass."""
     grad_ckpt_every_n_layers: Positive = 1

@@ -1,4 +1,4 @@
-"""Tests, before the first step, whether a model's loss takes the targets and the token count of the step."""
+"""The loss of a model: in chunks, and whether it takes the targets and the token count of the step."""
 
 from __future__ import annotations
 
@@ -6,8 +6,45 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from deepspeed.runtime.chunked_cross_entropy import chunked_cross_entropy  # type: ignore[import-untyped]
 
+from dstrain.errors import InvalidConfig
+from dstrain.train.data.slices import shift
 from dstrain.train.data.tokenize import IGNORED
+
+
+def compute_in_chunks(model: Any) -> None:
+    """Makes a model compute its loss without whole logits in fp32: a kernel on CUDA, chunks of tokens elsewhere.
+
+    Raises InvalidConfig for a model with its own code, which need not ask for the loss that it is given.
+    """
+    if not type(model).__module__.startswith("transformers."):
+        problem = f"loss: chunked needs a model of Transformers, not {type(model).__module__}"
+        raise InvalidConfig(problem, hint="loss: full")
+    model.loss_function = chunked_loss
+
+
+def chunked_loss(
+    logits: torch.Tensor,
+    labels: torch.Tensor | None,
+    vocab_size: int,
+    num_items_in_batch: torch.Tensor | int | None = None,
+    ignore_index: int = IGNORED,
+    shift_labels: torch.Tensor | None = None,
+    **_: Any,
+) -> torch.Tensor:
+    """Returns the sum over the targets divided by `num_items_in_batch`, by default their number: (), float32.
+
+    `logits`: (batch, seq, vocab); `labels`, or `shift_labels` where they are shifted already: (batch, seq).
+    Source: Transformers 5.23 loss/loss_utils.py: ForCausalLMLoss.
+    """
+    if shift_labels is None:
+        assert labels is not None
+        shift_labels = shift(labels)
+    targets = shift_labels.reshape(-1).to(logits.device)
+    total: torch.Tensor = chunked_cross_entropy(logits.reshape(-1, vocab_size), targets, ignore_index, reduction="sum")
+    count = (targets != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch
+    return total / (count.to(total.device) if isinstance(count, torch.Tensor) else count)
 
 
 def takes_targets(engine: Any, inputs: Mapping[str, Any]) -> bool:

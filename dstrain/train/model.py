@@ -15,13 +15,14 @@ from transformers.core_model_loading import Transpose
 from transformers.integrations.deepspeed import deepspeed_config
 from transformers.utils.logging import set_tqdm_hook
 
-from dstrain.choices import Hub, Method
+from dstrain.choices import Hub, LossKernel, Method
 from dstrain.errors import EnvironmentProblem, InvalidConfig
 from dstrain.facts.model.model_files import has_tokenizer
 from dstrain.job.schema import Job, Lora
 from dstrain.train import rope_scaling
 from dstrain.train.arguments import zero_stage
 from dstrain.train.checkpoints.saved_model import DTYPES, family_of, shape_of
+from dstrain.train.loss import compute_in_chunks
 
 _VISION = {"visual", "vision_tower", "vision_model"}
 """Module names of the vision tower in Transformers' vision-language models."""
@@ -91,6 +92,8 @@ def load_model(
     _forget_unused_conversions(model)
     model.config.use_cache = False
     freeze_vision(model)
+    if job.loss is LossKernel.CHUNKED:
+        compute_in_chunks(model)
     if job.method is Method.FULL:
         return model
     dtype = DTYPES[job.precision] if zero_stage(ds_config) < 3 else None  # ZeRO-3 has partitioned the matrices

@@ -68,7 +68,7 @@ def legal(option: click.Option) -> list[str]:
     """Returns the values of an option that Click's table calls legal; one word for an option that takes any."""
     kind = option.type
     if isinstance(kind, Choice):
-        return [str(member.value) for member in kind.choices]
+        return [*kind.choices]
     if isinstance(kind, click.Choice):
         return list(kind.choices)
     if isinstance(kind, Named):

@@ -1,4 +1,4 @@
-"""Which losses take shifted targets and the token count of a step."""
+"""The chunked loss, and which losses take shifted targets and the token count of a step."""
 
 from __future__ import annotations
 
@@ -6,14 +6,18 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.runtime import chunked_cross_entropy
 from transformers import (
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
+from transformers.loss.loss_utils import ForCausalLMLoss
 
-from dstrain.train.loss import takes_targets
+from dstrain.errors import InvalidConfig
+from dstrain.train.data.tokenize import IGNORED
+from dstrain.train.loss import chunked_loss, compute_in_chunks, takes_targets
 
 TEXT: dict[str, Any] = {
     "hidden_size": 32,
@@ -82,3 +86,40 @@ def test_a_loss_that_takes_them_is_known_by_what_it_computes(make: Any, takes: b
     assert takes_targets(model, inputs) is takes
     assert model.training
     assert state.equal(torch.get_rng_state())
+
+
+@pytest.mark.parametrize("shifted", [False, True])
+@pytest.mark.parametrize("num_items", [None, 5, torch.tensor(5)])
+def test_the_chunked_loss_is_transformers_own(num_items: Any, shifted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunked_cross_entropy, "_BLOCK_ELEMENTS", 3 * 64)  # three rows of the vocabulary at a time
+    torch.manual_seed(0)
+    logits, labels = torch.randn(2, 8, 64), torch.randint(0, 64, (2, 8))
+    labels[0, :4] = IGNORED
+    targets: dict[str, Any] = {"shift_labels": labels} if shifted else {}
+    values = []
+    for loss_of in (ForCausalLMLoss, chunked_loss):
+        given = logits.clone().requires_grad_()
+        loss = loss_of(given, labels, 64, num_items_in_batch=num_items, **targets)
+        loss.backward()
+        values.append((loss.detach(), given.grad))
+    (expected, gradient), (loss, given_gradient) = values
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(given_gradient, gradient, rtol=1e-5, atol=1e-7)
+
+
+def test_a_model_computes_its_loss_in_chunks() -> None:
+    model, tokens = qwen3(), torch.arange(12).unsqueeze(0)
+    whole = model(input_ids=tokens, labels=tokens).loss
+    compute_in_chunks(model)
+    loss = model(input_ids=tokens, labels=tokens).loss
+    torch.testing.assert_close(loss, whole, rtol=1e-6, atol=1e-6)
+    (total, _), _ = loss.grad_fn.next_functions
+    assert "ChunkedCrossEntropy" in str(total.next_functions)
+
+
+def test_a_model_with_its_own_code_is_refused() -> None:
+    class Own(torch.nn.Module):
+        pass
+
+    with pytest.raises(InvalidConfig, match="needs a model of Transformers"):
+        compute_in_chunks(Own())

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.questions import QUESTIONS, asked, written
-from dstrain.choices import Attention, Method, Offload, Precision
+from dstrain.choices import Attention, LossKernel, Method, Offload, Precision
 from dstrain.errors import DoesNotFit
 from dstrain.plan.configuration import DEFAULTS, changed
 from dstrain.plan.request import Request
@@ -44,6 +44,7 @@ def drawn(tiny: Space, number: int) -> Point:
         global_batch=8,
         packing=dice.random() < 0.3,
         tp=None,
+        loss=dice.choice((LossKernel.FULL, LossKernel.CHUNKED)),
     )
     candidates = [candidate for candidate in space(workload, request) if candidate.way.zero.offload is not Offload.NVME]
     parallel = dice.choice(list(dict.fromkeys(candidate.way.parallel for candidate in candidates)))

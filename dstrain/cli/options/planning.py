@@ -101,9 +101,6 @@ _BEYOND = (
     ),
     click.option("--liger/--no-liger", default=False, show_default=True, help="Liger's kernels."),
     click.option(
-        "--loss", type=Choice(LossKernel), help="How logits become a loss.  [default: full, with --liger fused]"
-    ),
-    click.option(
         "--activation-offload/--no-activation-offload",
         default=False,
         show_default=True,
@@ -119,12 +116,17 @@ _BEYOND = (
 def facts_options(function: F) -> F:
     """Adds the options that describe model, machines and request, as far as gen-config can carry them out; it may take
     the model from the last time."""
-    return _with((_model(required=False), *_MACHINES, *_CHOICES), function)
+    return _with((_model(required=False), *_MACHINES, *_CHOICES, _loss(LossKernel.FULL, LossKernel.CHUNKED)), function)
 
 
 def plan_options(function: F) -> F:
     """Adds the options of `facts_options`, and those that gen-config cannot carry out."""
-    return _with((_model(required=True), *_MACHINES, *_CHOICES, *_BEYOND), function)
+    return _with((_model(required=True), *_MACHINES, *_CHOICES, _loss(*LossKernel), *_BEYOND), function)
+
+
+def _loss(*choices: LossKernel) -> Callable[[F], F]:
+    default = "full" + (", with --liger fused" if LossKernel.FUSED in choices else "")
+    return click.option("--loss", type=Choice(choices), help=f"How logits become a loss.  [default: {default}]")
 
 
 def _model(*, required: bool) -> Callable[[F], F]:

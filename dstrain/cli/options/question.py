@@ -71,6 +71,7 @@ def _trace_question(request: Request) -> trace_records.Question:
 def _request(options: dict[str, Any]) -> Request:
     """Returns the request; options of `plan` alone allow more than gen-config can write."""
     values = {field.name: options[field.name] for field in fields(Request) if field.name in options}
+    values["loss"] = options.get("loss") or (LossKernel.FUSED if options.get("liger") else LossKernel.FULL)
     if "states" not in options:
         return Request(**values)
     if options["lora_rank"] < 1:
@@ -80,7 +81,6 @@ def _request(options: dict[str, Any]) -> Request:
     names = tuple(name.strip() for name in options["lora_targets"].split(",") if name.strip())
     if not names:
         raise InvalidConfig("--lora-targets names no layer", hint="Write --lora-targets all-linear, or layer names.")
-    values["loss"] = options["loss"] or (LossKernel.FUSED if options["liger"] else LossKernel.FULL)
     return Request(
         **values,
         lora=Lora(rank=options["lora_rank"], dropout=options["lora_dropout"], targets=names),

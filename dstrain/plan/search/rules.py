@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from dstrain.choices import Attention, Offload, Optimizer
+from dstrain.choices import Attention, LossKernel, Offload, Optimizer
 from dstrain.facts.cluster.cluster import Cluster
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.facts.workload import Workload
@@ -151,6 +151,10 @@ RULES: tuple[Rule, ...] = (
          says="tensor parallelism needs ZeRO-1 or more: without ZeRO, bf16 gradients are clipped by a wrong norm",
          breaks=lambda m, k, c: c.parallel.tp > 1 and c.zero.stage == 0 and c.model.is_deepspeed,
          source="measured on CPU ranks, deepspeed 0.19.8: a norm of 3.71 in place of 4.78; ZeRO-1 to 3 have 4.78"),
+    Rule(name="TP and chunks", options=("tp", "loss"),
+         says="tensor-parallel ranks have a loss of their own, of a part of the vocabulary",
+         breaks=lambda m, k, c: c.parallel.tp > 1 and c.kernels.loss is LossKernel.CHUNKED,
+         source=_DS + "sequence/cross_entropy.py: configure_vocab_parallel_loss"),
     Rule(name="TP and experts", options=("tp",),
          says="AutoTP refuses the experts of Transformers 5",
          breaks=lambda m, k, c: c.parallel.tp > 1 and m.moe is not None,

@@ -32,11 +32,18 @@ from dstrain.plan.speed.traffic import Pass, Work
 from dstrain.plan.training_code import ExpertLoop, TrainingCode
 
 LOSS_BYTES_PER_LOGIT: Mapping[LossKernel, float] = MappingProxyType(
-    {LossKernel.FULL: 36.0, LossKernel.IN_PLACE: 6.0, LossKernel.CHUNKED: 36.0, LossKernel.FUSED: 6.0}
+    {
+        LossKernel.FULL: 36.0,
+        LossKernel.IN_PLACE: 6.0,
+        LossKernel.TILED: 36.0,
+        LossKernel.FUSED: 6.0,
+        LossKernel.CHUNKED: 6.0,
+    }
 )
-"""Bytes moved for each logit, forward and backward, beside the head's products. All at once or in chunks: fp32 copy 6,
-log-softmax 8, its gradient 12, that of the likelihood and its zeros 4, bf16 gradient 6. In place and fused: two reads
-and a write. Source: Transformers 5.23 loss/loss_utils.py; liger-kernel 0.8.5 ops/cross_entropy.py."""
+"""Bytes moved for each logit, forward and backward, beside the head's products. All at once or in tiles: fp32 copy 6,
+log-softmax 8, its gradient 12, that of the likelihood and its zeros 4, bf16 gradient 6. Chunked, in place and fused:
+two reads and a write. Source: Transformers 5.23 loss/loss_utils.py; deepspeed 0.19.8 runtime/chunked_cross_entropy.py;
+liger-kernel 0.8.5 ops/cross_entropy.py."""
 
 FUSED_HEAD_BYTES_PER_WEIGHT = 4.0
 """Bytes for each weight of the head and each chunk of the fused loss, whose gradient is added to that of the chunk

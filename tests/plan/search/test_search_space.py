@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from cases import ask
 
-from dstrain.choices import Attention, Method, Offload, Optimizer, Precision, RopeType, StateDtypes
+from dstrain.choices import Attention, LossKernel, Method, Offload, Optimizer, Precision, RopeType, StateDtypes
 from dstrain.errors import InvalidConfig
 from dstrain.job.schema import RopeScaling
 from dstrain.plan.configuration import DEFAULTS, changed
@@ -43,6 +43,7 @@ BROKEN: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("TP inside a node", "gemma-3-27b", {"tp": 16, "zero_stage": 2}),
     ("TP divides the key-value heads", "qwen2.5-7b", {"tp": 8, "zero_stage": 2}),
     ("TP needs ZeRO", "qwen3-8b", {"tp": 2, "zero_stage": 0}),
+    ("TP and chunks", "qwen3-8b", {"tp": 2, "zero_stage": 2, "loss": LossKernel.CHUNKED}),
     ("TP and experts", "qwen3-30b-a3b", {"tp": 2, "zero_stage": 2}),
     ("TP and adapters", "qwen3-8b", {"tp": 2, "method": Method.LORA, "zero_stage": 2}),
     ("activation offload needs checkpoints", "qwen3-8b", {"activation_offload": True}),

@@ -26,6 +26,7 @@ def loss(run: Context, hidden: Tensor, table: Param, *, scales: bool) -> Tensor:
         LossKernel.IN_PLACE: _in_place,
         LossKernel.FUSED: _fused,
         LossKernel.CHUNKED: _chunked,
+        LossKernel.TILED: _tiled,
     }[run.kernels.loss if variant.kernels.liger and variant.kernels.loss is LossKernel.FUSED else variant.kernels.loss]
     result = made(run, hidden, head, scales)
     run.kept_tensors.clear()
@@ -72,6 +73,25 @@ def _in_place(run: Context, hidden: Tensor, head: Param, scales: bool) -> Tensor
         return (tape.like(kept),)
 
     return tape.new(1, ops.FP32, tape.node((logits,), backward))
+
+
+def _chunked(run: Context, hidden: Tensor, head: Param, scales: bool) -> Tensor:
+    """The logits in the training precision and one number a token, then a gradient like them.
+
+    On CUDA a kernel reads them; elsewhere a chunk of up to 2^26 numbers is in fp32, which is left out here.
+    Source: deepspeed 0.19.8 runtime/chunked_cross_entropy.py: _TritonCrossEntropy.
+    """
+    tape = run.tape
+    narrow = logits(run, hidden, head, scales)
+    saved = tape.save(ops.view_without_node(narrow), tape.new(run.rows, ops.FP32))
+
+    def backward(grad: Tensor) -> Tensors:
+        tape.part = Part.LOGITS
+        (kept, _) = saved.take()
+        assert kept is not None
+        return (tape.like(kept),)
+
+    return tape.new(1, ops.FP32, tape.node((narrow,), backward))
 
 
 def _wide_logits(run: Context, hidden: Tensor, head: Param, scales: bool) -> Tensor:
@@ -173,19 +193,19 @@ def _fused(run: Context, hidden: Tensor, head: Param, scales: bool) -> Tensor:
     return tape.new(1, ops.FP32, tape.node((hidden, head), backward))
 
 
-CHUNKS = 8
-"""Chunks of the chunked loss. Source: torchtune modules/loss/ce_chunked_output_loss.py: num_output_chunks."""
+TILES = 8
+"""Tiles of the tiled loss. Source: torchtune modules/loss/ce_chunked_output_loss.py: num_output_chunks."""
 
 
-def _chunked(run: Context, hidden: Tensor, head: Param, scales: bool) -> Tensor:
-    """The logits in the training precision, chunk by chunk, and the loss of each chunk.
+def _tiled(run: Context, hidden: Tensor, head: Param, scales: bool) -> Tensor:
+    """The logits in the training precision, tile by tile, and the loss of each tile.
 
     Torchtune compiles the loss, which then keeps nothing; LitGPT computes it in the training precision.
     Source: torchtune 0.6 modules/transformer.py: chunked_output, modules/loss/ce_chunked_output_loss.py; litgpt
     utils.py: chunkedcross_entropy.
     """
     tape = run.tape
-    sizes = [hidden.numel // CHUNKS] * (CHUNKS - 1)
+    sizes = [hidden.numel // TILES] * (TILES - 1)
     pieces = ops.split(tape, hidden, (*sizes, hidden.numel - sum(sizes)))
     chunks = [_headed(run, _product(run, piece, head)) for piece in pieces]
     del pieces
