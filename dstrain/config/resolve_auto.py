@@ -35,7 +35,7 @@ def for_trainer(config: Mapping[str, Any], job: Job, model: ModelFacts | None, *
     if job.ranks_per_batch > 1 and "train_batch_size" in effective:
         effective["train_batch_size"] = "auto"  # Transformers counts every rank, and accelerate corrects that
     if job.tp > 1:
-        effective.setdefault("tensor_parallel", {})["autotp_size"] = job.tp
+        effective["tensor_parallel"] = {**(effective.get("tensor_parallel") or {}), "autotp_size": job.tp}
         effective.setdefault("zero_optimization", {}).setdefault(GATHERS, True)
     return effective
 

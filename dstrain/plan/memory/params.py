@@ -119,14 +119,15 @@ def is_in_layer(group: TensorGroup, layer: int, num_layers: int) -> bool:
     return layer >= num_layers - group.count if is_late else layer < group.count
 
 
-@cache
 def shard(model: ModelFacts, tp: int) -> ModelFacts:
     """Returns the part of a dense model that one of `tp` tensor-parallel ranks holds: its linears, its head, and an
     embedding tied to that are cut. Source: deepspeed 0.19.8 module_inject/tp_plan_converter.py: convert.
     """
-    if tp == 1:
-        return model
+    return model if tp == 1 else _shard(model, tp)
 
+
+@cache
+def _shard(model: ModelFacts, tp: int) -> ModelFacts:
     def cut(group: TensorGroup) -> TensorGroup:
         tied = group.kind is Kind.EMBEDDING and model.tie_word_embeddings
         if group.kind is Kind.VISION or not (group.is_linear or group.kind is Kind.HEAD or tied):

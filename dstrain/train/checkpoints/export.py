@@ -36,8 +36,8 @@ def export(source: Path, out: Path, *, precision: Precision | None = None) -> Pa
     folder = locate(source)
     if (folder / "adapter_config.json").is_file():
         model = _merged(folder, precision)
-    elif any(folder.glob("global_step*")) and not _is_shared_out(folder):
-        model = _gathered(folder, precision)
+    elif any(folder.glob("global_step*")):
+        model = (_saved if _is_shared_out(folder) else _gathered)(folder, precision)
     else:
         model = _loaded(folder, precision)
     part = out.with_name(f".{out.name}.part")
@@ -134,11 +134,15 @@ def _is_shared_out(folder: Path) -> bool:
     return bool(record.get("tp", 1) > 1 or (record.get("sp", 1) > 1 and record["zero_stage"] < 3))
 
 
-def _loaded(folder: Path, precision: Precision | None) -> Any:
-    """Returns the model of the weights in a folder. Raises InvalidConfig for a checkpoint without gathered weights."""
+def _saved(folder: Path, precision: Precision | None) -> Any:
+    """Returns the model that was saved with a checkpoint. Raises InvalidConfig if its weights were not gathered."""
     if not any(folder.glob("model*.safetensors")):
-        problem = f"{folder} has the weights of tensor-parallel ranks, which nobody has gathered"
+        problem = f"{folder} has only the parts of its weights that tensor-parallel ranks held"
         raise InvalidConfig(problem, hint=f'Resume from it with "{GATHERS}": true, and export the final model.')
+    return _loaded(folder, precision)
+
+
+def _loaded(folder: Path, precision: Precision | None) -> Any:
     config = _config(folder)
     return family_of(config).from_pretrained(folder, dtype=DTYPES[precision] if precision else "auto")
 

@@ -12,6 +12,7 @@ import pytest
 from dstrain.errors import EnvironmentProblem, InvalidConfig
 from dstrain.rundir import RunDir, is_whole, rotate
 from dstrain.train.checkpoints.checkpoints import Written, begin, choose, complete, reads_universal
+from dstrain.train.checkpoints.export import export
 
 
 def written(step: int, *, ranks: int = 2, zero_stage: int = 2) -> Written:
@@ -185,3 +186,13 @@ def test_without_a_limit_all_stay(tmp_path: Path) -> None:
     for step in range(4):
         make(tmp_path, step)
     assert rotate(RunDir(tmp_path), None) == []
+
+
+def test_parts_of_weights_that_were_not_gathered_are_not_exported(tmp_path: Path) -> None:
+    folder = make(tmp_path, 1)
+    record = json.loads((folder / "complete.json").read_text())
+    (folder / "complete.json").write_text(json.dumps(record | {"tp": 2}))
+    with pytest.raises(InvalidConfig, match="only the parts of its weights") as caught:
+        export(folder, tmp_path / "out")
+    assert "stage3_gather_16bit_weights_on_model_save" in str(caught.value.hint)
+    assert not (tmp_path / "out").exists()
