@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from deepspeed.runtime.chunked_cross_entropy import chunked_cross_entropy  # type: ignore[import-untyped]
 
 from dstrain.errors import InvalidConfig
 from dstrain.train.data.slices import shift
@@ -38,6 +37,9 @@ def chunked_loss(
     `logits`: (batch, seq, vocab); `labels`, or `shift_labels` where they are shifted already: (batch, seq).
     Source: Transformers 5.23 loss/loss_utils.py: ForCausalLMLoss.
     """
+    # a trace of the model's code, which prints JSON, needs no DeepSpeed, which prints too
+    from deepspeed.runtime.chunked_cross_entropy import chunked_cross_entropy  # type: ignore[import-untyped]
+
     if shift_labels is None:
         assert labels is not None
         shift_labels = shift(labels)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,8 @@ from torch.utils.data import DataLoader
 from dstrain.train import demo
 from dstrain.train.data.collate import Collator
 from dstrain.train.data.packing import PackedRows, best_fit
-from dstrain.train.evaluation import Share, mean_loss
+from dstrain.train.data.slices import shift
+from dstrain.train.evaluation import Share, loss_of, mean_loss
 from dstrain.train.rank import Rank
 
 RANKS = 3
@@ -51,6 +52,10 @@ def rows_of(packing: bool) -> Any:
     return PackedRows(samples=columns.with_format("arrow"), rows=rows)
 
 
+def totals(model: Any, batch: Mapping[str, Any]) -> torch.Tensor:
+    return loss_of(model(**batch).logits, shift(batch["labels"]))
+
+
 def measured(model: Any, index: int, world_size: int, group: Any) -> Iterator[tuple[Any, ...]]:
     """Yields the mean loss, targets and forwards of a rank for each way to put samples together."""
     rank = Rank(index=index, world_size=world_size, local_index=index)
@@ -60,7 +65,7 @@ def measured(model: Any, index: int, world_size: int, group: Any) -> Iterator[tu
             share: Any = Share(rows=rows_of(packing), index=rank.index, count=rank.world_size)
             loader: DataLoader[Any] = DataLoader(share, batch_size=size, collate_fn=collate)
             with torch.no_grad():
-                loss, targets = mean_loss(lambda batch: model(**batch).logits, loader, group)
+                loss, targets = mean_loss(lambda batch: totals(model, batch), loader, group)
             yield world_size, packing, size, loss, targets, len(loader)
 
 

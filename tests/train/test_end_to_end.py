@@ -177,6 +177,7 @@ def test_a_checkpoint_is_marked_whole_and_old_ones_go(runs: Path) -> None:
         "micro_batch": 2,
         "grad_accum": 1,
         "sp": 1,
+        "tp": 1,
         "rope_scaling": None,
     }
     assert files == {

@@ -53,5 +53,6 @@ def test_a_first_token_is_no_target() -> None:
 
 
 def test_data_without_a_target_have_no_loss() -> None:
-    loss, targets = mean_loss(lambda _: torch.zeros(1, 2, 4), [{"labels": torch.full((1, 2), -100)}], None)
+    batch = {"labels": torch.full((1, 2), -100)}
+    loss, targets = mean_loss(lambda batch: loss_of(torch.zeros(1, 2, 4), batch["labels"]), [batch], None)
     assert (loss != loss, targets) == (True, 0)
