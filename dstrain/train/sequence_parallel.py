@@ -18,7 +18,6 @@ from torch.utils.data import DataLoader
 from transformers import TrainingArguments
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from dstrain.errors import InvalidConfig
 from dstrain.job.schema import Job
 from dstrain.monitor.callback import COUNTS, CountingCollator
 from dstrain.train.data.slices import Slice
@@ -93,14 +92,6 @@ class SequenceParallelTrainer(Trainer):
         runtime/comm/coalesced_collectives.py, which ZeRO-3 reduces with: world size.
         """
         return self._job.sp if self._stage == 3 else 1
-
-    def _prepare_for_training(self, *arguments: Any, **options: Any) -> Any:
-        """Returns the engine and its data. Raises InvalidConfig if the model's loss would shift labels of slices."""
-        prepared = super()._prepare_for_training(*arguments, **options)
-        if not self.model_accepts_loss_kwargs:
-            problem = f"sp is {self._job.sp}, but the loss of {type(self.model).__name__} does not take shifted labels"
-            raise InvalidConfig(problem, hint="sp: 1")
-        return prepared
 
     def _trial_size(self) -> int:
         return self.args.per_device_train_batch_size  # Ulysses knows one size

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from dstrain.errors import InvalidConfig
 from dstrain.train.data.slices import shift
 from dstrain.train.data.tokenize import IGNORED
 from dstrain.train.trainer import Trainer
@@ -30,11 +29,3 @@ class TensorParallelTrainer(Trainer):
         targets = (shift(inputs["labels"]) != IGNORED).sum()
         totals = torch.stack([loss.double(), targets.double()])
         return totals if self._counts_rows else torch.zeros_like(totals)
-
-    def _prepare_for_training(self, *arguments: Any, **options: Any) -> Any:
-        """Returns the engine and its data. Raises InvalidConfig if the model's loss is a mean over a micro-batch."""
-        prepared = super()._prepare_for_training(*arguments, **options)
-        if not self.model_accepts_loss_kwargs:
-            problem = f"tp is {self._job.tp}, but the loss of {type(self.model).__name__} does not take token counts"
-            raise InvalidConfig(problem, hint="tp: 1")
-        return prepared

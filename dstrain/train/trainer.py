@@ -13,6 +13,7 @@ import transformers
 from torch.utils.data import DataLoader, RandomSampler
 from transformers.trainer_utils import EvalLoopOutput
 
+from dstrain.errors import InvalidConfig
 from dstrain.heartbeat import Phase, Sender
 from dstrain.job.schema import Job
 from dstrain.monitor.callback import COUNTS, Meter, MetricsCallback
@@ -139,7 +140,9 @@ class Trainer(SavingTrainer):
         return super().train(resume_from_checkpoint, *arguments, **options)
 
     def _prepare_for_training(self, *arguments: Any, **options: Any) -> Any:
-        """Returns the engine and its data. Raises InvalidConfig if the model mixes the samples of a packed row."""
+        """Returns the engine and its data. Raises InvalidConfig for a model that mixes the samples of a packed row,
+        or whose loss cannot be shared by the ranks of a group.
+        """
         prepared = super()._prepare_for_training(*arguments, **options)  # type: ignore[no-untyped-call]
         self._skipped = self.skipped_steps
         rows: Any = self.train_dataset
@@ -149,6 +152,10 @@ class Trainer(SavingTrainer):
             row = row_of(tokens, tokens, np.array([len(tokens)]))
             inputs = self._prepare_inputs(self.data_collator([row] * size))
             self.model_accepts_loss_kwargs = takes_targets(self.model_wrapped, inputs)
+        if not self.model_accepts_loss_kwargs and self._job.ranks_per_batch > 1:
+            key = "sp" if self._job.sp > 1 else "tp"
+            problem = f"the loss of {type(self.model).__name__} does not take shifted labels and token counts"
+            raise InvalidConfig(f"{key} is {getattr(self._job, key)}, but {problem}", hint=f"{key}: 1")
         if isinstance(rows, PackedRows):
             self._has_masks = Trial(
                 model=self.model,

@@ -10,12 +10,13 @@ from dstrain.config.lint.finding import Fault, Severity
 from dstrain.config.lint.rule import Breaks, Rule, when
 from dstrain.config.lint.rules.no_effect import above, has_pass, is_on
 from dstrain.config.lint.subject import Subject, shown
+from dstrain.config.resolve_auto import GATHERS
 from dstrain.facts.cluster.cpu import limits_of
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.job.schema import Job
 from dstrain.plan import rope_scaling
 
-_GATHER = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
+_GATHER = f"zero_optimization.{GATHERS}"
 _HPZ = "zero_optimization.zero_hpz_partition_size"
 _SCATTER = "zero_optimization.reduce_scatter"
 _TP = "tensor_parallel.autotp_size"

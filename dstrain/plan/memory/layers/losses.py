@@ -61,18 +61,7 @@ def _in_place(run: Context, hidden: Tensor, head: Param, scales: bool) -> Tensor
     Source: unsloth kernels/cross_entropy_loss.py: Fast_CrossEntropyLoss. The copy is not in it; published runs reserve
     as much more, to the MiB (fms-acceleration a100_80gb_liger.csv), and their live peak allows it.
     """
-    tape = run.tape
-    logits = _wide_logits(run, hidden, head, scales)
-    sums = tape.new(run.rows, ops.FP32)
-    saved = tape.save(ops.view_without_node(logits), sums)
-
-    def backward(grad: Tensor) -> Tensors:
-        tape.part = Part.LOGITS
-        (kept, _) = saved.take()
-        assert kept is not None
-        return (tape.like(kept),)
-
-    return tape.new(1, ops.FP32, tape.node((logits,), backward))
+    return _read_at_once(run, _wide_logits(run, hidden, head, scales))
 
 
 def _chunked(run: Context, hidden: Tensor, head: Param, scales: bool) -> Tensor:
@@ -81,9 +70,13 @@ def _chunked(run: Context, hidden: Tensor, head: Param, scales: bool) -> Tensor:
     On CUDA a kernel reads them; elsewhere a chunk of up to 2^26 numbers is in fp32, which is left out here.
     Source: deepspeed 0.19.8 runtime/chunked_cross_entropy.py: _TritonCrossEntropy.
     """
+    return _read_at_once(run, logits(run, hidden, head, scales))
+
+
+def _read_at_once(run: Context, logits: Tensor) -> Tensor:
+    """A loss that keeps the logits and one number a token, and makes a gradient like the logits."""
     tape = run.tape
-    narrow = logits(run, hidden, head, scales)
-    saved = tape.save(ops.view_without_node(narrow), tape.new(run.rows, ops.FP32))
+    saved = tape.save(ops.view_without_node(logits), tape.new(run.rows, ops.FP32))
 
     def backward(grad: Tensor) -> Tensors:
         tape.part = Part.LOGITS
@@ -91,7 +84,7 @@ def _chunked(run: Context, hidden: Tensor, head: Param, scales: bool) -> Tensor:
         assert kept is not None
         return (tape.like(kept),)
 
-    return tape.new(1, ops.FP32, tape.node((narrow,), backward))
+    return tape.new(1, ops.FP32, tape.node((logits,), backward))
 
 
 def _wide_logits(run: Context, hidden: Tensor, head: Param, scales: bool) -> Tensor:
