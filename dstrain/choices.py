@@ -87,7 +87,8 @@ class LossKernel(StrEnum):
     """How the loss gets from hidden states to a number.
 
     All logits at once, and in fp32; in the training precision, with rows in fp32 a chunk at a time (DeepSpeed); at
-    once, with the gradient written over them (Unsloth); fused into the head (Liger); in tiles with it (torchtune).
+    once, with the gradient written over them (Unsloth); fused into the head, whose gradients are made in the forward
+    pass, a tile of tokens at a time (dstrain, Liger); in tiles that are all kept (torchtune).
     """
 
     FULL = "full"
@@ -95,6 +96,10 @@ class LossKernel(StrEnum):
     IN_PLACE = "in-place"
     FUSED = "fused"
     TILED = "tiled"
+
+
+LOGITS_PER_TILE = 2**27
+"""Logits of a tile of dstrain's fused loss: 256 MiB in bf16, 883 tokens of Qwen3. Fewer tokens make products slower."""
 
 
 class Hub(StrEnum):

@@ -83,7 +83,7 @@ CASES = (
     Case("qwen3-30b-a3b-16xh100", "zero3.json.j2", {"model": "qwen3-30b-a3b", "gpus": 16, "gpu": "h100"}),
     Case("qwen3-vl-30b-a3b-16xh100", "zero3.json.j2", {"model": "qwen3-vl-30b-a3b", "gpus": 16, "gpu": "h100"}),
     Case("qwen3-8b-1xa100", "zero2_offload_optimizer.json.j2", {"model": "qwen3-8b", "gpus": 1, "zero_stage": 2, "offload": "optimizer", "host_memory": 2**39}),
-    Case("qwen3-32b-8xa100", "zero3_offload_optimizer.json.j2", {"model": "qwen3-32b", "gpus": 8, "zero_stage": 3, "sp": 1}),
+    Case("qwen3-32b-8xa100", "zero3_offload_optimizer.json.j2", {"model": "qwen3-32b", "gpus": 8, "zero_stage": 3, "sp": 1, "offload": "optimizer"}),
     Case("qwen3-32b-16xa100-32k", "zero3.json.j2", {"model": "qwen3-32b", "gpus": 16, "seq_len": 32768}),
     Case("llama-3.1-70b-8xa100", "zero3_offload_all.json.j2", {"model": "llama-3.1-70b", "gpus": 8, "offload": "params", "host_memory": 4 * 2**40}),
     Case("llama-3.1-70b-8x4090-nvme", "zero3_nvme.json.j2", {"model": "llama-3.1-70b", "gpus": 8, "gpu": "4090", "nvme": "/nvme", "offload": "nvme", "seq_len": 1024, "host_memory": 2**40}),

@@ -46,6 +46,7 @@ def text(score: Score) -> str:
         "Memory by table\n" + _columns(_HEAD, _lines(score.tables)),
         "Fits or not\n" + _verdicts(score.verdicts),
         "Throughput\n" + _columns([*_HEAD, "rank"], _speed_lines(score)),
+        "Ratios of throughput of two runs of one model on as many GPUs\n" + _ratios(score.ratio_errors),
     ]
     if score.refused:
         parts.append("Refused\n" + "\n".join(f"  {row}: {why}" for row, why in score.refused))
@@ -53,6 +54,15 @@ def text(score: Score) -> str:
         "Bars\n" + "\n".join(f"  {'reached' if is_reached else 'MISSED '}  {line}" for line, is_reached in bars(score))
     )
     return "\n\n".join(parts)
+
+
+def _ratios(errors: Sequence[float]) -> str:
+    """Returns how many ratios are predicted within some percent."""
+    within = ", ".join(
+        f"{100 * sum(error <= limit for error in errors) / len(errors):.0f} % within {100 * limit:.0f} %"
+        for limit in (0.02, 0.05, 0.10, 0.20)
+    )
+    return f"  {len(errors)} pairs: {within}" if errors else "  none"
 
 
 def _lines(groups: Iterable[Group]) -> list[list[str]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 
 from benchmarks.published.answers import Answer, Comparison, Side, Verdict, table_of
 
@@ -133,6 +134,19 @@ def rank_correlation(pairs: Sequence[tuple[float, float]]) -> float | None:
     return float(round(product / math.sqrt(norms[0] * norms[1]), 12))
 
 
+def ratio_errors(answers: Iterable[Answer]) -> list[float]:
+    """Returns the errors of predicted ratios of throughput, smallest first: of all pairs of runs that differ in how a
+    model is trained, but not in model, method, source, length of samples and GPUs."""
+    groups: dict[tuple[object, ...], list[float]] = {}
+    for answer in answers:
+        row, speed = answer.row, answer.speed
+        if speed is not None:
+            key = (row.source, row.model, row.method, row.gpu, row.num_gpus, row.seq_len)
+            groups.setdefault(key, []).append(speed.predicted / speed.measured)
+    pairs = (pair for errors in groups.values() for pair in combinations(errors, 2))
+    return sorted(max(pair) / min(pair) - 1 for pair in pairs)
+
+
 def _ranks(values: Sequence[float]) -> list[float]:
     order = sorted(range(len(values)), key=values.__getitem__)
     ranks = [0.0] * len(values)
@@ -183,6 +197,8 @@ class Score:
     """Of those whose lengths of samples are known."""
     speed_tables: tuple[Group, ...]
     """Throughput by table."""
+    ratio_errors: tuple[float, ...]
+    """Errors of ratios of throughput (`ratio_errors`)."""
 
 
 def score(answers: Sequence[Answer]) -> Score:
@@ -224,6 +240,7 @@ def score(answers: Sequence[Answer]) -> Score:
             "lengths known", [comparison for comparison in speeds if comparison.side is Side.BOTH], len(speeds)
         ),
         speed_tables=tuple(_speed_tables(speeds, published)),
+        ratio_errors=tuple(ratio_errors(answers)),
     )
 
 

@@ -159,8 +159,8 @@ class Job:
     """Sequence-parallel ranks (Ulysses), which share the tokens of each row; they divide GPUs and attention heads."""
     tp: Positive = 1
     """Tensor-parallel ranks (DeepSpeed's AutoTP), which share each weight; they divide GPUs and key-value heads."""
-    loss: Literal[LossKernel.FULL, LossKernel.CHUNKED] = LossKernel.FULL
-    """`chunked` computes the loss in fp32 for a part of the tokens at a time: less memory, the same loss."""
+    loss: Literal[LossKernel.FULL, LossKernel.CHUNKED, LossKernel.FUSED] = LossKernel.FULL
+    """The same loss with less memory: `chunked` keeps no logits in fp32, `fused` those of a few hundred tokens."""
     grad_ckpt: bool = True
     """Whether activations are recomputed in the backward pass."""
     grad_ckpt_every_n_layers: Positive = 1

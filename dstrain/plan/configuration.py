@@ -125,6 +125,13 @@ class Checkpointing:
         """Layers after which the pattern of recomputed layers repeats."""
         return self.every_n_layers if self.enabled else 1
 
+    @property
+    def words(self) -> str:
+        """The choice in words, such as `checkpointing of every 2 layers`."""
+        if not self.enabled:
+            return "no checkpointing"
+        return "checkpointing" if self.every_n_layers == 1 else f"checkpointing of every {self.every_n_layers} layers"
+
     def recomputes(self, layer: int) -> bool:
         """Returns whether a layer is recomputed.
 
@@ -221,8 +228,7 @@ class Configuration:
         if self.zero.is_offloaded:
             parts[0] += f" + {OFFLOAD_WORDS[self.zero.offload]}"
         if self.checkpointing.enabled:
-            every = self.checkpointing.every_n_layers
-            parts.append("checkpointing" if every == 1 else f"checkpointing of every {every} layers")
+            parts.append(self.checkpointing.words)
         return [*parts, f"micro-batch {self.batch.micro_batch}"]
 
     @classmethod

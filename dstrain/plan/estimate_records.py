@@ -41,6 +41,8 @@ class Speed:
     """Half the width of the range that the true step time is expected in, over `step_s`."""
     parts_s: Mapping[str, float]
     """Seconds of a step by part; they sum to `step_s`."""
+    hidden_s: Mapping[str, float]
+    """Seconds of collectives and copies that computation hides, by part."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

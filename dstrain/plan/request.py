@@ -37,8 +37,8 @@ class Request:
     """What leaves GPU memory."""
     grad_ckpt: bool | None = None
     """Whether activations are recomputed."""
-    grad_ckpt_every_n_layers: int = 1
-    """Of how many layers one is recomputed."""
+    grad_ckpt_every_n_layers: int | None = None
+    """Of how many layers one is recomputed; None: chosen."""
     precision: Precision | None = None
     """Dtype of forward and backward."""
     attn: Attention | None = None
@@ -54,8 +54,8 @@ class Request:
     """AutoTP tensor-parallel ranks, which the trainer does not run yet; None: chosen."""
     liger: bool = False
     """Whether Liger's kernels are used."""
-    loss: LossKernel = LossKernel.FULL
-    """How the loss is computed."""
+    loss: LossKernel | None = None
+    """How the loss is computed; None: with the least memory."""
     activation_offload: bool = False
     """Whether checkpointed layer inputs wait in host RAM."""
     double_quant: bool = True

@@ -1,26 +1,49 @@
-"""The loss of a model: in chunks, and whether it takes the targets and the token count of the step."""
+"""The loss of a model: with less memory than Transformers' own, and whether it takes targets and their number."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import wraps
 from typing import Any
 
 import torch
 
+from dstrain.choices import LOGITS_PER_TILE, LossKernel
 from dstrain.errors import InvalidConfig
+from dstrain.train.data.collate import without_adapter
 from dstrain.train.data.slices import shift
 from dstrain.train.data.tokenize import IGNORED
+from dstrain.train.evaluation import loss_of
+
+_AFTER_THE_HEAD = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
+"""Settings that scale or bound logits. Source: Transformers 5.23 models gemma2, cohere, granite, falcon_h1."""
+_CHECKED = 1e-2
+"""Largest relative difference between the fused loss of some tokens and that of their logits."""
 
 
-def compute_in_chunks(model: Any) -> None:
-    """Makes a model compute its loss without whole logits in fp32: a kernel on CUDA, chunks of tokens elsewhere.
+def replace_loss(model: Any, loss: LossKernel) -> None:
+    """Makes a model compute its loss as `loss` says: chunked or fused.
 
-    Raises InvalidConfig for a model with its own code, which need not ask for the loss that it is given.
+    Raises InvalidConfig for a model with its own code, which need not ask for the loss that it is given, and, with the
+    fused loss, for a head that is not one plain matrix.
     """
-    if not type(model).__module__.startswith("transformers."):
-        problem = f"loss: chunked needs a model of Transformers, not {type(model).__module__}"
+    base = without_adapter(model)
+    if not type(base).__module__.startswith("transformers."):
+        problem = f"loss: {loss} needs a model of Transformers, not {type(base).__module__}"
         raise InvalidConfig(problem, hint="loss: full")
-    model.loss_function = chunked_loss
+    if loss is LossKernel.CHUNKED:
+        base.loss_function = chunked_loss
+        return
+    head, config = base.get_output_embeddings(), base.config.get_text_config()
+    if type(head) is not torch.nn.Linear or head.bias is not None:
+        problem = f"loss: fused needs a head without bias or adapter, not {type(head).__name__}"
+        raise InvalidConfig(problem, hint="loss: chunked")
+    for name in _AFTER_THE_HEAD:
+        if getattr(config, name, None) not in (None, 1):
+            problem = f"loss: fused needs a head that makes the logits, but {type(base).__name__} has {name}"
+            raise InvalidConfig(problem, hint="loss: chunked")
+    _FusedHead(head).replace_in(base)
 
 
 def chunked_loss(
@@ -37,16 +60,116 @@ def chunked_loss(
     `logits`: (batch, seq, vocab); `labels`, or `shift_labels` where they are shifted already: (batch, seq).
     Source: Transformers 5.23 loss/loss_utils.py: ForCausalLMLoss.
     """
+    targets = _targets(labels, shift_labels).reshape(-1).to(logits.device)
+    return _mean(sum_of_losses(logits.reshape(-1, vocab_size), targets, ignore_index), targets, num_items_in_batch)
+
+
+def sum_of_losses(logits: torch.Tensor, targets: torch.Tensor, ignored: int) -> torch.Tensor:
+    """Returns the sum of the losses of logits (tokens, vocab) and targets (tokens,): (), float32."""
     # a trace of the model's code, which prints JSON, needs no DeepSpeed, which prints too
     from deepspeed.runtime.chunked_cross_entropy import chunked_cross_entropy  # type: ignore[import-untyped]
 
-    if shift_labels is None:
-        assert labels is not None
-        shift_labels = shift(labels)
-    targets = shift_labels.reshape(-1).to(logits.device)
-    total: torch.Tensor = chunked_cross_entropy(logits.reshape(-1, vocab_size), targets, ignore_index, reduction="sum")
-    count = (targets != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch
-    return total / (count.to(total.device) if isinstance(count, torch.Tensor) else count)
+    total: torch.Tensor = chunked_cross_entropy(logits, targets, ignored, reduction="sum")
+    return total
+
+
+class _FusedHead:
+    """A head that returns the sum of the losses in place of logits, while the model knows the targets."""
+
+    def __init__(self, head: torch.nn.Linear) -> None:
+        self._head = head
+        self._targets: torch.Tensor | None = None
+
+    def replace_in(self, model: Any) -> None:
+        """Makes a model hand its targets to the head, and take the loss from there."""
+        forward = model.forward
+
+        @wraps(forward)  # the Trainer reads the signature
+        def with_targets(*arguments: Any, **inputs: Any) -> Any:
+            labels, shifted = inputs.get("labels"), inputs.get("shift_labels")
+            self._targets = None if labels is None and shifted is None else _targets(labels, shifted)
+            try:
+                return forward(*arguments, **inputs)
+            finally:
+                self._targets = None
+
+        model.forward = with_targets
+        model.loss_function = self._loss
+        self._head.forward = self._forward  # type: ignore[method-assign, assignment]
+
+    def _forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Returns logits (batch, seq, vocab) of hidden states (batch, seq, hidden), or the sum of the losses: ().
+
+        The head's own hooks stay around it, so that ZeRO-3 gathers its weight once, and the engine sees its gradient.
+        """
+        weight, device = self._head.weight, hidden.device.type
+        if self._targets is None:
+            return torch.nn.functional.linear(hidden, weight)
+        if device != "meta" and torch.is_autocast_enabled(device):
+            dtype = torch.get_autocast_dtype(device)
+            with torch.autocast(device, enabled=False):
+                return _fused(hidden.to(dtype), weight.to(dtype), self._targets)
+        return _fused(hidden, weight, self._targets)
+
+    def _loss(
+        self,
+        logits: torch.Tensor,
+        labels: Any = None,
+        num_items_in_batch: Any = None,
+        shift_labels: Any = None,
+        **_: Any,
+    ) -> torch.Tensor:
+        return _mean(logits, _targets(labels, shift_labels), num_items_in_batch)
+
+
+def _fused(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    rows = hidden.reshape(-1, hidden.shape[-1])
+    total: torch.Tensor = _Fused.apply(rows, weight, targets.reshape(-1))  # type: ignore[no-untyped-call]
+    return total
+
+
+class _Fused(torch.autograd.Function):
+    """The sum of the losses of hidden states; both gradients are made in the forward pass, tile by tile."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """`hidden`: (tokens, hidden); `weight`: (vocab, hidden); `targets`: (tokens,). Returns (), float32."""
+        needs_hidden, needs_weight, _ = ctx.needs_input_grad
+        grad_hidden = torch.empty_like(hidden) if needs_hidden else None
+        grad_weight = torch.zeros_like(weight) if needs_weight else None
+        total = torch.zeros((), device=hidden.device)
+        size = max(1, LOGITS_PER_TILE // weight.shape[0])
+        for start in range(0, len(hidden), size):
+            part = slice(start, start + size)
+            labels = targets[part].to(hidden.device)
+            loss, grad = _tile(hidden[part], weight, labels, differentiates=needs_hidden or needs_weight)
+            total += loss
+            if grad_hidden is not None:
+                torch.mm(grad, weight, out=grad_hidden[part])
+            if grad_weight is not None:
+                grad_weight.addmm_(grad.t(), hidden[part])
+            del grad  # not beside the next tile
+        ctx.grads = grad_hidden, grad_weight
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Returns the gradients times that of the sum: (tokens, hidden), (vocab, hidden)."""
+        made, ctx.grads = ctx.grads, None
+        return (*(None if grad is None else grad.mul_(grads[0]) for grad in made), None)
+
+
+def _tile(
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, *, differentiates: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the sum of the losses of a tile, (), and the gradient of its logits, (tokens, vocab)."""
+    logits = torch.mm(hidden, weight.t())
+    if not differentiates:
+        return sum_of_losses(logits, targets, IGNORED), logits
+    with torch.enable_grad():
+        loss = sum_of_losses(logits.requires_grad_(), targets, IGNORED)
+    (grad,) = torch.autograd.grad(loss, logits)
+    return loss.detach(), grad
 
 
 def takes_targets(engine: Any, inputs: Mapping[str, Any]) -> bool:
@@ -58,13 +181,54 @@ def takes_targets(engine: Any, inputs: Mapping[str, Any]) -> bool:
     """
     labels = inputs["labels"]
     targets = {"shift_labels": torch.full_like(labels, IGNORED), "num_items_in_batch": labels.new_tensor(1)}
+    with _trial(engine):
+        try:
+            return bool(engine(**{**inputs, **targets}).loss == 0)
+        except TypeError:  # an unknown argument
+            return False
+
+
+def is_that_of_logits(engine: Any, inputs: Mapping[str, Any]) -> bool:
+    """Returns whether a model's loss is the cross entropy of its logits; all ranks run it together.
+
+    A fused loss is not, in a model that scales or bounds its logits. `inputs`: a micro-batch with `labels`.
+    """
+    targets = {name: value for name, value in inputs.items() if name in ("labels", "shift_labels")}
+    others = {name: value for name, value in inputs.items() if name not in targets}
+    with _trial(engine):
+        sums = sums_of(engine, inputs)
+        logits = engine(**others).logits
+    losses = loss_of(logits, _targets(targets.get("labels"), targets.get("shift_labels")))
+    return bool(torch.isclose(sums[0], losses[0], rtol=_CHECKED, atol=_CHECKED))
+
+
+def sums_of(engine: Any, inputs: Mapping[str, Any]) -> torch.Tensor:
+    """Returns the sum of the losses, which the model computes, and the number of targets: (2,), float64."""
+    targets = _targets(inputs.get("labels"), inputs.get("shift_labels"))
+    loss = engine(**inputs, num_items_in_batch=targets.new_ones(())).loss
+    return torch.stack([loss.double(), (targets != IGNORED).sum().double()])
+
+
+@contextmanager
+def _trial(engine: Any) -> Iterator[None]:
+    """Forwards within it have no gradients and no dropout, and leave the random numbers as they are."""
     was_training = engine.training
     engine.eval()
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     try:
         with torch.random.fork_rng(devices), torch.no_grad():
-            return bool(engine(**{**inputs, **targets}).loss == 0)
-    except TypeError:  # an unknown argument
-        return False
+            yield
     finally:
         engine.train(was_training)
+
+
+def _targets(labels: torch.Tensor | None, shifted: torch.Tensor | None) -> torch.Tensor:
+    if shifted is not None:
+        return shifted
+    assert labels is not None
+    return shift(labels)
+
+
+def _mean(total: torch.Tensor, targets: torch.Tensor, num_items: torch.Tensor | int | None) -> torch.Tensor:
+    count = (targets != IGNORED).sum() if num_items is None else num_items
+    return total / (count.to(total.device) if isinstance(count, torch.Tensor) else count)

@@ -22,7 +22,7 @@ from dstrain.job.schema import Job, Lora
 from dstrain.train import rope_scaling
 from dstrain.train.arguments import zero_stage
 from dstrain.train.checkpoints.saved_model import DTYPES, family_of, shape_of
-from dstrain.train.loss import compute_in_chunks
+from dstrain.train.loss import replace_loss
 
 _VISION = {"visual", "vision_tower", "vision_model"}
 """Module names of the vision tower in Transformers' vision-language models."""
@@ -92,12 +92,12 @@ def load_model(
     _forget_unused_conversions(model)
     model.config.use_cache = False
     freeze_vision(model)
-    if job.loss is LossKernel.CHUNKED:
-        compute_in_chunks(model)
-    if job.method is Method.FULL:
-        return model
-    dtype = DTYPES[job.precision] if zero_stage(ds_config) < 3 else None  # ZeRO-3 has partitioned the matrices
-    return with_adapter(model, job.lora, grad_ckpt=job.grad_ckpt, dtype=dtype)
+    if job.method is not Method.FULL:
+        dtype = DTYPES[job.precision] if zero_stage(ds_config) < 3 else None  # ZeRO-3 has partitioned the matrices
+        model = with_adapter(model, job.lora, grad_ckpt=job.grad_ckpt, dtype=dtype)
+    if job.loss is not LossKernel.FULL:
+        replace_loss(model, job.loss)
+    return model
 
 
 @contextmanager

@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-from dstrain.train.data.slices import shift
-from dstrain.train.data.tokenize import IGNORED
+from dstrain.train.loss import sums_of
 from dstrain.train.trainer import Trainer
 
 
@@ -25,7 +24,5 @@ class TensorParallelTrainer(Trainer):
 
         The loss is the model's own, since a rank may have the logits of a part of the vocabulary.
         """
-        loss = engine(**inputs, num_items_in_batch=torch.ones((), device=engine.device)).loss
-        targets = (shift(inputs["labels"]) != IGNORED).sum()
-        totals = torch.stack([loss.double(), targets.double()])
+        totals = sums_of(engine, inputs)
         return totals if self._counts_rows else torch.zeros_like(totals)

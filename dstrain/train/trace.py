@@ -18,6 +18,7 @@ import warnings
 from dataclasses import replace
 from typing import Any
 
+from dstrain.choices import LOGITS_PER_TILE, LossKernel
 from dstrain.errors import DstrainError
 from dstrain.facts.model.trace_records import Question, Trace, Wanted
 from dstrain.facts.model.traced_activations import BATCHES, ActivationProfile, depths, fit
@@ -44,11 +45,17 @@ def answer(question: Question) -> Answer:
 
 
 def profile(question: Question) -> ActivationProfile:
-    """Returns the profile of a way to train: one or two depths, two micro-batches, with and without checkpointing."""
+    """Returns the profile of a way to train: one or two depths, two micro-batches, with and without checkpointing.
+
+    With the chunked loss where a sample does not fill a tile of the fused one, whose bytes then grow by steps.
+    """
     from dstrain.train.tracing.describing import describe
     from dstrain.train.tracing.passes import trace
 
-    depth = depths(describe(question.subject).layer_kinds)
+    description = describe(question.subject)
+    if question.loss is LossKernel.FUSED and question.seq_len * description.sizes["vocab_size"] < LOGITS_PER_TILE:
+        question = replace(question, loss=LossKernel.CHUNKED)
+    depth = depths(description.layer_kinds)
     corners = [(layers, samples) for layers in sorted({depth.few, depth.more}) for samples in BATCHES]
 
     def traced(layers: int, samples: int, grad_ckpt: bool) -> Trace:

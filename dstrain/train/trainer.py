@@ -13,17 +13,19 @@ import transformers
 from torch.utils.data import DataLoader, RandomSampler
 from transformers.trainer_utils import EvalLoopOutput
 
+from dstrain.choices import LossKernel
 from dstrain.errors import InvalidConfig
 from dstrain.heartbeat import Phase, Sender
 from dstrain.job.schema import Job
 from dstrain.monitor.callback import COUNTS, Meter, MetricsCallback
 from dstrain.monitor.health import Nonfinite
 from dstrain.train.checkpoints import checkpoints, universal_checkpoint
+from dstrain.train.data.collate import without_adapter
 from dstrain.train.data.isolation import Trial, packed_masks
 from dstrain.train.data.packing import PackedRows, row_of
 from dstrain.train.data.slices import shift
 from dstrain.train.evaluation import Share, loss_of, mean_loss
-from dstrain.train.loss import takes_targets
+from dstrain.train.loss import is_that_of_logits, sums_of, takes_targets
 from dstrain.train.rank import Rank
 from dstrain.train.saving import SavingTrainer
 
@@ -119,6 +121,8 @@ class Trainer(SavingTrainer):
 
     def _totals(self, engine: Any, inputs: dict[str, Any]) -> torch.Tensor:
         """Returns the sum of the losses and the number of targets of this rank's micro-batch: (2,), float64."""
+        if self._job.loss is LossKernel.FUSED:  # spares the logits
+            return sums_of(engine, inputs)
         labels, shifted = inputs.pop("labels"), inputs.pop("shift_labels", None)
         return loss_of(engine(**inputs).logits, shift(labels) if shifted is None else shifted)
 
@@ -147,15 +151,7 @@ class Trainer(SavingTrainer):
         self._skipped = self.skipped_steps
         rows: Any = self.train_dataset
         size = self._trial_size()
-        if not self.model_accepts_loss_kwargs:
-            tokens = np.asarray(rows[0]["input_ids"])[:_TRIED_TOKENS]
-            row = row_of(tokens, tokens, np.array([len(tokens)]))
-            inputs = self._prepare_inputs(self.data_collator([row] * size))
-            self.model_accepts_loss_kwargs = takes_targets(self.model_wrapped, inputs)
-        if not self.model_accepts_loss_kwargs and self._job.ranks_per_batch > 1:
-            key = "sp" if self._job.sp > 1 else "tp"
-            problem = f"the loss of {type(self.model).__name__} does not take shifted labels and token counts"
-            raise InvalidConfig(f"{key} is {getattr(self._job, key)}, but {problem}", hint=f"{key}: 1")
+        self._try_loss(size)
         if isinstance(rows, PackedRows):
             self._has_masks = Trial(
                 model=self.model,
@@ -166,6 +162,26 @@ class Trainer(SavingTrainer):
                 group=self._group,
             ).needs_masks()
         return prepared
+
+    def _try_loss(self, size: int) -> None:
+        """Raises InvalidConfig for a loss that ranks of a group cannot share, or whose head does not make logits."""
+        job, engine = self._job, self.model_wrapped
+        is_fused = job.loss is LossKernel.FUSED
+        if self.model_accepts_loss_kwargs and not is_fused:
+            return
+        rows: Any = self.train_dataset
+        tokens = np.asarray(rows[0]["input_ids"])[:_TRIED_TOKENS]
+        row = row_of(tokens, tokens, np.array([len(tokens)]))
+        inputs = self._prepare_inputs(self.data_collator([row] * size))
+        self.model_accepts_loss_kwargs = takes_targets(engine, inputs)
+        name = type(without_adapter(self.model)).__name__
+        if not self.model_accepts_loss_kwargs and (job.ranks_per_batch > 1 or is_fused):
+            key, cure = ("sp", 1) if job.sp > 1 else ("tp", 1) if job.tp > 1 else ("loss", LossKernel.CHUNKED)
+            problem = f"the loss of {name} does not take shifted labels and token counts"
+            raise InvalidConfig(f"{key} is {getattr(job, key)}, but {problem}", hint=f"{key}: {cure}")
+        if is_fused and not is_that_of_logits(engine, inputs):
+            problem = f"{name} changes its logits between head and loss"
+            raise InvalidConfig(f"loss is fused, but {problem}", hint="loss: chunked")
 
     def _trial_size(self) -> int:
         """Returns the rows of the micro-batch on which the loss and isolation are tried."""

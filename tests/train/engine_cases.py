@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dstrain.choices import Method, Offload, Precision
+from dstrain.choices import LossKernel, Method, Offload, Precision
 from dstrain.facts.model.families import from_config
 from dstrain.job.schema import Lora
 from dstrain.plan.configuration import DEFAULTS, Configuration, changed
@@ -144,6 +144,11 @@ CASES = (
     case("parameters on the host, checkpointing", 3, **NARROW, **CKPT, **gathers(300_000, 500_000), **BOTH),
     case("two sequence-parallel ranks", 2, sp=2),
     case("two sequence-parallel ranks, checkpointing", 3, sp=2, **NARROW, **CKPT, **gathers(200_000, 0, 1_500_000)),
+    case("fused loss, accumulating", 1, loss=LossKernel.FUSED, grad_accum=2),
+    case("fused loss, tied", 2, model=TIED, loss=LossKernel.FUSED, **CKPT),
+    case("fused loss, adapters, checkpointing", 3, loss=LossKernel.FUSED, **FULL_LORA, **CKPT),
+    case("fused loss, nothing kept, sequence-parallel", 3, sp=2, loss=LossKernel.FUSED, **NARROW, **gathers(0, 0)),
+    case("chunked loss, checkpointing", 3, loss=LossKernel.CHUNKED, **CKPT),
     case("two tensor-parallel ranks", 1, tp=2, seq_len=64),
     case("four ranks", 1, ranks=4),
     case("four ranks, accumulating", 2, ranks=4, grad_accum=2),
@@ -206,6 +211,7 @@ def described(case: Case) -> dict[str, Any]:
         "grad_accum": configuration.step.grad_accum,
         "sp": configuration.parallel.sp,
         "steps": STEPS,
+        "loss": configuration.kernels.loss,
         "grad_ckpt": {"use_reentrant": settings_of(configuration).is_reentrant}
         if configuration.checkpointing.enabled
         else None,

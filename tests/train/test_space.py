@@ -44,7 +44,7 @@ def drawn(tiny: Space, number: int) -> Point:
         global_batch=8,
         packing=dice.random() < 0.3,
         tp=None,
-        loss=dice.choice((LossKernel.FULL, LossKernel.CHUNKED)),
+        loss=dice.choice((LossKernel.FULL, LossKernel.CHUNKED, LossKernel.FUSED)),
     )
     candidates = [candidate for candidate in space(workload, request) if candidate.way.zero.offload is not Offload.NVME]
     parallel = dice.choice(list(dict.fromkeys(candidate.way.parallel for candidate in candidates)))

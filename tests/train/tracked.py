@@ -1,8 +1,8 @@
 """Trains one configuration after another on this rank and writes what lived: `tests.train.tracked CASES`.
 
 CASES is a JSON file: a list of objects with `name`, `config` (of the model), `ds_config`, `seq_len`, `micro_batch`,
-`grad_accum`, `sp`, `steps`, `grad_ckpt` (null, or its keywords) and `lora` (null, or the keywords of LoraConfig). Each
-rank writes a list of what it measured to `CASES.RANK`.
+`grad_accum`, `sp`, `steps`, `loss`, `grad_ckpt` (null, or its keywords) and `lora` (null, or the keywords of
+LoraConfig). Each rank writes a list of what it measured to `CASES.RANK`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,10 @@ from typing import Any
 import torch
 from deepspeed.accelerator.real_accelerator import set_accelerator
 
+from dstrain.choices import LossKernel
+from dstrain.train import loss
+from dstrain.train.loss import replace_loss
+from dstrain.train.tracing.kernels import sum_of_losses
 from tests.train.tracking import DEVICE, HOST, Ledger, TwoPlaceAccelerator, two_places, use_private_buffers
 
 
@@ -39,6 +43,9 @@ def build(case: dict[str, Any]) -> Any:
         model = get_peft_model(model, LoraConfig(**case["lora"], task_type="CAUSAL_LM"), autocast_adapter_dtype=False)
     if case["grad_ckpt"] is not None:
         model.gradient_checkpointing_enable(case["grad_ckpt"])
+    if case["loss"] != LossKernel.FULL:
+        replace_loss(model, LossKernel(case["loss"]))
+        loss.sum_of_losses = sum_of_losses  # the chunks of a CPU are in fp32
     return model
 
 

@@ -58,9 +58,7 @@ _CHOICES = (
     click.option(
         "--grad-ckpt-every-n-layers",
         type=click.IntRange(1),
-        default=1,
-        show_default=True,
-        help="With checkpointing, recompute one layer of every N.",
+        help="With checkpointing, recompute one layer of every N.  [default: chosen]",
     ),
     click.option("--precision", type=Choice(Precision), help="Dtype of forward and backward.  [default: by the GPU]"),
     click.option("--attn", type=Choice(Attention), help="Attention implementation.  [default: sdpa]"),
@@ -116,7 +114,10 @@ _BEYOND = (
 def facts_options(function: F) -> F:
     """Adds the options that describe model, machines and request, as far as gen-config can carry them out; it may take
     the model from the last time."""
-    return _with((_model(required=False), *_MACHINES, *_CHOICES, _loss(LossKernel.FULL, LossKernel.CHUNKED)), function)
+    return _with(
+        (_model(required=False), *_MACHINES, *_CHOICES, _loss(LossKernel.FULL, LossKernel.CHUNKED, LossKernel.FUSED)),
+        function,
+    )
 
 
 def plan_options(function: F) -> F:
@@ -125,8 +126,8 @@ def plan_options(function: F) -> F:
 
 
 def _loss(*choices: LossKernel) -> Callable[[F], F]:
-    default = "full" + (", with --liger fused" if LossKernel.FUSED in choices else "")
-    return click.option("--loss", type=Choice(choices), help=f"How logits become a loss.  [default: {default}]")
+    text = "How the loss is computed.  [default: with the least memory: fused, chunked or full]"
+    return click.option("--loss", type=Choice(choices), help=text)
 
 
 def _model(*, required: bool) -> Callable[[F], F]:

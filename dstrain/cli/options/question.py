@@ -65,13 +65,13 @@ def _trace_question(request: Request) -> trace_records.Question:
         attn=request.attn or Attention.SDPA,
         is_packed=request.packing,
         precision=request.precision or Precision.BF16,
+        loss=request.loss or (LossKernel.FULL if (request.tp or 1) > 1 else LossKernel.FUSED),
     )
 
 
 def _request(options: dict[str, Any]) -> Request:
     """Returns the request; options of `plan` alone allow more than gen-config can write."""
     values = {field.name: options[field.name] for field in fields(Request) if field.name in options}
-    values["loss"] = options.get("loss") or (LossKernel.FUSED if options.get("liger") else LossKernel.FULL)
     if "states" not in options:
         return Request(**values)
     if options["lora_rank"] < 1:

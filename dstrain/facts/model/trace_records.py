@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from dstrain.choices import Attention, Method, Precision
+from dstrain.choices import Attention, LossKernel, Method, Precision
 from dstrain.job.schema import Lora
 from dstrain.records import type_config
 
@@ -63,6 +63,8 @@ class Question:
     """Whether checkpointing uses its older, reentrant form."""
     precision: Precision = Precision.BF16
     """Dtype of parameters and activations."""
+    loss: LossKernel = LossKernel.FULL
+    """How the loss is computed; a model that cannot do so fused does so chunked, or in full."""
     image_patches: int = 0
     """Patches of the single image of each sample."""
     trains_vision: bool = False
@@ -131,6 +133,8 @@ class Trace:
     """Bytes of trainable parameters."""
     inputs_bytes: int
     """Bytes of token ids, labels, masks and pixels, included in the activations of every moment."""
+    loss: LossKernel = LossKernel.FULL
+    """How the loss was computed."""
 
     @property
     def highest(self) -> Segment:

@@ -6,6 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from dstrain.choices import LossKernel
 from dstrain.errors import InvalidConfig
 from dstrain.facts.model.trace_records import Moment, Segment, Trace
 from dstrain.records import type_config
@@ -102,6 +103,8 @@ class ActivationProfile:
     """Moments without checkpointing that can be the highest of their segment."""
     recomputed: tuple[Course, ...]
     """The same with activation checkpointing."""
+    loss: LossKernel = LossKernel.FULL
+    """How the loss was computed."""
 
     def moments(self, *, num_layers: int, micro_batch: int, grad_ckpt: bool) -> tuple[Peak, ...]:
         """Returns every moment that can be the highest of its segment, with or without gradients of parameters.
@@ -188,6 +191,7 @@ def fit(depth: Depths, *, kept: Corners, recomputed: Corners) -> ActivationProfi
         is_for_any_depth=depth.more > depth.few,
         kept=_courses(kept, depth),
         recomputed=_courses(recomputed, depth),
+        loss=next(iter(kept.values())).loss,
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from dstrain.choices import Attention, Method, OnBadRow, Precision
+from dstrain.choices import Attention, LossKernel, Method, OnBadRow, Precision
 from dstrain.config.lint.finding import Finding
 from dstrain.config.lint.subject import JobContext
 from dstrain.errors import DstrainError, EnvironmentProblem, InvalidConfig
@@ -30,6 +30,8 @@ from dstrain.rundir import damage
 
 CHECKED_DATA_BYTES = 64 * 2**20
 """Bytes of a data file that are checked before the launch; the ranks check the rest."""
+_PLAIN = {"sp": 1, "tp": 1, "loss": LossKernel.FULL}
+"""Keys of a job that rules limit, with the value that always works."""
 DATA_KEYS = ("data", "eval_data")
 """Keys of a job that name data files."""
 
@@ -135,24 +137,32 @@ def check_targets(file: JobFile, model: ModelFacts | None) -> None:
         )
 
 
-def check_parallel(file: JobFile, model: ModelFacts | None, cluster: Cluster) -> None:
-    """Raises InvalidConfig if sequence or tensor parallelism does not work for a model, its cluster or its job.
+def check_combinations(file: JobFile, model: ModelFacts | None, cluster: Cluster) -> None:
+    """Raises InvalidConfig if parallelism or the loss does not work for a model, its cluster or its job.
 
     Of a model whose facts are unknown, only the number of GPUs is checked. What depends on ZeRO's stage is lint's.
     """
-    for key in ("sp", "tp"):
-        size = getattr(file.job, key)
-        if size == 1:
-            continue
-        if model is not None:
-            workload = Workload(model=model, cluster=cluster)
-            rules = broken(workload, request_of(file.job).configuration)
-            wrong = [rule.says for rule in rules if key in rule.options and rule.is_of_parallelism]
-        else:
-            wrong = [f"it does not divide the number of GPUs, {cluster.num_gpus}"] if cluster.num_gpus % size else []
-        if wrong:
-            place, hint = file.locate((key,)), f"{key}: 1 turns it off."
-            raise InvalidConfig(f"{key} is {size}, but {'; '.join(wrong)}", place=place, hint=hint)
+    for key in _PLAIN:
+        _check_combination(file, key, model, cluster)
+
+
+def _check_combination(file: JobFile, key: str, model: ModelFacts | None, cluster: Cluster) -> None:
+    value, plain = getattr(file.job, key), _PLAIN[key]
+    if value == plain:
+        return
+    if model is not None:
+        workload = Workload(model=model, cluster=cluster)
+        rules = broken(workload, request_of(file.job).configuration)
+        wrong = [rule.says for rule in rules if key in rule.options and "zero_stage" not in rule.options]
+    else:
+        wrong = [f"it does not divide the number of GPUs, {cluster.num_gpus}"] if _leaves_gpus(value, cluster) else []
+    if wrong:
+        place, hint = file.locate((key,)), f"Write {key}: {plain}."
+        raise InvalidConfig(f"{key} is {value}, but {'; '.join(wrong)}", place=place, hint=hint)
+
+
+def _leaves_gpus(value: object, cluster: Cluster) -> bool:
+    return isinstance(value, int) and cluster.num_gpus % value != 0
 
 
 def _check_resume(file: JobFile) -> None:
@@ -210,7 +220,7 @@ def findings(file: JobFile, context: JobContext) -> list[Finding]:
     findings = []
     checks: dict[str, Callable[[], object]] = {"eval_steps": lambda: check_evaluation(file)}
     if (cluster := context.cluster) is not None:
-        checks["tp" if file.job.tp > 1 else "sp"] = lambda: check_parallel(file, context.model, cluster)
+        checks |= {key: partial(_check_combination, file, key, context.model, cluster) for key in _PLAIN}
     for key in DATA_KEYS:
         if getattr(file.job, key) is not None and Path(getattr(file.job, key)).is_file():
             checks[key] = partial(check_data_file, file, key)

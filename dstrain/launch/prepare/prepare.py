@@ -77,7 +77,7 @@ def prepare(
     is_local = machines.is_local(hosts)
     job_checks.check_machines(file, hosts, cluster, needs_gpus=is_local and not on_cpu)
     job_checks.check_targets(file, model)
-    job_checks.check_parallel(file, model, cluster)
+    job_checks.check_combinations(file, model, cluster)
     context = JobContext(job=file, hosts=hosts, model=model, cluster=cluster)
     subject, lint_notes = _linted(context, file, resuming, ignored)
     ds_config = for_trainer(subject.config, file.job, model, num_ranks=hosts.num_slots)

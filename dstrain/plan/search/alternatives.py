@@ -13,7 +13,7 @@ from dstrain.plan.estimate_records import Estimate, Speed, Topic
 from dstrain.plan.request import Request
 from dstrain.plan.search.buffer_sizes import TIGHT, sized
 from dstrain.plan.search.rules import broken
-from dstrain.plan.search.search import TIE_RATIO
+from dstrain.plan.search.search import EQUAL_RATIO
 from dstrain.plan.search.search_space import global_batch, with_batch
 
 
@@ -51,7 +51,7 @@ def neighbours(
 
 def _flips(request: Request, chosen: Configuration) -> Iterator[tuple[Topic, str, str, Configuration]]:
     """Yields topic, the choice as it is and as it could be in words, and the configuration that it would make."""
-    zero, is_enabled = chosen.zero, chosen.checkpointing.enabled
+    zero = chosen.zero
     for stage in (0, 1, 2, 3):
         if stage != zero.stage:
             hpz, ratio = (zero.hpz, zero.offload_ratio) if stage == 3 else (1, 1.0)
@@ -61,9 +61,10 @@ def _flips(request: Request, chosen: Configuration) -> Iterator[tuple[Topic, str
         if offload is not zero.offload:
             other = replace(chosen, zero=replace(zero, offload=offload, offload_ratio=1.0))
             yield Topic.OFFLOAD, _offload_words(zero.offload), _offload_words(offload), other
-    words = ("no checkpointing", "checkpointing")
-    other = replace(chosen, checkpointing=replace(chosen.checkpointing, enabled=not is_enabled))
-    yield Topic.GRAD_CKPT, words[is_enabled], words[not is_enabled], other
+    for is_on in (False, True):
+        other = replace(chosen, checkpointing=replace(chosen.checkpointing, enabled=is_on, every_n_layers=1))
+        if other.checkpointing != chosen.checkpointing:
+            yield Topic.GRAD_CKPT, chosen.checkpointing.words, other.checkpointing.words, other
     micro_batch, grad_accum = chosen.batch.micro_batch, chosen.step.grad_accum
     batches = [(2 * micro_batch, grad_accum // 2)] if grad_accum % 2 == 0 else []
     batches += [(micro_batch // 2, 2 * grad_accum)] if micro_batch % 2 == 0 else []
@@ -96,7 +97,7 @@ def faster_but_too_large(cluster: Cluster, chosen: Estimate, others: list[Neighb
 def _would_be_faster(cluster: Cluster, chosen: Estimate, other: Neighbour) -> bool:
     gain = gain_ratio(cluster, other.estimate, chosen)
     more_bytes = other.estimate.memory.device_bytes_per_gpu - chosen.memory.device_bytes_per_gpu
-    return more_bytes > 0 if gain is None else gain > TIE_RATIO
+    return more_bytes > 0 if gain is None else gain > EQUAL_RATIO
 
 
 def gain_ratio(cluster: Cluster, one: Estimate, other: Estimate) -> float | None:

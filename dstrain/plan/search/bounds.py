@@ -139,18 +139,18 @@ def _optimizer_bytes(way: Configuration) -> int:
 def _activation_bytes(model: ModelFacts, way: Configuration) -> float:
     """Returns what all layers but one keep of one sample.
 
-    With checkpointing h of each token in half precision; without, `LAYER_BYTES` and queries and outputs of attention.
+    Recomputed ones h of each token in half precision; others `LAYER_BYTES` and queries and outputs of attention.
     """
-    if way.checkpointing.offload:
-        return 0.0
     tokens = way.batch.seq_len / way.parallel.sp
-    per_token: float = 2 * model.hidden_size
-    if not way.checkpointing.enabled:
-        kernels = "fused" if way.kernels.liger else "eager" if way.model.is_full else "adapted"
-        hidden, inner = LAYER_BYTES[kernels]
-        attention = 4 * model.num_attention_heads * model.v_head_dim
-        per_token = hidden * model.hidden_size + (attention + inner * _mlp_width(model)) / way.parallel.tp
-    return (model.num_hidden_layers - 1) * tokens * per_token
+    checkpointing, depth = way.checkpointing, model.num_hidden_layers
+    kernels = "fused" if way.kernels.liger else "eager" if way.model.is_full else "adapted"
+    hidden, inner = LAYER_BYTES[kernels]
+    attention = 4 * model.num_attention_heads * model.v_head_dim
+    kept = hidden * model.hidden_size + (attention + inner * _mlp_width(model)) / way.parallel.tp
+    recomputed = 0 if checkpointing.offload else 2 * model.hidden_size
+    num_recomputed = round(checkpointing.share(depth) * depth)
+    num_kept = max(0, depth - num_recomputed - 1)
+    return (num_kept * kept + (depth - 1 - num_kept) * recomputed) * tokens
 
 
 def _mlp_width(model: ModelFacts) -> int:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from dstrain.facts.workload import Workload
 from dstrain.plan.configuration import Configuration
 from dstrain.plan.estimate import ASKED_GPU_RATIO, USABLE_GPU_RATIO, USABLE_HOST_RATIO, assess
-from dstrain.plan.estimate_records import Estimate
+from dstrain.plan.estimate_records import Estimate, Speed
 from dstrain.plan.memory.memory import Detail
 from dstrain.plan.request import Request
 from dstrain.plan.search.bounds import Bound, bound, passes_s
@@ -33,7 +32,7 @@ class Evaluator:
     bounds: dict[int, Bound] = field(default_factory=dict)
     passes: dict[tuple[object, ...], float] = field(default_factory=dict)
     times: dict[Candidate, Key | None] = field(default_factory=dict)
-    parts: dict[Candidate, Mapping[str, float]] = field(default_factory=dict)
+    speeds: dict[Candidate, Speed] = field(default_factory=dict)
     estimates: dict[Candidate, Estimate] = field(default_factory=dict)
     exact: set[Candidate] = field(default_factory=set)
 
@@ -60,15 +59,15 @@ class Evaluator:
             known = speed(self.workload, candidate.configuration(self.workload.model))
             self.times[candidate] = None
             if known is not None:
-                samples = self.samples(candidate)
-                self.times[candidate] = (known.step_s / samples,)
-                self.parts[candidate] = {part: seconds / samples for part, seconds in known.parts_s.items()}
+                self.times[candidate] = (known.step_s / self.samples(candidate),)
+                self.speeds[candidate] = known
         return self.times[candidate]
 
     def difference_error_s(self, first: Candidate, second: Candidate) -> float:
         """Returns how far the difference of two candidates' seconds per sample may be off."""
         rates = efficiency(self.workload.cluster, self.workload.measured)
-        return difference_error_s(self.parts[first], self.parts[second], rates)
+        scales = (1 / self.samples(first), 1 / self.samples(second))
+        return difference_error_s(self.speeds[first], self.speeds[second], rates, scales=scales)
 
     def samples(self, candidate: Candidate) -> int:
         """Returns the samples of a step."""

@@ -11,7 +11,7 @@ from dstrain.plan.memory.params import trained
 from dstrain.plan.request import Request
 from dstrain.plan.search.alternatives import Neighbour, faster_but_too_large, gain_ratio, missing_bytes
 from dstrain.plan.search.buffer_sizes import TIGHT
-from dstrain.plan.search.search import TIE_RATIO, Ranking
+from dstrain.plan.search.search import EQUAL_RATIO, Ranking
 from dstrain.plan.search.search_space import data_parallel_ranks, global_batch
 from dstrain.units import format_bytes, format_count, format_seconds
 
@@ -54,14 +54,14 @@ def compared(cluster: Cluster, one: Estimate, best: Estimate) -> tuple[Reason, .
         is_same = one.memory.device_bytes_per_gpu == best.memory.device_bytes_per_gpu
         text = f"{more} {'as' if is_same else 'than'} plan 1"
     else:
-        text = f"{'as fast as' if abs(gain) <= TIE_RATIO else f'{_percent(gain)} than'} plan 1, {more}"
+        text = f"{'as fast as' if abs(gain) <= EQUAL_RATIO else f'{_percent(gain)} than'} plan 1, {more}"
     return (Reason(topic=Topic.FIRST_PLAN, text=text), *(_speed(one) if one.fits else ()))
 
 
 def _simpler(cluster: Cluster, ranking: Ranking) -> tuple[Reason, ...]:
     """Returns why the first of a ranking comes before the fastest, if it is slower by more than a tie."""
     gain = gain_ratio(cluster, ranking.fastest, ranking.plans[0])
-    if not ranking.fits or gain is None or gain <= TIE_RATIO:
+    if not ranking.fits or gain is None or gain <= EQUAL_RATIO:
         return ()
     worth = percent(ranking.difference_error_ratio)
     text = f"simpler than {label(ranking.fastest.configuration)}, which would gain {percent(gain)} (± {worth})"
@@ -118,10 +118,10 @@ def _over(cluster: Cluster, request: Request, chosen: Estimate, others: list[Nei
         if gain is None or not neighbour.estimate.fits:
             continue
         memory = _more_bytes(chosen, neighbour.estimate)
-        if gain > TIE_RATIO:
+        if gain > EQUAL_RATIO:
             text = f"{neighbour.chosen} over {neighbour.other}: {_percent(gain)}, {memory}"
             said.append((gain, text, neighbour.topic))
-        elif gain >= -TIE_RATIO:
+        elif gain >= -EQUAL_RATIO:
             text = f"{neighbour.chosen} over {neighbour.other}: as fast, {memory}"
             said.append((abs(gain), text, neighbour.topic))
         elif getattr(request, neighbour.topic, None) is not None:
@@ -136,7 +136,7 @@ def _with_more(cluster: Cluster, chosen: Estimate, others: list[Neighbour]) -> l
     said, best = [], 0.0
     for neighbour in faster_but_too_large(cluster, chosen, others):
         gain = gain_ratio(cluster, neighbour.estimate, chosen)
-        if gain is not None and gain < best + TIE_RATIO:
+        if gain is not None and gain < best + EQUAL_RATIO:
             continue
         best = gain or 0.0
         where = "per GPU" if not neighbour.estimate.fits_gpu else "of host RAM on each node"

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from dstrain.choices import Attention, LossKernel, Offload, Optimizer
+from dstrain.choices import Attention, LossKernel, Offload, Optimizer, Precision
 from dstrain.facts.cluster.cluster import Cluster
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.facts.workload import Workload
 from dstrain.plan.configuration import Configuration
+from dstrain.plan.memory.layers.families import LAYER_CODE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +50,14 @@ def _drops_masks(configuration: Configuration) -> bool:
 def _scales_by_length(model: ModelFacts, configuration: Configuration) -> bool:
     scaling = configuration.batch.rope_scaling
     return (scaling.rope_type if scaling is not None else model.rope_type) in ("dynamic", "longrope")
+
+
+def _is_fused(configuration: Configuration) -> bool:
+    return configuration.kernels.loss is LossKernel.FUSED and not configuration.kernels.liger
+
+
+def _replaces_loss(configuration: Configuration) -> bool:
+    return configuration.kernels.loss is LossKernel.CHUNKED or _is_fused(configuration)
 
 
 # fmt: off
@@ -151,10 +160,26 @@ RULES: tuple[Rule, ...] = (
          says="tensor parallelism needs ZeRO-1 or more: without ZeRO, bf16 gradients are clipped by a wrong norm",
          breaks=lambda m, k, c: c.parallel.tp > 1 and c.zero.stage == 0 and c.model.is_deepspeed,
          source="measured on CPU ranks, deepspeed 0.19.8: a norm of 3.71 in place of 4.78; ZeRO-1 to 3 have 4.78"),
-    Rule(name="TP and chunks", options=("tp", "loss"),
+    Rule(name="TP and its loss", options=("tp", "loss"),
          says="tensor-parallel ranks have a loss of their own, of a part of the vocabulary",
-         breaks=lambda m, k, c: c.parallel.tp > 1 and c.kernels.loss is LossKernel.CHUNKED,
+         breaks=lambda m, k, c: c.parallel.tp > 1 and _replaces_loss(c),
          source=_DS + "sequence/cross_entropy.py: configure_vocab_parallel_loss"),
+    Rule(name="fused loss and fp16", options=("loss", "precision"),
+         says="the fused loss makes gradients of sums over the tokens, which exceed the range of fp16",
+         breaks=lambda m, k, c: _is_fused(c) and c.model.precision is Precision.FP16,
+         source="dstrain train/loss.py: _Fused"),
+    Rule(name="fused loss and logits", options=("loss",),
+         says="the fused loss needs a head whose product is the logits, which this family scales",
+         breaks=lambda m, k, c: _is_fused(c) and m.model_type in LAYER_CODE and LAYER_CODE[m.model_type].scales_logits,
+         source="Transformers 5.23 models/granite/modeling_granite.py: logits_scaling"),
+    Rule(name="fused loss and adapters", options=("loss", "lora"),
+         says="the fused loss needs a head without an adapter",
+         breaks=lambda m, k, c: _is_fused(c) and not c.model.is_full and "lm_head" in c.model.lora.targets,
+         source="dstrain train/loss.py: replace_loss"),
+    Rule(name="loss of traced code", options=("loss",),
+         says="the model's own code was traced with another loss",
+         breaks=lambda m, k, c: m.traced is not None and c.kernels.loss is not m.traced.plain.loss,
+         source="dstrain train/tracing/building.py: with_loss"),
     Rule(name="TP and experts", options=("tp",),
          says="AutoTP refuses the experts of Transformers 5",
          breaks=lambda m, k, c: c.parallel.tp > 1 and m.moe is not None,

@@ -15,8 +15,12 @@ from dstrain.plan.search.evaluator import Evaluator, Key, usable_ratio
 from dstrain.plan.search.search_space import Candidate, mechanisms, space, strategy_key
 from dstrain.plan.search.slowdown_order import lost_speed
 
-TIE_RATIO = 0.02
-"""Plans whose times differ by less count as equally fast: the simpler one comes first."""
+EQUAL_RATIO = 0.02
+"""Times that differ by less are called equal."""
+TIE_RATIO = 0.10
+"""Plans whose times differ by less count as equally fast: the simpler one comes first. Source: the throughputs of two
+published runs of one model on as many GPUs: three of four ratios are predicted within that (`benchmarks/predict.py`).
+"""
 MOST_TIE_RATIO = 0.15
 """A gain of more is worth a mechanism more, though the prediction of the difference may be off by as much."""
 DEFAULT_TOP = 3

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeVar
 
-from dstrain.choices import Offload
+from dstrain.choices import LossKernel, Offload
 from dstrain.errors import InvalidConfig
 from dstrain.facts.cluster.cluster import Cluster
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.facts.workload import Workload
 from dstrain.plan import rope_scaling
-from dstrain.plan.configuration import Configuration, Parallel, Zero
+from dstrain.plan.configuration import Checkpointing, Configuration, Parallel, Zero
 from dstrain.plan.estimate import supported_precision
 from dstrain.plan.request import Request
 from dstrain.plan.search.buffer_sizes import ROOMY, TIGHT, sizes, sizes_of_transformers
@@ -26,6 +26,8 @@ DEFAULT_GLOBAL_BATCH = 64
 """Default samples per step: the usual size of supervised fine-tuning on a few nodes."""
 RATIOS = (1.0, 0.75, 0.5, 0.25)
 """Shares of an optimizer that are offloaded; the one that is chosen is refined (`buffer_sizes.least_offloaded`)."""
+PERIODS = (1, 2, 4)
+"""Of how many layers one is recomputed; beyond 4, recomputing costs less than 6 % of a step."""
 
 
 class Candidate(NamedTuple):
@@ -103,9 +105,9 @@ def global_batch(cluster: Cluster, configuration: Configuration) -> int:
 
 
 def strategy_key(configuration: Configuration) -> tuple[object, ...]:
-    """Returns the identity of a strategy, which excludes batches and buffers."""
-    zero = configuration.zero
-    return zero.stage, zero.offload, zero.hpz, configuration.checkpointing, configuration.parallel
+    """Returns the identity of a strategy, which excludes batches, buffers and how many layers are recomputed."""
+    zero, checkpointing = configuration.zero, configuration.checkpointing
+    return zero.stage, zero.offload, zero.hpz, checkpointing.enabled, checkpointing.offload, configuration.parallel
 
 
 def mechanisms(configuration: Configuration) -> int:
@@ -129,7 +131,7 @@ def ways(workload: Workload, request: Request) -> Strategies:
     allowed: list[Configuration] = []
     forbidden: list[tuple[Configuration, tuple[Rule, ...]]] = []
     for sp, tp in _parallel(cluster, request):
-        parallel = replace(start, parallel=Parallel(sp=sp, tp=tp))
+        parallel = _with_loss(workload, request, replace(start, parallel=Parallel(sp=sp, tp=tp)))
         wrong = [rule for rule in broken(workload, parallel) if rule.is_of_parallelism]
         if wrong:
             forbidden.append((parallel, tuple(wrong)))
@@ -141,6 +143,13 @@ def ways(workload: Workload, request: Request) -> Strategies:
             else:
                 allowed.append(way)
     return Strategies(allowed=tuple(allowed), forbidden=tuple(forbidden))
+
+
+def _with_loss(workload: Workload, request: Request, start: Configuration) -> Configuration:
+    """Returns a configuration with the loss that is asked for, or the one of least memory that no rule forbids."""
+    options = _given(request.loss, (LossKernel.FUSED, LossKernel.CHUNKED, LossKernel.FULL))
+    ways = [replace(start, kernels=replace(start.kernels, loss=loss)) for loss in options]
+    return next((way for way in ways if not any("loss" in rule.options for rule in broken(workload, way))), ways[-1])
 
 
 def with_defaults(workload: Workload, request: Request) -> Configuration:
@@ -185,10 +194,17 @@ def _mechanisms(cluster: Cluster, request: Request, start: Configuration) -> Ite
             copies = (1, cluster.gpus_per_node) if stage == 3 and cluster.num_nodes > 1 and not is_one else (1,)
             for ratio in ratios:
                 for hpz in dict.fromkeys(copies):
-                    for grad_ckpt in _given(request.grad_ckpt, (False, True)):
-                        zero = replace(start.zero, stage=stage, offload=offload, offload_ratio=ratio, hpz=hpz)
-                        checkpointing = replace(start.checkpointing, enabled=grad_ckpt)
+                    zero = replace(start.zero, stage=stage, offload=offload, offload_ratio=ratio, hpz=hpz)
+                    for checkpointing in _checkpointings(request, start.checkpointing):
                         yield replace(start, zero=zero, checkpointing=checkpointing)
+
+
+def _checkpointings(request: Request, start: Checkpointing) -> Iterator[Checkpointing]:
+    """Yields which layers are recomputed: none, all, or, where that is open, one of every n."""
+    periods = PERIODS if request.grad_ckpt is None else (1,)
+    for enabled in _given(request.grad_ckpt, (False, True)):
+        for period in _given(request.grad_ckpt_every_n_layers, periods if enabled else (1,)):
+            yield replace(start, enabled=enabled, every_n_layers=period)
 
 
 def _buffers(request: Request, way: Configuration) -> tuple[tuple[int | None, bool], ...]:

@@ -16,6 +16,7 @@ from dstrain.plan.configuration import (
     Parallel,
     TrainedModel,
 )
+from dstrain.plan.memory.layers.losses import tile_rows
 from dstrain.plan.memory.params import NF4_BYTES_PER_PARAM
 from dstrain.plan.speed.efficiency import (
     GROUPED_RATIO,
@@ -245,8 +246,8 @@ def _bytes_forward(work: Work, s: Setting) -> float:
         per_logit += s.code.loss_bytes_per_logit
     total = _moved(work.forward, s) + logits * per_logit
     if s.kernels.loss is LossKernel.FUSED and s.model.is_full:
-        chunks = min(s.tokens, -(-work.vocab_size // work.hidden_size))
-        total += FUSED_HEAD_BYTES_PER_WEIGHT * chunks * work.vocab_size * work.hidden_size
+        tile = tile_rows(s.tokens, work.hidden_size, work.vocab_size, is_liger=s.kernels.liger)
+        total += FUSED_HEAD_BYTES_PER_WEIGHT * -(-s.tokens // tile) * work.vocab_size * work.hidden_size
     if s.kernels.attn is Attention.EAGER:
         total += EAGER_ATTENTION_BYTES[0] * s.tokens * s.batch.seq_len * work.num_heads / s.parallel.tp
     return total + DEQUANTISE_BYTES_PER_PARAM * work.num_quantized_params

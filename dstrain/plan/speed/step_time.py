@@ -54,7 +54,7 @@ def speed(workload: Workload, configuration: Configuration) -> Speed | None:
         return None
     rates = efficiency(cluster, workload.measured)
     done = work(workload.model, c)
-    parts = _parts(cluster, c, done, rates, peak)
+    parts, hidden = _parts(cluster, c, done, rates, peak)
     step_s = sum(parts.values())
     tokens = c.batch.tokens * c.step.grad_accum / (c.parallel.sp * c.parallel.tp)
     flops = done.model_flops[0] + done.model_flops[1] * c.batch.seq_len
@@ -65,14 +65,19 @@ def speed(workload: Workload, configuration: Configuration) -> Speed | None:
         limited_by=_limit(parts),
         uncertainty_ratio=_uncertainty(parts, step_s, rates, is_moe=done.num_moe_layers > 0),
         parts_s=parts,
+        hidden_s=hidden,
     )
 
 
-def _parts(cluster: Cluster, c: Configuration, done: Work, rates: Efficiency, peak: float) -> dict[str, float]:
-    """Returns the seconds of a step by part."""
+def _parts(
+    cluster: Cluster, c: Configuration, done: Work, rates: Efficiency, peak: float
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Returns the seconds of a step by part, and those of collectives and copies that computation hides."""
     forward, backward = passes(done, rates, setting(c, peak, cluster.gpu.has_flash_attention_2))
     copies = stepping(cluster, c, done, rates)
     again = c.step.grad_accum
+    shown = _shown_copies(copies, forward.total, backward.total)
+    hidden = {INTRA: 0.0, INTER: 0.0, PCIE: again * (copies.pcie_forward + copies.pcie_backward - shown)}
     parts = {
         PRODUCTS: again * (forward.products + backward.products),
         ATTENTION: again * (forward.attention + backward.attention),
@@ -82,7 +87,7 @@ def _parts(cluster: Cluster, c: Configuration, done: Work, rates: Efficiency, pe
         INTRA: 0.0,
         INTER: 0.0,
         CPU: copies.cpu_optimizer,
-        PCIE: copies.pcie_step + _shown_copies(copies, forward.total, backward.total) * again,
+        PCIE: copies.pcie_step + again * shown,
         NVME: copies.nvme,
     }
     sent = collectives(cluster, c, done)
@@ -94,30 +99,30 @@ def _parts(cluster: Cluster, c: Configuration, done: Work, rates: Efficiency, pe
             Phase.STEP: (0.0, 1),
         }
         for phase, (computing, count) in times.items():
-            for part, seconds in _shown(sent, phase, computing, cluster, rates):
-                parts[part] += count * seconds
-    return parts
+            for part, exposed, rest in _shown(sent, phase, computing, cluster, rates):
+                parts[part] += count * exposed
+                hidden[part] += count * rest
+    return parts, hidden
 
 
 def _shown(
     sent: list[Collective], phase: Phase, computing: float, cluster: Cluster, rates: Efficiency
-) -> list[tuple[str, float]]:
-    """Returns what the collectives of a phase add to it, by link, while the GPU computes for `computing` seconds.
+) -> list[tuple[str, float, float]]:
+    """Returns what the collectives of a phase add to it, and what is hidden, by link, while the GPU computes.
 
-    In the order given, each hides behind the computation that is left.
+    In the order given, each hides behind what is left of the computation, `computing` seconds.
     """
     exposed = []
     for collective in sent:
         if collective.phase is not phase:
             continue
-        seconds = collective.seconds(cluster, rates)
-        shown = seconds
+        seconds, hidden = collective.seconds(cluster, rates), 0.0
         if collective.is_hidden:
             first = seconds / max(1.0, collective.messages)
             hidden = min(seconds - first, max(0.0, computing))
-            shown = seconds - hidden + rates.overlap_slowdown * hidden
             computing -= hidden
-        exposed.append((INTER if collective.spans_nodes(cluster) else INTRA, shown))
+        shown = seconds - hidden + rates.overlap_slowdown * hidden
+        exposed.append((INTER if collective.spans_nodes(cluster) else INTRA, shown, hidden))
     return exposed
 
 
@@ -173,9 +178,14 @@ def _part_error(part: str, rates: Efficiency) -> float:
     return ratio * _ETHERNET_FACTOR if part == INTER and rates.is_ethernet else ratio
 
 
-def difference_error_s(first: Mapping[str, float], second: Mapping[str, float], rates: Efficiency) -> float:
+def difference_error_s(first: Speed, second: Speed, rates: Efficiency, *, scales: tuple[float, float]) -> float:
     """Returns how far the difference of two plans' times may be off: of each part, the seconds in which they differ.
 
-    Their common parts have the same error.
+    Their common parts have the same error. What is hidden counts too, since it shows if it is not hidden after all.
+    `scales`: what both times are multiplied by.
     """
-    return sum(_part_error(part, rates) * abs(seconds - second[part]) for part, seconds in first.items())
+    times = [
+        {part: scale * (seconds + known.hidden_s.get(part, 0.0)) for part, seconds in known.parts_s.items()}
+        for known, scale in zip((first, second), scales, strict=True)
+    ]
+    return sum(_part_error(part, rates) * abs(seconds - times[1][part]) for part, seconds in times[0].items())

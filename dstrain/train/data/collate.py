@@ -65,7 +65,7 @@ class Collator:
 
 def taken_by(model: Any) -> frozenset[str] | None:
     """Returns the arguments of a model's forward, or None if it takes any."""
-    base = model.get_base_model() if hasattr(model, "peft_config") else model
+    base = without_adapter(model)
     parameters = inspect.signature(base.forward).parameters.values()
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return None
@@ -88,3 +88,8 @@ def _borders(position_ids: torch.Tensor) -> dict[str, Any]:
         "max_length_q": longest,
         "max_length_k": longest,
     }
+
+
+def without_adapter(model: Any) -> Any:
+    """Returns the model that an adapter wraps, or the model itself."""
+    return model.get_base_model() if hasattr(model, "peft_config") else model

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from transformers.masking_utils import create_masks_for_generate
 
 from dstrain.errors import InvalidConfig
+from dstrain.train.data.collate import without_adapter
 from dstrain.train.data.packing import Row, row_of
 
 _SEEN = "mixes the samples of a packed row"
@@ -130,6 +131,6 @@ class Trial:
         return float(moved)
 
     def _refused(self, reason: str) -> InvalidConfig:
-        base = self.model.get_base_model() if hasattr(self.model, "peft_config") else self.model
+        base = without_adapter(self.model)
         attn = base.config._attn_implementation
         return InvalidConfig(f"packing: {type(base).__name__} with attn: {attn} {reason}", hint="packing: false")

@@ -8,10 +8,11 @@ import torch
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.initialization import no_init_weights
 
-from dstrain.choices import Attention, Method, Precision
+from dstrain.choices import Attention, LossKernel, Method, Precision
 from dstrain.errors import DstrainError, InvalidConfig
 from dstrain.facts.model.trace_records import Question, Subject
 from dstrain.train.checkpoints.saved_model import DTYPES
+from dstrain.train.loss import replace_loss
 from dstrain.train.model import freeze_vision, with_adapter
 
 
@@ -88,6 +89,18 @@ def prepare(question: Question) -> Any:
         _recompute(model, question)
     model.train()
     return model
+
+
+def with_loss(model: Any, question: Question) -> LossKernel:
+    """Makes the model compute the loss of a question, or the next one that the model has; returns which."""
+    losses = (LossKernel.FUSED, LossKernel.CHUNKED)
+    for loss in losses[losses.index(question.loss) :] if question.loss in losses else ():
+        try:
+            replace_loss(model, loss)
+        except InvalidConfig:
+            continue
+        return loss
+    return LossKernel.FULL
 
 
 def _set_attention(model: Any, attn: Attention) -> None:

@@ -14,7 +14,7 @@ import torch
 from dstrain.errors import DstrainError
 from dstrain.facts.model.trace_records import Moment, Question, Segment, Trace
 from dstrain.train.tracing.anatomy import Anatomy, dissect
-from dstrain.train.tracing.building import first_line, prepare
+from dstrain.train.tracing.building import first_line, prepare, with_loss
 from dstrain.train.tracing.inputs import make_inputs, num_image_tokens, watch_tower
 from dstrain.train.tracing.kernels import as_on_cuda
 from dstrain.train.tracing.tracker import StorageTracker
@@ -26,6 +26,7 @@ _AT_THE_HEAD = ("head backward", "embedding backward", "vision backward")
 def trace(question: Question) -> Trace:
     """Returns what the pass of a question needs. Raises DstrainError if the model cannot run without data."""
     model = prepare(question)
+    loss = with_loss(model, question)
     anatomy = dissect(model)
     parameters = list(model.parameters())
     tracker = StorageTracker(
@@ -45,6 +46,7 @@ def trace(question: Question) -> Trace:
         params_bytes=sum(parameter.nbytes for parameter in parameters),
         trainable_bytes=sum(parameter.nbytes for parameter in parameters if parameter.requires_grad),
         inputs_bytes=inputs_bytes,
+        loss=loss,
     )
 
 

@@ -5,14 +5,16 @@ from typing import Any
 
 import pytest
 
-from dstrain.choices import Attention, Method
+from dstrain.choices import Attention, LossKernel, Method, Precision
 from dstrain.errors import InvalidConfig, Place
 from dstrain.facts import probe
 from dstrain.facts.cluster import gpus
 from dstrain.facts.cluster.cluster import Origin, describe
 from dstrain.job.file import JobFile
-from dstrain.job.schema import Job
-from dstrain.launch.prepare.job_checks import check_gpu, check_parallel
+from dstrain.job.schema import Job, Lora
+from dstrain.launch.prepare.job_checks import check_combinations, check_gpu
+
+HEAD = Lora(targets=("lm_head", "q_proj"))
 
 
 def test_flash_attention_is_refused_on_gpus_that_were_found_and_are_too_old() -> None:
@@ -35,17 +37,20 @@ def test_flash_attention_is_refused_on_gpus_that_were_found_and_are_too_old() ->
         ("qwen2.5-7b", {"tp": 8}, "tp is 8, but TP must divide the key-value heads"),
         ("qwen3-30b-a3b", {"tp": 2}, "AutoTP refuses the experts"),
         ("qwen3-8b", {"tp": 2, "method": Method.LORA}, "tp is 2, but AutoTP does not find linears"),
+        ("qwen3-8b", {"loss": LossKernel.FUSED, "precision": Precision.FP16}, "exceed the range of fp16"),
+        ("qwen3-8b", {"loss": LossKernel.FUSED, "method": Method.LORA, "lora": HEAD}, "a head without an adapter"),
+        ("qwen3-8b", {"loss": LossKernel.CHUNKED, "tp": 2}, "tensor-parallel ranks have a loss of their own"),
     ],
 )
-def test_parallelism_that_does_not_work_is_refused_at_its_line(model: str, job: dict[str, Any], said: str) -> None:
+def test_a_combination_that_does_not_work_is_refused_at_its_line(model: str, job: dict[str, Any], said: str) -> None:
     file = JobFile(
         job=Job(model=model, output_dir="o", **job), locate=lambda keys: Place(file="job.yaml", line=9, column=5)
     )
     cluster = describe(gpu=gpus.gpu("a100-80g"), gpu_origin=Origin.GIVEN, gpus=8)
     with pytest.raises(InvalidConfig) as caught:
-        check_parallel(file, probe.read_model(model), cluster)
+        check_combinations(file, probe.read_model(model), cluster)
     assert said in caught.value.problem
-    assert str(caught.value).startswith(("job.yaml:9:5: sp is ", "job.yaml:9:5: tp is "))
+    assert str(caught.value).startswith(tuple(f"job.yaml:9:5: {key} is " for key in ("sp", "tp", "loss")))
 
 
 def test_parallelism_that_does_not_divide_the_gpus_is_refused_for_any_model() -> None:
@@ -54,13 +59,20 @@ def test_parallelism_that_does_not_divide_the_gpus_is_refused_for_any_model() ->
         job = Job(model="m", output_dir="o", **{key: size})  # type: ignore[arg-type]
         file = JobFile(job=job, locate=lambda keys: Place(file="job.yaml"))
         with nullcontext() if is_right else pytest.raises(InvalidConfig, match="does not divide the number of GPUs, 8"):
-            check_parallel(file, None, cluster)
+            check_combinations(file, None, cluster)
 
 
 @pytest.mark.parametrize(
-    "job", [{}, {"sp": 8}, {"tp": 4}, {"sp": 4, "packing": True, "attn": Attention.FLASH_ATTENTION_2}]
+    "job",
+    [
+        {},
+        {"loss": LossKernel.FUSED},
+        {"sp": 8},
+        {"tp": 4},
+        {"sp": 4, "packing": True, "attn": Attention.FLASH_ATTENTION_2},
+    ],
 )
 def test_parallelism_that_works_is_not(job: dict[str, Any]) -> None:
     file = JobFile(job=Job(model="m", output_dir="o", **job), locate=lambda keys: Place(file="job.yaml"))
     cluster = describe(gpu=gpus.gpu("a100-80g"), gpu_origin=Origin.GIVEN, gpus=8)
-    check_parallel(file, probe.read_model("qwen3-8b"), cluster)
+    check_combinations(file, probe.read_model("qwen3-8b"), cluster)

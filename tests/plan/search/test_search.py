@@ -87,8 +87,8 @@ def test_a_gain_that_may_be_an_error_is_not_worth_a_mechanism() -> None:
     asked, request = everything(model="qwen3-32b", gpus=16, gpu="a100-80g", seq_len=32768)
     found = search(asked.workload, request)
     first, fastest = found.plans[0].configuration, found.fastest.configuration
-    assert (first.parallel.sp, first.zero.offload, first.checkpointing.enabled) == (4, Offload.NONE, True)
-    assert (fastest.parallel.sp, fastest.zero.offload) == (16, Offload.OPTIMIZER)
+    assert (first.parallel.sp, first.zero.offload, first.checkpointing.period) == (1, Offload.NONE, 1)
+    assert (fastest.parallel.sp, fastest.zero.offload, fastest.checkpointing.period) == (8, Offload.OPTIMIZER, 2)
     assert 0.05 < found.difference_error_ratio < 0.15
 
 
@@ -146,7 +146,7 @@ def test_without_speeds_smaller_micro_batches_come_after_checkpointing() -> None
         (each.micro_batch, each.way.checkpointing.enabled)
         for each in sorted(candidates, key=lambda each: lost_speed(asked.workload.cluster, each))
     ]
-    assert order == [(4, False), (4, True), (2, False), (2, True), (1, False), (1, True)]
+    assert list(dict.fromkeys(order)) == [(4, False), (4, True), (2, False), (2, True), (1, False), (1, True)]
 
 
 def test_without_speeds_the_first_in_the_order_of_lost_speed_is_chosen() -> None:

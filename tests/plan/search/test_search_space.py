@@ -10,7 +10,8 @@ from cases import ask
 
 from dstrain.choices import Attention, LossKernel, Method, Offload, Optimizer, Precision, RopeType, StateDtypes
 from dstrain.errors import InvalidConfig
-from dstrain.job.schema import RopeScaling
+from dstrain.facts.model.traced_activations import ActivationProfile, Traced
+from dstrain.job.schema import Lora, RopeScaling
 from dstrain.plan.configuration import DEFAULTS, changed
 from dstrain.plan.request import Request
 from dstrain.plan.search.rules import RULES, broken
@@ -43,7 +44,15 @@ BROKEN: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("TP inside a node", "gemma-3-27b", {"tp": 16, "zero_stage": 2}),
     ("TP divides the key-value heads", "qwen2.5-7b", {"tp": 8, "zero_stage": 2}),
     ("TP needs ZeRO", "qwen3-8b", {"tp": 2, "zero_stage": 0}),
-    ("TP and chunks", "qwen3-8b", {"tp": 2, "zero_stage": 2, "loss": LossKernel.CHUNKED}),
+    ("TP and its loss", "qwen3-8b", {"tp": 2, "zero_stage": 2, "loss": LossKernel.CHUNKED}),
+    ("fused loss and fp16", "qwen3-8b", {"loss": LossKernel.FUSED, "precision": Precision.FP16}),
+    ("fused loss and logits", "qwen3-8b", {"loss": LossKernel.FUSED}),
+    (
+        "fused loss and adapters",
+        "qwen3-8b",
+        {"loss": LossKernel.FUSED, "method": Method.LORA, "lora": Lora(targets=("lm_head", "q_proj"))},
+    ),
+    ("loss of traced code", "qwen3-8b", {"loss": LossKernel.CHUNKED}),
     ("TP and experts", "qwen3-30b-a3b", {"tp": 2, "zero_stage": 2}),
     ("TP and adapters", "qwen3-8b", {"tp": 2, "method": Method.LORA, "zero_stage": 2}),
     ("activation offload needs checkpoints", "qwen3-8b", {"activation_offload": True}),
@@ -54,12 +63,19 @@ BROKEN: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("PyTorch has no Ulysses, no hpZ, no ratio", "qwen3-8b", {"sp": 2, "state_dtypes": StateDtypes.AUTOCAST}),
 )
 """A rule, a model and what breaks it."""
+_PROFILE = ActivationProfile(num_layers=2, is_for_any_depth=True, kept=(), recomputed=())
+FACTS: dict[str, dict[str, Any]] = {
+    "fused loss and logits": {"model_type": "granite"},
+    "loss of traced code": {"traced": Traced(note="traced", plain=_PROFILE, padded=_PROFILE)},
+}
+"""Facts of the model that a rule needs."""
 
 
 @pytest.mark.parametrize(("name", "model", "changes"), BROKEN, ids=[name for name, _, _ in BROKEN])
 def test_a_rule_alone_forbids_what_breaks_it(name: str, model: str, changes: dict[str, Any]) -> None:
-    asked = ask(model=model, gpus=16)
-    found = broken(asked.workload, changed(DEFAULTS, **changes))
+    workload = ask(model=model, gpus=16).workload
+    workload = replace(workload, model=replace(workload.model, **FACTS.get(name, {})))
+    found = broken(workload, changed(DEFAULTS, **changes))
     assert [rule.name for rule in found] == [name]
 
 
@@ -98,6 +114,19 @@ def test_all_that_the_trainer_runs_is_offered() -> None:
     }  # fmt: skip
     assert {(way.parallel.sp, way.parallel.tp) for way in found} == {(1, 1), (2, 1), (4, 1), (8, 1), (16, 1)}
     assert {way.zero.hpz for way in found} == {1, 8}
+
+
+def test_the_loss_is_the_one_of_least_memory_that_a_model_can_do() -> None:
+    workload = ask(model="qwen3-8b", gpus=16).workload
+    granite = replace(workload, model=replace(workload.model, model_type="granite"))
+    for asked, request, loss in (
+        (workload, Request(), LossKernel.FUSED),
+        (workload, Request(precision=Precision.FP16), LossKernel.CHUNKED),
+        (granite, Request(), LossKernel.CHUNKED),
+        (workload, Request(tp=2), LossKernel.FULL),
+        (workload, Request(loss=LossKernel.FULL), LossKernel.FULL),
+    ):
+        assert {way.kernels.loss for way in ways(asked, request).allowed} == {loss}
 
 
 def test_every_candidate_keeps_the_global_batch() -> None:

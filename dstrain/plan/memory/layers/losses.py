@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dstrain.choices import LossKernel
+from dstrain.choices import LOGITS_PER_TILE, LossKernel
 from dstrain.plan.memory.layers import ops, products
 from dstrain.plan.memory.layers.context import Context
 from dstrain.plan.memory.layers.graph import Tensors
@@ -155,25 +155,29 @@ def cross_entropy(run: Context, logits: Tensor) -> Tensor:
 
 
 def _fused(run: Context, hidden: Tensor, head: Param, scales: bool) -> Tensor:
-    """Liger's fused head and loss: gradients are made in the forward pass, a chunk of logits at a time.
+    """The fused head and loss: gradients are made in the forward pass, a tile of logits at a time.
 
-    Up to 0.4 each chunk was cast to fp32; from 0.6 to 0.8.0 a second gradient of the head and one in fp32 stood beside
-    the first, for a moment in each chunk, as they still do in fp32 training.
-    Source: liger-kernel 0.8.5 ops/fused_linearcross_entropy.py: fused_linearcross_entropy_forward.
+    dstrain's has the logits of a tile and their gradient; Liger's writes the gradient over them. Liger up to 0.4 cast
+    each tile to fp32; from 0.6 to 0.8.0 a second gradient of the head and one in fp32 stood beside the first, for a
+    moment in each tile, as they still do in fp32 training.
+    Source: liger-kernel 0.8.5 ops/fused_linear_cross_entropy.py: fused_linear_cross_entropy_forward.
     """
     tape, model, item = run.tape, run.model, run.variant.item
     rows, width, vocabulary = run.rows, model.hidden_size, model.vocab_size // run.variant.parallel.tp
+    is_liger = run.variant.kernels.liger
     tape.ledger.enter("loss forward")
     grad_input = tape.new(rows * width, item)
     grad_weight = tape.grad(vocabulary * width, item) if head.trains else None
     sums = tape.new(rows, ops.FP32)
-    chunks = -(-vocabulary // width)
-    size = min(1 << (-(-rows // chunks) - 1).bit_length(), rows)
+    size = tile_rows(rows, width, vocabulary, is_liger=is_liger)
     whole = tape.gathered(vocabulary * width, item)
     logits = tape.new(size * vocabulary, item)
     if run.variant.code.widens_fused_logits:
         logits = ops.cast(tape, logits, ops.FP32)
-    if head.trains and item == ops.FP32:
+    if not is_liger:
+        gradient = tape.like(logits)
+        del gradient
+    elif head.trains and item == ops.FP32:
         product = tape.grad(vocabulary * width, item)
         del product
     del logits, sums, whole
@@ -184,6 +188,18 @@ def _fused(run: Context, hidden: Tensor, head: Param, scales: bool) -> Tensor:
         return saved.take()
 
     return tape.new(1, ops.FP32, tape.node((hidden, head), backward))
+
+
+def tile_rows(rows: int, width: int, vocabulary: int, *, is_liger: bool) -> int:
+    """Returns the tokens whose logits the fused loss has at a time; `width` is that of hidden states.
+
+    >>> tile_rows(4096, 4096, 151936, is_liger=False), tile_rows(4096, 4096, 151936, is_liger=True)
+    (883, 128)
+    """
+    if not is_liger:
+        return min(rows, max(1, LOGITS_PER_TILE // vocabulary))
+    tiles = -(-vocabulary // width)
+    return min(rows, 1 << (-(-rows // tiles) - 1).bit_length())
 
 
 TILES = 8

@@ -9,7 +9,7 @@ from math import lcm
 from types import MappingProxyType
 from typing import Any
 
-from dstrain.choices import Attention
+from dstrain.choices import Attention, LossKernel
 from dstrain.facts.model import families
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.facts.model.trace_records import Question, Subject
@@ -234,8 +234,10 @@ def _case(family: str, way: Way, draw: random.Random) -> Case:
         seq_len = 8 * draw.randint(16, 96)
     has_images = model.vision is not None and rows is not Rows.PACKED  # positions of images are no positions in a row
     image_patches = 4 * draw.randint(4, seq_len // 16) if has_images else 0
+    losses = (LossKernel.FULL, LossKernel.CHUNKED, LossKernel.FUSED)[: 2 if family == "granite" else 3]
     configuration = changed(
         DEFAULTS,
+        loss=draw.choice(losses),
         method=way.method,
         lora=_lora(family, model, way, draw),
         seq_len=seq_len,
@@ -273,5 +275,6 @@ def _question(config: Mapping[str, Any], configuration: Configuration) -> Questi
         is_packed=configuration.batch.packing,
         grad_ckpt=configuration.checkpointing.enabled,
         precision=configuration.model.precision,
+        loss=configuration.kernels.loss,
         image_patches=configuration.batch.image_patches,
     )
