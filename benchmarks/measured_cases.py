@@ -78,7 +78,7 @@ class Case:
             DEFAULTS,
             **fields,
             method=Method.LORA if self.lora else Method.FULL,
-            loss=LossKernel.FUSED if self.liger else LossKernel.FULL,
+            loss=LossKernel.LIGER if self.liger else LossKernel.FULL,
             zero_stage=self.stage,
             overlap_comm=self.stage == 3,
             packing=True,

@@ -184,8 +184,8 @@ def test_fms_baseline_is_transformers_4_with_fp32_adapters_and_dropout() -> None
     [
         ("fused ops and kernels (fused LoRA/CE/RoPE/RMSNorm)", True, LossKernel.IN_PLACE),
         ("QLoRA bnb nf4 + fused kernels", True, LossKernel.IN_PLACE),
-        ("foak-fast-kernels-liger", True, LossKernel.FUSED),
-        ("accelerated-peft-bnb-foak-liger", True, LossKernel.FUSED),
+        ("foak-fast-kernels-liger", True, LossKernel.LIGER),
+        ("accelerated-peft-bnb-foak-liger", True, LossKernel.LIGER),
         ("QLoRA bnb nf4 accelerated", False, LossKernel.FULL),
     ],
 )

@@ -83,7 +83,7 @@ def kernels(row: Row) -> tuple[bool, bool, LossKernel]:
     """
     if row.publisher is Publisher.FMS:
         if row.says("foak-liger", "kernels-liger"):
-            return False, True, LossKernel.FUSED
+            return False, True, LossKernel.LIGER
         if row.says("fused ops and kernels", "fused kernels", "-foak"):
             return False, True, LossKernel.IN_PLACE
         return False, False, LossKernel.FULL
@@ -94,7 +94,7 @@ def kernels(row: Row) -> tuple[bool, bool, LossKernel]:
     if row.publisher is Publisher.LITGPT:
         return False, False, LossKernel.TILED
     if row.says("use_liger_kernel=true") and not row.says("not using use_liger_kernel"):
-        return True, False, LossKernel.FUSED
+        return True, False, LossKernel.LIGER
     return False, False, LossKernel.FULL
 
 

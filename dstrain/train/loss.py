@@ -114,9 +114,10 @@ class _FusedHead:
     def _loss(
         self,
         logits: torch.Tensor,
-        labels: Any = None,
-        num_items_in_batch: Any = None,
-        shift_labels: Any = None,
+        labels: torch.Tensor | None,
+        vocab_size: int,  # some classes give it by place
+        num_items_in_batch: torch.Tensor | int | None = None,
+        shift_labels: torch.Tensor | None = None,
         **_: Any,
     ) -> torch.Tensor:
         return _mean(logits, _targets(labels, shift_labels), num_items_in_batch)
@@ -203,9 +204,14 @@ def is_that_of_logits(engine: Any, inputs: Mapping[str, Any]) -> bool:
 
 
 def sums_of(engine: Any, inputs: Mapping[str, Any]) -> torch.Tensor:
-    """Returns the sum of the losses, which the model computes, and the number of targets: (2,), float64."""
+    """Returns the sum of the losses, which the model computes, and the number of targets: (2,), float64.
+
+    The loss of a router, which some models add to that of each micro-batch, is left out.
+    """
     targets = _targets(inputs.get("labels"), inputs.get("shift_labels"))
-    loss = engine(**inputs, num_items_in_batch=targets.new_ones(())).loss
+    config = without_adapter(getattr(engine, "module", engine)).config.get_text_config()
+    others = {"output_router_logits": False} if getattr(config, "output_router_logits", False) else {}
+    loss = engine(**inputs, **others, num_items_in_batch=targets.new_ones(())).loss
     return torch.stack([loss.double(), (targets != IGNORED).sum().double()])
 
 

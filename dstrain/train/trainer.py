@@ -173,7 +173,8 @@ class Trainer(SavingTrainer):
         tokens = np.asarray(rows[0]["input_ids"])[:_TRIED_TOKENS]
         row = row_of(tokens, tokens, np.array([len(tokens)]))
         inputs = self._prepare_inputs(self.data_collator([row] * size))
-        self.model_accepts_loss_kwargs = takes_targets(engine, inputs)
+        if not self.model_accepts_loss_kwargs:
+            self.model_accepts_loss_kwargs = takes_targets(engine, inputs)
         name = type(without_adapter(self.model)).__name__
         if not self.model_accepts_loss_kwargs and (job.ranks_per_batch > 1 or is_fused):
             key, cure = ("sp", 1) if job.sp > 1 else ("tp", 1) if job.tp > 1 else ("loss", LossKernel.CHUNKED)

@@ -116,7 +116,7 @@ def test_what_is_not_counted_is_said_in_lints_words(dstrain: Type, tmp_path: Pat
 
 
 def test_lint_diff_and_explain_have_one_number_for_a_bucket(dstrain: Type, tmp_path: Path) -> None:
-    dstrain("gen-config", "--gpus", "8", "--gpu", "a100", "--model", "qwen3-8b", "--zero-stage", "2")
+    dstrain("gen-config", "--gpus", "8", "--model", "qwen3-8b", "--zero-stage", "2", "--loss", "full")
     edit(tmp_path / "ds_config.json", '"reduce_bucket_size": 200000000', '"reduce_bucket_size": 1000000000')
     assert "200000000 → 1000000000: +4.5 GiB" in dstrain("diff").stdout  # 8e8 elements, 2 bytes, three copies
     assert "write 200000000, which takes 4.47 GiB less" in dstrain("lint").stdout

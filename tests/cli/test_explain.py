@@ -80,7 +80,16 @@ def test_a_stage_that_does_not_fit_says_so(dstrain: Type, folder: Path) -> None:
 def test_a_key_of_the_job_is_changed_in_the_job(dstrain: Type, folder: Path) -> None:
     text = dstrain("explain", "train_micro_batch_size_per_gpu", cwd=folder).stdout
     assert "Memory and time if only micro_batch of the job changes" in text
+    assert 'here      "auto"; ranks get 1 (micro_batch of the job)' in text
     assert "tokens/s" in text
+
+
+def test_a_key_that_ranks_get_from_the_job_alone_has_its_value(dstrain: Type, folder: Path) -> None:
+    job = folder / "job.yaml"
+    job.write_text(job.read_text(encoding="utf-8").replace('loss: "fused"', "tp: 2"), encoding="utf-8")
+    text = dstrain("explain", "autotp_size", cwd=folder).stdout
+    assert "here      not written (0); ranks get 2 (tp of the job)" in text
+    assert "Memory and time if only tp of the job changes\n  2  " in text
 
 
 def test_a_key_that_the_planner_does_not_count_says_so(dstrain: Type, folder: Path) -> None:

@@ -160,7 +160,7 @@ def device_gib(dstrain: Type, *words: str) -> float:
 
 @pytest.mark.parametrize(
     "words",
-    [("--states", "pure-bf16"), ("--liger",), ("--loss", "fused"), ("--optimizer", "adamw_8bit"), ("--attn", "eager")],
+    [("--states", "pure-bf16"), ("--liger",), ("--loss", "full"), ("--optimizer", "adamw_8bit"), ("--attn", "eager")],
 )
 def test_every_option_beyond_gen_configs_counts(dstrain: Type, words: tuple[str, ...]) -> None:
     assert document(dstrain, *ONE, *words)["plans"][0] != document(dstrain, *ONE)["plans"][0]

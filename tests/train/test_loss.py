@@ -15,6 +15,8 @@ from transformers import (
     Qwen2_5_VLForConditionalGeneration,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 from transformers.loss.loss_utils import ForCausalLMLoss
 
@@ -132,11 +134,16 @@ def tied() -> Any:
     return Qwen3ForCausalLM(Qwen3Config(**TEXT, tie_word_embeddings=True))
 
 
+def qwen3_moe() -> Any:
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**TEXT, **experts, output_router_logits=True))
+
+
 def with_lora() -> Any:
     return with_adapter(qwen3(), Lora(rank=2), grad_ckpt=False, dtype=torch.float32)
 
 
-@pytest.mark.parametrize("make", [qwen3, qwen2_5_vl, tied, with_lora])
+@pytest.mark.parametrize("make", [qwen3, qwen3_moe, qwen2_5_vl, tied, with_lora])
 @pytest.mark.parametrize("num_items", [None, torch.tensor(5)])
 @pytest.mark.parametrize("shifted", [False, True])
 def test_the_fused_loss_is_transformers_own(
@@ -190,8 +197,9 @@ def test_the_fused_loss_is_cast_as_other_layers_are() -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=1e-3)
 
 
-def test_the_fused_loss_knows_the_sums_of_a_micro_batch() -> None:
-    model, tokens = qwen3(), torch.arange(12).unsqueeze(0)
+@pytest.mark.parametrize("make", [qwen3, qwen3_moe, with_lora])
+def test_the_fused_loss_knows_the_sums_of_a_micro_batch(make: Any) -> None:
+    model, tokens = make().eval(), torch.arange(12).unsqueeze(0)
     inputs = {"input_ids": tokens, "labels": tokens}
     expected = loss_of(model(input_ids=tokens).logits, shift(tokens))
     replace_loss(model, LossKernel.FUSED)

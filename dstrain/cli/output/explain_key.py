@@ -108,9 +108,18 @@ def _here_lines(explanation: Explanation) -> list[str]:
     text = [*(f"{line}" for line in subject_lines(here.workload)), ""]
     stage = stage_of(here.config)
     idle = f"; not read under ZeRO-{stage}" if is_idle(key, stage) else ""
-    text.append(f"  here      {_value_text(lookup(here.config, path), here.config, key, by)}{idle}")
+    now = lookup(here.config, path)
+    text.append(f"  here      {_value_text(now, here.config, key, by)}{_of_job(key, here, now)}{idle}")
     text += _chosen_lines(explanation, path, by)
     return [*text, "", *_way_lines(explanation, by)]
+
+
+def _of_job(key: Key, here: Here, now: Any) -> str:
+    """Returns what ranks get from the job in place of a number that the configuration lacks."""
+    name = OF_JOB.get(key.path, "precision")
+    if now not in (ABSENT, REMOVED, "auto") or name == "precision" or getattr(here.request, name) is None:
+        return ""
+    return f"; ranks get {getattr(here.request, name)} ({name} of the job)"
 
 
 def _chosen_lines(explanation: Explanation, path: Pointer, by: Scale) -> list[str]:

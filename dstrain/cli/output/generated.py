@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 
 from dstrain.choices import Method
@@ -32,7 +33,7 @@ def next_lines(out: Path, files: Mapping[str, str], asked: PlanInputs, plan: Pla
     hosts = hostfile.parse(files["hostfile"], "hostfile") if "hostfile" in files else asked.hosts
     if hosts.placeholder_lines:
         steps.append(f"put the names of your nodes into {where}hostfile")
-    if plan.chosen.configuration.model.method is Method.QLORA:
+    if plan.chosen.configuration.model.method is Method.QLORA and find_spec("bitsandbytes") is None:
         steps.append("pip install 'dstrain[qlora]'")
     if parse_yaml(files["job.yaml"], "job.yaml")[0].get("data") is None:
         steps.append(f"name your training data in {where}job.yaml")

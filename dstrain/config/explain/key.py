@@ -33,7 +33,6 @@ COUNTED = (
         "stage3_max_reuse_distance", "offload_optimizer.device", "offload_optimizer.ratio",
         "offload_optimizer.pin_memory", "offload_param.device",
     )),
-    "tensor_parallel.autotp_size",
     "data_types.grad_accum_dtype",
 )  # fmt: skip
 """Keys that the planner reads from a configuration."""
@@ -42,6 +41,7 @@ OF_JOB = {
     "gradient_accumulation_steps": "grad_accum",
     "bf16.enabled": "precision",
     "fp16.enabled": "precision",
+    "tensor_parallel.autotp_size": "tp",
 }
 """Keys that the planner takes from the job → the job's key."""
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -187,8 +187,6 @@ def _values(row: Key, here: Here, now: Any, theirs: Any) -> list[Any]:
         values = [0, 1, 2, 3, now]
     elif row.path == _ZERO + "zero_hpz_partition_size":
         values.append(here.workload.cluster.gpus_per_node)
-    elif row.path == "tensor_parallel.autotp_size":
-        values.append(2)
     elif row.path.endswith(".ratio"):
         values.append(0.5)
     elif row.kind is Kind.TEXT:

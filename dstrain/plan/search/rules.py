@@ -53,11 +53,11 @@ def _scales_by_length(model: ModelFacts, configuration: Configuration) -> bool:
 
 
 def _is_fused(configuration: Configuration) -> bool:
-    return configuration.kernels.loss is LossKernel.FUSED and not configuration.kernels.liger
+    return configuration.kernels.loss is LossKernel.FUSED
 
 
 def _replaces_loss(configuration: Configuration) -> bool:
-    return configuration.kernels.loss is LossKernel.CHUNKED or _is_fused(configuration)
+    return configuration.kernels.loss in (LossKernel.CHUNKED, LossKernel.FUSED)
 
 
 # fmt: off

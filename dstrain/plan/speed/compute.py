@@ -16,7 +16,7 @@ from dstrain.plan.configuration import (
     Parallel,
     TrainedModel,
 )
-from dstrain.plan.memory.layers.losses import tile_rows
+from dstrain.plan.memory.layers.losses import TILED_HEADS, tile_rows
 from dstrain.plan.memory.params import NF4_BYTES_PER_PARAM
 from dstrain.plan.speed.efficiency import (
     GROUPED_RATIO,
@@ -38,6 +38,7 @@ LOSS_BYTES_PER_LOGIT: Mapping[LossKernel, float] = MappingProxyType(
         LossKernel.IN_PLACE: 6.0,
         LossKernel.TILED: 36.0,
         LossKernel.FUSED: 6.0,
+        LossKernel.LIGER: 6.0,
         LossKernel.CHUNKED: 6.0,
     }
 )
@@ -245,9 +246,9 @@ def _bytes_forward(work: Work, s: Setting) -> float:
     if s.kernels.loss is LossKernel.FULL:
         per_logit += s.code.loss_bytes_per_logit
     total = _moved(work.forward, s) + logits * per_logit
-    if s.kernels.loss is LossKernel.FUSED and s.model.is_full:
-        tile = tile_rows(s.tokens, work.hidden_size, work.vocab_size, is_liger=s.kernels.liger)
-        total += FUSED_HEAD_BYTES_PER_WEIGHT * -(-s.tokens // tile) * work.vocab_size * work.hidden_size
+    if s.kernels.loss in TILED_HEADS and s.model.is_full:
+        tiles = -(-s.tokens // tile_rows(s.kernels.loss, s.tokens, work.hidden_size, work.vocab_size))
+        total += FUSED_HEAD_BYTES_PER_WEIGHT * tiles * work.vocab_size * work.hidden_size
     if s.kernels.attn is Attention.EAGER:
         total += EAGER_ATTENTION_BYTES[0] * s.tokens * s.batch.seq_len * work.num_heads / s.parallel.tp
     return total + DEQUANTISE_BYTES_PER_PARAM * work.num_quantized_params

@@ -44,7 +44,6 @@ OTHER = {
     "zero_optimization.offload_optimizer.ratio": 0.5,
     "zero_optimization.offload_optimizer.pin_memory": False,
     "zero_optimization.offload_param.device": "none",
-    "tensor_parallel.autotp_size": 2,
     "data_types.grad_accum_dtype": "bf16",
 }
 

@@ -46,7 +46,7 @@ def drawn(seed: int, dtypes: StateDtypes, *, expandable: bool) -> Iterator[tuple
             zero_stage=stage,
             offload=choose((Offload.NONE, Offload.OPTIMIZER)) if stage == 3 else Offload.NONE,
             overlap_comm=stage == 3,
-            loss=choose((LossKernel.FULL, LossKernel.FUSED)),
+            loss=choose((LossKernel.FULL, LossKernel.FUSED, LossKernel.LIGER)),
             state_dtypes=dtypes,
             expandable_segments=expandable,
         )

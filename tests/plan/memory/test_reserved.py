@@ -72,9 +72,9 @@ def held(model: ModelFacts, configuration: Configuration, ranks: int = 1) -> Res
 @pytest.mark.parametrize(
     ("model", "micro_batch", "loss", "nvidia_smi_mib"),
     [
-        (MISTRAL, 4, LossKernel.FUSED, 23833),
-        (MISTRAL, 8, LossKernel.FUSED, 32921),
-        (MISTRAL, 16, LossKernel.FUSED, 51099),
+        (MISTRAL, 4, LossKernel.LIGER, 23833),
+        (MISTRAL, 8, LossKernel.LIGER, 32921),
+        (MISTRAL, 16, LossKernel.LIGER, 51099),
         (MISTRAL, 4, LossKernel.IN_PLACE, 27511),
         (MISTRAL, 8, LossKernel.IN_PLACE, 40271),
         (MISTRAL, 16, LossKernel.IN_PLACE, 65793),
@@ -103,7 +103,7 @@ def test_after_memory_ran_out_once_blocks_lie_closer() -> None:
         (2, 8, {"loss": LossKernel.IN_PLACE}, 38142, 0.03),
         (4, 8, {"loss": LossKernel.IN_PLACE}, 34897, 0.03),
         (2, 2, {"method": Method.FULL, "state_dtypes": StateDtypes.PURE_BF16, "code": TRANSFORMERS_4_45}, 44382, 0.06),
-        (4, 4, {"method": Method.FULL, "loss": LossKernel.FUSED}, 47700, 0.06),
+        (4, 4, {"method": Method.FULL, "loss": LossKernel.LIGER}, 47700, 0.06),
     ],
 )
 def test_fsdp_holds_what_nvidia_smi_shows(

@@ -27,7 +27,7 @@ QUESTIONS: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
     ({"model": "qwen3-8b", "gpus": 1, "gpu": "4090", "method": "qlora"}, {}),
     ({"model": "gemma-3-27b", "gpus": 8, "gpu": "a100-40g"}, {}),
     ({"model": "phi-4", "gpus": 8, "gpu": "l40s"}, {}),
-    ({"model": "qwen3-8b", "gpus": 4}, {"liger": True, "loss": LossKernel.FUSED}),
+    ({"model": "qwen3-8b", "gpus": 4}, {"liger": True, "loss": LossKernel.LIGER}),
     ({"model": "qwen3-8b", "gpus": 4}, {"optimizer": Optimizer.ADAMW_8BIT}),
     ({"model": "qwen3-8b", "gpus": 1}, {"state_dtypes": StateDtypes.PURE_BF16}),
     ({"model": "qwen3-8b", "gpus": 4}, {"state_dtypes": StateDtypes.AUTOCAST}),

@@ -22,7 +22,7 @@ class FusedParts:
     """The product in the gated MLP."""
     experts: bool = False
     """Routed experts, as one function."""
-    loss: LossKernel = LossKernel.FUSED
+    loss: LossKernel = LossKernel.LIGER
 
 
 PLAIN = FusedParts(norm=False, rotary=False, mlp=False, loss=LossKernel.FULL)

@@ -25,9 +25,10 @@ def loss(run: Context, hidden: Tensor, table: Param, *, scales: bool) -> Tensor:
         LossKernel.FULL: _full,
         LossKernel.IN_PLACE: _in_place,
         LossKernel.FUSED: _fused,
+        LossKernel.LIGER: _fused,
         LossKernel.CHUNKED: _chunked,
         LossKernel.TILED: _tiled,
-    }[run.kernels.loss if variant.kernels.liger and variant.kernels.loss is LossKernel.FUSED else variant.kernels.loss]
+    }[run.kernels.loss if variant.kernels.liger and variant.kernels.loss is LossKernel.LIGER else variant.kernels.loss]
     result = made(run, hidden, head, scales)
     run.kept_tensors.clear()
     tape.part = outer
@@ -164,17 +165,17 @@ def _fused(run: Context, hidden: Tensor, head: Param, scales: bool) -> Tensor:
     """
     tape, model, item = run.tape, run.model, run.variant.item
     rows, width, vocabulary = run.rows, model.hidden_size, model.vocab_size // run.variant.parallel.tp
-    is_liger = run.variant.kernels.liger
+    kernel = run.variant.kernels.loss
     tape.ledger.enter("loss forward")
     grad_input = tape.new(rows * width, item)
     grad_weight = tape.grad(vocabulary * width, item) if head.trains else None
     sums = tape.new(rows, ops.FP32)
-    size = tile_rows(rows, width, vocabulary, is_liger=is_liger)
+    size = tile_rows(kernel, rows, width, vocabulary)
     whole = tape.gathered(vocabulary * width, item)
     logits = tape.new(size * vocabulary, item)
     if run.variant.code.widens_fused_logits:
         logits = ops.cast(tape, logits, ops.FP32)
-    if not is_liger:
+    if kernel is LossKernel.FUSED:
         gradient = tape.like(logits)
         del gradient
     elif head.trains and item == ops.FP32:
@@ -190,13 +191,17 @@ def _fused(run: Context, hidden: Tensor, head: Param, scales: bool) -> Tensor:
     return tape.new(1, ops.FP32, tape.node((hidden, head), backward))
 
 
-def tile_rows(rows: int, width: int, vocabulary: int, *, is_liger: bool) -> int:
-    """Returns the tokens whose logits the fused loss has at a time; `width` is that of hidden states.
+TILED_HEADS = (LossKernel.FUSED, LossKernel.LIGER)
+"""Losses that have the logits of a tile of tokens at a time."""
 
-    >>> tile_rows(4096, 4096, 151936, is_liger=False), tile_rows(4096, 4096, 151936, is_liger=True)
-    (883, 128)
+
+def tile_rows(kernel: LossKernel, rows: int, width: int, vocabulary: int) -> int:
+    """Returns the tokens whose logits a fused loss has at a time; `width` is that of hidden states.
+
+    >>> [tile_rows(kernel, 4096, 4096, 151936) for kernel in TILED_HEADS]
+    [883, 128]
     """
-    if not is_liger:
+    if kernel is LossKernel.FUSED:
         return min(rows, max(1, LOGITS_PER_TILE // vocabulary))
     tiles = -(-vocabulary // width)
     return min(rows, 1 << (-(-rows // tiles) - 1).bit_length())

@@ -128,12 +128,12 @@ def test_eager_attention_keeps_its_scores() -> None:
 
 
 def test_liger_keeps_a_layers_inputs_and_the_mlps_factors() -> None:
-    liger = changed(WAY, liger=True, loss=LossKernel.FUSED)
+    liger = changed(WAY, liger=True, loss=LossKernel.LIGER)
     assert kept_per_layer(model("llama"), liger) == 8 * h + 8 + 4 * q + 4 * k + 4 * H + 6 * I
 
 
 def test_ligers_experts_keep_nothing_behind_the_activation() -> None:
-    liger = changed(WAY, liger=True, loss=LossKernel.FUSED)
+    liger = changed(WAY, liger=True, loss=LossKernel.LIGER)
     attention = 8 * h + 8 + 4 * q + 4 * k + 4 * H + (2 * q + 4 * H + 2 * k + 4 * KV)
     # gate and up; three 4-byte indices; the weight of each expert; probabilities, normalisation, the picked indices
     assert kept_per_layer(model("qwen3_moe"), liger) == attention + K * 4 * I_E + 12 * K + 2 * K + 4 * E + 12 * K + 4
@@ -142,7 +142,7 @@ def test_ligers_experts_keep_nothing_behind_the_activation() -> None:
 def test_families_that_liger_does_not_know_run_as_they_are() -> None:
     for family in ("qwen2_moe", "glm"):
         facts = model(family, shared_expert_intermediate_size=I_E)
-        assert profile(facts, changed(WAY, liger=True, loss=LossKernel.FUSED)) == profile(facts, WAY)
+        assert profile(facts, changed(WAY, liger=True, loss=LossKernel.LIGER)) == profile(facts, WAY)
 
 
 @pytest.mark.parametrize("method", list(Method))
