@@ -135,7 +135,7 @@ def tied() -> Any:
 
 
 def qwen3_moe() -> Any:
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    experts: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
     return Qwen3MoeForCausalLM(Qwen3MoeConfig(**TEXT, **experts, output_router_logits=True))
 
 
