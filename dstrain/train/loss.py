@@ -125,6 +125,8 @@ class _FusedHead:
 
 def _fused(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     rows = hidden.reshape(-1, hidden.shape[-1])
+    if not torch.is_grad_enabled():  # autograd tells a function what requires gradients, whether they are wanted or not
+        rows, weight = rows.detach(), weight.detach()
     total: torch.Tensor = _Fused.apply(rows, weight, targets.reshape(-1))  # type: ignore[no-untyped-call]
     return total
 

@@ -197,6 +197,22 @@ def test_the_fused_loss_is_cast_as_other_layers_are() -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=1e-3)
 
 
+def test_an_evaluation_makes_no_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, tokens, asked = qwen3(), torch.arange(12).unsqueeze(0), []
+
+    def tile(*tensors: torch.Tensor, differentiates: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        asked.append(differentiates)
+        return made(*tensors, differentiates=differentiates)
+
+    made = losses._tile
+    monkeypatch.setattr(losses, "_tile", tile)
+    replace_loss(model, LossKernel.FUSED)
+    with torch.no_grad():
+        model(input_ids=tokens, labels=tokens)
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    assert asked == [False, True]
+
+
 @pytest.mark.parametrize("make", [qwen3, qwen3_moe, with_lora])
 def test_the_fused_loss_knows_the_sums_of_a_micro_batch(make: Any) -> None:
     model, tokens = make().eval(), torch.arange(12).unsqueeze(0)

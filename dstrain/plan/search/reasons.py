@@ -11,7 +11,7 @@ from dstrain.plan.memory.params import trained
 from dstrain.plan.request import Request
 from dstrain.plan.search.alternatives import Neighbour, faster_but_too_large, gain_ratio, missing_bytes
 from dstrain.plan.search.buffer_sizes import TIGHT
-from dstrain.plan.search.search import EQUAL_RATIO, Ranking
+from dstrain.plan.search.search import EQUAL_RATIO, TIE_RATIO, Ranking
 from dstrain.plan.search.search_space import data_parallel_ranks, global_batch
 from dstrain.units import format_bytes, format_count, format_seconds
 
@@ -63,7 +63,7 @@ def _simpler(cluster: Cluster, ranking: Ranking) -> tuple[Reason, ...]:
     gain = gain_ratio(cluster, ranking.fastest, ranking.plans[0])
     if not ranking.fits or gain is None or gain <= EQUAL_RATIO:
         return ()
-    worth = percent(ranking.difference_error_ratio)
+    worth = percent(max(ranking.difference_error_ratio, TIE_RATIO))
     text = f"simpler than {label(ranking.fastest.configuration)}, which would gain {percent(gain)} (± {worth})"
     return (Reason(topic=Topic.SIMPLER, text=text),)
 
