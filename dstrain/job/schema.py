@@ -159,6 +159,8 @@ class Job:
     """Sequence-parallel ranks (Ulysses), which share the tokens of each row; they divide GPUs and attention heads."""
     tp: Positive = 1
     """Tensor-parallel ranks (DeepSpeed's AutoTP), which share each weight; they divide GPUs and key-value heads."""
+    ep: Positive = 1
+    """Expert-parallel ranks (DeepSpeed's AutoEP), which share each layer's experts; they divide GPUs and experts."""
     loss: Literal[LossKernel.FULL, LossKernel.CHUNKED, LossKernel.FUSED] = LossKernel.FULL
     """The same loss with less memory: `chunked` keeps no logits in fp32, `fused` those of a few hundred tokens."""
     grad_ckpt: bool = True
@@ -235,6 +237,9 @@ SYNONYMS = MappingProxyType(
         "tensor_parallel_size": "tp",
         "tp_size": "tp",
         "autotp_size": "tp",
+        "expert_parallel_size": "ep",
+        "ep_size": "ep",
+        "autoep_size": "ep",
         "gradient_checkpointing": "grad_ckpt",
         "model_name_or_path": "model",
         "model_path": "model",

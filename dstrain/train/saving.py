@@ -54,6 +54,7 @@ class SavingTrainer(transformers.Trainer):
             grad_accum=self.args.gradient_accumulation_steps,
             sp=self._job.sp,
             tp=self._job.tp,
+            ep=self._job.ep,
             data=self._data_digest,
             rope_scaling=self._job.rope_scaling,
         )

@@ -124,8 +124,7 @@ class TrainingSetup:
             sinks=sinks,
             say=self.rank.say,
         )
-        kind = SequenceParallelTrainer if self.job.sp > 1 else TensorParallelTrainer if self.job.tp > 1 else Trainer
-        trainer = kind(
+        trainer = _kind_of_trainer(self.job)(
             job=self.job,
             run_dir=self.run_dir,
             rank=self.rank,
@@ -174,6 +173,15 @@ class TrainingSetup:
             "peak_bytes_per_gpu": metrics.peak_bytes,
             "ranks": self.rank.world_size,
         }
+
+
+def _kind_of_trainer(job: Job) -> type[Trainer]:
+    """Returns the Trainer of a job's kind of parallelism."""
+    if job.ep > 1:
+        from dstrain.train.expert_parallel import ExpertParallelTrainer
+
+        return ExpertParallelTrainer
+    return SequenceParallelTrainer if job.sp > 1 else TensorParallelTrainer if job.tp > 1 else Trainer
 
 
 def _against(job: Job, model: ModelFacts | None, cluster: Cluster | None) -> Hardware | None:

@@ -53,8 +53,6 @@ SIZES: Mapping[str, Any] = {
     "first_k_dense_replace": 1,
     "q_lora_rank": 32,
     "kv_lora_rank": 32,
-    "n_group": 2,
-    "topk_group": 1,
     "qk_nope_head_dim": 16,
     "qk_rope_head_dim": 16,
     "v_head_dim": 16,
@@ -81,10 +79,10 @@ def tiny_model(alias: str, tokenizer: Path, to: Path) -> Path:
     assert found is not None
     known = _plain(found[1].config)
     text = known.get("text_config", known)
-    text |= {key: value for key, value in SIZES.items() if key in text or key in ("n_group", "topk_group")} | ROPE
+    text |= {key: value for key, value in SIZES.items() if key in text} | ROPE
     text |= {key: tokens[key] for key in ("vocab_size", "pad_token_id", "bos_token_id", "eos_token_id")}
     if "kv_lora_rank" in text:  # each head has its own keys, made of a small common state
-        text["num_key_value_heads"] = text["num_attention_heads"]
+        text |= {"num_key_value_heads": text["num_attention_heads"], "n_group": 2, "topk_group": 1}
     if "vision_config" in known:
         text["rope_parameters"] = ROPE["rope_parameters"] | {"mrope_section": [6, 5, 5]}
         known["vision_config"] |= {key: value for key, value in VISION.items() if key in known["vision_config"]}

@@ -1,4 +1,4 @@
-"""Sequence and tensor parallelism on real ranks: losses, norms, evaluations, weights, resumes are those of one rank."""
+"""Sequence, tensor and expert parallelism on ranks: losses, norms, evaluations, weights, resumes are one rank's."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from dstrain.config.resolve_auto import GATHERS
 from dstrain.monitor.sinks.jsonl import current_steps, read_jsonl
@@ -19,15 +19,21 @@ from tests.train.engine import Engine
 from tests.train.launching import change_job, codes, losses, make_run, said, tensors
 
 STEPS = 4
+EXPERTS = "steady experts"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """Ranks of which `sp` share each row or `tp` each weight; `job` and `zero` change the job and ZeRO's section."""
+    """Ranks of which `sp` share each row, `tp` each weight or `ep` each layer's experts.
+
+    `job` and `zero` change the job and ZeRO's section.
+    """
 
     ranks: int
     sp: int = 1
     tp: int = 1
+    ep: int = 1
+    model: str = "steady"
     job: dict[str, Any] = field(default_factory=dict)
     zero: dict[str, Any] = field(default_factory=dict)
 
@@ -45,16 +51,37 @@ CASES = {
     "two tensor-parallel ranks, ZeRO-3, all offloaded": Case(
         ranks=2, tp=2, zero={"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
     ),
+    "two expert-parallel ranks, ZeRO-1, checkpoints": Case(
+        ranks=2, ep=2, model=EXPERTS, zero={"stage": 1}, job={"grad_ckpt": True, "loss": "fused"}
+    ),
+    "two expert-parallel groups, ZeRO-2": Case(ranks=4, ep=2, model=EXPERTS, zero={"stage": 2}),
+    "two expert-parallel groups, ZeRO-3": Case(ranks=4, ep=2, model=EXPERTS, zero={"stage": 3}),
+    "two expert-parallel ranks, ZeRO-2, optimizer offloaded": Case(
+        ranks=2, ep=2, model=EXPERTS, zero={"stage": 2, "offload_optimizer": {"device": "cpu"}}
+    ),
+    "two expert-parallel ranks, ZeRO-3, all offloaded": Case(
+        ranks=2,
+        ep=2,
+        model=EXPERTS,
+        zero={"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}},
+    ),
 }
 
 
 def start(folder: Path, demo: Path, engine: Engine, case: Case) -> Path:
     """Trains `STEPS` steps of 8 samples, evaluates and saves after the second."""
-    batch = {"micro_batch": 2, "grad_accum": 4 * case.sp * case.tp // case.ranks, "sp": case.sp, "tp": case.tp}
+    batch = {
+        "micro_batch": 2,
+        "grad_accum": 4 * case.sp * case.tp // case.ranks,
+        "sp": case.sp,
+        "tp": case.tp,
+        "ep": case.ep,
+    }
     shape = {"seq_len": 96, "max_steps": STEPS, "eval_steps": 2, "save_steps": 2, "precision": "fp32"}
-    data = {"eval_data": str(demo / "eval.jsonl"), "model": str(demo.parent / "steady")}
-    shared = {"tensor_parallel": {"autotp_size": case.tp}} if case.tp > 1 else {}
-    zero = {**case.zero, **({GATHERS: True} if case.tp > 1 else {})}
+    data = {"eval_data": str(demo / "eval.jsonl"), "model": str(demo.parent / case.model)}
+    shared: dict[str, Any] = {"tensor_parallel": {"autotp_size": case.tp}} if case.tp > 1 else {}
+    shared |= {"expert_parallel": {"enabled": True, "autoep_size": case.ep}} if case.ep > 1 else {}
+    zero = {**case.zero, **({GATHERS: True} if shared else {})}
     make_run(folder, demo, zero=zero, engine=shared, **{"grad_ckpt": False, **batch, **shape, **data, **case.job})
     engine.train(folder, ranks=case.ranks)
     return folder
@@ -65,7 +92,15 @@ def steady(root: Path, demo: Path) -> Path:
     """A model of four query heads and two key-value heads, whose losses do not depend on random states."""
     tokenizer = PreTrainedTokenizerFast.from_pretrained(demo / "model")
     shutil.copytree(demo / "model", root / "steady")
-    make_model(tokenizer, hidden_size=128, num_hidden_layers=2).save_pretrained(root / "steady")
+    dense = make_model(tokenizer, hidden_size=128, num_hidden_layers=2)
+    dense.save_pretrained(root / "steady")
+    shutil.copytree(demo / "model", root / EXPERTS)
+    kept = ("hidden_size", "head_dim", "vocab_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    sizes: dict[str, Any] = {key: getattr(dense.config, key) for key in kept}
+    sizes |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(**sizes, tie_word_embeddings=True)
+    Qwen3MoeForCausalLM(config).save_pretrained(root / EXPERTS)
     return root / "steady"
 
 
@@ -74,9 +109,9 @@ def pair(request: pytest.FixtureRequest, root: Path, demo: Path, engine: Engine,
     """The run directories of a case, and of one rank that does the same."""
     case = CASES[request.param]
     method = case.job.get("method", "full")
-    alone = root / f"alone {method}"
+    alone = root / f"alone {method} {case.model}"
     if not alone.exists():
-        start(alone, demo, engine, Case(ranks=1, zero={"stage": 2}, job={"method": method}))
+        start(alone, demo, engine, Case(ranks=1, model=case.model, zero={"stage": 2}, job={"method": method}))
     return start(root / request.param, demo, engine, case), alone
 
 

@@ -38,9 +38,9 @@ class SavedCheckpoint:
     grad_accum: int
     """Micro-batches per step."""
     sp: int
-    """Sequence-parallel ranks, which share a micro-batch."""
     tp: int
-    """Tensor-parallel ranks, which share each weight."""
+    ep: int
+    """Sequence-, tensor- and expert-parallel ranks."""
     rope_scaling: Mapping[str, Any] | None
     """How positions were stretched."""
 
@@ -130,8 +130,7 @@ def find(job: Job) -> SavedCheckpoint | None:
         zero_stage=record["zero_stage"],
         micro_batch=record.get("micro_batch", job.micro_batch),
         grad_accum=record.get("grad_accum", job.grad_accum),
-        sp=record.get("sp", 1),
-        tp=record.get("tp", 1),
+        **{key: record.get(key, 1) for key in ("sp", "tp", "ep")},
         rope_scaling=record.get("rope_scaling"),
     )
 
@@ -218,9 +217,10 @@ def decide(saved: SavedCheckpoint | None, config: Mapping[str, Any], *, num_rank
             f"{name} was written under ZeRO-{saved.zero_stage}; ZeRO-{stage} cannot load its shards",
             hint=f"Set stage back to {saved.zero_stage}, or {_weights(name)}.",
         )
-    if (tp := _at(config, "tensor_parallel.autotp_size") or 1) != saved.tp:
-        problem = f"{name} was written with tp {saved.tp}, and the job has tp {tp}"
-        raise InvalidConfig(problem, hint=f"Write tp: {saved.tp}, or {_weights(name)}.")
+    for key, path in {"tp": "tensor_parallel.autotp_size", "ep": "expert_parallel.autoep_size"}.items():
+        if (now := _at(config, path) or 1) != (was := getattr(saved, key)):
+            problem = f"{name} was written with {key} {was}, and the job has {key} {now}"
+            raise InvalidConfig(problem, hint=f"Write {key}: {was}, or {_weights(name)}.")
     if saved.world_size == num_ranks or not saved.zero_stage:
         return None
     broken = [

@@ -103,6 +103,8 @@ class Written:
     """Sequence-parallel ranks, which share a micro-batch."""
     tp: int
     """Tensor-parallel ranks, which share each weight."""
+    ep: int
+    """Expert-parallel ranks, which share the experts of each layer."""
     data: str
     """Digest of the training data and its order."""
     rope_scaling: RopeScaling | None = None

@@ -125,19 +125,20 @@ def _gathered(folder: Path, precision: Precision | None) -> Any:
 
 
 def _is_shared_out(folder: Path) -> bool:
-    """Returns whether DeepSpeed cannot gather the shards of a checkpoint, those of tensor-parallel ranks.
+    """Returns whether DeepSpeed cannot gather the shards of a checkpoint: those of tensor- or expert-parallel ranks.
 
     With sequence parallelism under ZeRO-1 and 2, files are named as if they were. The weights that were saved with the
     checkpoint, in the dtype of the base model, are whole. Source: deepspeed 0.19.8 utils/zero_to_fp32.py.
     """
     record = read_record(folder)
-    return bool(record.get("tp", 1) > 1 or (record.get("sp", 1) > 1 and record["zero_stage"] < 3))
+    is_divided = record.get("tp", 1) > 1 or record.get("ep", 1) > 1
+    return bool(is_divided or (record.get("sp", 1) > 1 and record["zero_stage"] < 3))
 
 
 def _saved(folder: Path, precision: Precision | None) -> Any:
     """Returns the model that was saved with a checkpoint. Raises InvalidConfig if its weights were not gathered."""
     if not any(folder.glob("model*.safetensors")):
-        problem = f"{folder} has only the parts of its weights that tensor-parallel ranks held"
+        problem = f"{folder} has only the parts of its weights that its ranks held"
         raise InvalidConfig(problem, hint=f'Resume from it with "{GATHERS}": true, and export the final model.')
     return _loaded(folder, precision)
 

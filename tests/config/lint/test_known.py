@@ -88,18 +88,26 @@ def test_ranks_that_share_rows_count_once_in_the_batch(tmp_path: Path) -> None:
     assert "2 × 4 × 4 GPUs ÷ sp 2 = 16" in one("DS410", found(f' "train_batch_size": 32,\n{ZERO2}', **known)).problem
 
 
-def test_tensor_parallelism_at_odds_with_its_job_is_an_error(tmp_path: Path) -> None:
-    written = f' "tensor_parallel": {{"autotp_size": 2}},\n{ZERO2}'
+@pytest.mark.parametrize(
+    ("key", "section"),
+    [("tp", '"tensor_parallel": {"autotp_size": 2}'), ("ep", '"expert_parallel": {"enabled": true, "autoep_size": 2}')],
+)
+def test_parallelism_at_odds_with_its_job_is_an_error(tmp_path: Path, key: str, section: str) -> None:
+    written = f" {section},\n{ZERO2}"
     said = one("DS224", found(written, job=job(tmp_path)))
-    assert (said.severity, said.fix) == (Severity.ERROR, "remove it; in job.yaml: tp: 2")
-    assert found(written, job=job(tmp_path, "tp: 2\n")) == []
-    for section, problem in [
-        ('"stage": 0', "tp is 2 without ZeRO"),
-        ('"stage": 3, "zero_hpz_partition_size": 2', "zero_hpz_partition_size with tp 2"),
-        ('"stage": 2, "stage3_gather_16bit_weights_on_model_save": false', "_save is false with tp 2"),
+    assert (said.severity, said.fix) == (Severity.ERROR, f"remove it; in job.yaml: {key}: 2")
+    assert found(written, job=job(tmp_path, f"{key}: 2\n")) == []
+    for zero, problem in [
+        ('"stage": 0', f"{key} is 2 without ZeRO"),
+        ('"stage": 2, "stage3_gather_16bit_weights_on_model_save": false', f"_save is false with {key} 2"),
     ]:
-        body = f' "zero_optimization": {{{section}}}}}'
-        assert problem in one("DS224", found(body, job=job(tmp_path, "tp: 2\n"))).problem
+        body = f' "zero_optimization": {{{zero}}}}}'
+        assert problem in one("DS224", found(body, job=job(tmp_path, f"{key}: 2\n"))).problem
+
+
+def test_tensor_parallelism_excludes_hpz(tmp_path: Path) -> None:
+    body = ' "zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}}'
+    assert "zero_hpz_partition_size with tp 2" in one("DS224", found(body, job=job(tmp_path, "tp: 2\n"))).problem
 
 
 def test_sequence_parallelism_under_zero_3_needs_reduce_scatter(tmp_path: Path) -> None:
@@ -250,7 +258,6 @@ def test_a_checkpoint_that_does_not_fit_the_disk_is_told_at_output_dir(tmp_path:
         ('"tensor_parallel": {"tp": {"tp_size": 2}}', "no weights"),
         ('"sequence_parallel_size": 2, "compile": {"deepcompile": true, "passes": ["autosp"]}', "not split"),
         ('"compile": {"deepcompile": true, "passes": ["autosp"]}', "never called"),
-        ('"expert_parallel": {"enabled": true, "autoep_size": 2}', "no weights"),
         ('"pipeline": {"stages": 2}', "not split"),
         ('"hybrid_engine": {"enabled": true}', "generation"),
         ('"data_efficiency": {"enabled": true}', "nothing reads it"),

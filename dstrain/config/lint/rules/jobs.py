@@ -21,7 +21,8 @@ _HPZ = "zero_optimization.zero_hpz_partition_size"
 _SCATTER = "zero_optimization.reduce_scatter"
 _TP = "tensor_parallel.autotp_size"
 _SPLIT_MODEL = "each rank holds a part of the model, and the final model has no weights that can be loaded"
-_JOB_TP = "the Trainer counts samples and gathers weights by tp in job.yaml"
+_EP = "expert_parallel.autoep_size"
+_IN_JOB = "the Trainer gathers weights by {key} in job.yaml"
 _NOT_RUN: dict[str, tuple[Breaks, str]] = {
     "tensor_parallel.tp.tp_size": (above("tensor_parallel.tp.tp_size", 1), _SPLIT_MODEL),
     "sequence_parallel_size": (
@@ -32,7 +33,6 @@ _NOT_RUN: dict[str, tuple[Breaks, str]] = {
         lambda subject: has_pass(subject, "autosp") or has_pass(subject, "autotp"),
         "the passes run in engine.compile(), which is never called",
     ),
-    "expert_parallel.enabled": (is_on("expert_parallel.enabled"), _SPLIT_MODEL),
     "pipeline.stages": (above("pipeline.stages", 1), "the model is not a DeepSpeed pipeline, and is not split"),
     "hybrid_engine.enabled": (is_on("hybrid_engine.enabled"), "the engine for generation is untested here"),
     "data_efficiency.enabled": (is_on("data_efficiency.enabled"), "nothing reads it: the Trainer loads the data"),
@@ -65,26 +65,34 @@ def _unsaved(subject: Subject) -> Iterator[Fault]:
 
 
 def _shared_weights(subject: Subject) -> Iterator[Fault]:
-    """Reports keys that are at odds with the job's tensor parallelism."""
+    """Reports keys that are at odds with the job's tensor or expert parallelism."""
     if subject.job is None:
         return
-    size, wanted = subject.number(_TP, 1), subject.job.job.tp
-    if size not in (1, wanted):
-        problem = f"{_TP} is {shown(subject.at(_TP, None))}, but {subject.job.locate(('tp',))}: tp is {wanted}"
-        fix = f"remove it; in job.yaml: tp: {size:g}"
-        yield Fault(pointer=tuple(_TP.split(".")), problem=problem, effect=_JOB_TP, fix=fix)
-    if wanted == 1:
-        return
-    if subject.stage == 0:
-        effect = "in bf16 and fp16, gradients are clipped by a norm that lacks the parts of other ranks"
-        yield _in_job(subject, "tp", f"tp is {wanted} without ZeRO", effect, 'write "stage": 1 in ds_config.json')
-    if subject.stage == 3 and subject.number(_HPZ, 1) > 1:
+    job = subject.job.job
+    has_experts = subject.is_true("expert_parallel.enabled")
+    yield from _other_size(subject, _TP, "tp", job.tp, is_on=subject.number(_TP, 1) != 1)
+    yield from _other_size(subject, _EP, "ep", job.ep, is_on=has_experts)
+    if job.tp > 1 and subject.stage == 3 and subject.number(_HPZ, 1) > 1:
         effect = "hpZ takes consecutive ranks, which are tensor-parallel here, for data-parallel ones"
-        yield Fault(pointer=tuple(_HPZ.split(".")), problem=f"{_HPZ} with tp {wanted}", effect=effect, fix="remove it")
-    if not subject.is_true(_GATHER, default=True):
-        effect = "no checkpoint holds whole weights, and no program makes them of the parts"
-        problem = f"{_GATHER} is false with tp {wanted}"
-        yield Fault(pointer=tuple(_GATHER.split(".")), problem=problem, effect=effect, fix="remove it")
+        yield Fault(pointer=tuple(_HPZ.split(".")), problem=f"{_HPZ} with tp {job.tp}", effect=effect, fix="remove it")
+    for key, wanted in (("tp", job.tp), ("ep", job.ep)):
+        if wanted > 1 and subject.stage == 0:
+            effect = "in bf16 and fp16, gradients are clipped by a norm that lacks the parts of other ranks"
+            yield _in_job(subject, key, f"{key} is {wanted} without ZeRO", effect, 'write "stage": 1 in ds_config.json')
+        if wanted > 1 and not subject.is_true(_GATHER, default=True):
+            effect = "no checkpoint holds whole weights, and no program makes them of the parts"
+            problem = f"{_GATHER} is false with {key} {wanted}"
+            yield Fault(pointer=tuple(_GATHER.split(".")), problem=problem, effect=effect, fix="remove it")
+
+
+def _other_size(subject: Subject, path: str, key: str, wanted: int, *, is_on: bool) -> Iterator[Fault]:
+    """Yields a fault if a group of ranks has another size in the configuration than in the job."""
+    assert subject.job is not None
+    size = subject.number(path, 1)
+    if is_on and size != wanted:
+        problem = f"{path} is {shown(subject.at(path, size))}, but {subject.job.locate((key,))}: {key} is {wanted}"
+        fix = f"remove it; in job.yaml: {key}: {size:g}"
+        yield Fault(pointer=tuple(path.split(".")), problem=problem, effect=_IN_JOB.format(key=key), fix=fix)
 
 
 def _in_job(subject: Subject, key: str, problem: str, effect: str, fix: str) -> Fault:
@@ -181,7 +189,7 @@ RULES = (
                    effect="gradients are multiplied by sp, except for those larger than reduce_bucket_size",
                    fix="remove the line"),
          source="deepspeed 0.19.8 runtime/zero/stage3.py: __avg_scatter_contiguous_grads, __avg_scatter_grads"),
-    Rule(id="DS224", severity=Severity.ERROR, title="tensor parallelism at odds with the job", find=_shared_weights,
+    Rule(id="DS224", severity=Severity.ERROR, title="parallelism at odds with the job", find=_shared_weights,
          source="dstrain/train/tensor_parallel.py; a norm of 3.71 in place of 4.78 on CPU ranks, deepspeed 0.19.8"),
     Rule(id="DS901", severity=Severity.WARNING, title="interval longer than the run", find=_never_reached,
          source="dstrain/job/schema.py"),
