@@ -84,6 +84,7 @@ SAMPLED = {
     "tests/config/lint/test_proofs.py::test_two_ranks_fail_or_become_another_run_as_it_says": 40,
     "tests/train/test_engine_memory.py": 12,
     "tests/train/test_space.py::test_a_point_trains_as_one_rank_without_zero_does": 16,
+    "tests/train/test_space.py::test_shared_experts_train_as_one_rank_does": 3,
     "tests/train/test_space.py::test_the_choice_for_a_question_trains": 3,
     "tests/train/test_model_parallel.py": 3,
     "tests/train/test_trace.py::test_a_trace_equals_what_pytorch_allocates": 8,

@@ -155,6 +155,8 @@ class Parallel:
     """Ulysses sequence-parallel ranks: each has 1/sp of a sequence and, inside attention, of the heads."""
     tp: int = 1
     """AutoTP tensor-parallel ranks: each has 1/tp of every sharded weight."""
+    ep: int = 1
+    """AutoEP expert-parallel ranks: each has 1/ep of the experts, and trains on samples of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,9 +229,8 @@ class Configuration:
         parts = [f"ZeRO-{self.zero.stage}"]
         if self.zero.is_offloaded:
             parts[0] += f" + {OFFLOAD_WORDS[self.zero.offload]}"
-        if self.checkpointing.enabled:
-            parts.append(self.checkpointing.words)
-        return [*parts, f"micro-batch {self.batch.micro_batch}"]
+        words = [self.checkpointing.words] if self.checkpointing.enabled else []
+        return [*parts, *words, f"micro-batch {self.batch.micro_batch}"]
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
@@ -258,6 +259,7 @@ OFFLOAD_WORDS = {
 
 DEFAULTS = Configuration()
 """DeepSpeed's defaults."""
+DEGREES = tuple(degree.name for degree in fields(Parallel))
 
 
 @cache

@@ -105,10 +105,16 @@ def _effective(model: ModelFacts, request: Request, ds_config: Mapping[str, Any]
     zero = ds_config.get("zero_optimization") or {}
     asked = request.configuration
     tp = int((ds_config.get("tensor_parallel") or {}).get("autotp_size") or asked.parallel.tp)
+    experts = ds_config.get("expert_parallel") or {}
+    ep = int((experts.get("enabled") and experts.get("autoep_size")) or asked.parallel.ep)
     return replace(
         asked,
         step=replace(asked.step, grad_accum_dtype=_accumulation(ds_config)),
-        parallel=replace(asked.parallel, tp=_within("autotp_size", tp, 1, _LARGEST)),
+        parallel=replace(
+            asked.parallel,
+            tp=_within("autotp_size", tp, 1, _LARGEST),
+            ep=_within("autoep_size", ep, 1, _LARGEST),
+        ),
         zero=_zero(model, zero),
     )
 

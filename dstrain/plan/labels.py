@@ -49,7 +49,7 @@ def short_label(configuration: Configuration) -> str:
 def _degrees(configuration: Configuration) -> tuple[tuple[str, int], ...]:
     """Returns the degrees of parallelism with their names."""
     parallel = configuration.parallel
-    return ("SP", parallel.sp), ("TP", parallel.tp), ("hpZ", configuration.zero.hpz)
+    return ("SP", parallel.sp), ("TP", parallel.tp), ("EP", parallel.ep), ("hpZ", configuration.zero.hpz)
 
 
 OPTIMIZER_WORDS = {

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from dstrain.choices import Attention, LossKernel, Method, Offload, Optimizer, Precision, RopeType, StateDtypes
 from dstrain.errors import InvalidConfig
 from dstrain.job.schema import Lora, RopeScaling
-from dstrain.plan.configuration import DEFAULTS, Configuration, changed, choices
+from dstrain.plan.configuration import DEFAULTS, DEGREES, Configuration, changed, choices
 from dstrain.records import type_config
 
 
@@ -52,6 +52,8 @@ class Request:
     """Ulysses sequence-parallel ranks; None: chosen."""
     tp: int | None = 1
     """AutoTP tensor-parallel ranks, which the trainer does not run yet; None: chosen."""
+    ep: int | None = None
+    """AutoEP expert-parallel ranks; None: chosen."""
     liger: bool = False
     """Whether Liger's kernels are used."""
     loss: LossKernel | None = None
@@ -64,7 +66,7 @@ class Request:
     """Patches of all images of one sample."""
 
     def __post_init__(self) -> None:
-        for name in ("seq_len", "global_batch", "micro_batch", "grad_accum", "grad_ckpt_every_n_layers", "sp", "tp"):
+        for name in ("seq_len", "global_batch", "micro_batch", "grad_accum", "grad_ckpt_every_n_layers", *DEGREES):
             value = getattr(self, name)
             if value is not None and value < 1:
                 option = "--" + name.replace("_", "-")

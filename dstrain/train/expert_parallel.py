@@ -7,7 +7,7 @@ _configure_expert_parallel; module_inject/auto_ep_layer.py: AutoEPMoELayer; moe/
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ class ExpertParallelTrainer(Trainer):
 
     def _prepare_for_training(self, *arguments: Any, **options: Any) -> Any:
         """Returns the engine and its data. Raises InvalidConfig for a model whose experts DeepSpeed cannot share."""
-        _find_classes_by_name()
+        find_classes_by_name()
         model: Any = self.model
         self._specs = self._detect(model)
         self._stored_transposed = {spec.moe_module_name: _is_transposed(model, spec) for spec in self._specs}
@@ -49,19 +49,10 @@ class ExpertParallelTrainer(Trainer):
         return specs
 
     def create_optimizer(self, *arguments: Any, **options: Any) -> Any:
-        """Returns the optimizer, with the experts in groups that ZeRO-1 and 2 divide among the ranks that have them.
-
-        Source: deepspeed 0.19.8 runtime/zero/stage_1_and_2.py: _configure_moe_settings.
-        """
+        """Returns the optimizer, with the experts in groups of their own under ZeRO-1 and 2."""
         optimizer = super().create_optimizer(*arguments, **options)
-        model: Any = self.model
-        modules = [model.get_submodule(f"{spec.moe_module_name}.{spec.experts_name}") for spec in self._specs]
-        experts = {id(weight) for module in modules for weight in module.parameters()}
-        for group in [] if self._stage == 3 else list(optimizer.param_groups):
-            weights = group["params"]
-            if moved := [weight for weight in weights if id(weight) in experts]:
-                group["params"] = [weight for weight in weights if id(weight) not in experts]
-                optimizer.add_param_group({**group, "params": moved, "moe": True, "name": f"ep_size_{self._job.ep}"})
+        if self._stage < 3:
+            part_experts(optimizer, self.model, self._specs, self._job.ep)
         return optimizer
 
     def _whole(self, model: Any) -> Iterator[tuple[str, torch.Tensor]]:
@@ -99,6 +90,20 @@ class ExpertParallelTrainer(Trainer):
         return parts
 
 
+def part_experts(optimizer: Any, model: Any, specs: Iterable[Any], ep: int) -> None:
+    """Puts experts into groups that ZeRO-1 and 2 divide among the ranks that have them.
+
+    Source: deepspeed 0.19.8 runtime/zero/stage_1_and_2.py: _configure_moe_settings.
+    """
+    modules = [model.get_submodule(f"{spec.moe_module_name}.{spec.experts_name}") for spec in specs]
+    experts = {id(weight) for module in modules for weight in module.parameters()}
+    for group in list(optimizer.param_groups):
+        weights = group["params"]
+        if moved := [weight for weight in weights if id(weight) in experts]:
+            group["params"] = [weight for weight in weights if id(weight) not in experts]
+            optimizer.add_param_group({**group, "params": moved, "moe": True, "name": f"ep_size_{ep}"})
+
+
 def _weights(module: Any) -> Iterator[tuple[str, Any]]:
     yield from module.state_dict(keep_vars=True).items()
 
@@ -125,7 +130,7 @@ def _is_transposed(model: Any, spec: Any) -> bool:
     return bool(classify_fused_gate_up_layout(*shapes).needs_transpose)
 
 
-def _find_classes_by_name() -> None:
+def find_classes_by_name() -> None:
     """Lets DeepSpeed look up which outputs a model class records, by the class's name as Transformers 5.0 stored it.
 
     Transformers 5.23 looks up by model. Source: its utils/output_capturing.py: _CanRecordRegistry; deepspeed 0.19.8

@@ -149,6 +149,9 @@ CASES = (
     case("fused loss, adapters, checkpointing", 3, loss=LossKernel.FUSED, **FULL_LORA, **CKPT),
     case("fused loss, nothing kept, sequence-parallel", 3, sp=2, loss=LossKernel.FUSED, **NARROW, **gathers(0, 0)),
     case("chunked loss, checkpointing", 3, loss=LossKernel.CHUNKED, **CKPT),
+    case("two expert-parallel ranks", 1, ep=2, model=SPARSE),
+    case("two expert-parallel ranks, accumulating", 2, ep=2, model=SPARSE, grad_accum=2),
+    case("two expert-parallel ranks, checkpointing", 3, ep=2, model=SPARSE, **CKPT, **gathers(0, 0)),
     case("two tensor-parallel ranks", 1, tp=2, seq_len=64),
     case("four ranks", 1, ranks=4),
     case("four ranks, accumulating", 2, ranks=4, grad_accum=2),
@@ -158,6 +161,8 @@ CASES = (
     case("four ranks, accumulating, fp32", 3, ranks=4, seq_len=64, grad_accum=3, **FP32),
     case("four ranks, secondary partitions", 3, ranks=4, **NARROW, hpz=2, **gathers(0, 0)),
     case("four ranks, two and two share rows", 1, ranks=4, sp=2, grad_accum=2),
+    case("four ranks, two and two share experts", 2, ranks=4, ep=2, model=SPARSE, **CKPT),
+    case("four ranks, two and two share experts", 3, ranks=4, ep=2, model=SPARSE),
     case("four ranks, two of them tensor-parallel", 2, ranks=4, tp=2, grad_accum=2, **CKPT),
 )
 """What is measured. Adapters have no dropout: a CPU keeps its mask in bf16, a GPU in one byte. Tensor parallelism is
@@ -192,6 +197,8 @@ def ds_config(configuration: Configuration) -> dict[str, Any]:
     }
     if configuration.parallel.tp > 1:
         found["tensor_parallel"] = {"autotp_size": configuration.parallel.tp}
+    if configuration.parallel.ep > 1:
+        found["expert_parallel"] = {"enabled": True, "autoep_size": configuration.parallel.ep}
     if configuration.step.grad_accum_dtype:
         found["data_types"] = {"grad_accum_dtype": configuration.step.grad_accum_dtype.value}
     return found

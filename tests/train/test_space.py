@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import shlex
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from dstrain.errors import DoesNotFit
 from dstrain.plan.configuration import DEFAULTS, changed
 from dstrain.plan.request import Request
 from dstrain.plan.search.decide import decide
+from dstrain.plan.search.rules import SHARED_EXPERTS
 from dstrain.plan.search.search_space import space
 from tests.train.engine import Engine
 from tests.train.points import Point, Space, needs_bitsandbytes, workload_of
@@ -22,6 +24,8 @@ from tests.train.points import Point, Space, needs_bitsandbytes, workload_of
 DRAWS = 200
 SHAPES = ((1, 1), (1, 2), (1, 4), (2, 2))
 """Nodes and their ranks."""
+SHARED = ("qwen3-30b-a3b", "deepseek-v3", "mixtral-8x7b")
+"""Models whose experts ranks may share."""
 MODELS = ("qwen3-8b", "qwen3-8b", "llama-3.1-8b", "qwen3-30b-a3b", "deepseek-v3", "qwen3-vl-8b")
 
 
@@ -64,6 +68,17 @@ def test_a_point_trains_as_one_rank_without_zero_does(
     tiny.trains_as_one_rank_does(point, str(number))
 
 
+@pytest.mark.parametrize(("alias", "zero_stage"), list(itertools.product(SHARED, (1, 2, 3))))
+def test_shared_experts_train_as_one_rank_does(tiny: Space, alias: str, zero_stage: int) -> None:
+    values = {"ep": 2, "zero_stage": zero_stage, "precision": Precision.FP32, "seq_len": 64, "grad_accum": 4}
+    point = Point(alias=alias, workload=workload_of(tiny.model(alias), 1, 2), configuration=changed(DEFAULTS, **values))
+    tiny.trains_as_one_rank_does(point, f"EP {alias} {zero_stage}")
+
+
+def test_all_families_whose_experts_are_shared_are_tried(tiny: Space) -> None:
+    assert {tiny.model(alias).model_type for alias in SHARED} == set(SHARED_EXPERTS)
+
+
 @pytest.mark.parametrize(("alias", "method"), [("qwen3-30b-a3b", Method.LORA), ("qwen3-vl-30b-a3b", Method.FULL)])
 def test_zero_3_trains_and_saves_what_other_stages_do(tiny: Space, alias: str, method: Method) -> None:
     configuration = changed(DEFAULTS, zero_stage=3, method=method, precision=Precision.FP32, seq_len=64, grad_accum=4)
@@ -88,6 +103,7 @@ def shrunk(tiny: Space, words: str) -> Point | None:
         precision=Precision.FP32,
         attn=Attention.SDPA,
         sp=sp,
+        ep=min(configuration.parallel.ep, nodes * per_node),
         hpz=min(zero.hpz, per_node),
         seq_len=128 if configuration.batch.seq_len > 4096 else 64,
         micro_batch=min(configuration.batch.micro_batch, 2),

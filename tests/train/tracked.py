@@ -61,9 +61,36 @@ def optimizer_for(model: Any, case: dict[str, Any]) -> Any:
         {"params": [parameter for name, parameter in named if name not in decayed], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
-    if "offload_optimizer" in case["ds_config"]["zero_optimization"]:
+    zero, shared = case["ds_config"]["zero_optimization"], case["ds_config"].get("expert_parallel")
+    if "offload_optimizer" in zero:
         return DeepSpeedCPUAdam(groups, lr=1e-4)
-    return torch.optim.AdamW(groups, lr=1e-4, **case.get("adamw", {"fused": True}))
+    optimizer = torch.optim.AdamW(groups, lr=1e-4, **case.get("adamw", {"fused": True}))
+    if shared:
+        share_experts(model, optimizer, shared, stage=zero["stage"])
+    return optimizer
+
+
+def share_experts(model: Any, optimizer: Any, section: dict[str, Any], *, stage: int) -> None:
+    """Prepares a model for expert parallelism, in which as many tokens come to each expert."""
+    from deepspeed.module_inject.auto_ep import AutoEP
+    from deepspeed.module_inject.auto_ep_config import parse_autoep_config
+    from deepspeed.moe import ep_router
+
+    from dstrain.train.expert_parallel import find_classes_by_name, part_experts
+
+    class Evenly:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(torch, name)
+
+        def topk(self, scores: Any, k: int, **_: Any) -> tuple[Any, Any]:
+            rows, experts = scores.shape
+            indices = (torch.arange(rows * k, device=scores.device) % experts).view(rows, k)
+            return scores.gather(1, indices), indices
+
+    ep_router.torch = Evenly()
+    find_classes_by_name()
+    if stage < 3:
+        part_experts(optimizer, model, AutoEP(model, parse_autoep_config(section)).ep_parser(), section["autoep_size"])
 
 
 def mark_instants(model: Any, ledger: Ledger) -> None:

@@ -70,6 +70,7 @@ _CHOICES = (
     click.option("--packing/--no-packing", default=False, show_default=True, help="Let short samples share rows."),
     click.option("--sp", type=int, help="Ulysses sequence-parallel ranks.  [default: chosen]"),
     click.option("--tp", type=int, default=1, show_default=True, help="AutoTP tensor-parallel ranks."),
+    click.option("--ep", type=int, help="AutoEP expert-parallel ranks.  [default: chosen]"),
 )
 _BEYOND = (
     click.option("--grad-accum", type=int, help="Micro-batches of one optimizer step.  [default: chosen]"),

@@ -27,7 +27,8 @@ def before_lines(prepared: PreparedRun) -> list[str]:
         f"on       {hosts.num_slots} × {device}, {machines}; ZeRO-{stage}, {job.precision}, micro-batch"
         f" {job.micro_batch} × {job.grad_accum} accumulated, {job.seq_len} tokens"
         f"{', packed' if job.packing else ''}{f', over SP {job.sp}' if job.sp > 1 else ''}"
-        f"{f', over TP {job.tp}' if job.tp > 1 else ''}" + (f", {job.rope_scaling}" if job.rope_scaling else ""),
+        f"{f', over TP {job.tp}' if job.tp > 1 else ''}{f', over EP {job.ep}' if job.ep > 1 else ''}"
+        + (f", {job.rope_scaling}" if job.rope_scaling else ""),
         f"into     {shown(str(prepared.run_dir.path))}",
     ]
     estimate = prepared.estimate

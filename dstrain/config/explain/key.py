@@ -42,6 +42,7 @@ OF_JOB = {
     "bf16.enabled": "precision",
     "fp16.enabled": "precision",
     "tensor_parallel.autotp_size": "tp",
+    "expert_parallel.autoep_size": "ep",
 }
 """Keys that the planner takes from the job → the job's key."""
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")

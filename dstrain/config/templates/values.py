@@ -32,7 +32,8 @@ def template_of(configuration: Configuration) -> str:
 def config_values(plan: Plan, workload: Workload) -> dict[str, Any]:
     """Returns the values of DeepSpeed templates."""
     configuration, model, cluster = plan.chosen.configuration, workload.model, workload.cluster
-    moe_block = model.moe.block_class if model.moe and configuration.zero.stage == 3 else None
+    is_leaf = configuration.zero.stage == 3 and configuration.parallel.ep == 1  # AutoEP has blocks of its own
+    moe_block = model.moe.block_class if model.moe and is_leaf else None
     return {
         "overlap_comm": configuration.zero.overlap_comm,
         "reduce_bucket_size": configuration.zero.reduce_bucket_size,

@@ -32,7 +32,7 @@ def _instants(model: ModelFacts, configuration: Configuration, ranks: int) -> It
     """Yields what is live at each instant beyond parameters, optimizer states and resident buffers."""
     counts = trained_on_rank(model, configuration)
     engine = engine_buffers(counts, configuration, ranks)
-    unit = {"layer backward": _largest_unit(shard(model, configuration.parallel.tp))}
+    unit = {"layer backward": _largest_unit(shard(model, configuration.parallel))}
     for instant in profile(model, configuration):
         numel = unit.get(instant.name, model.vocab_size * model.hidden_size)
         yield Peak(
@@ -75,7 +75,7 @@ def _grads(model: ModelFacts, configuration: Configuration, ranks: int, instant:
         return 0
     if stage == 2 or not configuration.model.is_full:
         return taken
-    tensors = shard(model, configuration.parallel.tp).tensors
+    tensors = shard(model, configuration.parallel).tensors
     large = sum(g.numel * g.count for g in tensors if g.numel > configuration.zero.reduce_bucket_size)
     done = instant.layers_done / model.num_hidden_layers
     return taken + round(configuration.model.item * large * done)

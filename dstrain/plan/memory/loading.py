@@ -60,23 +60,36 @@ def loading(model: ModelFacts, counts: Trained, configuration: Configuration, ma
     >>> found.device_bytes_per_gpu == 2 * 8_190_735_360, found.host_bytes_per_node == 8 * 2 * 2 * 8_190_735_360
     (True, True)
     """
-    s, zero = configuration.model.item, configuration.zero
-    is_quantized = configuration.model.method is Method.QLORA
-    weights, flat = _weights(counts, configuration), s * counts.trainable
+    s, zero, is_quantized = configuration.model.item, configuration.zero, configuration.model.method is Method.QLORA
+    weights, flat, elsewhere = _weights(counts, configuration), s * counts.trainable, s * counts.elsewhere
     merged = s * max((group.numel for group in model.tensors if group.kind is Kind.EXPERT), default=0)
     if not configuration.model.is_deepspeed:
         return _loading(0, weights * (1 if zero.stage == 3 else machine.ranks_per_node), machine)
     if zero.stage == 3 and not is_quantized:
-        share = 0 if zero.offloads_params else flat // machine.num_ranks
-        on_gpu = 0 if zero.offloads_params else weights // machine.num_ranks
-        return _loading(on_gpu, max(2 * merged, machine.ranks_per_node * share), machine)
+        here = not zero.offloads_params
+        share, on_gpu = (here * (size + elsewhere) // machine.num_ranks for size in (flat, weights))
+        in_ram = max(2 * merged, machine.ranks_per_node * share)
+        return _loading(on_gpu + _replaced(model, configuration), in_ram, machine)
     is_cast = model.dtype != _DTYPES[configuration.model.precision] or configuration.parallel.tp > 1
-    copied = weights if is_cast else merged + s * model.num_params_of(Kind.EXPERT)
-    copied = 0 if is_quantized else copied
-    is_flattened = zero.stage in (1, 2)
-    if is_flattened and machine.outside_bytes + weights + flat > machine.gpu_bytes:
+    merging = merged + s * model.num_params_of(Kind.EXPERT)
+    copied = 0 if is_quantized else weights + elsewhere if is_cast else merging
+    flat *= zero.stage in (1, 2)
+    if flat and machine.outside_bytes + weights + flat > machine.gpu_bytes:
         return _loading(weights, machine.ranks_per_node * max(copied, 2 * flat), machine)
-    return _loading(weights + is_flattened * flat, machine.ranks_per_node * copied, machine)
+    return _loading(weights + flat, machine.ranks_per_node * copied, machine)
+
+
+def _replaced(model: ModelFacts, configuration: Configuration) -> int:
+    """Returns the bytes on the GPU while one layer's experts, gathered, are replaced with those of this rank: a copy of
+    those, and another with gate and up apart.
+
+    Source: deepspeed 0.19.8 module_inject/auto_ep_layer.py: __init__; moe/ep_repack.py: _repack_fused_3d.
+    """
+    ep = configuration.parallel.ep
+    if ep == 1:
+        return 0
+    layer = sum(group.numel for group in model.tensors if group.kind is Kind.EXPERT)
+    return configuration.model.item * (layer + 2 * layer // ep)
 
 
 def _weights(counts: Trained, configuration: Configuration) -> int:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 
 from dstrain.choices import Method
 from dstrain.facts.model.model_facts import Kind, ModelFacts, TensorGroup
 from dstrain.job.schema import Lora
-from dstrain.plan.configuration import Configuration
+from dstrain.plan.configuration import Configuration, Parallel
 
 NF4_BYTES_PER_PARAM = 0.5 + 1 / 64 + 4 / (64 * 256)
 """NF4 with double quantisation: 4 bits, one 8-bit scale for 64 weights, one fp32 scale for 256 of those.
@@ -29,16 +30,23 @@ class Trained:
     """The parameters of a run, in elements, split by what happens to them."""
 
     trainable: int
-    """Elements with gradients and optimizer states."""
+    """Elements with gradients and optimizer states, on one rank before ZeRO shares them out."""
     frozen: int
     """Elements kept in the compute dtype, without gradients."""
     quantized: int
     """Frozen elements of linears kept in 4 bits."""
     largest_trainable: int
     """Elements of the largest trainable tensor, whose gradient exists whole for a moment."""
+    elsewhere: int = 0
+    """Trainable elements of the experts that other ranks of an expert-parallel group have."""
     flat_groups: tuple[tuple[int, ...], ...] = ()
     """Elements of every trainable tensor, in the order in which ZeRO-1 and 2 lay out each optimizer group; empty where
     the order is not known."""
+
+    @property
+    def everywhere(self) -> int:
+        """Trainable elements that all data-parallel ranks share out."""
+        return self.trainable + self.elsewhere
 
     def gradient_shares(self, num_ranks: int) -> list[int]:
         """Returns the elements of gradient that each rank keeps for the step under ZeRO-1 and 2.
@@ -52,7 +60,7 @@ class Trained:
         [8, 8]
         """
         if not self.flat_groups:
-            return [-(-self.trainable // num_ranks)] * num_ranks
+            return [-(-self.everywhere // num_ranks)] * num_ranks
         shares = [0] * num_ranks
         for group in self.flat_groups:
             partition = -(-sum(group) // (2 * num_ranks)) * 2
@@ -119,11 +127,31 @@ def is_in_layer(group: TensorGroup, layer: int, num_layers: int) -> bool:
     return layer >= num_layers - group.count if is_late else layer < group.count
 
 
-def shard(model: ModelFacts, tp: int) -> ModelFacts:
-    """Returns the part of a dense model that one of `tp` tensor-parallel ranks holds: its linears, its head, and an
-    embedding tied to that are cut. Source: deepspeed 0.19.8 module_inject/tp_plan_converter.py: convert.
+def shard(model: ModelFacts, parallel: Parallel) -> ModelFacts:
+    """Returns the part of a model that one rank of a tensor- or expert-parallel group holds.
+
+    AutoTP cuts linears, the head, and an embedding tied to that; AutoEP deals out the experts, with gate and up apart.
+    Source: deepspeed 0.19.8 module_inject/tp_plan_converter.py: convert; moe/ep_experts.py: GroupedExperts.
     """
-    return model if tp == 1 else _shard(model, tp)
+    if parallel.ep > 1:
+        return _expert_shard(model, parallel.ep)
+    return model if parallel.tp == 1 else _shard(model, parallel.tp)
+
+
+@cache
+def _expert_shard(model: ModelFacts, ep: int) -> ModelFacts:
+    def cut(group: TensorGroup) -> Iterator[TensorGroup]:
+        if group.kind is not Kind.EXPERT:
+            yield group
+            return
+        experts, outputs, inputs = group.shape
+        path = group.name.rpartition(".")[0]
+        is_down = group.name.endswith("down_proj")
+        for name in ("w2",) if is_down else ("w1", "w3"):
+            shape = (experts // ep, outputs if is_down else outputs // 2, inputs)
+            yield replace(group, name=f"{path}.{name}", shape=shape)
+
+    return replace(model, tensors=tuple(part for group in model.tensors for part in cut(group)))
 
 
 @cache
@@ -138,8 +166,13 @@ def _shard(model: ModelFacts, tp: int) -> ModelFacts:
 
 
 def trained_on_rank(model: ModelFacts, configuration: Configuration) -> Trained:
-    """Returns what trains and what does not, of the part that one tensor-parallel rank holds."""
-    return trained(shard(model, configuration.parallel.tp), configuration.model.method, configuration.model.lora)
+    """Returns what trains and what does not, of the part that one tensor- or expert-parallel rank holds."""
+    method, lora, parallel = configuration.model.method, configuration.model.lora, configuration.parallel
+    counts = trained(shard(model, parallel), method, lora)
+    if parallel.ep == 1:
+        return counts
+    experts = model.num_params_of(Kind.EXPERT)
+    return replace(counts, elsewhere=experts - experts // parallel.ep, flat_groups=())
 
 
 @cache

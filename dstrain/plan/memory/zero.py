@@ -56,8 +56,9 @@ def states(counts: Trained, configuration: Configuration, num_ranks: int) -> Sta
     s = configuration.model.item
     stage, offload = configuration.zero.stage, configuration.zero.offload
     share = num_ranks if stage == 3 else 1
-    params = round((s * (counts.trainable + counts.frozen) + NF4_BYTES_PER_PARAM * counts.quantized) / share)
-    partition = counts.trainable / (num_ranks if stage else 1)
+    trainable = counts.everywhere if stage == 3 else counts.trainable
+    params = round((s * (trainable + counts.frozen) + NF4_BYTES_PER_PARAM * counts.quantized) / share)
+    partition = partition_of(counts, configuration, num_ranks)
     if offload is Offload.NONE:
         optimizer = round(OPTIMIZER_BYTES_PER_PARAM * partition)
         kept = max(counts.gradient_shares(num_ranks)) if stage in (1, 2) else partition
@@ -74,6 +75,11 @@ def states(counts: Trained, configuration: Configuration, num_ranks: int) -> Sta
         return States(params=0, grads=0, optimizer=0, host=host + params, staging=staging)
     on_gpu = {"grads": round(4 * stays), "optimizer": round(OPTIMIZER_BYTES_PER_PARAM * stays)}
     return States(params=params, **on_gpu, host=host, staging=staging)
+
+
+def partition_of(counts: Trained, configuration: Configuration, num_ranks: int) -> float:
+    """Returns the trainable elements whose optimizer states one rank has."""
+    return counts.everywhere / num_ranks if configuration.zero.stage else counts.trainable
 
 
 def staying(configuration: Configuration, partition: float) -> float:
@@ -165,7 +171,7 @@ def engine_buffers(counts: Trained, configuration: Configuration, num_ranks: int
     _prepare_sub_group; counted from live tensors of the engine on CPU ranks.
     """
     s, stage = configuration.model.item, configuration.zero.stage
-    partition = counts.trainable / (num_ranks if stage else 1)
+    partition = partition_of(counts, configuration, num_ranks)
     bucket = bucket_bytes(configuration, counts.trainable)
     offloaded = configuration.zero.is_offloaded
     largest = s * counts.largest_trainable
@@ -212,7 +218,7 @@ def pinned_waste(counts: Trained, configuration: Configuration, num_ranks: int) 
     Source: deepspeed 0.19.8 runtime/zero/stage_1_and_2.py and stage3.py: __init__, pin_memory.
     """
     s, stage = configuration.model.item, configuration.zero.stage
-    partition = counts.trainable / num_ranks
+    partition = partition_of(counts, configuration, num_ranks)
     sizes: list[float] = []
     if not configuration.zero.is_offloaded:
         return 0

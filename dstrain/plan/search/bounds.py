@@ -10,6 +10,7 @@ from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.facts.workload import Workload
 from dstrain.plan.configuration import Configuration
 from dstrain.plan.memory.params import NF4_BYTES_PER_PARAM, trained_on_rank
+from dstrain.plan.memory.zero import partition_of
 from dstrain.plan.speed.compute import passes, setting
 from dstrain.plan.speed.efficiency import efficiency
 from dstrain.plan.speed.flops import peak_flops_per_s
@@ -91,9 +92,11 @@ def bound(workload: Workload, way: Configuration) -> Bound:
     ranks = max(1, cluster.num_gpus // way.parallel.tp)
     s = 4 if way.model.state_dtypes is StateDtypes.AUTOCAST else way.model.item
     weights = s * (counts.trainable + counts.frozen) + NF4_BYTES_PER_PARAM * counts.quantized
-    params = 0.0 if way.zero.offloads_params else weights / (ranks if way.zero.stage == 3 else 1)
-    states = _optimizer_bytes(way) * counts.trainable / (ranks if way.zero.stage else 1)
-    grads = way.model.item * counts.trainable / (1 if way.zero.stage <= 1 else ranks)
+    shared = (weights + s * counts.elsewhere) / ranks
+    params = 0.0 if way.zero.offloads_params else shared if way.zero.stage == 3 else weights
+    partition = partition_of(counts, way, ranks)
+    states = _optimizer_bytes(way) * partition
+    grads = way.model.item * (counts.trainable if way.zero.stage <= 1 else partition)
     is_here = not way.zero.is_offloaded
     fixed = params + (states if is_here else 0.0)
     return Bound(
@@ -101,7 +104,7 @@ def bound(workload: Workload, way: Configuration) -> Bound:
         sample_bytes=int(_activation_bytes(model, way) + _logits_bytes(model, way)),
         step_bytes=int(fixed + (grads if is_here else 0.0)),
         load_bytes=int(weights) if way.model.is_deepspeed and way.model.method is Method.QLORA else 0,
-        host_bytes=int(_host_bytes(cluster, way, states, weights / ranks)),
+        host_bytes=int(_host_bytes(cluster, way, states, shared)),
         step_s=_step_s(workload, way),
     )
 

@@ -195,6 +195,10 @@ def _notes(workload: Workload, request: Request, chosen: Estimate) -> tuple[str,
     if model.vision is not None and not request.image_patches:
         frozen = format_count(model.num_params_of(Kind.VISION))
         notes.append(f"a vision-language model trains on text here; its vision tower ({frozen} parameters) is frozen")
+    if chosen.configuration.parallel.ep > 1:
+        notes.append(
+            "computed as if every expert got as many tokens; GPUs with more popular ones need more memory and time"
+        )
     if model.moe is not None and request.method is not Method.FULL:
         notes.append("experts are 3-D tensors in Transformers 5: adapters go to the linear layers of attention")
     return tuple(notes)

@@ -9,7 +9,7 @@ from dstrain.choices import Attention, LossKernel, Offload, Optimizer, Precision
 from dstrain.facts.cluster.cluster import Cluster
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.facts.workload import Workload
-from dstrain.plan.configuration import Configuration
+from dstrain.plan.configuration import DEGREES, Configuration
 from dstrain.plan.memory.layers.families import LAYER_CODE
 
 
@@ -30,13 +30,15 @@ class Rule:
 
     @property
     def is_of_parallelism(self) -> bool:
-        """Whether it limits sequence or tensor parallelism, whatever the stage of ZeRO."""
-        return not {"sp", "tp"}.isdisjoint(self.options) and "zero_stage" not in self.options
+        """Whether it limits groups of ranks, whatever the stage of ZeRO."""
+        return not set(DEGREES).isdisjoint(self.options) and "zero_stage" not in self.options
 
 
 _IN_RAM = (Offload.OPTIMIZER, Offload.PARAMS)
 _MORE_THAN_OPTIMIZER = (Offload.PARAMS, Offload.NVME)
 _DS = "deepspeed 0.19.8 "
+SHARED_EXPERTS = ("deepseek_v3", "mixtral", "qwen3_moe")
+"""Families whose experts ranks may share."""
 
 
 def _is_deepspeed(configuration: Configuration) -> bool:
@@ -189,6 +191,42 @@ RULES: tuple[Rule, ...] = (
          breaks=lambda m, k, c: c.parallel.tp > 1 and not c.model.is_full,
          source=_DS + "module_inject/tp_plan_converter.py: convert ends a pattern at q_proj.weight; "
                       "peft's is q_proj.base_layer.weight"),
+    Rule(name="EP divides the GPUs", options=("ep",),
+         says="EP must divide the GPUs",
+         breaks=lambda m, k, c: k.num_gpus % c.parallel.ep != 0,
+         source=_DS + "module_inject/auto_ep_folding.py: build_folding_spec"),
+    Rule(name="EP divides the experts", options=("ep",),
+         says="expert parallelism needs a mixture of experts whose experts EP divides",
+         breaks=lambda m, k, c: c.parallel.ep > 1 and (m.moe is None or m.moe.num_experts % c.parallel.ep != 0),
+         source=_DS + "module_inject/auto_ep_config.py: validate_autoep_post_detection"),
+    Rule(name="EP and families", options=("ep",),
+         says=f"expert parallelism was tried with {', '.join(SHARED_EXPERTS)} only",
+         breaks=lambda m, k, c: c.parallel.ep > 1 and m.moe is not None and m.model_type not in SHARED_EXPERTS,
+         source="tests/train/test_space.py; deepspeed 0.19.8 module_inject/auto_ep_presets"),
+    Rule(name="EP alone", options=("ep", "sp", "tp"),
+         says="expert parallelism does not go together with sequence or tensor parallelism",
+         breaks=lambda m, k, c: c.parallel.ep > 1 and (c.parallel.sp > 1 or c.parallel.tp > 1),
+         source=_DS + "runtime/engine.py: _validate_zero3_moe_compatibility; AutoTP refuses Transformers' experts"),
+    Rule(name="EP needs ZeRO", options=("ep", "zero_stage"),
+         says="expert parallelism needs ZeRO-1 or more",
+         breaks=lambda m, k, c: c.parallel.ep > 1 and (c.zero.stage == 0 or not c.model.is_deepspeed),
+         source="not tried without ZeRO; " + _DS + "runtime/fp16/fused_optimizer.py"),
+    Rule(name="EP and adapters", options=("ep", "method"),
+         says="expert parallelism is for training experts, which an adapter freezes",
+         breaks=lambda m, k, c: c.parallel.ep > 1 and not c.model.is_full,
+         source=_DS + "module_inject/auto_ep.py: ep_parser finds the blocks by their names, which PEFT changes"),
+    Rule(name="EP and hpZ", options=("ep",),
+         says="expert parallelism has no second copy of parameters (hpZ)",
+         breaks=lambda m, k, c: c.parallel.ep > 1 and c.zero.hpz > 1,
+         source=_DS + "runtime/engine.py: _validate_zero3_moe_compatibility"),
+    Rule(name="EP and offload", options=("ep", "offload", "zero_stage"),
+         says="expert parallelism offloads whole states to RAM, no part of them and none to NVMe",
+         breaks=lambda m, k, c: c.parallel.ep > 1 and (c.zero.offload is Offload.NVME or c.zero.offload_ratio < 1),
+         source=_DS + "runtime/engine.py: AutoEP with ZeRO Stage 3 refuses NVMe; partial offload was not tried"),
+    Rule(name="EP and Liger", options=("ep", "liger"),
+         says="Liger's experts are others than those that expert parallelism shares",
+         breaks=lambda m, k, c: c.parallel.ep > 1 and c.kernels.liger,
+         source="liger-kernel 0.8.5 transformers/monkey_patch.py replaces the experts' class"),
     Rule(name="activation offload needs checkpoints", options=("activation_offload", "grad_ckpt"),
          says="activation offload needs checkpointing: it moves checkpoints",
          breaks=lambda m, k, c: c.checkpointing.offload and not c.checkpointing.enabled,

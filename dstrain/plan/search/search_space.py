@@ -12,7 +12,7 @@ from dstrain.facts.cluster.cluster import Cluster
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.facts.workload import Workload
 from dstrain.plan import rope_scaling
-from dstrain.plan.configuration import Checkpointing, Configuration, Parallel, Zero
+from dstrain.plan.configuration import DEGREES, Checkpointing, Configuration, Parallel, Zero
 from dstrain.plan.estimate import supported_precision
 from dstrain.plan.request import Request
 from dstrain.plan.search.buffer_sizes import ROOMY, TIGHT, sizes, sizes_of_transformers
@@ -70,8 +70,8 @@ class Strategies:
 def space(workload: Workload, request: Request) -> list[Candidate]:
     """Returns every candidate.
 
-    stage × offload (with its ratio) × checkpointing × hpZ × SP × TP, less what `rules` forbid, × every micro-batch and
-    accumulation that keep the global batch × buffers. What the request fixes does not vary. Raises InvalidConfig if
+    stage × offload (with its ratio) × checkpointing × hpZ × SP × TP × EP, less what `rules` forbid, × every micro-batch
+    and accumulation that keep the global batch × buffers. What the request fixes does not vary. Raises InvalidConfig if
     nothing is left, with the options that contradict each other.
     """
     cluster = workload.cluster
@@ -116,13 +116,13 @@ def mechanisms(configuration: Configuration) -> int:
     One for each part that ZeRO shares out (its stage), for checkpointing, TP, hpZ, a divided optimizer and pageable
     memory; two for each step that states go away from the GPU (optimizer, parameters, NVMe), which depends on the RAM,
     CPU and disk of every node. SP depends on the model's attention and on links in every layer: two for SP 2, and one
-    more each time that twice as many ranks wait for each other.
+    more each time that twice as many ranks wait for each other; EP likewise depends on how tokens are spread.
     """
     zero, parallel = configuration.zero, configuration.parallel
     is_pageable = zero.is_offloaded and not zero.pin_memory
     extras = (configuration.checkpointing.enabled, parallel.tp > 1, zero.hpz > 1, zero.offload_ratio < 1, is_pageable)
-    sequence_parallel = parallel.sp.bit_length() if parallel.sp > 1 else 0
-    return zero.stage + 2 * list(Offload).index(zero.offload) + sequence_parallel + sum(extras)
+    groups = sum(degree.bit_length() for degree in (parallel.sp, parallel.ep) if degree > 1)
+    return zero.stage + 2 * list(Offload).index(zero.offload) + groups + sum(extras)
 
 
 def ways(workload: Workload, request: Request) -> Strategies:
@@ -130,8 +130,8 @@ def ways(workload: Workload, request: Request) -> Strategies:
     start, cluster = with_defaults(workload, request), workload.cluster
     allowed: list[Configuration] = []
     forbidden: list[tuple[Configuration, tuple[Rule, ...]]] = []
-    for sp, tp in _parallel(cluster, request):
-        parallel = _with_loss(workload, request, replace(start, parallel=Parallel(sp=sp, tp=tp)))
+    for degrees in _parallel(workload, request):
+        parallel = _with_loss(workload, request, replace(start, parallel=degrees))
         wrong = [rule for rule in broken(workload, parallel) if rule.is_of_parallelism]
         if wrong:
             forbidden.append((parallel, tuple(wrong)))
@@ -172,14 +172,17 @@ def _given(value: T | None, otherwise: tuple[T, ...]) -> tuple[T, ...]:
     return otherwise if value is None else (value,)
 
 
-def _parallel(cluster: Cluster, request: Request) -> Iterator[tuple[int, int]]:
-    """Yields sequence- and tensor-parallel degrees: powers of two, over all GPUs and inside a node."""
+def _parallel(workload: Workload, request: Request) -> Iterator[Parallel]:
+    """Yields degrees of parallelism, powers of two: sequences over all GPUs, weights and experts inside a node."""
+    cluster = workload.cluster
     one = (1,) if request.is_one_configuration else None
     batch, gpus = request.global_batch, cluster.num_gpus
     odd = (1,) if batch is not None and batch % gpus and gpus % batch else None  # no reason to share rows
     for sp in _given(request.sp, one or odd or _powers_of_two(gpus)):
         for tp in _given(request.tp, one or _powers_of_two(cluster.gpus_per_node)):
-            yield sp, tp
+            is_alone = sp == tp == 1 and workload.model.moe is not None
+            for ep in _given(request.ep, one or (_powers_of_two(cluster.gpus_per_node) if is_alone else (1,))):
+                yield Parallel(sp=sp, tp=tp, ep=ep)
 
 
 def _powers_of_two(limit: int) -> tuple[int, ...]:
@@ -261,7 +264,7 @@ def _contradiction(request: Request, strategies: Strategies) -> InvalidConfig:
 
 def _is_given(request: Request, name: str) -> bool:
     value = getattr(request, name)
-    return value is not None and (name not in ("sp", "tp") or value > 1)
+    return value is not None and (name not in DEGREES or value > 1)
 
 
 _OPTIONS = {"state_dtypes": "states"}

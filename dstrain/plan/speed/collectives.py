@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import Any
 
 from dstrain.choices import StateDtypes
 from dstrain.facts.cluster.cluster import Cluster
 from dstrain.plan.configuration import Configuration
-from dstrain.plan.memory.params import NF4_BYTES_PER_PARAM, Trained
+from dstrain.plan.memory.params import NF4_BYTES_PER_PARAM
 from dstrain.plan.speed.efficiency import HOP_LATENCY_S, LATENCY_S, NODE_LATENCY_S, Efficiency
 from dstrain.plan.speed.traffic import Work
 
@@ -65,19 +66,56 @@ class Collective:
 
 def collectives(cluster: Cluster, configuration: Configuration, work: Work) -> list[Collective]:
     """Returns the collectives of a step of `configuration`."""
-    c, counts = configuration, work.counts
-    ranks = max(1, cluster.num_gpus // c.parallel.tp)
+    c = configuration
     sent: list[Collective] = []
-    if ranks > 1:
-        sent += _sharded(c, counts, work, ranks) if c.zero.stage == 3 else _replicated(c, counts, work, ranks)
+    for part in _parts(cluster, c, work):
+        if part.ranks > 1:
+            sent += _sharded(c, part, work) if c.zero.stage == 3 else _replicated(c, part, work)
     if c.parallel.sp > 1:
         sent += _sequence_parallel(c, work)
     if c.parallel.tp > 1:
         sent += _tensor_parallel(c, work)
+    if c.parallel.ep > 1:
+        sent += _expert_parallel(c, work)
     return sent
 
 
-def _replicated(c: Configuration, counts: Trained, work: Work, ranks: int) -> list[Collective]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Part:
+    """Parameters that the same ranks share out."""
+
+    trainable: float
+    """Elements on one rank before ZeRO shares them out."""
+    frozen: float
+    quantized: float
+    ranks: int
+    stride: int
+    """Distance of these ranks in the numbering of all."""
+
+    def send(self, phase: Phase, num_bytes: float, messages: float, **options: Any) -> Collective:
+        """Returns a collective of these ranks."""
+        group = {"ranks": self.ranks, "stride": self.stride}
+        return Collective(phase=phase, num_bytes=num_bytes, messages=messages, **group | options)
+
+
+def _parts(cluster: Cluster, c: Configuration, work: Work) -> list[_Part]:
+    """Returns the parameters of a rank: what AutoTP leaves; the experts that AutoEP leaves are apart."""
+    tp, ep, counts = c.parallel.tp, c.parallel.ep, work.counts
+    ranks = max(1, cluster.num_gpus // tp)
+    experts = work.num_expert_params if ep > 1 else 0
+    replicated = _Part(
+        trainable=(counts.trainable - experts) / tp,
+        frozen=counts.frozen / tp,
+        quantized=counts.quantized / tp,
+        ranks=ranks,
+        stride=tp,
+    )
+    if not experts:
+        return [replicated]
+    return [replicated, _Part(trainable=experts / ep, frozen=0, quantized=0, ranks=ranks // ep, stride=ep)]
+
+
+def _replicated(c: Configuration, part: _Part, work: Work) -> list[Collective]:
     """Returns what ZeRO-0 to 2 send: gradients, and after the step the parameters that other ranks updated.
 
     DeepSpeed all-reduces every bucket and keeps its own part, where ZeRO only needs a reduce-scatter:
@@ -86,23 +124,13 @@ def _replicated(c: Configuration, counts: Trained, work: Work, ranks: int) -> li
     runtime/engine.py: allreduce_gradients. PyTorch's DDP reduces during the last backward pass; its sharding of
     gradients and states alone gathers parameters before the forward pass and scatters gradients in the backward pass.
     """
-    tp = c.parallel.tp
     is_deepspeed, stage = c.model.is_deepspeed, c.zero.stage
-    size = (4 if c.model.state_dtypes is StateDtypes.AUTOCAST and stage == 0 else c.model.item) * counts.trainable / tp
+    size = (4 if c.model.state_dtypes is StateDtypes.AUTOCAST and stage == 0 else c.model.item) * part.trainable
     if not is_deepspeed and stage > 0:
-        params = c.model.item * (counts.trainable + counts.frozen) / tp
+        params = c.model.item * (part.trainable + part.frozen)
         layers = work.num_layers + 1
-        return [
-            Collective(
-                phase=Phase.FORWARD,
-                num_bytes=params,
-                messages=layers,
-                ranks=ranks,
-                stride=tp,
-                is_hidden=True,
-            ),
-            Collective(phase=Phase.BACKWARD, num_bytes=size, messages=layers, ranks=ranks, stride=tp, is_hidden=True),
-        ]
+        forward = part.send(Phase.FORWARD, params, layers, is_hidden=True)
+        return [forward, part.send(Phase.BACKWARD, size, layers, is_hidden=True)]
     if not is_deepspeed:
         when, is_hidden = Phase.LAST_BACKWARD, True
     elif stage == 2:
@@ -111,15 +139,13 @@ def _replicated(c: Configuration, counts: Trained, work: Work, ranks: int) -> li
         when, is_hidden = Phase.LAST_BACKWARD, True
     else:
         when, is_hidden = Phase.STEP, False
-    messages = 1 + counts.trainable / tp / max(1, c.zero.reduce_bucket_size)
-    reduced = Collective(
-        phase=when, num_bytes=size, messages=messages, ranks=ranks, passes=2, stride=tp, is_hidden=is_hidden
-    )
-    gathered = Collective(phase=Phase.STEP, num_bytes=size, messages=1, ranks=ranks, stride=tp)
+    messages = 1 + part.trainable / max(1, c.zero.reduce_bucket_size)
+    reduced = part.send(when, size, messages, passes=2, is_hidden=is_hidden)
+    gathered = part.send(Phase.STEP, size, 1)
     return [reduced, gathered] if is_deepspeed and stage > 0 else [reduced]
 
 
-def _sharded(c: Configuration, counts: Trained, work: Work, ranks: int) -> list[Collective]:
+def _sharded(c: Configuration, part: _Part, work: Work) -> list[Collective]:
     """Returns what ZeRO-3 and PyTorch's full sharding send for every micro-batch: two gathers and a reduce-scatter.
 
     Checkpointing computes again while the backward pass has the parameters. DeepSpeed keeps what is used again within
@@ -127,33 +153,23 @@ def _sharded(c: Configuration, counts: Trained, work: Work, ranks: int) -> list[
     gathers inside groups of `hpz` ranks. Source: ZeRO (arXiv 1910.02054), 7.2.2; deepspeed 0.19.8
     runtime/zero/partitioned_param_coordinator.py: __params_to_release; ZeRO++ (arXiv 2306.10209), 3.2.
     """
-    tp = c.parallel.tp
     is_deepspeed = c.model.is_deepspeed
     hidden = c.zero.overlap_comm or not is_deepspeed
-    numel = (counts.trainable + counts.frozen) / tp
-    size = c.model.item * numel + NF4_BYTES_PER_PARAM * counts.quantized / tp
+    numel = part.trainable + part.frozen
+    size = c.model.item * numel + NF4_BYTES_PER_PARAM * part.quantized
     per_layer = again = 1.0
     if is_deepspeed:
-        elements = numel + counts.quantized / tp
+        elements = numel + part.quantized
         per_layer = min(9.0, max(1.0, elements / work.num_layers / max(1, c.zero.prefetch_bucket_size)))
         again = 1 - min(1.0, c.zero.max_reuse_distance / 2 / max(1.0, elements))
     messages = 1 + per_layer * work.num_layers
-    group = c.zero.hpz if 1 < c.zero.hpz < ranks else ranks
-    reduced = c.model.item * counts.trainable / tp
-    scatters = 1 + (counts.trainable / tp / max(1, c.zero.reduce_bucket_size) if is_deepspeed else work.num_layers)
+    group = c.zero.hpz if 1 < c.zero.hpz < part.ranks else part.ranks
+    reduced = c.model.item * part.trainable
+    scatters = 1 + (part.trainable / max(1, c.zero.reduce_bucket_size) if is_deepspeed else work.num_layers)
     return [
-        Collective(phase=Phase.FORWARD, num_bytes=size, messages=messages, ranks=ranks, stride=tp, is_hidden=hidden),
-        Collective(
-            phase=Phase.BACKWARD,
-            num_bytes=again * size,
-            messages=again * messages,
-            ranks=group,
-            stride=tp,
-            is_hidden=hidden,
-        ),
-        Collective(
-            phase=Phase.BACKWARD, num_bytes=reduced, messages=scatters, ranks=ranks, stride=tp, is_hidden=hidden
-        ),
+        part.send(Phase.FORWARD, size, messages, is_hidden=hidden),
+        part.send(Phase.BACKWARD, again * size, again * messages, ranks=group, is_hidden=hidden),
+        part.send(Phase.BACKWARD, reduced, scatters, is_hidden=hidden),
     ]
 
 
@@ -206,3 +222,17 @@ def _tensor_parallel(c: Configuration, work: Work) -> list[Collective]:
             passes=2,
         ),
     ]
+
+
+def _expert_parallel(c: Configuration, work: Work) -> list[Collective]:
+    """Returns AutoEP's all-to-alls: tokens to the ranks of their experts and back, the same in the backward pass, once
+    more where the layer is computed again; and how many tokens go where, for which the CPU waits.
+
+    Source: deepspeed 0.19.8 module_inject/auto_ep_layer.py: _forward, compute_split_plan.
+    """
+    size = c.model.item * c.batch.tokens * work.routed_width
+    again = c.checkpointing.share(work.num_layers)
+    layers, ranks = work.num_moe_layers, c.parallel.ep
+    forward = Collective(phase=Phase.FORWARD, num_bytes=2 * size, messages=3 * layers, ranks=ranks, is_ring=False)
+    messages = (2 + 3 * again) * layers
+    return [forward, replace(forward, phase=Phase.BACKWARD, num_bytes=2 * size * (1 + again), messages=messages)]

@@ -190,14 +190,15 @@ def _product_seconds(product: Product, rates: Efficiency, s: Setting) -> tuple[f
     tp = s.parallel.tp if product.is_sharded else 1
     inputs, outputs = product.inputs, product.outputs / tp
     rows = s.tokens * product.rows_per_token
-    rate, experts = s.peak_flops_per_s * rates.gemm_ratio, product.experts
+    rate, experts = s.peak_flops_per_s * rates.gemm_ratio, float(product.experts)
     if experts > 1:
+        experts /= s.parallel.ep  # which as many tokens visit, of all ranks
         per_expert = rows / experts
         rate *= per_expert / (per_expert + HALF_TILE) * (1.0 if s.code.expert_loop else GROUPED_RATIO)
     flops = 2 * rows * inputs * outputs
     weights = inputs * outputs * experts
     moved = s.model.item * (rows * (inputs + outputs) + weights) / rates.hbm_bytes_per_s
-    together = experts if s.code.expert_loop else 1
+    together = experts if s.code.expert_loop else 1.0
 
     def seconds(results: float) -> float:
         return max(flops / rate * (1 + HALF_WAVE * together / results), moved)

@@ -64,6 +64,11 @@ place, gradients copied as in `EAGER`) and swiglu.py (which computes the activat
 JOINED_GRADIENT = Cost(forward=0, backward=8, forward_kernels=0, backward_kernels=1)
 """Gradients of gate and up put together where both are one weight. Source: as `EAGER`."""
 
+SHARED_EXPERTS = Cost(forward=36, backward=54, forward_kernels=30, backward_kernels=30)
+"""Experts that ranks share, in place of `Costs.experts`: tokens are gathered, sent, sorted by expert, put back, sent
+back, put in place, and weighted and summed in fp32. Bytes and kernels counted in the source: deepspeed 0.19.8
+module_inject/auto_ep_layer.py: _forward, permute_by_local_expert, combine_from_routed."""
+
 ADAPTER_INPUT = Cost(forward=2, backward=10, forward_kernels=4, backward_kernels=6)
 ADAPTER_OUTPUT = Cost(forward=12, backward=8, forward_kernels=0, backward_kernels=0)
 FP32_ADAPTER_INPUT = Cost(forward=10, backward=20, forward_kernels=6, backward_kernels=9)

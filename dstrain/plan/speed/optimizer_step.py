@@ -144,6 +144,8 @@ def _gpu_bytes(c: Configuration, work: Work, stepped: float, ranks: int, slowdow
 def _engine_bytes(c: Configuration, work: Work) -> float:
     """Returns the bytes that DeepSpeed's buckets and gathers move on the GPU in one step."""
     trainable = work.counts.trainable / c.parallel.tp
+    if c.parallel.ep > 1:
+        trainable -= work.num_expert_params * (1 - 1 / c.parallel.ep)
     reduced = BUCKET_BYTES_PER_PARAM[c.zero.stage] * trainable
     if c.zero.stage < 2:
         return reduced + (c.step.grad_accum - 1) * ACCUMULATE_BYTES_PER_PARAM * trainable

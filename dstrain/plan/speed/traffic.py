@@ -18,6 +18,7 @@ from dstrain.plan.speed.kernel_costs import (
     FP32_ADAPTER_INPUT,
     FP32_ADAPTER_OUTPUT,
     JOINED_GRADIENT,
+    SHARED_EXPERTS,
     Cost,
     costs,
 )
@@ -61,6 +62,10 @@ class Work:
     """Those with experts."""
     num_experts: int
     """Experts of all layers together."""
+    num_expert_params: int
+    """Elements of their weights."""
+    routed_width: int
+    """Hidden size times experts that a token visits, over all layers."""
     num_adapters: int
     """Linears with an adapter that shards as modules of its own."""
     num_modules: int
@@ -104,16 +109,19 @@ def work(model: ModelFacts, configuration: Configuration) -> Work:
 
     PEFT keeps adapters in fp32 (`autocast_adapter_dtype`); DeepSpeed casts them with the model.
     """
-    return _work(_Same(model), configuration.model, configuration.kernels.liger, configuration.code)
+    kernels, shares_experts = configuration.kernels, configuration.parallel.ep > 1
+    return _work(_Same(model), configuration.model, kernels.liger, shares_experts, configuration.code)
 
 
 @lru_cache(maxsize=64)
-def _work(key: _Same[ModelFacts], trained_model: TrainedModel, liger: bool, code: TrainingCode) -> Work:
+def _work(
+    key: _Same[ModelFacts], trained_model: TrainedModel, liger: bool, shares_experts: bool, code: TrainingCode
+) -> Work:
     model, vision, method = key.value, key.value.vision, trained_model.method
     layers, heads = model.num_hidden_layers, model.num_attention_heads
     multiplied = products(model, method=method)
     decoder = tuple(product for product in multiplied if not product.is_vision)
-    forward, backward, recompute = _passes(model, trained_model, liger, code)
+    forward, backward, recompute = _passes(model, trained_model, liger, shares_experts, code)
     launched = sum(product.count for product in decoder if product.is_in_layer) + layers
     wrapped = [] if method is Method.FULL or code.adapter_costs is not None else adapted(model, trained_model.lora)
     apart = flops_per_token(model, method=method, seq_len=0)
@@ -132,6 +140,8 @@ def _work(key: _Same[ModelFacts], trained_model: TrainedModel, liger: bool, code
         key_width=layers * model.num_key_value_heads * model.head_dim,
         num_moe_layers=model.moe.num_moe_layers if model.moe else 0,
         num_experts=model.moe.num_moe_layers * model.moe.num_experts if model.moe else 0,
+        num_expert_params=model.num_params_of(Kind.EXPERT),
+        routed_width=model.moe.num_moe_layers * model.moe.experts_per_token * model.hidden_size if model.moe else 0,
         num_adapters=sum(group.count for group in wrapped),
         num_modules=sum(group.count for group in model.tensors if not group.name.endswith("bias")),
         counts=trained(model, method, trained_model.lora),
@@ -168,7 +178,9 @@ class _Tally:
         )
 
 
-def _passes(model: ModelFacts, trained_model: TrainedModel, liger: bool, code: TrainingCode) -> tuple[Pass, Pass, Pass]:
+def _passes(
+    model: ModelFacts, trained_model: TrainedModel, liger: bool, shares_experts: bool, code: TrainingCode
+) -> tuple[Pass, Pass, Pass]:
     """Returns the forward pass, the backward pass without recomputation, and what checkpointing computes again.
 
     Norms compute in fp32 whatever the precision is. Recomputation ends before the last residual sum.
@@ -190,8 +202,10 @@ def _passes(model: ModelFacts, trained_model: TrainedModel, liger: bool, code: T
     if moe is not None:
         visited = moe.num_moe_layers * moe.experts_per_token
         tally.add(cost.gated, visited * moe.intermediate_size, moe.num_moe_layers, is_sharded=True)
-        tally.add(JOINED_GRADIENT, visited * moe.intermediate_size, moe.num_moe_layers, is_sharded=True)
-        tally.add(cost.experts, visited * hidden, moe.num_moe_layers, is_sharded=False)
+        if not shares_experts:
+            tally.add(JOINED_GRADIENT, visited * moe.intermediate_size, moe.num_moe_layers, is_sharded=True)
+        routing = SHARED_EXPERTS if shares_experts else cost.experts
+        tally.add(routing, visited * hidden, moe.num_moe_layers, is_sharded=False)
     if not is_trained:
         _add_adapters(tally, adapted(model, trained_model.lora), trained_model, code)
     if code.has_fp32_residual:

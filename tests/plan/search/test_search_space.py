@@ -55,6 +55,15 @@ BROKEN: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("loss of traced code", "qwen3-8b", {"loss": LossKernel.CHUNKED}),
     ("TP and experts", "qwen3-30b-a3b", {"tp": 2, "zero_stage": 2}),
     ("TP and adapters", "qwen3-8b", {"tp": 2, "method": Method.LORA, "zero_stage": 2}),
+    ("EP divides the GPUs", "qwen3-30b-a3b", {"ep": 32, "zero_stage": 2}),
+    ("EP divides the experts", "mixtral-8x7b", {"ep": 16, "zero_stage": 2}),
+    ("EP and families", "deepseek-v2-lite", {"ep": 2, "zero_stage": 2}),
+    ("EP alone", "qwen3-30b-a3b", {"ep": 2, "sp": 2, "zero_stage": 2}),
+    ("EP needs ZeRO", "qwen3-30b-a3b", {"ep": 2, "zero_stage": 0}),
+    ("EP and adapters", "qwen3-30b-a3b", {"ep": 2, "method": Method.LORA, "zero_stage": 2}),
+    ("EP and hpZ", "qwen3-30b-a3b", {"ep": 2, "hpz": 8, "zero_stage": 3}),
+    ("EP and offload", "qwen3-30b-a3b", {"ep": 2, **OFFLOADED, "zero_stage": 3, "offload_ratio": 0.5}),
+    ("EP and Liger", "qwen3-30b-a3b", {"ep": 2, "zero_stage": 2, "liger": True}),
     ("activation offload needs checkpoints", "qwen3-8b", {"activation_offload": True}),
     ("every n-th layer needs checkpoints", "qwen3-8b", {"grad_ckpt_every_n_layers": 2}),
     ("layers are counted in the decoder", "qwen3-vl-8b", {"grad_ckpt": True, "grad_ckpt_every_n_layers": 2}),
@@ -103,6 +112,13 @@ def test_no_candidate_breaks_a_rule() -> None:
     assert {way.parallel.tp for way in found} == {1, 2, 4, 8}
     assert {way.zero.hpz for way in found} == {1, 8}
     assert {way.zero.offload_ratio for way in found} == {1.0, 0.75, 0.5, 0.25}
+
+
+def test_experts_are_shared_inside_a_node() -> None:
+    asked = ask(model="qwen3-30b-a3b", gpus=16)
+    found = [way for way in ways(asked.workload, asked.request).allowed if way.parallel.ep > 1]
+    assert {way.parallel.ep for way in found} == {2, 4, 8}
+    assert {way.zero.stage for way in found} == {1, 2, 3}
 
 
 def test_all_that_the_trainer_runs_is_offered() -> None:

@@ -9,7 +9,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from dstrain.facts.model.model_facts import ModelFacts
-from dstrain.plan.configuration import Configuration
+from dstrain.plan.configuration import Configuration, Parallel
 from dstrain.plan.memory.deepspeed.byte_account import Action, Parts
 from dstrain.plan.memory.deepspeed.host_memory import Host, host
 from dstrain.plan.memory.deepspeed.modules import QUANTIZED_PER_ELEMENT, Modules, Shape
@@ -21,7 +21,7 @@ from dstrain.plan.memory.deepspeed.settings import Settings, settings_of
 from dstrain.plan.memory.layers import record_pass
 from dstrain.plan.memory.layers.recording import Key, Recording
 from dstrain.plan.memory.layers.tensor import GradRelease
-from dstrain.plan.memory.params import quantized_bytes_per_param, trained
+from dstrain.plan.memory.params import quantized_bytes_per_param, shard, trained
 from dstrain.plan.memory.peak import Peak
 
 STEP: Key = ("optimizer step", -1, "")
@@ -182,10 +182,11 @@ def _programmed(model: ModelFacts, configuration: Configuration) -> Program:
         lora=trained_model.lora,
         linears=recording.linears,
         tp=configuration.parallel.tp,
+        ep=configuration.parallel.ep,
     )
     passes = Passes(
         checkpointing=configuration.checkpointing,
         is_reentrant=settings_of(configuration).is_reentrant,
         detached=recording.detached,
     )
-    return program(model, shape, passes)
+    return program(shard(model, Parallel(ep=configuration.parallel.ep)), shape, passes)

@@ -52,6 +52,7 @@ class Reducer:
 
     def __init__(self, modules: Modules, how: Reduces, account: ByteAccount) -> None:
         self.how, self.account = how, account
+        self.weights = modules.weights
         self.numel = [weight.numel for weight in modules.weights]
         self.total = sum(weight.numel for weight in modules.weights if weight.trains)
         self.micro = 0
@@ -60,6 +61,13 @@ class Reducer:
     def is_last(self) -> bool:
         """Whether the step follows this micro-batch."""
         return self.micro == self.how.micro_steps - 1
+
+    def by_ranks(self, weights: list[int]) -> list[list[int]]:
+        """Returns the parameters that all data-parallel ranks share, and those of which some have others."""
+        kinds: dict[int, list[int]] = {}
+        for weight in weights:
+            kinds.setdefault(self.weights[weight].ep, []).append(weight)
+        return list(kinds.values())
 
     def size(self, weight: int) -> int:
         """Returns the bytes of a whole gradient."""
@@ -128,14 +136,21 @@ class ShardedReducer(Reducer):
         self.elements += self.numel[weight]
 
     def _flush(self) -> None:
+        for part in self.by_ranks(self.in_bucket):
+            self._scatter(part)
+        self.in_bucket.clear()
+        self.elements = 0
+
+    def _scatter(self, weights: list[int]) -> None:
         how = self.how
-        shares = [-(-self.numel[weight] // how.ranks) for weight in self.in_bucket]
-        large = [weight for weight in self.in_bucket if self.numel[weight] > how.bucket]
+        shares = [self.weights[weight].share(how.ranks) for weight in weights]
+        padded = [self.weights[weight].padded(how.ranks) for weight in weights]
+        large = [weight for weight in weights if self.numel[weight] > how.bucket]
         flat = 0
         if how.communicated != how.item:
             flat += sum(rounded(self.numel[weight] * how.communicated) for weight in large)
-        if len(shares) > 1 or self.numel[self.in_bucket[0]] != shares[0] * how.ranks:
-            flat += rounded(sum(shares) * how.ranks * how.communicated)
+        if len(shares) > 1 or self.numel[weights[0]] != padded[0]:
+            flat += rounded(sum(padded) * how.communicated)
         self.account.add(Part.BUFFERS, flat)
         if how.accumulated != how.communicated:  # the partitions in another dtype take the flat copy's place
             wide = sum(rounded(share * how.accumulated) for share in shares)
@@ -147,8 +162,6 @@ class ShardedReducer(Reducer):
         for weight in large:
             self.account.remove(Part.GRADS, self.size(weight))
         self.account.remove(Part.BUFFERS, flat)
-        self.in_bucket.clear()
-        self.elements = 0
 
     def _to_host(self, share: int) -> None:
         """Copies a partition of the host's gradient to the GPU, computes its norm, and casts it to fp32."""

@@ -26,6 +26,16 @@ class Weight:
     """Whether it has a gradient."""
     decays: bool
     """Whether it is in the first of the Trainer's two parameter groups."""
+    ep: int = 1
+    """Of the data-parallel ranks, one of this many has this parameter; the others have other experts."""
+
+    def share(self, ranks: int) -> int:
+        """Returns the elements of one rank's partition, of that many data-parallel ranks."""
+        return -(-self.numel // (ranks // self.ep))
+
+    def padded(self, ranks: int) -> int:
+        """Returns the elements of all partitions together."""
+        return self.share(ranks) * (ranks // self.ep)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,6 +68,8 @@ class Shape:
     """Linear layers of the decoder layers in order of their call → elements of the weight on one rank."""
     tp: int = 1
     """Ranks that share the head; each has the whole embedding, unless the two are tied."""
+    ep: int = 1
+    """Ranks that share the experts."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,15 +94,16 @@ class Modules:
     """The head; its weight is the embedding's where they are tied."""
 
     def groups(self) -> tuple[tuple[int, ...], ...]:
-        """Returns the trainable parameters by optimizer group: decayed, then the rest.
+        """Returns the trainable parameters by optimizer group: decayed, the rest, and experts that ranks share.
 
-        Source: Transformers 5.23 trainer.py: get_decay_parameter_names (biases and norms are not decayed).
+        Source: Transformers 5.23 trainer.py: get_decay_parameter_names (biases and norms are not decayed);
+        dstrain/train/expert_parallel.py: part_experts; deepspeed 0.19.8 runtime/zero/stage3.py.
         """
-        groups = [
-            tuple(index for index, weight in enumerate(self.weights) if weight.trains and weight.decays is decays)
-            for decays in (True, False)
-        ]
-        return tuple(group for group in groups if group)
+        kinds: dict[tuple[bool, bool], list[int]] = {(False, True): [], (False, False): [], (True, True): []}
+        for index, weight in enumerate(self.weights):
+            if weight.trains:
+                kinds[weight.ep > 1, weight.decays].append(index)
+        return tuple(tuple(group) for group in kinds.values() if group)
 
 
 @cache
@@ -148,9 +161,9 @@ class _Builder:
         numbers = [self.weight(g.numel // share, trains, decays=_decays(g)) for g in groups for _ in range(g.count)]
         return self.module(numbers, is_linear=kind is Kind.HEAD)
 
-    def weight(self, numel: int, trains: bool, *, decays: bool) -> int:
+    def weight(self, numel: int, trains: bool, *, decays: bool, ep: int = 1) -> int:
         """Returns the number of a new parameter."""
-        self.weights.append(Weight(numel, trains, decays))
+        self.weights.append(Weight(numel, trains, decays, ep))
         return len(self.weights) - 1
 
     def layer(self, index: int) -> Module:
@@ -173,7 +186,8 @@ class _Builder:
             numel = self.linears[path] if linear and group.name.endswith(".weight") else group.numel
             if self.shape.method is Method.QLORA and group.is_linear:
                 numel //= QUANTIZED_PER_ELEMENT
-            numbers.append(self.weight(numel, self.is_full, decays=_decays(group)))
+            ep = self.shape.ep if group.kind is Kind.EXPERT else 1
+            numbers.append(self.weight(numel, self.is_full, decays=_decays(group), ep=ep))
         if f"{path}.weight" not in self.adapted:
             return self.module(numbers, mark=path if linear else "", is_linear=linear)
         outputs, inputs = next(group.shape for group in members if group.name == f"{path}.weight")

@@ -63,11 +63,11 @@ def _partitioned(modules: Modules, settings: Settings, ranks: int, rank: int, ke
     """
     flat_layout = layout(modules, ranks)
     item, wide = settings.model.item, accumulation_item(settings)
-    mine = [numel for slices in flat_layout.slices.values() for owner, numel in slices if owner == rank]
+    slices = flat_layout.slices.items()
+    mine = [numel for weight, parts in slices for at, numel in parts if flat_layout.is_of(rank, weight, at)]
     yield kept, rounded(max(mine, default=0) * NORM_ITEM)
-    groups = modules.groups()
-    for index, size in enumerate(flat_layout.partitions):
-        tensors = sum(1 for weight in groups[index] for owner, _ in flat_layout.slices[weight] if owner == rank)
+    for group, size in zip(modules.groups(), flat_layout.partitions, strict=True):
+        tensors = sum(flat_layout.is_of(rank, weight, at) for weight in group for at, _ in flat_layout.slices[weight])
         flat = rounded(item * size) if tensors > 1 and wide == item else 0
         fp32 = rounded(FP32 * size) if wide == item != FP32 else 0
         yield kept, flat + fp32

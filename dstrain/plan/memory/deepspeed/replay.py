@@ -94,7 +94,7 @@ def _reducer(modules: Modules, settings: Settings, ranks: int, rank: int, accoun
     if settings.zero.stage == 3:
         return ShardedReducer(modules, how, account)
     if is_wide(settings):
-        return WideReducer(modules, how, account, tuple(size * ranks for size in layout(modules, ranks).partitions))
+        return WideReducer(modules, how, account, layout(modules, ranks).whole)
     if settings.zero.stage == 0:
         return Reducer(modules, how, account)
     return PartitionedReducer(modules, how, account, rank)

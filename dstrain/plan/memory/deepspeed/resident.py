@@ -89,7 +89,7 @@ def sub_groups(modules: Modules, ranks: int, size: int) -> list[list[int]]:
     """
     groups: list[list[int]] = []
     for group in modules.groups():
-        shares = [-(-modules.weights[index].numel // ranks) for index in group]
+        shares = [modules.weights[index].share(ranks) for index in group]
         if size >= sum(shares):
             groups.append(shares)
             continue
@@ -121,23 +121,24 @@ def resident(modules: Modules, settings: Settings, ranks: int) -> Resident:
         master = 0 if settings.model.precision is Precision.FP32 else FP32  # fp32 has no second copy here
         states = sum(rounded(master * n) + state_bytes(n, settings.step.optimizer) for n in trainable)
         return Resident(params=frozen + sum(rounded(item * n) for n in trainable), optimizer=states)
-    partitions = layout(modules, ranks).partitions
-    params = frozen + sum(rounded(item * size * ranks) for size in partitions)
+    flat = layout(modules, ranks)
+    partitions = flat.partitions
+    params = frozen + sum(rounded(item * size) for size in flat.whole)
     if settings.zero.is_offloaded:
         return Resident(params=params, buffers=rounded(item * max(trainable, default=0)))
     states = sum(rounded(FP32 * size) + state_bytes(size, settings.step.optimizer) for size in partitions)
     grads = 0
     if is_wide(settings):
-        grads = sum(rounded(FP32 * size * ranks) for size in partitions)
+        grads = sum(rounded(FP32 * size) for size in flat.whole)
     return Resident(params=params, grads=grads, optimizer=states)
 
 
 def _sharded(modules: Modules, settings: Settings, ranks: int) -> Resident:
     item, offload, hpz = settings.model.item, settings.zero.offload, settings.zero.hpz
     weights = modules.weights
-    trainable = sum(-(-weight.numel // ranks) for weight in weights if weight.trains)
-    frozen = sum(rounded(-(-weight.numel // ranks) * item) for weight in weights if not weight.trains)
-    persistent = [w.numel for w in weights if w.numel <= settings.zero.param_persistence_threshold]
+    trainable = sum(weight.share(ranks) for weight in weights if weight.trains)
+    frozen = sum(rounded(weight.share(ranks) * item) for weight in weights if not weight.trains)
+    persistent = [weight for weight in weights if weight.numel <= settings.zero.param_persistence_threshold]
     on_gpu = offload in (Offload.NONE, Offload.OPTIMIZER)
     is_copied = ranks > 1 or not on_gpu
     groups = [sum(shares) for shares in sub_groups(modules, ranks, settings.zero.sub_group_size)]
@@ -152,6 +153,6 @@ def _sharded(modules: Modules, settings: Settings, ranks: int) -> Resident:
         grads=grads,
         optimizer=sum(rounded(FP32 * size) + state_bytes(size, settings.step.optimizer) for size in stay),
         buffers=rounded(settings.zero.reduce_bucket_size * communication_item(settings)),
-        gathered=sum(rounded(-(-n // ranks) * ranks * item) for n in persistent) if is_copied else 0,
-        secondary=sum(rounded(-(-w.numel // ranks) * ranks * item // hpz) for w in weights) if hpz > 1 else 0,
+        gathered=sum(rounded(weight.padded(ranks) * item) for weight in persistent) if is_copied else 0,
+        secondary=sum(rounded(weight.padded(ranks) * item // hpz) for weight in weights) if hpz > 1 else 0,
     )

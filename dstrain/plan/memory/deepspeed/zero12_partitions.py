@@ -23,20 +23,30 @@ class Layout:
     numel: tuple[int, ...]
     """Elements of each."""
     slices: dict[int, tuple[tuple[int, int], ...]]
-    """Parameter → the ranks whose partitions it touches, and its elements there."""
+    """Parameter → the partitions that it touches, and its elements there."""
     partitions: tuple[int, ...]
     """Elements of one rank's partition of each optimizer group."""
+    whole: tuple[int, ...]
+    """Elements of each group on one rank, padded."""
+    ep: dict[int, int]
+    """Parameter → neighbouring ranks that have the same partition, of experts of their own."""
+
+    def is_of(self, rank: int, weight: int, partition: int) -> bool:
+        """Returns whether a rank has a partition of a parameter's group."""
+        return partition == rank // self.ep[weight]
 
     def parameters_of(self, rank: int) -> set[int]:
         """Returns the parameters that touch the partition of a rank."""
-        return {weight for weight in self.order if any(owner == rank for owner, _ in self.slices[weight])}
+        return {weight for weight in self.order if any(self.is_of(rank, weight, at) for at, _ in self.slices[weight])}
 
     def elements_by_rank(self, ranks: int) -> list[int]:
         """Returns the elements of the parameters that touch the partition of each rank."""
         elements = [0] * ranks
         for weight, numel in zip(self.order, self.numel, strict=True):
-            for rank, _ in self.slices[weight]:
-                elements[rank] += numel
+            ep = self.ep[weight]
+            for at, _ in self.slices[weight]:
+                for rank in range(at * ep, (at + 1) * ep):
+                    elements[rank] += numel
         return elements
 
 
@@ -47,20 +57,24 @@ def layout(modules: Modules, ranks: int) -> Layout:
     Source: deepspeed 0.19.8 runtime/zero/stage_1_and_2.py: flatten_dense_tensors_aligned, get_data_parallel_partitions.
     """
     slices: dict[int, tuple[tuple[int, int], ...]] = {}
-    partitions = []
-    for group in modules.groups():
+    partitions, whole = [], []
+    groups = modules.groups()
+    for group in groups:
         total = sum(modules.weights[index].numel for index in group)
-        size = -(-total // (ALIGNMENT * ranks)) * ALIGNMENT
+        count = ranks // modules.weights[group[0]].ep
+        size = -(-total // (ALIGNMENT * count)) * ALIGNMENT
         partitions.append(size)
+        whole.append(size * count)
         start = 0
         for index in group:
             end = start + modules.weights[index].numel
             owners = range(start // size, (end - 1) // size + 1)
             slices[index] = tuple((r, min(end, (r + 1) * size) - max(start, r * size)) for r in owners)
             start = end
-    order = tuple(index for group in modules.groups() for index in group)
+    order = tuple(index for group in groups for index in group)
     numel = tuple(modules.weights[index].numel for index in order)
-    return Layout(order, numel, slices, tuple(partitions))
+    ep = {index: modules.weights[index].ep for index in order}
+    return Layout(order, numel, slices, tuple(partitions), tuple(whole), ep)
 
 
 class PartitionedReducer(Reducer):
@@ -116,27 +130,30 @@ class PartitionedReducer(Reducer):
         self.elements += self.numel[weight]
 
     def _flush(self) -> None:
-        """Reduces the bucket and keeps the gradients of this rank."""
-        together: list[tuple[int, int]] = []
-        pieces = self._pieces()
-        for index, piece in enumerate(pieces):
-            together.append(piece)
-            if index == len(pieces) - 1 or sum(numel for _, numel in together) > self.how.bucket:
-                self._reduce(together)
-                together = []
+        """Reduces the bucket, what other ranks have apart, and keeps the gradients of this rank."""
+        for part in self.by_ranks(self.in_bucket):
+            together: list[tuple[int, int]] = []
+            pieces = self._pieces(part)
+            for index, piece in enumerate(pieces):
+                together.append(piece)
+                if index == len(pieces) - 1 or sum(numel for _, numel in together) > self.how.bucket:
+                    self._reduce(together)
+                    together = []
         for weight in self.in_bucket:
             self._settle(weight)
         self.in_bucket.clear()
         self.elements = 0
 
-    def _pieces(self) -> list[tuple[int, int]]:
-        """Returns ranks and elements of what is in the bucket: neighbours of one rank are one piece.
+    def _pieces(self, weights: list[int]) -> list[tuple[int, int]]:
+        """Returns ranks and elements of gradients: neighbours of one rank are one piece.
 
-        Those of this rank stay apart where they are added to an fp32 partition.
+        Those of this rank stay apart where they are added to an fp32 partition. Of ranks that have the same partition,
+        of experts of their own, this one stands for all.
         """
         pieces: list[tuple[int, int]] = []
-        for weight in self.in_bucket:
-            for rank, numel in self.layout.slices[weight]:
+        for weight in weights:
+            for at, numel in self.layout.slices[weight]:
+                rank = self.rank if self.layout.is_of(self.rank, weight, at) else at * self.layout.ep[weight]
                 if pieces and pieces[-1][0] == rank and not (self.is_wide and rank == self.rank):
                     pieces[-1] = (rank, pieces[-1][1] + numel)
                 else:
@@ -181,7 +198,8 @@ class PartitionedReducer(Reducer):
     def _to_host(self, weight: int) -> None:
         """Computes the norm of this rank's part, and casts it to fp32 on the way to the host."""
         if self.is_last:
-            numel = next(numel for rank, numel in self.layout.slices[weight] if rank == self.rank)
+            slices = self.layout.slices[weight]
+            numel = next(numel for at, numel in slices if self.layout.is_of(self.rank, weight, at))
             self.account.passing(Part.BUFFERS, rounded(numel * NORM_ITEM))
             self.account.passing(Part.BUFFERS, rounded(numel * FP32))
 

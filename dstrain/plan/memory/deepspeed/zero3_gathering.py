@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from dstrain.plan.memory.deepspeed.byte_account import ByteAccount, Part, rounded
+from dstrain.plan.memory.deepspeed.modules import Weight
 from dstrain.plan.memory.deepspeed.program import Event, Program
 
 _NEVER = -(1 << 60)
@@ -62,7 +63,7 @@ class Coordinator:
         self.persists = [numel <= how.persistence for numel in self.numel]
         self.order = [number for event, number in program.events if event in _FETCHES]
         self.queue = [(w, step) for step, number in enumerate(self.order) for w in sorted(set(self.members[number]))]
-        self.sizes = [self._size(numel) for numel in self.numel]
+        self.sizes = [self._size(weight) for weight in program.modules.weights]
         self._learn_uses()
         self.whole = list(self.persists)
         self.flying: dict[int, _Group] = {}
@@ -75,11 +76,11 @@ class Coordinator:
         """Parameters with a secondary partition."""
         self.reset()
 
-    def _size(self, numel: int) -> int:
+    def _size(self, weight: Weight) -> int:
         """Returns the bytes of a whole parameter: one rank has it whole anyway."""
-        if self.how.ranks == 1 and not self.how.is_offloaded:
+        if self.how.ranks == weight.ep and not self.how.is_offloaded:
             return 0
-        return rounded(-(-numel // self.how.ranks) * self.how.ranks * self.how.item)
+        return rounded(weight.padded(self.how.ranks) * self.how.item)
 
     def _learn_uses(self) -> None:
         """Notes at which steps each parameter is used, and how many elements pass before each step."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from dstrain.facts.model.model_facts import Moe
-from dstrain.plan.memory.layers import blocks, ops, products
+from dstrain.plan.memory.layers import blocks, expert_parallel, ops, products
 from dstrain.plan.memory.layers.context import Context
 from dstrain.plan.memory.layers.graph import Tensors
 from dstrain.plan.memory.layers.tensor import Param, Tensor
@@ -20,7 +21,14 @@ Router = Callable[[Context, Tensor], Routing]
 
 def qwen3_moe(run: Context, x: Tensor) -> Tensor:
     """Qwen 3's block. Source: Transformers 5.23 modeling_qwen3_moe.py: Qwen3MoeSparseMoeBlock."""
-    logits, weights, indices = softmax_router(run, x)
+    return _routed(run, x, softmax_router)
+
+
+def _routed(run: Context, x: Tensor, router: Router) -> Tensor:
+    """Returns what the experts that the router picks make of x."""
+    if run.variant.parallel.ep > 1:
+        return expert_parallel.routed(run, x)
+    logits, weights, indices = router(run, x)
     output = grouped_experts(run, x, weights, indices)
     del logits
     return output
@@ -33,10 +41,7 @@ def mixtral(run: Context, x: Tensor) -> Tensor:
     """
     if run.variant.code.mixtral is not None:
         return run.variant.code.mixtral(run, x)
-    logits, weights, indices = softmax_router(run, x, narrows=False)
-    output = grouped_experts(run, x, weights, indices)
-    del logits
-    return output
+    return _routed(run, x, partial(softmax_router, narrows=False))
 
 
 def qwen2_moe(run: Context, x: Tensor) -> Tensor:
@@ -71,6 +76,8 @@ def deepseek_v3(run: Context, x: Tensor) -> Tensor:
 
 
 def _with_shared_experts(run: Context, x: Tensor, router: Router) -> Tensor:
+    if run.variant.parallel.ep > 1:
+        return ops.add(run.tape, expert_parallel.routed(run, x), _mlp(run, x, "mlp.shared_experts"))
     logits, weights, indices = router(run, x)
     output = grouped_experts(run, x, weights, indices)
     output = ops.add(run.tape, output, _mlp(run, x, "mlp.shared_experts"))
