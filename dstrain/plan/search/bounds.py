@@ -96,7 +96,8 @@ def bound(workload: Workload, way: Configuration) -> Bound:
     params = 0.0 if way.zero.offloads_params else shared if way.zero.stage == 3 else weights
     partition = partition_of(counts, way, ranks)
     states = _optimizer_bytes(way) * partition
-    grads = way.model.item * (counts.trainable if way.zero.stage <= 1 else partition)
+    is_whole = way.zero.stage == 0 or (way.zero.stage == 1 and not way.zero.overlap_comm)
+    grads = way.model.item * (counts.trainable if is_whole else partition)
     is_here = not way.zero.is_offloaded
     fixed = params + (states if is_here else 0.0)
     return Bound(
