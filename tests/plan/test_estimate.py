@@ -26,6 +26,19 @@ def test_an_empty_configuration_is_deepspeeds_defaults() -> None:
     assert read() == DEFAULTS
 
 
+def test_expert_parallelism_is_read_where_it_is_on() -> None:
+    assert read(expert_parallel={"enabled": True, "autoep_size": 4}).parallel.ep == 4
+    assert read(expert_parallel={"enabled": False, "autoep_size": 4}).parallel.ep == 1
+
+
+@pytest.mark.parametrize("zero_stage", [1, 2, 3])
+@pytest.mark.parametrize("model", ["qwen3-30b-a3b", "qwen3-8b"])
+def test_more_expert_parallel_ranks_than_gpus_have_an_estimate_too(model: str, zero_stage: int) -> None:
+    asked = ask(model=model, gpus=8, gpu="h100")
+    wrong = assess(asked.workload, changed(DEFAULTS, zero_stage=zero_stage, ep=32))
+    assert wrong.memory.device_bytes_per_gpu > 0
+
+
 def test_what_a_configuration_says_of_zero_is_read() -> None:
     zero = {
         "stage": 3,

@@ -178,6 +178,7 @@ def test_a_checkpoint_is_marked_whole_and_old_ones_go(runs: Path) -> None:
         "grad_accum": 1,
         "sp": 1,
         "tp": 1,
+        "ep": 1,
         "rope_scaling": None,
     }
     assert files == {

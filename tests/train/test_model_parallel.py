@@ -55,7 +55,7 @@ CASES = {
         ranks=2, ep=2, model=EXPERTS, zero={"stage": 1}, job={"grad_ckpt": True, "loss": "fused"}
     ),
     "two expert-parallel groups, ZeRO-2": Case(ranks=4, ep=2, model=EXPERTS, zero={"stage": 2}),
-    "two expert-parallel groups, ZeRO-3": Case(ranks=4, ep=2, model=EXPERTS, zero={"stage": 3}),
+    "two expert-parallel ranks, ZeRO-3": Case(ranks=2, ep=2, model=EXPERTS, zero={"stage": 3}),
     "two expert-parallel ranks, ZeRO-2, optimizer offloaded": Case(
         ranks=2, ep=2, model=EXPERTS, zero={"stage": 2, "offload_optimizer": {"device": "cpu"}}
     ),

@@ -141,7 +141,7 @@ def shard(model: ModelFacts, parallel: Parallel) -> ModelFacts:
 @cache
 def _expert_shard(model: ModelFacts, ep: int) -> ModelFacts:
     def cut(group: TensorGroup) -> Iterator[TensorGroup]:
-        if group.kind is not Kind.EXPERT:
+        if group.kind is not Kind.EXPERT or len(group.shape) != 3:
             yield group
             return
         experts, outputs, inputs = group.shape
@@ -171,8 +171,8 @@ def trained_on_rank(model: ModelFacts, configuration: Configuration) -> Trained:
     counts = trained(shard(model, parallel), method, lora)
     if parallel.ep == 1:
         return counts
-    experts = model.num_params_of(Kind.EXPERT)
-    return replace(counts, elsewhere=experts - experts // parallel.ep, flat_groups=())
+    elsewhere = trained(model, method, lora).trainable - counts.trainable
+    return replace(counts, elsewhere=elsewhere, flat_groups=())
 
 
 @cache

@@ -26,6 +26,15 @@ def test_a_tensor_parallel_rank_trains_its_part(name: str, whole: int) -> None:
     assert counts.trainable == sum(map(sum, counts.flat_groups))
 
 
+@pytest.mark.parametrize("name", ["qwen3-30b-a3b", "mixtral-8x7b", "deepseek-v3"])
+def test_an_expert_parallel_rank_has_its_experts_and_all_that_is_no_expert(name: str) -> None:
+    model = ask(model=name, gpus=8).workload.model
+    experts = model.num_params_of(Kind.EXPERT)
+    counts = trained_on_rank(model, changed(DEFAULTS, ep=8))
+    assert counts.trainable == model.num_params - experts + experts // 8
+    assert counts.everywhere == model.num_params
+
+
 def test_the_vision_tower_is_frozen() -> None:
     model = ask(model="qwen3-vl-8b", gpus=8).workload.model
     counts = trained(model, Method.FULL, Lora())

@@ -31,11 +31,15 @@ class Weight:
 
     def share(self, ranks: int) -> int:
         """Returns the elements of one rank's partition, of that many data-parallel ranks."""
-        return -(-self.numel // (ranks // self.ep))
+        return -(-self.numel // self.partners(ranks))
 
     def padded(self, ranks: int) -> int:
         """Returns the elements of all partitions together."""
-        return self.share(ranks) * (ranks // self.ep)
+        return self.share(ranks) * self.partners(ranks)
+
+    def partners(self, ranks: int) -> int:
+        """Returns the number of ranks that have this parameter; one at least, also of more experts than ranks."""
+        return max(1, ranks // self.ep)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -45,7 +45,7 @@ class Layout:
         for weight, numel in zip(self.order, self.numel, strict=True):
             ep = self.ep[weight]
             for at, _ in self.slices[weight]:
-                for rank in range(at * ep, (at + 1) * ep):
+                for rank in range(at * ep, min(ranks, (at + 1) * ep)):
                     elements[rank] += numel
         return elements
 
@@ -61,7 +61,7 @@ def layout(modules: Modules, ranks: int) -> Layout:
     groups = modules.groups()
     for group in groups:
         total = sum(modules.weights[index].numel for index in group)
-        count = ranks // modules.weights[group[0]].ep
+        count = modules.weights[group[0]].partners(ranks)
         size = -(-total // (ALIGNMENT * count)) * ALIGNMENT
         partitions.append(size)
         whole.append(size * count)

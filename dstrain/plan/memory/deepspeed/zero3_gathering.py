@@ -78,7 +78,7 @@ class Coordinator:
 
     def _size(self, weight: Weight) -> int:
         """Returns the bytes of a whole parameter: one rank has it whole anyway."""
-        if self.how.ranks == weight.ep and not self.how.is_offloaded:
+        if weight.partners(self.how.ranks) == 1 and not self.how.is_offloaded:
             return 0
         return rounded(weight.padded(self.how.ranks) * self.how.item)
 
