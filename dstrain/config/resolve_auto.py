@@ -36,10 +36,10 @@ def for_trainer(config: Mapping[str, Any], job: Job, model: ModelFacts | None, *
         effective["train_batch_size"] = "auto"  # Transformers counts every rank, and accelerate corrects that
     if job.tp > 1:
         effective["tensor_parallel"] = {**(effective.get("tensor_parallel") or {}), "autotp_size": job.tp}
-        effective.setdefault("zero_optimization", {}).setdefault(GATHERS, True)
     if job.ep > 1:
         given = effective.get("expert_parallel") or {}
         effective["expert_parallel"] = {**given, "enabled": True, "autoep_size": job.ep}
+    if job.tp > 1 or job.ep > 1:
         effective.setdefault("zero_optimization", {}).setdefault(GATHERS, True)
     return effective
 

@@ -51,7 +51,7 @@ class Request:
     sp: int | None = None
     """Ulysses sequence-parallel ranks; None: chosen."""
     tp: int | None = 1
-    """AutoTP tensor-parallel ranks, which the trainer does not run yet; None: chosen."""
+    """AutoTP tensor-parallel ranks; None: chosen."""
     ep: int | None = None
     """AutoEP expert-parallel ranks; None: chosen."""
     liger: bool = False

@@ -217,8 +217,9 @@ def decide(saved: SavedCheckpoint | None, config: Mapping[str, Any], *, num_rank
             f"{name} was written under ZeRO-{saved.zero_stage}; ZeRO-{stage} cannot load its shards",
             hint=f"Set stage back to {saved.zero_stage}, or {_weights(name)}.",
         )
-    for key, path in {"tp": "tensor_parallel.autotp_size", "ep": "expert_parallel.autoep_size"}.items():
-        if (now := _at(config, path) or 1) != (was := getattr(saved, key)):
+    experts = _at(config, "expert_parallel.enabled") and _at(config, "expert_parallel.autoep_size")
+    for key, size in {"tp": _at(config, "tensor_parallel.autotp_size"), "ep": experts}.items():
+        if (now := size or 1) != (was := getattr(saved, key)):
             problem = f"{name} was written with {key} {was}, and the job has {key} {now}"
             raise InvalidConfig(problem, hint=f"Write {key}: {was}, or {_weights(name)}.")
     if saved.world_size == num_ranks or not saved.zero_stage:

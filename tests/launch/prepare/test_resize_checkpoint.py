@@ -238,6 +238,14 @@ def test_what_deepspeed_cannot_convert_is_refused(tmp_path: Path, change: dict[s
     assert decide(found, {**TWO, **change}, num_ranks=2) is None
 
 
+def test_a_section_that_is_off_shares_no_experts(tmp_path: Path) -> None:
+    checkpoint(tmp_path)
+    experts = {"autoep_size": 2}
+    assert decide(find(job(tmp_path)), {**TWO, "expert_parallel": {"enabled": False, **experts}}, num_ranks=2) is None
+    with pytest.raises(InvalidConfig, match="was written with ep 1, and the job has ep 2"):
+        decide(find(job(tmp_path)), {**TWO, "expert_parallel": {"enabled": True, **experts}}, num_ranks=2)
+
+
 def test_ranks_that_share_weights_are_not_converted_and_keep_their_number(tmp_path: Path) -> None:
     checkpoint(tmp_path, tp=2)
     shared = {**TWO, "tensor_parallel": {"autotp_size": 2}}

@@ -75,9 +75,11 @@ def _shared_weights(subject: Subject) -> Iterator[Fault]:
     if job.tp > 1 and subject.stage == 3 and subject.number(_HPZ, 1) > 1:
         effect = "hpZ takes consecutive ranks, which are tensor-parallel here, for data-parallel ones"
         yield Fault(pointer=tuple(_HPZ.split(".")), problem=f"{_HPZ} with tp {job.tp}", effect=effect, fix="remove it")
-    for key, wanted in (("tp", job.tp), ("ep", job.ep)):
+    for key, wanted, effect in (
+        ("tp", job.tp, "in bf16 and fp16, gradients are clipped by a norm that lacks the parts of other ranks"),
+        ("ep", job.ep, "shared experts are untested without ZeRO"),
+    ):
         if wanted > 1 and subject.stage == 0:
-            effect = "in bf16 and fp16, gradients are clipped by a norm that lacks the parts of other ranks"
             yield _in_job(subject, key, f"{key} is {wanted} without ZeRO", effect, 'write "stage": 1 in ds_config.json')
         if wanted > 1 and not subject.is_true(_GATHER, default=True):
             effect = "no checkpoint holds whole weights, and no program makes them of the parts"
