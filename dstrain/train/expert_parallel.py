@@ -16,6 +16,9 @@ from deepspeed.module_inject.auto_ep import AutoEP  # type: ignore[import-untype
 from deepspeed.module_inject.auto_ep_config import parse_autoep_config  # type: ignore[import-untyped]
 from deepspeed.moe.fused_expert_layout import classify_fused_gate_up_layout  # type: ignore[import-untyped]
 from deepspeed.runtime.zero import GatheredParameters  # type: ignore[import-untyped]
+from deepspeed.runtime.zero.partitioned_param_coordinator import (  # type: ignore[import-untyped]
+    PartitionedParameterCoordinator,
+)
 from transformers.utils import output_capturing
 
 from dstrain.errors import InvalidConfig
@@ -29,6 +32,7 @@ class ExpertParallelTrainer(Trainer):
     def _prepare_for_training(self, *arguments: Any, **options: Any) -> Any:
         """Returns the engine and its data. Raises InvalidConfig for a model whose experts DeepSpeed cannot share."""
         find_classes_by_name()
+        gather_in_one_order()
         model: Any = self.model
         self._specs = self._detect(model)
         self._stored_transposed = {spec.moe_module_name: _is_transposed(model, spec) for spec in self._specs}
@@ -128,6 +132,26 @@ def _is_transposed(model: Any, spec: Any) -> bool:
     experts = model.get_submodule(f"{spec.moe_module_name}.{spec.experts_name}")
     shapes = (shape_of(getattr(experts, name)) for name in (spec.expert_w1_name, spec.expert_w2_name))
     return bool(classify_fused_gate_up_layout(*shapes).needs_transpose)
+
+
+def gather_in_one_order() -> None:
+    """Makes ZeRO-3 gather parameters in the same order on all ranks, that of their ids.
+
+    DeepSpeed collects the next parameters in a set, whose order is that of addresses. Experts are gathered in another
+    process group than the rest, so two ranks that begin with different groups wait for each other forever. Source:
+    deepspeed 0.19.8 runtime/zero/partitioned_param_coordinator.py: _fetch_sub_module_impl; partition_parameters.py:
+    all_gather_coalesced.
+    """
+    name = "_PartitionedParameterCoordinator__all_gather_params"
+    gather = getattr(PartitionedParameterCoordinator, name)
+    if hasattr(gather, "sorts"):
+        return
+
+    def gather_sorted(self: Any, params: Iterable[Any], forward: bool) -> None:
+        gather(self, sorted(params, key=lambda param: param.ds_id), forward)
+
+    gather_sorted.sorts = True  # type: ignore[attr-defined]
+    setattr(PartitionedParameterCoordinator, name, gather_sorted)
 
 
 def find_classes_by_name() -> None:

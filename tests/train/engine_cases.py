@@ -162,6 +162,7 @@ CASES = (
     case("four ranks, secondary partitions", 3, ranks=4, **NARROW, hpz=2, **gathers(0, 0)),
     case("four ranks, two and two share rows", 1, ranks=4, sp=2, grad_accum=2),
     case("four ranks, two and two share experts", 2, ranks=4, ep=2, model=SPARSE, **CKPT),
+    case("four ranks, two and two share experts", 3, ranks=4, ep=2, model=SPARSE),
     case("four ranks, two of them tensor-parallel", 2, ranks=4, tp=2, grad_accum=2, **CKPT),
 )
 """What is measured. Adapters have no dropout: a CPU keeps its mask in bf16, a GPU in one byte. Tensor parallelism is

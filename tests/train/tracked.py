@@ -76,7 +76,7 @@ def share_experts(model: Any, optimizer: Any, section: dict[str, Any], *, stage:
     from deepspeed.module_inject.auto_ep_config import parse_autoep_config
     from deepspeed.moe import ep_router
 
-    from dstrain.train.expert_parallel import find_classes_by_name, part_experts
+    from dstrain.train.expert_parallel import find_classes_by_name, gather_in_one_order, part_experts
 
     class Evenly:
         def __getattr__(self, name: str) -> Any:
@@ -89,6 +89,7 @@ def share_experts(model: Any, optimizer: Any, section: dict[str, Any], *, stage:
 
     ep_router.torch = Evenly()
     find_classes_by_name()
+    gather_in_one_order()
     if stage < 3:
         part_experts(optimizer, model, AutoEP(model, parse_autoep_config(section)).ep_parser(), section["autoep_size"])
 

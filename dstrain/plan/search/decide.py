@@ -199,8 +199,6 @@ def _notes(workload: Workload, request: Request, chosen: Estimate) -> tuple[str,
         notes.append(
             "computed as if every expert got as many tokens; GPUs with more popular ones need more memory and time"
         )
-    if chosen.configuration.parallel.ep > 1 and chosen.configuration.zero.stage == 3:
-        notes.append("ZeRO-3 with shared experts stood still in one of ten tries on four CPU ranks: save often")
     if model.moe is not None and request.method is not Method.FULL:
         notes.append("experts are 3-D tensors in Transformers 5: adapters go to the linear layers of attention")
     return tuple(notes)

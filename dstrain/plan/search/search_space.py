@@ -137,8 +137,6 @@ def ways(workload: Workload, request: Request) -> Strategies:
             forbidden.append((parallel, tuple(wrong)))
             continue
         for way in _mechanisms(cluster, request, parallel):
-            if way.zero.stage == 3 and way.parallel.ep > 1 and request.ep is None:
-                continue  # ranks stood still once, see `decide`: nothing that is chosen unasked
             wrong = broken(workload, way)
             if wrong:
                 forbidden.append((way, tuple(wrong)))
