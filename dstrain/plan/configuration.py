@@ -7,15 +7,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, get_type_hints
 
-from dstrain.choices import (
-    Attention,
-    LossKernel,
-    Method,
-    Offload,
-    Optimizer,
-    Precision,
-    StateDtypes,
-)
+from dstrain.choices import Attention, LossKernel, Method, Offload, Optimizer, Precision, StateDtypes
 from dstrain.job.schema import Lora, RopeScaling
 from dstrain.plan.training_code import TrainingCode
 
@@ -119,6 +111,8 @@ class Checkpointing:
     """Every n-th layer does so, from the first one on; the others keep what the backward pass needs."""
     offload: bool = _named("activation_offload", False)
     """Whether these inputs wait in host RAM."""
+    tiled_mlp: bool = False
+    """Whether MLPs are computed for a part of the tokens at a time, and again for each part in the backward pass."""
 
     @property
     def period(self) -> int:
@@ -128,9 +122,9 @@ class Checkpointing:
     @property
     def words(self) -> str:
         """The choice in words, such as `checkpointing of every 2 layers`."""
-        if not self.enabled:
-            return "no checkpointing"
-        return "checkpointing" if self.every_n_layers == 1 else f"checkpointing of every {self.every_n_layers} layers"
+        every = "" if self.every_n_layers == 1 else f" of every {self.every_n_layers} layers"
+        words = f"checkpointing{every}" if self.enabled else "no checkpointing"
+        return f"{words}, tiled MLPs" if self.tiled_mlp else words
 
     def recomputes(self, layer: int) -> bool:
         """Returns whether a layer is recomputed.
@@ -229,7 +223,7 @@ class Configuration:
         parts = [f"ZeRO-{self.zero.stage}"]
         if self.zero.is_offloaded:
             parts[0] += f" + {OFFLOAD_WORDS[self.zero.offload]}"
-        words = [self.checkpointing.words] if self.checkpointing.enabled else []
+        words = [self.checkpointing.words] if self.checkpointing.enabled or self.checkpointing.tiled_mlp else []
         return [*parts, *words, f"micro-batch {self.batch.micro_batch}"]
 
     @classmethod

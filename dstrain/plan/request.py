@@ -39,6 +39,8 @@ class Request:
     """Whether activations are recomputed."""
     grad_ckpt_every_n_layers: int | None = None
     """Of how many layers one is recomputed; None: chosen."""
+    tiled_mlp: bool | None = None
+    """Whether MLPs are computed for a part of the tokens at a time; None: chosen."""
     precision: Precision | None = None
     """Dtype of forward and backward."""
     attn: Attention | None = None

@@ -23,6 +23,7 @@ from dstrain.train import rope_scaling
 from dstrain.train.arguments import zero_stage
 from dstrain.train.checkpoints.saved_model import DTYPES, family_of, shape_of
 from dstrain.train.loss import replace_loss
+from dstrain.train.tiled_mlp import tile_mlps
 
 _VISION = {"visual", "vision_tower", "vision_model"}
 """Module names of the vision tower in Transformers' vision-language models."""
@@ -97,6 +98,8 @@ def load_model(
         model = with_adapter(model, job.lora, grad_ckpt=job.grad_ckpt, dtype=dtype)
     if job.loss is not LossKernel.FULL:
         replace_loss(model, job.loss)
+    if job.tiled_mlp:
+        tile_mlps(model)
     return model
 
 

@@ -149,6 +149,11 @@ CASES = (
     case("fused loss, adapters, checkpointing", 3, loss=LossKernel.FUSED, **FULL_LORA, **CKPT),
     case("fused loss, nothing kept, sequence-parallel", 3, sp=2, loss=LossKernel.FUSED, **NARROW, **gathers(0, 0)),
     case("chunked loss, checkpointing", 3, loss=LossKernel.CHUNKED, **CKPT),
+    case("tiled MLPs, accumulating", 1, seq_len=768, tiled_mlp=True, grad_accum=2),
+    case("tiled MLPs, checkpointing", 2, seq_len=768, tiled_mlp=True, **CKPT),
+    case("tiled MLPs", 3, seq_len=768, tiled_mlp=True, **gathers(0, 0)),
+    case("tiled MLPs, checkpointing", 3, seq_len=768, tiled_mlp=True, **NARROW, **CKPT, **gathers(200_000, 500_000)),
+    case("tiled MLPs, adapters, checkpointing", 3, seq_len=300, tiled_mlp=True, **NARROW, **FULL_LORA, **CKPT),
     case("two expert-parallel ranks", 1, ep=2, model=SPARSE),
     case("two expert-parallel ranks, accumulating", 2, ep=2, model=SPARSE, grad_accum=2),
     case("two expert-parallel ranks, checkpointing", 3, ep=2, model=SPARSE, **CKPT, **gathers(0, 0)),
@@ -219,6 +224,7 @@ def described(case: Case) -> dict[str, Any]:
         "sp": configuration.parallel.sp,
         "steps": STEPS,
         "loss": configuration.kernels.loss,
+        "tiled_mlp": configuration.checkpointing.tiled_mlp,
         "grad_ckpt": {"use_reentrant": settings_of(configuration).is_reentrant}
         if configuration.checkpointing.enabled
         else None,

@@ -20,6 +20,8 @@ from tests.train.launching import change_job, codes, losses, make_run, said, ten
 
 STEPS = 4
 EXPERTS = "steady experts"
+TILED = {"tiled_mlp": True, "micro_batch": 8, "grad_accum": 1}
+"""Tiles of 128 tokens, of 384 if two ranks share rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +47,18 @@ CASES = {
     "two groups, ZeRO-3": Case(ranks=4, sp=2, zero={"stage": 3}),
     "four ranks share two key-value heads": Case(ranks=4, sp=4, zero={"stage": 2}),
     "adapters, ZeRO-3": Case(ranks=2, sp=2, zero={"stage": 3}, job={"method": "lora"}),
+    "tiled MLPs, ZeRO-0": Case(ranks=2, sp=2, zero={"stage": 0}, job=TILED | {"grad_ckpt": True}),
+    "tiled MLPs, ZeRO-1": Case(ranks=2, zero={"stage": 1}, job=TILED | {"micro_batch": 2, "grad_accum": 2}),
+    "tiled MLPs, two groups, ZeRO-2, checkpoints": Case(
+        ranks=4, sp=2, zero={"stage": 2}, job=TILED | {"micro_batch": 4, "grad_ckpt": True}
+    ),
+    "tiled MLPs, two groups, ZeRO-3": Case(ranks=4, sp=2, zero={"stage": 3}, job=TILED | {"micro_batch": 4}),
+    "tiled MLPs, ZeRO-3, checkpoints, offloaded": Case(
+        ranks=2, sp=2, zero={"stage": 3, "offload_optimizer": {"device": "cpu"}}, job=TILED | {"grad_ckpt": True}
+    ),
+    "tiled MLPs, adapters, ZeRO-3, checkpoints": Case(
+        ranks=2, sp=2, zero={"stage": 3}, job=TILED | {"grad_ckpt": True, "method": "lora"}
+    ),
     "two tensor-parallel ranks, ZeRO-1": Case(ranks=2, tp=2, zero={"stage": 1}),
     "two tensor-parallel groups, ZeRO-2, checkpoints": Case(ranks=4, tp=2, zero={"stage": 2}, job={"grad_ckpt": True}),
     "two tensor-parallel groups, ZeRO-3": Case(ranks=4, tp=2, zero={"stage": 3}),
@@ -55,7 +69,7 @@ CASES = {
         ranks=2, ep=2, model=EXPERTS, zero={"stage": 1}, job={"grad_ckpt": True, "loss": "fused"}
     ),
     "two expert-parallel groups, ZeRO-2": Case(ranks=4, ep=2, model=EXPERTS, zero={"stage": 2}),
-    "two expert-parallel ranks, ZeRO-3": Case(ranks=2, ep=2, model=EXPERTS, zero={"stage": 3}),
+    "two expert-parallel groups, ZeRO-3": Case(ranks=4, ep=2, model=EXPERTS, zero={"stage": 3}),
     "two expert-parallel ranks, ZeRO-2, optimizer offloaded": Case(
         ranks=2, ep=2, model=EXPERTS, zero={"stage": 2, "offload_optimizer": {"device": "cpu"}}
     ),

@@ -1,8 +1,8 @@
 """Trains one configuration after another on this rank and writes what lived: `tests.train.tracked CASES`.
 
 CASES is a JSON file: a list of objects with `name`, `config` (of the model), `ds_config`, `seq_len`, `micro_batch`,
-`grad_accum`, `sp`, `steps`, `loss`, `grad_ckpt` (null, or its keywords) and `lora` (null, or the keywords of
-LoraConfig). Each rank writes a list of what it measured to `CASES.RANK`.
+`grad_accum`, `sp`, `steps`, `loss`, `tiled_mlp`, `grad_ckpt` (null, or its keywords) and `lora` (null, or the keywords
+of LoraConfig). Each rank writes a list of what it measured to `CASES.RANK`.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from deepspeed.accelerator.real_accelerator import set_accelerator
 from dstrain.choices import LossKernel
 from dstrain.train import loss
 from dstrain.train.loss import replace_loss
+from dstrain.train.tiled_mlp import tile_mlps
 from dstrain.train.tracing.kernels import sum_of_losses
 from tests.train.tracking import DEVICE, HOST, Ledger, TwoPlaceAccelerator, two_places, use_private_buffers
 
@@ -46,6 +47,8 @@ def build(case: dict[str, Any]) -> Any:
     if case["loss"] != LossKernel.FULL:
         replace_loss(model, LossKernel(case["loss"]))
         loss.sum_of_losses = sum_of_losses  # the chunks of a CPU are in fp32
+    if case["tiled_mlp"]:
+        tile_mlps(model)
     return model
 
 

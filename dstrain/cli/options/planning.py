@@ -60,6 +60,11 @@ _CHOICES = (
         type=click.IntRange(1),
         help="With checkpointing, recompute one layer of every N.  [default: chosen]",
     ),
+    click.option(
+        "--tiled-mlp/--no-tiled-mlp",
+        default=None,
+        help="Compute MLPs for a part of the tokens at a time.  [default: chosen for long rows]",
+    ),
     click.option("--precision", type=Choice(Precision), help="Dtype of forward and backward.  [default: by the GPU]"),
     click.option("--attn", type=Choice(Attention), help="Attention implementation.  [default: sdpa]"),
     click.option(

@@ -30,7 +30,7 @@ from dstrain.rundir import damage
 
 CHECKED_DATA_BYTES = 64 * 2**20
 """Bytes of a data file that are checked before the launch; the ranks check the rest."""
-_PLAIN = {"sp": 1, "tp": 1, "ep": 1, "loss": LossKernel.FULL}
+_PLAIN = {"sp": 1, "tp": 1, "ep": 1, "loss": LossKernel.FULL, "tiled_mlp": False}
 """Keys of a job that rules limit, with the value that always works."""
 DATA_KEYS = ("data", "eval_data")
 """Keys of a job that name data files."""
@@ -138,7 +138,7 @@ def check_targets(file: JobFile, model: ModelFacts | None) -> None:
 
 
 def check_combinations(file: JobFile, model: ModelFacts | None, cluster: Cluster) -> None:
-    """Raises InvalidConfig if parallelism or the loss does not work for a model, its cluster or its job.
+    """Raises InvalidConfig if parallelism, the loss or tiled MLPs do not work for a model, its cluster or its job.
 
     Of a model whose facts are unknown, only the number of GPUs is checked. What depends on ZeRO's stage is lint's.
     """
@@ -157,8 +157,8 @@ def _check_combination(file: JobFile, key: str, model: ModelFacts | None, cluste
     else:
         wrong = [f"it does not divide the number of GPUs, {cluster.num_gpus}"] if _leaves_gpus(value, cluster) else []
     if wrong:
-        place, hint = file.locate((key,)), f"Write {key}: {plain}."
-        raise InvalidConfig(f"{key} is {value}, but {'; '.join(wrong)}", place=place, hint=hint)
+        place, hint = file.locate((key,)), f"Write {key}: {str(plain).lower()}."
+        raise InvalidConfig(f"{key} is {str(value).lower()}, but {'; '.join(wrong)}", place=place, hint=hint)
 
 
 def _leaves_gpus(value: object, cluster: Cluster) -> bool:

@@ -7,15 +7,15 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeVar
 
 from dstrain.choices import LossKernel, Offload
-from dstrain.errors import InvalidConfig
 from dstrain.facts.cluster.cluster import Cluster
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.facts.workload import Workload
 from dstrain.plan import rope_scaling
-from dstrain.plan.configuration import DEGREES, Checkpointing, Configuration, Parallel, Zero
+from dstrain.plan.configuration import Checkpointing, Configuration, Parallel, Zero
 from dstrain.plan.estimate import supported_precision
 from dstrain.plan.request import Request
 from dstrain.plan.search.buffer_sizes import ROOMY, TIGHT, sizes, sizes_of_transformers
+from dstrain.plan.search.contradictions import contradiction, no_batch
 from dstrain.plan.search.rules import Rule, broken
 
 T = TypeVar("T")
@@ -26,6 +26,8 @@ DEFAULT_GLOBAL_BATCH = 64
 """Default samples per step: the usual size of supervised fine-tuning on a few nodes."""
 RATIOS = (1.0, 0.75, 0.5, 0.25)
 """Shares of an optimizer that are offloaded; the one that is chosen is refined (`buffer_sizes.least_offloaded`)."""
+LEAST_TILES = 4
+"""Tiles of a row's MLP from which tiling is considered: it saves the more, the more there are."""
 PERIODS = (1, 2, 4)
 """Of how many layers one is recomputed; beyond 4, recomputing costs less than 6 % of a step."""
 
@@ -77,7 +79,7 @@ def space(workload: Workload, request: Request) -> list[Candidate]:
     cluster = workload.cluster
     strategies = ways(workload, request)
     if not strategies.allowed:
-        raise _contradiction(request, strategies)
+        raise contradiction(request, [rules for _, rules in strategies.forbidden])
     sizes_of_dp = {data_parallel_ranks(cluster, way) for way in strategies.allowed}
     by_ranks = {ranks: batches(request, ranks) for ranks in sizes_of_dp}
     candidates = [
@@ -87,7 +89,8 @@ def space(workload: Workload, request: Request) -> list[Candidate]:
         for rung, pinned in _buffers(request, way)
     ]
     if not candidates:
-        raise _no_batch(cluster, request, strategies.allowed)
+        most = max(data_parallel_ranks(cluster, way) for way in strategies.allowed)
+        raise no_batch(cluster, request, most)
     return candidates
 
 
@@ -106,28 +109,29 @@ def global_batch(cluster: Cluster, configuration: Configuration) -> int:
 
 def strategy_key(configuration: Configuration) -> tuple[object, ...]:
     """Returns the identity of a strategy, which excludes batches, buffers and how many layers are recomputed."""
-    zero, checkpointing = configuration.zero, configuration.checkpointing
-    return zero.stage, zero.offload, zero.hpz, checkpointing.enabled, checkpointing.offload, configuration.parallel
+    zero, checkpointing = configuration.zero, replace(configuration.checkpointing, every_n_layers=1)
+    return zero.stage, zero.offload, zero.hpz, checkpointing, configuration.parallel
 
 
 def mechanisms(configuration: Configuration) -> int:
     """Returns how many mechanisms a configuration uses: the measure of simplicity.
 
-    One for each part that ZeRO shares out (its stage), for checkpointing, TP, hpZ, a divided optimizer and pageable
-    memory; two for each step that states go away from the GPU (optimizer, parameters, NVMe), which depends on the RAM,
-    CPU and disk of every node. SP depends on the model's attention and on links in every layer: two for SP 2, and one
-    more each time that twice as many ranks wait for each other; EP likewise depends on how tokens are spread.
+    One for each part that ZeRO shares out (its stage), for checkpointing, tiled MLPs, TP, hpZ, a divided optimizer and
+    pageable memory; two for each step that states go away from the GPU (optimizer, parameters, NVMe), which depends on
+    the RAM, CPU and disk of every node. SP depends on the model's attention and on links in every layer: two for SP 2,
+    and one more each time that twice as many ranks wait for each other; EP likewise depends on how tokens are spread.
     """
     zero, parallel = configuration.zero, configuration.parallel
     is_pageable = zero.is_offloaded and not zero.pin_memory
-    extras = (configuration.checkpointing.enabled, parallel.tp > 1, zero.hpz > 1, zero.offload_ratio < 1, is_pageable)
+    recomputation = (configuration.checkpointing.enabled, configuration.checkpointing.tiled_mlp)
+    extras = (*recomputation, parallel.tp > 1, zero.hpz > 1, zero.offload_ratio < 1, is_pageable)
     groups = sum(degree.bit_length() for degree in (parallel.sp, parallel.ep) if degree > 1)
     return zero.stage + 2 * list(Offload).index(zero.offload) + groups + sum(extras)
 
 
 def ways(workload: Workload, request: Request) -> Strategies:
     """Returns every combination of mechanisms, sorted into allowed and forbidden."""
-    start, cluster = with_defaults(workload, request), workload.cluster
+    start = with_defaults(workload, request)
     allowed: list[Configuration] = []
     forbidden: list[tuple[Configuration, tuple[Rule, ...]]] = []
     for degrees in _parallel(workload, request):
@@ -136,7 +140,7 @@ def ways(workload: Workload, request: Request) -> Strategies:
         if wrong:
             forbidden.append((parallel, tuple(wrong)))
             continue
-        for way in _mechanisms(cluster, request, parallel):
+        for way in _mechanisms(workload, request, parallel):
             wrong = broken(workload, way)
             if wrong:
                 forbidden.append((way, tuple(wrong)))
@@ -189,9 +193,11 @@ def _powers_of_two(limit: int) -> tuple[int, ...]:
     return tuple(2**exponent for exponent in range(limit.bit_length()) if 2**exponent <= limit)
 
 
-def _mechanisms(cluster: Cluster, request: Request, start: Configuration) -> Iterator[Configuration]:
+def _mechanisms(workload: Workload, request: Request, start: Configuration) -> Iterator[Configuration]:
     """Yields stage × offload × ratio × hpZ × checkpointing."""
-    is_one = request.is_one_configuration
+    is_one, cluster = request.is_one_configuration, workload.cluster
+    tiles = start.batch.seq_len // (start.parallel.sp * workload.model.hidden_size)
+    recomputations = list(_checkpointings(request, start.checkpointing, tiles=tiles))
     for stage in _given(request.zero_stage, (0, 1, 2, 3)):
         for offload in _given(request.offload, tuple(Offload)):
             ratios = RATIOS if offload is Offload.OPTIMIZER and stage == 3 and not is_one else (1.0,)
@@ -199,16 +205,20 @@ def _mechanisms(cluster: Cluster, request: Request, start: Configuration) -> Ite
             for ratio in ratios:
                 for hpz in dict.fromkeys(copies):
                     zero = replace(start.zero, stage=stage, offload=offload, offload_ratio=ratio, hpz=hpz)
-                    for checkpointing in _checkpointings(request, start.checkpointing):
+                    for checkpointing in recomputations:
                         yield replace(start, zero=zero, checkpointing=checkpointing)
 
 
-def _checkpointings(request: Request, start: Checkpointing) -> Iterator[Checkpointing]:
-    """Yields which layers are recomputed: none, all, or, where that is open, one of every n."""
+def _checkpointings(request: Request, start: Checkpointing, *, tiles: int) -> Iterator[Checkpointing]:
+    """Yields which layers are recomputed: none, all, or, where that is open, one of every n; and, with all of them and
+    rows of many tiles, whether MLPs are tiled."""
     periods = PERIODS if request.grad_ckpt is None else (1,)
+    is_open = tiles >= LEAST_TILES and not request.is_one_configuration
     for enabled in _given(request.grad_ckpt, (False, True)):
         for period in _given(request.grad_ckpt_every_n_layers, periods if enabled else (1,)):
-            yield replace(start, enabled=enabled, every_n_layers=period)
+            either = (False, True) if is_open and enabled and period == 1 else (False,)
+            for tiled_mlp in _given(request.tiled_mlp, either):
+                yield replace(start, enabled=enabled, every_n_layers=period, tiled_mlp=tiled_mlp)
 
 
 def _buffers(request: Request, way: Configuration) -> tuple[tuple[int | None, bool], ...]:
@@ -249,47 +259,3 @@ def batches(request: Request, ranks: int) -> list[tuple[int, int]]:
 
 def _divisors(count: int) -> list[int]:
     return [size for size in range(1, count + 1) if count % size == 0]
-
-
-def _contradiction(request: Request, strategies: Strategies) -> InvalidConfig:
-    """Returns the error of a request that no way satisfies: the options that the least broken way contradicts."""
-    _, rules = min(strategies.forbidden, key=lambda pair: len(pair[1]))
-    rule = rules[0]
-    words = [_option(name, getattr(request, name)) for name in rule.options if _is_given(request, name)]
-    said = f"{' and '.join(words)}; {rule.says}" if words else rule.says
-    if len(words) < 2:
-        return InvalidConfig(f"{said[0].lower() if not words else said[0]}{said[1:]}", hint="Choose another value.")
-    return InvalidConfig(f"the options contradict each other: {said}", hint="Remove one of them.")
-
-
-def _is_given(request: Request, name: str) -> bool:
-    value = getattr(request, name)
-    return value is not None and (name not in DEGREES or value > 1)
-
-
-_OPTIONS = {"state_dtypes": "states"}
-
-
-def _option(name: str, value: object) -> str:
-    """Returns an option as typed on the command line."""
-    word = "--" + _OPTIONS.get(name, name).replace("_", "-")
-    return word if value is True else f"{word} {value}"
-
-
-def _no_batch(cluster: Cluster, request: Request, allowed: tuple[Configuration, ...]) -> InvalidConfig:
-    """Returns the error of a global batch that no way keeps, in numbers."""
-    ranks = max(data_parallel_ranks(cluster, way) for way in allowed)
-    wanted = request.global_batch or 0
-    groups = f"{cluster.num_gpus} GPUs" if ranks == cluster.num_gpus else f"{ranks} groups of {cluster.num_gpus} GPUs"
-    unit = ranks * (request.micro_batch or 1) * (request.grad_accum or 1)
-    options = [str(size) for size in (wanted // unit * unit, (wanted // unit + 1) * unit) if size]
-    hint = f"Write --global-batch {' or '.join(options)}."
-    if unit == ranks:
-        return InvalidConfig(f"--global-batch {wanted} cannot be shared by {groups}", hint=hint)
-    parts = [groups]
-    parts += [f"micro-batch {request.micro_batch}"] if request.micro_batch else []
-    parts += [f"{request.grad_accum} accumulated"] if request.grad_accum else []
-    verb = "is not" if request.micro_batch and request.grad_accum else "is not a multiple of"
-    return InvalidConfig(
-        f"the options contradict each other: --global-batch {wanted} {verb} {' × '.join(parts)}", hint=hint
-    )

@@ -34,6 +34,7 @@ def lost_speed(cluster: Cluster, candidate: Candidate) -> tuple[float, ...]:
         -min(candidate.micro_batch, saturating),
         way.checkpointing.enabled,
         -way.checkpointing.every_n_layers,
+        way.checkpointing.tiled_mlp,
         stages.index(way.zero.stage),
         way.zero.hpz,
         way.zero.offload_ratio,

@@ -136,11 +136,12 @@ def passes(work: Work, rates: Efficiency, chosen: Setting) -> tuple[Times, Times
     """
     s = chosen
     forward, backward, again = 0.0, 0.0, 0.0
+    is_tiled = s.checkpointing.tiled_mlp
     for product in work.products:
         once, gradients = _product_seconds(product, rates, s)
         forward += once
-        backward += gradients
-        if product.is_in_layer and (s.is_reentrant or not product.is_last):
+        backward += gradients + (once if is_tiled and product.is_mlp else 0.0)
+        if product.is_in_layer and (s.is_reentrant or is_tiled or not product.is_last):
             again += once
     attention = _attention_seconds(work, rates, s)
     vision = _vision_seconds(work, rates, s)
@@ -252,7 +253,16 @@ def _bytes_forward(work: Work, s: Setting) -> float:
         total += FUSED_HEAD_BYTES_PER_WEIGHT * tiles * work.vocab_size * work.hidden_size
     if s.kernels.attn is Attention.EAGER:
         total += EAGER_ATTENTION_BYTES[0] * s.tokens * s.batch.seq_len * work.num_heads / s.parallel.tp
-    return total + DEQUANTISE_BYTES_PER_PARAM * work.num_quantized_params
+    return total + DEQUANTISE_BYTES_PER_PARAM * work.num_quantized_params + _dequantised_by_tiles(work, s)
+
+
+def _dequantised_by_tiles(work: Work, s: Setting) -> float:
+    """Returns the bytes to make the MLPs' bf16 weights for every tile but the first, in one pass."""
+    if not s.checkpointing.tiled_mlp:
+        return 0.0
+    tiles = -(-s.tokens // work.hidden_size)
+    quantized = sum(product.num_params for product in work.products if product.is_mlp and product.is_quantized)
+    return (tiles - 1) * DEQUANTISE_BYTES_PER_PARAM * quantized
 
 
 def _bytes_backward(work: Work, s: Setting, recomputed: Pass) -> float:
@@ -260,6 +270,8 @@ def _bytes_backward(work: Work, s: Setting, recomputed: Pass) -> float:
     total = _moved(work.backward, s) + DEQUANTISE_BYTES_PER_PARAM * work.num_quantized_params
     scores = s.tokens * s.batch.seq_len * work.num_heads / s.parallel.tp if s.kernels.attn is Attention.EAGER else 0.0
     total += EAGER_ATTENTION_BYTES[1] * scores
-    again = _moved(recomputed, s) + DEQUANTISE_BYTES_PER_PARAM * work.num_quantized_params
+    by_tiles = _dequantised_by_tiles(work, s)
+    total += (_moved(work.mlps, s) if s.checkpointing.tiled_mlp else 0.0) + 2 * by_tiles  # forward and backward
+    again = _moved(recomputed, s) + DEQUANTISE_BYTES_PER_PARAM * work.num_quantized_params + by_tiles
     again += EAGER_ATTENTION_BYTES[0] * scores
     return total + s.checkpointing.share(work.num_layers) * again

@@ -56,6 +56,8 @@ class Product:
     """Whether checkpointing may compute it again: all but the head."""
     is_last: bool = False
     """Whether a dense layer ends with it, so that non-reentrant checkpointing does not compute it again."""
+    is_mlp: bool = False
+    """Whether it belongs to a dense MLP."""
     is_quantized: bool = False
     """Whether QLoRA keeps its weight in 4 bits."""
     is_vision: bool = False
@@ -110,6 +112,7 @@ def _product(model: ModelFacts, group: TensorGroup, method: Method) -> Product:
         is_sharded=kind in (Kind.ATTENTION, Kind.MLP, Kind.EXPERT),
         is_in_layer=kind is not Kind.HEAD,
         is_last=kind is Kind.MLP and group.name.endswith("down_proj.weight") and "expert" not in group.name,
+        is_mlp=kind is Kind.MLP,
         is_quantized=method is Method.QLORA and group.is_linear and kind not in (Kind.HEAD, Kind.VISION),
         is_vision=kind is Kind.VISION,
     )

@@ -87,6 +87,8 @@ class Work:
     """The backward pass, without recomputation."""
     recompute: Pass
     """The recomputation under checkpointing."""
+    mlps: Pass
+    """The part of the forward pass that dense MLPs are."""
 
 
 class _Same(Generic[T]):
@@ -121,7 +123,7 @@ def _work(
     layers, heads = model.num_hidden_layers, model.num_attention_heads
     multiplied = products(model, method=method)
     decoder = tuple(product for product in multiplied if not product.is_vision)
-    forward, backward, recompute = _passes(model, trained_model, liger, shares_experts, code)
+    forward, backward, recompute, mlps = _passes(model, trained_model, liger, shares_experts, code)
     launched = sum(product.count for product in decoder if product.is_in_layer) + layers
     wrapped = [] if method is Method.FULL or code.adapter_costs is not None else adapted(model, trained_model.lora)
     apart = flops_per_token(model, method=method, seq_len=0)
@@ -150,6 +152,7 @@ def _work(
         forward=replace(forward, kernels=forward.kernels + launched),
         backward=replace(backward, kernels=backward.kernels + launched * (2 if method is Method.FULL else 1)),
         recompute=replace(recompute, kernels=recompute.kernels + launched - ends),
+        mlps=mlps,
     )
 
 
@@ -180,8 +183,8 @@ class _Tally:
 
 def _passes(
     model: ModelFacts, trained_model: TrainedModel, liger: bool, shares_experts: bool, code: TrainingCode
-) -> tuple[Pass, Pass, Pass]:
-    """Returns the forward pass, the backward pass without recomputation, and what checkpointing computes again.
+) -> tuple[Pass, Pass, Pass, Pass]:
+    """Returns the forward pass, the backward pass without recomputation, what checkpointing computes again, and MLPs.
 
     Norms compute in fp32 whatever the precision is. Recomputation ends before the last residual sum.
     """
@@ -198,6 +201,8 @@ def _passes(
         tally.add(cost.latent, layers * queries, layers, is_sharded=True)
     width, count = _gated_width(model)
     tally.add(cost.gated, width, count, is_sharded=True)
+    mlps = _Tally(tally.scale)
+    mlps.add(cost.gated, width, count, is_sharded=True)
     tally.add(cost.residual, layers * hidden, layers, is_sharded=False)
     if moe is not None:
         visited = moe.num_moe_layers * moe.experts_per_token
@@ -215,7 +220,7 @@ def _passes(
     forward = tally.passed(0)
     kept = 6 * tally.scale * hidden * layers
     recompute = replace(forward, bytes_per_token=forward.bytes_per_token - kept, kernels=forward.kernels - layers)
-    return forward, tally.passed(1), recompute
+    return forward, tally.passed(1), recompute, mlps.passed(0)
 
 
 def _norm_width(model: ModelFacts) -> tuple[float, int]:

@@ -36,6 +36,7 @@ def test_flash_attention_is_refused_on_gpus_that_were_found_and_are_too_old() ->
         ("qwen3-8b", {"sp": 4, "attn": Attention.EAGER}, "sp is 4, but "),
         ("qwen2.5-7b", {"tp": 8}, "tp is 8, but TP must divide the key-value heads"),
         ("qwen3-30b-a3b", {"tp": 2}, "AutoTP refuses the experts"),
+        ("qwen3-30b-a3b", {"tiled_mlp": True}, "tiled_mlp is true, but an MLP is computed tile by tile in dense"),
         ("qwen3-8b", {"tp": 2, "method": Method.LORA}, "tp is 2, but AutoTP does not find linears"),
         ("qwen3-8b", {"loss": LossKernel.FUSED, "precision": Precision.FP16}, "exceed the range of fp16"),
         ("qwen3-8b", {"loss": LossKernel.FUSED, "method": Method.LORA, "lora": HEAD}, "a head without an adapter"),
@@ -50,7 +51,7 @@ def test_a_combination_that_does_not_work_is_refused_at_its_line(model: str, job
     with pytest.raises(InvalidConfig) as caught:
         check_combinations(file, probe.read_model(model), cluster)
     assert said in caught.value.problem
-    assert str(caught.value).startswith(tuple(f"job.yaml:9:5: {key} is " for key in ("sp", "tp", "loss")))
+    assert str(caught.value).startswith(tuple(f"job.yaml:9:5: {key} is " for key in ("sp", "tp", "loss", "tiled_mlp")))
 
 
 def test_parallelism_that_does_not_divide_the_gpus_is_refused_for_any_model() -> None:

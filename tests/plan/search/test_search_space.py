@@ -67,6 +67,10 @@ BROKEN: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("activation offload needs checkpoints", "qwen3-8b", {"activation_offload": True}),
     ("every n-th layer needs checkpoints", "qwen3-8b", {"grad_ckpt_every_n_layers": 2}),
     ("layers are counted in the decoder", "qwen3-vl-8b", {"grad_ckpt": True, "grad_ckpt_every_n_layers": 2}),
+    ("tiles are of dense MLPs", "qwen3-30b-a3b", {"tiled_mlp": True}),
+    ("tiled MLPs and AutoTP", "qwen3-8b", {"tiled_mlp": True, "tp": 2, "zero_stage": 2}),
+    ("tiled MLPs and dropout", "qwen3-8b", {"tiled_mlp": True, "method": Method.LORA, "lora": Lora(dropout=0.05)}),
+    ("tiled MLPs are DeepSpeed's", "qwen3-8b", {"tiled_mlp": True, "state_dtypes": StateDtypes.AUTOCAST}),
     ("accumulation dtype needs ZeRO", "qwen3-8b", {"grad_accum_dtype": Precision.FP32}),
     ("PyTorch offloads parameters", "qwen3-8b", {**OFFLOADED, "state_dtypes": StateDtypes.PURE_BF16}),
     ("PyTorch has no Ulysses, no hpZ, no ratio", "qwen3-8b", {"sp": 2, "state_dtypes": StateDtypes.AUTOCAST}),
@@ -119,6 +123,16 @@ def test_experts_are_shared_inside_a_node() -> None:
     found = [way for way in ways(asked.workload, asked.request).allowed if way.parallel.ep > 1]
     assert {way.parallel.ep for way in found} == {2, 4, 8}
     assert {way.zero.stage for way in found} == {1, 2, 3}
+
+
+def test_mlps_are_tiled_where_rows_have_many_tiles() -> None:
+    for seq_len, found in ((8192, {False}), (32768, {False, True})):  # hidden states are 4,096 wide
+        asked = ask(model="qwen3-8b", gpus=8, seq_len=seq_len, sp=1)
+        offered = ways(asked.workload, asked.request).allowed
+        assert {way.checkpointing.tiled_mlp for way in offered} == found
+        assert all(way.checkpointing.enabled for way in offered if way.checkpointing.tiled_mlp)
+    shared = ask(model="qwen3-8b", gpus=8, seq_len=32768, sp=4)
+    assert not any(way.checkpointing.tiled_mlp for way in ways(shared.workload, shared.request).allowed)
 
 
 def test_all_that_the_trainer_runs_is_offered() -> None:

@@ -183,6 +183,7 @@ def _programmed(model: ModelFacts, configuration: Configuration) -> Program:
         linears=recording.linears,
         tp=configuration.parallel.tp,
         ep=configuration.parallel.ep,
+        tiled_mlp=configuration.checkpointing.tiled_mlp,
     )
     passes = Passes(
         checkpointing=configuration.checkpointing,

@@ -57,7 +57,7 @@ class Module:
     is_linear: bool = False
     """Whether autograd keeps the weight for the backward pass."""
     is_block: bool = False
-    """Whether it is a mixture of experts, which the tape has no mark for."""
+    """Whether it is a mixture of experts or a tiled MLP, which the tape has no mark for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +74,8 @@ class Shape:
     """Ranks that share the head; each has the whole embedding, unless the two are tied."""
     ep: int = 1
     """Ranks that share the experts."""
+    tiled_mlp: bool = False
+    """Whether MLPs are computed for a part of the tokens at a time, and so gathered whole."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -179,8 +181,8 @@ class _Builder:
             members.setdefault(group.name.rpartition(".")[0], []).append(group)
         leaves = {path: self.leaf(path, group) for path, group in members.items()}
         order = _call_order(list(members), list(self.linears))
-        is_sparse = any(group.kind is Kind.EXPERT for group in groups)
-        return self.module(children=self.nested(order, leaves, gathers_mlp=is_sparse))
+        gathers_mlp = self.shape.tiled_mlp or any(group.kind is Kind.EXPERT for group in groups)
+        return self.module(children=self.nested(order, leaves, gathers_mlp=gathers_mlp))
 
     def leaf(self, path: str, members: list[TensorGroup]) -> Module:
         """Returns the module that owns parameters, with an adapter's modules beside it."""
@@ -204,8 +206,8 @@ class _Builder:
     def nested(self, order: list[str], leaves: dict[str, Module], *, gathers_mlp: bool) -> list[Module]:
         """Returns the children of a layer: attention and MLP hold what is named below them.
 
-        A mixture of experts is a leaf of ZeRO-3: it is gathered whole. Source: Transformers 5.23
-        integrations/deepspeed.py: set_z3_leaf_modules.
+        A mixture of experts is a leaf of ZeRO-3: it is gathered whole, and so is a tiled MLP. Source: Transformers 5.23
+        integrations/deepspeed.py: set_z3_leaf_modules; dstrain/train/tiled_mlp.py.
         """
         children: list[Module] = []
         while order:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from dstrain.plan.memory.layers import ops
 from dstrain.plan.memory.layers.context import Context
 from dstrain.plan.memory.layers.graph import Tensors
-from dstrain.plan.memory.layers.tensor import Param, Tensor
+from dstrain.plan.memory.layers.tensor import Node, Param, Tensor, View
 
 LIGER_NORM_PROGRAMS = 132
 """Rows of the partial sums of a weight gradient: one for each multiprocessor of an H100 (108 on an A100).
@@ -106,7 +108,57 @@ def _fused_rotary(run: Context, x: Tensor) -> Tensor:
 def gated_mlp(run: Context, x: Tensor) -> Tensor:
     """`down(act(gate(x)) * up(x))`."""
     names = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
-    return named_mlp(run, x, *names)
+    return tiled(run, x, lambda part: named_mlp(run, part, *names))
+
+
+def tiled(run: Context, x: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
+    """Computes an MLP for a tile of tokens at a time, if it is tiled, and each tile again in the backward pass.
+
+    Source: deepspeed 0.19.8 runtime/sequence_parallel/ulysses_sp.py: TiledMLP; dstrain/train/tiled_mlp.py.
+    """
+    if not run.variant.checkpointing.tiled_mlp:
+        return compute(x)
+    tape, width, node = run.tape, run.model.hidden_size, None
+    tokens, item = x.numel // width, x.item
+    count = -(-tokens // width)
+    rows = run.variant.batch.micro_batch
+    sizes = [rows * size for size in _chunks(tokens // rows, count)]
+    outer, tape.grad_enabled, run.is_tiling = tape.grad_enabled, False, True
+    parts = [compute(Tensor(x.storage, size * width, item)) for size in sizes]
+    result = tape.new(x.numel, item)
+    del parts
+    tape.grad_enabled, run.is_tiling = outer, False
+    if tape.needs(x):
+        saved = tape.save(ops.view_without_node(x))
+
+        def backward(grad: Tensor) -> Tensors:
+            (kept,) = saved.take()
+            assert kept is not None
+            grad_x = tape.new(tokens * width, item)
+            tiles = [size * width for size in _chunks(tokens, count)]
+            run.is_tiling = True
+            for number, numel in enumerate(tiles):
+
+                def tile(numel: int = numel) -> tuple[Tensor, Tensor]:
+                    end = Node(0, (None,), lambda grad: (None,))  # it is added to its part of grad_x
+                    return compute(Tensor(kept.storage, numel, item, end)), Tensor(grad.storage, numel, grad.item)
+
+                tape.tile_backward(tile, number=number, count=len(tiles))
+            run.is_tiling = False
+            return (View(grad_x.storage, tokens * width, item),)
+
+        node = tape.node((x,), backward)
+    return Tensor(result.storage, result.numel, item, node)
+
+
+def _chunks(count: int, parts: int) -> list[int]:
+    """Returns the sizes that `torch.chunk` makes.
+
+    >>> _chunks(10, 4)
+    [3, 3, 3, 1]
+    """
+    size = -(-count // parts)
+    return [min(size, count - begin) for begin in range(0, count, size)]
 
 
 def named_mlp(run: Context, x: Tensor, gate: str, up: str, down: str) -> Tensor:
@@ -141,6 +193,10 @@ def gated_product(run: Context, gate: Tensor, up: Tensor) -> Tensor:
 
 def fused_mlp(run: Context, x: Tensor) -> Tensor:
     """The gated MLP whose gate and up projection are one matrix: the activation is the second factor."""
+    return tiled(run, x, lambda part: _fused_mlp(run, part))
+
+
+def _fused_mlp(run: Context, x: Tensor) -> Tensor:
     tape = run.tape
     both = run.linear(x, "mlp.gate_up_proj", shards="columns")
     gate, up = ops.split(tape, both, (both.numel // 2, both.numel // 2))

@@ -127,6 +127,7 @@ class Context:
     __slots__ = (
         "cos",
         "has_mask",
+        "is_tiling",
         "kept_tensors",
         "kernels",
         "linears",
@@ -151,6 +152,8 @@ class Context:
         self.mask: Storage | None = None
         self.has_mask = variant.has_mask
         """Whether the current layer has a mask."""
+        self.is_tiling = False
+        """Whether the current operations are those of one tile of an MLP."""
         self.kept_tensors: list[Tensor] = []
         """Tensors that a caller's frame keeps alive until the loss exists."""
 

@@ -55,6 +55,31 @@ class Saved:
         return tensors
 
 
+class TiledGrads:
+    """Gradients of parameters that several tiles use, each in the same order: they add up until the last tile."""
+
+    __slots__ = ("is_last", "kept", "place")
+
+    def __init__(self) -> None:
+        self.kept: list[Tensor | None] = []
+        self.place = 0
+        self.is_last = False
+
+    def begin(self, *, is_last: bool) -> None:
+        """Begins a tile."""
+        self.place, self.is_last = 0, is_last
+
+    def add(self, grad: Tensor) -> Tensor | None:
+        """Returns the sum over all tiles, in the last of them."""
+        if self.place == len(self.kept):
+            self.kept.append(grad)
+        self.place += 1
+        if not self.is_last:
+            return None
+        whole, self.kept[self.place - 1] = self.kept[self.place - 1], None
+        return whole
+
+
 class Tape:
     """Runs operations on sizes.
 
@@ -67,6 +92,7 @@ class Tape:
         "_order",
         "_recording",
         "_refilling",
+        "_tiled",
         "gathers",
         "grad_enabled",
         "grads",
@@ -95,6 +121,7 @@ class Tape:
         self._order = 0
         self._recording: Frame | None = None
         self._refilling: Frame | None = None
+        self._tiled: TiledGrads | None = None
 
     @property
     def is_recomputing(self) -> bool:
@@ -188,11 +215,31 @@ class Tape:
         """
         root = loss.node
         assert root is not None
-        self.grad_enabled = False
         self._in_flight.clear()
         arrived: dict[Node, Tensor] = {root: Tensor(Storage(self.ledger, loss.item, self.part), 1, loss.item)}
-        queue = [(-root.order, root)]
         del loss, root
+        self._propagate(arrived)
+
+    def tile_backward(self, tile: Callable[[], tuple[Tensor, Tensor]], *, number: int, count: int) -> None:
+        """Runs a part of the graph forward and backward, within the backward pass, as tile `number` of `count`.
+
+        `tile` returns the result of the forward pass and its gradient; the result lives as long as the backward pass.
+        """
+        self._tiled = self._tiled or TiledGrads()
+        self._tiled.begin(is_last=number == count - 1)
+        self.grad_enabled = True
+        output, grad = tile()
+        assert output.node is not None
+        arrived, output.node = {output.node: grad}, None
+        del grad
+        self._propagate(arrived)
+        if self._tiled.is_last:
+            self._tiled = None
+
+    def _propagate(self, arrived: dict[Node, Tensor]) -> None:
+        """Runs the graph backward from the node whose gradient has arrived."""
+        self.grad_enabled = False
+        queue = [(-node.order, node) for node in arrived]
         while queue:
             _, node = heapq.heappop(queue)
             grad = arrived.pop(node)
@@ -236,6 +283,11 @@ class Tape:
 
     def _rest(self, param: Param, grad: Tensor) -> None:
         """Takes the gradient of one use of a parameter; it is complete when all uses have given theirs."""
+        if self._tiled is not None:
+            whole = self._tiled.add(grad)
+            if whole is None:
+                return
+            grad = whole
         param.uses -= 1
         if param.pending is not None:
             grad = self.like(grad)

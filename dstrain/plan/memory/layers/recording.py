@@ -117,13 +117,15 @@ class MarkedContext(Context):
     def linear(self, x: Tensor, name: str, *, shards: str = "") -> Tensor:
         if name.startswith("model.") or name == "lm_head":
             return super().linear(x, name, shards=shards)
+        shape = self.linears[name]
+        self.sizes.setdefault(name, shape.outputs * shape.inputs // (self.variant.parallel.tp if shards else 1))
+        if self.is_tiling:
+            return super().linear(x, name, shards=shards)
         again = self.tape.is_recomputing
         if not again:
             self._first = self._first or name
             self._ledger.layer += name == self._first
         layer, direction = self._ledger.layer, "recompute" if again else "forward"
-        shape = self.linears[name]
-        self.sizes.setdefault(name, shape.outputs * shape.inputs // (self.variant.parallel.tp if shards else 1))
         self._ledger.enter((direction, layer, name))
         result = super().linear(self._marked(x, ("after", layer, name)), name, shards=shards)
         self._ledger.enter((f"{direction} end", layer, name))

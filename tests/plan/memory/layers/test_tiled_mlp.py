@@ -1,0 +1,87 @@
+"""Tiled MLPs: the plan's bytes against those of Transformers' own code, traced without data."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from dstrain.choices import Attention, Method
+from dstrain.facts.cluster import cluster as clusters
+from dstrain.facts.cluster import gpus
+from dstrain.facts.cluster.cluster import Origin
+from dstrain.facts.model.families import from_config
+from dstrain.facts.model.model_facts import ModelFacts
+from dstrain.facts.model.trace_records import Question, Subject
+from dstrain.facts.workload import Workload
+from dstrain.job.schema import Lora
+from dstrain.plan.configuration import DEFAULTS, Configuration, changed
+from dstrain.plan.memory.layers.activations import Instant, of_variant
+from dstrain.plan.memory.layers.context import variant_of
+from dstrain.plan.speed.step_time import speed
+from dstrain.train.tiled_mlp import tile_mlps
+from dstrain.train.tracing import passes
+from dstrain.train.tracing.building import prepare
+from tests.plan.memory.layers.shapes import config_of
+
+SHAPE = {"num_hidden_layers": 4, "vocab_size": 128, "intermediate_size": 8192, "pad_token_id": 0}
+"""With the peak in the layers, not in the loss."""
+FAMILIES = ("glm4", "gemma3_text", "llama", "phi3", "qwen3")
+
+
+MODEL = from_config(config_of("qwen3", random.Random(5)) | SHAPE, name="model", source="model")
+
+
+def configuration(**changes: Any) -> Configuration:
+    ways = {"seq_len": 8192, "attn": Attention.FLASH_ATTENTION_2, "tiled_mlp": True}
+    return changed(DEFAULTS, **(ways | changes), lora=Lora(rank=8, dropout=0.0))
+
+
+def peak(model: ModelFacts, way: Configuration) -> Instant:
+    instants = of_variant(model, replace(variant_of(way), kernel_workspaces=False))
+    return max(instants, key=lambda instant: instant.total)
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # PEFT 0.21 asks for it
+@pytest.mark.parametrize(("grad_ckpt", "micro_batch"), [(False, 1), (True, 1), (True, 3)])
+@pytest.mark.parametrize("method", [Method.FULL, Method.LORA])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_peak_is_that_of_transformers(
+    family: str, method: Method, grad_ckpt: bool, micro_batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def prepare_tiled(question: Question) -> Any:
+        model = prepare(question)
+        tile_mlps(model)
+        return model
+
+    monkeypatch.setattr("dstrain.train.tracing.passes.prepare", prepare_tiled)
+    config = config_of(family, random.Random(5)) | SHAPE
+    model = from_config(config, name="model", source="model")
+    way = configuration(method=method, grad_ckpt=grad_ckpt, micro_batch=micro_batch)
+    trace = passes.trace(
+        Question(
+            subject=Subject(config=config),
+            micro_batch=micro_batch,
+            seq_len=8192,
+            method=method,
+            lora=way.model.lora,
+            attn=way.kernels.attn,
+            grad_ckpt=grad_ckpt,
+            has_padding=micro_batch > 1,
+        )
+    )
+    tiled, whole = (peak(model, each) for each in (way, changed(way, tiled_mlp=False)))
+    assert not grad_ckpt or tiled.name == "layer backward"
+    assert tiled.total == pytest.approx(trace.peak_bytes, rel=0.001)
+    assert tiled.activations < 0.8 * whole.activations
+
+
+def test_less_memory_costs_time() -> None:
+    gpu = clusters.describe(gpu=gpus.gpu("h100-sxm"), gpu_origin=Origin.GIVEN, gpus=1)
+    for method in (Method.FULL, Method.QLORA):
+        ways = [configuration(method=method, grad_ckpt=True, tiled_mlp=tiled) for tiled in (False, True)]
+        speeds = [speed(Workload(model=MODEL, cluster=gpu), way) for way in ways]
+        whole, tiled = (found.step_s for found in speeds if found is not None)
+        assert 1.05 * whole < tiled < 1.4 * whole
