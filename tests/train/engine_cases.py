@@ -70,6 +70,8 @@ class Case:
     """The model's config.json."""
     configuration: Configuration
     """How it is trained."""
+    is_full: bool = False
+    """Whether the device has no memory left while the engine is set up."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +86,8 @@ class Measured:
     """Peak of each phase of the step."""
     host: int = 0
     """On the host."""
+    host_at_load: int = 0
+    """On the host until the engine was set up; the model is made there."""
     pinned: tuple[int, ...] = ()
     """Page-locked buffers of the first rank."""
     left: int = 0
@@ -224,6 +228,7 @@ def described(case: Case) -> dict[str, Any]:
         "sp": configuration.parallel.sp,
         "steps": STEPS,
         "loss": configuration.kernels.loss,
+        "is_full": case.is_full,
         "tiled_mlp": configuration.checkpointing.tiled_mlp,
         "grad_ckpt": {"use_reentrant": settings_of(configuration).is_reentrant}
         if configuration.checkpointing.enabled
@@ -255,6 +260,7 @@ def _measured(rows: Sequence[Mapping[str, Any]]) -> Measured:
         steady=max(row["steady"] for row in rows),
         phases=phases,
         host=max(row["host_steady"] for row in rows),
+        host_at_load=max(row["host_at_load"] for row in rows),
         pinned=tuple(rows[0]["pinned"]),
         left=sum(abs(row["left"]) for row in rows),
     )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +13,15 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from dstrain.choices import Method, Precision
-from dstrain.facts.model.model_facts import ModelFacts
+from dstrain.facts.model.families import from_config
+from dstrain.facts.model.model_facts import Kind, ModelFacts
 from dstrain.facts.probe import read_model
 from dstrain.plan.configuration import DEFAULTS, changed
 from dstrain.plan.memory.loading import Machine, loading
-from dstrain.plan.memory.params import trained
+from dstrain.plan.memory.params import quantized_bytes_per_param, trained
 from tests.train.engine import Engine
+from tests.train.engine_cases import LLAMA, case, run
+from tests.train.launching import QLORA
 
 SHAPE: Any = {
     "hidden_size": 512,
@@ -25,6 +30,9 @@ SHAPE: Any = {
     "num_key_value_heads": 4,
     "head_dim": 64,
 }
+CPU_BYTES = 16
+"""Bytes for each element of a weight that bitsandbytes 0.50 quantises on a CPU: three fp32 copies, and indices. A GPU
+has only the weight. Source: its backends/default/ops.py: quantize_4bit."""
 TOLERANCE = 0.03
 """Error of the formula over the bytes of the whole model: Python objects and the heap's rounding."""
 
@@ -47,24 +55,22 @@ def merged_bytes(facts: ModelFacts) -> int:
     return max((2 * group.numel for group in facts.tensors if len(group.shape) == 3), default=0)
 
 
-def measured(engine: Engine, model: Path, dtype: str, stage: int, folder: Path) -> list[int]:
+def measured(
+    engine: Engine, model: Path, stage: int, folder: Path, *, method: Method = Method.FULL, precision: Precision
+) -> list[int]:
     """Returns the peak of each rank's own RAM while it loads the model."""
-    program = ("tests.train.loading_rank", model, dtype, stage, folder)
+    program = ("tests.train.loading_rank", model, method.value, precision.value, stage, folder)
     codes = engine.run(*program, log=folder / "log", timeout_s=120)
     assert codes == [0, 0], (folder / "log.0").read_text()[-2000:]
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
 
 @pytest.mark.parametrize(
-    ("name", "precision", "dtype", "share"),
-    [
-        ("dense", Precision.BF16, "bfloat16", 0.0),
-        ("dense", Precision.FP32, "float32", 1.0),
-        ("experts", Precision.BF16, "bfloat16", 0.75),
-    ],
+    ("name", "precision", "share"),
+    [("dense", Precision.BF16, 0.0), ("dense", Precision.FP32, 1.0), ("experts", Precision.BF16, 0.75)],
 )
 def test_each_rank_copies_what_is_cast_or_merged_and_maps_the_rest(
-    name: str, precision: Precision, dtype: str, share: float, folders: dict[str, Path], engine: Engine, tmp_path: Path
+    name: str, precision: Precision, share: float, folders: dict[str, Path], engine: Engine, tmp_path: Path
 ) -> None:
     facts = read_model(str(folders[name]))
     configuration = changed(DEFAULTS, zero_stage=2, precision=precision)
@@ -73,7 +79,7 @@ def test_each_rank_copies_what_is_cast_or_merged_and_maps_the_rest(
     planned = loading(facts, counts, configuration, machine).host_bytes_per_node
     whole = configuration.model.item * facts.num_params
     assert planned / whole == pytest.approx(share, abs=0.1)
-    for peak in measured(engine, folders[name], dtype, 2, tmp_path):
+    for peak in measured(engine, folders[name], 2, tmp_path, precision=precision):
         assert -merged_bytes(facts) < peak - planned + TOLERANCE * whole  # samples on busy cores may miss a merge
         assert peak - planned < TOLERANCE * whole
 
@@ -83,6 +89,36 @@ def test_rank_0_of_zero_3_maps_the_checkpoint_instead_of_copying_it(
     name: str, folders: dict[str, Path], engine: Engine, tmp_path: Path
 ) -> None:
     facts = read_model(str(folders[name]))
-    first, second = measured(engine, folders[name], "bfloat16", 3, tmp_path)
+    first, second = measured(engine, folders[name], 3, tmp_path, precision=Precision.BF16)
     whole = 2 * facts.num_params  # what a copy would take
     assert first - second < 2 * merged_bytes(facts) + 0.1 * whole  # the peaks are sampled: 4.5 % apart on busy cores
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_weights_are_quantised_one_by_one(
+    stage: int, folders: dict[str, Path], engine: Engine, tmp_path: Path, need: Callable[[object, str], None]
+) -> None:
+    need((QLORA / "bitsandbytes").is_dir(), "bitsandbytes is not installed: make qlora")
+    facts = read_model(str(folders["dense"]))
+    configuration = changed(DEFAULTS, zero_stage=stage, method=Method.QLORA)
+    machine = Machine(num_ranks=2, ranks_per_node=1, gpu_bytes=2**40, outside_bytes=0)
+    counts = trained(facts, Method.QLORA, configuration.model.lora)
+    planned = loading(facts, counts, configuration, machine)
+    assert planned.host_bytes_per_node == 0
+    largest = max(group.numel for group in facts.tensors if group.kind is Kind.MLP)
+    quantised = round(quantized_bytes_per_param(double_quant=True) * counts.quantized)
+    assert planned.device_bytes_per_gpu >= quantised + 2 * counts.frozen + 2 * largest
+    for peak in measured(engine, folders["dense"], stage, tmp_path, method=Method.QLORA, precision=Precision.BF16):
+        assert 0.5 < (peak - quantised) / (CPU_BYTES * largest) < 1.5
+
+
+def test_weights_are_flattened_in_ram_where_the_gpu_is_full(engine: Engine, tmp_path: Path) -> None:
+    facts = from_config(LLAMA, name="llama", source="llama")
+    counts, whole = trained(facts, Method.FULL, DEFAULTS.model.lora), 2 * facts.num_params
+    cases = [replace(case("plain", stage), is_full=is_full) for stage in (1, 2) for is_full in (False, True)]
+    for each, found in zip(cases, run(engine, cases, tmp_path / "flat", timeout_s=120), strict=True):
+        gpu_bytes = whole * 3 // 2 if each.is_full else 3 * whole
+        machine = Machine(num_ranks=2, ranks_per_node=1, gpu_bytes=gpu_bytes, outside_bytes=0)
+        planned = loading(facts, counts, each.configuration, machine).host_bytes_per_node
+        assert planned == whole * (2 if each.is_full else 1)  # its own dtype is unknown, so it is cast in RAM
+        assert found.host_at_load == pytest.approx(planned, rel=0.001)

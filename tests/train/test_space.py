@@ -49,6 +49,7 @@ def drawn(tiny: Space, number: int) -> Point:
         packing=dice.random() < 0.3,
         tp=None,
         loss=dice.choice((LossKernel.FULL, LossKernel.CHUNKED, LossKernel.FUSED)),
+        tiled_mlp=model.moe is None and dice.random() < 0.3,
     )
     candidates = [candidate for candidate in space(workload, request) if candidate.way.zero.offload is not Offload.NVME]
     parallel = dice.choice(list(dict.fromkeys(candidate.way.parallel for candidate in candidates)))

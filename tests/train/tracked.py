@@ -1,8 +1,9 @@
 """Trains one configuration after another on this rank and writes what lived: `tests.train.tracked CASES`.
 
 CASES is a JSON file: a list of objects with `name`, `config` (of the model), `ds_config`, `seq_len`, `micro_batch`,
-`grad_accum`, `sp`, `steps`, `loss`, `tiled_mlp`, `grad_ckpt` (null, or its keywords) and `lora` (null, or the keywords
-of LoraConfig). Each rank writes a list of what it measured to `CASES.RANK`.
+`grad_accum`, `sp`, `steps`, `loss`, `tiled_mlp`, `is_full` (whether the device is, while the engine is set up),
+`grad_ckpt` (null, or its keywords) and `lora` (null, or the keywords of LoraConfig). Each rank writes a list of what it
+measured to `CASES.RANK`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from deepspeed.accelerator.real_accelerator import set_accelerator
+from deepspeed.accelerator.real_accelerator import get_accelerator, set_accelerator
 
 from dstrain.choices import LossKernel
 from dstrain.train import loss
@@ -121,6 +122,7 @@ def measure(case: dict[str, Any], ledger: Ledger, caches: list[Any]) -> dict[str
     import deepspeed
 
     began, before = time.monotonic(), dict(ledger.bytes)
+    get_accelerator().is_full = case["is_full"]
     model = build(case)
     mark_instants(model, ledger)
     engine, _, _, _ = deepspeed.initialize(
@@ -128,7 +130,7 @@ def measure(case: dict[str, Any], ledger: Ledger, caches: list[Any]) -> dict[str
     )
     del model
     gc.collect()
-    found: dict[str, Any] = {"name": case["name"], "init_peak": max(ledger.peaks.values())}
+    found: dict[str, Any] = {"name": case["name"], "host_at_load": ledger.host_peak - before[HOST]}
     width = case["seq_len"] // case["sp"]
     ids = torch.randint(0, case["config"]["vocab_size"], (case["micro_batch"], width), device="cpu:0")
     batch: dict[str, Any] = {"input_ids": ids, "labels": ids}

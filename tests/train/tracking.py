@@ -53,6 +53,8 @@ class TwoPlaceAccelerator(CPU_Accelerator):  # type: ignore[misc]
         super().__init__()
         self._name = "cpu:0"
         self._ledger = ledger
+        self.is_full = False
+        """Whether the engine is told that the device has no memory left."""
 
     def device_name(self, device_index: int | None = None) -> str:
         return _DeviceName("cpu") if device_index is None else "cpu:0"
@@ -62,6 +64,9 @@ class TwoPlaceAccelerator(CPU_Accelerator):  # type: ignore[misc]
 
     def device_count(self) -> int:
         return 1
+
+    def available_memory(self, device_index: int | None = None) -> int:
+        return 0 if self.is_full else int(super().available_memory(device_index))
 
     def on_accelerator(self, tensor: torch.Tensor) -> bool:
         return self._ledger.place(tensor) == DEVICE

@@ -41,15 +41,17 @@ def loading(model: ModelFacts, counts: Trained, configuration: Configuration, ma
     """Returns the peak at load, with P trainable and F frozen parameters of s bytes, Q in 4 bits, over N ranks.
 
     GPU: s(P + F) and Q, without ZeRO-3 and under QLoRA with it too, because 4-bit weights are loaded whole and
-    partitioned later; ZeRO-1 and 2 add a flat copy sP. If that does not fit, both copies are in RAM: 2sP for each rank.
+    partitioned later, each made of a weight of s bytes that is sent there alone; ZeRO-1 and 2 add a flat copy sP. If
+    that does not fit, both copies are in RAM: 2sP for each rank.
     RAM without ZeRO-3: weights are mapped files, unless their dtype changes (s(P + F) for each rank) or experts are
     merged (those, and the tensor being merged, for each rank). ZeRO-3: rank 0 merges one tensor at a time (twice the
-    merged one), and each rank's share sP/N passes through RAM. 4-bit loading sends weight after weight to the GPU.
+    merged one), and each rank's share sP/N passes through RAM.
     PyTorch's own sharding is taken to load the whole model into RAM, ZeRO-0 on every rank.
-    Source: Transformers 5.23 core_model_loading.py: convert_and_load_state_dict_in_model; integrations/deepspeed.py:
+    Source: Transformers 5.23 core_model_loading.py: convert_and_load_state_dict_in_model (one thread if weights are
+    quantised); integrations/bitsandbytes.py: Bnb4bitQuantize; integrations/deepspeed.py:
     _load_state_dict_into_zero3_model; quantizers/quantizer_bnb_4bit.py: update_device_map; deepspeed 0.19.8
     runtime/zero/stage_1_and_2.py: __init__ (flatten_on_accelerator); runtime/zero/utils.py: defragment.
-    Distance: `docs/accuracy.md`; the flat copies in RAM and 4-bit loading are only read in the source.
+    Distance: `docs/accuracy.md`.
 
     >>> from dstrain.facts.model import aliases, families
     >>> from dstrain.plan.configuration import DEFAULTS, changed
@@ -76,7 +78,17 @@ def loading(model: ModelFacts, counts: Trained, configuration: Configuration, ma
     flat *= zero.stage in (1, 2)
     if flat and machine.outside_bytes + weights + flat > machine.gpu_bytes:
         return _loading(weights, machine.ranks_per_node * max(copied, 2 * flat), machine)
-    return _loading(weights + flat, machine.ranks_per_node * copied, machine)
+    on_gpu = max(weights + flat, weights - s * counts.trainable + _quantised_at_once(model, configuration))
+    return _loading(on_gpu, machine.ranks_per_node * copied, machine)
+
+
+def _quantised_at_once(model: ModelFacts, configuration: Configuration) -> int:
+    """Returns the bytes of the largest weight that is sent to the GPU to be quantised there."""
+    if configuration.model.method is not Method.QLORA:
+        return 0
+    outside = (Kind.HEAD, Kind.VISION)
+    sizes = (group.numel for group in model.tensors if group.is_linear and group.kind not in outside)
+    return configuration.model.item * max(sizes, default=0)
 
 
 def _replaced(model: ModelFacts, configuration: Configuration) -> int:
