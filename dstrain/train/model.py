@@ -91,6 +91,7 @@ def load_model(
     except (OSError, ValueError, ImportError) as error:
         raise _cannot_load("model", job, error) from error
     _forget_unused_conversions(model)
+    _keep_4_bit_layout(model)
     model.config.use_cache = False
     freeze_vision(model)
     if job.method is not Method.FULL:
@@ -177,6 +178,18 @@ def _forget_unused_conversions(model: Any) -> None:
     """
     if (conversions := getattr(model, "_weight_conversions", None)) is not None:
         model._weight_conversions = [conversion for conversion in conversions if conversion.was_used()]
+
+
+def _keep_4_bit_layout(model: Any) -> None:
+    """Keeps evaluations on a CPU with AVX512-BF16 from packing 4-bit weights for its inference kernel.
+
+    That kernel has no gradient, and the packed weights stay: training after an evaluation would pass no gradient
+    through them, and under ZeRO-3 could not save them. Source: bitsandbytes 0.50 nn/modules.py: Linear4bit.forward;
+    autograd/_functions.py: matmul_4bit.
+    """
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
 
 
 def is_vision(name: str) -> bool:

@@ -112,6 +112,14 @@ def test_weights_are_quantised_one_by_one(
         assert 0.5 < (peak - quantised) / (CPU_BYTES * largest) < 1.5
 
 
+def test_an_evaluation_packs_no_4_bit_weights_for_inference(
+    folders: dict[str, Path], engine: Engine, tmp_path: Path, need: Callable[[object, str], None]
+) -> None:
+    need((QLORA / "bitsandbytes").is_dir(), "bitsandbytes is not installed: make qlora")
+    codes = engine.run("tests.train.evaluated_weights", folders["dense"], log=tmp_path / "log", ranks=1)
+    assert codes == [0], (tmp_path / "log.0").read_text()[-2000:]
+
+
 def test_weights_are_flattened_in_ram_where_the_gpu_is_full(engine: Engine, tmp_path: Path) -> None:
     facts = from_config(LLAMA, name="llama", source="llama")
     counts, whole = trained(facts, Method.FULL, DEFAULTS.model.lora), 2 * facts.num_params

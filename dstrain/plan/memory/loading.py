@@ -62,24 +62,43 @@ def loading(model: ModelFacts, counts: Trained, configuration: Configuration, ma
     >>> found.device_bytes_per_gpu == 2 * 8_190_735_360, found.host_bytes_per_node == 8 * 2 * 2 * 8_190_735_360
     (True, True)
     """
-    s, zero, is_quantized = configuration.model.item, configuration.zero, configuration.model.method is Method.QLORA
-    weights, flat, elsewhere = _weights(counts, configuration), s * counts.trainable, s * counts.elsewhere
-    merged = s * max((group.numel for group in model.tensors if group.kind is Kind.EXPERT), default=0)
+    weights = _weights(counts, configuration)
     if not configuration.model.is_deepspeed:
-        return _loading(0, weights * (1 if zero.stage == 3 else machine.ranks_per_node), machine)
-    if zero.stage == 3 and not is_quantized:
-        here = not zero.offloads_params
-        share, on_gpu = (here * (size + elsewhere) // machine.num_ranks for size in (flat, weights))
-        in_ram = max(2 * merged, machine.ranks_per_node * share)
-        return _loading(on_gpu + _replaced(model, configuration), in_ram, machine)
+        in_ram = weights * (1 if configuration.zero.stage == 3 else machine.ranks_per_node)
+        return _loading(0, in_ram, machine)
+    if configuration.zero.stage == 3 and configuration.model.method is not Method.QLORA:
+        return _partitioned(model, counts, configuration, machine)
+    return _whole(model, counts, configuration, machine)
+
+
+def _partitioned(model: ModelFacts, counts: Trained, configuration: Configuration, machine: Machine) -> Loading:
+    """Returns the peak where ZeRO-3 partitions each weight as it is loaded."""
+    s, here = configuration.model.item, not configuration.zero.offloads_params
+    sizes = (s * counts.trainable, _weights(counts, configuration))
+    share, on_gpu = (here * (size + s * counts.elsewhere) // machine.num_ranks for size in sizes)
+    in_ram = max(2 * _merged(model, configuration), machine.ranks_per_node * share)
+    return _loading(on_gpu + _replaced(model, configuration), in_ram, machine)
+
+
+def _whole(model: ModelFacts, counts: Trained, configuration: Configuration, machine: Machine) -> Loading:
+    """Returns the peak where each rank loads all weights that it computes with."""
+    s, weights = configuration.model.item, _weights(counts, configuration)
     is_cast = model.dtype != _DTYPES[configuration.model.precision] or configuration.parallel.tp > 1
-    merging = merged + s * model.num_params_of(Kind.EXPERT)
-    copied = 0 if is_quantized else weights + elsewhere if is_cast else merging
-    flat *= zero.stage in (1, 2)
+    merging = _merged(model, configuration) + s * model.num_params_of(Kind.EXPERT)
+    copied = weights + s * counts.elsewhere if is_cast else merging
+    if configuration.model.method is Method.QLORA:
+        copied = 0
+    flat = s * counts.trainable * (configuration.zero.stage in (1, 2))
     if flat and machine.outside_bytes + weights + flat > machine.gpu_bytes:
         return _loading(weights, machine.ranks_per_node * max(copied, 2 * flat), machine)
     on_gpu = max(weights + flat, weights - s * counts.trainable + _quantised_at_once(model, configuration))
     return _loading(on_gpu, machine.ranks_per_node * copied, machine)
+
+
+def _merged(model: ModelFacts, configuration: Configuration) -> int:
+    """Returns the bytes of the largest tensor that is merged from a checkpoint's experts."""
+    sizes = (group.numel for group in model.tensors if group.kind is Kind.EXPERT)
+    return configuration.model.item * max(sizes, default=0)
 
 
 def _quantised_at_once(model: ModelFacts, configuration: Configuration) -> int:
