@@ -6,15 +6,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+_ZERO = "zero_optimization."
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CpuLimit:
     """A value of an option or job key that a CPU does not run, always or mostly."""
 
     key: str
-    """Name in requests, configurations and, where the job has it, in job.yaml."""
+    """Name in requests, configurations and, where the job has it, in job.yaml; dotted for a key of ds_config.json."""
     value: str
-    """The value."""
+    """The value; `true` for a switch."""
     why: str
     """What a CPU lacks."""
     instead: str
@@ -23,6 +25,11 @@ class CpuLimit:
     """What makes it run all the same; empty: nothing does."""
     source: str
     """Where the limit is implemented."""
+
+    @property
+    def is_of_engine(self) -> bool:
+        """Whether the key is one of ds_config.json."""
+        return "." in self.key
 
 
 CPU_LIMITS = (
@@ -48,6 +55,28 @@ CPU_LIMITS = (
         instead="params",
         unless="libaio-dev is installed",
         source="deepspeed 0.19.8 ops/op_builder/async_io.py: is_compatible",
+    ),
+    *(
+        CpuLimit(
+            key=_ZERO + key,
+            value="true",
+            why="DeepSpeed's quantizer is a CUDA kernel",
+            instead="false",
+            unless=unless,
+            source="deepspeed 0.19.8 ops/op_builder/cpu/no_impl.py: NotImplementedBuilder",
+        )
+        for key, unless in (
+            ("zero_quantized_weights", ""),
+            ("zero_quantized_nontrainable_weights", ""),
+            ("zero_quantized_gradients", "there is one node, on which it does nothing"),
+        )
+    ),
+    CpuLimit(
+        key="optimizer.type",
+        value="Lamb",
+        why="DeepSpeed's Lamb is a CUDA kernel",
+        instead="AdamW",
+        source="deepspeed 0.19.8 ops/lamb/fused_lamb.py: FusedLamb",
     ),
 )
 """Everything else that dstrain plans trains on a CPU too, in 4 bits with bitsandbytes 0.49 or later."""

@@ -411,6 +411,14 @@ KNOWLEDGE: tuple[Case, ...] = (
          text=top('"tensor_parallel": {"autotp_size": 3}', head=RAW), proof=Raises(words="Error")),
     Case(name="hpZ that does not divide", rule="DS801", fix="", text=zero(3, '"zero_hpz_partition_size": 3'),
          proof=Becomes(facts={"hpz_group": 2})),
+    *(Case(name=f"{key} on a CPU", rule="DS904", fix="", text=zero(3, f'"{key}": true'),
+           proof=Raises(words="This op had not been implemented on CPU backend"))
+      for key in ("zero_quantized_weights", "zero_quantized_nontrainable_weights")),
+    Case(name="zero_quantized_gradients on one node of CPUs", rule="DS809", fix="",
+         text=zero(3, '"zero_quantized_gradients": true'), proof=Becomes(facts={"stage": 3})),
+    Case(name="Lamb on a CPU", rule="DS904", fix="",
+         text=top('"optimizer": {"type": "Lamb"}, "zero_allow_untested_optimizer": true'),
+         proof=Raises(words="This op had not been implemented on CPU backend")),
 )
 """Proofs of rules that ask for a job, a model or machines; where they stand is tested in test_known.py."""
 

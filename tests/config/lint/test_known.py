@@ -208,6 +208,12 @@ def test_a_bucket_larger_than_the_model_costs_bytes_that_are_told() -> None:
     assert "2.41 GiB of each GPU" in said.effect  # 2 bytes each: the bucket, and a copy no larger than the model
 
 
+def test_gradients_are_quantized_between_nodes_only() -> None:
+    body = ' "zero_optimization": {"stage": 3, "zero_quantized_gradients": true}}'
+    assert "unquantized" in one("DS809", found(body, hosts=hostfile.expand("a:8", None))).effect
+    assert "DS809" not in [each.rule for each in found(body, hosts=hostfile.expand("a:8,b:8", None))]
+
+
 def test_hpz_must_divide_the_gpus_of_a_node() -> None:
     body = ' "zero_optimization": {"stage": 3, "zero_hpz_partition_size": 3}}'
     assert "8 GPUs of a node" in one("DS801", found(body, hosts=hostfile.expand("a:8,b:8", None))).problem
@@ -316,7 +322,9 @@ def test_what_is_wrong_in_the_job_is_told_in_its_line(tmp_path: Path, lines: str
 
 
 @pytest.mark.parametrize(
-    "limit", [limit for limit in CPU_LIMITS if limit.key != "offload"], ids=lambda limit: limit.value
+    "limit",
+    [limit for limit in CPU_LIMITS if limit.key != "offload" and not limit.is_of_engine],
+    ids=lambda limit: limit.value,
 )
 def test_what_a_cpu_does_not_run_is_told(tmp_path: Path, limit: CpuLimit) -> None:
     asked = job(tmp_path, f"{limit.key}: {limit.value}\n")
@@ -325,6 +333,21 @@ def test_what_a_cpu_does_not_run_is_told(tmp_path: Path, limit: CpuLimit) -> Non
     )
     assert limit.why in said.effect
     assert said.fix == f"write {limit.key}: {limit.instead}"
+
+
+@pytest.mark.parametrize("limit", [limit for limit in CPU_LIMITS if limit.is_of_engine], ids=lambda limit: limit.key)
+def test_what_the_engine_does_not_run_on_a_cpu_is_an_error(tmp_path: Path, limit: CpuLimit) -> None:
+    section, _, key = limit.key.partition(".")
+    value = "true" if limit.value == "true" else f'"{limit.value}"'
+    body = ZERO2.replace('"stage": 2', f'"stage": 3, "{key}": {value}')
+    if section == "optimizer":
+        body = f'"optimizer": {{"{key}": {value}}},\n{ZERO2}'
+    known = cluster("cpu", 2, host_memory_bytes=2**38)
+    asked = job(tmp_path, "precision: fp32\n")
+    said = one("DS904", found(body, job=asked, model=model("qwen3-0.6b"), cluster=known))
+    assert said.pointer == f"/{section}/{key}"
+    assert said.severity is (Severity.WARNING if limit.unless else Severity.ERROR)
+    assert limit.why in said.effect
 
 
 def test_qlora_trains_on_a_cpu(tmp_path: Path) -> None:

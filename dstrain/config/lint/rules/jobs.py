@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 
 from dstrain.choices import Precision, RopeType
@@ -11,7 +11,7 @@ from dstrain.config.lint.rule import Breaks, Rule, when
 from dstrain.config.lint.rules.no_effect import above, has_pass, is_on
 from dstrain.config.lint.subject import Subject, shown
 from dstrain.config.resolve_auto import GATHERS
-from dstrain.facts.cluster.cpu import limits_of
+from dstrain.facts.cluster.cpu import CPU_LIMITS, limits_of
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.job.schema import Job
 from dstrain.plan import rope_scaling
@@ -173,10 +173,23 @@ def _not_on_gpu(subject: Subject) -> Iterator[Fault]:
     if job.precision is Precision.BF16 and not gpu.has_bf16 and not gpu.is_cpu:
         yield _in_job(subject, "precision", f"precision is bf16, but {gpu.name} does not support it",
                       "matrix products run in fp32, at a fraction of the speed", "write precision: fp16")  # fmt: skip
-    for limit in limits_of({"attn": job.attn, "precision": job.precision}) if gpu.is_cpu else ():
+    if gpu.is_cpu:
+        yield from _not_on_cpu(subject, {"attn": job.attn, "precision": job.precision})
+
+
+def _not_on_cpu(subject: Subject, values: Mapping[str, str]) -> Iterator[Fault]:
+    keys = {limit.key: subject.at(limit.key, None) for limit in CPU_LIMITS if limit.is_of_engine}
+    given = {key: "true" if value is True else value for key, value in keys.items()}
+    for limit in limits_of({**values, **given}):
         problem = f"{limit.key} is {limit.value}, but the ranks train on the CPU"
         effect = f"the run stops{f', unless {limit.unless}' if limit.unless else ''}: {limit.why}"
-        yield _in_job(subject, limit.key, problem, effect, f"write {limit.key}: {limit.instead}")
+        if not limit.is_of_engine:
+            yield _in_job(subject, limit.key, problem, effect, f"write {limit.key}: {limit.instead}")
+            continue
+        fix = f"write {limit.instead if limit.value == 'true' else shown(limit.instead)}"
+        pointer = tuple(limit.key.split("."))
+        severity = None if limit.unless else Severity.ERROR
+        yield Fault(pointer=pointer, problem=problem, effect=effect, fix=fix, severity=severity)
 
 
 # fmt: off

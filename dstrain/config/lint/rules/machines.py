@@ -9,6 +9,7 @@ from dstrain.config.lint.rule import STOPS, Rule
 from dstrain.config.lint.subject import Subject
 from dstrain.units import format_bytes
 
+_ZERO = "zero_optimization."
 SURELY_MORE = 1.1
 """Ratio of need to capacity above which a finding is an error. Estimates are within 11 % of every published run
 (docs/accuracy.md)."""
@@ -18,7 +19,7 @@ def _divides(subject: Subject) -> Iterator[Fault]:
     if subject.hosts is None:
         return
     slots = min(host.slots for host in subject.hosts.hosts)
-    share = subject.number("zero_optimization.zero_hpz_partition_size", 1)
+    share = subject.number(_ZERO + "zero_hpz_partition_size", 1)
     if subject.stage == 3 and share > 1 and slots % share:
         yield Fault(
             pointer=("zero_optimization", "zero_hpz_partition_size"),
@@ -34,6 +35,22 @@ def _divides(subject: Subject) -> Iterator[Fault]:
             problem=f"autotp_size is {size:g}, which does not divide {subject.hosts.num_slots} GPUs",
             effect="the run stops when the groups are created",
             fix=f"write a number that divides {slots}, the GPUs of a node",
+        )
+
+
+def _one_node(subject: Subject) -> Iterator[Fault]:
+    key = "zero_quantized_gradients"
+    if (
+        subject.hosts is not None
+        and len(subject.hosts.hosts) == 1
+        and subject.stage == 3
+        and subject.is_true(_ZERO + key)
+    ):
+        yield Fault(
+            pointer=("zero_optimization", key),
+            problem=f"{key} is true, and all GPUs are on one node",
+            effect="gradients are sent unquantized: DeepSpeed quantizes them between nodes only",
+            fix="remove the line",
         )
 
 
@@ -109,6 +126,8 @@ RULES = (
     Rule(id="DS803", severity=Severity.ERROR, title="does not fit the RAM", find=_host, source="dstrain.plan.estimate"),
     Rule(id="DS807", severity=Severity.ERROR, title="does not fit the NVMe drive", find=_nvme,
          source="dstrain.plan.estimate"),
+    Rule(id="DS809", severity=Severity.WARNING, title="quantized gradients on one node", find=_one_node,
+         source="deepspeed 0.19.8 runtime/zero/stage3.py: __avg_scatter_grads (num_nodes > 1)"),
     Rule(id="DS804", severity=Severity.ERROR, title="does not fit the disk", find=_disk,
          source="dstrain.plan.estimate"),
 )
