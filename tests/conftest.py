@@ -42,6 +42,7 @@ MARKS = {
             "tests/train/test_resume.py",
             "tests/train/test_elastic.py",
             "tests/train/test_evaluation.py",
+            "tests/train/test_optimizer.py",
         ),
         *("tests/train/test_trace.py", "tests/cli/test_demo.py", "tests/launch/test_process.py"),
         *("tests/train/test_demo.py", "tests/monitor/sinks/test_swanlab.py", "tests/train/data/test_packing"),

@@ -22,6 +22,7 @@ from dstrain.choices import (
     LossOn,
     Method,
     OnBadRow,
+    Optimizer,
     Precision,
     RopeType,
     Schedule,
@@ -188,6 +189,8 @@ class Job:
     """AdamW's second beta."""
     adam_epsilon: NonNegative = 1e-8
     """AdamW's epsilon."""
+    optimizer: Literal[Optimizer.ADAMW, Optimizer.ADAMW_8BIT] = Optimizer.ADAMW
+    """`adamw`, or `adamw_8bit`: bitsandbytes' AdamW, whose moments take a quarter of the memory, on the GPU only."""
     max_grad_norm: NonNegative = 1.0
     """Maximum gradient norm, above which gradients are clipped; 0 disables clipping."""
     seed: Annotated[int, Ge(0), Lt(2**32)] = 42
@@ -243,6 +246,7 @@ SYNONYMS = MappingProxyType(
         "ep_size": "ep",
         "autoep_size": "ep",
         "gradient_checkpointing": "grad_ckpt",
+        "optim": "optimizer",
         "model_name_or_path": "model",
         "model_path": "model",
         "dataset": "data",

@@ -21,7 +21,7 @@ from dstrain.launch.nodes import launchers
 from dstrain.launch.nodes.launchers import LAUNCHERS
 from dstrain.launch.nodes.layout import Node, per_node
 from dstrain.launch.nodes.spec import new_mark
-from dstrain.launch.prepare import resize_checkpoint
+from dstrain.launch.prepare import resume
 from dstrain.launch.prepare.prepare import PreparedRun, cpu_threads, facts_text
 from dstrain.launch.start_script import start_script
 from dstrain.paths import write_atomic
@@ -227,5 +227,5 @@ def _for_ranks(launch: Launch) -> Job:
     job = replace(job, env={name: value for name, value in job.env.items() if name not in launch.secrets})
     if not launch.syncs:
         return job
-    saved = resize_checkpoint.find(job)
+    saved = resume.find(job)
     return replace(job, resume=str(saved.folder) if saved else "never")

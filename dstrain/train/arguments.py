@@ -10,7 +10,7 @@ from accelerate import ParallelismConfig  # type: ignore[import-untyped]
 from accelerate.utils import DeepSpeedSequenceParallelConfig  # type: ignore[import-untyped]
 from transformers import TrainingArguments
 
-from dstrain.choices import Method, Precision
+from dstrain.choices import Method, Optimizer, Precision
 from dstrain.job.schema import Job
 
 
@@ -64,6 +64,10 @@ def _parallelism(job: Job, num_ranks: int) -> ParallelismConfig | None:
     )
 
 
+_OPTIM = {Optimizer.ADAMW: "adamw_torch_fused", Optimizer.ADAMW_8BIT: "adamw_8bit"}
+"""Transformers' name of each optimizer of a job."""
+
+
 def _from_job(job: Job) -> dict[str, Any]:
     """Returns the settings of the job under their Transformers names."""
     return {
@@ -81,6 +85,7 @@ def _from_job(job: Job) -> dict[str, Any]:
         "adam_beta1": job.adam_beta1,
         "adam_beta2": job.adam_beta2,
         "adam_epsilon": job.adam_epsilon,
+        "optim": _OPTIM[job.optimizer],
         "max_grad_norm": job.max_grad_norm,
         "seed": job.seed,
         "data_seed": job.seed,

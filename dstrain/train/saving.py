@@ -55,6 +55,7 @@ class SavingTrainer(transformers.Trainer):
             sp=self._job.sp,
             tp=self._job.tp,
             ep=self._job.ep,
+            optimizer=self._job.optimizer,
             data=self._data_digest,
             rope_scaling=self._job.rope_scaling,
         )

@@ -113,6 +113,7 @@ def test_two_hosts_are_launched_by_pdsh(dstrain: Type, job: Path) -> None:
         ("hostfile: hostfile", "hostfile: hosts", "no such file"),
         ("ds_config: ds_config.json", "ds_config: ds.json", "no such file"),
         ('method: "full"', 'method: "qlora"', "bitsandbytes"),
+        ("grad_ckpt: ", "optimizer: adamw_8bit\ngrad_ckpt: ", "adamw_8bit needs bitsandbytes"),
         ("sinks: [swanlab]", "sinks: [wandb, swanlab]", "wandb needs wandb, which is not installed"),
         ('attn: "sdpa"', 'attn: "flash_attention_2"', "FlashAttention has no kernels for a CPU"),
         ("save_steps: ", "eval_steps: 5\nsave_steps: ", "eval_steps is 5, but eval_data is not set"),

@@ -227,6 +227,7 @@ def described(case: Case) -> dict[str, Any]:
         "grad_accum": configuration.step.grad_accum,
         "sp": configuration.parallel.sp,
         "steps": STEPS,
+        "optimizer": configuration.step.optimizer,
         "loss": configuration.kernels.loss,
         "is_full": case.is_full,
         "tiled_mlp": configuration.checkpointing.tiled_mlp,

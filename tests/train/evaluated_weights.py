@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import torch
-from bitsandbytes.nn import modules
 
 from dstrain.choices import Method, Precision
 from dstrain.job.schema import Job
 from dstrain.train.model import load_model
 
 
-def stored(module: modules.Linear4bit) -> torch.Tensor:
+def stored(module: Any) -> torch.Tensor:
     """Returns the bytes of 4-bit weights, which are no numbers in the dtype that they are stored as."""
     weight: torch.Tensor = module.weight.data
     return weight.view(torch.uint8)
 
 
 def main(model: str) -> None:
+    from bitsandbytes.nn import modules  # which `make qlora` installs
+
     modules.has_avx512bf16 = lambda: True
     job = Job(model=model, output_dir="unused", method=Method.QLORA, precision=Precision.BF16)
     loaded = load_model(job, model, {}).eval()

@@ -11,7 +11,7 @@ import torch
 
 from dstrain.errors import InvalidConfig
 from dstrain.job.schema import Job
-from dstrain.launch.prepare import resize_checkpoint
+from dstrain.launch.prepare import resize_checkpoint, resume
 from dstrain.records import load_json
 from dstrain.rundir import RunDir
 from dstrain.train.checkpoints import universal_checkpoint
@@ -65,7 +65,7 @@ def runs(root: Path, demo: Path, engine: Engine) -> Path:
 def _go_on(run: Path, engine: Engine, *, ranks: int, in_child: bool = False) -> None:
     """Does what `dstrain run` does before the launch; without `in_child` the copy is there already."""
     job = load_json(Job, run / "request.json")
-    resuming = resize_checkpoint.resuming(job, num_ranks=ranks)
+    resuming = resume.resuming(job, num_ranks=ranks)
     config = json.loads((run / "ds_config.resolved.json").read_text())
     needed = resize_checkpoint.decide(resuming.saved, config, num_ranks=ranks)
     assert needed is not None

@@ -179,6 +179,7 @@ def test_a_checkpoint_is_marked_whole_and_old_ones_go(runs: Path) -> None:
         "sp": 1,
         "tp": 1,
         "ep": 1,
+        "optimizer": "adamw",
         "rope_scaling": None,
     }
     assert files == {

@@ -1,9 +1,9 @@
 """Trains one configuration after another on this rank and writes what lived: `tests.train.tracked CASES`.
 
 CASES is a JSON file: a list of objects with `name`, `config` (of the model), `ds_config`, `seq_len`, `micro_batch`,
-`grad_accum`, `sp`, `steps`, `loss`, `tiled_mlp`, `is_full` (whether the device is, while the engine is set up),
-`grad_ckpt` (null, or its keywords) and `lora` (null, or the keywords of LoraConfig). Each rank writes a list of what it
-measured to `CASES.RANK`.
+`grad_accum`, `sp`, `steps`, `optimizer`, `loss`, `tiled_mlp`, `is_full` (whether the device is, while the engine is set
+up), `grad_ckpt` (null, or its keywords) and `lora` (null, or the keywords of LoraConfig). Each rank writes a list of
+what it measured to `CASES.RANK`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from deepspeed.accelerator.real_accelerator import get_accelerator, set_accelerator
 
-from dstrain.choices import LossKernel
+from dstrain.choices import LossKernel, Optimizer
 from dstrain.train import loss
 from dstrain.train.loss import replace_loss
 from dstrain.train.tiled_mlp import tile_mlps
@@ -68,6 +68,10 @@ def optimizer_for(model: Any, case: dict[str, Any]) -> Any:
     zero, shared = case["ds_config"]["zero_optimization"], case["ds_config"].get("expert_parallel")
     if "offload_optimizer" in zero:
         return DeepSpeedCPUAdam(groups, lr=1e-4)
+    if case["optimizer"] == Optimizer.ADAMW_8BIT:
+        from bitsandbytes.optim import AdamW8bit
+
+        return AdamW8bit(groups, lr=1e-4)
     optimizer = torch.optim.AdamW(groups, lr=1e-4, **case.get("adamw", {"fused": True}))
     if shared:
         share_experts(model, optimizer, shared, stage=zero["stage"])

@@ -80,9 +80,6 @@ _CHOICES = (
 _BEYOND = (
     click.option("--grad-accum", type=int, help="Micro-batches of one optimizer step.  [default: chosen]"),
     click.option(
-        "--optimizer", type=Choice(Optimizer), default=Optimizer.ADAMW.value, show_default=True, help="Optimizer."
-    ),
-    click.option(
         "--states",
         type=Choice(StateDtypes),
         default=StateDtypes.MIXED.value,
@@ -121,19 +118,32 @@ def facts_options(function: F) -> F:
     """Adds the options that describe model, machines and request, as far as gen-config can carry them out; it may take
     the model from the last time."""
     return _with(
-        (_model(required=False), *_MACHINES, *_CHOICES, _loss(LossKernel.FULL, LossKernel.CHUNKED, LossKernel.FUSED)),
+        (
+            _model(required=False),
+            *_MACHINES,
+            *_CHOICES,
+            _loss(LossKernel.FULL, LossKernel.CHUNKED, LossKernel.FUSED),
+            _optimizer(Optimizer.ADAMW, Optimizer.ADAMW_8BIT),
+        ),
         function,
     )
 
 
 def plan_options(function: F) -> F:
     """Adds the options of `facts_options`, and those that gen-config cannot carry out."""
-    return _with((_model(required=True), *_MACHINES, *_CHOICES, _loss(*LossKernel), *_BEYOND), function)
+    return _with(
+        (_model(required=True), *_MACHINES, *_CHOICES, _loss(*LossKernel), _optimizer(*Optimizer), *_BEYOND), function
+    )
 
 
 def _loss(*choices: LossKernel) -> Callable[[F], F]:
     text = "How the loss is computed.  [default: with the least memory: fused, chunked or full]"
     return click.option("--loss", type=Choice(choices), help=text)
+
+
+def _optimizer(*choices: Optimizer) -> Callable[[F], F]:
+    default = Optimizer.ADAMW.value
+    return click.option("--optimizer", type=Choice(choices), default=default, show_default=True, help="Optimizer.")
 
 
 def _model(*, required: bool) -> Callable[[F], F]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
-from dstrain.choices import Method
+from dstrain.choices import Method, Optimizer
 from dstrain.cli.options.question import PlanInputs
 from dstrain.facts.cluster import hostfile
 from dstrain.job.yaml_source import parse_yaml
@@ -33,7 +33,9 @@ def next_lines(out: Path, files: Mapping[str, str], asked: PlanInputs, plan: Pla
     hosts = hostfile.parse(files["hostfile"], "hostfile") if "hostfile" in files else asked.hosts
     if hosts.placeholder_lines:
         steps.append(f"put the names of your nodes into {where}hostfile")
-    if plan.chosen.configuration.model.method is Method.QLORA and find_spec("bitsandbytes") is None:
+    configuration = plan.chosen.configuration
+    is_quantized = configuration.model.method is Method.QLORA or configuration.step.optimizer is Optimizer.ADAMW_8BIT
+    if is_quantized and find_spec("bitsandbytes") is None:
         steps.append("pip install 'dstrain[qlora]'")
     if parse_yaml(files["job.yaml"], "job.yaml")[0].get("data") is None:
         steps.append(f"name your training data in {where}job.yaml")

@@ -21,7 +21,7 @@ from dstrain.launch.filesync import remote_end
 from dstrain.launch.filesync.sync import TRACKED, Disk, at_once, push, push_checkpoint
 from dstrain.launch.filesync.transfers import Transfers
 from dstrain.launch.launch import Launch
-from dstrain.launch.prepare.resize_checkpoint import find
+from dstrain.launch.prepare.resume import find
 from dstrain.paths import flush
 from dstrain.rundir import COMPLETE, PART, RunDir, is_whole, mark_whole, read_record, rotate
 from dstrain.units import format_bytes, format_seconds

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from dstrain.choices import Attention, Hub, Method, SinkName, SwanLabMode
+from dstrain.choices import Attention, Hub, Method, Optimizer, SinkName, SwanLabMode
 from dstrain.errors import EnvironmentProblem
 from dstrain.job.file import JobFile, looks_local
 from dstrain.job.schema import Job
@@ -54,6 +54,8 @@ def _is_on_modelscope(name: str | None) -> bool:
 _PACKAGES = (
     _Package(key=("method",), value="qlora", modules=("bitsandbytes",), name="bitsandbytes",
         install="pip install 'dstrain[qlora]'", is_wanted=lambda job: job.method is Method.QLORA),
+    _Package(key=("optimizer",), value="adamw_8bit", modules=("bitsandbytes",), name="bitsandbytes",
+        install="pip install 'dstrain[qlora]'", is_wanted=lambda job: job.optimizer is Optimizer.ADAMW_8BIT),
     _Package(key=("attn",), value="flash_attention_2", modules=("flash_attn", "kernels"), name="flash-attn",
         install="pip install flash-attn --no-build-isolation, or set attn: sdpa",
         is_wanted=lambda job: job.attn is Attention.FLASH_ATTENTION_2),

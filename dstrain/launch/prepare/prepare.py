@@ -20,10 +20,11 @@ from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.facts.this_machine import trains_on_cpu, visible_devices
 from dstrain.job.file import JobFile
 from dstrain.job.schema import Job
-from dstrain.launch.prepare import job_checks, packages, resize_checkpoint
+from dstrain.launch.prepare import job_checks, packages, resize_checkpoint, resume
 from dstrain.launch.prepare.job_context import describe, hosts_of, model_of
 from dstrain.launch.prepare.lint_job import lint, refused
-from dstrain.launch.prepare.resize_checkpoint import Resize, Resuming
+from dstrain.launch.prepare.resize_checkpoint import Resize
+from dstrain.launch.prepare.resume import Resuming
 from dstrain.paths import shown
 from dstrain.plan.estimate_records import Estimate
 from dstrain.records import to_data
@@ -70,7 +71,7 @@ def prepare(
     on_cpu = trains_on_cpu(environment, file.job.env)
     data_notes = job_checks.check(file, on_cpu=on_cpu)
     hosts = machines.named(hosts or hosts_of(file))
-    resuming = resize_checkpoint.resuming(file.job, num_ranks=hosts.num_slots)
+    resuming = resume.resuming(file.job, num_ranks=hosts.num_slots)
     file = replace(file, job=resuming.job)
     model, model_notes = model_of(file.job)
     cluster = describe(hosts, on_cpu=on_cpu)

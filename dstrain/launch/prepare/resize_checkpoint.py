@@ -1,4 +1,4 @@
-"""Resumes from a checkpoint on another number of GPUs: keeps the global batch, and converts the shards once.
+"""Resumes from a checkpoint on another number of GPUs: converts the shards once.
 
 DeepSpeed loads shards only on the number of ranks that wrote them. Its universal checkpoint, a copy with one file per
 weight, loads on any number: `train.checkpoints.universal_checkpoint` writes it, and the ranks read it if the numbers
@@ -11,7 +11,7 @@ import json
 import shutil
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -19,52 +19,10 @@ from typing import Any
 from dstrain import child_process
 from dstrain.errors import EnvironmentProblem, InvalidConfig
 from dstrain.facts.this_machine import ACCELERATOR
-from dstrain.job.schema import Job
+from dstrain.launch.prepare.resume import SavedCheckpoint, weights_of
 from dstrain.paths import python, shown
-from dstrain.rundir import UNIVERSAL, UNIVERSAL_PART, RunDir, damage, read_record
+from dstrain.rundir import UNIVERSAL, UNIVERSAL_PART
 from dstrain.units import format_bytes, format_seconds
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SavedCheckpoint:
-    """The checkpoint that a run resumes from, as its own record describes it."""
-
-    folder: Path
-    world_size: int
-    """The ranks that wrote it."""
-    zero_stage: int
-    micro_batch: int
-    """Samples in one forward pass of one rank."""
-    grad_accum: int
-    """Micro-batches per step."""
-    sp: int
-    tp: int
-    ep: int
-    """Sequence-, tensor- and expert-parallel ranks."""
-    rope_scaling: Mapping[str, Any] | None
-    """How positions were stretched."""
-
-    @property
-    def global_batch(self) -> int:
-        """Samples of one step."""
-        return self.micro_batch * self.grad_accum * (self.world_size // (self.sp * self.tp))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Resuming:
-    """A job, and the checkpoint it resumes from."""
-
-    job: Job
-    """With the global batch of the checkpoint."""
-    saved: SavedCheckpoint | None = None
-    """None for a new run."""
-    notes: tuple[str, ...] = ()
-    """Lines to print before the launch."""
-
-    def explained(self, error: InvalidConfig) -> InvalidConfig:
-        """Returns an error about the changed job, with the reason for the change in its hint."""
-        hint = "\n".join([*self.notes, *([error.hint] if error.hint else [])])
-        return InvalidConfig(error.problem, hint=hint or None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,100 +32,6 @@ class Resize:
     checkpoint: Path
     from_ranks: int
     to_ranks: int
-
-
-def resuming(job: Job, *, num_ranks: int) -> Resuming:
-    """Returns the job with the global batch of the checkpoint it resumes from, on any number of ranks.
-
-    A step then takes the same samples as before, and the schedule has the same number of steps. Raises InvalidConfig if
-    that batch does not divide by the number of ranks, or if its positions were stretched otherwise.
-    """
-    saved = find(job)
-    if saved is None:
-        return Resuming(job=job, notes=_skipped(job, "training starts over"))
-    _require_positions(job, saved)
-    kept = keep_batch(job, saved, num_ranks=num_ranks)
-    notes = _skipped(job, f"resuming from {saved.folder.name}") + _notes(job, kept, saved, num_ranks=num_ranks)
-    return Resuming(job=kept, saved=saved, notes=notes)
-
-
-def _require_positions(job: Job, saved: SavedCheckpoint) -> None:
-    """Raises InvalidConfig if the job stretches positions otherwise than the checkpoint it resumes from."""
-    scaling = asdict(job.rope_scaling) if job.rope_scaling else None
-    if scaling != saved.rope_scaling:
-        name, was, now = shown(str(saved.folder)), json.dumps(saved.rope_scaling), json.dumps(scaling)
-        anew = "" if saved.rope_scaling else f", or {_weights(name)}"  # exported positions are not stretched again
-        raise InvalidConfig(
-            f"{name} was trained with rope_scaling {was}; the job has {now}", hint=f"Write rope_scaling: {was}{anew}."
-        )
-
-
-def _skipped(job: Job, instead: str) -> tuple[str, ...]:
-    """Returns a warning for each newer checkpoint that `resume: auto` cannot use."""
-    if job.resume != "auto":
-        return ()
-    newest = RunDir(Path(job.output_dir)).newest_checkpoint()
-    return tuple(f"warning: {problem}: {instead}" for problem in newest.skipped)
-
-
-def find(job: Job) -> SavedCheckpoint | None:
-    """Returns the checkpoint that the job's `resume` selects: none, the newest complete one, or a folder.
-
-    A checkpoint without a recorded batch gets the job's. Raises InvalidConfig if it cannot be read.
-    """
-    if job.resume == "never":
-        return None
-    folder = RunDir(Path(job.output_dir)).newest_checkpoint().folder if job.resume == "auto" else Path(job.resume)
-    if folder is None:
-        return None
-    problem = damage(folder)
-    if problem is not None:
-        raise InvalidConfig(f"{shown(str(folder))} {problem}", hint="Name an older checkpoint: resume: FOLDER.")
-    record = read_record(folder)
-    return SavedCheckpoint(
-        folder=folder,
-        world_size=record["world_size"],
-        zero_stage=record["zero_stage"],
-        micro_batch=record.get("micro_batch", job.micro_batch),
-        grad_accum=record.get("grad_accum", job.grad_accum),
-        **{key: record.get(key, 1) for key in ("sp", "tp", "ep")},
-        rope_scaling=record.get("rope_scaling"),
-    )
-
-
-def keep_batch(job: Job, saved: SavedCheckpoint, *, num_ranks: int) -> Job:
-    """Returns the job with the checkpoint's global batch: with its own micro-batch if that divides, else a smaller one.
-
-    Raises InvalidConfig, with the possible numbers of GPUs, if the batch does not divide by the number of ranks.
-    """
-    total = saved.global_batch
-    if job.samples_per_step(num_ranks) == total:
-        return job
-    groups = job.data_parallel(num_ranks)
-    if total % groups:
-        nearby = range(job.ranks_per_batch, 2 * max(saved.world_size, num_ranks) + 1, job.ranks_per_batch)
-        legal = ", ".join(str(count) for count in nearby if total % job.data_parallel(count) == 0)
-        raise InvalidConfig(
-            f"{shown(str(saved.folder))} was trained with a global batch of {total}; {num_ranks} GPUs cannot share it",
-            hint=f"Numbers of GPUs that can: {legal}.",
-        )
-    share = total // groups
-    micro_batch = next(size for size in range(min(job.micro_batch, share), 0, -1) if share % size == 0)
-    return replace(job, micro_batch=micro_batch, grad_accum=share // micro_batch)
-
-
-def _notes(job: Job, kept: Job, saved: SavedCheckpoint, *, num_ranks: int) -> tuple[str, ...]:
-    """Returns a note if the ranks or the batch differ from those of the checkpoint."""
-    changes = [
-        f"{name} {getattr(job, name)} → {getattr(kept, name)}"
-        for name in ("micro_batch", "grad_accum")
-        if getattr(job, name) != getattr(kept, name)
-    ]
-    ranks = "" if saved.world_size == num_ranks else f" of {saved.world_size} ranks on {num_ranks}"
-    if not changes and not ranks:
-        return ()
-    by = f" by {', '.join(changes)}" if changes else ""
-    return (f"resuming {saved.folder.name}{ranks}: global batch {saved.global_batch} kept{by}",)
 
 
 _FAMILY = MappingProxyType({0: 0, 1: 1, 2: 1, 3: 3})
@@ -215,13 +79,13 @@ def decide(saved: SavedCheckpoint | None, config: Mapping[str, Any], *, num_rank
     if _FAMILY.get(stage) != _FAMILY.get(saved.zero_stage):
         raise InvalidConfig(
             f"{name} was written under ZeRO-{saved.zero_stage}; ZeRO-{stage} cannot load its shards",
-            hint=f"Set stage back to {saved.zero_stage}, or {_weights(name)}.",
+            hint=f"Set stage back to {saved.zero_stage}, or {weights_of(name)}.",
         )
     experts = _at(config, "expert_parallel.enabled") and _at(config, "expert_parallel.autoep_size")
     for key, size in {"tp": _at(config, "tensor_parallel.autotp_size"), "ep": experts}.items():
         if (now := size or 1) != (was := getattr(saved, key)):
             problem = f"{name} was written with {key} {was}, and the job has {key} {now}"
-            raise InvalidConfig(problem, hint=f"Write {key}: {was}, or {_weights(name)}.")
+            raise InvalidConfig(problem, hint=f"Write {key}: {was}, or {weights_of(name)}.")
     if saved.world_size == num_ranks or not saved.zero_stage:
         return None
     broken = [
@@ -235,14 +99,9 @@ def decide(saved: SavedCheckpoint | None, config: Mapping[str, Any], *, num_rank
         raise InvalidConfig(
             f"{name} was written by {saved.world_size} ranks; DeepSpeed cannot convert it for {num_ranks} with "
             + ", ".join(broken),
-            hint=f"Run on {saved.world_size} GPUs, or {_weights(name)}.",
+            hint=f"Run on {saved.world_size} GPUs, or {weights_of(name)}.",
         )
     return Resize(checkpoint=saved.folder, from_ranks=saved.world_size, to_ranks=num_ranks)
-
-
-def _weights(name: str) -> str:
-    """Returns the alternative to resuming, which always works."""
-    return f"start from its weights: dstrain export {name} WEIGHTS, then model: WEIGHTS and another output_dir"
 
 
 def _at(config: Mapping[str, Any], key: str) -> Any:
@@ -292,7 +151,7 @@ def _check_disk(folder: Path) -> None:
 def _failed(resize: Resize, code: int, output: str) -> EnvironmentProblem | InvalidConfig:
     """Returns the error of a failed conversion."""
     name = shown(str(resize.checkpoint))
-    hint = f"Run on {resize.from_ranks} GPUs, or {_weights(name)}."
+    hint = f"Run on {resize.from_ranks} GPUs, or {weights_of(name)}."
     kind = InvalidConfig if code == InvalidConfig.exit_code else EnvironmentProblem
     lines = output.strip().splitlines() or [f"it ended with exit code {code}"]
     ours = next((number for number, line in enumerate(lines) if line.startswith("Error: ")), None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from dstrain.choices import Attention, Method, Offload, Precision
+from dstrain.choices import Attention, Method, Offload, Optimizer, Precision
 from dstrain.errors import InvalidConfig
 from dstrain.facts.cluster.cluster import Cluster, Origin
 from dstrain.facts.cluster.cpu import limits_of
@@ -190,8 +190,9 @@ def _notes(workload: Workload, request: Request, chosen: Estimate) -> tuple[str,
         notes.append(f"it fills {percent(share)} of the GPU; dstrain's own choices leave {left}")
     for limit in limits_of(flat(chosen.configuration)) if cluster.gpu.is_cpu else ():
         notes.append(f"{limit.key} {limit.value} trains on a CPU only if {limit.unless}: {limit.why}")
-    if request.method is Method.QLORA:
-        notes.append("qlora needs bitsandbytes on the machine that trains: pip install 'dstrain[qlora]'")
+    for choice in (request.method, request.optimizer):
+        if choice in (Method.QLORA, Optimizer.ADAMW_8BIT):
+            notes.append(f"{choice} needs bitsandbytes on the machine that trains: pip install 'dstrain[qlora]'")
     if model.vision is not None and not request.image_patches:
         frozen = format_count(model.num_params_of(Kind.VISION))
         notes.append(f"a vision-language model trains on text here; its vision tower ({frozen} parameters) is frozen")

@@ -89,6 +89,10 @@ RULES: tuple[Rule, ...] = (
          breaks=lambda m, k, c: c.zero.is_offloaded and c.step.optimizer is not Optimizer.ADAMW
          and c.model.is_deepspeed,
          source="accelerate 1.15 utils/deepspeed.py: map_pytorch_optim_to_deepspeed makes CPUAdam of all, or raises"),
+    Rule(name="Adafactor factors matrices", options=("optimizer", "zero_stage"),
+         says="ZeRO steps flat shards, in which Adafactor finds no rows and columns",
+         breaks=lambda m, k, c: c.zero.stage > 0 and c.step.optimizer is Optimizer.ADAFACTOR and c.model.is_deepspeed,
+         source="Transformers 5.23 optimization.py: Adafactor._get_options (factored needs two dimensions)"),
     Rule(name="hpZ needs ZeRO-3", options=("zero_stage",),
          says="a second copy of the parameters inside each node (hpZ) exists under ZeRO-3 only",
          breaks=lambda m, k, c: c.zero.hpz > 1 and c.zero.stage < 3,

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from dstrain.choices import Optimizer
 from dstrain.errors import EnvironmentProblem, InvalidConfig
 from dstrain.job.schema import RopeScaling
 from dstrain.paths import write_atomic
@@ -105,6 +106,8 @@ class Written:
     """Tensor-parallel ranks, which share each weight."""
     ep: int
     """Expert-parallel ranks, which share the experts of each layer."""
+    optimizer: Optimizer = Optimizer.ADAMW
+    """The job's, whose states are in the shards."""
     data: str
     """Digest of the training data and its order."""
     rope_scaling: RopeScaling | None = None

@@ -105,6 +105,23 @@ def test_parallelism_at_odds_with_its_job_is_an_error(tmp_path: Path, key: str, 
         assert problem in one("DS224", found(body, job=job(tmp_path, f"{key}: 2\n"))).problem
 
 
+@pytest.mark.parametrize(
+    ("body", "pointer"),
+    [
+        (f' "optimizer": {{"type": "AdamW", "params": {{"lr": "auto"}}}},\n{ZERO2}', "/optimizer"),
+        (
+            ' "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}',
+            "/zero_optimization/offload_optimizer",
+        ),
+    ],
+)
+def test_nothing_takes_the_place_of_8_bit_adamw(tmp_path: Path, body: str, pointer: str) -> None:
+    said = one("DS225", found(body, job=job(tmp_path, "optimizer: adamw_8bit\n")))
+    assert (said.severity, said.pointer) == (Severity.ERROR, pointer)
+    assert "DS225" not in [each.rule for each in found(body, job=job(tmp_path))]
+    assert found(ZERO2, job=job(tmp_path, "optimizer: adamw_8bit\n")) == []
+
+
 def test_tensor_parallelism_excludes_hpz(tmp_path: Path) -> None:
     body = ' "zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}}'
     assert "zero_hpz_partition_size with tp 2" in one("DS224", found(body, job=job(tmp_path, "tp: 2\n"))).problem

@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 
+from dstrain.choices import Optimizer
 from dstrain.errors import EnvironmentProblem, InvalidConfig
 from dstrain.job.schema import Job
-from dstrain.launch.prepare.resize_checkpoint import Resize, Resuming, convert, decide, find, resuming
+from dstrain.launch.prepare.resize_checkpoint import Resize, convert, decide
+from dstrain.launch.prepare.resume import Resuming, find, resuming
 from dstrain.records import from_data
 
 RECORD = {"step": 4, "world_size": 2, "zero_stage": 2, "micro_batch": 2, "grad_accum": 4}
@@ -205,6 +207,30 @@ def test_positions_stay_as_they_were_stretched(tmp_path: Path, was: Any, now: An
     hint = str(caught.value.hint)
     assert hint.startswith(f"Write rope_scaling: {json.dumps(was)}")
     assert ("start from its weights" in hint) == (was is None)  # which have no positions of their own yet
+
+
+@pytest.mark.parametrize(("was", "now"), [("adamw_8bit", "adamw"), (None, "adamw_8bit")])
+def test_states_are_not_those_of_another_optimizer(tmp_path: Path, was: str | None, now: str) -> None:
+    record: dict[str, Any] = {"optimizer": was} if was else {}
+    checkpoint(tmp_path, **record)
+    with pytest.raises(InvalidConfig, match="was trained with optimizer") as caught:
+        resuming(job(tmp_path, optimizer=Optimizer(now)), num_ranks=2)
+    assert str(caught.value.hint).startswith(f"Write optimizer: {was or 'adamw'}, or start from its weights")
+
+
+@pytest.mark.parametrize(("num_ranks", "stage"), [(2, 2), (1, 0)])
+def test_8_bit_states_resume_where_they_are_whole_or_on_as_many_ranks(
+    tmp_path: Path, num_ranks: int, stage: int
+) -> None:
+    checkpoint(tmp_path, optimizer="adamw_8bit", zero_stage=stage)
+    assert resuming(job(tmp_path, optimizer=Optimizer.ADAMW_8BIT), num_ranks=num_ranks).saved is not None
+
+
+def test_8_bit_states_are_not_converted_for_other_ranks(tmp_path: Path) -> None:
+    checkpoint(tmp_path, optimizer="adamw_8bit")
+    with pytest.raises(InvalidConfig, match="8-bit states of 2 ranks") as caught:
+        resuming(job(tmp_path, optimizer=Optimizer.ADAMW_8BIT), num_ranks=1)
+    assert str(caught.value.hint).startswith("Run on 2 GPUs, or start from its weights")
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])

@@ -144,7 +144,7 @@ def test_a_checkpoint_says_how_it_was_trained(tmp_path: Path) -> None:
     record = json.loads((make(tmp_path, 7) / "complete.json").read_text())
     shards = {f"global_step7/bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt": 5 for rank in (0, 1)}
     how = {"step": 7, "world_size": 2, "zero_stage": 2, "micro_batch": 1, "grad_accum": 4, "data": ""}
-    assert record == how | {"sp": 1, "tp": 1, "ep": 1, "rope_scaling": None, "files": shards}
+    assert record == how | {"sp": 1, "tp": 1, "ep": 1, "optimizer": "adamw", "rope_scaling": None, "files": shards}
 
 
 def test_a_missing_shard_leaves_a_checkpoint_unmarked(tmp_path: Path) -> None:
