@@ -85,7 +85,7 @@ def main() -> None:
         print(json.dumps(children), file=answers)
         codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
         for buffer in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{port}_*"):
-            buffer.unlink()  # 66 MiB of RAM for each rank, which DeepSpeed leaves
+            buffer.unlink(missing_ok=True)  # 66 MiB of RAM for each rank, which DeepSpeed leaves
         print(json.dumps(codes), file=answers)
 
 
