@@ -108,6 +108,10 @@ class Evaluator:
                     break
         return self.estimates[candidate]
 
+    def has_gpu_room(self, candidate: Candidate) -> bool:
+        """Returns whether the GPU holds what lives, whatever the allocator reserves; exact."""
+        return _is_gpu_room(self.verify(candidate))
+
     def estimate(self, candidate: Candidate) -> Estimate:
         """Returns the estimate, made once."""
         if candidate not in self.estimates:
@@ -118,8 +122,12 @@ class Evaluator:
 
 def _is_live_room(estimate: Estimate) -> bool:
     """Returns whether it would fit if the allocator held only live bytes."""
+    return estimate.fits_host and _is_gpu_room(estimate)
+
+
+def _is_gpu_room(estimate: Estimate) -> bool:
     least = estimate.memory.device_bytes_per_gpu - estimate.memory.breakdown_bytes.fragmentation
-    return estimate.memory.load.fits_gpu and estimate.fits_host and least <= estimate.usable_bytes_per_gpu
+    return estimate.memory.load.fits_gpu and least <= estimate.usable_bytes_per_gpu
 
 
 def estimated(

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 
-from dstrain.choices import Method
+from dstrain.choices import Method, Offload, Optimizer
 from dstrain.errors import DoesNotFit, InvalidConfig
 from dstrain.facts.cluster.cluster import Cluster, Origin
 from dstrain.facts.workload import Workload
@@ -16,6 +16,9 @@ from dstrain.plan.request import Request
 from dstrain.plan.search.search import fastest
 from dstrain.plan.search.search_space import DEFAULT_SEQ_LEN
 from dstrain.units import GIB, format_bytes
+
+SHORTEST = 256
+"""Tokens of the shortest sequence that is proposed."""
 
 
 def does_not_fit(workload: Workload, request: Request, nearest: Estimate) -> DoesNotFit:
@@ -55,18 +58,22 @@ def gpu_assumed(cluster: Cluster) -> str:
 
 def nearest_that_fits(workload: Workload, request: Request) -> list[str]:
     """Returns changes that fit, each as one sentence in numbers: more RAM than was assumed, a smaller micro-batch than
-    the one asked for, more GPUs, an adapter, a shorter sequence."""
+    the one asked for, more GPUs, an 8-bit optimizer, an adapter, a shorter sequence."""
     said: dict[str, str] = {}
     for kind, option, changed, cluster in _changes(workload, request):
         if kind in said:
             continue
-        try:
-            estimate = fastest(replace(workload, cluster=cluster), changed)
-        except InvalidConfig:  # the options contradict each other there
-            continue
-        if estimate is not None:
+        if (estimate := _fastest(workload, changed, cluster)) is not None:
             said[kind] = f"{option}: {label(estimate.configuration)}"
     return list(said.values())
+
+
+def _fastest(workload: Workload, request: Request, cluster: Cluster) -> Estimate | None:
+    """Returns the best plan on other machines; None if nothing fits or the options contradict each other there."""
+    try:
+        return fastest(replace(workload, cluster=cluster), request)
+    except InvalidConfig:
+        return None
 
 
 def _changes(workload: Workload, request: Request) -> Iterator[tuple[str, str, Request, Cluster]]:
@@ -86,10 +93,15 @@ def _changes(workload: Workload, request: Request) -> Iterator[tuple[str, str, R
         more = replace(cluster, num_nodes=cluster.num_nodes * factor)
         nodes = "" if more.gpus_per_node == 8 else f" --gpus-per-node {more.gpus_per_node}"
         yield "gpus", f"--gpus {more.num_gpus}{nodes}", replace(changed, global_batch=None), more
+    if request.optimizer is Optimizer.ADAMW and request.offload in (None, Offload.NONE):
+        eight_bit = replace(request, optimizer=Optimizer.ADAMW_8BIT)
+        yield "optimizer", f"--optimizer {eight_bit.optimizer}", eight_bit, cluster
     if request.method is Method.FULL:
         for method in (Method.LORA, Method.QLORA):
             yield "method", f"--method {method}", replace(request, method=method), cluster
     seq_len = request.seq_len or min(DEFAULT_SEQ_LEN, workload.model.max_position_embeddings)
-    while seq_len > 256:
+    if _fastest(workload, replace(request, seq_len=min(seq_len, SHORTEST)), cluster) is None:
+        return
+    while seq_len > SHORTEST:
         seq_len //= 2
         yield "seq-len", f"--seq-len {seq_len}", replace(request, seq_len=seq_len), cluster

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import heapq
+import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -60,7 +62,7 @@ def search(workload: Workload, request: Request, *, top: int = DEFAULT_TOP, exha
     if exhaustive:
         for candidate in candidates:
             evaluator.estimate(candidate)
-    best, fastest = _verified(evaluator, possible, top)
+    best, fastest = _verified(evaluator, possible, top, rules_out=not exhaustive)
     fits = bool(best)
     if not fits:
         best = _nearest(evaluator, candidates, top)
@@ -77,13 +79,56 @@ def search(workload: Workload, request: Request, *, top: int = DEFAULT_TOP, exha
     )
 
 
-def _verified(evaluator: Evaluator, candidates: list[Candidate], top: int) -> tuple[list[Candidate], Candidate | None]:
-    """Returns the best candidates, and the fastest, whose exact estimates fit too; verifies until every one fits."""
+def _verified(
+    evaluator: Evaluator, candidates: list[Candidate], top: int, *, rules_out: bool = True
+) -> tuple[list[Candidate], Candidate | None]:
+    """Returns the best candidates, and the fastest, whose exact estimates fit too; verifies until every one fits.
+
+    With `rules_out`, the second failure of a kind of candidates asks whether any of that kind can fit.
+    """
+    failures: Counter[object] = Counter()
     while True:
         ranked, fastest = _ranked(evaluator, candidates, top)
-        verified = [evaluator.verify(candidate).fits for candidate in (fastest, *ranked) if candidate is not None]
-        if all(verified):
+        verified = dict.fromkeys(candidate for candidate in (fastest, *ranked) if candidate is not None)
+        failed = [candidate for candidate in verified if not evaluator.verify(candidate).fits]
+        if not failed:
             return ranked, fastest
+        failures.update(map(_kind, failed))
+        for kind in dict.fromkeys(map(_kind, failed)):
+            if rules_out and failures[kind] > 1:
+                candidates = _left_of(evaluator, candidates, kind)
+
+
+def _kind(candidate: Candidate) -> object:
+    """Returns what candidates have in common that differ in batch, recomputation and buffers only."""
+    return candidate.way.zero, candidate.way.parallel, candidate.pin_memory
+
+
+def _left_of(evaluator: Evaluator, candidates: list[Candidate], kind: object) -> list[Candidate]:
+    """Returns the candidates without those of a kind that need no less than the most frugal one, if that has no room.
+
+    RAM depends on the buffers, and on nothing else in which candidates of one kind differ.
+    """
+    kin = [candidate for candidate in candidates if _kind(candidate) == kind]
+    frugal = min(kin, key=_appetite, default=None)
+    if frugal is None or ((has_gpu := evaluator.has_gpu_room(frugal)) and evaluator.verify(frugal).fits_host):
+        return candidates
+    least = _appetite(frugal)
+    lost = {
+        candidate
+        for candidate in kin
+        if all(more >= less for more, less in zip(_appetite(candidate), least, strict=True))
+        and (not has_gpu or candidate.rung == frugal.rung)
+    }
+    return [candidate for candidate in candidates if candidate not in lost]
+
+
+def _appetite(candidate: Candidate) -> tuple[int, ...]:
+    """Returns numbers of which none needs less memory on the GPU for being larger."""
+    checkpointing = candidate.way.checkpointing
+    kept = checkpointing.every_n_layers if checkpointing.enabled else sys.maxsize
+    rung = sys.maxsize if candidate.rung is None else candidate.rung
+    return candidate.micro_batch, kept, not checkpointing.tiled_mlp, rung, candidate.grad_accum > 1
 
 
 def fastest(workload: Workload, request: Request) -> Estimate | None:
