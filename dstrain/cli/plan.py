@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from dstrain.cli.console import answer_json, say_lines, width, wrapped
-from dstrain.cli.options.planning import GENERATED, HTML, plan_options
+from dstrain.cli.options.planning import HTML, is_generated, plan_options
 from dstrain.cli.options.question import PlanInputs, plan_inputs
 from dstrain.cli.options.typed import spelled, typed
 from dstrain.cli.output import page
@@ -72,8 +72,8 @@ def _print(plans: Survey, inputs: PlanInputs, *, verbose: bool) -> None:
 
 
 def _next_lines(options: dict[str, Any]) -> list[str]:
-    """Returns the command that writes the first plan, unless gen-config lacks one of the options."""
+    """Returns the command that writes the first plan, unless gen-config lacks one of the options or values."""
     given = typed(options)
-    if not set(given) <= GENERATED or given.get("zero_stage") == 0:
+    if not is_generated(given):
         return []
     return ["", f"next: dstrain gen-config {spelled(given)}"]

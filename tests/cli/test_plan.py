@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -129,6 +130,29 @@ def test_where_assumed_ram_is_what_lacks_the_assumption_and_the_option_are_named
 def test_it_writes_nothing(dstrain: Type, tmp_path: Path) -> None:
     dstrain(*PLAN)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--zero-stage", "0"),
+        ("--optimizer", "adamw_8bit"),
+        ("--optimizer", "lion"),
+        ("--loss", "liger"),
+        ("--loss", "chunked", "--host-memory", "64GiB", "--gpu-memory-limit", "20.5GiB"),
+        ("--lora-rank", "8", "--method", "lora"),
+        ("--tiled-mlp", "--rope-scaling", "yarn", "--seq-len", "65536"),
+    ],
+)
+def test_the_next_command_works_as_it_is_typed(dstrain: Type, words: tuple[str, ...]) -> None:
+    done = dstrain("plan", "--model", "qwen3-0.6b", "--gpus", "1", "--gpu", "4090", "--top", "1", *words)
+    assert done.returncode == 0, done.stderr
+    _, _, following = done.stderr.partition("next: dstrain ")
+    is_generated = not {"lion", "liger", "--lora-rank"}.intersection(words)
+    assert bool(following) == is_generated
+    if following:
+        typed = dstrain(*shlex.split(following))
+        assert typed.returncode == 0, typed.stderr
 
 
 def test_top_is_how_many_plans_there_are(dstrain: Type) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -168,5 +168,13 @@ HTML = click.option(
 )
 
 
-GENERATED = frozenset(parameter.name for parameter in click.command(facts_options(lambda: None)).params)
-"""Names of the options that gen-config can carry out."""
+_GENERATED = {parameter.name: parameter.type for parameter in click.command(facts_options(lambda: None)).params}
+
+
+def is_generated(given: Mapping[str, Any]) -> bool:
+    """Returns whether gen-config has these options, and takes their values."""
+    for name, value in given.items():
+        kind = _GENERATED.get(name)
+        if kind is None or (isinstance(kind, Choice) and str(value) not in kind.choices):
+            return False
+    return True

@@ -9,6 +9,8 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
+from dstrain.units import GIB, MIB
+
 
 def typed(options: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the options that were typed on the command line."""
@@ -28,6 +30,19 @@ def spelled(inputs: Mapping[str, Any]) -> str:
         words.append(
             f"--{'' if value else 'no-'}{option}"
             if isinstance(value, bool)
-            else f"--{option} {shlex.quote(str(value))}"
+            else f"--{option} {shlex.quote(_size(value) if name in _SIZES else str(value))}"
         )
     return " ".join(words)
+
+
+_SIZES = ("host_memory", "gpu_memory_limit")
+"""Options whose value is a number of bytes."""
+
+
+def _size(count: int) -> str:
+    """Returns bytes in the largest unit of which they are a whole number.
+
+    >>> _size(64 * 2**30), _size(85_899_345_921)
+    ('64GiB', '85899345921')
+    """
+    return f"{count // GIB}GiB" if count % GIB == 0 else f"{count // MIB}MiB" if count % MIB == 0 else str(count)
