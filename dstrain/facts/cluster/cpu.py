@@ -83,9 +83,9 @@ CPU_LIMITS = (
 
 
 def limits_of(values: Mapping[str, Any]) -> list[CpuLimit]:
-    """Returns the limits that values of keys meet.
+    """Returns the limits that values of keys meet; DeepSpeed takes names of optimizers in any case.
 
     >>> [limit.instead for limit in limits_of({"attn": "flash_attention_2", "precision": "bf16"})]
     ['sdpa']
     """
-    return [limit for limit in CPU_LIMITS if values.get(limit.key) == limit.value]
+    return [limit for limit in CPU_LIMITS if str(values.get(limit.key)).lower() == limit.value.lower()]

@@ -193,8 +193,7 @@ def _not_on_gpu(subject: Subject) -> Iterator[Fault]:
 
 def _not_on_cpu(subject: Subject, values: Mapping[str, str]) -> Iterator[Fault]:
     keys = {limit.key: subject.at(limit.key, None) for limit in CPU_LIMITS if limit.is_of_engine}
-    given = {key: "true" if value is True else value for key, value in keys.items()}
-    for limit in limits_of({**values, **given}):
+    for limit in limits_of({**values, **keys}):
         problem = f"{limit.key} is {limit.value}, but the ranks train on the CPU"
         effect = f"the run stops{f', unless {limit.unless}' if limit.unless else ''}: {limit.why}"
         if not limit.is_of_engine:
