@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dstrain.choices import Offload, Optimizer
+from dstrain.choices import Offload, Optimizer, Precision
 from dstrain.plan.configuration import Configuration
 
 _OFFLOADED = {Offload.OPTIMIZER: "+opt", Offload.PARAMS: "+params", Offload.NVME: "+nvme"}
@@ -62,3 +62,12 @@ OPTIMIZER_WORDS = {
     Optimizer.SGD: "SGD",
 }
 """Display name of each optimizer."""
+
+
+def arithmetic(precision: Precision, optimizer: Optimizer) -> str:
+    """Returns the precision, and the optimizer if it is not AdamW.
+
+    >>> arithmetic(Precision.BF16, Optimizer.ADAMW), arithmetic(Precision.BF16, Optimizer.ADAMW_8BIT)
+    ('bf16', 'bf16, 8-bit AdamW')
+    """
+    return precision if optimizer is Optimizer.ADAMW else f"{precision}, {OPTIMIZER_WORDS[optimizer]}"

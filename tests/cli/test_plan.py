@@ -155,6 +155,14 @@ def test_the_next_command_works_as_it_is_typed(dstrain: Type, words: tuple[str, 
         assert typed.returncode == 0, typed.stderr
 
 
+def test_another_optimizer_than_adamw_is_said(dstrain: Type) -> None:
+    done = dstrain(*PLAN, "--optimizer", "adamw_8bit", "--top", "1")
+    assert re.search(
+        r"^chosen .* bf16, 8-bit AdamW, 4096 tokens$", " ".join(done.stdout.split("\n         ")), re.MULTILINE
+    )
+    assert "adamw_8bit needs bitsandbytes" in done.stdout
+
+
 def test_top_is_how_many_plans_there_are(dstrain: Type) -> None:
     found = document(dstrain, *PLAN, "--top", "2")
     assert len(found["plans"]) == 2

@@ -22,7 +22,7 @@ from dstrain.config.resolve_auto import filled
 from dstrain.facts.workload import Workload
 from dstrain.launch.prepare.job_context import request_of, workload_of
 from dstrain.plan.estimate_records import Estimate
-from dstrain.plan.labels import label
+from dstrain.plan.labels import arithmetic, label
 from dstrain.units import format_bytes, format_seconds
 
 _SHARED = {
@@ -104,7 +104,9 @@ def _head(explanation: Explanation) -> Iterator[str]:
     if estimate is None:
         yield f"No estimate: {explanation.missing}. Sizes below are of single keys."
         return
-    yield f"config   {label(estimate.configuration)}, {estimate.configuration.model.precision}"
+    configuration = estimate.configuration
+    numbers = arithmetic(configuration.model.precision, configuration.step.optimizer)
+    yield f"config   {label(configuration)}, {numbers}"
     needs = estimate.memory
     fits = "" if estimate.fits else f"; does not fit: {estimate.shortage}"
     yield (

@@ -12,7 +12,7 @@ from dstrain.facts.cluster.network_measurement import rate_text
 from dstrain.facts.workload import Workload
 from dstrain.plan.configuration import flat
 from dstrain.plan.estimate_records import Estimate, Limit, Reason, Topic
-from dstrain.plan.labels import label, short_label
+from dstrain.plan.labels import arithmetic, label, short_label
 from dstrain.plan.search.decide import Proposal, Survey
 from dstrain.plan.search.reasons import percent
 from dstrain.units import GIB, format_bytes, format_count
@@ -79,7 +79,8 @@ def chosen_line(survey: Survey) -> str:
     verdict = "chosen " if survey.fits else "nearest"
     batch = configuration.batch
     stretched = f", {batch.rope_scaling}" if batch.rope_scaling else ""
-    return f"{verdict}  {label(configuration)}, {configuration.model.precision}, {batch.seq_len} tokens{stretched}"
+    numbers = arithmetic(configuration.model.precision, configuration.step.optimizer)
+    return f"{verdict}  {label(configuration)}, {numbers}, {batch.seq_len} tokens{stretched}"
 
 
 def closing_lines(survey: Survey, *, verbose: bool) -> list[str]:

@@ -11,6 +11,7 @@ from dstrain.facts.cluster.cluster import Origin
 from dstrain.launch.prepare.prepare import PreparedRun
 from dstrain.monitor.mode import upload_command
 from dstrain.paths import shown
+from dstrain.plan.labels import arithmetic
 from dstrain.rundir import RunDir
 from dstrain.units import format_bytes, format_count, format_seconds
 
@@ -22,9 +23,10 @@ def before_lines(prepared: PreparedRun) -> list[str]:
     device = "CPU" if prepared.on_cpu else prepared.cluster.gpu.name if is_known else "GPU"
     machines = "this machine" if prepared.is_local else f"{len(hosts.hosts)} hosts"
     stage = prepared.ds_config["zero_optimization"].get("stage", 0)
+    numbers = arithmetic(job.precision, job.optimizer)
     lines = [
         f"run      {job.method} training of {shown(job.model)}",
-        f"on       {hosts.num_slots} × {device}, {machines}; ZeRO-{stage}, {job.precision}, micro-batch"
+        f"on       {hosts.num_slots} × {device}, {machines}; ZeRO-{stage}, {numbers}, micro-batch"
         f" {job.micro_batch} × {job.grad_accum} accumulated, {job.seq_len} tokens"
         f"{', packed' if job.packing else ''}{f', over SP {job.sp}' if job.sp > 1 else ''}"
         f"{f', over TP {job.tp}' if job.tp > 1 else ''}{f', over EP {job.ep}' if job.ep > 1 else ''}"
