@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dstrain.choices import Hub, Method, Offload
+from dstrain.choices import Hub, Method, Offload, Optimizer
 from dstrain.facts import probe
 from dstrain.plan.configuration import DEFAULTS, changed
 from dstrain.plan.memory import closed_form
@@ -28,6 +28,10 @@ WAYS: tuple[dict[str, Any], ...] = (
     {"zero_stage": 3, "offload": Offload.PARAMS},
     {"zero_stage": 2, "tp": 2},
     {"zero_stage": 3, "tp": 4},
+    {"zero_stage": 0, "optimizer": Optimizer.ADAMW_8BIT},
+    {"zero_stage": 2, "optimizer": Optimizer.LION},
+    {"zero_stage": 3, "optimizer": Optimizer.ADAMW_8BIT},
+    {"zero_stage": 3, "optimizer": Optimizer.SGD},
 )
 
 
