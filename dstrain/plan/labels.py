@@ -70,4 +70,4 @@ def arithmetic(precision: Precision, optimizer: Optimizer) -> str:
     >>> arithmetic(Precision.BF16, Optimizer.ADAMW), arithmetic(Precision.BF16, Optimizer.ADAMW_8BIT)
     ('bf16', 'bf16, 8-bit AdamW')
     """
-    return precision if optimizer is Optimizer.ADAMW else f"{precision}, {OPTIMIZER_WORDS[optimizer]}"
+    return str(precision) if optimizer is Optimizer.ADAMW else f"{precision}, {OPTIMIZER_WORDS[optimizer]}"
