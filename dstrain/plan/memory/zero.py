@@ -36,23 +36,39 @@ class States:
 OPTIMIZER_BYTES_PER_PARAM = 12
 """AdamW in mixed precision: fp32 master copy 4, first moment 4, second moment 4. Source: ZeRO (arXiv 1910.02054), 3.1;
 DeepSpeed keeps the separate fp32 copy for an fp32 model too (stage_1_and_2.py: __init__, clone().float())."""
-MASTER_BYTES = 4
-MOMENT_BYTES_PER_PARAM: dict[Optimizer, float] = {
-    Optimizer.ADAMW: 8,
-    Optimizer.ADAMW_FUSED: 8,
-    Optimizer.ADAMW_8BIT: 2 + 8 / 256,
-    Optimizer.ADAFACTOR: 4,
-    Optimizer.LION: 4,
+
+
+STATES: dict[Optimizer, int] = {
+    Optimizer.ADAMW: 2,
+    Optimizer.ADAMW_FUSED: 2,
+    Optimizer.ADAMW_8BIT: 2,  # in fp32 where it is offloaded: CPU Adam takes its place
+    Optimizer.ADAFACTOR: 1,
+    Optimizer.LION: 1,
     Optimizer.SGD: 0,
 }
-"""Bytes that each optimizer keeps beside the fp32 master copy. Sources: `deepspeed/resident.py`."""
+"""fp32 tensors that an optimizer keeps beside the master copy. Adafactor keeps one: DeepSpeed gives it flat partitions,
+and only matrices can be factored. Source: torch 2.13 optim; transformers 5.23 optimization.py: Adafactor._get_options;
+bitsandbytes 0.49 optim/lion.py."""
+EIGHT_BIT_STATE = 1 + 4 / 256
+"""Bytes of an element of an 8-bit state: one, and an fp32 scale for 256. Source: bitsandbytes 0.49
+optim/optimizer.py: Optimizer2State.init_state."""
+
+
+def optimizer_bytes_per_param(optimizer: Optimizer) -> float:
+    """Returns the bytes of the fp32 master copy and of what the optimizer keeps beside it, for each trained parameter.
+
+    >>> optimizer_bytes_per_param(Optimizer.ADAMW), optimizer_bytes_per_param(Optimizer.ADAMW_8BIT)
+    (12, 6.03125)
+    """
+    moment = EIGHT_BIT_STATE if optimizer is Optimizer.ADAMW_8BIT else 4
+    return 4 + STATES[optimizer] * moment
 
 
 def states(counts: Trained, configuration: Configuration, num_ranks: int) -> States:
     """Returns the model states of one rank, with P trainable and F frozen parameters of s bytes over N ranks.
 
     With AdamW, ZeRO-0: sP + sP + 12P. ZeRO-1 and 2: sP + sP/N + 12P/N when the optimizer steps.
-    ZeRO-3: (s + s + 12)P/N. Other optimizers keep `MOMENT_BYTES_PER_PARAM` in place of 8.
+    ZeRO-3: (s + s + 12)P/N. Other optimizers have `optimizer_bytes_per_param` in place of 12.
     Under ZeRO-1 and 2 a gradient that lies across two partitions is whole on both ranks; the largest share is returned.
     Frozen parameters cost sF, sF/N under ZeRO-3. An optimizer on the CPU takes gradients and optimizer states there:
     16P/N in host RAM (master 4, gradient 4, moments 8) and sP/N of staging; parameters on the CPU another sP/N. What
@@ -71,7 +87,7 @@ def states(counts: Trained, configuration: Configuration, num_ranks: int) -> Sta
     params = round((s * (trainable + counts.frozen) + NF4_BYTES_PER_PARAM * counts.quantized) / share)
     partition = partition_of(counts, configuration, num_ranks)
     if offload is Offload.NONE:
-        optimizer = round((MASTER_BYTES + MOMENT_BYTES_PER_PARAM[configuration.step.optimizer]) * partition)
+        optimizer = round(optimizer_bytes_per_param(configuration.step.optimizer) * partition)
         kept = max(counts.gradient_shares(num_ranks)) if stage in (1, 2) else partition
         return States(params=params, grads=round(s * kept), optimizer=optimizer)
     if offload is Offload.NVME:

@@ -9,23 +9,9 @@ from dstrain.plan.memory.deepspeed.byte_account import rounded
 from dstrain.plan.memory.deepspeed.modules import Modules
 from dstrain.plan.memory.deepspeed.settings import Settings
 from dstrain.plan.memory.deepspeed.zero12_partitions import layout
+from dstrain.plan.memory.zero import EIGHT_BIT_STATE, STATES
 
 FP32 = 4
-
-STATES: dict[Optimizer, int] = {
-    Optimizer.ADAMW: 2,
-    Optimizer.ADAMW_FUSED: 2,
-    Optimizer.ADAMW_8BIT: 2,  # in fp32 where it is offloaded: CPU Adam takes its place
-    Optimizer.ADAFACTOR: 1,
-    Optimizer.LION: 1,
-    Optimizer.SGD: 0,
-}
-"""fp32 tensors that an optimizer keeps beside the master copy. Adafactor keeps one: DeepSpeed gives it flat partitions,
-and only matrices can be factored. Source: torch 2.13 optim; transformers 5.23 optimization.py: Adafactor._get_options;
-bitsandbytes 0.49 optim/lion.py."""
-EIGHT_BIT_STATE = 1 + 4 / 256
-"""Bytes of an element of an 8-bit state: one, and an fp32 scale for 256. Source: bitsandbytes 0.49
-optim/optimizer.py: Optimizer2State.init_state."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
