@@ -12,6 +12,7 @@ from benchmarks.published.training_code import (
     TORCHTUNE,
     TRANSFORMERS_4,
     TRANSFORMERS_4_45,
+    TRANSFORMERS_5,
     UNSLOTH,
     UNSLOTH_ADAPTER_COSTS,
 )
@@ -116,12 +117,12 @@ def _code(row: Row) -> TrainingCode:
     if row.publisher is Publisher.FMS:
         return TRANSFORMERS_4_45 if re.search(r"_(granite|liger)\.csv", row.source) else TRANSFORMERS_4
     if row.publisher is Publisher.SWIFT:
-        return TRANSFORMERS_4_45 if "release/2" in row.source else TrainingCode()
+        return TRANSFORMERS_4_45 if "release/2" in row.source else TRANSFORMERS_5
     if row.publisher in (Publisher.H2O, Publisher.OTHER):
         return TRANSFORMERS_4_45
     if row.publisher in (Publisher.TORCHTUNE, Publisher.TORCHTITAN):
         return TORCHTUNE
-    return LITGPT if row.publisher is Publisher.LITGPT else TrainingCode()
+    return LITGPT if row.publisher is Publisher.LITGPT else TRANSFORMERS_5
 
 
 def state_dtypes(row: Row) -> StateDtypes:

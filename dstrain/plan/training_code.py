@@ -36,6 +36,8 @@ class TrainingCode:
     """Whether adapters are PEFT's: fp32 unless DeepSpeed casts them. Others have the training precision."""
     masks_packed_rows: bool = True
     """Whether SDPA gets a mask of the samples that share a row."""
+    masks_padding: bool = False
+    """Whether rows of a micro-batch come with a mask of their padding, which dstrain's ranks drop where it is last."""
     families_that_repeat_keys: tuple[str, ...] = ()
     """Model types that repeat keys and values before flash attention."""
     keeps_quantized_inputs: bool = False

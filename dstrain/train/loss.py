@@ -184,7 +184,7 @@ def takes_targets(engine: Any, inputs: Mapping[str, Any]) -> bool:
     """
     labels = inputs["labels"]
     targets = {"shift_labels": torch.full_like(labels, IGNORED), "num_items_in_batch": labels.new_tensor(1)}
-    with _trial(engine):
+    with trial(engine):
         try:
             return bool(engine(**{**inputs, **targets}).loss == 0)
         except TypeError:  # an unknown argument
@@ -198,7 +198,7 @@ def is_that_of_logits(engine: Any, inputs: Mapping[str, Any]) -> bool:
     """
     targets = {name: value for name, value in inputs.items() if name in ("labels", "shift_labels")}
     others = {name: value for name, value in inputs.items() if name not in targets}
-    with _trial(engine):
+    with trial(engine):
         sums = sums_of(engine, inputs)
         logits = engine(**others).logits
     losses = loss_of(logits, _targets(targets.get("labels"), targets.get("shift_labels")))
@@ -218,7 +218,7 @@ def sums_of(engine: Any, inputs: Mapping[str, Any]) -> torch.Tensor:
 
 
 @contextmanager
-def _trial(engine: Any) -> Iterator[None]:
+def trial(engine: Any) -> Iterator[None]:
     """Forwards within it have no gradients and no dropout, and leave the random numbers as they are."""
     was_training = engine.training
     engine.eval()

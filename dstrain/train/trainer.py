@@ -21,7 +21,7 @@ from dstrain.monitor.callback import COUNTS, Meter, MetricsCallback
 from dstrain.monitor.health import Nonfinite
 from dstrain.train.checkpoints import checkpoints, universal_checkpoint
 from dstrain.train.data.collate import without_adapter
-from dstrain.train.data.isolation import Trial, packed_masks
+from dstrain.train.data.isolation import Trial, packed_masks, sees_padding
 from dstrain.train.data.packing import PackedRows, row_of
 from dstrain.train.data.slices import shift
 from dstrain.train.evaluation import Share, loss_of, mean_loss
@@ -31,6 +31,8 @@ from dstrain.train.saving import SavingTrainer
 
 _TRIED_TOKENS = 16
 """Tokens of the row on which the loss is tried."""
+_PADDED = 9
+"""Tokens of the row on which masks are tried, which has 7 of padding."""
 
 
 class Trainer(SavingTrainer):
@@ -50,6 +52,7 @@ class Trainer(SavingTrainer):
         super().__init__(job=job, rank=rank, **options, callbacks=[metrics])
         self.remove_callback(transformers.PrinterCallback)
         self._has_masks = False  # whether packed rows need explicit masks, see `Trial`
+        self._has_padding_masks = True  # whether padding needs them, see `sees_padding`
         self._gradients = Nonfinite("gradients", limit=job.stop_on_nonfinite)
         self._losses = Nonfinite("losses", limit=job.stop_on_nonfinite)
         self._metrics = metrics
@@ -77,6 +80,8 @@ class Trainer(SavingTrainer):
         """Returns the inputs of the model, without the token counts of an evaluation batch."""
         inputs.pop(COUNTS, None)
         inputs = super()._prepare_inputs(inputs)
+        if not self._has_padding_masks:
+            inputs.pop("attention_mask", None)
         if self._has_masks:
             inputs["attention_mask"] = packed_masks(self.model, inputs["position_ids"])
         return inputs
@@ -161,7 +166,16 @@ class Trainer(SavingTrainer):
                 whole=self._whole_rows,
                 group=self._group,
             ).needs_masks()
+        elif self._job.sp == 1:  # slices have none
+            self._has_padding_masks = sees_padding(self.model_wrapped, self._tried_inputs(_PADDED, size), self._group)
         return prepared
+
+    def _tried_inputs(self, num_tokens: int, size: int) -> dict[str, Any]:
+        """Returns a micro-batch of so many of the first tokens."""
+        rows: Any = self.train_dataset
+        tokens = np.asarray(rows[0]["input_ids"])[:num_tokens]
+        row = row_of(tokens, tokens, np.array([len(tokens)]))
+        return self._prepare_inputs(self.data_collator([row] * size))
 
     def _try_loss(self, size: int) -> None:
         """Raises InvalidConfig for a loss that ranks of a group cannot share, or whose head does not make logits."""
@@ -169,10 +183,7 @@ class Trainer(SavingTrainer):
         is_fused = job.loss is LossKernel.FUSED
         if self.model_accepts_loss_kwargs and not is_fused:
             return
-        rows: Any = self.train_dataset
-        tokens = np.asarray(rows[0]["input_ids"])[:_TRIED_TOKENS]
-        row = row_of(tokens, tokens, np.array([len(tokens)]))
-        inputs = self._prepare_inputs(self.data_collator([row] * size))
+        inputs = self._tried_inputs(_TRIED_TOKENS, size)
         if not self.model_accepts_loss_kwargs:
             self.model_accepts_loss_kwargs = takes_targets(engine, inputs)
         name = type(without_adapter(self.model)).__name__

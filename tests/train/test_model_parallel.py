@@ -22,6 +22,8 @@ STEPS = 4
 EXPERTS = "steady experts"
 TILED = {"tiled_mlp": True, "micro_batch": 8, "grad_accum": 1}
 """Tiles of 128 tokens, of 384 if two ranks share rows."""
+PACKED = {"packing": True}
+"""A row of 96 tokens holds three samples, about."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +49,10 @@ CASES = {
     "two groups, ZeRO-3": Case(ranks=4, sp=2, zero={"stage": 3}),
     "four ranks share two key-value heads": Case(ranks=4, sp=4, zero={"stage": 2}),
     "adapters, ZeRO-3": Case(ranks=2, sp=2, zero={"stage": 3}, job={"method": "lora"}),
+    "packed rows, ZeRO-1": Case(ranks=2, sp=2, zero={"stage": 1}, job=PACKED),
+    "packed rows, four ranks, ZeRO-3, checkpoints": Case(
+        ranks=4, sp=4, zero={"stage": 3}, job=PACKED | {"grad_ckpt": True, "micro_batch": 1, "grad_accum": 8}
+    ),
     "tiled MLPs, ZeRO-0": Case(ranks=2, sp=2, zero={"stage": 0}, job=TILED | {"grad_ckpt": True}),
     "tiled MLPs, ZeRO-1": Case(ranks=2, zero={"stage": 1}, job=TILED | {"micro_batch": 2, "grad_accum": 2}),
     "tiled MLPs, two groups, ZeRO-2, checkpoints": Case(
@@ -122,10 +128,13 @@ def steady(root: Path, demo: Path) -> Path:
 def pair(request: pytest.FixtureRequest, root: Path, demo: Path, engine: Engine, steady: Path) -> tuple[Path, Path]:
     """The run directories of a case, and of one rank that does the same."""
     case = CASES[request.param]
-    method = case.job.get("method", "full")
-    alone = root / f"alone {method} {case.model}"
+    shared: dict[str, Any] = {
+        "method": "full",
+        **{key: case.job[key] for key in ("method", "packing") if key in case.job},
+    }
+    alone = root / f"alone {' '.join(map(str, shared.values()))} {case.model}"
     if not alone.exists():
-        start(alone, demo, engine, Case(ranks=1, model=case.model, zero={"stage": 2}, job={"method": method}))
+        start(alone, demo, engine, Case(ranks=1, model=case.model, zero={"stage": 2}, job=shared))
     return start(root / request.param, demo, engine, case), alone
 
 

@@ -140,7 +140,8 @@ def measure(case: dict[str, Any], ledger: Ledger, caches: list[Any]) -> dict[str
     batch: dict[str, Any] = {"input_ids": ids, "labels": ids}
     if case["sp"] > 1:
         begin = width * (int(os.environ["RANK"]) % case["sp"])
-        batch["position_ids"] = torch.arange(begin, begin + width, device="cpu:0").repeat(case["micro_batch"], 1)
+        positions = torch.arange(begin, begin + width, device="cpu:0").repeat(case["micro_batch"], 1)
+        batch["position_ids"] = positions % (case["seq_len"] // 2) if case["packing"] else positions
         batch["shift_labels"] = ids
     for step in range(case["steps"]):
         if step == case["steps"] - 1:
@@ -162,7 +163,12 @@ def measure(case: dict[str, Any], ledger: Ledger, caches: list[Any]) -> dict[str
 def share_rows(model: Any, case: dict[str, Any]) -> Any:
     """Makes attention exchange slices of rows, as accelerate does; returns the groups of the ranks, None without."""
     from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+    from dstrain.train.sequence_parallel import by_sample
+
+    if case["packing"]:
+        ALL_ATTENTION_FUNCTIONS["sdpa"] = by_sample(ALL_ATTENTION_FUNCTIONS["sdpa"])
     return UlyssesSPAttentionHF.register_with_transformers(
         model,
         core_attn_implementation="sdpa",

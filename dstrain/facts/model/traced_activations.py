@@ -142,10 +142,8 @@ class Traced:
 
     note: str
     """The origin of these figures, for people."""
-    plain: ActivationProfile
-    """Without a padding mask, as for single samples."""
-    padded: ActivationProfile
-    """With a padding mask."""
+    profile: ActivationProfile
+    """Live bytes of every micro-batch and depth."""
 
 
 def depths(layer_kinds: Sequence[int]) -> Depths:

@@ -73,21 +73,19 @@ def trace_model(subject: Subject, way: Question, *, name: str, source: str, time
     """
     description_question = Question(subject=subject, wanted=Wanted.DESCRIPTION)
     way = replace(way, subject=subject, wanted=Wanted.PROFILE)
-    questions = (description_question, replace(way, has_padding=False), replace(way, has_padding=not way.is_packed))
-    answers = ask(questions, folder=cache_folder(), timeout_s=timeout_s)
+    answers = ask((description_question, way), folder=cache_folder(), timeout_s=timeout_s)
     for answer in answers:
         if isinstance(answer, Failure):
             raise InvalidConfig(f"{name}: {answer.problem}", hint=answer.hint)
-    description, plain, padded = answers
+    description, profile = answers
     assert isinstance(description, Description)
-    assert isinstance(plain, ActivationProfile)
-    assert isinstance(padded, ActivationProfile)
+    assert isinstance(profile, ActivationProfile)
     note = (
         f'model_type "{description.model_type}" is not known to dstrain: its layer code was traced with Transformers'
         f" {_version('transformers')} on tensors without data"
     )
     model = from_description(description, name=name, source=source)
-    return replace(model, traced=Traced(note=note, plain=plain, padded=padded))
+    return replace(model, traced=Traced(note=note, profile=profile))
 
 
 def ask(

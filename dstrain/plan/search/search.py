@@ -157,9 +157,9 @@ def _ranked(evaluator: Evaluator, candidates: list[Candidate], top: int) -> tupl
             break
         if candidate is None or any(strategy_key(other.way) == strategy_key(candidate.way) for other in ranked):
             continue
-        new = _Tied(_complexity(candidate), candidate.rung == TIGHT, key, candidate)
+        new = _tied(candidate, key)
         if not any(
-            other[:2] <= new[:2] and strategy_key(other.candidate.way) == strategy_key(candidate.way)
+            other[:3] <= new[:3] and strategy_key(other.candidate.way) == strategy_key(candidate.way)
             for other in waiting
         ):
             waiting += [new] if evaluator.seems_to_fit(candidate) else []
@@ -182,8 +182,15 @@ class _Tied(NamedTuple):
 
     complexity: int
     is_tight: bool
+    padded_rows: int
+    """Rows of a micro-batch that are padded to the longest of them: of samples nobody has measured, as few as can be."""
     key: Key
     candidate: Candidate
+
+
+def _tied(candidate: Candidate, key: Key) -> _Tied:
+    rows = 1 if candidate.way.batch.packing else candidate.micro_batch
+    return _Tied(_complexity(candidate), candidate.rung == TIGHT, rows, key, candidate)
 
 
 def _may_tie(key: Key, first: Key) -> bool:
@@ -203,9 +210,9 @@ def _is_tie(evaluator: Evaluator, first: _Tied, other: _Tied) -> bool:
 
 
 def _simplest_first(tied: list[_Tied]) -> list[Candidate]:
-    """Returns one candidate per strategy, simplest first; of equals, roomy buffers first, then the fastest."""
+    """Returns one candidate per strategy, simplest first; of equals, roomy buffers and few rows first, then the fastest."""
     best: dict[tuple[object, ...], Candidate] = {}
-    for tie in sorted(tied, key=lambda tie: tie[:3]):
+    for tie in sorted(tied, key=lambda tie: tie[:4]):
         best.setdefault(strategy_key(tie.candidate.way), tie.candidate)
     return list(best.values())
 

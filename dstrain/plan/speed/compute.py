@@ -91,8 +91,9 @@ class Setting:
     @property
     def is_masked(self) -> bool:
         """Whether attention gets a mask that flash attention does not take: of padding, or of packed samples."""
-        is_told = self.code.masks_packed_rows if self.batch.packing else self.batch.is_padded
-        return self.kernels.attn is Attention.SDPA and is_told
+        is_padded = self.batch.is_padded and self.code.masks_padding
+        is_told = self.code.masks_packed_rows if self.batch.packing else is_padded
+        return self.kernels.attn is Attention.SDPA and is_told and self.parallel.sp == 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,9 +1,9 @@
-"""Tests, before the first step, whether a model isolates the samples of a packed row."""
+"""Tests, before the first step, whether a model isolates the samples of a packed row, and what precedes padding."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +15,11 @@ from transformers.masking_utils import create_masks_for_generate
 from dstrain.errors import InvalidConfig
 from dstrain.train.data.collate import without_adapter
 from dstrain.train.data.packing import Row, row_of
+from dstrain.train.loss import trial
 
 _SEEN = "mixes the samples of a packed row"
+_SEEN_PADDING = 0.05
+"""Logits that a mask of padding moves by less, of their spread, are those of another kernel in bf16."""
 
 
 def packed_masks(model: Any, position_ids: torch.Tensor) -> Any:
@@ -32,6 +35,37 @@ def packed_masks(model: Any, position_ids: torch.Tensor) -> Any:
         past_key_values=None,
         position_ids=position_ids,
     )
+
+
+def sees_padding(engine: Any, inputs: Mapping[str, Any], group: Any) -> bool:
+    """Returns whether logits depend on the mask of the padding at the end of rows; those of causal models do not.
+
+    All ranks run it together. `inputs`: a padded micro-batch, whose `attention_mask` is (batch, seq). `group`: a gloo
+    group of all ranks; None with one.
+    """
+    others = {name: value for name, value in inputs.items() if name not in ("labels", "attention_mask")}
+    mask = inputs["attention_mask"]
+    with trial(engine):
+        reference = _known(engine(**others, attention_mask=mask).logits, mask)
+        try:
+            logits = _known(engine(**others).logits, mask)
+        except (TypeError, ValueError):
+            return True
+    return _moved(reference, logits, group) > _SEEN_PADDING
+
+
+def _known(logits: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Returns the logits of the tokens that are no padding: (tokens, vocab)."""
+    return logits[mask.bool()].double().nan_to_num()
+
+
+def _moved(reference: torch.Tensor, other: torch.Tensor, group: Any) -> float:
+    """Returns the difference of two logits relative to their spread, the largest of all ranks."""
+    spread = (reference - reference.mean(dim=-1, keepdim=True)).norm().clamp_min(1e-30)
+    moved = ((other - reference).norm() / spread).cpu()
+    if group is not None:
+        dist.all_reduce(moved, op=dist.ReduceOp.MAX, group=group)
+    return float(moved)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,10 +112,10 @@ class Trial:
         """
         first, second, third, other = self._samples(5, 6, 5, 5)
         reference = self._logits(first, second, third, has_masks=has_masks)
-        by_first = self._moved(reference, self._logits(other, second, third, has_masks=has_masks))
+        by_first = _moved(reference, self._logits(other, second, third, has_masks=has_masks), self.group)
         if not by_first:
             return True
-        by_rounding = self._moved(reference, self._logits(first, second, other, has_masks=has_masks))
+        by_rounding = _moved(reference, self._logits(first, second, other, has_masks=has_masks), self.group)
         has_experts = any(".experts." in name for name, _ in self.model.named_parameters())
         bound = min(max(8 * by_rounding, 4 * self._eps), 0.05) if by_rounding or has_experts else 0.0
         return by_first <= bound
@@ -90,7 +124,7 @@ class Trial:
         """Returns whether the second sample's logits stay about as they are when the first sample is shorter."""
         first, second, third, longer = self._samples(5, 6, 5, 8)
         reference = self._logits(first, second, third, has_masks=has_masks)
-        moved = self._moved(reference, self._logits(first[:2], second, longer, has_masks=has_masks))
+        moved = _moved(reference, self._logits(first[:2], second, longer, has_masks=has_masks), self.group)
         return moved < min(0.05, 2**13 * self._eps)
 
     @property
@@ -121,14 +155,6 @@ class Trial:
         second = slice(len(samples[0]), len(samples[0]) + len(samples[1]))
         kept: torch.Tensor = logits[second].double().nan_to_num()  # what is not finite shows in the loss
         return kept
-
-    def _moved(self, reference: torch.Tensor, other: torch.Tensor) -> float:
-        """Returns the difference of two logits relative to their spread, the largest of all ranks."""
-        spread = (reference - reference.mean(dim=-1, keepdim=True)).norm().clamp_min(1e-30)
-        moved = ((other - reference).norm() / spread).cpu()
-        if self.group is not None:
-            dist.all_reduce(moved, op=dist.ReduceOp.MAX, group=self.group)
-        return float(moved)
 
     def _refused(self, reason: str) -> InvalidConfig:
         base = without_adapter(self.model)

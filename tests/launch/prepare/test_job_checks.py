@@ -31,7 +31,6 @@ def test_flash_attention_is_refused_on_gpus_that_were_found_and_are_too_old() ->
     [
         ("qwen3-8b", {"sp": 3}, "sp is 3, but SP must divide the GPUs"),
         ("qwen2.5-7b", {"sp": 8}, "SP must divide the attention heads"),
-        ("qwen3-8b", {"sp": 4, "packing": True}, "keeps packed samples apart with flash_attention_2 only"),
         ("gemma-3-27b", {"sp": 4, "seq_len": 8192}, "limits attention to a window with flash_attention_2 only"),
         ("qwen3-8b", {"sp": 4, "attn": Attention.EAGER}, "sp is 4, but "),
         ("qwen2.5-7b", {"tp": 8}, "tp is 8, but TP must divide the key-value heads"),

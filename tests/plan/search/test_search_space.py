@@ -38,7 +38,6 @@ BROKEN: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("SP divides the sequence", "qwen3-8b", {"sp": 8, "seq_len": 4100}),
     ("SP needs a kernel without mask", "qwen3-8b", {"sp": 2, "attn": Attention.EAGER}),
     ("SP and latent attention", "deepseek-v2-lite", {"sp": 2}),
-    ("SP and packed rows", "qwen3-8b", {"sp": 2, "packing": True}),
     ("SP and windows", "gemma-3-27b", {"sp": 2, "seq_len": 8192}),
     ("SP and lengths", "qwen3-8b", {"sp": 2, "rope_scaling": RopeScaling(rope_type=RopeType.DYNAMIC, factor=2.0)}),
     ("SP and images", "qwen3-vl-8b", {"sp": 2, "image_patches": 1024}),
@@ -80,7 +79,7 @@ BROKEN: tuple[tuple[str, str, dict[str, Any]], ...] = (
 _PROFILE = ActivationProfile(num_layers=2, is_for_any_depth=True, kept=(), recomputed=())
 FACTS: dict[str, dict[str, Any]] = {
     "fused loss and logits": {"model_type": "granite"},
-    "loss of traced code": {"traced": Traced(note="traced", plain=_PROFILE, padded=_PROFILE)},
+    "loss of traced code": {"traced": Traced(note="traced", profile=_PROFILE)},
 }
 """Facts of the model that a rule needs."""
 

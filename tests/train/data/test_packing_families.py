@@ -1,4 +1,4 @@
-"""Tiny random models of many families: each keeps the samples of a packed row apart, or is refused by its name."""
+"""Tiny random models of many families: packed samples and padding do not change losses, or are refused or masked."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
 
 from dstrain.errors import InvalidConfig  # noqa: E402
 from dstrain.train.data.collate import Collator, taken_by  # noqa: E402
-from dstrain.train.data.isolation import Trial, packed_masks  # noqa: E402
+from dstrain.train.data.isolation import Trial, packed_masks, sees_padding  # noqa: E402
 from dstrain.train.data.slices import shift  # noqa: E402
 from dstrain.train.evaluation import loss_of  # noqa: E402
 from tests.train.data.test_packing import packed  # noqa: E402
@@ -163,3 +163,40 @@ def test_rounding_of_experts_is_not_taken_for_a_sample_that_sees_another() -> No
         model = make(family, "sdpa", seed).train()
         trial = Trial(model=model, engine=model, inputs_of=lambda row: collate([row]), tokens=range(3, 200), group=None)
         assert not trial.needs_masks()
+
+
+def padded(samples: list[list[int]]) -> dict[str, Any]:
+    return Collator(pad_token_id=0, packing=False)([{"input_ids": ids, "labels": ids} for ids in samples])
+
+
+@pytest.mark.parametrize(("family", "attn"), CASES)
+def test_padding_at_the_end_needs_no_mask(family: Family, attn: str) -> None:
+    model = make(family, attn)
+    without_dropout(model)
+    random = np.random.default_rng(0)
+    samples = [random.integers(3, 512, size).tolist() for size in (37, 21)]
+    state = torch.get_rng_state()
+    assert not sees_padding(model, padded([samples[0][:9]] * 2), None)
+    assert state.equal(torch.get_rng_state())
+    batch = padded(samples)
+    mask, labels = batch.pop("attention_mask"), batch.pop("labels")
+    losses = [loss_of(model(**batch, **told).logits, shift(labels)) for told in ({}, {"attention_mask": mask})]
+    alone = [loss_of(model(input_ids=ids).logits, shift(ids)) for ids in (torch.tensor([sample]) for sample in samples)]
+    for loss in losses:
+        assert loss.tolist() == pytest.approx(torch.stack(alone).sum(dim=0).tolist(), rel=1e-6)
+
+
+def test_a_model_that_looks_ahead_needs_a_mask_of_padding() -> None:
+    (family,) = [family for family in FAMILIES if family.name == "qwen3"]
+    model = make(family, "sdpa")
+    for layer in model.model.layers:
+        layer.self_attn.is_causal = False
+    assert sees_padding(model, padded([list(range(3, 12))] * 2), None)
+
+
+def test_a_model_that_demands_a_mask_gets_it() -> None:
+    (family,) = [family for family in FAMILIES if family.name == "qwen3"]
+    model = make(family, "sdpa")
+    forward = model.forward
+    model.forward = lambda input_ids, attention_mask: forward(input_ids=input_ids, attention_mask=attention_mask)
+    assert sees_padding(model, padded([list(range(3, 12))] * 2), None)

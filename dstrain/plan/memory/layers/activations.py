@@ -63,9 +63,8 @@ def profile(model: ModelFacts, configuration: Configuration) -> tuple[Instant, .
 
 def _traced(traced: Traced, model: ModelFacts, variant: Variant) -> tuple[Instant, ...]:
     """Returns the instants that a trace of the model's own code found."""
-    profile = traced.padded if variant.has_mask else traced.plain
     keeps = variant.release is GradRelease.AT_STEP
-    peaks = profile.moments(
+    peaks = traced.profile.moments(
         num_layers=model.num_hidden_layers,
         micro_batch=variant.batch.micro_batch,
         grad_ckpt=variant.checkpointing.enabled,
@@ -240,7 +239,7 @@ def _layer(run: Context, code: LayerCode, kind: str) -> Callable[[Tensor], Tenso
     """Returns a layer of the kind, which knows whether it has a mask when it runs and when it is recomputed."""
     made = code.dense if kind.startswith("dense") else code.sparse
     assert made is not None
-    has_mask = run.variant.has_mask or kind.endswith("windowed")
+    has_mask = (run.variant.has_mask and not run.variant.is_by_sample) or kind.endswith("windowed")
 
     def layer(x: Tensor) -> Tensor:
         run.has_mask = has_mask

@@ -33,6 +33,29 @@ def self_attention(run: Context, q: Tensor, k: Tensor, v: Tensor, heads: int, *,
         output = _flash_attention_2(run, q, k, v, heads, is_cat=is_cat)
         is_cut, is_flat = v.numel != k.numel, variant.has_mask or _flattens(run)
         return ops.copy(run.tape, output) if is_cut or (is_cat and not is_flat) else output
+    return _by_sample(run, q, k, v, heads) if variant.is_by_sample else _torch(run, q, k, v, heads, is_cat=is_cat)
+
+
+def _by_sample(run: Context, q: Tensor, k: Tensor, v: Tensor, heads: int) -> Tensor:
+    """Rows, and then samples, apart and together again; kernels that run one after the other keep no more than one.
+
+    Source: dstrain/train/sequence_parallel.py: by_sample.
+    """
+    tape = run.tape
+    for _ in ("rows", "samples"):
+        q, k, v = (ops.split(tape, tensor, (tensor.numel,))[0] for tensor in (q, k, v))
+    output = _torch(run, q, k, v, heads, is_cat=False)
+    for _ in ("samples", "rows"):
+        output = ops.cat(tape, (output,))
+    return output
+
+
+def _torch(run: Context, q: Tensor, k: Tensor, v: Tensor, heads: int, *, is_cat: bool) -> Tensor:
+    """PyTorch's scaled dot product attention, which picks a kernel.
+
+    `is_cat`: whether queries were put together anew, which the flash kernel's result is laid out like.
+    """
+    values = q.numel * v.numel // k.numel
     widths = (q.numel // (run.rows * heads), values // (run.rows * heads))
     if run.has_mask or widths[0] != widths[1] or widths[0] > WIDEST_FLASH_HEAD:
         k, v = repeated(run, k, q.numel, heads), repeated(run, v, values, heads)  # Transformers 5.23 use_gqa_in_sdpa

@@ -63,8 +63,15 @@ class Variant:
 
     @property
     def has_mask(self) -> bool:
-        """Whether attention is told which tokens are padding, or under SDPA which belong to the same packed sample."""
-        return self.batch.is_padded or (self.batch.packing and self.kernels.attn is Attention.SDPA)
+        """Whether there is a mask of padding, or under SDPA of packed samples."""
+        if self.batch.packing:
+            return self.kernels.attn is Attention.SDPA
+        return self.code.masks_padding and self.batch.is_padded and self.parallel.sp == 1
+
+    @property
+    def is_by_sample(self) -> bool:
+        """Whether attention is called for each sample of packed rows, as in slices, which drop masks."""
+        return self.batch.packing and self.parallel.sp > 1 and self.kernels.attn is Attention.SDPA
 
     @property
     def holds_layers(self) -> bool:
@@ -150,7 +157,7 @@ class Context:
         self.cos: Tensor | None = None
         self.sin: Tensor | None = None
         self.mask: Storage | None = None
-        self.has_mask = variant.has_mask
+        self.has_mask = variant.has_mask and not variant.is_by_sample
         """Whether the current layer has a mask."""
         self.is_tiling = False
         """Whether the current operations are those of one tile of an MLP."""

@@ -15,6 +15,7 @@ from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.facts.model.trace_records import Question, Subject
 from dstrain.job.schema import Lora
 from dstrain.plan.configuration import DEFAULTS, Configuration, changed
+from dstrain.plan.training_code import TrainingCode
 from tests.plan.memory.layers.ways import WAYS, Rows, Way
 
 SEED = 20260101
@@ -246,6 +247,7 @@ def _case(family: str, way: Way, draw: random.Random) -> Case:
         attn=way.attn,
         packing=rows is Rows.PACKED,
         image_patches=image_patches,
+        code=TrainingCode(masks_padding=draw.random() < 0.5),
     )
     return Case(
         family=family, way=way, question=_question(config, configuration), model=model, configuration=configuration
@@ -271,7 +273,7 @@ def _question(config: Mapping[str, Any], configuration: Configuration) -> Questi
         method=configuration.model.method,
         lora=configuration.model.lora,
         attn=configuration.kernels.attn,
-        has_padding=configuration.batch.micro_batch > 1 and not configuration.batch.packing,
+        has_padding=configuration.code.masks_padding and configuration.batch.is_padded,
         is_packed=configuration.batch.packing,
         grad_ckpt=configuration.checkpointing.enabled,
         precision=configuration.model.precision,

@@ -136,7 +136,7 @@ def main() -> None:
         "grad_ckpt": options.grad_ckpt,
     }
     variant = replace(variant_of(changed(DEFAULTS, **ways)), kernel_workspaces=False)
-    question = Question(subject=Subject(config=config), has_padding=options.rows > 1, **ways)
+    question = Question(subject=Subject(config=config), **ways)
     least = options.least_kib * 1024
     for line in side_by_side(in_the_trace(question, least), on_the_tape(model, variant, least)):
         print(line)

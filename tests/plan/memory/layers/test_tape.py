@@ -15,6 +15,7 @@ from dstrain.plan.configuration import DEFAULTS, Configuration, changed
 from dstrain.plan.memory.layers.activations import Instant, of_variant, peaks, profile
 from dstrain.plan.memory.layers.context import variant_of
 from dstrain.plan.memory.layers.families import LAYER_CODE
+from dstrain.plan.training_code import TrainingCode
 
 H, KV, D = 8, 2, 64
 h, q, k, I, V = 768, H * D, KV * D, 1536, 4096  # noqa: E741
@@ -103,7 +104,8 @@ def test_frozen_norms_keep_no_normalised_copy_and_frozen_linears_no_input() -> N
 
 def test_a_padding_mask_under_sdpa_repeats_keys_and_becomes_a_bias() -> None:
     alone = changed(WAY, attn=Attention.SDPA)
-    padded = changed(alone, micro_batch=2)
+    padded = changed(alone, micro_batch=2, code=TrainingCode(masks_padding=True))
+    assert kept_per_layer(model("llama"), changed(alone, micro_batch=2)) == kept_per_layer(model("llama"), alone)
     more = kept_per_layer(model("llama"), padded) - kept_per_layer(model("llama"), alone)
     assert more == (4 * q - 4 * k) + 2 * T
 

@@ -69,7 +69,6 @@ def test_the_peak_is_that_of_transformers(
             lora=way.model.lora,
             attn=way.kernels.attn,
             grad_ckpt=grad_ckpt,
-            has_padding=micro_batch > 1,
         )
     )
     tiled, whole = (peak(model, each) for each in (way, changed(way, tiled_mlp=False)))
