@@ -184,6 +184,8 @@ class Zero:
     """ZeRO-3 keeps a parameter gathered if it is used again within that many elements."""
     hpz: int = 1
     """Ranks that share ZeRO++'s secondary copy of the parameters; 1: no such copy."""
+    qwz: bool = False
+    """Whether parameters are gathered in 8 bits (ZeRO++), which rounds them."""
 
     @property
     def is_offloaded(self) -> bool:

@@ -41,6 +41,8 @@ class Request:
     """Of how many layers one is recomputed; None: chosen."""
     tiled_mlp: bool | None = None
     """Whether MLPs are computed for a part of the tokens at a time; None: chosen."""
+    qwz: bool = False
+    """Whether ZeRO-3 gathers parameters in 8 bits (ZeRO++)."""
     precision: Precision | None = None
     """Dtype of forward and backward."""
     attn: Attention | None = None

@@ -76,6 +76,24 @@ def test_recomputing_one_layer_of_every_n_is_planned_and_written(dstrain: Type) 
     assert "\ngrad_ckpt: true\ngrad_ckpt_every_n_layers: 2\n" in found["files"]["job.yaml"]
 
 
+def test_parameters_in_8_bits_are_planned_written_and_read_back(dstrain: Type, tmp_path: Path) -> None:
+    sizes = []
+    for asked in (("--qwz",), ()):
+        plan = json.loads(dstrain(*PLAN, *asked, "--json").stdout)["plans"][0]
+        zero = json.loads((tmp_path / "ds_config.json").read_text())["zero_optimization"]
+        assert (plan["qwz"], zero.get("zero_quantized_weights")) == ((True, True) if asked else (False, None))
+        checked = json.loads(dstrain("lint", "--json").stdout)
+        assert not [finding for finding in checked["findings"] if "quantized" in finding["problem"]]
+        sizes.append(plan["memory"]["device_bytes_per_gpu"])
+    assert sizes[0] > sizes[1]
+
+
+def test_parameters_in_8_bits_need_cuda(dstrain: Type) -> None:
+    done = dstrain("gen-config", "--gpus", "2", "--gpu", "cpu", "--model", "qwen3-0.6b", "--qwz")
+    assert done.returncode == 3
+    assert "--qwz: DeepSpeed's quantizer is a CUDA kernel\nWrite --no-qwz." in done.stderr
+
+
 def test_json_embeds_the_document_of_plan(dstrain: Type) -> None:
     found = json.loads(dstrain(*PLAN, "--json", "--dry-run").stdout)
     planned = json.loads(dstrain("plan", *PLAN[1:], "--json").stdout)

@@ -141,6 +141,7 @@ def test_it_writes_nothing(dstrain: Type, tmp_path: Path) -> None:
         ("--loss", "liger"),
         ("--loss", "chunked", "--host-memory", "64GiB", "--gpu-memory-limit", "20.5GiB"),
         ("--lora-rank", "8", "--method", "lora"),
+        ("--qwz",),
         ("--tiled-mlp", "--rope-scaling", "yarn", "--seq-len", "65536"),
     ],
 )

@@ -145,6 +145,8 @@ CASES = (
     case("adapters, checkpointing", 3, **FULL_LORA, **CKPT),
     case("optimizer on the host", 3, seq_len=64, grad_accum=2, **CPU),
     case("half of the optimizer on the host", 3, **NARROW, sub_group_size=500_000, offload_ratio=0.5, **CPU),
+    case("parameters sent in 8 bits", 3, **NARROW, qwz=True, **gathers(300_000, 500_000, 2_000_000)),
+    case("parameters sent in 8 bits, checkpointing", 3, qwz=True, **CKPT, **gathers(0, 0)),
     case("parameters on the host, checkpointing", 3, **NARROW, **CKPT, **gathers(300_000, 500_000), **BOTH),
     case("two sequence-parallel ranks", 2, sp=2),
     case("two sequence-parallel ranks, checkpointing", 3, sp=2, **NARROW, **CKPT, **gathers(200_000, 0, 1_500_000)),
@@ -193,6 +195,7 @@ def ds_config(configuration: Configuration) -> dict[str, Any]:
         "stage3_max_live_parameters": configuration.zero.max_live_parameters,
         "stage3_max_reuse_distance": configuration.zero.max_reuse_distance,
         "zero_hpz_partition_size": configuration.zero.hpz,
+        "zero_quantized_weights": configuration.zero.qwz,
     }
     if configuration.zero.offload is not Offload.NONE:
         zero["offload_optimizer"] = {"device": "cpu", "ratio": configuration.zero.offload_ratio}

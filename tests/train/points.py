@@ -128,14 +128,15 @@ class Point:
         return Point(alias=self.alias, workload=workload, configuration=configuration)
 
 
-def workload_of(model: ModelFacts, nodes: int, per_node: int) -> Workload:
-    """Returns a model and the CPU ranks of a machine that plays nodes."""
+def workload_of(model: ModelFacts, nodes: int, per_node: int, *, nvme: Path | None = None) -> Workload:
+    """Returns a model and the CPU ranks of a machine that plays nodes, with a folder for offloaded states."""
     cluster = clusters.describe(
         gpu=gpus.gpu(gpus.CPU),
         gpu_origin=Origin.GIVEN,
         gpus=nodes * per_node,
         gpus_per_node=per_node,
         host_memory_bytes=2**36,
+        nvme_path=None if nvme is None else str(nvme),
     )
     return Workload(model=model, cluster=cluster)
 

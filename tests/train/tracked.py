@@ -78,6 +78,27 @@ def optimizer_for(model: Any, case: dict[str, Any]) -> Any:
     return optimizer
 
 
+class Quantizer:
+    """Stands for `CUDAQuantizer`, with the tensors that its kernels take and make."""
+
+    def quantize(self, param: Any) -> tuple[Any, Any]:
+        """Returns 8-bit numbers and the scale of up to 2,048 of them."""
+        half, numel = param.to(torch.half), param.numel()
+        groups = next(count for count in range(-(-numel // 2048), numel) if numel % (8 * count) == 0)
+        scales = torch.empty(groups, device=half.device)
+        scales.fill_(float(half.abs().max()) / 127)
+        numbers = torch.empty(half.numel(), dtype=torch.int8, device=half.device)
+        numbers.numpy()[:] = (half.numpy().ravel() / float(scales[0])).round()
+        return numbers, scales
+
+    def dequantize(self, numbers: Any, scales: Any, dtype: Any = None) -> Any:
+        """Returns fp16, of the shape of `numbers`, or a copy in another dtype."""
+        half = torch.empty(numbers.shape, dtype=torch.half, device=numbers.device)
+        each = numbers.numel() // scales.numel()
+        half.numpy().ravel()[:] = numbers.numpy().ravel() * scales.numpy().repeat(each)
+        return half if dtype in (None, torch.half) else half.to(dtype)
+
+
 def share_experts(model: Any, optimizer: Any, section: dict[str, Any], *, stage: int) -> None:
     """Prepares a model for expert parallelism, in which as many tokens come to each expert."""
     from deepspeed.module_inject.auto_ep import AutoEP
@@ -124,7 +145,9 @@ def mark_instants(model: Any, ledger: Ledger) -> None:
 def measure(case: dict[str, Any], ledger: Ledger, caches: list[Any]) -> dict[str, Any]:
     """Returns what lived on this rank while a configuration trained; peaks are those of the last step."""
     import deepspeed
+    from deepspeed.runtime.zero import partition_parameters
 
+    partition_parameters.CUDAQuantizer = Quantizer
     began, before = time.monotonic(), dict(ledger.bytes)
     get_accelerator().is_full = case["is_full"]
     model = build(case)

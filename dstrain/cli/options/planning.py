@@ -65,6 +65,12 @@ _CHOICES = (
         default=None,
         help="Compute MLPs for a part of the tokens at a time.  [default: chosen for long rows]",
     ),
+    click.option(
+        "--qwz/--no-qwz",
+        default=False,
+        show_default=True,
+        help="Let ZeRO-3 gather parameters in 8 bits (ZeRO++), which rounds them.",
+    ),
     click.option("--precision", type=Choice(Precision), help="Dtype of forward and backward.  [default: by the GPU]"),
     click.option("--attn", type=Choice(Attention), help="Attention implementation.  [default: sdpa]"),
     click.option(

@@ -43,6 +43,7 @@ def config_values(plan: Plan, workload: Workload) -> dict[str, Any]:
         "max_reuse_distance": configuration.zero.max_reuse_distance,
         "sub_group_size": configuration.zero.sub_group_size,
         "hpz": configuration.zero.hpz,
+        "qwz": configuration.zero.qwz,
         "offload_ratio": configuration.zero.offload_ratio,
         "pin_memory": configuration.zero.pin_memory,
         "moe_block_class": moe_block,

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 _ZERO = "zero_optimization."
+QWZ = _ZERO + "zero_quantized_weights"
+"""Key of parameters that are gathered in 8 bits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +27,16 @@ class CpuLimit:
     """What makes it run all the same; empty: nothing does."""
     source: str
     """Where the limit is implemented."""
+
+    @property
+    def asked(self) -> str:
+        """The option of `dstrain plan` that asks for the value."""
+        return "--qwz" if self.key == QWZ else f"--{self.key} {self.value}"
+
+    @property
+    def answer(self) -> str:
+        """The option to write."""
+        return "--no-qwz" if self.key == QWZ else f"--{self.key} {self.instead}"
 
     @property
     def is_of_engine(self) -> bool:

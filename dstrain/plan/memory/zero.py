@@ -128,10 +128,12 @@ def staying(configuration: Configuration, partition: float) -> float:
 def prefetch_bytes(configuration: Configuration) -> int:
     """Returns the bytes of what ZeRO-3 gathers ahead at most: the gathered buffer, then copies of it as parameters.
 
+    With qwZ the buffer is in 8 bits and then, beside them, in fp16.
     Source: deepspeed 0.19.8 runtime/zero/partition_parameters.py: AllGatherCoalescedHandle.wait.
     """
     elements = min(configuration.zero.prefetch_bucket_size, configuration.zero.max_live_parameters)
-    return 2 * configuration.model.item * elements
+    item = configuration.model.item
+    return (item + (3 if configuration.zero.qwz else item)) * elements
 
 
 def num_buckets(zero: Zero) -> int:

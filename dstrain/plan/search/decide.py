@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from dstrain.choices import Attention, Method, Offload, Optimizer, Precision
 from dstrain.errors import InvalidConfig
 from dstrain.facts.cluster.cluster import Cluster, Origin
-from dstrain.facts.cluster.cpu import limits_of
+from dstrain.facts.cluster.cpu import QWZ, limits_of
 from dstrain.facts.model.model_facts import Kind, ModelFacts
 from dstrain.facts.workload import Workload
 from dstrain.plan import rope_scaling
@@ -157,11 +157,10 @@ def check(workload: Workload, request: Request) -> None:
     model, cluster, gpu = workload.model, workload.cluster, workload.cluster.gpu
     if request.precision is Precision.BF16 and not gpu.has_bf16 and gpu.fp16_flops_per_s > 0:
         raise InvalidConfig(f"--precision bf16: {gpu.name} has no bf16", hint="Write --precision fp16.")
-    asked = {"attn": request.attn, "precision": request.precision, "offload": request.offload}
+    asked = {"attn": request.attn, "precision": request.precision, "offload": request.offload, QWZ: request.qwz}
     for limit in limits_of(asked) if gpu.is_cpu else ():
         if not limit.unless:
-            words = f"--{limit.key} {limit.value}"
-            raise InvalidConfig(f"{words}: {limit.why}", hint=f"Write --{limit.key} {limit.instead}.")
+            raise InvalidConfig(f"{limit.asked}: {limit.why}", hint=f"Write {limit.answer}.")
     if request.attn is Attention.FLASH_ATTENTION_2 and not gpu.has_flash_attention_2:
         raise InvalidConfig(
             f"--attn flash_attention_2: {gpu.name} is too old for FlashAttention-2",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from dstrain.choices import Attention, LossKernel, Offload, Optimizer, Precision
+from dstrain.choices import Attention, LossKernel, Method, Offload, Optimizer, Precision
 from dstrain.facts.cluster.cluster import Cluster
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.facts.workload import Workload
@@ -109,6 +109,18 @@ RULES: tuple[Rule, ...] = (
          says="hpZ groups consecutive ranks, and AutoTP's groups cross them",
          breaks=lambda m, k, c: c.zero.hpz > 1 and c.parallel.tp > 1,
          source=_DS + "utils/groups.py: _create_zero_param_parallel_group takes consecutive ranks of the world"),
+    Rule(name="qwZ needs ZeRO-3", options=("qwz", "zero_stage"),
+         says="parameters are gathered in 8 bits (qwZ) under ZeRO-3 only",
+         breaks=lambda m, k, c: c.zero.qwz and c.zero.stage < 3,
+         source=_DS + "runtime/zero/partition_parameters.py alone reads zero_quantized_weights"),
+    Rule(name="qwZ and QLoRA", options=("qwz", "method"),
+         says="qwZ would round weights that are in 4 bits already",
+         breaks=lambda m, k, c: c.zero.qwz and c.model.method is Method.QLORA,
+         source=_DS + "runtime/zero/partition_parameters.py: CUDAQuantizer.quantize casts what it gets to fp16"),
+    Rule(name="qwZ and shares of eight", options=("qwz",),
+         says="the kernel of qwZ takes eight elements at a time, so the GPUs must divide the hidden size",
+         breaks=lambda m, k, c: c.zero.qwz and m.hidden_size % k.num_gpus != 0,
+         source=_DS + "runtime/zero/partition_parameters.py: CUDAQuantizer.quantize"),
     Rule(name="SP and AutoTP", options=("sp", "tp"),
          says="sequence and tensor parallelism exclude each other",
          breaks=lambda m, k, c: c.parallel.sp > 1 and c.parallel.tp > 1,

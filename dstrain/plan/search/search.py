@@ -183,7 +183,7 @@ class _Tied(NamedTuple):
     complexity: int
     is_tight: bool
     padded_rows: int
-    """Rows of a micro-batch that are padded to the longest of them: of samples nobody has measured, as few as can be."""
+    """Rows of a micro-batch that are padded to the longest of them; the times leave padding out."""
     key: Key
     candidate: Candidate
 
@@ -210,7 +210,7 @@ def _is_tie(evaluator: Evaluator, first: _Tied, other: _Tied) -> bool:
 
 
 def _simplest_first(tied: list[_Tied]) -> list[Candidate]:
-    """Returns one candidate per strategy, simplest first; of equals, roomy buffers and few rows first, then the fastest."""
+    """Returns one candidate per strategy, simplest first; of equals, roomy buffers, then few rows first."""
     best: dict[tuple[object, ...], Candidate] = {}
     for tie in sorted(tied, key=lambda tie: tie[:4]):
         best.setdefault(strategy_key(tie.candidate.way), tie.candidate)

@@ -150,13 +150,14 @@ def _sharded(c: Configuration, part: _Part, work: Work) -> list[Collective]:
 
     Checkpointing computes again while the backward pass has the parameters. DeepSpeed keeps what is used again within
     `max_reuse_distance` elements: around the turn from forward to backward, half of that. With hpZ the backward pass
-    gathers inside groups of `hpz` ranks. Source: ZeRO (arXiv 1910.02054), 7.2.2; deepspeed 0.19.8
-    runtime/zero/partitioned_param_coordinator.py: __params_to_release; ZeRO++ (arXiv 2306.10209), 3.2.
+    gathers inside groups of `hpz` ranks, with qwZ both passes gather one byte an element.
+    Source: ZeRO (arXiv 1910.02054), 7.2.2; deepspeed 0.19.8 runtime/zero/partitioned_param_coordinator.py:
+    __params_to_release; ZeRO++ (arXiv 2306.10209), 3.1 and 3.2.
     """
     is_deepspeed = c.model.is_deepspeed
     hidden = c.zero.overlap_comm or not is_deepspeed
     numel = part.trainable + part.frozen
-    size = c.model.item * numel + NF4_BYTES_PER_PARAM * part.quantized
+    size = (1 if c.zero.qwz else c.model.item) * numel + NF4_BYTES_PER_PARAM * part.quantized
     per_layer = again = 1.0
     if is_deepspeed:
         elements = numel + part.quantized

@@ -49,6 +49,9 @@ GATHER_BYTES_PER_PARAM = 4.0
 """Bytes moved to put gathered shards together. Source: deepspeed 0.19.8 runtime/zero/partition_parameters.py:
 AllGatherCoalescedHandle.wait."""
 
+QWZ_BYTES_PER_PARAM = 11.0
+"""The same with qwZ: read in 8 bits and written in fp16, put together, then cast. Source: as above."""
+
 NVME_READ_BYTES_PER_PARAM = 16.0
 """Master copy, moments and gradient. Source: deepspeed 0.19.8 runtime/swap_tensor/partitioned_optimizer_swapper.py."""
 NVME_WRITE_BYTES_PER_PARAM = 14.0
@@ -151,5 +154,6 @@ def _engine_bytes(c: Configuration, work: Work) -> float:
         return reduced + (c.step.grad_accum - 1) * ACCUMULATE_BYTES_PER_PARAM * trainable
     gathered = 0.0
     if c.zero.stage == 3:
-        gathered = 2 * GATHER_BYTES_PER_PARAM * (trainable + work.counts.frozen / c.parallel.tp)
+        per_param = QWZ_BYTES_PER_PARAM if c.zero.qwz else GATHER_BYTES_PER_PARAM
+        gathered = 2 * per_param * (trainable + work.counts.frozen / c.parallel.tp)
     return c.step.grad_accum * (reduced + gathered)

@@ -231,6 +231,22 @@ def test_gradients_are_quantized_between_nodes_only() -> None:
     assert "DS809" not in [each.rule for each in found(body, hosts=hostfile.expand("a:8,b:8", None))]
 
 
+@pytest.mark.parametrize(
+    ("more", "is_wrong"),
+    [
+        ('"bf16": {"enabled": true}', True),
+        ('"fp16": {"enabled": false}', True),
+        ('"fp16": {"enabled": true}', False),
+        ('"bf16": {"enabled": true}, "communication_data_type": "fp16"', False),
+    ],
+)
+def test_quantized_gradients_must_be_fp16(more: str, is_wrong: bool) -> None:
+    body = f' {more}, "zero_optimization": {{"stage": 3, "zero_quantized_gradients": true}}}}'
+    for hosts in (hostfile.expand("a:8,b:8", None), None):
+        assert ("DS810" in [each.rule for each in found(body, hosts=hosts)]) is is_wrong
+    assert "DS810" not in [each.rule for each in found(body, hosts=hostfile.expand("a:8", None))]
+
+
 def test_hpz_must_divide_the_gpus_of_a_node() -> None:
     body = ' "zero_optimization": {"stage": 3, "zero_hpz_partition_size": 3}}'
     assert "8 GPUs of a node" in one("DS801", found(body, hosts=hostfile.expand("a:8,b:8", None))).problem

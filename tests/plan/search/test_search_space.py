@@ -38,6 +38,9 @@ BROKEN: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("SP divides the sequence", "qwen3-8b", {"sp": 8, "seq_len": 4100}),
     ("SP needs a kernel without mask", "qwen3-8b", {"sp": 2, "attn": Attention.EAGER}),
     ("SP and latent attention", "deepseek-v2-lite", {"sp": 2}),
+    ("qwZ needs ZeRO-3", "qwen3-8b", {"zero_stage": 2, "qwz": True}),
+    ("qwZ and QLoRA", "qwen3-8b", {"zero_stage": 3, "qwz": True, "method": Method.QLORA}),
+    ("qwZ and shares of eight", "qwen3-8b", {"zero_stage": 3, "qwz": True}),
     ("SP and windows", "gemma-3-27b", {"sp": 2, "seq_len": 8192}),
     ("SP and lengths", "qwen3-8b", {"sp": 2, "rope_scaling": RopeScaling(rope_type=RopeType.DYNAMIC, factor=2.0)}),
     ("SP and images", "qwen3-vl-8b", {"sp": 2, "image_patches": 1024}),
@@ -79,6 +82,7 @@ BROKEN: tuple[tuple[str, str, dict[str, Any]], ...] = (
 _PROFILE = ActivationProfile(num_layers=2, is_for_any_depth=True, kept=(), recomputed=())
 FACTS: dict[str, dict[str, Any]] = {
     "fused loss and logits": {"model_type": "granite"},
+    "qwZ and shares of eight": {"hidden_size": 4104},
     "loss of traced code": {"traced": Traced(note="traced", profile=_PROFILE)},
 }
 """Facts of the model that a rule needs."""

@@ -74,6 +74,11 @@ def test_hpz_gathers_inside_the_node_in_the_backward_pass() -> None:
     assert not backward.spans_nodes(_cluster(16))
 
 
+def test_qwz_halves_both_gathers() -> None:
+    whole, halved = (_sent(changed(FRUGAL, qwz=qwz), num_gpus=16) for qwz in (False, True))
+    assert [each.num_bytes / other.num_bytes for each, other in zip(halved, whole, strict=True)] == [0.5, 0.5, 1]
+
+
 @pytest.mark.parametrize(("overlap", "hidden"), [(True, True), (False, False)])
 def test_only_overlapped_reduction_is_hidden(overlap: bool, hidden: bool) -> None:
     found = _sent(changed(FRUGAL, zero_stage=2, overlap_comm=overlap))

@@ -38,6 +38,19 @@ def _divides(subject: Subject) -> Iterator[Fault]:
         )
 
 
+def _not_half(subject: Subject) -> Iterator[Fault]:
+    key = "zero_quantized_gradients"
+    is_one_node = subject.hosts is not None and len(subject.hosts.hosts) == 1
+    sent_as = subject.at("communication_data_type", None) or ("fp16" if subject.is_true("fp16.enabled") else "no fp16")
+    if subject.stage == 3 and subject.is_true(_ZERO + key) and sent_as != "fp16" and not is_one_node:
+        yield Fault(
+            pointer=("zero_optimization", key),
+            problem=f"{key} is true, and gradients are not fp16",
+            effect="training goes wrong without an error: DeepSpeed's kernel reads their bits as fp16",
+            fix='remove the line, or write "communication_data_type": "fp16"',
+        )
+
+
 def _one_node(subject: Subject) -> Iterator[Fault]:
     key = "zero_quantized_gradients"
     if (
@@ -128,6 +141,8 @@ RULES = (
          source="dstrain.plan.estimate"),
     Rule(id="DS809", severity=Severity.WARNING, title="quantized gradients on one node", find=_one_node,
          source="deepspeed 0.19.8 runtime/zero/stage3.py: __avg_scatter_grads (num_nodes > 1)"),
+    Rule(id="DS810", severity=Severity.ERROR, title="quantized gradients that are not fp16", find=_not_half,
+         source="deepspeed 0.19.8 ops/csrc/quantization/pt_binding.cpp: ds_swizzle_quant (read, not run)"),
     Rule(id="DS804", severity=Severity.ERROR, title="does not fit the disk", find=_disk,
          source="dstrain.plan.estimate"),
 )

@@ -110,4 +110,5 @@ def _gathers(settings: Settings, ranks: int) -> Gathers:
         persistence=settings.zero.param_persistence_threshold,
         is_offloaded=settings.zero.offloads_params,
         hpz=settings.zero.hpz,
+        qwz=settings.zero.qwz,
     )

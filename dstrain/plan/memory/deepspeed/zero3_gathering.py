@@ -41,6 +41,8 @@ class Gathers:
     """Whether the partitions are on the host; if so, even a single rank copies them."""
     hpz: int
     """`zero_hpz_partition_size`."""
+    qwz: bool = False
+    """`zero_quantized_weights`."""
 
 
 class _Group:
@@ -141,10 +143,16 @@ class Coordinator:
             self._gather(sorted(ahead))
 
     def _gather(self, weights: list[int]) -> None:
-        """Starts a collective: into a single parameter itself, else into a flat buffer; one rank just copies."""
+        """Starts a collective: into a single parameter itself, else into a flat buffer; one rank just copies.
+
+        With qwZ the buffer has one byte an element, and so has that of a single parameter.
+        """
         self.available += sum(self.numel[weight] for weight in weights)
         flat = 0
-        if len(weights) == 1 or self.how.ranks == 1:
+        if self.how.qwz and self.how.ranks > 1:
+            flat = sum(self.sizes[weight] for weight in weights) // self.how.item
+            self.account.add(Part.GATHERED, flat)
+        elif len(weights) == 1 or self.how.ranks == 1:
             self.account.add(Part.GATHERED, sum(self.sizes[weight] for weight in weights))
         else:
             flat = sum(self.sizes[weight] for weight in weights)
@@ -154,10 +162,13 @@ class Coordinator:
             self.flying[weight] = group
 
     def _wait(self, group: _Group) -> None:
-        """Ends a collective: parameters are copied out of the flat buffer, all at once."""
+        """Ends a collective: parameters are copied out of the buffer, all at once; with qwZ, of its fp16 values."""
         if group.is_waited:
             return
         group.is_waited = True
+        if self.how.qwz and group.flat:
+            self.account.add(Part.GATHERED, 2 * group.flat)
+            group.flat *= 3
         for weight in group.members:
             if group.flat:
                 self.account.add(Part.GATHERED, self.sizes[weight])
