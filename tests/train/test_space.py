@@ -76,20 +76,14 @@ def test_shared_experts_train_as_one_rank_does(tiny: Space, alias: str, zero_sta
     tiny.trains_as_one_rank_does(point, f"EP {alias} {zero_stage}")
 
 
+@pytest.mark.skipif(not Path("/usr/include/libaio.h").exists(), reason="DeepSpeed builds async_io with libaio-dev")
 @pytest.mark.parametrize("grad_accum", [1, 4])
-def test_states_on_a_drive_train_as_one_rank_does(
-    tiny: Space, need: Callable[[object, str], None], tmp_path: Path, grad_accum: int
-) -> None:
-    need(async_io_is_possible(), "DeepSpeed builds async_io with the headers of libaio only: apt install libaio-dev")
+def test_states_on_a_drive_train_as_one_rank_does(tiny: Space, tmp_path: Path, grad_accum: int) -> None:
     workload = workload_of(tiny.model("qwen3-8b"), 1, 2, nvme=tmp_path)
     values = {"offload": Offload.NVME, "zero_stage": 3, "precision": Precision.FP32, "seq_len": 64}
     configuration = changed(DEFAULTS, **values, grad_accum=grad_accum, micro_batch=4 // grad_accum)
     point = Point(alias="qwen3-8b", workload=workload, configuration=configuration)
     tiny.trains_as_one_rank_does(point, f"NVMe {grad_accum}")
-
-
-def async_io_is_possible() -> bool:
-    return Path("/usr/include/libaio.h").exists()
 
 
 def test_all_families_whose_experts_are_shared_are_tried(tiny: Space) -> None:
