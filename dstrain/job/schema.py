@@ -168,6 +168,8 @@ class Job:
     """Whether activations are recomputed in the backward pass."""
     grad_ckpt_every_n_layers: Positive = 1
     """With `grad_ckpt`, one layer of every n is recomputed; more than 1 is faster and needs more memory."""
+    activation_offload: bool = False
+    """With `grad_ckpt`, whether the inputs of layers wait in host RAM for the backward pass, which takes time."""
     tiled_mlp: bool = False
     """Whether MLPs are computed for a part of the tokens at a time, and once more: less memory for long rows."""
 

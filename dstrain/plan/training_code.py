@@ -38,6 +38,8 @@ class TrainingCode:
     """Whether SDPA gets a mask of the samples that share a row."""
     masks_padding: bool = False
     """Whether rows of a micro-batch come with a mask of their padding, which dstrain's ranks drop where it is last."""
+    inputs_in_flight: int = 0
+    """Offloaded inputs of layers that are still on the GPU: copied on a stream of their own, or needed first."""
     families_that_repeat_keys: tuple[str, ...] = ()
     """Model types that repeat keys and values before flash attention."""
     keeps_quantized_inputs: bool = False

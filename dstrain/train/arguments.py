@@ -29,6 +29,8 @@ def checkpointing_kwargs(job: Job, ds_config: Mapping[str, Any]) -> dict[str, An
     kwargs: dict[str, Any] = {"use_reentrant": job.method is not Method.FULL and zero_stage(ds_config) == 3}
     if job.grad_ckpt_every_n_layers > 1:
         kwargs["every_n_layers"] = job.grad_ckpt_every_n_layers
+    if job.activation_offload:
+        kwargs["offload"] = True
     return kwargs
 
 

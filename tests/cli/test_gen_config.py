@@ -69,11 +69,12 @@ def test_json_holds_the_plan_with_parts_that_sum_up(dstrain: Type) -> None:
 
 
 def test_recomputing_one_layer_of_every_n_is_planned_and_written(dstrain: Type) -> None:
-    asked = ("--grad-ckpt", "--grad-ckpt-every-n-layers", "2")
+    asked = ("--grad-ckpt", "--grad-ckpt-every-n-layers", "2", "--activation-offload")
     found = json.loads(dstrain(*PLAN, *asked, "--json", "--dry-run").stdout)
     assert found["plans"][0]["grad_ckpt_every_n_layers"] == 2
     assert "checkpointing of every 2 layers" in found["plans"][0]["title"]
-    assert "\ngrad_ckpt: true\ngrad_ckpt_every_n_layers: 2\n" in found["files"]["job.yaml"]
+    assert found["plans"][0]["activation_offload"]
+    assert "\ngrad_ckpt: true\nactivation_offload: true\ngrad_ckpt_every_n_layers: 2\n" in found["files"]["job.yaml"]
 
 
 def test_parameters_in_8_bits_are_planned_written_and_read_back(dstrain: Type, tmp_path: Path) -> None:
@@ -88,10 +89,17 @@ def test_parameters_in_8_bits_are_planned_written_and_read_back(dstrain: Type, t
     assert sizes[0] > sizes[1]
 
 
-def test_parameters_in_8_bits_need_cuda(dstrain: Type) -> None:
-    done = dstrain("gen-config", "--gpus", "2", "--gpu", "cpu", "--model", "qwen3-0.6b", "--qwz")
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ("--qwz", "--qwz: DeepSpeed's quantizer is a CUDA kernel\nWrite --no-qwz."),
+        ("--activation-offload", "a CPU are in host RAM already\nWrite --no-activation-offload."),
+    ],
+)
+def test_a_cpu_has_no_memory_and_no_kernel_of_a_gpu(dstrain: Type, asked: str, said: str) -> None:
+    done = dstrain("gen-config", "--gpus", "2", "--gpu", "cpu", "--model", "qwen3-0.6b", asked)
     assert done.returncode == 3
-    assert "--qwz: DeepSpeed's quantizer is a CUDA kernel\nWrite --no-qwz." in done.stderr
+    assert said in done.stderr
 
 
 def test_json_embeds_the_document_of_plan(dstrain: Type) -> None:

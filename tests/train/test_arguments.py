@@ -92,8 +92,8 @@ def test_recomputation_enters_again_only_for_adapters_under_zero_3() -> None:
 
 
 def test_the_layers_to_recompute_reach_the_trainer(tmp_path: Path) -> None:
-    kwargs = made(tmp_path, grad_ckpt_every_n_layers=2).activation_checkpointing_kwargs
-    assert kwargs == {"use_reentrant": False, "every_n_layers": 2}
+    kwargs = made(tmp_path, grad_ckpt_every_n_layers=2, activation_offload=True).activation_checkpointing_kwargs
+    assert kwargs == {"use_reentrant": False, "every_n_layers": 2, "offload": True}
 
 
 def test_recomputation_is_off_when_the_job_says_so(tmp_path: Path) -> None:

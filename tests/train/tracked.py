@@ -30,7 +30,9 @@ from tests.train.tracking import DEVICE, HOST, Ledger, TwoPlaceAccelerator, two_
 
 def build(case: dict[str, Any]) -> Any:
     """Returns the model on the host, in bf16."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, modeling_utils
+
+    code: Any = modeling_utils
 
     config = AutoConfig.for_model(**case["config"])
     torch.manual_seed(0)
@@ -44,7 +46,8 @@ def build(case: dict[str, Any]) -> Any:
             model.enable_input_require_grads()
         model = get_peft_model(model, LoraConfig(**case["lora"], task_type="CAUSAL_LM"), autocast_adapter_dtype=False)
     if case["grad_ckpt"] is not None:
-        model.gradient_checkpointing_enable(case["grad_ckpt"])
+        code.save_on_cpu = Waiting
+        model.activation_checkpointing_enable(case["grad_ckpt"], offload=case["activation_offload"])
     if case["loss"] != LossKernel.FULL:
         replace_loss(model, LossKernel(case["loss"]))
         loss.sum_of_losses = sum_of_losses  # the chunks of a CPU are in fp32
@@ -76,6 +79,19 @@ def optimizer_for(model: Any, case: dict[str, Any]) -> Any:
     if shared:
         share_experts(model, optimizer, shared, stage=zero["stage"])
     return optimizer
+
+
+class Waiting(torch.autograd.graph.saved_tensors_hooks):
+    """Stands for `save_on_cpu`, which pins memory: what is saved goes to the host's place and comes back."""
+
+    def __init__(self, **_: Any) -> None:
+        accelerator: Any = get_accelerator()
+
+        def fetched(tensor: Any) -> Any:
+            with accelerator._ledger.placing(DEVICE):
+                return tensor.clone()
+
+        super().__init__(lambda tensor: accelerator.pin_memory(tensor), fetched)
 
 
 class Quantizer:

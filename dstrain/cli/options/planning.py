@@ -61,6 +61,12 @@ _CHOICES = (
         help="With checkpointing, recompute one layer of every N.  [default: chosen]",
     ),
     click.option(
+        "--activation-offload/--no-activation-offload",
+        default=False,
+        show_default=True,
+        help="Let checkpoints of activations wait in host RAM.",
+    ),
+    click.option(
         "--tiled-mlp/--no-tiled-mlp",
         default=None,
         help="Compute MLPs for a part of the tokens at a time.  [default: chosen for long rows]",
@@ -107,12 +113,6 @@ _BEYOND = (
         "--double-quant/--no-double-quant", default=True, show_default=True, help="Quantise QLoRA's scales too."
     ),
     click.option("--liger/--no-liger", default=False, show_default=True, help="Liger's kernels."),
-    click.option(
-        "--activation-offload/--no-activation-offload",
-        default=False,
-        show_default=True,
-        help="Let checkpoints of activations wait in host RAM.",
-    ),
     click.option(
         "--image-patches", type=int, default=0, show_default=True, help="Vision patches of all images of a sample."
     ),

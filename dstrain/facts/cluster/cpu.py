@@ -31,12 +31,16 @@ class CpuLimit:
     @property
     def asked(self) -> str:
         """The option of `dstrain plan` that asks for the value."""
-        return "--qwz" if self.key == QWZ else f"--{self.key} {self.value}"
+        return self._option(self.value)
 
     @property
     def answer(self) -> str:
         """The option to write."""
-        return "--no-qwz" if self.key == QWZ else f"--{self.key} {self.instead}"
+        return self._option(self.instead)
+
+    def _option(self, value: str) -> str:
+        name = "qwz" if self.key == QWZ else self.key.replace("_", "-")
+        return {"true": f"--{name}", "false": f"--no-{name}"}.get(value, f"--{name} {value}")
 
     @property
     def is_of_engine(self) -> bool:
@@ -67,6 +71,13 @@ CPU_LIMITS = (
         instead="params",
         unless="libaio-dev is installed",
         source="deepspeed 0.19.8 ops/op_builder/async_io.py: is_compatible",
+    ),
+    CpuLimit(
+        key="activation_offload",
+        value="true",
+        why="activations of a CPU are in host RAM already",
+        instead="false",
+        source="torch 2.13 autograd/graph.py: save_on_cpu pins memory, which a CPU alone cannot",
     ),
     *(
         CpuLimit(

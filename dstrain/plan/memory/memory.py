@@ -18,7 +18,7 @@ from dstrain.plan.memory.loading import Loading, Machine, loading
 from dstrain.plan.memory.params import Trained, trained, trained_on_rank
 from dstrain.plan.memory.peak import Peak
 from dstrain.plan.memory.reserved import CONTEXT_BYTES, NCCL_BYTES, reserved
-from dstrain.plan.memory.zero import States, pinned_waste, states
+from dstrain.plan.memory.zero import States, pinned, pinned_waste, states
 from dstrain.units import GIB, MIB
 
 BASELINE_HOST_BYTES_PER_RANK = 4 * GIB
@@ -221,7 +221,7 @@ def _workspace_bytes(cluster: Cluster) -> int:
 
 
 def _host_bytes(workload: Workload, configuration: Configuration, model_states: States, detail: Detail) -> int:
-    """Returns host RAM of one node while it trains: the processes, and the offloaded states with pinned rounding."""
+    """Returns host RAM of one node while it trains: the processes, and what is offloaded with pinned rounding."""
     model, cluster = workload.model, workload.cluster
     ranks = cluster.gpus_per_node
     counts = trained_on_rank(model, configuration)
@@ -230,7 +230,19 @@ def _host_bytes(workload: Workload, configuration: Configuration, model_states: 
     )
     if detail is not Detail.QUICK and configuration.model.is_deepspeed and has_layer_code(model):
         offloaded = engine.host_of(model, configuration, _ranks(cluster, configuration)).taken
-    return ranks * BASELINE_HOST_BYTES_PER_RANK + ranks * offloaded
+    return ranks * (BASELINE_HOST_BYTES_PER_RANK + offloaded + _waiting_bytes(model, configuration))
+
+
+def _waiting_bytes(model: ModelFacts, configuration: Configuration) -> int:
+    """Returns the host bytes of layers' inputs that wait there for the backward pass; each has a pinned buffer.
+
+    Source: Transformers 5.23 modeling_utils.py: _activation_checkpointing_enable (save_on_cpu).
+    """
+    c, depth = configuration, model.num_hidden_layers
+    if not c.checkpointing.offload:
+        return 0
+    tokens = -(-c.batch.tokens // c.parallel.sp)
+    return round(c.checkpointing.share(depth) * depth) * pinned(tokens * model.hidden_size * c.model.item)
 
 
 def _nvme_bytes(workload: Workload, configuration: Configuration, model_states: States, detail: Detail) -> int:

@@ -157,7 +157,13 @@ def check(workload: Workload, request: Request) -> None:
     model, cluster, gpu = workload.model, workload.cluster, workload.cluster.gpu
     if request.precision is Precision.BF16 and not gpu.has_bf16 and gpu.fp16_flops_per_s > 0:
         raise InvalidConfig(f"--precision bf16: {gpu.name} has no bf16", hint="Write --precision fp16.")
-    asked = {"attn": request.attn, "precision": request.precision, "offload": request.offload, QWZ: request.qwz}
+    asked = {
+        "attn": request.attn,
+        "precision": request.precision,
+        "offload": request.offload,
+        QWZ: request.qwz,
+        "activation_offload": request.activation_offload,
+    }
     for limit in limits_of(asked) if gpu.is_cpu else ():
         if not limit.unless:
             raise InvalidConfig(f"{limit.asked}: {limit.why}", hint=f"Write {limit.answer}.")

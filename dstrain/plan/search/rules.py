@@ -242,7 +242,7 @@ RULES: tuple[Rule, ...] = (
     Rule(name="activation offload needs checkpoints", options=("activation_offload", "grad_ckpt"),
          says="activation offload needs checkpointing: it moves checkpoints",
          breaks=lambda m, k, c: c.checkpointing.offload and not c.checkpointing.enabled,
-         source=_DS + "runtime/activation_checkpointing/offload_activations.py"),
+         source="Transformers 5.23 trainer.py: reads the kwargs only with activation_checkpointing"),
     Rule(name="every n-th layer needs checkpoints", options=("grad_ckpt_every_n_layers", "grad_ckpt"),
          says="--grad-ckpt-every-n-layers has no effect without checkpointing",
          breaks=lambda m, k, c: c.checkpointing.every_n_layers > 1 and not c.checkpointing.enabled,

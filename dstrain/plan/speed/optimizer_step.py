@@ -111,7 +111,9 @@ def stepping(cluster: Cluster, configuration: Configuration, work: Work, rates: 
         pcie_step=up / pcie,
         pcie_forward=forward / pcie,
         pcie_backward=backward / pcie,
-        is_pcie_hidden=c.zero.pin_memory and (c.zero.overlap_comm or not c.zero.is_offloaded),
+        is_pcie_hidden=c.zero.pin_memory
+        and (c.zero.overlap_comm or not c.zero.is_offloaded)
+        and (c.code.inputs_in_flight > 0 or not c.checkpointing.offload),
     )
 
 

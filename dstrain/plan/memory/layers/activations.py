@@ -13,7 +13,7 @@ from dstrain.plan.configuration import Configuration
 from dstrain.plan.memory.layers import embedding, losses, ops, vision
 from dstrain.plan.memory.layers.context import Context, Variant, variant_of
 from dstrain.plan.memory.layers.families import LAYER_CODE, LayerCode
-from dstrain.plan.memory.layers.graph import OFFLOADED_IN_FLIGHT, Tape
+from dstrain.plan.memory.layers.graph import Tape
 from dstrain.plan.memory.layers.tensor import GradRelease, Param, Tensor
 
 INDEX = 8
@@ -92,7 +92,7 @@ def of_variant(model: ModelFacts, variant: Variant) -> tuple[Instant, ...]:
         first = next(iter(least))
         least[first] = max(period, 3 if variant.batch.image_patches else 2)
     if variant.checkpointing.offload:
-        least[next(reversed(least))] = max(period, OFFLOADED_IN_FLIGHT + 1)
+        least[next(reversed(least))] = max(period, variant.code.inputs_in_flight + 2)
     short = {kind: count + (depth[kind] - count) % period for kind, count in least.items()}  # in step with the pattern
     short = {kind: min(count, depth[kind]) for kind, count in short.items()}
     base = _beyond_embedding(model, variant, short, depth)
@@ -165,7 +165,7 @@ def peaks(model: ModelFacts, variant: Variant, depth: dict[str, int]) -> dict[st
     the pattern of recomputed layers: between them the peak follows a straight line, so one of the two is the largest.
     """
     tape = Tape(release=variant.release, gathers=variant.gathers)
-    tape.offloads_inputs = variant.checkpointing.offload
+    tape.offloads_inputs, tape.num_in_flight = variant.checkpointing.offload, variant.code.inputs_in_flight
     tape.keeps_inputs = variant.gathers
     tape.stops_early = variant.code.stops_early
     play(Context(model, variant, tape), depth)

@@ -11,11 +11,6 @@ from dstrain.plan.memory.layers.tensor import Backward, GradRelease, Ledger, Nod
 
 Tensors = tuple[Tensor | None, ...]
 
-OFFLOADED_IN_FLIGHT = 3
-"""Offloaded layer inputs that are still on the GPU: two on their way out, and the last, which is needed first.
-Source: deepspeed 0.19.8 runtime/activation_checkpointing/offload_activations.py: max_fwd_stash_count, keep_last_count.
-"""
-
 
 class RecomputedEnough(Exception):
     """Raised once a recomputation has restored all saved tensors: PyTorch's checkpointing stops there too."""
@@ -99,6 +94,7 @@ class Tape:
         "keeps_inputs",
         "kept_tensors",
         "ledger",
+        "num_in_flight",
         "offloads_inputs",
         "part",
         "release",
@@ -112,6 +108,8 @@ class Tape:
         self.release, self.gathers = release, gathers
         self.stops_early = True
         self.offloads_inputs = False
+        self.num_in_flight = 0
+        """Offloaded inputs that are still on the GPU."""
         self.keeps_inputs = False
         self._in_flight: list[Storage] = []
         self.grad_enabled = True
@@ -194,7 +192,8 @@ class Tape:
         """Returns the recomputation of a call whose input left the GPU, and comes back for it."""
         numel, item, node = x.numel, x.item, x.node
         assert x.storage is not None
-        self._in_flight = [*self._in_flight, x.storage][-OFFLOADED_IN_FLIGHT:]
+        if self.num_in_flight:
+            self._in_flight = [*self._in_flight, x.storage][-self.num_in_flight :]
         return lambda: function(self.new(numel, item, node))
 
     def refill(self, frame: Frame) -> None:

@@ -87,7 +87,7 @@ def _is_sound(recording: Recording) -> bool:
 
 def _played(model: ModelFacts, variant: Variant, depth: dict[str, int], passes: Passes) -> Recording:
     tape = Tape(release=variant.release)
-    tape.offloads_inputs = variant.checkpointing.offload
+    tape.offloads_inputs, tape.num_in_flight = variant.checkpointing.offload, variant.code.inputs_in_flight
     tape.stops_early = passes.stops_early
     tape.keeps_inputs = passes.keeps_inputs
     tape.ledger = ledger = MarkedLedger()
