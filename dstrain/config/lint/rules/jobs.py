@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict
 
 from dstrain.choices import Optimizer, Precision, RopeType
@@ -188,12 +188,15 @@ def _not_on_gpu(subject: Subject) -> Iterator[Fault]:
         yield _in_job(subject, "precision", f"precision is bf16, but {gpu.name} does not support it",
                       "matrix products run in fp32, at a fraction of the speed", "write precision: fp16")  # fmt: skip
     if gpu.is_cpu:
-        yield from _not_on_cpu(subject, {"attn": job.attn, "precision": job.precision})
+        yield from _not_on_cpu(subject, job)
 
 
-def _not_on_cpu(subject: Subject, values: Mapping[str, str]) -> Iterator[Fault]:
-    keys = {limit.key: subject.at(limit.key, None) for limit in CPU_LIMITS if limit.is_of_engine}
-    for limit in limits_of({**values, **keys}):
+def _not_on_cpu(subject: Subject, job: Job) -> Iterator[Fault]:
+    values = {
+        limit.key: subject.at(limit.key, None) if limit.is_of_engine else getattr(job, limit.key, None)
+        for limit in CPU_LIMITS
+    }
+    for limit in limits_of(values):
         problem = f"{limit.key} is {limit.value}, but the ranks train on the CPU"
         effect = f"the run stops{f', unless {limit.unless}' if limit.unless else ''}: {limit.why}"
         if not limit.is_of_engine:
