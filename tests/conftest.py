@@ -37,6 +37,7 @@ MARKS = {
     "engine": (
         *("tests/train/test_trace.py", "tests/cli/test_demo.py", "tests/launch/test_process.py"),
         *("tests/train/test_demo.py", "tests/monitor/sinks/test_swanlab.py", "tests/train/data/test_packing"),
+        "tests/train/test_end_to_end.py::test_sigterm_while_blocked_in_a_collective_keeps_swanlabs_data",
         "tests/plan/memory/layers/test_every_n_layers.py::test_the_peak_is_that_of_transformers",
         "tests/plan/memory/layers/test_tiled_mlp.py::test_the_peak_is_that_of_transformers",
         "tests/config/templates/test_templates.py::test_deepspeed_accepts_what_transformers_fills_in",
@@ -67,7 +68,10 @@ MARKS = {
     ),
     "commands": (
         *("tests/cli/", "tests/test_docs.py", "tests/facts/model/test_hub_config.py"),
-        "tests/launch/filesync/test_gather_checkpoints.py",
+        *("tests/plan/search/test_search.py", "tests/plan/search/test_grid.py"),
+        *("tests/config/templates/test_templates.py", "tests/launch/filesync/test_gather_checkpoints.py"),
+        "tests/test_architecture.py::test_a_verb_imports_what_it_needs",
+        "tests/test_architecture.py::test_answering_imports_nothing_heavy",
     ),
 }
 """What a test needs that takes long, by the beginning of its node id; a test of none of these is fast. A test with the
