@@ -96,7 +96,7 @@ TRANSFORMERS_4_45 = TrainingCode(
 """Transformers 4.45 and before: drops the logits in the training precision earlier, and repeats keys and values before
 flash attention. Source: its modeling_mistral.py, modeling_mixtral.py: …FlashAttention2.forward."""
 TORCHTUNE = TrainingCode(
-    inputs_in_flight=3,
+    inputs_in_flight=3,  # two on their way out, and the last, which is needed first
     stops_early=False,
     has_peft=False,
     masks_packed_rows=False,

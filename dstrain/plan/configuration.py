@@ -123,7 +123,8 @@ class Checkpointing:
     def words(self) -> str:
         """The choice in words, such as `checkpointing of every 2 layers`."""
         every = "" if self.every_n_layers == 1 else f" of every {self.every_n_layers} layers"
-        words = f"checkpointing{every}" if self.enabled else "no checkpointing"
+        where = " with inputs in RAM" if self.offload else ""
+        words = f"checkpointing{every}{where}" if self.enabled else "no checkpointing"
         return f"{words}, tiled MLPs" if self.tiled_mlp else words
 
     def recomputes(self, layer: int) -> bool:

@@ -40,6 +40,7 @@ def short_label(configuration: Configuration) -> str:
     share = "" if zero.offload_ratio == 1 else f"{100 * zero.offload_ratio:.0f}%"
     words = [f"ZeRO-{zero.stage}{_OFFLOADED.get(zero.offload, '')}{share}"]
     words += ["ckpt" if checkpointing.period == 1 else f"ckpt/{checkpointing.period}"] if checkpointing.enabled else []
+    words[-1] += "+ram" if checkpointing.offload else ""
     words += ["tiled"] if checkpointing.tiled_mlp else []
     words.append(f"{configuration.batch.micro_batch}×{configuration.step.grad_accum}")
     words += [f"{name.lower()}{value}" for name, value in _degrees(configuration) if value > 1]

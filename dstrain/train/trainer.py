@@ -168,12 +168,14 @@ class Trainer(SavingTrainer):
             ).needs_masks()
         elif self._job.sp == 1:  # slices have none
             self._has_padding_masks = sees_padding(self.model_wrapped, self._tried_inputs(_PADDED, size), self._group)
+            if self._has_padding_masks:
+                self._rank.say("this model sees the padding behind a sample: attention gets a mask, which is slower")
         return prepared
 
     def _tried_inputs(self, num_tokens: int, size: int) -> dict[str, Any]:
-        """Returns a micro-batch of so many of the first tokens."""
+        """Returns a micro-batch of so many tokens: the first ones, again and again if there are fewer."""
         rows: Any = self.train_dataset
-        tokens = np.asarray(rows[0]["input_ids"])[:num_tokens]
+        tokens = np.resize(rows[0]["input_ids"], num_tokens)
         row = row_of(tokens, tokens, np.array([len(tokens)]))
         return self._prepare_inputs(self.data_collator([row] * size))
 

@@ -72,7 +72,7 @@ def test_recomputing_one_layer_of_every_n_is_planned_and_written(dstrain: Type) 
     asked = ("--grad-ckpt", "--grad-ckpt-every-n-layers", "2", "--activation-offload")
     found = json.loads(dstrain(*PLAN, *asked, "--json", "--dry-run").stdout)
     assert found["plans"][0]["grad_ckpt_every_n_layers"] == 2
-    assert "checkpointing of every 2 layers" in found["plans"][0]["title"]
+    assert "checkpointing of every 2 layers with inputs in RAM" in found["plans"][0]["title"]
     assert found["plans"][0]["activation_offload"]
     assert "\ngrad_ckpt: true\nactivation_offload: true\ngrad_ckpt_every_n_layers: 2\n" in found["files"]["job.yaml"]
 
