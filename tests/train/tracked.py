@@ -179,8 +179,9 @@ def measure(case: dict[str, Any], ledger: Ledger, caches: list[Any]) -> dict[str
     batch: dict[str, Any] = {"input_ids": ids, "labels": ids}
     if case["sp"] > 1:
         begin = width * (int(os.environ["RANK"]) % case["sp"])
-        positions = torch.arange(begin, begin + width, device="cpu:0").repeat(case["micro_batch"], 1)
-        batch["position_ids"] = positions % (case["seq_len"] // 2) if case["packing"] else positions
+        batch["position_ids"] = torch.arange(begin, begin + width, device="cpu:0").repeat(case["micro_batch"], 1)
+        if case["packing"]:
+            batch["position_ids"] %= case["seq_len"] // 2
         batch["shift_labels"] = ids
     for step in range(case["steps"]):
         if step == case["steps"] - 1:

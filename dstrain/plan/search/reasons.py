@@ -64,7 +64,8 @@ def _simpler(cluster: Cluster, ranking: Ranking) -> tuple[Reason, ...]:
     if not ranking.fits or gain is None or gain <= EQUAL_RATIO:
         return ()
     worth = percent(max(ranking.difference_error_ratio, TIE_RATIO))
-    text = f"simpler than {label(ranking.fastest.configuration)}, which would gain {percent(gain)} (± {worth})"
+    faster = f"{percent(gain).removesuffix(' %')} ± {worth} faster"
+    text = f"simpler than {label(ranking.fastest.configuration)} ({faster})"
     return (Reason(topic=Topic.SIMPLER, text=text),)
 
 
