@@ -1,9 +1,9 @@
 """Trains one configuration after another on this rank and writes what lived: `tests.train.tracked CASES`.
 
 CASES is a JSON file: a list of objects with `name`, `config` (of the model), `ds_config`, `seq_len`, `micro_batch`,
-`grad_accum`, `sp`, `steps`, `optimizer`, `loss`, `tiled_mlp`, `is_full` (whether the device is, while the engine is set
-up), `grad_ckpt` (null, or its keywords) and `lora` (null, or the keywords of LoraConfig). Each rank writes a list of
-what it measured to `CASES.RANK`.
+`grad_accum`, `sp`, `packing`, `activation_offload`, `steps`, `optimizer`, `loss`, `tiled_mlp`, `is_full` (whether the
+device is, while the engine is set up), `grad_ckpt` (null, or its keywords) and `lora` (null, or the keywords of
+LoraConfig). Each rank writes a list of what it measured to `CASES.RANK`.
 """
 
 from __future__ import annotations

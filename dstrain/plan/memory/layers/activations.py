@@ -239,7 +239,7 @@ def _layer(run: Context, code: LayerCode, kind: str) -> Callable[[Tensor], Tenso
     """Returns a layer of the kind, which knows whether it has a mask when it runs and when it is recomputed."""
     made = code.dense if kind.startswith("dense") else code.sparse
     assert made is not None
-    has_mask = (run.variant.has_mask and not run.variant.is_by_sample) or kind.endswith("windowed")
+    has_mask = run.variant.masks_attention or kind.endswith("windowed")
 
     def layer(x: Tensor) -> Tensor:
         run.has_mask = has_mask

@@ -74,6 +74,11 @@ class Variant:
         return self.batch.packing and self.parallel.sp > 1 and self.kernels.attn is Attention.SDPA
 
     @property
+    def masks_attention(self) -> bool:
+        """Whether attention gets the mask that there is."""
+        return self.has_mask and not self.is_by_sample
+
+    @property
     def holds_layers(self) -> bool:
         """Whether each layer's input and its gradient stay to the end, as under FSDP if weights are frozen."""
         return self.is_sharded and not self.model.is_deepspeed and not self.model.is_full and self.code.has_peft
@@ -157,7 +162,7 @@ class Context:
         self.cos: Tensor | None = None
         self.sin: Tensor | None = None
         self.mask: Storage | None = None
-        self.has_mask = variant.has_mask and not variant.is_by_sample
+        self.has_mask = variant.masks_attention
         """Whether the current layer has a mask."""
         self.is_tiling = False
         """Whether the current operations are those of one tile of an MLP."""
