@@ -63,12 +63,13 @@ _EXPERT_LOOP = ExpertLoop(kernels=(11.0, 20.0), modules=3)
 modeling_mixtral.py of Transformers 4.44."""
 _SHIFT = partial(shifted_logits, is_returned=True, drops_last=False)
 
-TRANSFORMERS_5 = TrainingCode(masks_padding=True)
+TRANSFORMERS_5 = TrainingCode(splits_packed_rows=False, masks_padding=True)
 """What others run on Transformers 5."""
 TRANSFORMERS_4 = TrainingCode(
     stops_early=False,
     is_reentrant=True,
-    masks_packed_rows=False,
+    splits_packed_rows=False,
+    skips_packed_masks=True,
     masks_padding=True,
     has_linear_experts=True,
     expert_loop=_EXPERT_LOOP,
@@ -83,7 +84,8 @@ LlamaForCausalLM.forward."""
 TRANSFORMERS_4_45 = TrainingCode(
     stops_early=False,
     is_reentrant=True,
-    masks_packed_rows=False,
+    splits_packed_rows=False,
+    skips_packed_masks=True,
     masks_padding=True,
     families_that_repeat_keys=("mistral", "mixtral"),
     has_linear_experts=True,
@@ -99,7 +101,8 @@ TORCHTUNE = TrainingCode(
     inputs_in_flight=3,  # two on their way out, and the last, which is needed first
     stops_early=False,
     has_peft=False,
-    masks_packed_rows=False,
+    splits_packed_rows=False,
+    skips_packed_masks=True,
     masks_padding=True,
     has_linear_experts=True,
     mixtral=mixtral_loop.mixtral,
@@ -111,7 +114,8 @@ TORCHTUNE = TrainingCode(
 LITGPT = TrainingCode(
     stops_early=False,
     has_peft=False,
-    masks_packed_rows=False,
+    splits_packed_rows=False,
+    skips_packed_masks=True,
     masks_padding=True,
     keeps_quantized_inputs=True,  # its bitsandbytes is older than 0.42
     has_linear_experts=True,

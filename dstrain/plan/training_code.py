@@ -34,8 +34,10 @@ class TrainingCode:
     """Whether checkpointing computes whole layers again, whatever is trained."""
     has_peft: bool = True
     """Whether adapters are PEFT's: fp32 unless DeepSpeed casts them. Others have the training precision."""
-    masks_packed_rows: bool = True
-    """Whether SDPA gets a mask of the samples that share a row."""
+    splits_packed_rows: bool = True
+    """Whether SDPA is called for each of the samples that share a row; else it gets a mask of them."""
+    skips_packed_masks: bool = False
+    """Whether that mask costs no time, as kernels skip what it hides."""
     masks_padding: bool = False
     """Whether rows of a micro-batch come with a mask of their padding, which dstrain's ranks drop where it is last."""
     inputs_in_flight: int = 0

@@ -8,8 +8,6 @@ Source: accelerate 1.15 accelerator.py: _prepare_deepspeed; deepspeed 0.19.8 run
 from __future__ import annotations
 
 import inspect
-import itertools
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +21,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from dstrain.choices import Attention
 from dstrain.job.schema import Job
 from dstrain.monitor.callback import COUNTS, CountingCollator
+from dstrain.train.data.by_sample import attend_by_sample, by_sample
 from dstrain.train.data.slices import Slice
 from dstrain.train.rank import Rank
 from dstrain.train.trainer import Trainer
@@ -62,6 +61,7 @@ class SequenceParallelTrainer(Trainer):
         ulysses.disable_in_eval = False
         if self._job.packing and self._job.attn == Attention.SDPA:
             ulysses.attn = by_sample(ulysses.attn)
+            attend_by_sample(self.model, attention=registered)
         return batches
 
     def get_train_dataloader(self) -> DataLoader[Any]:
@@ -104,36 +104,6 @@ class SequenceParallelTrainer(Trainer):
 
     def _whole_rows(self, logits: torch.Tensor) -> torch.Tensor:
         return whole_rows(logits)
-
-
-def by_sample(attention: Callable[..., tuple[torch.Tensor, Any]]) -> Callable[..., tuple[torch.Tensor, None]]:
-    """Returns causal attention that calls `attention` for each sample of packed rows, which so needs no mask.
-
-    It takes queries, keys and values as (batch, heads, seq, width) and `position_ids` as (batch, seq), which count from
-    0 in each sample, and returns (batch, seq, heads, width) and None.
-    """
-
-    def attended(
-        module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: None, **options: Any
-    ) -> tuple[torch.Tensor, None]:
-        rows = []
-        for positions, *row in zip(options["position_ids"], query, key, value, strict=True):
-            lengths = sample_lengths(positions)
-            samples = zip(*(tensor.unsqueeze(0).split(lengths, dim=2) for tensor in row), strict=True)
-            rows.append(torch.cat([attention(module, *sample, mask, **options)[0] for sample in samples], dim=1))
-        return torch.cat(rows), None
-
-    return attended
-
-
-def sample_lengths(positions: torch.Tensor) -> list[int]:
-    """Returns the tokens of each sample of a packed row; `positions` count from 0 in each: (seq,).
-
-    >>> sample_lengths(torch.tensor([0, 1, 2, 0, 1]))
-    [3, 2]
-    """
-    begins = [0, *(positions[1:] == 0).nonzero().flatten().add(1).tolist(), len(positions)]
-    return [end - begin for begin, end in itertools.pairwise(begins)]
 
 
 def group_sum(loss: torch.Tensor, scale: int) -> torch.Tensor:

@@ -13,7 +13,7 @@ import transformers
 from torch.utils.data import DataLoader, RandomSampler
 from transformers.trainer_utils import EvalLoopOutput
 
-from dstrain.choices import LossKernel
+from dstrain.choices import Attention, LossKernel
 from dstrain.errors import InvalidConfig
 from dstrain.heartbeat import Phase, Sender
 from dstrain.job.schema import Job
@@ -158,19 +158,29 @@ class Trainer(SavingTrainer):
         size = self._trial_size()
         self._try_loss(size)
         if isinstance(rows, PackedRows):
-            self._has_masks = Trial(
+            trial = Trial(
                 model=self.model,
                 engine=self.model_wrapped,
                 inputs_of=lambda row: self._prepare_inputs(self.data_collator([row] * size)),
                 tokens=rows[0]["input_ids"],
                 whole=self._whole_rows,
                 group=self._group,
-            ).needs_masks()
+            )
+            self._isolate(trial)
         elif self._job.sp == 1:  # slices have none
             self._has_padding_masks = sees_padding(self.model_wrapped, self._tried_inputs(_PADDED, size), self._group)
             if self._has_padding_masks:
                 self._rank.say("this model sees the padding behind a sample: attention gets a mask, which is slower")
         return prepared
+
+    def _isolate(self, trial: Trial) -> None:
+        """Chooses how the samples of a row are kept apart; those of slices are attended one by one already."""
+        has_choice = self._job.attn == Attention.SDPA and self._job.sp == 1
+        if has_choice and trial.works_by_sample():
+            return
+        self._has_masks = trial.needs_masks()
+        if has_choice:
+            self._rank.say("attention over packed rows gets a mask in this model, which is slower")
 
     def _tried_inputs(self, num_tokens: int, size: int) -> dict[str, Any]:
         """Returns a micro-batch of so many tokens: the first ones, again and again if there are fewer."""

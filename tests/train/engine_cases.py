@@ -155,6 +155,8 @@ CASES = (
     case("two sequence-parallel ranks, padded rows", 1, sp=2, micro_batch=2),
     case("two sequence-parallel ranks, packed rows", 2, sp=2, packing=True, micro_batch=2),
     case("two sequence-parallel ranks, packed rows, checkpointing", 3, sp=2, packing=True, **CKPT),
+    case("packed rows", 2, packing=True, micro_batch=2),
+    case("packed rows, checkpointing", 3, packing=True, **CKPT),
     case("fused loss, accumulating", 1, loss=LossKernel.FUSED, grad_accum=2),
     case("fused loss, tied", 2, model=TIED, loss=LossKernel.FUSED, **CKPT),
     case("fused loss, adapters, checkpointing", 3, loss=LossKernel.FUSED, **FULL_LORA, **CKPT),

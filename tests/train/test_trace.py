@@ -112,7 +112,7 @@ LLAMA_FORM = 16 * H + 8 + 4 * Q + 4 * K + 4 * HEADS + 8 * INNER
         ("flash", LLAMA_FORM),
         ("qwen3", LLAMA_FORM + 6 * (Q + K) + 4 * (HEADS + KV)),
         ("padding", LLAMA_FORM + 4 * (Q - K) + 2 * S),
-        ("packed", LLAMA_FORM + 4 * (Q - K) + 2 * S),
+        ("packed", LLAMA_FORM + 2 * Q),
         ("recomputed", 2 * H),
         ("re-entrant", 2 * H),
     ],
@@ -120,7 +120,7 @@ LLAMA_FORM = 16 * H + 8 + 4 * Q + 4 * K + 4 * HEADS + 8 * INNER
 def test_a_layer_keeps_of_a_token_what_the_closed_form_says(
     traces: dict[str, Trace], name: str, expected: float
 ) -> None:
-    assert per_token(traces[name]) == pytest.approx(expected, abs=SEED_BYTES / T)
+    assert per_token(traces[name]) == pytest.approx(expected, abs=2 * SEED_BYTES / T)  # of two rows
 
 
 def test_fp32_keeps_twice_the_bytes_of_activations_and_no_upcast_copies(traces: dict[str, Trace]) -> None:

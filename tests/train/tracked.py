@@ -177,12 +177,13 @@ def measure(case: dict[str, Any], ledger: Ledger, caches: list[Any]) -> dict[str
     width = case["seq_len"] // case["sp"]
     ids = torch.randint(0, case["config"]["vocab_size"], (case["micro_batch"], width), device="cpu:0")
     batch: dict[str, Any] = {"input_ids": ids, "labels": ids}
-    if case["sp"] > 1:
+    if case["sp"] > 1 or case["packing"]:
         begin = width * (int(os.environ["RANK"]) % case["sp"])
         batch["position_ids"] = torch.arange(begin, begin + width, device="cpu:0").repeat(case["micro_batch"], 1)
-        if case["packing"]:
-            batch["position_ids"] %= case["seq_len"] // 2
+    if case["sp"] > 1:
         batch["shift_labels"] = ids
+    if case["packing"]:
+        batch["position_ids"] %= case["seq_len"] // 2
     for step in range(case["steps"]):
         if step == case["steps"] - 1:
             ledger.enter("between")
@@ -201,20 +202,26 @@ def measure(case: dict[str, Any], ledger: Ledger, caches: list[Any]) -> dict[str
 
 
 def share_rows(model: Any, case: dict[str, Any]) -> Any:
-    """Makes attention exchange slices of rows, as accelerate does; returns the groups of the ranks, None without."""
+    """Makes attention exchange slices of rows, as accelerate does; returns the groups of the ranks, None without.
+
+    The samples of packed rows are attended one by one.
+    """
     from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    from dstrain.train.sequence_parallel import by_sample
+    from dstrain.train.data.by_sample import attend_by_sample, by_sample
 
     if case["packing"]:
         ALL_ATTENTION_FUNCTIONS["sdpa"] = by_sample(ALL_ATTENTION_FUNCTIONS["sdpa"])
-    return UlyssesSPAttentionHF.register_with_transformers(
+    groups = UlyssesSPAttentionHF.register_with_transformers(
         model,
         core_attn_implementation="sdpa",
         sequence_parallel_size=case["sp"],
         micro_batch_size=case["micro_batch"],
     )
+    if case["packing"]:
+        attend_by_sample(model, attention=ALL_ATTENTION_FUNCTIONS["sdpa"])
+    return groups
 
 
 def train(engine: Any, batch: dict[str, Any], ledger: Ledger) -> float:

@@ -136,8 +136,8 @@ def memory(workload: Workload, configuration: Configuration, *, detail: Detail =
         device_bytes_per_gpu=parts.total,
         peak_instant=peak.name,
         breakdown_bytes=parts,
-        host_bytes_per_node=max(load.host_bytes_per_node, _host_bytes(workload, configuration, model_states, detail)),
-        nvme_bytes_per_node=_nvme_bytes(workload, configuration, model_states, detail),
+        host_bytes_per_node=host_bytes(workload, configuration, load),
+        nvme_bytes_per_node=_nvme_bytes(workload, configuration, model_states),
         checkpoint_bytes=_checkpoint_bytes(model, configuration),
         states=model_states,
         load=load,
@@ -220,17 +220,19 @@ def _workspace_bytes(cluster: Cluster) -> int:
     return 2 * (32 * MIB if cluster.gpu.compute_capability >= (9, 0) else round(8.125 * MIB))
 
 
-def _host_bytes(workload: Workload, configuration: Configuration, model_states: States, detail: Detail) -> int:
-    """Returns host RAM of one node while it trains: the processes, and what is offloaded with pinned rounding."""
-    model, cluster = workload.model, workload.cluster
-    ranks = cluster.gpus_per_node
+def host_bytes(workload: Workload, configuration: Configuration, load: Loading | None = None) -> int:
+    """Returns host RAM of one node while it trains or loads, whichever takes more: the processes, and what is
+    offloaded with pinned rounding. What a load takes may be known."""
+    model, ranks, sharing = workload.model, workload.cluster.gpus_per_node, _ranks(workload.cluster, configuration)
     counts = trained_on_rank(model, configuration)
-    offloaded = (
-        model_states.host + model_states.staging + pinned_waste(counts, configuration, _ranks(cluster, configuration))
-    )
-    if detail is not Detail.QUICK and configuration.model.is_deepspeed and has_layer_code(model):
-        offloaded = engine.host_of(model, configuration, _ranks(cluster, configuration)).taken
-    return ranks * (BASELINE_HOST_BYTES_PER_RANK + offloaded + _waiting_bytes(model, configuration))
+    load = load or _load(workload, configuration, counts)
+    if configuration.model.is_deepspeed and has_layer_code(model):
+        offloaded = engine.host_of(model, configuration, sharing).taken
+    else:
+        held = states(counts, configuration, sharing)
+        offloaded = held.host + held.staging + pinned_waste(counts, configuration, sharing)
+    training = ranks * (BASELINE_HOST_BYTES_PER_RANK + offloaded + _waiting_bytes(model, configuration))
+    return max(load.host_bytes_per_node, training)
 
 
 def _waiting_bytes(model: ModelFacts, configuration: Configuration) -> int:
@@ -245,10 +247,10 @@ def _waiting_bytes(model: ModelFacts, configuration: Configuration) -> int:
     return round(c.checkpointing.share(depth) * depth) * pinned(tokens * model.hidden_size * c.model.item)
 
 
-def _nvme_bytes(workload: Workload, configuration: Configuration, model_states: States, detail: Detail) -> int:
+def _nvme_bytes(workload: Workload, configuration: Configuration, model_states: States) -> int:
     """Returns the bytes of one node's files on NVMe."""
     model, cluster = workload.model, workload.cluster
-    if detail is Detail.QUICK or not configuration.model.is_deepspeed or not has_layer_code(model):
+    if not configuration.model.is_deepspeed or not has_layer_code(model):
         return model_states.nvme * cluster.gpus_per_node
     return engine.host_of(model, configuration, _ranks(cluster, configuration)).nvme * cluster.gpus_per_node
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import sys
+from collections import defaultdict
 from dataclasses import dataclass, field
+from operator import ge
 
+from dstrain.choices import Offload
 from dstrain.facts.workload import Workload
 from dstrain.plan.configuration import Configuration
 from dstrain.plan.estimate import ASKED_GPU_RATIO, USABLE_GPU_RATIO, USABLE_HOST_RATIO, assess
 from dstrain.plan.estimate_records import Estimate, Speed
-from dstrain.plan.memory.memory import Detail
+from dstrain.plan.memory.memory import Detail, host_bytes
 from dstrain.plan.request import Request
 from dstrain.plan.search.bounds import Bound, bound, passes_s
 from dstrain.plan.search.search_space import Candidate, data_parallel_ranks
@@ -19,6 +23,14 @@ QUICK_ERROR_RATIO = 0.10
 """The most by which quick estimates of live bytes exceed exact ones. The bytes that the allocator holds besides are
 bounded from above, and count only once they are replayed. Source: tests/plan/memory/test_closed_form.py."""
 
+ALIKE_RATIO = 0.01
+"""The most by which bytes of two candidates of one appetite differ: SP ranks that have parts of more samples have
+smaller tables of positions, and masks. Source: tests/plan/search/test_bounds.py."""
+
+Appetite = tuple[float, ...]
+"""Numbers of which none makes a candidate need less memory on the GPU for being larger."""
+Failures = dict[object, list[Appetite]]
+"""Appetites of candidates, by their kind."""
 Key = tuple[float, ...]
 """Sort key of candidates: seconds per sample or, if speed is unknown, the order of lost speed."""
 
@@ -35,6 +47,10 @@ class Evaluator:
     speeds: dict[Candidate, Speed] = field(default_factory=dict)
     estimates: dict[Candidate, Estimate] = field(default_factory=dict)
     exact: set[Candidate] = field(default_factory=set)
+    too_large: Failures = field(default_factory=lambda: defaultdict(list))
+    """Candidates that live in more than the GPU has."""
+    too_scattered: Failures = field(default_factory=lambda: defaultdict(list))
+    """Candidates for which the allocator takes more than the GPU has."""
 
     def bound(self, candidate: Candidate) -> Bound:
         """Returns the bound of a candidate's way, computed once."""
@@ -82,13 +98,29 @@ class Evaluator:
 
     def seems_to_fit(self, candidate: Candidate) -> bool:
         """Returns whether the candidate fits or, before it is verified, may fit."""
+        if candidate in self.exact:
+            return self.estimates[candidate].fits
+        if self._is_known_to_fail(candidate) or not self._is_host_room(candidate):
+            return False
+        self.estimate(candidate)
+        self._learn(candidate, QUICK_ERROR_RATIO)
+        return self._seems_to_fit_gpu(candidate)
+
+    def shortage(self, candidate: Candidate) -> tuple[bool, int]:
+        """Returns how far a candidate is from fitting: what the GPU could hold is nearer than what it could not."""
+        fits, needs = self._seems_to_fit_gpu(candidate), self.estimate(candidate).memory
+        return not fits, needs.host_bytes_per_node if fits else needs.needed_bytes_per_gpu
+
+    def _seems_to_fit_gpu(self, candidate: Candidate) -> bool:
         estimate = self.estimate(candidate)
         if candidate in self.exact:
-            return estimate.fits
-        needs, most = estimate.memory, 1 + QUICK_ERROR_RATIO
-        least = needs.device_bytes_per_gpu - needs.breakdown_bytes.fragmentation
-        fits_host = needs.host_bytes_per_node <= most * estimate.usable_bytes_per_host
-        return needs.load.fits_gpu and fits_host and least <= most * estimate.usable_bytes_per_gpu
+            return estimate.fits_gpu
+        most = (1 + QUICK_ERROR_RATIO) * estimate.usable_bytes_per_gpu
+        return estimate.memory.load.fits_gpu and live_bytes(estimate) <= most
+
+    def _is_host_room(self, candidate: Candidate) -> bool:
+        usable = USABLE_HOST_RATIO * self.workload.cluster.host_memory_bytes
+        return host_bytes(self.workload, candidate.configuration(self.workload.model)) <= usable
 
     def verify(self, candidate: Candidate) -> Estimate:
         """Returns the exact estimate, which from then on is the candidate's.
@@ -106,11 +138,23 @@ class Evaluator:
                 )
                 if self.estimates[candidate].fits or not _is_live_room(self.estimates[candidate]):
                     break
+            self._learn(candidate)
         return self.estimates[candidate]
 
-    def has_gpu_room(self, candidate: Candidate) -> bool:
-        """Returns whether the GPU holds what lives, whatever the allocator reserves; exact."""
-        return _is_gpu_room(self.verify(candidate))
+    def _learn(self, candidate: Candidate, error_ratio: float = 0.0) -> None:
+        """Notes what the failure of a candidate, whose estimate is off by no more than that, says of others."""
+        estimate = self.estimates[candidate]
+        most = (1 + ALIKE_RATIO) * (1 + error_ratio) * estimate.usable_bytes_per_gpu
+        if live_bytes(estimate) > most:
+            self.too_large[kind_of(candidate)].append(appetite_of(candidate))
+        elif candidate in self.exact and estimate.memory.device_bytes_per_gpu > most:
+            self.too_scattered[kind_of(candidate)].append(appetite_of(candidate))
+
+    def _is_known_to_fail(self, candidate: Candidate) -> bool:
+        """Returns whether one that needs no more bytes was too large, or one that allocates the same was."""
+        kind, appetite = kind_of(candidate), appetite_of(candidate)
+        is_larger = any(all(map(ge, appetite, least)) for least in self.too_large[kind])
+        return is_larger or appetite in self.too_scattered[kind]
 
     def estimate(self, candidate: Candidate) -> Estimate:
         """Returns the estimate, made once."""
@@ -126,8 +170,40 @@ def _is_live_room(estimate: Estimate) -> bool:
 
 
 def _is_gpu_room(estimate: Estimate) -> bool:
-    least = estimate.memory.device_bytes_per_gpu - estimate.memory.breakdown_bytes.fragmentation
-    return estimate.memory.load.fits_gpu and least <= estimate.usable_bytes_per_gpu
+    return estimate.memory.load.fits_gpu and live_bytes(estimate) <= estimate.usable_bytes_per_gpu
+
+
+def live_bytes(estimate: Estimate) -> int:
+    """Returns what the GPU holds if the allocator holds only live bytes."""
+    return estimate.memory.device_bytes_per_gpu - estimate.memory.breakdown_bytes.fragmentation
+
+
+def kind_of(candidate: Candidate) -> object:
+    """Returns what candidates have in common whose appetites can be compared.
+
+    Below ZeRO-3 that includes offload, on which the engine's buffers depend, and buckets: smaller ones may leave more
+    gradients waiting.
+    """
+    zero, parallel = candidate.way.zero, candidate.way.parallel
+    is_open = zero.stage == 3 and candidate.rung is not None
+    buffers = None if is_open else (zero.offload, candidate.rung)
+    return zero.stage, buffers, zero.qwz, parallel.tp, parallel.ep
+
+
+def appetite_of(candidate: Candidate) -> Appetite:
+    """Returns tokens of this rank, SP, layers kept, whole MLPs, buffers, accumulation, hpZ, and states that stay."""
+    zero, checkpointing, sp = candidate.way.zero, candidate.way.checkpointing, candidate.way.parallel.sp
+    return (
+        candidate.micro_batch * candidate.way.batch.seq_len / sp,
+        sp > 1,
+        checkpointing.every_n_layers if checkpointing.enabled else sys.maxsize,
+        not checkpointing.tiled_mlp,
+        candidate.rung or 0,
+        candidate.grad_accum > 1,
+        zero.hpz,
+        list(Offload)[::-1].index(zero.offload),
+        -zero.offload_ratio,
+    )
 
 
 def estimated(

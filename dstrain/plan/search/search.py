@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import heapq
-import sys
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -62,7 +60,7 @@ def search(workload: Workload, request: Request, *, top: int = DEFAULT_TOP, exha
     if exhaustive:
         for candidate in candidates:
             evaluator.estimate(candidate)
-    best, fastest = _verified(evaluator, possible, top, rules_out=not exhaustive)
+    best, fastest = _verified(evaluator, possible, top)
     fits = bool(best)
     if not fits:
         best = _nearest(evaluator, candidates, top)
@@ -79,56 +77,13 @@ def search(workload: Workload, request: Request, *, top: int = DEFAULT_TOP, exha
     )
 
 
-def _verified(
-    evaluator: Evaluator, candidates: list[Candidate], top: int, *, rules_out: bool = True
-) -> tuple[list[Candidate], Candidate | None]:
-    """Returns the best candidates, and the fastest, whose exact estimates fit too; verifies until every one fits.
-
-    With `rules_out`, the second failure of a kind of candidates asks whether any of that kind can fit.
-    """
-    failures: Counter[object] = Counter()
+def _verified(evaluator: Evaluator, candidates: list[Candidate], top: int) -> tuple[list[Candidate], Candidate | None]:
+    """Returns the best candidates, and the fastest, whose exact estimates fit too; verifies until every one fits."""
     while True:
         ranked, fastest = _ranked(evaluator, candidates, top)
         verified = dict.fromkeys(candidate for candidate in (fastest, *ranked) if candidate is not None)
-        failed = [candidate for candidate in verified if not evaluator.verify(candidate).fits]
-        if not failed:
+        if all(evaluator.verify(candidate).fits for candidate in verified):
             return ranked, fastest
-        failures.update(map(_kind, failed))
-        for kind in dict.fromkeys(map(_kind, failed)):
-            if rules_out and failures[kind] > 1:
-                candidates = _left_of(evaluator, candidates, kind)
-
-
-def _kind(candidate: Candidate) -> object:
-    """Returns what candidates have in common that differ in batch, recomputation and buffers only."""
-    return candidate.way.zero, candidate.way.parallel, candidate.pin_memory
-
-
-def _left_of(evaluator: Evaluator, candidates: list[Candidate], kind: object) -> list[Candidate]:
-    """Returns the candidates without those of a kind that need no less than the most frugal one, if that has no room.
-
-    RAM depends on the buffers, and on nothing else in which candidates of one kind differ.
-    """
-    kin = [candidate for candidate in candidates if _kind(candidate) == kind]
-    frugal = min(kin, key=_appetite, default=None)
-    if frugal is None or ((has_gpu := evaluator.has_gpu_room(frugal)) and evaluator.verify(frugal).fits_host):
-        return candidates
-    least = _appetite(frugal)
-    lost = {
-        candidate
-        for candidate in kin
-        if all(more >= less for more, less in zip(_appetite(candidate), least, strict=True))
-        and (not has_gpu or candidate.rung == frugal.rung)
-    }
-    return [candidate for candidate in candidates if candidate not in lost]
-
-
-def _appetite(candidate: Candidate) -> tuple[int, ...]:
-    """Returns numbers of which none needs less memory on the GPU for being larger."""
-    checkpointing = candidate.way.checkpointing
-    kept = checkpointing.every_n_layers if checkpointing.enabled else sys.maxsize
-    rung = sys.maxsize if candidate.rung is None else candidate.rung
-    return candidate.micro_batch, kept, not checkpointing.tiled_mlp, rung, candidate.grad_accum > 1
 
 
 def fastest(workload: Workload, request: Request) -> Estimate | None:
@@ -247,8 +202,7 @@ def _by_time(evaluator: Evaluator, candidates: list[Candidate]) -> Iterator[tupl
 def _nearest(evaluator: Evaluator, candidates: list[Candidate], top: int) -> list[Candidate]:
     """Returns the ways that come nearest to fitting, each with its smallest micro-batch and buffers.
 
-    Those that the GPU could hold come before those that it could not; then by bytes. A bound below these bytes ends the
-    search: nothing that is left comes nearer.
+    What seems nearest is verified until all of it is exact.
     """
     smallest: dict[tuple[object, ...], int] = {}
     for candidate in candidates:
@@ -259,28 +213,35 @@ def _nearest(evaluator: Evaluator, candidates: list[Candidate], top: int) -> lis
         for candidate in candidates
         if candidate.rung in (TIGHT, None) and candidate.micro_batch == smallest[strategy_key(candidate.way)]
     ]
+    frugal.sort(key=lambda candidate: _least_shortage(evaluator, candidate))
+    while True:
+        nearest = _seemingly_nearest(evaluator, frugal, top)
+        if evaluator.exact.issuperset(nearest):
+            return nearest
+        for candidate in nearest:
+            evaluator.verify(candidate)
+
+
+def _seemingly_nearest(evaluator: Evaluator, candidates: list[Candidate], top: int) -> list[Candidate]:
+    """Returns the nearest of candidates in the order of their bounds: one of each strategy, as far as is known.
+
+    Those that the GPU could hold come before those that it could not; then by bytes. A bound above these bytes ends the
+    search: nothing that is left comes nearer.
+    """
     nearest: dict[tuple[object, ...], tuple[tuple[bool, int], Candidate]] = {}
-    for candidate in sorted(frugal, key=lambda candidate: _least_shortage(evaluator, candidate)):
+    for candidate in candidates:
         known = sorted(shortage for shortage, _ in nearest.values())
         if len(known) >= top and known[top - 1] <= _least_shortage(evaluator, candidate):
             break
-        shortage = distance(evaluator.estimate(candidate))
+        shortage = evaluator.shortage(candidate)
         if strategy_key(candidate.way) not in nearest or shortage < nearest[strategy_key(candidate.way)][0]:
             nearest[strategy_key(candidate.way)] = shortage, candidate
     return [candidate for _, candidate in sorted(nearest.values(), key=lambda entry: entry[0])][:top]
 
 
 def _least_shortage(evaluator: Evaluator, candidate: Candidate) -> tuple[bool, int]:
-    """Returns a lower bound of `distance`."""
+    """Returns a lower bound of `Evaluator.shortage`."""
     least = evaluator.bound(candidate)
     device = least.device_bytes(candidate.micro_batch)
     fits_gpu = device <= evaluator.usable_ratio * evaluator.workload.cluster.gpu.memory_bytes
     return not fits_gpu, least.host_bytes if fits_gpu else device
-
-
-def distance(estimate: Estimate) -> tuple[bool, int]:
-    """Returns how far an estimate is from fitting: what the GPU could hold is nearer than what it could not."""
-    return (
-        not estimate.fits_gpu,
-        estimate.memory.host_bytes_per_node if estimate.fits_gpu else estimate.memory.needed_bytes_per_gpu,
-    )

@@ -92,7 +92,8 @@ class Setting:
     def is_masked(self) -> bool:
         """Whether attention gets a mask that flash attention does not take: of padding, or of packed samples."""
         is_padded = self.batch.is_padded and self.code.masks_padding
-        is_told = self.code.masks_packed_rows if self.batch.packing else is_padded
+        is_packed = not (self.code.splits_packed_rows or self.code.skips_packed_masks)
+        is_told = is_packed if self.batch.packing else is_padded
         return self.kernels.attn is Attention.SDPA and is_told and self.parallel.sp == 1
 
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from transformers.masking_utils import create_masks_for_generate
 
 from dstrain.errors import InvalidConfig
+from dstrain.train.data.by_sample import attend_by_sample
 from dstrain.train.data.collate import without_adapter
 from dstrain.train.data.packing import Row, row_of
 from dstrain.train.loss import trial
@@ -93,16 +94,30 @@ class Trial:
 
         Raises InvalidConfig for a model that mixes samples either way, or that does not support packed rows.
         """
-        was_training = self.engine.training
         for has_masks in (False, True):
-            self.engine.train()  # as in a step: kernels are others than in an evaluation, and layers are checkpointed
-            is_unseen = self._is_unseen(has_masks)
-            self.engine.eval()
-            is_apart = is_unseen and self._is_unseen(has_masks) and self._counts_from_its_beginning(has_masks)
-            self.engine.train(was_training)
-            if is_apart:
+            if self._is_apart(has_masks):
                 return has_masks
         raise self._refused(_SEEN)
+
+    def works_by_sample(self) -> bool:
+        """Returns whether attention works sample by sample, and lets it; else it is left as it is."""
+        if not attend_by_sample(self.model):
+            return False
+        try:
+            is_apart = self._is_apart(has_masks=False)
+        except InvalidConfig:
+            is_apart = False
+        return attend_by_sample(self.model, is_on=is_apart) and is_apart
+
+    def _is_apart(self, has_masks: bool) -> bool:
+        """Returns whether the samples of a row do not see each other, in a step and in an evaluation."""
+        was_training = self.engine.training
+        self.engine.train()  # as in a step: kernels are others than in an evaluation, and layers are checkpointed
+        is_unseen = self._is_unseen(has_masks)
+        self.engine.eval()
+        is_apart = is_unseen and self._is_unseen(has_masks) and self._counts_from_its_beginning(has_masks)
+        self.engine.train(was_training)
+        return is_apart
 
     def _is_unseen(self, has_masks: bool) -> bool:
         """Returns whether the second sample's logits stay as they are, to the last bit, when the first sample changes.

@@ -12,6 +12,7 @@ from dstrain.choices import Attention, LossKernel, Method, Precision
 from dstrain.errors import DstrainError, InvalidConfig
 from dstrain.facts.model.trace_records import Question, Subject
 from dstrain.train.checkpoints.saved_model import DTYPES
+from dstrain.train.data.by_sample import attend_by_sample
 from dstrain.train.loss import replace_loss
 from dstrain.train.model import freeze_vision, with_adapter
 
@@ -75,6 +76,8 @@ def prepare(question: Question) -> Any:
     subject = question.subject
     model = build(load_config(subject, question.num_hidden_layers), subject, question.precision)
     _set_attention(model, question.attn)
+    if question.is_packed and question.attn is Attention.SDPA:
+        attend_by_sample(model)
     for config in (model.config, model.config.get_text_config()):
         config.use_cache = False
     if not question.trains_vision:

@@ -16,6 +16,7 @@ import torch.nn.functional as F  # noqa: N812
 from transformers import masking_utils, modeling_flash_attention_utils
 
 from dstrain.train import loss
+from dstrain.train.data import by_sample
 
 _aten = torch.ops.aten
 _HALF = (torch.bfloat16, torch.float16)
@@ -40,6 +41,7 @@ def as_on_cuda(*, is_packed: bool) -> Iterator[None]:
             (flash, "lazy_import_flash_attention", _flash_functions),
             (flash, "_get_unpad_data", _unpad_data),
             (flash, "_is_packed_sequence", lambda position_ids, batch_size: False),
+            (by_sample, "sample_lengths", lambda positions: [len(positions)]),
             (loss, "sum_of_losses", sum_of_losses),
         ):
             stack.enter_context(patch.object(owner, name, stand_in))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from operator import le
 from typing import Any
 
 import pytest
@@ -10,9 +11,11 @@ from cases import ask
 
 from dstrain.choices import LossKernel, Optimizer, StateDtypes
 from dstrain.plan.estimate import assess
+from dstrain.plan.memory.memory import Detail
 from dstrain.plan.request import Request
 from dstrain.plan.search.bounds import bound, passes_s
-from dstrain.plan.search.search_space import space
+from dstrain.plan.search.evaluator import ALIKE_RATIO, appetite_of, kind_of, live_bytes
+from dstrain.plan.search.search_space import Candidate, space
 from dstrain.plan.speed.step_time import speed
 from tests.draws import Draw
 
@@ -36,6 +39,8 @@ QUESTIONS: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
 """Models, machines and wishes, as unlike as can be."""
 SAMPLES = 40
 """Candidates of each question."""
+PAIRS = 6
+"""Comparable candidates of each kind, and those of them that a sample tries."""
 DRAWN = 10
 """Those of them that a sample tries."""
 
@@ -55,6 +60,27 @@ def test_no_estimate_is_below_its_bound(options: dict[str, Any], wishes: dict[st
         assert known is not None
         least_s = each.grad_accum * passes_s(workload, each.way, each.micro_batch) + least.step_s
         assert least_s <= known.step_s * (1 + 1e-9), configuration
+
+
+@pytest.mark.parametrize(("options", "wishes"), QUESTIONS, ids=lambda each: "-".join(str(v) for v in each.values()))
+def test_a_larger_appetite_never_lives_in_less(options: dict[str, Any], wishes: dict[str, Any], draw: Draw) -> None:
+    """What is too large excludes all that is larger, which is not estimated any more."""
+    workload = ask(**options).workload
+    request = Request(method=ask(**options).request.method, sp=None, tp=None, **wishes)
+    kinds: dict[object, list[Candidate]] = {}
+    for candidate in space(workload, request):
+        kinds.setdefault(kind_of(candidate), []).append(candidate)
+    pairs: list[tuple[Candidate, Candidate]] = []
+    rng = random.Random(0)
+    for kin in kinds.values():
+        drawn = [sorted(rng.sample(kin, 2), key=appetite_of) for _ in range(SAMPLES) if len(kin) > 1]
+        pairs += [(less, more) for less, more in drawn if all(map(le, appetite_of(less), appetite_of(more)))][:PAIRS]
+    assert len(pairs) > PAIRS
+    for less, more in draw(pairs, PAIRS):
+        least, most = (
+            assess(workload, each.configuration(workload.model), detail=Detail.ENGINE) for each in (less, more)
+        )
+        assert live_bytes(least) <= (1 + ALIKE_RATIO) * live_bytes(most), (less, more)
 
 
 def test_bounds_are_near_enough_to_exclude(draw: Draw) -> None:

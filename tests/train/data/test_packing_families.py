@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -11,13 +12,17 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText  # noqa: E402
 
 from dstrain.errors import InvalidConfig  # noqa: E402
+from dstrain.facts.model.trace_records import Subject  # noqa: E402
+from dstrain.train.data.by_sample import attend_by_sample  # noqa: E402
 from dstrain.train.data.collate import Collator, taken_by  # noqa: E402
 from dstrain.train.data.isolation import Trial, packed_masks, sees_padding  # noqa: E402
 from dstrain.train.data.slices import shift  # noqa: E402
 from dstrain.train.evaluation import loss_of  # noqa: E402
+from dstrain.train.tracing.building import load_config  # noqa: E402
+from tests.plan.memory.layers import shapes  # noqa: E402
 from tests.train.data.test_packing import packed  # noqa: E402
 
 LLAMA: Mapping[str, Any] = {
@@ -93,6 +98,13 @@ FAMILIES = (
 )
 CASES = [pytest.param(family, attn, id=f"{family.name} {attn}") for family in FAMILIES for attn in family.attn]
 
+WAYS = [pytest.param(*case.values, False, id=case.id) for case in CASES]
+WAYS += [
+    pytest.param(family, "sdpa", True, id=f"{family.name} sdpa by sample")
+    for family in FAMILIES
+    if "sdpa" in family.attn
+]
+
 
 def make(family: Family, attn: str, seed: int = 0) -> Any:
     base = {name: value for name, value in LLAMA.items() if name not in {"head_dim", "num_key_value_heads"}}
@@ -115,9 +127,9 @@ def without_dropout(model: Any) -> None:
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize(("family", "attn"), CASES)
+@pytest.mark.parametrize(("family", "attn", "attends_by_sample"), WAYS)
 def test_the_loss_of_packed_samples_is_that_of_the_same_alone_or_packing_is_refused(
-    family: Family, attn: str, checkpointing: bool
+    family: Family, attn: str, attends_by_sample: bool, checkpointing: bool
 ) -> None:
     model = make(family, attn).train()
     if checkpointing:
@@ -134,7 +146,9 @@ def test_the_loss_of_packed_samples_is_that_of_the_same_alone_or_packing_is_refu
     def ask() -> bool:
         tokens = rows[0]["input_ids"]
         trial = Trial(model=model, engine=model, inputs_of=lambda row: collate([row] * 2), tokens=tokens, group=None)
-        return trial.needs_masks()
+        works = attends_by_sample and trial.works_by_sample()
+        assert works is (attends_by_sample and family.becomes is not REFUSED)
+        return not works and trial.needs_masks()
 
     if family.becomes is REFUSED:
         with pytest.raises(InvalidConfig, match=rf"packing: {type(model).__name__} with attn: {attn}") as caught:
@@ -142,7 +156,7 @@ def test_the_loss_of_packed_samples_is_that_of_the_same_alone_or_packing_is_refu
         assert caught.value.hint == "packing: false"
         return
     has_masks = ask()
-    assert has_masks is (family.becomes is MASKED)
+    assert has_masks is (family.becomes is MASKED and not attends_by_sample)
     assert model.training
     assert state.equal(torch.get_rng_state())
     batch = collate([rows[0], rows[1]])
@@ -151,9 +165,31 @@ def test_the_loss_of_packed_samples_is_that_of_the_same_alone_or_packing_is_refu
         batch["attention_mask"] = packed_masks(model, batch["position_ids"])
     without_dropout(model)
     together = loss_of(model(**batch).logits, shift(labels))
+    if attends_by_sample:
+        attend_by_sample(model, is_on=False)
     texts = [torch.tensor([sample]) for sample in samples]
     alone = torch.stack([loss_of(model(input_ids=ids).logits, shift(ids)) for ids in texts]).sum(dim=0)
     assert together.tolist() == pytest.approx(alone.tolist(), rel=1e-6)
+
+
+@pytest.mark.parametrize("family", shapes.FAMILIES)
+def test_every_family_on_the_tape_attends_by_sample_as_the_tape_has_it(family: str) -> None:
+    config = load_config(Subject(config=shapes.config_of(family, Random(0))), 2)
+    config.get_text_config().vocab_size = 128
+    auto = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
+    torch.manual_seed(0)
+    model = auto.from_config(config, attn_implementation="sdpa", dtype=torch.float32)
+    collate = Collator(pad_token_id=0, packing=True, takes=taken_by(model))
+    trial = Trial(model=model, engine=model, inputs_of=lambda row: collate([row]), tokens=range(3, 100), group=None)
+    assert trial.works_by_sample()
+
+
+def test_attention_in_chunks_keeps_its_masks() -> None:
+    (family,) = [family for family in FAMILIES if family.name == "llama"]
+    model = make(family, "sdpa")
+    model.config.attention_chunk_size = 4
+    assert not attend_by_sample(model)
+    assert model.config._attn_implementation == "sdpa"
 
 
 def test_rounding_of_experts_is_not_taken_for_a_sample_that_sees_another() -> None:

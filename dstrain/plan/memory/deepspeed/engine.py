@@ -9,10 +9,10 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from dstrain.facts.model.model_facts import ModelFacts
-from dstrain.plan.configuration import Configuration, Parallel
+from dstrain.plan.configuration import DEFAULTS, Configuration, Parallel
 from dstrain.plan.memory.deepspeed.byte_account import Action, Parts
 from dstrain.plan.memory.deepspeed.host_memory import Host, host
-from dstrain.plan.memory.deepspeed.modules import QUANTIZED_PER_ELEMENT, Modules, Shape
+from dstrain.plan.memory.deepspeed.modules import QUANTIZED_PER_ELEMENT, Modules, Shape, modules
 from dstrain.plan.memory.deepspeed.optimizer_step import step_bytes
 from dstrain.plan.memory.deepspeed.program import Passes, Program, program
 from dstrain.plan.memory.deepspeed.replay import Replay, replays
@@ -24,6 +24,8 @@ from dstrain.plan.memory.layers.tensor import GradRelease
 from dstrain.plan.memory.params import quantized_bytes_per_param, shard, trained
 from dstrain.plan.memory.peak import Peak
 
+SHORT_SEQ_LEN = 16
+"""Tokens of the micro-batch that is recorded where only the model's modules are of interest."""
 STEP: Key = ("optimizer step", -1, "")
 """The time after the last micro-batch."""
 
@@ -145,49 +147,71 @@ def engine_of(model: ModelFacts, configuration: Configuration, num_ranks: int) -
 
 @cache
 def _engine(model: ModelFacts, micro_batch: Program, settings: Settings, ranks: int) -> Engine:
-    modules = micro_batch.modules
-    between = _resident(model, settings, ranks, modules)
+    between = _resident(model, settings, ranks, micro_batch.modules)
     played = replays(micro_batch, settings, ranks)
     # small parameters of ZeRO-3 are given back before the step
     gathered = between.secondary - between.gathered
     steps = tuple(
         tuple(
             (grads, buffers, gathered)
-            for grads, buffers in step_bytes(modules, settings, ranks, replay.rank, replay.kept)
+            for grads, buffers in step_bytes(micro_batch.modules, settings, ranks, replay.rank, replay.kept)
         )
         for replay in played
     )
     return Engine(between, played, steps)
 
 
-def _resident(model: ModelFacts, settings: Settings, ranks: int, modules: Modules) -> Resident:
+def _resident(model: ModelFacts, settings: Settings, ranks: int, all_modules: Modules) -> Resident:
     """Returns what is resident, with the scales of quantised weights: they are no parameters, so each rank has all."""
-    parameters = resident(modules, settings, ranks)
+    parameters = resident(all_modules, settings, ranks)
     scales = quantized_bytes_per_param(settings.model.double_quant) - 2 / QUANTIZED_PER_ELEMENT
     quantized = trained(model, settings.model.method, settings.model.lora).quantized
     return replace(parameters, params=parameters.params + round(scales * quantized))
 
 
 def host_of(model: ModelFacts, configuration: Configuration, num_ranks: int) -> Host:
-    """Returns the host RAM and NVMe bytes of the rank with the most."""
-    modules, settings = _programmed(model, configuration).modules, settings_of(configuration)
-    return max((host(modules, settings, num_ranks, rank) for rank in {0, num_ranks - 1}), key=lambda host: host.taken)
+    """Returns the host RAM and NVMe bytes of the rank with the most.
+
+    They depend on the parameters and on how ZeRO divides them, whatever a micro-batch holds.
+    """
+    if not configuration.zero.is_offloaded:
+        return Host()
+    asked, parallel = settings_of(configuration), replace(configuration.parallel, sp=1)
+    settings = replace(asked, parallel=parallel, checkpointing=DEFAULTS.checkpointing)
+    batch = replace(DEFAULTS.batch, seq_len=SHORT_SEQ_LEN)
+    zero = replace(DEFAULTS.zero, stage=configuration.zero.stage)
+    short = replace(configuration, batch=batch, zero=zero, parallel=parallel, step=DEFAULTS.step)
+    return _host(_modules(model, replace(short, checkpointing=DEFAULTS.checkpointing)), settings, num_ranks)
+
+
+@cache
+def _host(all_modules: Modules, settings: Settings, ranks: int) -> Host:
+    return max((host(all_modules, settings, ranks, rank) for rank in {0, ranks - 1}), key=lambda host: host.taken)
+
+
+@cache
+def _modules(model: ModelFacts, configuration: Configuration) -> Modules:
+    sharded = shard(model, Parallel(ep=configuration.parallel.ep))
+    return modules(sharded, _shape(configuration, recorded(model, configuration)))
 
 
 def _programmed(model: ModelFacts, configuration: Configuration) -> Program:
     """Returns the program of a micro-batch."""
-    recording, trained_model = recorded(model, configuration), configuration.model
-    shape = Shape(
-        method=trained_model.method,
-        lora=trained_model.lora,
-        linears=recording.linears,
-        tp=configuration.parallel.tp,
-        ep=configuration.parallel.ep,
-        tiled_mlp=configuration.checkpointing.tiled_mlp,
-    )
+    recording = recorded(model, configuration)
     passes = Passes(
         checkpointing=configuration.checkpointing,
         is_reentrant=settings_of(configuration).is_reentrant,
         detached=recording.detached,
     )
-    return program(shard(model, Parallel(ep=configuration.parallel.ep)), shape, passes)
+    return program(shard(model, Parallel(ep=configuration.parallel.ep)), _shape(configuration, recording), passes)
+
+
+def _shape(configuration: Configuration, recording: Recording) -> Shape:
+    return Shape(
+        method=configuration.model.method,
+        lora=configuration.model.lora,
+        linears=recording.linears,
+        tp=configuration.parallel.tp,
+        ep=configuration.parallel.ep,
+        tiled_mlp=configuration.checkpointing.tiled_mlp,
+    )

@@ -39,12 +39,15 @@ def self_attention(run: Context, q: Tensor, k: Tensor, v: Tensor, heads: int, *,
 def _by_sample(run: Context, q: Tensor, k: Tensor, v: Tensor, heads: int) -> Tensor:
     """Rows, and then samples, apart and together again; kernels that run one after the other keep no more than one.
 
-    Source: dstrain/train/sequence_parallel.py: by_sample.
+    A sample is taken to be as long as the row; a window over it is a mask that goes after the layer.
+    Source: dstrain/train/data/by_sample.py: by_sample.
     """
     tape = run.tape
+    band = tape.new(run.variant.seq_len**2, 1) if run.has_mask else None
     for _ in ("rows", "samples"):
         q, k, v = (ops.split(tape, tensor, (tensor.numel,))[0] for tensor in (q, k, v))
     output = _torch(run, q, k, v, heads, is_cat=False)
+    del band
     for _ in ("samples", "rows"):
         output = ops.cat(tape, (output,))
     return output

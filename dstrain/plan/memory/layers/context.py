@@ -65,18 +65,13 @@ class Variant:
     def has_mask(self) -> bool:
         """Whether there is a mask of padding, or under SDPA of packed samples."""
         if self.batch.packing:
-            return self.kernels.attn is Attention.SDPA
+            return not self.code.splits_packed_rows and self.kernels.attn is Attention.SDPA
         return self.code.masks_padding and self.batch.is_padded and self.parallel.sp == 1
 
     @property
     def is_by_sample(self) -> bool:
-        """Whether attention is called for each sample of packed rows, as in slices, which drop masks."""
-        return self.batch.packing and self.parallel.sp > 1 and self.kernels.attn is Attention.SDPA
-
-    @property
-    def masks_attention(self) -> bool:
-        """Whether attention gets the mask that there is."""
-        return self.has_mask and not self.is_by_sample
+        """Whether attention is called for each sample of packed rows, which so needs no mask."""
+        return self.batch.packing and self.kernels.attn is Attention.SDPA and self.code.splits_packed_rows
 
     @property
     def holds_layers(self) -> bool:
@@ -162,7 +157,7 @@ class Context:
         self.cos: Tensor | None = None
         self.sin: Tensor | None = None
         self.mask: Storage | None = None
-        self.has_mask = variant.masks_attention
+        self.has_mask = variant.has_mask
         """Whether the current layer has a mask."""
         self.is_tiling = False
         """Whether the current operations are those of one tile of an MLP."""

@@ -65,7 +65,7 @@ def positions(run: Context, *, by_row: bool, by_kind: bool, is_windowed: bool) -
         * (kinds if by_kind else 1)
     )
     run.cos, run.sin = (tape.new(numel, variant.item) for _ in range(2))
-    if is_windowed:
+    if is_windowed and not variant.is_by_sample:
         run.mask = tape.new(variant.seq_len**2, 1).storage
     elif variant.kernels.attn is Attention.EAGER:
         run.mask = tape.new(kinds * variant.batch.micro_batch * variant.seq_len**2, variant.item).storage

@@ -24,7 +24,7 @@ from dstrain.plan.memory.layers.tensor import GradRelease
 EDGE = 3
 """Layers at each end of a kind that are written out as they were played. The first is unlike the others where its input
 needs no gradient; the others are there because layers free what their neighbours made."""
-RECORDINGS_KEPT = 8
+RECORDINGS_KEPT = 24
 """Number of cached recordings; one is about a megabyte."""
 
 

@@ -110,10 +110,15 @@ def test_a_padding_mask_under_sdpa_repeats_keys_and_becomes_a_bias() -> None:
     assert more == (4 * q - 4 * k) + 2 * T
 
 
-def test_packed_rows_have_a_mask_under_sdpa_alone() -> None:
+def test_samples_of_packed_rows_are_put_together_under_sdpa_alone() -> None:
     packed = changed(WAY, packing=True)
     assert kept_per_layer(model("llama"), packed) == LLAMA_LAYER
-    assert kept_per_layer(model("llama"), changed(packed, attn=Attention.SDPA)) == LLAMA_LAYER + 4 * q - 4 * k + 2 * T
+    assert kept_per_layer(model("llama"), changed(packed, attn=Attention.SDPA)) == LLAMA_LAYER + 2 * q
+
+
+def test_code_that_masks_packed_rows_repeats_keys_and_has_a_bias() -> None:
+    masked = changed(WAY, packing=True, attn=Attention.SDPA, code=TrainingCode(splits_packed_rows=False))
+    assert kept_per_layer(model("llama"), masked) == LLAMA_LAYER + 4 * q - 4 * k + 2 * T
 
 
 def test_a_window_shorter_than_the_row_needs_a_mask_under_sdpa() -> None:

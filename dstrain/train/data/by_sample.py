@@ -1,0 +1,104 @@
+"""PyTorch's attention over packed rows, one sample after the other, which so needs no mask."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from dstrain.train.data.collate import without_adapter
+
+Attend = Callable[..., tuple[torch.Tensor, Any]]
+"""Attention as Transformers calls it: queries, keys and values (batch, heads, seq, width) become (batch, seq, heads,
+width)."""
+
+_NAME = "sdpa_by_sample"
+_KINDS = {"full_attention", "sliding_attention", "linear_attention"}
+"""Kinds of layers whose attention reaches back to the beginning of a sample, or as far as a window; linear attention
+has no masks."""
+
+
+def attend_by_sample(model: Any, *, is_on: bool = True, attention: Attend | None = None) -> bool:
+    """Lets a model's text layers call PyTorch's attention for each sample, or for whole rows again.
+
+    `attention` stands for it if it keeps samples apart already. Returns False, and changes nothing, if layers have
+    another kind of attention, such as one in chunks. Transformers makes no mask for attention that it does not know.
+    Source: transformers 5.23 masking_utils.py: _preprocess_mask_arguments.
+    """
+    config = without_adapter(model).config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if not kinds <= _KINDS or getattr(config, "attention_chunk_size", None):
+        return False
+    ALL_ATTENTION_FUNCTIONS.register(_NAME, attention or by_sample(sdpa_attention_forward))
+    config._attn_implementation = _NAME if is_on else "sdpa"
+    return True
+
+
+def by_sample(attention: Attend) -> Attend:
+    """Returns causal attention that calls `attention` for each sample of packed rows, with a mask only for a window.
+
+    It takes queries, keys and values as (batch, heads, seq, width) and `position_ids` as (batch or 1, seq), which count
+    from 0 in each sample, and returns (batch, seq, heads, width) and None. Raises TypeError without `position_ids`.
+    """
+    lengths_of = _Remembered(lambda position_ids: [sample_lengths(row) for row in position_ids])
+
+    def attended(
+        module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: None, **options: Any
+    ) -> tuple[torch.Tensor, None]:
+        if options.get("position_ids") is None:
+            raise TypeError(f"{type(module).__name__} passes no position_ids to its attention")
+        window = options.get("sliding_window")
+        rows = []
+        row_lengths = lengths_of(options["position_ids"])
+        for index, row in enumerate(zip(query, key, value, strict=True)):
+            lengths = row_lengths[index % len(row_lengths)]
+            samples = zip(*(tensor.unsqueeze(0).split(lengths, dim=2) for tensor in row), strict=True)
+            outputs = [
+                attention(module, *sample, _banded(length, window, query.device), **options)[0]
+                for length, sample in zip(lengths, samples, strict=True)
+            ]
+            rows.append(torch.cat(outputs, dim=1))
+        return torch.cat(rows), None
+
+    return attended
+
+
+class _Remembered:
+    """A function of a tensor that every layer asks for the same one, and that waits for the GPU: asked once."""
+
+    def __init__(self, function: Callable[[torch.Tensor], list[list[int]]]) -> None:
+        self._function = function
+        self._tensor: Callable[[], torch.Tensor | None] = lambda: None
+        self._version = 0
+        self._value: list[list[int]] = []
+
+    def __call__(self, tensor: torch.Tensor) -> list[list[int]]:
+        if self._tensor() is not tensor or self._version != tensor._version:
+            self._value = self._function(tensor)
+            self._tensor, self._version = weakref.ref(tensor), tensor._version
+        return self._value
+
+
+def sample_lengths(positions: torch.Tensor) -> list[int]:
+    """Returns the tokens of each sample of a packed row; `positions` count from 0 in each: (seq,).
+
+    >>> sample_lengths(torch.tensor([0, 1, 2, 0, 1]))
+    [3, 2]
+    """
+    begins = [0, *(positions[1:] == 0).nonzero().flatten().add(1).tolist(), len(positions)]
+    return [end - begin for begin, end in itertools.pairwise(begins)]
+
+
+def _banded(length: int, window: int | None, device: torch.device) -> torch.Tensor | None:
+    """Returns the mask of a window over a sample that is longer than it, (1, 1, length, length); else None.
+
+    Source: transformers 5.23 masking_utils.py: sliding_window_overlay.
+    """
+    if window is None or length <= window:
+        return None
+    return torch.ones((1, 1, length, length), dtype=torch.bool, device=device).tril_().triu_(1 - window)
