@@ -86,7 +86,7 @@ SAMPLED = {
     "tests/train/test_space.py::test_the_choice_for_a_question_trains": 3,
     "tests/train/test_model_parallel.py": 3,
     "tests/train/test_trace.py::test_a_trace_equals_what_pytorch_allocates": 8,
-    "tests/train/data/test_packing_families.py::test_every_family_on_the_tape": 5,
+    "tests/train/data/test_packing_families.py::test_every_family_on_the_tape_attends_by_sample_as_the_tape_has_it": 5,
     "tests/facts/model/test_tracer.py::test_a_known_family_is_described_as_it_is_known": 5,
     "tests/facts/model/test_tracer.py::test_a_profile_equals_the_trace_of_the_whole_model": 6,
     "tests/cli/test_options.py::test_every_value_of_every_option_has_a_documented_end": 150,
