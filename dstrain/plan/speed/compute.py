@@ -92,9 +92,9 @@ class Setting:
     def is_masked(self) -> bool:
         """Whether attention gets a mask that flash attention does not take: of padding, or of packed samples."""
         is_padded = self.batch.is_padded and self.code.masks_padding
-        is_packed = not (self.code.splits_packed_rows or self.code.skips_packed_masks)
-        is_told = is_packed if self.batch.packing else is_padded
-        return self.kernels.attn is Attention.SDPA and is_told and self.parallel.sp == 1
+        masks_samples = not (self.code.splits_packed_rows or self.code.skips_packed_masks)
+        has_mask = masks_samples if self.batch.packing else is_padded
+        return self.kernels.attn is Attention.SDPA and has_mask and self.parallel.sp == 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
