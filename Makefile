@@ -20,10 +20,10 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 demo: $(VENV)/.installed
 	$(BIN)/dstrain demo $(DEMO)
 
-# `make -j2 test` checks beside the tests
+# `make -j2 test` checks while extensions are compiled, which takes one core most of the time
 test: check suite
 
-suite: $(VENV)/.installed
+suite: $(VENV)/.installed ops
 	$(BIN)/pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
 
 # what needs no engine, no cluster, no sweep, no editor and no whole command, on all cores

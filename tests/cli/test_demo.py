@@ -44,7 +44,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
     folder = tmp_path_factory.mktemp("demo")
     for place in (folder, folder / "d"):
         lay_traps(place)
-    command = [sys.executable, "-P", "-m", "dstrain.cli", "demo", "d", "--zero-stage", "3", "--steps", "100", "--json"]
+    command = [sys.executable, "-P", "-m", "dstrain.cli", "demo", "d", "--zero-stage", "3", "--steps", "80", "--json"]
     environment = {**os.environ, "HF_TOKEN": CANARY, "SWANLAB_API_KEY": CANARY}
     child = subprocess.Popen(
         command, cwd=folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE

@@ -32,16 +32,17 @@ def _instants(model: ModelFacts, configuration: Configuration, ranks: int) -> It
     """Yields what is live at each instant beyond parameters, optimizer states and resident buffers."""
     counts = trained_on_rank(model, configuration)
     engine = engine_buffers(counts, configuration, ranks)
+    head = model.vocab_size * model.hidden_size
     unit = {"layer backward": _largest_unit(shard(model, configuration.parallel))}
     for instant in profile(model, configuration):
-        numel = unit.get(instant.name, model.vocab_size * model.hidden_size)
+        numel = unit.get(instant.name, head)
         yield Peak(
             name=instant.name,
             params=0,
             grads=_grads(model, configuration, ranks, instant),
             optimizer=0,
             buffers=engine.backward if instant.name in AFTER_GRADIENTS else 0,
-            gathered=gathered_bytes(counts, configuration, numel),
+            gathered=gathered_bytes(counts, configuration, numel, head_numel=head),
             activations=instant.activations,
             logits=instant.logits,
         )
@@ -69,9 +70,10 @@ def _grads(model: ModelFacts, configuration: Configuration, ranks: int, instant:
         return instant.grads
     counts = trained_on_rank(model, configuration)
     taken = states(counts, configuration, ranks).grads
+    is_after = instant.name in AFTER_GRADIENTS
     if configuration.step.grad_accum > 1 or stage == 3:
-        return taken + engine_buffers(counts, configuration, ranks).backward_grads
-    if instant.name not in AFTER_GRADIENTS:
+        return taken + (engine_buffers(counts, configuration, ranks).backward_grads if is_after or stage != 2 else 0)
+    if not is_after:
         return 0
     if stage == 2 or not configuration.model.is_full:
         return taken

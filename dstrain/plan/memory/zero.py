@@ -221,21 +221,22 @@ def engine_buffers(counts: Trained, configuration: Configuration, num_ranks: int
     return EngineBuffers(resident=0, backward_grads=again, backward=bucket + largest, step=step)
 
 
-def gathered_bytes(counts: Trained, configuration: Configuration, unit_numel: int) -> int:
+def gathered_bytes(counts: Trained, configuration: Configuration, unit_numel: int, *, head_numel: int = 0) -> int:
     """Returns the bytes of parameters that ZeRO-3 holds whole while the largest unit of `unit_numel` elements works.
 
     The unit itself, twice the prefetch bucket (gathered buffer, then its copies) and, around the turn from forward to
-    backward, the last max_reuse_distance / 2 elements, which are used again that soon; never more than the model. hpZ
-    adds its second copy, whole from the end of the first forward pass on: 1/hpZ of the model.
+    backward, the last (max_reuse_distance - `head_numel`) / 2 elements, which are used again that soon; never more than
+    the model. hpZ adds its second copy, 1/hpZ of what was given back: of the whole model from the second micro-batch on.
     Source: deepspeed 0.19.8 runtime/zero/partitioned_param_coordinator.py: __params_to_release, fetch_sub_module.
     """
     if configuration.zero.stage != 3:
         return 0
+    zero, item = configuration.zero, configuration.model.item
     total = counts.trainable + counts.frozen + counts.quantized
-    kept = configuration.zero.max_reuse_distance // 2
-    item = configuration.model.item
-    copy = item * total // configuration.zero.hpz if configuration.zero.hpz > 1 else 0
-    return copy + min(item * total, item * (unit_numel + kept) + prefetch_bytes(configuration))
+    whole = min(total, unit_numel + max(0, zero.max_reuse_distance - head_numel) // 2)
+    copied = total if configuration.step.grad_accum > 1 else total - whole
+    copy = item * copied // zero.hpz if zero.hpz > 1 else 0
+    return copy + min(item * total, item * whole + prefetch_bytes(configuration))
 
 
 def pinned_waste(counts: Trained, configuration: Configuration, num_ranks: int) -> int:
