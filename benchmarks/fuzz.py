@@ -45,7 +45,8 @@ from dstrain.config.lint.subject import Subject
 from dstrain.errors import DstrainError
 from dstrain.facts.cluster import hostfile
 from dstrain.job.file import TEXTS, read_job
-from dstrain.job.schema import SYNONYMS, Job
+from dstrain.job.schema import Job
+from dstrain.job.synonyms import SYNONYMS
 from dstrain.job.yaml_source import parse_yaml
 from dstrain.launch.nodes import protocol
 from dstrain.records import from_data, to_json

@@ -80,11 +80,12 @@ def rows_of(mode: str, options: Options, folder: Path, tokenizer: Any) -> tuple[
     job = Job(
         model=str(folder / "model"),
         output_dir=str(folder / "run"),
+        data=str(folder / "train.jsonl"),
         seq_len=options.seq_len,
         packing=packing,
         micro_batch=1,
     )
-    dataset = prepare(job, tokenizer, data=str(folder / "train.jsonl"), training=True).dataset
+    dataset = prepare(job, tokenizer, training=True).dataset
     if mode == "bound":
         stream = list(chain.from_iterable(dataset["input_ids"]))
         starts = range(0, len(stream) - options.seq_len, options.seq_len)

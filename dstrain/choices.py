@@ -119,10 +119,33 @@ class DataFormat(StrEnum):
     TEXT = "text"
 
 
+class Column(StrEnum):
+    """Columns of a data set that are read, by the names under which they are known."""
+
+    MESSAGES = "messages"
+    CONVERSATIONS = "conversations"
+    INSTRUCTION = "instruction"
+    INPUT = "input"
+    OUTPUT = "output"
+    PROMPT = "prompt"
+    COMPLETION = "completion"
+    QUERY = "query"
+    RESPONSE = "response"
+    QUESTION = "question"
+    ANSWER = "answer"
+    TEXT = "text"
+    SYSTEM = "system"
+    HISTORY = "history"
+    TOOLS = "tools"
+    FUNCTIONS = "functions"
+    WEIGHT = "weight"
+
+
 class LossOn(StrEnum):
-    """Which tokens count in the loss."""
+    """Which tokens count in the loss: those of all answers, of the last answer, or all."""
 
     ANSWER = "answer"
+    LAST = "last"
     ALL = "all"
 
 
@@ -133,6 +156,20 @@ class Thinking(StrEnum):
     ALL = "all"
     LAST = "last"
     OFF = "off"
+
+
+class StoppingStrategy(StrEnum):
+    """When an epoch of weighted data sets ends, by the names of `datasets.interleave_datasets`."""
+
+    FIRST_EXHAUSTED = "first_exhausted"
+    ALL_EXHAUSTED = "all_exhausted"
+
+
+class OnLongSample(StrEnum):
+    """What happens to a sample longer than the sequence."""
+
+    TRUNCATE = "truncate"
+    DROP = "drop"
 
 
 class OnBadRow(StrEnum):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 
@@ -25,6 +25,8 @@ Locator = Callable[[Keys], Place]
 T = TypeVar("T")
 
 
+_MISSING = frozenset({"missing", "missing_argument", "missing_keyword_only_argument"})
+"""Pydantic's types of a fault for a key that is not there."""
 _ADAPTERS: dict[Any, TypeAdapter[Any]] = {}
 
 
@@ -70,12 +72,38 @@ def from_data(
         validated: T = _adapter(record).validate_json(text)
         return validated
     except ValidationError as error:
-        problems = [_describe(record, fault, locate, synonyms or {}) for fault in error.errors(include_url=False)]
+        faults = _faults(error.errors(include_url=False), data)
+        problems = [_describe(record, keys, fault, locate, synonyms or {}) for keys, fault in faults.items()]
         raise InvalidConfig("\n".join(dict.fromkeys(problems))) from None
 
 
-def _describe(record: Any, fault: Any, locate: Callable[[Keys], Place | str], synonyms: Mapping[str, str]) -> str:
-    keys: Keys = tuple(fault["loc"])
+def _faults(errors: list[Any], data: Any) -> dict[Keys, Any]:
+    """Returns the faults of validation by the keys that lead to them.
+
+    Of the forms that a value may have, pydantic says of each why it is not that one, and names it in `loc`; those that
+    come furthest are meant.
+    """
+    faults: dict[Keys, Any] = {}
+    for fault in errors:
+        faults.setdefault(_keys(fault, data), fault)
+    return {
+        keys: fault for keys, fault in faults.items() if not any(keys == deep[: len(keys)] != deep for deep in faults)
+    }
+
+
+def _keys(fault: Any, data: Any) -> Keys:
+    """Returns the keys of a fault, without the names of forms."""
+    keys: list[str | int] = []
+    for part in fault["loc"]:
+        if (isinstance(data, Mapping) and part in data) or (isinstance(data, list) and isinstance(part, int)):
+            keys.append(part)
+            data = data[part]
+    return (*keys, fault["loc"][-1]) if fault["type"] in _MISSING else tuple(keys)
+
+
+def _describe(
+    record: Any, keys: Keys, fault: Any, locate: Callable[[Keys], Place | str], synonyms: Mapping[str, str]
+) -> str:
     where = locate(keys)
     key = _key(keys)
     if fault["type"] in {"unexpected_keyword_argument", "extra_forbidden"}:
@@ -83,10 +111,11 @@ def _describe(record: Any, fault: Any, locate: Callable[[Keys], Place | str], sy
         near = synonyms.get(key) or nearest(key, legal)
         advice = f'did you mean "{near}"?' if near else "known keys: " + ", ".join(legal)
         return f'{where}: unknown key "{key}"; {advice}'
-    if fault["type"] in {"missing", "missing_argument", "missing_keyword_only_argument"}:
+    if fault["type"] in _MISSING:
         return f'{where}: "{key}" is missing'
     if fault["type"] in {"enum", "literal_error"}:
         value = str(fault["input"])
+        key = key if fault["loc"][-1] != "[key]" else f"a key of {_key(keys[:-1])}"
         legal = str(fault["ctx"]["expected"]).split("'")[1::2]  # in quotes: 'full' or <LossKernel.FULL: 'full'>
         near = nearest(value, legal)
         advice = f'did you mean "{near}"? ' if near else ""
@@ -111,15 +140,20 @@ def _key(keys: Keys) -> str:
 def _legal_keys(record: Any, keys: Keys) -> list[str]:
     """Returns the field names of the record at `keys`."""
     for key in keys:
-        field = next((f for f in dataclasses.fields(record) if f.name == key), None)
-        if field is None:
-            return []
-        hints = get_type_hints(record)
-        candidates = [hints[field.name], *getattr(hints[field.name], "__args__", ())]
-        record = next((c for c in candidates if dataclasses.is_dataclass(c)), None)
+        if isinstance(key, int):
+            continue  # the items of a list are of the same type
+        hint = get_type_hints(record).get(key)
+        record = next((form for form in _forms(hint) if dataclasses.is_dataclass(form)), None)
         if record is None:
             return []
     return [field.name for field in dataclasses.fields(record)]
+
+
+def _forms(hint: Any) -> Iterator[Any]:
+    """Yields a type and those inside it."""
+    yield hint
+    for inner in getattr(hint, "__args__", ()):
+        yield from _forms(inner)
 
 
 def load_json(record: type[T], path: Path, *, upgrade: Callable[[Any], Any] = lambda data: data) -> T:

@@ -71,14 +71,21 @@ def cli_reference() -> str:
 def job_reference() -> str:
     """Returns a row for every key of a job file: name, default and the docstring under its field."""
     rows = ["| key | default | meaning |", "|---|---|---|"]
-    prefixes = {"Job": "", "Lora": "lora.", "RopeScaling": "rope_scaling.", "Monitor": "monitor."}
-    classes = {node.name: node for node in ast.parse((ROOT / "dstrain/job/schema.py").read_text(encoding="utf-8")).body
+    prefixes = {
+        "Job": "",
+        "DataSource": "data[].",
+        "Lora": "lora.",
+        "RopeScaling": "rope_scaling.",
+        "Monitor": "monitor.",
+    }
+    sources = ((ROOT / f"dstrain/job/{name}.py").read_text(encoding="utf-8") for name in ("data_source", "schema"))
+    classes = {node.name: node for source in sources for node in ast.parse(source).body
                if isinstance(node, ast.ClassDef)}  # fmt: skip
     for name, prefix in prefixes.items():
         for field, doc in pairwise(classes[name].body):
             if not (isinstance(field, ast.AnnAssign) and isinstance(doc, ast.Expr)):
                 continue
-            if isinstance(field.value, ast.Call):
+            if isinstance(field.value, ast.Call) and ast.unparse(field.target) != "columns":
                 continue  # a section, whose keys have rows of their own, or env
             default = "required" if field.value is None else f"`{_plain_default(field.value)}`"
             text = ast.literal_eval(doc.value).replace("\n", " ")
@@ -90,6 +97,8 @@ def _plain_default(value: ast.expr) -> str:
     """Returns a default as it is written in YAML."""
     if isinstance(value, ast.Attribute):
         return value.attr.lower()
+    if isinstance(value, ast.Call):
+        return "{}"
     if isinstance(value, ast.Tuple):
         return f"[{', '.join(map(_plain_default, value.elts))}]"
     plain = ast.literal_eval(value)

@@ -20,6 +20,7 @@ VERBS = {
     "adopt": "Treat existing files as generated.",
     "diff": "List your edits and their effect on memory and speed.",
     "plan": "Estimate memory and speed, and explain the choice.",
+    "data": "Show training data as the model sees them.",
     "lint": "Check a DeepSpeed configuration.",
     "doctor": "Find problems of this machine that block training.",
     "run": "Train as a job file describes.",

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from dstrain.choices import Hub, SinkName
 from dstrain.doctor.facts import Question
 from dstrain.facts.cluster.hostfile import Host, Hosts
+from dstrain.facts.data.datafile import found
 from dstrain.facts.deepspeed_ops import needed_ops
 from dstrain.facts.ports import DEFAULT_PORT
 from dstrain.facts.this_machine import ACCELERATOR
@@ -198,7 +199,7 @@ def _nvme_path(ds_config: Mapping[str, Any]) -> str | None:
 
 
 def _read_by_ranks(job: Job) -> list[str]:
-    return [name for name in (job.model, job.data, job.eval_data) if name is not None]
+    return [job.model, *(path for data in job.data_paths for path in found(data))]
 
 
 def _is_local(name: str) -> bool:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from dstrain.errors import InvalidConfig, Place
-from dstrain.job.schema import SYNONYMS, Job
+from dstrain.job.data_source import with_paths
+from dstrain.job.schema import Job
+from dstrain.job.synonyms import SYNONYMS
 from dstrain.job.yaml_source import parse_yaml
 from dstrain.records import Keys, Locator, from_data
 
@@ -39,9 +42,17 @@ def read_job(path: Path, overrides: Sequence[str] = ()) -> JobFile:
         ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidConfig(f"{path}: cannot be read: {error}") from None
-    data, locate_in_file = parse_yaml(text, str(path), texts=TEXTS)
+    data, locate = parse_yaml(text, str(path), texts=TEXTS)
     if not isinstance(data, dict):
         raise InvalidConfig(f"{path}: is not a list of `key: value` lines", hint="Compare the examples in launch/.")
+    return job_of(data, locate, path.resolve().parent, overrides)
+
+
+def job_of(data: dict[str, Any], locate_in_file: Locator, folder: Path, overrides: Sequence[str] = ()) -> JobFile:
+    """Returns the job of plain data, whose paths are relative to `folder`, with `key=value` overrides on top.
+
+    Raises InvalidConfig with every problem and its place.
+    """
     options = [_override(data, item) for item in overrides]
 
     def locate(keys: Keys) -> Place:
@@ -51,7 +62,7 @@ def read_job(path: Path, overrides: Sequence[str] = ()) -> JobFile:
         return locate_in_file(keys)
 
     job = from_data(Job, data, locate=locate, synonyms=SYNONYMS)
-    return JobFile(job=_absolute(job, path.resolve().parent, locate), locate=locate)
+    return JobFile(job=_absolute(job, folder, locate), locate=locate)
 
 
 def _override(data: dict[str, Any], item: str) -> Keys:
@@ -101,8 +112,8 @@ def _absolute(job: Job, folder: Path, locate: Locator) -> Job:
     absolute = replace(
         job,
         model=maybe("model", job.model),
-        data=None if job.data is None else maybe("data", job.data),
-        eval_data=None if job.eval_data is None else maybe("eval_data", job.eval_data),
+        data=with_paths(job.data, partial(maybe, "data")),
+        eval_data=with_paths(job.eval_data, partial(maybe, "eval_data")),
         ds_config=local("ds_config", job.ds_config),
         chat_template=None if job.chat_template is None else template(job.chat_template),
         hostfile=None if job.hostfile is None else local("hostfile", job.hostfile),
@@ -149,4 +160,5 @@ def looks_local(name: str) -> bool:
     >>> looks_local("./model"), looks_local("train.jsonl"), looks_local("Qwen/Qwen3-32B")
     (True, True, False)
     """
-    return name.startswith((".", "/", "~")) or name.endswith((".jsonl", ".json", ".parquet")) or name.count("/") > 1
+    is_path = name.startswith((".", "/", "~")) or name.endswith((".jsonl", ".json", ".parquet"))
+    return is_path or name.count("/") > 1 or any(letter in name for letter in "*?[")

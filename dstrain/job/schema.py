@@ -8,32 +8,33 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from types import MappingProxyType
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
 
 from dstrain.choices import (
     Attention,
+    Column,
     DataFormat,
     Hub,
     LossKernel,
     LossOn,
     Method,
     OnBadRow,
+    OnLongSample,
     Optimizer,
     Precision,
     RopeType,
     Schedule,
     SinkName,
+    StoppingStrategy,
     SwanLabMode,
     Thinking,
 )
+from dstrain.job.data_source import DataSource, Positive, PositiveFloat, Sources, listed
 from dstrain.records import type_config
 
-Positive = Annotated[int, Gt(0)]
-PositiveFloat = Annotated[float, Gt(0)]
 Ratio = Annotated[float, Ge(0), Le(1)]
 Beta = Annotated[float, Ge(0), Lt(1)]
 NonNegative = Annotated[float, Ge(0)]
@@ -115,14 +116,26 @@ class Job:
     """A local folder, or a model id on the hub."""
     output_dir: str
     """The run directory: metrics, checkpoints, the final model."""
-    data: str | None = None
-    """Training data: a JSONL, JSON or Parquet file, or a data set id on the hub."""
-    eval_data: str | None = None
+    data: Sources | None = None
+    """Training data: a JSONL, JSON or Parquet file, a glob, a data set id on the hub, or a list of data sets."""
+    eval_data: Sources | None = None
     """Evaluation data, in the same forms, for the mean loss per token; default: no evaluation."""
+    val_split: PositiveFloat | None = None
+    """Samples of `data` held out for evaluation, in place of `eval_data`: a share below 1, or a number."""
     data_format: DataFormat = DataFormat.AUTO
-    """`alpaca` (instruction, input, output), `messages` (also ShareGPT), `text`, or `auto` (by the columns)."""
+    """`alpaca` (also other question and answer columns), `messages` (also ShareGPT), `text`, or `auto`."""
+    columns: Mapping[Column, str] = field(default_factory=dict)
+    """Columns of the data: the name that dstrain knows → the name in the file, such as `{question: Q, answer: A}`."""
+    system: str | None = None
+    """System prompt of conversations that have none."""
+    max_samples: Positive | None = None
+    """Number of samples to use of each data set, from its beginning; default: all."""
+    stopping_strategy: StoppingStrategy = StoppingStrategy.FIRST_EXHAUSTED
+    """With weights, an epoch ends after the `first_exhausted` data set, or after `all_exhausted`, which repeats."""
     on_bad_row: OnBadRow = OnBadRow.STOP
     """How to handle unusable rows: `stop` ends the run; `skip` omits them and logs each one."""
+    on_long_sample: OnLongSample = OnLongSample.TRUNCATE
+    """How to handle samples longer than `seq_len`: `truncate` or `drop`."""
     ds_config: str = "ds_config.json"
     """The DeepSpeed configuration."""
     hostfile: str | None = None
@@ -141,13 +154,13 @@ class Job:
     attn: Attention = Attention.SDPA
     """The attention implementation."""
     seq_len: Positive = 2048
-    """Maximum length of a sample in tokens; longer samples are truncated and counted in the log."""
+    """Maximum length of a sample in tokens; the log counts longer samples."""
     rope_scaling: RopeScaling | None = None
     """Stretches the model's positions to a longer `seq_len`, in its config.json too: `rope_type` and `factor`."""
     packing: bool = False
     """Whether short samples share rows of `seq_len` tokens; refused for models that cannot isolate them."""
     loss_on: LossOn = LossOn.ANSWER
-    """Tokens that count in the loss: `answer` or `all`."""
+    """Tokens that count in the loss: every `answer` and tool call, only the `last` answer, or `all`."""
     thinking: Thinking = Thinking.AUTO
     """Reasoning to keep: `all`, only that after the `last` question, none (`off`), or `auto` (`all`)."""
     chat_template: str | None = None
@@ -233,49 +246,30 @@ class Job:
         """Returns the samples of one step."""
         return self.micro_batch * self.grad_accum * self.data_parallel(num_ranks)
 
+    @property
+    def train_sources(self) -> tuple[DataSource, ...]:
+        """The data sets to train on, with the job's own format, columns and number of samples where they have none."""
+        return tuple(map(self._with_defaults, listed(self.data)))
 
-SYNONYMS = MappingProxyType(
-    {
-        "per_device_train_batch_size": "micro_batch",
-        "train_micro_batch_size_per_gpu": "micro_batch",
-        "gradient_accumulation_steps": "grad_accum",
-        "sequence_parallel_size": "sp",
-        "sp_size": "sp",
-        "tensor_parallel_size": "tp",
-        "tp_size": "tp",
-        "autotp_size": "tp",
-        "expert_parallel_size": "ep",
-        "ep_size": "ep",
-        "autoep_size": "ep",
-        "gradient_checkpointing": "grad_ckpt",
-        "optim": "optimizer",
-        "model_name_or_path": "model",
-        "model_path": "model",
-        "dataset": "data",
-        "train_data": "data",
-        "train_file": "data",
-        "cutoff_len": "seq_len",
-        "max_seq_length": "seq_len",
-        "max_length": "seq_len",
-        "rope_parameters": "rope_scaling",
-        "finetuning_type": "method",
-        "template": "chat_template",
-        "chat_template_path": "chat_template",
-        "enable_thinking": "thinking",
-        "flash_attn": "attn",
-        "attn_implementation": "attn",
-        "epochs": "num_train_epochs",
-        "lr": "learning_rate",
-        "resume_from_checkpoint": "resume",
-        "deepspeed": "ds_config",
-        "lora_rank": "lora: rank",
-        "lora_alpha": "lora: alpha",
-        "lora_dropout": "lora: dropout",
-        "lora_target": "lora: targets",
-        "bf16": "precision",
-        "fp16": "precision",
-        "report_to": "monitor: sinks",
-        "swanlab": "monitor",
-    }
-)
-"""Names of keys in other tools (Transformers, LLaMA-Factory, TRL) → ours."""
+    @property
+    def eval_sources(self) -> tuple[DataSource, ...]:
+        """The data sets of `eval_data`, likewise."""
+        return tuple(map(self._with_defaults, listed(self.eval_data)))
+
+    @property
+    def data_paths(self) -> tuple[str, ...]:
+        """Files, globs and ids of all data sets."""
+        return tuple(source.path for source in (*self.train_sources, *self.eval_sources))
+
+    @property
+    def has_eval(self) -> bool:
+        """Whether the model is evaluated."""
+        return self.eval_data is not None or self.val_split is not None
+
+    def _with_defaults(self, source: DataSource) -> DataSource:
+        return replace(
+            source,
+            format=source.format or self.data_format,
+            columns=self.columns if source.columns is None else source.columns,
+            max_samples=source.max_samples or self.max_samples,
+        )

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from dstrain.choices import Method
 from dstrain.facts.cluster.cluster import Cluster
+from dstrain.facts.data.datafile import found
 from dstrain.facts.model.model_facts import ModelFacts
+from dstrain.job.data_source import DataSource
 from dstrain.job.schema import Job, is_secret
 from dstrain.plan.estimate_records import Estimate
 from dstrain.plan.labels import label
@@ -56,9 +58,9 @@ def run_card(
         "num_nodes": cluster.num_nodes if cluster is not None else None,
         "zero_stage": stage,
         "global_batch": job.samples_per_step(num_ranks),
-        "data": job.data,
-        "data_bytes": _size(job.data),
-        "eval_data": job.eval_data,
+        "data": _names(job.train_sources),
+        "data_bytes": _size(job.train_sources),
+        "eval_data": _names(job.eval_sources),
         "predicted": _predicted(estimate, cluster),
     }
     name = job.monitor.name or "-".join(tags[:4])
@@ -93,10 +95,15 @@ def _stage(ds_config: Mapping[str, Any]) -> int:
     return int(stage) if str(stage) in ("1", "2", "3") else 0
 
 
-def _size(data: str | None) -> int | None:
-    """Returns the bytes of a local data file, or None."""
+def _names(sources: Sequence[DataSource]) -> str | None:
+    """Returns the paths of data sets, separated by commas."""
+    return ", ".join(source.path for source in sources) or None
+
+
+def _size(sources: Sequence[DataSource]) -> int | None:
+    """Returns the bytes of local data files, or None if one is not local."""
     try:
-        return Path(data).stat().st_size if data is not None else None
+        return sum(Path(path).stat().st_size for source in sources for path in found(source.path)) or None
     except OSError:
         return None
 
@@ -116,12 +123,16 @@ def _predicted(estimate: Estimate | None, cluster: Cluster | None) -> dict[str, 
     }
 
 
+def _short_names(sources: Sequence[DataSource]) -> str:
+    return ", ".join(Path(source.path).name for source in sources) or "no data"
+
+
 def _description(job: Job, config: Mapping[str, Any], machines: str) -> str:
     size = f" ({format_count(config['num_params'])} parameters)" if config["num_params"] else ""
     trained = config["num_trainable_params"]
     part = f", {format_count(trained)} of them trained" if trained and job.method is not Method.FULL else ""
     sentences = [
-        f"{config['model_name']}{size}, {job.method.value}{part}, on {Path(job.data or '').name or 'no data'}",
+        f"{config['model_name']}{size}, {job.method.value}{part}, on {_short_names(job.train_sources)}",
         f"{machines}, ZeRO-{config['zero_stage']}, {config['global_batch']} samples of {job.seq_len} tokens per step",
     ]
     predicted = config["predicted"]

@@ -53,7 +53,7 @@ class Inputs:
 def read(run_dir: RunDir) -> Inputs:
     """Returns the inputs of a run. Raises InvalidConfig if a file is missing or damaged."""
     job = dataclasses.replace(load_json(Job, run_dir.request), output_dir=str(run_dir.path))
-    if job.data is None:
+    if not job.train_sources:
         raise InvalidConfig(f'{run_dir.request}: "data" is missing')
     facts = _json(run_dir.facts) if run_dir.facts.exists() else {}
 

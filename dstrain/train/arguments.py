@@ -34,9 +34,7 @@ def checkpointing_kwargs(job: Job, ds_config: Mapping[str, Any]) -> dict[str, An
     return kwargs
 
 
-def training_arguments(
-    job: Job, ds_config: Mapping[str, Any], *, num_ranks: int, on_gpu: bool, has_eval: bool
-) -> TrainingArguments:
+def training_arguments(job: Job, ds_config: Mapping[str, Any], *, num_ranks: int, on_gpu: bool) -> TrainingArguments:
     """Returns the arguments of this run. They must outlive the model: ZeRO-3 reads them through a weak reference."""
     return TrainingArguments(
         parallelism_config=_parallelism(job, num_ranks),
@@ -48,8 +46,8 @@ def training_arguments(
         fp16=job.precision is Precision.FP16,
         activation_checkpointing=job.grad_ckpt,
         activation_checkpointing_kwargs=checkpointing_kwargs(job, ds_config) if job.grad_ckpt else None,
-        eval_strategy="steps" if has_eval and job.eval_steps else "no",
-        eval_steps=job.eval_steps if has_eval else None,
+        eval_strategy="steps" if job.has_eval and job.eval_steps else "no",
+        eval_steps=job.eval_steps if job.has_eval else None,
     )
 
 

@@ -1,66 +1,31 @@
-"""Loads the tokenizer and the model of a job through Transformers and PEFT."""
+"""Loads the model of a job through Transformers and PEFT."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from contextlib import contextmanager
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.nn import Linear
-from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoConfig
 from transformers.core_model_loading import Transpose
 from transformers.integrations.deepspeed import deepspeed_config
 from transformers.utils.logging import set_tqdm_hook
 
-from dstrain.choices import Hub, LossKernel, Method
+from dstrain.choices import LossKernel, Method
 from dstrain.errors import EnvironmentProblem, InvalidConfig
-from dstrain.facts.model.model_files import has_tokenizer
 from dstrain.job.schema import Job, Lora
 from dstrain.train import rope_scaling
 from dstrain.train.arguments import zero_stage
 from dstrain.train.checkpoints.saved_model import DTYPES, family_of, shape_of
 from dstrain.train.loss import replace_loss
 from dstrain.train.tiled_mlp import tile_mlps
+from dstrain.train.tokenizer import cannot_load
 
 _VISION = {"visual", "vision_tower", "vision_model"}
 """Module names of the vision tower in Transformers' vision-language models."""
-
-
-def source_of(job: Job) -> str:
-    """Returns the argument of `from_pretrained`: a folder, or an id on the Hugging Face hub.
-
-    Raises EnvironmentProblem if the hub is ModelScope and its package is missing.
-    """
-    if job.hub is not Hub.MODELSCOPE or Path(job.model).is_dir():
-        return job.model
-    if find_spec("modelscope") is None:
-        raise EnvironmentProblem(
-            f'model "{job.model}" is on ModelScope (hub: modelscope), but modelscope is not installed',
-            hint="pip install modelscope",
-        )
-    from modelscope import snapshot_download  # type: ignore[import-not-found, unused-ignore]
-
-    return str(snapshot_download(job.model))
-
-
-def load_tokenizer(job: Job, source: str) -> PreTrainedTokenizerBase:
-    """Returns the tokenizer with the job's chat template; without a padding token, it pads with eos_token."""
-    folder = Path(source)
-    if folder.is_dir() and not has_tokenizer(folder):
-        # Transformers 5 silently makes an empty tokenizer from config.json alone
-        raise InvalidConfig(f"model: {folder} has no tokenizer", hint="Copy the tokenizer files into it.")
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=job.trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise _cannot_load("tokenizer", job, error) from error
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    if job.chat_template is not None:
-        tokenizer.chat_template = job.chat_template
-    return tokenizer
 
 
 def load_model(
@@ -89,7 +54,7 @@ def load_model(
         with _counting(report), _shapes_before_partitioning(), _whole_while_loading():
             model = family_of(config).from_pretrained(source, config=config, **options)
     except (OSError, ValueError, ImportError) as error:
-        raise _cannot_load("model", job, error) from error
+        raise cannot_load("model", job, error) from error
     _forget_unused_conversions(model)
     _keep_4_bit_layout(model)
     model.config.use_cache = False
@@ -205,18 +170,6 @@ def freeze_vision(model: Any) -> list[str]:
             parameter.requires_grad_(False)
             frozen.append(name)
     return frozen
-
-
-def _cannot_load(what: str, job: Job, error: Exception) -> InvalidConfig:
-    lines = [line for line in str(error).split("\n") if line.strip()]
-    hint = None
-    if "trust_remote_code" in str(error):
-        hint = "The model has its own code; if you trust it: trust_remote_code: true"
-    elif not Path(job.model).exists():
-        hint = "Give a local folder, or an id on a hub that every node can reach."
-    return InvalidConfig(
-        f'model: the {what} of "{job.model}" cannot be loaded: {lines[0] if lines else error}', hint=hint
-    )
 
 
 def _quantization(job: Job) -> Any:

@@ -33,10 +33,11 @@ from dstrain.train.checkpoints.saved_model import base_config
 from dstrain.train.data.collate import Collator, taken_by
 from dstrain.train.data.prepare import PreparedData, prepare
 from dstrain.train.measure_states import MeasureCallback
-from dstrain.train.model import load_model, load_tokenizer, source_of
+from dstrain.train.model import load_model
 from dstrain.train.rank import Rank
 from dstrain.train.sequence_parallel import SequenceParallelTrainer
 from dstrain.train.tensor_parallel import TensorParallelTrainer
+from dstrain.train.tokenizer import load_tokenizer, source_of
 from dstrain.train.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -78,14 +79,12 @@ class TrainingSetup:
         ranks.quieten(on_terminal=rank.is_first and sys.stderr.isatty())
         group = _connect(rank, job, ds_config, heartbeat, on_gpu=on_gpu)
         transformers.set_seed(job.seed)  # adapters are drawn before the Trainer seeds
-        arguments = training_arguments(
-            job, ds_config, num_ranks=rank.world_size, on_gpu=on_gpu, has_eval=job.eval_data is not None
-        )
+        arguments = training_arguments(job, ds_config, num_ranks=rank.world_size, on_gpu=on_gpu)
         source = source_of(job)
         tokenizer = load_tokenizer(job, source)
         tokens = partial(prepare, job, tokenizer, report=partial(heartbeat.count, Phase.TOKENIZING))
-        train_data = tokens(data=str(job.data), training=True)
-        eval_data = tokens(data=job.eval_data, training=False) if job.eval_data else None
+        train_data = tokens(training=True)
+        eval_data = tokens(training=False) if job.has_eval else None
         for prepared in (train_data, eval_data):
             for note in prepared.notes if prepared else ():
                 rank.say(note)

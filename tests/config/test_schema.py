@@ -17,7 +17,8 @@ from dstrain.config.keys.key import Kind
 from dstrain.config.keys.table import KEYS, ROWS, key_of
 from dstrain.config.lint.engine import read
 from dstrain.config.schema import CONFIG_SCHEMA, JOB_SCHEMA, SCHEMA_KEY, config_schema, job_schema, schema_files
-from dstrain.job.schema import SYNONYMS, Job
+from dstrain.job.schema import Job
+from dstrain.job.synonyms import SYNONYMS
 from dstrain.records import to_data
 from tests.config.lint.case import Case
 from tests.config.lint.documented import RAW, TRAINERS

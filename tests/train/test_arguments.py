@@ -23,9 +23,9 @@ DS_CONFIG: dict[str, Any] = {
 ZERO3: dict[str, Any] = {"zero_optimization": {"stage": 3}}
 
 
-def made(folder: Path, has_eval: bool = False, **fields: Any) -> Any:
+def made(folder: Path, **fields: Any) -> Any:
     job = Job(model="m", output_dir=str(folder), data="d", **fields)
-    return training_arguments(job, DS_CONFIG, num_ranks=2, on_gpu=False, has_eval=has_eval)
+    return training_arguments(job, DS_CONFIG, num_ranks=2, on_gpu=False)
 
 
 def test_a_nan_loss_is_not_filtered(tmp_path: Path) -> None:
@@ -79,8 +79,9 @@ def test_precision_is_one_of_three(tmp_path: Path, precision: Precision, bf16: b
 
 
 def test_an_evaluation_needs_both_data_and_an_interval(tmp_path: Path) -> None:
-    assert made(tmp_path, has_eval=True, eval_steps=5).eval_strategy == "steps"
-    assert made(tmp_path, has_eval=True).eval_strategy == "no"
+    assert made(tmp_path, eval_data="e", eval_steps=5).eval_strategy == "steps"
+    assert made(tmp_path, val_split=0.1, eval_steps=5).eval_strategy == "steps"
+    assert made(tmp_path, eval_data="e").eval_strategy == "no"
     assert made(tmp_path, eval_steps=5).eval_strategy == "no"
 
 

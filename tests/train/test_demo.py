@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 
 from dstrain.choices import DataFormat  # noqa: E402
 from dstrain.facts.data.datafile import check, samples  # noqa: E402
+from dstrain.facts.data.sample_formats import PLAIN  # noqa: E402
 from dstrain.train import demo  # noqa: E402
 
 
@@ -35,7 +36,7 @@ def test_says_what_it_made_in_one_line(built: dict[str, Any]) -> None:
 
 def test_data_pass_the_check(built: dict[str, Any]) -> None:
     for part in ("train", "eval"):
-        found = check(built[part], DataFormat.AUTO)
+        found = check(built[part], PLAIN)
         assert (found.format, found.rows_checked) == (DataFormat.MESSAGES, built[f"{part}_samples"])
 
 

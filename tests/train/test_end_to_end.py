@@ -203,11 +203,11 @@ def test_the_evaluation_is_a_mean_over_tokens(runs: Path, demo: Path, name: str)
     from transformers import AutoModelForCausalLM
 
     from dstrain.train.data.prepare import prepare
-    from dstrain.train.model import load_tokenizer
+    from dstrain.train.tokenizer import load_tokenizer
 
     given = read(RunDir(runs / name))
     job = replace(given.job, packing=False)
-    samples = prepare(job, load_tokenizer(job, job.model), data=str(job.eval_data), training=False).dataset
+    samples = prepare(job, load_tokenizer(job, job.model), training=False).dataset
     model = AutoModelForCausalLM.from_pretrained(runs / name / "final", dtype=torch.float32).eval()
     total, targets = 0.0, 0
     for sample in samples:

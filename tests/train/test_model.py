@@ -22,7 +22,8 @@ from dstrain.facts.probe import read_model
 from dstrain.job.schema import Job, Lora
 from dstrain.plan.memory.params import lora_params
 from dstrain.train import model as models
-from dstrain.train.model import load_model, load_tokenizer, source_of
+from dstrain.train.model import load_model
+from dstrain.train.tokenizer import load_tokenizer, source_of
 
 # of PEFT, which calls Transformers by a name that will change
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")

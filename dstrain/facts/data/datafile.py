@@ -1,8 +1,7 @@
-"""Reads and checks data files: JSON lines, JSON lists and Parquet."""
+"""Finds and checks data files, and reads their rows as samples."""
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -11,29 +10,17 @@ from pathlib import Path
 from typing import Any
 
 from dstrain.choices import DataFormat
-from dstrain.errors import EnvironmentProblem, InvalidConfig, did_you_mean, nearest
-from dstrain.facts.data.sample_formats import require, to_messages, unused, unused_text
-
-SUFFIXES = (".jsonl", ".json", ".parquet")
-"""File name extensions; the first byte of a JSON file decides whether it holds lines or a list."""
+from dstrain.errors import InvalidConfig
+from dstrain.facts.data.rows import SUFFIXES, Sample, entries, holds_list
+from dstrain.facts.data.sample_formats import Reading, require, to_sample, unused, unused_text
+from dstrain.facts.data.turns import Conversation
 
 Refuse = Callable[[InvalidConfig], None]
 """Called with the error of an unusable row: raises it, or returns to skip the row."""
 
 _SHOWN_PROBLEMS = 5
-_BATCH_ROWS = 1024
 _BLOCK_BYTES = 2**20
-_SPACE = b" \t\r\n"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
-    """One row of a data file."""
-
-    where: str
-    """`file:line`, or `file: row N` (from 1) in Parquet."""
-    row: dict[str, Any]
-    """Column → value."""
+_GLOB = frozenset("*?[")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,12 +53,36 @@ def is_file_name(data: str) -> bool:
     >>> is_file_name("data/train.jsonl"), is_file_name("tatsu-lab/alpaca")
     (True, False)
     """
-    return data.startswith((".", "/", "~")) or data.lower().endswith(SUFFIXES) or Path(data).exists()
+    is_path = data.startswith((".", "/", "~")) or data.lower().endswith(SUFFIXES)
+    return is_path or not _GLOB.isdisjoint(data) or Path(data).exists()
 
 
-def check(
-    path: str | Path, data_format: DataFormat, *, limit_bytes: int | None = None, skip: bool = False
-) -> DataReport:
+def files_of(data: str) -> list[Path]:
+    """Returns the data files that a path or a glob names, sorted by name; a path need not exist.
+
+    Raises InvalidConfig if no file matches a glob.
+    """
+    path = Path(data).expanduser()
+    if _GLOB.isdisjoint(data) or path.exists():
+        return [path]
+    pattern = str(path.relative_to(path.anchor))
+    files = sorted(file for file in Path(path.anchor).glob(pattern) if file.is_file())
+    if not files:
+        raise InvalidConfig(f"{data}: no file matches", hint="A pattern such as data/*.jsonl names files.")
+    return files
+
+
+def found(data: str) -> list[str]:
+    """Returns the names of the files that a glob matches, or the name itself if it is no glob or none does."""
+    if _GLOB.isdisjoint(data):
+        return [data]
+    try:
+        return [str(path) for path in files_of(data)]
+    except InvalidConfig:
+        return [data]
+
+
+def check(path: str | Path, reading: Reading, *, limit_bytes: int | None = None, skip: bool = False) -> DataReport:
     """Returns the contents of a data file, after parsing the rows in its first `limit_bytes` as conversations.
 
     Raises InvalidConfig with up to five problems, one per line, each with file and line; with `skip` only if no row is
@@ -84,31 +95,44 @@ def check(
     hints: list[str] = []
     rows_checked = 0
     useful = False
-    for entry in _entries(source, limit_bytes):
+    for entry in entries(source, limit_bytes):
         try:
             if isinstance(entry, InvalidConfig):
                 raise entry
-            data_format = format_of(str(path), list(entry.row), data_format) if rows_checked == 0 else data_format
+            reading = reading_of(str(path), list(entry.row), reading) if rows_checked == 0 else reading
             rows_checked += 1
             columns.update(dict.fromkeys(entry.row))
-            to_conversation(entry, data_format)
-            ignored.update(unused(entry.row, data_format))
+            parsed(entry, reading)
+            ignored.update(unused(entry.row, reading))
         except InvalidConfig as error:
             problems.append(error.problem)
             hints += [error.hint] if error.hint else []
-            if (len(problems) == _SHOWN_PROBLEMS and not (skip and useful)) or data_format is DataFormat.AUTO:
+            if (len(problems) == _SHOWN_PROBLEMS and not (skip and useful)) or reading.format is DataFormat.AUTO:
                 break
         else:
             useful = True
     if problems and not (skip and useful):
-        more = [f"{source}: stopped after {_SHOWN_PROBLEMS} problems"] if len(problems) == _SHOWN_PROBLEMS else []
-        raise InvalidConfig("\n".join(problems + more), hint="\n".join(dict.fromkeys(hints)) or None)
+        raise _problems(source, problems, hints)
     if rows_checked == 0:
         raise InvalidConfig(f"{source}: no samples")
     complete = limit_bytes is None or source.stat().st_size <= limit_bytes
-    return DataReport(
-        format=data_format, columns=tuple(columns), rows_checked=rows_checked, complete=complete, unused=dict(ignored)
-    )
+    if complete:
+        _require_columns(source, reading, list(columns))
+    found: dict[str, Any] = {"columns": tuple(columns), "rows_checked": rows_checked, "unused": dict(ignored)}
+    return DataReport(format=reading.format, complete=complete, **found)
+
+
+def _problems(source: Path, problems: list[str], hints: list[str]) -> InvalidConfig:
+    """Returns one error for the problems of several rows."""
+    more = [f"{source}: stopped after {_SHOWN_PROBLEMS} problems"] if len(problems) == _SHOWN_PROBLEMS else []
+    return InvalidConfig("\n".join(problems + more), hint="\n".join(dict.fromkeys(hints)) or None)
+
+
+def _require_columns(source: Path, reading: Reading, columns: list[str]) -> None:
+    """Raises InvalidConfig if the job names a column that no row has."""
+    absent = [f'{name} is "{column}"' for name, column in reading.columns.items() if column not in columns]
+    if absent:
+        raise InvalidConfig(f"{source}: columns: {', '.join(absent)}, which no row has; they have {', '.join(columns)}")
 
 
 def stop(error: InvalidConfig) -> None:
@@ -119,7 +143,7 @@ def stop(error: InvalidConfig) -> None:
 def samples(path: str | Path, refuse: Refuse = stop) -> Iterator[Sample]:
     """Yields every row of a data file in order; errors of unreadable rows go to `refuse`."""
     empty = True
-    for entry in _entries(Path(path), None):
+    for entry in entries(Path(path), None):
         if isinstance(entry, InvalidConfig):
             refuse(entry)
             continue
@@ -136,159 +160,23 @@ def num_rows(path: str | Path) -> int:
         import pyarrow.parquet  # type: ignore[import-untyped]
 
         return int(pyarrow.parquet.read_metadata(source).num_rows)
-    if _holds_list(source):
+    if holds_list(source):
         return 0
     with source.open("rb") as file:
         return sum(block.count(b"\n") for block in iter(partial(file.read, _BLOCK_BYTES), b""))
 
 
-def to_conversation(sample: Sample, data_format: DataFormat) -> list[dict[str, str]] | str:
-    """Returns `sample_formats.to_messages` of a row. Raises InvalidConfig with file and line."""
+def parsed(sample: Sample, reading: Reading) -> Conversation | str:
+    """Returns `sample_formats.to_sample` of a row. Raises InvalidConfig with file and line."""
     try:
-        return to_messages(sample.row, data_format)
+        return to_sample(sample.row, reading)
     except InvalidConfig as error:
         raise InvalidConfig(f"{sample.where}: {error.problem}", hint=error.hint) from None
 
 
-def format_of(name: str, columns: list[str], data_format: DataFormat) -> DataFormat:
-    """Returns the format, detected if it is `auto`. Raises InvalidConfig with the file's name."""
+def reading_of(name: str, columns: list[str], reading: Reading) -> Reading:
+    """Returns the reading with its format, detected if it is `auto`. Raises InvalidConfig with the file's name."""
     try:
-        return require(columns, data_format)
+        return require(columns, reading)
     except InvalidConfig as error:
         raise InvalidConfig(f"{name}: {error.problem}", hint=error.hint) from None
-
-
-def _entries(path: Path, limit_bytes: int | None) -> Iterator[Sample | InvalidConfig]:
-    """Yields rows, and an error for each invalid one. Raises InvalidConfig if the file as a whole is wrong."""
-    _require_file(path)
-    try:
-        if path.suffix.lower() == ".parquet":
-            yield from _parquet(path, limit_bytes)
-        elif _holds_list(path):
-            yield from _list_items(path, limit_bytes)
-        else:
-            yield from _lines(path, limit_bytes)
-    except OSError as error:
-        raise EnvironmentProblem(f"{path}: cannot be read: {error.strerror or error}") from error
-
-
-def _require_file(path: Path) -> None:
-    if path.is_dir():
-        raise InvalidConfig(
-            f"{path}: is a folder; data must be one file", hint=f"Give a {', '.join(SUFFIXES)} file in it."
-        )
-    if not path.exists():
-        beside = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
-        near = nearest(path.name, beside)
-        raise InvalidConfig(f"{path}: no such file", hint=f'Did you mean "{path.parent / near}"?' if near else None)
-    if path.suffix.lower() not in SUFFIXES:
-        raise InvalidConfig(
-            f'{path}: unknown file name extension "{path.suffix}"', hint=did_you_mean(path.suffix.lower(), SUFFIXES)
-        )
-    if path.stat().st_size == 0:
-        raise InvalidConfig(f"{path}: the file is empty")
-
-
-def _holds_list(path: Path) -> bool:
-    """Returns whether the first character other than white space opens a JSON list."""
-    with path.open("rb") as file:
-        while block := file.read(4096).removeprefix(b"\xef\xbb\xbf"):
-            if text := block.lstrip(_SPACE):
-                return text.startswith(b"[")
-    return False
-
-
-def _lines(path: Path, limit_bytes: int | None) -> Iterator[Sample | InvalidConfig]:
-    seen_bytes = 0
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if limit_bytes is not None and seen_bytes >= limit_bytes:
-                return
-            seen_bytes += len(line)
-            if number == 1:
-                line = line.removeprefix(b"\xef\xbb\xbf")
-            if not line.strip(_SPACE):
-                continue
-            yield _line(f"{path}:{number}", line)
-
-
-def _line(where: str, line: bytes) -> Sample | InvalidConfig:
-    try:
-        value = json.loads(line.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        return InvalidConfig(f"{where}:{error.start + 1}: not UTF-8", hint="Save the file as UTF-8.")
-    except json.JSONDecodeError as error:
-        return InvalidConfig(f"{where}:{error.colno}: {error.msg[:1].lower()}{error.msg[1:]}")
-    except RecursionError:
-        return InvalidConfig(f"{where}:1: nested too deeply")
-    return _object(where, value)
-
-
-def _object(where: str, value: Any) -> Sample | InvalidConfig:
-    if isinstance(value, dict):
-        return Sample(where=where, row=value)
-    kinds = {list: "a list", str: "a string", bool: "a boolean", int: "a number", float: "a number"}
-    return InvalidConfig(f"{where}: is {kinds.get(type(value), 'null')}; a sample must be an object")
-
-
-def _list_items(path: Path, limit_bytes: int | None) -> Iterator[Sample | InvalidConfig]:
-    with path.open("rb") as file:
-        raw = file.read() if limit_bytes is None else file.read(limit_bytes)
-        cut = bool(file.read(1))
-    try:
-        text = raw.decode("utf-8-sig", errors="ignore" if cut else "strict")
-    except UnicodeDecodeError as error:
-        line = raw.count(b"\n", 0, error.start) + 1
-        raise InvalidConfig(f"{path}:{line}: not UTF-8", hint="Save the file as UTF-8.") from None
-    decoder = json.JSONDecoder()
-    line, counted = 1, 0
-    position = _skip(text, text.index("[") + 1)
-    while position < len(text) and text[position] != "]":
-        line, counted = line + text.count("\n", counted, position), position
-        try:
-            value, position = decoder.raw_decode(text, position)
-            position = _skip(text, position)
-            if position < len(text) and text[position] not in ",]":
-                raise json.JSONDecodeError("Expecting ',' delimiter", text, position)
-        except json.JSONDecodeError as error:
-            if not (cut and _at_end(error)):
-                message = f"{error.msg[:1].lower()}{error.msg[1:]}"
-                raise InvalidConfig(f"{path}:{error.lineno}:{error.colno}: {message}") from None
-            return
-        yield _object(f"{path}:{line}", value)
-        position = _skip(text, position + 1) if text[position : position + 1] == "," else position
-    if position >= len(text) and not cut:
-        raise InvalidConfig(f"{path}:{text.count(chr(10)) + 1}: the list is not closed")
-
-
-def _skip(text: str, position: int) -> int:
-    while position < len(text) and text[position] in " \t\r\n":
-        position += 1
-    return position
-
-
-def _at_end(error: json.JSONDecodeError) -> bool:
-    """Returns whether an item is invalid only because reading stopped in the middle of it."""
-    return error.msg.startswith("Unterminated string") or error.pos >= len(error.doc) - len("false\\u00")
-
-
-def _parquet(path: Path, limit_bytes: int | None) -> Iterator[Sample | InvalidConfig]:
-    with path.open("rb") as file:
-        opening = file.read(4)
-        file.seek(max(0, path.stat().st_size - 4))
-        if opening != b"PAR1" or file.read(4) != b"PAR1":
-            raise InvalidConfig(f"{path}: not a complete Parquet file (it must begin and end with PAR1)")
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        table = pyarrow.parquet.ParquetFile(path)
-        number = 0
-        for batch in table.iter_batches(batch_size=_BATCH_ROWS):
-            for row in batch.to_pylist():
-                number += 1
-                yield Sample(where=f"{path}: row {number}", row=row)
-            if limit_bytes is not None and path.stat().st_size > limit_bytes:
-                return
-    except pyarrow.ArrowException as error:
-        raise InvalidConfig(f"{path}: cannot be read as Parquet: {error}") from None

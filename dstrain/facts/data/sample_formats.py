@@ -2,76 +2,109 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from difflib import SequenceMatcher
 from types import MappingProxyType
 from typing import Any
 
-from dstrain.choices import DataFormat
+from dstrain.choices import Column, DataFormat
 from dstrain.errors import InvalidConfig, nearest
 from dstrain.facts.data import untrained_columns
+from dstrain.facts.data.row_values import is_given, shown, string
+from dstrain.facts.data.tool_calls import TOOL_COLUMNS, tools_of
+from dstrain.facts.data.turns import Conversation, Message, carries_loss, parse, role_of, unused_keys
 
 Row = Mapping[str, Any]
-Message = dict[str, str]
 
 CONVERSATION_COLUMNS = ("messages", "conversations")
 """Columns with the turns of a conversation; the second name is ShareGPT's."""
 
 NEEDS = MappingProxyType(
     {
-        DataFormat.ALPACA: "instruction and output (optionally input, system, history)",
-        DataFormat.MESSAGES: "messages or conversations (optionally system)",
+        DataFormat.ALPACA: "instruction and output (optionally input, system, history), prompt and completion, "
+        "query and response, or question and answer",
+        DataFormat.MESSAGES: "messages or conversations (optionally system, tools)",
         DataFormat.TEXT: "text",
     }
 )
 """The columns of each format, in words."""
 
-ROLES = MappingProxyType(
-    {
-        "system": "system",
-        "user": "user",
-        "human": "user",
-        "assistant": "assistant",
-        "gpt": "assistant",
-        "chatgpt": "assistant",
-        "model": "assistant",
-        "bot": "assistant",
-    }
+_PAIRS = (
+    ("instruction", "output"),
+    ("prompt", "completion"),
+    ("prompt", "response"),
+    ("query", "response"),
+    ("question", "answer"),
 )
-"""Speaker, as OpenAI or ShareGPT name it → role in chat templates."""
-
-_USED = MappingProxyType(
-    {
-        DataFormat.ALPACA: frozenset({"instruction", "input", "output", "system", "history"}),
-        DataFormat.MESSAGES: frozenset({"system"}),
-        DataFormat.TEXT: frozenset({"text"}),
-    }
-)
-"""Columns that are read, besides that of the turns."""
-
-_USED_IN_TURNS = frozenset({"role", "content", "from", "value", "reasoning_content"})
-
-_KNOWN_COLUMNS = ("instruction", "input", "output", "messages", "conversations", "text")
-_PAIRS = (("prompt", "completion"), ("prompt", "response"), ("query", "response"), ("question", "answer"))
-"""Names of a question and its answer in other tools."""
+"""Columns of a question and its answer: Stanford Alpaca, TRL, ms-swift, and data sets of questions."""
+_BESIDE_TURNS = ("system", "weight", *TOOL_COLUMNS)
+_NEEDED = frozenset({*(name for pair in _PAIRS for name in pair), *CONVERSATION_COLUMNS, "text"})
+"""Columns of which a format needs some; the others may be missing from a row."""
 _TYPO_RATIO = 0.8
 
 
-def unused(row: Row, data_format: DataFormat) -> list[str]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """How the rows of a data set become samples."""
+
+    format: DataFormat = DataFormat.AUTO
+    columns: Mapping[str, str] = field(default_factory=dict)
+    """Our name of a column → its name in the file."""
+    system: str | None = None
+    """The system prompt of conversations without one."""
+
+    def row(self, row: Row) -> Row:
+        """Returns a row under our column names; a column whose name another one takes is left out."""
+        if not self.columns:
+            return row
+        taken = {*self.columns, *self.columns.values()}
+        ours = {str(name): row[column] for name, column in self.columns.items() if column in row}
+        return {name: value for name, value in row.items() if name not in taken} | ours
+
+    def names(self, columns: Iterable[str]) -> list[str]:
+        """Returns the columns of a file under our names. Raises InvalidConfig if it lacks one of `columns`."""
+        names = list(columns)
+        for name, column in self.columns.items():
+            if column not in names and name in _NEEDED:
+                near = nearest(column, names)
+                raise InvalidConfig(
+                    f'columns: {name} is "{column}", but the columns are {_listed(names)}',
+                    hint=f'Did you mean "{near}"?' if near else None,
+                )
+        return list(self.row(dict.fromkeys(names)))
+
+
+PLAIN = Reading()
+"""As the columns say."""
+
+
+def unused(row: Row, reading: Reading) -> list[str]:
     """Returns the columns of a row, and the keys of its turns, that have a value but are not used.
 
-    >>> unused({"text": "a", "source": "web", "note": None}, DataFormat.TEXT)
+    >>> unused({"text": "a", "source": "web", "note": None}, Reading(format=DataFormat.TEXT))
     ['source']
     """
-    read = _turns_column(row) if data_format is DataFormat.MESSAGES else None
-    used = _USED[data_format] | {read}
-    names = [name for name, value in row.items() if name not in used and untrained_columns.is_given(value)]
-    turns = row[read] if read is not None else []
-    if turns and row.get("system") and ROLES.get(turns[0].get("role") or turns[0].get("from")) == "system":
-        names.append("system")  # the conversation has a system turn
-    keys = (key for turn in turns for key, value in turn.items() if untrained_columns.is_given(value))
-    return [*names, *(f"{read}.{key}" for key in dict.fromkeys(keys) if key not in _USED_IN_TURNS)]
+    ours = reading.row(row)
+    used = _used(ours, reading.format)
+    in_file = {reading.columns.get(name, name) for name in used}
+    names = [name for name, value in row.items() if name not in in_file and is_given(value)]
+    column = _turns_column(ours)
+    if reading.format is not DataFormat.MESSAGES or column is None:
+        return names
+    turns = ours[column]
+    if is_given(ours.get("system")) and role_of(turns[0]) == "system":
+        names.append(reading.columns.get("system", "system"))  # the conversation has a system turn
+    return [*names, *(f"{column}.{key}" for key in unused_keys(turns))]
+
+
+def _used(row: Row, data_format: DataFormat) -> set[str]:
+    if data_format is DataFormat.TEXT:
+        return {"text", "weight"}
+    if data_format is DataFormat.MESSAGES:
+        return {_turns_column(row) or "", *_BESIDE_TURNS}
+    question, answer = _pair(row) or ("", "")
+    return {question, answer, "history", *(("input",) if question == "instruction" else ()), *_BESIDE_TURNS}
 
 
 def unused_text(counts: Mapping[str, int]) -> str:
@@ -86,6 +119,12 @@ def unused_text(counts: Mapping[str, int]) -> str:
 
 def _turns_column(row: Row) -> str | None:
     return next((name for name in CONVERSATION_COLUMNS if row.get(name) is not None), None)
+
+
+def _pair(columns: Iterable[str]) -> tuple[str, str] | None:
+    """Returns the names of question and answer, or None if no pair is whole."""
+    names = set(columns)
+    return next((pair for pair in _PAIRS if names.issuperset(pair)), None)
 
 
 def detect(columns: Iterable[str]) -> DataFormat:
@@ -107,13 +146,10 @@ def detect(columns: Iterable[str]) -> DataFormat:
 
 
 def _renaming(columns: list[str]) -> str:
-    """Returns a hint for unknown columns: the names of a pair, or the closest known names."""
-    for question, answer in _PAIRS:
-        if question in columns and answer in columns:
-            return f'Rename "{question}" to instruction and "{answer}" to output.'
-    near = [(column, nearest(column, _KNOWN_COLUMNS)) for column in columns if column not in _KNOWN_COLUMNS]
+    """Returns a hint for unknown columns: the closest known names, or how to name them in the job."""
+    near = [(column, nearest(column, list(Column))) for column in columns if column not in list(Column)]
     hints = [f'"{column}": did you mean "{name}"?' for column, name in near if name and _is_typo(column, name)]
-    return " ".join(hints) or "Rename the columns to those of one of the formats."
+    return " ".join(hints) or "Name the columns in the job: columns: {question: YOUR_COLUMN, answer: YOUR_COLUMN}."
 
 
 def _is_typo(column: str, name: str) -> bool:
@@ -125,140 +161,112 @@ def _is_typo(column: str, name: str) -> bool:
     return SequenceMatcher(None, column.lower(), name).ratio() >= _TYPO_RATIO
 
 
-def require(columns: Iterable[str], data_format: DataFormat) -> DataFormat:
-    """Returns the format, detected if it is `auto`. Raises InvalidConfig if its columns are missing."""
-    names = list(columns)
-    if data_format is DataFormat.AUTO:
-        return detect(names)
-    if not _has(names, data_format):
+def require(columns: Iterable[str], reading: Reading) -> Reading:
+    """Returns the reading with its format, detected if it is `auto`. Raises InvalidConfig if columns are missing."""
+    names = reading.names(columns)
+    if reading.format is DataFormat.AUTO:
+        return replace(reading, format=detect(names))
+    if not _has(names, reading.format):
         raise InvalidConfig(
-            f"the format {data_format.value} needs {NEEDS[data_format]}; the columns are {_listed(names)}",
-            hint="Set data_format to auto, or rename the columns.",
+            f"the format {reading.format.value} needs {NEEDS[reading.format]}; the columns are {_listed(names)}",
+            hint="Set data_format to auto, or name the columns in the job: columns: {NAME: YOUR_COLUMN}.",
         )
-    return data_format
+    return reading
 
 
 def _has(columns: list[str], data_format: DataFormat) -> bool:
     if data_format is DataFormat.MESSAGES:
         return any(column in columns for column in CONVERSATION_COLUMNS)
-    needed = {"instruction", "output"} if data_format is DataFormat.ALPACA else {"text"}
-    return needed <= set(columns)
+    return _pair(columns) is not None if data_format is DataFormat.ALPACA else "text" in columns
 
 
 def _listed(columns: list[str]) -> str:
     return ", ".join(columns) if columns else "(none)"
 
 
-def to_messages(row: Row, data_format: DataFormat) -> list[Message] | str:
+def to_sample(row: Row, reading: Reading) -> Conversation | str:
     """Returns the conversation of a row, which ends with the assistant, or its text if the format is `text`.
 
-    >>> to_messages({"instruction": "Add.", "input": "1 + 1", "output": "2"}, DataFormat.ALPACA)
+    >>> to_sample({"instruction": "Add.", "input": "1 + 1", "output": "2"}, Reading(format=DataFormat.ALPACA)).messages
     [{'role': 'user', 'content': 'Add.\\n1 + 1'}, {'role': 'assistant', 'content': '2'}]
 
     Raises InvalidConfig without a place; the caller adds file and line.
     """
-    if data_format is DataFormat.AUTO:
-        data_format = detect(row)
+    row = reading.row(row)
     untrained_columns.refuse(row, untrained_columns.COLUMNS)
-    if data_format is DataFormat.TEXT:
-        return _string(row, "text")
-    messages = _from_alpaca(row) if data_format is DataFormat.ALPACA else _from_turns(row)
+    learns = carries_loss(row.get("weight"), '"weight"')
+    if reading.format is DataFormat.TEXT:
+        if not learns:
+            raise InvalidConfig('"weight" is 0, and a text has no other part', hint="Remove the row.")
+        return string(row, "text")
+    messages, unlearned = _from_pair(row) if reading.format is DataFormat.ALPACA else _from_turns(row)
     for number, message in enumerate(messages, start=1):
         untrained_columns.refuse_placeholder(message["content"], f"turn {number}, of the {message['role']}: ")
-    return messages
+    system = _system(row, reading.system) if messages[0]["role"] != "system" else []
+    answers = (index for index, message in enumerate(messages) if message["role"] == "assistant")
+    unlearned = unlearned if learns else frozenset(answers)
+    return Conversation(
+        messages=[*system, *messages],
+        tools=tools_of(row),
+        unlearned=frozenset(index + len(system) for index in unlearned),
+    )
 
 
-def _from_alpaca(row: Row) -> list[Message]:
-    """Returns the conversation; instruction and input are joined by a line break.
+def _from_pair(row: Row) -> tuple[list[Message], frozenset[int]]:
+    """Returns the conversation of a question and its answer; instruction and input are joined by a line break.
 
     Source: LLaMA-Factory data/converter.py: AlpacaDatasetConverter.
     """
-    messages = _system(row)
+    question, answer = _pair(row) or next((pair for pair in _PAIRS if pair[0] in row), _PAIRS[0])
+    if isinstance(row.get(question), list):
+        return _from_lists(row, question, answer)
+    messages: list[Message] = []
     history = row.get("history") or []
     if not isinstance(history, list):
-        raise InvalidConfig(f'"history" is {_shown(history)}; it must be a list of [question, answer] pairs')
+        raise InvalidConfig(f'"history" is {shown(history)}; it must be a list of [question, answer] pairs')
     for number, pair in enumerate(history, start=1):
         if not (isinstance(pair, list) and len(pair) == 2 and all(isinstance(text, str) for text in pair)):
-            raise InvalidConfig(f'"history" {number} is {_shown(pair)}; it must be a [question, answer] pair')
+            raise InvalidConfig(f'"history" {number} is {shown(pair)}; it must be a [question, answer] pair')
         messages += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
-    parts = [_string(row, "instruction"), _string(row, "input") if row.get("input") is not None else ""]
-    question = "\n".join(part for part in parts if part)
-    if not question:
-        raise InvalidConfig('"instruction" is empty')
-    return [*messages, {"role": "user", "content": question}, {"role": "assistant", "content": _string(row, "output")}]
+    has_input = question == "instruction" and row.get("input") is not None
+    parts = [string(row, question), string(row, "input") if has_input else ""]
+    asked = "\n".join(part for part in parts if part)
+    if not asked:
+        raise InvalidConfig(f'"{question}" is empty')
+    messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": string(row, answer)}]
+    return messages, frozenset()
 
 
-def _from_turns(row: Row) -> list[Message]:
+def _from_lists(row: Row, question: str, answer: str) -> tuple[list[Message], frozenset[int]]:
+    """Returns the conversation of two lists of turns, of which only the second one carries loss.
+
+    Source: TRL's conversational prompt-completion format.
+    """
+    asked, _ = parse(row[question], question)
+    answered, unlearned = parse(row.get(answer), answer)
+    earlier = (index for index, message in enumerate(asked) if message["role"] == "assistant")
+    messages = [*asked, *answered]
+    _require_answer(messages, answer)
+    return messages, frozenset([*earlier, *(index + len(asked) for index in unlearned)])
+
+
+def _from_turns(row: Row) -> tuple[list[Message], frozenset[int]]:
     column = _turns_column(row)
     if column is None:
         raise InvalidConfig('"messages" is missing')
-    turns = row[column]
-    if not isinstance(turns, list):
-        raise InvalidConfig(f'"{column}" is {_shown(turns)}; it must be a list of turns')
-    if not turns:
-        raise InvalidConfig(f'"{column}" is empty')
-    messages = [_turn(turn, f"{column} {number}") for number, turn in enumerate(turns, start=1)]
-    if messages[0]["role"] != "system":
-        messages = [*_system(row), *messages]
+    messages, unlearned = parse(row[column], column)
+    _require_answer(messages, column)
+    return messages, unlearned
+
+
+def _require_answer(messages: list[Message], column: str) -> None:
     if messages[-1]["role"] != "assistant":
         raise InvalidConfig(
             f'"{column}" ends with the {messages[-1]["role"]}; the last turn must be the assistant\'s',
             hint="Remove the turns after the last answer.",
         )
-    return messages
 
 
-def _turn(turn: Any, place: str) -> Message:
-    if not isinstance(turn, Mapping):
-        raise InvalidConfig(f"{place} is {_shown(turn)}; a turn must be an object with role and content")
-    role_key, text_key = ("from", "value") if turn.get("role") is None and "from" in turn else ("role", "content")
-    name = _string(turn, role_key, place)
-    if name not in ROLES:
-        near = nearest(name, ROLES)
-        raise InvalidConfig(
-            f'{place}: {role_key} is "{name}", not system, user (human) or assistant (gpt)',
-            hint=f'Did you mean "{near}"?' if near else None,
-        )
-    untrained_columns.refuse(turn, untrained_columns.KEYS, f"{place}: ")
-    message = {"role": ROLES[name], "content": _content(turn, text_key, place)}
-    if turn.get("reasoning_content") is not None:
-        message["reasoning_content"] = _string(turn, "reasoning_content", place)
-    return message
-
-
-def _content(turn: Row, key: str, place: str) -> str:
-    """Returns the text of a turn; OpenAI's list of text parts is joined."""
-    parts = turn.get(key)
-    if not isinstance(parts, list):
-        return _string(turn, key, place)
-    if not all(map(_is_text_part, parts)):
-        raise InvalidConfig(f"{place}: {key} has parts that are not text, which is not supported")
-    return "".join(part["text"] for part in parts)
-
-
-def _is_text_part(part: Any) -> bool:
-    """Returns whether a part of a turn is text only: an image may come with text."""
-    is_text = isinstance(part, Mapping) and isinstance(part.get("text"), str)
-    return is_text and part.get("type") in (None, "text", "input_text", "output_text")
-
-
-def _system(row: Row) -> list[Message]:
-    if row.get("system") is None or row["system"] == "":
-        return []
-    return [{"role": "system", "content": _string(row, "system")}]
-
-
-def _string(row: Row, key: str, place: str | None = None) -> str:
-    value = row.get(key)
-    before = f"{place}: " if place else ""
-    if value is None:
-        raise InvalidConfig(f'{before}"{key}" is missing')
-    if not isinstance(value, str):
-        raise InvalidConfig(f'{before}"{key}" is {_shown(value)}; it must be a string')
-    return value
-
-
-def _shown(value: Any) -> str:
-    """Returns a value as short JSON, for a message."""
-    text = json.dumps(value, default=str, ensure_ascii=False)
-    return text if len(text) <= 40 else text[:37] + "..."
+def _system(row: Row, default: str | None) -> list[Message]:
+    text = default if row.get("system") in (None, "") else string(row, "system")
+    return [{"role": "system", "content": text}] if text else []

@@ -5,18 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from math import isnan
 from types import MappingProxyType
 from typing import Any
 
 from dstrain.errors import InvalidConfig
-
-
-def is_given(value: Any) -> bool:
-    """Returns whether a value is set; files fill missing ones with null, NaN or something empty."""
-    if isinstance(value, float) and isnan(value):
-        return False
-    return value is not None and value not in ("", "[]", "{}", "null") and value != [] and value != {}
+from dstrain.facts.data.row_values import is_given
 
 
 def _weighs(value: Any) -> bool:
@@ -40,7 +33,7 @@ class Untrained:
 _WEIGHTS = "weights or masks tokens in the loss"
 _PREFERENCE = "marks the preferred answer"
 _PREFERRED = "Keep only the preferred answers, as messages or as instruction and output."
-_COUNTED = "Remove text that should not be learned; loss_on selects the tokens that count in the loss."
+_COUNTED = "Give each turn a weight of 0 or 1; loss_on selects the answers that count in the loss."
 _MEDIA = Untrained(
     names=("image", "images", "video", "videos", "audio", "audios"),
     says="holds images, video or audio",
@@ -48,12 +41,7 @@ _MEDIA = Untrained(
 )
 _ANYWHERE = (
     _MEDIA,
-    Untrained(
-        names=("tools", "functions", "tool_calls", "function_call"),
-        says="describes tools",
-        hint="Leave these samples out; if no tool is called, remove the column.",
-    ),
-    Untrained(names=("weight", "loss_mask", "loss_scale"), says=_WEIGHTS, hint=_COUNTED, matters=_weighs),
+    Untrained(names=("loss_mask", "loss_scale"), says=_WEIGHTS, hint=_COUNTED, matters=_weighs),
 )
 _IN_ROWS = (
     *_ANYWHERE,
@@ -69,9 +57,7 @@ _IN_ROWS = (
 )
 _IN_TURNS = (
     *_ANYWHERE,
-    Untrained(names=("tool_call_id",), says="describes tools", hint=_ANYWHERE[1].hint),
-    Untrained(names=("loss", "train", "train_detail"), says=_WEIGHTS, hint=_COUNTED, matters=_weighs),
-    Untrained(names=("mask",), says=_WEIGHTS, hint=_COUNTED, matters=lambda value: value is True),
+    Untrained(names=("train_detail",), says=_WEIGHTS, hint=_COUNTED),
     Untrained(names=("thinking", "reasoning"), says="holds thoughts", hint="Rename it to reasoning_content."),
 )
 COLUMNS, KEYS = (

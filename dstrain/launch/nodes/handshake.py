@@ -7,6 +7,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from dstrain.errors import EnvironmentProblem
+from dstrain.facts.data.datafile import found
 from dstrain.facts.network_interface import interface_environment
 from dstrain.facts.this_machine import usual_versions, version_problems
 from dstrain.job.schema import Job
@@ -20,7 +21,7 @@ _OF_A_MODEL = frozenset({".json", ".safetensors", ".bin", ".model", ".txt", ".ji
 
 def files_of(job: Job) -> dict[str, int]:
     """Returns the files here that ranks read, with their bytes; nothing for what comes from a hub."""
-    data = [Path(name) for name in (job.data, job.eval_data) if name is not None]
+    data = [Path(path) for name in job.data_paths for path in found(name)]
     model = Path(job.model)
     paths = [*data, *(path for path in sorted(model.glob("*")) if path.suffix in _OF_A_MODEL)]
     return {str(path): path.stat().st_size for path in paths if path.is_file()}

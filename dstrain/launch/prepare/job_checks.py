@@ -16,10 +16,13 @@ from dstrain.facts.cluster.cluster import Cluster, Origin
 from dstrain.facts.cluster.cpu import limits_of
 from dstrain.facts.cluster.hostfile import Hosts
 from dstrain.facts.data import datafile
+from dstrain.facts.data.job_reading import reading_for
 from dstrain.facts.model import model_files
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.facts.workload import Workload
+from dstrain.job.data_source import DataSource, weights_of
 from dstrain.job.file import JobFile, looks_local
+from dstrain.job.schema import Job
 from dstrain.launch.prepare.hostfile_findings import of_job
 from dstrain.launch.prepare.job_context import request_of
 from dstrain.launch.prepare.packages import check_packages
@@ -178,41 +181,64 @@ def _check_resume(file: JobFile) -> None:
 
 
 def check_evaluation(file: JobFile) -> None:
-    """Raises InvalidConfig for eval_steps without eval_data."""
-    if file.job.eval_steps is not None and file.job.eval_data is None:
+    """Raises InvalidConfig for eval_steps without evaluation data, and for eval_data beside val_split."""
+    if file.job.eval_steps is not None and not file.job.has_eval:
         raise InvalidConfig(
             f"eval_steps is {file.job.eval_steps}, but eval_data is not set",
             place=file.locate(("eval_steps",)),
-            hint="Set eval_data to the evaluation data, or remove eval_steps.",
+            hint="Set eval_data to the evaluation data or val_split to a share of data, or remove eval_steps.",
+        )
+    if file.job.val_split is not None and file.job.eval_data is not None:
+        raise InvalidConfig(
+            f"val_split is {file.job.val_split:g}, but eval_data is set too",
+            place=file.locate(("val_split",)),
+            hint="Remove one of the two.",
         )
 
 
 def check_data(file: JobFile) -> list[str]:
     """Returns notes about columns of the data that are ignored. Raises InvalidConfig if no data is set."""
-    if file.job.data is None:
+    require_data(file)
+    return [note for key in DATA_KEYS for note in check_data_files(file, key)]
+
+
+def require_data(file: JobFile) -> None:
+    """Raises InvalidConfig if no data is set."""
+    if not file.job.train_sources:
         raise InvalidConfig(
             "data is not set",
             place=file.locate(("data",)),
             hint="Set data to a .jsonl, .json or .parquet file, or a data set id on the hub.",
         )
-    return [note for key in DATA_KEYS if (note := check_data_file(file, key)) is not None]
 
 
-def check_data_file(file: JobFile, key: str) -> str | None:
-    """Returns a note about ignored columns of the data file that a key of the job names, if it has any.
+def check_data_files(file: JobFile, key: str) -> list[str]:
+    """Returns notes about ignored columns of the data files that a key of the job names.
 
-    Raises InvalidConfig if its first `CHECKED_DATA_BYTES` cannot be read or trained on.
+    Raises InvalidConfig if their first `CHECKED_DATA_BYTES` cannot be read or trained on, or if only some data sets
+    have weights.
     """
-    name = getattr(file.job, key)
-    if name is None or not (looks_local(name) or Path(name).exists()):
-        return None
+    sources = file.job.train_sources if key == "data" else file.job.eval_sources
+    notes: list[str] = []
+    remaining_bytes = CHECKED_DATA_BYTES
     try:
-        report = datafile.check(
-            Path(name), file.job.data_format, limit_bytes=CHECKED_DATA_BYTES, skip=file.job.on_bad_row is OnBadRow.SKIP
-        )
+        weights_of(sources)
+        for source in sources:
+            if not datafile.is_file_name(source.path):
+                continue
+            for path in datafile.files_of(source.path):
+                if remaining_bytes > 0:
+                    notes += _check_data_file(file.job, source, path, limit_bytes=remaining_bytes)
+                    remaining_bytes -= path.stat().st_size
     except InvalidConfig as error:
         raise InvalidConfig(f"{key}: {error.problem}", place=file.locate((key,)), hint=error.hint) from None
-    return f"{shown(name)}: {report.note}" if report.note else None
+    return notes
+
+
+def _check_data_file(job: Job, source: DataSource, path: Path, *, limit_bytes: int) -> list[str]:
+    skip = job.on_bad_row is OnBadRow.SKIP
+    report = datafile.check(path, reading_for(source, job), limit_bytes=limit_bytes, skip=skip)
+    return [f"{shown(str(path))}: {report.note}"] if report.note else []
 
 
 def findings(file: JobFile, context: JobContext) -> list[Finding]:
@@ -222,8 +248,9 @@ def findings(file: JobFile, context: JobContext) -> list[Finding]:
     if (cluster := context.cluster) is not None:
         checks |= {key: partial(_check_combination, file, key, context.model, cluster) for key in _PLAIN}
     for key in DATA_KEYS:
-        if getattr(file.job, key) is not None and Path(getattr(file.job, key)).is_file():
-            checks[key] = partial(check_data_file, file, key)
+        sources = file.job.train_sources if key == "data" else file.job.eval_sources
+        if any(Path(path).is_file() for source in sources for path in datafile.found(source.path)):
+            checks[key] = partial(check_data_files, file, key)
     for key, check_one in checks.items():
         try:
             check_one()

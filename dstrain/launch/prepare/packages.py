@@ -47,8 +47,8 @@ def _is_silent(job: Job, name: SinkName) -> bool:
     return name is SinkName.SWANLAB and job.monitor.mode is SwanLabMode.DISABLED
 
 
-def _is_on_modelscope(name: str | None) -> bool:
-    return name is not None and not looks_local(name) and not Path(name).exists()
+def _is_on_modelscope(name: str) -> bool:
+    return not looks_local(name) and not Path(name).exists()
 
 
 _PACKAGES = (
@@ -62,7 +62,7 @@ _PACKAGES = (
     _Package(key=("hub",), value="modelscope", modules=("modelscope",), name="modelscope",
         install='pip install "modelscope[datasets]"',
         is_wanted=lambda job: job.hub is Hub.MODELSCOPE
-        and any(map(_is_on_modelscope, (job.model, job.data, job.eval_data)))),
+        and any(map(_is_on_modelscope, (job.model, *job.data_paths)))),
     _sink(SinkName.SWANLAB, "pip install 'swanlab>=0.10,<0.11'"),
     _sink(SinkName.TENSORBOARD, "pip install 'dstrain[tensorboard]'"),
     _sink(SinkName.WANDB, "pip install 'dstrain[wandb]'"),

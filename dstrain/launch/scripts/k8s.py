@@ -148,8 +148,9 @@ def _volumes(claims: tuple[Claim, ...]) -> list[dict[str, str]]:
 
 def outside(asked: ScriptContext, job: Job, claims: tuple[Claim, ...]) -> list[str]:
     """Returns what the pods would not find, or would lose with themselves, because it lies on none of the volumes."""
-    local = [(key, name) for key, name in (("model", job.model), ("data", job.data), ("eval_data", job.eval_data))
-             if name is not None and looks_local(name)]  # fmt: skip
+    sources = {"data": job.train_sources, "eval_data": job.eval_sources}
+    named = [("model", job.model), *((key, data.path) for key, all_data in sources.items() for data in all_data)]
+    local = [(key, name) for key, name in named if looks_local(name)]
     paths = [("the job", str(asked.job)), ("output_dir", job.output_dir), *local, ("ds_config", job.ds_config)]
     return [f"{what} {path}" for what, path in paths if not _is_below(path, claims)]
 

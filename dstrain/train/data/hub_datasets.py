@@ -9,18 +9,20 @@ import datasets  # type: ignore[import-untyped]
 
 from dstrain.choices import Hub
 from dstrain.errors import EnvironmentProblem, InvalidConfig
+from dstrain.job.data_source import DataSource
 
 EVAL_SPLITS = ("validation", "valid", "dev", "eval", "test")
 """Splits for evaluation, in order of preference."""
 
 
-def from_hub(data: str, hub: Hub, *, training: bool) -> tuple[str, datasets.Dataset]:
-    """Returns a split of a data set on a hub, with a name for messages: `train`, or one for evaluation.
+def from_hub(source: DataSource, hub: Hub, *, training: bool) -> tuple[str, datasets.Dataset]:
+    """Returns a split of a data set on a hub, with a name for messages: the named one, `train`, or one for evaluation.
 
     Raises InvalidConfig for an unknown data set or split, EnvironmentProblem if the hub cannot be reached.
     """
+    data = source.path
     try:
-        splits = _from_modelscope(data) if hub is Hub.MODELSCOPE else datasets.load_dataset(data)
+        splits = _from_modelscope(source) if hub is Hub.MODELSCOPE else _from_hugging_face(source)
     except datasets.exceptions.DatasetNotFoundError as error:
         raise InvalidConfig(
             f'data is "{data}", which is neither a file nor a data set on the hub: {_first_line(error)}',
@@ -33,7 +35,7 @@ def from_hub(data: str, hub: Hub, *, training: bool) -> tuple[str, datasets.Data
         ) from error
     except ValueError as error:
         raise InvalidConfig(f'the data set "{data}" cannot be loaded: {_first_line(error)}') from error
-    split = _choose(data, list(splits), training=training)
+    split = source.split or _choose(data, list(splits), training=training)
     return f"{data} ({split})", splits[split]
 
 
@@ -51,16 +53,26 @@ def _choose(data: str, names: list[str], *, training: bool) -> str:
     return split
 
 
-def _from_modelscope(data: str) -> Mapping[str, datasets.Dataset]:
+def _from_hugging_face(source: DataSource) -> Mapping[str, datasets.Dataset]:
+    """Returns the splits by name; only the named one, which may be a slice such as `train[:5%]`, if there is one."""
+    subset = [source.subset] if source.subset is not None else []
+    if source.split is None:
+        splits: Mapping[str, datasets.Dataset] = datasets.load_dataset(source.path, *subset)
+        return splits
+    return {source.split: datasets.load_dataset(source.path, *subset, split=source.split)}
+
+
+def _from_modelscope(source: DataSource) -> Mapping[str, datasets.Dataset]:
     try:
         from modelscope.msdatasets import MsDataset  # type: ignore[import-not-found]
     except ImportError as error:
         raise EnvironmentProblem(
-            f'the data set "{data}" needs modelscope, which cannot be imported: {error}',
+            f'the data set "{source.path}" needs modelscope, which cannot be imported: {error}',
             hint='pip install "modelscope[datasets]"',
         ) from error
-    loaded = MsDataset.load(data)
-    splits = loaded if isinstance(loaded, Mapping) else {"train": loaded}
+    named = {"subset_name": source.subset, "split": source.split}
+    loaded = MsDataset.load(source.path, **{name: value for name, value in named.items() if value is not None})
+    splits = loaded if isinstance(loaded, Mapping) else {source.split or "train": loaded}
     return {name: _plain(split) for name, split in splits.items()}
 
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from dstrain.errors import InvalidConfig
 
-Conversation = Sequence[Mapping[str, str]]
+Messages = Sequence[Mapping[str, Any]]
 Places = dict[int, int]
 Template = Callable[..., list[str]]
 """Renders each of several conversations; with `prompt=True` followed by the generation prompt."""
@@ -23,7 +24,7 @@ OTHER_TEMPLATE = "Write a template with {% generation %} around the answers, and
 """The hint if answers cannot be located in a template's output."""
 
 
-def whole(template: Template, messages: Conversation) -> tuple[str, Places, int]:
+def whole(template: Template, messages: Messages) -> tuple[str, Places, int]:
     """Returns the whole conversation, its places, and how many system prompts it lacks.
 
     Where a finished conversation lacks the system prompt, which Mistral's templates put into a question that nothing
@@ -42,46 +43,87 @@ def whole(template: Template, messages: Conversation) -> tuple[str, Places, int]
             later = {mark: place + shift for mark, place in places.items() if place > places[asked]}
             return prompt[: prompt_places[asked]] + text[places[asked] :], later | prompt_places, 0
     for mark in lost:
+        if messages[mark // 2].get("tool_calls"):
+            raise cannot_follow(f"omits the tool calls of message {mark // 2 + 1} or the text beside them")
         if messages[mark // 2]["role"] != "system":
             raise cannot_follow(f"omits message {mark // 2 + 1} or a part of it")
     return text, places, len(lost)
 
 
-def placed(template: Template, messages: Conversation, *, prompt: bool = False) -> tuple[str, Places]:
+def placed(template: Template, messages: Messages, *, prompt: bool = False) -> tuple[str, Places]:
     """Returns what the template writes, and where messages stand: answer i starts at 2 i, message i ends at 2 i + 1."""
     (text,) = template(_marked(messages), prompt=prompt)
     return _unmarked(text)
 
 
 def _unmarked(marked: str) -> tuple[str, Places]:
-    """Returns a text without the marks, and where they stood."""
+    """Returns a text without the marks, and where they stood: of a start the first place, of an end the last one."""
     pieces = _MARK.split(marked)
     places: Places = {}
     place = 0
     for piece, mark in zip(pieces[::2], pieces[1::2], strict=False):
         place += len(piece)
-        places.setdefault(ord(mark) - _FIRST_MARK, place)
+        number = ord(mark) - _FIRST_MARK
+        places[number] = place if number % 2 else places.get(number, place)
     return "".join(pieces[::2]), places
 
 
-def _marks(message: Mapping[str, str], index: int) -> Sequence[int]:
-    """Returns the marks of a message; an empty one has none but a question: templates ask whether it is empty."""
+def _marks(message: Mapping[str, Any], index: int) -> Sequence[int]:
+    """Returns the marks of a message; an empty one has none but a question: templates ask whether it is empty.
+
+    Of a message with calls it is the start, that of the first call's name if there is no text.
+    """
+    if message.get("tool_calls"):
+        return (2 * index,)
     if message["role"] == "user":
         return (2 * index + 1,)
     return range(2 * index + (message["role"] != "assistant"), 2 * index + 2) if message["content"].strip() else ()
 
 
-def _marked(messages: Conversation) -> Conversation:
+def _marked(messages: Messages) -> Messages:
     """Returns the messages with their marks, within the white space around them, which templates strip."""
     marked = []
     for index, message in enumerate(messages):
         content = message["content"]
+        if message.get("tool_calls"):
+            marked.append(_with_marked_calls(message, chr(_FIRST_MARK + 2 * index), chr(_FIRST_MARK + 2 * index + 1)))
+            continue
         start, end = len(content) - len(content.lstrip()), len(content.rstrip())
         for mark in reversed(_marks(message, index)):
             place = end if mark % 2 else start
             content = f"{content[:place]}{chr(_FIRST_MARK + mark)}{content[place:]}"
         marked.append({**message, "content": content})
     return marked
+
+
+def _with_marked_calls(message: Mapping[str, Any], start: str, end: str) -> Mapping[str, Any]:
+    """Returns a message with calls with its marks: the start of its text or else of the first name, and the ends.
+
+    Ends are those of the text and of every string in the arguments. A name has none: results of tools repeat it.
+    """
+    content = message["content"]
+    has_text = bool(content.strip())
+    functions = [call["function"] for call in message["tool_calls"]]
+    functions = [{**function, "arguments": _ended(function["arguments"], end)} for function in functions]
+    if has_text:
+        content = f"{_space(content)}{start}{content.strip()}{end}{content[len(content.rstrip()) :]}"
+    else:
+        functions[0]["name"] = start + functions[0]["name"]
+    calls = [{**call, "function": one} for call, one in zip(message["tool_calls"], functions, strict=True)]
+    return {**message, "content": content, "tool_calls": calls}
+
+
+def _space(text: str) -> str:
+    return text[: len(text) - len(text.lstrip())]
+
+
+def _ended(value: Any, end: str) -> Any:
+    """Returns a value with a mark at the end of every string in it."""
+    if isinstance(value, Mapping):
+        return {key: _ended(item, end) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_ended(item, end) for item in value]
+    return value.rstrip() + end + value[len(value.rstrip()) :] if isinstance(value, str) else value
 
 
 def cannot_follow(what: str) -> InvalidConfig:

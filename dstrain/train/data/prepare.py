@@ -1,55 +1,26 @@
-"""Prepares a rank's data: read from a file or a hub, tokenized, truncated, counted and packed."""
+"""Prepares a rank's data: data sets tokenized, counted, mixed by their weights, and packed."""
 
 from __future__ import annotations
 
 import hashlib
-import json
-import sys
-import zlib
-from array import array
-from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import datasets  # type: ignore[import-untyped]
-import transformers
-from datasets.exceptions import DatasetGenerationError  # type: ignore[import-untyped]
+import numpy as np
 
-import dstrain
-from dstrain.choices import DataFormat, OnBadRow
-from dstrain.errors import DstrainError, EnvironmentProblem, InvalidConfig
-from dstrain.facts.data.datafile import Refuse, Sample, format_of, is_file_name, num_rows, samples, to_conversation
-from dstrain.facts.data.sample_formats import unused, unused_text
+from dstrain.choices import OnLongSample
+from dstrain.errors import InvalidConfig
+from dstrain.facts.data.sample_formats import unused_text
+from dstrain.job.data_source import DataSource, weights_of
 from dstrain.job.schema import Job
-from dstrain.train.data.hub_datasets import from_hub
+from dstrain.train.data.counts import counted
+from dstrain.train.data.mixture import Indices, drawn, epoch_counts, held_out_counts, split
 from dstrain.train.data.packing import PackedRows, best_fit
+from dstrain.train.data.sources import rows_of
 from dstrain.train.data.tokenize import Encoder
-
-_SHOWN_PROBLEMS = 5
-_COUNTED = MappingProxyType(
-    {
-        "empty_answers": "answers are empty: the model learns to say nothing there",
-        "lost_thoughts": "answers are trained without their thoughts (thinking: {job.thinking})",
-        "empty_thoughts": "answers begin with an empty block of thoughts (thinking: off makes it part of the prompt)",
-        "lost_prompts": "system prompts are omitted by the chat template",
-    }
-)
-"""Field of `chat.Counts` → its text in the log."""
-
-_FEATURES = datasets.Features(
-    {
-        "input_ids": datasets.List(datasets.Value("int32")),
-        "labels": datasets.List(datasets.Value("int32")),
-        "length": datasets.Value("int32"),
-        "num_cut": datasets.Value("int32"),
-        "said": datasets.Value("string"),
-        "crc": datasets.Value("uint32"),
-    }
-)
+from dstrain.train.data.tokenized import Report, Said, tokenized
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,13 +30,15 @@ class PreparedData:
     dataset: Any
     """`datasets.Dataset` with `input_ids`, `labels` and `length`, or `PackedRows`."""
     num_samples: int
-    """Samples, without dropped ones."""
+    """Samples of an epoch."""
     num_tokens: int
-    """Tokens, without padding."""
+    """Tokens of an epoch, without padding."""
+    num_learned: int
+    """Tokens with loss."""
     num_truncated: int
     """Samples longer than `seq_len`."""
     num_dropped: int
-    """Samples without a token to learn."""
+    """Samples without a token to learn, and with `on_long_sample: drop` those longer than `seq_len`."""
     notes: tuple[str, ...]
     """Lines for the log."""
     digest: str
@@ -73,61 +46,115 @@ class PreparedData:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Source:
-    """The rows of a file or of a data set on a hub."""
+class _Tokens:
+    """The tokens of one data set."""
 
     name: str
-    """File or data set id, for messages."""
-    identity: str
-    """Changes with the rows."""
-    rows: Callable[[Refuse], Iterator[Sample]]
-    """Yields all rows in order; errors of unreadable ones go to its argument."""
-    count: Callable[[], int]
-    """Returns their approximate number; 0 if unknown."""
+    dataset: datasets.Dataset
+    columns: Any
+    """The same data set with NumPy columns."""
+    kept: Indices
+    """Samples that are trained on."""
+    num_long: int
+    notes: list[str]
 
 
-Report = Callable[[int, int], None]
-"""Called with the number of finished samples and the total, 0 if unknown."""
-
-
-def prepare(
-    job: Job, tokenizer: Any, *, data: str, training: bool, report: Report = lambda done, total: None
-) -> PreparedData:
+def prepare(job: Job, tokenizer: Any, *, training: bool, report: Report = lambda done, total: None) -> PreparedData:
     """Returns the tokenized data of a job: samples in order, or with packing rows of `seq_len` tokens.
 
-    All ranks call it: the first one on a node tokenizes into the cache of `datasets` and calls `report`, the others
-    wait and read the same file. Raises InvalidConfig with file and line for an unusable row.
+    Without `training` it is the evaluation data. All ranks call it: the first one on a node tokenizes into the cache of
+    `datasets` and calls `report`, the others wait and read the same file. Raises InvalidConfig with file and line for
+    an unusable row.
     """
-    source = _source(job, data, training=training)
+    has_own = training or job.eval_data is not None
+    sources = job.train_sources if training or not has_own else job.eval_sources
     encoder = Encoder(tokenizer=tokenizer, seq_len=job.seq_len, loss_on=job.loss_on, thinking=job.thinking)
-    encoded = _tokenized(source, encoder, job, report)
-    columns = encoded.with_format("numpy")
-    lengths = columns["length"][:]
-    truncated = int((columns["num_cut"][:] > 0).sum())
-    kept = lengths.nonzero()[0]
-    dropped = len(lengths) - 1 - len(kept)
-    remarks = _remarks(source.name, json.loads(encoded[-1]["said"]), job)
-    if not len(kept):
-        problem = f"none of {len(lengths) - 1:,} samples has a token of an answer among its first {job.seq_len:,}"
-        raise InvalidConfig("\n".join([f"{source.name}: {problem}", *remarks]), hint="Raise seq_len.")
-    dataset: Any = encoded.select(kept).select_columns(["input_ids", "labels", "length"])
-    lengths = [int(length) for length in lengths[kept]]
-    notes = _notes(source.name, lengths, seq_len=job.seq_len, truncated=truncated, dropped=dropped)
-    notes += remarks
+    tokens = [_tokens(source, encoder, job, report, training=training or not has_own) for source in sources]
+    chosen = _chosen(job, sources, tokens, training=training)
+    dataset = datasets.concatenate_datasets(
+        [one.dataset.select(rows) for one, rows in zip(tokens, chosen, strict=True)]
+    )
+    dataset = dataset.select_columns(["input_ids", "labels", "length"])
+    lengths, learned, crcs = (_column(tokens, chosen, name) for name in ("length", "num_learned", "crc"))
+    notes = [note for one in tokens for note in one.notes] if training or has_own else []
+    notes += _mixture_notes(job, sources, tokens, chosen, training=training)
     if job.packing:
-        rows = best_fit(lengths, job.seq_len, seed=job.seed)
-        dataset = PackedRows(samples=dataset.with_format("arrow"), rows=rows)
-        filled = sum(lengths) / (len(rows) * job.seq_len)
-        notes.append(f"{source.name}: packed into {len(rows):,} rows of {job.seq_len:,} tokens, {filled:.1%} filled")
+        name = "evaluation" if not training else tokens[0].name if len(tokens) == 1 else "data"
+        dataset, note = _packed(dataset, [int(length) for length in lengths], job, name)
+        notes.append(note)
     return PreparedData(
         dataset=dataset,
         num_samples=len(lengths),
-        num_tokens=sum(lengths),
-        num_truncated=truncated,
-        num_dropped=dropped,
+        num_tokens=int(lengths.sum()),
+        num_learned=int(learned.sum()),
+        num_truncated=sum(one.num_long for one in tokens),
+        num_dropped=sum(len(one.dataset) - len(one.kept) for one in tokens),
         notes=tuple(notes),
-        digest=_digest(columns["crc"][:], job),
+        digest=_digest(crcs, job),
     )
+
+
+def _tokens(source: DataSource, encoder: Encoder, job: Job, report: Report, *, training: bool) -> _Tokens:
+    """Returns the tokens of a data set. Raises InvalidConfig if no sample of it can be trained on."""
+    rows = rows_of(source, job, training=training)
+    dataset, said = tokenized(rows, encoder, job, report)
+    columns = dataset.with_format("numpy")
+    lengths, is_long = columns["length"][:], columns["num_cut"][:] > 0
+    drops_long = job.on_long_sample is OnLongSample.DROP
+    kept = ((lengths > 0) & ~is_long if drops_long else lengths > 0).nonzero()[0]
+    remarks = _remarks(rows.name, said, job)
+    if not len(kept):
+        limit = f"{job.seq_len:,} tokens" if drops_long else f"its first {job.seq_len:,}"
+        problem = f"none of {len(lengths):,} samples has a token of an answer among {limit}"
+        raise InvalidConfig("\n".join([f"{rows.name}: {problem}", *remarks]), hint="Raise seq_len.")
+    num_learned = int(columns["num_learned"][:][kept].sum())
+    notes = [_sizes(rows.name, lengths[kept], num_learned)]
+    num_empty = int((lengths == 0).sum())
+    if num_long := int(is_long.sum()):
+        share, done = num_long / len(lengths), "dropped (on_long_sample)" if drops_long else "truncated"
+        notes.append(
+            f"{rows.name}: {num_long:,} samples ({share:.1%}) are longer than seq_len {job.seq_len:,} and were {done}"
+        )
+    if num_empty:
+        notes.append(f"{rows.name}: {num_empty:,} samples have no token to learn and were dropped")
+    return _Tokens(
+        name=rows.name, dataset=dataset, columns=columns, kept=kept, num_long=num_long, notes=[*notes, *remarks]
+    )
+
+
+def _chosen(job: Job, sources: Sequence[DataSource], tokens: Sequence[_Tokens], *, training: bool) -> list[Indices]:
+    """Returns the samples of an epoch, by data set: those not held out, by the weights; or those for evaluation."""
+    kept = [one.kept for one in tokens]
+    if job.val_split is not None:
+        held_out = held_out_counts([len(rows) for rows in kept], job.val_split)
+        parts = [
+            split(rows, count, seed=job.seed, index=i)
+            for i, (rows, count) in enumerate(zip(kept, held_out, strict=True))
+        ]
+        kept = [train if training else evaluation for train, evaluation in parts]
+        if not training:
+            return kept
+    weights = weights_of(sources)
+    if weights is None:
+        return kept
+    counts = epoch_counts([len(rows) for rows in kept], weights, job.stopping_strategy)
+    return [
+        rows[drawn(len(rows), count, seed=job.seed, index=index)]
+        for index, (rows, count) in enumerate(zip(kept, counts, strict=True))
+    ]
+
+
+def _column(tokens: Sequence[_Tokens], chosen: Sequence[Indices], name: str) -> Any:
+    """Returns a column of the samples of an epoch, (samples,)."""
+    return np.concatenate([one.columns[name][:][rows] for one, rows in zip(tokens, chosen, strict=True)])
+
+
+def _packed(dataset: Any, lengths: list[int], job: Job, name: str) -> tuple[PackedRows, str]:
+    """Returns rows of whole samples, and a line for the log."""
+    rows = best_fit(lengths, job.seq_len, seed=job.seed)
+    filled = sum(lengths) / (len(rows) * job.seq_len)
+    note = f"{name}: packed into {len(rows):,} rows of {job.seq_len:,} tokens, {filled:.1%} filled"
+    return PackedRows(samples=dataset.with_format("arrow"), rows=rows), note
 
 
 def _digest(crcs: Any, job: Job) -> str:
@@ -136,134 +163,35 @@ def _digest(crcs: Any, job: Job) -> str:
     return hashlib.sha256(crcs.tobytes() + order).hexdigest()[:16]
 
 
-def _notes(name: str, lengths: list[int], *, seq_len: int, truncated: int, dropped: int) -> list[str]:
-    tokens = sum(lengths)
-    mean = tokens / len(lengths)
-    notes = [f"{name}: {len(lengths):,} samples, {tokens:,} tokens ({mean:.0f} on average, {max(lengths):,} at most)"]
-    if truncated:
-        share = truncated / (len(lengths) + dropped)
-        notes.append(
-            f"{name}: {truncated:,} samples ({share:.1%}) are longer than seq_len {seq_len:,} and were truncated"
-        )
-    if dropped:
-        notes.append(f"{name}: {dropped:,} samples have no token to learn and were dropped")
-    return notes
+def _sizes(name: str, lengths: Any, num_learned: int) -> str:
+    tokens = int(lengths.sum())
+    return (
+        f"{name}: {len(lengths):,} samples, {tokens:,} tokens ({tokens / len(lengths):.0f} on average, "
+        f"{int(lengths.max()):,} at most), {num_learned:,} ({num_learned / tokens:.1%}) with loss"
+    )
 
 
-def _remarks(name: str, said: dict[str, Any], job: Job) -> list[str]:
+def _mixture_notes(
+    job: Job, sources: Sequence[DataSource], tokens: Sequence[_Tokens], chosen: Sequence[Indices], *, training: bool
+) -> list[str]:
+    """Returns lines about held-out samples and about the samples of an epoch, by data set."""
+    total = sum(map(len, chosen))
+    if job.val_split is not None and not training:
+        return [f"val_split {job.val_split:g}: {total:,} samples are held out for evaluation"]
+    if len(tokens) == 1:
+        return []
+    weights = weights_of(sources)
+    lines = [f"an epoch has {total:,} samples of {len(tokens)} data sets:"]
+    for index, (one, rows) in enumerate(zip(tokens, chosen, strict=True)):
+        weight = f", weight {weights[index]:g}" if weights else ""
+        lines.append(f"  {one.name}: {len(rows):,} from {len(one.kept):,} samples ({len(rows) / total:.1%}{weight})")
+    return lines
+
+
+def _remarks(name: str, said: Said, job: Job) -> list[str]:
     """Returns lines for the log about unused columns, answers, and skipped rows."""
-    notes = [unused_text(Counter(said["unused"]))] if said["unused"] else []
-    notes += [f"{count:,} {_COUNTED[what].format(job=job)}" for what, count in said["counts"].items() if count]
-    if said["skipped"]:
-        notes.append(f"{said['num_skipped']:,} unusable rows were skipped (on_bad_row: skip); the first:")
-    return [f"{name}: {note}" for note in notes] + [f"  {problem}" for problem in said["skipped"]]
-
-
-def _source(job: Job, data: str, *, training: bool) -> _Source:
-    if is_file_name(data):
-        path = Path(data).expanduser()
-        stamp = path.stat() if path.exists() else None
-        identity = f"{path.resolve()} {stamp.st_size} {stamp.st_mtime_ns}" if stamp else str(path)
-        return _Source(
-            name=str(path), identity=identity, rows=lambda refuse: samples(path, refuse), count=lambda: num_rows(path)
-        )
-    name, dataset = from_hub(data, job.hub, training=training)
-
-    def numbered(_: Refuse) -> Iterator[Sample]:
-        return (Sample(where=f"{name}: row {number}", row=row) for number, row in enumerate(dataset, start=1))
-
-    return _Source(name=name, identity=str(dataset._fingerprint), rows=numbered, count=lambda: len(dataset))
-
-
-def _tokenized(source: _Source, encoder: Encoder, job: Job, report: Report) -> datasets.Dataset:
-    """Returns the tokens of every sample, possibly from the cache; a sample without a token to learn has none.
-
-    An additional last row holds the counts for the log.
-    """
-
-    def generate() -> Iterator[dict[str, Any]]:
-        counts: Counter[str] = Counter()
-        columns: Counter[str] = Counter()
-        skipped: list[str] = []
-
-        def refuse(error: InvalidConfig) -> None:
-            if job.on_bad_row is OnBadRow.STOP:
-                raise error
-            skipped.append(str(error.problem))
-
-        conversations, total = _conversations(source, job.data_format, refuse, columns), 0
-        for done, sample in enumerate(encoder.encode(conversations, refuse)):
-            total = total if done else source.count()
-            report(done, total)
-            counts.update({name: getattr(sample.counts, name) for name in _COUNTED})
-            yield _row(*((sample.input_ids, sample.labels) if sample.teaches else ([], [])), num_cut=sample.num_cut)
-        said = {"unused": columns, "counts": counts, "skipped": skipped[:_SHOWN_PROBLEMS], "num_skipped": len(skipped)}
-        yield _row([], [], num_cut=0, said=json.dumps(said))
-
-    try:
-        with _quiet_where_no_terminal():
-            encoded = datasets.Dataset.from_generator(
-                generate, features=_FEATURES, fingerprint=_fingerprint(source, encoder, job)
-            )
-    except DatasetGenerationError as error:
-        if isinstance(error.__cause__, DstrainError):
-            raise error.__cause__ from None
-        if isinstance(error.__cause__, OSError):
-            raise EnvironmentProblem(
-                f"the tokens of {source.name} cannot be written to {datasets.config.HF_DATASETS_CACHE}: "
-                f"{error.__cause__.strerror or error.__cause__}",
-                hint="Free some space, or set HF_DATASETS_CACHE to another folder.",
-            ) from error
-        raise
-    return encoded
-
-
-def _row(ids: list[int], labels: list[int], *, num_cut: int, said: str = "") -> dict[str, Any]:
-    row = {"input_ids": ids, "labels": labels, "length": len(ids), "num_cut": num_cut}
-    return {**row, "crc": zlib.crc32(array("i", [*ids, *labels])), "said": said}
-
-
-def _conversations(
-    source: _Source, data_format: DataFormat, refuse: Refuse, columns: Counter[str]
-) -> Iterator[tuple[str, list[dict[str, str]] | str]]:
-    """Yields the place of each row, and its conversation or text; counts unused columns in `columns`."""
-    detected = None
-    for sample in source.rows(refuse):
-        detected = detected or format_of(source.name, list(sample.row), data_format)
-        try:
-            conversation = to_conversation(sample, detected)
-        except InvalidConfig as error:
-            refuse(error)
-            continue
-        columns.update(unused(sample.row, detected))
-        yield sample.where, conversation
-
-
-def _fingerprint(source: _Source, encoder: Encoder, job: Job) -> str:
-    """Returns the key of the tokens in the cache: equal on all ranks, and different for any other input."""
-    tokenizer = encoder.tokenizer
-    if tokenizer.is_fast:
-        state = json.loads(tokenizer.backend_tokenizer.to_str())
-        vocabulary = {key: value for key, value in state.items() if key not in {"padding", "truncation"}}
-    else:
-        vocabulary = tokenizer.get_vocab()
-    made_from = [
-        *(dstrain.__version__, transformers.__version__, source.identity, job.data_format.value, list(_FEATURES)),
-        *(encoder.seq_len, encoder.loss_on.value, encoder.thinking.value, job.on_bad_row.value),
-        *(type(tokenizer).__name__, tokenizer.chat_template),
-        *(tokenizer.special_tokens_map, vocabulary),
-    ]
-    return hashlib.sha256(json.dumps(made_from, default=str, sort_keys=True).encode()).hexdigest()[:32]
-
-
-@contextmanager
-def _quiet_where_no_terminal() -> Iterator[None]:
-    """Keeps the progress bars of `datasets` out of log files."""
-    if sys.stderr.isatty() or datasets.are_progress_bars_disabled():
-        yield
-        return
-    datasets.disable_progress_bars()
-    try:
-        yield
-    finally:
-        datasets.enable_progress_bars()
+    notes = [unused_text(said.unused)] if said.unused else []
+    notes += counted(said.counts, job)
+    if said.skipped:
+        notes.append(f"{said.num_skipped:,} unusable rows were skipped (on_bad_row: skip); the first:")
+    return [f"{name}: {note}" for note in notes] + [f"  {problem}" for problem in said.skipped]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, islice
 from typing import Any
@@ -15,8 +16,10 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from dstrain.choices import LossOn, Thinking
 from dstrain.errors import InvalidConfig
 from dstrain.facts.data.datafile import Refuse, stop
-from dstrain.train.data.chat import Counts, Follower, Span, Text, Written, as_written, learn
-from dstrain.train.data.message_spans import OTHER_TEMPLATE, Conversation
+from dstrain.facts.data.turns import Conversation
+from dstrain.train.data.chat import Counts, Follower, Span, Text, Written, as_written
+from dstrain.train.data.habits import learn
+from dstrain.train.data.message_spans import OTHER_TEMPLATE, Messages
 
 IGNORED = -100
 """Label of a token that does not count in the loss. Source: torch.nn.CrossEntropyLoss(ignore_index=-100)."""
@@ -30,6 +33,8 @@ _NOTHING = Counts()
 class Encoded:
     """One sample in tokens, cut to the sequence length."""
 
+    where: str
+    """Its place, such as file and line."""
     input_ids: list[int]
     """Token ids."""
     labels: list[int]
@@ -39,9 +44,14 @@ class Encoded:
     counts: Counts
 
     @property
+    def num_learned(self) -> int:
+        """Tokens that count in the loss; the first token is never predicted."""
+        return len(self.labels[1:]) - self.labels[1:].count(IGNORED)
+
+    @property
     def teaches(self) -> bool:
-        """Whether there is a token to learn; the first token is never predicted."""
-        return any(label != IGNORED for label in self.labels[1:])
+        """Whether there is a token to learn."""
+        return self.num_learned > 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,20 +72,21 @@ class Encoder:
         """
         remaining = iter(samples)
         while batch := list(islice(remaining, _BATCH_SAMPLES)):  # the tokenizer works on a batch in parallel
-            texts = [sample for _, sample in batch if isinstance(sample, str)]
+            texts = [(where, sample) for where, sample in batch if isinstance(sample, str)]
             if len(texts) == len(batch):
                 yield from self._encode_texts(texts)
             else:
                 conversations = [(where, sample) for where, sample in batch if not isinstance(sample, str)]
                 yield from self._encode_chats(conversations, refuse)
 
-    def _encode_texts(self, texts: list[str]) -> Iterator[Encoded]:
+    def _encode_texts(self, batch: list[tuple[str, str]]) -> Iterator[Encoded]:
         """Yields whole texts, between the tokens that begin and end a document; every token counts."""
-        for encoded in self.tokenizer(texts, verbose=False)["input_ids"]:
+        tokens = self.tokenizer([text for _, text in batch], verbose=False)["input_ids"]
+        for (where, _), encoded in zip(batch, tokens, strict=True):
             ids = list(encoded)
             if ids[-1:] != [self.tokenizer.eos_token_id] and self.tokenizer.eos_token_id is not None:
                 ids.append(self.tokenizer.eos_token_id)
-            yield self._cut(ids, ids)
+            yield self._cut(where, ids, ids)
 
     def _encode_chats(self, batch: list[tuple[str, Conversation]], refuse: Refuse) -> Iterator[Encoded]:
         self._require_template()
@@ -84,9 +95,9 @@ class Encoder:
         except Exception as error:  # a template is a program of the model's author and may raise anything
             raise _refused(batch[0][0], error) from error
         conversations: list[tuple[str, Written]] = []
-        for where, messages in batch:
+        for where, conversation in batch:
             try:
-                conversations.append((where, write(messages)))
+                conversations.append((where, self._masked(conversation, write(conversation))))
             except Exception as error:
                 refuse(_refused(where, error))
         if not self.tokenizer.is_fast:
@@ -98,8 +109,8 @@ class Encoder:
             return
         texts = [written.text for _, written in conversations]
         out = self._tokens(texts, return_offsets_mapping=True) if texts else {"input_ids": [], "offset_mapping": []}
-        for ids, offsets, (_, written) in zip(out["input_ids"], out["offset_mapping"], conversations, strict=True):
-            yield self._cut(ids, _labels(ids, offsets, written.spans), written.counts)
+        for ids, offsets, (where, written) in zip(out["input_ids"], out["offset_mapping"], conversations, strict=True):
+            yield self._cut(where, ids, _labels(ids, offsets, written.spans), written.counts)
 
     def _writer(self) -> Callable[[Conversation], Written]:
         """Returns the function that renders a conversation with the characters that count in the loss."""
@@ -118,34 +129,61 @@ class Encoder:
             )
         return Follower(template=self._template, habits=habits, thinking=self.thinking, end=end).write
 
-    def _template(self, *conversations: Conversation, prompt: bool = False) -> list[str]:
-        """Returns rendered conversations; with `prompt` each is followed by the generation prompt."""
-        options = {"enable_thinking": False} if self.thinking is Thinking.OFF else {}
-        return list(
-            self.tokenizer.apply_chat_template(
-                [list(messages) for messages in conversations], tokenize=False, add_generation_prompt=prompt, **options
-            )
+    def _masked(self, conversation: Conversation, written: Written) -> Written:
+        """Returns the text without loss on answers of weight 0, and with `loss_on: last` on all but the last one."""
+        written = replace(written, counts=replace(written.counts, lost_tools=_lost_tools(conversation, written)))
+        answers = [i for i, message in enumerate(conversation.messages) if message["role"] == "assistant"]
+        of_last = self.loss_on is LossOn.LAST
+        learned = [i not in conversation.unlearned and (i == answers[-1] or not of_last) for i in answers]
+        if all(learned):
+            return written
+        if self.loss_on is LossOn.ALL:
+            raise InvalidConfig("an answer has weight 0, but loss_on is all", hint="loss_on: answer")
+        if len(written.spans) != len(answers):
+            problem = f"the chat template marks {len(written.spans)} stretches, but there are {len(answers)} answers"
+            raise InvalidConfig(f"{problem}, so single answers cannot be left out of the loss", hint=OTHER_TEMPLATE)
+        return replace(
+            written, spans=[span for span, is_learned in zip(written.spans, learned, strict=True) if is_learned]
         )
 
-    def _whole(self, messages: Conversation) -> Text:
-        (text,) = self._template(messages)
+    def _template(self, *conversations: Messages, prompt: bool = False, tools: Any = None) -> list[str]:
+        """Returns rendered conversations; with `prompt` each is followed by the generation prompt."""
+        options = {"tokenize": False, "add_generation_prompt": prompt, "tools": tools, **self._options}
+        texts: list[str] = _with_arguments(
+            lambda chats: list(self.tokenizer.apply_chat_template(chats, **options)),
+            [list(messages) for messages in conversations],
+        )
+        return texts
+
+    def _whole(self, messages: Messages, tools: Any) -> Text:
+        (text,) = self._template(messages, tools=tools)
         return text, [(0, len(text))]
 
-    def _tagged(self, messages: Conversation) -> Text:
+    def _tagged(self, messages: Messages, tools: Any) -> Text:
         """Returns the text, with the answers marked by the template's `{% generation %}`."""
-        options = {"enable_thinking": False} if self.thinking is Thinking.OFF else {}
-        rendered: Any = render_jinja_template(
+        rendered: Any = _with_arguments(
+            lambda chats: render_jinja_template(
+                chats,
+                tools=tools,
+                chat_template=self.tokenizer.get_chat_template(),
+                return_assistant_tokens_mask=True,
+                **{**self.tokenizer.special_tokens_map, **self._options},
+            ),
             [[dict(message) for message in messages]],
-            chat_template=self.tokenizer.get_chat_template(),
-            return_assistant_tokens_mask=True,
-            **{**self.tokenizer.special_tokens_map, **options},
         )
         (text,), (spans,) = rendered
         return text, spans
 
-    def _cut(self, ids: list[int], labels: list[int], counts: Counts = _NOTHING) -> Encoded:
+    @property
+    def _options(self) -> dict[str, Any]:
+        return {"enable_thinking": False} if self.thinking is Thinking.OFF else {}
+
+    def _cut(self, where: str, ids: list[int], labels: list[int], counts: Counts = _NOTHING) -> Encoded:
         num_cut = max(0, len(ids) - self.seq_len)
-        return Encoded(input_ids=ids[: self.seq_len], labels=labels[: self.seq_len], num_cut=num_cut, counts=counts)
+        if num_cut and counts is not _NOTHING and IGNORED not in labels[self.seq_len - 1 : self.seq_len + 1]:
+            counts = replace(counts, cut_answers=1)
+        ids, labels = ids[: self.seq_len], labels[: self.seq_len]
+        return Encoded(where=where, input_ids=ids, labels=labels, num_cut=num_cut, counts=counts)
 
     def _encode_by_prefix(self, where: str, written: Written) -> Encoded:
         """Returns the tokens for a tokenizer without offsets, by tokenizing prefixes up to each border of an answer."""
@@ -159,7 +197,7 @@ class Encoder:
                     hint="Use a fast tokenizer (a model folder with tokenizer.json).",
                 )
             labels[len(before) : len(upto)] = ids[len(before) : len(upto)]
-        return self._cut(ids, labels, written.counts)
+        return self._cut(where, ids, labels, written.counts)
 
     def _tokens(self, text: str | list[str], **options: Any) -> Any:
         """Returns the tokenizer's output for text with special tokens."""
@@ -189,6 +227,39 @@ def _labels(ids: list[int], offsets: Sequence[Span], spans: Sequence[Span]) -> l
         first, after = bisect_left(begins, start), bisect_left(begins, end)
         labels[first:after] = ids[first:after]
     return labels
+
+
+def _lost_tools(conversation: Conversation, written: Written) -> int:
+    """Returns 1 if the name of a tool stands nowhere outside of the answers."""
+    if not conversation.tools:
+        return 0
+    borders = [0, *chain.from_iterable(written.spans), len(written.text)]
+    outside = [written.text[start:end] for start, end in zip(borders[::2], borders[1::2], strict=True)]
+    names = (str(tool["function"].get("name")) for tool in conversation.tools)
+    return int(not all(any(name in text for text in outside) for name in names))
+
+
+def _with_arguments(render: Callable[[list[list[Any]]], Any], chats: list[list[Any]]) -> Any:
+    """Returns `render` of conversations; the arguments of calls become JSON text for templates that join them as such.
+
+    Those of DeepSeek-V3 and -R1 do; `tojson` in others would make a string of them.
+    """
+    try:
+        return render(chats)
+    except TypeError:
+        if not any(message.get("tool_calls") for messages in chats for message in messages):
+            raise
+    return render([[_with_text_arguments(message) for message in messages] for messages in chats])
+
+
+def _with_text_arguments(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    if not message.get("tool_calls"):
+        return message
+    functions = [call["function"] for call in message["tool_calls"]]
+    texts = [json.dumps(function["arguments"], ensure_ascii=False) for function in functions]
+    written = [{**function, "arguments": text} for function, text in zip(functions, texts, strict=True)]
+    calls = [{**call, "function": one} for call, one in zip(message["tool_calls"], written, strict=True)]
+    return {**message, "tool_calls": calls}
 
 
 def _refused(where: str, error: Exception) -> InvalidConfig:

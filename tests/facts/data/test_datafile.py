@@ -6,7 +6,8 @@ import pytest
 
 from dstrain.choices import DataFormat
 from dstrain.errors import InvalidConfig
-from dstrain.facts.data.datafile import DataReport, check, is_file_name, samples
+from dstrain.facts.data.datafile import DataReport, check, files_of, is_file_name, samples
+from dstrain.facts.data.sample_formats import PLAIN, Reading
 
 GOOD: dict[str, Any] = {"instruction": "Add.", "input": "1 + 1", "output": "2"}
 
@@ -16,14 +17,14 @@ def write(path: Path, *rows: Any, text: str | None = None) -> Path:
     return path
 
 
-def problem_of(path: Path, data_format: DataFormat = DataFormat.AUTO, limit_bytes: int | None = None) -> InvalidConfig:
+def problem_of(path: Path, reading: Reading = PLAIN, limit_bytes: int | None = None) -> InvalidConfig:
     with pytest.raises(InvalidConfig) as caught:
-        check(path, data_format, limit_bytes=limit_bytes)
+        check(path, reading, limit_bytes=limit_bytes)
     return caught.value
 
 
 def test_good_file_is_reported_whole(tmp_path: Path) -> None:
-    found = check(write(tmp_path / "train.jsonl", GOOD, GOOD), DataFormat.AUTO)
+    found = check(write(tmp_path / "train.jsonl", GOOD, GOOD), PLAIN)
     columns = ("instruction", "input", "output")
     assert found == DataReport(format=DataFormat.ALPACA, columns=columns, rows_checked=2, complete=True, unused={})
     assert found.note is None
@@ -34,8 +35,8 @@ def test_what_nobody_reads_is_counted_by_name(tmp_path: Path) -> None:
     rows = [{"messages": turns, "source": "web", "id": 0}, {"messages": turns[1:], "source": ""}]
     path = write(tmp_path / "train.jsonl", *rows)
     note = "unused columns: source (1 sample), id (1 sample), messages.name (1 sample)"
-    assert check(path, DataFormat.AUTO).note == note
-    assert str(check(path, DataFormat.AUTO, limit_bytes=9).note).endswith(", of the first 1")
+    assert check(path, PLAIN).note == note
+    assert str(check(path, PLAIN, limit_bytes=9).note).endswith(", of the first 1")
 
 
 def test_a_column_whose_meaning_would_be_lost_is_refused_with_its_line(tmp_path: Path) -> None:
@@ -46,7 +47,7 @@ def test_a_column_whose_meaning_would_be_lost_is_refused_with_its_line(tmp_path:
 
 
 def test_limit_ends_the_check_early(tmp_path: Path) -> None:
-    found = check(write(tmp_path / "train.jsonl", *[GOOD] * 100), DataFormat.AUTO, limit_bytes=500)
+    found = check(write(tmp_path / "train.jsonl", *[GOOD] * 100), PLAIN, limit_bytes=500)
     assert 0 < found.rows_checked < 100
     assert not found.complete
 
@@ -58,7 +59,7 @@ def test_limit_may_cut_a_list_anywhere(tmp_path: Path, cut: int) -> None:
     if cut < 30:
         assert "no samples" in problem_of(path, limit_bytes=cut).problem
     else:
-        assert not check(path, DataFormat.AUTO, limit_bytes=cut).complete
+        assert not check(path, PLAIN, limit_bytes=cut).complete
 
 
 def test_json_list_counts_lines(tmp_path: Path) -> None:
@@ -67,12 +68,12 @@ def test_json_list_counts_lines(tmp_path: Path) -> None:
 
 
 def test_json_file_may_hold_lines(tmp_path: Path) -> None:
-    assert check(write(tmp_path / "train.json", GOOD, GOOD), DataFormat.AUTO).rows_checked == 2
+    assert check(write(tmp_path / "train.json", GOOD, GOOD), PLAIN).rows_checked == 2
 
 
 def test_blank_lines_and_byte_order_mark_are_skipped(tmp_path: Path) -> None:
     path = write(tmp_path / "train.jsonl", text="\ufeff" + json.dumps(GOOD) + "\n\n" + json.dumps(GOOD))
-    assert check(path, DataFormat.AUTO).rows_checked == 2
+    assert check(path, PLAIN).rows_checked == 2
 
 
 def test_parquet_is_read(tmp_path: Path) -> None:
@@ -83,7 +84,7 @@ def test_parquet_is_read(tmp_path: Path) -> None:
     parquet.write_table(arrow.Table.from_pylist([{"messages": turns}, {"messages": turns[:1]}]), path)
     assert problem_of(path).problem.startswith(f'{path}: row 2: "messages" ends with the user')
     parquet.write_table(arrow.Table.from_pylist([{"messages": turns}]), path)
-    assert check(path, DataFormat.AUTO).format is DataFormat.MESSAGES
+    assert check(path, PLAIN).format is DataFormat.MESSAGES
 
 
 def test_half_a_parquet_file_is_refused(tmp_path: Path) -> None:
@@ -143,8 +144,8 @@ def test_other_encoding_is_named(tmp_path: Path) -> None:
 
 
 def test_unknown_columns_are_named_once(tmp_path: Path) -> None:
-    path = write(tmp_path / "train.jsonl", *[{"question": "a", "answer": "b"}] * 3)
-    assert problem_of(path).problem.startswith(f"{path}: no known format has the columns question, answer; alpaca")
+    path = write(tmp_path / "train.jsonl", *[{"q": "a", "a": "b"}] * 3)
+    assert problem_of(path).problem.startswith(f"{path}: no known format has the columns q, a; alpaca")
 
 
 def test_five_problems_are_enough(tmp_path: Path) -> None:
@@ -169,3 +170,28 @@ def test_samples_stop_at_a_broken_line(tmp_path: Path) -> None:
 def test_file_names_are_told_from_ids(name: str) -> None:
     assert is_file_name(name)
     assert not is_file_name("someone/some-data")
+
+
+def test_a_glob_names_files_in_order_and_must_match(tmp_path: Path) -> None:
+    for name in ("b.jsonl", "a.jsonl", "c.txt"):
+        write(tmp_path / name, GOOD)
+    assert files_of(f"{tmp_path}/*.jsonl") == [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
+    assert is_file_name(f"{tmp_path}/*")
+    with pytest.raises(InvalidConfig, match=r"/\*\.json: no file matches"):
+        files_of(f"{tmp_path}/*.json")
+
+
+def test_a_column_of_the_job_that_no_row_has_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "train.jsonl", GOOD, GOOD | {"sys": "s"})
+    assert check(path, Reading(columns={"system": "sys"})).unused == {}
+    assert 'system is "syz", which no row has' in problem_of(path, Reading(columns={"system": "syz"})).problem
+
+
+def test_keys_that_parquet_adds_to_every_tool_are_left_out(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    tools = [{"name": "f", "parameters": {"city": "x"}}, {"name": "g", "parameters": {"day": 1}}]
+    path = tmp_path / "train.parquet"
+    parquet.write_table(pyarrow.Table.from_pylist([{"text": "a", "tools": tools, "note": None}]), path)
+    (sample,) = samples(path)
+    assert sample.row == {"text": "a", "tools": tools, "note": None}

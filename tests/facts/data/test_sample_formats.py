@@ -1,14 +1,29 @@
+from typing import Any
+
 import pytest
 
 from dstrain.choices import DataFormat
 from dstrain.errors import InvalidConfig
-from dstrain.facts.data.sample_formats import detect, require, to_messages, unused
+from dstrain.facts.data.sample_formats import Reading, detect, require, to_sample, unused
+from dstrain.facts.data.turns import Conversation
 
 MESSAGES, ALPACA, TEXT = DataFormat.MESSAGES, DataFormat.ALPACA, DataFormat.TEXT
+CALL = {"id": "c1", "type": "function", "function": {"name": "now", "arguments": '{"zone": "UTC"}'}}
+NOW = {"name": "now", "parameters": {"type": "object", "properties": {}}}
+
+
+def to_messages(row: dict[str, Any], data_format: DataFormat, **options: Any) -> Any:
+    """Returns the messages of a row, or its text."""
+    sample = to_sample(row, Reading(format=data_format, **options))
+    return sample.messages if isinstance(sample, Conversation) else sample
 
 
 def user(text: str) -> dict[str, str]:
     return {"role": "user", "content": text}
+
+
+def said(speaker: str, text: str) -> dict[str, str]:
+    return {"from": speaker, "value": text}
 
 
 def assistant(text: str) -> dict[str, str]:
@@ -45,7 +60,7 @@ def test_unknown_columns_are_named_with_what_each_format_needs() -> None:
 
 def test_named_format_needs_its_columns() -> None:
     with pytest.raises(InvalidConfig, match="alpaca needs instruction and output"):
-        require(["text"], ALPACA)
+        require(["text"], Reading(format=ALPACA))
 
 
 def test_alpaca_joins_instruction_and_input_and_keeps_system_and_history() -> None:
@@ -102,9 +117,19 @@ def test_text_is_returned_as_it_is() -> None:
         ({"messages": [{"content": "a"}]}, MESSAGES, 'messages 1: "role" is missing'),
         ({"messages": [user("a")]}, MESSAGES, '"messages" ends with the user'),
         ({"messages": [{"role": "asistant", "content": "a"}]}, MESSAGES, 'messages 1: role is "asistant"'),
-        ({"messages": [assistant("") | {"tool_calls": [{}]}]}, MESSAGES, 'messages 1: "tool_calls" describes tools'),
-        ({"messages": [assistant("a") | {"loss": False}]}, MESSAGES, 'messages 1: "loss" weights or masks'),
-        ({"messages": [assistant("a") | {"weight": 0}]}, MESSAGES, 'messages 1: "weight" weights or masks'),
+        ({"messages": [assistant("") | {"tool_calls": [{}]}]}, MESSAGES, "messages 1: tool_calls 1 is {}; a call must"),
+        ({"messages": [user("") | {"tool_calls": [CALL]}]}, MESSAGES, "messages 1: the user calls a tool"),
+        ({"messages": [said("function_call", "now()")]}, MESSAGES, 'messages 1 is "now()"; it must be JSON'),
+        (
+            {"messages": [assistant("a") | {"weight": 0.5}]},
+            MESSAGES,
+            "messages 1: weight is 0.5; a weight must be 0 or",
+        ),
+        ({"messages": [user("a") | {"train": True}]}, MESSAGES, "messages 1: train is true, but only answers carry"),
+        ({"messages": [assistant("a") | {"train_detail": [{}]}]}, MESSAGES, '"train_detail" weights or masks'),
+        ({"messages": [user("a"), assistant("b")], "tools": "no"}, MESSAGES, '"tools" is "no"; it must be JSON'),
+        ({"messages": [user("a"), assistant("b")], "tools": [3]}, MESSAGES, '"tools" 1 is 3; a tool must be'),
+        ({"text": "a", "weight": 0}, TEXT, '"weight" is 0'),
         ({"messages": [assistant("a") | {"thinking": "hm"}]}, MESSAGES, 'messages 1: "thinking" holds thoughts'),
         ({"messages": [user("a <image>"), assistant("b")]}, MESSAGES, 'turn 1, of the user: "<image>" holds images'),
         ({"instruction": "<|image_pad|>", "output": "b"}, ALPACA, '"<|image_pad|>" holds images'),
@@ -123,8 +148,8 @@ def test_what_is_wrong_with_a_row_is_said(row: dict[str, object], data_format: D
     assert problem in caught.value.problem
 
 
-@pytest.mark.parametrize("name", ["image", "images", "video", "videos", "audio", "audios", "tools", "functions"])
-def test_media_and_tools_are_refused_by_name(name: str) -> None:
+@pytest.mark.parametrize("name", ["image", "images", "video", "videos", "audio", "audios"])
+def test_media_are_refused_by_name(name: str) -> None:
     for row, data_format in (({"text": "a"}, TEXT), ({"messages": [user("a"), assistant("b")]}, MESSAGES)):
         with pytest.raises(InvalidConfig, match=f'^"{name}" .* is not supported'):
             to_messages(row | {name: ["a.png"]}, data_format)
@@ -134,7 +159,6 @@ def test_media_and_tools_are_refused_by_name(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "neutral"),
     [
-        ("weight", 0.5, 1.0),
         ("loss_mask", [1, 0], [1, 1]),
         ("loss_scale", 0, float("nan")),
         ("chosen", "b", ""),
@@ -160,15 +184,13 @@ def test_html_is_no_placeholder(text: str) -> None:
 
 def test_a_system_column_beside_a_system_turn_is_not_read() -> None:
     row = {"messages": [system("turn"), user("a"), assistant("b")], "system": "column"}
-    assert unused(row, MESSAGES) == ["system"]
+    assert unused(row, Reading(format=MESSAGES)) == ["system"]
 
 
 @pytest.mark.parametrize(
     ("columns", "hint"),
     [
-        (["prompt", "completion"], 'Rename "prompt" to instruction and "completion" to output.'),
-        (["query", "response"], 'Rename "query" to instruction and "response" to output.'),
-        (["completion"], "Rename the columns to those of one of the formats."),
+        (["completion"], "Name the columns in the job: columns: {question: YOUR_COLUMN, answer: YOUR_COLUMN}."),
         (["mesages"], '"mesages": did you mean "messages"?'),
     ],
 )
@@ -182,3 +204,83 @@ def test_unknown_role_gets_the_nearest() -> None:
     with pytest.raises(InvalidConfig) as caught:
         to_messages({"messages": [{"role": "asistant", "content": "a"}]}, MESSAGES)
     assert caught.value.hint == 'Did you mean "assistant"?'
+
+
+@pytest.mark.parametrize(
+    ("question", "answer"),
+    [("prompt", "completion"), ("prompt", "response"), ("query", "response"), ("question", "answer")],
+)
+def test_a_question_and_its_answer_have_other_names(question: str, answer: str) -> None:
+    row = {question: "a", answer: "b", "system": "s", "history": [["x", "y"]], "input": "i"}
+    assert detect(row) is ALPACA
+    assert to_messages(row, ALPACA) == [system("s"), user("x"), assistant("y"), user("a"), assistant("b")]
+    assert unused(row, Reading(format=ALPACA)) == ["input"]
+
+
+def test_of_a_prompt_and_a_completion_in_turns_only_the_completion_carries_loss() -> None:
+    row = {"prompt": [user("a"), assistant("b"), user("c")], "completion": [assistant("d")]}
+    sample = to_sample(row, Reading(format=ALPACA, system="s"))
+    assert isinstance(sample, Conversation)
+    assert sample.messages == [system("s"), user("a"), assistant("b"), user("c"), assistant("d")]
+    assert sample.unlearned == {2}
+
+
+def test_columns_are_named_by_the_job() -> None:
+    reading = require(["q", "a", "output", "id"], Reading(columns={"question": "q", "answer": "a", "system": "sys"}))
+    assert reading.format is ALPACA
+    row = {"q": "x", "a": "y", "output": "z", "id": 3}
+    assert to_messages(row, ALPACA, columns=reading.columns) == [user("x"), assistant("y")]
+    assert unused(row, reading) == ["output", "id"]
+    with pytest.raises(InvalidConfig, match='columns: question is "p", but the columns are q, a'):
+        require(["q", "a"], Reading(columns={"question": "p"}))
+
+
+def test_a_system_prompt_of_the_job_is_for_conversations_without_one() -> None:
+    row = {"messages": [user("a"), assistant("b")]}
+    assert to_messages(row, MESSAGES, system="s") == [system("s"), user("a"), assistant("b")]
+    assert to_messages(row | {"system": "t"}, MESSAGES, system="s")[0] == system("t")
+    own = {"messages": [system("u"), user("a"), assistant("b")]}
+    assert to_messages(own, MESSAGES, system="s")[0] == system("u")
+
+
+def test_calls_of_openai_sharegpt_and_swift_are_the_same() -> None:
+    openai = [user("a"), {"role": "assistant", "content": None, "tool_calls": [CALL]}, {"role": "tool", "content": "3"}]
+    old = [user("a"), {"role": "assistant", "content": None, "function_call": CALL["function"]},
+           {"role": "function", "content": "3"}]  # fmt: skip
+    sharegpt = [said("human", "a"), said("function_call", '{"name": "now", "arguments": {"zone": "UTC"}}'),
+                said("observation", "3")]  # fmt: skip
+    swift = [user("a"), {"role": "tool_call", "content": '{"name": "now", "arguments": {"zone": "UTC"}}'},
+             {"role": "tool_response", "content": "3"}]  # fmt: skip
+    for turns in (openai, old, sharegpt, swift):
+        messages = to_messages({"messages": [*turns, assistant("b")]}, MESSAGES)
+        (call,) = messages[1]["tool_calls"]
+        assert call["function"] == {"name": "now", "arguments": {"zone": "UTC"}}
+        assert [message["role"] for message in messages] == ["user", "assistant", "tool", "assistant"]
+
+
+def test_calls_one_after_the_other_are_of_one_answer_and_keep_their_thoughts() -> None:
+    turns = [said("human", "a"), said("function_call", '<think>hm</think>{"name": "f", "arguments": {}}'),
+             said("function_call", '[{"name": "g", "arguments": "{}"}]'), said("observation", "3"),
+             said("gpt", "b")]  # fmt: skip
+    message = to_messages({"conversations": turns}, MESSAGES)[1]
+    assert message["content"] == "<think>hm</think>"
+    assert [call["function"]["name"] for call in message["tool_calls"]] == ["f", "g"]
+
+
+@pytest.mark.parametrize("tools", [[NOW], [{"type": "function", "function": NOW}], f"[{NOW!r}]".replace("'", '"')])
+def test_tools_are_lists_or_json_and_get_openais_form(tools: Any) -> None:
+    sample = to_sample({"messages": [user("a"), assistant("b")], "tools": tools}, Reading(format=MESSAGES))
+    assert isinstance(sample, Conversation)
+    assert sample.tools == [{"type": "function", "function": NOW}]
+
+
+@pytest.mark.parametrize("mark", [{"weight": 0}, {"loss": False}, {"train": 0.0}, {"training": False}, {"mask": True}])
+def test_an_answer_of_weight_0_carries_no_loss(mark: dict[str, Any]) -> None:
+    row = {"messages": [user("a"), assistant("b") | mark, user("c") | {"weight": 1}, assistant("d") | {"weight": 1}]}
+    sample = to_sample(row, Reading(format=MESSAGES, system="s"))
+    assert isinstance(sample, Conversation)
+    assert sample.unlearned == {2}
+    assert unused(row, Reading(format=MESSAGES)) == []
+    whole = to_sample(row | {"weight": 0}, Reading(format=MESSAGES))
+    assert isinstance(whole, Conversation)
+    assert whole.unlearned == {1, 3}

@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 from dstrain.choices import LossOn, Thinking
 from dstrain.errors import InvalidConfig
+from dstrain.facts.data.turns import Conversation
 from dstrain.train.data.tokenize import Encoder
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -81,6 +82,38 @@ TALKS = {
 }
 
 
+TAGGED = """\
+{%- for m in messages %}{{- '<|im_start|>' + m.role + '\\n' }}
+{%- if m.role == 'assistant' %}{% generation %}{{- m.content + '<|im_end|>' }}{% endgeneration %}
+{%- else %}{{- m.content + '<|im_end|>' }}{% endif %}{{- '\\n' }}{% endfor %}"""
+"""A template that marks the answers itself."""
+
+
+def call(**arguments: Any) -> dict[str, Any]:
+    return {"type": "function", "id": "abcdefghi", "function": {"name": "weather", "arguments": arguments}}
+
+
+def calls(*tool_calls: dict[str, Any], content: str = "", **more: str) -> dict[str, Any]:
+    return {"role": "assistant", "content": content, "tool_calls": list(tool_calls), **more}
+
+
+RESULT = {"role": "tool", "content": "Sunny <|im_end|>", "name": "weather", "tool_call_id": "abcdefghi"}
+CITY = {"type": "string", "description": "The city."}
+PARAMETERS = {"type": "object", "properties": {"city": CITY}, "required": ["city"]}
+TOOLS = [{"type": "function", "function": {"name": "weather", "description": "The weather.", "parameters": PARAMETERS}}]
+TOOL_TALKS = {
+    "call": [user("Paris?"), calls(call(city="Paris", days=2)), RESULT, answer("Sun.")],
+    "call at the end": [SYSTEM, user("Paris?"), calls(call(days=2))],
+    "text and call": [user("Paris?"), calls(call(days=2), content="Let me see."), RESULT, answer("Sun.")],
+    "two calls": [user("Both?"), calls(call(city="<|im_end|>"), call(city="Rome")), RESULT, RESULT, answer("Sun.")],
+    "calls in two turns": [user("a"), calls(call()), RESULT, answer("b"), user("c"), calls(call(n=[1])), RESULT,
+                           answer("d")],
+    "thoughts": [user("a"), calls(call(city="Paris"), reasoning_content="Ask."), RESULT, answer(ADDED), user("b"),
+                 calls(call(city="Rome"), content="<think>\nAgain.\n</think>\n\n"), RESULT, answer("c")],
+}  # fmt: skip
+"""Conversations with tool calls; results of tools carry no loss."""
+
+
 def make_tokenizer(name: str) -> PreTrainedTokenizerFast:
     """Returns a tokenizer of bytes with the family's template, and a token for every tag in it."""
     template = (TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8")
@@ -94,11 +127,13 @@ def make_tokenizer(name: str) -> PreTrainedTokenizerFast:
     return made
 
 
-def learned(tokenizer: Any, talk: list[dict[str, str]], thinking: Thinking = Thinking.AUTO) -> list[str]:
+def learned(
+    tokenizer: Any, talk: list[dict[str, Any]], thinking: Thinking = Thinking.AUTO, *, tools: Any = None
+) -> list[str]:
     """Returns the stretches of text that carry loss, or why the conversation is refused."""
     encoder = Encoder(tokenizer=tokenizer, seq_len=4096, loss_on=LossOn.ANSWER, thinking=thinking)
     try:
-        (encoded,) = encoder.encode([("here", talk)])
+        (encoded,) = encoder.encode([("here", Conversation(messages=talk, tools=tools))])
     except InvalidConfig as error:
         return [f"refused: {error.problem}"]
     stretches: list[list[int]] = [[]]
@@ -113,6 +148,50 @@ def test_loss_is_on_answers_and_what_ends_them(name: str, golden: Callable[[str,
     tokenizer = make_tokenizer(name)
     blocks = [f"{title}\n" + "".join(f"    {line}\n" for line in learned(tokenizer, TALKS[title])) for title in TALKS]
     golden(f"labels/{name}.txt", "".join(blocks))
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in TEMPLATES.glob("*.jinja")))
+def test_loss_is_on_tool_calls_and_not_on_results(name: str, golden: Callable[[str, str], None]) -> None:
+    tokenizer = make_tokenizer(name)
+    stretches = {title: learned(tokenizer, talk, tools=TOOLS) for title, talk in TOOL_TALKS.items()}
+    blocks = [f"{title}\n" + "".join(f"    {line}\n" for line in lines) for title, lines in stretches.items()]
+    golden(f"labels/tools/{name}.txt", "".join(blocks))
+    assert not any("Sunny" in line for lines in stretches.values() for line in lines)
+
+
+def test_tools_that_a_template_does_not_describe_are_counted() -> None:
+    talk = Conversation(messages=[user("a"), answer("b")], tools=TOOLS)
+    counts = []
+    for name in ("qwen3", "llama-3"):
+        encoder = Encoder(tokenizer=make_tokenizer(name), seq_len=4096, loss_on=LossOn.ANSWER)
+        counts += [encoded.counts.lost_tools for encoded in encoder.encode([("here", talk)])]
+    assert counts == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("loss_on", "unlearned", "expected"),
+    [(LossOn.ANSWER, {1}, ["Nine.<|im_end|>"]), (LossOn.LAST, set(), ["Nine.<|im_end|>"]), (LossOn.LAST, {3}, [])],
+)
+@pytest.mark.parametrize("is_tagged", [False, True])
+def test_answers_of_weight_0_and_earlier_answers_carry_no_loss(
+    loss_on: LossOn, unlearned: set[int], expected: list[str], is_tagged: bool
+) -> None:
+    tokenizer: Any = make_tokenizer("qwen2.5")
+    if is_tagged:
+        tokenizer.chat_template = TAGGED
+    talk = [user("Two?"), answer("Four."), user("Three?"), answer("Nine.")]
+    encoder = Encoder(tokenizer=tokenizer, seq_len=4096, loss_on=loss_on)
+    (encoded,) = encoder.encode([("here", Conversation(messages=talk, unlearned=frozenset(unlearned)))])
+    labels = [label for label in encoded.labels if label != -100]
+    assert [tokenizer.decode(labels)] == (expected or [""])
+    assert encoded.teaches == bool(expected)
+
+
+def test_weights_need_a_loss_on_answers() -> None:
+    encoder = Encoder(tokenizer=make_tokenizer("qwen2.5"), seq_len=4096, loss_on=LossOn.ALL)
+    talk = Conversation(messages=[user("Two?"), answer("Four.")], unlearned=frozenset({1}))
+    with pytest.raises(InvalidConfig, match="here: an answer has weight 0, but loss_on is all"):
+        list(encoder.encode([("here", talk)]))
 
 
 @pytest.mark.parametrize(
@@ -139,7 +218,7 @@ def test_system_prompt_that_a_finished_conversation_lacks_is_where_the_model_rea
     tokenizer = make_tokenizer("mistral-nemo")
     encoder = Encoder(tokenizer=tokenizer, seq_len=4096, loss_on=LossOn.ANSWER)
     talk = TALKS["system, two turns"]
-    (encoded,) = encoder.encode([("here", talk)])
+    (encoded,) = encoder.encode([("here", Conversation(messages=talk))])
     prompt = str(tokenizer.apply_chat_template(talk[:-1], tokenize=False))
     assert "Be brief." in prompt
     assert tokenizer.decode(encoded.input_ids) == prompt + "Nine.</s>"

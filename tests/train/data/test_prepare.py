@@ -1,5 +1,7 @@
 import json
 import re
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +11,9 @@ pytest.importorskip("torch")
 
 import datasets
 
-from dstrain.choices import DataFormat, Hub, LossOn, OnBadRow, Thinking
+from dstrain.choices import DataFormat, Hub, LossOn, OnBadRow, OnLongSample, StoppingStrategy, Thinking
 from dstrain.errors import EnvironmentProblem, InvalidConfig
+from dstrain.job.data_source import DataSource
 from dstrain.job.schema import Job
 from dstrain.train import demo
 from dstrain.train.data.hub_datasets import from_hub
@@ -73,7 +76,7 @@ def tokenizer() -> Any:
 def prepared(tmp_path: Path, tokenizer: Any, rows: list[dict[str, Any]], **options: Any) -> PreparedData:
     path = tmp_path / "train.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return prepare(Job(model="m", output_dir="o", **options), tokenizer, data=str(path), training=True)
+    return prepare(Job(model="m", output_dir="o", data=str(path), **options), tokenizer, training=True)
 
 
 def learned(sample: dict[str, list[int]], tokenizer: Any) -> list[str]:
@@ -166,8 +169,8 @@ def test_rows_that_cannot_be_used_are_skipped_and_named(
 def test_lines_that_are_no_rows_are_skipped_too(tmp_path: Path, tokenizer: Any) -> None:
     path = tmp_path / "train.jsonl"
     path.write_text('nonsense\n{"text": "Six."}\n[1]\n')
-    job = Job(model="m", output_dir="o", on_bad_row=OnBadRow.SKIP)
-    found = prepare(job, tokenizer, data=str(path), training=True)
+    job = Job(model="m", output_dir="o", data=str(path), on_bad_row=OnBadRow.SKIP)
+    found = prepare(job, tokenizer, training=True)
     assert found.num_samples == 1
     assert "2 unusable rows were skipped" in found.notes[1]
 
@@ -253,11 +256,107 @@ def test_second_rank_reads_what_the_first_tokenized(tmp_path: Path, tokenizer: A
     first = prepared(tmp_path, tokenizer, [{"messages": TALK}])
     written = {path: path.stat().st_mtime_ns for path in cache.rglob("*.arrow")}
     path = str(tmp_path / "train.jsonl")
-    second = prepare(Job(model="m", output_dir="o"), tokenizer, data=path, training=True)
+    second = prepare(Job(model="m", output_dir="o", data=path), tokenizer, training=True)
     assert second.dataset[0] == first.dataset[0]
     assert {path: path.stat().st_mtime_ns for path in cache.rglob("*.arrow")} == written
-    longer = prepare(Job(model="m", output_dir="o", seq_len=30), tokenizer, data=path, training=True)
+    longer = prepare(Job(model="m", output_dir="o", data=path, seq_len=30), tokenizer, training=True)
     assert len(longer.dataset[0]["input_ids"]) == 30
+
+
+def words(tmp_path: Path, name: str, count: int) -> str:
+    """Writes a data set of different texts, and returns its path."""
+    path = tmp_path / f"{name}.jsonl"
+    path.write_text("".join(json.dumps({"text": f"{name} {number}"}) + "\n" for number in range(count)))
+    return str(path)
+
+
+def texts(found: PreparedData, tokenizer: Any) -> list[str]:
+    return [tokenizer.decode(sample["input_ids"], skip_special_tokens=True) for sample in found.dataset]
+
+
+def test_data_sets_are_mixed_by_weight_and_the_log_has_their_counts(tmp_path: Path, tokenizer: Any) -> None:
+    large, small = words(tmp_path, "x", 40), words(tmp_path, "y", 10)
+    sources = (DataSource(path=large, weight=3.0), DataSource(path=small, weight=1.0))
+    job = Job(model="m", output_dir="o", data=sources)
+    found = prepare(job, tokenizer, training=True)
+    names = [text[0] for text in texts(found, tokenizer)]
+    assert (names.count("x"), names.count("y"), found.num_samples) == (30, 10, 40)
+    assert f"  {large}: 30 from 40 samples (75.0%, weight 3)" in found.notes
+    assert found.digest == prepare(job, tokenizer, training=True).digest
+    again = prepare(replace(job, seed=7), tokenizer, training=True)
+    assert texts(again, tokenizer) != texts(found, tokenizer)
+    assert again.digest != found.digest
+    repeated = prepare(replace(job, stopping_strategy=StoppingStrategy.ALL_EXHAUSTED), tokenizer, training=True)
+    counts = Counter(texts(repeated, tokenizer))
+    assert {text: count for text, count in counts.items() if text[0] == "x"} == {f"x {n}": 1 for n in range(40)}
+    assert sorted(count for text, count in counts.items() if text[0] == "y") == [1] * 7 + [2] * 3
+
+
+def test_a_list_without_weights_is_all_samples_and_a_glob_is_one_data_set(tmp_path: Path, tokenizer: Any) -> None:
+    paths = (words(tmp_path, "x", 4), words(tmp_path, "y", 3))
+    found = prepare(Job(model="m", output_dir="o", data=paths), tokenizer, training=True)
+    assert texts(found, tokenizer) == [*(f"x {n}" for n in range(4)), *(f"y {n}" for n in range(3))]
+    glob = prepare(Job(model="m", output_dir="o", data=f"{tmp_path}/*.jsonl"), tokenizer, training=True)
+    assert texts(glob, tokenizer) == texts(found, tokenizer)
+    assert glob.digest == found.digest
+    first = prepare(Job(model="m", output_dir="o", data=paths, max_samples=2), tokenizer, training=True)
+    assert texts(first, tokenizer) == ["x 0", "x 1", "y 0", "y 1"]
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_held_out_samples_are_those_that_training_lacks(tmp_path: Path, tokenizer: Any, packing: bool) -> None:
+    paths = (words(tmp_path, "x", 30), words(tmp_path, "y", 10))
+    job = Job(model="m", output_dir="o", data=paths, val_split=0.1, packing=packing, seq_len=24)
+    train, evaluation = (prepare(job, tokenizer, training=training) for training in (True, False))
+    assert (train.num_samples, evaluation.num_samples) == (36, 4)
+    assert evaluation.notes[0] == "val_split 0.1: 4 samples are held out for evaluation"
+    if not packing:
+        held_out = texts(evaluation, tokenizer)
+        assert sorted(text[0] for text in held_out) == ["x", "x", "x", "y"]
+        assert set(held_out) | set(texts(train, tokenizer)) == {
+            *(f"x {n}" for n in range(30)),
+            *(f"y {n}" for n in range(10)),
+        }
+    with pytest.raises(InvalidConfig, match="val_split is 40, which holds out 40 of 40 samples"):
+        prepare(replace(job, val_split=40.0), tokenizer, training=True)
+
+
+def test_only_some_weights_are_refused(tmp_path: Path, tokenizer: Any) -> None:
+    sources = (DataSource(path=words(tmp_path, "x", 1), weight=1.0), DataSource(path=words(tmp_path, "y", 1)))
+    with pytest.raises(InvalidConfig, match=r"y\.jsonl has no weight, but other data sets have"):
+        prepare(Job(model="m", output_dir="o", data=sources), tokenizer, training=True)
+
+
+def test_another_data_set_leaves_the_tokens_of_the_first_in_the_cache(
+    tmp_path: Path, tokenizer: Any, cache: Path
+) -> None:
+    paths = (words(tmp_path, "x", 2), words(tmp_path, "y", 2))
+    prepare(Job(model="m", output_dir="o", data=paths[0]), tokenizer, training=True)
+    written = {path: path.stat().st_mtime_ns for path in cache.rglob("*.arrow")}
+    prepare(Job(model="m", output_dir="o", data=paths), tokenizer, training=True)
+    now = {path: path.stat().st_mtime_ns for path in cache.rglob("*.arrow")}
+    assert now.items() > written.items()
+    assert len(now) == 2
+
+
+def test_long_samples_are_dropped_if_the_job_says_so(tmp_path: Path, tokenizer: Any) -> None:
+    rows = [{"text": "Six."}, {"text": "Six. " * 50}]
+    found = prepared(tmp_path, tokenizer, rows, seq_len=16, on_long_sample=OnLongSample.DROP)
+    assert (found.num_samples, found.num_dropped) == (1, 1)
+    assert found.notes[1].endswith("1 samples (50.0%) are longer than seq_len 16 and were dropped (on_long_sample)")
+
+
+def test_answers_that_seq_len_cuts_in_the_middle_are_counted(tmp_path: Path, tokenizer: Any) -> None:
+    rows = [{"instruction": "a", "output": "d " * 100}, {"instruction": "a", "output": "d"}]
+    notes = prepared(tmp_path, tokenizer, rows, seq_len=48).notes
+    assert notes[-1].endswith("1 answers are cut in the middle by seq_len: the model does not learn to end them")
+    assert re.search(r"\d+ \(\d+\.\d%\) with loss$", notes[0])
+
+
+def test_a_split_is_of_the_hub_only(tmp_path: Path, tokenizer: Any) -> None:
+    source = DataSource(path=words(tmp_path, "x", 1), split="train")
+    with pytest.raises(InvalidConfig, match=r"x\.jsonl is a file, which has no split or subset"):
+        prepare(Job(model="m", output_dir="o", data=source), tokenizer, training=True)
 
 
 def test_changed_file_is_tokenized_again(tmp_path: Path, tokenizer: Any) -> None:
@@ -269,8 +368,8 @@ def test_progress_of_tokenizing_is_reported(tmp_path: Path, tokenizer: Any) -> N
     path = tmp_path / "train.jsonl"
     path.write_text('{"text": "Six."}\n' * 3)
     counts: list[tuple[int, int]] = []
-    job = Job(model="m", output_dir="o")
-    prepare(job, tokenizer, data=str(path), training=True, report=lambda *count: counts.append(count))
+    job = Job(model="m", output_dir="o", data=str(path))
+    prepare(job, tokenizer, training=True, report=lambda *count: counts.append(count))
     assert counts == [(0, 3), (1, 3), (2, 3)]
 
 
@@ -303,7 +402,7 @@ def test_wrong_columns_are_named_with_the_file(tmp_path: Path, tokenizer: Any) -
 
 def test_missing_file_is_refused(tmp_path: Path, tokenizer: Any) -> None:
     with pytest.raises(InvalidConfig, match=r"train\.jsonl: no such file"):
-        prepare(Job(model="m", output_dir="o"), tokenizer, data=str(tmp_path / "train.jsonl"), training=True)
+        prepare(Job(model="m", output_dir="o", data=str(tmp_path / "train.jsonl")), tokenizer, training=True)
 
 
 def splits(*names: str) -> datasets.DatasetDict:
@@ -323,14 +422,24 @@ def test_hub_split_fits_the_purpose(
     monkeypatch: pytest.MonkeyPatch, names: list[str], training: bool, split: str
 ) -> None:
     monkeypatch.setattr(datasets, "load_dataset", lambda _: splits(*names))
-    name, dataset = from_hub("some/data", Hub.HF, training=training)
+    name, dataset = from_hub(DataSource(path="some/data"), Hub.HF, training=training)
     assert (name, dataset[0]["text"]) == (f"some/data ({split})", split)
+
+
+def test_a_named_split_and_subset_are_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(*names: str, split: str) -> datasets.Dataset:
+        return datasets.Dataset.from_dict({"text": [f"{' '.join(names)} {split}"]})
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    source = DataSource(path="some/data", subset="en", split="train[:5%]")
+    name, dataset = from_hub(source, Hub.HF, training=True)
+    assert (name, dataset[0]["text"]) == ("some/data (train[:5%])", "some/data en train[:5%]")
 
 
 def test_training_split_is_not_evaluated_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets, "load_dataset", lambda _: splits("train"))
     with pytest.raises(InvalidConfig, match="has no split to evaluate on"):
-        from_hub("some/data", Hub.HF, training=False)
+        from_hub(DataSource(path="some/data"), Hub.HF, training=False)
 
 
 def test_hub_rows_are_counted_in_messages(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -338,7 +447,7 @@ def test_hub_rows_are_counted_in_messages(tokenizer: Any, monkeypatch: pytest.Mo
     hub = datasets.DatasetDict({"train": datasets.Dataset.from_dict(turns)})
     monkeypatch.setattr(datasets, "load_dataset", lambda _: hub)
     with pytest.raises(InvalidConfig, match=r'some/data \(train\): row 2: "messages" ends with the user'):
-        prepare(Job(model="m", output_dir="o"), tokenizer, data="some/data", training=True)
+        prepare(Job(model="m", output_dir="o", data="some/data"), tokenizer, training=True)
 
 
 def test_unreachable_hub_is_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -347,11 +456,11 @@ def test_unreachable_hub_is_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(datasets, "load_dataset", unreachable)
     with pytest.raises(EnvironmentProblem, match="no route"):
-        from_hub("some/data", Hub.HF, training=True)
+        from_hub(DataSource(path="some/data"), Hub.HF, training=True)
 
 
 def test_absent_modelscope_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "modelscope", None)
     with pytest.raises(EnvironmentProblem) as caught:
-        from_hub("some/data", Hub.MODELSCOPE, training=True)
+        from_hub(DataSource(path="some/data"), Hub.MODELSCOPE, training=True)
     assert caught.value.hint == 'pip install "modelscope[datasets]"'

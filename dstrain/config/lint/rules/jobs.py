@@ -125,7 +125,7 @@ def _mixes_averages(subject: Subject) -> bool:
 
 def _steps_of(job: Job) -> Iterator[tuple[str, int, str]]:
     """Yields keys with intervals in steps, and the effect of an interval longer than the run."""
-    if job.eval_steps is not None and job.eval_data is not None:
+    if job.eval_steps is not None and job.has_eval:
         yield "eval_steps", job.eval_steps, "the model is evaluated only at the end"
     yield "logging_steps", job.logging_steps, "the metrics have a single line, at the end"
 
@@ -142,7 +142,8 @@ def _never_reached(subject: Subject) -> Iterator[Fault]:
 
 def _its_own_data(subject: Subject) -> Iterator[Fault]:
     job = subject.job.job if subject.job is not None else None
-    if job is not None and job.eval_data is not None and job.eval_data == job.data:
+    paths = {source.path for source in job.train_sources} if job is not None else set()
+    if job is not None and any(source.path in paths and source.split is None for source in job.eval_sources):
         yield _in_job(subject, "eval_data", "eval_data is the training data",
                       "eval_loss measures memorization", "use other data")  # fmt: skip
 

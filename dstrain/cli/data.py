@@ -1,0 +1,109 @@
+"""`dstrain data`: shows training data as the model sees them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import click
+
+from dstrain.cli.console import answer, answer_json, say
+from dstrain.cli.group import Group
+from dstrain.cli.output.data import lines
+from dstrain.errors import Place
+from dstrain.facts.data.shown import ShowAnswer, ShowQuestion
+from dstrain.job.data_source import DataSource
+from dstrain.job.file import job_of, looks_local, read_job
+from dstrain.job.schema import Job
+from dstrain.launch.prepare import job_checks
+from dstrain.paths import python
+from dstrain.records import from_data, to_data
+
+COUNTED_SAMPLES = 1000
+"""Samples of each data set that are counted, unless all are asked for."""
+
+
+@click.group("data", cls=Group)
+def command() -> None:
+    """Show training data as the model sees them.
+
+    \b
+    Example:
+      dstrain data show
+    """
+
+
+@command.command("show")
+@click.argument("file", required=False)
+@click.option("--job", type=click.Path(path_type=Path), help="Job file.  [default: job.yaml, if it exists]")
+@click.option("--model", help="Model whose tokenizer and chat template count.  [default: that of the job]")
+@click.option("--sample", type=click.IntRange(1), default=1, show_default=True, help="Number of the sample to show.")
+@click.option("--all", "counts_all", is_flag=True, help=f"Count all samples, not only the first {COUNTED_SAMPLES:,}.")
+@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key of the job.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def show(
+    file: str | None,
+    job: Path | None,
+    model: str | None,
+    sample: int,
+    counts_all: bool,
+    overrides: tuple[str, ...],
+    as_json: bool,
+) -> None:
+    """Print a sample as the model sees it, and counts: tokens, tokens with loss, answers that are empty or cut.
+
+    FILE is a data file, a glob or a data set id; default: all data sets of the job. Text with loss is green on a
+    terminal, and otherwise between ⟦ and ⟧. Loads the tokenizer only, and renders and tokenizes as training does.
+
+    \b
+    Example:
+      dstrain data show
+      dstrain data show train.jsonl --model Qwen/Qwen3-8B --sample 3
+      dstrain data show --set thinking=off | less
+    """
+    asked = _job(file, job, model, overrides)
+    question = ShowQuestion(job=asked, sample=sample, limit=None if counts_all else COUNTED_SAMPLES)
+    done = subprocess.run(
+        python("-m", "dstrain.train.data.show"),
+        input=json.dumps(to_data(question)),
+        stdout=subprocess.PIPE,
+        text=True,
+        encoding="utf-8",
+        check=False,
+    )
+    if done.returncode != 0:
+        sys.exit(done.returncode if done.returncode > 0 else 1)
+    data = json.loads(done.stdout)
+    if as_json:
+        answer_json(data)
+        return
+    for one in from_data(ShowAnswer, data, locate=str).data:
+        answer("\n".join(lines(one, asked, in_color=sys.stdout.isatty())))
+    if file is None and len(asked.train_sources) > 1:
+        say("dstrain run mixes these data sets, and logs the samples of an epoch")
+
+
+def _job(file: str | None, path: Path | None, model: str | None, overrides: tuple[str, ...]) -> Job:
+    """Returns the job whose data are shown. Raises UsageError without a model or data."""
+    here = Path("job.yaml")
+    if path is None and not here.exists():
+        if file is None or model is None:
+            raise click.UsageError("There is no job.yaml here; give --job, or FILE and --model.")
+        data = {"model": model, "data": file, "output_dir": "output"}
+        return job_of(data, lambda keys: Place(file="--set"), Path.cwd(), overrides).job
+    read = read_job(path or here, overrides)
+    job = read.job if model is None else replace(read.job, model=_absolute(model))
+    if file is not None:
+        name = _absolute(file)
+        of_job = (source for source in job.train_sources if source.path == name)
+        return replace(job, data=next(of_job, DataSource(path=name)))
+    job_checks.require_data(read)
+    return job
+
+
+def _absolute(name: str) -> str:
+    """Returns a local path as an absolute one; an id on a hub stays as it is."""
+    return str(Path(name).expanduser().resolve()) if looks_local(name) or Path(name).exists() else name

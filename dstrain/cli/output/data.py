@@ -1,0 +1,74 @@
+"""Prints a sample as the model sees it, and the counts of its data set."""
+
+from __future__ import annotations
+
+import os
+import re
+
+import click
+
+from dstrain.choices import OnLongSample
+from dstrain.facts.data.shown import Piece, ShownData
+from dstrain.job.schema import Job
+from dstrain.paths import shown
+
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+"""Characters that would move the cursor or change the terminal."""
+
+
+def lines(data: ShownData, job: Job, *, in_color: bool) -> list[str]:
+    """Returns the sample and the counts of a data set; without color, text with loss stands between ⟦ and ⟧."""
+    in_color = in_color and "NO_COLOR" not in os.environ
+    sample = data.sample
+    cut = f", {sample.num_cut:,} more were cut off by seq_len {job.seq_len:,}" if sample.num_cut else ""
+    untaught = "; it is dropped, as it has nothing to learn" if not sample.num_learned else ""
+    legend = "green text has loss" if in_color else "text between ⟦ and ⟧ has loss"
+    return [
+        f"sample {sample.number:,}, {shown(sample.place)} ({legend})",
+        _colored(sample.pieces) if in_color else _marked(sample.pieces),
+        f"── end of sample: {sample.num_tokens:,} tokens, {sample.num_learned:,} with loss{cut}{untaught}",
+        "",
+        *_counts(data, job),
+    ]
+
+
+def _counts(data: ShownData, job: Job) -> list[str]:
+    scope = "all" if data.is_complete else "the first"
+    kept = data.num_samples - data.num_untaught
+    lines = [f"{shown(data.name)}, {scope} {data.num_samples:,} samples"]
+    if kept:
+        mean = data.num_tokens / kept
+        lines += [
+            f"  tokens     {data.num_tokens:,} ({mean:.0f} per sample, {data.max_tokens:,} at most)",
+            f"  with loss  {data.num_learned:,} ({data.num_learned / data.num_tokens:.1%})",
+        ]
+    if data.num_untaught:
+        lines.append(f"  dropped    {data.num_untaught:,} samples, which have no token to learn")
+    if data.num_long:
+        done = "dropped" if job.on_long_sample is OnLongSample.DROP else "truncated"
+        share = data.num_long / data.num_samples
+        lines.append(
+            f"  {done:<9}  {data.num_long:,} samples ({share:.1%}), which are longer than seq_len {job.seq_len:,}"
+        )
+    return [*lines, *(f"  note       {note}" for note in data.notes), ""]
+
+
+def _colored(pieces: tuple[Piece, ...]) -> str:
+    return "".join(
+        click.style(_printable(piece.text), fg="green" if piece.is_learned else None, bold=piece.is_special or None)
+        for piece in pieces
+    )
+
+
+def _marked(pieces: tuple[Piece, ...]) -> str:
+    """Returns the text with marks around what has loss."""
+    text, was_learned = "", False
+    for piece in pieces:
+        text += "⟦" * (piece.is_learned and not was_learned) + "⟧" * (was_learned and not piece.is_learned)
+        text += _printable(piece.text)
+        was_learned = piece.is_learned
+    return text + "⟧" * was_learned
+
+
+def _printable(text: str) -> str:
+    return _CONTROL.sub(lambda found: repr(found[0])[1:-1], text)

@@ -1,0 +1,45 @@
+"""Values of a row: whether they are given, strings among them, and how messages show them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from math import isnan
+from typing import Any
+
+from dstrain.errors import InvalidConfig
+
+
+def is_given(value: Any) -> bool:
+    """Returns whether a value is set; files fill missing ones with null, NaN or something empty."""
+    if isinstance(value, float) and isnan(value):
+        return False
+    return value is not None and value not in ("", "[]", "{}", "null") and value != [] and value != {}
+
+
+def string(row: Mapping[str, Any], key: str, place: str | None = None) -> str:
+    """Returns the string at a key. Raises InvalidConfig if it is missing or no string."""
+    value = row.get(key)
+    before = f"{place}: " if place else ""
+    if value is None:
+        raise InvalidConfig(f'{before}"{key}" is missing')
+    if not isinstance(value, str):
+        raise InvalidConfig(f'{before}"{key}" is {shown(value)}; it must be a string')
+    return value
+
+
+def shown(value: Any) -> str:
+    """Returns a value as short JSON, for a message."""
+    text = json.dumps(value, default=str, ensure_ascii=False)
+    return text if len(text) <= 40 else text[:37] + "..."
+
+
+def without_missing(value: Any) -> Any:
+    """Returns a value without the keys that are None in nested objects: Arrow gives every object all keys.
+
+    >>> without_missing({"a": None, "b": [{"c": 1, "d": None}]})
+    {'b': [{'c': 1}]}
+    """
+    if isinstance(value, Mapping):
+        return {key: without_missing(item) for key, item in value.items() if item is not None}
+    return [without_missing(item) for item in value] if isinstance(value, list) else value

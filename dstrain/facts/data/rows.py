@@ -1,0 +1,166 @@
+"""Reads the rows of a data file: JSON lines, a JSON list or Parquet."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dstrain.errors import EnvironmentProblem, InvalidConfig, did_you_mean, nearest
+from dstrain.facts.data.row_values import without_missing
+
+SUFFIXES = (".jsonl", ".json", ".parquet")
+"""File name extensions; the first byte of a JSON file decides whether it holds lines or a list."""
+
+_BATCH_ROWS = 1024
+_SPACE = b" \t\r\n"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One row of a data file."""
+
+    where: str
+    """`file:line`, or `file: row N` (from 1) in Parquet."""
+    row: dict[str, Any]
+    """Column → value."""
+
+
+def entries(path: Path, limit_bytes: int | None) -> Iterator[Sample | InvalidConfig]:
+    """Yields rows, and an error for each invalid one. Raises InvalidConfig if the file as a whole is wrong."""
+    _require_file(path)
+    try:
+        if path.suffix.lower() == ".parquet":
+            yield from _parquet(path, limit_bytes)
+        elif holds_list(path):
+            yield from _list_items(path, limit_bytes)
+        else:
+            yield from _lines(path, limit_bytes)
+    except OSError as error:
+        raise EnvironmentProblem(f"{path}: cannot be read: {error.strerror or error}") from error
+
+
+def _require_file(path: Path) -> None:
+    if path.is_dir():
+        raise InvalidConfig(
+            f"{path}: is a folder; data must be one file", hint=f"Give a {', '.join(SUFFIXES)} file in it."
+        )
+    if not path.exists():
+        beside = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+        near = nearest(path.name, beside)
+        raise InvalidConfig(f"{path}: no such file", hint=f'Did you mean "{path.parent / near}"?' if near else None)
+    if path.suffix.lower() not in SUFFIXES:
+        raise InvalidConfig(
+            f'{path}: unknown file name extension "{path.suffix}"', hint=did_you_mean(path.suffix.lower(), SUFFIXES)
+        )
+    if path.stat().st_size == 0:
+        raise InvalidConfig(f"{path}: the file is empty")
+
+
+def holds_list(path: Path) -> bool:
+    """Returns whether the first character other than white space opens a JSON list."""
+    with path.open("rb") as file:
+        while block := file.read(4096).removeprefix(b"\xef\xbb\xbf"):
+            if text := block.lstrip(_SPACE):
+                return text.startswith(b"[")
+    return False
+
+
+def _lines(path: Path, limit_bytes: int | None) -> Iterator[Sample | InvalidConfig]:
+    seen_bytes = 0
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if limit_bytes is not None and seen_bytes >= limit_bytes:
+                return
+            seen_bytes += len(line)
+            if number == 1:
+                line = line.removeprefix(b"\xef\xbb\xbf")
+            if not line.strip(_SPACE):
+                continue
+            yield _line(f"{path}:{number}", line)
+
+
+def _line(where: str, line: bytes) -> Sample | InvalidConfig:
+    try:
+        value = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        return InvalidConfig(f"{where}:{error.start + 1}: not UTF-8", hint="Save the file as UTF-8.")
+    except json.JSONDecodeError as error:
+        return InvalidConfig(f"{where}:{error.colno}: {error.msg[:1].lower()}{error.msg[1:]}")
+    except RecursionError:
+        return InvalidConfig(f"{where}:1: nested too deeply")
+    return _object(where, value)
+
+
+def _object(where: str, value: Any) -> Sample | InvalidConfig:
+    if isinstance(value, dict):
+        return Sample(where=where, row=value)
+    kinds = {list: "a list", str: "a string", bool: "a boolean", int: "a number", float: "a number"}
+    return InvalidConfig(f"{where}: is {kinds.get(type(value), 'null')}; a sample must be an object")
+
+
+def _list_items(path: Path, limit_bytes: int | None) -> Iterator[Sample | InvalidConfig]:
+    with path.open("rb") as file:
+        raw = file.read() if limit_bytes is None else file.read(limit_bytes)
+        cut = bool(file.read(1))
+    try:
+        text = raw.decode("utf-8-sig", errors="ignore" if cut else "strict")
+    except UnicodeDecodeError as error:
+        line = raw.count(b"\n", 0, error.start) + 1
+        raise InvalidConfig(f"{path}:{line}: not UTF-8", hint="Save the file as UTF-8.") from None
+    decoder = json.JSONDecoder()
+    line, counted = 1, 0
+    position = _skip(text, text.index("[") + 1)
+    while position < len(text) and text[position] != "]":
+        line, counted = line + text.count("\n", counted, position), position
+        try:
+            value, position = decoder.raw_decode(text, position)
+            position = _skip(text, position)
+            if position < len(text) and text[position] not in ",]":
+                raise json.JSONDecodeError("Expecting ',' delimiter", text, position)
+        except json.JSONDecodeError as error:
+            if not (cut and _at_end(error)):
+                message = f"{error.msg[:1].lower()}{error.msg[1:]}"
+                raise InvalidConfig(f"{path}:{error.lineno}:{error.colno}: {message}") from None
+            return
+        yield _object(f"{path}:{line}", value)
+        position = _skip(text, position + 1) if text[position : position + 1] == "," else position
+    if position >= len(text) and not cut:
+        raise InvalidConfig(f"{path}:{text.count(chr(10)) + 1}: the list is not closed")
+
+
+def _skip(text: str, position: int) -> int:
+    while position < len(text) and text[position] in " \t\r\n":
+        position += 1
+    return position
+
+
+def _at_end(error: json.JSONDecodeError) -> bool:
+    """Returns whether an item is invalid only because reading stopped in the middle of it."""
+    return error.msg.startswith("Unterminated string") or error.pos >= len(error.doc) - len("false\\u00")
+
+
+def _parquet(path: Path, limit_bytes: int | None) -> Iterator[Sample | InvalidConfig]:
+    with path.open("rb") as file:
+        opening = file.read(4)
+        file.seek(max(0, path.stat().st_size - 4))
+        if opening != b"PAR1" or file.read(4) != b"PAR1":
+            raise InvalidConfig(f"{path}: not a complete Parquet file (it must begin and end with PAR1)")
+    import pyarrow  # type: ignore[import-untyped]
+    import pyarrow.parquet  # type: ignore[import-untyped]
+
+    try:
+        table = pyarrow.parquet.ParquetFile(path)
+        number = 0
+        for batch in table.iter_batches(batch_size=_BATCH_ROWS):
+            for row in batch.to_pylist():
+                number += 1
+                yield Sample(
+                    where=f"{path}: row {number}", row={name: without_missing(value) for name, value in row.items()}
+                )
+            if limit_bytes is not None and path.stat().st_size > limit_bytes:
+                return
+    except pyarrow.ArrowException as error:
+        raise InvalidConfig(f"{path}: cannot be read as Parquet: {error}") from None

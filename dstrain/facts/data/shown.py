@@ -1,0 +1,91 @@
+"""What `dstrain data show` shows: the records between the command and its child process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from dstrain.job.schema import Job
+from dstrain.records import type_config
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """Consecutive tokens of one kind."""
+
+    __pydantic_config__ = type_config
+
+    text: str
+    is_learned: bool
+    """Whether they count in the loss."""
+    is_special: bool
+    """Whether it is a special token, such as the end of a turn."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShownSample:
+    """One sample as the model sees it."""
+
+    __pydantic_config__ = type_config
+
+    number: int
+    """From 1, without skipped rows."""
+    place: str
+    """File and line."""
+    pieces: tuple[Piece, ...]
+    num_tokens: int
+    num_learned: int
+    num_cut: int
+    """Tokens beyond `seq_len`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShownData:
+    """One data set: a sample, and counts."""
+
+    __pydantic_config__ = type_config
+
+    name: str
+    sample: ShownSample
+    num_samples: int
+    """Samples counted here, skipped rows excluded."""
+    is_complete: bool
+    """Whether these are all samples."""
+    num_tokens: int
+    """Tokens of samples with something to learn, up to `seq_len` each."""
+    max_tokens: int
+    """The longest of them."""
+    num_learned: int
+    """Tokens that count in the loss."""
+    num_untaught: int
+    """Samples without a token to learn."""
+    num_long: int
+    """Samples longer than `seq_len`."""
+    counts: Mapping[str, int]
+    """Such as `empty_answers` and `cut_answers`."""
+    notes: tuple[str, ...]
+    """The counts, unused columns and skipped rows, in words."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShowQuestion:
+    """Standard input of the child process."""
+
+    __pydantic_config__ = type_config
+
+    job: Job
+    sample: int
+    """Number of the sample to show, from 1."""
+    limit: int | None
+    """Samples to count in each data set; None: all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShowAnswer:
+    """Standard output of the child process."""
+
+    __pydantic_config__ = type_config
+
+    schema: int = 1
+    data: tuple[ShownData, ...]
+    """In the order of the job."""

@@ -1,0 +1,173 @@
+"""Parses the turns of a conversation: roles, texts, thoughts, tool calls, and which answers carry loss."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from dstrain.errors import InvalidConfig, nearest
+from dstrain.facts.data import untrained_columns
+from dstrain.facts.data.row_values import is_given, shown, string
+from dstrain.facts.data.tool_calls import calls_of_text, calls_of_turn
+
+Row = Mapping[str, Any]
+Message = dict[str, Any]
+"""A message as chat templates take it: `role` and `content`, if given `reasoning_content`, `tool_calls`, `name`."""
+
+_CALLS = "calls"
+ROLES = MappingProxyType(
+    {
+        "system": "system",
+        "user": "user",
+        "human": "user",
+        "assistant": "assistant",
+        "gpt": "assistant",
+        "chatgpt": "assistant",
+        "model": "assistant",
+        "bot": "assistant",
+        "tool": "tool",
+        "function": "tool",
+        "observation": "tool",
+        "tool_response": "tool",
+        "function_call": _CALLS,
+        "tool_call": _CALLS,
+    }
+)
+"""Speaker, as OpenAI, ShareGPT or ms-swift name it → role in chat templates; `calls`: an assistant's calls as JSON."""
+
+USED = frozenset(
+    {
+        *("role", "content", "from", "value", "reasoning_content", "tool_calls", "function_call"),
+        *("weight", "loss", "train", "training", "mask"),
+    }
+)
+"""Keys of a turn that are read."""
+_USED_OF_TOOLS = ("name", "tool_call_id")
+"""Keys that are read in the result of a tool."""
+_LOSS_KEYS = ("weight", "loss", "train", "training")
+"""Whether a turn carries loss: OpenAI (`weight`), ms-swift (`loss`), axolotl (`train`, `training`)."""
+_TRAINS_ANY = ("train", "training")
+"""Keys that axolotl applies to the turns of all roles."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversation:
+    """One sample as messages."""
+
+    messages: Sequence[Message]
+    """They end with the assistant."""
+    tools: Sequence[Mapping[str, Any]] | None = None
+    """Descriptions of tools for the chat template, in OpenAI's form."""
+    unlearned: frozenset[int] = field(default_factory=frozenset)
+    """Indices of answers that carry no loss, by their weight."""
+
+
+def parse(turns: Any, name: str) -> tuple[list[Message], frozenset[int]]:
+    """Returns the messages of a list of turns, and the indices of those that carry no loss by their own weight.
+
+    `name` is that of the column. Calls in consecutive turns become one message. Raises InvalidConfig.
+    """
+    if not isinstance(turns, list):
+        raise InvalidConfig(f'"{name}" is {shown(turns)}; it must be a list of turns')
+    if not turns:
+        raise InvalidConfig(f'"{name}" is empty')
+    messages: list[Message] = []
+    unlearned = set()
+    is_after_calls = False
+    for number, turn in enumerate(turns, start=1):
+        place = f"{name} {number}"
+        message, is_calls = _turn(turn, place)
+        if is_calls and is_after_calls:
+            messages[-1]["tool_calls"] += message["tool_calls"]
+        else:
+            messages.append(message)
+        is_after_calls = is_calls
+        if not _learns(turn, message["role"], place):
+            unlearned.add(len(messages) - 1)
+    return messages, frozenset(unlearned)
+
+
+def unused_keys(turns: Sequence[Row]) -> list[str]:
+    """Returns the keys of turns that have a value but are not read, in order of appearance."""
+    names: dict[str, None] = {}
+    for turn in turns:
+        read = USED | set(_USED_OF_TOOLS if role_of(turn) == "tool" else ())
+        names.update((key, None) for key, value in turn.items() if key not in read and is_given(value))
+    return list(names)
+
+
+def role_of(turn: Row) -> str | None:
+    """Returns the role of a turn in chat templates, or None if it is unknown."""
+    return ROLES.get(str(turn.get("role") or turn.get("from")))
+
+
+def carries_loss(value: Any, place: str) -> bool:
+    """Returns whether a weight is 1, or not given. Raises InvalidConfig unless it is 0, 1, true or false."""
+    if not is_given(value):
+        return True
+    if not isinstance(value, bool | int | float) or value not in (0, 1):
+        raise InvalidConfig(
+            f"{place} is {shown(value)}; a weight must be 0 or 1",
+            hint="Fractions of a loss are not trained: repeat a sample, or give its data set a larger weight.",
+        )
+    return bool(value)
+
+
+def _learns(turn: Row, role: str, place: str) -> bool:
+    for key in _TRAINS_ANY if role != "assistant" else ():
+        if is_given(turn.get(key)) and carries_loss(turn[key], f"{place}: {key}"):
+            raise InvalidConfig(
+                f"{place}: {key} is {shown(turn[key])}, but only answers carry loss; this turn is the {role}'s",
+                hint=f"Remove {key} from turns of the {role}, or set loss_on: all.",
+            )
+    weights = [carries_loss(turn.get(key), f"{place}: {key}") for key in _LOSS_KEYS]
+    return all(weights) and turn.get("mask") is not True
+
+
+def _turn(turn: Any, place: str) -> tuple[Message, bool]:
+    """Returns the message of a turn, and whether the turn holds calls as JSON text."""
+    if not isinstance(turn, Mapping):
+        raise InvalidConfig(f"{place} is {shown(turn)}; a turn must be an object with role and content")
+    role_key, text_key = ("from", "value") if turn.get("role") is None and "from" in turn else ("role", "content")
+    name = string(turn, role_key, place)
+    if name not in ROLES:
+        near = nearest(name, ROLES)
+        raise InvalidConfig(
+            f'{place}: {role_key} is "{name}", not system, user (human), assistant (gpt) or tool',
+            hint=f'Did you mean "{near}"?' if near else None,
+        )
+    untrained_columns.refuse(turn, untrained_columns.KEYS, f"{place}: ")
+    role = ROLES[name]
+    if role == _CALLS:
+        content, calls = calls_of_text(_content(turn, text_key, place), place)
+        return {"role": "assistant", "content": content, "tool_calls": calls}, True
+    calls = calls_of_turn(turn, place)
+    if calls and role != "assistant":
+        raise InvalidConfig(f"{place}: the {role} calls a tool; only the assistant can")
+    has_text = not calls or turn.get(text_key) is not None
+    message: Message = {"role": role, "content": _content(turn, text_key, place) if has_text else ""}
+    if turn.get("reasoning_content") is not None:
+        message["reasoning_content"] = string(turn, "reasoning_content", place)
+    if calls:
+        message["tool_calls"] = calls
+    if role == "tool":
+        message |= {key: turn[key] for key in _USED_OF_TOOLS if is_given(turn.get(key))}
+    return message, False
+
+
+def _content(turn: Row, key: str, place: str) -> str:
+    """Returns the text of a turn; OpenAI's list of text parts is joined."""
+    parts = turn.get(key)
+    if not isinstance(parts, list):
+        return string(turn, key, place)
+    if not all(map(_is_text_part, parts)):
+        raise InvalidConfig(f"{place}: {key} has parts that are not text, which is not supported")
+    return "".join(part["text"] for part in parts)
+
+
+def _is_text_part(part: Any) -> bool:
+    """Returns whether a part of a turn is text only: an image may come with text."""
+    is_text = isinstance(part, Mapping) and isinstance(part.get("text"), str)
+    return is_text and part.get("type") in (None, "text", "input_text", "output_text")

@@ -1,0 +1,25 @@
+"""What is counted about conversations, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from dstrain.job.schema import Job
+
+COUNTED = MappingProxyType(
+    {
+        "empty_answers": "answers are empty: the model learns to say nothing there",
+        "cut_answers": "answers are cut in the middle by seq_len: the model does not learn to end them",
+        "lost_thoughts": "answers are trained without their thoughts (thinking: {job.thinking})",
+        "empty_thoughts": "answers begin with an empty block of thoughts (thinking: off makes it part of the prompt)",
+        "lost_tools": "conversations have tools that the chat template does not describe",
+        "lost_prompts": "system prompts are omitted by the chat template",
+    }
+)
+"""Field of `chat.Counts` → its text in the log."""
+
+
+def counted(counts: Mapping[str, int], job: Job) -> list[str]:
+    """Returns a line for each count above 0."""
+    return [f"{count:,} {COUNTED[what].format(job=job)}" for what, count in counts.items() if count]

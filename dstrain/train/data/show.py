@@ -1,0 +1,134 @@
+"""Shows samples as the model sees them, with counts: `python -m dstrain.train.data.show`, for `dstrain data show`.
+
+It reads a `ShowQuestion` as JSON and writes a `ShowAnswer`. Samples are read and tokenized by the code of training; the
+model itself is not loaded.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
+from itertools import groupby, islice
+from typing import Any
+
+from dstrain.choices import OnBadRow
+from dstrain.errors import DstrainError, InvalidConfig
+from dstrain.facts.data.sample_formats import unused_text
+from dstrain.facts.data.shown import Piece, ShowAnswer, ShownData, ShownSample, ShowQuestion
+from dstrain.job.data_source import DataSource
+from dstrain.job.schema import Job
+from dstrain.records import from_data, to_data
+from dstrain.train.data.counts import COUNTED, counted
+from dstrain.train.data.sources import rows_of
+from dstrain.train.data.tokenize import IGNORED, Encoded, Encoder
+from dstrain.train.tokenizer import load_tokenizer, source_of
+
+
+@dataclass
+class _Tally:
+    """The counts of the samples read so far."""
+
+    chosen: Encoded | None = None
+    num_samples: int = 0
+    num_untaught: int = 0
+    num_long: int = 0
+    num_tokens: int = 0
+    max_tokens: int = 0
+    num_learned: int = 0
+    counts: Counter[str] = field(default_factory=Counter)
+
+    def add(self, encoded: Encoded) -> None:
+        self.num_samples += 1
+        self.num_long += encoded.num_cut > 0
+        self.counts.update({name: getattr(encoded.counts, name) for name in COUNTED})
+        if not encoded.teaches:
+            self.num_untaught += 1
+            return
+        self.num_tokens += len(encoded.input_ids)
+        self.max_tokens = max(self.max_tokens, len(encoded.input_ids))
+        self.num_learned += encoded.num_learned
+
+
+def shown(job: Job, source: DataSource, encoder: Encoder, *, sample: int, limit: int | None) -> ShownData:
+    """Returns a sample of a data set, and the counts of its first `limit` samples.
+
+    Raises InvalidConfig for an unusable row, or if the data set has no sample of that number.
+    """
+    rows = rows_of(source, job, training=True)
+    skipped: list[str] = []
+
+    def refuse(error: InvalidConfig) -> None:
+        if job.on_bad_row is OnBadRow.STOP:
+            raise error
+        skipped.append(str(error.problem))
+
+    samples, tally = encoder.encode(rows.conversations(refuse), refuse), _Tally()
+    for number, encoded in enumerate(islice(samples, None if limit is None else max(limit, sample)), start=1):
+        tally.add(encoded)
+        tally.chosen = encoded if number == sample else tally.chosen
+    if tally.chosen is None:
+        raise InvalidConfig(f"{rows.name} has {tally.num_samples:,} usable samples, none of number {sample:,}")
+    notes = [*counted(tally.counts, job), *([unused_text(rows.unused)] if rows.unused else [])]
+    notes += [f"{len(skipped):,} unusable rows were skipped; the first: {skipped[0]}"] if skipped else []
+    return ShownData(
+        name=rows.name,
+        sample=_sample(encoder.tokenizer, sample, tally.chosen),
+        is_complete=next(samples, None) is None,
+        notes=tuple(notes),
+        **{one.name: getattr(tally, one.name) for one in fields(tally) if one.name != "chosen"},
+    )
+
+
+def _sample(tokenizer: Any, number: int, encoded: Encoded) -> ShownSample:
+    return ShownSample(
+        number=number,
+        place=encoded.where,
+        pieces=tuple(_pieces(tokenizer, encoded)),
+        num_tokens=len(encoded.input_ids),
+        num_learned=encoded.num_learned,
+        num_cut=encoded.num_cut,
+    )
+
+
+def _pieces(tokenizer: Any, encoded: Encoded) -> Iterator[Piece]:
+    """Yields the text of consecutive tokens that are all learned or all not; special tokens are pieces of their own.
+
+    A piece is what it adds to the text before it: alone, a first token would lose its space in some tokenizers.
+    """
+    added = tokenizer.added_tokens_decoder
+    special = {*tokenizer.all_special_ids, *(token for token, entry in added.items() if entry.special)}
+    kinds = [
+        (label != IGNORED, token in special, index if token in special else -1)
+        for index, (token, label) in enumerate(zip(encoded.input_ids, encoded.labels, strict=True))
+    ]
+    end, before = 0, ""
+    for (is_learned, is_special, _), group in groupby(kinds):
+        end += len(list(group))
+        text = tokenizer.decode(encoded.input_ids[:end], clean_up_tokenization_spaces=False)
+        yield Piece(text=text[len(before) :], is_learned=is_learned, is_special=is_special)
+        before = text
+
+
+def main() -> int:
+    """Answers the question on standard input; returns the exit code. Errors go to standard error."""
+    out, sys.stdout = sys.stdout, sys.stderr
+    question = from_data(ShowQuestion, json.load(sys.stdin), locate=lambda place: "/".join(map(str, place)))
+    job = question.job
+    try:
+        tokenizer = load_tokenizer(job, source_of(job))
+        encoder = Encoder(tokenizer=tokenizer, seq_len=job.seq_len, loss_on=job.loss_on, thinking=job.thinking)
+        data = [
+            shown(job, source, encoder, sample=question.sample, limit=question.limit) for source in job.train_sources
+        ]
+    except DstrainError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    json.dump(to_data(ShowAnswer(data=tuple(data))), out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,143 @@
+"""Tokenizes one data set into the cache of `datasets`, once for all ranks of a node."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+import zlib
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import datasets  # type: ignore[import-untyped]
+import transformers
+from datasets.exceptions import DatasetGenerationError  # type: ignore[import-untyped]
+
+import dstrain
+from dstrain.choices import OnBadRow
+from dstrain.errors import DstrainError, EnvironmentProblem, InvalidConfig
+from dstrain.job.schema import Job
+from dstrain.train.data.counts import COUNTED
+from dstrain.train.data.sources import Rows
+from dstrain.train.data.tokenize import Encoder
+
+_SHOWN_PROBLEMS = 5
+
+_FEATURES = datasets.Features(
+    {
+        "input_ids": datasets.List(datasets.Value("int32")),
+        "labels": datasets.List(datasets.Value("int32")),
+        "length": datasets.Value("int32"),
+        "num_learned": datasets.Value("int32"),
+        "num_cut": datasets.Value("int32"),
+        "said": datasets.Value("string"),
+        "crc": datasets.Value("uint32"),
+    }
+)
+
+Report = Callable[[int, int], None]
+"""Called with the number of finished samples and the total, 0 if unknown."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Said:
+    """What the log says about the rows of a data set."""
+
+    unused: dict[str, int]
+    """Unused column → number of samples with it."""
+    counts: dict[str, int]
+    """Field of `chat.Counts` → its sum."""
+    skipped: list[str]
+    """The first problems of skipped rows."""
+    num_skipped: int
+
+
+def tokenized(rows: Rows, encoder: Encoder, job: Job, report: Report) -> tuple[datasets.Dataset, Said]:
+    """Returns the tokens of every sample, possibly from the cache; a sample without a token to learn has none.
+
+    Raises InvalidConfig with file and line for an unusable row.
+    """
+
+    def generate() -> Iterator[dict[str, Any]]:
+        counts: Counter[str] = Counter()
+        skipped: list[str] = []
+
+        def refuse(error: InvalidConfig) -> None:
+            if job.on_bad_row is OnBadRow.STOP:
+                raise error
+            skipped.append(str(error.problem))
+
+        total = 0
+        for done, sample in enumerate(encoder.encode(rows.conversations(refuse), refuse)):
+            total = total if done else rows.count()
+            report(done, total)
+            counts.update({name: getattr(sample.counts, name) for name in COUNTED})
+            learned = sample.num_learned
+            kept = (sample.input_ids, sample.labels) if learned else ([], [])
+            yield _row(*kept, num_learned=learned, num_cut=sample.num_cut)
+        said = {"unused": rows.unused, "counts": counts, "skipped": skipped[:_SHOWN_PROBLEMS]}
+        yield _row([], [], num_learned=0, num_cut=0, said=json.dumps(said | {"num_skipped": len(skipped)}))
+
+    try:
+        with _quiet_where_no_terminal():
+            encoded = datasets.Dataset.from_generator(
+                generate, features=_FEATURES, fingerprint=_fingerprint(rows, encoder, job)
+            )
+    except DatasetGenerationError as error:
+        raise _explained(error, rows.name) from error.__cause__
+    last = len(encoded) - 1  # an additional row holds what the log says
+    return encoded.select(range(last)), Said(**json.loads(encoded[last]["said"]))
+
+
+def _explained(error: Exception, name: str) -> Exception:
+    """Returns the error of a row, one that says where tokens cannot be written, or the error itself."""
+    cause = error.__cause__
+    if isinstance(cause, DstrainError):
+        return cause.with_traceback(None)
+    if isinstance(cause, OSError):
+        folder = datasets.config.HF_DATASETS_CACHE
+        return EnvironmentProblem(
+            f"the tokens of {name} cannot be written to {folder}: {cause.strerror or cause}",
+            hint="Free some space, or set HF_DATASETS_CACHE to another folder.",
+        )
+    return error
+
+
+def _row(ids: list[int], labels: list[int], *, num_learned: int, num_cut: int, said: str = "") -> dict[str, Any]:
+    row = {"input_ids": ids, "labels": labels, "length": len(ids), "num_learned": num_learned, "num_cut": num_cut}
+    return {**row, "crc": zlib.crc32(array("i", [*ids, *labels])), "said": said}
+
+
+def _fingerprint(rows: Rows, encoder: Encoder, job: Job) -> str:
+    """Returns the key of the tokens in the cache: equal on all ranks, and different for any other input."""
+    tokenizer, reading = encoder.tokenizer, rows.reading
+    if tokenizer.is_fast:
+        state = json.loads(tokenizer.backend_tokenizer.to_str())
+        vocabulary = {key: value for key, value in state.items() if key not in {"padding", "truncation"}}
+    else:
+        vocabulary = tokenizer.get_vocab()
+    made_from = [
+        *(dstrain.__version__, transformers.__version__, rows.identity, rows.max_samples, list(_FEATURES)),
+        *(reading.format.value, dict(reading.columns), reading.system),
+        *(encoder.seq_len, encoder.loss_on.value, encoder.thinking.value, job.on_bad_row.value),
+        *(type(tokenizer).__name__, tokenizer.chat_template),
+        *(tokenizer.special_tokens_map, vocabulary),
+    ]
+    return hashlib.sha256(json.dumps(made_from, default=str, sort_keys=True).encode()).hexdigest()[:32]
+
+
+@contextmanager
+def _quiet_where_no_terminal() -> Iterator[None]:
+    """Keeps the progress bars of `datasets` out of log files."""
+    if sys.stderr.isatty() or datasets.are_progress_bars_disabled():
+        yield
+        return
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        datasets.enable_progress_bars()

@@ -1,0 +1,108 @@
+"""`dstrain data show`: a sample as the model sees it, with its counts, from the code that trains."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+from dstrain.cli.output.data import lines
+from dstrain.errors import InvalidConfig
+from dstrain.facts.data.shown import Piece, ShownData, ShownSample
+from dstrain.job.schema import Job
+from dstrain.train import demo
+from dstrain.train.data.show import shown as shown_data
+from dstrain.train.data.tokenize import Encoder
+from dstrain.train.tokenizer import load_tokenizer
+
+Type = Callable[..., Any]
+TURNS: list[dict[str, Any]] = [
+    {"role": "user", "content": "Two?"},
+    {"role": "assistant", "content": "Four.", "weight": 0},
+    {"role": "user", "content": "Three?"},
+    {"role": "assistant", "content": "Nine, of course."},
+]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    tokenizer = demo.make_tokenizer([turn["content"] for turn in TURNS] + ["user assistant"])
+    tokenizer.save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "qwen3"}')
+    rows = [{"messages": TURNS, "source": "web"}, {"messages": [TURNS[0], {"role": "assistant", "content": ""}]}]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return tmp_path
+
+
+def test_a_file_is_shown_with_marks_around_what_has_loss(dstrain: Type, folder: Path) -> None:
+    done = dstrain("data", "show", "train.jsonl", "--model", "model")
+    assert done.returncode == 0, done.stderr
+    assert "Four.<|im_end|>" in done.stdout
+    assert "assistant\n⟦Nine, of course.<|im_end|>⟧" in done.stdout
+    for line in (
+        "sample 1, train.jsonl:1 (text between ⟦ and ⟧ has loss)",
+        "train.jsonl, all 2 samples",
+        "  note       1 answers are empty: the model learns to say nothing there",
+        "  note       unused columns: source (1 sample)",
+    ):
+        assert line in done.stdout.splitlines()
+
+
+def test_the_data_sets_of_a_job_are_shown_as_it_reads_them(dstrain: Type, folder: Path) -> None:
+    (folder / "job.yaml").write_text(
+        "model: model\noutput_dir: out\nseq_len: 24\nloss_on: all\n"
+        "data: [{path: train.jsonl, max_samples: 1}, {path: 'q*.jsonl', columns: {question: q, answer: a}}]\n"
+    )
+    (folder / "q.jsonl").write_text('{"q": "Two?", "a": "Nine."}\n')
+    done = dstrain("data", "show", "--set", "loss_on=answer", "--json")
+    assert done.returncode == 0, done.stderr
+    first, second = json.loads(done.stdout)["data"]
+    assert (first["num_samples"], first["num_untaught"], first["num_long"]) == (1, 1, 1)
+    learned = [piece["text"] for piece in second["sample"]["pieces"] if piece["is_learned"]]
+    assert learned == ["Nine.", "<|im_end|>"]
+    assert second["sample"]["num_learned"] == second["num_learned"] > 0
+
+
+def test_what_is_wrong_with_the_question_or_the_data_is_one_sentence(dstrain: Type, folder: Path) -> None:
+    missing = dstrain("data", "show", "train.jsonl")
+    assert (missing.returncode, "give --job, or FILE and --model" in missing.stderr) == (2, True)
+    few = dstrain("data", "show", "train.jsonl", "--model", "model", "--sample", "3", "--set", "seqlen=3")
+    assert few.returncode == 3
+    assert 'unknown key "seqlen"; did you mean "seq_len"?' in few.stderr
+
+
+def test_a_sample_beyond_the_last_is_refused(folder: Path) -> None:
+    job = Job(model=str(folder / "model"), output_dir="o", data=str(folder / "train.jsonl"))
+    encoder = Encoder(tokenizer=load_tokenizer(job, job.model), seq_len=64, loss_on=job.loss_on)
+    with pytest.raises(InvalidConfig, match=r"train\.jsonl has 2 usable samples, none of number 3"):
+        shown_data(job, job.train_sources[0], encoder, sample=3, limit=None)
+
+
+def shown(*pieces: Piece, **more: Any) -> ShownData:
+    sample = ShownSample(number=1, place="a.jsonl:1", pieces=pieces, num_tokens=2, num_learned=1, num_cut=0)
+    fields: dict[str, Any] = {
+        "num_samples": 1,
+        "is_complete": False,
+        "num_tokens": 2,
+        "max_tokens": 2,
+        "num_learned": 1,
+    }
+    fields |= {"num_untaught": 0, "num_long": 0, "counts": {}, "notes": (), **more}
+    return ShownData(name="a.jsonl", sample=sample, **fields)
+
+
+def test_on_a_terminal_what_has_loss_is_green_and_a_sample_cannot_change_the_terminal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    job = Job(model="m", output_dir="o")
+    data = shown(
+        Piece(text="a\x1b[2J\n", is_learned=False, is_special=False), Piece(text="b", is_learned=True, is_special=True)
+    )
+    assert lines(data, job, in_color=True)[1] == "a\\x1b[2J\n\x1b[0m\x1b[32m\x1b[1mb\x1b[0m"
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert lines(data, job, in_color=True)[1] == "a\\x1b[2J\n⟦b⟧"
+    assert "a.jsonl, the first 1 samples" in lines(data, job, in_color=True)
