@@ -115,13 +115,17 @@ TOOL_TALKS = {
 
 
 def make_tokenizer(name: str) -> PreTrainedTokenizerFast:
-    """Returns a tokenizer of bytes with the family's template, and a token for every tag in it."""
+    """Returns a tokenizer of bytes with the family's template."""
     template = (TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8")
+    return byte_tokenizer(template, *ENDS.get(name, ("<s>", "<|im_end|>")))
+
+
+def byte_tokenizer(template: str, begin: str | None, end: str) -> PreTrainedTokenizerFast:
+    """Returns a tokenizer of bytes with a template, and a token for every tag in it."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={letter: index for index, letter in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    begin, end = ENDS.get(name, ("<s>", "<|im_end|>"))
     made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=begin, eos_token=end, chat_template=template)
     made.add_tokens(sorted({*TAG.findall(template), "<think>", "</think>"}), special_tokens=True)
     return made
