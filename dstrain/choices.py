@@ -179,8 +179,15 @@ class OnBadRow(StrEnum):
     SKIP = "skip"
 
 
+class Interval(StrEnum):
+    """When the model is evaluated or saved, besides the end of the run."""
+
+    STEPS = "steps"
+    EPOCH = "epoch"
+
+
 class Schedule(StrEnum):
-    """How the learning rate goes, by Transformers' names: those that need no more than a job has."""
+    """How the learning rate goes, by Transformers' names."""
 
     LINEAR = "linear"
     COSINE = "cosine"
@@ -189,6 +196,9 @@ class Schedule(StrEnum):
     CONSTANT = "constant"
     CONSTANT_WITH_WARMUP = "constant_with_warmup"
     INVERSE_SQRT = "inverse_sqrt"
+    COSINE_WITH_MIN_LR = "cosine_with_min_lr"
+    COSINE_WARMUP_WITH_MIN_LR = "cosine_warmup_with_min_lr"
+    WARMUP_STABLE_DECAY = "warmup_stable_decay"
 
 
 class SinkName(StrEnum):

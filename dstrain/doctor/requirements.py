@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dstrain.choices import Hub, SinkName
+from dstrain.choices import Hub, Interval, SinkName
 from dstrain.doctor.facts import Question
 from dstrain.facts.cluster.hostfile import Host, Hosts
 from dstrain.facts.data.datafile import found
@@ -180,7 +180,8 @@ def _without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
 def _num_checkpoints(job: Job) -> int | None:
     """Returns how many checkpoints a job writes beside the existing ones: one more than are kept at the end, since the
     oldest is removed after the newest was written."""
-    ever = math.ceil(job.max_steps / job.save_steps) if job.max_steps else None
+    is_by_steps = job.save_strategy is Interval.STEPS
+    ever = math.ceil(job.max_steps / job.save_steps) if job.max_steps and is_by_steps else None
     there = len(RunDir(Path(job.output_dir)).checkpoints())
     kept = None if job.save_total_limit is None else max(1, job.save_total_limit + 1 - there)
     counts = [count for count in (ever, kept) if count is not None]

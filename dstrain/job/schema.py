@@ -18,6 +18,7 @@ from dstrain.choices import (
     Column,
     DataFormat,
     Hub,
+    Interval,
     LossKernel,
     LossOn,
     Method,
@@ -194,8 +195,12 @@ class Job:
     """Peak learning rate."""
     lr_scheduler_type: Schedule = Schedule.COSINE
     """A schedule of Transformers: `cosine`, `linear`, `constant_with_warmup` …"""
+    lr_scheduler_kwargs: Mapping[str, float | int | str] = field(default_factory=dict)
+    """Further parameters of the schedule, such as `{min_lr_rate: 0.1}` of `cosine_with_min_lr`."""
     warmup_ratio: Ratio = 0.03
     """Fraction of the steps in which the learning rate rises from 0; if above 0, step 1 changes nothing."""
+    warmup_steps: Annotated[int, Ge(0)] | None = None
+    """Steps in which the learning rate rises from 0, in place of `warmup_ratio`."""
     weight_decay: NonNegative = 0.0
     """AdamW's weight decay."""
     adam_beta1: Beta = 0.9
@@ -212,13 +217,23 @@ class Job:
     """Random seed of shuffling, dropout and adapters."""
     full_determinism: bool = False
     """Whether PyTorch uses only deterministic algorithms; slower, and without overlap on GPUs."""
+    tf32: bool = False
+    """Whether matrix products of fp32 are computed in TF32, on Ampere and later GPUs; elsewhere without effect."""
     stop_on_nonfinite: Annotated[int, Ge(0)] = 20
     """Consecutive steps with non-finite gradients that end the run; 0: never. fp16's loss scaling starts with a few."""
 
     logging_steps: Positive = 10
     """Optimizer steps between lines of `metrics.jsonl`."""
+    eval_strategy: Interval = Interval.STEPS
+    """When the model is evaluated besides the end of the run: after `eval_steps`, or after each `epoch`."""
     eval_steps: Positive | None = None
     """Optimizer steps between evaluations; default: only at the end of the run."""
+    eval_on_start: bool = False
+    """Whether the model is evaluated before the first step too."""
+    eval_micro_batch: Positive | None = None
+    """Samples (with packing: rows) per forward pass of one GPU in evaluation; default: `micro_batch`."""
+    save_strategy: Interval = Interval.STEPS
+    """When checkpoints are written: after `save_steps`, or after each `epoch`."""
     save_steps: Positive = 500
     """Optimizer steps between checkpoints."""
     save_total_limit: Positive | None = 2

@@ -9,8 +9,9 @@ from typing import Any
 from accelerate import ParallelismConfig  # type: ignore[import-untyped]
 from accelerate.utils import DeepSpeedSequenceParallelConfig  # type: ignore[import-untyped]
 from transformers import TrainingArguments
+from transformers.utils import is_torch_tf32_available
 
-from dstrain.choices import Method, Optimizer, Precision
+from dstrain.choices import Interval, Method, Optimizer, Precision
 from dstrain.job.schema import Job
 
 
@@ -46,9 +47,25 @@ def training_arguments(job: Job, ds_config: Mapping[str, Any], *, num_ranks: int
         fp16=job.precision is Precision.FP16,
         activation_checkpointing=job.grad_ckpt,
         activation_checkpointing_kwargs=checkpointing_kwargs(job, ds_config) if job.grad_ckpt else None,
-        eval_strategy="steps" if job.has_eval and job.eval_steps else "no",
+        eval_strategy=_eval_strategy(job),
         eval_steps=job.eval_steps if job.has_eval else None,
+        eval_on_start=job.has_eval and job.eval_on_start,
+        tf32=True if job.tf32 and is_torch_tf32_available() else None,  # True is an error on other devices
     )
+
+
+def _eval_strategy(job: Job) -> str:
+    """Returns when Transformers evaluates; the evaluation at the end is dstrain's."""
+    if not job.has_eval or (job.eval_strategy is Interval.STEPS and job.eval_steps is None):
+        return "no"
+    return job.eval_strategy.value
+
+
+def _warmup(job: Job) -> float:
+    """Returns the steps of the warmup; Transformers takes a value below 1 for a share of all steps."""
+    if job.warmup_steps is not None:
+        return job.warmup_steps
+    return job.warmup_ratio if job.warmup_ratio < 1 else 0.999999
 
 
 def _parallelism(job: Job, num_ranks: int) -> ParallelismConfig | None:
@@ -73,14 +90,13 @@ def _from_job(job: Job) -> dict[str, Any]:
     return {
         "output_dir": job.output_dir,
         "per_device_train_batch_size": job.micro_batch,
-        "per_device_eval_batch_size": job.micro_batch,
+        "per_device_eval_batch_size": job.eval_micro_batch or job.micro_batch,
         "gradient_accumulation_steps": job.grad_accum,
         "num_train_epochs": job.num_train_epochs,
         "max_steps": job.max_steps if job.max_steps is not None else -1,
         "learning_rate": job.learning_rate,
-        "warmup_steps": job.warmup_ratio
-        if job.warmup_ratio < 1
-        else 0.999999,  # a value below 1 is a share of the steps
+        "warmup_steps": _warmup(job),
+        "lr_scheduler_kwargs": dict(job.lr_scheduler_kwargs),
         "weight_decay": job.weight_decay,
         "adam_beta1": job.adam_beta1,
         "adam_beta2": job.adam_beta2,
@@ -91,6 +107,7 @@ def _from_job(job: Job) -> dict[str, Any]:
         "data_seed": job.seed,
         "full_determinism": job.full_determinism,
         "logging_steps": job.logging_steps,
+        "save_strategy": job.save_strategy.value,
         "save_steps": job.save_steps,
         "dataloader_num_workers": job.dataloader_num_workers,
     }
@@ -103,7 +120,6 @@ def _fixed(*, on_gpu: bool) -> dict[str, Any]:
         "report_to": "none",  # Transformers' SwanLab callback fails with SwanLab 0.8; MetricsCallback has sinks
         "logging_nan_inf_filter": False,  # True logs a NaN loss as 0.0 and waits for the device in every micro-batch
         "logging_first_step": True,
-        "save_strategy": "steps",
         "save_total_limit": None,  # Transformers' rotation does not know which checkpoints are complete
         "average_tokens_across_devices": True,  # the loss is a mean over the tokens of all ranks
         "remove_unused_columns": False,

@@ -132,9 +132,6 @@ def test_choices_are_those_of_the_code_that_takes_them() -> None:
     need_more_than_a_job_has = {
         "reduce_lr_on_plateau",
         "greedy",
-        "cosine_with_min_lr",
-        "cosine_warmup_with_min_lr",
-        "warmup_stable_decay",
     }
     assert {str(word) for word in Schedule} == {str(kind.value) for kind in SchedulerType} - need_more_than_a_job_has
     assert [str(word) for word in SinkName] == list(SINKS)

@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import get_scheduler
 
-from dstrain.choices import Method, Precision
+from dstrain.choices import Interval, Method, Precision, Schedule
 from dstrain.job.schema import Job
 from dstrain.train.arguments import checkpointing_kwargs, training_arguments, zero_stage
 
@@ -83,6 +85,42 @@ def test_an_evaluation_needs_both_data_and_an_interval(tmp_path: Path) -> None:
     assert made(tmp_path, val_split=0.1, eval_steps=5).eval_strategy == "steps"
     assert made(tmp_path, eval_data="e").eval_strategy == "no"
     assert made(tmp_path, eval_steps=5).eval_strategy == "no"
+
+
+def test_the_model_is_evaluated_and_saved_after_steps_or_epochs(tmp_path: Path) -> None:
+    by_epoch = made(tmp_path, eval_data="e", eval_strategy=Interval.EPOCH, save_strategy=Interval.EPOCH)
+    assert (by_epoch.eval_strategy, by_epoch.save_strategy) == ("epoch", "epoch")
+    assert made(tmp_path).save_strategy == "steps"
+    assert made(tmp_path, eval_strategy=Interval.EPOCH).eval_strategy == "no"
+    assert made(tmp_path, eval_data="e", eval_on_start=True).eval_on_start
+
+
+def test_evaluation_may_have_a_micro_batch_of_its_own(tmp_path: Path) -> None:
+    assert made(tmp_path, micro_batch=2).per_device_eval_batch_size == 2
+    assert made(tmp_path, micro_batch=2, eval_micro_batch=8).per_device_eval_batch_size == 8
+
+
+def test_the_schedule_has_its_own_parameters_and_a_warmup_in_steps(tmp_path: Path) -> None:
+    arguments = made(tmp_path, lr_scheduler_type=Schedule.COSINE_WITH_MIN_LR, lr_scheduler_kwargs={"min_lr_rate": 0.1},
+                     warmup_steps=2)  # fmt: skip
+    assert arguments.warmup_steps == 2
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    name, kwargs = arguments.lr_scheduler_type, arguments.lr_scheduler_kwargs
+    schedule = get_scheduler(
+        name, optimizer, num_warmup_steps=2, num_training_steps=10, scheduler_specific_kwargs=kwargs
+    )
+    rates = []
+    for _ in range(11):
+        rates.append(schedule.get_last_lr()[0])
+        optimizer.step()
+        schedule.step()
+    assert rates[:3] == [0.0, 0.5, 1.0]
+    assert rates[-1] == pytest.approx(0.1)
+
+
+def test_tf32_is_asked_for_only_where_it_exists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dstrain.train.arguments.is_torch_tf32_available", lambda: False)
+    assert made(tmp_path, tf32=True).tf32 is None
 
 
 def test_recomputation_enters_again_only_for_adapters_under_zero_3() -> None:

@@ -345,6 +345,8 @@ def test_a_lower_end_above_the_jobs_learning_rate_is_told(tmp_path: Path) -> Non
     [
         ("max_steps: 5\nlogging_steps: 10\n", "DS901", 7),
         ("data: a.jsonl\neval_data: a.jsonl\n", "DS902", 7),
+        ("eval_data: b.jsonl\neval_strategy: epoch\neval_steps: 5\n", "DS907", 8),
+        ("eval_micro_batch: 4\n", "DS907", 6),
         ("seq_len: 65536\n", "DS903", 6),
         ("precision: bf16\n", "DS904", 6),
     ],
@@ -455,3 +457,22 @@ def test_a_hostfile_that_cannot_be_read_makes_no_machine(tmp_path: Path) -> None
     context = job_context(file, None)
     assert (context.hosts, context.cluster) == (None, None)
     assert [finding.rule for finding in hostfile_findings.findings(file, None)] == ["DS805"]
+
+
+@pytest.mark.parametrize(
+    ("lines", "problem"),
+    [
+        (
+            "lr_scheduler_type: linear\nlr_scheduler_kwargs: {power: 2}\n",
+            'linear has no parameter "power"; it takes none',
+        ),
+        ("lr_scheduler_type: polynomial\nlr_scheduler_kwargs: {min_lr: 0}\n", "it takes lr_end, power"),
+        ("lr_scheduler_type: cosine_with_min_lr\n", "cosine_with_min_lr needs min_lr or min_lr_rate"),
+    ],
+)
+def test_a_schedule_gets_its_own_parameters(tmp_path: Path, lines: str, problem: str) -> None:
+    said = one("DS906", found(ZERO2, job=job(tmp_path, lines)))
+    assert problem in said.problem
+    assert said.severity is Severity.ERROR
+    good = "lr_scheduler_type: cosine_with_min_lr\nlr_scheduler_kwargs: {min_lr_rate: 0.1}\n"
+    assert not [each for each in found(ZERO2, job=job(tmp_path, good)) if each.rule == "DS906"]

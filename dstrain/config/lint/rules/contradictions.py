@@ -96,12 +96,14 @@ def _longer_than_the_run(subject: Subject) -> Iterator[Fault]:
         return
     steps, place = subject.job.job.max_steps, subject.job.locate(("max_steps",))
     name, params = type_of(subject, "scheduler") or "", params_of(subject, "scheduler")
-    ratio = subject.job.job.warmup_ratio
-    counts = {"warmup_num_steps": max(1, math.ceil(steps * ratio)), "total_num_steps": steps}
+    ratio, given = subject.job.job.warmup_ratio, subject.job.job.warmup_steps
+    warmup = max(1, math.ceil(steps * ratio)) if given is None else given
+    says = f" (warmup_ratio {ratio:g})" if given is None else f" (warmup_steps {given})"
+    counts = {"warmup_num_steps": warmup, "total_num_steps": steps}
     for key, count in counts.items():
         value = params.get(key)
         if is_count(value) and value != count and subject.is_trainers:
-            source = f"{place}: max_steps is {steps}" + (f" (warmup_ratio {ratio:g})" if key[0] == "w" else "")
+            source = f"{place}: max_steps is {steps}" + (says if key[0] == "w" else "")
             yield Fault(
                 pointer=("scheduler", "params", key),
                 problem=f"{key} is {value}, but {source} makes it {count}",

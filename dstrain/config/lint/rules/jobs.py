@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict
 
-from dstrain.choices import Optimizer, Precision, RopeType
+from dstrain.choices import Interval, Optimizer, Precision, RopeType, Schedule
 from dstrain.config.lint.finding import Fault, Severity
 from dstrain.config.lint.rule import Breaks, Rule, when
 from dstrain.config.lint.rules.no_effect import above, has_pass, is_on
@@ -140,6 +140,61 @@ def _never_reached(subject: Subject) -> Iterator[Fault]:
             yield _in_job(subject, key, problem, effect, f"write a {key} of at most {job.max_steps}")
 
 
+_SCHEDULE_KEYS = {
+    Schedule.COSINE: ("num_cycles",),
+    Schedule.COSINE_WITH_RESTARTS: ("num_cycles",),
+    Schedule.POLYNOMIAL: ("lr_end", "power"),
+    Schedule.INVERSE_SQRT: ("timescale",),
+    Schedule.COSINE_WITH_MIN_LR: ("min_lr", "min_lr_rate", "num_cycles"),
+    Schedule.COSINE_WARMUP_WITH_MIN_LR: ("min_lr", "min_lr_rate", "num_cycles", "warmup_lr_rate"),
+    Schedule.WARMUP_STABLE_DECAY: (
+        *("num_decay_steps", "num_stable_steps", "warmup_type", "decay_type", "min_lr_ratio", "num_cycles"),
+    ),
+}  # fmt: skip
+"""Schedule → its parameters in `lr_scheduler_kwargs`. Source: transformers 5.23 optimization.py."""
+_NEEDED_KEYS = {
+    Schedule.COSINE_WITH_MIN_LR: ("min_lr", "min_lr_rate"),
+    Schedule.COSINE_WARMUP_WITH_MIN_LR: ("min_lr", "min_lr_rate"),
+    Schedule.WARMUP_STABLE_DECAY: ("num_decay_steps",),
+}
+"""Schedule → the parameters of which it needs exactly one."""
+
+
+def _wrong_schedule(subject: Subject) -> Iterator[Fault]:
+    """Reports parameters that a schedule does not take, and one that it needs."""
+    job = subject.job.job if subject.job is not None else None
+    if job is None:
+        return
+    schedule, given = job.lr_scheduler_type, job.lr_scheduler_kwargs
+    legal, needed = _SCHEDULE_KEYS.get(schedule, ()), _NEEDED_KEYS.get(schedule, ())
+    for key in given:
+        if key not in legal:
+            takes = f"it takes {', '.join(legal)}" if legal else "it takes none"
+            yield _in_job(subject, "lr_scheduler_kwargs", f'{schedule} has no parameter "{key}"; {takes}',
+                          "the run stops before the first step", "remove it")  # fmt: skip
+    if needed and sum(key in given for key in needed) != 1:
+        problem = f"{schedule} needs {' or '.join(needed)} in lr_scheduler_kwargs"
+        yield _in_job(subject, "lr_scheduler_type", problem, "the run stops before the first step",
+                      f"write lr_scheduler_kwargs: {{{needed[-1]}: …}}")  # fmt: skip
+
+
+def _unread_intervals(subject: Subject) -> Iterator[Fault]:
+    """Reports keys of the job that another key of it keeps from being read."""
+    job = subject.job.job if subject.job is not None else None
+    if job is None:
+        return
+    by_epoch = job.eval_strategy is Interval.EPOCH
+    for key, is_given, why in (
+        ("eval_steps", by_epoch and job.eval_steps is not None, "eval_strategy is epoch"),
+        ("eval_strategy", by_epoch and not job.has_eval, "there are no evaluation data"),
+        ("eval_on_start", job.eval_on_start and not job.has_eval, "there are no evaluation data"),
+        ("eval_micro_batch", job.eval_micro_batch is not None and not job.has_eval, "there are no evaluation data"),
+    ):
+        if is_given:
+            value = shown(str(getattr(job, key)))
+            yield _in_job(subject, key, f"{key} is {value}, but {why}", "it is not read", "remove it")
+
+
 def _its_own_data(subject: Subject) -> Iterator[Fault]:
     job = subject.job.job if subject.job is not None else None
     paths = {source.path for source in job.train_sources} if job is not None else set()
@@ -236,6 +291,10 @@ RULES = (
          source="dstrain/facts/cluster/gpus.py"),
     Rule(id="DS905", severity=Severity.ERROR, title="rope scaling that the model cannot have", find=_cannot_scale,
          source="Transformers 5.23 modeling_rope_utils.py; dstrain/plan/rope_scaling.py"),
+    Rule(id="DS906", severity=Severity.ERROR, title="parameter that the schedule does not take", find=_wrong_schedule,
+         source="transformers 5.23 optimization.py: TYPE_TO_SCHEDULER_FUNCTION"),
+    Rule(id="DS907", severity=Severity.WARNING, title="key of the job that is not read", find=_unread_intervals,
+         source="dstrain/train/arguments.py"),
 )
 """Rules about the job."""
 # fmt: on
