@@ -9,7 +9,7 @@ from typing import Any
 from accelerate import ParallelismConfig  # type: ignore[import-untyped]
 from accelerate.utils import DeepSpeedSequenceParallelConfig  # type: ignore[import-untyped]
 from transformers import TrainingArguments
-from transformers.utils import is_torch_tf32_available
+from transformers.utils.import_utils import is_torch_tf32_available
 
 from dstrain.choices import Interval, Method, Optimizer, Precision
 from dstrain.job.schema import Job
