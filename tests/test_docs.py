@@ -25,6 +25,7 @@ from dstrain.choices import Method
 from dstrain.cli.main import cli
 from dstrain.facts.cluster.cpu import CPU_LIMITS
 from dstrain.facts.model import aliases
+from dstrain.monitor.health.rules import RULES as HEALTH_RULES
 
 ROOT = Path(__file__).parent.parent
 README, CHINESE = ROOT / "README.md", ROOT / "README.zh-CN.md"
@@ -71,7 +72,13 @@ def cli_reference() -> str:
 def job_reference() -> str:
     """Returns a row for every key of a job file: name, default and the docstring under its field."""
     rows = ["| key | default | meaning |", "|---|---|---|"]
-    prefixes = {"Job": "", "Lora": "lora.", "RopeScaling": "rope_scaling.", "Monitor": "monitor."}
+    prefixes = {
+        "Job": "",
+        "Lora": "lora.",
+        "RopeScaling": "rope_scaling.",
+        "Monitor": "monitor.",
+        "HealthLimits": "health.RULE.",
+    }
     classes = {node.name: node for node in ast.parse((ROOT / "dstrain/job/schema.py").read_text(encoding="utf-8")).body
                if isinstance(node, ast.ClassDef)}  # fmt: skip
     for name, prefix in prefixes.items():
@@ -185,9 +192,20 @@ def cpu_table() -> str:
     return "\n".join(["| setting | value | why not | runs if | write |", "|---|---|---|---|---|", *rows])
 
 
+def health_table() -> str:
+    """Returns the health rules with their limits."""
+    rows = ["| rule | signal | warning | critical | source of the limits |", "|---|---|---:|---:|---|"]
+    for name, rule in HEALTH_RULES.items():
+        signal = " ".join((rule.signal.__doc__ or "").split("\n\n")[0].removeprefix("Returns ").rstrip(".").split())
+        critical = "" if rule.critical is None else f"{rule.critical:g}"
+        rows.append(f"| `{name}` | {signal} | {rule.warn:g} | {critical} | {rule.source} |")
+    return "\n".join(rows)
+
+
 PARTS: dict[str, Callable[[], str]] = {
     "module map": module_map,
     "job": job_reference,
+    "health": health_table,
     "command line": cli_reference,
     "gen-config": gen_config_output,
     "plan": plan_output,
