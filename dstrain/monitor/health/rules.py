@@ -191,7 +191,8 @@ RULES: Mapping[HealthRule, Rule] = MappingProxyType(
             signal=signals.memory_imbalance,
             warn=0.10,
             problem="one rank's peak is {value:.0%} above another's",
-            advice="The fullest rank decides what fits. packing: true evens out lengths; with experts, see how the router spreads tokens.",
+            advice="The fullest rank decides what fits. packing: true evens out lengths; with experts, the router may "
+            "prefer a few.",
             source="ZeRO divides evenly: what differs is activations",
         ),
     }
