@@ -25,6 +25,7 @@ from dstrain.choices import Method
 from dstrain.cli.main import cli
 from dstrain.facts.cluster.cpu import CPU_LIMITS
 from dstrain.facts.model import aliases
+from dstrain.monitor.health.rules import RULES as HEALTH_RULES
 
 ROOT = Path(__file__).parent.parent
 README, CHINESE = ROOT / "README.md", ROOT / "README.zh-CN.md"
@@ -77,6 +78,7 @@ def job_reference() -> str:
         "Lora": "lora.",
         "RopeScaling": "rope_scaling.",
         "Monitor": "monitor.",
+        "HealthLimits": "health.RULE.",
     }
     sources = ((ROOT / f"dstrain/job/{name}.py").read_text(encoding="utf-8") for name in ("data_source", "schema"))
     classes = {node.name: node for source in sources for node in ast.parse(source).body
@@ -194,9 +196,20 @@ def cpu_table() -> str:
     return "\n".join(["| setting | value | why not | runs if | write |", "|---|---|---|---|---|", *rows])
 
 
+def health_table() -> str:
+    """Returns the health rules with their limits."""
+    rows = ["| rule | signal | warning | critical | source of the limits |", "|---|---|---:|---:|---|"]
+    for name, rule in HEALTH_RULES.items():
+        signal = " ".join((rule.signal.__doc__ or "").split("\n\n")[0].removeprefix("Returns ").rstrip(".").split())
+        critical = "" if rule.critical is None else f"{rule.critical:g}"
+        rows.append(f"| `{name}` | {signal} | {rule.warn:g} | {critical} | {rule.source} |")
+    return "\n".join(rows)
+
+
 PARTS: dict[str, Callable[[], str]] = {
     "module map": module_map,
     "job": job_reference,
+    "health": health_table,
     "command line": cli_reference,
     "gen-config": gen_config_output,
     "plan": plan_output,

@@ -17,6 +17,8 @@ from dstrain.choices import (
     Attention,
     Column,
     DataFormat,
+    HealthAction,
+    HealthRule,
     Hub,
     Interval,
     LossKernel,
@@ -105,6 +107,22 @@ class Monitor:
     """Project name in SwanLab and W&B."""
     name: str | None = None
     """Name of the run; default: `MODEL-METHOD-GPUSxGPU-ZEROn`, such as `qwen3-8b-lora-4x4090-zero2`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HealthLimits:
+    """Limits and consequences of one health rule."""
+
+    __pydantic_config__ = type_config
+
+    enabled: bool = True
+    """Whether the rule is checked."""
+    warn: float | None = None
+    """The signal from which it is a warning; default: the rule's."""
+    critical: float | None = None
+    """The signal from which it is critical; default: the rule's."""
+    action: HealthAction = HealthAction.TELL
+    """What follows at the highest level: `tell`, `save` (a checkpoint too), or `stop` (save and end the run)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -245,6 +263,8 @@ class Job:
 
     monitor: Monitor = field(default_factory=Monitor)
     """Where metrics go."""
+    health: Mapping[HealthRule, HealthLimits] = field(default_factory=dict)
+    """Rules whose limits or consequences differ from the defaults (docs/health.md)."""
     env: Mapping[str, str] = field(default_factory=dict)
     """Environment variables of every rank; put secrets in your own environment, not here."""
 

@@ -15,7 +15,10 @@ import torch
 import torch.distributed as dist
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from dstrain.monitor.health import check
+from dstrain.choices import HealthAction
+from dstrain.errors import RunFailed
+from dstrain.monitor.health.nonfinite import Finding, check
+from dstrain.monitor.health.watch import Watch
 from dstrain.monitor.metrics import Hardware, Reading, scalars, summarize
 from dstrain.monitor.sinks.jsonl import JsonlFile, current_steps, read_jsonl
 from dstrain.monitor.sinks.registry import Guarded
@@ -77,6 +80,7 @@ class Meter:
             gpu_utilization=_nvml(lambda: torch.cuda.utilization() / 100),
             gpu_power_w=_nvml(lambda: torch.cuda.power_draw() / 1000),
             host_bytes=_resident_bytes(),
+            host_used_share=_used_share(),
         )
         self.restart()
         return reading
@@ -128,6 +132,15 @@ def _resident_bytes() -> float:
     return _NAN
 
 
+def _used_share() -> float:
+    """Returns the share of this machine's RAM that no process could have."""
+    with suppress(OSError, ValueError, KeyError):
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        sizes = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines)}
+        return 1 - sizes["MemAvailable"] / sizes["MemTotal"]
+    return _NAN
+
+
 class MetricsCallback(TrainerCallback):
     """Runs on every rank; gathers over a gloo group at logging steps only, and writes on rank 0."""
 
@@ -139,15 +152,19 @@ class MetricsCallback(TrainerCallback):
         against: Hardware | None,
         metrics: JsonlFile | None,
         health: JsonlFile | None,
+        watch: Watch,
         sinks: Sequence[Guarded],
         say: Say,
     ) -> None:
-        """`group` is a gloo group of all ranks; only rank 0 has `metrics`, `health` and `sinks`."""
+        """`group` is a gloo group of all ranks; only rank 0 has `metrics`, `health` and `sinks`, and sees `watch`."""
         self.meter = meter
         self._group = group
         self._against = against
         self._metrics = metrics
         self._health = health
+        self._watch = watch
+        self._acts = any(limits.action is not HealthAction.TELL for limits in watch.limits.values())
+        self._must_stop = False
         self._sinks = sinks
         self._say = say
         self._last_step = 0
@@ -207,22 +224,57 @@ class MetricsCallback(TrainerCallback):
         logs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Writes one step to `metrics.jsonl` and the sinks, and prints a progress line."""
-        if not logs or self._metrics is None or "train_runtime" in logs:
+        """Writes one step to `metrics.jsonl` and the sinks, prints a progress line, and saves if a health rule asks."""
+        if not logs or "train_runtime" in logs:
             return
+        action = self._report(state, logs)
+        if self._acts:
+            action = self._agreed(action)
+        control.should_save = control.should_save or action is not HealthAction.TELL
+        self._must_stop = self._must_stop or action is HealthAction.STOP
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Ends the run after the checkpoint, if a health rule with `action: stop` is broken. Raises RunFailed."""
+        if self._must_stop:
+            raise RunFailed(
+                f"a health rule has ended the run after step {state.global_step} (health: action: stop)",
+                hint="The rule's message is above; a checkpoint is saved: dstrain run --set resume=auto goes on.",
+            )
+
+    def _agreed(self, action: HealthAction) -> HealthAction:
+        """Returns rank 0's action, on all ranks."""
+        if self._group is None:
+            return action
+        order = list(HealthAction)
+        index = torch.tensor([order.index(action)])
+        dist.broadcast(index, src=0, group=self._group)
+        return order[int(index)]
+
+    def _report(self, state: TrainerState, logs: dict[str, Any]) -> HealthAction:
+        """Writes and prints a step on rank 0, and returns what health rules ask for."""
+        if self._metrics is None:
+            return HealthAction.TELL
         step = int(state.global_step)
         self._write(self._metrics, {"step": step, "time_s": round(time.time(), 3), **logs})
         self._remember(logs)
-        findings = check(step, logs)
-        for finding in findings:
+        actions = [finding.action for finding in self._findings(step, logs)]
+        for sink in self._sinks:
+            sink.log(scalars(logs), step)
+        self._say(self._line(step, state, logs))
+        return max(actions, key=list(HealthAction).index, default=HealthAction.TELL)
+
+    def _findings(self, step: int, logs: dict[str, Any]) -> list[Finding]:
+        """Writes what is unhealthy to `health.jsonl`, and prints what was not unhealthy in the last window."""
+        nonfinite, broken = check(step, logs), self._watch.see(step, logs)
+        for finding in (*nonfinite, *broken):
             if self._health is not None:
                 self._write(self._health, asdict(finding))
             if finding.rule not in self._unhealthy:
                 self._say(f"WARNING: {finding.message}")
-        self._unhealthy = {finding.rule for finding in findings}
-        for sink in self._sinks:
-            sink.log(scalars(logs), step)
-        self._say(self._line(step, state, logs))
+        self._unhealthy = {finding.rule for finding in nonfinite}
+        return [*nonfinite, *broken]
 
     def _write(self, file: JsonlFile, record: dict[str, Any]) -> None:
         """Appends a line; a full disk is reported once and does not end training."""

@@ -39,9 +39,11 @@ class Reading:
     """NVML's power draw."""
     host_bytes: float
     """Resident memory of this process."""
+    host_used_share: float
+    """Share of this node's RAM that is in use, 0…1."""
 
     def numbers(self) -> list[float]:
-        """Returns the fields in order, for a gather: (11,)."""
+        """Returns the fields in order, for a gather: (12,)."""
         return [float(getattr(self, name)) for name in self.__slots__]
 
 
@@ -84,7 +86,7 @@ def summarize(readings: Sequence[Reading], *, steps: int, against: Hardware | No
 
     >>> one = Reading(tokens=100, padding=100, squared_tokens=1e4, window_s=2, wait_s=1, peak_bytes=float("nan"),
     ...     reserved_bytes=float("nan"), alloc_retries=0, gpu_utilization=float("nan"), gpu_power_w=float("nan"),
-    ...     host_bytes=5)
+    ...     host_bytes=5, host_used_share=0.5)
     >>> metrics = summarize([one, one], steps=2, against=None)
     >>> metrics["tokens_per_s"], metrics["padding_share"], metrics["data_wait_share"], metrics["step_s"]
     (100.0, 0.5, 0.5, 1.0)
@@ -100,6 +102,7 @@ def summarize(readings: Sequence[Reading], *, steps: int, against: Hardware | No
         "step_s": window_s / max(steps, 1),
         "data_wait_share": max(reading.wait_s / max(reading.window_s, 1e-9) for reading in readings),
         "host_bytes_max": max(reading.host_bytes for reading in readings),
+        "host_used_share": max(reading.host_used_share for reading in readings),
     }
     if against is not None and tokens:
         attention = against.flops_per_token_and_context * sum(reading.squared_tokens for reading in readings)

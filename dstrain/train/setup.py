@@ -22,6 +22,8 @@ from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.heartbeat import Phase, Sender
 from dstrain.job.schema import Job
 from dstrain.monitor.callback import CountingCollator, Meter, MetricsCallback
+from dstrain.monitor.health.history import Facts
+from dstrain.monitor.health.watch import Watch
 from dstrain.monitor.metrics import Hardware, hardware
 from dstrain.monitor.sinks.jsonl import JsonlFile, current_steps, read_jsonl
 from dstrain.monitor.sinks.registry import Guarded
@@ -30,7 +32,7 @@ from dstrain.train import rank as ranks
 from dstrain.train.arguments import training_arguments
 from dstrain.train.checkpoints.node_storage import shared
 from dstrain.train.checkpoints.saved_model import base_config
-from dstrain.train.data.collate import Collator, taken_by
+from dstrain.train.data.collate import Collator, taken_by, without_adapter
 from dstrain.train.data.prepare import PreparedData, prepare
 from dstrain.train.measure_states import MeasureCallback
 from dstrain.train.model import load_model
@@ -120,6 +122,7 @@ class TrainingSetup:
             against=self.against,
             metrics=JsonlFile(self.run_dir.metrics) if first else None,
             health=JsonlFile(self.run_dir.health) if first else None,
+            watch=Watch(self.job.health, self._facts()),
             sinks=sinks,
             say=self.rank.say,
         )
@@ -144,6 +147,15 @@ class TrainingSetup:
             MeasureCallback(lambda: trainer.model_wrapped, self.run_dir, group=self.group, is_first=first)
         )
         return trainer
+
+    def _facts(self) -> Facts:
+        """Returns what health rules compare with."""
+        on_gpu = torch.cuda.is_available()
+        return Facts(
+            vocab_size=without_adapter(self.model).config.get_text_config().vocab_size,
+            max_grad_norm=self.job.max_grad_norm,
+            device_bytes=torch.cuda.get_device_properties().total_memory if on_gpu else None,
+        )
 
     def _collator(self) -> Collator:
         return Collator(

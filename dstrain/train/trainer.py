@@ -13,12 +13,12 @@ import transformers
 from torch.utils.data import DataLoader, RandomSampler
 from transformers.trainer_utils import EvalLoopOutput
 
-from dstrain.choices import Attention, LossKernel
+from dstrain.choices import Attention, LossKernel, Precision
 from dstrain.errors import InvalidConfig
 from dstrain.heartbeat import Phase, Sender
 from dstrain.job.schema import Job
 from dstrain.monitor.callback import COUNTS, Meter, MetricsCallback
-from dstrain.monitor.health import Nonfinite
+from dstrain.monitor.health.nonfinite import Nonfinite
 from dstrain.train.checkpoints import checkpoints, universal_checkpoint
 from dstrain.train.data.collate import without_adapter
 from dstrain.train.data.isolation import Trial, packed_masks, sees_padding
@@ -135,6 +135,8 @@ class Trainer(SavingTrainer):
         """Logs together with the metrics of the window, so that trainer_state.json, sinks and metrics.jsonl agree."""
         if "loss" in logs:
             logs.update(self._metrics.drain())
+            if self._job.precision is Precision.FP16:
+                logs["skipped_steps"] = self.skipped_steps
         super().log(logs, start_time)
         if "loss" in logs and "grad_norm" not in logs:  # the engine has no norm without ZeRO and with fp32
             self._losses.note(self.state.global_step, is_finite=math.isfinite(logs["loss"]))

@@ -10,6 +10,8 @@ import torch
 from transformers import TrainerControl, TrainerState
 
 from dstrain.monitor.callback import COUNTS, CountingCollator, Meter, MetricsCallback
+from dstrain.monitor.health.history import Facts
+from dstrain.monitor.health.watch import Watch
 from dstrain.monitor.sinks.jsonl import JsonlFile
 
 
@@ -60,6 +62,7 @@ def callback(folder: Path, said: list[str]) -> MetricsCallback:
         against=None,
         metrics=JsonlFile(folder / "metrics.jsonl"),
         health=JsonlFile(folder / "health.jsonl"),
+        watch=Watch({}, Facts()),
         sinks=[],
         say=said.append,
     )

@@ -26,6 +26,7 @@ ONE = Reading(
     gpu_utilization=NAN,
     gpu_power_w=NAN,
     host_bytes=1,
+    host_used_share=0.5,
 )
 GPU = Gpu(
     name="x",

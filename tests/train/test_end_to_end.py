@@ -61,6 +61,7 @@ def runs(root: Path, demo: Path, engine: Engine) -> Path:
         make_run(folder / "kept", demo, zero={"stage": 3, "stage3_gather_16bit_weights_on_model_save": False}),
         make_run(folder / "nan", demo, model=str(broken / "model")),
         make_run(folder / "steep", demo, learning_rate=1e20, max_steps=25, stop_on_nonfinite=3),
+        make_run(folder / "stopped", demo, health={"first_loss": {"warn": 0.5, "action": "stop"}}, save_steps=100),
         make_run(folder / "packed", demo, zero={"stage": 3}, eval_data=evaluation, packing=True, precision="fp32"),
         make_run(folder / "padded", demo, eval_data=evaluation, micro_batch=4, precision="fp32"),
         make_run(folder / "bloom", demo, zero={"stage": 3}, model=str(bloom), packing=True, attn="eager"),
@@ -225,6 +226,16 @@ def test_packing_is_refused_before_the_first_step_where_samples_would_see_each_o
     assert codes(runs / "bloom") == [[3, 3]]
     assert "packing: BloomForCausalLM with attn: eager mixes the samples of a packed row" in said(runs / "bloom")
     assert not losses(runs / "bloom")
+
+
+def test_a_health_rule_saves_and_ends_the_run_on_all_ranks(runs: Path) -> None:
+    assert codes(runs / "stopped") == [[1, 1]]
+    assert "WARNING: step 1: the first loss is" in said(runs / "stopped")
+    assert "a health rule has ended the run after step 1" in said(runs / "stopped")
+    assert "Traceback" not in said(runs / "stopped") + said(runs / "stopped", rank=1)
+    assert (runs / "stopped" / "checkpoint-1" / "latest").exists()
+    (told,) = [line for line in lines(runs / "stopped" / "health.jsonl") if line["rule"] == "first_loss"]
+    assert (told["step"], told["severity"], told["action"]) == (1, "warning", "stop")
 
 
 def test_steps_in_a_row_without_finite_gradients_end_the_run(runs: Path) -> None:

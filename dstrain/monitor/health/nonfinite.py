@@ -1,4 +1,4 @@
-"""Detects unhealthy steps, and too many of them in a row (pure functions)."""
+"""Values that are not finite, and too many steps with them in a row (pure functions)."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from dstrain.choices import HealthAction
 from dstrain.errors import RunFailed
 
 _ADVICE = {
@@ -29,6 +30,10 @@ class Finding:
     value: str
     message: str
     """Problem and advice."""
+    severity: str = "critical"
+    """`warning` or `critical`."""
+    action: HealthAction = HealthAction.TELL
+    """What follows."""
 
 
 def check(step: int, values: Mapping[str, Any]) -> list[Finding]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dstrain.monitor.health import check
+from dstrain.monitor.health.nonfinite import check
 
 
 def test_a_loss_that_is_not_a_number_is_found() -> None:

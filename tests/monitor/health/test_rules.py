@@ -1,0 +1,162 @@
+"""Rules of health on runs that are healthy, and on the same runs with a known trouble from a known step on."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from dstrain.choices import HealthAction, HealthRule
+from dstrain.job.schema import HealthLimits
+from dstrain.monitor.health.history import Facts
+from dstrain.monitor.health.rules import RULES
+from dstrain.monitor.health.watch import Watch
+
+FACTS = Facts(vocab_size=150_000, max_grad_norm=1.0, device_bytes=80 * 2**30)
+ONSET = 600
+"""Step at which troubles begin."""
+Window = dict[str, Any]
+Change = Callable[[int, Window], Window]
+
+
+def windows(seed: int, *, steps: int = 1000, every: int = 5) -> Iterator[tuple[int, Window]]:
+    """Yields what a healthy fine-tuning logs: a noisy loss that falls, uneven batches, now and then a slow step."""
+    rng = random.Random(seed)
+    for step in range(every, steps + 1, every):
+        tokens = rng.uniform(0.8, 1.2)
+        step_s = tokens * rng.uniform(0.97, 1.03) * (1.3 if rng.random() < 0.02 else 1)
+        yield (
+            step,
+            {
+                "loss": (0.9 + 0.8 * 0.99 ** (step / 2)) * rng.lognormvariate(0, 0.06),
+                "grad_norm": 0.6 * rng.lognormvariate(0, 0.25),
+                "learning_rate": 1e-5,
+                "step_s": step_s,
+                "tokens_per_s": tokens / step_s,
+                "data_wait_share": 0.5 if step == every else rng.uniform(0, 0.02),
+                "padding_share": rng.uniform(0, 0.1),
+                "peak_bytes_per_gpu": 60e9 * rng.uniform(0.99, 1.0),
+                "peak_bytes_by_rank": [60e9 * rng.uniform(0.97, 1.0) for _ in range(8)],
+                "reserved_bytes_per_gpu": 66e9,
+                "alloc_retries": 0,
+                "host_bytes_max": 9e9 * rng.uniform(0.999, 1.001),
+                "host_used_share": 0.4,
+                "skipped_steps": 2,
+            },
+        )
+
+
+def found(change: Change, *, seed: int = 0) -> dict[str, int]:
+    """Returns the first step at which each rule was broken, with a change from `ONSET` on."""
+    watch = Watch({}, FACTS, clock=lambda: 0.0)
+    first: dict[str, int] = {}
+    for step, values in windows(seed):
+        for finding in watch.see(step, change(step, values) if step >= ONSET else values):
+            first.setdefault(finding.rule, finding.step)
+    return first
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_healthy_run_has_at_most_one_warning_in_a_thousand_steps(seed: int) -> None:
+    assert len(found(lambda step, values: values, seed=seed)) <= 1
+
+
+def scaled(name: str, factor: float) -> Change:
+    return lambda step, values: {**values, name: values[name] * factor}
+
+
+def fixed(name: str, value: Any) -> Change:
+    return lambda step, values: {**values, name: value}
+
+
+def growing(name: str, share: float) -> Change:
+    return lambda step, values: {**values, name: values[name] * (1 + share) ** ((step - ONSET) / 5)}
+
+
+TROUBLES: dict[HealthRule, tuple[Change, int]] = {
+    HealthRule.LOSS_SPIKE: (scaled("loss", 3), 1),
+    HealthRule.REPEATED_SPIKES: (lambda step, v: {**v, "loss": v["loss"] * (4 if step % 25 == 0 else 1)}, 11),
+    HealthRule.DIVERGENCE: (growing("loss", 0.03), 40),
+    HealthRule.ZERO_LOSS: (fixed("loss", 0.0), 1),
+    HealthRule.GRADIENT_SPIKE: (scaled("grad_norm", 20), 1),
+    HealthRule.REPEATED_GRADIENT_SPIKES: (scaled("grad_norm", 20), 3),
+    HealthRule.LARGE_GRADIENT: (fixed("grad_norm", 250.0), 1),
+    HealthRule.ALWAYS_CLIPPED: (scaled("grad_norm", 4), 20),
+    HealthRule.VANISHED_GRADIENT: (scaled("grad_norm", 1e-6), 1),
+    HealthRule.SKIPPED_STEPS: (lambda step, v: {**v, "skipped_steps": 2 + (step - ONSET) // 5}, 4),
+    HealthRule.SLOWDOWN: (
+        lambda step, v: {**v, "step_s": v["step_s"] * 1.6, "tokens_per_s": v["tokens_per_s"] / 1.6},
+        3,
+    ),
+    HealthRule.DATA_WAIT: (fixed("data_wait_share", 0.3), 2),
+    HealthRule.PADDING: (fixed("padding_share", 0.6), 6),
+    HealthRule.GPU_MEMORY_GROWTH: (growing("peak_bytes_per_gpu", 0.03), 13),
+    HealthRule.HOST_MEMORY_GROWTH: (growing("host_bytes_max", 0.03), 12),
+    HealthRule.HOST_MEMORY: (fixed("host_used_share", 0.96), 1),
+    HealthRule.ALLOCATOR_RETRIES: (lambda step, v: {**v, "alloc_retries": step}, 1),
+    HealthRule.FRAGMENTATION: (fixed("reserved_bytes_per_gpu", 80e9), 1),
+    HealthRule.MEMORY_IMBALANCE: (lambda step, v: {**v, "peak_bytes_by_rank": [75e9, *v["peak_bytes_by_rank"][1:]]}, 1),
+}
+"""Rule → a trouble, and the number of windows from its onset within which it is named."""
+
+
+@pytest.mark.parametrize("rule", TROUBLES)
+def test_a_trouble_is_named_and_its_message_tells_what_to_do(rule: HealthRule) -> None:
+    change, within = TROUBLES[rule]
+    first = found(change)
+    assert ONSET <= first[rule] < ONSET + 5 * within, first
+
+
+def told(watch: Watch, *lines: Window) -> list[str]:
+    return [found.rule for step, values in enumerate(lines, start=1) for found in watch.see(step, values)]
+
+
+def test_a_first_loss_above_that_of_guessing_is_told_once() -> None:
+    assert told(Watch({}, FACTS), {"loss": 20.0}, {"loss": 20.0}) == ["first_loss"]
+    assert told(Watch({}, FACTS), {"loss": 11.9}) == []
+
+
+def test_an_evaluation_loss_that_rises_twice_while_the_loss_falls_is_overfitting() -> None:
+    watch = Watch({}, FACTS)
+    falling = [{"loss": 2.0 - number / 50} for number in range(40)]
+    assert told(watch, *falling, {"eval_loss": 1.0}, {"eval_loss": 1.01}, {"eval_loss": 1.04}) == ["overfitting"]
+    assert told(Watch({}, FACTS), *falling, {"eval_loss": 1.0}, {"eval_loss": 1.2}, {"eval_loss": 0.9}) == []
+
+
+def test_every_rule_has_a_trouble_here() -> None:
+    assert {*TROUBLES, HealthRule.FIRST_LOSS, HealthRule.OVERFITTING} == set(RULES) == set(HealthRule)
+
+
+def test_a_signal_around_its_limit_is_told_once_and_again_when_it_gets_worse() -> None:
+    watch = Watch({}, FACTS, clock=lambda: 0.0)
+    shares = [0.86, 0.84, 0.86, 0.84, 0.96, 0.5, 0.86]
+    lines: list[Window] = [{"loss": 1.0, "host_used_share": share} for share in shares]
+    assert [(found.step, found.severity) for step, values in enumerate(lines, start=1)
+            for found in watch.see(step, values)] == [(1, "warning"), (5, "critical")]  # fmt: skip
+
+
+def test_it_is_told_again_after_ten_minutes() -> None:
+    now = 0.0
+    watch = Watch({}, FACTS, clock=lambda: now)
+    assert told(watch, {"loss": 1.0, "host_used_share": 0.86}, {"loss": 1.0, "host_used_share": 0.1}) == ["host_memory"]
+    now = 601.0
+    assert told(watch, {"loss": 1.0, "host_used_share": 0.86}) == ["host_memory"]
+
+
+def test_limits_and_actions_are_the_jobs() -> None:
+    limits = {
+        HealthRule.HOST_MEMORY: HealthLimits(enabled=False),
+        HealthRule.LOSS_SPIKE: HealthLimits(warn=1.0, critical=2.0, action=HealthAction.STOP),
+    }
+    watch = Watch(limits, FACTS)
+    lines = [{"loss": 1.0, "host_used_share": 0.99} for _ in range(30)]
+    seen = [found for step, values in enumerate([*lines, {"loss": 1.3}], start=1) for found in watch.see(step, values)]
+    assert [(found.rule, found.action) for found in seen] == [("loss_spike", HealthAction.STOP)]
+
+
+def test_a_warning_has_no_consequence_where_a_critical_value_exists() -> None:
+    watch = Watch({HealthRule.HOST_MEMORY: HealthLimits(action=HealthAction.STOP)}, FACTS)
+    assert [found.action for found in watch.see(1, {"loss": 1.0, "host_used_share": 0.9})] == [HealthAction.TELL]
+    assert [found.action for found in watch.see(2, {"loss": 1.0, "host_used_share": 0.96})] == [HealthAction.STOP]
