@@ -226,7 +226,7 @@ def gathered_bytes(counts: Trained, configuration: Configuration, unit_numel: in
 
     The unit itself, twice the prefetch bucket (gathered buffer, then its copies) and, around the turn from forward to
     backward, the last (max_reuse_distance - `head_numel`) / 2 elements, which are used again that soon; never more than
-    the model. hpZ adds its second copy, 1/hpZ of what was given back: of the whole model from the second micro-batch on.
+    the model. hpZ adds its second copy, 1/hpZ of what was given back, from the second micro-batch on of all.
     Source: deepspeed 0.19.8 runtime/zero/partitioned_param_coordinator.py: __params_to_release, fetch_sub_module.
     """
     if configuration.zero.stage != 3:
