@@ -86,7 +86,8 @@ QUESTIONS = (
     Question("--model llama-3.1-70b --gpus 32 --gpu h100-sxm", "plain ZeRO-3 with checkpointing"),
     Question("--model llama-3.1-70b --gpus 256 --gpu h100-sxm", "plain ZeRO-3, one sample a GPU"),
     Question(
-        "--model llama-3.1-70b --gpus 16 --gpu a100-80g --interconnect eth25", "large micro-batches pay for slow links"
+        "--model llama-3.1-70b --gpus 16 --gpu a100-80g --interconnect eth25",
+        "half of the optimizer in RAM: larger micro-batches pay for slow links",
     ),
     Question("--model qwen3-30b-a3b --gpus 16 --gpu a800-80g", "plain ZeRO-3; hpZ gains nothing"),
     Question("--model mixtral-8x7b --gpus 16 --gpu h100-sxm", "plain ZeRO-3; EP would gain no more than the error"),

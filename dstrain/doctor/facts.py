@@ -64,6 +64,7 @@ class Toolchain:
     has_ninja: bool
     has_python_headers: bool
     has_libaio: bool
+    has_numactl: bool
     has_cuda_toolkit: bool
     installer: str | None
     """The system's package manager: `apt-get`, `dnf` …"""

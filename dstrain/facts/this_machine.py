@@ -22,10 +22,10 @@ SAME_PACKAGES = ("torch", "deepspeed", "transformers", "dstrain")
 """Packages whose versions must agree on all nodes of a run."""
 
 
-def versions() -> dict[str, str | None]:
-    """Returns the versions of Python and of `SAME_PACKAGES`; None for packages that are not installed."""
+def versions(also: Collection[str] = ()) -> dict[str, str | None]:
+    """Returns the versions of Python, of `SAME_PACKAGES` and of others; None for packages that are not installed."""
     installed: dict[str, str | None] = {"Python": platform.python_version()}
-    for name in SAME_PACKAGES:
+    for name in (*SAME_PACKAGES, *also):
         try:
             installed[name] = metadata.version(name)
         except metadata.PackageNotFoundError:

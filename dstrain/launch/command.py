@@ -31,6 +31,8 @@ class LaunchSite:
     """Which hosts are this machine."""
     module: str = MODULE
     """The program of every rank."""
+    cores: str | None = None
+    """Cores of this machine that its ranks share out; None: they are bound to none."""
 
 
 def chosen_devices(hosts: Hosts, ids: Sequence[int] | None) -> tuple[int, ...] | None:
@@ -70,7 +72,8 @@ def local(site: LaunchSite, device_ids: Sequence[int] | None) -> list[str]:
     """
     chosen = chosen_devices(site.hosts, device_ids)
     include = [] if chosen is None else ["--include", f"{LOCAL}:{','.join(map(str, chosen))}"]
-    return _line(site, "--no_ssh", "--node_rank", "0", "--master_addr", "127.0.0.1", *include)
+    bound = [] if site.cores is None else ["--bind_cores_to_rank", f"--bind_core_list={site.cores}"]
+    return _line(site, "--no_ssh", "--node_rank", "0", "--master_addr", "127.0.0.1", *include, *bound)
 
 
 def of_node(site: LaunchSite, number: int) -> list[str]:

@@ -17,6 +17,7 @@ from dstrain.heartbeat import MARK, SAVE_ON_TERM
 from dstrain.job.schema import Job
 from dstrain.launch import environment
 from dstrain.launch.command import LaunchSite, launch_hostfile, local, master
+from dstrain.launch.cores import binding
 from dstrain.launch.nodes import launchers
 from dstrain.launch.nodes.launchers import LAUNCHERS
 from dstrain.launch.nodes.layout import Node, per_node
@@ -129,8 +130,10 @@ def _way(prepared: PreparedRun, launcher: str | None, master_port: int) -> _Way:
     """Returns how the ranks are started; on this machine alone no launcher for several nodes is needed."""
     site = LaunchSite(hosts=prepared.hosts, run_dir=prepared.run_dir, python=sys.executable, master_port=master_port)
     if prepared.is_local:
-        line = local(site, prepared.devices)
-        return _Way(launcher=None, note=None, nodes=per_node(prepared.hosts, [line], [True]))
+        variables = {**os.environ, **prepared.job.env}
+        bound = binding(prepared.ds_config, variables, prepared.hosts.num_slots)
+        line = local(replace(site, cores=bound.cores), prepared.devices)
+        return _Way(launcher=None, note=bound.note, nodes=per_node(prepared.hosts, [line], [True]))
     name, note = launchers.choose(launcher, os.environ)
     launchers.check_hosts(name, prepared.hosts)
     names = machine_names()

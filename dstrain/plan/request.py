@@ -62,8 +62,8 @@ class Request:
     """Whether Liger's kernels are used."""
     loss: LossKernel | None = None
     """How the loss is computed; None: with the least memory."""
-    activation_offload: bool = False
-    """Whether checkpointed layer inputs wait in host RAM."""
+    activation_offload: bool | None = None
+    """Whether checkpointed layer inputs wait in host RAM; None: chosen."""
     double_quant: bool = True
     """Whether QLoRA's scales are quantised too."""
     image_patches: int = 0

@@ -60,6 +60,7 @@ def toolchain(**changes: Any) -> Toolchain:
         has_ninja=True,
         has_python_headers=True,
         has_libaio=True,
+        has_numactl=True,
         has_cuda_toolkit=True,
         installer="apt-get",
         folder="/home/me/.cache/torch_extensions/py312_cu128",

@@ -62,9 +62,8 @@ _CHOICES = (
     ),
     click.option(
         "--activation-offload/--no-activation-offload",
-        default=False,
-        show_default=True,
-        help="Let checkpoints of activations wait in host RAM.",
+        default=None,
+        help="Let checkpoints of activations wait in host RAM.  [default: chosen where states would]",
     ),
     click.option(
         "--tiled-mlp/--no-tiled-mlp",

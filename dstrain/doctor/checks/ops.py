@@ -60,6 +60,9 @@ def check(facts: Facts, needs: Needs) -> list[Finding]:
             notes.bad(f"{what}; this job needs {', '.join(needed)}", fix)
         elif not needs.is_quick:
             notes.warn(what, fix)
+    if "cpu_adam" in needs.ops and not tools.has_numactl and not needs.is_quick:  # the launch says it itself
+        what = "numactl is not installed: ranks that step the optimizer on the CPU share all cores"
+        notes.warn(what, f"{_INSTALL.get(tools.installer or '', 'install')} numactl")
     return notes.findings
 
 

@@ -31,6 +31,7 @@ def look(question: Question, environment: Mapping[str, str]) -> Toolchain:
         has_ninja=shutil.which("ninja", path=path) is not None or util.find_spec("ninja") is not None,
         has_python_headers=(Path(sysconfig.get_path("include")) / "Python.h").is_file(),
         has_libaio=_has_libaio(environment),
+        has_numactl=shutil.which("numactl", path=path) is not None,
         has_cuda_toolkit=nvcc_path(environment) is not None,
         installer=next((name for name in _INSTALLERS if shutil.which(name, path=path)), None),
         folder=str(folder),

@@ -213,7 +213,7 @@ class Agent:
             self._listener = listener(look.port) or (listener(0) if look.takes_another else None)
         return Hello(
             host=socket.gethostname(),
-            versions=versions(),
+            versions=versions(look.packages),
             shares_run_dir=shares,
             interface=_interface(look.others),
             num_gpus=len(probe.local_gpus()),

@@ -110,6 +110,7 @@ class Members:
                 token=spec.mark,
                 others=others,
                 files=files,
+                packages=list(spec.packages),
                 port=port,
                 takes_another=spec.takes_another_port,
             )

@@ -26,6 +26,8 @@ class Look:
     """The other nodes, to which a network interface must lead."""
     files: dict[str, int]
     """Files that ranks read → their bytes where `run` is."""
+    packages: list[str]
+    """Packages that this job needs besides those of every run; they must be the same everywhere too."""
     port: int | None = None
     """Port for rank 0, to be kept until the ranks start; None on other nodes."""
     takes_another: bool = False

@@ -35,6 +35,8 @@ class LaunchSpec:
     ops: tuple[str, ...] = ()
     files: Mapping[str, int] = field(default_factory=dict)
     """Files that every rank reads → their bytes here."""
+    packages: tuple[str, ...] = ()
+    """Packages that this job needs, whose versions must be the same on every node."""
     timeouts: Timeouts = TIMEOUTS
 
     @property

@@ -32,9 +32,12 @@ class _Package:
     """Whether a job needs it."""
 
 
+_SINKS: Keys = ("monitor", "sinks")
+
+
 def _sink(name: SinkName, install: str) -> _Package:
     return _Package(
-        key=("monitor", "sinks"),
+        key=_SINKS,
         value=name,
         modules=(name,),
         name=name,
@@ -74,6 +77,12 @@ _OF_ENGINE = {"tensorboard": "tensorboard", "wandb": "wandb", "comet": "comet_ml
 def is_installed(*modules: str) -> bool:
     """Returns whether one of the modules can be found, without importing it."""
     return any(find_spec(module) is not None for module in modules)
+
+
+def of_ranks(job: Job) -> tuple[str, ...]:
+    """Returns the packages that this job needs on every node; sinks are rank 0's alone."""
+    rows = (row for row in _PACKAGES if row.is_wanted(job) and row.key != _SINKS)
+    return tuple(dict.fromkeys(module for row in rows for module in row.modules))
 
 
 def check_packages(file: JobFile) -> None:

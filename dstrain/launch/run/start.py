@@ -17,6 +17,7 @@ from dstrain.launch.nodes.launchers import LAUNCHERS
 from dstrain.launch.nodes.layout import Node
 from dstrain.launch.nodes.protocol import Hello
 from dstrain.launch.nodes.spec import LaunchSpec
+from dstrain.launch.prepare.packages import of_ranks
 from dstrain.launch.timeouts import TIMEOUTS, Timeouts
 from dstrain.paths import write_atomic
 
@@ -38,6 +39,7 @@ def launch_spec(launch: Launch, *, timeouts: Timeouts = TIMEOUTS) -> LaunchSpec:
         master=None if prepared.is_local else master(prepared.hosts),
         ops=tuple(needed_ops(prepared.ds_config, on_gpu=not prepared.on_cpu)),
         files={} if prepared.is_local else handshake.files_of(prepared.job),
+        packages=() if prepared.is_local else of_ranks(prepared.job),
         timeouts=timeouts,
     )
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from dstrain.choices import Offload
+from dstrain.choices import Offload, Optimizer
+from dstrain.errors import InvalidConfig
 from dstrain.facts.cluster.cluster import Cluster
 from dstrain.facts.workload import Workload
 from dstrain.plan.configuration import OFFLOAD_WORDS, Configuration
@@ -13,7 +14,7 @@ from dstrain.plan.estimate_records import Estimate, Speed, Topic
 from dstrain.plan.request import Request
 from dstrain.plan.search.buffer_sizes import TIGHT, sized
 from dstrain.plan.search.rules import broken
-from dstrain.plan.search.search import EQUAL_RATIO
+from dstrain.plan.search.search import EQUAL_RATIO, fastest
 from dstrain.plan.search.search_space import global_batch, with_batch
 
 
@@ -62,9 +63,9 @@ def _flips(request: Request, chosen: Configuration) -> Iterator[tuple[Topic, str
             other = replace(chosen, zero=replace(zero, offload=offload, offload_ratio=1.0))
             yield Topic.OFFLOAD, _offload_words(zero.offload), _offload_words(offload), other
     for is_on in (False, True):
-        other = replace(chosen, checkpointing=replace(chosen.checkpointing, enabled=is_on, every_n_layers=1))
-        if other.checkpointing != chosen.checkpointing:
-            yield Topic.GRAD_CKPT, chosen.checkpointing.words, other.checkpointing.words, other
+        choice = replace(chosen.checkpointing, enabled=is_on, every_n_layers=1, offload=False)
+        if choice != chosen.checkpointing:
+            yield Topic.GRAD_CKPT, chosen.checkpointing.words, choice.words, replace(chosen, checkpointing=choice)
     micro_batch, grad_accum = chosen.batch.micro_batch, chosen.step.grad_accum
     batches = [(2 * micro_batch, grad_accum // 2)] if grad_accum % 2 == 0 else []
     batches += [(micro_batch // 2, 2 * grad_accum)] if micro_batch % 2 == 0 else []
@@ -76,6 +77,30 @@ def _flips(request: Request, chosen: Configuration) -> Iterator[tuple[Topic, str
 
 def _offload_words(offload: Offload) -> str:
     return "no offload" if offload is Offload.NONE else OFFLOAD_WORDS[offload]
+
+
+def eight_bit_instead(workload: Workload, request: Request, chosen: Estimate) -> Estimate | None:
+    """Returns the best plan with 8-bit AdamW and no offload, if it fits and is faster than one that offloads AdamW.
+
+    It is proposed and never chosen: it rounds the moments, which changes the numerics of training.
+    """
+    if not chosen.fits or not chosen.configuration.zero.is_offloaded or request.optimizer is not Optimizer.ADAMW:
+        return None
+    asked = replace(
+        request,
+        optimizer=Optimizer.ADAMW_8BIT,
+        offload=Offload.NONE,
+        activation_offload=False,
+        sp=chosen.configuration.parallel.sp,
+        tp=chosen.configuration.parallel.tp,
+        ep=chosen.configuration.parallel.ep,
+    )
+    try:
+        best = fastest(workload, asked)
+    except InvalidConfig:  # without offload the request contradicts itself
+        return None
+    gain = gain_ratio(workload.cluster, best, chosen) if best is not None else None
+    return best if gain is not None and gain > EQUAL_RATIO else None
 
 
 def faster_but_too_large(cluster: Cluster, chosen: Estimate, others: list[Neighbour]) -> tuple[Neighbour, ...]:

@@ -14,7 +14,7 @@ from dstrain.plan.memory.zero import partition_of
 from dstrain.plan.speed.compute import passes, setting
 from dstrain.plan.speed.efficiency import efficiency
 from dstrain.plan.speed.flops import peak_flops_per_s
-from dstrain.plan.speed.optimizer_step import stepping
+from dstrain.plan.speed.optimizer_step import inputs_bytes, stepping
 from dstrain.plan.speed.traffic import work
 
 MOMENT_BYTES_PER_PARAM = {
@@ -111,7 +111,8 @@ def bound(workload: Workload, way: Configuration) -> Bound:
 
 
 def passes_s(workload: Workload, way: Configuration, micro_batch: int) -> float:
-    """Returns the seconds of one forward and one backward pass on the GPU alone, if it waited for nothing.
+    """Returns the seconds of one forward and one backward pass on the GPU alone, with the layers' inputs that wait in
+    host RAM, whose copies nothing hides.
 
     With those of a step's end (`Bound.step_s`) it is the minimum of a step: the time of links is left out.
     """
@@ -119,8 +120,11 @@ def passes_s(workload: Workload, way: Configuration, micro_batch: int) -> float:
     peak = peak_flops_per_s(cluster.gpu, way.model.precision)
     sized = replace(way, batch=replace(way.batch, micro_batch=micro_batch))
     chosen = setting(sized, peak, cluster.gpu.has_flash_attention_2)
-    forward, backward = passes(work(workload.model, way), efficiency(cluster, workload.measured), chosen)
-    return forward.total + backward.total
+    done, rates = work(workload.model, way), efficiency(cluster, workload.measured)
+    forward, backward = passes(done, rates, chosen)
+    are_copied = way.checkpointing.offload and not way.code.inputs_in_flight
+    copies_s = 2 * inputs_bytes(sized, done) / rates.pcie_bytes_per_s if are_copied else 0.0
+    return forward.total + backward.total + copies_s
 
 
 def _step_s(workload: Workload, way: Configuration) -> float:

@@ -17,7 +17,7 @@ from dstrain.plan.estimate import USABLE_GPU_RATIO, assess, moved
 from dstrain.plan.estimate_records import Estimate, Plan, Reason
 from dstrain.plan.memory.params import adapted, linear_names
 from dstrain.plan.request import Request
-from dstrain.plan.search.alternatives import faster_but_too_large, neighbours
+from dstrain.plan.search.alternatives import eight_bit_instead, faster_but_too_large, neighbours
 from dstrain.plan.search.buffer_sizes import TIGHT, least_offloaded, sized, sized_to_room
 from dstrain.plan.search.evaluator import estimated, usable_ratio
 from dstrain.plan.search.infeasible import does_not_fit, gpu_assumed, gpu_guessed, ram_assumed
@@ -98,7 +98,8 @@ def survey(workload: Workload, request: Request, *, top: int = DEFAULT_TOP) -> S
     error = first.memory.device_bytes_per_gpu - assessed(first.configuration).memory.device_bytes_per_gpu
     others = neighbours(workload, request, first, assess=lambda configuration: moved(assessed(configuration), error))
     others = others if first.fits else []
-    why = reasons(workload, request, first, ranking=ranking, rung=rung, others=others)
+    eight_bit = eight_bit_instead(workload, request, first)
+    why = reasons(workload, request, first, ranking=ranking, rung=rung, others=others, eight_bit=eight_bit)
     rest = [Proposal(estimate=estimate, reasons=compared(cluster, estimate, first)) for estimate in ranking.plans[1:]]
     return Survey(
         proposals=(Proposal(estimate=first, reasons=why), *rest),

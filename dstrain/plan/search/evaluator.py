@@ -191,12 +191,14 @@ def kind_of(candidate: Candidate) -> object:
 
 
 def appetite_of(candidate: Candidate) -> Appetite:
-    """Returns tokens of this rank, SP, layers kept, whole MLPs, buffers, accumulation, hpZ, and states that stay."""
+    """Returns tokens of this rank, SP, layers and inputs kept, whole MLPs, buffers, accumulation, hpZ, and states that
+    stay."""
     zero, checkpointing, sp = candidate.way.zero, candidate.way.checkpointing, candidate.way.parallel.sp
     return (
         candidate.micro_batch * candidate.way.batch.seq_len / sp,
         sp > 1,
         checkpointing.every_n_layers if checkpointing.enabled else sys.maxsize,
+        not checkpointing.offload,
         not checkpointing.tiled_mlp,
         candidate.rung or 0,
         candidate.grad_accum > 1,

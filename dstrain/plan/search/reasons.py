@@ -29,13 +29,16 @@ def reasons(
     ranking: Ranking,
     rung: int | None,
     others: list[Neighbour],
+    eight_bit: Estimate | None = None,
 ) -> tuple[Reason, ...]:
-    """Returns why, in sentences: speed and its limit, a faster plan that was passed over, what was chosen over what,
-    what would change it, the states, the peak, host RAM, the batch, the engine's buffers."""
+    """Returns why, in sentences: speed and its limit, a faster plan that was passed over, an optimizer of 8 bits that
+    would spare the offload, what was chosen over what, what would change it, the states, the peak, host RAM, the batch,
+    the engine's buffers."""
     cluster = workload.cluster
     return (
         *_speed(chosen),
         *_simpler(cluster, ranking),
+        *_eight_bit(cluster, chosen, eight_bit),
         *_over(cluster, request, chosen, others),
         *_with_more(cluster, chosen, others),
         *_memory(workload, chosen),
@@ -67,6 +70,20 @@ def _simpler(cluster: Cluster, ranking: Ranking) -> tuple[Reason, ...]:
     faster = f"{percent(gain).removesuffix(' %')} ± {worth} faster"
     text = f"simpler than {label(ranking.fastest.configuration)} ({faster})"
     return (Reason(topic=Topic.SIMPLER, text=text),)
+
+
+def _eight_bit(cluster: Cluster, chosen: Estimate, other: Estimate | None) -> tuple[Reason, ...]:
+    """Returns what 8-bit AdamW on the GPU would gain over an offloaded optimizer."""
+    gain = gain_ratio(cluster, other, chosen) if other is not None else None
+    if other is None or other.speed is None or gain is None:
+        return ()
+    words, rate = OPTIMIZER_WORDS[other.configuration.step.optimizer], other.speed.tokens_per_s_per_gpu
+    text = (
+        f"{words} without offload would be {_percent(gain)} and fits ({label(other.configuration)}:"
+        f" {rate:,.0f} tokens a second on each GPU, {format_bytes(other.memory.device_bytes_per_gpu)}); it rounds the"
+        f" moments: --optimizer {other.configuration.step.optimizer}"
+    )
+    return (Reason(topic=Topic.OFFLOAD, text=text),)
 
 
 def _percent(gain: float) -> str:
@@ -167,7 +184,8 @@ def _memory(workload: Workload, chosen: Estimate) -> list[Reason]:
     )
     said = [(Topic.MODEL_STATES, trains), (Topic.PEAK, peak)]
     is_at_load = needs.load.host_bytes_per_node == needs.host_bytes_per_node
-    if configuration.zero.is_offloaded or needs.host_bytes_per_node > LOAD_IN_RAM_RATIO * cluster.host_memory_bytes:
+    is_away = configuration.zero.is_offloaded or configuration.checkpointing.offload
+    if is_away or needs.host_bytes_per_node > LOAD_IN_RAM_RATIO * cluster.host_memory_bytes:
         needed, there = format_bytes(needs.host_bytes_per_node), format_bytes(cluster.host_memory_bytes)
         when = ", while the model is loaded" if is_at_load else ""
         said.append((Topic.HOST_RAM, f"host RAM: {needed} of {there} on each node{when}"))

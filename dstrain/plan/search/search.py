@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from dstrain.facts.workload import Workload
@@ -54,13 +54,8 @@ def search(workload: Workload, request: Request, *, top: int = DEFAULT_TOP, exha
     when nothing faster is left. What the memory bound rules out never enters; the search ends when enough is known.
     `exhaustive` estimates everything instead, and must find the same.
     """
-    candidates = space(workload, request)
     evaluator = Evaluator(workload, usable_ratio(request))
-    possible = candidates if exhaustive else [candidate for candidate in candidates if evaluator.may_fit(candidate)]
-    if exhaustive:
-        for candidate in candidates:
-            evaluator.estimate(candidate)
-    best, fastest = _verified(evaluator, possible, top)
+    candidates, best, fastest = _best(evaluator, request, top, exhaustive=exhaustive)
     fits = bool(best)
     if not fits:
         best = _nearest(evaluator, candidates, top)
@@ -77,6 +72,38 @@ def search(workload: Workload, request: Request, *, top: int = DEFAULT_TOP, exha
     )
 
 
+def _best(
+    evaluator: Evaluator, request: Request, top: int, *, exhaustive: bool = False
+) -> tuple[list[Candidate], list[Candidate], Candidate | None]:
+    """Returns the candidates, the best of them, and the fastest; with layers' inputs in RAM if the best needs room."""
+    candidates: list[Candidate] = []
+    best: list[Candidate] = []
+    fastest = None
+    for asked in (request, *in_ram_too(evaluator.workload, request)):
+        if best and not best[0].way.zero.is_offloaded:
+            break
+        candidates += space(evaluator.workload, asked)
+        possible = candidates if exhaustive else [candidate for candidate in candidates if evaluator.may_fit(candidate)]
+        if exhaustive:
+            for candidate in candidates:
+                evaluator.estimate(candidate)
+        best, fastest = _verified(evaluator, possible, top)
+    return candidates, best, fastest
+
+
+def in_ram_too(workload: Workload, request: Request) -> tuple[Request, ...]:
+    """Returns the request with all layers recomputed from inputs in RAM, if that is open.
+
+    Their copies take time in every micro-batch, so they are for a GPU whose best plan without them offloads states, or
+    for which there is none.
+    """
+    is_open = request.activation_offload is None and request.grad_ckpt is not False
+    asked = replace(request, activation_offload=True, grad_ckpt=True)
+    if not is_open or asked.is_one_configuration or workload.cluster.gpu.is_cpu:
+        return ()
+    return (asked,)
+
+
 def _verified(evaluator: Evaluator, candidates: list[Candidate], top: int) -> tuple[list[Candidate], Candidate | None]:
     """Returns the best candidates, and the fastest, whose exact estimates fit too; verifies until every one fits."""
     while True:
@@ -89,9 +116,7 @@ def _verified(evaluator: Evaluator, candidates: list[Candidate], top: int) -> tu
 def fastest(workload: Workload, request: Request) -> Estimate | None:
     """Returns the best plan that fits, or None."""
     evaluator = Evaluator(workload, usable_ratio(request))
-    best, _ = _verified(
-        evaluator, [candidate for candidate in space(workload, request) if evaluator.may_fit(candidate)], 1
-    )
+    _, best, _ = _best(evaluator, request, 1)
     return evaluator.estimate(best[0]) if best else None
 
 

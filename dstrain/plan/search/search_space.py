@@ -117,16 +117,18 @@ def mechanisms(configuration: Configuration) -> int:
     """Returns how many mechanisms a configuration uses: the measure of simplicity.
 
     One for each part that ZeRO shares out (its stage), for checkpointing, tiled MLPs, TP, hpZ, a divided optimizer and
-    pageable memory; two for each step that states go away from the GPU (optimizer, parameters, NVMe), which depends on
-    the RAM, CPU and disk of every node. SP depends on the model's attention and on links in every layer: two for SP 2,
-    and one more each time that twice as many ranks wait for each other; EP likewise depends on how tokens are spread.
+    pageable memory; two for each step that states go away from the GPU (optimizer, parameters, NVMe), and for layers'
+    inputs in RAM, which depend on the RAM, CPU and disk of every node. SP depends on the model's attention and on links
+    in every layer: two for SP 2, and one more each time that twice as many ranks wait for each other; EP likewise
+    depends on how tokens are spread.
     """
     zero, parallel = configuration.zero, configuration.parallel
     is_pageable = zero.is_offloaded and not zero.pin_memory
     recomputation = (configuration.checkpointing.enabled, configuration.checkpointing.tiled_mlp)
     extras = (*recomputation, parallel.tp > 1, zero.hpz > 1, zero.offload_ratio < 1, is_pageable)
     groups = sum(degree.bit_length() for degree in (parallel.sp, parallel.ep) if degree > 1)
-    return zero.stage + 2 * list(Offload).index(zero.offload) + groups + sum(extras)
+    away = list(Offload).index(zero.offload) + configuration.checkpointing.offload
+    return zero.stage + 2 * away + groups + sum(extras)
 
 
 def ways(workload: Workload, request: Request) -> Strategies:
@@ -211,7 +213,7 @@ def _mechanisms(workload: Workload, request: Request, start: Configuration) -> I
 
 def _checkpointings(request: Request, start: Checkpointing, *, tiles: int) -> Iterator[Checkpointing]:
     """Yields which layers are recomputed: none, all, or, where that is open, one of every n; and, with all of them and
-    rows of many tiles, whether MLPs are tiled."""
+    rows of many tiles, whether MLPs are tiled. Inputs wait in host RAM if that is asked for (`search.in_ram_too`)."""
     periods = PERIODS if request.grad_ckpt is None else (1,)
     is_open = tiles >= LEAST_TILES and not request.is_one_configuration
     for enabled in _given(request.grad_ckpt, (False, True)):

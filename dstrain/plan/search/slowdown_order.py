@@ -20,8 +20,8 @@ def lost_speed(cluster: Cluster, candidate: Candidate) -> tuple[float, ...]:
     """Returns the place of a candidate in the order of lost speed, where no time can be predicted.
 
     Outermost first: what leaves the GPU; SP and TP; micro-batches from the one that saturates the GPU down to 1;
-    without and with checkpointing, of few layers first; the stages, ZeRO-1 before 2 where it reduces less often, ZeRO-0
-    last; roomy and then tight buffers; then larger micro-batches, up to `LARGEST_TOKENS`.
+    without and with checkpointing, of few layers first, and with inputs that stay; the stages, ZeRO-1 before 2 where it
+    reduces less often, ZeRO-0 last; roomy and then tight buffers; then larger micro-batches, up to `LARGEST_TOKENS`.
     """
     way = candidate.way
     tokens = way.batch.seq_len / way.parallel.sp
@@ -34,6 +34,7 @@ def lost_speed(cluster: Cluster, candidate: Candidate) -> tuple[float, ...]:
         -min(candidate.micro_batch, saturating),
         way.checkpointing.enabled,
         -way.checkpointing.every_n_layers,
+        way.checkpointing.offload,
         way.checkpointing.tiled_mlp,
         stages.index(way.zero.stage),
         way.zero.hpz,

@@ -93,8 +93,7 @@ def stepping(cluster: Cluster, configuration: Configuration, work: Work, rates: 
     offloaded = share * (c.zero.offload_ratio if c.zero.stage == 3 else 1.0) if c.zero.is_offloaded else 0.0
     shards = c.model.item * (counts.trainable + counts.frozen) / c.parallel.tp / ranks
     pcie = rates.pcie_bytes_per_s * (1.0 if c.zero.pin_memory else PAGEABLE_RATIO)
-    checkpoints = c.batch.tokens / c.parallel.sp * work.layer_width * c.model.item
-    forward = checkpoints * c.checkpointing.share(work.num_layers) if c.checkpointing.offload else 0.0
+    forward = inputs_bytes(c, work) if c.checkpointing.offload else 0.0
     backward = forward + (offloaded * (4 + 2 * (c.step.grad_accum - 1)) / c.step.grad_accum)
     up = offloaded * c.model.item
     if c.zero.offloads_params:
@@ -111,10 +110,22 @@ def stepping(cluster: Cluster, configuration: Configuration, work: Work, rates: 
         pcie_step=up / pcie,
         pcie_forward=forward / pcie,
         pcie_backward=backward / pcie,
-        is_pcie_hidden=c.zero.pin_memory
-        and (c.zero.overlap_comm or not c.zero.is_offloaded)
-        and (c.code.inputs_in_flight > 0 or not c.checkpointing.offload),
+        is_pcie_hidden=_copies_are_hidden(c),
     )
+
+
+def inputs_bytes(configuration: Configuration, work: Work) -> float:
+    """Returns the bytes of the inputs of all recomputed layers of one micro-batch, which go down and up again."""
+    c = configuration
+    every_layer = c.batch.tokens / c.parallel.sp * work.layer_width * c.model.item
+    return every_layer * c.checkpointing.share(work.num_layers)
+
+
+def _copies_are_hidden(configuration: Configuration) -> bool:
+    """Returns whether copies in a pass overlap with computation: pinned ones, on a stream of their own."""
+    c = configuration
+    overlaps = c.zero.overlap_comm or not c.zero.is_offloaded
+    return c.zero.pin_memory and overlaps and (c.code.inputs_in_flight > 0 or not c.checkpointing.offload)
 
 
 def _cpu_bytes_per_param(c: Configuration) -> float:

@@ -70,6 +70,8 @@ CONFLICTS: tuple[Case, ...] = (
          proof=Raises(words="allgather_bucket_size must be a multiple")),
     Case(name="Muon with reduce_scatter", rule="DS303", fix='"reduce_scatter": false',
          text=zero(3, '⟦"reduce_scatter": true', head=top(_MUON, tail="")), proof=Raises(words="Muon and reduce scatter")),
+    Case(name="Muon with clipped gradients", rule="DS331", fix="max_grad_norm: 0",
+         text=top(_MUON, head=AUTO.replace('"gradient_clipping"', '⟦"gradient_clipping"'))),
     Case(name="prescaled gradients", rule="DS304", fix="remove", text=top('⟦"prescale_gradients": true'),
          proof=Raises(words="pre-scale gradients")),
     Case(name="predivided gradients", rule="DS305", fix="remove", text=top('⟦"gradient_predivide_factor": 2.0'),

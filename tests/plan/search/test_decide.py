@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from cases import ask, plan
 
-from dstrain.choices import Attention, Offload, Precision
+from dstrain.choices import Attention, Offload, Optimizer, Precision
 from dstrain.errors import InvalidConfig
 from dstrain.facts.cluster.cpu import CPU_LIMITS, CpuLimit
 from dstrain.plan.estimate import assess
@@ -146,3 +146,23 @@ def test_one_configuration_is_estimated_also_where_it_does_not_fit() -> None:
     configuration = found.first.configuration
     assert (configuration.zero.stage, configuration.batch.micro_batch) == (0, 8)
     assert not configuration.checkpointing.enabled
+
+
+def test_inputs_of_layers_wait_in_ram_where_states_would() -> None:
+    asked: dict[str, Any] = {"model": "qwen3-8b", "gpus": 1, "gpu": "4090", "method": "lora", "seq_len": 16384}
+    found, without = surveyed(**asked), surveyed({"activation_offload": False}, **asked)
+    chosen, other = found.first, without.first
+    assert (chosen.configuration.checkpointing.offload, chosen.configuration.zero.offload) == (True, Offload.NONE)
+    assert (other.configuration.checkpointing.offload, other.configuration.zero.is_offloaded) == (False, True)
+    assert chosen.speed is not None and other.speed is not None
+    assert chosen.speed.tokens_per_s_per_gpu > 1.1 * other.speed.tokens_per_s_per_gpu
+    assert said(found, "^host RAM: ")
+
+
+def test_an_offloaded_optimizer_names_the_one_of_8_bits_that_would_spare_it() -> None:
+    eight_bit = r"^8-bit AdamW without offload would be 2\d % faster and fits \(ZeRO-3, .*: 1,\d{3} tokens a second"
+    asked: dict[str, Any] = {"model": "qwen3-32b", "gpus": 8, "gpu": "h100"}
+    found = surveyed({"offload": Offload.OPTIMIZER, "sp": 1}, **asked)
+    assert said(found, eight_bit)
+    assert found.first.configuration.step.optimizer is Optimizer.ADAMW
+    assert not said(surveyed({"sp": 1}, **asked), "8-bit")

@@ -24,6 +24,7 @@ QUESTIONS: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
     ({"model": "qwen3-32b", "gpus": 16}, {"sp": 1, "tp": 1}),
     ({"model": "qwen3-8b", "gpus": 8, "gpu": "h100"}, {"global_batch": 32, "seq_len": 8192}),
     ({"model": "qwen3-8b", "gpus": 2, "gpu": "4090", "method": "lora"}, {}),
+    ({"model": "qwen3-8b", "gpus": 1, "gpu": "4090", "method": "lora"}, {"seq_len": 16384, "global_batch": 1}),
     ({"model": "qwen3-0.6b", "gpus": 4, "gpu": "4090"}, {"seq_len": 1024, "global_batch": 24}),
     ({"model": "qwen3-30b-a3b", "gpus": 16, "gpu": "h100"}, {"sp": 1}),
     ({"model": "llama-3.1-70b", "gpus": 8, "gpu": "h100", "host_memory": 2**42}, {"sp": 1, "tp": 1}),
@@ -111,6 +112,7 @@ def test_simplicity_counts_mechanisms() -> None:
     assert mechanisms(changed(DEFAULTS, zero_stage=2, grad_ckpt=True)) == 3
     assert mechanisms(changed(DEFAULTS, zero_stage=3, offload=Offload.PARAMS, pin_memory=False)) == 8
     assert mechanisms(changed(DEFAULTS, zero_stage=3, hpz=8, sp=2)) == 6
+    assert mechanisms(changed(DEFAULTS, grad_ckpt=True, activation_offload=True)) == 3
     assert mechanisms(changed(DEFAULTS, sp=4)) == mechanisms(changed(DEFAULTS, sp=2)) + 1
 
 
