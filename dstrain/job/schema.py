@@ -17,7 +17,6 @@ from dstrain.choices import (
     Attention,
     Column,
     DataFormat,
-    HealthAction,
     HealthRule,
     Hub,
     Interval,
@@ -30,12 +29,11 @@ from dstrain.choices import (
     Precision,
     RopeType,
     Schedule,
-    SinkName,
     StoppingStrategy,
-    SwanLabMode,
     Thinking,
 )
 from dstrain.job.data_source import DataSource, Positive, PositiveFloat, Sources, listed
+from dstrain.job.monitor import HealthLimits, Monitor
 from dstrain.records import type_config
 
 Ratio = Annotated[float, Ge(0), Le(1)]
@@ -91,38 +89,6 @@ class RopeScaling:
 
     def __str__(self) -> str:
         return f"{self.rope_type} × {self.factor:g}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Monitor:
-    """Destinations of metrics besides `metrics.jsonl`, which is always written."""
-
-    __pydantic_config__ = type_config
-
-    sinks: tuple[SinkName, ...] = (SinkName.SWANLAB,)
-    """Any of `swanlab`, `tensorboard`, `wandb`."""
-    mode: SwanLabMode | None = None
-    """SwanLab's mode: `online`, `offline`, `local` or `disabled`; default: `online` with an API key, else `offline`."""
-    project: str = "dstrain"
-    """Project name in SwanLab and W&B."""
-    name: str | None = None
-    """Name of the run; default: `MODEL-METHOD-GPUSxGPU-ZEROn`, such as `qwen3-8b-lora-4x4090-zero2`."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HealthLimits:
-    """Limits and consequences of one health rule."""
-
-    __pydantic_config__ = type_config
-
-    enabled: bool = True
-    """Whether the rule is checked."""
-    warn: float | None = None
-    """The signal from which it is a warning; default: the rule's."""
-    critical: float | None = None
-    """The signal from which it is critical; default: the rule's."""
-    action: HealthAction = HealthAction.TELL
-    """What follows at the highest level: `tell`, `save` (a checkpoint too), or `stop` (save and end the run)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from dstrain.choices import Attention
 from dstrain.job.schema import Job
-from dstrain.monitor.callback import COUNTS, CountingCollator
+from dstrain.monitor.meter import COUNTS, CountingCollator
 from dstrain.train.data.by_sample import attend_by_sample, by_sample
 from dstrain.train.data.slices import Slice
 from dstrain.train.rank import Rank

@@ -21,9 +21,10 @@ from dstrain.facts.cluster.cluster import Cluster
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.heartbeat import Phase, Sender
 from dstrain.job.schema import Job
-from dstrain.monitor.callback import CountingCollator, Meter, MetricsCallback
+from dstrain.monitor.callback import MetricsCallback
 from dstrain.monitor.health.history import Facts
 from dstrain.monitor.health.watch import Watch
+from dstrain.monitor.meter import CountingCollator, Meter
 from dstrain.monitor.metrics import Hardware, hardware
 from dstrain.monitor.sinks.jsonl import JsonlFile, current_steps, read_jsonl
 from dstrain.monitor.sinks.registry import Guarded

@@ -17,8 +17,9 @@ from dstrain.choices import Attention, LossKernel, Precision
 from dstrain.errors import InvalidConfig
 from dstrain.heartbeat import Phase, Sender
 from dstrain.job.schema import Job
-from dstrain.monitor.callback import COUNTS, Meter, MetricsCallback
+from dstrain.monitor.callback import MetricsCallback
 from dstrain.monitor.health.nonfinite import Nonfinite
+from dstrain.monitor.meter import COUNTS, Meter
 from dstrain.train.checkpoints import checkpoints, universal_checkpoint
 from dstrain.train.data.collate import without_adapter
 from dstrain.train.data.isolation import Trial, packed_masks, sees_padding

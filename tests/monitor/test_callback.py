@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from transformers import TrainerControl, TrainerState
 
-from dstrain.monitor.callback import COUNTS, CountingCollator, Meter, MetricsCallback
+from dstrain.monitor.callback import MetricsCallback
 from dstrain.monitor.health.history import Facts
 from dstrain.monitor.health.watch import Watch
+from dstrain.monitor.meter import COUNTS, CountingCollator, Meter
 from dstrain.monitor.sinks.jsonl import JsonlFile
 
 

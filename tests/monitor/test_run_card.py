@@ -8,7 +8,8 @@ import pytest
 from cases import ask
 
 from dstrain.choices import Method
-from dstrain.job.schema import Job, Monitor
+from dstrain.job.monitor import Monitor
+from dstrain.job.schema import Job
 from dstrain.launch.prepare.job_context import request_of
 from dstrain.monitor.run_card import run_card, without_secrets
 from dstrain.plan.estimate import estimate

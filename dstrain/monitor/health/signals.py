@@ -41,8 +41,8 @@ def divergence(history: History) -> float | None:
 
 def zero_loss(history: History) -> float | None:
     """Returns how many of the last three losses are 0, or below 0.01 within the first 50 steps."""
-    last = list(history.windows)[-3:]
-    return sum(window["loss"] == 0 or (window["step"] <= 50 and 0 <= window["loss"] < 0.01) for window in last)
+    last = [(float(window["loss"]), window["step"]) for window in history.windows][-3:]
+    return sum(loss == 0 or (step <= 50 and 0 <= loss < 0.01) for loss, step in last)
 
 
 def first_loss(history: History) -> float | None:
@@ -84,7 +84,7 @@ def large_gradient(history: History) -> float | None:
 def clipped_share(history: History) -> float | None:
     """Returns the share of the last 100 steps' windows whose gradient norm is above `max_grad_norm`."""
     limit, last = history.facts.max_grad_norm, history.since(100)
-    norms = [window["grad_norm"] for window in last if isinstance(window.get("grad_norm"), float)]
+    norms = [float(window["grad_norm"]) for window in last if isinstance(window.get("grad_norm"), float)]
     if not limit or not norms:
         return None
     return sum(norm > limit for norm in norms) / len(norms)
@@ -109,9 +109,12 @@ def slowdown(history: History) -> float | None:
     earlier = windows[: -len(recent)] if recent else []
     if len(earlier) < FEWEST or not all("step_s" in window and window.get("tokens_per_s") for window in windows):
         return None
-    per_step = median(window["step_s"] for window in recent) / median(window["step_s"] for window in earlier)
-    rates = median(window["tokens_per_s"] for window in earlier), median(window["tokens_per_s"] for window in recent)
-    return min(per_step, rates[0] / rates[1])
+
+    def ratio(name: str) -> float:
+        now, before = (median(float(window[name]) for window in part) for part in (recent, earlier))
+        return now / before
+
+    return min(ratio("step_s"), 1 / ratio("tokens_per_s"))
 
 
 def data_wait(history: History) -> float | None:
@@ -166,7 +169,7 @@ def memory_imbalance(history: History) -> float | None:
 def skipped_steps(history: History) -> float | None:
     """Returns the steps among the last 100 that were skipped because gradients were not finite; after the first 50."""
     last = [window for window in history.since(100) if "skipped_steps" in window and window["step"] > 50]
-    return last[-1]["skipped_steps"] - last[0]["skipped_steps"] if last else None
+    return float(last[-1]["skipped_steps"] - last[0]["skipped_steps"]) if last else None
 
 
 def _spike(values: list[float], *, least_ratio: float) -> float | None:

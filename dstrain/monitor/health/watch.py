@@ -9,7 +9,7 @@ from enum import IntEnum
 from typing import Any
 
 from dstrain.choices import HealthAction, HealthRule
-from dstrain.job.schema import HealthLimits
+from dstrain.job.monitor import HealthLimits
 from dstrain.monitor.health.history import Facts, History
 from dstrain.monitor.health.nonfinite import Finding
 from dstrain.monitor.health.rules import RULES, Rule

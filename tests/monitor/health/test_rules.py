@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dstrain.choices import HealthAction, HealthRule
-from dstrain.job.schema import HealthLimits
+from dstrain.job.monitor import HealthLimits
 from dstrain.monitor.health.history import Facts
 from dstrain.monitor.health.rules import RULES
 from dstrain.monitor.health.watch import Watch
