@@ -15,7 +15,7 @@ from dstrain.cli.options.remembered import ResolvedOptions, as_input
 from dstrain.cli.options.typed import spelled
 from dstrain.config import jsonc
 from dstrain.config.imports.walk import Imported, Value
-from dstrain.errors import InvalidConfig, Place
+from dstrain.errors import EnvironmentProblem, InvalidConfig, Place
 from dstrain.plan.estimate import effective
 from dstrain.plan.request import Request
 
@@ -63,7 +63,7 @@ def import_inputs(imported: Imported, typed: Mapping[str, Any], out: Path) -> Im
     config, name = _config(imported)
     plan = imported.of("plan")
     options |= {key: plan[key] for key in ("zero_stage", "offload") if key in plan}
-    facts = plan_inputs(_parsed(options))
+    facts = _facts(options, imported)
     if config is not None:
         options |= _strategy(config, name, facts)
     imported, batch = _with_batch(imported, facts)
@@ -73,6 +73,16 @@ def import_inputs(imported: Imported, typed: Mapping[str, Any], out: Path) -> Im
     inputs = {key: as_input(key, value, out) for key, value in options.items()}
     resolved = ResolvedOptions(options=_parsed(options), inputs=inputs, is_repeated=False)
     return ImportInputs(imported=imported, asked=resolved, facts=facts, config=config, config_name=name)
+
+
+def _facts(options: Mapping[str, Any], imported: Imported) -> PlanInputs:
+    """Returns the inputs of the planner. Raises EnvironmentProblem if the model's facts cannot be fetched."""
+    try:
+        return plan_inputs(_parsed(options))
+    except EnvironmentProblem as error:
+        place = imported.values["model"].place if "model" in imported.values else None
+        hint = "Add --model with a local folder or an alias (qwen3-8b), or set HF_ENDPOINT to a mirror."
+        raise EnvironmentProblem(error.problem, place=place, hint=hint) from None
 
 
 def plan_request(options: dict[str, Any]) -> Request:

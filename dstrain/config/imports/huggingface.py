@@ -79,7 +79,7 @@ ROWS = table(
     needless("local_rank torch_empty_cache_steps auto_find_batch_size", "the plan says what fits"),
     lacks("dataloader_drop_last", "the last step of an epoch is filled with samples that are drawn again"),
     lacks("save_only_model", "checkpoints have the optimizer too; remove its files when the run has ended"),
-    lacks("save_on_each_node", "checkpoints are in output_dir; see `dstrain run --help`"),
+    lacks("save_on_each_node", "each rank writes its part of a checkpoint, as DeepSpeed does"),
     lacks("per_device_eval_batch_size", "evaluation has the micro-batch of training", unless=()),
     lacks(
         """
