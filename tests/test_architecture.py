@@ -40,8 +40,14 @@ def imported(arguments: Sequence[str], cwd: Path) -> list[str]:
     return done.stderr.splitlines()[-1].split()
 
 
-@pytest.mark.parametrize("arguments", [[*GEN_CONFIG, "--dry-run"], ["run", "--help"]])
+IMPORT = ("import", "train.yaml", "--gpus", "16")
+
+
+@pytest.mark.parametrize(
+    "arguments", [[*GEN_CONFIG, "--dry-run"], ["run", "--help"], [*IMPORT]], ids=lambda words: words[0]
+)
 def test_answering_imports_nothing_heavy(arguments: list[str], tmp_path: Path) -> None:
+    (tmp_path / "train.yaml").write_text("model_name_or_path: Qwen/Qwen3-32B\nstage: sft\n")
     assert not set(HEAVY).intersection(imported(arguments, tmp_path))
 
 
@@ -85,7 +91,7 @@ def test_a_package_holds_a_docstring_and_nothing_else(path: Path) -> None:
     assert isinstance(body[0], ast.Expr)
 
 
-@pytest.mark.parametrize("verb", ["completion", "demo", "export", "gen_config", "run", "templates"])
+@pytest.mark.parametrize("verb", ["completion", "demo", "export", "gen_config", "import", "run", "templates"])
 def test_a_verb_is_a_file_and_has_its_tests(verb: str) -> None:
     assert (PACKAGE / "cli" / f"{verb}.py").is_file()
     assert (ROOT / "tests" / "cli" / f"test_{verb}.py").is_file()

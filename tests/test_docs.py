@@ -9,7 +9,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -23,6 +23,8 @@ from benchmarks.published.score import score
 from docs import model_pages, pictures
 from dstrain.choices import Method
 from dstrain.cli.main import cli
+from dstrain.config.imports import accelerate, huggingface, read, trainer
+from dstrain.config.imports.rows import ABSENT, Fate, Row
 from dstrain.facts.cluster.cpu import CPU_LIMITS
 from dstrain.facts.model import aliases
 from dstrain.monitor.health.rules import RULES as HEALTH_RULES
@@ -208,6 +210,35 @@ def health_table() -> str:
     return "\n".join(rows)
 
 
+def import_tables() -> str:
+    """Returns the keys of each tool and what becomes of them; those that it passes on to Transformers stand once."""
+    passed_on = huggingface.ROWS
+    parts = [("Transformers' TrainingArguments", dict(passed_on))]
+    for tool in read.TOOLS.values():
+        own = {key: row for key, row in tool.rows.items() if passed_on.get(key) is not row}
+        shared = accelerate.ROWS if tool is trainer.TOOL else {}
+        parts.append((tool.title, {key: row for key, row in own.items() if shared.get(key) is not row}))
+    return "\n\n".join(f"### {title}\n\n{_import_table(rows)}" for title, rows in parts)
+
+
+def _import_table(rows: Mapping[str, Row]) -> str:
+    """Returns a row for each key that is written, and one for all keys of the same fate and note."""
+    lines = ["| key | default | written, or what to do |", "|---|---|---|"]
+    for row in rows.values():
+        if row.fate is Fate.WRITTEN and row.target:
+            default = "" if row.default is ABSENT else f"`{json.dumps(row.default)}`"
+            note = f": {row.note}" if row.note else ""
+            lines.append(f"| `{row.key}` | {default} | `{row.target}`{note} |")
+    others: dict[tuple[str, str], list[str]] = {}
+    for row in rows.values():
+        if not row.target:
+            fate = "read" if row.fate is Fate.WRITTEN else row.fate.value
+            others.setdefault((fate, row.note), []).append(f"`{row.key}`")
+    for (fate, note), keys in others.items():
+        lines.append(f"| {', '.join(keys)} | | {fate}{f': {note}' if note else ''} |")
+    return "\n".join(lines)
+
+
 PARTS: dict[str, Callable[[], str]] = {
     "module map": module_map,
     "job": job_reference,
@@ -216,6 +247,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "gen-config": gen_config_output,
     "plan": plan_output,
     "edits": edits_output,
+    "imports": import_tables,
     "cpu": cpu_table,
 }
 """The generated parts of the pages below docs/, by the name in their comment."""

@@ -11,8 +11,8 @@ from typing import Any
 
 import click
 
-from dstrain import __version__
 from dstrain.cli.console import answer, answer_json, say, say_lines
+from dstrain.cli.generate import lock_of
 from dstrain.cli.options import remembered
 from dstrain.cli.options.planning import HTML, facts_options
 from dstrain.cli.options.question import PlanInputs, plan_inputs, uses_last
@@ -24,11 +24,8 @@ from dstrain.cli.output.generated import diff, next_lines
 from dstrain.cli.output.plan import plan_document, plan_lines
 from dstrain.cli.types import Choice
 from dstrain.config.document import dotted
-from dstrain.config.edits.lock import LOCK, Lock, installed, new_files, read_lock, standing, write_files
+from dstrain.config.edits.lock import LOCK, Lock, new_files, read_lock, standing, write_files
 from dstrain.config.edits.regenerate import Regenerated, Standing, regenerate, replaced
-from dstrain.config.templates.files import generated
-from dstrain.config.templates.templates import template_hash
-from dstrain.config.templates.values import template_of
 from dstrain.errors import Conflict
 from dstrain.job.yaml_source import parse_yaml
 from dstrain.paths import alone, leftovers
@@ -88,7 +85,7 @@ def command(
         asked = remembered.asked(options, before, out)
         _say_repeated(asked, before)
         planned = _planned(asked, before, verbose=verbose, html=html)
-        lock = _lock(asked, planned, out)
+        lock = lock_of(asked, planned.asked, planned.plan, out)
         files = _files(out, lock, before, reopens=on_conflict is not None)
         merged = replaced(files) if force else regenerate(files, decide)
         shown = {**lock.base, **merged.files}
@@ -158,37 +155,6 @@ def _say_repeated(asked: ResolvedOptions, before: Lock | None) -> None:
         return
     changed = spelled({name: value for name, value in asked.inputs.items() if before.inputs.get(name) != value})
     say(f"as the last time: {spelled(before.inputs)}{f'; now with {changed}' if changed else ''}")
-
-
-def _lock(asked: ResolvedOptions, planned: _Planned, out: Path) -> Lock:
-    """Returns the generated files with their inputs."""
-    options, facts, plan = asked.options, planned.asked, planned.plan
-    template, template_dir = template_of(plan.chosen.configuration), options["template_dir"]
-    job = {
-        "model": _model(facts.workload.model.source, out),
-        "data": remembered.relative(options["data"], out),
-        "eval_data": remembered.relative(options["eval_data"], out),
-        "hub": options["hub"],
-        "output_dir": options["output_dir"],
-    }
-    files = generated(plan, facts.workload, facts.hosts, template_dir=template_dir, job=job)
-    if options["hostfile"] and options["hostfile"].resolve() == (out / "hostfile").resolve():
-        del files["hostfile"]  # it is the user's own, comments and all
-    return Lock(
-        dstrain=__version__,
-        deepspeed=installed("deepspeed"),
-        template=template,
-        template_sha256=template_hash(template, override=template_dir),
-        inputs=asked.inputs,
-        cluster=facts.workload.cluster,
-        base=files,
-    )
-
-
-def _model(source: str, out: Path) -> str | None:
-    """Returns the model as job.yaml must name it; a relative folder begins with `./`, so that it is no hub id."""
-    named = remembered.relative(source, out)
-    return f"./{named}" if Path(source).exists() and named and not Path(named).is_absolute() else named
 
 
 def _files(out: Path, lock: Lock, before: Lock | None, *, reopens: bool) -> list[Standing]:

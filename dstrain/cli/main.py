@@ -17,6 +17,7 @@ from dstrain.errors import DstrainError, EnvironmentProblem
 
 VERBS = {
     "gen-config": "Choose a configuration, explain it, write the files.",
+    "import": "Turn another tool's training file into a job.",
     "adopt": "Treat existing files as generated.",
     "diff": "List your edits and their effect on memory and speed.",
     "plan": "Estimate memory and speed, and explain the choice.",
@@ -28,6 +29,7 @@ VERBS = {
     "logs": "Print the logs of a run.",
     "stop": "End a run.",
     "export": "Merge an adapter, or gather a ZeRO checkpoint.",
+    "export-config": "Write a job for accelerate, FSDP2, torchrun, LLaMA-Factory.",
     "explain": "Explain a key of ds_config.json, or a whole file.",
     "schema": "Print the JSON schema of ds_config.json or job.yaml.",
     "hostfile": "Write, check or show a hostfile.",

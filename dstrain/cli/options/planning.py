@@ -43,6 +43,8 @@ _MACHINES = (
         metavar="LINK",
         help="Link between nodes, per GPU, such as ib400 or roce100.",
     ),
+)
+_REQUEST = (
     click.option("--hub", type=Choice(Hub), default=Hub.HF.value, show_default=True, help="Where ids are looked up."),
     click.option(
         "--method", type=Choice(Method), default=Method.FULL.value, show_default=True, help="What is trained."
@@ -126,6 +128,7 @@ def facts_options(function: F) -> F:
         (
             _model(required=False),
             *_MACHINES,
+            *_REQUEST,
             *_CHOICES,
             _loss(LossKernel.FULL, LossKernel.CHUNKED, LossKernel.FUSED),
             _optimizer(Optimizer.ADAMW, Optimizer.ADAMW_8BIT),
@@ -137,8 +140,22 @@ def facts_options(function: F) -> F:
 def plan_options(function: F) -> F:
     """Adds the options of `facts_options`, and those that gen-config cannot carry out."""
     return _with(
-        (_model(required=True), *_MACHINES, *_CHOICES, _loss(*LossKernel), _optimizer(*Optimizer), *_BEYOND), function
+        (
+            _model(required=True),
+            *_MACHINES,
+            *_REQUEST,
+            *_CHOICES,
+            _loss(*LossKernel),
+            _optimizer(*Optimizer),
+            *_BEYOND,
+        ),
+        function,
     )
+
+
+def machine_options(function: F) -> F:
+    """Adds the options that describe the machines."""
+    return _with(_MACHINES, function)
 
 
 def _loss(*choices: LossKernel) -> Callable[[F], F]:

@@ -37,7 +37,7 @@ def asked(options: Mapping[str, Any], lock: Lock | None, folder: Path) -> Resolv
     options typed now replace those of the same name. Raises UsageError if neither names a model, InvalidConfig
     where only the lock, which may be somebody else's, names templates."""
     context = click.get_current_context()
-    given = {name: _as_input(name, value, folder) for name, value in typed(options).items()}
+    given = {name: as_input(name, value, folder) for name, value in typed(options).items()}
     if options["model"] is not None:
         return ResolvedOptions(options=options, inputs=given, is_repeated=False)
     if lock is None or "model" not in lock.inputs:
@@ -69,7 +69,8 @@ def relative(name: str | None, folder: Path) -> str | None:
     return str(path.relative_to(folder)) if path.is_relative_to(folder) else str(path)
 
 
-def _as_input(name: str, value: Any, folder: Path) -> Any:
+def as_input(name: str, value: Any, folder: Path) -> Any:
+    """Returns the value of an option as the lock of a folder keeps it."""
     return relative(str(value), folder) if name in PATHS else value
 
 

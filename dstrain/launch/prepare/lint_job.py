@@ -70,7 +70,20 @@ def lint(
     fix: bool = False,
 ) -> LintResult:
     """Lints a configuration as `lint_job` does, without the hostfile and the data of the job."""
-    document, problems = engine.read(read_text(path), shown(str(path)))
+    return lint_text(context, read_text(path), shown(str(path)), is_trainers=is_trainers, ignored=ignored, fix=fix)
+
+
+def lint_text(
+    context: JobContext,
+    text: str,
+    name: str,
+    *,
+    is_trainers: bool | None = None,
+    ignored: Sequence[str] = (),
+    fix: bool = False,
+) -> LintResult:
+    """Lints the text of a configuration as `lint` does; `name` is its name in messages."""
+    document, problems = engine.read(text, name)
     if document is None:
         return LintResult(subject=None, findings=problems, mended=[])
     subject = Subject(

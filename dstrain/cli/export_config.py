@@ -1,0 +1,97 @@
+"""`dstrain export-config`: writes a job for those who train without dstrain."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import click
+
+from dstrain.choices import LossKernel, StateDtypes
+from dstrain.cli.console import answer, answer_json, say, say_lines
+from dstrain.cli.types import Choice
+from dstrain.config import jsonc
+from dstrain.config.edits.lock import beside_unused, planned_cluster, standing
+from dstrain.config.lint import engine
+from dstrain.errors import Conflict, InvalidConfig
+from dstrain.job.file import JobFile, read_job
+from dstrain.launch.prepare.job_context import hosts_of, job_context, request_of, workload_of
+from dstrain.launch.prepare.lint_job import lint_job, read_text, refused
+from dstrain.launch.scripts.exports import Export, Target, export
+from dstrain.paths import write_together
+from dstrain.plan.estimate import estimate
+from dstrain.units import format_bytes
+
+
+@click.command("export-config")
+@click.argument("target", type=Choice(Target))
+@click.argument("job", type=click.Path(path_type=Path, dir_okay=False), default="job.yaml")
+@click.option(
+    "-o", "--out", type=click.Path(path_type=Path, file_okay=False), help="Folder to write into.  [default: TARGET]"
+)
+@click.option("--force", is_flag=True, help="Replace existing files; yours are kept as .bak.")
+@click.option("-n", "--dry-run", is_flag=True, help="Print the files and write nothing.")
+@click.option("--json", "as_json", is_flag=True, help="Print the files as JSON to stdout.")
+def command(target: Target, job: Path, out: Path | None, force: bool, dry_run: bool, as_json: bool) -> None:
+    """Write a job as files of accelerate, PyTorch's FSDP2, torchrun or LLaMA-Factory, which need no dstrain.
+
+    The first three train the same samples in the same order with the same losses: a script with Transformers alone, its
+    arguments, and a configuration. Exits with 3 if the job has something without counterpart, such as packing.
+
+    \b
+    Example:
+      dstrain export-config accelerate
+      dstrain export-config fsdp2 runs/qwen3/job.yaml -o fsdp
+    """
+    file = read_job(job)
+    config = Path(file.job.ds_config)
+    result = lint_job(file, config)
+    if engine.errors(result.findings):
+        raise refused(result.findings)
+    document = jsonc.read(read_text(config), str(config)).value
+    exported = export(file.job, document, hosts_of(file), target)
+    folder = out or job.parent / target.value
+    if as_json:
+        answer_json({"schema": 1, "target": target, "command": exported.command, "files": dict(exported.files)})
+    elif dry_run:
+        for name, content in exported.files.items():
+            answer(f"# {name}\n{content}")
+    say_lines(f"note     {note}" for note in (*exported.notes, *_needs(file, document, target)))
+    if not dry_run:
+        _write(folder, exported, force=force)
+        say(f"next: cd {folder} && {exported.command}")
+
+
+def _needs(file: JobFile, config: dict[str, Any], target: Target) -> list[str]:
+    """Returns what the export needs by the plan; nothing if the model or the machines are unknown."""
+    workload = workload_of(job_context(file, planned_cluster(Path(file.job.ds_config).parent)))
+    if workload is None or workload.cluster.gpu.is_cpu:
+        return []
+    request = replace(request_of(file.job), loss=LossKernel.FULL)
+    if target in (Target.FSDP2, Target.TORCHRUN):
+        stage = 0 if target is Target.TORCHRUN else 3 if config.get("zero_optimization", {}).get("stage") == 3 else 2
+        request = replace(request, state_dtypes=StateDtypes.AUTOCAST)
+        config = {"zero_optimization": {"stage": stage}}
+    try:
+        found = estimate(workload, request, config)
+    except InvalidConfig:
+        return []
+    size = format_bytes(found.memory.device_bytes_per_gpu)
+    verdict = "" if found.fits else f", which does not fit: {found.shortage}"
+    return [f"{target} needs {size} on each GPU by the plan{verdict}"]
+
+
+def _write(folder: Path, exported: Export, *, force: bool) -> None:
+    """Writes the files. Raises Conflict if a different one exists, unless it is to be replaced."""
+    there = standing(folder, exported.files)
+    different = {f"{name}.bak": text for name, text in there.items() if text != exported.files[name]}
+    if different and not force:
+        names = ", ".join(str(folder / name.removesuffix(".bak")) for name in different)
+        raise Conflict(
+            f"{names}: exists already and differs; nothing was written",
+            hint="--force replaces it and keeps yours as .bak; -o DIR writes elsewhere.",
+        )
+    backups = {folder / name: text for name, text in beside_unused(folder, different).items()}
+    write_together({folder / name: text for name, text in exported.files.items()}, backups=backups)
+    say(f"wrote {', '.join(str(folder / name) for name in exported.files)}")

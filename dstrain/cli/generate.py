@@ -1,0 +1,46 @@
+"""Generates the files of a plan with their record, for gen-config and import."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from dstrain import __version__
+from dstrain.cli.options import remembered
+from dstrain.cli.options.question import PlanInputs
+from dstrain.cli.options.remembered import ResolvedOptions
+from dstrain.config.edits.lock import Lock, installed
+from dstrain.config.templates.files import generated
+from dstrain.config.templates.templates import template_hash
+from dstrain.config.templates.values import template_of
+from dstrain.plan.estimate_records import Plan
+
+
+def lock_of(asked: ResolvedOptions, facts: PlanInputs, plan: Plan, out: Path) -> Lock:
+    """Returns the generated files of a plan with their inputs; `out` is the folder they are for."""
+    options = asked.options
+    template, template_dir = template_of(plan.chosen.configuration), options["template_dir"]
+    job = {
+        "model": _model(facts.workload.model.source, out),
+        "data": remembered.relative(options["data"], out),
+        "eval_data": remembered.relative(options["eval_data"], out),
+        "hub": options["hub"],
+        "output_dir": options["output_dir"],
+    }
+    files = generated(plan, facts.workload, facts.hosts, template_dir=template_dir, job=job)
+    if options["hostfile"] and options["hostfile"].resolve() == (out / "hostfile").resolve():
+        del files["hostfile"]  # it is the user's own, comments and all
+    return Lock(
+        dstrain=__version__,
+        deepspeed=installed("deepspeed"),
+        template=template,
+        template_sha256=template_hash(template, override=template_dir),
+        inputs=asked.inputs,
+        cluster=facts.workload.cluster,
+        base=files,
+    )
+
+
+def _model(source: str, out: Path) -> str | None:
+    """Returns the model as job.yaml must name it; a relative folder begins with `./`, so that it is no hub id."""
+    named = remembered.relative(source, out)
+    return f"./{named}" if Path(source).exists() and named and not Path(named).is_absolute() else named

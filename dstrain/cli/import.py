@@ -1,0 +1,176 @@
+"""`dstrain import`: turns the training file of another tool into a job, with its cost, its faults, and what is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import click
+
+from dstrain.cli.console import answer, answer_json, say
+from dstrain.cli.generate import lock_of
+from dstrain.cli.options.imported import ImportInputs, import_inputs
+from dstrain.cli.options.planning import machine_options
+from dstrain.cli.options.typed import typed
+from dstrain.cli.output.generated import next_lines
+from dstrain.cli.output.imported import ImportReport, report_document, report_lines
+from dstrain.config import jsonc
+from dstrain.config.edits.lock import LOCK, Lock, read_lock, standing, write_files
+from dstrain.config.edits.regenerate import Standing, replaced
+from dstrain.config.imports import job_text
+from dstrain.config.imports.read import TOOLS, import_file
+from dstrain.config.imports.walk import Imported
+from dstrain.config.lint.finding import Finding
+from dstrain.config.lint.subject import JobContext
+from dstrain.errors import Conflict, InvalidConfig
+from dstrain.job.file import JobFile, job_of
+from dstrain.job.yaml_source import parse_yaml
+from dstrain.launch.prepare import job_checks
+from dstrain.launch.prepare.job_context import request_of
+from dstrain.launch.prepare.lint_job import lint_text
+from dstrain.paths import alone
+from dstrain.plan.estimate import estimate
+from dstrain.plan.estimate_records import Estimate, Plan
+from dstrain.plan.search.decide import plan_of, survey
+
+
+@click.command("import")
+@click.argument("file", type=click.Path(path_type=Path, dir_okay=False))
+@click.option("--from", "tool", type=click.Choice(list(TOOLS)), help="Tool of the file.  [default: by its content]")
+@click.option("--model", metavar="NAME", help="Model in place of the file's: alias, hub id or local folder.")
+@click.option("--data", metavar="FILE", help="Training data in place of the file's.")
+@machine_options
+@click.option(
+    "-o",
+    "--out",
+    type=click.Path(path_type=Path, file_okay=False),
+    default=".",
+    help="Folder to write into.  [default: here]",
+)
+@click.option("--force", is_flag=True, help="Replace existing files; yours are kept as .bak.")
+@click.option("-n", "--dry-run", is_flag=True, help="Print the page and write nothing.")
+@click.option("--json", "as_json", is_flag=True, help="Print the page and the files as JSON.")
+def command(file: Path, tool: str | None, out: Path, force: bool, dry_run: bool, as_json: bool, **options: Any) -> None:
+    """Turn a training file of another tool into job.yaml and ds_config.json.
+
+    FILE is a YAML of LLaMA-Factory, ms-swift, axolotl or accelerate, a shell script with a command of one of them or
+    of a script with Transformers' Trainer, or a DeepSpeed configuration. Prints what the settings cost beside dstrain's
+    own plan, what lint says of them, and every key without counterpart, with its line. Exits with 3 and writes nothing
+    if something else would be trained, such as preferences. Afterwards gen-config keeps what the file says as edits.
+
+    \b
+    Example:
+      dstrain import train_qwen.yaml --gpus 8 --gpu h100
+      dstrain import sft.sh -o runs/swift --dry-run
+    """
+    imported = import_file(file, tool=tool)
+    if imported.stops:
+        raise _stopped(imported)
+    inputs = import_inputs(imported, typed(options), out)
+    with nullcontext() if dry_run else alone(out / LOCK, "writes into this folder"):
+        made = _made(inputs, out)
+        if as_json:
+            answer_json(report_document(made.report, made.files))
+        else:
+            answer("\n".join(report_lines(made.report)))
+        if not dry_run:
+            _write(out, made, force=force)
+    if not dry_run:
+        for line in next_lines(out, made.files, inputs.facts, made.plan):
+            say(line)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Made:
+    """The files of an import, and the page about them."""
+
+    lock: Lock
+    """What gen-config generates for the same question."""
+    files: dict[str, str]
+    """The same with the imported values."""
+    plan: Plan
+    report: ImportReport
+
+
+def _stopped(imported: Imported) -> InvalidConfig:
+    """Returns the error for a file whose counterpart would train something else."""
+    lines = [f"{note.place}: {note.key}: {note.text}" for note in imported.stops]
+    return InvalidConfig(
+        "\n".join(["this would be another training, so nothing was written:", *lines]),
+        hint="Remove these keys to import what is left.",
+    )
+
+
+def _made(inputs: ImportInputs, out: Path) -> _Made:
+    """Plans the file's settings and dstrain's own, and returns the files and the page."""
+    workload, request = inputs.facts.workload, inputs.facts.request
+    try:
+        fixed = survey(workload, request, top=1)
+    except InvalidConfig as error:
+        raise InvalidConfig(f"{inputs.imported.source.path}: {error.problem}", hint=error.hint) from None
+    plan = plan_of(fixed, workload.cluster, request)
+    lock = lock_of(inputs.asked, inputs.facts, plan, out)
+    files = {**lock.base, "job.yaml": job_text.edited(lock.base["job.yaml"], inputs.imported)}
+    if inputs.config is not None:
+        files["ds_config.json"] = inputs.config
+    locate = job_text.locator(inputs.imported, out / "job.yaml")
+    job = job_of(parse_yaml(files["job.yaml"], "job.yaml")[0], out.resolve(), locate)
+    report = ImportReport(
+        imported=inputs.imported,
+        workload=workload,
+        theirs=_estimate(inputs, job, files["ds_config.json"]),
+        ours=survey(workload, replace(request, **_FREE), top=1),
+        findings=_findings(inputs, job, files["ds_config.json"]),
+    )
+    return _Made(lock=lock, files=files, plan=plan, report=report)
+
+
+_FREE: Mapping[str, Any] = {
+    **dict.fromkeys(("micro_batch", "grad_accum", "zero_stage", "offload", "grad_ckpt", "tiled_mlp"), None),
+    "activation_offload": False,
+}
+"""What dstrain chooses in its own plan; model, method, length, batch and parallelism stay those of the file."""
+
+
+def _estimate(inputs: ImportInputs, job: JobFile, config: str) -> Estimate | None:
+    """Returns the estimate of the file's settings; None if its DeepSpeed configuration is not understood."""
+    document = jsonc.read(config, inputs.config_name).value
+    try:
+        return estimate(inputs.facts.workload, request_of(job.job), document)
+    except InvalidConfig:
+        return None  # lint says why
+
+
+def _findings(inputs: ImportInputs, job: JobFile, config: str) -> list[Finding]:
+    """Returns what lint says of the configuration, the job and its data."""
+    facts = inputs.facts
+    context = JobContext(job=job, hosts=facts.hosts, model=facts.workload.model, cluster=facts.workload.cluster)
+    result = lint_text(context, config, inputs.config_name, is_trainers=True)
+    return [*result.findings, *job_checks.findings(job, context)]
+
+
+def _write(out: Path, made: _Made, *, force: bool) -> None:
+    """Writes the files. Raises Conflict if others exist, which may have been edited, unless they are to be replaced."""
+    before = read_lock(out)
+    there = standing(out, made.files)
+    files = [
+        Standing(name=name, shown=str(out / name), base=None, yours=there.get(name), new=new)
+        for name, new in made.files.items()
+    ]
+    merged = replaced(files)
+    if merged.beside and not force:
+        names = ", ".join(str(out / name.removesuffix(".bak")) for name in merged.beside)
+        raise Conflict(
+            f"{names}: exists already and differs; nothing was written",
+            hint="--force replaces it and keeps yours as .bak; -o DIR writes elsewhere.",
+        )
+    changed = write_files(out, made.lock, merged.files, merged.beside, before=before)
+    say()
+    say(
+        f"wrote {', '.join(str(out / name) for name in changed)}"
+        if changed
+        else "nothing changed: the files are the same"
+    )

@@ -1,0 +1,155 @@
+"""Turns an imported file into the options of gen-config that ask for the same."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from dstrain.cli import gen_config
+from dstrain.cli.options.question import PlanInputs, plan_inputs
+from dstrain.cli.options.remembered import ResolvedOptions, as_input
+from dstrain.cli.options.typed import spelled
+from dstrain.config import jsonc
+from dstrain.config.imports.walk import Imported, Value
+from dstrain.errors import EnvironmentProblem, InvalidConfig, Place
+from dstrain.plan.estimate import effective
+from dstrain.plan.request import Request
+
+_REQUESTED = (
+    *("method", "seq_len", "micro_batch", "grad_ckpt", "activation_offload", "tiled_mlp", "precision", "attn"),
+    *("packing", "sp", "tp", "ep", "optimizer", "hub"),
+)
+"""Keys of a job that are options of gen-config, too."""
+_OFF = {"activation_offload": False, "tiled_mlp": False, "packing": False, "sp": 1, "tp": 1, "ep": 1}
+"""Values that need no option."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImportInputs:
+    """What an imported file asks of the planner."""
+
+    imported: Imported
+    """With the values that depend on the machines."""
+    asked: ResolvedOptions
+    """As options of gen-config."""
+    facts: PlanInputs
+    config: str | None
+    """The text of its DeepSpeed configuration; None if gen-config's is to be written."""
+    config_name: str
+    """The name of that configuration in messages."""
+
+
+def import_inputs(imported: Imported, typed: Mapping[str, Any], out: Path) -> ImportInputs:
+    """Returns the options that ask for what a file says; those that were typed come first.
+
+    Raises InvalidConfig if the file names no model, or its DeepSpeed configuration cannot be read.
+    """
+    values = imported.values
+    model = typed.get("model") or (values["model"].value if "model" in values else None)
+    if model is None:
+        title = imported.source.tool.title
+        raise InvalidConfig(
+            f"{imported.source.path}: names no model, as a file of {title} need not", hint="Add --model NAME."
+        )
+    given = {name: values[name].value for name in _REQUESTED if name in values and _OFF.get(name) != values[name].value}
+    given |= {name: str(values[name].value) for name in ("data", "eval_data") if name in values}
+    options = {"model": str(model), **_machines(imported), **given, **typed}
+    if "output_dir" in values:
+        options["output_dir"] = str(values["output_dir"].value)
+    config, name = _config(imported)
+    plan = imported.of("plan")
+    options |= {key: plan[key] for key in ("zero_stage", "offload") if key in plan}
+    facts = _facts(options, imported)
+    if config is not None:
+        options |= _strategy(config, name, facts)
+    imported, batch = _with_batch(imported, facts)
+    options |= batch
+    if config is not None or batch:
+        facts = replace(facts, request=plan_request(_parsed(options)))
+    inputs = {key: as_input(key, value, out) for key, value in options.items()}
+    resolved = ResolvedOptions(options=_parsed(options), inputs=inputs, is_repeated=False)
+    return ImportInputs(imported=imported, asked=resolved, facts=facts, config=config, config_name=name)
+
+
+def _facts(options: Mapping[str, Any], imported: Imported) -> PlanInputs:
+    """Returns the inputs of the planner. Raises EnvironmentProblem if the model's facts cannot be fetched."""
+    try:
+        return plan_inputs(_parsed(options))
+    except EnvironmentProblem as error:
+        place = imported.values["model"].place if "model" in imported.values else None
+        hint = "Add --model with a local folder or an alias (qwen3-8b), or set HF_ENDPOINT to a mirror."
+        raise EnvironmentProblem(error.problem, place=place, hint=hint) from None
+
+
+def plan_request(options: dict[str, Any]) -> Request:
+    """Returns the request in the options of gen-config."""
+    return Request(**{name: options[name] for name in Request.__dataclass_fields__ if name in options})
+
+
+def _parsed(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns every option of gen-config as if these had been typed."""
+    context = gen_config.command.make_context("gen-config", shlex.split(spelled(options)))
+    return dict(context.params)
+
+
+def _machines(imported: Imported) -> dict[str, Any]:
+    """Returns the options for the machines that the file names; a number of GPUs is that of all nodes."""
+    machines = imported.of("machines")
+    nodes = machines.get("nodes", 1)
+    per_node = machines.get("gpus_per_node") or machines.get("visible")
+    options: dict[str, Any] = {key: machines[key] for key in ("gpu", "hostfile") if key in machines}
+    total = machines.get("gpus") or (per_node * nodes if per_node else None)
+    if total is None or "hostfile" in options:
+        return options
+    return options | {"gpus": total} | ({"gpus_per_node": total // nodes} if nodes > 1 else {})
+
+
+def _config(imported: Imported) -> tuple[str | None, str]:
+    """Returns the text of the DeepSpeed configuration of a file, and its name in messages."""
+    from dstrain.config.templates.files import config_text
+
+    source = imported.source
+    if source.tool.name == "deepspeed":
+        return source.path.read_text(encoding="utf-8"), str(source.path)
+    value = imported.values.get("plan.ds_config")
+    if value is None:
+        return None, "ds_config.json"
+    if isinstance(value.value, Mapping):
+        return config_text(dict(value.value)), str(source.path)
+    path = Path(value.value)
+    try:
+        return path.read_text(encoding="utf-8"), str(path)
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidConfig(f"{path}: cannot be read: {error}", place=value.place) from None
+
+
+def _strategy(config: str, name: str, facts: PlanInputs) -> dict[str, Any]:
+    """Returns ZeRO's stage and offload in a DeepSpeed configuration."""
+    document = jsonc.read(config, name).value
+    zero = effective(facts.workload.model, Request(), document if isinstance(document, dict) else {}).zero
+    return {"zero_stage": zero.stage, "offload": zero.offload.value}
+
+
+def _with_batch(imported: Imported, facts: PlanInputs) -> tuple[Imported, dict[str, Any]]:
+    """Returns the file with micro-batches per step, and the samples of a step as an option.
+
+    A tool may say the samples of a step in place of the micro-batches, which then depend on the ranks.
+    """
+    values = dict(imported.values)
+    micro = values.get("micro_batch")
+    if micro is None:
+        return imported, {}
+    ranks = facts.workload.cluster.num_gpus
+    shared = math.prod(values[name].value for name in ("sp", "tp") if name in values)
+    replicas = max(1, ranks // shared)
+    wanted = values.pop("plan.global_batch", None)
+    if wanted is not None and "grad_accum" not in values:
+        accumulation = max(1, math.ceil(wanted.value / micro.value / ranks))
+        place = Place(file=str(imported.source.path))
+        values["grad_accum"] = Value(value=accumulation, place=place, is_default=True)
+    accumulation = values["grad_accum"].value if "grad_accum" in values else 1
+    return replace(imported, values=values), {"global_batch": micro.value * accumulation * replicas}

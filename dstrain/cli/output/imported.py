@@ -1,0 +1,138 @@
+"""Prints what became of an imported file: its cost beside dstrain's plan, its faults, and what has no counterpart."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from dstrain.cli.console import COLUMNS, wrapped
+from dstrain.cli.output.plan import subject_lines, table_lines, table_row
+from dstrain.config.imports.rows import Fate
+from dstrain.config.imports.walk import Imported, Note
+from dstrain.config.lint.finding import Finding, count_text, lines, printable
+from dstrain.facts.workload import Workload
+from dstrain.plan.configuration import flat
+from dstrain.plan.estimate_records import Estimate
+from dstrain.plan.labels import label
+from dstrain.plan.search.decide import Proposal, Survey
+from dstrain.units import format_bytes
+
+HEADINGS = {
+    Fate.OTHER_TRAINING: "would be another training",
+    Fate.CHANGED: "has a counterpart that differs",
+    Fate.MISSING: "has no counterpart",
+    Fate.UNKNOWN: "is not in the table",
+    Fate.NEEDLESS: "is not needed",
+}
+"""Headings of the keys that are not simply written, in their order."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImportReport:
+    """What is known of an imported file."""
+
+    imported: Imported
+    workload: Workload
+    theirs: Estimate | None
+    """The file's own settings; None if its DeepSpeed configuration cannot be estimated."""
+    ours: Survey
+    """The plan for the same model, data and batch without the file's choices."""
+    findings: Sequence[Finding]
+    """What lint says, with places in the file."""
+
+
+def report_lines(report: ImportReport) -> list[str]:
+    """Returns the page: cost, faults, and keys without counterpart."""
+    source = report.imported.source
+    head = [f"{source.path}: {source.tool.title}", *subject_lines(report.workload), ""]
+    return [*head, *_cost_lines(report), "", *_finding_lines(report.findings), *note_lines(report.imported.notes)]
+
+
+def _cost_lines(report: ImportReport) -> list[str]:
+    """Returns the figures of the file's settings, then those of dstrain's plan if it is another one."""
+    ours = report.ours.proposals[0]
+    if report.theirs is None:
+        return [
+            "its DeepSpeed configuration cannot be estimated; the plan of dstrain:",
+            *table_lines(_survey(report, ours)),
+        ]
+    theirs = Proposal(estimate=report.theirs, reasons=())
+    if not report.theirs.fits:
+        short = report.theirs.shortage
+        verdict = f"as it is, it does not fit: {label(report.theirs.configuration)} needs {short}"
+    else:
+        left = report.theirs.usable_bytes_per_gpu - report.theirs.memory.device_bytes_per_gpu
+        verdict = f"as it is, it fits, with {format_bytes(max(0, left))} to spare on each GPU"
+    if not _is_other(report.theirs, ours.estimate):
+        return [*table_lines(_survey(report, theirs)), verdict, "dstrain would choose the same"]
+    fits = "" if report.ours.fits else ", which does not fit either"
+    return [*table_lines(_survey(report, theirs, ours)), verdict, f"1 is the file, 2 what dstrain would choose{fits}"]
+
+
+def _is_other(one: Estimate, other: Estimate) -> bool:
+    """Returns whether two estimates differ in what a table shows."""
+    return table_row(1, one) != table_row(1, other)
+
+
+def _survey(report: ImportReport, *proposals: Proposal) -> Survey:
+    return replace(report.ours, proposals=proposals)
+
+
+def _finding_lines(findings: Sequence[Finding]) -> list[str]:
+    if not findings:
+        return ["lint: no problems", ""]
+    return [f"lint: {count_text(findings)}", *(line for finding in findings for line in lines(finding)), ""]
+
+
+def note_lines(notes: Iterable[Note]) -> list[str]:
+    """Returns the keys that are not simply written, by what became of them, each with its place and what to do."""
+    found: list[str] = []
+    for fate, heading in HEADINGS.items():
+        these = [note for note in notes if note.fate is fate]
+        if not these:
+            continue
+        found.append(heading)
+        if fate is Fate.NEEDLESS:
+            found += wrapped(f"  {', '.join(map(_short, these))}").splitlines()
+            continue
+        found += [line for note in these for line in _note_lines(note)]
+    return found
+
+
+def _note_lines(note: Note) -> list[str]:
+    """Returns a note on one line, or with its text below if that is longer than a line."""
+    head, text = printable(f"  {note.place}: {note.key}:"), printable(note.text)
+    if len(head) + len(text) < COLUMNS:
+        return [f"{head} {text}"]
+    return [head, *wrapped(f"    {text}").splitlines()]
+
+
+def _short(note: Note) -> str:
+    return f"{note.key} ({note.place.line})" if note.place.line else note.key
+
+
+def report_document(report: ImportReport, files: dict[str, str]) -> dict[str, Any]:
+    """Returns the page as JSON-ready data."""
+    theirs, ours = report.theirs, report.ours.first
+    return {
+        "schema": 1,
+        "file": str(report.imported.source.path),
+        "tool": report.imported.source.tool.name,
+        "imported": None if theirs is None else _figures(theirs),
+        "planned": _figures(ours),
+        "findings": [finding.document() for finding in report.findings],
+        "notes": [note.document() for note in report.imported.notes],
+        "files": files,
+    }
+
+
+def _figures(estimate: Estimate) -> dict[str, Any]:
+    return {
+        "title": label(estimate.configuration),
+        "fits": estimate.fits,
+        **flat(estimate.configuration),
+        "device_bytes_per_gpu": estimate.memory.device_bytes_per_gpu,
+        "host_bytes_per_node": estimate.memory.host_bytes_per_node,
+        "step_s": estimate.speed.step_s if estimate.speed else None,
+    }

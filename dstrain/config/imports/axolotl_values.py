@@ -1,0 +1,129 @@
+"""Converters of axolotl's keys. Source: axolotl 0.16 utils/schemas, utils/config and core/builders/base.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from dstrain.config import jsonc
+from dstrain.config.document import lookup
+from dstrain.config.imports import converters as convert
+from dstrain.config.imports.rows import ABSENT, Converted, Unmatched
+from dstrain.config.imports.source import Source
+from dstrain.config.imports.strategy import ds_config as named_config
+
+
+def method(value: Any, source: Source) -> Any:
+    """Returns the method from the adapter and the bits in which the base model is loaded."""
+    four, eight = (source.value(key) is True for key in ("load_in_4bit", "load_in_8bit"))
+    if not value:
+        return convert.method("full", bits=4 if four else 8 if eight else None, source=source)
+    kind = "lora" if value in ("lora", "qlora") else str(value)
+    if kind == "lora" and eight and not four:
+        return Converted(
+            values={"method": "lora"}, note="the base model stays in bf16, not in 8 bits; qlora has 4 bits"
+        )
+    return convert.method(kind, bits=4 if four or value == "qlora" else None, source=source)
+
+
+def targets(value: Any, source: Source) -> Any:
+    """Returns the layers with an adapter."""
+    if source.value("lora_target_linear") is True or not value:
+        return ["all-linear"]
+    if isinstance(value, str):
+        raise Unmatched("a regular expression: write the names of the layers into lora.targets")
+    return convert.names(value, source)
+
+
+def linear(value: Any, source: Source) -> Any:
+    """Returns every linear layer, if the switch is on."""
+    return ["all-linear"] if convert.flag(value, source) else ABSENT
+
+
+def flag_of(name: str) -> Any:
+    """Returns the converter of an older switch of an attention implementation."""
+
+    def converted(value: Any, source: Source) -> Any:
+        return convert.ATTENTION[name] if convert.flag(value, source) else ABSENT
+
+    return converted
+
+
+def checkpointing(value: Any, _: Source) -> Any:
+    """Returns whether activations are recomputed, and whether their inputs wait in host RAM."""
+    if str(value).startswith("offload"):
+        return Converted(values={"grad_ckpt": True, "activation_offload": True})
+    return bool(value)
+
+
+def truth(value: Any, _: Source) -> bool:
+    """Returns whether a value is given and on."""
+    return bool(value)
+
+
+def warmup_ratio(value: Any, source: Source) -> Any:
+    """Returns the share of warm-up steps. warmup_steps wins over it; without both axolotl takes 3 %."""
+    return ABSENT if source.given("warmup_steps") is not ABSENT else convert.number(value, source)
+
+
+def per_epoch(what: str, key: str) -> Any:
+    """Returns the converter of a number of times in each epoch."""
+
+    def converted(value: Any, source: Source) -> Any:
+        if not value or source.given(key) is not ABSENT:
+            return ABSENT
+        raise Unmatched(f"{what} {value} times an epoch: set {key} to the steps of an epoch / {value}")
+
+    return converted
+
+
+def evaluations(value: Any, source: Source) -> Any:
+    """Returns nothing if there are no data for an evaluation."""
+    if not source.value("val_set_size") and not source.value("test_datasets"):
+        return ABSENT
+    return per_epoch("evaluated", "eval_steps")(value, source)
+
+
+def save_steps(value: Any, source: Source) -> Any:
+    """Returns the steps between checkpoints; a share of the run has no counterpart."""
+    if convert.number(value, source) < 1:
+        raise Unmatched(f"checkpoints every {value} of the run: set save_steps to a number of steps")
+    return convert.count(value, source)
+
+
+def saves(value: Any, source: Source) -> Any:
+    """Returns nothing where another key says when checkpoints are written."""
+    if source.given("save_steps") is not ABSENT or source.given("saves_per_epoch") is not ABSENT:
+        return ABSENT
+    return convert.save_strategy(value, source)
+
+
+def excess(value: Any, _: Source) -> Any:
+    """Returns nothing for samples that are cut; axolotl drops them unless told otherwise."""
+    if value == "truncate":
+        return ABSENT
+    raise Unmatched(f"`{value}`: dstrain cuts longer samples at sequence_len, and counts them in the log")
+
+
+def sinks(name: str) -> Any:
+    """Returns the converter of the switch of a sink."""
+
+    def converted(value: Any, source: Source) -> Any:
+        keys = {"wandb": "use_wandb wandb_project", "tensorboard": "use_tensorboard", "swanlab": "use_swanlab"}
+        wanted = [sink for sink, all_ in keys.items() if any(source.value(key) for key in all_.split())]
+        return wanted if name in wanted else ABSENT
+
+    return converted
+
+
+def ds_config(value: Any, source: Source) -> Any:
+    """Returns the file that a value names. axolotl's own zero2.json offloads the optimizer, which its name hides."""
+    found = named_config(value, source)
+    if not isinstance(found, str):
+        return found
+    document = jsonc.read(Path(found).read_text(encoding="utf-8"), found).value
+    section = lookup(document, ("zero_optimization", "offload_optimizer", "device"), "none")
+    if section == "none" or "offload" in Path(found).name:
+        return found
+    note = f"{Path(found).name} offloads the optimizer to {section}; if it fits without, remove offload_optimizer"
+    return Converted(values={"plan.ds_config": found}, note=note)

@@ -1,0 +1,195 @@
+"""Converters that several tables share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from dstrain.choices import Attention, Method, Schedule, SinkName
+from dstrain.config.imports.rows import ABSENT, Convert, Converted, OtherTraining, Unmatched
+from dstrain.config.imports.source import Source
+from dstrain.errors import InvalidConfig
+
+
+def number(value: Any, _: Source) -> float | int:
+    """Returns a number, also one written as text."""
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise InvalidConfig(f"{value} is not a number")
+    try:
+        return value if isinstance(value, int | float) else float(value)
+    except ValueError:
+        raise InvalidConfig(f'"{value}" is not a number') from None
+
+
+def count(value: Any, source: Source) -> int:
+    """Returns a whole number above 0."""
+    plain = number(value, source)
+    if plain != int(plain) or plain < 1:
+        raise InvalidConfig(f"{value} is not a whole number above 0")
+    return int(plain)
+
+
+def limit(value: Any, source: Source) -> Any:
+    """Returns a whole number, or None for a number below 1, which means no limit."""
+    return None if number(value, source) < 1 else count(value, source)
+
+
+def flag(value: Any, _: Source) -> bool:
+    """Returns a truth value, also one written as text."""
+    named = {"true": True, "yes": True, "1": True, "on": True, "false": False, "no": False, "0": False, "off": False}
+    if str(value).lower() not in named:
+        raise InvalidConfig(f"{value} is neither true nor false")
+    return named[str(value).lower()]
+
+
+def opposite(value: Any, source: Source) -> bool:
+    """Returns the opposite of a truth value."""
+    return not flag(value, source)
+
+
+def names(value: Any, _: Source) -> list[str]:
+    """Returns a list of names, also one written with commas."""
+    return [part.strip() for item in listed(value) for part in str(item).split(",") if part.strip()]
+
+
+def listed(value: Any) -> list[Any]:
+    """Returns a list: the value, or the one value in it."""
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def one_of(values: Mapping[Any, Any], otherwise: str) -> Convert:
+    """Returns a converter by a table; a value outside it has no counterpart, and `otherwise` says what to do."""
+
+    def convert(value: Any, _: Source) -> Any:
+        key = value.lower() if isinstance(value, str) else value
+        if key not in values:
+            raise Unmatched(f"`{value}`: {otherwise}")
+        return values[key]
+
+    return convert
+
+
+def schedule(value: Any, _: Source) -> str:
+    """Returns the learning-rate schedule."""
+    name = str(value).lower()
+    if name not in tuple(Schedule):
+        raise Unmatched(f"`{value}` is not among dstrain's schedules; set lr_scheduler_type to one of its own")
+    return name
+
+
+ATTENTION = {
+    "auto": Attention.SDPA.value,
+    "sdpa": Attention.SDPA.value,
+    "disabled": Attention.EAGER.value,
+    "eager": Attention.EAGER.value,
+    "fa2": Attention.FLASH_ATTENTION_2.value,
+    "flash_attn": Attention.FLASH_ATTENTION_2.value,
+    "flash_attention_2": Attention.FLASH_ATTENTION_2.value,
+}
+"""The attention implementation by the names of all tools."""
+attention = one_of(ATTENTION, "dstrain has sdpa, eager and flash_attention_2; sdpa is written")
+
+OPTIMIZERS = {
+    **dict.fromkeys(("adamw", "adamw_torch", "adamw_torch_fused", "adamw_hf"), "adamw"),
+    **dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit", "adamw_torch_8bit"), "adamw_8bit"),
+}
+"""The optimizer by Transformers' names."""
+
+
+def optimizer(value: Any, _: Source) -> Any:
+    """Returns the optimizer."""
+    name = str(value).lower()
+    if name in ("paged_adamw_8bit", "paged_adamw_32bit", "paged_adamw"):
+        plain = "adamw_8bit" if "8bit" in name else "adamw"
+        note = "without paging to host RAM; for that, offload the optimizer in ds_config.json"
+        return Converted(values={"optimizer": plain}, note=f"`{plain}` is written, {note}")
+    if name not in OPTIMIZERS:
+        raise OtherTraining(f"`{value}`: dstrain trains with adamw and adamw_8bit")
+    return OPTIMIZERS[name]
+
+
+def sinks(value: Any, _: Source) -> Converted:
+    """Returns where metrics go."""
+    wanted = names(value, _)
+    known = [name for name in wanted if name in tuple(SinkName)]
+    others = [name for name in wanted if name not in (*SinkName, "none", "all")]
+    note = f"no sink for {', '.join(others)}; metrics.jsonl has every figure" if others else ""
+    return Converted(values={"monitor.sinks": [] if "none" in wanted else known}, note=note)
+
+
+def precision(value: Any, source: Source) -> Any:
+    """Returns the precision from `bf16` and `fp16`, which are read together."""
+    del value
+    if source.value("bf16") in (True, "auto", "true", "full"):
+        return "bf16"
+    if source.value("fp16") in (True, "true"):
+        return "fp16"
+    note = (
+        f"neither bf16 nor fp16 is on, so {source.tool.title} trains in the dtype of the checkpoint;"
+        " bf16 with fp32 master weights is written"
+    )
+    return Converted(values={"precision": "bf16"}, note=note)
+
+
+def method(kind: str, *, bits: Any, source: Source) -> Any:
+    """Returns the method from the kind of adapter and the bits of the base model."""
+    if kind not in ("full", "lora"):
+        raise OtherTraining(f"`{kind}`: dstrain trains full, lora and qlora")
+    if bits in (None, False, 16, 32):
+        return Method(kind).value
+    if kind == "lora" and bits == 4:
+        return Method.QLORA.value
+    raise OtherTraining(f"{bits} bits: dstrain quantizes the base model to 4 bits (method: qlora)")
+
+
+def rope_scaling(value: Any, _: Source) -> Any:
+    """Raises Unmatched: tools name a type and compute the factor themselves."""
+    raise Unmatched(f"`{value}`: write rope_scaling: {{rope_type: yarn, factor: …}} into job.yaml")
+
+
+def always(value: str) -> Convert:
+    """Returns a converter of a switch that, when on, means one value."""
+
+    def convert(given: Any, source: Source) -> Any:
+        return value if flag(given, source) else ABSENT
+
+    return convert
+
+
+def warmup_steps(value: Any, source: Source) -> Any:
+    """Returns the share of warm-up steps: of a number below 1 itself, else of `max_steps`."""
+    steps, most = number(value, source), source.value("max_steps", -1)
+    if steps < 1:
+        return float(steps) if steps or source.given("warmup_ratio") is ABSENT else ABSENT
+    if isinstance(most, int) and most >= steps:
+        return round(steps / most, 6)
+    raise Unmatched(f"set warmup_ratio to {steps:g} / the steps of the run, which `dstrain run` prints")
+
+
+def eval_steps(value: Any, source: Source) -> Any:
+    """Returns the steps between evaluations, if there are data for them."""
+    has_data = any(source.value(key) for key in ("eval_dataset", "val_dataset", "test_datasets", "validation_file"))
+    if not has_data or number(value, source) < 1:
+        return ABSENT
+    return count(value, source)
+
+
+def split(value: Any, source: Source) -> Any:
+    """Raises Unmatched for a share of the training data that is kept for evaluation."""
+    if number(value, source) == 0:
+        return ABSENT
+    raise Unmatched("keep these rows in a file of their own, and name it as eval_data")
+
+
+def save_strategy(value: Any, _: Source) -> Any:
+    """Raises Unmatched for checkpoints that are not written every `save_steps`."""
+    if value == "steps":
+        return ABSENT
+    raise Unmatched(f"`{value}`: checkpoints are written every save_steps; set it to the steps between them")
+
+
+def resume(value: Any, _: Source) -> Any:
+    """Returns where training continues."""
+    if isinstance(value, bool) or str(value).lower() in ("true", "false"):
+        return "auto" if str(value).lower() == "true" else ABSENT
+    raise Unmatched("checkpoints of another tool cannot be resumed; name the saved model as `model`")

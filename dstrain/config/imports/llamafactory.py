@@ -1,0 +1,180 @@
+"""LLaMA-Factory's keys. Source: LLaMA-Factory of August 2026, hparams/*.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dstrain.config.imports import converters as convert
+from dstrain.config.imports import datasets, huggingface
+from dstrain.config.imports.environment import RANKS
+from dstrain.config.imports.rows import ABSENT, Converted, OtherTraining, lacks, needless, read_with, stops, table, to
+from dstrain.config.imports.source import Source, Tool
+
+
+def _stage(value: Any, _: Source) -> Any:
+    if value == "pt":
+        return Converted(values={"loss_on": "all", "data_format": "text"})
+    if value != "sft":
+        raise OtherTraining(f"`{value}`: dstrain trains sft and pt")
+    return ABSENT
+
+
+def _method(value: Any, source: Source) -> Any:
+    if (
+        value == "lora"
+        and source.value("quantization_bit") == 4
+        and source.value("quantization_method", "bnb") != "bnb"
+    ):
+        raise OtherTraining(f"`{source.value('quantization_method')}`: dstrain quantizes with bitsandbytes")
+    return convert.method(str(value), bits=source.value("quantization_bit"), source=source)
+
+
+def _alpha(value: Any, source: Source) -> Any:
+    return value if value is not None else 2 * convert.count(source.value("lora_rank"), source)
+
+
+def _targets(value: Any, source: Source) -> list[str]:
+    return ["all-linear"] if value == "all" else convert.names(value, source)
+
+
+def _packing(value: Any, source: Source) -> Any:
+    if not convert.flag(value, source) or source.value("neat_packing") is True:
+        return ABSENT
+    note = "`packing` lets samples of a row see each other; dstrain keeps them apart, as `neat_packing` does"
+    return Converted(values={"packing": True}, note=note)
+
+
+def _template(value: Any, _: Source) -> Any:
+    note = f"the model's own chat template is used, not LLaMA-Factory's `{value}`; chat_template takes another one"
+    return Converted(values={}, note=note)
+
+
+def _thinking(value: Any, source: Source) -> Any:
+    return ABSENT if convert.flag(value, source) else "off"
+
+
+def _swanlab(value: Any, source: Source) -> Any:
+    return ["swanlab"] if convert.flag(value, source) else ABSENT
+
+
+_MODES = {"cloud": "online", "local": "local", "offline": "offline", "disabled": "disabled"}
+
+ROWS = table(
+    tuple(huggingface.ROWS.values()),
+    to("model_name_or_path", "model"),
+    to("trust_remote_code", "trust_remote_code", convert.flag, default=False),
+    to("stage", "", _stage, default="sft"),
+    to("dataset", "data", datasets.llamafactory),
+    read_with("dataset_dir media_dir", "dataset"),
+    lacks("eval_dataset", "name its file as eval_data", unless=()),
+    to("val_size", "", convert.split),
+    to("finetuning_type", "method", _method, default="lora"),
+    read_with("quantization_bit quantization_method", "finetuning_type"),
+    to("lora_rank", "lora.rank", convert.count, default=8),
+    to("lora_alpha", "lora.alpha", _alpha, default=None),
+    to("lora_dropout", "lora.dropout", convert.number, default=0.0),
+    to("lora_target", "lora.targets", _targets, default="all"),
+    to("cutoff_len", "seq_len", convert.count, default=2048),
+    to("neat_packing", "packing", convert.flag, default=False),
+    to("packing", "packing", _packing),
+    to("train_on_prompt", "loss_on", convert.always("all")),
+    to("template", "", _template),
+    to("enable_thinking", "thinking", _thinking),
+    to("flash_attn", "attn", convert.attention, default="auto"),
+    to("rope_scaling", "", convert.rope_scaling),
+    to("disable_gradient_checkpointing", "grad_ckpt", convert.opposite, default=False),
+    read_with("gradient_checkpointing", "disable_gradient_checkpointing"),
+    to("pure_bf16", "precision", convert.always("bf16"), note="bf16 with fp32 master weights is written"),
+    to("use_swanlab", "monitor.sinks", _swanlab),
+    to("swanlab_project", "monitor.project"),
+    to("swanlab_run_name", "monitor.name"),
+    to(
+        "swanlab_mode",
+        "monitor.mode",
+        convert.one_of(_MODES, "SwanLab's modes are online, offline, local and disabled"),
+    ),
+    needless(
+        """
+        overwrite_cache tokenized_path data_shared_file_system preprocessing_batch_size
+        """,
+        "dstrain's cache of tokens is made anew when data or settings change",
+    ),
+    needless("preprocessing_num_workers", "dstrain chooses the processes that tokenize"),
+    needless("cache_dir model_revision use_fast_tokenizer low_cpu_mem_usage", "set HF_HOME for the place of downloads"),
+    needless(
+        """
+        use_kv_cache infer_backend infer_dtype print_param_status predict_with_generate do_predict do_sample
+        max_new_tokens temperature top_p
+        """,
+        "it is for inference",
+    ),
+    needless("use_reentrant_gc kt_cpu_activation ignore_pad_token_for_loss", "as it must be"),
+    needless(
+        """
+        compute_accuracy include_effective_tokens_per_second ray_run_name ray_storage_path ray_num_workers
+        resources_per_worker placement_strategy use_v1_kernels
+        """,
+        "`dstrain run` starts and watches the ranks",
+    ),
+    needless("double_quantization quantization_type", "QLoRA is nf4 with double quantization"),
+    lacks("max_samples", "cut the file: head -n {value}", unless=()),
+    lacks("preserve_thinking", "thinking: all keeps them"),
+    lacks("mask_history", "the loss is on every answer"),
+    lacks("default_system", "write it into the rows as `system`", unless=()),
+    lacks("tool_format", "the model's own chat template is used", unless=()),
+    lacks("freeze_vision_tower freeze_multi_modal_projector", "vision towers are not trained", unless=(True,)),
+    stops("freeze_language_model", "the language model is not trained"),
+    lacks(
+        """
+        image_max_pixels image_min_pixels video_max_pixels video_min_pixels video_fps video_maxlen
+        """,
+        "dstrain trains on text",
+        unless=(),
+    ),
+    lacks(
+        """
+        enable_liger_kernel use_unsloth use_unsloth_gc upcast_layernorm upcast_lmhead_output
+        """,
+        "loss: fused spares the logits",
+    ),
+    lacks("moe_aux_loss_coef", "the model's own coefficient is used", unless=()),
+    lacks("disable_shuffling early_stopping_steps eval_on_each_dataset", "not in a job"),
+    lacks(
+        """
+        resize_vocab add_tokens add_special_tokens new_special_tokens_config init_special_tokens
+        """,
+        "add the tokens to the saved model first",
+        unless=(False, None),
+    ),
+    lacks("streaming buffer_size", "the data are read from the disk", unless=(False,)),
+    lacks("mix_strategy interleave_probs", "mix the rows in one file", unless=("concat",)),
+    stops("adapter_name_or_path", "training goes on from an adapter; merge it first: `dstrain export`"),
+    stops("additional_target", "modules beside the adapter are trained"),
+    stops(
+        """
+        use_dora use_rslora pissa_init loraplus_lr_ratio create_new_adapter
+        """,
+        "another adapter",
+        unless=(False, None),
+    ),
+    stops("use_galore use_apollo use_badam use_adam_mini use_muon optim_config", "another optimizer"),
+    stops("use_dft_loss use_asft_loss use_eaft_loss", "another loss"),
+    stops(
+        """
+        use_llama_pro mixture_of_depths shift_attn train_from_scratch freeze_trainable_layers
+        freeze_trainable_modules
+        """,
+        "other weights are trained",
+    ),
+    stops("fp8 fp8_backend fp8_enable_fsdp_float8_all_gather", "fp8", unless=(False, "auto")),
+    stops("pref_beta pref_loss pref_ftx ref_model reward_model ppo_epochs kto_chosen_weight", "preference training"),
+    stops(
+        """
+        use_kt use_mca use_megatron_bridge use_hyper_parallel export_dir
+        """,
+        "LLaMA-Factory itself runs something else than training with Transformers",
+    ),
+)
+"""Its own keys, and those of Transformers, which it passes on."""
+
+TOOL = Tool(name="llamafactory", title="LLaMA-Factory", rows=ROWS, environment=RANKS)

@@ -1,0 +1,215 @@
+"""ms-swift's keys, which are options of `swift sft` and `swift pt`. Source: ms-swift 4.4, swift/arguments/*.py and
+swift/trainers/arguments.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dstrain.config.imports import converters as convert
+from dstrain.config.imports import datasets, huggingface
+from dstrain.config.imports.environment import RANKS
+from dstrain.config.imports.rows import ABSENT, Converted, Unmatched, lacks, needless, read_with, stops, table, to
+from dstrain.config.imports.source import Source, Tool
+from dstrain.config.imports.strategy import fsdp
+
+_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+_LEARNING_RATE = {"full": 1e-5}
+_ADAPTER_LEARNING_RATE = 1e-4
+_SAMPLES_PER_STEP = 16
+"""Samples of a step from which ms-swift computes an absent gradient_accumulation_steps."""
+
+
+def _method(value: Any, source: Source) -> Any:
+    bits = source.value("quant_bits") if source.value("quant_method") in (None, "bnb") else "other than bitsandbytes'"
+    return convert.method(str(value), bits=bits, source=source)
+
+
+def _learning_rate(value: Any, source: Source) -> Any:
+    if value is None:
+        return _LEARNING_RATE.get(str(source.value("tuner_type")), _ADAPTER_LEARNING_RATE)
+    return convert.number(value, source)
+
+
+def _accumulation(value: Any, source: Source) -> Any:
+    if value is None:
+        return Converted(values={"plan.global_batch": _SAMPLES_PER_STEP})
+    return convert.count(value, source)
+
+
+def _length(value: Any, source: Source) -> Any:
+    if value is None:
+        raise Unmatched("without it ms-swift takes rows as long as the model can; set seq_len to your longest sample")
+    return convert.count(value, source)
+
+
+def _truncation(value: Any, _: Source) -> Any:
+    if value == "right":
+        return ABSENT
+    raise Unmatched(f"`{value or 'delete'}`: dstrain cuts longer samples at seq_len, and counts them in the log")
+
+
+def _packing(value: Any, source: Source) -> Any:
+    return convert.flag(value, source)
+
+
+def _loss_scale(value: Any, _: Source) -> Any:
+    if value in ("default", "ignore_empty_think"):
+        return "answer"
+    if value == "all":
+        return "all"
+    raise Unmatched(f"`{value}`: the loss is on every answer, each token with weight 1")
+
+
+def _hub(value: Any, source: Source) -> str:
+    return "hf" if convert.flag(value, source) else "modelscope"
+
+
+def _thinking(value: Any, source: Source) -> Any:
+    return ABSENT if value is None or convert.flag(value, source) else "off"
+
+
+def _tuned(value: Any, source: Source) -> list[str]:
+    return convert.names(value, source)
+
+
+ROWS = table(
+    tuple(huggingface.ROWS.values()),
+    to("model", "model"),
+    to("dataset", "data", datasets.swift("data")),
+    to("val_dataset", "eval_data", datasets.swift("eval_data")),
+    to("split_dataset_ratio", "", convert.split),
+    to("use_hf", "hub", _hub, default=False),
+    to("tuner_type", "method", _method, default="lora"),
+    to("train_type", "method", _method, note="`tuner_type` since ms-swift 4"),
+    to("sft_type", "method", _method, note="`tuner_type` since ms-swift 4"),
+    read_with("quant_bits quant_method bnb_4bit_compute_dtype", "tuner_type"),
+    to("lora_rank", "lora.rank", convert.count, default=8),
+    to("lora_alpha", "lora.alpha", convert.count, default=32),
+    to("lora_dropout", "lora.dropout", convert.number, default=0.05),
+    to("target_modules", "lora.targets", _tuned, default="all-linear"),
+    to("torch_dtype", "precision", convert.one_of(_DTYPES, "bf16 is written")),
+    to("bf16", "precision", convert.always("bf16")),
+    to("fp16", "precision", convert.always("fp16")),
+    to("attn_impl", "attn", convert.attention),
+    to("max_length", "seq_len", _length, default=None),
+    to("truncation_strategy", "", _truncation, default="delete"),
+    to("packing", "packing", _packing, default=False),
+    to("loss_scale", "loss_on", _loss_scale, default="default"),
+    to("enable_thinking", "thinking", _thinking),
+    to("per_device_train_batch_size", "micro_batch", convert.count, default=1),
+    to("gradient_accumulation_steps", "grad_accum", _accumulation, default=None),
+    to("gradient_checkpointing", "grad_ckpt", convert.flag, default=True),
+    to("learning_rate", "learning_rate", _learning_rate, default=None),
+    to("lr_scheduler_type", "lr_scheduler_type", convert.schedule, default="cosine"),
+    to("weight_decay", "weight_decay", convert.number, default=0.1),
+    to("adam_beta2", "adam_beta2", convert.number, default=0.95),
+    to("logging_steps", "logging_steps", convert.count, default=5),
+    to("max_epochs", "num_train_epochs", convert.number),
+    to("dataloader_num_workers", "dataloader_num_workers", default=1),
+    to("report_to", "monitor.sinks", convert.sinks, default="tensorboard"),
+    to("swanlab_project", "monitor.project"),
+    to("swanlab_exp_name", "monitor.name"),
+    to(
+        "swanlab_mode",
+        "monitor.mode",
+        convert.one_of({"cloud": "online", "local": "local"}, "its modes are cloud and local"),
+    ),
+    to("sequence_parallel_size", "sp", convert.count),
+    to("deepspeed_autotp_size", "tp", convert.count),
+    to("fsdp", "plan.zero_stage", fsdp),
+    to("rope_scaling", "", convert.rope_scaling),
+    needless(
+        """
+        dataset_num_proc load_from_cache_file lazy_tokenize download_mode dataset_shuffle
+        train_dataloader_shuffle packing_num_proc
+        """,
+        "dstrain tokenizes with all cores, keeps a cache, and shuffles",
+    ),
+    needless("padding_free", "`packing: true` has no padding; without it padding is left out of attention"),
+    needless(
+        """
+        add_version create_checkpoint_symlink check_model ignore_args_error load_args use_logits_to_keep
+        acc_strategy safe_serialization max_shard_size experts_impl
+        """,
+        "`dstrain run` has its own run directory and checks",
+    ),
+    needless("model_type template template_backend use_chat_template", "read from the model's own files"),
+    needless("model_author model_name", "it is for ms-swift's data set of self-cognition"),
+    needless("bnb_4bit_quant_type bnb_4bit_use_double_quant", "QLoRA is nf4 with double quantization"),
+    needless("max_new_tokens temperature top_k top_p stop_words", "it is for inference"),
+    needless("freeze_vit freeze_aligner vit_gradient_checkpointing", "dstrain trains on text"),
+    lacks("zero_hpz_partition_size", "write it into ds_config.json", unless=()),
+    lacks("data_seed", "seed shuffles the data, too", unless=(42,)),
+    lacks("system", "write it into the rows as a system turn", unless=()),
+    lacks(
+        """
+        streaming shuffle_buffer_size interleave_prob stopping_strategy
+        """,
+        "the data are read from the disk",
+        unless=(False,),
+    ),
+    lacks("cached_dataset cached_val_dataset", "tokens of ms-swift; name the text as data", unless=()),
+    lacks("columns", "rename the columns in the file", unless=()),
+    lacks(
+        """
+        custom_dataset_info custom_register_path external_plugins strict
+        """,
+        "code and tables of ms-swift are not read",
+        unless=(False,),
+    ),
+    lacks(
+        """
+        agent_template response_prefix add_non_thinking_prefix preserve_thinking
+        """,
+        "the model's own chat template is used",
+        unless=(True, False),
+    ),
+    lacks(
+        """
+        max_pixels max_model_len eval_use_evalscope eval_dataset eval_dataset_args eval_limit
+        predict_with_generate
+        """,
+        "not in a job",
+        unless=(False,),
+    ),
+    lacks("early_stop_interval callbacks", "not in a job", unless=()),
+    lacks("router_aux_loss_coef", "the model's own coefficient is used", unless=(0, 0.0)),
+    lacks("new_special_tokens", "add the tokens to the saved model first", unless=()),
+    stops(
+        """
+        task_type num_labels problem_type loss_type
+        """,
+        "not a causal language model's loss",
+        unless=("causal_lm", None),
+    ),
+    stops("rlhf_type", "preference training"),
+    stops("adapters resume_only_model", "training goes on from an adapter; merge it first: `dstrain export`"),
+    stops(
+        """
+        modules_to_save freeze_parameters freeze_parameters_ratio trainable_parameters target_parameters
+        target_regex freeze_llm
+        """,
+        "other weights are trained",
+        unless=(False, 0, 0.0),
+    ),
+    stops(
+        """
+        use_dora use_rslora lorap_lr_ratio init_weights lora_bias
+        """,
+        "another adapter",
+        unless=(False, "none", "true", True),
+    ),
+    stops(
+        """
+        use_galore galore_quantization galore_optim_per_parameter lisa_activated_layers
+        llamapro_num_new_blocks reft_intervention_type optimizer optim_args vit_lr aligner_lr
+        """,
+        "another optimizer",
+        unless=(False, 0),
+    ),
+    stops("enable_dft_loss enable_channel_loss", "another loss"),
+    stops("tuner_backend", "unsloth", unless=("peft",)),
+)
+"""Its own keys, and those of Transformers, which it passes on."""
+
+TOOL = Tool(name="swift", title="ms-swift", rows=ROWS, environment=RANKS)

@@ -1,0 +1,129 @@
+"""Walks the settings of a file with its tool's table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dstrain.config.imports.rows import ABSENT, Converted, Fate, Row, Unmatched
+from dstrain.config.imports.source import Setting, Source
+from dstrain.errors import InvalidConfig, Place, nearest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Value:
+    """A value to write."""
+
+    value: Any
+    place: Place
+    """The place of the key it comes from; the file if it is the tool's default."""
+    is_default: bool
+    """Whether it is the tool's default, which the file does not give."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Note:
+    """What became of a key, if it is not simply written."""
+
+    fate: Fate
+    key: str
+    place: Place
+    text: str
+    """What to do, or why nothing is needed."""
+
+    def document(self) -> dict[str, Any]:
+        """Returns the note as JSON."""
+        place = {"file": self.place.file, "line": self.place.line or 1, "column": self.place.column or 1}
+        return {"fate": self.fate, "key": self.key, **place, "text": self.text}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Imported:
+    """The counterpart of a file."""
+
+    source: Source
+    values: Mapping[str, Value]
+    """Target → value: keys of job.yaml (`lora.rank`), `plan.X` and `machines.X`."""
+    notes: tuple[Note, ...]
+    """In the order of the file."""
+
+    def of(self, prefix: str) -> dict[str, Any]:
+        """Returns the values whose targets begin with `prefix.`, without it."""
+        return {
+            target.removeprefix(f"{prefix}."): value.value
+            for target, value in self.values.items()
+            if target.startswith(f"{prefix}.")
+        }
+
+    @property
+    def job(self) -> dict[str, Value]:
+        """The values for job.yaml."""
+        return {target: value for target, value in self.values.items() if not target.startswith(("plan.", "machines."))}
+
+    @property
+    def stops(self) -> tuple[Note, ...]:
+        """The reasons for which this would be another training."""
+        return tuple(note for note in self.notes if note.fate is Fate.OTHER_TRAINING)
+
+
+def walk(source: Source) -> Imported:
+    """Returns the counterpart of a file. Raises InvalidConfig with every value that means nothing, and its place."""
+    values: dict[str, Value] = {}
+    notes, problems = list[Note](), list[str]()
+    for row, key, setting, is_default in _settings(source):
+        if row is None:
+            notes.append(Note(fate=Fate.UNKNOWN, key=key, place=setting.place, text=_advice(key, source)))
+            continue
+        try:
+            converted = _converted(row, setting.value, source, is_default=is_default)
+        except Unmatched as error:
+            notes.append(Note(fate=error.fate, key=key, place=setting.place, text=str(error)))
+            continue
+        except InvalidConfig as error:
+            problems.append(error.problem if error.place else f"{setting.place}: {key}: {error.text}")
+            continue
+        for target, value in converted.values.items():
+            if value is not ABSENT and (target not in values or not is_default):
+                values[target] = Value(value=value, place=setting.place, is_default=is_default)
+        if converted.note or (row.fate is not Fate.WRITTEN and setting.value not in row.unless):
+            fate = Fate.CHANGED if row.fate is Fate.WRITTEN else row.fate
+            notes.append(
+                Note(
+                    fate=fate,
+                    key=key,
+                    place=setting.place,
+                    text=converted.note or row.note.replace("{value}", str(setting.value)),
+                )
+            )
+    if problems:
+        raise InvalidConfig("\n".join(problems))
+    ordered = sorted(notes, key=lambda note: (note.place.file, note.place.line or 0))
+    return Imported(source=source, values=values, notes=tuple(ordered))
+
+
+def _settings(source: Source) -> Iterator[tuple[Row | None, str, Setting, bool]]:
+    """Yields every setting with its row and key, and whether it is a default; variables, then keys, then defaults."""
+    for name, setting in source.environment.items():
+        if name in source.tool.environment:
+            yield source.tool.environment[name], name, setting, False
+    rows = source.tool.rows
+    for key, setting in source.settings.items():
+        yield rows.get(key), key, setting, False
+    for key, row in rows.items():
+        if row.default is not ABSENT and key not in source.settings:
+            yield row, key, Setting(value=row.default, place=Place(file=str(source.path))), True
+
+
+def _converted(row: Row, value: Any, source: Source, *, is_default: bool) -> Converted:
+    """Returns what a row makes of a value; the row's own note is for values that the file gives."""
+    result = row.convert(value, source) if row.fate is Fate.WRITTEN else ABSENT
+    if isinstance(result, Converted):
+        return result
+    has_note = bool(row.target) and not is_default and result is not ABSENT
+    return Converted(values={row.target: result} if row.target else {}, note=row.note if has_note else "")
+
+
+def _advice(key: str, source: Source) -> str:
+    near = nearest(key, source.tool.rows)
+    return f"dstrain does not know this key of {source.tool.title}" + (f'; did you mean "{near}"?' if near else "")

@@ -1,0 +1,283 @@
+"""Renders a job for those who train without dstrain: accelerate, FSDP2, torchrun, and LLaMA-Factory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from dstrain.choices import Attention, DataFormat, LossKernel, LossOn, Method, Optimizer, Precision, Thinking
+from dstrain.config.schema import SCHEMA_KEY
+from dstrain.config.templates.files import config_text
+from dstrain.config.templates.templates import render_script, render_yaml
+from dstrain.errors import InvalidConfig
+from dstrain.facts.cluster.hostfile import Hosts
+from dstrain.facts.data import datafile, sample_formats
+from dstrain.job.file import looks_local
+from dstrain.job.schema import Job
+
+
+class Target(StrEnum):
+    """Who trains the exported job."""
+
+    ACCELERATE = "accelerate"
+    """accelerate with DeepSpeed and the job's own ds_config.json."""
+    FSDP2 = "fsdp2"
+    """accelerate with PyTorch's FSDP2."""
+    TORCHRUN = "torchrun"
+    """torchrun with PyTorch's DDP."""
+    LLAMAFACTORY = "llamafactory"
+    """LLaMA-Factory with the job's own ds_config.json."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Export:
+    """The files of an export."""
+
+    files: Mapping[str, str]
+    """File name → text."""
+    command: str
+    """What starts the training, in the folder of the files."""
+    notes: tuple[str, ...]
+    """Keys of the job that the export lacks, and what to do."""
+
+
+_PLAIN = (
+    *("sp", "tp", "ep", "packing", "tiled_mlp", "activation_offload", "rope_scaling", "chat_template", "thinking"),
+    *("grad_ckpt_every_n_layers",),
+)
+"""Keys that change the training or its memory, and that Transformers' Trainer alone does not have."""
+
+
+def export(job: Job, config: Mapping[str, Any], hosts: Hosts, target: Target) -> Export:
+    """Returns the files of a job for another tool; `config` is its DeepSpeed configuration.
+
+    Raises InvalidConfig with every key of the job without which the other tool would train something else.
+    """
+    _require_counterparts(job, target)
+    if target is Target.LLAMAFACTORY:
+        return _llamafactory(job, config, hosts)
+    if target is Target.TORCHRUN:
+        return _torchrun(job, hosts)
+    return _accelerate(job, config, hosts, is_deepspeed=target is Target.ACCELERATE)
+
+
+def _require_counterparts(job: Job, target: Target) -> None:
+    own = {"packing"} if target is Target.LLAMAFACTORY else set()
+    if target is Target.LLAMAFACTORY and job.thinking is Thinking.OFF:
+        own.add("thinking")
+    default = Job(model="", output_dir="")
+    keys = [key for key in _PLAIN if getattr(job, key) != getattr(default, key) and key not in own]
+    if job.method is Method.QLORA and target is not Target.LLAMAFACTORY:
+        keys.append("method")
+    if keys:
+        named = ", ".join(f"{key}: {_shown(getattr(job, key))}" for key in keys)
+        hint = "Export it to llamafactory." if set(keys) <= {"packing", "method"} else None
+        hint = hint or "Set these keys to their defaults first."
+        raise InvalidConfig(f"{target} has no counterpart of {named}", hint=hint)
+    if job.data is None:
+        raise InvalidConfig("data is not set", hint="Set data to a .jsonl, .json or .parquet file, or a data set id.")
+
+
+def _shown(value: Any) -> str:
+    return json.dumps(value) if isinstance(value, bool | int) else str(value)
+
+
+def _accelerate(job: Job, config: Mapping[str, Any], hosts: Hosts, *, is_deepspeed: bool) -> Export:
+    zero = config.get("zero_optimization") or {}
+    command = "accelerate launch --config_file accelerate.yaml train.py"
+    values = {
+        "deepspeed": is_deepspeed,
+        "ranks": hosts.num_slots,
+        "nodes": len(hosts.hosts),
+        "first_host": hosts.hosts[0].name,
+        "zero3": zero.get("stage") == 3,
+        "offloads": (zero.get("offload_param") or {}).get("device", "none") != "none",
+        "mixed_precision": "no" if job.precision is Precision.FP32 else job.precision.value,
+    }
+    files = _script(job, is_deepspeed=is_deepspeed)
+    files["accelerate.yaml"] = render_yaml("accelerate.yaml.j2", values)
+    if is_deepspeed:
+        files["ds_config.json"] = _config(config)
+    return Export(files=files, command=command, notes=_notes(job, hosts))
+
+
+def _config(config: Mapping[str, Any]) -> str:
+    """Returns a DeepSpeed configuration as strict JSON, without the schema for editors."""
+    return config_text({key: value for key, value in config.items() if key != SCHEMA_KEY})
+
+
+def _torchrun(job: Job, hosts: Hosts) -> Export:
+    slots = hosts.num_slots // len(hosts.hosts)
+    rendezvous = f" --nnodes {len(hosts.hosts)} --rdzv_backend c10d --rdzv_endpoint {hosts.hosts[0].name}:29500"
+    command = f"torchrun{rendezvous if len(hosts.hosts) > 1 else ''} --nproc_per_node {slots} train.py"
+    return Export(files=_script(job, is_deepspeed=False), command=command, notes=_notes(job, hosts))
+
+
+def _notes(job: Job, hosts: Hosts) -> tuple[str, ...]:
+    notes = []
+    if len(hosts.hosts) > 1:
+        notes.append(f"start it on each of the {len(hosts.hosts)} nodes; machine_rank differs from node to node")
+    if job.loss is not LossKernel.FULL:
+        notes.append(f"loss: {job.loss} has no counterpart; whole logits are made, which need memory")
+    if job.monitor.sinks:
+        notes.append(f"report_to names {', '.join(job.monitor.sinks)}; log in to them yourself")
+    return tuple(notes)
+
+
+def _script(job: Job, *, is_deepspeed: bool) -> dict[str, str]:
+    """Returns train.py, which is the same for all jobs, and its arguments."""
+    lora = {
+        "r": job.lora.rank,
+        "lora_alpha": job.lora.alpha,
+        "lora_dropout": job.lora.dropout,
+        "target_modules": _targets(job),
+    }
+    arguments = {
+        "model_name_or_path": job.model,
+        "train_file": job.data,
+        "validation_file": job.eval_data,
+        "max_length": job.seq_len,
+        "loss_on": job.loss_on.value,
+        "dtype": _DTYPES[job.precision] if is_deepspeed else "float32",
+        "attn_implementation": job.attn.value,
+        "trust_remote_code": job.trust_remote_code,
+        "lora": None if job.method is Method.FULL else lora,
+        **_arguments(job),
+        "gradient_checkpointing": job.grad_ckpt,
+        "gradient_checkpointing_kwargs": {"use_reentrant": False} if job.grad_ckpt else None,
+        "warmup_steps": job.warmup_ratio,
+        "optim": _OPTIM[job.optimizer],
+        "data_seed": job.seed,
+        "average_tokens_across_devices": True,
+        "use_cpu": job.env.get("DS_ACCELERATOR") == "cpu",
+    }
+    given = {key: value for key, value in arguments.items() if value is not None}
+    return {
+        "train.py": render_script("train.py.j2", {}),
+        "train.json": json.dumps(given, indent=2, ensure_ascii=False) + "\n",
+    }
+
+
+_DTYPES = {Precision.BF16: "bfloat16", Precision.FP16: "float16", Precision.FP32: "float32"}
+_OPTIM = {Optimizer.ADAMW: "adamw_torch_fused", Optimizer.ADAMW_8BIT: "adamw_8bit"}
+
+
+def _targets(job: Job) -> Any:
+    return "all-linear" if job.lora.targets == ("all-linear",) else list(job.lora.targets)
+
+
+def _arguments(job: Job) -> dict[str, Any]:
+    """Returns the settings that Transformers and LLaMA-Factory call the same."""
+    return {
+        "output_dir": Path(job.output_dir).name,
+        "per_device_train_batch_size": job.micro_batch,
+        "gradient_accumulation_steps": job.grad_accum,
+        "num_train_epochs": job.num_train_epochs,
+        "max_steps": -1 if job.max_steps is None else job.max_steps,
+        "learning_rate": job.learning_rate,
+        "lr_scheduler_type": job.lr_scheduler_type.value,
+        "weight_decay": job.weight_decay,
+        "adam_beta1": job.adam_beta1,
+        "adam_beta2": job.adam_beta2,
+        "adam_epsilon": job.adam_epsilon,
+        "max_grad_norm": job.max_grad_norm,
+        "seed": job.seed,
+        "bf16": job.precision is Precision.BF16,
+        "fp16": job.precision is Precision.FP16,
+        "logging_steps": job.logging_steps,
+        "save_steps": job.save_steps,
+        "save_total_limit": job.save_total_limit,
+        "eval_strategy": "steps" if job.eval_steps and job.eval_data else "no",
+        "eval_steps": job.eval_steps if job.eval_data else None,
+        "dataloader_num_workers": job.dataloader_num_workers,
+        "report_to": [sink.value for sink in job.monitor.sinks] or "none",
+    }
+
+
+_ATTENTION = {Attention.FLASH_ATTENTION_2: "fa2", Attention.SDPA: "sdpa", Attention.EAGER: "disabled"}
+_DATA_SET, _EVALUATION = "train", "eval"
+
+
+def _llamafactory(job: Job, config: Mapping[str, Any], hosts: Hosts) -> Export:
+    """Returns a YAML of LLaMA-Factory, with dataset_info.json, in which it looks up the names of its data."""
+    form, columns = _form(job)
+    data = {_DATA_SET: _data_set(str(job.data), columns)}
+    if job.eval_data is not None:
+        data[_EVALUATION] = _data_set(job.eval_data, columns)
+    settings = _llamafactory_settings(job, is_text=form is DataFormat.TEXT)
+    lines = [f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in settings.items() if value is not None]
+    command = "FORCE_TORCHRUN=1 llamafactory-cli train train.yaml"
+    if len(hosts.hosts) > 1:
+        command = f"NNODES={len(hosts.hosts)} MASTER_ADDR={hosts.hosts[0].name} NODE_RANK=0 {command}"
+    note = "no `template` is written, so LLaMA-Factory takes the model's own; name one if it has it by name"
+    return Export(
+        files={
+            "train.yaml": "\n".join([f"# {command}", *lines, ""]),
+            "dataset_info.json": json.dumps(data, indent=2, ensure_ascii=False) + "\n",
+            "ds_config.json": _config(config),
+        },
+        command=command,
+        notes=(*_notes(job, hosts), note),
+    )
+
+
+def _llamafactory_settings(job: Job, *, is_text: bool) -> dict[str, Any]:
+    return {
+        "model_name_or_path": job.model,
+        "trust_remote_code": job.trust_remote_code,
+        "stage": "pt" if is_text else "sft",
+        "do_train": True,
+        "finetuning_type": "full" if job.method is Method.FULL else "lora",
+        **_adapter(job),
+        "dataset_dir": ".",
+        "dataset": _DATA_SET,
+        "eval_dataset": None if job.eval_data is None else _EVALUATION,
+        "cutoff_len": job.seq_len,
+        "packing": job.packing,
+        "neat_packing": job.packing and not is_text,
+        "train_on_prompt": job.loss_on is LossOn.ALL,
+        "enable_thinking": False if job.thinking is Thinking.OFF else None,
+        "flash_attn": _ATTENTION[job.attn],
+        "disable_gradient_checkpointing": not job.grad_ckpt,
+        **_arguments(job),
+        "warmup_ratio": job.warmup_ratio,
+        "optim": _OPTIM[job.optimizer],
+        "deepspeed": "ds_config.json",
+    }
+
+
+def _adapter(job: Job) -> dict[str, Any]:
+    if job.method is Method.FULL:
+        return {}
+    lora = job.lora
+    names = "all" if lora.targets == ("all-linear",) else ",".join(lora.targets)
+    adapter = {"lora_rank": lora.rank, "lora_alpha": lora.alpha, "lora_dropout": lora.dropout, "lora_target": names}
+    return adapter | ({"quantization_bit": 4, "quantization_method": "bnb"} if job.method is Method.QLORA else {})
+
+
+def _form(job: Job) -> tuple[DataFormat, dict[str, Any]]:
+    """Returns the format of a job's data, and LLaMA-Factory's entry for its columns, from the first row of a file."""
+    row: Mapping[str, Any] = {}
+    if Path(str(job.data)).is_file():
+        row = next((sample.row for sample in datafile.samples(str(job.data))), {})
+    form = sample_formats.detect(row) if row and job.data_format is DataFormat.AUTO else job.data_format
+    if form is DataFormat.AUTO:
+        raise InvalidConfig(f"the format of {job.data} is not known here", hint="Set data_format in job.yaml.")
+    if form is DataFormat.TEXT:
+        return form, {"columns": {"prompt": "text"}}
+    if form is DataFormat.ALPACA:
+        return form, {"formatting": "alpaca"}
+    column = "conversations" if "conversations" in row else "messages"
+    first = (row.get(column) or [{}])[0]
+    tags = {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"}
+    own = {"tags": tags} if "from" not in first else {}
+    return form, {"formatting": "sharegpt", "columns": {"messages": column}, **own}
+
+
+def _data_set(name: str, columns: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns an entry of dataset_info.json: a file by its path, or an id on the hub."""
+    return {"file_name" if looks_local(name) or Path(name).exists() else "hf_hub_url": name, **columns}

@@ -1,0 +1,53 @@
+"""`dstrain export-config`: a job's files for those who train without dstrain."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+Type = Callable[..., Any]
+PLAN = ("gen-config", "--gpus", "8", "--gpu", "h100", "--model", "qwen3-8b", "--data", "train.jsonl")
+
+
+def test_the_files_are_written_with_what_they_need_by_the_plan(dstrain: Type, tmp_path: Path) -> None:
+    dstrain(*PLAN)
+    done = dstrain("export-config", "fsdp2")
+    assert done.returncode == 0, done.stderr
+    assert "next: cd fsdp2 && accelerate launch --config_file accelerate.yaml train.py" in done.stderr
+    assert "GiB on each GPU by the plan" in done.stderr
+    arguments = json.loads((tmp_path / "fsdp2" / "train.json").read_text())
+    assert (arguments["bf16"], arguments["dtype"], arguments["output_dir"]) == (True, "float32", "output")
+
+
+def test_a_job_that_lint_refuses_and_one_without_counterpart_are_not_exported(dstrain: Type, tmp_path: Path) -> None:
+    dstrain(*PLAN, "--packing")
+    done = dstrain("export-config", "torchrun")
+    assert (done.returncode, "no counterpart of packing: true" in done.stderr) == (3, True)
+    assert "Export it to llamafactory." in done.stderr
+    path = tmp_path / "ds_config.json"
+    path.write_text(path.read_text().replace('"overlap_comm"', '"overlap_com"'))
+    done = dstrain("export-config", "torchrun")
+    assert (done.returncode, "DS101" in done.stderr) == (3, True)
+    assert not (tmp_path / "torchrun").exists()
+
+
+def test_other_files_are_not_overwritten_without_force(dstrain: Type, tmp_path: Path) -> None:
+    dstrain(*PLAN)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "train.py").write_text("mine\n")
+    done = dstrain("export-config", "torchrun", "-o", "out")
+    assert (done.returncode, "out/train.py: exists already and differs" in done.stderr) == (6, True)
+    assert not (tmp_path / "out" / "train.json").exists()
+    assert dstrain("export-config", "torchrun", "-o", "out", "--force").returncode == 0
+    assert (tmp_path / "out" / "train.py.bak").read_text() == "mine\n"
+
+
+def test_json_and_dry_run_write_nothing(dstrain: Type, tmp_path: Path) -> None:
+    dstrain(*PLAN)
+    (tmp_path / "train.jsonl").write_text('{"instruction": "a", "output": "b"}\n')
+    document = json.loads(dstrain("export-config", "llamafactory", "-n", "--json").stdout)
+    assert set(document["files"]) == {"train.yaml", "dataset_info.json", "ds_config.json"}
+    assert "# accelerate.yaml" in dstrain("export-config", "accelerate", "--dry-run").stdout
+    assert not (tmp_path / "llamafactory").exists()

@@ -1,0 +1,111 @@
+"""`dstrain import`: a file of another tool becomes a job, and what is lost is named."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dstrain.job.file import read_job
+
+Type = Callable[..., Any]
+MACHINE = ("--gpus", "8", "--gpu", "h100")
+TRAIN = """\
+model_name_or_path: Qwen/Qwen3-8B
+stage: sft
+finetuning_type: full
+cutoff_len: 4096
+per_device_train_batch_size: 2
+gradient_accumulation_steps: 4
+bf16: true
+learning_rate: 2.0e-5
+max_samples: 1000
+overwrite_cache: true
+"""
+ZERO = {"zero_optimization": {"stage": 3, "overlap_com": True}, "gradient_accumulation_steps": 8}
+AUTO = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+
+
+@pytest.fixture
+def train(tmp_path: Path) -> Path:
+    path = tmp_path / "train.yaml"
+    path.write_text(TRAIN)
+    return path
+
+
+def test_a_job_is_written_with_its_values_and_the_tools_defaults(dstrain: Type, tmp_path: Path, train: Path) -> None:
+    done = dstrain("import", train.name, *MACHINE, "-o", "job")
+    assert done.returncode == 0, done.stderr
+    job = read_job(tmp_path / "job" / "job.yaml").job
+    assert (job.seq_len, job.micro_batch, job.grad_accum, job.learning_rate) == (4096, 2, 4, 2e-5)
+    assert (job.lr_scheduler_type, job.warmup_ratio, job.data) == ("linear", 0.0, None)
+    text = (tmp_path / "job" / "job.yaml").read_text()
+    assert 'lr_scheduler_type: "linear"  # LLaMA-Factory\'s default' in text
+    assert "learning_rate: 2e-05\n" in text
+    assert "train.yaml:9:1: max_samples: cut the file: head -n 1000" in done.stdout
+    assert "overwrite_cache (10)" in done.stdout
+    assert "1 is the file, 2 what dstrain would choose" in done.stdout
+
+
+def test_afterwards_gen_config_keeps_what_the_file_says(dstrain: Type, tmp_path: Path, train: Path) -> None:
+    dstrain("import", train.name, *MACHINE)
+    assert "lr_scheduler_type" in dstrain("diff").stdout
+    assert dstrain("gen-config", "--seq-len", "2048").returncode == 0
+    job = read_job(tmp_path / "job.yaml").job
+    assert (job.seq_len, job.micro_batch, job.learning_rate, job.lr_scheduler_type) == (2048, 2, 2e-5, "linear")
+
+
+def test_lints_findings_have_their_place_in_the_file(dstrain: Type, tmp_path: Path, train: Path) -> None:
+    (tmp_path / "zero.json").write_text(json.dumps({**dict.fromkeys(AUTO, "auto"), **ZERO}, indent=2))
+    train.write_text(f"{TRAIN}deepspeed: zero.json\n")
+    done = dstrain("import", train.name, *MACHINE, "--json", "-n")
+    document = json.loads(done.stdout)
+    assert not (tmp_path / "job.yaml").exists()
+    found = {(finding["rule"], finding["file"], finding["line"]) for finding in document["findings"]}
+    assert {("DS101", "zero.json", 8), ("DS410", "zero.json", 4)} <= found
+    assert "train.yaml:6:1" in next(f["problem"] for f in document["findings"] if f["rule"] == "DS410")
+    assert document["files"]["ds_config.json"] == (tmp_path / "zero.json").read_text()
+    assert document["imported"]["zero_stage"] == 3
+
+
+def test_a_strategy_that_a_file_names_stays(dstrain: Type, tmp_path: Path) -> None:
+    (tmp_path / "sft.sh").write_text(
+        "NPROC_PER_NODE=4 swift sft --model Qwen/Qwen3-8B --use_hf true --max_length 2048 --deepspeed zero3_offload\n"
+    )
+    done = dstrain("import", "sft.sh", "--gpu", "4090", "-o", "job")
+    assert done.returncode == 0, done.stderr
+    zero = json.loads((tmp_path / "job" / "ds_config.json").read_text())["zero_optimization"]
+    assert (zero["stage"], zero["offload_param"]["device"]) == (3, "cpu")
+    assert (tmp_path / "job" / "hostfile").read_text().split() == ["localhost", "slots=4"]
+    assert read_job(tmp_path / "job" / "job.yaml").job.grad_accum == 4
+
+
+def test_another_training_is_refused_with_every_reason(dstrain: Type, tmp_path: Path, train: Path) -> None:
+    train.write_text(f"{TRAIN.replace('sft', 'dpo')}use_dora: true\n")
+    done = dstrain("import", train.name, *MACHINE)
+    assert done.returncode == 3
+    assert "train.yaml:2:1: stage: `dpo`" in done.stderr
+    assert "train.yaml:11:1: use_dora: another adapter" in done.stderr
+    assert not (tmp_path / "job.yaml").exists()
+
+
+def test_other_files_are_not_overwritten_without_force(dstrain: Type, tmp_path: Path, train: Path) -> None:
+    (tmp_path / "job.yaml").write_text("model: mine\n")
+    done = dstrain("import", train.name, *MACHINE)
+    assert (done.returncode, "job.yaml: exists already and differs" in done.stderr) == (6, True)
+    assert (tmp_path / "job.yaml").read_text() == "model: mine\n"
+    assert not (tmp_path / "ds_config.json").exists()
+    assert dstrain("import", train.name, *MACHINE, "--force").returncode == 0
+    assert (tmp_path / "job.yaml.bak").read_text() == "model: mine\n"
+    assert "nothing changed" in dstrain("import", train.name, *MACHINE).stderr
+
+
+def test_a_file_without_a_model_asks_for_one(dstrain: Type, tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 2}, "train_batch_size": "auto"}))
+    done = dstrain("import", "ds.json", *MACHINE)
+    assert (done.returncode, "Add --model NAME." in done.stderr) == (3, True)
+    assert dstrain("import", "ds.json", *MACHINE, "--model", "qwen3-8b").returncode == 0
+    assert "train_batch_size" in (tmp_path / "ds_config.json").read_text()

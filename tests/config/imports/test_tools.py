@@ -1,0 +1,278 @@
+"""Each tool's keys, defaults and traps, as small files of its own form."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dstrain.config.imports.read import TOOLS, import_file
+from dstrain.config.imports.rows import Fate
+from dstrain.config.imports.walk import Imported
+from dstrain.errors import InvalidConfig
+
+LLAMAFACTORY = "model_name_or_path: Qwen/Qwen3-8B\nstage: sft\n"
+SWIFT = "swift sft --model Qwen/Qwen3-8B "
+AXOLOTL = "base_model: Qwen/Qwen3-8B\nlearning_rate: 2e-4\n"
+ACCELERATE = "distributed_type: DEEPSPEED\n"
+TRAINER = "torchrun --nproc_per_node 4 train.py --model_name_or_path Qwen/Qwen3-8B "
+DEEPSPEED = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 2}}
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def imported(text: str, name: str = "train.yaml") -> Imported:
+    Path(name).write_text(text)
+    return import_file(Path(name))
+
+
+def value(found: Imported, target: str) -> Any:
+    return found.values[target].value if target in found.values else None
+
+
+def notes(found: Imported, fate: Fate) -> dict[str, str]:
+    return {note.key: note.text for note in found.notes if note.fate is fate}
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "tool"),
+    [
+        (LLAMAFACTORY, "a.yaml", "llamafactory"),
+        ("model: a\ntuner_type: lora\n", "a.yml", "swift"),
+        (AXOLOTL, "a.yml", "axolotl"),
+        (ACCELERATE, "a.yaml", "accelerate"),
+        (json.dumps(DEEPSPEED), "ds.json", "deepspeed"),
+        (SWIFT, "run.sh", "swift"),
+        ("llamafactory-cli train --model_name_or_path a", "run.sh", "llamafactory"),
+        (TRAINER, "run.sh", "trainer"),
+        ("accelerate launch --num_processes 2 sft.py --model_name_or_path a", "run.sh", "trainer"),
+        ("deepspeed --num_gpus 2 sft.py --model_name_or_path a", "run.sh", "trainer"),
+    ],
+)
+def test_a_tool_is_recognized_by_its_file(text: str, name: str, tool: str) -> None:
+    assert imported(text, name).source.tool is TOOLS[tool]
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "target", "expected"),
+    [
+        (LLAMAFACTORY, "a.yaml", "learning_rate", 5e-5),
+        (LLAMAFACTORY, "a.yaml", "lr_scheduler_type", "linear"),
+        (LLAMAFACTORY, "a.yaml", "micro_batch", 8),
+        (LLAMAFACTORY, "a.yaml", "method", "lora"),
+        (f"{LLAMAFACTORY}lora_rank: 16\n", "a.yaml", "lora.alpha", 32),
+        (LLAMAFACTORY, "a.yaml", "lora.targets", ["all-linear"]),
+        (LLAMAFACTORY, "a.yaml", "seq_len", 2048),
+        (LLAMAFACTORY, "a.yaml", "grad_ckpt", True),
+        (SWIFT, "a.sh", "learning_rate", 1e-4),
+        (f"{SWIFT}--tuner_type full", "a.sh", "learning_rate", 1e-5),
+        (SWIFT, "a.sh", "weight_decay", 0.1),
+        (SWIFT, "a.sh", "adam_beta2", 0.95),
+        (SWIFT, "a.sh", "lora.rank", 8),
+        (SWIFT, "a.sh", "lora.alpha", 32),
+        (SWIFT, "a.sh", "lora.dropout", 0.05),
+        (SWIFT, "a.sh", "hub", "modelscope"),
+        (f"USE_HF=1 {SWIFT}", "a.sh", "hub", "hf"),
+        (SWIFT, "a.sh", "plan.global_batch", 16),
+        (SWIFT, "a.sh", "monitor.sinks", ["tensorboard"]),
+        (AXOLOTL, "a.yaml", "seq_len", 512),
+        (AXOLOTL, "a.yaml", "method", "full"),
+        (AXOLOTL, "a.yaml", "num_train_epochs", 1.0),
+        (AXOLOTL, "a.yaml", "warmup_ratio", 0.03),
+        (AXOLOTL, "a.yaml", "save_total_limit", 4),
+        (TRAINER, "a.sh", "grad_ckpt", False),
+        (TRAINER, "a.sh", "save_total_limit", None),
+    ],
+)
+def test_an_absent_key_is_the_tools_default(text: str, name: str, target: str, expected: Any) -> None:
+    found = imported(text, name)
+    assert value(found, target) == expected
+    assert found.values[target].is_default or "lora_rank" in text or "USE_HF" in text
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "target", "expected"),
+    [
+        ("packing: true\n", "a.yaml", "packing", True),
+        ("neat_packing: true\n", "a.yaml", "packing", True),
+        ("quantization_bit: 4\n", "a.yaml", "method", "qlora"),
+        ("pure_bf16: true\n", "a.yaml", "precision", "bf16"),
+        ("fp16: true\n", "a.yaml", "precision", "fp16"),
+        ("warmup_steps: 10\nmax_steps: 100\n", "a.yaml", "warmup_ratio", 0.1),
+        ("disable_gradient_checkpointing: true\n", "a.yaml", "grad_ckpt", False),
+        ("lora_target: q_proj,v_proj\n", "a.yaml", "lora.targets", ["q_proj", "v_proj"]),
+        ("flash_attn: fa2\n", "a.yaml", "attn", "flash_attention_2"),
+        ("train_on_prompt: true\n", "a.yaml", "loss_on", "all"),
+        ("stage: pt\n", "a.yaml", "data_format", "text"),
+    ],
+)
+def test_llamafactory(text: str, name: str, target: str, expected: Any) -> None:
+    base = "model_name_or_path: a\n" if "stage" in text else LLAMAFACTORY
+    assert value(imported(f"{base}{text}template: x\n", name), target) == expected
+
+
+def test_llamafactorys_packing_lets_samples_see_each_other_and_its_neat_packing_does_not() -> None:
+    assert "see each other" in notes(imported(f"{LLAMAFACTORY}packing: true\n"), Fate.CHANGED)["packing"]
+    both = imported(f"{LLAMAFACTORY}packing: true\nneat_packing: true\n")
+    assert "packing" not in notes(both, Fate.CHANGED)
+
+
+def test_llamafactorys_data_are_found_by_their_name(here: Path) -> None:
+    info: dict[str, Any] = {
+        "mine": {"file_name": "mine.jsonl", "formatting": "sharegpt", "columns": {"messages": "turns"}},
+        "hub": {"hf_hub_url": "a/b", "subset": "c"},
+        "pairs": {"file_name": "pairs.json", "ranking": True},
+    }
+    (here / "data").mkdir()
+    (here / "data" / "dataset_info.json").write_text(json.dumps(info))
+    one = imported(f"{LLAMAFACTORY}dataset: mine\n")
+    assert (value(one, "data"), value(one, "data_format")) == ("data/mine.jsonl", "messages")
+    assert notes(one, Fate.CHANGED)["dataset"] == "rename the column `turns` to `messages`"
+    two = imported(f"{LLAMAFACTORY}dataset: mine, hub\n")
+    assert value(two, "data") is None
+    assert "data/mine.jsonl, a/b" in notes(two, Fate.MISSING)["dataset"]
+    assert [note.key for note in imported(f"{LLAMAFACTORY}dataset: pairs\n").stops] == ["dataset"]
+    with pytest.raises(InvalidConfig, match=r'train.yaml:3:1: "other" is not in data/dataset_info.json'):
+        imported(f"{LLAMAFACTORY}dataset: other\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "target", "expected"),
+    [
+        ("--gradient_accumulation_steps $(expr 16 / $n)", "grad_accum", 8),
+        ("--gradient_accumulation_steps $((16 / n * 1))", None, None),
+        ("--learning-rate=3e-5", "learning_rate", 3e-5),
+        ("--dataset 'a/b#500'", "data", "a/b"),
+        ("--loss_scale all", "loss_on", "all"),
+        ("--deepspeed zero2_offload", "plan.offload", "optimizer"),
+        ("--quant_bits 4 --quant_method bnb", "method", "qlora"),
+        ("--packing true --attn_impl flash_attn", "attn", "flash_attention_2"),
+        ("--torch_dtype float16", "precision", "fp16"),
+        ("--sequence_parallel_size 2", "sp", 2),
+    ],
+)
+def test_swift(words: str, target: str | None, expected: Any) -> None:
+    text = f"n=2\nNPROC_PER_NODE=$n \\\nswift sft \\\n  --model a \\\n  {words}\n"
+    if target is None:
+        with pytest.raises(InvalidConfig, match=r"a.sh:5:\d+: --gradient_accumulation_steps has .* only a shell"):
+            imported(text, "a.sh")
+        return
+    found = imported(text, "a.sh")
+    assert (value(found, target), value(found, "machines.gpus_per_node")) == (expected, 2)
+
+
+def test_a_place_in_a_script_is_the_line_of_the_option() -> None:
+    found = imported(f"# how\n{SWIFT}\\\n  --system 'two\nlines' \\\n  --seed 7  # --seed 8\n", "a.sh")
+    assert [str(note.place) for note in found.notes if note.key == "system"] == ["a.sh:3:3"]
+    assert (found.values["seed"].value, str(found.values["seed"].place)) == (7, "a.sh:5:3")
+
+
+@pytest.mark.parametrize(
+    ("text", "target", "expected"),
+    [
+        ("adapter: qlora\nload_in_4bit: true\n", "method", "qlora"),
+        ("adapter: lora\nload_in_8bit: true\n", "method", "lora"),
+        ("warmup_steps: 10\nwarmup_ratio: 0.5\nmax_steps: 100\n", "warmup_ratio", 0.1),
+        ("datasets:\n  - path: a.jsonl\n    type: chat_template\n", "data_format", "messages"),
+        ("sample_packing: true\n", "packing", True),
+        ("gradient_checkpointing: offload\n", "activation_offload", True),
+        ("fsdp_config:\n  reshard_after_forward: true\n  offload_params: true\n", "plan.offload", "params"),
+        ("wandb_project: p\nuse_wandb: true\n", "monitor.sinks", ["wandb"]),
+    ],
+)
+def test_axolotl(text: str, target: str, expected: Any) -> None:
+    assert value(imported(AXOLOTL + text), target) == expected
+
+
+def test_axolotls_zero2_offloads_and_that_is_said(here: Path) -> None:
+    config = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
+    (here / "zero2.json").write_text(json.dumps(config))
+    found = imported(f"{AXOLOTL}deepspeed: zero2.json\n")
+    assert "offloads the optimizer to cpu" in notes(found, Fate.CHANGED)["deepspeed"]
+
+
+def test_accelerate_says_where_and_its_deepspeed_configuration_says_the_numbers(here: Path) -> None:
+    (here / "ds.json").write_text(json.dumps({**DEEPSPEED, "gradient_clipping": 0.5, "fp16": {"enabled": True}}))
+    section = "deepspeed_config:\n  deepspeed_config_file: ds.json\n"
+    found = imported(f"{ACCELERATE}num_processes: 8\nnum_machines: 2\n{section}")
+    assert (found.of("machines"), value(found, "max_grad_norm")) == ({"gpus": 8, "nodes": 2}, 0.5)
+    assert (value(found, "precision"), value(found, "micro_batch")) == ("fp16", 2)
+    zero = "deepspeed_config:\n  zero_stage: 3\n  offload_optimizer_device: cpu\n  offload_param_device: cpu\n"
+    assert imported(ACCELERATE + zero).of("plan") == {"zero_stage": 3, "offload": "params"}
+    fsdp = "fsdp_config:\n  fsdp_version: 2\n  fsdp_reshard_after_forward: false\n"
+    assert imported(f"distributed_type: FSDP\n{fsdp}").of("plan") == {"zero_stage": 2}
+
+
+def test_a_launcher_takes_accelerates_file_and_its_options(here: Path) -> None:
+    (here / "two.yaml").write_text(f"{ACCELERATE}num_processes: 2\nmixed_precision: fp16\n")
+    words = "accelerate launch --config_file two.yaml --num_processes 4 sft.py --model_name_or_path a --bf16"
+    found = imported(words, "a.sh")
+    assert (found.of("machines"), value(found, "precision")) == ({"gpus": 4}, "bf16")
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "key"),
+    [
+        (f"{LLAMAFACTORY.replace('sft', 'dpo')}", "a.yaml", "stage"),
+        (f"{LLAMAFACTORY}use_dora: true\n", "a.yaml", "use_dora"),
+        ("swift rlhf --rlhf_type dpo --model a", "a.sh", "rlhf_type"),
+        (f"{SWIFT}--task_type seq_cls", "a.sh", "task_type"),
+        (f"{AXOLOTL}rl: dpo\n", "a.yaml", "rl"),
+        (f"{AXOLOTL}optimizer: muon\n", "a.yaml", "optimizer"),
+    ],
+)
+def test_another_training_stops(text: str, name: str, key: str) -> None:
+    assert [note.key for note in imported(text, name).stops] == [key]
+
+
+def test_a_key_that_no_table_has_is_named_with_its_line_and_the_nearest() -> None:
+    found = imported(f"{LLAMAFACTORY}cutof_len: 4096\n")
+    note = next(note for note in found.notes if note.fate is Fate.UNKNOWN)
+    assert (str(note.place), 'did you mean "cutoff_len"?' in note.text) == ("train.yaml:3:1", True)
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "problem"),
+    [
+        ("a: [1\n", "a.yaml", r"a.yaml:2:1: "),
+        ("- a\n", "a.yaml", "a.yaml: is not a mapping of keys"),
+        ("a: 1\n", "a.yaml", "its keys are those of no tool"),
+        ("echo hello\n", "a.sh", "a.sh: has no training command"),
+        ("swift sft --model 'a\n", "a.sh", "a.sh:1:19: this quote is not closed"),
+        ("llamafactory-cli train a.yaml\n", "a.sh", "a.sh:1:24: the settings are in a.yaml"),
+        (f"{LLAMAFACTORY}learning_rate: fast\n", "a.yaml", 'a.yaml:3:1: learning_rate: "fast" is not a number'),
+        (f"{LLAMAFACTORY}deepspeed: none.json\n", "a.yaml", 'a.yaml:3:1: deepspeed is "none.json", and no such file'),
+        ("model: a\ntrain_dataset: b\n", "a.yaml", "LLaMA-Factory's v1 format is not read"),
+        ("model: a\nds_config: b\n", "a.yaml", "it is a job of dstrain already"),
+    ],
+)
+def test_what_cannot_be_read_is_one_error_with_its_place(text: str, name: str, problem: str) -> None:
+    with pytest.raises(InvalidConfig, match=problem):
+        imported(text, name)
+
+
+def test_several_bad_values_are_reported_together() -> None:
+    with pytest.raises(InvalidConfig) as error:
+        imported(f"{LLAMAFACTORY}cutoff_len: -1\nseed: 1\nwarmup_ratio: much\n")
+    assert [line.partition(": ")[0] for line in error.value.problem.splitlines()] == [
+        "train.yaml:3:1",
+        "train.yaml:5:1",
+    ]
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_a_target_is_a_key_of_a_job_or_a_choice_of_gen_config(tool: str) -> None:
+    from dataclasses import fields
+
+    from dstrain.job.schema import Job, Lora, Monitor
+
+    legal = {field.name for field in fields(Job)}
+    legal |= {f"lora.{field.name}" for field in fields(Lora)} | {f"monitor.{field.name}" for field in fields(Monitor)}
+    targets = {row.target for row in TOOLS[tool].rows.values() if row.target}
+    assert {target for target in targets if not target.startswith(("plan.", "machines."))} <= legal

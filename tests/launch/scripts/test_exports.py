@@ -1,0 +1,117 @@
+"""What leaves: a job's files for accelerate, FSDP2, torchrun and LLaMA-Factory."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dstrain.config.imports.read import import_file
+from dstrain.errors import InvalidConfig
+from dstrain.facts.cluster.hostfile import expand
+from dstrain.job.file import read_job
+from dstrain.job.schema import Job
+from dstrain.job.yaml_source import parse_yaml
+from dstrain.launch.scripts.exports import Export, Target, export
+from tests.train.engine import Engine
+from tests.train.launching import environment, losses, make_run
+
+TWO = expand("localhost:2", None)
+NODES = expand("a:8,b:8", None)
+ZERO3 = {"zero_optimization": {"stage": 3}, "$schema": "x"}
+SHIM = Path(__file__).with_name("fsdp_on_cpu.py")
+
+
+def job_of(tmp_path: Path, **values: Any) -> Job:
+    (tmp_path / "train.jsonl").write_text('{"instruction": "a", "output": "b"}\n')
+    base = {"model": "Qwen/Qwen3-8B", "output_dir": "output", "data": "train.jsonl"}
+    (tmp_path / "job.yaml").write_text(json.dumps(base | values))
+    return read_job(tmp_path / "job.yaml").job
+
+
+def written(exported: Export, folder: Path) -> Path:
+    folder.mkdir()
+    for name, text in exported.files.items():
+        (folder / name).write_text(text)
+    return folder
+
+
+@pytest.mark.parametrize(("target", "kind"), [(Target.ACCELERATE, "DEEPSPEED"), (Target.FSDP2, "FSDP")])
+def test_accelerates_file_is_read_back_as_the_same_machines_and_strategy(
+    tmp_path: Path, target: Target, kind: str
+) -> None:
+    folder = written(export(job_of(tmp_path), ZERO3, NODES, target), tmp_path / "out")
+    config = parse_yaml((folder / "accelerate.yaml").read_text(), "accelerate.yaml")[0]
+    assert (config["distributed_type"], config["main_process_ip"]) == (kind, "a")
+    found = import_file(folder / "accelerate.yaml")
+    assert found.of("machines") == {"gpus": 16, "nodes": 2}
+    assert found.notes == () or not found.stops
+    if target is Target.FSDP2:
+        assert found.of("plan") == {"zero_stage": 3}
+    else:
+        assert json.loads((folder / "ds_config.json").read_text()) == {"zero_optimization": {"stage": 3}}
+
+
+def test_llamafactorys_files_are_read_back_as_the_same_job(tmp_path: Path) -> None:
+    lora: dict[str, Any] = {"rank": 4, "alpha": 6, "dropout": 0.1, "targets": ["q_proj"]}
+    values: dict[str, Any] = {"method": "lora", "seq_len": 512, "packing": True, "loss_on": "all", "grad_ckpt": False}
+    values |= {"learning_rate": 3e-4, "grad_accum": 3, "warmup_ratio": 0.2, "lr_scheduler_type": "linear"}
+    values |= {"save_total_limit": None, "adam_beta2": 0.9, "seed": 1}
+    folder = written(export(job_of(tmp_path, lora=lora, **values), ZERO3, TWO, Target.LLAMAFACTORY), tmp_path / "out")
+    found = import_file(folder / "train.yaml")
+    back = {key: found.values[key].value for key in values}
+    assert back == values
+    assert found.of("lora") == lora
+    assert (found.values["data"].value, found.values["data_format"].value) == (str(tmp_path / "train.jsonl"), "alpaca")
+    assert found.of("plan") == {"ds_config": str(folder / "ds_config.json")}
+
+
+@pytest.mark.parametrize("target", [Target.ACCELERATE, Target.FSDP2, Target.TORCHRUN])
+def test_what_a_plain_trainer_lacks_is_refused(tmp_path: Path, target: Target) -> None:
+    with pytest.raises(InvalidConfig, match="has no counterpart of sp: 2, packing: true"):
+        export(job_of(tmp_path, packing=True, sp=2), ZERO3, TWO, target)
+
+
+def test_the_script_needs_no_dstrain(tmp_path: Path) -> None:
+    text = export(job_of(tmp_path), ZERO3, TWO, Target.TORCHRUN).files["train.py"]
+    imports = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Import | ast.ImportFrom)]
+    names = {node.module if isinstance(node, ast.ImportFrom) else node.names[0].name for node in imports}
+    assert {str(name).partition(".")[0] for name in names} - sys.stdlib_module_names == {
+        *("torch", "datasets", "transformers", "peft"),
+    }
+
+
+def test_fsdp2_and_ddp_train_the_demo_with_the_losses_of_zero_3_and_zero_1(
+    tmp_path: Path, made_demo: Path, engine: Engine
+) -> None:
+    demo = tmp_path / "demo"
+    shutil.copytree(made_demo, demo)
+    lines = (demo / "train.jsonl").read_text().splitlines(keepends=True)
+    (demo / "train.jsonl").write_text("".join(lines[:64]))
+    for stage, target in ((3, Target.FSDP2), (1, Target.TORCHRUN)):
+        run = make_run(
+            tmp_path / f"zero{stage}", demo, zero={"stage": stage}, precision="fp32", grad_accum=2, max_steps=4
+        )
+        engine.train(run)
+        (run / "ds_config.json").write_text((run / "ds_config.resolved.json").read_text())
+        request = json.loads((run / "request.json").read_text()) | {"env": {"DS_ACCELERATOR": "cpu"}}
+        (run / "job.yaml").write_text(json.dumps(request))
+        job = read_job(run / "job.yaml").job
+        exported = export(job, json.loads((run / "ds_config.json").read_text()), TWO, target)
+        folder = written(exported, tmp_path / target.value)
+        words = exported.command.split()
+        if target is Target.FSDP2:
+            words[-1] = str(SHIM)
+        line = [str(Path(sys.executable).parent / words[0]), *words[1:]]
+        done = subprocess.run(line, cwd=folder, env=environment(tmp_path), capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert target is not Target.FSDP2 or "sharded: " in done.stdout
+        theirs = [float(loss) for loss in re.findall(r"'loss': '?([\d.]+)", done.stdout)]
+        assert theirs == pytest.approx(list(losses(run).values()), abs=1e-3)
