@@ -17,7 +17,8 @@ from pathlib import Path
 import click
 import pytest
 
-from benchmarks.published import report
+from benchmarks import predict
+from benchmarks.published import half_report, ranges, report
 from benchmarks.published.answers import Answer
 from benchmarks.published.score import score
 from docs import model_pages, pictures
@@ -174,21 +175,18 @@ def published_table(answers: tuple[Answer, ...]) -> str:
 
 
 def published_figures(answers: tuple[Answer, ...]) -> str:
-    """Returns the three figures that stand for all of them: memory, fit and throughput."""
-    result = score(answers)
-    allocated = next(group.errors for group in result.bases if group.name == "allocated")
-    speed, verdicts = result.speed.errors, result.verdicts
-    assert allocated is not None
-    assert speed is not None
-    return "\n".join(
-        [
-            "| figure | mean error | runs |",
-            "|---|---:|---:|",
-            f"| memory of tensors at the peak | {100 * allocated.mean:.1f} % | {allocated.count} |",
-            f"| fits or not | {100 - 100 * verdicts.right_ratio:.1f} % wrong | {verdicts.count} |",
-            f"| tokens/s | {100 * speed.mean:.1f} % | {speed.count} |",
-        ]
-    )
+    """Returns the figures of the half of the published runs on which no constant was set."""
+    return half_report.figures(predict.both_halves(answers)[1])
+
+
+def out_of_sample_table(answers: tuple[Answer, ...]) -> str:
+    """Returns both halves of the published runs."""
+    return half_report.markdown(*predict.both_halves(answers))
+
+
+def range_table(answers: tuple[Answer, ...]) -> str:
+    """Returns the range that is printed with a step time, by kind of question."""
+    return ranges.markdown(ranges.error_ranges(answers, predict.halves_of(answers)))
 
 
 def cpu_table() -> str:
@@ -254,6 +252,8 @@ PARTS: dict[str, Callable[[], str]] = {
 PUBLISHED: dict[str, Callable[[tuple[Answer, ...]], str]] = {
     "published": published_table,
     "published figures": published_figures,
+    "out of sample": out_of_sample_table,
+    "ranges": range_table,
 }
 """The generated parts that need the answers to all published runs."""
 ELSEWHERE = {"keys", "rules"}

@@ -56,8 +56,8 @@ def made(**columns: str) -> Row:
 
 
 def test_every_row_is_read() -> None:
-    assert len(rows()) == 1239
-    assert len({row.id for row in rows()}) == 1239
+    assert len(rows()) == 1259
+    assert len({row.id for row in rows()}) == 1259
 
 
 def test_fms_publishes_bytes_and_mebibytes_in_the_notes() -> None:
@@ -279,7 +279,7 @@ def test_the_planner_refuses_no_row_in_scope(scored: Score) -> None:
 NOT_REACHED = {
     "allocated, A, worst": "litgpt's own layer code keeps up to 11 % more with 4-bit weights",
     "reserved, A, mean error": "swift's runs reserve up to 2.5 times what a replay of their step does",
-    "throughput, lowest rank correlation of a table": "InternEvo gathers by broadcasts above 256 GPUs",
+    "throughput, lowest rank correlation of a table": "torchtune's flags differ by a few percent",
 }
 """Bars that the planner misses, and why; docs/accuracy.md shows by how much."""
 
@@ -293,7 +293,7 @@ def test_what_was_reached_stays_so(scored: Score) -> None:
     assert scored.verdicts.right_ratio >= 0.98
     assert scored.verdicts.far_off == ()
     assert scored.speed.errors is not None
-    assert scored.speed.errors.mean <= 0.08
+    assert scored.speed.errors.mean <= 0.06
 
 
 def test_basis_names_are_those_of_the_table() -> None:

@@ -155,7 +155,7 @@ def _memory(row: Row, figures: Figures) -> Iterable[Comparison]:
                 quality=row.quality,
                 measured=measured,
                 predicted=predicted,
-                side=Side.TOO_LOW if row.lengths_vary else Side.BOTH,
+                side=Side.TOO_LOW if is_bound(row) else Side.BOTH,
             )
 
 
@@ -169,7 +169,7 @@ def _verdict(row: Row, figures: Figures) -> Verdict | None:
         table=table_of(row),
         fitted=row.outcome is Outcome.FITS,
         predicted_ratio=figures.device_bytes_per_gpu / gpu.memory_bytes,
-        side=Side.TOO_LOW if row.lengths_vary else Side.BOTH,
+        side=Side.TOO_LOW if is_bound(row) else Side.BOTH,
     )
 
 
@@ -185,13 +185,13 @@ def _speed(row: Row, figures: Figures) -> Comparison | None:
         quality=row.quality,
         measured=measured,
         predicted=figures.tokens_per_s_per_gpu,
-        side=Side.TOO_HIGH if row.lengths_vary and not _rows_are_full(row) else Side.BOTH,
+        side=Side.TOO_HIGH if is_bound(row) else Side.BOTH,
     )
 
 
-def _rows_are_full(row: Row) -> bool:
-    """Returns whether samples are packed into rows of the stated length, so that it is no upper bound."""
-    return row.publisher is Publisher.SWIFT and packs(row)
+def is_bound(row: Row) -> bool:
+    """Returns whether the stated length is only an upper bound: samples vary, and are not packed into full rows."""
+    return row.lengths_vary and not (row.publisher is Publisher.SWIFT and packs(row))
 
 
 def tokens_per_s_per_gpu(row: Row) -> float | None:

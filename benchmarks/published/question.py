@@ -65,6 +65,7 @@ def ask(row: Row) -> Question:
         optimizer=variants.optimizer(row),
         state_dtypes=variants.state_dtypes(row),
         tp=parallel(row, "tp"),
+        overlap_comm=row.publisher is Publisher.INTERNEVO or DEFAULTS.zero.overlap_comm,
         liger=liger,
         loss=loss,
         activation_offload=row.offload == "activations",

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
+from statistics import median
 
 from benchmarks.published.answers import Answer, Comparison, Side, Verdict, table_of
 
@@ -43,6 +44,8 @@ class Errors:
     """Comparisons."""
     mean: float
     """Mean absolute counted error."""
+    median: float
+    """Median absolute counted error."""
     worst: float
     """Largest absolute counted error."""
     bias: float
@@ -64,10 +67,12 @@ def errors(comparisons: Iterable[Comparison]) -> Errors | None:
     rows = list(comparisons)
     if not rows:
         return None
+    sizes = [abs(comparison.counted_error) for comparison in rows]
     worst = max(rows, key=lambda comparison: abs(comparison.counted_error))
     return Errors(
         count=len(rows),
-        mean=sum(abs(comparison.counted_error) for comparison in rows) / len(rows),
+        mean=sum(sizes) / len(sizes),
+        median=median(sizes),
         worst=abs(worst.counted_error),
         bias=sum(comparison.error_ratio for comparison in rows) / len(rows),
         worst_id=worst.id,

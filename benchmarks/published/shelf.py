@@ -82,13 +82,11 @@ def _grown(config: Mapping[str, Any], added_tokens: int) -> dict[str, Any]:
 
 H100_96G = replace(
     gpus.gpu("h100-sxm"),
-    name="h100-96g",
-    aliases=(),
     memory_mib=97871,
     hbm_bytes_per_s=2.4e12,
     source="torchtitan benchmarks/llama3_h100_202412_torchtitan.md: 96 GB of HBM2e, 500 W; its bandwidth from memory",
 )
-"""The H100 of torchtitan's tables; the FLOP/s are those of the card at 700 W."""
+"""The H100 of torchtitan's tables; FLOP/s, and what is reached of them, are those of the card at 700 W."""
 
 
 def find_gpu(name: str) -> Gpu | None:

@@ -126,6 +126,36 @@ LITGPT = TrainingCode(
 )
 """LitGPT, with layer code, adapters and losses of its own."""
 
+LLM_FOUNDRY = TrainingCode(
+    splits_packed_rows=False,
+    skips_packed_masks=True,
+    wide_logits=_SHIFT,
+    attention_speed=0.6,
+    fused=FusedParts(loss=LossKernel.IN_PLACE),
+)
+"""MPT: one kernel for a norm in the training precision, no rotary embedding, GELU, a fused loss, and FlashAttention in
+Triton, which has 0.5 to 0.6 of FlashAttention-2's speed on an A100 (arXiv 2307.08691, figure 5, from memory; the A100s
+of 80 GB at 16k to 64k come to 0.6). Source: llm-foundry models/layers/norm.py: LPLayerNorm; models/mpt."""
+INTERNEVO = TrainingCode(
+    stops_early=False,
+    is_reentrant=True,
+    splits_packed_rows=False,
+    skips_packed_masks=True,
+    has_linear_experts=True,
+    wide_logits=_SHIFT,
+    fused=FusedParts(loss=LossKernel.IN_PLACE),
+)
+"""InternEvo: Apex's RMSNorm, flash-attn's rotary embedding and loss, SiLU and product scripted into one kernel. Where
+all ranks share the states (`zero1=-1`), each broadcasts its part. Source: internlm/solver/optimizer/
+hybrid_zero_optim.py: broadcast_params; configs/7B_sft.py (overlap_sync_grad)."""
+
+COMPILED = FusedParts(loss=LossKernel.FULL)
+"""What torch.compile makes of a layer: one kernel each for norm, rotary embedding, and activation with product."""
+COMPILED_ADAPTER_COSTS = (
+    Cost(forward=2, backward=6, forward_kernels=2, backward_kernels=4),
+    Cost(forward=6, backward=4, forward_kernels=1, backward_kernels=0),
+)
+"""Adapters whose output is scaled and summed by one kernel: both products read, sum written."""
 UNSLOTH = FusedParts(mlp=False, loss=LossKernel.FULL)
 """Unsloth's norms and rotary embedding, as fms-acceleration patches them into any model."""
 UNSLOTH_ADAPTER_COSTS = (

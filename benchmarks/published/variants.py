@@ -8,7 +8,11 @@ from enum import StrEnum
 
 from benchmarks.published.rows import Publisher, Row
 from benchmarks.published.training_code import (
+    COMPILED,
+    COMPILED_ADAPTER_COSTS,
+    INTERNEVO,
     LITGPT,
+    LLM_FOUNDRY,
     TORCHTUNE,
     TRANSFORMERS_4,
     TRANSFORMERS_4_45,
@@ -81,6 +85,7 @@ def kernels(row: Row) -> tuple[bool, bool, LossKernel]:
 
     Source: fms-acceleration plugins/fused-ops-and-kernels: FILTER_MAP (`fast_loss: true` is Unsloth's loss,
     `fused_ce_liger` Liger's; norms and rotary embedding are Unsloth's in both); torchtune recipes/configs.
+    llm-foundry's `loss_fn: fused_crossentropy` and InternEvo's FlashGPTLMLoss are flash-attn's, in place.
     """
     if row.publisher is Publisher.FMS:
         if row.says("foak-liger", "kernels-liger"):
@@ -92,6 +97,8 @@ def kernels(row: Row) -> tuple[bool, bool, LossKernel]:
         step = tune_step(row)
         chunked = row.says("chunked loss") or (step is not None and step >= TUNE_STEPS.index("Chunked Cross Entropy"))
         return False, False, LossKernel.TILED if chunked else LossKernel.FULL
+    if row.publisher in (Publisher.LLM_FOUNDRY, Publisher.INTERNEVO):
+        return False, False, LossKernel.IN_PLACE
     if row.publisher is Publisher.LITGPT:
         return False, False, LossKernel.TILED
     if row.says("use_liger_kernel=true") and not row.says("not using use_liger_kernel"):
@@ -105,6 +112,9 @@ def code(row: Row, *, unsloth: bool) -> TrainingCode:
     if unsloth:
         costs = UNSLOTH_ADAPTER_COSTS if method(row) is Method.QLORA else None
         base = replace(base, fused=UNSLOTH, adapter_costs=costs)
+    if compiles(row):
+        adapters = None if method(row) is Method.FULL else COMPILED_ADAPTER_COSTS
+        base = replace(base, fused=COMPILED, adapter_costs=adapters)
     return replace(base, has_fp32_residual=has_fp32_norms(row))
 
 
@@ -117,11 +127,17 @@ def _code(row: Row) -> TrainingCode:
     if row.publisher is Publisher.FMS:
         return TRANSFORMERS_4_45 if re.search(r"_(granite|liger)\.csv", row.source) else TRANSFORMERS_4
     if row.publisher is Publisher.SWIFT:
-        return TRANSFORMERS_4_45 if "release/2" in row.source else TRANSFORMERS_5
+        if "release/2" in row.source:
+            return TRANSFORMERS_4_45
+        return TRANSFORMERS_4 if row.says("Transformers 4") else TRANSFORMERS_5
     if row.publisher in (Publisher.H2O, Publisher.OTHER):
         return TRANSFORMERS_4_45
     if row.publisher in (Publisher.TORCHTUNE, Publisher.TORCHTITAN):
         return TORCHTUNE
+    if row.publisher is Publisher.LLM_FOUNDRY:
+        return LLM_FOUNDRY
+    if row.publisher is Publisher.INTERNEVO:
+        return replace(INTERNEVO, broadcasts_shards=row.says("zero1=-1"))
     return LITGPT if row.publisher is Publisher.LITGPT else TRANSFORMERS_5
 
 

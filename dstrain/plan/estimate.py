@@ -17,7 +17,7 @@ from dstrain.plan.memory.memory import Detail, memory
 from dstrain.plan.memory.params import trained
 from dstrain.plan.request import Request
 from dstrain.plan.speed.flops import flops_per_token
-from dstrain.plan.speed.step_time import speed
+from dstrain.plan.speed.step_time import delayed, speed
 
 N = TypeVar("N", int, float)
 
@@ -45,6 +45,7 @@ def assess(
     """
     model, cluster = workload.model, workload.cluster
     needs = memory(workload, configuration, detail=detail)
+    known = speed(workload, configuration)
     usable_gpu = round(usable_gpu_ratio * cluster.gpu.memory_bytes)
     usable_host = round(USABLE_HOST_RATIO * cluster.host_memory_bytes)
     return Estimate(
@@ -54,7 +55,7 @@ def assess(
         usable_bytes_per_host=usable_host,
         fits_gpu=needs.load.fits_gpu and needs.device_bytes_per_gpu <= usable_gpu,
         fits_host=needs.host_bytes_per_node <= usable_host,
-        speed=speed(workload, configuration),
+        speed=delayed(known, needs.retries_per_step) if known is not None else None,
         flops_per_token=flops_per_token(model, method=configuration.model.method, seq_len=configuration.batch.seq_len),
         num_params=model.num_params,
         num_active_params=model.num_active_params,

@@ -23,6 +23,7 @@ class Limit(StrEnum):
     CPU_OPTIMIZER = "CPU optimizer"
     PCIE = "PCIe"
     NVME = "NVMe"
+    ALLOCATOR = "memory allocator"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +39,7 @@ class Speed:
     limited_by: Limit
     """The main bottleneck of the step."""
     uncertainty_ratio: float
-    """Half the width of the range that the true step time is expected in, over `step_s`."""
+    """Half the width of the range that the true step time is in for 8 of 10 runs, over `step_s`."""
     parts_s: Mapping[str, float]
     """Seconds of a step by part; they sum to `step_s`."""
     hidden_s: Mapping[str, float]

@@ -62,6 +62,10 @@ class TrainingCode:
     """Whether the fused loss casts its logits to fp32, as Liger up to 0.4 did."""
     loss_bytes_per_logit: float = 0.0
     """Bytes that the plain loss moves for each logit beyond those of Transformers 5."""
+    attention_speed: float = 1.0
+    """Speed of its flash attention over that of FlashAttention-2."""
+    broadcasts_shards: bool = False
+    """Whether ranks broadcast the parameters that each has updated, one rank after the other, in place of a gather."""
     fused: FusedParts = PLAIN
     """Parts that run on fused kernels without Liger."""
     adapter_costs: tuple[Cost, Cost] | None = None

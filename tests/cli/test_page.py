@@ -26,7 +26,7 @@ from tests.cli.conftest import ROOT, Server
 Type = Callable[..., Any]
 MODEL = "b</script><script>document.title='mine'</script><img src=x onerror=alert(1)>"
 WORDS: tuple[str, ...] = (
-    *("plan", "--gpus", "2", "--gpu", "4090", "--gpu-memory-limit", "2GiB", "--host-memory", "64GiB"),
+    *("plan", "--gpus", "2", "--gpu", "4090", "--gpu-memory-limit", "1536MiB", "--host-memory", "64GiB"),
     *("--model", MODEL, "--offload", "none", "--zero-stage", "1", "--no-grad-ckpt"),
 )
 BROWSERS = ("chromium-headless-shell", "chromium", "google-chrome")

@@ -39,6 +39,7 @@ GPU = Gpu(
     link="x",
     compute_capability=(8, 0),
     has_flash_attention_2=True,
+    has_peer_access=True,
     source="none",
 )
 MODEL = ModelFacts(

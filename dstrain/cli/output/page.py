@@ -35,7 +35,7 @@ CHINESE: Mapping[str, str] = {
     "parameters": "参数", "gradients": "梯度", "optimizer": "优化器", "engine buffers": "引擎缓冲区",
     "whole layers": "聚集的整层", "activations": "激活", "logits": "logits", "CUDA, fragments": "CUDA 与碎片",
     "compute": "计算", "GPU memory": "显存带宽", "launches": "内核启动", "GPU links": "GPU 间链路", "network": "网络",
-    "CPU step": "CPU 优化器", "PCIe": "PCIe", "NVMe": "NVMe", UNKNOWN: "-",
+    "CPU step": "CPU 优化器", "PCIe": "PCIe", "NVMe": "NVMe", "allocator": "分配器", UNKNOWN: "-",
     "given": "给定", "measured": "本机实测", "assumed": "假设",
 }
 """What the planner names → the same in Chinese."""

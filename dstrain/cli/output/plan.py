@@ -28,6 +28,7 @@ LIMITS = {
     Limit.CPU_OPTIMIZER: "CPU step",
     Limit.PCIE: "PCIe",
     Limit.NVME: "NVMe",
+    Limit.ALLOCATOR: "allocator",
 }
 """The limit of a step, as tables show it."""
 

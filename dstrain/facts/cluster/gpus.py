@@ -38,6 +38,8 @@ class Gpu:
     """CUDA compute capability; (0, 0) if it is not from NVIDIA."""
     has_flash_attention_2: bool
     """Whether FlashAttention-2 runs on it (compute capability 8.0 and up, and MI300X)."""
+    has_peer_access: bool
+    """Whether GPUs of one node reach each other's memory over PCIe, which the driver denies GeForce cards."""
     source: str
     """Source of the figures."""
 
@@ -80,6 +82,11 @@ _VOLTA = "https://images.nvidia.com/content/technologies/volta/pdf/volta-v100-da
 _CHINA = "no public data sheet; figures as widely reported"
 
 
+_WITHOUT_PEER_ACCESS = ("rtx-3090", "rtx-4090", "rtx-4090-d", "rtx-5090")
+"""Source: nccl#1127 (3090 over PCIe), accelerate#2328 (4090); tinygrad/open-gpu-kernel-modules patches the driver to
+allow it on a 4090."""
+
+
 def _row(  # a table entry: the columns that differ in every row by name, the aliases at the end
     name: str,
     *aliases: str,
@@ -104,6 +111,7 @@ def _row(  # a table entry: the columns that differ in every row by name, the al
         link=link,
         compute_capability=cc,
         has_flash_attention_2=cc >= (8, 0) or name == "mi300x",
+        has_peer_access=name not in _WITHOUT_PEER_ACCESS,
         source=source,
     )
 
@@ -248,6 +256,7 @@ def _unlisted(name: str, memory_mib: int, chip: Chip | None) -> Gpu:
         link=relative.link if relative is not None and relative.link.startswith("pcie") else "pcie4",
         compute_capability=capability,
         has_flash_attention_2=capability >= (8, 0),
+        has_peer_access="geforce" not in name.lower(),
         source=_NVML,
     )
 

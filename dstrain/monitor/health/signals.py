@@ -41,7 +41,7 @@ def divergence(history: History) -> float | None:
 
 def zero_loss(history: History) -> float | None:
     """Returns how many of the last three losses are 0, or below 0.01 within the first 50 steps."""
-    last = [(float(window["loss"]), window["step"]) for window in history.windows][-3:]
+    last = [(float(window["loss"]), int(window["step"])) for window in history.windows][-3:]
     return sum(loss == 0 or (step <= 50 and 0 <= loss < 0.01) for loss, step in last)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from enum import IntEnum
 
-from dstrain.facts.cluster.calibration import NOTHING, Measured
 from dstrain.facts.cluster.cluster import Cluster
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.facts.workload import Workload
@@ -15,9 +14,10 @@ from dstrain.plan.memory.deepspeed import engine
 from dstrain.plan.memory.fragmentation import quick_ratio
 from dstrain.plan.memory.layers.activations import has_layer_code
 from dstrain.plan.memory.loading import Loading, Machine, loading
+from dstrain.plan.memory.outside import outside_bytes
 from dstrain.plan.memory.params import Trained, trained, trained_on_rank
 from dstrain.plan.memory.peak import Peak
-from dstrain.plan.memory.reserved import CONTEXT_BYTES, NCCL_BYTES, reserved
+from dstrain.plan.memory.reserved import reserved
 from dstrain.plan.memory.zero import States, pinned, pinned_waste, states
 from dstrain.units import GIB, MIB
 
@@ -74,6 +74,8 @@ class Memory:
     """Held by the caching allocator (torch's max_memory_reserved)."""
     device_bytes_per_gpu: int
     """Device memory as nvidia-smi shows it."""
+    retries_per_step: int
+    """How often the caching allocator gives everything cached back to the driver in each step, as no block fits."""
     peak_instant: str
     """The instant of the peak."""
     breakdown_bytes: Breakdown
@@ -113,10 +115,11 @@ def memory(workload: Workload, configuration: Configuration, *, detail: Detail =
     on_gpu = not cluster.gpu.is_cpu
     workspace = _workspace_bytes(cluster) if on_gpu else 0
     live = peak.total + workspace
-    most, settled = _held_by_allocator(workload, configuration, peak, detail) if on_gpu else (live, live)
+    held = _held_by_allocator(workload, configuration, peak, detail) if on_gpu else _Held(most=live, settled=live)
     if measured.reserved_ratio is not None:
-        most = settled = round(measured.reserved_ratio * live)
-    context = _outside_bytes(cluster, measured) if on_gpu else 0
+        reserved_bytes = round(measured.reserved_ratio * live)
+        held = _Held(most=reserved_bytes, settled=reserved_bytes)
+    context = outside_bytes(cluster, configuration, measured) if on_gpu else 0
     parts = Breakdown(
         params=peak.params,
         grads=peak.grads,
@@ -126,14 +129,15 @@ def memory(workload: Workload, configuration: Configuration, *, detail: Detail =
         activations=peak.activations,
         logits=peak.logits,
         workspace=workspace,
-        fragmentation=settled - live,
+        fragmentation=held.settled - live,
         context=context,
     )
     load = _load(workload, configuration, counts)
     return Memory(
         live_bytes_per_gpu=live,
-        reserved_bytes_per_gpu=most,
+        reserved_bytes_per_gpu=held.most,
         device_bytes_per_gpu=parts.total,
+        retries_per_step=held.retries_per_step,
         peak_instant=peak.name,
         breakdown_bytes=parts,
         host_bytes_per_node=host_bytes(workload, configuration, load),
@@ -151,27 +155,40 @@ def _load(workload: Workload, configuration: Configuration, counts: Trained) -> 
         num_ranks=_ranks(cluster, configuration),
         ranks_per_node=cluster.gpus_per_node,
         gpu_bytes=cluster.gpu.memory_bytes,
-        outside_bytes=0 if cluster.gpu.is_cpu else _outside_bytes(cluster, workload.measured),
+        outside_bytes=0 if cluster.gpu.is_cpu else outside_bytes(cluster, configuration, workload.measured),
     )
     load = loading(workload.model, counts, configuration, machine)
     baseline = cluster.gpus_per_node * BASELINE_HOST_BYTES_PER_RANK
     return replace(load, host_bytes_per_node=baseline + load.host_bytes_per_node)
 
 
-def _held_by_allocator(workload: Workload, configuration: Configuration, peak: Peak, detail: Detail) -> tuple[int, int]:
-    """Returns the peak of reserved bytes, and that of the steps after the first: replayed, or estimated from above.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Held:
+    """What the allocator holds."""
+
+    most: int
+    """The peak of reserved bytes."""
+    settled: int
+    """That of the steps after the first."""
+    retries_per_step: int = 0
+    """How often it gives everything back in each of these."""
+
+
+def _held_by_allocator(workload: Workload, configuration: Configuration, peak: Peak, detail: Detail) -> _Held:
+    """Returns what the allocator holds: replayed, or estimated from above.
 
     If the replay runs out of memory, it runs again without a limit and measures the need.
     """
     model, cluster = workload.model, workload.cluster
     ranks, workspace = _ranks(cluster, configuration), _workspace_bytes(cluster)
     live = peak.total + workspace
-    is_engine = configuration.model.is_deepspeed
-    is_scripted = is_engine or not configuration.zero.is_offloaded
+    zero = configuration.zero
+    is_traced = not zero.is_offloaded or (zero.stage == 3 and zero.offloads_params)
+    is_scripted = configuration.model.is_deepspeed or is_traced
     if detail is not Detail.REPLAYED or not has_layer_code(model) or not is_scripted:
         most = round(quick_ratio(model, configuration, ranks, peak) * live)
-        return most, most
-    for limit in (cluster.gpu.memory_bytes - _outside_bytes(cluster), None):
+        return _Held(most=most, settled=most)
+    for limit in (cluster.gpu.memory_bytes - outside_bytes(cluster, configuration), None):
         replay = reserved(
             model,
             configuration,
@@ -182,19 +199,17 @@ def _held_by_allocator(workload: Workload, configuration: Configuration, peak: P
         )
         if not replay.out_of_memory:
             break
-    return max(live, replay.reserved_bytes), max(live, replay.settled_bytes)
+    replayed = min(configuration.step.grad_accum, 2)  # micro-batches of a step in the trace
+    return _Held(
+        most=max(live, replay.reserved_bytes),
+        settled=max(live, replay.settled_bytes),
+        retries_per_step=replay.settled_retries * configuration.step.grad_accum // replayed,
+    )
 
 
 def _ranks(cluster: Cluster, configuration: Configuration) -> int:
     """Returns how many ranks share states, sequence-parallel ranks included."""
     return max(1, cluster.num_gpus // configuration.parallel.tp)
-
-
-def _outside_bytes(cluster: Cluster, measured: Measured = NOTHING) -> int:
-    """Returns the bytes outside of PyTorch: CUDA context and NCCL."""
-    context = measured.context_bytes
-    nccl = measured.nccl_bytes if cluster.num_gpus > 1 else 0
-    return (CONTEXT_BYTES if context is None else context) + (NCCL_BYTES if nccl is None else nccl)
 
 
 def _peak(workload: Workload, configuration: Configuration, detail: Detail) -> Peak:

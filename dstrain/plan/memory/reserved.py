@@ -1,7 +1,7 @@
 """From live bytes to what the caching allocator reserves and nvidia-smi shows.
 
 Lists what a run allocates and frees in its first steps, with streams (`deepspeed.allocations`, `traces`), and feeds it
-to `caching_allocator`. What lies outside of PyTorch's allocator is a constant of the machine.
+to `caching_allocator`. `outside` has what lies outside of PyTorch's allocator.
 """
 
 from __future__ import annotations
@@ -16,16 +16,8 @@ from dstrain.plan.configuration import Configuration
 from dstrain.plan.memory.caching_allocator import Allocator, Event
 from dstrain.plan.memory.deepspeed import allocations
 from dstrain.plan.memory.traces import fsdp, unsharded
-from dstrain.units import GIB, MIB
+from dstrain.units import MIB
 
-CONTEXT_BYTES = round(0.65 * GIB)
-"""CUDA context and kernel modules of one process: 0.47-0.92 GiB on A100 and H100. Source: stas00/ml-engineering. In
-published runs on A100 (fms-acceleration scripts/benchmarks/refs) nvidia-smi less the replayed reserve is, on one GPU,
-0.53 GiB in a100_80gb_liger.csv (the same to 10 MiB for three batch sizes of two models), 0.7 in a100_80gb_granite.csv
-and 1.7 in a100_80gb.csv, perhaps with kernels loaded eagerly: a property of the machine, to be calibrated."""
-NCCL_BYTES = round(0.6 * GIB)
-"""NCCL communicators and their buffers: 0.55-2.0 GiB with two ranks or more. Source: stas00/ml-engineering. In the same
-published runs, FSDP on two and four A100 with NVLink needs 0.3-0.9 GiB more than the replay beside the context."""
 STEPS_REPLAYED = 2
 """Replayed steps: in the second, optimizer states and workspaces occupy memory that was free in the first."""
 STEPS_AFTER_RETRY = 4
@@ -47,6 +39,8 @@ class Reserved:
     than the other where memory ran out once and everything cached went back to the driver."""
     retries: int
     """How often all cached segments were returned to the driver: torch's num_alloc_retries."""
+    settled_retries: int
+    """The same in the last step replayed, as in each that follows."""
     out_of_memory: bool
     """Whether an allocation failed nevertheless."""
 
@@ -63,7 +57,7 @@ def reserved(
 ) -> Reserved:
     """Returns what the caching allocator holds on one rank of `num_ranks`, whose GPU leaves it `capacity_bytes`.
 
-    With context and NCCL as above, published nvidia-smi figures of 136 runs on A100 (fms-acceleration: one GPU and
+    With context and NCCL, published nvidia-smi figures of 136 runs on A100 (fms-acceleration: one GPU and
     FSDP, segments that cannot grow) are met to 3.2 % on average, 1.8 % on one GPU. Furthest off, up to -30 %, are
     4-bit Mixtrals under FSDP, perhaps as one rank loads the whole model. Under DeepSpeed nothing has been measured on
     GPUs. The model's layer code has to be on the tape.
@@ -71,20 +65,25 @@ def reserved(
     allocator = Allocator(expandable_segments=expandable_segments, capacity_bytes=capacity_bytes)
     is_sharded_engine = configuration.model.is_deepspeed and configuration.zero.stage == 3
     count = SHARDED_STEPS_REPLAYED if is_sharded_engine else STEPS_REPLAYED
-    is_enough, highest, settled = True, 0, 0
+    is_enough, highest, settled, before = True, 0, 0, 0
     for index, events in enumerate(
         islice(_steps(model, configuration, num_ranks, workspace_bytes), 1 + STEPS_AFTER_RETRY)
     ):
         if index > count and not allocator.retries:
             break
         allocator.driver.forget_peak()
+        before = allocator.retries
         is_enough = allocator.feed(events)
         settled = allocator.driver.peak_bytes
         highest = max(highest, settled)
         if not is_enough:
             break
     return Reserved(
-        reserved_bytes=highest, settled_bytes=settled, retries=allocator.retries, out_of_memory=not is_enough
+        reserved_bytes=highest,
+        settled_bytes=settled,
+        retries=allocator.retries,
+        settled_retries=allocator.retries - before,
+        out_of_memory=not is_enough,
     )
 
 

@@ -11,10 +11,11 @@ from dstrain.facts.workload import Workload
 from dstrain.plan.configuration import Configuration
 from dstrain.plan.memory.params import NF4_BYTES_PER_PARAM, trained_on_rank
 from dstrain.plan.memory.zero import partition_of
-from dstrain.plan.speed.compute import passes, setting
+from dstrain.plan.speed.compute import passes
 from dstrain.plan.speed.efficiency import efficiency
 from dstrain.plan.speed.flops import peak_flops_per_s
 from dstrain.plan.speed.optimizer_step import inputs_bytes, stepping
+from dstrain.plan.speed.setting import setting
 from dstrain.plan.speed.traffic import work
 
 MOMENT_BYTES_PER_PARAM = {

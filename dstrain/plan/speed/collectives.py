@@ -10,7 +10,8 @@ from dstrain.choices import StateDtypes
 from dstrain.facts.cluster.cluster import Cluster
 from dstrain.plan.configuration import Configuration
 from dstrain.plan.memory.params import NF4_BYTES_PER_PARAM
-from dstrain.plan.speed.efficiency import HOP_LATENCY_S, LATENCY_S, NODE_LATENCY_S, Efficiency
+from dstrain.plan.speed.efficiency import Efficiency
+from dstrain.plan.speed.nccl import START_S, Wire, collective_s
 from dstrain.plan.speed.traffic import Work
 
 
@@ -49,19 +50,23 @@ class Collective:
         return self.ranks * self.stride > cluster.gpus_per_node
 
     def seconds(self, cluster: Cluster, rates: Efficiency) -> float:
-        """Returns how long they take: passes × bytes × (n − 1) / n over the bus bandwidth, and latency.
+        """Returns how long they take, by NCCL's own model (`nccl.collective_s`).
 
         A ring that spans nodes crosses between two of them on as many adapters as it has ranks in each, so its bus
         bandwidth is their sum, or that inside the node if it is lower. Source: nccl-tests doc/PERFORMANCE.md.
         """
-        bus = rates.intra_bus_bytes_per_s
-        latency = LATENCY_S + HOP_LATENCY_S * self.ranks
+        bus, nodes = rates.intra_bus_bytes_per_s, 1
         if self.spans_nodes(cluster):
             neighbours = max(1, cluster.gpus_per_node // self.stride)
+            nodes = -(-self.ranks // neighbours)
             bus = min(bus, rates.inter_bus_bytes_per_s * (neighbours if self.is_ring else 1))
-            latency += NODE_LATENCY_S * self.ranks / neighbours
-        moved = self.num_bytes * (self.ranks - 1) / self.ranks
-        return self.passes * (moved / bus + self.messages * latency)
+        if not self.is_ring or not self.messages:
+            moved = self.num_bytes * (self.ranks - 1) / self.ranks
+            return self.passes * moved / bus + self.messages * START_S
+        wire = Wire.PCIE if cluster.intra_link.name.startswith("pcie") else Wire.NVLINK
+        size = self.num_bytes / self.messages
+        once = collective_s(size, bus, ranks=self.ranks, nodes=nodes, passes=self.passes, wire=wire)
+        return self.messages * once
 
 
 def collectives(cluster: Cluster, configuration: Configuration, work: Work) -> list[Collective]:
@@ -141,7 +146,7 @@ def _replicated(c: Configuration, part: _Part, work: Work) -> list[Collective]:
         when, is_hidden = Phase.STEP, False
     messages = 1 + part.trainable / max(1, c.zero.reduce_bucket_size)
     reduced = part.send(when, size, messages, passes=2, is_hidden=is_hidden)
-    gathered = part.send(Phase.STEP, size, 1)
+    gathered = part.send(Phase.STEP, size, part.ranks if c.code.broadcasts_shards else 1)
     return [reduced, gathered] if is_deepspeed and stage > 0 else [reduced]
 
 
@@ -164,6 +169,8 @@ def _sharded(c: Configuration, part: _Part, work: Work) -> list[Collective]:
         per_layer = min(9.0, max(1.0, elements / work.num_layers / max(1, c.zero.prefetch_bucket_size)))
         again = 1 - min(1.0, c.zero.max_reuse_distance / 2 / max(1.0, elements))
     messages = 1 + per_layer * work.num_layers
+    if not is_deepspeed:
+        messages += 2 * work.num_adapters
     group = c.zero.hpz if 1 < c.zero.hpz < part.ranks else part.ranks
     reduced = c.model.item * part.trainable
     scatters = 1 + (part.trainable / max(1, c.zero.reduce_bucket_size) if is_deepspeed else work.num_layers)

@@ -14,107 +14,7 @@ from dstrain.facts.cluster.calibration import NOTHING, Measured
 from dstrain.facts.cluster.cluster import Cluster
 from dstrain.facts.cluster.gpus import Gpu
 from dstrain.facts.cluster.links import LINKS, Link
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Kernels:
-    """Sustained speed of kernels on some GPUs, over the data sheet's dense peak in bf16."""
-
-    gpus: tuple[str, ...]
-    """Names in the table of GPUs."""
-    gemm: float
-    """Large matrix products."""
-    attention: float
-    """Attention without a mask, forward and backward together, on long causal sequences with heads of 128."""
-    source: str
-    """The source of the figures."""
-
-
-_MAMF = "stas00/ml-engineering compute/accelerator, maximum achievable matmul FLOPS"
-_FLASH = "FlashAttention-2 (arXiv 2307.08691), figures 5 and 6, from memory"
-
-KERNELS = (
-    Kernels(
-        gpus=("a100-80g", "a100-40g", "a800-80g", "a800-40g", "a30"),
-        gemm=0.74,
-        attention=0.58,
-        source=f"{_MAMF}: 271 of 312, in training about 230 (published runs of MPT, Mistral); {_FLASH}: 180 at 8k",
-    ),
-    Kernels(
-        gpus=("a100-80g-pcie", "a100-40g-pcie", "a800-80g-pcie"),
-        gemm=0.68,
-        attention=0.53,
-        source=f"{_MAMF}: 253 of 312, the rest as on the SXM card",
-    ),
-    Kernels(
-        gpus=("h100-sxm", "h800", "h200", "gh200"),
-        gemm=0.56,
-        attention=0.30,
-        source=f"{_MAMF}: 794 of 989, in training about 550, the clock falls at 700 W (published runs of MPT, Llama 3);"
-        f" {_FLASH}: 335 at 16k, the forward pass alone 370; triton#2459",
-    ),
-    Kernels(
-        gpus=("h100-pcie", "h100-nvl", "h800-pcie", "h200-nvl"),
-        gemm=0.52,
-        attention=0.28,
-        source="350 to 600 W hold the clock less than the SXM card's 700; from memory",
-    ),
-    Kernels(
-        gpus=("h20", "h20-141g"),
-        gemm=0.90,
-        attention=0.70,
-        source="142 of 148 measured in zzc0721/torch-performance-test-data#77; far below its power limit",
-    ),
-    Kernels(
-        gpus=("b200", "b300"),
-        gemm=0.56,
-        attention=0.30,
-        source=f"{_MAMF}: 1745 of 2250, the rest as on the H100; attention from memory",
-    ),
-    Kernels(
-        gpus=("rtx-4090", "rtx-4090-d", "l20"),
-        gemm=0.85,
-        attention=0.60,
-        source="cuBLAS reaches 105 to 115 of 119.5 on an L20 (CUDA-Learn-Notes, hgemm); attention from memory",
-    ),
-    Kernels(
-        gpus=("rtx-6000-ada", "l40", "l40s"),
-        gemm=0.60,
-        attention=0.45,
-        source="300 to 350 W do not hold the clock at full rate; from memory",
-    ),
-    Kernels(gpus=("l4",), gemm=0.50, attention=0.40, source="72 W halve the clock; from memory"),
-    Kernels(gpus=("t4",), gemm=0.50, attention=0.20, source="70 W halve the clock; no flash attention; from memory"),
-    Kernels(
-        gpus=("rtx-3090", "rtx-a6000", "a40", "a10g"),
-        gemm=0.80,
-        attention=0.55,
-        source="cuBLAS with fp32 accumulation; from memory",
-    ),
-    Kernels(gpus=("a10",), gemm=0.60, attention=0.45, source="150 W do not hold the clock; from memory"),
-    Kernels(
-        gpus=("rtx-5090", "rtx-pro-6000"),
-        gemm=0.80,
-        attention=0.50,
-        source="as the Ada cards below their power limit; from memory",
-    ),
-    Kernels(
-        gpus=("v100-32g", "v100-16g", "v100-32g-pcie", "v100-16g-pcie"),
-        gemm=0.70,
-        attention=0.30,
-        source="cuBLAS about 90 of 125; no flash attention; from memory",
-    ),
-    Kernels(
-        gpus=("mi300x",),
-        gemm=0.42,
-        attention=0.20,
-        source=f"{_MAMF}: 668 of 1307, the rest as on the H100; attention from memory",
-    ),
-)
-"""One row for GPUs of one make."""
-
-_BY_GPU: Mapping[str, Kernels] = MappingProxyType({name: row for row in KERNELS for name in row.gpus})
-_UNKNOWN = Kernels(gpus=(), gemm=0.60, attention=0.40, source="the middle of the table")
+from dstrain.plan.speed.gpu_rates import cache_bytes, rates_of
 
 HALF_WAVE = 1_000_000.0
 """Results that half of a GPU's multiprocessors compute at once, which the last, partly filled wave of tiles of a matrix
@@ -139,6 +39,12 @@ not. Source: flash-attention#416 (0.3), NVIDIA/TileGym#49 (0.43)."""
 HBM_RATIO = 0.85
 """Bandwidth of elementwise kernels over the data sheet's. Source: from memory; a copy on an A100 reaches 1.75 TB/s."""
 
+CACHED_READS = 0.55
+"""Share of elementwise traffic that reads what the kernel before has written, which the level-2 cache serves if it
+holds that kernel's input and output. Source: reads over all traffic in the traces of `kernel_costs`."""
+CACHE_SPEED = 4.0
+"""Bandwidth of that cache over the memory's. Source: from memory; some 5 TB/s on an RTX 4090, of 1.0."""
+
 LAUNCH_S = 12e-6
 """CPU time of one kernel in eager PyTorch, Python and autograd included, forward and backward on average. Source: 11 µs
 measured for Transformers 5.23's Llama layers on tensors too small to count (one core of an AMD EPYC, torch 2.13);
@@ -150,32 +56,42 @@ HOOK_S: Mapping[int, tuple[float, float]] = MappingProxyType(
 """CPU time that DeepSpeed adds to each module with parameters, in a forward and in a backward pass, by ZeRO stage.
 Source: measured as LAUNCH_S, deepspeed 0.19.8, 147 modules, one rank; more ranks make it no less."""
 
-UNIT_S = (1.3e-3, 2.2e-3)
+UNIT_S = (0.8e-3, 1.3e-3)
 """CPU time that PyTorch's full sharding adds to each unit, a layer or one matrix of an adapter, in a forward and in a
 backward pass. Source: two gloo ranks take 3.5 and 6.1 ms, gloo's own messages included (torch 2.13, one core each); on
-GPUs, LoRA runs that wait for the CPU (PowerLM-3b, 361 units, and Mixtral, 289) take 4.5 to 5 ms over three passes."""
+GPUs, LoRA runs that wait for the CPU (Mixtral, 289 units, fms-acceleration a100_80gb.csv) take 2.9 ms over three
+passes."""
+UNIT_WAIT_S = 0.4e-3
+"""Time by which the GPU waits for each matrix of an adapter that is a unit of its own, in each pass, however far the
+CPU could be ahead: the rate limiter lets it gather two units ahead. Source: LoRA on two GPUs against one (Mistral 7B,
+256 such units, and Llama 2 70B in 4 bits, 640; fms-acceleration a100_80gb.csv); torch 2.13
+distributed/fsdp/_runtime_utils.py: _unshard."""
 
 INTRA_RATIO = 0.78
 """Bus bandwidth of collectives over the link's peak. Source: nccl-tests#326: 360 of 450 GB/s with NVLink 4 is what
 NVIDIA expects; nccl-tests#149 and NCCL's own tables: 200 to 235 of 300 with NVLink 3."""
 
 PCIE_LINK_RATIO = 0.65
-"""The same where GPUs of a node have no link but PCIe: messages cross the host bridge. Source: from memory."""
+"""The same where GPUs of a node have no link but PCIe: messages cross the host bridge. Source: nccl-tests#178: 20 GB/s
+of 31.5 as soon as a ring of A100 leaves NVLink."""
+HOST_COPY_RATIO = 0.32
+"""The same where the driver lets no GPU reach another one's memory: each message is written to host RAM and read from
+there. Source: NCCL counts 10 GB/s between the sockets of such a machine, of 31.5 (its graph in nccl-tests#307, eight
+RTX 4090; src/graph/topo.h: QPI); nccl-tests#74: 19 to 21 GB/s, both directions together, between A40 with peer access
+off; nccl#1639: 28 of 63 on eight tuned RTX 5090."""
 
 INTER_RATIO = 0.85
 """Bus bandwidth between nodes over the adapters' line rate. Source: nccl-tests#290: 46 to 48 of 50 GB/s at best;
 nccl-tests#119: 85 of 100 GB/s on average."""
 
-LATENCY_S = 20e-6
-"""Time of the smallest collective inside a node. Source: nccl-tests on eight A100, from memory."""
-NODE_LATENCY_S = 5e-6
-"""Added by each further node of a ring. Source: InfiniBand and NCCL's proxy, from memory."""
-HOP_LATENCY_S = 0.6e-6
-"""Added by each further GPU of a ring. Source: NVLink with the low-latency protocol, from memory."""
-
 OVERLAP_SLOWDOWN = 0.189
 """Share of a hidden collective's time by which it slows the computation that hides it: it takes multiprocessors and
 memory bandwidth. Source: arXiv 2507.03114, the average over A100, H100, MI210 and MI250."""
+
+RETRY_S = 0.5
+"""Time of giving all cached memory back to the driver, for which the CPU waits until the GPU has nothing to do, and of
+asking for it again. Source: pytorch#104509: FSDP on 16 A100 whose allocator retries takes 7.3 s a step in place of
+5.3; how many of its 46 retries are of one step is not said."""
 
 PCIE_RATIO = 0.80
 """Bandwidth of pinned copies over the link's peak. Source: CUDA bandwidthTest, 25 of 31.5 GB/s, from memory."""
@@ -221,6 +137,8 @@ class Efficiency:
     """Reads of one node's drives."""
     nvme_write_bytes_per_s: float
     """Writes of one node's drives."""
+    cache_bytes: int
+    """Level-2 cache that one kernel can leave to the next."""
     is_ethernet: bool
     """Whether nodes are joined by Ethernet without RDMA."""
     calibrated: frozenset[str]
@@ -234,8 +152,10 @@ def efficiency(cluster: Cluster, measured: Measured = NOTHING) -> Efficiency:
 
 @lru_cache(maxsize=32)
 def _efficiency(gpu: Gpu, intra: Link, inter: Link, gpus_per_node: int, measured: Measured) -> Efficiency:
-    kernels = _BY_GPU.get(gpu.name, _UNKNOWN)
-    intra_ratio = PCIE_LINK_RATIO if intra.name.startswith("pcie") else INTRA_RATIO
+    kernels = rates_of(gpu.name)
+    intra_ratio = INTRA_RATIO
+    if intra.name.startswith("pcie"):
+        intra_ratio = PCIE_LINK_RATIO if gpu.has_peer_access else HOST_COPY_RATIO
     inter_prior = INTER_RATIO * inter.bytes_per_s
     if measured.inter_bus_bytes_per_s is not None:
         inter_prior = measured.inter_bus_bytes_per_s / gpus_per_node
@@ -251,6 +171,7 @@ def _efficiency(gpu: Gpu, intra: Link, inter: Link, gpus_per_node: int, measured
         cpu_adam_bytes_per_s=measured.cpu_adam_bytes_per_s or CPU_ADAM_BYTES_PER_S,
         nvme_read_bytes_per_s=measured.nvme_read_bytes_per_s or NVME_READ_BYTES_PER_S,
         nvme_write_bytes_per_s=measured.nvme_write_bytes_per_s or NVME_WRITE_BYTES_PER_S,
+        cache_bytes=cache_bytes(gpu.name),
         is_ethernet=inter.name.startswith("eth"),
         calibrated=frozenset(name for name in Measured.__slots__ if getattr(measured, name) is not None),
     )

@@ -83,14 +83,17 @@ CAST = Cost(forward=6, backward=6, forward_kernels=1, backward_kernels=1)
 
 
 def costs(fused: FusedParts, *, liger: bool, is_trained: bool) -> Costs:
-    """Returns the costs under Liger's kernels, or with the norms and rotary embedding that are fused without them.
+    """Returns the costs under Liger's kernels, or with the parts that are fused without them.
 
     A frozen model has no gradients of norms' weights.
     """
     if liger:
         return LIGER
-    rotary = LIGER.rotary if fused.rotary else EAGER.rotary
-    if fused.norm:
-        return replace(EAGER, norm=LIGER.norm, rotary=rotary)
     weight_gradient = 0.0 if is_trained else NORM_WEIGHT_GRADIENT_BYTES
-    return replace(EAGER, norm=replace(EAGER.norm, backward=EAGER.norm.backward - weight_gradient), rotary=rotary)
+    plain_norm = replace(EAGER.norm, backward=EAGER.norm.backward - weight_gradient)
+    return replace(
+        EAGER,
+        norm=LIGER.norm if fused.norm else plain_norm,
+        rotary=LIGER.rotary if fused.rotary else EAGER.rotary,
+        gated=LIGER.gated if fused.mlp else EAGER.gated,
+    )

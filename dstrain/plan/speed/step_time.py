@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType
 
 from dstrain.facts.cluster.cluster import Cluster
@@ -10,16 +11,19 @@ from dstrain.facts.workload import Workload
 from dstrain.plan.configuration import Configuration
 from dstrain.plan.estimate_records import Limit, Speed
 from dstrain.plan.speed.collectives import Collective, Phase, collectives
-from dstrain.plan.speed.compute import passes, setting
-from dstrain.plan.speed.efficiency import Efficiency, efficiency
+from dstrain.plan.speed.compute import passes
+from dstrain.plan.speed.efficiency import RETRY_S, Efficiency, efficiency
+from dstrain.plan.speed.error_ranges import error_ratio
 from dstrain.plan.speed.flops import peak_flops_per_s
 from dstrain.plan.speed.optimizer_step import Stepping, stepping
+from dstrain.plan.speed.setting import setting
 from dstrain.plan.speed.traffic import Work, work
 
 PRODUCTS, ATTENTION, ELEMENTWISE = "matrix products", "attention", "elementwise kernels"
 OPTIMIZER, LAUNCHES = "optimizer", "kernel launches"
 INTRA, INTER = "links inside the node", "links between nodes"
 CPU, PCIE, NVME = "CPU optimizer", "PCIe", "NVMe"
+ALLOCATOR = "memory allocator"
 
 LIMITS: Mapping[str, Limit] = MappingProxyType(
     {
@@ -33,6 +37,7 @@ LIMITS: Mapping[str, Limit] = MappingProxyType(
         CPU: Limit.CPU_OPTIMIZER,
         PCIE: Limit.PCIE,
         NVME: Limit.NVME,
+        ALLOCATOR: Limit.ALLOCATOR,
     }
 )
 """The limit of each part of a step."""
@@ -63,9 +68,28 @@ def speed(workload: Workload, configuration: Configuration) -> Speed | None:
         tokens_per_s_per_gpu=tokens / step_s,
         mfu_ratio=flops * tokens / step_s / peak,
         limited_by=_limit(parts),
-        uncertainty_ratio=_uncertainty(parts, step_s, rates, is_moe=done.num_moe_layers > 0),
+        uncertainty_ratio=_uncertainty(workload, c, parts, rates),
         parts_s=parts,
         hidden_s=hidden,
+    )
+
+
+def delayed(known: Speed, retries: int) -> Speed:
+    """Returns the speed if the caching allocator gives everything back `retries` times in each step."""
+    if not retries:
+        return known
+    parts = {**known.parts_s, ALLOCATOR: retries * RETRY_S}
+    step_s = sum(parts.values())
+    faster = known.step_s / step_s
+    apart = _PRIOR_UNCERTAINTY[ALLOCATOR][0] * parts[ALLOCATOR] / step_s
+    return replace(
+        known,
+        step_s=step_s,
+        tokens_per_s_per_gpu=known.tokens_per_s_per_gpu * faster,
+        mfu_ratio=known.mfu_ratio * faster,
+        limited_by=_limit(parts),
+        uncertainty_ratio=known.uncertainty_ratio * faster + apart,
+        parts_s=parts,
     )
 
 
@@ -89,6 +113,7 @@ def _parts(
         CPU: copies.cpu_optimizer,
         PCIE: copies.pcie_step + again * shown,
         NVME: copies.nvme,
+        ALLOCATOR: 0.0,
     }
     sent = collectives(cluster, c, done)
     if sent:
@@ -153,10 +178,13 @@ _PRIOR_UNCERTAINTY: Mapping[str, tuple[float, str]] = MappingProxyType(
         CPU: (0.50, "cpu_adam_bytes_per_s"),
         PCIE: (0.40, "pcie_bytes_per_s"),
         NVME: (0.60, "nvme_read_bytes_per_s"),
+        ALLOCATOR: (1.00, ""),
     }
 )
-"""How far each part may be off, over itself, and the measurement that halves it. Source: spread of our predictions
-about published runs where there are any (products, attention, links inside a node), a judgement for the others."""
+"""How far each part may be off, over itself, and the measurement that halves it: a judgement. It weighs parts where two
+plans are compared, and stands for the range where published runs give none (`error_ranges`)."""
+_NOT_COMPARED = (CPU, PCIE, NVME, ALLOCATOR)
+"""Parts that no published run has, so that they add to the range of a kind that is otherwise compared."""
 
 _EXPERTS_UNCERTAINTY = 0.20
 """Added by experts: the spread of tokens over them, and the grouping of their products."""
@@ -164,10 +192,25 @@ _ETHERNET_FACTOR = 1.5
 """The part on links between nodes over Ethernet without RDMA: congestion and untuned sockets."""
 
 
-def _uncertainty(parts: Mapping[str, float], step_s: float, rates: Efficiency, *, is_moe: bool) -> float:
-    """Returns half the width of the range of the step time: each part's own, weighted by its share of the step."""
-    total = sum(_part_error(part, rates) * seconds for part, seconds in parts.items())
-    return total / step_s + (_EXPERTS_UNCERTAINTY if is_moe else 0.0)
+def _uncertainty(workload: Workload, c: Configuration, parts: Mapping[str, float], rates: Efficiency) -> float:
+    """Returns half the width of the range of the step time, over the step time.
+
+    That of published runs of the kind, less what a calibration knows better, and what they have not; without such runs
+    each part's own, weighted by its share of the step.
+    """
+    step_s = sum(parts.values())
+    known = _weighted(parts, rates) / step_s
+    compared = error_ratio(workload.cluster, is_full=c.model.is_full)
+    if compared is not None and not rates.is_ethernet:
+        prior = _weighted(parts, replace(rates, calibrated=frozenset())) / step_s
+        apart = _weighted({part: parts[part] for part in _NOT_COMPARED}, rates) / step_s
+        known = compared * known / prior + apart
+    return known + (_EXPERTS_UNCERTAINTY if workload.model.moe is not None else 0.0)
+
+
+def _weighted(parts: Mapping[str, float], rates: Efficiency) -> float:
+    """Returns the seconds by which parts may be off together."""
+    return sum(_part_error(part, rates) * seconds for part, seconds in parts.items())
 
 
 def _part_error(part: str, rates: Efficiency) -> float:

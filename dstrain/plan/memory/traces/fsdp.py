@@ -59,6 +59,7 @@ class _Run:
         self.units: list[tuple[Weight, ...]] = [(*model_weights.before, *model_weights.after), *model_weights.layers]
         self.is_full = configuration.model.is_full
         self.is_wide = self.is_full and configuration.model.state_dtypes is StateDtypes.AUTOCAST
+        self.is_hosted = configuration.zero.offloads_params
         self.bytes = [self._flat_bytes(unit) for unit in self.units]
         self.script = Script()
         self.whole: dict[int, int] = {}
@@ -85,11 +86,14 @@ class _Run:
             script.free(*tensors)
             shards[index] = script.allocate(self.bytes[index] / self.ranks)
             script.free(flat)
-            if not self.is_full:
+            if not self.is_full and not self.is_hosted:
                 script.allocate_all(w.numel * self.sizes.trained / self.ranks for w in self.units[index] if w.trains)
-        for index, shard in shards.items() if self.is_wide else ():
-            script.allocate(self.bytes[index] / self.ranks * FP32 / self.sizes.compute)
+        for index, shard in list(shards.items()) if self.is_wide else ():
+            wide = script.allocate(self.bytes[index] / self.ranks * FP32 / self.sizes.compute)
             script.free(shard)
+            shards[index] = wide
+        if self.is_hosted:
+            script.free(*shards.values())
 
     def micro_batch(self, recording: Recording, workspace_bytes: int) -> None:
         """Writes forward and backward; the gradient shards of the step before go first."""
@@ -107,9 +111,12 @@ class _Run:
         self.release(ROOT)
 
     def gather(self, unit: int) -> None:
-        """Writes a gather: what the GPU is done with is given back, under autocast the shard is cast first."""
-        if self.is_wide:
-            self.script.free(self.script.allocate(self.bytes[unit] / self.ranks, PRE_UNSHARD))
+        """Writes a gather: what the GPU is done with is given back; a shard in RAM is copied first, then cast under
+        autocast."""
+        share = self.bytes[unit] / self.ranks
+        copied = share * (FP32 / self.sizes.compute if self.is_wide else 1)
+        for size in [copied] * self.is_hosted + [share] * self.is_wide:
+            self.script.free(self.script.allocate(size, PRE_UNSHARD))
         while len(self.leaving) >= IN_FLIGHT:
             self.script.free(self.leaving.pop(0))
         self.whole[unit] = self.script.allocate(self.bytes[unit], UNSHARD)
@@ -119,7 +126,8 @@ class _Run:
         self.leaving.append(self.whole.pop(unit))
 
     def reduce(self, unit: int) -> None:
-        """Writes a reduce-scatter: this rank's gradient shard, under autocast cast to fp32, stays to the step."""
+        """Writes a reduce-scatter: this rank's gradient shard, under autocast cast to fp32, stays to the step or goes
+        to RAM."""
         if not self.is_full:
             return
         shard = self.script.allocate(self.bytes[unit] / self.ranks, REDUCE)
@@ -129,7 +137,10 @@ class _Run:
                 self.script.allocate(self.bytes[unit] / self.ranks * FP32 / self.sizes.compute, REDUCE),
             )
             self.script.free(narrow)
-        self.grads.append(shard)
+        if self.is_hosted:
+            self.script.free(shard)
+        else:
+            self.grads.append(shard)
 
     def pieces(self, rank: int) -> list[list[float]]:
         """Returns the elements of a rank's piece of every trained tensor by parameter group.

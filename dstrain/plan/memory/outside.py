@@ -1,0 +1,107 @@
+"""GPU memory outside of PyTorch's allocator: the CUDA context by GPU, NCCL's buffers by communicator."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from dstrain.facts.cluster.calibration import NOTHING, Measured
+from dstrain.facts.cluster.cluster import Cluster
+from dstrain.facts.cluster.gpus import Gpu
+from dstrain.plan.configuration import Configuration
+from dstrain.units import MIB
+
+LOADED_BYTES = 450 * MIB
+"""Driver and the kernels of PyTorch, cuBLAS, flash attention and NCCL that training loads into a context. Source: with
+the stack below, 0.65 GiB on an A100; stas00/ml-engineering finds 0.47 to 0.92 GiB on A100 and H100, pytorch#107667 300
+MB before any training. Published runs on A100 (fms-acceleration a100_80gb.csv) have 1.7 GiB, perhaps with all kernels
+loaded at the start: a property of the machine, to be calibrated."""
+STACK_BYTES = 1024
+"""Local memory that a context reserves for each thread that can be resident. Source: CUDA Programming Guide,
+cudaLimitStackSize."""
+UNLISTED_BYTES = 666 * MIB
+"""The context of any other GPU: that of an A100."""
+
+MULTIPROCESSORS: Mapping[str, int] = MappingProxyType(
+    {
+        "a100-80g": 108, "a100-40g": 108, "a100-80g-pcie": 108, "a100-40g-pcie": 108,
+        "a800-80g": 108, "a800-40g": 108, "a800-80g-pcie": 108, "a30": 56,
+        "h100-sxm": 132, "h800": 132, "h200": 132, "gh200": 132, "h100-pcie": 114, "h800-pcie": 114,
+        "h100-nvl": 132, "h200-nvl": 132, "h20": 78, "h20-141g": 78, "b200": 148, "b300": 148,
+        "a10": 72, "a10g": 80, "a40": 84, "rtx-a6000": 84, "rtx-3090": 82,
+        "l4": 58, "l20": 92, "l40": 142, "l40s": 142, "rtx-6000-ada": 142, "rtx-4090": 128, "rtx-4090-d": 114,
+        "rtx-5090": 170, "rtx-pro-6000": 188, "t4": 40,
+        "v100-32g": 80, "v100-16g": 80, "v100-32g-pcie": 80, "v100-16g-pcie": 80,
+    }
+)  # fmt: skip
+"""Streaming multiprocessors of each GPU. Source: the whitepapers named in `facts.cluster.gpus`."""
+_RESIDENT_THREADS: Mapping[tuple[int, int], int] = MappingProxyType(
+    {(7, 5): 1024, (8, 6): 1536, (8, 9): 1536, (12, 0): 1536}
+)
+"""Threads that a multiprocessor holds at most, where they are not 2048. Source: CUDA Programming Guide, technical
+specifications per compute capability."""
+
+CONNECTION_BYTES = 12 * MIB
+"""What one connection of one channel takes on the receiving GPU: buffers of its three protocols, 4 + 4.7 + 0.5 MiB, in
+10, and 2 for what both sides share. Source: NVIDIA/nccl src/include/device.h (NCCL_LL128_ELEMS_PER_THREAD and others);
+nccl#1685 counts allocations of 10 and 2 MiB."""
+CONNECTIONS = 2
+"""Connections of a channel on one node: ring and tree."""
+CONNECTIONS_BETWEEN_NODES = 3
+"""The same over several nodes, where a rank has a neighbour in the tree more. Source: nccl#864: the number grows up to
+two nodes and not beyond."""
+RING_CHANNELS = 24
+"""Channels of a communicator over NVLink. Source: NCCL's logs of A100 and H100, 12 links twice; from memory."""
+PCIE_CHANNELS = 4
+"""The same over PCIe, where buffers between GPUs without peer access lie in host RAM."""
+SENDING_CHANNELS = 32
+"""Channels between any two GPUs of a node that exchange messages of their own, as in an all-to-all. Source: nccl#1685:
+32 on eight H100, whose first all-to-all takes 3.3 GB."""
+SHARED_NETWORK_BYTES = 512 * MIB
+"""What all such messages between nodes share. Source: nccl#2363: 536870912 bytes."""
+
+
+def outside_bytes(cluster: Cluster, configuration: Configuration, measured: Measured = NOTHING) -> int:
+    """Returns the bytes of one GPU outside of PyTorch: context and NCCL, as measured or by the rules above."""
+    context = context_bytes(cluster.gpu) if measured.context_bytes is None else measured.context_bytes
+    nccl = nccl_bytes(cluster, configuration)
+    if measured.nccl_bytes is not None and cluster.num_gpus > 1:
+        nccl = measured.nccl_bytes
+    return context + nccl
+
+
+def context_bytes(gpu: Gpu) -> int:
+    """Returns the bytes of a CUDA context in training: what is loaded, and the stacks of all threads.
+
+    >>> from dstrain.facts.cluster.gpus import gpu
+    >>> [context_bytes(gpu(name)) // MIB for name in ("a100-80g", "h100-sxm", "rtx-3090", "t4")]
+    [666, 714, 573, 490]
+    """
+    count = MULTIPROCESSORS.get(gpu.name)
+    if count is None:
+        return UNLISTED_BYTES
+    return LOADED_BYTES + STACK_BYTES * count * _RESIDENT_THREADS.get(gpu.compute_capability, 2048)
+
+
+def nccl_bytes(cluster: Cluster, configuration: Configuration) -> int:
+    """Returns the bytes of NCCL's buffers: of rings and trees of each communicator, and of all-to-alls.
+
+    DeepSpeed reduces on a copy of the world's group, so that the first one has its tree alone, for barriers; ZeRO++'s
+    nodes, sequence, tensor and expert parallel ranks have a communicator each. Source: deepspeed 0.19.8
+    utils/groups.py: _clone_world_group; NCCL connects rings and trees when they are first used (2.22 and later).
+    """
+    if cluster.num_gpus == 1:
+        return 0
+    c = configuration
+    is_nvlink = not cluster.intra_link.name.startswith("pcie")
+    channels = RING_CHANNELS if is_nvlink else PCIE_CHANNELS
+    connections = CONNECTIONS if cluster.num_nodes == 1 else CONNECTIONS_BETWEEN_NODES
+    groups = [c.zero.hpz if c.zero.stage == 3 else 1, c.parallel.sp, c.parallel.tp, c.parallel.ep]
+    communicators = 1 + sum(ranks > 1 for ranks in groups)
+    total = (communicators * connections + c.model.is_deepspeed) * channels * CONNECTION_BYTES
+    for ranks in (c.parallel.sp, c.parallel.ep):
+        if ranks > 1:
+            peers = min(ranks, cluster.gpus_per_node) - 1
+            total += peers * (SENDING_CHANNELS if is_nvlink else PCIE_CHANNELS) * CONNECTION_BYTES
+            total += SHARED_NETWORK_BYTES * (ranks * c.parallel.tp > cluster.gpus_per_node)
+    return total

@@ -1,0 +1,68 @@
+"""What the computation of a micro-batch depends on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dstrain.choices import Attention, Precision
+from dstrain.plan.configuration import (
+    Checkpointing,
+    Configuration,
+    Kernels,
+    MicroBatch,
+    Parallel,
+    TrainedModel,
+)
+from dstrain.plan.training_code import TrainingCode
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What the computation of a micro-batch depends on; a key of the cache."""
+
+    peak_flops_per_s: float
+    """Data sheet's dense FLOP/s of the GPU in the precision."""
+    has_flash: bool
+    """Whether flash attention runs on the GPU."""
+    model: TrainedModel
+    batch: MicroBatch
+    kernels: Kernels
+    checkpointing: Checkpointing
+    parallel: Parallel
+    code: TrainingCode
+    zero_stage: int
+    """ZeRO stage, or as much of PyTorch's own sharding."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of this rank's micro-batch."""
+        return max(1, self.batch.tokens // self.parallel.sp)
+
+    @property
+    def is_reentrant(self) -> bool:
+        """Whether checkpointing computes all of a layer again, as its reentrant form does for adapters under ZeRO-3."""
+        adapter_under_zero3 = not self.model.is_full and self.zero_stage == 3 and self.model.is_deepspeed
+        return self.code.is_reentrant or adapter_under_zero3
+
+    @property
+    def is_masked(self) -> bool:
+        """Whether attention gets a mask that flash attention does not take: of padding, or of packed samples."""
+        is_padded = self.batch.is_padded and self.code.masks_padding
+        masks_samples = not (self.code.splits_packed_rows or self.code.skips_packed_masks)
+        has_mask = masks_samples if self.batch.packing else is_padded
+        return self.kernels.attn is Attention.SDPA and has_mask and self.parallel.sp == 1
+
+
+def setting(configuration: Configuration, peak_flops_per_s: float, has_flash: bool) -> Setting:
+    """Returns what the computation of a micro-batch depends on."""
+    return Setting(
+        peak_flops_per_s=peak_flops_per_s,
+        has_flash=has_flash and configuration.model.precision is not Precision.FP32,
+        model=configuration.model,
+        batch=configuration.batch,
+        kernels=configuration.kernels,
+        checkpointing=configuration.checkpointing,
+        parallel=configuration.parallel,
+        code=configuration.code,
+        zero_stage=configuration.zero.stage,
+    )
