@@ -14,6 +14,7 @@ from benchmarks.published.halves import Half, read_halves, split
 from benchmarks.published.out_of_sample import HalfScore
 from benchmarks.published.ranges import covering, error_ranges
 from benchmarks.published.rows import Row, read
+from benchmarks.published.scope import is_asked
 from dstrain.plan.speed.error_ranges import ERROR_RANGES
 
 RUNS = Path(__file__).parent / "published" / "published_runs.csv"
@@ -73,7 +74,7 @@ def test_every_row_that_is_not_asked_fairly_is_named() -> None:
 
 
 def _asked(row: Row) -> bool:
-    return table_of(row) in read_halves() and predict.is_asked(row)
+    return table_of(row) in read_halves() and is_asked(row)
 
 
 NOT_REACHED = {
