@@ -47,7 +47,8 @@ class Export:
 
 _PLAIN = (
     *("sp", "tp", "ep", "packing", "tiled_mlp", "activation_offload", "rope_scaling", "chat_template", "thinking"),
-    *("grad_ckpt_every_n_layers",),
+    *("grad_ckpt_every_n_layers", "val_split", "columns", "system", "max_samples", "on_long_sample", "warmup_steps"),
+    *("lr_scheduler_kwargs", "eval_strategy", "save_strategy", "eval_on_start", "eval_micro_batch", "tf32"),
 )
 """Keys that change the training or its memory, and that Transformers' Trainer alone does not have."""
 
@@ -80,6 +81,12 @@ def _require_counterparts(job: Job, target: Target) -> None:
         raise InvalidConfig(f"{target} has no counterpart of {named}", hint=hint)
     if job.data is None:
         raise InvalidConfig("data is not set", hint="Set data to a .jsonl, .json or .parquet file, or a data set id.")
+    for key in ("data", "eval_data"):
+        if not isinstance(getattr(job, key), str | None):
+            raise InvalidConfig(
+                f"{key} has several data sets, or settings of one, which {target} would lose",
+                hint=f"Write one file: {key}: FILE",
+            )
 
 
 def _shown(value: Any) -> str:
@@ -205,7 +212,7 @@ _DATA_SET, _EVALUATION = "train", "eval"
 def _llamafactory(job: Job, config: Mapping[str, Any], hosts: Hosts) -> Export:
     """Returns a YAML of LLaMA-Factory, with dataset_info.json, in which it looks up the names of its data."""
     form, columns = _form(job)
-    data = {_DATA_SET: _data_set(str(job.data), columns)}
+    data = {_DATA_SET: _data_set(job.data, columns)}
     if job.eval_data is not None:
         data[_EVALUATION] = _data_set(job.eval_data, columns)
     settings = _llamafactory_settings(job, is_text=form is DataFormat.TEXT)
@@ -278,6 +285,7 @@ def _form(job: Job) -> tuple[DataFormat, dict[str, Any]]:
     return form, {"formatting": "sharegpt", "columns": {"messages": column}, **own}
 
 
-def _data_set(name: str, columns: Mapping[str, Any]) -> dict[str, Any]:
+def _data_set(data: object, columns: Mapping[str, Any]) -> dict[str, Any]:
     """Returns an entry of dataset_info.json: a file by its path, or an id on the hub."""
+    name = str(data)
     return {"file_name" if looks_local(name) or Path(name).exists() else "hf_hub_url": name, **columns}
