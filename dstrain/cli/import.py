@@ -117,7 +117,7 @@ def _made(inputs: ImportInputs, out: Path) -> _Made:
     if inputs.config is not None:
         files["ds_config.json"] = inputs.config
     locate = job_text.locator(inputs.imported, out / "job.yaml")
-    job = job_of(parse_yaml(files["job.yaml"], "job.yaml")[0], out.resolve(), locate)
+    job = job_of(parse_yaml(files["job.yaml"], "job.yaml")[0], locate, out.resolve())
     report = ImportReport(
         imported=inputs.imported,
         workload=workload,

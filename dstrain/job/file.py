@@ -61,11 +61,6 @@ def job_of(data: dict[str, Any], locate_in_file: Locator, folder: Path, override
                 return Place(file=f"--set {'.'.join(map(str, option))}")
         return locate_in_file(keys)
 
-    return job_of(data, path.resolve().parent, locate)
-
-
-def job_of(data: Any, folder: Path, locate: Locator) -> JobFile:
-    """Returns the job in the data of a file, with paths relative to `folder`; raises InvalidConfig as `read_job`."""
     job = from_data(Job, data, locate=locate, synonyms=SYNONYMS)
     return JobFile(job=_absolute(job, folder, locate), locate=locate)
 

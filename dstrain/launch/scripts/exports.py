@@ -9,7 +9,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from dstrain.choices import Attention, DataFormat, LossKernel, LossOn, Method, Optimizer, Precision, Thinking
+from dstrain.choices import Attention, DataFormat, Interval, LossKernel, LossOn, Method, Optimizer, Precision, Thinking
 from dstrain.config.schema import SCHEMA_KEY
 from dstrain.config.templates.files import config_text
 from dstrain.config.templates.templates import render_script, render_yaml
@@ -47,7 +47,7 @@ class Export:
 
 _PLAIN = (
     *("sp", "tp", "ep", "packing", "tiled_mlp", "activation_offload", "rope_scaling", "chat_template", "thinking"),
-    *("grad_ckpt_every_n_layers",),
+    *("grad_ckpt_every_n_layers", "val_split", "columns", "system", "max_samples", "on_long_sample"),
 )
 """Keys that change the training or its memory, and that Transformers' Trainer alone does not have."""
 
@@ -70,6 +70,8 @@ def _require_counterparts(job: Job, target: Target) -> None:
     if target is Target.LLAMAFACTORY and job.thinking is Thinking.OFF:
         own.add("thinking")
     default = Job(model="", output_dir="")
+    if target is Target.LLAMAFACTORY:
+        own |= {"val_split", "system", "max_samples"}
     keys = [key for key in _PLAIN if getattr(job, key) != getattr(default, key) and key not in own]
     if job.method is Method.QLORA and target is not Target.LLAMAFACTORY:
         keys.append("method")
@@ -78,6 +80,11 @@ def _require_counterparts(job: Job, target: Target) -> None:
         hint = "Export it to llamafactory." if set(keys) <= {"packing", "method"} else None
         hint = hint or "Set these keys to their defaults first."
         raise InvalidConfig(f"{target} has no counterpart of {named}", hint=hint)
+    if job.loss_on is LossOn.LAST and target is not Target.LLAMAFACTORY:
+        raise InvalidConfig(f"{target} has no counterpart of loss_on: last", hint="Set loss_on to answer or all.")
+    for key, sources in (("data", job.data), ("eval_data", job.eval_data)):
+        if sources is not None and not isinstance(sources, str):
+            raise InvalidConfig(f"{target} has no counterpart of several data sets in {key}", hint="Join their files.")
     if job.data is None:
         raise InvalidConfig("data is not set", hint="Set data to a .jsonl, .json or .parquet file, or a data set id.")
 
@@ -149,7 +156,7 @@ def _script(job: Job, *, is_deepspeed: bool) -> dict[str, str]:
         **_arguments(job),
         "gradient_checkpointing": job.grad_ckpt,
         "gradient_checkpointing_kwargs": {"use_reentrant": False} if job.grad_ckpt else None,
-        "warmup_steps": job.warmup_ratio,
+        "warmup_steps": job.warmup_ratio if job.warmup_steps is None else job.warmup_steps,
         "optim": _OPTIM[job.optimizer],
         "data_seed": job.seed,
         "average_tokens_across_devices": True,
@@ -191,8 +198,13 @@ def _arguments(job: Job) -> dict[str, Any]:
         "logging_steps": job.logging_steps,
         "save_steps": job.save_steps,
         "save_total_limit": job.save_total_limit,
-        "eval_strategy": "steps" if job.eval_steps and job.eval_data else "no",
-        "eval_steps": job.eval_steps if job.eval_data else None,
+        "eval_strategy": _evaluates(job),
+        "eval_steps": job.eval_steps if _evaluates(job) == "steps" else None,
+        "eval_on_start": job.eval_on_start,
+        "per_device_eval_batch_size": job.eval_micro_batch or job.micro_batch,
+        "save_strategy": job.save_strategy.value,
+        "lr_scheduler_kwargs": dict(job.lr_scheduler_kwargs) or None,
+        "tf32": job.tf32 or None,
         "dataloader_num_workers": job.dataloader_num_workers,
         "report_to": [sink.value for sink in job.monitor.sinks] or "none",
     }
@@ -207,7 +219,7 @@ def _llamafactory(job: Job, config: Mapping[str, Any], hosts: Hosts) -> Export:
     form, columns = _form(job)
     data = {_DATA_SET: _data_set(str(job.data), columns)}
     if job.eval_data is not None:
-        data[_EVALUATION] = _data_set(job.eval_data, columns)
+        data[_EVALUATION] = _data_set(str(job.eval_data), columns)
     settings = _llamafactory_settings(job, is_text=form is DataFormat.TEXT)
     lines = [f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in settings.items() if value is not None]
     command = "FORCE_TORCHRUN=1 llamafactory-cli train train.yaml"
@@ -244,10 +256,21 @@ def _llamafactory_settings(job: Job, *, is_text: bool) -> dict[str, Any]:
         "flash_attn": _ATTENTION[job.attn],
         "disable_gradient_checkpointing": not job.grad_ckpt,
         **_arguments(job),
-        "warmup_ratio": job.warmup_ratio,
+        **({"warmup_ratio": job.warmup_ratio} if job.warmup_steps is None else {"warmup_steps": job.warmup_steps}),
+        "val_size": job.val_split,
+        "max_samples": job.max_samples,
+        "default_system": job.system,
+        "mask_history": job.loss_on is LossOn.LAST,
         "optim": _OPTIM[job.optimizer],
         "deepspeed": "ds_config.json",
     }
+
+
+def _evaluates(job: Job) -> str:
+    """Returns Transformers' strategy of evaluation."""
+    if job.eval_data is None and job.val_split is None:
+        return "no"
+    return "epoch" if job.eval_strategy is Interval.EPOCH else "steps" if job.eval_steps else "no"
 
 
 def _adapter(job: Job) -> dict[str, Any]:
