@@ -15,9 +15,8 @@ from dstrain.config.templates.files import config_text
 from dstrain.config.templates.templates import render_script, render_yaml
 from dstrain.errors import InvalidConfig
 from dstrain.facts.cluster.hostfile import Hosts
-from dstrain.facts.data import datafile, sample_formats
-from dstrain.job.file import looks_local
 from dstrain.job.schema import Job
+from dstrain.launch.scripts.dataset_info import EVALUATION, TRAINING, dataset_info
 
 
 class Target(StrEnum):
@@ -211,15 +210,11 @@ def _arguments(job: Job) -> dict[str, Any]:
 
 
 _ATTENTION = {Attention.FLASH_ATTENTION_2: "fa2", Attention.SDPA: "sdpa", Attention.EAGER: "disabled"}
-_DATA_SET, _EVALUATION = "train", "eval"
 
 
 def _llamafactory(job: Job, config: Mapping[str, Any], hosts: Hosts) -> Export:
     """Returns a YAML of LLaMA-Factory, with dataset_info.json, in which it looks up the names of its data."""
-    form, columns = _form(job)
-    data = {_DATA_SET: _data_set(str(job.data), columns)}
-    if job.eval_data is not None:
-        data[_EVALUATION] = _data_set(str(job.eval_data), columns)
+    form, data = dataset_info(job)
     settings = _llamafactory_settings(job, is_text=form is DataFormat.TEXT)
     lines = [f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in settings.items() if value is not None]
     command = "FORCE_TORCHRUN=1 llamafactory-cli train train.yaml"
@@ -246,8 +241,8 @@ def _llamafactory_settings(job: Job, *, is_text: bool) -> dict[str, Any]:
         "finetuning_type": "full" if job.method is Method.FULL else "lora",
         **_adapter(job),
         "dataset_dir": ".",
-        "dataset": _DATA_SET,
-        "eval_dataset": None if job.eval_data is None else _EVALUATION,
+        "dataset": TRAINING,
+        "eval_dataset": None if job.eval_data is None else EVALUATION,
         "cutoff_len": job.seq_len,
         "packing": job.packing,
         "neat_packing": job.packing and not is_text,
@@ -280,27 +275,3 @@ def _adapter(job: Job) -> dict[str, Any]:
     names = "all" if lora.targets == ("all-linear",) else ",".join(lora.targets)
     adapter = {"lora_rank": lora.rank, "lora_alpha": lora.alpha, "lora_dropout": lora.dropout, "lora_target": names}
     return adapter | ({"quantization_bit": 4, "quantization_method": "bnb"} if job.method is Method.QLORA else {})
-
-
-def _form(job: Job) -> tuple[DataFormat, dict[str, Any]]:
-    """Returns the format of a job's data, and LLaMA-Factory's entry for its columns, from the first row of a file."""
-    row: Mapping[str, Any] = {}
-    if Path(str(job.data)).is_file():
-        row = next((sample.row for sample in datafile.samples(str(job.data))), {})
-    form = sample_formats.detect(row) if row and job.data_format is DataFormat.AUTO else job.data_format
-    if form is DataFormat.AUTO:
-        raise InvalidConfig(f"the format of {job.data} is not known here", hint="Set data_format in job.yaml.")
-    if form is DataFormat.TEXT:
-        return form, {"columns": {"prompt": "text"}}
-    if form is DataFormat.ALPACA:
-        return form, {"formatting": "alpaca"}
-    column = "conversations" if "conversations" in row else "messages"
-    first = (row.get(column) or [{}])[0]
-    tags = {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"}
-    own = {"tags": tags} if "from" not in first else {}
-    return form, {"formatting": "sharegpt", "columns": {"messages": column}, **own}
-
-
-def _data_set(name: str, columns: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns an entry of dataset_info.json: a file by its path, or an id on the hub."""
-    return {"file_name" if looks_local(name) or Path(name).exists() else "hf_hub_url": name, **columns}

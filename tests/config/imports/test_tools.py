@@ -274,7 +274,8 @@ def test_several_bad_values_are_reported_together() -> None:
 def test_a_target_is_a_key_of_a_job_or_a_choice_of_gen_config(tool: str) -> None:
     from dataclasses import fields
 
-    from dstrain.job.schema import Job, Lora, Monitor
+    from dstrain.job.monitor import Monitor
+    from dstrain.job.schema import Job, Lora
 
     legal = {field.name for field in fields(Job)}
     legal |= {f"lora.{field.name}" for field in fields(Lora)} | {f"monitor.{field.name}" for field in fields(Monitor)}
