@@ -22,7 +22,7 @@ per_device_train_batch_size: 2
 gradient_accumulation_steps: 4
 bf16: true
 learning_rate: 2.0e-5
-max_samples: 1000
+use_unsloth: true
 overwrite_cache: true
 """
 ZERO = {"zero_optimization": {"stage": 3, "overlap_com": True}, "gradient_accumulation_steps": 8}
@@ -45,7 +45,7 @@ def test_a_job_is_written_with_its_values_and_the_tools_defaults(dstrain: Type, 
     text = (tmp_path / "job" / "job.yaml").read_text()
     assert 'lr_scheduler_type: "linear"  # LLaMA-Factory\'s default' in text
     assert "learning_rate: 2e-05\n" in text
-    assert "train.yaml:9:1: max_samples: cut the file: head -n 1000" in done.stdout
+    assert "train.yaml:9:1: use_unsloth: loss: fused spares the logits" in done.stdout
     assert "overwrite_cache (10)" in done.stdout
     assert "1 is the file, 2 what dstrain would choose" in done.stdout
 
@@ -81,6 +81,18 @@ def test_a_strategy_that_a_file_names_stays(dstrain: Type, tmp_path: Path) -> No
     assert (zero["stage"], zero["offload_param"]["device"]) == (3, "cpu")
     assert (tmp_path / "job" / "hostfile").read_text().split() == ["localhost", "slots=4"]
     assert read_job(tmp_path / "job" / "job.yaml").job.grad_accum == 4
+
+
+def test_data_sets_of_a_file_are_named_from_the_job(dstrain: Type, tmp_path: Path, train: Path) -> None:
+    (tmp_path / "data").mkdir()
+    info = {"one": {"file_name": "one.jsonl"}, "two": {"hf_hub_url": "a/b", "split": "test"}}
+    (tmp_path / "data" / "dataset_info.json").write_text(json.dumps(info))
+    (tmp_path / "data" / "one.jsonl").write_text('{"instruction": "a", "output": "b"}\n')
+    train.write_text(f"{TRAIN}dataset: one,two\nval_size: 0.1\neval_strategy: epoch\n")
+    assert dstrain("import", train.name, *MACHINE, "-o", "job").returncode == 0
+    job = read_job(tmp_path / "job" / "job.yaml").job
+    assert [source.path for source in job.train_sources] == [str(tmp_path / "data" / "one.jsonl"), "a/b"]
+    assert (job.train_sources[1].split, job.val_split, job.eval_strategy) == ("test", 0.1, "epoch")
 
 
 def test_another_training_is_refused_with_every_reason(dstrain: Type, tmp_path: Path, train: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from dstrain.cli import gen_config
 from dstrain.cli.options.question import PlanInputs, plan_inputs
-from dstrain.cli.options.remembered import ResolvedOptions, as_input
+from dstrain.cli.options.remembered import ResolvedOptions, as_input, relative
 from dstrain.cli.options.typed import spelled
 from dstrain.config import jsonc
 from dstrain.config.imports.walk import Imported, Value
@@ -48,6 +48,7 @@ def import_inputs(imported: Imported, typed: Mapping[str, Any], out: Path) -> Im
 
     Raises InvalidConfig if the file names no model, or its DeepSpeed configuration cannot be read.
     """
+    imported = _with_relative_data(imported, typed, out)
     values = imported.values
     model = typed.get("model") or (values["model"].value if "model" in values else None)
     if model is None:
@@ -56,7 +57,7 @@ def import_inputs(imported: Imported, typed: Mapping[str, Any], out: Path) -> Im
             f"{imported.source.path}: names no model, as a file of {title} need not", hint="Add --model NAME."
         )
     given = {name: values[name].value for name in _REQUESTED if name in values and _OFF.get(name) != values[name].value}
-    given |= {name: str(values[name].value) for name in ("data", "eval_data") if name in values}
+    given |= {key: values[key].value for key in _DATA if key in values and isinstance(values[key].value, str)}
     options = {"model": str(model), **_machines(imported), **given, **typed}
     if "output_dir" in values:
         options["output_dir"] = str(values["output_dir"].value)
@@ -73,6 +74,19 @@ def import_inputs(imported: Imported, typed: Mapping[str, Any], out: Path) -> Im
     inputs = {key: as_input(key, value, out) for key, value in options.items()}
     resolved = ResolvedOptions(options=_parsed(options), inputs=inputs, is_repeated=False)
     return ImportInputs(imported=imported, asked=resolved, facts=facts, config=config, config_name=name)
+
+
+_DATA = ("data", "eval_data")
+
+
+def _with_relative_data(imported: Imported, typed: Mapping[str, Any], out: Path) -> Imported:
+    """Returns the file with lists of data sets as a job in `out` names them, and without data that were typed."""
+    values = {target: value for target, value in imported.values.items() if target not in typed or target not in _DATA}
+    for key in _DATA:
+        if key in values and isinstance(values[key].value, list):
+            sources = [{**source, "path": relative(source["path"], out)} for source in values[key].value]
+            values[key] = replace(values[key], value=sources)
+    return replace(imported, values=values)
 
 
 def _facts(options: Mapping[str, Any], imported: Imported) -> PlanInputs:

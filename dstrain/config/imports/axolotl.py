@@ -26,7 +26,7 @@ ROWS = table(
     to("datasets", "data", datasets.axolotl("data")),
     to("pretraining_dataset", "data", datasets.axolotl("data")),
     to("test_datasets", "eval_data", datasets.axolotl("eval_data")),
-    to("val_set_size", "", convert.split),
+    to("val_set_size", "val_split", convert.split),
     to("adapter", "method", values.method, default=""),
     read_with("load_in_4bit load_in_8bit", "adapter"),
     to("lora_r", "lora.rank", convert.count),
@@ -35,7 +35,7 @@ ROWS = table(
     to("lora_target_modules", "lora.targets", values.targets),
     to("lora_target_linear", "lora.targets", values.linear),
     to("sequence_len", "seq_len", convert.count, default=512),
-    to("excess_length_strategy", "", values.excess, default="drop"),
+    to("excess_length_strategy", "on_long_sample", convert.drops, default="drop"),
     to("sample_packing", "packing", convert.flag, default=False),
     to("train_on_inputs", "loss_on", convert.always("all")),
     to("attn_implementation", "attn", convert.attention),
@@ -65,10 +65,10 @@ ROWS = table(
     to("output_dir", "output_dir", default="model-out"),
     to("logging_steps", "logging_steps", convert.count),
     to("save_steps", "save_steps", values.save_steps),
-    to("saves_per_epoch", "", values.per_epoch("saved", "save_steps")),
-    to("save_strategy", "", values.saves, default="epoch"),
+    to("saves_per_epoch", "save_strategy", values.per_epoch("saved", "save_steps")),
+    to("save_strategy", "save_strategy", values.saves, default="epoch"),
     to("save_total_limit", "save_total_limit", convert.limit, default=4),
-    to("evals_per_epoch", "", values.evaluations),
+    to("evals_per_epoch", "eval_strategy", values.evaluations),
     to("auto_resume_from_checkpoints", "resume", convert.resume),
     to("use_wandb", "monitor.sinks", values.sinks("wandb")),
     to("wandb_project", "monitor.project"),
@@ -143,7 +143,7 @@ ROWS = table(
         """
         strict debug device device_map low_cpu_mem_usage gc_steps torchdistx_path accelerator_config
         full_finetune lora_fan_in_fan_out lora_on_cpu gptq_groupsize gptq_model_v1 gptq_disable_exllama
-        bnb_config_kwargs model_quantization_config model_quantization_config_kwargs tf32 secrets provider
+        bnb_config_kwargs model_quantization_config model_quantization_config_kwargs secrets provider
         gpu gpu_count node_count memory volumes timeout branch dockerfile_commands memory_preprocess
         timeout_preprocess use_ray ray_num_workers profiler_steps
         """,
@@ -163,12 +163,12 @@ ROWS = table(
         "the tokenizer is used as it is saved",
         unless=(False,),
     ),
-    lacks("default_system_message", "write it into the rows as a system turn", unless=()),
+    to("default_system_message", "system"),
     lacks("batch_size", "set grad_accum to {value} / micro_batch", unless=()),
-    lacks("eval_batch_size", "evaluation has the micro-batch of training", unless=()),
+    to("eval_batch_size", "eval_micro_batch", convert.count),
     lacks(
         """
-        eval_strategy early_stopping_patience loss_watchdog_threshold loss_watchdog_patience min_sample_len
+        early_stopping_patience loss_watchdog_threshold loss_watchdog_patience min_sample_len
         dataset_exact_deduplication generate_samples eval_causal_lm_metrics do_causal_lm_eval
         """,
         "not in a job",

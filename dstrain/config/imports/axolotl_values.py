@@ -72,6 +72,8 @@ def per_epoch(what: str, key: str) -> Any:
     def converted(value: Any, source: Source) -> Any:
         if not value or source.given(key) is not ABSENT:
             return ABSENT
+        if value == 1:
+            return "epoch"
         raise Unmatched(f"{what} {value} times an epoch: set {key} to the steps of an epoch / {value}")
 
     return converted
@@ -95,14 +97,7 @@ def saves(value: Any, source: Source) -> Any:
     """Returns nothing where another key says when checkpoints are written."""
     if source.given("save_steps") is not ABSENT or source.given("saves_per_epoch") is not ABSENT:
         return ABSENT
-    return convert.save_strategy(value, source)
-
-
-def excess(value: Any, _: Source) -> Any:
-    """Returns nothing for samples that are cut; axolotl drops them unless told otherwise."""
-    if value == "truncate":
-        return ABSENT
-    raise Unmatched(f"`{value}`: dstrain cuts longer samples at sequence_len, and counts them in the log")
+    return convert.strategy("save_strategy")(value, source)
 
 
 def sinks(name: str) -> Any:

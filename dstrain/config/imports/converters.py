@@ -157,35 +157,52 @@ def always(value: str) -> Convert:
 
 
 def warmup_steps(value: Any, source: Source) -> Any:
-    """Returns the share of warm-up steps: of a number below 1 itself, else of `max_steps`."""
-    steps, most = number(value, source), source.value("max_steps", -1)
-    if steps < 1:
-        return float(steps) if steps or source.given("warmup_ratio") is ABSENT else ABSENT
-    if isinstance(most, int) and most >= steps:
-        return round(steps / most, 6)
-    raise Unmatched(f"set warmup_ratio to {steps:g} / the steps of the run, which `dstrain run` prints")
+    """Returns the steps of the warm-up; a number below 1 is a share of all steps."""
+    steps = number(value, source)
+    if steps >= 1:
+        return Converted(values={"warmup_steps": count(value, source)})
+    return float(steps) if steps or source.given("warmup_ratio") is ABSENT else ABSENT
+
+
+_EVALUATION_KEYS = (
+    *("eval_dataset", "val_dataset", "test_datasets", "validation_file"),
+    *("val_size", "val_set_size", "split_dataset_ratio"),
+)
+"""Keys of all tools that give data for an evaluation."""
 
 
 def eval_steps(value: Any, source: Source) -> Any:
     """Returns the steps between evaluations, if there are data for them."""
-    has_data = any(source.value(key) for key in ("eval_dataset", "val_dataset", "test_datasets", "validation_file"))
+    has_data = any(source.value(key) for key in _EVALUATION_KEYS)
     if not has_data or number(value, source) < 1:
         return ABSENT
     return count(value, source)
 
 
 def split(value: Any, source: Source) -> Any:
-    """Raises Unmatched for a share of the training data that is kept for evaluation."""
-    if number(value, source) == 0:
-        return ABSENT
-    raise Unmatched("keep these rows in a file of their own, and name it as eval_data")
+    """Returns the samples that are held out for evaluation."""
+    return number(value, source) or ABSENT
 
 
-def save_strategy(value: Any, _: Source) -> Any:
-    """Raises Unmatched for checkpoints that are not written every `save_steps`."""
-    if value == "steps":
-        return ABSENT
-    raise Unmatched(f"`{value}`: checkpoints are written every save_steps; set it to the steps between them")
+def strategy(target: str) -> Convert:
+    """Returns a converter of when the model is saved or evaluated: every number of steps, or after each epoch."""
+
+    def convert(value: Any, _: Source) -> Any:
+        if value in ("steps", "epoch"):
+            return value
+        if target == "eval_strategy" and value in ("no", False):
+            return ABSENT
+        raise Unmatched(f"`{value}`: {target} is steps or epoch")
+
+    return convert
+
+
+def drops(value: Any, _: Source) -> Any:
+    """Returns what happens to a sample that is too long."""
+    plain = {"delete": "drop", "drop": "drop", "right": "truncate", "truncate": "truncate"}
+    if value not in plain:
+        raise Unmatched(f"`{value}`: dstrain truncates at the end, or drops")
+    return plain[value]
 
 
 def resume(value: Any, _: Source) -> Any:

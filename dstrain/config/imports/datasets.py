@@ -10,7 +10,7 @@ from typing import Any
 
 from dstrain.config import jsonc
 from dstrain.config.imports.converters import listed, names
-from dstrain.config.imports.rows import Converted, OtherTraining, Unmatched
+from dstrain.config.imports.rows import Convert, Converted, OtherTraining, Unmatched
 from dstrain.config.imports.source import Source
 from dstrain.errors import InvalidConfig
 
@@ -19,23 +19,23 @@ from dstrain.errors import InvalidConfig
 class DataSet:
     """One data set of another tool."""
 
-    name: str
-    """A file, or an id on a hub."""
-    form: str = "auto"
-    """`data_format` of a job."""
+    settings: Mapping[str, Any]
+    """The keys of `DataSource`; a key without value is None."""
     losses: tuple[str, ...] = ()
     """What of it a job does not express, and what to do."""
 
 
-def job_values(sets: Sequence[DataSet], source: Source, *, target: str = "data") -> Converted:
-    """Returns the data of a job, which has one data set; of several none is chosen, and the note says how to join
-    them. Data that cannot be named are left for the user to name, before any launch."""
+def job_values(sets: Sequence[DataSet], *, target: str) -> Converted:
+    """Returns the data of a job: the name of one data set without further settings, else a list."""
     losses = "; ".join(dict.fromkeys(loss for one in sets for loss in one.losses))
-    if len(sets) == 1:
-        form = {"data_format": sets[0].form} if sets[0].form != "auto" and target == "data" else {}
-        return Converted(values={target: sets[0].name, **form}, note=losses)
-    together = f"{target} has one data set; put {', '.join(one.name for one in sets)} into one .jsonl file, and name it"
-    raise Unmatched(f"{together}{f'; {losses}' if losses else ''}")
+    sources = [{key: value for key, value in one.settings.items() if value} for one in sets]
+    forms = {source.get("format") for source in sources}
+    values: dict[str, Any] = {}
+    if len(forms) == 1 and target == "data" and (form := forms.pop()) is not None:
+        values["data_format"] = form
+        sources = [{key: value for key, value in source.items() if key != "format"} for source in sources]
+    is_plain = len(sources) == 1 and sources[0].keys() == {"path"}
+    return Converted(values={target: sources[0]["path"] if is_plain else sources, **values}, note=losses)
 
 
 _INFO = "dataset_info.json"
@@ -44,28 +44,31 @@ _COLUMNS = {"prompt": "instruction", "query": "input", "response": "output", "hi
 _TURNS = ("messages", "conversations")
 
 
-def llamafactory(value: Any, source: Source) -> Converted:
-    """Returns the data of LLaMA-Factory, whose names are keys of dataset_info.json."""
-    wanted = names(value, source)
+def llamafactory(target: str) -> Convert:
+    """Returns the converter of LLaMA-Factory's data, whose names are keys of dataset_info.json."""
+
+    def convert(value: Any, source: Source) -> Converted:
+        return job_values(_named(names(value, source), source), target=target)
+
+    return convert
+
+
+def _named(wanted: Sequence[str], source: Source) -> list[DataSet]:
     folder = str(source.value("dataset_dir", "data"))
     if folder == "ONLINE":
-        return job_values([DataSet(name=name) for name in wanted], source)
+        return [DataSet(settings={"path": name}) for name in wanted]
     if folder.startswith("REMOTE:"):
-        raise Unmatched(
-            f"the data set {folder[7:]} on the hub has their {_INFO}; download it, and name the file as data"
-        )
+        raise Unmatched(f"{folder[7:]} on the hub has their {_INFO}; download it, and name the files as data")
     try:
         path = source.find(f"{folder}/{_INFO}", "dataset")
     except InvalidConfig:
         named = ", ".join(wanted)
-        raise Unmatched(
-            f"{named}: the file of this name is in {folder}/{_INFO}, which is not here; name it as data"
-        ) from None
+        raise Unmatched(f"{named}: {folder}/{_INFO}, which has the files, is not here; name them as data") from None
     table = jsonc.read(path.read_text(encoding="utf-8"), str(path)).value
     for name in wanted:
         if name not in table:
             raise InvalidConfig(f'"{name}" is not in {path}', place=source.place("dataset"))
-    return job_values([_of_info(table[name], path.parent, source) for name in wanted], source)
+    return [_of_info(table[name], path.parent, source) for name in wanted]
 
 
 def _of_info(entry: Mapping[str, Any], folder: Path, source: Source) -> DataSet:
@@ -75,37 +78,35 @@ def _of_info(entry: Mapping[str, Any], folder: Path, source: Source) -> DataSet:
     is_modelscope = source.value("USE_MODELSCOPE_HUB") == "1" or "hf_hub_url" not in entry
     hub = entry.get("ms_hub_url" if is_modelscope and "ms_hub_url" in entry else "hf_hub_url")
     file = entry.get("file_name") or entry.get("script_url") or entry.get("cloud_file_name") or ""
-    losses = [
-        f"`{key}: {entry[key]}` of {_INFO}: choose these rows yourself"
-        for key in ("subset", "split", "num_samples", "folder")
-        if key in entry
-    ]
     columns, is_alpaca = dict(entry.get("columns", {})), entry.get("formatting", "alpaca") == "alpaca"
     if source.value("stage") == "pt":
-        renamed, form = ({} if columns.get("prompt") in (None, "text") else {columns["prompt"]: "text"}), "text"
+        renamed, form = {"text": columns.get("prompt", "text")}, "text"
     elif is_alpaca:
-        renamed = {
-            theirs: _COLUMNS[key] for key, theirs in columns.items() if key in _COLUMNS and theirs != _COLUMNS[key]
-        }
-        form = "alpaca"
+        renamed, form = {ours: columns.get(theirs, ours) for theirs, ours in _COLUMNS.items()}, "alpaca"
     else:
         turns = columns.get("messages", "conversations")
-        renamed, form = ({} if turns in _TURNS else {turns: "messages"}), "messages"
-    losses += [f"rename the column `{theirs}` to `{ours}`" for theirs, ours in renamed.items()]
-    seen = [columns[key] for key in ("images", "videos", "audios", "tools") if key in columns]
-    if seen:
-        losses.append(f"dstrain refuses rows with {', '.join(seen)}")
-    return DataSet(name=str(hub) if hub else str(folder / file), form=form, losses=tuple(losses))
+        renamed, form = {} if turns in _TURNS else {"messages": turns}, "messages"
+    seen = [columns[key] for key in ("images", "videos", "audios") if key in columns]
+    losses = [f"dstrain refuses rows with {', '.join(seen)}"] if seen else []
+    settings = {
+        "path": str(hub) if hub else str(folder / file),
+        "format": form,
+        "split": entry.get("split"),
+        "subset": entry.get("subset"),
+        "max_samples": entry.get("num_samples"),
+        "columns": {ours: theirs for ours, theirs in renamed.items() if ours != theirs},
+    }
+    return DataSet(settings=settings, losses=tuple(losses))
 
 
 _SWIFT = re.compile(r"(?:(?P<hub>HF|MS)::)?(?P<name>[^#:]+|[^#]*\.jsonl?)(?::(?P<subset>[^#]+))?(?:#(?P<rows>\d+))?")
 
 
-def swift(target: str) -> Any:
+def swift(target: str) -> Convert:
     """Returns the converter of ms-swift's data: `hub::id:subset#rows`. Source: its 4.4 documentation."""
 
     def convert(value: Any, source: Source) -> Converted:
-        return job_values([_of_swift(str(item), source) for item in listed(value)], source, target=target)
+        return job_values([_of_swift(str(item), source) for item in listed(value)], target=target)
 
     return convert
 
@@ -113,13 +114,9 @@ def swift(target: str) -> Any:
 def _of_swift(text: str, source: Source) -> DataSet:
     match = _SWIFT.fullmatch(text)
     if match is None:
-        return DataSet(name=text)
-    losses = []
-    if match["rows"]:
-        losses.append(f"`#{match['rows']}` takes {match['rows']} rows of {match['name']}; choose these yourself")
-    if match["subset"]:
-        losses.append(f"the subset `{match['subset']}` of {match['name']}: save it as a file of its own")
-    return DataSet(name=_local(match["name"], source), losses=tuple(losses))
+        return DataSet(settings={"path": text})
+    rows = int(match["rows"]) if match["rows"] else None
+    return DataSet(settings={"path": _local(match["name"], source), "subset": match["subset"], "max_samples": rows})
 
 
 def _local(name: str, source: Source) -> str:
@@ -139,26 +136,18 @@ _AXOLOTL_FORMS = {
     "pretrain": "text",
     "sharegpt": "messages",
 }
-_AXOLOTL_FIELDS = (
-    "name",
-    "split",
-    "data_files",
-    "shards",
-    "roles_to_train",
-    "train_on_eos",
-    "train_on_eot",
-    "drop_system_message",
-)
+_AXOLOTL_FIELDS = ("data_files", "shards", "roles_to_train", "train_on_eos", "train_on_eot", "drop_system_message")
+_TURN_KEYS = ({"role": "role", "content": "content"}, {"role": "from", "content": "value"})
 
 
-def axolotl(target: str) -> Any:
+def axolotl(target: str) -> Convert:
     """Returns the converter of axolotl's list of data sets. Source: axolotl 0.16 schemas/datasets.py: SFTDataset."""
 
     def convert(value: Any, source: Source) -> Converted:
         entries = [item for item in listed(value) if isinstance(item, Mapping)]
         if not entries:
             raise InvalidConfig("is not a list of `- path: …`")
-        return job_values([_of_axolotl(item, source) for item in entries], source, target=target)
+        return job_values([_of_axolotl(item, source) for item in entries], target=target)
 
     return convert
 
@@ -170,19 +159,23 @@ def _of_axolotl(entry: Mapping[str, Any], source: Source) -> DataSet:
     if form is None and kind is not None:
         shown = "a template of its own" if isinstance(kind, Mapping) else f"`{kind}`"
         losses.append(f"type is {shown}: write the rows as instruction and output, or as messages")
-    if entry.get("field_messages") not in (None, "messages", "conversations"):
-        losses.append(f"rename the column `{entry['field_messages']}` to `messages`")
-    if entry.get("field") not in (None, "text"):
-        losses.append(f"rename the column `{entry['field']}` to `text`")
+    turns, text = entry.get("field_messages"), entry.get("field")
+    columns = (
+        {"messages": turns} if turns not in (None, *_TURNS) else {"text": text} if text not in (None, "text") else {}
+    )
     mapping = entry.get("message_property_mappings")
-    if isinstance(mapping, Mapping) and dict(mapping) not in (
-        {"role": "role", "content": "content"},
-        {"role": "from", "content": "value"},
-    ):
+    if isinstance(mapping, Mapping) and dict(mapping) not in _TURN_KEYS:
         losses.append(f"name the keys of each turn `role` and `content`, not {', '.join(map(str, mapping.values()))}")
     losses += [
         f"`{key}: {entry[key]}`: choose these rows or tokens yourself"
         for key in _AXOLOTL_FIELDS
-        if entry.get(key) not in (None, "train", ["assistant"])
+        if entry.get(key) not in (None, ["assistant"])
     ]
-    return DataSet(name=_local(str(entry.get("path", "")), source), form=form or "auto", losses=tuple(losses))
+    settings = {
+        "path": _local(str(entry.get("path", "")), source),
+        "format": form,
+        "subset": entry.get("name"),
+        "split": entry.get("split"),
+        "columns": columns,
+    }
+    return DataSet(settings=settings, losses=tuple(losses))

@@ -21,6 +21,14 @@ def _run_name(value: Any, _: Source) -> Any:
     return str(value) if value else ABSENT
 
 
+def _kwargs(value: Any, _: Source) -> Any:
+    return value or ABSENT
+
+
+def _tf32(value: Any, source: Source) -> Any:
+    return ABSENT if value == "auto" else convert.flag(value, source)
+
+
 def _checkpointing_kwargs(value: Any, _: Source) -> Any:
     return Converted(values={}, note="chosen by the method: non-reentrant, except for adapters under ZeRO-3")
 
@@ -55,7 +63,13 @@ ROWS = table(
     to("logging_steps", "logging_steps", convert.count, default=500),
     to("save_steps", "save_steps", convert.count, default=500),
     to("save_total_limit", "save_total_limit", convert.limit, default=-1),
-    to("save_strategy", "", convert.save_strategy, default="steps"),
+    to("save_strategy", "save_strategy", convert.strategy("save_strategy"), default="steps"),
+    to("eval_strategy", "eval_strategy", convert.strategy("eval_strategy")),
+    to("evaluation_strategy", "eval_strategy", convert.strategy("eval_strategy")),
+    to("eval_on_start", "eval_on_start", convert.flag),
+    to("per_device_eval_batch_size", "eval_micro_batch", convert.count),
+    to("lr_scheduler_kwargs", "lr_scheduler_kwargs", _kwargs),
+    to("tf32", "tf32", _tf32),
     to("eval_steps", "eval_steps", convert.eval_steps),
     to("resume_from_checkpoint", "resume", convert.resume),
     to("dataloader_num_workers", "dataloader_num_workers", default=0),
@@ -72,7 +86,7 @@ ROWS = table(
     ),
     needless("logging_first_step logging_strategy logging_dir disable_tqdm log_level plot_loss", _MONITORING),
     needless("include_num_input_tokens_seen include_tokens_per_second", _MONITORING),
-    needless("eval_strategy evaluation_strategy eval_delay eval_accumulation_steps", "eval_data and eval_steps decide"),
+    needless("eval_delay eval_accumulation_steps", "eval_data and eval_steps decide"),
     needless("remove_unused_columns save_safetensors dataloader_pin_memory label_names", "always as it should be"),
     needless("dataloader_prefetch_factor dataloader_persistent_workers", _LOADER),
     needless("ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_backend ddp", _DDP),
@@ -80,7 +94,6 @@ ROWS = table(
     lacks("dataloader_drop_last", "the last step of an epoch is filled with samples that are drawn again"),
     lacks("save_only_model", "checkpoints have the optimizer too; remove its files when the run has ended"),
     lacks("save_on_each_node", "each rank writes its part of a checkpoint, as DeepSpeed does"),
-    lacks("per_device_eval_batch_size", "evaluation has the micro-batch of training", unless=()),
     lacks(
         """
         load_best_model_at_end metric_for_best_model greater_is_better
@@ -88,11 +101,9 @@ ROWS = table(
         "choose a checkpoint by its loss in metrics.jsonl",
     ),
     lacks("push_to_hub hub_model_id hub_strategy hub_private_repo", "upload output/final when the run has ended"),
-    needless("tf32", "products of matrices are in bf16 or fp16"),
     lacks("torch_compile torch_compile_backend torch_compile_mode", "DeepSpeed's own is `compile` in ds_config.json"),
     lacks("group_by_length", "packing: true wastes no padding either"),
     lacks("use_liger_kernel", "loss: fused spares the logits, as Liger's fused loss does"),
-    lacks("lr_scheduler_kwargs", "the schedule has its defaults"),
     lacks("dataloader_shuffle_seed data_seed", "seed shuffles the data, too", unless=()),
     stops("neftune_noise_alpha", "noise in the embeddings", unless=(None, 0)),
     stops("label_smoothing_factor", "another loss", unless=(0, 0.0)),

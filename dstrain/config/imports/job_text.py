@@ -20,7 +20,7 @@ from dstrain.records import Keys, Locator
 
 _SECTIONS = {"lora": Lora, "monitor": Monitor}
 _PATHS = ("data", "eval_data", "model")
-"""Keys that gen-config writes itself, relative to the job."""
+"""Keys of which gen-config itself writes a single name, relative to the job."""
 
 
 def edited(text: str, imported: Imported) -> str:
@@ -46,7 +46,7 @@ def written(imported: Imported) -> dict[str, Value]:
     return {
         target: value
         for target, value in imported.job.items()
-        if target not in _PATHS and (is_adapter or not target.startswith("lora."))
+        if (target not in _PATHS or not isinstance(value.value, str)) and (is_adapter or not target.startswith("lora."))
     }
 
 

@@ -42,12 +42,6 @@ def _length(value: Any, source: Source) -> Any:
     return convert.count(value, source)
 
 
-def _truncation(value: Any, _: Source) -> Any:
-    if value == "right":
-        return ABSENT
-    raise Unmatched(f"`{value or 'delete'}`: dstrain cuts longer samples at seq_len, and counts them in the log")
-
-
 def _packing(value: Any, source: Source) -> Any:
     return convert.flag(value, source)
 
@@ -55,8 +49,8 @@ def _packing(value: Any, source: Source) -> Any:
 def _loss_scale(value: Any, _: Source) -> Any:
     if value in ("default", "ignore_empty_think"):
         return "answer"
-    if value == "all":
-        return "all"
+    if value in ("all", "last_round"):
+        return "all" if value == "all" else "last"
     raise Unmatched(f"`{value}`: the loss is on every answer, each token with weight 1")
 
 
@@ -77,7 +71,7 @@ ROWS = table(
     to("model", "model"),
     to("dataset", "data", datasets.swift("data")),
     to("val_dataset", "eval_data", datasets.swift("eval_data")),
-    to("split_dataset_ratio", "", convert.split),
+    to("split_dataset_ratio", "val_split", convert.split),
     to("use_hf", "hub", _hub, default=False),
     to("tuner_type", "method", _method, default="lora"),
     to("train_type", "method", _method, note="`tuner_type` since ms-swift 4"),
@@ -92,7 +86,7 @@ ROWS = table(
     to("fp16", "precision", convert.always("fp16")),
     to("attn_impl", "attn", convert.attention),
     to("max_length", "seq_len", _length, default=None),
-    to("truncation_strategy", "", _truncation, default="delete"),
+    to("truncation_strategy", "on_long_sample", convert.drops, default="delete"),
     to("packing", "packing", _packing, default=False),
     to("loss_scale", "loss_on", _loss_scale, default="default"),
     to("enable_thinking", "thinking", _thinking),
@@ -140,7 +134,7 @@ ROWS = table(
     needless("freeze_vit freeze_aligner vit_gradient_checkpointing", "dstrain trains on text"),
     lacks("zero_hpz_partition_size", "write it into ds_config.json", unless=()),
     lacks("data_seed", "seed shuffles the data, too", unless=(42,)),
-    lacks("system", "write it into the rows as a system turn", unless=()),
+    to("system", "system"),
     lacks(
         """
         streaming shuffle_buffer_size interleave_prob stopping_strategy

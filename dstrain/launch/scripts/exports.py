@@ -9,15 +9,14 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from dstrain.choices import Attention, DataFormat, LossKernel, LossOn, Method, Optimizer, Precision, Thinking
+from dstrain.choices import Attention, DataFormat, Interval, LossKernel, LossOn, Method, Optimizer, Precision, Thinking
 from dstrain.config.schema import SCHEMA_KEY
 from dstrain.config.templates.files import config_text
 from dstrain.config.templates.templates import render_script, render_yaml
 from dstrain.errors import InvalidConfig
 from dstrain.facts.cluster.hostfile import Hosts
-from dstrain.facts.data import datafile, sample_formats
-from dstrain.job.file import looks_local
 from dstrain.job.schema import Job
+from dstrain.launch.scripts.dataset_info import EVALUATION, TRAINING, dataset_info
 
 
 class Target(StrEnum):
@@ -47,8 +46,7 @@ class Export:
 
 _PLAIN = (
     *("sp", "tp", "ep", "packing", "tiled_mlp", "activation_offload", "rope_scaling", "chat_template", "thinking"),
-    *("grad_ckpt_every_n_layers", "val_split", "columns", "system", "max_samples", "on_long_sample", "warmup_steps"),
-    *("lr_scheduler_kwargs", "eval_strategy", "save_strategy", "eval_on_start", "eval_micro_batch", "tf32"),
+    *("grad_ckpt_every_n_layers", "val_split", "columns", "system", "max_samples", "on_long_sample"),
 )
 """Keys that change the training or its memory, and that Transformers' Trainer alone does not have."""
 
@@ -71,6 +69,8 @@ def _require_counterparts(job: Job, target: Target) -> None:
     if target is Target.LLAMAFACTORY and job.thinking is Thinking.OFF:
         own.add("thinking")
     default = Job(model="", output_dir="")
+    if target is Target.LLAMAFACTORY:
+        own |= {"val_split", "system", "max_samples"}
     keys = [key for key in _PLAIN if getattr(job, key) != getattr(default, key) and key not in own]
     if job.method is Method.QLORA and target is not Target.LLAMAFACTORY:
         keys.append("method")
@@ -79,14 +79,13 @@ def _require_counterparts(job: Job, target: Target) -> None:
         hint = "Export it to llamafactory." if set(keys) <= {"packing", "method"} else None
         hint = hint or "Set these keys to their defaults first."
         raise InvalidConfig(f"{target} has no counterpart of {named}", hint=hint)
+    if job.loss_on is LossOn.LAST and target is not Target.LLAMAFACTORY:
+        raise InvalidConfig(f"{target} has no counterpart of loss_on: last", hint="Set loss_on to answer or all.")
+    for key, sources in (("data", job.data), ("eval_data", job.eval_data)):
+        if sources is not None and not isinstance(sources, str):
+            raise InvalidConfig(f"{target} has no counterpart of several data sets in {key}", hint="Join their files.")
     if job.data is None:
         raise InvalidConfig("data is not set", hint="Set data to a .jsonl, .json or .parquet file, or a data set id.")
-    for key in ("data", "eval_data"):
-        if not isinstance(getattr(job, key), str | None):
-            raise InvalidConfig(
-                f"{key} has several data sets, or settings of one, which {target} would lose",
-                hint=f"Write one file: {key}: FILE",
-            )
 
 
 def _shown(value: Any) -> str:
@@ -156,7 +155,7 @@ def _script(job: Job, *, is_deepspeed: bool) -> dict[str, str]:
         **_arguments(job),
         "gradient_checkpointing": job.grad_ckpt,
         "gradient_checkpointing_kwargs": {"use_reentrant": False} if job.grad_ckpt else None,
-        "warmup_steps": job.warmup_ratio,
+        "warmup_steps": job.warmup_ratio if job.warmup_steps is None else job.warmup_steps,
         "optim": _OPTIM[job.optimizer],
         "data_seed": job.seed,
         "average_tokens_across_devices": True,
@@ -198,23 +197,24 @@ def _arguments(job: Job) -> dict[str, Any]:
         "logging_steps": job.logging_steps,
         "save_steps": job.save_steps,
         "save_total_limit": job.save_total_limit,
-        "eval_strategy": "steps" if job.eval_steps and job.eval_data else "no",
-        "eval_steps": job.eval_steps if job.eval_data else None,
+        "eval_strategy": _evaluates(job),
+        "eval_steps": job.eval_steps if _evaluates(job) == "steps" else None,
+        "eval_on_start": job.eval_on_start,
+        "per_device_eval_batch_size": job.eval_micro_batch or job.micro_batch,
+        "save_strategy": job.save_strategy.value,
+        "lr_scheduler_kwargs": dict(job.lr_scheduler_kwargs) or None,
+        "tf32": job.tf32 or None,
         "dataloader_num_workers": job.dataloader_num_workers,
         "report_to": [sink.value for sink in job.monitor.sinks] or "none",
     }
 
 
 _ATTENTION = {Attention.FLASH_ATTENTION_2: "fa2", Attention.SDPA: "sdpa", Attention.EAGER: "disabled"}
-_DATA_SET, _EVALUATION = "train", "eval"
 
 
 def _llamafactory(job: Job, config: Mapping[str, Any], hosts: Hosts) -> Export:
     """Returns a YAML of LLaMA-Factory, with dataset_info.json, in which it looks up the names of its data."""
-    form, columns = _form(job)
-    data = {_DATA_SET: _data_set(job.data, columns)}
-    if job.eval_data is not None:
-        data[_EVALUATION] = _data_set(job.eval_data, columns)
+    form, data = dataset_info(job)
     settings = _llamafactory_settings(job, is_text=form is DataFormat.TEXT)
     lines = [f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in settings.items() if value is not None]
     command = "FORCE_TORCHRUN=1 llamafactory-cli train train.yaml"
@@ -241,8 +241,8 @@ def _llamafactory_settings(job: Job, *, is_text: bool) -> dict[str, Any]:
         "finetuning_type": "full" if job.method is Method.FULL else "lora",
         **_adapter(job),
         "dataset_dir": ".",
-        "dataset": _DATA_SET,
-        "eval_dataset": None if job.eval_data is None else _EVALUATION,
+        "dataset": TRAINING,
+        "eval_dataset": None if job.eval_data is None else EVALUATION,
         "cutoff_len": job.seq_len,
         "packing": job.packing,
         "neat_packing": job.packing and not is_text,
@@ -251,10 +251,21 @@ def _llamafactory_settings(job: Job, *, is_text: bool) -> dict[str, Any]:
         "flash_attn": _ATTENTION[job.attn],
         "disable_gradient_checkpointing": not job.grad_ckpt,
         **_arguments(job),
-        "warmup_ratio": job.warmup_ratio,
+        **({"warmup_ratio": job.warmup_ratio} if job.warmup_steps is None else {"warmup_steps": job.warmup_steps}),
+        "val_size": job.val_split,
+        "max_samples": job.max_samples,
+        "default_system": job.system,
+        "mask_history": job.loss_on is LossOn.LAST,
         "optim": _OPTIM[job.optimizer],
         "deepspeed": "ds_config.json",
     }
+
+
+def _evaluates(job: Job) -> str:
+    """Returns Transformers' strategy of evaluation."""
+    if job.eval_data is None and job.val_split is None:
+        return "no"
+    return "epoch" if job.eval_strategy is Interval.EPOCH else "steps" if job.eval_steps else "no"
 
 
 def _adapter(job: Job) -> dict[str, Any]:
@@ -264,28 +275,3 @@ def _adapter(job: Job) -> dict[str, Any]:
     names = "all" if lora.targets == ("all-linear",) else ",".join(lora.targets)
     adapter = {"lora_rank": lora.rank, "lora_alpha": lora.alpha, "lora_dropout": lora.dropout, "lora_target": names}
     return adapter | ({"quantization_bit": 4, "quantization_method": "bnb"} if job.method is Method.QLORA else {})
-
-
-def _form(job: Job) -> tuple[DataFormat, dict[str, Any]]:
-    """Returns the format of a job's data, and LLaMA-Factory's entry for its columns, from the first row of a file."""
-    row: Mapping[str, Any] = {}
-    if Path(str(job.data)).is_file():
-        row = next((sample.row for sample in datafile.samples(str(job.data))), {})
-    form = sample_formats.detect(row) if row and job.data_format is DataFormat.AUTO else job.data_format
-    if form is DataFormat.AUTO:
-        raise InvalidConfig(f"the format of {job.data} is not known here", hint="Set data_format in job.yaml.")
-    if form is DataFormat.TEXT:
-        return form, {"columns": {"prompt": "text"}}
-    if form is DataFormat.ALPACA:
-        return form, {"formatting": "alpaca"}
-    column = "conversations" if "conversations" in row else "messages"
-    first = (row.get(column) or [{}])[0]
-    tags = {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"}
-    own = {"tags": tags} if "from" not in first else {}
-    return form, {"formatting": "sharegpt", "columns": {"messages": column}, **own}
-
-
-def _data_set(data: object, columns: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns an entry of dataset_info.json: a file by its path, or an id on the hub."""
-    name = str(data)
-    return {"file_name" if looks_local(name) or Path(name).exists() else "hf_hub_url": name, **columns}

@@ -104,7 +104,10 @@ def test_an_absent_key_is_the_tools_default(text: str, name: str, target: str, e
         ("quantization_bit: 4\n", "a.yaml", "method", "qlora"),
         ("pure_bf16: true\n", "a.yaml", "precision", "bf16"),
         ("fp16: true\n", "a.yaml", "precision", "fp16"),
-        ("warmup_steps: 10\nmax_steps: 100\n", "a.yaml", "warmup_ratio", 0.1),
+        ("warmup_steps: 10\n", "a.yaml", "warmup_steps", 10),
+        ("val_size: 0.1\n", "a.yaml", "val_split", 0.1),
+        ("max_samples: 9\n", "a.yaml", "max_samples", 9),
+        ("mask_history: true\n", "a.yaml", "loss_on", "last"),
         ("disable_gradient_checkpointing: true\n", "a.yaml", "grad_ckpt", False),
         ("lora_target: q_proj,v_proj\n", "a.yaml", "lora.targets", ["q_proj", "v_proj"]),
         ("flash_attn: fa2\n", "a.yaml", "attn", "flash_attention_2"),
@@ -132,11 +135,10 @@ def test_llamafactorys_data_are_found_by_their_name(here: Path) -> None:
     (here / "data").mkdir()
     (here / "data" / "dataset_info.json").write_text(json.dumps(info))
     one = imported(f"{LLAMAFACTORY}dataset: mine\n")
-    assert (value(one, "data"), value(one, "data_format")) == ("data/mine.jsonl", "messages")
-    assert notes(one, Fate.CHANGED)["dataset"] == "rename the column `turns` to `messages`"
+    mine = {"path": "data/mine.jsonl", "columns": {"messages": "turns"}}
+    assert (value(one, "data"), value(one, "data_format")) == ([mine], "messages")
     two = imported(f"{LLAMAFACTORY}dataset: mine, hub\n")
-    assert value(two, "data") is None
-    assert "data/mine.jsonl, a/b" in notes(two, Fate.MISSING)["dataset"]
+    assert value(two, "data") == [{**mine, "format": "messages"}, {"path": "a/b", "subset": "c", "format": "alpaca"}]
     assert [note.key for note in imported(f"{LLAMAFACTORY}dataset: pairs\n").stops] == ["dataset"]
     with pytest.raises(InvalidConfig, match=r'train.yaml:3:1: "other" is not in data/dataset_info.json'):
         imported(f"{LLAMAFACTORY}dataset: other\n")
@@ -148,7 +150,7 @@ def test_llamafactorys_data_are_found_by_their_name(here: Path) -> None:
         ("--gradient_accumulation_steps $(expr 16 / $n)", "grad_accum", 8),
         ("--gradient_accumulation_steps $((16 / n * 1))", None, None),
         ("--learning-rate=3e-5", "learning_rate", 3e-5),
-        ("--dataset 'a/b#500'", "data", "a/b"),
+        ("--dataset 'a/b:c#500'", "data", [{"path": "a/b", "subset": "c", "max_samples": 500}]),
         ("--loss_scale all", "loss_on", "all"),
         ("--deepspeed zero2_offload", "plan.offload", "optimizer"),
         ("--quant_bits 4 --quant_method bnb", "method", "qlora"),
@@ -169,7 +171,7 @@ def test_swift(words: str, target: str | None, expected: Any) -> None:
 
 def test_a_place_in_a_script_is_the_line_of_the_option() -> None:
     found = imported(f"# how\n{SWIFT}\\\n  --system 'two\nlines' \\\n  --seed 7  # --seed 8\n", "a.sh")
-    assert [str(note.place) for note in found.notes if note.key == "system"] == ["a.sh:3:3"]
+    assert str(found.values["system"].place) == "a.sh:3:3"
     assert (found.values["seed"].value, str(found.values["seed"].place)) == (7, "a.sh:5:3")
 
 
@@ -178,7 +180,9 @@ def test_a_place_in_a_script_is_the_line_of_the_option() -> None:
     [
         ("adapter: qlora\nload_in_4bit: true\n", "method", "qlora"),
         ("adapter: lora\nload_in_8bit: true\n", "method", "lora"),
-        ("warmup_steps: 10\nwarmup_ratio: 0.5\nmax_steps: 100\n", "warmup_ratio", 0.1),
+        ("warmup_steps: 10\nwarmup_ratio: 0.5\n", "warmup_steps", 10),
+        ("saves_per_epoch: 1\n", "save_strategy", "epoch"),
+        ("sequence_len: 64\n", "on_long_sample", "drop"),
         ("datasets:\n  - path: a.jsonl\n    type: chat_template\n", "data_format", "messages"),
         ("sample_packing: true\n", "packing", True),
         ("gradient_checkpointing: offload\n", "activation_offload", True),
