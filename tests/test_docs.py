@@ -18,6 +18,7 @@ import click
 import pytest
 
 from benchmarks import predict
+from benchmarks.advisories import report as advisories
 from benchmarks.published import half_report, ranges, report
 from benchmarks.published.answers import Answer
 from benchmarks.published.score import score
@@ -247,6 +248,8 @@ PARTS: dict[str, Callable[[], str]] = {
     "edits": edits_output,
     "imports": import_tables,
     "cpu": cpu_table,
+    "advisories": advisories.faults,
+    "advisory outputs": advisories.outputs,
 }
 """The generated parts of the pages below docs/, by the name in their comment."""
 PUBLISHED: dict[str, Callable[[tuple[Answer, ...]], str]] = {

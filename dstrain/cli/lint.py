@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from dstrain.cli.console import answer, answer_json, say
+from dstrain.cli.types import Release
 from dstrain.config.lint import engine
 from dstrain.config.lint.finding import Severity, count_text, lines
 from dstrain.errors import InvalidConfig
@@ -31,6 +32,12 @@ JOB = "job.yaml"
     help="Whether the Hugging Face Trainer reads it, or deepspeed.initialize.  [default: the Trainer, if it has"
     ' a job or an "auto"]',
 )
+@click.option(
+    "--deepspeed",
+    type=Release(),
+    metavar="VERSION",
+    help="Release whose known faults to report, such as 0.18.9.  [default: the installed one]",
+)
 @click.option("--ignore", "ignored", multiple=True, metavar="RULE", help="Rule to skip, such as DS701.")
 @click.option("--fix", is_flag=True, help="Apply safe fixes; every other byte stays.")
 @click.option("-n", "--dry-run", is_flag=True, help="With --fix: print the fixed text and write nothing.")
@@ -41,6 +48,7 @@ def command(
     job: Path | None,
     hostfile: Path | None,
     trainer: bool | None,
+    deepspeed: str | None,
     ignored: tuple[str, ...],
     fix: bool,
     dry_run: bool,
@@ -62,7 +70,7 @@ def command(
         raise click.UsageError("-n goes with --fix; without it, lint writes nothing.")
     path, file = _files(config, job, hostfile)
     try:
-        result = lint_job(file, path, is_trainers=trainer, ignored=ignored, fix=fix)
+        result = lint_job(file, path, is_trainers=trainer, ignored=ignored, fix=fix, deepspeed=deepspeed)
     except InvalidConfig as error:
         if as_json:
             answer_json({"schema": 1, "findings": [], "error": error.problem})

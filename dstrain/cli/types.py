@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from enum import Enum
 from typing import Any
@@ -26,6 +27,18 @@ class Size(click.ParamType[int]):
             return parse_bytes(value)
         except InvalidConfig as error:
             return self.fail(str(error).replace("\n", ". "), param, ctx)
+
+
+class Release(click.ParamType[str]):
+    """A release of a package: `0.18.9`."""
+
+    name = "version"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """Returns the release as it was typed."""
+        if re.fullmatch(r"\d+(\.\d+){1,3}\S*", str(value)):
+            return str(value)
+        return self.fail(f'"{value}" is not a release such as 0.18.9', param, ctx)
 
 
 class Choice(click.ParamType[Enum]):

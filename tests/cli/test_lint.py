@@ -36,6 +36,18 @@ def test_an_error_exits_with_3_and_says_where_what_and_the_fix(dstrain: Type, tm
     assert "1 error, 1 note; 1 fixable with --fix" in done.stderr
 
 
+def test_known_faults_are_those_of_the_release_that_is_named(dstrain: Type, tmp_path: Path) -> None:
+    zero = '"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}'
+    write(tmp_path, GOOD.replace('steps": "auto"', 'steps": 8') + zero)
+    done = dstrain("lint", "--deepspeed", "0.18.9")
+    assert done.returncode == 3
+    assert "error DS951 /zero_optimization/offload_optimizer: deepspeed 0.18.9: ZeRO-2 with" in done.stdout
+    assert "pip install 'deepspeed>=0.19.0'" in done.stdout
+    assert "DS951" not in dstrain("lint", "--deepspeed", "0.19.0").stdout + dstrain("lint").stdout
+    done = dstrain("lint", "--deepspeed", "newest")
+    assert (done.returncode, '"newest" is not a release such as 0.18.9' in done.stderr) == (2, True)
+
+
 def test_json_has_what_an_editor_needs(dstrain: Type, tmp_path: Path) -> None:
     write(tmp_path, TYPO)
     found = json.loads(dstrain("lint", "--json").stdout)

@@ -15,7 +15,9 @@ from dstrain.doctor.facts import Endpoint
 from dstrain.doctor.finding import Mark
 from dstrain.doctor.gpu_facts import Gpus
 from dstrain.doctor.requirements import Needs
+from dstrain.facts import window
 from dstrain.facts.deepspeed_ops import Lock
+from dstrain.facts.window import TESTED
 from dstrain.units import GIB, MIB
 from tests.doctor import samples
 from tests.doctor.samples import HOSTS, facts, folder, said
@@ -45,7 +47,7 @@ def about_software(needs: Needs = NEEDS, gpus: Gpus | None = None, **changes: ob
 def test_what_is_missing_is_an_error_with_the_command_that_installs_it() -> None:
     packages = {"torch": "2.13.0", "deepspeed": None, "transformers": "5.23.0", "peft": None}
     found = about_software(packages=packages)
-    wanted = "pip install 'deepspeed<0.20,>=0.19.8' 'peft<0.22,>=0.19'"
+    wanted = "pip install 'deepspeed<0.20,>=0.19.8' 'peft<0.22,>=0.19' 'torch==2.13.0'"
     assert found[0] == f"✗ not installed: deepspeed, peft → {wanted}"
 
 
@@ -62,7 +64,23 @@ def test_only_what_the_tests_ran_is_said_to_be_tested() -> None:
     assert about_software(packages=tested)[0].endswith("and 1 more, as tested")
     newer = about_software(packages=tested | {"torch": "2.14.1"})[0]
     assert newer.startswith("✓ Python 3.12.4, torch 2.14.1,")
-    assert newer.endswith("in the supported ranges; tested with torch 2.13.0")
+    assert newer.endswith("in the supported ranges; untested: torch (tested: 2.13.0)")
+
+
+def test_the_known_faults_of_an_old_deepspeed_are_named() -> None:
+    packages = {"torch": "2.9.1", "deepspeed": "0.18.9", "transformers": "5.23.0", "peft": "0.21.2"}
+    said = about_software(packages=packages)[1]
+    assert said.startswith("! deepspeed 0.18.9 has known faults with some settings (wrong result: DS951, DS952, DS953")
+    assert "DS955" not in said  # fixed before
+    assert said.endswith("pip install 'deepspeed>=0.19.6' 'torch==2.9.1'")
+
+
+def test_a_version_that_is_known_not_to_work_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    bad = window.KnownBad(package="transformers", range=">=5.23,<5.23.1", reason="it does not load")
+    monkeypatch.setattr(window, "KNOWN_BAD", (bad,))
+    packages = {"torch": "2.13.0", "deepspeed": "0.19.8", "transformers": "5.23.0", "peft": "0.21.2"}
+    said = about_software(packages=packages)[0]
+    assert said.startswith("✗ transformers 5.23.0 is known bad: it does not load → pip install 'transformers==")
 
 
 def test_the_tested_versions_are_those_of_the_constraints() -> None:
@@ -73,7 +91,7 @@ def test_the_tested_versions_are_those_of_the_constraints() -> None:
     setup.read(root / "setup.cfg", encoding="utf-8")
     needed = re.findall(r"^([\w.-]+)", setup["options"]["install_requires"], re.MULTILINE)
     lower = {name.lower(): version for name, version in pins.items()}
-    assert {name: lower[name.lower()] for name in needed} == dict(software.TESTED)
+    assert {name: lower[name.lower()] for name in needed} == {name: releases[0] for name, releases in TESTED.items()}
 
 
 def test_a_python_that_was_not_tested_is_a_warning() -> None:

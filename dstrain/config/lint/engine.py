@@ -25,6 +25,7 @@ from dstrain.config.lint.rules import (
     no_effect,
     optimizers,
     parallelism,
+    releases,
     schedules,
     syntax,
     unread,
@@ -57,6 +58,7 @@ RULES: tuple[Rule, ...] = (
     *models.RULES,
     *buffers.RULES,
     *machines.RULES,
+    *releases.RULES,
 )
 """Every rule, by id."""
 

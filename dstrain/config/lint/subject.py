@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from dstrain.config.document import REMOVED, lookup
@@ -41,6 +41,8 @@ class Subject(JobContext):
     """The configuration; its value is an object."""
     is_trainers: bool
     """Whether the Hugging Face Trainer reads it; else `deepspeed.initialize` does."""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    """Package → the version that will run it; without those that are not known."""
     estimate: Estimate | None = None
     """Its estimated needs; None also if it cannot be estimated."""
     free_disk_bytes: int | None = None

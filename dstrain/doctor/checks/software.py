@@ -2,46 +2,23 @@
 
 from __future__ import annotations
 
-import operator
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
 
+from dstrain.config.lint.advisories import ADVISORIES
+from dstrain.config.lint.advisory import Effect
 from dstrain.doctor.facts import Facts, Software
 from dstrain.doctor.finding import Finding, Notes
 from dstrain.doctor.gpu_facts import Gpus
 from dstrain.doctor.requirements import Needs
+from dstrain.facts.releases import is_in_range, release
+from dstrain.facts.window import TESTED, is_tested, known_bad
 
 _LEADING = ("torch", "deepspeed", "transformers")
 """Packages that are named even if all versions are fine."""
-TESTED: Mapping[str, str] = MappingProxyType(
-    {
-        "accelerate": "1.15.0",
-        "click": "8.5.1",
-        "datasets": "5.2.0",
-        "deepspeed": "0.19.8",
-        "filelock": "4.2.11",
-        "jinja2": "3.1.6",
-        "ninja": "1.13.2",
-        "nvidia-ml-py": "13.615.71",
-        "peft": "0.21.2",
-        "psutil": "7.2.2",
-        "pydantic": "2.14.3",
-        "rich": "15.0.0",
-        "ruamel.yaml": "0.19.1",
-        "swanlab": "0.10.3",
-        "torch": "2.13.0",
-        "transformers": "5.23.0",
-    }
-)
-"""Package → the version that the tests ran. Source: constraints.txt, which a test compares."""
 _MINORS_MIX = frozenset({10, 11, 12})
 """CUDA majors within which DeepSpeed lets nvcc and torch differ. Source: deepspeed 0.19.8 op_builder/builder.py:
 cuda_minor_mismatch_ok."""
-_COMPARE: Mapping[str, Callable[[Any, Any], bool]] = MappingProxyType(
-    {">=": operator.ge, "<=": operator.le, "<": operator.lt, ">": operator.gt, "==": operator.eq, "!=": operator.ne}
-)
 _OLDEST_DRIVERS: Mapping[int, str] = MappingProxyType({11: "450", 12: "525", 13: "580"})
 """CUDA major → the oldest driver that runs it. Source: CUDA 13.0 release notes, table 2."""
 
@@ -52,6 +29,7 @@ def check(facts: Facts, needs: Needs) -> list[Finding]:
     if software is None:
         return []
     _ranges(software, notes)
+    _advisories(software, notes)
     if software.torch_cuda is None:
         _without_cuda(software, facts.gpus, needs, notes)
     else:
@@ -70,8 +48,8 @@ def _ranges(software: Software, notes: Notes) -> None:
         notes.warn(f"Python {software.python} is outside the tested range, {tested}", f"python{tested[-4:]} -m venv")
     missing = [name for name, version in software.packages.items() if version is None]
     if missing:
-        wanted = " ".join(f"'{name}{software.ranges[name]}'" for name in missing)
-        notes.bad(f"not installed: {', '.join(missing)}", f"pip install {wanted}")
+        wanted = [f"{name}{software.ranges[name]}" for name in missing]
+        notes.bad(f"not installed: {', '.join(missing)}", _install(software, *wanted))
     outside = {
         name: version
         for name, version in software.packages.items()
@@ -79,42 +57,52 @@ def _ranges(software: Software, notes: Notes) -> None:
     }
     for name, version in outside.items():
         spec = software.ranges[name]
-        notes.warn(f"{name} {version} is outside the supported range {spec}", f"pip install '{name}{spec}'")
-    if not missing and not outside:
+        notes.warn(f"{name} {version} is outside the supported range {spec}", _install(software, f"{name}{spec}"))
+    bad = [_known_bad(software, name, version, notes) for name, version in software.packages.items() if version]
+    if not missing and not outside and not any(bad):
         named = ", ".join(f"{name} {software.packages[name]}" for name in _LEADING if name in software.packages)
         number = len(software.packages) - len(_LEADING)
         notes.ok(f"Python {software.python}, {named} and {number} more, {_as_tested(software)}")
 
 
+def _install(software: Software, *wanted: str) -> str:
+    """Returns the command that installs packages and keeps the torch that is there, which fits this machine's CUDA."""
+    torch = software.packages.get("torch")
+    kept = [] if torch is None or any(name.startswith("torch") for name in wanted) else [f"torch=={torch}"]
+    return f"pip install {' '.join(repr(name) for name in [*wanted, *kept])}"
+
+
+def _known_bad(software: Software, name: str, version: str, notes: Notes) -> bool:
+    """Adds an error for a version that is known not to work, and returns whether it is one."""
+    bad = known_bad(name, version)
+    if bad is not None:
+        notes.bad(f"{name} {version} is known bad: {bad.reason}", _install(software, f"{name}=={TESTED[name][0]}"))
+    return bad is not None
+
+
 def _as_tested(software: Software) -> str:
-    """Returns whether packages in their ranges have the tested versions, and which do not."""
+    """Returns whether packages in their ranges have tested versions, and which do not."""
     others = [
-        f"{name} {TESTED[name]}"
+        f"{name} (tested: {', '.join(TESTED[name])})"
         for name, version in software.packages.items()
-        if name in TESTED and version is not None and version.partition("+")[0] != TESTED[name]
+        if name in TESTED and version is not None and not is_tested(name, version)
     ]
-    return f"in the supported ranges; tested with {', '.join(others)}" if others else "as tested"
+    return f"in the supported ranges; untested: {', '.join(others)}" if others else "as tested"
 
 
-def is_in_range(version: str, spec: str) -> bool:
-    """Returns whether a version is in a range of releases; what comes before or after a release counts as it.
-
-    >>> is_in_range("2.13.0+cpu", ">=2.9"), is_in_range("0.20.0rc1", "<0.20,>=0.19.8"), is_in_range("5.24", "<5.24")
-    (True, False, False)
-    """
-    return all(_holds(_release(version), part) for part in spec.split(","))
-
-
-def _holds(release: tuple[int, ...], part: str) -> bool:
-    match = re.match(r"(>=|<=|<|>|==|!=)(.+)", part)
-    return match is None or _COMPARE[match[1]](release, _release(match[2]))
-
-
-def _release(version: str) -> tuple[int, ...]:
-    """Returns the numbers of a release, four of them: 2.13 is 2.13.0.0."""
-    match = re.match(r"\d+(?:\.\d+)*", version)
-    numbers = [int(part) for part in match[0].split(".")] if match else []
-    return tuple([*numbers, 0, 0, 0, 0][:4])
+def _advisories(software: Software, notes: Notes) -> None:
+    """Adds the known faults of the installed DeepSpeed; `dstrain lint` says which settings have them."""
+    versions = {name: version for name, version in software.packages.items() if version is not None}
+    faults = [row for row in ADVISORIES if row.kind is not Effect.DEFAULT and row.affects(versions) is not False]
+    if faults:
+        fixed = max((row.fixed for row in faults), key=release)
+        kinds = "; ".join(
+            f"{kind}: {', '.join(row.id for row in faults if row.kind is kind)}"
+            for kind in dict.fromkeys(row.kind for row in faults)
+        )
+        what = f"deepspeed {versions['deepspeed']} has known faults with some settings ({kinds})"
+        upgrade = _install(software, f"deepspeed>={fixed}")
+        notes.warn(what, f"dstrain lint  names those of a configuration; or: {upgrade}")
 
 
 def _without_cuda(software: Software, gpus: Gpus | None, needs: Needs, notes: Notes) -> None:
@@ -127,10 +115,10 @@ def _without_cuda(software: Software, gpus: Gpus | None, needs: Needs, notes: No
 def _driver(torch_cuda: str, gpus: Gpus | None, notes: Notes) -> None:
     if gpus is None or gpus.cuda is None:
         return
-    wanted = _release(torch_cuda)[0]
-    if wanted > _release(gpus.cuda)[0]:
+    wanted = release(torch_cuda)[0]
+    if wanted > release(gpus.cuda)[0]:
         what = f"torch is built for CUDA {torch_cuda}, and driver {gpus.driver} runs CUDA up to {gpus.cuda}"
-        index = f"https://download.pytorch.org/whl/cu{_release(gpus.cuda)[0]}…"
+        index = f"https://download.pytorch.org/whl/cu{release(gpus.cuda)[0]}…"
         oldest = _OLDEST_DRIVERS.get(wanted)
         newer = f"install driver {oldest} or newer" if oldest else "install a newer driver"
         notes.bad(what, f"{newer}, or: pip install torch --index-url {index}")
@@ -139,7 +127,7 @@ def _driver(torch_cuda: str, gpus: Gpus | None, notes: Notes) -> None:
 def _nvcc(torch_cuda: str, software: Software, needs: Needs, notes: Notes) -> None:
     if software.nvcc is None:
         return  # the check of extensions reports it
-    here, there = _release(software.nvcc)[:2], _release(torch_cuda)[:2]
+    here, there = release(software.nvcc)[:2], release(torch_cuda)[:2]
     if here == there or (here[0] == there[0] and here[0] in _MINORS_MIX):
         notes.ok(f"nvcc {software.nvcc} matches torch's CUDA {torch_cuda}")
         return

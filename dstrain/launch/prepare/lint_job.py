@@ -15,6 +15,7 @@ from dstrain.config.lint import engine
 from dstrain.config.lint.finding import Finding, lines
 from dstrain.config.lint.subject import JobContext, Subject
 from dstrain.errors import InvalidConfig, did_you_mean
+from dstrain.facts.this_machine import versions
 from dstrain.job.file import JobFile
 from dstrain.launch.prepare import hostfile_findings, job_checks
 from dstrain.launch.prepare.hostfile_findings import OUTSIDE
@@ -44,18 +45,20 @@ def lint_job(
     is_trainers: bool | None = None,
     ignored: Sequence[str] = (),
     fix: bool = False,
+    deepspeed: str | None = None,
 ) -> LintResult:
     """Lints a configuration with its job, if it has one: the hostfile and the data of the job too.
 
     With `fix`, applies every safe fix to the text that is returned; nothing is written. If `is_trainers` is None, the
-    Trainer reads a configuration that has a job or an "auto". Raises InvalidConfig if the configuration does not exist.
+    Trainer reads a configuration that has a job or an "auto". Known faults are those of a `deepspeed`, by default of
+    the installed one. Raises InvalidConfig if the configuration does not exist.
     """
     if file is None:
-        return lint(JobContext(), path, is_trainers=is_trainers, ignored=ignored, fix=fix)
+        return lint(JobContext(), path, is_trainers=is_trainers, ignored=ignored, fix=fix, deepspeed=deepspeed)
     planned = planned_cluster(path.parent)
     context = job_context(file, planned)
     findings = [*hostfile_findings.findings(file, planned), *job_checks.findings(file, context)]
-    result = lint(context, path, is_trainers=is_trainers, ignored=ignored, fix=fix)
+    result = lint(context, path, is_trainers=is_trainers, ignored=ignored, fix=fix, deepspeed=deepspeed)
     if result.subject is None:
         return result
     return replace(result, findings=[*result.findings, *(f for f in findings if f.rule not in ignored)])
@@ -68,6 +71,7 @@ def lint(
     is_trainers: bool | None = None,
     ignored: Sequence[str] = (),
     fix: bool = False,
+    deepspeed: str | None = None,
 ) -> LintResult:
     """Lints a configuration as `lint_job` does, without the hostfile and the data of the job."""
     return lint_text(context, read_text(path), shown(str(path)), is_trainers=is_trainers, ignored=ignored, fix=fix)
@@ -89,6 +93,8 @@ def lint_text(
     subject = Subject(
         document=document,
         is_trainers=True if is_trainers is None else is_trainers,
+        versions={name: version for name, version in versions().items() if version is not None}
+        | ({"deepspeed": deepspeed} if deepspeed is not None else {}),
         job=context.job,
         hosts=context.hosts,
         model=context.model,

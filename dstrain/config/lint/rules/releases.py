@@ -1,0 +1,46 @@
+"""Rules about releases of DeepSpeed with known faults or other defaults, made from the table of advisories."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from dstrain.config.lint.advisories import ADVISORIES
+from dstrain.config.lint.advisory import Advisory, Effect, every
+from dstrain.config.lint.finding import Fault, Severity
+from dstrain.config.lint.rule import Find, Rule
+from dstrain.config.lint.subject import Subject
+
+
+def _find(advisory: Advisory) -> Find:
+    """Returns the check of one advisory; what rests on something unknown is at most a warning."""
+
+    def find(subject: Subject) -> Iterator[Fault]:
+        affected = advisory.affects(subject.versions)
+        applies = False if affected is False else every(affected, advisory.has_settings(subject))
+        if applies is False:
+            return
+        is_maybe_error = applies is None and advisory.severity is Severity.ERROR
+        unless = "; part of that is not in this file" if applies is None else ""
+        upgrade = "" if advisory.kind is Effect.DEFAULT else f"pip install 'deepspeed>={advisory.fixed}', or "
+        yield Fault(
+            pointer=advisory.pointer,
+            problem=f"deepspeed {subject.versions['deepspeed']}: {advisory.settings}{unless}",
+            effect=f"{advisory.effect} ({advisory.history})",
+            fix=f"{upgrade}{advisory.otherwise}",
+            severity=Severity.WARNING if is_maybe_error else None,
+        )
+
+    return find
+
+
+RULES = tuple(
+    Rule(
+        id=advisory.id,
+        severity=advisory.severity,
+        title=f"release: {advisory.settings}",
+        find=_find(advisory),
+        source=advisory.source,
+    )
+    for advisory in ADVISORIES
+)
+"""One rule for each advisory."""
