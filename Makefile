@@ -15,7 +15,7 @@ export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/.cache/torch_extensions
 # one ninja for all that builds them: another release does not read its log, and compiles everything again
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: demo test suite fast sweep ops check update docs servers qlora clean
+.PHONY: demo test suite fast sweep ops check update docs servers qlora wheelhouse clean
 
 demo: $(VENV)/.installed
 	$(BIN)/dstrain demo $(DEMO)
@@ -77,6 +77,28 @@ qlora: $(QLORA)/.installed
 $(QLORA)/.installed: constraints.txt | $(VENV)/.installed
 	$(PIP) --no-deps --target $(QLORA) --upgrade bitsandbytes
 	touch $@
+
+# all wheels of an installation for machines without a network, for a Python and an architecture of Linux that need not be
+# those of this machine: docs/quickstart.md. Packages without a wheel on PyPI, all pure Python, are built here
+WHEELHOUSE ?= build/wheelhouse
+WHEELHOUSE_PYTHON ?= $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+WHEELHOUSE_ARCH ?= x86_64
+# glibc 2.28 and older; pip takes what each name says and nothing older
+PLATFORMS := $(foreach tag,manylinux_2_28 manylinux_2_27 manylinux_2_26 manylinux_2_24 manylinux_2_17 manylinux2014 \
+  manylinux_2_12 manylinux2010 manylinux_2_5 manylinux1,--platform $(tag)_$(WHEELHOUSE_ARCH))
+# extras, such as [qlora,wandb]
+WITH ?=
+WITHOUT_WHEEL := deepspeed pwinput
+
+wheelhouse: $(VENV)/.installed
+	mkdir -p $(WHEELHOUSE)
+	rm -f $(WHEELHOUSE)/dstrain-*.whl
+	DS_BUILD_OPS=0 $(BIN)/pip --quiet --disable-pip-version-check wheel --no-deps --no-build-isolation \
+	  --wheel-dir $(WHEELHOUSE) . $$(grep $(WITHOUT_WHEEL:%=-e '^%==') constraints.txt)
+	$(BIN)/pip --quiet --disable-pip-version-check download --only-binary :all: $(PLATFORMS) \
+	  --python-version $(WHEELHOUSE_PYTHON) --find-links $(WHEELHOUSE) --dest $(WHEELHOUSE) -c constraints.txt \
+	  "$$(echo $(WHEELHOUSE)/dstrain-*.whl)$(WITH)"
+	cp constraints.txt $(WHEELHOUSE)
 
 $(VENV)/.installed: setup.cfg pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -60,10 +60,10 @@ _PACKAGES = (
     _Package(key=("optimizer",), value="adamw_8bit", modules=("bitsandbytes",), name="bitsandbytes",
         install="pip install 'dstrain[qlora]'", is_wanted=lambda job: job.optimizer is Optimizer.ADAMW_8BIT),
     _Package(key=("attn",), value="flash_attention_2", modules=("flash_attn", "kernels"), name="flash-attn",
-        install="pip install flash-attn --no-build-isolation, or set attn: sdpa",
+        install="pip install 'dstrain[kernels]', or flash-attn with --no-build-isolation, or set attn: sdpa",
         is_wanted=lambda job: job.attn is Attention.FLASH_ATTENTION_2),
     _Package(key=("hub",), value="modelscope", modules=("modelscope",), name="modelscope",
-        install='pip install "modelscope[datasets]"',
+        install="pip install 'dstrain[modelscope]'",
         is_wanted=lambda job: job.hub is Hub.MODELSCOPE
         and any(map(_is_on_modelscope, (job.model, *job.data_paths)))),
     _sink(SinkName.SWANLAB, "pip install 'swanlab>=0.10,<0.11'"),
