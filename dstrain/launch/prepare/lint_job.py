@@ -74,7 +74,15 @@ def lint(
     deepspeed: str | None = None,
 ) -> LintResult:
     """Lints a configuration as `lint_job` does, without the hostfile and the data of the job."""
-    return lint_text(context, read_text(path), shown(str(path)), is_trainers=is_trainers, ignored=ignored, fix=fix)
+    return lint_text(
+        context,
+        read_text(path),
+        shown(str(path)),
+        is_trainers=is_trainers,
+        ignored=ignored,
+        fix=fix,
+        deepspeed=deepspeed,
+    )
 
 
 def lint_text(
@@ -85,6 +93,7 @@ def lint_text(
     is_trainers: bool | None = None,
     ignored: Sequence[str] = (),
     fix: bool = False,
+    deepspeed: str | None = None,
 ) -> LintResult:
     """Lints the text of a configuration as `lint` does; `name` is its name in messages."""
     document, problems = engine.read(text, name)
