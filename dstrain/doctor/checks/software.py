@@ -55,11 +55,17 @@ def _ranges(software: Software, notes: Notes) -> None:
         for name, version in software.packages.items()
         if version is not None and not is_in_range(version, software.ranges[name])
     }
+    bad = {name: row for name, version in software.packages.items() if version and (row := known_bad(name, version))}
+    for name, row in bad.items():
+        what = f"{name} {software.packages[name]} is known bad: {row.reason}"
+        notes.warn(what, _install(software, f"{name}=={TESTED[name][0]}"))
     for name, version in outside.items():
-        spec = software.ranges[name]
-        notes.warn(f"{name} {version} is outside the supported range {spec}", _install(software, f"{name}{spec}"))
-    bad = [_known_bad(software, name, version, notes) for name, version in software.packages.items() if version]
-    if not missing and not outside and not any(bad):
+        if name not in bad:
+            wanted = f"{name}{software.ranges[name]}"
+            notes.warn(
+                f"{name} {version} is outside the supported range {software.ranges[name]}", _install(software, wanted)
+            )
+    if not missing and not outside and not bad:
         named = ", ".join(f"{name} {software.packages[name]}" for name in _LEADING if name in software.packages)
         number = len(software.packages) - len(_LEADING)
         notes.ok(f"Python {software.python}, {named} and {number} more, {_as_tested(software)}")
@@ -70,14 +76,6 @@ def _install(software: Software, *wanted: str) -> str:
     torch = software.packages.get("torch")
     kept = [] if torch is None or any(name.startswith("torch") for name in wanted) else [f"torch=={torch}"]
     return f"pip install {' '.join(repr(name) for name in [*wanted, *kept])}"
-
-
-def _known_bad(software: Software, name: str, version: str, notes: Notes) -> bool:
-    """Adds an error for a version that is known not to work, and returns whether it is one."""
-    bad = known_bad(name, version)
-    if bad is not None:
-        notes.bad(f"{name} {version} is known bad: {bad.reason}", _install(software, f"{name}=={TESTED[name][0]}"))
-    return bad is not None
 
 
 def _as_tested(software: Software) -> str:
