@@ -29,6 +29,8 @@ from dstrain.units import format_count
 LEARNING_RATES = {Method.FULL: 1e-5, Method.LORA: 1e-4, Method.QLORA: 2e-4}
 """Usual peak learning rates of supervised fine-tuning. Source: LLaMA-Factory's full examples (1e-5) and LoRA examples
 (1e-4); QLoRA (arXiv 2305.14314), table 9 (2e-4 up to 13B)."""
+PREFERENCE_RATES = {Method.FULL: 1e-6, Method.LORA: 5e-6, Method.QLORA: 5e-6}
+"""Those of preferences. Source: trl 1.16 trainer/dpo_config.py (1e-6); LLaMA-Factory's LoRA examples of DPO (5e-6)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +85,7 @@ def plan_of(surveyed: Survey, cluster: Cluster, request: Request) -> Plan:
         rejected=surveyed.rejected,
         num_estimated=surveyed.num_estimated,
         global_batch=global_batch(cluster, surveyed.first.configuration),
-        learning_rate=LEARNING_RATES[request.method],
+        learning_rate=(PREFERENCE_RATES if request.task.has_own_loss else LEARNING_RATES)[request.method],
         reasons=surveyed.proposals[0].reasons,
         notes=surveyed.notes,
     )
