@@ -10,6 +10,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from dstrain.choices import LossKernel
+from dstrain.train import loss
 from dstrain.train.data.slices import shift
 from dstrain.train.data.tokenize import IGNORED
 from dstrain.train.tasks.samples import REFERENCE
@@ -40,14 +41,11 @@ def sequence_log_probs(logits: torch.Tensor, targets: torch.Tensor, kernel: Loss
     """Returns the sum of the log-probabilities of the targets of each row: (rows,), float32.
 
     `logits`: (rows, seq, vocab); `targets`: (rows, seq), shifted. `full` converts all logits to float32, as the loss of
-    Transformers does; `chunked` converts a few rows at a time, and writes the gradient in the dtype of the logits.
-    Source of that: deepspeed 0.19.8 runtime/chunked_cross_entropy.py.
+    Transformers does; `chunked` does not.
     """
     flat, wanted = logits.reshape(-1, logits.shape[-1]), targets.reshape(-1).to(logits.device)
     if kernel is LossKernel.CHUNKED:
-        from deepspeed.runtime.chunked_cross_entropy import chunked_cross_entropy  # type: ignore[import-untyped]
-
-        losses: torch.Tensor = chunked_cross_entropy(flat, wanted, IGNORED, reduction="none")
+        losses = loss.token_losses(flat, wanted, IGNORED)
     else:
         losses = cross_entropy(flat.float(), wanted, ignore_index=IGNORED, reduction="none")
     return -losses.view(targets.shape).sum(-1)

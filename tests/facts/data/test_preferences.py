@@ -51,7 +51,7 @@ def test_a_system_prompt_and_earlier_turns_are_part_of_both_sides() -> None:
         ({"chosen": [QUESTION, GOOD], "rejected": [SAID | {"value": "?"}, BAD]}, "differ before their last answer"),
         ({"prompt": "Other", "chosen": [QUESTION, GOOD], "rejected": [QUESTION, BAD]}, "chosen: is a conversation"),
         ({"prompt": "a", "chosen": [QUESTION], "rejected": "c"}, "chosen: .*ends with the user"),
-        ({"prompt": "a", "chosen": "b", "rejected": 3}, "rejected: messages 2 is 3"),
+        ({"prompt": "a", "chosen": "b", "rejected": 3}, "rejected: is 3, not a text"),
         ({"instruction": "a", "chosen": ["b", "c"], "rejected": "c"}, "chosen: is not the text of one answer"),
         ({"prompt": "a", "chosen": "b", "rejected": "c", "images": ["x.png"]}, '"images" holds images'),
     ],
