@@ -61,7 +61,7 @@ def run_trl(folder: Path, stage: int) -> None:
     """Trains with TRL on this rank; rank 0 writes what it logged."""
     import datasets
     from transformers import AutoTokenizer
-    from trl import DPOConfig, DPOTrainer
+    from trl import DPOConfig, DPOTrainer  # type: ignore[import-not-found, unused-ignore]
 
     zero = {"stage": stage} | ({"stage3_param_persistence_threshold": "auto"} if stage == 3 else {})
     arguments = DPOConfig(
@@ -138,7 +138,7 @@ def compare(folder: Path, stage: int, trl: str) -> float:
     for own, their in zip(ours, theirs, strict=True):
         both = "  ".join(f"{own[name]:13.6f} {float(their[name]):13.6f}" for name in COMPARED)
         print(f"         {own['step']:4}  {both}")
-    return max(abs(own["loss"] / float(their["loss"]) - 1) for own, their in zip(ours, theirs, strict=True))
+    return max(abs(float(own["loss"]) / float(their["loss"]) - 1) for own, their in zip(ours, theirs, strict=True))
 
 
 def main() -> None:
