@@ -59,7 +59,7 @@ def set_template(model: Path) -> None:
 
 def run_trl(folder: Path, stage: int) -> None:
     """Trains with TRL on this rank; rank 0 writes what it logged."""
-    import datasets
+    import datasets  # type: ignore[import-untyped]
     from transformers import AutoTokenizer
     from trl import DPOConfig, DPOTrainer  # type: ignore[import-not-found, unused-ignore]
 
