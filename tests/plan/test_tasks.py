@@ -58,5 +58,5 @@ def test_a_forward_pass_alone_is_a_third_of_both() -> None:
     "asked", [{"loss": LossKernel.FUSED}, {"packing": True}, {"sp": 2}, {"tp": 2}], ids=lambda asked: next(iter(asked))
 )
 def test_what_pairs_cannot_have_contradicts_them(asked: dict[str, object]) -> None:
-    with pytest.raises(InvalidConfig, match="tasks with a loss of whole answers need"):
+    with pytest.raises(InvalidConfig, match="task dpo needs"):
         decide(workload(), Request(task=Task.DPO, seq_len=1024, **asked))  # type: ignore[arg-type]

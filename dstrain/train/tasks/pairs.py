@@ -47,8 +47,8 @@ def _encoded(encoder: Encoder, pairs: Sequence[tuple[str, Pair]], refuse: Refuse
     errors: list[InvalidConfig] = []
     found = list(encoder.encode([(where, side) for where, pair in pairs for side in pair.sides], errors.append))
     if errors and len(pairs) > 1:
-        for pair in pairs:
-            yield from _encoded(encoder, [pair], refuse)
+        for one in pairs:
+            yield from _encoded(encoder, [one], refuse)
     elif errors:
         refuse(errors[0])
     else:

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from dstrain.errors import InvalidConfig
 from dstrain.choices import DataFormat
+from dstrain.errors import InvalidConfig
 from dstrain.facts.data.preferences import Pair, to_pair
 from dstrain.facts.data.sample_formats import Reading, unused
 from dstrain.facts.data.turns import Conversation

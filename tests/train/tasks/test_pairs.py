@@ -16,8 +16,8 @@ from transformers import PreTrainedTokenizerFast
 from dstrain.choices import OnBadRow, Task
 from dstrain.errors import InvalidConfig
 from dstrain.job.schema import Job
-from dstrain.train.data.prepare import PreparedData
-from dstrain.train.tasks.pairs import prepare_pairs
+from dstrain.train.data.prepare import PreparedData, prepare
+from dstrain.train.tasks.pairs import PAIRS
 
 TALK = [
     {"role": "user", "content": "What is 2 + 2?"},
@@ -40,8 +40,8 @@ def tokenizer(made_demo: Path) -> Any:
 def prepared(folder: Path, tokenizer: Any, *rows: Any, seq_len: int = 512, **options: Any) -> PreparedData:
     file = folder / "pairs.jsonl"
     file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    job = Job(model="none", output_dir="none", task=Task.DPO, seq_len=seq_len, **options)
-    return prepare_pairs(job, tokenizer, data=str(file), training=True, report=lambda done, total: None)
+    job = Job(model="none", output_dir="none", task=Task.DPO, data=str(file), seq_len=seq_len, **options)
+    return prepare(job, tokenizer, training=True, form=PAIRS)
 
 
 def learned(sequence: Any) -> list[int]:
@@ -70,11 +70,11 @@ def test_both_sides_are_cut_at_their_end(tmp_path: Path, tokenizer: Any) -> None
 def test_pairs_without_anything_to_learn_are_dropped_and_said(tmp_path: Path, tokenizer: Any) -> None:
     rows = [PAIR, PAIR | {"rejected": PAIR["chosen"]}, PAIR | {"rejected": ""}, PAIR | {"prompt": "Why? " * 200}]
     data = prepared(tmp_path, tokenizer, *rows, seq_len=128)
-    assert (len(data.dataset), data.num_dropped) == (2, 1)
+    assert (len(data.dataset), data.num_dropped) == (2, 2)
     said = "\n".join(data.notes)
-    assert "1 pairs have equal answers, of which nothing can be learned, and were dropped" in said
-    assert "1 answers are empty" in said
-    assert "1 pairs have a side without a token to learn and were dropped" in said
+    assert "1 pairs have equal answers, of which nothing can be learned" in said
+    assert "1 answers of pairs are empty" in said
+    assert "2 samples have no token to learn and were dropped" in said
 
 
 def test_a_pair_is_refused_whole_with_its_line(tmp_path: Path, tokenizer: Any) -> None:
