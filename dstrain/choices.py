@@ -13,6 +13,37 @@ class Method(StrEnum):
     QLORA = "qlora"
 
 
+class Task(StrEnum):
+    """What a model learns from: conversations, texts, or preferences between answers."""
+
+    SFT = "sft"
+    PRETRAIN = "pretrain"
+    DPO = "dpo"
+
+    @property
+    def has_own_loss(self) -> bool:
+        """Whether the loss is made of the log-probabilities of whole answers, not that of the model itself."""
+        return self not in (Task.SFT, Task.PRETRAIN)
+
+    @property
+    def rows(self) -> int:
+        """Sequences of one sample."""
+        return 2 if self is Task.DPO else 1
+
+
+class DpoLoss(StrEnum):
+    """The loss of a pair, by TRL's names.
+
+    The sigmoid of the margin, a hinge, the squared distance of the margin per token to 1 / (2 beta), or the sigmoid for
+    preferences of which a share is wrong. Sources: arXiv 2305.18290, 2305.10425, 2310.12036, 2403.00409.
+    """
+
+    SIGMOID = "sigmoid"
+    HINGE = "hinge"
+    IPO = "ipo"
+    ROBUST = "robust"
+
+
 class Precision(StrEnum):
     """The dtype of the model's parameters in forward and backward."""
 
@@ -33,6 +64,12 @@ class Offload(StrEnum):
     OPTIMIZER = "optimizer"
     PARAMS = "params"
     NVME = "nvme"
+
+    @property
+    def words(self) -> str:
+        """The choice in words."""
+        words = {Offload.OPTIMIZER: "optimizer", Offload.PARAMS: "optimizer and parameter", Offload.NVME: "NVMe"}
+        return f"{words.get(self, 'no')} offload"
 
 
 class Attention(StrEnum):
@@ -117,6 +154,7 @@ class DataFormat(StrEnum):
     ALPACA = "alpaca"
     MESSAGES = "messages"
     TEXT = "text"
+    PREFERENCE = "preference"
 
 
 class Column(StrEnum):
@@ -139,6 +177,8 @@ class Column(StrEnum):
     TOOLS = "tools"
     FUNCTIONS = "functions"
     WEIGHT = "weight"
+    CHOSEN = "chosen"
+    REJECTED = "rejected"
 
 
 class LossOn(StrEnum):

@@ -47,6 +47,8 @@ class Phase(StrEnum):
     """Turning data into tokens, for all ranks of its node; the step it names are samples."""
     WEIGHTS = "loading weights"
     """Loading the model; the step it names are tensors."""
+    REFERENCE = "computing the reference"
+    """Evaluating the model before training, once, on all samples; the step it names are micro-batches."""
     STEP = "step"
     """Training; the step it names is done."""
     SAVING = "saving"
@@ -61,7 +63,7 @@ class Phase(StrEnum):
     """Ended well."""
 
 
-COUNTED = MappingProxyType({Phase.TOKENIZING: "samples", Phase.WEIGHTS: "tensors"})
+COUNTED = MappingProxyType({Phase.TOKENIZING: "samples", Phase.WEIGHTS: "tensors", Phase.REFERENCE: "micro-batches"})
 """The phases that count something else than optimizer steps → what."""
 STARTING = frozenset({Phase.START, Phase.CONNECTING, Phase.LOADING, *COUNTED, Phase.PORT_TAKEN})
 """The phases before the first step."""

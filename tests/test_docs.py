@@ -78,6 +78,7 @@ def job_reference() -> str:
     rows = ["| key | default | meaning |", "|---|---|---|"]
     prefixes = {
         "Job": "",
+        "Dpo": "dpo.",
         "DataSource": "data[].",
         "Lora": "lora.",
         "RopeScaling": "rope_scaling.",

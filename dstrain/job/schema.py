@@ -17,6 +17,7 @@ from dstrain.choices import (
     Attention,
     Column,
     DataFormat,
+    DpoLoss,
     HealthRule,
     Hub,
     Interval,
@@ -30,6 +31,7 @@ from dstrain.choices import (
     RopeType,
     Schedule,
     StoppingStrategy,
+    Task,
     Thinking,
 )
 from dstrain.job.data_source import DataSource, Positive, PositiveFloat, Sources, listed
@@ -75,6 +77,20 @@ class Lora:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Dpo:
+    """The loss of `task: dpo`, by TRL's names."""
+
+    __pydantic_config__ = type_config
+
+    beta: PositiveFloat = 0.1
+    """How closely the model keeps to the reference, which is the model before training; `ipo` calls it tau."""
+    loss_type: DpoLoss = DpoLoss.SIGMOID
+    """`sigmoid`, `hinge`, `ipo` or `robust`."""
+    label_smoothing: Annotated[float, Ge(0), Lt(0.5)] = 0.0
+    """Share of pairs whose preference is wrong, for `robust`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RopeScaling:
     """Rotary positions for more tokens than the model has, by the keys of Transformers and of model cards."""
 
@@ -101,6 +117,10 @@ class Job:
     """A local folder, or a model id on the hub."""
     output_dir: str
     """The run directory: metrics, checkpoints, the final model."""
+    task: Task = Task.SFT
+    """`sft` (conversations), `pretrain` (texts), or `dpo` (pairs of a chosen and a rejected answer)."""
+    dpo: Dpo = field(default_factory=Dpo)
+    """The loss, for `dpo`."""
     data: Sources | None = None
     """Training data: a JSONL, JSON or Parquet file, a glob, a data set id on the hub, or a list of data sets."""
     eval_data: Sources | None = None
@@ -108,7 +128,7 @@ class Job:
     val_split: PositiveFloat | None = None
     """Samples of `data` held out for evaluation, in place of `eval_data`: a share below 1, or a number."""
     data_format: DataFormat = DataFormat.AUTO
-    """`alpaca` (also other question and answer columns), `messages` (also ShareGPT), `text`, or `auto`."""
+    """`alpaca` (also other questions and answers), `messages` (also ShareGPT), `text`, `preference`, or `auto`."""
     columns: Mapping[Column, str] = field(default_factory=dict)
     """Columns of the data: the name that dstrain knows → the name in the file, such as `{question: Q, answer: A}`."""
     system: str | None = None
@@ -151,7 +171,7 @@ class Job:
     chat_template: str | None = None
     """A chat template, or a file with one; default: the model's own."""
     micro_batch: Positive = 1
-    """Samples (with packing: rows) per forward pass of one GPU."""
+    """Samples (with packing: rows; for `dpo`: pairs) per forward pass of one GPU."""
     grad_accum: Positive = 1
     """Micro-batches per optimizer step."""
     sp: Positive = 1

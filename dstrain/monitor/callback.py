@@ -193,6 +193,8 @@ def _clock(seconds: float) -> str:
 _PROGRESS: dict[str, Callable[[float], str]] = {
     "loss": lambda v: f"loss {v:.4f}",
     "eval_loss": lambda v: f"evaluation loss {v:.4f}",
+    "rewards/accuracies": lambda v: f"accuracy {v:.0%}",
+    "eval_rewards/accuracies": lambda v: f"evaluation accuracy {v:.0%}",
     "grad_norm": lambda v: f"gradient norm {v:.3g}",
     "learning_rate": lambda v: f"learning rate {v:.2e}",
     "tokens_per_s": lambda v: f"{v:,.0f} tokens/s",

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, get_type_hints
 
-from dstrain.choices import Attention, LossKernel, Method, Offload, Optimizer, Precision, StateDtypes
+from dstrain.choices import Attention, LossKernel, Method, Offload, Optimizer, Precision, StateDtypes, Task
 from dstrain.job.schema import Lora, RopeScaling
 from dstrain.plan.training_code import TrainingCode
 
@@ -62,20 +62,32 @@ class MicroBatch:
     """How positions reach that length, beyond the model's own; costs neither memory nor time."""
     micro_batch: int = 1
     """Samples of one forward pass of one GPU."""
+    task: Task = Task.SFT
+    """What the model learns from, and so how many sequences a sample has."""
     packing: bool = False
     """Whether samples share rows, so that no row has padding."""
     image_patches: int = 0
     """Patches of all images of one sample that the vision tower sees."""
 
     @property
+    def rows(self) -> int:
+        """Sequences of one forward pass of one GPU."""
+        return self.micro_batch * self.task.rows
+
+    @property
     def tokens(self) -> int:
         """Tokens of one forward pass of one GPU, at most."""
-        return self.micro_batch * self.seq_len
+        return self.micro_batch * self.sample_tokens
+
+    @property
+    def sample_tokens(self) -> int:
+        """Tokens of the sequences of one sample, at most."""
+        return self.task.rows * self.seq_len
 
     @property
     def is_padded(self) -> bool:
         """Whether attention receives a padding mask."""
-        return not self.packing and self.micro_batch > 1
+        return not self.packing and self.rows > 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,11 +235,9 @@ class Configuration:
     @property
     def title_parts(self) -> list[str]:
         """Returns the parts of the title: ZeRO and offload, checkpointing, micro-batch."""
-        parts = [f"ZeRO-{self.zero.stage}"]
-        if self.zero.is_offloaded:
-            parts[0] += f" + {OFFLOAD_WORDS[self.zero.offload]}"
+        offload = f" + {self.zero.offload.words}" if self.zero.is_offloaded else ""
         words = [self.checkpointing.words] if self.checkpointing.enabled or self.checkpointing.tiled_mlp else []
-        return [*parts, *words, f"micro-batch {self.batch.micro_batch}"]
+        return [f"ZeRO-{self.zero.stage}{offload}", *words, f"micro-batch {self.batch.micro_batch}"]
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
@@ -246,13 +256,6 @@ class Configuration:
             serialization=core_schema.plain_serializer_function_ser_schema(flat),
         )
 
-
-OFFLOAD_WORDS = {
-    Offload.OPTIMIZER: "optimizer offload",
-    Offload.PARAMS: "optimizer and parameter offload",
-    Offload.NVME: "NVMe offload",
-}
-"""Display name of each offload."""
 
 DEFAULTS = Configuration()
 """DeepSpeed's defaults."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from dstrain.choices import Attention, LossKernel, Method, Offload, Optimizer, Precision, RopeType, StateDtypes
+from dstrain.choices import Attention, LossKernel, Method, Offload, Optimizer, Precision, RopeType, StateDtypes, Task
 from dstrain.errors import InvalidConfig
 from dstrain.job.schema import Lora, RopeScaling
 from dstrain.plan.configuration import DEFAULTS, DEGREES, Configuration, changed, choices
@@ -21,6 +21,8 @@ class Request:
     """What is trained."""
     lora: Lora = field(default_factory=Lora)
     """The adapter, for LoRA and QLoRA."""
+    task: Task = Task.SFT
+    """What the model learns from."""
     seq_len: int | None = None
     """Longest sample in tokens."""
     rope_scaling: RopeScaling | RopeType | None = None

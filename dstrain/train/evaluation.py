@@ -14,6 +14,11 @@ from torch.nn.functional import cross_entropy
 from dstrain.train.data.tokenize import IGNORED
 
 
+def without_targets(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a row of which no token counts."""
+    return {**row, "labels": [IGNORED] * len(row["labels"])}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
     """One rank's share of the rows, whole micro-batches and equally many on all ranks.
@@ -23,13 +28,15 @@ class Share:
     """
 
     rows: Any
-    """All rows: a sequence of samples with `labels`."""
+    """All rows: a sequence of samples."""
     index: int
     """Index of the share: the rank's, or that of its sequence-parallel group."""
     count: int
     """Number of shares."""
     micro_batch: int = 1
     """Rows of a micro-batch: the share is a multiple of it."""
+    blank: Callable[[Mapping[str, Any]], Mapping[str, Any]] = without_targets
+    """Returns a row without targets, made of another one."""
 
     def __len__(self) -> int:
         return math.ceil(len(self.rows) / (self.count * self.micro_batch)) * self.micro_batch
@@ -42,8 +49,7 @@ class Share:
         if number < len(self.rows):
             row: Mapping[str, Any] = self.rows[number]
             return row
-        filling = self.rows[0]
-        return {**filling, "labels": [IGNORED] * len(filling["labels"])}
+        return self.blank(self.rows[0])
 
 
 def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

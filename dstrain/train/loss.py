@@ -66,11 +66,20 @@ def chunked_loss(
 
 def sum_of_losses(logits: torch.Tensor, targets: torch.Tensor, ignored: int) -> torch.Tensor:
     """Returns the sum of the losses of logits (tokens, vocab) and targets (tokens,): (), float32."""
+    return token_losses(logits, targets, ignored).sum()
+
+
+def token_losses(logits: torch.Tensor, targets: torch.Tensor, ignored: int) -> torch.Tensor:
+    """Returns the losses of logits (tokens, vocab) and targets (tokens,), 0 for ignored ones: (tokens,), float32.
+
+    A few rows are converted to float32 at a time, and the gradient is written in the dtype of the logits. Source:
+    deepspeed 0.19.8 runtime/chunked_cross_entropy.py.
+    """
     # a trace of the model's code, which prints JSON, needs no DeepSpeed, which prints too
     from deepspeed.runtime.chunked_cross_entropy import chunked_cross_entropy  # type: ignore[import-untyped]
 
-    total: torch.Tensor = chunked_cross_entropy(logits, targets, ignored, reduction="sum")
-    return total
+    losses: torch.Tensor = chunked_cross_entropy(logits, targets, ignored, reduction="none")
+    return losses
 
 
 class _FusedHead:

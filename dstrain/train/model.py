@@ -62,7 +62,7 @@ def load_model(
     if job.method is not Method.FULL:
         dtype = DTYPES[job.precision] if zero_stage(ds_config) < 3 else None  # ZeRO-3 has partitioned the matrices
         model = with_adapter(model, job.lora, grad_ckpt=job.grad_ckpt, dtype=dtype)
-    if job.loss is not LossKernel.FULL:
+    if job.loss is not LossKernel.FULL and not job.task.has_own_loss:
         replace_loss(model, job.loss)
     if job.tiled_mlp:
         tile_mlps(model)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,7 @@ from dstrain.errors import EnvironmentProblem
 from dstrain.facts.cluster.cluster import Cluster
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.heartbeat import Phase, Sender
+from dstrain.job import task_limits
 from dstrain.job.schema import Job
 from dstrain.monitor.callback import MetricsCallback
 from dstrain.monitor.health.history import Facts
@@ -35,10 +36,14 @@ from dstrain.train.checkpoints.node_storage import shared
 from dstrain.train.checkpoints.saved_model import base_config
 from dstrain.train.data.collate import Collator, taken_by, without_adapter
 from dstrain.train.data.prepare import PreparedData, prepare
+from dstrain.train.data.tokenized import SEQUENCES
 from dstrain.train.measure_states import MeasureCallback
 from dstrain.train.model import load_model
 from dstrain.train.rank import Rank
 from dstrain.train.sequence_parallel import SequenceParallelTrainer
+from dstrain.train.tasks.objective import Objective, objective_of
+from dstrain.train.tasks.samples import SampleCollator
+from dstrain.train.tasks.trainer import TaskTrainer
 from dstrain.train.tensor_parallel import TensorParallelTrainer
 from dstrain.train.tokenizer import load_tokenizer, source_of
 from dstrain.train.trainer import Trainer
@@ -59,6 +64,8 @@ class TrainingSetup:
     group: Any
     """A gloo group of all ranks, for small gathers that touch no GPU; None with one rank."""
     tokenizer: Any
+    objective: Objective | None
+    """The task, if its loss is not that of the model itself."""
     train_data: PreparedData
     eval_data: PreparedData | None
     model: Any
@@ -77,6 +84,8 @@ class TrainingSetup:
         partition), then the data, whose errors show within seconds, and the model last.
         """
         job, ds_config = inputs.job, inputs.ds_config
+        task_limits.require(job)
+        objective = objective_of(job)
         on_gpu = torch.cuda.is_available()
         ranks.import_muon(ds_config)
         ranks.quieten(on_terminal=rank.is_first and sys.stderr.isatty())
@@ -85,7 +94,8 @@ class TrainingSetup:
         arguments = training_arguments(job, ds_config, num_ranks=rank.world_size, on_gpu=on_gpu)
         source = source_of(job)
         tokenizer = load_tokenizer(job, source)
-        tokens = partial(prepare, job, tokenizer, report=partial(heartbeat.count, Phase.TOKENIZING))
+        form = SEQUENCES if objective is None else objective.form
+        tokens = partial(prepare, job, tokenizer, report=partial(heartbeat.count, Phase.TOKENIZING), form=form)
         train_data = tokens(training=True)
         eval_data = tokens(training=False) if job.has_eval else None
         for prepared in (train_data, eval_data):
@@ -102,6 +112,7 @@ class TrainingSetup:
             arguments=arguments,
             group=group,
             tokenizer=tokenizer,
+            objective=objective,
             train_data=train_data,
             eval_data=eval_data,
             model=loaded,
@@ -127,7 +138,7 @@ class TrainingSetup:
             sinks=sinks,
             say=self.rank.say,
         )
-        trainer = _kind_of_trainer(self.job)(
+        trainer = self._kind_of_trainer()(
             job=self.job,
             run_dir=self.run_dir,
             rank=self.rank,
@@ -158,13 +169,25 @@ class TrainingSetup:
             device_bytes=torch.cuda.get_device_properties().total_memory if on_gpu else None,
         )
 
-    def _collator(self) -> Collator:
-        return Collator(
+    def _kind_of_trainer(self) -> Callable[..., Trainer]:
+        """Returns the Trainer of a job's task or kind of parallelism."""
+        if self.objective is not None:
+            digest = self.eval_data.digest if self.eval_data else None
+            return partial(TaskTrainer, objective=self.objective, eval_digest=digest)
+        if self.job.ep > 1:
+            from dstrain.train.expert_parallel import ExpertParallelTrainer
+
+            return ExpertParallelTrainer
+        return SequenceParallelTrainer if self.job.sp > 1 else TensorParallelTrainer if self.job.tp > 1 else Trainer
+
+    def _collator(self) -> Collator | SampleCollator:
+        collator = Collator(
             pad_token_id=int(self.tokenizer.pad_token_id),
             packing=self.job.packing,
             takes=taken_by(self.model),
             slices=self.job.sp,
         )
+        return collator if self.objective is None else SampleCollator(collator=collator)
 
     def summary(self, trainer: Trainer) -> dict[str, Any]:
         """Returns the content of `summary.json`."""
@@ -185,15 +208,6 @@ class TrainingSetup:
             "peak_bytes_per_gpu": metrics.peak_bytes,
             "ranks": self.rank.world_size,
         }
-
-
-def _kind_of_trainer(job: Job) -> type[Trainer]:
-    """Returns the Trainer of a job's kind of parallelism."""
-    if job.ep > 1:
-        from dstrain.train.expert_parallel import ExpertParallelTrainer
-
-        return ExpertParallelTrainer
-    return SequenceParallelTrainer if job.sp > 1 else TensorParallelTrainer if job.tp > 1 else Trainer
 
 
 def _against(job: Job, model: ModelFacts | None, cluster: Cluster | None) -> Hardware | None:

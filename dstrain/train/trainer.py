@@ -25,7 +25,7 @@ from dstrain.train.data.collate import without_adapter
 from dstrain.train.data.isolation import Trial, packed_masks, sees_padding
 from dstrain.train.data.packing import PackedRows, row_of
 from dstrain.train.data.slices import shift
-from dstrain.train.evaluation import Share, loss_of, mean_loss
+from dstrain.train.evaluation import Share, loss_of, mean_loss, without_targets
 from dstrain.train.loss import is_that_of_logits, sums_of, takes_targets
 from dstrain.train.rank import Rank
 from dstrain.train.saving import SavingTrainer
@@ -38,6 +38,9 @@ _PADDED = 9
 
 class Trainer(SavingTrainer):
     """The Trainer of one rank."""
+
+    blank = staticmethod(without_targets)
+    """Returns a row without targets, which fills up a rank's share of an evaluation."""
 
     def __init__(
         self,
@@ -101,7 +104,9 @@ class Trainer(SavingTrainer):
         """Returns the micro-batches of this rank; the ranks together evaluate every sample once."""
         rows, size = self.eval_dataset if eval_dataset is None else eval_dataset, self.args.per_device_eval_batch_size
         return DataLoader(
-            Share(rows=rows, index=self._share, count=self._num_shares, micro_batch=size),  # type: ignore[arg-type]
+            Share(  # type: ignore[arg-type]
+                rows=rows, index=self._share, count=self._num_shares, micro_batch=size, blank=self.blank
+            ),
             batch_size=size,
             collate_fn=self.data_collator,
             num_workers=self.args.dataloader_num_workers,

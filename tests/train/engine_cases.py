@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dstrain.choices import LossKernel, Method, Offload, Precision
+from dstrain.choices import LossKernel, Method, Offload, Precision, Task
 from dstrain.facts.model.families import from_config
 from dstrain.job.schema import Lora
 from dstrain.plan.configuration import DEFAULTS, Configuration, changed
@@ -162,6 +162,8 @@ CASES = (
     case("fused loss, adapters, checkpointing", 3, loss=LossKernel.FUSED, **FULL_LORA, **CKPT),
     case("fused loss, nothing kept, sequence-parallel", 3, sp=2, loss=LossKernel.FUSED, **NARROW, **gathers(0, 0)),
     case("chunked loss, checkpointing", 3, loss=LossKernel.CHUNKED, **CKPT),
+    case("pairs of answers, chunked loss, accumulating", 2, task=Task.DPO, loss=LossKernel.CHUNKED, grad_accum=2),
+    case("pairs of answers, checkpointing", 3, task=Task.DPO, **CKPT, **gathers(0, 0)),
     case("tiled MLPs, accumulating", 1, seq_len=768, tiled_mlp=True, grad_accum=2),
     case("tiled MLPs, checkpointing", 2, seq_len=768, tiled_mlp=True, **CKPT),
     case("tiled MLPs", 3, seq_len=768, tiled_mlp=True, **gathers(0, 0)),
@@ -241,6 +243,7 @@ def described(case: Case) -> dict[str, Any]:
         "steps": STEPS,
         "optimizer": configuration.step.optimizer,
         "loss": configuration.kernels.loss,
+        "task": configuration.batch.task,
         "is_full": case.is_full,
         "tiled_mlp": configuration.checkpointing.tiled_mlp,
         "grad_ckpt": {"use_reentrant": settings_of(configuration).is_reentrant}

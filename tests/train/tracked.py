@@ -1,9 +1,9 @@
 """Trains one configuration after another on this rank and writes what lived: `tests.train.tracked CASES`.
 
 CASES is a JSON file: a list of objects with `name`, `config` (of the model), `ds_config`, `seq_len`, `micro_batch`,
-`grad_accum`, `sp`, `packing`, `activation_offload`, `steps`, `optimizer`, `loss`, `tiled_mlp`, `is_full` (whether the
-device is, while the engine is set up), `grad_ckpt` (null, or its keywords) and `lora` (null, or the keywords of
-LoraConfig). Each rank writes a list of what it measured to `CASES.RANK`.
+`grad_accum`, `sp`, `packing`, `activation_offload`, `steps`, `optimizer`, `loss`, `task`, `tiled_mlp`, `is_full`
+(whether the device is, while the engine is set up), `grad_ckpt` (null, or its keywords) and `lora` (null, or the
+keywords of LoraConfig). Each rank writes a list of what it measured to `CASES.RANK`.
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ from typing import Any
 import torch
 from deepspeed.accelerator.real_accelerator import get_accelerator, set_accelerator
 
-from dstrain.choices import LossKernel, Optimizer
+from dstrain.choices import LossKernel, Optimizer, Task
+from dstrain.job.schema import Job
 from dstrain.train import loss
 from dstrain.train.loss import replace_loss
+from dstrain.train.tasks.dpo import DpoObjective
 from dstrain.train.tiled_mlp import tile_mlps
-from dstrain.train.tracing.kernels import sum_of_losses
+from dstrain.train.tracing.kernels import token_losses
 from tests.train.tracking import DEVICE, HOST, Ledger, TwoPlaceAccelerator, two_places, use_private_buffers
 
 
@@ -48,9 +50,9 @@ def build(case: dict[str, Any]) -> Any:
     if case["grad_ckpt"] is not None:
         code.save_on_cpu = Waiting
         model.activation_checkpointing_enable(case["grad_ckpt"], offload=case["activation_offload"])
-    if case["loss"] != LossKernel.FULL:
+    loss.token_losses = token_losses  # the chunks of a CPU are in fp32
+    if case["loss"] != LossKernel.FULL and not Task(case["task"]).has_own_loss:
         replace_loss(model, LossKernel(case["loss"]))
-        loss.sum_of_losses = sum_of_losses  # the chunks of a CPU are in fp32
     if case["tiled_mlp"]:
         tile_mlps(model)
     return model
@@ -175,7 +177,8 @@ def measure(case: dict[str, Any], ledger: Ledger, caches: list[Any]) -> dict[str
     gc.collect()
     found: dict[str, Any] = {"name": case["name"], "host_at_load": ledger.host_peak - before[HOST]}
     width = case["seq_len"] // case["sp"]
-    ids = torch.randint(0, case["config"]["vocab_size"], (case["micro_batch"], width), device="cpu:0")
+    rows = case["micro_batch"] * Task(case["task"]).rows
+    ids = torch.randint(0, case["config"]["vocab_size"], (rows, width), device="cpu:0")
     batch: dict[str, Any] = {"input_ids": ids, "labels": ids}
     if case["sp"] > 1 or case["packing"]:
         begin = width * (int(os.environ["RANK"]) % case["sp"])
@@ -191,7 +194,7 @@ def measure(case: dict[str, Any], ledger: Ledger, caches: list[Any]) -> dict[str
             found |= {"steady": ledger.bytes[DEVICE], "host_steady": ledger.bytes[HOST]}
             found["pinned"] = sorted(ledger.pinned.values())
         for _ in range(case["grad_accum"]):
-            found["loss"] = train(engine, batch, ledger)
+            found["loss"] = train(engine, batch, ledger, case)
     found |= {"peaks": dict(ledger.peaks), "peak": max(ledger.peaks.values()), "host_peak": ledger.host_peak}
     engine.destroy()
     del engine, ids, batch
@@ -224,15 +227,25 @@ def share_rows(model: Any, case: dict[str, Any]) -> Any:
     return groups
 
 
-def train(engine: Any, batch: dict[str, Any], ledger: Ledger) -> float:
+def train(engine: Any, batch: dict[str, Any], ledger: Ledger, case: dict[str, Any]) -> float:
     """Trains one micro-batch as the Trainer does, which drops the model's outputs, and returns the loss."""
     ledger.enter("forward")
-    loss = engine(**batch, use_cache=False).loss
+    if Task(case["task"]).has_own_loss:
+        loss = mean_of_pairs(engine, batch, case["loss"])
+    else:
+        loss = engine(**batch, use_cache=False).loss
     ledger.enter("loss backward")
     engine.backward(loss)
     ledger.enter("step")
     engine.step()
     return float(loss.item())
+
+
+def mean_of_pairs(engine: Any, batch: dict[str, Any], kernel: Any) -> Any:
+    """Returns DPO's mean loss of a micro-batch, as `TaskTrainer` does."""
+    objective = DpoObjective(job=Job(model="", output_dir="", loss=LossKernel(kernel)))  # type: ignore[arg-type]
+    outputs = objective.outputs(functools.partial(engine, use_cache=False), batch)
+    return objective.losses(outputs, torch.zeros_like(outputs.log_probs))["loss"].mean()
 
 
 def _forget_globals(caches: list[Any]) -> None:

@@ -8,7 +8,18 @@ from typing import Any, TypeVar
 
 import click
 
-from dstrain.choices import Attention, Hub, LossKernel, Method, Offload, Optimizer, Precision, RopeType, StateDtypes
+from dstrain.choices import (
+    Attention,
+    Hub,
+    LossKernel,
+    Method,
+    Offload,
+    Optimizer,
+    Precision,
+    RopeType,
+    StateDtypes,
+    Task,
+)
 from dstrain.cli.types import SIZE, Choice, Named
 from dstrain.facts.cluster import gpus, links
 from dstrain.facts.model import aliases
@@ -49,9 +60,12 @@ _REQUEST = (
     click.option(
         "--method", type=Choice(Method), default=Method.FULL.value, show_default=True, help="What is trained."
     ),
+    click.option(
+        "--task", type=Choice(Task), default=Task.SFT.value, show_default=True, help="What the model learns from."
+    ),
     click.option("--seq-len", type=int, help="Longest sample in tokens.  [default: 4096, or the model's limit]"),
     click.option("--global-batch", type=int, help="Samples of one optimizer step over all GPUs.  [default: about 64]"),
-    click.option("--micro-batch", type=int, help="Samples of one forward of one GPU.  [default: chosen]"),
+    click.option("--micro-batch", type=int, help="Samples (pairs) of one forward of one GPU.  [default: chosen]"),
 )
 _CHOICES = (
     click.option("--zero-stage", type=click.IntRange(0, 3), help="ZeRO stage.  [default: chosen]"),

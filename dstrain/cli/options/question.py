@@ -65,8 +65,15 @@ def _trace_question(request: Request) -> trace_records.Question:
         attn=request.attn or Attention.SDPA,
         is_packed=request.packing,
         precision=request.precision or Precision.BF16,
-        loss=request.loss or (LossKernel.FULL if (request.tp or 1) > 1 else LossKernel.FUSED),
+        loss=request.loss or _least_loss(request),
     )
+
+
+def _least_loss(request: Request) -> LossKernel:
+    """Returns the loss of least memory that the parallelism and the task of a request allow."""
+    if (request.tp or 1) > 1:
+        return LossKernel.FULL
+    return LossKernel.CHUNKED if request.task.has_own_loss else LossKernel.FUSED
 
 
 def _request(options: dict[str, Any]) -> Request:

@@ -11,6 +11,7 @@ from typing import Any
 
 from dstrain.choices import DataFormat
 from dstrain.errors import InvalidConfig
+from dstrain.facts.data.preferences import Pair, to_pair
 from dstrain.facts.data.rows import SUFFIXES, Sample, entries, holds_list
 from dstrain.facts.data.sample_formats import Reading, require, to_sample, unused, unused_text
 from dstrain.facts.data.turns import Conversation
@@ -166,9 +167,11 @@ def num_rows(path: str | Path) -> int:
         return sum(block.count(b"\n") for block in iter(partial(file.read, _BLOCK_BYTES), b""))
 
 
-def parsed(sample: Sample, reading: Reading) -> Conversation | str:
-    """Returns `sample_formats.to_sample` of a row. Raises InvalidConfig with file and line."""
+def parsed(sample: Sample, reading: Reading) -> Conversation | str | Pair:
+    """Returns the conversation, text or pair of a row. Raises InvalidConfig with file and line."""
     try:
+        if reading.format is DataFormat.PREFERENCE:
+            return to_pair(sample.row, reading)
         return to_sample(sample.row, reading)
     except InvalidConfig as error:
         raise InvalidConfig(f"{sample.where}: {error.problem}", hint=error.hint) from None

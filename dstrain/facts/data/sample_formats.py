@@ -26,6 +26,8 @@ NEEDS = MappingProxyType(
         "query and response, or question and answer",
         DataFormat.MESSAGES: "messages or conversations (optionally system, tools)",
         DataFormat.TEXT: "text",
+        DataFormat.PREFERENCE: "chosen and rejected, each an answer or a conversation that ends with it, and with "
+        "answers their prompt (or question, instruction and input, messages, conversations; optionally system, tools)",
     }
 )
 """The columns of each format, in words."""
@@ -38,8 +40,12 @@ _PAIRS = (
     ("question", "answer"),
 )
 """Columns of a question and its answer: Stanford Alpaca, TRL, ms-swift, and data sets of questions."""
+SIDES = ("chosen", "rejected")
+"""Columns of the two answers of a pair."""
+PROMPTS = ("prompt", "question", *CONVERSATION_COLUMNS)
+"""Columns with the prompt of a pair: a text, or turns. One of them is read, or those of an instruction."""
 _BESIDE_TURNS = ("system", "weight", *TOOL_COLUMNS)
-_NEEDED = frozenset({*(name for pair in _PAIRS for name in pair), *CONVERSATION_COLUMNS, "text"})
+_NEEDED = frozenset({*(name for pair in _PAIRS for name in pair), *CONVERSATION_COLUMNS, "text", *SIDES})
 """Columns of which a format needs some; the others may be missing from a row."""
 _TYPO_RATIO = 0.8
 
@@ -101,6 +107,10 @@ def unused(row: Row, reading: Reading) -> list[str]:
 def _used(row: Row, data_format: DataFormat) -> set[str]:
     if data_format is DataFormat.TEXT:
         return {"text", "weight"}
+    if data_format is DataFormat.PREFERENCE:
+        of_alpaca = ["instruction", "input", "history"] if row.get("instruction") is not None else []
+        prompts = of_alpaca or [name for name in PROMPTS if row.get(name) is not None][:1]
+        return {*SIDES, *prompts, *_BESIDE_TURNS}
     if data_format is DataFormat.MESSAGES:
         return {_turns_column(row) or "", *_BESIDE_TURNS}
     question, answer = _pair(row) or ("", "")
@@ -177,6 +187,8 @@ def require(columns: Iterable[str], reading: Reading) -> Reading:
 def _has(columns: list[str], data_format: DataFormat) -> bool:
     if data_format is DataFormat.MESSAGES:
         return any(column in columns for column in CONVERSATION_COLUMNS)
+    if data_format is DataFormat.PREFERENCE:
+        return set(columns).issuperset(SIDES)
     return _pair(columns) is not None if data_format is DataFormat.ALPACA else "text" in columns
 
 

@@ -33,6 +33,7 @@ class Untrained:
 _WEIGHTS = "weights or masks tokens in the loss"
 _PREFERENCE = "marks the preferred answer"
 _PREFERRED = "Keep only the preferred answers, as messages or as instruction and output."
+_DPO = "Or train on both: task: dpo, with the columns chosen and rejected."
 _COUNTED = "Give each turn a weight of 0 or 1; loss_on selects the answers that count in the loss."
 _MEDIA = Untrained(
     names=("image", "images", "video", "videos", "audio", "audios"),
@@ -47,12 +48,13 @@ _IN_ROWS = (
     *_ANYWHERE,
     Untrained(
         names=(
-            *("chosen", "rejected", "rejected_response", "rejected_messages", "rejected_images"),
+            *("rejected_response", "rejected_messages", "rejected_images"),
             *("preferred_output", "non_preferred_output"),
         ),
         says=_PREFERENCE,
-        hint=_PREFERRED,
+        hint=f"{_PREFERRED} {_DPO}",
     ),
+    Untrained(names=("chosen", "rejected"), says=_PREFERENCE, hint=f"{_PREFERRED} {_DPO}"),
     Untrained(names=("kto_tag", "label"), says=_PREFERENCE, hint=_PREFERRED, matters=lambda value: value is False),
 )
 _IN_TURNS = (

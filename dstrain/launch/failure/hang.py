@@ -75,6 +75,7 @@ _WORDS: Mapping[Phase | None, str] = MappingProxyType(
         Phase.PORT_TAKEN: "without a port",
         Phase.TOKENIZING: "tokenizing",
         Phase.WEIGHTS: "loading weights",
+        Phase.REFERENCE: "computing the reference",
         Phase.LOADING: "connected, loading or in the first step",
     }
 )

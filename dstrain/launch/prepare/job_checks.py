@@ -35,6 +35,8 @@ CHECKED_DATA_BYTES = 64 * 2**20
 """Bytes of a data file that are checked before the launch; the ranks check the rest."""
 _PLAIN = {"sp": 1, "tp": 1, "ep": 1, "loss": LossKernel.FULL, "tiled_mlp": False, "activation_offload": False}
 """Keys of a job that rules limit, with the value that always works."""
+_LINTED = frozenset({"zero_stage", "task"})
+"""Keys whose combinations lint reports."""
 DATA_KEYS = ("data", "eval_data")
 """Keys of a job that name data files."""
 
@@ -143,7 +145,7 @@ def check_targets(file: JobFile, model: ModelFacts | None) -> None:
 def check_combinations(file: JobFile, model: ModelFacts | None, cluster: Cluster) -> None:
     """Raises InvalidConfig if parallelism, the loss or tiled MLPs do not work for a model, its cluster or its job.
 
-    Of a model whose facts are unknown, only the number of GPUs is checked. What depends on ZeRO's stage is lint's.
+    Of a model whose facts are unknown, only the number of GPUs is checked. Lint does the rest: ZeRO and tasks.
     """
     for key in _PLAIN:
         _check_combination(file, key, model, cluster)
@@ -156,7 +158,7 @@ def _check_combination(file: JobFile, key: str, model: ModelFacts | None, cluste
     if model is not None:
         workload = Workload(model=model, cluster=cluster)
         rules = broken(workload, request_of(file.job).configuration)
-        wrong = [rule.says for rule in rules if key in rule.options and "zero_stage" not in rule.options]
+        wrong = [rule.says for rule in rules if key in rule.options and _LINTED.isdisjoint(rule.options)]
     else:
         wrong = [f"it does not divide the number of GPUs, {cluster.num_gpus}"] if _leaves_gpus(value, cluster) else []
     if wrong:

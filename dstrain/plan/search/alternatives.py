@@ -9,7 +9,7 @@ from dstrain.choices import Offload, Optimizer
 from dstrain.errors import InvalidConfig
 from dstrain.facts.cluster.cluster import Cluster
 from dstrain.facts.workload import Workload
-from dstrain.plan.configuration import OFFLOAD_WORDS, Configuration
+from dstrain.plan.configuration import Configuration
 from dstrain.plan.estimate_records import Estimate, Speed, Topic
 from dstrain.plan.request import Request
 from dstrain.plan.search.buffer_sizes import TIGHT, sized
@@ -76,7 +76,7 @@ def _flips(request: Request, chosen: Configuration) -> Iterator[tuple[Topic, str
 
 
 def _offload_words(offload: Offload) -> str:
-    return "no offload" if offload is Offload.NONE else OFFLOAD_WORDS[offload]
+    return offload.words
 
 
 def eight_bit_instead(workload: Workload, request: Request, chosen: Estimate) -> Estimate | None:

@@ -150,7 +150,7 @@ def _activation_bytes(model: ModelFacts, way: Configuration) -> float:
 
     Recomputed ones h of each token in half precision; others `LAYER_BYTES` and queries and outputs of attention.
     """
-    tokens = way.batch.seq_len / way.parallel.sp
+    tokens = way.batch.sample_tokens / way.parallel.sp
     checkpointing, depth = way.checkpointing, model.num_hidden_layers
     kernels = "fused" if way.kernels.liger else "eager" if way.model.is_full else "adapted"
     hidden, inner = LAYER_BYTES[kernels]
@@ -175,7 +175,7 @@ def _logits_bytes(model: ModelFacts, way: Configuration) -> float:
     if way.kernels.loss is not LossKernel.FULL:
         return 0.0
     logit_bytes = LOGITS_BYTES + (0 if way.model.precision is Precision.FP32 else way.model.item)
-    return logit_bytes * way.batch.seq_len / way.parallel.sp * model.vocab_size / way.parallel.tp
+    return logit_bytes * way.batch.sample_tokens / way.parallel.sp * model.vocab_size / way.parallel.tp
 
 
 def _host_bytes(cluster: Cluster, way: Configuration, states: float, weights: float) -> float:

@@ -24,11 +24,14 @@ from dstrain.plan.search.infeasible import does_not_fit, gpu_assumed, gpu_guesse
 from dstrain.plan.search.reasons import compared, percent, reasons
 from dstrain.plan.search.search import DEFAULT_TOP, Ranking, search
 from dstrain.plan.search.search_space import global_batch
+from dstrain.plan.speed.step_time import forward_s
 from dstrain.units import format_count
 
 LEARNING_RATES = {Method.FULL: 1e-5, Method.LORA: 1e-4, Method.QLORA: 2e-4}
 """Usual peak learning rates of supervised fine-tuning. Source: LLaMA-Factory's full examples (1e-5) and LoRA examples
 (1e-4); QLoRA (arXiv 2305.14314), table 9 (2e-4 up to 13B)."""
+PREFERENCE_RATES = {Method.FULL: 1e-6, Method.LORA: 5e-6, Method.QLORA: 5e-6}
+"""Those of preferences. Source: trl 1.16 trainer/dpo_config.py (1e-6); LLaMA-Factory's LoRA examples of DPO (5e-6)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +86,7 @@ def plan_of(surveyed: Survey, cluster: Cluster, request: Request) -> Plan:
         rejected=surveyed.rejected,
         num_estimated=surveyed.num_estimated,
         global_batch=global_batch(cluster, surveyed.first.configuration),
-        learning_rate=LEARNING_RATES[request.method],
+        learning_rate=(PREFERENCE_RATES if request.task.has_own_loss else LEARNING_RATES)[request.method],
         reasons=surveyed.proposals[0].reasons,
         notes=surveyed.notes,
     )
@@ -196,6 +199,8 @@ def _notes(workload: Workload, request: Request, chosen: Estimate) -> tuple[str,
         notes.append(f"it fills {percent(share)} of the GPU; dstrain's own choices leave {left}")
     for limit in limits_of(flat(chosen.configuration)) if cluster.gpu.is_cpu else ():
         notes.append(f"{limit.key} {limit.value} trains on a CPU only if {limit.unless}: {limit.why}")
+    if request.task.has_own_loss:
+        notes += _reference_notes(workload, chosen)
     for choice in (request.method, request.optimizer):
         if choice in (Method.QLORA, Optimizer.ADAMW_8BIT):
             notes.append(f"{choice} needs bitsandbytes on the machine that trains: pip install 'dstrain[qlora]'")
@@ -209,6 +214,15 @@ def _notes(workload: Workload, request: Request, chosen: Estimate) -> tuple[str,
     if model.moe is not None and request.method is not Method.FULL:
         notes.append("experts are 3-D tensors in Transformers 5: adapters go to the linear layers of attention")
     return tuple(notes)
+
+
+def _reference_notes(workload: Workload, chosen: Estimate) -> list[str]:
+    """Returns what the reference costs, which is computed before the first step and kept in no second model."""
+    forward = forward_s(workload, chosen.configuration)
+    if forward is None or chosen.speed is None:
+        return ["before step 1, a forward pass over all pairs computes the reference"]
+    share = forward * chosen.configuration.step.grad_accum / chosen.speed.step_s
+    return [f"before step 1, a forward pass over all pairs computes the reference: {percent(share)} of an epoch's time"]
 
 
 def _assumptions(workload: Workload, request: Request, chosen: Estimate) -> list[str]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from dstrain.choices import Attention, LossKernel, Method, Offload, Optimizer, Precision
 from dstrain.facts.cluster.cluster import Cluster
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.facts.workload import Workload
-from dstrain.plan.configuration import DEGREES, Configuration
+from dstrain.job.task_limits import LIMITS, TaskLimit
+from dstrain.plan.configuration import DEGREES, Configuration, choices
 from dstrain.plan.memory.layers.families import LAYER_CODE
 
 
@@ -41,10 +43,6 @@ SHARED_EXPERTS = ("deepseek_v3", "mixtral", "qwen3_moe")
 """Families whose experts ranks may share."""
 
 
-def _is_deepspeed(configuration: Configuration) -> bool:
-    return configuration.model.is_deepspeed
-
-
 def _drops_masks(configuration: Configuration) -> bool:
     return configuration.parallel.sp > 1 and configuration.kernels.attn is not Attention.FLASH_ATTENTION_2
 
@@ -60,6 +58,11 @@ def _is_fused(configuration: Configuration) -> bool:
 
 def _replaces_loss(configuration: Configuration) -> bool:
     return configuration.kernels.loss in (LossKernel.CHUNKED, LossKernel.FUSED)
+
+
+def _exceeds(limit: TaskLimit, model: ModelFacts, cluster: Cluster, configuration: Configuration) -> bool:
+    part, choice = choices()[limit.key]
+    return configuration.batch.task in limit.tasks and getattr(getattr(configuration, part), choice) not in limit.values
 
 
 # fmt: off
@@ -281,6 +284,9 @@ RULES: tuple[Rule, ...] = (
          breaks=lambda m, k, c: not c.model.is_deepspeed
          and (c.parallel.sp > 1 or c.zero.hpz > 1 or c.zero.offload_ratio < 1),
          source=_DS + "runtime/sequence_parallel/ulysses_sp.py, runtime/zero/config.py"),
+    *(Rule(name=f"task and {limit.key}", options=("task", limit.key), says=limit.says,
+           breaks=partial(_exceeds, limit), source="dstrain train/tasks")
+      for limit in LIMITS if limit.key in choices()),
 )
 """What DeepSpeed 0.19.8, with Transformers 5.23 and accelerate 1.15, does not do. The batch identity is not here: no
 configuration is made that breaks it (`search_space.batches`)."""

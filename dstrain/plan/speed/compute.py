@@ -150,7 +150,7 @@ def _attention_seconds(work: Work, rates: Efficiency, s: Setting) -> float:
 
 def _vision_seconds(work: Work, rates: Efficiency, s: Setting) -> float:
     """Returns the seconds of the frozen vision tower, which runs forward only."""
-    patches = s.batch.micro_batch * s.batch.image_patches
+    patches = s.batch.rows * s.batch.image_patches
     if not patches:
         return 0.0
     flops = sum(2 * p.inputs * p.outputs * p.count * p.rows_per_token for p in work.vision_products) * patches

@@ -93,6 +93,23 @@ def delayed(known: Speed, retries: int) -> Speed:
     )
 
 
+def forward_s(workload: Workload, configuration: Configuration) -> float | None:
+    """Returns the seconds of one forward pass without a backward pass, as an evaluation has it, on every GPU.
+
+    Parameters are gathered as in a step; what is gathered while the GPU computes is hidden as there. None if the speed
+    of the GPU is unknown.
+    """
+    c, cluster, gpu = configuration, workload.cluster, workload.cluster.gpu
+    peak = peak_flops_per_s(gpu, c.model.precision)
+    if peak <= 0 or gpu.hbm_bytes_per_s <= 0:
+        return None
+    rates, done = efficiency(cluster, workload.measured), work(workload.model, c)
+    forward, _ = passes(done, rates, setting(c, peak, gpu.has_flash_attention_2))
+    copies = stepping(cluster, c, done, rates).pcie_forward
+    sent = _shown(collectives(cluster, c, done), Phase.FORWARD, forward.total, cluster, rates)
+    return max(forward.total, copies) + sum(exposed for _, exposed, _ in sent)
+
+
 def _parts(
     cluster: Cluster, c: Configuration, done: Work, rates: Efficiency, peak: float
 ) -> tuple[dict[str, float], dict[str, float]]:

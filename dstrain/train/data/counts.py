@@ -15,9 +15,11 @@ COUNTED = MappingProxyType(
         "empty_thoughts": "answers begin with an empty block of thoughts (thinking: off makes it part of the prompt)",
         "lost_tools": "conversations have tools that the chat template does not describe",
         "lost_prompts": "system prompts are omitted by the chat template",
+        "equal_pairs": "pairs have equal answers, of which nothing can be learned",
+        "empty_sides": "answers of pairs are empty",
     }
 )
-"""Field of `chat.Counts` → its text in the log."""
+"""Field of `chat.Counts`, or a count of pairs → its text in the log."""
 
 
 def counted(counts: Mapping[str, int], job: Job) -> list[str]:

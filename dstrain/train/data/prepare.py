@@ -20,7 +20,7 @@ from dstrain.train.data.mixture import Indices, drawn, epoch_counts, held_out_co
 from dstrain.train.data.packing import PackedRows, best_fit
 from dstrain.train.data.sources import rows_of
 from dstrain.train.data.tokenize import Encoder
-from dstrain.train.data.tokenized import Report, Said, tokenized
+from dstrain.train.data.tokenized import SEQUENCES, Form, Report, Said, tokenized
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +28,7 @@ class PreparedData:
     """Tokenized data for the Trainer and `collate.Collator`."""
 
     dataset: Any
-    """`datasets.Dataset` with `input_ids`, `labels` and `length`, or `PackedRows`."""
+    """`datasets.Dataset` with `input_ids`, `labels` and `length`, `PackedRows`, or that of a `Form`."""
     num_samples: int
     """Samples of an epoch."""
     num_tokens: int
@@ -59,7 +59,14 @@ class _Tokens:
     notes: list[str]
 
 
-def prepare(job: Job, tokenizer: Any, *, training: bool, report: Report = lambda done, total: None) -> PreparedData:
+def prepare(
+    job: Job,
+    tokenizer: Any,
+    *,
+    training: bool,
+    report: Report = lambda done, total: None,
+    form: Form = SEQUENCES,
+) -> PreparedData:
     """Returns the tokenized data of a job: samples in order, or with packing rows of `seq_len` tokens.
 
     Without `training` it is the evaluation data. All ranks call it: the first one on a node tokenizes into the cache of
@@ -68,13 +75,14 @@ def prepare(job: Job, tokenizer: Any, *, training: bool, report: Report = lambda
     """
     has_own = training or job.eval_data is not None
     sources = job.train_sources if training or not has_own else job.eval_sources
-    encoder = Encoder(tokenizer=tokenizer, seq_len=job.seq_len, loss_on=job.loss_on, thinking=job.thinking)
-    tokens = [_tokens(source, encoder, job, report, training=training or not has_own) for source in sources]
+    loss_on = form.loss_on or job.loss_on
+    encoder = Encoder(tokenizer=tokenizer, seq_len=job.seq_len, loss_on=loss_on, thinking=job.thinking)
+    tokens = [_tokens(source, encoder, job, report, form, training=training or not has_own) for source in sources]
     chosen = _chosen(job, sources, tokens, training=training)
     dataset = datasets.concatenate_datasets(
         [one.dataset.select(rows) for one, rows in zip(tokens, chosen, strict=True)]
     )
-    dataset = dataset.select_columns(["input_ids", "labels", "length"])
+    dataset = form.whole(dataset.select_columns([*form.columns, "length"]))
     lengths, learned, crcs = (_column(tokens, chosen, name) for name in ("length", "num_learned", "crc"))
     notes = [note for one in tokens for note in one.notes] if training or has_own else []
     notes += _mixture_notes(job, sources, tokens, chosen, training=training)
@@ -94,10 +102,10 @@ def prepare(job: Job, tokenizer: Any, *, training: bool, report: Report = lambda
     )
 
 
-def _tokens(source: DataSource, encoder: Encoder, job: Job, report: Report, *, training: bool) -> _Tokens:
+def _tokens(source: DataSource, encoder: Encoder, job: Job, report: Report, form: Form, *, training: bool) -> _Tokens:
     """Returns the tokens of a data set. Raises InvalidConfig if no sample of it can be trained on."""
     rows = rows_of(source, job, training=training)
-    dataset, said = tokenized(rows, encoder, job, report)
+    dataset, said = tokenized(rows, encoder, job, report, form)
     columns = dataset.with_format("numpy")
     lengths, is_long = columns["length"][:], columns["num_cut"][:] > 0
     drops_long = job.on_long_sample is OnLongSample.DROP

@@ -14,16 +14,17 @@ from dataclasses import dataclass, field, fields
 from itertools import groupby, islice
 from typing import Any
 
-from dstrain.choices import OnBadRow
+from dstrain.choices import DataFormat, LossOn, OnBadRow
 from dstrain.errors import DstrainError, InvalidConfig
 from dstrain.facts.data.sample_formats import unused_text
 from dstrain.facts.data.shown import Piece, ShowAnswer, ShownData, ShownSample, ShowQuestion
 from dstrain.job.data_source import DataSource
 from dstrain.job.schema import Job
 from dstrain.records import from_data, to_data
-from dstrain.train.data.counts import COUNTED, counted
+from dstrain.train.data.counts import counted
 from dstrain.train.data.sources import rows_of
 from dstrain.train.data.tokenize import IGNORED, Encoded, Encoder
+from dstrain.train.data.tokenized import counts_of
 from dstrain.train.tokenizer import load_tokenizer, source_of
 
 
@@ -43,7 +44,7 @@ class _Tally:
     def add(self, encoded: Encoded) -> None:
         self.num_samples += 1
         self.num_long += encoded.num_cut > 0
-        self.counts.update({name: getattr(encoded.counts, name) for name in COUNTED})
+        self.counts.update(counts_of(encoded.counts))
         if not encoded.teaches:
             self.num_untaught += 1
             return
@@ -65,7 +66,8 @@ def shown(job: Job, source: DataSource, encoder: Encoder, *, sample: int, limit:
             raise error
         skipped.append(str(error.problem))
 
-    samples, tally = encoder.encode(rows.conversations(refuse), refuse), _Tally()
+    read = rows.sides(refuse) if rows.reading.format is DataFormat.PREFERENCE else rows.conversations(refuse)
+    samples, tally = encoder.encode(read, refuse), _Tally()
     for number, encoded in enumerate(islice(samples, None if limit is None else max(limit, sample)), start=1):
         tally.add(encoded)
         tally.chosen = encoded if number == sample else tally.chosen
@@ -119,7 +121,8 @@ def main() -> int:
     job = question.job
     try:
         tokenizer = load_tokenizer(job, source_of(job))
-        encoder = Encoder(tokenizer=tokenizer, seq_len=job.seq_len, loss_on=job.loss_on, thinking=job.thinking)
+        loss_on = LossOn.LAST if job.task.has_own_loss else job.loss_on
+        encoder = Encoder(tokenizer=tokenizer, seq_len=job.seq_len, loss_on=loss_on, thinking=job.thinking)
         data = [
             shown(job, source, encoder, sample=question.sample, limit=question.limit) for source in job.train_sources
         ]

@@ -18,9 +18,10 @@ from dstrain.facts.data.datafile import (
     samples,
 )
 from dstrain.facts.data.job_reading import reading_for
+from dstrain.facts.data.preferences import Pair
 from dstrain.facts.data.row_values import without_missing
 from dstrain.facts.data.rows import Sample
-from dstrain.facts.data.sample_formats import Reading, unused
+from dstrain.facts.data.sample_formats import SIDES, Reading, unused
 from dstrain.facts.data.turns import Conversation
 from dstrain.job.data_source import DataSource
 from dstrain.job.schema import Job
@@ -46,19 +47,36 @@ class Rows:
 
     def conversations(self, refuse: Refuse) -> Iterator[tuple[str, Conversation | str]]:
         """Yields the place of each row, and its conversation or text; errors of unusable rows go to `refuse`."""
-        return islice(self._conversations(refuse), self.max_samples)
+        for where, sample in self._parsed(refuse):
+            assert not isinstance(sample, Pair)
+            yield where, sample
 
-    def _conversations(self, refuse: Refuse) -> Iterator[tuple[str, Conversation | str]]:
+    def pairs(self, refuse: Refuse) -> Iterator[tuple[str, Pair]]:
+        """Yields the place of each row, and its pair; errors of unusable rows go to `refuse`."""
+        for where, sample in self._parsed(refuse):
+            assert isinstance(sample, Pair)
+            yield where, sample
+
+    def sides(self, refuse: Refuse) -> Iterator[tuple[str, Conversation]]:
+        """Yields both conversations of each pair, the chosen one first, with their places."""
+        for where, pair in self.pairs(refuse):
+            for name, side in zip(SIDES, pair.sides, strict=True):
+                yield f"{where}, {name}", side
+
+    def _parsed(self, refuse: Refuse) -> Iterator[tuple[str, Conversation | str | Pair]]:
+        return islice(self._all_parsed(refuse), self.max_samples)
+
+    def _all_parsed(self, refuse: Refuse) -> Iterator[tuple[str, Conversation | str | Pair]]:
         reading = None
         for sample in self.each(refuse):
             reading = reading or reading_of(self.name, list(sample.row), self.reading)
             try:
-                conversation = parsed(sample, reading)
+                found = parsed(sample, reading)
             except InvalidConfig as error:
                 refuse(error)
                 continue
             self.unused.update(unused(sample.row, reading))
-            yield sample.where, conversation
+            yield sample.where, found
 
 
 def rows_of(source: DataSource, job: Job, *, training: bool) -> Rows:

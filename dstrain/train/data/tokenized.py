@@ -8,9 +8,9 @@ import sys
 import zlib
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import datasets  # type: ignore[import-untyped]
@@ -18,26 +18,25 @@ import transformers
 from datasets.exceptions import DatasetGenerationError  # type: ignore[import-untyped]
 
 import dstrain
-from dstrain.choices import OnBadRow
+from dstrain.choices import LossOn, OnBadRow
 from dstrain.errors import DstrainError, EnvironmentProblem, InvalidConfig
+from dstrain.facts.data.datafile import Refuse
 from dstrain.job.schema import Job
-from dstrain.train.data.counts import COUNTED
+from dstrain.train.data.chat import Counts
 from dstrain.train.data.sources import Rows
 from dstrain.train.data.tokenize import Encoder
 
 _SHOWN_PROBLEMS = 5
 
-_FEATURES = datasets.Features(
-    {
-        "input_ids": datasets.List(datasets.Value("int32")),
-        "labels": datasets.List(datasets.Value("int32")),
-        "length": datasets.Value("int32"),
-        "num_learned": datasets.Value("int32"),
-        "num_cut": datasets.Value("int32"),
-        "said": datasets.Value("string"),
-        "crc": datasets.Value("uint32"),
-    }
-)
+NUMBERS = datasets.List(datasets.Value("int32"))
+"""Type of a column with a list of numbers for each sample."""
+_COMMON = {
+    "length": datasets.Value("int32"),
+    "num_learned": datasets.Value("int32"),
+    "num_cut": datasets.Value("int32"),
+    "said": datasets.Value("string"),
+    "crc": datasets.Value("uint32"),
+}
 
 Report = Callable[[int, int], None]
 """Called with the number of finished samples and the total, 0 if unknown."""
@@ -56,7 +55,51 @@ class Said:
     num_skipped: int
 
 
-def tokenized(rows: Rows, encoder: Encoder, job: Job, report: Report) -> tuple[datasets.Dataset, Said]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenRow:
+    """One sample in tokens."""
+
+    columns: Mapping[str, Sequence[Any]]
+    """Lists of numbers, or lists of such; empty ones if there is nothing to learn."""
+    length: int = 0
+    """Tokens; 0 if there is nothing to learn."""
+    num_learned: int = 0
+    num_cut: int = 0
+    counts: Mapping[str, int] = field(default_factory=dict)
+    """Key of `COUNTED` → number."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Form:
+    """What samples are in tokens: sequences, or pairs of them."""
+
+    columns: Mapping[str, Any]
+    """Name → type of the columns that the Trainer reads."""
+    encoded: Callable[[Encoder, Rows, Refuse], Iterator[TokenRow]]
+    """Yields the tokens of every sample; errors of unusable ones go to its last argument."""
+    whole: Callable[[Any], Any] = lambda dataset: dataset
+    """Returns the data set of the Trainer, given one with these columns."""
+    loss_on: LossOn | None = None
+    """The answers that count; None: those of the job."""
+
+
+def _sequences(encoder: Encoder, rows: Rows, refuse: Refuse) -> Iterator[TokenRow]:
+    for sample in encoder.encode(rows.conversations(refuse), refuse):
+        ids, labels = (sample.input_ids, sample.labels) if sample.teaches else ([], [])
+        yield TokenRow(
+            columns={"input_ids": ids, "labels": labels},
+            length=len(ids),
+            num_learned=sample.num_learned,
+            num_cut=sample.num_cut,
+            counts=counts_of(sample.counts),
+        )
+
+
+SEQUENCES = Form(columns={"input_ids": NUMBERS, "labels": NUMBERS}, encoded=_sequences)
+"""Each sample is a sequence with labels."""
+
+
+def tokenized(rows: Rows, encoder: Encoder, job: Job, report: Report, form: Form) -> tuple[datasets.Dataset, Said]:
     """Returns the tokens of every sample, possibly from the cache; a sample without a token to learn has none.
 
     Raises InvalidConfig with file and line for an unusable row.
@@ -72,20 +115,20 @@ def tokenized(rows: Rows, encoder: Encoder, job: Job, report: Report) -> tuple[d
             skipped.append(str(error.problem))
 
         total = 0
-        for done, sample in enumerate(encoder.encode(rows.conversations(refuse), refuse)):
+        for done, sample in enumerate(form.encoded(encoder, rows, refuse)):
             total = total if done else rows.count()
             report(done, total)
-            counts.update({name: getattr(sample.counts, name) for name in COUNTED})
-            learned = sample.num_learned
-            kept = (sample.input_ids, sample.labels) if learned else ([], [])
-            yield _row(*kept, num_learned=learned, num_cut=sample.num_cut)
+            counts.update(sample.counts)
+            yield _row(sample)
         said = {"unused": rows.unused, "counts": counts, "skipped": skipped[:_SHOWN_PROBLEMS]}
-        yield _row([], [], num_learned=0, num_cut=0, said=json.dumps(said | {"num_skipped": len(skipped)}))
+        nothing = TokenRow(columns={name: [] for name in form.columns})
+        yield _row(nothing, said=json.dumps(said | {"num_skipped": len(skipped)}))
 
+    features = datasets.Features({**form.columns, **_COMMON})
     try:
         with _quiet_where_no_terminal():
             encoded = datasets.Dataset.from_generator(
-                generate, features=_FEATURES, fingerprint=_fingerprint(rows, encoder, job)
+                generate, features=features, fingerprint=_fingerprint(rows, encoder, job, features)
             )
     except DatasetGenerationError as error:
         raise _explained(error, rows.name) from error.__cause__
@@ -107,12 +150,21 @@ def _explained(error: Exception, name: str) -> Exception:
     return error
 
 
-def _row(ids: list[int], labels: list[int], *, num_learned: int, num_cut: int, said: str = "") -> dict[str, Any]:
-    row = {"input_ids": ids, "labels": labels, "length": len(ids), "num_learned": num_learned, "num_cut": num_cut}
-    return {**row, "crc": zlib.crc32(array("i", [*ids, *labels])), "said": said}
+def counts_of(counts: Counts) -> dict[str, int]:
+    """Returns the counts of a conversation by their keys of `COUNTED`."""
+    return {field.name: getattr(counts, field.name) for field in fields(Counts)}
 
 
-def _fingerprint(rows: Rows, encoder: Encoder, job: Job) -> str:
+def _row(sample: TokenRow, said: str = "") -> dict[str, Any]:
+    crc = 0
+    for column in sample.columns.values():
+        for numbers in column if column and isinstance(column[0], list) else (column,):
+            crc = zlib.crc32(array("i", numbers), crc)
+    figures = {"length": sample.length, "num_learned": sample.num_learned, "num_cut": sample.num_cut, "crc": crc}
+    return {**sample.columns, **figures, "said": said}
+
+
+def _fingerprint(rows: Rows, encoder: Encoder, job: Job, features: Iterable[str]) -> str:
     """Returns the key of the tokens in the cache: equal on all ranks, and different for any other input."""
     tokenizer, reading = encoder.tokenizer, rows.reading
     if tokenizer.is_fast:
@@ -121,7 +173,7 @@ def _fingerprint(rows: Rows, encoder: Encoder, job: Job) -> str:
     else:
         vocabulary = tokenizer.get_vocab()
     made_from = [
-        *(dstrain.__version__, transformers.__version__, rows.identity, rows.max_samples, list(_FEATURES)),
+        *(dstrain.__version__, transformers.__version__, rows.identity, rows.max_samples, list(features)),
         *(reading.format.value, dict(reading.columns), reading.system),
         *(encoder.seq_len, encoder.loss_on.value, encoder.thinking.value, job.on_bad_row.value),
         *(type(tokenizer).__name__, tokenizer.chat_template),

@@ -42,7 +42,7 @@ def as_on_cuda(*, is_packed: bool) -> Iterator[None]:
             (flash, "_get_unpad_data", _unpad_data),
             (flash, "_is_packed_sequence", lambda position_ids, batch_size: False),
             (by_sample, "sample_lengths", lambda positions: [len(positions)]),
-            (loss, "sum_of_losses", sum_of_losses),
+            (loss, "token_losses", token_losses),
         ):
             stack.enter_context(patch.object(owner, name, stand_in))
         yield
@@ -177,10 +177,10 @@ def _unpad_data(attention_mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
     return indices, torch.empty(batch + 1, dtype=torch.int32, device="meta"), length
 
 
-def sum_of_losses(logits: torch.Tensor, targets: torch.Tensor, ignored: int) -> torch.Tensor:
-    """Returns 0 with the bytes of DeepSpeed's kernel for the chunked loss."""
+def token_losses(logits: torch.Tensor, targets: torch.Tensor, ignored: int) -> torch.Tensor:
+    """Returns zeros with the bytes of DeepSpeed's kernel for the chunked loss."""
     losses: torch.Tensor = _CrossEntropy.apply(logits)  # type: ignore[no-untyped-call]
-    return losses.sum()
+    return losses
 
 
 class _CrossEntropy(torch.autograd.Function):

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from dstrain.choices import Task
 from dstrain.config.lint.engine import check, read
 from dstrain.config.lint.finding import Finding, Severity
 from dstrain.config.lint.subject import Subject
@@ -21,6 +22,7 @@ from dstrain.facts.cluster.cpu import CPU_LIMITS, CpuLimit
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.facts.workload import Workload
 from dstrain.job.file import JobFile, read_job
+from dstrain.job.task_limits import LIMITS, TaskLimit
 from dstrain.launch.prepare import hostfile_findings
 from dstrain.launch.prepare.hostfile_findings import of_hostfile, of_hosts
 from dstrain.launch.prepare.job_context import job_context, request_of
@@ -349,11 +351,25 @@ def test_a_lower_end_above_the_jobs_learning_rate_is_told(tmp_path: Path) -> Non
         ("eval_micro_batch: 4\n", "DS907", 6),
         ("seq_len: 65536\n", "DS903", 6),
         ("precision: bf16\n", "DS904", 6),
+        ("dpo: {label_smoothing: 0.1}\n", "DS908", 6),
     ],
 )
 def test_what_is_wrong_in_the_job_is_told_in_its_line(tmp_path: Path, lines: str, rule: str, line: int) -> None:
     said = one(rule, found(ZERO2, job=job(tmp_path, lines), model=model("qwen3-8b"), cluster=cluster("v100-32g")))
     assert (Path(said.place.file).name, said.place.line, said.severity) == ("job.yaml", line, Severity.WARNING)
+
+
+@pytest.mark.parametrize("limit", LIMITS, ids=lambda limit: f"{limit.key} {min(limit.tasks)}")
+def test_what_a_task_does_not_support_is_told(tmp_path: Path, limit: TaskLimit) -> None:
+    others = {"loss": "fused", "packing": "true", "loss_on": "all"}
+    formats = {Task.SFT: "preference", Task.PRETRAIN: "alpaca", Task.DPO: "text"}
+    (task,) = limit.tasks
+    other = formats[task] if limit.key == "data_format" else others.get(limit.key, 2)
+    said = one("DS226", found(ZERO2, job=job(tmp_path, f"task: {task}\n{limit.key}: {other}\n")))
+    assert (said.place.line, said.severity, said.fix) == (7, Severity.ERROR, f"write {limit.instead}")
+    assert limit.why in said.problem
+    fine = found(ZERO2, job=job(tmp_path, f"task: {task}\n{limit.instead}\n"))
+    assert "DS226" not in [each.rule for each in fine]
 
 
 @pytest.mark.parametrize(

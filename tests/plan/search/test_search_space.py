@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from cases import ask
 
-from dstrain.choices import Attention, LossKernel, Method, Offload, Optimizer, Precision, RopeType, StateDtypes
+from dstrain.choices import Attention, LossKernel, Method, Offload, Optimizer, Precision, RopeType, StateDtypes, Task
 from dstrain.errors import InvalidConfig
 from dstrain.facts.model.traced_activations import ActivationProfile, Traced
 from dstrain.job.schema import Lora, RopeScaling
@@ -77,6 +77,11 @@ BROKEN: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("accumulation dtype needs ZeRO", "qwen3-8b", {"grad_accum_dtype": Precision.FP32}),
     ("PyTorch offloads parameters", "qwen3-8b", {**OFFLOADED, "state_dtypes": StateDtypes.PURE_BF16}),
     ("PyTorch has no Ulysses, no hpZ, no ratio", "qwen3-8b", {"sp": 2, "state_dtypes": StateDtypes.AUTOCAST}),
+    ("task and loss", "qwen3-8b", {"task": Task.DPO, "loss": LossKernel.FUSED}),
+    ("task and packing", "qwen3-8b", {"task": Task.DPO, "packing": True}),
+    ("task and sp", "qwen3-8b", {"task": Task.DPO, "sp": 2}),
+    ("task and tp", "qwen3-8b", {"task": Task.DPO, "tp": 2, "zero_stage": 2}),
+    ("task and ep", "qwen3-30b-a3b", {"task": Task.DPO, "ep": 2, "zero_stage": 2}),
 )
 """A rule, a model and what breaks it."""
 _PROFILE = ActivationProfile(num_layers=2, is_for_any_depth=True, kept=(), recomputed=())

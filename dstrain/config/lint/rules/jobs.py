@@ -80,7 +80,7 @@ def _shared_weights(subject: Subject) -> Iterator[Fault]:
         ("ep", job.ep, "shared experts are untested without ZeRO"),
     ):
         if wanted > 1 and subject.stage == 0:
-            yield _in_job(subject, key, f"{key} is {wanted} without ZeRO", effect, 'write "stage": 1 in ds_config.json')
+            yield in_job(subject, key, f"{key} is {wanted} without ZeRO", effect, 'write "stage": 1 in ds_config.json')
         if wanted > 1 and not subject.is_true(_GATHER, default=True):
             effect = "no checkpoint holds whole weights, and no program makes them of the parts"
             problem = f"{_GATHER} is false with {key} {wanted}"
@@ -111,7 +111,7 @@ def _other_size(subject: Subject, path: str, key: str, wanted: int, *, is_on: bo
         yield Fault(pointer=tuple(path.split(".")), problem=problem, effect=_IN_JOB.format(key=key), fix=fix)
 
 
-def _in_job(subject: Subject, key: str, problem: str, effect: str, fix: str) -> Fault:
+def in_job(subject: Subject, key: str, problem: str, effect: str, fix: str) -> Fault:
     """Returns a fault at a key of the job."""
     assert subject.job is not None
     return Fault(place=subject.job.locate((key,)), problem=problem, effect=effect, fix=fix)
@@ -137,7 +137,7 @@ def _never_reached(subject: Subject) -> Iterator[Fault]:
     for key, steps, effect in _steps_of(job):
         if steps > job.max_steps > 1:
             problem = f"{key} is {steps}, but max_steps is {job.max_steps}"
-            yield _in_job(subject, key, problem, effect, f"write a {key} of at most {job.max_steps}")
+            yield in_job(subject, key, problem, effect, f"write a {key} of at most {job.max_steps}")
 
 
 _SCHEDULE_KEYS = {
@@ -170,11 +170,11 @@ def _wrong_schedule(subject: Subject) -> Iterator[Fault]:
     for key in given:
         if key not in legal:
             takes = f"it takes {', '.join(legal)}" if legal else "it takes none"
-            yield _in_job(subject, "lr_scheduler_kwargs", f'{schedule} has no parameter "{key}"; {takes}',
+            yield in_job(subject, "lr_scheduler_kwargs", f'{schedule} has no parameter "{key}"; {takes}',
                           "the run stops before the first step", "remove it")  # fmt: skip
     if needed and sum(key in given for key in needed) != 1:
         problem = f"{schedule} needs {' or '.join(needed)} in lr_scheduler_kwargs"
-        yield _in_job(subject, "lr_scheduler_type", problem, "the run stops before the first step",
+        yield in_job(subject, "lr_scheduler_type", problem, "the run stops before the first step",
                       f"write lr_scheduler_kwargs: {{{needed[-1]}: …}}")  # fmt: skip
 
 
@@ -192,14 +192,14 @@ def _unread_intervals(subject: Subject) -> Iterator[Fault]:
     ):
         if is_given:
             value = shown(str(getattr(job, key)))
-            yield _in_job(subject, key, f"{key} is {value}, but {why}", "it is not read", "remove it")
+            yield in_job(subject, key, f"{key} is {value}, but {why}", "it is not read", "remove it")
 
 
 def _its_own_data(subject: Subject) -> Iterator[Fault]:
     job = subject.job.job if subject.job is not None else None
     paths = {source.path for source in job.train_sources} if job is not None else set()
     if job is not None and any(source.path in paths and source.split is None for source in job.eval_sources):
-        yield _in_job(subject, "eval_data", "eval_data is the training data",
+        yield in_job(subject, "eval_data", "eval_data is the training data",
                       "eval_loss measures memorization", "use other data")  # fmt: skip
 
 
@@ -209,7 +209,7 @@ def _too_long(subject: Subject) -> Iterator[Fault]:
         return
     problem = f"seq_len is {job.seq_len}, but {model.name} has {model.max_position_embeddings} positions"
     effect = "positions beyond were never trained: the loss is wrong there, or an index is out of range"
-    yield _in_job(subject, "seq_len", problem, effect, _shorter_or_scaled(model, RopeType.YARN, job.seq_len))
+    yield in_job(subject, "seq_len", problem, effect, _shorter_or_scaled(model, RopeType.YARN, job.seq_len))
 
 
 def _shorter_or_scaled(model: ModelFacts, rope_type: RopeType, seq_len: int) -> str:
@@ -230,7 +230,7 @@ def _cannot_scale(subject: Subject) -> Iterator[Fault]:
         fix = "remove rope_scaling"
         if job.seq_len > model.max_position_embeddings:
             fix += f" and {_shorter_or_scaled(model, job.rope_scaling.rope_type, job.seq_len)}"
-        yield _in_job(subject, "rope_scaling", problem, "the model is refused, or trains on untrained positions", fix)
+        yield in_job(subject, "rope_scaling", problem, "the model is refused, or trains on untrained positions", fix)
 
 
 def _not_on_gpu(subject: Subject) -> Iterator[Fault]:
@@ -241,7 +241,7 @@ def _not_on_gpu(subject: Subject) -> Iterator[Fault]:
         return
     gpu = cluster.gpu
     if job.precision is Precision.BF16 and not gpu.has_bf16 and not gpu.is_cpu:
-        yield _in_job(subject, "precision", f"precision is bf16, but {gpu.name} does not support it",
+        yield in_job(subject, "precision", f"precision is bf16, but {gpu.name} does not support it",
                       "matrix products run in fp32, at a fraction of the speed", "write precision: fp16")  # fmt: skip
     if gpu.is_cpu:
         yield from _not_on_cpu(subject, job)
@@ -256,7 +256,7 @@ def _not_on_cpu(subject: Subject, job: Job) -> Iterator[Fault]:
         problem = f"{limit.key} is {limit.value}, but the ranks train on the CPU"
         effect = f"the run stops{f', unless {limit.unless}' if limit.unless else ''}: {limit.why}"
         if not limit.is_of_engine:
-            yield _in_job(subject, limit.key, problem, effect, f"write {limit.key}: {limit.instead}")
+            yield in_job(subject, limit.key, problem, effect, f"write {limit.key}: {limit.instead}")
             continue
         fix = f"write {limit.instead if limit.value == 'true' else shown(limit.instead)}"
         pointer = tuple(limit.key.split("."))

@@ -80,7 +80,7 @@ def _traced(traced: Traced, model: ModelFacts, variant: Variant) -> tuple[Instan
     keeps = variant.release is GradRelease.AT_STEP
     peaks = traced.profile.moments(
         num_layers=model.num_hidden_layers,
-        micro_batch=variant.batch.micro_batch,
+        micro_batch=variant.batch.rows,
         grad_ckpt=variant.checkpointing.enabled,
     )
     return tuple(

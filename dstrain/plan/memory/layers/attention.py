@@ -91,7 +91,7 @@ def _flash_attention_2(run: Context, q: Tensor, k: Tensor, v: Tensor, heads: int
 
 def _flattens(run: Context) -> bool:
     """Whether rows are put one behind the other, which copies what lies head by head."""
-    return run.variant.batch.packing and run.variant.batch.micro_batch > 1
+    return run.variant.batch.packing and run.variant.batch.rows > 1
 
 
 def _unpadded(run: Context, q: Tensor, k: Tensor, v: Tensor, heads: int, *, is_cat: bool) -> Tensor:
@@ -153,7 +153,7 @@ def _bias(run: Context, item: int) -> Tensor:
 
     Source: torch 2.13 ATen/native/transformers/attention.cpp: convert_boolean_attn_mask, pad_bias.
     """
-    batch, length = run.variant.batch.micro_batch, run.variant.seq_len
+    batch, length = run.variant.batch.rows, run.variant.seq_len
     bias = run.tape.new(batch * length**2, item)
     if length % ALIGNMENT == 0:
         return bias
@@ -192,7 +192,7 @@ def _is_copy(x: Tensor, of: Tensor) -> bool:
 
 def _in_order(run: Context, x: Tensor, *, is_copy: bool) -> Tensor:
     """A copy head by head, where x is not one already and several samples would lie in between."""
-    return x if is_copy or run.variant.batch.micro_batch == 1 else ops.copy(run.tape, x)
+    return x if is_copy or run.variant.batch.rows == 1 else ops.copy(run.tape, x)
 
 
 def _plain(run: Context, q: Tensor, k: Tensor, v: Tensor, heads: int) -> Tensor:
@@ -201,7 +201,7 @@ def _plain(run: Context, q: Tensor, k: Tensor, v: Tensor, heads: int) -> Tensor:
     Source: torch 2.13 ATen/native/transformers/attention.cpp: _scaled_dot_product_attention_math.
     """
     tape, item, values = run.tape, q.item, q.numel * v.numel // k.numel
-    batch, length = run.variant.batch.micro_batch, run.variant.seq_len
+    batch, length = run.variant.batch.rows, run.variant.seq_len
     scaled = ops.unary(tape, q)
     mask = tape.new(length**2 * (batch if run.has_mask else 1), item)
     if k.numel != q.numel:

@@ -121,7 +121,7 @@ def tiled(run: Context, x: Tensor, compute: Callable[[Tensor], Tensor]) -> Tenso
     tape, width, node = run.tape, run.model.hidden_size, None
     tokens, item = x.numel // width, x.item
     count = -(-tokens // width)
-    rows = run.variant.batch.micro_batch
+    rows = run.variant.batch.rows
     sizes = [rows * size for size in _chunks(tokens // rows, count)]
     outer, tape.grad_enabled, run.is_tiling = tape.grad_enabled, False, True
     parts = [compute(Tensor(x.storage, size * width, item)) for size in sizes]

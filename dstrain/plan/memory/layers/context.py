@@ -152,7 +152,7 @@ class Context:
         self.model, self.variant, self.tape = model, variant, tape
         self.linears = linears(model)
         self.kernels = LIGER.get(model.model_type, PLAIN) if variant.kernels.liger else variant.code.fused
-        self.rows = variant.batch.micro_batch * variant.seq_len
+        self.rows = variant.batch.rows * variant.seq_len
         self.trains = variant.model.is_full
         self.cos: Tensor | None = None
         self.sin: Tensor | None = None

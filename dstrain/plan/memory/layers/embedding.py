@@ -68,9 +68,9 @@ def positions(run: Context, *, by_row: bool, by_kind: bool, is_windowed: bool) -
     if is_windowed and not variant.is_by_sample:
         run.mask = tape.new(variant.seq_len**2, 1).storage
     elif variant.kernels.attn is Attention.EAGER:
-        run.mask = tape.new(kinds * variant.batch.micro_batch * variant.seq_len**2, variant.item).storage
+        run.mask = tape.new(kinds * variant.batch.rows * variant.seq_len**2, variant.item).storage
     elif variant.has_mask and variant.kernels.attn is Attention.SDPA:
-        run.mask = tape.new(kinds * variant.batch.micro_batch * variant.seq_len**2, 1).storage
+        run.mask = tape.new(kinds * variant.batch.rows * variant.seq_len**2, 1).storage
 
 
 def idle_mask(run: Context) -> Tensor | None:
@@ -81,7 +81,7 @@ def idle_mask(run: Context) -> Tensor | None:
     variant = run.variant
     if run.model.model_type != "qwen2_moe" or run.model.num_windowed_layers:
         return None
-    rows = variant.batch.micro_batch if variant.has_mask or variant.kernels.attn is Attention.EAGER else 1
+    rows = variant.batch.rows if variant.has_mask or variant.kernels.attn is Attention.EAGER else 1
     if variant.kernels.attn is Attention.FLASH_ATTENTION_2:
         return None
     return run.tape.new(rows * variant.seq_len**2, variant.item if variant.kernels.attn is Attention.EAGER else 1)

@@ -57,7 +57,7 @@ def qwen3_vl(run: Context, hidden: Tensor, images: Tensor) -> Seen:
 
 
 def _num_patches(run: Context) -> int:
-    return run.variant.batch.micro_batch * run.variant.batch.image_patches
+    return run.variant.batch.rows * run.variant.batch.image_patches
 
 
 def _patch_numel(run: Context) -> int:
@@ -145,7 +145,7 @@ def _rotated(run: Context, q: Tensor, k: Tensor, tables: tuple[Tensor, ...]) -> 
 
 def _by_image(run: Context, q: Tensor, k: Tensor, v: Tensor, queries: int) -> Tensor:
     """One image after the other, and their results side by side."""
-    tape, count, heads = run.tape, run.variant.batch.micro_batch, _facts(run).num_heads
+    tape, count, heads = run.tape, run.variant.batch.rows, _facts(run).num_heads
     outputs = []
     for _ in range(count):
         parts = [ops.cut(tape, x, x.numel // count) for x in (q, k, v)]

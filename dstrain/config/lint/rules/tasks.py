@@ -1,0 +1,43 @@
+"""Rules about the task of a job."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from dstrain.config.lint.finding import Fault, Severity
+from dstrain.config.lint.rule import Rule
+from dstrain.config.lint.rules.jobs import in_job
+from dstrain.config.lint.subject import Subject
+from dstrain.job import task_limits
+
+
+def _not_of_task(subject: Subject) -> Iterator[Fault]:
+    """Reports keys of the job that its task does not support."""
+    for limit, problem in task_limits.broken(subject.job.job) if subject.job is not None else ():
+        yield in_job(subject, limit.key, problem, "the run stops before it loads the model", f"write {limit.instead}")
+
+
+def _unused_smoothing(subject: Subject) -> Iterator[Fault]:
+    job = subject.job.job if subject.job is not None else None
+    if job is not None and task_limits.is_smoothing_unused(job):
+        problem = f"label_smoothing is {job.dpo.label_smoothing:g}, but loss_type is {job.dpo.loss_type}"
+        yield in_job(subject, "dpo", problem, "it changes nothing", "write loss_type: robust, or remove it")
+
+
+RULES = (
+    Rule(
+        id="DS226",
+        severity=Severity.ERROR,
+        title="key that the task does not support",
+        find=_not_of_task,
+        source="dstrain/job/task_limits.py",
+    ),
+    Rule(
+        id="DS908",
+        severity=Severity.WARNING,
+        title="label smoothing that the loss has not",
+        find=_unused_smoothing,
+        source="trl 1.16 trainer/dpo_trainer.py: DPOTrainer._compute_loss",
+    ),
+)
+"""Rules about the task."""

@@ -1,0 +1,86 @@
+"""Pairs in tokens: the same prompt with a chosen and with a rejected answer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+import datasets  # type: ignore[import-untyped]
+
+from dstrain.choices import LossOn
+from dstrain.errors import InvalidConfig
+from dstrain.facts.data.datafile import Refuse
+from dstrain.facts.data.preferences import Pair
+from dstrain.train.data.sources import Rows
+from dstrain.train.data.tokenize import IGNORED, Encoded, Encoder
+from dstrain.train.data.tokenized import NUMBERS, Form, TokenRow, counts_of
+from dstrain.train.tasks.samples import Samples
+
+_BATCH_PAIRS = 128
+_COLUMNS = {"input_ids": datasets.List(NUMBERS), "starts": NUMBERS, "ends": NUMBERS}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Tokens:
+    """A pair and the tokens of its sides."""
+
+    pair: Pair
+    sides: tuple[Encoded, Encoded]
+
+
+def _pairs(encoder: Encoder, rows: Rows, refuse: Refuse) -> Iterator[TokenRow]:
+    """Yields every pair, each side cut at its end to the length of the encoder, so that prompts stay equal.
+
+    A pair has no tokens if its answers are equal, or if one has no token left.
+    """
+    pairs = rows.pairs(refuse)
+    while batch := list(islice(pairs, _BATCH_PAIRS)):  # the tokenizer works on a batch in parallel
+        different = [(where, pair) for where, pair in batch if not pair.is_equal]
+        yield from map(_row, _encoded(encoder, different, refuse))
+        nothing: TokenRow = TokenRow(columns={name: [] for name in _COLUMNS}, counts={"equal_pairs": 1})
+        yield from [nothing] * (len(batch) - len(different))
+
+
+def _encoded(encoder: Encoder, pairs: Sequence[tuple[str, Pair]], refuse: Refuse) -> Iterator[_Tokens]:
+    """Yields the tokens of each pair; one of which a side is refused is refused once."""
+    errors: list[InvalidConfig] = []
+    found = list(encoder.encode([(where, side) for where, pair in pairs for side in pair.sides], errors.append))
+    if errors and len(pairs) > 1:
+        for one in pairs:
+            yield from _encoded(encoder, [one], refuse)
+    elif errors:
+        refuse(errors[0])
+    else:
+        for (_, pair), chosen, rejected in zip(pairs, found[::2], found[1::2], strict=True):
+            yield _Tokens(pair=pair, sides=(chosen, rejected))
+
+
+def _row(tokens: _Tokens) -> TokenRow:
+    chosen, rejected = tokens.sides
+    counts = counts_of(chosen.counts) | {"empty_answers": 0, "empty_sides": tokens.pair.num_empty}
+    counts["cut_answers"] += rejected.counts.cut_answers
+    teaches = chosen.teaches and rejected.teaches
+    sides = tokens.sides if teaches else ()
+    places = [_place(side) for side in sides]
+    return TokenRow(
+        columns={
+            "input_ids": [side.input_ids for side in sides],
+            "starts": [start for start, _ in places],
+            "ends": [end for _, end in places],
+        },
+        length=sum(len(side.input_ids) for side in sides),
+        num_learned=sum(side.num_learned for side in sides),
+        num_cut=chosen.num_cut + rejected.num_cut,
+        counts=counts,
+    )
+
+
+def _place(side: Encoded) -> tuple[int, int]:
+    """Returns where the last answer, whose tokens alone have labels, starts and ends."""
+    learned = [index for index, label in enumerate(side.labels) if label != IGNORED]
+    return learned[0], learned[-1] + 1
+
+
+PAIRS = Form(columns=_COLUMNS, encoded=_pairs, whole=Samples, loss_on=LossOn.LAST)
+"""Each sample is a pair of sequences, of which the last answers count."""

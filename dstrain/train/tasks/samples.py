@@ -1,0 +1,67 @@
+"""Samples of several sequences that each end with an answer: a pair has two."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from dstrain.train.data.collate import Collator
+from dstrain.train.data.tokenize import IGNORED
+
+REFERENCE = "reference"
+"""Key of the reference log-probabilities in a sample and in a micro-batch."""
+
+
+class Samples:
+    """A data set of samples, with the reference log-probabilities of their answers once these are known."""
+
+    def __init__(self, dataset: Any) -> None:
+        """`dataset` has a row for each sample: `input_ids` of each sequence, and `starts` and `ends` of the answers."""
+        self._dataset = dataset
+        self.reference: Any = None
+        """Log-probabilities of the answers under the reference model: (samples, sequences), float32."""
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """Returns the `sequences` of a sample, each with `input_ids` and `labels`, and their `reference`."""
+        row = self._dataset[int(index)]
+        sequences = [
+            sequence_of(ids, start, end)
+            for ids, start, end in zip(row["input_ids"], row["starts"], row["ends"], strict=True)
+        ]
+        known = np.zeros(len(sequences)) if self.reference is None else self.reference[index]
+        return {"sequences": sequences, REFERENCE: known}
+
+
+def sequence_of(ids: Sequence[int], start: int, end: int) -> dict[str, Any]:
+    """Returns a sequence whose labels are the tokens of its answer, from `start` to before `end`.
+
+    >>> sequence_of([5, 6, 7, 8], 2, 4)["labels"]
+    [-100, -100, 7, 8]
+    """
+    return {"input_ids": ids, "labels": [IGNORED] * start + list(ids[start:end]) + [IGNORED] * (len(ids) - end)}
+
+
+def without_targets(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a sample that counts nowhere, made of another one."""
+    return {**row, "sequences": [sequence_of(sequence["input_ids"], 0, 0) for sequence in row["sequences"]]}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleCollator:
+    """Collates samples into one micro-batch: the first sequences of all samples, then the second ones."""
+
+    collator: Collator
+
+    def __call__(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Returns the tensors of `Collator` with sequences × samples rows, and `reference`, (rows,), float64."""
+        by_place = list(zip(*(sample["sequences"] for sample in samples), strict=True))
+        batch = self.collator([sequence for sequences in by_place for sequence in sequences])
+        known = np.stack([sample[REFERENCE] for sample in samples]).T.reshape(-1)
+        return {**batch, REFERENCE: torch.from_numpy(known.astype(np.float64))}

@@ -1,0 +1,143 @@
+"""The Trainer of a task whose loss is not that of the model itself: it asks the task's objective."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from transformers.trainer_utils import EvalLoopOutput
+
+from dstrain.heartbeat import Phase
+from dstrain.train.data.packing import row_of
+from dstrain.train.loss import trial
+from dstrain.train.tasks import reference
+from dstrain.train.tasks.figures import Figures
+from dstrain.train.tasks.objective import Objective
+from dstrain.train.tasks.samples import REFERENCE, Samples, without_targets
+from dstrain.train.trainer import Trainer
+
+
+class TaskTrainer(Trainer):
+    """The Trainer of one rank, for samples of several sequences."""
+
+    blank = staticmethod(without_targets)
+
+    def __init__(self, *, objective: Objective, eval_digest: str | None, **options: Any) -> None:
+        """`eval_digest` is the digest of the evaluation data; `options` are those of `Trainer`."""
+        super().__init__(**options)
+        self._objective = objective
+        self._eval_digest = eval_digest
+        self._figures = Figures()
+        self.model_accepts_loss_kwargs = False  # every micro-batch has as many samples: a step is the mean of means
+
+    def compute_loss(
+        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """Returns the mean loss over the samples of a micro-batch; the mean over all of a step is that of its samples.
+
+        `_get_train_sampler` pads the data to whole steps, so no micro-batch is shorter than another one.
+        """
+        outputs, figures = self._outcome(model, inputs)
+        self._figures.add({name: value for name, value in figures.items() if name != "loss"}, self._counts(outputs))
+        loss = figures["loss"].mean()
+        return (loss, outputs) if return_outputs else loss
+
+    def _outcome(self, model: Any, inputs: dict[str, Any]) -> tuple[Any, Mapping[str, torch.Tensor]]:
+        outputs = self._objective.outputs(model, inputs)
+        return outputs, self._objective.losses(outputs, inputs[REFERENCE])
+
+    def _counts(self, outputs: Any) -> torch.Tensor:
+        return self._objective.counts(outputs)
+
+    def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Returns the inputs of the model, with the reference as exact as it is: Transformers rounds to bf16."""
+        known = inputs.pop(REFERENCE).to(self.args.device)
+        return {**super()._prepare_inputs(inputs), REFERENCE: known}
+
+    def evaluation_loop(
+        self, dataloader: Any, description: str, *_: Any, metric_key_prefix: str = "eval", **__: Any
+    ) -> EvalLoopOutput:
+        """Returns the means of loss and figures over the samples of all ranks, each of which counts once."""
+        engine: Any = self.model_wrapped
+        engine.eval()
+        evaluated = Figures()
+        for batch in dataloader:
+            self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
+            with torch.no_grad(), self.compute_loss_context_manager():
+                outputs, figures = self._outcome(engine, self._prepare_inputs(dict(batch)))
+            evaluated.add(figures, self._counts(outputs))
+        means, count = evaluated.drain(self._group)
+        metrics = {f"{metric_key_prefix}_{name}": mean for name, mean in means.items()}
+        metrics[f"{metric_key_prefix}_samples"] = count
+        num_samples = len(dataloader.dataset.rows)
+        return EvalLoopOutput(predictions=np.empty(0), label_ids=None, metrics=metrics, num_samples=num_samples)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Logs together with the task's figures, as means over the samples of the window on all ranks."""
+        if "loss" in logs:
+            logs.update(self._figures.drain(self._group)[0])
+        super().log(logs, start_time)
+
+    def _try_loss(self, size: int) -> None:
+        """Does nothing: the model computes no loss."""
+
+    def _tried_inputs(self, num_tokens: int, size: int) -> dict[str, Any]:
+        """Returns a micro-batch of so many tokens, without the reference."""
+        samples: Any = self.train_dataset
+        tokens = np.resize(samples[0]["sequences"][0]["input_ids"], num_tokens)
+        row = row_of(tokens, tokens, np.array([len(tokens)]))
+        sample = {"sequences": [row], REFERENCE: np.zeros(1)}
+        inputs = self._prepare_inputs(self.data_collator([sample] * size))
+        del inputs[REFERENCE]
+        return inputs
+
+    def _prepare_for_training(self, max_steps: int, batches: Any, resume_from_checkpoint: str | None) -> Any:
+        """Returns the engine and its data, after the reference is known."""
+        prepared = super()._prepare_for_training(max_steps, batches, resume_from_checkpoint)
+        if self._objective.has_reference:
+            self._read_or_compute("training", self.train_dataset, self._data_digest, resume_from_checkpoint)
+            if self._eval_digest is not None:
+                self._read_or_compute("evaluation", self.eval_dataset, self._eval_digest, resume_from_checkpoint)
+        return prepared
+
+    def _read_or_compute(self, words: str, samples: Any, digest: str, checkpoint: str | None) -> None:
+        """Gives samples their reference: that of an earlier start, or computed by the model before its first step.
+
+        Raises InvalidConfig if a run resumes, with a model that is trained already, and has none.
+        """
+        assert isinstance(samples, Samples)
+        file = reference.file_of(self._run_dir, self._job, digest)
+        store = reference.Store(file, rank=self._rank, disk=self._disk, group=self._group)
+        samples.reference = store.read()
+        if samples.reference is not None:
+            self._rank.say(f"reference log-probabilities of the {words} data: {file.name}")
+        elif checkpoint is not None:
+            raise reference.missing(file, checkpoint)
+        else:
+            self._rank.say(f"computing reference log-probabilities of the {words} data: {len(samples):,} samples")
+            samples.reference = store.write(self._computed(samples))
+
+    def _computed(self, samples: Samples) -> reference.Array:
+        """Returns the log-probabilities of all samples under the model as it is; all ranks run it together."""
+        engine: Any = self.model_wrapped
+        batches = self.get_eval_dataloader(samples)
+        total, numbers = len(batches), itertools.count(1)
+
+        def log_probs_of(batch: Mapping[str, Any]) -> torch.Tensor:
+            self._heartbeat.count(Phase.REFERENCE, next(numbers), total)
+            with self.compute_loss_context_manager():
+                return self._objective.log_probs(self._objective.outputs(engine, self._prepare_inputs(dict(batch))))
+
+        with trial(engine):
+            found = reference.computed(
+                batches,
+                log_probs_of,
+                num_samples=len(samples),
+                num_sequences=self._objective.num_sequences,
+                group=self._group,
+            )
+        self._heartbeat.send(self.state.global_step, Phase.LOADING)
+        return found
