@@ -24,7 +24,9 @@ BASE: dict[str, dict[str, Any]] = {
     "adopt": {"-n": ""},
     "explain": {"": ("gradient_clipping",)},
     "export": {"": ("adapter", "out"), "-n": ""},
+    "export-config": {"": ("torchrun",), "-n": ""},
     "gen-config": {**ONE, "-n": "", "-o": "new"},
+    "import": {"": ("import.yaml",), "--gpus": "2", "--gpu": "4090", "--model": "qwen3-0.6b", "-n": "", "-o": "new"},
     "hostfile write": {"": ("gpu[1-2]:2",), "-n": ""},
     "lint": {"": ("ds_config.json",), "--fix": "", "-n": ""},
     "logs": {"": ("run",)},
@@ -40,7 +42,7 @@ BASE: dict[str, dict[str, Any]] = {
 """What a verb is typed with, so that it is quick and changes nothing; an argument is under an empty name."""
 PARSED = {("demo", None), ("doctor", None), ("logs", "--follow"), ("hostfile check", "--reach"), ("export", None)}
 PARSED |= {("run", "--sync"), ("script prepare", None), ("gen-config", "--on-conflict")}
-PARSED |= {("gen-config", "--html")}
+PARSED |= {("gen-config", "--html"), ("data show", None)}
 """Verbs and options that are parsed and not carried out: they train, ask hosts, or wait."""
 ALONE = {"--force", "--on-conflict", "--hostfile", "--hosts", "--from", "--from-file"}
 """Options that replace another of the base."""
@@ -134,6 +136,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         Path("run").mkdir()
         Path("adapter").mkdir()
         Path("adapter/adapter_config.json").write_text('{"base_model_name_or_path": "nothing"}', encoding="utf-8")
+        lines = ["model_name_or_path: qwen3-0.6b", "stage: sft", "finetuning_type: lora", "dataset: train.jsonl"]
+        Path("import.yaml").write_text("\n".join(lines), encoding="utf-8")
         one = [word for key, value in ONE.items() for word in ([key, value] if value else [key])]
         assert type_("gen-config", *one, "--data", "train.jsonl")[0] == 0
         assert type_("templates", "eject", "--dir", "mine")[0] == 0

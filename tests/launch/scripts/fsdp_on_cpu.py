@@ -33,6 +33,7 @@ def save(self: Any, *arguments: Any, **options: Any) -> None:
     print("sharded:", len(parameters), torch.distributed.get_world_size())
 
 
-AcceleratorState.__init__ = init
-Trainer.save_model = save  # type: ignore[method-assign]
-runpy.run_path("train.py", run_name="__main__")
+if __name__ == "__main__":
+    AcceleratorState.__init__ = init
+    Trainer.save_model = save  # type: ignore[method-assign]
+    runpy.run_path("train.py", run_name="__main__")
