@@ -43,7 +43,7 @@ def software(**changes: Any) -> Software:
         ranges={
             "torch": ">=2.9",
             "deepspeed": "<0.20,>=0.19.8",
-            "transformers": "<5.24,>=5.23",
+            "transformers": "<5.25,>=5.23",
             "peft": "<0.22,>=0.19",
         },
         same={"Python": "3.12.4", "torch": "2.13.0", "dstrain": "0.1"},
