@@ -61,10 +61,8 @@ def _ranges(software: Software, notes: Notes) -> None:
         notes.warn(what, _install(software, f"{name}=={TESTED[name][0]}"))
     for name, version in outside.items():
         if name not in bad:
-            wanted = f"{name}{software.ranges[name]}"
-            notes.warn(
-                f"{name} {version} is outside the supported range {software.ranges[name]}", _install(software, wanted)
-            )
+            spec = software.ranges[name]
+            notes.warn(f"{name} {version} is outside the supported range {spec}", _install(software, f"{name}{spec}"))
     if not missing and not outside and not bad:
         named = ", ".join(f"{name} {software.packages[name]}" for name in _LEADING if name in software.packages)
         number = len(software.packages) - len(_LEADING)

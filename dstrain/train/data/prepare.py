@@ -79,9 +79,8 @@ def prepare(
     encoder = Encoder(tokenizer=tokenizer, seq_len=job.seq_len, loss_on=loss_on, thinking=job.thinking)
     tokens = [_tokens(source, encoder, job, report, form, training=training or not has_own) for source in sources]
     chosen = _chosen(job, sources, tokens, training=training)
-    dataset = datasets.concatenate_datasets(
-        [one.dataset.select(rows) for one, rows in zip(tokens, chosen, strict=True)]
-    )
+    parts = [one.dataset.select(rows) for one, rows in zip(tokens, chosen, strict=True)]
+    dataset = datasets.concatenate_datasets(parts)
     dataset = form.whole(dataset.select_columns([*form.columns, "length"]))
     lengths, learned, crcs = (_column(tokens, chosen, name) for name in ("length", "num_learned", "crc"))
     notes = [note for one in tokens for note in one.notes] if training or has_own else []
