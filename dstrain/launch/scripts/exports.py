@@ -9,7 +9,18 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from dstrain.choices import Attention, DataFormat, Interval, LossKernel, LossOn, Method, Optimizer, Precision, Thinking
+from dstrain.choices import (
+    Attention,
+    DataFormat,
+    Interval,
+    LossKernel,
+    LossOn,
+    Method,
+    Optimizer,
+    Precision,
+    Task,
+    Thinking,
+)
 from dstrain.config.schema import SCHEMA_KEY
 from dstrain.config.templates.files import config_text
 from dstrain.config.templates.templates import render_script, render_yaml
@@ -46,7 +57,7 @@ class Export:
 
 _PLAIN = (
     *("sp", "tp", "ep", "packing", "tiled_mlp", "activation_offload", "rope_scaling", "chat_template", "thinking"),
-    *("grad_ckpt_every_n_layers", "val_split", "columns", "system", "max_samples", "on_long_sample"),
+    *("task", "grad_ckpt_every_n_layers", "val_split", "columns", "system", "max_samples", "on_long_sample"),
 )
 """Keys that change the training or its memory, and that Transformers' Trainer alone does not have."""
 
@@ -68,6 +79,8 @@ def _require_counterparts(job: Job, target: Target) -> None:
     own = {"packing"} if target is Target.LLAMAFACTORY else set()
     if target is Target.LLAMAFACTORY and job.thinking is Thinking.OFF:
         own.add("thinking")
+    if job.task is Task.PRETRAIN:
+        own.add("task")  # texts are trained on whole in any case
     default = Job(model="", output_dir="")
     if target is Target.LLAMAFACTORY:
         own |= {"val_split", "system", "max_samples"}

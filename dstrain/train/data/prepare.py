@@ -59,13 +59,12 @@ class _Tokens:
     notes: list[str]
 
 
+def _silent(done: int, total: int) -> None:
+    """Reports nothing."""
+
+
 def prepare(
-    job: Job,
-    tokenizer: Any,
-    *,
-    training: bool,
-    report: Report = lambda done, total: None,
-    form: Form = SEQUENCES,
+    job: Job, tokenizer: Any, *, training: bool, report: Report = _silent, form: Form = SEQUENCES
 ) -> PreparedData:
     """Returns the tokenized data of a job: samples in order, or with packing rows of `seq_len` tokens.
 

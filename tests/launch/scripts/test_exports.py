@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from dstrain.choices import Task
 from dstrain.config.imports.read import import_file
 from dstrain.errors import InvalidConfig
 from dstrain.facts.cluster.hostfile import expand
@@ -77,6 +78,12 @@ def test_llamafactorys_files_are_read_back_as_the_same_job(tmp_path: Path) -> No
 def test_what_a_plain_trainer_lacks_is_refused(tmp_path: Path, target: Target) -> None:
     with pytest.raises(InvalidConfig, match="has no counterpart of sp: 2, packing: true"):
         export(job_of(tmp_path, packing=True, sp=2), ZERO3, TWO, target)
+
+
+@pytest.mark.parametrize("target", Target)
+def test_preferences_are_not_exported_as_answers(tmp_path: Path, target: Target) -> None:
+    with pytest.raises(InvalidConfig, match="has no counterpart of task: dpo"):
+        export(job_of(tmp_path, task=Task.DPO), ZERO3, TWO, target)
 
 
 def test_the_script_needs_no_dstrain(tmp_path: Path) -> None:
