@@ -50,23 +50,24 @@ def _ranges(software: Software, notes: Notes) -> None:
     if missing:
         wanted = [f"{name}{software.ranges[name]}" for name in missing]
         notes.bad(f"not installed: {', '.join(missing)}", _install(software, *wanted))
-    outside = {
-        name: version
-        for name, version in software.packages.items()
-        if version is not None and not is_in_range(version, software.ranges[name])
-    }
-    bad = {name: row for name, version in software.packages.items() if version and (row := known_bad(name, version))}
-    for name, row in bad.items():
-        what = f"{name} {software.packages[name]} is known bad: {row.reason}"
-        notes.warn(what, _install(software, f"{name}=={TESTED[name][0]}"))
-    for name, version in outside.items():
-        if name not in bad:
-            spec = software.ranges[name]
-            notes.warn(f"{name} {version} is outside the supported range {spec}", _install(software, f"{name}{spec}"))
-    if not missing and not outside and not bad:
+    refused = [_is_refused(software, name, version, notes) for name, version in software.packages.items() if version]
+    if not missing and not any(refused):
         named = ", ".join(f"{name} {software.packages[name]}" for name in _LEADING if name in software.packages)
         number = len(software.packages) - len(_LEADING)
         notes.ok(f"Python {software.python}, {named} and {number} more, {_as_tested(software)}")
+
+
+def _is_refused(software: Software, name: str, version: str, notes: Notes) -> bool:
+    """Adds a warning for a version that is known bad or out of range, and returns whether it is."""
+    bad, spec = known_bad(name, version), software.ranges[name]
+    if bad is not None:
+        fix = _install(software, f"{name}=={TESTED[name][0]}")
+        notes.warn(f"{name} {version} is known bad: {bad.reason}", fix)
+    elif not is_in_range(version, spec):
+        notes.warn(f"{name} {version} is outside the supported range {spec}", _install(software, f"{name}{spec}"))
+    else:
+        return False
+    return True
 
 
 def _install(software: Software, *wanted: str) -> str:
