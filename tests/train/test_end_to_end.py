@@ -234,7 +234,7 @@ def test_a_health_rule_saves_and_ends_the_run_on_all_ranks(runs: Path) -> None:
     assert "a health rule has ended the run after step 1" in said(runs / "stopped")
     assert "Traceback" not in said(runs / "stopped") + said(runs / "stopped", rank=1)
     assert (runs / "stopped" / "checkpoint-1" / "latest").exists()
-    (told,) = [line for line in lines(runs / "stopped" / "health.jsonl") if line["rule"] == "first_loss"]
+    (told,) = [line for line in read_jsonl(runs / "stopped" / "health.jsonl") if line["rule"] == "first_loss"]
     assert (told["step"], told["severity"], told["action"]) == (1, "warning", "stop")
 
 
