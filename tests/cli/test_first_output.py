@@ -39,9 +39,12 @@ FITS: dict[str, tuple[tuple[str, ...], ...]] = {
 """Command → what is typed after it, in the folder of a plan for 16 GPUs whose batch was edited."""
 LONGER = {
     "completion": "a script for a shell",
+    "data show": "a sample as long as it is",
     "explain ds_config.json": "every key of the file, with what it does",
     "demo": "the log of a training run",
     "export": "the log of Transformers, which merges",
+    "export-config": "the files, where nothing is written",
+    "import": "every key of another tool's file that has no counterpart",
     "logs": "the log of a training run",
     "schema": "a JSON document for editors",
 }
