@@ -1,7 +1,7 @@
 """Compares what carries loss with TRL's training templates, family by family: the table of docs/labels.md.
 
-    pip install --target /tmp/trl --no-deps trl==1.16
-    python benchmarks/labels.py /tmp/trl/trl/chat_templates
+    pip install --target trl-only --no-deps trl==1.16
+    python benchmarks/labels.py trl-only/trl/chat_templates
 
 Both sides get the same conversations and a tokenizer of bytes. Ours follows the family's own template; TRL's training
 template marks the answers itself, which Transformers reads. `-v` prints every difference.

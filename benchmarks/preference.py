@@ -1,7 +1,7 @@
 """DPO of dstrain beside that of TRL: the same model, pairs, order and steps, on two CPU ranks in fp32.
 
-Example: pip install --target /tmp/trl --no-deps trl==1.16.0
-         DS_ACCELERATOR=cpu python benchmarks/preference.py --trl /tmp/trl
+Example: pip install --target trl-only --no-deps trl==1.16.0
+         DS_ACCELERATOR=cpu python benchmarks/preference.py --trl trl-only
 
 Prints the loss and the rewards of each step, under ZeRO-2 and ZeRO-3. TRL's ranks run this file.
 """

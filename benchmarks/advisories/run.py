@@ -1,7 +1,7 @@
 """Shows faults of DeepSpeed releases on CPU ranks: each case under a release with the fault, and under one without.
 
-Example: python benchmarks/advisories/run.py /tmp/advisories
-         python benchmarks/advisories/run.py /tmp/advisories --only offloaded_accumulation --json results.json
+Example: python benchmarks/advisories/run.py advisories
+         python benchmarks/advisories/run.py advisories --only offloaded_accumulation --json results.json
 
 Every DeepSpeed is installed below the folder that is named, beside a venv with torch's CPU wheel (1 GB); nothing else
 is touched. An answer that is not the same under both releases is printed in bold.

@@ -31,20 +31,20 @@ def needed_ops(ds_config: Mapping[str, Any], *, on_gpu: bool) -> list[str]:
 
     Source: deepspeed 0.19.8 ops/op_builder; comm/torch.py: build_shm_op; runtime/swap_tensor.
     """
-    zero = _section(ds_config, "zero_optimization")
-    optimizer = _section(zero, "offload_optimizer").get("device", "none")
-    params = _section(zero, "offload_param").get("device", "none")
+    zero = section(ds_config, "zero_optimization")
+    optimizer = section(zero, "offload_optimizer").get("device", "none")
+    params = section(zero, "offload_param").get("device", "none")
     needed = [] if on_gpu else ["deepspeed_shm_comm"]
     if optimizer != "none":
         needed.append("cpu_adam")
-    elif str(_section(ds_config, "optimizer").get("type", "")).lower() in {"adam", "adamw"}:
+    elif str(section(ds_config, "optimizer").get("type", "")).lower() in {"adam", "adamw"}:
         needed.append("fused_adam")
     if "nvme" in (optimizer, params):
         needed.append("async_io")
     return needed
 
 
-def _section(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+def section(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     """Returns the object under a key; an empty one if it is missing or not an object."""
     section = config.get(key)
     return section if isinstance(section, Mapping) else {}

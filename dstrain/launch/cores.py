@@ -11,6 +11,7 @@ from typing import Any
 import psutil
 
 from dstrain.child_process import run
+from dstrain.facts.deepspeed_ops import section
 
 _PROBE_S = 5.0
 _SLOWER = "ranks share all cores, which made steps with CPU Adam 1.16 × as long in DeepSpeed's measurement"
@@ -54,9 +55,8 @@ def binding(ds_config: Mapping[str, Any], environment: Mapping[str, str], num_ra
 
 def is_on_cpu(ds_config: Mapping[str, Any]) -> bool:
     """Returns whether a configuration keeps optimizer states or parameters on the CPU."""
-    zero = ds_config.get("zero_optimization") or {}
-    sections = (zero.get("offload_optimizer"), zero.get("offload_param"))
-    return any(isinstance(section, Mapping) and section.get("device") == "cpu" for section in sections)
+    zero = section(ds_config, "zero_optimization")
+    return any(section(zero, name).get("device") == "cpu" for name in ("offload_optimizer", "offload_param"))
 
 
 def usable_cores(allowed: set[int], num_physical: int) -> list[int]:

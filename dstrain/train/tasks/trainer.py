@@ -41,16 +41,15 @@ class TaskTrainer(Trainer):
         `_get_train_sampler` pads the data to whole steps, so no micro-batch is shorter than another one.
         """
         outputs, figures = self._outcome(model, inputs)
-        self._figures.add({name: value for name, value in figures.items() if name != "loss"}, self._counts(outputs))
+        self._figures.add(
+            {name: value for name, value in figures.items() if name != "loss"}, self._objective.counts(outputs)
+        )
         loss = figures["loss"].mean()
         return (loss, outputs) if return_outputs else loss
 
     def _outcome(self, model: Any, inputs: dict[str, Any]) -> tuple[Any, Mapping[str, torch.Tensor]]:
         outputs = self._objective.outputs(model, inputs)
         return outputs, self._objective.losses(outputs, inputs[REFERENCE])
-
-    def _counts(self, outputs: Any) -> torch.Tensor:
-        return self._objective.counts(outputs)
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """Returns the inputs of the model, with the reference as exact as it is: Transformers rounds to bf16."""
@@ -68,7 +67,7 @@ class TaskTrainer(Trainer):
             self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
             with torch.no_grad(), self.compute_loss_context_manager():
                 outputs, figures = self._outcome(engine, self._prepare_inputs(dict(batch)))
-            evaluated.add(figures, self._counts(outputs))
+            evaluated.add(figures, self._objective.counts(outputs))
         means, count = evaluated.drain(self._group)
         metrics = {f"{metric_key_prefix}_{name}": mean for name, mean in means.items()}
         metrics[f"{metric_key_prefix}_samples"] = count
