@@ -50,7 +50,7 @@ LIMITS = (
     TaskLimit(key="sp", values=(1,), why="an answer is not shared by ranks"),
     TaskLimit(key="tp", values=(1,), why="ranks that share the head have parts of the log-probabilities"),
     TaskLimit(key="ep", values=(1,), why="it was not tried with shared experts"),
-    TaskLimit(key="loss_on", values=(LossOn.ANSWER,), why="only the last answer counts"),
+    TaskLimit(key="loss_on", values=(LossOn.ANSWER, LossOn.LAST), why="only the last answer counts"),
     TaskLimit(key="data_format", values=(DataFormat.AUTO, DataFormat.PREFERENCE), why="it trains on pairs of answers"),
     TaskLimit(
         key="data_format",

@@ -164,6 +164,7 @@ class TrainingSetup:
         """Returns what health rules compare with."""
         on_gpu = torch.cuda.is_available()
         return Facts(
+            is_cross_entropy=not self.job.task.has_own_loss,
             vocab_size=without_adapter(self.model).config.get_text_config().vocab_size,
             max_grad_norm=self.job.max_grad_norm,
             device_bytes=torch.cuda.get_device_properties().total_memory if on_gpu else None,

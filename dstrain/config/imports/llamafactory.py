@@ -15,7 +15,7 @@ def _stage(value: Any, _: Source) -> Any:
     if value == "pt":
         return Converted(values={"loss_on": "all", "data_format": "text"})
     if value != "sft":
-        raise OtherTraining(f"`{value}`: dstrain trains sft and pt")
+        raise OtherTraining(f"`{value}`: only sft and pt are imported; pairs train with gen-config --task dpo")
     return ABSENT
 
 

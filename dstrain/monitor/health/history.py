@@ -22,6 +22,8 @@ _EMA_STEPS = 50
 class Facts:
     """What is known of a run before its first step; None if unknown."""
 
+    is_cross_entropy: bool = True
+    """Whether the loss is that of tokens, which neither begins above that of guessing nor becomes 0."""
     vocab_size: int | None = None
     """Tokens of the vocabulary."""
     max_grad_norm: float = 0.0

@@ -41,6 +41,8 @@ def divergence(history: History) -> float | None:
 
 def zero_loss(history: History) -> float | None:
     """Returns how many of the last three losses are 0, or below 0.01 within the first 50 steps."""
+    if not history.facts.is_cross_entropy:
+        return None
     last = [(float(window["loss"]), int(window["step"])) for window in history.windows][-3:]
     return sum(loss == 0 or (step <= 50 and 0 <= loss < 0.01) for loss, step in last)
 
@@ -48,6 +50,8 @@ def zero_loss(history: History) -> float | None:
 def first_loss(history: History) -> float | None:
     """Returns the first loss over ln(vocabulary), which is that of a model that guesses."""
     vocab, loss = history.facts.vocab_size, history.newest("loss")
+    if not history.facts.is_cross_entropy:
+        return None
     if history.num_windows != 1 or vocab is None or loss is None or history.windows[0]["step"] > _RECENT_STEPS:
         return None
     return loss / math.log(vocab)

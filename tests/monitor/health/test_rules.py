@@ -118,6 +118,11 @@ def test_a_first_loss_above_that_of_guessing_is_told_once() -> None:
     assert told(Watch({}, FACTS), {"loss": 11.9}) == []
 
 
+def test_a_loss_that_is_not_one_of_tokens_may_be_0_or_large() -> None:
+    watch = Watch({}, Facts(is_cross_entropy=False, vocab_size=150_000))
+    assert told(watch, {"loss": 20.0}, {"loss": 0.0}) == []
+
+
 def test_an_evaluation_loss_that_rises_twice_while_the_loss_falls_is_overfitting() -> None:
     watch = Watch({}, FACTS)
     falling = [{"loss": 2.0 - number / 50} for number in range(40)]
