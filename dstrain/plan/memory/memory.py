@@ -188,7 +188,7 @@ def _held_by_allocator(workload: Workload, configuration: Configuration, peak: P
     if detail is not Detail.REPLAYED or not has_layer_code(model) or not is_scripted:
         most = round(quick_ratio(model, configuration, ranks, peak) * live)
         return _Held(most=most, settled=most)
-    for limit in (cluster.gpu.memory_bytes - outside_bytes(cluster, configuration), None):
+    for limit in (cluster.gpu.memory_bytes - outside_bytes(cluster, configuration, workload.measured), None):
         replay = reserved(
             model,
             configuration,

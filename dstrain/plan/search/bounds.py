@@ -9,6 +9,7 @@ from dstrain.facts.cluster.cluster import Cluster
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.facts.workload import Workload
 from dstrain.plan.configuration import Configuration
+from dstrain.plan.memory.outside import outside_bytes
 from dstrain.plan.memory.params import NF4_BYTES_PER_PARAM, trained_on_rank
 from dstrain.plan.memory.zero import partition_of
 from dstrain.plan.speed.compute import passes
@@ -83,10 +84,10 @@ class Bound:
 def bound(workload: Workload, way: Configuration) -> Bound:
     """Returns the bound of a strategy.
 
-    On the GPU: parameters and optimizer states of this rank; with them, at the loss, the layers' inputs (checkpointing)
-    or most of what they save, and the logits; at the end, the gradients. Left out, so that the bound stays below every
-    estimate: context, workspaces, buckets, gathered layers, fragmentation, a layer's working set, smaller tensors. In
-    host RAM: master copy and moments. In time: what a step takes beside its passes.
+    On the GPU: context and NCCL, parameters and optimizer states of this rank; with them, at the loss, the layers'
+    inputs (checkpointing) or most of what they save, and the logits; at the end, the gradients. Left out, so that the
+    bound stays below every estimate: workspaces, buckets, gathered layers, fragmentation, a layer's working set,
+    smaller tensors. In host RAM: master copy and moments. In time: what a step takes beside its passes.
     """
     model, cluster = workload.model, workload.cluster
     counts = trained_on_rank(model, way)
@@ -100,12 +101,13 @@ def bound(workload: Workload, way: Configuration) -> Bound:
     is_whole = way.zero.stage == 0 or (way.zero.stage == 1 and not way.zero.overlap_comm)
     grads = way.model.item * (counts.trainable if is_whole else partition)
     is_here = not way.zero.is_offloaded
-    fixed = params + (states if is_here else 0.0)
+    outside = 0 if cluster.gpu.is_cpu else outside_bytes(cluster, way, workload.measured)
+    fixed = outside + params + (states if is_here else 0.0)
     return Bound(
         fixed_bytes=int(fixed),
         sample_bytes=int(_activation_bytes(model, way) + _logits_bytes(model, way)),
         step_bytes=int(fixed + (grads if is_here else 0.0)),
-        load_bytes=int(weights) if way.model.is_deepspeed and way.model.method is Method.QLORA else 0,
+        load_bytes=int(outside + weights) if way.model.is_deepspeed and way.model.method is Method.QLORA else 0,
         host_bytes=int(_host_bytes(cluster, way, states, shared)),
         step_s=_step_s(workload, way),
     )

@@ -196,7 +196,7 @@ def appetite_of(candidate: Candidate) -> Appetite:
     zero, checkpointing, sp = candidate.way.zero, candidate.way.checkpointing, candidate.way.parallel.sp
     return (
         candidate.micro_batch * candidate.way.batch.seq_len / sp,
-        sp > 1,
+        sp,  # NCCL's buffers between SP ranks grow with it
         checkpointing.every_n_layers if checkpointing.enabled else sys.maxsize,
         not checkpointing.offload,
         not checkpointing.tiled_mlp,
