@@ -24,13 +24,17 @@ DSTRAIN = (sys.executable, "-m", "dstrain.cli")
 PATIENCE_S = 300.0
 """After which a test fails that waits: a machine that has other things to do may take many times as long."""
 LIGHT_RANK = Path(__file__).parent / "light_rank.py"
+LIGHT_LAUNCHER = Path(__file__).parent / "light_launcher.py"
 
 
 def light_checkout(folder: Path) -> Path:
-    """Makes a checkout of this dstrain whose ranks run `light_rank.py`, for tests of what watches the ranks."""
+    """Makes a checkout of this dstrain whose ranks run `light_rank.py`, for tests of what watches the ranks.
+
+    DeepSpeed's launcher imports only what it uses."""
     for name in ("dstrain", "ds_templates", "hostfiles", "launch"):
         shutil.copytree(ROOT / name, folder / name)
     shutil.copy(LIGHT_RANK, folder / "dstrain" / "train" / "__main__.py")
+    shutil.copy(LIGHT_LAUNCHER, folder / "sitecustomize.py")
     return folder
 
 
