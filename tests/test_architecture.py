@@ -140,7 +140,7 @@ LONG_FUNCTIONS = {
     "plan/memory/memory.py:memory": 51,
     "plan/memory/pytorch_sharding.py:peak": 42,
     "train/__main__.py:_train": 41,
-    "train/data/packing.py:best_fit": 41,
+    "facts/data/best_fit.py:best_fit": 41,
     "train/data/prepare.py:_tokenized": 41,
     "train/setup.py:prepare": 46,
 }

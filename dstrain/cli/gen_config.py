@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import click
 
 from dstrain.cli.console import answer, answer_json, say, say_lines
 from dstrain.cli.generate import lock_of
-from dstrain.cli.options import remembered
+from dstrain.cli.options import data_lengths, remembered
 from dstrain.cli.options.planning import HTML, facts_options
 from dstrain.cli.options.question import PlanInputs, plan_inputs, uses_last
 from dstrain.cli.options.remembered import ResolvedOptions
@@ -22,6 +22,7 @@ from dstrain.cli.output import conflicts, page
 from dstrain.cli.output.conflicts import OnConflict
 from dstrain.cli.output.generated import diff, next_lines
 from dstrain.cli.output.plan import plan_document, plan_lines
+from dstrain.cli.output.run_time import data_lines
 from dstrain.cli.types import Choice
 from dstrain.config.document import dotted
 from dstrain.config.edits.lock import LOCK, Lock, new_files, read_lock, standing, write_files
@@ -84,7 +85,7 @@ def command(
         before = read_lock(out)
         asked = remembered.asked(options, before, out)
         _say_repeated(asked, before)
-        planned = _planned(asked, before, verbose=verbose, html=html)
+        planned = _planned(asked, before, out, verbose=verbose, html=html)
         lock = lock_of(asked, planned.asked, planned.plan, out)
         files = _files(out, lock, before, reopens=on_conflict is not None)
         merged = replaced(files) if force else regenerate(files, decide)
@@ -130,17 +131,22 @@ def _html(options: dict[str, Any], *, is_written: bool) -> Path | None:
     return html
 
 
-def _planned(asked: ResolvedOptions, before: Lock | None, *, verbose: bool, html: Path | None) -> _Planned:
+def _planned(asked: ResolvedOptions, before: Lock | None, out: Path, *, verbose: bool, html: Path | None) -> _Planned:
     """Makes, prints and returns the plan, and its page."""
     last = before.cluster if before and asked.is_repeated else None
     facts = plan_inputs(dict(asked.options), last=last)
+    data = data_lengths.read(asked.options, facts.workload.model, job=out / "job.yaml")
+    facts = replace(facts, request=data.decide(facts.request, facts.workload.model))
     if last and uses_last(dict(asked.options), last):
         say(f"no GPUs are found here: planning for the {last.num_gpus} × {last.gpu.name} of the last time")
     surveyed = survey(facts.workload, facts.request)
     if not surveyed.fits:
         raise does_not_fit(facts.workload, facts.request, surveyed.first)
-    say_lines(plan_lines(surveyed, facts.workload, verbose=verbose))
+    trained = data.run_time(facts.workload, surveyed.first)
+    say_lines(plan_lines(surveyed, facts.workload, verbose=verbose, data=data_lines(data, trained, facts)))
     document = {**plan_document(surveyed, facts.workload), "notes": list(surveyed.notes)}
+    if trained is not None:
+        document["run"] = asdict(trained)
     question = page.Question(verb="gen-config", typed=asked.inputs, inputs=facts)
     return _Planned(
         asked=facts,

@@ -49,8 +49,8 @@ class Request:
     """Dtype of forward and backward."""
     attn: Attention | None = None
     """Attention implementation."""
-    packing: bool = False
-    """Whether samples share rows, which need no padding mask."""
+    packing: bool | None = None
+    """Whether samples share rows, which need no padding mask; None: by the data, and without data they do not."""
     optimizer: Optimizer = Optimizer.ADAMW
     state_dtypes: StateDtypes = StateDtypes.MIXED
     """Which copies of a parameter there are."""

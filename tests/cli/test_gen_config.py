@@ -356,6 +356,47 @@ def test_data_is_named_relative_to_the_job(dstrain: Type, tmp_path: Path) -> Non
     assert 'data: "train.jsonl"' in (tmp_path / "job.yaml").read_text()
 
 
+@pytest.fixture
+def tuned(made_demo: Path, tmp_path: Path) -> tuple[str, ...]:
+    """A question about a model folder and 400 short conversations."""
+    rows = (made_demo / "train.jsonl").read_text().splitlines(keepends=True)[:400]
+    (tmp_path / "train.jsonl").write_text("".join(rows))
+    return ("gen-config", "--gpus", "8", "--gpu", "a100", "--model", str(made_demo / "model"), "--data", "train.jsonl")
+
+
+def test_lengths_of_the_data_choose_packing_and_tell_the_time(
+    dstrain: Type, tuned: tuple[str, ...], tmp_path: Path
+) -> None:
+    done = dstrain(*tuned, "--global-batch", "8")
+    assert re.search(r"data     400 samples; tokens: half ≤ \d+, 95 % ≤ \d+, longest \d+\n", done.stderr), done.stderr
+    assert "of a step is padding, or waiting for the longest sample" in done.stderr
+    assert re.search(r"time     [\d.]+ s ± \d+ %, 0.0 GPU-hours: 150 steps, 3 epochs of", done.stderr), done.stderr
+    job = (tmp_path / "job.yaml").read_text()
+    assert ("packing: false" in job, "seq_len: 512" in job) == (True, True)
+    (tmp_path / "job.yaml").write_text(job.replace("num_train_epochs: 3", "num_train_epochs: 20"))
+    (tmp_path / "train.jsonl").write_text((tmp_path / "train.jsonl").read_text() * 30)
+    done = dstrain("gen-config", "--json")
+    assert re.search(r"packed: \d+\.\d samples in a row", done.stderr), done.stderr
+    run = json.loads(done.stdout)["run"]
+    assert run["steps"] == pytest.approx(20 * run["rows_per_epoch"] / 8, abs=20)
+    assert "packing: true" in (tmp_path / "job.yaml").read_text()
+
+
+def test_unknown_lengths_say_why(dstrain: Type, tuned: tuple[str, ...], tmp_path: Path) -> None:
+    asked = {
+        ("--data", "later.jsonl"): "later.jsonl is not here",
+        ("--data", "org/name"): "org/name is read on the hub when it trains",
+        ("--model", "qwen3-8b"): "the tokenizer of Qwen/Qwen3-8B is not here: hf download Qwen/Qwen3-8B",
+    }
+    for options, why in asked.items():
+        done = dstrain(*tuned, *options, "--dry-run", HF_HOME=str(tmp_path))
+        assert done.returncode == 0
+        assert f"lengths are unknown: {why}" in " ".join(done.stderr.split())
+    (tmp_path / "train.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n')
+    assert "lengths are unknown: train.jsonl: " in dstrain(*tuned, "--dry-run").stderr
+    assert "data     1 samples" in dstrain(*tuned, "--task", "dpo", "--dry-run").stderr
+
+
 def test_a_users_own_hostfile_in_the_same_folder_is_left_alone(dstrain: Type, tmp_path: Path) -> None:
     text = "# ours\ngpu01 slots=8\ngpu02 slots=8\n"
     (tmp_path / "hostfile").write_text(text)

@@ -15,9 +15,10 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
+from dstrain.facts.data.best_fit import best_fit
 from dstrain.train import demo
 from dstrain.train.data.collate import Collator
-from dstrain.train.data.packing import PackedRows, best_fit
+from dstrain.train.data.packing import PackedRows
 from dstrain.train.data.slices import shift
 from dstrain.train.evaluation import Share, loss_of, mean_loss
 from dstrain.train.rank import Rank

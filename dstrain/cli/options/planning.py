@@ -99,7 +99,11 @@ _CHOICES = (
         type=Choice(RopeType),
         help="Positions beyond the model's length.  [default: yarn where its makers document it]",
     ),
-    click.option("--packing/--no-packing", default=False, show_default=True, help="Let short samples share rows."),
+    click.option(
+        "--packing/--no-packing",
+        default=None,
+        help="Let short samples share rows.  [default: by the data, else not]",
+    ),
     click.option("--sp", type=int, help="Ulysses sequence-parallel ranks.  [default: chosen]"),
     click.option("--tp", type=int, default=1, show_default=True, help="AutoTP tensor-parallel ranks."),
     click.option("--ep", type=int, help="AutoEP expert-parallel ranks.  [default: chosen]"),

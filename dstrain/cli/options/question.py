@@ -63,7 +63,7 @@ def _trace_question(request: Request) -> trace_records.Question:
         method=request.method,
         lora=request.lora,
         attn=request.attn or Attention.SDPA,
-        is_packed=request.packing,
+        is_packed=bool(request.packing),
         precision=request.precision or Precision.BF16,
         loss=request.loss or _least_loss(request),
     )

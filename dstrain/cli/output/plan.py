@@ -41,9 +41,9 @@ _LEADING = (
 """The reasons that matter most: speed, the closest alternative, the peak."""
 
 
-def plan_lines(survey: Survey, workload: Workload, *, verbose: bool) -> list[str]:
-    """Returns the choice, its reasons and the assumptions, in lines."""
-    lines = [*subject_lines(workload), chosen_line(survey), ""]
+def plan_lines(survey: Survey, workload: Workload, *, verbose: bool, data: Sequence[str] = ()) -> list[str]:
+    """Returns the choice, what it makes of the `data`, its reasons and the assumptions, in lines."""
+    lines = [*subject_lines(workload), chosen_line(survey), *data, ""]
     return [*lines, *closing_lines(survey, verbose=verbose)]
 
 

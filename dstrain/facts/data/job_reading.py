@@ -8,7 +8,7 @@ from dstrain.job import task_limits
 from dstrain.job.data_source import DataSource
 from dstrain.job.schema import Job
 
-_FORMATS = {Task.PRETRAIN: DataFormat.TEXT, Task.DPO: DataFormat.PREFERENCE}
+FORMATS = {Task.PRETRAIN: DataFormat.TEXT, Task.DPO: DataFormat.PREFERENCE}
 """The format of tasks that have only one."""
 
 
@@ -17,6 +17,6 @@ def reading_for(source: DataSource, job: Job) -> Reading:
     data_format = source.format or job.data_format
     task_limits.require_format(job.task, data_format)
     if data_format is DataFormat.AUTO:
-        data_format = _FORMATS.get(job.task, data_format)
+        data_format = FORMATS.get(job.task, data_format)
     columns = {str(name): column for name, column in (source.columns or {}).items()}
     return Reading(format=data_format, columns=columns, system=job.system)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ SUFFIXES = (".jsonl", ".json", ".parquet")
 """File name extensions; the first byte of a JSON file decides whether it holds lines or a list."""
 
 _BATCH_ROWS = 1024
+_SPREAD_BYTES = 32 * 2**20
+_SPREAD_GROUPS = 8
 _SPACE = b" \t\r\n"
 
 
@@ -40,6 +43,33 @@ def entries(path: Path, limit_bytes: int | None) -> Iterator[Sample | InvalidCon
             yield from _lines(path, limit_bytes)
     except OSError as error:
         raise EnvironmentProblem(f"{path}: cannot be read: {error.strerror or error}") from error
+
+
+def spread(path: Path, count: int) -> Iterator[Sample | InvalidConfig]:
+    """Yields about `count` rows, or up to twice as many, spread evenly over a file; of Parquet the first rows of a few
+    row groups. Raises InvalidConfig if the file as a whole is wrong."""
+    _require_file(path)
+    if path.suffix.lower() == ".parquet":
+        yield from _parquet(path, None, count=count)
+    elif holds_list(path) or path.stat().st_size <= _SPREAD_BYTES:
+        rows = list(entries(path, None))
+        yield from rows[:: max(1, len(rows) // count)]
+    else:
+        yield from _distant_lines(path, count)
+
+
+def _distant_lines(path: Path, count: int) -> Iterator[Sample | InvalidConfig]:
+    """Yields the first line after each of `count` places: one after a random place is as long as any."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        for number in range(count):
+            offset = size * number // count
+            file.seek(offset)
+            if number:
+                file.readline()
+            line = file.readline()
+            if line.strip(_SPACE):
+                yield _line(f"{path}: byte {offset}", line.removeprefix(b"\xef\xbb\xbf"))
 
 
 def _require_file(path: Path) -> None:
@@ -142,7 +172,14 @@ def _at_end(error: json.JSONDecodeError) -> bool:
     return error.msg.startswith("Unterminated string") or error.pos >= len(error.doc) - len("false\\u00")
 
 
-def _parquet(path: Path, limit_bytes: int | None) -> Iterator[Sample | InvalidConfig]:
+def _heads(table: Any, count: int) -> Iterator[Any]:
+    """Yields the first rows of evenly spaced row groups, `count` rows together."""
+    groups = range(0, table.num_row_groups, max(1, table.num_row_groups // _SPREAD_GROUPS))
+    for group in groups:
+        yield from islice(table.iter_batches(batch_size=-(-count // len(groups)), row_groups=[group]), 1)
+
+
+def _parquet(path: Path, limit_bytes: int | None, *, count: int | None = None) -> Iterator[Sample | InvalidConfig]:
     with path.open("rb") as file:
         opening = file.read(4)
         file.seek(max(0, path.stat().st_size - 4))
@@ -154,7 +191,7 @@ def _parquet(path: Path, limit_bytes: int | None) -> Iterator[Sample | InvalidCo
     try:
         table = pyarrow.parquet.ParquetFile(path)
         number = 0
-        for batch in table.iter_batches(batch_size=_BATCH_ROWS):
+        for batch in table.iter_batches(batch_size=_BATCH_ROWS) if count is None else _heads(table, count):
             for row in batch.to_pylist():
                 number += 1
                 yield Sample(

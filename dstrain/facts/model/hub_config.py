@@ -18,6 +18,8 @@ from typing import IO, Any
 from dstrain.choices import Hub
 from dstrain.errors import DstrainError, EnvironmentProblem, InvalidConfig
 
+CONFIG, TOKENIZER = "config.json", "tokenizer.json"
+"""Files of a model."""
 TIMEOUT_S = 10.0
 MAX_BYTES = 8 * 2**20
 _MOST = 2**48
@@ -39,7 +41,7 @@ def fetch_config(model_id: str, hub: Hub, *, timeout_s: float = TIMEOUT_S) -> di
 
     Raises InvalidConfig if the hub has no such model, EnvironmentProblem if the hub cannot be reached.
     """
-    cached = cached_config(model_id, hub)
+    cached = cached_file(model_id, hub)
     if cached is not None:
         return parse_config(cached.read_text(encoding="utf-8"), str(cached))
     download = _DOWNLOADS[hub].format(model_id)
@@ -104,20 +106,26 @@ def _require_sizes(value: object, name: str, key: str = "") -> None:
             raise InvalidConfig(f'{name}: "{key}" is {value:,}; the limit is {limit:,}'[:400])
 
 
-def cached_config(model_id: str, hub: Hub) -> Path | None:
-    """Returns the config.json in the hub's own cache on this machine, or None."""
-    candidates = _hf_cached(model_id) if hub is Hub.HF else _modelscope_cached(model_id)
+def cached_file(model_id: str, hub: Hub, name: str = CONFIG) -> Path | None:
+    """Returns a model's file in the hub's own cache on this machine, or None."""
+    candidates = _hf_cached(model_id, name) if hub is Hub.HF else _modelscope_cached(model_id, name)
     return next((path for path in candidates if path.is_file()), None)
 
 
-def _hf_cached(model_id: str) -> list[Path]:
+def tokenizer_file(source: str, hub: Hub) -> Path | None:
+    """Returns the tokenizer.json of a model, given as a folder or by its id on the hub; None if it is not here."""
+    inside = Path(source) / TOKENIZER
+    return inside if inside.is_file() else cached_file(source, hub, TOKENIZER)
+
+
+def _hf_cached(model_id: str, name: str) -> list[Path]:
     """Returns candidate paths: the commit of `main`, then all others, newest first."""
     root = _variable("HF_HUB_CACHE") or str(_hf_home() / "hub")
     model = Path(root).expanduser() / f"models--{model_id.replace('/', '--')}"
-    others = sorted((model / "snapshots").glob("*/config.json"), key=lambda path: path.stat().st_mtime, reverse=True)
+    others = sorted((model / "snapshots").glob(f"*/{name}"), key=lambda path: path.stat().st_mtime, reverse=True)
     main = model / "refs" / "main"
     if main.is_file():
-        return [model / "snapshots" / main.read_text(encoding="utf-8").strip() / "config.json", *others]
+        return [model / "snapshots" / main.read_text(encoding="utf-8").strip() / name, *others]
     return others
 
 
@@ -126,7 +134,7 @@ def _hf_home() -> Path:
     return Path(_variable("HF_HOME") or fallback).expanduser()
 
 
-def _modelscope_cached(model_id: str) -> list[Path]:
+def _modelscope_cached(model_id: str, file: str) -> list[Path]:
     """Returns candidate paths of all ModelScope versions; dots in a name become `___`."""
     org, _, name = model_id.partition("/")
     given = _variable("MODELSCOPE_CACHE")
@@ -134,7 +142,7 @@ def _modelscope_cached(model_id: str) -> list[Path]:
     roots += [Path("~/.cache/modelscope/hub").expanduser()]
     folders = [root / part / org for root in roots for part in ("models", "hub/models", "")]
     names = dict.fromkeys((name, name.replace(".", "___")))
-    return [folder / spelling / "config.json" for folder in folders for spelling in names]
+    return [folder / spelling / file for folder in folders for spelling in names]
 
 
 def _variable(name: str) -> str | None:

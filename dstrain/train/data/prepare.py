@@ -12,12 +12,13 @@ import numpy as np
 
 from dstrain.choices import OnLongSample
 from dstrain.errors import InvalidConfig
+from dstrain.facts.data.best_fit import best_fit
 from dstrain.facts.data.sample_formats import unused_text
 from dstrain.job.data_source import DataSource, weights_of
 from dstrain.job.schema import Job
 from dstrain.train.data.counts import counted
 from dstrain.train.data.mixture import Indices, drawn, epoch_counts, held_out_counts, split
-from dstrain.train.data.packing import PackedRows, best_fit
+from dstrain.train.data.packing import PackedRows
 from dstrain.train.data.sources import rows_of
 from dstrain.train.data.tokenize import Encoder
 from dstrain.train.data.tokenized import SEQUENCES, Form, Report, Said, tokenized

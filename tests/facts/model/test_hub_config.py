@@ -16,7 +16,7 @@ from cases import TINY_CONFIG as CONFIG
 
 from dstrain.choices import Hub
 from dstrain.errors import EnvironmentProblem, InvalidConfig
-from dstrain.facts.model.hub_config import cached_config, fetch_config, is_hub_id, parse_config
+from dstrain.facts.model.hub_config import cached_file, fetch_config, is_hub_id, parse_config
 from dstrain.facts.probe import read_model
 
 
@@ -275,7 +275,7 @@ def test_the_cache_may_be_moved(own_home: Path, monkeypatch: pytest.MonkeyPatch,
     hub_folder = own_home / "elsewhere" / ("hub" if variable == "HF_HOME" else "")
     write_config(hub_folder / "models--org--model" / "snapshots" / "abc")
 
-    assert cached_config("org/model", Hub.HF) is not None
+    assert cached_file("org/model", Hub.HF) is not None
 
 
 @pytest.mark.parametrize("folder", ["models/org/model___1", "models/org/model.1", "org/model.1"])

@@ -8,9 +8,10 @@ from hypothesis import strategies as st
 datasets = pytest.importorskip("datasets")
 torch = pytest.importorskip("torch")
 
+from dstrain.facts.data.best_fit import best_fit  # noqa: E402
 from dstrain.train import demo  # noqa: E402
 from dstrain.train.data.collate import Collator, taken_by  # noqa: E402
-from dstrain.train.data.packing import PackedRows, best_fit  # noqa: E402
+from dstrain.train.data.packing import PackedRows  # noqa: E402
 
 
 @given(lengths=st.lists(st.integers(1, 64)), seed=st.integers(0, 9))

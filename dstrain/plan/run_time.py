@@ -1,0 +1,134 @@
+"""What the lengths of the training data decide, and how long a run on them takes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from dstrain.facts.data.best_fit import best_fit
+from dstrain.facts.data.lengths import Lengths
+from dstrain.facts.model.model_facts import ModelFacts
+from dstrain.facts.workload import Workload
+from dstrain.plan.configuration import Configuration
+from dstrain.plan.estimate_records import Estimate
+from dstrain.plan.memory.layers.activations import has_layer_code
+from dstrain.plan.request import Request
+from dstrain.plan.search.search_space import (
+    DEFAULT_GLOBAL_BATCH,
+    DEFAULT_SEQ_LEN,
+    data_parallel_ranks,
+    global_batch,
+)
+from dstrain.plan.speed.step_time import speed
+
+LEAST_STEPS = 200
+"""Steps of a run below which rows are not shared by default: each step trains several times the samples, and a short
+schedule would leave too few of them. A judgement; `--packing` overrules it."""
+LEAST_SEQ_LEN = 512
+"""Shortest length that is chosen: below it a step is launches and latencies."""
+LARGEST_SHARE = 0.5
+"""Share of a row that samples fill on average, up to which rows are shared by default."""
+SIMULATED_MICRO_BATCHES = 400
+PADDED_TO = 8
+"""Tokens that the length of a micro-batch is a multiple of. Source: dstrain/train/data/collate.py."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunTime:
+    """How a plan trains a data set."""
+
+    steps: int
+    """Optimizer steps of all epochs."""
+    rows_per_epoch: int
+    """Rows of an epoch: samples, or with packing what several of them share."""
+    tokens_per_epoch: int
+    """Tokens of all samples, as far as they are not cut."""
+    cut_share: float
+    """Samples that are longer than a row, 0…1."""
+    idle_share: float
+    """Part of a step that is padding, or a rank's wait for the longest row of all, 0…1."""
+    seconds: float | None
+    """Seconds of all steps, without checkpoints and evaluation; None if the GPU's speed is unknown."""
+    uncertainty_ratio: float
+    """Half the width of the range that it is in for 8 of 10 runs, over `seconds`."""
+
+
+def with_lengths(request: Request, model: ModelFacts, lengths: Lengths, *, epochs: float) -> Request:
+    """Returns the request with what it leaves open and the data decide.
+
+    Short samples share rows if the model's family is known to keep them apart and enough steps are left; else a row is
+    as long as the longest sample, up to the default.
+    """
+    limit = request.seq_len or min(DEFAULT_SEQ_LEN, model.max_position_embeddings)
+    if request.packing is None and not request.task.has_own_loss and has_layer_code(model):
+        items, scale = _rows(lengths, limit, is_packed=True), lengths.num_samples / len(lengths.tokens)
+        steps = len(items) * scale * epochs / (request.global_batch or DEFAULT_GLOBAL_BATCH)
+        fill = sum(min(length, limit) for length in lengths.tokens) / len(lengths.tokens) / limit
+        if steps >= LEAST_STEPS and fill <= LARGEST_SHARE:
+            return replace(request, packing=True)
+    if request.seq_len is None and not request.packing:
+        longest = 1 << (lengths.tokens[-1] - 1).bit_length()
+        request = replace(request, seq_len=min(limit, max(LEAST_SEQ_LEN, longest)))
+    return replace(request, packing=bool(request.packing))
+
+
+def run_time(workload: Workload, estimate: Estimate, lengths: Lengths, *, epochs: float) -> RunTime:
+    """Returns the steps of a run and their time.
+
+    All ranks wait for the longest row, so that a step takes as long as one of rows of that length.
+    """
+    c = estimate.configuration
+    items = _rows(lengths, c.batch.seq_len, is_packed=c.batch.packing)
+    cut = [min(length, c.batch.seq_len) for length in lengths.tokens]
+    scale = lengths.num_samples / len(lengths.tokens)
+    rows = round(len(items) * scale)
+    steps = max(1, round(rows / global_batch(workload.cluster, c))) * epochs
+    longest = _largest_micro_batch(items, c.batch.micro_batch, data_parallel_ranks(workload.cluster, c))
+    step_s = _step_s(workload, estimate, longest)
+    return RunTime(
+        steps=round(steps),
+        rows_per_epoch=rows,
+        tokens_per_epoch=round(sum(cut) * scale),
+        cut_share=lengths.share_longer(c.batch.seq_len),
+        idle_share=1 - c.batch.micro_batch * sum(items) / len(items) / longest,
+        seconds=None if step_s is None else steps * step_s,
+        uncertainty_ratio=estimate.speed.uncertainty_ratio if estimate.speed else 0.0,
+    )
+
+
+def _rows(lengths: Lengths, seq_len: int, *, is_packed: bool) -> list[int]:
+    """Returns the tokens of each row of the sampled data."""
+    cut = [min(length, seq_len) for length in lengths.tokens]
+    if not is_packed:
+        return cut
+    return [sum(cut[sample] for sample in row) for row in best_fit(cut, seq_len, seed=0)]
+
+
+def _largest_micro_batch(items: Sequence[int], micro_batch: int, ranks: int) -> float:
+    """Returns the mean tokens of the largest micro-batch of all ranks, with its padding.
+
+    >>> _largest_micro_batch([90], 2, 8)
+    192.0
+    """
+    rng = random.Random(0)
+    count = max(20, SIMULATED_MICRO_BATCHES // ranks)
+    longest = [max(rng.choices(items, k=micro_batch * ranks)) for _ in range(count)]
+    return micro_batch * sum(-(-length // PADDED_TO) * PADDED_TO for length in longest) / count
+
+
+def _step_s(workload: Workload, estimate: Estimate, tokens: float) -> float | None:
+    """Returns the seconds of a step whose micro-batches have so many tokens on the slowest rank."""
+    c, known = estimate.configuration, estimate.speed
+    whole = speed(workload, c)
+    if known is None or whole is None:
+        return None
+    shorter = speed(workload, _shortened(c, tokens / c.batch.micro_batch))
+    return known.step_s if shorter is None else known.step_s * shorter.step_s / whole.step_s
+
+
+def _shortened(configuration: Configuration, length: float) -> Configuration:
+    """Returns the configuration with rows of this length, as SP ranks divide them."""
+    part = configuration.parallel.sp
+    seq_len = min(configuration.batch.seq_len, max(part, round(length / part) * part))
+    return replace(configuration, batch=replace(configuration.batch, seq_len=seq_len))

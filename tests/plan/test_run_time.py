@@ -1,0 +1,98 @@
+"""What the lengths of the data decide, and the time of a run."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from cases import ask
+
+from dstrain.choices import Method, Task
+from dstrain.facts.data.lengths import Lengths
+from dstrain.plan.request import Request
+from dstrain.plan.run_time import LEAST_STEPS, RunTime, run_time, with_lengths
+from dstrain.plan.search.decide import choice
+
+SHORT = tuple(sorted(random.Random(0).choices((90, 200, 350, 900, 3900), (8, 8, 8, 3, 1), k=1000)))
+LONG = tuple(sorted(random.Random(0).choices((3000, 4000, 9000), k=1000)))
+MODEL = ask(model="qwen3-8b", gpus=8, gpu="a100-80g").workload
+
+
+def lengths(tokens: tuple[int, ...], num_samples: int = 200_000) -> Lengths:
+    return Lengths(tokens=tokens, num_samples=num_samples)
+
+
+def decided(data: Lengths, **wishes: Any) -> tuple[bool | None, int | None]:
+    request = with_lengths(Request(**wishes), MODEL.model, data, epochs=3)
+    return request.packing, request.seq_len
+
+
+def test_short_samples_share_rows_where_enough_steps_are_left() -> None:
+    assert decided(lengths(SHORT)) == (True, None)
+    assert decided(lengths(SHORT), seq_len=8192) == (True, 8192)
+    assert decided(lengths(SHORT, 10_000)) == (False, 4096)  # fewer than LEAST_STEPS
+    assert decided(lengths(SHORT, 10_000), global_batch=8) == (True, None)
+    assert decided(lengths(LONG)) == (False, 4096)
+    assert decided(lengths(SHORT), task=Task.DPO) == (False, 4096)
+
+
+def test_what_is_asked_for_stays() -> None:
+    assert decided(lengths(SHORT), packing=False) == (False, 4096)
+    assert decided(lengths(LONG), packing=True) == (True, None)
+    assert decided(lengths((60, 80, 700)), packing=False) == (False, 1024)
+    assert decided(lengths((60, 80, 700)), packing=False, seq_len=2048) == (False, 2048)
+    assert decided(lengths((60, 80)), packing=False) == (False, 512)
+
+
+def test_a_family_that_nobody_has_checked_shares_no_rows() -> None:
+    other = replace(MODEL.model, model_type="other")
+    assert with_lengths(Request(), other, lengths(SHORT), epochs=3).packing is False
+
+
+def trained(data: Lengths, **wishes: Any) -> RunTime:
+    request = with_lengths(Request(method=Method.LORA, **wishes), MODEL.model, data, epochs=3)
+    return run_time(MODEL, choice(MODEL, request), data, epochs=3)
+
+
+def test_rows_and_steps_are_those_of_the_samples() -> None:
+    alone = trained(lengths(SHORT), packing=False)
+    assert alone.rows_per_epoch == 200_000
+    assert alone.steps == 3 * 200_000 // 64
+    packed = trained(lengths(SHORT), packing=True)
+    tokens = sum(SHORT) * 200
+    assert alone.tokens_per_epoch == packed.tokens_per_epoch == tokens
+    assert 1 <= packed.rows_per_epoch * 4096 / tokens < 1.02
+    assert packed.steps == pytest.approx(3 * packed.rows_per_epoch / 64, abs=3)
+    assert packed.steps >= LEAST_STEPS
+
+
+def test_a_shared_row_wastes_nothing_and_one_of_its_own_waits_for_the_longest_of_all_ranks() -> None:
+    alone, packed = (trained(lengths(SHORT), packing=packing) for packing in (False, True))
+    assert packed.idle_share < 0.02
+    assert alone.idle_share > 0.5
+    assert alone.seconds is not None and packed.seconds is not None
+    wasted = (1 - packed.idle_share) / (1 - alone.idle_share)
+    assert alone.seconds / packed.seconds == pytest.approx(wasted, rel=0.25)
+
+
+def test_equal_samples_take_the_step_of_the_plan() -> None:
+    data = lengths((4096,) * 50, 64_000)
+    request = with_lengths(Request(packing=False), MODEL.model, data, epochs=1)
+    chosen = choice(MODEL, request)
+    run = run_time(MODEL, chosen, data, epochs=1)
+    assert chosen.speed is not None
+    assert run.seconds == pytest.approx(1000 * chosen.speed.step_s)
+    assert (run.idle_share, run.cut_share) == (0, 0)
+
+
+def test_cut_samples_are_counted() -> None:
+    assert trained(lengths((100, 5000)), packing=False).cut_share == 0.5
+
+
+def test_without_a_speed_there_is_no_time() -> None:
+    workload = ask(model="qwen3-0.6b", gpus=1, gpu="cpu").workload
+    data = lengths((100, 500), 640)
+    chosen = choice(workload, with_lengths(Request(), workload.model, data, epochs=1))
+    assert run_time(workload, chosen, data, epochs=1).seconds is None
