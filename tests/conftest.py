@@ -78,7 +78,7 @@ MARKS = {
 """What a test needs that takes long, by the beginning of its node id; a test of none of these is fast. A test with the
 fixture `engine` needs the engine, too."""
 SAMPLED = {
-    "tests/plan/search/test_search.py::test_bounds_lose_nothing": 4,
+    "tests/plan/search/test_search.py::test_bounds_lose_nothing": 3,
     "tests/plan/memory/test_closed_form.py::test_it_is_near_the_engine": 15,
     "tests/config/lint/test_proofs.py::test_two_ranks_fail_or_become_another_run_as_it_says": 30,
     "tests/train/test_engine_memory.py": 8,
@@ -88,8 +88,8 @@ SAMPLED = {
     "tests/train/test_model_parallel.py": 2,
     "tests/train/test_trace.py::test_a_trace_equals_what_pytorch_allocates": 6,
     "tests/train/data/test_packing_families.py::test_every_family_on_the_tape_attends_by_sample_as_the_tape_has_it": 5,
-    "tests/facts/model/test_tracer.py::test_a_known_family_is_described_as_it_is_known": 5,
-    "tests/facts/model/test_tracer.py::test_a_profile_equals_the_trace_of_the_whole_model": 6,
+    "tests/facts/model/test_tracer.py::test_a_known_family_is_described_as_it_is_known": 3,
+    "tests/facts/model/test_tracer.py::test_a_profile_equals_the_trace_of_the_whole_model": 4,
     "tests/cli/test_options.py::test_every_value_of_every_option_has_a_documented_end": 80,
     "tests/facts/model/test_families.py::test_every_tensor_is_the_one_that_transformers_builds": 12,
     "tests/cli/test_bombs.py::test_a_bomb_does_not_go_off": 8,

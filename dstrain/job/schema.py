@@ -88,6 +88,8 @@ class Dpo:
     """`sigmoid`, `hinge`, `ipo` or `robust`."""
     label_smoothing: Annotated[float, Ge(0), Lt(0.5)] = 0.0
     """Share of pairs whose preference is wrong, for `robust`."""
+    sft_weight: NonNegative = 0.0
+    """Weight of the chosen answer's own loss per token, which is added: `rpo_alpha` of ms-swift."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

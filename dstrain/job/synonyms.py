@@ -50,6 +50,8 @@ SYNONYMS = MappingProxyType(
         "pref_loss": "dpo: loss_type",
         "loss_type": "dpo: loss_type",
         "label_smoothing": "dpo: label_smoothing",
+        "rpo_alpha": "dpo: sft_weight",
+        "pref_ftx": "dpo: sft_weight",
         "template": "chat_template",
         "chat_template_path": "chat_template",
         "enable_thinking": "thinking",

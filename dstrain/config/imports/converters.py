@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from dstrain.choices import Attention, Method, Schedule, SinkName
+from dstrain.choices import Attention, DpoLoss, Method, Schedule, SinkName
 from dstrain.config.imports.rows import ABSENT, Convert, Converted, OtherTraining, Unmatched
 from dstrain.config.imports.source import Source
 from dstrain.errors import InvalidConfig
@@ -145,6 +145,24 @@ def method(kind: str, *, bits: Any, source: Source) -> Any:
 def rope_scaling(value: Any, _: Source) -> Any:
     """Raises Unmatched: tools name a type and compute the factor themselves."""
     raise Unmatched(f"`{value}`: write rope_scaling: {{rope_type: yarn, factor: …}} into job.yaml")
+
+
+def is_dpo(source: Source) -> bool:
+    """Returns whether the tool trains preferences by DPO."""
+    return "dpo" in (source.value("stage"), source.value("rlhf_type"))
+
+
+def of_dpo(convert: Convert) -> Convert:
+    """Returns a converter of a key that is read for DPO alone."""
+    return lambda value, source: convert(value, source) if is_dpo(source) else ABSENT
+
+
+def dpo_loss(value: Any, _: Source) -> str:
+    """Returns the loss of DPO. Raises OtherTraining for one that dstrain does not have."""
+    (name, *others) = names(value, _)
+    if others or name not in tuple(DpoLoss):
+        raise OtherTraining(f"`{value}`: dstrain's losses of preferences are {', '.join(DpoLoss)}")
+    return name
 
 
 def always(value: str) -> Convert:

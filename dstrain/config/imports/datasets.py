@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from dstrain.config import jsonc
-from dstrain.config.imports.converters import listed, names
+from dstrain.config.imports.converters import is_dpo, listed, names
 from dstrain.config.imports.rows import Convert, Converted, OtherTraining, Unmatched
 from dstrain.config.imports.source import Source
 from dstrain.errors import InvalidConfig
+from dstrain.facts.data.sample_formats import SIDES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,8 +74,10 @@ def _named(wanted: Sequence[str], source: Source) -> list[DataSet]:
 
 def _of_info(entry: Mapping[str, Any], folder: Path, source: Source) -> DataSet:
     """Returns one entry of dataset_info.json. Source: LLaMA-Factory 0.9 data/parser.py: DatasetAttr."""
-    if entry.get("ranking") or "kto_tag" in entry.get("columns", {}):
-        raise OtherTraining("the data set has pairs of answers, which preference training needs")
+    if "kto_tag" in entry.get("columns", {}):
+        raise OtherTraining("the data set has answers with a mark, which KTO needs")
+    if bool(entry.get("ranking")) is not is_dpo(source):
+        raise OtherTraining("pairs of answers (ranking: true) and stage: dpo go together")
     is_modelscope = source.value("USE_MODELSCOPE_HUB") == "1" or "hf_hub_url" not in entry
     hub = entry.get("ms_hub_url" if is_modelscope and "ms_hub_url" in entry else "hf_hub_url")
     file = entry.get("file_name") or entry.get("script_url") or entry.get("cloud_file_name") or ""
@@ -86,6 +89,9 @@ def _of_info(entry: Mapping[str, Any], folder: Path, source: Source) -> DataSet:
     else:
         turns = columns.get("messages", "conversations")
         renamed, form = {} if turns in _TURNS else {"messages": turns}, "messages"
+    if entry.get("ranking"):
+        renamed.pop("output", None)
+        renamed, form = renamed | {side: columns.get(side, side) for side in SIDES}, "preference"
     seen = [columns[key] for key in ("images", "videos", "audios") if key in columns]
     losses = [f"dstrain refuses rows with {', '.join(seen)}"] if seen else []
     settings = {

@@ -14,11 +14,11 @@ from dstrain.config.imports.walk import Imported, Value
 from dstrain.errors import Place
 from dstrain.job.file import looks_local
 from dstrain.job.monitor import Monitor
-from dstrain.job.schema import Job, Lora
+from dstrain.job.schema import Dpo, Job, Lora
 from dstrain.job.yaml_source import parse_yaml
 from dstrain.records import Keys, Locator
 
-_SECTIONS = {"lora": Lora, "monitor": Monitor}
+_SECTIONS = {"dpo": Dpo, "lora": Lora, "monitor": Monitor}
 _PATHS = ("data", "eval_data", "model")
 """Keys of which gen-config itself writes a single name, relative to the job."""
 

@@ -14,8 +14,10 @@ from dstrain.config.imports.source import Source, Tool
 def _stage(value: Any, _: Source) -> Any:
     if value == "pt":
         return Converted(values={"loss_on": "all", "data_format": "text"})
+    if value == "dpo":
+        return Converted(values={"task": "dpo"})
     if value != "sft":
-        raise OtherTraining(f"`{value}`: only sft and pt are imported; pairs train with gen-config --task dpo")
+        raise OtherTraining(f"`{value}`: only sft, pt and dpo are imported")
     return ABSENT
 
 
@@ -167,7 +169,18 @@ ROWS = table(
         "other weights are trained",
     ),
     stops("fp8 fp8_backend fp8_enable_fsdp_float8_all_gather", "fp8", unless=(False, "auto")),
-    stops("pref_beta pref_loss pref_ftx ref_model reward_model ppo_epochs kto_chosen_weight", "preference training"),
+    to("pref_beta", "dpo.beta", convert.of_dpo(convert.number)),
+    to("pref_loss", "dpo.loss_type", convert.of_dpo(convert.dpo_loss)),
+    to("pref_ftx", "dpo.sft_weight", convert.of_dpo(convert.number)),
+    stops("pref_bco_weight dpo_label_smoothing", "another loss of preferences", unless=(0, 0.0)),
+    stops(
+        """
+        ref_model ref_model_adapters ref_model_quantization_bit
+        """,
+        "the reference is another model than the one before training",
+        unless=(None,),
+    ),
+    stops("reward_model ppo_epochs kto_chosen_weight", "preference training"),
     stops(
         """
         use_kt use_mca use_megatron_bridge use_hyper_parallel export_dir

@@ -8,7 +8,18 @@ from typing import Any
 from dstrain.config.imports import converters as convert
 from dstrain.config.imports import datasets, huggingface
 from dstrain.config.imports.environment import RANKS
-from dstrain.config.imports.rows import ABSENT, Converted, Unmatched, lacks, needless, read_with, stops, table, to
+from dstrain.config.imports.rows import (
+    ABSENT,
+    Converted,
+    OtherTraining,
+    Unmatched,
+    lacks,
+    needless,
+    read_with,
+    stops,
+    table,
+    to,
+)
 from dstrain.config.imports.source import Source, Tool
 from dstrain.config.imports.strategy import fsdp
 
@@ -64,6 +75,25 @@ def _thinking(value: Any, source: Source) -> Any:
 
 def _tuned(value: Any, source: Source) -> list[str]:
     return convert.names(value, source)
+
+
+def _preferences(value: Any, _: Source) -> str:
+    if value != "dpo":
+        raise OtherTraining(f"`{value}`: of preferences, dpo alone is imported")
+    return "dpo"
+
+
+def _sft_weight(value: Any, source: Source) -> Any:
+    note = "the mean per token of each answer; ms-swift's is over all tokens of a micro-batch"
+    return ABSENT if value is None else Converted(values={"dpo.sft_weight": convert.number(value, source)}, note=note)
+
+
+def _loss(value: Any, source: Source) -> Any:
+    if convert.is_dpo(source):
+        return convert.dpo_loss(value, source)
+    if value not in ("causal_lm", None):
+        raise OtherTraining("not a causal language model's loss")
+    return ABSENT
 
 
 ROWS = table(
@@ -171,12 +201,17 @@ ROWS = table(
     lacks("new_special_tokens", "add the tokens to the saved model first", unless=()),
     stops(
         """
-        task_type num_labels problem_type loss_type
+        task_type num_labels problem_type
         """,
         "not a causal language model's loss",
         unless=("causal_lm", None),
     ),
-    stops("rlhf_type", "preference training"),
+    to("rlhf_type", "task", _preferences),
+    to("beta", "dpo.beta", convert.of_dpo(convert.number)),
+    to("loss_type", "dpo.loss_type", _loss),
+    to("rpo_alpha", "dpo.sft_weight", convert.of_dpo(_sft_weight)),
+    stops("label_smoothing ld_alpha loss_weights", "another loss of preferences", unless=(0, 0.0, None)),
+    stops("ref_model ref_adapters", "the reference is another model than the one before training", unless=(None,)),
     stops("adapters resume_only_model", "training goes on from an adapter; merge it first: `dstrain export`"),
     stops(
         """

@@ -40,10 +40,13 @@ class DpoObjective:
     def losses(self, outputs: Answers, reference: torch.Tensor) -> Mapping[str, torch.Tensor]:
         """Returns the loss of each pair, and TRL's figures of it: (pairs,) each."""
         ratios = outputs.log_probs - reference.to(outputs.log_probs.dtype)
+        loss = pair_losses(ratios, outputs.num_tokens, self.job.dpo)
+        nll = chosen_nll(outputs.log_probs, outputs.num_tokens)
         chosen, rejected = (self.job.dpo.beta * part for part in ratios.detach().chunk(2))
         log_probs = outputs.log_probs.detach().chunk(2)
         return {
-            "loss": pair_losses(ratios, outputs.num_tokens, self.job.dpo),
+            "loss": loss + self.job.dpo.sft_weight * nll if self.job.dpo.sft_weight else loss,
+            "nll_loss": nll.detach(),
             "rewards/chosen": chosen,
             "rewards/rejected": rejected,
             "rewards/accuracies": (chosen > rejected).to(chosen.dtype),
@@ -55,6 +58,14 @@ class DpoObjective:
     def counts(self, outputs: Answers) -> torch.Tensor:
         """Returns whether each pair has an answer: (pairs,)."""
         return outputs.num_tokens.chunk(2)[0] > 0
+
+
+def chosen_nll(log_probs: torch.Tensor, num_tokens: torch.Tensor) -> torch.Tensor:
+    """Returns the negative log-likelihood of each chosen answer, per token: (pairs,); both arguments are (rows,).
+
+    Source: Pang et al. 2024, "Iterative Reasoning Preference Optimization" (arXiv 2404.19733), equation 1.
+    """
+    return -(log_probs / num_tokens.clamp(min=1)).chunk(2)[0]
 
 
 def pair_losses(ratios: torch.Tensor, num_tokens: torch.Tensor, dpo: Dpo) -> torch.Tensor:

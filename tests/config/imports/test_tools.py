@@ -223,9 +223,13 @@ def test_a_launcher_takes_accelerates_file_and_its_options(here: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "name", "key"),
     [
-        (f"{LLAMAFACTORY.replace('sft', 'dpo')}", "a.yaml", "stage"),
+        (f"{LLAMAFACTORY.replace('sft', 'kto')}", "a.yaml", "stage"),
+        (f"{LLAMAFACTORY.replace('sft', 'dpo')}pref_loss: simpo\n", "a.yaml", "pref_loss"),
+        (f"{LLAMAFACTORY.replace('sft', 'dpo')}pref_bco_weight: 1\n", "a.yaml", "pref_bco_weight"),
         (f"{LLAMAFACTORY}use_dora: true\n", "a.yaml", "use_dora"),
-        ("swift rlhf --rlhf_type dpo --model a", "a.sh", "rlhf_type"),
+        ("swift rlhf --rlhf_type kto --model a", "a.sh", "rlhf_type"),
+        ("swift rlhf --rlhf_type dpo --ld_alpha 0.1 --model a", "a.sh", "ld_alpha"),
+        (f"{SWIFT}--loss_type hinge", "a.sh", "loss_type"),
         (f"{SWIFT}--task_type seq_cls", "a.sh", "task_type"),
         (f"{AXOLOTL}rl: dpo\n", "a.yaml", "rl"),
         (f"{AXOLOTL}optimizer: muon\n", "a.yaml", "optimizer"),
@@ -233,6 +237,35 @@ def test_a_launcher_takes_accelerates_file_and_its_options(here: Path) -> None:
 )
 def test_another_training_stops(text: str, name: str, key: str) -> None:
     assert [note.key for note in imported(text, name).stops] == [key]
+
+
+def test_preferences_train_by_dpo(here: Path) -> None:
+    info = {
+        "pairs": {
+            "file_name": "pairs.json",
+            "ranking": True,
+            "columns": {"prompt": "question", "chosen": "good", "rejected": "bad"},
+        },
+        "answers": {"file_name": "answers.json"},
+    }
+    (here / "dataset_info.json").write_text(json.dumps(info))
+    text = f"{LLAMAFACTORY.replace('sft', 'dpo')}dataset_dir: .\npref_beta: 0.2\npref_loss: hinge\npref_ftx: 0.5\n"
+    found = imported(f"{text}dataset: pairs\n")
+    assert not found.stops
+    assert [value(found, key) for key in ("task", "dpo.beta", "dpo.loss_type", "dpo.sft_weight")] == [
+        "dpo",
+        0.2,
+        "hinge",
+        0.5,
+    ]
+    columns = {"instruction": "question", "chosen": "good", "rejected": "bad"}
+    assert value(found, "data") == [{"path": "pairs.json", "columns": columns}]
+    assert value(found, "data_format") == "preference"
+    assert [note.key for note in imported(f"{text}dataset: answers\n").stops] == ["dataset"]
+    swift = imported("swift rlhf --rlhf_type dpo --beta 0.3 --rpo_alpha 0.1 --model a", "a.sh")
+    assert not swift.stops
+    assert [value(swift, key) for key in ("task", "dpo.beta", "dpo.sft_weight")] == ["dpo", 0.3, 0.1]
+    assert "dpo.beta" not in imported(f"{LLAMAFACTORY}pref_beta: 0.2\n").values
 
 
 def test_a_key_that_no_table_has_is_named_with_its_line_and_the_nearest() -> None:
@@ -275,9 +308,10 @@ def test_a_target_is_a_key_of_a_job_or_a_choice_of_gen_config(tool: str) -> None
     from dataclasses import fields
 
     from dstrain.job.monitor import Monitor
-    from dstrain.job.schema import Job, Lora
+    from dstrain.job.schema import Dpo, Job, Lora
 
     legal = {field.name for field in fields(Job)}
-    legal |= {f"lora.{field.name}" for field in fields(Lora)} | {f"monitor.{field.name}" for field in fields(Monitor)}
+    sections = {"dpo": Dpo, "lora": Lora, "monitor": Monitor}
+    legal |= {f"{name}.{field.name}" for name, section in sections.items() for field in fields(section)}
     targets = {row.target for row in TOOLS[tool].rows.values() if row.target}
     assert {target for target in targets if not target.startswith(("plan.", "machines."))} <= legal

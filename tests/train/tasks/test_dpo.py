@@ -8,11 +8,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from dstrain.choices import DpoLoss, LossKernel  # noqa: E402
-from dstrain.job.schema import Dpo  # noqa: E402
-from dstrain.train.tasks.dpo import pair_losses  # noqa: E402
+from dstrain.choices import DpoLoss, LossKernel, Task  # noqa: E402
+from dstrain.job.schema import Dpo, Job  # noqa: E402
+from dstrain.train.tasks.dpo import DpoObjective, pair_losses  # noqa: E402
 from dstrain.train.tasks.figures import Figures  # noqa: E402
-from dstrain.train.tasks.log_probs import sequence_log_probs  # noqa: E402
+from dstrain.train.tasks.log_probs import Answers, sequence_log_probs  # noqa: E402
 
 CHOSEN, REJECTED, BETA = 1.5, -0.5, 0.2
 MARGIN = BETA * (CHOSEN - REJECTED)
@@ -36,6 +36,19 @@ def test_the_loss_of_a_pair_is_that_of_its_paper(loss_type: DpoLoss, smoothing: 
     dpo = Dpo(beta=BETA, loss_type=loss_type, label_smoothing=smoothing)
     (loss,) = pair_losses(torch.tensor([CHOSEN, REJECTED]), torch.tensor([3, 2]), dpo).tolist()
     assert loss == pytest.approx(expected, rel=1e-6)
+
+
+def test_the_chosen_answer_s_own_loss_is_added_by_its_weight() -> None:
+    reference = torch.tensor([-4.0, -3.0])
+    answers = Answers(log_probs=torch.tensor([-3.0, -5.0], requires_grad=True), num_tokens=torch.tensor([6, 2]))
+
+    def losses(weight: float) -> dict[str, float]:
+        job = Job(model="m", output_dir="o", task=Task.DPO, dpo=Dpo(sft_weight=weight))
+        return {name: value.item() for name, value in DpoObjective(job=job).losses(answers, reference).items()}
+
+    alone, both = losses(0.0), losses(0.4)
+    assert alone["nll_loss"] == both["nll_loss"] == pytest.approx(3 / 6)
+    assert both["loss"] == pytest.approx(alone["loss"] + 0.4 * 3 / 6)
 
 
 @pytest.mark.parametrize("kernel", [LossKernel.FULL, LossKernel.CHUNKED])
