@@ -22,7 +22,7 @@ NUM_LARGEST = 8
 """Sizes of live blocks that are recorded."""
 
 _PHASES = (
-    ("evaluation_loop", "dstrain/train/trainer.py", Phase.EVALUATION),
+    ("evaluation_loop", "/trainer.py", Phase.EVALUATION),
     ("_save_checkpoint", "dstrain/train/saving.py", Phase.SAVE),
     ("save_final", "dstrain/train/saving.py", Phase.SAVE),
     ("step", "deepspeed/runtime/engine.py", Phase.STEP),

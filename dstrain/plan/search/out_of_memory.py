@@ -17,7 +17,6 @@ from dstrain.plan.search.evaluator import Evaluator, Key
 from dstrain.plan.search.rules import broken
 from dstrain.plan.search.search import EQUAL_RATIO, by_time
 from dstrain.plan.search.search_space import PERIODS, Candidate, with_batch
-from dstrain.plan.search.slowdown_order import lost_speed
 from dstrain.plan.speed.step_time import speed
 from dstrain.units import MIB
 
@@ -127,15 +126,16 @@ def fixes(
     The space: smaller micro-batches with more accumulation × more recomputation × losses with less memory × higher
     stages among `stages` × more offload. Every change is verified with replays of engine and allocator, and leaves a
     tenth of the memory free, as plans do. The first one is the fastest of all; the others use the fewest levers, none
-    of them all that another one does. If fewer than three are found, a shorter sequence is the last, which does not
-    keep the tokens of a step.
+    of them all that another one does. Where no speed is known, those with the fewest levers come first. If fewer than
+    three are found, a shorter sequence is the last, which does not keep the tokens of a step.
     """
     current = estimate.configuration
     less = smaller(workload, current, short)
     evaluator = Evaluator(less, USABLE_GPU_RATIO)
     candidates = _space(less, current, short.phase, stages)
     space = [_Change(candidate, levers(current, candidate)) for candidate in candidates]
-    first = _fastest(evaluator, space)
+    knows_speed = speed(workload, current) is not None
+    first = _fastest(evaluator, space) if knows_speed else None
     found = [] if first is None else [first]
     for count in range(1, len(LEVERS) + 1):
         few = [change for change in space if len(change.levers - _FOLLOWING) == count]
@@ -147,9 +147,9 @@ def fixes(
             found.append(further)
     if len(found) < NUM_FIXES and short.phase not in _ONLY_STATES:
         found += _shorter(evaluator, current)
-    kept = sorted((one for one in found if one.keeps_batch), key=lambda one: _place(evaluator, one.candidate))
-    ordered = [*kept, *(one for one in found if not one.keeps_batch)]
-    return tuple(_fix(workload, current, evaluator.verify(one.candidate), one.levers) for one in ordered)
+    if knows_speed:
+        found.sort(key=lambda one: (not one.keeps_batch, evaluator.time(one.candidate)))
+    return tuple(_fix(workload, current, evaluator.verify(one.candidate), one.levers) for one in found)
 
 
 def levers(current: Configuration, candidate: Candidate) -> frozenset[str]:
@@ -217,11 +217,6 @@ def _recomputations(current: Checkpointing, *, in_ram: bool) -> Iterator[Checkpo
         for tiled in sorted({current.tiled_mlp, True}):
             if (offload, tiled) != (current.offload, current.tiled_mlp):
                 yield replace(whole, offload=offload, tiled_mlp=tiled)
-
-
-def _place(evaluator: Evaluator, candidate: Candidate) -> Key:
-    """Returns the time of a candidate or, if it is unknown, its place in the order of lost speed."""
-    return evaluator.time(candidate) or lost_speed(evaluator.workload.cluster, candidate)
 
 
 def _fastest(evaluator: Evaluator, changes: Sequence[_Change]) -> _Change | None:

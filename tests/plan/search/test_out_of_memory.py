@@ -143,6 +143,17 @@ def test_changes_differ_in_kind_keep_the_batch_and_name_what_they_change(
             assert fix.keeps_batch == (after.batch.seq_len == before.batch.seq_len)
 
 
+def test_without_speeds_the_fewest_levers_come_first() -> None:
+    asked = ask(model="qwen3-1.7b", gpus=8, gpu="h100", host_memory=2**42)
+    gpu = replace(asked.workload.cluster.gpu, bf16_flops_per_s=0.0, fp16_flops_per_s=0.0, fp32_flops_per_s=0.0)
+    workload = replace(asked.workload, cluster=replace(asked.workload.cluster, gpu=gpu))
+    found = fixes(workload, *short_of(workload, 1, zero_stage=2, micro_batch=16))
+    counts = [len(fix.levers) for fix in found]
+    assert counts == sorted(counts)
+    assert counts[0] == 1
+    assert {fix.step_ratio for fix in found} == {None}
+
+
 def test_a_measured_need_above_the_plan_shrinks_the_machine(draw: Draw) -> None:
     case = drawn(draw.seed)
     worse = replace(case.short, needed_bytes=case.short.predicted_bytes + 3 * GIB)
