@@ -70,7 +70,8 @@ def diagnose(prepared: PreparedRun) -> Diagnosis | None:
         short = shortage(workload, estimate, record.phase, measured)
     remedies: tuple[Remedy, ...] = ()
     if workload is not None and estimate is not None and short is not None:
-        remedies = _remedies(prepared, workload, estimate, short)
+        with suppress(DstrainError):  # ds_config.json was removed or damaged meanwhile; the report comes first
+            remedies = _remedies(prepared, workload, estimate, short)
     evidence = [_where(record), *(_held(measured) if measured is not None else [])]
     if workload is not None and estimate is not None and short is not None:
         evidence += _compared(workload, estimate, short, measured)
