@@ -290,3 +290,10 @@ class HealthAction(StrEnum):
     TELL = "tell"
     SAVE = "save"
     STOP = "stop"
+
+
+class OnOom(StrEnum):
+    """What `run` does if a rank runs out of GPU memory: reports changes that fit, or makes the fastest and restarts."""
+
+    TELL = "tell"
+    ADAPT = "adapt"

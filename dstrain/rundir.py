@@ -12,7 +12,7 @@ from typing import Any, overload
 
 from dstrain.paths import flush, write_atomic
 
-_SENT = re.compile(r"(metrics|health)\.jsonl|(states|summary)\.json|logs/[^/\0]+\.log|checkpoint-\d+/part\.json")
+_SENT = re.compile(r"(metrics|health)\.jsonl|(states|summary|oom)\.json|logs/[^/\0]+\.log|checkpoint-\d+/part\.json")
 """Names of the files that nodes with a file system of their own send."""
 
 
@@ -67,6 +67,10 @@ class RunDir:
     """Written by rank 0 after training has succeeded."""
     logs = _Entry("logs")
     """Folder of log files, one per rank."""
+    oom = _Entry("oom.json")
+    """What a rank held that ran out of GPU memory in the last start, and what would fit (`dstrain.oom`)."""
+    adaptations = _Entry("adaptations.jsonl")
+    """One JSON object per change by which `run --on-oom adapt` started again."""
     state = _Entry("state.json")
     """State of the run, for `dstrain status`."""
     failure = _Entry("failure.txt")

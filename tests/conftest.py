@@ -36,6 +36,7 @@ MARKS = {
     ),
     "engine": (
         *("tests/train/test_trace.py", "tests/cli/test_demo.py", "tests/launch/test_process.py"),
+        "tests/launch/run/test_out_of_memory.py",
         *("tests/train/test_demo.py", "tests/monitor/sinks/test_swanlab.py", "tests/train/data/test_packing"),
         "tests/train/test_end_to_end.py::test_sigterm_while_blocked_in_a_collective_keeps_swanlabs_data",
         "tests/plan/memory/layers/test_every_n_layers.py::test_the_peak_is_that_of_transformers",
@@ -54,6 +55,7 @@ MARKS = {
         *("tests/plan/search/test_bounds.py", "tests/plan/memory/test_fragmentation.py"),
         *("tests/plan/memory/test_closed_form.py", "tests/plan/memory/layers/test_against_trace.py"),
         *("tests/facts/model/test_tracer.py", "tests/config/lint/test_properties.py"),
+        "tests/plan/search/test_out_of_memory.py",
         *("tests/cli/test_options.py", "tests/cli/test_bombs.py", "tests/test_fuzz.py"),
         "tests/config/explain/test_explain.py::test_no_configuration_that_is_json_breaks_an_explanation",
         "tests/test_docs.py::test_the_page_of_a_model_has_the_plan",

@@ -11,11 +11,12 @@ from typing import Any
 
 import click
 
+from dstrain.choices import OnOom
 from dstrain.cli.console import answer, answer_json, say, say_lines
 from dstrain.cli.output.doctor import lines as finding_lines
 from dstrain.cli.output.progress import Screen
 from dstrain.cli.output.run import before_lines, summary, summary_text
-from dstrain.cli.types import Named
+from dstrain.cli.types import Choice, Named
 from dstrain.config.edits.manual_edits import Edit, of_run
 from dstrain.doctor.finding import Mark, errors
 from dstrain.doctor.quick import quick
@@ -33,6 +34,7 @@ from dstrain.launch.prepare.prepare import prepare
 from dstrain.launch.run import state
 from dstrain.launch.run.control import noting_signals
 from dstrain.launch.run.detach import detach
+from dstrain.launch.run.remedy import UNADAPTED, Adaptation
 from dstrain.launch.run.supervisor import Policy, Reporter, Supervisor
 from dstrain.launch.timeouts import TIMEOUTS, VARIABLE
 
@@ -48,6 +50,7 @@ class Options:
     master_port: int | None
     ignored: tuple[str, ...]
     max_restarts: int
+    on_oom: OnOom
     spares: str | None
     hang_after: float
     start_timeout: float
@@ -85,6 +88,14 @@ class Options:
     help="Restarts of a failed run, from its newest checkpoint.",
 )
 @click.option(
+    "--on-oom",
+    type=Choice(OnOom),
+    default=OnOom.TELL.value,
+    show_default=True,
+    help="If a GPU runs out of memory: tell which changes fit, or adapt, restarting with the fastest one that keeps"
+    " the global batch.",
+)
+@click.option(
     "--spare", "spares", metavar="HOSTS", help="Hosts that replace lost ones at a restart, such as gpu17,gpu18."
 )
 @click.option(
@@ -115,7 +126,8 @@ def command(**typed: Any) -> None:
     the same run again by hand.
 
     If a rank dies, a node is lost or the run hangs, dstrain ends all processes on all nodes and prints one report. A
-    lost login does not end a run. SIGUSR1 saves a checkpoint and exits with code 75.
+    lost login does not end a run. SIGUSR1 saves a checkpoint and exits with code 75. If a GPU runs out of memory, the
+    report names changes that fit; --on-oom adapt makes one for this run, and goes on from the newest checkpoint.
 
     --sync is for nodes without a shared file system. It copies the run directory, and dstrain if it runs from a
     checkout, to them over ssh, and copies their parts of checkpoints back during training. Every node needs Python with
@@ -135,7 +147,7 @@ def _run(options: Options) -> None:
     check_rules(options.ignored)
     refuse_secrets(options.overrides, "every user can read command lines")
     hosts = _allocated() if options.launcher == "slurm" and options.hostfile is None else None
-    launch = _plan(options, hosts, resumes=False)
+    launch = _plan(options, hosts)
     prepared = launch.prepared
     say_lines(before_lines(prepared))
     if launch.note is not None:
@@ -178,13 +190,13 @@ def _train(options: Options, launch: Launch, hosts: Hosts | None) -> None:
     timeouts = replace(TIMEOUTS, hang_s=options.hang_after, start_s=options.start_timeout).changed(os.environ)
     if VARIABLE in os.environ:
         say(f"note     {VARIABLE}, which is for tests, changes time limits: {os.environ[VARIABLE]}")
-    policy = Policy(max_restarts=options.max_restarts, spares=spares, timeouts=timeouts)
+    policy = Policy(max_restarts=options.max_restarts, on_oom=options.on_oom, spares=spares, timeouts=timeouts)
     with (
         noting_signals(state.run_log(run_dir), saves_on_term=options.save_on_term) as stop_requests,
         Screen() as screen,
     ):
         run = Supervisor(
-            lambda changed, resumes: _plan(options, changed or hosts, resumes=resumes),
+            lambda changed, resumes, adaptation: _plan(options, changed or hosts, adaptation, resumes=resumes),
             stop_requests,
             policy,
             Reporter(say=screen.say, pass_on=screen.pass_on, progress=screen.progress),
@@ -193,12 +205,19 @@ def _train(options: Options, launch: Launch, hosts: Hosts | None) -> None:
         run.drive(launch)
 
 
-def _plan(options: Options, hosts: Hosts | None, *, resumes: bool) -> Launch:
+def _plan(
+    options: Options, hosts: Hosts | None, adaptation: Adaptation = UNADAPTED, *, resumes: bool = False
+) -> Launch:
     """Returns the checked launch; one that `resumes` starts from the newest complete checkpoint."""
-    overrides = [*options.overrides, *([f"hostfile={options.hostfile.resolve()}"] if options.hostfile else [])]
+    overrides = [
+        *options.overrides,
+        *adaptation.overrides,
+        *([f"hostfile={options.hostfile.resolve()}"] if options.hostfile else []),
+    ]
     if resumes:
         overrides.append("resume=auto")
-    prepared = prepare(read_job(options.job, overrides), os.environ, ignored=options.ignored, hosts=hosts)
+    job = read_job(options.job, overrides)
+    prepared = prepare(job, os.environ, ignored=options.ignored, hosts=hosts, changes=adaptation.changes)
     port, named = ports.wanted_port(options.master_port, os.environ)
     if prepared.is_local:
         port = ports.port(options.master_port, os.environ)

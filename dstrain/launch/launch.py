@@ -196,6 +196,7 @@ def write_inputs(prepared: PreparedRun, *, job: Job, hostfile: str, secrets: Map
     """Writes what ranks read: request, facts, configuration, estimate, hostfile, and secrets with mode 0600."""
     place = prepared.run_dir
     place.summary.unlink(missing_ok=True)
+    place.oom.unlink(missing_ok=True)
     write_atomic(place.request, to_json(job))
     write_atomic(place.facts, facts_text(prepared))
     write_atomic(place.ds_config, json.dumps(prepared.ds_config, indent=2) + "\n")

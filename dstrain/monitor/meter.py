@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,6 +16,18 @@ from dstrain.monitor.metrics import Reading
 _NAN = float("nan")
 COUNTS = "dstrain_counts"
 """Key of the counts in a micro-batch; the Trainer removes it."""
+
+
+class Counts(NamedTuple):
+    """What a micro-batch holds."""
+
+    tokens: int = 0
+    """Tokens without padding."""
+    padding: int = 0
+    squared: int = 0
+    """Sum of length² over the samples."""
+    samples: tuple[int, ...] = ()
+    """Tokens of each sample."""
 
 
 class Meter:
@@ -47,11 +59,11 @@ class Meter:
             yield batch
 
     def count(self, batch: Any) -> None:
-        """Adds the counts that `CountingCollator` put into a micro-batch, and removes them."""
-        tokens, padding, squared = batch.pop(COUNTS)
-        self._tokens += tokens
-        self._padding += padding
-        self._squared += squared
+        """Adds the counts that `CountingCollator` put into a micro-batch."""
+        counts = batch[COUNTS]
+        self._tokens += counts.tokens
+        self._padding += counts.padding
+        self._squared += counts.squared
 
     def close(self) -> Reading:
         """Returns the counters of the window and starts the next one."""
@@ -75,8 +87,8 @@ class Meter:
         return reading
 
 
-def _counts(batch: dict[str, Any]) -> tuple[int, int, int]:
-    """Returns the tokens, the padding and the sum of length² over the samples of a micro-batch.
+def _counts(batch: dict[str, Any]) -> Counts:
+    """Returns the counts of a micro-batch.
 
     `input_ids`, `labels`, `position_ids` and `attention_mask`: (batch, seq). In packed rows a sample begins at
     position 0, and the padding at the end is a sample without labels.
@@ -91,7 +103,8 @@ def _counts(batch: dict[str, Any]) -> tuple[int, int, int]:
     else:
         lengths = torch.full((inputs.shape[0],), inputs.shape[-1])
     tokens = int(lengths.sum())
-    return tokens, inputs.numel() - tokens, int((lengths**2).sum())
+    samples = tuple(map(int, lengths.tolist()))
+    return Counts(tokens, inputs.numel() - tokens, int((lengths**2).sum()), samples)
 
 
 class CountingCollator:

@@ -174,12 +174,21 @@ def main(run_dir: Path) -> None:
         finish(End.CRASHED, str(error))
         raise
     except BaseException as error:
-        traceback.print_exc()  # before the sinks finish: the agent may kill this rank meanwhile
-        sys.stderr.flush()
+        _report(error, place, rank)  # before the sinks finish: the agent may kill this rank meanwhile
         finish(End.CRASHED, f"{type(error).__name__}: {error}")
         raise AlreadyReported from error
     finish(End.ABORTED if has_left else End.SUCCESS)
     leaving.settle()
+
+
+def _report(error: BaseException, run_dir: RunDir, rank: Rank) -> None:
+    """Prints a traceback, and writes `oom.json` if an allocation failed; before torch is imported, none can."""
+    traceback.print_exception(error)
+    sys.stderr.flush()
+    if "dstrain.train.setup" in sys.modules:
+        from dstrain.train import out_of_memory
+
+        out_of_memory.record(error, run_dir, rank.index)
 
 
 class AlreadyReported(Exception):
@@ -261,6 +270,8 @@ def run(arguments: Sequence[str]) -> int:
         ranks.write_to_log(RunDir(folder).logs, rank.index)
     if rank.is_first:
         (folder / _ERROR_SAID).unlink(missing_ok=True)
+    if rank.local_index == 0:  # each node may have a disk of its own
+        RunDir(folder).oom.unlink(missing_ok=True)
     try:
         main(folder)
     except DstrainError as error:

@@ -30,6 +30,7 @@ from dstrain.monitor.metrics import Hardware, hardware
 from dstrain.monitor.sinks.jsonl import JsonlFile, current_steps, read_jsonl
 from dstrain.monitor.sinks.registry import Guarded
 from dstrain.rundir import RunDir
+from dstrain.train import out_of_memory
 from dstrain.train import rank as ranks
 from dstrain.train.arguments import training_arguments
 from dstrain.train.checkpoints.node_storage import shared
@@ -238,6 +239,7 @@ def _connect(rank: Rank, job: Job, ds_config: Mapping[str, Any], heartbeat: Send
                 hint=f"Write slots={visible} for this node in the hostfile.",
             )
         torch.cuda.set_device(rank.local_index)
+        out_of_memory.observe()
     ranks.announce_builds(rank, ds_config, os.environ, on_gpu=on_gpu)
     heartbeat.send(0, Phase.CONNECTING)
     try:

@@ -19,7 +19,8 @@ from dstrain.heartbeat import Phase, Sender
 from dstrain.job.schema import Job
 from dstrain.monitor.callback import MetricsCallback
 from dstrain.monitor.health.nonfinite import Nonfinite
-from dstrain.monitor.meter import COUNTS, Meter
+from dstrain.monitor.meter import COUNTS, Counts, Meter
+from dstrain.oom import Batch
 from dstrain.train.checkpoints import checkpoints, universal_checkpoint
 from dstrain.train.data.collate import without_adapter
 from dstrain.train.data.isolation import Trial, packed_masks, sees_padding
@@ -65,6 +66,8 @@ class Trainer(SavingTrainer):
         self._share, index_in_group = divmod(rank.index, job.ranks_per_batch)
         self._counts_rows = index_in_group == 0  # the other ranks of the group have the same ones
         self._group = group
+        self.batch: Batch | None = None
+        """The micro-batch that this rank works on."""
 
     @property
     def meter(self) -> Meter:
@@ -76,13 +79,15 @@ class Trainer(SavingTrainer):
         batches, items = super().get_batch_samples(self.meter.timed(epoch_iterator), num_batches, device)
         for batch in batches:
             if not self._counts_rows:
-                batch[COUNTS] = (0, 0, 0)
+                batch[COUNTS] = Counts()
             self.meter.count(batch)
         return batches, items
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Returns the inputs of the model, without the token counts of an evaluation batch."""
-        inputs.pop(COUNTS, None)
+        """Returns the inputs of the model, without the token counts, which it notes with the shape."""
+        counts = inputs.pop(COUNTS, Counts())
+        rows, tokens = inputs["input_ids"].shape
+        self.batch = Batch(rows=rows, tokens_per_row=tokens, samples=tuple(counts.samples))
         inputs = super()._prepare_inputs(inputs)
         if not self._has_padding_masks:
             inputs.pop("attention_mask", None)

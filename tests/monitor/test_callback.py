@@ -12,18 +12,18 @@ from transformers import TrainerControl, TrainerState
 from dstrain.monitor.callback import MetricsCallback
 from dstrain.monitor.health.history import Facts
 from dstrain.monitor.health.watch import Watch
-from dstrain.monitor.meter import COUNTS, CountingCollator, Meter
+from dstrain.monitor.meter import COUNTS, CountingCollator, Counts, Meter
 from dstrain.monitor.sinks.jsonl import JsonlFile
 
 
-def count(batch: dict[str, Any]) -> tuple[int, int, int]:
-    counts: tuple[int, int, int] = CountingCollator(lambda rows: batch)(None)[COUNTS]
+def count(batch: dict[str, Any]) -> Counts:
+    counts: Counts = CountingCollator(lambda rows: batch)(None)[COUNTS]
     return counts
 
 
 def test_the_attention_mask_tells_padding_apart() -> None:
     mask = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0]])
-    assert count({"input_ids": torch.zeros(2, 4, dtype=torch.long), "attention_mask": mask}) == (4, 4, 9 + 1)
+    assert count({"input_ids": torch.zeros(2, 4, dtype=torch.long), "attention_mask": mask}) == (4, 4, 9 + 1, (3, 1))
 
 
 def test_packed_samples_begin_at_position_0_and_filling_has_no_label() -> None:
@@ -32,13 +32,13 @@ def test_packed_samples_begin_at_position_0_and_filling_has_no_label() -> None:
         "position_ids": torch.tensor([[0, 1, 2, 0, 1, 0, 1, 2]]),
         "labels": torch.tensor([[-100, 5, 6, -100, 7, -100, -100, -100]]),
     }
-    assert count(batch) == (5, 3, 9 + 4)
+    assert count(batch) == (5, 3, 9 + 4, (3, 2))
 
 
-def test_the_counts_are_taken_out_before_the_model_sees_them() -> None:
-    meter, batch = Meter(), {COUNTS: (4, 1, 16)}
-    meter.count(batch)
-    assert batch == {}
+def test_the_counts_of_a_window_are_summed_and_the_next_one_begins_anew() -> None:
+    meter = Meter()
+    meter.count({COUNTS: Counts(3, 1, 9, (3,))})
+    meter.count({COUNTS: Counts(1, 0, 7, (1,))})
     reading = meter.close()
     assert (reading.tokens, reading.padding, reading.squared_tokens) == (4, 1, 16)
     assert meter.close().tokens == 0

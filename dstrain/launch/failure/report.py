@@ -27,8 +27,19 @@ from dstrain.rundir import RunDir
 _SHOWN_LINES = 25
 
 
-def explain(outcome: Outcome, *, hosts: Hosts, run_dir: RunDir, again: str | None = None) -> DstrainError:
-    """Returns the error to raise for a run that did not succeed; `again` says how to try again, if not by a resume."""
+def explain(
+    outcome: Outcome,
+    *,
+    hosts: Hosts,
+    run_dir: RunDir,
+    again: str | None = None,
+    evidence: Sequence[str] = (),
+    remedies: Sequence[str] = (),
+) -> DstrainError:
+    """Returns the error to raise for a run that did not succeed; `again` says how to try again, if not by a resume.
+
+    `evidence` is what else is known about the cause, and `remedies` what to type about it, in place of general advice.
+    """
     again = again or _resumed(run_dir)
     if outcome.stopped_by is not None:
         problem = f"stopped ({outcome.stopped_by}); no rank is left running"
@@ -38,12 +49,12 @@ def explain(outcome: Outcome, *, hosts: Hosts, run_dir: RunDir, again: str | Non
         return kind(problem, hint=again)
     texts = {rank: tail_of(path) for rank, path in outcome.rank_logs.items()}
     cause = _cause(outcome, texts, hosts)
-    lines = list(cause.lines)
+    lines = [*cause.lines, *evidence]
     last = last_metrics(run_dir)
     if last is not None:
         lines.append(f"Last metrics: step {metrics_words(last)}")
     lines.append(f"Logs: {run_dir.logs} (above: {cause.log.name})")
-    words = advice("\n".join(lines)) or advice(cause.text)
+    words = "\n".join(remedies) or advice("\n".join(lines)) or advice(cause.text)
     return RunFailed("\n".join(lines), hint=f"{words}\n{again}" if words else again, rank_exit_code=cause.code)
 
 

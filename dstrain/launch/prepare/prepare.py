@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from dstrain.config.document import Change
+from dstrain.config.edits import edit_json
 from dstrain.config.lint.engine import errors
 from dstrain.config.lint.finding import Severity
 from dstrain.config.lint.subject import JobContext, Subject
@@ -22,7 +24,7 @@ from dstrain.job.file import JobFile
 from dstrain.job.schema import Job
 from dstrain.launch.prepare import job_checks, packages, resize_checkpoint, resume
 from dstrain.launch.prepare.job_context import describe, hosts_of, model_of
-from dstrain.launch.prepare.lint_job import lint, refused
+from dstrain.launch.prepare.lint_job import lint_text, read_text, refused
 from dstrain.launch.prepare.resize_checkpoint import Resize
 from dstrain.launch.prepare.resume import Resuming
 from dstrain.paths import shown
@@ -62,9 +64,16 @@ class PreparedRun:
 
 
 def prepare(
-    file: JobFile, environment: Mapping[str, str], *, ignored: Sequence[str] = (), hosts: Hosts | None = None
+    file: JobFile,
+    environment: Mapping[str, str],
+    *,
+    ignored: Sequence[str] = (),
+    hosts: Hosts | None = None,
+    changes: Sequence[Change] = (),
 ) -> PreparedRun:
     """Returns the checked run; `ignored` are ids of lint rules, `hosts` replace the job's hostfile.
+
+    `changes` are made to its configuration for this run, not in the file.
 
     Raises InvalidConfig or EnvironmentProblem, with the line to edit, before anything is written or started.
     """
@@ -80,7 +89,7 @@ def prepare(
     job_checks.check_targets(file, model)
     job_checks.check_combinations(file, model, cluster)
     context = JobContext(job=file, hosts=hosts, model=model, cluster=cluster)
-    subject, lint_notes = _linted(context, file, resuming, ignored)
+    subject, lint_notes = _linted(context, file, resuming, ignored, changes)
     ds_config = for_trainer(subject.config, file.job, model, num_ranks=hosts.num_slots)
     devices, device_notes = _devices(environment, file.job, is_local=is_local, on_cpu=on_cpu)
     return PreparedRun(
@@ -99,11 +108,12 @@ def prepare(
 
 
 def _linted(
-    context: JobContext, file: JobFile, resuming: Resuming, ignored: Sequence[str]
+    context: JobContext, file: JobFile, resuming: Resuming, ignored: Sequence[str], changes: Sequence[Change]
 ) -> tuple[Subject, list[str]]:
     """Returns the configuration of a job and lint's warnings, one line each. Raises InvalidConfig for errors."""
     path = file.job.ds_config
-    result = lint(context, Path(path), ignored=ignored)
+    text = edit_json.apply(read_text(Path(path)), shown(path), changes)
+    result = lint_text(context, text, shown(path), ignored=ignored)
     if result.subject is None or errors(result.findings):
         raise resuming.explained(refused(result.findings))
     packages.check_engine_packages(result.subject.config, shown(path))

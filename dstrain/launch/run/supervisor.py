@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
+from dstrain.choices import OnOom
 from dstrain.config.edits.manual_edits import Edit
 from dstrain.errors import DstrainError, RunFailed, SavedAndLeft
 from dstrain.facts.cluster.hostfile import Host, Hosts
@@ -20,6 +21,9 @@ from dstrain.launch.nodes.coordinator import Coordinator
 from dstrain.launch.nodes.members import Unreachable
 from dstrain.launch.nodes.spec import StopRequests
 from dstrain.launch.prepare import resize_checkpoint
+from dstrain.launch.prepare.prepare import PreparedRun
+from dstrain.launch.run.out_of_memory import Diagnosis, diagnose, note_adaptation
+from dstrain.launch.run.remedy import UNADAPTED, Adaptation, Remedy
 from dstrain.launch.run.start import launch_spec, start
 from dstrain.launch.run.state import Stage, StateWriter
 from dstrain.launch.timeouts import TIMEOUTS, Timeouts
@@ -27,6 +31,8 @@ from dstrain.rundir import RunDir
 
 _POLL_S = 1.0
 _MOST_PORTS = 3
+MOST_ADAPTATIONS = 3
+"""How often a run changes itself after it ran out of memory; each time it counts with a smaller GPU."""
 _OWN_FAULT = frozenset({2, 3, 4, 5, 6})
 """Exit codes of ranks that another start would repeat. Source: dstrain.errors"""
 
@@ -36,6 +42,8 @@ class Policy:
     """What to do if a run fails."""
 
     max_restarts: int = 0
+    on_oom: OnOom = OnOom.TELL
+    """Whether a run that ran out of GPU memory goes on with a change that fits."""
     spares: tuple[str, ...] = ()
     """Hosts that replace lost ones."""
     timeouts: Timeouts = TIMEOUTS
@@ -58,13 +66,13 @@ class Supervisor:
 
     def __init__(
         self,
-        plan: Callable[[Hosts | None, bool], Launch],
+        plan: Callable[[Hosts | None, bool, Adaptation], Launch],
         requests: StopRequests,
         policy: Policy,
         reporter: Reporter,
         edits: Sequence[Edit] | None,
     ) -> None:
-        """`plan` prepares a start: on these hosts (None: the job's), from the newest checkpoint or not."""
+        """`plan` prepares a start: on these hosts (None: the job's), from the newest checkpoint or not, adapted."""
         self._plan = plan
         self._requests = requests
         self._policy = policy
@@ -73,6 +81,10 @@ class Supervisor:
         self._spares = list(policy.spares)
         self._next_look = 0.0
         self._ports = 0
+        self._hosts: Hosts | None = None  # the job's
+        self._diagnosis: Diagnosis | None = None
+        self._adaptation = UNADAPTED
+        self._times_adapted = 0
 
     def drive(self, launch: Launch) -> None:
         """Runs to the end. Raises RunFailed, Interrupted or SavedAndLeft if the training did not finish."""
@@ -90,6 +102,8 @@ class Supervisor:
             with suppress(OSError):
                 run_dir.failure.write_text(f"{error}\n", encoding="utf-8")
             raise
+        if self._times_adapted:
+            self._reporter.say(f"note     this run was adapted, see {run_dir.adaptations}; its files are unchanged")
         writer.write(stage=Stage.ENDED, exit_code=0)
 
     def _drive(self, launch: Launch, writer: StateWriter) -> None:
@@ -101,16 +115,22 @@ class Supervisor:
             gone, error = self._start(launch, writer)
             if error is None:
                 return
-            if attempt > self._policy.max_restarts or not self._is_worth_it(error):
+            if not gone and (remedy := self._remedy(error)) is not None:
+                launch = self._adapted(launch, error, remedy, attempt)
+                attempt += 1
+                continue
+            failed = attempt - self._times_adapted
+            if failed > self._policy.max_restarts or not self._is_worth_it(error):
                 raise error
-            self._reporter.say(f"start {attempt} of {self._policy.max_restarts + 1} failed: {error.problem}")
+            self._reporter.say(f"start {failed} of {self._policy.max_restarts + 1} failed: {error.problem}")
             time.sleep(self._policy.timeouts.pause_s)  # ports and memory of the ranks that were killed become free
             attempt += 1
-            launch = self._again(hosts, gone, error)
+            launch = self._again(launch, gone, error)
 
     def _start(self, launch: Launch, writer: StateWriter) -> tuple[tuple[str, ...], DstrainError | None]:
         """Returns the hosts that were lost, and the error with which the start ended, if it did."""
         prepared = launch.prepared
+        self._diagnosis = None
         write_run_dir(launch, self._edits)
         if prepared.elastic is not None:
             resize_checkpoint.convert(prepared.elastic, launch.environment, self._reporter.say)
@@ -139,7 +159,20 @@ class Supervisor:
             self._reporter.say("another process took the port of rank 0 before it; starting again with another one")
             return self._start(launch, writer)
         lost = tuple(node.host for node in outcome.lost)
-        return lost, explain(outcome, hosts=prepared.hosts, run_dir=prepared.run_dir)
+        return lost, self._explained(outcome, prepared)
+
+    def _explained(self, outcome: Outcome, prepared: PreparedRun) -> DstrainError:
+        self._diagnosis = None if outcome.stopped_by is not None else diagnose(prepared)
+        if self._diagnosis is None:
+            return explain(outcome, hosts=prepared.hosts, run_dir=prepared.run_dir)
+        resumes = prepared.run_dir.newest_checkpoint().folder is not None
+        return explain(
+            outcome,
+            hosts=prepared.hosts,
+            run_dir=prepared.run_dir,
+            evidence=self._diagnosis.evidence,
+            remedies=self._diagnosis.hint(resumes=resumes),
+        )
 
     def _tell_start(self, line: str, writer: StateWriter) -> None:
         self._reporter.say(line)
@@ -164,19 +197,45 @@ class Supervisor:
             return not self._requests.stop and error.rank_exit_code not in _OWN_FAULT
         return not self._requests.stop and isinstance(error, Unreachable)
 
-    def _again(self, hosts: Hosts, gone: Sequence[str], error: DstrainError) -> Launch:
+    def _again(self, failed: Launch, gone: Sequence[str], error: DstrainError) -> Launch:
         """Returns the next start: spares for hosts that were lost, without them fewer hosts."""
-        after = replaced(hosts, gone, self._spares)
+        after = replaced(failed.prepared.hosts, gone, self._spares)
         if after is None:
             raise error
         changes = [f"{old} → {new}" for old, new in after.changes.items()]
-        launch = self._plan(after.hosts if changes else None, True)
-        newest = launch.prepared.run_dir.newest_checkpoint()
+        self._hosts = after.hosts if changes else self._hosts
+        return self._next(failed, ", ".join(changes))
+
+    def _next(self, failed: Launch, words: str) -> Launch:
+        """Returns the next start, from the newest checkpoint, and says where it begins and what is different."""
+        newest = failed.prepared.run_dir.newest_checkpoint()
+        launch = self._plan(self._hosts, newest.folder is not None, self._adaptation)
         where = f"from step {newest.step}" if newest.folder else "from the beginning"
-        self._reporter.say(f"starting again {where}{', ' if changes else ''}{', '.join(changes)}")
+        self._reporter.say(f"starting again {where}{', ' if words else ''}{words}")
         for note in launch.prepared.notes:
             self._reporter.say(f"note     {note}")
         return launch
+
+    def _remedy(self, error: DstrainError) -> Remedy | None:
+        """Returns the fastest change that keeps the batch, if this run may make one."""
+        is_wanted = self._policy.on_oom is OnOom.ADAPT and isinstance(error, RunFailed) and not self._requests.stop
+        if not is_wanted or self._diagnosis is None or self._times_adapted >= MOST_ADAPTATIONS:
+            return None
+        return next((remedy for remedy in self._diagnosis.remedies if remedy.keeps_batch), None)
+
+    def _adapted(self, failed: Launch, error: DstrainError, remedy: Remedy, attempt: int) -> Launch:
+        """Returns the next start with a change, which it says and writes down."""
+        assert self._diagnosis is not None
+        self._reporter.say(f"out of memory: {error.problem}")
+        self._times_adapted += 1
+        self._adaptation = self._adaptation.also(remedy)
+        note_adaptation(self._diagnosis, remedy, attempt=attempt)
+        self._reporter.say(
+            f"adapting {self._times_adapted} of at most {MOST_ADAPTATIONS} times: {remedy.words}"
+            f"{f' ({remedy.price})' if remedy.price else ''}; overridden for this run: {remedy.settings}"
+        )
+        time.sleep(self._policy.timeouts.pause_s)
+        return self._next(failed, remedy.words)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -130,7 +130,7 @@ def _ranked(evaluator: Evaluator, candidates: list[Candidate], top: int) -> tupl
     ranked: list[Candidate] = []
     waiting: list[_Tied] = []
     fastest: Candidate | None = None
-    for key, candidate in _by_time(evaluator, candidates):
+    for key, candidate in by_time(evaluator, candidates):
         while waiting and not _may_tie(key, waiting[0].key) and len(ranked) < top:
             waiting = _move_ties(evaluator, waiting, ranked)
         if len(ranked) >= top:
@@ -201,7 +201,7 @@ def _complexity(candidate: Candidate) -> int:
     return mechanisms(candidate.way) + (candidate.way.zero.is_offloaded and not candidate.pin_memory)
 
 
-def _by_time(evaluator: Evaluator, candidates: list[Candidate]) -> Iterator[tuple[Key, Candidate | None]]:
+def by_time(evaluator: Evaluator, candidates: list[Candidate]) -> Iterator[tuple[Key, Candidate | None]]:
     """Yields candidates with their times, the fastest first; and None with the least time of all that are left.
 
     A candidate waits with the bound of its time; when nothing has a lower one, its time is computed, and it waits

@@ -1,0 +1,172 @@
+"""Explains a run that ran out of GPU memory: what was measured, what was predicted, and changes that fit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from dstrain.config import jsonc
+from dstrain.errors import DstrainError
+from dstrain.facts.cluster import calibration
+from dstrain.facts.cluster.cluster import Origin
+from dstrain.facts.workload import Workload
+from dstrain.launch.prepare.lint_job import read_text
+from dstrain.launch.prepare.prepare import PreparedRun
+from dstrain.launch.run.remedy import Remedy, remedy
+from dstrain.oom import Allocator, OutOfMemory, Phase
+from dstrain.paths import write_atomic
+from dstrain.plan.estimate_records import Estimate
+from dstrain.plan.memory.outside import outside_bytes
+from dstrain.plan.search.out_of_memory import Shortage, evaluated_at_once, fixes, shortage
+from dstrain.records import load_json, to_data
+from dstrain.rundir import RunDir, read_record
+from dstrain.units import GIB, format_bytes
+
+_UNEXPLAINED_BYTES = GIB
+"""Memory outside of PyTorch and beyond the plan's that is worth a word: another process, or a context."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diagnosis:
+    """Why a run ran out of memory, and what would fit."""
+
+    run_dir: RunDir
+    evidence: tuple[str, ...]
+    """Lines of the report."""
+    remedies: tuple[Remedy, ...]
+    """The fastest first; empty if none is known."""
+    document: Mapping[str, Any]
+    """All of that as data: what is in `oom.json`."""
+
+    def hint(self, *, resumes: bool) -> list[str]:
+        """Returns the lines that say what to type."""
+        if not self.remedies:
+            return []
+        lines = ["Changes that fit, by the plan and by what was measured:"]
+        for number, one in enumerate(self.remedies, 1):
+            price = f": {one.price}" if one.price else ""
+            lines += [f"  {number}. {one.words}{price}", f"     {one.typed(resumes=resumes)}"]
+        if self.remedies[0].keeps_batch:
+            lines.append("`dstrain run --on-oom adapt` takes the first by itself.")
+        return lines
+
+
+def diagnose(prepared: PreparedRun) -> Diagnosis | None:
+    """Returns why the last start ran out of GPU memory, and completes `oom.json`; None if it did not."""
+    run_dir = prepared.run_dir
+    try:
+        record = load_json(OutOfMemory, run_dir.oom)
+    except DstrainError:  # no rank wrote one, or not to its end
+        return None
+    estimate, measured = prepared.estimate, record.measured
+    short, workload = None, None
+    if prepared.model is not None:
+        workload = Workload(model=prepared.model, cluster=prepared.cluster, calibration=calibration.read())
+    if workload is not None and estimate is not None and measured is not None:
+        short = shortage(workload, estimate, record.phase, measured)
+    remedies: tuple[Remedy, ...] = ()
+    if workload is not None and estimate is not None and short is not None:
+        with suppress(DstrainError):  # ds_config.json was removed or damaged meanwhile; the report comes first
+            remedies = _remedies(prepared, workload, estimate, short)
+    evidence = [_where(record), *(_held(measured) if measured is not None else [])]
+    if workload is not None and estimate is not None and short is not None:
+        evidence += _compared(workload, estimate, short, measured)
+    document = {
+        **to_data(record),
+        "predicted": None if estimate is None else _predicted(estimate),
+        "fixes": [one.to_data() for one in remedies],
+    }
+    with suppress(DstrainError):  # a full disk: the report says the same
+        write_atomic(run_dir.oom, json.dumps(document, indent=2) + "\n")
+    return Diagnosis(run_dir=run_dir, evidence=tuple(evidence), remedies=remedies, document=document)
+
+
+def _remedies(prepared: PreparedRun, workload: Workload, estimate: Estimate, short: Shortage) -> tuple[Remedy, ...]:
+    """Returns changes that fit, with what to type; those that a checkpoint survives, if there is one."""
+    job = prepared.job
+    if short.phase is Phase.EVALUATION:
+        size = evaluated_at_once(short, estimate, job.eval_micro_batch or job.micro_batch)
+        if size is None:
+            return ()
+        return (Remedy(words=f"{size} rows evaluated at once", overrides=(f"eval_micro_batch={size}",)),)
+    written = jsonc.read(read_text(Path(job.ds_config)), job.ds_config).value
+    moe = workload.model.moe if job.ep == 1 else None  # AutoEP has blocks of its own
+    stages = _stages(prepared.run_dir)
+    found = fixes(workload, estimate, short, stages=stages)
+    if workload.cluster.gpu_origin is Origin.ASSUMED:  # its memory was measured, its speed was not
+        found = tuple(replace(fix, step_ratio=None) for fix in found)
+    return tuple(
+        remedy(fix, estimate.configuration, written, moe_block=moe.block_class if moe else None) for fix in found
+    )
+
+
+def _stages(run_dir: RunDir) -> tuple[int, ...]:
+    """Returns the stages under which the newest checkpoint can be loaded; all of them without one."""
+    newest = run_dir.newest_checkpoint().folder
+    stage = read_record(newest)["zero_stage"] if newest is not None else None
+    return (0, 1, 2, 3) if stage is None else (1, 2) if stage in (1, 2) else (stage,)
+
+
+def _where(record: OutOfMemory) -> str:
+    """Returns the phase and the micro-batch in words."""
+    place = {
+        Phase.LOAD: "while the model was loaded",
+        Phase.SAVE: f"saving after step {record.step}",
+        Phase.EVALUATION: f"evaluation after step {record.step}",
+    }
+    words = place.get(record.phase, f"{record.phase} of step {record.step + 1}")
+    batch = record.batch
+    if batch is None:
+        return f"Out of GPU memory: rank {record.rank}, {words}"
+    samples = f", samples of {', '.join(f'{size:,}' for size in batch.samples[:8])}" if batch.samples else ""
+    more = " …" if len(batch.samples) > 8 else ""
+    shape = f"{batch.rows} × {batch.tokens_per_row:,} tokens"
+    return f"Out of GPU memory: rank {record.rank}, {words}; micro-batch of {shape}{samples}{more}"
+
+
+def _held(measured: Allocator) -> list[str]:
+    return [
+        f"  measured: {format_bytes(measured.requested_bytes)} requested; PyTorch held"
+        f" {format_bytes(measured.reserved_bytes)}, {format_bytes(measured.allocated_bytes)} of it in tensors;"
+        f" {format_bytes(measured.free_bytes)} of {format_bytes(measured.device_bytes)} were free"
+    ]
+
+
+def _compared(workload: Workload, estimate: Estimate, short: Shortage, measured: Allocator | None) -> list[str]:
+    """Returns the plan's figures beside the measured ones."""
+    parts = estimate.memory.breakdown_bytes
+    largest = sorted(((getattr(parts, field.name), field.name) for field in fields(parts)), reverse=True)[:4]
+    named = ", ".join(f"{name} {format_bytes(count)}" for count, name in largest if count)
+    excess = f"; at least {format_bytes(short.excess_bytes)} more were needed" if short.excess_bytes else ""
+    lines = [f"  planned: {format_bytes(short.predicted_bytes)} in PyTorch ({named}){excess}"]
+    if measured is not None and not workload.cluster.gpu.is_cpu:
+        outside = measured.device_bytes - measured.limit_bytes
+        expected = outside_bytes(workload.cluster, estimate.configuration, workload.measured)
+        if outside > expected + _UNEXPLAINED_BYTES:
+            lines.append(
+                f"  {format_bytes(outside)} of the GPU are held outside of PyTorch, {format_bytes(expected)} planned:"
+                " `dstrain doctor` names other processes"
+            )
+    return lines
+
+
+def _predicted(estimate: Estimate) -> Mapping[str, Any]:
+    memory = estimate.memory
+    return {
+        "device_bytes_per_gpu": memory.device_bytes_per_gpu,
+        "live_bytes_per_gpu": memory.live_bytes_per_gpu,
+        "reserved_bytes_per_gpu": memory.reserved_bytes_per_gpu,
+        "peak_instant": memory.peak_instant,
+        "parts": to_data(memory.breakdown_bytes),
+    }
+
+
+def note_adaptation(diagnosis: Diagnosis, chosen: Remedy, *, attempt: int) -> None:
+    """Appends a line to `adaptations.jsonl`: a change that a run makes by itself, and the failure of that start."""
+    line = {"attempt": attempt, **chosen.to_data(), "oom": diagnosis.document}
+    with suppress(OSError), diagnosis.run_dir.adaptations.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")

@@ -1,0 +1,80 @@
+"""What is to be typed makes exactly the configuration that was planned."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dstrain.config.edits import edit_json
+from dstrain.config.jsonc import read
+from dstrain.facts.workload import Workload
+from dstrain.job.file import read_job
+from dstrain.launch.prepare.job_context import request_of
+from dstrain.launch.run.remedy import Remedy, remedy
+from dstrain.oom import Phase
+from dstrain.plan.configuration import Configuration
+from dstrain.plan.estimate import assess, effective
+from dstrain.plan.memory.memory import Detail
+from dstrain.plan.search.out_of_memory import Fix, _space, levers
+from tests.cases import ask, files
+from tests.draws import Draw
+
+ASKED: dict[str, Any] = {
+    "model": "qwen3-8b",
+    "gpus": 8,
+    "gpu": "h100",
+    "host_memory": 2**42,
+    "method": "lora",
+    "seq_len": 1024,
+}
+NAME = "ds_config.json"
+
+
+def configuration(folder: Path, text: str, workload: Workload, *overrides: str) -> Configuration:
+    """Returns what DeepSpeed and the Trainer make of a job and the text of its configuration."""
+    job = read_job(folder / "job.yaml", overrides).job
+    return effective(workload.model, request_of(job), read(text, NAME).value)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_change_as_it_is_typed_is_the_one_that_was_planned(tmp_path: Path, draw: Draw, stage: int) -> None:
+    options = {
+        **ASKED,
+        "zero_stage": stage,
+        "micro_batch": 4,
+        "global_batch": 64,
+        "grad_ckpt": False,
+        "method": "lora",
+        "seq_len": 1024,
+    }
+    workload, made = ask(**options).workload, files(**options)
+    (tmp_path / "job.yaml").write_text(made["job.yaml"])
+    text = made[NAME].replace('"train_micro_batch_size_per_gpu": "auto"', '"train_micro_batch_size_per_gpu": 4')
+    assert text != made[NAME]
+    current = configuration(tmp_path, text, workload)
+    for candidate in draw(list(_space(workload, current, Phase.BACKWARD, (0, 1, 2, 3))), 40):
+        planned = candidate.configuration(workload.model)
+        estimate = assess(workload, planned, detail=Detail.QUICK)
+        fix = Fix(estimate=estimate, levers=levers(current, candidate), step_ratio=None)
+        typed = remedy(fix, current, read(text, NAME).value, moe_block=None)
+        changed = edit_json.apply(text, NAME, typed.changes)
+        assert configuration(tmp_path, changed, workload, *typed.overrides) == planned
+        is_literal = read(changed, NAME).value["train_micro_batch_size_per_gpu"]
+        assert is_literal == planned.batch.micro_batch
+
+
+def test_a_job_is_typed_and_keys_of_ds_config_are_named() -> None:
+    job_alone = Remedy(words="", overrides=("micro_batch=2", "grad_accum=4"), step_ratio=0.031)
+    assert job_alone.typed(resumes=True) == "dstrain run --set micro_batch=2 --set grad_accum=4 --set resume=auto"
+    assert job_alone.price == "a step takes 3 % longer"
+    both = Remedy(words="", overrides=(), changes=edit("zero_optimization", "stage"), keeps_batch=False)
+    assert both.typed(resumes=False) == f"in {NAME} zero_optimization.stage: 3; then dstrain run"
+    assert both.price == "samples are cut"
+
+
+def edit(*pointer: str) -> tuple[Any, ...]:
+    from dstrain.config.document import Change
+
+    return (Change(pointer=pointer, value=3),)

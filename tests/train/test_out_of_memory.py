@@ -1,0 +1,87 @@
+"""What a rank writes when an allocation fails: the phase by the functions on the stack, and the first rank's record."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import traceback
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dstrain.oom import OutOfMemory, Phase
+from dstrain.records import load_json
+from dstrain.rundir import RunDir
+from dstrain.train import out_of_memory
+from dstrain.train.out_of_memory import _PHASES, is_out_of_memory, phase_of, record
+from dstrain.train.trainer import Trainer
+
+
+def failure(*stack: tuple[str, str], error: str = "torch.OutOfMemoryError('CUDA out of memory')") -> BaseException:
+    """Returns an error that was raised in these functions of these files, the outermost first."""
+    scope: dict[str, Any] = {"torch": torch}
+    body = f"raise {error}"
+    for name, file in reversed(stack):
+        exec(compile(f"def {name}():\n    {body}\n", f"/site-packages/{file}", "exec"), scope)
+        scope = {"inner": scope[name]}
+        body = "return inner()"
+    try:
+        scope["inner"]()
+    except BaseException as raised:
+        return raised
+    raise AssertionError
+
+
+STEP = ("training_step", "transformers/trainer.py")
+ENGINE = "deepspeed/runtime/engine.py"
+
+
+@pytest.mark.parametrize(
+    ("stack", "phase"),
+    [
+        ([("load_model", "dstrain/train/model.py")], Phase.LOAD),
+        ([STEP, ("compute_loss", "transformers/trainer.py")], Phase.FORWARD),
+        ([STEP, ("backward", "accelerate/accelerator.py"), ("backward", ENGINE)], Phase.BACKWARD),
+        ([STEP, ("backward", "accelerate/accelerator.py"), ("step", ENGINE)], Phase.STEP),
+        ([("evaluation_loop", "dstrain/train/tasks/trainer.py")], Phase.EVALUATION),
+        ([("_save_checkpoint", "dstrain/train/saving.py")], Phase.SAVE),
+    ],
+)
+def test_the_functions_on_the_stack_tell_the_phase(stack: list[tuple[str, str]], phase: Phase) -> None:
+    frames = [frame for frame, _ in traceback.walk_tb(failure(*stack).__traceback__)]
+    assert phase_of(frames) is phase
+
+
+def test_the_functions_are_those_of_the_installed_packages() -> None:
+    from deepspeed.runtime import engine
+
+    for function, file, _ in _PHASES:
+        classes = Trainer.__mro__ if "deepspeed" not in file else (engine.DeepSpeedEngine,)
+        sources = {inspect.getsourcefile(owner): inspect.getsource(owner) for owner in classes if owner is not object}
+        assert any(str(path).endswith(file) and f"def {function}(" in text for path, text in sources.items()), function
+
+
+def test_errors_of_the_host_and_of_programs_are_no_such_failure() -> None:
+    assert is_out_of_memory(RuntimeError("CUDA error: out of memory"))
+    assert not is_out_of_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory"))
+    assert not is_out_of_memory(ValueError("CUDA error: out of memory"))
+    wrapped = ValueError("no")
+    wrapped.__cause__ = torch.OutOfMemoryError("CUDA out of memory")
+    assert is_out_of_memory(wrapped)
+
+
+def test_the_first_rank_writes_and_no_other_replaces_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stats = {"allocated_bytes.all.current": 60, "reserved_bytes.all.current": 70}
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: stats)
+    monkeypatch.setattr(out_of_memory, "OBSERVER", out_of_memory.Observer())
+    out_of_memory.OBSERVER(0, 20, 100, 10)
+    for rank in (3, 1):
+        record(failure(STEP), RunDir(tmp_path), rank)
+    found = load_json(OutOfMemory, tmp_path / "oom.json")
+    assert (found.rank, found.phase, found.batch) == (3, Phase.FORWARD, None)
+    assert found.measured is not None
+    assert (found.measured.limit_bytes, found.measured.needed_bytes) == (80, 90)
+    assert [path.name for path in tmp_path.iterdir()] == ["oom.json"]
+    assert json.loads((tmp_path / "oom.json").read_text())["schema"] == 1
