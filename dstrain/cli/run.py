@@ -47,6 +47,7 @@ class Options:
     launcher: str | None
     master_port: int | None
     ignored: tuple[str, ...]
+    check_images: bool
     max_restarts: int
     spares: str | None
     hang_after: float
@@ -77,6 +78,7 @@ class Options:
 )
 @click.option("--master-port", type=click.IntRange(1, 65535), help="Port of rank 0.  [default: 29500, or a free one]")
 @click.option("--ignore", "ignored", multiple=True, metavar="RULE", help="Rule of lint to skip, such as DS802.")
+@click.option("--check-images", is_flag=True, help="Read every image of the data, not only find it.")
 @click.option(
     "--max-restarts",
     type=click.IntRange(0),
@@ -198,7 +200,10 @@ def _plan(options: Options, hosts: Hosts | None, *, resumes: bool) -> Launch:
     overrides = [*options.overrides, *([f"hostfile={options.hostfile.resolve()}"] if options.hostfile else [])]
     if resumes:
         overrides.append("resume=auto")
-    prepared = prepare(read_job(options.job, overrides), os.environ, ignored=options.ignored, hosts=hosts)
+    opens_images = options.check_images and not resumes  # a restart has the same data
+    prepared = prepare(
+        read_job(options.job, overrides), os.environ, ignored=options.ignored, hosts=hosts, opens_images=opens_images
+    )
     port, named = ports.wanted_port(options.master_port, os.environ)
     if prepared.is_local:
         port = ports.port(options.master_port, os.environ)

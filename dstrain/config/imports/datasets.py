@@ -86,7 +86,8 @@ def _of_info(entry: Mapping[str, Any], folder: Path, source: Source) -> DataSet:
     else:
         turns = columns.get("messages", "conversations")
         renamed, form = {} if turns in _TURNS else {"messages": turns}, "messages"
-    seen = [columns[key] for key in ("images", "videos", "audios") if key in columns]
+    renamed |= {"images": columns["images"]} if "images" in columns else {}
+    seen = [columns[key] for key in ("videos", "audios") if key in columns]
     losses = [f"dstrain refuses rows with {', '.join(seen)}"] if seen else []
     settings = {
         "path": str(hub) if hub else str(folder / file),
