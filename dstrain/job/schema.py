@@ -152,6 +152,8 @@ class Job:
     """Reasoning to keep: `all`, only that after the `last` question, none (`off`), or `auto` (`all`)."""
     max_pixels: Positive | None = None
     """Pixels of an image at most; larger ones are made smaller before the model's processor, which may round up."""
+    image_patches: Annotated[int, Ge(0)] = 0
+    """Patches of all images of a sample, for estimates of memory and speed alone."""
     freeze_vision_tower: bool = True
     """Whether the vision tower of a vision-language model stays as it is."""
     freeze_multi_modal_projector: bool = True

@@ -143,7 +143,8 @@ def test_adapters_train_on_images_without_touching_the_tower(runs: Path, process
     assert not [key for key in tensors(runs / "lora" / "final") if ".visual." in key]
 
 
-def test_a_trained_model_has_the_files_of_its_processor(runs: Path) -> None:
-    for name in ("zero2", "lora"):
-        saved = runs / name / "final" / "preprocessor_config.json"
+def test_trained_and_exported_models_have_the_files_of_their_processor(runs: Path, engine: Engine) -> None:
+    assert engine.export(runs / "lora", runs / "merged") == 0
+    for folder in (runs / "zero2" / "final", runs / "lora" / "final", runs / "merged"):
+        saved = folder / "preprocessor_config.json"
         assert saved.read_bytes() == (runs / "model" / "preprocessor_config.json").read_bytes()

@@ -253,7 +253,8 @@ def _check_data_file(
     if report.has_images:
         _check_images(job, path)
     notes = [report.note] if report.note else []
-    notes += ["the estimate has no memory of images: dstrain plan --image-patches N"] if report.has_images else []
+    if report.has_images and not job.image_patches:
+        notes.append("the estimate counts no images: set image_patches to the patches of a sample")
     return [f"{shown(str(path))}: {note}" for note in notes]
 
 

@@ -30,7 +30,7 @@ def _without_tower(subject: Subject) -> Iterator[Fault]:
     if subject.job is None or subject.model is None or subject.model.vision is not None:
         return
     given, plain = subject.job.job, Job(model="", output_dir="")
-    for key in ("max_pixels", "freeze_vision_tower", "freeze_multi_modal_projector", "freeze_language_model"):
+    for key in ("max_pixels", "image_patches", *(limit.key for limit in task_limits.WITH_ADAPTERS)):
         value = getattr(given, key)
         if value != getattr(plain, key):
             shown = str(value).lower() if isinstance(value, bool) else value
