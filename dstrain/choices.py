@@ -176,6 +176,7 @@ class Column(StrEnum):
     HISTORY = "history"
     TOOLS = "tools"
     FUNCTIONS = "functions"
+    IMAGES = "images"
     WEIGHT = "weight"
     CHOSEN = "chosen"
     REJECTED = "rejected"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -39,6 +39,7 @@ JOB = "job.yaml"
     help="Release whose known faults to report, such as 0.18.9.  [default: the installed one]",
 )
 @click.option("--ignore", "ignored", multiple=True, metavar="RULE", help="Rule to skip, such as DS701.")
+@click.option("--check-images", is_flag=True, help="Read every image of the data, not only find it.")
 @click.option("--fix", is_flag=True, help="Apply safe fixes; every other byte stays.")
 @click.option("-n", "--dry-run", is_flag=True, help="With --fix: print the fixed text and write nothing.")
 @click.option("--strict", is_flag=True, help="Exit with 3 on warnings too.")
@@ -50,6 +51,7 @@ def command(
     trainer: bool | None,
     deepspeed: str | None,
     ignored: tuple[str, ...],
+    check_images: bool,
     fix: bool,
     dry_run: bool,
     strict: bool,
@@ -69,12 +71,8 @@ def command(
     if dry_run and not fix:
         raise click.UsageError("-n goes with --fix; without it, lint writes nothing.")
     path, file = _files(config, job, hostfile)
-    try:
-        result = lint_job(file, path, is_trainers=trainer, ignored=ignored, fix=fix, deepspeed=deepspeed)
-    except InvalidConfig as error:
-        if as_json:
-            answer_json({"schema": 1, "findings": [], "error": error.problem})
-        raise
+    options: dict[str, Any] = {"is_trainers": trainer, "ignored": ignored, "fix": fix, "deepspeed": deepspeed}
+    result = _linted(file, path, as_json=as_json, opens_images=check_images, **options)
     text = _fixed(path, result, dry_run=dry_run)
     if as_json:
         document = {"schema": 1, "findings": [finding.document() for finding in result.findings]}
@@ -84,6 +82,16 @@ def command(
     failing = (Severity.ERROR, Severity.WARNING) if strict else (Severity.ERROR,)
     if any(finding.severity in failing for finding in result.findings):
         sys.exit(InvalidConfig.exit_code)
+
+
+def _linted(file: JobFile | None, path: Path, *, as_json: bool, **options: Any) -> LintResult:
+    """Returns the findings; an error is an answer too."""
+    try:
+        return lint_job(file, path, **options)
+    except InvalidConfig as error:
+        if as_json:
+            answer_json({"schema": 1, "findings": [], "error": error.problem})
+        raise
 
 
 def _fixed(path: Path, result: LintResult, *, dry_run: bool) -> str | None:

@@ -49,6 +49,7 @@ class Options:
     launcher: str | None
     master_port: int | None
     ignored: tuple[str, ...]
+    check_images: bool
     max_restarts: int
     on_oom: OnOom
     spares: str | None
@@ -80,6 +81,7 @@ class Options:
 )
 @click.option("--master-port", type=click.IntRange(1, 65535), help="Port of rank 0.  [default: 29500, or a free one]")
 @click.option("--ignore", "ignored", multiple=True, metavar="RULE", help="Rule of lint to skip, such as DS802.")
+@click.option("--check-images", is_flag=True, help="Read every image of the data, not only find it.")
 @click.option(
     "--max-restarts",
     type=click.IntRange(0),
@@ -217,7 +219,10 @@ def _plan(
     if resumes:
         overrides.append("resume=auto")
     job = read_job(options.job, overrides)
-    prepared = prepare(job, os.environ, ignored=options.ignored, hosts=hosts, changes=adaptation.changes)
+    opens_images = options.check_images and not resumes  # a restart has the same data
+    prepared = prepare(
+        job, os.environ, ignored=options.ignored, hosts=hosts, changes=adaptation.changes, opens_images=opens_images
+    )
     port, named = ports.wanted_port(options.master_port, os.environ)
     if prepared.is_local:
         port = ports.port(options.master_port, os.environ)

@@ -6,7 +6,6 @@ dstrain's (`micro_batch`, `grad_accum`, `grad_ckpt`).
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
@@ -41,23 +40,6 @@ from dstrain.records import type_config
 Ratio = Annotated[float, Ge(0), Le(1)]
 Beta = Annotated[float, Ge(0), Lt(1)]
 NonNegative = Annotated[float, Ge(0)]
-
-
-_SECRET_WORD = re.compile(
-    r"(^|_)(TOKENS?|API_?KEYS?|ACCESS_?KEYS?|SECRET_?KEYS?|PRIVATE_?KEYS?|SECRETS?|PASSWORDS?|PASSWD|PASSPHRASE"
-    r"|WEBHOOKS?|CREDENTIALS?)(_|$)",
-    re.IGNORECASE,
-)
-_USER_AND_PASSWORD = re.compile(r"://[^/@\s:]*:[^/@\s]+@")
-
-
-def is_secret(name: str, value: str = "") -> bool:
-    """Returns whether a variable is a secret, by its name or by a password in an address.
-
-    >>> is_secret("HF_TOKEN"), is_secret("TOKENIZERS_PARALLELISM"), is_secret("PROXY", "http://me:pw@host")
-    (True, False, True)
-    """
-    return _SECRET_WORD.search(name) is not None or _USER_AND_PASSWORD.search(value) is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,6 +152,16 @@ class Job:
     """Tokens that count in the loss: every `answer` and tool call, only the `last` answer, or `all`."""
     thinking: Thinking = Thinking.AUTO
     """Reasoning to keep: `all`, only that after the `last` question, none (`off`), or `auto` (`all`)."""
+    max_pixels: Positive | None = None
+    """Pixels of an image at most; larger ones are made smaller before the model's processor, which may round up."""
+    image_patches: Annotated[int, Ge(0)] = 0
+    """Patches of all images of a sample, for estimates of memory and speed alone."""
+    freeze_vision_tower: bool = True
+    """Whether the vision tower of a vision-language model stays as it is."""
+    freeze_multi_modal_projector: bool = True
+    """Whether what joins tower and language model (aligner, merger, projector) stays as it is."""
+    freeze_language_model: bool = False
+    """Whether the language model stays as it is, in a vision-language model of which another part trains."""
     chat_template: str | None = None
     """A chat template, or a file with one; default: the model's own."""
     micro_batch: Positive = 1

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from dstrain.choices import DataFormat, DpoLoss, LossKernel, LossOn, Task
+from dstrain.choices import DataFormat, DpoLoss, LossKernel, LossOn, Method, Task
 from dstrain.errors import InvalidConfig
 from dstrain.job.schema import Job
 
@@ -23,10 +23,10 @@ class TaskLimit:
     tasks: frozenset[Task] = frozenset(task for task in Task if task.has_own_loss)
     """The tasks, by default those with a loss of whole answers."""
 
-    def problem(self, task: Task, value: Any) -> str:
-        """Returns what is wrong with a value."""
+    def problem(self, subject: str, value: Any) -> str:
+        """Returns what is wrong with a value; `subject` is what does not support it, with its verb."""
         shown = str(value).lower() if isinstance(value, bool) else value
-        return f"{self.key} is {shown}, which task {task} does not support: {self.why}"
+        return f"{self.key} is {shown}, which {subject} not support: {self.why}"
 
     @property
     def says(self) -> str:
@@ -67,20 +67,57 @@ LIMITS = (
 )
 """What tasks do not support; the first five keys are choices of the planner as well."""
 
+WITH_IMAGES = (
+    TaskLimit(key="packing", values=(False,), why="positions of images are counted from the beginning of a row"),
+    TaskLimit(key="sp", values=(1,), why="images are not shared by ranks"),
+    TaskLimit(key="tp", values=(1,), why="it was not tried with images"),
+    TaskLimit(key="ep", values=(1,), why="it was not tried with images"),
+)
+"""What data with images do not support yet."""
+WITH_ADAPTERS = tuple(
+    TaskLimit(key=key, values=(value,), why="adapters are those of the language model, and all else is frozen")
+    for key, value in (
+        ("freeze_vision_tower", True),
+        ("freeze_multi_modal_projector", True),
+        ("freeze_language_model", False),
+    )
+)
+"""What adapters do not support yet."""
+
 
 def broken(job: Job) -> Iterator[tuple[TaskLimit, str]]:
     """Yields the limits that a job exceeds, and the problem in words."""
     for limit in LIMITS:
         value = getattr(job, limit.key)
         if job.task in limit.tasks and value not in limit.values:
-            yield limit, limit.problem(job.task, value)
+            yield limit, limit.problem(f"task {job.task} does", value)
+    if job.method is not Method.FULL:
+        yield from _exceeded(job, WITH_ADAPTERS, f"method {job.method} does")
+
+
+def broken_by_images(job: Job) -> Iterator[tuple[TaskLimit, str]]:
+    """Yields the limits of data with images that a job exceeds, and the problem in words."""
+    yield from _exceeded(job, WITH_IMAGES, "data with images do")
+
+
+def _exceeded(job: Job, limits: Iterable[TaskLimit], subject: str) -> Iterator[tuple[TaskLimit, str]]:
+    for limit in limits:
+        value = getattr(job, limit.key)
+        if value not in limit.values:
+            yield limit, limit.problem(subject, value)
+
+
+def require_for_images(job: Job) -> None:
+    """Raises InvalidConfig for a job that exceeds a limit of data with images."""
+    for limit, problem in broken_by_images(job):
+        raise InvalidConfig(problem, hint=limit.instead)
 
 
 def require_format(task: Task, data_format: DataFormat) -> None:
     """Raises InvalidConfig for data in a format that a task does not support."""
     for limit in LIMITS:
         if limit.key == "data_format" and task in limit.tasks and data_format not in limit.values:
-            raise InvalidConfig(limit.problem(task, data_format), hint=limit.instead)
+            raise InvalidConfig(limit.problem(f"task {task} does", data_format), hint=limit.instead)
 
 
 def is_smoothing_unused(job: Job) -> bool:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import dstrain
 from dstrain.errors import InvalidConfig
-from dstrain.job.schema import is_secret as is_secret
+from dstrain.job.secret_names import is_secret as is_secret
 from dstrain.job.yaml_source import parse_yaml
 from dstrain.paths import write_atomic
 from dstrain.rundir import RunDir

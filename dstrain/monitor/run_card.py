@@ -13,7 +13,8 @@ from dstrain.facts.cluster.cluster import Cluster
 from dstrain.facts.data.datafile import found
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.job.data_source import DataSource
-from dstrain.job.schema import Job, is_secret
+from dstrain.job.schema import Job
+from dstrain.job.secret_names import is_secret
 from dstrain.plan.estimate_records import Estimate
 from dstrain.plan.labels import label
 from dstrain.units import format_bytes, format_count, format_seconds

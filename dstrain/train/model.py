@@ -17,15 +17,12 @@ from transformers.utils.logging import set_tqdm_hook
 from dstrain.choices import LossKernel, Method
 from dstrain.errors import EnvironmentProblem, InvalidConfig
 from dstrain.job.schema import Job, Lora
-from dstrain.train import rope_scaling
+from dstrain.train import model_parts, rope_scaling
 from dstrain.train.arguments import zero_stage
 from dstrain.train.checkpoints.saved_model import DTYPES, family_of, shape_of
 from dstrain.train.loss import replace_loss
 from dstrain.train.tiled_mlp import tile_mlps
 from dstrain.train.tokenizer import cannot_load
-
-_VISION = {"visual", "vision_tower", "vision_model"}
-"""Module names of the vision tower in Transformers' vision-language models."""
 
 
 def load_model(
@@ -58,7 +55,7 @@ def load_model(
     _forget_unused_conversions(model)
     _keep_4_bit_layout(model)
     model.config.use_cache = False
-    freeze_vision(model)
+    model_parts.freeze(model, job)
     if job.method is not Method.FULL:
         dtype = DTYPES[job.precision] if zero_stage(ds_config) < 3 else None  # ZeRO-3 has partitioned the matrices
         model = with_adapter(model, job.lora, grad_ckpt=job.grad_ckpt, dtype=dtype)
@@ -157,21 +154,6 @@ def _keep_4_bit_layout(model: Any) -> None:
             module.support_avx512bf16_for_cpu = False
 
 
-def is_vision(name: str) -> bool:
-    """Returns whether a module or parameter belongs to a vision tower."""
-    return not _VISION.isdisjoint(name.split("."))
-
-
-def freeze_vision(model: Any) -> list[str]:
-    """Freezes the vision tower, and returns the names of its parameters; none in a language model."""
-    frozen = []
-    for name, parameter in model.named_parameters():
-        if is_vision(name):
-            parameter.requires_grad_(False)
-            frozen.append(name)
-    return frozen
-
-
 def _quantization(job: Job) -> Any:
     """Returns the 4-bit settings; ZeRO-3 needs the compute dtype as storage dtype."""
     if find_spec("bitsandbytes") is None:
@@ -211,12 +193,13 @@ def with_adapter(model: Any, lora: Lora, *, grad_ckpt: bool, dtype: torch.dtype 
     """
     from peft import LoraConfig, get_peft_model
 
+    vision = "|".join(sorted(model_parts.VISION))
     adapter = LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
         target_modules=_adapter_targets(lora, model),
-        exclude_modules=rf".*\.({'|'.join(sorted(_VISION))})\..*" if hasattr(model.config, "vision_config") else None,
+        exclude_modules=rf".*\.({vision})\..*" if hasattr(model.config, "vision_config") else None,
         task_type="CAUSAL_LM",
     )
     if grad_ckpt:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +33,12 @@ class SavingTrainer(transformers.Trainer):
         disk: Disk,
         base: Mapping[str, Any],
         data_digest: str,
+        extra_files: Sequence[Path] = (),
         **options: Any,
     ) -> None:
-        """`base` is the configuration of the base model; `options` are those of Transformers' Trainer."""
+        """`base` is the configuration of the base model, `extra_files` those of its processor, which go with each
+        saved model; `options` are those of Transformers' Trainer.
+        """
         super().__init__(**options)
         self._job = job
         self._run_dir = run_dir
@@ -43,6 +46,7 @@ class SavingTrainer(transformers.Trainer):
         self._disk = disk
         self._base = base
         self._data_digest = data_digest
+        self._extra_files = extra_files
         self._stage = zero_stage(self.args.hf_deepspeed_config.config)
 
     def _written(self) -> Written:
@@ -97,6 +101,7 @@ class SavingTrainer(transformers.Trainer):
             model.config.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
             saved_model.restore_config(Path(folder), self._base)
+            self._copy_extra_files(Path(folder))
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """Writes the weights in the dtype of the base model, and config.json with the base's values."""
@@ -111,6 +116,11 @@ class SavingTrainer(transformers.Trainer):
             folder = Path(output_dir or str(self.args.output_dir))
             saved_model.restore_config(folder, self._base)
             rope_scaling.write_beside_adapter(folder, self._job)
+            self._copy_extra_files(folder)
+
+    def _copy_extra_files(self, folder: Path) -> None:
+        for file in self._extra_files:
+            shutil.copyfile(file, folder / file.name)
 
     def _is_adapter(self) -> bool:
         return hasattr(self.model, "peft_config")

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import deepspeed  # type: ignore[import-untyped]
@@ -36,8 +37,9 @@ from dstrain.train.arguments import training_arguments
 from dstrain.train.checkpoints.node_storage import shared
 from dstrain.train.checkpoints.saved_model import base_config
 from dstrain.train.data.collate import Collator, taken_by, without_adapter
+from dstrain.train.data.images import ImageCollator, Images, load_images
 from dstrain.train.data.prepare import PreparedData, prepare
-from dstrain.train.data.tokenized import SEQUENCES
+from dstrain.train.data.tokenized import SEQUENCES, sequences_with_images
 from dstrain.train.measure_states import MeasureCallback
 from dstrain.train.model import load_model
 from dstrain.train.rank import Rank
@@ -65,6 +67,8 @@ class TrainingSetup:
     group: Any
     """A gloo group of all ranks, for small gathers that touch no GPU; None with one rank."""
     tokenizer: Any
+    images: Images | None
+    """Reads images; None: the model has no vision tower, or the task no images."""
     objective: Objective | None
     """The task, if its loss is not that of the model itself."""
     train_data: PreparedData
@@ -95,8 +99,10 @@ class TrainingSetup:
         arguments = training_arguments(job, ds_config, num_ranks=rank.world_size, on_gpu=on_gpu)
         source = source_of(job)
         tokenizer = load_tokenizer(job, source)
-        form = SEQUENCES if objective is None else objective.form
-        tokens = partial(prepare, job, tokenizer, report=partial(heartbeat.count, Phase.TOKENIZING), form=form)
+        images = load_images(job, source, tokenizer) if objective is None else None
+        form = objective.form if objective else sequences_with_images(images) if images else SEQUENCES
+        report = partial(heartbeat.count, Phase.TOKENIZING)
+        tokens = partial(prepare, job, tokenizer, report=report, form=form)
         train_data = tokens(training=True)
         eval_data = tokens(training=False) if job.has_eval else None
         for prepared in (train_data, eval_data):
@@ -113,6 +119,7 @@ class TrainingSetup:
             arguments=arguments,
             group=group,
             tokenizer=tokenizer,
+            images=images,
             objective=objective,
             train_data=train_data,
             eval_data=eval_data,
@@ -155,6 +162,7 @@ class TrainingSetup:
             eval_dataset=self.eval_data.dataset if self.eval_data else None,
             data_collator=CountingCollator(self._collator()),
             processing_class=self.tokenizer,
+            extra_files=self.images.files if self.images else (),
         )
         trainer.add_callback(
             MeasureCallback(lambda: trainer.model_wrapped, self.run_dir, group=self.group, is_first=first)
@@ -182,13 +190,22 @@ class TrainingSetup:
             return ExpertParallelTrainer
         return SequenceParallelTrainer if self.job.sp > 1 else TensorParallelTrainer if self.job.tp > 1 else Trainer
 
-    def _collator(self) -> Collator | SampleCollator:
+    @property
+    def _has_images(self) -> bool:
+        """Whether a sample of the data has an image."""
+        return any(data is not None and data.num_images for data in (self.train_data, self.eval_data))
+
+    def _collator(self) -> Collator | SampleCollator | ImageCollator:
         collator = Collator(
             pad_token_id=int(self.tokenizer.pad_token_id),
             packing=self.job.packing,
             takes=taken_by(self.model),
             slices=self.job.sp,
         )
+        if self.images is not None and self._has_images:
+            parameters = frozenset(signature(without_adapter(self.model).forward).parameters)
+            blank = self.images.blank_tokens(self.tokenizer)
+            return ImageCollator(collator=collator, images=self.images, blank=blank, parameters=parameters)
         return collator if self.objective is None else SampleCollator(collator=collator)
 
     def summary(self, trainer: Trainer) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from dstrain.train.data.collate import without_adapter
 from dstrain.train.data.isolation import Trial, packed_masks, sees_padding
 from dstrain.train.data.packing import PackedRows, row_of
 from dstrain.train.data.slices import shift
+from dstrain.train.data.tokenize import IGNORED
 from dstrain.train.evaluation import Share, loss_of, mean_loss, without_targets
 from dstrain.train.loss import is_that_of_logits, sums_of, takes_targets
 from dstrain.train.rank import Rank
@@ -196,9 +197,13 @@ class Trainer(SavingTrainer):
             self._rank.say("attention over packed rows gets a mask in this model, which is slower")
 
     def _tried_inputs(self, num_tokens: int, size: int) -> dict[str, Any]:
-        """Returns a micro-batch of so many tokens: the first ones, again and again if there are fewer."""
+        """Returns a micro-batch of so many tokens: the first ones with loss, again and again if there are fewer.
+
+        So none of them belongs to an image.
+        """
         rows: Any = self.train_dataset
-        tokens = np.resize(rows[0]["input_ids"], num_tokens)
+        labels = np.asarray(rows[0]["labels"])
+        tokens = np.resize(labels[labels != IGNORED], num_tokens)
         row = row_of(tokens, tokens, np.array([len(tokens)]))
         return self._prepare_inputs(self.data_collator([row] * size))
 

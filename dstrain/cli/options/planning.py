@@ -104,6 +104,9 @@ _CHOICES = (
         default=None,
         help="Let short samples share rows.  [default: by the data, else not]",
     ),
+    click.option(
+        "--image-patches", type=int, default=0, show_default=True, help="Vision patches of all images of a sample."
+    ),
     click.option("--sp", type=int, help="Ulysses sequence-parallel ranks.  [default: chosen]"),
     click.option("--tp", type=int, default=1, show_default=True, help="AutoTP tensor-parallel ranks."),
     click.option("--ep", type=int, help="AutoEP expert-parallel ranks.  [default: chosen]"),
@@ -132,9 +135,6 @@ _BEYOND = (
         "--double-quant/--no-double-quant", default=True, show_default=True, help="Quantise QLoRA's scales too."
     ),
     click.option("--liger/--no-liger", default=False, show_default=True, help="Liger's kernels."),
-    click.option(
-        "--image-patches", type=int, default=0, show_default=True, help="Vision patches of all images of a sample."
-    ),
 )
 """What can be planned, and gen-config does not write."""
 

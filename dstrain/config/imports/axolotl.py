@@ -182,7 +182,7 @@ ROWS = table(
         unless=_ONE,
     ),
     lacks("model_config overrides_of_model_config", "write it into the model's config.json", unless=()),
-    lacks("freeze_mm_modules", "dstrain trains on text"),
+    lacks("freeze_mm_modules", "vision towers are frozen unless freeze_vision_tower is false", unless=(True,)),
     stops(
         """
         rl trl vllm ebft reward_model process_reward_model num_labels center_rewards_coefficient orpo_alpha

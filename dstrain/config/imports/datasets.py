@@ -92,7 +92,8 @@ def _of_info(entry: Mapping[str, Any], folder: Path, source: Source) -> DataSet:
     if entry.get("ranking"):
         renamed.pop("output", None)
         renamed, form = renamed | {side: columns.get(side, side) for side in SIDES}, "preference"
-    seen = [columns[key] for key in ("images", "videos", "audios") if key in columns]
+    renamed |= {"images": columns["images"]} if "images" in columns else {}
+    seen = [columns[key] for key in ("videos", "audios") if key in columns]
     losses = [f"dstrain refuses rows with {', '.join(seen)}"] if seen else []
     settings = {
         "path": str(hub) if hub else str(folder / file),

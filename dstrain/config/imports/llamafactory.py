@@ -67,7 +67,7 @@ ROWS = table(
     to("trust_remote_code", "trust_remote_code", convert.flag, default=False),
     to("stage", "", _stage, default="sft"),
     to("dataset", "data", datasets.llamafactory("data")),
-    read_with("dataset_dir media_dir", "dataset"),
+    read_with("dataset_dir", "dataset"),
     to("eval_dataset", "eval_data", datasets.llamafactory("eval_data")),
     to("val_size", "val_split", convert.split),
     to("finetuning_type", "method", _method, default="lora"),
@@ -124,15 +124,13 @@ ROWS = table(
     to("mask_history", "loss_on", convert.always("last")),
     to("default_system", "system"),
     lacks("tool_format", "the model's own chat template is used", unless=()),
-    lacks("freeze_vision_tower freeze_multi_modal_projector", "vision towers are not trained", unless=(True,)),
-    stops("freeze_language_model", "the language model is not trained"),
-    lacks(
-        """
-        image_max_pixels image_min_pixels video_max_pixels video_min_pixels video_fps video_maxlen
-        """,
-        "dstrain trains on text",
-        unless=(),
-    ),
+    to("freeze_vision_tower", "freeze_vision_tower", convert.flag),
+    to("freeze_multi_modal_projector", "freeze_multi_modal_projector", convert.flag),
+    to("freeze_language_model", "freeze_language_model", convert.flag),
+    to("image_max_pixels", "max_pixels", convert.count),
+    lacks("image_min_pixels", "the model's processor has its own", unless=()),
+    lacks("video_max_pixels video_min_pixels video_fps video_maxlen", "videos are not trained", unless=()),
+    lacks("media_dir", "paths of images are relative to the data file", unless=()),
     lacks(
         """
         enable_liger_kernel use_unsloth use_unsloth_gc upcast_layernorm upcast_lmhead_output

@@ -161,7 +161,11 @@ ROWS = table(
     needless("model_author model_name", "it is for ms-swift's data set of self-cognition"),
     needless("bnb_4bit_quant_type bnb_4bit_use_double_quant", "QLoRA is nf4 with double quantization"),
     needless("max_new_tokens temperature top_k top_p stop_words", "it is for inference"),
-    needless("freeze_vit freeze_aligner vit_gradient_checkpointing", "dstrain trains on text"),
+    to("freeze_vit", "freeze_vision_tower", convert.flag),
+    to("freeze_aligner", "freeze_multi_modal_projector", convert.flag),
+    to("freeze_llm", "freeze_language_model", convert.flag),
+    to("max_pixels", "max_pixels", convert.count),
+    needless("vit_gradient_checkpointing", "grad_ckpt recomputes the tower too"),
     lacks("zero_hpz_partition_size", "write it into ds_config.json", unless=()),
     lacks("data_seed", "seed shuffles the data, too", unless=(42,)),
     to("system", "system"),
@@ -190,7 +194,7 @@ ROWS = table(
     ),
     lacks(
         """
-        max_pixels max_model_len eval_use_evalscope eval_dataset eval_dataset_args eval_limit
+        max_model_len eval_use_evalscope eval_dataset eval_dataset_args eval_limit
         predict_with_generate
         """,
         "not in a job",
@@ -216,7 +220,7 @@ ROWS = table(
     stops(
         """
         modules_to_save freeze_parameters freeze_parameters_ratio trainable_parameters target_parameters
-        target_regex freeze_llm
+        target_regex
         """,
         "other weights are trained",
         unless=(False, 0, 0.0),

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from dstrain.choices import DataFormat
 from dstrain.errors import InvalidConfig
+from dstrain.facts.data import images
 from dstrain.facts.data.preferences import Pair, to_pair
 from dstrain.facts.data.rows import SUFFIXES, Sample, entries, holds_list
 from dstrain.facts.data.sample_formats import Reading, require, to_sample, unused, unused_text
@@ -38,6 +38,8 @@ class DataReport:
     """Whether these are all rows."""
     unused: Mapping[str, int]
     """Unused column, such as `source`, or `messages.name` in turns → number of checked rows with it."""
+    has_images: bool
+    """Whether one of the checked rows has images."""
 
     @property
     def note(self) -> str | None:
@@ -83,28 +85,31 @@ def found(data: str) -> list[str]:
         return [data]
 
 
-def check(path: str | Path, reading: Reading, *, limit_bytes: int | None = None, skip: bool = False) -> DataReport:
+def check(
+    path: str | Path,
+    reading: Reading,
+    *,
+    limit_bytes: int | None = None,
+    skip: bool = False,
+    opens_images: bool = False,
+) -> DataReport:
     """Returns the contents of a data file, after parsing the rows in its first `limit_bytes` as conversations.
+
+    Images must exist, and with `opens_images` must be whole.
 
     Raises InvalidConfig with up to five problems, one per line, each with file and line; with `skip` only if no row is
     usable.
     """
-    source = Path(path)
-    columns: dict[str, None] = {}
-    ignored: Counter[str] = Counter()
+    source, seen = Path(path), _Seen()
     problems: list[str] = []
     hints: list[str] = []
-    rows_checked = 0
     useful = False
     for entry in entries(source, limit_bytes):
         try:
             if isinstance(entry, InvalidConfig):
                 raise entry
-            reading = reading_of(str(path), list(entry.row), reading) if rows_checked == 0 else reading
-            rows_checked += 1
-            columns.update(dict.fromkeys(entry.row))
-            parsed(entry, reading)
-            ignored.update(unused(entry.row, reading))
+            reading = reading_of(str(path), list(entry.row), reading) if seen.num_rows == 0 else reading
+            seen.add(entry, reading, opens_images=opens_images)
         except InvalidConfig as error:
             problems.append(error.problem)
             hints += [error.hint] if error.hint else []
@@ -114,13 +119,51 @@ def check(path: str | Path, reading: Reading, *, limit_bytes: int | None = None,
             useful = True
     if problems and not (skip and useful):
         raise _problems(source, problems, hints)
-    if rows_checked == 0:
+    if seen.num_rows == 0:
         raise InvalidConfig(f"{source}: no samples")
     complete = limit_bytes is None or source.stat().st_size <= limit_bytes
     if complete:
-        _require_columns(source, reading, list(columns))
-    found: dict[str, Any] = {"columns": tuple(columns), "rows_checked": rows_checked, "unused": dict(ignored)}
-    return DataReport(format=reading.format, complete=complete, **found)
+        _require_columns(source, reading, list(seen.columns))
+    return seen.report(reading.format, complete=complete)
+
+
+@dataclass
+class _Seen:
+    """What the rows of a file have, of those read so far."""
+
+    num_rows: int = 0
+    columns: dict[str, None] = field(default_factory=dict)
+    unused: Counter[str] = field(default_factory=Counter)
+    has_images: bool = False
+
+    def add(self, row: Sample, reading: Reading, *, opens_images: bool) -> None:
+        """Adds a row. Raises InvalidConfig if it is unusable, or with `opens_images` if one of its images is."""
+        self.num_rows += 1
+        self.columns.update(dict.fromkeys(row.row))
+        sample = parsed(row, reading)
+        self.unused.update(unused(row.row, reading))
+        for path in sample.images if isinstance(sample, Conversation) else ():
+            self.has_images = True
+            if opens_images:
+                _require_whole(path, row.where)
+
+    def report(self, data_format: DataFormat, *, complete: bool) -> DataReport:
+        """Returns it as the contents of a file."""
+        return DataReport(
+            format=data_format,
+            columns=tuple(self.columns),
+            rows_checked=self.num_rows,
+            complete=complete,
+            unused=dict(self.unused),
+            has_images=self.has_images,
+        )
+
+
+def _require_whole(path: str, where: str) -> None:
+    try:
+        images.opened(path)
+    except InvalidConfig as error:
+        raise InvalidConfig(f"{where}: {error.problem}", hint=error.hint) from None
 
 
 def _problems(source: Path, problems: list[str], hints: list[str]) -> InvalidConfig:
@@ -168,11 +211,15 @@ def num_rows(path: str | Path) -> int:
 
 
 def parsed(sample: Sample, reading: Reading) -> Conversation | str | Pair:
-    """Returns the conversation, text or pair of a row. Raises InvalidConfig with file and line."""
+    """Returns the conversation, text or pair of a row. Raises InvalidConfig with file and line, for missing images
+    too."""
     try:
         if reading.format is DataFormat.PREFERENCE:
             return to_pair(sample.row, reading)
-        return to_sample(sample.row, reading)
+        found = to_sample(sample.row, reading)
+        if isinstance(found, str) or not found.images:
+            return found
+        return replace(found, images=images.located(found.images, sample.folder))
     except InvalidConfig as error:
         raise InvalidConfig(f"{sample.where}: {error.problem}", hint=error.hint) from None
 

@@ -53,7 +53,7 @@ def read_lengths(data: str, reading: Reading, tokenizer: Path) -> Lengths:
 
     Chat templates are not rendered: their share is the role's name and `MARKS` for each message. A pair of answers
     counts as the longer of its two samples. Unusable rows are left out, which `dstrain run` names. Raises InvalidConfig
-    if no row is usable, or the tokenizer cannot be read.
+    if no row is usable, one has images, or the tokenizer cannot be read.
     """
     from tokenizers import Tokenizer
 
@@ -92,6 +92,8 @@ def _usable(file: Path, sampled: Sequence[Sample | InvalidConfig], reading: Read
             sample = parsed(row, reading)
         except InvalidConfig:
             continue
+        if isinstance(sample, Conversation) and sample.images:
+            raise InvalidConfig(f"{row.where}: has images, whose tokens the model's processor counts")
         found.append([_text(side) for side in (sample.sides if isinstance(sample, Pair) else (sample,))])
     return found
 

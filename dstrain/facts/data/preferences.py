@@ -8,13 +8,16 @@ from typing import Any
 
 from dstrain.choices import DataFormat
 from dstrain.errors import InvalidConfig
-from dstrain.facts.data import untrained_columns
+from dstrain.facts.data import images, untrained_columns
 from dstrain.facts.data.sample_formats import NEEDS, PROMPTS, SIDES, Reading, Row, to_sample
 from dstrain.facts.data.turns import Conversation
 
 _BESIDE_ANSWER = ("instruction", "input", "history", "system", "tools", "functions", "weight")
 _BESIDE_TURNS = ("system", "tools", "functions", "weight")
-_NOT_READ = {name: kind for name, kind in untrained_columns.COLUMNS.items() if name not in SIDES}
+_NOT_READ = {
+    **{name: kind for name, kind in untrained_columns.COLUMNS.items() if name not in SIDES},
+    **dict.fromkeys(images.COLUMNS, untrained_columns.IMAGES),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +91,8 @@ def _whole(row: Row, name: str, reading: Reading) -> Conversation:
 def _conversation(row: Row, reading: Reading, data_format: DataFormat) -> Conversation:
     sample = to_sample(row, replace(reading, format=data_format))
     assert not isinstance(sample, str)
+    if sample.images:
+        raise InvalidConfig("has images, which pairs of answers do not support yet", hint=untrained_columns.IMAGES.hint)
     return sample
 
 

@@ -29,6 +29,8 @@ class Sample:
     """`file:line`, or `file: row N` (from 1) in Parquet."""
     row: dict[str, Any]
     """Column → value."""
+    folder: Path | None = None
+    """Folder of the file, to which paths in it are relative."""
 
 
 def entries(path: Path, limit_bytes: int | None) -> Iterator[Sample | InvalidConfig]:
@@ -69,7 +71,7 @@ def _distant_lines(path: Path, count: int) -> Iterator[Sample | InvalidConfig]:
                 file.readline()
             line = file.readline()
             if line.strip(_SPACE):
-                yield _line(f"{path}: byte {offset}", line.removeprefix(b"\xef\xbb\xbf"))
+                yield _line(f"{path}: byte {offset}", line.removeprefix(b"\xef\xbb\xbf"), path.parent)
 
 
 def _require_file(path: Path) -> None:
@@ -109,10 +111,10 @@ def _lines(path: Path, limit_bytes: int | None) -> Iterator[Sample | InvalidConf
                 line = line.removeprefix(b"\xef\xbb\xbf")
             if not line.strip(_SPACE):
                 continue
-            yield _line(f"{path}:{number}", line)
+            yield _line(f"{path}:{number}", line, path.parent)
 
 
-def _line(where: str, line: bytes) -> Sample | InvalidConfig:
+def _line(where: str, line: bytes, folder: Path) -> Sample | InvalidConfig:
     try:
         value = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
@@ -121,12 +123,12 @@ def _line(where: str, line: bytes) -> Sample | InvalidConfig:
         return InvalidConfig(f"{where}:{error.colno}: {error.msg[:1].lower()}{error.msg[1:]}")
     except RecursionError:
         return InvalidConfig(f"{where}:1: nested too deeply")
-    return _object(where, value)
+    return _object(where, value, folder)
 
 
-def _object(where: str, value: Any) -> Sample | InvalidConfig:
+def _object(where: str, value: Any, folder: Path) -> Sample | InvalidConfig:
     if isinstance(value, dict):
-        return Sample(where=where, row=value)
+        return Sample(where=where, row=value, folder=folder)
     kinds = {list: "a list", str: "a string", bool: "a boolean", int: "a number", float: "a number"}
     return InvalidConfig(f"{where}: is {kinds.get(type(value), 'null')}; a sample must be an object")
 
@@ -155,7 +157,7 @@ def _list_items(path: Path, limit_bytes: int | None) -> Iterator[Sample | Invali
                 message = f"{error.msg[:1].lower()}{error.msg[1:]}"
                 raise InvalidConfig(f"{path}:{error.lineno}:{error.colno}: {message}") from None
             return
-        yield _object(f"{path}:{line}", value)
+        yield _object(f"{path}:{line}", value, path.parent)
         position = _skip(text, position + 1) if text[position : position + 1] == "," else position
     if position >= len(text) and not cut:
         raise InvalidConfig(f"{path}:{text.count(chr(10)) + 1}: the list is not closed")
@@ -194,9 +196,8 @@ def _parquet(path: Path, limit_bytes: int | None, *, count: int | None = None) -
         for batch in table.iter_batches(batch_size=_BATCH_ROWS) if count is None else _heads(table, count):
             for row in batch.to_pylist():
                 number += 1
-                yield Sample(
-                    where=f"{path}: row {number}", row={name: without_missing(value) for name, value in row.items()}
-                )
+                values = {name: without_missing(value) for name, value in row.items()}
+                yield Sample(where=f"{path}: row {number}", row=values, folder=path.parent)
             if limit_bytes is not None and path.stat().st_size > limit_bytes:
                 return
     except pyarrow.ArrowException as error:

@@ -8,13 +8,15 @@ from types import MappingProxyType
 from typing import Any
 
 from dstrain.errors import InvalidConfig, nearest
-from dstrain.facts.data import untrained_columns
+from dstrain.facts.data import images, untrained_columns
 from dstrain.facts.data.row_values import is_given, shown, string
 from dstrain.facts.data.tool_calls import calls_of_text, calls_of_turn
 
 Row = Mapping[str, Any]
 Message = dict[str, Any]
-"""A message as chat templates take it: `role` and `content`, if given `reasoning_content`, `tool_calls`, `name`."""
+"""A message as chat templates take it: `role` and `content`, if given `reasoning_content`, `tool_calls`, `name`.
+
+Images are marks in `content`."""
 
 _CALLS = "calls"
 ROLES = MappingProxyType(
@@ -62,12 +64,15 @@ class Conversation:
     """Descriptions of tools for the chat template, in OpenAI's form."""
     unlearned: frozenset[int] = field(default_factory=frozenset)
     """Indices of answers that carry no loss, by their weight."""
+    images: tuple[str, ...] = ()
+    """Paths of the images, in the order of their marks."""
 
 
 def parse(turns: Any, name: str) -> tuple[list[Message], frozenset[int]]:
     """Returns the messages of a list of turns, and the indices of those that carry no loss by their own weight.
 
-    `name` is that of the column. Calls in consecutive turns become one message. Raises InvalidConfig.
+    `name` is that of the column. Calls in consecutive turns become one message. Paths of images that are parts of a
+    turn stand under `images` of its message, see `images.attach`. Raises InvalidConfig.
     """
     if not isinstance(turns, list):
         raise InvalidConfig(f'"{name}" is {shown(turns)}; it must be a list of turns')
@@ -152,19 +157,21 @@ def _turn(turn: Any, place: str) -> tuple[Message, bool]:
         message["reasoning_content"] = string(turn, "reasoning_content", place)
     if calls:
         message["tool_calls"] = calls
+    if in_parts := images.of_parts(turn.get(text_key), place):
+        message["images"] = in_parts
     if role == "tool":
         message |= {key: turn[key] for key in _USED_OF_TOOLS if is_given(turn.get(key))}
     return message, False
 
 
 def _content(turn: Row, key: str, place: str) -> str:
-    """Returns the text of a turn; OpenAI's list of text parts is joined."""
+    """Returns the text of a turn; the parts of a list are joined, with a mark for each image."""
     parts = turn.get(key)
     if not isinstance(parts, list):
         return string(turn, key, place)
-    if not all(map(_is_text_part, parts)):
-        raise InvalidConfig(f"{place}: {key} has parts that are not text, which is not supported")
-    return "".join(part["text"] for part in parts)
+    if not all(_is_text_part(part) or images.is_image(part) for part in parts):
+        raise InvalidConfig(f"{place}: {key} has parts that are neither text nor an image, which is not supported")
+    return "".join(part["text"] if _is_text_part(part) else images.MARK for part in parts)
 
 
 def _is_text_part(part: Any) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -36,10 +36,13 @@ _PREFERRED = "Keep only the preferred answers, as messages or as instruction and
 _DPO = "Or train on both: task: dpo, with the columns chosen and rejected."
 _COUNTED = "Give each turn a weight of 0 or 1; loss_on selects the answers that count in the loss."
 _MEDIA = Untrained(
-    names=("image", "images", "video", "videos", "audio", "audios"),
-    says="holds images, video or audio",
+    names=("video", "videos", "audio", "audios"),
+    says="holds video or audio",
     hint="Leave these samples out: their text alone teaches wrong answers.",
 )
+IMAGES = Untrained(names=("image", "images"), says="holds images", hint=_MEDIA.hint)
+"""Images where they are not trained: in texts and pairs, or as a key of a turn."""
+_PLACED = replace(IMAGES, hint='Write them in a column "images" beside the turns, or as parts of the turn.')
 _ANYWHERE = (
     _MEDIA,
     Untrained(names=("loss_mask", "loss_scale"), says=_WEIGHTS, hint=_COUNTED, matters=_weighs),
@@ -59,6 +62,7 @@ _IN_ROWS = (
 )
 _IN_TURNS = (
     *_ANYWHERE,
+    _PLACED,
     Untrained(names=("train_detail",), says=_WEIGHTS, hint=_COUNTED),
     Untrained(names=("thinking", "reasoning"), says="holds thoughts", hint="Rename it to reasoning_content."),
 )
@@ -69,6 +73,11 @@ COLUMNS, KEYS = (
 
 _PLACEHOLDER = re.compile(r"(?<!`)<(\|?)(image|video|audio)(?:_pad|_\d+)?\1>(?!`)(?!.*</\2>)", re.DOTALL)
 """Placeholders of images, video and audio; `<video>` between backticks or with `</video>` is HTML."""
+_WITHOUT_FILE = Untrained(
+    names=(),
+    says="stands for an image, video or audio without a file",
+    hint='Write images as <image>, and their paths in a column "images"; video and audio are not trained.',
+)
 
 
 def refuse(row: Mapping[str, Any], kinds: Mapping[str, Untrained], place: str = "") -> None:
@@ -89,7 +98,7 @@ def refuse_placeholder(text: str, place: str) -> None:
     """Raises InvalidConfig if a text contains a placeholder such as `<image>`."""
     placeholder = _PLACEHOLDER.search(text)
     if placeholder is not None:
-        raise _refused(placeholder[0], _MEDIA, place)
+        raise _refused(placeholder[0], _WITHOUT_FILE, place)
 
 
 def _refused(name: str, kind: Untrained, place: str = "") -> InvalidConfig:

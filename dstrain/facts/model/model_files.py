@@ -18,6 +18,13 @@ MODEL, ADAPTER = "model.safetensors", "adapter_model.safetensors"
 INDEX = ".index.json"
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
 """Patterns of the names of tokenizer files."""
+PROCESSOR_FILES = (
+    *("preprocessor_config.json", "processor_config.json"),
+    *("video_preprocessor_config.json", "chat_template.json"),
+)
+"""Files of a processor of images beside those of its tokenizer; it has one of the first two.
+
+Source: transformers 5.23 utils/__init__.py."""
 
 _LENGTH_BYTES = 8
 _AGAIN = "Download or save the model again."
@@ -40,6 +47,11 @@ class Tensor:
 def has_tokenizer(folder: Path) -> bool:
     """Returns whether a folder contains tokenizer files."""
     return any(file for kind in TOKENIZER_FILES for file in folder.glob(kind))
+
+
+def has_processor(folder: Path) -> bool:
+    """Returns whether a folder contains the settings of a processor, which reads images."""
+    return any((folder / name).is_file() for name in PROCESSOR_FILES[:2])
 
 
 def read(folder: Path, name: str = MODEL) -> dict[str, Tensor]:

@@ -16,6 +16,7 @@ from dstrain.facts.cluster.cluster import Cluster, Origin
 from dstrain.facts.cluster.cpu import limits_of
 from dstrain.facts.cluster.hostfile import Hosts
 from dstrain.facts.data import datafile
+from dstrain.facts.data.images import require_pillow
 from dstrain.facts.data.job_reading import reading_for
 from dstrain.facts.model import model_files
 from dstrain.facts.model.model_facts import ModelFacts
@@ -23,6 +24,7 @@ from dstrain.facts.workload import Workload
 from dstrain.job.data_source import DataSource, weights_of
 from dstrain.job.file import JobFile, looks_local
 from dstrain.job.schema import Job
+from dstrain.job.task_limits import require_for_images
 from dstrain.launch.prepare.hostfile_findings import of_job
 from dstrain.launch.prepare.job_context import request_of
 from dstrain.launch.prepare.packages import check_packages
@@ -41,13 +43,16 @@ DATA_KEYS = ("data", "eval_data")
 """Keys of a job that name data files."""
 
 
-def check(file: JobFile, *, on_cpu: bool) -> list[str]:
-    """Returns notes about a job's data. Raises InvalidConfig or EnvironmentProblem if the job cannot run."""
+def check(file: JobFile, *, on_cpu: bool, opens_images: bool = False) -> list[str]:
+    """Returns notes about a job's data. Raises InvalidConfig or EnvironmentProblem if the job cannot run.
+
+    With `opens_images`, all images are read.
+    """
     _check_model(file)
     _check_attention(file, on_cpu=on_cpu)
     check_packages(file)
     check_evaluation(file)
-    notes = check_data(file)
+    notes = check_data(file, opens_images=opens_images)
     _check_resume(file)
     return notes
 
@@ -198,10 +203,10 @@ def check_evaluation(file: JobFile) -> None:
         )
 
 
-def check_data(file: JobFile) -> list[str]:
+def check_data(file: JobFile, *, opens_images: bool = False) -> list[str]:
     """Returns notes about columns of the data that are ignored. Raises InvalidConfig if no data is set."""
     require_data(file)
-    return [note for key in DATA_KEYS for note in check_data_files(file, key)]
+    return [note for key in DATA_KEYS for note in check_data_files(file, key, opens_images=opens_images)]
 
 
 def require_data(file: JobFile) -> None:
@@ -214,11 +219,11 @@ def require_data(file: JobFile) -> None:
         )
 
 
-def check_data_files(file: JobFile, key: str) -> list[str]:
+def check_data_files(file: JobFile, key: str, *, opens_images: bool = False) -> list[str]:
     """Returns notes about ignored columns of the data files that a key of the job names.
 
     Raises InvalidConfig if their first `CHECKED_DATA_BYTES` cannot be read or trained on, or if only some data sets
-    have weights.
+    have weights. With `opens_images` all rows are checked, and all images are read.
     """
     sources = file.job.train_sources if key == "data" else file.job.eval_sources
     notes: list[str] = []
@@ -229,22 +234,47 @@ def check_data_files(file: JobFile, key: str) -> list[str]:
             if not datafile.is_file_name(source.path):
                 continue
             for path in datafile.files_of(source.path):
-                if remaining_bytes > 0:
-                    notes += _check_data_file(file.job, source, path, limit_bytes=remaining_bytes)
+                if remaining_bytes > 0 or opens_images:
+                    limit = None if opens_images else remaining_bytes
+                    notes += _check_data_file(file.job, source, path, limit_bytes=limit, opens_images=opens_images)
                     remaining_bytes -= path.stat().st_size
     except InvalidConfig as error:
         raise InvalidConfig(f"{key}: {error.problem}", place=file.locate((key,)), hint=error.hint) from None
     return notes
 
 
-def _check_data_file(job: Job, source: DataSource, path: Path, *, limit_bytes: int) -> list[str]:
+def _check_data_file(
+    job: Job, source: DataSource, path: Path, *, limit_bytes: int | None, opens_images: bool
+) -> list[str]:
     skip = job.on_bad_row is OnBadRow.SKIP
-    report = datafile.check(path, reading_for(source, job), limit_bytes=limit_bytes, skip=skip)
-    return [f"{shown(str(path))}: {report.note}"] if report.note else []
+    report = datafile.check(
+        path, reading_for(source, job), limit_bytes=limit_bytes, skip=skip, opens_images=opens_images
+    )
+    if report.has_images:
+        _check_images(job, path)
+    notes = [report.note] if report.note else []
+    if report.has_images and not job.image_patches:
+        notes.append("the estimate counts no images: set image_patches to the patches of a sample")
+    return [f"{shown(str(path))}: {note}" for note in notes]
 
 
-def findings(file: JobFile, context: JobContext) -> list[Finding]:
-    """Returns lint's findings about keys of a job, and about its data files that exist on this machine."""
+def _check_images(job: Job, path: Path) -> None:
+    """Raises InvalidConfig or EnvironmentProblem if a job cannot train on images."""
+    require_pillow()
+    require_for_images(job)
+    folder = Path(job.model)
+    if folder.is_dir() and not model_files.has_processor(folder):
+        raise InvalidConfig(
+            f"{shown(str(path))} has images, but {shown(job.model)} has no processor for them",
+            hint=f"Train a vision-language model, with its {' or '.join(model_files.PROCESSOR_FILES[:2])}.",
+        )
+
+
+def findings(file: JobFile, context: JobContext, *, opens_images: bool = False) -> list[Finding]:
+    """Returns lint's findings about keys of a job, and about its data files that exist on this machine.
+
+    With `opens_images`, all their images are read.
+    """
     findings = []
     checks: dict[str, Callable[[], object]] = {"eval_steps": lambda: check_evaluation(file)}
     if (cluster := context.cluster) is not None:
@@ -252,7 +282,7 @@ def findings(file: JobFile, context: JobContext) -> list[Finding]:
     for key in DATA_KEYS:
         sources = file.job.train_sources if key == "data" else file.job.eval_sources
         if any(Path(path).is_file() for source in sources for path in datafile.found(source.path)):
-            checks[key] = partial(check_data_files, file, key)
+            checks[key] = partial(check_data_files, file, key, opens_images=opens_images)
     for key, check_one in checks.items():
         try:
             check_one()

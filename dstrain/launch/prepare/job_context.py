@@ -71,10 +71,23 @@ def describe(hosts: Hosts, *, on_cpu: bool, planned: Cluster | None = None) -> C
 
 
 def workload_of(context: JobContext) -> Workload | None:
-    """Returns what a job trains and where, with the user's calibration; None if its model or its cluster is unknown."""
-    if context.model is None or context.cluster is None:
+    """Returns what a job trains and where, with the user's calibration; None if its model or its cluster is unknown.
+
+    None too if other parts of a vision-language model train than the planner counts.
+    """
+    if context.model is None or context.cluster is None or (context.job and unplanned_parts(context.job.job)):
         return None
     return Workload(model=context.model, cluster=context.cluster, calibration=calibration.read())
+
+
+def unplanned_parts(job: Job) -> str | None:
+    """Returns why a job has no estimate, or None: the planner counts a frozen vision tower with a trained decoder."""
+    usual = (job.freeze_vision_tower, job.freeze_multi_modal_projector, not job.freeze_language_model)
+    keys = ("freeze_vision_tower", "freeze_multi_modal_projector", "freeze_language_model")
+    changed = [key for key, is_usual in zip(keys, usual, strict=True) if not is_usual]
+    if not changed:
+        return None
+    return f"no estimate of memory: {', '.join(changed)} {'is' if len(changed) == 1 else 'are'} not the default"
 
 
 def request_of(job: Job) -> Request:

@@ -46,8 +46,11 @@ def lint_job(
     ignored: Sequence[str] = (),
     fix: bool = False,
     deepspeed: str | None = None,
+    opens_images: bool = False,
 ) -> LintResult:
     """Lints a configuration with its job, if it has one: the hostfile and the data of the job too.
+
+    With `opens_images`, all images of the data are read.
 
     With `fix`, applies every safe fix to the text that is returned; nothing is written. If `is_trainers` is None, the
     Trainer reads a configuration that has a job or an "auto". Known faults are those of a `deepspeed`, by default of
@@ -57,7 +60,8 @@ def lint_job(
         return lint(JobContext(), path, is_trainers=is_trainers, ignored=ignored, fix=fix, deepspeed=deepspeed)
     planned = planned_cluster(path.parent)
     context = job_context(file, planned)
-    findings = [*hostfile_findings.findings(file, planned), *job_checks.findings(file, context)]
+    findings = hostfile_findings.findings(file, planned)
+    findings += job_checks.findings(file, context, opens_images=opens_images)
     result = lint(context, path, is_trainers=is_trainers, ignored=ignored, fix=fix, deepspeed=deepspeed)
     if result.subject is None:
         return result

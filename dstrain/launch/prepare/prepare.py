@@ -23,7 +23,7 @@ from dstrain.facts.this_machine import trains_on_cpu, visible_devices
 from dstrain.job.file import JobFile
 from dstrain.job.schema import Job
 from dstrain.launch.prepare import job_checks, packages, resize_checkpoint, resume
-from dstrain.launch.prepare.job_context import describe, hosts_of, model_of
+from dstrain.launch.prepare.job_context import describe, hosts_of, model_of, unplanned_parts
 from dstrain.launch.prepare.lint_job import lint_text, read_text, refused
 from dstrain.launch.prepare.resize_checkpoint import Resize
 from dstrain.launch.prepare.resume import Resuming
@@ -70,19 +70,21 @@ def prepare(
     ignored: Sequence[str] = (),
     hosts: Hosts | None = None,
     changes: Sequence[Change] = (),
+    opens_images: bool = False,
 ) -> PreparedRun:
     """Returns the checked run; `ignored` are ids of lint rules, `hosts` replace the job's hostfile.
 
-    `changes` are made to its configuration for this run, not in the file.
+    `changes` are made to its configuration for this run, not in the file. With `opens_images`, all images of the data
+    are read.
 
     Raises InvalidConfig or EnvironmentProblem, with the line to edit, before anything is written or started.
     """
     on_cpu = trains_on_cpu(environment, file.job.env)
-    data_notes = job_checks.check(file, on_cpu=on_cpu)
+    data_notes = job_checks.check(file, on_cpu=on_cpu, opens_images=opens_images)
     hosts = machines.named(hosts or hosts_of(file))
     resuming = resume.resuming(file.job, num_ranks=hosts.num_slots)
     file = replace(file, job=resuming.job)
-    model, model_notes = model_of(file.job)
+    model, model_notes = _model_of(file.job)
     cluster = describe(hosts, on_cpu=on_cpu)
     is_local = machines.is_local(hosts)
     job_checks.check_machines(file, hosts, cluster, needs_gpus=is_local and not on_cpu)
@@ -105,6 +107,13 @@ def prepare(
         notes=(*resuming.notes, *lint_notes, *device_notes, *model_notes, *data_notes),
         elastic=resize_checkpoint.decide(resuming.saved, ds_config, num_ranks=hosts.num_slots),
     )
+
+
+def _model_of(job: Job) -> tuple[ModelFacts | None, list[str]]:
+    """Returns the facts of the model, or None, and a line that says why there is no estimate."""
+    model, notes = model_of(job)
+    reason = unplanned_parts(job) if model is not None else None
+    return model, [*notes, reason] if reason is not None else notes
 
 
 def _linted(

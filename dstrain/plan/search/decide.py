@@ -206,7 +206,7 @@ def _notes(workload: Workload, request: Request, chosen: Estimate) -> tuple[str,
             notes.append(f"{choice} needs bitsandbytes on the machine that trains: pip install 'dstrain[qlora]'")
     if model.vision is not None and not request.image_patches:
         frozen = format_count(model.num_params_of(Kind.VISION))
-        notes.append(f"a vision-language model trains on text here; its vision tower ({frozen} parameters) is frozen")
+        notes.append(f"no images are counted (--image-patches); the vision tower ({frozen} parameters) is frozen")
     if chosen.configuration.parallel.ep > 1:
         notes.append(
             "computed as if every expert got as many tokens; GPUs with more popular ones need more memory and time"

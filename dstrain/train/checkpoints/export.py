@@ -19,6 +19,7 @@ import torch
 from dstrain.choices import Precision
 from dstrain.config.resolve_auto import GATHERS
 from dstrain.errors import Conflict, DstrainError, EnvironmentProblem, InvalidConfig
+from dstrain.facts.model.model_files import PROCESSOR_FILES
 from dstrain.rundir import RunDir, read_record
 from dstrain.train import rope_scaling
 from dstrain.train.checkpoints.checkpoints import refuse_damaged
@@ -152,6 +153,9 @@ def _save_tokenizer(folder: Path, out: Path) -> None:
     from transformers import AutoTokenizer
 
     AutoTokenizer.from_pretrained(folder).save_pretrained(out)
+    for name in PROCESSOR_FILES:
+        if (folder / name).is_file():
+            shutil.copyfile(folder / name, out / name)
 
 
 def main(arguments: Sequence[str]) -> int:

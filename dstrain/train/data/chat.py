@@ -35,6 +35,8 @@ class Counts:
     """Answers that begin with an empty block of thoughts, which is learned."""
     lost_prompts: int = 0
     """System prompts that the template omits."""
+    cut_images: int = 0
+    """Conversations whose images `seq_len` would cut."""
     lost_tools: int = 0
     """Conversations whose descriptions of tools the template omits."""
 

@@ -11,6 +11,7 @@ COUNTED = MappingProxyType(
     {
         "empty_answers": "answers are empty: the model learns to say nothing there",
         "cut_answers": "answers are cut in the middle by seq_len: the model does not learn to end them",
+        "cut_images": "conversations are dropped: seq_len would cut their images (max_pixels makes these smaller)",
         "lost_thoughts": "answers are trained without their thoughts (thinking: {job.thinking})",
         "empty_thoughts": "answers begin with an empty block of thoughts (thinking: off makes it part of the prompt)",
         "lost_tools": "conversations have tools that the chat template does not describe",

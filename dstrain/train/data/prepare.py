@@ -14,6 +14,7 @@ from dstrain.choices import OnLongSample
 from dstrain.errors import InvalidConfig
 from dstrain.facts.data.best_fit import best_fit
 from dstrain.facts.data.sample_formats import unused_text
+from dstrain.job import task_limits
 from dstrain.job.data_source import DataSource, weights_of
 from dstrain.job.schema import Job
 from dstrain.train.data.counts import counted
@@ -43,7 +44,9 @@ class PreparedData:
     notes: tuple[str, ...]
     """Lines for the log."""
     digest: str
-    """Changes with any token, any label, and the order of samples."""
+    """Changes with any token, any label, any path of an image, and the order of samples."""
+    num_images: int
+    """Images of an epoch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,8 +78,8 @@ def prepare(
     """
     has_own = training or job.eval_data is not None
     sources = job.train_sources if training or not has_own else job.eval_sources
-    loss_on = form.loss_on or job.loss_on
-    encoder = Encoder(tokenizer=tokenizer, seq_len=job.seq_len, loss_on=loss_on, thinking=job.thinking)
+    settings: dict[str, Any] = {"loss_on": form.loss_on or job.loss_on, "thinking": job.thinking}
+    encoder = Encoder(tokenizer=tokenizer, seq_len=job.seq_len, images=form.images, **settings)
     tokens = [_tokens(source, encoder, job, report, form, training=training or not has_own) for source in sources]
     chosen = _chosen(job, sources, tokens, training=training)
     parts = [one.dataset.select(rows) for one, rows in zip(tokens, chosen, strict=True)]
@@ -98,6 +101,7 @@ def prepare(
         num_dropped=sum(len(one.dataset) - len(one.kept) for one in tokens),
         notes=tuple(notes),
         digest=_digest(crcs, job),
+        num_images=int(_column(tokens, chosen, "num_images").sum()),
     )
 
 
@@ -106,6 +110,8 @@ def _tokens(source: DataSource, encoder: Encoder, job: Job, report: Report, form
     rows = rows_of(source, job, training=training)
     dataset, said = tokenized(rows, encoder, job, report, form)
     columns = dataset.with_format("numpy")
+    if columns["num_images"][:].any():
+        task_limits.require_for_images(job)
     lengths, is_long = columns["length"][:], columns["num_cut"][:] > 0
     drops_long = job.on_long_sample is OnLongSample.DROP
     kept = ((lengths > 0) & ~is_long if drops_long else lengths > 0).nonzero()[0]

@@ -22,6 +22,7 @@ from dstrain.job.data_source import DataSource
 from dstrain.job.schema import Job
 from dstrain.records import from_data, to_data
 from dstrain.train.data.counts import counted
+from dstrain.train.data.images import image_text, load_images
 from dstrain.train.data.sources import rows_of
 from dstrain.train.data.tokenize import IGNORED, Encoded, Encoder
 from dstrain.train.data.tokenized import counts_of
@@ -98,19 +99,24 @@ def _sample(tokenizer: Any, number: int, encoded: Encoded) -> ShownSample:
 def _pieces(tokenizer: Any, encoded: Encoded) -> Iterator[Piece]:
     """Yields the text of consecutive tokens that are all learned or all not; special tokens are pieces of their own.
 
+    So are the tokens of an image, as its size and their number.
+
     A piece is what it adds to the text before it: alone, a first token would lose its space in some tokenizers.
     """
     added = tokenizer.added_tokens_decoder
     special = {*tokenizer.all_special_ids, *(token for token, entry in added.items() if entry.special)}
+    image_of = encoded.image_of or [None] * len(encoded.input_ids)
     kinds = [
-        (label != IGNORED, token in special, index if token in special else -1)
-        for index, (token, label) in enumerate(zip(encoded.input_ids, encoded.labels, strict=True))
+        (label != IGNORED, token in special, image, index if token in special and image is None else -1)
+        for index, (token, label, image) in enumerate(zip(encoded.input_ids, encoded.labels, image_of, strict=True))
     ]
     end, before = 0, ""
-    for (is_learned, is_special, _), group in groupby(kinds):
-        end += len(list(group))
+    for (is_learned, is_special, image, _), group in groupby(kinds):
+        num_tokens = len(list(group))
+        end += num_tokens
         text = tokenizer.decode(encoded.input_ids[:end], clean_up_tokenization_spaces=False)
-        yield Piece(text=text[len(before) :], is_learned=is_learned, is_special=is_special)
+        added_text = text[len(before) :] if image is None else image_text(encoded.images[image], num_tokens)
+        yield Piece(text=added_text, is_learned=is_learned, is_special=is_special or image is not None)
         before = text
 
 
@@ -122,7 +128,10 @@ def main() -> int:
     try:
         tokenizer = load_tokenizer(job, source_of(job))
         loss_on = LossOn.LAST if job.task.has_own_loss else job.loss_on
-        encoder = Encoder(tokenizer=tokenizer, seq_len=job.seq_len, loss_on=loss_on, thinking=job.thinking)
+        images = None if job.task.has_own_loss else load_images(job, source_of(job), tokenizer)
+        encoder = Encoder(
+            tokenizer=tokenizer, seq_len=job.seq_len, loss_on=loss_on, thinking=job.thinking, images=images
+        )
         data = [
             shown(job, source, encoder, sample=question.sample, limit=question.limit) for source in job.train_sources
         ]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -20,13 +19,19 @@ from dstrain.facts.data.turns import Conversation
 from dstrain.train.data.chat import Counts, Follower, Span, Text, Written, as_written
 from dstrain.train.data.habits import learn
 from dstrain.train.data.message_spans import OTHER_TEMPLATE, Messages
+from dstrain.train.data.template_messages import with_arguments, with_parts
+
+if TYPE_CHECKING:
+    from dstrain.train.data.images import Images
 
 IGNORED = -100
 """Label of a token that does not count in the loss. Source: torch.nn.CrossEntropyLoss(ignore_index=-100)."""
 
 _GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _BATCH_SAMPLES = 256
+_VISION_MODEL = "Train a vision-language model, with all files of its repository."
 _NOTHING = Counts()
+Paths = tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +47,10 @@ class Encoded:
     num_cut: int
     """Truncated tokens."""
     counts: Counts
+    images: tuple[str, ...] = ()
+    """Paths of its images."""
+    image_of: Sequence[int | None] = ()
+    """Index of the image of each token, None of text; empty without images: (seq,)."""
 
     @property
     def num_learned(self) -> int:
@@ -64,6 +73,8 @@ class Encoder:
     """Longest sample, in tokens."""
     loss_on: LossOn
     thinking: Thinking = Thinking.AUTO
+    images: Images | None = None
+    """Reads images; None: samples with images are refused."""
 
     def encode(self, samples: Iterable[tuple[str, Conversation | str]], refuse: Refuse = stop) -> Iterator[Encoded]:
         """Yields the tokens of each sample, given as (place, conversation or text), in order.
@@ -94,23 +105,29 @@ class Encoder:
             write = self._writer()
         except Exception as error:  # a template is a program of the model's author and may raise anything
             raise _refused(batch[0][0], error) from error
-        conversations: list[tuple[str, Written]] = []
+        conversations: list[tuple[str, Written, Paths]] = []
         for where, conversation in batch:
             try:
-                conversations.append((where, self._masked(conversation, write(conversation))))
+                if conversation.images:
+                    self._require_images()
+                written = self._masked(conversation, write(conversation))
+                conversations.append((where, written, conversation.images))
             except Exception as error:
                 refuse(_refused(where, error))
-        if not self.tokenizer.is_fast:
-            for where, written in conversations:
-                try:
-                    yield self._encode_by_prefix(where, written)
-                except InvalidConfig as error:
-                    refuse(error)
-            return
-        texts = [written.text for _, written in conversations]
+        texts = [written.text for _, written, paths in conversations if not paths] if self.tokenizer.is_fast else []
         out = self._tokens(texts, return_offsets_mapping=True) if texts else {"input_ids": [], "offset_mapping": []}
-        for ids, offsets, (where, written) in zip(out["input_ids"], out["offset_mapping"], conversations, strict=True):
-            yield self._cut(where, ids, _labels(ids, offsets, written.spans), written.counts)
+        tokens = zip(out["input_ids"], out["offset_mapping"], strict=True)
+        for where, written, paths in conversations:
+            try:
+                if paths:
+                    yield self._encode_with_images(where, written, paths)
+                elif self.tokenizer.is_fast:
+                    ids, offsets = next(tokens)
+                    yield self._cut(where, ids, _labels(ids, offsets, written.spans), written.counts)
+                else:
+                    yield self._encode_by_prefix(where, written)
+            except InvalidConfig as error:
+                refuse(error)
 
     def _writer(self) -> Callable[[Conversation], Written]:
         """Returns the function that renders a conversation with the characters that count in the loss."""
@@ -149,9 +166,9 @@ class Encoder:
     def _template(self, *conversations: Messages, prompt: bool = False, tools: Any = None) -> list[str]:
         """Returns rendered conversations; with `prompt` each is followed by the generation prompt."""
         options = {"tokenize": False, "add_generation_prompt": prompt, "tools": tools, **self._options}
-        texts: list[str] = _with_arguments(
+        texts: list[str] = with_arguments(
             lambda chats: list(self.tokenizer.apply_chat_template(chats, **options)),
-            [list(messages) for messages in conversations],
+            [[with_parts(message) for message in messages] for messages in conversations],
         )
         return texts
 
@@ -161,7 +178,7 @@ class Encoder:
 
     def _tagged(self, messages: Messages, tools: Any) -> Text:
         """Returns the text, with the answers marked by the template's `{% generation %}`."""
-        rendered: Any = _with_arguments(
+        rendered: Any = with_arguments(
             lambda chats: render_jinja_template(
                 chats,
                 tools=tools,
@@ -169,7 +186,7 @@ class Encoder:
                 return_assistant_tokens_mask=True,
                 **{**self.tokenizer.special_tokens_map, **self._options},
             ),
-            [[dict(message) for message in messages]],
+            [[dict(with_parts(message)) for message in messages]],
         )
         (text,), (spans,) = rendered
         return text, spans
@@ -184,6 +201,20 @@ class Encoder:
             counts = replace(counts, cut_answers=1)
         ids, labels = ids[: self.seq_len], labels[: self.seq_len]
         return Encoded(where=where, input_ids=ids, labels=labels, num_cut=num_cut, counts=counts)
+
+    def _encode_with_images(self, where: str, written: Written, paths: Paths) -> Encoded:
+        """Returns the tokens with those of images, which carry no loss; none to learn if `seq_len` would cut images."""
+        assert self.images is not None
+        try:
+            found = self.images.expanded(written.text, written.spans, paths)
+        except InvalidConfig as error:
+            raise _refused(where, error) from None
+        labels = _labels(found.input_ids, found.offsets, found.spans)
+        labels = [IGNORED if image is not None else label for label, image in zip(labels, found.image_of, strict=True)]
+        has_cut = any(image is not None for image in found.image_of[self.seq_len :])
+        counts = replace(written.counts, cut_images=1) if has_cut else written.counts
+        sample = self._cut(where, found.input_ids, [IGNORED] * len(labels) if has_cut else labels, counts)
+        return replace(sample, images=paths, image_of=found.image_of[: self.seq_len])
 
     def _encode_by_prefix(self, where: str, written: Written) -> Encoded:
         """Returns the tokens for a tokenizer without offsets, by tokenizing prefixes up to each border of an answer."""
@@ -203,6 +234,11 @@ class Encoder:
         """Returns the tokenizer's output for text with special tokens."""
         options |= {"return_attention_mask": False, "return_token_type_ids": False, "verbose": False}
         return self.tokenizer(text, add_special_tokens=False, **options)
+
+    def _require_images(self) -> None:
+        if self.images is None or not self.tokenizer.is_fast:
+            lack = "a fast tokenizer" if self.images is not None else "a vision tower and its processor"
+            raise InvalidConfig(f"has images, but the model lacks {lack}", hint=_VISION_MODEL)
 
     def _require_template(self) -> None:
         if not getattr(self.tokenizer, "chat_template", None):
@@ -237,29 +273,6 @@ def _lost_tools(conversation: Conversation, written: Written) -> int:
     outside = [written.text[start:end] for start, end in zip(borders[::2], borders[1::2], strict=True)]
     names = (str(tool["function"].get("name")) for tool in conversation.tools)
     return int(not all(any(name in text for text in outside) for name in names))
-
-
-def _with_arguments(render: Callable[[list[list[Any]]], Any], chats: list[list[Any]]) -> Any:
-    """Returns `render` of conversations; the arguments of calls become JSON text for templates that join them as such.
-
-    Those of DeepSeek-V3 and -R1 do; `tojson` in others would make a string of them.
-    """
-    try:
-        return render(chats)
-    except TypeError:
-        if not any(message.get("tool_calls") for messages in chats for message in messages):
-            raise
-    return render([[_with_text_arguments(message) for message in messages] for messages in chats])
-
-
-def _with_text_arguments(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    if not message.get("tool_calls"):
-        return message
-    functions = [call["function"] for call in message["tool_calls"]]
-    texts = [json.dumps(function["arguments"], ensure_ascii=False) for function in functions]
-    written = [{**function, "arguments": text} for function, text in zip(functions, texts, strict=True)]
-    calls = [{**call, "function": one} for call, one in zip(message["tool_calls"], written, strict=True)]
-    return {**message, "tool_calls": calls}
 
 
 def _refused(where: str, error: Exception) -> InvalidConfig:

@@ -10,8 +10,8 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any
 
 import datasets  # type: ignore[import-untyped]
 import transformers
@@ -24,16 +24,22 @@ from dstrain.facts.data.datafile import Refuse
 from dstrain.job.schema import Job
 from dstrain.train.data.chat import Counts
 from dstrain.train.data.sources import Rows
-from dstrain.train.data.tokenize import Encoder
+from dstrain.train.data.tokenize import Encoded, Encoder
+
+if TYPE_CHECKING:
+    from dstrain.train.data.images import Images
 
 _SHOWN_PROBLEMS = 5
 
+PATHS = "images"
+"""Column with the paths of images."""
 NUMBERS = datasets.List(datasets.Value("int32"))
 """Type of a column with a list of numbers for each sample."""
 _COMMON = {
     "length": datasets.Value("int32"),
     "num_learned": datasets.Value("int32"),
     "num_cut": datasets.Value("int32"),
+    "num_images": datasets.Value("int32"),
     "said": datasets.Value("string"),
     "crc": datasets.Value("uint32"),
 }
@@ -60,11 +66,12 @@ class TokenRow:
     """One sample in tokens."""
 
     columns: Mapping[str, Sequence[Any]]
-    """Lists of numbers, or lists of such; empty ones if there is nothing to learn."""
+    """Lists of numbers, or lists of such, and of paths; empty ones if there is nothing to learn."""
     length: int = 0
     """Tokens; 0 if there is nothing to learn."""
     num_learned: int = 0
     num_cut: int = 0
+    num_images: int = 0
     counts: Mapping[str, int] = field(default_factory=dict)
     """Key of `COUNTED` → number."""
 
@@ -81,22 +88,39 @@ class Form:
     """Returns the data set of the Trainer, given one with these columns."""
     loss_on: LossOn | None = None
     """The answers that count; None: those of the job."""
+    images: Images | None = None
+    """Reads images; None: samples with images are refused."""
 
 
 def _sequences(encoder: Encoder, rows: Rows, refuse: Refuse) -> Iterator[TokenRow]:
+    return map(_sequence, encoder.encode(rows.conversations(refuse), refuse))
+
+
+def _sequence(sample: Encoded) -> TokenRow:
+    ids, labels = (sample.input_ids, sample.labels) if sample.teaches else ([], [])
+    return TokenRow(
+        columns={"input_ids": ids, "labels": labels},
+        length=len(ids),
+        num_learned=sample.num_learned,
+        num_cut=sample.num_cut,
+        counts=counts_of(sample.counts),
+    )
+
+
+def _with_images(encoder: Encoder, rows: Rows, refuse: Refuse) -> Iterator[TokenRow]:
     for sample in encoder.encode(rows.conversations(refuse), refuse):
-        ids, labels = (sample.input_ids, sample.labels) if sample.teaches else ([], [])
-        yield TokenRow(
-            columns={"input_ids": ids, "labels": labels},
-            length=len(ids),
-            num_learned=sample.num_learned,
-            num_cut=sample.num_cut,
-            counts=counts_of(sample.counts),
-        )
+        row, paths = _sequence(sample), sample.images if sample.teaches else ()
+        yield replace(row, columns={**row.columns, PATHS: paths}, num_images=len(paths))
 
 
 SEQUENCES = Form(columns={"input_ids": NUMBERS, "labels": NUMBERS}, encoded=_sequences)
 """Each sample is a sequence with labels."""
+
+
+def sequences_with_images(images: Images) -> Form:
+    """Returns the form of sequences with the paths of their images, for models with a vision tower."""
+    columns = {**SEQUENCES.columns, PATHS: datasets.List(datasets.Value("string"))}
+    return Form(columns=columns, encoded=_with_images, images=images)
 
 
 def tokenized(rows: Rows, encoder: Encoder, job: Job, report: Report, form: Form) -> tuple[datasets.Dataset, Said]:
@@ -157,11 +181,14 @@ def counts_of(counts: Counts) -> dict[str, int]:
 
 def _row(sample: TokenRow, said: str = "") -> dict[str, Any]:
     crc = 0
-    for column in sample.columns.values():
+    for name, column in sample.columns.items():
+        if name == PATHS:
+            crc = zlib.crc32("\n".join(column).encode(), crc)
+            continue
         for numbers in column if column and isinstance(column[0], list) else (column,):
             crc = zlib.crc32(array("i", numbers), crc)
     figures = {"length": sample.length, "num_learned": sample.num_learned, "num_cut": sample.num_cut, "crc": crc}
-    return {**sample.columns, **figures, "said": said}
+    return {**sample.columns, **figures, "num_images": sample.num_images, "said": said}
 
 
 def _fingerprint(rows: Rows, encoder: Encoder, job: Job, features: Iterable[str]) -> str:
@@ -176,7 +203,7 @@ def _fingerprint(rows: Rows, encoder: Encoder, job: Job, features: Iterable[str]
         *(dstrain.__version__, transformers.__version__, rows.identity, rows.max_samples, list(features)),
         *(reading.format.value, dict(reading.columns), reading.system),
         *(encoder.seq_len, encoder.loss_on.value, encoder.thinking.value, job.on_bad_row.value),
-        *(type(tokenizer).__name__, tokenizer.chat_template),
+        *(type(tokenizer).__name__, tokenizer.chat_template, encoder.images and encoder.images.identity),
         *(tokenizer.special_tokens_map, vocabulary),
     ]
     return hashlib.sha256(json.dumps(made_from, default=str, sort_keys=True).encode()).hexdigest()[:32]

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from dstrain.errors import InvalidConfig
-from dstrain.train.model import is_vision
+from dstrain.train.model_parts import is_vision
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

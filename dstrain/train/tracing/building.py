@@ -14,7 +14,8 @@ from dstrain.facts.model.trace_records import Question, Subject
 from dstrain.train.checkpoints.saved_model import DTYPES
 from dstrain.train.data.by_sample import attend_by_sample
 from dstrain.train.loss import replace_loss
-from dstrain.train.model import freeze_vision, with_adapter
+from dstrain.train.model import with_adapter
+from dstrain.train.model_parts import freeze_vision
 
 
 def load_config(subject: Subject, num_hidden_layers: int | None = None) -> Any:

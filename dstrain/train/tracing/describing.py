@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from dstrain.facts.model.trace_records import Description, Parameter, Subject
-from dstrain.train.model import is_vision
+from dstrain.train.model_parts import is_vision
 from dstrain.train.tracing.anatomy import Anatomy, dissect
 from dstrain.train.tracing.building import build, load_config, per_layer_lists
 

@@ -22,7 +22,7 @@ from dstrain.facts.cluster.cpu import CPU_LIMITS, CpuLimit
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.facts.workload import Workload
 from dstrain.job.file import JobFile, read_job
-from dstrain.job.task_limits import LIMITS, TaskLimit
+from dstrain.job.task_limits import LIMITS, WITH_ADAPTERS, TaskLimit
 from dstrain.launch.prepare import hostfile_findings
 from dstrain.launch.prepare.hostfile_findings import of_hostfile, of_hosts
 from dstrain.launch.prepare.job_context import job_context, request_of
@@ -370,6 +370,21 @@ def test_what_a_task_does_not_support_is_told(tmp_path: Path, limit: TaskLimit) 
     assert limit.why in said.problem
     fine = found(ZERO2, job=job(tmp_path, f"task: {task}\n{limit.instead}\n"))
     assert "DS226" not in [each.rule for each in fine]
+
+
+@pytest.mark.parametrize("limit", WITH_ADAPTERS, ids=lambda limit: limit.key)
+def test_parts_that_adapters_do_not_train_are_told(tmp_path: Path, limit: TaskLimit) -> None:
+    other = str(not limit.values[0]).lower()
+    said = one("DS226", found(ZERO2, job=job(tmp_path, f"method: lora\n{limit.key}: {other}\n")))
+    assert said.problem.startswith(f"{limit.key} is {other}, which method lora does not support: ")
+    assert "DS226" not in [each.rule for each in found(ZERO2, job=job(tmp_path, f"{limit.key}: {other}\n"))]
+
+
+def test_keys_of_images_for_a_language_model_are_told(tmp_path: Path) -> None:
+    asked = job(tmp_path, "max_pixels: 4096\nfreeze_vision_tower: false\n")
+    told = [each for each in found(ZERO2, job=asked, model=model("qwen3-8b")) if each.rule == "DS909"]
+    assert [each.place.line for each in told] == [6, 7]
+    assert "DS909" not in [each.rule for each in found(ZERO2, job=asked, model=model("qwen3-vl-8b"))]
 
 
 @pytest.mark.parametrize(

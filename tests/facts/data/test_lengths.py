@@ -95,3 +95,11 @@ def test_small_files_are_spread_over(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("".join(f'{{"text": "{number}"}}\n' for number in range(100)))
     rows = [row.row["text"] for row in spread(tmp_path / "a.jsonl", 10) if isinstance(row, Sample)]
     assert rows == [str(number) for number in range(0, 100, 10)]
+
+
+def test_data_with_images_have_no_lengths_without_a_processor(tmp_path: Path, tokenizer: Path) -> None:
+    (tmp_path / "a.png").write_bytes(b"")
+    data = tmp_path / "train.jsonl"
+    data.write_text(json.dumps({"instruction": "<image>", "output": "b", "images": ["a.png"]}))
+    with pytest.raises(InvalidConfig, match="has images, whose tokens the model's processor counts"):
+        read_lengths(str(data), PLAIN, tokenizer)

@@ -1,18 +1,22 @@
 """What a job asks for that its machines cannot do."""
 
+import json
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dstrain.choices import Attention, LossKernel, Method, Precision
+from dstrain.config.lint.subject import JobContext
 from dstrain.errors import InvalidConfig, Place
 from dstrain.facts import probe
 from dstrain.facts.cluster import gpus
 from dstrain.facts.cluster.cluster import Origin, describe
 from dstrain.job.file import JobFile
 from dstrain.job.schema import Job, Lora
-from dstrain.launch.prepare.job_checks import check_combinations, check_gpu
+from dstrain.launch.prepare.job_checks import check_combinations, check_data, check_gpu
+from dstrain.launch.prepare.job_context import request_of, unplanned_parts, workload_of
 
 HEAD = Lora(targets=("lm_head", "q_proj"))
 
@@ -51,6 +55,48 @@ def test_a_combination_that_does_not_work_is_refused_at_its_line(model: str, job
         check_combinations(file, probe.read_model(model), cluster)
     assert said in caught.value.problem
     assert str(caught.value).startswith(tuple(f"job.yaml:9:5: {key} is " for key in ("sp", "tp", "loss", "tiled_mlp")))
+
+
+def images_of(folder: Path, **job: Any) -> list[str]:
+    """Returns the notes about a job whose data have an image."""
+    (folder / "a.png").write_bytes(b"")
+    (folder / "model").mkdir()
+    row = {"instruction": "<image>", "output": "b", "images": ["a.png"]}
+    (folder / "train.jsonl").write_text(json.dumps(row))
+    if job.pop("has_processor", True):
+        (folder / "model" / "preprocessor_config.json").write_text("{}")
+    made = Job(model=str(folder / "model"), output_dir="o", data=str(folder / "train.jsonl"), **job)
+    return check_data(JobFile(job=made, locate=lambda keys: Place(file="job.yaml")))
+
+
+def test_an_estimate_without_images_says_so(tmp_path: Path) -> None:
+    (note,) = images_of(tmp_path)
+    assert note.endswith("train.jsonl: the estimate counts no images: set image_patches to the patches of a sample")
+
+
+@pytest.mark.parametrize(
+    ("job", "said"),
+    [
+        ({"packing": True}, "data: packing is true, which data with images do not support"),
+        ({"tp": 2}, "data: tp is 2, which data with images do not support"),
+        ({"has_processor": False}, "has no processor for them"),
+    ],
+)
+def test_data_with_images_are_refused_where_they_do_not_train(tmp_path: Path, job: dict[str, Any], said: str) -> None:
+    with pytest.raises(InvalidConfig) as caught:
+        images_of(tmp_path, **job)
+    assert said in caught.value.problem
+
+
+def test_counted_images_and_a_trained_tower_change_the_estimate_or_end_it(tmp_path: Path) -> None:
+    counted = Job(model="qwen3-vl-8b", output_dir="o", image_patches=1024)
+    assert request_of(counted).image_patches == 1024
+    assert unplanned_parts(counted) is None
+    trained = Job(model="qwen3-vl-8b", output_dir="o", freeze_vision_tower=False)
+    assert unplanned_parts(trained) == "no estimate of memory: freeze_vision_tower is not the default"
+    file = JobFile(job=trained, locate=lambda keys: Place(file="job.yaml"))
+    cluster = describe(gpu=gpus.gpu("a100-80g"), gpu_origin=Origin.GIVEN, gpus=8)
+    assert workload_of(JobContext(job=file, model=probe.read_model("qwen3-vl-8b"), cluster=cluster)) is None
 
 
 def test_parallelism_that_does_not_divide_the_gpus_is_refused_for_any_model() -> None:

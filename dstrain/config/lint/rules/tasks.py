@@ -9,6 +9,7 @@ from dstrain.config.lint.rule import Rule
 from dstrain.config.lint.rules.jobs import in_job
 from dstrain.config.lint.subject import Subject
 from dstrain.job import task_limits
+from dstrain.job.schema import Job
 
 
 def _not_of_task(subject: Subject) -> Iterator[Fault]:
@@ -24,11 +25,24 @@ def _unused_smoothing(subject: Subject) -> Iterator[Fault]:
         yield in_job(subject, "dpo", problem, "it changes nothing", "write loss_type: robust, or remove it")
 
 
+def _without_tower(subject: Subject) -> Iterator[Fault]:
+    """Reports keys of images and towers in the job of a language model."""
+    if subject.job is None or subject.model is None or subject.model.vision is not None:
+        return
+    given, plain = subject.job.job, Job(model="", output_dir="")
+    for key in ("max_pixels", "image_patches", *(limit.key for limit in task_limits.WITH_ADAPTERS)):
+        value = getattr(given, key)
+        if value != getattr(plain, key):
+            shown = str(value).lower() if isinstance(value, bool) else value
+            problem = f"{key} is {shown}, but {subject.model.name} has no vision tower that is known"
+            yield in_job(subject, key, problem, "it changes nothing, or stops the run", "remove the key")
+
+
 RULES = (
     Rule(
         id="DS226",
         severity=Severity.ERROR,
-        title="key that the task does not support",
+        title="key that the task or the method does not support",
         find=_not_of_task,
         source="dstrain/job/task_limits.py",
     ),
@@ -38,6 +52,13 @@ RULES = (
         title="label smoothing that the loss has not",
         find=_unused_smoothing,
         source="trl 1.16 trainer/dpo_trainer.py: DPOTrainer._compute_loss",
+    ),
+    Rule(
+        id="DS909",
+        severity=Severity.WARNING,
+        title="key of images or towers for a language model",
+        find=_without_tower,
+        source="dstrain/train/model_parts.py: freeze",
     ),
 )
 """Rules about the task."""

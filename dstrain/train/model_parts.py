@@ -1,0 +1,64 @@
+"""Parts of a vision-language model: tower, aligner and language model, and which of them train."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Any
+
+from dstrain.errors import InvalidConfig
+from dstrain.job.schema import Job
+
+VISION = frozenset({"visual", "vision_tower", "vision_model"})
+"""Module names of the vision tower in Transformers' vision-language models."""
+_ALIGNER = frozenset({"merger", "deepstack_merger_list", "multi_modal_projector", "aligner", "connector"})
+"""Module names of what joins tower and language model; in Qwen's models it is a part of the tower's module."""
+
+
+class Part(StrEnum):
+    """A part of a vision-language model."""
+
+    TOWER = "vision tower"
+    ALIGNER = "multi-modal projector"
+    LANGUAGE_MODEL = "language model"
+
+
+def is_vision(name: str) -> bool:
+    """Returns whether a module or parameter belongs to a vision tower, or to an aligner within it."""
+    return not VISION.isdisjoint(name.split("."))
+
+
+def part_of(name: str) -> Part:
+    """Returns the part to which a parameter belongs.
+
+    >>> part_of("model.visual.merger.norm.weight").value, part_of("model.visual.blocks.0.norm1.weight").value
+    ('multi-modal projector', 'vision tower')
+    """
+    if not _ALIGNER.isdisjoint(name.split(".")):
+        return Part.ALIGNER
+    return Part.TOWER if is_vision(name) else Part.LANGUAGE_MODEL
+
+
+def freeze(model: Any, job: Job) -> None:
+    """Freezes the parts of a vision-language model that a job does not train; a language model stays as it is.
+
+    Raises InvalidConfig if a job freezes the whole model.
+    """
+    parts = {name: part_of(name) for name, _ in model.named_parameters()}
+    has_tower = Part.TOWER in parts.values()
+    is_frozen = {
+        Part.TOWER: job.freeze_vision_tower,
+        Part.ALIGNER: job.freeze_multi_modal_projector,
+        Part.LANGUAGE_MODEL: job.freeze_language_model,
+    }
+    if job.freeze_language_model and (not has_tower or all(is_frozen.values())):
+        raise InvalidConfig("freeze_language_model leaves nothing to train", hint="freeze_language_model: false")
+    for name, parameter in model.named_parameters() if has_tower else ():
+        if is_frozen[parts[name]]:
+            parameter.requires_grad_(False)
+
+
+def freeze_vision(model: Any) -> None:
+    """Freezes the vision tower with any aligner in it; nothing in a language model."""
+    for name, parameter in model.named_parameters():
+        if is_vision(name):
+            parameter.requires_grad_(False)

@@ -1,0 +1,157 @@
+"""Images in tokens: labels, the cut by seq_len, the micro-batch, and what `dstrain data show` shows."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("PIL")
+
+import datasets
+import torch
+
+from dstrain.choices import LossOn
+from dstrain.errors import InvalidConfig
+from dstrain.facts.data.turns import Conversation
+from dstrain.job.schema import Job
+from dstrain.train.data.collate import Collator
+from dstrain.train.data.images import ImageCollator, Images, load_images
+from dstrain.train.data.prepare import PreparedData, prepare
+from dstrain.train.data.show import shown
+from dstrain.train.data.tokenize import IGNORED, Encoder
+from dstrain.train.data.tokenized import sequences_with_images
+from dstrain.train.tokenizer import load_tokenizer
+from tests.train.vision import make_images, make_model, row, rows, write
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    found = tmp_path_factory.mktemp("images")
+    make_images(found / "images")
+    make_model(found / "model")
+    return found
+
+
+@pytest.fixture
+def job(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    data = write(folder / "train.jsonl", rows())
+    return Job(model=str(folder / "model"), output_dir="o", data=str(data), seq_len=256)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder: Path) -> Any:
+    return load_tokenizer(Job(model=str(folder / "model"), output_dir="o"), str(folder / "model"))
+
+
+def images_of(folder: Path, tokenizer: Any, **options: Any) -> Images:
+    job = Job(model=str(folder / "model"), output_dir="o", **options)
+    found = load_images(job, job.model, tokenizer)
+    assert found is not None
+    return found
+
+
+def encoder(
+    folder: Path, tokenizer: Any, *, loss_on: LossOn = LossOn.ANSWER, seq_len: int = 256, **job: Any
+) -> Encoder:
+    images = images_of(folder, tokenizer, **job)
+    return Encoder(tokenizer=tokenizer, seq_len=seq_len, loss_on=loss_on, images=images)
+
+
+def talk(folder: Path, *names: str) -> Conversation:
+    turns = [
+        {"role": "user", "content": "This?" + "<image>" * len(names)},
+        {"role": "assistant", "content": "red"},
+        {"role": "user", "content": "two"},
+        {"role": "assistant", "content": "white"},
+    ]
+    return Conversation(messages=turns, images=tuple(str(folder / "images" / f"{name}.png") for name in names))
+
+
+def decoded(tokenizer: Any, labels: list[int]) -> str:
+    return str(tokenizer.decode([label for label in labels if label != IGNORED]))
+
+
+def test_only_answers_carry_loss_and_tokens_are_those_of_the_processor(folder: Path, tokenizer: Any) -> None:
+    (sample,) = encoder(folder, tokenizer).encode([("here", talk(folder, "red", "white"))])
+    assert decoded(tokenizer, sample.labels) == "red<|im_end|>white<|im_end|>"
+    image_id = tokenizer.convert_tokens_to_ids("<|image_pad|>")
+    assert sample.input_ids.count(image_id) == 2 * 3 + 5 * 3  # 16 × 24 and 40 × 24 pixels, 8 × 8 to a token
+    assert [index for index in sample.image_of if index is not None] == [0] * 6 + [1] * 15
+
+
+def test_tokens_of_images_carry_no_loss_where_all_others_do(folder: Path, tokenizer: Any) -> None:
+    (sample,) = encoder(folder, tokenizer, loss_on=LossOn.ALL).encode([("here", talk(folder, "red"))])
+    image_id = tokenizer.convert_tokens_to_ids("<|image_pad|>")
+    expected = [IGNORED if token == image_id else token for token in sample.input_ids]
+    assert sample.labels == expected
+
+
+def test_max_pixels_makes_an_image_smaller(folder: Path, tokenizer: Any) -> None:
+    image_id = tokenizer.convert_tokens_to_ids("<|image_pad|>")
+    (sample,) = encoder(folder, tokenizer, max_pixels=16 * 16).encode([("here", talk(folder, "white"))])
+    assert sample.input_ids.count(image_id) == 2 * 2  # 20 × 12 pixels, which the processor rounds to 16 × 16
+
+
+def test_a_sample_whose_images_seq_len_would_cut_teaches_nothing_and_is_counted(folder: Path, tokenizer: Any) -> None:
+    (sample,) = encoder(folder, tokenizer, seq_len=20).encode([("here", talk(folder, "white"))])
+    assert not sample.teaches
+    assert sample.counts.cut_images == 1
+
+
+def test_a_model_without_processor_refuses_images_with_their_place(folder: Path, tokenizer: Any) -> None:
+    plain = Encoder(tokenizer=tokenizer, seq_len=256, loss_on=LossOn.ANSWER)
+    with pytest.raises(InvalidConfig, match="here: has images, but the model lacks a vision tower and its processor"):
+        list(plain.encode([("here", talk(folder, "red"))]))
+
+
+def prepared(job: Job, folder: Path, tokenizer: Any) -> PreparedData:
+    images = images_of(folder, tokenizer)
+    return prepare(job, tokenizer, training=True, form=sequences_with_images(images))
+
+
+def test_packing_is_refused_where_data_have_images(job: Job, folder: Path, tokenizer: Any) -> None:
+    packed = Job(model=job.model, output_dir="o", data=job.data, seq_len=256, packing=True)
+    with pytest.raises(InvalidConfig, match="packing is true, which data with images do not support"):
+        prepared(packed, folder, tokenizer)
+
+
+def test_a_batch_without_images_has_a_hidden_blank_one(job: Job, folder: Path, tokenizer: Any) -> None:
+    data = prepared(job, folder, tokenizer)
+    assert data.num_images == 6
+    images = images_of(folder, tokenizer)
+    collator = ImageCollator(
+        collator=Collator(pad_token_id=tokenizer.pad_token_id, packing=False),
+        images=images,
+        blank=images.blank_tokens(tokenizer),
+        parameters=frozenset({"mm_token_type_ids"}),
+    )
+    texts = [data.dataset[index] for index in (5, 6)]
+    batch, image_id = collator(texts), tokenizer.convert_tokens_to_ids("<|image_pad|>")
+    assert batch["image_grid_thw"].tolist() == [[1, 8, 8]]
+    is_image = batch["input_ids"] == image_id
+    assert int(is_image.sum()) == 8 * 8 // 4
+    assert batch["mm_token_type_ids"].equal(is_image.long())
+    assert batch["attention_mask"].sum(dim=1).tolist() == [len(text["input_ids"]) for text in texts]
+    assert not (is_image & (batch["labels"] != IGNORED)).any()
+    mixed = collator([data.dataset[4], texts[0]])
+    assert mixed["image_grid_thw"].tolist() == [[1, 6, 4], [1, 6, 10]]
+    assert mixed["pixel_values"].dtype == torch.float32
+
+
+def test_images_are_shown_as_size_and_tokens(job: Job, folder: Path, tokenizer: Any) -> None:
+    (source,) = job.train_sources
+    sample = shown(job, source, encoder(folder, tokenizer), sample=5, limit=None).sample
+    text = "".join(piece.text for piece in sample.pieces)
+    red, white = "[red.png: 16 × 24 pixels, 6 tokens]", "[white.png: 40 × 24 pixels, 15 tokens]"
+    assert f"Two: <|vision_start|>{red}<|vision_end|> and <|vision_start|>{white}<|vision_end|>?" in text
+    assert [piece.text for piece in sample.pieces if piece.is_learned] == ["red, white", "<|im_end|>"]
+
+
+def test_a_broken_image_is_named_with_its_line(job: Job, folder: Path, tokenizer: Any) -> None:
+    (folder / "images" / "broken.png").write_text("no image")
+    data = write(folder / "broken.jsonl", [*rows(), row("<image>", "red", "images/broken.png")])
+    broken = Job(model=job.model, output_dir="o", data=str(data), seq_len=256)
+    with pytest.raises(InvalidConfig, match=r'broken.jsonl:9: image ".*broken.png" cannot be read'):
+        prepared(broken, folder, tokenizer)

@@ -1,0 +1,150 @@
+"""Images on two CPU ranks: the losses of Transformers' plain forward, with batches without images among the others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("PIL")
+
+import torch
+from PIL import Image
+from transformers import AutoModelForImageTextToText
+
+from dstrain.job.schema import Job
+from dstrain.monitor.sinks.jsonl import read_jsonl
+from dstrain.train.data.images import Images, load_images
+from dstrain.train.model_parts import Part, part_of
+from dstrain.train.tokenizer import load_tokenizer
+from tests.train.engine import Engine
+from tests.train.launching import codes, lines, make_run, said, tensors
+from tests.train.vision import make_images, make_model, row, rows, write
+
+STEPS, RATE = 4, 1e-3
+ALL = {"freeze_vision_tower": False, "freeze_multi_modal_projector": False}
+TRAINED = {"zero2": {Part.LANGUAGE_MODEL}, "zero3": set(Part), "aligner": {Part.ALIGNER}}
+"""Run → the parts that train."""
+
+
+@pytest.fixture(scope="module")
+def runs(root: Path, demo: Path, engine: Engine) -> Path:
+    folder = root / "images"
+    make_images(folder / "images")
+    make_model(folder / "model")
+    write(folder / "train.jsonl", rows())
+    write(folder / "eval.jsonl", [*rows()[3:6], row("What is this?", "white", "images/white.png")])
+    job: dict[str, Any] = {
+        "model": str(folder / "model"),
+        "data": str(folder / "train.jsonl"),
+        "eval_data": str(folder / "eval.jsonl"),
+        "precision": "fp32",
+        "seq_len": 256,
+        "grad_accum": 2,
+        "max_steps": STEPS,
+        "learning_rate": RATE,
+        "lr_scheduler_type": "constant",
+        "warmup_ratio": 0.0,
+        "max_grad_norm": 0.0,
+    }
+    engine.train(make_run(folder / "zero2", demo, **job))
+    single = {"micro_batch": 1, "grad_accum": 4}
+    engine.train(make_run(folder / "zero3", demo, zero={"stage": 3}, **job | single | ALL))
+    aligner = {"freeze_multi_modal_projector": False, "freeze_language_model": True}
+    engine.train(make_run(folder / "aligner", demo, zero={"stage": 3}, **job | aligner))
+    lora = {"method": "lora", "lora": {"rank": 4}}
+    engine.train(make_run(folder / "lora", demo, zero={"stage": 3}, **job | single | lora))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def processor(runs: Path) -> Any:
+    job = Job(model=str(runs / "model"), output_dir="o")
+    images = load_images(job, job.model, load_tokenizer(job, job.model))
+    assert isinstance(images, Images)
+    return images.processor
+
+
+SAMPLES: dict[str, tuple[str, str, list[str]]] = {
+    "red": ("@What is this? red", "red", ["red"]),
+    "green": ("@What is the color?", "green", ["green"]),
+    "blue": ("This?@", "blue", ["blue"]),
+    "white": ("@What is this? white", "white", ["white"]),
+    "both": ("Two: @ and @?", "red, white", ["red", "white"]),
+    **{word: (f"What is the color of {word}?", f"It is {word}", []) for word in ("none", "two", "images")},
+    "unmarked": ("@What is this?", "white", ["white"]),
+}
+"""The rows as text, with @ for an image, and the names of the images."""
+EVALUATED = ("white", "both", "none", "unmarked")
+
+
+def loss_of(model: Any, processor: Any, folder: Path, name: str) -> tuple[Any, int]:
+    """Returns the loss of a sample as Transformers computes it, and the number of its targets."""
+    question, answer, images = SAMPLES[name]
+    question = question.replace("@", "<|vision_start|><|image_pad|><|vision_end|>")
+    prompt = f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
+    opened = [Image.open(folder / "images" / f"{image}.png") for image in images]
+
+    def inputs_of(text: str) -> Any:
+        return processor(text=[text], images=[opened] if opened else None, return_tensors="pt")
+
+    inputs, before = inputs_of(f"{prompt}{answer}<|im_end|>"), inputs_of(prompt)["input_ids"].shape[1]
+    labels = inputs["input_ids"].clone()
+    labels[:, :before] = -100
+    return model(**inputs, labels=labels).loss, int((labels[:, 1:] != -100).sum())
+
+
+def mean_loss(model: Any, processor: Any, folder: Path, names: Any) -> Any:
+    losses = [loss_of(model, processor, folder, name) for name in names]
+    return sum(loss * count for loss, count in losses) / sum(count for _, count in losses)
+
+
+def loaded(folder: Path) -> Any:
+    return AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_every_loss_is_that_of_transformers_on_the_whole_batch(runs: Path, processor: Any, name: str) -> None:
+    assert codes(runs / name) == [[0, 0]], said(runs / name)[-3000:]
+    model = loaded(runs / "model").train()
+    for parameter, value in model.named_parameters():
+        value.requires_grad_(part_of(parameter) in TRAINED[name])
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=RATE, weight_decay=0.0)
+    logged = lines(runs / name)
+    for line in logged:
+        expected = mean_loss(model, processor, runs, list(SAMPLES)[:8])
+        assert line["loss"] == pytest.approx(float(expected.detach()), rel=1e-4)
+        optimizer.zero_grad()
+        expected.backward()
+        optimizer.step()
+    assert len(logged) == STEPS
+    final, base = tensors(runs / name / "final"), tensors(runs / "model")
+    changed = {part_of(key) for key in base if not final[key].equal(base[key])}
+    assert changed == TRAINED[name]
+
+
+def test_an_evaluation_sees_each_image_once(runs: Path, processor: Any) -> None:
+    for name in ("zero2", "zero3"):
+        (line,) = (line for line in read_jsonl(runs / name / "metrics.jsonl") if "eval_loss" in line)
+        with torch.no_grad():
+            expected = mean_loss(loaded(runs / name / "final").eval(), processor, runs, EVALUATED)
+        assert line["eval_loss"] == pytest.approx(float(expected), rel=1e-4)
+
+
+def test_adapters_train_on_images_without_touching_the_tower(runs: Path, processor: Any) -> None:
+    assert codes(runs / "lora") == [[0, 0]], said(runs / "lora")[-3000:]
+    with torch.no_grad():
+        expected = mean_loss(loaded(runs / "model"), processor, runs, list(SAMPLES)[:8])
+    logged = lines(runs / "lora")
+    assert logged[0]["loss"] == pytest.approx(float(expected), rel=1e-4)
+    assert logged[-1]["loss"] < logged[0]["loss"]
+    assert not [key for key in tensors(runs / "lora" / "final") if ".visual." in key]
+
+
+def test_trained_and_exported_models_have_the_files_of_their_processor(runs: Path, engine: Engine) -> None:
+    assert engine.export(runs / "lora", runs / "merged") == 0
+    for folder in (runs / "zero2" / "final", runs / "lora" / "final", runs / "merged"):
+        saved = folder / "preprocessor_config.json"
+        assert saved.read_bytes() == (runs / "model" / "preprocessor_config.json").read_bytes()
