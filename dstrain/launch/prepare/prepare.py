@@ -74,9 +74,7 @@ def prepare(
 ) -> PreparedRun:
     """Returns the checked run; `ignored` are ids of lint rules, `hosts` replace the job's hostfile.
 
-    `changes` are made to its configuration for this run, not in the file. With `opens_images`, all images of the data
-    are read.
-
+    `changes` are made to its configuration for this run, not in the file. With `opens_images`, all images are read.
     Raises InvalidConfig or EnvironmentProblem, with the line to edit, before anything is written or started.
     """
     on_cpu = trains_on_cpu(environment, file.job.env)
@@ -87,9 +85,7 @@ def prepare(
     model, model_notes = _model_of(file.job)
     cluster = describe(hosts, on_cpu=on_cpu)
     is_local = machines.is_local(hosts)
-    job_checks.check_machines(file, hosts, cluster, needs_gpus=is_local and not on_cpu)
-    job_checks.check_targets(file, model)
-    job_checks.check_combinations(file, model, cluster)
+    _check(file, hosts, cluster, model, needs_gpus=is_local and not on_cpu)
     context = JobContext(job=file, hosts=hosts, model=model, cluster=cluster)
     subject, lint_notes = _linted(context, file, resuming, ignored, changes)
     ds_config = for_trainer(subject.config, file.job, model, num_ranks=hosts.num_slots)
@@ -107,6 +103,13 @@ def prepare(
         notes=(*resuming.notes, *lint_notes, *device_notes, *model_notes, *data_notes),
         elastic=resize_checkpoint.decide(resuming.saved, ds_config, num_ranks=hosts.num_slots),
     )
+
+
+def _check(file: JobFile, hosts: Hosts, cluster: Cluster, model: ModelFacts | None, *, needs_gpus: bool) -> None:
+    """Raises InvalidConfig or EnvironmentProblem for a job that its machines or its model cannot run."""
+    job_checks.check_machines(file, hosts, cluster, needs_gpus=needs_gpus)
+    job_checks.check_targets(file, model)
+    job_checks.check_combinations(file, model, cluster)
 
 
 def _model_of(job: Job) -> tuple[ModelFacts | None, list[str]]:
