@@ -24,6 +24,7 @@ TESTED: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "rich": ("15.0.0",),
         "ruamel.yaml": ("0.19.1",),
         "swanlab": ("0.10.3",),
+        "tokenizers": ("0.23.3",),
         "torch": ("2.13.0",),
         "transformers": ("5.23.0", "5.24.0"),
     }

@@ -132,14 +132,22 @@ def test_a_hub_without_its_package_is_named(dstrain: Type, job: Path) -> None:
     assert (done.returncode, "--set hub: modelscope needs modelscope" in done.stderr) == (5, True)
 
 
-def test_images_are_refused_by_run_and_lint_before_anything_starts(dstrain: Type, job: Path) -> None:
+def test_images_that_are_missing_are_named_by_run_and_lint_before_anything_starts(dstrain: Type, job: Path) -> None:
     data = job.parent / "train.jsonl"
     data.write_text(SAMPLE + SAMPLE.replace("]}", '], "images": ["a.png"]}'))
     done = dstrain("run", "-n")
-    assert (done.returncode, f'{data}:2: "images" holds images' in done.stderr.replace("\n", " ")) == (3, True)
+    said = " ".join(done.stderr.split())
+    assert (done.returncode, f'{data}:2: image "a.png" does not exist' in said) == (3, True), said
     done = dstrain("lint")
     assert done.returncode == 3
-    assert f'job.yaml:7:1: error DS808: data: {data}:2: "images" holds images' in done.stdout
+    assert f'job.yaml:7:1: error DS808: data: {data}:2: image "a.png" does not exist' in " ".join(done.stdout.split())
+
+
+def test_a_language_model_refuses_images(dstrain: Type, job: Path) -> None:
+    (job.parent / "train.jsonl").write_text(SAMPLE.replace("]}", '], "images": ["a.png"]}'))
+    (job.parent / "a.png").write_bytes(bytes(8))
+    done = dstrain("run", "-n")
+    assert (done.returncode, "has no processor for them" in " ".join(done.stderr.split())) == (3, True), done.stderr
 
 
 def test_columns_that_nobody_reads_are_noted(dstrain: Type, job: Path) -> None:
