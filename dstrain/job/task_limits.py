@@ -11,6 +11,15 @@ from dstrain.errors import InvalidConfig
 from dstrain.job.schema import Job
 
 
+def shown(value: Any) -> str:
+    """Returns a value as a job file has it.
+
+    >>> shown(True), shown(3)
+    ('true', '3')
+    """
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskLimit:
     """A key of a job whose values are limited in some tasks."""
@@ -25,8 +34,7 @@ class TaskLimit:
 
     def problem(self, subject: str, value: Any) -> str:
         """Returns what is wrong with a value; `subject` is what does not support it, with its verb."""
-        shown = str(value).lower() if isinstance(value, bool) else value
-        return f"{self.key} is {shown}, which {subject} not support: {self.why}"
+        return f"{self.key} is {shown(value)}, which {subject} not support: {self.why}"
 
     @property
     def says(self) -> str:
@@ -36,8 +44,7 @@ class TaskLimit:
     @property
     def instead(self) -> str:
         """What to write."""
-        value = self.values[0]
-        return f"{self.key}: {str(value).lower() if isinstance(value, bool) else value}"
+        return f"{self.key}: {shown(self.values[0])}"
 
 
 LIMITS = (
@@ -87,10 +94,7 @@ WITH_ADAPTERS = tuple(
 
 def broken(job: Job) -> Iterator[tuple[TaskLimit, str]]:
     """Yields the limits that a job exceeds, and the problem in words."""
-    for limit in LIMITS:
-        value = getattr(job, limit.key)
-        if job.task in limit.tasks and value not in limit.values:
-            yield limit, limit.problem(f"task {job.task} does", value)
+    yield from _exceeded(job, (limit for limit in LIMITS if job.task in limit.tasks), f"task {job.task} does")
     if job.method is not Method.FULL:
         yield from _exceeded(job, WITH_ADAPTERS, f"method {job.method} does")
 

@@ -17,6 +17,15 @@ from typing import Any
 CHECKOUT = Path(__file__).resolve().parents[2]
 QLORA = CHECKOUT / ".cache" / "qlora"
 """Where `make qlora` installs bitsandbytes."""
+EXACT: Mapping[str, Any] = {
+    "precision": "fp32",
+    "seq_len": 256,
+    "grad_accum": 2,
+    "lr_scheduler_type": "constant",
+    "warmup_ratio": 0.0,
+    "max_grad_norm": 0.0,
+}
+"""A job whose steps a test can compute again: fp32, a constant rate, no clipping."""
 
 
 def make_run(

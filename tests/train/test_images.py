@@ -20,7 +20,7 @@ from dstrain.train.data.images import Images, load_images
 from dstrain.train.model_parts import Part, part_of
 from dstrain.train.tokenizer import load_tokenizer
 from tests.train.engine import Engine
-from tests.train.launching import codes, lines, make_run, said, tensors
+from tests.train.launching import EXACT, codes, lines, make_run, said, tensors
 from tests.train.vision import make_images, make_model, row, rows, write
 
 STEPS, RATE = 4, 1e-3
@@ -40,14 +40,9 @@ def runs(root: Path, demo: Path, engine: Engine) -> Path:
         "model": str(folder / "model"),
         "data": str(folder / "train.jsonl"),
         "eval_data": str(folder / "eval.jsonl"),
-        "precision": "fp32",
-        "seq_len": 256,
-        "grad_accum": 2,
+        **EXACT,
         "max_steps": STEPS,
         "learning_rate": RATE,
-        "lr_scheduler_type": "constant",
-        "warmup_ratio": 0.0,
-        "max_grad_norm": 0.0,
     }
     engine.train(make_run(folder / "zero2", demo, **job))
     single = {"micro_batch": 1, "grad_accum": 4}

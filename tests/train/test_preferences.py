@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from dstrain.monitor.sinks.jsonl import read_jsonl
 from tests.train.engine import Engine
-from tests.train.launching import codes, lines, losses, make_run, said, tensors, without_dropout
+from tests.train.launching import EXACT, codes, lines, losses, make_run, said, tensors, without_dropout
 
 STEPS, RATE, BETA = 6, 1e-3, 0.1
 FIGURES = ("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins", "logps/chosen")
@@ -48,14 +48,9 @@ def runs(root: Path, demo: Path, pairs: list[Pair], engine: Engine) -> Path:
         "task": "dpo",
         "dpo": {"beta": BETA},
         "loss": "chunked",
-        "precision": "fp32",
-        "seq_len": 256,
-        "grad_accum": 2,
+        **EXACT,
         "max_steps": STEPS,
         "learning_rate": RATE,
-        "lr_scheduler_type": "constant",
-        "warmup_ratio": 0.0,
-        "max_grad_norm": 0.0,
         "save_steps": 2,
         "resume": "auto",
     }

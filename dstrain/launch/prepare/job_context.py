@@ -20,6 +20,7 @@ from dstrain.facts.this_machine import trains_on_cpu
 from dstrain.facts.workload import Workload
 from dstrain.job.file import JobFile
 from dstrain.job.schema import Job
+from dstrain.job.task_limits import WITH_ADAPTERS
 from dstrain.plan.request import Request
 
 
@@ -82,9 +83,7 @@ def workload_of(context: JobContext) -> Workload | None:
 
 def unplanned_parts(job: Job) -> str | None:
     """Returns why a job has no estimate, or None: the planner counts a frozen vision tower with a trained decoder."""
-    usual = (job.freeze_vision_tower, job.freeze_multi_modal_projector, not job.freeze_language_model)
-    keys = ("freeze_vision_tower", "freeze_multi_modal_projector", "freeze_language_model")
-    changed = [key for key, is_usual in zip(keys, usual, strict=True) if not is_usual]
+    changed = [limit.key for limit in WITH_ADAPTERS if getattr(job, limit.key) not in limit.values]
     if not changed:
         return None
     return f"no estimate of memory: {', '.join(changed)} {'is' if len(changed) == 1 else 'are'} not the default"

@@ -91,11 +91,6 @@ class _Change(NamedTuple):
     candidate: Candidate
     levers: frozenset[str]
 
-    @property
-    def keeps_batch(self) -> bool:
-        """Whether a step has the same tokens as before."""
-        return "seq_len" not in self.levers
-
 
 def shortage(workload: Workload, estimate: Estimate, phase: Phase, measured: Allocator) -> Shortage:
     """Returns what was missing. What an allocation needs at last is unknown: the measured need is the least."""
@@ -148,7 +143,7 @@ def fixes(
     if len(found) < NUM_FIXES and short.phase not in _ONLY_STATES:
         found += _shorter(evaluator, current)
     if knows_speed:
-        found.sort(key=lambda one: (not one.keeps_batch, evaluator.time(one.candidate)))
+        found.sort(key=lambda one: ("seq_len" in one.levers, evaluator.time(one.candidate)))
     return tuple(_fix(workload, current, evaluator.verify(one.candidate), one.levers) for one in found)
 
 

@@ -33,8 +33,7 @@ def _without_tower(subject: Subject) -> Iterator[Fault]:
     for key in ("max_pixels", "image_patches", *(limit.key for limit in task_limits.WITH_ADAPTERS)):
         value = getattr(given, key)
         if value != getattr(plain, key):
-            shown = str(value).lower() if isinstance(value, bool) else value
-            problem = f"{key} is {shown}, but {subject.model.name} has no vision tower that is known"
+            problem = f"{key} is {task_limits.shown(value)}, but {subject.model.name} has no vision tower that is known"
             yield in_job(subject, key, problem, "it changes nothing, or stops the run", "remove the key")
 
 
