@@ -39,7 +39,9 @@ class RunTime:
     """How a plan trains a data set."""
 
     steps: int
-    """Optimizer steps of all epochs."""
+    """Optimizer steps of the run."""
+    epochs: float
+    """Passes over the data in these steps."""
     rows_per_epoch: int
     """Rows of an epoch: samples, or with packing what several of them share."""
     tokens_per_epoch: int
@@ -54,7 +56,9 @@ class RunTime:
     """Half the width of the range that it is in for 8 of 10 runs, over `seconds`."""
 
 
-def with_lengths(request: Request, model: ModelFacts, lengths: Lengths, *, epochs: float) -> Request:
+def with_lengths(
+    request: Request, model: ModelFacts, lengths: Lengths, *, epochs: float, max_steps: int | None = None
+) -> Request:
     """Returns the request with what it leaves open and the data decide.
 
     Short samples share rows if the model's family is known to keep them apart and enough steps are left; else a row is
@@ -63,7 +67,7 @@ def with_lengths(request: Request, model: ModelFacts, lengths: Lengths, *, epoch
     limit = request.seq_len or min(DEFAULT_SEQ_LEN, model.max_position_embeddings)
     if request.packing is None and not request.task.has_own_loss and has_layer_code(model):
         items, scale = _rows(lengths, limit, is_packed=True), lengths.num_samples / len(lengths.tokens)
-        steps = len(items) * scale * epochs / (request.global_batch or DEFAULT_GLOBAL_BATCH)
+        steps = max_steps or len(items) * scale * epochs / (request.global_batch or DEFAULT_GLOBAL_BATCH)
         fill = sum(min(length, limit) for length in lengths.tokens) / len(lengths.tokens) / limit
         if steps >= LEAST_STEPS and fill <= LARGEST_SHARE:
             return replace(request, packing=True)
@@ -73,8 +77,10 @@ def with_lengths(request: Request, model: ModelFacts, lengths: Lengths, *, epoch
     return replace(request, packing=bool(request.packing))
 
 
-def run_time(workload: Workload, estimate: Estimate, lengths: Lengths, *, epochs: float) -> RunTime:
-    """Returns the steps of a run and their time.
+def run_time(
+    workload: Workload, estimate: Estimate, lengths: Lengths, *, epochs: float, max_steps: int | None = None
+) -> RunTime:
+    """Returns the steps of a run and their time; `max_steps` end it instead of `epochs`.
 
     All ranks wait for the longest row, so that a step takes as long as one of rows of that length.
     """
@@ -83,11 +89,13 @@ def run_time(workload: Workload, estimate: Estimate, lengths: Lengths, *, epochs
     cut = [min(length, c.batch.seq_len) for length in lengths.tokens]
     scale = lengths.num_samples / len(lengths.tokens)
     rows = round(len(items) * scale)
-    steps = max(1, round(rows / global_batch(workload.cluster, c))) * epochs
+    per_epoch = max(1, round(rows / global_batch(workload.cluster, c)))
+    steps = max_steps or per_epoch * epochs
     longest = _largest_micro_batch(items, c.batch.micro_batch, data_parallel_ranks(workload.cluster, c))
     step_s = _step_s(workload, estimate, longest)
     return RunTime(
         steps=round(steps),
+        epochs=steps / per_epoch,
         rows_per_epoch=rows,
         tokens_per_epoch=round(sum(cut) * scale),
         cut_share=lengths.share_longer(c.batch.seq_len),

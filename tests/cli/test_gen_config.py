@@ -380,6 +380,8 @@ def test_lengths_of_the_data_choose_packing_and_tell_the_time(
     run = json.loads(done.stdout)["run"]
     assert run["steps"] == pytest.approx(20 * run["rows_per_epoch"] / 8, abs=20)
     assert "packing: true" in (tmp_path / "job.yaml").read_text()
+    (tmp_path / "job.yaml").write_text(f"{(tmp_path / 'job.yaml').read_text()}max_steps: 7\n")
+    assert json.loads(dstrain("gen-config", "--json").stdout)["run"]["steps"] == 7
 
 
 def test_unknown_lengths_say_why(dstrain: Type, tuned: tuple[str, ...], tmp_path: Path) -> None:

@@ -32,6 +32,8 @@ class TrainingData:
     """Their lengths; None if they are not known."""
     epochs: float = 0.0
     """Passes over them."""
+    max_steps: int | None = None
+    """Steps that end the run instead of the epochs; None: none are given."""
     unknown: str | None = None
     """Why they are not known, in words; None if no data are named."""
 
@@ -39,17 +41,17 @@ class TrainingData:
         """Returns the request with what the lengths decide."""
         if self.lengths is None:
             return request
-        return run_time.with_lengths(request, model, self.lengths, epochs=self.epochs)
+        return run_time.with_lengths(request, model, self.lengths, epochs=self.epochs, max_steps=self.max_steps)
 
     def run_time(self, workload: Workload, chosen: Estimate) -> RunTime | None:
         """Returns how long a plan trains them; None if it is not known."""
         if self.lengths is None:
             return None
-        return run_time.run_time(workload, chosen, self.lengths, epochs=self.epochs)
+        return run_time.run_time(workload, chosen, self.lengths, epochs=self.epochs, max_steps=self.max_steps)
 
 
 def read(options: Mapping[str, Any], model: ModelFacts, *, job: Path) -> TrainingData:
-    """Returns what is known of `--data`; the epochs are those of the job file, if there is one.
+    """Returns what is known of `--data`; epochs and steps are those of the job file, if there is one.
 
     What cannot be read is no error here: `dstrain run` checks the data, and their file may be on another machine.
     """
@@ -66,15 +68,21 @@ def read(options: Mapping[str, Any], model: ModelFacts, *, job: Path) -> Trainin
             return TrainingData(unknown=f"{missing[0]} is not here")
         if tokenizer is None:
             return TrainingData(unknown=f"the tokenizer of {model.source} is not here: hf download {model.source}")
-        return TrainingData(lengths=read_lengths(data, reading, tokenizer), epochs=_epochs(job))
+        epochs, max_steps = _passes(job)
+        lengths = read_lengths(data, reading, tokenizer)
+        return TrainingData(lengths=lengths, epochs=epochs, max_steps=max_steps)
     except DstrainError as error:
         return TrainingData(unknown=error.problem)
 
 
-def _epochs(job: Path) -> float:
-    """Returns the epochs of a job file; those of the template if it is not there or says something else."""
+def _passes(job: Path) -> tuple[float, int | None]:
+    """Returns the epochs of a job file, and the steps that end it instead; the defaults where it has no number."""
     default = Job(model="", output_dir="").num_train_epochs
     if not job.is_file():
-        return default
-    value = parse_yaml(job.read_text(encoding="utf-8"), str(job))[0].get("num_train_epochs")
-    return float(value) if isinstance(value, int | float) and value > 0 else default
+        return default, None
+    data = parse_yaml(job.read_text(encoding="utf-8"), str(job))[0]
+    epochs, max_steps = data.get("num_train_epochs"), data.get("max_steps")
+    return (
+        float(epochs) if isinstance(epochs, int | float) and epochs > 0 else default,
+        max_steps if isinstance(max_steps, int) and max_steps > 0 else None,
+    )

@@ -20,7 +20,7 @@ def data_lines(data: TrainingData, run: RunTime | None, asked: PlanInputs) -> li
         return [f"data     lengths are unknown: {data.unknown}"]
     if data.lengths is None or run is None:
         return []
-    return [*_length_lines(data.lengths, run, asked), _time_line(run, data.epochs, asked.workload.cluster)]
+    return [*_length_lines(data.lengths, run, asked), _time_line(run, asked.workload.cluster)]
 
 
 def _length_lines(lengths: Lengths, run: RunTime, asked: PlanInputs) -> list[str]:
@@ -36,8 +36,8 @@ def _length_lines(lengths: Lengths, run: RunTime, asked: PlanInputs) -> list[str
     return lines
 
 
-def _time_line(run: RunTime, epochs: float, cluster: Cluster) -> str:
-    passes = f"{epochs:g} epoch{'s' if epochs != 1 else ''} of {format_count(run.tokens_per_epoch)} tokens"
+def _time_line(run: RunTime, cluster: Cluster) -> str:
+    passes = f"{run.epochs:.3g} epoch{'s' if run.epochs != 1 else ''} of {format_count(run.tokens_per_epoch)} tokens"
     steps = f"{run.steps:,} steps, {passes}"
     if run.seconds is None:
         return f"time     unknown for {cluster.gpu.name}: {steps}"
