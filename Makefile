@@ -8,8 +8,8 @@ unexport PYTHONDONTWRITEBYTECODE
 PIP := $(BIN)/pip --quiet --disable-pip-version-check install --no-compile -c constraints.txt
 SERVERS := .cache/language_servers
 QLORA := .cache/qlora
-# one worker runs all tests of the engine and one all of a cluster; a third would make their ranks wait for a core
-WORKERS := $(shell echo $$(($$(nproc) > 2 ? $$(nproc) : 2)))
+# one worker runs all tests of the engine and one all of a cluster, which wait for time-outs; another uses cores meanwhile
+WORKERS := $(shell echo $$(($$(nproc) + 1)))
 # DeepSpeed compiles its ops on first use; they are kept here
 export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/.cache/torch_extensions
 # one ninja for all that builds them: another release does not read its log, and compiles everything again
@@ -35,10 +35,11 @@ sweep: $(VENV)/.installed
 	$(BIN)/pytest -m sweep --all-draws -n auto --dist loadgroup --no-loadscope-reorder
 
 # the extensions that training on a CPU needs, built before several tests ask for them at once; without what a debugger
-# needs and with few optimizations, which is half of the time: found by name, as the command that ranks compare must be the same
+# needs, without the C++ frontend of torch and with few optimizations, which is a quarter of the time: found by name, as the
+# command that ranks compare must be the same
 ops: $(VENV)/.installed
 	mkdir -p .cache/compiler
-	printf '#!/bin/sh\nexec %s "$$@" -g0 -O1\n' "$$(command -v c++)" > .cache/compiler/c++
+	printf '#!/bin/sh\nexec %s "$$@" -g0 -O1 -DTORCH_INDUCTOR_CPP_WRAPPER\n' "$$(command -v c++)" > .cache/compiler/c++
 	chmod +x .cache/compiler/c++
 	PATH="$(CURDIR)/.cache/compiler:$$PATH" DS_ACCELERATOR=cpu $(BIN)/python -P -m dstrain.train.build_ops deepspeed_shm_comm cpu_adam fused_adam
 

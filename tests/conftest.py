@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import random
 import subprocess
@@ -20,6 +21,7 @@ from benchmarks import predict
 from benchmarks.published.answers import Answer, answer
 from benchmarks.published.figures import read_csv
 from benchmarks.published.rows import read
+from dstrain.garbage import collect_seldom
 from tests.draws import Draw
 from tests.nvml import machine, nvml_library
 from tests.train.engine import Engine
@@ -41,7 +43,6 @@ MARKS = {
         "tests/train/test_end_to_end.py::test_sigterm_while_blocked_in_a_collective_keeps_swanlabs_data",
         "tests/plan/memory/layers/test_every_n_layers.py::test_the_peak_is_that_of_transformers",
         "tests/plan/memory/layers/test_tiled_mlp.py::test_the_peak_is_that_of_transformers",
-        "tests/config/templates/test_templates.py::test_deepspeed_accepts_what_transformers_fills_in",
         "tests/cli/test_run.py::test_hand_edits_are_on_record_with_the_run",
         "tests/cli/test_plan.py::test_a_model_of_an_unknown_family_is_traced_and_says_so",
         "tests/launch/test_environment.py::test_two_nodes_get_the_environment_and_each_rank_logs_to_its_own_file",
@@ -162,8 +163,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Lets a test of a cluster go first where cores are scarce: its time-outs are real."""
-    if item.get_closest_marker("cluster") is None:
+    """Lets ranks go first where cores are scarce: they wait for each other, and the time-outs of a cluster are real."""
+    if not any(map(item.get_closest_marker, ("cluster", "engine"))):
         return (yield)
     before = os.getpriority(os.PRIO_PROCESS, 0)
     with contextlib.suppress(PermissionError):
@@ -175,7 +176,11 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 
 def pytest_collection_finish() -> None:
-    """Lets torch compute in one thread: several spin where they wait for a core."""
+    """Lets torch compute in one thread: several spin where they wait for a core. Lets the garbage collector leave out
+    what has been imported, and look as seldom as in the command line."""
+    gc.collect()
+    gc.freeze()
+    collect_seldom()
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)
 

@@ -23,7 +23,7 @@ HEAVY = ("torch", "transformers", "deepspeed", "swanlab", "accelerate", "peft", 
 
 LAUNCHER = ("dstrain.launch", "dstrain.doctor")
 GEN_CONFIG = ("gen-config", "--gpus", "16", "--model", "qwen3-32b")
-LIGHT = ("dstrain", "dstrain.cli", "dstrain.cli.group", "dstrain.cli.main", "dstrain.errors")
+LIGHT = ("dstrain", "dstrain.cli", "dstrain.cli.group", "dstrain.cli.main", "dstrain.errors", "dstrain.garbage")
 """All of dstrain that its help needs."""
 
 

@@ -14,6 +14,7 @@ from click.shell_completion import CompletionItem
 from dstrain import __version__
 from dstrain.cli.group import Group
 from dstrain.errors import DstrainError, EnvironmentProblem
+from dstrain.garbage import collect_seldom
 
 VERBS = {
     "gen-config": "Choose a configuration, explain it, write the files.",
@@ -83,6 +84,7 @@ def cli() -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the command line. dstrain's errors become a message and an exit code; anything else is a bug and keeps its
     traceback."""
+    collect_seldom()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # for terminals that are not UTF-8

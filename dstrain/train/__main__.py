@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from dstrain.errors import DstrainError, InvalidConfig
 from dstrain.facts.cluster.cluster import Cluster
 from dstrain.facts.model.model_facts import ModelFacts
+from dstrain.garbage import without_garbage_collection
 from dstrain.heartbeat import SAVE_ON_TERM, Phase, Sender
 from dstrain.job.schema import Job
 from dstrain.monitor.metrics import without_nonfinite
@@ -199,7 +200,7 @@ def _train(
     inputs: Inputs, rank: Rank, resume: Resume | None, sinks: Sequence[Guarded], heartbeat: Sender, leaving: Leaving
 ) -> bool:
     """Imports everything slow and trains; returns whether it saved a checkpoint and left early, as requested."""
-    with ranks.without_garbage_collection():
+    with without_garbage_collection():
         from dstrain.train.checkpoints.save_and_exit import LeavingCallback
         from dstrain.train.setup import TrainingSetup
 

@@ -13,7 +13,7 @@ import random
 import sys
 import sysconfig
 import warnings
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass
@@ -125,7 +125,7 @@ def _documented(path: Path) -> Iterator[tuple[str, str]]:
             tree = ast.parse(path.read_bytes())
     except (SyntaxError, ValueError):
         return
-    for node in ast.walk(tree):
+    for node in _statements(tree):
         owner = f"class {node.name}:\n    " if isinstance(node, ast.ClassDef) else ""
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -133,6 +133,16 @@ def _documented(path: Path) -> Iterator[tuple[str, str]]:
                 answer = (ast.get_docstring(child) or "").split("\n\n")[0].strip()
                 if len(answer) in _ANSWER_CHARACTERS and len(signature) <= _SIGNATURE_CHARACTERS:
                     yield signature, answer
+
+
+def _statements(tree: ast.Module) -> Iterator[ast.AST]:
+    """Yields the module and all its statements, those of an outer block first: none is within an expression."""
+    waiting: deque[ast.AST] = deque([tree])
+    while waiting:
+        node = waiting.popleft()
+        yield node
+        for block in ("body", "handlers", "orelse", "finalbody", "cases"):
+            waiting.extend(getattr(node, block, ()))
 
 
 def _signature(function: ast.FunctionDef | ast.AsyncFunctionDef) -> str:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import errno
 import faulthandler
-import gc
 import os
 import signal
 import socket
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Mapping, MutableMapping
-from contextlib import contextmanager
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -135,17 +133,6 @@ def prefer_expandable_segments(environment: MutableMapping[str, str]) -> None:
     """
     if not any(name in environment for name in ALLOCATOR_VARIABLES):
         environment[ALLOCATOR_VARIABLES[0]] = "expandable_segments:True"
-
-
-@contextmanager
-def without_garbage_collection() -> Iterator[None]:
-    """Imports made within it take a tenth less time, and later collections skip the objects that they made."""
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.freeze()
-        gc.enable()
 
 
 DYNAMO_OFF = "TORCHDYNAMO_DISABLE"

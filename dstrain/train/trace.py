@@ -23,6 +23,7 @@ from dstrain.errors import DstrainError
 from dstrain.facts.model.trace_records import Question, Trace, Wanted
 from dstrain.facts.model.traced_activations import BATCHES, ActivationProfile, depths, fit
 from dstrain.facts.model.tracer import Answer, Answers, Failure, Questions
+from dstrain.garbage import collect_seldom
 from dstrain.records import from_data, to_data
 
 
@@ -68,6 +69,7 @@ def profile(question: Question) -> ActivationProfile:
 
 def main() -> None:
     """Answers the questions on standard input; output of libraries goes to standard error."""
+    collect_seldom()
     os.environ["TRANSFORMERS_DISABLE_TORCH_CHECK"] = "1"  # these checks read the data of tensors
     out, sys.stdout = sys.stdout, sys.stderr
     warnings.simplefilter("ignore")

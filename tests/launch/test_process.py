@@ -1,9 +1,12 @@
-"""The real launcher with two CPU ranks: how a run ends, and that nothing of it is left."""
+"""The real launcher with two CPU ranks: how a run ends, and that nothing of it is left.
+
+In all tests but one it imports only what it uses."""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -30,6 +33,7 @@ from dstrain.launch.nodes.spec import LaunchSpec, new_mark
 from dstrain.launch.run.control import noting_signals
 from dstrain.launch.timeouts import Timeouts
 from dstrain.rundir import RunDir
+from tests.launch import light_launcher
 from tests.train.launching import environment, make_run
 
 HOSTS = Hosts(hosts=(Host(name="localhost", slots=2),), name="hostfile")
@@ -66,6 +70,7 @@ def launch(
     interfere: Callable[[RunDir], None] | None = None,
     *,
     grace_s: float = GRACE_S,
+    is_light: bool = True,
     **variables: str,
 ) -> Started:
     run_dir = RunDir(folder)
@@ -75,7 +80,12 @@ def launch(
     site = LaunchSite(
         hosts=HOSTS, run_dir=run_dir, python=sys.executable, master_port=master_port, module="tests.launch.ranks"
     )
-    exported = {"DS_ACCELERATOR": "cpu", "PYTHONPATH": python_path(os.environ), **variables}
+    paths = [python_path(os.environ)]
+    if is_light:
+        (folder / "site").mkdir()
+        shutil.copy(light_launcher.__file__, folder / "site" / "sitecustomize.py")
+        paths.append(str(folder / "site"))
+    exported = {"DS_ACCELERATOR": "cpu", "PYTHONPATH": os.pathsep.join(paths), **variables}
     env = launcher_environment(os.environ, exported, {})
     thread = threading.Thread(target=interfere, args=(run_dir,)) if interfere else None
     screen = Screen()
@@ -142,7 +152,7 @@ def parent_of(pid: int) -> int:
 
 
 def test_ranks_that_end_well_are_a_success_and_rank_0_is_on_the_screen(tmp_path: Path) -> None:
-    started = launch(tmp_path, "end")
+    started = launch(tmp_path, "end", is_light=False)
     assert started.outcome.succeeded
     assert started.outcome.code == 0
     assert started.screen == "hello from rank 0\n"

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import gc
 import subprocess
 
 import pytest
 
 from dstrain.paths import python
-from dstrain.train.rank import prefer_expandable_segments, without_garbage_collection
+from dstrain.train.rank import prefer_expandable_segments
 
 
 def test_a_rank_reports_that_it_starts_before_it_loads_what_is_slow() -> None:
@@ -16,16 +15,6 @@ def test_a_rank_reports_that_it_starts_before_it_loads_what_is_slow() -> None:
     program = f"import sys, dstrain.train.__main__; sys.exit(str([name for name in {slow} if name in sys.modules]))"
     child = subprocess.run(python("-c", program), capture_output=True, text=True, check=False)
     assert child.stderr == "[]\n"
-
-
-def test_garbage_is_collected_again_after_imports() -> None:
-    try:
-        with without_garbage_collection():
-            assert not gc.isenabled()
-        assert gc.isenabled()
-        assert gc.get_freeze_count() > 0
-    finally:
-        gc.unfreeze()
 
 
 def test_a_signal_that_comes_late_does_not_kill_a_rank_that_has_left() -> None:

@@ -1,0 +1,26 @@
+"""Imports and plans make objects faster than garbage."""
+
+from __future__ import annotations
+
+import gc
+
+from dstrain.garbage import OBJECTS_BETWEEN_COLLECTIONS, collect_seldom, without_garbage_collection
+
+
+def test_garbage_is_collected_again_after_imports() -> None:
+    try:
+        with without_garbage_collection():
+            assert not gc.isenabled()
+        assert gc.isenabled()
+        assert gc.get_freeze_count() > 0
+    finally:
+        gc.unfreeze()
+
+
+def test_collections_become_rare() -> None:
+    before = gc.get_threshold()
+    try:
+        collect_seldom()
+        assert gc.get_threshold()[0] == OBJECTS_BETWEEN_COLLECTIONS
+    finally:
+        gc.set_threshold(*before)
