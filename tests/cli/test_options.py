@@ -48,7 +48,14 @@ ALONE = {"--force", "--on-conflict", "--hostfile", "--hosts", "--from", "--from-
 """Options that replace another of the base."""
 WORDS = {"--set": "seed=7", "--ignore": "DS802", "--pvc": "data:/data", "--host-memory": "64GiB", "--memory": "64GiB"}
 WORDS |= {"--hosts": "gpu[01-02]:1", "--nvme": ".", "--data": "train.jsonl", "--eval-data": "train.jsonl"}
-WORDS |= {"--deepspeed": "0.18.9", "--hostfile": "hostfile", "--job": "job.yaml", "--time": "2h", "--spare": "gpu17", "--template-dir": "mine"}
+WORDS |= {
+    "--deepspeed": "0.18.9",
+    "--hostfile": "hostfile",
+    "--job": "job.yaml",
+    "--time": "2h",
+    "--spare": "gpu17",
+    "--template-dir": "mine",
+}
 """What is typed for an option that takes any word."""
 
 

@@ -27,6 +27,10 @@ ALIKE_RATIO = 0.01
 """The most by which bytes of two candidates of one appetite differ: SP ranks that have parts of more samples have
 smaller tables of positions, and masks. Source: tests/plan/search/test_bounds.py."""
 
+SCATTER_RATIO = 0.15
+"""The most by which what the allocator holds for a candidate exceeds what it holds for one of a larger appetite, whose
+blocks happen to fit better. Source: tests/plan/search/test_bounds.py."""
+
 Appetite = tuple[float, ...]
 """Numbers of which none makes a candidate need less memory on the GPU for being larger."""
 Failures = dict[object, list[Appetite]]
@@ -47,10 +51,12 @@ class Evaluator:
     speeds: dict[Candidate, Speed] = field(default_factory=dict)
     estimates: dict[Candidate, Estimate] = field(default_factory=dict)
     exact: set[Candidate] = field(default_factory=set)
+    hopeless: set[Candidate] = field(default_factory=set)
+    """Candidates that do not fit, without having been verified."""
     too_large: Failures = field(default_factory=lambda: defaultdict(list))
     """Candidates that live in more than the GPU has."""
     too_scattered: Failures = field(default_factory=lambda: defaultdict(list))
-    """Candidates for which the allocator takes more than the GPU has."""
+    """Candidates for which the allocator takes a little more than the GPU has."""
 
     def bound(self, candidate: Candidate) -> Bound:
         """Returns the bound of a candidate's way, computed once."""
@@ -96,15 +102,24 @@ class Evaluator:
         fits_gpu = fits_gpu and least.load_bytes <= cluster.gpu.memory_bytes
         return fits_gpu and least.host_bytes <= USABLE_HOST_RATIO * cluster.host_memory_bytes
 
-    def seems_to_fit(self, candidate: Candidate) -> bool:
-        """Returns whether the candidate fits or, before it is verified, may fit."""
+    def seems_to_fit(self, candidate: Candidate, error_ratio: float = QUICK_ERROR_RATIO) -> bool:
+        """Returns whether the candidate fits or, before it is verified, may fit if its estimate is that far off."""
         if candidate in self.exact:
             return self.estimates[candidate].fits
-        if self._is_known_to_fail(candidate) or not self._is_host_room(candidate):
+        if candidate not in self.hopeless and self._fails(candidate):
+            self.hopeless.add(candidate)
+        if candidate in self.hopeless:
             return False
+        estimate = self.estimate(candidate)
+        return live_bytes(estimate) <= (1 + error_ratio) * estimate.usable_bytes_per_gpu
+
+    def _fails(self, candidate: Candidate) -> bool:
+        """Returns whether the candidate cannot fit, and notes what that says of others."""
+        if self._is_known_to_fail(candidate) or not self._is_host_room(candidate):
+            return True
         self.estimate(candidate)
         self._learn(candidate, QUICK_ERROR_RATIO)
-        return self._seems_to_fit_gpu(candidate)
+        return not self._seems_to_fit_gpu(candidate)
 
     def shortage(self, candidate: Candidate) -> tuple[bool, int]:
         """Returns how far a candidate is from fitting: what the GPU could hold is nearer than what it could not."""
@@ -145,16 +160,18 @@ class Evaluator:
         """Notes what the failure of a candidate, whose estimate is off by no more than that, says of others."""
         estimate = self.estimates[candidate]
         most = (1 + ALIKE_RATIO) * (1 + error_ratio) * estimate.usable_bytes_per_gpu
-        if live_bytes(estimate) > most:
+        held = estimate.memory.device_bytes_per_gpu if candidate in self.exact else 0
+        if live_bytes(estimate) > most or held > (1 + SCATTER_RATIO) * most:
             self.too_large[kind_of(candidate)].append(appetite_of(candidate))
-        elif candidate in self.exact and estimate.memory.device_bytes_per_gpu > most:
+        elif held > most:
             self.too_scattered[kind_of(candidate)].append(appetite_of(candidate))
 
     def _is_known_to_fail(self, candidate: Candidate) -> bool:
-        """Returns whether one that needs no more bytes was too large, or one that allocates the same was."""
+        """Returns whether one that needs no more bytes was too large, or one that allocates the same blocks was."""
         kind, appetite = kind_of(candidate), appetite_of(candidate)
-        is_larger = any(all(map(ge, appetite, least)) for least in self.too_large[kind])
-        return is_larger or appetite in self.too_scattered[kind]
+        if any(all(map(ge, appetite, least)) for least in self.too_large[kind]):
+            return True
+        return any(appetite[1:] == same[1:] and appetite[0] >= same[0] for same in self.too_scattered[kind])
 
     def estimate(self, candidate: Candidate) -> Estimate:
         """Returns the estimate, made once."""
@@ -191,12 +208,12 @@ def kind_of(candidate: Candidate) -> object:
 
 
 def appetite_of(candidate: Candidate) -> Appetite:
-    """Returns tokens of this rank, SP, layers and inputs kept, whole MLPs, buffers, accumulation, hpZ, and states that
-    stay."""
+    """Returns SP, on which only NCCL's buffers depend, and what blocks depend on: tokens of this rank, layers and
+    inputs kept, whole MLPs, buffers, accumulation, hpZ, and states that stay."""
     zero, checkpointing, sp = candidate.way.zero, candidate.way.checkpointing, candidate.way.parallel.sp
     return (
+        sp,
         candidate.micro_batch * candidate.way.batch.seq_len / sp,
-        sp,  # NCCL's buffers between SP ranks grow with it
         checkpointing.every_n_layers if checkpointing.enabled else sys.maxsize,
         not checkpointing.offload,
         not checkpointing.tiled_mlp,

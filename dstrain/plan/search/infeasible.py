@@ -89,7 +89,7 @@ def _changes(workload: Workload, request: Request) -> Iterator[tuple[str, str, R
         changed = replace(request, micro_batch=micro_batch, grad_accum=None)
         yield "micro-batch", f"--micro-batch {micro_batch}", changed, cluster
         micro_batch //= 2
-    for changed, factor in (*product((alone,), (2, 4, 8, 16)), *product((request,), (2, 4, 8, 16, 32, 64))):
+    for changed, factor in product((alone, request), (2, 4, 8, 16)):
         more = replace(cluster, num_nodes=cluster.num_nodes * factor)
         nodes = "" if more.gpus_per_node == 8 else f" --gpus-per-node {more.gpus_per_node}"
         yield "gpus", f"--gpus {more.num_gpus}{nodes}", replace(changed, global_batch=None), more

@@ -5,13 +5,14 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import NamedTuple
 
 from dstrain.facts.workload import Workload
 from dstrain.plan.estimate_records import Estimate
 from dstrain.plan.request import Request
 from dstrain.plan.search.buffer_sizes import TIGHT
-from dstrain.plan.search.evaluator import Evaluator, Key, usable_ratio
+from dstrain.plan.search.evaluator import QUICK_ERROR_RATIO, Evaluator, Key, usable_ratio
 from dstrain.plan.search.search_space import Candidate, mechanisms, space, strategy_key
 from dstrain.plan.search.slowdown_order import lost_speed
 
@@ -25,6 +26,11 @@ MOST_TIE_RATIO = 0.15
 """A gain of more is worth a mechanism more, though the prediction of the difference may be off by as much."""
 DEFAULT_TOP = 3
 """Number of plans shown by default."""
+
+
+MOST_MISSES = 6
+"""Candidates for an alternative or a proposal that may turn out not to fit before no more are looked for; each takes a
+tenth of a second."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +79,7 @@ def search(workload: Workload, request: Request, *, top: int = DEFAULT_TOP, exha
 
 
 def _best(
-    evaluator: Evaluator, request: Request, top: int, *, exhaustive: bool = False
+    evaluator: Evaluator, request: Request, top: int, *, exhaustive: bool = False, is_proposal: bool = False
 ) -> tuple[list[Candidate], list[Candidate], Candidate | None]:
     """Returns the candidates, the best of them, and the fastest; with layers' inputs in RAM if the best needs room."""
     candidates: list[Candidate] = []
@@ -87,7 +93,7 @@ def _best(
         if exhaustive:
             for candidate in candidates:
                 evaluator.estimate(candidate)
-        best, fastest = _verified(evaluator, possible, top)
+        best, fastest = _verified(evaluator, possible, top, is_proposal=is_proposal)
     return candidates, best, fastest
 
 
@@ -104,24 +110,59 @@ def in_ram_too(workload: Workload, request: Request) -> tuple[Request, ...]:
     return (asked,)
 
 
-def _verified(evaluator: Evaluator, candidates: list[Candidate], top: int) -> tuple[list[Candidate], Candidate | None]:
-    """Returns the best candidates, and the fastest, whose exact estimates fit too; verifies until every one fits."""
-    while True:
-        ranked, fastest = _ranked(evaluator, candidates, top)
-        verified = dict.fromkeys(candidate for candidate in (fastest, *ranked) if candidate is not None)
-        if all(evaluator.verify(candidate).fits for candidate in verified):
-            return ranked, fastest
+def _verified(
+    evaluator: Evaluator, candidates: list[Candidate], top: int, *, is_proposal: bool = False
+) -> tuple[list[Candidate], Candidate | None]:
+    """Returns the best candidates, and the fastest, whose exact estimates fit too.
+
+    The best and the fastest are looked for among all that may fit, until they are verified. Alternatives to the best,
+    and a proposal for other machines or options, are looked for among those that fit by their quick estimates, until
+    MOST_MISSES of these turn out not to.
+    """
+    ordered = _Remembered(by_time(evaluator, candidates))
+    error_ratio = 0.0 if is_proposal else QUICK_ERROR_RATIO
+    for _ in range(MOST_MISSES) if is_proposal else count():
+        ranked, fastest = _ranked(evaluator, ordered, 1, error_ratio)
+        if fastest is None:
+            return [], None
+        if evaluator.verify(fastest).fits and evaluator.verify(ranked[0]).fits:
+            break
+    else:
+        return [], None
+    for _ in range(MOST_MISSES if top > 1 else 0):
+        ranked, _ = _ranked(evaluator, ordered, top, 0.0)
+        if all(evaluator.verify(candidate).fits for candidate in ranked):
+            break
+    return [
+        candidate for candidate in ranked if candidate in evaluator.exact and evaluator.verify(candidate).fits
+    ], fastest
+
+
+class _Remembered:
+    """What an iterator yields, for several passes."""
+
+    def __init__(self, rest: Iterator[tuple[Key, Candidate | None]]) -> None:
+        self._rest = rest
+        self._seen: list[tuple[Key, Candidate | None]] = []
+
+    def __iter__(self) -> Iterator[tuple[Key, Candidate | None]]:
+        yield from self._seen
+        for entry in self._rest:
+            self._seen.append(entry)
+            yield entry
 
 
 def fastest(workload: Workload, request: Request) -> Estimate | None:
-    """Returns the best plan that fits, or None."""
+    """Returns the best plan that fits by its quick estimate too, or None if none is found (`MOST_MISSES`)."""
     evaluator = Evaluator(workload, usable_ratio(request))
-    _, best, _ = _best(evaluator, request, 1)
+    _, best, _ = _best(evaluator, request, 1, is_proposal=True)
     return evaluator.estimate(best[0]) if best else None
 
 
-def _ranked(evaluator: Evaluator, candidates: list[Candidate], top: int) -> tuple[list[Candidate], Candidate | None]:
-    """Returns the best candidates that fit, one per strategy, and the fastest of all.
+def _ranked(
+    evaluator: Evaluator, ordered: _Remembered, top: int, error_ratio: float
+) -> tuple[list[Candidate], Candidate | None]:
+    """Returns the best of candidates in the order of time that seem to fit, one per strategy, and the fastest of all.
 
     Those that are slower than the fastest by no more than the prediction is worth (`_is_tie`) are as good as it, and
     the simplest of them comes first; then those of the fastest that is left. What could not come before another of its
@@ -130,7 +171,7 @@ def _ranked(evaluator: Evaluator, candidates: list[Candidate], top: int) -> tupl
     ranked: list[Candidate] = []
     waiting: list[_Tied] = []
     fastest: Candidate | None = None
-    for key, candidate in by_time(evaluator, candidates):
+    for key, candidate in ordered:
         while waiting and not _may_tie(key, waiting[0].key) and len(ranked) < top:
             waiting = _move_ties(evaluator, waiting, ranked)
         if len(ranked) >= top:
@@ -142,7 +183,7 @@ def _ranked(evaluator: Evaluator, candidates: list[Candidate], top: int) -> tupl
             other[:3] <= new[:3] and strategy_key(other.candidate.way) == strategy_key(candidate.way)
             for other in waiting
         ):
-            waiting += [new] if evaluator.seems_to_fit(candidate) else []
+            waiting += [new] if evaluator.seems_to_fit(candidate, error_ratio) else []
             fastest = fastest or (waiting[0].candidate if waiting else None)
     while waiting and len(ranked) < top:
         waiting = _move_ties(evaluator, waiting, ranked)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeVar
 
-from dstrain.choices import LossKernel, Offload
+from dstrain.choices import LossKernel, Method, Offload
 from dstrain.facts.cluster.cluster import Cluster
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.facts.workload import Workload
@@ -199,11 +199,12 @@ def _powers_of_two(limit: int) -> tuple[int, ...]:
 def _mechanisms(workload: Workload, request: Request, start: Configuration) -> Iterator[Configuration]:
     """Yields stage × offload × ratio × hpZ × checkpointing."""
     is_one, cluster = request.is_one_configuration, workload.cluster
+    is_divided = request.method is Method.FULL and not is_one  # an adapter's states are too small to divide
     tiles = start.batch.seq_len // (start.parallel.sp * workload.model.hidden_size)
     recomputations = list(_checkpointings(request, start.checkpointing, tiles=tiles))
     for stage in _given(request.zero_stage, (0, 1, 2, 3)):
         for offload in _given(request.offload, tuple(Offload)):
-            ratios = RATIOS if offload is Offload.OPTIMIZER and stage == 3 and not is_one else (1.0,)
+            ratios = RATIOS if offload is Offload.OPTIMIZER and stage == 3 and is_divided else (1.0,)
             copies = (1, cluster.gpus_per_node) if stage == 3 and cluster.num_nodes > 1 and not is_one else (1,)
             for ratio in ratios:
                 for hpz in dict.fromkeys(copies):

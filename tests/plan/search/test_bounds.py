@@ -14,7 +14,7 @@ from dstrain.plan.estimate import assess
 from dstrain.plan.memory.memory import Detail
 from dstrain.plan.request import Request
 from dstrain.plan.search.bounds import bound, passes_s
-from dstrain.plan.search.evaluator import ALIKE_RATIO, appetite_of, kind_of, live_bytes
+from dstrain.plan.search.evaluator import ALIKE_RATIO, SCATTER_RATIO, appetite_of, kind_of, live_bytes
 from dstrain.plan.search.search_space import Candidate, space
 from dstrain.plan.speed.step_time import speed
 from tests.draws import Draw
@@ -45,6 +45,8 @@ PAIRS = 6
 """Comparable candidates of each kind, and those of them that a sample tries."""
 DRAWN = 10
 """Those of them that a sample tries."""
+REPLAYED = 1
+"""Those of them for which a sample replays the allocator."""
 
 
 @pytest.mark.parametrize(("options", "wishes"), QUESTIONS, ids=lambda each: "-".join(str(v) for v in each.values()))
@@ -83,6 +85,10 @@ def test_a_larger_appetite_never_lives_in_less(options: dict[str, Any], wishes: 
             assess(workload, each.configuration(workload.model), detail=Detail.ENGINE) for each in (less, more)
         )
         assert live_bytes(least) <= (1 + ALIKE_RATIO) * live_bytes(most), (less, more)
+    for less, more in draw(pairs, REPLAYED):
+        least, most = (assess(workload, each.configuration(workload.model)) for each in (less, more))
+        held = most.memory.device_bytes_per_gpu
+        assert least.memory.device_bytes_per_gpu <= (1 + SCATTER_RATIO) * held, (less, more)
 
 
 def test_bounds_are_near_enough_to_exclude(draw: Draw) -> None:
