@@ -10,7 +10,7 @@ from dstrain.choices import LossKernel, Offload
 from dstrain.facts.workload import Workload
 from dstrain.oom import Allocator, Phase
 from dstrain.plan.configuration import Checkpointing, Configuration, flat
-from dstrain.plan.estimate import USABLE_GPU_RATIO
+from dstrain.plan.estimate import USABLE_GPU_RATIO, assess
 from dstrain.plan.estimate_records import Estimate
 from dstrain.plan.memory.outside import outside_bytes
 from dstrain.plan.search.evaluator import Evaluator, Key
@@ -230,9 +230,13 @@ def _fastest(evaluator: Evaluator, changes: Sequence[_Change]) -> _Change | None
 
 
 def _fits(evaluator: Evaluator, candidate: Candidate) -> bool:
-    """Returns whether a candidate fits with what the allocator keeps, so that it need not give back its cache."""
-    estimate = evaluator.verify(candidate)
-    return estimate.fits and estimate.memory.retries_per_step == 0
+    """Returns whether a candidate fits with all that the replayed allocator keeps: it never gives back its cache."""
+    if not evaluator.verify(candidate).fits:
+        return False
+    workload, ratio = evaluator.workload, evaluator.usable_ratio
+    estimate = assess(workload, candidate.configuration(workload.model), usable_gpu_ratio=ratio)
+    most = estimate.memory.reserved_bytes_per_gpu + estimate.memory.breakdown_bytes.context
+    return most <= estimate.usable_bytes_per_gpu
 
 
 def _is_equal(key: Key, other: Key) -> bool:

@@ -268,7 +268,7 @@ def by_time(evaluator: Evaluator, candidates: list[Candidate]) -> Iterator[tuple
 def _nearest(evaluator: Evaluator, candidates: list[Candidate], top: int) -> list[Candidate]:
     """Returns the ways that come nearest to fitting, each with its smallest micro-batch and buffers.
 
-    What seems nearest is verified until all of it is exact.
+    What seems nearest is verified, and what comes nearest after that, up to MOST_MISSES times.
     """
     smallest: dict[tuple[object, ...], int] = {}
     for candidate in candidates:
@@ -280,12 +280,13 @@ def _nearest(evaluator: Evaluator, candidates: list[Candidate], top: int) -> lis
         if candidate.rung in (TIGHT, None) and candidate.micro_batch == smallest[strategy_key(candidate.way)]
     ]
     frugal.sort(key=lambda candidate: _least_shortage(evaluator, candidate))
-    while True:
-        nearest = _seemingly_nearest(evaluator, frugal, top)
+    for _ in range(MOST_MISSES):
+        nearest = _seemingly_nearest(evaluator, frugal, max(top, DEFAULT_TOP))
         if evaluator.exact.issuperset(nearest):
-            return nearest
+            break
         for candidate in nearest:
             evaluator.verify(candidate)
+    return _seemingly_nearest(evaluator, [one for one in frugal if one in evaluator.exact], top)
 
 
 def _seemingly_nearest(evaluator: Evaluator, candidates: list[Candidate], top: int) -> list[Candidate]:
