@@ -27,6 +27,7 @@ VERBS = {
     "doctor": "Find problems of this machine that block training.",
     "run": "Train as a job file describes.",
     "status": "Show the state of a run.",
+    "report": "Say what became of a run, against its plan.",
     "logs": "Print the logs of a run.",
     "stop": "End a run.",
     "export": "Merge an adapter, or gather a ZeRO checkpoint.",

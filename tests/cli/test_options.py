@@ -31,6 +31,7 @@ BASE: dict[str, dict[str, Any]] = {
     "lint": {"": ("ds_config.json",), "--fix": "", "-n": ""},
     "logs": {"": ("run",)},
     "plan": ONE,
+    "report": {"": ("run",)},
     "run": {"-n": "", "--no-doctor": ""},
     **{f"script {name}": SCRIPT for name in ("slurm", "pbs", "lsf", "bash", "torchrun")},
     "script k8s": {**SCRIPT, "--image": "image"},
