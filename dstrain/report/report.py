@@ -260,7 +260,7 @@ def settings(recorded: Recorded) -> dict[str, Any]:
 def _flat(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in values.items():
-        if isinstance(value, dict) and value:
+        if isinstance(value, dict):
             flat |= _flat(value, f"{prefix}{key}.")
         else:
             flat[f"{prefix}{key}"] = value

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from report.runs import gpu_run, night
+from tests.report.runs import gpu_run, night
 
 Type = Callable[..., Any]
 

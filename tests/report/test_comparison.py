@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from report.runs import gpu_run, night
 
 from dstrain.report.comparison import Comparison, Part, Quantity, comparisons, largest_difference
 from dstrain.report.recorded import read
 from dstrain.rundir import RunDir
 from dstrain.units import GIB
+from tests.report.runs import gpu_run, night
 
 
 def compared(folder: Path) -> dict[Quantity, Comparison]:

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import json
+import random
+import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
-from report.runs import BEGAN, NIGHT, night
 
-from dstrain.cli.output.report import document, lines, table, table_lines
+from dstrain.cli.output.report import document, lines
+from dstrain.cli.output.report_page import page
+from dstrain.cli.output.report_table import lines as table_lines
+from dstrain.cli.output.report_table import table
 from dstrain.errors import InvalidConfig
 from dstrain.launch.run.state import note_restart
 from dstrain.report.recorded import read
 from dstrain.report.report import Report, differing, report
 from dstrain.rundir import RunDir
+from tests.draws import Draw
+from tests.report.runs import BEGAN, NIGHT, gpu_run, night
 
 Damage = Callable[[Path], object]
 
@@ -109,6 +116,47 @@ def test_a_damaged_file_takes_what_it_tells_and_no_more(tmp_path: Path, name: st
         assert any(f"{name} " in problem for problem in one.missing), one.missing
     if name in {"metrics.jsonl", "state.json", "plan.json"}:
         assert text != whole, "nothing of the file was in the report"
+
+
+JUNK: tuple[Any, ...] = (None, [], {}, "x", -1, 1e308, True, [1], {"a": 1}, 0)
+
+
+def _replaced(value: Any, rng: random.Random) -> Any:
+    """Returns a value of JSON in which one part has become junk."""
+    inner = list(value) if isinstance(value, dict) else [*range(len(value))] if isinstance(value, list) else []
+    if not inner or rng.random() < 0.1:
+        return rng.choice(JUNK)
+    key = rng.choice(inner)
+    changed = {**value} if isinstance(value, dict) else [*value]
+    changed[key] = _replaced(value[key], rng)
+    return changed
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A run with every file that a report reads, and one as GPUs leave it."""
+    folder = tmp_path_factory.mktemp("whole")
+    one = night(folder / "night")
+    told = {"rule": "loss_spike", "step": 9, "severity": "warning", "message": "…"}
+    (one / "health.jsonl").write_text(json.dumps(told) + "\n")
+    (one / "adaptations.jsonl").write_text(json.dumps({"change": "", "set": ["a=1"], "ds_config": {"b": 1}}) + "\n")
+    return one, gpu_run(folder / "gpu")
+
+
+def test_no_value_of_a_file_breaks_a_report_or_its_page(tmp_path: Path, whole: tuple[Path, Path], draw: Draw) -> None:
+    rng = random.Random(draw.seed)
+    for number in range(2000 if draw.draws_all else 60):
+        folder = tmp_path / f"{number}"
+        shutil.copytree(rng.choice(whole), folder)
+        path = rng.choice(sorted(folder.glob("*.json*")))
+        texts = path.read_text().splitlines() if path.suffix == ".jsonl" else [path.read_text()]
+        at = rng.randrange(len(texts))
+        texts[at] = json.dumps(_replaced(json.loads(texts[at]), rng))
+        path.write_text("\n".join(texts))
+        one = reported(folder)
+        assert lines(one), path.name
+        assert json.dumps(document(one))
+        assert page([one, one])
 
 
 def test_a_folder_that_is_no_run_directory_is_refused(tmp_path: Path) -> None:

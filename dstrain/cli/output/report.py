@@ -1,10 +1,10 @@
-"""Prints the report of a run, or of several side by side, as text or JSON."""
+"""Prints the report of a run, as text or JSON."""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
@@ -14,8 +14,8 @@ from dstrain.launch.run.state import GONE, LIVING
 from dstrain.paths import shown
 from dstrain.plan.labels import label
 from dstrain.report.comparison import Comparison, Difference, Quantity
-from dstrain.report.report import UNKNOWN, Report, Restart, differing
-from dstrain.units import format_bytes, format_count, format_seconds
+from dstrain.report.report import UNKNOWN, Report, Restart
+from dstrain.units import format_bytes, format_seconds
 
 NAMES = {
     Quantity.STEP_S: "time of a step",
@@ -30,8 +30,6 @@ NONE = "-"
 """A figure that is not known."""
 _CPU_NAMES = {Quantity.TOKENS: "tokens/s per rank", Quantity.STATES: "model states per rank"}
 _MOST_MARKS = 5
-_MOST_CHARACTERS = 28
-"""Longest value of a column when runs are side by side."""
 
 
 def figure(quantity: Quantity, value: float | None) -> str:
@@ -91,8 +89,9 @@ def difference_text(difference: Difference) -> str:
     """Returns the part that differs most, in words."""
     form = format_seconds if difference.is_time else format_bytes
     of = "of a step" if difference.is_time else "per GPU"
+    planned = form(difference.planned) if difference.planned else "none"
     return (
-        f"{difference.part}: {form(difference.measured)} {of}, {form(difference.planned)} planned"
+        f"{difference.part}: {form(difference.measured)} {of}, {planned} planned"
         f" ({100 * difference.share:+.1f} % of the whole)"
     )
 
@@ -165,8 +164,8 @@ def _health(report: Report) -> Iterator[str]:
     if not report.marks:
         yield "no rule was broken"
     for mark in report.marks[:_MOST_MARKS]:
-        often = f", {mark.count} times up to step {mark.last_step}" if mark.count > 1 else ""
-        yield f"{mark.rule} ({mark.severity}) at step {mark.first_step}{often}: {mark.message}"
+        often = f", {mark.count} times from step {mark.first_step} to {mark.last_step}" if mark.count > 1 else ""
+        yield f"{mark.rule} ({mark.severity}){often}: {mark.message}"
     if len(report.marks) > _MOST_MARKS:
         yield f"and {len(report.marks) - _MOST_MARKS} other rules: {report.recorded.run_dir.health.name}"
 
@@ -252,49 +251,3 @@ def document(report: Report) -> dict[str, Any]:
         "failure": recorded.failure,
         "start_script": str(recorded.run_dir.start_script) if recorded.run_dir.start_script.exists() else None,
     }
-
-
-def table(reports: Sequence[Report]) -> list[list[str]]:
-    """Returns runs side by side, as rows of cells: the settings that differ, then what came of them."""
-    rows = [["", *(_cell(shown(str(one.recorded.run_dir.path))) for one in reports)]]
-    for key, values in differing(reports).items():
-        rows.append([key, *map(_cell, values)])
-    rows.append(["hand edits", *(_count(one.recorded.edits) for one in reports)])
-    rows.append(["end", *(one.stage for one in reports)])
-    rows.append(["steps", *(f"{one.step:,}" for one in reports)])
-    rows.append(["loss", *(f"{one.losses[-1][1]:.4f}" if one.losses else NONE for one in reports)])
-    best = [min((value for _, value in one.evaluations), default=None) for one in reports]
-    rows.append(["best evaluation", *(NONE if value is None else f"{value:.4f}" for value in best)])
-    for quantity in Quantity:
-        found = [next((each for each in one.comparisons if each.quantity is quantity), None) for one in reports]
-        if any(each is not None for each in found):
-            cells = [NONE if each is None else figure(quantity, each.measured) for each in found]
-            offs = [off_text(each).split(" (")[0] if each is not None else "" for each in found]
-            rows.append(
-                [name_of(reports[0], quantity), *(f"{c} ({o})" if o else c for c, o in zip(cells, offs, strict=True))]
-            )
-    tokens = [one.recorded.windows[-1].get("tokens_seen") if one.recorded.windows else None for one in reports]
-    rows.append(["tokens", *(format_count(seen) if isinstance(seen, int) else NONE for seen in tokens)])
-    rows.append(["health", *(", ".join(mark.rule for mark in one.marks) or "good" for one in reports)])
-    rows.append(["restarts", *(str(len(one.restarts)) for one in reports)])
-    return rows
-
-
-def table_lines(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Returns rows of cells as text, with cut cells."""
-    cut = [
-        [printable(c if len(c) <= _MOST_CHARACTERS else f"{c[: _MOST_CHARACTERS - 1]}…") for c in row] for row in rows
-    ]
-    widths = [max(len(row[at]) for row in cut) for at in range(len(cut[0]))]
-    return ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in cut]
-
-
-def _cell(value: object) -> str:
-    """Returns the value of a setting; a path by its end, which differs."""
-    if isinstance(value, str):
-        return value if len(value) <= _MOST_CHARACTERS else f"…{value[1 - _MOST_CHARACTERS :]}"
-    return NONE if value is None else json.dumps(value, ensure_ascii=False)
-
-
-def _count(edits: Sequence[Any] | None) -> str:
-    return NONE if edits is None else str(len(edits))
