@@ -36,6 +36,7 @@ FITS: dict[str, tuple[tuple[str, ...], ...]] = {
     "stop": ((),),
     "templates eject": ((),),
     "templates list": ((),),
+    "watch": ((),),
 }
 """Command → what is typed after it, in the folder of a plan for 16 GPUs whose batch was edited."""
 LONGER = {

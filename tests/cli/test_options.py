@@ -39,6 +39,7 @@ BASE: dict[str, dict[str, Any]] = {
     "status": {"": ("run",)},
     "stop": {"": ("run",), "-n": ""},
     "templates eject": {"-n": "", "--dir": "mine"},
+    "watch": {"": ("run",)},
 }
 """What a verb is typed with, so that it is quick and changes nothing; an argument is under an empty name."""
 PARSED = {("demo", None), ("doctor", None), ("logs", "--follow"), ("hostfile check", "--reach"), ("export", None)}
