@@ -8,7 +8,7 @@ from enum import StrEnum
 from statistics import median
 
 from dstrain.choices import Offload
-from dstrain.report.recorded import Line, Recorded, number, series
+from dstrain.report.recorded import Line, Recorded, series
 
 _NOTABLE = 0.01
 """Share of a step, or of a GPU's memory, from which the difference of a part is named."""
@@ -100,14 +100,6 @@ def middle(windows: Sequence[Line], name: str) -> float | None:
     return median(values) if values else None
 
 
-def peaks_by_rank(windows: Sequence[Line]) -> tuple[float, ...]:
-    """Returns the largest peak of each rank over all windows; empty if it was not measured, as on a CPU."""
-    listed = [peaks for window in windows if isinstance(peaks := window.get("peak_bytes_by_rank"), list)]
-    known = [numbers for peaks in listed if None not in (numbers := [number(peak) for peak in peaks])]
-    same = [numbers for numbers in known if len(numbers) == len(known[-1])]
-    return tuple(max(float(peak or 0) for peak in of_rank) for of_rank in zip(*same, strict=True))
-
-
 def comparisons(recorded: Recorded) -> tuple[Comparison, ...]:
     """Returns every quantity that was planned or measured."""
     every = (*_speeds(recorded), *_memory(recorded))
@@ -131,7 +123,7 @@ def _memory(recorded: Recorded) -> Iterator[Comparison]:
     windows, estimate = recorded.windows, recorded.estimate
     memory = estimate.memory if estimate is not None else None
     on_gpu = recorded.cluster is not None and not recorded.cluster.gpu.is_cpu
-    peaks, reserved = peaks_by_rank(windows), [value for _, value in series(windows, Quantity.RESERVED.value)]
+    peaks, reserved = recorded.peaks, [value for _, value in series(windows, Quantity.RESERVED.value)]
     yield Comparison(
         quantity=Quantity.PEAK,
         planned=memory.live_bytes_per_gpu if memory and (on_gpu or peaks) else None,
@@ -168,7 +160,7 @@ def _time_differences(recorded: Recorded) -> Iterator[Difference]:
     estimate, step_s = recorded.estimate, middle(recorded.windows, "step_s")
     if estimate is None or estimate.speed is None or not plans_time(recorded) or step_s is None:
         return
-    planned, waited = estimate.speed.step_s, (middle(recorded.windows, "data_wait_share") or 0.0) * step_s
+    planned, waited = max(estimate.speed.step_s, 1e-9), (middle(recorded.windows, "data_wait_share") or 0.0) * step_s
     for part, before, after in ((Part.DATA_WAIT, 0.0, waited), (Part.TRAINING, planned, step_s - waited)):
         yield Difference(part=part, planned=before, measured=after, share=(after - before) / planned)
 
@@ -183,7 +175,7 @@ def _memory_differences(recorded: Recorded) -> Iterator[Difference]:
     for part, name in ((Part.PARAMS, "params"), (Part.GRADS, "grads"), (Part.OPTIMIZER, "optimizer")):
         before, after = getattr(states, name), max(rank[name] for rank in ranks)
         yield Difference(part=part, planned=before, measured=after, share=(after - before) / total)
-    peaks = peaks_by_rank(recorded.windows)
+    peaks = recorded.peaks
     if peaks and len(peaks) == len(ranks):
         rest = memory.live_bytes_per_gpu - states.device
         most = max(

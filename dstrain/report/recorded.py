@@ -40,6 +40,8 @@ class Recorded:
     ds_config: Mapping[str, Any] | None
     windows: tuple[Line, ...]
     """Metrics of each logged window, without steps that a resume repeated."""
+    peaks: tuple[float, ...]
+    """The largest peak of each rank's GPU in bytes; empty if it was not measured, as on a CPU."""
     evaluations: tuple[Line, ...]
     """Metrics of each evaluation."""
     findings: tuple[Line, ...]
@@ -64,18 +66,14 @@ class Recorded:
 
 def read(run_dir: RunDir) -> Recorded:
     """Returns what a run directory recorded. Raises InvalidConfig if the folder is no run directory."""
-    marks = (run_dir.state, run_dir.request, run_dir.metrics, run_dir.summary)
-    if not any(path.exists() for path in marks):
-        raise InvalidConfig(
-            f"{run_dir.path} is not a run directory: it has none of {', '.join(path.name for path in marks)}",
-            hint="Name the output_dir of a job that `dstrain run` has started.",
-        )
+    _refuse_other_folders(run_dir)
     reader = _Reader()
     lines = [line for line in reader.lines(run_dir.metrics) if _has_place(line)]
     logged = _last_words(current_steps(lines))
     facts = reader.mapping(run_dir.facts)
     run = reader.record(State, run_dir.state)
     restarts = _of_this_run(list(filter(_is_restart, reader.lines(run_dir.restarts))), logged, run)
+    windows = tuple(line for line in logged if "loss" in line)
     return Recorded(
         run_dir=run_dir,
         state=run,
@@ -85,7 +83,8 @@ def read(run_dir: RunDir) -> Recorded:
         cluster=reader.part(Cluster, facts.get("cluster"), f"{run_dir.facts.name}: cluster"),
         versions={name: value for name, value in _mapping(facts.get("versions")).items() if isinstance(value, str)},
         ds_config=reader.mapping(run_dir.ds_config) or None,
-        windows=tuple(line for line in logged if "loss" in line),
+        windows=windows,
+        peaks=peaks_by_rank(windows),
         evaluations=tuple(line for line in logged if "eval_loss" in line),
         findings=tuple(filter(_is_finding, _of_this_run(reader.lines(run_dir.health), logged, run))),
         states=_states(reader.mapping(run_dir.states)),
@@ -101,6 +100,15 @@ def read(run_dir: RunDir) -> Recorded:
         failure=reader.text(run_dir.failure),
         unread=tuple(reader.problems),
     )
+
+
+def _refuse_other_folders(run_dir: RunDir) -> None:
+    marks = (run_dir.state, run_dir.request, run_dir.metrics, run_dir.summary)
+    if not any(path.exists() for path in marks):
+        raise InvalidConfig(
+            f"{run_dir.path} is not a run directory: it has none of {', '.join(path.name for path in marks)}",
+            hint="Name the output_dir of a job that `dstrain run` has started.",
+        )
 
 
 class _Reader:
@@ -198,6 +206,14 @@ def _of_this_run(lines: Sequence[Line], logged: Sequence[Line], run: State | Non
     times = [number(line.get("time_s")) for line in logged[:1]] + [run.began if run is not None else None]
     first = min((at for at in times if at is not None), default=0.0)
     return [line for line in lines if (number(line.get("time_s")) or first) >= first]
+
+
+def peaks_by_rank(windows: Sequence[Line]) -> tuple[float, ...]:
+    """Returns the largest peak of each rank over all windows; empty if it was not measured, as on a CPU."""
+    listed = [peaks for window in windows if isinstance(peaks := window.get("peak_bytes_by_rank"), list)]
+    known = [numbers for peaks in listed if None not in (numbers := [number(peak) for peak in peaks])]
+    same = [numbers for numbers in known if len(numbers) == len(known[-1])]
+    return tuple(max(float(peak or 0) for peak in of_rank) for of_rank in zip(*same, strict=True))
 
 
 def _mapping(data: Any) -> Mapping[str, Any]:

@@ -16,7 +16,7 @@ from dstrain.cli.output.plan_page import CHINESE as PLAN_CHINESE
 from dstrain.launch.run.state import GONE, Stage
 from dstrain.paths import shown
 from dstrain.plan.labels import label
-from dstrain.report.comparison import Part, Quantity, peaks_by_rank
+from dstrain.report.comparison import Part, Quantity
 from dstrain.report.recorded import series
 from dstrain.report.report import UNKNOWN, Report
 from dstrain.units import format_bytes, format_seconds
@@ -136,7 +136,7 @@ def _plots(report: Report) -> Iterator[tuple[Any, dict[str, str]]]:
     marks += [(restart.from_step, "restart", "restart") for restart in report.restarts]
     rates = series(windows, "tokens_per_s")
     planned = next((one.planned for one in report.comparisons if one.quantity is Quantity.TOKENS), None)
-    ranks = len(peaks_by_rank(windows)) or len(report.recorded.states)
+    ranks = len(report.recorded.peaks) or len(report.recorded.states)
     curves: list[tuple[str, Any]] = [("train", rates)]
     if planned is not None and ranks and rates:
         curves.append(("planned", [(step, planned * ranks) for step, _ in (rates[0], rates[-1])]))
@@ -157,7 +157,7 @@ def _rate(value: float) -> str:
 def _bars(report: Report) -> Iterator[dict[str, Any]]:
     """Yields the bar of the plan, and that of each measured rank, the fullest first; all on one scale."""
     recorded = report.recorded
-    estimate, peaks = recorded.estimate, peaks_by_rank(recorded.windows)
+    estimate, peaks = recorded.estimate, recorded.peaks
     has_peaks = len(peaks) == len(recorded.states) > 0
     bars = []
     if estimate is not None and recorded.states:

@@ -11,7 +11,7 @@ from dstrain.cli.console import wrapped
 from dstrain.cli.output.report import edit_text, figure, restart_text, verdict
 from dstrain.config.lint.finding import printable
 from dstrain.paths import shown
-from dstrain.report.comparison import Quantity, peaks_by_rank
+from dstrain.report.comparison import Quantity
 from dstrain.report.progress import seconds_left
 from dstrain.report.recorded import number, series
 from dstrain.report.report import Report
@@ -77,7 +77,7 @@ def _rows(report: Report) -> Iterator[tuple[str, str, str]]:
 
 def _memory(report: Report) -> Iterator[tuple[str, str]]:
     """Yields a bar for each of the fullest ranks, against the memory of the GPU; of a CPU the fullest rank's RAM."""
-    recorded, peaks = report.recorded, peaks_by_rank(report.recorded.windows[-_PLOTTED:])
+    recorded, peaks = report.recorded, report.recorded.peaks
     planned = next((one.planned for one in report.comparisons if one.quantity is Quantity.PEAK), None)
     capacity = recorded.cluster.gpu.memory_bytes if recorded.cluster is not None else None
     for rank, peak in sorted(enumerate(peaks), key=lambda pair: -pair[1])[:_MOST_RANKS]:
