@@ -95,7 +95,9 @@ def _keys(fault: Any, data: Any) -> Keys:
     """Returns the keys of a fault, without the names of forms."""
     keys: list[str | int] = []
     for part in fault["loc"]:
-        if (isinstance(data, Mapping) and part in data) or (isinstance(data, list) and isinstance(part, int)):
+        if (isinstance(data, Mapping) and part in data) or (
+            isinstance(data, list) and isinstance(part, int) and part < len(data)
+        ):
             keys.append(part)
             data = data[part]
     return (*keys, fault["loc"][-1]) if fault["type"] in _MISSING else tuple(keys)

@@ -71,6 +71,8 @@ class RunDir:
     """What a rank held that ran out of GPU memory in the last start, and what would fit (`dstrain.oom`)."""
     adaptations = _Entry("adaptations.jsonl")
     """One JSON object per change by which `run --on-oom adapt` started again."""
+    restarts = _Entry("restarts.jsonl")
+    """One JSON object per restart of a failed run: when, why, from which step, and what changed."""
     state = _Entry("state.json")
     """State of the run, for `dstrain status`."""
     failure = _Entry("failure.txt")

@@ -117,6 +117,7 @@ def _plain_default(value: ast.expr) -> str:
 def _run(*words: str, cwd: Path = ROOT, check: bool = True) -> subprocess.CompletedProcess[str]:
     """Runs a command on a machine without a GPU."""
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "80", "PYTHONPATH": str(ROOT), "HOME": "/"}
+    environment["TZ"] = "UTC"
     line = [sys.executable, *words]
     return subprocess.run(line, capture_output=True, text=True, env=environment, check=check, cwd=cwd)
 
@@ -133,6 +134,13 @@ def plan_output() -> str:
     """Returns what `dstrain plan` prints, with the command that it names next."""
     done = _run("-m", "dstrain.cli", *pictures.PLAN_WORDS)
     return f"```\n{done.stdout}{done.stderr.rstrip()}\n```"
+
+
+@cache
+def report_output() -> str:
+    """Returns what `dstrain report` says of the recorded run."""
+    done = _run("-m", "dstrain.cli", "report", "night", cwd=ROOT / "tests" / "report")
+    return f"```\n$ dstrain report night\n{done.stdout.rstrip()}\n```"
 
 
 @cache
@@ -247,6 +255,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "gen-config": gen_config_output,
     "plan": plan_output,
     "edits": edits_output,
+    "report": report_output,
     "imports": import_tables,
     "cpu": cpu_table,
     "advisories": advisories.faults,

@@ -30,7 +30,8 @@ def tree() -> set[str]:
     """Returns the files that a wheel must hold, by their names inside it."""
     code = {str(path.relative_to(ROOT)) for path in (ROOT / "dstrain").rglob("*.py")}
     code |= {"dstrain/py.typed", "dstrain/facts/model/aliases.json"}
-    code |= {f"dstrain/cli/output/page.{ending}" for ending in ("css", "html.j2", "js")}
+    pages = (path for path in (ROOT / "dstrain/cli/output").glob("page.*") if path.suffix != ".py")
+    code |= {str(path.relative_to(ROOT)) for path in pages}
     data = {f"dstrain/_data/{path.relative_to(ROOT)}" for folder in DATA for path in (ROOT / folder).iterdir()}
     return code | data
 

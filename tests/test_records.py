@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -61,3 +62,12 @@ def test_a_word_that_is_no_choice_names_the_nearest(more: dict[str, Any], proble
     with pytest.raises(InvalidConfig) as caught:
         from_data(Job, {"model": "m", "output_dir": "o"} | more, locate=lambda place: "x")
     assert caught.value.problem.startswith(problem)
+
+
+def test_a_pair_that_lacks_a_number_is_a_problem_and_no_bug() -> None:
+    @dataclass(frozen=True)
+    class Grid:
+        shape: tuple[int, int]
+
+    with pytest.raises(InvalidConfig, match="x: "):
+        from_data(Grid, {"shape": [1]}, locate=lambda place: "x")

@@ -18,7 +18,7 @@ from dstrain.cli.options.planning import HTML, facts_options
 from dstrain.cli.options.question import PlanInputs, plan_inputs, uses_last
 from dstrain.cli.options.remembered import ResolvedOptions
 from dstrain.cli.options.typed import spelled
-from dstrain.cli.output import conflicts, page
+from dstrain.cli.output import conflicts, page, plan_page
 from dstrain.cli.output.conflicts import OnConflict
 from dstrain.cli.output.generated import diff, next_lines
 from dstrain.cli.output.plan import plan_document, plan_lines
@@ -127,7 +127,7 @@ def _html(options: dict[str, Any], *, is_written: bool) -> Path | None:
     if html is not None and not is_written:
         raise click.UsageError("--html writes a page, and --dry-run and --diff write nothing; see dstrain plan --html.")
     if html is not None:
-        page.check(html)
+        page.check(html, "plan")
     return html
 
 
@@ -147,12 +147,12 @@ def _planned(asked: ResolvedOptions, before: Lock | None, out: Path, *, verbose:
     document = {**plan_document(surveyed, facts.workload), "notes": list(surveyed.notes)}
     if trained is not None:
         document["run"] = asdict(trained)
-    question = page.Question(verb="gen-config", typed=asked.inputs, inputs=facts)
+    question = plan_page.Question(verb="gen-config", typed=asked.inputs, inputs=facts)
     return _Planned(
         asked=facts,
         plan=plan_of(surveyed, facts.workload.cluster, facts.request),
         document=document,
-        page=(html, page.page(surveyed, question, name=html.name)) if html is not None else None,
+        page=(html, plan_page.page(surveyed, question, name=html.name)) if html is not None else None,
     )
 
 

@@ -27,6 +27,8 @@ VERBS = {
     "doctor": "Find problems of this machine that block training.",
     "run": "Train as a job file describes.",
     "status": "Show the state of a run.",
+    "watch": "Follow a run until it ends.",
+    "report": "Say what became of a run, against its plan.",
     "logs": "Print the logs of a run.",
     "stop": "End a run.",
     "export": "Merge an adapter, or gather a ZeRO checkpoint.",

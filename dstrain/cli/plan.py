@@ -14,7 +14,7 @@ from dstrain.cli.console import answer_json, say_lines, width, wrapped
 from dstrain.cli.options.planning import HTML, is_generated, plan_options
 from dstrain.cli.options.question import PlanInputs, plan_inputs
 from dstrain.cli.options.typed import spelled, typed
-from dstrain.cli.output import page
+from dstrain.cli.output import page, plan_page
 from dstrain.cli.output.memory_bars import bar_lines
 from dstrain.cli.output.plan import chosen_line, closing_lines, plan_document, subject_lines, table_lines
 from dstrain.plan.search.decide import Survey, survey
@@ -43,7 +43,7 @@ def command(top: int, verbose: bool, html: Path | None, as_json: bool, **options
       dstrain plan --gpus 8 --gpu h100 --model qwen3-8b --zero-stage 2 --json
     """
     if html is not None:
-        page.check(html)
+        page.check(html, "plan")
     inputs = plan_inputs(options)
     plans = survey(inputs.workload, inputs.request, top=top)
     if as_json:
@@ -51,8 +51,8 @@ def command(top: int, verbose: bool, html: Path | None, as_json: bool, **options
     else:
         _print(plans, inputs, verbose=verbose)
     if html is not None:
-        asked = page.Question(verb="plan", typed=typed(options), inputs=inputs)
-        page.write(html, page.page(plans, asked, name=html.name))
+        asked = plan_page.Question(verb="plan", typed=typed(options), inputs=inputs)
+        page.write(html, plan_page.page(plans, asked, name=html.name))
     if not plans.fits:
         raise does_not_fit(inputs.workload, inputs.request, plans.first)
     if not as_json:

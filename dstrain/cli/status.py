@@ -11,13 +11,10 @@ import click
 from dstrain.cli.console import answer, answer_json
 from dstrain.launch.failure.last_metrics import last_metrics, metrics_words
 from dstrain.launch.run import state
-from dstrain.launch.run.state import LIVING, Stage, State
+from dstrain.launch.run.state import GONE, LIVING, Stage, State
 from dstrain.paths import shown
 from dstrain.rundir import RunDir
 from dstrain.units import format_seconds
-
-NOT_ALIVE = "gone"
-"""Stage of a run whose process ended without recording its exit."""
 
 
 @click.command("status")
@@ -36,7 +33,7 @@ def command(run_dir: Path, as_json: bool) -> None:
         answer_json(status)
     else:
         answer("\n".join(_lines(status)))
-    if status["stage"] in {Stage.FAILED.value, NOT_ALIVE}:
+    if status["stage"] in {Stage.FAILED.value, GONE}:
         raise click.exceptions.Exit(1)
 
 
@@ -48,7 +45,7 @@ def document(run_dir: RunDir, run: State) -> dict[str, Any]:
     return {
         "schema": 1,
         "run_dir": str(run_dir.path),
-        "stage": NOT_ALIVE if is_gone else run.stage.value,
+        "stage": GONE if is_gone else run.stage.value,
         "host": run.host,
         "pid": run.pid,
         "nodes": list(run.nodes),
@@ -70,7 +67,7 @@ def _lines(status: dict[str, Any]) -> list[str]:
     is_alive = status["stage"] in {stage.value for stage in LIVING}
     took = format_seconds((time.time() if is_alive else status["beat"]) - status["began"])
     stage = f"{status['stage']}, {'for' if is_alive else 'after'} {took}"
-    if status["stage"] == NOT_ALIVE:
+    if status["stage"] == GONE:
         stage = "gone: `dstrain run` was killed, or its machine went down"
     elif status["exit_code"]:
         stage += f", exit code {status['exit_code']}"
@@ -93,6 +90,6 @@ def _lines(status: dict[str, Any]) -> list[str]:
     lines += [f"{'agent':<{width}}  {line}" for line in status["agents"]]
     if status["failure"]:
         lines += ["", status["failure"].rstrip()]
-    elif status["stage"] == NOT_ALIVE:
+    elif status["stage"] == GONE:
         lines += ["", "`dstrain run --set resume=auto` resumes from the newest checkpoint."]
     return lines

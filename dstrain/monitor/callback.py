@@ -152,7 +152,7 @@ class MetricsCallback(TrainerCallback):
         nonfinite, broken = check(step, logs), self._watch.see(step, logs)
         for finding in (*nonfinite, *broken):
             if self._health is not None:
-                self._write(self._health, asdict(finding))
+                self._write(self._health, {**asdict(finding), "time_s": round(time.time(), 3)})
             if finding.rule not in self._unhealthy:
                 self._say(f"WARNING: {finding.message}")
         self._unhealthy = {finding.rule for finding in nonfinite}

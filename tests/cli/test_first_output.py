@@ -27,6 +27,7 @@ FITS: dict[str, tuple[tuple[str, ...], ...]] = {
     "hostfile write": (("gpu[01-02]:8", "-n"),),
     "lint": ((),),
     "plan": (MODEL, ("--gpus", "1", "--gpu", "4090", "--model", "qwen3-30b-a3b")),
+    "report": ((),),
     "run": (("-n", "--set", "hostfile=null", "--set", "data=train.jsonl"),),
     **{f"script {kind}": ((),) for kind in ("slurm", "pbs", "lsf", "bash", "torchrun")},
     "script k8s": (("--image", "train:1"),),
@@ -35,6 +36,7 @@ FITS: dict[str, tuple[tuple[str, ...], ...]] = {
     "stop": ((),),
     "templates eject": ((),),
     "templates list": ((),),
+    "watch": ((),),
 }
 """Command → what is typed after it, in the folder of a plan for 16 GPUs whose batch was edited."""
 LONGER = {

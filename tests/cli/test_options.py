@@ -31,6 +31,7 @@ BASE: dict[str, dict[str, Any]] = {
     "lint": {"": ("ds_config.json",), "--fix": "", "-n": ""},
     "logs": {"": ("run",)},
     "plan": ONE,
+    "report": {"": ("run",)},
     "run": {"-n": "", "--no-doctor": ""},
     **{f"script {name}": SCRIPT for name in ("slurm", "pbs", "lsf", "bash", "torchrun")},
     "script k8s": {**SCRIPT, "--image": "image"},
@@ -38,11 +39,12 @@ BASE: dict[str, dict[str, Any]] = {
     "status": {"": ("run",)},
     "stop": {"": ("run",), "-n": ""},
     "templates eject": {"-n": "", "--dir": "mine"},
+    "watch": {"": ("run",)},
 }
 """What a verb is typed with, so that it is quick and changes nothing; an argument is under an empty name."""
 PARSED = {("demo", None), ("doctor", None), ("logs", "--follow"), ("hostfile check", "--reach"), ("export", None)}
 PARSED |= {("run", "--sync"), ("script prepare", None), ("gen-config", "--on-conflict")}
-PARSED |= {("gen-config", "--html"), ("data show", None)}
+PARSED |= {("gen-config", "--html"), ("report", "--html"), ("data show", None)}
 """Verbs and options that are parsed and not carried out: they train, ask hosts, or wait."""
 ALONE = {"--force", "--on-conflict", "--hostfile", "--hosts", "--from", "--from-file"}
 """Options that replace another of the base."""

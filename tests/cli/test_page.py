@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
-import subprocess
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +13,12 @@ import pytest
 from cases import TINY_CONFIG
 
 from dstrain.cli.output.memory_bars import PARTS
-from dstrain.cli.output.page import CHINESE, SIGNATURE
+from dstrain.cli.output.page import signature
 from dstrain.cli.output.plan import LIMITS
+from dstrain.cli.output.plan_page import CHINESE
 from dstrain.facts.cluster.cluster import Origin
 from dstrain.units import GIB
+from tests.cli.browser import Page, assert_stands_alone, parsed, shown
 from tests.cli.conftest import ROOT, Server
 
 Type = Callable[..., Any]
@@ -29,45 +27,8 @@ WORDS: tuple[str, ...] = (
     *("plan", "--gpus", "2", "--gpu", "4090", "--gpu-memory-limit", "1536MiB", "--host-memory", "64GiB"),
     *("--model", MODEL, "--offload", "none", "--zero-stage", "1", "--no-grad-ckpt"),
 )
-BROWSERS = ("chromium-headless-shell", "chromium", "google-chrome")
 MOVE = "function move(id, at) { document.all[id].value = at; document.all[id].dispatchEvent(new Event('input')); }"
 """What a hand does to a slider."""
-VOID = {"meta", "input", "img", "link", "base"}
-
-
-@dataclass
-class Page(HTMLParser):
-    """A page as a browser parses it."""
-
-    tags: list[tuple[str, dict[str, str | None]]] = field(default_factory=list)
-    texts: dict[str, list[str]] = field(default_factory=dict)
-    """Tag, id or name of a figure → the texts inside."""
-    open: list[set[str]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        super().__init__()
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        values = dict(attrs)
-        self.tags.append((tag, values))
-        if tag not in VOID:
-            self.open.append({tag, *(str(values[name]) for name in ("id", "data-text") if name in values)})
-            for name in self.open[-1]:
-                self.texts.setdefault(name, []).append("")
-
-    def handle_endtag(self, tag: str) -> None:
-        while self.open and tag not in self.open.pop():
-            pass
-
-    def handle_data(self, data: str) -> None:
-        for name in set().union(*self.open):
-            self.texts[name][-1] += data
-
-
-def parsed(html: str) -> Page:
-    page = Page()
-    page.feed(html)
-    return page
 
 
 def data_of(page: Page) -> dict[str, Any]:
@@ -126,12 +87,7 @@ def test_a_point_is_the_answer_to_the_command_that_it_names(dstrain: Type, folde
 
 
 def test_nothing_points_outside(html: str) -> None:
-    page = parsed(html)
-    attributes = {name for _, values in page.tags for name in values}
-    assert not attributes & {"src", "href", "srcset", "action", "poster", "data", "background"}
-    assert not {tag for tag, _ in page.tags} & {"link", "iframe", "object", "embed", "base", "form"}
-    assert not re.search(r"url\(|@import|@font-face", page.texts["style"][0])
-    assert not re.search(r"\bimport\b|fetch|XMLHttp|WebSocket|https?:|eval\(|innerHTML", page.texts["script"][-1])
+    assert_stands_alone(parsed(html))
 
 
 def test_names_are_text(html: str) -> None:
@@ -150,8 +106,6 @@ def test_all_that_the_planner_names_is_there_in_chinese() -> None:
 def test_a_browser_shows_the_point_of_the_address_or_of_the_sliders(
     folder: Path, html: str, is_fitting: bool, need: Callable[[object, str], None]
 ) -> None:
-    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
-    need(browser, "no Chromium is installed")
     data = data_of(parsed(html))
     point = next(point for point in data["points"][1:] if point["fits_gpu"] is is_fitting)
     axes, index = data["axes"], data["points"].index(point)
@@ -163,11 +117,8 @@ def test_a_browser_shows_the_point_of_the_address_or_of_the_sliders(
     places = {"gpus": gpus, "seq_len": seq_len, "micro_batch": micro_batch}
     moved = "".join(f"move('{axis}', {at});" for axis, at in places.items())
     target.write_text(html if is_fitting else html + f"<script>{MOVE}{moved}document.all.zh.click()</script>")
-    line = [str(browser), "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom", "--virtual-time-budget=1000"]
-    done = subprocess.run(
-        [*line, f"--user-data-dir={folder / 'profile'}", f"{target.as_uri()}{'#' + view if is_fitting else ''}"],
-        capture_output=True, text=True, timeout=60, check=True,
-    )  # fmt: skip
+    done = shown(target, f"#{view}" if is_fitting else "", need=need)
+    assert "CONSOLE" not in done.stderr
     page = parsed(done.stdout)
     near = {name: texts[-1] for name, texts in page.texts.items()}
     assert (near["gpus"], near["seq_len"]) == (f"{values[0]} ({point['shape']})", str(values[1]))
@@ -182,7 +133,7 @@ def test_a_browser_shows_the_point_of_the_address_or_of_the_sliders(
 
 def test_a_page_is_replaced_and_nothing_else_is(dstrain: Type, folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder / "b<", tmp_path / "b<")
-    (tmp_path / "old.html").write_text(SIGNATURE + "of the last time")
+    (tmp_path / "old.html").write_text(signature("plan") + "of the last time")
     (tmp_path / "own.html").write_text("<p>mine")
     assert dstrain(*WORDS, "--html", "old.html").returncode == 0
     assert (tmp_path / "old.html").read_text() == (folder / "plan.html").read_text()

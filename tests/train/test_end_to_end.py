@@ -15,12 +15,15 @@ import psutil
 import pytest
 
 from dstrain.choices import Method
+from dstrain.cli.output.report import lines as lines_of
 from dstrain.facts.probe import read_model
 from dstrain.job.schema import Lora
 from dstrain.monitor.sinks.jsonl import read_jsonl
 from dstrain.plan.configuration import DEFAULTS, changed
 from dstrain.plan.memory.params import trained
 from dstrain.plan.memory.zero import states as plan_states
+from dstrain.report.recorded import read as read_run
+from dstrain.report.report import report
 from dstrain.rundir import RunDir
 from dstrain.train.__main__ import read
 from tests.train.engine import Engine
@@ -288,6 +291,23 @@ def test_a_half_written_checkpoint_is_skipped_and_named(runs: Path) -> None:
     assert "checkpoint-9 was not written to its end (no complete.json): skipped" in said(runs / "half")
     assert "resuming from" not in said(runs / "half")
     assert (runs / "half" / "checkpoint-9").exists()
+
+
+def test_the_report_of_a_run_says_what_its_ranks_did(runs: Path) -> None:
+    reports = {
+        name: report(read_run(RunDir(runs / name)), now=0) for name in ("zero2", "nan", "steep", "stopped", "again")
+    }
+    ends = {name: (one.stage, one.step) for name, one in reports.items()}
+    assert ends.pop("steep")[0] == "unknown"  # these runs have no launcher, which alone says that one failed
+    assert ends == {"zero2": ("ended", 3), "nan": ("ended", 3), "stopped": ("unknown", 1), "again": ("ended", 3)}
+    assert [mark.rule for mark in reports["stopped"].marks] == ["first_loss"]
+    assert {"nonfinite_loss", "nonfinite_grad_norm"} & {mark.rule for mark in reports["nan"].marks}
+    assert not reports["nan"].losses
+    assert [step for step, _ in reports["zero2"].evaluations] == [2, 3]
+    assert reports["zero2"].checkpoints == (2, 3)
+    assert len(reports["zero2"].recorded.states) == RANKS
+    assert [one.from_step for one in reports["again"].restarts] == [3, 3]
+    assert all(lines_of(one) for one in reports.values())
 
 
 # Model states

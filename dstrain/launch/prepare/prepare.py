@@ -19,7 +19,7 @@ from dstrain.facts.cluster import machines
 from dstrain.facts.cluster.cluster import Cluster, Origin
 from dstrain.facts.cluster.hostfile import Hosts
 from dstrain.facts.model.model_facts import ModelFacts
-from dstrain.facts.this_machine import trains_on_cpu, visible_devices
+from dstrain.facts.this_machine import trains_on_cpu, versions, visible_devices
 from dstrain.job.file import JobFile
 from dstrain.job.schema import Job
 from dstrain.launch.prepare import job_checks, packages, resize_checkpoint, resume
@@ -145,11 +145,13 @@ def _devices(
 
 
 def facts_text(prepared: PreparedRun) -> str:
-    """Returns the text of facts.json. Leaves out an assumed GPU: the ranks must not compute MFU from it."""
+    """Returns the text of facts.json, with the versions of this machine, which all nodes of a run share. Leaves out an
+    assumed GPU: the ranks must not compute MFU from it."""
     is_known = prepared.cluster.gpu_origin is not Origin.ASSUMED
     facts = {
         "model": to_data(prepared.model) if prepared.model else None,
         "cluster": to_data(prepared.cluster) if is_known else None,
+        "versions": versions(("accelerate", "peft")),
     }
     return json.dumps(facts, indent=2) + "\n"
 

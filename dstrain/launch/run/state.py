@@ -35,6 +35,8 @@ class Stage(StrEnum):
 
 LIVING = frozenset({Stage.STARTING, Stage.RUNNING})
 """The stages of an active run."""
+GONE = "gone"
+"""Stage of a run whose process ended without recording its exit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +95,13 @@ class StateWriter:
         self.step = step
         if time.time() - self.state.beat > TIMEOUTS.record_s:
             self.write()
+
+
+def note_restart(run_dir: RunDir, *, cause: str, from_step: int, change: str) -> None:
+    """Appends a restart to `restarts.jsonl`; a full disk ends no run because of this file."""
+    line = {"time_s": round(time.time(), 3), "cause": cause, "from_step": from_step, "change": change}
+    with suppress(OSError), run_dir.restarts.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line, ensure_ascii=False) + "\n")
 
 
 def read(run_dir: RunDir) -> State:

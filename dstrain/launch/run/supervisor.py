@@ -25,7 +25,7 @@ from dstrain.launch.prepare.prepare import PreparedRun
 from dstrain.launch.run.out_of_memory import Diagnosis, diagnose, note_adaptation
 from dstrain.launch.run.remedy import UNADAPTED, Adaptation, Remedy
 from dstrain.launch.run.start import launch_spec, start
-from dstrain.launch.run.state import Stage, StateWriter
+from dstrain.launch.run.state import Stage, StateWriter, note_restart
 from dstrain.launch.timeouts import TIMEOUTS, Timeouts
 from dstrain.rundir import RunDir
 
@@ -204,14 +204,15 @@ class Supervisor:
             raise error
         changes = [f"{old} → {new}" for old, new in after.changes.items()]
         self._hosts = after.hosts if changes else self._hosts
-        return self._next(failed, ", ".join(changes))
+        return self._next(failed, error, ", ".join(changes))
 
-    def _next(self, failed: Launch, words: str) -> Launch:
-        """Returns the next start, from the newest checkpoint, and says where it begins and what is different."""
+    def _next(self, failed: Launch, error: DstrainError, words: str) -> Launch:
+        """Returns the next start, from the newest checkpoint; says and records where it begins and what changed."""
         newest = failed.prepared.run_dir.newest_checkpoint()
         launch = self._plan(self._hosts, newest.folder is not None, self._adaptation)
         where = f"from step {newest.step}" if newest.folder else "from the beginning"
         self._reporter.say(f"starting again {where}{', ' if words else ''}{words}")
+        note_restart(failed.prepared.run_dir, cause=error.problem, from_step=newest.step, change=words)
         for note in launch.prepared.notes:
             self._reporter.say(f"note     {note}")
         return launch
@@ -235,7 +236,7 @@ class Supervisor:
             f"{f' ({remedy.price})' if remedy.price else ''}; overridden for this run: {remedy.settings}"
         )
         time.sleep(self._policy.timeouts.pause_s)
-        return self._next(failed, remedy.words)
+        return self._next(failed, error, remedy.words)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

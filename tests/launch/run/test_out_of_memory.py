@@ -13,6 +13,9 @@ from typing import Any
 import pytest
 
 from dstrain.monitor.sinks.jsonl import current_steps, read_jsonl
+from dstrain.report.recorded import read
+from dstrain.report.report import report
+from dstrain.rundir import RunDir
 from tests.train import memory_limit
 from tests.train.launching import environment
 
@@ -92,3 +95,12 @@ def test_a_change_is_said_and_overrides_files_that_stay_as_they_are(adapted: Ada
     assert (adapted.folder / "ds_config.json").read_text() == adapted.config
     request = json.loads((adapted.folder / "output" / "request.json").read_text())
     assert request["micro_batch"] * request["grad_accum"] * 2 == GLOBAL_BATCH
+
+
+def test_the_report_has_the_restart_with_its_cause_and_what_was_changed(adapted: Adapted) -> None:
+    one = report(read(RunDir(adapted.folder / "output")), now=0)
+    assert [restart.from_step for restart in one.restarts] == [SAVED] * len(adapted.adaptations)
+    assert "Out of GPU memory" in str(one.restarts[0].cause)
+    assert [restart.change for restart in one.restarts] == [line["change"] for line in adapted.adaptations]
+    assert len(one.recorded.adaptations) == len(adapted.adaptations)
+    assert "deepspeed" in one.recorded.versions

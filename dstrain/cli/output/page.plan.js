@@ -1,4 +1,3 @@
-"use strict";
 // Shows the answer at the sliders' positions. The view is the fragment: #gpus=16&seq_len=8192&micro_batch=chosen&lang=zh
 const data = JSON.parse(document.getElementById("data").textContent);
 const names = ["gpus", "seq_len", "micro_batch"];  // the order of data.points
@@ -50,9 +49,7 @@ function show() {
     fill("gpu", point.gpu);
     fill("host", point.host);
   }
-  document.documentElement.lang = document.querySelector("[name=lang]:checked").value;
-  view.set("lang", document.documentElement.lang);
-  history.replaceState(null, "", "#" + view);
+  keepLanguage(view);
 }
 
 function read() {
@@ -62,8 +59,7 @@ function read() {
     const at = words.indexOf(view.get(name));
     document.getElementById(name).value = at < 0 ? data.axes[name].indexOf(data.asked[name]) : at;
   }
-  const lang = view.get("lang") ?? (navigator.language.startsWith("zh") ? "zh" : "en");
-  document.getElementById(lang === "zh" ? "zh" : "en").checked = true;
+  chooseLanguage(view);
   show();
 }
 

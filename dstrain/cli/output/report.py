@@ -1,0 +1,253 @@
+"""Prints the report of a run, as text or JSON."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+from dstrain.cli.console import wrapped
+from dstrain.config.lint.finding import printable
+from dstrain.launch.run.state import GONE, LIVING
+from dstrain.paths import shown
+from dstrain.plan.labels import label
+from dstrain.report.comparison import Comparison, Difference, Quantity
+from dstrain.report.report import UNKNOWN, Report, Restart
+from dstrain.units import format_bytes, format_seconds
+
+NAMES = {
+    Quantity.STEP_S: "time of a step",
+    Quantity.TOKENS: "tokens/s per GPU",
+    Quantity.MFU: "MFU",
+    Quantity.PEAK: "peak of tensors per GPU",
+    Quantity.RESERVED: "held by PyTorch per GPU",
+    Quantity.STATES: "model states per GPU",
+    Quantity.HOST: "offloaded states per rank",
+}
+NONE = "-"
+"""A figure that is not known."""
+_CPU_NAMES = {Quantity.TOKENS: "tokens/s per rank", Quantity.STATES: "model states per rank"}
+_MOST_MARKS = 5
+
+
+def figure(quantity: Quantity, value: float | None) -> str:
+    """Returns a quantity with its unit.
+
+    >>> figure(Quantity.MFU, 0.4123), figure(Quantity.STEP_S, 75), figure(Quantity.PEAK, None)
+    ('41.2 %', '1 min 15 s', '-')
+    """
+    if value is None:
+        return NONE
+    if quantity is Quantity.STEP_S:
+        return format_seconds(value)
+    if quantity is Quantity.MFU:
+        return f"{100 * value:.1f} %"
+    return f"{value:,.0f}" if quantity is Quantity.TOKENS else format_bytes(value)
+
+
+def off_text(comparison: Comparison) -> str:
+    """Returns how far a measurement is off its plan, with the range of the plan."""
+    if comparison.off is None:
+        return ""
+    spread = f" (plan ± {100 * comparison.uncertainty:.0f} %)" if comparison.uncertainty else ""
+    return f"{100 * comparison.off:+.1f} %{spread if comparison.quantity is Quantity.STEP_S else ''}"
+
+
+def measured_text(comparison: Comparison) -> str:
+    """Returns what was measured, as a range if ranks differ."""
+    ends = [figure(comparison.quantity, end(comparison.ranks)) for end in (min, max) if comparison.ranks]
+    return " to ".join(dict.fromkeys(ends)) or figure(comparison.quantity, comparison.measured)
+
+
+def name_of(report: Report, quantity: Quantity) -> str:
+    """Returns the name of a quantity, which has ranks in place of GPUs where there are none."""
+    cluster = report.recorded.cluster
+    on_cpu = cluster is not None and cluster.gpu.is_cpu
+    return _CPU_NAMES.get(quantity, NAMES[quantity]) if on_cpu else NAMES[quantity]
+
+
+def verdict(report: Report) -> str:
+    """Returns in one line whether a run ended, and how."""
+    words = {GONE: "gone: `dstrain run` was killed, or its machine went down", UNKNOWN: "not known to have ended"}
+    steps = f"{report.step:,} of {report.total_steps:,} steps" if report.total_steps else f"{report.step:,} steps"
+    parts = [words.get(report.stage, report.stage), steps]
+    if report.seconds is not None:
+        parts.append(f"{'for' if report.stage in {one.value for one in LIVING} else 'after'} {_spent(report)}")
+    run = report.recorded.state
+    if run is not None and run.exit_code:
+        parts.append(f"exit code {run.exit_code}")
+    return ", ".join(parts)
+
+
+def _spent(report: Report) -> str:
+    return format_seconds(report.seconds or 0.0)
+
+
+def difference_text(difference: Difference) -> str:
+    """Returns the part that differs most, in words."""
+    form = format_seconds if difference.is_time else format_bytes
+    of = "of a step" if difference.is_time else "per GPU"
+    planned = form(difference.planned) if difference.planned else "none"
+    return (
+        f"{difference.part}: {form(difference.measured)} {of}, {planned} planned"
+        f" ({100 * difference.share:+.1f} % of the whole)"
+    )
+
+
+def lines(report: Report) -> list[str]:
+    """Returns the report of one run: the verdict, its figures beside the plan, and what happened."""
+    recorded = report.recorded
+    head = [f"{shown(str(recorded.run_dir.path))}: {verdict(report)}"]
+    head += [f"  {line}" for line in (recorded.failure or "").strip().splitlines()[:2]]
+    rows = list(_rows(report))
+    width = max(len(name) for name, _ in rows)
+    told = [wrapped(f"{name:<{width}}  {printable(value)}") for name, value in rows]
+    return [*head, "", *_figures(report), "", *told]
+
+
+def _figures(report: Report) -> list[str]:
+    """Returns the figures of the plan beside those that were measured; without the former where nothing is planned."""
+    rows = [
+        (
+            name_of(report, one.quantity),
+            figure(one.quantity, one.planned),
+            measured_text(one),
+            off_text(one),
+        )
+        for one in report.comparisons
+    ]
+    if not rows:
+        return ["nothing was planned, and nothing was measured"]
+    table = [("", "planned", "measured", "off"), *rows]
+    widths = [max(len(row[column]) for row in table) for column in range(3)]
+    return [
+        "  ".join([f"{row[0]:<{widths[0]}}", *(f"{row[at]:>{widths[at]}}" for at in (1, 2)), row[3]]).rstrip()
+        for row in table
+    ]
+
+
+def _rows(report: Report) -> Iterator[tuple[str, str]]:
+    """Yields the other facts of a run as rows of a name and a value."""
+    if report.largest is not None:
+        yield "differs most", difference_text(report.largest)
+    if report.losses:
+        yield "loss", loss_text(report)
+    yield from (("health", text) for text in _health(report))
+    if report.quarters:
+        yield "throughput", throughput_text(report)
+    yield from (("restart", restart_text(one)) for one in report.restarts)
+    yield from (("adapted", adapted_text(line)) for line in report.recorded.adaptations)
+    yield from (("checkpoints", text) for text in _checkpoints(report))
+    yield from (("edit", edit_text(edit)) for edit in report.recorded.edits or ())
+    for one in report.advisories or ():
+        yield "advisory", f"{one.rule}: {one.problem}: {one.effect}. {one.fix}"
+    yield "ran", _ran(report)
+    if report.recorded.run_dir.start_script.exists():
+        yield "run again", f"bash {shown(str(report.recorded.run_dir.start_script))}"
+    yield from (("not known", text) for text in report.missing)
+
+
+def loss_text(report: Report) -> str:
+    """Returns the first and the last loss, and those of evaluations."""
+    text = f"{report.losses[0][1]:.4f} at step {report.losses[0][0]} → {report.losses[-1][1]:.4f}"
+    if report.evaluations:
+        step, last = report.evaluations[-1]
+        best_step, best = min(report.evaluations, key=lambda pair: pair[1])
+        text += f"; evaluation {last:.4f} at step {step}"
+        text += f", best {best:.4f} at step {best_step}" if best < last else ", its best"
+    return text
+
+
+def _health(report: Report) -> Iterator[str]:
+    if not report.marks:
+        yield "no rule was broken"
+    for mark in report.marks[:_MOST_MARKS]:
+        often = f", {mark.count} times from step {mark.first_step} to {mark.last_step}" if mark.count > 1 else ""
+        yield f"{mark.rule} ({mark.severity}){often}: {mark.message}"
+    if len(report.marks) > _MOST_MARKS:
+        yield f"and {len(report.marks) - _MOST_MARKS} other rules: {report.recorded.run_dir.health.name}"
+
+
+def throughput_text(report: Report) -> str:
+    """Returns the speed of all GPUs over the run, with what slows it."""
+    text = " → ".join(f"{rate:,.0f}" for rate in report.quarters) + " tokens/s"
+    text += " over the quarters of the run" if len(report.quarters) > 1 else " in the median"
+    shares = (("waiting for data", report.data_wait_share), ("padding", report.padding_share))
+    return ", ".join([text, *(f"{100 * share:.1f} % {name}" for name, share in shares if share is not None)])
+
+
+def restart_text(restart: Restart) -> str:
+    """Returns where and why a run was started again."""
+    where = f"from step {restart.from_step}" if restart.from_step else "from the beginning"
+    at = time.strftime(" at %Y-%m-%d %H:%M", time.localtime(restart.time_s)) if restart.time_s is not None else ""
+    if restart.cause is None:
+        return f"{where}, by hand"
+    return f"{where}{at}{f', {restart.change}' if restart.change else ''}, after: {restart.cause.splitlines()[0]}"
+
+
+def adapted_text(line: Any) -> str:
+    """Returns a change after an out-of-memory with its keys."""
+    engine = (f"{key}: {json.dumps(value)}" for key, value in line["ds_config"].items())
+    return f"{line['change']}: {', '.join([*map(str, line['set']), *engine])}"
+
+
+def _checkpoints(report: Report) -> Iterator[str]:
+    steps = ", ".join(f"{step}" for step in report.checkpoints[-8:])
+    final = report.recorded.summary.get("final")
+    more = "… " if len(report.checkpoints) > 8 else ""
+    text = f"step {more}{steps}" if steps else "none"
+    yield text + (f"; final model {shown(final)}" if isinstance(final, str) else "")
+    yield from (f"skipped: {problem}" for problem in report.damaged)
+
+
+def edit_text(edit: Any) -> str:
+    """Returns a hand edit: the file, the key, the generated and the current value."""
+    values = [json.dumps(edit[name], ensure_ascii=False) if name in edit else "absent" for name in ("base", "yours")]
+    return f"{edit.get('file')}: {edit['key']} {values[0]} → {values[1]}"
+
+
+def _ran(report: Report) -> str:
+    recorded = report.recorded
+    parts = [machines_text(report)]
+    if recorded.estimate is not None:
+        parts.append(label(recorded.estimate.configuration))
+    parts += [f"{name} {version}" for name, version in recorded.versions.items()]
+    return "; ".join([part for part in parts[:2] if part] + [", ".join(parts[2:])] if parts[2:] else parts)
+
+
+def machines_text(report: Report) -> str:
+    """Returns the ranks, the GPU and the nodes of a run, as far as they are known."""
+    run, cluster = report.recorded.state, report.recorded.cluster
+    ranks = report.recorded.summary.get("ranks") or len(report.recorded.states) or None
+    if ranks is None and cluster is not None:
+        ranks = cluster.num_gpus
+    device = "GPU of unknown kind" if cluster is None else "CPU" if cluster.gpu.is_cpu else cluster.gpu.name
+    nodes = f" on {', '.join(run.nodes)}" if run is not None and run.nodes else ""
+    return f"{ranks or '?'} × {device}{nodes}"
+
+
+def document(report: Report) -> dict[str, Any]:
+    """Returns the report of one run as JSON-ready data."""
+    recorded = report.recorded
+    names = ("stage", "seconds", "step", "total_steps", "data_wait_share", "padding_share")
+    lists = ("quarters", "checkpoints", "damaged", "missing")
+    return {
+        "run_dir": str(recorded.run_dir.path),
+        **{name: getattr(report, name) for name in names},
+        "comparisons": [asdict(one) | {"off": one.off} for one in report.comparisons],
+        "differs_most": asdict(report.largest) if report.largest else None,
+        "losses": report.losses,
+        "evaluations": report.evaluations,
+        "health": [asdict(mark) for mark in report.marks],
+        **{name: list(getattr(report, name)) for name in lists},
+        "restarts": [asdict(one) for one in report.restarts],
+        "adaptations": list(recorded.adaptations),
+        "edits": None if recorded.edits is None else list(recorded.edits),
+        "advisories": None if report.advisories is None else [asdict(one) for one in report.advisories],
+        "versions": dict(recorded.versions),
+        "gpu": recorded.cluster.gpu.name if recorded.cluster is not None else None,
+        "failure": recorded.failure,
+        "start_script": str(recorded.run_dir.start_script) if recorded.run_dir.start_script.exists() else None,
+    }

@@ -1,0 +1,46 @@
+"""`dstrain report`: says what became of a run, and how far it was from its plan."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import click
+
+from dstrain.cli.console import answer, answer_json
+from dstrain.cli.output import page, report_table
+from dstrain.cli.output import report as text
+from dstrain.launch.run import state
+from dstrain.report.recorded import read
+from dstrain.report.report import report
+
+
+@click.command("report")
+@click.argument("run_dirs", metavar="RUN [RUN2 ...]", nargs=-1, type=click.Path(path_type=Path))
+@click.option("--html", type=click.Path(path_type=Path), help="Write a page with curves to this file as well.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def command(run_dirs: tuple[Path, ...], html: Path | None, as_json: bool) -> None:
+    """Say how a run ended, how far it was from its plan, and what happened on the way; several runs side by side.
+
+    RUN is a run directory, by default `output`. Reads files only, so that it works while a run trains, after it failed,
+    and on a copy. Speeds are medians over the logged windows without the first one, bytes are the largest of all ranks.
+
+    \b
+    Example:
+      dstrain report output
+      dstrain report output-1e-5 output-2e-5
+      dstrain report output --html report.html
+    """
+    if html is not None:
+        page.check(html, "report")
+    now = time.time()
+    reports = [report(read(state.folder_of(path)), now=now) for path in run_dirs or (Path("output"),)]
+    if html is not None:
+        from dstrain.cli.output import report_page
+
+        page.write(html, report_page.page(reports))
+    if as_json:
+        answer_json({"schema": 1, "runs": [text.document(one) for one in reports]})
+    else:
+        several = len(reports) > 1
+        answer("\n".join(report_table.lines(report_table.table(reports)) if several else text.lines(reports[0])))

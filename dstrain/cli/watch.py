@@ -1,0 +1,88 @@
+"""`dstrain watch`: follows a run that trains, over its run directory."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.live import Live
+
+from dstrain.cli.console import answer, width
+from dstrain.cli.output.report import verdict
+from dstrain.cli.output.watch import frame, news
+from dstrain.launch.run import state
+from dstrain.paths import shown
+from dstrain.report.progress import is_over
+from dstrain.report.recorded import read
+from dstrain.report.report import Report, report
+from dstrain.rundir import RunDir
+
+_MOST_LOAD = 0.1
+"""Share of the time that is spent on reading: the files of a long run take longer than the interval allows."""
+
+
+@click.command("watch")
+@click.argument("run_dir", metavar="RUN", type=click.Path(path_type=Path), default="output")
+@click.option(
+    "--every",
+    type=click.FloatRange(0.1),
+    default=2.0,
+    show_default=True,
+    help="Seconds between two looks; more if reading the files takes over a tenth of them.",
+)
+def command(run_dir: Path, every: float) -> None:
+    """Follow a run until it ends: loss, speed against the plan, memory of each rank, health, and the time left.
+
+    Reads the files of the run directory only, so that it works from any machine that sees them, and over ssh. On a
+    terminal the view is drawn again; elsewhere each logged step, evaluation, warning and restart is one line. Exits
+    with 1 if the run failed. Ctrl-C ends watching and leaves the run alone.
+
+    \b
+    Example:
+      dstrain watch output
+      ssh gpu01 dstrain watch /data/output
+    """
+    place = state.folder_of(run_dir)
+    console = Console(file=sys.stdout, highlight=False, emoji=False)
+    last = _draw(place, every, console) if console.is_terminal else _print(place, every)
+    if not last.is_good:
+        raise click.exceptions.Exit(1)
+
+
+def _draw(place: RunDir, every: float, console: Console) -> Report:
+    """Draws the view again and again, and returns the last report."""
+    with Live(console=console, auto_refresh=False) as live:
+        while True:
+            one, pause_s = _look(place, every)
+            live.update(frame(one, width(console)), refresh=True)
+            if is_over(one, now=time.time()):
+                return one
+            time.sleep(pause_s)
+
+
+def _print(place: RunDir, every: float) -> Report:
+    """Prints what is new as lines, the newest earlier one first, and returns the last report."""
+    since: float | None = None
+    while True:
+        one, pause_s = _look(place, every)
+        if since is None:
+            answer(f"{shown(str(place.path))}: {verdict(one)}")
+            since = max((at for at, _ in list(news(one, 0.0))[:-1]), default=0.0)
+        for at, line in news(one, since):
+            answer(line)
+            since = at
+        sys.stdout.flush()
+        if is_over(one, now=time.time()):
+            answer(f"{shown(str(place.path))}: {verdict(one)}")
+            return one
+        time.sleep(pause_s)
+
+
+def _look(place: RunDir, every: float) -> tuple[Report, float]:
+    """Returns the report, and the seconds until the next one."""
+    began = time.monotonic()
+    one = report(read(place), now=time.time())
+    return one, max(every, (time.monotonic() - began) / _MOST_LOAD)

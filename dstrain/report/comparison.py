@@ -1,0 +1,184 @@
+"""Compares what a run measured with its plan: seconds, tokens, MFU, and bytes of every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from statistics import median
+
+from dstrain.choices import Offload
+from dstrain.report.recorded import Line, Recorded, series
+
+_NOTABLE = 0.01
+"""Share of a step, or of a GPU's memory, from which the difference of a part is named."""
+
+
+class Quantity(StrEnum):
+    """What is compared."""
+
+    STEP_S = "step_s"
+    """Seconds of an optimizer step."""
+    TOKENS = "tokens_per_s_per_gpu"
+    MFU = "mfu"
+    PEAK = "peak_bytes_per_gpu"
+    """Peak of live tensors."""
+    RESERVED = "reserved_bytes_per_gpu"
+    """Peak of what PyTorch's allocator held."""
+    STATES = "states_bytes_per_gpu"
+    """Model states on the GPU."""
+    HOST = "states_host_bytes_per_rank"
+    """Offloaded model states."""
+
+
+class Part(StrEnum):
+    """A part of a step's time or of a GPU's memory."""
+
+    DATA_WAIT = "waiting for data"
+    TRAINING = "computation and communication"
+    PARAMS = "parameters"
+    GRADS = "gradients"
+    OPTIMIZER = "optimizer states"
+    TRANSIENT = "activations, logits and buffers"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """A quantity, planned and measured."""
+
+    quantity: Quantity
+    planned: float | None
+    """None if the plan does not say."""
+    measured: float | None
+    """The median of the windows for speeds, the largest of all ranks for bytes; None if it was not measured."""
+    ranks: tuple[float, ...] = ()
+    """What each rank measured."""
+    uncertainty: float | None = None
+    """The share by which the plan may be off, for 8 of 10 runs."""
+
+    @property
+    def off(self) -> float | None:
+        """How much the measurement is above the plan, as a share of the plan."""
+        return self.measured / self.planned - 1 if self.planned and self.measured is not None else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """The part that differs most from the plan."""
+
+    part: Part
+    planned: float
+    """Seconds of a step, or bytes per GPU."""
+    measured: float
+    share: float
+    """The difference as a share of the planned total."""
+
+    @property
+    def is_time(self) -> bool:
+        """Whether it is a part of a step's time."""
+        return self.part in {Part.DATA_WAIT, Part.TRAINING}
+
+
+def plans_time(recorded: Recorded) -> bool:
+    """Returns whether the plan of a run has times for the GPUs that it trained on."""
+    estimate, cluster = recorded.estimate, recorded.cluster
+    return estimate is not None and estimate.speed is not None and cluster is not None and not cluster.gpu.is_cpu
+
+
+def settled(windows: Sequence[Line]) -> Sequence[Line]:
+    """Returns the windows without the first one, which holds the warm-up, if there are others."""
+    return windows[1:] if len(windows) > 1 else windows
+
+
+def middle(windows: Sequence[Line], name: str) -> float | None:
+    """Returns the median of a metric over the settled windows; None if none has it.
+
+    >>> middle([{"step": 1, "x": 9}, {"step": 2, "x": 1}, {"step": 3, "x": 3}], "x")
+    2.0
+    """
+    values = [value for _, value in series(settled(windows), name)]
+    return median(values) if values else None
+
+
+def comparisons(recorded: Recorded) -> tuple[Comparison, ...]:
+    """Returns every quantity that was planned or measured."""
+    every = (*_speeds(recorded), *_memory(recorded))
+    return tuple(each for each in every if each.planned is not None or each.measured is not None)
+
+
+def _speeds(recorded: Recorded) -> Iterator[Comparison]:
+    estimate, windows = recorded.estimate, recorded.windows
+    speed = estimate.speed if estimate is not None and plans_time(recorded) else None
+    spread = speed.uncertainty_ratio if speed is not None else None
+    for quantity, planned in (
+        (Quantity.STEP_S, speed.step_s if speed else None),
+        (Quantity.TOKENS, speed.tokens_per_s_per_gpu if speed else None),
+        (Quantity.MFU, speed.mfu_ratio if speed else None),
+    ):
+        measured = middle(windows, quantity.value)
+        yield Comparison(quantity=quantity, planned=planned, measured=measured, uncertainty=spread)
+
+
+def _memory(recorded: Recorded) -> Iterator[Comparison]:
+    windows, estimate = recorded.windows, recorded.estimate
+    memory = estimate.memory if estimate is not None else None
+    on_gpu = recorded.cluster is not None and not recorded.cluster.gpu.is_cpu
+    peaks, reserved = recorded.peaks, [value for _, value in series(windows, Quantity.RESERVED.value)]
+    yield Comparison(
+        quantity=Quantity.PEAK,
+        planned=memory.live_bytes_per_gpu if memory and (on_gpu or peaks) else None,
+        measured=max(peaks, default=None),
+        ranks=peaks,
+    )
+    yield Comparison(
+        quantity=Quantity.RESERVED,
+        planned=memory.reserved_bytes_per_gpu if memory and (on_gpu or reserved) else None,
+        measured=max(reserved, default=None),
+    )
+    held = tuple(rank["params"] + rank["grads"] + rank["optimizer"] for rank in recorded.states)
+    yield Comparison(
+        quantity=Quantity.STATES,
+        planned=memory.states.device if memory else None,
+        measured=max(held, default=None),
+        ranks=held,
+    )
+    if estimate is not None and estimate.configuration.zero.offload is not Offload.NONE:
+        offloaded = tuple(rank["host"] for rank in recorded.states)
+        planned, measured = estimate.memory.states.host, max(offloaded, default=None)
+        yield Comparison(quantity=Quantity.HOST, planned=planned, measured=measured, ranks=offloaded)
+
+
+def largest_difference(recorded: Recorded) -> Difference | None:
+    """Returns the part of time or memory that differs most from the plan, relative to the whole; None if nothing can be
+    compared, or if nothing differs by more than 1 %."""
+    found = [*_time_differences(recorded), *_memory_differences(recorded)]
+    worst = max(found, key=lambda each: abs(each.share), default=None)
+    return worst if worst is not None and abs(worst.share) >= _NOTABLE else None
+
+
+def _time_differences(recorded: Recorded) -> Iterator[Difference]:
+    estimate, step_s = recorded.estimate, middle(recorded.windows, "step_s")
+    if estimate is None or estimate.speed is None or not plans_time(recorded) or step_s is None:
+        return
+    planned, waited = max(estimate.speed.step_s, 1e-9), (middle(recorded.windows, "data_wait_share") or 0.0) * step_s
+    for part, before, after in ((Part.DATA_WAIT, 0.0, waited), (Part.TRAINING, planned, step_s - waited)):
+        yield Difference(part=part, planned=before, measured=after, share=(after - before) / planned)
+
+
+def _memory_differences(recorded: Recorded) -> Iterator[Difference]:
+    """Yields the parts of the fullest rank."""
+    estimate, ranks = recorded.estimate, recorded.states
+    if estimate is None or not ranks:
+        return
+    memory, states = estimate.memory, estimate.memory.states
+    total = max(memory.live_bytes_per_gpu, 1)
+    for part, name in ((Part.PARAMS, "params"), (Part.GRADS, "grads"), (Part.OPTIMIZER, "optimizer")):
+        before, after = getattr(states, name), max(rank[name] for rank in ranks)
+        yield Difference(part=part, planned=before, measured=after, share=(after - before) / total)
+    peaks = recorded.peaks
+    if peaks and len(peaks) == len(ranks):
+        rest = memory.live_bytes_per_gpu - states.device
+        most = max(
+            peak - rank["params"] - rank["grads"] - rank["optimizer"] for peak, rank in zip(peaks, ranks, strict=True)
+        )
+        yield Difference(part=Part.TRANSIENT, planned=rest, measured=most, share=(most - rest) / total)

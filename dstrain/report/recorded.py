@@ -1,0 +1,255 @@
+"""Reads everything that a run directory recorded; a missing or damaged file is named and ends nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from dstrain.errors import DstrainError, InvalidConfig
+from dstrain.facts.cluster.cluster import Cluster
+from dstrain.job.schema import Job
+from dstrain.launch.run import state
+from dstrain.launch.run.state import State
+from dstrain.monitor.sinks.jsonl import current_steps, read_jsonl
+from dstrain.plan.estimate_records import Estimate
+from dstrain.records import from_data, load_json
+from dstrain.rundir import RunDir
+
+T = TypeVar("T")
+Line = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recorded:
+    """What a run directory recorded; None or empty for what is missing or cannot be read."""
+
+    run_dir: RunDir
+    state: State | None
+    is_alive: bool
+    """Whether `dstrain run` is training there now."""
+    job: Job | None
+    estimate: Estimate | None
+    """The prediction for this run."""
+    cluster: Cluster | None
+    """None also if its GPU was assumed."""
+    versions: Mapping[str, str]
+    """Package → version that trained."""
+    ds_config: Mapping[str, Any] | None
+    windows: tuple[Line, ...]
+    """Metrics of each logged window, without steps that a resume repeated."""
+    peaks: tuple[float, ...]
+    """The largest peak of each rank's GPU in bytes; empty if it was not measured, as on a CPU."""
+    evaluations: tuple[Line, ...]
+    """Metrics of each evaluation."""
+    findings: tuple[Line, ...]
+    """Warnings of the health rules."""
+    states: tuple[Mapping[str, int], ...]
+    """Measured bytes of model states, by rank."""
+    summary: Line
+    """Rank 0's summary; empty if training has not ended well."""
+    resumes: tuple[int, ...]
+    """The step from which each start resumed, restarts among them."""
+    restarts: tuple[Line, ...]
+    """When and why a failed run was started again (`launch.run.state.note_restart`)."""
+    adaptations: tuple[Line, ...]
+    """Changes after an out-of-memory (`launch.run.out_of_memory.note_adaptation`)."""
+    edits: tuple[Line, ...] | None
+    """Hand edits in effect."""
+    failure: str | None
+    """The report of a failed run."""
+    unread: tuple[str, ...]
+    """Files that cannot be read, and why."""
+
+
+def read(run_dir: RunDir) -> Recorded:
+    """Returns what a run directory recorded. Raises InvalidConfig if the folder is no run directory."""
+    _refuse_other_folders(run_dir)
+    reader = _Reader()
+    lines = [line for line in reader.lines(run_dir.metrics) if _has_place(line)]
+    logged = _last_words(current_steps(lines))
+    facts = reader.mapping(run_dir.facts)
+    run = reader.record(State, run_dir.state)
+    restarts = _of_this_run(list(filter(_is_restart, reader.lines(run_dir.restarts))), logged, run)
+    windows = tuple(line for line in logged if "loss" in line)
+    return Recorded(
+        run_dir=run_dir,
+        state=run,
+        is_alive=run is not None and state.is_alive(run, run_dir),
+        job=reader.record(Job, run_dir.request),
+        estimate=reader.record(Estimate, run_dir.plan),
+        cluster=reader.part(Cluster, facts.get("cluster"), f"{run_dir.facts.name}: cluster"),
+        versions={name: value for name, value in _mapping(facts.get("versions")).items() if isinstance(value, str)},
+        ds_config=reader.mapping(run_dir.ds_config) or None,
+        windows=windows,
+        peaks=peaks_by_rank(windows),
+        evaluations=tuple(line for line in logged if "eval_loss" in line),
+        findings=tuple(filter(_is_finding, _of_this_run(reader.lines(run_dir.health), logged, run))),
+        states=_states(reader.mapping(run_dir.states)),
+        summary=reader.mapping(run_dir.summary),
+        resumes=tuple(line["from_step"] for line in lines if line.get("event") == "resume"),
+        restarts=tuple(restarts),
+        adaptations=tuple(
+            line
+            for line in filter(_is_adaptation, reader.lines(run_dir.adaptations))
+            if line["change"] in {restart["change"] for restart in restarts}
+        ),
+        edits=reader.edits(run_dir.edits),
+        failure=reader.text(run_dir.failure),
+        unread=tuple(reader.problems),
+    )
+
+
+def _refuse_other_folders(run_dir: RunDir) -> None:
+    marks = (run_dir.state, run_dir.request, run_dir.metrics, run_dir.summary)
+    if not any(path.exists() for path in marks):
+        raise InvalidConfig(
+            f"{run_dir.path} is not a run directory: it has none of {', '.join(path.name for path in marks)}",
+            hint="Name the output_dir of a job that `dstrain run` has started.",
+        )
+
+
+class _Reader:
+    """Reads files, and collects the names of those that cannot be read; one that is missing is no problem."""
+
+    def __init__(self) -> None:
+        self.problems: list[str] = []
+
+    def text(self, path: Path) -> str | None:
+        try:
+            return path.read_text(encoding="utf-8", errors="replace")
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            self.problems.append(f"{path.name} cannot be read: {error.strerror or error}")
+            return None
+
+    def data(self, path: Path) -> Any:
+        text = self.text(path)
+        if text is None:
+            return None
+        try:
+            return json.loads(text)
+        except ValueError as error:
+            self.problems.append(f"{path.name} is damaged: {error}")
+            return None
+
+    def mapping(self, path: Path) -> Mapping[str, Any]:
+        return _mapping(self.data(path))
+
+    def record(self, kind: type[T], path: Path) -> T | None:
+        if not path.exists():
+            return None
+        try:
+            return load_json(kind, path)
+        except DstrainError as error:
+            self._note(path.name, error)
+            return None
+
+    def part(self, kind: type[T], data: Any, name: str) -> T | None:
+        try:
+            return None if data is None else from_data(kind, data, locate=lambda place: "/".join(map(str, place)))
+        except DstrainError as error:
+            self._note(name, error)
+            return None
+
+    def lines(self, path: Path) -> list[dict[str, Any]]:
+        try:
+            return read_jsonl(path)
+        except OSError as error:
+            self.problems.append(f"{path.name} cannot be read: {error.strerror or error}")
+            return []
+
+    def edits(self, path: Path) -> tuple[Line, ...] | None:
+        data = self.data(path)
+        listed = data if isinstance(data, list) else None
+        return None if listed is None else tuple(edit for edit in listed if isinstance(edit, dict) and "key" in edit)
+
+    def _note(self, name: str, error: DstrainError) -> None:
+        self.problems.append(f"{name} is damaged, or of another dstrain")
+
+
+def number(value: object) -> float | None:
+    """Returns a number of a JSON file; None for anything else.
+
+    >>> number(3), number(None), number(True)
+    (3.0, None, None)
+    """
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def series(windows: Sequence[Line], name: str) -> list[tuple[int, float]]:
+    """Returns step and value of a metric in each window that has it.
+
+    >>> series([{"step": 1, "loss": 2.0}, {"step": 2, "loss": None}], "loss")
+    [(1, 2.0)]
+    """
+    values = ((window["step"], number(window.get(name))) for window in windows)
+    return [(step, value) for step, value in values if value is not None]
+
+
+def _last_words(logged: Sequence[Line]) -> list[Line]:
+    """Returns the logged steps without those that a start from the beginning repeated, which writes no resume."""
+    kept: list[Line] = []
+    for line in logged:
+        kind = "eval_loss" in line
+        while kept and (kept[-1]["step"], "eval_loss" in kept[-1]) >= (line["step"], kind):
+            kept.pop()
+        kept.append(line)
+    return kept
+
+
+def _of_this_run(lines: Sequence[Line], logged: Sequence[Line], run: State | None) -> list[Line]:
+    """Returns the lines without those of an earlier run in the same folder, which are older than its first step."""
+    times = [number(line.get("time_s")) for line in logged[:1]] + [run.began if run is not None else None]
+    first = min((at for at in times if at is not None), default=0.0)
+    return [line for line in lines if (number(line.get("time_s")) or first) >= first]
+
+
+def peaks_by_rank(windows: Sequence[Line]) -> tuple[float, ...]:
+    """Returns the largest peak of each rank over all windows; empty if it was not measured, as on a CPU."""
+    listed = [peaks for window in windows if isinstance(peaks := window.get("peak_bytes_by_rank"), list)]
+    known = [numbers for peaks in listed if None not in (numbers := [number(peak) for peak in peaks])]
+    same = [numbers for numbers in known if len(numbers) == len(known[-1])]
+    return tuple(max(float(peak or 0) for peak in of_rank) for of_rank in zip(*same, strict=True))
+
+
+def _mapping(data: Any) -> Mapping[str, Any]:
+    return data if isinstance(data, dict) else {}
+
+
+def _has_place(line: Line) -> bool:
+    """Returns whether a line of the metrics belongs to a step, or says where a resume began."""
+    key = "from_step" if line.get("event") == "resume" else "step"
+    return isinstance(line.get(key), int)
+
+
+def _is_finding(line: Line) -> bool:
+    return isinstance(line.get("step"), int) and all(isinstance(line.get(key), str) for key in ("rule", "message"))
+
+
+def _is_restart(line: Line) -> bool:
+    numbers = (number(line.get(key)) for key in ("time_s", "from_step"))
+    texts = all(isinstance(line.get(key), str) for key in ("cause", "change"))
+    return texts and all(value is not None and 0 <= value < _LATEST_S for value in numbers)
+
+
+def _is_adaptation(line: Line) -> bool:
+    kinds = {"change": str, "set": list, "ds_config": dict}
+    return all(isinstance(line.get(key), kind) for key, kind in kinds.items())
+
+
+def _states(data: Mapping[str, Any]) -> tuple[Mapping[str, int], ...]:
+    ranks = data.get("ranks")
+    if not isinstance(ranks, list):
+        return ()
+    whole = [rank for rank in ranks if isinstance(rank, dict) and all(isinstance(rank.get(k), int) for k in _STATES)]
+    return tuple(whole) if len(whole) == len(ranks) else ()
+
+
+_LATEST_S = 2**36
+"""A time after which no run restarts, in seconds since the epoch: the year 4147."""
+_STATES = ("params", "grads", "optimizer", "host")
+"""Numbers of bytes of every rank in `states.json`."""

@@ -1,0 +1,279 @@
+"""The report of a run: how it ended, how far it was from its plan, and what happened on the way."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+from dstrain.config import jsonc
+from dstrain.config.lint.rules import releases
+from dstrain.config.lint.subject import Subject
+from dstrain.errors import Place
+from dstrain.job.file import JobFile
+from dstrain.launch.run.state import GONE, LIVING, Stage
+from dstrain.records import to_data
+from dstrain.report.comparison import Comparison, Difference, comparisons, largest_difference, middle, settled
+from dstrain.report.recorded import Line, Recorded, number, series
+
+UNKNOWN = "unknown"
+"""Stage of a run that `dstrain run` did not start."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mark:
+    """A health rule that was broken."""
+
+    rule: str
+    severity: str
+    """The highest: `warning` or `critical`."""
+    first_step: int
+    last_step: int
+    count: int
+    """How often it was told."""
+    message: str
+    """What it told last."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restart:
+    """A start after the first one."""
+
+    from_step: int
+    cause: str | None
+    """Why the start before it ended; None if a person resumed the run."""
+    change: str
+    """What is different since then; empty if nothing is."""
+    time_s: float | None
+    """When, in seconds since the epoch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Advised:
+    """A known fault of the release of DeepSpeed that trained, with the settings of this run."""
+
+    rule: str
+    """Id of its lint rule."""
+    problem: str
+    effect: str
+    fix: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """The report of one run."""
+
+    recorded: Recorded
+    """What it was made from."""
+    stage: str
+    """A stage of `dstrain status`, or `unknown`."""
+    seconds: float | None
+    """Duration so far of the last `dstrain run`."""
+    step: int
+    """Optimizer steps in the metrics or, at the end, in the summary."""
+    total_steps: int | None
+    """Steps that the job asks for; None if unknown."""
+    comparisons: tuple[Comparison, ...]
+    largest: Difference | None
+    """The part that differs most from the plan."""
+    marks: tuple[Mark, ...]
+    quarters: tuple[float, ...]
+    """Median tokens per second of all GPUs in each quarter of the run."""
+    data_wait_share: float | None
+    """Median share of time in which ranks wait for data."""
+    padding_share: float | None
+    restarts: tuple[Restart, ...]
+    advisories: tuple[Advised, ...] | None
+    """None if the versions or the configuration are unknown."""
+    checkpoints: tuple[int, ...]
+    """Steps of the complete checkpoints."""
+    damaged: tuple[str, ...]
+    """Newer checkpoints that are incomplete, and why."""
+    missing: tuple[str, ...]
+    """What is not known or not measured, and why; each once."""
+
+    @property
+    def is_good(self) -> bool:
+        """Whether the run ended as it should, or is still training."""
+        return self.stage not in {Stage.FAILED.value, GONE}
+
+    @property
+    def losses(self) -> list[tuple[int, float]]:
+        """Step and loss of each logged window."""
+        return series(self.recorded.windows, "loss")
+
+    @property
+    def evaluations(self) -> list[tuple[int, float]]:
+        """Step and evaluation loss of each evaluation."""
+        return series(self.recorded.evaluations, "eval_loss")
+
+
+def report(recorded: Recorded, *, now: float) -> Report:
+    """Returns the report of what a run recorded; `now` is in seconds since the epoch."""
+    run, windows = recorded.state, recorded.windows
+    last = max((line["step"] for line in (*windows, *recorded.evaluations)), default=0)
+    newest = recorded.run_dir.newest_checkpoint()
+    advisories = _advisories(recorded)
+    return Report(
+        recorded=recorded,
+        stage=_stage(recorded),
+        seconds=None if run is None else max(0.0, (now if recorded.is_alive else run.beat) - run.began),
+        step=int(number(recorded.summary.get("steps")) or last),
+        total_steps=_total_steps(recorded),
+        comparisons=comparisons(recorded),
+        largest=largest_difference(recorded),
+        marks=marks(recorded.findings),
+        quarters=quarters([value for _, value in series(settled(windows), "tokens_per_s")]),
+        data_wait_share=middle(windows, "data_wait_share"),
+        padding_share=middle(windows, "padding_share"),
+        restarts=_restarts(recorded),
+        advisories=advisories,
+        checkpoints=tuple(step for step, _ in recorded.run_dir.whole_checkpoints()),
+        damaged=() if recorded.is_alive else newest.skipped,
+        missing=(*recorded.unread, *_missing(recorded, advisories)),
+    )
+
+
+def _stage(recorded: Recorded) -> str:
+    run = recorded.state
+    if run is None:
+        return Stage.ENDED.value if recorded.summary else UNKNOWN
+    return GONE if run.stage in LIVING and not recorded.is_alive else run.stage.value
+
+
+def _total_steps(recorded: Recorded) -> int | None:
+    """Returns the steps of the job: given, or from the share of its epochs that is done."""
+    job = recorded.job
+    if job is None:
+        return None
+    if job.max_steps:
+        return job.max_steps
+    if recorded.summary:
+        return int(number(recorded.summary.get("steps")) or 0) or None
+    last = recorded.windows[-1] if recorded.windows else {}
+    epoch = number(last.get("epoch"))
+    return round(last["step"] * job.num_train_epochs / epoch) if epoch else None
+
+
+def marks(findings: Sequence[Line]) -> tuple[Mark, ...]:
+    """Returns the broken rules in the order in which they were first broken.
+
+    >>> lines = [{"rule": "loss_spike", "step": step, "severity": "warning", "message": "…"} for step in (40, 90)]
+    >>> [(mark.rule, mark.first_step, mark.last_step, mark.count) for mark in marks(lines)]
+    [('loss_spike', 40, 90, 2)]
+    """
+    by_rule: dict[str, list[Line]] = {}
+    for line in findings:
+        by_rule.setdefault(line["rule"], []).append(line)
+    return tuple(
+        Mark(
+            rule=rule,
+            severity="critical" if any(line.get("severity") == "critical" for line in lines) else "warning",
+            first_step=min(line["step"] for line in lines),
+            last_step=max(line["step"] for line in lines),
+            count=len(lines),
+            message=lines[-1]["message"],
+        )
+        for rule, lines in by_rule.items()
+    )
+
+
+def quarters(values: Sequence[float]) -> tuple[float, ...]:
+    """Returns the median of each quarter of a series; of fewer than eight values one median.
+
+    >>> quarters([4, 4, 4, 4, 2, 2, 1, 1]), quarters([3, 5])
+    ((4.0, 4.0, 2.0, 1.0), (4.0,))
+    """
+    if not values:
+        return ()
+    if len(values) < 8:
+        return (float(median(values)),)
+    borders = [len(values) * quarter // 4 for quarter in range(5)]
+    return tuple(float(median(values[first:last])) for first, last in pairwise(borders))
+
+
+def _restarts(recorded: Recorded) -> tuple[Restart, ...]:
+    """Returns the starts after the first one: those of `dstrain run` with their cause, then those by hand."""
+    own = [
+        Restart(from_step=line["from_step"], cause=line["cause"], change=line["change"], time_s=line["time_s"])
+        for line in recorded.restarts
+    ]
+    by_hand = Counter(recorded.resumes) - Counter(restart.from_step for restart in own)
+    hand = [Restart(from_step=step, cause=None, change="", time_s=None) for step in sorted(by_hand.elements())]
+    return (*own, *hand)
+
+
+def _advisories(recorded: Recorded) -> tuple[Advised, ...] | None:
+    """Returns the known faults of the releases that trained, as lint finds them; None if they cannot be looked up."""
+    if "deepspeed" not in recorded.versions or recorded.ds_config is None:
+        return None
+    job = recorded.job
+    subject = Subject(
+        document=jsonc.read(json.dumps(recorded.ds_config), recorded.run_dir.ds_config.name),
+        is_trainers=True,
+        versions=recorded.versions,
+        job=None if job is None else JobFile(job=job, locate=lambda keys: Place(file="request.json")),
+        cluster=recorded.cluster,
+        estimate=recorded.estimate,
+    )
+    return tuple(
+        Advised(rule=rule.id, problem=fault.problem, effect=fault.effect, fix=fault.fix)
+        for rule in releases.RULES
+        for fault in rule.find(subject)
+    )
+
+
+def _missing(recorded: Recorded, advisories: object) -> list[str]:
+    """Returns what cannot be said of a run, and why."""
+    estimate, cluster = recorded.estimate, recorded.cluster
+    on_cpu = cluster is not None and cluster.gpu.is_cpu
+    found = []
+    if estimate is None:
+        found.append("no plan was recorded, so nothing is compared with it")
+    elif on_cpu:
+        found.append("ranks trained on a CPU: no time is planned for it, and PyTorch counts no peak of memory there")
+    elif cluster is None:
+        found.append("the GPU was not known to the plan, so times and MFU are not compared")
+    elif estimate.speed is None:
+        found.append(f"the speed of {cluster.gpu.name} is not known, so no time is planned")
+    if not recorded.windows:
+        found.append("no step was logged")
+    if recorded.windows and not recorded.states:
+        found.append("model states were not measured: that takes two steps")
+    if advisories is None:
+        found.append("the versions that trained were not recorded, so known faults of releases were not looked up")
+    if recorded.edits is None:
+        found.append("hand edits are unknown: the files of the job have no record of what was generated")
+    return found
+
+
+def settings(recorded: Recorded) -> dict[str, Any]:
+    """Returns the settings of a run by dotted key: the job's, and `ds_config.` with those of the engine."""
+    job = {} if recorded.job is None else to_data(recorded.job)
+    return {**_flat(job, ""), **_flat(recorded.ds_config or {}, "ds_config.")}
+
+
+def _flat(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, dict):
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def differing(reports: Sequence[Report]) -> dict[str, tuple[Any, ...]]:
+    """Returns the settings in which runs differ, without the names of their folders: key → value of each run."""
+    tables = [settings(one.recorded) for one in reports]
+    keys = dict.fromkeys(key for table in tables for key in table)
+    values = {key: tuple(table.get(key) for table in tables) for key in keys if key not in _OWN}
+    return {key: row for key, row in values.items() if any(value != row[0] for value in row)}
+
+
+_OWN = frozenset({"output_dir", "resume", "monitor.name"})
+"""Settings that are of one run and say nothing about another."""

@@ -1,0 +1,112 @@
+"""`report --html`: the page of runs, its curves and bars, and its view in a browser."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dstrain.choices import HealthRule
+from dstrain.cli.output.report_page import CHINESE
+from dstrain.launch.run.state import GONE, Stage
+from dstrain.report.comparison import Part, Quantity
+from dstrain.report.report import UNKNOWN
+from tests.cli.browser import assert_stands_alone, parsed, shown
+from tests.cli.conftest import Server
+from tests.report.runs import gpu_run, night
+
+Type = Callable[..., Any]
+EVIL = "</script><img src=x onerror=alert(1)>"
+PROBE = """<script>
+const { clientWidth, scrollWidth } = document.documentElement;
+document.title = [innerWidth, clientWidth, scrollWidth, getComputedStyle(document.body).color].join("/");
+</script>"""
+"""Writes into the title how wide the window, its view and the page are, and the color of its text."""
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory: pytest.TempPathFactory, server: Server) -> Path:
+    """The pages of a run on GPUs that a rule warned of, of one on CPUs, and of both; the run has a hostile name."""
+    folder = tmp_path_factory.mktemp("report")
+    marked = gpu_run(folder / EVIL.replace("/", "|"), slower=1.2, waits=0.1)
+    told = {"rule": HealthRule.LOSS_SPIKE, "step": 20, "severity": "critical", "message": f"step 20: {EVIL}"}
+    (marked / "health.jsonl").write_text(json.dumps(told) + "\n")
+    night(folder / "night")
+    for name, runs in (("gpu", [marked.name]), ("cpu", ["night"]), ("both", [marked.name, "night"])):
+        done = server.run(("report", *runs, "--html", f"{name}.html"), folder, {})
+        assert (done.returncode, f"wrote {name}.html" in done.stderr) == (0, True), done.stderr
+        assert done.stdout
+    return folder
+
+
+def text_of(pages: Path, name: str) -> str:
+    return (pages / f"{name}.html").read_text(encoding="utf-8")
+
+
+def test_nothing_points_outside_and_names_are_text(pages: Path) -> None:
+    page = parsed(text_of(pages, "both"))
+    assert_stands_alone(page)
+    assert any(EVIL in item for item in page.texts["li"])
+    assert any("img src=x" in title for title in page.texts["h1"])
+
+
+def test_the_curves_have_the_points_of_the_run(pages: Path) -> None:
+    lines = [values for tag, values in parsed(text_of(pages, "cpu")).tags if tag == "polyline"]
+    points = {str(line["class"]): str(line["points"]).split() for line in reversed(lines)}
+    assert (len(points["curve train"]), len(points["curve eval"])) == (60, 4)
+    first, last = (
+        tuple(map(float, point.split(","))) for point in (points["curve train"][0], points["curve train"][-1])
+    )
+    assert (first[0], last[0]) == (0, 100)
+    assert first[1] < last[1], "the loss falls"
+    marks = [
+        str(values["class"]) for tag, values in parsed(text_of(pages, "cpu")).tags if "mark" in str(values.get("class"))
+    ]
+    assert marks == ["mark restart", "mark restart"]
+    assert text_of(pages, "gpu").count('class="mark critical"') == 2
+    assert text_of(pages, "gpu").count('class="curve planned"') == 1
+
+
+def test_there_is_a_bar_for_the_plan_and_each_rank(pages: Path) -> None:
+    page = parsed(text_of(pages, "gpu"))
+    rows = [values for _, values in page.tags if values.get("class") == "row"]
+    assert len(rows) == 1 + 8
+    widths = [
+        float(re.findall(r"[\d.]+", str(values["style"]))[0]) for tag, values in page.tags if "width:" in str(values)
+    ]
+    assert len(widths) == 4 * 9
+    assert sum(widths[:4]) == pytest.approx(100, abs=0.1)
+
+
+def test_all_that_a_report_names_is_there_in_chinese() -> None:
+    names = {*Quantity, *Part, *Stage, GONE, UNKNOWN}
+    assert {str(name) for name in names} <= {str(key) for key in CHINESE}
+
+
+@pytest.mark.parametrize(("width", "is_dark"), [(360, False), (1920, True)])
+def test_a_browser_shows_it_at_any_width_in_light_and_dark(
+    pages: Path, width: int, is_dark: bool, need: Callable[[object, str], None]
+) -> None:
+    target = pages / f"{width}.html"
+    target.write_text(text_of(pages, "both") + PROBE)
+    scheme = f"--blink-settings=preferredColorScheme={0 if is_dark else 1}"
+    done = shown(target, "#lang=zh", f"--window-size={width},800", scheme, need=need)
+    assert "CONSOLE" not in done.stderr
+    page = parsed(done.stdout)
+    inner, view, scrolled, color = page.texts["title"][0].split("/")
+    assert (int(inner), scrolled) == (width, view), "a part of the page is wider than the window"
+    assert color == ("rgb(255, 255, 255)" if is_dark else "rgb(0, 0, 0)")
+    assert ("html", {"lang": "zh"}) in page.tags
+
+
+def test_a_page_of_another_kind_is_not_replaced(dstrain: Type, pages: Path, tmp_path: Path) -> None:
+    night(tmp_path / "output")
+    (tmp_path / "plan.html").write_text("<!doctype html>\n<!-- dstrain plan -->\n")
+    done = dstrain("report", "--html", "plan.html")
+    assert (done.returncode, done.stdout) == (6, "")
+    assert dstrain("report", "--html", "new.html").returncode == 0
+    assert dstrain("report", "--html", "new.html").returncode == 0

@@ -1,0 +1,177 @@
+"""Reports of whole, damaged and repeated runs."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dstrain.cli.output.report import document, lines
+from dstrain.cli.output.report_page import page
+from dstrain.cli.output.report_table import lines as table_lines
+from dstrain.cli.output.report_table import table
+from dstrain.errors import InvalidConfig
+from dstrain.launch.run.state import note_restart
+from dstrain.report.recorded import read
+from dstrain.report.report import Report, differing, report
+from dstrain.rundir import RunDir
+from tests.draws import Draw
+from tests.report.runs import BEGAN, NIGHT, gpu_run, night
+
+Damage = Callable[[Path], object]
+
+
+def reported(folder: Path) -> Report:
+    return report(read(RunDir(folder)), now=BEGAN)
+
+
+def test_a_restart_has_its_cause_and_repeated_steps_count_once(tmp_path: Path) -> None:
+    one = reported(night(tmp_path / "run"))
+    assert (one.stage, one.step, one.total_steps, one.missing[0][:26]) == (
+        "ended",
+        60,
+        60,
+        "ranks trained on a CPU: no",
+    )
+    (restart,) = one.restarts
+    assert (restart.from_step, restart.change) == (15, "")
+    assert restart.cause is not None
+    assert restart.cause.startswith("rank 1 failed first")
+    assert [step for step, _ in one.losses] == list(range(1, 61))
+    assert [step for step, _ in one.evaluations] == [15, 30, 45, 60]
+
+
+def test_a_resume_that_no_restart_explains_was_made_by_hand(tmp_path: Path) -> None:
+    folder = night(tmp_path / "run")
+    (folder / "restarts.jsonl").unlink()
+    assert [(one.from_step, one.cause) for one in reported(folder).restarts] == [(15, None)]
+
+
+def test_steps_of_an_earlier_run_in_the_folder_do_not_count(tmp_path: Path) -> None:
+    folder = night(tmp_path / "run")
+    metrics, health = folder / "metrics.jsonl", folder / "health.jsonl"
+    first = json.loads(metrics.read_text().splitlines()[0])
+    earlier = [{**first, "step": step, "loss": 99.0, "time_s": first["time_s"] - 1000 + step} for step in (1, 2, 90)]
+    metrics.write_text("".join(f"{json.dumps(line)}\n" for line in earlier) + metrics.read_text())
+    told = {"rule": "loss_spike", "severity": "warning", "message": "…"}
+    found = [{**told, "step": 90, "time_s": first["time_s"] - 910}, {**told, "step": 7, "time_s": first["time_s"] + 5}]
+    health.write_text("".join(f"{json.dumps(line)}\n" for line in found))
+    state = folder / "state.json"
+    state.write_text(json.dumps(json.loads(state.read_text()) | {"began": first["time_s"] - 3}))
+    one = reported(folder)
+    assert [step for step, _ in one.losses] == list(range(1, 61))
+    assert max(loss for _, loss in one.losses) < 99
+    assert [mark.first_step for mark in one.marks] == [7]
+
+
+def test_a_restart_is_recorded_as_it_is_read(tmp_path: Path) -> None:
+    folder = night(tmp_path / "run")
+    (folder / "restarts.jsonl").unlink()
+    note_restart(RunDir(folder), cause="node2 was lost\nLogs: …", from_step=15, change="node2 → node9")
+    (restart,) = reported(folder).restarts
+    assert (restart.cause, restart.change) == ("node2 was lost\nLogs: …", "node2 → node9")
+    assert any("from step 15 at " in line for line in lines(reported(folder)))
+
+
+def _halve(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def _replace(text: str) -> Damage:
+    return lambda path: path.write_text(text)
+
+
+def _bury(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+DAMAGES: dict[str, Damage] = {
+    "missing": lambda path: path.unlink(),
+    "half": _halve,
+    "null": _replace("null"),
+    "list": _replace("[1, null, {}]"),
+    "object": _replace('{"ranks": 3, "cluster": 4, "step": "x", "loss": [], "zero_optimization": 7}'),
+    "bytes": lambda path: path.write_bytes(b"\xff\xfe\x00{"),
+    "folder": _bury,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("name", sorted(path.name for path in NIGHT.iterdir()))
+def test_a_damaged_file_takes_what_it_tells_and_no_more(tmp_path: Path, name: str, damage: str) -> None:
+    folder = night(tmp_path / "run")
+    whole = lines(reported(folder))
+    DAMAGES[damage](folder / name)
+    one = reported(folder)
+    text = lines(one)
+    assert json.loads(json.dumps(document(one)))["run_dir"] == str(folder)
+    assert table_lines(table([one, reported(NIGHT)]))
+    if damage in {"bytes", "folder"} and not name.endswith((".jsonl", ".sh")):
+        assert any(f"{name} " in problem for problem in one.missing), one.missing
+    if name in {"metrics.jsonl", "state.json", "plan.json"}:
+        assert text != whole, "nothing of the file was in the report"
+
+
+JUNK: tuple[Any, ...] = (None, [], {}, "x", -1, 1e308, True, [1], {"a": 1}, 0)
+
+
+def _replaced(value: Any, rng: random.Random) -> Any:
+    """Returns a value of JSON in which one part has become junk."""
+    inner = list(value) if isinstance(value, dict) else [*range(len(value))] if isinstance(value, list) else []
+    if not inner or rng.random() < 0.1:
+        return rng.choice(JUNK)
+    key = rng.choice(inner)
+    changed = {**value} if isinstance(value, dict) else [*value]
+    changed[key] = _replaced(value[key], rng)
+    return changed
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A run with every file that a report reads, and one as GPUs leave it."""
+    folder = tmp_path_factory.mktemp("whole")
+    one = night(folder / "night")
+    told = {"rule": "loss_spike", "step": 9, "severity": "warning", "message": "…"}
+    (one / "health.jsonl").write_text(json.dumps(told) + "\n")
+    (one / "adaptations.jsonl").write_text(json.dumps({"change": "", "set": ["a=1"], "ds_config": {"b": 1}}) + "\n")
+    return one, gpu_run(folder / "gpu")
+
+
+def test_no_value_of_a_file_breaks_a_report_or_its_page(tmp_path: Path, whole: tuple[Path, Path], draw: Draw) -> None:
+    rng = random.Random(draw.seed)
+    for number in range(2000 if draw.draws_all else 60):
+        folder = tmp_path / f"{number}"
+        shutil.copytree(rng.choice(whole), folder)
+        path = rng.choice(sorted(folder.glob("*.json*")))
+        texts = path.read_text().splitlines() if path.suffix == ".jsonl" else [path.read_text()]
+        at = rng.randrange(len(texts))
+        texts[at] = json.dumps(_replaced(json.loads(texts[at]), rng))
+        path.write_text("\n".join(texts))
+        one = reported(folder)
+        assert lines(one), path.name
+        assert json.dumps(document(one))
+        assert page([one, one])
+
+
+def test_a_folder_that_is_no_run_directory_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidConfig, match="is not a run directory"):
+        read(RunDir(tmp_path))
+
+
+def test_runs_side_by_side_show_the_settings_that_differ(tmp_path: Path) -> None:
+    folders = [night(tmp_path / name) for name in ("a", "b")]
+    for folder, rate in zip(folders, (0.02, 0.01), strict=True):
+        request = folder / "request.json"
+        job = json.loads(request.read_text()) | {"learning_rate": rate, "output_dir": str(folder)}
+        request.write_text(json.dumps(job))
+    reports = [reported(folder) for folder in folders]
+    assert differing(reports) == {"learning_rate": (0.02, 0.01)}
+    rows = {row[0]: row[1:] for row in table(reports)}
+    assert rows["learning_rate"] == ["0.02", "0.01"]
+    assert rows["hand edits"] == ["2", "2"]
