@@ -1,11 +1,18 @@
-"""The workload of a plan: the model, the machines, and what was measured on machines like them."""
+"""The workload of a plan: the model, the machines, and what was measured on machines like them.
+
+Every verb gets its measurements here, so that all of them say the same of one configuration.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import socket
+from dataclasses import dataclass, field, replace
 
+from dstrain.facts.cluster import calibration, measured_links
 from dstrain.facts.cluster.calibration import Calibration, Measured
-from dstrain.facts.cluster.cluster import Cluster
+from dstrain.facts.cluster.cluster import Cluster, Origin, link_assumed_between_nodes
+from dstrain.facts.cluster.hostfile import Hosts
+from dstrain.facts.cluster.links import link
 from dstrain.facts.model.model_facts import ModelFacts
 
 
@@ -22,3 +29,39 @@ class Workload:
     def measured(self) -> Measured:
         """The measurements of the cluster's GPU."""
         return self.calibration.of(self.cluster.gpu.name)
+
+
+def measured_workload(model: ModelFacts, cluster: Cluster) -> Workload:
+    """Returns the workload with the user's calibration and the measured links of a cluster (`measured_cluster`).
+
+    Raises InvalidConfig if the calibration file is damaged.
+    """
+    rates = measured_links.with_rates(calibration.read(), cluster)
+    return Workload(model=model, cluster=cluster, calibration=rates)
+
+
+def measured_cluster(cluster: Cluster, hosts: Hosts | None) -> tuple[Cluster, str | None]:
+    """Returns the cluster with the links that `dstrain doctor --network` measured on its hosts, as far as it did, and
+    a note about an unreadable file, which is ignored.
+
+    A link that was measured for an earlier plan is looked up again; one that was given stays. Without hosts it is this
+    machine if its GPU was measured, or else no known one.
+    """
+    cluster = _unmeasured(cluster)
+    is_here = cluster.num_nodes == 1 and (cluster.gpu_origin is Origin.MEASURED or cluster.gpu.is_cpu)
+    if hosts is None and not is_here:
+        return cluster, None
+    entries, problem = measured_links.read()
+    names = measured_links.names([host.name for host in hosts.hosts] if hosts else ["localhost"], socket.gethostname())
+    links_here = measured_links.find(entries, names, gpu=cluster.gpu.name, gpus_per_node=cluster.gpus_per_node)
+    return measured_links.with_links(cluster, links_here) if links_here is not None else cluster, problem
+
+
+def _unmeasured(cluster: Cluster) -> Cluster:
+    """Returns the cluster with assumed links in place of measured ones."""
+    if cluster.intra_link_origin is Origin.MEASURED:
+        cluster = replace(cluster, intra_link=link(cluster.gpu.link), intra_link_origin=Origin.ASSUMED)
+    if cluster.inter_link_origin is Origin.MEASURED:
+        inter = link_assumed_between_nodes(cluster.gpu)
+        cluster = replace(cluster, inter_link=inter, inter_link_origin=Origin.ASSUMED)
+    return cluster

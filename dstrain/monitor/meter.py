@@ -77,6 +77,7 @@ class Meter:
             wait_s=self._wait_s,
             peak_bytes=stats.get("allocated_bytes.all.peak", 0) if on_gpu else _NAN,
             reserved_bytes=stats.get("reserved_bytes.all.peak", 0) if on_gpu else _NAN,
+            outside_bytes=_used_bytes() - stats.get("reserved_bytes.all.current", 0) if on_gpu else _NAN,
             alloc_retries=stats.get("num_alloc_retries", 0),
             gpu_utilization=_nvml(lambda: torch.cuda.utilization() / 100),
             gpu_power_w=_nvml(lambda: torch.cuda.power_draw() / 1000),
@@ -119,6 +120,12 @@ class CountingCollator:
         batch = self.collator(rows)
         batch[COUNTS] = _counts(batch)
         return batch
+
+
+def _used_bytes() -> float:
+    """Returns the bytes of this GPU that are in use, by all processes; asking does not wait for its kernels."""
+    free, total = torch.cuda.mem_get_info()
+    return float(total - free)
 
 
 def _nvml(read: Callable[[], float]) -> float:

@@ -31,6 +31,8 @@ class Reading:
     """Peak of allocated GPU memory."""
     reserved_bytes: float
     """Peak of GPU memory reserved by PyTorch's allocator."""
+    outside_bytes: float
+    """GPU memory in use at the end of the window and not reserved by PyTorch: context, NCCL, other processes."""
     alloc_retries: float
     """Cache flushes of the allocator since the start."""
     gpu_utilization: float
@@ -43,7 +45,7 @@ class Reading:
     """Share of this node's RAM that is in use, 0…1."""
 
     def numbers(self) -> list[float]:
-        """Returns the fields in order, for a gather: (12,)."""
+        """Returns the fields in order, for a gather: (13,)."""
         return [float(getattr(self, name)) for name in self.__slots__]
 
 
@@ -85,7 +87,8 @@ def summarize(readings: Sequence[Reading], *, steps: int, against: Hardware | No
     """Returns the metrics of one window of `steps` steps from every rank's reading.
 
     >>> one = Reading(tokens=100, padding=100, squared_tokens=1e4, window_s=2, wait_s=1, peak_bytes=float("nan"),
-    ...     reserved_bytes=float("nan"), alloc_retries=0, gpu_utilization=float("nan"), gpu_power_w=float("nan"),
+    ...     reserved_bytes=float("nan"), outside_bytes=float("nan"), alloc_retries=0,
+    ...     gpu_utilization=float("nan"), gpu_power_w=float("nan"),
     ...     host_bytes=5, host_used_share=0.5)
     >>> metrics = summarize([one, one], steps=2, against=None)
     >>> metrics["tokens_per_s"], metrics["padding_share"], metrics["data_wait_share"], metrics["step_s"]
@@ -101,6 +104,7 @@ def summarize(readings: Sequence[Reading], *, steps: int, against: Hardware | No
         "padding_share": padding / (tokens + padding) if tokens + padding else 0.0,
         "step_s": window_s / max(steps, 1),
         "data_wait_share": max(reading.wait_s / max(reading.window_s, 1e-9) for reading in readings),
+        "data_wait_s_by_rank": [reading.wait_s / max(steps, 1) for reading in readings],
         "host_bytes_max": max(reading.host_bytes for reading in readings),
         "host_used_share": max(reading.host_used_share for reading in readings),
     }
@@ -108,17 +112,27 @@ def summarize(readings: Sequence[Reading], *, steps: int, against: Hardware | No
         attention = against.flops_per_token_and_context * sum(reading.squared_tokens for reading in readings)
         flops = against.flops_per_token * tokens + attention
         metrics["mfu"] = flops / window_s / len(readings) / against.flops_per_s
-    peaks = [reading.peak_bytes for reading in readings]
-    if not any(map(math.isnan, peaks)):
-        metrics["peak_bytes_per_gpu"] = max(peaks)
-        metrics["peak_bytes_by_rank"] = peaks
-        metrics["reserved_bytes_per_gpu"] = max(reading.reserved_bytes for reading in readings)
-        metrics["alloc_retries"] = sum(reading.alloc_retries for reading in readings)
+    metrics |= _memory(readings)
     for name in ("gpu_utilization", "gpu_power_w"):
         known = [value for value in (getattr(reading, name) for reading in readings) if not math.isnan(value)]
         if known:
             metrics[name] = sum(known) / len(known)
     return metrics
+
+
+def _memory(readings: Sequence[Reading]) -> dict[str, Any]:
+    """Returns the GPU memory of the ranks; nothing without GPUs."""
+    peaks, reserved = ([getattr(reading, name) for reading in readings] for name in ("peak_bytes", "reserved_bytes"))
+    if any(map(math.isnan, peaks)):
+        return {}
+    return {
+        "peak_bytes_per_gpu": max(peaks),
+        "peak_bytes_by_rank": peaks,
+        "reserved_bytes_per_gpu": max(reserved),
+        "reserved_bytes_by_rank": reserved,
+        "outside_bytes_by_rank": [reading.outside_bytes for reading in readings],
+        "alloc_retries": sum(reading.alloc_retries for reading in readings),
+    }
 
 
 def without_nonfinite(values: Mapping[str, Any]) -> dict[str, Any]:

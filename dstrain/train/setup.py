@@ -26,10 +26,12 @@ from dstrain.job.schema import Job
 from dstrain.monitor.callback import MetricsCallback
 from dstrain.monitor.health.history import Facts
 from dstrain.monitor.health.watch import Watch
+from dstrain.monitor.measured import measurement
 from dstrain.monitor.meter import CountingCollator, Meter
 from dstrain.monitor.metrics import Hardware, hardware
 from dstrain.monitor.sinks.jsonl import JsonlFile, current_steps, read_jsonl
 from dstrain.monitor.sinks.registry import Guarded
+from dstrain.records import to_data
 from dstrain.rundir import RunDir
 from dstrain.train import out_of_memory
 from dstrain.train import rank as ranks
@@ -225,6 +227,7 @@ class TrainingSetup:
             "train_s": train_s,
             "tokens_per_s": metrics.total_tokens / train_s if train_s else None,
             "peak_bytes_per_gpu": metrics.peak_bytes,
+            "measured": to_data(measurement(logged)),
             "ranks": self.rank.world_size,
         }
 

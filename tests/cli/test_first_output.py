@@ -18,6 +18,7 @@ COLUMNS, ROWS = 80, 24
 MODEL = ("--gpus", "16", "--model", "qwen3-32b")
 FITS: dict[str, tuple[tuple[str, ...], ...]] = {
     "adopt": ((),),
+    "calibrate": (("output",),),
     "diff": ((),),
     "doctor": ((),),
     "explain": (("overlap_comm",), ("zero_optimization.stage",)),

@@ -22,6 +22,7 @@ ONE |= {"--offload": "none", "--micro-batch": "1", "--grad-ckpt": ""}
 SCRIPT = {"": ("job.yaml",), "--nodes": "1", "--gpus": "1", "-n": ""}
 BASE: dict[str, dict[str, Any]] = {
     "adopt": {"-n": ""},
+    "calibrate": {"": ("run",), "-n": ""},
     "explain": {"": ("gradient_clipping",)},
     "export": {"": ("adapter", "out"), "-n": ""},
     "export-config": {"": ("torchrun",), "-n": ""},

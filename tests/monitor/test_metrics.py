@@ -11,6 +11,7 @@ import pytest
 from dstrain.choices import Method, Precision
 from dstrain.facts.cluster.gpus import Gpu
 from dstrain.facts.model.model_facts import Kind, ModelFacts, TensorGroup
+from dstrain.monitor.measured import measurement
 from dstrain.monitor.metrics import Hardware, Reading, hardware, scalars, summarize, without_nonfinite
 
 NAN = float("nan")
@@ -22,6 +23,7 @@ ONE = Reading(
     wait_s=0,
     peak_bytes=NAN,
     reserved_bytes=NAN,
+    outside_bytes=NAN,
     alloc_retries=0,
     gpu_utilization=NAN,
     gpu_power_w=NAN,
@@ -97,6 +99,19 @@ def test_memory_is_the_peak_of_the_fullest_rank() -> None:
     ranks = [replace(ONE, peak_bytes=10, reserved_bytes=12), replace(ONE, peak_bytes=20, reserved_bytes=30)]
     found = summarize(ranks, steps=1, against=None)
     assert (found["peak_bytes_per_gpu"], found["peak_bytes_by_rank"]) == (20, [10, 20])
+
+
+def test_each_rank_has_what_a_calibration_compares() -> None:
+    one = replace(ONE, peak_bytes=10, reserved_bytes=12, outside_bytes=3, wait_s=1)
+    found = summarize([one, replace(one, reserved_bytes=14, outside_bytes=4, wait_s=0)], steps=2, against=None)
+    assert (found["reserved_bytes_by_rank"], found["outside_bytes_by_rank"]) == ([12, 14], [3, 4])
+    assert found["data_wait_s_by_rank"] == [0.5, 0]
+    result = measurement([{"step": 2, **found}, {"step": 4, **found}])
+    assert [(rank.reserved_bytes, rank.outside_bytes, rank.data_wait_s) for rank in result.ranks] == [
+        (12, 3, 0.5),
+        (14, 4, 0),
+    ]
+    assert (result.windows, result.steps, result.step_s) == (1, 2, 1)
 
 
 def test_memory_is_left_out_where_there_is_no_gpu() -> None:

@@ -126,7 +126,11 @@ def _summary(folder: Path) -> dict[str, Any]:
 )
 def test_every_configuration_trains_to_its_end(runs: Path, name: str) -> None:
     assert codes(runs / name) == [[0, 0]], said(runs / name)[-3000:]
-    assert _summary(runs / name)["steps"] == 3
+    summary = _summary(runs / name)
+    assert summary["steps"] == 3
+    measured = [rank["data_wait_s"] for rank in summary["measured"]["ranks"]]
+    assert len(measured) == 2
+    assert all(0 <= wait < summary["measured"]["step_s"] for wait in measured)
 
 
 def test_zero_1_2_and_3_compute_the_same_losses(runs: Path) -> None:

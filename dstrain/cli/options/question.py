@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -11,12 +10,12 @@ from dstrain.choices import Attention, LossKernel, Precision
 from dstrain.cli.console import say_lines
 from dstrain.errors import InvalidConfig, Place
 from dstrain.facts import probe
-from dstrain.facts.cluster import calibration, gpus, hostfile, links, machines, measured_links
 from dstrain.facts.cluster import cluster as clusters
+from dstrain.facts.cluster import gpus, hostfile, links, machines
 from dstrain.facts.cluster.cluster import Cluster, Origin
 from dstrain.facts.cluster.hostfile import Hosts
 from dstrain.facts.model import trace_records
-from dstrain.facts.workload import Workload
+from dstrain.facts.workload import Workload, measured_cluster, measured_workload
 from dstrain.job.schema import Lora
 from dstrain.plan.request import Request
 from dstrain.plan.search.search_space import DEFAULT_SEQ_LEN
@@ -42,7 +41,9 @@ def plan_inputs(options: dict[str, Any], *, last: Cluster | None = None) -> Plan
     hosts = _named_hosts(options)
     request = _request(options)
     model = probe.read_model(options["model"], hub=options["hub"], way=_trace_question(request))
-    cluster = _with_measured_links(_cluster(options, hosts, last), hosts)
+    cluster, problem = measured_cluster(_cluster(options, hosts, last), hosts)
+    if problem is not None:
+        say_lines([f"note: {problem}"])
     if hosts is None:
         single = cluster.num_nodes == 1
         hosts = (
@@ -50,9 +51,7 @@ def plan_inputs(options: dict[str, Any], *, last: Cluster | None = None) -> Plan
             if single
             else hostfile.placeholders(cluster.num_nodes, cluster.gpus_per_node)
         )
-    rates = measured_links.with_rates(calibration.read(), cluster)
-    workload = Workload(model=model, cluster=cluster, calibration=rates)
-    return PlanInputs(workload=workload, hosts=hosts, request=request)
+    return PlanInputs(workload=measured_workload(model, cluster), hosts=hosts, request=request)
 
 
 def _trace_question(request: Request) -> trace_records.Question:
@@ -156,22 +155,6 @@ def _limited(gpu: gpus.Gpu, limit_bytes: int) -> gpus.Gpu:
             f"--gpu-memory-limit is {format_bytes(limit_bytes)}; {gpu.name} has {has}", hint=f"Write {has} or less."
         )
     return replace(gpu, memory_mib=limit_bytes // MIB)
-
-
-def _with_measured_links(cluster: Cluster, hosts: Hosts | None) -> Cluster:
-    """Returns the cluster with the links that `dstrain doctor --network` measured on these hosts, if it did.
-
-    Prints a note for an unreadable file, and ignores it.
-    """
-    is_here = cluster.num_nodes == 1 and (cluster.gpu_origin is Origin.MEASURED or cluster.gpu.is_cpu)
-    if hosts is None and not is_here:
-        return cluster
-    entries, problem = measured_links.read()
-    if problem is not None:
-        say_lines([f"note: {problem}"])
-    names = measured_links.names([host.name for host in hosts.hosts] if hosts else ["localhost"], socket.gethostname())
-    links_here = measured_links.find(entries, names, gpu=cluster.gpu.name, gpus_per_node=cluster.gpus_per_node)
-    return measured_links.with_links(cluster, links_here) if links_here is not None else cluster
 
 
 def _is_here(hosts: Hosts | None, count: int | None, local: Sequence[Any], origin: Origin) -> bool:

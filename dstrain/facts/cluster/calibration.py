@@ -17,7 +17,8 @@ from annotated_types import Ge, Gt, Le
 
 from dstrain.errors import InvalidConfig
 from dstrain.facts.cluster.gpus import GPUS, gpu
-from dstrain.records import from_data, type_config
+from dstrain.paths import write_together
+from dstrain.records import from_data, to_data, type_config
 
 SCHEMA = 1
 """Version of the file format."""
@@ -71,6 +72,9 @@ class Measured:
     """Additional memory with NCCL, from two ranks on."""
     reserved_ratio: Factor | None = None
     """Bytes reserved by the caching allocator over predicted live bytes, at the peak."""
+
+    uncertain: tuple[str, ...] = ()
+    """Fields that a calibration knows little better than the prior: ranges of times do not narrow by them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,3 +171,19 @@ def read(path: str | None = None) -> Calibration:
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidConfig(f"{file}: cannot be read: {error}") from None
     return parse(text, str(file))
+
+
+def save(gpu_name: str, measured: Measured, path: str | None = None) -> Path:
+    """Writes the measurements with one kind of GPU into a file, in place of its present ones; returns the file.
+
+    By default it is the user's own. A missing file is made. Raises InvalidConfig if the present file is damaged, which
+    stays as it is, and EnvironmentProblem if it cannot be written.
+    """
+    file = Path(path or DEFAULT_PATH).expanduser()
+    present = read(str(file)) if file.exists() else Calibration()
+    entries = {
+        name: {key: value for key, value in to_data(entry).items() if value not in (None, [])}
+        for name, entry in {**present.gpus, gpu_name: measured}.items()
+    }
+    write_together({file: json.dumps({"schema": SCHEMA, "gpus": entries}, indent=2, ensure_ascii=False) + "\n"})
+    return file

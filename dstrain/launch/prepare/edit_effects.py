@@ -16,7 +16,8 @@ from dstrain.config.explain.key import remark_text
 from dstrain.config.lint.engine import remarks
 from dstrain.errors import DstrainError, InvalidConfig
 from dstrain.facts import probe
-from dstrain.facts.workload import Workload
+from dstrain.facts.cluster import hostfile
+from dstrain.facts.workload import Workload, measured_cluster, measured_workload
 from dstrain.job.file import looks_local
 from dstrain.job.schema import Job
 from dstrain.launch.prepare.job_context import request_of
@@ -143,7 +144,9 @@ def _subject(folder: Path, lock: Lock) -> _Subject:
     if looks_local(name) or (folder / name).exists():
         name = str(folder / name)
     model = probe.read_model(name, hub=_job(values[JOB]).hub or Hub.HF)
-    return _Subject(workload=Workload(model=model, cluster=lock.cluster), values=values)
+    text = lock.base.get("hostfile")
+    cluster, _ = measured_cluster(lock.cluster, None if text is None else hostfile.parse(text, "hostfile"))
+    return _Subject(workload=measured_workload(model, cluster), values=values)
 
 
 def _job(values: Mapping[str, Any]) -> Job:

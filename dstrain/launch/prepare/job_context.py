@@ -9,15 +9,15 @@ from pathlib import Path
 from dstrain.config.lint.subject import JobContext
 from dstrain.errors import EnvironmentProblem, InvalidConfig
 from dstrain.facts import probe
-from dstrain.facts.cluster import calibration
 from dstrain.facts.cluster import cluster as clusters
 from dstrain.facts.cluster.cluster import Cluster, Origin
 from dstrain.facts.cluster.gpus import CPU
 from dstrain.facts.cluster.hostfile import Hosts
+from dstrain.facts.cluster.links import Link
 from dstrain.facts.cluster.machines import is_local, resolve_gpu, resolve_hosts
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.facts.this_machine import trains_on_cpu
-from dstrain.facts.workload import Workload
+from dstrain.facts.workload import Workload, measured_cluster, measured_workload
 from dstrain.job.file import JobFile
 from dstrain.job.schema import Job
 from dstrain.job.task_limits import WITH_ADAPTERS
@@ -34,7 +34,9 @@ def job_context(file: JobFile, planned: Cluster | None) -> JobContext:
         hosts = hosts_of(file)
     except InvalidConfig:
         return JobContext(job=file, model=model)
-    cluster = describe(hosts, on_cpu=trains_on_cpu(os.environ, file.job.env), planned=planned)
+    cluster = describe(
+        hosts, on_cpu=trains_on_cpu(os.environ, file.job.env), planned=planned, inter_link=given_link(planned)
+    )
     return JobContext(job=file, hosts=hosts, model=model, cluster=cluster)
 
 
@@ -52,8 +54,16 @@ def model_of(job: Job) -> tuple[ModelFacts | None, list[str]]:
         return None, [f"no estimate of memory: {error.problem}"]
 
 
-def describe(hosts: Hosts, *, on_cpu: bool, planned: Cluster | None = None) -> Cluster:
-    """Describes the cluster from this machine, or from the plan if this machine has no GPU."""
+def given_link(planned: Cluster | None) -> Link | None:
+    """Returns the link between nodes that was given to a plan; None if it was assumed or measured."""
+    return planned.inter_link if planned is not None and planned.inter_link_origin is Origin.GIVEN else None
+
+
+def describe(hosts: Hosts, *, on_cpu: bool, planned: Cluster | None = None, inter_link: Link | None = None) -> Cluster:
+    """Describes the cluster from this machine, or from the plan if this machine has no GPU; with its measured links.
+
+    `inter_link` is the link between nodes if it is known.
+    """
     gpu, origin = resolve_gpu(
         given=CPU if on_cpu else None,
         planned=(planned.gpu, Origin.GIVEN) if planned is not None else None,  # whatever it was then
@@ -61,24 +71,26 @@ def describe(hosts: Hosts, *, on_cpu: bool, planned: Cluster | None = None) -> C
     memory, memory_origin = probe.host_memory_bytes() if is_local(hosts) else None, Origin.MEASURED
     if planned is not None and not on_cpu and origin is not Origin.MEASURED:
         memory, memory_origin = planned.host_memory_bytes, planned.host_memory_origin
-    return clusters.describe(
+    cluster = clusters.describe(
         gpu=gpu,
         gpu_origin=origin,
         gpus=None,
         hosts=hosts,
+        inter_link=inter_link,
         host_memory_bytes=memory,
         host_memory_origin=memory_origin,
     )
+    return measured_cluster(cluster, hosts)[0]
 
 
 def workload_of(context: JobContext) -> Workload | None:
-    """Returns what a job trains and where, with the user's calibration; None if its model or its cluster is unknown.
+    """Returns what a job trains and where, with what was measured; None if its model or its cluster is unknown.
 
     None too if other parts of a vision-language model train than the planner counts.
     """
     if context.model is None or context.cluster is None or (context.job and unplanned_parts(context.job.job)):
         return None
-    return Workload(model=context.model, cluster=context.cluster, calibration=calibration.read())
+    return measured_workload(context.model, context.cluster)
 
 
 def unplanned_parts(job: Job) -> str | None:

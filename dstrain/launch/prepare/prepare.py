@@ -5,17 +5,20 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from dstrain.config.document import Change
 from dstrain.config.edits import edit_json
+from dstrain.config.edits.lock import planned_cluster
 from dstrain.config.lint.engine import errors
 from dstrain.config.lint.finding import Severity
 from dstrain.config.lint.subject import JobContext, Subject
 from dstrain.config.resolve_auto import for_trainer
-from dstrain.facts.cluster import machines
+from dstrain.errors import DstrainError
+from dstrain.facts.cluster import machines, measured_links
 from dstrain.facts.cluster.cluster import Cluster, Origin
 from dstrain.facts.cluster.hostfile import Hosts
 from dstrain.facts.model.model_facts import ModelFacts
@@ -23,7 +26,7 @@ from dstrain.facts.this_machine import trains_on_cpu, versions, visible_devices
 from dstrain.job.file import JobFile
 from dstrain.job.schema import Job
 from dstrain.launch.prepare import job_checks, packages, resize_checkpoint, resume
-from dstrain.launch.prepare.job_context import describe, hosts_of, model_of, unplanned_parts
+from dstrain.launch.prepare.job_context import describe, given_link, hosts_of, model_of, unplanned_parts
 from dstrain.launch.prepare.lint_job import lint_text, read_text, refused
 from dstrain.launch.prepare.resize_checkpoint import Resize
 from dstrain.launch.prepare.resume import Resuming
@@ -83,7 +86,7 @@ def prepare(
     resuming = resume.resuming(file.job, num_ranks=hosts.num_slots)
     file = replace(file, job=resuming.job)
     model, model_notes = _model_of(file.job)
-    cluster = describe(hosts, on_cpu=on_cpu)
+    cluster, link_notes = _cluster(file, hosts, on_cpu=on_cpu)
     is_local = machines.is_local(hosts)
     _check(file, hosts, cluster, model, needs_gpus=is_local and not on_cpu)
     context = JobContext(job=file, hosts=hosts, model=model, cluster=cluster)
@@ -100,7 +103,7 @@ def prepare(
         model=model,
         cluster=cluster,
         estimate=subject.estimate,
-        notes=(*resuming.notes, *lint_notes, *device_notes, *model_notes, *data_notes),
+        notes=(*resuming.notes, *lint_notes, *device_notes, *model_notes, *data_notes, *link_notes),
         elastic=resize_checkpoint.decide(resuming.saved, ds_config, num_ranks=hosts.num_slots),
     )
 
@@ -110,6 +113,19 @@ def _check(file: JobFile, hosts: Hosts, cluster: Cluster, model: ModelFacts | No
     job_checks.check_machines(file, hosts, cluster, needs_gpus=needs_gpus)
     job_checks.check_targets(file, model)
     job_checks.check_combinations(file, model, cluster)
+
+
+def _cluster(file: JobFile, hosts: Hosts, *, on_cpu: bool) -> tuple[Cluster, list[str]]:
+    """Returns the machines, and a note if the file of measured links cannot be read.
+
+    A link between nodes that was given to the plan of the job's configuration stays.
+    """
+    planned = None
+    with suppress(DstrainError):  # a damaged lock is reported where it is needed
+        planned = planned_cluster(Path(file.job.ds_config).parent)
+    _, problem = measured_links.read()
+    cluster = describe(hosts, on_cpu=on_cpu, inter_link=given_link(planned))
+    return cluster, [problem] if problem is not None else []
 
 
 def _model_of(job: Job) -> tuple[ModelFacts | None, list[str]]:

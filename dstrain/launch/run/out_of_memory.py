@@ -11,9 +11,8 @@ from typing import Any
 
 from dstrain.config import jsonc
 from dstrain.errors import DstrainError
-from dstrain.facts.cluster import calibration
 from dstrain.facts.cluster.cluster import Origin
-from dstrain.facts.workload import Workload
+from dstrain.facts.workload import Workload, measured_workload
 from dstrain.launch.prepare.lint_job import read_text
 from dstrain.launch.prepare.prepare import PreparedRun
 from dstrain.launch.run.remedy import Remedy, remedy
@@ -65,7 +64,7 @@ def diagnose(prepared: PreparedRun) -> Diagnosis | None:
     estimate, measured = prepared.estimate, record.measured
     short, workload = None, None
     if prepared.model is not None:
-        workload = Workload(model=prepared.model, cluster=prepared.cluster, calibration=calibration.read())
+        workload = measured_workload(prepared.model, prepared.cluster)
     if workload is not None and estimate is not None and measured is not None:
         short = shortage(workload, estimate, record.phase, measured)
     remedies: tuple[Remedy, ...] = ()

@@ -115,9 +115,10 @@ def memory(workload: Workload, configuration: Configuration, *, detail: Detail =
     on_gpu = not cluster.gpu.is_cpu
     workspace = _workspace_bytes(cluster) if on_gpu else 0
     live = peak.total + workspace
-    held = _held_by_allocator(workload, configuration, peak, detail) if on_gpu else _Held(most=live, settled=live)
-    if measured.reserved_ratio is not None:
-        reserved_bytes = round(measured.reserved_ratio * live)
+    if measured.reserved_ratio is None and on_gpu:
+        held = _held_by_allocator(workload, configuration, peak, detail)
+    else:
+        reserved_bytes = round((measured.reserved_ratio or 1.0) * live)
         held = _Held(most=reserved_bytes, settled=reserved_bytes)
     context = outside_bytes(cluster, configuration, measured) if on_gpu else 0
     parts = Breakdown(

@@ -142,7 +142,7 @@ class Efficiency:
     is_ethernet: bool
     """Whether nodes are joined by Ethernet without RDMA."""
     calibrated: frozenset[str]
-    """Fields of the calibration that replace a prior here."""
+    """Fields of the calibration that replace a prior here and are known better."""
 
 
 def efficiency(cluster: Cluster, measured: Measured = NOTHING) -> Efficiency:
@@ -173,7 +173,8 @@ def _efficiency(gpu: Gpu, intra: Link, inter: Link, gpus_per_node: int, measured
         nvme_write_bytes_per_s=measured.nvme_write_bytes_per_s or NVME_WRITE_BYTES_PER_S,
         cache_bytes=cache_bytes(gpu.name),
         is_ethernet=inter.name.startswith("eth"),
-        calibrated=frozenset(name for name in Measured.__slots__ if getattr(measured, name) is not None),
+        calibrated=frozenset(name for name in Measured.__slots__ if getattr(measured, name) is not None)
+        - {"uncertain", *measured.uncertain},
     )
 
 

@@ -81,7 +81,7 @@ def delayed(known: Speed, retries: int) -> Speed:
     parts = {**known.parts_s, ALLOCATOR: retries * RETRY_S}
     step_s = sum(parts.values())
     faster = known.step_s / step_s
-    apart = _PRIOR_UNCERTAINTY[ALLOCATOR][0] * parts[ALLOCATOR] / step_s
+    apart = PRIOR_UNCERTAINTY[ALLOCATOR][0] * parts[ALLOCATOR] / step_s
     return replace(
         known,
         step_s=step_s,
@@ -183,7 +183,7 @@ def _limit(parts: Mapping[str, float]) -> Limit:
     return max(sums, key=lambda limit: sums[limit])
 
 
-_PRIOR_UNCERTAINTY: Mapping[str, tuple[float, str]] = MappingProxyType(
+PRIOR_UNCERTAINTY: Mapping[str, tuple[float, str]] = MappingProxyType(
     {
         PRODUCTS: (0.20, "gemm_ratio"),
         ATTENTION: (0.30, "attention_ratio"),
@@ -232,7 +232,7 @@ def _weighted(parts: Mapping[str, float], rates: Efficiency) -> float:
 
 def _part_error(part: str, rates: Efficiency) -> float:
     """Returns how far a part may be off, over itself."""
-    ratio, measurement = _PRIOR_UNCERTAINTY[part]
+    ratio, measurement = PRIOR_UNCERTAINTY[part]
     if measurement in rates.calibrated:
         return ratio / 2
     return ratio * _ETHERNET_FACTOR if part == INTER and rates.is_ethernet else ratio

@@ -1,0 +1,95 @@
+"""`dstrain calibrate`: fits the planner's constants to what runs measured, for the next plans."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import click
+
+from dstrain import __version__
+from dstrain.cli.console import answer, answer_json, say, say_lines
+from dstrain.cli.output.calibrate import document, text
+from dstrain.config.edits.lock import installed
+from dstrain.errors import InvalidConfig
+from dstrain.facts.cluster import calibration
+from dstrain.facts.cluster.calibration import Calibration
+from dstrain.launch.run.state import folder_of
+from dstrain.monitor.observed_run import ObservedRun, read_run
+from dstrain.paths import shown
+from dstrain.plan.calibration.fit import Fit, fit
+from dstrain.plan.estimate import assess
+
+
+@click.command("calibrate")
+@click.argument("run_dirs", metavar="RUN...", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help=f"The calibration file. Default: {calibration.DEFAULT_PATH}, which all plans read.",
+)
+@click.option("-n", "--dry-run", is_flag=True, help="Print the result; write nothing.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def command(run_dirs: tuple[Path, ...], output: Path | None, dry_run: bool, as_json: bool) -> None:
+    """Fit the planner's constants to the memory and the step times that runs measured.
+
+    RUN is a run directory. Runs that differ in model, sequence length or ZeRO stage tell more constants apart; what
+    they cannot tell stays as it is. The result is merged into the calibration file, which plan, gen-config, run, lint,
+    explain and diff read.
+
+    \b
+    Example:
+      dstrain calibrate output-1 output-2 output-3
+    """
+    present = calibration.read(str(output) if output is not None and output.exists() else None)
+    runs = _read(run_dirs, present)
+    fits = [_fit(runs, gpu) for gpu in dict.fromkeys(run.observed.workload.cluster.gpu.name for run in runs)]
+    path = Path(output or calibration.DEFAULT_PATH).expanduser()
+    answer_json(document(fits, runs, path)) if as_json else answer(text(fits, runs))
+    if not any(one.changed for one in fits):
+        say_lines([f"nothing changes in {shown(str(path))}: the runs tell no constant"])
+    elif dry_run:
+        say_lines([f"nothing was written: --dry-run; without it, the new values go to {shown(str(path))}"])
+    else:
+        for one in fits:
+            if one.changed:
+                calibration.save(one.gpu, one.applied(present.of(one.gpu)), str(path))
+        say_lines([f"wrote {shown(str(path))}{'' if output is None else ', which plans do not read there'}"])
+        say("next: dstrain plan")
+
+
+def _read(run_dirs: Sequence[Path], present: Calibration) -> list[ObservedRun]:
+    """Returns what the runs measured. Raises InvalidConfig with the problems of all of them together."""
+    runs, problems = [], []
+    for path in dict.fromkeys(path.resolve() for path in run_dirs):
+        try:
+            runs.append(read_run(folder_of(path), present))
+        except InvalidConfig as error:
+            problems.append(error)
+    if problems:
+        lines = "\n".join(problem.problem for problem in problems)
+        raise InvalidConfig(lines, hint=problems[0].hint, parts=problems)
+    return [_without_unknown_speed(run) for run in runs]
+
+
+def _without_unknown_speed(run: ObservedRun) -> ObservedRun:
+    """Returns the run without its time if plans predict none for its GPU."""
+    observed = run.observed
+    if observed.step_s is None or assess(observed.workload, observed.configuration).speed is not None:
+        return run
+    why = f"its step time: the speed of {observed.workload.cluster.gpu.name} is unknown"
+    return replace(run, observed=replace(observed, step_s=None), left_out=(*run.left_out, why))
+
+
+def _fit(runs: Sequence[ObservedRun], gpu: str) -> Fit:
+    """Returns what the runs with one kind of GPU say."""
+    own = [run.observed for run in runs if run.observed.workload.cluster.gpu.name == gpu]
+    sizes = sorted({run.workload.cluster.num_gpus for run in own})
+    machines = ", ".join(f"{count} x {gpu}" for count in sizes)
+    versions = ", ".join(f"{name} {installed(name)}" for name in ("torch", "deepspeed", "transformers"))
+    day = time.strftime("%Y-%m-%d")
+    count = "1 run" if len(own) == 1 else f"{len(own)} runs"
+    return fit(own, source=f"dstrain calibrate {__version__}, {count} on {machines}, {versions} here, {day}")

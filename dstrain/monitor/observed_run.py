@@ -1,0 +1,123 @@
+"""Reads what a run measured beside what was planned for it, and decides what of it counts for a calibration."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from dstrain.choices import HealthRule
+from dstrain.errors import InvalidConfig
+from dstrain.facts.cluster import measured_links
+from dstrain.facts.cluster.calibration import Calibration
+from dstrain.facts.cluster.cluster import Cluster
+from dstrain.facts.model.model_facts import ModelFacts
+from dstrain.facts.workload import Workload
+from dstrain.monitor.measured import Measurement, measurement
+from dstrain.monitor.sinks.jsonl import current_steps, read_jsonl
+from dstrain.paths import shown
+from dstrain.plan.calibration.observed import Observed
+from dstrain.plan.configuration import Configuration
+from dstrain.plan.estimate_records import Estimate
+from dstrain.records import from_data, load_json
+from dstrain.rundir import RunDir
+
+FEWEST_WINDOWS, FEWEST_STEPS = 3, 10
+"""Fewer windows or steps after the first window give no step time."""
+MOST_DATA_WAIT = 0.05
+"""Share of the time from which waiting for data makes a step time useless. Source: the health rule `data_wait`."""
+FULL_ROWS = 0.95
+"""Share of the planned tokens of a step below which a run had shorter rows than the plan."""
+SAME_OUTSIDE = 1.1
+"""Ratio of the ranks' memory outside of PyTorch from which another process may be on a GPU."""
+
+SLOWED = {HealthRule.SLOWDOWN, HealthRule.DATA_WAIT, HealthRule.ALLOCATOR_RETRIES}
+"""Rules of health that mean steps of another length than the machine's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObservedRun:
+    """A run, and what of it does not count."""
+
+    observed: Observed
+    measurement: Measurement
+    left_out: tuple[str, ...]
+    """What does not count and why, one sentence each."""
+
+
+def read_run(run_dir: RunDir, calibration: Calibration) -> ObservedRun:
+    """Returns what a run measured. Raises InvalidConfig if the folder is no run, or one that tells nothing."""
+    workload, configuration = _planned(run_dir, calibration)
+    found = measurement(current_steps(read_jsonl(run_dir.metrics)))
+    name = shown(str(run_dir.path))
+    if not found.ranks:
+        raise InvalidConfig(f"{name}: no step was measured", hint="Train for some tens of steps first.")
+    planned_tokens = _tokens_per_step(configuration, workload.cluster.num_gpus)
+    slowed = list(_slowed(run_dir, found))
+    short = found.tokens_per_step / planned_tokens
+    left_out = [f"its step time: {reason}" for reason in slowed]
+    if is_short := short < FULL_ROWS:
+        left_out.append(f"its step time and allocator: a step has {short:.0%} of the planned tokens, padding included")
+    if found.alloc_retries:
+        left_out.append("its allocator: the GPU was full, so that cached memory went back to the driver")
+    outside = [rank.outside_bytes for rank in found.ranks if rank.outside_bytes]
+    is_shared = bool(outside) and max(outside) > SAME_OUTSIDE * min(outside)
+    if is_shared:
+        left_out.append("its memory outside of PyTorch: the ranks differ by more than 10 %, as with other processes")
+    reserved = [rank.reserved_bytes for rank in found.ranks if rank.reserved_bytes]
+    is_timed = not slowed and not is_short and found.tokens_per_s is not None
+    observed = Observed(
+        name=name,
+        workload=workload,
+        configuration=configuration,
+        step_s=planned_tokens / found.tokens_per_s if is_timed and found.tokens_per_s else None,
+        error_ratio=found.error_ratio,
+        reserved_bytes=max(reserved) if reserved and not is_short and not found.alloc_retries else None,
+        outside_bytes=round(median(outside)) if outside and not is_shared else None,
+    )
+    return ObservedRun(observed=observed, measurement=found, left_out=tuple(left_out))
+
+
+def _planned(run_dir: RunDir, calibration: Calibration) -> tuple[Workload, Configuration]:
+    """Returns what ran where. Raises InvalidConfig if it is unknown, or if no calibration could say it."""
+    name = shown(str(run_dir.path))
+    try:
+        facts = json.loads(run_dir.facts.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        raise InvalidConfig(f"{name}: not the folder of a run", hint="Give the output_dir of a job.") from None
+    model, cluster = _fact(run_dir, facts, ModelFacts, "model"), _fact(run_dir, facts, Cluster, "cluster")
+    if model is None or cluster is None or not run_dir.plan.exists():
+        what = "its machines" if cluster is None else "its model" if model is None else "its plan"
+        raise InvalidConfig(f"{name}: {what} is unknown, so nothing was predicted", hint="Leave it out.")
+    if cluster.gpu.is_cpu:
+        raise InvalidConfig(f"{name}: trained on a CPU, for which no time is predicted", hint="Leave it out.")
+    if not cluster.gpu.is_listed:
+        raise InvalidConfig(f"{name}: {cluster.gpu.name} is not in the table of GPUs", hint="Leave it out.")
+    estimate = load_json(Estimate, run_dir.plan)
+    rates = measured_links.with_rates(calibration, cluster)
+    return Workload(model=model, cluster=cluster, calibration=rates), estimate.configuration
+
+
+def _fact(run_dir: RunDir, facts: Any, kind: type[Any], name: str) -> Any:
+    if not isinstance(facts, dict) or facts.get(name) is None:
+        return None
+    return from_data(kind, facts[name], locate=lambda place: "/".join((f"{run_dir.facts}: /{name}", *map(str, place))))
+
+
+def _tokens_per_step(c: Configuration, num_gpus: int) -> float:
+    """Returns the planned tokens of a step on all GPUs."""
+    return c.batch.tokens * c.step.grad_accum * num_gpus / (c.parallel.sp * c.parallel.tp)
+
+
+def _slowed(run_dir: RunDir, found: Measurement) -> Iterator[str]:
+    """Yields why the step time of a run is not that of its machine."""
+    if found.windows < FEWEST_WINDOWS or found.steps < FEWEST_STEPS:
+        yield f"{found.steps} steps in {found.windows} windows after the first are too few"
+    if found.data_wait_share > MOST_DATA_WAIT:
+        yield f"it waited for data for {found.data_wait_share:.0%} of the time"
+    marks = {line["rule"]: line.get("step") for line in read_jsonl(run_dir.health) if line.get("rule") in SLOWED}
+    for rule, step in marks.items():
+        if rule != HealthRule.DATA_WAIT or found.data_wait_share <= MOST_DATA_WAIT:
+            yield f"health rule {rule} at step {step}"

@@ -1,0 +1,1 @@
+"""Fits the planner's constants to what runs measured."""
