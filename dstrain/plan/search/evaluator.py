@@ -31,6 +31,10 @@ SCATTER_RATIO = 0.15
 """The most by which what the allocator holds for a candidate exceeds what it holds for one of a larger appetite, whose
 blocks happen to fit better. Source: tests/plan/search/test_bounds.py."""
 
+MOST_MISSES = 6
+"""Candidates for an alternative or a proposal that may turn out not to fit before no more are looked for; each takes a
+tenth of a second."""
+
 Appetite = tuple[float, ...]
 """Numbers of which none makes a candidate need less memory on the GPU for being larger."""
 Failures = dict[object, list[Appetite]]

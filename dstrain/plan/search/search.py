@@ -12,7 +12,8 @@ from dstrain.facts.workload import Workload
 from dstrain.plan.estimate_records import Estimate
 from dstrain.plan.request import Request
 from dstrain.plan.search.buffer_sizes import TIGHT
-from dstrain.plan.search.evaluator import QUICK_ERROR_RATIO, Evaluator, Key, usable_ratio
+from dstrain.plan.search.evaluator import MOST_MISSES, QUICK_ERROR_RATIO, Evaluator, Key, usable_ratio
+from dstrain.plan.search.nearest import nearest
 from dstrain.plan.search.search_space import Candidate, mechanisms, space, strategy_key
 from dstrain.plan.search.slowdown_order import lost_speed
 
@@ -26,11 +27,6 @@ MOST_TIE_RATIO = 0.15
 """A gain of more is worth a mechanism more, though the prediction of the difference may be off by as much."""
 DEFAULT_TOP = 3
 """Number of plans shown by default."""
-
-
-MOST_MISSES = 6
-"""Candidates for an alternative or a proposal that may turn out not to fit before no more are looked for; each takes a
-tenth of a second."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +60,7 @@ def search(workload: Workload, request: Request, *, top: int = DEFAULT_TOP, exha
     candidates, best, fastest = _best(evaluator, request, top, exhaustive=exhaustive)
     fits = bool(best)
     if not fits:
-        best = _nearest(evaluator, candidates, top)
+        best = nearest(evaluator, candidates, max(top, DEFAULT_TOP))[:top]
     fastest = fastest or best[0]
     key = evaluator.time(fastest)
     return Ranking(
@@ -263,52 +259,3 @@ def by_time(evaluator: Evaluator, candidates: list[Candidate]) -> Iterator[tuple
             time = evaluator.time(candidates[order])
             assert time is not None, "a GPU's speed is known for every configuration or for none"
             heapq.heappush(waiting, (time, order, True))
-
-
-def _nearest(evaluator: Evaluator, candidates: list[Candidate], top: int) -> list[Candidate]:
-    """Returns the ways that come nearest to fitting, each with its smallest micro-batch and buffers.
-
-    What seems nearest is verified, and what comes nearest after that, up to MOST_MISSES times.
-    """
-    smallest: dict[tuple[object, ...], int] = {}
-    for candidate in candidates:
-        strategy = strategy_key(candidate.way)
-        smallest[strategy] = min(candidate.micro_batch, smallest.get(strategy, candidate.micro_batch))
-    frugal = [
-        candidate
-        for candidate in candidates
-        if candidate.rung in (TIGHT, None) and candidate.micro_batch == smallest[strategy_key(candidate.way)]
-    ]
-    frugal.sort(key=lambda candidate: _least_shortage(evaluator, candidate))
-    for _ in range(MOST_MISSES):
-        nearest = _seemingly_nearest(evaluator, frugal, max(top, DEFAULT_TOP))
-        if evaluator.exact.issuperset(nearest):
-            break
-        for candidate in nearest:
-            evaluator.verify(candidate)
-    return _seemingly_nearest(evaluator, [one for one in frugal if one in evaluator.exact], top)
-
-
-def _seemingly_nearest(evaluator: Evaluator, candidates: list[Candidate], top: int) -> list[Candidate]:
-    """Returns the nearest of candidates in the order of their bounds: one of each strategy, as far as is known.
-
-    Those that the GPU could hold come before those that it could not; then by bytes. A bound above these bytes ends the
-    search: nothing that is left comes nearer.
-    """
-    nearest: dict[tuple[object, ...], tuple[tuple[bool, int], Candidate]] = {}
-    for candidate in candidates:
-        known = sorted(shortage for shortage, _ in nearest.values())
-        if len(known) >= top and known[top - 1] <= _least_shortage(evaluator, candidate):
-            break
-        shortage = evaluator.shortage(candidate)
-        if strategy_key(candidate.way) not in nearest or shortage < nearest[strategy_key(candidate.way)][0]:
-            nearest[strategy_key(candidate.way)] = shortage, candidate
-    return [candidate for _, candidate in sorted(nearest.values(), key=lambda entry: entry[0])][:top]
-
-
-def _least_shortage(evaluator: Evaluator, candidate: Candidate) -> tuple[bool, int]:
-    """Returns a lower bound of `Evaluator.shortage`."""
-    least = evaluator.bound(candidate)
-    device = least.device_bytes(candidate.micro_batch)
-    fits_gpu = device <= evaluator.usable_ratio * evaluator.workload.cluster.gpu.memory_bytes
-    return not fits_gpu, least.host_bytes if fits_gpu else device
