@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -13,7 +14,7 @@ from dstrain.config.lint.finding import printable
 from dstrain.launch.run.state import GONE, LIVING
 from dstrain.paths import shown
 from dstrain.plan.labels import label
-from dstrain.report.comparison import Comparison, Difference, Quantity
+from dstrain.report.comparison import Comparison, Difference, Quantity, plans_time
 from dstrain.report.report import UNKNOWN, Report, Restart
 from dstrain.units import format_bytes, format_seconds
 
@@ -147,6 +148,9 @@ def _rows(report: Report) -> Iterator[tuple[str, str]]:
     if report.recorded.run_dir.start_script.exists():
         yield "run again", f"bash {shown(str(report.recorded.run_dir.start_script))}"
     yield from (("not known", text) for text in report.missing)
+    if plans_time(report.recorded) and report.stage not in LIVING:
+        command = f"dstrain calibrate {shlex.quote(shown(str(report.recorded.run_dir.path)))}"
+        yield "next", f"`{command}` lets later plans use what this run measured"
 
 
 def loss_text(report: Report) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from typing import Any
 
 from dstrain.choices import Offload
@@ -114,8 +115,10 @@ def summary_text(summary: dict[str, Any], run_dir: RunDir) -> str:
     """Returns the result of the run, and what to type next."""
     rows = summary_rows(summary)
     width = max(len(name) for name, _ in rows)
-    lines = ["", *(f"{name:<{width}}  {value}" for name, value in rows)]
+    lines = ["", *(f"{name:<{width}}  {value}" for name, value in rows), ""]
+    lines.append(f"next: dstrain report {shlex.quote(shown(str(run_dir.path)))}")
+    lines.append("      (how it went, and how far it was from its plan)")
     if summary.get("swanlab_to_upload"):
         command = upload_command([shown(folder) for folder in summary["swanlab_to_upload"]])
-        lines += ["", f"next: {command}", "      (uploads the curves, with an API key)"]
+        lines += [f"      {command}", "      (uploads the curves, with an API key)"]
     return "\n".join(lines)
