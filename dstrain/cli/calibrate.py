@@ -12,7 +12,6 @@ import click
 from dstrain import __version__
 from dstrain.cli.console import answer, answer_json, say, say_lines
 from dstrain.cli.output.calibrate import document, text
-from dstrain.config.edits.lock import installed
 from dstrain.errors import InvalidConfig
 from dstrain.facts.cluster import calibration
 from dstrain.facts.cluster.calibration import Calibration
@@ -86,10 +85,11 @@ def _without_unknown_speed(run: ObservedRun) -> ObservedRun:
 
 def _fit(runs: Sequence[ObservedRun], gpu: str) -> Fit:
     """Returns what the runs with one kind of GPU say."""
-    own = [run.observed for run in runs if run.observed.workload.cluster.gpu.name == gpu]
+    with_gpu = [run for run in runs if run.observed.workload.cluster.gpu.name == gpu]
+    own = [run.observed for run in with_gpu]
     sizes = sorted({run.workload.cluster.num_gpus for run in own})
     machines = ", ".join(f"{count} x {gpu}" for count in sizes)
-    versions = ", ".join(f"{name} {installed(name)}" for name in ("torch", "deepspeed", "transformers"))
+    versions = " or ".join(sorted({run.versions or "unknown releases" for run in with_gpu}))
     day = time.strftime("%Y-%m-%d")
     count = "1 run" if len(own) == 1 else f"{len(own)} runs"
-    return fit(own, source=f"dstrain calibrate {__version__}, {count} on {machines}, {versions} here, {day}")
+    return fit(own, source=f"dstrain calibrate {__version__}, {count} on {machines}, {versions}, {day}")

@@ -45,11 +45,18 @@ class ObservedRun:
     measurement: Measurement
     left_out: tuple[str, ...]
     """What does not count and why, one sentence each."""
+    versions: str | None
+    """Releases that trained, such as `torch 2.13.0, deepspeed 0.19.8`; None if the run did not record them."""
+
+
+VERSIONED = ("torch", "deepspeed", "transformers")
+"""Packages whose releases decide memory and speed."""
 
 
 def read_run(run_dir: RunDir, calibration: Calibration) -> ObservedRun:
     """Returns what a run measured. Raises InvalidConfig if the folder is no run, or one that tells nothing."""
-    workload, configuration = _planned(run_dir, calibration)
+    facts = _facts(run_dir)
+    workload, configuration = _planned(run_dir, facts, calibration)
     found = measurement(current_steps(read_jsonl(run_dir.metrics)))
     name = shown(str(run_dir.path))
     if not found.ranks:
@@ -77,16 +84,27 @@ def read_run(run_dir: RunDir, calibration: Calibration) -> ObservedRun:
         reserved_bytes=max(reserved) if reserved and not is_short and not found.alloc_retries else None,
         outside_bytes=round(median(outside)) if outside and not is_shared else None,
     )
-    return ObservedRun(observed=observed, measurement=found, left_out=tuple(left_out))
+    recorded = facts.get("versions")
+    releases = recorded if isinstance(recorded, dict) else {}
+    versions = ", ".join(f"{name} {releases[name]}" for name in VERSIONED if name in releases) or None
+    return ObservedRun(observed=observed, measurement=found, left_out=tuple(left_out), versions=versions)
 
 
-def _planned(run_dir: RunDir, calibration: Calibration) -> tuple[Workload, Configuration]:
-    """Returns what ran where. Raises InvalidConfig if it is unknown, or if no calibration could say it."""
-    name = shown(str(run_dir.path))
+def _facts(run_dir: RunDir) -> dict[str, Any]:
+    """Returns what is known about model, machines and releases. Raises InvalidConfig if the folder is no run."""
     try:
         facts = json.loads(run_dir.facts.read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        raise InvalidConfig(f"{name}: not the folder of a run", hint="Give the output_dir of a job.") from None
+        facts = None
+    if not isinstance(facts, dict):
+        name = shown(str(run_dir.path))
+        raise InvalidConfig(f"{name}: not the folder of a run", hint="Give the output_dir of a job.")
+    return facts
+
+
+def _planned(run_dir: RunDir, facts: dict[str, Any], calibration: Calibration) -> tuple[Workload, Configuration]:
+    """Returns what ran where. Raises InvalidConfig if it is unknown, or if no calibration could say it."""
+    name = shown(str(run_dir.path))
     model, cluster = _fact(run_dir, facts, ModelFacts, "model"), _fact(run_dir, facts, Cluster, "cluster")
     if model is None or cluster is None or not run_dir.plan.exists():
         what = "its machines" if cluster is None else "its model" if model is None else "its plan"
@@ -100,8 +118,8 @@ def _planned(run_dir: RunDir, calibration: Calibration) -> tuple[Workload, Confi
     return Workload(model=model, cluster=cluster, calibration=rates), estimate.configuration
 
 
-def _fact(run_dir: RunDir, facts: Any, kind: type[Any], name: str) -> Any:
-    if not isinstance(facts, dict) or facts.get(name) is None:
+def _fact(run_dir: RunDir, facts: dict[str, Any], kind: type[Any], name: str) -> Any:
+    if facts.get(name) is None:
         return None
     return from_data(kind, facts[name], locate=lambda place: "/".join((f"{run_dir.facts}: /{name}", *map(str, place))))
 

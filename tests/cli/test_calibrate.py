@@ -31,6 +31,7 @@ HIDDEN = Measured(
     reserved_ratio=1.12,
 )
 MODEL = "qwen3-0.6b"
+VERSIONS = {"torch": "2.12.0", "deepspeed": "0.19.6"}
 
 
 def run(folder: Path, *, num_gpus: int = 8, health: tuple[str, ...] = (), **chosen: Any) -> str:
@@ -42,7 +43,8 @@ def run(folder: Path, *, num_gpus: int = 8, health: tuple[str, ...] = (), **chos
         DEFAULTS, **{"attn": Attention.FLASH_ATTENTION_2, "zero_stage": 2, "micro_batch": 4, **chosen}
     )
     folder.mkdir()
-    (folder / "facts.json").write_text(json.dumps({"model": to_data(model), "cluster": to_data(cluster)}))
+    facts = {"model": to_data(model), "cluster": to_data(cluster), "versions": VERSIONS}
+    (folder / "facts.json").write_text(json.dumps(facts))
     (folder / "plan.json").write_text(to_json(assess(workload, configuration)))
     lines = _lines(workload, configuration)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -100,7 +102,7 @@ def test_the_next_plans_are_those_of_the_machine(dstrain: Type, tmp_path: Path, 
     assert written.context_bytes == HIDDEN.context_bytes
     assert written.nccl_bytes == pytest.approx(HIDDEN.nccl_bytes, rel=0.001)
     assert written.reserved_ratio == pytest.approx(HIDDEN.reserved_ratio, rel=0.001)
-    assert "4 runs on 1 x h100-sxm, 8 x h100-sxm" in (written.source or "")
+    assert "4 runs on 1 x h100-sxm, 8 x h100-sxm, torch 2.12.0, deepspeed 0.19.6, " in (written.source or "")
     words = ("plan", "--gpus", "8", "--gpu", "h100", "--model", MODEL, "--json")
     assert dstrain(*words, HOME=str(tmp_path)).stdout != dstrain(*words, HOME=str(tmp_path / "other")).stdout
 
