@@ -85,7 +85,7 @@ SAMPLED = {
     "tests/plan/memory/test_closed_form.py::test_it_is_near_the_engine": 15,
     "tests/config/lint/test_proofs.py::test_two_ranks_fail_or_become_another_run_as_it_says": 30,
     "tests/train/test_engine_memory.py": 8,
-    "tests/train/test_space.py::test_a_point_trains_as_one_rank_without_zero_does": 8,
+    "tests/train/test_space.py::test_a_point_trains_as_one_rank_without_zero_does": 16,
     "tests/train/test_space.py::test_shared_experts_train_as_one_rank_does": 2,
     "tests/train/test_space.py::test_the_choice_for_a_question_trains": 2,
     "tests/train/test_model_parallel.py": 2,
