@@ -36,6 +36,9 @@ SAME_OUTSIDE = 1.1
 SLOWED = {HealthRule.SLOWDOWN, HealthRule.DATA_WAIT, HealthRule.ALLOCATOR_RETRIES}
 """Rules of health that mean steps of another length than the machine's."""
 
+VERSIONED = ("torch", "deepspeed", "transformers")
+"""Packages whose releases decide memory and speed."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObservedRun:
@@ -47,10 +50,6 @@ class ObservedRun:
     """What does not count and why, one sentence each."""
     versions: str | None
     """Releases that trained, such as `torch 2.13.0, deepspeed 0.19.8`; None if the run did not record them."""
-
-
-VERSIONED = ("torch", "deepspeed", "transformers")
-"""Packages whose releases decide memory and speed."""
 
 
 def read_run(run_dir: RunDir, calibration: Calibration) -> ObservedRun:

@@ -63,7 +63,7 @@ def measured_text(comparison: Comparison) -> str:
 
 
 def name_of(report: Report, quantity: Quantity) -> str:
-    """Returns the name of a quantity, which has ranks in place of GPUs where there are none."""
+    """Returns the name of a quantity: per GPU, or per rank for a run on CPUs."""
     cluster = report.recorded.cluster
     on_cpu = cluster is not None and cluster.gpu.is_cpu
     return _CPU_NAMES.get(quantity, NAMES[quantity]) if on_cpu else NAMES[quantity]

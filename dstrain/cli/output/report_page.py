@@ -110,7 +110,7 @@ def _tiles(report: Report) -> Iterator[tuple[str, str, str]]:
 
 
 def _names(report: Report, quantity: Quantity) -> tuple[str, str]:
-    """Returns the name of a quantity in both languages, with ranks in place of GPUs where there are none."""
+    """Returns the name of a quantity in both languages: per GPU, or per rank for a run on CPUs."""
     name = text.name_of(report, quantity)
     return name, CHINESE[quantity] if name == text.NAMES[quantity] else CHINESE[quantity].replace("GPU", "rank")
 

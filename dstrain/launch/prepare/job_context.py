@@ -34,7 +34,7 @@ def job_context(file: JobFile, planned: Cluster | None) -> JobContext:
         hosts = hosts_of(file)
     except InvalidConfig:
         return JobContext(job=file, model=model)
-    cluster = describe(
+    cluster, _ = describe(
         hosts, on_cpu=trains_on_cpu(os.environ, file.job.env), planned=planned, inter_link=given_link(planned)
     )
     return JobContext(job=file, hosts=hosts, model=model, cluster=cluster)
@@ -59,8 +59,11 @@ def given_link(planned: Cluster | None) -> Link | None:
     return planned.inter_link if planned is not None and planned.inter_link_origin is Origin.GIVEN else None
 
 
-def describe(hosts: Hosts, *, on_cpu: bool, planned: Cluster | None = None, inter_link: Link | None = None) -> Cluster:
-    """Describes the cluster from this machine, or from the plan if this machine has no GPU; with its measured links.
+def describe(
+    hosts: Hosts, *, on_cpu: bool, planned: Cluster | None = None, inter_link: Link | None = None
+) -> tuple[Cluster, str | None]:
+    """Describes the cluster from this machine, or from the plan if this machine has no GPU; with its measured links,
+    and a note if their file cannot be read.
 
     `inter_link` is the link between nodes if it is known.
     """
@@ -80,7 +83,7 @@ def describe(hosts: Hosts, *, on_cpu: bool, planned: Cluster | None = None, inte
         host_memory_bytes=memory,
         host_memory_origin=memory_origin,
     )
-    return measured_cluster(cluster, hosts)[0]
+    return measured_cluster(cluster, hosts)
 
 
 def workload_of(context: JobContext) -> Workload | None:

@@ -18,7 +18,7 @@ from dstrain.config.lint.finding import Severity
 from dstrain.config.lint.subject import JobContext, Subject
 from dstrain.config.resolve_auto import for_trainer
 from dstrain.errors import DstrainError
-from dstrain.facts.cluster import machines, measured_links
+from dstrain.facts.cluster import machines
 from dstrain.facts.cluster.cluster import Cluster, Origin
 from dstrain.facts.cluster.hostfile import Hosts
 from dstrain.facts.model.model_facts import ModelFacts
@@ -123,8 +123,7 @@ def _cluster(file: JobFile, hosts: Hosts, *, on_cpu: bool) -> tuple[Cluster, lis
     planned = None
     with suppress(DstrainError):  # a damaged lock is reported where it is needed
         planned = planned_cluster(Path(file.job.ds_config).parent)
-    _, problem = measured_links.read()
-    cluster = describe(hosts, on_cpu=on_cpu, inter_link=given_link(planned))
+    cluster, problem = describe(hosts, on_cpu=on_cpu, inter_link=given_link(planned))
     return cluster, [problem] if problem is not None else []
 
 

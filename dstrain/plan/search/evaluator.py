@@ -112,10 +112,7 @@ class Evaluator:
             return self.estimates[candidate].fits
         if candidate not in self.hopeless and self._fails(candidate):
             self.hopeless.add(candidate)
-        if candidate in self.hopeless:
-            return False
-        estimate = self.estimate(candidate)
-        return live_bytes(estimate) <= (1 + error_ratio) * estimate.usable_bytes_per_gpu
+        return candidate not in self.hopeless and self._seems_to_fit_gpu(candidate, error_ratio)
 
     def _fails(self, candidate: Candidate) -> bool:
         """Returns whether the candidate cannot fit, and notes what that says of others."""
@@ -130,11 +127,11 @@ class Evaluator:
         fits, needs = self._seems_to_fit_gpu(candidate), self.estimate(candidate).memory
         return not fits, needs.host_bytes_per_node if fits else needs.needed_bytes_per_gpu
 
-    def _seems_to_fit_gpu(self, candidate: Candidate) -> bool:
+    def _seems_to_fit_gpu(self, candidate: Candidate, error_ratio: float = QUICK_ERROR_RATIO) -> bool:
         estimate = self.estimate(candidate)
         if candidate in self.exact:
             return estimate.fits_gpu
-        most = (1 + QUICK_ERROR_RATIO) * estimate.usable_bytes_per_gpu
+        most = (1 + error_ratio) * estimate.usable_bytes_per_gpu
         return estimate.memory.load.fits_gpu and live_bytes(estimate) <= most
 
     def _is_host_room(self, candidate: Candidate) -> bool:

@@ -28,7 +28,7 @@ def nearest(evaluator: Evaluator, candidates: list[Candidate], top: int) -> list
             break
         for candidate in found:
             evaluator.verify(candidate)
-    return _seemingly_nearest(evaluator, [one for one in frugal if one in evaluator.exact], top)
+    return _seemingly_nearest(evaluator, [candidate for candidate in frugal if candidate in evaluator.exact], top)
 
 
 def _seemingly_nearest(evaluator: Evaluator, candidates: list[Candidate], top: int) -> list[Candidate]:
@@ -37,15 +37,16 @@ def _seemingly_nearest(evaluator: Evaluator, candidates: list[Candidate], top: i
     Those that the GPU could hold come before those that it could not; then by bytes. A bound above these bytes ends the
     search: nothing that is left comes nearer.
     """
-    nearest: dict[tuple[object, ...], tuple[tuple[bool, int], Candidate]] = {}
+    by_strategy: dict[tuple[object, ...], tuple[tuple[bool, int], Candidate]] = {}
     for candidate in candidates:
-        known = sorted(shortage for shortage, _ in nearest.values())
+        known = sorted(shortage for shortage, _ in by_strategy.values())
         if len(known) >= top and known[top - 1] <= _least_shortage(evaluator, candidate):
             break
         shortage = evaluator.shortage(candidate)
-        if strategy_key(candidate.way) not in nearest or shortage < nearest[strategy_key(candidate.way)][0]:
-            nearest[strategy_key(candidate.way)] = shortage, candidate
-    return [candidate for _, candidate in sorted(nearest.values(), key=lambda entry: entry[0])][:top]
+        key = strategy_key(candidate.way)
+        if key not in by_strategy or shortage < by_strategy[key][0]:
+            by_strategy[key] = shortage, candidate
+    return [candidate for _, candidate in sorted(by_strategy.values(), key=lambda entry: entry[0])][:top]
 
 
 def _least_shortage(evaluator: Evaluator, candidate: Candidate) -> tuple[bool, int]:

@@ -129,9 +129,8 @@ def _verified(
         ranked, _ = _ranked(evaluator, ordered, top, 0.0)
         if all(evaluator.verify(candidate).fits for candidate in ranked):
             break
-    return [
-        candidate for candidate in ranked if candidate in evaluator.exact and evaluator.verify(candidate).fits
-    ], fastest
+    verified = [candidate for candidate in ranked if candidate in evaluator.exact]
+    return [candidate for candidate in verified if evaluator.estimate(candidate).fits], fastest
 
 
 class _Remembered:

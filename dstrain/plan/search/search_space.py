@@ -109,9 +109,8 @@ def global_batch(cluster: Cluster, configuration: Configuration) -> int:
 
 def strategy_key(configuration: Configuration) -> tuple[object, ...]:
     """Returns the identity of a strategy, which excludes batches, buffers and how many layers are recomputed."""
-    zero, checkpointing = configuration.zero, configuration.checkpointing
-    recomputation = (checkpointing.enabled, checkpointing.offload, checkpointing.tiled_mlp)
-    return zero.stage, zero.offload, zero.hpz, recomputation, configuration.parallel
+    zero, checkpointing = configuration.zero, replace(configuration.checkpointing, every_n_layers=1)
+    return zero.stage, zero.offload, zero.hpz, checkpointing, configuration.parallel
 
 
 def mechanisms(configuration: Configuration) -> int:
