@@ -29,7 +29,7 @@ def does_not_fit(workload: Workload, request: Request, nearest: Estimate) -> Doe
     hint = (
         "These options fit:\n" + "\n".join(f"  {way}" for way in ways)
         if ways
-        else "No similar configuration fits either."
+        else "No similar configuration was found that fits either."
     )
     title = label(nearest.configuration)
     the_way = f"{title} needs" if request.is_one_configuration else f"the closest configuration, {title}, needs"
