@@ -109,7 +109,10 @@ def _planned(run_dir: RunDir, facts: dict[str, Any], calibration: Calibration) -
         what = "its machines" if cluster is None else "its model" if model is None else "its plan"
         raise InvalidConfig(f"{name}: {what} is unknown, so nothing was predicted", hint="Leave it out.")
     if cluster.gpu.is_cpu:
-        raise InvalidConfig(f"{name}: trained on a CPU, for which no time is predicted", hint="Calibrate with runs that trained on GPUs.")
+        raise InvalidConfig(
+            f"{name}: trained on a CPU, for which no time is predicted",
+            hint="Calibrate with runs that trained on GPUs.",
+        )
     if not cluster.gpu.is_listed:
         raise InvalidConfig(f"{name}: {cluster.gpu.name} is not in the table of GPUs", hint="Leave it out.")
     estimate = load_json(Estimate, run_dir.plan)
