@@ -59,6 +59,14 @@ class Gpu:
         return self.source != _NVML
 
     @property
+    def has_grouped_products(self) -> bool:
+        """Whether PyTorch multiplies the rows of all experts in one kernel, from 2.9 on; elsewhere Transformers loops.
+
+        Source: Transformers 5.23 integrations/moe.py: _can_use_grouped_mm (compute capability 8.0 and up, ROCm, CPU).
+        """
+        return self.is_cpu or self.has_flash_attention_2
+
+    @property
     def has_bf16(self) -> bool:
         """Whether matrix products run in bf16."""
         return self.bf16_flops_per_s > 0

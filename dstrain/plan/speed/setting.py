@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dstrain.choices import Attention, Precision
+from dstrain.facts.cluster.gpus import Gpu
 from dstrain.plan.configuration import (
     Checkpointing,
     Configuration,
@@ -13,7 +14,7 @@ from dstrain.plan.configuration import (
     Parallel,
     TrainedModel,
 )
-from dstrain.plan.training_code import TrainingCode
+from dstrain.plan.training_code import ExpertLoop, TrainingCode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,16 +54,24 @@ class Setting:
         return self.kernels.attn is Attention.SDPA and has_mask and self.parallel.sp == 1
 
 
-def setting(configuration: Configuration, peak_flops_per_s: float, has_flash: bool) -> Setting:
-    """Returns what the computation of a micro-batch depends on."""
+FALLBACK_LOOP = ExpertLoop(kernels=(2.0, 4.0), modules=0)
+"""Experts where PyTorch has no grouped product: one product for each matrix of an expert, and its two gradients.
+Source: Transformers 5.23 integrations/moe.py: _grouped_mm_fallback."""
+
+
+def setting(configuration: Configuration, peak_flops_per_s: float, gpu: Gpu) -> Setting:
+    """Returns what the computation of a micro-batch on a GPU depends on."""
+    code = configuration.code
+    if not gpu.has_grouped_products and code.expert_loop is None:
+        code = replace(code, expert_loop=FALLBACK_LOOP)
     return Setting(
         peak_flops_per_s=peak_flops_per_s,
-        has_flash=has_flash and configuration.model.precision is not Precision.FP32,
+        has_flash=gpu.has_flash_attention_2 and configuration.model.precision is not Precision.FP32,
         model=configuration.model,
         batch=configuration.batch,
         kernels=configuration.kernels,
         checkpointing=configuration.checkpointing,
         parallel=configuration.parallel,
-        code=configuration.code,
+        code=code,
         zero_stage=configuration.zero.stage,
     )

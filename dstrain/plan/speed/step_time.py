@@ -104,7 +104,7 @@ def forward_s(workload: Workload, configuration: Configuration) -> float | None:
     if peak <= 0 or gpu.hbm_bytes_per_s <= 0:
         return None
     rates, done = efficiency(cluster, workload.measured), work(workload.model, c)
-    forward, _ = passes(done, rates, setting(c, peak, gpu.has_flash_attention_2))
+    forward, _ = passes(done, rates, setting(c, peak, gpu))
     copies = stepping(cluster, c, done, rates).pcie_forward
     sent = _shown(collectives(cluster, c, done), Phase.FORWARD, forward.total, cluster, rates)
     return max(forward.total, copies) + sum(exposed for _, exposed, _ in sent)
@@ -114,7 +114,7 @@ def _parts(
     cluster: Cluster, c: Configuration, done: Work, rates: Efficiency, peak: float
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Returns the seconds of a step by part, and those of collectives and copies that computation hides."""
-    forward, backward = passes(done, rates, setting(c, peak, cluster.gpu.has_flash_attention_2))
+    forward, backward = passes(done, rates, setting(c, peak, cluster.gpu))
     copies = stepping(cluster, c, done, rates)
     again = c.step.grad_accum
     shown = _shown_copies(copies, forward.total, backward.total)

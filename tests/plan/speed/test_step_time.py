@@ -19,7 +19,7 @@ from dstrain.facts.workload import Workload
 from dstrain.job.schema import Lora
 from dstrain.plan.configuration import DEFAULTS, Configuration, changed
 from dstrain.plan.estimate_records import Limit, Speed
-from dstrain.plan.speed.efficiency import RETRY_S, UNIT_S, UNIT_WAIT_S
+from dstrain.plan.speed.efficiency import LAUNCH_S, RETRY_S, UNIT_S, UNIT_WAIT_S
 from dstrain.plan.speed.error_ranges import error_ratio
 from dstrain.plan.speed.step_time import (
     CPU,
@@ -233,6 +233,18 @@ def test_a_loop_over_experts_waits_for_the_cpu() -> None:
 
     assert _speed(looped, model=model, num_gpus=16).limited_by is Limit.LAUNCHES
     assert _rate(grouped, model=model, num_gpus=16) > 5 * _rate(looped, model=model, num_gpus=16)
+
+
+def test_experts_wait_for_the_cpu_where_pytorch_has_no_grouped_product() -> None:
+    model = probe.read_model("qwen3-30b-a3b")
+    halves = changed(BASE, precision=Precision.FP16, attn=Attention.SDPA, zero_stage=1)
+    of_experts = model.num_hidden_layers * 128 * (2 + 2 + 4) * LAUNCH_S
+
+    def launches_s(gpu: str) -> float:
+        return _speed(halves, model=model, gpu=gpu).parts_s[LAUNCHES]
+
+    assert launches_s("v100-32g") > of_experts > 0.5
+    assert launches_s("v100-32g") > launches_s("a100-80g") + of_experts
 
 
 def test_the_units_of_an_adapter_wait_for_the_cpu_under_pytorchs_sharding() -> None:
