@@ -151,7 +151,7 @@ class Checkpointing:
 
     def share(self, num_layers: int) -> float:
         """Returns the share of recomputed layers, 0…1."""
-        return sum(map(self.recomputes, range(num_layers))) / num_layers
+        return -(-num_layers // self.every_n_layers) / num_layers if self.enabled else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

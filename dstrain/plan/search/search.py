@@ -171,13 +171,11 @@ def _ranked(
             waiting = _move_ties(evaluator, waiting, ranked)
         if len(ranked) >= top:
             break
-        if candidate is None or any(strategy_key(other.way) == strategy_key(candidate.way) for other in ranked):
+        if candidate is None:
             continue
         new = _tied(candidate, key)
-        if not any(
-            other[:3] <= new[:3] and strategy_key(other.candidate.way) == strategy_key(candidate.way)
-            for other in waiting
-        ):
+        is_ranked = any(strategy_key(other.way) == new.strategy for other in ranked)
+        if not is_ranked and not any(other[:3] <= new[:3] for other in waiting if other.strategy == new.strategy):
             waiting += [new] if evaluator.seems_to_fit(candidate, error_ratio) else []
             fastest = fastest or (waiting[0].candidate if waiting else None)
     while waiting and len(ranked) < top:
@@ -189,8 +187,8 @@ def _move_ties(evaluator: Evaluator, waiting: list[_Tied], ranked: list[Candidat
     """Moves what ties with the first that waits to the ranking, the simplest first; returns what is left."""
     ties = [other for other in waiting if _is_tie(evaluator, waiting[0], other)]
     ranked += _simplest_first(ties)
-    taken = {strategy_key(tie.candidate.way) for tie in ties}
-    return [other for other in waiting if strategy_key(other.candidate.way) not in taken]
+    taken = {tie.strategy for tie in ties}
+    return [other for other in waiting if other.strategy not in taken]
 
 
 class _Tied(NamedTuple):
@@ -201,12 +199,16 @@ class _Tied(NamedTuple):
     padded_rows: int
     """Rows of a micro-batch that are padded to the longest of them; the times leave padding out."""
     key: Key
+    strategy: tuple[object, ...]
+    """Identity of the candidate's strategy (`strategy_key`)."""
     candidate: Candidate
 
 
 def _tied(candidate: Candidate, key: Key) -> _Tied:
     rows = 1 if candidate.way.batch.packing else candidate.micro_batch
-    return _Tied(_complexity(candidate), candidate.rung == TIGHT, rows, key, candidate)
+    return _Tied(
+        _complexity(candidate), candidate.rung == TIGHT, rows, key, strategy_key(candidate.way), candidate
+    )
 
 
 def _may_tie(key: Key, first: Key) -> bool:
@@ -229,7 +231,7 @@ def _simplest_first(tied: list[_Tied]) -> list[Candidate]:
     """Returns one candidate per strategy, simplest first; of equals, roomy buffers, then few rows first."""
     best: dict[tuple[object, ...], Candidate] = {}
     for tie in sorted(tied, key=lambda tie: tie[:4]):
-        best.setdefault(strategy_key(tie.candidate.way), tie.candidate)
+        best.setdefault(tie.strategy, tie.candidate)
     return list(best.values())
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from dstrain.choices import LossKernel, Method, Offload
 from dstrain.facts.cluster.cluster import Cluster
@@ -32,8 +32,9 @@ PERIODS = (1, 2, 4)
 """Of how many layers one is recomputed; beyond 4, recomputing costs less than 6 % of a step."""
 
 
-class Candidate(NamedTuple):
-    """One configuration in short; `configuration` writes it out."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Candidate:
+    """One configuration in short; `configuration` writes it out. Each is made once, and equal to itself alone."""
 
     way: Configuration
     """The strategy: everything except batch and buffers."""
@@ -109,8 +110,9 @@ def global_batch(cluster: Cluster, configuration: Configuration) -> int:
 
 def strategy_key(configuration: Configuration) -> tuple[object, ...]:
     """Returns the identity of a strategy, which excludes batches, buffers and how many layers are recomputed."""
-    zero, checkpointing = configuration.zero, replace(configuration.checkpointing, every_n_layers=1)
-    return zero.stage, zero.offload, zero.hpz, checkpointing, configuration.parallel
+    zero, recomputed = configuration.zero, configuration.checkpointing
+    layers = recomputed.enabled, recomputed.offload, recomputed.tiled_mlp
+    return zero.stage, zero.offload, zero.hpz, *layers, configuration.parallel
 
 
 def mechanisms(configuration: Configuration) -> int:
