@@ -181,7 +181,7 @@ def peaks(model: ModelFacts, variant: Variant, depth: dict[str, int]) -> dict[st
     tape = Tape(release=variant.release, gathers=variant.gathers)
     tape.offloads_inputs, tape.num_in_flight = variant.checkpointing.offload, variant.code.inputs_in_flight
     tape.keeps_inputs = variant.gathers
-    tape.stops_early = variant.code.stops_early
+    tape.stops_early, tape.plays_all_tiles = variant.code.stops_early, False
     play(Context(model, variant, tape), depth)
     tape_peaks = tape.ledger.peaks
     order = [kind for kind, count in depth.items() for _ in range(count)]

@@ -97,6 +97,7 @@ class Tape:
         "num_in_flight",
         "offloads_inputs",
         "part",
+        "plays_all_tiles",
         "release",
         "stops_early",
     )
@@ -107,6 +108,8 @@ class Tape:
         self.ledger = Ledger(record=record)
         self.release, self.gathers = release, gathers
         self.stops_early = True
+        self.plays_all_tiles = True
+        """Whether tiles of an MLP that live in as much as others are played, which their peak does not need."""
         self.offloads_inputs = False
         self.num_in_flight = 0
         """Offloaded inputs that are still on the GPU."""

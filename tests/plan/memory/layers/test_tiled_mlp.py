@@ -18,8 +18,10 @@ from dstrain.facts.model.trace_records import Question, Subject
 from dstrain.facts.workload import Workload
 from dstrain.job.schema import Lora
 from dstrain.plan.configuration import DEFAULTS, Configuration, changed
+from dstrain.plan.memory.layers import activations
 from dstrain.plan.memory.layers.activations import Instant, of_variant
 from dstrain.plan.memory.layers.context import variant_of
+from dstrain.plan.memory.layers.graph import Tape
 from dstrain.plan.speed.step_time import speed
 from dstrain.train.tiled_mlp import tile_mlps
 from dstrain.train.tracing import passes
@@ -42,6 +44,28 @@ def configuration(**changes: Any) -> Configuration:
 def peak(model: ModelFacts, way: Configuration) -> Instant:
     instants = of_variant(model, replace(variant_of(way), kernel_workspaces=False))
     return max(instants, key=lambda instant: instant.total)
+
+
+class EveryTile(Tape):
+    """A tape that plays all tiles."""
+
+    __slots__ = ()
+
+    def __setattr__(self, name: str, value: object) -> None:
+        super().__setattr__(name, True if name == "plays_all_tiles" else value)
+
+
+@pytest.mark.parametrize("method", [Method.FULL, Method.LORA])
+@pytest.mark.parametrize(("stage", "seq_len", "micro_batch"), [(0, 9999, 1), (2, 8192, 3), (3, 20000, 2)])
+def test_the_first_and_last_tiles_have_the_peaks_of_all(
+    method: Method, stage: int, seq_len: int, micro_batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    variant = variant_of(
+        configuration(method=method, zero_stage=stage, seq_len=seq_len, micro_batch=micro_batch, grad_ckpt=True)
+    )
+    short = activations.peaks(MODEL, variant, {"dense": 2})
+    monkeypatch.setattr(activations, "Tape", EveryTile)
+    assert activations.peaks(MODEL, variant, {"dense": 2}) == short
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # PEFT 0.21 asks for it
