@@ -15,7 +15,7 @@ from dstrain.plan.estimate_records import Estimate, Speed
 from dstrain.plan.memory.memory import Detail, host_bytes
 from dstrain.plan.request import Request
 from dstrain.plan.search.bounds import Bound, bound, passes_s
-from dstrain.plan.search.search_space import Candidate, data_parallel_ranks
+from dstrain.plan.search.search_space import Candidate, data_parallel_ranks, space
 from dstrain.plan.speed.efficiency import efficiency
 from dstrain.plan.speed.step_time import difference_error_s, speed
 
@@ -49,6 +49,7 @@ class Evaluator:
 
     workload: Workload
     usable_ratio: float
+    spaces: dict[Request, list[Candidate]] = field(default_factory=dict)
     bounds: dict[int, Bound] = field(default_factory=dict)
     passes: dict[tuple[object, ...], float] = field(default_factory=dict)
     times: dict[Candidate, Key | None] = field(default_factory=dict)
@@ -61,6 +62,12 @@ class Evaluator:
     """Candidates that live in more than the GPU has."""
     too_scattered: Failures = field(default_factory=lambda: defaultdict(list))
     """Candidates for which the allocator takes a little more than the GPU has."""
+
+    def space(self, request: Request) -> list[Candidate]:
+        """Returns the candidates of a request, the same ones each time."""
+        if request not in self.spaces:
+            self.spaces[request] = space(self.workload, request)
+        return self.spaces[request]
 
     def bound(self, candidate: Candidate) -> Bound:
         """Returns the bound of a candidate's way, computed once."""
@@ -113,6 +120,31 @@ class Evaluator:
         if candidate not in self.hopeless and self._fails(candidate):
             self.hopeless.add(candidate)
         return candidate not in self.hopeless and self._seems_to_fit_gpu(candidate, error_ratio)
+
+    def seems_to_hold_all(self, candidate: Candidate) -> bool:
+        """Returns whether the candidate fits by its estimate, with all that the allocator may hold besides live bytes.
+
+        Verifying it replays the allocator only if the exact bytes exceed the quick ones. What does not fit so rules out
+        all that needs more, in a search that asks for nothing else.
+        """
+        if candidate in self.exact:
+            return self.estimates[candidate].fits
+        if candidate not in self.hopeless and not self._holds_all(candidate):
+            self.hopeless.add(candidate)
+        return candidate not in self.hopeless
+
+    def forget_failures(self) -> None:
+        """Forgets what does not fit, except by exact estimates."""
+        for failures in (self.hopeless, self.too_large, self.too_scattered):
+            failures.clear()
+
+    def _holds_all(self, candidate: Candidate) -> bool:
+        if self._is_known_to_fail(candidate) or not self._is_host_room(candidate):
+            return False
+        fits = self.estimate(candidate).fits_gpu
+        if not fits:
+            self.too_large[kind_of(candidate)].append(appetite_of(candidate))
+        return fits
 
     def _fails(self, candidate: Candidate) -> bool:
         """Returns whether the candidate cannot fit, and notes what that says of others."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count
 from typing import NamedTuple
 
@@ -12,9 +13,9 @@ from dstrain.facts.workload import Workload
 from dstrain.plan.estimate_records import Estimate
 from dstrain.plan.request import Request
 from dstrain.plan.search.buffer_sizes import TIGHT
-from dstrain.plan.search.evaluator import MOST_MISSES, QUICK_ERROR_RATIO, Evaluator, Key, usable_ratio
+from dstrain.plan.search.evaluator import MOST_MISSES, Evaluator, Key, usable_ratio
 from dstrain.plan.search.nearest import nearest
-from dstrain.plan.search.search_space import Candidate, mechanisms, space, strategy_key
+from dstrain.plan.search.search_space import Candidate, mechanisms, strategy_key
 from dstrain.plan.search.slowdown_order import lost_speed
 
 EQUAL_RATIO = 0.02
@@ -75,7 +76,12 @@ def search(workload: Workload, request: Request, *, top: int = DEFAULT_TOP, exha
 
 
 def _best(
-    evaluator: Evaluator, request: Request, top: int, *, exhaustive: bool = False, is_proposal: bool = False
+    evaluator: Evaluator,
+    request: Request,
+    top: int,
+    *,
+    exhaustive: bool = False,
+    proposed_if: Callable[[Candidate], bool] | None = None,
 ) -> tuple[list[Candidate], list[Candidate], Candidate | None]:
     """Returns the candidates, the best of them, and the fastest; with layers' inputs in RAM if the best needs room."""
     candidates: list[Candidate] = []
@@ -84,12 +90,12 @@ def _best(
     for asked in (request, *in_ram_too(evaluator.workload, request)):
         if best and not best[0].way.zero.is_offloaded:
             break
-        candidates += space(evaluator.workload, asked)
+        candidates += evaluator.space(asked)
         possible = candidates if exhaustive else [candidate for candidate in candidates if evaluator.may_fit(candidate)]
         if exhaustive:
             for candidate in candidates:
                 evaluator.estimate(candidate)
-        best, fastest = _verified(evaluator, possible, top, is_proposal=is_proposal)
+        best, fastest = _verified(evaluator, possible, top, proposed_if)
     return candidates, best, fastest
 
 
@@ -107,7 +113,7 @@ def in_ram_too(workload: Workload, request: Request) -> tuple[Request, ...]:
 
 
 def _verified(
-    evaluator: Evaluator, candidates: list[Candidate], top: int, *, is_proposal: bool = False
+    evaluator: Evaluator, candidates: list[Candidate], top: int, proposed_if: Callable[[Candidate], bool] | None = None
 ) -> tuple[list[Candidate], Candidate | None]:
     """Returns the best candidates, and the fastest, whose exact estimates fit too.
 
@@ -116,9 +122,8 @@ def _verified(
     MOST_MISSES of these turn out not to.
     """
     ordered = _Remembered(by_time(evaluator, candidates))
-    error_ratio = 0.0 if is_proposal else QUICK_ERROR_RATIO
-    for _ in range(MOST_MISSES) if is_proposal else count():
-        ranked, fastest = _ranked(evaluator, ordered, 1, error_ratio)
+    for _ in range(MOST_MISSES) if proposed_if else count():
+        ranked, fastest = _ranked(evaluator, ordered, 1, proposed_if or evaluator.seems_to_fit)
         if fastest is None:
             return [], None
         if evaluator.verify(fastest).fits and evaluator.verify(ranked[0]).fits:
@@ -126,7 +131,7 @@ def _verified(
     else:
         return [], None
     for _ in range(MOST_MISSES if top > 1 else 0):
-        ranked, _ = _ranked(evaluator, ordered, top, 0.0)
+        ranked, _ = _ranked(evaluator, ordered, top, partial(evaluator.seems_to_fit, error_ratio=0.0))
         if all(evaluator.verify(candidate).fits for candidate in ranked):
             break
     verified = [candidate for candidate in ranked if candidate in evaluator.exact]
@@ -148,14 +153,21 @@ class _Remembered:
 
 
 def fastest(workload: Workload, request: Request) -> Estimate | None:
-    """Returns the best plan that fits by its quick estimate too, or None if none is found (`MOST_MISSES`)."""
+    """Returns the best plan that fits by its quick estimate too, or None if none is found (`MOST_MISSES`).
+
+    What fits with all that the allocator may hold besides live bytes comes first: it needs no replay.
+    """
     evaluator = Evaluator(workload, usable_ratio(request))
-    _, best, _ = _best(evaluator, request, 1, is_proposal=True)
-    return evaluator.estimate(best[0]) if best else None
+    for fits in (evaluator.seems_to_hold_all, partial(evaluator.seems_to_fit, error_ratio=0.0)):
+        _, best, _ = _best(evaluator, request, 1, proposed_if=fits)
+        if best:
+            return evaluator.estimate(best[0])
+        evaluator.forget_failures()
+    return None
 
 
 def _ranked(
-    evaluator: Evaluator, ordered: _Remembered, top: int, error_ratio: float
+    evaluator: Evaluator, ordered: _Remembered, top: int, seems_to_fit: Callable[[Candidate], bool]
 ) -> tuple[list[Candidate], Candidate | None]:
     """Returns the best of candidates in the order of time that seem to fit, one per strategy, and the fastest of all.
 
@@ -176,7 +188,7 @@ def _ranked(
         new = _tied(candidate, key)
         is_ranked = any(strategy_key(other.way) == new.strategy for other in ranked)
         if not is_ranked and not any(other[:3] <= new[:3] for other in waiting if other.strategy == new.strategy):
-            waiting += [new] if evaluator.seems_to_fit(candidate, error_ratio) else []
+            waiting += [new] if seems_to_fit(candidate) else []
             fastest = fastest or (waiting[0].candidate if waiting else None)
     while waiting and len(ranked) < top:
         waiting = _move_ties(evaluator, waiting, ranked)
@@ -206,9 +218,7 @@ class _Tied(NamedTuple):
 
 def _tied(candidate: Candidate, key: Key) -> _Tied:
     rows = 1 if candidate.way.batch.packing else candidate.micro_batch
-    return _Tied(
-        _complexity(candidate), candidate.rung == TIGHT, rows, key, strategy_key(candidate.way), candidate
-    )
+    return _Tied(_complexity(candidate), candidate.rung == TIGHT, rows, key, strategy_key(candidate.way), candidate)
 
 
 def _may_tie(key: Key, first: Key) -> bool:

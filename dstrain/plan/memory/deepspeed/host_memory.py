@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from dstrain.choices import Offload
 from dstrain.plan.memory.deepspeed.modules import Modules
@@ -22,7 +23,7 @@ PARAMETER_BUFFERS = 5
 runtime/swap_tensor/partitioned_param_swapper.py."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Host:
     """Bytes of one rank outside of its GPU."""
 
@@ -40,7 +41,7 @@ class Host:
         """Requested RAM."""
         return sum(self.pinned) + self.pageable + self.locked
 
-    @property
+    @cached_property
     def taken(self) -> int:
         """Allocated RAM: each pinned buffer is rounded up to a power of two."""
         return sum(pinned(size) for size in self.pinned) + self.pageable + self.locked
