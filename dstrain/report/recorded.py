@@ -15,6 +15,7 @@ from dstrain.launch.run import state
 from dstrain.launch.run.state import State
 from dstrain.monitor.sinks.jsonl import current_steps, read_jsonl
 from dstrain.plan.estimate_records import Estimate
+from dstrain.preflight import Preflight
 from dstrain.records import from_data, load_json
 from dstrain.rundir import RunDir
 
@@ -48,6 +49,8 @@ class Recorded:
     """Warnings of the health rules."""
     states: tuple[Mapping[str, int], ...]
     """Measured bytes of model states, by rank."""
+    preflight: Preflight | None
+    """The checks before the first step of the last start."""
     summary: Line
     """Rank 0's summary; empty if training has not ended well."""
     resumes: tuple[int, ...]
@@ -88,6 +91,7 @@ def read(run_dir: RunDir) -> Recorded:
         evaluations=tuple(line for line in logged if "eval_loss" in line),
         findings=tuple(filter(_is_finding, _of_this_run(reader.lines(run_dir.health), logged, run))),
         states=_states(reader.mapping(run_dir.states)),
+        preflight=reader.record(Preflight, run_dir.preflight),
         summary=reader.mapping(run_dir.summary),
         resumes=tuple(line["from_step"] for line in lines if line.get("event") == "resume"),
         restarts=tuple(restarts),

@@ -272,7 +272,8 @@ def run(arguments: Sequence[str]) -> int:
     if rank.is_first:
         (folder / _ERROR_SAID).unlink(missing_ok=True)
     if rank.local_index == 0:  # each node may have a disk of its own
-        RunDir(folder).oom.unlink(missing_ok=True)
+        for path in (RunDir(folder).oom, RunDir(folder).preflight):
+            path.unlink(missing_ok=True)
     try:
         main(folder)
     except DstrainError as error:

@@ -51,6 +51,17 @@ def from_environment(environment: Mapping[str, str]) -> Rank:
     )
 
 
+def of_all_ranks(own: Any, group: Any) -> list[Any]:
+    """Returns the value of each rank; collective over `group`, a gloo group of all ranks, None with one rank."""
+    if group is None:
+        return [own]
+    import torch.distributed as dist  # here: a rank reports that it starts before it loads PyTorch
+
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, own, group=group)
+    return values
+
+
 class Leaving:
     """Whether this rank was asked to save a checkpoint and leave."""
 

@@ -22,6 +22,8 @@ from dstrain.monitor.sinks.jsonl import read_jsonl
 from dstrain.plan.configuration import DEFAULTS, changed
 from dstrain.plan.memory.params import trained
 from dstrain.plan.memory.zero import states as plan_states
+from dstrain.preflight import CheckName, Preflight
+from dstrain.records import load_json
 from dstrain.report.recorded import read as read_run
 from dstrain.report.report import report
 from dstrain.rundir import RunDir
@@ -243,6 +245,15 @@ def test_a_health_rule_saves_and_ends_the_run_on_all_ranks(runs: Path) -> None:
     assert (runs / "stopped" / "checkpoint-1" / "latest").exists()
     (told,) = [line for line in read_jsonl(runs / "stopped" / "health.jsonl") if line["rule"] == "first_loss"]
     assert (told["step"], told["severity"], told["action"]) == (1, "warning", "stop")
+
+
+def test_the_checks_before_the_first_step_find_what_the_run_meets(runs: Path) -> None:
+    found = {name: load_json(Preflight, RunDir(runs / name).preflight) for name in ("nan", "stopped", "again")}
+    failed = {name: [check.name for check in one.checks if not check.passed] for name, one in found.items()}
+    assert failed == {"nan": [CheckName.GRADIENTS], "stopped": [CheckName.FIRST_LOSS], "again": []}
+    assert "not finite on ranks 0, 1: the gradient of " in said(runs / "nan")
+    assert [check.name for check in found["again"].checks] == [CheckName.WORST_BATCH, CheckName.GRADIENTS]
+    assert (found["nan"].step, found["again"].step) == (0, 3)  # a resumed run repeats what depends on memory
 
 
 def test_steps_in_a_row_without_finite_gradients_end_the_run(runs: Path) -> None:

@@ -14,6 +14,7 @@ from dstrain.config.lint.finding import printable
 from dstrain.launch.run.state import GONE, LIVING
 from dstrain.paths import shown
 from dstrain.plan.labels import label
+from dstrain.records import to_data
 from dstrain.report.comparison import Comparison, Difference, Quantity, plans_time
 from dstrain.report.report import UNKNOWN, Report, Restart
 from dstrain.units import format_bytes, format_seconds
@@ -133,6 +134,7 @@ def _rows(report: Report) -> Iterator[tuple[str, str]]:
     """Yields the other facts of a run as rows of a name and a value."""
     if report.largest is not None:
         yield "differs most", difference_text(report.largest)
+    yield from (("checks", text) for text in _checks(report))
     if report.losses:
         yield "loss", loss_text(report)
     yield from (("health", text) for text in _health(report))
@@ -151,6 +153,16 @@ def _rows(report: Report) -> Iterator[tuple[str, str]]:
     if plans_time(report.recorded) and report.stage not in LIVING:
         command = f"dstrain calibrate {shlex.quote(shown(str(report.recorded.run_dir.path)))}"
         yield "next", f"`{command}` lets later plans use what this run measured"
+
+
+def _checks(report: Report) -> Iterator[str]:
+    """Yields the checks before the first step in a line, and each that did not pass in one of its own."""
+    record = report.recorded.preflight
+    if record is None:
+        return
+    passed = ", ".join(check.name for check in record.checks if check.passed)
+    yield f"{passed or 'none'} passed before the first step, in {format_seconds(record.seconds)}"
+    yield from (check.line for check in record.checks if not check.passed)
 
 
 def loss_text(report: Report) -> str:
@@ -242,6 +254,7 @@ def document(report: Report) -> dict[str, Any]:
         **{name: getattr(report, name) for name in names},
         "comparisons": [asdict(one) | {"off": one.off} for one in report.comparisons],
         "differs_most": asdict(report.largest) if report.largest else None,
+        "preflight": to_data(recorded.preflight) if recorded.preflight else None,
         "losses": report.losses,
         "evaluations": report.evaluations,
         "health": [asdict(mark) for mark in report.marks],
