@@ -15,6 +15,8 @@ from accelerate.utils import DataLoaderConfiguration
 from torch.utils.data import DataLoader, RandomSampler
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from dstrain.job.schema import Job
+from dstrain.monitor.health.history import Facts
 from dstrain.monitor.sinks.jsonl import read_jsonl
 from dstrain.preflight import Check, CheckName, Preflight
 from dstrain.records import load_json
@@ -24,7 +26,10 @@ from dstrain.train.data.packing import PackedRows
 from dstrain.train.data.slices import shift
 from dstrain.train.evaluation import loss_of
 from dstrain.train.preflight import packed_loss
+from dstrain.train.preflight.checks import LIMIT_S, Checks
+from dstrain.train.preflight.found import Found
 from dstrain.train.preflight.heaviest import drawn, heaviest
+from dstrain.train.rank import Rank
 from tests.train.engine import Engine
 from tests.train.launching import codes, make_run, said
 
@@ -92,6 +97,29 @@ def test_labels_are_shown_around_the_first_text_with_loss(runs: Path) -> None:
     shown = checks(runs / "zero2-True")[CheckName.LABELS].examples
     assert len(shown) == 2
     assert all("assistant⏎⟦" in example and "\n" not in example for example in shown)
+
+
+def test_a_check_that_would_exceed_the_limit_does_not_begin_and_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job, rank = Job(model="m", data="d", output_dir="o"), Rank(index=0, world_size=1, local_index=0)
+    place = RunDir(tmp_path)
+    some = Checks(job=job, run_dir=place, rank=rank, group=None, tokenizer=None, facts=Facts(), step_s=None)
+    some.begin(planned_steps=100)
+    cheap = Found(passed=True, text="cheap")
+    assert some.check(CheckName.LABELS, lambda: cheap, cost_s=LIMIT_S - 1) is cheap
+    assert some.check(CheckName.EVALUATION, lambda: cheap, cost_s=LIMIT_S + 1) is None
+    some.write(step=0)
+    assert [check.passed for check in load_json(Preflight, place.preflight).checks] == [True, None]
+    assert "- evaluation: skipped: all checks together would take more than 1 min" in capsys.readouterr().err
+
+
+def test_the_limit_grows_with_the_planned_run(tmp_path: Path) -> None:
+    job, rank = Job(model="m", data="d", output_dir="o"), Rank(index=0, world_size=1, local_index=0)
+    options: dict[str, Any] = {"group": None, "tokenizer": None, "facts": Facts(), "step_s": 10.0}
+    some = Checks(job=job, run_dir=RunDir(tmp_path), rank=rank, **options)
+    assert some.begin(planned_steps=100) == LIMIT_S
+    assert some.begin(planned_steps=10_000) == pytest.approx(3_000.0)  # 3 % of 100,000 s
 
 
 def rows(*lengths: int) -> datasets.Dataset:

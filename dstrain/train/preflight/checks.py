@@ -62,27 +62,32 @@ class Checks:
         A run that goes on from a checkpoint repeats those that depend on memory. The heaviest micro-batch always runs;
         its cost is at most that of a step. Raises InvalidConfig if a packed row has another loss than its samples.
         """
-        self._began = time.monotonic()
-        self._limit_s = max(LIMIT_S, LIMIT_SHARE * trainer.state.max_steps * (self._step_s or 0.0))
+        self.begin(planned_steps=trainer.state.max_steps)
         is_new = trainer.state.global_step == 0
         self._rank.say("checks before the first step (`preflight: false` omits them):")
         try:
             if is_new:
-                self._check(CheckName.LABELS, lambda: self._labels(trainer))
+                self.check(CheckName.LABELS, lambda: self._labels(trainer))
             self._gradients(trainer, batches, is_new=is_new)
             if is_new and isinstance(trainer.train_dataset, PackedRows):
                 self._packing(trainer)
             if trainer.eval_dataset is not None:
-                self._check(CheckName.EVALUATION, lambda: self._evaluation(trainer), cost_s=self._pass_s)
+                self.check(CheckName.EVALUATION, lambda: self._evaluation(trainer), cost_s=self._pass_s)
         finally:
-            self._write(trainer.state.global_step)
+            self.write(step=trainer.state.global_step)
         trainer.forget_losses()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()  # the allocator begins the run as it would without checks
         spent, limit = (format_seconds(seconds) for seconds in (time.monotonic() - self._began, self._limit_s))
         self._rank.say(f"the checks took {spent} of at most {limit}")
 
-    def _check(self, name: CheckName, work: Callable[[], Found], *, cost_s: float = 0.0) -> Found | None:
+    def begin(self, *, planned_steps: int) -> float:
+        """Starts the clock, and returns the limit of all checks in seconds."""
+        self._began = time.monotonic()
+        self._limit_s = max(LIMIT_S, LIMIT_SHARE * planned_steps * (self._step_s or 0.0))
+        return self._limit_s
+
+    def check(self, name: CheckName, work: Callable[[], Found], *, cost_s: float = 0.0) -> Found | None:
         """Runs a check, unless it would exceed the limit: rank 0 decides for all. Returns what it found."""
         before = time.monotonic()
         is_late = before - self._began + cost_s > self._limit_s
@@ -99,7 +104,8 @@ class Checks:
         for line in (check.line, *(f"    {example}" for example in check.examples)):
             self._rank.say(line)
 
-    def _write(self, step: int) -> None:
+    def write(self, *, step: int) -> None:
+        """Writes `preflight.json` on rank 0; `step` are the optimizer steps done before."""
         if self._rank.is_first:
             spent = round(time.monotonic() - self._began, 4)
             record = Preflight(step=step, checks=tuple(self._done), seconds=spent, limit_s=self._limit_s)
@@ -141,7 +147,7 @@ class Checks:
         if members is None:
             return
         cost_s = self._pass_s * (1 + len(members)) / 3  # a forward pass is a third of both
-        found = self._check(CheckName.PACKING, lambda: self._packed(trainer, data, members), cost_s=cost_s)
+        found = self.check(CheckName.PACKING, lambda: self._packed(trainer, data, members), cost_s=cost_s)
         if found is not None and not found.passed:
             raise InvalidConfig(f"packing: {found.text}", hint="packing: false")
 

@@ -41,7 +41,8 @@ def _sizes(data: Any) -> tuple[Any, Any]:
 
 
 def _column(dataset: Any, name: str) -> Any:
-    return np.stack(dataset.with_format("numpy")[name][:]).astype(np.int64)
+    values: Any = np.asarray(dataset.with_format("numpy")[name][:])
+    return (np.stack(values) if values.dtype == object else values).astype(np.int64)
 
 
 def drawn(batches: Any, count: int) -> list[int]:
