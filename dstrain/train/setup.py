@@ -55,6 +55,7 @@ from dstrain.train.tokenizer import load_tokenizer, source_of
 from dstrain.train.trainer import Trainer
 
 if TYPE_CHECKING:
+    from dstrain.monitor.verdict import FirstSteps
     from dstrain.train.__main__ import Inputs
 
 
@@ -136,10 +137,10 @@ class TrainingSetup:
         step = trainer.state.global_step
         return any("eval_loss" in logged and logged["step"] == step for logged in trainer.state.log_history)
 
-    def trainer(self, sinks: Sequence[Guarded], heartbeat: Sender, *, step_s: float | None = None) -> Trainer:
+    def trainer(self, sinks: Sequence[Guarded], heartbeat: Sender, first_steps: FirstSteps | None) -> Trainer:
         """Returns the Trainer, with callbacks for metrics and for bytes of model states.
 
-        `step_s` are the planned seconds of a step, None if the plan has no time.
+        `first_steps` compares them with the plan, on rank 0.
         """
         first = self.rank.is_first
         self.metrics = MetricsCallback(
@@ -149,6 +150,7 @@ class TrainingSetup:
             metrics=JsonlFile(self.run_dir.metrics) if first else None,
             health=JsonlFile(self.run_dir.health) if first else None,
             watch=Watch(self.job.health, self._facts()),
+            first_steps=first_steps,
             sinks=sinks,
             say=self.rank.say,
         )
@@ -161,7 +163,7 @@ class TrainingSetup:
             heartbeat=heartbeat,
             base=self.base,
             group=self.group,
-            checks=self._checks(step_s) if self.job.preflight else None,
+            checks=self._checks(first_steps) if self.job.preflight else None,
             data_digest=self.train_data.digest,
             model=self.model,
             args=self.arguments,
@@ -176,7 +178,7 @@ class TrainingSetup:
         )
         return trainer
 
-    def _checks(self, step_s: float | None) -> Checks:
+    def _checks(self, first_steps: FirstSteps | None) -> Checks:
         return Checks(
             job=self.job,
             run_dir=self.run_dir,
@@ -184,7 +186,7 @@ class TrainingSetup:
             group=self.group,
             tokenizer=self.tokenizer,
             facts=self._facts(),
-            step_s=step_s,
+            step_s=first_steps.planned_step_s if first_steps is not None else None,
         )
 
     def _facts(self) -> Facts:
