@@ -157,7 +157,12 @@ class MetricsCallback(TrainerCallback):
         """Compares the first steps of this start with the plan, once: prints the verdict and writes it."""
         if self._first_steps is None:
             return
-        verdict = self._first_steps.see({"step": step, **logs}, steps=step - self._first_step)
+        try:
+            verdict = self._first_steps.see({"step": step, **logs}, steps=step - self._first_step)
+        except Exception as error:  # the planner searches there; it must not end training
+            self._say(f"not compared with the plan ({type(error).__name__}: {error}); training continues")
+            self._first_steps = None
+            return
         if verdict is not None:
             self._write(metrics, {"time_s": round(time.time(), 3), **verdict.to_data()})
             self._say("\n".join(verdict.lines(self._first_steps.cluster)))

@@ -11,6 +11,7 @@ import sys
 import time
 import warnings
 from collections.abc import Mapping, MutableMapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -40,6 +41,16 @@ class Rank:
         """Prints a line to stderr, on rank 0 only."""
         if self.is_first:
             print(text, file=sys.stderr, flush=True)
+
+    def log_data(self, text: str) -> None:
+        """Prints a line of training data to the log, on rank 0 only.
+
+        It passes by `sys.stderr`, whose lines SwanLab and W&B copy to their servers.
+        """
+        if self.is_first:
+            sys.stderr.flush()
+            with suppress(OSError):  # a full disk
+                os.write(2, f"{text}\n".encode())
 
 
 def from_environment(environment: Mapping[str, str]) -> Rank:

@@ -107,6 +107,17 @@ def test_swanlab_kept_its_files_offline(demo: tuple[Any, Path]) -> None:
     assert list((demo[1] / "output-zero3" / "swanlog").glob("run-*"))
 
 
+def test_samples_stand_in_the_log_and_not_in_what_swanlab_uploads(demo: tuple[Any, Path]) -> None:
+    folder = demo[1] / "output-zero3"
+    labels = json.loads((folder / "preflight.json").read_text())["checks"][0]
+    (log,) = (folder / "logs").glob("*rank0.log")
+    sent = b"".join(path.read_bytes() for path in (folder / "swanlog").rglob("*") if path.is_file())
+    assert labels["text"].encode() in sent
+    for example in labels["examples"]:
+        assert example in log.read_text()
+        assert example.strip("…").encode() not in sent
+
+
 def test_a_secret_stands_in_its_own_file_and_nowhere_else(demo: tuple[Any, Path]) -> None:
     done, folder = demo
     holders = {path for path in folder.rglob("*") if path.is_file() and CANARY.encode() in path.read_bytes()}

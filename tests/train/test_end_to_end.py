@@ -54,19 +54,20 @@ def runs(root: Path, demo: Path, engine: Engine) -> Path:
     bloom = _bloom(demo / "model", root / "bloom")
     evaluation = str(demo / "eval.jsonl")
     offline = {"sinks": ["swanlab"], "mode": "offline", "name": "nice"}
+    guessing = {"first_loss": {"warn": 0.5, "action": "stop"}}
     half = make_run(folder / "half", demo, resume="auto", monitor=offline, save_steps=2, save_total_limit=1)
-    again = make_run(folder / "again", demo, resume="auto")
+    again = make_run(folder / "again", demo, resume="auto", preflight=True)
     made = [
         make_run(folder / "zero1", demo, zero={"stage": 1}, grad_accum=2, monitor={"sinks": ["tensorboard"]}),
         make_run(folder / "zero2", demo, eval_data=evaluation, eval_steps=2, save_steps=1, save_total_limit=2),
         make_run(folder / "zero3", demo, zero={"stage": 3}, eval_data=evaluation),
-        make_run(folder / "offload", demo, zero={"offload_optimizer": {"device": "cpu"}}),
+        make_run(folder / "offload", demo, zero={"offload_optimizer": {"device": "cpu"}}, preflight=True),
         make_run(folder / "lora2", demo, method="lora", lora={"dropout": 0.1}),
-        make_run(folder / "lora3", demo, zero={"stage": 3}, method="lora"),
+        make_run(folder / "lora3", demo, zero={"stage": 3}, method="lora", preflight=True),
         make_run(folder / "kept", demo, zero={"stage": 3, "stage3_gather_16bit_weights_on_model_save": False}),
-        make_run(folder / "nan", demo, model=str(broken / "model")),
+        make_run(folder / "nan", demo, model=str(broken / "model"), preflight=True),
         make_run(folder / "steep", demo, learning_rate=1e20, max_steps=25, stop_on_nonfinite=3),
-        make_run(folder / "stopped", demo, health={"first_loss": {"warn": 0.5, "action": "stop"}}, save_steps=100),
+        make_run(folder / "stopped", demo, health=guessing, save_steps=100, preflight=True),
         make_run(folder / "packed", demo, zero={"stage": 3}, eval_data=evaluation, packing=True, precision="fp32"),
         make_run(folder / "padded", demo, eval_data=evaluation, micro_batch=4, precision="fp32"),
         make_run(folder / "bloom", demo, zero={"stage": 3}, model=str(bloom), packing=True, attn="eager"),

@@ -101,8 +101,9 @@ class Checks:
 
     def _note(self, check: Check) -> None:
         self._done.append(check)
-        for line in (check.line, *(f"    {example}" for example in check.examples)):
-            self._rank.say(line)
+        self._rank.say(check.line)
+        for example in check.examples:
+            self._rank.log_data(f"    {example}")
 
     def write(self, *, step: int) -> None:
         """Writes `preflight.json` on rank 0; `step` are the optimizer steps done before."""
@@ -113,7 +114,10 @@ class Checks:
                 write_atomic(self._run_dir.preflight, to_json(record))
 
     def _labels(self, trainer: Trainer) -> Found:
-        shown = tuple(examples(trainer.train_dataset, self._tokenizer, _NUM_EXAMPLES))
+        try:
+            shown = tuple(examples(trainer.train_dataset, self._tokenizer, _NUM_EXAMPLES))
+        except Exception as error:  # a tokenizer may be a program of the model's author, which need not decode
+            return Found(passed=False, text=f"cannot be shown: {type(error).__name__}: {error}")
         text = "text between ⟦ and ⟧ has loss, in the first samples"
         return Found(passed=all("⟦" in example for example in shown), text=text, examples=shown)
 
