@@ -12,7 +12,9 @@ from typing import Any, overload
 
 from dstrain.paths import flush, write_atomic
 
-_SENT = re.compile(r"(metrics|health)\.jsonl|(states|summary|oom)\.json|logs/[^/\0]+\.log|checkpoint-\d+/part\.json")
+_SENT = re.compile(
+    r"(metrics|health)\.jsonl|(states|summary|oom|preflight)\.json|logs/[^/\0]+\.log|checkpoint-\d+/part\.json"
+)
 """Names of the files that nodes with a file system of their own send."""
 
 
@@ -63,6 +65,8 @@ class RunDir:
     """One JSON object per warning about a step."""
     states = _Entry("states.json")
     """Measured bytes of model states, of every rank."""
+    preflight = _Entry("preflight.json")
+    """The checks before the first step of the last start (`dstrain.preflight`)."""
     summary = _Entry("summary.json")
     """Written by rank 0 after training has succeeded."""
     logs = _Entry("logs")

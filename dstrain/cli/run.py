@@ -18,6 +18,7 @@ from dstrain.cli.output.progress import Screen
 from dstrain.cli.output.run import before_lines, summary, summary_text
 from dstrain.cli.types import Choice, Named
 from dstrain.config.edits.manual_edits import Edit, of_run
+from dstrain.config.remedy import UNADAPTED, Adaptation
 from dstrain.doctor.finding import Mark, errors
 from dstrain.doctor.quick import quick
 from dstrain.errors import DstrainError, EnvironmentProblem
@@ -34,7 +35,6 @@ from dstrain.launch.prepare.prepare import prepare
 from dstrain.launch.run import state
 from dstrain.launch.run.control import noting_signals
 from dstrain.launch.run.detach import detach
-from dstrain.launch.run.remedy import UNADAPTED, Adaptation
 from dstrain.launch.run.supervisor import Policy, Reporter, Supervisor
 from dstrain.launch.timeouts import TIMEOUTS, VARIABLE
 

@@ -220,6 +220,9 @@ class Job:
     stop_on_nonfinite: Annotated[int, Ge(0)] = 20
     """Consecutive steps with non-finite gradients that end the run; 0: never. fp16's loss scaling starts with a few."""
 
+    preflight: bool = True
+    """Whether the run is checked before its first step: labels, heaviest micro-batch, loss, gradients, packing."""
+
     logging_steps: Positive = 10
     """Optimizer steps between lines of `metrics.jsonl`."""
     eval_strategy: Interval = Interval.STEPS

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,9 @@ from dstrain.monitor.sinks.jsonl import JsonlFile, current_steps, read_jsonl
 from dstrain.monitor.sinks.registry import Guarded
 from dstrain.monitor.sinks.sink import Say
 
+if TYPE_CHECKING:
+    from dstrain.monitor.verdict import FirstSteps  # loads the planner, which rank 0 alone needs
+
 
 class MetricsCallback(TrainerCallback):
     """Runs on every rank; gathers over a gloo group at logging steps only, and writes on rank 0."""
@@ -35,16 +38,18 @@ class MetricsCallback(TrainerCallback):
         metrics: JsonlFile | None,
         health: JsonlFile | None,
         watch: Watch,
+        first_steps: FirstSteps | None = None,
         sinks: Sequence[Guarded],
         say: Say,
     ) -> None:
-        """`group` is a gloo group of all ranks; only rank 0 has `metrics`, `health` and `sinks`, and sees `watch`."""
+        """`group` is a gloo group of all ranks; only rank 0 has files, `first_steps` and `sinks`, and sees `watch`."""
         self.meter = meter
         self._group = group
         self._against = against
         self._metrics = metrics
         self._health = health
         self._watch = watch
+        self._first_steps = first_steps
         self._acts = any(limits.action is not HealthAction.TELL for limits in watch.limits.values())
         self._must_stop = False
         self._sinks = sinks
@@ -145,7 +150,22 @@ class MetricsCallback(TrainerCallback):
         for sink in self._sinks:
             sink.log(scalars(logs), step)
         self._say(self._line(step, state, logs))
+        self._judge(self._metrics, step, logs)
         return max(actions, key=list(HealthAction).index, default=HealthAction.TELL)
+
+    def _judge(self, metrics: JsonlFile, step: int, logs: dict[str, Any]) -> None:
+        """Compares the first steps of this start with the plan, once: prints the verdict and writes it."""
+        if self._first_steps is None:
+            return
+        try:
+            verdict = self._first_steps.see({"step": step, **logs}, steps=step - self._first_step)
+        except Exception as error:  # the planner searches there; it must not end training
+            self._say(f"not compared with the plan ({type(error).__name__}: {error}); training continues")
+            self._first_steps = None
+            return
+        if verdict is not None:
+            self._write(metrics, {"time_s": round(time.time(), 3), **verdict.to_data()})
+            self._say("\n".join(verdict.lines(self._first_steps.cluster)))
 
     def _findings(self, step: int, logs: dict[str, Any]) -> list[Finding]:
         """Writes what is unhealthy to `health.jsonl`, and prints what was not unhealthy in the last window."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dstrain.launch.run.state import LIVING
-from dstrain.report.recorded import Recorded, number
+from dstrain.monitor.windows import number
+from dstrain.report.recorded import Recorded
 from dstrain.report.report import UNKNOWN, Report
 
 _RECENT = 50

@@ -14,12 +14,13 @@ from dstrain.job.schema import Job
 from dstrain.launch.run import state
 from dstrain.launch.run.state import State
 from dstrain.monitor.sinks.jsonl import current_steps, read_jsonl
+from dstrain.monitor.windows import Line, number, peaks_by_rank, states_by_rank
 from dstrain.plan.estimate_records import Estimate
+from dstrain.preflight import Preflight
 from dstrain.records import from_data, load_json
 from dstrain.rundir import RunDir
 
 T = TypeVar("T")
-Line = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +49,8 @@ class Recorded:
     """Warnings of the health rules."""
     states: tuple[Mapping[str, int], ...]
     """Measured bytes of model states, by rank."""
+    preflight: Preflight | None
+    """The checks before the first step of the last start."""
     summary: Line
     """Rank 0's summary; empty if training has not ended well."""
     resumes: tuple[int, ...]
@@ -87,7 +90,8 @@ def read(run_dir: RunDir) -> Recorded:
         peaks=peaks_by_rank(windows),
         evaluations=tuple(line for line in logged if "eval_loss" in line),
         findings=tuple(filter(_is_finding, _of_this_run(reader.lines(run_dir.health), logged, run))),
-        states=_states(reader.mapping(run_dir.states)),
+        states=states_by_rank(reader.mapping(run_dir.states)),
+        preflight=reader.record(Preflight, run_dir.preflight),
         summary=reader.mapping(run_dir.summary),
         resumes=tuple(line["from_step"] for line in lines if line.get("event") == "resume"),
         restarts=tuple(restarts),
@@ -171,25 +175,6 @@ class _Reader:
         self.problems.append(f"{name} is damaged, or of another dstrain")
 
 
-def number(value: object) -> float | None:
-    """Returns a number of a JSON file; None for anything else.
-
-    >>> number(3), number(None), number(True)
-    (3.0, None, None)
-    """
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
-
-
-def series(windows: Sequence[Line], name: str) -> list[tuple[int, float]]:
-    """Returns step and value of a metric in each window that has it.
-
-    >>> series([{"step": 1, "loss": 2.0}, {"step": 2, "loss": None}], "loss")
-    [(1, 2.0)]
-    """
-    values = ((window["step"], number(window.get(name))) for window in windows)
-    return [(step, value) for step, value in values if value is not None]
-
-
 def _last_words(logged: Sequence[Line]) -> list[Line]:
     """Returns the logged steps without those that a start from the beginning repeated, which writes no resume."""
     kept: list[Line] = []
@@ -206,14 +191,6 @@ def _of_this_run(lines: Sequence[Line], logged: Sequence[Line], run: State | Non
     times = [number(line.get("time_s")) for line in logged[:1]] + [run.began if run is not None else None]
     first = min((at for at in times if at is not None), default=0.0)
     return [line for line in lines if (number(line.get("time_s")) or first) >= first]
-
-
-def peaks_by_rank(windows: Sequence[Line]) -> tuple[float, ...]:
-    """Returns the largest peak of each rank over all windows; empty if it was not measured, as on a CPU."""
-    listed = [peaks for window in windows if isinstance(peaks := window.get("peak_bytes_by_rank"), list)]
-    known = [numbers for peaks in listed if None not in (numbers := [number(peak) for peak in peaks])]
-    same = [numbers for numbers in known if len(numbers) == len(known[-1])]
-    return tuple(max(float(peak or 0) for peak in of_rank) for of_rank in zip(*same, strict=True))
 
 
 def _mapping(data: Any) -> Mapping[str, Any]:
@@ -241,15 +218,6 @@ def _is_adaptation(line: Line) -> bool:
     return all(isinstance(line.get(key), kind) for key, kind in kinds.items())
 
 
-def _states(data: Mapping[str, Any]) -> tuple[Mapping[str, int], ...]:
-    ranks = data.get("ranks")
-    if not isinstance(ranks, list):
-        return ()
-    whole = [rank for rank in ranks if isinstance(rank, dict) and all(isinstance(rank.get(k), int) for k in _STATES)]
-    return tuple(whole) if len(whole) == len(ranks) else ()
-
-
 _LATEST_S = 2**36
 """A time after which no run restarts, in seconds since the epoch: the year 4147."""
-_STATES = ("params", "grads", "optimizer", "host")
 """Numbers of bytes of every rank in `states.json`."""

@@ -16,9 +16,10 @@ from dstrain.config.lint.subject import Subject
 from dstrain.errors import Place
 from dstrain.job.file import JobFile
 from dstrain.launch.run.state import GONE, LIVING, Stage
+from dstrain.monitor.comparison import Comparison, Difference, comparisons, largest_difference, middle, settled
+from dstrain.monitor.windows import Line, number, series
 from dstrain.records import to_data
-from dstrain.report.comparison import Comparison, Difference, comparisons, largest_difference, middle, settled
-from dstrain.report.recorded import Line, Recorded, number, series
+from dstrain.report.recorded import Recorded
 
 UNKNOWN = "unknown"
 """Stage of a run that `dstrain run` did not start."""

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dstrain.errors import DstrainError, InvalidConfig
 from dstrain.facts.cluster.cluster import Cluster
@@ -36,7 +36,7 @@ from dstrain.train.checkpoints.node_storage import number_of, start_of
 from dstrain.train.rank import Leaving, Rank
 
 if TYPE_CHECKING:
-    from dstrain.plan.estimate_records import Estimate
+    from dstrain.monitor.verdict import FirstSteps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,14 +86,26 @@ def _json(path: Path) -> dict[str, Any]:
     return data
 
 
-def _sinks(inputs: Inputs, rank: Rank, resume: Resume | None) -> list[Guarded]:
+class Monitoring(NamedTuple):
+    """What watches a run, on rank 0."""
+
+    sinks: Sequence[Guarded]
+    first_steps: FirstSteps | None
+
+
+def _first_steps(inputs: Inputs) -> FirstSteps:
+    """Returns what compares the first steps with the plan."""
+    from dstrain.monitor.verdict import FirstSteps  # loads the planner, which the other ranks do not need
+
+    facts: dict[str, Any] = {"model": inputs.model, "cluster": inputs.cluster}
+    return FirstSteps(run_dir=inputs.run_dir, job=inputs.job, ds_config=inputs.ds_config, **facts)
+
+
+def _sinks(inputs: Inputs, rank: Rank, resume: Resume | None, first_steps: FirstSteps | None) -> list[Guarded]:
     """Returns the opened sinks of rank 0; the other ranks have none."""
-    if not rank.is_first:
+    if first_steps is None:
         return []
-    from dstrain.monitor.run_card import (
-        run_card,
-        without_secrets,
-    )  # loads the planner, which the other ranks do not need
+    from dstrain.monitor.run_card import run_card, without_secrets  # loads the planner
 
     job = inputs.job
     card = run_card(
@@ -102,7 +114,7 @@ def _sinks(inputs: Inputs, rank: Rank, resume: Resume | None) -> list[Guarded]:
         num_ranks=rank.world_size,
         model=inputs.model,
         cluster=inputs.cluster,
-        estimate=_estimate(inputs.run_dir),
+        estimate=first_steps.estimate,
     )
     job_data = {name: value for name, value in to_data(job).items() if name != "env"}  # env may hold secrets
     config = {**card.config, "job": job_data, "ds_config": inputs.ds_config, "ranks": rank.world_size}
@@ -117,15 +129,6 @@ def _sinks(inputs: Inputs, rank: Rank, resume: Resume | None) -> list[Guarded]:
         is_resumed=resume is not None,
     )
     return open_sinks(job.monitor.sinks, setup, rank.say)
-
-
-def _estimate(run_dir: RunDir) -> Estimate | None:
-    """Returns the prediction for this run, or None if there is none that can be read."""
-    from dstrain.plan.estimate_records import Estimate
-
-    with suppress(DstrainError, OSError):
-        return load_json(Estimate, run_dir.plan)
-    return None
 
 
 def _edits(run_dir: RunDir) -> dict[str, Any]:
@@ -158,16 +161,17 @@ def main(run_dir: Path) -> None:
             rank.say(f"warning: {problem}: skipped")
     if resume is not None:
         rank.say(f"resuming from {resume.checkpoint.name}")
-    sinks = _sinks(inputs, rank, resume)
+    first_steps = _first_steps(inputs) if rank.is_first else None
+    monitoring = Monitoring(_sinks(inputs, rank, resume, first_steps), first_steps)
 
     def finish(end: End, error: str | None = None) -> None:
-        for sink in sinks:
+        for sink in monitoring.sinks:
             sink.finish(end, error)
 
     if SAVE_ON_TERM not in os.environ:
         leave_on_sigterm(lambda: finish(End.ABORTED))
     try:
-        has_left = _train(inputs, rank, resume, sinks, heartbeat, leaving)
+        has_left = _train(inputs, rank, resume, monitoring, heartbeat, leaving)
     except KeyboardInterrupt:
         finish(End.ABORTED)
         raise
@@ -197,7 +201,7 @@ class AlreadyReported(Exception):
 
 
 def _train(
-    inputs: Inputs, rank: Rank, resume: Resume | None, sinks: Sequence[Guarded], heartbeat: Sender, leaving: Leaving
+    inputs: Inputs, rank: Rank, resume: Resume | None, monitoring: Monitoring, heartbeat: Sender, leaving: Leaving
 ) -> bool:
     """Imports everything slow and trains; returns whether it saved a checkpoint and left early, as requested."""
     with without_garbage_collection():
@@ -211,7 +215,7 @@ def _train(
             f"warning: {resume.checkpoint.name} was trained on different samples or in a different order (data, chat "
             f"template, seq_len, packing or seed changed); continuing at step {resume.step} of the new order"
         )
-    trainer = setup.trainer(sinks, heartbeat)
+    trainer = setup.trainer(monitoring.sinks, heartbeat, monitoring.first_steps)
     callback = LeavingCallback(leaving, heartbeat, setup.group)
     trainer.add_callback(callback)
     if rank.is_first and resume is not None:
@@ -228,7 +232,7 @@ def _train(
     if rank.is_first:
         summary = setup.summary(trainer)
         summary |= {"seconds": round(time.monotonic() - started, 3), "final": str(final) if final else None}
-        for sink in sinks:
+        for sink in monitoring.sinks:
             summary |= sink.sink.facts
         write_atomic(inputs.run_dir.summary, json.dumps(without_nonfinite(summary), indent=2) + "\n")
         if final is not None and rope_scaling.read_beside_adapter(final) is not None:
@@ -272,7 +276,8 @@ def run(arguments: Sequence[str]) -> int:
     if rank.is_first:
         (folder / _ERROR_SAID).unlink(missing_ok=True)
     if rank.local_index == 0:  # each node may have a disk of its own
-        RunDir(folder).oom.unlink(missing_ok=True)
+        for path in (RunDir(folder).oom, RunDir(folder).preflight):
+            path.unlink(missing_ok=True)
     try:
         main(folder)
     except DstrainError as error:

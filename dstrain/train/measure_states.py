@@ -8,11 +8,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from dstrain.paths import write_atomic
 from dstrain.rundir import RunDir
+from dstrain.train.rank import of_all_ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,9 +162,6 @@ class MeasureCallback(TrainerCallback):
         engine.step = step
 
     def _write(self, mine: dict[str, int] | None) -> None:
-        ranks = [mine]
-        if self._group is not None:
-            ranks = [None] * dist.get_world_size(self._group)
-            dist.all_gather_object(ranks, mine, group=self._group)
+        ranks = of_all_ranks(mine, self._group)
         if self._is_first and None not in ranks:
             write_atomic(self._run_dir.states, json.dumps({"ranks": ranks}, indent=2) + "\n")

@@ -11,6 +11,7 @@ import sys
 import time
 import warnings
 from collections.abc import Mapping, MutableMapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -41,6 +42,16 @@ class Rank:
         if self.is_first:
             print(text, file=sys.stderr, flush=True)
 
+    def log_data(self, text: str) -> None:
+        """Prints a line of training data to the log, on rank 0 only.
+
+        It passes by `sys.stderr`, whose lines SwanLab and W&B copy to their servers.
+        """
+        if self.is_first:
+            sys.stderr.flush()
+            with suppress(OSError):  # a full disk
+                os.write(2, f"{text}\n".encode())
+
 
 def from_environment(environment: Mapping[str, str]) -> Rank:
     """Returns the rank from RANK, WORLD_SIZE and LOCAL_RANK; by default a single one."""
@@ -49,6 +60,17 @@ def from_environment(environment: Mapping[str, str]) -> Rank:
         world_size=int(environment.get("WORLD_SIZE", "1")),
         local_index=int(environment.get("LOCAL_RANK", "0")),
     )
+
+
+def of_all_ranks(own: Any, group: Any) -> list[Any]:
+    """Returns the value of each rank; collective over `group`, a gloo group of all ranks, None with one rank."""
+    if group is None:
+        return [own]
+    import torch.distributed as dist  # here: a rank reports that it starts before it loads PyTorch
+
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, own, group=group)
+    return values
 
 
 class Leaving:

@@ -68,7 +68,7 @@ class SequenceParallelTrainer(Trainer):
         """Returns the micro-batches of this rank; all ranks of a sequence-parallel group have the same."""
         batches = super().get_train_dataloader()
         shard: Any = batches.batch_sampler
-        shard.num_processes, shard.process_index = self._num_shares, self._share
+        shard.num_processes, shard.process_index = self.num_shares, self._share
         return batches
 
     def get_sp_size(self) -> int:
@@ -87,7 +87,7 @@ class SequenceParallelTrainer(Trainer):
         `num_items_in_batch`: targets of the step on all ranks.
         """
         outputs = model(**inputs, num_items_in_batch=num_items_in_batch)
-        loss = group_sum(outputs.loss * self._num_shares, self._gradient_scale)
+        loss = group_sum(outputs.loss * self.num_shares, self._gradient_scale)
         return (loss, outputs) if return_outputs else loss
 
     @property
@@ -99,7 +99,7 @@ class SequenceParallelTrainer(Trainer):
         """
         return self._job.sp if self._stage == 3 else 1
 
-    def _trial_size(self) -> int:
+    def trial_size(self) -> int:
         return self.args.per_device_train_batch_size  # Ulysses knows one size
 
     def _whole_rows(self, logits: torch.Tensor) -> torch.Tensor:

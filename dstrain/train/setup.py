@@ -44,6 +44,7 @@ from dstrain.train.data.prepare import PreparedData, prepare
 from dstrain.train.data.tokenized import SEQUENCES, sequences_with_images
 from dstrain.train.measure_states import MeasureCallback
 from dstrain.train.model import load_model
+from dstrain.train.preflight.checks import Checks
 from dstrain.train.rank import Rank
 from dstrain.train.sequence_parallel import SequenceParallelTrainer
 from dstrain.train.tasks.objective import Objective, objective_of
@@ -54,6 +55,7 @@ from dstrain.train.tokenizer import load_tokenizer, source_of
 from dstrain.train.trainer import Trainer
 
 if TYPE_CHECKING:
+    from dstrain.monitor.verdict import FirstSteps
     from dstrain.train.__main__ import Inputs
 
 
@@ -135,8 +137,11 @@ class TrainingSetup:
         step = trainer.state.global_step
         return any("eval_loss" in logged and logged["step"] == step for logged in trainer.state.log_history)
 
-    def trainer(self, sinks: Sequence[Guarded], heartbeat: Sender) -> Trainer:
-        """Returns the Trainer, with callbacks for metrics and for bytes of model states."""
+    def trainer(self, sinks: Sequence[Guarded], heartbeat: Sender, first_steps: FirstSteps | None) -> Trainer:
+        """Returns the Trainer, with callbacks for metrics and for bytes of model states.
+
+        `first_steps` compares them with the plan, on rank 0.
+        """
         first = self.rank.is_first
         self.metrics = MetricsCallback(
             Meter(),
@@ -145,6 +150,7 @@ class TrainingSetup:
             metrics=JsonlFile(self.run_dir.metrics) if first else None,
             health=JsonlFile(self.run_dir.health) if first else None,
             watch=Watch(self.job.health, self._facts()),
+            first_steps=first_steps,
             sinks=sinks,
             say=self.rank.say,
         )
@@ -152,11 +158,12 @@ class TrainingSetup:
             job=self.job,
             run_dir=self.run_dir,
             rank=self.rank,
-            disk=shared(self.run_dir, self.rank, os.environ, self.group),
+            disk=shared(self.run_dir, os.environ, self.group),
             metrics=self.metrics,
             heartbeat=heartbeat,
             base=self.base,
             group=self.group,
+            checks=self._checks(first_steps) if self.job.preflight else None,
             data_digest=self.train_data.digest,
             model=self.model,
             args=self.arguments,
@@ -170,6 +177,17 @@ class TrainingSetup:
             MeasureCallback(lambda: trainer.model_wrapped, self.run_dir, group=self.group, is_first=first)
         )
         return trainer
+
+    def _checks(self, first_steps: FirstSteps | None) -> Checks:
+        return Checks(
+            job=self.job,
+            run_dir=self.run_dir,
+            rank=self.rank,
+            group=self.group,
+            tokenizer=self.tokenizer,
+            facts=self._facts(),
+            step_s=first_steps.planned_step_s if first_steps is not None else None,
+        )
 
     def _facts(self) -> Facts:
         """Returns what health rules compare with."""

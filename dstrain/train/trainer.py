@@ -29,6 +29,7 @@ from dstrain.train.data.slices import shift
 from dstrain.train.data.tokenize import IGNORED
 from dstrain.train.evaluation import Share, loss_of, mean_loss, without_targets
 from dstrain.train.loss import is_that_of_logits, sums_of, takes_targets
+from dstrain.train.preflight.checks import Checks
 from dstrain.train.rank import Rank
 from dstrain.train.saving import SavingTrainer
 
@@ -52,9 +53,11 @@ class Trainer(SavingTrainer):
         metrics: MetricsCallback,
         heartbeat: Sender,
         group: Any,
+        checks: Checks | None = None,
         **options: Any,
     ) -> None:
-        """`group` is a gloo group of all ranks or None with one rank; `options` are those of `SavingTrainer`."""
+        """`group` is a gloo group of all ranks or None with one rank, `checks` precede the first step; `options` are
+        those of `SavingTrainer`."""
         super().__init__(job=job, rank=rank, **options, callbacks=[metrics])
         self.remove_callback(transformers.PrinterCallback)
         self._has_masks = False  # whether packed rows need explicit masks, see `Trial`
@@ -63,7 +66,9 @@ class Trainer(SavingTrainer):
         self._losses = Nonfinite("losses", limit=job.stop_on_nonfinite)
         self._metrics = metrics
         self._heartbeat = heartbeat
-        self._num_shares = job.data_parallel(rank.world_size)
+        self._checks = checks
+        self.num_shares = job.data_parallel(rank.world_size)
+        """Ranks, or groups of ranks, that have micro-batches of their own."""
         self._share, index_in_group = divmod(rank.index, job.ranks_per_batch)
         self._counts_rows = index_in_group == 0  # the other ranks of the group have the same ones
         self._group = group
@@ -103,7 +108,7 @@ class Trainer(SavingTrainer):
         rank, and with the first samples of the epoch.
         """
         data: Any = self.train_dataset if train_dataset is None else train_dataset
-        batch = self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps * self._num_shares
+        batch = self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps * self.num_shares
         return RandomSampler(data, num_samples=math.ceil(len(data) / batch) * batch)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
@@ -111,7 +116,7 @@ class Trainer(SavingTrainer):
         rows, size = self.eval_dataset if eval_dataset is None else eval_dataset, self.args.per_device_eval_batch_size
         return DataLoader(
             Share(  # type: ignore[arg-type]
-                rows=rows, index=self._share, count=self._num_shares, micro_batch=size, blank=self.blank
+                rows=rows, index=self._share, count=self.num_shares, micro_batch=size, blank=self.blank
             ),
             batch_size=size,
             collate_fn=self.data_collator,
@@ -129,12 +134,16 @@ class Trainer(SavingTrainer):
         def totals_of(batch: Mapping[str, Any]) -> torch.Tensor:
             self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
             with torch.no_grad(), self.compute_loss_context_manager():
-                return self._totals(engine, self._prepare_inputs(dict(batch)))
+                return self.totals(engine, batch)
 
         loss, targets = mean_loss(totals_of, dataloader, self._group)
         metrics = {f"{metric_key_prefix}_loss": loss, f"{metric_key_prefix}_tokens": targets}
         num_samples = len(dataloader.dataset.rows)
         return EvalLoopOutput(predictions=np.empty(0), label_ids=None, metrics=metrics, num_samples=num_samples)
+
+    def totals(self, engine: Any, batch: Mapping[str, Any]) -> torch.Tensor:
+        """Returns the sum of the losses and the number of targets of a collated micro-batch: (2,), float64."""
+        return self._totals(engine, self._prepare_inputs(dict(batch)))
 
     def _totals(self, engine: Any, inputs: dict[str, Any]) -> torch.Tensor:
         """Returns the sum of the losses and the number of targets of this rank's micro-batch: (2,), float64."""
@@ -162,14 +171,14 @@ class Trainer(SavingTrainer):
         config["checkpoint"] = {**(config.get("checkpoint") or {}), "load_universal": self._is_universal}
         return super().train(resume_from_checkpoint, *arguments, **options)
 
-    def _prepare_for_training(self, *arguments: Any, **options: Any) -> Any:
+    def _prepare_for_training(self, max_steps: int, batches: Any, resume_from_checkpoint: str | None) -> Any:
         """Returns the engine and its data. Raises InvalidConfig for a model that mixes the samples of a packed row,
         or whose loss cannot be shared by the ranks of a group.
         """
-        prepared = super()._prepare_for_training(*arguments, **options)  # type: ignore[no-untyped-call]
+        prepared = super()._prepare_for_training(max_steps, batches, resume_from_checkpoint)  # type: ignore[no-untyped-call]
         self._skipped = self.skipped_steps
         rows: Any = self.train_dataset
-        size = self._trial_size()
+        size = self.trial_size()
         self._try_loss(size)
         if isinstance(rows, PackedRows):
             trial = Trial(
@@ -185,7 +194,16 @@ class Trainer(SavingTrainer):
             self._has_padding_masks = sees_padding(self.model_wrapped, self._tried_inputs(_PADDED, size), self._group)
             if self._has_padding_masks:
                 self._rank.say("this model sees the padding behind a sample: attention gets a mask, which is slower")
+        self._complete_data(resume_from_checkpoint)
+        if self._checks is not None:
+            self._checks.run(self, prepared[1])
         return prepared
+
+    def _complete_data(self, checkpoint: str | None) -> None:
+        """Adds to the data what the model itself says of them; here nothing."""
+
+    def forget_losses(self) -> None:
+        """Drops what losses outside of training left for the log; here nothing."""
 
     def _isolate(self, trial: Trial) -> None:
         """Chooses how the samples of a row are kept apart; those of slices are attended one by one already."""
@@ -225,7 +243,7 @@ class Trainer(SavingTrainer):
             problem = f"{name} changes its logits between head and loss"
             raise InvalidConfig(f"loss is fused, but {problem}", hint="loss: chunked")
 
-    def _trial_size(self) -> int:
+    def trial_size(self) -> int:
         """Returns the rows of the micro-batch on which the loss and isolation are tried."""
         return min(self.args.per_device_train_batch_size, 2)
 

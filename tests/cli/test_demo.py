@@ -92,8 +92,30 @@ def test_metrics_are_kept_a_line_each(demo: tuple[Any, Path]) -> None:
     assert wanted <= set(next(line for line in lines if "loss" in line))
 
 
+def test_bytes_are_compared_with_the_plan_after_the_first_steps(demo: tuple[Any, Path]) -> None:
+    folder = demo[1] / "output-zero3"
+    (verdict,) = [line for line in read_jsonl(folder / "metrics.jsonl") if line.get("event") == "verdict"]
+    states = next(one for one in verdict["comparisons"] if one["quantity"] == "states_bytes_per_gpu")
+    assert (verdict["step"], verdict["cause"]) == (20, None)
+    assert states["off"] == pytest.approx(0.0, abs=0.005)
+    (log,) = (folder / "logs").glob("*rank0.log")
+    assert "no time is planned on a CPU; bytes are as planned" in log.read_text()
+    assert all(check["passed"] for check in json.loads((folder / "preflight.json").read_text())["checks"])
+
+
 def test_swanlab_kept_its_files_offline(demo: tuple[Any, Path]) -> None:
     assert list((demo[1] / "output-zero3" / "swanlog").glob("run-*"))
+
+
+def test_samples_stand_in_the_log_and_not_in_what_swanlab_uploads(demo: tuple[Any, Path]) -> None:
+    folder = demo[1] / "output-zero3"
+    labels = json.loads((folder / "preflight.json").read_text())["checks"][0]
+    (log,) = (folder / "logs").glob("*rank0.log")
+    sent = b"".join(path.read_bytes() for path in (folder / "swanlog").rglob("*") if path.is_file())
+    assert labels["text"].encode() in sent
+    for example in labels["examples"]:
+        assert example in log.read_text()
+        assert example.strip("…").encode() not in sent
 
 
 def test_a_secret_stands_in_its_own_file_and_nowhere_else(demo: tuple[Any, Path]) -> None:

@@ -7,6 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from dstrain.preflight import Check, CheckName, Preflight
+from dstrain.records import to_json
+from dstrain.rundir import RunDir
 from tests.report.runs import gpu_run, night
 
 Type = Callable[..., Any]
@@ -24,6 +27,22 @@ def test_the_verdict_comes_first_and_the_plan_beside_it(dstrain: Type, tmp_path:
     assert "waiting for data" in rows["differs most"]
     assert "`dstrain calibrate output`" in rows["next"]
     assert "\x1b" not in done.stdout
+
+
+def test_checks_before_the_first_step_are_counted_and_those_that_failed_are_told(dstrain: Type, tmp_path: Path) -> None:
+    checks = (
+        Check(name=CheckName.WORST_BATCH, passed=True, text="2 × 64 tokens", seconds=2.0),
+        Check(name=CheckName.FIRST_LOSS, passed=False, text="18; a model that guesses has ln(2,048) = 7.625"),
+        Check(name=CheckName.EVALUATION, passed=None, text="skipped"),
+    )
+    record = Preflight(step=0, checks=checks, seconds=2.0, limit_s=60.0)
+    RunDir(night(tmp_path / "night")).preflight.write_text(to_json(record))
+    out = dstrain("report", str(tmp_path / "night")).stdout
+    assert "worst batch passed before the first step, in 2.00 s" in out
+    assert "✗ first loss: 18; a model that guesses has ln(2,048) = 7.625" in out
+    assert "- evaluation: skipped" in out
+    (document,) = json.loads(dstrain("report", str(tmp_path / "night"), "--json").stdout)["runs"]
+    assert [check["passed"] for check in document["preflight"]["checks"]] == [True, False, None]
 
 
 def test_json_has_every_run_with_its_figures(dstrain: Type, tmp_path: Path) -> None:

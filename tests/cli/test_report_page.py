@@ -13,7 +13,7 @@ import pytest
 from dstrain.choices import HealthRule
 from dstrain.cli.output.report_page import CHINESE
 from dstrain.launch.run.state import GONE, Stage
-from dstrain.report.comparison import Part, Quantity
+from dstrain.monitor.comparison import Part, Quantity
 from dstrain.report.report import UNKNOWN
 from tests.cli.browser import assert_stands_alone, parsed, shown
 from tests.cli.conftest import Server

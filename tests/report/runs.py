@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from cases import ask
 
+from dstrain.facts.cluster.cluster import Cluster
 from dstrain.plan.estimate_records import Estimate
 from dstrain.plan.search.decide import decide
 from dstrain.records import to_data, to_json
@@ -33,19 +35,24 @@ def gpu_run(folder: Path, *, slower: float = 1.0, waits: float = 0.0, more_bytes
     Each step takes `slower` times what is planned, of which the share `waits` is waiting for data, and holds
     `more_bytes` beyond the plan.
     """
-    asked = ask(model="qwen3-8b", gpus=8, gpu="h100")
-    chosen = decide(asked.workload, asked.request).chosen
-    assert chosen.speed is not None
+    cluster, chosen = _planned()
     folder.mkdir()
     place = RunDir(folder)
     place.plan.write_text(to_json(chosen))
-    place.facts.write_text(json.dumps({"model": None, "cluster": to_data(asked.workload.cluster)}))
+    place.facts.write_text(json.dumps({"model": None, "cluster": to_data(cluster)}))
     place.request.write_text(json.dumps({"model": "qwen3-8b", "output_dir": str(folder), "max_steps": steps}))
     held = {name: getattr(chosen.memory.states, name) for name in ("params", "grads", "optimizer", "host")}
     place.states.write_text(json.dumps({"ranks": [held] * 8}))
     lines = [_window(step, chosen, slower=slower, waits=waits, more_bytes=more_bytes) for step in range(1, steps + 1)]
     place.metrics.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     return folder
+
+
+@cache
+def _planned() -> tuple[Cluster, Estimate]:
+    """Returns the machines and the plan of these runs."""
+    asked = ask(model="qwen3-8b", gpus=8, gpu="h100")
+    return asked.workload.cluster, decide(asked.workload, asked.request).chosen
 
 
 def _window(step: int, chosen: Estimate, *, slower: float, waits: float, more_bytes: int) -> dict[str, Any]:

@@ -22,6 +22,8 @@ from dstrain.monitor.sinks.jsonl import read_jsonl
 from dstrain.plan.configuration import DEFAULTS, changed
 from dstrain.plan.memory.params import trained
 from dstrain.plan.memory.zero import states as plan_states
+from dstrain.preflight import CheckName, Preflight
+from dstrain.records import load_json
 from dstrain.report.recorded import read as read_run
 from dstrain.report.report import report
 from dstrain.rundir import RunDir
@@ -52,19 +54,20 @@ def runs(root: Path, demo: Path, engine: Engine) -> Path:
     bloom = _bloom(demo / "model", root / "bloom")
     evaluation = str(demo / "eval.jsonl")
     offline = {"sinks": ["swanlab"], "mode": "offline", "name": "nice"}
+    guessing = {"first_loss": {"warn": 0.5, "action": "stop"}}
     half = make_run(folder / "half", demo, resume="auto", monitor=offline, save_steps=2, save_total_limit=1)
-    again = make_run(folder / "again", demo, resume="auto")
+    again = make_run(folder / "again", demo, resume="auto", preflight=True)
     made = [
         make_run(folder / "zero1", demo, zero={"stage": 1}, grad_accum=2, monitor={"sinks": ["tensorboard"]}),
         make_run(folder / "zero2", demo, eval_data=evaluation, eval_steps=2, save_steps=1, save_total_limit=2),
         make_run(folder / "zero3", demo, zero={"stage": 3}, eval_data=evaluation),
-        make_run(folder / "offload", demo, zero={"offload_optimizer": {"device": "cpu"}}),
+        make_run(folder / "offload", demo, zero={"offload_optimizer": {"device": "cpu"}}, preflight=True),
         make_run(folder / "lora2", demo, method="lora", lora={"dropout": 0.1}),
-        make_run(folder / "lora3", demo, zero={"stage": 3}, method="lora"),
+        make_run(folder / "lora3", demo, zero={"stage": 3}, method="lora", preflight=True),
         make_run(folder / "kept", demo, zero={"stage": 3, "stage3_gather_16bit_weights_on_model_save": False}),
-        make_run(folder / "nan", demo, model=str(broken / "model")),
+        make_run(folder / "nan", demo, model=str(broken / "model"), preflight=True),
         make_run(folder / "steep", demo, learning_rate=1e20, max_steps=25, stop_on_nonfinite=3),
-        make_run(folder / "stopped", demo, health={"first_loss": {"warn": 0.5, "action": "stop"}}, save_steps=100),
+        make_run(folder / "stopped", demo, health=guessing, save_steps=100, preflight=True),
         make_run(folder / "packed", demo, zero={"stage": 3}, eval_data=evaluation, packing=True, precision="fp32"),
         make_run(folder / "padded", demo, eval_data=evaluation, micro_batch=4, precision="fp32"),
         make_run(folder / "bloom", demo, zero={"stage": 3}, model=str(bloom), packing=True, attn="eager"),
@@ -243,6 +246,15 @@ def test_a_health_rule_saves_and_ends_the_run_on_all_ranks(runs: Path) -> None:
     assert (runs / "stopped" / "checkpoint-1" / "latest").exists()
     (told,) = [line for line in read_jsonl(runs / "stopped" / "health.jsonl") if line["rule"] == "first_loss"]
     assert (told["step"], told["severity"], told["action"]) == (1, "warning", "stop")
+
+
+def test_the_checks_before_the_first_step_find_what_the_run_meets(runs: Path) -> None:
+    found = {name: load_json(Preflight, RunDir(runs / name).preflight) for name in ("nan", "stopped", "again")}
+    failed = {name: [check.name for check in one.checks if not check.passed] for name, one in found.items()}
+    assert failed == {"nan": [CheckName.GRADIENTS], "stopped": [CheckName.FIRST_LOSS], "again": []}
+    assert "not finite on ranks 0, 1: the gradient of " in said(runs / "nan")
+    assert [check.name for check in found["again"].checks] == [CheckName.WORST_BATCH, CheckName.GRADIENTS]
+    assert (found["nan"].step, found["again"].step) == (0, 3)  # a resumed run repeats what depends on memory
 
 
 def test_steps_in_a_row_without_finite_gradients_end_the_run(runs: Path) -> None:

@@ -44,7 +44,7 @@ def runs(root: Path, demo: Path, engine: Engine) -> Path:
         "max_steps": STEPS,
         "learning_rate": RATE,
     }
-    engine.train(make_run(folder / "zero2", demo, **job))
+    engine.train(make_run(folder / "zero2", demo, preflight=True, **job))
     single = {"micro_batch": 1, "grad_accum": 4}
     engine.train(make_run(folder / "zero3", demo, zero={"stage": 3}, **job | single | ALL))
     aligner = {"freeze_multi_modal_projector": False, "freeze_language_model": True}

@@ -97,7 +97,8 @@ def start(folder: Path, demo: Path, engine: Engine, case: Case) -> Path:
         "tp": case.tp,
         "ep": case.ep,
     }
-    shape = {"seq_len": 96, "max_steps": STEPS, "eval_steps": 2, "save_steps": 2, "precision": "fp32"}
+    checks = {"preflight": case.zero["stage"] == 3}
+    shape = {**checks, "seq_len": 96, "max_steps": STEPS, "eval_steps": 2, "save_steps": 2, "precision": "fp32"}
     data = {"eval_data": str(demo / "eval.jsonl"), "model": str(demo.parent / case.model)}
     shared: dict[str, Any] = {"tensor_parallel": {"autotp_size": case.tp}} if case.tp > 1 else {}
     shared |= {"expert_parallel": {"enabled": True, "autoep_size": case.ep}} if case.ep > 1 else {}

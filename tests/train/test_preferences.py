@@ -53,6 +53,7 @@ def runs(root: Path, demo: Path, pairs: list[Pair], engine: Engine) -> Path:
         "learning_rate": RATE,
         "save_steps": 2,
         "resume": "auto",
+        "preflight": True,
     }
     lora = {"method": "lora", "lora": {"rank": 4}, "learning_rate": 1e-2}
     engine.train(make_run(folder / "whole", demo, **job))

@@ -26,6 +26,7 @@ def exact(root: Path, demo: Path, engine: Engine) -> Path:
             "save_steps": 3,
             "resume": "auto",
             "packing": packs,
+            "preflight": name in ("zero2", "zero3_packed"),
             "micro_batch": 1 if packs else 2,
             "data": str(demo / ("some.jsonl" if packs else "few.jsonl")),  # 5 steps are an epoch
             "seq_len": 256 if packs else 64,

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import os
-import re
 
 import click
 
 from dstrain.choices import OnLongSample
-from dstrain.facts.data.shown import Piece, ShownData
+from dstrain.facts.data.shown import Piece, ShownData, marked, printable
 from dstrain.job.schema import Job
 from dstrain.paths import shown
-
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-"""Characters that would move the cursor or change the terminal."""
 
 
 def lines(data: ShownData, job: Job, *, in_color: bool) -> list[str]:
@@ -25,7 +21,7 @@ def lines(data: ShownData, job: Job, *, in_color: bool) -> list[str]:
     legend = "green text has loss" if in_color else "text between ⟦ and ⟧ has loss"
     return [
         f"sample {sample.number:,}, {shown(sample.place)} ({legend})",
-        _colored(sample.pieces) if in_color else _marked(sample.pieces),
+        _colored(sample.pieces) if in_color else marked(sample.pieces),
         f"── end of sample: {sample.num_tokens:,} tokens, {sample.num_learned:,} with loss{cut}{untaught}",
         "",
         *_counts(data, job),
@@ -55,20 +51,6 @@ def _counts(data: ShownData, job: Job) -> list[str]:
 
 def _colored(pieces: tuple[Piece, ...]) -> str:
     return "".join(
-        click.style(_printable(piece.text), fg="green" if piece.is_learned else None, bold=piece.is_special or None)
+        click.style(printable(piece.text), fg="green" if piece.is_learned else None, bold=piece.is_special or None)
         for piece in pieces
     )
-
-
-def _marked(pieces: tuple[Piece, ...]) -> str:
-    """Returns the text with marks around what has loss."""
-    text, was_learned = "", False
-    for piece in pieces:
-        text += "⟦" * (piece.is_learned and not was_learned) + "⟧" * (was_learned and not piece.is_learned)
-        text += _printable(piece.text)
-        was_learned = piece.is_learned
-    return text + "⟧" * was_learned
-
-
-def _printable(text: str) -> str:
-    return _CONTROL.sub(lambda found: repr(found[0])[1:-1], text)

@@ -12,61 +12,15 @@ from typing import Any
 from dstrain.cli.console import wrapped
 from dstrain.config.lint.finding import printable
 from dstrain.launch.run.state import GONE, LIVING
+from dstrain.monitor.comparison import plans_time
+from dstrain.monitor.comparison_text import difference_text, table
 from dstrain.paths import shown
 from dstrain.plan.labels import label
-from dstrain.report.comparison import Comparison, Difference, Quantity, plans_time
+from dstrain.records import to_data
 from dstrain.report.report import UNKNOWN, Report, Restart
-from dstrain.units import format_bytes, format_seconds
+from dstrain.units import format_seconds
 
-NAMES = {
-    Quantity.STEP_S: "time of a step",
-    Quantity.TOKENS: "tokens/s per GPU",
-    Quantity.MFU: "MFU",
-    Quantity.PEAK: "peak of tensors per GPU",
-    Quantity.RESERVED: "held by PyTorch per GPU",
-    Quantity.STATES: "model states per GPU",
-    Quantity.HOST: "offloaded states per rank",
-}
-NONE = "-"
-"""A figure that is not known."""
-_CPU_NAMES = {Quantity.TOKENS: "tokens/s per rank", Quantity.STATES: "model states per rank"}
 _MOST_MARKS = 5
-
-
-def figure(quantity: Quantity, value: float | None) -> str:
-    """Returns a quantity with its unit.
-
-    >>> figure(Quantity.MFU, 0.4123), figure(Quantity.STEP_S, 75), figure(Quantity.PEAK, None)
-    ('41.2 %', '1 min 15 s', '-')
-    """
-    if value is None:
-        return NONE
-    if quantity is Quantity.STEP_S:
-        return format_seconds(value)
-    if quantity is Quantity.MFU:
-        return f"{100 * value:.1f} %"
-    return f"{value:,.0f}" if quantity is Quantity.TOKENS else format_bytes(value)
-
-
-def off_text(comparison: Comparison) -> str:
-    """Returns how far a measurement is off its plan, with the range of the plan."""
-    if comparison.off is None:
-        return ""
-    spread = f" (plan ± {100 * comparison.uncertainty:.0f} %)" if comparison.uncertainty else ""
-    return f"{100 * comparison.off:+.1f} %{spread if comparison.quantity is Quantity.STEP_S else ''}"
-
-
-def measured_text(comparison: Comparison) -> str:
-    """Returns what was measured, as a range if ranks differ."""
-    ends = [figure(comparison.quantity, end(comparison.ranks)) for end in (min, max) if comparison.ranks]
-    return " to ".join(dict.fromkeys(ends)) or figure(comparison.quantity, comparison.measured)
-
-
-def name_of(report: Report, quantity: Quantity) -> str:
-    """Returns the name of a quantity: per GPU, or per rank for a run on CPUs."""
-    cluster = report.recorded.cluster
-    on_cpu = cluster is not None and cluster.gpu.is_cpu
-    return _CPU_NAMES.get(quantity, NAMES[quantity]) if on_cpu else NAMES[quantity]
 
 
 def verdict(report: Report) -> str:
@@ -86,17 +40,6 @@ def _spent(report: Report) -> str:
     return format_seconds(report.seconds or 0.0)
 
 
-def difference_text(difference: Difference) -> str:
-    """Returns the part that differs most, in words."""
-    form = format_seconds if difference.is_time else format_bytes
-    of = "of a step" if difference.is_time else "per GPU"
-    planned = form(difference.planned) if difference.planned else "none"
-    return (
-        f"{difference.part}: {form(difference.measured)} {of}, {planned} planned"
-        f" ({100 * difference.share:+.1f} % of the whole)"
-    )
-
-
 def lines(report: Report) -> list[str]:
     """Returns the report of one run: the verdict, its figures beside the plan, and what happened."""
     recorded = report.recorded
@@ -105,34 +48,14 @@ def lines(report: Report) -> list[str]:
     rows = list(_rows(report))
     width = max(len(name) for name, _ in rows)
     told = [wrapped(f"{name:<{width}}  {printable(value)}") for name, value in rows]
-    return [*head, "", *_figures(report), "", *told]
-
-
-def _figures(report: Report) -> list[str]:
-    """Returns the figures of the plan beside those that were measured; without the former where nothing is planned."""
-    rows = [
-        (
-            name_of(report, one.quantity),
-            figure(one.quantity, one.planned),
-            measured_text(one),
-            off_text(one),
-        )
-        for one in report.comparisons
-    ]
-    if not rows:
-        return ["nothing was planned, and nothing was measured"]
-    table = [("", "planned", "measured", "off"), *rows]
-    widths = [max(len(row[column]) for row in table) for column in range(3)]
-    return [
-        "  ".join([f"{row[0]:<{widths[0]}}", *(f"{row[at]:>{widths[at]}}" for at in (1, 2)), row[3]]).rstrip()
-        for row in table
-    ]
+    return [*head, "", *table(report.comparisons, recorded.cluster), "", *told]
 
 
 def _rows(report: Report) -> Iterator[tuple[str, str]]:
     """Yields the other facts of a run as rows of a name and a value."""
     if report.largest is not None:
         yield "differs most", difference_text(report.largest)
+    yield from (("checks", text) for text in _checks(report))
     if report.losses:
         yield "loss", loss_text(report)
     yield from (("health", text) for text in _health(report))
@@ -151,6 +74,16 @@ def _rows(report: Report) -> Iterator[tuple[str, str]]:
     if plans_time(report.recorded) and report.stage not in LIVING:
         command = f"dstrain calibrate {shlex.quote(shown(str(report.recorded.run_dir.path)))}"
         yield "next", f"`{command}` lets later plans use what this run measured"
+
+
+def _checks(report: Report) -> Iterator[str]:
+    """Yields the checks before the first step in a line, and each that did not pass in one of its own."""
+    record = report.recorded.preflight
+    if record is None:
+        return
+    passed = ", ".join(check.name for check in record.checks if check.passed)
+    yield f"{passed or 'none'} passed before the first step, in {format_seconds(record.seconds)}"
+    yield from (check.line for check in record.checks if not check.passed)
 
 
 def loss_text(report: Report) -> str:
@@ -242,6 +175,7 @@ def document(report: Report) -> dict[str, Any]:
         **{name: getattr(report, name) for name in names},
         "comparisons": [asdict(one) | {"off": one.off} for one in report.comparisons],
         "differs_most": asdict(report.largest) if report.largest else None,
+        "preflight": to_data(recorded.preflight) if recorded.preflight else None,
         "losses": report.losses,
         "evaluations": report.evaluations,
         "health": [asdict(mark) for mark in report.marks],

@@ -14,10 +14,11 @@ from dstrain.cli.output.curves import plot
 from dstrain.cli.output.page import render
 from dstrain.cli.output.plan_page import CHINESE as PLAN_CHINESE
 from dstrain.launch.run.state import GONE, Stage
+from dstrain.monitor.comparison import Part, Quantity
+from dstrain.monitor.comparison_text import NAMES, figure, measured_text, name_of, off_text
+from dstrain.monitor.windows import series
 from dstrain.paths import shown
 from dstrain.plan.labels import label
-from dstrain.report.comparison import Part, Quantity
-from dstrain.report.recorded import series
 from dstrain.report.report import UNKNOWN, Report
 from dstrain.units import format_bytes, format_seconds
 
@@ -66,10 +67,7 @@ def _run(report: Report) -> dict[str, Any]:
         "failure": recorded.failure or "",
         "tiles": list(_tiles(report)),
         "rows": [
-            [
-                *_names(report, one.quantity),
-                *(text.figure(one.quantity, one.planned), text.measured_text(one), text.off_text(one)),
-            ]
+            [*_names(report, one.quantity), figure(one.quantity, one.planned), measured_text(one), off_text(one)]
             for one in report.comparisons
         ],
         "differs": _difference(report),
@@ -106,13 +104,13 @@ def _tiles(report: Report) -> Iterator[tuple[str, str, str]]:
     for one in report.comparisons:
         if one.quantity in {Quantity.STEP_S, Quantity.TOKENS, Quantity.MFU, Quantity.PEAK} and one.measured is not None:
             off = f" ({100 * one.off:+.0f} %)" if one.off is not None else ""
-            yield *_names(report, one.quantity), text.figure(one.quantity, one.measured) + off
+            yield *_names(report, one.quantity), figure(one.quantity, one.measured) + off
 
 
 def _names(report: Report, quantity: Quantity) -> tuple[str, str]:
     """Returns the name of a quantity in both languages: per GPU, or per rank for a run on CPUs."""
-    name = text.name_of(report, quantity)
-    return name, CHINESE[quantity] if name == text.NAMES[quantity] else CHINESE[quantity].replace("GPU", "rank")
+    name = name_of(quantity, report.recorded.cluster)
+    return name, CHINESE[quantity] if name == NAMES[quantity] else CHINESE[quantity].replace("GPU", "rank")
 
 
 def _difference(report: Report) -> dict[str, str] | None:

@@ -6,10 +6,10 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from dstrain.cli.output.report import NONE, figure, name_of, off_text
 from dstrain.config.lint.finding import printable
+from dstrain.monitor.comparison import Quantity
+from dstrain.monitor.comparison_text import NONE, figure, name_of, off_text
 from dstrain.paths import shown
-from dstrain.report.comparison import Quantity
 from dstrain.report.report import Report, differing
 from dstrain.units import format_count
 
@@ -34,7 +34,10 @@ def table(reports: Sequence[Report]) -> list[list[str]]:
             cells = [NONE if each is None else figure(quantity, each.measured) for each in found]
             offs = [off_text(each).split(" (")[0] if each is not None else "" for each in found]
             rows.append(
-                [name_of(reports[0], quantity), *(f"{c} ({o})" if o else c for c, o in zip(cells, offs, strict=True))]
+                [
+                    name_of(quantity, reports[0].recorded.cluster),
+                    *(f"{c} ({o})" if o else c for c, o in zip(cells, offs, strict=True)),
+                ]
             )
     tokens = [one.recorded.windows[-1].get("tokens_seen") if one.recorded.windows else None for one in reports]
     rows.append(["tokens", *(format_count(seen) if isinstance(seen, int) else NONE for seen in tokens)])

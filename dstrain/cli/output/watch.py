@@ -8,12 +8,13 @@ from typing import Any
 from rich.text import Text
 
 from dstrain.cli.console import wrapped
-from dstrain.cli.output.report import edit_text, figure, restart_text, verdict
+from dstrain.cli.output.report import edit_text, restart_text, verdict
 from dstrain.config.lint.finding import printable
+from dstrain.monitor.comparison import Quantity
+from dstrain.monitor.comparison_text import figure
+from dstrain.monitor.windows import number, series
 from dstrain.paths import shown
-from dstrain.report.comparison import Quantity
 from dstrain.report.progress import seconds_left
-from dstrain.report.recorded import number, series
 from dstrain.report.report import Report
 from dstrain.units import format_bytes, format_seconds
 

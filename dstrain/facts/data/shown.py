@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from dstrain.job.schema import Job
@@ -89,3 +90,27 @@ class ShowAnswer:
     schema: int = 1
     data: tuple[ShownData, ...]
     """In the order of the job."""
+
+
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+"""Characters that would move the cursor or change the terminal."""
+
+
+def marked(pieces: Sequence[Piece]) -> str:
+    """Returns the text of a sample with marks around what has loss.
+
+    >>> question = Piece(text="2 + 2?", is_learned=False, is_special=False)
+    >>> marked([question, Piece(text="4", is_learned=True, is_special=False)])
+    '2 + 2?⟦4⟧'
+    """
+    text, was_learned = "", False
+    for piece in pieces:
+        text += "⟦" * (piece.is_learned and not was_learned) + "⟧" * (was_learned and not piece.is_learned)
+        text += printable(piece.text)
+        was_learned = piece.is_learned
+    return text + "⟧" * was_learned
+
+
+def printable(text: str) -> str:
+    """Returns a text whose control characters are spelled out, except for tabs and line ends."""
+    return _CONTROL.sub(lambda found: repr(found[0])[1:-1], text)

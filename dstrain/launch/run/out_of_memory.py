@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from dstrain.config import jsonc
+from dstrain.config.remedy import Remedy, remedy
 from dstrain.errors import DstrainError
 from dstrain.facts.cluster.cluster import Origin
 from dstrain.facts.workload import Workload, measured_workload
 from dstrain.launch.prepare.lint_job import read_text
 from dstrain.launch.prepare.prepare import PreparedRun
-from dstrain.launch.run.remedy import Remedy, remedy
 from dstrain.oom import Allocator, OutOfMemory, Phase
 from dstrain.paths import write_atomic
 from dstrain.plan.estimate_records import Estimate

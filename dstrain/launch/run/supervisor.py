@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from dstrain.choices import OnOom
 from dstrain.config.edits.manual_edits import Edit
+from dstrain.config.remedy import UNADAPTED, Adaptation, Remedy
 from dstrain.errors import DstrainError, RunFailed, SavedAndLeft
 from dstrain.facts.cluster.hostfile import Host, Hosts
 from dstrain.heartbeat import Phase
@@ -23,7 +24,6 @@ from dstrain.launch.nodes.spec import StopRequests
 from dstrain.launch.prepare import resize_checkpoint
 from dstrain.launch.prepare.prepare import PreparedRun
 from dstrain.launch.run.out_of_memory import Diagnosis, diagnose, note_adaptation
-from dstrain.launch.run.remedy import UNADAPTED, Adaptation, Remedy
 from dstrain.launch.run.start import launch_spec, start
 from dstrain.launch.run.state import Stage, StateWriter, note_restart
 from dstrain.launch.timeouts import TIMEOUTS, Timeouts

@@ -55,5 +55,6 @@ def open_sink(setup: Setup, say: Callable[[str], None]) -> WandbSink:
         dir=str(setup.run_dir),
         config=dict(setup.config),
         mode=mode,
+        settings=wandb.Settings(console="wrap"),  # "redirect" would upload samples that only the log may have
     )
     return WandbSink(run)

@@ -8,7 +8,7 @@ from typing import Any
 
 from dstrain.heartbeat import MARK
 from dstrain.rundir import RunDir
-from dstrain.train.rank import Rank
+from dstrain.train.rank import of_all_ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,14 +41,10 @@ def number_of(run_dir: RunDir, environment: Mapping[str, str]) -> int | None:
     return int(number) if mark == start_of(environment) else None
 
 
-def shared(run_dir: RunDir, rank: Rank, environment: Mapping[str, str], group: Any) -> Disk:
+def shared(run_dir: RunDir, environment: Mapping[str, str], group: Any) -> Disk:
     """Returns this rank's disk; collective over `group`, a gloo group of all ranks, None with one rank."""
     own = number_of(run_dir, environment)
-    numbers: list[int | None] = [own] * rank.world_size
-    if group is not None:
-        import torch.distributed as dist  # here: a rank reports that it starts before it loads PyTorch
-
-        dist.all_gather_object(numbers, own, group=group)
+    numbers = of_all_ranks(own, group)
     return Disk(
         ranks=tuple(index for index, number in enumerate(numbers) if number == own),
         is_apart=any(number is not None for number in numbers),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import groupby, islice
 from typing import Any
@@ -89,14 +89,20 @@ def _sample(tokenizer: Any, number: int, encoded: Encoded) -> ShownSample:
     return ShownSample(
         number=number,
         place=encoded.where,
-        pieces=tuple(_pieces(tokenizer, encoded)),
+        pieces=tuple(pieces(tokenizer, encoded.input_ids, encoded.labels, encoded.images, encoded.image_of)),
         num_tokens=len(encoded.input_ids),
         num_learned=encoded.num_learned,
         num_cut=encoded.num_cut,
     )
 
 
-def _pieces(tokenizer: Any, encoded: Encoded) -> Iterator[Piece]:
+def pieces(
+    tokenizer: Any,
+    input_ids: Sequence[int],
+    labels: Sequence[int],
+    images: Sequence[str] = (),
+    image_of: Sequence[int | None] = (),
+) -> Iterator[Piece]:
     """Yields the text of consecutive tokens that are all learned or all not; special tokens are pieces of their own.
 
     So are the tokens of an image, as its size and their number.
@@ -105,17 +111,17 @@ def _pieces(tokenizer: Any, encoded: Encoded) -> Iterator[Piece]:
     """
     added = tokenizer.added_tokens_decoder
     special = {*tokenizer.all_special_ids, *(token for token, entry in added.items() if entry.special)}
-    image_of = encoded.image_of or [None] * len(encoded.input_ids)
+    image_of = image_of or [None] * len(input_ids)
     kinds = [
         (label != IGNORED, token in special, image, index if token in special and image is None else -1)
-        for index, (token, label, image) in enumerate(zip(encoded.input_ids, encoded.labels, image_of, strict=True))
+        for index, (token, label, image) in enumerate(zip(input_ids, labels, image_of, strict=True))
     ]
     end, before = 0, ""
     for (is_learned, is_special, image, _), group in groupby(kinds):
         num_tokens = len(list(group))
         end += num_tokens
-        text = tokenizer.decode(encoded.input_ids[:end], clean_up_tokenization_spaces=False)
-        added_text = text[len(before) :] if image is None else image_text(encoded.images[image], num_tokens)
+        text = tokenizer.decode(input_ids[:end], clean_up_tokenization_spaces=False)
+        added_text = text[len(before) :] if image is None else image_text(images[image], num_tokens)
         yield Piece(text=added_text, is_learned=is_learned, is_special=is_special or image is not None)
         before = text
 

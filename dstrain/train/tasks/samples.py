@@ -21,16 +21,16 @@ class Samples:
 
     def __init__(self, dataset: Any) -> None:
         """`dataset` has a row for each sample: `input_ids` of each sequence, and `starts` and `ends` of the answers."""
-        self._dataset = dataset
+        self.dataset = dataset
         self.reference: Any = None
         """Log-probabilities of the answers under the reference model: (samples, sequences), float32."""
 
     def __len__(self) -> int:
-        return len(self._dataset)
+        return len(self.dataset)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         """Returns the `sequences` of a sample, each with `input_ids` and `labels`, and their `reference`."""
-        row = self._dataset[int(index)]
+        row = self.dataset[int(index)]
         sequences = [
             sequence_of(ids, start, end)
             for ids, start, end in zip(row["input_ids"], row["starts"], row["ends"], strict=True)

@@ -93,14 +93,16 @@ class TaskTrainer(Trainer):
         del inputs[REFERENCE]
         return inputs
 
-    def _prepare_for_training(self, max_steps: int, batches: Any, resume_from_checkpoint: str | None) -> Any:
-        """Returns the engine and its data, after the reference is known."""
-        prepared = super()._prepare_for_training(max_steps, batches, resume_from_checkpoint)
+    def _complete_data(self, checkpoint: str | None) -> None:
+        """Gives the samples their reference."""
         if self._objective.has_reference:
-            self._read_or_compute("training", self.train_dataset, self._data_digest, resume_from_checkpoint)
+            self._read_or_compute("training", self.train_dataset, self._data_digest, checkpoint)
             if self._eval_digest is not None:
-                self._read_or_compute("evaluation", self.eval_dataset, self._eval_digest, resume_from_checkpoint)
-        return prepared
+                self._read_or_compute("evaluation", self.eval_dataset, self._eval_digest, checkpoint)
+
+    def forget_losses(self) -> None:
+        """Drops the figures of losses outside of training."""
+        self._figures = Figures()
 
     def _read_or_compute(self, words: str, samples: Any, digest: str, checkpoint: str | None) -> None:
         """Gives samples their reference: that of an earlier start, or computed by the model before its first step.

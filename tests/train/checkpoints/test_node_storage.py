@@ -10,7 +10,6 @@ from dstrain.errors import EnvironmentProblem, InvalidConfig
 from dstrain.rundir import RunDir, is_whole
 from dstrain.train.checkpoints.checkpoints import Written, choose, complete_part
 from dstrain.train.checkpoints.node_storage import Disk, number_of, shared
-from dstrain.train.rank import Rank
 
 WRITTEN = Written(step=4, world_size=2, zero_stage=2, micro_batch=1, grad_accum=1, sp=1, tp=1, ep=1, data="")
 ENVIRONMENT = {"DSTRAIN_RUN_ID": "0f3c-1"}
@@ -35,10 +34,10 @@ def test_only_a_copy_for_this_start_is_a_disk_apart(tmp_path: Path) -> None:
 
 
 def test_one_rank_may_be_apart_too(tmp_path: Path) -> None:
-    place, rank = RunDir(tmp_path), Rank(index=0, world_size=1, local_index=0)
-    assert shared(place, rank, ENVIRONMENT, None) == Disk(ranks=(0,), start="0f3c")
+    place = RunDir(tmp_path)
+    assert shared(place, ENVIRONMENT, None) == Disk(ranks=(0,), start="0f3c")
     place.synced.write_text("0f3c 0")
-    assert shared(place, rank, ENVIRONMENT, None) == Disk(ranks=(0,), is_apart=True, start="0f3c")
+    assert shared(place, ENVIRONMENT, None) == Disk(ranks=(0,), is_apart=True, start="0f3c")
 
 
 def test_a_part_is_not_a_whole_checkpoint(tmp_path: Path) -> None:

@@ -2,16 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from statistics import median
+from typing import Protocol
 
 from dstrain.choices import Offload
-from dstrain.report.recorded import Line, Recorded, series
+from dstrain.facts.cluster.cluster import Cluster
+from dstrain.monitor.windows import Line, peaks_by_rank, series
+from dstrain.plan.estimate_records import Estimate
 
 _NOTABLE = 0.01
 """Share of a step, or of a GPU's memory, from which the difference of a part is named."""
+
+
+class Measured(Protocol):
+    """A run: its plan, and what it measured so far."""
+
+    @property
+    def estimate(self) -> Estimate | None:
+        """The prediction for this run."""
+
+    @property
+    def cluster(self) -> Cluster | None:
+        """None also if its GPU was assumed."""
+
+    @property
+    def windows(self) -> Sequence[Line]:
+        """Metrics of each logged window."""
+
+    @property
+    def states(self) -> Sequence[Mapping[str, int]]:
+        """Measured bytes of model states, by rank."""
 
 
 class Quantity(StrEnum):
@@ -79,9 +102,9 @@ class Difference:
         return self.part in {Part.DATA_WAIT, Part.TRAINING}
 
 
-def plans_time(recorded: Recorded) -> bool:
+def plans_time(run: Measured) -> bool:
     """Returns whether the plan of a run has times for the GPUs that it trained on."""
-    estimate, cluster = recorded.estimate, recorded.cluster
+    estimate, cluster = run.estimate, run.cluster
     return estimate is not None and estimate.speed is not None and cluster is not None and not cluster.gpu.is_cpu
 
 
@@ -100,15 +123,15 @@ def middle(windows: Sequence[Line], name: str) -> float | None:
     return median(values) if values else None
 
 
-def comparisons(recorded: Recorded) -> tuple[Comparison, ...]:
+def comparisons(run: Measured) -> tuple[Comparison, ...]:
     """Returns every quantity that was planned or measured."""
-    every = (*_speeds(recorded), *_memory(recorded))
+    every = (*_speeds(run), *_memory(run))
     return tuple(each for each in every if each.planned is not None or each.measured is not None)
 
 
-def _speeds(recorded: Recorded) -> Iterator[Comparison]:
-    estimate, windows = recorded.estimate, recorded.windows
-    speed = estimate.speed if estimate is not None and plans_time(recorded) else None
+def _speeds(run: Measured) -> Iterator[Comparison]:
+    estimate, windows = run.estimate, run.windows
+    speed = estimate.speed if estimate is not None and plans_time(run) else None
     spread = speed.uncertainty_ratio if speed is not None else None
     for quantity, planned in (
         (Quantity.STEP_S, speed.step_s if speed else None),
@@ -119,11 +142,11 @@ def _speeds(recorded: Recorded) -> Iterator[Comparison]:
         yield Comparison(quantity=quantity, planned=planned, measured=measured, uncertainty=spread)
 
 
-def _memory(recorded: Recorded) -> Iterator[Comparison]:
-    windows, estimate = recorded.windows, recorded.estimate
+def _memory(run: Measured) -> Iterator[Comparison]:
+    windows, estimate = run.windows, run.estimate
     memory = estimate.memory if estimate is not None else None
-    on_gpu = recorded.cluster is not None and not recorded.cluster.gpu.is_cpu
-    peaks, reserved = recorded.peaks, [value for _, value in series(windows, Quantity.RESERVED.value)]
+    on_gpu = run.cluster is not None and not run.cluster.gpu.is_cpu
+    peaks, reserved = peaks_by_rank(run.windows), [value for _, value in series(windows, Quantity.RESERVED.value)]
     yield Comparison(
         quantity=Quantity.PEAK,
         planned=memory.live_bytes_per_gpu if memory and (on_gpu or peaks) else None,
@@ -135,7 +158,7 @@ def _memory(recorded: Recorded) -> Iterator[Comparison]:
         planned=memory.reserved_bytes_per_gpu if memory and (on_gpu or reserved) else None,
         measured=max(reserved, default=None),
     )
-    held = tuple(rank["params"] + rank["grads"] + rank["optimizer"] for rank in recorded.states)
+    held = tuple(rank["params"] + rank["grads"] + rank["optimizer"] for rank in run.states)
     yield Comparison(
         quantity=Quantity.STATES,
         planned=memory.states.device if memory else None,
@@ -143,31 +166,35 @@ def _memory(recorded: Recorded) -> Iterator[Comparison]:
         ranks=held,
     )
     if estimate is not None and estimate.configuration.zero.offload is not Offload.NONE:
-        offloaded = tuple(rank["host"] for rank in recorded.states)
+        offloaded = tuple(rank["host"] for rank in run.states)
         planned, measured = estimate.memory.states.host, max(offloaded, default=None)
         yield Comparison(quantity=Quantity.HOST, planned=planned, measured=measured, ranks=offloaded)
 
 
-def largest_difference(recorded: Recorded) -> Difference | None:
+def largest_difference(run: Measured) -> Difference | None:
     """Returns the part of time or memory that differs most from the plan, relative to the whole; None if nothing can be
     compared, or if nothing differs by more than 1 %."""
-    found = [*_time_differences(recorded), *_memory_differences(recorded)]
-    worst = max(found, key=lambda each: abs(each.share), default=None)
+    worst = max(differences(run), key=lambda each: abs(each.share), default=None)
     return worst if worst is not None and abs(worst.share) >= _NOTABLE else None
 
 
-def _time_differences(recorded: Recorded) -> Iterator[Difference]:
-    estimate, step_s = recorded.estimate, middle(recorded.windows, "step_s")
-    if estimate is None or estimate.speed is None or not plans_time(recorded) or step_s is None:
+def differences(run: Measured) -> list[Difference]:
+    """Returns the difference of each part that can be compared."""
+    return [*_time_differences(run), *_memory_differences(run)]
+
+
+def _time_differences(run: Measured) -> Iterator[Difference]:
+    estimate, step_s = run.estimate, middle(run.windows, "step_s")
+    if estimate is None or estimate.speed is None or not plans_time(run) or step_s is None:
         return
-    planned, waited = max(estimate.speed.step_s, 1e-9), (middle(recorded.windows, "data_wait_share") or 0.0) * step_s
+    planned, waited = max(estimate.speed.step_s, 1e-9), (middle(run.windows, "data_wait_share") or 0.0) * step_s
     for part, before, after in ((Part.DATA_WAIT, 0.0, waited), (Part.TRAINING, planned, step_s - waited)):
         yield Difference(part=part, planned=before, measured=after, share=(after - before) / planned)
 
 
-def _memory_differences(recorded: Recorded) -> Iterator[Difference]:
+def _memory_differences(run: Measured) -> Iterator[Difference]:
     """Yields the parts of the fullest rank."""
-    estimate, ranks = recorded.estimate, recorded.states
+    estimate, ranks = run.estimate, run.states
     if estimate is None or not ranks:
         return
     memory, states = estimate.memory, estimate.memory.states
@@ -175,7 +202,7 @@ def _memory_differences(recorded: Recorded) -> Iterator[Difference]:
     for part, name in ((Part.PARAMS, "params"), (Part.GRADS, "grads"), (Part.OPTIMIZER, "optimizer")):
         before, after = getattr(states, name), max(rank[name] for rank in ranks)
         yield Difference(part=part, planned=before, measured=after, share=(after - before) / total)
-    peaks = recorded.peaks
+    peaks = peaks_by_rank(run.windows)
     if peaks and len(peaks) == len(ranks):
         rest = memory.live_bytes_per_gpu - states.device
         most = max(

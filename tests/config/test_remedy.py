@@ -9,10 +9,10 @@ import pytest
 
 from dstrain.config.edits import edit_json
 from dstrain.config.jsonc import read
+from dstrain.config.remedy import Remedy, remedy
 from dstrain.facts.workload import Workload
 from dstrain.job.file import read_job
 from dstrain.launch.prepare.job_context import request_of
-from dstrain.launch.run.remedy import Remedy, remedy
 from dstrain.oom import Phase
 from dstrain.plan.configuration import Configuration
 from dstrain.plan.estimate import assess, effective

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dstrain.report.comparison import Comparison, Part, Quantity, comparisons, largest_difference
+from dstrain.monitor.comparison import Comparison, Part, Quantity, comparisons, largest_difference
 from dstrain.report.recorded import read
 from dstrain.rundir import RunDir
 from dstrain.units import GIB

@@ -1,0 +1,225 @@
+"""The verdict after the first steps: what was measured beside the plan, what differs, and what to change."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from dstrain.config.remedy import Remedy, remedy
+from dstrain.errors import DstrainError
+from dstrain.facts.cluster.cluster import Cluster
+from dstrain.facts.model.model_facts import ModelFacts
+from dstrain.facts.workload import Workload, measured_workload
+from dstrain.job.schema import Job
+from dstrain.monitor.comparison import Comparison, Difference, Part, comparisons, differences, middle, plans_time
+from dstrain.monitor.comparison_text import difference_text, table
+from dstrain.monitor.metrics import without_nonfinite
+from dstrain.monitor.windows import Line, states_by_rank
+from dstrain.oom import Phase
+from dstrain.plan.estimate import USABLE_GPU_RATIO
+from dstrain.plan.estimate_records import Estimate
+from dstrain.plan.memory.outside import outside_bytes
+from dstrain.plan.search.out_of_memory import Shortage, fixes
+from dstrain.records import load_json
+from dstrain.rundir import RunDir
+from dstrain.units import format_bytes, format_seconds
+
+FEWEST_STEPS = 20
+"""Steps of a start before the verdict."""
+MEMORY_RANGE = 1 - USABLE_GPU_RATIO
+"""The share by which memory may differ from the plan: what plans leave free of a GPU."""
+_WORKERS = (2, 4, 8, 16)
+"""Processes of the data loader that are proposed, each time the next more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Advice:
+    """What to change."""
+
+    setting: str
+    """The line to change, as it is written."""
+    gain: str
+    """What it brings, in words."""
+    step_ratio: float | None = None
+    """How much longer a step takes, as a share of what it takes now; None if that is unknown."""
+    device_bytes_per_gpu: int | None = None
+    """Predicted memory of a GPU; None if that does not change."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What the first steps of a start say about its plan."""
+
+    step: int
+    """Optimizer steps done, those before a resume included."""
+    steps: int
+    """Steps of this start."""
+    comparisons: tuple[Comparison, ...]
+    cause: Difference | None
+    """The part that differs most, if it differs by more than the range of the plan."""
+    advice: Advice | None
+    """None if no setting is known that would help."""
+    note: str
+    """What holds if nothing differs, or if nothing is to be changed."""
+
+    def to_data(self) -> dict[str, Any]:
+        """Returns the verdict as JSON-ready data: a line of `metrics.jsonl` that is no step."""
+        compared = [asdict(one) | {"off": one.off} for one in self.comparisons]
+        return {"event": "verdict", **asdict(self), "comparisons": compared}
+
+    def lines(self, cluster: Cluster | None) -> Iterator[str]:
+        """Yields the verdict as lines for the log."""
+        yield f"after {self.steps:,} steps, beside the plan:"
+        yield from (f"  {line}" for line in table(self.comparisons, cluster))
+        if self.cause is not None:
+            yield f"  differs most: {difference_text(self.cause)}"
+        if self.advice is not None:
+            yield f"  to change: {self.advice.setting}: {self.advice.gain}"
+        if self.note:
+            yield f"  {self.note}"
+
+
+@dataclass(slots=True, kw_only=True)
+class FirstSteps:
+    """Collects the first windows of a start, on rank 0, and judges them once."""
+
+    run_dir: RunDir
+    job: Job
+    ds_config: Mapping[str, Any]
+    model: ModelFacts | None
+    cluster: Cluster | None
+    estimate: Estimate | None = field(init=False, default=None)
+    """The prediction for this run; None if there is none that can be read."""
+    windows: list[Line] = field(default_factory=list)
+    states: tuple[Mapping[str, int], ...] = ()
+    is_judged: bool = False
+
+    def __post_init__(self) -> None:
+        """Reads the prediction."""
+        with suppress(DstrainError, OSError):
+            self.estimate = load_json(Estimate, self.run_dir.plan)
+
+    @property
+    def planned_step_s(self) -> float | None:
+        """Planned seconds of a step; None if the plan has no time for the GPUs."""
+        speed = self.estimate.speed if self.estimate is not None and plans_time(self) else None
+        return speed.step_s if speed is not None else None
+
+    def see(self, window: Line, *, steps: int) -> Verdict | None:
+        """Returns the verdict once there are enough of the steps of this start, `steps` so far."""
+        if self.is_judged or self.estimate is None or "loss" not in window:
+            return None
+        self.windows.append(without_nonfinite(window))
+        if steps < FEWEST_STEPS or len(self.windows) < 2:
+            return None
+        self.is_judged = True
+        with suppress(OSError, ValueError):
+            self.states = states_by_rank(json.loads(self.run_dir.states.read_text(encoding="utf-8")))
+        return judge(self, steps=steps, estimate=self.estimate)
+
+
+def judge(run: FirstSteps, *, steps: int, estimate: Estimate) -> Verdict:
+    """Returns what the windows of a run say about its plan."""
+    beyond = [each for each in differences(run) if abs(each.share) > _range_of(each, estimate)]
+    cause = max(beyond, key=lambda each: abs(each.share), default=None)
+    advice, note = None, ""
+    if cause is None:
+        note = _as_planned(run, estimate)
+    elif cause.share < 0:
+        note = "the plan is too cautious: `dstrain calibrate` lets the next one use what this run measured"
+    elif cause.part is Part.DATA_WAIT:
+        advice = _more_workers(run, cause)
+    elif cause.part is Part.TRAINING:
+        note = "no single setting explains it: health rules name slow ranks, `dstrain doctor` slow clocks and links"
+    else:
+        advice, note = _less_memory(run, estimate)
+    step = int(run.windows[-1]["step"])
+    return Verdict(step=step, steps=steps, comparisons=comparisons(run), cause=cause, advice=advice, note=note)
+
+
+def _range_of(difference: Difference, estimate: Estimate) -> float:
+    """Returns the share by which a part may differ from the plan."""
+    if not difference.is_time:
+        return MEMORY_RANGE
+    return estimate.speed.uncertainty_ratio if estimate.speed is not None else MEMORY_RANGE
+
+
+def _as_planned(run: FirstSteps, estimate: Estimate) -> str:
+    memory = f"memory ± {100 * MEMORY_RANGE:.0f} %"
+    if estimate.speed is None or not plans_time(run):
+        on_cpu = run.cluster is not None and run.cluster.gpu.is_cpu
+        why = "on a CPU" if on_cpu else "for this GPU"
+        what = "bytes are as planned" if run.states else "no bytes were measured yet"
+        return f"no time is planned {why}; {what} ({memory})"
+    time = f"time ± {100 * estimate.speed.uncertainty_ratio:.0f} %"
+    return f"as planned: nothing differs by more than the range of the plan, {time}, {memory}"
+
+
+def _more_workers(run: FirstSteps, cause: Difference) -> Advice | None:
+    """Returns more processes for the data loader; None if there are many already."""
+    now, step_s = run.job.dataloader_num_workers, middle(run.windows, "step_s")
+    more = next((count for count in _WORKERS if count > now), None)
+    if more is None or not step_s:
+        return None
+    saved = cause.measured / step_s
+    return Advice(
+        setting=f"dataloader_num_workers: {more} in the job (now {now})",
+        gain=f"up to {format_seconds(cause.measured)} of {format_seconds(step_s)}, {100 * saved:.0f} % less",
+        step_ratio=-saved,
+    )
+
+
+def _less_memory(run: FirstSteps, estimate: Estimate) -> tuple[Advice | None, str]:
+    """Returns the fastest change that fits with what was measured, and a note if none is needed or known.
+
+    The planner searches as after an out-of-memory: a second or two, once, and only if less than a tenth is free.
+    """
+    if run.model is None or run.cluster is None or run.cluster.gpu.is_cpu:
+        return None, ""
+    workload = measured_workload(run.model, run.cluster)
+    short = _shortage(run.windows, workload, estimate)
+    if short is None:
+        return None, ""
+    total = run.cluster.gpu.memory_bytes
+    free = short.limit_bytes - short.needed_bytes
+    if free >= MEMORY_RANGE * total:
+        return None, f"it fits all the same: {format_bytes(free)} of {format_bytes(total)} are free"
+    tight = f"only {format_bytes(max(0, free))} of {format_bytes(total)} are free"
+    stages = (1, 2) if estimate.configuration.zero.stage in (1, 2) else (estimate.configuration.zero.stage,)
+    with suppress(DstrainError):
+        for fix in fixes(workload, estimate, short, stages=stages):
+            block = run.model.moe.block_class if run.model.moe is not None and run.job.ep == 1 else None
+            return _advice(remedy(fix, estimate.configuration, run.ds_config, moe_block=block), tight), ""
+    return None, tight
+
+
+def _shortage(windows: Sequence[Line], workload: Workload, estimate: Estimate) -> Shortage | None:
+    """Returns what PyTorch's allocator held and could hold, of the fullest rank; None if it was not measured."""
+    held, outside = (_most(windows, name) for name in ("reserved_bytes_by_rank", "outside_bytes_by_rank"))
+    if held is None:
+        return None
+    planned = outside_bytes(workload.cluster, estimate.configuration, workload.measured)
+    total = workload.cluster.gpu.memory_bytes
+    return Shortage(
+        phase=Phase.FORWARD,
+        limit_bytes=total - (planned if outside is None else outside),
+        needed_bytes=held,
+        predicted_bytes=estimate.memory.device_bytes_per_gpu - planned,
+    )
+
+
+def _most(windows: Sequence[Line], name: str) -> int | None:
+    values = [value for window in windows for value in window.get(name) or () if isinstance(value, int | float)]
+    return round(max(values)) if values else None
+
+
+def _advice(change: Remedy, why: str) -> Advice:
+    return Advice(
+        setting=change.settings,
+        gain=f"{', '.join(part for part in (change.words, change.price) if part)} ({why} now)",
+        step_ratio=change.step_ratio,
+        device_bytes_per_gpu=change.device_bytes_per_gpu,
+    )

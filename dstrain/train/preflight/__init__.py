@@ -1,0 +1,1 @@
+"""Checks before the first step: what would fail after hours fails in the first minutes."""

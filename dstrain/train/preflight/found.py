@@ -1,0 +1,40 @@
+"""What a check found, before it is noted with its cost."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from dstrain.preflight import Check, CheckName
+
+Figures = Mapping[str, float | tuple[float | None, ...] | None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """What a check found."""
+
+    passed: bool
+    text: str
+    figures: Figures = field(default_factory=dict)
+    examples: tuple[str, ...] = ()
+
+    def check(self, name: CheckName, seconds: float) -> Check:
+        """Returns the check with its cost; figures that are not finite become None, which JSON can say."""
+
+        def valid(value: float | None) -> float | None:
+            return value if value is None or math.isfinite(value) else None
+
+        figures = {
+            key: tuple(map(valid, value)) if isinstance(value, tuple) else valid(value)
+            for key, value in self.figures.items()
+        }
+        return Check(
+            name=name,
+            passed=self.passed,
+            text=self.text,
+            examples=self.examples,
+            seconds=round(seconds, 4),
+            figures=figures,
+        )

@@ -1,0 +1,113 @@
+"""The verdict after the first steps: what differs from the plan, and the change with what it brings."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dstrain.facts.cluster.cluster import Cluster
+from dstrain.job.schema import Job
+from dstrain.monitor.comparison import Part, Quantity
+from dstrain.monitor.sinks.jsonl import read_jsonl
+from dstrain.monitor.verdict import FirstSteps, Verdict
+from dstrain.records import from_data
+from dstrain.rundir import RunDir
+from dstrain.units import GIB
+from tests.cases import ask
+from tests.report.runs import gpu_run, night
+
+
+def judged(folder: Path, *, changed: dict[str, Any] | None = None, **job: Any) -> tuple[Verdict, int, FirstSteps]:
+    """Returns the verdict on a recorded run, the step after which it is given, and what gives it."""
+    place = RunDir(folder)
+    model = ask(model="qwen3-8b", gpus=8, gpu="h100").workload.model
+    facts = json.loads(place.facts.read_text())
+    cluster = from_data(Cluster, facts["cluster"], locate=str)
+    asked = Job(model="m", data="d", output_dir=str(folder), **job)
+    steps = FirstSteps(run_dir=place, job=asked, ds_config={}, model=model, cluster=cluster)
+    verdicts = []
+    for line in read_jsonl(place.metrics):
+        window = {**line, **(changed or {})}
+        if "loss" in line and (found := steps.see(window, steps=line["step"])) is not None:
+            verdicts.append((found, line["step"]))
+    ((verdict, step),) = verdicts
+    return verdict, step, steps
+
+
+def text(verdict: Verdict, steps: FirstSteps) -> str:
+    return "\n".join(verdict.lines(steps.cluster))
+
+
+def test_a_run_that_goes_as_planned_has_no_cause(tmp_path: Path) -> None:
+    verdict, step, steps = judged(gpu_run(tmp_path / "run", slower=1.05))
+    assert (verdict.cause, verdict.advice, step) == (None, None, 20)
+    expected = "as planned: nothing differs by more than the range of the plan, time ± 9 %, memory ± 10 %"
+    assert expected in text(verdict, steps)
+    assert {Quantity.STEP_S, Quantity.PEAK, Quantity.STATES} <= {one.quantity for one in verdict.comparisons}
+
+
+def test_waiting_for_data_is_answered_with_more_processes_and_what_they_bring(tmp_path: Path) -> None:
+    verdict, _, steps = judged(gpu_run(tmp_path / "run", slower=1.5, waits=1 / 3), dataloader_num_workers=2)
+    assert verdict.cause is not None
+    assert verdict.cause.part is Part.DATA_WAIT
+    assert verdict.advice is not None
+    assert verdict.advice.step_ratio == pytest.approx(-1 / 3)
+    assert "to change: dataloader_num_workers: 4 in the job (now 2): up to" in text(verdict, steps)
+
+
+def test_slower_training_has_no_line_to_change(tmp_path: Path) -> None:
+    verdict, _, _ = judged(gpu_run(tmp_path / "run", slower=1.5))
+    assert verdict.cause is not None
+    assert (verdict.cause.part, verdict.advice) == (Part.TRAINING, None)
+    assert "no single setting explains it" in verdict.note
+
+
+def test_a_faster_run_than_planned_is_worth_a_calibration(tmp_path: Path) -> None:
+    verdict, _, _ = judged(gpu_run(tmp_path / "run", slower=0.7))
+    assert verdict.advice is None
+    assert "dstrain calibrate" in verdict.note
+
+
+def test_memory_beyond_the_plan_that_fits_needs_no_change(tmp_path: Path) -> None:
+    held = {"reserved_bytes_by_rank": [50 * GIB] * 8, "outside_bytes_by_rank": [2 * GIB] * 8}
+    verdict, _, _ = judged(gpu_run(tmp_path / "run", more_bytes=8 * GIB), changed=held)
+    assert verdict.cause is not None
+    assert (verdict.cause.part, verdict.advice) == (Part.TRANSIENT, None)
+    assert verdict.note.startswith("it fits all the same: ")
+
+
+def test_memory_that_leaves_less_than_a_tenth_is_answered_by_the_planner(tmp_path: Path) -> None:
+    held = {"reserved_bytes_by_rank": [75 * GIB] * 8, "outside_bytes_by_rank": [2 * GIB] * 8}
+    verdict, _, steps = judged(gpu_run(tmp_path / "run", more_bytes=8 * GIB), changed=held)
+    assert steps.cluster is not None
+    assert verdict.advice is not None
+    assert verdict.advice.device_bytes_per_gpu is not None
+    assert verdict.advice.device_bytes_per_gpu < 0.9 * steps.cluster.gpu.memory_bytes
+    assert verdict.advice.step_ratio is not None
+    assert verdict.advice.step_ratio > 0
+    assert "GiB per GPU, a step takes" in verdict.advice.gain
+
+
+def test_ranks_on_a_cpu_compare_bytes_only_and_say_so(tmp_path: Path) -> None:
+    verdict, _, steps = judged(night(tmp_path / "night"))
+    assert (verdict.cause, verdict.advice) == (None, None)
+    assert verdict.note == "no time is planned on a CPU; bytes are as planned (memory ± 10 %)"
+    assert "model states per rank" in text(verdict, steps)
+
+
+def test_a_verdict_is_a_line_of_the_metrics_that_is_no_step(tmp_path: Path) -> None:
+    verdict, _, _ = judged(gpu_run(tmp_path / "run", slower=1.5, waits=1 / 3))
+    data = json.loads(json.dumps(verdict.to_data()))
+    assert (data["event"], data["step"], data["cause"]["part"]) == ("verdict", 20, "waiting for data")
+    assert data["advice"]["setting"] == "dataloader_num_workers: 2 in the job (now 0)"
+
+
+def test_a_run_without_a_plan_has_no_verdict(tmp_path: Path) -> None:
+    folder = gpu_run(tmp_path / "run")
+    RunDir(folder).plan.unlink()
+    job = Job(model="m", data="d", output_dir=str(folder))
+    steps = FirstSteps(run_dir=RunDir(folder), job=job, ds_config={}, model=None, cluster=None)
+    assert all(steps.see(line, steps=line["step"]) is None for line in read_jsonl(RunDir(folder).metrics))
