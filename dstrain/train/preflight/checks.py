@@ -119,7 +119,8 @@ class Checks:
         except Exception as error:  # a tokenizer may be a program of the model's author, which need not decode
             return Found(passed=False, text=f"cannot be shown: {type(error).__name__}: {error}")
         text = "text between ⟦ and ⟧ has loss, in the first samples"
-        return Found(passed=all("⟦" in example for example in shown), text=text, examples=shown)
+        passed = all(has_loss for _, has_loss in shown)
+        return Found(passed=passed, text=text, examples=tuple(example for example, _ in shown))
 
     def _gradients(self, trainer: Trainer, batches: Any, *, is_new: bool) -> None:
         """Notes the worst batch, and the first loss and gradients, which come from its passes."""

@@ -16,13 +16,15 @@ _SHOWN = 160
 """Characters of a sample in the log."""
 
 
-def examples(data: Any, tokenizer: Any, count: int) -> Iterator[str]:
-    """Yields the first samples of a data set around their first text with loss, each sequence in one line."""
+def examples(data: Any, tokenizer: Any, count: int) -> Iterator[tuple[str, bool]]:
+    """Yields the first samples of a data set around their first text with loss, each sequence in one line, and whether
+    any of its tokens has loss."""
     samples = data.samples.with_format(None) if isinstance(data, PackedRows) else data
     for number in range(min(count, len(samples))):
         row = samples[number]
         for sequence in row.get("sequences", [row]):
-            yield _example(tokenizer, sequence["input_ids"], sequence["labels"])
+            labels = sequence["labels"]
+            yield _example(tokenizer, sequence["input_ids"], labels), any(label != IGNORED for label in labels)
 
 
 def _example(tokenizer: Any, input_ids: Sequence[int], labels: Sequence[int]) -> str:
