@@ -45,6 +45,7 @@ from dstrain.train.data.tokenized import SEQUENCES, sequences_with_images
 from dstrain.train.measure_states import MeasureCallback
 from dstrain.train.model import load_model
 from dstrain.train.rank import Rank
+from dstrain.train.saving import require_weights
 from dstrain.train.sequence_parallel import SequenceParallelTrainer
 from dstrain.train.tasks.objective import Objective, objective_of
 from dstrain.train.tasks.samples import SampleCollator
@@ -92,6 +93,7 @@ class TrainingSetup:
         """
         job, ds_config = inputs.job, inputs.ds_config
         task_limits.require(job)
+        require_weights(job, ds_config)
         objective = objective_of(job)
         on_gpu = torch.cuda.is_available()
         ranks.import_muon(ds_config)

@@ -66,15 +66,19 @@ def warmup_ratio(value: Any, source: Source) -> Any:
     return ABSENT if source.given("warmup_steps") is not ABSENT else convert.number(value, source)
 
 
-def per_epoch(what: str, key: str) -> Any:
-    """Returns the converter of a number of times in each epoch."""
+def per_epoch(key: str) -> Any:
+    """Returns the converter of a number of times in each epoch: `key` is then a share of the run.
+
+    Source: axolotl 0.16 utils/config/__init__.py: normalize_config.
+    """
 
     def converted(value: Any, source: Source) -> Any:
         if not value or source.given(key) is not ABSENT:
             return ABSENT
         if value == 1:
             return "epoch"
-        raise Unmatched(f"{what} {value} times an epoch: set {key} to the steps of an epoch / {value}")
+        share = 1 / (convert.number(value, source) * convert.number(source.value("num_epochs"), source))
+        return Converted(values={key: round(share, 6)}) if share < 1 else ABSENT
 
     return converted
 
@@ -83,14 +87,7 @@ def evaluations(value: Any, source: Source) -> Any:
     """Returns nothing if there are no data for an evaluation."""
     if not source.value("val_set_size") and not source.value("test_datasets"):
         return ABSENT
-    return per_epoch("evaluated", "eval_steps")(value, source)
-
-
-def save_steps(value: Any, source: Source) -> Any:
-    """Returns the steps between checkpoints; a share of the run has no counterpart."""
-    if convert.number(value, source) < 1:
-        raise Unmatched(f"checkpoints every {value} of the run: set save_steps to a number of steps")
-    return convert.count(value, source)
+    return per_epoch("eval_steps")(value, source)
 
 
 def saves(value: Any, source: Source) -> Any:

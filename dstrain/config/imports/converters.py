@@ -29,6 +29,12 @@ def count(value: Any, source: Source) -> int:
     return int(plain)
 
 
+def interval(value: Any, source: Source) -> Any:
+    """Returns a number of steps, or a share of the run below 1."""
+    plain = number(value, source)
+    return plain if 0 < plain < 1 else count(value, source)
+
+
 def limit(value: Any, source: Source) -> Any:
     """Returns a whole number, or None for a number below 1, which means no limit."""
     return None if number(value, source) < 1 else count(value, source)
@@ -192,9 +198,7 @@ _EVALUATION_KEYS = (
 def eval_steps(value: Any, source: Source) -> Any:
     """Returns the steps between evaluations, if there are data for them."""
     has_data = any(source.value(key) for key in _EVALUATION_KEYS)
-    if not has_data or number(value, source) < 1:
-        return ABSENT
-    return count(value, source)
+    return interval(value, source) if has_data and number(value, source) > 0 else ABSENT
 
 
 def split(value: Any, source: Source) -> Any:
