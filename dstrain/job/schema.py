@@ -58,6 +58,8 @@ class Lora:
     """Dropout before the adapter, 0…1; any value above 0 costs 3 bytes per input element of each adapted layer."""
     targets: tuple[str, ...] = ("all-linear",)
     """Modules that get an adapter, or `all-linear` (all linear layers except the head; in MoE models, attention)."""
+    modules_to_save: tuple[str, ...] = ()
+    """Modules that train whole beside the adapter and are saved with it, such as `embed_tokens` and `lm_head`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,6 +126,8 @@ class Job:
     """`full`, `lora` or `qlora`."""
     lora: Lora = field(default_factory=Lora)
     """The adapter, for `lora` and `qlora`."""
+    adapter: str | None = None
+    """Folder of a saved adapter to continue from, whose rank, alpha and targets hold; default: a new one."""
     precision: Precision = Precision.BF16
     """`bf16`, `fp16` or `fp32`; saved models keep the dtype of the base model."""
     attn: Attention = Attention.SDPA

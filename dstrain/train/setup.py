@@ -35,6 +35,7 @@ from dstrain.records import to_data
 from dstrain.rundir import RunDir
 from dstrain.train import out_of_memory
 from dstrain.train import rank as ranks
+from dstrain.train.adapters import note_on_base
 from dstrain.train.arguments import training_arguments
 from dstrain.train.checkpoints.node_storage import shared
 from dstrain.train.checkpoints.saved_model import base_config
@@ -92,8 +93,7 @@ class TrainingSetup:
         partition), then the data, whose errors show within seconds, and the model last.
         """
         job, ds_config = inputs.job, inputs.ds_config
-        task_limits.require(job)
-        require_weights(job, ds_config)
+        _require_supported(job, ds_config)
         objective = objective_of(job)
         on_gpu = torch.cuda.is_available()
         ranks.import_muon(ds_config)
@@ -112,7 +112,7 @@ class TrainingSetup:
         for prepared in (train_data, eval_data):
             for note in prepared.notes if prepared else ():
                 rank.say(note)
-        rank.say(f"loading {job.model}")
+        _announce(job, rank)
         heartbeat.send(0, Phase.WEIGHTS)
         loaded = load_model(job, source, ds_config, report=partial(heartbeat.count, Phase.WEIGHTS))
         heartbeat.send(0, Phase.LOADING)
@@ -232,6 +232,19 @@ class TrainingSetup:
             "measured": to_data(measurement(logged)),
             "ranks": self.rank.world_size,
         }
+
+
+def _require_supported(job: Job, ds_config: Mapping[str, Any]) -> None:
+    """Raises InvalidConfig for keys of a job that do not work together, or not with the configuration."""
+    task_limits.require(job)
+    require_weights(job, ds_config)
+
+
+def _announce(job: Job, rank: Rank) -> None:
+    """Says what is loaded, and whether an adapter names another model than the job."""
+    rank.say(f"loading {job.model}{f' and {job.adapter}' if job.adapter else ''}")
+    if (note := note_on_base(job)) is not None:
+        rank.say(f"note: {note}")
 
 
 def _against(job: Job, model: ModelFacts | None, cluster: Cluster | None) -> Hardware | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from dstrain.choices import Attention, DpoLoss, Method, Schedule, SinkName
@@ -151,6 +152,14 @@ def method(kind: str, *, bits: Any, source: Source) -> Any:
 def rope_scaling(value: Any, _: Source) -> Any:
     """Raises Unmatched: tools name a type and compute the factor themselves."""
     raise Unmatched(f"`{value}`: write rope_scaling: {{rope_type: yarn, factor: …}} into job.yaml")
+
+
+def adapter(value: Any, source: Source) -> Any:
+    """Returns the folder of the adapter from which training goes on; None or an empty value is none."""
+    folders = names(value, source) if value else []
+    if len(folders) > 1:
+        raise OtherTraining("several adapters: merge all but the last into the model")
+    return str(Path(folders[0]).expanduser().resolve()) if folders else ABSENT
 
 
 def is_dpo(source: Source) -> bool:

@@ -216,10 +216,12 @@ ROWS = table(
     to("rpo_alpha", "dpo.sft_weight", convert.of_dpo(_sft_weight)),
     stops("label_smoothing ld_alpha loss_weights", "another loss of preferences", unless=(0, 0.0, None)),
     stops("ref_model ref_adapters", "the reference is another model than the one before training", unless=(None,)),
-    stops("adapters resume_only_model", "training goes on from an adapter; merge it first: `dstrain export`"),
+    to("adapters", "adapter", convert.adapter),
+    to("modules_to_save", "lora.modules_to_save", convert.names),
+    stops("resume_only_model", "a checkpoint of ms-swift: name its weights as `model` or `adapter`"),
     stops(
         """
-        modules_to_save freeze_parameters freeze_parameters_ratio trainable_parameters target_parameters
+        freeze_parameters freeze_parameters_ratio trainable_parameters target_parameters
         target_regex
         """,
         "other weights are trained",

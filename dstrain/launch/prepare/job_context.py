@@ -6,6 +6,7 @@ import os
 from dataclasses import fields
 from pathlib import Path
 
+from dstrain.choices import Method
 from dstrain.config.lint.subject import JobContext
 from dstrain.errors import EnvironmentProblem, InvalidConfig
 from dstrain.facts import probe
@@ -97,8 +98,13 @@ def workload_of(context: JobContext) -> Workload | None:
 
 
 def unplanned_parts(job: Job) -> str | None:
-    """Returns why a job has no estimate, or None: the planner counts a frozen vision tower with a trained decoder."""
+    """Returns why a job has no estimate, or None: the planner counts a frozen vision tower with a trained decoder,
+    and with an adapter whole copies of embedding and head alone.
+    """
     changed = [limit.key for limit in WITH_ADAPTERS if getattr(job, limit.key) not in limit.values]
+    others = [name for name in job.lora.modules_to_save if name.split(".")[-1] not in ("embed_tokens", "lm_head")]
+    if others and job.method is not Method.FULL:
+        return f"no estimate of memory: modules_to_save has {', '.join(others)}"
     if not changed:
         return None
     return f"no estimate of memory: {', '.join(changed)} {'is' if len(changed) == 1 else 'are'} not the default"

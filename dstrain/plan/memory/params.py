@@ -85,6 +85,20 @@ def adapted(model: ModelFacts, lora: Lora) -> list[TensorGroup]:
     return [group for group in linears if group.name.removesuffix(".weight").split(".")[-1] in lora.targets]
 
 
+def kept_whole(model: ModelFacts, lora: Lora) -> list[TensorGroup]:
+    """Returns the embedding and the head if they train whole beside an adapter (`modules_to_save`), as copies.
+
+    A tied head is the embedding, and PEFT ties their copies. Source: peft 0.21 utils/other.py: _set_trainable;
+    LoraConfig.ensure_weight_tying.
+    """
+    groups = [group for group in model.tensors if group.kind in (Kind.EMBEDDING, Kind.HEAD)]
+    names = {group.name: [group.name.removesuffix(".weight")] for group in groups}
+    if model.tie_word_embeddings:
+        for group in groups:
+            names[group.name].append("lm_head")
+    return [group for group in groups if any(n.endswith(lora.modules_to_save) for n in names[group.name])]
+
+
 def linear_names(model: ModelFacts) -> list[str]:
     """Returns the names that an adapter's targets may have, sorted."""
     linears = (group for group in model.tensors if group.is_linear and group.kind is not Kind.VISION)
@@ -188,8 +202,9 @@ def trained(model: ModelFacts, method: Method, lora: Lora) -> Trained:
             largest_trainable=largest,
             flat_groups=_flat_groups(model),
         )
-    adapters = lora_params(model, lora)
-    largest = max((lora.rank * max(group.shape) for group in adapted(model, lora)), default=0)
+    copies = [group.numel for group in kept_whole(model, lora)]
+    adapters = lora_params(model, lora) + sum(copies)
+    largest = max((*copies, *(lora.rank * max(group.shape) for group in adapted(model, lora))), default=0)
     quantized = 0
     if method is Method.QLORA:
         quantized = sum(

@@ -48,7 +48,9 @@ def choose(run_dir: RunDir, wanted: str, *, world_size: int, is_apart: bool = Fa
         if not (is_apart and (folder / PART).is_file()):
             refuse_damaged(folder)
             if (problem := lacks_states(folder)) is not None:
-                raise InvalidConfig(f"{folder} {problem}", hint="Name it as `model`, with another output_dir.")
+                raise InvalidConfig(
+                    f"{folder} {problem}", hint="Name it as `model` (or `adapter`), with another output_dir."
+                )
     record = _record(folder)
     if reads_universal(folder, world_size=world_size) and not is_converted(folder):
         raise InvalidConfig(

@@ -9,7 +9,7 @@ from functools import cache
 from dstrain.choices import Method
 from dstrain.facts.model.model_facts import Kind, ModelFacts, TensorGroup
 from dstrain.job.schema import Lora
-from dstrain.plan.memory.params import adapted, is_in_layer, is_inside
+from dstrain.plan.memory.params import adapted, is_in_layer, is_inside, kept_whole
 
 QUANTIZED_PER_ELEMENT = 4
 """Quantised elements in the bytes of one in bf16, which bitsandbytes stores them as. Source: dstrain/train/model.py:
@@ -165,6 +165,8 @@ class _Builder:
         is_shared = kind is Kind.HEAD or (kind is Kind.EMBEDDING and self.model.tie_word_embeddings)
         share = self.shape.tp if is_shared else 1
         numbers = [self.weight(g.numel // share, trains, decays=_decays(g)) for g in groups for _ in range(g.count)]
+        if not self.is_full and set(groups) & set(kept_whole(self.model, self.shape.lora)):
+            numbers = [self.weight(g.numel, True, decays=True) for g in groups]  # the copy is called in its place
         return self.module(numbers, is_linear=kind is Kind.HEAD)
 
     def weight(self, numel: int, trains: bool, *, decays: bool, ep: int = 1) -> int:

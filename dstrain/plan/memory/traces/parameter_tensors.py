@@ -8,7 +8,7 @@ from functools import cache
 from dstrain.choices import Method
 from dstrain.facts.model.model_facts import Kind, ModelFacts, TensorGroup
 from dstrain.plan.configuration import TrainedModel
-from dstrain.plan.memory.params import adapted, is_in_layer, is_inside
+from dstrain.plan.memory.params import adapted, is_in_layer, is_inside, kept_whole
 from dstrain.plan.training_code import TrainingCode
 
 
@@ -45,9 +45,10 @@ class Weights:
 
 @cache
 def weights(model: ModelFacts, trained_model: TrainedModel, code: TrainingCode) -> Weights:
-    """Returns the parameter tensors; an adapter's two follow the weight they adapt."""
+    """Returns the parameter tensors; an adapter's two follow the weight they adapt, and a copy that trains its own."""
     is_full, lora = trained_model.is_full, trained_model.lora
     names = set() if is_full else {group.name for group in adapted(model, lora)}
+    copied = [] if is_full else kept_whole(model, lora)
     layers = model.num_hidden_layers
     inside = [group for group in model.tensors if is_inside(group)]
     before = [group for group in model.tensors if group.kind in (Kind.VISION, Kind.EMBEDDING)]
@@ -61,7 +62,7 @@ def weights(model: ModelFacts, trained_model: TrainedModel, code: TrainingCode) 
         tensors = [Weight(group.numel // parts, trains, quantized, decays)] * parts
         if group.name in names:
             tensors += [Weight(lora.rank * size, True, False, True) for size in reversed(group.shape)]
-        return tensors
+        return tensors + [Weight(group.numel, True, False, decays)] * (group in copied)
 
     return Weights(
         before=tuple(weight for group in before for _ in range(group.count) for weight in expanded(group)),
