@@ -152,6 +152,10 @@ class Job:
     """Whether what joins tower and language model (aligner, merger, projector) stays as it is."""
     freeze_language_model: bool = False
     """Whether the language model stays as it is, in a vision-language model of which another part trains."""
+    freeze: tuple[str, ...] = ()
+    """Patterns of parameters that stay as they are: regular expressions for any part of a name, for `full`."""
+    train_only: tuple[str, ...] = ()
+    """Patterns of the only parameters that train, less those of `freeze`, for `full`; default: all."""
     chat_template: str | None = None
     """A chat template, or a file with one; default: the model's own."""
     micro_batch: Positive = 1

@@ -17,6 +17,8 @@ def shown(value: Any) -> str:
     >>> shown(True), shown(3)
     ('true', '3')
     """
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(str, value))}]"
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
@@ -90,13 +92,17 @@ WITH_ADAPTERS = tuple(
     )
 )
 """What adapters do not support yet."""
+BY_NAME = tuple(
+    TaskLimit(key=key, values=((),), why="an adapter freezes all of the model") for key in ("freeze", "train_only")
+)
+"""What has no meaning with adapters."""
 
 
 def broken(job: Job) -> Iterator[tuple[TaskLimit, str]]:
     """Yields the limits that a job exceeds, and the problem in words."""
     yield from _exceeded(job, (limit for limit in LIMITS if job.task in limit.tasks), f"task {job.task} does")
     if job.method is not Method.FULL:
-        yield from _exceeded(job, WITH_ADAPTERS, f"method {job.method} does")
+        yield from _exceeded(job, (*WITH_ADAPTERS, *BY_NAME), f"method {job.method} does")
 
 
 def broken_by_images(job: Job) -> Iterator[tuple[TaskLimit, str]]:

@@ -15,10 +15,11 @@ from dstrain.facts.probe import read_model
 from dstrain.job.adapter import shape_of_adapter
 from dstrain.job.schema import Lora
 from dstrain.monitor.sinks.jsonl import read_jsonl
+from dstrain.plan.freezing import with_frozen
 from dstrain.plan.memory.params import trained
 from dstrain.records import to_data
 from tests.train.engine import Engine
-from tests.train.launching import change_job, codes, make_run, said, tensors
+from tests.train.launching import change_job, codes, losses, make_run, said, tensors
 
 GATHERS = "stage3_gather_16bit_weights_on_model_save"
 
@@ -46,6 +47,10 @@ def runs(root: Path, demo: Path, engine: Engine) -> Path:
     engine.train(make_run(folder / "on2", demo, lora=shape, **more))
     engine.train(make_run(folder / "on3", demo, zero={"stage": 3}, lora=shape, **more))
     engine.train(make_run(folder / "other", demo, lora=shape | {"rank": 8}, **more))
+    for stage in (1, 3):
+        frozen: dict[str, Any] = {"freeze": ["embed_tokens", r"layers\.0\."], "precision": "fp32", "save_steps": 2}
+        engine.train(make_run(folder / f"frozen{stage}", demo, zero={"stage": stage}, **frozen))
+    engine.train(make_run(folder / "absent", demo, train_only=["mlpp"]))
     return folder
 
 
@@ -138,3 +143,32 @@ def test_whole_modules_have_the_states_that_are_planned(runs: Path, demo: Path) 
 def test_an_adapter_of_another_shape_is_named_once(runs: Path) -> None:
     assert codes(runs / "other") == [[3, 3]]
     assert "has rank 4; lora in the job has rank 8" in said(runs / "other")
+
+
+# Parameters that stay as they are
+
+
+@pytest.mark.parametrize("name", ["frozen1", "frozen3"])
+def test_parameters_that_a_job_freezes_stay_as_they_are(runs: Path, demo: Path, engine: Engine, name: str) -> None:
+    assert codes(runs / name) == [[0, 0]], said(runs / name)[-3000:]
+    assert losses(runs / name) == pytest.approx(losses(runs / "frozen1"), rel=1e-6)
+    final, base = tensors(runs / name / "final"), tensors(demo / "model")
+    same = {key for key, weight in base.items() if torch.equal(final[key], weight)}
+    assert same == {key for key in base if "embed_tokens" in key or "layers.0." in key}
+    assert engine.export(runs / name / "checkpoint-2", runs / f"{name}-exported") == 0
+    exported = tensors(runs / f"{name}-exported")
+    assert all(torch.equal(exported[key], base[key]) for key in same)
+
+
+def test_only_parameters_that_train_have_the_states_that_are_planned(runs: Path, demo: Path) -> None:
+    model = read_model(str(demo / "model"))
+    marked = with_frozen(model, freeze=["embed_tokens", r"layers\.0\."], train_only=[])
+    planned = trained(marked, Method.FULL, Lora())
+    states = json.loads((runs / "frozen3" / "states.json").read_text())
+    assert all(rank["trainable"] == planned.trainable for rank in states["ranks"])
+    assert planned.trainable + planned.frozen == model.num_params
+
+
+def test_a_pattern_that_is_in_no_name_is_named_once(runs: Path) -> None:
+    assert codes(runs / "absent") == [[3, 3]]
+    assert 'train_only has "mlpp", which is in no name of a parameter' in said(runs / "absent")

@@ -191,11 +191,12 @@ ROWS = table(
         "dstrain trains on text with the loss of the next token",
         unless=_ONE,
     ),
+    to("unfrozen_parameters", "train_only", values.unfrozen),
     to("lora_model_dir", "adapter", convert.adapter),
     to("lora_modules_to_save", "lora.modules_to_save", convert.names),
     stops(
         """
-        lora_target_parameters unfrozen_parameters lisa_n_layers lisa_step_interval
+        lora_target_parameters lisa_n_layers lisa_step_interval
         lisa_layers_attribute
         """,
         "other weights are trained",

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 from dstrain.config import jsonc
 from dstrain.config.document import lookup
 from dstrain.config.imports import converters as convert
-from dstrain.config.imports.rows import ABSENT, Converted, Unmatched
+from dstrain.config.imports.rows import ABSENT, Converted, OtherTraining, Unmatched
 from dstrain.config.imports.source import Source
 from dstrain.config.imports.strategy import ds_config as named_config
 
@@ -38,6 +39,14 @@ def targets(value: Any, source: Source) -> Any:
 def linear(value: Any, source: Source) -> Any:
     """Returns every linear layer, if the switch is on."""
     return ["all-linear"] if convert.flag(value, source) else ABSENT
+
+
+def unfrozen(value: Any, source: Source) -> Any:
+    """Returns the patterns of trained parameters, which axolotl matches from the beginning of a name."""
+    patterns = convert.names(value, source) if value else []
+    if any(re.search(r"\[\d*:\d*\]$", pattern) for pattern in patterns):
+        raise OtherTraining("a part of a parameter is trained: dstrain trains or freezes whole ones")
+    return [pattern if pattern.startswith("^") else f"^{pattern}" for pattern in patterns] or ABSENT
 
 
 def flag_of(name: str) -> Any:

@@ -22,6 +22,7 @@ from dstrain.facts.workload import Workload, measured_cluster, measured_workload
 from dstrain.job.file import JobFile
 from dstrain.job.schema import Job
 from dstrain.job.task_limits import WITH_ADAPTERS
+from dstrain.plan.freezing import with_frozen
 from dstrain.plan.request import Request
 
 
@@ -50,7 +51,8 @@ def hosts_of(file: JobFile) -> Hosts:
 def model_of(job: Job) -> tuple[ModelFacts | None, list[str]]:
     """Returns the facts of the model, or None and a line that says why there is no estimate."""
     try:
-        return probe.read_model(job.model, hub=job.hub), []
+        model = probe.read_model(job.model, hub=job.hub)
+        return with_frozen(model, freeze=job.freeze, train_only=job.train_only), []
     except (InvalidConfig, EnvironmentProblem) as error:
         return None, [f"no estimate of memory: {error.problem}"]
 

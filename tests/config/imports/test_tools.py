@@ -187,6 +187,7 @@ def test_a_place_in_a_script_is_the_line_of_the_option() -> None:
         ("saves_per_epoch: 2\nnum_epochs: 4\n", "save_steps", 0.125),
         ("val_set_size: 0.1\nevals_per_epoch: 4\nnum_epochs: 2\n", "eval_steps", 0.125),
         ("save_only_model: true\n", "save_only_model", True),
+        ("unfrozen_parameters: [^lm_head.weight$, model.norm]\n", "train_only", ["^lm_head.weight$", "^model.norm"]),
         ("adapter: lora\nlora_modules_to_save: [lm_head]\n", "lora.modules_to_save", ["lm_head"]),
         ("sequence_len: 64\n", "on_long_sample", "drop"),
         ("datasets:\n  - path: a.jsonl\n    type: chat_template\n", "data_format", "messages"),

@@ -380,6 +380,15 @@ def test_parts_that_adapters_do_not_train_are_told(tmp_path: Path, limit: TaskLi
     assert "DS226" not in [each.rule for each in found(ZERO2, job=job(tmp_path, f"{limit.key}: {other}\n"))]
 
 
+def test_patterns_of_frozen_parameters_beside_an_adapter_are_told(tmp_path: Path) -> None:
+    said = one("DS226", found(ZERO2, job=job(tmp_path, "method: lora\nfreeze: [embed_tokens]\n")))
+    assert (
+        said.problem
+        == "freeze is [embed_tokens], which method lora does not support: an adapter freezes all of the model"
+    )
+    assert said.fix == "write freeze: []"
+
+
 def test_checkpoints_without_weights_are_told(tmp_path: Path) -> None:
     asked = job(tmp_path, "save_only_model: true\n")
     zero3 = '"zero_optimization": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": %s}}'

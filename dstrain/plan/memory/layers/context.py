@@ -167,7 +167,9 @@ class Context:
 
     def trains_whole(self, kind: Kind) -> bool:
         """Returns whether the embedding or the head trains: with everything, or beside an adapter."""
-        return self.trains or any(group.kind is kind for group in kept_whole(self.model, self.variant.model.lora))
+        if self.trains:
+            return any(group.num_trained for group in self.model.tensors if group.kind is kind)
+        return any(group.kind is kind for group in kept_whole(self.model, self.variant.model.lora))
 
     @property
     def tables(self) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,7 @@ from functools import cache
 from dstrain.choices import Method
 from dstrain.facts.model.model_facts import Kind, ModelFacts, TensorGroup
 from dstrain.plan.configuration import TrainedModel
-from dstrain.plan.memory.params import adapted, is_in_layer, is_inside, kept_whole
+from dstrain.plan.memory.params import adapted, is_in_layer, is_inside, kept_whole, trains_in_full
 from dstrain.plan.training_code import TrainingCode
 
 
@@ -54,9 +54,9 @@ def weights(model: ModelFacts, trained_model: TrainedModel, code: TrainingCode) 
     before = [group for group in model.tensors if group.kind in (Kind.VISION, Kind.EMBEDDING)]
     after = [group for group in model.tensors if not is_inside(group) and group not in before]
 
-    def expanded(group: TensorGroup) -> list[Weight]:
+    def expanded(group: TensorGroup, layer: int = 0) -> list[Weight]:
         quantized = trained_model.method is Method.QLORA and _is_quantized(group, code)
-        trains = is_full and group.kind is not Kind.VISION
+        trains = is_full and trains_in_full(group, layer, layers)
         decays = group.kind is not Kind.NORM and not group.name.endswith("bias")
         parts = _parts(group, code)
         tensors = [Weight(group.numel // parts, trains, quantized, decays)] * parts
@@ -67,7 +67,7 @@ def weights(model: ModelFacts, trained_model: TrainedModel, code: TrainingCode) 
     return Weights(
         before=tuple(weight for group in before for _ in range(group.count) for weight in expanded(group)),
         layers=tuple(
-            tuple(weight for group in inside if is_in_layer(group, index, layers) for weight in expanded(group))
+            tuple(weight for group in inside if is_in_layer(group, index, layers) for weight in expanded(group, index))
             for index in range(layers)
         ),
         after=tuple(weight for group in after for weight in expanded(group)),
