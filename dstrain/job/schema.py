@@ -152,6 +152,8 @@ class Job:
     """Whether what joins tower and language model (aligner, merger, projector) stays as it is."""
     freeze_language_model: bool = False
     """Whether the language model stays as it is, in a vision-language model of which another part trains."""
+    new_tokens: tuple[str, ...] = ()
+    """Tokens to add to the tokenizer, with rows in embedding and head; an adapter needs `modules_to_save` for them."""
     freeze: tuple[str, ...] = ()
     """Patterns of parameters that stay as they are: regular expressions for any part of a name, for `full`."""
     train_only: tuple[str, ...] = ()

@@ -29,12 +29,14 @@ def load_model(
     source: str,
     ds_config: Mapping[str, Any],
     *,
+    num_tokens: int = 0,
     report: Callable[[int, int], None] = lambda done, total: None,
 ) -> Any:
     """Returns the model in the job's dtype, ready for training; with an adapter for `lora` and `qlora`.
 
     Under ZeRO-3 the TrainingArguments and DeepSpeed's process group must exist already: Transformers then partitions
-    every weight as it loads; otherwise each rank would hold the whole model. `report` is called with the number of
+    every weight as it loads; otherwise each rank would hold the whole model. `num_tokens` are those of the tokenizer,
+    with the new ones of the job. `report` is called with the number of
     loaded tensors and of all tensors, except under ZeRO-3.
     """
     options: dict[str, Any] = {
@@ -51,10 +53,7 @@ def load_model(
             model = family_of(config).from_pretrained(source, config=config, **options)
     except (OSError, ValueError, ImportError) as error:
         raise cannot_load("model", job, error) from error
-    _forget_unused_conversions(model)
-    _keep_4_bit_layout(model)
-    model.config.use_cache = False
-    model_parts.freeze(model, job)
+    _prepare(model, job, num_tokens)
     if job.method is not Method.FULL:
         dtype = DTYPES[job.precision] if zero_stage(ds_config) < 3 else None  # ZeRO-3 has partitioned the matrices
         model = adapters.of_job(model, job, dtype=dtype)
@@ -63,6 +62,17 @@ def load_model(
     if job.tiled_mlp:
         tile_mlps(model)
     return model
+
+
+def _prepare(model: Any, job: Job, num_tokens: int) -> None:
+    """Makes a loaded model ready to train, with rows for new tokens: drawn from the distribution of the others."""
+    _forget_unused_conversions(model)
+    _keep_4_bit_layout(model)
+    if job.new_tokens and num_tokens > model.config.get_text_config().vocab_size:
+        with torch.random.fork_rng(devices=()):  # so that an adapter is drawn alike under every ZeRO stage
+            model.resize_token_embeddings(num_tokens)
+    model.config.use_cache = False
+    model_parts.freeze(model, job)
 
 
 @contextmanager

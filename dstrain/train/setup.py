@@ -114,7 +114,8 @@ class TrainingSetup:
                 rank.say(note)
         _announce(job, rank)
         heartbeat.send(0, Phase.WEIGHTS)
-        loaded = load_model(job, source, ds_config, report=partial(heartbeat.count, Phase.WEIGHTS))
+        counted = partial(heartbeat.count, Phase.WEIGHTS)
+        loaded = load_model(job, source, ds_config, num_tokens=len(tokenizer), report=counted)
         heartbeat.send(0, Phase.LOADING)
         return cls(
             job=job,

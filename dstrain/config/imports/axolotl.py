@@ -158,12 +158,13 @@ ROWS = table(
     ),
     lacks(
         """
-        eot_tokens tokens added_tokens_overrides resize_token_embeddings_to_32x
+        eot_tokens added_tokens_overrides resize_token_embeddings_to_32x
         """,
         "the tokenizer is used as it is saved",
         unless=(False,),
     ),
     to("default_system_message", "system"),
+    to("tokens", "new_tokens", convert.names),
     lacks("batch_size", "set grad_accum to {value} / micro_batch", unless=()),
     to("eval_batch_size", "eval_micro_batch", convert.count),
     lacks(

@@ -58,7 +58,7 @@ class Export:
 _PLAIN = (
     *("sp", "tp", "ep", "packing", "tiled_mlp", "activation_offload", "rope_scaling", "chat_template", "thinking"),
     *("task", "grad_ckpt_every_n_layers", "val_split", "columns", "system", "max_samples", "on_long_sample"),
-    *("adapter", "freeze", "train_only"),
+    *("adapter", "freeze", "train_only", "new_tokens"),
 )
 """Keys that change the training or its memory, and that Transformers' Trainer alone does not have."""
 

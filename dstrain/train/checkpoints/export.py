@@ -19,7 +19,7 @@ import torch
 from dstrain.choices import Precision
 from dstrain.config.resolve_auto import GATHERS
 from dstrain.errors import Conflict, DstrainError, EnvironmentProblem, InvalidConfig
-from dstrain.facts.model.model_files import PROCESSOR_FILES
+from dstrain.facts.model.model_files import ADAPTER, PROCESSOR_FILES, read
 from dstrain.rundir import RunDir, read_record
 from dstrain.train import rope_scaling
 from dstrain.train.checkpoints.checkpoints import refuse_damaged
@@ -96,6 +96,9 @@ def _merged(folder: Path, precision: Precision | None) -> Any:
     config = _config(base)
     rope_scaling.scale(config, rope_scaling.read_beside_adapter(folder))
     model = family_of(config).from_pretrained(base, config=config, dtype=DTYPES[precision] if precision else "auto")
+    rows = [tensor.shape[0] for name, tensor in read(folder, ADAPTER).items() if name.endswith("embed_tokens.weight")]
+    if rows and rows[0] != model.config.get_text_config().vocab_size:  # with new tokens
+        model.resize_token_embeddings(rows[0], mean_resizing=False)
     return PeftModel.from_pretrained(model, str(folder)).merge_and_unload()
 
 

@@ -112,6 +112,7 @@ def test_an_absent_key_is_the_tools_default(text: str, name: str, target: str, e
         ("lora_target: q_proj,v_proj\n", "a.yaml", "lora.targets", ["q_proj", "v_proj"]),
         ("flash_attn: fa2\n", "a.yaml", "attn", "flash_attention_2"),
         ("train_on_prompt: true\n", "a.yaml", "loss_on", "all"),
+        ("add_tokens: <a>,<b>\nresize_vocab: true\n", "a.yaml", "new_tokens", ["<a>", "<b>"]),
         ("adapter_name_or_path: /saved\n", "a.yaml", "adapter", "/saved"),
         ("additional_target: embed_tokens,lm_head\n", "a.yaml", "lora.modules_to_save", ["embed_tokens", "lm_head"]),
         ("stage: pt\n", "a.yaml", "data_format", "text"),

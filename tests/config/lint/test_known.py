@@ -389,6 +389,13 @@ def test_patterns_of_frozen_parameters_beside_an_adapter_are_told(tmp_path: Path
     assert said.fix == "write freeze: []"
 
 
+def test_new_tokens_that_an_adapter_would_not_train_are_told(tmp_path: Path) -> None:
+    lines = "new_tokens: [<a>]\nmethod: lora\n"
+    assert one("DS226", found(ZERO2, job=job(tmp_path, lines))).problem.startswith("new_tokens is [<a>], which method")
+    whole = job(tmp_path, f"{lines}lora: {{modules_to_save: [embed_tokens]}}\n")
+    assert "DS226" not in [each.rule for each in found(ZERO2, job=whole)]
+
+
 def test_checkpoints_without_weights_are_told(tmp_path: Path) -> None:
     asked = job(tmp_path, "save_only_model: true\n")
     zero3 = '"zero_optimization": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": %s}}'
