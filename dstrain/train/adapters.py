@@ -85,6 +85,10 @@ def note_on_base(job: Job) -> str | None:
     return None if same else f"the adapter names {base} as its model; the job has {job.model}"
 
 
+_COPY = ".modules_to_save."
+"""A part of the name of a module that trains whole; PEFT saves it without."""
+
+
 def load(model: Any, folder: Path, lora: Lora) -> None:
     """Gives the adapter of a model the weights that PEFT saved in a folder.
 
@@ -94,10 +98,12 @@ def load(model: Any, folder: Path, lora: Lora) -> None:
     from peft import load_peft_weights, set_peft_model_state_dict
 
     shape_of_adapter(folder, lora, given=("rank", "alpha", "targets", "modules_to_save"))
+    # PEFT writes a resized embedding once more, under the name of its copy
+    weights = {key: value for key, value in load_peft_weights(str(folder), device="cpu").items() if _COPY not in key}
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     try:
         with deepspeed.zero.GatheredParameters(trained, modifier_rank=0):  # changes nothing below ZeRO-3
-            result: Any = set_peft_model_state_dict(model, load_peft_weights(str(folder), device="cpu"))
+            result: Any = set_peft_model_state_dict(model, weights)
     except (OSError, KeyError, RuntimeError, ValueError) as error:
         raise _other_model(folder, str(error).strip().split("\n")[-1].strip()) from error
     adapter = f".{model.active_adapter}."

@@ -46,12 +46,18 @@ def runs(root: Path, demo: Path, engine: Engine) -> Path:
         make_run(folder / "light", demo, zero={"stage": 3}, save_only_model=True, save_steps=0.6),
         make_run(folder / "frozen1", demo, zero={"stage": 1}, **frozen),
         make_run(folder / "frozen3", demo, zero={"stage": 3}, **frozen),
-        make_run(folder / "tokens", demo, zero={"stage": 3}, new_tokens=["<a>", "<b>"], **adapter),
+        make_run(folder / "tokens", demo, zero={"stage": 3}, new_tokens=["<a>", "<b>"], **evaluated),
         first,
     ):
         engine.train(run)
-    shape = to_data(replace(Lora(), **shape_of_adapter(first / "final", Lora(), given=())))
-    more = {"adapter": str(first / "final"), "eval_on_start": True, "eval_steps": 9, "max_steps": 1}
+    shape = to_data(replace(Lora(), **shape_of_adapter(folder / "tokens" / "final", Lora(), given=())))
+    more = {
+        "adapter": str(folder / "tokens" / "final"),
+        "new_tokens": ["<a>", "<b>"],
+        "eval_on_start": True,
+        "eval_steps": 9,
+        "max_steps": 1,
+    }
     engine.train(make_run(folder / "on", demo, zero={"stage": 3}, **(evaluated | more | {"lora": shape})))
     return folder
 
@@ -100,9 +106,9 @@ def evaluations(folder: Path) -> dict[int, float]:
 
 
 def test_a_run_goes_on_from_the_weights_of_an_adapter(runs: Path) -> None:
-    assert codes(runs / "first") == [[0, 0]], said(runs / "first")[-3000:]
+    assert codes(runs / "tokens") == [[0, 0]], said(runs / "tokens")[-3000:]
     assert codes(runs / "on") == [[0, 0]], said(runs / "on")[-3000:]
-    assert evaluations(runs / "on")[0] == pytest.approx(evaluations(runs / "first")[3], rel=1e-6)
+    assert evaluations(runs / "on")[0] == pytest.approx(evaluations(runs / "tokens")[3], rel=1e-6)
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # PEFT asks for it
@@ -113,6 +119,7 @@ def test_peft_loads_an_adapter_with_its_whole_modules_to_the_same_loss(runs: Pat
     from dstrain.train.data.prepare import prepare
     from dstrain.train.tokenizer import load_tokenizer
 
+    assert codes(runs / "first") == [[0, 0]], said(runs / "first")[-3000:]
     job = read(RunDir(runs / "first")).job
     base = AutoModelForCausalLM.from_pretrained(demo / "model", dtype=torch.float32)
     model = PeftModel.from_pretrained(base, str(runs / "first" / "final")).eval()
