@@ -118,11 +118,11 @@ class RunDir:
         """Returns the complete checkpoints by step, oldest first."""
         return [(step, folder) for step, folder in self.checkpoints() if is_whole(folder)]
 
-    def newest_checkpoint(self) -> Newest:
-        """Returns the newest complete checkpoint, and why newer ones are skipped."""
+    def newest_checkpoint(self, *, for_resume: bool = False) -> Newest:
+        """Returns the newest complete checkpoint, and why newer ones are skipped; for a resume, one with all states."""
         skipped: list[str] = []
         for step, folder in reversed(self.checkpoints()):
-            problem = damage(folder)
+            problem = damage(folder) or (lacks_states(folder) if for_resume else None)
             if problem is None:
                 return Newest(step=step, folder=folder, skipped=tuple(skipped))
             skipped.append(f"{folder.name} {problem}")
@@ -200,6 +200,11 @@ def damage(checkpoint: Path) -> str | None:
         if size != num_bytes:
             return f"is damaged ({name} has {size:,} of {num_bytes:,} bytes)"
     return None
+
+
+def lacks_states(checkpoint: Path) -> str | None:
+    """Returns why no run can resume from a complete checkpoint; None if one can."""
+    return "holds the weights alone (save_only_model)" if read_record(checkpoint).get("only_model") else None
 
 
 def is_whole(checkpoint: Path) -> bool:

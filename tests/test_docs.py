@@ -85,9 +85,8 @@ def job_reference() -> str:
         "Monitor": "monitor.",
         "HealthLimits": "health.RULE.",
     }
-    sources = (
-        (ROOT / f"dstrain/job/{name}.py").read_text(encoding="utf-8") for name in ("data_source", "monitor", "schema")
-    )
+    names = ("data_source", "dpo", "monitor", "schema")
+    sources = ((ROOT / f"dstrain/job/{name}.py").read_text(encoding="utf-8") for name in names)
     classes = {node.name: node for source in sources for node in ast.parse(source).body
                if isinstance(node, ast.ClassDef)}  # fmt: skip
     for name, prefix in prefixes.items():

@@ -264,5 +264,5 @@ def _edits(path: Path, launch: Launch) -> list[Edit] | None:
 
 def _checkpoint_bytes(launch: Launch) -> int:
     """Returns the size of one checkpoint; 0 if unknown."""
-    estimate = launch.prepared.estimate
-    return estimate.memory.checkpoint_bytes if estimate else 0
+    estimate, job = launch.prepared.estimate, launch.prepared.job
+    return estimate.saved_bytes(only_model=job.save_only_model) if estimate else 0

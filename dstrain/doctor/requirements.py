@@ -117,7 +117,7 @@ def of_job(
         workers=job.dataloader_num_workers,
         ops=tuple(needed_ops(ds_config, on_gpu=not on_cpu)),
         host_bytes=memory.host_bytes_per_node if memory else None,
-        checkpoint_bytes=memory.checkpoint_bytes if memory else None,
+        checkpoint_bytes=estimate.saved_bytes(only_model=job.save_only_model) if estimate else None,
         num_checkpoints=_num_checkpoints(job),
         nvme_bytes=memory.nvme_bytes_per_node if memory else 0,
         folders=folders | ({"nvme": nvme} if nvme else {}),
@@ -181,7 +181,8 @@ def _num_checkpoints(job: Job) -> int | None:
     """Returns how many checkpoints a job writes beside the existing ones: one more than are kept at the end, since the
     oldest is removed after the newest was written."""
     is_by_steps = job.save_strategy is Interval.STEPS
-    ever = math.ceil(job.max_steps / job.save_steps) if job.max_steps and is_by_steps else None
+    run = 1 if job.save_steps < 1 else job.max_steps
+    ever = math.ceil(run / job.save_steps) if run and is_by_steps else None
     there = len(RunDir(Path(job.output_dir)).checkpoints())
     kept = None if job.save_total_limit is None else max(1, job.save_total_limit + 1 - there)
     counts = [count for count in (ever, kept) if count is not None]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from dstrain.choices import Method
 from dstrain.errors import InvalidConfig, Place
+from dstrain.job.adapter import shape_of_adapter
 from dstrain.job.data_source import with_paths
 from dstrain.job.schema import Job
 from dstrain.job.synonyms import SYNONYMS
@@ -61,8 +63,26 @@ def job_of(data: dict[str, Any], locate_in_file: Locator, folder: Path, override
                 return Place(file=f"--set {'.'.join(map(str, option))}")
         return locate_in_file(keys)
 
-    job = from_data(Job, data, locate=locate, synonyms=SYNONYMS)
-    return JobFile(job=_absolute(job, folder, locate), locate=locate)
+    job = _absolute(from_data(Job, data, locate=locate, synonyms=SYNONYMS), folder, locate)
+    return JobFile(job=_with_shape(job, data, locate), locate=locate)
+
+
+def _with_shape(job: Job, data: Mapping[str, Any], locate: Locator) -> Job:
+    """Returns the job with the shape of the adapter that it continues from, if that is here.
+
+    Raises InvalidConfig if its `lora` has another one.
+    """
+    if job.adapter is None:
+        return job
+    if job.method is Method.FULL:
+        raise InvalidConfig(f"{locate(('adapter',))}: adapter is given, but method is full", hint="method: lora")
+    if not Path(job.adapter).is_dir():
+        return job
+    try:
+        shape = shape_of_adapter(Path(job.adapter), job.lora, given=data.get("lora") or {})
+    except InvalidConfig as error:
+        raise InvalidConfig(f"{locate(('adapter',))}: {error.problem}", hint=error.hint) from None
+    return replace(job, lora=replace(job.lora, **shape))
 
 
 def _override(data: dict[str, Any], item: str) -> Keys:
@@ -80,6 +100,11 @@ def _override(data: dict[str, Any], item: str) -> Keys:
     is_text = len(keys) == 2 and keys[0] in TEXTS and not value.startswith(('"', "'"))
     node[keys[-1]] = value if is_text else parse_yaml(value, f"--set {key}")[0]
     return keys
+
+
+def _given(job: Job, local: Callable[[str, str], str]) -> dict[str, Any]:
+    """Returns the paths that a job may lack, if it has them."""
+    return {key: local(key, name) for key in ("adapter", "hostfile") if (name := getattr(job, key)) is not None}
 
 
 def _absolute(job: Job, folder: Path, locate: Locator) -> Job:
@@ -116,7 +141,7 @@ def _absolute(job: Job, folder: Path, locate: Locator) -> Job:
         eval_data=with_paths(job.eval_data, partial(maybe, "eval_data")),
         ds_config=local("ds_config", job.ds_config),
         chat_template=None if job.chat_template is None else template(job.chat_template),
-        hostfile=None if job.hostfile is None else local("hostfile", job.hostfile),
+        **_given(job, local),
         output_dir=local("output_dir", job.output_dir),
         resume=job.resume if job.resume in ("never", "auto") else local("resume", job.resume),
     )

@@ -16,7 +16,6 @@ from dstrain.choices import (
     Attention,
     Column,
     DataFormat,
-    DpoLoss,
     HealthRule,
     Hub,
     Interval,
@@ -34,12 +33,15 @@ from dstrain.choices import (
     Thinking,
 )
 from dstrain.job.data_source import DataSource, Positive, PositiveFloat, Sources, listed
+from dstrain.job.dpo import Dpo
 from dstrain.job.monitor import HealthLimits, Monitor
 from dstrain.records import type_config
 
 Ratio = Annotated[float, Ge(0), Le(1)]
 Beta = Annotated[float, Ge(0), Lt(1)]
 NonNegative = Annotated[float, Ge(0)]
+Steps = Positive | Annotated[float, Gt(0), Lt(1)]
+"""A number of optimizer steps, or a share of those of the run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,22 +58,8 @@ class Lora:
     """Dropout before the adapter, 0…1; any value above 0 costs 3 bytes per input element of each adapted layer."""
     targets: tuple[str, ...] = ("all-linear",)
     """Modules that get an adapter, or `all-linear` (all linear layers except the head; in MoE models, attention)."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Dpo:
-    """The loss of `task: dpo`, by TRL's names."""
-
-    __pydantic_config__ = type_config
-
-    beta: PositiveFloat = 0.1
-    """How closely the model keeps to the reference, which is the model before training; `ipo` calls it tau."""
-    loss_type: DpoLoss = DpoLoss.SIGMOID
-    """`sigmoid`, `hinge`, `ipo` or `robust`."""
-    label_smoothing: Annotated[float, Ge(0), Lt(0.5)] = 0.0
-    """Share of pairs whose preference is wrong, for `robust`."""
-    sft_weight: NonNegative = 0.0
-    """Weight of the chosen answer's own loss per token, which is added: `rpo_alpha` of ms-swift."""
+    modules_to_save: tuple[str, ...] = ()
+    """Modules that train whole beside the adapter and are saved with it, such as `embed_tokens` and `lm_head`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,6 +126,8 @@ class Job:
     """`full`, `lora` or `qlora`."""
     lora: Lora = field(default_factory=Lora)
     """The adapter, for `lora` and `qlora`."""
+    adapter: str | None = None
+    """Folder of a saved adapter to continue from, whose rank, alpha and targets hold; default: a new one."""
     precision: Precision = Precision.BF16
     """`bf16`, `fp16` or `fp32`; saved models keep the dtype of the base model."""
     attn: Attention = Attention.SDPA
@@ -162,6 +152,12 @@ class Job:
     """Whether what joins tower and language model (aligner, merger, projector) stays as it is."""
     freeze_language_model: bool = False
     """Whether the language model stays as it is, in a vision-language model of which another part trains."""
+    new_tokens: tuple[str, ...] = ()
+    """Tokens to add to the tokenizer, with rows in embedding and head; an adapter needs `modules_to_save` for them."""
+    freeze: tuple[str, ...] = ()
+    """Patterns of parameters that stay as they are: regular expressions for any part of a name, for `full`."""
+    train_only: tuple[str, ...] = ()
+    """Patterns of the only parameters that train, less those of `freeze`, for `full`; default: all."""
     chat_template: str | None = None
     """A chat template, or a file with one; default: the model's own."""
     micro_batch: Positive = 1
@@ -227,16 +223,18 @@ class Job:
     """Optimizer steps between lines of `metrics.jsonl`."""
     eval_strategy: Interval = Interval.STEPS
     """When the model is evaluated besides the end of the run: after `eval_steps`, or after each `epoch`."""
-    eval_steps: Positive | None = None
-    """Optimizer steps between evaluations; default: only at the end of the run."""
+    eval_steps: Steps | None = None
+    """Optimizer steps between evaluations, or a share of the run below 1; default: only at the end of the run."""
     eval_on_start: bool = False
     """Whether the model is evaluated before the first step too."""
     eval_micro_batch: Positive | None = None
     """Samples (with packing: rows) per forward pass of one GPU in evaluation; default: `micro_batch`."""
     save_strategy: Interval = Interval.STEPS
     """When checkpoints are written: after `save_steps`, or after each `epoch`."""
-    save_steps: Positive = 500
-    """Optimizer steps between checkpoints."""
+    save_steps: Steps = 500
+    """Optimizer steps between checkpoints, or a share of the run below 1."""
+    save_only_model: bool = False
+    """Whether checkpoints hold the weights alone, a fraction of the size, from which no run can resume."""
     save_total_limit: Positive | None = 2
     """Number of checkpoints to keep."""
     resume: str = "never"

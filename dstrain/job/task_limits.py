@@ -17,6 +17,8 @@ def shown(value: Any) -> str:
     >>> shown(True), shown(3)
     ('true', '3')
     """
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(str, value))}]"
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
@@ -90,13 +92,28 @@ WITH_ADAPTERS = tuple(
     )
 )
 """What adapters do not support yet."""
+BY_NAME = tuple(
+    TaskLimit(key=key, values=((),), why="an adapter freezes all of the model") for key in ("freeze", "train_only")
+)
+"""What has no meaning with adapters."""
+FROZEN_EMBEDDING = TaskLimit(
+    key="new_tokens",
+    values=((),),
+    why="their embeddings stay as they are unless lora: modules_to_save has embed_tokens (and an untied lm_head)",
+)
+"""What adapters do not support while they freeze the embedding."""
+WITH_NEW_TOKENS = (TaskLimit(key="tp", values=(1,), why="parts of an embedding with new rows were not tried"),)
+"""What new tokens do not support yet."""
 
 
 def broken(job: Job) -> Iterator[tuple[TaskLimit, str]]:
     """Yields the limits that a job exceeds, and the problem in words."""
     yield from _exceeded(job, (limit for limit in LIMITS if job.task in limit.tasks), f"task {job.task} does")
     if job.method is not Method.FULL:
-        yield from _exceeded(job, WITH_ADAPTERS, f"method {job.method} does")
+        embedding = () if "embed_tokens" in job.lora.modules_to_save else (FROZEN_EMBEDDING,)
+        yield from _exceeded(job, (*WITH_ADAPTERS, *BY_NAME, *embedding), f"method {job.method} does")
+    if job.new_tokens:
+        yield from _exceeded(job, WITH_NEW_TOKENS, "new_tokens do")
 
 
 def broken_by_images(job: Job) -> Iterator[tuple[TaskLimit, str]]:

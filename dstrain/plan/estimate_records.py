@@ -75,6 +75,16 @@ class Estimate:
     num_trainable_params: int
     """Parameters with gradients."""
 
+    def saved_bytes(self, *, only_model: bool) -> int:
+        """Returns the bytes of one checkpoint, or of the saved model in it alone (`save_only_model`).
+
+        ZeRO's shards are the weights in the training precision, and a master copy and two moments of trained ones.
+        """
+        if not only_model:
+            return self.memory.checkpoint_bytes
+        trained, kind = self.num_trainable_params, self.configuration.model
+        return self.memory.checkpoint_bytes - kind.item * (self.num_params if kind.is_full else trained) - 12 * trained
+
     @property
     def fits(self) -> bool:
         """Whether it fits GPU and host."""

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 from dstrain.choices import Attention, LossKernel, Method, Offload, Optimizer, Precision, RopeType, StateDtypes, Task
 from dstrain.errors import InvalidConfig
 from dstrain.job.schema import Lora, RopeScaling
 from dstrain.plan.configuration import DEFAULTS, DEGREES, Configuration, changed, choices
 from dstrain.records import type_config
+
+
+class LrScaling(StrEnum):
+    """How the learning rate follows the samples of a step."""
+
+    LINEAR = "linear"
+    SQRT = "sqrt"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +37,8 @@ class Request:
     """How positions are stretched; of a type alone, the factor is chosen."""
     global_batch: int | None = None
     """Samples of one optimizer step over all GPUs."""
+    lr_scaling: LrScaling | None = None
+    """How the learning rate follows the global batch; None: it does not."""
     micro_batch: int | None = None
     """Samples of one forward of one GPU."""
     grad_accum: int | None = None

@@ -157,7 +157,7 @@ def main(run_dir: Path) -> None:
     is_apart = number_of(place, os.environ) is not None
     resume = choose(place, inputs.job.resume, world_size=rank.world_size, is_apart=is_apart)
     if inputs.job.resume == "auto" and not start_of(os.environ):  # otherwise `dstrain run` has warned already
-        for problem in place.newest_checkpoint().skipped:
+        for problem in place.newest_checkpoint(for_resume=True).skipped:
             rank.say(f"warning: {problem}: skipped")
     if resume is not None:
         rank.say(f"resuming from {resume.checkpoint.name}")

@@ -109,6 +109,7 @@ def _from_job(job: Job) -> dict[str, Any]:
         "logging_steps": job.logging_steps,
         "save_strategy": job.save_strategy.value,
         "save_steps": job.save_steps,
+        "save_only_model": job.save_only_model,
         "dataloader_num_workers": job.dataloader_num_workers,
     }
 

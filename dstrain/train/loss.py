@@ -36,6 +36,8 @@ def replace_loss(model: Any, loss: LossKernel) -> None:
         base.loss_function = chunked_loss
         return
     head, config = base.get_output_embeddings(), base.config.get_text_config()
+    if hasattr(head, "modules_to_save"):  # the copy that trains beside an adapter
+        head = head.modules_to_save[head.active_adapters[0]]
     if type(head) is not torch.nn.Linear or head.bias is not None:
         problem = f"loss: fused needs a head without bias or adapter, not {type(head).__name__}"
         raise InvalidConfig(problem, hint="loss: chunked")

@@ -8,16 +8,15 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
-from torch.nn import Linear
 from transformers import AutoConfig
 from transformers.core_model_loading import Transpose
 from transformers.integrations.deepspeed import deepspeed_config
 from transformers.utils.logging import set_tqdm_hook
 
 from dstrain.choices import LossKernel, Method
-from dstrain.errors import EnvironmentProblem, InvalidConfig
-from dstrain.job.schema import Job, Lora
-from dstrain.train import model_parts, rope_scaling
+from dstrain.errors import EnvironmentProblem
+from dstrain.job.schema import Job
+from dstrain.train import adapters, model_parts, rope_scaling
 from dstrain.train.arguments import zero_stage
 from dstrain.train.checkpoints.saved_model import DTYPES, family_of, shape_of
 from dstrain.train.loss import replace_loss
@@ -30,12 +29,14 @@ def load_model(
     source: str,
     ds_config: Mapping[str, Any],
     *,
+    num_tokens: int = 0,
     report: Callable[[int, int], None] = lambda done, total: None,
 ) -> Any:
     """Returns the model in the job's dtype, ready for training; with an adapter for `lora` and `qlora`.
 
     Under ZeRO-3 the TrainingArguments and DeepSpeed's process group must exist already: Transformers then partitions
-    every weight as it loads; otherwise each rank would hold the whole model. `report` is called with the number of
+    every weight as it loads; otherwise each rank would hold the whole model. `num_tokens` are those of the tokenizer,
+    with the new ones of the job. `report` is called with the number of
     loaded tensors and of all tensors, except under ZeRO-3.
     """
     options: dict[str, Any] = {
@@ -52,18 +53,26 @@ def load_model(
             model = family_of(config).from_pretrained(source, config=config, **options)
     except (OSError, ValueError, ImportError) as error:
         raise cannot_load("model", job, error) from error
-    _forget_unused_conversions(model)
-    _keep_4_bit_layout(model)
-    model.config.use_cache = False
-    model_parts.freeze(model, job)
+    _prepare(model, job, num_tokens)
     if job.method is not Method.FULL:
         dtype = DTYPES[job.precision] if zero_stage(ds_config) < 3 else None  # ZeRO-3 has partitioned the matrices
-        model = with_adapter(model, job.lora, grad_ckpt=job.grad_ckpt, dtype=dtype)
+        model = adapters.of_job(model, job, dtype=dtype)
     if job.loss is not LossKernel.FULL and not job.task.has_own_loss:
         replace_loss(model, job.loss)
     if job.tiled_mlp:
         tile_mlps(model)
     return model
+
+
+def _prepare(model: Any, job: Job, num_tokens: int) -> None:
+    """Makes a loaded model ready to train, with rows for new tokens: drawn from the distribution of the others."""
+    _forget_unused_conversions(model)
+    _keep_4_bit_layout(model)
+    if job.new_tokens and num_tokens > model.config.get_text_config().vocab_size:
+        with torch.random.fork_rng(devices=()):  # so that an adapter is drawn alike under every ZeRO stage
+            model.resize_token_embeddings(num_tokens)
+    model.config.use_cache = False
+    model_parts.freeze(model, job)
 
 
 @contextmanager
@@ -170,49 +179,3 @@ def _quantization(job: Job) -> Any:
         bnb_4bit_compute_dtype=dtype,
         bnb_4bit_quant_storage=dtype,
     )
-
-
-def _adapter_targets(lora: Lora, model: Any) -> str | list[str]:
-    """Returns the modules that get an adapter; in a mixture of experts, `all-linear` means those of attention.
-
-    PEFT 0.21 would also adapt the experts and their router in families that it rewrites for Transformers 5 (75 times
-    the parameters in Qwen3-30B-A3B), without dropout.
-    """
-    if lora.targets != ("all-linear",):
-        return list(lora.targets)
-    if not any(".experts." in name and len(shape_of(value)) == 3 for name, value in model.named_parameters()):
-        return "all-linear"
-    names = (name for name, module in model.named_modules() if isinstance(module, Linear) and ".self_attn." in name)
-    return sorted({name.rpartition(".")[2] for name in names})
-
-
-def with_adapter(model: Any, lora: Lora, *, grad_ckpt: bool, dtype: torch.dtype | None, **options: Any) -> Any:
-    """Returns the model with LoRA matrices around its linear layers, everything else frozen.
-
-    The matrices get `dtype` (None: as PEFT makes them); PEFT's `get_peft_model` takes `options`.
-    """
-    from peft import LoraConfig, get_peft_model
-
-    vision = "|".join(sorted(model_parts.VISION))
-    adapter = LoraConfig(
-        r=lora.rank,
-        lora_alpha=lora.alpha,
-        lora_dropout=lora.dropout,
-        target_modules=_adapter_targets(lora, model),
-        exclude_modules=rf".*\.({vision})\..*" if hasattr(model.config, "vision_config") else None,
-        task_type="CAUSAL_LM",
-    )
-    if grad_ckpt:
-        model.enable_input_require_grads()  # recomputed layers get no gradient from frozen embeddings otherwise
-    try:
-        # adapters in the model's dtype: DeepSpeed keeps their fp32 masters
-        adapted = get_peft_model(model, adapter, autocast_adapter_dtype=False, **options)
-    except ValueError as error:
-        names = ", ".join(lora.targets)
-        reason = str(error).split(". ")[0]
-        raise InvalidConfig(f'lora: targets is "{names}": {reason}', hint="targets: [all-linear]") from error
-    if dtype is not None:
-        for parameter in adapted.parameters():
-            if parameter.requires_grad:
-                parameter.data = parameter.data.to(dtype)
-    return adapted

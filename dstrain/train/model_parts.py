@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from enum import StrEnum
 from typing import Any
 
 from dstrain.errors import InvalidConfig
 from dstrain.job.schema import Job
+from dstrain.plan import freezing
 
 VISION = frozenset({"visual", "vision_tower", "vision_model"})
 """Module names of the vision tower in Transformers' vision-language models."""
@@ -55,6 +57,25 @@ def freeze(model: Any, job: Job) -> None:
     for name, parameter in model.named_parameters() if has_tower else ():
         if is_frozen[parts[name]]:
             parameter.requires_grad_(False)
+    _freeze_by_name(model, job)
+
+
+def _freeze_by_name(model: Any, job: Job) -> None:
+    """Freezes the parameters that a job names.
+
+    Raises InvalidConfig for a pattern that is in no name, and if nothing is left to train.
+    """
+    names = [name for name, _ in model.named_parameters()]
+    for key, patterns in (("freeze", job.freeze), ("train_only", job.train_only)):
+        for pattern in patterns:
+            if not any(re.search(pattern, name) for name in names):
+                hint = f"Names look like {', '.join(names[:: max(1, len(names) // 3)][:3])}."
+                raise InvalidConfig(f'{key} has "{pattern}", which is in no name of a parameter', hint=hint)
+    for name, parameter in model.named_parameters():
+        if freezing.is_frozen(name, freeze=job.freeze, train_only=job.train_only):
+            parameter.requires_grad_(False)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise InvalidConfig("freeze and train_only leave nothing to train", hint="Remove one of the patterns.")
 
 
 def freeze_vision(model: Any) -> None:

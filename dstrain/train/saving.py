@@ -10,6 +10,9 @@ from typing import Any
 import torch.distributed as dist
 import transformers
 
+from dstrain.choices import Method
+from dstrain.config.resolve_auto import GATHERS
+from dstrain.errors import InvalidConfig
 from dstrain.job.schema import Job
 from dstrain.paths import flush
 from dstrain.rundir import RunDir, rotate
@@ -19,6 +22,14 @@ from dstrain.train.checkpoints import checkpoints, saved_model
 from dstrain.train.checkpoints.checkpoints import Written
 from dstrain.train.checkpoints.node_storage import Disk
 from dstrain.train.rank import Rank
+
+
+def require_weights(job: Job, ds_config: Mapping[str, Any]) -> None:
+    """Raises InvalidConfig for checkpoints of the weights alone under a ZeRO-3 that does not gather them."""
+    gathers = (ds_config.get("zero_optimization") or {}).get(GATHERS)
+    if job.save_only_model and job.method is Method.FULL and zero_stage(ds_config) == 3 and not gathers:
+        problem = f"save_only_model is true, but {GATHERS} is not, so that checkpoints would have no weights"
+        raise InvalidConfig(problem, hint=f'Write "{GATHERS}": true into zero_optimization.')
 
 
 class SavingTrainer(transformers.Trainer):
@@ -62,6 +73,7 @@ class SavingTrainer(transformers.Trainer):
             optimizer=self._job.optimizer,
             data=self._data_digest,
             rope_scaling=self._job.rope_scaling,
+            only_model=self.args.save_only_model,
         )
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:

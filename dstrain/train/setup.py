@@ -10,14 +10,10 @@ from functools import partial
 from inspect import signature
 from typing import TYPE_CHECKING, Any
 
-import deepspeed  # type: ignore[import-untyped]
 import torch
-import torch.distributed as dist
 import transformers
 from transformers import TrainingArguments
 
-from dstrain.choices import Precision
-from dstrain.errors import EnvironmentProblem
 from dstrain.facts.cluster.cluster import Cluster
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.heartbeat import Phase, Sender
@@ -33,8 +29,8 @@ from dstrain.monitor.sinks.jsonl import JsonlFile, current_steps, read_jsonl
 from dstrain.monitor.sinks.registry import Guarded
 from dstrain.records import to_data
 from dstrain.rundir import RunDir
-from dstrain.train import out_of_memory
 from dstrain.train import rank as ranks
+from dstrain.train.adapters import note_on_base
 from dstrain.train.arguments import training_arguments
 from dstrain.train.checkpoints.node_storage import shared
 from dstrain.train.checkpoints.saved_model import base_config
@@ -45,7 +41,9 @@ from dstrain.train.data.tokenized import SEQUENCES, sequences_with_images
 from dstrain.train.measure_states import MeasureCallback
 from dstrain.train.model import load_model
 from dstrain.train.preflight.checks import Checks
+from dstrain.train.process_group import connect
 from dstrain.train.rank import Rank
+from dstrain.train.saving import require_weights
 from dstrain.train.sequence_parallel import SequenceParallelTrainer
 from dstrain.train.tasks.objective import Objective, objective_of
 from dstrain.train.tasks.samples import SampleCollator
@@ -93,12 +91,12 @@ class TrainingSetup:
         partition), then the data, whose errors show within seconds, and the model last.
         """
         job, ds_config = inputs.job, inputs.ds_config
-        task_limits.require(job)
+        _require_supported(job, ds_config)
         objective = objective_of(job)
         on_gpu = torch.cuda.is_available()
         ranks.import_muon(ds_config)
         ranks.quieten(on_terminal=rank.is_first and sys.stderr.isatty())
-        group = _connect(rank, job, ds_config, heartbeat, on_gpu=on_gpu)
+        group = connect(rank, job, ds_config, heartbeat, on_gpu=on_gpu)
         transformers.set_seed(job.seed)  # adapters are drawn before the Trainer seeds
         arguments = training_arguments(job, ds_config, num_ranks=rank.world_size, on_gpu=on_gpu)
         source = source_of(job)
@@ -112,9 +110,10 @@ class TrainingSetup:
         for prepared in (train_data, eval_data):
             for note in prepared.notes if prepared else ():
                 rank.say(note)
-        rank.say(f"loading {job.model}")
+        _announce(job, rank)
         heartbeat.send(0, Phase.WEIGHTS)
-        loaded = load_model(job, source, ds_config, report=partial(heartbeat.count, Phase.WEIGHTS))
+        counted = partial(heartbeat.count, Phase.WEIGHTS)
+        loaded = load_model(job, source, ds_config, num_tokens=len(tokenizer), report=counted)
         heartbeat.send(0, Phase.LOADING)
         return cls(
             job=job,
@@ -250,43 +249,20 @@ class TrainingSetup:
         }
 
 
+def _require_supported(job: Job, ds_config: Mapping[str, Any]) -> None:
+    """Raises InvalidConfig for keys of a job that do not work together, or not with the configuration."""
+    task_limits.require(job)
+    require_weights(job, ds_config)
+
+
+def _announce(job: Job, rank: Rank) -> None:
+    """Says what is loaded, and whether an adapter names another model than the job."""
+    rank.say(f"loading {job.model}{f' and {job.adapter}' if job.adapter else ''}")
+    if (note := note_on_base(job)) is not None:
+        rank.say(f"note: {note}")
+
+
 def _against(job: Job, model: ModelFacts | None, cluster: Cluster | None) -> Hardware | None:
     if model is None or cluster is None:
         return None
     return hardware(model, cluster.gpu, method=job.method, precision=job.precision)
-
-
-def _connect(rank: Rank, job: Job, ds_config: Mapping[str, Any], heartbeat: Sender, *, on_gpu: bool) -> Any:
-    """Starts DeepSpeed's process group; returns a gloo group of all ranks, or None for a single one.
-
-    Raises EnvironmentProblem if this node has fewer GPUs than ranks, or if they do not support the job's precision.
-    """
-    accelerator = deepspeed.accelerator.get_accelerator()
-    computes = {Precision.BF16: accelerator.is_bf16_supported, Precision.FP16: accelerator.is_fp16_supported}
-    if job.precision in computes and not computes[job.precision]():
-        other = "fp32" if not on_gpu else "fp16" if job.precision is Precision.BF16 else "bf16"
-        raise EnvironmentProblem(
-            f"precision is {job.precision}, which this {'GPU' if on_gpu else 'CPU'} does not support",
-            hint=f"precision: {other}",
-        )
-    if on_gpu:
-        visible = torch.cuda.device_count()
-        if rank.local_index >= visible:
-            raise EnvironmentProblem(
-                f"local rank {rank.local_index} has no GPU: {visible} are visible on this node",
-                hint=f"Write slots={visible} for this node in the hostfile.",
-            )
-        torch.cuda.set_device(rank.local_index)
-        out_of_memory.observe()
-    ranks.announce_builds(rank, ds_config, os.environ, on_gpu=on_gpu)
-    heartbeat.send(0, Phase.CONNECTING)
-    try:
-        if not dist.is_initialized():
-            deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
-    except dist.DistNetworkError:
-        if rank.is_first and ranks.is_port_taken(os.environ):
-            heartbeat.send(0, Phase.PORT_TAKEN)
-        raise
-    group = None if rank.world_size == 1 else dist.new_group(backend="gloo")
-    heartbeat.send(0, Phase.LOADING)
-    return group

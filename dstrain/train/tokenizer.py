@@ -42,6 +42,8 @@ def load_tokenizer(job: Job, source: str) -> PreTrainedTokenizerBase:
         raise cannot_load("tokenizer", job, error) from error
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
+    if job.new_tokens:
+        tokenizer.add_tokens(list(job.new_tokens))
     if job.chat_template is not None:
         tokenizer.chat_template = job.chat_template
     return tokenizer

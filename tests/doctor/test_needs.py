@@ -33,6 +33,7 @@ def test_extensions_and_folders_follow_the_configuration(tmp_path: Path) -> None
         ({"save_total_limit": 2, "max_steps": 100, "save_steps": 500}, 0, 1),
         ({"save_total_limit": None}, 0, None),
         ({"save_total_limit": None, "max_steps": 1000, "save_steps": 100}, 0, 10),
+        ({"save_total_limit": None, "save_steps": 0.3}, 0, 4),
     ],
 )
 def test_checkpoints_that_will_be_written_are_counted(

@@ -1,7 +1,9 @@
 """Job files: strict, with places, and overrides on top."""
 
+import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -9,6 +11,7 @@ from dstrain.choices import Schedule, SinkName
 from dstrain.config import jsonc
 from dstrain.errors import InvalidConfig
 from dstrain.job.file import read_job
+from dstrain.job.schema import Lora
 from dstrain.job.yaml_source import parse_yaml
 from dstrain.monitor.sinks.registry import SINKS
 from dstrain.paths import shipped
@@ -216,3 +219,38 @@ def test_a_text_that_is_no_json_is_refused_with_a_way_out(text: str, hint: str) 
     with pytest.raises(InvalidConfig) as caught:
         jsonc.parse(text, "ds_config.json")
     assert str(caught.value.hint).startswith(hint)
+
+
+def _adapter(folder: Path, **config: Any) -> Path:
+    """Writes what PEFT says of an adapter."""
+    plain = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "lora_dropout": 0.1, "target_modules": ["layers.0.q_proj"]}
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text(json.dumps(plain | config))
+    return folder
+
+
+def test_the_shape_of_an_adapter_to_continue_from_is_its_own(tmp_path: Path) -> None:
+    _adapter(tmp_path / "saved", modules_to_save=["model.embed_tokens", "embed_tokens"])
+    lora = read_job(write(tmp_path, JOB + "method: lora\nadapter: saved\n")).job.lora
+    assert lora == Lora(rank=8, alpha=16, dropout=0.1, targets=("q_proj",), modules_to_save=("embed_tokens",))
+    more = "method: lora\nadapter: saved\nlora: {dropout: 0, targets: [all-linear]}\n"
+    lora = read_job(write(tmp_path, JOB + more)).job.lora
+    assert (lora.dropout, lora.targets) == (0, ("q_proj",))
+
+
+@pytest.mark.parametrize(
+    ("lines", "config", "problem"),
+    [
+        ("method: lora\nlora: {rank: 4, alpha: 16}", {}, "has rank 8; lora in the job has rank 4"),
+        ("method: lora\nlora: {targets: [v_proj]}", {}, r"has targets \[q_proj\]; lora in the job has targets"),
+        ("method: lora", {"use_dora": True}, "has use_dora true, which dstrain does not train"),
+        ("method: lora", {"target_modules": ".*q_proj"}, "has target_modules"),
+        ("method: full", {}, "adapter is given, but method is full"),
+    ],
+)
+def test_an_adapter_that_the_job_cannot_continue_is_named(
+    tmp_path: Path, lines: str, config: dict[str, Any], problem: str
+) -> None:
+    _adapter(tmp_path / "saved", **config)
+    with pytest.raises(InvalidConfig, match=rf"job\.yaml:3:1: .*{problem}"):
+        read_job(write(tmp_path, f"{JOB}adapter: saved\n{lines}\n"))

@@ -13,8 +13,9 @@ from dstrain.facts.cluster.cluster import Origin
 from dstrain.facts.workload import Workload
 from dstrain.plan.configuration import DEFAULTS, changed
 from dstrain.plan.estimate import assess
-from dstrain.plan.request import Request
-from dstrain.plan.search.decide import PREFERENCE_RATES, decide
+from dstrain.plan.request import LrScaling, Request
+from dstrain.plan.search.decide import decide
+from dstrain.plan.search.learning_rate import PREFERENCE_RATES
 from dstrain.plan.speed.step_time import forward_s, speed
 
 
@@ -60,3 +61,11 @@ def test_a_forward_pass_alone_is_a_third_of_both() -> None:
 def test_what_pairs_cannot_have_contradicts_them(asked: dict[str, object]) -> None:
     with pytest.raises(InvalidConfig, match="task dpo needs"):
         decide(workload(), Request(task=Task.DPO, seq_len=1024, **asked))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("scaling", "rate"), [(None, 1e-5), (LrScaling.LINEAR, 4e-5), (LrScaling.SQRT, 2e-5)])
+def test_the_learning_rate_follows_the_samples_of_a_step_where_asked(scaling: LrScaling | None, rate: float) -> None:
+    plan = decide(workload(), Request(seq_len=512, global_batch=256, lr_scaling=scaling))
+    assert plan.learning_rate == pytest.approx(rate)
+    (note,) = (note for note in plan.notes if "learning rate" in note)
+    assert note.startswith("learning rate 1e-05 is meant for 64 samples a step; for 256")

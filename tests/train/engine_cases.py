@@ -117,6 +117,10 @@ SOME_LORA: dict[str, Any] = {
     "method": Method.LORA,
     "lora": Lora(rank=16, dropout=0.0, targets=("q_proj", "v_proj", "down_proj")),
 }
+WHOLE: dict[str, Any] = {
+    "method": Method.LORA,
+    "lora": Lora(rank=8, modules_to_save=("embed_tokens", "lm_head")),
+}
 NARROW: dict[str, Any] = {"model": DEEP}
 CASES = (
     case("plain", 0),
@@ -159,6 +163,9 @@ CASES = (
     case("packed rows, checkpointing", 3, packing=True, **CKPT),
     case("fused loss, accumulating", 1, loss=LossKernel.FUSED, grad_accum=2),
     case("fused loss, tied", 2, model=TIED, loss=LossKernel.FUSED, **CKPT),
+    case("adapters, whole embedding and head", 2, **WHOLE),
+    case("adapters, whole embedding that is the head, checkpointing", 2, model=TIED, **WHOLE, **CKPT),
+    case("adapters, whole embedding and head", 3, **WHOLE),
     case("fused loss, adapters, checkpointing", 3, loss=LossKernel.FUSED, **FULL_LORA, **CKPT),
     case("fused loss, nothing kept, sequence-parallel", 3, sp=2, loss=LossKernel.FUSED, **NARROW, **gathers(0, 0)),
     case("chunked loss, checkpointing", 3, loss=LossKernel.CHUNKED, **CKPT),
@@ -230,6 +237,11 @@ def described(case: Case) -> dict[str, Any]:
     configuration, lora = case.configuration, case.configuration.model.lora
     targets: str | list[str] = "all-linear" if lora.targets == ("all-linear",) else list(lora.targets)
     adapter = {"r": lora.rank, "lora_alpha": lora.alpha, "lora_dropout": lora.dropout, "target_modules": targets}
+    if lora.modules_to_save:
+        adapter |= {
+            "modules_to_save": list(lora.modules_to_save),
+            "ensure_weight_tying": case.model["tie_word_embeddings"],
+        }
     return {
         "name": case.name,
         "config": dict(case.model),

@@ -95,6 +95,11 @@ def test_the_model_is_evaluated_and_saved_after_steps_or_epochs(tmp_path: Path) 
     assert made(tmp_path, eval_data="e", eval_on_start=True).eval_on_start
 
 
+def test_intervals_may_be_shares_of_the_run(tmp_path: Path) -> None:
+    arguments = made(tmp_path, save_steps=0.25, eval_data="d", eval_steps=0.1)
+    assert (arguments.save_steps, arguments.eval_steps) == (0.25, 0.1)
+
+
 def test_evaluation_may_have_a_micro_batch_of_its_own(tmp_path: Path) -> None:
     assert made(tmp_path, micro_batch=2).per_device_eval_batch_size == 2
     assert made(tmp_path, micro_batch=2, eval_micro_batch=8).per_device_eval_batch_size == 8

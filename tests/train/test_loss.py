@@ -24,11 +24,11 @@ from dstrain.choices import LossKernel
 from dstrain.errors import InvalidConfig
 from dstrain.job.schema import Lora
 from dstrain.train import loss as losses
+from dstrain.train.adapters import with_adapter
 from dstrain.train.data.slices import shift
 from dstrain.train.data.tokenize import IGNORED
 from dstrain.train.evaluation import loss_of
 from dstrain.train.loss import chunked_loss, is_that_of_logits, replace_loss, sums_of, takes_targets
-from dstrain.train.model import with_adapter
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
 

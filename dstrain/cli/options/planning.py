@@ -24,6 +24,7 @@ from dstrain.cli.types import SIZE, Choice, Named
 from dstrain.facts.cluster import gpus, links
 from dstrain.facts.model import aliases
 from dstrain.job.schema import Lora
+from dstrain.plan.request import LrScaling
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -65,6 +66,11 @@ _REQUEST = (
     ),
     click.option("--seq-len", type=int, help="Longest sample in tokens.  [default: 4096, or the model's limit]"),
     click.option("--global-batch", type=int, help="Samples of one optimizer step over all GPUs.  [default: about 64]"),
+    click.option(
+        "--lr-scaling",
+        type=Choice(LrScaling),
+        help="Let the learning rate follow the global batch.  [default: it stays]",
+    ),
     click.option("--micro-batch", type=int, help="Samples (pairs) of one forward of one GPU.  [default: chosen]"),
 )
 _CHOICES = (

@@ -64,8 +64,8 @@ ROWS = table(
     to("seed", "seed", default=42),
     to("output_dir", "output_dir", default="model-out"),
     to("logging_steps", "logging_steps", convert.count),
-    to("save_steps", "save_steps", values.save_steps),
-    to("saves_per_epoch", "save_strategy", values.per_epoch("saved", "save_steps")),
+    to("save_steps", "save_steps", convert.interval),
+    to("saves_per_epoch", "save_strategy", values.per_epoch("save_steps")),
     to("save_strategy", "save_strategy", values.saves, default="epoch"),
     to("save_total_limit", "save_total_limit", convert.limit, default=4),
     to("evals_per_epoch", "eval_strategy", values.evaluations),
@@ -158,12 +158,13 @@ ROWS = table(
     ),
     lacks(
         """
-        eot_tokens tokens added_tokens_overrides resize_token_embeddings_to_32x
+        eot_tokens added_tokens_overrides resize_token_embeddings_to_32x
         """,
         "the tokenizer is used as it is saved",
         unless=(False,),
     ),
     to("default_system_message", "system"),
+    to("tokens", "new_tokens", convert.names),
     lacks("batch_size", "set grad_accum to {value} / micro_batch", unless=()),
     to("eval_batch_size", "eval_micro_batch", convert.count),
     lacks(
@@ -191,10 +192,12 @@ ROWS = table(
         "dstrain trains on text with the loss of the next token",
         unless=_ONE,
     ),
-    stops("lora_model_dir", "training goes on from an adapter; merge it first: `dstrain export`", unless=_ONE),
+    to("unfrozen_parameters", "train_only", values.unfrozen),
+    to("lora_model_dir", "adapter", convert.adapter),
+    to("lora_modules_to_save", "lora.modules_to_save", convert.names),
     stops(
         """
-        lora_modules_to_save lora_target_parameters unfrozen_parameters lisa_n_layers lisa_step_interval
+        lora_target_parameters lisa_n_layers lisa_step_interval
         lisa_layers_attribute
         """,
         "other weights are trained",

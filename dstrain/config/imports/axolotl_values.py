@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 from dstrain.config import jsonc
 from dstrain.config.document import lookup
 from dstrain.config.imports import converters as convert
-from dstrain.config.imports.rows import ABSENT, Converted, Unmatched
+from dstrain.config.imports.rows import ABSENT, Converted, OtherTraining, Unmatched
 from dstrain.config.imports.source import Source
 from dstrain.config.imports.strategy import ds_config as named_config
 
@@ -40,6 +41,14 @@ def linear(value: Any, source: Source) -> Any:
     return ["all-linear"] if convert.flag(value, source) else ABSENT
 
 
+def unfrozen(value: Any, source: Source) -> Any:
+    """Returns the patterns of trained parameters, which axolotl matches from the beginning of a name."""
+    patterns = convert.names(value, source) if value else []
+    if any(re.search(r"\[\d*:\d*\]$", pattern) for pattern in patterns):
+        raise OtherTraining("a part of a parameter is trained: dstrain trains or freezes whole ones")
+    return [pattern if pattern.startswith("^") else f"^{pattern}" for pattern in patterns] or ABSENT
+
+
 def flag_of(name: str) -> Any:
     """Returns the converter of an older switch of an attention implementation."""
 
@@ -66,15 +75,19 @@ def warmup_ratio(value: Any, source: Source) -> Any:
     return ABSENT if source.given("warmup_steps") is not ABSENT else convert.number(value, source)
 
 
-def per_epoch(what: str, key: str) -> Any:
-    """Returns the converter of a number of times in each epoch."""
+def per_epoch(key: str) -> Any:
+    """Returns the converter of a number of times in each epoch: `key` is then a share of the run.
+
+    Source: axolotl 0.16 utils/config/__init__.py: normalize_config.
+    """
 
     def converted(value: Any, source: Source) -> Any:
         if not value or source.given(key) is not ABSENT:
             return ABSENT
         if value == 1:
             return "epoch"
-        raise Unmatched(f"{what} {value} times an epoch: set {key} to the steps of an epoch / {value}")
+        share = 1 / (convert.number(value, source) * convert.number(source.value("num_epochs"), source))
+        return Converted(values={key: round(share, 6)}) if share < 1 else ABSENT
 
     return converted
 
@@ -83,14 +96,7 @@ def evaluations(value: Any, source: Source) -> Any:
     """Returns nothing if there are no data for an evaluation."""
     if not source.value("val_set_size") and not source.value("test_datasets"):
         return ABSENT
-    return per_epoch("evaluated", "eval_steps")(value, source)
-
-
-def save_steps(value: Any, source: Source) -> Any:
-    """Returns the steps between checkpoints; a share of the run has no counterpart."""
-    if convert.number(value, source) < 1:
-        raise Unmatched(f"checkpoints every {value} of the run: set save_steps to a number of steps")
-    return convert.count(value, source)
+    return per_epoch("eval_steps")(value, source)
 
 
 def saves(value: Any, source: Source) -> Any:

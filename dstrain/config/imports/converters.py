@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from dstrain.choices import Attention, DpoLoss, Method, Schedule, SinkName
@@ -27,6 +28,12 @@ def count(value: Any, source: Source) -> int:
     if plain != int(plain) or plain < 1:
         raise InvalidConfig(f"{value} is not a whole number above 0")
     return int(plain)
+
+
+def interval(value: Any, source: Source) -> Any:
+    """Returns a number of steps, or a share of the run below 1."""
+    plain = number(value, source)
+    return plain if 0 < plain < 1 else count(value, source)
 
 
 def limit(value: Any, source: Source) -> Any:
@@ -147,6 +154,14 @@ def rope_scaling(value: Any, _: Source) -> Any:
     raise Unmatched(f"`{value}`: write rope_scaling: {{rope_type: yarn, factor: …}} into job.yaml")
 
 
+def adapter(value: Any, source: Source) -> Any:
+    """Returns the folder of the adapter from which training goes on; None or an empty value is none."""
+    folders = names(value, source) if value else []
+    if len(folders) > 1:
+        raise OtherTraining("several adapters: merge all but the last into the model")
+    return str(Path(folders[0]).expanduser().resolve()) if folders else ABSENT
+
+
 def is_dpo(source: Source) -> bool:
     """Returns whether the tool trains preferences by DPO."""
     return "dpo" in (source.value("stage"), source.value("rlhf_type"))
@@ -192,9 +207,7 @@ _EVALUATION_KEYS = (
 def eval_steps(value: Any, source: Source) -> Any:
     """Returns the steps between evaluations, if there are data for them."""
     has_data = any(source.value(key) for key in _EVALUATION_KEYS)
-    if not has_data or number(value, source) < 1:
-        return ABSENT
-    return count(value, source)
+    return interval(value, source) if has_data and number(value, source) > 0 else ABSENT
 
 
 def split(value: Any, source: Source) -> Any:

@@ -61,7 +61,8 @@ ROWS = table(
     to("bf16", "precision", convert.precision, default=False),
     read_with("fp16", "bf16"),
     to("logging_steps", "logging_steps", convert.count, default=500),
-    to("save_steps", "save_steps", convert.count, default=500),
+    to("save_steps", "save_steps", convert.interval, default=500),
+    to("save_only_model", "save_only_model", convert.flag),
     to("save_total_limit", "save_total_limit", convert.limit, default=-1),
     to("save_strategy", "save_strategy", convert.strategy("save_strategy"), default="steps"),
     to("eval_strategy", "eval_strategy", convert.strategy("eval_strategy")),
@@ -92,7 +93,6 @@ ROWS = table(
     needless("ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_backend ddp", _DDP),
     needless("local_rank torch_empty_cache_steps auto_find_batch_size", "the plan says what fits"),
     lacks("dataloader_drop_last", "the last step of an epoch is filled with samples that are drawn again"),
-    lacks("save_only_model", "checkpoints have the optimizer too; remove its files when the run has ended"),
     lacks("save_on_each_node", "each rank writes its part of a checkpoint, as DeepSpeed does"),
     lacks(
         """

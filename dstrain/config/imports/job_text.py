@@ -12,9 +12,10 @@ from dstrain.config.document import REMOVED, Change, lookup, same
 from dstrain.config.edits import edit_yaml
 from dstrain.config.imports.walk import Imported, Value
 from dstrain.errors import Place
+from dstrain.job.dpo import Dpo
 from dstrain.job.file import looks_local
 from dstrain.job.monitor import Monitor
-from dstrain.job.schema import Dpo, Job, Lora
+from dstrain.job.schema import Job, Lora
 from dstrain.job.yaml_source import parse_yaml
 from dstrain.records import Keys, Locator
 

@@ -141,15 +141,17 @@ ROWS = table(
     lacks("disable_shuffling early_stopping_steps eval_on_each_dataset", "not in a job"),
     lacks(
         """
-        resize_vocab add_tokens add_special_tokens new_special_tokens_config init_special_tokens
+        add_special_tokens new_special_tokens_config init_special_tokens
         """,
         "add the tokens to the saved model first",
         unless=(False, None),
     ),
+    to("add_tokens", "new_tokens", convert.names),
+    read_with("resize_vocab", "add_tokens"),
     lacks("streaming buffer_size", "the data are read from the disk", unless=(False,)),
     lacks("mix_strategy interleave_probs", "give each data set of `data` a weight", unless=("concat",)),
-    stops("adapter_name_or_path", "training goes on from an adapter; merge it first: `dstrain export`"),
-    stops("additional_target", "modules beside the adapter are trained"),
+    to("adapter_name_or_path", "adapter", convert.adapter),
+    to("additional_target", "lora.modules_to_save", convert.names),
     stops(
         """
         use_dora use_rslora pissa_init loraplus_lr_ratio create_new_adapter

@@ -3,6 +3,7 @@ swift/trainers/arguments.py."""
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from dstrain.config.imports import converters as convert
@@ -75,6 +76,13 @@ def _thinking(value: Any, source: Source) -> Any:
 
 def _tuned(value: Any, source: Source) -> list[str]:
     return convert.names(value, source)
+
+
+def _frozen(_: Any, source: Source) -> Any:
+    """Returns the patterns of frozen parameters, of which ms-swift has prefixes and one regular expression."""
+    prefixes, pattern = source.value("freeze_parameters") or [], source.value("freeze_parameters_regex")
+    patterns = [f"^{re.escape(prefix)}" for prefix in convert.names(prefixes, source)]
+    return [*patterns, *([str(pattern)] if pattern else [])] or ABSENT
 
 
 def _preferences(value: Any, _: Source) -> str:
@@ -216,10 +224,14 @@ ROWS = table(
     to("rpo_alpha", "dpo.sft_weight", convert.of_dpo(_sft_weight)),
     stops("label_smoothing ld_alpha loss_weights", "another loss of preferences", unless=(0, 0.0, None)),
     stops("ref_model ref_adapters", "the reference is another model than the one before training", unless=(None,)),
-    stops("adapters resume_only_model", "training goes on from an adapter; merge it first: `dstrain export`"),
+    to("adapters", "adapter", convert.adapter),
+    to("freeze_parameters", "freeze", _frozen),
+    to("freeze_parameters_regex", "freeze", _frozen),
+    to("modules_to_save", "lora.modules_to_save", convert.names),
+    stops("resume_only_model", "a checkpoint of ms-swift: name its weights as `model` or `adapter`"),
     stops(
         """
-        modules_to_save freeze_parameters freeze_parameters_ratio trainable_parameters target_parameters
+        freeze_parameters_ratio trainable_parameters trainable_parameters_regex target_parameters
         target_regex
         """,
         "other weights are trained",

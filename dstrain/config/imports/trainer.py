@@ -73,7 +73,8 @@ ROWS = table(
         "choose and rename rows and columns in the file",
         unless=(False,),
     ),
-    stops("use_dora use_rslora lora_modules_to_save", "another adapter", unless=(False, None)),
+    to("lora_modules_to_save", "lora.modules_to_save", convert.names),
+    stops("use_dora use_rslora", "another adapter", unless=(False, None)),
 )
 """Options of launchers, of Transformers and of its usual scripts."""
 

@@ -34,6 +34,13 @@ class TensorGroup:
     count: int
     is_linear: bool
     """Whether it is the weight of a `torch.nn.Linear`, shape (out, in), which an adapter can wrap."""
+    frozen: tuple[int, ...] = ()
+    """Those of the `count` tensors that a job freezes by name, from 0."""
+
+    @property
+    def num_trained(self) -> int:
+        """Elements of the tensors that train if all of the model does."""
+        return self.numel * (self.count - len(self.frozen))
 
     @property
     def numel(self) -> int:

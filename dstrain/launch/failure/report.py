@@ -187,9 +187,11 @@ def _launcher_sentence(outcome: Outcome, *, started: bool) -> str:
 
 def _resumed(run_dir: RunDir) -> str:
     """Returns how to start again from the newest checkpoint."""
-    newest = run_dir.newest_checkpoint()
+    newest = run_dir.newest_checkpoint(for_resume=True)
     if newest.folder:
         return f"`dstrain run --set resume=auto` continues from step {newest.step}."
+    if run_dir.whole_checkpoints():
+        return "Its checkpoints hold the weights alone (save_only_model): set another output_dir to start over."
     return "No complete checkpoint exists yet: `dstrain run` starts over."
 
 

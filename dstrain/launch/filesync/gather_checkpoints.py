@@ -190,7 +190,7 @@ def _complete(folder: Path) -> None:
     """Marks a checkpoint as complete. Raises EnvironmentProblem if a shard is missing."""
     record = read_record(folder, PART)
     shards = list(folder.glob("global_step*/*zero_pp_rank_*_optim_states.pt"))
-    if record["zero_stage"] and len(shards) < record["world_size"]:
+    if record["zero_stage"] and not record.get("only_model") and len(shards) < record["world_size"]:
         raise EnvironmentProblem(f"it has the shards of {len(shards)} of {record['world_size']} ranks")
     flush(folder)
     mark_whole(folder, record)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from dstrain.launch.prepare.job_context import request_of
 from dstrain.plan.effect import Effect, effect
 from dstrain.plan.estimate import effective, estimate
 from dstrain.plan.estimate_records import Estimate
+from dstrain.plan.freezing import with_frozen
 from dstrain.records import from_data
 
 CONFIG, JOB = "ds_config.json", "job.yaml"
@@ -94,10 +95,13 @@ class _Subject:
         return remark_text(findings[0]) if findings else None
 
     def _configuration(self, values: Mapping[str, Any]) -> object:
-        return effective(self.workload.model, request_of(_job(values[JOB])), values[CONFIG])
+        job = _job(values[JOB])
+        return effective(self.workload.model, request_of(job), values[CONFIG]), job.freeze, job.train_only
 
     def _estimate(self, values: Mapping[str, Any]) -> Estimate:
-        return estimate(self.workload, request_of(_job(values[JOB])), values[CONFIG])
+        job = _job(values[JOB])
+        model = with_frozen(self.workload.model, freeze=job.freeze, train_only=job.train_only)
+        return estimate(replace(self.workload, model=model), request_of(job), values[CONFIG])
 
 
 def effects(folder: Path, lock: Lock, edits: Sequence[Edit]) -> Effects:

@@ -21,6 +21,7 @@ from dstrain.facts.data.job_reading import reading_for
 from dstrain.facts.model import model_files
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.facts.workload import Workload
+from dstrain.job.adapter import read_adapter
 from dstrain.job.data_source import DataSource, weights_of
 from dstrain.job.file import JobFile, looks_local
 from dstrain.job.schema import Job
@@ -49,6 +50,8 @@ def check(file: JobFile, *, on_cpu: bool, opens_images: bool = False) -> list[st
     With `opens_images`, all images are read.
     """
     _check_model(file)
+    if file.job.adapter is not None:
+        read_adapter(Path(file.job.adapter))
     _check_attention(file, on_cpu=on_cpu)
     check_packages(file)
     check_evaluation(file)

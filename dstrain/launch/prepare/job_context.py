@@ -6,6 +6,7 @@ import os
 from dataclasses import fields
 from pathlib import Path
 
+from dstrain.choices import Method
 from dstrain.config.lint.subject import JobContext
 from dstrain.errors import EnvironmentProblem, InvalidConfig
 from dstrain.facts import probe
@@ -21,6 +22,7 @@ from dstrain.facts.workload import Workload, measured_cluster, measured_workload
 from dstrain.job.file import JobFile
 from dstrain.job.schema import Job
 from dstrain.job.task_limits import WITH_ADAPTERS
+from dstrain.plan.freezing import with_frozen
 from dstrain.plan.request import Request
 
 
@@ -49,7 +51,8 @@ def hosts_of(file: JobFile) -> Hosts:
 def model_of(job: Job) -> tuple[ModelFacts | None, list[str]]:
     """Returns the facts of the model, or None and a line that says why there is no estimate."""
     try:
-        return probe.read_model(job.model, hub=job.hub), []
+        model = probe.read_model(job.model, hub=job.hub)
+        return with_frozen(model, freeze=job.freeze, train_only=job.train_only), []
     except (InvalidConfig, EnvironmentProblem) as error:
         return None, [f"no estimate of memory: {error.problem}"]
 
@@ -97,8 +100,13 @@ def workload_of(context: JobContext) -> Workload | None:
 
 
 def unplanned_parts(job: Job) -> str | None:
-    """Returns why a job has no estimate, or None: the planner counts a frozen vision tower with a trained decoder."""
+    """Returns why a job has no estimate, or None: the planner counts a frozen vision tower with a trained decoder,
+    and with an adapter whole copies of embedding and head alone.
+    """
     changed = [limit.key for limit in WITH_ADAPTERS if getattr(job, limit.key) not in limit.values]
+    others = [name for name in job.lora.modules_to_save if name.split(".")[-1] not in ("embed_tokens", "lm_head")]
+    if others and job.method is not Method.FULL:
+        return f"no estimate of memory: modules_to_save has {', '.join(others)}"
     if not changed:
         return None
     return f"no estimate of memory: {', '.join(changed)} {'is' if len(changed) == 1 else 'are'} not the default"

@@ -12,7 +12,7 @@ from dstrain.choices import Optimizer
 from dstrain.errors import InvalidConfig
 from dstrain.job.schema import Job
 from dstrain.paths import shown
-from dstrain.rundir import RunDir, damage, read_record
+from dstrain.rundir import RunDir, damage, lacks_states, read_record
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +109,7 @@ def _skipped(job: Job, instead: str) -> tuple[str, ...]:
     """Returns a warning for each newer checkpoint that `resume: auto` cannot use."""
     if job.resume != "auto":
         return ()
-    newest = RunDir(Path(job.output_dir)).newest_checkpoint()
+    newest = RunDir(Path(job.output_dir)).newest_checkpoint(for_resume=True)
     return tuple(f"warning: {problem}: {instead}" for problem in newest.skipped)
 
 
@@ -120,12 +120,17 @@ def find(job: Job) -> SavedCheckpoint | None:
     """
     if job.resume == "never":
         return None
-    folder = RunDir(Path(job.output_dir)).newest_checkpoint().folder if job.resume == "auto" else Path(job.resume)
+    is_auto, run_dir = job.resume == "auto", RunDir(Path(job.output_dir))
+    folder = run_dir.newest_checkpoint(for_resume=True).folder if is_auto else Path(job.resume)
     if folder is None:
         return None
     problem = damage(folder)
     if problem is not None:
         raise InvalidConfig(f"{shown(str(folder))} {problem}", hint="Name an older checkpoint: resume: FOLDER.")
+    problem = lacks_states(folder)
+    if problem is not None:
+        hint = f"Name an older checkpoint, or {weights_of(shown(str(folder)))}."
+        raise InvalidConfig(f"{shown(str(folder))} {problem}", hint=hint)
     record = read_record(folder)
     return SavedCheckpoint(
         folder=folder,

@@ -105,7 +105,7 @@ def _remedies(prepared: PreparedRun, workload: Workload, estimate: Estimate, sho
 
 def _stages(run_dir: RunDir) -> tuple[int, ...]:
     """Returns the stages under which the newest checkpoint can be loaded; all of them without one."""
-    newest = run_dir.newest_checkpoint().folder
+    newest = run_dir.newest_checkpoint(for_resume=True).folder
     stage = read_record(newest)["zero_stage"] if newest is not None else None
     return (0, 1, 2, 3) if stage is None else (1, 2) if stage in (1, 2) else (stage,)
 

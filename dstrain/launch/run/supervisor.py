@@ -165,7 +165,7 @@ class Supervisor:
         self._diagnosis = None if outcome.stopped_by is not None else diagnose(prepared)
         if self._diagnosis is None:
             return explain(outcome, hosts=prepared.hosts, run_dir=prepared.run_dir)
-        resumes = prepared.run_dir.newest_checkpoint().folder is not None
+        resumes = prepared.run_dir.newest_checkpoint(for_resume=True).folder is not None
         return explain(
             outcome,
             hosts=prepared.hosts,
@@ -208,7 +208,7 @@ class Supervisor:
 
     def _next(self, failed: Launch, error: DstrainError, words: str) -> Launch:
         """Returns the next start, from the newest checkpoint; says and records where it begins and what changed."""
-        newest = failed.prepared.run_dir.newest_checkpoint()
+        newest = failed.prepared.run_dir.newest_checkpoint(for_resume=True)
         launch = self._plan(self._hosts, newest.folder is not None, self._adaptation)
         where = f"from step {newest.step}" if newest.folder else "from the beginning"
         self._reporter.say(f"starting again {where}{', ' if words else ''}{words}")

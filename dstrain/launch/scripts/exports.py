@@ -58,6 +58,7 @@ class Export:
 _PLAIN = (
     *("sp", "tp", "ep", "packing", "tiled_mlp", "activation_offload", "rope_scaling", "chat_template", "thinking"),
     *("task", "grad_ckpt_every_n_layers", "val_split", "columns", "system", "max_samples", "on_long_sample"),
+    *("adapter", "freeze", "train_only", "new_tokens"),
 )
 """Keys that change the training or its memory, and that Transformers' Trainer alone does not have."""
 
@@ -83,7 +84,7 @@ def _require_counterparts(job: Job, target: Target) -> None:
         own.add("task")  # texts are trained on whole in any case
     default = Job(model="", output_dir="")
     if target is Target.LLAMAFACTORY:
-        own |= {"val_split", "system", "max_samples"}
+        own |= {"val_split", "system", "max_samples", "adapter"}
     keys = [key for key in _PLAIN if getattr(job, key) != getattr(default, key) and key not in own]
     if job.method is Method.QLORA and target is not Target.LLAMAFACTORY:
         keys.append("method")
@@ -102,7 +103,7 @@ def _require_counterparts(job: Job, target: Target) -> None:
 
 
 def _shown(value: Any) -> str:
-    return json.dumps(value) if isinstance(value, bool | int) else str(value)
+    return json.dumps(value) if isinstance(value, bool | int | tuple) else str(value)
 
 
 def _accelerate(job: Job, config: Mapping[str, Any], hosts: Hosts, *, is_deepspeed: bool) -> Export:
@@ -149,12 +150,14 @@ def _notes(job: Job, hosts: Hosts) -> tuple[str, ...]:
 
 def _script(job: Job, *, is_deepspeed: bool) -> dict[str, str]:
     """Returns train.py, which is the same for all jobs, and its arguments."""
-    lora = {
+    lora: dict[str, Any] = {
         "r": job.lora.rank,
         "lora_alpha": job.lora.alpha,
         "lora_dropout": job.lora.dropout,
         "target_modules": _targets(job),
     }
+    if job.lora.modules_to_save:
+        lora |= {"modules_to_save": list(job.lora.modules_to_save), "ensure_weight_tying": True}
     arguments = {
         "model_name_or_path": job.model,
         "train_file": job.data,
@@ -210,6 +213,7 @@ def _arguments(job: Job) -> dict[str, Any]:
         "logging_steps": job.logging_steps,
         "save_steps": job.save_steps,
         "save_total_limit": job.save_total_limit,
+        "save_only_model": job.save_only_model or None,
         "eval_strategy": _evaluates(job),
         "eval_steps": job.eval_steps if _evaluates(job) == "steps" else None,
         "eval_on_start": job.eval_on_start,
@@ -287,4 +291,5 @@ def _adapter(job: Job) -> dict[str, Any]:
     lora = job.lora
     names = "all" if lora.targets == ("all-linear",) else ",".join(lora.targets)
     adapter = {"lora_rank": lora.rank, "lora_alpha": lora.alpha, "lora_dropout": lora.dropout, "lora_target": names}
+    adapter |= {"adapter_name_or_path": job.adapter, "additional_target": ",".join(lora.modules_to_save) or None}
     return adapter | ({"quantization_bit": 4, "quantization_method": "bnb"} if job.method is Method.QLORA else {})

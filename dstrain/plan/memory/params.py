@@ -85,6 +85,20 @@ def adapted(model: ModelFacts, lora: Lora) -> list[TensorGroup]:
     return [group for group in linears if group.name.removesuffix(".weight").split(".")[-1] in lora.targets]
 
 
+def kept_whole(model: ModelFacts, lora: Lora) -> list[TensorGroup]:
+    """Returns the embedding and the head if they train whole beside an adapter (`modules_to_save`), as copies.
+
+    A tied head is the embedding, and PEFT ties their copies. Source: peft 0.21 utils/other.py: _set_trainable;
+    LoraConfig.ensure_weight_tying.
+    """
+    groups = [group for group in model.tensors if group.kind in (Kind.EMBEDDING, Kind.HEAD)]
+    names = {group.name: [group.name.removesuffix(".weight")] for group in groups}
+    if model.tie_word_embeddings:
+        for group in groups:
+            names[group.name].append("lm_head")
+    return [group for group in groups if any(n.endswith(lora.modules_to_save) for n in names[group.name])]
+
+
 def linear_names(model: ModelFacts) -> list[str]:
     """Returns the names that an adapter's targets may have, sorted."""
     linears = (group for group in model.tensors if group.is_linear and group.kind is not Kind.VISION)
@@ -110,7 +124,10 @@ def _flat_groups(model: ModelFacts) -> tuple[tuple[int, ...], ...]:
     after = [g for g in model.tensors if g.kind is Kind.HEAD or (g.kind is Kind.NORM and not is_inside(g))]
     decayed: list[int] = []
     rest: list[int] = []
-    for group in [*before, *(g for layer in range(layers) for g in inside if is_in_layer(g, layer, layers)), *after]:
+    middle = [(g, layer) for layer in range(layers) for g in inside if is_in_layer(g, layer, layers)]
+    for group, layer in [*((g, 0) for g in before), *middle, *((g, 0) for g in after)]:
+        if not trains_in_full(group, layer, layers):
+            continue
         (rest if group.kind is Kind.NORM or group.name.endswith("bias") else decayed).append(group.numel)
     return tuple(decayed), tuple(rest)
 
@@ -121,10 +138,22 @@ def is_inside(group: TensorGroup) -> bool:
     return group.kind not in outside and not group.name.startswith("model.")
 
 
-def is_in_layer(group: TensorGroup, layer: int, num_layers: int) -> bool:
-    """Returns whether a layer has the tensor: the first ones are dense where only some have experts."""
+def layers_of(group: TensorGroup, num_layers: int) -> range:
+    """Returns the layers that have a tensor: the first ones are dense where only some have experts."""
     is_late = group.kind in (Kind.EXPERT, Kind.ROUTER) or "shared_expert" in group.name
-    return layer >= num_layers - group.count if is_late else layer < group.count
+    return range(num_layers - group.count, num_layers) if is_late else range(group.count)
+
+
+def is_in_layer(group: TensorGroup, layer: int, num_layers: int) -> bool:
+    """Returns whether a layer has the tensor."""
+    return layer in layers_of(group, num_layers)
+
+
+def trains_in_full(group: TensorGroup, layer: int, num_layers: int) -> bool:
+    """Returns whether the tensor of a layer trains if all of the model does; `layer` is 0 outside the layers."""
+    if group.kind is Kind.VISION:
+        return False
+    return not group.frozen or layers_of(group, num_layers).index(layer) not in group.frozen
 
 
 def shard(model: ModelFacts, parallel: Parallel) -> ModelFacts:
@@ -177,19 +206,21 @@ def trained_on_rank(model: ModelFacts, configuration: Configuration) -> Trained:
 
 @cache
 def trained(model: ModelFacts, method: Method, lora: Lora) -> Trained:
-    """Returns what trains and what does not; the vision tower is frozen under every method."""
+    """Returns what trains and what does not; the vision tower is frozen under every method, and what a job names."""
     if method is Method.FULL:
-        vision = model.num_params_of(Kind.VISION)
-        largest = max(group.numel for group in model.tensors if group.kind is not Kind.VISION)
+        groups = [group for group in model.tensors if group.kind is not Kind.VISION and group.num_trained]
+        trainable = sum(group.num_trained for group in groups)
+        largest = max((group.numel for group in groups), default=0)
         return Trained(
-            trainable=model.num_params - vision,
-            frozen=vision,
+            trainable=trainable,
+            frozen=model.num_params - trainable,
             quantized=0,
             largest_trainable=largest,
             flat_groups=_flat_groups(model),
         )
-    adapters = lora_params(model, lora)
-    largest = max((lora.rank * max(group.shape) for group in adapted(model, lora)), default=0)
+    copies = [group.numel for group in kept_whole(model, lora)]
+    adapters = lora_params(model, lora) + sum(copies)
+    largest = max((*copies, *(lora.rank * max(group.shape) for group in adapted(model, lora))), default=0)
     quantized = 0
     if method is Method.QLORA:
         quantized = sum(

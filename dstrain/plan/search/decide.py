@@ -17,6 +17,7 @@ from dstrain.plan.estimate import USABLE_GPU_RATIO, assess, moved
 from dstrain.plan.estimate_records import Estimate, Plan, Reason
 from dstrain.plan.memory.params import adapted, linear_names
 from dstrain.plan.request import Request
+from dstrain.plan.search import learning_rate
 from dstrain.plan.search.alternatives import eight_bit_instead, faster_but_too_large, neighbours
 from dstrain.plan.search.buffer_sizes import TIGHT, least_offloaded, sized, sized_to_room
 from dstrain.plan.search.evaluator import estimated, usable_ratio
@@ -26,12 +27,6 @@ from dstrain.plan.search.search import DEFAULT_TOP, Ranking, search
 from dstrain.plan.search.search_space import global_batch
 from dstrain.plan.speed.step_time import forward_s
 from dstrain.units import format_count
-
-LEARNING_RATES = {Method.FULL: 1e-5, Method.LORA: 1e-4, Method.QLORA: 2e-4}
-"""Usual peak learning rates of supervised fine-tuning. Source: LLaMA-Factory's full examples (1e-5) and LoRA examples
-(1e-4); QLoRA (arXiv 2305.14314), table 9 (2e-4 up to 13B)."""
-PREFERENCE_RATES = {Method.FULL: 1e-6, Method.LORA: 5e-6, Method.QLORA: 5e-6}
-"""Those of preferences. Source: trl 1.16 trainer/dpo_config.py (1e-6); LLaMA-Factory's LoRA examples of DPO (5e-6)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +81,7 @@ def plan_of(surveyed: Survey, cluster: Cluster, request: Request) -> Plan:
         rejected=surveyed.rejected,
         num_estimated=surveyed.num_estimated,
         global_batch=global_batch(cluster, surveyed.first.configuration),
-        learning_rate=(PREFERENCE_RATES if request.task.has_own_loss else LEARNING_RATES)[request.method],
+        learning_rate=learning_rate.of_request(request, global_batch(cluster, surveyed.first.configuration)),
         reasons=surveyed.proposals[0].reasons,
         notes=surveyed.notes,
     )
@@ -240,7 +235,7 @@ def _assumptions(workload: Workload, request: Request, chosen: Estimate) -> list
     if request.global_batch is None and request.micro_batch is None:
         samples = global_batch(cluster, configuration)
         notes.append(f"assumed: {samples} samples a step; change it with --global-batch")
-    return notes
+    return notes + learning_rate.notes(request, global_batch(cluster, configuration))
 
 
 def _precision_notes(workload: Workload, chosen: Estimate) -> list[str]:

@@ -128,7 +128,7 @@ def _product_seconds(product: Product, rates: Efficiency, s: Setting) -> tuple[f
         return max(flops / rate * (1 + HALF_WAVE * together / results), moved)
 
     forward, through = seconds(rows * outputs), seconds(rows * inputs)
-    gradients = through + (seconds(weights) if s.model.is_full else 0.0)
+    gradients = through + (seconds(weights) if s.model.is_full or product.is_copy else 0.0)
     return product.count * forward, product.count * gradients
 
 

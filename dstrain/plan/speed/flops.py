@@ -62,6 +62,8 @@ class Product:
     """Whether QLoRA keeps its weight in 4 bits."""
     is_vision: bool = False
     """Whether it belongs to the vision tower, which is frozen and runs forward only."""
+    is_copy: bool = False
+    """Whether its weight is a copy that trains beside an adapter, while the others are frozen."""
 
     @property
     def num_params(self) -> int:

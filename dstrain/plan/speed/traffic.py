@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 from dstrain.choices import Method, Precision
 from dstrain.facts.model.model_facts import Kind, ModelFacts, TensorGroup
 from dstrain.plan.configuration import Configuration, TrainedModel
-from dstrain.plan.memory.params import Trained, adapted, trained
+from dstrain.plan.memory.params import Trained, adapted, kept_whole, trained
 from dstrain.plan.speed.flops import Product, flops_per_token, products
 from dstrain.plan.speed.kernel_costs import (
     ADAPTER_INPUT,
@@ -122,7 +122,8 @@ def _work(
     model, vision, method = key.value, key.value.vision, trained_model.method
     layers, heads = model.num_hidden_layers, model.num_attention_heads
     multiplied = products(model, method=method)
-    decoder = tuple(product for product in multiplied if not product.is_vision)
+    has_copy, inside = _has_copied_head(model, trained_model), [p for p in multiplied if not p.is_vision]
+    decoder = tuple(replace(product, is_copy=has_copy and not product.is_in_layer) for product in inside)
     forward, backward, recompute, mlps = _passes(model, trained_model, liger, shares_experts, code)
     launched = sum(product.count for product in decoder if product.is_in_layer) + layers
     wrapped = [] if method is Method.FULL or code.adapter_costs is not None else adapted(model, trained_model.lora)
@@ -221,6 +222,12 @@ def _passes(
     kept = 6 * tally.scale * hidden * layers
     recompute = replace(forward, bytes_per_token=forward.bytes_per_token - kept, kernels=forward.kernels - layers)
     return forward, tally.passed(1), recompute, mlps.passed(0)
+
+
+def _has_copied_head(model: ModelFacts, trained_model: TrainedModel) -> bool:
+    """Returns whether a copy of the head trains beside an adapter."""
+    head = Kind.EMBEDDING if model.tie_word_embeddings else Kind.HEAD
+    return not trained_model.is_full and any(group.kind is head for group in kept_whole(model, trained_model.lora))
 
 
 def _norm_width(model: ModelFacts) -> tuple[float, int]:

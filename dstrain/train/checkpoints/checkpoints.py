@@ -12,7 +12,7 @@ from dstrain.choices import Optimizer
 from dstrain.errors import EnvironmentProblem, InvalidConfig
 from dstrain.job.schema import RopeScaling
 from dstrain.paths import write_atomic
-from dstrain.rundir import COMPLETE, PART, UNIVERSAL, RunDir, damage, is_whole, mark_whole, read_record
+from dstrain.rundir import COMPLETE, PART, UNIVERSAL, RunDir, damage, is_whole, lacks_states, mark_whole, read_record
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,13 +29,13 @@ def choose(run_dir: RunDir, wanted: str, *, world_size: int, is_apart: bool = Fa
     """Returns the checkpoint to resume from, or None to start from the base model.
 
     `wanted` is the job's `resume`: `never`, `auto`, or a folder. Raises InvalidConfig for a folder that is not a
-    complete checkpoint, and for shards of another number of ranks without a universal copy, which DeepSpeed cannot
-    load. With `is_apart`, the disk holds only the part of a checkpoint that its ranks read.
+    complete checkpoint or has the weights alone, and for shards of another number of ranks without a universal copy,
+    which DeepSpeed cannot load. With `is_apart`, the disk holds only the part of a checkpoint that its ranks read.
     """
     if wanted == "never":
         return None
     if wanted == "auto":
-        newest = run_dir.newest_checkpoint().folder
+        newest = run_dir.newest_checkpoint(for_resume=True).folder
         if newest is None:
             return None
         folder = newest
@@ -47,6 +47,10 @@ def choose(run_dir: RunDir, wanted: str, *, world_size: int, is_apart: bool = Fa
             )
         if not (is_apart and (folder / PART).is_file()):
             refuse_damaged(folder)
+            if (problem := lacks_states(folder)) is not None:
+                raise InvalidConfig(
+                    f"{folder} {problem}", hint="Name it as `model` (or `adapter`), with another output_dir."
+                )
     record = _record(folder)
     if reads_universal(folder, world_size=world_size) and not is_converted(folder):
         raise InvalidConfig(
@@ -112,6 +116,8 @@ class Written:
     """Digest of the training data and its order."""
     rope_scaling: RopeScaling | None = None
     """The job's, which a resumed run keeps."""
+    only_model: bool = False
+    """Whether it has the weights alone, without optimizer and random states."""
 
 
 def complete(folder: Path, written: Written) -> None:
@@ -134,7 +140,7 @@ def complete_part(folder: Path, written: Written, *, of_ranks: int, start: str) 
 
 def _require_shards(folder: Path, written: Written, *, of_ranks: int) -> None:
     shards = list(folder.glob("global_step*/*zero_pp_rank_*_optim_states.pt"))
-    if written.zero_stage and len(shards) < of_ranks:
+    if written.zero_stage and not written.only_model and len(shards) < of_ranks:
         raise EnvironmentProblem(
             f"{folder} holds optimizer shards of only {len(shards)} of {of_ranks} ranks",
             hint="Set output_dir to a file system that all nodes share, or use dstrain run --sync.",

@@ -19,7 +19,7 @@ import torch
 from dstrain.choices import Precision
 from dstrain.config.resolve_auto import GATHERS
 from dstrain.errors import Conflict, DstrainError, EnvironmentProblem, InvalidConfig
-from dstrain.facts.model.model_files import PROCESSOR_FILES
+from dstrain.facts.model.model_files import ADAPTER, PROCESSOR_FILES, read
 from dstrain.rundir import RunDir, read_record
 from dstrain.train import rope_scaling
 from dstrain.train.checkpoints.checkpoints import refuse_damaged
@@ -96,6 +96,9 @@ def _merged(folder: Path, precision: Precision | None) -> Any:
     config = _config(base)
     rope_scaling.scale(config, rope_scaling.read_beside_adapter(folder))
     model = family_of(config).from_pretrained(base, config=config, dtype=DTYPES[precision] if precision else "auto")
+    rows = [tensor.shape[0] for name, tensor in read(folder, ADAPTER).items() if name.endswith("embed_tokens.weight")]
+    if rows and rows[0] != model.config.get_text_config().vocab_size:  # with new tokens
+        model.resize_token_embeddings(rows[0], mean_resizing=False)
     return PeftModel.from_pretrained(model, str(folder)).merge_and_unload()
 
 
@@ -114,6 +117,8 @@ def _gathered(folder: Path, precision: Precision | None) -> Any:
     with torch.device("meta"):
         model = family_of(config).from_config(config, dtype=dtype)
     state = converted(state, model, torch.float32, dtype)
+    if read_record(folder)["zero_stage"] == 1 and model.state_dict().keys() - state.keys():
+        state = {**_saved(folder, precision).state_dict(), **state}  # DeepSpeed writes frozen weights from ZeRO-2 on
     _, unexpected = model.load_state_dict(state, strict=False, assign=True)
     model.tie_weights()
     unfilled = [name for name, parameter in model.named_parameters() if parameter.is_meta]
@@ -128,12 +133,13 @@ def _gathered(folder: Path, precision: Precision | None) -> Any:
 def _is_shared_out(folder: Path) -> bool:
     """Returns whether DeepSpeed cannot gather the shards of a checkpoint: those of tensor- or expert-parallel ranks.
 
-    With sequence parallelism under ZeRO-1 and 2, files are named as if they were. The weights that were saved with the
-    checkpoint, in the dtype of the base model, are whole. Source: deepspeed 0.19.8 utils/zero_to_fp32.py.
+    Without ZeRO there are none. With sequence parallelism under ZeRO-1 and 2, files are named as if they were. The
+    weights that were saved with the checkpoint, in the dtype of the base model, are whole.
+    Source: deepspeed 0.19.8 utils/zero_to_fp32.py.
     """
     record = read_record(folder)
     is_divided = record.get("tp", 1) > 1 or record.get("ep", 1) > 1
-    return bool(is_divided or (record.get("sp", 1) > 1 and record["zero_stage"] < 3))
+    return bool(is_divided or not record["zero_stage"] or (record.get("sp", 1) > 1 and record["zero_stage"] < 3))
 
 
 def _saved(folder: Path, precision: Precision | None) -> Any:

@@ -28,6 +28,7 @@ class LeavingCallback(TrainerCallback):
         self._heartbeat.send(state.global_step, Phase.STEP, state.max_steps)
         if state.global_step < state.max_steps and self._is_wanted_anywhere():
             self.has_left = True
+            args.save_only_model = False  # to resume from
             control.should_save = True
             control.should_training_stop = True
 

@@ -134,7 +134,7 @@ def require_whole_adapter(folder: Path, model: Any) -> None:
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        tensor = tensors.get(name.replace(adapter, ""))
+        tensor = tensors.get(name.replace(f".modules_to_save{adapter}", "").replace(adapter, ""))
         shape = shape_of(parameter)
         if tensor is None:
             problems.append(f"{name} is missing")

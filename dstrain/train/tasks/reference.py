@@ -29,7 +29,8 @@ def file_of(run_dir: RunDir, job: Job, data_digest: str) -> Path:
     folder = Path(job.model)
     weights = sorted(folder.glob("*.safetensors")) + sorted(folder.glob("*.bin")) if folder.is_dir() else []
     stamps = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in weights]
-    made_from = f"{data_digest} {job.model} {job.precision} {job.method} {job.rope_scaling} {stamps}"
+    adapter = f" {job.adapter}" if job.adapter else ""
+    made_from = f"{data_digest} {job.model}{adapter} {job.precision} {job.method} {job.rope_scaling} {stamps}"
     return run_dir.path / f"reference-{hashlib.sha256(made_from.encode()).hexdigest()[:16]}.npy"
 
 

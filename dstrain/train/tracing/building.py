@@ -11,10 +11,10 @@ from transformers.initialization import no_init_weights
 from dstrain.choices import Attention, LossKernel, Method, Precision
 from dstrain.errors import DstrainError, InvalidConfig
 from dstrain.facts.model.trace_records import Question, Subject
+from dstrain.train.adapters import with_adapter
 from dstrain.train.checkpoints.saved_model import DTYPES
 from dstrain.train.data.by_sample import attend_by_sample
 from dstrain.train.loss import replace_loss
-from dstrain.train.model import with_adapter
 from dstrain.train.model_parts import freeze_vision
 
 

@@ -112,6 +112,9 @@ def test_an_absent_key_is_the_tools_default(text: str, name: str, target: str, e
         ("lora_target: q_proj,v_proj\n", "a.yaml", "lora.targets", ["q_proj", "v_proj"]),
         ("flash_attn: fa2\n", "a.yaml", "attn", "flash_attention_2"),
         ("train_on_prompt: true\n", "a.yaml", "loss_on", "all"),
+        ("add_tokens: <a>,<b>\nresize_vocab: true\n", "a.yaml", "new_tokens", ["<a>", "<b>"]),
+        ("adapter_name_or_path: /saved\n", "a.yaml", "adapter", "/saved"),
+        ("additional_target: embed_tokens,lm_head\n", "a.yaml", "lora.modules_to_save", ["embed_tokens", "lm_head"]),
         ("stage: pt\n", "a.yaml", "data_format", "text"),
     ],
 )
@@ -182,6 +185,11 @@ def test_a_place_in_a_script_is_the_line_of_the_option() -> None:
         ("adapter: lora\nload_in_8bit: true\n", "method", "lora"),
         ("warmup_steps: 10\nwarmup_ratio: 0.5\n", "warmup_steps", 10),
         ("saves_per_epoch: 1\n", "save_strategy", "epoch"),
+        ("saves_per_epoch: 2\nnum_epochs: 4\n", "save_steps", 0.125),
+        ("val_set_size: 0.1\nevals_per_epoch: 4\nnum_epochs: 2\n", "eval_steps", 0.125),
+        ("save_only_model: true\n", "save_only_model", True),
+        ("unfrozen_parameters: [^lm_head.weight$, model.norm]\n", "train_only", ["^lm_head.weight$", "^model.norm"]),
+        ("adapter: lora\nlora_modules_to_save: [lm_head]\n", "lora.modules_to_save", ["lm_head"]),
         ("sequence_len: 64\n", "on_long_sample", "drop"),
         ("datasets:\n  - path: a.jsonl\n    type: chat_template\n", "data_format", "messages"),
         ("sample_packing: true\n", "packing", True),
@@ -307,8 +315,9 @@ def test_several_bad_values_are_reported_together() -> None:
 def test_a_target_is_a_key_of_a_job_or_a_choice_of_gen_config(tool: str) -> None:
     from dataclasses import fields
 
+    from dstrain.job.dpo import Dpo
     from dstrain.job.monitor import Monitor
-    from dstrain.job.schema import Dpo, Job, Lora
+    from dstrain.job.schema import Job, Lora
 
     legal = {field.name for field in fields(Job)}
     sections = {"dpo": Dpo, "lora": Lora, "monitor": Monitor}

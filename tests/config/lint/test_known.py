@@ -380,6 +380,30 @@ def test_parts_that_adapters_do_not_train_are_told(tmp_path: Path, limit: TaskLi
     assert "DS226" not in [each.rule for each in found(ZERO2, job=job(tmp_path, f"{limit.key}: {other}\n"))]
 
 
+def test_patterns_of_frozen_parameters_beside_an_adapter_are_told(tmp_path: Path) -> None:
+    said = one("DS226", found(ZERO2, job=job(tmp_path, "method: lora\nfreeze: [embed_tokens]\n")))
+    assert (
+        said.problem
+        == "freeze is [embed_tokens], which method lora does not support: an adapter freezes all of the model"
+    )
+    assert said.fix == "write freeze: []"
+
+
+def test_new_tokens_that_an_adapter_would_not_train_are_told(tmp_path: Path) -> None:
+    lines = "new_tokens: [<a>]\nmethod: lora\n"
+    assert one("DS226", found(ZERO2, job=job(tmp_path, lines))).problem.startswith("new_tokens is [<a>], which method")
+    whole = job(tmp_path, f"{lines}lora: {{modules_to_save: [embed_tokens]}}\n")
+    assert "DS226" not in [each.rule for each in found(ZERO2, job=whole)]
+
+
+def test_checkpoints_without_weights_are_told(tmp_path: Path) -> None:
+    asked = job(tmp_path, "save_only_model: true\n")
+    zero3 = '"zero_optimization": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": %s}}'
+    said = one("DS910", found(zero3 % "false", job=asked))
+    assert (said.place.line, said.severity) == (6, Severity.ERROR)
+    assert "DS910" not in [each.rule for each in found(zero3 % "true", job=asked)]
+
+
 def test_keys_of_images_for_a_language_model_are_told(tmp_path: Path) -> None:
     asked = job(tmp_path, "max_pixels: 4096\nfreeze_vision_tower: false\n")
     told = [each for each in found(ZERO2, job=asked, model=model("qwen3-8b")) if each.rule == "DS909"]

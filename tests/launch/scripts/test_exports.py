@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,22 @@ def test_llamafactorys_files_are_read_back_as_the_same_job(tmp_path: Path) -> No
 def test_what_a_plain_trainer_lacks_is_refused(tmp_path: Path, target: Target) -> None:
     with pytest.raises(InvalidConfig, match="has no counterpart of sp: 2, packing: true"):
         export(job_of(tmp_path, packing=True, sp=2), ZERO3, TWO, target)
+
+
+@pytest.mark.parametrize("target", Target)
+def test_frozen_parameters_are_refused(tmp_path: Path, target: Target) -> None:
+    with pytest.raises(InvalidConfig, match=r'has no counterpart of freeze: \["embed_tokens"\]'):
+        export(job_of(tmp_path, freeze=["embed_tokens"]), ZERO3, TWO, target)
+
+
+def test_adapters_to_continue_and_whole_modules_reach_llamafactory(tmp_path: Path) -> None:
+    job = replace(job_of(tmp_path, method="lora", lora={"modules_to_save": ["lm_head"]}), adapter="/saved")
+    written = parse_yaml(export(job, ZERO3, TWO, Target.LLAMAFACTORY).files["train.yaml"], "train.yaml")[0]
+    assert (written["adapter_name_or_path"], written["additional_target"]) == ("/saved", "lm_head")
+    with pytest.raises(InvalidConfig, match="has no counterpart of adapter: /saved"):
+        export(job, ZERO3, TWO, Target.TORCHRUN)
+    script = json.loads(export(replace(job, adapter=None), ZERO3, TWO, Target.TORCHRUN).files["train.json"])
+    assert script["lora"]["modules_to_save"] == ["lm_head"]
 
 
 @pytest.mark.parametrize("target", Target)

@@ -106,6 +106,12 @@ def test_a_checkpoint_holds_states_and_the_gathered_model() -> None:
     )  # saved in bf16
 
 
+def test_a_checkpoint_of_the_weights_alone_is_the_saved_model() -> None:
+    assert peak("qwen3-8b", 8, 3).saved_bytes(only_model=True) == 2 * 8_190_735_360
+    adapter = peak("qwen3-8b", 8, 3, method=Method.LORA)
+    assert adapter.saved_bytes(only_model=True) == 2 * adapter.num_trainable_params
+
+
 def test_a_cpu_rank_has_no_cuda_context() -> None:
     found = plan(model="qwen3-0.6b", gpus=2, gpu="cpu", seq_len=512, host_memory=2**38).chosen.memory
     assert found.breakdown_bytes.context == found.breakdown_bytes.workspace == found.breakdown_bytes.fragmentation == 0

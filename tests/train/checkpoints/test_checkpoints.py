@@ -143,7 +143,15 @@ def test_a_checkpoint_from_before_the_batch_was_written_down_still_loads(tmp_pat
 def test_a_checkpoint_says_how_it_was_trained(tmp_path: Path) -> None:
     record = json.loads((make(tmp_path, 7) / "complete.json").read_text())
     shards = {f"global_step7/bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt": 5 for rank in (0, 1)}
-    how = {"step": 7, "world_size": 2, "zero_stage": 2, "micro_batch": 1, "grad_accum": 4, "data": ""}
+    how = {
+        "step": 7,
+        "world_size": 2,
+        "zero_stage": 2,
+        "micro_batch": 1,
+        "grad_accum": 4,
+        "data": "",
+        "only_model": False,
+    }
     assert record == how | {"sp": 1, "tp": 1, "ep": 1, "optimizer": "adamw", "rope_scaling": None, "files": shards}
 
 

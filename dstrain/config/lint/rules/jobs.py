@@ -123,7 +123,7 @@ def _mixes_averages(subject: Subject) -> bool:
     return subject.job is not None and subject.job.job.sp > 1 and subject.stage == 3 and not scatters
 
 
-def _steps_of(job: Job) -> Iterator[tuple[str, int, str]]:
+def _steps_of(job: Job) -> Iterator[tuple[str, float, str]]:
     """Yields keys with intervals in steps, and the effect of an interval longer than the run."""
     if job.eval_steps is not None and job.has_eval:
         yield "eval_steps", job.eval_steps, "the model is evaluated only at the end"

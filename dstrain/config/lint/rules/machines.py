@@ -101,7 +101,7 @@ def _host(subject: Subject) -> Iterator[Fault]:
 def _disk(subject: Subject) -> Iterator[Fault]:
     if subject.estimate is None or subject.free_disk_bytes is None or subject.job is None:
         return
-    needed = subject.estimate.memory.checkpoint_bytes
+    needed = subject.estimate.saved_bytes(only_model=subject.job.job.save_only_model)
     if needed > subject.free_disk_bytes:
         yield Fault(
             place=subject.job.locate(("output_dir",)),

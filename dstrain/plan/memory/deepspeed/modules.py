@@ -9,7 +9,7 @@ from functools import cache
 from dstrain.choices import Method
 from dstrain.facts.model.model_facts import Kind, ModelFacts, TensorGroup
 from dstrain.job.schema import Lora
-from dstrain.plan.memory.params import adapted, is_in_layer, is_inside
+from dstrain.plan.memory.params import adapted, is_in_layer, is_inside, kept_whole, trains_in_full
 
 QUANTIZED_PER_ELEMENT = 4
 """Quantised elements in the bytes of one in bf16, which bitsandbytes stores them as. Source: dstrain/train/model.py:
@@ -161,11 +161,20 @@ class _Builder:
     def outside(self, kind: Kind) -> Module:
         """Returns embedding, last norm, head, or vision tower."""
         groups = [g for g in self.model.tensors if g.kind is kind and (kind is not Kind.NORM or not is_inside(g))]
-        trains = self.is_full and kind is not Kind.VISION
         is_shared = kind is Kind.HEAD or (kind is Kind.EMBEDDING and self.model.tie_word_embeddings)
         share = self.shape.tp if is_shared else 1
-        numbers = [self.weight(g.numel // share, trains, decays=_decays(g)) for g in groups for _ in range(g.count)]
+        numbers = [
+            self.weight(group.numel // share, self.trains(group, 0), decays=_decays(group))
+            for group in groups
+            for _ in range(group.count)
+        ]
+        if not self.is_full and set(groups) & set(kept_whole(self.model, self.shape.lora)):
+            numbers = [self.weight(g.numel, True, decays=True) for g in groups]  # the copy is called in its place
         return self.module(numbers, is_linear=kind is Kind.HEAD)
+
+    def trains(self, group: TensorGroup, layer: int) -> bool:
+        """Returns whether a tensor of the model itself trains."""
+        return self.is_full and trains_in_full(group, layer, self.model.num_hidden_layers)
 
     def weight(self, numel: int, trains: bool, *, decays: bool, ep: int = 1) -> int:
         """Returns the number of a new parameter."""
@@ -179,12 +188,12 @@ class _Builder:
         members: dict[str, list[TensorGroup]] = {}
         for group in groups:
             members.setdefault(group.name.rpartition(".")[0], []).append(group)
-        leaves = {path: self.leaf(path, group) for path, group in members.items()}
+        leaves = {path: self.leaf(path, group, index) for path, group in members.items()}
         order = _call_order(list(members), list(self.linears))
         gathers_mlp = self.shape.tiled_mlp or any(group.kind is Kind.EXPERT for group in groups)
         return self.module(children=self.nested(order, leaves, gathers_mlp=gathers_mlp))
 
-    def leaf(self, path: str, members: list[TensorGroup]) -> Module:
+    def leaf(self, path: str, members: list[TensorGroup], layer: int) -> Module:
         """Returns the module that owns parameters, with an adapter's modules beside it."""
         linear = path in self.linears
         numbers = []
@@ -193,7 +202,7 @@ class _Builder:
             if self.shape.method is Method.QLORA and group.is_linear:
                 numel //= QUANTIZED_PER_ELEMENT
             ep = self.shape.ep if group.kind is Kind.EXPERT else 1
-            numbers.append(self.weight(numel, self.is_full, decays=_decays(group), ep=ep))
+            numbers.append(self.weight(numel, self.trains(group, layer), decays=_decays(group), ep=ep))
         if f"{path}.weight" not in self.adapted:
             return self.module(numbers, mark=path if linear else "", is_linear=linear)
         outputs, inputs = next(group.shape for group in members if group.name == f"{path}.weight")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from dstrain.choices import Attention
-from dstrain.facts.model.model_facts import ModelFacts
+from dstrain.facts.model.model_facts import Kind, ModelFacts
 from dstrain.facts.model.traced_activations import Traced
 from dstrain.plan.configuration import Configuration
 from dstrain.plan.memory.layers import embedding, losses, ops, vision
@@ -220,7 +220,7 @@ def _forward(run: Context, code: LayerCode, depth: dict[str, int], images: Tenso
     tape, model, variant = run.tape, run.model, run.variant
     places = tape.new(variant.seq_len, INDEX)
     share = variant.parallel.tp if model.tie_word_embeddings else 1  # AutoTP cuts an embedding only with its head
-    table = Param(model.vocab_size * model.hidden_size // share, trains=run.trains, is_root=True)
+    table = Param(model.vocab_size * model.hidden_size // share, trains=run.trains_whole(Kind.EMBEDDING), is_root=True)
     hidden = embedding.embedded(run, table, scales=code.scales_in_embedding)
     if code.scales_embedding:
         hidden = ops.unary(tape, hidden)

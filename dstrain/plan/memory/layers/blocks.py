@@ -121,15 +121,7 @@ def tiled(run: Context, x: Tensor, compute: Callable[[Tensor], Tensor]) -> Tenso
     tape, width, node = run.tape, run.model.hidden_size, None
     tokens, item = x.numel // width, x.item
     count = -(-tokens // width)
-    rows = run.variant.batch.rows
-    sizes = [rows * size for size in _chunks(tokens // rows, count)]
-    outer, tape.grad_enabled, run.is_tiling = tape.grad_enabled, False, True
-    alike = 0 if tape.plays_all_tiles else max(0, len(sizes) - 2)
-    parts = [tape.new(sum(sizes[:alike]) * width, item)] if alike else []  # the peak is in the last tiles
-    parts += [compute(Tensor(x.storage, size * width, item)) for size in sizes[alike:]]
-    result = tape.new(x.numel, item)
-    del parts
-    tape.grad_enabled, run.is_tiling = outer, False
+    result = _tiled_forward(run, x, compute, count)
     if tape.needs(x):
         saved = tape.save(ops.view_without_node(x))
 
@@ -153,6 +145,20 @@ def tiled(run: Context, x: Tensor, compute: Callable[[Tensor], Tensor]) -> Tenso
 
         node = tape.node((x,), backward)
     return Tensor(result.storage, result.numel, item, node)
+
+
+def _tiled_forward(run: Context, x: Tensor, compute: Callable[[Tensor], Tensor], count: int) -> Tensor:
+    """Returns the results of `count` tiles, each of the same part of every row, in one tensor."""
+    tape, width, rows = run.tape, run.model.hidden_size, run.variant.batch.rows
+    sizes = [rows * size * width for size in _chunks(x.numel // width // rows, count)]
+    outer, tape.grad_enabled, run.is_tiling = tape.grad_enabled, False, True
+    alike = 0 if tape.plays_all_tiles else max(0, len(sizes) - 2)
+    parts = [tape.new(sum(sizes[:alike]), x.item)] if alike else []  # the peak is in the last tiles
+    parts += [compute(Tensor(x.storage, size, x.item)) for size in sizes[alike:]]
+    result = tape.new(x.numel, x.item)
+    del parts
+    tape.grad_enabled, run.is_tiling = outer, False
+    return result
 
 
 def _chunks(count: int, parts: int) -> list[int]:

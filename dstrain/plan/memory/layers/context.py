@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from dstrain.choices import Attention, Method, StateDtypes
-from dstrain.facts.model.model_facts import ModelFacts
+from dstrain.facts.model.model_facts import Kind, ModelFacts
 from dstrain.plan.configuration import (
     Checkpointing,
     Configuration,
@@ -19,6 +19,7 @@ from dstrain.plan.memory.layers import ops, products
 from dstrain.plan.memory.layers.graph import Tape, Tensors
 from dstrain.plan.memory.layers.kernels import LIGER, PLAIN
 from dstrain.plan.memory.layers.tensor import GradRelease, Param, Storage, Tensor
+from dstrain.plan.memory.params import kept_whole
 from dstrain.plan.training_code import TrainingCode
 
 
@@ -163,6 +164,12 @@ class Context:
         """Whether the current operations are those of one tile of an MLP."""
         self.kept_tensors: list[Tensor] = []
         """Tensors that a caller's frame keeps alive until the loss exists."""
+
+    def trains_whole(self, kind: Kind) -> bool:
+        """Returns whether the embedding or the head trains: with everything, or beside an adapter."""
+        if self.trains:
+            return any(group.num_trained for group in self.model.tensors if group.kind is kind)
+        return any(group.kind is kind for group in kept_whole(self.model, self.variant.model.lora))
 
     @property
     def tables(self) -> tuple[Tensor, Tensor]:

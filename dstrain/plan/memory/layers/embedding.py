@@ -31,7 +31,7 @@ def embedded(run: Context, table: Param, *, scales: bool) -> Tensor:
     del whole
     if scales:
         result = ops.unary(tape, result)
-    if run.variant.checkpointing.enabled and not run.trains and run.variant.code.stops_early:
+    if run.variant.checkpointing.enabled and not table.trains and run.variant.code.stops_early:
         result.node = _leaf(tape, result)
     if run.variant.residual_item != item:
         return ops.cast(tape, result, run.variant.residual_item)

@@ -79,7 +79,7 @@ class Tape:
     """Runs operations on sizes.
 
     `release` says how long parameter gradients stay where autograd leaves them; `gathers` whether a module's
-    parameters are whole only while it works (ZeRO-3).
+    parameters are whole only while it works (ZeRO-3); `plays_all_tiles` whether those like others are, without a peak.
     """
 
     __slots__ = (
@@ -107,9 +107,7 @@ class Tape:
     ) -> None:
         self.ledger = Ledger(record=record)
         self.release, self.gathers = release, gathers
-        self.stops_early = True
-        self.plays_all_tiles = True
-        """Whether tiles of an MLP that live in as much as others are played, which their peak does not need."""
+        self.stops_early = self.plays_all_tiles = True
         self.offloads_inputs = False
         self.num_in_flight = 0
         """Offloaded inputs that are still on the GPU."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dstrain.choices import LOGITS_PER_TILE, LossKernel
+from dstrain.facts.model.model_facts import Kind
 from dstrain.plan.memory.layers import ops, products
 from dstrain.plan.memory.layers.context import Context
 from dstrain.plan.memory.layers.graph import Tensors
@@ -16,7 +17,7 @@ def loss(run: Context, hidden: Tensor, table: Param, *, scales: bool) -> Tensor:
     """The loss of the last hidden states; `table` is the embedding, which a tied head shares."""
     model, variant = run.model, run.variant
     numel = model.vocab_size * model.hidden_size // variant.parallel.tp
-    head = table if model.tie_word_embeddings else Param(numel, trains=run.trains, is_root=True)
+    head = table if model.tie_word_embeddings else Param(numel, trains=run.trains_whole(Kind.HEAD), is_root=True)
     tape = run.tape
     hidden = _entered(run, hidden)
     tape.ledger.enter("head forward")

@@ -8,7 +8,7 @@ from functools import cache
 from dstrain.choices import Method
 from dstrain.facts.model.model_facts import Kind, ModelFacts, TensorGroup
 from dstrain.plan.configuration import TrainedModel
-from dstrain.plan.memory.params import adapted, is_in_layer, is_inside
+from dstrain.plan.memory.params import adapted, is_in_layer, is_inside, kept_whole, trains_in_full
 from dstrain.plan.training_code import TrainingCode
 
 
@@ -45,28 +45,29 @@ class Weights:
 
 @cache
 def weights(model: ModelFacts, trained_model: TrainedModel, code: TrainingCode) -> Weights:
-    """Returns the parameter tensors; an adapter's two follow the weight they adapt."""
+    """Returns the parameter tensors; an adapter's two follow the weight they adapt, and a copy that trains its own."""
     is_full, lora = trained_model.is_full, trained_model.lora
     names = set() if is_full else {group.name for group in adapted(model, lora)}
+    copied = [] if is_full else kept_whole(model, lora)
     layers = model.num_hidden_layers
     inside = [group for group in model.tensors if is_inside(group)]
     before = [group for group in model.tensors if group.kind in (Kind.VISION, Kind.EMBEDDING)]
     after = [group for group in model.tensors if not is_inside(group) and group not in before]
 
-    def expanded(group: TensorGroup) -> list[Weight]:
+    def expanded(group: TensorGroup, layer: int = 0) -> list[Weight]:
         quantized = trained_model.method is Method.QLORA and _is_quantized(group, code)
-        trains = is_full and group.kind is not Kind.VISION
+        trains = is_full and trains_in_full(group, layer, layers)
         decays = group.kind is not Kind.NORM and not group.name.endswith("bias")
         parts = _parts(group, code)
         tensors = [Weight(group.numel // parts, trains, quantized, decays)] * parts
         if group.name in names:
             tensors += [Weight(lora.rank * size, True, False, True) for size in reversed(group.shape)]
-        return tensors
+        return tensors + [Weight(group.numel, True, False, decays)] * (group in copied)
 
     return Weights(
         before=tuple(weight for group in before for _ in range(group.count) for weight in expanded(group)),
         layers=tuple(
-            tuple(weight for group in inside if is_in_layer(group, index, layers) for weight in expanded(group))
+            tuple(weight for group in inside if is_in_layer(group, index, layers) for weight in expanded(group, index))
             for index in range(layers)
         ),
         after=tuple(weight for group in after for weight in expanded(group)),

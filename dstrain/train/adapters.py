@@ -1,0 +1,119 @@
+"""Adapters around a model: new ones, and the weights of one to continue from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import Linear
+
+from dstrain.errors import InvalidConfig
+from dstrain.job.adapter import read_adapter, shape_of_adapter
+from dstrain.job.schema import Job, Lora
+from dstrain.train import model_parts
+from dstrain.train.checkpoints.saved_model import shape_of
+
+
+def of_job(model: Any, job: Job, *, dtype: torch.dtype | None) -> Any:
+    """Returns the model with the adapter of a job: a new one, or that of the job's `adapter`."""
+    adapted = with_adapter(model, job.lora, grad_ckpt=job.grad_ckpt, dtype=dtype)
+    if job.adapter is not None:
+        load(adapted, Path(job.adapter), job.lora)
+    return adapted
+
+
+def _adapter_targets(lora: Lora, model: Any) -> str | list[str]:
+    """Returns the modules that get an adapter; in a mixture of experts, `all-linear` means those of attention.
+
+    PEFT 0.21 would also adapt the experts and their router in families that it rewrites for Transformers 5 (75 times
+    the parameters in Qwen3-30B-A3B), without dropout.
+    """
+    if lora.targets != ("all-linear",):
+        return list(lora.targets)
+    if not any(".experts." in name and len(shape_of(value)) == 3 for name, value in model.named_parameters()):
+        return "all-linear"
+    names = (name for name, module in model.named_modules() if isinstance(module, Linear) and ".self_attn." in name)
+    return sorted({name.rpartition(".")[2] for name in names})
+
+
+def is_tied(model: Any) -> bool:
+    """Returns whether the head of a model shares the weight of its embedding."""
+    return bool(model.config.get_text_config().tie_word_embeddings)
+
+
+def with_adapter(model: Any, lora: Lora, *, grad_ckpt: bool, dtype: torch.dtype | None, **options: Any) -> Any:
+    """Returns the model with LoRA matrices around its linear layers, everything else frozen.
+
+    The matrices get `dtype` (None: as PEFT makes them); PEFT's `get_peft_model` takes `options`.
+    """
+    from peft import LoraConfig, get_peft_model
+
+    vision = "|".join(sorted(model_parts.VISION))
+    adapter = LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        target_modules=_adapter_targets(lora, model),
+        exclude_modules=rf".*\.({vision})\..*" if hasattr(model.config, "vision_config") else None,
+        modules_to_save=list(lora.modules_to_save) or None,
+        ensure_weight_tying=bool(lora.modules_to_save) and is_tied(model),
+        task_type="CAUSAL_LM",
+    )
+    if grad_ckpt:
+        model.enable_input_require_grads()  # recomputed layers get no gradient from frozen embeddings otherwise
+    try:
+        # adapters in the model's dtype: DeepSpeed keeps their fp32 masters
+        adapted = get_peft_model(model, adapter, autocast_adapter_dtype=False, **options)
+    except ValueError as error:
+        names = ", ".join(lora.targets)
+        reason = str(error).split(". ")[0]
+        raise InvalidConfig(f'lora: targets is "{names}": {reason}', hint="targets: [all-linear]") from error
+    if dtype is not None:
+        for parameter in adapted.parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.data.to(dtype)
+    return adapted
+
+
+def note_on_base(job: Job) -> str | None:
+    """Returns a note if the adapter that a job continues from names another model than the job."""
+    if job.adapter is None:
+        return None
+    base = read_adapter(Path(job.adapter)).get("base_model_name_or_path")
+    same = base is None or base == job.model or Path(base).name == Path(job.model).name
+    return None if same else f"the adapter names {base} as its model; the job has {job.model}"
+
+
+_COPY = ".modules_to_save."
+"""A part of the name of a module that trains whole; PEFT saves it without."""
+
+
+def load(model: Any, folder: Path, lora: Lora) -> None:
+    """Gives the adapter of a model the weights that PEFT saved in a folder.
+
+    Raises InvalidConfig for another adapter, or one of another model.
+    """
+    import deepspeed  # type: ignore[import-untyped]
+    from peft import load_peft_weights, set_peft_model_state_dict
+
+    shape_of_adapter(folder, lora, given=("rank", "alpha", "targets", "modules_to_save"))
+    # PEFT writes a resized embedding once more, under the name of its copy
+    weights = {key: value for key, value in load_peft_weights(str(folder), device="cpu").items() if _COPY not in key}
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    try:
+        with deepspeed.zero.GatheredParameters(trained, modifier_rank=0):  # changes nothing below ZeRO-3
+            result: Any = set_peft_model_state_dict(model, weights)
+    except (OSError, KeyError, RuntimeError, ValueError) as error:
+        raise _other_model(folder, str(error).strip().split("\n")[-1].strip()) from error
+    adapter = f".{model.active_adapter}."
+    missing = [name for name in result.missing_keys if adapter in name]
+    if missing or result.unexpected_keys:
+        (name, words) = (missing[0], "is missing") if missing else (result.unexpected_keys[0], "is unknown")
+        raise _other_model(folder, f"{name} {words}")
+
+
+def _other_model(folder: Path, problem: str) -> InvalidConfig:
+    return InvalidConfig(
+        f"adapter: {folder} does not fit the model: {problem}", hint="Name as `model` what it was trained on."
+    )

@@ -1,0 +1,55 @@
+"""Connects the ranks of a run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import deepspeed  # type: ignore[import-untyped]
+import torch
+import torch.distributed as dist
+
+from dstrain.choices import Precision
+from dstrain.errors import EnvironmentProblem
+from dstrain.heartbeat import Phase, Sender
+from dstrain.job.schema import Job
+from dstrain.train import out_of_memory
+from dstrain.train import rank as ranks
+from dstrain.train.rank import Rank
+
+
+def connect(rank: Rank, job: Job, ds_config: Mapping[str, Any], heartbeat: Sender, *, on_gpu: bool) -> Any:
+    """Starts DeepSpeed's process group; returns a gloo group of all ranks, or None for a single one.
+
+    Raises EnvironmentProblem if this node has fewer GPUs than ranks, or if they do not support the job's precision.
+    """
+    accelerator = deepspeed.accelerator.get_accelerator()
+    computes = {Precision.BF16: accelerator.is_bf16_supported, Precision.FP16: accelerator.is_fp16_supported}
+    if job.precision in computes and not computes[job.precision]():
+        other = "fp32" if not on_gpu else "fp16" if job.precision is Precision.BF16 else "bf16"
+        raise EnvironmentProblem(
+            f"precision is {job.precision}, which this {'GPU' if on_gpu else 'CPU'} does not support",
+            hint=f"precision: {other}",
+        )
+    if on_gpu:
+        visible = torch.cuda.device_count()
+        if rank.local_index >= visible:
+            raise EnvironmentProblem(
+                f"local rank {rank.local_index} has no GPU: {visible} are visible on this node",
+                hint=f"Write slots={visible} for this node in the hostfile.",
+            )
+        torch.cuda.set_device(rank.local_index)
+        out_of_memory.observe()
+    ranks.announce_builds(rank, ds_config, os.environ, on_gpu=on_gpu)
+    heartbeat.send(0, Phase.CONNECTING)
+    try:
+        if not dist.is_initialized():
+            deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
+    except dist.DistNetworkError:
+        if rank.is_first and ranks.is_port_taken(os.environ):
+            heartbeat.send(0, Phase.PORT_TAKEN)
+        raise
+    group = None if rank.world_size == 1 else dist.new_group(backend="gloo")
+    heartbeat.send(0, Phase.LOADING)
+    return group
