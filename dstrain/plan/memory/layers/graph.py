@@ -79,7 +79,7 @@ class Tape:
     """Runs operations on sizes.
 
     `release` says how long parameter gradients stay where autograd leaves them; `gathers` whether a module's
-    parameters are whole only while it works (ZeRO-3); `plays_all_tiles` whether those like others are, without a peak.
+    parameters are whole only while it works (ZeRO-3); `plays_all_tiles` whether each of several equal tiles is run.
     """
 
     __slots__ = (
