@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,19 +25,22 @@ from dstrain.errors import DstrainError, EnvironmentProblem
 from dstrain.facts import ports, probe
 from dstrain.facts.cluster.host_sources import SOURCES, HostQuery
 from dstrain.facts.cluster.hostfile import Hosts, expand
+from dstrain.heartbeat import Phase
 from dstrain.job.file import read_job
 from dstrain.launch.environment import refuse_secrets
 from dstrain.launch.launch import Launch, plan_launch
 from dstrain.launch.nodes.launchers import LAUNCHERS
 from dstrain.launch.prepare import preflight
 from dstrain.launch.prepare.lint_job import check_rules
-from dstrain.launch.prepare.prepare import prepare
+from dstrain.launch.prepare.prepare import PreparedRun, prepare
 from dstrain.launch.run import state
 from dstrain.launch.run.control import noting_signals
 from dstrain.launch.run.detach import detach
+from dstrain.launch.run.notices import RunNotices
 from dstrain.launch.run.remedy import UNADAPTED, Adaptation
 from dstrain.launch.run.supervisor import Policy, Reporter, Supervisor
 from dstrain.launch.timeouts import TIMEOUTS, VARIABLE, Timeouts
+from dstrain.monitor.notices import Notifier, targets
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,6 +162,7 @@ def _run(options: Options) -> None:
         preflight.check_dry(prepared.run_dir, resume=prepared.job.resume, needed_bytes=_checkpoint_bytes(launch))
         _answer_dry(launch, as_json=options.as_json)
         return
+    targets(prepared.job.monitor.notify, os.environ)
     state.refuse_living(prepared.run_dir)
     preflight.check(prepared.run_dir, resume=prepared.job.resume, needed_bytes=_checkpoint_bytes(launch))
     if not options.no_doctor:
@@ -202,14 +207,33 @@ def _train(options: Options, launch: Launch, hosts: Hosts | None) -> None:
         noting_signals(state.run_log(run_dir), saves_on_term=options.save_on_term) as stop_requests,
         Screen() as screen,
     ):
+        notices = _notices(launch.prepared, screen)
+
+        def progress(phase: Phase, done: int | None, total: int) -> None:
+            screen.progress(phase, done, total)
+            notices.look(phase, done)
+
         run = Supervisor(
             lambda changed, resumes, adaptation: launch_of(options, changed or hosts, adaptation, resumes=resumes),
             stop_requests,
             policy,
-            Reporter(say=screen.say, pass_on=screen.pass_on, progress=screen.progress),
+            Reporter(say=screen.say, pass_on=screen.pass_on, progress=progress),
             _edits(options.job, launch),
         )
-        run.drive(launch)
+        try:
+            run.drive(launch)
+        except DstrainError as error:
+            notices.end(error)
+            raise
+        notices.end(None)
+
+
+def _notices(prepared: PreparedRun, screen: Screen) -> RunNotices:
+    """Returns what sends the notices of a run; without services it sends none."""
+    job = prepared.job
+    notifier = Notifier(targets(job.monitor.notify, os.environ), screen.say, time.monotonic)
+    what = f"{job.method} training of {Path(job.model).name}, {prepared.hosts.num_slots} ranks"
+    return RunNotices(prepared.run_dir, what, notifier)
 
 
 def launch_of(
