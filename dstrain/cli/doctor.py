@@ -68,6 +68,8 @@ def command(notify: tuple[NotifyService, ...], as_json: bool, **typed: Any) -> N
       dstrain doctor --notify feishu
     """
     if notify:
+        if any(typed.values()):
+            raise click.UsageError("--notify sends a test notice and looks at nothing: leave out the other options.")
         from dstrain.cli.doctor_notify import test  # its mail and HTTP are needed here alone
 
         test(notify, as_json=as_json)

@@ -24,12 +24,14 @@ from dstrain.config.edits.other_choices import (
     with_choices,
     write,
 )
-from dstrain.errors import DstrainError, Interrupted, InvalidConfig, RunFailed, SavedAndLeft
+from dstrain.errors import DstrainError, InvalidConfig, RunFailed
 from dstrain.facts.cluster.hostfile import Hosts
+from dstrain.facts.this_machine import busy_share
 from dstrain.facts.workload import Workload, measured_workload
+from dstrain.job.file import read_job
 from dstrain.launch.launch import Launch
 from dstrain.launch.nodes.launchers import LAUNCHERS
-from dstrain.launch.prepare.job_context import request_of, unplanned_parts
+from dstrain.launch.prepare.job_context import hosts_of, open_request, unplanned_parts
 from dstrain.launch.prepare.prepare import PreparedRun
 from dstrain.launch.run import state
 from dstrain.launch.run.remedy import UNADAPTED, Adaptation
@@ -39,6 +41,7 @@ from dstrain.launch.run.trial import (
     Limits,
     Trial,
     earlier,
+    fewer_samples,
     folder_of,
     key_of,
     logged,
@@ -46,11 +49,12 @@ from dstrain.launch.run.trial import (
     title_of,
 )
 from dstrain.paths import shown
-from dstrain.plan.configuration import flat
 from dstrain.plan.estimate_records import Estimate
-from dstrain.plan.request import Request
 from dstrain.plan.search.contenders import contenders
 from dstrain.rundir import RunDir
+
+BUSY = 0.1
+"""Share of the cores from which other processes are worth a note before ranks train on them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +69,8 @@ class Options:
     no_doctor: bool = False
     dry_run: bool = False
     as_json: bool = False
+    overrides: tuple[str, ...] = ()
+    """`key=value` by which the runs differ from the job, beside those of every trial."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,12 +124,15 @@ def command(**typed: Any) -> None:
 
 def _tune(options: Options) -> None:
     """Carries out the command."""
+    file = read_job(options.job)
+    options = replace(options, overrides=fewer_samples(file.job, hosts_of(file).num_slots, options.steps))
     present = run.launch_of(run_options(options), _hosts(options))
     prepared, files = present.prepared, job_files(options.job, Path(present.prepared.job.ds_config))
     workload, estimate = _planned(prepared)
     settled = settled_choices(files)
     say_lines(_before_lines(options, prepared, settled))
-    estimates = contenders(workload, _request(prepared, estimate, settled), estimate, options.candidates)
+    asked = open_request(prepared.job, estimate.configuration, prepared.hosts.num_slots, frozenset(OPEN) - settled)
+    estimates = contenders(workload, asked, estimate, options.candidates)
     others = [_candidate(options, files, each, workload, prepared.run_dir) for each in estimates[1:]]
     candidates = [_ready(options, launch_at(options, estimate, prepared.run_dir), None, is_present=True), *others]
     if options.dry_run:
@@ -133,6 +142,8 @@ def _tune(options: Options) -> None:
     state.refuse_living(prepared.run_dir)
     if not options.no_doctor:
         run.examine(present)
+    if prepared.on_cpu and (busy := busy_share()) > BUSY:
+        say_lines([f"note     other processes use {busy:.0%} of the cores: if that changes, so does the order of runs"])
     rows, error = _measured(options, candidates)
     answer_json(document(rows)) if options.as_json else answer("\n".join(table(rows)))
     _calibrate(candidates, rows)
@@ -144,7 +155,7 @@ def _tune(options: Options) -> None:
 
 def run_options(options: Options, changed: Sequence[str] = ()) -> run.Options:
     """Returns the options of `dstrain run` for a short run."""
-    return run.Options(job=options.job, launcher=options.launcher, overrides=(*OVERRIDES, *changed))
+    return run.Options(job=options.job, launcher=options.launcher, overrides=(*OVERRIDES, *options.overrides, *changed))
 
 
 def _hosts(options: Options) -> Hosts | None:
@@ -157,15 +168,6 @@ def _planned(prepared: PreparedRun) -> tuple[Workload, Estimate]:
         reason = unplanned_parts(prepared.job) or "the model is unknown to the planner: no estimate"
         raise InvalidConfig(f"{reason}, so there is nothing to compare", hint="dstrain run trains it as it is.")
     return measured_workload(prepared.model, prepared.cluster), prepared.estimate
-
-
-def _request(prepared: PreparedRun, estimate: Estimate, settled: frozenset[str]) -> Request:
-    """Returns the job's question to the planner: what is settled is fixed, the other choices are open."""
-    values = flat(estimate.configuration)
-    fixed = settled | ({"grad_ckpt_every_n_layers"} if "grad_ckpt" in settled else set())
-    asked: dict[str, Any] = {name: values[name] if name in fixed else None for name in OPEN}
-    batch = prepared.job.samples_per_step(prepared.hosts.num_slots)
-    return replace(request_of(prepared.job), **asked, grad_accum=None, global_batch=batch, qwz=values["qwz"])
 
 
 def _before_lines(options: Options, prepared: PreparedRun, settled: frozenset[str]) -> Iterator[str]:
@@ -227,7 +229,7 @@ def _measured(options: Options, candidates: Sequence[Candidate]) -> tuple[list[R
                     trial = run_trial(candidate.launch, limits, timeouts=timeouts, tell=screen.progress)
                 row = replace(row, trial=trial)
                 say(f"         {told(row)}")
-            except (Interrupted, SavedAndLeft) as error:
+            except DstrainError as error:  # a run that fails raises none
                 ended = error
         rows.append(row)
     untried = [row.title for row in rows if row.trial is None]

@@ -228,6 +228,11 @@ class Notifier:
         if receivers:
             self._thread.start()
 
+    @property
+    def is_silent(self) -> bool:
+        """Whether nobody receives notices."""
+        return not self._receivers
+
     def send(self, notice: Notice) -> None:
         """Queues a notice; one of a rule that had one in the last ten minutes is dropped."""
         now = self._clock()

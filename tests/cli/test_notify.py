@@ -112,3 +112,8 @@ def test_doctor_says_why_a_notice_was_not_taken_and_hides_the_address(dstrain: T
     done = dstrain("doctor", "--notify", "feishu", "--json", FEISHU_WEBHOOK=receiver.url, FEISHU_SECRET="wrong")
     assert json.loads(done.stdout)[0]["problem"] == "ValueError: code 19021: sign match fail"
     assert (done.returncode, "Correct FEISHU_WEBHOOK" in done.stderr, "private" in done.stderr) == (5, True, False)
+
+
+def test_doctor_sends_a_notice_or_looks_but_not_both(dstrain: Type) -> None:
+    done = dstrain("doctor", "--notify", "slack", "--network")
+    assert (done.returncode, "leave out the other options" in done.stderr) == (2, True)

@@ -42,7 +42,7 @@ def test_the_fastest_is_written_edits_stay_and_what_failed_is_a_result(
     say_steps(job, "2=0.06,1=0.02,3=oom")
     change(job, "seed: 42", "seed: 7  # mine")
     change(job.parent / "ds_config.json", '"overlap_comm": true', '"overlap_comm": false')
-    done = dstrain("tune", "--steps", "10", "--candidates", "4", "--json", **light(light_checkout))
+    done = dstrain("tune", "--steps", "10", "--candidates", "3", "--json", **light(light_checkout))
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     rows = {row["title"]: row for row in found["candidates"]}
@@ -61,12 +61,12 @@ def test_the_fastest_is_written_edits_stay_and_what_failed_is_a_result(
 
 def _goes_on(dstrain: Type, job: Path, found: dict[str, Any], light_checkout: Path) -> None:
     """What was measured is known; and gen-config keeps what was written."""
-    done = dstrain("tune", "-n", "--steps", "10", "--candidates", "4", "--json", **light(light_checkout))
+    done = dstrain("tune", "-n", "--steps", "10", "--candidates", "3", "--json", **light(light_checkout))
     again = {row["title"]: row for row in json.loads(done.stdout)["candidates"]}
     assert again[found["winner"]]["is_present"]
     known = {title for title, row in again.items() if row["was_measured_before"]}
     assert {row["title"] for row in found["candidates"] if row["title"] in again} <= known
-    assert len(known) > 2
+    assert len(known) > 1
     assert dstrain("gen-config").returncode == 0
     assert stage(job.parent) == 1
     lock = read_lock(job.parent)
@@ -123,5 +123,5 @@ def test_a_model_that_the_planner_does_not_know_is_refused(dstrain: Type, job: P
 
 
 @pytest.mark.parametrize("words", [("--steps", "9"), ("--candidates", "1"), ("--budget", "0")])
-def test_numbers_that_make_no_sense_are_refused(dstrain: Type, job: Path, words: tuple[str, str]) -> None:
+def test_numbers_that_make_no_sense_are_refused(dstrain: Type, words: tuple[str, str]) -> None:
     assert dstrain("tune", *words).returncode == 2

@@ -70,7 +70,7 @@ def _is_slower(row: Row, best: Row) -> bool:
     return one is not None and other is not None and is_slower(one, other)
 
 
-def verdict(row: Row, best: Row | None) -> str:
+def verdict(row: Row, best: Row | None, rows: Sequence[Row] = ()) -> str:
     """Returns what came of a configuration, in words."""
     if row.trial is None:
         return "not tried"
@@ -81,7 +81,8 @@ def verdict(row: Row, best: Row | None) -> str:
     if row.step_s is None or best is None or best.step_s is None:
         return "no time left to measure it"
     if row is best:
-        return "fastest" if not row.is_present else "fastest, or as fast: stays"
+        is_fastest = all(row.step_s <= other.step_s for other in rows if other.step_s is not None)
+        return "fastest" if is_fastest else "stays: as fast within the noise"
     words = f"{row.step_s / best.step_s - 1:+.1%} time"
     if not _is_slower(row, best):
         return f"{words}, within the noise"
@@ -111,7 +112,7 @@ def table(rows: Sequence[Row]) -> list[str]:
             _rate(row.tokens_per_s if row.step_s is not None else None),
             NONE if row.step_s is None else format_seconds(row.step_s),
             NONE if row.peak_bytes is None else format_bytes(row.peak_bytes),
-            f"{verdict(row, best)}{' (measured before)' if row.is_earlier else ''}",
+            f"{verdict(row, best, rows)}{' (measured before)' if row.is_earlier else ''}",
         )
         for row in rows
     ]
@@ -166,7 +167,7 @@ def document(rows: Sequence[Row]) -> dict[str, Any]:
                 "tokens_per_s": row.tokens_per_s,
                 "step_s": row.step_s,
                 "peak_bytes": row.peak_bytes,
-                "verdict": verdict(row, best),
+                "verdict": verdict(row, best, rows),
                 "was_measured_before": row.is_earlier,
                 "trial": None if row.trial is None else to_data(row.trial),
             }

@@ -29,6 +29,8 @@ class RunNotices:
 
     def look(self, phase: Phase, done: int | None) -> None:
         """Sends what is new."""
+        if self._notifier.is_silent:
+            return
         if phase is Phase.STEP and done and not self._has_started:
             self._has_started = True
             self._send("start", "first step done", self._what)
@@ -44,6 +46,8 @@ class RunNotices:
 
     def end(self, error: DstrainError | None) -> None:
         """Sends how the run ended, and waits for the notices that are on their way."""
+        if self._notifier.is_silent:
+            return
         self.look(Phase.DONE, None)
         last: dict[str, Any] = next(reversed(current_steps(read_jsonl(self._run_dir.metrics))), {})
         words = ", ".join(f"{name} {last[name]:.6g}" for name in ("step", "loss") if last.get(name) is not None)

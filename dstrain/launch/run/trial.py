@@ -16,6 +16,7 @@ from typing import Any
 from dstrain.errors import DstrainError, Interrupted, SavedAndLeft
 from dstrain.facts.this_machine import versions
 from dstrain.heartbeat import Phase
+from dstrain.job.schema import Job
 from dstrain.job.secret_names import is_secret
 from dstrain.launch.launch import Launch
 from dstrain.launch.nodes.spec import StopRequests
@@ -49,6 +50,15 @@ OVERRIDES = (
     "monitor={sinks: []}",
 )
 """What a trial changes in a job: it measures every step, and writes nothing but metrics and logs."""
+
+
+def fewer_samples(job: Job, num_ranks: int, steps: int) -> tuple[str, ...]:
+    """Returns an override for a task that computes a reference of all samples before its first step: only as many
+    samples as the steps need."""
+    if not job.task.has_own_loss:
+        return ()
+    enough = (steps + 2) * job.samples_per_step(num_ranks)
+    return (f"max_samples={min(enough, job.max_samples or enough)}",)
 
 
 class Ending(StrEnum):
@@ -168,10 +178,11 @@ def run_trial(
 ) -> Trial:
     """Runs a launch until it is judged, in an emptied run directory, and returns what it measured.
 
-    A run that fails is a result. Raises Interrupted, or SavedAndLeft, if somebody else ended it; nothing is recorded
-    then.
+    A run that fails is a result. Raises the error of a run that somebody else ended, of which nothing is recorded, and
+    Interrupted if somebody wanted to end one that was ending already.
     """
     run_dir, key = launch.prepared.run_dir, key_of(launch.prepared, limits.steps)
+    state.refuse_living(run_dir)
     shutil.rmtree(run_dir.path, ignore_errors=True)
     preflight.check(run_dir, resume="never", needed_bytes=0)
     with state.only_one(run_dir), noting_signals(state.run_log(run_dir)) as requests:
@@ -188,6 +199,8 @@ def run_trial(
     trial = _trial(run_dir, watch, limits, error)
     trial = replace(trial, key=key, seconds=time.monotonic() - watch.began)
     write_atomic(run_dir.trial, to_json(trial))
+    if len(requests.stop) > 1:
+        raise Interrupted(f"stopped ({requests.stop[-1]}); no rank is left running")
     return trial
 
 

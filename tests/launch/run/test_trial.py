@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from dstrain.launch.run.trial import Ending, Limits, Trial, judged
+from dstrain.choices import Task
+from dstrain.job.schema import Job
+from dstrain.launch.run.trial import Ending, Limits, Trial, fewer_samples, judged
 from dstrain.monitor.measured import measurement
 
 NOISE = (0.0, 0.01, -0.01, 0.005, -0.005)
@@ -59,3 +62,11 @@ def test_it_ends_with_the_budget_before_its_first_step_too() -> None:
 def test_a_run_that_failed_or_hardly_began_has_no_time(ending: Ending, count: int, is_timed: bool) -> None:
     trial = Trial(ending=ending, key="", seconds=1.0, measured=measurement(lines(count, 1.0)))
     assert (trial.step_s is not None) is is_timed
+
+
+def test_a_task_with_a_reference_gets_the_samples_of_its_steps_only() -> None:
+    job = Job(model="m", output_dir="o", micro_batch=2, grad_accum=4)
+    assert fewer_samples(job, 2, steps=20) == ()
+    dpo = replace(job, task=Task.DPO)
+    assert fewer_samples(dpo, 2, steps=20) == ("max_samples=352",)
+    assert fewer_samples(replace(dpo, max_samples=100), 2, steps=20) == ("max_samples=100",)
