@@ -91,6 +91,10 @@ class RunDir:
     """Held by the one `dstrain run` that trains in this folder."""
     stop_wish = _Entry(".stop")
     """Exists if the run was asked to stop."""
+    tune = _Entry("tune")
+    """Folder of the short runs of `dstrain tune`, a run directory each."""
+    trial = _Entry("trial.json")
+    """What `dstrain tune` concluded from a short run (`launch.run.trial`)."""
     final = _Entry("final")
     """The final model or adapter, for `from_pretrained`."""
 

@@ -53,9 +53,7 @@ def command(run_dirs: tuple[Path, ...], output: Path | None, dry_run: bool, as_j
     elif dry_run:
         say_lines([f"nothing was written: --dry-run; without it, the new values go to {shown(str(path))}"])
     else:
-        for one in fits:
-            if one.changed:
-                calibration.save(one.gpu, one.applied(present.of(one.gpu)), str(path))
+        _save([one for one in fits if one.changed], present, path)
         say_lines([f"wrote {shown(str(path))}{'' if output is None else ', which plans do not read there'}"])
         say("next: dstrain plan")
 
@@ -81,6 +79,24 @@ def _without_unknown_speed(run: ObservedRun) -> ObservedRun:
         return run
     why = f"its step time: the speed of {observed.workload.cluster.gpu.name} is unknown"
     return replace(run, observed=replace(observed, step_s=None), left_out=(*run.left_out, why))
+
+
+def keep(run_dirs: Sequence[Path]) -> bool:
+    """Merges what runs measured into the calibration that all plans read; returns whether they changed it.
+
+    Raises InvalidConfig with the problems of all runs together, such as that they trained on a CPU.
+    """
+    present = calibration.read()
+    runs = _read(run_dirs, present)
+    fits = [_fit(runs, gpu) for gpu in dict.fromkeys(run.observed.workload.cluster.gpu.name for run in runs)]
+    changed = [one for one in fits if one.changed]
+    _save(changed, present, Path(calibration.DEFAULT_PATH).expanduser())
+    return bool(changed)
+
+
+def _save(fits: Sequence[Fit], present: Calibration, path: Path) -> None:
+    for one in fits:
+        calibration.save(one.gpu, one.applied(present.of(one.gpu)), str(path))
 
 
 def _fit(runs: Sequence[ObservedRun], gpu: str) -> Fit:

@@ -86,7 +86,7 @@ def command(
         asked = remembered.asked(options, before, out)
         _say_repeated(asked, before)
         planned = _planned(asked, before, out, verbose=verbose, html=html)
-        lock = lock_of(asked, planned.asked, planned.plan, out)
+        lock = replace(lock_of(asked, planned.asked, planned.plan, out), tuned=_still_tuned(asked, before))
         files = _files(out, lock, before, reopens=on_conflict is not None)
         merged = replaced(files) if force else regenerate(files, decide)
         shown = {**lock.base, **merged.files}
@@ -161,6 +161,12 @@ def _say_repeated(asked: ResolvedOptions, before: Lock | None) -> None:
         return
     changed = spelled({name: value for name, value in asked.inputs.items() if before.inputs.get(name) != value})
     say(f"as the last time: {spelled(before.inputs)}{f'; now with {changed}' if changed else ''}")
+
+
+def _still_tuned(asked: ResolvedOptions, before: Lock | None) -> tuple[str, ...]:
+    """Returns the options that `dstrain tune` chose and that hold as they were."""
+    names = before.tuned if before is not None and asked.is_repeated else ()
+    return tuple(name for name in names if before and asked.inputs.get(name) == before.inputs.get(name))
 
 
 def _files(out: Path, lock: Lock, before: Lock | None, *, reopens: bool) -> list[Standing]:

@@ -31,6 +31,7 @@ VERBS = {
     "report": "Say what became of a run, against its plan.",
     "logs": "Print the logs of a run.",
     "stop": "End a run.",
+    "tune": "Measure the best configurations, and write the fastest.",
     "calibrate": "Fit the planner's constants to what runs measured.",
     "export": "Merge an adapter, or gather a ZeRO checkpoint.",
     "export-config": "Write a job for accelerate, FSDP2, torchrun, LLaMA-Factory.",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,18 +26,21 @@ from dstrain.errors import DstrainError, EnvironmentProblem
 from dstrain.facts import ports, probe
 from dstrain.facts.cluster.host_sources import SOURCES, HostQuery
 from dstrain.facts.cluster.hostfile import Hosts, expand
+from dstrain.heartbeat import Phase
 from dstrain.job.file import read_job
 from dstrain.launch.environment import refuse_secrets
 from dstrain.launch.launch import Launch, plan_launch
 from dstrain.launch.nodes.launchers import LAUNCHERS
 from dstrain.launch.prepare import preflight
 from dstrain.launch.prepare.lint_job import check_rules
-from dstrain.launch.prepare.prepare import prepare
+from dstrain.launch.prepare.prepare import PreparedRun, prepare
 from dstrain.launch.run import state
 from dstrain.launch.run.control import noting_signals
 from dstrain.launch.run.detach import detach
+from dstrain.launch.run.notices import RunNotices
 from dstrain.launch.run.supervisor import Policy, Reporter, Supervisor
-from dstrain.launch.timeouts import TIMEOUTS, VARIABLE
+from dstrain.launch.timeouts import TIMEOUTS, VARIABLE, Timeouts
+from dstrain.monitor.notices import Notifier, targets
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,23 +48,23 @@ class Options:
     """The options, by name."""
 
     job: Path
-    overrides: tuple[str, ...]
-    hostfile: Path | None
-    launcher: str | None
-    master_port: int | None
-    ignored: tuple[str, ...]
-    check_images: bool
-    max_restarts: int
-    on_oom: OnOom
-    spares: str | None
-    hang_after: float
-    start_timeout: float
-    save_on_term: bool
-    sync: bool
-    no_doctor: bool
-    detached: bool
-    dry_run: bool
-    as_json: bool
+    overrides: tuple[str, ...] = ()
+    hostfile: Path | None = None
+    launcher: str | None = None
+    master_port: int | None = None
+    ignored: tuple[str, ...] = ()
+    check_images: bool = False
+    max_restarts: int = 0
+    on_oom: OnOom = OnOom.TELL
+    spares: str | None = None
+    hang_after: float = TIMEOUTS.hang_s
+    start_timeout: float = TIMEOUTS.start_s
+    save_on_term: bool = False
+    sync: bool = False
+    no_doctor: bool = False
+    detached: bool = False
+    dry_run: bool = False
+    as_json: bool = False
 
 
 @click.command("run")
@@ -148,8 +152,8 @@ def _run(options: Options) -> None:
     """Carries out the command."""
     check_rules(options.ignored)
     refuse_secrets(options.overrides, "every user can read command lines")
-    hosts = _allocated() if options.launcher == "slurm" and options.hostfile is None else None
-    launch = _plan(options, hosts)
+    hosts = allocated() if options.launcher == "slurm" and options.hostfile is None else None
+    launch = launch_of(options, hosts)
     prepared = launch.prepared
     say_lines(before_lines(prepared))
     if launch.note is not None:
@@ -158,10 +162,11 @@ def _run(options: Options) -> None:
         preflight.check_dry(prepared.run_dir, resume=prepared.job.resume, needed_bytes=_checkpoint_bytes(launch))
         _answer_dry(launch, as_json=options.as_json)
         return
+    targets(prepared.job.monitor.notify, os.environ)
     state.refuse_living(prepared.run_dir)
     preflight.check(prepared.run_dir, resume=prepared.job.resume, needed_bytes=_checkpoint_bytes(launch))
     if not options.no_doctor:
-        _examine(launch)
+        examine(launch)
     if options.detached:
         detach(prepared.run_dir, sys.argv[1:], say)
         return
@@ -173,7 +178,7 @@ def _run(options: Options) -> None:
         answer_json(figures)
 
 
-def _examine(launch: Launch) -> None:
+def examine(launch: Launch) -> None:
     """Prints warnings about this machine. Raises EnvironmentProblem for errors."""
     findings = quick(launch.prepared, launch.environment)
     for finding in findings:
@@ -185,29 +190,53 @@ def _examine(launch: Launch) -> None:
         raise EnvironmentProblem("\n".join(rows), hint="`dstrain doctor` says more; --no-doctor starts the run anyway.")
 
 
+def time_limits(options: Options) -> Timeouts:
+    """Returns the time limits of the ranks; says if a variable for tests changes them."""
+    if VARIABLE in os.environ:
+        say(f"note     {VARIABLE}, which is for tests, changes time limits: {os.environ[VARIABLE]}")
+    return replace(TIMEOUTS, hang_s=options.hang_after, start_s=options.start_timeout).changed(os.environ)
+
+
 def _train(options: Options, launch: Launch, hosts: Hosts | None) -> None:
     """Runs the job to its end, restarts included."""
     run_dir = launch.prepared.run_dir
     spares = tuple(host.name for host in expand(options.spares, 1, "--spare").hosts) if options.spares else ()
-    timeouts = replace(TIMEOUTS, hang_s=options.hang_after, start_s=options.start_timeout).changed(os.environ)
-    if VARIABLE in os.environ:
-        say(f"note     {VARIABLE}, which is for tests, changes time limits: {os.environ[VARIABLE]}")
+    timeouts = time_limits(options)
     policy = Policy(max_restarts=options.max_restarts, on_oom=options.on_oom, spares=spares, timeouts=timeouts)
     with (
         noting_signals(state.run_log(run_dir), saves_on_term=options.save_on_term) as stop_requests,
         Screen() as screen,
     ):
+        notices = _notices(launch.prepared, screen)
+
+        def progress(phase: Phase, done: int | None, total: int) -> None:
+            screen.progress(phase, done, total)
+            notices.look(phase, done)
+
         run = Supervisor(
-            lambda changed, resumes, adaptation: _plan(options, changed or hosts, adaptation, resumes=resumes),
+            lambda changed, resumes, adaptation: launch_of(options, changed or hosts, adaptation, resumes=resumes),
             stop_requests,
             policy,
-            Reporter(say=screen.say, pass_on=screen.pass_on, progress=screen.progress),
+            Reporter(say=screen.say, pass_on=screen.pass_on, progress=progress),
             _edits(options.job, launch),
         )
-        run.drive(launch)
+        try:
+            run.drive(launch)
+        except DstrainError as error:
+            notices.end(error)
+            raise
+        notices.end(None)
 
 
-def _plan(
+def _notices(prepared: PreparedRun, screen: Screen) -> RunNotices:
+    """Returns what sends the notices of a run; without services it sends none."""
+    job = prepared.job
+    notifier = Notifier(targets(job.monitor.notify, os.environ), screen.say, time.monotonic)
+    what = f"{job.method} training of {Path(job.model).name}, {prepared.hosts.num_slots} ranks"
+    return RunNotices(prepared.run_dir, what, notifier)
+
+
+def launch_of(
     options: Options, hosts: Hosts | None, adaptation: Adaptation = UNADAPTED, *, resumes: bool = False
 ) -> Launch:
     """Returns the checked launch; one that `resumes` starts from the newest complete checkpoint."""
@@ -236,7 +265,7 @@ def _plan(
     )
 
 
-def _allocated() -> Hosts | None:
+def allocated() -> Hosts | None:
     """Returns the hosts of the SLURM allocation; None outside of one, which the launcher reports."""
     if "SLURM_JOB_ID" not in os.environ:
         return None

@@ -69,6 +69,11 @@ def trains_on_cpu(environment: Mapping[str, str], job_env: Mapping[str, str] | N
     return {**environment, **(job_env or {})}.get(ACCELERATOR) == "cpu"
 
 
+def busy_share(seconds: float = 0.5) -> float:
+    """Returns the share of this machine's cores, 0…1, that all processes use while it waits."""
+    return psutil.cpu_percent(interval=seconds) / 100
+
+
 def is_this_machine(host: str, names: Collection[str]) -> bool:
     """Returns whether a host of a hostfile is this machine, given this machine's names and addresses.
 

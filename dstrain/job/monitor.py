@@ -3,9 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 from dstrain.choices import HealthAction, SinkName, SwanLabMode
 from dstrain.records import type_config
+
+
+class NotifyService(StrEnum):
+    """Where notices about a run go."""
+
+    FEISHU = "feishu"
+    DINGTALK = "dingtalk"
+    WECOM = "wecom"
+    SLACK = "slack"
+    WEBHOOK = "webhook"
+    MAIL = "mail"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +34,8 @@ class Monitor:
     """Project name in SwanLab and W&B."""
     name: str | None = None
     """Name of the run; default: `MODEL-METHOD-GPUSxGPU-ZEROn`, such as `qwen3-8b-lora-4x4090-zero2`."""
+    notify: tuple[NotifyService, ...] = ()
+    """Who hears of start, trouble, failure and end: `feishu`, `dingtalk`, `wecom`, `slack`, `webhook`, `mail`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

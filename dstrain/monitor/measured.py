@@ -80,6 +80,24 @@ def measurement(lines: Sequence[Mapping[str, Any]]) -> Measurement:
     )
 
 
+NOISE = 2.0
+"""Standard errors by which medians must differ to be called different: 19 of 20 equal ones do not."""
+
+
+def is_slower(one: Measurement, other: Measurement) -> bool:
+    """Returns whether the median step of a run is slower than that of another by more than the scatter within both.
+
+    >>> lines = [{"step": n, "tokens": 8, "tokens_per_s": 4.0, "step_s": 2.0} for n in (1, 2, 3)]
+    >>> slow = [{**line, "step_s": 2.1} for line in lines]
+    >>> is_slower(measurement(lines), measurement(lines)), is_slower(measurement(slow), measurement(lines))
+    (False, True)
+    """
+    if one.step_s is None or other.step_s is None:
+        return False
+    noise_s = NOISE * math.hypot(one.step_s * one.error_ratio, other.step_s * other.error_ratio)
+    return one.step_s - other.step_s > noise_s
+
+
 def _kept(line: Mapping[str, Any]) -> float:
     """Returns the share of a window's tokens that are no padding."""
     return max(1e-9, 1.0 - float(line.get("padding_share") or 0.0))

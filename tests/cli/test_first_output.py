@@ -37,6 +37,7 @@ FITS: dict[str, tuple[tuple[str, ...], ...]] = {
     "stop": ((),),
     "templates eject": ((),),
     "templates list": ((),),
+    "tune": (("-n", "--candidates", "3"),),
     "watch": ((),),
 }
 """Command → what is typed after it, in the folder of a plan for 16 GPUs whose batch was edited."""

@@ -40,6 +40,7 @@ BASE: dict[str, dict[str, Any]] = {
     "status": {"": ("run",)},
     "stop": {"": ("run",), "-n": ""},
     "templates eject": {"-n": "", "--dir": "mine"},
+    "tune": {"-n": ""},
     "watch": {"": ("run",)},
 }
 """What a verb is typed with, so that it is quick and changes nothing; an argument is under an empty name."""

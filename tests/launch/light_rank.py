@@ -13,6 +13,7 @@ import socket
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from dstrain.heartbeat import Phase, Sender
 from dstrain.job.schema import Job
@@ -22,6 +23,8 @@ from dstrain.train.rank import Leaving, Rank, from_environment, is_port_taken
 
 IMPORT_S = 0.5
 STEP_S = 0.05
+STEPS = "LIGHT_STEPS"
+"""Variable of a job that says what its steps are like by ZeRO stage: seconds, `oom` or `fail` (`1=0.02,3=oom`)."""
 
 
 class Peers:
@@ -62,12 +65,30 @@ def _receive(peer: socket.socket) -> bytes:
     return word
 
 
+def measured(seconds: float) -> dict[str, Any]:
+    """Returns what the metrics of a step of this length say about it."""
+    return {"step_s": seconds, "tokens": 64, "tokens_per_s": 64 / seconds, "data_wait_s_by_rank": [0.0, 0.0]}
+
+
 def save(place: RunDir, step: int, rank: Rank) -> None:
     """Writes a checkpoint that is whole."""
     folder = place.path / f"checkpoint-{step}"
     folder.mkdir(exist_ok=True)
     (folder / "weights").write_bytes(bytes(1000))
     mark_whole(folder, {"step": step, "world_size": rank.world_size, "zero_stage": 2})
+
+
+def step_s(place: RunDir, job: Job) -> float:
+    """Returns how long a step takes. Raises MemoryError or OSError if the job wants it to fail."""
+    stage = json.loads(place.ds_config.read_text())["zero_optimization"]["stage"]
+    said = dict(pair.split("=") for pair in job.env.get(STEPS, "").split(",") if pair)
+    word = said.get(str(stage), str(STEP_S))
+    if word == "oom":
+        place.oom.write_text("{}")
+        raise MemoryError(word)
+    if word == "fail":
+        raise OSError("it fails as it was told")
+    return float(word)
 
 
 def train(place: RunDir, job: Job, rank: Rank, peers: Peers, leaving: Leaving, heartbeat: Sender) -> Phase:
@@ -77,14 +98,16 @@ def train(place: RunDir, job: Job, rank: Rank, peers: Peers, leaving: Leaving, h
     if step:
         rank.say(f"resuming from checkpoint-{step}")
     assert job.max_steps is not None
+    duration, began = step_s(place, job), time.monotonic()
     while step < job.max_steps:
-        time.sleep(STEP_S)
+        time.sleep(duration)
         step += 1
         is_leaving = peers.step(b"1" if leaving.is_wanted else b"0") == b"1"
         heartbeat.send(step, Phase.STEP, job.max_steps)
         if rank.is_first:
             with place.metrics.open("a") as file:
-                file.write(json.dumps({"step": step, "loss": 1.0}) + "\n")
+                file.write(json.dumps({"step": step, "loss": 1.0, **measured(time.monotonic() - began)}) + "\n")
+            began = time.monotonic()
             print(f"step {step}/{job.max_steps}, loss 1.0", flush=True)
             if is_leaving or step % job.save_steps == 0:
                 save(place, step, rank)

@@ -53,6 +53,8 @@ class Lock:
     """SHA-256 of the template's text; None for adopted files."""
     inputs: Mapping[str, Any] = field(default_factory=dict)
     """The given options of gen-config; paths are relative to the generated files."""
+    tuned: tuple[str, ...] = ()
+    """Those that `dstrain tune` chose: the next one may choose others."""
     cluster: Cluster | None = None
     """The machines, as detected or assumed at that time; None for adopted files."""
     base: Mapping[str, str]

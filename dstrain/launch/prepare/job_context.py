@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
-from dataclasses import fields
+from collections.abc import Collection
+from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 from dstrain.choices import Method
 from dstrain.config.lint.subject import JobContext
@@ -22,6 +24,7 @@ from dstrain.facts.workload import Workload, measured_cluster, measured_workload
 from dstrain.job.file import JobFile
 from dstrain.job.schema import Job
 from dstrain.job.task_limits import WITH_ADAPTERS
+from dstrain.plan.configuration import Configuration, flat
 from dstrain.plan.freezing import with_frozen
 from dstrain.plan.request import Request
 
@@ -115,3 +118,16 @@ def unplanned_parts(job: Job) -> str | None:
 def request_of(job: Job) -> Request:
     """Returns the job as a complete request."""
     return Request(**{field.name: getattr(job, field.name) for field in fields(Request) if hasattr(job, field.name)})
+
+
+def open_request(job: Job, present: Configuration, num_ranks: int, open_choices: Collection[str]) -> Request:
+    """Returns the job as a request with the same global batch that leaves some choices open, the accumulation always.
+
+    The other choices are those of its present configuration. One of every how many layers is recomputed is open only
+    if it is open whether any is.
+    """
+    values = flat(present)
+    chosen = {name: values[name] for name in ("zero_stage", "offload", "qwz")}
+    opened = {*open_choices, "grad_accum"} - (set() if "grad_ckpt" in open_choices else {"grad_ckpt_every_n_layers"})
+    asked: dict[str, Any] = {**chosen, **dict.fromkeys(opened), "global_batch": job.samples_per_step(num_ranks)}
+    return replace(request_of(job), **asked)

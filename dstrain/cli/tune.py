@@ -1,0 +1,288 @@
+"""`dstrain tune`: measures the plan's best configurations in short runs, and writes the fastest one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import click
+
+from dstrain.cli import calibrate, run
+from dstrain.cli.console import answer, answer_json, say, say_lines
+from dstrain.cli.output.progress import Screen
+from dstrain.cli.output.tune import Row, document, dry_lines, table, told, winner
+from dstrain.cli.types import Named
+from dstrain.config.edits.other_choices import (
+    OPEN,
+    JobFiles,
+    OtherChoices,
+    job_files,
+    settled_choices,
+    with_choices,
+    write,
+)
+from dstrain.config.remedy import UNADAPTED, Adaptation
+from dstrain.errors import DstrainError, InvalidConfig, RunFailed
+from dstrain.facts.cluster.hostfile import Hosts
+from dstrain.facts.this_machine import busy_share
+from dstrain.facts.workload import Workload, measured_workload
+from dstrain.job.file import read_job
+from dstrain.launch.launch import Launch
+from dstrain.launch.nodes.launchers import LAUNCHERS
+from dstrain.launch.prepare.job_context import hosts_of, open_request, unplanned_parts
+from dstrain.launch.prepare.prepare import PreparedRun
+from dstrain.launch.run import state
+from dstrain.launch.run.trial import (
+    OVERRIDES,
+    Ending,
+    Limits,
+    Trial,
+    earlier,
+    fewer_samples,
+    folder_of,
+    key_of,
+    logged,
+    run_trial,
+    title_of,
+)
+from dstrain.paths import shown
+from dstrain.plan.estimate_records import Estimate
+from dstrain.plan.search.contenders import contenders
+from dstrain.rundir import RunDir
+
+BUSY = 0.1
+"""Share of the cores from which other processes are worth a note before ranks train on them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """The options, by name."""
+
+    job: Path
+    budget: float = 30.0
+    steps: int = 20
+    candidates: int = 4
+    launcher: str | None = None
+    no_doctor: bool = False
+    dry_run: bool = False
+    as_json: bool = False
+    overrides: tuple[str, ...] = ()
+    """`key=value` by which the runs differ from the job, beside those of every trial."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A configuration to measure."""
+
+    row: Row
+    """What is known of it; with a trial if it was measured before, or is refused before it starts."""
+    chosen: OtherChoices | None
+    """What it changes in the files; None for the present one, and one that is refused."""
+    launch: Launch | None
+    """None for one that is refused."""
+
+
+@click.command("tune")
+@click.argument("job", type=click.Path(path_type=Path), default="job.yaml")
+@click.option(
+    "--budget",
+    type=click.FloatRange(min=0, min_open=True),
+    default=30.0,
+    show_default=True,
+    metavar="MINUTES",
+    help="Minutes for all runs together, their starts included.",
+)
+@click.option("--steps", type=click.IntRange(10), default=20, show_default=True, help="Steps to measure in each run.")
+@click.option(
+    "--candidates", type=click.IntRange(2), default=4, show_default=True, help="Configurations to measure at most."
+)
+@click.option("--launcher", type=Named(lambda: LAUNCHERS), metavar="NAME", help="Launcher, as of `dstrain run`.")
+@click.option("--no-doctor", is_flag=True, help="Skip the check of this machine before the first run.")
+@click.option("-n", "--dry-run", is_flag=True, help="Print what would run and how long by the plan; start nothing.")
+@click.option("--json", "as_json", is_flag=True, help="Print the table as JSON to stdout.")
+def command(**typed: Any) -> None:
+    """Measure the configurations that the plan ranks first, and write the fastest one into the job's files.
+
+    The present configuration runs first, then the best ones by the plan that differ in kind: ZeRO stage, offload,
+    recomputation, sequence parallelism, micro-batch. All have the same global batch. Each trains some steps on the real
+    ranks in a folder of its own, OUTPUT_DIR/tune/…, without checkpoints, evaluation and sinks. A run that is slower
+    than the fastest one by more than the noise of both ends early; one that fails is a result.
+
+    What you gave to gen-config or edited by hand stays. Typed again, it goes on: what was measured for the same job,
+    machines and releases is not measured again. On GPUs, what was measured calibrates the next plans.
+
+    \b
+    Example:
+      dstrain tune
+      dstrain tune job.yaml --budget 15 --candidates 5
+    """
+    _tune(Options(**typed))
+
+
+def _tune(options: Options) -> None:
+    """Carries out the command."""
+    file = read_job(options.job)
+    options = replace(options, overrides=fewer_samples(file.job, hosts_of(file).num_slots, options.steps))
+    present = run.launch_of(run_options(options), _hosts(options))
+    prepared, files = present.prepared, job_files(options.job, Path(present.prepared.job.ds_config))
+    workload, estimate = _planned(prepared)
+    settled = settled_choices(files)
+    say_lines(_before_lines(options, prepared, settled))
+    asked = open_request(prepared.job, estimate.configuration, prepared.hosts.num_slots, frozenset(OPEN) - settled)
+    estimates = contenders(workload, asked, estimate, options.candidates)
+    others = [_candidate(options, files, each, workload, prepared.run_dir) for each in estimates[1:]]
+    candidates = [_ready(options, launch_at(options, estimate, prepared.run_dir), None, is_present=True), *others]
+    if options.dry_run:
+        rows = [candidate.row for candidate in candidates]
+        answer_json(document(rows)) if options.as_json else answer("\n".join(dry_lines(rows, options.steps)))
+        return
+    state.refuse_living(prepared.run_dir)
+    if not options.no_doctor:
+        run.examine(present)
+    if prepared.on_cpu and (busy := busy_share()) > BUSY:
+        say_lines([f"note     other processes use {busy:.0%} of the cores: if that changes, so does the order of runs"])
+    rows, error = _measured(options, candidates)
+    answer_json(document(rows)) if options.as_json else answer("\n".join(table(rows)))
+    _calibrate(candidates, rows)
+    if error is not None:
+        say("what was measured is kept; to go on, type the same command again")
+        raise error
+    _write(files, workload, candidates, rows)
+
+
+def run_options(options: Options, changed: Sequence[str] = ()) -> run.Options:
+    """Returns the options of `dstrain run` for a short run."""
+    return run.Options(job=options.job, launcher=options.launcher, overrides=(*OVERRIDES, *options.overrides, *changed))
+
+
+def _hosts(options: Options) -> Hosts | None:
+    return run.allocated() if options.launcher == "slurm" else None
+
+
+def _planned(prepared: PreparedRun) -> tuple[Workload, Estimate]:
+    """Returns the planner's facts of a job, and its estimate. Raises InvalidConfig without them."""
+    if prepared.model is None or prepared.estimate is None:
+        reason = unplanned_parts(prepared.job) or "the model is unknown to the planner: no estimate"
+        raise InvalidConfig(f"{reason}, so there is nothing to compare", hint="dstrain run trains it as it is.")
+    return measured_workload(prepared.model, prepared.cluster), prepared.estimate
+
+
+def _before_lines(options: Options, prepared: PreparedRun, settled: frozenset[str]) -> Iterator[str]:
+    yield f"tune     {options.steps} steps of up to {options.candidates} configurations, {options.budget:g} min at most"
+    yield f"into     {shown(str(prepared.run_dir.tune))}"
+    if settled:
+        yield f"fixed    {', '.join(sorted(settled))}: given to gen-config, or edited by hand"
+
+
+def launch_at(options: Options, estimate: Estimate, run_dir: RunDir, adaptation: Adaptation = UNADAPTED) -> Launch:
+    """Returns the launch of a configuration, in a folder below the run directory of its job."""
+    folder = folder_of(run_dir, estimate.configuration)
+    return run.launch_of(run_options(options, [f"output_dir={folder}"]), _hosts(options), adaptation)
+
+
+def _candidate(options: Options, files: JobFiles, estimate: Estimate, workload: Workload, run_dir: RunDir) -> Candidate:
+    """Returns a configuration that differs from the present one; one that lint or the model refuses has failed."""
+    try:
+        chosen = with_choices(files, estimate, workload)
+        launch = launch_at(options, estimate, run_dir, Adaptation(overrides=chosen.overrides, changes=chosen.changes))
+    except InvalidConfig as error:
+        say_lines([f"refused  {title_of(estimate.configuration)}: {error.problem}"])
+        refused = Trial(ending=Ending.FAILED, key="", seconds=0.0, problem=error.problem)
+        title, gpus = title_of(estimate.configuration), workload.cluster.num_gpus
+        return Candidate(
+            row=Row(title=title, estimate=estimate, num_gpus=gpus, trial=refused), chosen=None, launch=None
+        )
+    return _ready(options, launch, chosen)
+
+
+def _ready(options: Options, launch: Launch, chosen: OtherChoices | None, *, is_present: bool = False) -> Candidate:
+    """Returns a configuration that can run, with what was measured before."""
+    prepared = launch.prepared
+    assert prepared.estimate is not None, "the job has an estimate, and its model and machines are the same"
+    known = earlier(prepared.run_dir, key_of(prepared, options.steps))
+    row = Row(
+        title=title_of(prepared.estimate.configuration),
+        estimate=prepared.estimate,
+        num_gpus=prepared.cluster.num_gpus,
+        trial=known,
+        is_present=is_present,
+        is_earlier=known is not None,
+    )
+    return Candidate(row=row, chosen=chosen, launch=launch)
+
+
+def _measured(options: Options, candidates: Sequence[Candidate]) -> tuple[list[Row], DstrainError | None]:
+    """Runs one configuration after the other; returns what came of them, and the error by which somebody ended it."""
+    until, timeouts = time.monotonic() + 60 * options.budget, run.time_limits(run_options(options))
+    rows: list[Row] = []
+    ended: DstrainError | None = None
+    for number, candidate in enumerate(candidates, 1):
+        row = candidate.row
+        if row.trial is None and candidate.launch is not None and ended is None and _has_time(rows, until):
+            say(f"{number} of {len(candidates)}   {row.title}")
+            limits = Limits(steps=options.steps, until=until, best=_fastest_steps(candidates, rows))
+            try:
+                with Screen() as screen:
+                    trial = run_trial(candidate.launch, limits, timeouts=timeouts, tell=screen.progress)
+                row = replace(row, trial=trial)
+                say(f"         {told(row)}")
+            except DstrainError as error:  # a run that fails raises none
+                ended = error
+        rows.append(row)
+    untried = [row.title for row in rows if row.trial is None]
+    if untried and ended is None:
+        say_lines([f"no time for {'; '.join(untried)}: type a longer --budget to go on"])
+    return rows, ended
+
+
+def _has_time(rows: Sequence[Row], until: float) -> bool:
+    """Returns whether another run has time for more than its start."""
+    starts = [row.trial.start_s for row in rows if row.trial is not None and row.trial.start_s is not None]
+    return time.monotonic() + min(starts, default=0.0) < until
+
+
+def _fastest_steps(candidates: Sequence[Candidate], rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Returns the logged steps of the fastest run so far."""
+    timed = [
+        (row.step_s, candidate) for row, candidate in zip(rows, candidates, strict=False) if row.step_s is not None
+    ]
+    if not timed:
+        return []
+    launch = min(timed, key=lambda pair: pair[0])[1].launch
+    return logged(launch.prepared.run_dir) if launch is not None else []
+
+
+def _calibrate(candidates: Sequence[Candidate], rows: Sequence[Row]) -> None:
+    """Keeps what was measured now as calibration, or says why not."""
+    runs = [
+        candidate.launch.prepared
+        for candidate, row in zip(candidates, rows, strict=True)
+        if candidate.launch is not None and row.step_s is not None and not row.is_earlier
+    ]
+    if not runs:
+        return
+    if runs[0].on_cpu:
+        say("not kept as calibration: the plan predicts no time for a CPU")
+        return
+    try:
+        if calibrate.keep([prepared.run_dir.path for prepared in runs]):
+            say_lines(["kept as calibration: the next plans read it"])
+    except InvalidConfig as error:
+        say_lines([f"not kept as calibration: {error.parts[0].problem if error.parts else error.problem}"])
+
+
+def _write(files: JobFiles, workload: Workload, candidates: Sequence[Candidate], rows: Sequence[Row]) -> None:
+    """Writes the fastest configuration, unless it is the present one. Raises RunFailed if none was measured."""
+    best = winner(rows)
+    if best is None:
+        raise RunFailed("no configuration was measured", hint="A longer --budget, or the logs in the folders above.")
+    chosen = next(candidate.chosen for candidate, row in zip(candidates, rows, strict=True) if row is best)
+    if chosen is None:
+        say("the present configuration stays")
+    else:
+        changed = write(files, chosen, workload)
+        say_lines([f"wrote {', '.join(shown(str(path)) for path in changed)}: {best.title}"])
+    say("next: dstrain run")

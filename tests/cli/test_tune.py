@@ -1,0 +1,127 @@
+"""`dstrain tune` over the real launcher, with ranks that only keep time."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dstrain.config.edits.lock import read_lock
+from tests.cli.test_run import change, job
+
+Type = Callable[..., Any]
+
+__all__ = ["job"]
+
+
+def light(checkout: Path, steps: str = "") -> dict[str, str]:
+    """Returns the environment of ranks that only keep time."""
+    return {"DS_ACCELERATOR": "cpu", "PYTHONPATH": str(checkout), "LIGHT_STEPS": steps}
+
+
+def stage(folder: Path) -> int:
+    found: int = json.loads((folder / "ds_config.json").read_text())["zero_optimization"]["stage"]
+    return found
+
+
+def say_steps(job: Path, steps: str) -> None:
+    change(job, 'env: {"DS_ACCELERATOR": "cpu"}', f'env: {{"DS_ACCELERATOR": "cpu", "LIGHT_STEPS": "{steps}"}}')
+
+
+def test_the_fastest_is_written_edits_stay_and_what_failed_is_a_result(
+    dstrain: Type, job: Path, light_checkout: Path
+) -> None:
+    say_steps(job, "2=0.06,1=0.02,3=oom")
+    change(job, "seed: 42", "seed: 7  # mine")
+    change(job.parent / "ds_config.json", '"overlap_comm": true', '"overlap_comm": false')
+    done = dstrain("tune", "--steps", "10", "--candidates", "3", "--json", **light(light_checkout))
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    rows = {row["title"]: row for row in found["candidates"]}
+    verdicts = {title: row["verdict"] for title, row in rows.items()}
+    present = next(title for title, row in rows.items() if row["is_present"])
+    assert found["winner"] == present.replace("ZeRO-2", "ZeRO-1"), verdicts
+    assert verdicts[present.replace("ZeRO-2", "ZeRO-3")] == "out of memory"
+    assert 0.02 < rows[found["winner"]]["step_s"] < rows[present]["step_s"]
+    assert (stage(job.parent), "seed: 7  # mine" in job.read_text()) == (1, True)
+    config = json.loads((job.parent / "ds_config.json").read_text())
+    assert config["zero_optimization"]["overlap_comm"] is False
+    assert "not kept as calibration: the plan predicts no time for a CPU" in done.stderr
+    assert not list((job.parent / "output" / "tune").rglob("checkpoint-*"))
+    _goes_on(dstrain, job, found, light_checkout)
+
+
+def _goes_on(dstrain: Type, job: Path, found: dict[str, Any], light_checkout: Path) -> None:
+    """What was measured is known; and gen-config keeps what was written."""
+    done = dstrain("tune", "-n", "--steps", "10", "--candidates", "3", "--json", **light(light_checkout))
+    again = {row["title"]: row for row in json.loads(done.stdout)["candidates"]}
+    assert again[found["winner"]]["is_present"]
+    known = {title for title, row in again.items() if row["was_measured_before"]}
+    assert {row["title"] for row in found["candidates"] if row["title"] in again} <= known
+    assert len(known) > 1
+    assert dstrain("gen-config").returncode == 0
+    assert stage(job.parent) == 1
+    lock = read_lock(job.parent)
+    assert lock is not None
+    assert (lock.inputs["zero_stage"], lock.inputs["seq_len"]) == (1, 64)
+
+
+def test_ctrl_c_keeps_what_was_measured_and_writes_nothing(dstrain: Type, job: Path, light_checkout: Path) -> None:
+    say_steps(job, "2=0.02,1=30")
+    before = (job.parent / "ds_config.json").read_text()
+    line = [sys.executable, "-m", "dstrain.cli", "tune", "--steps", "10", "--candidates", "2", "--no-doctor"]
+    environment = {**os.environ, **light(light_checkout), "CUDA_VISIBLE_DEVICES": ""}
+    process = subprocess.Popen(line, cwd=job.parent, env=environment, stderr=subprocess.PIPE, text=True)
+    trials = job.parent / "output" / "tune"
+    until = time.monotonic() + 100
+    while not list(trials.glob("zero-1*/logs/*rank0.log")) and time.monotonic() < until:
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130, said
+    assert "type the same command again" in said
+    assert [path.parent.name[:6] for path in trials.glob("*/trial.json")] == ["zero-2"]
+    assert (job.parent / "ds_config.json").read_text() == before
+
+
+def test_what_the_budget_does_not_allow_is_named(dstrain: Type, job: Path) -> None:
+    done = dstrain("tune", "--budget", "0.000001", "--candidates", "3")
+    said = " ".join(done.stderr.split())
+    assert (done.returncode, "no time for ZeRO-2, " in said, "; ZeRO-3, " in said) == (1, True, True), said
+
+
+def test_a_dry_run_says_what_would_run_and_writes_nothing(dstrain: Type, job: Path) -> None:
+    done = dstrain("tune", "-n")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("* ZeRO-2, ")
+    assert "4 runs; the plan predicts no time here" in done.stdout
+    assert not (job.parent / "output").exists()
+
+
+def test_what_was_given_or_edited_stays(dstrain: Type, job: Path) -> None:
+    change(job, "grad_ckpt: false", "grad_ckpt: true")
+    assert dstrain("gen-config", "--zero-stage", "2").returncode == 0
+    done = dstrain("tune", "-n", "--json", "--candidates", "6")
+    configurations = [row["configuration"] for row in json.loads(done.stdout)["candidates"]]
+    assert "fixed    grad_ckpt, zero_stage" in done.stderr
+    assert {(one["zero_stage"], one["grad_ckpt"]) for one in configurations} == {(2, True)}
+    assert len(configurations) > 1
+
+
+def test_a_model_that_the_planner_does_not_know_is_refused(dstrain: Type, job: Path) -> None:
+    change(job, 'method: "full"', "freeze_vision_tower: false\nmethod: full")
+    done = dstrain("tune", "-n")
+    assert (done.returncode, "nothing to compare" in done.stderr) == (3, True)
+
+
+@pytest.mark.parametrize("words", [("--steps", "9"), ("--candidates", "1"), ("--budget", "0")])
+def test_numbers_that_make_no_sense_are_refused(dstrain: Type, words: tuple[str, str]) -> None:
+    assert dstrain("tune", *words).returncode == 2

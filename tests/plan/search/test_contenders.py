@@ -1,0 +1,57 @@
+"""Which configurations are worth measuring: the present one and the plan's best, which differ in kind."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+from dstrain.choices import Offload
+from dstrain.plan.estimate import assess
+from dstrain.plan.search.contenders import contenders
+from dstrain.plan.search.decide import survey
+from dstrain.plan.search.search_space import global_batch, strategy_key, with_batch
+from tests.cases import ask
+
+QUESTION = ask(model="qwen3-0.6b", gpus=8, gpu="h100-sxm", seq_len=2048, global_batch=64)
+BEST = survey(QUESTION.workload, QUESTION.request).first
+FOUND = contenders(QUESTION.workload, QUESTION.request, BEST, 5)
+
+
+def test_the_present_one_is_first_and_all_fit_and_have_its_global_batch() -> None:
+    assert FOUND[0] is BEST
+    assert len(FOUND) == 5
+    assert all(estimate.fits for estimate in FOUND)
+    assert {global_batch(QUESTION.workload.cluster, estimate.configuration) for estimate in FOUND} == {64}
+
+
+def test_they_differ_in_strategy_or_in_micro_batch_and_both_occur() -> None:
+    kinds = {(strategy_key(one.configuration), one.configuration.batch.micro_batch) for one in FOUND}
+    assert len(kinds) == 5
+    best = strategy_key(BEST.configuration)
+    assert {strategy_key(one.configuration) == best for one in FOUND[1:]} == {True, False}
+
+
+def test_strategies_are_in_the_order_of_the_plan() -> None:
+    times = [
+        one.speed.step_s
+        for one in FOUND
+        if one.speed and strategy_key(one.configuration) != strategy_key(BEST.configuration)
+    ]
+    assert all(one <= 1.001 * other for one, other in pairwise(times))
+
+
+def test_one_that_does_not_fit_is_measured_if_it_is_the_present_one() -> None:
+    large = assess(QUESTION.workload, with_batch(BEST.configuration, 4096, 1))
+    assert not large.fits
+    found = contenders(QUESTION.workload, QUESTION.request, large, 3)
+    assert found[0] is large
+    assert all(one.fits for one in found[1:])
+
+
+def test_what_the_request_fixes_does_not_vary() -> None:
+    fixed = replace(
+        QUESTION.request, zero_stage=2, offload=Offload.NONE, micro_batch=BEST.configuration.batch.micro_batch
+    )
+    found = contenders(QUESTION.workload, fixed, BEST, 5)
+    assert {(one.configuration.zero.stage, one.configuration.zero.offload) for one in found[1:]} <= {(2, Offload.NONE)}
+    assert {one.configuration.batch.micro_batch for one in found} == {BEST.configuration.batch.micro_batch}
