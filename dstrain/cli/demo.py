@@ -41,7 +41,7 @@ def command(
 ) -> None:
     """Train a tiny model on this machine: no network and no GPU needed, about two minutes.
 
-    Builds a Qwen3 model of a few million random weights in FOLDER, and an instruction data set from the docstrings of
+    Builds a Qwen3 model of a million random weights in FOLDER, and an instruction data set from the docstrings of
     Python's standard library. Then runs the commands of a user: gen-config, run.
 
     \b
@@ -124,5 +124,6 @@ def _tell(made: dict[str, Any], run_dir: RunDir, folder: Path, *, as_json: bool)
         raise RunFailed("the model did not learn: its evaluation loss is not below the unigram entropy")
     say()
     here = os.path.relpath(folder)
-    say(f"next: look at {here}/ds_config.json and {here}/job.yaml, then plan a model of your own:")
+    say(f"next: dstrain report {shlex.quote(os.path.relpath(run_dir.path))}")
+    say(f"      look at {here}/ds_config.json and {here}/job.yaml, then plan a model of your own:")
     say("      dstrain gen-config --gpus 8 --gpu h100 --model qwen3-8b --data your.jsonl -o my-run")
