@@ -158,11 +158,11 @@ def _run(options: Options) -> None:
     say_lines(before_lines(prepared))
     if launch.note is not None:
         say(f"note     {launch.note}")
+    targets(prepared.job.monitor.notify, os.environ)
     if options.dry_run:
         preflight.check_dry(prepared.run_dir, resume=prepared.job.resume, needed_bytes=_checkpoint_bytes(launch))
         _answer_dry(launch, as_json=options.as_json)
         return
-    targets(prepared.job.monitor.notify, os.environ)
     state.refuse_living(prepared.run_dir)
     preflight.check(prepared.run_dir, resume=prepared.job.resume, needed_bytes=_checkpoint_bytes(launch))
     if not options.no_doctor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -64,6 +65,7 @@ def job_of(data: dict[str, Any], locate_in_file: Locator, folder: Path, override
         return locate_in_file(keys)
 
     job = _absolute(from_data(Job, data, locate=locate, synonyms=SYNONYMS), folder, locate)
+    _require_patterns(job, locate)
     return JobFile(job=_with_shape(job, data, locate), locate=locate)
 
 
@@ -83,6 +85,18 @@ def _with_shape(job: Job, data: Mapping[str, Any], locate: Locator) -> Job:
     except InvalidConfig as error:
         raise InvalidConfig(f"{locate(('adapter',))}: {error.problem}", hint=error.hint) from None
     return replace(job, lora=replace(job.lora, **shape))
+
+
+def _require_patterns(job: Job, locate: Locator) -> None:
+    """Raises InvalidConfig for a pattern of parameters that is no regular expression."""
+    for key, patterns in (("freeze", job.freeze), ("train_only", job.train_only)):
+        for index, pattern in enumerate(patterns):
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                problem = f'{locate((key, index))}: "{pattern}" is no regular expression: {error}'
+                hint = "Write a backslash before a character that stands for itself."
+                raise InvalidConfig(problem, hint=hint) from None
 
 
 def _override(data: dict[str, Any], item: str) -> Keys:

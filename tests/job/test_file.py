@@ -254,3 +254,11 @@ def test_an_adapter_that_the_job_cannot_continue_is_named(
     _adapter(tmp_path / "saved", **config)
     with pytest.raises(InvalidConfig, match=rf"job\.yaml:3:1: .*{problem}"):
         read_job(write(tmp_path, f"{JOB}adapter: saved\n{lines}\n"))
+
+
+@pytest.mark.parametrize("key", ["freeze", "train_only"])
+def test_a_pattern_that_is_no_regular_expression_is_named_with_its_place(tmp_path: Path, key: str) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(f"model: m\noutput_dir: out\n{key}:\n  - mlp\n  - layers.(\n")
+    with pytest.raises(InvalidConfig, match=r'job.yaml:5:5: "layers.\(" is no regular expression: missing \)'):
+        read_job(path)
