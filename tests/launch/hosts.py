@@ -64,6 +64,7 @@ def write_job(folder: Path, demo: Path, *, interface: str, **changes: Any) -> No
         "lr_scheduler_type": "constant",
         "warmup_ratio": 0.0,
         "grad_ckpt": False,
+        "preflight": False,
         "monitor": {"sinks": []},
         "env": {"DS_ACCELERATOR": "cpu", "GLOO_SOCKET_IFNAME": interface, "OMP_NUM_THREADS": "1"},
     }
