@@ -138,9 +138,9 @@ def table(result: dict[str, Any]) -> str:
             f"| tune leaves | {result['winner']} |",
             f"| fastest of {len(times)} | {result['best']} |",
             f"| steps, fastest to slowest | {times[0]:.3f} s to {times[-1]:.3f} s |",
-            f"| standard error of a median | {result['error_ratio']:.1%} |",
-            f"| regret in the exhaustive search | {result['regret']:.1%} |",
-            f"| regret, both measured again {ROUNDS} times in turn | {result['regret_again']:.1%} |",
+            f"| standard error of a median | {100 * result['error_ratio']:.1f} % |",
+            f"| regret in the exhaustive search | {100 * result['regret']:.1f} % |",
+            f"| regret, both measured again {ROUNDS} times in turn | {100 * result['regret_again']:.1f} % |",
             f"| time | {result['tune_s']:.0f} s of {result['all_s']:.0f} s: {result['tune_s'] / result['all_s']:.2f} |",
             f"| load of the machine (15 min) | {result['load']:.1f} on {os.cpu_count()} cores |",
         )

@@ -143,7 +143,8 @@ def _tune(options: Options) -> None:
     if not options.no_doctor:
         run.examine(present)
     if prepared.on_cpu and (busy := busy_share()) > BUSY:
-        say_lines([f"note     other processes use {busy:.0%} of the cores: if that changes, so does the order of runs"])
+        used = f"other processes use {100 * busy:.0f} % of the cores"
+        say_lines([f"note     {used}: if that changes, so does the order of runs"])
     rows, error = _measured(options, candidates)
     answer_json(document(rows)) if options.as_json else answer("\n".join(table(rows)))
     _calibrate(candidates, rows)

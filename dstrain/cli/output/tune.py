@@ -83,7 +83,7 @@ def verdict(row: Row, best: Row | None, rows: Sequence[Row] = ()) -> str:
     if row is best:
         is_fastest = all(row.step_s <= other.step_s for other in rows if other.step_s is not None)
         return "fastest" if is_fastest else "stays: as fast within the noise"
-    words = f"{row.step_s / best.step_s - 1:+.1%} time"
+    words = f"{100 * (row.step_s / best.step_s - 1):+.1f} % time"
     if not _is_slower(row, best):
         return f"{words}, within the noise"
     measured = row.trial.measured
