@@ -140,9 +140,7 @@ class Checkpointing:
         return f"{words}, tiled MLPs" if self.tiled_mlp else words
 
     def recomputes(self, layer: int) -> bool:
-        """Returns whether a layer is recomputed.
-
-        Source: Transformers 5.23 modeling_utils.py: _set_gradient_checkpointing (every_n_layers).
+        """Returns whether a layer is recomputed. Source: Transformers 5.23 PreTrainedModel._set_gradient_checkpointing.
 
         >>> [layer for layer in range(7) if Checkpointing(enabled=True, every_n_layers=3).recomputes(layer)]
         [0, 3, 6]
@@ -199,6 +197,8 @@ class Zero:
     """Ranks that share ZeRO++'s secondary copy of the parameters; 1: no such copy."""
     qwz: bool = False
     """Whether parameters are gathered in 8 bits (ZeRO++), which rounds them."""
+    qgz: bool = False
+    """Whether gradients are reduced in 4 bits between nodes (ZeRO++), which rounds them."""
 
     @property
     def is_offloaded(self) -> bool:
@@ -241,13 +241,13 @@ class Configuration:
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """Makes records write a configuration as `flat` has it, and read it back."""
+        """Makes records write a configuration as `flat` has it, and read it back; old ones lack choices."""
         from pydantic_core import core_schema
 
         parts = {part for part, _ in choices().values()}
         kinds = {part: get_type_hints(type(getattr(DEFAULTS, part)) if part else cls) for part in parts}
         legal = {
-            name: core_schema.typed_dict_field(handler.generate_schema(kinds[part][choice]))
+            name: core_schema.typed_dict_field(handler.generate_schema(kinds[part][choice]), required=False)
             for name, (part, choice) in choices().items()
         }
         return core_schema.no_info_after_validator_function(

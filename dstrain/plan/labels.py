@@ -45,6 +45,7 @@ def short_label(configuration: Configuration) -> str:
     words.append(f"{configuration.batch.micro_batch}×{configuration.step.grad_accum}")
     words += [f"{name.lower()}{value}" for name, value in _degrees(configuration) if value > 1]
     words += ["qwz"] if zero.qwz else []
+    words += ["qgz"] if zero.qgz else []
     words += ["pageable"] if zero.is_offloaded and not zero.pin_memory else []
     return " ".join(words)
 

@@ -55,6 +55,8 @@ class Request:
     """Whether MLPs are computed for a part of the tokens at a time; None: chosen."""
     qwz: bool = False
     """Whether ZeRO-3 gathers parameters in 8 bits (ZeRO++)."""
+    qgz: bool = False
+    """Whether ZeRO-3 reduces gradients in 4 bits between nodes (ZeRO++)."""
     precision: Precision | None = None
     """Dtype of forward and backward."""
     attn: Attention | None = None

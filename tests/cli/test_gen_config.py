@@ -77,12 +77,19 @@ def test_recomputing_one_layer_of_every_n_is_planned_and_written(dstrain: Type) 
     assert "\ngrad_ckpt: true\nactivation_offload: true\ngrad_ckpt_every_n_layers: 2\n" in found["files"]["job.yaml"]
 
 
-def test_parameters_in_8_bits_are_planned_written_and_read_back(dstrain: Type, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("option", "key", "sent_as"),
+    [("qwz", "zero_quantized_weights", None), ("qgz", "zero_quantized_gradients", "fp16")],
+)
+def test_what_is_sent_in_few_bits_is_planned_written_and_read_back(
+    dstrain: Type, tmp_path: Path, option: str, key: str, sent_as: str | None
+) -> None:
     sizes = []
-    for asked in (("--qwz",), ()):
+    for asked in ((f"--{option}",), ()):
         plan = json.loads(dstrain(*PLAN, *asked, "--json").stdout)["plans"][0]
-        zero = json.loads((tmp_path / "ds_config.json").read_text())["zero_optimization"]
-        assert (plan["qwz"], zero.get("zero_quantized_weights")) == ((True, True) if asked else (False, None))
+        written = json.loads((tmp_path / "ds_config.json").read_text())
+        assert (plan[option], written["zero_optimization"].get(key)) == ((True, True) if asked else (False, None))
+        assert written.get("communication_data_type") == (sent_as if asked else None)
         checked = json.loads(dstrain("lint", "--json").stdout)
         assert not [finding for finding in checked["findings"] if "quantized" in finding["problem"]]
         sizes.append(plan["memory"]["device_bytes_per_gpu"])
@@ -93,6 +100,7 @@ def test_parameters_in_8_bits_are_planned_written_and_read_back(dstrain: Type, t
     ("asked", "said"),
     [
         ("--qwz", "--qwz: DeepSpeed's quantizer is a CUDA kernel\nWrite --no-qwz."),
+        ("--qgz", "--qgz: DeepSpeed's quantizer is a CUDA kernel\nWrite --no-qgz."),
         ("--activation-offload", "a CPU are in host RAM already\nWrite --no-activation-offload."),
     ],
 )

@@ -187,6 +187,10 @@ CASES = (
     case("four ranks, checkpointing", 3, ranks=4, **NARROW, **CKPT, **gathers(200_000, 0, 1_500_000)),
     case("four ranks, accumulating, fp32", 3, ranks=4, seq_len=64, grad_accum=3, **FP32),
     case("four ranks, secondary partitions", 3, ranks=4, **NARROW, hpz=2, **gathers(0, 0)),
+    case("four ranks, gradients sent in 4 bits", 3, ranks=4, qgz=True),
+    case(
+        "four ranks, gradients sent in 4 bits, tiny bucket", 3, ranks=4, **NARROW, qgz=True, reduce_bucket_size=100_000
+    ),
     case("four ranks, two and two share rows", 1, ranks=4, sp=2, grad_accum=2),
     case("four ranks, two and two share experts", 2, ranks=4, ep=2, model=SPARSE, **CKPT),
     case("four ranks, two and two share experts", 3, ranks=4, ep=2, model=SPARSE),
@@ -209,6 +213,7 @@ def ds_config(configuration: Configuration) -> dict[str, Any]:
         "stage3_max_reuse_distance": configuration.zero.max_reuse_distance,
         "zero_hpz_partition_size": configuration.zero.hpz,
         "zero_quantized_weights": configuration.zero.qwz,
+        "zero_quantized_gradients": configuration.zero.qgz,
     }
     if configuration.zero.offload is not Offload.NONE:
         zero["offload_optimizer"] = {"device": "cpu", "ratio": configuration.zero.offload_ratio}
@@ -223,6 +228,8 @@ def ds_config(configuration: Configuration) -> dict[str, Any]:
         "zero_allow_untested_optimizer": True,
         "steps_per_print": 1_000_000,
     }
+    if configuration.zero.qgz:
+        found["communication_data_type"] = "fp16"
     if configuration.parallel.tp > 1:
         found["tensor_parallel"] = {"autotp_size": configuration.parallel.tp}
     if configuration.parallel.ep > 1:

@@ -117,6 +117,41 @@ class Quantizer:
         return half if dtype in (None, torch.half) else half.to(dtype)
 
 
+class GradientQuantizer:
+    """Stands for the kernels of quantized gradients, with the tensors that they make; what they send is zero."""
+
+    Symmetric = 1
+
+    def swizzle_quant(self, gradient: Any, groups: int, bits: int, *_: Any) -> tuple[Any, Any]:
+        """Returns two numbers of a gradient in a byte, and the scale of each group."""
+        assert gradient.dtype is torch.half and bits == 4
+        return self._numbers(gradient.numel() // 2, groups, gradient.device)
+
+    def quantized_reduction(
+        self, numbers: Any, _scales: Any, _groups: int, groups: int, _bits: int, _kind: int, devices: int
+    ) -> tuple[Any, Any]:
+        """Returns sums over the devices of a node, quantized again."""
+        return self._numbers(numbers.numel() // devices, groups, numbers.device)
+
+    def dequantize(self, numbers: Any, *_: Any) -> Any:
+        """Returns fp16."""
+        return torch.zeros(2 * numbers.numel(), dtype=torch.half, device=numbers.device)
+
+    def _numbers(self, count: int, groups: int, device: Any) -> tuple[Any, Any]:
+        return torch.zeros(count, dtype=torch.int8, device=device), torch.zeros(groups, device=device)
+
+
+def divide_into_nodes(case: dict[str, Any]) -> None:
+    """Makes ranks pairs of one node each where gradients are quantized between nodes."""
+    from deepspeed.runtime.comm import coalesced_collectives
+
+    coalesced_collectives.quantizer_module = GradientQuantizer()
+    accelerator: Any = get_accelerator()
+    vars(accelerator).pop("device_count", None)
+    if case["ds_config"]["zero_optimization"]["zero_quantized_gradients"]:
+        accelerator.device_count = lambda: 2
+
+
 def share_experts(model: Any, optimizer: Any, section: dict[str, Any], *, stage: int) -> None:
     """Prepares a model for expert parallelism, in which as many tokens come to each expert."""
     from deepspeed.module_inject.auto_ep import AutoEP
@@ -166,6 +201,7 @@ def measure(case: dict[str, Any], ledger: Ledger, caches: list[Any]) -> dict[str
     from deepspeed.runtime.zero import partition_parameters
 
     partition_parameters.CUDAQuantizer = Quantizer
+    divide_into_nodes(case)
     began, before = time.monotonic(), dict(ledger.bytes)
     get_accelerator().is_full = case["is_full"]
     model = build(case)

@@ -9,6 +9,9 @@ from typing import Any
 _ZERO = "zero_optimization."
 QWZ = _ZERO + "zero_quantized_weights"
 """Key of parameters that are gathered in 8 bits."""
+QGZ = _ZERO + "zero_quantized_gradients"
+"""Key of gradients that are reduced in 4 bits."""
+_OPTIONS = {QWZ: "qwz", QGZ: "qgz"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +42,7 @@ class CpuLimit:
         return self._option(self.instead)
 
     def _option(self, value: str) -> str:
-        name = "qwz" if self.key == QWZ else self.key.replace("_", "-")
+        name = _OPTIONS.get(self.key) or self.key.replace("_", "-")
         return {"true": f"--{name}", "false": f"--no-{name}"}.get(value, f"--{name} {value}")
 
     @property

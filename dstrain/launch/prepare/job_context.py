@@ -127,7 +127,7 @@ def open_request(job: Job, present: Configuration, num_ranks: int, open_choices:
     if it is open whether any is.
     """
     values = flat(present)
-    chosen = {name: values[name] for name in ("zero_stage", "offload", "qwz")}
+    chosen = {name: values[name] for name in ("zero_stage", "offload", "qwz", "qgz")}
     opened = {*open_choices, "grad_accum"} - (set() if "grad_ckpt" in open_choices else {"grad_ckpt_every_n_layers"})
     asked: dict[str, Any] = {**chosen, **dict.fromkeys(opened), "global_batch": job.samples_per_step(num_ranks)}
     return replace(request_of(job), **asked)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from dstrain.choices import Offload, Optimizer
 from dstrain.plan.configuration import Configuration, Zero
 from dstrain.plan.memory.params import NF4_BYTES_PER_PARAM, Trained
+from dstrain.plan.quantized_gradients import work_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,7 +210,9 @@ def engine_buffers(counts: Trained, configuration: Configuration, num_ranks: int
     if stage == 3:
         resident = s * configuration.zero.reduce_bucket_size
         step = 0 if offloaded else sub_group_bytes(configuration, partition)
-        return EngineBuffers(resident=resident, backward_grads=0, backward=bucket - resident + 2 * largest, step=step)
+        quantized = work_bytes(counts.largest_trainable, num_ranks) if configuration.zero.qgz else 0
+        backward = bucket - resident + 2 * largest + quantized
+        return EngineBuffers(resident=resident, backward_grads=0, backward=backward, step=step)
     full = round(s * counts.trainable)
     if offloaded:
         whole = full if stage == 1 else 0

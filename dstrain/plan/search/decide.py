@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from dstrain.choices import Attention, Method, Offload, Optimizer, Precision
 from dstrain.errors import InvalidConfig
 from dstrain.facts.cluster.cluster import Cluster, Origin
-from dstrain.facts.cluster.cpu import QWZ, limits_of
+from dstrain.facts.cluster.cpu import QGZ, QWZ, limits_of
 from dstrain.facts.model.model_facts import Kind, ModelFacts
 from dstrain.facts.workload import Workload
 from dstrain.plan import rope_scaling
@@ -161,10 +161,11 @@ def check(workload: Workload, request: Request) -> None:
         "precision": request.precision,
         "offload": request.offload,
         QWZ: request.qwz,
+        QGZ: request.qgz,
         "activation_offload": request.activation_offload,
     }
     for limit in limits_of(asked) if gpu.is_cpu else ():
-        if not limit.unless:
+        if not limit.unless or limit.key == QGZ:  # on one node it does nothing, so that no request has it
             raise InvalidConfig(f"{limit.asked}: {limit.why}", hint=f"Write {limit.answer}.")
     if request.attn is Attention.FLASH_ATTENTION_2 and not gpu.has_flash_attention_2:
         raise InvalidConfig(
@@ -239,14 +240,16 @@ def _assumptions(workload: Workload, request: Request, chosen: Estimate) -> list
 
 
 def _precision_notes(workload: Workload, chosen: Estimate) -> list[str]:
-    """Returns the consequences of half precision without bf16."""
-    model, cluster = workload.model, workload.cluster
+    """Returns the consequences of half precision without bf16, and of gradients sent as fp16."""
+    model, cluster, configuration = workload.model, workload.cluster, chosen.configuration
     notes = []
     is_old = not cluster.gpu.has_bf16 and not cluster.gpu.is_cpu
-    if chosen.configuration.model.precision is Precision.FP16 and is_old:
+    if configuration.model.precision is Precision.FP16 and is_old:
         notes.append(
             f"{cluster.gpu.name} has neither bf16 nor FlashAttention-2: fp16 with loss scaling and sdpa are used"
         )
-    if chosen.configuration.model.precision is Precision.FP16 and model.dtype == "bfloat16":
+    if configuration.model.precision is Precision.FP16 and model.dtype == "bfloat16":
         notes.append(f"{model.name} was trained in bf16: fp16 may overflow; watch the loss scale")
+    if configuration.zero.qgz and configuration.model.precision is not Precision.FP16:
+        notes.append("--qgz sends gradients as fp16: those below 6e-8 become zero")
     return notes

@@ -2,42 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
-from dstrain.choices import Attention, LossKernel, Method, Offload, Optimizer, Precision
+from dstrain.choices import Attention, LossKernel, Offload, Precision
 from dstrain.facts.cluster.cluster import Cluster
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.facts.workload import Workload
 from dstrain.job.task_limits import LIMITS, TaskLimit
-from dstrain.plan.configuration import DEGREES, Configuration, choices
+from dstrain.plan.configuration import Configuration, choices
 from dstrain.plan.memory.layers.families import LAYER_CODE
+from dstrain.plan.search.rule import Rule
+from dstrain.plan.search.zero_rules import ZERO_RULES
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rule:
-    """A combination that is refused, has no effect, or has another effect than its options say."""
-
-    name: str
-    """Short name."""
-    says: str
-    """The rule, in words."""
-    options: tuple[str, ...]
-    """The fields of a request that the rule concerns."""
-    breaks: Callable[[ModelFacts, Cluster, Configuration], bool]
-    """Whether a configuration breaks it."""
-    source: str
-    """Where the limit is documented or implemented."""
-
-    @property
-    def is_of_parallelism(self) -> bool:
-        """Whether it limits groups of ranks, whatever the stage of ZeRO."""
-        return not set(DEGREES).isdisjoint(self.options) and "zero_stage" not in self.options
-
-
-_IN_RAM = (Offload.OPTIMIZER, Offload.PARAMS)
-_MORE_THAN_OPTIMIZER = (Offload.PARAMS, Offload.NVME)
 _DS = "deepspeed 0.19.8 "
 SHARED_EXPERTS = ("deepseek_v3", "mixtral", "qwen3_moe")
 """Families whose experts ranks may share."""
@@ -67,63 +43,7 @@ def _exceeds(limit: TaskLimit, model: ModelFacts, cluster: Cluster, configuratio
 
 # fmt: off
 RULES: tuple[Rule, ...] = (
-    Rule(name="offload needs ZeRO", options=("zero_stage", "offload"),
-         says="ZeRO-0 offloads nothing",
-         breaks=lambda m, k, c: c.zero.stage == 0 and c.zero.is_offloaded,
-         source=_DS + "runtime/engine.py: _configure_zero_optimizer alone reads offload_optimizer"),
-    Rule(name="parameter offload needs ZeRO-3", options=("zero_stage", "offload"),
-         says="an optimizer is offloaded under ZeRO-1 to 3, parameters and NVMe under ZeRO-3 only",
-         breaks=lambda m, k, c: c.zero.stage < 3 and c.zero.offloads_params,
-         source=_DS + "runtime/zero/stage_1_and_2.py: offload_param is never read, an nvme device becomes the CPU"),
-    Rule(name="NVMe needs a folder", options=("offload",),
-         says="NVMe offload needs a folder on a drive (--nvme)",
-         breaks=lambda m, k, c: c.zero.offload is Offload.NVME and k.nvme_path is None,
-         source=_DS + "runtime/zero/stage3.py: os.path.join(nvme_path, …) is a TypeError where it is None"),
-    Rule(name="ratio needs ZeRO-3", options=("zero_stage", "offload"),
-         says="a part of the optimizer is offloaded under ZeRO-3 only",
-         breaks=lambda m, k, c: c.zero.offload_ratio < 1 and c.zero.stage < 3,
-         source=_DS + "runtime/zero/stage3.py: subgroup_to_device; stage_1_and_2.py never reads ratio"),
-    Rule(name="ratio needs an optimizer in RAM", options=("offload",),
-         says="a part of the optimizer stays on the GPU only if the rest is in host RAM",
-         breaks=lambda m, k, c: c.zero.offload_ratio < 1 and c.zero.offload not in _IN_RAM,
-         source=_DS + "runtime/zero/stage3.py: partial_offload with DeepSpeedCPUAdam"),
-    Rule(name="CPU optimizer is Adam", options=("optimizer", "offload"),
-         says="an offloaded optimizer must be AdamW, the only one on the CPU",
-         breaks=lambda m, k, c: c.zero.is_offloaded and c.step.optimizer is not Optimizer.ADAMW
-         and c.model.is_deepspeed,
-         source="accelerate 1.15 utils/deepspeed.py: map_pytorch_optim_to_deepspeed makes CPUAdam of all, or raises"),
-    Rule(name="Adafactor factors matrices", options=("optimizer", "zero_stage"),
-         says="ZeRO steps flat shards, in which Adafactor finds no rows and columns",
-         breaks=lambda m, k, c: c.zero.stage > 0 and c.step.optimizer is Optimizer.ADAFACTOR and c.model.is_deepspeed,
-         source="Transformers 5.23 optimization.py: Adafactor._get_options (factored needs two dimensions)"),
-    Rule(name="hpZ needs ZeRO-3", options=("zero_stage",),
-         says="a second copy of the parameters inside each node (hpZ) exists under ZeRO-3 only",
-         breaks=lambda m, k, c: c.zero.hpz > 1 and c.zero.stage < 3,
-         source=_DS + "runtime/zero/partition_parameters.py alone reads zero_hpz_partition_size"),
-    Rule(name="hpZ divides the GPUs", options=(),
-         says="hpZ must divide the GPUs of a node",
-         breaks=lambda m, k, c: k.gpus_per_node % c.zero.hpz != 0,
-         source=_DS + "utils/groups.py: _create_zero_param_parallel_group, _ensure_divisibility"),
-    Rule(name="hpZ keeps its copy on the GPU", options=("offload",),
-         says="hpZ's second copy follows offloaded parameters to the CPU, where it saves nothing",
-         breaks=lambda m, k, c: c.zero.hpz > 1 and c.zero.offloads_params,
-         source=_DS + "runtime/zero/partition_parameters.py: _partition_param_sec (device=self.remote_device)"),
-    Rule(name="hpZ and AutoTP", options=("tp",),
-         says="hpZ groups consecutive ranks, and AutoTP's groups cross them",
-         breaks=lambda m, k, c: c.zero.hpz > 1 and c.parallel.tp > 1,
-         source=_DS + "utils/groups.py: _create_zero_param_parallel_group takes consecutive ranks of the world"),
-    Rule(name="qwZ needs ZeRO-3", options=("qwz", "zero_stage"),
-         says="parameters are gathered in 8 bits (qwZ) under ZeRO-3 only",
-         breaks=lambda m, k, c: c.zero.qwz and c.zero.stage < 3,
-         source=_DS + "runtime/zero/partition_parameters.py alone reads zero_quantized_weights"),
-    Rule(name="qwZ and QLoRA", options=("qwz", "method"),
-         says="qwZ would round weights that are in 4 bits already",
-         breaks=lambda m, k, c: c.zero.qwz and c.model.method is Method.QLORA,
-         source=_DS + "runtime/zero/partition_parameters.py: CUDAQuantizer.quantize casts what it gets to fp16"),
-    Rule(name="qwZ and shares of eight", options=("qwz",),
-         says="the kernel of qwZ takes eight elements at a time, so the GPUs must divide the hidden size",
-         breaks=lambda m, k, c: c.zero.qwz and m.hidden_size % k.num_gpus != 0,
-         source=_DS + "runtime/zero/partition_parameters.py: CUDAQuantizer.quantize"),
+    *ZERO_RULES,
     Rule(name="SP and AutoTP", options=("sp", "tp"),
          says="sequence and tensor parallelism exclude each other",
          breaks=lambda m, k, c: c.parallel.sp > 1 and c.parallel.tp > 1,

@@ -16,7 +16,8 @@ from dstrain.plan.estimate import supported_precision
 from dstrain.plan.request import Request
 from dstrain.plan.search.buffer_sizes import ROOMY, TIGHT, sizes, sizes_of_transformers
 from dstrain.plan.search.contradictions import contradiction, no_batch
-from dstrain.plan.search.rules import Rule, broken
+from dstrain.plan.search.rule import Rule
+from dstrain.plan.search.rules import broken
 
 T = TypeVar("T")
 
@@ -171,7 +172,7 @@ def with_defaults(workload: Workload, request: Request) -> Configuration:
         asked,
         model=replace(asked.model, precision=request.precision or supported_precision(cluster)),
         batch=replace(asked.batch, seq_len=seq_len, rope_scaling=scaling),
-        zero=Zero(overlap_comm=cluster.num_gpus > 1, qwz=request.qwz),
+        zero=Zero(overlap_comm=cluster.num_gpus > 1, qwz=request.qwz, qgz=request.qgz),
         expandable_segments=asked.model.is_deepspeed,  # `dstrain run` sets it, PyTorch alone does not
     )
 

@@ -14,6 +14,9 @@ from dstrain.plan.speed.efficiency import Efficiency
 from dstrain.plan.speed.nccl import START_S, Wire, collective_s
 from dstrain.plan.speed.traffic import Work
 
+_MATRICES_PER_LAYER = 7
+"""Query, key, value, output, gate, up and down."""
+
 
 class Phase(StrEnum):
     """The phase of a step."""
@@ -75,7 +78,7 @@ def collectives(cluster: Cluster, configuration: Configuration, work: Work) -> l
     sent: list[Collective] = []
     for part in _parts(cluster, c, work):
         if part.ranks > 1:
-            sent += _sharded(c, part, work) if c.zero.stage == 3 else _replicated(c, part, work)
+            sent += _sharded(cluster, c, part, work) if c.zero.stage == 3 else _replicated(c, part, work)
     if c.parallel.sp > 1:
         sent += _sequence_parallel(c, work)
     if c.parallel.tp > 1:
@@ -150,7 +153,7 @@ def _replicated(c: Configuration, part: _Part, work: Work) -> list[Collective]:
     return [reduced, gathered] if is_deepspeed and stage > 0 else [reduced]
 
 
-def _sharded(c: Configuration, part: _Part, work: Work) -> list[Collective]:
+def _sharded(cluster: Cluster, c: Configuration, part: _Part, work: Work) -> list[Collective]:
     """Returns what ZeRO-3 and PyTorch's full sharding send for every micro-batch: two gathers and a reduce-scatter.
 
     Checkpointing computes again while the backward pass has the parameters. DeepSpeed keeps what is used again within
@@ -172,12 +175,28 @@ def _sharded(c: Configuration, part: _Part, work: Work) -> list[Collective]:
     if not is_deepspeed:
         messages += 2 * work.num_adapters
     group = c.zero.hpz if 1 < c.zero.hpz < part.ranks else part.ranks
-    reduced = c.model.item * part.trainable
-    scatters = 1 + (part.trainable / max(1, c.zero.reduce_bucket_size) if is_deepspeed else work.num_layers)
-    return [
+    gathers = [
         part.send(Phase.FORWARD, size, messages, is_hidden=hidden),
         part.send(Phase.BACKWARD, again * size, again * messages, ranks=group, is_hidden=hidden),
-        part.send(Phase.BACKWARD, reduced, scatters, is_hidden=hidden),
+    ]
+    if c.zero.qgz and cluster.num_nodes > 1:
+        return gathers + _quantized_gradients(cluster, part, work, hidden)
+    scatters = 1 + (part.trainable / max(1, c.zero.reduce_bucket_size) if is_deepspeed else work.num_layers)
+    return [*gathers, part.send(Phase.BACKWARD, c.model.item * part.trainable, scatters, is_hidden=hidden)]
+
+
+def _quantized_gradients(cluster: Cluster, part: _Part, work: Work, hidden: bool) -> list[Collective]:
+    """Returns qgZ's all-to-alls in 4 bits: all gradients inside each node, then each GPU's sums between nodes.
+
+    Every matrix is sent alone, its scales too. Source: ZeRO++ (arXiv 2306.10209), 3.3; deepspeed 0.19.8
+    runtime/comm/coalesced_collectives.py: all_to_all_quant_reduce.
+    """
+    local, size = cluster.gpus_per_node, part.trainable / 2
+    messages = 2 * _MATRICES_PER_LAYER * work.num_layers
+    options: dict[str, Any] = {"is_hidden": hidden, "is_ring": False}
+    return [
+        part.send(Phase.BACKWARD, size, messages, ranks=local, stride=1, **options),
+        part.send(Phase.BACKWARD, size / local, messages, ranks=cluster.num_nodes, stride=local, **options),
     ]
 
 

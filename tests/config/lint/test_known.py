@@ -249,6 +249,24 @@ def test_quantized_gradients_must_be_fp16(more: str, is_wrong: bool) -> None:
     assert "DS810" not in [each.rule for each in found(body, hosts=hostfile.expand("a:8", None))]
 
 
+@pytest.mark.parametrize(
+    ("model", "hosts", "lost"),
+    [
+        ("qwen3-32b", "a:8,b:8", None),
+        ("qwen3-32b", "a:8,b:8,c:8", None),  # reduced unquantized: 2 × 24 does not divide them
+        ("qwen3-30b-a3b", "a:8,b:8", "mlp.experts.gate_up_proj (128 × 1536 × 2048)"),
+        ("qwen3-30b-a3b", "a:8", None),
+        ("qwen3-32b", "a:5,b:5", "model.embed_tokens.weight (151936 × 5120)"),
+        ("gemma-3-27b", "a:8,b:8", None),  # its vision tower does not train,
+    ],
+)
+def test_quantized_gradients_need_shapes_that_their_kernels_read(model: str, hosts: str, lost: str | None) -> None:
+    body = ' "fp16": {"enabled": true}, "zero_optimization": {"stage": 3, "zero_quantized_gradients": true}}'
+    known = {"hosts": hostfile.expand(hosts, None), "model": probe.read_model(model)}
+    every = [each for each in found(body, **known) if each.rule == "DS811"]
+    assert [lost is not None and lost in each.problem for each in every] == ([True] if lost else [])
+
+
 def test_hpz_must_divide_the_gpus_of_a_node() -> None:
     body = ' "zero_optimization": {"stage": 3, "zero_hpz_partition_size": 3}}'
     assert "8 GPUs of a node" in one("DS801", found(body, hosts=hostfile.expand("a:8,b:8", None))).problem

@@ -41,6 +41,11 @@ BROKEN: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("qwZ needs ZeRO-3", "qwen3-8b", {"zero_stage": 2, "qwz": True}),
     ("qwZ and QLoRA", "qwen3-8b", {"zero_stage": 3, "qwz": True, "method": Method.QLORA}),
     ("qwZ and shares of eight", "qwen3-8b", {"zero_stage": 3, "qwz": True}),
+    ("qgZ needs ZeRO-3", "qwen3-8b", {"zero_stage": 2, "qgz": True}),
+    ("qgZ and nodes", "qwen3-8b", {"zero_stage": 3, "qgz": True}),
+    ("qgZ and parallelism", "qwen3-8b", {"zero_stage": 3, "qgz": True, "sp": 2}),
+    ("qgZ and adapters", "qwen3-8b", {"zero_stage": 3, "qgz": True, "method": Method.LORA}),
+    ("qgZ and shapes", "qwen3-30b-a3b", {"zero_stage": 3, "qgz": True}),
     ("SP and windows", "gemma-3-27b", {"sp": 2, "seq_len": 8192}),
     ("SP and lengths", "qwen3-8b", {"sp": 2, "rope_scaling": RopeScaling(rope_type=RopeType.DYNAMIC, factor=2.0)}),
     ("SP and images", "qwen3-vl-8b", {"sp": 2, "image_patches": 1024}),
@@ -91,11 +96,13 @@ FACTS: dict[str, dict[str, Any]] = {
     "loss of traced code": {"traced": Traced(note="traced", profile=_PROFILE)},
 }
 """Facts of the model that a rule needs."""
+GPUS = {"qgZ and nodes": 8}
+"""GPUs, where they are not two nodes of eight."""
 
 
 @pytest.mark.parametrize(("name", "model", "changes"), BROKEN, ids=[name for name, _, _ in BROKEN])
 def test_a_rule_alone_forbids_what_breaks_it(name: str, model: str, changes: dict[str, Any]) -> None:
-    workload = ask(model=model, gpus=16).workload
+    workload = ask(model=model, gpus=GPUS.get(name, 16)).workload
     workload = replace(workload, model=replace(workload.model, **FACTS.get(name, {})))
     found = broken(workload, changed(DEFAULTS, **changes))
     assert [rule.name for rule in found] == [name]

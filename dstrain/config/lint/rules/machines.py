@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from dstrain.choices import Precision
+from dstrain.config.lint.advisory import trains_in
 from dstrain.config.lint.finding import Fault, Severity
 from dstrain.config.lint.rule import STOPS, Rule
 from dstrain.config.lint.subject import Subject
+from dstrain.plan.quantized_gradients import garbled
 from dstrain.units import format_bytes
 
 _ZERO = "zero_optimization."
@@ -41,13 +44,30 @@ def _divides(subject: Subject) -> Iterator[Fault]:
 def _not_half(subject: Subject) -> Iterator[Fault]:
     key = "zero_quantized_gradients"
     is_one_node = subject.hosts is not None and len(subject.hosts.hosts) == 1
-    sent_as = subject.at("communication_data_type", None) or ("fp16" if subject.is_true("fp16.enabled") else "no fp16")
+    sent_as = subject.at("communication_data_type", None) or ("fp16" if trains_in(subject, Precision.FP16) else "?")
     if subject.stage == 3 and subject.is_true(_ZERO + key) and sent_as != "fp16" and not is_one_node:
         yield Fault(
             pointer=("zero_optimization", key),
             problem=f"{key} is true, and gradients are not fp16",
             effect="training goes wrong without an error: DeepSpeed's kernel reads their bits as fp16",
             fix='remove the line, or write "communication_data_type": "fp16"',
+        )
+
+
+def _garbled(subject: Subject) -> Iterator[Fault]:
+    key = "zero_quantized_gradients"
+    if subject.hosts is None or len(subject.hosts.hosts) == 1 or subject.model is None or subject.stage < 3:
+        return
+    ranks = subject.hosts.num_slots
+    trains_tower = subject.job is not None and not subject.job.job.freeze_vision_tower
+    lost = garbled(subject.model, ranks, trains_tower=trains_tower)
+    if subject.is_true(_ZERO + key) and lost:
+        shape = " × ".join(map(str, lost[0].shape))
+        yield Fault(
+            pointer=("zero_optimization", key),
+            problem=f"{key} is true, and {lost[0].name} ({shape}) does not suit its kernels on {ranks} GPUs",
+            effect="training goes wrong without an error: parts of the gradients are never written",
+            fix="remove the line",
         )
 
 
@@ -143,6 +163,8 @@ RULES = (
          source="deepspeed 0.19.8 runtime/zero/stage3.py: __avg_scatter_grads (num_nodes > 1)"),
     Rule(id="DS810", severity=Severity.ERROR, title="quantized gradients that are not fp16", find=_not_half,
          source="deepspeed 0.19.8 ops/csrc/quantization/pt_binding.cpp: ds_swizzle_quant (read, not run)"),
+    Rule(id="DS811", severity=Severity.ERROR, title="quantized gradients of unsuitable shapes", find=_garbled,
+         source="deepspeed 0.19.8 ops/csrc/quantization/swizzled_quantize.cu (read, not run)"),
     Rule(id="DS804", severity=Severity.ERROR, title="does not fit the disk", find=_disk,
          source="dstrain.plan.estimate"),
 )

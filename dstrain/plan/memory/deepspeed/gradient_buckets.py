@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from dstrain.plan.memory.deepspeed.byte_account import ByteAccount, Part, rounded
 from dstrain.plan.memory.deepspeed.modules import Modules
+from dstrain.plan.quantized_gradients import work_bytes
 
 ALLREDUCE_ELEMENTS = 500_000_000
 """Elements of gradient that ZeRO-0 reduces at once. Source: deepspeed 0.19.8 runtime/engine.py:
@@ -42,6 +43,10 @@ class Reduces:
     """Whether gradients go to the host."""
     micro_steps: int
     """Micro-batches of one step."""
+    qgz: bool = False
+    """`zero_quantized_gradients`: quantized one tensor at a time, from fp16."""
+    casts: bool = False
+    """Whether gradients become fp16 for that."""
 
 
 class Reducer:
@@ -147,9 +152,13 @@ class ShardedReducer(Reducer):
         padded = [self.weights[weight].padded(how.ranks) for weight in weights]
         large = [weight for weight in weights if self.numel[weight] > how.bucket]
         flat = 0
-        if how.communicated != how.item:
+        if how.communicated != how.item or how.casts:
             flat += sum(rounded(self.numel[weight] * how.communicated) for weight in large)
-        if len(shares) > 1 or self.numel[weights[0]] != padded[0]:
+        if how.qgz:
+            for weight in sorted(weights):
+                self.account.passing(Part.BUFFERS, flat + work_bytes(self.numel[weight], how.ranks))
+                flat += rounded(self.weights[weight].share(how.ranks) * how.communicated)
+        elif len(shares) > 1 or self.numel[weights[0]] != padded[0]:
             flat += rounded(sum(padded) * how.communicated)
         self.account.add(Part.BUFFERS, flat)
         if how.accumulated != how.communicated:  # the partitions in another dtype take the flat copy's place

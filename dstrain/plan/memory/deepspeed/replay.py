@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from dstrain.choices import Precision
 from dstrain.plan.memory.deepspeed.byte_account import Action, ByteAccount, Part
 from dstrain.plan.memory.deepspeed.gradient_buckets import Reducer, Reduces, ShardedReducer, WideReducer
 from dstrain.plan.memory.deepspeed.modules import Modules
@@ -90,6 +91,8 @@ def _reducer(modules: Modules, settings: Settings, ranks: int, rank: int, accoun
         overlaps=settings.zero.overlap_comm,
         is_offloaded=settings.zero.is_offloaded,
         micro_steps=settings.step.grad_accum,
+        qgz=settings.zero.qgz,
+        casts=settings.zero.qgz and settings.model.precision is not Precision.FP16,
     )
     if settings.zero.stage == 3:
         return ShardedReducer(modules, how, account)
