@@ -170,6 +170,8 @@ class Job:
     """Tensor-parallel ranks (DeepSpeed's AutoTP), which share each weight; they divide GPUs and key-value heads."""
     ep: Positive = 1
     """Expert-parallel ranks (DeepSpeed's AutoEP), which share each layer's experts; they divide GPUs and experts."""
+    router_aux_loss_coef: NonNegative | None = None
+    """Weight of the loss that balances experts; default: the model's, where its config.json asks for that loss."""
     loss: Literal[LossKernel.FULL, LossKernel.CHUNKED, LossKernel.FUSED] = LossKernel.FULL
     """The same loss with less memory: `chunked` keeps no logits in fp32, `fused` those of a few hundred tokens."""
     grad_ckpt: bool = True

@@ -14,9 +14,11 @@ from dstrain.job.schema import Job
 def shown(value: Any) -> str:
     """Returns a value as a job file has it.
 
-    >>> shown(True), shown(3)
-    ('true', '3')
+    >>> shown(True), shown(3), shown(None)
+    ('true', '3', 'null')
     """
+    if value is None:
+        return "null"
     if isinstance(value, tuple):
         return f"[{', '.join(map(str, value))}]"
     return str(value).lower() if isinstance(value, bool) else str(value)
@@ -59,6 +61,7 @@ LIMITS = (
     TaskLimit(key="sp", values=(1,), why="an answer is not shared by ranks"),
     TaskLimit(key="tp", values=(1,), why="ranks that share the head have parts of the log-probabilities"),
     TaskLimit(key="ep", values=(1,), why="it was not tried with shared experts"),
+    TaskLimit(key="router_aux_loss_coef", values=(None, 0.0), why="its loss has no place for that of routers"),
     TaskLimit(key="loss_on", values=(LossOn.ANSWER, LossOn.LAST), why="only the last answer counts"),
     TaskLimit(key="data_format", values=(DataFormat.AUTO, DataFormat.PREFERENCE), why="it trains on pairs of answers"),
     TaskLimit(

@@ -14,6 +14,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from dstrain.choices import HealthAction
 from dstrain.errors import RunFailed
+from dstrain.monitor.expert_loads import ExpertLoads
 from dstrain.monitor.health.nonfinite import Finding, check
 from dstrain.monitor.health.watch import Watch
 from dstrain.monitor.meter import Meter
@@ -41,9 +42,11 @@ class MetricsCallback(TrainerCallback):
         first_steps: FirstSteps | None = None,
         sinks: Sequence[Guarded],
         say: Say,
+        experts: ExpertLoads | None = None,
     ) -> None:
         """`group` is a gloo group of all ranks; only rank 0 has files, `first_steps` and `sinks`, and sees `watch`."""
         self.meter = meter
+        self._experts = experts
         self._group = group
         self._against = against
         self._metrics = metrics
@@ -76,6 +79,8 @@ class MetricsCallback(TrainerCallback):
             self._tokens_before = next((int(line["tokens_seen"]) for line in earlier[::-1] if "tokens_seen" in line), 0)
         self._first_step = state.global_step
         self.meter.restart()
+        if self._experts is not None:
+            self._experts.restart()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Gathers the readings of all ranks if this step is logged."""
@@ -84,6 +89,8 @@ class MetricsCallback(TrainerCallback):
         steps, self._last_step = state.global_step - self._last_step, state.global_step
         readings = self._gather(self.meter.close())
         self._window = summarize(readings, steps=steps, against=self._against)
+        if self._experts is not None:
+            self._window |= self._experts.close()
         self.total_tokens += self._window["tokens"]
         self._window["tokens_seen"] = self._tokens_before + self.total_tokens
         peak = self._window.get("peak_bytes_per_gpu")

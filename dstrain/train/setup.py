@@ -20,6 +20,7 @@ from dstrain.heartbeat import Phase, Sender
 from dstrain.job import task_limits
 from dstrain.job.schema import Job
 from dstrain.monitor.callback import MetricsCallback
+from dstrain.monitor.expert_loads import ExpertLoads, routers_of
 from dstrain.monitor.health.history import Facts
 from dstrain.monitor.health.watch import Watch
 from dstrain.monitor.measured import measurement
@@ -152,6 +153,7 @@ class TrainingSetup:
             first_steps=first_steps,
             sinks=sinks,
             say=self.rank.say,
+            experts=ExpertLoads(routers_of(self.model), self.group),
         )
         trainer = self._kind_of_trainer()(
             job=self.job,
@@ -172,9 +174,8 @@ class TrainingSetup:
             processing_class=self.tokenizer,
             extra_files=self.images.files if self.images else (),
         )
-        trainer.add_callback(
-            MeasureCallback(lambda: trainer.model_wrapped, self.run_dir, group=self.group, is_first=first)
-        )
+        measures = MeasureCallback(lambda: trainer.model_wrapped, self.run_dir, group=self.group, is_first=first)
+        trainer.add_callback(measures)
         return trainer
 
     def _checks(self, first_steps: FirstSteps | None) -> Checks:

@@ -31,6 +31,7 @@ from dstrain.train.evaluation import Share, loss_of, mean_loss, without_targets
 from dstrain.train.loss import is_that_of_logits, sums_of, takes_targets
 from dstrain.train.preflight.checks import Checks
 from dstrain.train.rank import Rank
+from dstrain.train.router_loss import RouterLoss
 from dstrain.train.saving import SavingTrainer
 
 _TRIED_TOKENS = 16
@@ -56,8 +57,7 @@ class Trainer(SavingTrainer):
         checks: Checks | None = None,
         **options: Any,
     ) -> None:
-        """`group` is a gloo group of all ranks or None with one rank, `checks` precede the first step; `options` are
-        those of `SavingTrainer`."""
+        """`group`: gloo, of all ranks; None with one. `checks` precede the first step. `options`: SavingTrainer's."""
         super().__init__(job=job, rank=rank, **options, callbacks=[metrics])
         self.remove_callback(transformers.PrinterCallback)
         self._has_masks = False  # whether packed rows need explicit masks, see `Trial`
@@ -67,6 +67,7 @@ class Trainer(SavingTrainer):
         self._metrics = metrics
         self._heartbeat = heartbeat
         self._checks = checks
+        self._router_loss = RouterLoss(self.model, job, rank.world_size)
         self.num_shares = job.data_parallel(rank.world_size)
         """Ranks, or groups of ranks, that have micro-batches of their own."""
         self._share, index_in_group = divmod(rank.index, job.ranks_per_batch)
@@ -101,11 +102,20 @@ class Trainer(SavingTrainer):
             inputs["attention_mask"] = packed_masks(self.model, inputs["position_ids"])
         return inputs
 
+    def compute_loss(
+        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """Returns the loss of a micro-batch; the mean over the ranks, summed over a step, is that of its tokens."""
+        inputs = {**inputs, **self._router_loss.arguments}
+        loss, outputs = super().compute_loss(model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch)
+        if self.model_accepts_loss_kwargs and num_items_in_batch is not None:
+            loss = self._router_loss.weighed(loss, outputs, self.current_gradient_accumulation_steps)
+        return (loss, outputs) if return_outputs else loss
+
     def _get_train_sampler(self, train_dataset: Any = None) -> RandomSampler:
         """Returns the sampler of an epoch, padded to whole steps with samples that are drawn again.
 
-        Thus each step has the same samples on any number of ranks. Accelerate pads as well, but to one micro-batch per
-        rank, and with the first samples of the epoch.
+        Thus each step has the same samples on any number of ranks. Accelerate pads to a micro-batch of each rank.
         """
         data: Any = self.train_dataset if train_dataset is None else train_dataset
         batch = self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps * self.num_shares

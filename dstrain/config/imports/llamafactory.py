@@ -76,6 +76,7 @@ ROWS = table(
     to("lora_alpha", "lora.alpha", _alpha, default=None),
     to("lora_dropout", "lora.dropout", convert.number, default=0.0),
     to("lora_target", "lora.targets", _targets, default="all"),
+    to("moe_aux_loss_coef", "router_aux_loss_coef", convert.number),
     to("cutoff_len", "seq_len", convert.count, default=2048),
     to("neat_packing", "packing", convert.flag, default=False),
     to("packing", "packing", _packing),
@@ -137,7 +138,6 @@ ROWS = table(
         """,
         "loss: fused spares the logits",
     ),
-    lacks("moe_aux_loss_coef", "the model's own coefficient is used", unless=()),
     lacks("disable_shuffling early_stopping_steps eval_on_each_dataset", "not in a job"),
     lacks(
         """

@@ -115,6 +115,7 @@ ROWS = table(
     to("train_type", "method", _method, note="`tuner_type` since ms-swift 4"),
     to("sft_type", "method", _method, note="`tuner_type` since ms-swift 4"),
     read_with("quant_bits quant_method bnb_4bit_compute_dtype", "tuner_type"),
+    to("router_aux_loss_coef", "router_aux_loss_coef", convert.number),
     to("lora_rank", "lora.rank", convert.count, default=8),
     to("lora_alpha", "lora.alpha", convert.count, default=32),
     to("lora_dropout", "lora.dropout", convert.number, default=0.05),
@@ -209,7 +210,6 @@ ROWS = table(
         unless=(False,),
     ),
     lacks("early_stop_interval callbacks", "not in a job", unless=()),
-    lacks("router_aux_loss_coef", "the model's own coefficient is used", unless=(0, 0.0)),
     lacks("new_special_tokens", "add the tokens to the saved model first", unless=()),
     stops(
         """

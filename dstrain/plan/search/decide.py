@@ -9,7 +9,7 @@ from dstrain.choices import Attention, Method, Offload, Optimizer, Precision
 from dstrain.errors import InvalidConfig
 from dstrain.facts.cluster.cluster import Cluster, Origin
 from dstrain.facts.cluster.cpu import QGZ, QWZ, limits_of
-from dstrain.facts.model.model_facts import Kind, ModelFacts
+from dstrain.facts.model.model_facts import Kind, ModelFacts, Moe
 from dstrain.facts.workload import Workload
 from dstrain.plan import rope_scaling
 from dstrain.plan.configuration import Configuration, flat
@@ -60,6 +60,10 @@ class Survey:
     def first(self) -> Estimate:
         """The choice or, if nothing fits, the nearest estimate."""
         return self.proposals[0].estimate
+
+
+STEADY_BATCH = 256
+"""Samples of a step from which nothing is said of experts that train: a rule of thumb of guides to fine-tuning them."""
 
 
 def decide(workload: Workload, request: Request) -> Plan:
@@ -236,7 +240,19 @@ def _assumptions(workload: Workload, request: Request, chosen: Estimate) -> list
     if request.global_batch is None and request.micro_batch is None:
         samples = global_batch(cluster, configuration)
         notes.append(f"assumed: {samples} samples a step; change it with --global-batch")
+    if model.moe is not None and configuration.model.is_full:
+        notes += _experts_notes(model.moe, global_batch(cluster, configuration), configuration)
     return notes + learning_rate.notes(request, global_batch(cluster, configuration))
+
+
+def _experts_notes(moe: Moe, samples: int, configuration: Configuration) -> list[str]:
+    """Returns what a small batch gives to experts and routers that train."""
+    tokens = samples * configuration.batch.seq_len * moe.experts_per_token // moe.num_experts
+    if samples >= STEADY_BATCH:
+        return []
+    return [
+        f"an expert sees {tokens:,} tokens of a step at most; --global-batch {STEADY_BATCH} or more steadies routers"
+    ]
 
 
 def _precision_notes(workload: Workload, chosen: Estimate) -> list[str]:

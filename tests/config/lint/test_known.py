@@ -267,6 +267,24 @@ def test_quantized_gradients_need_shapes_that_their_kernels_read(model: str, hos
     assert [lost is not None and lost in each.problem for each in every] == ([True] if lost else [])
 
 
+@pytest.mark.parametrize(
+    ("model", "shared", "why"),
+    [
+        ("qwen3-30b-a3b", {}, None),
+        ("qwen3-8b", {}, "qwen3-8b has no experts"),
+        ("qwen3-30b-a3b", {"ep": 2}, "ep is above 1"),
+    ],
+)
+def test_the_loss_of_routers_needs_whole_ones(
+    tmp_path: Path, model: str, shared: dict[str, int], why: str | None
+) -> None:
+    path = tmp_path / "job.yaml"
+    values = {"model": model, "output_dir": "out", "router_aux_loss_coef": 0.01, **shared}
+    path.write_text("".join(f"{key}: {value}\n" for key, value in values.items()))
+    every = [each for each in found(ZERO2, job=read_job(path), model=probe.read_model(model)) if each.rule == "DS606"]
+    assert [why is not None and why in each.problem for each in every] == ([True] if why else [])
+
+
 def test_hpz_must_divide_the_gpus_of_a_node() -> None:
     body = ' "zero_optimization": {"stage": 3, "zero_hpz_partition_size": 3}}'
     assert "8 GPUs of a node" in one("DS801", found(body, hosts=hostfile.expand("a:8,b:8", None))).problem

@@ -92,6 +92,21 @@ def _reentrant(subject: Subject) -> Iterator[Fault]:
         )
 
 
+def _router_loss(subject: Subject) -> Iterator[Fault]:
+    job = subject.job.job if subject.job is not None else None
+    if subject.job is None or job is None or subject.model is None or not job.router_aux_loss_coef:
+        return
+    shared = next((key for key in ("sp", "tp", "ep") if getattr(job, key) > 1), None)
+    why = f"{subject.model.name} has no experts" if subject.model.moe is None else f"{shared} is above 1"
+    if subject.model.moe is None or shared is not None:
+        yield Fault(
+            place=subject.job.locate(("router_aux_loss_coef",)),
+            problem=f"router_aux_loss_coef is {job.router_aux_loss_coef:g}, but {why}",
+            effect="the run stops before its first step: no rank has the logits of all routers",
+            fix="remove the line",
+        )
+
+
 # fmt: off
 RULES = (
     Rule(id="DS601", severity=Severity.WARNING, title="ZeRO-3 that saves no weights", find=_saving,
@@ -102,6 +117,8 @@ RULES = (
          source="accelerate 1.15 accelerator.py: _prepare_deepspeed, hidden_size_based_keys"),
     Rule(id="DS605", severity=Severity.INFO, title="adapters under ZeRO-3 with checkpointing", find=_reentrant,
          source="transformers#47254, trl#2514; dstrain/train/arguments.py: checkpointing_kwargs"),
+    Rule(id="DS606", severity=Severity.ERROR, title="loss of routers that cannot be computed", find=_router_loss,
+         source="dstrain/train/router_loss.py"),
     Rule(id="DS604", severity=Severity.WARNING, title="fp16 for a model trained in bf16", find=_fp16,
          source="Transformers' DeepSpeed guide; T5 and Gemma"),
 )

@@ -1,0 +1,153 @@
+"""Mixtures of experts: their auxiliary loss does not depend on ranks and accumulation, and loads are counted."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from dstrain.errors import InvalidConfig
+from dstrain.job.schema import Job
+from dstrain.monitor.expert_loads import ExpertLoads, balance, routers_of
+from dstrain.train.router_loss import RouterLoss
+from tests.train.engine import Engine
+from tests.train.launching import codes, lines, losses, make_run, said
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "num_experts_per_tok": 2,
+}
+LATENT: dict[str, Any] = {
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 16,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 16,
+}
+
+
+def job(**values: Any) -> Job:
+    return Job(model="", output_dir="", **values)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "num_layers"),
+    [
+        ("qwen3_moe", {"num_experts": 6, "moe_intermediate_size": 16}, 2),
+        ("mixtral", {"num_local_experts": 6}, 2),
+        ("gpt_oss", {"num_local_experts": 6, "head_dim": 16}, 2),
+        ("glm4_moe", {"n_routed_experts": 6, **LATENT, "topk_group": 2, "head_dim": 16}, 1),
+        ("deepseek_v3", {"n_routed_experts": 6, **LATENT, "topk_group": 2}, 1),
+        ("qwen3", {}, 0),
+    ],
+)
+def test_every_router_is_counted_layer_by_layer(family: str, options: dict[str, Any], num_layers: int) -> None:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[family](**{**SIZES, **options}))
+    loads = ExpertLoads(routers_of(model), None)
+    tokens = torch.randint(0, 96, (2, 10))
+    model.eval()
+    model(tokens)
+    assert loads.close() == {}  # nothing has trained
+    model.train()
+    model(tokens)
+    found = loads.close()
+    assert bool(found) == bool(num_layers)
+    if found:
+        assert found["experts"] == 6 * num_layers
+        assert len(found["expert_load_cv_by_layer"]) == num_layers
+        assert 0 <= found["expert_load_cv"] <= found["expert_load_cv_worst_layer"] <= 5**0.5
+        assert 1 <= found["expert_load_max_over_mean"] <= 6
+    assert loads.close() == {}
+
+
+def test_balance_is_that_of_the_counts() -> None:
+    found = balance([[30, 10, 0, 0], [10, 10, 10, 10]])
+    assert found["dead_experts_by_layer"] == [2, 0]
+    assert found["expert_load_max_over_mean"] == 3
+    assert found["expert_load_cv_worst_layer"] == pytest.approx(1.5**0.5)
+    assert found["expert_load_diversity_by_layer"][1] == pytest.approx(1)
+
+
+def test_the_coefficient_weighs_a_mean_over_micro_batches() -> None:
+    config = Qwen3MoeConfig(**SIZES, num_experts=4, moe_intermediate_size=16, router_aux_loss_coef=0.25)
+    torch.manual_seed(0)
+    model = Qwen3MoeForCausalLM(config)
+    tokens = torch.randint(0, 96, (1, 12))
+    wanted, micro_batches, num_ranks = 0.5, 4, 2
+    router_loss = RouterLoss(model, job(router_aux_loss_coef=wanted), num_ranks)
+    plain = model(tokens, labels=tokens).loss
+    outputs = model(tokens, labels=tokens, **router_loss.arguments)
+    found = router_loss.weighed(num_ranks * outputs.loss, outputs, micro_batches)
+    assert found.item() == pytest.approx(
+        num_ranks * plain.item() + wanted / micro_batches * outputs.aux_loss.item(), rel=1e-5
+    )
+
+
+@pytest.mark.parametrize(
+    ("coefficient", "own", "is_on", "weight"),
+    [(None, False, False, 0), (None, True, True, 0.25), (0.0, True, False, 0), (0.1, False, True, 0.1)],
+)
+def test_without_a_coefficient_the_models_own_counts(
+    coefficient: float | None, own: bool, is_on: bool, weight: float
+) -> None:
+    sizes = {**SIZES, "num_experts": 4, "moe_intermediate_size": 16}
+    config = Qwen3MoeConfig(**sizes, router_aux_loss_coef=0.25, output_router_logits=own)
+    found = RouterLoss(Qwen3MoeForCausalLM(config), job(router_aux_loss_coef=coefficient), 2)
+    assert (found.arguments, found.coefficient) == ({"output_router_logits": is_on}, weight)
+
+
+def test_models_and_jobs_without_such_a_loss_are_refused() -> None:
+    dense = AutoModelForCausalLM.from_config(Qwen3Config(**{**SIZES, "head_dim": 16}))
+    with pytest.raises(InvalidConfig, match="Qwen3ForCausalLM has no auxiliary loss"):
+        RouterLoss(dense, job(router_aux_loss_coef=0.1), 1)
+    assert RouterLoss(dense, job(), 1).arguments == {}
+    sparse = Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, num_experts=4, moe_intermediate_size=16))
+    with pytest.raises(InvalidConfig, match="ep is 2"):
+        RouterLoss(sparse, job(router_aux_loss_coef=0.1, ep=2), 2)
+
+
+def test_losses_and_norms_are_the_same_on_two_ranks_that_accumulate(demo: Path, engine: Engine, tmp_path: Path) -> None:
+    """Every sample is the same one, so that the auxiliary loss of a micro-batch does not depend on how many it has."""
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(demo / "model")
+    sizes = {**SIZES, "vocab_size": len(tokenizer), "num_experts": 4, "moe_intermediate_size": 16}
+    torch.manual_seed(0)
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, pad_token_id=tokenizer.pad_token_id))
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    first = (demo / "train.jsonl").read_text().splitlines()[0]
+    (tmp_path / "data.jsonl").write_text(f"{first}\n" * 8)
+    shared: dict[str, Any] = {
+        "model": str(tmp_path / "model"),
+        "data": str(tmp_path / "data.jsonl"),
+        "router_aux_loss_coef": 0.5,
+        "precision": "fp32",
+    }
+    runs = []
+    for ranks, micro_batch, grad_accum in ((1, 4, 1), (2, 1, 2)):
+        folder = tmp_path / f"{ranks} ranks"
+        make_run(folder, demo, zero={"stage": 2}, micro_batch=micro_batch, grad_accum=grad_accum, **shared)
+        engine.train(folder, ranks=ranks)
+        assert set(codes(folder)[-1]) == {0}, said(folder)[-3000:]
+        runs.append(folder)
+    alone, together = runs
+    assert losses(together) == pytest.approx(losses(alone), rel=1e-4)
+    for there, here in zip(lines(together), lines(alone), strict=True):
+        assert there["grad_norm"] == pytest.approx(here["grad_norm"], rel=1e-3)
+        assert there["expert_load_cv_by_layer"] == pytest.approx(here["expert_load_cv_by_layer"], abs=0.05)
+        assert there["experts"] == 8
+    assert json.loads((tmp_path / "model" / "config.json").read_text())["output_router_logits"] is False
