@@ -54,6 +54,17 @@ def test_nothing_points_outside_and_names_are_text(pages: Path) -> None:
     assert any("img src=x" in title for title in page.texts["h1"])
 
 
+def test_loads_of_experts_have_a_curve(dstrain: Type, tmp_path: Path) -> None:
+    lines = [json.loads(line) for line in (night(tmp_path / "night") / "metrics.jsonl").read_text().splitlines()]
+    text = "".join(
+        json.dumps({**line, "expert_load_cv": 0.3 + 0.01 * number}) + "\n" for number, line in enumerate(lines)
+    )
+    (tmp_path / "night" / "metrics.jsonl").write_text(text)
+    assert dstrain("report", "night", "--html", "page.html").returncode == 0
+    captions = parsed((tmp_path / "page.html").read_text(encoding="utf-8")).texts["figcaption"]
+    assert any("Load of experts" in caption for caption in captions)
+
+
 def test_the_curves_have_the_points_of_the_run(pages: Path) -> None:
     lines = [values for tag, values in parsed(text_of(pages, "cpu")).tags if tag == "polyline"]
     points = {str(line["class"]): str(line["points"]).split() for line in reversed(lines)}

@@ -139,10 +139,16 @@ def _plots(report: Report) -> Iterator[tuple[Any, dict[str, str]]]:
     if planned is not None and ranks and rates:
         curves.append(("planned", [(step, planned * ranks) for step, _ in (rates[0], rates[-1])]))
     losses, norms = [("train", report.losses), ("eval", report.evaluations)], [("train", series(windows, "grad_norm"))]
+    loads = [("train", series(windows, "expert_load_cv"))]
     for en, zh, found in (
         ("Loss", "Loss", plot(losses, form=lambda value: f"{value:.4g}", marks=marks)),
         ("Tokens per second of all GPUs", "所有 GPU 每秒 token 数", plot(curves, form=_rate, from_zero=True)),
         ("Gradient norm", "梯度范数", plot(norms, form=lambda value: f"{value:.3g}", marks=marks)),
+        (
+            "Load of experts: deviation over mean",
+            "专家负载：标准差 / 平均",
+            plot(loads, form=lambda value: f"{value:.3g}"),
+        ),
     ):
         if found is not None:
             yield found, {"en": en, "zh": zh}
