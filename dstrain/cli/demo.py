@@ -21,6 +21,8 @@ from dstrain.rundir import RunDir
 
 RANKS = 2
 """Ranks where the machine has no GPU."""
+EXPERTS = 8
+"""Experts of each layer with `--moe`."""
 SETTINGS = {
     "learning_rate": "5e-3",
     "logging_steps": "10",
@@ -35,9 +37,10 @@ SETTINGS = {
 @click.option("--offload", type=click.Choice(["none", "optimizer", "params"]), help="What leaves GPU memory.")
 @click.option("--hostfile", type=click.Path(path_type=Path, exists=True), help="Train over these hosts.")
 @click.option("--steps", type=click.IntRange(2), default=150, show_default=True, help="Optimizer steps.")
+@click.option("--moe", is_flag=True, help=f"Train a mixture of {EXPERTS} experts, with the loss that balances them.")
 @click.option("--json", "as_json", is_flag=True, help="Print the table as JSON to stdout.")
 def command(
-    folder: Path, zero_stage: int, offload: str | None, hostfile: Path | None, steps: int, as_json: bool
+    folder: Path, zero_stage: int, offload: str | None, hostfile: Path | None, steps: int, moe: bool, as_json: bool
 ) -> None:
     """Train a tiny model on this machine: no network and no GPU needed, about two minutes.
 
@@ -50,8 +53,8 @@ def command(
       dstrain demo demo3 --zero-stage 3
     """
     folder = folder.resolve()
-    output = _free_name(folder, f"output-zero{zero_stage}{'-' + offload if offload else ''}")
-    made = _build(folder)
+    output = _free_name(folder, f"output-zero{zero_stage}{'-' + offload if offload else ''}{'-moe' if moe else ''}")
+    made = _build(folder, num_experts=EXPERTS if moe else 0)
     gpus = len(probe.local_gpus())
     where = ["--hostfile", str(hostfile.resolve())] if hostfile else ["--gpus", str(gpus or RANKS)]
     if not gpus:
@@ -61,7 +64,7 @@ def command(
     sizes = ["--seq-len", "256", "--global-batch", str(8 * (gpus or RANKS)), "--packing"]
     _type(["gen-config", "--model", "./model", *where, *choice, *sizes, *data], folder)
     half = {"save_steps": max(1, steps // 2), "eval_steps": max(1, steps // 2)}
-    settings = {**SETTINGS, "max_steps": steps, **half}
+    settings = {**SETTINGS, "max_steps": steps, **half, **({"router_aux_loss_coef": "0.01"} if moe else {})}
     _type(["run", *(word for key, value in settings.items() for word in ("--set", f"{key}={value}"))], folder)
     _tell(made, RunDir(folder / output), folder, as_json=as_json)
 
@@ -75,10 +78,11 @@ def _free_name(folder: Path, name: str) -> str:
     return free
 
 
-def _build(folder: Path) -> dict[str, Any]:
+def _build(folder: Path, *, num_experts: int) -> dict[str, Any]:
     """Builds model and data; returns their sizes and the entropy to beat."""
     say(f"building a tiny Qwen3 model and data from Python's standard library in {folder}")
-    done = subprocess.run(python("-m", "dstrain.train.demo", str(folder)), capture_output=True, text=True, check=False)
+    words = python("-m", "dstrain.train.demo", str(folder), "--experts", str(num_experts))
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise EnvironmentProblem(f"the demo's model cannot be built:\n{done.stderr.strip()[-2000:]}")
     made: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])

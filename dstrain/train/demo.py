@@ -22,7 +22,13 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from dstrain.errors import EnvironmentProblem
 from dstrain.paths import write_atomic
@@ -72,7 +78,7 @@ class Demo:
     """Nats per token of the evaluation answers for a model that only knows how frequent each token is."""
 
 
-def build(folder: Path) -> Demo:
+def build(folder: Path, *, num_experts: int = 0) -> Demo:
     """Writes `model`, `train.jsonl` and `eval.jsonl` to the folder; the same bytes every time on the same Python."""
     pairs = pairs_of_standard_library()
     if len(pairs) < _FEWEST_PAIRS:
@@ -85,7 +91,7 @@ def build(folder: Path) -> Demo:
     for name, part in (("train.jsonl", train), ("eval.jsonl", evaluation)):
         write_atomic(folder / name, "".join(json.dumps(sample, ensure_ascii=False) + "\n" for sample in part))
     tokenizer = make_tokenizer(message["content"] for sample in train for message in sample["messages"])
-    model = make_model(tokenizer)
+    model = make_model(tokenizer, num_experts=num_experts)
     tokenizer.save_pretrained(folder / "model")
     model.save_pretrained(folder / "model")
     return Demo(
@@ -182,9 +188,21 @@ def make_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
     )
 
 
-def make_model(tokenizer: Any, *, hidden_size: int = 128, num_hidden_layers: int = 4) -> Qwen3ForCausalLM:
-    """Returns a Qwen3 with random weights, the same every time; leaves the state of other random numbers as it was."""
-    config = Qwen3Config(
+def make_model(
+    tokenizer: Any, *, hidden_size: int = 128, num_hidden_layers: int = 4, num_experts: int = 0
+) -> Qwen3ForCausalLM | Qwen3MoeForCausalLM:
+    """Returns a Qwen3 with random weights, the same every time; leaves the state of other random numbers as it was.
+
+    With experts each is a third as wide as the dense MLP, and a token visits two.
+    """
+    experts: dict[str, Any] = {
+        "num_experts": num_experts,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": hidden_size,
+        "norm_topk_prob": True,
+    }
+    kind: Any = Qwen3MoeConfig if num_experts else Qwen3Config
+    config = kind(
         vocab_size=len(tokenizer),
         hidden_size=hidden_size,
         intermediate_size=3 * hidden_size,
@@ -196,10 +214,11 @@ def make_model(tokenizer: Any, *, hidden_size: int = 128, num_hidden_layers: int
         tie_word_embeddings=True,
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=tokenizer.eos_token_id,
+        **(experts if num_experts else {}),
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(SEED)
-        return Qwen3ForCausalLM(config)
+        return Qwen3MoeForCausalLM(config) if isinstance(config, Qwen3MoeConfig) else Qwen3ForCausalLM(config)
 
 
 def unigram_entropy(samples: Iterable[Mapping[str, Sequence[int]]]) -> float:
@@ -227,9 +246,10 @@ def main() -> None:
     """Builds into the folder named on the command line and prints what was made as one line of JSON."""
     parser = argparse.ArgumentParser(prog="python -m dstrain.train.demo", description=__doc__)
     parser.add_argument("folder", metavar="DIR", type=Path, help="where model, train.jsonl and eval.jsonl are written")
-    folder = parser.parse_args().folder.resolve()
+    parser.add_argument("--experts", metavar="N", type=int, default=0, help="experts of each layer; default: none")
+    given = parser.parse_args()
     with redirect_stdout(sys.stderr):  # libraries that are loaded on the way greet on stdout
-        made = build(folder)
+        made = build(given.folder.resolve(), num_experts=given.experts)
     print(json.dumps(asdict(made)))
 
 

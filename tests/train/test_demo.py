@@ -56,6 +56,13 @@ def test_model_and_tokenizer_load(built: dict[str, Any]) -> None:
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
 
 
+def test_with_experts_it_is_a_mixture_of_about_as_many_active_parameters(built: dict[str, Any]) -> None:
+    sparse: Any = demo.make_model(AutoTokenizer.from_pretrained(built["model"]), num_experts=8)
+    assert sparse.config.num_experts == 8
+    experts = sum(weight.numel() for name, weight in sparse.named_parameters() if ".experts." in name)
+    assert 0.8 < (sparse.num_parameters() - experts * 6 / 8) / built["params"] < 1.2
+
+
 def test_untrained_model_knows_nothing(built: dict[str, Any]) -> None:
     tokenizer: Any = AutoTokenizer.from_pretrained(built["model"])
     model = AutoModelForCausalLM.from_pretrained(built["model"])
