@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,22 +36,11 @@ from dstrain.launch.nodes.launchers import LAUNCHERS
 from dstrain.launch.prepare.job_context import hosts_of, open_request, unplanned_parts
 from dstrain.launch.prepare.prepare import PreparedRun
 from dstrain.launch.run import state
-from dstrain.launch.run.trial import (
-    OVERRIDES,
-    Ending,
-    Limits,
-    Trial,
-    earlier,
-    fewer_samples,
-    folder_of,
-    key_of,
-    logged,
-    run_trial,
-    title_of,
-)
+from dstrain.launch.run import trial as trials
+from dstrain.launch.run.trial import Trial, title_of
 from dstrain.paths import shown
 from dstrain.plan.estimate_records import Estimate
-from dstrain.plan.search.contenders import contenders
+from dstrain.plan.search.contenders import contenders, with_fastest_batch
 from dstrain.rundir import RunDir
 
 BUSY = 0.1
@@ -64,7 +54,7 @@ class Options:
     job: Path
     budget: float = 30.0
     steps: int = 20
-    candidates: int = 4
+    candidates: int = 5
     launcher: str | None = None
     no_doctor: bool = False
     dry_run: bool = False
@@ -97,7 +87,7 @@ class Candidate:
 )
 @click.option("--steps", type=click.IntRange(10), default=20, show_default=True, help="Steps to measure in each run.")
 @click.option(
-    "--candidates", type=click.IntRange(2), default=4, show_default=True, help="Configurations to measure at most."
+    "--candidates", type=click.IntRange(2), default=5, show_default=True, help="Configurations to measure at most."
 )
 @click.option("--launcher", type=Named(lambda: LAUNCHERS), metavar="NAME", help="Launcher, as of `dstrain run`.")
 @click.option("--no-doctor", is_flag=True, help="Skip the check of this machine before the first run.")
@@ -125,7 +115,7 @@ def command(**typed: Any) -> None:
 def _tune(options: Options) -> None:
     """Carries out the command."""
     file = read_job(options.job)
-    options = replace(options, overrides=fewer_samples(file.job, hosts_of(file).num_slots, options.steps))
+    options = replace(options, overrides=trials.fewer_samples(file.job, hosts_of(file).num_slots, options.steps))
     present = run.launch_of(run_options(options), _hosts(options))
     prepared, files = present.prepared, job_files(options.job, Path(present.prepared.job.ds_config))
     workload, estimate = _planned(prepared)
@@ -133,7 +123,8 @@ def _tune(options: Options) -> None:
     say_lines(_before_lines(options, prepared, settled))
     asked = open_request(prepared.job, estimate.configuration, prepared.hosts.num_slots, frozenset(OPEN) - settled)
     estimates = contenders(workload, asked, estimate, options.candidates)
-    others = [_candidate(options, files, each, workload, prepared.run_dir) for each in estimates[1:]]
+    candidate_of = partial(_candidate, options, files, workload, prepared.run_dir)
+    others = [candidate_of(each) for each in estimates[1:]]
     candidates = [_ready(options, launch_at(options, estimate, prepared.run_dir), None, is_present=True), *others]
     if options.dry_run:
         rows = [candidate.row for candidate in candidates]
@@ -145,7 +136,7 @@ def _tune(options: Options) -> None:
     if prepared.on_cpu and (busy := busy_share()) > BUSY:
         used = f"other processes use {100 * busy:.0f} % of the cores"
         say_lines([f"note     {used}: if that changes, so does the order of runs"])
-    rows, error = _measured(options, candidates)
+    rows, error = _measured(options, candidates, partial(_in_turn, workload, candidate_of))
     answer_json(document(rows)) if options.as_json else answer("\n".join(table(rows)))
     _calibrate(candidates, rows)
     if error is not None:
@@ -156,7 +147,9 @@ def _tune(options: Options) -> None:
 
 def run_options(options: Options, changed: Sequence[str] = ()) -> run.Options:
     """Returns the options of `dstrain run` for a short run."""
-    return run.Options(job=options.job, launcher=options.launcher, overrides=(*OVERRIDES, *options.overrides, *changed))
+    return run.Options(
+        job=options.job, launcher=options.launcher, overrides=(*trials.OVERRIDES, *options.overrides, *changed)
+    )
 
 
 def _hosts(options: Options) -> Hosts | None:
@@ -180,18 +173,18 @@ def _before_lines(options: Options, prepared: PreparedRun, settled: frozenset[st
 
 def launch_at(options: Options, estimate: Estimate, run_dir: RunDir, adaptation: Adaptation = UNADAPTED) -> Launch:
     """Returns the launch of a configuration, in a folder below the run directory of its job."""
-    folder = folder_of(run_dir, estimate.configuration)
+    folder = trials.folder_of(run_dir, estimate.configuration)
     return run.launch_of(run_options(options, [f"output_dir={folder}"]), _hosts(options), adaptation)
 
 
-def _candidate(options: Options, files: JobFiles, estimate: Estimate, workload: Workload, run_dir: RunDir) -> Candidate:
+def _candidate(options: Options, files: JobFiles, workload: Workload, run_dir: RunDir, estimate: Estimate) -> Candidate:
     """Returns a configuration that differs from the present one; one that lint or the model refuses has failed."""
     try:
         chosen = with_choices(files, estimate, workload)
         launch = launch_at(options, estimate, run_dir, Adaptation(overrides=chosen.overrides, changes=chosen.changes))
     except InvalidConfig as error:
         say_lines([f"refused  {title_of(estimate.configuration)}: {error.problem}"])
-        refused = Trial(ending=Ending.FAILED, key="", seconds=0.0, problem=error.problem)
+        refused = Trial(ending=trials.Ending.FAILED, key="", seconds=0.0, problem=error.problem)
         title, gpus = title_of(estimate.configuration), workload.cluster.num_gpus
         return Candidate(
             row=Row(title=title, estimate=estimate, num_gpus=gpus, trial=refused), chosen=None, launch=None
@@ -203,7 +196,7 @@ def _ready(options: Options, launch: Launch, chosen: OtherChoices | None, *, is_
     """Returns a configuration that can run, with what was measured before."""
     prepared = launch.prepared
     assert prepared.estimate is not None, "the job has an estimate, and its model and machines are the same"
-    known = earlier(prepared.run_dir, key_of(prepared, options.steps))
+    known = trials.earlier(prepared.run_dir, trials.key_of(prepared, options.steps))
     row = Row(
         title=title_of(prepared.estimate.configuration),
         estimate=prepared.estimate,
@@ -215,19 +208,36 @@ def _ready(options: Options, launch: Launch, chosen: OtherChoices | None, *, is_
     return Candidate(row=row, chosen=chosen, launch=launch)
 
 
-def _measured(options: Options, candidates: Sequence[Candidate]) -> tuple[list[Row], DstrainError | None]:
-    """Runs one configuration after the other; returns what came of them, and the error by which somebody ended it."""
+def _in_turn(
+    workload: Workload, candidate_of: Callable[[Estimate], Candidate], one: Candidate, rows: Sequence[Row]
+) -> Candidate:
+    """Returns a candidate with the micro-batch that was measured to be the fastest, unless it was measured itself."""
+    if one.row.trial is not None:
+        return one
+    measured = [(row.estimate, row.step_s) for row in rows if row.step_s is not None]
+    other = with_fastest_batch(workload, one.row.estimate, measured)
+    return one if other is one.row.estimate else candidate_of(other)
+
+
+def _measured(
+    options: Options, candidates: list[Candidate], rebatched: Callable[[Candidate, Sequence[Row]], Candidate]
+) -> tuple[list[Row], DstrainError | None]:
+    """Runs one configuration after the other; returns what came of them, and the error by which somebody ended it.
+
+    `candidates` are replaced by what `rebatched` makes of them.
+    """
     until, timeouts = time.monotonic() + 60 * options.budget, run.time_limits(run_options(options))
     rows: list[Row] = []
     ended: DstrainError | None = None
-    for number, candidate in enumerate(candidates, 1):
+    for number in range(1, len(candidates) + 1):
+        candidate = candidates[number - 1] = rebatched(candidates[number - 1], rows)
         row = candidate.row
         if row.trial is None and candidate.launch is not None and ended is None and _has_time(rows, until):
             say(f"{number} of {len(candidates)}   {row.title}")
-            limits = Limits(steps=options.steps, until=until, best=_fastest_steps(candidates, rows))
+            limits = trials.Limits(steps=options.steps, until=until, best=_fastest_steps(candidates, rows))
             try:
                 with Screen() as screen:
-                    trial = run_trial(candidate.launch, limits, timeouts=timeouts, tell=screen.progress)
+                    trial = trials.run_trial(candidate.launch, limits, timeouts=timeouts, tell=screen.progress)
                 row = replace(row, trial=trial)
                 say(f"         {told(row)}")
             except DstrainError as error:  # a run that fails raises none
@@ -253,7 +263,7 @@ def _fastest_steps(candidates: Sequence[Candidate], rows: Sequence[Row]) -> list
     if not timed:
         return []
     launch = min(timed, key=lambda pair: pair[0])[1].launch
-    return logged(launch.prepared.run_dir) if launch is not None else []
+    return trials.logged(launch.prepared.run_dir) if launch is not None else []
 
 
 def _calibrate(candidates: Sequence[Candidate], rows: Sequence[Row]) -> None:

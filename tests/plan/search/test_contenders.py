@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from dstrain.choices import Offload
 from dstrain.plan.estimate import assess
-from dstrain.plan.search.contenders import contenders
+from dstrain.plan.search.contenders import contenders, with_fastest_batch
 from dstrain.plan.search.decide import survey
 from dstrain.plan.search.search_space import global_batch, strategy_key, with_batch
 from tests.cases import ask
@@ -38,6 +38,18 @@ def test_strategies_are_in_the_order_of_the_plan() -> None:
         if one.speed and strategy_key(one.configuration) != strategy_key(BEST.configuration)
     ]
     assert all(one <= 1.001 * other for one, other in pairwise(times))
+
+
+def test_another_strategy_takes_over_the_micro_batch_that_was_the_fastest() -> None:
+    alike = [one for one in FOUND if strategy_key(one.configuration) == strategy_key(BEST.configuration)]
+    other = next(one for one in FOUND if strategy_key(one.configuration) != strategy_key(BEST.configuration))
+    best, faster = alike[:2]
+    found = with_fastest_batch(QUESTION.workload, other, [(best, 2.0), (faster, 1.0)])
+    assert strategy_key(found.configuration) == strategy_key(other.configuration)
+    assert found.configuration.batch.micro_batch == faster.configuration.batch.micro_batch
+    assert global_batch(QUESTION.workload.cluster, found.configuration) == 64
+    for measured in ([], [(faster, 1.0)], [(other, 1.0), (faster, 2.0)]):  # no other micro-batch was compared
+        assert with_fastest_batch(QUESTION.workload, other, measured) is other
 
 
 def test_one_that_does_not_fit_is_measured_if_it_is_the_present_one() -> None:
