@@ -1,0 +1,35 @@
+"""The exam of the health rules: recorded runs with a known cause of trouble, and what the rules say of them."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+
+from benchmarks.health_exam.score import FOLDER, WITHIN, Result, false_per_1000, replay
+from benchmarks.health_exam.traces import LATE, all_traces
+
+TRACES = {trace.name: trace for trace in all_traces()}
+
+
+@cache
+def result(name: str) -> Result:
+    return replay(TRACES[name])
+
+
+def test_every_recorded_run_is_scored() -> None:
+    assert {path.stem for path in FOLDER.glob("*.jsonl")} == TRACES.keys()
+    assert sum(trace.cause is None for trace in TRACES.values()) == 10
+
+
+@pytest.mark.parametrize("name", [name for name, trace in TRACES.items() if trace.cause is not None])
+def test_a_cause_is_named_within_three_windows(name: str) -> None:
+    run = result(name)
+    assert run.named is not None
+    cause = TRACES[name].cause
+    assert cause is not None
+    assert run.delay(run.named) <= WITHIN or cause.name in LATE
+
+
+def test_there_is_at_most_one_false_warning_in_a_thousand_steps() -> None:
+    assert false_per_1000([result(name) for name in TRACES]) <= 1
