@@ -31,5 +31,12 @@ def test_a_cause_is_named_within_three_windows(name: str) -> None:
     assert run.delay(run.named) <= WITHIN or cause.name in LATE
 
 
+@pytest.mark.parametrize("name", [name for name in TRACES if name.startswith("slow-rank")])
+def test_the_slow_rank_is_the_one_that_was_slowed(name: str) -> None:
+    named = result(name).named
+    assert named is not None
+    assert named.rank == TRACES[name].on_rank
+
+
 def test_there_is_at_most_one_false_warning_in_a_thousand_steps() -> None:
     assert false_per_1000([result(name) for name in TRACES]) <= 1

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from statistics import mean, median, variance
+from collections.abc import Sequence
+from statistics import fmean, median
 
 from dstrain.monitor.health.history import EARLY, FEWEST, History, deviation
 
@@ -83,7 +84,8 @@ def repeated_gradient_spikes(history: History) -> float | None:
     norms = history.series("grad_norm")
     if len(norms) <= FEWEST:
         return None
-    return sum(norm > 10 * median(norms) for norm in norms[-20:])
+    middle = median(norms)
+    return sum(norm > 10 * middle for norm in norms[-20:])
 
 
 def large_gradient(history: History) -> float | None:
@@ -168,13 +170,19 @@ def plateau(history: History) -> float | None:
     """
     first, losses = history.first_losses, history.series("loss")[-2 * EARLY :]
     rates = history.series("learning_rate")[-FEWEST:]
-    if history.num_windows < 2 * EARLY or history.windows[-1]["step"] < _PLATEAU_STEPS or mean(first) <= 0:
+    if history.num_windows < 2 * EARLY or history.windows[-1]["step"] < _PLATEAU_STEPS or sum(first) <= 0:
         return None
     if not rates or rates[-1] > rates[0] or len(losses) < EARLY:
         return None
     later = losses[-(history.num_windows - EARLY) :]
-    error = math.sqrt(variance(first) / len(first) + variance(later) / len(later))
-    return (mean(first) - mean(later) + 2 * error) / mean(first)
+    before, now = fmean(first), fmean(later)
+    error = math.sqrt(_squared_error(first, before) + _squared_error(later, now))
+    return (before - now + 2 * error) / before
+
+
+def _squared_error(values: Sequence[float], middle: float) -> float:
+    """Returns the variance of a mean."""
+    return sum((value - middle) ** 2 for value in values) / (len(values) - 1) / len(values)
 
 
 def resumed_loss(history: History) -> float | None:
@@ -186,7 +194,7 @@ def resumed_loss(history: History) -> float | None:
 def masked_samples(history: History) -> float | None:
     """Returns the share of samples without any label: the mean of the last three windows."""
     shares = history.series("masked_share")[-3:]
-    return mean(shares) if shares else None
+    return fmean(shares) if shares else None
 
 
 def _spike(values: list[float], *, least_ratio: float) -> float | None:

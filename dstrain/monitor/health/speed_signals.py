@@ -19,6 +19,8 @@ _MUCH_SLOWER = 1.34
 """Ratio that is told at once. Source: Greyhound: slow phases cost 1.34 times the time on average."""
 _STRAGGLER = 0.33
 """Lag of a rank that is clear at once. Source: NVRx: 0.75 of the fastest one's speed."""
+_LEAST_NOISE = 0.02
+"""Deviation of a rank's lag that is assumed at least."""
 _PER_PASS, _PER_TOKEN = "forward_s_by_rank", "forward_s_per_token_by_rank"
 _CPU_WAIT = "cpu_wait_share_by_rank"
 _SAME_WAIT = 0.05
@@ -89,24 +91,36 @@ def slowest_rank(history: History) -> int:
 def _lags(history: History) -> list[float]:
     """Returns the value of `slow_rank` for each rank; empty without two ranks or three windows.
 
-    Small passes take the same time whatever their tokens, and large ones the time of their tokens. The noise is that
-    from one window to the next, so that a rank that has become slow does not hide itself.
+    The noise is that from one window to the next, so that a rank that has become slow does not hide itself.
     """
     windows = history.with_metric(_PER_TOKEN)[1:]
     if len(windows) < _FEW or len({len(window[_PER_TOKEN]) for window in windows} - {0, 1}) != 1:
         return []
-    per_window = []
-    for window in windows:
-        shares = ([s / min(window[name]) - 1 for s in window[name]] for name in (_PER_PASS, _PER_TOKEN))
-        per_window.append([min(pair) for pair in zip(*shares, strict=True)])
-    lags = []
-    for of_rank in zip(*per_window, strict=True):
-        noise = 1.4826 * median(abs(after - before) for before, after in pairwise(of_rank)) / math.sqrt(2)
+    recent = [_lags_of_window(window) for window in windows[-_MANY:]]
+    lags = [0.0] * len(recent[0])
+    for rank, of_rank in enumerate(zip(*recent, strict=True)):
         least = min(of_rank[-_FEW:])
         if least < _STRAGGLER:
-            least = min(of_rank[-_MANY:]) if len(of_rank) >= _MANY else 0.0
-        lags.append(least if least > 3 * noise else 0.0)
+            least = min(of_rank) if len(of_rank) == _MANY else 0.0
+        if least > 3 * _LEAST_NOISE and least > 3 * _noise(windows, rank):
+            lags[rank] = least
     return lags
+
+
+def _lags_of_window(window: Mapping[str, Any]) -> list[float]:
+    """Returns how much longer a forward pass takes on each rank than on the fastest: per pass or token, as a share.
+
+    Small passes take the same time whatever their tokens, and large ones the time of their tokens.
+    """
+    fastest, fastest_token = min(window[_PER_PASS]), min(window[_PER_TOKEN])
+    pairs = zip(window[_PER_PASS], window[_PER_TOKEN], strict=True)
+    return [min(seconds / fastest, per_token / fastest_token) - 1 for seconds, per_token in pairs]
+
+
+def _noise(windows: Sequence[Mapping[str, Any]], rank: int) -> float:
+    """Returns the standard deviation of a rank's lag, by the MAD of its changes."""
+    lags = [_lags_of_window(window)[rank] for window in windows]
+    return 1.4826 * median(abs(after - before) for before, after in pairwise(lags)) / math.sqrt(2)
 
 
 def cpu_wait(history: History) -> float | None:
@@ -132,6 +146,8 @@ def slow_links(history: History) -> float | None:
     windows = history.with_metric("step_s")[1:]
     if ratio is None or not all(window.get(_PER_TOKEN) for window in windows):
         return None
+    if ratio <= _SAME:
+        return ratio
     recent = _num_recent(windows, _RECENT_STEPS, _FEW)
 
     def medians(name: str) -> tuple[float, float]:
