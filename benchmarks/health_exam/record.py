@@ -15,7 +15,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerFast
 
 from benchmarks.health_exam.rank import SETTINGS
-from benchmarks.health_exam.traces import Trace
+from benchmarks.health_exam.traces import JOB, Trace
 from dstrain.monitor.sinks.jsonl import read_jsonl
 from dstrain.train.demo import make_model
 from tests.train.engine import Engine
@@ -34,17 +34,6 @@ KEPT = (
     ),
 )
 """What rules read of a line."""
-_JOB = {
-    "seq_len": 64,
-    "micro_batch": 4,
-    "max_steps": 160,
-    "logging_steps": 5,
-    "learning_rate": 1e-3,
-    "warmup_ratio": 0.0,
-    "max_grad_norm": 5.0,
-    "precision": "fp32",
-    "save_steps": 100_000,
-}
 
 
 def record(traces: Sequence[Trace], folder: Path, *, pause_s: float, say: Callable[[str], None]) -> None:
@@ -81,7 +70,7 @@ def _recorded(engine: Engine, home: Path, demo: Path, trace: Trace) -> Path:
 
 
 def _run(engine: Engine, run: Path, demo: Path, settings: dict[str, Any] | None = None, **job: Any) -> Path:
-    keys: dict[str, Any] = {**_JOB, **job, "zero": {"stage": job.get("zero", 2)}}
+    keys: dict[str, Any] = {**JOB, **job, "zero": {"stage": job.get("zero", 2)}}
     make_run(run, demo, **keys)
     nothing = {"cause": "none", "onset": 1, "size": 0.0, "on_rank": 0}
     (run / SETTINGS).write_text(json.dumps((settings or nothing) | {"is_first": True}), encoding="utf-8")

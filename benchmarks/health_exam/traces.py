@@ -9,6 +9,21 @@ from typing import Any
 
 from dstrain.job.monitor import HealthRule as Rule
 
+JOB: Mapping[str, Any] = MappingProxyType(
+    {
+        "seq_len": 64,
+        "micro_batch": 4,
+        "max_steps": 160,
+        "logging_steps": 5,
+        "learning_rate": 1e-3,
+        "warmup_ratio": 0.0,
+        "max_grad_norm": 5.0,
+        "precision": "fp32",
+        "save_steps": 100_000,
+    }
+)
+"""Keys of the job of every run."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cause:
