@@ -122,7 +122,7 @@ class Meter:
         if events:
             self._events.append((*events, positions))
         else:
-            self._passes.append((seconds - waited, positions))
+            self._passes.append((max(seconds - waited, 1e-9), positions))
 
     def _forward_s(self) -> tuple[float, float]:
         """Returns the seconds of a forward pass, and of a token in one: lower quartiles, which others disturb least.
