@@ -259,40 +259,6 @@ class SwanLabMode(StrEnum):
     DISABLED = "disabled"
 
 
-class HealthRule(StrEnum):
-    """A rule about a running training, by what it detects."""
-
-    LOSS_SPIKE = "loss_spike"
-    REPEATED_SPIKES = "repeated_spikes"
-    DIVERGENCE = "divergence"
-    ZERO_LOSS = "zero_loss"
-    FIRST_LOSS = "first_loss"
-    OVERFITTING = "overfitting"
-    GRADIENT_SPIKE = "gradient_spike"
-    REPEATED_GRADIENT_SPIKES = "repeated_gradient_spikes"
-    LARGE_GRADIENT = "large_gradient"
-    ALWAYS_CLIPPED = "always_clipped"
-    VANISHED_GRADIENT = "vanished_gradient"
-    SKIPPED_STEPS = "skipped_steps"
-    SLOWDOWN = "slowdown"
-    DATA_WAIT = "data_wait"
-    PADDING = "padding"
-    GPU_MEMORY_GROWTH = "gpu_memory_growth"
-    HOST_MEMORY_GROWTH = "host_memory_growth"
-    HOST_MEMORY = "host_memory"
-    ALLOCATOR_RETRIES = "allocator_retries"
-    FRAGMENTATION = "fragmentation"
-    MEMORY_IMBALANCE = "memory_imbalance"
-
-
-class HealthAction(StrEnum):
-    """What follows when a health rule is broken."""
-
-    TELL = "tell"
-    SAVE = "save"
-    STOP = "stop"
-
-
 class OnOom(StrEnum):
     """What `run` does if a rank runs out of GPU memory: reports changes that fit, or makes the fastest and restarts."""
 

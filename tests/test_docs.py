@@ -19,6 +19,8 @@ import pytest
 
 from benchmarks import predict
 from benchmarks.advisories import report as advisories
+from benchmarks.health_exam.score import Result, cause_table, false_lines, replay, rule_table
+from benchmarks.health_exam.traces import all_traces
 from benchmarks.published import half_report, ranges, report
 from benchmarks.published.answers import Answer
 from benchmarks.published.score import score
@@ -217,6 +219,12 @@ def health_table() -> str:
     return "\n".join(rows)
 
 
+@cache
+def exam_results() -> list[Result]:
+    """Returns what the health rules say of the recorded runs."""
+    return [replay(trace) for trace in all_traces()]
+
+
 def import_tables() -> str:
     """Returns the keys of each tool and what becomes of them; those that it passes on to Transformers stand once."""
     passed_on = huggingface.ROWS
@@ -259,6 +267,8 @@ PARTS: dict[str, Callable[[], str]] = {
     "cpu": cpu_table,
     "advisories": advisories.faults,
     "advisory outputs": advisories.outputs,
+    "health exam": lambda: cause_table(exam_results()),
+    "health exam rules": lambda: f"{rule_table(exam_results())}\n\n{false_lines(exam_results())}",
 }
 """The generated parts of the pages below docs/, by the name in their comment."""
 PUBLISHED: dict[str, Callable[[tuple[Answer, ...]], str]] = {

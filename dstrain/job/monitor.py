@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from dstrain.choices import HealthAction, SinkName, SwanLabMode
+from dstrain.choices import SinkName, SwanLabMode
 from dstrain.records import type_config
 
 
@@ -36,6 +36,53 @@ class Monitor:
     """Name of the run; default: `MODEL-METHOD-GPUSxGPU-ZEROn`, such as `qwen3-8b-lora-4x4090-zero2`."""
     notify: tuple[NotifyService, ...] = ()
     """Who hears of start, trouble, failure and end: `feishu`, `dingtalk`, `wecom`, `slack`, `webhook`, `mail`."""
+
+
+class HealthRule(StrEnum):
+    """A rule about a running training, by what it detects."""
+
+    LOSS_SPIKE = "loss_spike"
+    REPEATED_SPIKES = "repeated_spikes"
+    DIVERGENCE = "divergence"
+    ZERO_LOSS = "zero_loss"
+    FIRST_LOSS = "first_loss"
+    OVERFITTING = "overfitting"
+    GRADIENT_SPIKE = "gradient_spike"
+    REPEATED_GRADIENT_SPIKES = "repeated_gradient_spikes"
+    LARGE_GRADIENT = "large_gradient"
+    ALWAYS_CLIPPED = "always_clipped"
+    VANISHED_GRADIENT = "vanished_gradient"
+    SKIPPED_STEPS = "skipped_steps"
+    LOSS_SCALE = "loss_scale"
+    PLATEAU = "plateau"
+    RESUMED_LOSS = "resumed_loss"
+    MASKED_SAMPLES = "masked_samples"
+    SLOWDOWN = "slowdown"
+    SLOW_RANK = "slow_rank"
+    SLOW_LINKS = "slow_links"
+    CPU_WAIT = "cpu_wait"
+    LOW_MFU = "low_mfu"
+    DATA_WAIT = "data_wait"
+    PADDING = "padding"
+    CHECKPOINT_TIME = "checkpoint_time"
+    SLOW_CHECKPOINT = "slow_checkpoint"
+    GPU_CLOCK = "gpu_clock"
+    GPU_POWER = "gpu_power"
+    BUSY_AT_LOW_POWER = "busy_at_low_power"
+    GPU_MEMORY_GROWTH = "gpu_memory_growth"
+    HOST_MEMORY_GROWTH = "host_memory_growth"
+    HOST_MEMORY = "host_memory"
+    ALLOCATOR_RETRIES = "allocator_retries"
+    FRAGMENTATION = "fragmentation"
+    MEMORY_IMBALANCE = "memory_imbalance"
+
+
+class HealthAction(StrEnum):
+    """What follows when a health rule is broken."""
+
+    TELL = "tell"
+    SAVE = "save"
+    STOP = "stop"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,6 @@ from dstrain.choices import (
     Attention,
     Column,
     DataFormat,
-    HealthRule,
     Hub,
     Interval,
     LossKernel,
@@ -34,7 +33,7 @@ from dstrain.choices import (
 )
 from dstrain.job.data_source import DataSource, Positive, PositiveFloat, Sources, listed
 from dstrain.job.dpo import Dpo
-from dstrain.job.monitor import HealthLimits, Monitor
+from dstrain.job.monitor import HealthLimits, HealthRule, Monitor
 from dstrain.records import type_config
 
 Ratio = Annotated[float, Ge(0), Le(1)]

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from dstrain.choices import HealthAction
 from dstrain.errors import RunFailed
+from dstrain.job.monitor import HealthAction
 from dstrain.monitor.expert_loads import ExpertLoads
 from dstrain.monitor.health.nonfinite import Finding, check
 from dstrain.monitor.health.watch import Watch
@@ -58,7 +58,8 @@ class MetricsCallback(TrainerCallback):
         self._sinks = sinks
         self._say = say
         self._last_step = 0
-        self._began = 0.0
+        self._began = self._saved_at = 0.0
+        self._saved: dict[str, float] = {}
         self._has_failed = False
         self._unhealthy: set[str] = set()
         self._window: dict[str, Any] = {}
@@ -73,9 +74,12 @@ class MetricsCallback(TrainerCallback):
     ) -> None:
         """Starts the first window."""
         self._last_step = state.global_step
-        self._began = time.monotonic()
+        self._began = self._saved_at = time.monotonic()
         if self._metrics is not None:
-            earlier = current_steps(read_jsonl(self._metrics.path))
+            records = read_jsonl(self._metrics.path)
+            earlier = current_steps(records)
+            if records and records[-1].get("event") == "resume":
+                self._watch.history.resume(current_steps(records[:-1]), step=state.global_step)
             self._tokens_before = next((int(line["tokens_seen"]) for line in earlier[::-1] if "tokens_seen" in line), 0)
         self._first_step = state.global_step
         self.meter.restart()
@@ -93,9 +97,24 @@ class MetricsCallback(TrainerCallback):
             self._window |= self._experts.close()
         self.total_tokens += self._window["tokens"]
         self._window["tokens_seen"] = self._tokens_before + self.total_tokens
+        self._window |= self._saved
+        self._saved = {}
         peak = self._window.get("peak_bytes_per_gpu")
         if peak is not None:
             self.peak_bytes = max(self.peak_bytes or 0, peak)
+
+    def saved(self, seconds: float) -> None:
+        """Takes the time of a checkpoint, for the next window."""
+        now = time.monotonic()
+        self._saved = {"checkpoint_s": seconds, "checkpoint_share": seconds / (now - self._saved_at)}
+        self._saved_at = now
+
+    def tell(self, findings: Sequence[Finding]) -> None:
+        """Writes what is unhealthy to `health.jsonl` and prints it, on rank 0."""
+        for finding in findings:
+            if self._health is not None:
+                self._write(self._health, {**asdict(finding), "time_s": round(time.time(), 3)})
+                self._say(f"WARNING: {finding.message}")
 
     def drain(self) -> dict[str, Any]:
         """Returns the metrics of the window that is being logged, and clears them."""

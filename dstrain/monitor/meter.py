@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,13 +29,40 @@ class Counts(NamedTuple):
     """Sum of length² over the samples."""
     samples: tuple[int, ...] = ()
     """Tokens of each sample."""
+    masked: int = 0
+    """Samples of which no token has a label."""
+
+
+class RunQueue:
+    """How long this process's main thread was ready to run while other processes had its CPU."""
+
+    def __init__(self) -> None:
+        """Opens the kernel's counter, where there is one. Source: Linux, Documentation/scheduler/sched-stats.rst."""
+        self._file: int | None = None
+        with suppress(OSError):
+            self._file = os.open("/proc/self/schedstat", os.O_RDONLY)
+
+    def __del__(self) -> None:
+        """Closes the counter."""
+        if self._file is not None:
+            os.close(self._file)
+
+    def wait_s(self) -> float:
+        """Returns the seconds since the process began; 0 if they are not known. It takes a microsecond."""
+        if self._file is None:
+            return 0.0
+        with suppress(OSError, ValueError, IndexError):
+            return int(os.pread(self._file, 64, 0).split()[1]) / 1e9
+        return 0.0
 
 
 class Meter:
-    """Counts tokens and waiting time in this rank's window, without device synchronization until it closes."""
+    """Counts tokens, waiting and forward time in this rank's window, without synchronizing the device."""
 
-    def __init__(self) -> None:
-        """Starts with an empty window."""
+    def __init__(self, *, times_forward: bool = False) -> None:
+        """Starts with an empty window; `times_forward`: no other rank takes part in a forward pass."""
+        self._times_forward = times_forward
+        self._run_queue = RunQueue()
         self.restart()
 
     def restart(self) -> None:
@@ -44,6 +72,10 @@ class Meter:
         self._padding = 0
         self._squared = 0
         self._wait_s = 0.0
+        self._host_s = self._cpu_wait_s = 0.0
+        self._samples = self._masked = 0
+        self._passes: list[tuple[float, int]] = []
+        self._events: list[tuple[Any, Any, int]] = []
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
 
@@ -64,10 +96,52 @@ class Meter:
         self._tokens += counts.tokens
         self._padding += counts.padding
         self._squared += counts.squared
+        self._samples += len(counts.samples)
+        self._masked += counts.masked
+
+    @contextmanager
+    def forward(self, positions: int) -> Iterator[None]:
+        """Times a forward pass over so many tokens, padding included: on a GPU by events, which wait for nothing.
+
+        On a CPU, the time in which other processes had it does not count.
+        """
+        if not self._times_forward:
+            yield
+            return
+        event: Any = torch.cuda.Event if torch.cuda.is_available() else None
+        events = [event(enable_timing=True) for _ in range(2)] if event is not None else []
+        before, waited = time.perf_counter(), self._run_queue.wait_s()
+        for begin in events[:1]:
+            begin.record()
+        yield
+        for end in events[1:]:
+            end.record()
+        seconds, waited = time.perf_counter() - before, self._run_queue.wait_s() - waited
+        self._host_s += seconds
+        self._cpu_wait_s += waited
+        if events:
+            self._events.append((*events, positions))
+        else:
+            self._passes.append((max(seconds - waited, 1e-9), positions))
+
+    def _forward_s(self) -> tuple[float, float]:
+        """Returns the seconds of a forward pass, and of a token in one: lower quartiles, which others disturb least.
+
+        Passes that the GPU has not finished are left out.
+        """
+        finished = [
+            (begin.elapsed_time(end) / 1000, positions) for begin, end, positions in self._events if end.query()
+        ]
+        passes = self._passes + finished
+        if not passes:
+            return _NAN, _NAN
+        quarter = len(passes) // 4
+        return sorted(s for s, _ in passes)[quarter], sorted(s / positions for s, positions in passes)[quarter]
 
     def close(self) -> Reading:
         """Returns the counters of the window and starts the next one."""
         on_gpu = torch.cuda.is_available()
+        forward_s, forward_s_per_token = self._forward_s()
         stats = torch.cuda.memory_stats() if on_gpu else {}
         reading = Reading(
             tokens=self._tokens,
@@ -83,6 +157,13 @@ class Meter:
             gpu_power_w=_nvml(lambda: torch.cuda.power_draw() / 1000),
             host_bytes=_resident_bytes(),
             host_used_share=_used_share(),
+            samples=self._samples,
+            masked_samples=self._masked,
+            forward_s=forward_s,
+            forward_s_per_token=forward_s_per_token,
+            cpu_wait_share=self._cpu_wait_s / self._host_s if self._host_s else _NAN,
+            gpu_clock_mhz=_nvml(torch.cuda.clock_rate),
+            gpu_power_limit_w=_power_limit_w(),
         )
         self.restart()
         return reading
@@ -92,20 +173,24 @@ def _counts(batch: dict[str, Any]) -> Counts:
     """Returns the counts of a micro-batch.
 
     `input_ids`, `labels`, `position_ids` and `attention_mask`: (batch, seq). In packed rows a sample begins at
-    position 0, and the padding at the end is a sample without labels.
+    position 0, and a last sample without labels is padding.
     """
     inputs = batch["input_ids"]
+    masked = int((batch["labels"] == -100).all(dim=1).sum()) if "labels" in batch else 0
     if "attention_mask" in batch:
         lengths = batch["attention_mask"].sum(dim=1)
     elif "position_ids" in batch:
         sample = (batch["position_ids"].reshape(-1) == 0).cumsum(0) - 1
         teaches = torch.bincount(sample, weights=(batch["labels"].reshape(-1) != -100).double()) > 0
-        lengths = torch.bincount(sample)[teaches]
+        is_padding = torch.zeros_like(teaches)
+        is_padding[sample.reshape(inputs.shape)[:, -1]] = True
+        is_padding &= ~teaches
+        lengths, masked = torch.bincount(sample)[~is_padding], int((~teaches & ~is_padding).sum())
     else:
         lengths = torch.full((inputs.shape[0],), inputs.shape[-1])
     tokens = int(lengths.sum())
     samples = tuple(map(int, lengths.tolist()))
-    return Counts(tokens, inputs.numel() - tokens, int((lengths**2).sum()), samples)
+    return Counts(tokens, inputs.numel() - tokens, int((lengths**2).sum()), samples, masked)
 
 
 class CountingCollator:
@@ -133,6 +218,18 @@ def _nvml(read: Callable[[], float]) -> float:
         with suppress(Exception):  # NVML has many errors, and none matters to training
             return float(read())
     return _NAN
+
+
+@cache
+def _power_limit_w() -> float:
+    def read() -> float:
+        import pynvml  # type: ignore[import-untyped]
+
+        pynvml.nvmlInit()
+        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties().uuid}")
+        return float(pynvml.nvmlDeviceGetEnforcedPowerLimit(handle)) / 1000
+
+    return _nvml(read)
 
 
 def _resident_bytes() -> float:

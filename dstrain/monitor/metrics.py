@@ -43,9 +43,23 @@ class Reading:
     """Resident memory of this process."""
     host_used_share: float
     """Share of this node's RAM that is in use, 0…1."""
+    samples: float = 0.0
+    """Samples, without padding."""
+    masked_samples: float = 0.0
+    """Samples of which no token has a label."""
+    forward_s: float = math.nan
+    """Seconds of a forward pass: the lower quartile; only if no other rank takes part in it."""
+    forward_s_per_token: float = math.nan
+    """Those seconds over the tokens, padding included: the lower quartile."""
+    cpu_wait_share: float = math.nan
+    """Share of the forward passes' time for which the main thread was ready to run and others had its CPU, 0…1."""
+    gpu_clock_mhz: float = math.nan
+    """NVML's clock of the multiprocessors."""
+    gpu_power_limit_w: float = math.nan
+    """NVML's enforced power limit."""
 
     def numbers(self) -> list[float]:
-        """Returns the fields in order, for a gather: (13,)."""
+        """Returns the fields in order, for a gather: (20,)."""
         return [float(getattr(self, name)) for name in self.__slots__]
 
 
@@ -107,16 +121,32 @@ def summarize(readings: Sequence[Reading], *, steps: int, against: Hardware | No
         "data_wait_s_by_rank": [reading.wait_s / max(steps, 1) for reading in readings],
         "host_bytes_max": max(reading.host_bytes for reading in readings),
         "host_used_share": max(reading.host_used_share for reading in readings),
+        "masked_share": sum(one.masked_samples for one in readings) / max(sum(one.samples for one in readings), 1),
     }
+    for name in ("forward_s", "forward_s_per_token", "cpu_wait_share"):
+        values = [getattr(reading, name) for reading in readings]
+        if not any(map(math.isnan, values)):
+            metrics[f"{name}_by_rank"] = values
     if against is not None and tokens:
         attention = against.flops_per_token_and_context * sum(reading.squared_tokens for reading in readings)
         flops = against.flops_per_token * tokens + attention
         metrics["mfu"] = flops / window_s / len(readings) / against.flops_per_s
-    metrics |= _memory(readings)
-    for name in ("gpu_utilization", "gpu_power_w"):
-        known = [value for value in (getattr(reading, name) for reading in readings) if not math.isnan(value)]
+    return metrics | _memory(readings) | _nvml(readings)
+
+
+def _nvml(readings: Sequence[Reading]) -> dict[str, Any]:
+    """Returns what NVML says of the GPUs: means over the ranks that know it, and each rank's if all do."""
+    metrics: dict[str, Any] = {}
+    for name in ("gpu_utilization", "gpu_power_w", "gpu_clock_mhz"):
+        values = [getattr(reading, name) for reading in readings]
+        known = [value for value in values if not math.isnan(value)]
         if known:
             metrics[name] = sum(known) / len(known)
+        if len(known) == len(values) and name != "gpu_utilization":
+            metrics[f"{name}_by_rank"] = values
+    shares = [reading.gpu_power_w / reading.gpu_power_limit_w for reading in readings]
+    if not any(map(math.isnan, shares)):
+        metrics["gpu_power_share"] = sum(shares) / len(shares)
     return metrics
 
 

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from dstrain.choices import HealthRule
 from dstrain.errors import InvalidConfig
 from dstrain.facts.cluster import measured_links
 from dstrain.facts.cluster.calibration import Calibration
 from dstrain.facts.cluster.cluster import Cluster
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.facts.workload import Workload
+from dstrain.job.monitor import HealthRule
 from dstrain.monitor.measured import Measurement, measurement
 from dstrain.monitor.sinks.jsonl import current_steps, read_jsonl
 from dstrain.paths import shown
@@ -33,7 +33,13 @@ FULL_ROWS = 0.95
 SAME_OUTSIDE = 1.1
 """Ratio of the ranks' memory outside of PyTorch from which another process may be on a GPU."""
 
-SLOWED = {HealthRule.SLOWDOWN, HealthRule.DATA_WAIT, HealthRule.ALLOCATOR_RETRIES}
+SLOWED = {
+    HealthRule.SLOWDOWN,
+    HealthRule.SLOW_RANK,
+    HealthRule.SLOW_LINKS,
+    HealthRule.DATA_WAIT,
+    HealthRule.ALLOCATOR_RETRIES,
+}
 """Rules of health that mean steps of another length than the machine's."""
 
 VERSIONED = ("torch", "deepspeed", "transformers")

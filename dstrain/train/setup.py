@@ -32,7 +32,7 @@ from dstrain.records import to_data
 from dstrain.rundir import RunDir
 from dstrain.train import rank as ranks
 from dstrain.train.adapters import note_on_base
-from dstrain.train.arguments import training_arguments
+from dstrain.train.arguments import training_arguments, zero_stage
 from dstrain.train.checkpoints.node_storage import shared
 from dstrain.train.checkpoints.saved_model import base_config
 from dstrain.train.data.collate import Collator, taken_by, without_adapter
@@ -144,12 +144,12 @@ class TrainingSetup:
         """
         first = self.rank.is_first
         self.metrics = MetricsCallback(
-            Meter(),
+            Meter(times_forward=self._forwards_alone),
             group=self.group,
             against=self.against,
             metrics=JsonlFile(self.run_dir.metrics) if first else None,
             health=JsonlFile(self.run_dir.health) if first else None,
-            watch=Watch(self.job.health, self._facts()),
+            watch=Watch(self.job.health, self._facts(first_steps)),
             first_steps=first_steps,
             sinks=sinks,
             say=self.rank.say,
@@ -185,18 +185,25 @@ class TrainingSetup:
             rank=self.rank,
             group=self.group,
             tokenizer=self.tokenizer,
-            facts=self._facts(),
+            facts=self._facts(first_steps),
             step_s=first_steps.planned_step_s if first_steps is not None else None,
         )
 
-    def _facts(self) -> Facts:
+    @property
+    def _forwards_alone(self) -> bool:
+        """Whether no other rank takes part in a forward pass: no weights are gathered, nor slices exchanged."""
+        return zero_stage(self.arguments.hf_deepspeed_config.config) < 3 and self.job.ranks_per_batch * self.job.ep == 1
+
+    def _facts(self, first_steps: FirstSteps | None) -> Facts:
         """Returns what health rules compare with."""
+        estimate = first_steps.estimate if first_steps is not None else None
         on_gpu = torch.cuda.is_available()
         return Facts(
             is_cross_entropy=not self.job.task.has_own_loss,
             vocab_size=without_adapter(self.model).config.get_text_config().vocab_size,
             max_grad_norm=self.job.max_grad_norm,
             device_bytes=torch.cuda.get_device_properties().total_memory if on_gpu else None,
+            planned_mfu=estimate.speed.mfu_ratio if estimate is not None and estimate.speed is not None else None,
         )
 
     def _kind_of_trainer(self) -> Callable[..., Trainer]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +13,12 @@ import transformers
 from torch.utils.data import DataLoader, RandomSampler
 from transformers.trainer_utils import EvalLoopOutput
 
-from dstrain.choices import Attention, LossKernel, Precision
+from dstrain.choices import Attention, LossKernel
 from dstrain.errors import InvalidConfig
-from dstrain.heartbeat import Phase, Sender
+from dstrain.heartbeat import Sender
 from dstrain.job.schema import Job
 from dstrain.monitor.callback import MetricsCallback
-from dstrain.monitor.health.nonfinite import Nonfinite
-from dstrain.monitor.meter import COUNTS, Counts, Meter
+from dstrain.monitor.meter import COUNTS, Counts
 from dstrain.oom import Batch
 from dstrain.train.checkpoints import checkpoints, universal_checkpoint
 from dstrain.train.data.collate import without_adapter
@@ -32,7 +31,7 @@ from dstrain.train.loss import is_that_of_logits, sums_of, takes_targets
 from dstrain.train.preflight.checks import Checks
 from dstrain.train.rank import Rank
 from dstrain.train.router_loss import RouterLoss
-from dstrain.train.saving import SavingTrainer
+from dstrain.train.watched import WatchedTrainer
 
 _TRIED_TOKENS = 16
 """Tokens of the row on which the loss is tried."""
@@ -40,7 +39,7 @@ _PADDED = 9
 """Tokens of the row on which masks are tried, which has 7 of padding."""
 
 
-class Trainer(SavingTrainer):
+class Trainer(WatchedTrainer):
     """The Trainer of one rank."""
 
     blank = staticmethod(without_targets)
@@ -57,38 +56,19 @@ class Trainer(SavingTrainer):
         checks: Checks | None = None,
         **options: Any,
     ) -> None:
-        """`group`: gloo, of all ranks; None with one. `checks` precede the first step. `options`: SavingTrainer's."""
-        super().__init__(job=job, rank=rank, **options, callbacks=[metrics])
+        """`group`: gloo, of all ranks; None with one. `checks` precede the first step. `options`: WatchedTrainer's."""
+        super().__init__(job=job, rank=rank, metrics=metrics, heartbeat=heartbeat, group=group, **options)
         self.remove_callback(transformers.PrinterCallback)
         self._has_masks = False  # whether packed rows need explicit masks, see `Trial`
         self._has_padding_masks = True  # whether padding needs them, see `sees_padding`
-        self._gradients = Nonfinite("gradients", limit=job.stop_on_nonfinite)
-        self._losses = Nonfinite("losses", limit=job.stop_on_nonfinite)
-        self._metrics = metrics
-        self._heartbeat = heartbeat
         self._checks = checks
         self._router_loss = RouterLoss(self.model, job, rank.world_size)
         self.num_shares = job.data_parallel(rank.world_size)
         """Ranks, or groups of ranks, that have micro-batches of their own."""
         self._share, index_in_group = divmod(rank.index, job.ranks_per_batch)
         self._counts_rows = index_in_group == 0  # the other ranks of the group have the same ones
-        self._group = group
         self.batch: Batch | None = None
         """The micro-batch that this rank works on."""
-
-    @property
-    def meter(self) -> Meter:
-        """The meter of this rank."""
-        return self._metrics.meter
-
-    def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> tuple[list[Any], Any]:
-        """Returns the micro-batches of one step, and counts their tokens and the waiting time."""
-        batches, items = super().get_batch_samples(self.meter.timed(epoch_iterator), num_batches, device)
-        for batch in batches:
-            if not self._counts_rows:
-                batch[COUNTS] = Counts()
-            self.meter.count(batch)
-        return batches, items
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """Returns the inputs of the model, without the token counts, which it notes with the shape."""
@@ -162,16 +142,6 @@ class Trainer(SavingTrainer):
         labels, shifted = inputs.pop("labels"), inputs.pop("shift_labels", None)
         return loss_of(engine(**inputs).logits, shift(labels) if shifted is None else shifted)
 
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Logs together with the metrics of the window, so that trainer_state.json, sinks and metrics.jsonl agree."""
-        if "loss" in logs:
-            logs.update(self._metrics.drain())
-            if self._job.precision is Precision.FP16:
-                logs["skipped_steps"] = self.skipped_steps
-        super().log(logs, start_time)
-        if "loss" in logs and "grad_norm" not in logs:  # the engine has no norm without ZeRO and with fp32
-            self._losses.note(self.state.global_step, is_finite=math.isfinite(logs["loss"]))
-
     def train(self, resume_from_checkpoint: str | bool | None = None, *arguments: Any, **options: Any) -> Any:
         """Trains; a checkpoint of another number of ranks is loaded from its universal copy."""
         self._is_universal = isinstance(resume_from_checkpoint, str) and checkpoints.reads_universal(
@@ -185,8 +155,7 @@ class Trainer(SavingTrainer):
         """Returns the engine and its data. Raises InvalidConfig for a model that mixes the samples of a packed row,
         or whose loss cannot be shared by the ranks of a group.
         """
-        prepared = super()._prepare_for_training(max_steps, batches, resume_from_checkpoint)  # type: ignore[no-untyped-call]
-        self._skipped = self.skipped_steps
+        prepared = super()._prepare_for_training(max_steps, batches, resume_from_checkpoint)
         rows: Any = self.train_dataset
         size = self.trial_size()
         self._try_loss(size)
@@ -274,27 +243,3 @@ class Trainer(SavingTrainer):
             self.control.should_training_stop = True
         else:
             super()._run_epoch(*arguments, **options)  # type: ignore[no-untyped-call]
-
-    @property
-    def skipped_steps(self) -> int:
-        """Steps that DeepSpeed has skipped since training began, because their gradients were not finite."""
-        engine: Any = self.model_wrapped
-        return int(engine.skipped_steps)
-
-    def _maybe_log_save_evaluate(self, tr_loss: Any, grad_norm: Any, *arguments: Any, **options: Any) -> None:
-        """Logs, saves and evaluates; the time of a checkpoint or an evaluation does not count in the metrics.
-
-        Raises RunFailed after too many consecutive steps without finite gradients; all ranks have the same norm.
-        """
-        skipped, self._skipped = self._skipped, self.skipped_steps
-        is_finite = skipped == self._skipped and (grad_norm is None or math.isfinite(grad_norm))
-        self._gradients.note(self.state.global_step, is_finite=is_finite)
-        is_long = self.control.should_evaluate or self.control.should_save
-        if is_long:
-            self._heartbeat.send(
-                self.state.global_step, Phase.EVALUATING if self.control.should_evaluate else Phase.SAVING
-            )
-        super()._maybe_log_save_evaluate(tr_loss, grad_norm, *arguments, **options)
-        if is_long:
-            self.meter.restart()
-            self._heartbeat.send(self.state.global_step, Phase.STEP)

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from dstrain.choices import HealthRule
 from dstrain.cli.output.report_page import CHINESE
+from dstrain.job.monitor import HealthRule
 from dstrain.launch.run.state import GONE, Stage
 from dstrain.monitor.comparison import Part, Quantity
 from dstrain.report.report import UNKNOWN

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from transformers import TrainerControl, TrainerState
 from dstrain.monitor.callback import MetricsCallback
 from dstrain.monitor.health.history import Facts
 from dstrain.monitor.health.watch import Watch
-from dstrain.monitor.meter import COUNTS, CountingCollator, Counts, Meter
+from dstrain.monitor.meter import COUNTS, CountingCollator, Counts, Meter, RunQueue
 from dstrain.monitor.sinks.jsonl import JsonlFile
 
 
@@ -23,7 +24,7 @@ def count(batch: dict[str, Any]) -> Counts:
 
 def test_the_attention_mask_tells_padding_apart() -> None:
     mask = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0]])
-    assert count({"input_ids": torch.zeros(2, 4, dtype=torch.long), "attention_mask": mask}) == (4, 4, 9 + 1, (3, 1))
+    assert count({"input_ids": torch.zeros(2, 4, dtype=torch.long), "attention_mask": mask}) == (4, 4, 9 + 1, (3, 1), 0)
 
 
 def test_packed_samples_begin_at_position_0_and_filling_has_no_label() -> None:
@@ -32,7 +33,7 @@ def test_packed_samples_begin_at_position_0_and_filling_has_no_label() -> None:
         "position_ids": torch.tensor([[0, 1, 2, 0, 1, 0, 1, 2]]),
         "labels": torch.tensor([[-100, 5, 6, -100, 7, -100, -100, -100]]),
     }
-    assert count(batch) == (5, 3, 9 + 4, (3, 2))
+    assert count(batch) == (5, 3, 9 + 4, (3, 2), 0)
 
 
 def test_the_counts_of_a_window_are_summed_and_the_next_one_begins_anew() -> None:
@@ -104,3 +105,50 @@ def test_a_progress_line_says_step_loss_and_what_is_left(tmp_path: Path) -> None
     watcher.on_train_begin(arguments, TrainerState(max_steps=10), TrainerControl())
     log(watcher, 5, loss=1.25, learning_rate=1e-5, tokens_per_s=12345.0, mfu=0.41)
     assert said[0].startswith("step 5/10, loss 1.2500, learning rate 1.00e-05, 12,345 tokens/s, MFU 41%, 0:00 left")
+
+
+def test_a_resumed_run_compares_its_first_loss_with_the_same_steps_before(tmp_path: Path) -> None:
+    said: list[str] = []
+    watcher = callback(tmp_path, said)
+    before = [{"step": step, "loss": 2.0} for step in (1, 2, 3)]
+    records = [*before, {"event": "resume", "from_step": 2}]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    arguments: Any = None
+    watcher.on_train_begin(arguments, TrainerState(max_steps=10, global_step=2), TrainerControl())
+    log(watcher, 3, loss=1.5)
+    assert [line for line in said if "differs by 25.0% from that of the same steps before" in line]
+
+
+def test_forward_passes_are_timed_only_if_asked_and_the_slowest_does_not_count() -> None:
+    import time
+
+    meter, idle = Meter(times_forward=True), Meter()
+    for seconds in (0.02, 0.02, 0.02, 0.1):
+        with meter.forward(10), idle.forward(10):
+            time.sleep(seconds)
+    assert 0.002 <= meter.close().forward_s_per_token < 0.01
+    assert math.isnan(idle.close().forward_s_per_token)
+    assert math.isnan(meter.close().forward_s_per_token)
+
+
+def test_samples_without_any_label_are_counted_but_padding_is_not() -> None:
+    labels = torch.tensor([[-100, 5, 6], [-100, -100, -100]])
+    padded = {"input_ids": torch.zeros(2, 3, dtype=torch.long), "labels": labels}
+    assert count(padded).masked == 1
+    packed = {
+        "input_ids": torch.zeros(1, 7, dtype=torch.long),
+        "position_ids": torch.tensor([[0, 1, 0, 1, 2, 0, 1]]),
+        "labels": torch.tensor([[-100, -100, -100, 6, 7, -100, -100]]),
+    }
+    assert (count(packed).masked, count(packed).samples) == (1, (2, 3))
+
+
+def test_what_a_busy_thread_does_not_run_it_waits_for_a_cpu() -> None:
+    import time
+
+    queue = RunQueue()
+    began, waited, ran = time.perf_counter(), queue.wait_s(), time.thread_time()
+    while time.perf_counter() - began < 0.1:
+        pass
+    wall, waited, ran = time.perf_counter() - began, queue.wait_s() - waited, time.thread_time() - ran
+    assert abs(wall - ran - waited) < 0.03

@@ -138,3 +138,12 @@ def test_what_is_not_finite_becomes_null_with_its_name(value: float) -> None:
 
 def test_only_numbers_are_drawn() -> None:
     assert scalars({"loss": 1.5, "step": 2, "by_rank": [1], "word": "x", "flag": True}) == {"loss": 1.5, "step": 2}
+
+
+def test_clocks_and_power_of_each_gpu_are_known_only_if_every_rank_knows_them() -> None:
+    rank = replace(ONE, gpu_utilization=0.9, gpu_power_w=300.0, gpu_power_limit_w=600.0, gpu_clock_mhz=1800.0)
+    window = summarize([rank, replace(rank, gpu_power_w=150.0, gpu_clock_mhz=900.0)], steps=1, against=None)
+    assert window["gpu_clock_mhz_by_rank"] == [1800.0, 900.0]
+    assert window["gpu_power_w_by_rank"] == [300.0, 150.0]
+    assert (window["gpu_power_share"], window["gpu_power_w"], window["gpu_utilization"]) == (0.375, 225.0, 0.9)
+    assert not {"gpu_clock_mhz_by_rank", "gpu_power_share"} & summarize([rank, ONE], steps=1, against=None).keys()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -13,9 +13,13 @@ WINDOWS = 128
 """Logged windows that are kept. Source: OLMo-core's SkipStepOptimizer compares with 128 steps."""
 FEWEST = 20
 """Windows before something is compared with their median. Source: torch-level spike detectors need 20 to 64 steps."""
+EARLY = 32
+"""First windows whose losses stand for the start."""
 _SMALLEST_SCALE = 0.01
 """Smallest scale of a deviation, as a share of the median: a series that hardly varies would make any change large."""
 _EMA_STEPS = 50
+_RESUMED = ("step", "loss", "grad_norm", "learning_rate")
+"""What a resumed run compares with its earlier start."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +34,8 @@ class Facts:
     """Norm at which gradients are clipped; 0: never."""
     device_bytes: int | None = None
     """Memory of a GPU."""
+    planned_mfu: float | None = None
+    """MFU of the plan, 0…1."""
 
 
 class History:
@@ -42,8 +48,15 @@ class History:
         """Metrics of a window each, with `step`."""
         self.evaluations: list[float] = []
         """Evaluation losses."""
+        self.first_losses: list[float] = []
+        """The first losses of the run, `EARLY` of them."""
         self.first_norms: list[float] = []
         """The first gradient norms of the run, `FEWEST` of them."""
+        self.checkpoint_s: list[float] = []
+        """Seconds of each checkpoint of this start."""
+        self.replayed_loss: float | None = None
+        """What the newest window's loss was before the run was resumed; only of the first window of a start."""
+        self._earlier_losses: dict[int, float] = {}
         self.num_windows = 0
         """All windows since the start."""
         self.loss_ratios: deque[tuple[int, float]] = deque(maxlen=WINDOWS)
@@ -51,6 +64,18 @@ class History:
         self.peaks_by_rank: list[float] = []
         """Largest peak of each rank so far, in bytes."""
         self._average = self._best = math.nan
+
+    def resume(self, lines: Iterable[Mapping[str, Any]], *, step: int) -> None:
+        """Takes over what an earlier start logged: the loss and gradients up to a step, and the losses to repeat.
+
+        Speed and memory begin anew: a run may be resumed on other machines.
+        """
+        lines = [line for line in lines if isinstance(line.get("loss"), float)]
+        for line in lines:
+            if line["step"] <= step:
+                self.add({name: line[name] for name in _RESUMED if line.get(name) is not None})
+        if any(line["step"] == step for line in lines):  # otherwise windows begin elsewhere than before
+            self._earlier_losses = {line["step"]: line["loss"] for line in lines if line["step"] > step}
 
     def add(self, values: Mapping[str, Any]) -> None:
         """Adds the metrics of one logged window, or of an evaluation."""
@@ -61,6 +86,9 @@ class History:
         elapsed = values["step"] - self.windows[-1]["step"] if self.windows else 0
         self.windows.append(values)
         self.num_windows += 1
+        self.replayed_loss, self._earlier_losses = self._earlier_losses.get(values["step"]), {}
+        if "checkpoint_s" in values:
+            self.checkpoint_s.append(values["checkpoint_s"])
         self._follow_loss(values, elapsed)
         norm = values.get("grad_norm")
         if isinstance(norm, float) and math.isfinite(norm) and len(self.first_norms) < FEWEST:
@@ -73,11 +101,17 @@ class History:
         loss = values["loss"]
         if not math.isfinite(loss):
             return
+        if len(self.first_losses) < EARLY:
+            self.first_losses.append(loss)
         if math.isnan(self._average):
             self._average = self._best = loss
         self._average += (1 - math.exp(-elapsed / _EMA_STEPS)) * (loss - self._average)
         self._best = min(self._best, self._average)
         self.loss_ratios.append((values["step"], self._average / self._best if self._best > 0 else 1.0))
+
+    def with_metric(self, name: str) -> list[Mapping[str, Any]]:
+        """Returns the windows that have a metric, oldest first; those of an earlier start have few."""
+        return [window for window in self.windows if name in window]
 
     def newest(self, name: str) -> float | None:
         """Returns a metric of the newest window, None if it has none that is finite."""

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dstrain.choices import HealthAction
 from dstrain.errors import RunFailed
+from dstrain.job.monitor import HealthAction
 
 _ADVICE = {
     "loss": "The weights are most likely lost: resume from the last checkpoint with a lower learning_rate, "
@@ -34,6 +34,8 @@ class Finding:
     """`warning` or `critical`."""
     action: HealthAction = HealthAction.TELL
     """What follows."""
+    rank: int | None = None
+    """The rank to blame; None if it is no single one's fault, or not known."""
 
 
 def check(step: int, values: Mapping[str, Any]) -> list[Finding]:

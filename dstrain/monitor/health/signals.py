@@ -1,24 +1,31 @@
-"""What rules measure: each signal is one number of the history, or None where it says nothing yet (pure functions)."""
+"""What rules about loss, gradients and memory measure: one number of the history, or None (pure functions)."""
 
 from __future__ import annotations
 
 import math
-from itertools import pairwise
-from statistics import median
+from collections.abc import Sequence
+from statistics import fmean, median
 
-from dstrain.monitor.health.history import FEWEST, History, deviation
+from dstrain.monitor.health.history import EARLY, FEWEST, History, deviation
 
 _SPIKE = 6.0
 """Deviations that make a spike. Source: OLMo-core's SkipStepOptimizer, 6 σ over 128 steps."""
-_RECENT_STEPS = 20
-"""Steps that are compared with all earlier ones where speed is judged."""
-_FEW = 3
-"""Windows whose median stands for now."""
+_SHIFTED = 3
+"""Windows that are all higher than before if the loss has not only a spike."""
+_FIRST_STEPS = 20
+"""Steps within which a first loss is logged."""
+_PLATEAU_STEPS = 100
 
 
 def loss_spike(history: History) -> float | None:
-    """Returns the deviations of the newest loss above its median; 0 if it is less than a fifth above."""
-    return _spike(history.series("loss"), least_ratio=1.2)
+    """Returns the deviations of the newest loss above its median if it is a fifth above, or those of the median of the
+    last three if that is a twentieth above; otherwise 0.
+    """
+    losses = history.series("loss")
+    spike = _spike(losses, least_ratio=1.2)
+    if spike or len(losses) < FEWEST + _SHIFTED:
+        return spike
+    return _spike([*losses[:-_SHIFTED], median(losses[-_SHIFTED:])], least_ratio=1.05)
 
 
 def repeated_spikes(history: History) -> float | None:
@@ -52,7 +59,7 @@ def first_loss(history: History) -> float | None:
     vocab, loss = history.facts.vocab_size, history.newest("loss")
     if not history.facts.is_cross_entropy:
         return None
-    if history.num_windows != 1 or vocab is None or loss is None or history.windows[0]["step"] > _RECENT_STEPS:
+    if history.num_windows != 1 or vocab is None or loss is None or history.windows[0]["step"] > _FIRST_STEPS:
         return None
     return loss / math.log(vocab)
 
@@ -77,7 +84,8 @@ def repeated_gradient_spikes(history: History) -> float | None:
     norms = history.series("grad_norm")
     if len(norms) <= FEWEST:
         return None
-    return sum(norm > 10 * median(norms) for norm in norms[-20:])
+    middle = median(norms)
+    return sum(norm > 10 * middle for norm in norms[-20:])
 
 
 def large_gradient(history: History) -> float | None:
@@ -102,45 +110,14 @@ def vanished_gradient(history: History) -> float | None:
     return norm / median(first)
 
 
-def slowdown(history: History) -> float | None:
-    """Returns how much longer steps take now, over the last 20, than before; per step or per token, whichever is less.
-
-    A batch with more tokens takes longer, and one with fewer has fewer of them in a second.
-    """
-    windows = list(history.windows)[1:]  # the first compiles and allocates
-    recent = [window for window in windows if window["step"] > windows[-1]["step"] - _RECENT_STEPS]
-    recent = max(recent, windows[-_FEW:], key=len)
-    earlier = windows[: -len(recent)] if recent else []
-    if len(earlier) < FEWEST or not all("step_s" in window and window.get("tokens_per_s") for window in windows):
-        return None
-
-    def ratio(name: str) -> float:
-        now, before = (median(float(window[name]) for window in part) for part in (recent, earlier))
-        return now / before
-
-    return min(ratio("step_s"), 1 / ratio("tokens_per_s"))
-
-
-def data_wait(history: History) -> float | None:
-    """Returns the share of time in which ranks wait for data: the median of the last three windows."""
-    shares = history.series("data_wait_share")[1:]
-    return median(shares[-_FEW:]) if len(shares) >= _FEW else None
-
-
-def padding(history: History) -> float | None:
-    """Returns the share of padding among all tokens: the median of the last ten windows."""
-    shares = history.series("padding_share")
-    return median(shares[-10:]) if len(shares) >= 5 else None
-
-
 def gpu_memory_growth(history: History) -> float | None:
-    """Returns how many of the last 12 windows had a peak more than 1 % above that of the window before."""
-    return _growths(history.series("peak_bytes_per_gpu"))
+    """Returns how many windows in a row, up to the newest, had a peak more than 1 % above all earlier ones."""
+    return _records(history, "peak_bytes_per_gpu")
 
 
 def host_memory_growth(history: History) -> float | None:
-    """Returns how many of the last 12 windows had more than 1 % more resident memory than the window before."""
-    return _growths(history.series("host_bytes_max"))
+    """Returns how many windows in a row, up to the newest, had over 1 % more resident memory than all earlier ones."""
+    return _records(history, "host_bytes_max")
 
 
 def host_memory(history: History) -> float | None:
@@ -165,7 +142,7 @@ def fragmentation(history: History) -> float | None:
 def memory_imbalance(history: History) -> float | None:
     """Returns how much the peak of one rank exceeds that of another, as a share of the lesser; after 20 windows."""
     peaks = history.peaks_by_rank
-    if len(peaks) < 2 or history.num_windows <= FEWEST or not min(peaks):
+    if len(peaks) < 2 or len(history.with_metric("peak_bytes_by_rank")) <= FEWEST or not min(peaks):
         return None
     return max(peaks) / min(peaks) - 1
 
@@ -176,6 +153,50 @@ def skipped_steps(history: History) -> float | None:
     return float(last[-1]["skipped_steps"] - last[0]["skipped_steps"]) if last else None
 
 
+def loss_scale(history: History) -> float | None:
+    """Returns how often fp16's loss scale was halved since it last grew; after the first 50 steps."""
+    scales = [
+        float(window["loss_scale"]) for window in history.windows if window["step"] > 50 and "loss_scale" in window
+    ]
+    if not scales:
+        return None
+    since = max((index for index in range(1, len(scales)) if scales[index] > scales[index - 1]), default=0)
+    return math.log2(scales[since] / scales[-1]) if scales[-1] > 0 else math.inf
+
+
+def plateau(history: History) -> float | None:
+    """Returns the most by which the loss may have fallen since the start, as a share: the fall and two of its standard
+    errors; after 100 steps, and not while the learning rate rises.
+    """
+    first, losses = history.first_losses, history.series("loss")[-2 * EARLY :]
+    rates = history.series("learning_rate")[-FEWEST:]
+    if history.num_windows < 2 * EARLY or history.windows[-1]["step"] < _PLATEAU_STEPS or sum(first) <= 0:
+        return None
+    if not rates or rates[-1] > rates[0] or len(losses) < EARLY:
+        return None
+    later = losses[-(history.num_windows - EARLY) :]
+    before, now = fmean(first), fmean(later)
+    error = math.sqrt(_squared_error(first, before) + _squared_error(later, now))
+    return (before - now + 2 * error) / before
+
+
+def _squared_error(values: Sequence[float], middle: float) -> float:
+    """Returns the variance of a mean."""
+    return sum((value - middle) ** 2 for value in values) / (len(values) - 1) / len(values)
+
+
+def resumed_loss(history: History) -> float | None:
+    """Returns how much the first loss after a resume differs from that of the same steps before, as a share."""
+    before, loss = history.replayed_loss, history.newest("loss")
+    return None if before is None or loss is None or before <= 0 else abs(loss / before - 1)
+
+
+def masked_samples(history: History) -> float | None:
+    """Returns the share of samples without any label: the mean of the last three windows."""
+    shares = history.series("masked_share")[-3:]
+    return fmean(shares) if shares else None
+
+
 def _spike(values: list[float], *, least_ratio: float) -> float | None:
     if len(values) <= FEWEST:
         return None
@@ -183,8 +204,14 @@ def _spike(values: list[float], *, least_ratio: float) -> float | None:
     return deviation(newest, earlier) if newest > least_ratio * median(earlier) else 0.0
 
 
-def _growths(values: list[float]) -> float | None:
-    last = values[-13:]
-    if len(last) < 13:
+def _records(history: History, name: str) -> float | None:
+    """Counts windows in a row that were above all before; none count in the first `FEWEST` windows, as caches fill."""
+    values = history.series(name)
+    if len(values) <= FEWEST:
         return None
-    return sum(after > 1.01 * before for before, after in pairwise(last))
+    count = 0
+    for index in range(len(values) - 1, FEWEST - 1, -1):
+        if values[index] <= 1.01 * max(values[:index]):
+            break
+        count += 1
+    return count

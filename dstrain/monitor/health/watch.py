@@ -8,16 +8,16 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
 
-from dstrain.choices import HealthAction, HealthRule
-from dstrain.job.monitor import HealthLimits
+from dstrain.job.monitor import HealthAction, HealthLimits, HealthRule
 from dstrain.monitor.health.history import Facts, History
 from dstrain.monitor.health.nonfinite import Finding
-from dstrain.monitor.health.rules import RULES, Rule
+from dstrain.monitor.health.rule import Rule
+from dstrain.monitor.health.rules import RULES
 
 _QUIET_S = 600.0
 """Seconds between two messages of a rule, unless it gets worse."""
 _LEAVES_AT = 0.8
-"""Share of a limit below which a rule is no longer broken, so that a signal around it is told once."""
+"""Share of the way from normal to a limit below which a rule is no longer broken: a signal around it is told once."""
 
 
 class Level(IntEnum):
@@ -69,7 +69,7 @@ class Watch:
         critical = rule.critical if asked.critical is None else asked.critical
         level = _level(value, warn, critical, is_low=rule.is_low)
         if level is Level.FINE:
-            if _has_left(value, warn, is_low=rule.is_low):
+            if _has_left(value, warn, rule):
                 state.level = Level.FINE
             return None
         is_worse, state.level = level > state.level, max(level, state.level)
@@ -78,12 +78,14 @@ class Watch:
             return None
         state.told = now
         is_highest = level is Level.CRITICAL or critical is None
+        rank = rule.rank(self.history) if rule.rank is not None else None
         return Finding(
             rule=name.value,
             step=step,
             value=f"{value:.6g}",
-            message=f"step {step}: {rule.problem.format(value=value)}. {rule.advice}",
+            message=f"step {step}: {rule.problem.format(value=value, rank=rank)}. {rule.advice}",
             severity=level.name.lower(),
+            rank=rank,
             action=asked.action if is_highest else HealthAction.TELL,
         )
 
@@ -97,5 +99,6 @@ def _level(value: float, warn: float, critical: float | None, *, is_low: bool) -
     return Level.WARNING if is_reached(warn) else Level.FINE
 
 
-def _has_left(value: float, warn: float, *, is_low: bool) -> bool:
-    return value > warn / _LEAVES_AT if is_low else value < _LEAVES_AT * warn
+def _has_left(value: float, warn: float, rule: Rule) -> bool:
+    sign = -1 if rule.is_low else 1
+    return sign * (value - rule.normal) < _LEAVES_AT * sign * (warn - rule.normal)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dstrain.choices import HealthRule
 from dstrain.errors import DstrainError, InvalidConfig
+from dstrain.job.monitor import HealthRule
 from dstrain.job.schema import Job
 from dstrain.monitor.health.history import Facts
 from dstrain.monitor.health.watch import Watch

@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 
-from dstrain.choices import HealthAction, HealthRule
-from dstrain.job.monitor import HealthLimits
+from dstrain.job.monitor import HealthAction, HealthLimits, HealthRule
 from dstrain.monitor.health.history import Facts
 from dstrain.monitor.health.rules import RULES
 from dstrain.monitor.health.watch import Watch
 
-FACTS = Facts(vocab_size=150_000, max_grad_norm=1.0, device_bytes=80 * 2**30)
+FACTS = Facts(vocab_size=150_000, max_grad_norm=1.0, device_bytes=80 * 2**30, planned_mfu=0.4)
 ONSET = 600
 """Step at which troubles begin."""
 Window = dict[str, Any]
@@ -44,6 +43,17 @@ def windows(seed: int, *, steps: int = 1000, every: int = 5) -> Iterator[tuple[i
                 "host_bytes_max": 9e9 * rng.uniform(0.999, 1.001),
                 "host_used_share": 0.4,
                 "skipped_steps": 2,
+                "loss_scale": 65536.0,
+                "masked_share": 0.0,
+                "forward_s_by_rank": [tokens * rng.uniform(0.95, 1.05) for _ in range(8)],
+                "forward_s_per_token_by_rank": [1e-6 * rng.uniform(0.95, 1.05) for _ in range(8)],
+                "cpu_wait_share_by_rank": [rng.uniform(0, 0.01) for _ in range(8)],
+                "mfu": 0.38 * rng.uniform(0.95, 1.05),
+                "gpu_utilization": 0.97,
+                "gpu_power_share": 0.8 * rng.uniform(0.95, 1.05),
+                "gpu_clock_mhz_by_rank": [1900 * rng.uniform(0.98, 1.0) for _ in range(8)],
+                "gpu_power_w_by_rank": [560 * rng.uniform(0.95, 1.05) for _ in range(8)],
+                **({"checkpoint_s": rng.uniform(9, 11), "checkpoint_share": 0.02} if step % 100 == 0 else {}),
             },
         )
 
@@ -75,6 +85,19 @@ def growing(name: str, share: float) -> Change:
     return lambda step, values: {**values, name: values[name] * (1 + share) ** ((step - ONSET) / 5)}
 
 
+def of_rank(name: str, factor: float, *, rank: int = 5) -> Change:
+    def changed(step: int, values: Window) -> Window:
+        return {**values, name: [value * (factor if at == rank else 1) for at, value in enumerate(values[name])]}
+
+    return changed
+
+
+def slow_forward(step: int, values: Window) -> Window:
+    """Makes the forward passes of one rank slower."""
+    per_pass = of_rank("forward_s_by_rank", 1.6)(step, values)
+    return of_rank("forward_s_per_token_by_rank", 1.6)(step, per_pass)
+
+
 TROUBLES: dict[HealthRule, tuple[Change, int]] = {
     HealthRule.LOSS_SPIKE: (scaled("loss", 3), 1),
     HealthRule.REPEATED_SPIKES: (lambda step, v: {**v, "loss": v["loss"] * (4 if step % 25 == 0 else 1)}, 11),
@@ -90,10 +113,24 @@ TROUBLES: dict[HealthRule, tuple[Change, int]] = {
         lambda step, v: {**v, "step_s": v["step_s"] * 1.6, "tokens_per_s": v["tokens_per_s"] / 1.6},
         3,
     ),
+    HealthRule.LOSS_SCALE: (lambda step, v: {**v, "loss_scale": 65536.0 / 2 ** ((step - ONSET) // 5)}, 4),
+    HealthRule.MASKED_SAMPLES: (fixed("masked_share", 0.3), 1),
+    HealthRule.SLOW_RANK: (slow_forward, 3),
+    HealthRule.SLOW_LINKS: (
+        lambda step, v: {**v, "step_s": v["step_s"] * 1.6, "tokens_per_s": v["tokens_per_s"] / 1.6},
+        3,
+    ),
+    HealthRule.CPU_WAIT: (fixed("cpu_wait_share_by_rank", [0.0] * 5 + [0.1] + [0.0] * 2), 2),
+    HealthRule.LOW_MFU: (scaled("mfu", 0.5), 7),
+    HealthRule.CHECKPOINT_TIME: (fixed("checkpoint_share", 0.1), 1),
+    HealthRule.SLOW_CHECKPOINT: (lambda step, v: {**v, "checkpoint_s": 30.0}, 1),
+    HealthRule.GPU_CLOCK: (of_rank("gpu_clock_mhz_by_rank", 0.7), 3),
+    HealthRule.GPU_POWER: (of_rank("gpu_power_w_by_rank", 0.5), 3),
+    HealthRule.BUSY_AT_LOW_POWER: (fixed("gpu_power_share", 0.3), 7),
     HealthRule.DATA_WAIT: (fixed("data_wait_share", 0.3), 2),
-    HealthRule.PADDING: (fixed("padding_share", 0.6), 6),
-    HealthRule.GPU_MEMORY_GROWTH: (growing("peak_bytes_per_gpu", 0.03), 13),
-    HealthRule.HOST_MEMORY_GROWTH: (growing("host_bytes_max", 0.03), 12),
+    HealthRule.PADDING: (fixed("padding_share", 0.6), 2),
+    HealthRule.GPU_MEMORY_GROWTH: (growing("peak_bytes_per_gpu", 0.03), 4),
+    HealthRule.HOST_MEMORY_GROWTH: (growing("host_bytes_max", 0.03), 4),
     HealthRule.HOST_MEMORY: (fixed("host_used_share", 0.96), 1),
     HealthRule.ALLOCATOR_RETRIES: (lambda step, v: {**v, "alloc_retries": step}, 1),
     HealthRule.FRAGMENTATION: (fixed("reserved_bytes_per_gpu", 80e9), 1),
@@ -131,7 +168,53 @@ def test_an_evaluation_loss_that_rises_twice_while_the_loss_falls_is_overfitting
 
 
 def test_every_rule_has_a_trouble_here() -> None:
-    assert {*TROUBLES, HealthRule.FIRST_LOSS, HealthRule.OVERFITTING} == set(RULES) == set(HealthRule)
+    here = {*TROUBLES, HealthRule.FIRST_LOSS, HealthRule.OVERFITTING, HealthRule.RESUMED_LOSS, HealthRule.PLATEAU}
+    assert here == set(RULES) == set(HealthRule)
+
+
+@pytest.mark.parametrize(
+    "rule", [HealthRule.SLOW_RANK, HealthRule.CPU_WAIT, HealthRule.GPU_CLOCK, HealthRule.GPU_POWER]
+)
+def test_a_rule_about_ranks_names_the_one_to_blame(rule: HealthRule) -> None:
+    watch, change = Watch({}, FACTS), TROUBLES[rule][0]
+    findings = [one for step, values in windows(0, steps=100) for one in watch.see(step, change(step, values))]
+    assert {one.rank for one in findings if one.rule == rule} == {5}
+    assert any("rank 5" in one.message for one in findings if one.rule == rule)
+
+
+def test_steps_that_are_slow_because_of_a_rank_or_of_data_are_not_the_links_fault() -> None:
+    slower = TROUBLES[HealthRule.SLOW_LINKS][0]
+    by_rank, by_data = slow_forward, fixed("data_wait_share", 0.4)
+
+    def both(cause: Change) -> Change:
+        return lambda step, values: cause(step, slower(step, values))
+
+    assert HealthRule.SLOW_LINKS not in found(both(by_rank)) | found(both(by_data))
+
+
+def test_a_loss_that_has_not_fallen_since_the_start_is_a_plateau_unless_the_rate_still_rises() -> None:
+    noise = random.Random(0)
+    flat = [2.0 * noise.lognormvariate(0, 0.03) for _ in range(120)]
+    assert told(Watch({}, FACTS), *({"loss": loss, "learning_rate": 1e-5} for loss in flat)) == ["plateau"]
+    falls = [{"loss": loss * (1 - at / 600), "learning_rate": 1e-5} for at, loss in enumerate(flat)]
+    rises = [{"loss": loss, "learning_rate": 1e-7 * at} for at, loss in enumerate(flat)]
+    assert told(Watch({}, FACTS), *falls) == told(Watch({}, FACTS), *rises) == []
+
+
+def test_losses_that_a_resumed_run_repeats_are_compared_with_those_before() -> None:
+    earlier = [{"step": step, "loss": 2.0 - step / 100, "grad_norm": 1.0} for step in range(1, 41)]
+    for loss, broken in ((1.6999, []), (1.66, ["resumed_loss"])):
+        watch = Watch({}, FACTS)
+        watch.history.resume(earlier, step=29)
+        found_then = watch.see(30, {"loss": loss, "grad_norm": 1.0})
+        assert [one.rule for one in found_then] == broken
+        assert [one.rule for one in watch.see(31, {"loss": 1.5, "grad_norm": 1.0})] == []
+
+
+def test_a_resumed_run_knows_the_losses_before_but_not_the_speed() -> None:
+    watch = Watch({}, FACTS)
+    watch.history.resume(({"step": step, "loss": 1.0, "step_s": 1.0} for step in range(1, 41)), step=40)
+    assert [one.rule for one in watch.see(41, {"loss": 3.0, "step_s": 9.0, "tokens_per_s": 1.0})] == ["loss_spike"]
 
 
 def test_a_signal_around_its_limit_is_told_once_and_again_when_it_gets_worse() -> None:

@@ -1,0 +1,58 @@
+"""The exam of the health rules.
+
+Examples: python -m benchmarks.health_exam            (replays the recorded runs: seconds)
+          python -m benchmarks.health_exam --record   (records them again: a quarter of an hour on two idle cores)
+          python -m benchmarks.health_exam --record --only slow-rank
+          python -m benchmarks.health_exam --gallery docs/gallery   (writes the report page of a run with each cause)
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.health_exam.score import FOLDER, Result, cause_table, false_per_1000, replay, rule_table
+from benchmarks.health_exam.traces import all_traces
+
+
+def describe(title: str, results: Sequence[Result]) -> None:
+    """Prints the tables of some runs."""
+    print(f"\n{title}: {len(results)} runs, {sum(result.steps for result in results):,} steps")
+    print(cause_table(results))
+    print()
+    print(rule_table(results))
+    print(f"\nfalse warnings in 1,000 steps: {false_per_1000(results):.2f}")
+    for result in results:
+        for finding in result.false:
+            print(f"  {result.trace.name} step {finding.step}: {finding.rule} {finding.value}")
+
+
+def main() -> None:
+    """Records, if asked, and prints the scores of both halves."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--record", action="store_true", help="record the runs first")
+    parser.add_argument("--only", default="", help="only runs whose name begins so")
+    parser.add_argument("--pause", type=float, default=0.0, help="seconds between recorded runs")
+    parser.add_argument("--gallery", type=Path, help="folder for the report page of a run with each cause")
+    given = parser.parse_args()
+    traces = [trace for trace in all_traces() if trace.name.startswith(given.only)]
+    if given.record:
+        from benchmarks.health_exam.record import record
+
+        FOLDER.mkdir(exist_ok=True)
+        record(traces, FOLDER, pause_s=given.pause, say=lambda text: print(text, flush=True))
+    results = [replay(trace) for trace in traces]
+    if given.gallery is not None:
+        from benchmarks.health_exam.gallery import write
+
+        first = [result for result in results if result.trace.cause is not None and result.trace.half == 0]
+        for path in write(first, given.gallery):
+            print(path)
+        return
+    for half, title in ((0, "the half on which rules were repaired"), (1, "the half that was only scored")):
+        describe(title, [result for result in results if result.trace.half == half])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,156 @@
+"""Replays recorded runs through the health rules, and scores what they say (pure, apart from reading the files)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from benchmarks.health_exam.traces import LATE, Trace
+from dstrain.job.monitor import HealthRule as Rule
+from dstrain.monitor.health.history import Facts
+from dstrain.monitor.health.nonfinite import Finding, check
+from dstrain.monitor.health.watch import Watch
+from dstrain.monitor.sinks.jsonl import current_steps, read_jsonl
+
+FOLDER = Path(__file__).resolve().parents[2] / "tests" / "health_traces"
+FACTS = Facts(vocab_size=2048, max_grad_norm=5.0)
+"""Of the runs."""
+MEASURED: frozenset[str] = frozenset({Rule.CPU_WAIT})
+"""Rules that say what the kernel counts: on the recording machine other processes ran."""
+WITHIN = 3
+"""Windows from the onset within which a cause is to be named."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """What the rules said of a trace."""
+
+    trace: Trace
+    steps: int
+    findings: tuple[Finding, ...]
+    ends: tuple[int, ...]
+    """The last step of each window."""
+
+    def delay(self, finding: Finding) -> int:
+        """Returns the windows from the onset to a finding; 1: the first window that has the cause."""
+        return sum(self.trace.onset <= end <= finding.step for end in self.ends)
+
+    @property
+    def named(self) -> Finding | None:
+        """The first finding that names the cause."""
+        cause = self.trace.cause
+        if cause is None:
+            return None
+        return next((one for one in self.findings if one.step >= self.trace.onset and one.rule in cause.named_by), None)
+
+    @property
+    def false(self) -> tuple[Finding, ...]:
+        """Findings that are not true of the run: those before the onset, and those of rules that the cause does not
+        break.
+        """
+        cause, always = self.trace.cause, MEASURED | self.trace.holds
+        true = cause.named_by | cause.follows if cause is not None else frozenset[str]()
+        return tuple(
+            one
+            for one in self.findings
+            if one.rule not in always and (one.rule not in true or one.step < self.trace.onset)
+        )
+
+
+def replay(trace: Trace, folder: Path = FOLDER) -> Result:
+    """Returns what the rules say of a recorded run; each time that a rule is broken anew counts."""
+    records = read_jsonl(folder / f"{trace.name}.jsonl")
+    clock = partial(next, count(step=1000.0))
+    watch = Watch({}, FACTS, clock=clock)
+    findings, ends = [], []
+    for index, record in enumerate(records):
+        if record.get("event") == "resume":
+            watch = Watch({}, FACTS, clock=clock)
+            watch.history.resume(current_steps(records[:index]), step=record["from_step"])
+            continue
+        values = {name: value for name, value in _with_nonfinite(record).items() if name != "step"}
+        findings += [*check(record["step"], values), *watch.see(record["step"], values)]
+        if "loss" in values and record["step"] not in ends:
+            ends.append(record["step"])
+    return Result(trace=trace, steps=max(ends), findings=_once(findings), ends=tuple(sorted(ends)))
+
+
+def _once(findings: Iterable[Finding]) -> tuple[Finding, ...]:
+    """Leaves out values that are not finite again in the next window, which are not printed again either."""
+    told: set[str] = set()
+    kept = []
+    for finding in findings:
+        if finding.rule.startswith("nonfinite") and finding.rule in told:
+            continue
+        told.add(finding.rule)
+        kept.append(finding)
+    return tuple(kept)
+
+
+def _with_nonfinite(record: Mapping[str, Any]) -> dict[str, Any]:
+    values = {name: value for name, value in record.items() if value is not None and not name.endswith("_nonfinite")}
+    return values | {
+        name.removesuffix("_nonfinite"): float(value) for name, value in record.items() if name.endswith("_nonfinite")
+    }
+
+
+def false_per_1000(results: Sequence[Result]) -> float:
+    """Returns the false warnings in 1,000 steps."""
+    return 1000 * sum(len(result.false) for result in results) / sum(result.steps for result in results)
+
+
+def false_lines(results: Sequence[Result]) -> str:
+    """Returns the false warnings in 1,000 steps of each half and of all runs, and each of them."""
+    halves = [[result for result in results if result.trace.half == half] for half in (0, 1)]
+    first, second, both = (f"{false_per_1000(part):.2f}" for part in (*halves, results))
+    steps = sum(result.steps for result in results)
+    lines = [
+        f"False warnings in 1,000 steps: {first} in the first half, {second} in the second, {both} in all {steps:,}."
+    ]
+    each = (
+        f"{r.trace.name} at step {one.step}: `{one.rule}` {float(one.value):.3g}" for r in results for one in r.false
+    )
+    return "\n".join([*lines, "", *(f"- {line}" for line in each)])
+
+
+def cause_table(results: Sequence[Result]) -> str:
+    """Returns a row for each cause: which rule named it, and after how many windows."""
+    rows = ["| cause | runs | named by | windows |", "|---|---:|---|---|"]
+    by_cause: dict[str, list[Result]] = {}
+    for result in results:
+        if result.trace.cause is not None:
+            by_cause.setdefault(result.trace.cause.name, []).append(result)
+    for name, group in by_cause.items():
+        named = [result.named for result in group]
+        rules = sorted({f"`{one.rule}`" for one in named if one is not None})
+        delays = ["never" if one is None else str(result.delay(one)) for result, one in zip(group, named, strict=True)]
+        late = f" (waits for {LATE[name]})" if name in LATE else ""
+        rows.append(f"| {name} | {len(group)} | {', '.join(rules)} | {', '.join(delays)}{late} |")
+    return "\n".join(rows)
+
+
+def rule_table(results: Sequence[Result]) -> str:
+    """Returns precision and recall of each rule that must name a cause, or that said something."""
+    rows = ["| rule | must name | named | precision | false |", "|---|---:|---:|---:|---:|"]
+    for rule in sorted(set(_rules(results))):
+        must = [result for result in results if result.trace.cause is not None and rule in result.trace.cause.named_by]
+        named = [result for result in must if any(one.rule == rule for one in _true(result))]
+        true = sum(one.rule == rule for result in results for one in _true(result))
+        false = sum(one.rule == rule for result in results for one in result.false)
+        precision = f"{true / (true + false):.0%}".replace("%", " %") if true + false else ""
+        rows.append(f"| `{rule}` | {len(must) or ''} | {len(named) if must else ''} | {precision} | {false or ''} |")
+    return "\n".join(rows)
+
+
+def _true(result: Result) -> list[Finding]:
+    return [one for one in result.findings if one not in result.false]
+
+
+def _rules(results: Sequence[Result]) -> Iterator[str]:
+    for result in results:
+        yield from (finding.rule for finding in result.findings)
+        yield from result.trace.cause.named_by if result.trace.cause is not None else ()

@@ -1,0 +1,56 @@
+"""The exam of the health rules: recorded runs with a known cause of trouble, and what the rules say of them."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from benchmarks.health_exam.gallery import write
+from benchmarks.health_exam.score import FOLDER, WITHIN, Result, false_per_1000, replay
+from benchmarks.health_exam.traces import LATE, all_traces
+
+GALLERY = Path(__file__).parent.parent / "docs" / "gallery"
+TRACES = {trace.name: trace for trace in all_traces()}
+
+
+@cache
+def result(name: str) -> Result:
+    return replay(TRACES[name])
+
+
+def test_every_recorded_run_is_scored() -> None:
+    assert {path.stem for path in FOLDER.glob("*.jsonl")} == TRACES.keys()
+    assert sum(trace.cause is None for trace in TRACES.values()) == 10
+
+
+@pytest.mark.parametrize("name", [name for name, trace in TRACES.items() if trace.cause is not None])
+def test_a_cause_is_named_within_three_windows(name: str) -> None:
+    run = result(name)
+    assert run.named is not None
+    cause = TRACES[name].cause
+    assert cause is not None
+    assert run.delay(run.named) <= WITHIN or cause.name in LATE
+
+
+@pytest.mark.parametrize("name", [name for name in TRACES if name.startswith("slow-rank")])
+def test_the_slow_rank_is_the_one_that_was_slowed(name: str) -> None:
+    named = result(name).named
+    assert named is not None
+    assert named.rank == TRACES[name].on_rank
+
+
+def test_there_is_at_most_one_false_warning_in_a_thousand_steps() -> None:
+    assert false_per_1000([result(name) for name in TRACES]) <= 1
+
+
+def test_the_gallery_is_what_its_command_writes(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    shown = [result(name) for name, trace in TRACES.items() if trace.cause is not None and trace.half == 0]
+    update = request.config.getoption("--update")
+    pages = write(shown, GALLERY if update else tmp_path)
+    assert {page.name for page in pages} == {page.name for page in GALLERY.iterdir()}
+    for page, run in zip(pages, shown, strict=True):
+        assert page.read_text() == (GALLERY / page.name).read_text(), "run pytest --update"
+        assert run.named is not None
+        assert run.named.rule in page.read_text()
