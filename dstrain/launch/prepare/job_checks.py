@@ -36,7 +36,15 @@ from dstrain.rundir import damage
 
 CHECKED_DATA_BYTES = 64 * 2**20
 """Bytes of a data file that are checked before the launch; the ranks check the rest."""
-_PLAIN = {"sp": 1, "tp": 1, "ep": 1, "loss": LossKernel.FULL, "tiled_mlp": False, "activation_offload": False}
+_PLAIN = {
+    "sp": 1,
+    "tp": 1,
+    "ep": 1,
+    "loss": LossKernel.FULL,
+    "tiled_mlp": False,
+    "activation_offload": False,
+    "attn": Attention.EAGER,
+}
 """Keys of a job that rules limit, with the value that always works."""
 _LINTED = frozenset({"zero_stage", "task"})
 """Keys whose combinations lint reports."""

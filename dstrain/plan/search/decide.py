@@ -9,6 +9,7 @@ from dstrain.choices import Attention, Method, Offload, Optimizer, Precision
 from dstrain.errors import InvalidConfig
 from dstrain.facts.cluster.cluster import Cluster, Origin
 from dstrain.facts.cluster.cpu import QWZ, limits_of
+from dstrain.facts.model.kernel_packages import COST, FLA, kernel_packages
 from dstrain.facts.model.model_facts import Kind, ModelFacts
 from dstrain.facts.workload import Workload
 from dstrain.plan import rope_scaling
@@ -188,6 +189,9 @@ def _notes(workload: Workload, request: Request, chosen: Estimate) -> tuple[str,
         notes.append(f"the speed of {cluster.gpu.name} is unknown, so no time is given")
     if model.traced is not None:
         notes.append(model.traced.note)
+    if (kernels := kernel_packages(model.model_type)) and not cluster.gpu.is_cpu:
+        cost = f"; without, {COST}" if FLA in kernels else ""
+        notes.append(f"planned with the kernels of {' and '.join(kernels)} on every machine that trains{cost}")
     share = chosen.memory.device_bytes_per_gpu / cluster.gpu.memory_bytes if cluster.gpu.memory_bytes else 0
     if chosen.fits and share > USABLE_GPU_RATIO:
         left = percent(1 - USABLE_GPU_RATIO)

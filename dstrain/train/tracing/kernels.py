@@ -17,6 +17,7 @@ from transformers import masking_utils, modeling_flash_attention_utils
 
 from dstrain.train import loss
 from dstrain.train.data import by_sample
+from dstrain.train.tracing import linear_attention
 
 _aten = torch.ops.aten
 _HALF = (torch.bfloat16, torch.float16)
@@ -43,6 +44,7 @@ def as_on_cuda(*, is_packed: bool) -> Iterator[None]:
             (flash, "_is_packed_sequence", lambda position_ids, batch_size: False),
             (by_sample, "sample_lengths", lambda positions: [len(positions)]),
             (loss, "token_losses", token_losses),
+            *linear_attention.stand_ins(),
         ):
             stack.enter_context(patch.object(owner, name, stand_in))
         yield
