@@ -192,18 +192,16 @@ def _passes(
 
     Norms compute in fp32 whatever the precision is. Recomputation ends before the last residual sum.
     """
-    layers, scored = model.num_hidden_layers, model.num_attention_layers
-    hidden, moe = model.hidden_size, model.moe
+    layers, scored, hidden, moe = model.num_hidden_layers, model.num_attention_layers, model.hidden_size, model.moe
     is_trained = trained_model.is_full
     cost = costs(code.fused, liger=liger, is_trained=is_trained)
     tally = _Tally(2.0 if trained_model.precision is Precision.FP32 or code.has_fp32_residual else 1.0)
     width, count = _norm_width(model)
     tally.add(cost.norm, width, count, is_sharded=False, scale=1.0)
     queries, keys = model.num_attention_heads * model.head_dim, model.num_key_value_heads * model.head_dim
-    if model.v_head_dim == model.head_dim:
-        tally.add(cost.rotary, scored * (queries + keys), scored, is_sharded=True)
-    else:
-        tally.add(cost.latent, scored * queries, scored, is_sharded=True)
+    is_latent = model.v_head_dim != model.head_dim
+    turned, width = (cost.latent, queries) if is_latent else (cost.rotary, queries + keys)
+    tally.add(turned, scored * width, scored, is_sharded=True)
     width, count = _gated_width(model)
     tally.add(cost.gated, width, count, is_sharded=True)
     mlps = _Tally(tally.scale)
