@@ -181,6 +181,12 @@ def check(workload: Workload, request: Request) -> None:
         raise InvalidConfig("--offload nvme needs a folder on an NVMe drive", hint="Add --nvme /path/on/nvme.")
 
 
+_MUON = (
+    "the orthogonalisation of Muon takes time that is not counted; matrices want a learning rate of their own,"
+    " muon_learning_rate (DeepSpeed#7962: 1e-4 beside 2e-6)"
+)
+
+
 def _notes(workload: Workload, request: Request, chosen: Estimate) -> tuple[str, ...]:
     """Returns the assumptions, and advice before training."""
     model, cluster = workload.model, workload.cluster
@@ -203,6 +209,8 @@ def _notes(workload: Workload, request: Request, chosen: Estimate) -> tuple[str,
     for choice in (request.method, request.optimizer):
         if choice in (Method.QLORA, Optimizer.ADAMW_8BIT):
             notes.append(f"{choice} needs bitsandbytes on the machine that trains: pip install 'dstrain[qlora]'")
+    if request.optimizer is Optimizer.MUON:
+        notes.append(_MUON)
     if model.vision is not None and not request.image_patches:
         frozen = format_count(model.num_params_of(Kind.VISION))
         notes.append(f"no images are counted (--image-patches); the vision tower ({frozen} parameters) is frozen")

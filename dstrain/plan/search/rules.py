@@ -63,6 +63,11 @@ RULES: tuple[Rule, ...] = (
          says="ZeRO steps flat shards, in which Adafactor finds no rows and columns",
          breaks=lambda m, k, c: c.zero.stage > 0 and c.step.optimizer is Optimizer.ADAFACTOR and c.model.is_deepspeed,
          source="Transformers 5.23 optimization.py: Adafactor._get_options (factored needs two dimensions)"),
+    Rule(name="Muon and matrices", options=("optimizer",),
+         says="Muon is DeepSpeed's, for whole matrices: not for experts in one tensor, and not tried under AutoTP",
+         breaks=lambda m, k, c: c.step.optimizer is Optimizer.MUON
+         and (m.moe is not None or c.parallel.tp > 1 or not c.model.is_deepspeed),
+         source=_DS + "__init__.py: set_optimizer_flags; runtime/zero/muon/original_muon.py: muon_update"),
     Rule(name="hpZ needs ZeRO-3", options=("zero_stage",),
          says="a second copy of the parameters inside each node (hpZ) exists under ZeRO-3 only",
          breaks=lambda m, k, c: c.zero.hpz > 1 and c.zero.stage < 3,

@@ -41,6 +41,7 @@ BROKEN: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("SP and linear attention", "qwen3-8b", {"sp": 2}),
     ("TP and linear attention", "qwen3-8b", {"tp": 2, "zero_stage": 2}),
     ("sdpa and sinks", "qwen3-8b", {}),
+    ("Muon and matrices", "qwen3-30b-a3b", {"optimizer": Optimizer.MUON}),
     ("qwZ needs ZeRO-3", "qwen3-8b", {"zero_stage": 2, "qwz": True}),
     ("qwZ and QLoRA", "qwen3-8b", {"zero_stage": 3, "qwz": True, "method": Method.QLORA}),
     ("qwZ and shares of eight", "qwen3-8b", {"zero_stage": 3, "qwz": True}),
