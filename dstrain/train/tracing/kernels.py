@@ -14,6 +14,7 @@ from unittest.mock import patch
 import torch
 import torch.nn.functional as F  # noqa: N812
 from transformers import masking_utils, modeling_flash_attention_utils
+from transformers.integrations import moe
 
 from dstrain.train import loss
 from dstrain.train.data import by_sample
@@ -44,6 +45,7 @@ def as_on_cuda(*, is_packed: bool) -> Iterator[None]:
             (flash, "_is_packed_sequence", lambda position_ids, batch_size: False),
             (by_sample, "sample_lengths", lambda positions: [len(positions)]),
             (loss, "token_losses", token_losses),
+            (moe, "_can_use_grouped_mm", lambda states, weight, offs: weight.dtype is torch.bfloat16),
             *linear_attention.stand_ins(),
         ):
             stack.enter_context(patch.object(owner, name, stand_in))
