@@ -95,9 +95,8 @@ class RopeType(StrEnum):
 class Optimizer(StrEnum):
     """The optimizer, by the names of Transformers' `optim`; its states are what memory depends on.
 
-    Without DeepSpeed `adamw` is PyTorch's foreach implementation, whose temporaries are as large as the parameters, and
-    `adamw_fused` the one without.
-    """
+    Without DeepSpeed `adamw` is PyTorch's foreach implementation, whose temporaries are as large as the parameters;
+    `adamw_fused` has none. `muon` is DeepSpeed's, with AdamW for all but matrices of layers."""
 
     ADAMW = "adamw"
     ADAMW_FUSED = "adamw_fused"
@@ -105,6 +104,7 @@ class Optimizer(StrEnum):
     ADAFACTOR = "adafactor"
     LION = "lion"
     SGD = "sgd"
+    MUON = "muon"
 
 
 class StateDtypes(StrEnum):

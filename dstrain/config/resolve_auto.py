@@ -6,6 +6,7 @@ import copy
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from dstrain.choices import Optimizer
 from dstrain.config.jsonc import Pointer
 
 if TYPE_CHECKING:
@@ -30,6 +31,8 @@ def for_trainer(config: Mapping[str, Any], job: Job, model: ModelFacts | None, *
         given = effective.get(section, {} if section == job.precision else None)
         if isinstance(given, dict) and "enabled" not in given:
             effective[section] = {**given, "enabled": "auto"}
+    if job.optimizer is Optimizer.MUON:
+        effective.setdefault("optimizer", _muon(job))
     for pointer, value in filled(job, model, num_ranks=num_ranks).items():
         _fill(effective, pointer, value)
     if job.ranks_per_batch > 1 and "train_batch_size" in effective:
@@ -42,6 +45,13 @@ def for_trainer(config: Mapping[str, Any], job: Job, model: ModelFacts | None, *
     if job.tp > 1 or job.ep > 1:
         effective.setdefault("zero_optimization", {}).setdefault(GATHERS, True)
     return effective
+
+
+def _muon(job: Job) -> dict[str, Any]:
+    """Returns the section of DeepSpeed's Muon. Source: deepspeed 0.19.8 runtime/engine.py: _muon_param_groups."""
+    adam = {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}
+    of_matrices = {} if job.muon_learning_rate is None else {"muon_lr": job.muon_learning_rate}
+    return {"type": "Muon", "params": {**adam, **of_matrices}}
 
 
 def _fill(config: dict[str, Any], pointer: Pointer, value: Any) -> None:

@@ -21,6 +21,7 @@ from dstrain.job.file import JobFile
 from dstrain.paths import shown
 
 if TYPE_CHECKING:
+    from dstrain.facts.model.model_facts import ModelFacts
     from dstrain.plan.estimate_records import Estimate
 
 
@@ -50,9 +51,16 @@ def first_needs(file: JobFile, hosts: Hosts | None, *, is_quick: bool = False) -
     return replace(_for(file, hosts, config, None), is_quick=is_quick)
 
 
-def _for(file: JobFile, hosts: Hosts | None, config: Mapping[str, Any], estimate: Estimate | None) -> Needs:
+def _for(
+    file: JobFile,
+    hosts: Hosts | None,
+    config: Mapping[str, Any],
+    estimate: Estimate | None,
+    model: ModelFacts | None = None,
+) -> Needs:
     """Returns the needs of a job, without those of RAM and disk if its hosts are not known yet."""
-    needs = wanted.of_job(file.job, os.environ, hosts, config, estimate)
+    family = model.model_type if model else None
+    needs = wanted.of_job(file.job, os.environ, hosts, config, estimate, model_type=family)
     if file.job.hostfile is None or hosts is not None:
         return needs
     return replace(needs, host_bytes=None, checkpoint_bytes=None, nvme_bytes=0, folders={}, paths=())
@@ -79,7 +87,7 @@ def all_needs(file: JobFile, hosts: Hosts | None) -> tuple[Needs, list[Finding]]
     estimate, config = linted.subject.estimate, linted.subject.config
     if estimate is None:
         notes.warn(f"no estimate of RAM and disk: the model {shown(file.job.model)} is not known", no_estimate(file))
-    return _for(file, hosts, config, estimate), notes.findings
+    return _for(file, hosts, config, estimate, linted.subject.model), notes.findings
 
 
 def no_estimate(file: JobFile) -> str:

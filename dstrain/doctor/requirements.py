@@ -53,6 +53,10 @@ class Needs:
     workers: int = 0
     """Data loader processes of each rank."""
     ops: tuple[str, ...] = ()
+    model_type: str | None = None
+    """The family of the model; None if unknown."""
+    packs_rows: bool = False
+    """Whether samples share rows."""
     host_bytes: int | None = None
     """RAM that one host needs; None if unknown."""
     checkpoint_bytes: int | None = None
@@ -101,6 +105,7 @@ def of_job(
     ds_config: Mapping[str, Any],
     estimate: Estimate | None,
     *,
+    model_type: str | None = None,
     is_quick: bool = False,
 ) -> Needs:
     """Returns the needs of a job; `estimate` is that of its configuration, if there is one."""
@@ -116,6 +121,8 @@ def of_job(
         hosts=hosts,
         workers=job.dataloader_num_workers,
         ops=tuple(needed_ops(ds_config, on_gpu=not on_cpu)),
+        model_type=model_type,
+        packs_rows=job.packing,
         host_bytes=memory.host_bytes_per_node if memory else None,
         checkpoint_bytes=estimate.saved_bytes(only_model=job.save_only_model) if estimate else None,
         num_checkpoints=_num_checkpoints(job),
@@ -138,7 +145,8 @@ def on_host(needs: Needs, host: Host) -> Needs:
 def of_prepared(prepared: PreparedRun, environment: Mapping[str, str], host: Host) -> Needs:
     """Returns the needs of a checked run on one host, for the quick checks before its launch."""
     job, config, estimate = prepared.job, prepared.ds_config, prepared.estimate
-    needs = of_job(job, environment, prepared.hosts, config, estimate, is_quick=True)
+    family = prepared.model.model_type if prepared.model else None
+    needs = of_job(job, environment, prepared.hosts, config, estimate, model_type=family, is_quick=True)
     return on_host(needs, host)
 
 

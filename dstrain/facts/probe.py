@@ -141,7 +141,7 @@ def read_model(
     if path is not None and (alias is None or path.is_file() or (path / "config.json").is_file()):
         return _read_local(path, way)
     if alias is not None:
-        return _known_model(name, hub, *alias)
+        return _known_model(name, hub, *alias, way=way)
     if name.startswith((".", "/", "~")) or name.endswith(".json"):
         raise InvalidConfig(f"{name}: no such folder or file", hint="Give a folder that contains config.json.")
     from dstrain.facts.model import hub_config
@@ -173,7 +173,7 @@ def _existing(name: str) -> Path | None:
         return None
 
 
-def _known_model(name: str, hub: Hub, alias: str, entry: aliases.Entry) -> ModelFacts:
+def _known_model(name: str, hub: Hub, alias: str, entry: aliases.Entry, *, way: Question | None) -> ModelFacts:
     """Returns the facts of a shipped model; its source is the id on the hub."""
     model_id = entry.hub_id if hub is Hub.HF else entry.modelscope_id
     if model_id is None and "/" not in name:
@@ -183,7 +183,7 @@ def _known_model(name: str, hub: Hub, alias: str, entry: aliases.Entry) -> Model
         )
     own = aliases.resolve(alias)
     label = alias if own is not None and own[1] == entry else entry.hub_id
-    return families.from_config(entry.config, name=label, source=model_id or name)
+    return _facts(entry.config, name=label, source=model_id or name, way=way)
 
 
 def _read_local(path: Path, way: Question | None) -> ModelFacts:

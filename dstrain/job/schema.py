@@ -204,8 +204,10 @@ class Job:
     """AdamW's second beta."""
     adam_epsilon: NonNegative = 1e-8
     """AdamW's epsilon."""
-    optimizer: Literal[Optimizer.ADAMW, Optimizer.ADAMW_8BIT] = Optimizer.ADAMW
-    """`adamw`, or `adamw_8bit`: bitsandbytes' AdamW, whose moments take a quarter of the memory, on the GPU only."""
+    optimizer: Literal[Optimizer.ADAMW, Optimizer.ADAMW_8BIT, Optimizer.MUON] = Optimizer.ADAMW
+    """`adamw`; `adamw_8bit`, bitsandbytes' with moments of a quarter of the memory; or `muon`, DeepSpeed's."""
+    muon_learning_rate: PositiveFloat | None = None
+    """Peak learning rate of the matrices under `muon`, whose updates are orthogonal; default: `learning_rate`."""
     max_grad_norm: NonNegative = 1.0
     """Maximum gradient norm, above which gradients are clipped; 0 disables clipping."""
     seed: Annotated[int, Ge(0), Lt(2**32)] = 42

@@ -63,6 +63,7 @@ OPTIMIZER_WORDS = {
     Optimizer.ADAFACTOR: "Adafactor",
     Optimizer.LION: "Lion",
     Optimizer.SGD: "SGD",
+    Optimizer.MUON: "Muon",
 }
 """Display name of each optimizer."""
 

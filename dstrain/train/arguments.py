@@ -81,7 +81,11 @@ def _parallelism(job: Job, num_ranks: int) -> ParallelismConfig | None:
     )
 
 
-_OPTIM = {Optimizer.ADAMW: "adamw_torch_fused", Optimizer.ADAMW_8BIT: "adamw_8bit"}
+_OPTIM = {
+    Optimizer.ADAMW: "adamw_torch_fused",
+    Optimizer.ADAMW_8BIT: "adamw_8bit",
+    Optimizer.MUON: "adamw_torch_fused",  # not used: the engine makes its own
+}
 """Transformers' name of each optimizer of a job."""
 
 

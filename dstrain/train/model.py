@@ -11,6 +11,7 @@ import torch
 from transformers import AutoConfig
 from transformers.core_model_loading import Transpose
 from transformers.integrations.deepspeed import deepspeed_config
+from transformers.integrations.mxfp4 import Mxfp4Dequantize
 from transformers.utils.logging import set_tqdm_hook
 
 from dstrain.choices import LossKernel, Method
@@ -49,6 +50,7 @@ def load_model(
     try:
         config = AutoConfig.from_pretrained(source, trust_remote_code=job.trust_remote_code)
         rope_scaling.scale(config, job.rope_scaling)
+        _unpack_mxfp4(config)
         with _counting(report), _shapes_before_partitioning(), _whole_while_loading():
             model = family_of(config).from_pretrained(source, config=config, **options)
     except (OSError, ValueError, ImportError) as error:
@@ -140,15 +142,31 @@ def _whole_while_loading() -> Iterator[None]:
             config["tensor_parallel"] = section
 
 
+def _unpack_mxfp4(config: Any) -> None:
+    """Lets Transformers load experts in MXFP4, as gpt-oss has them, in the dtype of the job: only so can they train."""
+    quantization = getattr(config, "quantization_config", None)
+    if isinstance(quantization, dict) and quantization.get("quant_method") == "mxfp4":
+        quantization["dequantize"] = True
+
+
 def _forget_unused_conversions(model: Any) -> None:
-    """Makes a save undo only those conversions of weights that loading has done.
+    """Makes a save undo only those conversions of weights that loading has done, and not that from MXFP4.
 
     Transformers 5.23 sees to that without ZeRO-3. With it, Qwen3-VL's weights would be saved under names that no other
-    program knows. Source: core_model_loading.py: convert_and_load_state_dict_in_model; integrations/deepspeed.py:
-    _load_state_dict_into_zero3_model.
+    program knows; unpacked experts would have the names of packed ones. Source: core_model_loading.py:
+    convert_and_load_state_dict_in_model; integrations/deepspeed.py: _load_state_dict_into_zero3_model;
+    integrations/mxfp4.py: Mxfp4Dequantize.reverse_op.
     """
     if (conversions := getattr(model, "_weight_conversions", None)) is not None:
-        model._weight_conversions = [conversion for conversion in conversions if conversion.was_used()]
+        model._weight_conversions = [
+            conversion
+            for conversion in conversions
+            if conversion.was_used() and not any(isinstance(step, Mxfp4Dequantize) for step in _steps(conversion))
+        ]
+
+
+def _steps(conversion: Any) -> list[Any]:
+    return list(getattr(conversion, "operations", None) or ())
 
 
 def _keep_4_bit_layout(model: Any) -> None:

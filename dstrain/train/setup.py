@@ -35,7 +35,7 @@ from dstrain.train.adapters import note_on_base
 from dstrain.train.arguments import training_arguments, zero_stage
 from dstrain.train.checkpoints.node_storage import shared
 from dstrain.train.checkpoints.saved_model import base_config
-from dstrain.train.data.collate import Collator, taken_by, without_adapter
+from dstrain.train.data.collate import Collator, joins_rows, taken_by, without_adapter
 from dstrain.train.data.images import ImageCollator, Images, load_images
 from dstrain.train.data.prepare import PreparedData, prepare
 from dstrain.train.data.tokenized import SEQUENCES, sequences_with_images
@@ -227,6 +227,7 @@ class TrainingSetup:
             pad_token_id=int(self.tokenizer.pad_token_id),
             packing=self.job.packing,
             takes=taken_by(self.model),
+            joins_rows=joins_rows(self.model),
             slices=self.job.sp,
         )
         if self.images is not None and self._has_images:

@@ -158,7 +158,6 @@ class Trainer(WatchedTrainer):
         prepared = super()._prepare_for_training(max_steps, batches, resume_from_checkpoint)
         rows: Any = self.train_dataset
         size = self.trial_size()
-        self._try_loss(size)
         if isinstance(rows, PackedRows):
             trial = Trial(
                 model=self.model,
@@ -173,6 +172,7 @@ class Trainer(WatchedTrainer):
             self._has_padding_masks = sees_padding(self.model_wrapped, self._tried_inputs(_PADDED, size), self._group)
             if self._has_padding_masks:
                 self._rank.say("this model sees the padding behind a sample: attention gets a mask, which is slower")
+        self._try_loss(size)
         self._complete_data(resume_from_checkpoint)
         if self._checks is not None:
             self._checks.run(self, prepared[1])

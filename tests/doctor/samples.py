@@ -46,6 +46,7 @@ def software(**changes: Any) -> Software:
             "transformers": "<5.25,>=5.23",
             "peft": "<0.22,>=0.19",
         },
+        kernels={"flash-linear-attention": None, "causal-conv1d": None, "mamba-ssm": None},
         same={"Python": "3.12.4", "torch": "2.13.0", "dstrain": "0.1"},
         torch_cuda="12.8",
         nvcc="12.8",

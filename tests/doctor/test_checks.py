@@ -60,6 +60,33 @@ def test_a_version_that_was_not_tested_is_a_warning(version: str) -> None:
     )
 
 
+HYBRID = replace(NEEDS, model_type="qwen3_5")
+KERNELS = {"flash-linear-attention": "0.5.0", "causal-conv1d": None}
+
+
+def test_kernels_that_the_model_calls_and_that_are_missing_are_a_warning_with_their_cost() -> None:
+    (found,) = [line for line in about_software(HYBRID, kernels={}) if "qwen3_5" in line]
+    assert found == (
+        "! qwen3_5 trains without flash-linear-attention and causal-conv1d, slower and in more memory than planned; "
+        "a step of Qwen3.5-9B took 1.22 in place of 0.70 s on 8 B200 (transformers#48718)"
+        " → pip install 'flash-linear-attention' 'causal-conv1d' 'torch==2.13.0'"
+    )
+    (found,) = [line for line in about_software(HYBRID, kernels=KERNELS) if "qwen3_5" in line]
+    assert found.startswith("! qwen3_5 trains without causal-conv1d, slower and in more memory than planned →")
+    assert not [line for line in about_software(kernels={}) if "trains without" in line]
+    assert not [line for line in about_software(replace(HYBRID, on_cpu=True), kernels={}) if "qwen3_5" in line]
+
+
+def test_packed_rows_without_the_kernels_that_keep_samples_apart_are_an_error() -> None:
+    packed = replace(HYBRID, packs_rows=True)
+    both = "qwen3_5 keeps the samples of packed rows apart by kernels of flash-linear-attention and causal-conv1d"
+    (found,) = [line for line in about_software(packed, kernels=KERNELS) if "qwen3_5" in line]
+    install = "pip install 'causal-conv1d' 'torch==2.13.0'"
+    assert found == f"✗ {both}; missing: causal-conv1d → packing: false, or: {install}"
+    (found,) = [line for line in about_software(replace(packed, on_cpu=True)) if "qwen3_5" in line]
+    assert found == f"✗ {both}, which run on GPUs only → packing: false"
+
+
 def test_only_what_the_tests_ran_is_said_to_be_tested() -> None:
     tested = {"torch": "2.13.0+cu130", "deepspeed": "0.19.8", "transformers": "5.23.0", "peft": "0.21.2"}
     assert about_software(packages=tested)[0].endswith("and 1 more, as tested")

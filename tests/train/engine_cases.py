@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dstrain.choices import LossKernel, Method, Offload, Precision, Task
+from dstrain.choices import LossKernel, Method, Offload, Optimizer, Precision, Task
 from dstrain.facts.model.families import from_config
 from dstrain.job.schema import Lora
 from dstrain.plan.configuration import DEFAULTS, Configuration, changed
@@ -230,6 +230,9 @@ def ds_config(configuration: Configuration) -> dict[str, Any]:
     }
     if configuration.zero.qgz:
         found["communication_data_type"] = "fp16"
+    if configuration.step.optimizer is Optimizer.MUON:
+        zero["reduce_scatter"] = zero["stage"] < 3
+        found |= {"gradient_clipping": 0.0, "optimizer": {"type": "Muon", "params": {"lr": 1e-4}}}
     if configuration.parallel.tp > 1:
         found["tensor_parallel"] = {"autotp_size": configuration.parallel.tp}
     if configuration.parallel.ep > 1:

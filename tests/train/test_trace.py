@@ -36,6 +36,12 @@ LLAMA = {
     "dtype": "bfloat16",
 }
 QWEN3 = LLAMA | {"model_type": "qwen3"}
+EXPERTS = QWEN3 | {
+    "model_type": "qwen3_moe",
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 96,
+}
 TOWER = {"depth": 3, "hidden_size": 128, "intermediate_size": 320, "num_heads": 4, "out_hidden_size": H}
 QWEN3_VL: dict[str, Any] = {
     "model_type": "qwen3_vl",
@@ -61,6 +67,8 @@ QUESTIONS = {
     "qwen3": of(QWEN3),
     "flash": of(LLAMA, attn=Attention.FLASH_ATTENTION_2),
     "fp32": of(LLAMA | {"num_key_value_heads": HEADS}, precision=Precision.FP32),
+    "experts": of(EXPERTS),
+    "experts, fp32": of(EXPERTS, precision=Precision.FP32),
     "padding": of(LLAMA, has_padding=True),
     "packed": of(LLAMA, is_packed=True),
     "flash, padding": of(LLAMA, attn=Attention.FLASH_ATTENTION_2, has_padding=True),
@@ -127,6 +135,11 @@ def test_fp32_keeps_twice_the_bytes_of_activations_and_no_upcast_copies(traces: 
     # of a norm: input, normalised and output; of attention: queries, keys, values, output
     form = 4 * (2 * (2 * H) + 2 * H) + 8 + 4 * (2 * Q + 2 * Q) + 4 * HEADS + 4 * 4 * INNER
     assert per_token(traces["fp32"]) == pytest.approx(form, abs=SEED_BYTES / T)
+
+
+def test_experts_are_traced_in_fp32_too(traces: dict[str, Trace]) -> None:
+    assert traces["experts, fp32"].params_bytes == 2 * traces["experts"].params_bytes
+    assert 1.5 < per_token(traces["experts, fp32"]) / per_token(traces["experts"]) < 2.5  # the fallback keeps more
 
 
 def test_dropout_keeps_three_bytes_for_each_input_of_an_adapter(traces: dict[str, Trace]) -> None:

@@ -77,6 +77,8 @@ def optimizer_for(model: Any, case: dict[str, Any]) -> Any:
         from bitsandbytes.optim import AdamW8bit
 
         return AdamW8bit(groups, lr=1e-4)
+    if case["optimizer"] == Optimizer.MUON:
+        return None  # the engine makes it
     optimizer = torch.optim.AdamW(groups, lr=1e-4, **case.get("adamw", {"fused": True}))
     if shared:
         share_experts(model, optimizer, shared, stage=zero["stage"])
@@ -207,7 +209,11 @@ def measure(case: dict[str, Any], ledger: Ledger, caches: list[Any]) -> dict[str
     model = build(case)
     mark_instants(model, ledger)
     engine, _, _, _ = deepspeed.initialize(
-        model=model, optimizer=optimizer_for(model, case), config=case["ds_config"], mpu=share_rows(model, case)
+        model=model,
+        optimizer=optimizer_for(model, case),
+        model_parameters=[parameter for parameter in model.parameters() if parameter.requires_grad],
+        config=case["ds_config"],
+        mpu=share_rows(model, case),
     )
     del model
     gc.collect()

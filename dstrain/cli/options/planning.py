@@ -161,7 +161,7 @@ def facts_options(function: F) -> F:
             *_REQUEST,
             *_CHOICES,
             _loss(LossKernel.FULL, LossKernel.CHUNKED, LossKernel.FUSED),
-            _optimizer(Optimizer.ADAMW, Optimizer.ADAMW_8BIT),
+            _optimizer(Optimizer.ADAMW, Optimizer.ADAMW_8BIT, Optimizer.MUON),
         ),
         function,
     )

@@ -111,7 +111,7 @@ def optimizer(value: Any, _: Source) -> Any:
         note = "without paging to host RAM; for that, offload the optimizer in ds_config.json"
         return Converted(values={"optimizer": plain}, note=f"`{plain}` is written, {note}")
     if name not in OPTIMIZERS:
-        raise OtherTraining(f"`{value}`: dstrain trains with adamw and adamw_8bit")
+        raise OtherTraining(f"`{value}`: dstrain trains with adamw, adamw_8bit and muon")
     return OPTIMIZERS[name]
 
 

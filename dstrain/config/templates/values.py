@@ -42,6 +42,7 @@ def config_values(plan: Plan, workload: Workload) -> dict[str, Any]:
         "max_live_parameters": configuration.zero.max_live_parameters,
         "max_reuse_distance": configuration.zero.max_reuse_distance,
         "sub_group_size": configuration.zero.sub_group_size,
+        "optimizer": configuration.step.optimizer,
         "hpz": configuration.zero.hpz,
         "qwz": configuration.zero.qwz,
         "qgz": configuration.zero.qgz,

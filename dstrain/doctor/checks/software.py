@@ -11,6 +11,7 @@ from dstrain.doctor.facts import Facts, Software
 from dstrain.doctor.finding import Finding, Notes
 from dstrain.doctor.gpu_facts import Gpus
 from dstrain.doctor.requirements import Needs
+from dstrain.facts.model.kernel_packages import COST, FLA, kernel_packages
 from dstrain.facts.releases import is_in_range, release
 from dstrain.facts.window import TESTED, is_tested, known_bad
 
@@ -30,6 +31,7 @@ def check(facts: Facts, needs: Needs) -> list[Finding]:
         return []
     _ranges(software, notes)
     _advisories(software, notes)
+    _kernels(software, needs, notes)
     if software.torch_cuda is None:
         _without_cuda(software, facts.gpus, needs, notes)
     else:
@@ -100,6 +102,20 @@ def _advisories(software: Software, notes: Notes) -> None:
         what = f"deepspeed {versions['deepspeed']} has known faults with some settings ({kinds})"
         upgrade = _install(software, f"deepspeed>={fixed}")
         notes.warn(what, f"dstrain lint  names those of a configuration; or: {upgrade}")
+
+
+def _kernels(software: Software, needs: Needs, notes: Notes) -> None:
+    """Adds packages with kernels that the model calls and that are not here: slow, and packed rows are refused."""
+    wanted = kernel_packages(needs.model_type) if needs.model_type else ()
+    missing = [name for name in wanted if needs.on_cpu or software.kernels.get(name) is None]
+    if missing and needs.packs_rows:
+        where = ", which run on GPUs only" if needs.on_cpu else f"; missing: {', '.join(missing)}"
+        what = f"{needs.model_type} keeps the samples of packed rows apart by kernels of {' and '.join(wanted)}{where}"
+        notes.bad(what, "packing: false" + ("" if needs.on_cpu else f", or: {_install(software, *missing)}"))
+    elif missing and not needs.on_cpu:
+        cost = f"; {COST}" if FLA in missing else ""
+        what = f"{needs.model_type} trains without {' and '.join(missing)}, slower and in more memory than planned"
+        notes.warn(what + cost, _install(software, *missing))
 
 
 def _without_cuda(software: Software, gpus: Gpus | None, needs: Needs, notes: Notes) -> None:

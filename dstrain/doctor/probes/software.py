@@ -12,6 +12,7 @@ from pathlib import Path
 from dstrain.doctor.facts import Question, Software
 from dstrain.doctor.run_probes import run
 from dstrain.facts.deepspeed_ops import torch_build
+from dstrain.facts.model.kernel_packages import DISTRIBUTIONS
 from dstrain.facts.this_machine import versions
 
 _NVCC_S = 2.0
@@ -27,6 +28,7 @@ def look(question: Question, environment: Mapping[str, str]) -> Software:
         tested_pythons=_tested_pythons(),
         packages={name: _version(name) for name in ranges},
         ranges=ranges,
+        kernels={name: _version(name) for name in DISTRIBUTIONS},
         same=versions() | {name: _version(name) for name in _NCCL},
         torch_cuda=torch_build("cuda"),
         nvcc=None if nvcc is None else _release(nvcc, environment),

@@ -129,10 +129,26 @@ class ModelFacts:
     sliding_window: int | None = None
     """Window in tokens of the layers with sliding-window attention, or None."""
     num_windowed_layers: int = 0
+    num_scored_layers: int | None = None
+    """Layers whose attention scores pairs of positions; None: all. The others have linear attention, or none."""
+    linear_state_numel: int = 0
+    """Elements of the recurrent states of all layers with linear attention: heads × key width × value width."""
+    has_sdpa: bool = True
+    """Whether Transformers computes its attention by PyTorch's kernel; gpt-oss's sinks have only eager and flash."""
     rope_type: str = "default"
     """How config.json scales rotary positions already (`llama3`, `yarn`, …), or `default`."""
     traced: Traced | None = None
     """Activations from a trace of Transformers' own code, if the family is unknown."""
+
+    @property
+    def num_attention_layers(self) -> int:
+        """Layers whose attention scores pairs of positions."""
+        return self.num_hidden_layers if self.num_scored_layers is None else self.num_scored_layers
+
+    @property
+    def has_linear_layers(self) -> bool:
+        """Whether some layer carries a state along the sequence: linear attention, state spaces, convolutions."""
+        return self.num_scored_layers is not None or self.linear_state_numel > 0
 
     @property
     def num_params(self) -> int:

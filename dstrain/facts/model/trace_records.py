@@ -193,3 +193,9 @@ class Description:
     """Class of the module with router and experts, or None."""
     parameters: tuple[Parameter, ...]
     """Every parameter tensor; tied ones once."""
+    num_scored_layers: int | None = None
+    """Layers whose attention scores pairs of positions; None: all."""
+    linear_state_numel: int = 0
+    """Elements of the recurrent states of all layers with linear attention."""
+    has_sdpa: bool = True
+    """Whether Transformers computes its attention by PyTorch's kernel too."""

@@ -20,7 +20,7 @@ from dstrain.facts.cluster import hostfile
 from dstrain.facts.workload import Workload, measured_cluster, measured_workload
 from dstrain.job.file import looks_local
 from dstrain.job.schema import Job
-from dstrain.launch.prepare.job_context import request_of
+from dstrain.launch.prepare.job_context import request_of, trace_question
 from dstrain.plan.effect import Effect, effect
 from dstrain.plan.estimate import effective, estimate
 from dstrain.plan.estimate_records import Estimate
@@ -147,7 +147,8 @@ def _subject(folder: Path, lock: Lock) -> _Subject:
     name = str(lock.inputs.get("model", values[JOB].get("model")))
     if looks_local(name) or (folder / name).exists():
         name = str(folder / name)
-    model = probe.read_model(name, hub=_job(values[JOB]).hub or Hub.HF)
+    job = _job(values[JOB])
+    model = probe.read_model(name, hub=job.hub or Hub.HF, way=trace_question(job))
     text = lock.base.get("hostfile")
     cluster, _ = measured_cluster(lock.cluster, None if text is None else hostfile.parse(text, "hostfile"))
     return _Subject(workload=measured_workload(model, cluster), values=values)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from dstrain.choices import Attention, LossKernel, Method, OnBadRow, Precision
+from dstrain.choices import Attention, LossKernel, Method, OnBadRow, Optimizer, Precision
 from dstrain.config.lint.finding import Finding
 from dstrain.config.lint.subject import JobContext
 from dstrain.errors import DstrainError, EnvironmentProblem, InvalidConfig
@@ -36,7 +36,16 @@ from dstrain.rundir import damage
 
 CHECKED_DATA_BYTES = 64 * 2**20
 """Bytes of a data file that are checked before the launch; the ranks check the rest."""
-_PLAIN = {"sp": 1, "tp": 1, "ep": 1, "loss": LossKernel.FULL, "tiled_mlp": False, "activation_offload": False}
+_PLAIN = {
+    "sp": 1,
+    "tp": 1,
+    "ep": 1,
+    "loss": LossKernel.FULL,
+    "tiled_mlp": False,
+    "activation_offload": False,
+    "attn": Attention.EAGER,
+    "optimizer": Optimizer.ADAMW,
+}
 """Keys of a job that rules limit, with the value that always works."""
 _LINTED = frozenset({"zero_stage", "task"})
 """Keys whose combinations lint reports."""
@@ -168,14 +177,11 @@ def _check_combination(file: JobFile, key: str, model: ModelFacts | None, cluste
         rules = broken(workload, request_of(file.job).configuration)
         wrong = [rule.says for rule in rules if key in rule.options and _LINTED.isdisjoint(rule.options)]
     else:
-        wrong = [f"it does not divide the number of GPUs, {cluster.num_gpus}"] if _leaves_gpus(value, cluster) else []
+        leaves = isinstance(value, int) and cluster.num_gpus % value != 0
+        wrong = [f"it does not divide the number of GPUs, {cluster.num_gpus}"] if leaves else []
     if wrong:
         place, hint = file.locate((key,)), f"Write {key}: {str(plain).lower()}."
         raise InvalidConfig(f"{key} is {str(value).lower()}, but {'; '.join(wrong)}", place=place, hint=hint)
-
-
-def _leaves_gpus(value: object, cluster: Cluster) -> bool:
-    return isinstance(value, int) and cluster.num_gpus % value != 0
 
 
 def _check_resume(file: JobFile) -> None:

@@ -10,6 +10,8 @@ from typing import Any
 
 from dstrain.choices import Attention, Hub, Method, Optimizer, SinkName, SwanLabMode
 from dstrain.errors import EnvironmentProblem
+from dstrain.facts.model.kernel_packages import kernel_packages
+from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.job.file import JobFile, looks_local
 from dstrain.job.schema import Job
 from dstrain.records import Keys
@@ -79,10 +81,14 @@ def is_installed(*modules: str) -> bool:
     return any(find_spec(module) is not None for module in modules)
 
 
-def of_ranks(job: Job) -> tuple[str, ...]:
-    """Returns the packages that this job needs on every node; sinks are rank 0's alone."""
+def of_ranks(job: Job, model: ModelFacts | None) -> tuple[str, ...]:
+    """Returns the packages that must be alike on every node: those of this job, and with kernels of its model.
+
+    Sinks are rank 0's alone.
+    """
     rows = (row for row in _PACKAGES if row.is_wanted(job) and row.key != _SINKS)
-    return tuple(dict.fromkeys(module for row in rows for module in row.modules))
+    kernels = kernel_packages(model.model_type) if model else ()
+    return tuple(dict.fromkeys((*(module for row in rows for module in row.modules), *kernels)))
 
 
 def check_packages(file: JobFile) -> None:

@@ -39,7 +39,7 @@ def launch_spec(launch: Launch, *, timeouts: Timeouts = TIMEOUTS) -> LaunchSpec:
         master=None if prepared.is_local else master(prepared.hosts),
         ops=tuple(needed_ops(prepared.ds_config, on_gpu=not prepared.on_cpu)),
         files={} if prepared.is_local else handshake.files_of(prepared.job),
-        packages=() if prepared.is_local else of_ranks(prepared.job),
+        packages=() if prepared.is_local else of_ranks(prepared.job, prepared.model),
         timeouts=timeouts,
     )
 

@@ -114,6 +114,7 @@ def _sizes(configuration: Configuration) -> _Sizes:
         Optimizer.ADAFACTOR: 0.0,
         Optimizer.LION: 1.0 * param,
         Optimizer.SGD: 0.0,
+        Optimizer.MUON: 1.0 * param,  # no configuration: a rule
     }[configuration.step.optimizer]
     step = param if configuration.step.optimizer in (Optimizer.ADAMW, Optimizer.ADAFACTOR) else 0
     return _Sizes(compute=compute, param=param, grad=param, states=moments, step=step)

@@ -46,6 +46,7 @@ STATES: dict[Optimizer, int] = {
     Optimizer.ADAFACTOR: 1,
     Optimizer.LION: 1,
     Optimizer.SGD: 0,
+    Optimizer.MUON: 2,  # AdamW's, less what `saved_by_muon` says of matrices
 }
 """fp32 tensors that an optimizer keeps beside the master copy. Adafactor keeps one: DeepSpeed gives it flat partitions,
 and only matrices can be factored. Source: torch 2.13 optim; transformers 5.23 optimization.py: Adafactor._get_options;

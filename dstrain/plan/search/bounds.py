@@ -27,6 +27,7 @@ MOMENT_BYTES_PER_PARAM = {
         Optimizer.ADAFACTOR: 0,
         Optimizer.LION: 4,
         Optimizer.SGD: 0,
+        Optimizer.MUON: 0,
     },
     StateDtypes.PURE_BF16: {
         Optimizer.ADAMW: 4,
@@ -35,6 +36,7 @@ MOMENT_BYTES_PER_PARAM = {
         Optimizer.ADAFACTOR: 0,
         Optimizer.LION: 2,
         Optimizer.SGD: 0,
+        Optimizer.MUON: 0,
     },
     StateDtypes.AUTOCAST: {
         Optimizer.ADAMW: 8,
@@ -43,6 +45,7 @@ MOMENT_BYTES_PER_PARAM = {
         Optimizer.ADAFACTOR: 0,
         Optimizer.LION: 4,
         Optimizer.SGD: 0,
+        Optimizer.MUON: 0,
     },
 }
 """Bytes of optimizer state for each trained parameter, at least: two moments of AdamW, one of Lion, in the dtype of

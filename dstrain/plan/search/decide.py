@@ -9,6 +9,7 @@ from dstrain.choices import Attention, Method, Offload, Optimizer, Precision
 from dstrain.errors import InvalidConfig
 from dstrain.facts.cluster.cluster import Cluster, Origin
 from dstrain.facts.cluster.cpu import QGZ, QWZ, limits_of
+from dstrain.facts.model.kernel_packages import COST, FLA, kernel_packages
 from dstrain.facts.model.model_facts import Kind, ModelFacts, Moe
 from dstrain.facts.workload import Workload
 from dstrain.plan import rope_scaling
@@ -185,6 +186,12 @@ def check(workload: Workload, request: Request) -> None:
         raise InvalidConfig("--offload nvme needs a folder on an NVMe drive", hint="Add --nvme /path/on/nvme.")
 
 
+_MUON = (
+    "the orthogonalisation of Muon takes time that is not counted; matrices want a learning rate of their own,"
+    " muon_learning_rate (DeepSpeed#7962: 1e-4 beside 2e-6)"
+)
+
+
 def _notes(workload: Workload, request: Request, chosen: Estimate) -> tuple[str, ...]:
     """Returns the assumptions, and advice before training."""
     model, cluster = workload.model, workload.cluster
@@ -193,6 +200,9 @@ def _notes(workload: Workload, request: Request, chosen: Estimate) -> tuple[str,
         notes.append(f"the speed of {cluster.gpu.name} is unknown, so no time is given")
     if model.traced is not None:
         notes.append(model.traced.note)
+    if (kernels := kernel_packages(model.model_type)) and not cluster.gpu.is_cpu:
+        cost = f"; without, {COST}" if FLA in kernels else ""
+        notes.append(f"planned with the kernels of {' and '.join(kernels)} on every machine that trains{cost}")
     share = chosen.memory.device_bytes_per_gpu / cluster.gpu.memory_bytes if cluster.gpu.memory_bytes else 0
     if chosen.fits and share > USABLE_GPU_RATIO:
         left = percent(1 - USABLE_GPU_RATIO)
@@ -204,6 +214,8 @@ def _notes(workload: Workload, request: Request, chosen: Estimate) -> tuple[str,
     for choice in (request.method, request.optimizer):
         if choice in (Method.QLORA, Optimizer.ADAMW_8BIT):
             notes.append(f"{choice} needs bitsandbytes on the machine that trains: pip install 'dstrain[qlora]'")
+    if request.optimizer is Optimizer.MUON:
+        notes.append(_MUON)
     if model.vision is not None and not request.image_patches:
         frozen = format_count(model.num_params_of(Kind.VISION))
         notes.append(f"no images are counted (--image-patches); the vision tower ({frozen} parameters) is frozen")

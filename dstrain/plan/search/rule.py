@@ -1,4 +1,4 @@
-"""What a rule about combinations is."""
+"""A combination of choices that does not work."""
 
 from __future__ import annotations
 

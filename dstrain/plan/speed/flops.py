@@ -8,21 +8,27 @@ from dstrain.choices import Method, Precision
 from dstrain.facts.cluster.gpus import Gpu
 from dstrain.facts.model.model_facts import Kind, ModelFacts, TensorGroup
 
+LINEAR_FLOPS_PER_ELEMENT = 6.0
+"""FLOPs of the forward pass of a token for each element of a recurrent state: read by the key, written, read by the
+query, a product each. Source: arXiv 2412.06464 (gated DeltaNet), equation 10; its chunks compute more."""
+
 
 def flops_per_token(model: ModelFacts, *, method: Method, seq_len: int) -> float:
     """Returns the model FLOPs of one trained token: 6·N + 6·L·H·d·s, or 4·N + 6·L·H·d·s with a frozen base.
 
     N are the active parameters without the embedding table (its lookup multiplies nothing; a tied head does), L layers
-    of H heads of d elements, s the sequence length, halved for causal attention. Recomputation does not count: it is
-    not the model's. Source: PaLM (arXiv 2204.02311), appendix B, with the causal half; LoRA has no weight gradients.
+    of H heads of d elements, s the sequence length, halved for causal attention, also where a window leaves less. A
+    layer with linear attention has 18 for each element of its states instead of scores. Recomputation does not count:
+    it is not the model's. Sources: PaLM (arXiv 2204.02311), appendix B, with the causal half; LoRA has no weight
+    gradients; `LINEAR_FLOPS_PER_ELEMENT`.
     """
     multiplied = model.num_active_params - model.num_params_of(Kind.EMBEDDING)
     if model.tie_word_embeddings:
         multiplied += model.vocab_size * model.hidden_size
     per_param = 6 if method is Method.FULL else 4
     per_head = (model.head_dim + model.v_head_dim) / 2
-    attention = 6 * model.num_hidden_layers * model.num_attention_heads * per_head * seq_len
-    return per_param * multiplied + attention
+    attention = 6 * model.num_attention_layers * model.num_attention_heads * per_head * seq_len
+    return per_param * multiplied + attention + 3 * LINEAR_FLOPS_PER_ELEMENT * model.linear_state_numel
 
 
 def peak_flops_per_s(gpu: Gpu, precision: Precision) -> float:

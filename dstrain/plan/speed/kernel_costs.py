@@ -69,6 +69,16 @@ SHARED_EXPERTS = Cost(forward=36, backward=54, forward_kernels=30, backward_kern
 back, put in place, and weighted and summed in fp32. Bytes and kernels counted in the source: deepspeed 0.19.8
 module_inject/auto_ep_layer.py: _forward, permute_by_local_expert, combine_from_routed."""
 
+CONVOLUTION = Cost(forward=8, backward=14, forward_kernels=4, backward_kernels=5)
+"""Gated DeltaNet's causal convolution, for each of its channels: read and written, then copied once into queries, keys
+and values. Source: causal_conv1d 1.6 causal_conv1d_interface.py; fla/utils.py: input_guard."""
+DELTA_RULE = Cost(forward=40, backward=104, forward_kernels=17, backward_kernels=24)
+"""The gated delta rule in chunks of 64, for each element of the value heads, of heads 128 wide. Source: inputs and
+outputs of every kernel of flash-linear-attention of August 2026, ops/gated_delta_rule/chunk.py, counted in the source;
+its products are too thin to count. Not compared with a measurement of it alone."""
+GATED_NORM = Cost(forward=66, backward=140, forward_kernels=13, backward_kernels=26)
+"""Its norm with a gate, in fp32 and not fused. Source: Transformers 5.23 modeling_qwen3_5.py: Qwen3_5RMSNormGated."""
+
 ADAPTER_INPUT = Cost(forward=2, backward=10, forward_kernels=4, backward_kernels=6)
 ADAPTER_OUTPUT = Cost(forward=12, backward=8, forward_kernels=0, backward_kernels=0)
 FP32_ADAPTER_INPUT = Cost(forward=10, backward=20, forward_kernels=6, backward_kernels=9)

@@ -20,6 +20,7 @@ KERNEL_BYTES_PER_PARAM: Mapping[Optimizer, float] = MappingProxyType(
         Optimizer.ADAFACTOR: 60.0,  # unfused: some fifteen passes over fp32
         Optimizer.LION: 20.0,  # one moment
         Optimizer.SGD: 12.0,  # none
+        Optimizer.MUON: 28.0,  # moment and its copy; the products of the orthogonalisation are not counted
     }
 )
 """Bytes that the optimizer's kernel moves for each parameter in fp32. Source: torch 2.13 FusedAdamW; bitsandbytes

@@ -15,8 +15,11 @@ from dstrain.plan.speed.kernel_costs import (
     ADAPTER_INPUT,
     ADAPTER_OUTPUT,
     CAST,
+    CONVOLUTION,
+    DELTA_RULE,
     FP32_ADAPTER_INPUT,
     FP32_ADAPTER_OUTPUT,
+    GATED_NORM,
     JOINED_GRADIENT,
     SHARED_EXPERTS,
     Cost,
@@ -132,9 +135,9 @@ def _work(
     return Work(
         products=decoder,
         vision_products=tuple(product for product in multiplied if product.is_vision),
-        attention_width=layers * heads * (model.head_dim + model.v_head_dim),
+        attention_width=model.num_attention_layers * heads * (model.head_dim + model.v_head_dim),
         vision_width=2.0 * vision.num_layers * vision.hidden_size if vision else 0.0,
-        num_heads=layers * heads,
+        num_heads=model.num_attention_layers * heads,
         layer_width=layers * model.hidden_size,
         num_layers=layers,
         hidden_size=model.hidden_size,
@@ -189,22 +192,22 @@ def _passes(
 
     Norms compute in fp32 whatever the precision is. Recomputation ends before the last residual sum.
     """
-    layers, hidden, moe = model.num_hidden_layers, model.hidden_size, model.moe
+    layers, scored, hidden, moe = model.num_hidden_layers, model.num_attention_layers, model.hidden_size, model.moe
     is_trained = trained_model.is_full
     cost = costs(code.fused, liger=liger, is_trained=is_trained)
     tally = _Tally(2.0 if trained_model.precision is Precision.FP32 or code.has_fp32_residual else 1.0)
     width, count = _norm_width(model)
     tally.add(cost.norm, width, count, is_sharded=False, scale=1.0)
     queries, keys = model.num_attention_heads * model.head_dim, model.num_key_value_heads * model.head_dim
-    if model.v_head_dim == model.head_dim:
-        tally.add(cost.rotary, layers * (queries + keys), layers, is_sharded=True)
-    else:
-        tally.add(cost.latent, layers * queries, layers, is_sharded=True)
+    is_latent = model.v_head_dim != model.head_dim
+    turned, width = (cost.latent, queries) if is_latent else (cost.rotary, queries + keys)
+    tally.add(turned, scored * width, scored, is_sharded=True)
     width, count = _gated_width(model)
     tally.add(cost.gated, width, count, is_sharded=True)
     mlps = _Tally(tally.scale)
     mlps.add(cost.gated, width, count, is_sharded=True)
     tally.add(cost.residual, layers * hidden, layers, is_sharded=False)
+    _add_linear_attention(tally, model)
     if moe is not None:
         visited = moe.num_moe_layers * moe.experts_per_token
         tally.add(cost.gated, visited * moe.intermediate_size, moe.num_moe_layers, is_sharded=True)
@@ -222,6 +225,16 @@ def _passes(
     kept = 6 * tally.scale * hidden * layers
     recompute = replace(forward, bytes_per_token=forward.bytes_per_token - kept, kernels=forward.kernels - layers)
     return forward, tally.passed(1), recompute, mlps.passed(0)
+
+
+def _add_linear_attention(tally: _Tally, model: ModelFacts) -> None:
+    """Adds the kernels of gated DeltaNet; of other linear attention only the products are counted."""
+    for group in model.tensors:
+        if group.name == "linear_attn.conv1d.weight":
+            tally.add(CONVOLUTION, group.shape[0] * group.count, group.count, is_sharded=False)
+        if group.name == "linear_attn.out_proj.weight":
+            for cost in (DELTA_RULE, GATED_NORM):
+                tally.add(cost, group.shape[1] * group.count, group.count, is_sharded=False)
 
 
 def _has_copied_head(model: ModelFacts, trained_model: TrainedModel) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from dstrain.facts.model.kernel_packages import FLA, kernel_packages
 from dstrain.train.data.tokenize import IGNORED
 
 
@@ -21,7 +22,7 @@ class Collator:
     Samples get an attention mask. Packed rows must not have one: Transformers separates samples by `position_ids` only
     without an attention mask and a cache (transformers 5.23 masking_utils.py: _preprocess_mask_arguments), so a mask of
     ones would silently mix them. Packed rows also get the borders of samples for FlashAttention and for the kernels of
-    linear attention, convolutions and state spaces.
+    linear attention, convolutions and state spaces; those of linear attention take one row only.
     """
 
     pad_token_id: int
@@ -29,6 +30,8 @@ class Collator:
     """Whether rows hold several samples, with `position_ids`."""
     takes: frozenset[str] | None = None
     """Arguments of the model's forward; None: any."""
+    joins_rows: bool = False
+    """Whether packed rows become one, as the kernels of linear attention want it."""
     slices: int = 1
     """Equal slices into which rows are cut afterwards, see `slices.Slice`."""
     pad_to_multiple_of: int = 8
@@ -52,6 +55,8 @@ class Collator:
         for name, column in columns.items():
             for index, row in enumerate(rows):
                 column[index, : len(row[name])] = row[name]
+        if self.packing and self.joins_rows:
+            columns = {name: column.reshape(1, -1) for name, column in columns.items()}
         batch: dict[str, Any] = {name: torch.from_numpy(column) for name, column in columns.items()}
         if self.packing:
             borders = {"use_cache": False, **_borders(batch["position_ids"])}
@@ -70,6 +75,12 @@ def taken_by(model: Any) -> frozenset[str] | None:
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return None
     return frozenset(parameter.name for parameter in parameters)
+
+
+def joins_rows(model: Any) -> bool:
+    """Returns whether a model calls kernels that take the samples of one row. Source: flash-linear-attention,
+    ops/gated_delta_rule/chunk.py: chunk_gated_delta_rule."""
+    return FLA in kernel_packages(str(without_adapter(model).config.get_text_config().model_type))
 
 
 def _borders(position_ids: torch.Tensor) -> dict[str, Any]:

@@ -110,10 +110,11 @@ def with_loss(model: Any, question: Question) -> LossKernel:
 def _set_attention(model: Any, attn: Attention) -> None:
     """Sets the implementation in every part of the model; its code reads the name when it runs.
 
-    It cannot be given to `from_config`, which looks for the flash_attn package.
+    It cannot be given to `from_config`, which looks for the flash_attn package. A family without sdpa gets eager.
     """
-    supports = {Attention.FLASH_ATTENTION_2: "_supports_flash_attn", Attention.SDPA: "_supports_sdpa"}
-    if attn in supports and not getattr(model, supports[attn], False):
+    if attn is Attention.SDPA and not getattr(model, "_supports_sdpa", False):
+        attn = Attention.EAGER
+    if attn is Attention.FLASH_ATTENTION_2 and not getattr(model, "_supports_flash_attn", False):
         name = type(model).__name__
         raise InvalidConfig(f"Transformers' {name} does not support {attn.value}", hint="Use attn eager.")
     configs = [model.config, *(m.config for m in model.modules() if hasattr(m, "config"))]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import pairwise
+from math import prod
 from typing import Any
 
 from torch import nn
@@ -41,6 +42,22 @@ _VISION_SIZES = {
 """Names of the sizes of Vision in the configs of towers."""
 
 
+_UNSCORED = frozenset({"linear_attention", "conv", "moe", "mlp"})
+"""Kinds of layers without scores of pairs of positions. Source: Transformers 5.23 configuration_utils.py:
+ALLOWED_ATTN_LAYER_TYPES."""
+
+_RECURRENT = frozenset({"linear_attention", "hybrid", "hybrid_sliding"})
+"""Kinds of layers with a recurrent state."""
+
+_LINEAR_STATES = (
+    ("linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"),
+    ("linear_num_heads", "linear_head_dim", "linear_head_dim"),
+    ("mamba_num_heads", "mamba_head_dim", "ssm_state_size"),
+    ("mamba_n_heads", "mamba_d_head", "mamba_d_state"),
+)
+"""Names of the heads, and of the two widths of their states: gated DeltaNet, Kimi Delta Attention, Mamba 2."""
+
+
 def describe(subject: Subject) -> Description:
     """Returns the description of the whole model."""
     config = load_config(subject)
@@ -53,9 +70,12 @@ def describe(subject: Subject) -> Description:
         vision_sizes=_vision_sizes(config),
         rotary_ratio=_rotary_ratio(text),
         tie_word_embeddings=_is_tied(anatomy),
-        dtype=str(getattr(text, "dtype", None) or getattr(config, "dtype", None) or "float32").removeprefix("torch."),
+        dtype=_dtype(config, text),
         layers_root=anatomy.layers_root,
         layer_kinds=_kinds(anatomy, text),
+        num_scored_layers=_num_scored_layers(text),
+        linear_state_numel=_linear_state_numel(text),
+        has_sdpa=bool(getattr(model, "_supports_sdpa", False)),
         moe_block=_moe_block(anatomy),
         parameters=tuple(_parameters(model, anatomy)),
     )
@@ -76,11 +96,34 @@ def _vision_sizes(config: Any) -> dict[str, int]:
     return {} if tower is None else _whole_numbers(tower, _VISION_SIZES)
 
 
+def _dtype(config: Any, text: Any) -> str:
+    """Returns the dtype of the weights; packed ones, as in MXFP4, become bf16."""
+    packed = "bfloat16" if getattr(config, "quantization_config", None) else "float32"
+    return str(getattr(text, "dtype", None) or getattr(config, "dtype", None) or packed).removeprefix("torch.")
+
+
 def _rotary_ratio(text: Any) -> float:
     """Returns the share of a head that is rotated; Transformers 5 keeps it in `rope_parameters`."""
     rope = getattr(text, "rope_parameters", None)
     share = rope.get("partial_rotary_factor") if isinstance(rope, dict) else None
     return float(share or getattr(text, "partial_rotary_factor", None) or 1.0)
+
+
+def _num_scored_layers(text: Any) -> int | None:
+    """Returns the layers with scores of pairs of positions, or None if all have them or the config has no kinds."""
+    kinds = getattr(text, "layer_types", None) or ()
+    count = sum(kind not in _UNSCORED for kind in kinds)
+    return count if count < len(kinds) else None
+
+
+def _linear_state_numel(text: Any) -> int:
+    """Returns the elements of all recurrent states; 0 if the config names them in a way that is not known here."""
+    count = sum(kind in _RECURRENT for kind in getattr(text, "layer_types", None) or ())
+    for names in _LINEAR_STATES:
+        sizes = [size for name in names if isinstance(size := getattr(text, name, None), int)]
+        if len(sizes) == len(names):
+            return count * prod(sizes)
+    return 0
 
 
 def _is_tied(anatomy: Anatomy) -> bool:

@@ -14,9 +14,11 @@ from unittest.mock import patch
 import torch
 import torch.nn.functional as F  # noqa: N812
 from transformers import masking_utils, modeling_flash_attention_utils
+from transformers.integrations import moe
 
 from dstrain.train import loss
 from dstrain.train.data import by_sample
+from dstrain.train.tracing import linear_attention
 
 _aten = torch.ops.aten
 _HALF = (torch.bfloat16, torch.float16)
@@ -43,6 +45,8 @@ def as_on_cuda(*, is_packed: bool) -> Iterator[None]:
             (flash, "_is_packed_sequence", lambda position_ids, batch_size: False),
             (by_sample, "sample_lengths", lambda positions: [len(positions)]),
             (loss, "token_losses", token_losses),
+            (moe, "_can_use_grouped_mm", lambda states, weight, offs: weight.dtype is torch.bfloat16),
+            *linear_attention.stand_ins(),
         ):
             stack.enter_context(patch.object(owner, name, stand_in))
         yield

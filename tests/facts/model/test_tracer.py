@@ -10,14 +10,23 @@ from typing import Any
 
 import pytest
 
-from dstrain.choices import Attention
+from dstrain.choices import Attention, Method
 from dstrain.errors import EnvironmentProblem, InvalidConfig
+from dstrain.facts.cluster.cluster import Origin, describe
+from dstrain.facts.cluster.gpus import gpu
 from dstrain.facts.model import tracer
 from dstrain.facts.model.families import from_config
+from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.facts.model.trace_records import Description, Question, Subject, Trace, Wanted
 from dstrain.facts.model.traced_activations import ActivationProfile
 from dstrain.facts.model.traced_model import from_description
 from dstrain.facts.model.tracer import Answer, ask, trace_model
+from dstrain.facts.workload import Workload
+from dstrain.plan.configuration import DEFAULTS, changed
+from dstrain.plan.request import Request
+from dstrain.plan.search.rules import broken
+from dstrain.plan.search.search_space import with_defaults
+from dstrain.plan.speed.flops import flops_per_token
 from tests.conftest import asked_for
 from tests.plan.memory.layers.shapes import FAMILIES, config_of
 
@@ -40,8 +49,31 @@ GLM4_MOE = LLAMA | {
     "moe_intermediate_size": 64,
     "first_k_dense_replace": 2,
 }
-IRREGULAR = {"llama": LLAMA, "gpt2": GPT2, "gemma3_text": GEMMA3, "glm4_moe": GLM4_MOE}
-"""Layers that are alike, go by other names, come in periods of six, and begin with two others."""
+LINEAR = {
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 32,
+}
+QWEN3_5 = (
+    LLAMA | LINEAR | {"model_type": "qwen3_5_text", "num_key_value_heads": 2, "head_dim": 256, "num_hidden_layers": 12}
+)
+GPT_OSS = LLAMA | {
+    "model_type": "gpt_oss",
+    "num_key_value_heads": 2,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": 8,
+}
+IRREGULAR = {
+    "llama": LLAMA,
+    "gpt2": GPT2,
+    "gemma3_text": GEMMA3,
+    "glm4_moe": GLM4_MOE,
+    "qwen3_5_text": QWEN3_5,
+    "gpt_oss": GPT_OSS,
+}
+"""Layers that are alike, go by other names, come in periods of six, four and two, and begin with two others."""
 
 
 def drawn(family: str) -> dict[str, object]:
@@ -126,8 +158,8 @@ def test_a_damaged_answer_is_asked_again(tmp_path: Path) -> None:
 def test_failures_are_not_remembered_and_are_the_models_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     subject = Subject(config={"model_type": "mamba", "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 100})
-    way = Question(subject=subject, seq_len=64, attn=Attention.SDPA)
-    with pytest.raises(InvalidConfig, match="small: Transformers' MambaForCausalLM does not support sdpa"):
+    way = Question(subject=subject, seq_len=64, attn=Attention.FLASH_ATTENTION_2)
+    with pytest.raises(InvalidConfig, match="small: Transformers' MambaForCausalLM does not support flash_attention_2"):
         trace_model(subject, way, name="small", source="some/small")
     assert len(list((tmp_path / "dstrain" / "traces").glob("*.json"))) == 1
 
@@ -174,3 +206,29 @@ def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with pytest.raises(EnvironmentProblem, match="the tracer needs torch, which is not installed") as problem:
         ask([Question(subject=Subject(config=GPT2))])
     assert problem.value.hint == "pip install torch"
+
+
+def described(config: dict[str, object]) -> ModelFacts:
+    (description,) = ask([Question(subject=Subject(config=config), wanted=Wanted.DESCRIPTION)])
+    assert isinstance(description, Description)
+    return from_description(description, name="small", source="small")
+
+
+def test_three_of_four_layers_of_qwen3_5_have_states_in_place_of_scores() -> None:
+    model = described(QWEN3_5)
+    assert (model.num_attention_layers, model.has_linear_layers, model.has_sdpa) == (3, True, True)
+    assert model.linear_state_numel == 9 * 4 * 16 * 32
+    by_length = [flops_per_token(model, method=Method.FULL, seq_len=length) for length in (0, 1)]
+    assert by_length[1] - by_length[0] == 6 * 3 * 4 * 256  # the default width of heads
+    matrices = flops_per_token(replace(model, linear_state_numel=0), method=Method.FULL, seq_len=0)
+    assert by_length[0] - matrices == 18 * model.linear_state_numel
+
+
+def test_gpt_oss_has_no_sdpa_and_is_planned_with_eager_attention() -> None:
+    model = described(GPT_OSS)
+    assert (model.num_attention_layers, model.has_linear_layers, model.has_sdpa) == (8, False, False)
+    assert model.moe is not None
+    assert (model.moe.num_experts, model.moe.experts_per_token, model.moe.num_moe_layers) == (4, 2, 8)
+    workload = Workload(model=model, cluster=describe(gpu=gpu("h100"), gpus=1, gpu_origin=Origin.GIVEN))
+    assert with_defaults(workload, Request()).kernels.attn is Attention.EAGER
+    assert [rule.name for rule in broken(workload, changed(DEFAULTS, attn=Attention.SDPA))] == ["sdpa and sinks"]

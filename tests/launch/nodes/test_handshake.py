@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 
 from dstrain.choices import Attention, Optimizer
 from dstrain.errors import EnvironmentProblem
+from dstrain.facts import probe
 from dstrain.facts.this_machine import versions
 from dstrain.job.schema import Job
 from dstrain.launch.nodes.handshake import require_compatible
@@ -35,6 +37,10 @@ def test_a_node_without_the_attention_kernel_is_named_before_the_launch() -> Non
 
 def test_only_packages_that_the_job_needs_are_compared() -> None:
     plain = Job(model="m", data="d", output_dir="o")
-    assert of_ranks(plain) == ()
+    assert of_ranks(plain, None) == ()
+    assert of_ranks(plain, probe.read_model("qwen3-8b")) == ()
     wishes: dict[str, Any] = {"attn": Attention.FLASH_ATTENTION_2, "optimizer": Optimizer.ADAMW_8BIT}
-    assert of_ranks(Job(model="m", data="d", output_dir="o", **wishes)) == ("bitsandbytes", "flash_attn", "kernels")
+    wished = Job(model="m", data="d", output_dir="o", **wishes)
+    assert of_ranks(wished, None) == ("bitsandbytes", "flash_attn", "kernels")
+    hybrid = replace(probe.read_model("qwen3-8b"), model_type="qwen3_5")
+    assert of_ranks(plain, hybrid) == ("flash-linear-attention", "causal-conv1d")

@@ -2,6 +2,7 @@
 
 import json
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,16 @@ def test_a_combination_that_does_not_work_is_refused_at_its_line(model: str, job
         check_combinations(file, probe.read_model(model), cluster)
     assert said in caught.value.problem
     assert str(caught.value).startswith(tuple(f"job.yaml:9:5: {key} is " for key in ("sp", "tp", "loss", "tiled_mlp")))
+
+
+def test_attention_that_transformers_does_not_have_for_a_model_is_refused_at_its_line() -> None:
+    model = replace(probe.read_model("qwen3-8b"), has_sdpa=False)
+    file = JobFile(job=Job(model="m", output_dir="o"), locate=lambda keys: Place(file="job.yaml", line=9, column=5))
+    cluster = describe(gpu=gpus.gpu("a100-80g"), gpu_origin=Origin.GIVEN, gpus=8)
+    with pytest.raises(InvalidConfig, match=r"job\.yaml:9:5: attn is sdpa, but Transformers computes") as caught:
+        check_combinations(file, model, cluster)
+    assert caught.value.hint == "Write attn: eager."
+    check_combinations(replace(file, job=replace(file.job, attn=Attention.EAGER)), model, cluster)
 
 
 def images_of(folder: Path, **job: Any) -> list[str]:

@@ -38,6 +38,10 @@ BROKEN: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("SP divides the sequence", "qwen3-8b", {"sp": 8, "seq_len": 4100}),
     ("SP needs a kernel without mask", "qwen3-8b", {"sp": 2, "attn": Attention.EAGER}),
     ("SP and latent attention", "deepseek-v2-lite", {"sp": 2}),
+    ("SP and linear attention", "qwen3-8b", {"sp": 2}),
+    ("TP and linear attention", "qwen3-8b", {"tp": 2, "zero_stage": 2}),
+    ("sdpa and sinks", "qwen3-8b", {}),
+    ("Muon and matrices", "qwen3-30b-a3b", {"optimizer": Optimizer.MUON}),
     ("qwZ needs ZeRO-3", "qwen3-8b", {"zero_stage": 2, "qwz": True}),
     ("qwZ and QLoRA", "qwen3-8b", {"zero_stage": 3, "qwz": True, "method": Method.QLORA}),
     ("qwZ and shares of eight", "qwen3-8b", {"zero_stage": 3, "qwz": True}),
@@ -45,6 +49,7 @@ BROKEN: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("qgZ and nodes", "qwen3-8b", {"zero_stage": 3, "qgz": True}),
     ("qgZ and parallelism", "qwen3-8b", {"zero_stage": 3, "qgz": True, "sp": 2}),
     ("qgZ and adapters", "qwen3-8b", {"zero_stage": 3, "qgz": True, "method": Method.LORA}),
+    ("qgZ and Muon", "qwen3-8b", {"zero_stage": 3, "qgz": True, "optimizer": Optimizer.MUON}),
     ("qgZ and shapes", "qwen3-30b-a3b", {"zero_stage": 3, "qgz": True}),
     ("SP and windows", "gemma-3-27b", {"sp": 2, "seq_len": 8192}),
     ("SP and lengths", "qwen3-8b", {"sp": 2, "rope_scaling": RopeScaling(rope_type=RopeType.DYNAMIC, factor=2.0)}),
@@ -93,6 +98,9 @@ _PROFILE = ActivationProfile(num_layers=2, is_for_any_depth=True, kept=(), recom
 FACTS: dict[str, dict[str, Any]] = {
     "fused loss and logits": {"model_type": "granite"},
     "qwZ and shares of eight": {"hidden_size": 4104},
+    "sdpa and sinks": {"has_sdpa": False},
+    "SP and linear attention": {"num_scored_layers": 9},
+    "TP and linear attention": {"num_scored_layers": 9},
     "loss of traced code": {"traced": Traced(note="traced", profile=_PROFILE)},
 }
 """Facts of the model that a rule needs."""

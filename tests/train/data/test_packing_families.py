@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
@@ -17,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from dstrain.errors import InvalidConfig  # noqa: E402
 from dstrain.facts.model.trace_records import Subject  # noqa: E402
 from dstrain.train.data.by_sample import attend_by_sample  # noqa: E402
-from dstrain.train.data.collate import Collator, taken_by  # noqa: E402
+from dstrain.train.data.collate import Collator, joins_rows, taken_by  # noqa: E402
 from dstrain.train.data.isolation import Trial, packed_masks, sees_padding  # noqa: E402
 from dstrain.train.data.slices import shift  # noqa: E402
 from dstrain.train.evaluation import loss_of  # noqa: E402
@@ -167,6 +168,53 @@ def test_the_loss_of_packed_samples_is_that_of_the_same_alone_or_packing_is_refu
     together = loss_of(model(**batch).logits, shift(labels))
     if attends_by_sample:
         attend_by_sample(model, is_on=False)
+    texts = [torch.tensor([sample]) for sample in samples]
+    alone = torch.stack([loss_of(model(input_ids=ids).logits, shift(ids)) for ids in texts]).sum(dim=0)
+    assert together.tolist() == pytest.approx(alone.tolist(), rel=1e-6)
+
+
+def of_one_row(per_sample: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns what stands for a kernel of fla: samples between borders, of one row only, by Transformers' own code."""
+
+    def rule(*tensors: Any, cu_seqlens: Any, **options: Any) -> tuple[Any, None]:
+        assert all(tensor.shape[0] == 1 for tensor in tensors)
+        gates = [options.pop(name) for name in ("g", "beta")]
+        parts = zip(*(each.split(cu_seqlens.diff().tolist(), dim=1) for each in (*tensors, *gates)), strict=True)
+        outs = [per_sample(*part[:3], g=part[3], beta=part[4], use_qk_l2norm_in_kernel=True)[0] for part in parts]
+        return torch.cat(outs, dim=1), None
+
+    return rule
+
+
+def of_each_sample(per_sample: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns what stands for causal_conv1d's kernel: samples told apart by `seq_idx`, by Transformers' own code."""
+
+    def convolution(states: Any, *weights: Any, seq_idx: Any, activation: str, **_: Any) -> Any:
+        lengths = seq_idx[0].unique_consecutive(return_counts=True)[1].tolist()
+        outs = [per_sample(part, *weights, activation=activation) for part in states.split(lengths, dim=2)]
+        return torch.cat(outs, dim=2)
+
+    return convolution
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_text", "qwen3_next"])
+def test_kernels_of_linear_attention_are_told_the_samples_of_a_row(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (family,) = [family for family in FAMILIES if family.name == name]
+    model = make(family, "sdpa").eval()
+    code = sys.modules[type(model).__module__]
+    for function, stand_in in (("torch_chunk_gated_delta_rule", of_one_row), ("causal_conv1d_fn", of_each_sample)):
+        monkeypatch.setattr(code, function, stand_in(getattr(code, function)))
+    collate = Collator(pad_token_id=0, packing=True, takes=taken_by(model), joins_rows=joins_rows(model))
+    random = np.random.default_rng(0)
+    samples = [random.integers(3, 512, size).tolist() for size in (37, 21, 50, 45, 30)]
+    rows = packed(samples, [[0, 1, 2], [3, 4]])
+    trial = Trial(model=model, engine=model, inputs_of=lambda row: collate([row] * 2), tokens=range(3, 200), group=None)
+    assert not trial.needs_masks()
+    batch = collate([rows[0], rows[1]])
+    assert batch["input_ids"].shape == (1, 2 * 112)
+    labels = batch.pop("labels")
+    together = loss_of(model(**batch).logits, shift(labels))
+    monkeypatch.undo()
     texts = [torch.tensor([sample]) for sample in samples]
     alone = torch.stack([loss_of(model(input_ids=ids).logits, shift(ids)) for ids in texts]).sum(dim=0)
     assert together.tolist() == pytest.approx(alone.tolist(), rel=1e-6)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from dstrain.choices import Optimizer
 from dstrain.config.lint.finding import Fault, Severity
 from dstrain.config.lint.rule import REFUSES, STOPS, Rule, when
 from dstrain.config.lint.subject import Subject, has_zenflow, type_of
@@ -15,6 +16,9 @@ _E, _W = Severity.ERROR, Severity.WARNING
 
 
 def _optimizer(s: Subject) -> str:
+    """Returns the optimizer that the configuration names, or Muon where the job alone does."""
+    if not s.has("optimizer") and s.job is not None and s.job.job.optimizer is Optimizer.MUON:
+        return "muon"
     return (type_of(s, "optimizer") or "").lower()
 
 
@@ -101,7 +105,9 @@ def _refused(section: str, key: str, problem: str, effect: str, fix: str) -> Fau
 def _clipped_muon(subject: Subject) -> Iterator[Fault]:
     if _optimizer(subject) != "muon" or subject.stage == 0 or not _clips(subject):
         return
-    key = ("gradient_clipping",) if subject.has("gradient_clipping") else ("optimizer", "type")
+    key: tuple[str, ...] = ("gradient_clipping",) if subject.has("gradient_clipping") else ()
+    if not key and subject.has("optimizer.type"):
+        key = ("optimizer", "type")
     yield Fault(
         pointer=key,
         problem="Muon with clipped gradients",

@@ -28,6 +28,8 @@ class Weight:
     """Whether it is in the first of the Trainer's two parameter groups."""
     ep: int = 1
     """Of the data-parallel ranks, one of this many has this parameter; the others have other experts."""
+    is_matrix: bool = False
+    """Whether it is a matrix of a layer, which Muon steps."""
 
     def share(self, ranks: int) -> int:
         """Returns the elements of one rank's partition, of that many data-parallel ranks."""
@@ -176,9 +178,9 @@ class _Builder:
         """Returns whether a tensor of the model itself trains."""
         return self.is_full and trains_in_full(group, layer, self.model.num_hidden_layers)
 
-    def weight(self, numel: int, trains: bool, *, decays: bool, ep: int = 1) -> int:
+    def weight(self, numel: int, trains: bool, *, decays: bool, ep: int = 1, is_matrix: bool = False) -> int:
         """Returns the number of a new parameter."""
-        self.weights.append(Weight(numel, trains, decays, ep))
+        self.weights.append(Weight(numel, trains, decays, ep, is_matrix))
         return len(self.weights) - 1
 
     def layer(self, index: int) -> Module:
@@ -202,12 +204,13 @@ class _Builder:
             if self.shape.method is Method.QLORA and group.is_linear:
                 numel //= QUANTIZED_PER_ELEMENT
             ep = self.shape.ep if group.kind is Kind.EXPERT else 1
-            numbers.append(self.weight(numel, self.trains(group, layer), decays=_decays(group), ep=ep))
+            trains, is_matrix = self.trains(group, layer), len(group.shape) > 1
+            numbers.append(self.weight(numel, trains, decays=_decays(group), ep=ep, is_matrix=is_matrix))
         if f"{path}.weight" not in self.adapted:
             return self.module(numbers, mark=path if linear else "", is_linear=linear)
         outputs, inputs = next(group.shape for group in members if group.name == f"{path}.weight")
         sizes = (self.shape.lora.rank * inputs, self.shape.lora.rank * outputs)
-        down, up = (self.weight(size, trains=True, decays=True) for size in sizes)
+        down, up = (self.weight(size, trains=True, decays=True, is_matrix=True) for size in sizes)
         base = self.module(numbers, is_linear=True)
         adapter = (self.module(), self.module((down,), is_linear=True), self.module((up,), is_linear=True))
         return self.module(children=(base, *adapter), mark=path)

@@ -19,6 +19,7 @@ TEMPORARIES: dict[Optimizer, int] = {
     Optimizer.ADAFACTOR: 8,
     Optimizer.LION: 0,
     Optimizer.SGD: 0,
+    Optimizer.MUON: 0,
 }
 """Bytes of an element that the optimizer has beside gradient and states while it works. AdamW is fused, bitsandbytes'
 kernels work in place, SGD has no momentum; Adafactor has two fp32 tensors at a time. Source: transformers 5.23

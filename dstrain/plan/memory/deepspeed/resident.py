@@ -67,6 +67,29 @@ def state_bytes(numel: int, optimizer: Optimizer) -> int:
     return STATES[optimizer] * rounded(FP32 * numel)
 
 
+_MUON_BUFFERS = 256 * 2**20
+"""Bytes of the buffers that DeepSpeed's Muon keeps, at most. Source: deepspeed 0.19.8 runtime/zero/stage3.py:
+_muon_allgather_max_cached_bytes."""
+
+
+def saved_by_muon(modules: Modules, settings: Settings, ranks: int) -> int:
+    """Returns the bytes that Muon's states are below AdamW's: of matrices, one fp32 moment of two, less its buffers.
+
+    ZeRO-1 and 2 keep the moment twice, both times in the gradients' dtype, and free their buffers; ZeRO-3 keeps up to
+    two parts and a whole of what it gathers. Source: deepspeed 0.19.8 runtime/zero/stage_1_and_2.py:
+    _muon_momentum_buffer, _muon_staging_momentum; stage3.py: _muon_update_sub_group.
+    """
+    if settings.step.optimizer is not Optimizer.MUON:
+        return 0
+    matrices = sum(weight.numel for weight in modules.weights if weight.trains and weight.is_matrix)
+    if settings.zero.stage == 0:
+        return FP32 * matrices
+    share = matrices // ranks
+    if settings.zero.stage < 3:
+        return (2 * FP32 - 2 * accumulation_item(settings)) * share
+    return max(0, FP32 * share - min(_MUON_BUFFERS, settings.model.item * (share + matrices)))
+
+
 def sub_groups(modules: Modules, ranks: int, size: int) -> list[list[int]]:
     """Returns the partitioned elements of the parameters of each sub-group of ZeRO-3.
 
@@ -99,14 +122,14 @@ def resident(modules: Modules, settings: Settings, ranks: int) -> Resident:
     """
     if settings.zero.stage == 3:
         return _sharded(modules, settings, ranks)
-    item = settings.model.item
+    item, less = settings.model.item, saved_by_muon(modules, settings, ranks)
     weights = modules.weights
     frozen = sum(rounded(item * weight.numel) for weight in weights if not weight.trains)
     trainable = [weight.numel for weight in weights if weight.trains]
     if settings.zero.stage == 0:
         master = 0 if settings.model.precision is Precision.FP32 else FP32  # fp32 has no second copy here
         states = sum(rounded(master * n) + state_bytes(n, settings.step.optimizer) for n in trainable)
-        return Resident(params=frozen + sum(rounded(item * n) for n in trainable), optimizer=states)
+        return Resident(params=frozen + sum(rounded(item * n) for n in trainable), optimizer=states - less)
     flat = layout(modules, ranks)
     partitions = flat.partitions
     params = frozen + sum(rounded(item * size) for size in flat.whole)
@@ -116,7 +139,7 @@ def resident(modules: Modules, settings: Settings, ranks: int) -> Resident:
     grads = 0
     if is_wide(settings):
         grads = sum(rounded(FP32 * size) for size in flat.whole)
-    return Resident(params=params, grads=grads, optimizer=states)
+    return Resident(params=params, grads=grads, optimizer=states - less)
 
 
 def _sharded(modules: Modules, settings: Settings, ranks: int) -> Resident:
@@ -137,7 +160,8 @@ def _sharded(modules: Modules, settings: Settings, ranks: int) -> Resident:
     return Resident(
         params=(rounded(trainable * item) + frozen) if on_gpu else 0,
         grads=grads,
-        optimizer=sum(rounded(FP32 * size) + state_bytes(size, settings.step.optimizer) for size in stay),
+        optimizer=sum(rounded(FP32 * size) + state_bytes(size, settings.step.optimizer) for size in stay)
+        - saved_by_muon(modules, settings, ranks),
         buffers=rounded(settings.zero.reduce_bucket_size * communication_item(settings)),
         gathered=sum(rounded(weight.padded(ranks) * item) for weight in persistent) if is_copied else 0,
         secondary=sum(rounded(weight.padded(ranks) * item // hpz) for weight in weights) if hpz > 1 else 0,
