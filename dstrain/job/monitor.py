@@ -57,6 +57,8 @@ class HealthRule(StrEnum):
     PLATEAU = "plateau"
     RESUMED_LOSS = "resumed_loss"
     MASKED_SAMPLES = "masked_samples"
+    UNEVEN_EXPERTS = "uneven_experts"
+    DEAD_EXPERTS = "dead_experts"
     SLOWDOWN = "slowdown"
     SLOW_RANK = "slow_rank"
     SLOW_LINKS = "slow_links"

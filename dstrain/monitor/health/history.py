@@ -18,7 +18,7 @@ EARLY = 32
 _SMALLEST_SCALE = 0.01
 """Smallest scale of a deviation, as a share of the median: a series that hardly varies would make any change large."""
 _EMA_STEPS = 50
-_RESUMED = ("step", "loss", "grad_norm", "learning_rate")
+_RESUMED = ("step", "loss", "grad_norm", "learning_rate", "expert_load_cv", "dead_experts", "experts")
 """What a resumed run compares with its earlier start."""
 
 
@@ -52,6 +52,8 @@ class History:
         """The first losses of the run, `EARLY` of them."""
         self.first_norms: list[float] = []
         """The first gradient norms of the run, `FEWEST` of them."""
+        self.first_loads: list[tuple[float, float]] = []
+        """Deviation of the experts' load over its mean, and the share of dead experts, in the first `FEWEST` windows."""
         self.checkpoint_s: list[float] = []
         """Seconds of each checkpoint of this start."""
         self.replayed_loss: float | None = None
@@ -93,6 +95,8 @@ class History:
         norm = values.get("grad_norm")
         if isinstance(norm, float) and math.isfinite(norm) and len(self.first_norms) < FEWEST:
             self.first_norms.append(norm)
+        if "expert_load_cv" in values and len(self.first_loads) < FEWEST:
+            self.first_loads.append((values["expert_load_cv"], values["dead_experts"] / values["experts"]))
         peaks = values.get("peak_bytes_by_rank") or []
         earlier = self.peaks_by_rank or [0.0] * len(peaks)
         self.peaks_by_rank = [max(pair) for pair in zip(earlier, peaks, strict=True)] if peaks else earlier

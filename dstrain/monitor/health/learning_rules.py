@@ -140,5 +140,22 @@ LEARNING_RULES: Mapping[HealthRule, Rule] = MappingProxyType(
             advice="Answers are cut off by seq_len, or the template masks them: dstrain data show.",
             source="LLaMA-Factory#7263, axolotl#3453; a sample without labels costs the time of one with labels",
         ),
+        HealthRule.UNEVEN_EXPERTS: Rule(
+            signal=signals.uneven_experts,
+            warn=1.5,
+            critical=2.5,
+            normal=1.0,
+            problem="the load of experts is {value:.1f} times as uneven as at the start",
+            advice="router_aux_loss_coef balances it; so do a lower learning_rate and a larger global batch.",
+            source="Tinker's documentation on mixtures of experts: the trend counts, not the value",
+        ),
+        HealthRule.DEAD_EXPERTS: Rule(
+            signal=signals.dead_experts,
+            warn=0.01,
+            critical=0.10,
+            problem="{value:.0%} of the experts get no token any more",
+            advice="router_aux_loss_coef balances the load; experts that get no token do not learn.",
+            source="NVIDIA NeMo AutoModel logs dead_expert_frac; the limits are a judgement",
+        ),
     }
 )

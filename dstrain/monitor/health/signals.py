@@ -15,6 +15,10 @@ _SHIFTED = 3
 _FIRST_STEPS = 20
 """Steps within which a first loss is logged."""
 _PLATEAU_STEPS = 100
+_EVEN_LOAD = 0.2
+"""Deviation of the experts' load, over its mean, that counts as even: a rule of thumb of training guides."""
+_FEW = 3
+"""Windows whose median stands for now."""
 
 
 def loss_spike(history: History) -> float | None:
@@ -137,6 +141,23 @@ def fragmentation(history: History) -> float | None:
     if reserved is None or peak is None or not history.facts.device_bytes:
         return None
     return (reserved - peak) / history.facts.device_bytes
+
+
+def uneven_experts(history: History) -> float | None:
+    """Returns the deviation of the experts' load, the median of the last three windows, over that of the first 20."""
+    loads, first = history.series("expert_load_cv"), [cv for cv, _ in history.first_loads]
+    if history.num_windows <= FEWEST or len(first) < FEWEST or len(loads) < _FEW or not median(first):
+        return None
+    return median(loads[-_FEW:]) / max(median(first), _EVEN_LOAD)
+
+
+def dead_experts(history: History) -> float | None:
+    """Returns the share of experts without a token, the median of the last three windows, less that of the first 20."""
+    dead, first = history.series("dead_experts"), [share for _, share in history.first_loads]
+    experts = history.newest("experts")
+    if history.num_windows <= FEWEST or len(first) < FEWEST or len(dead) < _FEW or not experts:
+        return None
+    return median(dead[-_FEW:]) / experts - median(first)
 
 
 def memory_imbalance(history: History) -> float | None:

@@ -45,6 +45,9 @@ def windows(seed: int, *, steps: int = 1000, every: int = 5) -> Iterator[tuple[i
                 "skipped_steps": 2,
                 "loss_scale": 65536.0,
                 "masked_share": 0.0,
+                "expert_load_cv": 0.4 * rng.uniform(0.95, 1.05),
+                "dead_experts": 3 + rng.randint(0, 2),
+                "experts": 6144,
                 "forward_s_by_rank": [tokens * rng.uniform(0.95, 1.05) for _ in range(8)],
                 "forward_s_per_token_by_rank": [1e-6 * rng.uniform(0.95, 1.05) for _ in range(8)],
                 "cpu_wait_share_by_rank": [rng.uniform(0, 0.01) for _ in range(8)],
@@ -134,6 +137,8 @@ TROUBLES: dict[HealthRule, tuple[Change, int]] = {
     HealthRule.HOST_MEMORY: (fixed("host_used_share", 0.96), 1),
     HealthRule.ALLOCATOR_RETRIES: (lambda step, v: {**v, "alloc_retries": step}, 1),
     HealthRule.FRAGMENTATION: (fixed("reserved_bytes_per_gpu", 80e9), 1),
+    HealthRule.UNEVEN_EXPERTS: (scaled("expert_load_cv", 1.8), 3),
+    HealthRule.DEAD_EXPERTS: (fixed("dead_experts", 200), 3),
     HealthRule.MEMORY_IMBALANCE: (lambda step, v: {**v, "peak_bytes_by_rank": [75e9, *v["peak_bytes_by_rank"][1:]]}, 1),
 }
 """Rule → a trouble, and the number of windows from its onset within which it is named."""
