@@ -13,13 +13,14 @@ import numpy as np
 
 from dstrain.choices import OnLongSample
 from dstrain.errors import InvalidConfig
+from dstrain.facts.data.mixture import epoch_counts, held_out_counts
 from dstrain.facts.data.sample_formats import unused_text
 from dstrain.job import task_limits
 from dstrain.job.data_source import DataSource, weights_of
 from dstrain.job.schema import Job
 from dstrain.train.data import packing
 from dstrain.train.data.counts import counted
-from dstrain.train.data.mixture import Indices, drawn, epoch_counts, held_out_counts, split
+from dstrain.train.data.mixture import Indices, drawn, split
 from dstrain.train.data.packing import PackedRows
 from dstrain.train.data.sources import rows_of
 from dstrain.train.data.tokenize import Encoder
