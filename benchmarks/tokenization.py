@@ -76,6 +76,12 @@ def by_map(folder: Path, tokenizer: Any, processes: int, *, with_labels: bool) -
     return int(pyarrow.compute.sum(pyarrow.compute.list_value_length(made.data.column("input_ids"))).as_py())
 
 
+def own_peak_bytes() -> int:
+    """Returns the peak memory of this process; that of `getrusage` includes the process that started it."""
+    status = Path("/proc/self/status").read_text(encoding="ascii")
+    return 1024 * next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM"))
+
+
 def measure(side: str, folder: Path, processes: int) -> dict[str, Any]:
     """Returns what one side needs, measured in this process."""
     from transformers import AutoTokenizer
@@ -88,7 +94,7 @@ def measure(side: str, folder: Path, processes: int) -> dict[str, Any]:
     else:
         tokens = by_map(folder, tokenizer, processes, with_labels=side == "answers")
     cpu_s += sum(sum(resource.getrusage(kind)[:2]) for kind in kinds)
-    peak_bytes = 1024 * max(resource.getrusage(kind).ru_maxrss for kind in kinds)
+    peak_bytes = max(own_peak_bytes(), 1024 * resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)
     figures = {"tokens": tokens, "cpu_s": round(cpu_s, 2), "wall_s": round(time.monotonic() - begun, 2)}
     return {"side": side, **figures, "tokens_per_cpu_s": round(tokens / cpu_s), "peak_bytes": peak_bytes}
 
@@ -124,7 +130,8 @@ def main() -> None:
                 folder / "model"
             )
             (folder / "model" / "config.json").write_text('{"model_type": "qwen3"}')
-            (folder / "train.jsonl").write_text("".join(conversations(samples)), encoding="utf-8")
+            with (folder / "train.jsonl").open("w", encoding="utf-8") as file:
+                file.writelines(conversations(samples))
             for side in options.sides:
                 one = {"samples": samples, **measured(side, folder, options.processes)}
                 results.append(one)

@@ -202,7 +202,8 @@ def _child(number: int, work: Work, counts: Any, errors: Any, parent: int) -> No
     except DstrainError as error:
         errors.put((type(error), error.problem, error.hint))
     except OSError as error:
-        errors.put((EnvironmentProblem, f"{work.folder}: {error.strerror or error}", None))
+        hint = "Free some space, or set HF_DATASETS_CACHE to another folder."
+        errors.put((EnvironmentProblem, f"{work.folder} cannot be written: {error.strerror or error}", hint))
     except Exception:
         traceback.print_exc()
         sys.stderr.flush()
