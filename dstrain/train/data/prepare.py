@@ -26,6 +26,7 @@ from dstrain.train.data.sources import rows_of
 from dstrain.train.data.tokenize import Encoder
 from dstrain.train.data.tokenized import SEQUENCES, Form, Report, Said, cache_folder, tokenized
 
+_DIGESTED_SAMPLES = 2**20
 _PACKING = "by length"
 """Changes with the order in which the same samples share rows."""
 
@@ -64,8 +65,6 @@ class _Tokens:
 
     name: str
     dataset: datasets.Dataset
-    columns: Any
-    """The same data set with NumPy columns."""
     kept: Indices
     """Samples that are trained on."""
     num_long: int
@@ -123,10 +122,9 @@ def _tokens(source: DataSource, encoder: Encoder, job: Job, report: Report, form
     """Returns the tokens of a data set. Raises InvalidConfig if no sample of it can be trained on."""
     rows = rows_of(source, job, training=training)
     dataset, said = tokenized(rows, encoder, job, report, form)
-    columns = dataset.with_format("numpy")
-    if columns["num_images"][:].any():
+    if _figure(dataset, "num_images").any():
         task_limits.require_for_images(job)
-    lengths, is_long = columns["length"][:], columns["num_cut"][:] > 0
+    lengths, is_long = _figure(dataset, "length"), _figure(dataset, "num_cut") > 0
     drops_long = job.on_long_sample is OnLongSample.DROP
     kept = ((lengths > 0) & ~is_long if drops_long else lengths > 0).nonzero()[0]
     remarks = _remarks(rows.name, said, job)
@@ -134,7 +132,7 @@ def _tokens(source: DataSource, encoder: Encoder, job: Job, report: Report, form
         limit = f"{job.seq_len:,} tokens" if drops_long else f"its first {job.seq_len:,}"
         problem = f"none of {len(lengths):,} samples has a token of an answer among {limit}"
         raise InvalidConfig("\n".join([f"{rows.name}: {problem}", *remarks]), hint="Raise seq_len.")
-    num_learned = int(columns["num_learned"][:][kept].sum(dtype=np.int64))
+    num_learned = int(_figure(dataset, "num_learned")[kept].sum(dtype=np.int64))
     notes = [_sizes(rows.name, lengths[kept], num_learned)]
     num_empty = int((lengths == 0).sum())
     if num_long := int(is_long.sum()):
@@ -147,7 +145,6 @@ def _tokens(source: DataSource, encoder: Encoder, job: Job, report: Report, form
     return _Tokens(
         name=rows.name,
         dataset=dataset,
-        columns=columns,
         kept=kept,
         num_long=num_long,
         notes=[*notes, *remarks],
@@ -185,7 +182,12 @@ def _selected(dataset: datasets.Dataset, rows: Indices) -> datasets.Dataset:
 
 def _column(tokens: Sequence[_Tokens], chosen: Sequence[Indices], name: str) -> Any:
     """Returns a column of the samples of an epoch, (samples,)."""
-    return np.concatenate([one.columns[name][:][rows] for one, rows in zip(tokens, chosen, strict=True)])
+    return np.concatenate([_figure(one.dataset, name)[rows] for one, rows in zip(tokens, chosen, strict=True)])
+
+
+def _figure(dataset: datasets.Dataset, name: str) -> Any:
+    """Returns a column of all samples of a data set, (samples,), in its own type: four bytes a sample."""
+    return dataset.data.column(name).to_numpy()
 
 
 def _packed(dataset: Any, lengths: Any, job: Job, name: str, digest: str) -> tuple[PackedRows, str]:
@@ -199,7 +201,11 @@ def _packed(dataset: Any, lengths: Any, job: Job, name: str, digest: str) -> tup
 def _digest(crcs: Any, job: Job) -> str:
     """Returns the digest of the samples' checksums, (samples,) uint32, and of the settings that decide their order."""
     order = f"{job.seed} {job.packing and _PACKING} {job.seq_len}".encode()
-    return hashlib.sha256(crcs.tobytes() + order).hexdigest()[:16]
+    digest = hashlib.sha256()
+    for start in range(0, len(crcs), _DIGESTED_SAMPLES):
+        digest.update(crcs[start : start + _DIGESTED_SAMPLES].astype(np.int64).tobytes())
+    digest.update(order)
+    return digest.hexdigest()[:16]
 
 
 def _sizes(name: str, lengths: Any, num_learned: int) -> str:
