@@ -1,4 +1,4 @@
-"""`dstrain data`: shows training data as the model sees them."""
+"""`dstrain data`: shows training data as the model sees them, and tokenizes them ahead of a run."""
 
 from __future__ import annotations
 
@@ -13,13 +13,16 @@ import click
 from dstrain.cli.console import answer, answer_json, say
 from dstrain.cli.group import Group
 from dstrain.cli.output.data import lines
+from dstrain.cli.output.progress import Screen
 from dstrain.errors import Place
+from dstrain.facts.data.prepared import Prepared, PrepareMessage
 from dstrain.facts.data.shown import ShowAnswer, ShowQuestion
+from dstrain.heartbeat import Phase
 from dstrain.job.data_source import DataSource
 from dstrain.job.file import job_of, looks_local, read_job
 from dstrain.job.schema import Job
 from dstrain.launch.prepare import job_checks
-from dstrain.paths import python
+from dstrain.paths import python, shown
 from dstrain.records import from_data, to_data
 
 COUNTED_SAMPLES = 1000
@@ -28,11 +31,12 @@ COUNTED_SAMPLES = 1000
 
 @click.group("data", cls=Group)
 def command() -> None:
-    """Show training data as the model sees them.
+    """Show training data as the model sees them, or tokenize them ahead of a run.
 
     \b
     Example:
       dstrain data show
+      dstrain data prepare
     """
 
 
@@ -84,6 +88,61 @@ def show(
         answer("\n".join(lines(one, asked, in_color=sys.stdout.isatty())))
     if file is None and len(asked.train_sources) > 1:
         say("dstrain run mixes these data sets, and logs the samples of an epoch")
+
+
+@command.command("prepare")
+@click.argument("job", type=click.Path(path_type=Path), default="job.yaml")
+@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key of the job.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def prepare(job: Path, overrides: tuple[str, ...], as_json: bool) -> None:
+    """Tokenize the data of a job over all cores, without GPUs, into the cache where dstrain run finds the tokens.
+
+    JOB is a job file; default: job.yaml. Finished parts are kept if it is interrupted or killed: type it again. Several
+    at a time share the parts, on all machines that see the same cache. taskset limits the cores.
+
+    \b
+    Example:
+      dstrain data prepare
+      dstrain data prepare job.yaml --set seq_len=8192
+      HF_DATASETS_CACHE=/shared/cache srun -N 4 dstrain data prepare
+    """
+    read = read_job(job, overrides)
+    job_checks.require_data(read)
+    prepared = _prepared(read.job)
+    if as_json:
+        answer_json(to_data(prepared))
+        return
+    for note in prepared.notes:
+        answer(note)
+    folders = "\n  ".join(prepared.folders)
+    if prepared.num_made:
+        say(f"dstrain run of the same job reads these tokens, from\n  {folders}")
+    else:
+        say(f"nothing is left to do: all tokens are in\n  {folders}")
+
+
+def _prepared(job: Job) -> Prepared:
+    """Returns what the child process says about the data, after showing its progress; exits with its code."""
+    line = python("-m", "dstrain.train.fill_cache")
+    with (
+        subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="utf-8") as child,
+        Screen() as screen,
+    ):
+        assert child.stdin is not None
+        assert child.stdout is not None
+        with child.stdin:
+            json.dump(to_data(job), child.stdin)
+        name = None
+        for text in child.stdout:
+            message = from_data(PrepareMessage, json.loads(text), locate=str)
+            if message.prepared is not None:
+                return message.prepared
+            assert message.progress is not None
+            if message.progress.name != name:
+                name = message.progress.name
+                screen.say(f"tokenizing {shown(name)}")
+            screen.progress(Phase.TOKENIZING, message.progress.done, message.progress.total)
+    sys.exit(child.returncode if child.returncode > 0 else 1)
 
 
 def _job(file: str | None, path: Path | None, model: str | None, overrides: tuple[str, ...]) -> Job:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,10 @@ import click
 from dstrain.cli.console import answer, answer_json, say, say_lines
 from dstrain.cli.generate import lock_of
 from dstrain.cli.options import data_lengths, remembered
-from dstrain.cli.options.planning import HTML, facts_options
+from dstrain.cli.options.planning import DATA, HTML, facts_options
 from dstrain.cli.options.question import PlanInputs, plan_inputs, uses_last
 from dstrain.cli.options.remembered import ResolvedOptions
-from dstrain.cli.options.typed import spelled
+from dstrain.cli.options.typed import spelled, typed
 from dstrain.cli.output import conflicts, page, plan_page
 from dstrain.cli.output.conflicts import OnConflict
 from dstrain.cli.output.generated import diff, next_lines
@@ -37,7 +37,7 @@ from dstrain.plan.search.infeasible import does_not_fit
 
 @click.command("gen-config")
 @facts_options
-@click.option("--data", metavar="FILE", help="Training data: .jsonl, .json, .parquet or a data set id.")
+@DATA
 @click.option("--eval-data", metavar="FILE", help="Evaluation data.")
 @click.option(
     "--output-dir", default="output", show_default=True, help="Run directory of the job, relative to job.yaml."
@@ -77,8 +77,7 @@ def command(
       dstrain gen-config --gpus 1 --gpu 4090 --model qwen3-8b --method lora --data train.jsonl
       dstrain gen-config --seq-len 8192
     """
-    if force and on_conflict is not None:
-        raise click.UsageError("--force replaces every edit; --on-conflict has nothing to decide.")
+    _require_usable(options["data"], force=force, on_conflict=on_conflict)
     decide, verbose, is_written = conflicts.decider(on_conflict), options.pop("verbose"), not dry_run and not as_diff
     html = _html(options, is_written=is_written)
     with alone(out / LOCK, "writes into this folder") if is_written else nullcontext():
@@ -121,6 +120,14 @@ class _Planned:
     """The file of `--html` and its text."""
 
 
+def _require_usable(data: str | None, *, force: bool, on_conflict: OnConflict | None) -> None:
+    """Raises UsageError for options that gen-config cannot follow."""
+    if data is not None and data_lengths.is_job_file(data):
+        raise click.UsageError("--data names no job file: write the list into job.yaml, then type dstrain gen-config.")
+    if force and on_conflict is not None:
+        raise click.UsageError("--force replaces every edit; --on-conflict has nothing to decide.")
+
+
 def _html(options: dict[str, Any], *, is_written: bool) -> Path | None:
     """Takes the file of `--html` out of the options. Raises UsageError if nothing is to be written."""
     html: Path | None = options.pop("html")
@@ -135,7 +142,8 @@ def _planned(asked: ResolvedOptions, before: Lock | None, out: Path, *, verbose:
     """Makes, prints and returns the plan, and its page."""
     last = before.cluster if before and asked.is_repeated else None
     facts = plan_inputs(dict(asked.options), last=last)
-    data = data_lengths.read(asked.options, facts.workload.model, job=out / "job.yaml")
+    keeps_list = asked.is_repeated and "data" not in typed(asked.options)
+    data = data_lengths.read(asked.options, facts.workload.model, job=out / "job.yaml", keeps_list=keeps_list)
     facts = replace(facts, request=data.decide(facts.request, facts.workload.model))
     if last and uses_last(dict(asked.options), last):
         say(f"no GPUs are found here: planning for the {last.num_gpus} × {last.gpu.name} of the last time")
@@ -145,8 +153,7 @@ def _planned(asked: ResolvedOptions, before: Lock | None, out: Path, *, verbose:
     trained = data.run_time(facts.workload, surveyed.first)
     say_lines(plan_lines(surveyed, facts.workload, verbose=verbose, data=data_lines(data, trained, facts)))
     document = {**plan_document(surveyed, facts.workload), "notes": list(surveyed.notes)}
-    if trained is not None:
-        document["run"] = asdict(trained)
+    document |= data.document(trained)
     question = plan_page.Question(verb="gen-config", typed=asked.inputs, inputs=facts)
     return _Planned(
         asked=facts,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +13,14 @@ from rich.console import Console
 from rich.text import Text
 
 from dstrain.cli.console import answer_json, say_lines, width, wrapped
-from dstrain.cli.options.planning import HTML, is_generated, plan_options
+from dstrain.cli.options import data_lengths
+from dstrain.cli.options.planning import DATA, HTML, is_generated, plan_options
 from dstrain.cli.options.question import PlanInputs, plan_inputs
 from dstrain.cli.options.typed import spelled, typed
 from dstrain.cli.output import page, plan_page
 from dstrain.cli.output.memory_bars import bar_lines
 from dstrain.cli.output.plan import chosen_line, closing_lines, plan_document, subject_lines, table_lines
+from dstrain.cli.output.run_time import data_lines
 from dstrain.plan.search.decide import Survey, survey
 from dstrain.plan.search.infeasible import does_not_fit
 from dstrain.plan.search.search import DEFAULT_TOP
@@ -24,6 +28,7 @@ from dstrain.plan.search.search import DEFAULT_TOP
 
 @click.command("plan")
 @plan_options
+@DATA
 @click.option(
     "--top", type=click.IntRange(min=1), default=DEFAULT_TOP, show_default=True, metavar="K", help="Plans to show."
 )
@@ -40,16 +45,20 @@ def command(top: int, verbose: bool, html: Path | None, as_json: bool, **options
     \b
     Example:
       dstrain plan --gpus 16 --model qwen3-32b
+      dstrain plan --gpus 8 --gpu h100 --model ./model --data 'chats/*.jsonl'
       dstrain plan --gpus 8 --gpu h100 --model qwen3-8b --zero-stage 2 --json
     """
     if html is not None:
         page.check(html, "plan")
     inputs = plan_inputs(options)
+    data = data_lengths.read(options, inputs.workload.model)
+    inputs = replace(inputs, request=data.decide(inputs.request, inputs.workload.model))
     plans = survey(inputs.workload, inputs.request, top=top)
+    trained = data.run_time(inputs.workload, plans.first)
     if as_json:
-        answer_json(plan_document(plans, inputs.workload))
+        answer_json({**plan_document(plans, inputs.workload), **data.document(trained)})
     else:
-        _print(plans, inputs, verbose=verbose)
+        _print(plans, inputs, data_lines(data, trained, inputs), verbose=verbose)
     if html is not None:
         asked = plan_page.Question(verb="plan", typed=typed(options), inputs=inputs)
         page.write(html, plan_page.page(plans, asked, name=html.name))
@@ -59,12 +68,13 @@ def command(top: int, verbose: bool, html: Path | None, as_json: bool, **options
         say_lines(_next_lines(options))
 
 
-def _print(plans: Survey, inputs: PlanInputs, *, verbose: bool) -> None:
+def _print(plans: Survey, inputs: PlanInputs, data: Sequence[str], *, verbose: bool) -> None:
     """Prints table and reasons to stdout, and bars if verbose; colors only on a terminal and without NO_COLOR."""
     page = Console(file=sys.stdout, highlight=False, soft_wrap=True, emoji=False)
     columns, in_colour = width(page), page.is_terminal and not page.no_color
     bars: list[Text | str] = [*bar_lines(plans, inputs.workload.cluster, in_colour=in_colour), ""] if verbose else []
-    lines = [*subject_lines(inputs.workload), wrapped(chosen_line(plans), columns), "", *bars]
+    about_data = [wrapped(line, columns) for line in data]
+    lines = [*subject_lines(inputs.workload), wrapped(chosen_line(plans), columns), *about_data, "", *bars]
     lines += [*table_lines(plans), ""]
     lines += [wrapped(line, columns) for line in closing_lines(plans, verbose=verbose)]
     for line in lines:
@@ -74,6 +84,6 @@ def _print(plans: Survey, inputs: PlanInputs, *, verbose: bool) -> None:
 def _next_lines(options: dict[str, Any]) -> list[str]:
     """Returns the command that writes the first plan, unless gen-config lacks one of the options or values."""
     given = typed(options)
-    if not is_generated(given):
+    if not is_generated(given) or data_lengths.is_job_file(given.get("data", "")):
         return []
     return ["", f"next: dstrain gen-config {spelled(given)}"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -110,7 +111,7 @@ def _rows(lengths: Lengths, seq_len: int, *, is_packed: bool) -> list[int]:
     cut = [min(length, seq_len) for length in lengths.tokens]
     if not is_packed:
         return cut
-    return [sum(cut[sample] for sample in row) for row in best_fit(cut, seq_len, seed=0)]
+    return [kind.num_tokens for kind in best_fit(Counter(cut), seq_len) for _ in range(kind.num_rows)]
 
 
 def _largest_micro_batch(items: Sequence[int], micro_batch: int, ranks: int) -> float:

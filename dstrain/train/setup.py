@@ -30,15 +30,15 @@ from dstrain.monitor.sinks.jsonl import JsonlFile, current_steps, read_jsonl
 from dstrain.monitor.sinks.registry import Guarded
 from dstrain.records import to_data
 from dstrain.rundir import RunDir
+from dstrain.train import job_data
 from dstrain.train import rank as ranks
 from dstrain.train.adapters import note_on_base
 from dstrain.train.arguments import training_arguments, zero_stage
 from dstrain.train.checkpoints.node_storage import shared
 from dstrain.train.checkpoints.saved_model import base_config
 from dstrain.train.data.collate import Collator, joins_rows, taken_by, without_adapter
-from dstrain.train.data.images import ImageCollator, Images, load_images
-from dstrain.train.data.prepare import PreparedData, prepare
-from dstrain.train.data.tokenized import SEQUENCES, sequences_with_images
+from dstrain.train.data.images import ImageCollator, Images
+from dstrain.train.data.prepare import PreparedData
 from dstrain.train.measure_states import MeasureCallback
 from dstrain.train.model import load_model
 from dstrain.train.preflight.checks import Checks
@@ -50,7 +50,7 @@ from dstrain.train.tasks.objective import Objective, objective_of
 from dstrain.train.tasks.samples import SampleCollator
 from dstrain.train.tasks.trainer import TaskTrainer
 from dstrain.train.tensor_parallel import TensorParallelTrainer
-from dstrain.train.tokenizer import load_tokenizer, source_of
+from dstrain.train.tokenizer import source_of
 from dstrain.train.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -101,20 +101,17 @@ class TrainingSetup:
         transformers.set_seed(job.seed)  # adapters are drawn before the Trainer seeds
         arguments = training_arguments(job, ds_config, num_ranks=rank.world_size, on_gpu=on_gpu)
         source = source_of(job)
-        tokenizer = load_tokenizer(job, source)
-        images = load_images(job, source, tokenizer) if objective is None else None
-        form = objective.form if objective else sequences_with_images(images) if images else SEQUENCES
-        report = partial(heartbeat.count, Phase.TOKENIZING)
-        tokens = partial(prepare, job, tokenizer, report=report, form=form)
-        train_data = tokens(training=True)
-        eval_data = tokens(training=False) if job.has_eval else None
-        for prepared in (train_data, eval_data):
-            for note in prepared.notes if prepared else ():
-                rank.say(note)
+
+        def report(_: str, done: int, total: int) -> None:
+            heartbeat.count(Phase.TOKENIZING, done, total)
+
+        data = job_data.load(job, source, objective, report)
+        for note in data.notes:
+            rank.say(note)
         _announce(job, rank)
         heartbeat.send(0, Phase.WEIGHTS)
         counted = partial(heartbeat.count, Phase.WEIGHTS)
-        loaded = load_model(job, source, ds_config, num_tokens=len(tokenizer), report=counted)
+        loaded = load_model(job, source, ds_config, num_tokens=len(data.tokenizer), report=counted)
         heartbeat.send(0, Phase.LOADING)
         return cls(
             job=job,
@@ -122,11 +119,11 @@ class TrainingSetup:
             rank=rank,
             arguments=arguments,
             group=group,
-            tokenizer=tokenizer,
-            images=images,
+            tokenizer=data.tokenizer,
+            images=data.images,
             objective=objective,
-            train_data=train_data,
-            eval_data=eval_data,
+            train_data=data.train,
+            eval_data=data.eval,
             model=loaded,
             base=base_config(source, trust_remote_code=job.trust_remote_code),
             against=_against(job, inputs.model, inputs.cluster) if on_gpu else None,

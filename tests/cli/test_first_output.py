@@ -43,6 +43,7 @@ FITS: dict[str, tuple[tuple[str, ...], ...]] = {
 """Command → what is typed after it, in the folder of a plan for 16 GPUs whose batch was edited."""
 LONGER = {
     "completion": "a script for a shell",
+    "data prepare": "the counts of every data set",
     "data show": "a sample as long as it is",
     "explain ds_config.json": "every key of the file, with what it does",
     "demo": "the log of a training run",

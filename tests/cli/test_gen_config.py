@@ -392,6 +392,48 @@ def test_lengths_of_the_data_choose_packing_and_tell_the_time(
     assert json.loads(dstrain("gen-config", "--json").stdout)["run"]["steps"] == 7
 
 
+LISTED = """\
+data:
+  - {path: train.jsonl, weight: 3}
+  - {path: 'more/*.jsonl', weight: 1, max_samples: 300}
+"""
+
+
+def test_a_list_of_data_sets_is_read_as_it_is_mixed_and_plan_says_the_same(
+    dstrain: Type, tuned: tuple[str, ...], tmp_path: Path
+) -> None:
+    (tmp_path / "more").mkdir()
+    for name in "ab":
+        (tmp_path / "more" / f"{name}.jsonl").write_text('{"text": "' + "word " * 300 + '"}\n' * 200)
+    assert dstrain(*tuned).returncode == 0
+    job = tmp_path / "job.yaml"
+    job.write_text(job.read_text().replace('data: "train.jsonl"\n', LISTED))
+    done = dstrain("gen-config", "--json")
+    document = json.loads(done.stdout)
+    mixed = [(source["samples"], source["samples_per_epoch"]) for source in document["data"]["sources"]]
+    assert mixed == [(400, 400), (300, 133)]  # 3 to 1, and train.jsonl whole
+    assert document["data"]["samples"] == 533
+    assert "train.jsonl: 400 from 400, 75 %; half" in done.stderr
+    assert "more/*.jsonl: 133 from 300, 25 %; half" in done.stderr
+    assert document["data"]["longer_than"]["256"] == pytest.approx(0.25, abs=0.01)
+    plan = dstrain("plan", *tuned[1:-1], "job.yaml", "--json")
+    again = dstrain(*tuned[:-1], "job.yaml")
+    assert (again.returncode, "write the list into job.yaml" in again.stderr) == (2, True)
+    assert [json.loads(plan.stdout)[key] for key in ("data", "run")] == [document[key] for key in ("data", "run")]
+
+
+def test_plan_reads_data_as_gen_config_does(dstrain: Type, tuned: tuple[str, ...]) -> None:
+    planned, generated = dstrain("plan", *tuned[1:]), dstrain(*tuned, "--dry-run")
+    about = [
+        [line for line in text.splitlines() if line[:4] in ("data", "time")]
+        for text in (planned.stdout, generated.stderr)
+    ]
+    assert len(about[0]) == 2
+    assert about[0] == about[1]
+    assert "next: dstrain gen-config" in planned.stderr
+    assert "--data train.jsonl" in planned.stderr
+
+
 def test_unknown_lengths_say_why(dstrain: Type, tuned: tuple[str, ...], tmp_path: Path) -> None:
     asked = {
         ("--data", "later.jsonl"): "later.jsonl is not here",

@@ -46,7 +46,7 @@ BASE: dict[str, dict[str, Any]] = {
 """What a verb is typed with, so that it is quick and changes nothing; an argument is under an empty name."""
 PARSED = {("demo", None), ("doctor", None), ("logs", "--follow"), ("hostfile check", "--reach"), ("export", None)}
 PARSED |= {("run", "--sync"), ("script prepare", None), ("gen-config", "--on-conflict")}
-PARSED |= {("gen-config", "--html"), ("report", "--html"), ("data show", None)}
+PARSED |= {("gen-config", "--html"), ("report", "--html"), ("data show", None), ("data prepare", None)}
 """Verbs and options that are parsed and not carried out: they train, ask hosts, or wait."""
 ALONE = {"--force", "--on-conflict", "--hostfile", "--hosts", "--from", "--from-file"}
 """Options that replace another of the base."""

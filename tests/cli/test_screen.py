@@ -20,5 +20,9 @@ def test_without_a_terminal_a_phase_that_counts_says_a_line_every_few_seconds(
             shown.progress(Phase.WEIGHTS, 0, 0)
         for done in range(9):
             shown.progress(Phase.STEP, done, 9)
-    lines = ["tokenizing: 2,000 of 5,000 samples", "tokenizing: 4,000 of 5,000 samples", "loading weights"]
+    lines = [
+        "tokenizing: 2,000 of 5,000 samples, 400/s, 7.50 s left",
+        "tokenizing: 4,000 of 5,000 samples, 400/s, 2.50 s left",
+        "loading weights",
+    ]
     assert capsys.readouterr().err.splitlines() == lines

@@ -15,10 +15,9 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from dstrain.facts.data.best_fit import best_fit
 from dstrain.train import demo
 from dstrain.train.data.collate import Collator
-from dstrain.train.data.packing import PackedRows
+from dstrain.train.data.packing import PackedRows, packed
 from dstrain.train.data.slices import shift
 from dstrain.train.evaluation import Share, loss_of, mean_loss
 from dstrain.train.rank import Rank
@@ -49,7 +48,7 @@ def rows_of(packing: bool) -> Any:
     columns = datasets.Dataset.from_dict({"input_ids": samples(), "labels": labels})
     if not packing:
         return columns.with_format("numpy")
-    rows = best_fit([len(ids) for ids in samples()], 64, seed=0)
+    rows = packed(np.array([len(ids) for ids in samples()]), 64, seed=0)
     return PackedRows(samples=columns.with_format("arrow"), rows=rows)
 
 

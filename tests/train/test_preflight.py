@@ -22,7 +22,7 @@ from dstrain.preflight import Check, CheckName, Preflight
 from dstrain.records import load_json
 from dstrain.rundir import RunDir
 from dstrain.train.data.collate import Collator
-from dstrain.train.data.packing import PackedRows
+from dstrain.train.data.packing import PackedRows, Packing
 from dstrain.train.data.slices import shift
 from dstrain.train.evaluation import loss_of
 from dstrain.train.preflight import packed_loss
@@ -131,7 +131,7 @@ def test_heaviest_rows_are_the_longest_and_among_these_those_with_the_longest_sa
     assert heaviest(rows(3, 9, 4, 9), 2) == [1, 3]
     assert heaviest(rows(3, 9, 4, 9), 2, among=[0, 2, 2]) == [2, 0]
     assert heaviest(rows(5), 2) == [0, 0]
-    packed = PackedRows(samples=rows(4, 4, 7, 1).with_format("arrow"), rows=[[0, 1], [2, 3]])
+    packed = PackedRows(samples=rows(4, 4, 7, 1).with_format("arrow"), rows=Packing.of([[0, 1], [2, 3]]))
     assert heaviest(packed, 1) == [1]
 
 
@@ -155,7 +155,7 @@ def model() -> LlamaForCausalLM:
 
 def compared(model: LlamaForCausalLM, *left_out: str) -> packed_loss.PackedLoss:
     """Returns the losses of packed samples under a model that does not get some of its inputs."""
-    data = PackedRows(samples=rows(9, 12, 7).with_format("arrow"), rows=[[0, 1, 2]])
+    data = PackedRows(samples=rows(9, 12, 7).with_format("arrow"), rows=Packing.of([[0, 1, 2]]))
     collator = Collator(pad_token_id=0, packing=True)
 
     def totals_of(batch: Mapping[str, Any]) -> torch.Tensor:

@@ -3,25 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dstrain.choices import DataFormat
+from dstrain.choices import Hub
 from dstrain.errors import DstrainError
 from dstrain.facts.data.datafile import files_of, is_file_name
-from dstrain.facts.data.job_reading import FORMATS
-from dstrain.facts.data.lengths import Lengths, read_lengths
-from dstrain.facts.data.sample_formats import Reading
+from dstrain.facts.data.job_reading import reading_for
+from dstrain.facts.data.lengths import SAMPLED_ROWS, Lengths, mixed, read_lengths
+from dstrain.facts.data.mixture import epoch_counts, held_out_counts
 from dstrain.facts.model.hub_config import tokenizer_file
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.facts.workload import Workload
+from dstrain.job.data_source import weights_of
+from dstrain.job.file import read_job
 from dstrain.job.schema import Job
-from dstrain.job.yaml_source import parse_yaml
 from dstrain.plan import run_time
 from dstrain.plan.estimate_records import Estimate
 from dstrain.plan.request import Request
 from dstrain.plan.run_time import RunTime
+
+_FEWEST_ROWS = 200
+"""Rows that are read of a data set, however many there are: a share of them is known to 7 points, 19 times of 20."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceLengths:
+    """What is known of one data set."""
+
+    name: str
+    lengths: Lengths
+    num_samples: int
+    """Its samples in an epoch."""
+
+    def document(self) -> dict[str, Any]:
+        """Returns it as JSON-ready data."""
+        tokens = {"half": self.lengths.at(0.5), "95 %": self.lengths.at(0.95), "longest": self.lengths.at(1)}
+        samples = {"samples": self.lengths.num_samples, "samples_per_epoch": self.num_samples}
+        return {"path": self.name, **samples, "tokens": tokens}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +49,9 @@ class TrainingData:
     """What is known of the training data."""
 
     lengths: Lengths | None = None
-    """Their lengths; None if they are not known."""
+    """The lengths of an epoch; None if they are not known."""
+    sources: tuple[SourceLengths, ...] = ()
+    """Those of each data set."""
     epochs: float = 0.0
     """Passes over them."""
     max_steps: int | None = None
@@ -49,40 +71,99 @@ class TrainingData:
             return None
         return run_time.run_time(workload, chosen, self.lengths, epochs=self.epochs, max_steps=self.max_steps)
 
+    def document(self, trained: RunTime | None) -> dict[str, Any]:
+        """Returns the lengths and the run as JSON-ready data, as far as they are known."""
+        if self.lengths is None:
+            return {} if self.unknown is None else {"data": {"unknown": self.unknown}}
+        sources = [
+            {
+                "path": source.name,
+                "samples": source.lengths.num_samples,
+                "samples_per_epoch": source.num_samples,
+                "tokens": {
+                    "half": source.lengths.at(0.5),
+                    "95": source.lengths.at(0.95),
+                    "longest": source.lengths.at(1),
+                },
+            }
+            for source in self.sources
+        ]
+        known = {"samples": self.lengths.num_samples, "longer_than": histogram(self.lengths), "sources": sources}
+        return {"data": known, **({} if trained is None else {"run": asdict(trained)})}
 
-def read(options: Mapping[str, Any], model: ModelFacts, *, job: Path) -> TrainingData:
-    """Returns what is known of `--data`; epochs and steps are those of the job file, if there is one.
 
-    What cannot be read is no error here: `dstrain run` checks the data, and their file may be on another machine.
+def histogram(lengths: Lengths) -> dict[int, float]:
+    """Returns the share of samples, 0…1, that are longer than each power of two, up to the longest.
+
+    >>> histogram(Lengths(tokens=(100, 200, 300, 600), num_samples=4))
+    {64: 1.0, 128: 0.75, 256: 0.5, 512: 0.25, 1024: 0.0}
     """
-    data = options["data"]
-    if data is None:
-        return TrainingData()
-    if not is_file_name(data):
-        return TrainingData(unknown=f"{data} is read on the hub when it trains")
-    tokenizer = tokenizer_file(model.source, options["hub"])
-    reading = Reading(format=FORMATS.get(options["task"], DataFormat.AUTO))
+    first, last = ((length - 1).bit_length() for length in (lengths.tokens[0], lengths.tokens[-1]))
+    return {1 << power: lengths.share_longer(1 << power) for power in range(max(0, first - 1), last + 1)}
+
+
+def read(
+    options: Mapping[str, Any], model: ModelFacts, *, job: Path | None = None, keeps_list: bool = False
+) -> TrainingData:
+    """Returns what is known of `--data`; epochs, steps and all else are those of the job file, if there is one.
+
+    With `keeps_list` the data sets are those of the job file, which its user may have edited. What cannot be read is no
+    error here: `dstrain run` checks the data, and their file may be on another machine.
+    """
     try:
-        missing = [str(file) for file in files_of(data) if not file.exists()]
-        if missing:
-            return TrainingData(unknown=f"{missing[0]} is not here")
-        if tokenizer is None:
-            return TrainingData(unknown=f"the tokenizer of {model.source} is not here: hf download {model.source}")
-        epochs, max_steps = _passes(job)
-        lengths = read_lengths(data, reading, tokenizer)
-        return TrainingData(lengths=lengths, epochs=epochs, max_steps=max_steps)
+        asked = _asked(options, job, keeps_list=keeps_list)
+        return TrainingData() if not asked.train_sources else _read(asked, model, options["hub"])
     except DstrainError as error:
         return TrainingData(unknown=error.problem)
 
 
-def _passes(job: Path) -> tuple[float, int | None]:
-    """Returns the epochs of a job file, and the steps that end it instead; the defaults where it has no number."""
-    default = Job(model="", output_dir="").num_train_epochs
-    if not job.is_file():
-        return default, None
-    data = parse_yaml(job.read_text(encoding="utf-8"), str(job))[0]
-    epochs, max_steps = data.get("num_train_epochs"), data.get("max_steps")
-    return (
-        float(epochs) if isinstance(epochs, int | float) and epochs > 0 else default,
-        max_steps if isinstance(max_steps, int) and max_steps > 0 else None,
+def _asked(options: Mapping[str, Any], path: Path | None, *, keeps_list: bool) -> Job:
+    """Returns the job whose data are read. Raises InvalidConfig if a job file is invalid."""
+    data = options["data"]
+    if data is not None and is_job_file(data):
+        return replace(read_job(Path(data)).job, task=options["task"])
+    is_read = path is not None and path.is_file() and (data is not None or keeps_list)
+    job = replace(read_job(path).job if is_read and path else Job(model="", output_dir=""), task=options["task"])
+    return job if keeps_list and job.data is not None else replace(job, data=data)
+
+
+def is_job_file(data: str) -> bool:
+    """Returns whether `--data` names a job file, whose data sets are meant.
+
+    >>> is_job_file("runs/job.yaml"), is_job_file("train.jsonl")
+    (True, False)
+    """
+    return data.endswith((".yaml", ".yml"))
+
+
+def _read(job: Job, model: ModelFacts, hub: Hub) -> TrainingData:
+    """Returns the lengths of a job's data sets, mixed as in an epoch. Raises InvalidConfig if one cannot be read."""
+    sources, found = job.train_sources, []
+    for source in sources:
+        if not is_file_name(source.path):
+            return TrainingData(unknown=f"{source.path} is read on the hub when it trains")
+        if missing := [file for file in files_of(source.path) if not file.exists()]:
+            return TrainingData(unknown=f"{missing[0]} is not here")
+    tokenizer = tokenizer_file(model.source, hub)
+    if tokenizer is None:
+        return TrainingData(unknown=f"the tokenizer of {model.source} is not here: hf download {model.source}")
+    rows = max(_FEWEST_ROWS, SAMPLED_ROWS // len(sources))
+    for source in sources:
+        lengths = read_lengths(source.path, reading_for(source, job), tokenizer, sampled_rows=rows)
+        most = lengths.num_samples if source.max_samples is None else min(source.max_samples, lengths.num_samples)
+        found.append(replace(lengths, num_samples=most))
+    counts = [lengths.num_samples for lengths in found]
+    if job.val_split is not None:
+        counts = [size - out for size, out in zip(counts, held_out_counts(counts, job.val_split), strict=True)]
+    weights = weights_of(sources)
+    if weights is not None:
+        counts = epoch_counts(counts, weights, job.stopping_strategy)
+    return TrainingData(
+        lengths=mixed(found, counts),
+        sources=tuple(
+            SourceLengths(name=source.path, lengths=lengths, num_samples=count)
+            for source, lengths, count in zip(sources, found, counts, strict=True)
+        ),
+        epochs=job.num_train_epochs,
+        max_steps=job.max_steps,
     )

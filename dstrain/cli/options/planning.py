@@ -220,7 +220,12 @@ HTML = click.option(
 )
 
 
-_GENERATED = {parameter.name: parameter.type for parameter in click.command(facts_options(lambda: None)).params}
+DATA = click.option(
+    "--data",
+    metavar="FILE",
+    help="Training data: .jsonl, .json, .parquet, a glob or a data set id; to plan also a job file with its list.",
+)
+_GENERATED = {parameter.name: parameter.type for parameter in click.command(DATA(facts_options(lambda: None))).params}
 
 
 def is_generated(given: Mapping[str, Any]) -> bool:

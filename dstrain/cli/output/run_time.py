@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dstrain.cli.options.data_lengths import TrainingData
+from dstrain.cli.options.data_lengths import TrainingData, histogram
 from dstrain.cli.options.question import PlanInputs
 from dstrain.facts.cluster.cluster import Cluster
 from dstrain.facts.data.lengths import Lengths
+from dstrain.paths import shown
 from dstrain.plan.run_time import RunTime
 from dstrain.plan.search.reasons import percent
 from dstrain.units import format_count, format_seconds
@@ -20,7 +21,21 @@ def data_lines(data: TrainingData, run: RunTime | None, asked: PlanInputs) -> li
         return [f"data     lengths are unknown: {data.unknown}"]
     if data.lengths is None or run is None:
         return []
-    return [*_length_lines(data.lengths, run, asked), _time_line(run, asked.workload.cluster)]
+    each = _source_lines(data) if len(data.sources) > 1 else []
+    return [*_length_lines(data.lengths, run, asked), *each, _time_line(run, asked.workload.cluster)]
+
+
+def _source_lines(data: TrainingData) -> list[str]:
+    """Returns a line for each data set, and the share of samples above each power of two that some exceed."""
+    assert data.lengths is not None
+    lines = []
+    for source in data.sources:
+        share, lengths = source.num_samples / data.lengths.num_samples, source.lengths
+        used = f"{source.num_samples:,} from {lengths.num_samples:,}, {percent(share)}"
+        lines.append(f"         - {shown(source.name)}: {used}; half ≤ {lengths.at(0.5):,}, longest {lengths.at(1):,}")
+    above = {length: share for length, share in histogram(data.lengths).items() if 0 < round(100 * share) < 100}
+    shares = [f"{length:,}: {percent(share)}" for length, share in above.items()]
+    return [*lines, *([f"         longer than {', '.join(shares)}"] if shares else [])]
 
 
 def _length_lines(lengths: Lengths, run: RunTime, asked: PlanInputs) -> list[str]:

@@ -12,7 +12,7 @@ from dstrain.choices import DataFormat
 from dstrain.errors import InvalidConfig
 from dstrain.facts.data import images
 from dstrain.facts.data.preferences import Pair, to_pair
-from dstrain.facts.data.rows import SUFFIXES, Sample, entries, holds_list
+from dstrain.facts.data.rows import SUFFIXES, Part, Sample, entries, holds_list
 from dstrain.facts.data.sample_formats import Reading, require, to_sample, unused, unused_text
 from dstrain.facts.data.turns import Conversation
 
@@ -184,10 +184,13 @@ def stop(error: InvalidConfig) -> None:
     raise error
 
 
-def samples(path: str | Path, refuse: Refuse = stop) -> Iterator[Sample]:
-    """Yields every row of a data file in order; errors of unreadable rows go to `refuse`."""
-    empty = True
-    for entry in entries(Path(path), None):
+def samples(path: str | Path, refuse: Refuse = stop, part: Part | None = None) -> Iterator[Sample]:
+    """Yields every row of a data file or of a part of it, in order; errors of unreadable rows go to `refuse`.
+
+    Raises InvalidConfig if a whole file has no samples.
+    """
+    empty = part is None
+    for entry in entries(Path(path), None, part):
         if isinstance(entry, InvalidConfig):
             refuse(entry)
             continue

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -48,23 +49,43 @@ class Lengths:
         return self.tokens[max(0, round(share * len(self.tokens)) - 1)]
 
 
-def read_lengths(data: str, reading: Reading, tokenizer: Path) -> Lengths:
+def mixed(parts: Sequence[Lengths], counts: Sequence[int]) -> Lengths:
+    """Returns the lengths of an epoch with so many samples of each data set: as many of its quantiles as its share.
+
+    >>> mixed([Lengths(tokens=(10, 20, 30), num_samples=3), Lengths(tokens=(900,), num_samples=1)], [30, 10]).at(0.7)
+    30
+    """
+    if len(parts) == 1:
+        return replace(parts[0], num_samples=counts[0])
+    tokens: list[int] = []
+    for part, count in zip(parts, counts, strict=True):
+        drawn = max(1, round(SAMPLED_ROWS * count / sum(counts)))
+        tokens += [part.tokens[(2 * number + 1) * len(part.tokens) // (2 * drawn)] for number in range(drawn)]
+    return Lengths(tokens=tuple(sorted(tokens)), num_samples=sum(counts))
+
+
+@lru_cache(maxsize=1)
+def _encoder(tokenizer: Path) -> Any:
+    from tokenizers import Tokenizer
+
+    try:
+        return Tokenizer.from_file(str(tokenizer))
+    except Exception as error:  # the library raises this class itself
+        raise InvalidConfig(f"{tokenizer}: cannot be read as a tokenizer: {error}") from None
+
+
+def read_lengths(data: str, reading: Reading, tokenizer: Path, *, sampled_rows: int = SAMPLED_ROWS) -> Lengths:
     """Returns the lengths of the samples of a data file or a glob; `tokenizer` is the model's tokenizer.json.
 
     Chat templates are not rendered: their share is the role's name and `MARKS` for each message. A pair of answers
     counts as the longer of its two samples. Unusable rows are left out, which `dstrain run` names. Raises InvalidConfig
     if no row is usable, one has images, or the tokenizer cannot be read.
     """
-    from tokenizers import Tokenizer
-
-    try:
-        encoder = Tokenizer.from_file(str(tokenizer))
-    except Exception as error:  # the library raises this class itself
-        raise InvalidConfig(f"{tokenizer}: cannot be read as a tokenizer: {error}") from None
+    encoder = _encoder(tokenizer)
     files = files_of(data)
     rows, texts, counted = 0, [], 0
     for file in files:
-        sampled = list(spread(file, -(-SAMPLED_ROWS // len(files))))
+        sampled = list(spread(file, -(-sampled_rows // len(files))))
         counted += num_rows(file) or len(sampled)
         rows += len(sampled)
         texts += _usable(file, sampled, reading)

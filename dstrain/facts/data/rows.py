@@ -33,16 +33,35 @@ class Sample:
     """Folder of the file, to which paths in it are relative."""
 
 
-def entries(path: Path, limit_bytes: int | None) -> Iterator[Sample | InvalidConfig]:
-    """Yields rows, and an error for each invalid one. Raises InvalidConfig if the file as a whole is wrong."""
-    _require_file(path)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """Consecutive rows of a data file, which are read without those before them."""
+
+    start: int
+    """Its first byte; in Parquet its first row, from 0."""
+    end: int
+    """The byte or row after its last one; of a JSON list unused."""
+    first: int
+    """Number of its first line or row, from 1."""
+    num_rows: int
+    """Its lines or rows, empty lines included; 0 of a JSON list, where they are not known."""
+
+
+def entries(path: Path, limit_bytes: int | None, part: Part | None = None) -> Iterator[Sample | InvalidConfig]:
+    """Yields rows, those of a part if there is one, and an error for each invalid one.
+
+    Raises InvalidConfig if the file as a whole is wrong.
+    """
+    require_file(path)
     try:
         if path.suffix.lower() == ".parquet":
-            yield from _parquet(path, limit_bytes)
-        elif holds_list(path):
+            yield from _parquet(path, limit_bytes, part=part)
+        elif part is None and holds_list(path):
             yield from _list_items(path, limit_bytes)
+        elif part is not None and not part.num_rows:
+            yield from _list_items(path, None)
         else:
-            yield from _lines(path, limit_bytes)
+            yield from _lines(path, limit_bytes, part)
     except OSError as error:
         raise EnvironmentProblem(f"{path}: cannot be read: {error.strerror or error}") from error
 
@@ -50,7 +69,7 @@ def entries(path: Path, limit_bytes: int | None) -> Iterator[Sample | InvalidCon
 def spread(path: Path, count: int) -> Iterator[Sample | InvalidConfig]:
     """Yields about `count` rows, or up to twice as many, spread evenly over a file; of Parquet the first rows of a few
     row groups. Raises InvalidConfig if the file as a whole is wrong."""
-    _require_file(path)
+    require_file(path)
     if path.suffix.lower() == ".parquet":
         yield from _parquet(path, None, count=count)
     elif holds_list(path) or path.stat().st_size <= _SPREAD_BYTES:
@@ -74,7 +93,8 @@ def _distant_lines(path: Path, count: int) -> Iterator[Sample | InvalidConfig]:
                 yield _line(f"{path}: byte {offset}", line.removeprefix(b"\xef\xbb\xbf"), path.parent)
 
 
-def _require_file(path: Path) -> None:
+def require_file(path: Path) -> None:
+    """Raises InvalidConfig if a path is no data file, or an empty one."""
     if path.is_dir():
         raise InvalidConfig(
             f"{path}: is a folder; data must be one file", hint=f"Give a {', '.join(SUFFIXES)} file in it."
@@ -100,10 +120,13 @@ def holds_list(path: Path) -> bool:
     return False
 
 
-def _lines(path: Path, limit_bytes: int | None) -> Iterator[Sample | InvalidConfig]:
+def _lines(path: Path, limit_bytes: int | None, part: Part | None) -> Iterator[Sample | InvalidConfig]:
     seen_bytes = 0
     with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
+        if part is not None:
+            file.seek(part.start)
+            limit_bytes = part.end - part.start
+        for number, line in enumerate(file, start=1 if part is None else part.first):
             if limit_bytes is not None and seen_bytes >= limit_bytes:
                 return
             seen_bytes += len(line)
@@ -181,7 +204,29 @@ def _heads(table: Any, count: int) -> Iterator[Any]:
         yield from islice(table.iter_batches(batch_size=-(-count // len(groups)), row_groups=[group]), 1)
 
 
-def _parquet(path: Path, limit_bytes: int | None, *, count: int | None = None) -> Iterator[Sample | InvalidConfig]:
+def _between(table: Any, part: Part) -> Iterator[Any]:
+    """Yields the rows of a part, from the row groups that hold them."""
+    groups, skipped, before = [], 0, 0
+    for group in range(table.num_row_groups):
+        size = table.metadata.row_group(group).num_rows
+        if before + size <= part.start:
+            skipped += size
+        elif before < part.end:
+            groups.append(group)
+        before += size
+    position = skipped
+    for batch in table.iter_batches(batch_size=_BATCH_ROWS, row_groups=groups):
+        first, after = max(part.start - position, 0), min(part.end - position, len(batch))
+        if first < after:
+            yield batch.slice(first, after - first)
+        position += len(batch)
+        if position >= part.end:
+            return
+
+
+def _parquet(
+    path: Path, limit_bytes: int | None, *, count: int | None = None, part: Part | None = None
+) -> Iterator[Sample | InvalidConfig]:
     with path.open("rb") as file:
         opening = file.read(4)
         file.seek(max(0, path.stat().st_size - 4))
@@ -192,8 +237,9 @@ def _parquet(path: Path, limit_bytes: int | None, *, count: int | None = None) -
 
     try:
         table = pyarrow.parquet.ParquetFile(path)
-        number = 0
-        for batch in table.iter_batches(batch_size=_BATCH_ROWS) if count is None else _heads(table, count):
+        number = 0 if part is None else part.first - 1
+        whole = _heads(table, count) if count is not None else table.iter_batches(batch_size=_BATCH_ROWS)
+        for batch in whole if part is None else _between(table, part):
             for row in batch.to_pylist():
                 number += 1
                 values = {name: without_missing(value) for name, value in row.items()}

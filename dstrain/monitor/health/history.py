@@ -53,7 +53,7 @@ class History:
         self.first_norms: list[float] = []
         """The first gradient norms of the run, `FEWEST` of them."""
         self.first_loads: list[tuple[float, float]] = []
-        """Deviation of the experts' load over its mean, and the share of dead experts, in the first `FEWEST` windows."""
+        """Deviation of the experts' load over its mean, and share of dead ones, in the first `FEWEST` windows."""
         self.checkpoint_s: list[float] = []
         """Seconds of each checkpoint of this start."""
         self.replayed_loss: float | None = None

@@ -12,7 +12,7 @@ from dstrain.choices import Thinking
 from dstrain.facts.data.turns import Conversation
 from dstrain.train.data.answers import Answer, answers_of
 from dstrain.train.data.habits import TAG, CallHabits, Habits, after_header, learn_calls
-from dstrain.train.data.message_spans import Messages, Places, Template, cannot_follow, placed, whole
+from dstrain.train.data.message_spans import Messages, Places, Skeletons, Template, cannot_follow, placed, whole
 
 Span = tuple[int, int]
 Text = tuple[str, Sequence[Span]]
@@ -75,6 +75,11 @@ class Follower:
     """Appended if the template does not end the last answer."""
 
     @cached_property
+    def skeletons(self) -> Skeletons:
+        """The text around messages of conversations without tools."""
+        return Skeletons(self.template)
+
+    @cached_property
     def call_habits(self) -> CallHabits:
         """The text around tool calls."""
         return learn_calls(self.template, self.habits)
@@ -88,7 +93,8 @@ class Follower:
         messages, splits = conversation.messages, self.habits.splits
         answers, lost_thoughts = answers_of(messages, self.thinking)
         shown = [answers[i].message(splits=splits) if i in answers else one for i, one in enumerate(messages)]
-        text, places, lost_prompts = whole(template, shown)
+        around = whole(template, shown) if conversation.tools else self.skeletons.whole(shown)
+        text, places, lost_prompts = around
         written, spans, cursor, empty_thoughts = "", [], 0, 0
         for index, answer in answers.items():
             stretch = self._stretch(text, places, shown, index, after=cursor)

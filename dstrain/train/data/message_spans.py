@@ -50,6 +50,54 @@ def whole(template: Template, messages: Messages) -> tuple[str, Places, int]:
     return text, places, len(lost)
 
 
+class Skeletons:
+    """What a template writes around messages, learned once from conversations of one letter per message.
+
+    A conversation of the same roles that is rendered as its messages between the same pieces needs no marks.
+    """
+
+    def __init__(self, template: Template) -> None:
+        """`template` renders conversations without tools."""
+        self._template = template
+        self._pieces: dict[tuple[str, ...], list[str]] = {}
+
+    def whole(self, messages: Messages) -> tuple[str, Places, int]:
+        """Returns what `whole` does, in most cases after a single rendering."""
+        roles = tuple(message["role"] for message in messages)
+        if not all(map(_is_plain, messages)) or not (pieces := self._around(roles)):
+            return whole(self._template, messages)
+        (text,) = self._template(messages)
+        places: Places = {}
+        expected = ""
+        for index, (piece, message) in enumerate(zip(pieces, messages, strict=False)):
+            start, end = len(expected) + len(piece), len(expected) + len(piece) + len(message["content"])
+            expected += piece + message["content"]
+            places |= {mark: end if mark % 2 else start for mark in _marks(message, index)}
+        if text == expected + pieces[-1]:
+            return text, places, 0
+        self._pieces[roles] = []  # the template depends on what messages say
+        return whole(self._template, messages)
+
+    def _around(self, roles: tuple[str, ...]) -> list[str]:
+        """Returns the text before each message and after the last one; nothing if it is not known."""
+        if roles not in self._pieces:
+            try:
+                text, places, num_lost = whole(self._template, [{"role": role, "content": "a"} for role in roles])
+                ends = [places[2 * index + 1] for index in range(len(roles))]
+                pieces = [text[end : next_end - 1] for end, next_end in zip([0, *ends], ends, strict=False)]
+                is_known = not num_lost and "a".join([*pieces, ""]) == text[: ends[-1]]
+                self._pieces[roles] = [*pieces, text[ends[-1] :]] if is_known else []
+            except Exception:  # the conversation itself says what is wrong
+                self._pieces[roles] = []
+        return self._pieces[roles]
+
+
+def _is_plain(message: Mapping[str, Any]) -> bool:
+    """Returns whether a message is a text without white space around it, and nothing else."""
+    content = message["content"]
+    return len(message) == 2 and bool(content) and not content[0].isspace() and not content[-1].isspace()
+
+
 def placed(template: Template, messages: Messages, *, prompt: bool = False) -> tuple[str, Places]:
     """Returns what the template writes, and where messages stand: answer i starts at 2 i, message i ends at 2 i + 1."""
     (text,) = template(_marked(messages), prompt=prompt)

@@ -1,17 +1,53 @@
-"""Rows of packed samples, concatenated on access."""
+"""Rows of packed samples: which samples share a row, and a row's tokens, concatenated on access."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from dstrain.facts.data.best_fit import best_fit
+from dstrain.train.data.shared_work import locked
 from dstrain.train.data.tokenize import IGNORED
 
 Row = dict[str, np.ndarray[Any, Any]]
 """`input_ids`, `labels` and `position_ids` of a packed row, each (tokens,)."""
+_FILES = ("members.npy", "starts.npy")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Packing:
+    """Which samples share a row."""
+
+    members: Any
+    """Indices of samples, row after row: (samples,) int32 or int64."""
+    starts: Any
+    """Index in `members` at which each row begins, and their number: (rows + 1,) int64."""
+
+    @classmethod
+    def of(cls, rows: Sequence[Sequence[int]]) -> Packing:
+        """Returns the packing with these indices of samples in each row."""
+        widths = np.array([len(row) for row in rows], np.int64)
+        return cls(members=np.concatenate(rows), starts=np.concatenate([[0], np.cumsum(widths)]))
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    def __getitem__(self, index: int) -> Any:
+        """Returns the indices of the samples of a row. Raises IndexError beyond the last."""
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        return self.members[self.starts[index] : self.starts[index + 1]]
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self[index] for index in range(len(self)))
+
+    def sums(self, values: Any) -> Any:
+        """Returns the sum of the values of each row's samples, (rows,), given one for each sample."""
+        return np.add.reduceat(values[self.members], self.starts[:-1])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,15 +56,14 @@ class PackedRows:
 
     samples: Any
     """A data set with `input_ids` and `labels` in Arrow's format, for NumPy arrays without copies."""
-    rows: Sequence[Sequence[int]]
-    """Indices of the samples in each row."""
+    rows: Packing
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, index: int) -> Row:
         """Returns the tokens of a row."""
-        members = self.samples[list(self.rows[index])]
+        members = self.samples[self.rows[index].tolist()]
         input_ids, labels = (members.column(name).combine_chunks() for name in ("input_ids", "labels"))
         lengths = input_ids.value_lengths().to_numpy(zero_copy_only=False)
         return row_of(input_ids.flatten().to_numpy(), labels.flatten().to_numpy(), lengths)
@@ -41,3 +76,60 @@ def row_of(input_ids: Any, labels: Any, lengths: Any) -> Row:
     targets[starts] = IGNORED
     positions = np.arange(len(targets)) - np.repeat(starts, lengths)
     return {"input_ids": input_ids, "labels": targets, "position_ids": positions}
+
+
+def packed(lengths: Any, capacity: int, *, seed: int) -> Packing:
+    """Returns rows of at most `capacity` tokens of samples of these lengths, (samples,).
+
+    Samples of equal length, the rows and the samples within a row are in random order, the same for the same seed.
+
+    >>> sorted(sorted(row.tolist()) for row in packed(np.array([6, 5, 4, 3, 2]), 10, seed=0))
+    [[0, 2], [1, 3, 4]]
+    """
+    rng = np.random.default_rng(seed)
+    sizes, counts = np.unique(lengths, return_counts=True)
+    kinds = best_fit(dict(zip(sizes.tolist(), counts.tolist(), strict=True)), capacity)
+    index = np.int32 if len(lengths) < 2**31 else np.int64
+    drawn = rng.permutation(len(lengths)).astype(index)
+    by_length = drawn[np.argsort(lengths[drawn], kind="stable")]
+    taken = dict(zip(sizes.tolist(), (np.cumsum(counts) - counts).tolist(), strict=True))
+    members = np.empty(len(lengths), index)
+    widths = np.empty(sum(kind.num_rows for kind in kinds), np.int64)
+    done = row = 0
+    for kind in kinds:
+        columns = []
+        for length, count in kind.members:
+            end = taken[length] + count * kind.num_rows
+            columns.append(by_length[taken[length] : end].reshape(kind.num_rows, count))
+            taken[length] = end
+        block = rng.permuted(np.concatenate(columns, axis=1), axis=1)
+        members[done : done + block.size] = block.reshape(-1)
+        widths[row : row + kind.num_rows] = block.shape[1]
+        done, row = done + block.size, row + kind.num_rows
+    return _shuffled(members, widths, rng)
+
+
+def _shuffled(members: Any, widths: Any, rng: Any) -> Packing:
+    """Returns the rows in random order."""
+    order = rng.permutation(len(widths))
+    starts = np.concatenate([[0], np.cumsum(widths[order])])
+    shift = (np.cumsum(widths) - widths)[order] - starts[:-1]
+    places = np.repeat(shift, widths[order])
+    places += np.arange(len(members))
+    return Packing(members=members[places], starts=starts)
+
+
+def kept(folder: Path, lengths: Any, capacity: int, *, seed: int) -> Packing:
+    """Returns rows mapped into memory from a folder, after making them there if no other rank did."""
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = [folder / name for name in _FILES]
+    if not all(path.exists() for path in paths):
+        with locked(folder, "packing", waits=True):
+            if not all(path.exists() for path in paths):
+                made = packed(lengths, capacity, seed=seed)
+                for path, values in zip(paths, (made.members, made.starts), strict=True):
+                    beside = path.with_suffix(".part.npy")
+                    np.save(beside, values)
+                    beside.replace(path)
+    members, starts = (np.load(path, mmap_mode="r") for path in paths)
+    return Packing(members=members, starts=starts)

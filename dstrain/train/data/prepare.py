@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import datasets  # type: ignore[import-untyped]
@@ -12,17 +13,22 @@ import numpy as np
 
 from dstrain.choices import OnLongSample
 from dstrain.errors import InvalidConfig
-from dstrain.facts.data.best_fit import best_fit
+from dstrain.facts.data.mixture import epoch_counts, held_out_counts
 from dstrain.facts.data.sample_formats import unused_text
 from dstrain.job import task_limits
 from dstrain.job.data_source import DataSource, weights_of
 from dstrain.job.schema import Job
+from dstrain.train.data import packing
 from dstrain.train.data.counts import counted
-from dstrain.train.data.mixture import Indices, drawn, epoch_counts, held_out_counts, split
+from dstrain.train.data.mixture import Indices, drawn, split
 from dstrain.train.data.packing import PackedRows
 from dstrain.train.data.sources import rows_of
 from dstrain.train.data.tokenize import Encoder
-from dstrain.train.data.tokenized import SEQUENCES, Form, Report, Said, tokenized
+from dstrain.train.data.tokenized import SEQUENCES, Form, Report, Said, cache_folder, tokenized
+
+_DIGESTED_SAMPLES = 2**20
+_PACKING = "by length"
+"""Changes with the order in which the same samples share rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +53,10 @@ class PreparedData:
     """Changes with any token, any label, any path of an image, and the order of samples."""
     num_images: int
     """Images of an epoch."""
+    num_made: int
+    """Files of tokens that were not in the cache."""
+    folders: tuple[Path, ...]
+    """Where the tokens are, by data set."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,15 +65,15 @@ class _Tokens:
 
     name: str
     dataset: datasets.Dataset
-    columns: Any
-    """The same data set with NumPy columns."""
     kept: Indices
     """Samples that are trained on."""
     num_long: int
     notes: list[str]
+    num_made: int
+    folder: Path
 
 
-def _silent(done: int, total: int) -> None:
+def _silent(name: str, done: int, total: int) -> None:
     """Reports nothing."""
 
 
@@ -72,8 +82,8 @@ def prepare(
 ) -> PreparedData:
     """Returns the tokenized data of a job: samples in order, or with packing rows of `seq_len` tokens.
 
-    Without `training` it is the evaluation data. All ranks call it: the first one on a node tokenizes into the cache of
-    `datasets` and calls `report`, the others wait and read the same file. Raises InvalidConfig with file and line for
+    Without `training` it is the evaluation data. All ranks call it, and `dstrain data prepare`: they share the parts
+    that are not in the cache yet, call `report`, and read the same files. Raises InvalidConfig with file and line for
     an unusable row.
     """
     has_own = training or job.eval_data is not None
@@ -82,26 +92,29 @@ def prepare(
     encoder = Encoder(tokenizer=tokenizer, seq_len=job.seq_len, images=form.images, **settings)
     tokens = [_tokens(source, encoder, job, report, form, training=training or not has_own) for source in sources]
     chosen = _chosen(job, sources, tokens, training=training)
-    parts = [one.dataset.select(rows) for one, rows in zip(tokens, chosen, strict=True)]
+    parts = [_selected(one.dataset, rows) for one, rows in zip(tokens, chosen, strict=True)]
     dataset = datasets.concatenate_datasets(parts)
     dataset = form.whole(dataset.select_columns([*form.columns, "length"]))
     lengths, learned, crcs = (_column(tokens, chosen, name) for name in ("length", "num_learned", "crc"))
     notes = [note for one in tokens for note in one.notes] if training or has_own else []
     notes += _mixture_notes(job, sources, tokens, chosen, training=training)
+    digest = _digest(crcs, job)
     if job.packing:
         name = "evaluation" if not training else tokens[0].name if len(tokens) == 1 else "data"
-        dataset, note = _packed(dataset, [int(length) for length in lengths], job, name)
+        dataset, note = _packed(dataset, lengths, job, name, digest)
         notes.append(note)
     return PreparedData(
         dataset=dataset,
         num_samples=len(lengths),
-        num_tokens=int(lengths.sum()),
-        num_learned=int(learned.sum()),
+        num_tokens=int(lengths.sum(dtype=np.int64)),
+        num_learned=int(learned.sum(dtype=np.int64)),
         num_truncated=sum(one.num_long for one in tokens),
         num_dropped=sum(len(one.dataset) - len(one.kept) for one in tokens),
         notes=tuple(notes),
-        digest=_digest(crcs, job),
+        digest=digest,
         num_images=int(_column(tokens, chosen, "num_images").sum()),
+        num_made=sum(one.num_made for one in tokens),
+        folders=tuple(one.folder for one in tokens),
     )
 
 
@@ -109,10 +122,9 @@ def _tokens(source: DataSource, encoder: Encoder, job: Job, report: Report, form
     """Returns the tokens of a data set. Raises InvalidConfig if no sample of it can be trained on."""
     rows = rows_of(source, job, training=training)
     dataset, said = tokenized(rows, encoder, job, report, form)
-    columns = dataset.with_format("numpy")
-    if columns["num_images"][:].any():
+    if _figure(dataset, "num_images").any():
         task_limits.require_for_images(job)
-    lengths, is_long = columns["length"][:], columns["num_cut"][:] > 0
+    lengths, is_long = _figure(dataset, "length"), _figure(dataset, "num_cut") > 0
     drops_long = job.on_long_sample is OnLongSample.DROP
     kept = ((lengths > 0) & ~is_long if drops_long else lengths > 0).nonzero()[0]
     remarks = _remarks(rows.name, said, job)
@@ -120,7 +132,7 @@ def _tokens(source: DataSource, encoder: Encoder, job: Job, report: Report, form
         limit = f"{job.seq_len:,} tokens" if drops_long else f"its first {job.seq_len:,}"
         problem = f"none of {len(lengths):,} samples has a token of an answer among {limit}"
         raise InvalidConfig("\n".join([f"{rows.name}: {problem}", *remarks]), hint="Raise seq_len.")
-    num_learned = int(columns["num_learned"][:][kept].sum())
+    num_learned = int(_figure(dataset, "num_learned")[kept].sum(dtype=np.int64))
     notes = [_sizes(rows.name, lengths[kept], num_learned)]
     num_empty = int((lengths == 0).sum())
     if num_long := int(is_long.sum()):
@@ -131,7 +143,13 @@ def _tokens(source: DataSource, encoder: Encoder, job: Job, report: Report, form
     if num_empty:
         notes.append(f"{rows.name}: {num_empty:,} samples have no token to learn and were dropped")
     return _Tokens(
-        name=rows.name, dataset=dataset, columns=columns, kept=kept, num_long=num_long, notes=[*notes, *remarks]
+        name=rows.name,
+        dataset=dataset,
+        kept=kept,
+        num_long=num_long,
+        notes=[*notes, *remarks],
+        num_made=said.num_made,
+        folder=said.folder,
     )
 
 
@@ -157,27 +175,41 @@ def _chosen(job: Job, sources: Sequence[DataSource], tokens: Sequence[_Tokens], 
     ]
 
 
+def _selected(dataset: datasets.Dataset, rows: Indices) -> datasets.Dataset:
+    """Returns samples of a data set; all of them without a list of their numbers."""
+    return dataset if np.array_equal(rows, np.arange(len(dataset))) else dataset.select(rows)
+
+
 def _column(tokens: Sequence[_Tokens], chosen: Sequence[Indices], name: str) -> Any:
     """Returns a column of the samples of an epoch, (samples,)."""
-    return np.concatenate([one.columns[name][:][rows] for one, rows in zip(tokens, chosen, strict=True)])
+    return np.concatenate([_figure(one.dataset, name)[rows] for one, rows in zip(tokens, chosen, strict=True)])
 
 
-def _packed(dataset: Any, lengths: list[int], job: Job, name: str) -> tuple[PackedRows, str]:
-    """Returns rows of whole samples, and a line for the log."""
-    rows = best_fit(lengths, job.seq_len, seed=job.seed)
-    filled = sum(lengths) / (len(rows) * job.seq_len)
+def _figure(dataset: datasets.Dataset, name: str) -> Any:
+    """Returns a column of all samples of a data set, (samples,), in its own type: four bytes a sample."""
+    return dataset.data.column(name).to_numpy()
+
+
+def _packed(dataset: Any, lengths: Any, job: Job, name: str, digest: str) -> tuple[PackedRows, str]:
+    """Returns rows of whole samples, made by the first rank that asks, and a line for the log."""
+    rows = packing.kept(cache_folder() / f"packed-{digest}", lengths, job.seq_len, seed=job.seed)
+    filled = int(lengths.sum(dtype=np.int64)) / (len(rows) * job.seq_len)
     note = f"{name}: packed into {len(rows):,} rows of {job.seq_len:,} tokens, {filled:.1%} filled"
     return PackedRows(samples=dataset.with_format("arrow"), rows=rows), note
 
 
 def _digest(crcs: Any, job: Job) -> str:
     """Returns the digest of the samples' checksums, (samples,) uint32, and of the settings that decide their order."""
-    order = f"{job.seed} {job.packing} {job.seq_len}".encode()
-    return hashlib.sha256(crcs.tobytes() + order).hexdigest()[:16]
+    order = f"{job.seed} {job.packing and _PACKING} {job.seq_len}".encode()
+    digest = hashlib.sha256()
+    for start in range(0, len(crcs), _DIGESTED_SAMPLES):
+        digest.update(crcs[start : start + _DIGESTED_SAMPLES].astype(np.int64).tobytes())
+    digest.update(order)
+    return digest.hexdigest()[:16]
 
 
 def _sizes(name: str, lengths: Any, num_learned: int) -> str:
-    tokens = int(lengths.sum())
+    tokens = int(lengths.sum(dtype=np.int64))
     return (
         f"{name}: {len(lengths):,} samples, {tokens:,} tokens ({tokens / len(lengths):.0f} on average, "
         f"{int(lengths.max()):,} at most), {num_learned:,} ({num_learned / tokens:.1%}) with loss"

@@ -4,23 +4,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from itertools import chain, islice
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import islice
+from pathlib import Path
 
 from dstrain.errors import InvalidConfig
-from dstrain.facts.data.datafile import (
-    Refuse,
-    files_of,
-    is_file_name,
-    num_rows,
-    parsed,
-    reading_of,
-    samples,
-)
+from dstrain.facts.data.datafile import Refuse, files_of, is_file_name, parsed, reading_of, samples
 from dstrain.facts.data.job_reading import reading_for
+from dstrain.facts.data.parts import parts_of, row_parts
 from dstrain.facts.data.preferences import Pair
 from dstrain.facts.data.row_values import without_missing
-from dstrain.facts.data.rows import Sample
+from dstrain.facts.data.rows import Part, Sample
 from dstrain.facts.data.sample_formats import SIDES, Reading, unused
 from dstrain.facts.data.turns import Conversation
 from dstrain.job.data_source import DataSource
@@ -28,22 +23,55 @@ from dstrain.job.schema import Job
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """A file, or a data set of a hub, whose parts are read on their own."""
+
+    name: str
+    identity: str
+    """Changes with the rows."""
+    parts: Callable[[], list[Part]]
+    """Returns its parts in order."""
+    samples: Callable[[Refuse, Part | None], Iterator[Sample]]
+    """Yields the rows of a part, or all rows, in order; errors of unreadable ones go to its first argument."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
-    """The rows of one data set."""
+    """The rows of one data set, or of a part of it."""
 
     name: str
     """File, glob or data set id, for messages."""
-    identity: str
-    """Changes with the rows."""
-    each: Callable[[Refuse], Iterator[Sample]]
-    """Yields all rows in order; errors of unreadable ones go to its argument."""
-    count: Callable[[], int]
-    """Returns their approximate number; 0 if unknown."""
+    origins: tuple[Origin, ...]
+    """The files that a glob names, or the only one."""
     reading: Reading
     """As the job says."""
     max_samples: int | None
+    part: Part | None = None
+    """The part of the only origin whose rows these are; None: all rows. Its `reading` has been detected."""
     unused: Counter[str] = field(default_factory=Counter)
     """Unused column → number of rows with it, of those read so far."""
+    tally: Counter[str] = field(default_factory=Counter)
+    """`read` and `usable` → number of rows that are JSON or Parquet, and of those that are samples, read so far."""
+
+    @property
+    def identity(self) -> str:
+        """Changes with the rows."""
+        return "\n".join(origin.identity for origin in self.origins)
+
+    def detected(self) -> Rows:
+        """Returns these rows with the format of the first readable one.
+
+        Raises InvalidConfig if no row is readable, or if its columns have no format.
+        """
+        first = next(self._read(lambda error: None), None)
+        if first is None:
+            raise InvalidConfig(f"{self.name}: no samples")
+        return replace(self, reading=reading_of(self.name, list(first.row), self.reading))
+
+    def of(self, origin: int, part: Part, limit: int | None) -> Rows:
+        """Returns the rows of a part, at most `limit` samples of them; the format has been detected."""
+        origins = (self.origins[origin],)
+        return replace(self, origins=origins, part=part, max_samples=limit, unused=Counter(), tally=Counter())
 
     def conversations(self, refuse: Refuse) -> Iterator[tuple[str, Conversation | str]]:
         """Yields the place of each row, and its conversation or text; errors of unusable rows go to `refuse`."""
@@ -66,9 +94,14 @@ class Rows:
     def _parsed(self, refuse: Refuse) -> Iterator[tuple[str, Conversation | str | Pair]]:
         return islice(self._all_parsed(refuse), self.max_samples)
 
+    def _read(self, refuse: Refuse) -> Iterator[Sample]:
+        for origin in self.origins:
+            yield from origin.samples(refuse, self.part)
+
     def _all_parsed(self, refuse: Refuse) -> Iterator[tuple[str, Conversation | str | Pair]]:
-        reading = None
-        for sample in self.each(refuse):
+        reading = None if self.part is None else self.reading
+        for sample in self._read(refuse):
+            self.tally["read"] += 1
             reading = reading or reading_of(self.name, list(sample.row), self.reading)
             try:
                 found = parsed(sample, reading)
@@ -76,6 +109,7 @@ class Rows:
                 refuse(error)
                 continue
             self.unused.update(unused(sample.row, reading))
+            self.tally["usable"] += 1
             yield sample.where, found
 
 
@@ -83,44 +117,45 @@ def rows_of(source: DataSource, job: Job, *, training: bool) -> Rows:
     """Returns the rows of a data set. Raises InvalidConfig or EnvironmentProblem if it cannot be found."""
     reading = reading_for(source, job)
     if not is_file_name(source.path):
-        return _of_hub(source, job, reading, training=training)
-    if source.split is not None or source.subset is not None:
+        origins: list[Origin] = [_hub_origin(source, job, training=training)]
+    elif source.split is not None or source.subset is not None:
         raise InvalidConfig(
             f"{source.path} is a file, which has no split or subset", hint="Use max_samples for its first samples."
         )
-    files = files_of(source.path)
-    stamps = [(path.resolve(), path.stat() if path.exists() else None) for path in files]
+    else:
+        origins = [_file_origin(path) for path in files_of(source.path)]
     return Rows(
-        name=str(files[0]) if len(files) == 1 else source.path,
-        identity="\n".join(
-            f"{path} {stamp.st_size} {stamp.st_mtime_ns}" if stamp else str(path) for path, stamp in stamps
-        ),
-        each=lambda refuse: chain.from_iterable(samples(path, refuse) for path in files),
-        count=lambda: _at_most(sum(map(num_rows, files)), source.max_samples),
+        name=origins[0].name if len(origins) == 1 else source.path,
+        origins=tuple(origins),
         reading=reading,
         max_samples=source.max_samples,
     )
 
 
-def _of_hub(source: DataSource, job: Job, reading: Reading, *, training: bool) -> Rows:
+def _file_origin(path: Path) -> Origin:
+    stamp = path.stat() if path.exists() else None
+    return Origin(
+        name=str(path),
+        identity=f"{path.resolve()} {stamp.st_size} {stamp.st_mtime_ns}" if stamp else str(path.resolve()),
+        parts=partial(parts_of, path),
+        samples=partial(samples, path),
+    )
+
+
+def _hub_origin(source: DataSource, job: Job, *, training: bool) -> Origin:
     from dstrain.train.data.hub_datasets import from_hub
 
     name, dataset = from_hub(source, job.hub, training=training)
 
-    def numbered(_: Refuse) -> Iterator[Sample]:
-        for number, row in enumerate(dataset, start=1):
+    def numbered(_: Refuse, part: Part | None) -> Iterator[Sample]:
+        chosen = dataset if part is None else dataset.select(range(part.start, part.end))
+        for number, row in enumerate(chosen, start=1 if part is None else part.first):
             values = {column: without_missing(value) for column, value in row.items()}
             yield Sample(where=f"{name}: row {number}", row=values)
 
-    return Rows(
+    return Origin(
         name=name,
         identity=str(dataset._fingerprint),
-        each=numbered,
-        count=lambda: _at_most(len(dataset), source.max_samples),
-        reading=reading,
-        max_samples=source.max_samples,
+        parts=lambda: row_parts(len(dataset), dataset.data.nbytes),
+        samples=numbered,
     )
-
-
-def _at_most(count: int, limit: int | None) -> int:
-    return count if limit is None else min(count, limit)

@@ -256,11 +256,14 @@ def _labels(ids: list[int], offsets: Sequence[Span], spans: Sequence[Span]) -> l
     Tokenizers that trim white space from offsets (Llama 3) give a token of white space alone an empty one at its end:
     it begins where the token before it ended.
     """
-    ends = chain((0,), (end for _, end in offsets))
-    begins = [start if start < end else min(start, last) for (start, end), last in zip(offsets, ends, strict=False)]
-    labels = [IGNORED] * len(ids)
+
+    def begin(token: int) -> int:
+        start, end = offsets[token]
+        return start if start < end else min(start, offsets[token - 1][1] if token else 0)
+
+    labels, tokens = [IGNORED] * len(ids), range(len(ids))
     for start, end in spans:
-        first, after = bisect_left(begins, start), bisect_left(begins, end)
+        first, after = bisect_left(tokens, start, key=begin), bisect_left(tokens, end, key=begin)
         labels[first:after] = ids[first:after]
     return labels
 

@@ -1,51 +1,47 @@
-"""Tokenizes one data set into the cache of `datasets`, once for all ranks of a node."""
+"""Tokenizes one data set into files that every rank maps into memory, and that the next run finds.
+
+Files are made part by part, over all cores, by all ranks and by `dstrain data prepare` alike: `shared_work`.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import sys
-import zlib
-from array import array
+import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from itertools import accumulate
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import datasets  # type: ignore[import-untyped]
 import transformers
-from datasets.exceptions import DatasetGenerationError  # type: ignore[import-untyped]
 
 import dstrain
-from dstrain.choices import LossOn, OnBadRow
-from dstrain.errors import DstrainError, EnvironmentProblem, InvalidConfig
+from dstrain.choices import DataFormat, LossOn, OnBadRow
+from dstrain.errors import EnvironmentProblem, InvalidConfig
 from dstrain.facts.data.datafile import Refuse
+from dstrain.facts.data.rows import Part
 from dstrain.job.schema import Job
+from dstrain.paths import write_atomic
 from dstrain.train.data.chat import Counts
+from dstrain.train.data.shared_work import Tick, Work, locked, make_all
 from dstrain.train.data.sources import Rows
+from dstrain.train.data.token_files import NUMBERS, PATHS, TokenFile, TokenRow, features_of, read, said_in
 from dstrain.train.data.tokenize import Encoded, Encoder
 
 if TYPE_CHECKING:
     from dstrain.train.data.images import Images
 
 _SHOWN_PROBLEMS = 5
+_TICK_SAMPLES = 64
+_PARTS = "parts.json"
+_UNKNOWN = 2**62
+"""More rows than any limit."""
 
-PATHS = "images"
-"""Column with the paths of images."""
-NUMBERS = datasets.List(datasets.Value("int32"))
-"""Type of a column with a list of numbers for each sample."""
-_COMMON = {
-    "length": datasets.Value("int32"),
-    "num_learned": datasets.Value("int32"),
-    "num_cut": datasets.Value("int32"),
-    "num_images": datasets.Value("int32"),
-    "said": datasets.Value("string"),
-    "crc": datasets.Value("uint32"),
-}
-
-Report = Callable[[int, int], None]
-"""Called with the number of finished samples and the total, 0 if unknown."""
+Report = Callable[[str, int, int], None]
+"""Called with the name of a data set, the number of its finished samples, and their total, 0 if unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,21 +55,10 @@ class Said:
     skipped: list[str]
     """The first problems of skipped rows."""
     num_skipped: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenRow:
-    """One sample in tokens."""
-
-    columns: Mapping[str, Sequence[Any]]
-    """Lists of numbers, or lists of such, and of paths; empty ones if there is nothing to learn."""
-    length: int = 0
-    """Tokens; 0 if there is nothing to learn."""
-    num_learned: int = 0
-    num_cut: int = 0
-    num_images: int = 0
-    counts: Mapping[str, int] = field(default_factory=dict)
-    """Key of `COUNTED` → number."""
+    num_made: int
+    """Files that were missing."""
+    folder: Path
+    """Where the tokens are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,67 +113,157 @@ def tokenized(rows: Rows, encoder: Encoder, job: Job, report: Report, form: Form
 
     Raises InvalidConfig with file and line for an unusable row.
     """
+    features = features_of(form.columns)
+    key = _fingerprint(rows, encoder, job, features)
+    folder = cache_folder() / key
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        maker = _Maker(rows=rows, encoder=encoder, job=job, report=report, form=form, folder=folder, features=features)
+        names, num_made = maker.files()
+        said = [said_in(folder / name) for name in names]
+    except OSError as error:
+        raise EnvironmentProblem(
+            f"the tokens of {rows.name} cannot be written to {folder}: {error.strerror or error}",
+            hint="Free some space, or set HF_DATASETS_CACHE to another folder.",
+        ) from error
+    maker.require_samples(said)
+    dataset = read([folder / name for name in names], features, f"{key}-{rows.max_samples}")
+    return dataset, _said(said, num_made, folder)
 
-    def generate() -> Iterator[dict[str, Any]]:
+
+def cache_folder() -> Path:
+    """Returns the folder of all tokens: that of `datasets`, which HF_HOME or HF_DATASETS_CACHE move."""
+    return Path(datasets.config.HF_DATASETS_CACHE) / "dstrain"
+
+
+def _said(parts: Iterable[Mapping[str, Any]], num_made: int, folder: Path) -> Said:
+    """Returns what the log says about the rows of all parts."""
+    sums: dict[str, Counter[str]] = {"unused": Counter(), "counts": Counter()}
+    skipped: list[str] = []
+    num_skipped = 0
+    for part in parts:
+        for name, counter in sums.items():
+            counter.update(part[name])
+        skipped += part["skipped"][: _SHOWN_PROBLEMS - len(skipped)]
+        num_skipped += part["num_skipped"]
+    return Said(**sums, skipped=skipped, num_skipped=num_skipped, num_made=num_made, folder=folder)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Maker:
+    """Makes the files of a data set."""
+
+    rows: Rows
+    encoder: Encoder
+    job: Job
+    report: Report
+    form: Form
+    folder: Path
+    features: datasets.Features
+
+    def files(self) -> tuple[list[str], int]:
+        """Returns the names of all files in order, after making the missing ones, and the number of these.
+
+        With `max_samples` the parts that surely have no more are made together, and those after them one by one, since
+        unusable rows do not count.
+        """
+        rows, parts = self._parts()
+        limit = self.rows.max_samples
+        ends = accumulate(part.num_rows or _UNKNOWN for _, part in parts)
+        whole = len(parts) if limit is None else sum(end <= limit for end in ends)
+        names = [_name(number) for number in range(whole)]
+        num_made = self._make(rows, parts[:whole], names, None)
+        if limit is None:
+            return names, num_made
+        for number in range(whole, len(parts)):
+            remaining = limit - sum(said_in(self.folder / name)["tally"].get("usable", 0) for name in names)
+            if remaining <= 0:
+                break
+            at_most = None if 0 < parts[number][1].num_rows <= remaining else remaining
+            names.append(_name(number, at_most))
+            num_made += self._make(rows, [parts[number]], names[-1:], at_most)
+        return names, num_made
+
+    def _parts(self) -> tuple[Rows, list[tuple[int, Part]]]:
+        """Returns the rows with their format, and all parts with the index of their origin; worked out once."""
+        path, names = self.folder / _PARTS, [one.name for one in fields(Part)]
+        if not path.exists():
+            with locked(self.folder, _PARTS, waits=True):
+                if not path.exists():
+                    rows = self.rows.detected()
+                    parts = [(index, part) for index, origin in enumerate(rows.origins) for part in origin.parts()]
+                    listed = [[index, *(getattr(part, name) for name in names)] for index, part in parts]
+                    write_atomic(path, json.dumps({"format": rows.reading.format.value, "parts": listed}))
+        data = json.loads(path.read_text(encoding="utf-8"))
+        rows = replace(self.rows, reading=replace(self.rows.reading, format=DataFormat(data["format"])))
+        return rows, [(index, Part(**dict(zip(names, part, strict=True)))) for index, *part in data["parts"]]
+
+    def _make(self, rows: Rows, parts: list[tuple[int, Part]], names: list[str], limit: int | None) -> int:
+        """Makes the files of parts, with at most `limit` samples each, and returns how many were missing."""
+        sizes = [min(part.num_rows, limit or part.num_rows) for _, part in parts]
+        total = sum(sizes) if all(sizes) else 0
+
+        def make(index: int, path: Path, tick: Tick) -> None:
+            origin, part = parts[index]
+            self._write(rows.of(origin, part, limit), path, tick)
+
+        work = Work(folder=self.folder, names=names, sizes=sizes, make=make)
+        name = self.rows.name
+        return make_all(work, processes=_processes(), report=lambda done: self.report(name, done, total))
+
+    def _write(self, rows: Rows, path: Path, tick: Tick) -> None:
+        """Writes the tokens of the rows of a part."""
         counts: Counter[str] = Counter()
         skipped: list[str] = []
+        file = TokenFile(self.features)
 
         def refuse(error: InvalidConfig) -> None:
-            if job.on_bad_row is OnBadRow.STOP:
+            if self.job.on_bad_row is OnBadRow.STOP:
                 raise error
             skipped.append(str(error.problem))
 
-        total = 0
-        for done, sample in enumerate(form.encoded(encoder, rows, refuse)):
-            total = total if done else rows.count()
-            report(done, total)
+        for done, sample in enumerate(self.form.encoded(self.encoder, rows, refuse)):
+            if done % _TICK_SAMPLES == 0:
+                tick(done)
             counts.update(sample.counts)
-            yield _row(sample)
-        said = {"unused": rows.unused, "counts": counts, "skipped": skipped[:_SHOWN_PROBLEMS]}
-        nothing = TokenRow(columns={name: [] for name in form.columns})
-        yield _row(nothing, said=json.dumps(said | {"num_skipped": len(skipped)}))
+            file.add(sample)
+        said = {"unused": rows.unused, "counts": counts, "skipped": skipped[:_SHOWN_PROBLEMS], "tally": rows.tally}
+        file.write(path, said | {"num_skipped": len(skipped)})
 
-    features = datasets.Features({**form.columns, **_COMMON})
+    def require_samples(self, said: Iterable[Mapping[str, Any]]) -> None:
+        """Raises InvalidConfig if a file that was read whole has no readable row; `said` by its parts."""
+        _, parts = self._parts()
+        num_read: Counter[int] = Counter()
+        for (origin, _), part in zip(parts, said, strict=False):
+            num_read[origin] += part["tally"].get("read", 0)
+        for index, file in enumerate(self.rows.origins):
+            if not num_read[index] and self.rows.max_samples is None:
+                raise InvalidConfig(f"{file.name}: no samples")
+
+
+def _name(number: int, limit: int | None = None) -> str:
+    return f"{number:06}{'' if limit is None else f'-{limit}'}.arrow"
+
+
+def _processes() -> int:
+    """Returns how many processes tokenize: this rank's share of the cores that it may use."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    cores = min(os.cpu_count() or 1, _quota(Path("/sys/fs/cgroup/cpu.max")))
+    return max(1, min(len(os.sched_getaffinity(0)), cores // ranks))
+
+
+def _quota(file: Path) -> int:
+    """Returns the cores that a container may use at a time; very many if it has no limit."""
     try:
-        with _quiet_where_no_terminal():
-            encoded = datasets.Dataset.from_generator(
-                generate, features=features, fingerprint=_fingerprint(rows, encoder, job, features)
-            )
-    except DatasetGenerationError as error:
-        raise _explained(error, rows.name) from error.__cause__
-    last = len(encoded) - 1  # an additional row holds what the log says
-    return encoded.select(range(last)), Said(**json.loads(encoded[last]["said"]))
-
-
-def _explained(error: Exception, name: str) -> Exception:
-    """Returns the error of a row, one that says where tokens cannot be written, or the error itself."""
-    cause = error.__cause__
-    if isinstance(cause, DstrainError):
-        return cause.with_traceback(None)
-    if isinstance(cause, OSError):
-        folder = datasets.config.HF_DATASETS_CACHE
-        return EnvironmentProblem(
-            f"the tokens of {name} cannot be written to {folder}: {cause.strerror or cause}",
-            hint="Free some space, or set HF_DATASETS_CACHE to another folder.",
-        )
-    return error
+        quota, period = file.read_text(encoding="ascii").split()
+        return max(1, int(quota) // int(period))
+    except (OSError, ValueError):
+        return _UNKNOWN
 
 
 def counts_of(counts: Counts) -> dict[str, int]:
     """Returns the counts of a conversation by their keys of `COUNTED`."""
     return {field.name: getattr(counts, field.name) for field in fields(Counts)}
-
-
-def _row(sample: TokenRow, said: str = "") -> dict[str, Any]:
-    crc = 0
-    for name, column in sample.columns.items():
-        if name == PATHS:
-            crc = zlib.crc32("\n".join(column).encode(), crc)
-            continue
-        for numbers in column if column and isinstance(column[0], list) else (column,):
-            crc = zlib.crc32(array("i", numbers), crc)
-    figures = {"length": sample.length, "num_learned": sample.num_learned, "num_cut": sample.num_cut, "crc": crc}
-    return {**sample.columns, **figures, "num_images": sample.num_images, "said": said}
 
 
 def _fingerprint(rows: Rows, encoder: Encoder, job: Job, features: Iterable[str]) -> str:
@@ -200,23 +275,10 @@ def _fingerprint(rows: Rows, encoder: Encoder, job: Job, features: Iterable[str]
     else:
         vocabulary = tokenizer.get_vocab()
     made_from = [
-        *(dstrain.__version__, transformers.__version__, rows.identity, rows.max_samples, list(features)),
+        *(dstrain.__version__, transformers.__version__, rows.identity, list(features)),
         *(reading.format.value, dict(reading.columns), reading.system),
         *(encoder.seq_len, encoder.loss_on.value, encoder.thinking.value, job.on_bad_row.value),
         *(type(tokenizer).__name__, tokenizer.chat_template, encoder.images and encoder.images.identity),
         *(tokenizer.special_tokens_map, vocabulary),
     ]
     return hashlib.sha256(json.dumps(made_from, default=str, sort_keys=True).encode()).hexdigest()[:32]
-
-
-@contextmanager
-def _quiet_where_no_terminal() -> Iterator[None]:
-    """Keeps the progress bars of `datasets` out of log files."""
-    if sys.stderr.isatty() or datasets.are_progress_bars_disabled():
-        yield
-        return
-    datasets.disable_progress_bars()
-    try:
-        yield
-    finally:
-        datasets.enable_progress_bars()

@@ -31,8 +31,7 @@ def _sizes(data: Any) -> tuple[Any, Any]:
     """Returns the tokens of each row, and the sum of length² over its samples: (rows,) each."""
     if isinstance(data, PackedRows):
         lengths = _column(data.samples, "length")
-        rows = [lengths[list(row)] for row in data.rows]
-        return np.array([row.sum() for row in rows]), np.array([(row**2).sum() for row in rows])
+        return data.rows.sums(lengths), data.rows.sums(lengths**2)
     if isinstance(data, Samples):
         lengths = _column(data.dataset, "ends")  # each sequence ends with its answer, and is a row of its own
         return lengths.max(axis=1), (lengths**2).sum(axis=1)

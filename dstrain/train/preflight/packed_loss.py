@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from dstrain.train.data.packing import PackedRows
+from dstrain.train.data.packing import PackedRows, Packing
 from dstrain.train.evaluation import mean_loss
 from dstrain.train.preflight.found import Found
 
@@ -67,7 +67,7 @@ def tolerance(dtype: torch.dtype, *, tf32: bool) -> float:
 def some_samples(data: PackedRows) -> list[int] | None:
     """Returns the first samples of the first row that holds several; None if every row holds one."""
     row = next((row for row in data.rows if len(row) > 1), None)
-    return None if row is None else list(row[:MOST_SAMPLES])
+    return None if row is None else [int(sample) for sample in row[:MOST_SAMPLES]]
 
 
 def compare(
@@ -84,7 +84,7 @@ def compare(
     """
 
     def row_of(*samples: int) -> Any:
-        return PackedRows(samples=data.samples, rows=[samples])[0]
+        return PackedRows(samples=data.samples, rows=Packing.of([samples]))[0]
 
     packed, targets = mean_loss(totals_of, [batch_of(row_of(*members))], group)
     alone, targets_alone = mean_loss(totals_of, [batch_of(row_of(sample)) for sample in members], group)

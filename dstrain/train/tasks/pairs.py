@@ -13,8 +13,9 @@ from dstrain.errors import InvalidConfig
 from dstrain.facts.data.datafile import Refuse
 from dstrain.facts.data.preferences import Pair
 from dstrain.train.data.sources import Rows
+from dstrain.train.data.token_files import NUMBERS, TokenRow
 from dstrain.train.data.tokenize import IGNORED, Encoded, Encoder
-from dstrain.train.data.tokenized import NUMBERS, Form, TokenRow, counts_of
+from dstrain.train.data.tokenized import Form, counts_of
 from dstrain.train.tasks.samples import Samples
 
 _BATCH_PAIRS = 128

@@ -1,6 +1,7 @@
-import math
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,46 +11,63 @@ torch = pytest.importorskip("torch")
 
 from dstrain.facts.data.best_fit import best_fit  # noqa: E402
 from dstrain.train import demo  # noqa: E402
+from dstrain.train.data import packing  # noqa: E402
 from dstrain.train.data.collate import Collator, taken_by  # noqa: E402
-from dstrain.train.data.packing import PackedRows  # noqa: E402
+from dstrain.train.data.packing import PackedRows, Packing  # noqa: E402
 
 
-@given(lengths=st.lists(st.integers(1, 64)), seed=st.integers(0, 9))
+def members(lengths: list[int], *, capacity: int = 64, seed: int = 0) -> list[list[int]]:
+    return [row.tolist() for row in packing.packed(np.array(lengths), capacity, seed=seed)]
+
+
+@given(lengths=st.lists(st.integers(1, 64), min_size=1), seed=st.integers(0, 9))
 def test_every_sample_is_in_one_row_and_no_row_overflows(lengths: list[int], seed: int) -> None:
-    rows = best_fit(lengths, 64, seed=seed)
+    rows = members(lengths, seed=seed)
     assert sorted(sample for row in rows for sample in row) == list(range(len(lengths)))
     assert all(0 < sum(lengths[sample] for sample in row) <= 64 for row in rows)
 
 
 @given(lengths=st.lists(st.integers(1, 64), min_size=1))
-def test_rows_stay_near_the_fewest_possible(lengths: list[int]) -> None:
-    fewest = math.ceil(sum(lengths) / 64)
-    large = sum(length > 32 for length in lengths)
-    # at most one row of best fit is half empty
-    assert len(best_fit(lengths, 64, seed=0)) <= max(2 * fewest, large)
+def test_rows_are_those_of_best_fit_sample_by_sample(lengths: list[int]) -> None:
+    rooms: list[int] = []
+    for length in sorted(lengths, reverse=True):
+        room = min((room for room in rooms if room >= length), default=None)
+        if room is not None:
+            rooms.remove(room)
+        rooms.append((64 if room is None else room) - length)
+    rows = members(lengths)
+    assert sorted(64 - sum(lengths[sample] for sample in row) for row in rows) == sorted(rooms)
 
 
 def test_same_seed_gives_same_rows_and_another_seed_others() -> None:
     lengths = [7, 9, 11, 13] * 20
-    assert best_fit(lengths, 32, seed=1) == best_fit(lengths, 32, seed=1)
-    assert best_fit(lengths, 32, seed=1) != best_fit(lengths, 32, seed=2)
+    assert members(lengths, seed=1) == members(lengths, seed=1)
+    assert members(lengths, seed=1) != members(lengths, seed=2)
 
 
 @pytest.mark.parametrize("length", [0, 33])
 def test_sample_that_cannot_be_in_a_row_is_refused(length: int) -> None:
-    with pytest.raises(ValueError, match="sample 1 has"):
-        best_fit([5, length], 32, seed=0)
+    with pytest.raises(ValueError, match=f"a sample has {length} tokens, a row 32"):
+        best_fit({5: 1, length: 1}, 32)
 
 
 def test_rows_of_real_lengths_are_full() -> None:
     lengths = [len(question + answer) // 4 for question, answer in demo.pairs_of_standard_library()]
-    rows = best_fit(lengths, 512, seed=0)
-    assert sum(lengths) / (512 * len(rows)) > 0.98
+    assert sum(lengths) / (512 * len(members(lengths, capacity=512))) > 0.98
+
+
+def test_the_second_rank_maps_the_rows_of_the_first(tmp_path: Path) -> None:
+    lengths = np.array([30, 40, 20, 64])
+    first = packing.kept(tmp_path, lengths, 64, seed=0)
+    second = packing.kept(tmp_path, np.array([]), 64, seed=0)  # not even looked at
+    assert [row.tolist() for row in second] == [row.tolist() for row in first]
+    assert isinstance(second.members, np.memmap)
+    assert sorted(second.sums(lengths).tolist()) == [30, 60, 64]
 
 
 def packed(samples: list[list[int]], rows: list[list[int]]) -> PackedRows:
     columns = datasets.Dataset.from_dict({"input_ids": samples, "labels": samples})
-    return PackedRows(samples=columns.with_format("arrow"), rows=rows)
+    return PackedRows(samples=columns.with_format("arrow"), rows=Packing.of(rows))
 
 
 def test_positions_restart_and_first_tokens_are_no_targets() -> None:

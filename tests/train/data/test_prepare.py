@@ -367,10 +367,10 @@ def test_changed_file_is_tokenized_again(tmp_path: Path, tokenizer: Any) -> None
 def test_progress_of_tokenizing_is_reported(tmp_path: Path, tokenizer: Any) -> None:
     path = tmp_path / "train.jsonl"
     path.write_text('{"text": "Six."}\n' * 3)
-    counts: list[tuple[int, int]] = []
+    counts: list[tuple[str, int, int]] = []
     job = Job(model="m", output_dir="o", data=str(path))
     prepare(job, tokenizer, training=True, report=lambda *count: counts.append(count))
-    assert counts == [(0, 3), (1, 3), (2, 3)]
+    assert counts == [(str(path), 0, 3), (str(path), 3, 3)]
 
 
 def test_wrong_row_is_named_with_file_and_line(tmp_path: Path, tokenizer: Any) -> None:

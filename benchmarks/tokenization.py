@@ -1,0 +1,145 @@
+"""Tokens per CPU second and peak memory of tokenizing conversations: dstrain, and `datasets.map` with `num_proc`.
+
+Example: python benchmarks/tokenization.py --samples 100000 400000 --json tokenization.json
+
+All sides read the same JSON lines, made of docstrings of Python's standard library, with the same small tokenizer, and
+write a cache. `answers` is what TRL does for loss on answers only: a template with generation tags, one conversation at
+a time. `text` renders and tokenizes in batches and keeps no labels, which is less than training on answers needs. CPU
+seconds are those of a process and its children, without imports. Memory is that of the largest process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from dstrain.job.schema import Job
+from dstrain.train import demo
+
+SIDES = ("dstrain", "answers", "text")
+SEQ_LEN = 2048
+TAGGED = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}"
+    "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}"
+    "{% else %}{{ message['content'] + '<|im_end|>' }}{% endif %}{{ '\\n' }}{% endfor %}"
+)
+
+
+def conversations(count: int) -> Iterator[str]:
+    """Yields lines of JSON: conversations of two turns."""
+    pairs, rng = list(demo.pairs_of_standard_library()), random.Random(0)
+    for _ in range(count):
+        turns = [text for pair in rng.choices(pairs, k=2) for text in pair]
+        roles = ("user", "assistant") * 2
+        messages = [{"role": role, "content": text} for role, text in zip(roles, turns, strict=True)]
+        yield json.dumps({"messages": messages}) + "\n"
+
+
+def by_dstrain(folder: Path, tokenizer: Any, processes: int) -> int:
+    """Returns the tokens that dstrain makes."""
+    from dstrain.train.data.prepare import prepare
+
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:processes])
+    job = Job(model="model", output_dir="out", data=str(folder / "train.jsonl"), seq_len=SEQ_LEN)
+    return prepare(job, tokenizer, training=True).num_tokens
+
+
+def by_map(folder: Path, tokenizer: Any, processes: int, *, with_labels: bool) -> int:
+    """Returns the tokens that `datasets.map` makes."""
+    import datasets  # type: ignore[import-untyped]
+    import pyarrow.compute  # type: ignore[import-untyped]
+
+    def text(batch: Mapping[str, Any]) -> dict[str, Any]:
+        out = tokenizer.apply_chat_template(batch["messages"], return_dict=True, truncation=True, max_length=SEQ_LEN)
+        return {"input_ids": out["input_ids"]}
+
+    def answers(row: Mapping[str, Any]) -> dict[str, Any]:
+        out = tokenizer.apply_chat_template(
+            row["messages"], return_dict=True, return_assistant_tokens_mask=True, chat_template=TAGGED
+        )
+        pairs = zip(out["input_ids"], out["assistant_masks"], strict=True)
+        return {"input_ids": out["input_ids"], "labels": [token if mask else -100 for token, mask in pairs]}
+
+    rows = datasets.load_dataset("json", data_files=str(folder / "train.jsonl"), split="train")
+    options: dict[str, Any] = {"num_proc": processes, "remove_columns": rows.column_names}
+    made = rows.map(answers, **options) if with_labels else rows.map(text, batched=True, **options)
+    return int(pyarrow.compute.sum(pyarrow.compute.list_value_length(made.data.column("input_ids"))).as_py())
+
+
+def own_peak_bytes() -> int:
+    """Returns the peak memory of this process; that of `getrusage` includes the process that started it."""
+    status = Path("/proc/self/status").read_text(encoding="ascii")
+    return 1024 * next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM"))
+
+
+def measure(side: str, folder: Path, processes: int) -> dict[str, Any]:
+    """Returns what one side needs, measured in this process."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    kinds = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+    cpu_s, begun = -sum(sum(resource.getrusage(kind)[:2]) for kind in kinds), time.monotonic()
+    if side == "dstrain":
+        tokens = by_dstrain(folder, tokenizer, processes)
+    else:
+        tokens = by_map(folder, tokenizer, processes, with_labels=side == "answers")
+    cpu_s += sum(sum(resource.getrusage(kind)[:2]) for kind in kinds)
+    peak_bytes = max(own_peak_bytes(), 1024 * resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)
+    figures = {"tokens": tokens, "cpu_s": round(cpu_s, 2), "wall_s": round(time.monotonic() - begun, 2)}
+    return {"side": side, **figures, "tokens_per_cpu_s": round(tokens / cpu_s), "peak_bytes": peak_bytes}
+
+
+def measured(side: str, folder: Path, processes: int) -> dict[str, Any]:
+    """Returns what one side needs, in a process and with a cache of its own."""
+    with tempfile.TemporaryDirectory() as cache:
+        environment = {**os.environ, "HF_DATASETS_CACHE": cache, "TOKENIZERS_PARALLELISM": "false"}
+        line = [sys.executable, __file__, "--side", side, "--folder", str(folder), "--processes", str(processes)]
+        done = subprocess.run(line, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+        figures: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        return figures
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--samples", type=int, nargs="+", default=[100_000])
+    parser.add_argument("--sides", nargs="+", choices=SIDES, default=SIDES)
+    parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--json", type=Path, help="Also write the figures to this file.")
+    parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.side:
+        print(json.dumps(measure(options.side, options.folder, options.processes)))
+        return
+    results = []
+    print(f"{'samples':>9}  {'side':<8}  {'tokens/CPU s':>12}  {'CPU s':>8}  {'wall s':>8}  {'peak MiB':>8}")
+    for samples in options.samples:
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            demo.make_tokenizer([text for pair in demo.pairs_of_standard_library() for text in pair]).save_pretrained(
+                folder / "model"
+            )
+            (folder / "model" / "config.json").write_text('{"model_type": "qwen3"}')
+            with (folder / "train.jsonl").open("w", encoding="utf-8") as file:
+                file.writelines(conversations(samples))
+            for side in options.sides:
+                one = {"samples": samples, **measured(side, folder, options.processes)}
+                results.append(one)
+                rates = f"{one['tokens_per_cpu_s']:>12,}  {one['cpu_s']:>8}  {one['wall_s']:>8}"
+                print(f"{samples:>9,}  {side:<8}  {rates}  {one['peak_bytes'] / 2**20:>8,.0f}", flush=True)
+    if options.json:
+        options.json.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

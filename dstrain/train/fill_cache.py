@@ -1,0 +1,64 @@
+"""Tokenizes the data of a job into the cache: `python -m dstrain.train.fill_cache`, for `dstrain data prepare`.
+
+It reads a `Job` as JSON and writes a `PrepareMessage` a line. The model itself is not loaded.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import TextIO
+
+from dstrain.errors import DstrainError
+from dstrain.facts.data.prepared import Prepared, PrepareMessage, Progress
+from dstrain.job import task_limits
+from dstrain.job.schema import Job
+from dstrain.records import from_data, to_data
+from dstrain.train import job_data
+from dstrain.train.tasks.objective import objective_of
+from dstrain.train.tokenizer import source_of
+
+
+def fill(job: Job, out: TextIO) -> Prepared:
+    """Tokenizes what is not in the cache yet, and returns the counts of a job's data; writes progress to `out`."""
+
+    def report(name: str, done: int, total: int) -> None:
+        try:
+            _write(PrepareMessage(progress=Progress(name=name, done=done, total=total)), out)
+        except BrokenPipeError:  # the command was killed
+            os._exit(1)
+
+    task_limits.require(job)
+    data = job_data.load(job, source_of(job), objective_of(job), report)
+    both = [one for one in (data.train, data.eval) if one is not None]
+    return Prepared(
+        num_samples=data.train.num_samples,
+        num_tokens=data.train.num_tokens,
+        num_learned=data.train.num_learned,
+        num_made=sum(one.num_made for one in both),
+        folders=tuple(dict.fromkeys(str(folder) for one in both for folder in one.folders)),
+        notes=tuple(data.notes),
+    )
+
+
+def _write(message: PrepareMessage, out: TextIO) -> None:
+    print(json.dumps(to_data(message)), file=out, flush=True)
+
+
+def main() -> int:
+    """Prepares the job on standard input; returns the exit code. Errors go to standard error."""
+    out, sys.stdout = sys.stdout, sys.stderr
+    job = from_data(Job, json.load(sys.stdin), locate=lambda place: "/".join(map(str, place)))
+    try:
+        _write(PrepareMessage(prepared=fill(job, out)), out)
+    except DstrainError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,45 @@
+"""Loads the tokenizer and the data of a job: the same for every rank and for `dstrain data prepare`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from dstrain.job.schema import Job
+from dstrain.train.data.images import Images, load_images
+from dstrain.train.data.prepare import PreparedData, prepare
+from dstrain.train.data.tokenized import SEQUENCES, Report, sequences_with_images
+from dstrain.train.tasks.objective import Objective
+from dstrain.train.tokenizer import load_tokenizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobData:
+    """The tokenizer and the data of a job."""
+
+    tokenizer: Any
+    images: Images | None
+    """Reads images; None: the model has no vision tower, or the task no images."""
+    train: PreparedData
+    eval: PreparedData | None
+
+    @property
+    def notes(self) -> list[str]:
+        """Lines for the log."""
+        return [note for data in (self.train, self.eval) if data for note in data.notes]
+
+
+def load(job: Job, source: str, objective: Objective | None, report: Report) -> JobData:
+    """Returns the data of a job; `source` has its tokenizer.
+
+    Raises InvalidConfig with file and line for an unusable row.
+    """
+    tokenizer = load_tokenizer(job, source)
+    images = load_images(job, source, tokenizer) if objective is None else None
+    form = objective.form if objective else sequences_with_images(images) if images else SEQUENCES
+    tokens = partial(prepare, job, tokenizer, report=report, form=form)
+    train = tokens(training=True)
+    return JobData(
+        tokenizer=tokenizer, images=images, train=train, eval=tokens(training=False) if job.has_eval else None
+    )
