@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shlex
 import subprocess
@@ -23,6 +24,8 @@ RANKS = 2
 """Ranks where the machine has no GPU."""
 EXPERTS = 8
 """Experts of each layer with `--moe`."""
+NO_PREFERENCE = ("loss of a model without preference", math.log(2))
+"""What a model under DPO has to beat."""
 SETTINGS = {
     "learning_rate": "5e-3",
     "logging_steps": "10",
@@ -37,10 +40,18 @@ SETTINGS = {
 @click.option("--offload", type=click.Choice(["none", "optimizer", "params"]), help="What leaves GPU memory.")
 @click.option("--hostfile", type=click.Path(path_type=Path, exists=True), help="Train over these hosts.")
 @click.option("--steps", type=click.IntRange(2), default=150, show_default=True, help="Optimizer steps.")
+@click.option("--task", type=click.Choice(["sft", "dpo"]), default="sft", show_default=True, help="What is trained.")
 @click.option("--moe", is_flag=True, help=f"Train a mixture of {EXPERTS} experts, with the loss that balances them.")
 @click.option("--json", "as_json", is_flag=True, help="Print the table as JSON to stdout.")
 def command(
-    folder: Path, zero_stage: int, offload: str | None, hostfile: Path | None, steps: int, moe: bool, as_json: bool
+    folder: Path,
+    zero_stage: int,
+    offload: str | None,
+    hostfile: Path | None,
+    steps: int,
+    task: str,
+    moe: bool,
+    as_json: bool,
 ) -> None:
     """Train a tiny model on this machine: no network and no GPU needed, about two minutes.
 
@@ -53,20 +64,24 @@ def command(
       dstrain demo demo3 --zero-stage 3
     """
     folder = folder.resolve()
-    output = _free_name(folder, f"output-zero{zero_stage}{'-' + offload if offload else ''}{'-moe' if moe else ''}")
-    made = _build(folder, num_experts=EXPERTS if moe else 0)
+    kinds = (f"output-zero{zero_stage}", offload, "moe" if moe else None, task if task != "sft" else None)
+    output = _free_name(folder, "-".join(filter(None, kinds)))
+    made = _build(folder, ["--experts", str(EXPERTS if moe else 0), *(["--pairs"] if task == "dpo" else [])])
     gpus = len(probe.local_gpus())
     where = ["--hostfile", str(hostfile.resolve())] if hostfile else ["--gpus", str(gpus or RANKS)]
     if not gpus:
         where += ["--gpu", "cpu"]
     choice = ["--zero-stage", str(zero_stage), *(["--offload", offload] if offload else [])]
     data = ["--data", "train.jsonl", "--eval-data", "eval.jsonl", "--output-dir", output]
-    sizes = ["--seq-len", "256", "--global-batch", str(8 * (gpus or RANKS)), "--packing"]
+    sizes = ["--seq-len", "256", "--global-batch", str(8 * (gpus or RANKS))]
+    sizes += ["--packing"] if task == "sft" else ["--task", task]
     _type(["gen-config", "--model", "./model", *where, *choice, *sizes, *data], folder)
     half = {"save_steps": max(1, steps // 2), "eval_steps": max(1, steps // 2)}
-    settings = {**SETTINGS, "max_steps": steps, **half, **({"router_aux_loss_coef": "0.01"} if moe else {})}
+    balanced = {"router_aux_loss_coef": "0.01"} if moe and task == "sft" else {}
+    settings = {**SETTINGS, "max_steps": steps, **half, **balanced}
     _type(["run", *(word for key, value in settings.items() for word in ("--set", f"{key}={value}"))], folder)
-    _tell(made, RunDir(folder / output), folder, as_json=as_json)
+    bar = ("unigram entropy of its answers", made["unigram_entropy"]) if task == "sft" else NO_PREFERENCE
+    _tell(bar, RunDir(folder / output), folder, as_json=as_json)
 
 
 def _free_name(folder: Path, name: str) -> str:
@@ -78,10 +93,10 @@ def _free_name(folder: Path, name: str) -> str:
     return free
 
 
-def _build(folder: Path, *, num_experts: int) -> dict[str, Any]:
+def _build(folder: Path, options: list[str]) -> dict[str, Any]:
     """Builds model and data; returns their sizes and the entropy to beat."""
     say(f"building a tiny Qwen3 model and data from Python's standard library in {folder}")
-    words = python("-m", "dstrain.train.demo", str(folder), "--experts", str(num_experts))
+    words = python("-m", "dstrain.train.demo", str(folder), *options)
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise EnvironmentProblem(f"the demo's model cannot be built:\n{done.stderr.strip()[-2000:]}")
@@ -108,24 +123,23 @@ def _type(words: list[str], folder: Path) -> None:
         raise failure
 
 
-def _tell(made: dict[str, Any], run_dir: RunDir, folder: Path, *, as_json: bool) -> None:
-    """Prints the table. Raises RunFailed if the model learned nothing."""
-    figures = summary(run_dir)
-    entropy = made["unigram_entropy"]
-    beaten = figures["eval_loss"] is not None and figures["eval_loss"] < entropy
+def _tell(bar: tuple[str, float], run_dir: RunDir, folder: Path, *, as_json: bool) -> None:
+    """Prints the table; `bar` is a loss to beat, with its name. Raises RunFailed if the model learned nothing."""
+    figures, (name_of_bar, least) = summary(run_dir), bar
+    beaten = figures["eval_loss"] is not None and figures["eval_loss"] < least
     if as_json:
-        answer_json({**figures, "unigram_entropy": entropy, "is_entropy_beaten": beaten})
+        answer_json({**figures, "loss_to_beat": least, "is_beaten": beaten})
     rows = summary_rows(figures)
     place = next(index for index, (name, _) in enumerate(rows) if name == "evaluation loss") + 1
     verdict = "beaten" if beaten else "NOT beaten"
-    rows.insert(place, ("unigram entropy of its answers", f"{entropy:.3f} ({verdict})"))
+    rows.insert(place, (name_of_bar, f"{least:.3f} ({verdict})"))
     width = max(len(name) for name, _ in rows)
     say()
     say("the demo", style="bold")
     for name, value in rows:
         say(f"  {name:<{width}}  {value}")
     if not beaten:
-        raise RunFailed("the model did not learn: its evaluation loss is not below the unigram entropy")
+        raise RunFailed(f"the model did not learn: its evaluation loss is not below the {name_of_bar}")
     say()
     here = os.path.relpath(folder)
     say(f"next: dstrain report {shlex.quote(os.path.relpath(run_dir.path))}")

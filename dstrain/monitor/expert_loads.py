@@ -68,8 +68,9 @@ def balance(counts: Sequence[Sequence[int]]) -> dict[str, Any]:
     the number of experts: 1 if all are used alike. Means over the layers, the worst layer's where the name says so.
     Source: NVIDIA NeMo AutoModel components/moe/load_balance_metrics.py (cv, diversity, dead experts).
 
-    >>> balance([[10, 10, 10, 10], [40, 0, 0, 0]])["expert_load_cv_by_layer"]
-    [0.0, 1.7320508075688772]
+    >>> found = balance([[10, 10, 10, 10], [40, 0, 0, 0]])
+    >>> round(found["expert_load_cv_worst_layer"], 3), found["dead_experts_by_layer"]
+    (1.732, [0, 3])
     """
     layers = [_balance(layer) for layer in counts]
     cv, busiest, diversity = zip(*layers, strict=True)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from dstrain.choices import Interval
 from dstrain.facts.data.best_fit import best_fit
 from dstrain.facts.data.lengths import Lengths
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.facts.workload import Workload
+from dstrain.job.schema import Job
 from dstrain.plan.configuration import Configuration
 from dstrain.plan.estimate_records import Estimate
 from dstrain.plan.memory.layers.activations import has_layer_code
@@ -21,7 +24,7 @@ from dstrain.plan.search.search_space import (
     data_parallel_ranks,
     global_batch,
 )
-from dstrain.plan.speed.step_time import speed
+from dstrain.plan.speed.step_time import forward_s, speed
 
 LEAST_STEPS = 200
 """Steps of a run below which rows are not shared by default: each step trains several times the samples, and a short
@@ -31,6 +34,9 @@ LEAST_SEQ_LEN = 512
 LARGEST_SHARE = 0.5
 """Share of a row that samples fill on average, up to which rows are shared by default."""
 SIMULATED_MICRO_BATCHES = 400
+CHECKPOINT_BYTES_PER_S = 1e9
+"""Bytes that a node writes in a second while all of its ranks save. A judgement: shared file systems reach less, local
+drives more."""
 PADDED_TO = 8
 """Tokens that the length of a micro-batch is a multiple of. Source: dstrain/train/data/collate.py."""
 
@@ -52,7 +58,17 @@ class RunTime:
     idle_share: float
     """Part of a step that is padding, or a rank's wait for the longest row of all, 0…1."""
     seconds: float | None
-    """Seconds of all steps, without checkpoints and evaluation; None if the GPU's speed is unknown."""
+    """Seconds of all steps, evaluations and checkpoints; None if the GPU's speed is unknown."""
+    evaluations: int = 0
+    """Evaluations of the run."""
+    evaluation_s: float = 0.0
+    """Seconds of all of them, which `seconds` include."""
+    checkpoints: int = 0
+    """Checkpoints of the run, the final model not among them."""
+    checkpoint_bytes: int = 0
+    """Bytes of one checkpoint."""
+    checkpoint_s: float = 0.0
+    """Seconds of all checkpoints where each node writes `CHECKPOINT_BYTES_PER_S`, which `seconds` include."""
     uncertainty_ratio: float
     """Half the width of the range that it is in for 8 of 10 runs, over `seconds`."""
 
@@ -78,12 +94,11 @@ def with_lengths(
     return replace(request, packing=bool(request.packing))
 
 
-def run_time(
-    workload: Workload, estimate: Estimate, lengths: Lengths, *, epochs: float, max_steps: int | None = None
-) -> RunTime:
-    """Returns the steps of a run and their time; `max_steps` end it instead of `epochs`.
+def run_time(workload: Workload, estimate: Estimate, lengths: Lengths, job: Job, *, eval_samples: int = 0) -> RunTime:
+    """Returns the steps of a job, its evaluations on so many samples and its checkpoints, and their time.
 
-    All ranks wait for the longest row, so that a step takes as long as one of rows of that length.
+    All ranks wait for the longest row, so that a step takes as long as one of rows of that length. An evaluation takes
+    the forward part of a step for each of its micro-batches, whose rows are as long as those of the training data.
     """
     c = estimate.configuration
     items = _rows(lengths, c.batch.seq_len, is_packed=c.batch.packing)
@@ -91,9 +106,16 @@ def run_time(
     scale = lengths.num_samples / len(lengths.tokens)
     rows = round(len(items) * scale)
     per_epoch = max(1, round(rows / global_batch(workload.cluster, c)))
-    steps = max_steps or per_epoch * epochs
-    longest = _largest_micro_batch(items, c.batch.micro_batch, data_parallel_ranks(workload.cluster, c))
+    steps = job.max_steps or per_epoch * job.num_train_epochs
+    ranks = data_parallel_ranks(workload.cluster, c)
+    longest = _largest_micro_batch(items, c.batch.micro_batch, ranks)
     step_s = _step_s(workload, estimate, longest)
+    evaluations = max(_times(job.eval_strategy, job.eval_steps, steps, per_epoch), 1) + job.eval_on_start
+    evaluated = eval_samples * rows / lengths.num_samples / c.batch.micro_batch / ranks
+    evaluation_s = evaluations * math.ceil(evaluated) * _forward_share(workload, c) * (step_s or 0.0)
+    checkpoints = _times(job.save_strategy, job.save_steps, steps, per_epoch)
+    checkpoint_bytes = estimate.saved_bytes(only_model=job.save_only_model)
+    checkpoint_s = checkpoints * checkpoint_bytes / workload.cluster.num_nodes / CHECKPOINT_BYTES_PER_S
     return RunTime(
         steps=round(steps),
         epochs=steps / per_epoch,
@@ -101,9 +123,33 @@ def run_time(
         tokens_per_epoch=round(sum(cut) * scale),
         cut_share=lengths.share_longer(c.batch.seq_len),
         idle_share=1 - c.batch.micro_batch * sum(items) / len(items) / longest,
-        seconds=None if step_s is None else steps * step_s,
+        seconds=None if step_s is None else steps * step_s + evaluation_s + checkpoint_s,
+        evaluations=evaluations if eval_samples else 0,
+        evaluation_s=evaluation_s,
+        checkpoints=checkpoints,
+        checkpoint_bytes=checkpoint_bytes,
+        checkpoint_s=checkpoint_s,
         uncertainty_ratio=estimate.speed.uncertainty_ratio if estimate.speed else 0.0,
     )
+
+
+def _times(strategy: Interval, interval: float | None, steps: float, per_epoch: int) -> int:
+    """Returns how often something is done in a run that is due after each epoch, or so many steps, or share of them.
+
+    >>> [_times(Interval.STEPS, interval, 1000, 400) for interval in (None, 300, 0.25)]
+    [0, 3, 4]
+    """
+    if strategy is Interval.EPOCH:
+        return math.ceil(steps / per_epoch)
+    if interval is None:
+        return 0
+    return int(steps // (interval if interval >= 1 else math.ceil(interval * steps)))
+
+
+def _forward_share(workload: Workload, configuration: Configuration) -> float:
+    """Returns the time of a forward pass of a micro-batch over that of a step."""
+    alone, whole = forward_s(workload, configuration), speed(workload, configuration)
+    return alone / whole.step_s if alone is not None and whole is not None else 0.0
 
 
 def _rows(lengths: Lengths, seq_len: int, *, is_packed: bool) -> list[int]:

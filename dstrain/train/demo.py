@@ -78,8 +78,11 @@ class Demo:
     """Nats per token of the evaluation answers for a model that only knows how frequent each token is."""
 
 
-def build(folder: Path, *, num_experts: int = 0) -> Demo:
-    """Writes `model`, `train.jsonl` and `eval.jsonl` to the folder; the same bytes every time on the same Python."""
+def build(folder: Path, *, num_experts: int = 0, has_pairs: bool = False) -> Demo:
+    """Writes `model`, `train.jsonl` and `eval.jsonl` to the folder; the same bytes every time on the same Python.
+
+    With `has_pairs` each sample has a rejected answer too.
+    """
     pairs = pairs_of_standard_library()
     if len(pairs) < _FEWEST_PAIRS:
         raise EnvironmentProblem(
@@ -89,7 +92,8 @@ def build(folder: Path, *, num_experts: int = 0) -> Demo:
     samples = [_sample(question, answer) for question, answer in pairs]
     train, evaluation = samples[EVAL_SAMPLES:], samples[:EVAL_SAMPLES]
     for name, part in (("train.jsonl", train), ("eval.jsonl", evaluation)):
-        write_atomic(folder / name, "".join(json.dumps(sample, ensure_ascii=False) + "\n" for sample in part))
+        rows = _pairs(part) if has_pairs else part
+        write_atomic(folder / name, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
     tokenizer = make_tokenizer(message["content"] for sample in train for message in sample["messages"])
     model = make_model(tokenizer, num_experts=num_experts)
     tokenizer.save_pretrained(folder / "model")
@@ -164,6 +168,14 @@ def _sample(question: str, answer: str) -> dict[str, Any]:
             {"role": "assistant", "content": answer},
         ]
     }
+
+
+def _pairs(samples: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yields pairs for DPO: the docstring of each function, and as the rejected answer its words from last to first."""
+    for sample in samples:
+        question, answer = sample["messages"]
+        backwards = " ".join(answer["content"].split()[::-1])
+        yield {"prompt": [question], "chosen": [answer], "rejected": [{**answer, "content": backwards}]}
 
 
 def make_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
@@ -247,9 +259,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m dstrain.train.demo", description=__doc__)
     parser.add_argument("folder", metavar="DIR", type=Path, help="where model, train.jsonl and eval.jsonl are written")
     parser.add_argument("--experts", metavar="N", type=int, default=0, help="experts of each layer; default: none")
+    parser.add_argument("--pairs", action="store_true", help="pairs of a chosen and a rejected answer, for DPO")
     given = parser.parse_args()
     with redirect_stdout(sys.stderr):  # libraries that are loaded on the way greet on stdout
-        made = build(given.folder.resolve(), num_experts=given.experts)
+        made = build(given.folder.resolve(), num_experts=given.experts, has_pairs=given.pairs)
     print(json.dumps(asdict(made)))
 
 

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from cases import ask
 
-from dstrain.choices import Method, Task
+from dstrain.choices import Interval, Method, Task
 from dstrain.facts.data.lengths import Lengths
+from dstrain.job.schema import Job
 from dstrain.plan.request import Request
 from dstrain.plan.run_time import LEAST_STEPS, RunTime, run_time, with_lengths
 from dstrain.plan.search.decide import choice
@@ -22,6 +23,10 @@ MODEL = ask(model="qwen3-8b", gpus=8, gpu="a100-80g").workload
 
 def lengths(tokens: tuple[int, ...], num_samples: int = 200_000) -> Lengths:
     return Lengths(tokens=tokens, num_samples=num_samples)
+
+
+def job(**values: Any) -> Job:
+    return Job(model="", output_dir="", **values)  # type: ignore[arg-type]
 
 
 def decided(data: Lengths, **wishes: Any) -> tuple[bool | None, int | None]:
@@ -53,7 +58,7 @@ def test_a_family_that_nobody_has_checked_shares_no_rows() -> None:
 
 def trained(data: Lengths, **wishes: Any) -> RunTime:
     request = with_lengths(Request(method=Method.LORA, **wishes), MODEL.model, data, epochs=3)
-    return run_time(MODEL, choice(MODEL, request), data, epochs=3)
+    return run_time(MODEL, choice(MODEL, request), data, job())
 
 
 def test_rows_and_steps_are_those_of_the_samples() -> None:
@@ -81,10 +86,32 @@ def test_equal_samples_take_the_step_of_the_plan() -> None:
     data = lengths((4096,) * 50, 64_000)
     request = with_lengths(Request(packing=False), MODEL.model, data, epochs=1)
     chosen = choice(MODEL, request)
-    run = run_time(MODEL, chosen, data, epochs=1)
+    run = run_time(MODEL, chosen, data, job(num_train_epochs=1.0, save_steps=5000))
     assert chosen.speed is not None
     assert run.seconds == pytest.approx(1000 * chosen.speed.step_s)
     assert (run.idle_share, run.cut_share) == (0, 0)
+
+
+def test_evaluations_and_checkpoints_take_their_time() -> None:
+    data = lengths((4096,) * 50, 64_000)
+    chosen = choice(MODEL, with_lengths(Request(packing=False), MODEL.model, data, epochs=1))
+    plain = job(num_train_epochs=1.0, save_steps=5000)
+    alone = run_time(MODEL, chosen, data, plain)
+    assert (alone.evaluations, alone.checkpoints, alone.checkpoint_s) == (0, 0, 0.0)
+    both = replace(plain, save_steps=400, eval_steps=0.25, eval_on_start=True)
+    run = run_time(MODEL, chosen, data, both, eval_samples=6_400)
+    assert (run.checkpoints, run.evaluations) == (2, 5)
+    assert run.checkpoint_s == 2 * chosen.memory.checkpoint_bytes / 1e9
+    assert alone.seconds is not None and run.seconds is not None
+    assert run.seconds == pytest.approx(alone.seconds + run.checkpoint_s + run.evaluation_s)
+    # a forward pass is a quarter to a half of a step, and an evaluation has a tenth of an epoch's samples
+    assert 0.25 < run.evaluation_s / (5 * alone.seconds / 10) < 0.5
+    once = run_time(MODEL, chosen, data, plain, eval_samples=6_400)
+    assert once.evaluation_s == pytest.approx(run.evaluation_s / 5)
+    by_epoch = replace(plain, num_train_epochs=3.0, save_strategy=Interval.EPOCH, save_only_model=True)
+    saved = run_time(MODEL, chosen, data, by_epoch)
+    assert saved.checkpoints == 3
+    assert saved.checkpoint_bytes == chosen.saved_bytes(only_model=True) < run.checkpoint_bytes / 4
 
 
 def test_cut_samples_are_counted() -> None:
@@ -95,4 +122,4 @@ def test_without_a_speed_there_is_no_time() -> None:
     workload = ask(model="qwen3-0.6b", gpus=1, gpu="cpu").workload
     data = lengths((100, 500), 640)
     chosen = choice(workload, with_lengths(Request(), workload.model, data, epochs=1))
-    assert run_time(workload, chosen, data, epochs=1).seconds is None
+    assert run_time(workload, chosen, data, job(), eval_samples=10).seconds is None

@@ -56,6 +56,15 @@ def test_model_and_tokenizer_load(built: dict[str, Any]) -> None:
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
 
 
+def test_pairs_have_the_words_from_last_to_first_as_rejected_answer(tmp_path: Path) -> None:
+    made = demo.build(tmp_path, has_pairs=True)
+    pairs = [json.loads(line) for line in Path(made.eval).read_text().splitlines()]
+    assert len(pairs) == made.eval_samples
+    for pair in pairs:
+        (chosen,), (rejected,) = pair["chosen"], pair["rejected"]
+        assert chosen["content"].split() == rejected["content"].split()[::-1]
+
+
 def test_with_experts_it_is_a_mixture_of_about_as_many_active_parameters(built: dict[str, Any]) -> None:
     sparse: Any = demo.make_model(AutoTokenizer.from_pretrained(built["model"]), num_experts=8)
     assert sparse.config.num_experts == 8

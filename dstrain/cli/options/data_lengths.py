@@ -9,7 +9,7 @@ from typing import Any
 
 from dstrain.choices import Hub
 from dstrain.errors import DstrainError
-from dstrain.facts.data.datafile import files_of, is_file_name
+from dstrain.facts.data.datafile import files_of, is_file_name, num_rows
 from dstrain.facts.data.job_reading import reading_for
 from dstrain.facts.data.lengths import SAMPLED_ROWS, Lengths, mixed, read_lengths
 from dstrain.facts.data.mixture import epoch_counts, held_out_counts
@@ -52,42 +52,31 @@ class TrainingData:
     """The lengths of an epoch; None if they are not known."""
     sources: tuple[SourceLengths, ...] = ()
     """Those of each data set."""
-    epochs: float = 0.0
-    """Passes over them."""
-    max_steps: int | None = None
-    """Steps that end the run instead of the epochs; None: none are given."""
+    job: Job | None = None
+    """The job that trains on them; None if they are not known."""
+    eval_samples: int = 0
+    """Samples of an evaluation; 0 also if their number is not known."""
     unknown: str | None = None
     """Why they are not known, in words; None if no data are named."""
 
     def decide(self, request: Request, model: ModelFacts) -> Request:
         """Returns the request with what the lengths decide."""
-        if self.lengths is None:
+        if self.lengths is None or self.job is None:
             return request
-        return run_time.with_lengths(request, model, self.lengths, epochs=self.epochs, max_steps=self.max_steps)
+        epochs, max_steps = self.job.num_train_epochs, self.job.max_steps
+        return run_time.with_lengths(request, model, self.lengths, epochs=epochs, max_steps=max_steps)
 
     def run_time(self, workload: Workload, chosen: Estimate) -> RunTime | None:
         """Returns how long a plan trains them; None if it is not known."""
-        if self.lengths is None:
+        if self.lengths is None or self.job is None:
             return None
-        return run_time.run_time(workload, chosen, self.lengths, epochs=self.epochs, max_steps=self.max_steps)
+        return run_time.run_time(workload, chosen, self.lengths, self.job, eval_samples=self.eval_samples)
 
     def document(self, trained: RunTime | None) -> dict[str, Any]:
         """Returns the lengths and the run as JSON-ready data, as far as they are known."""
         if self.lengths is None:
             return {} if self.unknown is None else {"data": {"unknown": self.unknown}}
-        sources = [
-            {
-                "path": source.name,
-                "samples": source.lengths.num_samples,
-                "samples_per_epoch": source.num_samples,
-                "tokens": {
-                    "half": source.lengths.at(0.5),
-                    "95": source.lengths.at(0.95),
-                    "longest": source.lengths.at(1),
-                },
-            }
-            for source in self.sources
-        ]
+        sources = [source.document() for source in self.sources]
         known = {"samples": self.lengths.num_samples, "longer_than": histogram(self.lengths), "sources": sources}
         return {"data": known, **({} if trained is None else {"run": asdict(trained)})}
 
@@ -124,6 +113,7 @@ def _asked(options: Mapping[str, Any], path: Path | None, *, keeps_list: bool) -
         return replace(read_job(Path(data)).job, task=options["task"])
     is_read = path is not None and path.is_file() and (data is not None or keeps_list)
     job = replace(read_job(path).job if is_read and path else Job(model="", output_dir=""), task=options["task"])
+    job = replace(job, eval_data=options.get("eval_data") or job.eval_data)
     return job if keeps_list and job.data is not None else replace(job, data=data)
 
 
@@ -153,8 +143,8 @@ def _read(job: Job, model: ModelFacts, hub: Hub) -> TrainingData:
         most = lengths.num_samples if source.max_samples is None else min(source.max_samples, lengths.num_samples)
         found.append(replace(lengths, num_samples=most))
     counts = [lengths.num_samples for lengths in found]
-    if job.val_split is not None:
-        counts = [size - out for size, out in zip(counts, held_out_counts(counts, job.val_split), strict=True)]
+    held_out = held_out_counts(counts, job.val_split) if job.val_split is not None else [0] * len(counts)
+    counts = [size - out for size, out in zip(counts, held_out, strict=True)]
     weights = weights_of(sources)
     if weights is not None:
         counts = epoch_counts(counts, weights, job.stopping_strategy)
@@ -164,6 +154,18 @@ def _read(job: Job, model: ModelFacts, hub: Hub) -> TrainingData:
             SourceLengths(name=source.path, lengths=lengths, num_samples=count)
             for source, lengths, count in zip(sources, found, counts, strict=True)
         ),
-        epochs=job.num_train_epochs,
-        max_steps=job.max_steps,
+        job=job,
+        eval_samples=sum(held_out) or _eval_samples(job),
     )
+
+
+def _eval_samples(job: Job) -> int:
+    """Returns the samples of the evaluation data; 0 if they are not here, or somebody else's to read."""
+    total = 0
+    for source in job.eval_sources:
+        files = files_of(source.path) if is_file_name(source.path) else []
+        if not files or not all(file.exists() for file in files):
+            return 0
+        rows = sum(map(num_rows, files))
+        total += rows if source.max_samples is None else min(rows, source.max_samples)
+    return total

@@ -7,9 +7,9 @@ from dstrain.cli.options.question import PlanInputs
 from dstrain.facts.cluster.cluster import Cluster
 from dstrain.facts.data.lengths import Lengths
 from dstrain.paths import shown
-from dstrain.plan.run_time import RunTime
+from dstrain.plan.run_time import CHECKPOINT_BYTES_PER_S, RunTime
 from dstrain.plan.search.reasons import percent
-from dstrain.units import format_count, format_seconds
+from dstrain.units import format_bytes, format_count, format_seconds
 
 _LOST_SHARE = 0.005
 """Share of cut samples from which a longer row is named."""
@@ -22,7 +22,9 @@ def data_lines(data: TrainingData, run: RunTime | None, asked: PlanInputs) -> li
     if data.lengths is None or run is None:
         return []
     each = _source_lines(data) if len(data.sources) > 1 else []
-    return [*_length_lines(data.lengths, run, asked), *each, _time_line(run, asked.workload.cluster)]
+    lines = [*_length_lines(data.lengths, run, asked), *each, *_time_lines(run, asked.workload.cluster)]
+    is_left_out = run.seconds is not None and data.job is not None and data.job.has_eval and not data.eval_samples
+    return [*lines, *(["         without evaluations: how many samples they have is unknown"] if is_left_out else [])]
 
 
 def _source_lines(data: TrainingData) -> list[str]:
@@ -51,10 +53,22 @@ def _length_lines(lengths: Lengths, run: RunTime, asked: PlanInputs) -> list[str
     return lines
 
 
-def _time_line(run: RunTime, cluster: Cluster) -> str:
+def _time_lines(run: RunTime, cluster: Cluster) -> list[str]:
     passes = f"{run.epochs:.3g} epoch{'s' if run.epochs != 1 else ''} of {format_count(run.tokens_per_epoch)} tokens"
     steps = f"{run.steps:,} steps, {passes}"
     if run.seconds is None:
-        return f"time     unknown for {cluster.gpu.name}: {steps}"
+        return [f"time     unknown for {cluster.gpu.name}: {steps}"]
     span = f"{format_seconds(run.seconds)} ± {percent(run.uncertainty_ratio)}"
-    return f"time     {span}, {run.seconds * cluster.num_gpus / 3600:.1f} GPU-hours: {steps}"
+    lines = [f"time     {span}, {run.seconds * cluster.num_gpus / 3600:.1f} GPU-hours: {steps}"]
+    parts = []
+    if run.checkpoints:
+        size, rate = format_bytes(run.checkpoint_bytes), CHECKPOINT_BYTES_PER_S / 1e9
+        written = f"{format_seconds(run.checkpoint_s)} at {rate:g} GB/s of each node"
+        parts.append(f"{_times(run.checkpoints, 'checkpoint')} of {size} ({written})")
+    if run.evaluations:
+        parts.append(f"{_times(run.evaluations, 'evaluation')} ({format_seconds(run.evaluation_s)})")
+    return [*lines, f"         of it {' and '.join(parts)}"] if parts else lines
+
+
+def _times(count: int, word: str) -> str:
+    return f"{count} {word}{'s' if count != 1 else ''}"

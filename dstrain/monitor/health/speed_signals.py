@@ -70,6 +70,8 @@ def data_wait(history: History) -> float | None:
 
 def padding(history: History) -> float | None:
     """Returns the share of padding among all tokens: the median of the last three windows."""
+    if not history.facts.is_cross_entropy:  # pairs of answers cannot share rows
+        return None
     shares = history.series("padding_share")
     return median(shares[-_FEW:]) if len(shares) >= _FEW else None
 

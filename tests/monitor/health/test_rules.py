@@ -163,6 +163,8 @@ def test_a_first_loss_above_that_of_guessing_is_told_once() -> None:
 def test_a_loss_that_is_not_one_of_tokens_may_be_0_or_large() -> None:
     watch = Watch({}, Facts(is_cross_entropy=False, vocab_size=150_000))
     assert told(watch, {"loss": 20.0}, {"loss": 0.0}) == []
+    assert told(watch, *[{"loss": 1.0, "padding_share": 0.6}] * 6) == []  # pairs of answers cannot share rows
+    assert told(Watch({}, FACTS), *[{"loss": 1.0, "padding_share": 0.6}] * 6) == ["padding"]
 
 
 def test_an_evaluation_loss_that_rises_twice_while_the_loss_falls_is_overfitting() -> None:
