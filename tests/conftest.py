@@ -74,6 +74,8 @@ MARKS = {
         *("tests/cli/", "tests/test_docs.py", "tests/facts/model/test_hub_config.py"),
         *("tests/plan/search/test_search.py", "tests/plan/search/test_grid.py"),
         *("tests/config/templates/test_templates.py", "tests/launch/filesync/test_gather_checkpoints.py"),
+        "tests/train/data/test_tokenized.py::test_a_killed_preparation_goes_on_where_it_was_by_two_at_once_and_run_finds_it",
+        "tests/facts/data/test_lengths.py::test_lengths_are_those_of_training",
         "tests/test_architecture.py::test_a_verb_imports_what_it_needs",
         "tests/test_architecture.py::test_answering_imports_nothing_heavy",
     ),
