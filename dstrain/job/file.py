@@ -41,7 +41,7 @@ def read_job(path: Path, overrides: Sequence[str] = ()) -> JobFile:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise InvalidConfig(
-            f"{path}: no such file", hint="dstrain gen-config writes one; or name yours: dstrain run path/to/job.yaml"
+            f"{path}: no such file", hint="dstrain gen-config writes one; or name yours, such as path/to/job.yaml."
         ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidConfig(f"{path}: cannot be read: {error}") from None

@@ -102,7 +102,7 @@ def _router_loss(subject: Subject) -> Iterator[Fault]:
         yield Fault(
             place=subject.job.locate(("router_aux_loss_coef",)),
             problem=f"router_aux_loss_coef is {job.router_aux_loss_coef:g}, but {why}",
-            effect="the run stops before its first step: no rank has the logits of all routers",
+            effect="the run stops before its first step",
             fix="remove the line",
         )
 
