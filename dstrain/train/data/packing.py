@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -128,7 +130,7 @@ def kept(folder: Path, lengths: Any, capacity: int, *, seed: int) -> Packing:
             if not all(path.exists() for path in paths):
                 made = packed(lengths, capacity, seed=seed)
                 for path, values in zip(paths, (made.members, made.starts), strict=True):
-                    beside = path.with_suffix(".part.npy")
+                    beside = path.with_name(f"{path.stem}.{socket.gethostname()}-{os.getpid()}.part.npy")
                     np.save(beside, values)
                     beside.replace(path)
     members, starts = (np.load(path, mmap_mode="r") for path in paths)
