@@ -4,6 +4,8 @@ Examples: python -m benchmarks.health_exam            (replays the recorded runs
           python -m benchmarks.health_exam --record   (records them again: a quarter of an hour on two idle cores)
           python -m benchmarks.health_exam --record --only slow-rank
           python -m benchmarks.health_exam --gallery docs/gallery   (writes the report page of a run with each cause)
+
+Ranks that record ask for real-time scheduling, which root gets: other processes of the machine wait meanwhile.
 """
 
 from __future__ import annotations
@@ -50,7 +52,7 @@ def main() -> None:
         for path in write(first, given.gallery):
             print(path)
         return
-    for half, title in ((0, "the half on which rules were repaired"), (1, "the half that was only scored")):
+    for half, title in ((0, "the first runs"), (1, "the second runs")):
         describe(title, [result for result in results if result.trace.half == half])
 
 

@@ -45,7 +45,7 @@ class Trace:
     cause: Cause | None
     """None: nothing is wrong."""
     half: int
-    """0: rules were repaired on it; 1: it was only scored."""
+    """0: the first run of a cause, after a look at which rules were repaired; 1: the second, which was in view too."""
     onset: int = 1
     """The first step with the cause."""
     size: float = 0.0
