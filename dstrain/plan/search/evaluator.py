@@ -12,6 +12,7 @@ from dstrain.facts.workload import Workload
 from dstrain.plan.configuration import Configuration
 from dstrain.plan.estimate import ASKED_GPU_RATIO, USABLE_GPU_RATIO, USABLE_HOST_RATIO, assess
 from dstrain.plan.estimate_records import Estimate, Speed
+from dstrain.plan.memory.layers.activations import has_layer_code
 from dstrain.plan.memory.memory import Detail, host_bytes
 from dstrain.plan.request import Request
 from dstrain.plan.search.bounds import Bound, bound, passes_s
@@ -20,8 +21,8 @@ from dstrain.plan.speed.efficiency import efficiency
 from dstrain.plan.speed.step_time import difference_error_s, speed
 
 QUICK_ERROR_RATIO = 0.10
-"""The most by which quick estimates of live bytes exceed exact ones. The bytes that the allocator holds besides are
-bounded from above, and count only once they are replayed. Source: tests/plan/memory/test_closed_form.py."""
+"""The most by which quick estimates of live bytes exceed exact ones below ZeRO-3. The bytes that the allocator holds
+besides are bounded from above, and count only once they are replayed. Source: tests/plan/memory/test_closed_form.py."""
 
 ALIKE_RATIO = 0.01
 """The most by which bytes of two candidates of one appetite differ: SP ranks that have parts of more samples have
@@ -113,13 +114,16 @@ class Evaluator:
         fits_gpu = fits_gpu and least.load_bytes <= cluster.gpu.memory_bytes
         return fits_gpu and least.host_bytes <= USABLE_HOST_RATIO * cluster.host_memory_bytes
 
-    def seems_to_fit(self, candidate: Candidate, error_ratio: float = QUICK_ERROR_RATIO) -> bool:
-        """Returns whether the candidate fits or, before it is verified, may fit if its estimate is that far off."""
+    def seems_to_fit(self, candidate: Candidate, is_sure: bool = False) -> bool:
+        """Returns whether the candidate fits or, before it is verified, may fit as far as its estimate may be off.
+
+        `is_sure` takes the estimate of live bytes as it is.
+        """
         if candidate in self.exact:
             return self.estimates[candidate].fits
         if candidate not in self.hopeless and self._fails(candidate):
             self.hopeless.add(candidate)
-        return candidate not in self.hopeless and self._seems_to_fit_gpu(candidate, error_ratio)
+        return candidate not in self.hopeless and self._seems_to_fit_gpu(candidate, is_sure)
 
     def seems_to_hold_all(self, candidate: Candidate) -> bool:
         """Returns whether the candidate fits by its estimate, with all that the allocator may hold besides live bytes.
@@ -151,7 +155,7 @@ class Evaluator:
         if self._is_known_to_fail(candidate) or not self._is_host_room(candidate):
             return True
         self.estimate(candidate)
-        self._learn(candidate, QUICK_ERROR_RATIO)
+        self._learn(candidate, self._error_ratio(candidate))
         return not self._seems_to_fit_gpu(candidate)
 
     def shortage(self, candidate: Candidate) -> tuple[bool, int]:
@@ -159,11 +163,16 @@ class Evaluator:
         fits, needs = self._seems_to_fit_gpu(candidate), self.estimate(candidate).memory
         return not fits, needs.host_bytes_per_node if fits else needs.needed_bytes_per_gpu
 
-    def _seems_to_fit_gpu(self, candidate: Candidate, error_ratio: float = QUICK_ERROR_RATIO) -> bool:
+    def _error_ratio(self, candidate: Candidate) -> float:
+        """Returns by how much the quick estimate of live bytes may exceed the exact one: it is exact under ZeRO-3."""
+        is_exact = candidate.way.zero.stage == 3 and has_layer_code(self.workload.model)
+        return 0.0 if is_exact else QUICK_ERROR_RATIO
+
+    def _seems_to_fit_gpu(self, candidate: Candidate, is_sure: bool = False) -> bool:
         estimate = self.estimate(candidate)
         if candidate in self.exact:
             return estimate.fits_gpu
-        most = (1 + error_ratio) * estimate.usable_bytes_per_gpu
+        most = (1 + (0.0 if is_sure else self._error_ratio(candidate))) * estimate.usable_bytes_per_gpu
         return estimate.memory.load.fits_gpu and live_bytes(estimate) <= most
 
     def _is_host_room(self, candidate: Candidate) -> bool:

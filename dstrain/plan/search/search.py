@@ -131,7 +131,7 @@ def _verified(
     else:
         return [], None
     for _ in range(MOST_MISSES if top > 1 else 0):
-        ranked, _ = _ranked(evaluator, ordered, top, partial(evaluator.seems_to_fit, error_ratio=0.0))
+        ranked, _ = _ranked(evaluator, ordered, top, partial(evaluator.seems_to_fit, is_sure=True))
         if all(evaluator.verify(candidate).fits for candidate in ranked):
             break
     verified = [candidate for candidate in ranked if candidate in evaluator.exact]
@@ -158,7 +158,7 @@ def fastest(workload: Workload, request: Request) -> Estimate | None:
     What fits with all that the allocator may hold besides live bytes comes first: it needs no replay.
     """
     evaluator = Evaluator(workload, usable_ratio(request))
-    for fits in (evaluator.seems_to_hold_all, partial(evaluator.seems_to_fit, error_ratio=0.0)):
+    for fits in (evaluator.seems_to_hold_all, partial(evaluator.seems_to_fit, is_sure=True)):
         _, best, _ = _best(evaluator, request, 1, proposed_if=fits)
         if best:
             return evaluator.estimate(best[0])

@@ -8,9 +8,10 @@ from functools import cache
 from operator import attrgetter
 from typing import NamedTuple
 
+from dstrain.choices import Method
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.plan.configuration import DEFAULTS, Configuration, Parallel
-from dstrain.plan.memory.deepspeed.byte_account import Action, Parts
+from dstrain.plan.memory.deepspeed.byte_account import Action, Parts, rounded
 from dstrain.plan.memory.deepspeed.host_memory import Host, host
 from dstrain.plan.memory.deepspeed.modules import QUANTIZED_PER_ELEMENT, Modules, Shape, modules
 from dstrain.plan.memory.deepspeed.optimizer_step import step_bytes
@@ -21,7 +22,7 @@ from dstrain.plan.memory.deepspeed.settings import Settings, settings_of
 from dstrain.plan.memory.layers import record_pass
 from dstrain.plan.memory.layers.recording import Key, Recording
 from dstrain.plan.memory.layers.tensor import GradRelease
-from dstrain.plan.memory.params import quantized_bytes_per_param, shard, trained
+from dstrain.plan.memory.params import is_inside, quantized_bytes_per_param, shard, trained
 from dstrain.plan.memory.peak import Peak
 
 SHORT_SEQ_LEN = 16
@@ -60,6 +61,35 @@ class Engine:
     """Bytes at the instants of the optimizer step, on the same ranks."""
 
 
+def brief_peak(
+    model: ModelFacts, configuration: Configuration, num_ranks: int, *, kernel_workspaces: bool = True
+) -> Peak:
+    """Returns `peak` under ZeRO-3 from the passes of a few layers at each end.
+
+    What is gathered, and what waits in buckets, is the same in all layers between them.
+    """
+    edge = _edge(model, configuration)
+    brief = record_pass.brief(model, configuration, _record_passes(configuration, kernel_workspaces), edge)
+    passes = Passes(
+        checkpointing=configuration.checkpointing,
+        is_reentrant=settings_of(configuration).is_reentrant,
+        detached=brief.detached,
+        layers=record_pass.run_at_edges(model, configuration, edge),
+    )
+    micro_batch = program(shard(model, Parallel(ep=configuration.parallel.ep)), _shape(configuration, brief), passes)
+    engine = _engine(model, micro_batch, settings_of(configuration), num_ranks)
+    return _highest(_instants(engine, brief), engine.resident)
+
+
+def _edge(model: ModelFacts, configuration: Configuration) -> int:
+    """Returns the layers that prefetching may run ahead, and a few more."""
+    layer = sum(g.numel * g.count for g in model.tensors if is_inside(g)) // model.num_hidden_layers
+    if configuration.model.method is Method.QLORA:
+        layer //= QUANTIZED_PER_ELEMENT
+    ahead = configuration.zero.max_live_parameters + 2 * configuration.zero.prefetch_bucket_size
+    return record_pass.EDGE + ahead // max(1, layer)
+
+
 def peak(model: ModelFacts, configuration: Configuration, num_ranks: int, *, kernel_workspaces: bool = True) -> Peak:
     """Returns the highest peak of live bytes of any rank, without workspaces of kernel libraries.
 
@@ -67,8 +97,12 @@ def peak(model: ModelFacts, configuration: Configuration, num_ranks: int, *, ker
     `kernel_workspaces` says whether what GPU kernels allocate inside is counted, which CPU ranks do not have.
     Source: live storages of DeepSpeed 0.19.8 on two and four CPU ranks; `benchmarks/engine.py` compares.
     """
-    between = engine_of(model, configuration, num_ranks).resident
-    top = max(instants(model, configuration, num_ranks, kernel_workspaces=kernel_workspaces), key=attrgetter("total"))
+    found = instants(model, configuration, num_ranks, kernel_workspaces=kernel_workspaces)
+    return _highest(found, engine_of(model, configuration, num_ranks).resident)
+
+
+def _highest(found: Iterable[Instant], between: Resident) -> Peak:
+    top = max(found, key=attrgetter("total"))
     grads, buffers, gathered = top.engine
     activations, logits, made, _ = top.tape
     return Peak(
@@ -101,8 +135,11 @@ def instants(
     model: ModelFacts, configuration: Configuration, num_ranks: int, *, kernel_workspaces: bool = True
 ) -> Iterator[Instant]:
     """Yields the moments of a step that may be the peak."""
-    engine = engine_of(model, configuration, num_ranks)
     recording = recorded(model, configuration, kernel_workspaces=kernel_workspaces)
+    return _instants(engine_of(model, configuration, num_ranks), recording)
+
+
+def _instants(engine: Engine, recording: Recording) -> Iterator[Instant]:
     nothing = recording.moments[-1].peak
     numbers = recording.numbers()
     totals = [sum(moment.peak) for moment in recording.moments]
@@ -131,13 +168,16 @@ def places(numbers: Mapping[Key, int], actions: Iterable[Action]) -> Iterator[in
 
 def recorded(model: ModelFacts, configuration: Configuration, *, kernel_workspaces: bool = True) -> Recording:
     """Returns a micro-batch on the tape, whose gradients go as soon as they are made: the engine takes them."""
-    passes = record_pass.Passes(
+    return record_pass.record(model, configuration, _record_passes(configuration, kernel_workspaces))
+
+
+def _record_passes(configuration: Configuration, kernel_workspaces: bool) -> record_pass.Passes:
+    return record_pass.Passes(
         release=GradRelease.AT_ONCE,
         stops_early=configuration.code.stops_early and not settings_of(configuration).is_reentrant,
         keeps_inputs=configuration.zero.stage == 3,
         kernel_workspaces=kernel_workspaces,
     )
-    return record_pass.record(model, configuration, passes)
 
 
 def engine_of(model: ModelFacts, configuration: Configuration, num_ranks: int) -> Engine:
@@ -148,6 +188,7 @@ def engine_of(model: ModelFacts, configuration: Configuration, num_ranks: int) -
 @cache
 def _engine(model: ModelFacts, micro_batch: Program, settings: Settings, ranks: int) -> Engine:
     between = _resident(model, settings, ranks, micro_batch.modules)
+    between = replace(between, gathered=between.gathered + _secondary_elsewhere(micro_batch, settings, ranks))
     played = replays(micro_batch, settings, ranks)
     # small parameters of ZeRO-3 are given back before the step
     gathered = between.secondary - between.gathered
@@ -159,6 +200,17 @@ def _engine(model: ModelFacts, micro_batch: Program, settings: Settings, ranks: 
         for replay in played
     )
     return Engine(between, played, steps)
+
+
+def _secondary_elsewhere(micro_batch: Program, settings: Settings, ranks: int) -> int:
+    """Returns ZeRO++'s secondary partitions of layers that are not run, as if they were there from the beginning."""
+    zero, item = settings.zero, settings.model.item
+    if zero.hpz < 2 or len(micro_batch.layers) == len(micro_batch.modules.layers):
+        return 0
+    run = {weight for members in micro_batch.members for weight in members}
+    others = (weight for number, weight in enumerate(micro_batch.modules.weights) if number not in run)
+    large = (weight for weight in others if weight.numel > zero.param_persistence_threshold)
+    return sum(rounded(weight.padded(ranks) * item) // zero.hpz for weight in large)
 
 
 def _resident(model: ModelFacts, settings: Settings, ranks: int, all_modules: Modules) -> Resident:

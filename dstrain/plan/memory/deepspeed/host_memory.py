@@ -90,8 +90,9 @@ def _sharded(modules: Modules, settings: Settings, ranks: int) -> Host:
     host = _of(settings.zero.pin_memory, [flat, *(FP32 * size for size in away)], states)
     if settings.zero.offload is not Offload.PARAMS:
         return host
-    whole = [item * sum(modules.weights[i].share(ranks) for i in group) for group in modules.groups()]
-    frozen = [item * weight.share(ranks) for weight in modules.weights if not weight.trains]
+    shares = modules.shares(ranks)
+    whole = [item * sum(shares[index] for index in group) for group in modules.groups()]
+    frozen = [item * share for weight, share in zip(modules.weights, shares, strict=True) if not weight.trains]
     pins = frozen if settings.zero.pin_memory else []
     return Host(
         pinned=(*host.pinned, *whole, *pins), pageable=host.pageable + (0 if pins or not frozen else sum(frozen))
@@ -105,7 +106,7 @@ def _nvme(modules: Modules, settings: Settings, ranks: int) -> Host:
     """
     item = settings.model.item
     groups = [sum(shares) for shares in sub_groups(modules, ranks, settings.zero.sub_group_size)]
-    shares = [weight.share(ranks) for weight in modules.weights]
+    shares = modules.shares(ranks)
     locked = OPTIMIZER_BUFFERS * FP32 * max(groups, default=0) + PARAMETER_BUFFERS * item * max(shares)
     flat = accumulation_item(settings) * sum(groups)
     kept = item * min(sum(groups), ALWAYS_IN_RAM)

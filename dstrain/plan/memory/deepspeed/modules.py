@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
@@ -102,16 +103,37 @@ class Modules:
     """The head; its weight is the embedding's where they are tied."""
 
     def groups(self) -> tuple[tuple[int, ...], ...]:
-        """Returns the trainable parameters by optimizer group: decayed, the rest, and experts that ranks share.
+        """Returns the trainable parameters by optimizer group: decayed, the rest, and experts that ranks share."""
+        return _groups(self)
 
-        Source: Transformers 5.23 trainer.py: get_decay_parameter_names (biases and norms are not decayed);
-        dstrain/train/expert_parallel.py: part_experts; deepspeed 0.19.8 runtime/zero/stage3.py.
-        """
-        kinds: dict[tuple[bool, bool], list[int]] = {(False, True): [], (False, False): [], (True, True): []}
-        for index, weight in enumerate(self.weights):
-            if weight.trains:
-                kinds[weight.ep > 1, weight.decays].append(index)
-        return tuple(tuple(group) for group in kinds.values() if group)
+    def shares(self, ranks: int) -> tuple[int, ...]:
+        """Returns the elements of each parameter's partition, of that many data-parallel ranks."""
+        return _shares(self, ranks)
+
+    def counted(self) -> tuple[tuple[Weight, int], ...]:
+        """Returns the parameters that differ, each with how many there are of it: layers are alike."""
+        return _counted(self)
+
+
+@cache
+def _groups(modules: Modules) -> tuple[tuple[int, ...], ...]:
+    """Source: Transformers 5.23 trainer.py: get_decay_parameter_names (biases and norms are not decayed);
+    dstrain/train/expert_parallel.py: part_experts; deepspeed 0.19.8 runtime/zero/stage3.py."""
+    kinds: dict[tuple[bool, bool], list[int]] = {(False, True): [], (False, False): [], (True, True): []}
+    for index, weight in enumerate(modules.weights):
+        if weight.trains:
+            kinds[weight.ep > 1, weight.decays].append(index)
+    return tuple(tuple(group) for group in kinds.values() if group)
+
+
+@cache
+def _shares(modules: Modules, ranks: int) -> tuple[int, ...]:
+    return tuple(weight.share(ranks) for weight in modules.weights)
+
+
+@cache
+def _counted(modules: Modules) -> tuple[tuple[Weight, int], ...]:
+    return tuple(Counter(modules.weights).items())
 
 
 @cache

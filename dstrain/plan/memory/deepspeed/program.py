@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cache
@@ -47,6 +48,8 @@ class Program:
     """Events that matter if nothing is gathered: gradients and marks."""
     marks: tuple[Key, ...]
     """The moments of the tape, by their number."""
+    layers: Sequence[int]
+    """The layers that are run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +62,8 @@ class Passes:
     """Whether recomputation is reentrant."""
     detached: frozenset[str]
     """Linear layers of the first decoder layer whose input needs no gradient."""
+    layers: tuple[int, ...] | None = None
+    """The layers that are run; None: all."""
 
 
 @cache
@@ -81,6 +86,7 @@ class _Writer:
         self.modules = modules
         self.checkpointing, self.is_reentrant = passes.checkpointing, passes.is_reentrant
         self.detached = passes.detached
+        self.layers: Sequence[int] = range(len(modules.layers)) if passes.layers is None else passes.layers
         self.events: list[tuple[Event, int]] = []
         self.marks: list[Key] = []
         self.members: dict[int, tuple[int, ...]] = {}
@@ -96,15 +102,15 @@ class _Writer:
         self.forward(modules.embedding, -1, "forward")
         self.mark("forward", -1, "")
         self.forward(modules.rotary, -1, "forward")
-        for index, layer in enumerate(modules.layers):
-            self.forward(layer, index, "forward")
+        for index in self.layers:
+            self.forward(modules.layers[index], index, "forward")
         self.forward(modules.norm, -1, "forward")
         self.put(Event.FETCH, modules.head)
         self.mark("head forward", -1, "")
         self.put(Event.RELEASE, modules.head)
         self.mark("loss forward", -1, "")
         self.backward_of_loss()
-        for index in reversed(range(len(modules.layers))):
+        for index in reversed(self.layers):
             self.layer_backward(modules.layers[index], index)
         if (
             self.trains(modules.embedding) or self.checkpointing.enabled
@@ -114,7 +120,7 @@ class _Writer:
             self.grads(modules.embedding)
         members = tuple(self.members.get(number, ()) for number in range(1 + max(self.members)))
         gradients = tuple(event for event in self.events if event[0] in (Event.GRAD, Event.MARK))
-        return Program(modules, members, tuple(self.events), gradients, tuple(self.marks))
+        return Program(modules, members, tuple(self.events), gradients, tuple(self.marks), self.layers)
 
     def backward_of_loss(self) -> None:
         """Writes the backward pass from the loss to the norm after the last layer."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 
 from dstrain.choices import Precision
 from dstrain.plan.memory.deepspeed.byte_account import Action, ByteAccount, Part
@@ -31,19 +32,22 @@ class Replay:
 
 def replays(program: Program, settings: Settings, ranks: int) -> tuple[Replay, ...]:
     """Returns the replays of the ranks that may peak highest: first, last, and the one with the most gradient."""
+    is_spread = is_wide(settings)
     candidates = {0}
-    if settings.zero.stage in (1, 2) and not is_wide(settings):
+    if settings.zero.stage in (1, 2) and not is_spread:
         elements = layout(program.modules, ranks).elements_by_rank(ranks)
         candidates |= {ranks - 1, elements.index(max(elements))}
-    return tuple(_replay(program, settings, ranks, rank) for rank in sorted(candidates))
+    reduces = _reduces(settings, ranks)
+    gathers = _gathers(settings, ranks) if settings.zero.stage == 3 else None
+    return tuple(_replay(program, reduces, gathers, is_spread, rank) for rank in sorted(candidates))
 
 
-def _replay(program: Program, settings: Settings, ranks: int, rank: int) -> Replay:
+@cache
+def _replay(program: Program, reduces: Reduces, gathers: Gathers | None, is_wide: bool, rank: int) -> Replay:
+    """Replays one rank; settings that differ in neither `reduces` nor `gathers` share it."""
     account = ByteAccount()
-    reducer = _reducer(program.modules, settings, ranks, rank, account)
-    coordinator = None
-    if settings.zero.stage == 3:
-        coordinator = Coordinator(program, _gathers(settings, ranks), account)
+    reducer = _reducer(program.modules, reduces, is_wide, rank, account)
+    coordinator = Coordinator(program, gathers, account) if gathers else None
     micro_batches = []
     for micro in range(reducer.how.micro_steps):
         if coordinator and micro:
@@ -79,8 +83,18 @@ def _calls(reducer: Reducer, coordinator: Coordinator | None) -> list[Callable[[
     return calls
 
 
-def _reducer(modules: Modules, settings: Settings, ranks: int, rank: int, account: ByteAccount) -> Reducer:
-    how = Reduces(
+def _reducer(modules: Modules, how: Reduces, is_wide: bool, rank: int, account: ByteAccount) -> Reducer:
+    if how.stage == 3:
+        return ShardedReducer(modules, how, account)
+    if is_wide:
+        return WideReducer(modules, how, account, layout(modules, how.ranks).whole)
+    if how.stage == 0:
+        return Reducer(modules, how, account)
+    return PartitionedReducer(modules, how, account, rank)
+
+
+def _reduces(settings: Settings, ranks: int) -> Reduces:
+    return Reduces(
         stage=settings.zero.stage,
         item=settings.model.item,
         communicated=communication_item(settings),
@@ -94,13 +108,6 @@ def _reducer(modules: Modules, settings: Settings, ranks: int, rank: int, accoun
         qgz=settings.zero.qgz,
         casts=settings.zero.qgz and settings.model.precision is not Precision.FP16,
     )
-    if settings.zero.stage == 3:
-        return ShardedReducer(modules, how, account)
-    if is_wide(settings):
-        return WideReducer(modules, how, account, layout(modules, ranks).whole)
-    if settings.zero.stage == 0:
-        return Reducer(modules, how, account)
-    return PartitionedReducer(modules, how, account, rank)
 
 
 def _gathers(settings: Settings, ranks: int) -> Gathers:

@@ -97,8 +97,9 @@ def sub_groups(modules: Modules, ranks: int, size: int) -> list[list[int]]:
     Source: deepspeed 0.19.8 runtime/zero/stage3.py: _create_fp16_sub_groups.
     """
     groups: list[list[int]] = []
+    elements = modules.shares(ranks)
     for group in modules.groups():
-        shares = [modules.weights[index].share(ranks) for index in group]
+        shares = [elements[index] for index in group]
         if size >= sum(shares):
             groups.append(shares)
             continue
@@ -144,10 +145,12 @@ def resident(modules: Modules, settings: Settings, ranks: int) -> Resident:
 
 def _sharded(modules: Modules, settings: Settings, ranks: int) -> Resident:
     item, offload, hpz = settings.model.item, settings.zero.offload, settings.zero.hpz
-    weights = modules.weights
-    trainable = sum(weight.share(ranks) for weight in weights if weight.trains)
-    frozen = sum(rounded(weight.share(ranks) * item) for weight in weights if not weight.trains)
-    persistent = [weight for weight in weights if weight.numel <= settings.zero.param_persistence_threshold]
+    counted = modules.counted()
+    trainable = sum(count * weight.share(ranks) for weight, count in counted if weight.trains)
+    frozen = sum(count * rounded(weight.share(ranks) * item) for weight, count in counted if not weight.trains)
+    least = settings.zero.param_persistence_threshold
+    whole = {weight: count * rounded(weight.padded(ranks) * item) for weight, count in counted if weight.numel <= least}
+    secondary = sum(count * rounded(weight.padded(ranks) * item // hpz) for weight, count in counted) if hpz > 1 else 0
     on_gpu = offload in (Offload.NONE, Offload.OPTIMIZER)
     is_copied = ranks > 1 or not on_gpu
     groups = [sum(shares) for shares in sub_groups(modules, ranks, settings.zero.sub_group_size)]
@@ -163,6 +166,6 @@ def _sharded(modules: Modules, settings: Settings, ranks: int) -> Resident:
         optimizer=sum(rounded(FP32 * size) + state_bytes(size, settings.step.optimizer) for size in stay)
         - saved_by_muon(modules, settings, ranks),
         buffers=rounded(settings.zero.reduce_bucket_size * communication_item(settings)),
-        gathered=sum(rounded(weight.padded(ranks) * item) for weight in persistent) if is_copied else 0,
-        secondary=sum(rounded(weight.padded(ranks) * item // hpz) for weight in weights) if hpz > 1 else 0,
+        gathered=sum(whole.values()) if is_copied else 0,
+        secondary=secondary,
     )

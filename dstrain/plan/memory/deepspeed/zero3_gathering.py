@@ -65,7 +65,8 @@ class Coordinator:
         self.persists = [numel <= how.persistence for numel in self.numel]
         self.order = [number for event, number in program.events if event in _FETCHES]
         self.queue = [(w, step) for step, number in enumerate(self.order) for w in sorted(set(self.members[number]))]
-        self.sizes = [self._size(weight) for weight in program.modules.weights]
+        sizes = {weight: self._size(weight) for weight, _ in program.modules.counted()}
+        self.sizes = [sizes[weight] for weight in program.modules.weights]
         self._learn_uses()
         self.whole = list(self.persists)
         self.flying: dict[int, _Group] = {}

@@ -15,6 +15,7 @@ from functools import lru_cache
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.plan.configuration import Configuration
 from dstrain.plan.memory.layers.activations import layer_kinds, play
+from dstrain.plan.memory.layers.brief_moments import moments_at_edges, numbers_at_edges, to_play
 from dstrain.plan.memory.layers.context import Variant, variant_of
 from dstrain.plan.memory.layers.extend_layers import repeated
 from dstrain.plan.memory.layers.graph import Tape
@@ -24,8 +25,12 @@ from dstrain.plan.memory.layers.tensor import GradRelease
 EDGE = 3
 """Layers at each end of a kind that are written out as they were played. The first is unlike the others where its input
 needs no gradient; the others are there because layers free what their neighbours made."""
+BRIEF_EDGE = 2
+"""The same where only bytes at the moments matter: the first layer, and one that keeps as much as its neighbours."""
 RECORDINGS_KEPT = 24
 """Number of cached recordings; one is about a megabyte."""
+BRIEF_RECORDINGS_KEPT = 256
+"""The same of moments alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +56,27 @@ def record(model: ModelFacts, configuration: Configuration, passes: Passes) -> R
         kernel_workspaces=passes.kernel_workspaces,
     )
     return _recorded(model, variant, passes, configuration.expandable_segments)
+
+
+def brief(model: ModelFacts, configuration: Configuration, passes: Passes, edge: int) -> Recording:
+    """Returns the moments of some layers at each end of each kind, as at the whole depth, without events."""
+    variant = replace(variant_of(configuration), release=passes.release, gathers=False)
+    return _brief(model, replace(variant, kernel_workspaces=passes.kernel_workspaces), passes, edge)
+
+
+@lru_cache(BRIEF_RECORDINGS_KEPT)
+def _brief(model: ModelFacts, variant: Variant, passes: Passes, edge: int) -> Recording:
+    depth, period = layer_kinds(model, variant), variant.checkpointing.period
+    short = to_play(depth, period=period, edge=BRIEF_EDGE)
+    recording = _played(model, variant, short, passes)
+    moments = moments_at_edges(recording.moments, depth, short, period=period, edge=edge)
+    return replace(recording, events=[], freed=[], moments=moments)
+
+
+def run_at_edges(model: ModelFacts, configuration: Configuration, edge: int) -> tuple[int, ...]:
+    """Returns the layers of which `brief` has moments."""
+    depth = layer_kinds(model, variant_of(configuration))
+    return numbers_at_edges(depth, period=configuration.checkpointing.period, edge=edge)
 
 
 def plain_passes(configuration: Configuration, release: GradRelease) -> Passes:

@@ -1,0 +1,131 @@
+"""What lives at the marks of a few layers of a deep model, from a recording of a shallow one."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from dstrain.plan.memory.layers.recording import Moment
+
+
+class _Place(NamedTuple):
+    """A layer of the deep model, as the shallow one's layer stands for it."""
+
+    played: int
+    """The layer that was played."""
+    number: int
+    """The layer for which it stands."""
+    kept: tuple[int, ...]
+    """Bytes that are kept in it beyond those of the layer that was played, by part."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """The moments of a recording: around the layers, and of each layer forward and backward."""
+
+    outside: dict[str, list[Moment]]
+    forward: dict[int, list[Moment]]
+    backward: dict[int, list[Moment]]
+
+
+def moments_at_edges(
+    moments: list[Moment], depth: Mapping[str, int], played: Mapping[str, int], *, period: int, edge: int
+) -> list[Moment]:
+    """Returns the moments of the layers within about `edge` of either end of their kind, as at the whole `depth`.
+
+    `moments` are those of a model with the layers that were `played`: of each kind as many at either end, in step with
+    the `period` of recomputed ones. Layers between them keep as much as their neighbours.
+    """
+    parts = _parts(moments)
+    places = list(_places(parts, depth, played, period, edge))
+    last = places[-1].kept
+    return [
+        *parts.outside["before"],
+        *(_moved(moment, place) for place in places for moment in parts.forward[place.played]),
+        *(_moved(moment, _Place(-1, -1, last)) for moment in parts.outside["between"]),
+        *(_moved(moment, place) for place in reversed(places) for moment in parts.backward[place.played]),
+        *parts.outside["after"],
+    ]
+
+
+def numbers_at_edges(depth: Mapping[str, int], *, period: int, edge: int) -> tuple[int, ...]:
+    """Returns the layers within about `edge` of either end of their kind."""
+    numbers: list[int] = []
+    first, most = 0, _in_step(edge, period)
+    for count in depth.values():
+        numbers += [first + index for index in range(count) if index < most or index >= count - most]
+        first += count
+    return tuple(numbers)
+
+
+def to_play(depth: Mapping[str, int], *, period: int, edge: int) -> dict[str, int]:
+    """Returns how many layers of each kind are played: `edge` at either end, in step with the period."""
+    least = 2 * _in_step(edge, period)
+    return {kind: count if count <= least else least + (count - least) % period for kind, count in depth.items()}
+
+
+def _in_step(edge: int, period: int) -> int:
+    return -(-edge // period) * period
+
+
+def _parts(moments: list[Moment]) -> _Parts:
+    outside: dict[str, list[Moment]] = {"before": [], "between": [], "after": []}
+    forward: dict[int, list[Moment]] = defaultdict(list)
+    backward: dict[int, list[Moment]] = defaultdict(list)
+    current = outside["before"]
+    for moment in moments:
+        what, layer, _ = moment.key
+        if what == "forward" and layer >= 0:
+            current = forward[layer]
+        elif what in ("head forward", "loss forward"):
+            current = outside["between"]
+        elif what == "layer backward":
+            current = backward[layer]
+        elif what in ("embedding backward", "backward end"):
+            current = outside["after"]
+        current.append(moment)
+    return _Parts(outside, forward, backward)
+
+
+def _places(
+    parts: _Parts, depth: Mapping[str, int], played: Mapping[str, int], period: int, edge: int
+) -> Iterator[_Place]:
+    first = number = 0
+    kept: tuple[int, ...] = (0,) * len(parts.outside["before"][0].begin)
+    for kind, count in played.items():
+        missing = (depth[kind] - count) // period
+        half = count // 2 // period * period
+        low = [_Place(first + index, number + index, kept) for index in range(half)]
+        growth = _growth(parts, first + half, period) if missing else kept
+        shift, grown = missing * period, _plus(kept, growth, missing)
+        high = [_Place(first + index, number + shift + index, grown) for index in range(half, count)]
+        copies = min(max(0, -(-(edge - half) // period)), missing)
+        yield from low
+        for copy in range(1, copies + 1):
+            yield from (_copy(place, copy * period, growth, copy) for place in low[-period:])
+        for copy in range(min(copies, missing - copies), 0, -1):
+            yield from (_copy(place, -copy * period, growth, -copy) for place in high[:period])
+        yield from high
+        first, number, kept = first + count, number + depth[kind], grown
+
+
+def _copy(place: _Place, layers: int, growth: tuple[int, ...], times: int) -> _Place:
+    return _Place(place.played, place.number + layers, _plus(place.kept, growth, times))
+
+
+def _growth(parts: _Parts, layer: int, period: int) -> tuple[int, ...]:
+    """Returns what a period of layers before this one keeps."""
+    later, earlier = (parts.forward[number][0].begin for number in (layer, layer - period))
+    return tuple(after - before for after, before in zip(later, earlier, strict=True))
+
+
+def _plus(base: tuple[int, ...], growth: tuple[int, ...], times: int) -> tuple[int, ...]:
+    return tuple(one + times * other for one, other in zip(base, growth, strict=True))
+
+
+def _moved(moment: Moment, place: _Place) -> Moment:
+    what, layer, name = moment.key
+    key = (what, place.number if layer >= 0 else layer, name)
+    return Moment(key, 0, _plus(moment.begin, place.kept, 1), _plus(moment.peak, place.kept, 1))
