@@ -20,6 +20,7 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast, Qwen2MoeConfig, Qwen2MoeForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+from dstrain.config.resolve_auto import GATHERS
 from dstrain.errors import InvalidConfig
 from dstrain.plan.memory.layers.kernels import LIGER
 from dstrain.train.liger import replace_kernels
@@ -132,9 +133,10 @@ def trained(engine: Engine, demo: Path, folder: Path, family: str, *, stage: int
 
         built(config_of(family) | {"vocab_size": len(tokenizer)}).save_pretrained(model)
         tokenizer.save_pretrained(model)
-    always = {"stage3_param_persistence_threshold": 0} if stage == 3 else {}
     settings = {**EXACT, "model": str(model), "grad_accum": 1, "seq_len": 24, "micro_batch": 1, "loss_on": "all"}
-    make_run(folder, demo, zero={"stage": stage, **always}, **{**settings, **job})
+    shared = {"tensor_parallel": {"autotp_size": job["tp"]}} if "tp" in job else {}
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 0, GATHERS: True}
+    make_run(folder, demo, zero=zero, engine=shared, **{**settings, **job})
     program = "tests.train.interpreting" if job.get("liger") else "dstrain.train"
     found = engine.run(program, folder, log=Path(f"{folder}.log"), timeout_s=1500)
     Path(f"{folder}.codes").write_text(f"{found}\n")
@@ -157,6 +159,7 @@ LORA = {"method": "lora", "lora": {"rank": 4, "targets": ["q_proj", "v_proj", "g
         ("gemma3_text", 3, {"loss": "chunked"}),
         ("qwen3_moe", 3, {"loss": "fused", "seq_len": 8, "max_steps": 2}),
         ("qwen3", 2, {"loss": "fused", "sp": 2, "seq_len": 32}),
+        ("qwen3", 1, {"tp": 2, "seq_len": 16, "max_steps": 2}),
     ],
     ids=str,
 )

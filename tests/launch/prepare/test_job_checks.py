@@ -102,6 +102,10 @@ def test_data_with_images_are_refused_where_they_do_not_train(tmp_path: Path, jo
     assert said in caught.value.problem
 
 
+def test_ligers_kernels_of_a_job_are_in_its_estimate() -> None:
+    assert request_of(Job(model="m", output_dir="o", liger=True)).configuration.kernels.liger
+
+
 def test_counted_images_and_a_trained_tower_change_the_estimate_or_end_it(tmp_path: Path) -> None:
     counted = Job(model="qwen3-vl-8b", output_dir="o", image_patches=1024)
     assert request_of(counted).image_patches == 1024
