@@ -173,6 +173,8 @@ class Job:
     """Weight of the loss that balances experts; default: the model's, where its config.json asks for that loss."""
     loss: Literal[LossKernel.FULL, LossKernel.CHUNKED, LossKernel.FUSED] = LossKernel.FULL
     """The same loss with less memory: `chunked` keeps no logits in fp32, `fused` those of a few hundred tokens."""
+    liger: bool = False
+    """Whether norms, rotary embedding and MLPs run on Liger's Triton kernels, for families that it knows."""
     grad_ckpt: bool = True
     """Whether activations are recomputed in the backward pass."""
     grad_ckpt_every_n_layers: Positive = 1

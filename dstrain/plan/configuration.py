@@ -108,7 +108,7 @@ class Kernels:
     attn: Attention = Attention.SDPA
     """Attention implementation."""
     liger: bool = False
-    """Whether Liger's kernels replace norms, rotary embedding and gated MLP."""
+    """Whether Liger's kernels replace norms, rotary embedding and gated MLP, as far as it has them for the family."""
     loss: LossKernel = LossKernel.FULL
     """How the loss is computed."""
 

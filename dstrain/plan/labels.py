@@ -19,6 +19,7 @@ def label(configuration: Configuration) -> str:
     if zero.offload is Offload.OPTIMIZER and zero.offload_ratio != 1:
         words[0] += f" of {100 * zero.offload_ratio:.0f} %"
     words += [f"{name} {value}" for name, value in _degrees(configuration) if value > 1]
+    words += ["Liger"] if configuration.kernels.liger else []
     if zero.is_offloaded and not zero.pin_memory:
         words.append("pageable memory")
     return ", ".join(words)
@@ -44,6 +45,7 @@ def short_label(configuration: Configuration) -> str:
     words += ["tiled"] if checkpointing.tiled_mlp else []
     words.append(f"{configuration.batch.micro_batch}×{configuration.step.grad_accum}")
     words += [f"{name.lower()}{value}" for name, value in _degrees(configuration) if value > 1]
+    words += ["liger"] if configuration.kernels.liger else []
     words += ["qwz"] if zero.qwz else []
     words += ["qgz"] if zero.qgz else []
     words += ["pageable"] if zero.is_offloaded and not zero.pin_memory else []

@@ -20,6 +20,7 @@ from dstrain.job.schema import Job
 from dstrain.train import adapters, model_parts, rope_scaling
 from dstrain.train.arguments import zero_stage
 from dstrain.train.checkpoints.saved_model import DTYPES, family_of, shape_of
+from dstrain.train.liger import replace_kernels
 from dstrain.train.loss import replace_loss
 from dstrain.train.tiled_mlp import tile_mlps
 from dstrain.train.tokenizer import cannot_load
@@ -59,11 +60,18 @@ def load_model(
     if job.method is not Method.FULL:
         dtype = DTYPES[job.precision] if zero_stage(ds_config) < 3 else None  # ZeRO-3 has partitioned the matrices
         model = adapters.of_job(model, job, dtype=dtype)
+    _replace_parts(model, job)
+    return model
+
+
+def _replace_parts(model: Any, job: Job) -> None:
+    """Makes a model compute as the job says; tiles are of the MLPs that Liger has replaced."""
+    if job.liger:
+        replace_kernels(model)
     if job.loss is not LossKernel.FULL and not job.task.has_own_loss:
         replace_loss(model, job.loss)
     if job.tiled_mlp:
         tile_mlps(model)
-    return model
 
 
 def _prepare(model: Any, job: Job, num_tokens: int) -> None:

@@ -77,6 +77,13 @@ def test_recomputing_one_layer_of_every_n_is_planned_and_written(dstrain: Type) 
     assert "\ngrad_ckpt: true\nactivation_offload: true\ngrad_ckpt_every_n_layers: 2\n" in found["files"]["job.yaml"]
 
 
+def test_ligers_kernels_are_planned_and_written(dstrain: Type) -> None:
+    found = json.loads(dstrain(*PLAN, "--liger", "--json", "--dry-run").stdout)
+    assert found["plans"][0]["liger"]
+    assert "Liger" in found["plans"][0]["title"]
+    assert "\nliger: true  #" in found["files"]["job.yaml"]
+
+
 @pytest.mark.parametrize(
     ("option", "key", "sent_as"),
     [("qwz", "zero_quantized_weights", None), ("qgz", "zero_quantized_gradients", "fp16")],
@@ -99,6 +106,7 @@ def test_what_is_sent_in_few_bits_is_planned_written_and_read_back(
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
+        ("--liger", "--liger: Triton compiles kernels for GPUs only\nWrite --no-liger."),
         ("--qwz", "--qwz: DeepSpeed's quantizer is a CUDA kernel\nWrite --no-qwz."),
         ("--qgz", "--qgz: DeepSpeed's quantizer is a CUDA kernel\nWrite --no-qgz."),
         ("--activation-offload", "a CPU are in host RAM already\nWrite --no-activation-offload."),

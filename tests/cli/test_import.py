@@ -50,6 +50,18 @@ def test_a_job_is_written_with_its_values_and_the_tools_defaults(dstrain: Type, 
     assert "1 is the file, 2 what dstrain would choose" in done.stdout
 
 
+@pytest.mark.parametrize(("model", "is_known"), [("qwen3-8b", True), ("qwen3-vl-8b", False)])
+def test_ligers_kernels_are_kept_where_liger_has_them(
+    dstrain: Type, tmp_path: Path, train: Path, model: str, is_known: bool
+) -> None:
+    train.write_text(f"{TRAIN}enable_liger_kernel: true\n")
+    done = dstrain("import", train.name, *MACHINE, "--model", model)
+    assert done.returncode == 0, done.stderr
+    assert read_job(tmp_path / "job.yaml").job.liger is is_known
+    said = "train.yaml:11:1: liger: Liger has no kernels that are planned for qwen3_vl"
+    assert (said in " ".join(done.stdout.split())) is not is_known
+
+
 def test_afterwards_gen_config_keeps_what_the_file_says(dstrain: Type, tmp_path: Path, train: Path) -> None:
     dstrain("import", train.name, *MACHINE)
     assert "lr_scheduler_type" in dstrain("diff").stdout

@@ -7,6 +7,7 @@ import os
 import shlex
 import socket
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,7 @@ def test_two_hosts_are_launched_by_pdsh(dstrain: Type, job: Path) -> None:
         ("grad_ckpt: ", "optimizer: adamw_8bit\ngrad_ckpt: ", "adamw_8bit needs bitsandbytes"),
         ("sinks: [swanlab]", "sinks: [wandb, swanlab]", "wandb needs wandb, which is not installed"),
         ('attn: "sdpa"', 'attn: "flash_attention_2"', "FlashAttention has no kernels for a CPU"),
+        ("grad_ckpt: ", "liger: true\ngrad_ckpt: ", "liger is true, but this job trains on the CPU: Triton compiles"),
         ("save_steps: ", "eval_steps: 5\nsave_steps: ", "eval_steps is 5, but eval_data is not set"),
         ("eval_data: null", "eval_data: eval.jsonl", "job.yaml:8:1: eval_data: "),
     ],
@@ -125,6 +127,28 @@ def test_a_mistake_in_the_job_is_named_with_its_line(dstrain: Type, job: Path, o
     done = dstrain("run", "-n")
     assert done.returncode in (3, 5)
     assert said in done.stderr.replace("\n", " ")
+
+
+@pytest.mark.parametrize(
+    ("version", "said"),
+    [
+        (None, "--set liger: liger needs liger-kernel, which is not installed"),
+        ("0.7.0", "--set liger: liger needs liger-kernel >=0.8.5,<0.9, and 0.7.0 is installed"),
+    ],
+)
+def test_ligers_kernels_need_their_packages(dstrain: Type, job: Path, version: str | None, said: str) -> None:
+    if version is None and find_spec("liger_kernel") is not None:
+        pytest.skip("liger-kernel is installed")
+    site = job.parent / "site"
+    for name in ("liger_kernel", "triton") if version else ():
+        (site / name).mkdir(parents=True)
+        (site / name / "__init__.py").write_text("")
+        (site / f"{name}-{version}.dist-info").mkdir()
+        (site / f"{name}-{version}.dist-info" / "METADATA").write_text(f"Name: {name}\nVersion: {version}\n")
+    path = os.pathsep.join([str(site), os.environ.get("PYTHONPATH", "")])
+    done = dstrain("run", "-n", "--set", "liger=true", TRITON_INTERPRET="1", PYTHONPATH=path)
+    assert (done.returncode, said in done.stderr.replace("\n", " ")) == (5, True), done.stderr
+    assert "pip install 'dstrain[kernels]'" in done.stderr
 
 
 def test_a_hub_without_its_package_is_named(dstrain: Type, job: Path) -> None:

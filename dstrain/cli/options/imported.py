@@ -14,17 +14,19 @@ from dstrain.cli.options.question import PlanInputs, plan_inputs
 from dstrain.cli.options.remembered import ResolvedOptions, as_input, relative
 from dstrain.cli.options.typed import spelled
 from dstrain.config import jsonc
-from dstrain.config.imports.walk import Imported, Value
+from dstrain.config.imports.rows import Fate
+from dstrain.config.imports.walk import Imported, Note, Value
 from dstrain.errors import EnvironmentProblem, InvalidConfig, Place
 from dstrain.plan.estimate import effective
+from dstrain.plan.memory.layers.kernels import LIGER
 from dstrain.plan.request import Request
 
 _REQUESTED = (
     *("method", "seq_len", "micro_batch", "grad_ckpt", "activation_offload", "tiled_mlp", "precision", "attn"),
-    *("packing", "sp", "tp", "ep", "optimizer", "hub", "task"),
+    *("packing", "sp", "tp", "ep", "optimizer", "liger", "hub", "task"),
 )
 """Keys of a job that are options of gen-config, too."""
-_OFF = {"activation_offload": False, "tiled_mlp": False, "sp": 1, "tp": 1, "ep": 1}
+_OFF = {"activation_offload": False, "tiled_mlp": False, "liger": False, "sp": 1, "tp": 1, "ep": 1}
 """Values that need no option."""
 
 
@@ -65,6 +67,9 @@ def import_inputs(imported: Imported, typed: Mapping[str, Any], out: Path) -> Im
     plan = imported.of("plan")
     options |= {key: plan[key] for key in ("zero_stage", "offload") if key in plan}
     facts = _facts(options, imported)
+    if "liger" in given and facts.workload.model.model_type not in LIGER:
+        imported, facts = _without_liger(imported, facts)
+        options.pop("liger")
     if config is not None:
         options |= _strategy(config, name, facts)
     imported, batch = _with_batch(imported, facts)
@@ -74,6 +79,15 @@ def import_inputs(imported: Imported, typed: Mapping[str, Any], out: Path) -> Im
     inputs = {key: as_input(key, value, out) for key, value in options.items()}
     resolved = ResolvedOptions(options=_parsed(options), inputs=inputs, is_repeated=False)
     return ImportInputs(imported=imported, asked=resolved, facts=facts, config=config, config_name=name)
+
+
+def _without_liger(imported: Imported, facts: PlanInputs) -> tuple[Imported, PlanInputs]:
+    """Returns the file without Liger's kernels, which its tool too would leave out of an unknown family."""
+    values = {target: value for target, value in imported.values.items() if target != "liger"}
+    text = f"Liger has no kernels that are planned for {facts.workload.model.model_type}"
+    note = Note(fate=Fate.MISSING, key="liger", place=imported.values["liger"].place, text=text)
+    request = replace(facts.request, liger=False)
+    return replace(imported, values=values, notes=(*imported.notes, note)), replace(facts, request=request)
 
 
 _DATA = ("data", "eval_data")

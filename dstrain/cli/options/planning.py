@@ -119,6 +119,12 @@ _CHOICES = (
     click.option(
         "--image-patches", type=int, default=0, show_default=True, help="Vision patches of all images of a sample."
     ),
+    click.option(
+        "--liger/--no-liger",
+        default=False,
+        show_default=True,
+        help="Run norms, rotary embedding and MLPs on Liger's Triton kernels.",
+    ),
     click.option("--sp", type=int, help="Ulysses sequence-parallel ranks.  [default: chosen]"),
     click.option("--tp", type=int, default=1, show_default=True, help="AutoTP tensor-parallel ranks."),
     click.option("--ep", type=int, help="AutoEP expert-parallel ranks.  [default: chosen]"),
@@ -146,7 +152,6 @@ _BEYOND = (
     click.option(
         "--double-quant/--no-double-quant", default=True, show_default=True, help="Quantise QLoRA's scales too."
     ),
-    click.option("--liger/--no-liger", default=False, show_default=True, help="Liger's kernels."),
 )
 """What can be planned, and gen-config does not write."""
 

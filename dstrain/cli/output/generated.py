@@ -37,6 +37,8 @@ def next_lines(out: Path, files: Mapping[str, str], asked: PlanInputs, plan: Pla
     is_quantized = configuration.model.method is Method.QLORA or configuration.step.optimizer is Optimizer.ADAMW_8BIT
     if is_quantized and find_spec("bitsandbytes") is None:
         steps.append("pip install 'dstrain[qlora]'")
+    if configuration.kernels.liger and find_spec("liger_kernel") is None:
+        steps.append("pip install 'dstrain[kernels]'")
     if parse_yaml(files["job.yaml"], "job.yaml")[0].get("data") is None:
         steps.append(f"name your training data in {where}job.yaml")
     steps.append(f"dstrain run {where}job.yaml" if where else "dstrain run")

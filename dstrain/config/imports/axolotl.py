@@ -87,6 +87,9 @@ ROWS = table(
     to("tensor_parallel_size", "tp", convert.count),
     to("expert_parallel_size", "ep", convert.count),
     to("tiled_mlp", "tiled_mlp", convert.flag),
+    to("liger_rope", "liger", values.liger),
+    to("liger_rms_norm", "liger", values.liger),
+    to("liger_glu_activation", "liger", values.liger),
     to("max_steps", "max_steps", convert.limit),
     to("dataloader_num_workers", "dataloader_num_workers", default=0),
     read_with("fp16", "bf16"),
@@ -130,7 +133,7 @@ ROWS = table(
     ),
     needless(
         """
-        plugins liger_rms_norm liger_rms_norm_gated liger_layer_norm liger_rope liger_glu_activation
+        plugins liger_rms_norm_gated liger_layer_norm
         liger_fused_linear_cross_entropy liger_cross_entropy cut_cross_entropy lora_mlp_kernel
         lora_qkv_kernel lora_o_kernel lora_embedding_kernel fused_attn_kernel flash_attn_cross_entropy
         flash_attn_rms_norm flash_attn_fuse_mlp flash_optimum use_kernels use_scattermoe use_sonicmoe

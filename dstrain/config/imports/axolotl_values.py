@@ -117,6 +117,18 @@ def sinks(name: str) -> Any:
     return converted
 
 
+_LIGER = ("liger_rope", "liger_rms_norm", "liger_glu_activation")
+
+
+def liger(value: Any, source: Source) -> Any:
+    """Returns whether Liger's kernels are used. axolotl switches each part by itself, dstrain all of a family."""
+    if not convert.flag(value, source):
+        return ABSENT
+    others = [key for key in _LIGER if not source.value(key)]
+    note = f"liger: true replaces what {' and '.join(others)} would, too" if others else ""
+    return Converted(values={"liger": True}, note=note)
+
+
 def ds_config(value: Any, source: Source) -> Any:
     """Returns the file that a value names. axolotl's own zero2.json offloads the optimizer, which its name hides."""
     found = named_config(value, source)

@@ -83,6 +83,7 @@ ROWS = table(
     to("train_on_prompt", "loss_on", convert.always("all")),
     to("template", "", _template),
     to("enable_thinking", "thinking", _thinking),
+    to("enable_liger_kernel", "liger", convert.flag),
     to("flash_attn", "attn", convert.attention, default="auto"),
     to("rope_scaling", "", convert.rope_scaling),
     to("disable_gradient_checkpointing", "grad_ckpt", convert.opposite, default=False),
@@ -134,7 +135,7 @@ ROWS = table(
     lacks("media_dir", "paths of images are relative to the data file", unless=()),
     lacks(
         """
-        enable_liger_kernel use_unsloth use_unsloth_gc upcast_layernorm upcast_lmhead_output
+        use_unsloth use_unsloth_gc upcast_layernorm upcast_lmhead_output
         """,
         "loss: fused spares the logits",
     ),

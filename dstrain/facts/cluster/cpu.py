@@ -82,6 +82,13 @@ CPU_LIMITS = (
         instead="false",
         source="torch 2.13 autograd/graph.py: save_on_cpu pins memory, which a CPU alone cannot",
     ),
+    CpuLimit(
+        key="liger",
+        value="true",
+        why="Triton compiles kernels for GPUs only",
+        instead="false",
+        source="triton 3.9 runtime/driver.py; its interpreter alone does not run liger-kernel 0.8.5's norms",
+    ),
     *(
         CpuLimit(
             key=_ZERO + key,

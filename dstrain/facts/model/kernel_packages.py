@@ -9,6 +9,9 @@ FLA, CONV, MAMBA = "flash-linear-attention", "causal-conv1d", "mamba-ssm"
 DISTRIBUTIONS = (FLA, CONV, MAMBA)
 """All of them, as pip names them."""
 
+LIGER_RELEASES = ">=0.8.5,<0.9"
+"""Releases of liger-kernel that replace the parts that are planned (`dstrain/plan/memory/layers/kernels.py`)."""
+
 _BY_PACKAGES: Mapping[tuple[str, ...], str] = MappingProxyType(
     {
         (FLA, CONV): "bailing_hybrid glm5_next kimi_linear olmo_hybrid qwen3_5 qwen3_5_moe qwen3_next qwen4_exp",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -41,6 +42,7 @@ _PLAIN = {
     "tp": 1,
     "ep": 1,
     "loss": LossKernel.FULL,
+    "liger": False,
     "tiled_mlp": False,
     "activation_offload": False,
     "attn": Attention.EAGER,
@@ -61,7 +63,7 @@ def check(file: JobFile, *, on_cpu: bool, opens_images: bool = False) -> list[st
     _check_model(file)
     if file.job.adapter is not None:
         read_adapter(Path(file.job.adapter))
-    _check_attention(file, on_cpu=on_cpu)
+    _check_kernels(file, on_cpu=on_cpu)
     check_packages(file)
     check_evaluation(file)
     notes = check_data(file, opens_images=opens_images)
@@ -102,20 +104,16 @@ def _check_model(file: JobFile) -> None:
         )
 
 
-def _check_attention(file: JobFile, *, on_cpu: bool) -> None:
-    job, place = file.job, file.locate(("attn",))
-    if job.attn is not Attention.FLASH_ATTENTION_2:
-        return
-    for limit in limits_of({"attn": job.attn}) if on_cpu else ():
-        raise InvalidConfig(
-            f"{limit.key} is {limit.value}, but this job trains on the CPU: {limit.why}",
-            place=place,
-            hint=f"{limit.key}: {limit.instead}",
-        )
-    if job.precision is Precision.FP32:
+def _check_kernels(file: JobFile, *, on_cpu: bool) -> None:
+    job = file.job
+    is_compiled = job.liger and {**os.environ, **job.env}.get("TRITON_INTERPRET") != "1"
+    for limit in limits_of({"attn": job.attn, "liger": is_compiled}) if on_cpu else ():
+        problem = f"{limit.key} is {limit.value}, but this job trains on the CPU: {limit.why}"
+        raise InvalidConfig(problem, place=file.locate((limit.key,)), hint=f"{limit.key}: {limit.instead}")
+    if job.attn is Attention.FLASH_ATTENTION_2 and job.precision is Precision.FP32:
         raise InvalidConfig(
             "flash_attention_2 needs bf16 or fp16; precision is fp32",
-            place=place,
+            place=file.locate(("attn",)),
             hint="attn: sdpa, or precision: bf16",
         )
 

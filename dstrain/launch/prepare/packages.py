@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from dstrain.choices import Attention, Hub, Method, Optimizer, SinkName, SwanLabMode
 from dstrain.errors import EnvironmentProblem
-from dstrain.facts.model.kernel_packages import kernel_packages
+from dstrain.facts.model.kernel_packages import LIGER_RELEASES, kernel_packages
 from dstrain.facts.model.model_facts import ModelFacts
+from dstrain.facts.releases import is_in_range
 from dstrain.job.file import JobFile, looks_local
 from dstrain.job.schema import Job
 from dstrain.records import Keys
@@ -32,6 +34,16 @@ class _Package:
     """The command that installs it."""
     is_wanted: Callable[[Job], bool]
     """Whether a job needs it."""
+    range: str = ""
+    """Releases that do, such as `>=0.8.5,<0.9`; empty: all."""
+
+    @property
+    def lack(self) -> str | None:
+        """What is wrong with what is installed; None if the job can use it."""
+        if not is_installed(*self.modules):
+            return f"{self.name}, which is not installed"
+        version = metadata.version(self.name) if self.range else ""
+        return None if is_in_range(version, self.range) else f"{self.name} {self.range}, and {version} is installed"
 
 
 _SINKS: Keys = ("monitor", "sinks")
@@ -64,6 +76,9 @@ _PACKAGES = (
     _Package(key=("attn",), value="flash_attention_2", modules=("flash_attn", "kernels"), name="flash-attn",
         install="pip install 'dstrain[kernels]', or flash-attn with --no-build-isolation, or set attn: sdpa",
         is_wanted=lambda job: job.attn is Attention.FLASH_ATTENTION_2),
+    *(_Package(key=("liger",), value="liger", modules=(name.replace("-", "_"),), name=name, range=releases,
+               install="pip install 'dstrain[kernels]'", is_wanted=lambda job: job.liger)
+      for name, releases in (("liger-kernel", LIGER_RELEASES), ("triton", ""))),
     _Package(key=("hub",), value="modelscope", modules=("modelscope",), name="modelscope",
         install="pip install 'dstrain[modelscope]'",
         is_wanted=lambda job: job.hub is Hub.MODELSCOPE
@@ -93,13 +108,12 @@ def of_ranks(job: Job, model: ModelFacts | None) -> tuple[str, ...]:
 
 def check_packages(file: JobFile) -> None:
     """Raises EnvironmentProblem with every package that the job needs and is not installed."""
-    missing = [row for row in _PACKAGES if row.is_wanted(file.job) and not is_installed(*row.modules)]
+    lacks = [(row, row.lack) for row in _PACKAGES if row.is_wanted(file.job)]
+    missing = [(row, lack) for row, lack in lacks if lack is not None]
     if missing:
         raise EnvironmentProblem(
-            "\n".join(
-                f"{file.locate(row.key)}: {row.value} needs {row.name}, which is not installed" for row in missing
-            ),
-            hint="\n".join(dict.fromkeys(row.install for row in missing)),
+            "\n".join(f"{file.locate(row.key)}: {row.value} needs {lack}" for row, lack in missing),
+            hint="\n".join(dict.fromkeys(row.install for row, _ in missing)),
         )
 
 

@@ -141,7 +141,9 @@ def _notes(job: Job, hosts: Hosts) -> tuple[str, ...]:
     notes = []
     if len(hosts.hosts) > 1:
         notes.append(f"start it on each of the {len(hosts.hosts)} nodes; machine_rank differs from node to node")
-    if job.loss is not LossKernel.FULL:
+    if job.liger:
+        notes.append(f"Liger's own loss takes the place of loss: {job.loss}")
+    elif job.loss is not LossKernel.FULL:
         notes.append(f"loss: {job.loss} has no counterpart; whole logits are made, which need memory")
     if job.monitor.sinks:
         notes.append(f"report_to names {', '.join(job.monitor.sinks)}; log in to them yourself")
@@ -173,6 +175,7 @@ def _script(job: Job, *, is_deepspeed: bool) -> dict[str, str]:
         "gradient_checkpointing_kwargs": {"use_reentrant": False} if job.grad_ckpt else None,
         "warmup_steps": job.warmup_ratio if job.warmup_steps is None else job.warmup_steps,
         "optim": _OPTIM[job.optimizer],
+        "use_liger_kernel": job.liger or None,
         "data_seed": job.seed,
         "average_tokens_across_devices": True,
         "use_cpu": job.env.get("DS_ACCELERATOR") == "cpu",
@@ -274,6 +277,7 @@ def _llamafactory_settings(job: Job, *, is_text: bool) -> dict[str, Any]:
         "default_system": job.system,
         "mask_history": job.loss_on is LossOn.LAST,
         "optim": _OPTIM[job.optimizer],
+        "enable_liger_kernel": job.liger or None,
         "deepspeed": "ds_config.json",
     }
 

@@ -16,6 +16,7 @@ from dstrain.plan.search.buffer_sizes import TIGHT, sized
 from dstrain.plan.search.rules import broken
 from dstrain.plan.search.search import EQUAL_RATIO, fastest
 from dstrain.plan.search.search_space import global_batch, with_batch
+from dstrain.plan.speed.step_time import speed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +102,20 @@ def eight_bit_instead(workload: Workload, request: Request, chosen: Estimate) ->
         return None
     gain = gain_ratio(workload.cluster, best, chosen) if best is not None else None
     return best if gain is not None and gain > EQUAL_RATIO else None
+
+
+def liger_gain_ratio(workload: Workload, request: Request, chosen: Estimate) -> float | None:
+    """Returns how much faster a plan would be on Liger's kernels, which need no more memory, as a ratio.
+
+    None if it has them or cannot have them, if speed is unknown, and on GPUs without bf16 tensor cores.
+    """
+    kernels = replace(chosen.configuration.kernels, liger=True)
+    other = replace(chosen.configuration, kernels=kernels)
+    is_new = workload.cluster.gpu.compute_capability >= (8, 0)
+    if request.liger or not is_new or not chosen.configuration.model.is_deepspeed or broken(workload, other):
+        return None
+    now, then = speed(workload, chosen.configuration), speed(workload, other)
+    return None if now is None or then is None else now.step_s / then.step_s - 1
 
 
 def faster_but_too_large(cluster: Cluster, chosen: Estimate, others: list[Neighbour]) -> tuple[Neighbour, ...]:

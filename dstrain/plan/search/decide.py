@@ -19,7 +19,7 @@ from dstrain.plan.estimate_records import Estimate, Plan, Reason
 from dstrain.plan.memory.params import adapted, linear_names
 from dstrain.plan.request import Request
 from dstrain.plan.search import learning_rate
-from dstrain.plan.search.alternatives import eight_bit_instead, faster_but_too_large, neighbours
+from dstrain.plan.search.alternatives import eight_bit_instead, faster_but_too_large, liger_gain_ratio, neighbours
 from dstrain.plan.search.buffer_sizes import TIGHT, least_offloaded, sized, sized_to_room
 from dstrain.plan.search.evaluator import estimated, usable_ratio
 from dstrain.plan.search.infeasible import does_not_fit, gpu_assumed, gpu_guessed, ram_assumed
@@ -63,6 +63,8 @@ class Survey:
         return self.proposals[0].estimate
 
 
+WORTH_LIGER = 0.05
+"""Gain from which a plan without Liger's kernels says what they would gain, as a ratio."""
 STEADY_BATCH = 256
 """Samples of a step from which nothing is said of experts that train: a rule of thumb of guides to fine-tuning them."""
 
@@ -165,6 +167,7 @@ def check(workload: Workload, request: Request) -> None:
         "attn": request.attn,
         "precision": request.precision,
         "offload": request.offload,
+        "liger": request.liger,
         QWZ: request.qwz,
         QGZ: request.qgz,
         "activation_offload": request.activation_offload,
@@ -214,6 +217,7 @@ def _notes(workload: Workload, request: Request, chosen: Estimate) -> tuple[str,
     for choice in (request.method, request.optimizer):
         if choice in (Method.QLORA, Optimizer.ADAMW_8BIT):
             notes.append(f"{choice} needs bitsandbytes on the machine that trains: pip install 'dstrain[qlora]'")
+    notes += _liger_notes(workload, request, chosen)
     if request.optimizer is Optimizer.MUON:
         notes.append(_MUON)
     if model.vision is not None and not request.image_patches:
@@ -226,6 +230,17 @@ def _notes(workload: Workload, request: Request, chosen: Estimate) -> tuple[str,
     if model.moe is not None and request.method is not Method.FULL:
         notes.append("experts are 3-D tensors in Transformers 5: adapters go to the linear layers of attention")
     return tuple(notes)
+
+
+def _liger_notes(workload: Workload, request: Request, chosen: Estimate) -> list[str]:
+    """Returns what Liger's kernels need, or what they would gain on GPUs that are known."""
+    if request.liger:
+        return ["liger needs liger-kernel on the machine that trains: pip install 'dstrain[kernels]'"]
+    is_known = chosen.fits and workload.cluster.gpu_origin is not Origin.ASSUMED
+    gain = liger_gain_ratio(workload, request, chosen) if is_known else None
+    if gain is None or gain <= WORTH_LIGER:
+        return []
+    return [f"--liger would be {percent(gain)} faster, by Liger's kernels (dstrain[kernels])"]
 
 
 def _reference_notes(workload: Workload, chosen: Estimate) -> list[str]:

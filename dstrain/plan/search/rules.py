@@ -11,6 +11,7 @@ from dstrain.facts.workload import Workload
 from dstrain.job.task_limits import LIMITS, TaskLimit
 from dstrain.plan.configuration import Configuration, choices
 from dstrain.plan.memory.layers.families import LAYER_CODE
+from dstrain.plan.memory.layers.kernels import LIGER
 from dstrain.plan.search.parallel_rules import PARALLEL_RULES
 from dstrain.plan.search.rule import Rule
 from dstrain.plan.search.zero_rules import ZERO_RULES
@@ -48,6 +49,15 @@ RULES: tuple[Rule, ...] = (
          says="Transformers computes this family's attention by eager or flash attention, not by sdpa",
          breaks=lambda m, k, c: c.kernels.attn is Attention.SDPA and not m.has_sdpa,
          source="Transformers 5.23 models/gpt_oss/modeling_gpt_oss.py: _supports_sdpa"),
+    Rule(name="Liger and families", options=("liger",),
+         says=f"Liger's kernels are planned and run for {', '.join(LIGER)}",
+         breaks=lambda m, k, c: c.kernels.liger and m.model_type not in LIGER,
+         source="liger-kernel 0.8.5 transformers/monkey_patch.py: MODEL_TYPE_TO_APPLY_LIGER_FN"),
+    Rule(name="Liger and dense layers", options=("liger",),
+         says="Liger takes every layer of a Qwen3 MoE for one with experts, and some of this model have none",
+         breaks=lambda m, k, c: c.kernels.liger and m.model_type == "qwen3_moe"
+         and m.moe is not None and m.moe.num_moe_layers < m.num_hidden_layers,
+         source="liger-kernel 0.8.5 transformers/monkey_patch.py: apply_liger_kernel_to_qwen3_moe, mlp.experts"),
     Rule(name="fused loss and fp16", options=("loss", "precision"),
          says="the fused loss makes gradients of sums over the tokens, which exceed the range of fp16",
          breaks=lambda m, k, c: _is_fused(c) and c.model.precision is Precision.FP16,

@@ -156,8 +156,7 @@ def ways(workload: Workload, request: Request) -> Strategies:
 
 def _with_loss(workload: Workload, request: Request, start: Configuration) -> Configuration:
     """Returns a configuration with the loss that is asked for, or the one of least memory that no rule forbids."""
-    least = (LossKernel.FUSED, LossKernel.CHUNKED, LossKernel.FULL)
-    options = _given(request.loss, (LossKernel.LIGER, *least) if request.liger else least)
+    options = _given(request.loss, (LossKernel.FUSED, LossKernel.CHUNKED, LossKernel.FULL))
     ways = [replace(start, kernels=replace(start.kernels, loss=loss)) for loss in options]
     return next((way for way in ways if not any("loss" in rule.options for rule in broken(workload, way))), ways[-1])
 

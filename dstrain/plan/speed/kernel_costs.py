@@ -92,13 +92,11 @@ CAST = Cost(forward=6, backward=6, forward_kernels=1, backward_kernels=1)
 """One copy between bf16 and fp32, and its gradient's way back."""
 
 
-def costs(fused: FusedParts, *, liger: bool, is_trained: bool) -> Costs:
-    """Returns the costs under Liger's kernels, or with the parts that are fused without them.
+def costs(fused: FusedParts, *, is_trained: bool) -> Costs:
+    """Returns the costs of a layer's parts, of which some are fused.
 
-    A frozen model has no gradients of norms' weights.
+    A frozen model has no gradients of norms' weights, unless they are fused.
     """
-    if liger:
-        return LIGER
     weight_gradient = 0.0 if is_trained else NORM_WEIGHT_GRADIENT_BYTES
     plain_norm = replace(EAGER.norm, backward=EAGER.norm.backward - weight_gradient)
     return replace(

@@ -9,6 +9,7 @@ from typing import Generic, TypeVar
 from dstrain.choices import Method, Precision
 from dstrain.facts.model.model_facts import Kind, ModelFacts, TensorGroup
 from dstrain.plan.configuration import Configuration, TrainedModel
+from dstrain.plan.memory.layers.kernels import fused_parts
 from dstrain.plan.memory.params import Trained, adapted, kept_whole, trained
 from dstrain.plan.speed.flops import Product, flops_per_token, products
 from dstrain.plan.speed.kernel_costs import (
@@ -194,7 +195,7 @@ def _passes(
     """
     layers, scored, hidden, moe = model.num_hidden_layers, model.num_attention_layers, model.hidden_size, model.moe
     is_trained = trained_model.is_full
-    cost = costs(code.fused, liger=liger, is_trained=is_trained)
+    cost = costs(fused_parts(model.model_type, liger=liger, otherwise=code.fused), is_trained=is_trained)
     tally = _Tally(2.0 if trained_model.precision is Precision.FP32 or code.has_fp32_residual else 1.0)
     width, count = _norm_width(model)
     tally.add(cost.norm, width, count, is_sharded=False, scale=1.0)

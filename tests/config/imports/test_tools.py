@@ -111,6 +111,7 @@ def test_an_absent_key_is_the_tools_default(text: str, name: str, target: str, e
         ("disable_gradient_checkpointing: true\n", "a.yaml", "grad_ckpt", False),
         ("lora_target: q_proj,v_proj\n", "a.yaml", "lora.targets", ["q_proj", "v_proj"]),
         ("flash_attn: fa2\n", "a.yaml", "attn", "flash_attention_2"),
+        ("enable_liger_kernel: true\n", "a.yaml", "liger", True),
         ("train_on_prompt: true\n", "a.yaml", "loss_on", "all"),
         ("add_tokens: <a>,<b>\nresize_vocab: true\n", "a.yaml", "new_tokens", ["<a>", "<b>"]),
         ("adapter_name_or_path: /saved\n", "a.yaml", "adapter", "/saved"),
@@ -158,6 +159,7 @@ def test_llamafactorys_data_are_found_by_their_name(here: Path) -> None:
         ("--deepspeed zero2_offload", "plan.offload", "optimizer"),
         ("--quant_bits 4 --quant_method bnb", "method", "qlora"),
         ("--packing true --attn_impl flash_attn", "attn", "flash_attention_2"),
+        ("--use_liger_kernel true", "liger", True),
         ("--torch_dtype float16", "precision", "fp16"),
         ("--sequence_parallel_size 2", "sp", 2),
     ],
@@ -192,6 +194,8 @@ def test_a_place_in_a_script_is_the_line_of_the_option() -> None:
         ("adapter: lora\nlora_modules_to_save: [lm_head]\n", "lora.modules_to_save", ["lm_head"]),
         ("sequence_len: 64\n", "on_long_sample", "drop"),
         ("datasets:\n  - path: a.jsonl\n    type: chat_template\n", "data_format", "messages"),
+        ("liger_rope: true\nliger_rms_norm: true\n", "liger", True),
+        ("liger_glu_activation: false\n", "liger", None),
         ("sample_packing: true\n", "packing", True),
         ("gradient_checkpointing: offload\n", "activation_offload", True),
         ("fsdp_config:\n  reshard_after_forward: true\n  offload_params: true\n", "plan.offload", "params"),
@@ -200,6 +204,14 @@ def test_a_place_in_a_script_is_the_line_of_the_option() -> None:
 )
 def test_axolotl(text: str, target: str, expected: Any) -> None:
     assert value(imported(AXOLOTL + text), target) == expected
+
+
+def test_axolotls_switches_of_ligers_parts_become_one() -> None:
+    some = imported(f"{AXOLOTL}liger_rope: true\n")
+    text = "liger: true replaces what liger_rms_norm and liger_glu_activation would, too"
+    assert notes(some, Fate.CHANGED)["liger_rope"] == text
+    all_ = imported(f"{AXOLOTL}liger_rope: true\nliger_rms_norm: true\nliger_glu_activation: true\n")
+    assert "liger_rope" not in notes(all_, Fate.CHANGED)
 
 
 def test_axolotls_zero2_offloads_and_that_is_said(here: Path) -> None:

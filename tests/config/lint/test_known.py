@@ -268,6 +268,22 @@ def test_quantized_gradients_need_shapes_that_their_kernels_read(model: str, hos
 
 
 @pytest.mark.parametrize(
+    ("model", "values", "is_said"),
+    [
+        ("qwen3-30b-a3b", {}, True),
+        ("qwen3-30b-a3b", {"tf32": "true"}, False),
+        ("qwen3-30b-a3b", {"precision": "bf16"}, False),
+        ("qwen3-30b-a3b", {"liger": "false"}, False),
+        ("qwen3-8b", {}, False),
+    ],
+)
+def test_ligers_experts_round_fp32(tmp_path: Path, model: str, values: dict[str, str], is_said: bool) -> None:
+    text = "".join(f"{key}: {value}\n" for key, value in ({"precision": "fp32", "liger": "true"} | values).items())
+    every = found(ZERO2, job=job(tmp_path, text), model=probe.read_model(model))
+    assert ("DS607" in [each.rule for each in every]) is is_said
+
+
+@pytest.mark.parametrize(
     ("model", "shared", "why"),
     [
         ("qwen3-30b-a3b", {}, None),

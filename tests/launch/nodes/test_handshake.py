@@ -42,5 +42,6 @@ def test_only_packages_that_the_job_needs_are_compared() -> None:
     wishes: dict[str, Any] = {"attn": Attention.FLASH_ATTENTION_2, "optimizer": Optimizer.ADAMW_8BIT}
     wished = Job(model="m", data="d", output_dir="o", **wishes)
     assert of_ranks(wished, None) == ("bitsandbytes", "flash_attn", "kernels")
+    assert of_ranks(replace(plain, liger=True), None) == ("liger_kernel", "triton")
     hybrid = replace(probe.read_model("qwen3-8b"), model_type="qwen3_5")
     assert of_ranks(plain, hybrid) == ("flash-linear-attention", "causal-conv1d")

@@ -44,6 +44,8 @@ def test_flash_attention_is_refused_on_gpus_that_were_found_and_are_too_old() ->
         ("qwen3-8b", {"tp": 2, "method": Method.LORA}, "tp is 2, but AutoTP does not find linears"),
         ("qwen3-8b", {"loss": LossKernel.FUSED, "precision": Precision.FP16}, "exceed the range of fp16"),
         ("qwen3-8b", {"loss": LossKernel.FUSED, "method": Method.LORA, "lora": HEAD}, "a head without an adapter"),
+        ("qwen3-vl-8b", {"liger": True}, "liger is true, but Liger's kernels are planned and run for deepseek_v2,"),
+        ("qwen3-30b-a3b", {"ep": 2, "liger": True}, "Liger's experts are others"),
         ("qwen3-8b", {"loss": LossKernel.CHUNKED, "tp": 2}, "tensor-parallel ranks have a loss of their own"),
     ],
 )
@@ -55,7 +57,8 @@ def test_a_combination_that_does_not_work_is_refused_at_its_line(model: str, job
     with pytest.raises(InvalidConfig) as caught:
         check_combinations(file, probe.read_model(model), cluster)
     assert said in caught.value.problem
-    assert str(caught.value).startswith(tuple(f"job.yaml:9:5: {key} is " for key in ("sp", "tp", "loss", "tiled_mlp")))
+    keys = ("sp", "tp", "ep", "loss", "tiled_mlp", "liger")
+    assert str(caught.value).startswith(tuple(f"job.yaml:9:5: {key} is " for key in keys))
 
 
 def test_attention_that_transformers_does_not_have_for_a_model_is_refused_at_its_line() -> None:
@@ -99,6 +102,10 @@ def test_data_with_images_are_refused_where_they_do_not_train(tmp_path: Path, jo
     assert said in caught.value.problem
 
 
+def test_ligers_kernels_of_a_job_are_in_its_estimate() -> None:
+    assert request_of(Job(model="m", output_dir="o", liger=True)).configuration.kernels.liger
+
+
 def test_counted_images_and_a_trained_tower_change_the_estimate_or_end_it(tmp_path: Path) -> None:
     counted = Job(model="qwen3-vl-8b", output_dir="o", image_patches=1024)
     assert request_of(counted).image_patches == 1024
@@ -123,8 +130,8 @@ def test_parallelism_that_does_not_divide_the_gpus_is_refused_for_any_model() ->
     "job",
     [
         {},
-        {"loss": LossKernel.FUSED},
-        {"sp": 8},
+        {"loss": LossKernel.FUSED, "liger": True},
+        {"sp": 8, "liger": True, "tiled_mlp": True},
         {"tp": 4},
         {"sp": 4, "packing": True, "attn": Attention.FLASH_ATTENTION_2},
     ],

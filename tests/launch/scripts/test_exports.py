@@ -98,6 +98,17 @@ def test_adapters_to_continue_and_whole_modules_reach_llamafactory(tmp_path: Pat
 
 
 @pytest.mark.parametrize("target", Target)
+def test_ligers_kernels_are_asked_for_with_their_loss(tmp_path: Path, target: Target) -> None:
+    made = export(job_of(tmp_path, liger=True, loss="fused"), ZERO3, TWO, target)
+    if target is Target.LLAMAFACTORY:
+        assert parse_yaml(made.files["train.yaml"], "train.yaml")[0]["enable_liger_kernel"] is True
+    else:
+        assert json.loads(made.files["train.json"])["use_liger_kernel"] is True
+    assert "Liger's own loss takes the place of loss: fused" in made.notes
+    assert "liger_kernel" not in " ".join(export(job_of(tmp_path), ZERO3, TWO, target).files.values())
+
+
+@pytest.mark.parametrize("target", Target)
 def test_preferences_are_not_exported_as_answers(tmp_path: Path, target: Target) -> None:
     with pytest.raises(InvalidConfig, match="has no counterpart of task: dpo"):
         export(job_of(tmp_path, task=Task.DPO), ZERO3, TWO, target)

@@ -166,3 +166,34 @@ def test_an_offloaded_optimizer_names_the_one_of_8_bits_that_would_spare_it() ->
     assert said(found, eight_bit)
     assert found.first.configuration.step.optimizer is Optimizer.ADAMW
     assert not said(surveyed({"sp": 1}, **asked), "8-bit")
+
+
+@pytest.mark.parametrize(
+    ("request_", "question", "text"),
+    [
+        (
+            {},
+            {"model": "qwen3-8b", "gpu": "h100"},
+            r"^--liger would be \d+ % faster, by Liger's kernels \(dstrain\[kernels\]\)$",
+        ),
+        ({"liger": True}, {"model": "qwen3-8b", "gpu": "h100"}, "^liger needs liger-kernel on the machine that trains"),
+        ({}, {"model": "qwen3-vl-8b", "gpu": "h100"}, None),
+        ({}, {"model": "qwen3-0.6b", "gpu": "v100-32g"}, None),
+        ({}, {"model": "qwen3-0.6b", "gpu": "mi300x"}, None),
+        ({}, {"model": "qwen3-0.6b", "gpu": "cpu"}, None),
+    ],
+)
+def test_a_plan_says_what_ligers_kernels_would_gain(
+    request_: dict[str, Any], question: dict[str, Any], text: str | None
+) -> None:
+    notes = [note for note in surveyed(request_, gpus=8, **question).notes if "iger" in note]
+    assert len(notes) == (text is not None), notes
+    assert text is None or re.search(text, notes[0])
+
+
+def test_the_gain_is_that_of_the_plan_with_ligers_kernels() -> None:
+    one: dict[str, Any] = {"zero_stage": 2, "offload": Offload.NONE, "micro_batch": 1, "grad_ckpt": True}
+    plain, liger = (surveyed(one | {"liger": is_on}, model="qwen3-8b", gpus=8) for is_on in (False, True))
+    assert plain.first.speed is not None and liger.first.speed is not None
+    gain = plain.first.speed.step_s / liger.first.speed.step_s - 1
+    assert any(note.startswith(f"--liger would be {100 * gain:.0f} % faster") for note in plain.notes)

@@ -77,6 +77,8 @@ BROKEN: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("EP and hpZ", "qwen3-30b-a3b", {"ep": 2, "hpz": 8, "zero_stage": 3}),
     ("EP and offload", "qwen3-30b-a3b", {"ep": 2, **OFFLOADED, "zero_stage": 3, "offload_ratio": 0.5}),
     ("EP and Liger", "qwen3-30b-a3b", {"ep": 2, "zero_stage": 2, "liger": True}),
+    ("Liger and families", "qwen3-vl-8b", {"liger": True}),
+    ("Liger and dense layers", "qwen3-30b-a3b", {"liger": True}),
     ("activation offload needs checkpoints", "qwen3-8b", {"activation_offload": True}),
     ("every n-th layer needs checkpoints", "qwen3-8b", {"grad_ckpt_every_n_layers": 2}),
     ("layers are counted in the decoder", "qwen3-vl-8b", {"grad_ckpt": True, "grad_ckpt_every_n_layers": 2}),
@@ -101,6 +103,7 @@ FACTS: dict[str, dict[str, Any]] = {
     "sdpa and sinks": {"has_sdpa": False},
     "SP and linear attention": {"num_scored_layers": 9},
     "TP and linear attention": {"num_scored_layers": 9},
+    "Liger and dense layers": {"num_hidden_layers": 49},
     "loss of traced code": {"traced": Traced(note="traced", profile=_PROFILE)},
 }
 """Facts of the model that a rule needs."""

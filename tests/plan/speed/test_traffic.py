@@ -63,6 +63,17 @@ def test_liger_moves_about_a_third_of_what_eager_layers_do(name: str) -> None:
     assert 0.2 < share < 0.4
 
 
+def test_parts_that_liger_does_not_replace_cost_what_they_did() -> None:
+    model = probe.read_model("qwen3-8b")
+    eager, rotated, whole = (
+        work(replace(model, model_type=family), changed(DEFAULTS, liger=True)).forward
+        for family in ("qwen2_moe", "glm4", "qwen3")
+    )
+    widths = 36 * (32 + 8) * 128
+    assert _bytes(rotated) - _bytes(whole) == widths * (20 - 4)
+    assert _bytes(eager) == _bytes(work(model, DEFAULTS).forward)
+
+
 def test_unsloth_replaces_norms_and_rotary_embedding_alone() -> None:
     model = probe.read_model("llama-3.1-8b")
     ways: list[dict[str, Any]] = [{}, {"code": TrainingCode(fused=UNSLOTH)}, {"liger": True}]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from dstrain.choices import Precision
 from dstrain.config.lint.finding import Fault, Severity
 from dstrain.config.lint.rule import Rule
 from dstrain.config.lint.subject import Subject
+from dstrain.plan.memory.layers.kernels import LIGER, PLAIN
 
 _GATHER = "stage3_gather_16bit_weights_on_model_save"
 _OLD_GATHER = "stage3_gather_fp16_weights_on_model_save"
@@ -107,6 +109,19 @@ def _router_loss(subject: Subject) -> Iterator[Fault]:
         )
 
 
+def _rounded_experts(subject: Subject) -> Iterator[Fault]:
+    job = subject.job.job if subject.job is not None else None
+    if subject.job is None or job is None or subject.model is None or not job.liger or job.tf32:
+        return
+    if job.precision is Precision.FP32 and LIGER.get(subject.model.model_type, PLAIN).experts:
+        yield Fault(
+            place=subject.job.locate(("liger",)),
+            problem="liger is true, precision is fp32, and tf32 is false",
+            effect="on GPUs with TF32, Liger's kernel for experts multiplies in it all the same",
+            fix="write tf32: true, which says so, or liger: false",
+        )
+
+
 # fmt: off
 RULES = (
     Rule(id="DS601", severity=Severity.WARNING, title="ZeRO-3 that saves no weights", find=_saving,
@@ -119,6 +134,8 @@ RULES = (
          source="transformers#47254, trl#2514; dstrain/train/arguments.py: checkpointing_kwargs"),
     Rule(id="DS606", severity=Severity.ERROR, title="loss of routers that cannot be computed", find=_router_loss,
          source="dstrain/train/router_loss.py"),
+    Rule(id="DS607", severity=Severity.WARNING, title="experts in TF32", find=_rounded_experts,
+         source="liger-kernel 0.8.5 ops/fused_moe_kernels.py: tl.dot, whose input_precision is tf32 by default"),
     Rule(id="DS604", severity=Severity.WARNING, title="fp16 for a model trained in bf16", find=_fp16,
          source="Transformers' DeepSpeed guide; T5 and Gemma"),
 )

@@ -17,7 +17,7 @@ from dstrain.plan.configuration import (
 )
 from dstrain.plan.memory.layers import ops, products
 from dstrain.plan.memory.layers.graph import Tape, Tensors
-from dstrain.plan.memory.layers.kernels import LIGER, PLAIN
+from dstrain.plan.memory.layers.kernels import fused_parts
 from dstrain.plan.memory.layers.tensor import GradRelease, Param, Storage, Tensor
 from dstrain.plan.memory.params import kept_whole
 from dstrain.plan.training_code import TrainingCode
@@ -152,7 +152,7 @@ class Context:
     def __init__(self, model: ModelFacts, variant: Variant, tape: Tape) -> None:
         self.model, self.variant, self.tape = model, variant, tape
         self.linears = linears(model)
-        self.kernels = LIGER.get(model.model_type, PLAIN) if variant.kernels.liger else variant.code.fused
+        self.kernels = fused_parts(model.model_type, liger=variant.kernels.liger, otherwise=variant.code.fused)
         self.rows = variant.batch.rows * variant.seq_len
         self.trains = variant.model.is_full
         self.cos: Tensor | None = None

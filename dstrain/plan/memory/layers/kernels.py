@@ -49,14 +49,18 @@ LIGER: Mapping[str, FusedParts] = MappingProxyType(
         "qwen2": _DENSE,
         "qwen3": _DENSE,
         "qwen3_moe": _SPARSE,
-        "qwen3_vl": FusedParts(mlp=False),
-        "qwen3_vl_moe": _SPARSE,
         "smollm3": _DENSE,
     }
 )
-"""What Liger replaces by default; families that are not here run as they are, with no more than a warning.
-Source: liger-kernel 0.8.5 transformers/monkey_patch.py: apply_liger_kernel_to_….
+"""What Liger replaces by default, which ranks take as it is, except for the loss; a job with another family is refused.
+Source: liger-kernel 0.8.5 transformers/monkey_patch.py: apply_liger_kernel_to_…. It has kernels for Qwen3-VL too, and
+cannot load them: transformers/model/output_classes.py asks for a class that Transformers 5.23 does not have.
 
 >>> LIGER["granite"].loss.value, "qwen2_moe" in LIGER, "glm" in LIGER
 ('in-place', False, False)
 """
+
+
+def fused_parts(model_type: str, *, liger: bool, otherwise: FusedParts) -> FusedParts:
+    """Returns what of a family runs on fused kernels: what Liger replaces, or what does without it."""
+    return LIGER.get(model_type, PLAIN) if liger else otherwise
