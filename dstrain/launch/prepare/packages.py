@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from dstrain.choices import Attention, Hub, Method, Optimizer, SinkName, SwanLabMode
+from dstrain.choices import Hub, Method, Optimizer, SinkName, SwanLabMode
 from dstrain.errors import EnvironmentProblem
 from dstrain.facts.model.kernel_packages import kernel_packages
 from dstrain.facts.model.model_facts import ModelFacts
@@ -61,9 +61,6 @@ _PACKAGES = (
         install="pip install 'dstrain[qlora]'", is_wanted=lambda job: job.method is Method.QLORA),
     _Package(key=("optimizer",), value="adamw_8bit", modules=("bitsandbytes",), name="bitsandbytes",
         install="pip install 'dstrain[qlora]'", is_wanted=lambda job: job.optimizer is Optimizer.ADAMW_8BIT),
-    _Package(key=("attn",), value="flash_attention_2", modules=("flash_attn", "kernels"), name="flash-attn",
-        install="pip install 'dstrain[kernels]', or flash-attn with --no-build-isolation, or set attn: sdpa",
-        is_wanted=lambda job: job.attn is Attention.FLASH_ATTENTION_2),
     _Package(key=("hub",), value="modelscope", modules=("modelscope",), name="modelscope",
         install="pip install 'dstrain[modelscope]'",
         is_wanted=lambda job: job.hub is Hub.MODELSCOPE

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from dstrain.facts.attention_kernels import of_this_machine
 from dstrain.facts.cluster.hostfile import Host, Hosts, render
 from dstrain.launch import environment
 from dstrain.launch.launch import write_inputs
 from dstrain.launch.prepare import preflight
+from dstrain.launch.prepare.attention import choose
 from dstrain.launch.prepare.prepare import PreparedRun
 
 
@@ -24,9 +26,12 @@ def write(prepared: PreparedRun, variables: Mapping[str, str]) -> None:
     """Writes what the ranks read. All nodes may do this at once, since a file that already holds its text is not
     touched.
 
-    Raises Conflict if the folder holds checkpoints of another run.
+    Raises Conflict if the folder holds checkpoints of another run, and EnvironmentProblem if this machine lacks the
+    attention kernel that the job names.
     """
-    job = prepared.job
+    job, wish = prepared.job, prepared.attention.wish
+    if wish.asked.is_flash and not prepared.is_local:
+        choose(wish, {"this machine": of_this_machine({**variables, **job.env})})
     preflight.check(prepared.run_dir, resume=job.resume, needed_bytes=0)
     secrets = environment.secrets(variables, job.env)
     open_env = {name: value for name, value in job.env.items() if name not in secrets}
