@@ -47,7 +47,7 @@ def lock_of(asked: ResolvedOptions, facts: PlanInputs, plan: Plan, out: Path, be
 def _attention(request: Request, plan: Plan, before: Lock | None) -> Attention:
     """Returns the attention of a job: `auto` if it is open, unless the files of before name the planned one."""
     planned = plan.chosen.configuration.kernels.attn
-    text = before.base.get("job.yaml") if before is not None else None
+    text = before.base.get("job.yaml") if before is not None and request.attn is None else None
     is_kept = text is not None and edit.read(text, "job.yaml").get("attn") == planned
     return planned if is_kept or not request.has_open_attention else Attention.AUTO
 

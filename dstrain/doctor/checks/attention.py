@@ -16,7 +16,8 @@ def check(facts: Facts, needs: Needs) -> list[Finding]:
     notes, kernels = Notes("attention"), facts.attention
     if kernels is None or needs.on_cpu:
         return []
-    names = [text for kernel in KERNELS if (text := kernels.source(kernel.attn)) is not None]
+    sources = {kernel.attn: kernels.source(kernel.attn) for kernel in KERNELS}
+    names = [f"{attn} ({source})" for attn, source in sources.items() if source is not None]
     notes.ok(f"attention: {', '.join([*names, 'sdpa, eager'])}")
     return notes.findings + (chosen(needs, {"this machine": kernels}) if needs.num_hosts == 1 else [])
 

@@ -58,14 +58,14 @@ def start(launch: Launch, coordinator: Coordinator, spec: LaunchSpec, say: Calla
         port = next((hello.port for node, hello in hellos.items() if node.number == 0), None)
         last = launch if port in {None, launch.master_port} else _on_port(launch, port or 0)
         variables = _meet(last, hellos)
-        request = _decide_attention(last, hellos, say)
+        request = decide_attention(last, hellos, say)
         final = replace(spec, nodes=last.nodes, exports=last.for_nodes, master_port=last.master_port, request=request)
         return final, {node.number: own for node, own in variables.items()}
 
     return coordinator.run(check)
 
 
-def _decide_attention(launch: Launch, hellos: Mapping[Node, Hello], say: Callable[[str], None]) -> str | None:
+def decide_attention(launch: Launch, hellos: Mapping[Node, Hello], say: Callable[[str], None]) -> str | None:
     """Decides the attention of several nodes, says it, and writes it into the run directory; returns the request that
     ranks read. None if it was decided before. Raises EnvironmentProblem if nodes lack the kernel that the job names."""
     prepared = launch.prepared

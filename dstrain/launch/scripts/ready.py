@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from dstrain.choices import Attention
 from dstrain.facts.attention_kernels import of_this_machine
 from dstrain.facts.cluster.hostfile import Host, Hosts, render
 from dstrain.launch import environment
@@ -22,16 +23,28 @@ def stand_ins(nodes: int, gpus: int) -> Hosts:
     return Hosts(hosts=hosts, name="--nodes and --gpus")
 
 
+def decided(prepared: PreparedRun, variables: Mapping[str, str]) -> PreparedRun:
+    """Returns a run with its attention decided: of several nodes, of which none can ask the others, what all have.
+
+    Raises EnvironmentProblem if this machine lacks the kernel that the job names.
+    """
+    choice = prepared.attention
+    if prepared.is_local or prepared.on_cpu:
+        return prepared
+    if choice.wish.asked.is_flash:
+        choice = choose(choice.wish, {"this machine": of_this_machine({**variables, **prepared.job.env})})
+    elif choice.wish.asked is Attention.AUTO:
+        choice = replace(choice, says=f"{choice.attn}; no node can be asked for a better one, which attn may name")
+    return replace(prepared, attention=choice)
+
+
 def write(prepared: PreparedRun, variables: Mapping[str, str]) -> None:
     """Writes what the ranks read. All nodes may do this at once, since a file that already holds its text is not
     touched.
 
-    Raises Conflict if the folder holds checkpoints of another run, and EnvironmentProblem if this machine lacks the
-    attention kernel that the job names.
+    Raises Conflict if the folder holds checkpoints of another run.
     """
-    job, wish = prepared.job, prepared.attention.wish
-    if wish.asked.is_flash and not prepared.is_local:
-        choose(wish, {"this machine": of_this_machine({**variables, **job.env})})
+    job = prepared.job
     preflight.check(prepared.run_dir, resume=job.resume, needed_bytes=0)
     secrets = environment.secrets(variables, job.env)
     open_env = {name: value for name, value in job.env.items() if name not in secrets}
