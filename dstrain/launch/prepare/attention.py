@@ -128,10 +128,13 @@ def _described(wish: Wish, attn: Attention, nodes: Nodes) -> str:
 def _reason(wish: Wish, best: Attention, suitable: Sequence[Attention], nodes: Nodes) -> str:
     """Returns why it is none of the better ones that a node has or could have."""
     better = suitable[: suitable.index(best)] if best in suitable else suitable
-    reasons = [] if wish.kept is None else [f"the checkpoint was trained with {wish.kept}"]
+    reasons = []
+    if wish.kept is not None:
+        reasons.append(f"the checkpoint was trained with {wish.kept}")
+        reasons += [_listed(_lacking(wish, wish.kept, nodes))] if wish.kept in suitable else []
     for attn in better:
         lacking = _lacking(wish, attn, nodes)
-        if len(lacking) < len(nodes) or attn is wish.kept:
+        if attn is not wish.kept and len(lacking) < len(nodes):
             reasons.append(_listed(lacking))
     if not suitable:
         reasons += dict.fromkeys(wish.unsuitable.values())

@@ -112,3 +112,7 @@ def test_a_resumed_run_keeps_its_kernel_if_every_node_still_has_it() -> None:
         "flash_attention_2 (flash-attn 2.8.3), on all 2 nodes; the checkpoint was trained with flash_attention_3; b"
         " lacks flash_attention_3"
     )
+    assert said(replace(AUTO, kept=Attention.FLASH_ATTENTION_4), a=WITH_2).endswith("a lacks flash_attention_4")
+    assert said(replace(wish(precision=Precision.FP32), kept=FA2), a=WITH_2) == (
+        "sdpa; the checkpoint was trained with flash_attention_2; FlashAttention needs bf16 or fp16"
+    )
