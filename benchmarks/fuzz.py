@@ -64,7 +64,7 @@ SHARE_PLANNED = 0.005
 BATCH = 500
 """Inputs of one process at a time."""
 MESSAGES: tuple[protocol.Order | protocol.Event, ...] = (
-    protocol.Look(run_dir="/r", token="t", others=["b"], files={"/m": 1}, packages=["kernels"], port=29500),
+    protocol.Look(run_dir="/r", token="t", others=["b"], files={"/m": 1}, packages=["kernels"], exports={}, port=29500),
     protocol.Begin(
         host="a", run_dir="/r", mark="m", command=["python"], environment={"A": "b"}, unset=[], exports={"C": "$A"},
         hosts=["a"], first_rank=0, num_ranks=8, master_port=29500, mirror=False, timeouts={"grace_s": 5.0},

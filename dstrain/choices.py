@@ -73,11 +73,26 @@ class Offload(StrEnum):
 
 
 class Attention(StrEnum):
-    """The attention implementation, by Transformers' names."""
+    """The attention implementation, by Transformers' names; `auto` is the best one that every node has."""
 
+    AUTO = "auto"
+    FLASH_ATTENTION_4 = "flash_attention_4"
+    FLASH_ATTENTION_3 = "flash_attention_3"
     FLASH_ATTENTION_2 = "flash_attention_2"
     SDPA = "sdpa"
     EAGER = "eager"
+
+    @property
+    def is_flash(self) -> bool:
+        """Whether it is FlashAttention in packages of its own; all versions keep the same tensors."""
+        return self in (Attention.FLASH_ATTENTION_2, Attention.FLASH_ATTENTION_3, Attention.FLASH_ATTENTION_4)
+
+    @property
+    def planned(self) -> Attention:
+        """The implementation whose tensors are planned and traced: for `auto` the one that every machine has."""
+        if self.is_flash:
+            return Attention.FLASH_ATTENTION_2
+        return Attention.SDPA if self is Attention.AUTO else self
 
 
 class RopeType(StrEnum):

@@ -85,7 +85,7 @@ def command(
         asked = remembered.asked(options, before, out)
         _say_repeated(asked, before)
         planned = _planned(asked, before, out, verbose=verbose, html=html)
-        lock = replace(lock_of(asked, planned.asked, planned.plan, out), tuned=_still_tuned(asked, before))
+        lock = replace(lock_of(asked, planned.asked, planned.plan, out, before), tuned=_still_tuned(asked, before))
         files = _files(out, lock, before, reopens=on_conflict is not None)
         merged = replaced(files) if force else regenerate(files, decide)
         shown = {**lock.base, **merged.files}

@@ -5,18 +5,21 @@ from __future__ import annotations
 from pathlib import Path
 
 from dstrain import __version__
+from dstrain.choices import Attention
 from dstrain.cli.options import remembered
 from dstrain.cli.options.question import PlanInputs
 from dstrain.cli.options.remembered import ResolvedOptions
+from dstrain.config.edits import edit
 from dstrain.config.edits.lock import Lock, installed
 from dstrain.config.templates.files import generated
 from dstrain.config.templates.templates import template_hash
 from dstrain.config.templates.values import template_of
 from dstrain.plan.estimate_records import Plan
+from dstrain.plan.request import Request
 
 
-def lock_of(asked: ResolvedOptions, facts: PlanInputs, plan: Plan, out: Path) -> Lock:
-    """Returns the generated files of a plan with their inputs; `out` is the folder they are for."""
+def lock_of(asked: ResolvedOptions, facts: PlanInputs, plan: Plan, out: Path, before: Lock | None = None) -> Lock:
+    """Returns the generated files of a plan with their inputs; `out` is the folder they are for, `before` its lock."""
     options = asked.options
     template, template_dir = template_of(plan.chosen.configuration), options["template_dir"]
     job = {
@@ -25,6 +28,7 @@ def lock_of(asked: ResolvedOptions, facts: PlanInputs, plan: Plan, out: Path) ->
         "eval_data": remembered.relative(options["eval_data"], out),
         "hub": options["hub"],
         "output_dir": options["output_dir"],
+        "attn": _attention(facts.request, plan, before),
     }
     files = generated(plan, facts.workload, facts.hosts, template_dir=template_dir, job=job)
     if options["hostfile"] and options["hostfile"].resolve() == (out / "hostfile").resolve():
@@ -38,6 +42,14 @@ def lock_of(asked: ResolvedOptions, facts: PlanInputs, plan: Plan, out: Path) ->
         cluster=facts.workload.cluster,
         base=files,
     )
+
+
+def _attention(request: Request, plan: Plan, before: Lock | None) -> Attention:
+    """Returns the attention of a job: `auto` if it is open, unless the files of before name the planned one."""
+    planned = plan.chosen.configuration.kernels.attn
+    text = before.base.get("job.yaml") if before is not None and request.attn is None else None
+    is_kept = text is not None and edit.read(text, "job.yaml").get("attn") == planned
+    return planned if is_kept or not request.has_open_attention else Attention.AUTO
 
 
 def _model(source: str, out: Path) -> str | None:

@@ -180,9 +180,10 @@ def prepare(job: Path, nodes: int | None, gpus: int | None, overrides: tuple[str
     if nodes is not None or gpus is not None:
         context = describe(file, job, environment={}, python=sys.executable, nodes=nodes, gpus=gpus)
         hosts = ready.stand_ins(context.nodes, context.gpus)
-    prepared = check_job(file, os.environ, hosts=hosts)
+    prepared = ready.decided(check_job(file, os.environ, hosts=hosts), os.environ)
     ready.write(prepared, os.environ)
-    say_lines(prepared.notes)
+    says = prepared.attention.says
+    say_lines([*([f"attn     {says}"] if says is not None else []), *prepared.notes])
     say(f"prepared {prepared.run_dir.path} for {prepared.hosts.num_slots} ranks")
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from dstrain.doctor.gpu_facts import Gpus, KernelLog, Topology
+from dstrain.facts.attention_kernels import AttentionKernels
 from dstrain.facts.deepspeed_ops import Lock
 from dstrain.facts.network_interface import Interface
 from dstrain.records import type_config
@@ -185,6 +186,7 @@ class Facts:
     failed: Mapping[str, str] = field(default_factory=dict)
     """Subject → why its probe failed."""
     software: Software | None = None
+    attention: AttentionKernels | None = None
     toolchain: Toolchain | None = None
     gpus: Gpus | None = None
     kernel_log: KernelLog | None = None

@@ -18,6 +18,7 @@ from typing import Any
 from dstrain.doctor.facts import Facts, Question
 from dstrain.doctor.probes import gpus, machine, network, online, software, toolchain
 from dstrain.doctor.run_probes import all_at_once
+from dstrain.facts import attention_kernels
 from dstrain.records import from_data, to_data
 
 LIMIT_S = 3.6
@@ -27,6 +28,7 @@ Look = Callable[[Question, Mapping[str, str]], Any]
 LOOKS: Mapping[str, Look] = MappingProxyType(
     {
         "software": software.look,
+        "attention": lambda question, environment: attention_kernels.of_this_machine(environment),
         "toolchain": toolchain.look,
         "gpus": gpus.look,
         "kernel_log": gpus.look_kernel_log,
@@ -38,8 +40,8 @@ LOOKS: Mapping[str, Look] = MappingProxyType(
     }
 )
 """Subject → its probe, which fills the field of `Facts` of that name."""
-SLOW = frozenset({"topology", "online"})
-"""Probes that a quick query skips."""
+SLOW = frozenset({"topology", "online", "attention"})
+"""Probes that a quick query skips: they take long, or `dstrain run` has made them."""
 
 
 def gather(question: Question, base: Mapping[str, str] = os.environ, limit_s: float = LIMIT_S) -> Facts:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from dstrain.doctor.checks.all import findings
+from dstrain.doctor.checks.attention import chosen
 from dstrain.doctor.checks.network import interface
 from dstrain.doctor.facts import Facts
 from dstrain.doctor.finding import Finding, Notes
@@ -93,7 +94,9 @@ def judged(answers: Sequence[Answer], needs: Needs) -> dict[str, list[Finding]]:
             continue
         _differences(answer.facts, answer.skew_s, usual, common, notes)
         by_host[name] = notes.findings + findings(answer.facts, on_host(needs, answer.host))
-    by_host[answers[0].host.name] += _interface_findings(answers, needs)
+    kernels = {answer.host.name: answer.facts.attention for answer in answers if answer.facts is not None}
+    known_kernels = {host: found for host, found in kernels.items() if found is not None}
+    by_host[answers[0].host.name] += _interface_findings(answers, needs) + chosen(needs, known_kernels)
     return by_host
 
 

@@ -17,11 +17,14 @@ from dstrain.errors import DstrainError, InvalidConfig
 from dstrain.facts import probe
 from dstrain.facts.cluster.hostfile import Hosts
 from dstrain.facts.cluster.machines import resolve_hosts
+from dstrain.facts.this_machine import trains_on_cpu
 from dstrain.job.file import JobFile
 from dstrain.paths import shown
 
 if TYPE_CHECKING:
+    from dstrain.config.lint.subject import Subject
     from dstrain.facts.model.model_facts import ModelFacts
+    from dstrain.launch.prepare.attention import Wish
     from dstrain.plan.estimate_records import Estimate
 
 
@@ -57,10 +60,11 @@ def _for(
     config: Mapping[str, Any],
     estimate: Estimate | None,
     model: ModelFacts | None = None,
+    wish: Wish | None = None,
 ) -> Needs:
     """Returns the needs of a job, without those of RAM and disk if its hosts are not known yet."""
     family = model.model_type if model else None
-    needs = wanted.of_job(file.job, os.environ, hosts, config, estimate, model_type=family)
+    needs = wanted.of_job(file.job, os.environ, hosts, config, estimate, model_type=family, wish=wish)
     if file.job.hostfile is None or hosts is not None:
         return needs
     return replace(needs, host_bytes=None, checkpoint_bytes=None, nvme_bytes=0, folders={}, paths=())
@@ -87,7 +91,17 @@ def all_needs(file: JobFile, hosts: Hosts | None) -> tuple[Needs, list[Finding]]
     estimate, config = linted.subject.estimate, linted.subject.config
     if estimate is None:
         notes.warn(f"no estimate of RAM and disk: the model {shown(file.job.model)} is not known", no_estimate(file))
-    return _for(file, hosts, config, estimate, linted.subject.model), notes.findings
+    return _for(file, hosts, config, estimate, linted.subject.model, _wish(file, linted.subject)), notes.findings
+
+
+def _wish(file: JobFile, subject: Subject) -> Wish | None:
+    """Returns what a job asks for as its attention; None if its machines are unknown."""
+    from dstrain.launch.prepare.attention import wish_of
+
+    if subject.cluster is None:
+        return None
+    on_cpu = trains_on_cpu(os.environ, file.job.env)
+    return wish_of(file, subject.model, subject.cluster, on_cpu=on_cpu)
 
 
 def no_estimate(file: JobFile) -> str:

@@ -22,6 +22,7 @@ from dstrain.launch.environment import is_forwarded, is_secret
 from dstrain.rundir import RunDir
 
 if TYPE_CHECKING:
+    from dstrain.launch.prepare.attention import Wish
     from dstrain.launch.prepare.prepare import PreparedRun
     from dstrain.plan.estimate_records import Estimate
 
@@ -55,6 +56,8 @@ class Needs:
     ops: tuple[str, ...] = ()
     model_type: str | None = None
     """The family of the model; None if unknown."""
+    wish: Wish | None = None
+    """What the job asks for as its attention; None if that is unknown, or decided already."""
     packs_rows: bool = False
     """Whether samples share rows."""
     host_bytes: int | None = None
@@ -106,6 +109,7 @@ def of_job(
     estimate: Estimate | None,
     *,
     model_type: str | None = None,
+    wish: Wish | None = None,
     is_quick: bool = False,
 ) -> Needs:
     """Returns the needs of a job; `estimate` is that of its configuration, if there is one."""
@@ -122,6 +126,7 @@ def of_job(
         workers=job.dataloader_num_workers,
         ops=tuple(needed_ops(ds_config, on_gpu=not on_cpu)),
         model_type=model_type,
+        wish=wish,
         packs_rows=job.packing,
         host_bytes=memory.host_bytes_per_node if memory else None,
         checkpoint_bytes=estimate.saved_bytes(only_model=job.save_only_model) if estimate else None,

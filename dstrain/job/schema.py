@@ -130,7 +130,7 @@ class Job:
     precision: Precision = Precision.BF16
     """`bf16`, `fp16` or `fp32`; saved models keep the dtype of the base model."""
     attn: Attention = Attention.SDPA
-    """The attention implementation."""
+    """The attention implementation, by Transformers' names; `auto` is the best one that every node has."""
     seq_len: Positive = 2048
     """Maximum length of a sample in tokens; the log counts longer samples."""
     rope_scaling: RopeScaling | None = None

@@ -181,7 +181,7 @@ def write_run_dir(launch: Launch, edits: Sequence[Edit] | None = None) -> None:
     prepared = launch.prepared
     place = prepared.run_dir
     hostfile = launch_hostfile(prepared.hosts, ids=prepared.devices, is_local=prepared.is_local)
-    write_inputs(prepared, job=_for_ranks(launch), hostfile=hostfile, secrets=launch.secrets)
+    write_inputs(prepared, job=for_ranks(launch), hostfile=hostfile, secrets=launch.secrets)
     if edits is None:
         place.edits.unlink(missing_ok=True)
     else:
@@ -197,11 +197,17 @@ def write_inputs(prepared: PreparedRun, *, job: Job, hostfile: str, secrets: Map
     place = prepared.run_dir
     place.summary.unlink(missing_ok=True)
     place.oom.unlink(missing_ok=True)
-    write_atomic(place.request, to_json(job))
-    write_atomic(place.facts, facts_text(prepared))
+    write_request(prepared, job)
     write_atomic(place.ds_config, json.dumps(prepared.ds_config, indent=2) + "\n")
     write_atomic(place.hostfile, hostfile)
     environment.write_secrets(place, secrets)
+
+
+def write_request(prepared: PreparedRun, job: Job) -> None:
+    """Writes what depends on the attention: request, facts and estimate."""
+    place = prepared.run_dir
+    write_atomic(place.request, to_json(job))
+    write_atomic(place.facts, facts_text(prepared))
     if prepared.estimate is None:
         place.plan.unlink(missing_ok=True)
     else:
@@ -222,7 +228,7 @@ def write_start(launch: Launch) -> None:
     write_atomic(place.environment, environment.file_text(launch.for_nodes), mode=0o600)
 
 
-def _for_ranks(launch: Launch) -> Job:
+def for_ranks(launch: Launch) -> Job:
     """Returns the job whose environment holds no secret: request.json is for everyone.
 
     Where nodes have disks of their own it names the checkpoint, which they could not choose alike.

@@ -104,7 +104,7 @@ def effective(model: ModelFacts, request: Request, ds_config: Mapping[str, Any])
 
 def _effective(model: ModelFacts, request: Request, ds_config: Mapping[str, Any]) -> Configuration:
     zero = ds_config.get("zero_optimization") or {}
-    asked = request.configuration
+    asked = request.of_model(model)
     tp = int((ds_config.get("tensor_parallel") or {}).get("autotp_size") or asked.parallel.tp)
     experts = ds_config.get("expert_parallel") or {}
     ep = int((experts.get("enabled") and experts.get("autoep_size")) or asked.parallel.ep)

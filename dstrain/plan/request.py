@@ -7,6 +7,7 @@ from enum import StrEnum
 
 from dstrain.choices import Attention, LossKernel, Method, Offload, Optimizer, Precision, RopeType, StateDtypes, Task
 from dstrain.errors import InvalidConfig
+from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.job.schema import Lora, RopeScaling
 from dstrain.plan.configuration import DEFAULTS, DEGREES, Configuration, changed, choices
 from dstrain.records import type_config
@@ -60,7 +61,7 @@ class Request:
     precision: Precision | None = None
     """Dtype of forward and backward."""
     attn: Attention | None = None
-    """Attention implementation."""
+    """Attention implementation; None and `auto`: planned as the slowest one that `auto` may come to."""
     packing: bool | None = None
     """Whether samples share rows, which need no padding mask; None: by the data, and without data they do not."""
     optimizer: Optimizer = Optimizer.ADAMW
@@ -98,7 +99,17 @@ class Request:
     def configuration(self) -> Configuration:
         """DeepSpeed's defaults with every choice that the request makes."""
         given = {name: getattr(self, name, None) for name in choices()}
-        return changed(DEFAULTS, **{name: value for name, value in given.items() if value is not None})
+        return changed(DEFAULTS, **{name: v for name, v in given.items() if v not in (None, Attention.AUTO)})
+
+    @property
+    def has_open_attention(self) -> bool:
+        """Whether the attention is that of the machines that train."""
+        return self.attn in (None, Attention.AUTO)
+
+    def of_model(self, model: ModelFacts) -> Configuration:
+        """Returns `configuration`, with the attention that every machine has if it is open: sdpa, or else eager."""
+        asked = self.configuration
+        return changed(asked, attn=Attention.EAGER) if self.has_open_attention and not model.has_sdpa else asked
 
     @property
     def is_one_configuration(self) -> bool:

@@ -73,6 +73,7 @@ class SavingTrainer(transformers.Trainer):
             optimizer=self._job.optimizer,
             data=self._data_digest,
             rope_scaling=self._job.rope_scaling,
+            attn=self._job.attn,
             only_model=self.args.save_only_model,
         )
 

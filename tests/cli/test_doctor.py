@@ -76,6 +76,7 @@ def test_a_gpu_machine_is_drawn(dstrain: Type, tmp_path: Path) -> None:
     smi(tmp_path, xml=machines.smi_xml(*[{}] * 8), topo=machines.HGX_H100, p2p=machines.p2p(8, lambda a, b: "OK"))
     done = dstrain("doctor", "-v", PATH=f"{tmp_path}:{os.environ['PATH']}", HF_HUB_OFFLINE="1")
     assert "  ✓ 8 × NVIDIA H100 80GB HBM3, driver 570.158.01 (CUDA up to 12.8)" in done.stdout.splitlines()
+    assert "  ✓ attention: sdpa, eager" in done.stdout.splitlines()
     assert "    NVLink  GPU 0-7, every pair by 18 links" in done.stdout.splitlines()
 
 

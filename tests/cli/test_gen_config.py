@@ -165,7 +165,15 @@ def test_edits_stay_and_the_rest_follows(dstrain: Type, tmp_path: Path) -> None:
     assert dstrain(*PLAN, "--seq-len", "2048").returncode == 0
     assert '"overlap_comm": false,  // mine' in (tmp_path / "ds_config.json").read_text()
     job = (tmp_path / "job.yaml").read_text()
+    assert 'attn: "auto"  # the best kernel that every node has' in job
     assert ("seed: 7  # mine" in job, "seq_len: 2048" in job) == (True, True)
+
+
+def test_attention_that_the_files_name_stays(dstrain: Type, tmp_path: Path) -> None:
+    assert dstrain(*PLAN, "--attn", "sdpa").returncode == 0
+    assert 'attn: "sdpa"\n' in (tmp_path / "job.yaml").read_text()
+    assert dstrain(*PLAN).returncode == 0
+    assert 'attn: "sdpa"\n' in (tmp_path / "job.yaml").read_text()
 
 
 def test_positions_beyond_the_models_own_come_and_go_with_the_length(dstrain: Type, tmp_path: Path) -> None:

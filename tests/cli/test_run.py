@@ -116,7 +116,7 @@ def test_two_hosts_are_launched_by_pdsh(dstrain: Type, job: Path) -> None:
         ('method: "full"', 'method: "qlora"', "bitsandbytes"),
         ("grad_ckpt: ", "optimizer: adamw_8bit\ngrad_ckpt: ", "adamw_8bit needs bitsandbytes"),
         ("sinks: [swanlab]", "sinks: [wandb, swanlab]", "wandb needs wandb, which is not installed"),
-        ('attn: "sdpa"', 'attn: "flash_attention_2"', "FlashAttention has no kernels for a CPU"),
+        ('attn: "auto"', 'attn: "flash_attention_2"', "FlashAttention has no kernels for a CPU"),
         ("grad_ckpt: ", "liger: true\ngrad_ckpt: ", "liger is true, but this job trains on the CPU: Triton compiles"),
         ("save_steps: ", "eval_steps: 5\nsave_steps: ", "eval_steps is 5, but eval_data is not set"),
         ("eval_data: null", "eval_data: eval.jsonl", "job.yaml:8:1: eval_data: "),
@@ -283,6 +283,8 @@ def test_hand_edits_are_on_record_with_the_run(dstrain: Type, job: Path, light_c
     change(job, "seed: 42", "seed: 7")
     done = dstrain("run", "--set", "max_steps=1", DS_ACCELERATOR="cpu", PYTHONPATH=str(light_checkout))
     assert done.returncode == 0, done.stderr
+    assert "attn     sdpa; FlashAttention has no kernels for a CPU" in done.stderr
+    assert json.loads((job.parent / "output" / "request.json").read_text())["attn"] == "sdpa"
     assert json.loads((job.parent / "output" / "edits.json").read_text()) == [
         {"file": "job.yaml", "key": "seed", "pointer": ["seed"], "base": 42, "yours": 7}
     ]

@@ -10,21 +10,25 @@ from pathlib import Path
 
 import pytest
 
-from dstrain.doctor.checks import limits, network, online, ops, software, space
+from dstrain.choices import Attention
+from dstrain.doctor.checks import attention, limits, network, online, ops, software, space
 from dstrain.doctor.checks.all import findings
 from dstrain.doctor.facts import Endpoint
 from dstrain.doctor.finding import Mark
 from dstrain.doctor.gpu_facts import Gpus
 from dstrain.doctor.requirements import Needs
 from dstrain.facts import window
+from dstrain.facts.attention_kernels import AttentionKernels
 from dstrain.facts.deepspeed_ops import Lock
 from dstrain.facts.window import TESTED
+from dstrain.launch.prepare.attention import Wish
 from dstrain.units import GIB, MIB
 from tests.doctor import samples
 from tests.doctor.samples import HOSTS, facts, folder, said
 
 NEEDS = Needs()
 RUN = Needs(has_job=True, hosts=HOSTS, slots=8)
+FA3, FA2 = Attention.FLASH_ATTENTION_3, Attention.FLASH_ATTENTION_2
 ON_CPU = Needs(on_cpu=True)
 
 
@@ -35,6 +39,30 @@ def test_a_good_machine_has_nothing_but_good_lines() -> None:
 def test_a_look_that_failed_is_told() -> None:
     found = findings(facts(software=None, failed={"software": "no answer within 3.6 s"}), NEEDS)
     assert said(found)[0] == "! software: no answer within 3.6 s"
+
+
+# attention
+
+
+def test_the_kernels_of_a_host_are_one_line_and_the_choice_of_a_run_another() -> None:
+    kernels = AttentionKernels(packages={FA2: "2.8.3"}, cached={FA2: "0", FA3: "0123456789"})
+    alone = replace(NEEDS, wish=Wish(asked=Attention.AUTO, place="job.yaml:9:7", planned=Attention.SDPA))
+    cached = "flash_attention_3 (kernels-community/vllm-flash-attn3 0123456)"
+    assert said(attention.check(facts(attention=kernels), alone)) == [
+        f"✓ attention: {cached}, flash_attention_2 (flash-attn 2.8.3), sdpa, eager",
+        f"✓ dstrain run takes {cached}",
+    ]
+    assert said(attention.check(facts(attention=AttentionKernels()), NEEDS)) == ["✓ attention: sdpa, eager"]
+    assert attention.check(facts(attention=AttentionKernels()), ON_CPU) == []
+
+
+def test_hosts_that_lack_what_the_job_names_are_told_together() -> None:
+    needs = replace(RUN, wish=Wish(asked=FA2, place="job.yaml:9:7", planned=FA2))
+    (told,) = attention.chosen(needs, {"a": AttentionKernels(packages={FA2: "2.8.3"}), "b": AttentionKernels()})
+    assert (told.mark, told.what) == (
+        Mark.ERROR,
+        "job.yaml:9:7: attn is flash_attention_2, but b lacks flash_attention_2",
+    )
 
 
 # software

@@ -161,7 +161,7 @@ def hello(interface: str | None, **changes: Any) -> Hello:
         "num_gpus": 0,
         "port": 29500,
     }
-    given |= {"unlike": {}}
+    given |= {"unlike": {}, "attention_packages": {}, "attention_cached": {}, "attention_downloadable": []}
     return Hello(interface=interface, clock=0.0, **(given | changes))
 
 

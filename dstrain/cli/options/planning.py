@@ -105,7 +105,7 @@ _CHOICES = (
         help="Let ZeRO-3 reduce gradients in 4 bits between nodes (ZeRO++), which rounds them.",
     ),
     click.option("--precision", type=Choice(Precision), help="Dtype of forward and backward.  [default: by the GPU]"),
-    click.option("--attn", type=Choice(Attention), help="Attention implementation.  [default: sdpa]"),
+    click.option("--attn", type=Choice(Attention), help="Attention implementation.  [default: auto, planned as sdpa]"),
     click.option(
         "--rope-scaling",
         type=Choice(RopeType),

@@ -61,7 +61,7 @@ def _trace_question(request: Request) -> trace_records.Question:
         seq_len=request.seq_len or DEFAULT_SEQ_LEN,
         method=request.method,
         lora=request.lora,
-        attn=request.attn or Attention.SDPA,
+        attn=(request.attn or Attention.AUTO).planned,
         is_packed=bool(request.packing),
         precision=request.precision or Precision.BF16,
         loss=request.loss or _least_loss(request),

@@ -20,6 +20,7 @@ _GROUPS = {
     "job": "job",
     "hosts": "beside the other hosts",
     "software": "software",
+    "attention": "software",
     "ops": "DeepSpeed's extensions",
     "gpus": "GPUs",
     "kernel_log": "GPUs",

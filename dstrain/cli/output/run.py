@@ -40,6 +40,8 @@ def before_lines(prepared: PreparedRun) -> list[str]:
         lines.append(f"memory   {format_bytes(estimate.memory.device_bytes_per_gpu)} per GPU predicted{fits}")
         if not estimate.fits:
             lines.append(f"         {estimate.shortage}; the run will probably run out of memory")
+    if prepared.attention.says is not None:
+        lines.append(f"attn     {prepared.attention.says}")
     lines += [f"note     {note}" for note in prepared.notes]
     return lines
 

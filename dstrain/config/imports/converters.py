@@ -85,16 +85,23 @@ def schedule(value: Any, _: Source) -> str:
 
 
 ATTENTION = {
-    "auto": Attention.SDPA.value,
+    "auto": Attention.AUTO.value,
     "sdpa": Attention.SDPA.value,
     "disabled": Attention.EAGER.value,
     "eager": Attention.EAGER.value,
     "fa2": Attention.FLASH_ATTENTION_2.value,
     "flash_attn": Attention.FLASH_ATTENTION_2.value,
     "flash_attention_2": Attention.FLASH_ATTENTION_2.value,
+    "kernels-community/flash-attn2": Attention.FLASH_ATTENTION_2.value,
+    "fa3": Attention.FLASH_ATTENTION_3.value,
+    "flash_attention_3": Attention.FLASH_ATTENTION_3.value,
+    "kernels-community/flash-attn3": Attention.FLASH_ATTENTION_3.value,
+    "kernels-community/vllm-flash-attn3": Attention.FLASH_ATTENTION_3.value,
+    "flash_attention_4": Attention.FLASH_ATTENTION_4.value,
+    "kernels-community/flash-attn4": Attention.FLASH_ATTENTION_4.value,
 }
 """The attention implementation by the names of all tools."""
-attention = one_of(ATTENTION, "dstrain has sdpa, eager and flash_attention_2; sdpa is written")
+attention = one_of(ATTENTION, "dstrain has auto, sdpa, eager and FlashAttention 2 to 4; auto is written")
 
 OPTIMIZERS = {
     **dict.fromkeys(("adamw", "adamw_torch", "adamw_torch_fused", "adamw_hf"), "adamw"),

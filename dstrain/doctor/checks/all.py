@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
-from dstrain.doctor.checks import gpus, kernel_log, limits, network, online, ops, software, space, topology
+from dstrain.doctor.checks import attention, gpus, kernel_log, limits, network, online, ops, software, space, topology
 from dstrain.doctor.facts import Facts
 from dstrain.doctor.finding import Finding, Mark
 from dstrain.doctor.requirements import Needs
@@ -14,6 +14,7 @@ Check = Callable[[Facts, Needs], list[Finding]]
 CHECKS: Mapping[str, Check] = MappingProxyType(
     {
         "software": software.check,
+        "attention": attention.check,
         "ops": ops.check,
         "gpus": gpus.check,
         "kernel_log": kernel_log.check,

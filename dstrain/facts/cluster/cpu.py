@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from dstrain.choices import Attention
+
 _ZERO = "zero_optimization."
 QWZ = _ZERO + "zero_quantized_weights"
 """Key of parameters that are gathered in 8 bits."""
@@ -52,12 +54,16 @@ class CpuLimit:
 
 
 CPU_LIMITS = (
-    CpuLimit(
-        key="attn",
-        value="flash_attention_2",
-        why="FlashAttention has no kernels for a CPU",
-        instead="sdpa",
-        source="flash-attn 2, which is built with nvcc or hipcc",
+    *(
+        CpuLimit(
+            key="attn",
+            value=attn,
+            why="FlashAttention has no kernels for a CPU",
+            instead="sdpa",
+            source="flash-attn, which is built with nvcc or hipcc",
+        )
+        for attn in Attention
+        if attn.is_flash
     ),
     CpuLimit(
         key="precision",

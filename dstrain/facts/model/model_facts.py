@@ -135,6 +135,8 @@ class ModelFacts:
     """Elements of the recurrent states of all layers with linear attention: heads × key width × value width."""
     has_sdpa: bool = True
     """Whether Transformers computes its attention by PyTorch's kernel; gpt-oss's sinks have only eager and flash."""
+    has_flash: bool = True
+    """Whether Transformers computes the attention of all its parts by FlashAttention 2 and 3."""
     rope_type: str = "default"
     """How config.json scales rotary positions already (`llama3`, `yarn`, …), or `default`."""
     traced: Traced | None = None

@@ -199,3 +199,5 @@ class Description:
     """Elements of the recurrent states of all layers with linear attention."""
     has_sdpa: bool = True
     """Whether Transformers computes its attention by PyTorch's kernel too."""
+    has_flash: bool = True
+    """Whether Transformers computes the attention of all its parts by FlashAttention 2 and 3."""

@@ -55,6 +55,7 @@ def from_description(description: Description, *, name: str, source: str) -> Mod
         num_scored_layers=description.num_scored_layers,
         linear_state_numel=description.linear_state_numel,
         has_sdpa=description.has_sdpa,
+        has_flash=description.has_flash,
     )
 
 

@@ -17,9 +17,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 
-from dstrain.facts import network_interface, probe
+from dstrain.facts import attention_kernels, network_interface, probe
 from dstrain.facts.ports import listener
 from dstrain.facts.this_machine import versions
+from dstrain.launch.environment import expanded
 from dstrain.launch.nodes.connection import Inbox
 from dstrain.launch.nodes.node_runner import NodeRunner, environment_of_ranks, saves_on_term
 from dstrain.launch.nodes.process_tree import adopting_orphans
@@ -40,6 +41,7 @@ from dstrain.launch.nodes.protocol import (
 )
 from dstrain.launch.nodes.ready import Readying
 from dstrain.launch.timeouts import TIMEOUTS, Timeouts
+from dstrain.paths import write_atomic
 from dstrain.rundir import RunDir
 
 _POLL_S = 0.1
@@ -182,6 +184,8 @@ class Agent:
 
     def _make_ready(self, begin: Begin) -> None:
         self._begin = begin
+        if begin.request is not None:
+            write_atomic(RunDir(Path(begin.run_dir)).request, begin.request)
         self._timeouts = Timeouts(**begin.timeouts)
         if begin.master is None and not begin.ops:
             self._outbox.put(Ready())
@@ -211,12 +215,17 @@ class Agent:
             shares = False
         if look.port is not None and self._listener is None:
             self._listener = listener(look.port) or (listener(0) if look.takes_another else None)
+        variables = {**os.environ, **expanded(look.exports, os.environ)}
+        kernels = attention_kernels.of_this_machine(variables)
         return Hello(
             host=socket.gethostname(),
             versions=versions(look.packages),
             shares_run_dir=shares,
             interface=_interface(look.others),
             num_gpus=len(probe.local_gpus()),
+            attention_packages=dict(kernels.packages),
+            attention_cached=dict(kernels.cached),
+            attention_downloadable=list(kernels.downloadable),
             port=self._listener.getsockname()[1] if self._listener is not None else None,
             unlike={name: actual for name, size in look.files.items() if (actual := _bytes(name)) != size},
             clock=time.time(),

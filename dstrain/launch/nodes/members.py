@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dstrain.errors import EnvironmentProblem
+from dstrain.facts.attention_kernels import VARIABLES
 from dstrain.launch.failure.outcome import Lost
 from dstrain.launch.nodes.connection import Channel, Heart
 from dstrain.launch.nodes.layout import Node
@@ -111,6 +112,7 @@ class Members:
                 others=others,
                 files=files,
                 packages=list(spec.packages),
+                exports={name: text for name, text in spec.exports.items() if name in VARIABLES},
                 port=port,
                 takes_another=spec.takes_another_port,
             )
@@ -147,6 +149,7 @@ class Members:
                 master=spec.master if node.num_ranks else None,
                 ops=list(spec.ops) if node.num_ranks else [],
                 mirror=node.number in mirrored,
+                request=spec.request if node.number in mirrored else None,
                 timeouts=spec.timeouts.unusual(),
             )
             state.channel.send(begin, node.number)

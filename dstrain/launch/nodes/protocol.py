@@ -28,6 +28,8 @@ class Look:
     """Files that ranks read → their bytes where `run` is."""
     packages: list[str]
     """Packages that this job needs besides those of every run; they must be the same everywhere too."""
+    exports: dict[str, str]
+    """Variables of the ranks that say where kernels are cached, as in `Begin`."""
     port: int | None = None
     """Port for rank 0, to be kept until the ranks start; None on other nodes."""
     takes_another: bool = False
@@ -63,6 +65,8 @@ class Begin:
     master: str | None = None
     """The host of rank 0 as the ranks get it; None if no node has to find it."""
     ops: list[str] = field(default_factory=list)
+    request: str | None = None
+    """What request.json holds, for a node that has an earlier copy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,6 +111,10 @@ class Hello:
     """The network interface that reaches the other nodes; None if no single one reaches them all."""
     num_gpus: int
     """GPUs that NVML reports."""
+    attention_packages: dict[str, str]
+    """The FlashAttention kernels that its GPUs run (`facts.attention_kernels.AttentionKernels`)."""
+    attention_cached: dict[str, str]
+    attention_downloadable: list[str]
     port: int | None
     """The port that is kept for rank 0; None where the one of Look is in use, and on other nodes."""
     unlike: dict[str, int | None]

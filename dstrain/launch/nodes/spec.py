@@ -37,6 +37,8 @@ class LaunchSpec:
     """Files that every rank reads → their bytes here."""
     packages: tuple[str, ...] = ()
     """Packages that this job needs, whose versions must be the same on every node."""
+    request: str | None = None
+    """What request.json holds, if that was decided after it was copied to other disks."""
     timeouts: Timeouts = TIMEOUTS
 
     @property

@@ -12,6 +12,7 @@ from dstrain.config.lint.finding import Finding
 from dstrain.config.lint.subject import JobContext
 from dstrain.errors import DstrainError, EnvironmentProblem, InvalidConfig
 from dstrain.facts import probe
+from dstrain.facts.attention_kernels import runs_on
 from dstrain.facts.cluster import machines
 from dstrain.facts.cluster.cluster import Cluster, Origin
 from dstrain.facts.cluster.cpu import limits_of
@@ -45,7 +46,7 @@ _PLAIN = {
     "liger": False,
     "tiled_mlp": False,
     "activation_offload": False,
-    "attn": Attention.EAGER,
+    "attn": Attention.AUTO,
     "optimizer": Optimizer.ADAMW,
 }
 """Keys of a job that rules limit, with the value that always works."""
@@ -110,12 +111,10 @@ def _check_kernels(file: JobFile, *, on_cpu: bool) -> None:
     for limit in limits_of({"attn": job.attn, "liger": is_compiled}) if on_cpu else ():
         problem = f"{limit.key} is {limit.value}, but this job trains on the CPU: {limit.why}"
         raise InvalidConfig(problem, place=file.locate((limit.key,)), hint=f"{limit.key}: {limit.instead}")
-    if job.attn is Attention.FLASH_ATTENTION_2 and job.precision is Precision.FP32:
-        raise InvalidConfig(
-            "flash_attention_2 needs bf16 or fp16; precision is fp32",
-            place=file.locate(("attn",)),
-            hint="attn: sdpa, or precision: bf16",
-        )
+    if job.attn.is_flash and job.precision is Precision.FP32:
+        hint = "attn: auto, or precision: bf16"
+        problem = f"{job.attn} needs bf16 or fp16; precision is fp32"
+        raise InvalidConfig(problem, place=file.locate(("attn",)), hint=hint)
 
 
 def check_machines(file: JobFile, hosts: Hosts, cluster: Cluster, *, needs_gpus: bool) -> None:
@@ -139,9 +138,9 @@ def _check_gpus(hosts: Hosts) -> None:
 def check_gpu(file: JobFile, cluster: Cluster) -> None:
     """Raises InvalidConfig for flash attention on local GPUs that are too old for it."""
     is_known = cluster.gpu_origin is Origin.MEASURED and cluster.gpu.fp16_flops_per_s > 0
-    if file.job.attn is Attention.FLASH_ATTENTION_2 and is_known and not cluster.gpu.has_flash_attention_2:
+    if is_known and not runs_on(cluster.gpu, file.job.attn):
         raise InvalidConfig(
-            f"flash_attention_2 does not run on {cluster.gpu.name}", place=file.locate(("attn",)), hint="attn: sdpa"
+            f"{file.job.attn} does not run on {cluster.gpu.name}", place=file.locate(("attn",)), hint="attn: auto"
         )
 
 
@@ -172,7 +171,7 @@ def _check_combination(file: JobFile, key: str, model: ModelFacts | None, cluste
         return
     if model is not None:
         workload = Workload(model=model, cluster=cluster)
-        rules = broken(workload, request_of(file.job).configuration)
+        rules = broken(workload, request_of(file.job).of_model(model))
         wrong = [rule.says for rule in rules if key in rule.options and _LINTED.isdisjoint(rule.options)]
     else:
         leaves = isinstance(value, int) and cluster.num_gpus % value != 0

@@ -68,7 +68,7 @@ def trace_question(job: Job) -> Question:
         seq_len=job.seq_len,
         method=job.method,
         lora=job.lora,
-        attn=job.attn,
+        attn=job.attn.planned,
         is_packed=job.packing,
         precision=job.precision,
         loss=job.loss,

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from dstrain.choices import Attention, Hub, Method, Optimizer, SinkName, SwanLabMode
+from dstrain.choices import Hub, Method, Optimizer, SinkName, SwanLabMode
 from dstrain.errors import EnvironmentProblem
 from dstrain.facts.model.kernel_packages import LIGER_RELEASES, kernel_packages
 from dstrain.facts.model.model_facts import ModelFacts
@@ -73,9 +73,6 @@ _PACKAGES = (
         install="pip install 'dstrain[qlora]'", is_wanted=lambda job: job.method is Method.QLORA),
     _Package(key=("optimizer",), value="adamw_8bit", modules=("bitsandbytes",), name="bitsandbytes",
         install="pip install 'dstrain[qlora]'", is_wanted=lambda job: job.optimizer is Optimizer.ADAMW_8BIT),
-    _Package(key=("attn",), value="flash_attention_2", modules=("flash_attn", "kernels"), name="flash-attn",
-        install="pip install 'dstrain[kernels]', or flash-attn with --no-build-isolation, or set attn: sdpa",
-        is_wanted=lambda job: job.attn is Attention.FLASH_ATTENTION_2),
     *(_Package(key=("liger",), value="liger", modules=(name.replace("-", "_"),), name=name, range=releases,
                install="pip install 'dstrain[kernels]'", is_wanted=lambda job: job.liger)
       for name, releases in (("liger-kernel", LIGER_RELEASES), ("triton", ""))),

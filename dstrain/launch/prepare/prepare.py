@@ -23,14 +23,18 @@ from dstrain.facts.cluster.cluster import Cluster, Origin
 from dstrain.facts.cluster.hostfile import Hosts
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.facts.this_machine import trains_on_cpu, versions, visible_devices
+from dstrain.facts.workload import measured_workload
 from dstrain.job.file import JobFile
 from dstrain.job.schema import Job
-from dstrain.launch.prepare import job_checks, packages, resize_checkpoint, resume
+from dstrain.launch.prepare import attention, job_checks, packages, resize_checkpoint, resume
+from dstrain.launch.prepare.attention import Choice
 from dstrain.launch.prepare.job_context import describe, given_link, hosts_of, model_of, unplanned_parts
 from dstrain.launch.prepare.lint_job import lint_text, read_text, refused
 from dstrain.launch.prepare.resize_checkpoint import Resize
 from dstrain.launch.prepare.resume import Resuming
 from dstrain.paths import shown
+from dstrain.plan.configuration import changed
+from dstrain.plan.estimate import assess
 from dstrain.plan.estimate_records import Estimate
 from dstrain.records import to_data
 from dstrain.rundir import RunDir
@@ -55,6 +59,8 @@ class PreparedRun:
     cluster: Cluster
     estimate: Estimate | None
     """None if the model is unknown."""
+    attention: Choice
+    """The attention of the ranks; of several nodes what `auto` is before they answer."""
     notes: tuple[str, ...]
     """Lines to print before the launch."""
     elastic: Resize | None = None
@@ -85,10 +91,10 @@ def prepare(
     hosts = machines.named(hosts or hosts_of(file))
     resuming = resume.resuming(file.job, num_ranks=hosts.num_slots)
     file = replace(file, job=resuming.job)
-    model, model_notes = _model_of(file.job)
-    cluster, link_notes = _cluster(file, hosts, on_cpu=on_cpu)
+    model, cluster, machine_notes = _known(file, hosts, on_cpu=on_cpu)
     is_local = machines.is_local(hosts)
-    _check(file, hosts, cluster, model, needs_gpus=is_local and not on_cpu)
+    kept = resuming.saved.attn if resuming.saved else None
+    file, choice = attention.decide(file, model, cluster, environment, on_cpu=on_cpu, is_local=is_local, kept=kept)
     context = JobContext(job=file, hosts=hosts, model=model, cluster=cluster)
     subject, lint_notes = _linted(context, file, resuming, ignored, changes)
     ds_config = for_trainer(subject.config, file.job, model, num_ranks=hosts.num_slots)
@@ -103,16 +109,30 @@ def prepare(
         model=model,
         cluster=cluster,
         estimate=subject.estimate,
-        notes=(*resuming.notes, *lint_notes, *device_notes, *model_notes, *data_notes, *link_notes),
+        attention=choice,
+        notes=(*resuming.notes, *lint_notes, *device_notes, *machine_notes, *data_notes),
         elastic=resize_checkpoint.decide(resuming.saved, ds_config, num_ranks=hosts.num_slots),
     )
 
 
-def _check(file: JobFile, hosts: Hosts, cluster: Cluster, model: ModelFacts | None, *, needs_gpus: bool) -> None:
-    """Raises InvalidConfig or EnvironmentProblem for a job that its machines or its model cannot run."""
-    job_checks.check_machines(file, hosts, cluster, needs_gpus=needs_gpus)
+def with_attention(prepared: PreparedRun, choice: Choice) -> PreparedRun:
+    """Returns the run with the attention that its nodes have, and the estimate of that."""
+    job, estimate = replace(prepared.job, attn=choice.attn), prepared.estimate
+    if choice.attn is not prepared.job.attn and estimate is not None and prepared.model is not None:
+        workload = measured_workload(prepared.model, prepared.cluster)
+        estimate = assess(workload, changed(estimate.configuration, attn=choice.attn))
+    return replace(prepared, job=job, estimate=estimate, attention=choice)
+
+
+def _known(file: JobFile, hosts: Hosts, *, on_cpu: bool) -> tuple[ModelFacts | None, Cluster, list[str]]:
+    """Returns the model, the machines, and notes. Raises InvalidConfig or EnvironmentProblem for a job that they cannot
+    run."""
+    model, notes = _model_of(file.job)
+    cluster, link_notes = _cluster(file, hosts, on_cpu=on_cpu)
+    job_checks.check_machines(file, hosts, cluster, needs_gpus=machines.is_local(hosts) and not on_cpu)
     job_checks.check_targets(file, model)
     job_checks.check_combinations(file, model, cluster)
+    return model, cluster, [*notes, *link_notes]
 
 
 def _cluster(file: JobFile, hosts: Hosts, *, on_cpu: bool) -> tuple[Cluster, list[str]]:
@@ -164,6 +184,7 @@ def facts_text(prepared: PreparedRun) -> str:
     assumed GPU: the ranks must not compute MFU from it."""
     is_known = prepared.cluster.gpu_origin is not Origin.ASSUMED
     facts = {
+        "attention": prepared.attention.says,
         "model": to_data(prepared.model) if prepared.model else None,
         "cluster": to_data(prepared.cluster) if is_known else None,
         "versions": versions(("accelerate", "peft")),

@@ -35,6 +35,8 @@ class SavedCheckpoint:
     """The job's `optimizer`, whose states it holds."""
     rope_scaling: Mapping[str, Any] | None
     """How positions were stretched."""
+    attn: str | None = None
+    """The attention of its ranks; None if it is not recorded."""
 
     @property
     def global_batch(self) -> int:
@@ -141,6 +143,7 @@ def find(job: Job) -> SavedCheckpoint | None:
         **{key: record.get(key, 1) for key in ("sp", "tp", "ep")},
         optimizer=record.get("optimizer", Optimizer.ADAMW),
         rope_scaling=record.get("rope_scaling"),
+        attn=record.get("attn"),
     )
 
 

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from dstrain.facts import network_interface
+from dstrain.facts.attention_kernels import AttentionKernels
 from dstrain.facts.deepspeed_ops import needed_ops
 from dstrain.launch import environment
 from dstrain.launch.command import master
 from dstrain.launch.failure.outcome import Outcome
-from dstrain.launch.launch import Launch, plan_launch, write_start
+from dstrain.launch.launch import Launch, for_ranks, plan_launch, write_request, write_start
 from dstrain.launch.nodes import handshake, launchers
 from dstrain.launch.nodes.coordinator import Coordinator
 from dstrain.launch.nodes.launchers import LAUNCHERS
 from dstrain.launch.nodes.layout import Node
 from dstrain.launch.nodes.protocol import Hello
 from dstrain.launch.nodes.spec import LaunchSpec
+from dstrain.launch.prepare.attention import choose
 from dstrain.launch.prepare.packages import of_ranks
+from dstrain.launch.prepare.prepare import with_attention
 from dstrain.launch.timeouts import TIMEOUTS, Timeouts
 from dstrain.paths import write_atomic
+from dstrain.records import to_json
 
 
 def launch_spec(launch: Launch, *, timeouts: Timeouts = TIMEOUTS) -> LaunchSpec:
@@ -44,17 +48,45 @@ def launch_spec(launch: Launch, *, timeouts: Timeouts = TIMEOUTS) -> LaunchSpec:
     )
 
 
-def start(launch: Launch, coordinator: Coordinator, spec: LaunchSpec) -> Outcome:
-    """Runs the launch to its end; no process of it is left behind on any node that can be reached."""
+def start(launch: Launch, coordinator: Coordinator, spec: LaunchSpec, say: Callable[[str], None]) -> Outcome:
+    """Runs the launch to its end; no process of it is left behind on any node that can be reached.
+
+    `say` gets the attention that all nodes have.
+    """
 
     def check(hellos: Mapping[Node, Hello]) -> tuple[LaunchSpec, dict[int, dict[str, str]]]:
         port = next((hello.port for node, hello in hellos.items() if node.number == 0), None)
         last = launch if port in {None, launch.master_port} else _on_port(launch, port or 0)
         variables = _meet(last, hellos)
-        final = replace(spec, nodes=last.nodes, exports=last.for_nodes, master_port=last.master_port)
+        request = decide_attention(last, hellos, say)
+        final = replace(spec, nodes=last.nodes, exports=last.for_nodes, master_port=last.master_port, request=request)
         return final, {node.number: own for node, own in variables.items()}
 
     return coordinator.run(check)
+
+
+def decide_attention(launch: Launch, hellos: Mapping[Node, Hello], say: Callable[[str], None]) -> str | None:
+    """Decides the attention of several nodes, says it, and writes it into the run directory; returns the request that
+    ranks read. None if it was decided before. Raises EnvironmentProblem if nodes lack the kernel that the job names."""
+    prepared = launch.prepared
+    if prepared.is_local or prepared.on_cpu:
+        return None
+    by_host = {node.host: _kernels(hello) for node, hello in hellos.items() if node.num_ranks}
+    choice = choose(prepared.attention.wish, by_host)
+    if choice.says is not None:
+        say(f"attn     {choice.says}")
+    decided = replace(launch, prepared=with_attention(prepared, choice))
+    request = for_ranks(decided)
+    write_request(decided.prepared, request)
+    return to_json(request)
+
+
+def _kernels(hello: Hello) -> AttentionKernels:
+    return AttentionKernels(
+        packages=hello.attention_packages,
+        cached=hello.attention_cached,
+        downloadable=tuple(hello.attention_downloadable),
+    )
 
 
 def _on_port(launch: Launch, port: int) -> Launch:

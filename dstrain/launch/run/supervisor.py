@@ -145,7 +145,7 @@ class Supervisor:
         )
         try:
             with distribute(launch, self._reporter.say) as gatherer:
-                outcome = start(launch, coordinator, spec)
+                outcome = start(launch, coordinator, spec, self._reporter.say)
                 if gatherer is not None:
                     gatherer.finish(lambda: writer.beat(writer.step), has_trained=outcome.succeeded)
         except Unreachable as error:

@@ -167,7 +167,7 @@ def _script(job: Job, *, is_deepspeed: bool) -> dict[str, str]:
         "max_length": job.seq_len,
         "loss_on": job.loss_on.value,
         "dtype": _DTYPES[job.precision] if is_deepspeed else "float32",
-        "attn_implementation": job.attn.value,
+        "attn_implementation": (Attention.SDPA if job.attn is Attention.AUTO else job.attn).value,
         "trust_remote_code": job.trust_remote_code,
         "lora": None if job.method is Method.FULL else lora,
         **_arguments(job),
@@ -229,7 +229,7 @@ def _arguments(job: Job) -> dict[str, Any]:
     }
 
 
-_ATTENTION = {Attention.FLASH_ATTENTION_2: "fa2", Attention.SDPA: "sdpa", Attention.EAGER: "disabled"}
+_ATTENTION = {Attention.FLASH_ATTENTION_3: "fa3", Attention.FLASH_ATTENTION_2: "fa2", Attention.EAGER: "disabled"}
 
 
 def _llamafactory(job: Job, config: Mapping[str, Any], hosts: Hosts) -> Export:
@@ -268,7 +268,7 @@ def _llamafactory_settings(job: Job, *, is_text: bool) -> dict[str, Any]:
         "neat_packing": job.packing and not is_text,
         "train_on_prompt": job.loss_on is LossOn.ALL,
         "enable_thinking": False if job.thinking is Thinking.OFF else None,
-        "flash_attn": _ATTENTION[job.attn],
+        "flash_attn": "sdpa" if job.attn is Attention.SDPA else _ATTENTION.get(job.attn, "auto"),
         "disable_gradient_checkpointing": not job.grad_ckpt,
         **_arguments(job),
         **({"warmup_ratio": job.warmup_ratio} if job.warmup_steps is None else {"warmup_steps": job.warmup_steps}),

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from dstrain.choices import Attention, Method, Offload, Optimizer, Precision
+from dstrain.choices import Method, Offload, Optimizer, Precision
 from dstrain.errors import InvalidConfig
+from dstrain.facts.attention_kernels import runs_on
 from dstrain.facts.cluster.cluster import Cluster, Origin
 from dstrain.facts.cluster.cpu import QGZ, QWZ, limits_of
 from dstrain.facts.model.kernel_packages import COST, FLA, kernel_packages
@@ -18,7 +19,7 @@ from dstrain.plan.estimate import USABLE_GPU_RATIO, assess, moved
 from dstrain.plan.estimate_records import Estimate, Plan, Reason
 from dstrain.plan.memory.params import adapted, linear_names
 from dstrain.plan.request import Request
-from dstrain.plan.search import learning_rate
+from dstrain.plan.search import attention, learning_rate
 from dstrain.plan.search.alternatives import eight_bit_instead, faster_but_too_large, liger_gain_ratio, neighbours
 from dstrain.plan.search.buffer_sizes import TIGHT, least_offloaded, sized, sized_to_room
 from dstrain.plan.search.evaluator import estimated, usable_ratio
@@ -175,10 +176,9 @@ def check(workload: Workload, request: Request) -> None:
     for limit in limits_of(asked) if gpu.is_cpu else ():
         if not limit.unless or limit.key == QGZ:  # on one node it does nothing, so that no request has it
             raise InvalidConfig(f"{limit.asked}: {limit.why}", hint=f"Write {limit.answer}.")
-    if request.attn is Attention.FLASH_ATTENTION_2 and not gpu.has_flash_attention_2:
+    if request.attn is not None and not runs_on(gpu, request.attn):
         raise InvalidConfig(
-            f"--attn flash_attention_2: {gpu.name} is too old for FlashAttention-2",
-            hint="Write --attn sdpa.",
+            f"--attn {request.attn} does not run on {gpu.name}", hint="Write --attn auto, the best that runs there."
         )
     if request.method is not Method.FULL and not adapted(model, request.lora):
         raise InvalidConfig(
@@ -206,6 +206,8 @@ def _notes(workload: Workload, request: Request, chosen: Estimate) -> tuple[str,
     if (kernels := kernel_packages(model.model_type)) and not cluster.gpu.is_cpu:
         cost = f"; without, {COST}" if FLA in kernels else ""
         notes.append(f"planned with the kernels of {' and '.join(kernels)} on every machine that trains{cost}")
+    if request.has_open_attention:
+        notes += attention.notes(workload, chosen)
     share = chosen.memory.device_bytes_per_gpu / cluster.gpu.memory_bytes if cluster.gpu.memory_bytes else 0
     if chosen.fits and share > USABLE_GPU_RATIO:
         left = percent(1 - USABLE_GPU_RATIO)

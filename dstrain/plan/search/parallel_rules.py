@@ -13,7 +13,7 @@ SHARED_EXPERTS = ("deepseek_v3", "mixtral", "qwen3_moe")
 
 
 def _drops_masks(configuration: Configuration) -> bool:
-    return configuration.parallel.sp > 1 and configuration.kernels.attn is not Attention.FLASH_ATTENTION_2
+    return configuration.parallel.sp > 1 and not configuration.kernels.attn.is_flash
 
 
 def _scales_by_length(model: ModelFacts, configuration: Configuration) -> bool:
@@ -47,12 +47,16 @@ PARALLEL_RULES: tuple[Rule, ...] = (
          says="sequence parallelism needs sdpa or flash attention, without sinks",
          breaks=lambda m, k, c: c.parallel.sp > 1 and (c.kernels.attn is Attention.EAGER or not m.has_sdpa),
          source=_DS + "runtime/sequence_parallel/ulysses_sp.py: register_with_transformers"),
+    Rule(name="SP and FlashAttention-4", options=("sp", "attn"),
+         says="sequence parallelism takes sdpa and FlashAttention 2 and 3",
+         breaks=lambda m, k, c: c.parallel.sp > 1 and c.kernels.attn is Attention.FLASH_ATTENTION_4,
+         source="accelerate 1.15 utils/dataclasses.py: DeepSpeedSequenceParallelConfig, _builtin_sp_attn"),
     Rule(name="SP and latent attention", options=("sp",),
          says="sequence parallelism needs keys and values of one width, which latent attention lacks",
          breaks=lambda m, k, c: c.parallel.sp > 1 and m.head_dim != m.v_head_dim,
          source=_DS + "runtime/sequence_parallel/ulysses_sp.py: forward, key.shape == value.shape"),
     Rule(name="SP and windows", options=("sp", "seq_len", "attn"),
-         says="sequence parallelism limits attention to a window with flash_attention_2 only",
+         says="sequence parallelism limits attention to a window with FlashAttention only",
          breaks=lambda m, k, c: _drops_masks(c) and m.num_windowed_layers > 0
          and m.sliding_window is not None and m.sliding_window < c.batch.seq_len,
          source=_DS + "runtime/sequence_parallel/ulysses_sp.py: uattn_wrapper drops masks"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from dstrain.choices import Attention, LossKernel, Offload, Optimizer, Precision
+from dstrain.facts.attention_kernels import SINKS
 from dstrain.facts.cluster.cluster import Cluster
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.facts.workload import Workload
@@ -17,6 +18,8 @@ from dstrain.plan.search.rule import Rule
 from dstrain.plan.search.zero_rules import ZERO_RULES
 
 _DS = "deepspeed 0.19.8 "
+MOST_HEAD_DIM = (256, 128)
+"""Widest heads of FlashAttention 2 and 3, and of 4."""
 
 
 def _is_fused(configuration: Configuration) -> bool:
@@ -25,6 +28,12 @@ def _is_fused(configuration: Configuration) -> bool:
 
 def _replaces_loss(configuration: Configuration) -> bool:
     return configuration.kernels.loss in (LossKernel.CHUNKED, LossKernel.FUSED)
+
+
+def _is_too_wide(model: ModelFacts, attn: Attention) -> bool:
+    """Whether heads are wider than a kernel takes; FlashAttention-4 has its narrowest limit on Blackwell."""
+    limit = MOST_HEAD_DIM[attn is Attention.FLASH_ATTENTION_4]
+    return attn.is_flash and max(model.head_dim, model.v_head_dim) > limit
 
 
 def _exceeds(limit: TaskLimit, model: ModelFacts, cluster: Cluster, configuration: Configuration) -> bool:
@@ -49,6 +58,23 @@ RULES: tuple[Rule, ...] = (
          says="Transformers computes this family's attention by eager or flash attention, not by sdpa",
          breaks=lambda m, k, c: c.kernels.attn is Attention.SDPA and not m.has_sdpa,
          source="Transformers 5.23 models/gpt_oss/modeling_gpt_oss.py: _supports_sdpa"),
+    Rule(name="FlashAttention and the family", options=("attn",),
+         says="Transformers has no FlashAttention for this family",
+         breaks=lambda m, k, c: c.kernels.attn.is_flash and not m.has_flash,
+         source="Transformers 5.23 modeling_utils.py: _flash_attn_can_dispatch"),
+    Rule(name="FlashAttention and sinks", options=("attn",),
+         says="FlashAttention has no gradients for this family's sinks: adapters alone train with it",
+         breaks=lambda m, k, c: c.kernels.attn.is_flash and c.model.is_full and m.model_type in SINKS,
+         source="kernels-community vllm-flash-attn3 flash_attn_interface.py: FlashAttnVarlenFunc.backward"),
+    Rule(name="FlashAttention and wide heads", options=("attn",),
+         says="FlashAttention takes heads of up to 256 elements, its version 4 of up to 128",
+         breaks=lambda m, k, c: _is_too_wide(m, c.kernels.attn),
+         source="flash-attention 2.8 csrc/flash_attn/flash_api.cpp: mha_fwd; hopper/flash_api.cpp;"
+         " flash_attn/cute/interface.py: _validate_head_dims"),
+    Rule(name="FlashAttention and fp32", options=("attn", "precision"),
+         says="FlashAttention needs bf16 or fp16",
+         breaks=lambda m, k, c: c.kernels.attn.is_flash and c.model.precision is Precision.FP32,
+         source="flash-attention 2.8 csrc/flash_attn/flash_api.cpp: mha_fwd"),
     Rule(name="Liger and families", options=("liger",),
          says=f"Liger's kernels are planned and run for {', '.join(LIGER)}",
          breaks=lambda m, k, c: c.kernels.liger and m.model_type not in LIGER,

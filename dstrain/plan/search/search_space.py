@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from dstrain.choices import Attention, LossKernel, Method, Offload
+from dstrain.choices import LossKernel, Method, Offload
 from dstrain.facts.cluster.cluster import Cluster
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.facts.workload import Workload
@@ -166,12 +166,10 @@ def with_defaults(workload: Workload, request: Request) -> Configuration:
     model, cluster = workload.model, workload.cluster
     seq_len = request.seq_len or min(DEFAULT_SEQ_LEN, model.max_position_embeddings)
     scaling = rope_scaling.chosen(model, request.rope_scaling, seq_len)
-    asked = request.configuration
-    attn = asked.kernels.attn if request.attn or model.has_sdpa else Attention.EAGER
+    asked = request.of_model(model)
     return replace(
         asked,
         model=replace(asked.model, precision=request.precision or supported_precision(cluster)),
-        kernels=replace(asked.kernels, attn=attn),
         batch=replace(asked.batch, seq_len=seq_len, rope_scaling=scaling),
         zero=Zero(overlap_comm=cluster.num_gpus > 1, qwz=request.qwz, qgz=request.qgz),
         expandable_segments=asked.model.is_deepspeed,  # `dstrain run` sets it, PyTorch alone does not

@@ -145,7 +145,8 @@ def _attention_seconds(work: Work, rates: Efficiency, s: Setting) -> float:
     rate = s.peak_flops_per_s * rates.attention_ratio * s.batch.seq_len / (s.batch.seq_len + SHORT_SEQUENCE)
     if s.is_masked:
         return 2 * flops / (rate * (MASKED_ATTENTION_RATIO if s.has_flash else 1.0))
-    return flops / (rate * s.code.attention_speed)
+    most = max(1.0, rates.gemm_ratio / rates.attention_ratio)
+    return flops / (rate * min(s.code.attention_speed, most))
 
 
 def _vision_seconds(work: Work, rates: Efficiency, s: Setting) -> float:

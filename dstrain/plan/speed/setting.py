@@ -54,6 +54,10 @@ class Setting:
         return self.kernels.attn is Attention.SDPA and has_mask and self.parallel.sp == 1
 
 
+FLASH_ATTENTION_3_SPEED = 1.6
+"""Speed of FlashAttention-3 over that of 2 on Hopper, forward and backward pass together, never above that of matrix
+products. Source: arXiv 2407.08608 section 4.1: 1.5 to 2.0 times in the forward pass, 1.5 to 1.75 in the backward pass,
+which has 2.5 times as many FLOPs. Version 4 counts as 2, for want of published figures for training."""
 FALLBACK_LOOP = ExpertLoop(kernels=(2.0, 4.0), modules=0)
 """Experts where PyTorch has no grouped product: one product for each matrix of an expert, and its two gradients.
 Source: Transformers 5.23 integrations/moe.py: _grouped_mm_fallback."""
@@ -62,6 +66,8 @@ Source: Transformers 5.23 integrations/moe.py: _grouped_mm_fallback."""
 def setting(configuration: Configuration, peak_flops_per_s: float, gpu: Gpu) -> Setting:
     """Returns what the computation of a micro-batch on a GPU depends on."""
     code = configuration.code
+    if configuration.kernels.attn is Attention.FLASH_ATTENTION_3 and gpu.compute_capability == (9, 0):
+        code = replace(code, attention_speed=code.attention_speed * FLASH_ATTENTION_3_SPEED)
     if not gpu.has_grouped_products and code.expert_loop is None:
         code = replace(code, expert_loop=FALLBACK_LOOP)
     return Setting(

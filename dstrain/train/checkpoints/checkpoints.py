@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from dstrain.choices import Optimizer
+from dstrain.choices import Attention, Optimizer
 from dstrain.errors import EnvironmentProblem, InvalidConfig
 from dstrain.job.schema import RopeScaling
 from dstrain.paths import write_atomic
@@ -116,6 +116,8 @@ class Written:
     """Digest of the training data and its order."""
     rope_scaling: RopeScaling | None = None
     """The job's, which a resumed run keeps."""
+    attn: Attention | None = None
+    """The attention of its ranks, which a resumed run with `attn: auto` keeps."""
     only_model: bool = False
     """Whether it has the weights alone, without optimizer and random states."""
 

@@ -8,6 +8,7 @@ from math import prod
 from typing import Any
 
 from torch import nn
+from transformers import PreTrainedModel
 
 from dstrain.facts.model.trace_records import Description, Parameter, Subject
 from dstrain.train.model_parts import is_vision
@@ -76,9 +77,17 @@ def describe(subject: Subject) -> Description:
         num_scored_layers=_num_scored_layers(text),
         linear_state_numel=_linear_state_numel(text),
         has_sdpa=bool(getattr(model, "_supports_sdpa", False)),
+        has_flash=_has_flash(model),
         moe_block=_moe_block(anatomy),
         parameters=tuple(_parameters(model, anatomy)),
     )
+
+
+def _has_flash(model: Any) -> bool:
+    """Returns whether every part of a model takes FlashAttention, and no layer has heads of more than 256 elements."""
+    widths = [width for part in model.modules() if isinstance(width := getattr(part, "head_dim", 0), int)]
+    parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
+    return all(part._supports_flash_attn for part in parts) and max(widths) <= 256
 
 
 def _whole_numbers(config: Any, names: Mapping[str, tuple[str, ...]]) -> dict[str, int]:

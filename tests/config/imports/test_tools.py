@@ -112,6 +112,8 @@ def test_an_absent_key_is_the_tools_default(text: str, name: str, target: str, e
         ("lora_target: q_proj,v_proj\n", "a.yaml", "lora.targets", ["q_proj", "v_proj"]),
         ("flash_attn: fa2\n", "a.yaml", "attn", "flash_attention_2"),
         ("enable_liger_kernel: true\n", "a.yaml", "liger", True),
+        ("flash_attn: auto\n", "a.yaml", "attn", "auto"),
+        ("flash_attn: fa3\n", "a.yaml", "attn", "flash_attention_3"),
         ("train_on_prompt: true\n", "a.yaml", "loss_on", "all"),
         ("add_tokens: <a>,<b>\nresize_vocab: true\n", "a.yaml", "new_tokens", ["<a>", "<b>"]),
         ("adapter_name_or_path: /saved\n", "a.yaml", "adapter", "/saved"),

@@ -224,6 +224,15 @@ def test_three_of_four_layers_of_qwen3_5_have_states_in_place_of_scores() -> Non
     assert by_length[0] - matrices == 18 * model.linear_state_numel
 
 
+def test_flash_attention_needs_every_part_of_a_model_and_narrow_heads() -> None:
+    small: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
+    small |= {"num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 64}
+    heads = [{"model_type": "gemma2", **small, "head_dim": width} for width in (256, 512)]
+    configs = [*heads, {"model_type": "mamba", "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 64}]
+    answers = ask([Question(subject=Subject(config=config), wanted=Wanted.DESCRIPTION) for config in configs])
+    assert [isinstance(answer, Description) and answer.has_flash for answer in answers] == [True, False, False]
+
+
 def test_gpt_oss_has_no_sdpa_and_is_planned_with_eager_attention() -> None:
     model = described(GPT_OSS)
     assert (model.num_attention_layers, model.has_linear_layers, model.has_sdpa) == (8, False, False)

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dstrain.choices import Attention, Optimizer
+from dstrain.choices import Optimizer
 from dstrain.errors import EnvironmentProblem
 from dstrain.facts import probe
 from dstrain.facts.this_machine import versions
 from dstrain.job.schema import Job
 from dstrain.launch.nodes.handshake import require_compatible
 from dstrain.launch.nodes.layout import Node
-from dstrain.launch.nodes.protocol import Hello
+from dstrain.launch.nodes.protocol import Hello, Look, decode, encode
 from dstrain.launch.prepare.packages import of_ranks
 from dstrain.rundir import RunDir
+from tests.attention_hosts import Machine
 
 
 def node(number: int) -> Node:
@@ -26,12 +29,13 @@ def node(number: int) -> Node:
 
 def hello(number: int, **changed: str | None) -> Hello:
     given: dict[str, Any] = {"shares_run_dir": True, "interface": None, "num_gpus": 1, "port": 29500, "unlike": {}}
-    return Hello(host=f"gpu{number}", versions=versions(["flash_attn"]) | changed, clock=0.0, **given)
+    given |= {"attention_packages": {}, "attention_cached": {}, "attention_downloadable": []}
+    return Hello(host=f"gpu{number}", versions=versions(["bitsandbytes"]) | changed, clock=0.0, **given)
 
 
-def test_a_node_without_the_attention_kernel_is_named_before_the_launch() -> None:
-    hellos = {node(number): hello(number, flash_attn="2.8.3" if number < 2 else None) for number in range(3)}
-    with pytest.raises(EnvironmentProblem, match=r"gpu2: flash_attn is missing; most hosts have 2\.8\.3"):
+def test_a_node_without_a_package_of_the_job_is_named_before_the_launch() -> None:
+    hellos = {node(number): hello(number, bitsandbytes="0.50.0" if number < 2 else None) for number in range(3)}
+    with pytest.raises(EnvironmentProblem, match=r"gpu2: bitsandbytes is missing; most hosts have 0\.50\.0"):
         require_compatible(hellos, RunDir(Path("/run")), 29500, on_cpu=False)
 
 
@@ -39,9 +43,30 @@ def test_only_packages_that_the_job_needs_are_compared() -> None:
     plain = Job(model="m", data="d", output_dir="o")
     assert of_ranks(plain, None) == ()
     assert of_ranks(plain, probe.read_model("qwen3-8b")) == ()
-    wishes: dict[str, Any] = {"attn": Attention.FLASH_ATTENTION_2, "optimizer": Optimizer.ADAMW_8BIT}
-    wished = Job(model="m", data="d", output_dir="o", **wishes)
-    assert of_ranks(wished, None) == ("bitsandbytes", "flash_attn", "kernels")
+    wished = Job(model="m", data="d", output_dir="o", optimizer=Optimizer.ADAMW_8BIT)
+    assert of_ranks(wished, None) == ("bitsandbytes",)
     assert of_ranks(replace(plain, liger=True), None) == ("liger_kernel", "triton")
     hybrid = replace(probe.read_model("qwen3-8b"), model_type="qwen3_5")
     assert of_ranks(plain, hybrid) == ("flash-linear-attention", "causal-conv1d")
+
+
+def hello_of(machine: Machine, cache: Path) -> Hello:
+    """Returns what a real agent on a machine says first."""
+    look = Look(run_dir="/run", token="t", others=[], files={}, packages=[], exports={"HF_HUB_CACHE": str(cache)})
+    words = [sys.executable, "-m", "dstrain.launch.nodes.agent", "0"]
+    done = subprocess.run(words, env=machine.environment, input=encode(look, 0), capture_output=True, check=True)
+    received = decode(done.stdout.splitlines()[0])
+    assert received is not None
+    assert isinstance(received[1], Hello)
+    return received[1]
+
+
+def test_agents_tell_the_attention_kernels_of_their_nodes(tmp_path: Path) -> None:
+    first, second = Machine(tmp_path / "a"), Machine(tmp_path / "b")
+    first.install("flash-attn", "2.8.3", module="flash_attn")
+    second.install("kernels", "0.18.2", module="kernels")
+    second.cache("kernels-community/flash-attn2", 4)
+    hellos = [hello_of(machine, second.folder / "hub") for machine in (first, second)]
+    assert [said.attention_packages for said in hellos] == [{"flash_attention_2": "2.8.3"}, {}]
+    assert [said.attention_cached for said in hellos] == [{}, {"flash_attention_2": "0123456789"}]
+    assert hello_of(second, tmp_path).attention_cached == {}

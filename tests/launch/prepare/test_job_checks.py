@@ -36,7 +36,7 @@ def test_flash_attention_is_refused_on_gpus_that_were_found_and_are_too_old() ->
     [
         ("qwen3-8b", {"sp": 3}, "sp is 3, but SP must divide the GPUs"),
         ("qwen2.5-7b", {"sp": 8}, "SP must divide the attention heads"),
-        ("gemma-3-27b", {"sp": 4, "seq_len": 8192}, "limits attention to a window with flash_attention_2 only"),
+        ("gemma-3-27b", {"sp": 4, "seq_len": 8192}, "limits attention to a window with FlashAttention only"),
         ("qwen3-8b", {"sp": 4, "attn": Attention.EAGER}, "sp is 4, but "),
         ("qwen2.5-7b", {"tp": 8}, "tp is 8, but TP must divide the key-value heads"),
         ("qwen3-30b-a3b", {"tp": 2}, "AutoTP refuses the experts"),
@@ -67,8 +67,9 @@ def test_attention_that_transformers_does_not_have_for_a_model_is_refused_at_its
     cluster = describe(gpu=gpus.gpu("a100-80g"), gpu_origin=Origin.GIVEN, gpus=8)
     with pytest.raises(InvalidConfig, match=r"job\.yaml:9:5: attn is sdpa, but Transformers computes") as caught:
         check_combinations(file, model, cluster)
-    assert caught.value.hint == "Write attn: eager."
-    check_combinations(replace(file, job=replace(file.job, attn=Attention.EAGER)), model, cluster)
+    assert caught.value.hint == "Write attn: auto."
+    for attn in (Attention.EAGER, Attention.AUTO):
+        check_combinations(replace(file, job=replace(file.job, attn=attn)), model, cluster)
 
 
 def images_of(folder: Path, **job: Any) -> list[str]:

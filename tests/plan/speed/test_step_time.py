@@ -21,6 +21,7 @@ from dstrain.plan.configuration import DEFAULTS, Configuration, changed
 from dstrain.plan.estimate_records import Limit, Speed
 from dstrain.plan.speed.efficiency import LAUNCH_S, RETRY_S, UNIT_S, UNIT_WAIT_S
 from dstrain.plan.speed.error_ranges import error_ratio
+from dstrain.plan.speed.setting import FLASH_ATTENTION_3_SPEED
 from dstrain.plan.speed.step_time import (
     CPU,
     ELEMENTWISE,
@@ -172,6 +173,13 @@ def test_what_costs_time_is_slower(name: str) -> None:
     fast, slow = SLOWER[name]
 
     assert _rate(changed(BASE, **slow)) < _rate(changed(BASE, **fast))
+
+
+def test_flash_attention_3_is_faster_on_hopper_and_no_faster_than_its_matrix_products() -> None:
+    long, newer = changed(BASE, seq_len=65536), changed(BASE, seq_len=65536, attn=Attention.FLASH_ATTENTION_3)
+    assert 1.3 < _speed(long).step_s / _speed(newer).step_s < FLASH_ATTENTION_3_SPEED
+    assert _speed(newer, gpu="a100-80g").step_s == _speed(long, gpu="a100-80g").step_s
+    assert _speed(long, gpu="h20").step_s / _speed(newer, gpu="h20").step_s < 0.90 / 0.70
 
 
 def test_a_slower_network_is_slower_and_at_last_what_limits() -> None:

@@ -27,7 +27,7 @@ def self_attention(run: Context, q: Tensor, k: Tensor, v: Tensor, heads: int, *,
     variant, values = run.variant, q.numel * v.numel // k.numel
     if variant.kernels.attn is Attention.EAGER:
         return _eager(run, q, k, v, heads, is_cat=is_cat)
-    if variant.kernels.attn is Attention.FLASH_ATTENTION_2:
+    if variant.kernels.attn.is_flash:
         if run.model.model_type in variant.code.families_that_repeat_keys:
             k, v = repeated(run, k, q.numel, heads), repeated(run, v, values, heads)
         output = _flash_attention_2(run, q, k, v, heads, is_cat=is_cat)

@@ -82,6 +82,6 @@ def idle_mask(run: Context) -> Tensor | None:
     if run.model.model_type != "qwen2_moe" or run.model.num_windowed_layers:
         return None
     rows = variant.batch.rows if variant.has_mask or variant.kernels.attn is Attention.EAGER else 1
-    if variant.kernels.attn is Attention.FLASH_ATTENTION_2:
+    if variant.kernels.attn.is_flash:
         return None
     return run.tape.new(rows * variant.seq_len**2, variant.item if variant.kernels.attn is Attention.EAGER else 1)

@@ -124,7 +124,7 @@ def _attention(run: Context, x: Tensor, tables: tuple[Tensor, ...]) -> Tensor:
     q, k, v = (ops.cut(tape, both, x.numel) for _ in range(3))
     q, k = _rotated(run, q, k, tables)
     queries = x.numel // vision.hidden_size * vision.num_heads
-    if run.variant.kernels.attn is Attention.FLASH_ATTENTION_2:
+    if run.variant.kernels.attn.is_flash:
         output = attention.fused(run, q, k, v, queries)
     else:
         output = _by_image(run, q, k, v, queries)
