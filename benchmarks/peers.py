@@ -153,11 +153,9 @@ def table(results: Sequence[Measured]) -> str:
     return "\n".join(lines)
 
 
-def write(path: Path, results: Sequence[Measured], sizes: Mapping[str, int], tools: Mapping[str, str]) -> None:
+def write(path: Path, results: Sequence[Measured], made_with: Mapping[str, Any]) -> None:
     """Writes the measurements, and what they were made with."""
-    machine = {"machine": platform.machine(), "cpus": os.cpu_count()}
-    found = {name: versions(TOOLS[name], program) for name, program in tools.items()}
-    report = {"sizes": sizes, **machine, "versions": found, "measured": [asdict(one) for one in results]}
+    report = {**made_with, "measured": [asdict(one) for one in results]}
     path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
 
 
@@ -174,6 +172,8 @@ def main() -> None:
     given = parser.parse_args()
     sizes = {name: getattr(given, name) for name in SIZES}
     tools = {name: interpreter(TOOLS[name], given.environments.resolve()) for name in given.tools}
+    found = {name: versions(TOOLS[name], program) for name, program in tools.items()}
+    made_with = {"sizes": sizes, "machine": platform.machine(), "cpus": os.cpu_count(), "versions": found}
     results: list[Measured] = []
     with tempfile.TemporaryDirectory() as name:
         base = Path(name)
@@ -188,8 +188,8 @@ def main() -> None:
         for one in rounds(tools, cases, settings):
             results.append(one)
             print(f"{one.tool}, ZeRO-{one.zero_stage}, {one.precision}: {one.cpu_s:.3f} CPU s", file=sys.stderr)
-            if given.json:  # after each run: another may fail
-                write(given.json, results, sizes, tools)
+            if given.json:  # after each round: another may fail
+                write(given.json, results, made_with)
     print(table(results))
     for name in tools:
         print(f"{name}: attention by {TOOLS[name].attention}")
