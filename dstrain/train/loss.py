@@ -143,26 +143,31 @@ def _fused(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) ->
 
 
 class _Fused(torch.autograd.Function):
-    """The sum of the losses of hidden states; both gradients are made in the forward pass, tile by tile."""
+    """The sum of the losses of hidden states; both gradients are made in the forward pass, tile by tile.
+
+    Tiles are of tokens with a target: the others need no logits. Of the demo's tokens a third has one.
+    """
 
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """`hidden`: (tokens, hidden); `weight`: (vocab, hidden); `targets`: (tokens,). Returns (), float32."""
         needs_hidden, needs_weight, _ = ctx.needs_input_grad
-        grad_hidden = torch.empty_like(hidden) if needs_hidden else None
+        grad_hidden = torch.zeros_like(hidden) if needs_hidden else None
         grad_weight = torch.zeros_like(weight) if needs_weight else None
         total = torch.zeros((), device=hidden.device)
         size = max(1, LOGITS_PER_TILE // weight.shape[0])
-        for start in range(0, len(hidden), size):
-            part = slice(start, start + size)
-            labels = targets[part].to(hidden.device)
-            loss, grad = _tile(hidden[part], weight, labels, differentiates=needs_hidden or needs_weight)
+        targets = targets.to(hidden.device)
+        places = _places(targets)
+        for start in range(0, len(places), size):
+            part = places[start : start + size]
+            rows = hidden[part]
+            loss, grad = _tile(rows, weight, targets[part], differentiates=needs_hidden or needs_weight)
             total += loss
-            if grad_hidden is not None:
-                torch.mm(grad, weight, out=grad_hidden[part])
             if grad_weight is not None:
-                grad_weight.addmm_(grad.t(), hidden[part])
-            del grad  # not beside the next tile
+                grad_weight.addmm_(grad.t(), rows)
+            if grad_hidden is not None:
+                grad_hidden[part] = torch.mm(grad, weight, out=rows)
+            del grad, rows  # not beside those of the next tile
         ctx.grads = grad_hidden, grad_weight
         return total
 
@@ -171,6 +176,13 @@ class _Fused(torch.autograd.Function):
         """Returns the gradients times that of the sum: (tokens, hidden), (vocab, hidden)."""
         made, ctx.grads = ctx.grads, None
         return (*(None if grad is None else grad.mul_(grads[0]) for grad in made), None)
+
+
+def _places(targets: torch.Tensor) -> torch.Tensor:
+    """Returns where the targets (tokens,) are not ignored; without data, all places. It waits for a GPU, once."""
+    if targets.is_meta:
+        return torch.arange(len(targets), device=targets.device)
+    return (targets != IGNORED).nonzero().flatten()
 
 
 def _tile(

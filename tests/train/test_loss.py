@@ -213,6 +213,22 @@ def test_an_evaluation_makes_no_gradients(monkeypatch: pytest.MonkeyPatch) -> No
     assert asked == [False, True]
 
 
+def test_only_tokens_with_a_target_have_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, tokens, asked = qwen3(), torch.arange(24).reshape(2, 12), []
+
+    def tile(hidden: torch.Tensor, *tensors: torch.Tensor, differentiates: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        asked.append(len(hidden))
+        return made(hidden, *tensors, differentiates=differentiates)
+
+    made = losses._tile
+    monkeypatch.setattr(losses, "_tile", tile)
+    replace_loss(model, LossKernel.FUSED)
+    model(input_ids=tokens, labels=tokens.masked_fill(torch.arange(12) < 9, IGNORED)).loss.backward()
+    assert asked == [2 * 3]
+    assert model(input_ids=tokens, labels=torch.full_like(tokens, IGNORED), num_items_in_batch=1).loss == 0
+    assert asked == [2 * 3]
+
+
 @pytest.mark.parametrize("make", [qwen3, qwen3_moe, with_lora])
 def test_the_fused_loss_knows_the_sums_of_a_micro_batch(make: Any) -> None:
     model, tokens = make().eval(), torch.arange(12).unsqueeze(0)

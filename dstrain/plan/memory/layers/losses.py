@@ -159,9 +159,10 @@ def cross_entropy(run: Context, logits: Tensor) -> Tensor:
 def _fused(run: Context, hidden: Tensor, head: Param, scales: bool) -> Tensor:
     """The fused head and loss: gradients are made in the forward pass, a tile of logits at a time.
 
-    dstrain's has the logits of a tile and their gradient; Liger's writes the gradient over them. Liger up to 0.4 cast
-    each tile to fp32; from 0.6 to 0.8.0 a second gradient of the head and one in fp32 stood beside the first, for a
-    moment in each tile, as they still do in fp32 training.
+    dstrain's has the logits of a tile, their gradient, and a copy of its hidden states; its tiles are of tokens with a
+    target, here all. Liger's writes the gradient over the logits. Liger up to 0.4 cast each tile to fp32; from
+    0.6 to 0.8.0 a second gradient of the head and one in fp32 stood beside the first, for a moment in each tile, as
+    they still do in fp32 training.
     Source: liger-kernel 0.8.5 ops/fused_linear_cross_entropy.py: fused_linear_cross_entropy_forward.
     """
     tape, model, item = run.tape, run.model, run.variant.item
@@ -173,6 +174,7 @@ def _fused(run: Context, hidden: Tensor, head: Param, scales: bool) -> Tensor:
     sums = tape.new(rows, ops.FP32)
     size = tile_rows(kernel, rows, width, vocabulary)
     whole = tape.gathered(vocabulary * width, item)
+    picked = (tape.new(rows, INDEX), tape.new(size * width, item)) if kernel is LossKernel.FUSED else ()
     logits = tape.new(size * vocabulary, item)
     if run.variant.code.widens_fused_logits:
         logits = ops.cast(tape, logits, ops.FP32)
@@ -182,7 +184,7 @@ def _fused(run: Context, hidden: Tensor, head: Param, scales: bool) -> Tensor:
     elif head.trains and item == ops.FP32:
         product = tape.grad(vocabulary * width, item)
         del product
-    del logits, sums, whole
+    del logits, picked, sums, whole
     saved = tape.save(grad_input, grad_weight)
 
     def backward(grad: Tensor) -> Tensors:

@@ -1,0 +1,58 @@
+"""Attention over packed rows, sample by sample, in half precision on a CPU."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: E402
+
+from dstrain.train.data import by_sample  # noqa: E402
+
+LENGTHS = (7, 40, 17)
+
+
+def kernel() -> Any:
+    """Returns the attention that a model gets."""
+    config = SimpleNamespace(get_text_config=SimpleNamespace)
+    assert by_sample.attend_by_sample(SimpleNamespace(config=config))
+    return ALL_ATTENTION_FUNCTIONS["sdpa_by_sample"]
+
+
+def attended(dtype: Any, window: int | None) -> list[Any]:
+    """Returns the output and the gradients of queries, keys and values, in fp32."""
+    torch.manual_seed(0)
+    shapes = ((1, 4, 64, 16), (1, 2, 64, 16), (1, 2, 64, 16))
+    inputs = [torch.randn(shape).bfloat16().to(dtype).requires_grad_() for shape in shapes]
+    module = SimpleNamespace(num_key_value_groups=2, is_causal=True)
+    positions = torch.cat([torch.arange(length) for length in LENGTHS]).unsqueeze(0)
+    output, _ = kernel()(
+        module, *inputs, None, position_ids=positions, sliding_window=window, scaling=0.25, dropout=0.0
+    )
+    assert output.dtype == dtype
+    output.backward(torch.ones_like(output).tril())
+    return [output.float(), *(tensor.grad.float() for tensor in inputs)]
+
+
+@pytest.mark.parametrize("window", [None, 8])
+def test_bf16_rounds_what_fp32_computes(window: int | None) -> None:
+    for rounded, exact in zip(attended(torch.bfloat16, window), attended(torch.float32, window), strict=True):
+        torch.testing.assert_close(rounded, exact, rtol=2**-7, atol=2**-7)
+
+
+def test_attention_in_bf16_is_computed_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    dtypes = []
+
+    def attention(module: Any, query: Any, key: Any, value: Any, mask: Any, **_: Any) -> tuple[Any, None]:
+        dtypes.append(query.dtype)
+        return query.transpose(1, 2), None
+
+    monkeypatch.setattr(by_sample, "sdpa_attention_forward", attention)
+    rows = torch.zeros(1, 1, 3, 2, dtype=torch.bfloat16)
+    output, _ = kernel()(None, rows, rows, rows, None, position_ids=torch.tensor([[0, 1, 0]]))
+    assert dtypes == [torch.float32] * 2
+    assert output.dtype == torch.bfloat16
