@@ -18,8 +18,9 @@ from dstrain.choices import LossKernel, Method
 from dstrain.errors import EnvironmentProblem
 from dstrain.job.schema import Job
 from dstrain.train import adapters, model_parts, rope_scaling
-from dstrain.train.arguments import zero_stage
+from dstrain.train.arguments import is_deepcompile, zero_stage
 from dstrain.train.checkpoints.saved_model import DTYPES, family_of, shape_of
+from dstrain.train.compiled_layers import compile_layers
 from dstrain.train.loss import replace_loss
 from dstrain.train.tiled_mlp import tile_mlps
 from dstrain.train.tokenizer import cannot_load
@@ -63,6 +64,8 @@ def load_model(
         replace_loss(model, job.loss)
     if job.tiled_mlp:
         tile_mlps(model)
+    if job.torch_compile and not is_deepcompile(ds_config):
+        compile_layers(model, zero_stage=zero_stage(ds_config), backend=job.torch_compile_backend)
     return model
 
 

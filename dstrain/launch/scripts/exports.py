@@ -143,6 +143,8 @@ def _notes(job: Job, hosts: Hosts) -> tuple[str, ...]:
         notes.append(f"start it on each of the {len(hosts.hosts)} nodes; machine_rank differs from node to node")
     if job.loss is not LossKernel.FULL:
         notes.append(f"loss: {job.loss} has no counterpart; whole logits are made, which need memory")
+    if job.torch_compile:
+        notes.append("torch_compile is left out: Transformers' own key compiles the whole model, not its layers")
     if job.monitor.sinks:
         notes.append(f"report_to names {', '.join(job.monitor.sinks)}; log in to them yourself")
     return tuple(notes)

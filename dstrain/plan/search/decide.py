@@ -18,7 +18,7 @@ from dstrain.plan.estimate import USABLE_GPU_RATIO, assess, moved
 from dstrain.plan.estimate_records import Estimate, Plan, Reason
 from dstrain.plan.memory.params import adapted, linear_names
 from dstrain.plan.request import Request
-from dstrain.plan.search import learning_rate
+from dstrain.plan.search import compile_rules, learning_rate
 from dstrain.plan.search.alternatives import eight_bit_instead, faster_but_too_large, neighbours
 from dstrain.plan.search.buffer_sizes import TIGHT, least_offloaded, sized, sized_to_room
 from dstrain.plan.search.evaluator import estimated, usable_ratio
@@ -219,6 +219,8 @@ def _notes(workload: Workload, request: Request, chosen: Estimate) -> tuple[str,
     if model.vision is not None and not request.image_patches:
         frozen = format_count(model.num_params_of(Kind.VISION))
         notes.append(f"no images are counted (--image-patches); the vision tower ({frozen} parameters) is frozen")
+    if (compiling := compile_rules.note(workload, chosen.configuration)) is not None:
+        notes.append(compiling)
     if chosen.configuration.parallel.ep > 1:
         notes.append(
             "computed as if every expert got as many tokens; GPUs with more popular ones need more memory and time"
