@@ -34,7 +34,7 @@ from dstrain.plan.estimate import assess
 from dstrain.rundir import RunDir
 
 STEPS = 20
-QUESTION = ("--gpus", "2", "--gpu", "cpu", "--seq-len", "128", "--global-batch", "8", "--packing")
+QUESTION = ("--gpus", "2", "--gpu", "cpu", "--seq-len", "128", "--global-batch", "8", "--packing", "--no-torch-compile")
 POINTS = tuple(product((0, 1, 2, 3), (False, True), (1, 2, 4)))
 """ZeRO stage, checkpointing, micro-batch; the accumulation keeps eight samples in a step."""
 ROUNDS = 3

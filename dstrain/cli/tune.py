@@ -116,7 +116,7 @@ def _tune(options: Options) -> None:
     if prepared.on_cpu and (busy := busy_share()) > BUSY:
         used = f"other processes use {100 * busy:.0f} % of the cores"
         say_lines([f"note     {used}: if that changes, so does the order of runs"])
-    steps = partial(planned_steps, prepared.job, workload, estimate)
+    steps = partial(planned_steps, file.job, workload, estimate)
     rows, error = _measured(options, candidates, partial(in_turn, workload, make, steps))
     answer_json(document(rows)) if options.as_json else answer("\n".join(table(rows)))
     _calibrate(candidates, rows)

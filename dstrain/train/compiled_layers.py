@@ -13,7 +13,7 @@ from dstrain.train.data.collate import without_adapter
 from dstrain.train.tracing.anatomy import dissect
 
 
-def compile_layers(model: Any, *, zero_stage: int, backend: CompileBackend = CompileBackend.INDUCTOR) -> None:
+def compile_layers(model: Any, *, zero_stage: int, backend: str = CompileBackend.INDUCTOR) -> None:
     """Compiles the forward pass of every decoder layer when it is called first; all layers share the result.
 
     A layer gets a class of the same name whose `forward` is compiled. Transformers checkpoints around it, and hooks of
@@ -38,9 +38,9 @@ def compile_layers(model: Any, *, zero_stage: int, backend: CompileBackend = Com
     anatomy.embedding.register_forward_hook(_with_gradient)
 
 
-def _compiled(kind: Any, backend: CompileBackend) -> type:
+def _compiled(kind: Any, backend: str) -> type:
     """Returns a class of layers like another one, compiled once for all lengths; its base wraps checkpoints around."""
-    forward = torch.compile(kind.forward.__wrapped__, backend=backend.value, dynamic=True)
+    forward = torch.compile(kind.forward.__wrapped__, backend=str(backend), dynamic=True)
     return type(kind.__name__, (kind,), {"forward": forward})
 
 

@@ -60,13 +60,18 @@ def load_model(
     if job.method is not Method.FULL:
         dtype = DTYPES[job.precision] if zero_stage(ds_config) < 3 else None  # ZeRO-3 has partitioned the matrices
         model = adapters.of_job(model, job, dtype=dtype)
+    _rewrite(model, job, ds_config)
+    return model
+
+
+def _rewrite(model: Any, job: Job, ds_config: Mapping[str, Any]) -> None:
+    """Changes how a loaded model computes its loss, its MLPs and its layers, as the job says."""
     if job.loss is not LossKernel.FULL and not job.task.has_own_loss:
         replace_loss(model, job.loss)
     if job.tiled_mlp:
         tile_mlps(model)
     if job.torch_compile and not is_deepcompile(ds_config):
         compile_layers(model, zero_stage=zero_stage(ds_config), backend=job.torch_compile_backend)
-    return model
 
 
 def _prepare(model: Any, job: Job, num_tokens: int) -> None:

@@ -21,10 +21,10 @@ from dstrain.plan.request import Request
 
 _REQUESTED = (
     *("method", "seq_len", "micro_batch", "grad_ckpt", "activation_offload", "tiled_mlp", "precision", "attn"),
-    *("packing", "sp", "tp", "ep", "optimizer", "hub", "task"),
+    *("packing", "sp", "tp", "ep", "optimizer", "hub", "task", "torch_compile"),
 )
 """Keys of a job that are options of gen-config, too."""
-_OFF = {"activation_offload": False, "tiled_mlp": False, "sp": 1, "tp": 1, "ep": 1}
+_OFF = {"activation_offload": False, "tiled_mlp": False, "torch_compile": False, "sp": 1, "tp": 1, "ep": 1}
 """Values that need no option."""
 
 

@@ -73,9 +73,9 @@ class Row:
 
     @property
     def pays_back_after(self) -> int | None:
-        """Steps that save the time of compiling; None if they save nothing, or nothing is compiled."""
-        base_s = self.base.step_s if self.base is not None else None
-        if base_s is None or self.step_s is None or self.compile_s is None or self.step_s >= base_s:
+        """Steps that save the time of compiling; None if nothing is compiled, or it is no faster beyond the noise."""
+        base_s = self.base.step_s if self.base is not None and _is_slower(self.base, self) else None
+        if base_s is None or self.step_s is None or self.compile_s is None:
             return None
         return math.ceil(self.compile_s / (base_s - self.step_s))
 

@@ -19,9 +19,9 @@ H100: 14 %); axolotl docs/optimizations.qmd (Qwen3-8B LoRA: 14 to 19 %); torchtu
 
 # fmt: off
 COMPILE_RULES: tuple[Rule, ...] = (
-    Rule(name="torch.compile and experts", options=("torch_compile",),
-         says="torch.compile compiles dense layers: which tokens an expert gets decides the shapes of its products",
-         breaks=lambda m, k, c: c.kernels.torch_compile and m.moe is not None, source=_TRAIN),
+    Rule(name="torch.compile and shared experts", options=("torch_compile", "ep"),
+         says="torch.compile was not tried with experts that ranks share",
+         breaks=lambda m, k, c: c.kernels.torch_compile and c.parallel.ep > 1, source=_TRAIN),
     Rule(name="torch.compile and linear attention", options=("torch_compile",),
          says="torch.compile was not tried with the kernels of linear attention",
          breaks=lambda m, k, c: c.kernels.torch_compile and m.has_linear_layers, source=_TRAIN),
