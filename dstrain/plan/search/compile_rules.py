@@ -11,8 +11,8 @@ from dstrain.plan.search.rule import Rule
 _TRAIN = "dstrain train/compiled_layers.py"
 LEAST_CAPABILITY = (7, 0)
 """Compute capability from which Triton compiles kernels. Source: torch 2.13 _inductor/scheduler.py."""
-GAIN = "14 to 21 % less time per step"
-"""What published runs with compiled models gained. Sources: torchtitan docs/performance.md (Llama 3.1 8B, 8 and 128
+GAIN = "published runs save 14 to 21 %"
+"""The time of a step that published runs with compiled models save. Sources: torchtitan docs/performance.md (Llama 3.1 8B, 8 and 128
 H100: 14 %); axolotl docs/optimizations.qmd (Qwen3-8B LoRA: 14 to 19 %); torchtune README.md (Llama 3.2 3B, A100: 21 %).
 """
 
@@ -55,8 +55,8 @@ def note(workload: Workload, configuration: Configuration) -> str | None:
     if configuration.kernels.torch_compile:
         leaf = "; ZeRO-3 then gathers a layer at a time, for which memory is not counted"
         more = leaf if configuration.zero.stage == 3 else ""
-        return f"torch.compile: {GAIN} in published runs, not counted; the first step takes minutes{more}"
+        return f"torch.compile: {GAIN} of a step, which is not counted; the first one takes minutes{more}"
     is_left_out = workload.cluster.gpu.is_cpu or not configuration.model.is_deepspeed
     if is_left_out or compiled(workload, configuration) is None:
         return None
-    return f"torch.compile: {GAIN} in published runs, to be measured by dstrain tune; the first step takes minutes"
+    return f"torch.compile: {GAIN}; dstrain tune measures it"
