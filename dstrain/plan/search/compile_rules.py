@@ -12,9 +12,8 @@ _TRAIN = "dstrain train/compiled_layers.py"
 LEAST_CAPABILITY = (7, 0)
 """Compute capability from which Triton compiles kernels. Source: torch 2.13 _inductor/scheduler.py."""
 GAIN = "published runs save 14 to 21 %"
-"""The time of a step that published runs with compiled models save. Sources: torchtitan docs/performance.md (Llama 3.1 8B, 8 and 128
-H100: 14 %); axolotl docs/optimizations.qmd (Qwen3-8B LoRA: 14 to 19 %); torchtune README.md (Llama 3.2 3B, A100: 21 %).
-"""
+"""Time of a step, whole models compiled. Sources: torchtitan docs/performance.md (Llama 3.1 8B, 8 and 128 H100: 14 %);
+axolotl docs/optimizations.qmd (Qwen3-8B LoRA: 14 to 19 %); torchtune README.md (Llama 3.2 3B, one A100: 21 %)."""
 
 
 # fmt: off
@@ -34,7 +33,7 @@ COMPILE_RULES: tuple[Rule, ...] = (
     Rule(name="torch.compile and tiled MLPs", options=("torch_compile", "tiled_mlp"),
          says="torch.compile compiles tiled MLPs again in every step",
          breaks=lambda m, k, c: c.kernels.torch_compile and c.checkpointing.tiled_mlp,
-         source="torch 2.13 _dynamo: guards on the closure of deepspeed 0.19.8 TiledMLP (8 recompilations in 6 steps)"),
+         source="torch 2.13 _dynamo: guards on the closure of deepspeed 0.19.8 TiledMLP (six steps of six on a CPU)"),
     Rule(name="torch.compile needs Triton", options=("torch_compile",),
          says="torch.compile needs GPUs of compute capability 7.0 or above: older ones lack Triton",
          breaks=lambda m, k, c: c.kernels.torch_compile and (0, 0) < k.gpu.compute_capability < LEAST_CAPABILITY,
