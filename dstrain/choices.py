@@ -155,6 +155,13 @@ LOGITS_PER_TILE = 2**27
 """Logits of a tile of dstrain's fused loss: 256 MiB in bf16, 883 tokens of Qwen3. Fewer tokens make products slower."""
 
 
+class CompileBackend(StrEnum):
+    """What torch.compile makes of a graph, by PyTorch's names: kernels of its own, or the same operations as before."""
+
+    INDUCTOR = "inductor"
+    AOT_EAGER = "aot_eager"
+
+
 class Hub(StrEnum):
     """Where models and data sets that are not local come from."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,66 +13,43 @@ import click
 
 from dstrain.cli import calibrate, run
 from dstrain.cli.console import answer, answer_json, say, say_lines
+from dstrain.cli.options.data_lengths import planned_steps
 from dstrain.cli.output.progress import Screen
 from dstrain.cli.output.tune import Row, document, dry_lines, table, told, winner
+from dstrain.cli.tune_candidates import (
+    Candidate,
+    Options,
+    candidate_of,
+    compiled_candidate,
+    hosts,
+    in_turn,
+    launch_at,
+    ready,
+    run_options,
+)
 from dstrain.cli.types import Named
 from dstrain.config.edits.other_choices import (
     OPEN,
     JobFiles,
-    OtherChoices,
     job_files,
     settled_choices,
-    with_choices,
     write,
 )
-from dstrain.config.remedy import UNADAPTED, Adaptation
 from dstrain.errors import DstrainError, InvalidConfig, RunFailed
-from dstrain.facts.cluster.hostfile import Hosts
 from dstrain.facts.this_machine import busy_share
 from dstrain.facts.workload import Workload, measured_workload
 from dstrain.job.file import read_job
-from dstrain.launch.launch import Launch
 from dstrain.launch.nodes.launchers import LAUNCHERS
 from dstrain.launch.prepare.job_context import hosts_of, open_request, unplanned_parts
 from dstrain.launch.prepare.prepare import PreparedRun
 from dstrain.launch.run import state
 from dstrain.launch.run import trial as trials
-from dstrain.launch.run.trial import Trial, title_of
 from dstrain.paths import shown
 from dstrain.plan.estimate_records import Estimate
-from dstrain.plan.search.contenders import contenders, with_fastest_batch
-from dstrain.rundir import RunDir
+from dstrain.plan.search.contenders import contenders
 
 BUSY = 0.1
 """Share of the cores from which other processes are worth a note before ranks train on them."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """The options, by name."""
-
-    job: Path
-    budget: float = 30.0
-    steps: int = 20
-    candidates: int = 5
-    launcher: str | None = None
-    no_doctor: bool = False
-    dry_run: bool = False
-    as_json: bool = False
-    overrides: tuple[str, ...] = ()
-    """`key=value` by which the runs differ from the job, beside those of every trial."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
-    """A configuration to measure."""
-
-    row: Row
-    """What is known of it; with a trial if it was measured before, or is refused before it starts."""
-    chosen: OtherChoices | None
-    """What it changes in the files; None for the present one, and one that is refused."""
-    launch: Launch | None
-    """None for one that is refused."""
 
 
 @click.command("tune")
@@ -99,7 +76,8 @@ def command(**typed: Any) -> None:
     The present configuration runs first, then the best ones by the plan that differ in kind: ZeRO stage, offload,
     recomputation, sequence parallelism, micro-batch. All have the same global batch. Each trains some steps on the real
     ranks in a folder of its own, OUTPUT_DIR/tune/…, without checkpoints, evaluation and sinks. A run that is slower
-    than the fastest one by more than the noise of both ends early; one that fails is a result.
+    than the fastest one by more than the noise of both ends early; one that fails is a result. Last comes the fastest
+    one with layers that torch.compile compiles; it wins if its steps save more than compiling takes.
 
     What you gave to gen-config or edited by hand stays. Typed again, it goes on: what was measured for the same job,
     machines and releases is not measured again. On GPUs, what was measured calibrates the next plans.
@@ -116,16 +94,18 @@ def _tune(options: Options) -> None:
     """Carries out the command."""
     file = read_job(options.job)
     options = replace(options, overrides=trials.fewer_samples(file.job, hosts_of(file).num_slots, options.steps))
-    present = run.launch_of(run_options(options), _hosts(options))
+    present = run.launch_of(run_options(options), hosts(options))
     prepared, files = present.prepared, job_files(options.job, Path(present.prepared.job.ds_config))
     workload, estimate = _planned(prepared)
     settled = settled_choices(files)
     say_lines(_before_lines(options, prepared, settled))
     asked = open_request(prepared.job, estimate.configuration, prepared.hosts.num_slots, frozenset(OPEN) - settled)
     estimates = contenders(workload, asked, estimate, options.candidates)
-    candidate_of = partial(_candidate, options, files, workload, prepared.run_dir)
-    others = [candidate_of(each) for each in estimates[1:]]
-    candidates = [_ready(options, launch_at(options, estimate, prepared.run_dir), None, is_present=True), *others]
+    make = partial(candidate_of, options, files, workload, prepared.run_dir)
+    candidates = [ready(options, launch_at(options, estimate, prepared.run_dir), None, is_present=True)]
+    candidates += [make(each) for each in estimates[1:]]
+    if "torch_compile" not in settled and (last := compiled_candidate(workload, make, estimate)) is not None:
+        candidates.append(last)
     if options.dry_run:
         rows = [candidate.row for candidate in candidates]
         answer_json(document(rows)) if options.as_json else answer("\n".join(dry_lines(rows, options.steps)))
@@ -136,24 +116,14 @@ def _tune(options: Options) -> None:
     if prepared.on_cpu and (busy := busy_share()) > BUSY:
         used = f"other processes use {100 * busy:.0f} % of the cores"
         say_lines([f"note     {used}: if that changes, so does the order of runs"])
-    rows, error = _measured(options, candidates, partial(_in_turn, workload, candidate_of))
+    steps = partial(planned_steps, file.job, workload, estimate)
+    rows, error = _measured(options, candidates, partial(in_turn, workload, make, steps))
     answer_json(document(rows)) if options.as_json else answer("\n".join(table(rows)))
     _calibrate(candidates, rows)
     if error is not None:
         say("what was measured is kept; to go on, type the same command again")
         raise error
     _write(files, workload, candidates, rows)
-
-
-def run_options(options: Options, changed: Sequence[str] = ()) -> run.Options:
-    """Returns the options of `dstrain run` for a short run."""
-    return run.Options(
-        job=options.job, launcher=options.launcher, overrides=(*trials.OVERRIDES, *options.overrides, *changed)
-    )
-
-
-def _hosts(options: Options) -> Hosts | None:
-    return run.allocated() if options.launcher == "slurm" else None
 
 
 def _planned(prepared: PreparedRun) -> tuple[Workload, Estimate]:
@@ -169,54 +139,6 @@ def _before_lines(options: Options, prepared: PreparedRun, settled: frozenset[st
     yield f"into     {shown(str(prepared.run_dir.tune))}"
     if settled:
         yield f"fixed    {', '.join(sorted(settled))}: given to gen-config, or edited by hand"
-
-
-def launch_at(options: Options, estimate: Estimate, run_dir: RunDir, adaptation: Adaptation = UNADAPTED) -> Launch:
-    """Returns the launch of a configuration, in a folder below the run directory of its job."""
-    folder = trials.folder_of(run_dir, estimate.configuration)
-    return run.launch_of(run_options(options, [f"output_dir={folder}"]), _hosts(options), adaptation)
-
-
-def _candidate(options: Options, files: JobFiles, workload: Workload, run_dir: RunDir, estimate: Estimate) -> Candidate:
-    """Returns a configuration that differs from the present one; one that lint or the model refuses has failed."""
-    try:
-        chosen = with_choices(files, estimate, workload)
-        launch = launch_at(options, estimate, run_dir, Adaptation(overrides=chosen.overrides, changes=chosen.changes))
-    except InvalidConfig as error:
-        say_lines([f"refused  {title_of(estimate.configuration)}: {error.problem}"])
-        refused = Trial(ending=trials.Ending.FAILED, key="", seconds=0.0, problem=error.problem)
-        title, gpus = title_of(estimate.configuration), workload.cluster.num_gpus
-        return Candidate(
-            row=Row(title=title, estimate=estimate, num_gpus=gpus, trial=refused), chosen=None, launch=None
-        )
-    return _ready(options, launch, chosen)
-
-
-def _ready(options: Options, launch: Launch, chosen: OtherChoices | None, *, is_present: bool = False) -> Candidate:
-    """Returns a configuration that can run, with what was measured before."""
-    prepared = launch.prepared
-    assert prepared.estimate is not None, "the job has an estimate, and its model and machines are the same"
-    known = trials.earlier(prepared.run_dir, trials.key_of(prepared, options.steps))
-    row = Row(
-        title=title_of(prepared.estimate.configuration),
-        estimate=prepared.estimate,
-        num_gpus=prepared.cluster.num_gpus,
-        trial=known,
-        is_present=is_present,
-        is_earlier=known is not None,
-    )
-    return Candidate(row=row, chosen=chosen, launch=launch)
-
-
-def _in_turn(
-    workload: Workload, candidate_of: Callable[[Estimate], Candidate], one: Candidate, rows: Sequence[Row]
-) -> Candidate:
-    """Returns a candidate with the micro-batch that was measured to be the fastest, unless it was measured itself."""
-    if one.row.trial is not None:
-        return one
-    measured = [(row.estimate, row.step_s) for row in rows if row.step_s is not None]
-    other = with_fastest_batch(workload, one.row.estimate, measured)
-    return one if other is one.row.estimate else candidate_of(other)
 
 
 def _measured(
@@ -271,7 +193,7 @@ def _calibrate(candidates: Sequence[Candidate], rows: Sequence[Row]) -> None:
     runs = [
         candidate.launch.prepared
         for candidate, row in zip(candidates, rows, strict=True)
-        if candidate.launch is not None and row.step_s is not None and not row.is_earlier
+        if candidate.launch is not None and row.step_s is not None and not row.is_earlier and not row.is_compiled
     ]
     if not runs:
         return

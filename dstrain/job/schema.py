@@ -15,6 +15,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from dstrain.choices import (
     Attention,
     Column,
+    CompileBackend,
     DataFormat,
     Hub,
     Interval,
@@ -183,6 +184,10 @@ class Job:
     """With `grad_ckpt`, whether the inputs of layers wait in host RAM for the backward pass, which takes time."""
     tiled_mlp: bool = False
     """Whether MLPs are computed for a part of the tokens at a time, and once more: less memory for long rows."""
+    torch_compile: bool = False
+    """Whether torch.compile compiles the decoder layers: faster steps after a first one that takes minutes."""
+    torch_compile_backend: CompileBackend = CompileBackend.INDUCTOR
+    """`inductor`, or `aot_eager`, which compiles no kernels and so shows whether a fault is the compiler's."""
 
     num_train_epochs: PositiveFloat = 3.0
     """Passes over the data."""

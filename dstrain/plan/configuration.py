@@ -5,15 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import Any, get_type_hints
 
 from dstrain.choices import Attention, LossKernel, Method, Offload, Optimizer, Precision, StateDtypes, Task
 from dstrain.job.schema import Lora, RopeScaling
 from dstrain.plan.training_code import TrainingCode
-
-if TYPE_CHECKING:
-    from pydantic import GetCoreSchemaHandler
-    from pydantic_core import CoreSchema
 
 
 def _named(name: str, default: Any) -> Any:
@@ -111,6 +107,8 @@ class Kernels:
     """Whether Liger's kernels replace norms, rotary embedding and gated MLP, as far as it has them for the family."""
     loss: LossKernel = LossKernel.FULL
     """How the loss is computed."""
+    torch_compile: bool = False
+    """Whether torch.compile compiles the decoder layers; the plan counts neither its gain nor its memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,13 +232,14 @@ class Configuration:
 
     @property
     def title_parts(self) -> list[str]:
-        """Returns the parts of the title: ZeRO and offload, checkpointing, micro-batch."""
+        """Returns the parts of the title: ZeRO and offload, checkpointing, torch.compile, micro-batch."""
         offload = f" + {self.zero.offload.words}" if self.zero.is_offloaded else ""
         words = [self.checkpointing.words] if self.checkpointing.enabled or self.checkpointing.tiled_mlp else []
+        words += ["torch.compile"] if self.kernels.torch_compile else []
         return [f"ZeRO-{self.zero.stage}{offload}", *words, f"micro-batch {self.batch.micro_batch}"]
 
     @classmethod
-    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+    def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> Any:
         """Makes records write a configuration as `flat` has it, and read it back; old ones lack choices."""
         from pydantic_core import core_schema
 

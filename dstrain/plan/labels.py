@@ -43,6 +43,7 @@ def short_label(configuration: Configuration) -> str:
     words += ["ckpt" if checkpointing.period == 1 else f"ckpt/{checkpointing.period}"] if checkpointing.enabled else []
     words[-1] += "+ram" if checkpointing.offload else ""
     words += ["tiled"] if checkpointing.tiled_mlp else []
+    words += ["compiled"] if configuration.kernels.torch_compile else []
     words.append(f"{configuration.batch.micro_batch}×{configuration.step.grad_accum}")
     words += [f"{name.lower()}{value}" for name, value in _degrees(configuration) if value > 1]
     words += ["liger"] if configuration.kernels.liger else []

@@ -75,6 +75,8 @@ class Request:
     """AutoEP expert-parallel ranks; None: chosen."""
     liger: bool = False
     """Whether Liger's kernels are used."""
+    torch_compile: bool = False
+    """Whether torch.compile compiles the decoder layers; never chosen."""
     loss: LossKernel | None = None
     """How the loss is computed; None: with the least memory."""
     activation_offload: bool | None = None

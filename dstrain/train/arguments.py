@@ -21,6 +21,11 @@ def zero_stage(ds_config: Mapping[str, Any]) -> int:
     return stage if isinstance(stage, int) else 0
 
 
+def is_deepcompile(ds_config: Mapping[str, Any]) -> bool:
+    """Returns whether a configuration has DeepSpeed compile the whole model, with ZeRO's communication."""
+    return bool((ds_config.get("compile") or {}).get("deepcompile"))
+
+
 def checkpointing_kwargs(job: Job, ds_config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the form of activation checkpointing: non-reentrant, except for adapters under ZeRO-3.
 
@@ -50,6 +55,7 @@ def training_arguments(job: Job, ds_config: Mapping[str, Any], *, num_ranks: int
         eval_strategy=_eval_strategy(job),
         eval_steps=job.eval_steps if job.has_eval else None,
         eval_on_start=job.has_eval and job.eval_on_start,
+        torch_compile=job.torch_compile and is_deepcompile(ds_config),  # otherwise `load_model` compiles layers
         tf32=True if job.tf32 and is_torch_tf32_available() else None,  # True is an error on other devices
     )
 

@@ -242,12 +242,12 @@ def sums_of(engine: Any, inputs: Mapping[str, Any]) -> torch.Tensor:
 
 @contextmanager
 def trial(engine: Any) -> Iterator[None]:
-    """Forwards within it have no gradients and no dropout, and leave the random numbers as they are."""
+    """Forwards within it have no gradients and no dropout, leave random numbers as they are, and compile nothing."""
     was_training = engine.training
     engine.eval()
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     try:
-        with torch.random.fork_rng(devices), torch.no_grad():
+        with torch.random.fork_rng(devices), torch.no_grad(), torch.compiler.set_stance("force_eager"):
             yield
     finally:
         engine.train(was_training)

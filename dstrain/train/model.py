@@ -18,8 +18,9 @@ from dstrain.choices import LossKernel, Method
 from dstrain.errors import EnvironmentProblem
 from dstrain.job.schema import Job
 from dstrain.train import adapters, model_parts, rope_scaling
-from dstrain.train.arguments import zero_stage
+from dstrain.train.arguments import is_deepcompile, zero_stage
 from dstrain.train.checkpoints.saved_model import DTYPES, family_of, shape_of
+from dstrain.train.compiled_layers import compile_layers
 from dstrain.train.liger import replace_kernels
 from dstrain.train.loss import replace_loss
 from dstrain.train.tiled_mlp import tile_mlps
@@ -60,11 +61,11 @@ def load_model(
     if job.method is not Method.FULL:
         dtype = DTYPES[job.precision] if zero_stage(ds_config) < 3 else None  # ZeRO-3 has partitioned the matrices
         model = adapters.of_job(model, job, dtype=dtype)
-    _replace_parts(model, job)
+    _replace_parts(model, job, ds_config)
     return model
 
 
-def _replace_parts(model: Any, job: Job) -> None:
+def _replace_parts(model: Any, job: Job, ds_config: Mapping[str, Any]) -> None:
     """Makes a model compute as the job says; tiles are of the MLPs that Liger has replaced."""
     if job.liger:
         replace_kernels(model)
@@ -72,6 +73,8 @@ def _replace_parts(model: Any, job: Job) -> None:
         replace_loss(model, job.loss)
     if job.tiled_mlp:
         tile_mlps(model)
+    if job.torch_compile and not is_deepcompile(ds_config):
+        compile_layers(model, zero_stage=zero_stage(ds_config), backend=job.torch_compile_backend)
 
 
 def _prepare(model: Any, job: Job, num_tokens: int) -> None:

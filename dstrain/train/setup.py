@@ -264,6 +264,8 @@ def _require_supported(job: Job, ds_config: Mapping[str, Any]) -> None:
 def _announce(job: Job, rank: Rank) -> None:
     """Says what is loaded, and whether an adapter names another model than the job."""
     rank.say(f"loading {job.model}{f' and {job.adapter}' if job.adapter else ''}")
+    if job.torch_compile:
+        rank.say("torch_compile: the first pass compiles the layers, which takes minutes")
     if (note := note_on_base(job)) is not None:
         rank.say(f"note: {note}")
 

@@ -14,7 +14,12 @@ from typing import Any
 
 import pytest
 
+from dstrain.cli.output.tune import Row, verdict, winner
 from dstrain.config.edits.lock import read_lock
+from dstrain.launch.run.trial import Ending, Trial
+from dstrain.monitor.measured import measurement
+from dstrain.plan.estimate import assess
+from tests.cases import ask
 from tests.cli.test_run import change, job
 
 Type = Callable[..., Any]
@@ -57,6 +62,45 @@ def test_the_fastest_is_written_edits_stay_and_what_failed_is_a_result(
     assert "not kept as calibration: the plan predicts no time for a CPU" in done.stderr
     assert not list((job.parent / "output" / "tune").rglob("checkpoint-*"))
     _goes_on(dstrain, job, found, light_checkout)
+
+
+def test_compiled_layers_win_if_their_steps_save_more_than_compiling_takes(
+    dstrain: Type, job: Path, light_checkout: Path
+) -> None:
+    say_steps(job, "2=0.06,2c=0.02,1=0.08")
+    change(job, "num_train_epochs: 3", "max_steps: 100000")
+    done = dstrain("tune", "--steps", "10", "--candidates", "2", "--json", **light(light_checkout))
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    last = found["candidates"][-1]
+    assert "torch.compile" in found["winner"] == last["title"]
+    assert last["configuration"]["torch_compile"] and last["pays_back_after_steps"] is not None
+    assert "of it compiling" in done.stderr
+    assert "torch_compile: true" in job.read_text()
+    assert dstrain("gen-config").returncode == 0
+    assert "torch_compile: true" in job.read_text()
+
+
+def row(step_s: float, start_s: float, **given: Any) -> Row:
+    """Returns a run of ten steps of the same length."""
+    lines = [{"step": n, "tokens": 8, "tokens_per_s": 8 / step_s, "step_s": step_s} for n in range(11)]
+    trial = Trial(ending=Ending.MEASURED, key="", seconds=9.0, start_s=start_s, measured=measurement(lines))
+    request = ask(model="qwen3-0.6b", gpus=1, torch_compile="base" in given)
+    estimate = assess(request.workload, request.request.configuration)
+    return Row(title="", estimate=estimate, num_gpus=1, trial=trial, **given)
+
+
+@pytest.mark.parametrize(("planned", "wins"), [(399, False), (401, True), (None, False)])
+def test_compiling_has_to_pay_back_within_the_run(planned: int | None, wins: bool) -> None:
+    base = row(1.0, 20.0, is_present=True)
+    compiled = row(0.75, 120.0, base=base, planned_steps=planned)
+    assert (compiled.compile_s, compiled.pays_back_after) == (100.0, 400)
+    best = winner([base, compiled])
+    assert best is (compiled if wins else base)
+    said = verdict(compiled, best, [base, compiled])
+    assert said.startswith(
+        "fastest; compiling takes 1 min 40 s" if wins else "-25.0 % time; compiling takes 1 min 40 s"
+    )
 
 
 def _goes_on(dstrain: Type, job: Path, found: dict[str, Any], light_checkout: Path) -> None:
@@ -102,7 +146,7 @@ def test_a_dry_run_says_what_would_run_and_writes_nothing(dstrain: Type, job: Pa
     done = dstrain("tune", "-n")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("* ZeRO-2, ")
-    assert "5 runs; the plan predicts no time here" in done.stdout
+    assert "6 runs; the plan predicts no time here" in done.stdout
     assert not (job.parent / "output").exists()
 
 

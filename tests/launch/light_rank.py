@@ -24,7 +24,8 @@ from dstrain.train.rank import Leaving, Rank, from_environment, is_port_taken
 IMPORT_S = 0.5
 STEP_S = 0.05
 STEPS = "LIGHT_STEPS"
-"""Variable of a job that says what its steps are like by ZeRO stage: seconds, `oom` or `fail` (`1=0.02,3=oom`)."""
+"""Variable of a job that says what its steps are like by ZeRO stage: seconds, `oom` or `fail` (`1=0.02,3=oom`); those
+of `2c` hold if layers are compiled."""
 
 
 class Peers:
@@ -82,7 +83,7 @@ def step_s(place: RunDir, job: Job) -> float:
     """Returns how long a step takes. Raises MemoryError or OSError if the job wants it to fail."""
     stage = json.loads(place.ds_config.read_text())["zero_optimization"]["stage"]
     said = dict(pair.split("=") for pair in job.env.get(STEPS, "").split(",") if pair)
-    word = said.get(str(stage), str(STEP_S))
+    word = said.get(f"{stage}c" if job.torch_compile else str(stage), said.get(str(stage), str(STEP_S)))
     if word == "oom":
         place.oom.write_text("{}")
         raise MemoryError(word)

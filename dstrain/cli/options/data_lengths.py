@@ -159,6 +159,17 @@ def _read(job: Job, model: ModelFacts, hub: Hub) -> TrainingData:
     )
 
 
+def planned_steps(job: Job, workload: Workload, estimate: Estimate) -> int | None:
+    """Returns the optimizer steps of a job; None if its data cannot be read here."""
+    if job.max_steps is not None:
+        return job.max_steps
+    try:
+        trained = _read(job, workload.model, job.hub).run_time(workload, estimate)
+    except DstrainError:
+        return None
+    return None if trained is None else trained.steps
+
+
 def _eval_samples(job: Job) -> int:
     """Returns the samples of the evaluation data; 0 if they are not here, or somebody else's to read."""
     total = 0

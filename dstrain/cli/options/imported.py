@@ -23,10 +23,18 @@ from dstrain.plan.request import Request
 
 _REQUESTED = (
     *("method", "seq_len", "micro_batch", "grad_ckpt", "activation_offload", "tiled_mlp", "precision", "attn"),
-    *("packing", "sp", "tp", "ep", "optimizer", "liger", "hub", "task"),
+    *("packing", "sp", "tp", "ep", "optimizer", "liger", "hub", "task", "torch_compile"),
 )
 """Keys of a job that are options of gen-config, too."""
-_OFF = {"activation_offload": False, "tiled_mlp": False, "liger": False, "sp": 1, "tp": 1, "ep": 1}
+_OFF = {
+    "activation_offload": False,
+    "tiled_mlp": False,
+    "liger": False,
+    "torch_compile": False,
+    "sp": 1,
+    "tp": 1,
+    "ep": 1,
+}
 """Values that need no option."""
 
 

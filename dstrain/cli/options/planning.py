@@ -93,6 +93,12 @@ _CHOICES = (
         help="Compute MLPs for a part of the tokens at a time.  [default: chosen for long rows]",
     ),
     click.option(
+        "--torch-compile/--no-torch-compile",
+        default=False,
+        show_default=True,
+        help="Let torch.compile compile the layers; the plan does not count its gain.",
+    ),
+    click.option(
         "--qwz/--no-qwz",
         default=False,
         show_default=True,

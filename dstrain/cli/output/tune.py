@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +30,10 @@ class Row:
     """Whether it is the one in the job's files."""
     is_earlier: bool = False
     """Whether it was measured by an earlier `dstrain tune`."""
+    base: Row | None = None
+    """The same configuration without torch.compile, if that is what it is compared with."""
+    planned_steps: int | None = None
+    """Optimizer steps of the run that is tuned for; None if that is unknown, or nothing is compiled."""
 
     @property
     def predicted(self) -> float | None:
@@ -54,10 +59,39 @@ class Row:
         """Seconds of a step, the median; None if too few were measured."""
         return self.trial.step_s if self.trial is not None else None
 
+    @property
+    def is_compiled(self) -> bool:
+        """Whether torch.compile compiles its layers."""
+        return self.estimate.configuration.kernels.torch_compile
+
+    @property
+    def compile_s(self) -> float | None:
+        """How much longer it took to start than its base: what compiling costs; None if that is unknown."""
+        starts = [row.trial.start_s if row is not None and row.trial is not None else None for row in (self, self.base)]
+        own, other = starts
+        return max(0.0, own - other) if own is not None and other is not None else None
+
+    @property
+    def pays_back_after(self) -> int | None:
+        """Steps that save the time of compiling; None if nothing is compiled, or it is no faster beyond the noise."""
+        base_s = self.base.step_s if self.base is not None and _is_slower(self.base, self) else None
+        if base_s is None or self.step_s is None or self.compile_s is None:
+            return None
+        return math.ceil(self.compile_s / (base_s - self.step_s))
+
+    @property
+    def pays_back(self) -> bool:
+        """Whether its steps save more than it costs to compile within the planned run, or nothing is compiled."""
+        steps, planned = self.pays_back_after, self.planned_steps
+        return self.base is None or (steps is not None and planned is not None and steps < planned)
+
 
 def winner(rows: Sequence[Row]) -> Row | None:
-    """Returns the fastest configuration, the present one if it is as fast within the noise, or None without times."""
-    timed = [row for row in rows if row.step_s is not None]
+    """Returns the fastest configuration, the present one if it is as fast within the noise, or None without times.
+
+    One that compiles is left out unless that pays back within the planned run.
+    """
+    timed = [row for row in rows if row.step_s is not None and row.pays_back]
     if not timed:
         return None
     best = min(timed, key=lambda row: row.step_s or 0.0)
@@ -81,14 +115,26 @@ def verdict(row: Row, best: Row | None, rows: Sequence[Row] = ()) -> str:
     if row.step_s is None or best is None or best.step_s is None:
         return "no time left to measure it"
     if row is best:
-        is_fastest = all(row.step_s <= other.step_s for other in rows if other.step_s is not None)
-        return "fastest" if is_fastest else "stays: as fast within the noise"
+        is_fastest = all(row.step_s <= other.step_s for other in rows if other.step_s is not None and other.pays_back)
+        return f"fastest{_compiling(row)}" if is_fastest else "stays: as fast within the noise"
+    if row.pays_back_after is not None and not row.pays_back:
+        return f"{100 * (row.step_s / best.step_s - 1):+.1f} % time{_compiling(row)}"
     words = f"{100 * (row.step_s / best.step_s - 1):+.1f} % time"
     if not _is_slower(row, best):
         return f"{words}, within the noise"
     measured = row.trial.measured
     is_whole = row.trial.ending is Ending.MEASURED or measured is None
     return words if is_whole or measured is None else f"{words}, by {measured.steps} steps"
+
+
+def _compiling(row: Row) -> str:
+    """Returns what compiling costs, and after how many steps of the run that is paid back; empty if nothing is."""
+    if row.compile_s is None or row.pays_back_after is None:
+        return ""
+    planned = "a run of unknown length" if row.planned_steps is None else f"{row.planned_steps:,}"
+    return (
+        f"; compiling takes {format_seconds(row.compile_s)}, paid back after {row.pays_back_after:,} steps of {planned}"
+    )
 
 
 def told(row: Row) -> str:
@@ -98,7 +144,8 @@ def told(row: Row) -> str:
     if row.step_s is None:
         return f"{verdict(row, None)} ({took}){f': {row.trial.problem}' if row.trial.problem else ''}"
     early = ": slower, ended early" if row.trial.ending is Ending.SLOWER else ""
-    return f"{format_seconds(row.step_s)} a step, {_rate(row.tokens_per_s)} tokens/s ({took}){early}"
+    compiling = "" if row.compile_s is None else f", {format_seconds(row.compile_s)} of it compiling"
+    return f"{format_seconds(row.step_s)} a step, {_rate(row.tokens_per_s)} tokens/s ({took}{compiling}){early}"
 
 
 def table(rows: Sequence[Row]) -> list[str]:
@@ -169,6 +216,8 @@ def document(rows: Sequence[Row]) -> dict[str, Any]:
                 "peak_bytes": row.peak_bytes,
                 "verdict": verdict(row, best, rows),
                 "was_measured_before": row.is_earlier,
+                "compile_s": row.compile_s,
+                "pays_back_after_steps": row.pays_back_after,
                 "trial": None if row.trial is None else to_data(row.trial),
             }
             for row in rows

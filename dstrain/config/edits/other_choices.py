@@ -28,6 +28,7 @@ from dstrain.plan.search.search_space import global_batch
 JOB, CONFIG = "job.yaml", "ds_config.json"
 _OF_JOB = (
     *("micro_batch", "grad_accum", "sp", "grad_ckpt", "grad_ckpt_every_n_layers", "activation_offload", "tiled_mlp"),
+    "torch_compile",
 )
 """Choices that the job file holds; ds_config.json holds those of ZeRO."""
 _LITERALS = {"train_micro_batch_size_per_gpu": "micro_batch", "gradient_accumulation_steps": "grad_accum"}
@@ -193,6 +194,7 @@ def inputs_of(estimate: Estimate, workload: Workload) -> dict[str, Any]:
         ("grad_ckpt_every_n_layers", 1),
         ("activation_offload", False),
         ("tiled_mlp", False),
+        ("torch_compile", False),
         ("sp", 1),
     ):
         if values[name] != usual:

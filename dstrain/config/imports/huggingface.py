@@ -25,7 +25,7 @@ def _kwargs(value: Any, _: Source) -> Any:
     return value or ABSENT
 
 
-def _tf32(value: Any, source: Source) -> Any:
+def _flag_or_auto(value: Any, source: Source) -> Any:
     return ABSENT if value == "auto" else convert.flag(value, source)
 
 
@@ -70,7 +70,7 @@ ROWS = table(
     to("eval_on_start", "eval_on_start", convert.flag),
     to("per_device_eval_batch_size", "eval_micro_batch", convert.count),
     to("lr_scheduler_kwargs", "lr_scheduler_kwargs", _kwargs),
-    to("tf32", "tf32", _tf32),
+    to("tf32", "tf32", _flag_or_auto),
     to("eval_steps", "eval_steps", convert.eval_steps),
     to("resume_from_checkpoint", "resume", convert.resume),
     to("dataloader_num_workers", "dataloader_num_workers", default=0),
@@ -101,7 +101,10 @@ ROWS = table(
         "choose a checkpoint by its loss in metrics.jsonl",
     ),
     lacks("push_to_hub hub_model_id hub_strategy hub_private_repo", "upload output/final when the run has ended"),
-    lacks("torch_compile torch_compile_backend torch_compile_mode", "DeepSpeed's own is `compile` in ds_config.json"),
+    to("torch_compile", "torch_compile", _flag_or_auto, note="layers are compiled, not the whole model"),
+    lacks(
+        "torch_compile_backend torch_compile_mode", "torch_compile: true compiles with inductor", unless=("inductor",)
+    ),
     lacks("group_by_length", "packing: true wastes no padding either"),
     to("use_liger_kernel", "liger", convert.flag),
     lacks("liger_kernel_config", "liger: true replaces all parts that Liger knows, except the loss", unless=(None,)),

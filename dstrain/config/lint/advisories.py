@@ -42,7 +42,7 @@ def _calls_backward_often(s: Subject) -> bool | None:
 def _compiles(s: Subject) -> bool | None:
     """Whether the model is compiled stands in the training loop, unless a job describes that."""
     contiguous = s.is_true(ZERO + "contiguous_gradients", default=True)
-    compiled = s.is_true("compile.deepcompile") or (None if s.job is None else False)
+    compiled = s.is_true("compile.deepcompile") or (None if s.job is None else s.job.job.torch_compile)
     return every(s.stage in (1, 2) and overlaps(s) and contiguous, compiled)
 
 

@@ -39,13 +39,12 @@ from dstrain.rundir import damage
 CHECKED_DATA_BYTES = 64 * 2**20
 """Bytes of a data file that are checked before the launch; the ranks check the rest."""
 _PLAIN = {
-    "sp": 1,
-    "tp": 1,
-    "ep": 1,
+    **dict.fromkeys(("sp", "tp", "ep"), 1),
     "loss": LossKernel.FULL,
     "liger": False,
     "tiled_mlp": False,
     "activation_offload": False,
+    "torch_compile": False,
     "attn": Attention.AUTO,
     "optimizer": Optimizer.ADAMW,
 }

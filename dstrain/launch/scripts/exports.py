@@ -145,6 +145,8 @@ def _notes(job: Job, hosts: Hosts) -> tuple[str, ...]:
         notes.append(f"Liger's own loss takes the place of loss: {job.loss}")
     elif job.loss is not LossKernel.FULL:
         notes.append(f"loss: {job.loss} has no counterpart; whole logits are made, which need memory")
+    if job.torch_compile:
+        notes.append("torch_compile is left out: Transformers' own key compiles the whole model, not its layers")
     if job.monitor.sinks:
         notes.append(f"report_to names {', '.join(job.monitor.sinks)}; log in to them yourself")
     return tuple(notes)

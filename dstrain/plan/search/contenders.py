@@ -67,7 +67,8 @@ def with_fastest_batch(workload: Workload, estimate: Estimate, measured: Sequenc
 
 def _kind(c: Configuration) -> tuple[object, ...]:
     """Returns the identity of a configuration without the sizes of its buffers."""
-    return *strategy_key(c), c.checkpointing.every_n_layers, c.batch.micro_batch, c.step.grad_accum
+    batch = c.batch.micro_batch, c.step.grad_accum
+    return *strategy_key(c), c.kernels.torch_compile, c.checkpointing.every_n_layers, *batch
 
 
 def _other_batches(workload: Workload, request: Request, best: Estimate) -> Iterator[Estimate]:

@@ -5,30 +5,27 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from dstrain.choices import Method, Offload, Optimizer, Precision
+from dstrain.choices import Method, Offload, Precision
 from dstrain.errors import InvalidConfig
 from dstrain.facts.attention_kernels import runs_on
-from dstrain.facts.cluster.cluster import Cluster, Origin
+from dstrain.facts.cluster.cluster import Cluster
 from dstrain.facts.cluster.cpu import QGZ, QWZ, limits_of
-from dstrain.facts.model.kernel_packages import COST, FLA, kernel_packages
-from dstrain.facts.model.model_facts import Kind, ModelFacts, Moe
+from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.facts.workload import Workload
-from dstrain.plan import rope_scaling
-from dstrain.plan.configuration import Configuration, flat
-from dstrain.plan.estimate import USABLE_GPU_RATIO, assess, moved
+from dstrain.plan.configuration import Configuration
+from dstrain.plan.estimate import assess, moved
 from dstrain.plan.estimate_records import Estimate, Plan, Reason
 from dstrain.plan.memory.params import adapted, linear_names
 from dstrain.plan.request import Request
-from dstrain.plan.search import attention, learning_rate
-from dstrain.plan.search.alternatives import eight_bit_instead, faster_but_too_large, liger_gain_ratio, neighbours
+from dstrain.plan.search import learning_rate
+from dstrain.plan.search.alternatives import eight_bit_instead, faster_but_too_large, neighbours
 from dstrain.plan.search.buffer_sizes import TIGHT, least_offloaded, sized, sized_to_room
 from dstrain.plan.search.evaluator import estimated, usable_ratio
-from dstrain.plan.search.infeasible import does_not_fit, gpu_assumed, gpu_guessed, ram_assumed
-from dstrain.plan.search.reasons import compared, percent, reasons
+from dstrain.plan.search.infeasible import does_not_fit
+from dstrain.plan.search.notes import notes
+from dstrain.plan.search.reasons import compared, reasons
 from dstrain.plan.search.search import DEFAULT_TOP, Ranking, search
 from dstrain.plan.search.search_space import global_batch
-from dstrain.plan.speed.step_time import forward_s
-from dstrain.units import format_count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,12 +59,6 @@ class Survey:
     def first(self) -> Estimate:
         """The choice or, if nothing fits, the nearest estimate."""
         return self.proposals[0].estimate
-
-
-WORTH_LIGER = 0.05
-"""Gain from which a plan without Liger's kernels says what they would gain, as a ratio."""
-STEADY_BATCH = 256
-"""Samples of a step from which nothing is said of experts that train: a rule of thumb of guides to fine-tuning them."""
 
 
 def decide(workload: Workload, request: Request) -> Plan:
@@ -113,7 +104,7 @@ def survey(workload: Workload, request: Request, *, top: int = DEFAULT_TOP) -> S
         rejected=tuple(neighbour.estimate for neighbour in faster_but_too_large(cluster, first, others)),
         num_estimated=ranking.num_estimated,
         num_excluded=ranking.num_excluded,
-        notes=_notes(workload, request, first),
+        notes=notes(workload, request, first),
     )
 
 
@@ -187,114 +178,3 @@ def check(workload: Workload, request: Request) -> None:
         )
     if request.offload is Offload.NVME and cluster.nvme_path is None:
         raise InvalidConfig("--offload nvme needs a folder on an NVMe drive", hint="Add --nvme /path/on/nvme.")
-
-
-_MUON = (
-    "the orthogonalisation of Muon takes time that is not counted; matrices want a learning rate of their own,"
-    " muon_learning_rate (DeepSpeed#7962: 1e-4 beside 2e-6)"
-)
-
-
-def _notes(workload: Workload, request: Request, chosen: Estimate) -> tuple[str, ...]:
-    """Returns the assumptions, and advice before training."""
-    model, cluster = workload.model, workload.cluster
-    notes = [*_assumptions(workload, request, chosen), *_precision_notes(workload, chosen)]
-    if chosen.speed is None:
-        notes.append(f"the speed of {cluster.gpu.name} is unknown, so no time is given")
-    if model.traced is not None:
-        notes.append(model.traced.note)
-    if (kernels := kernel_packages(model.model_type)) and not cluster.gpu.is_cpu:
-        cost = f"; without, {COST}" if FLA in kernels else ""
-        notes.append(f"planned with the kernels of {' and '.join(kernels)} on every machine that trains{cost}")
-    if request.has_open_attention:
-        notes += attention.notes(workload, chosen)
-    share = chosen.memory.device_bytes_per_gpu / cluster.gpu.memory_bytes if cluster.gpu.memory_bytes else 0
-    if chosen.fits and share > USABLE_GPU_RATIO:
-        left = percent(1 - USABLE_GPU_RATIO)
-        notes.append(f"it fills {percent(share)} of the GPU; dstrain's own choices leave {left}")
-    for limit in limits_of(flat(chosen.configuration)) if cluster.gpu.is_cpu else ():
-        notes.append(f"{limit.key} {limit.value} trains on a CPU only if {limit.unless}: {limit.why}")
-    if request.task.has_own_loss:
-        notes += _reference_notes(workload, chosen)
-    for choice in (request.method, request.optimizer):
-        if choice in (Method.QLORA, Optimizer.ADAMW_8BIT):
-            notes.append(f"{choice} needs bitsandbytes on the machine that trains: pip install 'dstrain[qlora]'")
-    notes += _liger_notes(workload, request, chosen)
-    if request.optimizer is Optimizer.MUON:
-        notes.append(_MUON)
-    if model.vision is not None and not request.image_patches:
-        frozen = format_count(model.num_params_of(Kind.VISION))
-        notes.append(f"no images are counted (--image-patches); the vision tower ({frozen} parameters) is frozen")
-    if chosen.configuration.parallel.ep > 1:
-        notes.append(
-            "computed as if every expert got as many tokens; GPUs with more popular ones need more memory and time"
-        )
-    if model.moe is not None and request.method is not Method.FULL:
-        notes.append("experts are 3-D tensors in Transformers 5: adapters go to the linear layers of attention")
-    return tuple(notes)
-
-
-def _liger_notes(workload: Workload, request: Request, chosen: Estimate) -> list[str]:
-    """Returns what Liger's kernels need, or what they would gain on GPUs that are known."""
-    if request.liger:
-        return ["liger needs liger-kernel on the machine that trains: pip install 'dstrain[kernels]'"]
-    is_known = chosen.fits and workload.cluster.gpu_origin is not Origin.ASSUMED
-    gain = liger_gain_ratio(workload, request, chosen) if is_known else None
-    if gain is None or gain <= WORTH_LIGER:
-        return []
-    return [f"--liger would be {percent(gain)} faster, by Liger's kernels (dstrain[kernels])"]
-
-
-def _reference_notes(workload: Workload, chosen: Estimate) -> list[str]:
-    """Returns what the reference costs, which is computed before the first step and kept in no second model."""
-    forward = forward_s(workload, chosen.configuration)
-    if forward is None or chosen.speed is None:
-        return ["before step 1, a forward pass over all pairs computes the reference"]
-    share = forward * chosen.configuration.step.grad_accum / chosen.speed.step_s
-    return [f"before step 1, a forward pass over all pairs computes the reference: {percent(share)} of an epoch's time"]
-
-
-def _assumptions(workload: Workload, request: Request, chosen: Estimate) -> list[str]:
-    """Returns the assumptions about machines, positions and batch."""
-    model, cluster, configuration = workload.model, workload.cluster, chosen.configuration
-    notes = []
-    if cluster.gpu_origin is Origin.ASSUMED:
-        notes.append(gpu_assumed(cluster))
-    if not cluster.gpu.is_listed and chosen.speed is not None:
-        notes.append(gpu_guessed(cluster))
-    if cluster.host_memory_origin is Origin.ASSUMED and configuration.zero.is_offloaded:
-        notes.append(ram_assumed(cluster))
-    if (scaling := configuration.batch.rope_scaling) is not None:
-        notes += rope_scaling.notes(model, request.rope_scaling, scaling)
-    if request.global_batch is None and request.micro_batch is None:
-        samples = global_batch(cluster, configuration)
-        notes.append(f"assumed: {samples} samples a step; change it with --global-batch")
-    if model.moe is not None and configuration.model.is_full:
-        notes += _experts_notes(model.moe, global_batch(cluster, configuration), configuration)
-    return notes + learning_rate.notes(request, global_batch(cluster, configuration))
-
-
-def _experts_notes(moe: Moe, samples: int, configuration: Configuration) -> list[str]:
-    """Returns what a small batch gives to experts and routers that train."""
-    tokens = samples * configuration.batch.seq_len * moe.experts_per_token // moe.num_experts
-    if samples >= STEADY_BATCH:
-        return []
-    return [
-        f"an expert sees {tokens:,} tokens of a step at most; --global-batch {STEADY_BATCH} or more steadies routers"
-    ]
-
-
-def _precision_notes(workload: Workload, chosen: Estimate) -> list[str]:
-    """Returns the consequences of half precision without bf16, and of gradients sent as fp16."""
-    model, cluster, configuration = workload.model, workload.cluster, chosen.configuration
-    notes = []
-    is_old = not cluster.gpu.has_bf16 and not cluster.gpu.is_cpu
-    if configuration.model.precision is Precision.FP16 and is_old:
-        notes.append(
-            f"{cluster.gpu.name} has neither bf16 nor FlashAttention-2: fp16 with loss scaling and sdpa are used"
-        )
-    if configuration.model.precision is Precision.FP16 and model.dtype == "bfloat16":
-        notes.append(f"{model.name} was trained in bf16: fp16 may overflow; watch the loss scale")
-    if configuration.zero.qgz and configuration.model.precision is not Precision.FP16:
-        notes.append("--qgz sends gradients as fp16: those below 6e-8 become zero")
-    return notes

@@ -53,7 +53,7 @@ def gpu_assumed(cluster: Cluster) -> str:
     """Returns which GPU was assumed, and the option that sets it."""
     gpu = cluster.gpu
     size = format_bytes(gpu.memory_bytes)
-    return f"assumed: GPUs of type {gpu.name} ({size}); none was found here; name yours with --gpu"
+    return f"assumed: {gpu.name} ({size}), as none is here; name yours with --gpu"
 
 
 def nearest_that_fits(workload: Workload, request: Request) -> list[str]:

@@ -13,6 +13,7 @@ from dstrain.job.task_limits import LIMITS, TaskLimit
 from dstrain.plan.configuration import Configuration, choices
 from dstrain.plan.memory.layers.families import LAYER_CODE
 from dstrain.plan.memory.layers.kernels import LIGER
+from dstrain.plan.search.compile_rules import COMPILE_RULES
 from dstrain.plan.search.parallel_rules import PARALLEL_RULES
 from dstrain.plan.search.rule import Rule
 from dstrain.plan.search.zero_rules import ZERO_RULES
@@ -129,6 +130,7 @@ RULES: tuple[Rule, ...] = (
          says="tiled MLPs are DeepSpeed's",
          breaks=lambda m, k, c: c.checkpointing.tiled_mlp and not c.model.is_deepspeed,
          source=_DS + "runtime/sequence_parallel/ulysses_sp.py: TiledMLP (DDP and FSDP need something similar)"),
+    *COMPILE_RULES,
     Rule(name="accumulation dtype needs ZeRO", options=("zero_stage",),
          says="ZeRO-0 accumulates gradients in the training precision",
          breaks=lambda m, k, c: c.zero.stage == 0 and c.step.grad_accum_dtype not in (None, c.model.precision),

@@ -161,7 +161,8 @@ class Trial:
             inputs["attention_mask"] = packed_masks(self.model, inputs["position_ids"])
         devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
         refusals: tuple[type[Exception], ...] = (Exception,) if has_masks else (TypeError, ValueError)
-        with torch.random.fork_rng(devices), torch.no_grad(), warnings.catch_warnings():
+        eagerly = torch.compiler.set_stance("force_eager")
+        with torch.random.fork_rng(devices), torch.no_grad(), eagerly, warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # checkpointing says that there will be no gradients
             try:
                 logits = self.whole(self.engine(**inputs).logits)[-1]

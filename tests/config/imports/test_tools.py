@@ -338,3 +338,19 @@ def test_a_target_is_a_key_of_a_job_or_a_choice_of_gen_config(tool: str) -> None
     legal |= {f"{name}.{field.name}" for name, section in sections.items() for field in fields(section)}
     targets = {row.target for row in TOOLS[tool].rows.values() if row.target}
     assert {target for target in targets if not target.startswith(("plan.", "machines."))} <= legal
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "compiles"),
+    [
+        (TRAINER + "--torch_compile True", "run.sh", True),
+        (AXOLOTL + "torch_compile: true\ntorch_compile_backend: inductor\n", "train.yaml", True),
+        (AXOLOTL + "torch_compile: auto\n", "train.yaml", None),
+    ],
+)
+def test_compiling_is_taken_over(text: str, name: str, compiles: bool | None) -> None:
+    found = imported(text, name)
+    assert value(found, "torch_compile") is compiles
+    assert "torch_compile_backend" not in notes(found, Fate.MISSING)
+    missing = notes(imported(AXOLOTL + "torch_compile_backend: cudagraphs\n"), Fate.MISSING)
+    assert "torch_compile_backend" in missing

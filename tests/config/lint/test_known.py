@@ -39,6 +39,9 @@ def job(folder: Path, more: str = "", name: str = "Qwen/Qwen3-8B") -> JobFile:
     return read_job(folder / "job.yaml")
 
 
+COMPILES = "torch_compile: true\n"
+
+
 def model(name: str) -> ModelFacts:
     return probe.read_model(name)
 
@@ -343,6 +346,18 @@ def test_a_checkpoint_that_does_not_fit_the_disk_is_told_at_output_dir(tmp_path:
     said = with_estimate(tmp_path, cluster(count=8), ' "zero_optimization": {"stage": 3}}', free_disk_bytes=10**9)
     place = one("DS804", said).place
     assert (Path(place.file).name, place.line) == ("job.yaml", 2)
+
+
+DEEPCOMPILE = ' "compile": {"deepcompile": true},'
+
+
+@pytest.mark.parametrize(("more", "gpu", "rules"), [("", "a100-80g", {"DS208"}), (COMPILES, "a100-80g", set()),
+                                                    (COMPILES, "cpu", {"DS348"})])  # fmt: skip
+def test_deepcompile_needs_the_jobs_torch_compile_and_gpus(
+    tmp_path: Path, more: str, gpu: str, rules: set[str]
+) -> None:
+    said = found(f"{DEEPCOMPILE}{ZERO2}", job=job(tmp_path, more), cluster=cluster(gpu))
+    assert {each.rule for each in said} & {"DS208", "DS348"} == rules
 
 
 @pytest.mark.parametrize(

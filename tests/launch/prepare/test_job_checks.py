@@ -128,11 +128,31 @@ def test_parallelism_that_does_not_divide_the_gpus_is_refused_for_any_model() ->
 
 
 @pytest.mark.parametrize(
+    ("model", "gpu", "job", "why"),
+    [
+        ("qwen3-8b", "a100-80g", {"tiled_mlp": True}, "compiles tiled MLPs again in every step"),
+        ("qwen3-30b-a3b", "a100-80g", {"ep": 2}, "not tried with experts that ranks share"),
+        ("qwen3-vl-8b", "a100-80g", {}, "not tried with models that have a vision tower"),
+        ("qwen3-8b", "pascal", {}, "older ones lack Triton"),
+    ],
+)
+def test_layers_that_cannot_be_compiled_are_refused(model: str, gpu: str, job: dict[str, Any], why: str) -> None:
+    given = Job(model="m", output_dir="o", torch_compile=True, precision=Precision.FP16, **job)
+    file = JobFile(job=given, locate=lambda keys: Place(file="job.yaml"))
+    pascal = replace(gpus.gpu("v100-16g"), compute_capability=(6, 0))
+    cluster = describe(gpu=pascal if gpu == "pascal" else gpus.gpu(gpu), gpu_origin=Origin.GIVEN, gpus=8)
+    with pytest.raises(InvalidConfig, match=why):
+        check_combinations(file, probe.read_model(model), cluster)
+
+
+@pytest.mark.parametrize(
     "job",
     [
         {},
         {"loss": LossKernel.FUSED, "liger": True},
         {"sp": 8, "liger": True, "tiled_mlp": True},
+        {"torch_compile": True},
+        {"torch_compile": True, "tp": 4, "grad_ckpt": True},
         {"tp": 4},
         {"sp": 4, "packing": True, "attn": Attention.FLASH_ATTENTION_2},
     ],

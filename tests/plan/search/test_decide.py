@@ -38,6 +38,19 @@ def test_a_vision_tower_is_said_to_be_frozen() -> None:
     assert any("is frozen" in note for note in plan(model="qwen3-vl-8b", gpus=8).notes)
 
 
+def test_a_plan_says_what_compiling_would_bring_and_never_compiles_by_itself() -> None:
+    asked = {"model": "qwen3-8b", "gpus": 8}
+    plain, compiled = plan(**asked), plan(**asked, torch_compile=True)
+    assert not plain.chosen.configuration.kernels.torch_compile
+    assert any(
+        "torch.compile: published runs save 14 to 21 %" in note and "dstrain tune" in note for note in plain.notes
+    )
+    assert any("torch.compile" in note and "not counted" in note for note in compiled.notes)
+    assert plain.chosen.speed == compiled.chosen.speed
+    on_cpu = plan(model="qwen3-0.6b", gpus=2, gpu="cpu", seq_len=512, host_memory=2**38)
+    assert not any("torch.compile" in note for note in (*on_cpu.notes, *plan(model="qwen3-vl-8b", gpus=8).notes))
+
+
 def test_reasons_carry_the_batch_identity() -> None:
     assert any("= 64 samples a step" in reason.text for reason in plan(model="qwen3-8b", gpus=8).reasons)
 

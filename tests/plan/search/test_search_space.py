@@ -84,6 +84,13 @@ BROKEN: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("EP and Liger", "qwen3-30b-a3b", {"ep": 2, "zero_stage": 2, "liger": True}),
     ("Liger and families", "qwen3-vl-8b", {"liger": True}),
     ("Liger and dense layers", "qwen3-30b-a3b", {"liger": True}),
+    ("torch.compile and shared experts", "qwen3-30b-a3b", {"torch_compile": True, "ep": 2, "zero_stage": 2}),
+    ("torch.compile and Liger", "qwen3-8b", {"torch_compile": True, "liger": True}),
+    ("torch.compile and linear attention", "qwen3-8b", {"torch_compile": True}),
+    ("torch.compile and vision towers", "qwen3-vl-8b", {"torch_compile": True}),
+    ("torch.compile of traced code", "qwen3-8b", {"torch_compile": True}),
+    ("torch.compile and tiled MLPs", "qwen3-8b", {"torch_compile": True, "tiled_mlp": True}),
+    ("torch.compile needs Triton", "qwen3-8b", {"torch_compile": True}),
     ("activation offload needs checkpoints", "qwen3-8b", {"activation_offload": True}),
     ("every n-th layer needs checkpoints", "qwen3-8b", {"grad_ckpt_every_n_layers": 2}),
     ("layers are counted in the decoder", "qwen3-vl-8b", {"grad_ckpt": True, "grad_ckpt_every_n_layers": 2}),
@@ -111,17 +118,24 @@ FACTS: dict[str, dict[str, Any]] = {
     "SP and linear attention": {"num_scored_layers": 9},
     "TP and linear attention": {"num_scored_layers": 9},
     "Liger and dense layers": {"num_hidden_layers": 49},
+    "torch.compile and linear attention": {"num_scored_layers": 9},
+    "torch.compile of traced code": {"traced": Traced(note="traced", profile=_PROFILE)},
     "loss of traced code": {"traced": Traced(note="traced", profile=_PROFILE)},
 }
 """Facts of the model that a rule needs."""
 GPUS = {"qgZ and nodes": 8}
 """GPUs, where they are not two nodes of eight."""
+CAPABILITIES = {"torch.compile needs Triton": (6, 0)}
+"""Compute capability of the GPUs, where it is not that of an A100."""
 
 
 @pytest.mark.parametrize(("name", "model", "changes"), BROKEN, ids=[name for name, _, _ in BROKEN])
 def test_a_rule_alone_forbids_what_breaks_it(name: str, model: str, changes: dict[str, Any]) -> None:
     workload = ask(model=model, gpus=GPUS.get(name, 16)).workload
-    workload = replace(workload, model=replace(workload.model, **FACTS.get(name, {})))
+    gpu = workload.cluster.gpu
+    gpu = replace(gpu, compute_capability=CAPABILITIES.get(name, gpu.compute_capability))
+    model_facts, cluster = replace(workload.model, **FACTS.get(name, {})), replace(workload.cluster, gpu=gpu)
+    workload = replace(workload, model=model_facts, cluster=cluster)
     found = broken(workload, changed(DEFAULTS, **changes))
     assert [rule.name for rule in found] == [name]
 

@@ -163,11 +163,12 @@ RULES = (
          source=_DS + "runtime/activation_checkpointing/checkpointing.py: only deepspeed.checkpointing.checkpoint"),
     Rule(id="DS208", severity=W, title="DeepCompile that is never called",
          find=when("compile.deepcompile",
-                   lambda s: s.is_true("compile.deepcompile") and s.is_trainers and not _compiles_autosp(s),
+                   lambda s: s.is_true("compile.deepcompile") and s.is_trainers and not _compiles_autosp(s)
+                   and not (s.job is not None and s.job.job.torch_compile),
                    problem="compile.deepcompile is enabled",
-                   effect="nothing is compiled unless the TrainingArguments also have torch_compile=True; "
-                          "dstrain run does not set it",
-                   fix="remove it, or compile in your own script"),
+                   effect="nothing is compiled unless torch_compile is true in job.yaml, or in the TrainingArguments "
+                          "of your own script",
+                   fix="remove it, or write torch_compile: true in job.yaml"),
          source=_DS + "runtime/engine.py: compile() is only called by who wants it"),
     Rule(id="DS209", severity=W, title="unknown AutoTP preset",
          find=when("tensor_parallel.preset_model", _unknown_preset, problem="{path} is {value}",

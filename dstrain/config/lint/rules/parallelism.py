@@ -60,6 +60,11 @@ def _folded(subject: Subject) -> Iterator[Fault]:
         )
 
 
+def _deepcompiles_on_cpu(s: Subject) -> bool:
+    compiles = s.is_true("compile.deepcompile") and s.job is not None and s.job.job.torch_compile
+    return compiles and s.cluster is not None and s.cluster.gpu.is_cpu
+
+
 def _combines_autotp_pass(s: Subject) -> bool:
     return has_pass(s, "autotp") and any(has_pass(s, name) for name in ("z1", "z3", "autosp"))
 
@@ -148,6 +153,12 @@ RULES = (
                    fix=REMOVE_ONE),
          source=_DS + "runtime/engine.py: _configure_tensor_parallel_states"),
     Rule(id="DS340", severity=_E, title="AutoEP with AutoTP", find=_folded, source=_FOLDING),
+    Rule(id="DS348", severity=_E, title="DeepCompile on a CPU",
+         find=when("compile.deepcompile", _deepcompiles_on_cpu,
+                   problem="compile.deepcompile is enabled, and so is torch_compile in job.yaml, on a CPU",
+                   effect="the run stops when the model is compiled: DeepCompile builds extensions for CUDA",
+                   fix="remove it: torch_compile alone compiles the layers"),
+         source=_DS + "compile/util.py: is_deepcompile_supported; tried on CPU ranks"),
     Rule(id="DS341", severity=_E, title="compiling around the experts",
          find=each_of({"compile.deepcompile": is_on("compile.deepcompile"),
                        _EP + "comm_backend": lambda s: s.at(_EP + "comm_backend", "comm") != "comm",

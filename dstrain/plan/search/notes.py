@@ -1,0 +1,140 @@
+"""Notes of a plan: what it assumes, what it does not count, and what would make it faster."""
+
+from __future__ import annotations
+
+from dstrain.choices import Method, Optimizer, Precision
+from dstrain.facts.cluster.cluster import Origin
+from dstrain.facts.cluster.cpu import limits_of
+from dstrain.facts.model.kernel_packages import COST, FLA, kernel_packages
+from dstrain.facts.model.model_facts import Kind, Moe
+from dstrain.facts.workload import Workload
+from dstrain.plan import rope_scaling
+from dstrain.plan.configuration import Configuration, flat
+from dstrain.plan.estimate import USABLE_GPU_RATIO
+from dstrain.plan.estimate_records import Estimate
+from dstrain.plan.request import Request
+from dstrain.plan.search import attention, compile_rules, learning_rate
+from dstrain.plan.search.alternatives import liger_gain_ratio
+from dstrain.plan.search.infeasible import gpu_assumed, gpu_guessed, ram_assumed
+from dstrain.plan.search.reasons import percent
+from dstrain.plan.search.search_space import global_batch
+from dstrain.plan.speed.step_time import forward_s
+from dstrain.units import format_count
+
+WORTH_LIGER = 0.05
+"""Gain from which a plan without Liger's kernels says what they would gain, as a ratio."""
+STEADY_BATCH = 256
+"""Samples of a step from which nothing is said of experts that train: a rule of thumb of guides to fine-tuning them."""
+
+
+_MUON = (
+    "the orthogonalisation of Muon takes time that is not counted; matrices want a learning rate of their own,"
+    " muon_learning_rate (DeepSpeed#7962: 1e-4 beside 2e-6)"
+)
+
+
+def notes(workload: Workload, request: Request, chosen: Estimate) -> tuple[str, ...]:
+    """Returns the assumptions, and advice before training."""
+    model, cluster = workload.model, workload.cluster
+    found = [*_assumptions(workload, request, chosen), *_precision_notes(workload, chosen)]
+    if chosen.speed is None:
+        found.append(f"the speed of {cluster.gpu.name} is unknown, so no time is given")
+    if model.traced is not None:
+        found.append(model.traced.note)
+    if (kernels := kernel_packages(model.model_type)) and not cluster.gpu.is_cpu:
+        cost = f"; without, {COST}" if FLA in kernels else ""
+        found.append(f"planned with the kernels of {' and '.join(kernels)} on every machine that trains{cost}")
+    if request.has_open_attention:
+        found += attention.notes(workload, chosen)
+    share = chosen.memory.device_bytes_per_gpu / cluster.gpu.memory_bytes if cluster.gpu.memory_bytes else 0
+    if chosen.fits and share > USABLE_GPU_RATIO:
+        left = percent(1 - USABLE_GPU_RATIO)
+        found.append(f"it fills {percent(share)} of the GPU; dstrain's own choices leave {left}")
+    for limit in limits_of(flat(chosen.configuration)) if cluster.gpu.is_cpu else ():
+        found.append(f"{limit.key} {limit.value} trains on a CPU only if {limit.unless}: {limit.why}")
+    if request.task.has_own_loss:
+        found += _reference_notes(workload, chosen)
+    for choice in (request.method, request.optimizer):
+        if choice in (Method.QLORA, Optimizer.ADAMW_8BIT):
+            found.append(f"{choice} needs bitsandbytes on the machine that trains: pip install 'dstrain[qlora]'")
+    found += _liger_notes(workload, request, chosen)
+    if request.optimizer is Optimizer.MUON:
+        found.append(_MUON)
+    if model.vision is not None and not request.image_patches:
+        frozen = format_count(model.num_params_of(Kind.VISION))
+        found.append(f"no images are counted (--image-patches); the vision tower ({frozen} parameters) is frozen")
+    if (compiling := compile_rules.note(workload, chosen.configuration)) is not None:
+        found.append(compiling)
+    if chosen.configuration.parallel.ep > 1:
+        found.append(
+            "computed as if every expert got as many tokens; GPUs with more popular ones need more memory and time"
+        )
+    if model.moe is not None and request.method is not Method.FULL:
+        found.append("experts are 3-D tensors in Transformers 5: adapters go to the linear layers of attention")
+    return tuple(found)
+
+
+def _liger_notes(workload: Workload, request: Request, chosen: Estimate) -> list[str]:
+    """Returns what Liger's kernels need, or what they would gain on GPUs that are known."""
+    if request.liger:
+        return ["liger needs liger-kernel on the machine that trains: pip install 'dstrain[kernels]'"]
+    is_known = chosen.fits and workload.cluster.gpu_origin is not Origin.ASSUMED
+    gain = liger_gain_ratio(workload, request, chosen) if is_known else None
+    if gain is None or gain <= WORTH_LIGER:
+        return []
+    return [f"--liger would be {percent(gain)} faster, by Liger's kernels (dstrain[kernels])"]
+
+
+def _reference_notes(workload: Workload, chosen: Estimate) -> list[str]:
+    """Returns what the reference costs, which is computed before the first step and kept in no second model."""
+    forward = forward_s(workload, chosen.configuration)
+    if forward is None or chosen.speed is None:
+        return ["before step 1, a forward pass over all pairs computes the reference"]
+    share = forward * chosen.configuration.step.grad_accum / chosen.speed.step_s
+    return [f"before step 1, a forward pass over all pairs computes the reference: {percent(share)} of an epoch's time"]
+
+
+def _assumptions(workload: Workload, request: Request, chosen: Estimate) -> list[str]:
+    """Returns the assumptions about machines, positions and batch."""
+    model, cluster, configuration = workload.model, workload.cluster, chosen.configuration
+    notes = []
+    if cluster.gpu_origin is Origin.ASSUMED:
+        notes.append(gpu_assumed(cluster))
+    if not cluster.gpu.is_listed and chosen.speed is not None:
+        notes.append(gpu_guessed(cluster))
+    if cluster.host_memory_origin is Origin.ASSUMED and configuration.zero.is_offloaded:
+        notes.append(ram_assumed(cluster))
+    if (scaling := configuration.batch.rope_scaling) is not None:
+        notes += rope_scaling.notes(model, request.rope_scaling, scaling)
+    if request.global_batch is None and request.micro_batch is None:
+        samples = global_batch(cluster, configuration)
+        notes.append(f"assumed: {samples} samples a step; change it with --global-batch")
+    if model.moe is not None and configuration.model.is_full:
+        notes += _experts_notes(model.moe, global_batch(cluster, configuration), configuration)
+    return notes + learning_rate.notes(request, global_batch(cluster, configuration))
+
+
+def _experts_notes(moe: Moe, samples: int, configuration: Configuration) -> list[str]:
+    """Returns what a small batch gives to experts and routers that train."""
+    tokens = samples * configuration.batch.seq_len * moe.experts_per_token // moe.num_experts
+    if samples >= STEADY_BATCH:
+        return []
+    return [
+        f"an expert sees {tokens:,} tokens of a step at most; --global-batch {STEADY_BATCH} or more steadies routers"
+    ]
+
+
+def _precision_notes(workload: Workload, chosen: Estimate) -> list[str]:
+    """Returns the consequences of half precision without bf16, and of gradients sent as fp16."""
+    model, cluster, configuration = workload.model, workload.cluster, chosen.configuration
+    notes = []
+    is_old = not cluster.gpu.has_bf16 and not cluster.gpu.is_cpu
+    if configuration.model.precision is Precision.FP16 and is_old:
+        notes.append(
+            f"{cluster.gpu.name} has neither bf16 nor FlashAttention-2: fp16 with loss scaling and sdpa are used"
+        )
+    if configuration.model.precision is Precision.FP16 and model.dtype == "bfloat16":
+        notes.append(f"{model.name} was trained in bf16: fp16 may overflow; watch the loss scale")
+    if configuration.zero.qgz and configuration.model.precision is not Precision.FP16:
+        notes.append("--qgz sends gradients as fp16: those below 6e-8 become zero")
+    return notes
