@@ -12,7 +12,7 @@ from benchmarks.published.variants import Checkpointing, method, parallel
 from dstrain.choices import Attention, Method, Offload, Precision, StateDtypes
 from dstrain.facts.cluster.cluster import Cluster
 from dstrain.facts.model.model_facts import ModelFacts
-from dstrain.job.schema import Lora
+from dstrain.job.model_changes import Lora
 from dstrain.plan.configuration import DEFAULTS, Configuration, changed
 from dstrain.plan.memory.params import linear_names
 

@@ -15,7 +15,7 @@ from dstrain.plan.memory.zero import bucket_bytes, num_buckets, prefetch_bytes, 
 
 if TYPE_CHECKING:
     from dstrain.facts.model.model_facts import ModelFacts
-    from dstrain.job.schema import Lora
+    from dstrain.job.model_changes import Lora
 
 _LARGEST = 2**62
 """Larger numbers are not sizes."""

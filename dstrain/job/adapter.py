@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from dstrain.errors import InvalidConfig
 
 if TYPE_CHECKING:
-    from dstrain.job.schema import Lora
+    from dstrain.job.model_changes import Lora
 
 CONFIG = "adapter_config.json"
 """The file in which PEFT describes an adapter."""

@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any, get_type_hints
 
 from dstrain.choices import Attention, LossKernel, Method, Offload, Optimizer, Precision, StateDtypes, Task
-from dstrain.job.schema import Lora, RopeScaling
+from dstrain.job.model_changes import Lora, RopeScaling
 from dstrain.plan.training_code import TrainingCode
 
 

@@ -8,7 +8,7 @@ from enum import StrEnum
 from dstrain.choices import Attention, LossKernel, Method, Offload, Optimizer, Precision, RopeType, StateDtypes, Task
 from dstrain.errors import InvalidConfig
 from dstrain.facts.model.model_facts import ModelFacts
-from dstrain.job.schema import Lora, RopeScaling
+from dstrain.job.model_changes import Lora, RopeScaling
 from dstrain.plan.configuration import DEFAULTS, DEGREES, Configuration, changed, choices
 from dstrain.records import type_config
 

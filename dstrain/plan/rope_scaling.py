@@ -7,7 +7,7 @@ from math import ceil
 from dstrain.choices import RopeType
 from dstrain.errors import InvalidConfig
 from dstrain.facts.model.model_facts import ModelFacts
-from dstrain.job.schema import RopeScaling
+from dstrain.job.model_changes import RopeScaling
 
 _QWEN3, _QWEN3_PRETRAINED, _QWEN3_LONGEST = ("qwen3", "qwen3_moe"), 32768, 131072
 """Families with their pretrained length, and the length for which their makers have validated YaRN, in tokens.

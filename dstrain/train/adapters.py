@@ -10,7 +10,8 @@ from torch.nn import Linear
 
 from dstrain.errors import InvalidConfig
 from dstrain.job.adapter import read_adapter, shape_of_adapter
-from dstrain.job.schema import Job, Lora
+from dstrain.job.model_changes import Lora
+from dstrain.job.schema import Job
 from dstrain.train import model_parts
 from dstrain.train.checkpoints.saved_model import shape_of
 

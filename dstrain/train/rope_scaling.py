@@ -7,7 +7,8 @@ from typing import Any
 
 from dstrain.choices import Method, RopeType
 from dstrain.errors import InvalidConfig
-from dstrain.job.schema import Job, RopeScaling
+from dstrain.job.model_changes import RopeScaling
+from dstrain.job.schema import Job
 from dstrain.paths import write_atomic
 from dstrain.records import load_json, to_json
 

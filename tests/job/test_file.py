@@ -11,7 +11,7 @@ from dstrain.choices import Schedule, SinkName
 from dstrain.config import jsonc
 from dstrain.errors import InvalidConfig
 from dstrain.job.file import read_job
-from dstrain.job.schema import Lora
+from dstrain.job.model_changes import Lora
 from dstrain.job.yaml_source import parse_yaml
 from dstrain.monitor.sinks.registry import SINKS
 from dstrain.paths import shipped

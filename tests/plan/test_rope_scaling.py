@@ -9,7 +9,7 @@ from dstrain.errors import InvalidConfig
 from dstrain.facts.model import aliases
 from dstrain.facts.model.families import from_config
 from dstrain.facts.model.model_facts import ModelFacts
-from dstrain.job.schema import RopeScaling
+from dstrain.job.model_changes import RopeScaling
 from dstrain.plan.rope_scaling import chosen, fault, notes
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from dstrain.choices import LossKernel, Method, Offload, Optimizer, Precision, Task
 from dstrain.facts.model.families import from_config
-from dstrain.job.schema import Lora
+from dstrain.job.model_changes import Lora
 from dstrain.plan.configuration import DEFAULTS, Configuration, changed
 from dstrain.plan.memory.deepspeed import engine as planned_engine
 from dstrain.plan.memory.deepspeed.settings import settings_of

@@ -17,7 +17,7 @@ import pytest
 from dstrain.choices import Method
 from dstrain.cli.output.report import lines as lines_of
 from dstrain.facts.probe import read_model
-from dstrain.job.schema import Lora
+from dstrain.job.model_changes import Lora
 from dstrain.monitor.sinks.jsonl import read_jsonl
 from dstrain.plan.configuration import DEFAULTS, changed
 from dstrain.plan.memory.params import trained

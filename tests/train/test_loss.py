@@ -22,7 +22,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 from dstrain.choices import LossKernel
 from dstrain.errors import InvalidConfig
-from dstrain.job.schema import Lora
+from dstrain.job.model_changes import Lora
 from dstrain.train import loss as losses
 from dstrain.train.adapters import with_adapter
 from dstrain.train.data.slices import shift

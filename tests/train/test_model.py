@@ -19,7 +19,8 @@ from transformers import (
 from dstrain.choices import Hub, Method
 from dstrain.errors import EnvironmentProblem, InvalidConfig
 from dstrain.facts.probe import read_model
-from dstrain.job.schema import Job, Lora
+from dstrain.job.model_changes import Lora
+from dstrain.job.schema import Job
 from dstrain.plan.memory.params import lora_params
 from dstrain.train import model as models
 from dstrain.train.model import load_model

@@ -16,7 +16,8 @@ from dstrain.config.resolve_auto import GATHERS
 from dstrain.errors import InvalidConfig
 from dstrain.facts.probe import read_model
 from dstrain.job.adapter import shape_of_adapter
-from dstrain.job.schema import Job, Lora
+from dstrain.job.model_changes import Lora
+from dstrain.job.schema import Job
 from dstrain.monitor.sinks.jsonl import read_jsonl
 from dstrain.plan.freezing import with_frozen
 from dstrain.plan.memory.params import trained

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from dstrain.choices import RopeType
 from dstrain.errors import InvalidConfig
-from dstrain.job.schema import RopeScaling
+from dstrain.job.model_changes import RopeScaling
 from dstrain.train.checkpoints.export import export
 from dstrain.train.rope_scaling import scale
 from tests.train.engine import Engine

@@ -14,7 +14,7 @@ import pytest
 from dstrain.choices import Attention, Method, Precision
 from dstrain.facts.model.trace_records import Question, Subject, Trace
 from dstrain.facts.model.tracer import Answer, Failure, Questions, ask
-from dstrain.job.schema import Lora
+from dstrain.job.model_changes import Lora
 from dstrain.records import to_data
 from tests.conftest import asked_for
 

@@ -23,7 +23,7 @@ from dstrain.choices import (
 from dstrain.cli.types import SIZE, Choice, Named
 from dstrain.facts.cluster import gpus, links
 from dstrain.facts.model import aliases
-from dstrain.job.schema import Lora
+from dstrain.job.model_changes import Lora
 from dstrain.plan.request import LrScaling
 
 F = TypeVar("F", bound=Callable[..., Any])

@@ -16,7 +16,7 @@ from dstrain.facts.cluster.cluster import Cluster, Origin
 from dstrain.facts.cluster.hostfile import Hosts
 from dstrain.facts.model import trace_records
 from dstrain.facts.workload import Workload, measured_cluster, measured_workload
-from dstrain.job.schema import Lora
+from dstrain.job.model_changes import Lora
 from dstrain.plan.request import Request
 from dstrain.plan.search.search_space import DEFAULT_SEQ_LEN
 from dstrain.units import MIB, format_bytes

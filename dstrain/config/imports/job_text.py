@@ -14,8 +14,9 @@ from dstrain.config.imports.walk import Imported, Value
 from dstrain.errors import Place
 from dstrain.job.dpo import Dpo
 from dstrain.job.file import looks_local
+from dstrain.job.model_changes import Lora
 from dstrain.job.monitor import Monitor
-from dstrain.job.schema import Job, Lora
+from dstrain.job.schema import Job
 from dstrain.job.yaml_source import parse_yaml
 from dstrain.records import Keys, Locator
 

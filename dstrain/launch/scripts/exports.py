@@ -137,19 +137,19 @@ def _torchrun(job: Job, hosts: Hosts) -> Export:
     return Export(files=_script(job, is_deepspeed=False), command=command, notes=_notes(job, hosts))
 
 
-def _notes(job: Job, hosts: Hosts) -> tuple[str, ...]:
-    notes = []
-    if len(hosts.hosts) > 1:
-        notes.append(f"start it on each of the {len(hosts.hosts)} nodes; machine_rank differs from node to node")
+def _notes(job: Job, hosts: Hosts, *, names_auto: bool = False) -> tuple[str, ...]:
+    many = f"start it on each of the {len(hosts.hosts)} nodes; machine_rank differs from node to node"
+    loss_note = f"loss: {job.loss} has no counterpart; whole logits are made, which need memory"
     if job.liger:
-        notes.append(f"Liger's own loss takes the place of loss: {job.loss}")
-    elif job.loss is not LossKernel.FULL:
-        notes.append(f"loss: {job.loss} has no counterpart; whole logits are made, which need memory")
-    if job.torch_compile:
-        notes.append("torch_compile is left out: Transformers' own key compiles the whole model, not its layers")
-    if job.monitor.sinks:
-        notes.append(f"report_to names {', '.join(job.monitor.sinks)}; log in to them yourself")
-    return tuple(notes)
+        loss_note = f"Liger's own loss takes the place of loss: {job.loss}"
+    notes = {
+        many: len(hosts.hosts) > 1,
+        "attn: auto is written as sdpa, which every machine has": job.attn is Attention.AUTO and not names_auto,
+        loss_note: job.liger or job.loss is not LossKernel.FULL,
+        "torch_compile is left out: Transformers' own key compiles the whole model, not its layers": job.torch_compile,
+        f"report_to names {', '.join(job.monitor.sinks)}; log in to them yourself": bool(job.monitor.sinks),
+    }
+    return tuple(note for note, holds in notes.items() if holds)
 
 
 def _script(job: Job, *, is_deepspeed: bool) -> dict[str, str]:
@@ -208,11 +208,7 @@ def _arguments(job: Job) -> dict[str, Any]:
         "learning_rate": job.learning_rate,
         "lr_scheduler_type": job.lr_scheduler_type.value,
         "weight_decay": job.weight_decay,
-        "adam_beta1": job.adam_beta1,
-        "adam_beta2": job.adam_beta2,
-        "adam_epsilon": job.adam_epsilon,
-        "max_grad_norm": job.max_grad_norm,
-        "seed": job.seed,
+        **{name: getattr(job, name) for name in ("adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "seed")},
         "bf16": job.precision is Precision.BF16,
         "fp16": job.precision is Precision.FP16,
         "logging_steps": job.logging_steps,
@@ -250,7 +246,7 @@ def _llamafactory(job: Job, config: Mapping[str, Any], hosts: Hosts) -> Export:
             "ds_config.json": _config(config),
         },
         command=command,
-        notes=(*_notes(job, hosts), note),
+        notes=(*_notes(job, hosts, names_auto=True), note),
     )
 
 

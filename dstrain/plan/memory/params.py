@@ -8,7 +8,7 @@ from functools import cache
 
 from dstrain.choices import Method
 from dstrain.facts.model.model_facts import Kind, ModelFacts, TensorGroup
-from dstrain.job.schema import Lora
+from dstrain.job.model_changes import Lora
 from dstrain.plan.configuration import Configuration, Parallel
 
 NF4_BYTES_PER_PARAM = 0.5 + 1 / 64 + 4 / (64 * 256)

@@ -10,7 +10,7 @@ from typing import Any
 
 from dstrain.choices import Attention, Optimizer
 from dstrain.errors import EnvironmentProblem, InvalidConfig
-from dstrain.job.schema import RopeScaling
+from dstrain.job.model_changes import RopeScaling
 from dstrain.paths import write_atomic
 from dstrain.rundir import COMPLETE, PART, UNIVERSAL, RunDir, damage, is_whole, lacks_states, mark_whole, read_record
 

@@ -330,8 +330,9 @@ def test_a_target_is_a_key_of_a_job_or_a_choice_of_gen_config(tool: str) -> None
     from dataclasses import fields
 
     from dstrain.job.dpo import Dpo
+    from dstrain.job.model_changes import Lora
     from dstrain.job.monitor import Monitor
-    from dstrain.job.schema import Job, Lora
+    from dstrain.job.schema import Job
 
     legal = {field.name for field in fields(Job)}
     sections = {"dpo": Dpo, "lora": Lora, "monitor": Monitor}

@@ -15,7 +15,8 @@ from dstrain.facts import probe
 from dstrain.facts.cluster import gpus
 from dstrain.facts.cluster.cluster import Origin, describe
 from dstrain.job.file import JobFile
-from dstrain.job.schema import Job, Lora
+from dstrain.job.model_changes import Lora
+from dstrain.job.schema import Job
 from dstrain.launch.prepare.job_checks import check_combinations, check_data, check_gpu
 from dstrain.launch.prepare.job_context import request_of, unplanned_parts, workload_of
 

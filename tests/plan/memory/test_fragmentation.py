@@ -10,7 +10,7 @@ from cases import ask
 
 from dstrain.choices import LossKernel, Method, Offload, StateDtypes
 from dstrain.facts.model.model_facts import ModelFacts
-from dstrain.job.schema import Lora
+from dstrain.job.model_changes import Lora
 from dstrain.plan.configuration import DEFAULTS, Configuration, changed
 from dstrain.plan.memory import pytorch_sharding
 from dstrain.plan.memory.deepspeed import engine

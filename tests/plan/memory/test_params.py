@@ -5,7 +5,7 @@ from cases import ask
 
 from dstrain.choices import Method
 from dstrain.facts.model.model_facts import Kind
-from dstrain.job.schema import Lora
+from dstrain.job.model_changes import Lora
 from dstrain.plan.configuration import DEFAULTS, changed
 from dstrain.plan.memory.params import adapted, lora_params, trained, trained_on_rank
 

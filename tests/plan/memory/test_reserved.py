@@ -16,7 +16,7 @@ from dstrain.facts.cluster import gpus
 from dstrain.facts.cluster.cluster import Origin
 from dstrain.facts.model import families
 from dstrain.facts.model.model_facts import ModelFacts
-from dstrain.job.schema import Lora
+from dstrain.job.model_changes import Lora
 from dstrain.plan.configuration import DEFAULTS, Configuration, changed
 from dstrain.plan.memory import pytorch_sharding
 from dstrain.plan.memory.deepspeed import engine

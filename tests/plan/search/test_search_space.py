@@ -11,7 +11,7 @@ from cases import ask
 from dstrain.choices import Attention, LossKernel, Method, Offload, Optimizer, Precision, RopeType, StateDtypes, Task
 from dstrain.errors import InvalidConfig
 from dstrain.facts.model.traced_activations import ActivationProfile, Traced
-from dstrain.job.schema import Lora, RopeScaling
+from dstrain.job.model_changes import Lora, RopeScaling
 from dstrain.plan.configuration import DEFAULTS, changed
 from dstrain.plan.request import Request
 from dstrain.plan.search.rules import RULES, broken

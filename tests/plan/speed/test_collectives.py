@@ -9,7 +9,7 @@ from dstrain.facts import probe
 from dstrain.facts.cluster import cluster as clusters
 from dstrain.facts.cluster import gpus, links
 from dstrain.facts.cluster.cluster import Cluster, Origin
-from dstrain.job.schema import Lora
+from dstrain.job.model_changes import Lora
 from dstrain.plan.configuration import DEFAULTS, Configuration, changed
 from dstrain.plan.speed.collectives import Collective, Phase, collectives
 from dstrain.plan.speed.efficiency import INTER_RATIO, INTRA_RATIO, efficiency

@@ -10,7 +10,7 @@ import pytest
 from benchmarks.published.training_code import TORCHTUNE, UNSLOTH, UNSLOTH_ADAPTER_COSTS
 from dstrain.choices import Method, Precision, StateDtypes
 from dstrain.facts import probe
-from dstrain.job.schema import Lora
+from dstrain.job.model_changes import Lora
 from dstrain.plan.configuration import DEFAULTS, Configuration, changed
 from dstrain.plan.speed.traffic import Pass, work
 from dstrain.plan.training_code import TrainingCode

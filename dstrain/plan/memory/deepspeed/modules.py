@@ -9,7 +9,7 @@ from functools import cache
 
 from dstrain.choices import Method
 from dstrain.facts.model.model_facts import Kind, ModelFacts, TensorGroup
-from dstrain.job.schema import Lora
+from dstrain.job.model_changes import Lora
 from dstrain.plan.memory.params import adapted, is_in_layer, is_inside, kept_whole, trains_in_full
 
 QUANTIZED_PER_ELEMENT = 4

@@ -11,7 +11,7 @@ from dstrain.choices import Method, Offload, Optimizer, Precision
 from dstrain.config.key_bytes import Scale, cost
 from dstrain.facts.model.families import from_config
 from dstrain.facts.model.model_facts import Kind
-from dstrain.job.schema import Lora
+from dstrain.job.model_changes import Lora
 from dstrain.plan.configuration import DEFAULTS, Configuration, changed
 from dstrain.plan.memory.deepspeed import allocations, engine
 from dstrain.plan.memory.deepspeed.byte_account import ByteAccount, Part

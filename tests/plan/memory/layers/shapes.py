@@ -13,7 +13,7 @@ from dstrain.choices import Attention, LossKernel
 from dstrain.facts.model import families
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.facts.model.trace_records import Question, Subject
-from dstrain.job.schema import Lora
+from dstrain.job.model_changes import Lora
 from dstrain.plan.configuration import DEFAULTS, Configuration, changed
 from dstrain.plan.training_code import TrainingCode
 from tests.plan.memory.layers.ways import WAYS, Rows, Way

@@ -17,7 +17,7 @@ from dstrain.facts.cluster.cluster import Origin
 from dstrain.facts.model.families import from_config
 from dstrain.facts.model.trace_records import Question, Subject
 from dstrain.facts.workload import Workload
-from dstrain.job.schema import Lora
+from dstrain.job.model_changes import Lora
 from dstrain.plan.configuration import DEFAULTS, Configuration, changed
 from dstrain.plan.memory.deepspeed import engine
 from dstrain.plan.memory.layers.activations import of_variant, profile

@@ -10,7 +10,7 @@ import pytest
 from dstrain.choices import Attention, LossKernel, Method
 from dstrain.facts.model.families import from_config
 from dstrain.facts.model.model_facts import ModelFacts
-from dstrain.job.schema import Lora
+from dstrain.job.model_changes import Lora
 from dstrain.plan.configuration import DEFAULTS, Configuration, changed
 from dstrain.plan.memory.layers.activations import Instant, of_variant, peaks, profile
 from dstrain.plan.memory.layers.context import variant_of
