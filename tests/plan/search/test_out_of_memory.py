@@ -12,7 +12,7 @@ from dstrain.choices import Method, Offload
 from dstrain.facts.workload import Workload
 from dstrain.oom import Allocator, Phase
 from dstrain.plan.configuration import DEFAULTS, Configuration, changed, flat
-from dstrain.plan.estimate import ASKED_GPU_RATIO, assess
+from dstrain.plan.estimate import ASKED_GPU_RATIO, USABLE_GPU_RATIO, assess
 from dstrain.plan.estimate_records import Estimate
 from dstrain.plan.memory.outside import outside_bytes
 from dstrain.plan.search.buffer_sizes import ROOMY, sized
@@ -21,6 +21,7 @@ from dstrain.plan.search.out_of_memory import (
     LEVERS,
     Fix,
     Shortage,
+    _fits,
     _space,
     evaluated_at_once,
     fixes,
@@ -58,6 +59,12 @@ class Case:
         gpu = replace(self.workload.cluster.gpu, memory_mib=limit // MIB)
         workload = replace(self.workload, cluster=replace(self.workload.cluster, gpu=gpu))
         return assess(workload, configuration, usable_gpu_ratio=ASKED_GPU_RATIO).fits
+
+    def has_room(self) -> bool:
+        """Returns whether a change exists with which the allocator never gives back its cache."""
+        less, current = smaller(self.workload, self.estimate.configuration, self.short), self.estimate.configuration
+        evaluator = Evaluator(less, USABLE_GPU_RATIO)
+        return any(_fits(evaluator, one) for one in _space(less, current, Phase.BACKWARD, (0, 1, 2, 3)))
 
 
 def drawn(seed: int) -> Case:
@@ -107,7 +114,7 @@ def test_every_change_fits_on_a_machine_that_needs_more_than_planned(
     cases: list[tuple[Case, tuple[Fix, ...]]],
 ) -> None:
     for case, found in cases:
-        assert found, case
+        assert found or not case.has_room(), case
         for fix in found:
             assert case.holds(fix.estimate.configuration), (case, fix.levers)
 
@@ -115,7 +122,7 @@ def test_every_change_fits_on_a_machine_that_needs_more_than_planned(
 def test_the_first_change_is_as_fast_as_the_searchs_own_choice_in_the_same_space(
     cases: list[tuple[Case, tuple[Fix, ...]]],
 ) -> None:
-    for case, found in cases:
+    for case, found in (each for each in cases if each[1]):
         current = case.estimate.configuration
         less = smaller(case.workload, current, case.short)
         evaluator = Evaluator(less, 0.9)
