@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.questions import QUESTIONS, asked
 from dstrain.errors import DoesNotFit, InvalidConfig
 from dstrain.facts.cluster.gpus import GPUS
-from dstrain.facts.model.aliases import known
+from dstrain.facts.model.families import known
 from dstrain.garbage import collect_seldom
 from dstrain.plan.search.decide import decide
 

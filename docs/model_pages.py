@@ -16,7 +16,7 @@ from benchmarks.questions import asked
 from dstrain.choices import Method
 from dstrain.errors import DoesNotFit
 from dstrain.facts import probe
-from dstrain.facts.model import aliases
+from dstrain.facts.model import aliases, families
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.plan.labels import label
 from dstrain.plan.search.decide import decide
@@ -90,7 +90,13 @@ def page(name: str) -> str:
 
 def index() -> str:
     """Returns the page that leads to all others."""
-    return INDEX + "\n".join(f"- [{name}]({name}.md)" for name in aliases.known()) + "\n"
+    return INDEX + "\n".join(f"- [{name}]({name}.md)" for name in families.known()) + f"\n\n{_traced()}\n"
+
+
+def _traced() -> str:
+    """Returns which other models have names of their own."""
+    names = [name for name in aliases.known() if name not in families.known()]
+    return f"Layers of {', '.join(names)} are traced with Transformers when one of them is planned: they have no page."
 
 
 def write(name: str) -> None:
@@ -102,7 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Writes the pages."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", metavar="MODEL", help="names of models; all without")
-    names = parser.parse_args(arguments).models or list(aliases.known())
+    names = parser.parse_args(arguments).models or families.known()
     FOLDER.mkdir(exist_ok=True)
     (FOLDER / "index.md").write_text(index(), encoding="utf-8")
     with ProcessPoolExecutor() as pool:

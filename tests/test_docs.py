@@ -30,7 +30,7 @@ from dstrain.cli.main import cli
 from dstrain.config.imports import accelerate, huggingface, read, trainer
 from dstrain.config.imports.rows import ABSENT, Fate, Row
 from dstrain.facts.cluster.cpu import CPU_LIMITS
-from dstrain.facts.model import aliases
+from dstrain.facts.model import families
 from dstrain.monitor.health.rules import RULES as HEALTH_RULES
 
 ROOT = Path(__file__).parent.parent
@@ -372,12 +372,12 @@ def test_the_index_links_to_every_page_of_its_language(index: str) -> None:
 def test_every_known_model_has_a_page() -> None:
     index = (model_pages.FOLDER / "index.md").read_text(encoding="utf-8")
     assert index == model_pages.index()
-    assert {path.stem for path in model_pages.FOLDER.iterdir()} == {"index", *aliases.known()}
+    assert {path.stem for path in model_pages.FOLDER.iterdir()} == {"index", *families.known()}
 
 
 @pytest.mark.parametrize("method", model_pages.METHODS)
 @pytest.mark.parametrize("cluster", model_pages.CLUSTERS)
-@pytest.mark.parametrize("name", aliases.known())
+@pytest.mark.parametrize("name", families.known())
 def test_the_page_of_a_model_has_the_plan(name: str, cluster: str, method: Method) -> None:
     lines = (model_pages.FOLDER / f"{name}.md").read_text(encoding="utf-8").splitlines()
     assert model_pages.row(name, cluster, method) in lines, f"run python -m docs.model_pages {name}"

@@ -162,7 +162,7 @@ def _facts(config: Mapping[str, object], *, name: str, source: str, way: Questio
         return families.from_config(config, name=name, source=source)
     from dstrain.facts.model import tracer
 
-    return tracer.trace_model(Subject(config=config, source=source), way, name=name, source=source)
+    return tracer.trace_model(Subject(config=dict(config), source=source), way, name=name, source=source)
 
 
 def _existing(name: str) -> Path | None:

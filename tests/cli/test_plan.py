@@ -332,4 +332,4 @@ def test_a_model_of_an_unknown_family_is_traced_and_says_so(
     config = {"model_type": "gpt2", "n_embd": 64, "n_layer": 3, "n_head": 4, "vocab_size": 500, "n_positions": 256}
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     told = dstrain("plan", "--model", str(tmp_path), "--gpus", "2", "--gpu", "a100", "--seq-len", "128")
-    assert 'model_type "gpt2" is not known to dstrain' in " ".join(told.stdout.split())
+    assert 'layers of model_type "gpt2" are not written in dstrain' in " ".join(told.stdout.split())

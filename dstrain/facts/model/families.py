@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from dstrain.errors import InvalidConfig, did_you_mean
-from dstrain.facts.model import parameter_tensors, rope_scaling, vision_towers
+from dstrain.facts.model import aliases, parameter_tensors, rope_scaling, vision_towers
 from dstrain.facts.model.config_fields import Fields
 from dstrain.facts.model.model_facts import Kind, ModelFacts, Moe, TensorGroup, Vision
 from dstrain.facts.model.sliding_windows import (
@@ -162,6 +162,15 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
     }
 )
 """The supported families, by `model_type`. To add one: a function in `parameter_tensors`, and a row here."""
+
+
+def known() -> list[str]:
+    """Returns the aliases of shipped models whose families have a row here; layers of the others are traced."""
+    return [alias for alias in aliases.known() if (found := aliases.resolve(alias)) and _is_known(found[1].config)]
+
+
+def _is_known(config: Mapping[str, object]) -> bool:
+    return config.get("model_type") in FAMILIES
 
 
 def from_config(config: Mapping[str, object], *, name: str, source: str) -> ModelFacts:

@@ -81,8 +81,8 @@ def trace_model(subject: Subject, way: Question, *, name: str, source: str, time
     assert isinstance(description, Description)
     assert isinstance(profile, ActivationProfile)
     note = (
-        f'model_type "{description.model_type}" is not known to dstrain: its layer code was traced with Transformers'
-        f" {_version('transformers')} on tensors without data"
+        f'layers of model_type "{description.model_type}" are not written in dstrain: they were traced with'
+        f" Transformers {_version('transformers')} on tensors without data"
     )
     model = from_description(description, name=name, source=source)
     return replace(model, traced=Traced(note=note, profile=profile))

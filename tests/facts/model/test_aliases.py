@@ -4,8 +4,11 @@ from collections import Counter
 
 import pytest
 
-from dstrain.facts.model import aliases
+from dstrain.facts.model import aliases, families, tracer
 from dstrain.facts.model.families import from_config
+from dstrain.facts.model.model_facts import Kind
+from dstrain.facts.model.trace_records import Description, Question, Subject, Wanted
+from dstrain.facts.model.traced_model import from_description
 
 # Parameters in the safetensors of each hub page (`"parameters"` of its index, or "Model size" on the page).
 _PUBLISHED = {
@@ -45,6 +48,16 @@ _PUBLISHED = {
     "deepseek-v3": 671_026_419_200,
 }
 
+# The same of models whose layers are traced, without their vision tower; None: not found.
+_TRACED = {
+    "qwen3-next-80b-a3b": 79_674_391_296,
+    "qwen3.5-9b": None,
+    "qwen3.5-27b": None,
+    "qwen3.5-35b-a3b": 34_660_610_688,
+    "gpt-oss-20b": 20_914_757_184,
+    "gpt-oss-120b": 116_829_156_672,
+}
+
 # 58 layers' routers have a correction bias for each of 256 experts: in the checkpoint, but not trained by gradient.
 _BUFFERS = {"deepseek-v3": 58 * 256}
 
@@ -63,6 +76,16 @@ def num_params(name: str) -> int:
 @pytest.mark.parametrize("alias", _PUBLISHED)
 def test_the_count_is_the_published_one(alias: str) -> None:
     assert num_params(alias) + _BUFFERS.get(alias, 0) == _PUBLISHED[alias]
+
+
+def test_models_whose_layers_are_traced_are_built_by_transformers() -> None:
+    assert set(aliases.known()) == {*families.known(), *_TRACED}
+    configs = [dict(entry(name)[1].config) for name in _TRACED]
+    asked = [Question(subject=Subject(config=config), wanted=Wanted.DESCRIPTION) for config in configs]
+    for (name, published), answer in zip(_TRACED.items(), tracer.ask(asked), strict=True):
+        assert isinstance(answer, Description), answer
+        model = from_description(answer, name=name, source=name)
+        assert published in (None, model.num_params - model.num_params_of(Kind.VISION)), name
 
 
 def test_mistral_7b_v01_has_the_smaller_vocabulary() -> None:

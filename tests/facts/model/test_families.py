@@ -14,12 +14,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 from dstrain.errors import InvalidConfig
 from dstrain.facts.model import aliases
-from dstrain.facts.model.families import FAMILIES, from_config
+from dstrain.facts.model.families import FAMILIES, from_config, known
 from dstrain.facts.model.model_facts import Kind, ModelFacts
 
 Counts = Counter[tuple[str, tuple[int, ...], bool]]
 
-_HUB_CONFIGS = {alias: dict(entry[1].config) for alias in aliases.known() if (entry := aliases.resolve(alias))}
+_HUB_CONFIGS = {alias: dict(entry[1].config) for alias in known() if (entry := aliases.resolve(alias))}
 
 _SMALL: dict[str, Any] = {
     "vocab_size": 96,

@@ -8,7 +8,7 @@ import pytest
 from transformers import CONFIG_MAPPING
 
 from dstrain.facts.model import aliases
-from dstrain.facts.model.families import FAMILIES, from_config
+from dstrain.facts.model.families import FAMILIES, from_config, known
 from dstrain.facts.model.model_facts import ModelFacts
 
 _SIZES: dict[str, Any] = {
@@ -16,7 +16,7 @@ _SIZES: dict[str, Any] = {
     "num_key_value_heads": 2, "max_position_embeddings": 4096, "pad_token_id": 0,
 }  # fmt: skip
 _CONFIGS: dict[str, dict[str, Any]] = {
-    alias: dict(entry[1].config) for alias in aliases.known() if (entry := aliases.resolve(alias))
+    alias: dict(entry[1].config) for alias in known() if (entry := aliases.resolve(alias))
 } | {
     "qwen2 with windows": {"model_type": "qwen2", **_SIZES, "use_sliding_window": True, "max_window_layers": 20},
     "qwen3 with windows": {"model_type": "qwen3", **_SIZES, "use_sliding_window": True, "sliding_window": 64},

@@ -135,7 +135,7 @@ def test_a_model_is_traced_once_and_remembered(tmp_path: Path, monkeypatch: pyte
     way = Question(subject=subject, seq_len=64)
     first = trace_model(subject, way, name="small", source="some/small")
     assert first.traced is not None
-    assert 'model_type "gpt2" is not known to dstrain' in first.traced.note
+    assert 'layers of model_type "gpt2" are not written in dstrain' in first.traced.note
     assert len(list((tmp_path / "dstrain" / "traces").glob("*.json"))) == 2
     assert trace_model(subject, way, name="small", source="some/small", timeout_s=0.01) == first
 
