@@ -69,7 +69,7 @@ def find_model(name: str, *, added_tokens: int = 0) -> Shelf | None:
             return Shelf(model=facts, stands_for=entry.get("stands_for"))
     for candidate in (name, plain):
         resolved = aliases.resolve(candidate)
-        if resolved is not None:
+        if resolved is not None and resolved[0] in families.known():
             alias, known = resolved
             facts = families.from_config(_grown(known.config, added_tokens), name=alias, source=known.hub_id)
             return Shelf(model=facts, stands_for=None)

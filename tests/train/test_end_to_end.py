@@ -192,6 +192,7 @@ def test_a_checkpoint_is_marked_whole_and_old_ones_go(runs: Path) -> None:
         "ep": 1,
         "optimizer": "adamw",
         "rope_scaling": None,
+        "attn": "sdpa",
         "only_model": False,
     }
     assert files == {

@@ -142,6 +142,10 @@ CONFLICTS: tuple[Case, ...] = (
 _EP = '"expert_parallel": {"enabled": true, "autoep_size": 2, "preset_model": "mixtral"'
 
 MORE_CONFLICTS: tuple[Case, ...] = (
+    Case(name="masters and states in bf16", rule="DS332", fix="remove",
+         text='{"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto",\n'
+              ' "gradient_clipping": "auto",\n "bf16": {"enabled": "auto", ⟦"bf16_master_weights_and_grads": true,\n'
+              ' "bf16_optimizer_states": true}, "zero_optimization": {"stage": 2}}'),
     Case(name="bf16 masters with fp32 states on the GPU", rule="DS306", fix="bf16_optimizer_states",
          text='{"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto",\n'
               ' "gradient_clipping": "auto",\n "bf16": {"enabled": "auto", ⟦"bf16_master_weights_and_grads": true},\n'

@@ -164,6 +164,13 @@ RULES = (
     Rule(id="DS331", severity=_W, title="Muon with clipped gradients", find=_clipped_muon,
          source=_DS + "runtime/zero/stage3.py: step; stage_1_and_2.py: scaled_global_norm; updates 97 % smaller on CPU"
                       " ranks with gradient_clipping 1.0"),
+    Rule(id="DS332", severity=_W, title="master weights in bf16",
+         find=when("bf16.bf16_master_weights_and_grads",
+                   lambda s: s.stage > 0 and s.is_true("bf16.bf16_master_weights_and_grads"),
+                   problem="master weights and gradients are kept in bf16",
+                   effect="a change of less than 1/256 of a weight is lost; estimates count fp32, which takes more",
+                   fix="remove the line, unless losses are those of a run in fp32"),
+         source=_DS + "runtime/zero/stage3.py: master_weights_and_grads_dtype; bf16 has 8 bits of precision"),
     Rule(id="DS304", severity=_E, title="prescale_gradients with reduce_scatter",
          find=when("prescale_gradients", lambda s: s.is_true("prescale_gradients") and _reduces_by_scatter(s),
                    problem="prescale_gradients with reduce_scatter",

@@ -86,8 +86,8 @@ def _edge(model: ModelFacts, configuration: Configuration) -> int:
     layer = sum(g.numel * g.count for g in model.tensors if is_inside(g)) // model.num_hidden_layers
     if configuration.model.method is Method.QLORA:
         layer //= QUANTIZED_PER_ELEMENT
-    ahead = configuration.zero.max_live_parameters + 2 * configuration.zero.prefetch_bucket_size
-    return record_pass.EDGE + ahead // max(1, layer)
+    ahead = configuration.zero.max_live_parameters + configuration.zero.prefetch_bucket_size
+    return record_pass.BRIEF_EDGE + ahead // max(1, layer)
 
 
 def peak(model: ModelFacts, configuration: Configuration, num_ranks: int, *, kernel_workspaces: bool = True) -> Peak:

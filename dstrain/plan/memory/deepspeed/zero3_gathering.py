@@ -10,6 +10,7 @@ runtime/zero/partition_parameters.py: all_gather_coalesced, AllGatherCoalescedHa
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -70,7 +71,7 @@ class Coordinator:
         self._learn_uses()
         self.whole = list(self.persists)
         self.flying: dict[int, _Group] = {}
-        self.active: list[set[int]] = [set() for _ in self.numel]
+        self.active: dict[int, set[int]] = {weight: set() for weight in self.uses}
         self.saved: set[int] = set()
         """Parameters that a recomputation has saved as they are."""
         self.orphans: set[int] = set()
@@ -87,7 +88,7 @@ class Coordinator:
 
     def _learn_uses(self) -> None:
         """Notes at which steps each parameter is used, and how many elements pass before each step."""
-        self.uses: list[list[int]] = [[] for _ in self.numel]
+        self.uses: dict[int, list[int]] = defaultdict(list)
         passed = []
         for step, number in enumerate(self.order):
             for weight in set(self.members[number]):
@@ -227,7 +228,7 @@ class Coordinator:
 
     def leave(self) -> None:
         """Ends the backward pass: modules whose input needs no gradient give their parameters back now."""
-        for weight, active in enumerate(self.active):
+        for weight, active in self.active.items():
             if active:
                 active.clear()
                 if self.whole[weight] and not self.persists[weight]:
