@@ -87,7 +87,8 @@ def legal(option: click.Option) -> list[str]:
     if isinstance(kind, Named):
         return [*kind.names()]
     if isinstance(kind, click.IntRange | click.FloatRange):
-        bounds = [bound for bound in (kind.min, kind.max) if bound is not None]
+        ends = ((kind.min, kind.min_open), (kind.max, kind.max_open))
+        bounds = [bound for bound, is_open in ends if bound is not None and not is_open]
         return [f"{bound:g}" for bound in dict.fromkeys([*bounds, (kind.min or 0) + 1])]
     if kind is click.INT or kind is click.FLOAT:
         return ["1", "0"]
@@ -100,7 +101,9 @@ def illegal(option: click.Option) -> list[str]:
     """Returns values that the parser must refuse."""
     kind = option.type
     if isinstance(kind, click.IntRange | click.FloatRange):
+        ends = ((kind.min, kind.min_open), (kind.max, kind.max_open))
         outside = [bound + step for bound, step in ((kind.min, -1), (kind.max, 1)) if bound is not None]
+        outside += [bound for bound, is_open in ends if bound is not None and is_open]
         return [*(f"{bound:g}" for bound in outside), "many"]
     is_closed = isinstance(kind, Choice | click.Choice) or kind in (click.INT, click.FLOAT, SIZE)
     return ["no such thing", ""] if is_closed else []
