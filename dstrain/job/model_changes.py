@@ -12,6 +12,7 @@ from dstrain.job.data_source import Positive
 from dstrain.records import type_config
 
 Ratio = Annotated[float, Ge(0), Le(1)]
+"""A share, 0…1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

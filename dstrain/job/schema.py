@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
-from annotated_types import Ge, Gt, Le, Lt
+from annotated_types import Ge, Gt, Lt
 
 from dstrain.choices import (
     Attention,
@@ -33,11 +33,10 @@ from dstrain.choices import (
 )
 from dstrain.job.data_source import DataSource, Positive, PositiveFloat, Sources, listed
 from dstrain.job.dpo import Dpo
-from dstrain.job.model_changes import Lora, RopeScaling
+from dstrain.job.model_changes import Lora, Ratio, RopeScaling
 from dstrain.job.monitor import HealthLimits, HealthRule, Monitor
 from dstrain.records import type_config
 
-Ratio = Annotated[float, Ge(0), Le(1)]
 Beta = Annotated[float, Ge(0), Lt(1)]
 NonNegative = Annotated[float, Ge(0)]
 Steps = Positive | Annotated[float, Gt(0), Lt(1)]

@@ -43,6 +43,8 @@ class Reduces:
     """Whether gradients go to the host."""
     micro_steps: int
     """Micro-batches of one step."""
+    is_wide: bool = False
+    """Whether ZeRO-1 keeps whole fp32 gradients (`resident.is_wide`)."""
     qgz: bool = False
     """`zero_quantized_gradients`: quantized one tensor at a time, from fp16."""
     casts: bool = False

@@ -32,21 +32,20 @@ class Replay:
 
 def replays(program: Program, settings: Settings, ranks: int) -> tuple[Replay, ...]:
     """Returns the replays of the ranks that may peak highest: first, last, and the one with the most gradient."""
-    is_spread = is_wide(settings)
+    reduces = _reduces(settings, ranks)
     candidates = {0}
-    if settings.zero.stage in (1, 2) and not is_spread:
+    if settings.zero.stage in (1, 2) and not reduces.is_wide:
         elements = layout(program.modules, ranks).elements_by_rank(ranks)
         candidates |= {ranks - 1, elements.index(max(elements))}
-    reduces = _reduces(settings, ranks)
     gathers = _gathers(settings, ranks) if settings.zero.stage == 3 else None
-    return tuple(_replay(program, reduces, gathers, is_spread, rank) for rank in sorted(candidates))
+    return tuple(_replay(program, reduces, gathers, rank) for rank in sorted(candidates))
 
 
 @cache
-def _replay(program: Program, reduces: Reduces, gathers: Gathers | None, is_wide: bool, rank: int) -> Replay:
+def _replay(program: Program, reduces: Reduces, gathers: Gathers | None, rank: int) -> Replay:
     """Replays one rank; settings that differ in neither `reduces` nor `gathers` share it."""
     account = ByteAccount()
-    reducer = _reducer(program.modules, reduces, is_wide, rank, account)
+    reducer = _reducer(program.modules, reduces, rank, account)
     coordinator = Coordinator(program, gathers, account) if gathers else None
     micro_batches = []
     for micro in range(reducer.how.micro_steps):
@@ -83,10 +82,10 @@ def _calls(reducer: Reducer, coordinator: Coordinator | None) -> list[Callable[[
     return calls
 
 
-def _reducer(modules: Modules, how: Reduces, is_wide: bool, rank: int, account: ByteAccount) -> Reducer:
+def _reducer(modules: Modules, how: Reduces, rank: int, account: ByteAccount) -> Reducer:
     if how.stage == 3:
         return ShardedReducer(modules, how, account)
-    if is_wide:
+    if how.is_wide:
         return WideReducer(modules, how, account, layout(modules, how.ranks).whole)
     if how.stage == 0:
         return Reducer(modules, how, account)
@@ -104,6 +103,7 @@ def _reduces(settings: Settings, ranks: int) -> Reduces:
         buckets=num_buckets(settings.zero),
         overlaps=settings.zero.overlap_comm,
         is_offloaded=settings.zero.is_offloaded,
+        is_wide=is_wide(settings),
         micro_steps=settings.step.grad_accum,
         qgz=settings.zero.qgz,
         casts=settings.zero.qgz and settings.model.precision is not Precision.FP16,

@@ -149,7 +149,7 @@ def _sharded(modules: Modules, settings: Settings, ranks: int) -> Resident:
     trainable = sum(count * weight.share(ranks) for weight, count in counted if weight.trains)
     frozen = sum(count * rounded(weight.share(ranks) * item) for weight, count in counted if not weight.trains)
     least = settings.zero.param_persistence_threshold
-    whole = {weight: count * rounded(weight.padded(ranks) * item) for weight, count in counted if weight.numel <= least}
+    whole = sum(count * rounded(weight.padded(ranks) * item) for weight, count in counted if weight.numel <= least)
     secondary = sum(count * rounded(weight.padded(ranks) * item // hpz) for weight, count in counted) if hpz > 1 else 0
     on_gpu = offload in (Offload.NONE, Offload.OPTIMIZER)
     is_copied = ranks > 1 or not on_gpu
@@ -166,6 +166,6 @@ def _sharded(modules: Modules, settings: Settings, ranks: int) -> Resident:
         optimizer=sum(rounded(FP32 * size) + state_bytes(size, settings.step.optimizer) for size in stay)
         - saved_by_muon(modules, settings, ranks),
         buffers=rounded(settings.zero.reduce_bucket_size * communication_item(settings)),
-        gathered=sum(whole.values()) if is_copied else 0,
+        gathered=whole if is_copied else 0,
         secondary=secondary,
     )
