@@ -47,12 +47,13 @@ def detach(run_dir: RunDir, arguments: Sequence[str], say: Callable[[str], None]
     until = time.monotonic() + TIMEOUTS.detach_s
     while time.monotonic() < until and child.poll() is None and _stage(run_dir, child.pid) is not Stage.RUNNING:
         time.sleep(_POLL_S)
-    if child.poll() == 0:
+    code = child.poll()  # asks the system each time, so it is read once
+    if code == 0:
         say(tail.read().strip())
         return
-    if child.poll() is not None:
-        failure = RunFailed(tail.read().strip() or f"ended with code {child.returncode}")
-        failure.exit_code = child.returncode
+    if code is not None:
+        failure = RunFailed(tail.read().strip() or f"ended with code {code}")
+        failure.exit_code = code
         raise failure
     folder = shown(str(run_dir.path))
     if _stage(run_dir, child.pid) in {None, Stage.STARTING} and child.poll() is None:

@@ -179,11 +179,12 @@ def _fork(work: Work, processes: int, progress: Tick) -> None:
 def _require_well(children: Sequence[Any]) -> None:
     """Raises EnvironmentProblem if a process was killed, and RuntimeError if it ended with a bug."""
     for child in children:
-        if child.exitcode is not None and child.exitcode < 0:
-            name = signal.Signals(-child.exitcode).name
+        code = child.exitcode  # asks the system each time, so it is read once
+        if code is not None and code < 0:
+            name = signal.Signals(-code).name
             hint = "Often memory ran out (dmesg). Type the same again: finished parts are kept."
             raise EnvironmentProblem(f"a process that tokenizes was ended by {name}", hint=hint)
-        if child.exitcode:
+        if code:
             raise RuntimeError("a process that tokenizes failed; its traceback is above")
 
 

@@ -24,7 +24,7 @@ from dstrain.facts.data import parts
 from dstrain.job.file import read_job
 from dstrain.job.schema import Job
 from dstrain.train import demo, job_data
-from dstrain.train.data import tokenized
+from dstrain.train.data import shared_work, tokenized
 from dstrain.train.data.prepare import PreparedData, prepare
 from dstrain.train.data.shared_work import Tick, Work, make_all
 
@@ -103,6 +103,20 @@ def test_a_process_that_is_killed_is_an_error_and_leaves_no_half_file(tmp_path: 
     make_all(work(tmp_path, finish), processes=1, report=lambda rows: None)
     assert 1 in done
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "c", "lock"]
+
+
+def test_a_process_that_ends_while_it_is_looked_at_is_no_bug() -> None:
+    class Ending:
+        codes = iter((None, -signal.SIGKILL, -signal.SIGKILL))
+
+        @property
+        def exitcode(self) -> int | None:
+            return next(self.codes)
+
+    child = Ending()
+    shared_work._require_well([child])
+    with pytest.raises(EnvironmentProblem, match="was ended by SIGKILL"):
+        shared_work._require_well([child])
 
 
 def test_without_locks_files_are_still_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
